@@ -1,0 +1,1 @@
+"""Per-step metadata of attention and Mamba layers, in persistent buffers."""

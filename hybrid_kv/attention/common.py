@@ -1,0 +1,34 @@
+"""What every metadata builder gets each step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+@dataclass(frozen=True)
+class CommonAttentionMetadata:
+    """One step's batch: decodes first, then prefills.
+
+    A *decode* runs one token of a request that already has a state; everything else is a *prefill*, however short.
+    Padding rows are one-token decodes on the null block with `PAD_SLOT`; they occur only in a step without prefills.
+
+    Shapes: R = `num_reqs_padded` rows, T = `num_tokens_padded` tokens.
+    """
+
+    num_reqs: int
+    num_reqs_padded: int
+    num_tokens: int
+    num_tokens_padded: int
+    num_decodes: int  # padding included
+    query_lens: npt.NDArray[np.int64]  # [num_reqs_padded]
+    num_computed_tokens: npt.NDArray[np.int64]  # [num_reqs_padded], before this step
+    positions: torch.Tensor  # [T] int64
+    max_seq_len: int  # tokens after this step, of the longest request
+
+    @property
+    def num_prefills(self) -> int:
+        return self.num_reqs_padded - self.num_decodes

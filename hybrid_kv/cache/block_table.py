@@ -1,0 +1,162 @@
+"""Block tables of all groups: staged on the host, written and expanded on the device.
+
+Contract. A request owns one *row* (its index in the persistent tables) while it runs. `append_block_ids` only stages:
+it copies ids into one buffer and notes where they go, nothing else, so its cost is that of the ids themselves. Once per
+step `apply_staged_writes` moves the whole buffer to the device in one copy and one indexed write for all groups;
+`gather_block_tables` then brings the rows of the step's batch into the input tables, where manager blocks become
+kernel blocks. Everything that a captured graph reads keeps its address.
+
+Shapes considered. (a) Expand on the host while appending (vllm!38831): costs `blocks_per_kv_block` times the ids, per
+append. (b) Keep the persistent table expanded: the write expands, the gather and the table are that much wider. (c) Keep
+it in manager blocks and expand while gathering: the table is narrow, slots come from it without a division by two block
+sizes, and nothing is stored twice. This is (c).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockIds
+from hybrid_kv.kernels.kernel_blocks import gather_kernel_blocks
+from hybrid_kv.kernels.slot_mapping import PAD_SLOT, slot_mapping
+
+
+class BlockTables:
+    """One table per group.
+
+    Args:
+        block_sizes: manager block size of each group, in tokens.
+        kernel_block_sizes: kernel block size of each group; divides the manager block size.
+        max_num_reqs: rows.
+        max_num_batched_tokens: length of the slot mappings.
+        max_num_blocks_per_group: width of each group's rows in manager blocks, speculative blocks included.
+        device: where the persistent tables live.
+        cp_size, cp_rank, cp_interleave: context parallelism, see `kernels.slot_mapping`.
+    """
+
+    def __init__(
+        self,
+        block_sizes: Sequence[int],
+        kernel_block_sizes: Sequence[int],
+        max_num_reqs: int,
+        max_num_batched_tokens: int,
+        max_num_blocks_per_group: Sequence[int],
+        device: torch.device,
+        cp_size: int = 1,
+        cp_rank: int = 0,
+        cp_interleave: int = 1,
+    ) -> None:
+        if not len(block_sizes) == len(kernel_block_sizes) == len(max_num_blocks_per_group):
+            raise ValueError("block_sizes, kernel_block_sizes and max_num_blocks_per_group need one entry per group")
+        for block_size, kernel_block_size in zip(block_sizes, kernel_block_sizes, strict=True):
+            if block_size % kernel_block_size:
+                raise ValueError(f"kernel block size {kernel_block_size} does not divide block size {block_size}")
+        self.block_sizes = list(block_sizes)
+        self.blocks_per_kv_block = [b // k for b, k in zip(block_sizes, kernel_block_sizes, strict=True)]
+        self.widths = list(max_num_blocks_per_group)
+        self.num_groups = len(block_sizes)
+        self.max_num_reqs = max_num_reqs
+        self.device = device
+        self.cp = (cp_size, cp_rank, cp_interleave)
+        # Staging touches single elements, where a memoryview of an array costs a third of the array's own indexing.
+        self.num_blocks = np.zeros((self.num_groups, max_num_reqs), dtype=np.int32)
+        self._num_blocks = memoryview(self.num_blocks)
+
+        # All tables are slices of one buffer, so that one indexed write serves every group.
+        sizes = [max_num_reqs * width for width in self.widths]
+        self._group_start = np.concatenate([[0], np.cumsum(sizes)]).tolist()
+        self._flat = torch.zeros(self._group_start[-1], dtype=torch.int32, device=device)
+        self.tables = [
+            self._flat[start : start + size].view(max_num_reqs, -1)
+            for start, size in zip(self._group_start, sizes, strict=False)
+        ]
+        self._offsets = [torch.arange(n, dtype=torch.int32, device=device) for n in self.blocks_per_kv_block]
+        self.input_tables = [
+            torch.zeros(max_num_reqs, width * n, dtype=torch.int32, device=device)
+            for width, n in zip(self.widths, self.blocks_per_kv_block, strict=True)
+        ]
+        self.slot_mappings = torch.full(
+            (self.num_groups, max_num_batched_tokens), PAD_SLOT, dtype=torch.int64, device=device
+        )
+
+        self._staged_ids = torch.zeros(max(1, self._group_start[-1]), dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._ids = memoryview(self._staged_ids.numpy())
+        self._num_ids = 0
+        self._targets: list[int] = []
+        self._counts: list[int] = []
+
+    def append_block_ids(
+        self, row: int, new_block_ids: Sequence[BlockIds], overwrite: bool = False
+    ) -> None:
+        """Stage new manager block ids of one request, one int32 array per group.
+
+        Args:
+            row: the request's row.
+            overwrite: the request is new in this row (or was preempted): start at column 0.
+
+        Raises:
+            IndexError: a row would become longer than the group's width.
+        """
+        for group, ids in enumerate(new_block_ids):
+            count = len(ids)
+            start = 0 if overwrite else self._num_blocks[group, row]
+            width = self.widths[group]
+            if start + count > width:
+                raise IndexError(f"group {group} row {row}: {start + count} blocks exceed the width {width}")
+            self._num_blocks[group, row] = start + count
+            if count:
+                begin = self._num_ids
+                if begin + count > len(self._ids):
+                    self.apply_staged_writes()
+                    begin = 0
+                self._num_ids = end = begin + count
+                self._ids[begin:end] = ids
+                self._targets.append(self._group_start[group] + row * width + start)
+                self._counts.append(count)
+
+    def apply_staged_writes(self) -> None:
+        """Bring all staged ids into the persistent tables: one copy to the device, one indexed write."""
+        if not self._counts:
+            return
+        counts = np.array(self._counts)
+        starts = np.cumsum(counts) - counts
+        target = np.repeat(np.array(self._targets) - starts, counts) + np.arange(self._num_ids)
+        ids = self._staged_ids[: self._num_ids].to(self.device)
+        self._flat[torch.from_numpy(target).to(self.device)] = ids
+        self._num_ids = 0
+        self._targets.clear()
+        self._counts.clear()
+
+    def gather_block_tables(self, rows: npt.NDArray[np.int64], num_reqs_padded: int) -> list[torch.Tensor]:
+        """The batch's tables in kernel blocks, one `[num_reqs_padded, width * blocks_per_kv_block]` view per group.
+
+        Padding rows point at the null block. Columns beyond a row's blocks hold stale ids: a reader is bounded by the
+        row's number of tokens.
+        """
+        num_reqs = len(rows)
+        device_rows = torch.from_numpy(rows).to(self.device)
+        for group, out in enumerate(self.input_tables):
+            used = int(self.num_blocks[group, rows].max(initial=0))
+            gather_kernel_blocks(self.tables[group], device_rows, used, self._offsets[group], out[:num_reqs])
+            out[num_reqs:num_reqs_padded] = NULL_BLOCK
+        return [out[:num_reqs_padded] for out in self.input_tables]
+
+    def compute_slot_mappings(
+        self, token_rows: torch.Tensor, positions: torch.Tensor, num_tokens_padded: int, groups: Sequence[int]
+    ) -> torch.Tensor:
+        """Slots of the step's tokens, `[num_groups, num_tokens_padded]` int64; only `groups` are filled in.
+
+        Everything behind the real tokens becomes `PAD_SLOT`, from the real count on: a longer earlier step must not
+        leave valid slots under padding (vllm!36580).
+        """
+        num_tokens = len(positions)
+        for group in groups:
+            self.slot_mappings[group, :num_tokens] = slot_mapping(
+                self.tables[group], token_rows, positions, self.block_sizes[group], *self.cp
+            )
+        self.slot_mappings[:, num_tokens:num_tokens_padded] = PAD_SLOT
+        return self.slot_mappings[:, :num_tokens_padded]

@@ -1,0 +1,83 @@
+"""One raw memory, one strided view of it per layer and backend.
+
+Invariant: page `b` of *every* view lies inside bytes `[b * page, (b + 1) * page)` of its raw buffer. So a block id
+means the same bytes to an attention layer and to a Mamba layer, whatever logical shape their backends like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import prod
+
+import torch
+
+from hybrid_kv.cache.backend import AttentionBackend, AttentionGroup
+from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, MambaSpec
+
+
+def allocate_raw_buffers(config: KVCacheConfig, device: torch.device) -> list[torch.Tensor]:
+    """`num_buffers` flat int8 tensors of `num_blocks * page_size_bytes` bytes each, zeroed."""
+    size = config.num_blocks * config.page_size_bytes
+    return [torch.zeros(size, dtype=torch.int8, device=device) for _ in range(config.num_buffers)]
+
+
+def contiguous_stride(shape: Sequence[int]) -> list[int]:
+    """Row-major strides of `shape`."""
+    return list(accumulate(reversed(shape[1:]), lambda stride, size: stride * size, initial=1))[::-1]
+
+
+def attention_view(
+    raw: torch.Tensor, num_blocks: int, spec: FullAttentionSpec, kernel_block_size: int, backend: type[AttentionBackend]
+) -> torch.Tensor:
+    """K and V of one layer in the backend's logical shape, over kernel blocks.
+
+    Wherever the logical shape has them, memory orders the kernel block first, then K or V, then the rest as the backend
+    lists it, so that a kernel block's K and V lie side by side inside the page. For a `(2, num_blocks, …)` backend that
+    is a re-strided view; which dimension counts blocks is asked of the backend, never read off a size (vllm!37236).
+    """
+    geometry = (kernel_block_size, spec.num_kv_heads, spec.head_size)
+    num_kernel_blocks = num_blocks * (spec.block_size // kernel_block_size)
+    shape = backend.get_kv_cache_shape(num_kernel_blocks, *geometry)
+    block_dim, kv_dim = backend.get_kv_cache_block_dim(*geometry), backend.get_kv_dim()
+    inner = [dim for dim in range(len(shape)) if dim not in (block_dim, kv_dim)]
+    stride = dict(zip(inner, contiguous_stride([shape[dim] for dim in inner]), strict=True))
+    stride[kv_dim] = prod(geometry)
+    stride[block_dim] = 2 * stride[kv_dim]
+    return raw.view(spec.dtype).as_strided(shape, [stride[dim] for dim in range(len(shape))])
+
+
+def mamba_views(raw: torch.Tensor, num_blocks: int, spec: MambaSpec) -> tuple[torch.Tensor, ...]:
+    """The parts of one layer's state, each `[num_blocks, *shape]`, one after the other at the start of each page."""
+    views = []
+    offset = 0
+    for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True):
+        stride = (spec.page_size_bytes // dtype.itemsize, *contiguous_stride(shape))
+        views.append(raw.view(dtype).as_strided((num_blocks, *shape), stride, offset // dtype.itemsize))
+        offset += prod(shape) * dtype.itemsize
+    return tuple(views)
+
+
+def split_kv(view: torch.Tensor, backend: type[AttentionBackend]) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V, each `[num_kernel_blocks, kernel_block_size, num_kv_heads, head_size]`, as views."""
+    key, value = view.unbind(backend.get_kv_dim())
+    return key, value
+
+
+def bind_views(
+    config: KVCacheConfig, groups: Sequence[AttentionGroup], raw_buffers: Sequence[torch.Tensor]
+) -> dict[str, tuple[torch.Tensor, ...]]:
+    """For every layer `(key, value)` or the parts of its Mamba state.
+
+    The i-th layer of every group shares raw buffer i; the number of blocks is the configuration's, never a shape's.
+    """
+    views: dict[str, tuple[torch.Tensor, ...]] = {}
+    for group in groups:
+        for name, raw in zip(group.layer_names, raw_buffers, strict=False):
+            if isinstance(group.spec, MambaSpec):
+                views[name] = mamba_views(raw, config.num_blocks, group.spec)
+            else:
+                assert isinstance(group.spec, FullAttentionSpec)
+                view = attention_view(raw, config.num_blocks, group.spec, group.kernel_block_size, group.backend)
+                views[name] = split_kv(view, group.backend)
+    return views

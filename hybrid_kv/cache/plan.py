@@ -1,0 +1,308 @@
+"""The only place that decides block sizes.
+
+The order is platform, then model and cache configuration, then the attention backend, then
+`update_block_size_for_backend`: (1) the backend's preferred block size, unless the user gave one; (2) for a hybrid
+model, the alignment that makes one attention page hold one Mamba state. Running (2) before (1) is vllm!37467's bug: a
+page aligned for 16-token blocks is not divisible by the 64-token blocks that an XPU then chose.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import lcm
+from typing import Any
+
+from hybrid_kv.cache.backend import (
+    DEFAULT_BLOCK_SIZE,
+    AttentionBackend,
+    BackendContext,
+    GDNBackend,
+    backend_of,
+    init_attn_backend,
+    smallest,
+)
+from hybrid_kv.cache.spec import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MambaSpec,
+    cdiv,
+    group_layers,
+    with_block_size,
+)
+from hybrid_kv.config import CacheConfig, ConfigError
+
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """The decided sizes. Tokens, except `page_size_bytes`; `mamba_block_size` is None without Mamba layers."""
+
+    block_size: int
+    mamba_block_size: int | None
+    page_size_bytes: int
+    mamba_state_bytes: int
+
+    @property
+    def padding(self) -> float:
+        """Share of each Mamba page that is padding, relative to the state (0.03 is 3 %)."""
+        return self.page_size_bytes / self.mamba_state_bytes - 1 if self.mamba_state_bytes else 0.0
+
+
+def _attention_token_bytes(layers: dict[str, KVCacheSpec]) -> int:
+    sizes = {with_block_size(s, 1).page_size_bytes for s in layers.values() if isinstance(s, FullAttentionSpec)}
+    if len(sizes) > 1:
+        raise ConfigError(f"attention layers with different bytes per token {sorted(sizes)} cannot share one pool")
+    return sizes.pop() if sizes else 0
+
+
+def update_block_size_for_backend(
+    layers: dict[str, KVCacheSpec],
+    cache: CacheConfig,
+    backend: type[AttentionBackend],
+    context: BackendContext,
+    max_model_len: int,
+    mamba_chunk_size: int | None = None,
+) -> BlockSizes:
+    """Decide the block sizes of a model whose layers are `layers` (their own block sizes are ignored).
+
+    Formulas (vLLM 0.22, `platforms/interface.py`): with `A = max(smallest kernel block, block size)`, `t` attention
+    bytes per token and `m` Mamba state bytes, modes `none` and `align` take `A * ceil(m / (A * t))` tokens; mode `all`
+    the smallest multiple of `lcm(Mamba block or chunk size, A)` that covers `ceil(m / t)` tokens.
+
+    Raises:
+        ConfigError: a size that no kernel block divides, or a Mamba block size that cannot be kept.
+    """
+    if not layers:
+        raise ConfigError("the model has no layer that keeps anything in the cache")
+    mamba = [spec for spec in layers.values() if isinstance(spec, MambaSpec)]
+    state_bytes = max((spec.state_bytes for spec in mamba), default=0)
+    token_bytes = _attention_token_bytes(layers)
+    if not mamba and cache.mamba_block_size is not None:
+        raise ConfigError(f"--mamba-block-size {cache.mamba_block_size}: the model has no Mamba layer; drop the flag")
+    if not token_bytes:
+        if cache.block_size is not None:
+            raise ConfigError(
+                f"--block-size {cache.block_size}: the model has no attention layer; use --mamba-block-size"
+            )
+        # No attention backend to ask: a state fills the page, and a block stands for the whole request in mode `none`.
+        block_size = cache.mamba_block_size or (max_model_len if cache.mamba_cache_mode == "none" else mamba_chunk_size)
+        if block_size is None:
+            raise ConfigError("a model without a chunk size needs --mamba-block-size in this cache mode")
+        return BlockSizes(block_size, block_size, state_bytes, state_bytes)
+
+    supported = backend.get_supported_kernel_block_sizes(context)
+    block_size = cache.block_size or backend.get_preferred_block_size(DEFAULT_BLOCK_SIZE, context)
+    if not any(block_size % smallest(size) == 0 for size in supported):
+        allowed = ", ".join(f"multiples of {s.base}" if not isinstance(s, int) else str(s) for s in supported)
+        raise ConfigError(f"block size {block_size} does not fit {backend.name}, whose kernel blocks are {allowed}")
+    if not mamba:
+        return BlockSizes(block_size, None, block_size * token_bytes, 0)
+    return _align_hybrid(mamba, cache, backend, context, block_size, token_bytes, max_model_len, mamba_chunk_size)
+
+
+def _align_hybrid(
+    mamba: list[MambaSpec],
+    cache: CacheConfig,
+    backend: type[AttentionBackend],
+    context: BackendContext,
+    block_size: int,
+    token_bytes: int,
+    max_model_len: int,
+    mamba_chunk_size: int | None,
+) -> BlockSizes:
+    mode = cache.mamba_cache_mode
+    state_bytes = max(spec.state_bytes for spec in mamba)
+    alignment = max(min(map(smallest, backend.get_supported_kernel_block_sizes(context))), block_size)
+    if context.platform == "xpu" and any(backend_of(spec, backend) is GDNBackend for spec in mamba):
+        alignment = lcm(alignment, 64)
+    if mode == "all":
+        base = cache.mamba_block_size or mamba_chunk_size
+        if base is None:
+            raise ConfigError("mode all needs a chunk size in config.json or --mamba-block-size")
+        unit = lcm(base, alignment)
+        aligned = unit * cdiv(cdiv(state_bytes, token_bytes), unit)
+    else:
+        aligned = alignment * cdiv(state_bytes, alignment * token_bytes)
+    block_size = max(block_size, aligned)
+    mamba_block_size = {
+        "none": cache.mamba_block_size or max_model_len,
+        "align": block_size,
+        "all": aligned,
+    }[mode]
+    if mode == "align" and cache.mamba_block_size not in (None, block_size):
+        raise ConfigError(
+            f"--mamba-block-size {cache.mamba_block_size} cannot be kept: mode align needs the attention block size "
+            f"{block_size}; drop the flag or use mode all"
+        )
+    return BlockSizes(block_size, mamba_block_size, block_size * token_bytes, state_bytes)
+
+
+def apply_block_sizes(
+    layers: dict[str, KVCacheSpec], sizes: BlockSizes, mode: str, num_speculative_blocks: int = 0
+) -> dict[str, KVCacheSpec]:
+    """The same layers with the decided block sizes and the padded Mamba page."""
+    result: dict[str, KVCacheSpec] = {}
+    for name, spec in layers.items():
+        if isinstance(spec, MambaSpec):
+            assert sizes.mamba_block_size is not None
+            result[name] = replace(
+                spec,
+                block_size=sizes.mamba_block_size,
+                page_size_padded=sizes.page_size_bytes,
+                mamba_cache_mode=mode,  # type: ignore[arg-type]
+                num_speculative_blocks=num_speculative_blocks,
+            )
+        else:
+            result[name] = with_block_size(spec, sizes.block_size)
+    return result
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """A whole plan, before anything is allocated. Counts exclude the null block."""
+
+    sizes: BlockSizes
+    config: KVCacheConfig
+    kernel_block_sizes: tuple[int, ...]
+    max_model_len: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def usable_blocks(self) -> int:
+        return self.config.num_blocks - 1
+
+    @property
+    def blocks_per_request(self) -> int:
+        """Blocks that one request of `max_model_len` tokens holds."""
+        return self.config.max_blocks_per_request(self.max_model_len)
+
+    @property
+    def max_concurrency(self) -> float:
+        """How many requests of `max_model_len` tokens fit at once."""
+        return self.usable_blocks / self.blocks_per_request
+
+    @property
+    def longest_request(self) -> int:
+        """Tokens of the longest request that fits alone, at most `max_model_len`."""
+        low, high = 0, self.max_model_len
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.config.max_blocks_per_request(middle) <= self.usable_blocks:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    @property
+    def token_capacity(self) -> int:
+        """Tokens that requests of the longest length hold together when the pool is full."""
+        longest = self.longest_request
+        return longest * self.usable_blocks // self.config.max_blocks_per_request(longest)
+
+    @property
+    def unused_layer_slots(self) -> int:
+        """Layer slots of a block that no layer of a short group uses."""
+        return sum(self.config.num_buffers - len(group.layer_names) for group in self.config.groups)
+
+
+def plan_cache(
+    layers: dict[str, KVCacheSpec],
+    cache: CacheConfig,
+    backend: type[AttentionBackend],
+    context: BackendContext,
+    max_model_len: int,
+    mamba_chunk_size: int | None = None,
+    num_speculative_tokens: int = 0,
+) -> CachePlan:
+    """Plan the pool: block sizes, groups, number of blocks.
+
+    Raises:
+        ConfigError: the memory holds no whole request; the message names both sizes and a flag that helps.
+    """
+    sizes = update_block_size_for_backend(layers, cache, backend, context, max_model_len, mamba_chunk_size)
+    specs = apply_block_sizes(layers, sizes, cache.mamba_cache_mode, num_speculative_tokens)
+    groups = group_layers(specs)
+    bytes_per_block = sizes.page_size_bytes * max(len(group.layer_names) for group in groups)
+    if cache.num_blocks is not None:
+        num_blocks = cache.num_blocks
+    elif cache.memory_bytes is not None:
+        num_blocks = cache.memory_bytes // bytes_per_block
+    else:
+        raise ConfigError("neither num_blocks nor memory_bytes is given: the pool has no size")
+    config = KVCacheConfig(num_blocks, groups)
+    kernel_sizes = tuple(group.kernel_block_size for group in init_attn_backend(config, backend, context))
+    plan = CachePlan(sizes, config, kernel_sizes, max_model_len)
+    needed = config.max_blocks_per_request(1)
+    if plan.usable_blocks < needed:
+        way_out = (
+            f"{(needed + 1) * bytes_per_block} B of memory" if cache.num_blocks is None else f"{needed + 1} blocks"
+        )
+        raise ConfigError(
+            f"the cache has {num_blocks} blocks of {bytes_per_block} B, one of them the null block, but a request of one "
+            f"token needs {needed}: give it at least {way_out}"
+        )
+    return replace(plan, notes=tuple(_notes(plan, cache)))
+
+
+def _notes(plan: CachePlan, cache: CacheConfig) -> list[str]:
+    """What a user would not expect from the flags alone."""
+    sizes, notes = plan.sizes, []
+    if cache.block_size not in (None, sizes.block_size):
+        notes.append(
+            f"--block-size {cache.block_size} was raised to {sizes.block_size}: an attention page must hold one Mamba "
+            f"state ({sizes.mamba_state_bytes} B)"
+        )
+    if cache.mamba_block_size is not None and cache.mamba_cache_mode == "none":
+        notes.append(
+            f"--mamba-block-size {cache.mamba_block_size} changes nothing in mode none: a request has one state"
+        )
+    elif cache.mamba_block_size not in (None, sizes.mamba_block_size):
+        notes.append(
+            f"--mamba-block-size {cache.mamba_block_size} was raised to its multiple {sizes.mamba_block_size}, so that "
+            "one attention page holds one state"
+        )
+    if plan.unused_layer_slots:
+        slots = plan.config.num_buffers * len(plan.config.groups)
+        notes.append(
+            f"{plan.unused_layer_slots} of {slots} layer slots are unused, because the layers do not divide into groups "
+            f"of {plan.config.num_buffers}"
+        )
+    if plan.longest_request < plan.max_model_len:
+        notes.append(
+            f"no request longer than {plan.longest_request} tokens fits; lower --max-model-len {plan.max_model_len} or "
+            "give the cache more memory"
+        )
+    return notes
+
+
+def describe(plan: CachePlan) -> dict[str, Any]:
+    """The plan in JSON types."""
+    groups = [
+        {
+            "kind": group.spec.mamba_type if isinstance(group.spec, MambaSpec) else "attention",
+            "num_layers": len(group.layer_names),
+            "layers": list(group.layer_names),
+            "block_size": group.spec.block_size,
+            "kernel_block_size": kernel_block_size,
+            "blocks_per_request": group.spec.max_blocks_per_request(plan.max_model_len),
+        }
+        for group, kernel_block_size in zip(plan.config.groups, plan.kernel_block_sizes, strict=True)
+    ]
+    return {
+        "block_size": plan.sizes.block_size,
+        "mamba_block_size": plan.sizes.mamba_block_size,
+        "page_size_bytes": plan.sizes.page_size_bytes,
+        "mamba_state_bytes": plan.sizes.mamba_state_bytes,
+        "mamba_padding_percent": round(100 * plan.sizes.padding, 2),
+        "groups": groups,
+        "num_buffers": plan.config.num_buffers,
+        "unused_layer_slots": plan.unused_layer_slots,
+        "num_blocks": plan.config.num_blocks,
+        "total_bytes": plan.config.total_bytes,
+        "max_model_len": plan.max_model_len,
+        "longest_request": plan.longest_request,
+        "blocks_per_request": plan.blocks_per_request,
+        "max_concurrency": round(plan.max_concurrency, 2),
+        "token_capacity": plan.token_capacity,
+        "notes": list(plan.notes),
+    }

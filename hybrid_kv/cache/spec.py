@@ -1,0 +1,196 @@
+"""What one layer keeps in the cache, and how many bytes of it one block holds.
+
+A *page* is one manager block of one layer. In a hybrid pool all groups have the same `page_size_bytes`, so that any
+block id can serve an attention layer (`block_size` tokens of K and V) or a Mamba layer (one recurrent state).
+Names follow vLLM's `v1/kv_cache_interface.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+
+from hybrid_kv.config import ConfigError, MambaCacheMode
+
+
+def cdiv(a: int, b: int) -> int:
+    """Ceiling division."""
+    return -(-a // b)
+
+
+@dataclass(frozen=True)
+class KVCacheSpec:
+    """The cache of one layer; `block_size` is the number of tokens that one block stands for."""
+
+    block_size: int
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of one block of this layer."""
+        raise NotImplementedError
+
+    def max_blocks_per_request(self, max_model_len: int) -> int:
+        """The most blocks that one request of `max_model_len` tokens holds at any time."""
+        raise NotImplementedError
+
+    def block_table_width(self, max_model_len: int) -> int:
+        """Columns that a request's row of the block table needs."""
+        return self.max_blocks_per_request(max_model_len)
+
+    def max_memory_usage_bytes(self, max_model_len: int) -> int:
+        """Bytes that one request of `max_model_len` tokens can hold at once in this layer."""
+        return self.max_blocks_per_request(max_model_len) * self.page_size_bytes
+
+
+@dataclass(frozen=True)
+class FullAttentionSpec(KVCacheSpec):
+    """K and V of every token: `2 * block_size * num_kv_heads * head_size` elements a page."""
+
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+
+    @property
+    def page_size_bytes(self) -> int:
+        return 2 * self.block_size * self.num_kv_heads * self.head_size * self.dtype.itemsize
+
+    def max_blocks_per_request(self, max_model_len: int) -> int:
+        return cdiv(max_model_len, self.block_size)
+
+
+@dataclass(frozen=True)
+class MambaSpec(KVCacheSpec):
+    """One recurrent state a page: `shapes` and `dtypes` of its parts (convolution window first, then SSM state).
+
+    The convolution part has `conv_kernel - 1 + K` rows when K draft tokens are verified per step, so that a rejected
+    draft can be undone. `page_size_padded` is the attention page of the same pool.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    page_size_padded: int | None = None
+    mamba_type: str = "mamba2"
+    mamba_cache_mode: MambaCacheMode = "none"
+    num_speculative_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        if self.page_size_padded is not None and self.page_size_padded < self.state_bytes:
+            raise ConfigError(
+                f"the padded Mamba page ({self.page_size_padded} B) is smaller than the state ({self.state_bytes} B)"
+            )
+        offset = 0
+        for shape, dtype in zip(self.shapes, self.dtypes, strict=True):
+            if offset % dtype.itemsize or (self.page_size_padded or 0) % dtype.itemsize:
+                raise ConfigError(
+                    f"a {dtype} state part at byte {offset} of a {self.page_size_bytes} B page is not aligned to "
+                    f"{dtype.itemsize} B; give all state parts one dtype"
+                )
+            offset += prod(shape) * dtype.itemsize
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state itself, without padding."""
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
+
+    @property
+    def page_size_bytes(self) -> int:
+        return self.page_size_padded or self.state_bytes
+
+    def max_blocks_per_request(self, max_model_len: int) -> int:
+        """`none`: the running state. `align`: the running one and the last boundary's. `all`: one per boundary.
+
+        In each mode K more for the states of draft tokens (vllm!41233 added them to mode `all`).
+        """
+        held = {"none": 1, "align": 2, "all": cdiv(max_model_len, self.block_size)}[self.mamba_cache_mode]
+        return held + self.num_speculative_blocks
+
+    def block_table_width(self, max_model_len: int) -> int:
+        """`align` and `all` index the row by position, so boundaries that are no longer held keep their column."""
+        columns = 1 if self.mamba_cache_mode == "none" else cdiv(max_model_len, self.block_size)
+        return columns + self.num_speculative_blocks
+
+
+@dataclass(frozen=True)
+class UniformTypeKVCacheSpecs(KVCacheSpec):
+    """Layers of one type and block size whose pages differ in bytes; they share one block table, not one page size."""
+
+    specs: tuple[tuple[str, KVCacheSpec], ...]
+
+    def __post_init__(self) -> None:
+        kinds = {type(spec) for _, spec in self.specs}
+        sizes = {spec.block_size for _, spec in self.specs}
+        if len(kinds) != 1 or sizes != {self.block_size}:
+            raise ConfigError(f"layers of {len(kinds)} types with block sizes {sorted(sizes)} cannot share one table")
+
+    @property
+    def page_size_bytes(self) -> int:
+        return sum(spec.page_size_bytes for _, spec in self.specs)
+
+    def max_blocks_per_request(self, max_model_len: int) -> int:
+        return max(spec.max_blocks_per_request(max_model_len) for _, spec in self.specs)
+
+    def block_table_width(self, max_model_len: int) -> int:
+        return max(spec.block_table_width(max_model_len) for _, spec in self.specs)
+
+
+@dataclass(frozen=True)
+class KVCacheGroupSpec:
+    """Layers that share one block table."""
+
+    layer_names: tuple[str, ...]
+    spec: KVCacheSpec
+
+
+@dataclass(frozen=True)
+class KVCacheConfig:
+    """The allocated cache: `num_blocks` pages in each raw buffer; buffer i belongs to the i-th layer of every group."""
+
+    num_blocks: int
+    groups: tuple[KVCacheGroupSpec, ...]
+
+    @property
+    def page_size_bytes(self) -> int:
+        return self.groups[0].spec.page_size_bytes
+
+    @property
+    def num_buffers(self) -> int:
+        return max(len(group.layer_names) for group in self.groups)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.num_blocks * self.page_size_bytes * self.num_buffers
+
+    def max_blocks_per_request(self, max_model_len: int) -> int:
+        """Blocks that one request of `max_model_len` tokens can hold at once, over all groups."""
+        return sum(group.spec.max_blocks_per_request(max_model_len) for group in self.groups)
+
+
+def group_layers(specs: dict[str, KVCacheSpec]) -> tuple[KVCacheGroupSpec, ...]:
+    """Split layers into groups of one spec each and (nearly) equal length, in layer order.
+
+    The group length is the smallest number of layers of any spec, or the largest when that is less than 1.5 times the
+    smallest (vLLM's rule: 12 + 13 layers are better padded to 13 + 13 than split into 12 + 12 + 1). Layers are dealt
+    round-robin, so a short group lacks its last layer.
+    """
+    if not specs:
+        raise ConfigError("the model has no layer that keeps anything in the cache")
+    if len({spec.page_size_bytes for spec in specs.values()}) > 1:
+        sizes = sorted({spec.page_size_bytes for spec in specs.values()})
+        raise ConfigError(f"layers of one pool need one page size, got {sizes} bytes; plan the block sizes first")
+    by_spec: dict[KVCacheSpec, list[str]] = {}
+    for name, spec in specs.items():
+        by_spec.setdefault(spec, []).append(name)
+    counts = [len(names) for names in by_spec.values()]
+    length = max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
+    groups = []
+    for spec, names in by_spec.items():
+        num_groups = cdiv(len(names), length)
+        groups += [KVCacheGroupSpec(tuple(names[i::num_groups]), spec) for i in range(num_groups)]
+    return tuple(groups)
+
+
+def with_block_size(spec: KVCacheSpec, block_size: int) -> KVCacheSpec:
+    """The same layer with another number of tokens per block."""
+    return replace(spec, block_size=block_size)

@@ -1,0 +1,118 @@
+"""What a user may set, validated where it is set.
+
+Every configuration is a frozen dataclass; an impossible value raises `ConfigError` with the value, the limit and the
+way out. Block sizes are *wishes* here: `hybrid_kv.cache.plan` is the only place that decides them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+import torch
+
+MambaCacheMode = Literal["none", "align", "all"]
+
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+}
+
+
+class HybridKVError(Exception):
+    """An error the user can act on: one line that names the value and the way out (exit code 2 on the command line)."""
+
+
+class ConfigError(HybridKVError, ValueError):
+    """A setting, a model folder or a file that cannot be used."""
+
+
+def parse_dtype(name: str, what: str) -> torch.dtype:
+    """The torch dtype called `name`; `what` names the setting in the error."""
+    if name not in DTYPES:
+        raise ConfigError(f"{what}={name!r} is not a dtype; use one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def require_positive(config: Any, *names: str) -> None:
+    """Raise `ConfigError` unless each named field is None or an integer >= 1."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ConfigError(f"{name}={value!r} must be an integer >= 1")
+
+
+def from_dict(cls: type, values: dict[str, Any]) -> Any:
+    """`cls(**values)`, with unknown keys refused by name (a key that nobody reads passes silently otherwise)."""
+    known = {f.name for f in fields(cls)}
+    if unknown := sorted(set(values) - known):
+        raise ConfigError(f"{cls.__name__} does not know {', '.join(unknown)}; it takes {', '.join(sorted(known))}")
+    return cls(**values)
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """What the user asks of the cache; None means: let the plan decide.
+
+    `block_size` and `mamba_block_size` are in tokens. A given one is kept, raised to a multiple of itself with a note in
+    the plan, or refused; never replaced silently (vllm!37467). `num_blocks` overrides `memory_bytes`.
+    """
+
+    block_size: int | None = None
+    mamba_block_size: int | None = None
+    mamba_cache_mode: MambaCacheMode = "none"
+    cache_dtype: str = "auto"
+    mamba_ssm_cache_dtype: str = "auto"
+    num_blocks: int | None = None
+    memory_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        require_positive(self, "block_size", "mamba_block_size", "num_blocks", "memory_bytes")
+        if self.mamba_cache_mode not in get_args(MambaCacheMode):
+            raise ConfigError(f"mamba_cache_mode={self.mamba_cache_mode!r}; use one of none, align, all")
+        for name in ("cache_dtype", "mamba_ssm_cache_dtype"):
+            if (value := getattr(self, name)) != "auto":
+                parse_dtype(value, name)
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits of one engine step. `max_num_batched_tokens` is the chunk budget: longer prompts go in chunks."""
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_model_len: int = 4096
+
+    def __post_init__(self) -> None:
+        require_positive(self, "max_num_seqs", "max_num_batched_tokens", "max_model_len")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
+                "a step could not decode one token of every request; raise the first or lower the second"
+            )
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything that an `LLM` needs besides the model.
+
+    `captured_batch_sizes` are the row counts for which a GPU would hold a captured graph. A pure decode step is padded
+    up to the next of them on every device, the CPU included, so that padded and stale rows are exercised without a GPU;
+    larger steps run unpadded.
+    """
+
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    attention_backend: str = "auto"
+    platform: str = "auto"
+    device: str = "auto"
+    captured_batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if list(self.captured_batch_sizes) != sorted(set(self.captured_batch_sizes)):
+            raise ConfigError(f"captured_batch_sizes={self.captured_batch_sizes} must rise strictly")
+        if self.captured_batch_sizes and self.captured_batch_sizes[0] < 1:
+            raise ConfigError(f"captured_batch_sizes={self.captured_batch_sizes} must be >= 1")

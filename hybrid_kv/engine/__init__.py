@@ -1,0 +1,1 @@
+"""A small engine: continuous batching, chunked prefill, preemption with recomputation."""

@@ -1,0 +1,256 @@
+"""The user's entry: `LLM(model).generate(prompts, SamplingParams(...))`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from tqdm.auto import tqdm
+
+from hybrid_kv.cache.backend import BackendContext, get_backend
+from hybrid_kv.cache.manager import KVCacheManager
+from hybrid_kv.cache.plan import CachePlan, plan_cache, update_block_size_for_backend
+from hybrid_kv.cache.plan import apply_block_sizes as _apply
+from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec, group_layers
+from hybrid_kv.config import CacheConfig, ConfigError, EngineConfig, HybridKVError, SchedulerConfig, from_dict
+from hybrid_kv.engine.runner import Model, ModelRunner
+from hybrid_kv.engine.sampling import SamplingParams
+from hybrid_kv.engine.scheduler import Request, ScheduledRequest, Scheduler
+
+DEFAULT_CPU_CACHE_BYTES = 2**30
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that the engine uses."""
+
+    eos_token_id: int | None
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What became of one prompt. `finish_reason` is stop, length or error; only an error has `error` set."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    num_preemptions: int = 0
+    error: str | None = None
+
+
+def engine_config(options: dict[str, Any]) -> EngineConfig:
+    """An `EngineConfig` from flat options such as `num_blocks=64, max_num_seqs=8, attention_backend="FLASH_ATTN"`.
+
+    Raises:
+        ConfigError: an option that no part of the configuration knows.
+    """
+    nested: dict[str, dict[str, Any]] = {"cache": {}, "scheduler": {}, "engine": {}}
+    parts: tuple[tuple[str, type], ...] = (("cache", CacheConfig), ("scheduler", SchedulerConfig))
+    for key, value in options.items():
+        owner = next((name for name, cls in parts if key in {f.name for f in fields(cls)}), "engine")
+        nested[owner][key] = value
+    engine = nested["engine"]
+    if "cache" in engine or "scheduler" in engine:
+        raise ConfigError("give the options of cache and scheduler by their own names, not as objects")
+    for name, cls in parts:
+        if nested[name]:
+            engine[name] = from_dict(cls, nested[name])
+    config: EngineConfig = from_dict(EngineConfig, engine)
+    return config
+
+
+class LLM:
+    """A model, its cache and a scheduler.
+
+    Args:
+        model: a checkpoint folder, or a model object (see `engine.runner.Model`).
+        tokenizer: overrides the checkpoint's own; None with a model object means token ids only.
+        options: fields of `EngineConfig`, `CacheConfig` and `SchedulerConfig`.
+
+    Raises:
+        ConfigError: the model, an option or the cache plan cannot be used; nothing is allocated then.
+    """
+
+    def __init__(self, model: str | Path | Model, tokenizer: Tokenizer | None = None, **options: Any) -> None:
+        self.config = engine_config(options)
+        self.device = _device(self.config.device)
+        if isinstance(model, str | Path):
+            from hybrid_kv.models.loader import load_model, load_tokenizer
+
+            tokenizer = tokenizer or load_tokenizer(Path(model))
+            model = load_model(Path(model), self.config, self.device)
+        self.model: Model = model
+        self.tokenizer = tokenizer
+        self.plan = self._plan()
+        self.manager = KVCacheManager(self.plan.config)
+        self.scheduler = Scheduler(self.config.scheduler, self.manager)
+        self.runner = ModelRunner(model, self.plan, self._backend, self._context, self.config, self.device)
+        self.num_steps = 0
+        self._num_requests = 0
+
+    def _plan(self) -> CachePlan:
+        config, model = self.config, self.model
+        platform = config.platform if config.platform != "auto" else self.device.type
+        self._backend = get_backend(config.attention_backend, platform)
+        float32_state = any(isinstance(s, MambaSpec) and s.dtypes[-1] == torch.float32 for s in model.layer_specs.values())
+        self._context = BackendContext(platform, float32_state)
+        cache = config.cache
+        if config.cache.mamba_cache_mode != "none":
+            raise ConfigError(f"mamba_cache_mode={cache.mamba_cache_mode!r}: the engine runs mode none only, so far")
+        arguments = (self._backend, self._context, config.scheduler.max_model_len, model.mamba_chunk_size)
+        if cache.num_blocks is None and cache.memory_bytes is None:
+            cache = replace(cache, num_blocks=self._default_num_blocks(model.layer_specs, cache, arguments))
+        return plan_cache(model.layer_specs, cache, *arguments)
+
+    def _default_num_blocks(self, specs: dict[str, KVCacheSpec], cache: CacheConfig, arguments: tuple[Any, ...]) -> int:
+        """Room for `max_num_seqs` requests of full length, within 1 GiB on a CPU or 90 % of a GPU's free memory."""
+        sizes = update_block_size_for_backend(specs, cache, *arguments)
+        groups = group_layers(_apply(specs, sizes, cache.mamba_cache_mode))
+        scheduler = self.config.scheduler
+        wanted = 1 + scheduler.max_num_seqs * sum(g.spec.max_blocks_per_request(scheduler.max_model_len) for g in groups)
+        memory = DEFAULT_CPU_CACHE_BYTES
+        if self.device.type == "cuda":
+            memory = torch.cuda.mem_get_info(self.device)[0] * 9 // 10
+        return max(2, min(wanted, memory // (sizes.page_size_bytes * max(len(group.layer_names) for group in groups))))
+
+    def make_request(self, prompt: str | Sequence[int], params: SamplingParams) -> Request:
+        """Tokenise a prompt and number it."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ConfigError("this model has no tokenizer: give token ids, or LLM(..., tokenizer=...)")
+            token_ids = list(self.tokenizer.encode(prompt))
+        else:
+            token_ids = [int(token) for token in prompt]
+        number = self._num_requests
+        self._num_requests += 1
+        for token in token_ids:
+            if not 0 <= token < self.model.vocab_size:
+                raise ConfigError(f"request {number}: token {token} is outside the vocabulary of {self.model.vocab_size}")
+        seed = params.seed if params.seed is not None else self.config.seed * 1_000_003 + number
+        return Request(str(number), token_ids, params, seed)
+
+    def step(self) -> list[tuple[Request, str]]:
+        """Run one step; returns the requests that finished in it, with their finish reasons."""
+        scheduled = self.scheduler.schedule()
+        if not scheduled:
+            raise HybridKVError("the scheduler has requests but schedules none of them: this is a bug")
+        sampled = self.runner.execute(scheduled)
+        self.num_steps += 1
+        finished = []
+        for item in scheduled:
+            reason = self._update(item, sampled)
+            if reason is not None:
+                self.scheduler.finish(item.request)
+                finished.append((item.request, reason))
+        return finished
+
+    def _update(self, item: ScheduledRequest, sampled: dict[str, int]) -> str | None:
+        request = item.request
+        request.num_computed_tokens += item.num_tokens
+        if request.request_id not in sampled:
+            return None
+        token = sampled[request.request_id]
+        request.output_token_ids.append(token)
+        params = request.params
+        eos = self.tokenizer.eos_token_id if self.tokenizer is not None else None
+        if token in params.stop_token_ids or (token == eos and not params.ignore_eos):
+            return "stop"
+        if params.stop and self._stop_position(request) is not None:
+            return "stop"
+        if len(request.output_token_ids) >= params.max_tokens or request.num_tokens >= self.config.scheduler.max_model_len:
+            return "length"
+        return None
+
+    def _stop_position(self, request: Request) -> int | None:
+        """Where the first stop string begins in the generated text."""
+        text = self._text(request)
+        found = [position for stop in request.params.stop if (position := text.find(stop)) >= 0]
+        return min(found, default=None)
+
+    def _text(self, request: Request) -> str:
+        return self.tokenizer.decode(request.output_token_ids) if self.tokenizer is not None else ""
+
+    def _output(self, request: Request, prompt: str | None, reason: str) -> RequestOutput:
+        text = self._text(request)
+        position = self._stop_position(request) if request.params.stop else None
+        eos = self.tokenizer.eos_token_id if self.tokenizer is not None else None
+        if position is not None:
+            text = text[:position]
+        elif reason == "stop" and self.tokenizer is not None and request.output_token_ids[-1] == eos:
+            text = self.tokenizer.decode(request.output_token_ids[:-1])
+        return RequestOutput(
+            request.request_id,
+            prompt,
+            request.prompt_token_ids,
+            request.output_token_ids,
+            text,
+            reason,
+            request.num_preemptions,
+        )
+
+    def generate(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = True,
+        on_step: Callable[[LLM], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue every prompt; outputs come in the order of the prompts.
+
+        A prompt that cannot run (empty, too long) becomes an output with `finish_reason` "error"; the others go on.
+
+        Args:
+            prompts: texts, or sequences of token ids.
+            params: one for all, or one per prompt.
+            progress: show a bar.
+            on_step: called before every step, for tests that disturb the engine.
+        """
+        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
+        if len(each) != len(prompts):
+            raise ConfigError(f"{len(prompts)} prompts but {len(each)} sampling parameters")
+        texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
+        outputs: list[RequestOutput | None] = [None] * len(prompts)
+        index: dict[str, int] = {}
+        for i, (prompt, sampling) in enumerate(zip(prompts, each, strict=True)):
+            try:
+                request = self.make_request(prompt, sampling)
+                self.scheduler.add(request)
+            except ConfigError as error:
+                outputs[i] = RequestOutput("", texts[i], [], [], "", "error", error=str(error))
+            else:
+                index[request.request_id] = i
+        with tqdm(total=len(prompts), disable=not progress, unit="req", desc="generate") as bar:
+            bar.update(len(prompts) - len(index))
+            try:
+                while self.scheduler.has_requests:
+                    if on_step is not None:
+                        on_step(self)
+                    for request, reason in self.step():
+                        outputs[index[request.request_id]] = self._output(request, texts[index[request.request_id]], reason)
+                        bar.update()
+            finally:
+                # After an error or an interrupt the engine must be as good as new.
+                for request in [*self.scheduler.running, *self.scheduler.waiting]:
+                    self.scheduler.finish(request)
+        return [output for output in outputs if output is not None]
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device={name!r} is unknown; use auto, cpu or cuda") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={name!r}: torch sees no GPU here; use cpu")
+    return device

@@ -1,0 +1,105 @@
+"""From logits to tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hybrid_kv.config import ConfigError
+
+_MASK32 = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is continued. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep the whole vocabulary.
+
+    `seed` makes the request reproducible whatever runs beside it; without one it is derived from the engine's seed and
+    the request's number. `stop` strings end the text before their first occurrence.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ConfigError(f"max_tokens={self.max_tokens} must be >= 1")
+        if not self.temperature >= 0:
+            raise ConfigError(f"temperature={self.temperature} must be >= 0")
+        if self.top_k < 0:
+            raise ConfigError(f"top_k={self.top_k} must be >= 0 (0 keeps all)")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p={self.top_p} must be in (0, 1]")
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        if "" in self.stop:
+            raise ConfigError("an empty stop string would end every text at once")
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """A bijection of 32 bits with low bias (the lowbias32 finaliser of C. Wellons' hash prospector)."""
+    x = x ^ (x >> 16)
+    x = x * 0x7FEB352D & _MASK32
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B & _MASK32
+    return x ^ (x >> 16)
+
+
+def uniform_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Uniform numbers in (0, 1), a pure function of (seed, position, token).
+
+    A counter instead of a generator's state: nothing to save when a request is preempted, and the same draw in any
+    batch.
+
+    Args:
+        seeds, positions: [num_rows] int64.
+
+    Returns:
+        [num_rows, vocab_size] float64.
+    """
+    token = torch.arange(vocab_size, device=seeds.device)
+    row = _mix(_mix(seeds & _MASK32) ^ _mix((seeds >> 32) & _MASK32) ^ (positions * 0x9E3779B1 & _MASK32))
+    return (_mix(_mix(row).unsqueeze(1) ^ _mix(token)).double() + 0.5) / 2**32
+
+
+def apply_top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Set logits outside of the `top_k` largest and of the smallest set with probability `top_p` to -inf."""
+    ordered, order = logits.sort(dim=-1, descending=True)
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    keep = (rank < top_k[:, None]) | (top_k[:, None] == 0)
+    probabilities = ordered.masked_fill(~keep, -torch.inf).softmax(-1)
+    keep &= probabilities.cumsum(-1) - probabilities < top_p[:, None]
+    return torch.full_like(logits, -torch.inf).scatter(-1, order, ordered.masked_fill(~keep, -torch.inf))
+
+
+def sample(logits: torch.Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]) -> list[int]:
+    """One token per row: the largest logit, or the largest of `logits / temperature + Gumbel noise`.
+
+    Args:
+        logits: [num_rows, vocab_size].
+        positions: the position that each sampled token will have.
+    """
+    greedy = logits.argmax(-1)
+    if all(p.temperature == 0 for p in params):
+        return greedy.tolist()
+    device = logits.device
+    temperature = torch.tensor([p.temperature or 1.0 for p in params], device=device, dtype=torch.float64)
+    scaled = logits.double() / temperature[:, None]
+    top_k = torch.tensor([p.top_k for p in params], device=device)
+    top_p = torch.tensor([p.top_p for p in params], device=device, dtype=torch.float64)
+    if bool((top_k > 0).any() or (top_p < 1).any()):
+        scaled = apply_top_k_top_p(scaled, top_k, top_p)
+    noise = uniform_noise(
+        torch.tensor(seeds, device=device), torch.tensor(positions, device=device), logits.shape[-1]
+    )
+    drawn = (scaled - torch.log(-torch.log(noise))).argmax(-1)
+    random = torch.tensor([p.temperature > 0 for p in params], device=device)
+    return torch.where(random, drawn, greedy).tolist()

@@ -1,0 +1,204 @@
+"""Layers that read and write the paged cache. A layer knows its name; the step's context knows everything else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hybrid_kv.attention.mamba import MambaMetadata
+from hybrid_kv.attention.paged import PagedAttentionMetadata
+from hybrid_kv.kernels.causal_conv1d import causal_conv1d_prefill, causal_conv1d_update
+from hybrid_kv.kernels.paged_attention import paged_attention, write_kv
+from hybrid_kv.kernels.ssd import chunk_scan, selective_state_update
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """Per layer name: this step's metadata, and the views of the layer's cache."""
+
+    metadata: dict[str, Any]
+    views: dict[str, tuple[torch.Tensor, ...]]
+
+
+def _empty(*shape: int) -> nn.Parameter:
+    # Filled by the loader, which fails when a tensor is missing: initialising twice would only cost time.
+    return nn.Parameter(torch.empty(*shape), requires_grad=False)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm in float32, `weight * x / rms(x)`."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = _empty(size)
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+
+
+class GatedRMSNorm(nn.Module):
+    """`norm(x * silu(gate))`, each of `groups` slices normalised by itself (Mamba-2's output norm)."""
+
+    def __init__(self, size: int, groups: int, eps: float) -> None:
+        super().__init__()
+        self.weight = _empty(size)
+        self.groups = groups
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        gated = x.float() * F.silu(gate.float())
+        grouped = gated.unflatten(-1, (self.groups, -1))
+        normed = F.rms_norm(grouped, grouped.shape[-1:], eps=self.eps).flatten(-2)
+        return (normed * self.weight.float()).to(gate.dtype)
+
+
+class Linear(nn.Module):
+    """`x @ weight.T + bias`."""
+
+    def __init__(self, size_in: int, size_out: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = _empty(size_out, size_in)
+        self.bias = _empty(size_out) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class PagedAttention(nn.Module):
+    """Grouped-query attention without positions of its own (NemotronH): order comes from the Mamba layers."""
+
+    def __init__(self, name: str, hidden_size: int, num_heads: int, num_kv_heads: int, head_size: int) -> None:
+        super().__init__()
+        self.name = name
+        self.heads = (num_heads, num_kv_heads, num_kv_heads)
+        self.head_size = head_size
+        self.qkv_proj = Linear(hidden_size, sum(self.heads) * head_size)
+        self.o_proj = Linear(num_heads * head_size, hidden_size)
+
+    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        metadata: PagedAttentionMetadata = context.metadata[self.name]
+        key_cache, value_cache = context.views[self.name]
+        query, key, value = self.qkv_proj(x).view(len(x), -1, self.head_size).split(self.heads, dim=1)
+        write_kv(key.to(key_cache.dtype), value.to(key_cache.dtype), key_cache, value_cache, metadata.slots)
+        outputs = []
+        for part in metadata.parts:
+            rows = part.rows.padded(query[part.start : part.start + part.num_tokens])
+            out = paged_attention(
+                rows.to(key_cache.dtype), key_cache, value_cache, part.block_table, part.positions, self.head_size**-0.5
+            )
+            outputs.append(part.rows.flat(out))
+        return self.o_proj(torch.cat(outputs).flatten(1).to(x.dtype))
+
+
+class Mamba2Mixer(nn.Module):
+    """A Mamba-2 layer: projection, causal convolution, state-space recurrence, gated norm, projection."""
+
+    def __init__(
+        self,
+        name: str,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        state_size: int,
+        groups: int,
+        conv_kernel: int,
+        chunk_size: int,
+        eps: float,
+        conv_bias: bool,
+        bias: bool,
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.num_heads, self.head_dim, self.state_size, self.groups = num_heads, head_dim, state_size, groups
+        self.chunk_size = chunk_size
+        inner = num_heads * head_dim
+        conv_dim = inner + 2 * groups * state_size
+        self.splits = (inner, conv_dim, num_heads)
+        self.in_proj = Linear(hidden_size, sum(self.splits), bias)
+        self.conv_weight = _empty(conv_dim, conv_kernel)
+        self.conv_bias = _empty(conv_dim) if conv_bias else None
+        self.dt_bias = _empty(num_heads)
+        self.A_log = _empty(num_heads)
+        self.D = _empty(num_heads)
+        self.norm = GatedRMSNorm(inner, groups, eps)
+        self.out_proj = Linear(inner, hidden_size, bias)
+
+    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        metadata: MambaMetadata = context.metadata[self.name]
+        conv_state, ssm_state = context.views[self.name]
+        gate, conv_in, dt = self.in_proj(x).split(self.splits, dim=-1)
+        dt = F.softplus(dt.float() + self.dt_bias.float())
+        split = metadata.num_decodes
+        outputs = []
+        if split:
+            outputs.append(self._decode(conv_in[:split], dt[:split], conv_state, ssm_state, metadata))
+        if metadata.prefill_rows is not None:
+            outputs.append(self._prefill(conv_in[split:], dt[split:], conv_state, ssm_state, metadata))
+        return self.out_proj(self.norm(torch.cat(outputs), gate))
+
+    def _parts(self, conv_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        inner, shared = self.splits[0], self.groups * self.state_size
+        x, B, C = conv_out.float().split((inner, shared, shared), dim=-1)
+        heads, groups = (self.num_heads, self.head_dim), (self.groups, self.state_size)
+        return x.unflatten(-1, heads), B.unflatten(-1, groups), C.unflatten(-1, groups)
+
+    def _decode(
+        self,
+        conv_in: torch.Tensor,
+        dt: torch.Tensor,
+        conv_state: torch.Tensor,
+        ssm_state: torch.Tensor,
+        metadata: MambaMetadata,
+    ) -> torch.Tensor:
+        indices = metadata.state_indices[: metadata.num_decodes]
+        conv_out, window = causal_conv1d_update(
+            conv_in, self.conv_weight, self.conv_bias, conv_state[indices].to(conv_in.dtype)
+        )
+        conv_state.index_copy_(0, indices, window.to(conv_state.dtype))
+        x, B, C = self._parts(conv_out)
+        A = -torch.exp(self.A_log.float())
+        y, state = selective_state_update(ssm_state[indices].float(), x, dt, A, B, C, self.D.float())
+        ssm_state.index_copy_(0, indices, state.to(ssm_state.dtype))
+        return y.flatten(1)
+
+    def _prefill(
+        self,
+        conv_in: torch.Tensor,
+        dt: torch.Tensor,
+        conv_state: torch.Tensor,
+        ssm_state: torch.Tensor,
+        metadata: MambaMetadata,
+    ) -> torch.Tensor:
+        rows, initial = metadata.prefill_rows, metadata.has_initial_state
+        assert rows is not None and initial is not None
+        indices = metadata.state_indices[metadata.num_decodes :]
+        # `where`, not a product: a block's previous owner may have left NaN or infinity in it.
+        old_window = torch.where(initial[:, None, None], conv_state[indices], 0).to(conv_in.dtype)
+        old_state = torch.where(initial[:, None, None, None], ssm_state[indices], 0).float()
+        conv_out, window = causal_conv1d_prefill(
+            rows.padded(conv_in), self.conv_weight, self.conv_bias, old_window, rows.lengths
+        )
+        x, B, C = self._parts(conv_out)
+        A = -torch.exp(self.A_log.float())
+        dt = rows.zero_padding(rows.padded(dt))
+        y, state = chunk_scan(x, dt, A, B, C, self.D.float(), old_state, self.chunk_size)
+        conv_state.index_copy_(0, indices, window.to(conv_state.dtype))
+        ssm_state.index_copy_(0, indices, state.to(ssm_state.dtype))
+        return rows.flat(y).flatten(1)
+
+
+class SquaredReluMLP(nn.Module):
+    """`down(relu(up(x)) ** 2)`."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool) -> None:
+        super().__init__()
+        self.up_proj = Linear(hidden_size, intermediate_size, bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.relu(self.up_proj(x)).square())
