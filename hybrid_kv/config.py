@@ -56,8 +56,8 @@ def from_dict(cls: type, values: dict[str, Any]) -> Any:
 class CacheConfig:
     """What the user asks of the cache; None means: let the plan decide.
 
-    `block_size` and `mamba_block_size` are in tokens. A given one is kept, raised to a multiple of itself with a note in
-    the plan, or refused; never replaced silently (vllm!37467). `num_blocks` overrides `memory_bytes`.
+    `block_size` and `mamba_block_size` are in tokens. A given one is kept, raised to a multiple of itself with a note
+    in the plan, or refused; never replaced silently (vllm!37467). `num_blocks` overrides `memory_bytes`.
     """
 
     block_size: int | None = None
@@ -108,10 +108,13 @@ class EngineConfig:
     attention_backend: str = "auto"
     platform: str = "auto"
     device: str = "auto"
+    dtype: str = "auto"
     captured_batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.dtype != "auto":
+            parse_dtype(self.dtype, "dtype")
         if list(self.captured_batch_sizes) != sorted(set(self.captured_batch_sizes)):
             raise ConfigError(f"captured_batch_sizes={self.captured_batch_sizes} must rise strictly")
         if self.captured_batch_sizes and self.captured_batch_sizes[0] < 1:

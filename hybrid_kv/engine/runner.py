@@ -81,14 +81,16 @@ class ModelRunner:
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
         self.input_ids = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        self.batch: list[ScheduledRequest] = []  # of the last step, in batch order
 
-    def _padded_size(self, num_reqs: int) -> int:
+    def padded_size(self, num_reqs: int) -> int:
+        """Rows of a pure decode step of `num_reqs` requests: the next captured size, or as many as there are."""
         return next((size for size in self._captured if size >= num_reqs), num_reqs)
 
     @torch.inference_mode()
     def execute(self, scheduled: Sequence[ScheduledRequest]) -> dict[str, int]:
         """Run one step. Returns the sampled token of every request whose last known token it computed."""
-        batch = sorted(scheduled, key=lambda item: not item.is_decode)
+        self.batch = batch = sorted(scheduled, key=lambda item: not item.is_decode)
         context, num_tokens_padded = self._prepare(batch)
         hidden = self.model(self.input_ids[:num_tokens_padded], self.positions[:num_tokens_padded], context)
         last = np.cumsum([item.num_tokens for item in batch]) - 1
@@ -115,7 +117,7 @@ class ModelRunner:
 
         num_reqs = len(batch)
         num_decodes = sum(item.is_decode for item in batch)
-        num_reqs_padded = self._padded_size(num_reqs) if num_decodes == num_reqs else num_reqs
+        num_reqs_padded = self.padded_size(num_reqs) if num_decodes == num_reqs else num_reqs
         padding = num_reqs_padded - num_reqs
         rows = np.array([item.request.row for item in batch], dtype=np.int64)
         query_lens = np.array([item.num_tokens for item in batch] + [1] * padding, dtype=np.int64)

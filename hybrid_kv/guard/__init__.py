@@ -1,0 +1,1 @@
+"""`hybrid-kv guard`: is this change still right, and is it still fast?"""

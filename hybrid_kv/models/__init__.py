@@ -1,0 +1,1 @@
+"""Model families, and what their configuration files say about the cache."""

@@ -1,0 +1,91 @@
+"""Checkpoint folders in the Hugging Face format: config.json, *.safetensors, tokenizer files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from hybrid_kv.config import ConfigError, EngineConfig
+from hybrid_kv.models.nemotron_h import NemotronH, NemotronHConfig
+from hybrid_kv.models.shapes import model_shape, read_config
+
+
+def resolve_folder(model: str | Path) -> Path:
+    """A local checkpoint folder; a name that is no folder is looked up on the hub."""
+    folder = Path(model)
+    if folder.is_dir():
+        return folder
+    if str(model).count("/") == 1 and not str(model).startswith((".", "/", "~")):
+        from huggingface_hub import snapshot_download
+
+        try:
+            return Path(snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors", "tokenizer*"]))
+        except Exception as error:  # the hub's client raises many unrelated types for "not there" and "no network"
+            first = (str(error).splitlines() or [""])[0]
+            raise ConfigError(f"model {model}: not a folder, and the hub says: {first[:160]}") from None
+    raise ConfigError(f"model folder {model} does not exist")
+
+
+def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, on the CPU."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{folder} has no *.safetensors file; only that format is read")
+    tensors: dict[str, torch.Tensor] = {}
+    for file in files:
+        try:
+            tensors.update(load_file(file))
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{file} cannot be read ({error}); it is truncated or no safetensors file") from None
+    return tensors
+
+
+def load_model(model: str | Path, config: EngineConfig, device: torch.device) -> NemotronH:
+    """The model of a checkpoint folder, in evaluation mode, on `device`.
+
+    Raises:
+        ConfigError: an unknown architecture, a missing, surplus or misshapen tensor.
+    """
+    folder = resolve_folder(model)
+    raw = read_config(folder)
+    if raw.get("model_type") != "nemotron_h":
+        raise ConfigError(
+            f"{folder}: model_type {raw.get('model_type')!r} can't be run; nemotron_h can (others can only be planned)"
+        )
+    shape = model_shape(raw, cache=config.cache, dtype=config.dtype)
+    built = NemotronH(NemotronHConfig.from_hf(raw), shape.layers)
+    _assign(built, NemotronH.convert_weights(load_tensors(folder)), folder)
+    return built.to(device=device, dtype=shape.dtype).eval()
+
+
+def _assign(model: torch.nn.Module, tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    wanted = dict(model.named_parameters())
+    if missing := sorted(set(wanted) - set(tensors)):
+        raise ConfigError(f"{folder} lacks {len(missing)} tensors, the first is {missing[0]}")
+    tied = {name for name, parameter in model.state_dict().items() if name not in wanted}
+    if surplus := sorted(set(tensors) - set(wanted) - tied):
+        raise ConfigError(f"{folder} has {len(surplus)} tensors that the model does not know, the first is {surplus[0]}")
+    for name, parameter in wanted.items():
+        if parameter.shape != tensors[name].shape:
+            raise ConfigError(
+                f"{folder}: {name} has shape {tuple(tensors[name].shape)}, config.json says {tuple(parameter.shape)}"
+            )
+        parameter.data = tensors[name]
+
+
+def load_tokenizer(model: str | Path) -> Any:
+    """The checkpoint's tokenizer, through transformers."""
+    from transformers import AutoTokenizer
+
+    folder = resolve_folder(model)
+    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        raise ConfigError(f"{folder} has no tokenizer; add tokenizer.json or pass token ids and LLM(..., tokenizer=...)")
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{folder}: the tokenizer cannot be read ({str(error).splitlines()[0]})") from None
