@@ -14,6 +14,7 @@ import torch
 MambaCacheMode = Literal["none", "align", "all"]
 
 DTYPES: dict[str, torch.dtype] = {
+    "float64": torch.float64,
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,

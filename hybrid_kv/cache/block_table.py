@@ -1,10 +1,11 @@
 """Block tables of all groups: staged on the host, written and expanded on the device.
 
-Contract. A request owns one *row* (its index in the persistent tables) while it runs. `append_block_ids` only stages:
-it copies ids into one buffer and notes where they go, nothing else, so its cost is that of the ids themselves. Once per
-step `apply_staged_writes` moves the whole buffer to the device in one copy and one indexed write for all groups;
-`gather_block_tables` then brings the rows of the step's batch into the input tables, where manager blocks become
-kernel blocks. Everything that a captured graph reads keeps its address.
+Contract. A request owns one *row* (its index in the persistent tables) while it runs. `append_step` (all requests of a
+step) and `append_block_ids` (one request) only stage: they copy ids into one buffer and note where they go, nothing
+else, so their cost is that of the ids themselves. Once per step `apply_staged_writes` moves the whole buffer to the
+device in one copy and one indexed write for all groups; `gather_block_tables` then brings the rows of the step's batch
+into the input tables, where manager blocks become kernel blocks. Everything that a captured graph reads keeps its
+address.
 
 Shapes considered. (a) Expand on the host while appending (vllm!38831): costs `blocks_per_kv_block` times the ids, per
 append. (b) Keep the persistent table expanded: the write expands, the gather and the table are that much wider. (c) Keep
@@ -62,9 +63,8 @@ class BlockTables:
         self.max_num_reqs = max_num_reqs
         self.device = device
         self.cp = (cp_size, cp_rank, cp_interleave)
-        # Staging touches single elements, where a memoryview of an array costs a third of the array's own indexing.
-        self.num_blocks = np.zeros((self.num_groups, max_num_reqs), dtype=np.int32)
-        self._num_blocks = memoryview(self.num_blocks)
+        # [max_num_reqs, num_groups]: manager blocks in each row of each table.
+        self.num_blocks = np.zeros((max_num_reqs, self.num_groups), dtype=np.int64)
 
         # All tables are slices of one buffer, so that one indexed write serves every group.
         sizes = [max_num_reqs * width for width in self.widths]
@@ -83,53 +83,106 @@ class BlockTables:
             (self.num_groups, max_num_batched_tokens), PAD_SLOT, dtype=torch.int64, device=device
         )
 
-        self._staged_ids = torch.zeros(max(1, self._group_start[-1]), dtype=torch.int32, pin_memory=device.type == "cuda")
+        # The staging buffers that the device write reads: ids, and for each segment of them its target and length.
+        # `append_block_ids` touches single elements, where a memoryview costs a third of the array's own indexing.
+        self._max_ids, self._max_segments = max(1, self._group_start[-1]), max_num_reqs * self.num_groups
+        self._staged_ids = torch.zeros(self._max_ids, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._ids = memoryview(self._staged_ids.numpy())
+        self._targets = np.zeros(self._max_segments, dtype=np.int64)
+        self._counts = np.zeros(self._max_segments, dtype=np.int64)
+        self._targets_view, self._counts_view = memoryview(self._targets), memoryview(self._counts)
+        self._num_blocks_view = memoryview(self.num_blocks.reshape(-1))
         self._num_ids = 0
-        self._targets: list[int] = []
-        self._counts: list[int] = []
+        self._num_segments = 0
+        self._layout = list(zip(self.widths, self._group_start, strict=False))
+        self._width_array = np.array(self.widths, dtype=np.int64)
+        self._row_start = np.array(self._group_start[:-1]) + np.arange(max_num_reqs)[:, None] * self._width_array
 
-    def append_block_ids(
-        self, row: int, new_block_ids: Sequence[BlockIds], overwrite: bool = False
-    ) -> None:
+    def append_block_ids(self, row: int, new_block_ids: Sequence[BlockIds], overwrite: bool = False) -> None:
         """Stage new manager block ids of one request, one int32 array per group.
+
+        Between two `apply_staged_writes`, a row may be overwritten only before anything else is staged for it: the
+        device write keeps no order.
 
         Args:
             row: the request's row.
+            new_block_ids: one array per group, empty where the group got none.
             overwrite: the request is new in this row (or was preempted): start at column 0.
 
         Raises:
             IndexError: a row would become longer than the group's width.
         """
-        for group, ids in enumerate(new_block_ids):
-            count = len(ids)
-            start = 0 if overwrite else self._num_blocks[group, row]
-            width = self.widths[group]
-            if start + count > width:
-                raise IndexError(f"group {group} row {row}: {start + count} blocks exceed the width {width}")
-            self._num_blocks[group, row] = start + count
-            if count:
-                begin = self._num_ids
-                if begin + count > len(self._ids):
+        held = self._num_blocks_view
+        cell = row * self.num_groups
+        for ids, (width, group_start) in zip(new_block_ids, self._layout, strict=True):
+            start = 0 if overwrite else held[cell]
+            stop = start + len(ids)
+            if stop > width:
+                raise IndexError(f"row {row}: {stop} blocks exceed the width {width} of its group's table")
+            held[cell] = stop
+            cell += 1
+            if stop > start:
+                if self._num_ids + stop - start > self._max_ids or self._num_segments == self._max_segments:
                     self.apply_staged_writes()
-                    begin = 0
-                self._num_ids = end = begin + count
-                self._ids[begin:end] = ids
-                self._targets.append(self._group_start[group] + row * width + start)
-                self._counts.append(count)
+                begin, segment = self._num_ids, self._num_segments
+                self._num_ids, self._num_segments = begin + stop - start, segment + 1
+                self._ids[begin : self._num_ids] = ids
+                self._targets_view[segment] = group_start + row * width + start
+                self._counts_view[segment] = stop - start
+
+    def append_step(
+        self,
+        rows: npt.NDArray[np.int64],
+        counts: npt.NDArray[np.int64],
+        new_block_ids: BlockIds,
+        overwrite: npt.NDArray[np.bool_] | None = None,
+    ) -> None:
+        """Stage the new manager block ids of all requests of a step at once; nothing is staged if it raises.
+
+        Args:
+            rows: [n] int64, no row twice.
+            counts: [n, num_groups] int64, new blocks of each row in each group.
+            new_block_ids: [counts.sum()] int32, row by row and in a row group by group.
+            overwrite: [n] bool, rows that start at column 0; None: no row does.
+
+        Raises:
+            IndexError: a row would become longer than a group's width.
+        """
+        start = self.num_blocks.take(rows, axis=0)
+        if overwrite is not None:
+            start[overwrite] = 0
+        end = start + counts
+        if np.count_nonzero(end > self._width_array):
+            row, group = np.argwhere(end > self._width_array)[0]
+            raise IndexError(
+                f"group {group} row {rows[row]}: {end[row, group]} blocks exceed the width {self.widths[group]}"
+            )
+        if self._num_ids + len(new_block_ids) > self._max_ids or self._num_segments + end.size > self._max_segments:
+            self.apply_staged_writes()
+        self.num_blocks[rows] = end
+        begin, segment = self._num_ids, self._num_segments
+        self._num_ids, self._num_segments = begin + len(new_block_ids), segment + end.size
+        self._ids[begin : self._num_ids] = new_block_ids
+        start += self._row_start.take(rows, axis=0)
+        self._targets[segment : self._num_segments] = start.reshape(-1)
+        self._counts[segment : self._num_segments] = counts.reshape(-1)
+
+    def discard_staged_writes(self) -> None:
+        """Forget what is staged; `num_blocks` is the caller's to restore."""
+        self._num_ids = self._num_segments = 0
 
     def apply_staged_writes(self) -> None:
         """Bring all staged ids into the persistent tables: one copy to the device, one indexed write."""
-        if not self._counts:
+        if not self._num_segments:
             return
-        counts = np.array(self._counts)
+        counts = self._counts[: self._num_segments]
         starts = np.cumsum(counts) - counts
-        target = np.repeat(np.array(self._targets) - starts, counts) + np.arange(self._num_ids)
+        target = np.repeat(self._targets[: self._num_segments] - starts, counts) + np.arange(counts.sum())
         ids = self._staged_ids[: self._num_ids].to(self.device)
+        self.discard_staged_writes()
+        if len(target) != len(ids):
+            raise ValueError(f"{len(ids)} block ids were staged for {len(target)} columns")
         self._flat[torch.from_numpy(target).to(self.device)] = ids
-        self._num_ids = 0
-        self._targets.clear()
-        self._counts.clear()
 
     def gather_block_tables(self, rows: npt.NDArray[np.int64], num_reqs_padded: int) -> list[torch.Tensor]:
         """The batch's tables in kernel blocks, one `[num_reqs_padded, width * blocks_per_kv_block]` view per group.
@@ -139,9 +192,9 @@ class BlockTables:
         """
         num_reqs = len(rows)
         device_rows = torch.from_numpy(rows).to(self.device)
+        longest = self.num_blocks[rows].max(axis=0, initial=0).tolist()
         for group, out in enumerate(self.input_tables):
-            used = int(self.num_blocks[group, rows].max(initial=0))
-            gather_kernel_blocks(self.tables[group], device_rows, used, self._offsets[group], out[:num_reqs])
+            gather_kernel_blocks(self.tables[group], device_rows, longest[group], self._offsets[group], out[:num_reqs])
             out[num_reqs:num_reqs_padded] = NULL_BLOCK
         return [out[:num_reqs_padded] for out in self.input_tables]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,6 +13,18 @@ from hybrid_kv.cache.spec import KVCacheConfig, MambaSpec, cdiv
 from hybrid_kv.config import ConfigError
 
 _EMPTY: BlockIds = np.empty(0, dtype=np.int32)
+
+
+class NewBlocks(NamedTuple):
+    """Blocks that a request just got: ids group by group, and how many each group got. Block tables stage them as is."""
+
+    ids: BlockIds
+    counts: list[int]
+
+    def per_group(self) -> list[BlockIds]:
+        """The ids of each group, as views."""
+        ends = list(accumulate(self.counts))
+        return [self.ids[end - count : end] for end, count in zip(ends, self.counts, strict=True)]
 
 
 class KVCacheManager:
@@ -41,25 +55,19 @@ class KVCacheManager:
         """Whether a request of `num_tokens` tokens fits in the pool when it is alone."""
         return sum(self._blocks_needed(num_tokens)) <= self.pool.num_blocks - 1
 
-    def allocate_slots(self, request_id: str, num_tokens: int) -> list[BlockIds] | None:
-        """Grow the request to `num_tokens` tokens. Returns the *new* ids per group, or None if the pool is too full."""
+    def allocate_slots(self, request_id: str, num_tokens: int) -> NewBlocks | None:
+        """Grow the request to `num_tokens` tokens. Returns the *new* blocks, or None if the pool is too full."""
         held = self._num_held.get(request_id) or [0] * len(self.config.groups)
         missing = [max(0, need - have) for need, have in zip(self._blocks_needed(num_tokens), held, strict=True)]
         total = sum(missing)
         if total == 0:
-            return [_EMPTY] * len(missing)
+            return NewBlocks(_EMPTY, missing)
         ids = self.pool.allocate(total)
         if ids is None:
             return None
-        blocks = self._held.setdefault(request_id, [[] for _ in missing])
-        new: list[BlockIds] = []
-        start = 0
-        for group, count in enumerate(missing):
-            part = ids[start : start + count]
-            start += count
-            if count:
-                blocks[group].append(part)
-            new.append(part)
+        new = NewBlocks(ids, missing)
+        for blocks, part in zip(self._held.setdefault(request_id, [[] for _ in missing]), new.per_group(), strict=True):
+            blocks.append(part)
         self._num_held[request_id] = [have + more for have, more in zip(held, missing, strict=True)]
         return new
 
@@ -76,7 +84,7 @@ class KVCacheManager:
                 self.pool.free(part)
 
     def check_integrity(self, running: Sequence[str] = ()) -> None:
-        """Raise AssertionError unless the pool is whole, every held block has one owner, and only `running` hold any."""
+        """Raise AssertionError unless the pool is whole, each held block has one owner, and only `running` hold any."""
         self.pool.check_integrity()
         assert self._held.keys() == self._num_held.keys(), "a request is half known"
         strangers = sorted(self._held.keys() - set(running))

@@ -118,7 +118,7 @@ def _align_hybrid(
     if mode == "all":
         base = cache.mamba_block_size or mamba_chunk_size
         if base is None:
-            raise ConfigError("mode all needs a chunk size in config.json or --mamba-block-size")
+            raise ConfigError("mode all needs a chunk size in config.json or --mamba-block-size; or use mode align")
         unit = lcm(base, alignment)
         aligned = unit * cdiv(cdiv(state_bytes, token_bytes), unit)
     else:
@@ -228,7 +228,7 @@ def plan_cache(
     elif cache.memory_bytes is not None:
         num_blocks = cache.memory_bytes // bytes_per_block
     else:
-        raise ConfigError("neither num_blocks nor memory_bytes is given: the pool has no size")
+        raise ConfigError("the pool has no size: give --num-blocks or --gpu-memory (num_blocks or memory_bytes)")
     config = KVCacheConfig(num_blocks, groups)
     kernel_sizes = tuple(group.kernel_block_size for group in init_attn_backend(config, backend, context))
     plan = CachePlan(sizes, config, kernel_sizes, max_model_len)
@@ -238,8 +238,8 @@ def plan_cache(
             f"{(needed + 1) * bytes_per_block} B of memory" if cache.num_blocks is None else f"{needed + 1} blocks"
         )
         raise ConfigError(
-            f"the cache has {num_blocks} blocks of {bytes_per_block} B, one of them the null block, but a request of one "
-            f"token needs {needed}: give it at least {way_out}"
+            f"the cache has {num_blocks} blocks of {bytes_per_block} B, one of them the null block, but a request of "
+            f"one token needs {needed}: give it at least {way_out}"
         )
     return replace(plan, notes=tuple(_notes(plan, cache)))
 
@@ -264,8 +264,8 @@ def _notes(plan: CachePlan, cache: CacheConfig) -> list[str]:
     if plan.unused_layer_slots:
         slots = plan.config.num_buffers * len(plan.config.groups)
         notes.append(
-            f"{plan.unused_layer_slots} of {slots} layer slots are unused, because the layers do not divide into groups "
-            f"of {plan.config.num_buffers}"
+            f"{plan.unused_layer_slots} of {slots} layer slots are unused, because the layers do not divide into "
+            f"groups of {plan.config.num_buffers}"
         )
     if plan.longest_request < plan.max_model_len:
         notes.append(

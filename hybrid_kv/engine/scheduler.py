@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from hybrid_kv.cache.block_pool import BlockIds
-from hybrid_kv.cache.manager import KVCacheManager
+from hybrid_kv.cache.manager import KVCacheManager, NewBlocks
 from hybrid_kv.config import ConfigError, SchedulerConfig
 from hybrid_kv.engine.sampling import SamplingParams
 
@@ -46,7 +45,7 @@ class ScheduledRequest:
     request: Request
     num_tokens: int
     num_computed_tokens: int
-    new_block_ids: list[BlockIds]  # per group
+    new_blocks: NewBlocks
     overwrite: bool  # the row has a new owner
 
     @property
@@ -130,7 +129,7 @@ class Scheduler:
             budget -= num_tokens
         return scheduled
 
-    def _allocate(self, request: Request, num_tokens: int) -> list[BlockIds] | None:
+    def _allocate(self, request: Request, num_tokens: int) -> NewBlocks | None:
         return self.manager.allocate_slots(request.request_id, request.num_computed_tokens + num_tokens)
 
     def preempt(self, request: Request) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -192,3 +193,123 @@ def record_logits(
     for output in outputs:
         own = rows[output.request_id]
         yield output, torch.stack([own[i] for i in range(len(own))])
+
+
+# In float64 the engine and the plain forward pass differ by 2e-13 on logits of up to 40, and the smallest damage of the
+# guard model's card (an SSM state one token behind) moves one by more than 1e-4: any limit between them separates the two.
+FLOAT64_LIMIT = 1e-9
+# In float32 both round: 3.4e-6 of the largest logit was measured, and 2e-5 is what transformers is held to.
+FLOAT32_LIMIT = 2e-5
+
+# Engine settings in which the guard model's logits are held against its plain forward pass.
+LOGIT_CELLS: tuple[dict[str, Any], ...] = (
+    {"dtype": "float64", "attention_backend": "TORCH"},
+    {"dtype": "float64", "attention_backend": "FLASH_ATTN", "max_num_batched_tokens": 37, "captured_batch_sizes": (6,)},
+    {"dtype": "float64", "attention_backend": "FLASHINFER", "max_num_batched_tokens": 64, "num_blocks": 28},
+    {"dtype": "float32", "attention_backend": "TORCH", "block_size": 96, "max_num_batched_tokens": 128, "num_blocks": 20},
+)
+
+
+def _preempt_now_and_then(llm: LLM) -> None:
+    if llm.num_steps % 11 == 10 and len(llm.scheduler.running) > 1:
+        llm.scheduler.preempt(llm.scheduler.running[-1])
+
+
+def check_guard_logits(prompts: Sequence[str], progress: Progress) -> list[CheckResult]:
+    """Logits of every prompt and answer token, engine against the plain forward pass of the same weights in float64.
+
+    Tokens of a trained model hide damage (a state one token behind changes no answer); logits do not.
+    """
+    from accuracy.guard_model import FOLDER
+    from accuracy.guard_model.model import load_checkpoint
+
+    plain = load_checkpoint(FOLDER).eval().double()
+    params = SamplingParams(max_tokens=48, stop=("Question:",))
+    results = []
+    num_preemptions = num_wrong = num_all = 0
+    for cell in LOGIT_CELLS:
+        begin = time.perf_counter()
+        llm = LLM(FOLDER, max_model_len=512, max_num_seqs=8, device="cpu", mamba_ssm_cache_dtype=cell["dtype"], **cell)
+        worst, largest, where, num_tokens = 0.0, 0.0, "", 0
+        for output, logits in record_logits(llm, prompts, params, _preempt_now_and_then):
+            ids = torch.tensor([output.prompt_token_ids + output.token_ids])
+            with torch.inference_mode():
+                expected = plain(ids)[0, : len(logits)]
+            difference = (logits - expected).abs().amax(-1)
+            largest = max(largest, float(expected.abs().max()))
+            if float(difference.max()) > worst:
+                worst = float(difference.max())
+                where = f"{cell}, request {output.request_id}, token {int(difference.argmax())} of {len(logits)}"
+            start = len(output.prompt_token_ids) - 1
+            num_wrong += int((expected[start:].argmax(-1) != ids[0, start + 1 :]).sum())
+            num_tokens += len(logits)
+            num_preemptions += output.num_preemptions
+            progress(1)
+        limit = FLOAT64_LIMIT if cell["dtype"] == "float64" else FLOAT32_LIMIT * largest
+        name = f"largest logit difference, {cell['dtype']}, {cell['attention_backend']}"
+        detail = where if worst > limit else ""
+        seconds = time.perf_counter() - begin
+        num_all += num_tokens
+        results.append(
+            CheckResult("guard model", name, not detail, worst, "logit", f"{limit:.1g}", num_tokens, seconds, detail, cell)
+        )
+    void = "" if num_preemptions else "void: no request was preempted"
+    detail = f"{num_wrong} tokens differ" if num_wrong else void
+    used = {"cells": len(LOGIT_CELLS), "prompts": len(prompts), "preemptions": num_preemptions}
+    name = "tokens that the plain forward pass would not choose"
+    return [*results, CheckResult("guard model", name, not detail, num_wrong, "tokens", "0", num_all, 0.0, detail, used)]
+
+
+def check_accuracy(limit: int, progress: Progress) -> list[CheckResult]:
+    """The guard model on `gsm8k_synth`, against the recorded share of correct answers.
+
+    An alarm needs a count of correct answers that the recorded share would give less than once in 1000 runs (one-sided
+    binomial).
+    """
+    from scipy.stats import binom
+
+    from accuracy.guard_model import FOLDER
+    from accuracy.run import evaluate_guard_model
+
+    # Written by `hybrid-kv accuracy --limit 500 --json accuracy/guard_model/recorded.json`.
+    recorded = json.loads((FOLDER / "recorded.json").read_text())
+    begin = time.perf_counter()
+    result = evaluate_guard_model(limit=limit, seed=recorded["params"]["seed"])
+    seconds = time.perf_counter() - begin
+    progress(limit)
+    correct = sum(record.correct for record in result.records)
+    invalid = sum(record.invalid for record in result.records)
+    floor = int(binom.ppf(0.001, limit, recorded["accuracy"]))
+    params = {"recorded_accuracy": recorded["accuracy"], "recorded_n": recorded["n"], "floor": floor}
+    wrong = f"{correct} of {limit} correct, recorded were {recorded['accuracy']:.1%}"
+    return [
+        CheckResult(
+            "accuracy", "correct answers to gsm8k_synth", correct >= floor, correct / limit, "share",
+            f">= {floor / limit:.3f}", limit, seconds, "" if correct >= floor else wrong, params,
+        ),
+        CheckResult(
+            "accuracy", "answers without a number", invalid <= limit - floor, invalid / limit, "share",
+            f"<= {1 - floor / limit:.3f}", limit, 0.0, f"{invalid} invalid answers" if invalid > limit - floor else "",
+            params,
+        ),
+    ]  # fmt: skip
+
+
+def check_expansion(progress: Progress) -> list[CheckResult]:
+    """The engine's block-id path against the alternatives, as ratios in one run."""
+    from bench.kernel_blocks import quick_ratios
+
+    begin = time.perf_counter()
+    results = []
+    for ratio in quick_ratios():
+        passed = ratio.low >= ratio.required
+        results.append(
+            CheckResult(
+                "block ids", f"{ratio.benchmark}, times the engine's cost", passed, ratio.ratio, "ratio",
+                f">= {ratio.required:g}", ratio.n, 0.0,
+                "" if passed else f"95 % interval {ratio.low:.2f} to {ratio.high:.2f}",
+                {**ratio.params, "ci_low": ratio.low, "ci_high": ratio.high},
+            )
+        )  # fmt: skip
+    progress(1)
+    return [replace(results[0], seconds=time.perf_counter() - begin), *results[1:]]

@@ -24,13 +24,18 @@ class ForwardContext:
     views: dict[str, tuple[torch.Tensor, ...]]
 
 
+def upcast(x: torch.Tensor) -> torch.Tensor:
+    """At least float32: half-precision activations are normed and scanned in float32, float64 stays float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def _empty(*shape: int) -> nn.Parameter:
     # Filled by the loader, which fails when a tensor is missing: initialising twice would only cost time.
     return nn.Parameter(torch.empty(*shape), requires_grad=False)
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm in float32, `weight * x / rms(x)`."""
+    """Root-mean-square norm, `weight * x / rms(x)`."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -38,7 +43,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+        return F.rms_norm(upcast(x), self.weight.shape, upcast(self.weight), self.eps).to(x.dtype)
 
 
 class GatedRMSNorm(nn.Module):
@@ -51,10 +56,10 @@ class GatedRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        gated = x.float() * F.silu(gate.float())
+        gated = upcast(x) * F.silu(upcast(gate))
         grouped = gated.unflatten(-1, (self.groups, -1))
         normed = F.rms_norm(grouped, grouped.shape[-1:], eps=self.eps).flatten(-2)
-        return (normed * self.weight.float()).to(gate.dtype)
+        return (normed * upcast(self.weight)).to(gate.dtype)
 
 
 class Linear(nn.Module):
@@ -132,7 +137,7 @@ class Mamba2Mixer(nn.Module):
         metadata: MambaMetadata = context.metadata[self.name]
         conv_state, ssm_state = context.views[self.name]
         gate, conv_in, dt = self.in_proj(x).split(self.splits, dim=-1)
-        dt = F.softplus(dt.float() + self.dt_bias.float())
+        dt = F.softplus(upcast(dt) + upcast(self.dt_bias))
         split = metadata.num_decodes
         outputs = []
         if split:
@@ -143,7 +148,7 @@ class Mamba2Mixer(nn.Module):
 
     def _parts(self, conv_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         inner, shared = self.splits[0], self.groups * self.state_size
-        x, B, C = conv_out.float().split((inner, shared, shared), dim=-1)
+        x, B, C = upcast(conv_out).split((inner, shared, shared), dim=-1)
         heads, groups = (self.num_heads, self.head_dim), (self.groups, self.state_size)
         return x.unflatten(-1, heads), B.unflatten(-1, groups), C.unflatten(-1, groups)
 
@@ -161,8 +166,8 @@ class Mamba2Mixer(nn.Module):
         )
         conv_state.index_copy_(0, indices, window.to(conv_state.dtype))
         x, B, C = self._parts(conv_out)
-        A = -torch.exp(self.A_log.float())
-        y, state = selective_state_update(ssm_state[indices].float(), x, dt, A, B, C, self.D.float())
+        A = -torch.exp(upcast(self.A_log))
+        y, state = selective_state_update(upcast(ssm_state[indices]), x, dt, A, B, C, upcast(self.D))
         ssm_state.index_copy_(0, indices, state.to(ssm_state.dtype))
         return y.flatten(1)
 
@@ -179,14 +184,14 @@ class Mamba2Mixer(nn.Module):
         indices = metadata.state_indices[metadata.num_decodes :]
         # `where`, not a product: a block's previous owner may have left NaN or infinity in it.
         old_window = torch.where(initial[:, None, None], conv_state[indices], 0).to(conv_in.dtype)
-        old_state = torch.where(initial[:, None, None, None], ssm_state[indices], 0).float()
+        old_state = upcast(torch.where(initial[:, None, None, None], ssm_state[indices], 0))
         conv_out, window = causal_conv1d_prefill(
             rows.padded(conv_in), self.conv_weight, self.conv_bias, old_window, rows.lengths
         )
         x, B, C = self._parts(conv_out)
-        A = -torch.exp(self.A_log.float())
+        A = -torch.exp(upcast(self.A_log))
         dt = rows.zero_padding(rows.padded(dt))
-        y, state = chunk_scan(x, dt, A, B, C, self.D.float(), old_state, self.chunk_size)
+        y, state = chunk_scan(x, dt, A, B, C, upcast(self.D), old_state, self.chunk_size)
         conv_state.index_copy_(0, indices, window.to(conv_state.dtype))
         ssm_state.index_copy_(0, indices, state.to(ssm_state.dtype))
         return rows.flat(y).flatten(1)

@@ -15,7 +15,7 @@ from torch import nn
 
 from hybrid_kv.cache.spec import KVCacheSpec
 from hybrid_kv.config import ConfigError
-from hybrid_kv.models.layers import ForwardContext, Linear, Mamba2Mixer, PagedAttention, RMSNorm, SquaredReluMLP
+from hybrid_kv.models.layers import ForwardContext, Linear, Mamba2Mixer, PagedAttention, RMSNorm, SquaredReluMLP, upcast
 
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _ALIASES = {"mamba": "linear_attention", "attention": "full_attention"}
@@ -135,8 +135,8 @@ class NemotronH(nn.Module):
         return x
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, hidden_size] to [num_tokens, vocab_size] float32."""
-        return self.lm_head(self.norm_f(hidden)).float()
+        """[num_tokens, hidden_size] to [num_tokens, vocab_size], float32 or float64."""
+        return upcast(self.lm_head(self.norm_f(hidden)))
 
     @staticmethod
     def convert_weights(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -1,0 +1,150 @@
+"""Page b of every view lies in page b's bytes, whatever the backend's logical order (vllm!37236)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybrid_kv.cache.backend import (
+    AttentionBackend,
+    BackendContext,
+    FlashAttentionBackend,
+    FlashInferBackend,
+    TorchBackend,
+    init_attn_backend,
+)
+from hybrid_kv.cache.layout import allocate_raw_buffers, attention_view, bind_views
+from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+
+CPU = torch.device("cpu")
+
+
+class AnyFlash(FlashAttentionBackend):
+    """FlashAttention's layout at a kernel block size chosen by the test."""
+
+    size = 1
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, context: BackendContext) -> Sequence[int]:
+        return [cls.size]
+
+
+class AnyTorch(TorchBackend):
+    """The `(num_blocks, 2, …)` layout at a kernel block size chosen by the test."""
+
+    size = 1
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, context: BackendContext) -> Sequence[int]:
+        return [cls.size]
+
+
+def hybrid_config(
+    num_blocks: int, block_size: int, num_kv_heads: int = 1, head_size: int = 8, num_layers: int = 1
+) -> KVCacheConfig:
+    attention = FullAttentionSpec(block_size, num_kv_heads, head_size, torch.float16)
+    width = attention.page_size_bytes // 16
+    state = MambaSpec(64, ((2, width), (width,)), (torch.float16, torch.float32), attention.page_size_bytes)
+    names = [tuple(f"{kind}{i}" for i in range(num_layers)) for kind in "ma"]
+    return KVCacheConfig(num_blocks, (KVCacheGroupSpec(names[0], state), KVCacheGroupSpec(names[1], attention)))
+
+
+def touched(raw: torch.Tensor, view: torch.Tensor) -> set[int]:
+    """The bytes of `raw` that filling `view` changes."""
+    raw.zero_()
+    view.view(torch.int16 if view.itemsize == 2 else torch.int32).fill_(-1)
+    return set(torch.nonzero(raw).flatten().tolist())
+
+
+def page_of(view: torch.Tensor, block: int, num_blocks: int) -> torch.Tensor:
+    """Manager block `block` of a view whose first dimension counts manager or kernel blocks."""
+    per_block = view.shape[0] // num_blocks
+    return view[block * per_block : (block + 1) * per_block]
+
+
+@given(
+    backend=st.sampled_from([AnyFlash, AnyTorch]),
+    num_blocks=st.integers(2, 5),
+    kernel_block_size=st.sampled_from([1, 2, 3, 4]),
+    blocks_per_kv_block=st.integers(1, 3),
+    num_kv_heads=st.integers(1, 3),
+    head_size=st.sampled_from([8, 16]),
+)
+def test_every_page_of_every_view_stays_inside_its_bytes(
+    backend: type[AttentionBackend],
+    num_blocks: int,
+    kernel_block_size: int,
+    blocks_per_kv_block: int,
+    num_kv_heads: int,
+    head_size: int,
+) -> None:
+    backend.size = kernel_block_size  # type: ignore[attr-defined]
+    config = hybrid_config(num_blocks, kernel_block_size * blocks_per_kv_block, num_kv_heads, head_size)
+    groups = init_attn_backend(config, backend, BackendContext())
+    (raw,) = buffers = allocate_raw_buffers(config, CPU)
+    views = bind_views(config, groups, buffers)
+    page = config.page_size_bytes
+    for block in range(num_blocks):
+        own = set(range(block * page, (block + 1) * page))
+        key, value = (touched(raw, page_of(view, block, num_blocks)) for view in views["a0"])
+        conv, ssm = (touched(raw, page_of(view, block, num_blocks)) for view in views["m0"])
+        assert key | value == own
+        assert not key & value
+        assert conv | ssm <= own
+        assert not conv & ssm
+        assert len(conv | ssm) == config.groups[0].spec.state_bytes  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("backend", [FlashAttentionBackend, FlashInferBackend])
+def test_vllm_37236_two_blocks_are_no_special_case(backend: type[AttentionBackend]) -> None:
+    config = hybrid_config(num_blocks=2, block_size=16)
+    groups = init_attn_backend(config, backend, BackendContext())
+    (raw,) = buffers = allocate_raw_buffers(config, CPU)
+    key, value = bind_views(config, groups, buffers)["a0"]
+    page = config.page_size_bytes
+    for view in (key, value):
+        raw.zero_()
+        view[1] = 1.0
+        assert not raw[:page].any()
+        assert raw[page:].any()
+
+
+def test_vllm_37236_the_layout_is_asked_of_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def block_dim(cls: type[AttentionBackend], *geometry: int) -> int:
+        asked.append(geometry)
+        return 1
+
+    monkeypatch.setattr(FlashAttentionBackend, "get_kv_cache_block_dim", classmethod(block_dim))
+    spec = FullAttentionSpec(32, 1, 8, torch.float16)
+    view = attention_view(torch.zeros(2 * spec.page_size_bytes, dtype=torch.int8), 1, spec, 16, FlashAttentionBackend)
+    assert asked == [(16, 1, 8)]
+    assert view.shape == (2, 2, 16, 1, 8)
+    assert view.stride() == (16 * 8, 2 * 16 * 8, 8, 8, 1)
+
+
+def test_groups_share_buffers_by_position_and_a_short_group_skips_its_last() -> None:
+    config = hybrid_config(num_blocks=3, block_size=16, num_layers=2)
+    short = KVCacheGroupSpec(("m2",), config.groups[0].spec)
+    config = KVCacheConfig(3, (*config.groups, short))
+    buffers = allocate_raw_buffers(config, CPU)
+    assert [buffer.numel() for buffer in buffers] == [3 * config.page_size_bytes] * 2
+    views = bind_views(config, init_attn_backend(config, FlashAttentionBackend, BackendContext()), buffers)
+    assert views.keys() == {"m0", "m1", "m2", "a0", "a1"}
+    for name, parts in views.items():
+        buffer = buffers[1 if name.endswith("1") else 0]
+        assert {part.untyped_storage().data_ptr() for part in parts} == {buffer.untyped_storage().data_ptr()}
+        assert parts[0].data_ptr() == buffer.data_ptr()
+
+
+def test_the_number_of_blocks_is_the_configurations() -> None:
+    config = hybrid_config(num_blocks=3, block_size=32)
+    larger = [torch.zeros(5 * config.page_size_bytes, dtype=torch.int8)]
+    views = bind_views(config, init_attn_backend(config, FlashInferBackend, BackendContext()), larger)
+    assert [part.shape[0] for part in views["m0"]] == [3, 3]
+    assert [part.shape for part in views["a0"]] == [(3, 32, 1, 8)] * 2

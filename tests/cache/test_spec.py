@@ -1,0 +1,113 @@
+"""Bytes, block counts and grouping of layers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybrid_kv.cache.spec import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    UniformTypeKVCacheSpecs,
+    group_layers,
+)
+from hybrid_kv.config import ConfigError, MambaCacheMode
+
+ATTENTION = FullAttentionSpec(16, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
+
+
+def mamba(mode: MambaCacheMode = "none", k: int = 0, block_size: int = 64, padded: int | None = None) -> MambaSpec:
+    shapes, dtypes = ((3, 10), (4, 8)), (torch.bfloat16, torch.float32)
+    return MambaSpec(block_size, shapes, dtypes, padded, mamba_cache_mode=mode, num_speculative_blocks=k)
+
+
+def test_page_bytes() -> None:
+    assert ATTENTION.page_size_bytes == 2 * 16 * 2 * 128 * 2
+    assert mamba().state_bytes == 3 * 10 * 2 + 4 * 8 * 4
+    assert mamba().page_size_bytes == 188
+    assert mamba(padded=256).page_size_bytes == 256
+
+
+@pytest.mark.parametrize(
+    ("mode", "k", "blocks", "width"),
+    [("none", 0, 1, 1), ("none", 3, 4, 4), ("align", 0, 2, 4), ("align", 3, 5, 7), ("all", 0, 4, 4), ("all", 3, 7, 7)],
+)
+def test_blocks_of_one_request_with_speculative_ones_in_every_mode(
+    mode: MambaCacheMode, k: int, blocks: int, width: int
+) -> None:
+    spec = mamba(mode, k, padded=256)
+    assert spec.max_blocks_per_request(200) == blocks  # 200 tokens are four blocks of 64
+    assert spec.block_table_width(200) == width
+    assert spec.max_memory_usage_bytes(200) == blocks * 256
+
+
+def test_attention_blocks_of_one_request() -> None:
+    assert [ATTENTION.max_blocks_per_request(length) for length in (1, 16, 17)] == [1, 1, 2]
+    assert ATTENTION.block_table_width(17) == 2
+
+
+def test_a_state_must_fit_its_page_and_be_aligned() -> None:
+    with pytest.raises(ConfigError, match=r"padded Mamba page \(187 B\) is smaller than the state \(188 B\)"):
+        mamba(padded=187)
+    with pytest.raises(ConfigError, match="not aligned to 4 B"):
+        mamba(padded=190)
+    with pytest.raises(ConfigError, match="at byte 6"):
+        MambaSpec(1, ((3,), (1,)), (torch.bfloat16, torch.float32))
+
+
+def test_layers_of_different_pages_may_share_a_table_when_they_are_of_one_type() -> None:
+    wide = FullAttentionSpec(16, num_kv_heads=4, head_size=128, dtype=torch.bfloat16)
+    shared = UniformTypeKVCacheSpecs(16, (("a", ATTENTION), ("b", wide)))
+    assert shared.page_size_bytes == ATTENTION.page_size_bytes + wide.page_size_bytes
+    assert shared.max_blocks_per_request(33) == 3
+    states = UniformTypeKVCacheSpecs(64, (("m", mamba("align")),))
+    assert (states.max_blocks_per_request(200), states.block_table_width(200)) == (2, 4)
+    with pytest.raises(ConfigError, match="2 types"):
+        UniformTypeKVCacheSpecs(64, (("a", ATTENTION), ("m", mamba())))
+    with pytest.raises(ConfigError, match=r"\[16\]"):
+        UniformTypeKVCacheSpecs(32, (("a", ATTENTION),))
+
+
+def test_config_counts_bytes_and_blocks_over_groups() -> None:
+    state = mamba(padded=ATTENTION.page_size_bytes)
+    groups = (KVCacheGroupSpec(("m0", "m1"), state), KVCacheGroupSpec(("a0",), ATTENTION))
+    config = KVCacheConfig(10, groups)
+    assert (config.num_buffers, config.page_size_bytes) == (2, 16384)
+    assert config.total_bytes == 10 * 2 * 16384
+    assert config.max_blocks_per_request(33) == 1 + 3
+
+
+def layers(num_mamba: int, num_attention: int) -> dict[str, KVCacheSpec]:
+    state = mamba(padded=ATTENTION.page_size_bytes)
+    return {**{f"m{i}": state for i in range(num_mamba)}, **{f"a{i}": ATTENTION for i in range(num_attention)}}
+
+
+@pytest.mark.parametrize(
+    ("num_mamba", "num_attention", "lengths"),
+    [(13, 12, [13, 12]), (18, 12, [9, 9, 12]), (36, 4, [4] * 10), (23, 6, [6, 6, 6, 5, 6]), (0, 3, [3]), (2, 0, [2])],
+)
+def test_group_lengths(num_mamba: int, num_attention: int, lengths: list[int]) -> None:
+    assert [len(group.layer_names) for group in group_layers(layers(num_mamba, num_attention))] == lengths
+
+
+@given(st.integers(0, 40), st.integers(1, 40))
+def test_groups_hold_every_layer_once_in_order(num_mamba: int, num_attention: int) -> None:
+    specs = layers(num_mamba, num_attention)
+    groups = group_layers(specs)
+    names = [name for group in groups for name in group.layer_names]
+    assert sorted(names) == sorted(specs)
+    for group in groups:
+        assert {specs[name] for name in group.layer_names} == {group.spec}
+        assert list(group.layer_names) == sorted(group.layer_names, key=list(specs).index)
+
+
+def test_groups_need_layers_of_one_page_size() -> None:
+    with pytest.raises(ConfigError, match="no layer"):
+        group_layers({})
+    with pytest.raises(ConfigError, match="one page size"):
+        group_layers({"a": ATTENTION, "m": mamba()})

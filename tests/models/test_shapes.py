@@ -1,0 +1,229 @@
+"""Layer counts, state shapes and dtypes read from config.json, and the errors of files that cannot be used."""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_kv.cache.spec import FullAttentionSpec, MambaSpec
+from hybrid_kv.config import CacheConfig, ConfigError
+from hybrid_kv.models.shapes import ModelShape, model_shape, read_config
+from tests.model_configs import CONFIGS, NEMOTRON_3_NANO
+
+PUBLIC_SHAPES = Path(__file__).parents[3] / "shared" / "data" / "model_shapes.json"
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def mamba_of(shape: ModelShape) -> MambaSpec:
+    return next(spec for spec in shape.layers.values() if isinstance(spec, MambaSpec))
+
+
+def attention_of(shape: ModelShape) -> FullAttentionSpec:
+    return next(spec for spec in shape.layers.values() if isinstance(spec, FullAttentionSpec))
+
+
+def changed(name: str = NEMOTRON_3_NANO, **changes: Any) -> dict[str, Any]:
+    """The named config with some keys replaced; `None` removes a key."""
+    return {key: value for key, value in {**CONFIGS[name], **changes}.items() if value is not None}
+
+
+# Computed by hand: conv rows 3, conv dim = inner + 2 * groups * state (or 2 * key dim + value dim), state shape.
+HAND = {
+    NEMOTRON_3_NANO: ((3, 6144), (64, 64, 128), FP32, {"mamba2": 23, "attention": 6}),
+    "nvidia/Nemotron-H-8B-Base-8K": ((3, 10240), (128, 64, 128), FP32, {"mamba2": 24, "attention": 4}),
+    "ibm-granite/granite-4.0-h-small": ((3, 8448), (128, 64, 128), BF16, {"mamba2": 36, "attention": 4}),
+    "ibm-granite/granite-4.0-h-tiny": ((3, 3328), (48, 64, 128), BF16, {"mamba2": 36, "attention": 4}),
+    "ibm-ai-platform/Bamba-9B": ((3, 8448), (128, 64, 128), BF16, {"mamba2": 29, "attention": 3}),
+    "Qwen/Qwen3-Next-80B-A3B": ((3, 8192), (32, 128, 128), BF16, {"gdn_attention": 36, "attention": 12}),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_public_checkpoints_have_the_shapes_computed_by_hand(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
+    shape = model_shape(tmp_path)
+    conv, ssm, ssm_dtype, counts = HAND[name]
+    assert mamba_of(shape).shapes == (conv, ssm)
+    assert mamba_of(shape).dtypes == (BF16, ssm_dtype)
+    assert shape.counts == counts
+    assert list(shape.layers) == sorted(shape.layers, key=lambda layer: int(layer.split(".")[1]))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_configs_here_agree_with_the_published_shapes(name: str) -> None:
+    if not PUBLIC_SHAPES.exists():
+        pytest.skip(f"{PUBLIC_SHAPES} is not there")
+    published = json.loads(PUBLIC_SHAPES.read_text())
+    assert set(CONFIGS) == {key for key in published if not key.startswith("_")}
+    want, shape = published[name], model_shape(CONFIGS[name])
+    assert (shape.num_hidden_layers, shape.hidden_size) == (want["layers"], want["hidden"])
+    assert shape.counts["attention"] == want["attention"]
+    assert (attention_of(shape).num_kv_heads, attention_of(shape).head_size) == (want["kv_heads"], want["head_dim"])
+    conv, ssm = mamba_of(shape).shapes
+    if "gated_delta_net" in want:
+        keys = want["linear_key_heads"] * want["linear_key_head_dim"]
+        values = want["linear_value_heads"] * want["linear_value_head_dim"]
+        assert conv[1] == 2 * keys + values
+        assert shape.counts["gdn_attention"] == want["gated_delta_net"]
+    else:
+        assert ssm == (want["mamba_heads"], want["mamba_head_dim"], want["state"])
+        assert conv[1] == want["mamba_heads"] * want["mamba_head_dim"] + 2 * want["groups"] * want["state"]
+        assert shape.counts["mamba2"] == want["mamba2"]
+    assert conv[0] == want["conv"] - 1
+    assert mamba_of(shape).dtypes[1] == getattr(torch, want["ssm_dtype"])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_speculative_tokens_widen_only_the_convolution_window(name: str) -> None:
+    plain, drafted = (mamba_of(model_shape(CONFIGS[name], num_speculative_tokens=k)) for k in (0, 3))
+    assert drafted.shapes[0] == (plain.shapes[0][0] + 3, plain.shapes[0][1])
+    assert drafted.shapes[1] == plain.shapes[1]
+    assert drafted.state_bytes - plain.state_bytes == 3 * plain.shapes[0][1] * 2
+
+
+def test_dtypes_come_from_the_flags_then_the_config_then_the_family() -> None:
+    def ssm_dtype(config: dict[str, Any], wish: str = "auto") -> torch.dtype:
+        return mamba_of(model_shape(config, cache=CacheConfig(mamba_ssm_cache_dtype=wish))).dtypes[1]
+
+    granite = "ibm-granite/granite-4.0-h-tiny"
+    assert ssm_dtype(changed()) == FP32
+    assert ssm_dtype(changed(mamba_ssm_cache_dtype="float16")) == torch.float16
+    assert ssm_dtype(changed(mamba_ssm_cache_dtype="float16"), "bfloat16") == BF16
+    assert ssm_dtype(changed(granite)) == BF16
+    assert ssm_dtype(changed(granite), "float32") == FP32
+    fp8 = model_shape(changed(), cache=CacheConfig(cache_dtype="fp8"))
+    assert attention_of(fp8).dtype == torch.float8_e4m3fn
+    assert model_shape(changed(torch_dtype=None, dtype="float16")).dtype == torch.float16
+    assert model_shape(changed(torch_dtype=None), dtype="float32").dtype == FP32
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hybrid_override_pattern": None, "layers_block_type": ["mamba", "moe", "attention", "mlp"]},
+        {"hybrid_override_pattern": None, "layer_types": ["linear_attention", "moe", "full_attention", "mlp"]},
+        {"hybrid_override_pattern": "ME*-"},
+    ],
+)
+def test_layer_types_may_be_named_in_any_of_three_ways(changes: dict[str, Any]) -> None:
+    shape = model_shape(changed(num_hidden_layers=4, **changes))
+    assert {name: type(spec) for name, spec in shape.layers.items()} == {
+        "layers.0": MambaSpec,
+        "layers.2": FullAttentionSpec,
+    }
+
+
+def test_falcon_h1_keeps_attention_and_state_in_every_layer() -> None:
+    granite = changed("ibm-granite/granite-4.0-h-small", layer_types=None, model_type="falcon_h1", num_hidden_layers=2)
+    shape = model_shape({**granite, "mamba_d_ssm": 1536, "mamba_n_heads": 24})
+    assert list(shape.layers) == ["layers.0.attention", "layers.0.mamba", "layers.1.attention", "layers.1.mamba"]
+    assert mamba_of(shape).shapes == ((3, 1536 + 256), (24, 64, 128))
+
+
+def test_zamba2_derives_its_head_sizes() -> None:
+    zamba = {
+        "model_type": "zamba2",
+        "hidden_size": 2560,
+        "vocab_size": 32000,
+        "layers_block_type": ["mamba", "hybrid"],
+        "num_attention_heads": 32,
+        "n_mamba_heads": 80,
+        "mamba_d_state": 64,
+        "mamba_ngroups": 1,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "chunk_size": 256,
+        "torch_dtype": "bfloat16",
+    }
+    shape = model_shape(zamba)
+    assert mamba_of(shape).shapes == ((3, 5120 + 128), (80, 64, 64))
+    assert (attention_of(shape).num_kv_heads, attention_of(shape).head_size) == (32, 160)
+    assert shape.mamba_chunk_size == 256
+
+
+def test_attention_free_and_attention_only_models() -> None:
+    mamba2 = {
+        **{"model_type": "mamba2", "hidden_size": 2560, "vocab_size": 50288, "num_hidden_layers": 3, "expand": 2},
+        **{"num_heads": 80, "head_dim": 64, "state_size": 128, "n_groups": 1, "conv_kernel": 4, "dtype": "float32"},
+    }
+    assert model_shape(mamba2).counts == {"mamba2": 3}
+    assert mamba_of(model_shape(mamba2)).state_bytes == 4 * (3 * (5120 + 256) + 80 * 64 * 128)
+    llama = {
+        **{"model_type": "llama", "hidden_size": 2048, "vocab_size": 128256, "num_hidden_layers": 16},
+        **{"num_attention_heads": 32, "num_key_value_heads": 8, "torch_dtype": "bfloat16"},
+    }
+    assert model_shape(llama).counts == {"attention": 16}
+    assert model_shape(llama).mamba_chunk_size is None
+    assert attention_of(model_shape(llama)).page_size_bytes == 2 * 8 * 64 * 2
+    with pytest.raises(ConfigError, match="sliding_window=4096"):
+        model_shape({**llama, "sliding_window": 4096})
+
+
+def test_a_text_config_is_read_where_the_top_level_is_multimodal() -> None:
+    text = {**CONFIGS["Qwen/Qwen3-Next-80B-A3B"], "model_type": "qwen3_5_text", "mamba_ssm_dtype": "float32"}
+    shape = model_shape({"model_type": "qwen3_5", "text_config": text, "vision_config": {"hidden_size": 8}})
+    assert shape.hidden_size == 2048
+    assert mamba_of(shape).dtypes == (BF16, FP32)
+
+
+def test_transformers_writes_configs_that_read_the_same(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    for name, config in CONFIGS.items():
+        values = dict(config)
+        AutoConfig.for_model(values.pop("model_type"), **values).save_pretrained(tmp_path)
+        assert model_shape(tmp_path).layers == model_shape(config).layers, name
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "rwkv"}, r"model_type 'rwkv' is not supported; supported are nemotron_h, granitemoehybrid"),
+        ({}, "model_type None is not supported"),
+        (changed(mamba_num_heads=None), "mamba_num_heads is missing"),
+        (changed(mamba_num_heads="many"), "mamba_num_heads='many' must be an integer"),
+        (changed(num_key_value_heads=0), "num_key_value_heads=0 must be an integer >= 1"),
+        (changed(num_key_value_heads=3), "num_attention_heads=32 is not a multiple of num_key_value_heads=3"),
+        (changed(num_hidden_layers=51), "num_hidden_layers=51, but 52 layers are named"),
+        (changed(hybrid_override_pattern="MX*"), "layers of type X"),
+        (changed(hybrid_override_pattern=None), "hybrid_override_pattern is missing"),
+        (changed(layers_block_type=["mamba"]), "name different layers"),
+        (changed(torch_dtype=None), "dtype is missing; give --dtype"),
+        (changed(torch_dtype="int3"), "dtype='int3' is not a dtype"),
+        (changed("ibm-granite/granite-4.0-h-tiny", mamba_d_head=32), "is not the inner size 3072"),
+        (changed("ibm-ai-platform/Bamba-9B", attn_layer_indices=[32]), r"attn_layer_indices=\[32\]"),
+        (changed("Qwen/Qwen3-Next-80B-A3B", linear_num_value_heads=33), "linear_num_value_heads=33"),
+        (changed("Qwen/Qwen3-Next-80B-A3B", head_dim=None, num_attention_heads=15), "do not divide 2048 channels"),
+    ],
+)
+def test_a_config_that_cannot_be_planned_says_why_in_one_line(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        model_shape(config)
+    assert "\n" not in str(caught.value)
+
+
+def test_negative_speculative_tokens_are_refused() -> None:
+    with pytest.raises(ConfigError, match="num_speculative_tokens=-1"):
+        model_shape(changed(), num_speculative_tokens=-1)
+
+
+def test_files_that_hold_no_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        read_config(tmp_path)
+    for text, message in (("{", "is not JSON"), ("[1]", "holds a list")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            read_config(tmp_path)
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="is not JSON"):
+        read_config(tmp_path)
+
+
+def test_state_bytes_follow_from_the_shapes() -> None:
+    spec = mamba_of(model_shape(CONFIGS[NEMOTRON_3_NANO]))
+    assert spec.state_bytes == prod(spec.shapes[0]) * 2 + prod(spec.shapes[1]) * 4 == 36_864 + 2_097_152
