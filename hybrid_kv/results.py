@@ -33,8 +33,30 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 COLUMNS = tuple(
-    "schema run_id time_utc commit dirty suite benchmark params metric value unit ci_low ci_high n better verdict "
-    "baseline_commit device machine python torch triton".split()
+    [
+        "schema",
+        "run_id",
+        "time_utc",
+        "commit",
+        "dirty",
+        "suite",
+        "benchmark",
+        "params",
+        "metric",
+        "value",
+        "unit",
+        "ci_low",
+        "ci_high",
+        "n",
+        "better",
+        "verdict",
+        "baseline_commit",
+        "device",
+        "machine",
+        "python",
+        "torch",
+        "triton",
+    ]
 )
 TIME_UNITS = ("ns", "us", "ms", "s", "time ratio")
 _REPOSITORY = Path(__file__).resolve().parents[1]
@@ -239,7 +261,9 @@ def read_rows(path: str | Path) -> pd.DataFrame:
     except OSError as error:
         raise HybridKVError(f"results cannot be read from {path}: {error.strerror}") from None
     texts = [c for c in COLUMNS if c not in ("schema", "dirty", "value", "ci_low", "ci_high", "n")]
-    frame = pd.read_csv(path, dtype=dict.fromkeys(texts, str), keep_default_na=False, na_values={"ci_low": [""], "ci_high": [""]})
+    empty = {"ci_low": [""], "ci_high": [""]}
+    types = dict.fromkeys(texts, str)
+    frame = pd.read_csv(path, dtype=types, keep_default_na=False, na_values=empty, float_precision="round_trip")
     if (wrong := frame.loc[frame["schema"] != SCHEMA, "schema"]).size:
         raise HybridKVError(f"{path}: column 1 'schema' holds {wrong.iloc[0]}, this version reads {SCHEMA}")
     return frame

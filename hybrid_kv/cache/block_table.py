@@ -8,7 +8,7 @@ into the input tables, where manager blocks become kernel blocks. Everything tha
 address.
 
 Shapes considered. (a) Expand on the host while appending (vllm!38831): costs `blocks_per_kv_block` times the ids, per
-append. (b) Keep the persistent table expanded: the write expands, the gather and the table are that much wider. (c) Keep
+append. (b) Keep the table expanded: the write expands, the gather and the table are that much wider. (c) Keep
 it in manager blocks and expand while gathering: the table is narrow, slots come from it without a division by two block
 sizes, and nothing is stored twice. This is (c).
 """
@@ -83,14 +83,15 @@ class BlockTables:
             (self.num_groups, max_num_batched_tokens), PAD_SLOT, dtype=torch.int64, device=device
         )
 
-        # The staging buffers that the device write reads: ids, and for each segment of them its target and length.
-        # `append_block_ids` touches single elements, where a memoryview costs a third of the array's own indexing.
+        # The staging buffers: ids, and of each segment its target and length. `append_block_ids` touches single
+        # elements, where lists and memoryviews cost a third of an array's own indexing; its segments come last.
         self._max_ids, self._max_segments = max(1, self._group_start[-1]), max_num_reqs * self.num_groups
         self._staged_ids = torch.zeros(self._max_ids, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._ids = memoryview(self._staged_ids.numpy())
         self._targets = np.zeros(self._max_segments, dtype=np.int64)
         self._counts = np.zeros(self._max_segments, dtype=np.int64)
-        self._targets_view, self._counts_view = memoryview(self._targets), memoryview(self._counts)
+        self._late_targets: list[int] = []
+        self._late_counts: list[int] = []
         self._num_blocks_view = memoryview(self.num_blocks.reshape(-1))
         self._num_ids = 0
         self._num_segments = 0
@@ -114,21 +115,21 @@ class BlockTables:
         """
         held = self._num_blocks_view
         cell = row * self.num_groups
-        for ids, (width, group_start) in zip(new_block_ids, self._layout, strict=True):
-            start = 0 if overwrite else held[cell]
-            stop = start + len(ids)
-            if stop > width:
-                raise IndexError(f"row {row}: {stop} blocks exceed the width {width} of its group's table")
-            held[cell] = stop
-            cell += 1
-            if stop > start:
-                if self._num_ids + stop - start > self._max_ids or self._num_segments == self._max_segments:
+        for group, ids in enumerate(new_block_ids):
+            width, group_start = self._layout[group]
+            start = 0 if overwrite else held[cell + group]
+            count = len(ids)
+            if start + count > width:
+                raise IndexError(f"group {group} row {row}: {start + count} blocks exceed the width {width}")
+            held[cell + group] = start + count
+            if count:
+                if self._num_ids + count > self._max_ids:
                     self.apply_staged_writes()
-                begin, segment = self._num_ids, self._num_segments
-                self._num_ids, self._num_segments = begin + stop - start, segment + 1
-                self._ids[begin : self._num_ids] = ids
-                self._targets_view[segment] = group_start + row * width + start
-                self._counts_view[segment] = stop - start
+                begin = self._num_ids
+                self._num_ids = end = begin + count
+                self._ids[begin:end] = ids
+                self._late_targets.append(group_start + row * width + start)
+                self._late_counts.append(count)
 
     def append_step(
         self,
@@ -157,7 +158,8 @@ class BlockTables:
             raise IndexError(
                 f"group {group} row {rows[row]}: {end[row, group]} blocks exceed the width {self.widths[group]}"
             )
-        if self._num_ids + len(new_block_ids) > self._max_ids or self._num_segments + end.size > self._max_segments:
+        full = self._num_ids + len(new_block_ids) > self._max_ids or self._num_segments + end.size > self._max_segments
+        if full or self._late_counts:
             self.apply_staged_writes()
         self.num_blocks[rows] = end
         begin, segment = self._num_ids, self._num_segments
@@ -167,22 +169,31 @@ class BlockTables:
         self._targets[segment : self._num_segments] = start.reshape(-1)
         self._counts[segment : self._num_segments] = counts.reshape(-1)
 
+    def staged_segments(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """First cell and length of each staged segment: with the ids, all that the device write reads."""
+        targets, counts = self._targets[: self._num_segments], self._counts[: self._num_segments]
+        if not self._late_counts:
+            return targets, counts
+        late = np.array(self._late_targets), np.array(self._late_counts)
+        return late if not self._num_segments else (np.append(targets, late[0]), np.append(counts, late[1]))
+
     def discard_staged_writes(self) -> None:
         """Forget what is staged; `num_blocks` is the caller's to restore."""
         self._num_ids = self._num_segments = 0
+        self._late_targets.clear()
+        self._late_counts.clear()
 
     def apply_staged_writes(self) -> None:
         """Bring all staged ids into the persistent tables: one copy to the device, one indexed write."""
-        if not self._num_segments:
-            return
-        counts = self._counts[: self._num_segments]
-        starts = np.cumsum(counts) - counts
-        target = np.repeat(self._targets[: self._num_segments] - starts, counts) + np.arange(counts.sum())
+        targets, counts = self.staged_segments()
         ids = self._staged_ids[: self._num_ids].to(self.device)
+        starts = np.cumsum(counts) - counts
+        cells = np.repeat(targets - starts, counts) + np.arange(counts.sum())
         self.discard_staged_writes()
-        if len(target) != len(ids):
-            raise ValueError(f"{len(ids)} block ids were staged for {len(target)} columns")
-        self._flat[torch.from_numpy(target).to(self.device)] = ids
+        if len(cells) != len(ids):
+            raise ValueError(f"{len(ids)} block ids were staged for {len(cells)} columns")
+        if len(cells):
+            self._flat[torch.from_numpy(cells).to(self.device)] = ids
 
     def gather_block_tables(self, rows: npt.NDArray[np.int64], num_reqs_padded: int) -> list[torch.Tensor]:
         """The batch's tables in kernel blocks, one `[num_reqs_padded, width * blocks_per_kv_block]` view per group.

@@ -1,0 +1,1 @@
+"""Microbenchmarks: `python -m bench`, `asv run`, and pytest-benchmark in `tests/bench`. One file per operation."""

@@ -1,0 +1,461 @@
+"""Host cost of bringing block ids to the int32 buffer that the device write reads.
+
+Every subject starts from the ids in the form in which its engine holds them (lists of ints in vLLM, int32 arrays here)
+and ends in a preallocated int32 buffer, or, where its engine makes a new one each step, in that one. The engine path
+stages ids unexpanded; the kernel blocks appear in the device's write and gather, whose cost is shown beside it.
+
+Table 1: one append, by `list`, `numpy`, `torch` and `engine` (`BlockTables.append_block_ids`).
+Table 2: a whole step of a hybrid with `NUM_GROUPS` groups, `engine` being one `BlockTables.append_step`, `joined` the
+same with its arrays first joined from one array per request and group, `per request` the same by `append_block_ids`,
+against small models of what vLLM does, written from its behaviour:
+`vllm 0.22 V1` expands in numpy into a host table (its copy of whole rows is left out, in its favour), `vllm 0.22 V2`
+expands by list comprehension (vllm!38831), `vllm 0.32 V2` stages unexpanded ids in lists.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench._timing import Interval, Subject, clock, measure, median, ratio
+from hybrid_kv.cache.block_table import BlockTables
+from hybrid_kv.kernels.kernel_blocks import expand_list, expand_numpy, expand_torch
+from hybrid_kv.results import Receipt, Row, timing_row
+
+NUM_BLOCKS = (1, 4, 16, 32, 64, 256, 1024, 4096, 16384)
+BLOCKS_PER_KV_BLOCK = (2, 4, 8, 34)
+QUICK_CELLS = ((1, 2), (16, 8), (256, 8), (256, 34))
+KERNEL_BLOCK_SIZE = 16
+NUM_GROUPS = 2
+HELD_BLOCKS = 32  # of a decoding request
+ENGINE = "engine"
+JOINED = "engine, joined"
+PER_REQUEST = "engine, per request"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One step: `num_appends` of `num_reqs` requests get `num_blocks` blocks in each group."""
+
+    num_reqs: int
+    num_appends: int
+    num_blocks: int
+    new_rows: bool
+
+
+SCENARIOS = {
+    "decode, 16 of 256 append 1": Scenario(256, 16, 1, False),
+    "decode, 256 of 256 append 1": Scenario(256, 256, 1, False),
+    "8 prefills x 64": Scenario(8, 8, 64, True),
+    "32 prefills x 256": Scenario(32, 32, 256, True),
+    "resume 1 x 8192": Scenario(1, 1, 8192, True),
+}
+QUICK_SCENARIOS = ("decode, 16 of 256 append 1", "32 prefills x 256")
+_REQUIRED_OF_032 = {"decode, 16 of 256 append 1": 2.5, "32 prefills x 256": 10.0}
+
+
+def required_ratio(benchmark: str, params: Mapping[str, Any]) -> float:
+    """How many times longer than the engine path a subject must take; 1: the engine path must be the fastest."""
+    if benchmark == "step" and params["subject"] == "vllm 0.32 V2":
+        return _REQUIRED_OF_032.get(params["scenario"], 1.0)
+    return 1.0
+
+
+Check = Callable[[], bool]
+Subjects = dict[str, tuple[Subject, Check]]
+
+
+# ---- one append ----
+
+
+def expansion_subjects(num_blocks: int, blocks_per_kv_block: int) -> Subjects:
+    """Subjects of table 1 and, for each, a check of what it wrote."""
+    bpk = blocks_per_kv_block
+    ids = np.random.default_rng([num_blocks, bpk]).integers(1, 1 << 20, num_blocks).astype(np.int32)
+    id_list = ids.tolist()
+    expected = np.array(expand_list(id_list, bpk), dtype=np.int32)
+    buffers = {name: torch.zeros(len(expected), dtype=torch.int32) for name in ("list", "numpy", "torch")}
+    view = memoryview(buffers["list"].numpy())
+    numpy_buffer = buffers["numpy"].numpy()
+    offsets = torch.arange(bpk, dtype=torch.int32)
+
+    def run_list() -> None:
+        view[:] = array("i", expand_list(id_list, bpk))
+
+    def run_numpy() -> None:
+        numpy_buffer[:] = expand_numpy(id_list, bpk)
+
+    def run_torch() -> None:
+        buffers["torch"].copy_(expand_torch(torch.tensor(id_list, dtype=torch.int32), offsets))
+
+    # As many rows as calls in one sample, so that none of them finds the staging buffer full.
+    rows = max(4, min(500, (1 << 20) // num_blocks))
+    tables = BlockTables([KERNEL_BLOCK_SIZE * bpk], [KERNEL_BLOCK_SIZE], rows, 1, [num_blocks], torch.device("cpu"))
+    new = (ids,)
+
+    def run_engine() -> None:
+        tables.append_block_ids(0, new, True)
+
+    def check_engine() -> bool:
+        tables.discard_staged_writes()
+        run_engine()
+        tables.apply_staged_writes()
+        (table,) = tables.gather_block_tables(np.zeros(1, dtype=np.int64), 1)
+        return bool((table[0].numpy() == expected).all())
+
+    def check(run: Callable[[], None], name: str) -> Check:
+        def equal() -> bool:
+            buffers[name].zero_()
+            run()
+            return bool((buffers[name].numpy() == expected).all())
+
+        return equal
+
+    runs = {"list": run_list, "numpy": run_numpy, "torch": run_torch}
+    subjects: Subjects = {name: (Subject(run), check(run, name)) for name, run in runs.items()}
+    subjects[ENGINE] = (Subject(run_engine, tables.discard_staged_writes, rows), check_engine)
+    return subjects
+
+
+# ---- a whole step ----
+
+
+class _ListStaging:
+    """vLLM's V2 runner: per group, Python lists of rows, starts, ends and contents; a new tensor of contents a step."""
+
+    def __init__(self, num_reqs: int, blocks_per_kv_block: int, expands: bool) -> None:
+        self.bpk = blocks_per_kv_block if expands else 1
+        self.num_blocks = np.zeros((NUM_GROUPS, num_reqs), dtype=np.int32)
+        self.staged: list[tuple[list[int], ...]] = [([], [], [], []) for _ in range(NUM_GROUPS)]
+        self.buffers = np.zeros((NUM_GROUPS, 3, num_reqs), dtype=np.int32)
+        self.contents: list[torch.Tensor] = [torch.empty(0)] * NUM_GROUPS
+
+    def append(self, row: int, new_block_ids: tuple[list[int], ...], overwrite: bool) -> None:
+        for group, ids in enumerate(new_block_ids):
+            start = 0 if overwrite else self.num_blocks[group, row]
+            if self.bpk > 1:
+                ids = expand_list(ids, self.bpk)
+            self.num_blocks[group, row] = start + len(ids)
+            if ids:
+                rows, starts, ends, contents = self.staged[group]
+                rows.append(row)
+                starts.append(start)
+                contents.extend(ids)
+                ends.append(len(contents))
+
+    def finish(self) -> None:
+        for group, staged in enumerate(self.staged):
+            *segments, contents = staged
+            for buffer, values in zip(self.buffers[group], segments, strict=True):
+                buffer[: len(values)] = values
+            self.contents[group] = torch.tensor(contents, dtype=torch.int32)
+            for values in staged:
+                values.clear()
+
+
+class _HostTable:
+    """vLLM 0.22's V1 runner: numpy expansion into a host table per group."""
+
+    def __init__(self, num_reqs: int, width: int, blocks_per_kv_block: int) -> None:
+        self.bpk = blocks_per_kv_block
+        self.offsets = np.arange(blocks_per_kv_block).reshape(1, -1)
+        self.num_blocks = np.zeros((NUM_GROUPS, num_reqs), dtype=np.int32)
+        self.tables = np.zeros((NUM_GROUPS, num_reqs, width * blocks_per_kv_block), dtype=np.int32)
+
+    def append(self, row: int, new_block_ids: tuple[list[int], ...], overwrite: bool) -> None:
+        for group, ids in enumerate(new_block_ids):
+            expanded = (np.array(ids).reshape(-1, 1) * self.bpk + self.offsets).reshape(-1)
+            start = 0 if overwrite else self.num_blocks[group, row]
+            self.num_blocks[group, row] = start + len(expanded)
+            self.tables[group, row, start : start + len(expanded)] = expanded
+
+
+@dataclass
+class Step:
+    """Inputs and subjects of one cell of table 2."""
+
+    subjects: Subjects
+    device: Subject
+
+
+def step(name: str, blocks_per_kv_block: int) -> Step:
+    """Subjects of table 2 and, for each, a check of what it staged."""
+    scenario, bpk = SCENARIOS[name], blocks_per_kv_block
+    n, count, new_rows, num_reqs = scenario.num_appends, scenario.num_blocks, scenario.new_rows, scenario.num_reqs
+    rng = np.random.default_rng([n, count, bpk])
+    held = 0 if new_rows else HELD_BLOCKS
+    repeats = 50
+    width = count if new_rows else held + repeats
+    rows = rng.permutation(num_reqs)[:n]
+    flat = rng.integers(1, 1 << 20, n * NUM_GROUPS * count).astype(np.int32)
+    arrays = [tuple(group) for group in flat.reshape(n, NUM_GROUPS, count)]
+    lists = [tuple(ids.tolist() for ids in groups) for groups in arrays]
+    row_list = rows.tolist()
+    counts = np.full((n, NUM_GROUPS), count)
+    count_list = counts.tolist()
+    overwrite = np.ones(n, dtype=bool) if new_rows else None
+    # [NUM_GROUPS, n, count * bpk]
+    expected = np.stack([[expand_numpy(groups[group], bpk) for groups in arrays] for group in range(NUM_GROUPS)])
+    subjects: Subjects = {}
+
+    def list_staging(expands: bool) -> tuple[Subject, Check]:
+        model = _ListStaging(num_reqs, bpk, expands)
+
+        def reset() -> None:
+            model.num_blocks[:] = held * model.bpk
+
+        def run() -> None:
+            for row, ids in zip(row_list, lists, strict=True):
+                model.append(row, ids, new_rows)
+            model.finish()
+
+        def check() -> bool:
+            reset()
+            run()
+            staged = torch.stack(model.contents).numpy()
+            kernel = staged.reshape(-1) if expands else expand_numpy(staged.reshape(-1), bpk)
+            return bool((kernel.reshape(expected.shape) == expected).all())
+
+        return Subject(run, reset, repeats), check
+
+    def host_table() -> tuple[Subject, Check]:
+        model = _HostTable(num_reqs, width, bpk)
+
+        def reset() -> None:
+            model.num_blocks[:] = held * bpk
+
+        def run() -> None:
+            for row, ids in zip(row_list, lists, strict=True):
+                model.append(row, ids, new_rows)
+
+        def check() -> bool:
+            reset()
+            model.tables[:] = 0
+            run()
+            return bool((model.tables[:, rows, held * bpk : (held + count) * bpk] == expected).all())
+
+        return Subject(run, reset, repeats), check
+
+    tables = BlockTables(
+        [KERNEL_BLOCK_SIZE * bpk] * NUM_GROUPS,
+        [KERNEL_BLOCK_SIZE] * NUM_GROUPS,
+        num_reqs,
+        1,
+        [width] * NUM_GROUPS,
+        torch.device("cpu"),
+    )
+
+    def reset() -> None:
+        tables.num_blocks[:] = held
+
+    def stage() -> None:
+        tables.append_step(rows, counts, flat, overwrite)
+
+    def run_step() -> None:
+        stage()
+        tables.staged_segments()
+        tables.discard_staged_writes()
+
+    def stage_joined() -> None:
+        joined = np.concatenate([ids for groups in arrays for ids in groups])
+        tables.append_step(np.array(row_list), np.array(count_list), joined, overwrite)
+
+    def run_joined() -> None:
+        stage_joined()
+        tables.staged_segments()
+        tables.discard_staged_writes()
+
+    def run_requests() -> None:
+        stage_requests()
+        tables.staged_segments()
+        tables.discard_staged_writes()
+
+    def check_with(run: Callable[[], None]) -> Check:
+        def check() -> bool:
+            reset()
+            for table in tables.tables:
+                table.zero_()
+            run()
+            tables.apply_staged_writes()
+            gathered = torch.stack(tables.gather_block_tables(rows, n)).numpy()
+            return bool((gathered[:, :, held * bpk : (held + count) * bpk] == expected).all())
+
+        return check
+
+    def stage_requests() -> None:
+        for row, ids in zip(row_list, arrays, strict=True):
+            tables.append_block_ids(row, ids, new_rows)
+
+    batch = np.arange(num_reqs)
+
+    def run_device() -> None:
+        stage()
+        tables.apply_staged_writes()
+        tables.gather_block_tables(batch, num_reqs)
+
+    subjects["vllm 0.22 V1"] = host_table()
+    subjects["vllm 0.22 V2"] = list_staging(expands=True)
+    subjects["vllm 0.32 V2"] = list_staging(expands=False)
+    subjects[JOINED] = (Subject(run_joined, reset, repeats), check_with(stage_joined))
+    subjects[PER_REQUEST] = (Subject(run_requests, reset, repeats), check_with(stage_requests))
+    subjects[ENGINE] = (Subject(run_step, reset, repeats), check_with(stage))
+    return Step(subjects, Subject(run_device, reset, repeats))
+
+
+# ---- measuring ----
+
+
+class WrongResultError(AssertionError):
+    """A subject's result is wrong, so its time means nothing."""
+
+
+def _verify(subjects: Subjects, where: str) -> None:
+    if wrong := [name for name, (_, check) in subjects.items() if not check()]:
+        raise WrongResultError(f"kernel_blocks {where}: wrong result of {', '.join(wrong)}; nothing was timed")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One subject in one cell: its time and how many times longer than the engine path it takes."""
+
+    benchmark: str
+    params: dict[str, Any]
+    time: Interval
+    ratio: Interval
+    rounds: int
+
+    @property
+    def verdict(self) -> str:
+        """`fail` if the whole interval lies below the required ratio."""
+        if self.params["subject"] in (ENGINE, JOINED, PER_REQUEST, "device"):
+            return ""
+        return "fail" if self.ratio.high < required_ratio(self.benchmark, self.params) else "pass"
+
+    def rows(self) -> Iterator[Row]:
+        """The rows for `hybrid_kv.results`; integers are compared, so the largest error is exactly 0."""
+        common: dict[str, Any] = {
+            "suite": "kernel_blocks",
+            "benchmark": self.benchmark,
+            "params": self.params,
+            "n": self.rounds,
+            "receipt": Receipt(checked_before=True, checked_after=True, max_error=0.0),
+        }
+        yield timing_row(
+            metric="cpu_time",
+            value=self.time.value * 1e9,
+            ci_low=self.time.low * 1e9,
+            ci_high=self.time.high * 1e9,
+            unit="ns",
+            better="lower",
+            **common,
+        )
+        if self.params["subject"] != ENGINE:
+            yield timing_row(
+                metric="ratio_to_engine",
+                value=self.ratio.value,
+                ci_low=self.ratio.low,
+                ci_high=self.ratio.high,
+                unit="time ratio",
+                better="higher",
+                verdict=self.verdict,
+                **common,
+            )
+
+
+def _measure(
+    benchmark: str, where: dict[str, Any], subjects: Subjects, extra: Subject | None, rounds: int
+) -> list[Measurement]:
+    _verify(subjects, f"{benchmark} {where}")
+    timed = {name: subject for name, (subject, _) in subjects.items()}
+    if extra is not None:
+        timed["device"] = extra
+    # One thread, as the clock sees only one, and a scheduler's process has no core to spare for others.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        samples = measure(timed, rounds)
+    finally:
+        torch.set_num_threads(threads)
+    _verify(subjects, f"{benchmark} {where}")
+    return [
+        Measurement(benchmark, {**where, "subject": name}, median(values), ratio(values, samples[ENGINE]), rounds)
+        for name, values in samples.items()
+    ]
+
+
+def run(quick: bool = False) -> Iterator[list[Measurement]]:
+    """Measure cell by cell; each list is one row of table 1 (`expand`) or table 2 (`step`)."""
+    rounds = 15 if quick else 25
+    cells = QUICK_CELLS if quick else [(n, bpk) for bpk in BLOCKS_PER_KV_BLOCK for n in NUM_BLOCKS]
+    for num_blocks, bpk in cells:
+        where = {"num_blocks": num_blocks, "blocks_per_kv_block": bpk}
+        slow = num_blocks * bpk > 50_000
+        yield _measure("expand", where, expansion_subjects(num_blocks, bpk), None, 9 if slow else rounds)
+    for name in QUICK_SCENARIOS if quick else SCENARIOS:
+        for bpk in (8,) if quick else (8, 34):
+            cell = step(name, bpk)
+            slow = SCENARIOS[name].num_blocks > 64
+            where = {"scenario": name, "blocks_per_kv_block": bpk, "num_groups": NUM_GROUPS}
+            yield _measure("step", where, cell.subjects, cell.device, 9 if slow else rounds)
+
+
+def quick_ratios() -> list[tuple[str, dict[str, Any], float, float, float]]:
+    """`(benchmark, params, ratio, low, high)`: how many times longer than the engine path each alternative takes.
+
+    Compare `high` with `required_ratio(benchmark, params)`: below it, the engine path lost what it promises.
+
+    Raises:
+        WrongResultError: a subject computed something else than the others.
+    """
+    return [
+        (one.benchmark, one.params, one.ratio.value, one.ratio.low, one.ratio.high)
+        for cell in run(quick=True)
+        for one in cell
+        if one.verdict
+    ]
+
+
+# ---- asv ----
+# Data is made behind a cache on first use: with asv_runner >= 0.3 a `setup` method means one call per sample.
+
+
+@cache
+def _expansion(num_blocks: int, blocks_per_kv_block: int, subject: str) -> Subject:
+    return expansion_subjects(num_blocks, blocks_per_kv_block)[subject][0]
+
+
+@cache
+def _step(scenario: str, subject: str) -> Subject:
+    return step(scenario, 8).subjects[subject][0]
+
+
+class TimeExpansion:
+    """One append to the staging buffer."""
+
+    params = ([1, 16, 256, 4096], [2, 34], ["list", "numpy", "torch", ENGINE])
+    param_names = ("num_blocks", "blocks_per_kv_block", "subject")
+    timer = staticmethod(clock)
+
+    def time_append(self, num_blocks: int, blocks_per_kv_block: int, subject: str) -> None:
+        one = _expansion(num_blocks, blocks_per_kv_block, subject)
+        one.reset()
+        one.run()
+
+
+class TimeStep:
+    """A whole step's staging, 2 groups, 8 kernel blocks per block."""
+
+    params = (list(QUICK_SCENARIOS), ["vllm 0.22 V1", "vllm 0.22 V2", "vllm 0.32 V2", ENGINE])
+    param_names = ("scenario", "subject")
+    timer = staticmethod(clock)
+
+    def time_stage(self, scenario: str, subject: str) -> None:
+        one = _step(scenario, subject)
+        one.reset()
+        one.run()

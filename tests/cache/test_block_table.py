@@ -1,0 +1,145 @@
+"""Block tables against plain lists."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybrid_kv.cache.block_table import BlockTables
+from hybrid_kv.kernels.kernel_blocks import expand_list
+from hybrid_kv.kernels.slot_mapping import PAD_SLOT
+
+ROWS, WIDTHS, BPK = 5, [7, 3, 12], [1, 34, 4]
+CPU = torch.device("cpu")
+
+
+def make(rows=ROWS, widths=WIDTHS, bpk=BPK, tokens=64, **cp):
+    return BlockTables([16 * n for n in bpk], [16] * len(bpk), rows, tokens, widths, CPU, **cp)
+
+
+def ids_of(*values):
+    return np.array(values, dtype=np.int32)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_random_steps_match_lists(data):
+    tables = make()
+    model = {}  # row -> per group the ids
+    next_id = 1
+    for _ in range(data.draw(st.integers(1, 8))):
+        batch = data.draw(st.permutations(range(ROWS)))[: data.draw(st.integers(1, ROWS))]
+        rows, counts, flat, overwrite = [], [], [], []
+        whole_step = data.draw(st.booleans())
+        for row in batch:
+            fresh = row not in model or data.draw(st.booleans())
+            held = [[] for _ in WIDTHS] if fresh else model[row]
+            new = []
+            for group, width in enumerate(WIDTHS):
+                count = data.draw(st.integers(0, min(4, width - len(held[group]))))
+                new.append(list(range(next_id, next_id + count)))
+                next_id += count
+            model[row] = [old + more for old, more in zip(held, new, strict=True)]
+            if not whole_step:
+                tables.append_block_ids(row, [ids_of(*ids) for ids in new], overwrite=fresh)
+            rows.append(row)
+            counts.append([len(ids) for ids in new])
+            flat += [block for ids in new for block in ids]
+            overwrite.append(fresh)
+        if whole_step:
+            tables.append_step(np.array(rows), np.array(counts), ids_of(*flat), np.array(overwrite))
+        tables.apply_staged_writes()
+        # The step's batch is any order of any running rows: rows swap places between steps.
+        order = data.draw(st.permutations(sorted(model)))[: data.draw(st.integers(1, len(model)))]
+        padded = data.draw(st.integers(len(order), ROWS))
+        gathered = tables.gather_block_tables(np.array(order, dtype=np.int64), padded)
+        for group, table in enumerate(gathered):
+            assert table.shape == (padded, WIDTHS[group] * BPK[group])
+            for position, row in enumerate(order):
+                expected = expand_list(model[row][group], BPK[group])
+                assert table[position, : len(expected)].tolist() == expected, (group, row)
+            assert not table[len(order) :].any()
+    for row, groups in model.items():
+        assert tables.num_blocks[row].tolist() == [len(ids) for ids in groups]
+
+
+def test_input_tables_keep_their_address():
+    tables = make()
+    before = [table.data_ptr() for table in (*tables.input_tables, tables.slot_mappings)]
+    tables.append_block_ids(1, [ids_of(3), ids_of(4), ids_of(5)], overwrite=True)
+    tables.apply_staged_writes()
+    gathered = tables.gather_block_tables(np.array([1]), 2)
+    slots = tables.compute_slot_mappings(torch.tensor([1]), torch.tensor([0]), 2, [0])
+    assert [table.data_ptr() for table in (*gathered, slots)] == before
+
+
+def test_both_ways_of_staging_mix_in_a_step():
+    tables = make()
+    one, none = np.array([[1, 0, 0]]), ids_of()
+    tables.append_step(np.array([0]), one, ids_of(11))
+    tables.append_block_ids(1, [ids_of(21), none, none])
+    tables.append_step(np.array([2]), one, ids_of(31))
+    tables.append_block_ids(0, [ids_of(12), none, none])
+    tables.apply_staged_writes()
+    assert tables.tables[0][:3, :2].tolist() == [[11, 12], [21, 0], [31, 0]]
+
+
+def test_a_full_staging_buffer_is_written_early():
+    tables = make(rows=2, widths=[4], bpk=[2])
+    for _ in range(3):  # 3 x 2 x 4 ids for a buffer of 8
+        for row in range(2):
+            tables.append_block_ids(row, [ids_of(1, 2, 3, 4) + 10 * row], overwrite=True)
+    tables.append_step(
+        np.array([0, 1]), np.array([[4], [4]]), np.arange(50, 58, dtype=np.int32), np.array([True, True])
+    )
+    tables.append_step(np.array([1]), np.array([[2]]), ids_of(7, 8), np.array([True]))
+    tables.apply_staged_writes()
+    assert tables.tables[0].tolist() == [[50, 51, 52, 53], [7, 8, 56, 57]]
+
+
+def test_too_many_blocks_for_the_row_raise():
+    tables = make(rows=2, widths=[2, 3], bpk=[1, 2])
+    tables.append_block_ids(0, [ids_of(1, 2), ids_of(3)])
+    with pytest.raises(IndexError, match="group 0 row 0: 3 blocks exceed the width 2"):
+        tables.append_block_ids(0, [ids_of(9), ids_of()])
+    with pytest.raises(IndexError, match="group 1 row 0: 4 blocks exceed the width 3"):
+        tables.append_step(np.array([1, 0]), np.array([[1, 1], [0, 3]]), ids_of(5, 5, 5, 5, 5))
+    tables.apply_staged_writes()
+    assert tables.num_blocks.tolist() == [[2, 1], [0, 0]]  # a refused step leaves nothing behind
+    assert tables.tables[0].tolist() == [[1, 2], [0, 0]]
+
+
+def test_ids_that_do_not_match_the_counts_raise():
+    tables = make()
+    tables.append_step(np.array([0]), np.array([[2, 0, 0]]), ids_of(1))
+    with pytest.raises(ValueError, match="1 block ids were staged for 2 columns"):
+        tables.apply_staged_writes()
+
+
+def test_discarded_writes_are_gone():
+    tables = make()
+    tables.append_step(np.array([0]), np.array([[1, 0, 0]]), ids_of(1))
+    tables.append_block_ids(1, [ids_of(2), ids_of(), ids_of()])
+    tables.discard_staged_writes()
+    tables.apply_staged_writes()
+    assert not tables.tables[0].any()
+
+
+def test_slots_left_by_a_longer_step_become_pad():
+    """vllm!36580."""
+    tables = make()
+    tables.append_block_ids(0, [ids_of(3, 4), ids_of(1), ids_of(2)])
+    tables.apply_staged_writes()
+    tables.compute_slot_mappings(torch.zeros(20, dtype=torch.int64), torch.arange(20), 20, [0, 2])
+    slots = tables.compute_slot_mappings(torch.zeros(3, dtype=torch.int64), torch.arange(17, 20), 8, [0, 2])
+    assert slots[0].tolist() == [4 * 16 + 1, 4 * 16 + 2, 4 * 16 + 3] + [PAD_SLOT] * 5
+    assert slots[2].tolist() == [2 * 64 + 17, 2 * 64 + 18, 2 * 64 + 19] + [PAD_SLOT] * 5
+    assert slots[1].tolist() == [PAD_SLOT] * 8
+
+
+def test_impossible_shapes_are_refused():
+    with pytest.raises(ValueError, match="does not divide"):
+        BlockTables([24], [16], 1, 1, [1], CPU)
+    with pytest.raises(ValueError, match="one entry per group"):
+        BlockTables([16], [16], 1, 1, [1, 2], CPU)

@@ -1,0 +1,100 @@
+"""What must hold of the repository itself."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+PINS = dict(
+    re.match(r"([\w.-]+)==([^ ;]+)", line).groups()
+    for line in (ROOT / "constraints.txt").read_text().splitlines()
+    if line and not line.startswith("#")
+)
+
+
+def files():
+    """Tracked and new files, or, without git, everything outside hidden folders."""
+    try:
+        command = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
+        names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    except (OSError, subprocess.CalledProcessError):
+        names = [str(path.relative_to(ROOT)) for path in ROOT.rglob("*")]
+    return [ROOT / name for name in names if name and (ROOT / name).is_file()]
+
+
+def test_no_file_names_a_package_registry():
+    hosts = [
+        "pypi" + ".org",
+        "python" + "hosted.org",
+        "download." + "pytorch.org",
+        "registry." + "npmjs",
+        "index" + "-url",
+    ]
+    pattern = re.compile("|".join(map(re.escape, hosts)).encode())
+    found = [str(path.relative_to(ROOT)) for path in files() if pattern.search(path.read_bytes())]
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torch",
+        "triton",
+        "numpy",
+        "lm-eval",
+        "asv",
+        "asv_runner",
+        "transformers",
+        "pandas",
+        "scipy",
+        "datasets",
+        "tokenizers",
+        "safetensors",
+        "huggingface_hub",
+        "pytest",
+        "ruff",
+        "mypy",
+    ],
+)
+def test_what_moves_a_number_is_pinned(name):
+    assert name in PINS
+
+
+def test_ruff_is_the_same_everywhere():
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    assert [repo["rev"] for repo in config["repos"] if "ruff" in repo["repo"]] == [f"v{PINS['ruff']}"]
+
+
+def test_asv_measures_with_the_pinned_versions():
+    import json
+
+    required = json.loads((ROOT / "asv.conf.json").read_text())["matrix"]["req"]
+    assert {name: [PINS[name]] for name in required} == required
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github/workflows").glob("*.yml")), ids=lambda path: path.name)
+def test_workflows_are_pinned_and_least_privileged(path):
+    workflow = yaml.safe_load(path.read_text())
+    assert workflow["permissions"] == {"contents": "read"}
+    assert "concurrency" in workflow
+    for job in workflow["jobs"].values():
+        assert "timeout-minutes" in job
+        for step in job["steps"]:
+            if "uses" in step:
+                assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", step["uses"]), step["uses"]
+
+
+def test_ci_runs_what_a_developer_runs():
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for path in (ROOT / ".ci/run", *(ROOT / ".github/workflows").glob("*.yml")):
+        called = set(re.findall(r"\bmake (\w+)", path.read_text()))
+        assert called and called <= targets
+
+
+def test_the_license_is_the_whole_apache_license():
+    text = (ROOT / "LICENSE").read_text()
+    assert "Version 2.0, January 2004" in text
+    assert "END OF TERMS AND CONDITIONS" in text
