@@ -182,7 +182,9 @@ def _or_none(value: int | None, unit: str) -> str:
 def guard(
     quick: Annotated[bool, typer.Option("--quick", help="A minute instead of five.")] = False,
     seed: Annotated[int, typer.Option(help="Another seed is other traffic.")] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write every check with its figure here.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Also write every check with its figure here.")
+    ] = None,
     results: Annotated[Path, typer.Option(help="Folder whose guard.csv gets a row per check.")] = Path("results"),
 ) -> None:
     """Say whether the cache is right and fast: engine against oracles, accuracy, cost of block ids. Needs no GPU."""

@@ -16,7 +16,7 @@ _EMPTY: BlockIds = np.empty(0, dtype=np.int32)
 
 
 class NewBlocks(NamedTuple):
-    """Blocks that a request just got: ids group by group, and how many each group got. Block tables stage them as is."""
+    """Blocks that a request just got: ids group by group, and how many each group got, as block tables stage them."""
 
     ids: BlockIds
     counts: list[int]

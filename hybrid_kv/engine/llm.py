@@ -12,9 +12,8 @@ from tqdm.auto import tqdm
 
 from hybrid_kv.cache.backend import BackendContext, get_backend
 from hybrid_kv.cache.manager import KVCacheManager
-from hybrid_kv.cache.plan import CachePlan, plan_cache, update_block_size_for_backend
-from hybrid_kv.cache.plan import apply_block_sizes as _apply
-from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec, group_layers
+from hybrid_kv.cache.plan import CachePlan, apply_block_sizes, plan_cache, update_block_size_for_backend
+from hybrid_kv.cache.spec import KVCacheSpec, group_layers
 from hybrid_kv.config import CacheConfig, ConfigError, EngineConfig, HybridKVError, SchedulerConfig, from_dict
 from hybrid_kv.engine.runner import Model, ModelRunner
 from hybrid_kv.engine.sampling import SamplingParams
@@ -87,13 +86,14 @@ class LLM:
             from hybrid_kv.models.loader import load_model, load_tokenizer
 
             tokenizer = tokenizer or load_tokenizer(Path(model))
-            model = load_model(Path(model), self.config, self.device)
-        self.model: Model = model
+            self.model: Model = load_model(Path(model), self.config, self.device)
+        else:
+            self.model = model
         self.tokenizer = tokenizer
         self.plan = self._plan()
         self.manager = KVCacheManager(self.plan.config)
         self.scheduler = Scheduler(self.config.scheduler, self.manager)
-        self.runner = ModelRunner(model, self.plan, self._backend, self._context, self.config, self.device)
+        self.runner = ModelRunner(self.model, self.plan, self._backend, self._context, self.config, self.device)
         self.num_steps = 0
         self._num_requests = 0
 
@@ -101,8 +101,7 @@ class LLM:
         config, model = self.config, self.model
         platform = config.platform if config.platform != "auto" else self.device.type
         self._backend = get_backend(config.attention_backend, platform)
-        float32_state = any(isinstance(s, MambaSpec) and s.dtypes[-1] == torch.float32 for s in model.layer_specs.values())
-        self._context = BackendContext(platform, float32_state)
+        self._context = BackendContext.for_layers(platform, model.layer_specs)
         cache = config.cache
         if config.cache.mamba_cache_mode != "none":
             raise ConfigError(f"mamba_cache_mode={cache.mamba_cache_mode!r}: the engine runs mode none only, so far")
@@ -114,9 +113,11 @@ class LLM:
     def _default_num_blocks(self, specs: dict[str, KVCacheSpec], cache: CacheConfig, arguments: tuple[Any, ...]) -> int:
         """Room for `max_num_seqs` requests of full length, within 1 GiB on a CPU or 90 % of a GPU's free memory."""
         sizes = update_block_size_for_backend(specs, cache, *arguments)
-        groups = group_layers(_apply(specs, sizes, cache.mamba_cache_mode))
+        groups = group_layers(apply_block_sizes(specs, sizes, cache.mamba_cache_mode))
         scheduler = self.config.scheduler
-        wanted = 1 + scheduler.max_num_seqs * sum(g.spec.max_blocks_per_request(scheduler.max_model_len) for g in groups)
+        wanted = 1 + scheduler.max_num_seqs * sum(
+            g.spec.max_blocks_per_request(scheduler.max_model_len) for g in groups
+        )
         memory = DEFAULT_CPU_CACHE_BYTES
         if self.device.type == "cuda":
             memory = torch.cuda.mem_get_info(self.device)[0] * 9 // 10
@@ -134,7 +135,9 @@ class LLM:
         self._num_requests += 1
         for token in token_ids:
             if not 0 <= token < self.model.vocab_size:
-                raise ConfigError(f"request {number}: token {token} is outside the vocabulary of {self.model.vocab_size}")
+                raise ConfigError(
+                    f"request {number}: token {token} is outside the vocabulary of {self.model.vocab_size}"
+                )
         seed = params.seed if params.seed is not None else self.config.seed * 1_000_003 + number
         return Request(str(number), token_ids, params, seed)
 
@@ -166,7 +169,10 @@ class LLM:
             return "stop"
         if params.stop and self._stop_position(request) is not None:
             return "stop"
-        if len(request.output_token_ids) >= params.max_tokens or request.num_tokens >= self.config.scheduler.max_model_len:
+        if (
+            len(request.output_token_ids) >= params.max_tokens
+            or request.num_tokens >= self.config.scheduler.max_model_len
+        ):
             return "length"
         return None
 
@@ -199,7 +205,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Sequence[str] | Sequence[Sequence[int]],
+        prompts: Sequence[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = True,
         on_step: Callable[[LLM], None] | None = None,
@@ -235,7 +241,9 @@ class LLM:
                     if on_step is not None:
                         on_step(self)
                     for request, reason in self.step():
-                        outputs[index[request.request_id]] = self._output(request, texts[index[request.request_id]], reason)
+                        outputs[index[request.request_id]] = self._output(
+                            request, texts[index[request.request_id]], reason
+                        )
                         bar.update()
             finally:
                 # After an error or an interrupt the engine must be as good as new.

@@ -45,8 +45,8 @@ class Model(Protocol):
 class ModelRunner:
     """Owns the cache memory, the block tables and every buffer that a captured graph would read.
 
-    A request's tokens live in row `request.row` of `token_ids` while it runs. The batch is ordered decodes first; a pure
-    decode step is padded to a captured size with rows on the null block.
+    A request's tokens live in row `request.row` of `token_ids` while it runs. The batch is ordered decodes first; a
+    pure decode step is padded to a captured size with rows on the null block.
     """
 
     def __init__(
@@ -142,7 +142,10 @@ class ModelRunner:
 
         tables = self.block_tables.gather_block_tables(rows, num_reqs_padded)
         slots = self.block_tables.compute_slot_mappings(
-            torch.from_numpy(token_rows).to(self.device), self.positions[:num_tokens], num_tokens_padded, self._slot_groups
+            torch.from_numpy(token_rows).to(self.device),
+            self.positions[:num_tokens],
+            num_tokens_padded,
+            self._slot_groups,
         )
         common = CommonAttentionMetadata(
             num_reqs=num_reqs,

@@ -80,7 +80,9 @@ def apply_top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Te
     return torch.full_like(logits, -torch.inf).scatter(-1, order, ordered.masked_fill(~keep, -torch.inf))
 
 
-def sample(logits: torch.Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]) -> list[int]:
+def sample(
+    logits: torch.Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]
+) -> list[int]:
     """One token per row: the largest logit, or the largest of `logits / temperature + Gumbel noise`.
 
     Args:
@@ -97,9 +99,7 @@ def sample(logits: torch.Tensor, params: Sequence[SamplingParams], seeds: Sequen
     top_p = torch.tensor([p.top_p for p in params], device=device, dtype=torch.float64)
     if bool((top_k > 0).any() or (top_p < 1).any()):
         scaled = apply_top_k_top_p(scaled, top_k, top_p)
-    noise = uniform_noise(
-        torch.tensor(seeds, device=device), torch.tensor(positions, device=device), logits.shape[-1]
-    )
+    noise = uniform_noise(torch.tensor(seeds, device=device), torch.tensor(positions, device=device), logits.shape[-1])
     drawn = (scaled - torch.log(-torch.log(noise))).argmax(-1)
     random = torch.tensor([p.temperature > 0 for p in params], device=device)
     return torch.where(random, drawn, greedy).tolist()

@@ -1,9 +1,10 @@
 """Which tokens of which requests run in the next step.
 
-First come, first served. Running requests go first, so that a decode is never starved by a prefill; a prompt longer than
-the rest of the token budget is prefilled in chunks. When the pool is empty the youngest running request is preempted:
-its blocks return to the pool, its tokens (generated ones included) are recomputed when it is admitted again. The oldest
-running request can thus always grow, and requests that cannot fit alone are refused at the door: no livelock.
+First come, first served. Running requests go first, so that a decode is never starved by a prefill; a prompt longer
+than the rest of the token budget is prefilled in chunks. When the pool is empty the youngest running request is
+preempted: its blocks return to the pool, its tokens (generated ones included) are recomputed when it is admitted again.
+The oldest running request can thus always grow, and requests that cannot fit alone are refused at the door: no
+livelock.
 """
 
 from __future__ import annotations

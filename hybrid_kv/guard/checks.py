@@ -22,7 +22,7 @@ from hybrid_kv.guard.traffic import REQUIRED, Observer, Scenario, draw_scenario
 from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle
 from hybrid_kv.models.layers import ForwardContext
 
-Progress = Callable[[int], None]
+Progress = Callable[[int], object]
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,9 @@ def check_layout(seed: int, trials: int, progress: Progress) -> list[CheckResult
     ]  # fmt: skip
 
 
-def _layout_errors(backend: type[TorchBackend] | type[FlashAttentionBackend], num_blocks: int, rng: np.random.Generator) -> list[str]:
+def _layout_errors(
+    backend: type[TorchBackend] | type[FlashAttentionBackend], num_blocks: int, rng: np.random.Generator
+) -> list[str]:
     model = ExactModel(ExactConfig(pattern="M*", width=int(rng.integers(1, 5)), state_size=int(rng.integers(1, 6))))
     context = BackendContext()
     cache = CacheConfig(block_size=16 * int(rng.integers(1, 4)), num_blocks=max(3, num_blocks))
@@ -137,7 +139,9 @@ def _layout_errors(backend: type[TorchBackend] | type[FlashAttentionBackend], nu
             touched = raw_buffers[0].nonzero().flatten()
             expected = sum(view[block * split : (block + 1) * split].numel() * view.element_size() for view in views)
             if len(touched) != expected or touched.min() < block * page or touched.max() >= (block + 1) * page:
-                errors.append(f"{group.backend.name} with {num_blocks} blocks: page {block} is not bytes {block * page}…")
+                errors.append(
+                    f"{group.backend.name} with {num_blocks} blocks: page {block} is not bytes {block * page}…"
+                )
     return errors
 
 
@@ -162,9 +166,12 @@ class HiddenRecorder:
 
 
 def record_logits(
-    llm: LLM, prompts: Sequence[str] | Sequence[Sequence[int]], params: SamplingParams, disturb: Callable[[LLM], None] | None = None
+    llm: LLM,
+    prompts: Sequence[str] | Sequence[Sequence[int]],
+    params: SamplingParams,
+    disturb: Callable[[LLM], None] | None = None,
 ) -> Iterator[tuple[RequestOutput, torch.Tensor]]:
-    """Each request's output and the logits [num_tokens, vocab_size] of its prompt and output, as the engine computed them.
+    """Each request's output, and the logits [num_tokens, vocab_size] that the engine computed for all of its tokens.
 
     A token that was computed twice (after a preemption) keeps its last logits.
     """
@@ -177,7 +184,9 @@ def record_logits(
             logits = recorder.compute_logits(recorder.hidden[start : start + item.num_tokens])
             start += item.num_tokens
             own = rows.setdefault(item.request.request_id, {})
-            own.update(zip(range(item.num_computed_tokens, item.num_computed_tokens + item.num_tokens), logits, strict=True))
+            own.update(
+                zip(range(item.num_computed_tokens, item.num_computed_tokens + item.num_tokens), logits, strict=True)
+            )
         if disturb is not None:
             disturb(llm)
 
@@ -195,8 +204,8 @@ def record_logits(
         yield output, torch.stack([own[i] for i in range(len(own))])
 
 
-# In float64 the engine and the plain forward pass differ by 2e-13 on logits of up to 40, and the smallest damage of the
-# guard model's card (an SSM state one token behind) moves one by more than 1e-4: any limit between them separates the two.
+# In float64 the engine and the plain forward pass differ by 2e-13 on logits of up to 40, and the smallest damage of
+# the guard model's card (an SSM state one token behind) moves one by more than 1e-4: any limit in between will do.
 FLOAT64_LIMIT = 1e-9
 # In float32 both round: 3.4e-6 of the largest logit was measured, and 2e-5 is what transformers is held to.
 FLOAT32_LIMIT = 2e-5
@@ -206,7 +215,13 @@ LOGIT_CELLS: tuple[dict[str, Any], ...] = (
     {"dtype": "float64", "attention_backend": "TORCH"},
     {"dtype": "float64", "attention_backend": "FLASH_ATTN", "max_num_batched_tokens": 37, "captured_batch_sizes": (6,)},
     {"dtype": "float64", "attention_backend": "FLASHINFER", "max_num_batched_tokens": 64, "num_blocks": 28},
-    {"dtype": "float32", "attention_backend": "TORCH", "block_size": 96, "max_num_batched_tokens": 128, "num_blocks": 20},
+    {
+        "dtype": "float32",
+        "attention_backend": "TORCH",
+        "block_size": 96,
+        "max_num_batched_tokens": 128,
+        "num_blocks": 20,
+    },
 )
 
 
@@ -251,13 +266,18 @@ def check_guard_logits(prompts: Sequence[str], progress: Progress) -> list[Check
         seconds = time.perf_counter() - begin
         num_all += num_tokens
         results.append(
-            CheckResult("guard model", name, not detail, worst, "logit", f"{limit:.1g}", num_tokens, seconds, detail, cell)
+            CheckResult(
+                "guard model", name, not detail, worst, "logit", f"{limit:.1g}", num_tokens, seconds, detail, cell
+            )
         )
     void = "" if num_preemptions else "void: no request was preempted"
     detail = f"{num_wrong} tokens differ" if num_wrong else void
     used = {"cells": len(LOGIT_CELLS), "prompts": len(prompts), "preemptions": num_preemptions}
     name = "tokens that the plain forward pass would not choose"
-    return [*results, CheckResult("guard model", name, not detail, num_wrong, "tokens", "0", num_all, 0.0, detail, used)]
+    return [
+        *results,
+        CheckResult("guard model", name, not detail, num_wrong, "tokens", "0", num_all, 0.0, detail, used),
+    ]
 
 
 def check_accuracy(limit: int, progress: Progress) -> list[CheckResult]:
@@ -303,11 +323,8 @@ def check_expansion(progress: Progress) -> list[CheckResult]:
     cells = []
     for benchmark, params, ratio, low, high in quick_ratios():
         required = required_ratio(benchmark, params)
-        if benchmark == "expand":
-            name = "one append, fastest rival"
-        else:
-            name = f"{params['scenario']}, {params['subject']}"
-        cells.append((name, ratio / required, ratio, low, high, required, params))
+        rival = f"{params['scenario']}, {params['subject']}" if benchmark == "step" else "one append, fastest rival"
+        cells.append((rival, ratio / required, ratio, low, high, required, params))
     progress(1)
     seconds = time.perf_counter() - begin
     results = []

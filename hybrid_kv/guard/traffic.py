@@ -1,7 +1,7 @@
 """Seeded random traffic, and the patterns that it must force.
 
 A *scenario* is one engine configuration with its requests. A run in which a pattern never happened (no preemption, no
-padded row, …) says nothing about it, so each scenario counts what happened and the check that uses it is void otherwise.
+padded row, …) says nothing about it, so each scenario counts what happened, and a check without it is void.
 """
 
 from __future__ import annotations

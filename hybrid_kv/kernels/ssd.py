@@ -1,6 +1,6 @@
 """The state-space recurrence of Mamba-2 (Dao and Gu, 2024): one token at a time, and in chunks.
 
-Per head `h` with state `S` [head_dim, state]: `S_t = exp(dt_t * A) * S_{t-1} + dt_t * x_t B_t^T`, `y_t = S_t C_t + D x_t`.
+Per head with state `S` [head_dim, state]: `S_t = exp(dt_t * A) * S_{t-1} + dt_t * x_t B_t^T`, `y_t = S_t C_t + D x_t`.
 `B` and `C` are shared by the heads of a group. `dt` comes in after softplus; a token with `dt == 0` leaves the state
 alone, which is how padding is neutral. All arithmetic is in float32 (float64 if the inputs are), as vLLM keeps
 Nemotron-H states: bf16 states stagnate.
@@ -58,9 +58,8 @@ def chunk_scan(
     Returns:
         y [num_rows, len, heads, head_dim] and the state after each row's last token.
     """
-    rows, length, heads, head_dim = x.shape
-    groups, size = B.shape[2:]
-    per_group = heads // groups
+    length, heads = x.shape[1:3]
+    per_group = heads // B.shape[2]
     scaled = x * dt.unsqueeze(-1)
     log_decay = dt * A
     state = initial_state

@@ -1,10 +1,10 @@
 """A hybrid model over the integers modulo a prime: every cache mistake becomes a wrong token.
 
-It has the same layers, cache pages, metadata and scheduler as a real model, but no rounding, so that batching, chunking,
-paging and recomputation must not change a single bit. Each token changes a Mamba state by its own affine map
-`s -> a s + b (mod p)` and a convolution by a product of its whole window; attention mixes every earlier token with a
-weight of its position, once when it is written and once, by its place in the block table, when it is read. So a token
-applied twice, skipped, taken from another row, from an older state or in another order gives other tokens from there on.
+It has the same layers, cache pages, metadata and scheduler as a real model, but no rounding, so that batching,
+chunking, paging and recomputation must not change a single bit. Each token changes a Mamba state by its own affine map
+`s -> a s + b (mod p)` and a convolution by its whole window; attention mixes every earlier token with a weight of its
+position, once when it is written and once, by its place in the block table, when it is read. So a token applied twice,
+skipped, taken from another row, from an older state or in another order gives other tokens from there on.
 
 `ExactOracle` computes the same function for one request alone, without a cache, in the plainest code.
 """
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -23,6 +24,8 @@ from hybrid_kv.attention.paged import PagedAttentionMetadata
 from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec
 from hybrid_kv.kernels.paged_attention import gather_kv, write_kv
 from hybrid_kv.models.layers import ForwardContext
+
+Residues = npt.NDArray[np.int64]
 
 PRIME = 2**31 - 1  # products of two residues fit in int64
 
@@ -148,7 +151,9 @@ class ExactAttention(nn.Module):
         mark = (positions.unsqueeze(-1) + 1) * self.write_mark % PRIME
         return query, (key + mark * mark) % PRIME, value
 
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor
+    ) -> torch.Tensor:
         """query [rows, len, width]; key, value [rows, keys, width]; visible [rows, len, keys]."""
         order = (torch.arange(key.shape[1], device=key.device).unsqueeze(-1) + 1) * self.read_mark % PRIME
         weighted = value * (order * order % PRIME) % PRIME
@@ -175,7 +180,7 @@ class ExactAttention(nn.Module):
 class ExactModel(nn.Module):
     """The model. `compute_logits` returns float64 residues: pseudo-random, and exactly equal wherever computed."""
 
-    mamba_chunk_size = 4
+    mamba_chunk_size: int | None = 4
 
     def __init__(self, config: ExactConfig | None = None) -> None:
         super().__init__()
@@ -224,17 +229,14 @@ class ExactOracle:
         config = self.model.config
         windows = {i: np.zeros((config.conv_kernel - 1, config.width), np.int64) for i in range(len(config.pattern))}
         states = {i: np.zeros((config.state_size, config.width), np.int64) for i in range(len(config.pattern))}
-        seen: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {i: [] for i in range(len(config.pattern))}
+        seen: dict[int, list[tuple[Residues, Residues]]] = {i: [] for i in range(len(config.pattern))}
         output: list[int] = []
         tokens = list(prompt)
         position = 0
         while position < len(tokens):
             x = self._weights["embedding"][tokens[position]]
             for i, letter in enumerate(config.pattern):
-                if letter == "M":
-                    y = self._mamba(i, x, windows, states)
-                else:
-                    y = self._attention(i, x, position, seen[i])
+                y = self._mamba(i, x, windows, states) if letter == "M" else self._attention(i, x, position, seen[i])
                 x = (x * 3 + y) % PRIME
             position += 1
             if position == len(tokens) and len(output) < max_tokens:
@@ -247,7 +249,7 @@ class ExactOracle:
                 tokens.append(token)
         return output
 
-    def _mamba(self, i: int, x: np.ndarray, windows: dict[int, np.ndarray], states: dict[int, np.ndarray]) -> np.ndarray:
+    def _mamba(self, i: int, x: Residues, windows: dict[int, Residues], states: dict[int, Residues]) -> Residues:
         conv, maps, out = (self._weights[f"layers.{i}.{name}"] for name in ("conv", "to_map", "out"))
         window = np.concatenate([windows[i], x[None]])
         c = np.zeros_like(x)
@@ -261,9 +263,7 @@ class ExactOracle:
         y = (states[i] * out % PRIME).sum(0) % PRIME
         return (y + c) % PRIME * y % PRIME
 
-    def _attention(
-        self, i: int, x: np.ndarray, position: int, seen: list[tuple[np.ndarray, np.ndarray]]
-    ) -> np.ndarray:
+    def _attention(self, i: int, x: Residues, position: int, seen: list[tuple[Residues, Residues]]) -> Residues:
         qkv, write, read = (self._weights[f"layers.{i}.{name}"] for name in ("qkv", "write_mark", "read_mark"))
         query, key, value = (x * weight % PRIME for weight in qkv)
         mark = (position + 1) * write % PRIME

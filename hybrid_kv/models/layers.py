@@ -67,7 +67,7 @@ class Linear(nn.Module):
 
     def __init__(self, size_in: int, size_out: int, bias: bool = False) -> None:
         super().__init__()
-        self.weight = _empty(size_out, size_in)
+        self.weight: nn.Parameter = _empty(size_out, size_in)
         self.bias = _empty(size_out) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

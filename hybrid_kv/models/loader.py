@@ -69,7 +69,9 @@ def _assign(model: torch.nn.Module, tensors: dict[str, torch.Tensor], folder: Pa
         raise ConfigError(f"{folder} lacks {len(missing)} tensors, the first is {missing[0]}")
     tied = {name for name, parameter in model.state_dict().items() if name not in wanted}
     if surplus := sorted(set(tensors) - set(wanted) - tied):
-        raise ConfigError(f"{folder} has {len(surplus)} tensors that the model does not know, the first is {surplus[0]}")
+        raise ConfigError(
+            f"{folder} has {len(surplus)} tensors that the model does not know, the first is {surplus[0]}"
+        )
     for name, parameter in wanted.items():
         if parameter.shape != tensors[name].shape:
             raise ConfigError(
@@ -84,7 +86,9 @@ def load_tokenizer(model: str | Path) -> Any:
 
     folder = resolve_folder(model)
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
-        raise ConfigError(f"{folder} has no tokenizer; add tokenizer.json or pass token ids and LLM(..., tokenizer=...)")
+        raise ConfigError(
+            f"{folder} has no tokenizer; add tokenizer.json or pass token ids and LLM(..., tokenizer=...)"
+        )
     try:
         return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, json.JSONDecodeError) as error:

@@ -1,14 +1,14 @@
 """NemotronH: pre-normed layers with one mixer each (Mamba-2, attention or squared-ReLU MLP).
 
-Source: NVIDIA Nemotron-H (2025) and its implementation in transformers, which is the oracle of the tests. One deliberate
-difference: transformers clamps the time step from below by `time_step_min` when it runs a chunk, but not when it runs
-a single token; here, as in vLLM, it is never clamped, so that a token means the same in both.
+Source: NVIDIA Nemotron-H (2025) and its implementation in transformers, which is the oracle of the tests. One
+deliberate difference: transformers clamps the time step from below by `time_step_min` when it runs a chunk, but not
+when it runs a single token; here, as in vLLM, it is never clamped, so that a token means the same in both.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -116,7 +116,7 @@ class NemotronH(nn.Module):
     def __init__(self, config: NemotronHConfig, layer_specs: dict[str, KVCacheSpec]) -> None:
         super().__init__()
         self.vocab_size = config.vocab_size
-        self.mamba_chunk_size = config.chunk_size
+        self.mamba_chunk_size: int | None = config.chunk_size
         self.layer_specs = layer_specs
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         names = iter(layer_specs)
@@ -126,7 +126,7 @@ class NemotronH(nn.Module):
         self.norm_f = RMSNorm(config.hidden_size, config.layer_norm_epsilon)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         if config.tie_word_embeddings:
-            self.lm_head.weight = self.embeddings.weight
+            self.lm_head.weight = cast(nn.Parameter, self.embeddings.weight)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         x = self.embeddings(input_ids)

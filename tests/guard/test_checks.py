@@ -14,9 +14,9 @@ from hybrid_kv.attention import mamba
 from hybrid_kv.cache import block_table
 from hybrid_kv.cache.backend import AttentionBackend
 from hybrid_kv.engine import runner
-from hybrid_kv.guard.checks import check_exact_model, check_layout, record_logits
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.engine.sampling import SamplingParams
+from hybrid_kv.guard.checks import check_exact_model, check_layout, record_logits
 from hybrid_kv.kernels import causal_conv1d, slot_mapping
 from hybrid_kv.models import exact
 
@@ -37,7 +37,9 @@ def test_clean_code_passes() -> None:
 def test_block_table_stride(monkeypatch: pytest.MonkeyPatch) -> None:
     original = block_table.gather_kernel_blocks
 
-    def one_column_short(table: torch.Tensor, rows: torch.Tensor, num: int, offsets: torch.Tensor, out: torch.Tensor) -> None:
+    def one_column_short(
+        table: torch.Tensor, rows: torch.Tensor, num: int, offsets: torch.Tensor, out: torch.Tensor
+    ) -> None:
         width = table.shape[1]
         shifted = table.reshape(-1)[: len(table) * (width - 1)].view(len(table), width - 1) if width > 1 else table
         original(shifted, rows, min(num, shifted.shape[1]), offsets, out)
@@ -88,7 +90,9 @@ def test_initial_state_flag(monkeypatch: pytest.MonkeyPatch, value: bool) -> Non
 
 
 def test_recorded_logits_cover_every_token() -> None:
-    llm = LLM(exact.ExactModel(), num_blocks=60, max_num_seqs=3, max_num_batched_tokens=5, max_model_len=64, device="cpu")
+    llm = LLM(
+        exact.ExactModel(), num_blocks=60, max_num_seqs=3, max_num_batched_tokens=5, max_model_len=64, device="cpu"
+    )
     for output, logits in record_logits(llm, [[1, 2, 3, 4, 5, 6, 7], [8]], SamplingParams(max_tokens=4)):
         # The last token's own logits are never computed: nothing follows it.
         assert len(logits) == len(output.prompt_token_ids) + len(output.token_ids) - 1

@@ -32,7 +32,9 @@ def test_quiet_traffic_is_void() -> None:
     scenario = Scenario(0, "M*", options, [[1, 2, 3, 4, 5]], [SamplingParams(max_tokens=3)], 0)
     errors, seen = run_scenario(scenario)
     assert not errors
-    assert {"preemption", "chunked_prefill", "padded_rows", "waiting", "row_reuse"}.isdisjoint(name for name in seen if seen[name])
+    assert {"preemption", "chunked_prefill", "padded_rows", "waiting", "row_reuse"}.isdisjoint(
+        name for name in seen if seen[name]
+    )
 
 
 def test_accounting_sees_a_block_too_many() -> None:
