@@ -23,7 +23,7 @@ def expand_list(block_ids: Sequence[int], blocks_per_kv_block: int) -> list[int]
 def expand_numpy(block_ids: Sequence[int] | npt.NDArray[np.int32], blocks_per_kv_block: int) -> npt.NDArray[np.int32]:
     """Broadcast sum in numpy (vLLM 0.22's V1 runner)."""
     ids: npt.NDArray[np.int32] = np.asarray(block_ids, dtype=np.int32).reshape(-1, 1)
-    return (ids * blocks_per_kv_block + np.arange(blocks_per_kv_block, dtype=np.int32)).reshape(-1)
+    return np.add(ids * blocks_per_kv_block, np.arange(blocks_per_kv_block), dtype=np.int32).reshape(-1)
 
 
 def expand_torch(block_ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

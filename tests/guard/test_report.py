@@ -1,0 +1,92 @@
+"""The command: what it prints, writes and returns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hybrid_kv import cli
+from hybrid_kv.guard import report
+from hybrid_kv.guard.checks import CheckResult, Progress
+from hybrid_kv.results import read_rows
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A guard of a few seconds, without its benchmark (which is tested in tests/bench)."""
+
+    def ratio(progress: Progress) -> list[CheckResult]:
+        return [CheckResult("block ids", "list over the engine", True, 2.0, "time ratio", ">= 1", 1, 0.1)]
+
+    monkeypatch.setattr(report, "QUICK", {"requests": 500, "prompts": 1, "questions": 8})
+    monkeypatch.setattr(report, "LAYOUT_TRIALS", 8)
+    monkeypatch.setattr(report, "check_expansion", ratio)
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["guard", "--quick", *arguments])
+    return int(exit_.value.code or 0)
+
+
+def test_a_clean_run_exits_0_and_writes_a_row_per_check(
+    small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json"
+    assert run("--results", str(tmp_path / "results"), "--json", str(out)) == 0
+    document = json.loads(out.read_text())
+    rows = read_rows(tmp_path / "results" / "guard.csv")
+    assert document["passed"]
+    assert [check["name"] for check in document["checks"]] == rows["metric"].tolist()
+    assert [check["value"] for check in document["checks"]] == pytest.approx(rows["value"].tolist())
+    assert {check["section"] for check in document["checks"]} == {
+        "layout",
+        "exact model",
+        "guard model",
+        "accuracy",
+        "block ids",
+    }
+    assert (rows["verdict"] == "pass").all()
+    table = capsys.readouterr().out
+    assert f"{len(rows)} of {len(rows)} checks passed" in table
+
+
+def test_a_failed_check_exits_1_and_says_what_is_wrong(
+    small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = CheckResult("layout", "views that leave their page", False, 3, "views", "0", 8, 0.1, "page 1 is elsewhere")
+    monkeypatch.setattr(report, "check_layout", lambda *arguments: [failed])
+    assert run("--results", str(tmp_path)) == 1
+    assert "page 1 is elsewhere" in capsys.readouterr().out
+    assert read_rows(tmp_path / "guard.csv")["verdict"].tolist()[0] == "fail"
+
+
+def test_a_check_that_crashes_has_failed(
+    small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(*arguments: object) -> list[CheckResult]:
+        raise IndexError("block 99 of 10")
+
+    monkeypatch.setattr(report, "check_guard_logits", crash)
+    assert run("--results", str(tmp_path)) == 1
+    assert "IndexError: block 99 of 10" in capsys.readouterr().out
+
+
+def test_an_unwritable_results_folder_is_refused_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    assert run("--results", str(file / "results")) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: results cannot be written to")
+    assert captured.err.count("\n") == 1
+
+
+def test_a_missing_json_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--results", str(tmp_path), "--json", str(tmp_path / "no" / "out.json")) == 2
+    assert "does not exist" in capsys.readouterr().err
+    assert not (tmp_path / "guard.csv").exists()
