@@ -17,13 +17,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
-from bench._timing import Interval, Subject, clock, measure, median, ratio
+from bench._timing import Interval, Subject, measure, median, ratio
 from hybrid_kv.cache.block_table import BlockTables
 from hybrid_kv.kernels.kernel_blocks import expand_list, expand_numpy, expand_torch
 from hybrid_kv.results import Receipt, Row, timing_row
@@ -315,7 +314,8 @@ class WrongResultError(AssertionError):
     """A subject's result is wrong, so its time means nothing."""
 
 
-def _verify(subjects: Subjects, where: str) -> None:
+def verify(subjects: Subjects, where: str) -> None:
+    """Raise `WrongResultError` unless every subject writes what it must."""
     if wrong := [name for name, (_, check) in subjects.items() if not check()]:
         raise WrongResultError(f"kernel_blocks {where}: wrong result of {', '.join(wrong)}; nothing was timed")
 
@@ -371,7 +371,7 @@ class Measurement:
 def _measure(
     benchmark: str, where: dict[str, Any], subjects: Subjects, extra: Subject | None, rounds: int
 ) -> list[Measurement]:
-    _verify(subjects, f"{benchmark} {where}")
+    verify(subjects, f"{benchmark} {where}")
     timed = {name: subject for name, (subject, _) in subjects.items()}
     if extra is not None:
         timed["device"] = extra
@@ -382,7 +382,7 @@ def _measure(
         samples = measure(timed, rounds)
     finally:
         torch.set_num_threads(threads)
-    _verify(subjects, f"{benchmark} {where}")
+    verify(subjects, f"{benchmark} {where}")
     return [
         Measurement(benchmark, {**where, "subject": name}, median(values), ratio(values, samples[ENGINE]), rounds)
         for name, values in samples.items()
@@ -419,43 +419,3 @@ def quick_ratios() -> list[tuple[str, dict[str, Any], float, float, float]]:
         for one in cell
         if one.verdict
     ]
-
-
-# ---- asv ----
-# Data is made behind a cache on first use: with asv_runner >= 0.3 a `setup` method means one call per sample.
-
-
-@cache
-def _expansion(num_blocks: int, blocks_per_kv_block: int, subject: str) -> Subject:
-    return expansion_subjects(num_blocks, blocks_per_kv_block)[subject][0]
-
-
-@cache
-def _step(scenario: str, subject: str) -> Subject:
-    return step(scenario, 8).subjects[subject][0]
-
-
-class TimeExpansion:
-    """One append to the staging buffer."""
-
-    params = ([1, 16, 256, 4096], [2, 34], ["list", "numpy", "torch", ENGINE])
-    param_names = ("num_blocks", "blocks_per_kv_block", "subject")
-    timer = staticmethod(clock)
-
-    def time_append(self, num_blocks: int, blocks_per_kv_block: int, subject: str) -> None:
-        one = _expansion(num_blocks, blocks_per_kv_block, subject)
-        one.reset()
-        one.run()
-
-
-class TimeStep:
-    """A whole step's staging, 2 groups, 8 kernel blocks per block."""
-
-    params = (list(QUICK_SCENARIOS), ["vllm 0.22 V1", "vllm 0.22 V2", "vllm 0.32 V2", ENGINE])
-    param_names = ("scenario", "subject")
-    timer = staticmethod(clock)
-
-    def time_stage(self, scenario: str, subject: str) -> None:
-        one = _step(scenario, subject)
-        one.reset()
-        one.run()

@@ -77,6 +77,7 @@ class ModelRunner:
             max_num_blocks_per_group=[group.spec.block_table_width(max_model_len) for group in self.groups],
             device=device,
         )
+        self._state_indices = torch.zeros(len(self.groups), max_num_seqs, dtype=torch.int64, device=device)
         self._slot_groups = [group.group_id for group in self.groups if not group.backend.is_ssm()]
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
         self.input_ids = torch.zeros(max_tokens, dtype=torch.int64, device=device)
@@ -162,7 +163,7 @@ class ModelRunner:
         for group, table in zip(self.groups, tables, strict=True):
             built: Any
             if group.backend.is_ssm():
-                built = build_mamba_metadata(common, table)
+                built = build_mamba_metadata(common, table, self._state_indices[group.group_id])
             else:
                 built = build_paged_attention_metadata(common, table, slots[group.group_id], group.kernel_block_size)
             metadata.update(dict.fromkeys(group.layer_names, built))

@@ -80,8 +80,8 @@ def check_exact_model(seed: int, num_requests: int, progress: Progress) -> list[
         wrong += errors
         seen += patterns
         scenarios += 1
+        progress(min(len(scenario.prompts), num_requests - done))
         done += len(scenario.prompts)
-        progress(len(scenario.prompts))
     seconds = time.perf_counter() - begin
     missing = [name for name in REQUIRED if not seen[name]]
     params = {"seed": seed, "scenarios": scenarios}

@@ -50,9 +50,13 @@ def paged_attention(
     Returns:
         [num_rows, len, num_heads, head_size].
     """
-    key = gather_kv(key_cache, block_table).transpose(1, 2)
-    value = gather_kv(value_cache, block_table).transpose(1, 2)
-    visible = torch.arange(key.shape[2], device=query.device) <= positions.unsqueeze(-1)
+    key = gather_kv(key_cache, block_table)
+    value = gather_kv(value_cache, block_table)
+    visible = torch.arange(key.shape[1], device=query.device) <= positions.unsqueeze(-1)
+    # A mask does not stop NaN (0 * NaN), and unused slots hold whatever another layer's state left in the page.
+    unused = ~visible.any(1)[..., None, None]
+    key = key.masked_fill(unused, 0).transpose(1, 2)
+    value = value.masked_fill(unused, 0).transpose(1, 2)
     out = F.scaled_dot_product_attention(
         query.transpose(1, 2), key, value, visible.unsqueeze(1), scale=scale, enable_gqa=query.shape[2] != key.shape[1]
     )

@@ -227,8 +227,12 @@ class ExactOracle:
     def generate(self, prompt: Sequence[int], max_tokens: int, stop_token_ids: Sequence[int] = ()) -> list[int]:
         """The greedy continuation of `prompt`, the stop token included."""
         config = self.model.config
-        windows = {i: np.zeros((config.conv_kernel - 1, config.width), np.int64) for i in range(len(config.pattern))}
-        states = {i: np.zeros((config.state_size, config.width), np.int64) for i in range(len(config.pattern))}
+        windows: dict[int, Residues] = {
+            i: np.zeros((config.conv_kernel - 1, config.width), np.int64) for i in range(len(config.pattern))
+        }
+        states: dict[int, Residues] = {
+            i: np.zeros((config.state_size, config.width), np.int64) for i in range(len(config.pattern))
+        }
         seen: dict[int, list[tuple[Residues, Residues]]] = {i: [] for i in range(len(config.pattern))}
         output: list[int] = []
         tokens = list(prompt)

@@ -151,7 +151,10 @@ class NemotronH(nn.Module):
             if name.endswith("q_proj.weight"):
                 stem = name.removesuffix("q_proj.weight")
                 prefix = next(p for p in ("backbone.", "model.", "") if f"{p}{name}" in tensors)
-                parts = [tensors[f"{prefix}{stem}{letter}_proj.weight"] for letter in "qkv"]
+                names = [f"{prefix}{stem}{letter}_proj.weight" for letter in "qkv"]
+                if absent := [other for other in names if other not in tensors]:
+                    raise ConfigError(f"the checkpoint has {names[0]} but lacks {' and '.join(absent)}")
+                parts = [tensors[other] for other in names]
                 converted[f"{stem}qkv_proj.weight"] = torch.cat(parts)
             elif ".conv1d." in name:
                 flat = tensor.squeeze(1) if tensor.dim() == 3 else tensor
