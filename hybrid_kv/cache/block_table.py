@@ -1,11 +1,10 @@
 """Block tables of all groups: staged on the host, written and expanded on the device.
 
-Contract. A request owns one *row* (its index in the persistent tables) while it runs. `append_step` (all requests of a
-step) and `append_block_ids` (one request) only stage: they copy ids into one buffer and note where they go, nothing
-else, so their cost is that of the ids themselves. Once per step `apply_staged_writes` moves the whole buffer to the
-device in one copy and one indexed write for all groups; `gather_block_tables` then brings the rows of the step's batch
-into the input tables, where manager blocks become kernel blocks. Everything that a captured graph reads keeps its
-address.
+Contract. A request owns one *row* (its index in the persistent tables) while it runs. `append_block_ids` only stages: it
+copies a request's new ids into one buffer and notes where they go, nothing else, so its cost is that of the ids
+themselves. Once per step `apply_staged_writes` moves the whole buffer to the device in one copy and one indexed write
+for all groups; `gather_block_tables` then brings the rows of the step's batch into the input tables, where manager
+blocks become kernel blocks. Everything that a captured graph reads keeps its address.
 
 Shapes considered. (a) Expand on the host while appending (vllm!38831): costs `blocks_per_kv_block` times the ids, per
 append. (b) Keep the table expanded: the write expands, the gather and the table are that much wider. (c) Keep
@@ -83,113 +82,59 @@ class BlockTables:
             (self.num_groups, max_num_batched_tokens), PAD_SLOT, dtype=torch.int64, device=device
         )
 
-        # The staging buffers: ids, and of each segment its target and length. `append_block_ids` touches single
-        # elements, where lists and memoryviews cost a third of an array's own indexing; its segments come last.
-        self._max_ids, self._max_segments = max(1, self._group_start[-1]), max_num_reqs * self.num_groups
-        self._staged_ids = torch.zeros(self._max_ids, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._ids = memoryview(self._staged_ids.numpy())
-        self._targets = np.zeros(self._max_segments, dtype=np.int64)
-        self._counts = np.zeros(self._max_segments, dtype=np.int64)
-        self._late_targets: list[int] = []
-        self._late_counts: list[int] = []
+        # The staging buffers: ids, and of each segment of them its first cell and length. They are written one element
+        # at a time, which costs a memoryview a third of what it costs an array.
+        max_segments = max_num_reqs * self.num_groups
+        self._staged_ids = torch.zeros(max(1, len(self._flat)), dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._targets, self._counts = np.zeros(max_segments, np.int64), np.zeros(max_segments, np.int64)
+        self._ids_view = memoryview(self._staged_ids.numpy())
+        self._targets_view, self._counts_view = memoryview(self._targets), memoryview(self._counts)
         self._num_blocks_view = memoryview(self.num_blocks.reshape(-1))
         self._num_ids = 0
         self._num_segments = 0
         self._layout = list(zip(self.widths, self._group_start, strict=False))
-        self._width_array = np.array(self.widths, dtype=np.int64)
-        self._row_start = np.array(self._group_start[:-1]) + np.arange(max_num_reqs)[:, None] * self._width_array
 
-    def append_block_ids(self, row: int, new_block_ids: Sequence[BlockIds], overwrite: bool = False) -> None:
-        """Stage new manager block ids of one request, one int32 array per group.
+    def append_block_ids(self, row: int, block_ids: BlockIds, counts: Sequence[int], overwrite: bool = False) -> None:
+        """Stage new manager block ids of one request.
 
         Between two `apply_staged_writes`, a row may be overwritten only before anything else is staged for it: the
         device write keeps no order.
 
         Args:
             row: the request's row.
-            new_block_ids: one array per group, empty where the group got none.
+            block_ids: [sum(counts)] int32, group by group.
+            counts: how many of them each group gets.
             overwrite: the request is new in this row (or was preempted): start at column 0.
 
         Raises:
             IndexError: a row would become longer than the group's width.
         """
+        begin, segment = self._num_ids, self._num_segments
+        end = begin + len(block_ids)
+        if end > len(self._ids_view) or segment + self.num_groups > len(self._targets_view):
+            self.apply_staged_writes()
+            begin, segment, end = 0, 0, len(block_ids)
         held = self._num_blocks_view
         cell = row * self.num_groups
-        for group, ids in enumerate(new_block_ids):
-            width, group_start = self._layout[group]
-            start = 0 if overwrite else held[cell + group]
-            count = len(ids)
+        for count, (width, group_start) in zip(counts, self._layout, strict=True):
+            start = 0 if overwrite else held[cell]
             if start + count > width:
-                raise IndexError(f"group {group} row {row}: {start + count} blocks exceed the width {width}")
-            held[cell + group] = start + count
+                raise IndexError(f"row {row}: {start + count} blocks exceed the {width} columns of its group's table")
             if count:
-                if self._num_ids + count > self._max_ids:
-                    self.apply_staged_writes()
-                begin = self._num_ids
-                self._num_ids = end = begin + count
-                self._ids[begin:end] = ids
-                self._late_targets.append(group_start + row * width + start)
-                self._late_counts.append(count)
-
-    def append_step(
-        self,
-        rows: npt.NDArray[np.int64],
-        counts: npt.NDArray[np.int64],
-        new_block_ids: BlockIds,
-        overwrite: npt.NDArray[np.bool_] | None = None,
-    ) -> None:
-        """Stage the new manager block ids of all requests of a step at once; nothing is staged if it raises.
-
-        Args:
-            rows: [n] int64, no row twice.
-            counts: [n, num_groups] int64, new blocks of each row in each group.
-            new_block_ids: [counts.sum()] int32, row by row and in a row group by group.
-            overwrite: [n] bool, rows that start at column 0; None: no row does.
-
-        Raises:
-            IndexError: a row would become longer than a group's width.
-        """
-        start = self.num_blocks.take(rows, axis=0)
-        if overwrite is not None:
-            start[overwrite] = 0
-        end = start + counts
-        if np.count_nonzero(end > self._width_array):
-            row, group = np.argwhere(end > self._width_array)[0]
-            raise IndexError(
-                f"group {group} row {rows[row]}: {end[row, group]} blocks exceed the width {self.widths[group]}"
-            )
-        full = self._num_ids + len(new_block_ids) > self._max_ids or self._num_segments + end.size > self._max_segments
-        if full or self._late_counts:
-            self.apply_staged_writes()
-        self.num_blocks[rows] = end
-        begin, segment = self._num_ids, self._num_segments
-        self._num_ids, self._num_segments = begin + len(new_block_ids), segment + end.size
-        self._ids[begin : self._num_ids] = new_block_ids
-        start += self._row_start.take(rows, axis=0)
-        self._targets[segment : self._num_segments] = start.reshape(-1)
-        self._counts[segment : self._num_segments] = counts.reshape(-1)
-
-    def staged_segments(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """First cell and length of each staged segment: with the ids, all that the device write reads."""
-        targets, counts = self._targets[: self._num_segments], self._counts[: self._num_segments]
-        if not self._late_counts:
-            return targets, counts
-        late = np.array(self._late_targets), np.array(self._late_counts)
-        return late if not self._num_segments else (np.append(targets, late[0]), np.append(counts, late[1]))
-
-    def discard_staged_writes(self) -> None:
-        """Forget what is staged; `num_blocks` is the caller's to restore."""
-        self._num_ids = self._num_segments = 0
-        self._late_targets.clear()
-        self._late_counts.clear()
+                self._targets_view[segment] = group_start + row * width + start
+                self._counts_view[segment] = count
+                segment += 1
+            held[cell] = start + count
+            cell += 1
+        self._ids_view[begin:end] = block_ids
+        self._num_ids, self._num_segments = end, segment
 
     def apply_staged_writes(self) -> None:
         """Bring all staged ids into the persistent tables: one copy to the device, one indexed write."""
-        targets, counts = self.staged_segments()
+        targets, counts = self._targets[: self._num_segments], self._counts[: self._num_segments]
+        cells = np.repeat(targets - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
         ids = self._staged_ids[: self._num_ids].to(self.device)
-        starts = np.cumsum(counts) - counts
-        cells = np.repeat(targets - starts, counts) + np.arange(counts.sum())
-        self.discard_staged_writes()
+        self._num_ids = self._num_segments = 0
         if len(cells) != len(ids):
             raise ValueError(f"{len(ids)} block ids were staged for {len(cells)} columns")
         if len(cells):

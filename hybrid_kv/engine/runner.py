@@ -107,22 +107,16 @@ class ModelRunner:
             self.token_ids[request.row, request.num_tokens] = token
         return {request.request_id: token for request, token in zip(requests, tokens, strict=True)}
 
-    def _stage_blocks(self, growing: Sequence[ScheduledRequest]) -> None:
-        if growing:
-            self.block_tables.append_step(
-                rows=np.array([item.request.row for item in growing]),
-                counts=np.array([item.new_blocks.counts for item in growing]),
-                new_block_ids=np.concatenate([item.new_blocks.ids for item in growing]),
-                overwrite=np.array([item.overwrite for item in growing]),
-            )
-            self.block_tables.apply_staged_writes()
-
     def _prepare(self, batch: Sequence[ScheduledRequest]) -> tuple[ForwardContext, int]:
         """Fill the persistent buffers; returns the layers' context and the padded number of tokens."""
         for item in batch:
             if item.overwrite:
                 self.token_ids[item.request.row, : item.request.num_tokens] = item.request.token_ids
-        self._stage_blocks([item for item in batch if len(item.new_blocks.ids)])
+        for item in batch:
+            new = item.new_blocks
+            if len(new.ids):
+                self.block_tables.append_block_ids(item.request.row, new.ids, new.counts, item.overwrite)
+        self.block_tables.apply_staged_writes()
 
         num_reqs = len(batch)
         num_decodes = sum(item.is_decode for item in batch)

@@ -67,11 +67,18 @@ def _assign(model: torch.nn.Module, tensors: dict[str, torch.Tensor], folder: Pa
     wanted = dict(model.named_parameters())
     if missing := sorted(set(wanted) - set(tensors)):
         raise ConfigError(f"{folder} lacks {len(missing)} tensors, the first is {missing[0]}")
-    tied = {name for name, parameter in model.state_dict().items() if name not in wanted}
-    if surplus := sorted(set(tensors) - set(wanted) - tied):
+    names = {id(parameter): name for name, parameter in wanted.items()}
+    every = model.named_parameters(remove_duplicate=False)
+    tied = {name: names[id(parameter)] for name, parameter in every if name not in wanted}
+    if surplus := sorted(set(tensors) - set(wanted) - set(tied)):
         raise ConfigError(
             f"{folder} has {len(surplus)} tensors that the model does not know, the first is {surplus[0]}"
         )
+    for name, source in tied.items():
+        if name in tensors and not torch.equal(tensors[name], tensors[source]):
+            raise ConfigError(
+                f"{folder}: config.json ties {name} to {source}, but they differ; set tie_word_embeddings to false"
+            )
     for name, parameter in wanted.items():
         if parameter.shape != tensors[name].shape:
             raise ConfigError(

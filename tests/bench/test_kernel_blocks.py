@@ -15,8 +15,6 @@ STEP = [
     "vllm 0.22 V1",
     "vllm 0.22 V2",
     "vllm 0.32 V2",
-    kernel_blocks.JOINED,
-    kernel_blocks.PER_REQUEST,
     kernel_blocks.ENGINE,
 ]
 

@@ -22,6 +22,12 @@ def ids_of(*values):
     return np.array(values, dtype=np.int32)
 
 
+def stage(tables, row, new, overwrite=False):
+    """`new`: per group the ids."""
+    flat = ids_of(*(block for ids in new for block in ids))
+    tables.append_block_ids(row, flat, [len(ids) for ids in new], overwrite)
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_random_steps_match_lists(data):
@@ -30,8 +36,6 @@ def test_random_steps_match_lists(data):
     next_id = 1
     for _ in range(data.draw(st.integers(1, 8))):
         batch = data.draw(st.permutations(range(ROWS)))[: data.draw(st.integers(1, ROWS))]
-        rows, counts, flat, overwrite = [], [], [], []
-        whole_step = data.draw(st.booleans())
         for row in batch:
             fresh = row not in model or data.draw(st.booleans())
             held = [[] for _ in WIDTHS] if fresh else model[row]
@@ -41,14 +45,7 @@ def test_random_steps_match_lists(data):
                 new.append(list(range(next_id, next_id + count)))
                 next_id += count
             model[row] = [old + more for old, more in zip(held, new, strict=True)]
-            if not whole_step:
-                tables.append_block_ids(row, [ids_of(*ids) for ids in new], overwrite=fresh)
-            rows.append(row)
-            counts.append([len(ids) for ids in new])
-            flat += [block for ids in new for block in ids]
-            overwrite.append(fresh)
-        if whole_step:
-            tables.append_step(np.array(rows), np.array(counts), ids_of(*flat), np.array(overwrite))
+            stage(tables, row, new, overwrite=fresh)
         tables.apply_staged_writes()
         # The step's batch is any order of any running rows: rows swap places between steps.
         order = data.draw(st.permutations(sorted(model)))[: data.draw(st.integers(1, len(model)))]
@@ -67,69 +64,52 @@ def test_random_steps_match_lists(data):
 def test_input_tables_keep_their_address():
     tables = make()
     before = [table.data_ptr() for table in (*tables.input_tables, tables.slot_mappings)]
-    tables.append_block_ids(1, [ids_of(3), ids_of(4), ids_of(5)], overwrite=True)
+    stage(tables, 1, [[3], [4], [5]], overwrite=True)
     tables.apply_staged_writes()
     gathered = tables.gather_block_tables(np.array([1]), 2)
     slots = tables.compute_slot_mappings(torch.tensor([1]), torch.tensor([0]), 2, [0])
     assert [table.data_ptr() for table in (*gathered, slots)] == before
 
 
-def test_both_ways_of_staging_mix_in_a_step():
-    tables = make()
-    one, none = np.array([[1, 0, 0]]), ids_of()
-    tables.append_step(np.array([0]), one, ids_of(11))
-    tables.append_block_ids(1, [ids_of(21), none, none])
-    tables.append_step(np.array([2]), one, ids_of(31))
-    tables.append_block_ids(0, [ids_of(12), none, none])
-    tables.apply_staged_writes()
-    assert tables.tables[0][:3, :2].tolist() == [[11, 12], [21, 0], [31, 0]]
-
-
 def test_a_full_staging_buffer_is_written_early():
     tables = make(rows=2, widths=[4], bpk=[2])
     for _ in range(3):  # 3 x 2 x 4 ids for a buffer of 8
         for row in range(2):
-            tables.append_block_ids(row, [ids_of(1, 2, 3, 4) + 10 * row], overwrite=True)
-    tables.append_step(
-        np.array([0, 1]), np.array([[4], [4]]), np.arange(50, 58, dtype=np.int32), np.array([True, True])
-    )
-    tables.append_step(np.array([1]), np.array([[2]]), ids_of(7, 8), np.array([True]))
+            stage(tables, row, [[10 * row + i for i in range(1, 5)]], overwrite=True)
     tables.apply_staged_writes()
-    assert tables.tables[0].tolist() == [[50, 51, 52, 53], [7, 8, 56, 57]]
+    assert tables.tables[0].tolist() == [[1, 2, 3, 4], [11, 12, 13, 14]]
+
+
+def test_too_many_segments_are_written_early():
+    tables = make(rows=1, widths=[9, 9], bpk=[1, 1])
+    for block in range(1, 10):  # 2 segments a call for room for 2
+        stage(tables, 0, [[block], [block + 10]])
+    tables.apply_staged_writes()
+    assert tables.tables[0].tolist() == [list(range(1, 10))]
+    assert tables.tables[1].tolist() == [list(range(11, 20))]
 
 
 def test_too_many_blocks_for_the_row_raise():
     tables = make(rows=2, widths=[2, 3], bpk=[1, 2])
-    tables.append_block_ids(0, [ids_of(1, 2), ids_of(3)])
-    with pytest.raises(IndexError, match="group 0 row 0: 3 blocks exceed the width 2"):
-        tables.append_block_ids(0, [ids_of(9), ids_of()])
-    with pytest.raises(IndexError, match="group 1 row 0: 4 blocks exceed the width 3"):
-        tables.append_step(np.array([1, 0]), np.array([[1, 1], [0, 3]]), ids_of(5, 5, 5, 5, 5))
+    stage(tables, 0, [[1, 2], [3]])
+    with pytest.raises(IndexError, match="row 0: 3 blocks exceed the 2 columns"):
+        stage(tables, 0, [[9], []])
     tables.apply_staged_writes()
-    assert tables.num_blocks.tolist() == [[2, 1], [0, 0]]  # a refused step leaves nothing behind
+    assert tables.num_blocks.tolist() == [[2, 1], [0, 0]]
     assert tables.tables[0].tolist() == [[1, 2], [0, 0]]
 
 
 def test_ids_that_do_not_match_the_counts_raise():
     tables = make()
-    tables.append_step(np.array([0]), np.array([[2, 0, 0]]), ids_of(1))
+    tables.append_block_ids(0, ids_of(1), [2, 0, 0])
     with pytest.raises(ValueError, match="1 block ids were staged for 2 columns"):
         tables.apply_staged_writes()
-
-
-def test_discarded_writes_are_gone():
-    tables = make()
-    tables.append_step(np.array([0]), np.array([[1, 0, 0]]), ids_of(1))
-    tables.append_block_ids(1, [ids_of(2), ids_of(), ids_of()])
-    tables.discard_staged_writes()
-    tables.apply_staged_writes()
-    assert not tables.tables[0].any()
 
 
 def test_slots_left_by_a_longer_step_become_pad():
     """vllm!36580."""
     tables = make()
-    tables.append_block_ids(0, [ids_of(3, 4), ids_of(1), ids_of(2)])
+    stage(tables, 0, [[3, 4], [1], [2]])
     tables.apply_staged_writes()
     tables.compute_slot_mappings(torch.zeros(20, dtype=torch.int64), torch.arange(20), 20, [0, 2])
     slots = tables.compute_slot_mappings(torch.zeros(3, dtype=torch.int64), torch.arange(17, 20), 8, [0, 2])
