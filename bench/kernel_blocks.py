@@ -16,6 +16,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -93,16 +94,17 @@ def expansion_subjects(num_blocks: int, blocks_per_kv_block: int) -> Subjects:
     # As many rows as calls in one sample, so that none of them finds the staging buffer full.
     rows = max(4, min(500, (1 << 20) // num_blocks))
     tables = BlockTables([KERNEL_BLOCK_SIZE * bpk], [KERNEL_BLOCK_SIZE], rows, 1, [num_blocks], torch.device("cpu"))
-    counts = [num_blocks]
+    counts = array("i", [num_blocks])
+    next_row = cycle(range(rows)).__next__
 
     def run_engine() -> None:
-        tables.append_block_ids(0, ids, counts, True)
+        tables.append_block_ids(next_row(), ids, counts, True)
 
     def check_engine() -> bool:
         tables.apply_staged_writes()
         run_engine()
         tables.apply_staged_writes()
-        (table,) = tables.gather_block_tables(np.zeros(1, dtype=np.int64), 1)
+        (table,) = tables.gather_block_tables(np.array([(next_row() - 1) % rows]), 1)
         return bool((table[0].numpy() == expected).all())
 
     def check(run: Callable[[], None], name: str) -> Check:
@@ -195,7 +197,7 @@ def step(name: str, blocks_per_kv_block: int) -> Step:
     flat = [groups.reshape(-1) for groups in blocks]
     lists = [tuple(ids.tolist() for ids in groups) for groups in arrays]
     row_list = rows.tolist()
-    counts = [count] * NUM_GROUPS
+    counts = array("i", [count] * NUM_GROUPS)
     # [NUM_GROUPS, n, count * bpk]
     expected = np.stack([[expand_numpy(groups[group], bpk) for groups in arrays] for group in range(NUM_GROUPS)])
     subjects: Subjects = {}
@@ -251,8 +253,11 @@ def step(name: str, blocks_per_kv_block: int) -> Step:
         tables.apply_staged_writes()
         tables.num_blocks[:] = held
 
+    # Each repeat of a step has rows of its own, since a row is staged once between two writes.
+    all_rows = cycle([[row + i * num_reqs for row in row_list] for i in range(spare)])
+
     def stage() -> None:
-        for row, ids in zip(row_list, flat, strict=True):
+        for row, ids in zip(next(all_rows), flat, strict=True):
             tables.append_block_ids(row, ids, counts, new_rows)
 
     def check_engine() -> bool:
@@ -261,7 +266,8 @@ def step(name: str, blocks_per_kv_block: int) -> Step:
             table.zero_()
         stage()
         tables.apply_staged_writes()
-        gathered = torch.stack(tables.gather_block_tables(rows, n)).numpy()
+        (written,) = {row // num_reqs for row in np.flatnonzero(tables.num_blocks[:, 0] - held)}
+        gathered = torch.stack(tables.gather_block_tables(rows + written * num_reqs, n)).numpy()
         return bool((gathered[:, :, held * bpk : (held + count) * bpk] == expected).all())
 
     batch = np.arange(num_reqs)
@@ -274,10 +280,8 @@ def step(name: str, blocks_per_kv_block: int) -> Step:
     subjects["vllm 0.22 V1"] = host_table()
     subjects["vllm 0.22 V2"] = list_staging(expands=True)
     subjects["vllm 0.32 V2"] = list_staging(expands=False)
-    # The staging buffer holds every row once: that many steps fit before it would be written in the middle of one.
-    room = spare * num_reqs // n
-    subjects[ENGINE] = (Subject(stage, reset, min(repeats, room)), check_engine)
-    return Step(subjects, Subject(run_device, reset, repeats))
+    subjects[ENGINE] = (Subject(stage, reset, spare), check_engine)
+    return Step(subjects, Subject(run_device, reset, spare))
 
 
 # ---- measuring ----

@@ -1,7 +1,7 @@
 """Block tables of all groups: staged on the host, written and expanded on the device.
 
-Contract. A request owns one *row* (its index in the persistent tables) while it runs. `append_block_ids` only stages: it
-copies a request's new ids into one buffer and notes where they go, nothing else, so its cost is that of the ids
+Contract. A request owns one *row* (its index in the persistent tables) while it runs. `append_block_ids` only stages:
+it copies a request's new ids into one buffer and notes the row, nothing else, so its cost is that of the ids
 themselves. Once per step `apply_staged_writes` moves the whole buffer to the device in one copy and one indexed write
 for all groups; `gather_block_tables` then brings the rows of the step's batch into the input tables, where manager
 blocks become kernel blocks. Everything that a captured graph reads keeps its address.
@@ -14,6 +14,7 @@ sizes, and nothing is stored twice. This is (c).
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -67,7 +68,7 @@ class BlockTables:
 
         # All tables are slices of one buffer, so that one indexed write serves every group.
         sizes = [max_num_reqs * width for width in self.widths]
-        self._group_start = np.concatenate([[0], np.cumsum(sizes)]).tolist()
+        self._group_start = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
         self._flat = torch.zeros(self._group_start[-1], dtype=torch.int32, device=device)
         self.tables = [
             self._flat[start : start + size].view(max_num_reqs, -1)
@@ -82,63 +83,69 @@ class BlockTables:
             (self.num_groups, max_num_batched_tokens), PAD_SLOT, dtype=torch.int64, device=device
         )
 
-        # The staging buffers: ids, and of each segment of them its first cell and length. They are written one element
-        # at a time, which costs a memoryview a third of what it costs an array.
-        max_segments = max_num_reqs * self.num_groups
+        # The staging buffers: ids, and of each staged request its row, its counts, and whether it starts anew. They are
+        # written one element at a time, which costs a memoryview a third of what it costs an array.
         self._staged_ids = torch.zeros(max(1, len(self._flat)), dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._targets, self._counts = np.zeros(max_segments, np.int64), np.zeros(max_segments, np.int64)
+        self._staged_rows = np.zeros(max_num_reqs, dtype=np.int32)
+        self._staged_counts = np.zeros((max_num_reqs, self.num_groups), dtype=np.int32)
+        self._staged_overwrite = np.zeros(max_num_reqs, dtype=np.bool_)
         self._ids_view = memoryview(self._staged_ids.numpy())
-        self._targets_view, self._counts_view = memoryview(self._targets), memoryview(self._counts)
-        self._num_blocks_view = memoryview(self.num_blocks.reshape(-1))
+        self._rows_view = memoryview(self._staged_rows)
+        self._counts_view = memoryview(self._staged_counts.reshape(-1))
+        self._overwrite_view = memoryview(self._staged_overwrite)
         self._num_ids = 0
-        self._num_segments = 0
-        self._layout = list(zip(self.widths, self._group_start, strict=False))
+        self._num_staged = 0
 
-    def append_block_ids(self, row: int, block_ids: BlockIds, counts: Sequence[int], overwrite: bool = False) -> None:
-        """Stage new manager block ids of one request.
-
-        Between two `apply_staged_writes`, a row may be overwritten only before anything else is staged for it: the
-        device write keeps no order.
+    def append_block_ids(self, row: int, block_ids: BlockIds, counts: array[int], overwrite: bool = False) -> None:
+        """Stage new manager block ids of one request; at most once per row between two `apply_staged_writes`.
 
         Args:
             row: the request's row.
             block_ids: [sum(counts)] int32, group by group.
-            counts: how many of them each group gets.
+            counts: [num_groups] of type code `i`, how many of the ids each group gets.
             overwrite: the request is new in this row (or was preempted): start at column 0.
-
-        Raises:
-            IndexError: a row would become longer than the group's width.
         """
-        begin, segment = self._num_ids, self._num_segments
+        begin, index = self._num_ids, self._num_staged
         end = begin + len(block_ids)
-        if end > len(self._ids_view) or segment + self.num_groups > len(self._targets_view):
+        if end > len(self._ids_view) or index == self.max_num_reqs:
             self.apply_staged_writes()
-            begin, segment, end = 0, 0, len(block_ids)
-        held = self._num_blocks_view
-        cell = row * self.num_groups
-        for count, (width, group_start) in zip(counts, self._layout, strict=True):
-            start = 0 if overwrite else held[cell]
-            if start + count > width:
-                raise IndexError(f"row {row}: {start + count} blocks exceed the {width} columns of its group's table")
-            if count:
-                self._targets_view[segment] = group_start + row * width + start
-                self._counts_view[segment] = count
-                segment += 1
-            held[cell] = start + count
-            cell += 1
+            begin, index, end = 0, 0, len(block_ids)
+        cell = index * self.num_groups
         self._ids_view[begin:end] = block_ids
-        self._num_ids, self._num_segments = end, segment
+        self._counts_view[cell : cell + self.num_groups] = counts
+        self._rows_view[index] = row
+        self._overwrite_view[index] = overwrite
+        self._num_ids, self._num_staged = end, index + 1
 
     def apply_staged_writes(self) -> None:
-        """Bring all staged ids into the persistent tables: one copy to the device, one indexed write."""
-        targets, counts = self._targets[: self._num_segments], self._counts[: self._num_segments]
-        cells = np.repeat(targets - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
+        """Bring all staged ids into the persistent tables: one copy to the device, one indexed write.
+
+        Raises:
+            IndexError: a row would become longer than its group's width. Nothing is written then.
+            ValueError: a row was staged twice, or ids do not match the counts.
+        """
+        staged = self._num_staged
+        if not staged:
+            return
+        rows, counts = self._staged_rows[:staged], self._staged_counts[:staged]
         ids = self._staged_ids[: self._num_ids].to(self.device)
-        self._num_ids = self._num_segments = 0
+        self._num_ids = self._num_staged = 0
+        start = np.where(self._staged_overwrite[:staged, None], 0, self.num_blocks[rows])
+        end = start + counts
+        if (end > self.widths).any():
+            i, group = np.argwhere(end > self.widths)[0]
+            raise IndexError(
+                f"group {group} row {rows[i]}: {end[i, group]} blocks exceed the width {self.widths[group]}"
+            )
+        if len(np.unique(rows)) != staged:
+            raise ValueError(f"a row was staged twice in one step: {sorted(rows.tolist())}")
+        self.num_blocks[rows] = end
+        lengths = counts.reshape(-1)
+        first = (self._group_start[:-1] + rows[:, None] * np.array(self.widths) + start).reshape(-1)
+        cells = np.repeat(first - (np.cumsum(lengths) - lengths), lengths) + np.arange(lengths.sum())
         if len(cells) != len(ids):
             raise ValueError(f"{len(ids)} block ids were staged for {len(cells)} columns")
-        if len(cells):
-            self._flat[torch.from_numpy(cells).to(self.device)] = ids
+        self._flat[torch.from_numpy(cells).to(self.device)] = ids
 
     def gather_block_tables(self, rows: npt.NDArray[np.int64], num_reqs_padded: int) -> list[torch.Tensor]:
         """The batch's tables in kernel blocks, one `[num_reqs_padded, width * blocks_per_kv_block]` view per group.

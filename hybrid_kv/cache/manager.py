@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -19,7 +20,7 @@ class NewBlocks(NamedTuple):
     """Blocks that a request just got: ids group by group, and how many each group got, as block tables stage them."""
 
     ids: BlockIds
-    counts: list[int]
+    counts: array[int]
 
     def per_group(self) -> list[BlockIds]:
         """The ids of each group, as views."""
@@ -61,11 +62,11 @@ class KVCacheManager:
         missing = [max(0, need - have) for need, have in zip(self._blocks_needed(num_tokens), held, strict=True)]
         total = sum(missing)
         if total == 0:
-            return NewBlocks(_EMPTY, missing)
+            return NewBlocks(_EMPTY, array("i", missing))
         ids = self.pool.allocate(total)
         if ids is None:
             return None
-        new = NewBlocks(ids, missing)
+        new = NewBlocks(ids, array("i", missing))
         for blocks, part in zip(self._held.setdefault(request_id, [[] for _ in missing]), new.per_group(), strict=True):
             blocks.append(part)
         self._num_held[request_id] = [have + more for have, more in zip(held, missing, strict=True)]

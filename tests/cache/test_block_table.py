@@ -1,5 +1,7 @@
 """Block tables against plain lists."""
 
+from array import array
+
 import numpy as np
 import pytest
 import torch
@@ -25,7 +27,7 @@ def ids_of(*values):
 def stage(tables, row, new, overwrite=False):
     """`new`: per group the ids."""
     flat = ids_of(*(block for ids in new for block in ids))
-    tables.append_block_ids(row, flat, [len(ids) for ids in new], overwrite)
+    tables.append_block_ids(row, flat, array("i", [len(ids) for ids in new]), overwrite)
 
 
 @settings(max_examples=150, deadline=None)
@@ -80,28 +82,38 @@ def test_a_full_staging_buffer_is_written_early():
     assert tables.tables[0].tolist() == [[1, 2, 3, 4], [11, 12, 13, 14]]
 
 
-def test_too_many_segments_are_written_early():
+def test_a_row_beyond_the_staging_buffer_is_written_early():
     tables = make(rows=1, widths=[9, 9], bpk=[1, 1])
-    for block in range(1, 10):  # 2 segments a call for room for 2
+    for block in range(1, 10):  # one row a call, for room for one
         stage(tables, 0, [[block], [block + 10]])
     tables.apply_staged_writes()
     assert tables.tables[0].tolist() == [list(range(1, 10))]
     assert tables.tables[1].tolist() == [list(range(11, 20))]
 
 
+def test_a_row_staged_twice_raises():
+    tables = make()
+    stage(tables, 2, [[1], [], []], overwrite=True)
+    stage(tables, 2, [[2], [], []])
+    with pytest.raises(ValueError, match="staged twice"):
+        tables.apply_staged_writes()
+
+
 def test_too_many_blocks_for_the_row_raise():
     tables = make(rows=2, widths=[2, 3], bpk=[1, 2])
     stage(tables, 0, [[1, 2], [3]])
-    with pytest.raises(IndexError, match="row 0: 3 blocks exceed the 2 columns"):
-        stage(tables, 0, [[9], []])
     tables.apply_staged_writes()
-    assert tables.num_blocks.tolist() == [[2, 1], [0, 0]]
+    stage(tables, 1, [[5], [6]], overwrite=True)
+    stage(tables, 0, [[9], []])
+    with pytest.raises(IndexError, match="group 0 row 0: 3 blocks exceed the width 2"):
+        tables.apply_staged_writes()
+    assert tables.num_blocks.tolist() == [[2, 1], [0, 0]]  # a refused step leaves nothing behind
     assert tables.tables[0].tolist() == [[1, 2], [0, 0]]
 
 
 def test_ids_that_do_not_match_the_counts_raise():
     tables = make()
-    tables.append_block_ids(0, ids_of(1), [2, 0, 0])
+    tables.append_block_ids(0, ids_of(1), array("i", [2, 0, 0]))
     with pytest.raises(ValueError, match="1 block ids were staged for 2 columns"):
         tables.apply_staged_writes()
 
