@@ -1,0 +1,112 @@
+"""The integer model: engine equals oracle, and every cache mistake shows in the tokens."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybrid_kv.engine.llm import LLM
+from hybrid_kv.engine.sampling import SamplingParams
+from hybrid_kv.guard.checks import run_scenario
+from hybrid_kv.guard.traffic import SmallKVFirst, draw_scenario
+from hybrid_kv.models.exact import PRIME, ExactConfig, ExactModel, ExactOracle, _segmented_affine_scan
+
+PROMPT = np.random.default_rng(3).integers(0, 97, 21).tolist()
+
+
+def engine(pattern="M*MM*", **options):
+    options = {
+        "attention_backend": SmallKVFirst.name,
+        "block_size": 8,
+        "max_num_seqs": 4,
+        "max_model_len": 64,
+    } | options
+    return LLM(ExactModel(ExactConfig(pattern=pattern)), device="cpu", **options)
+
+
+def tokens(llm, prompt, on_step=None):
+    return llm.generate([prompt], SamplingParams(max_tokens=8), progress=False, on_step=on_step)[0].token_ids
+
+
+@pytest.mark.parametrize("seed", range(100, 112))
+def test_engine_equals_oracle(seed):
+    wrong, _ = run_scenario(draw_scenario(seed))
+    assert wrong == []
+
+
+@given(st.integers(1, 20), st.integers(0, 2**31))
+def test_scan_equals_loop(length, seed):
+    rng = np.random.default_rng(seed)
+    a, b = (rng.integers(0, PRIME, (2, length, 3)) for _ in "ab")
+    got_a, got_b = _segmented_affine_scan(torch.from_numpy(a), torch.from_numpy(b))
+    total_a, total_b = np.ones((2, 3), np.int64), np.zeros((2, 3), np.int64)
+    for t in range(length):
+        total_a, total_b = total_a * a[:, t] % PRIME, (a[:, t] * total_b % PRIME + b[:, t]) % PRIME
+        assert (got_a[:, t].numpy() == total_a).all()
+        assert (got_b[:, t].numpy() == total_b).all()
+
+
+@pytest.mark.parametrize("pattern", ["M", "*", "M*", "M*MM*"])
+@pytest.mark.parametrize("at", [0, 10, 19])
+def test_the_oracle_feels_each_prompt_token(pattern, at):
+    oracle = ExactOracle(ExactModel(ExactConfig(pattern=pattern)))
+    right = oracle.generate(PROMPT, 6)
+    swapped = PROMPT.copy()
+    swapped[at], swapped[at + 1] = swapped[at + 1], swapped[at]
+    assert swapped != PROMPT
+    for wrong in (swapped, PROMPT[: at + 1] + PROMPT[at:], PROMPT[:at] + PROMPT[at + 1 :]):
+        assert oracle.generate(wrong, 6) != right
+
+
+def test_tokens_are_diverse():
+    output = ExactOracle(ExactModel()).generate(PROMPT, 150)
+    assert len(set(output)) > 60  # 97 tokens, 150 draws: 76 are expected of a uniform source
+
+
+def damaged(change, pattern="M*MM*"):
+    """The tokens when `change(runner, request)` runs once, after the prompt and two output tokens."""
+    llm = engine(pattern)
+    done = []
+
+    def disturb(llm):
+        if not done and llm.scheduler.running and len(llm.scheduler.running[0].output_token_ids) == 3:
+            done.append(change(llm.runner, llm.scheduler.running[0]))
+
+    got = tokens(llm, PROMPT, disturb)
+    assert done
+    return got
+
+
+def test_the_engine_feels_damage_to_state_window_and_table():
+    right = ExactOracle(ExactModel()).generate(PROMPT, 8)
+    before = {}
+
+    def nothing(runner, request):
+        before["state"] = [raw.clone() for raw in runner.raw_buffers]
+
+    assert damaged(nothing) == right
+
+    def mamba(runner):
+        return [g for g in runner.groups if g.backend.is_ssm()]
+
+    def other_state(runner, request):
+        for group in mamba(runner):
+            block = int(runner.block_tables.tables[group.group_id][request.row, 0])
+            runner.views[group.layer_names[0]][1][block] = runner.views[group.layer_names[0]][1][0]
+
+    def old_window(runner, request):
+        group = mamba(runner)[0]
+        window = runner.views[group.layer_names[0]][0]
+        block = int(runner.block_tables.tables[group.group_id][request.row, 0])
+        window[block] = window[block].roll(1, 0)
+
+    def swapped_blocks(runner, request):
+        group = next(g for g in runner.groups if not g.backend.is_ssm())
+        row = runner.block_tables.tables[group.group_id][request.row]
+        row[:2] = row[:2].flip(0).clone()
+
+    for change in (other_state, old_window, swapped_blocks):
+        got = damaged(change)
+        assert got[:3] == right[:3], change.__name__
+        assert got[3:] != right[3:], change.__name__
