@@ -283,8 +283,8 @@ def check_guard_logits(prompts: Sequence[str], progress: Progress) -> list[Check
 def check_accuracy(limit: int, progress: Progress) -> list[CheckResult]:
     """The guard model on `gsm8k_synth`, against the recorded share of correct answers.
 
-    An alarm needs a count of correct answers that the recorded share would give less than once in 1000 runs (one-sided
-    binomial).
+    An alarm needs a count of correct answers that the lower end of the recorded share's 95 % interval would give less
+    than once in 1000 runs (one-sided binomial).
     """
     from scipy.stats import binom
 
@@ -299,7 +299,7 @@ def check_accuracy(limit: int, progress: Progress) -> list[CheckResult]:
     progress(limit)
     correct = sum(record.correct for record in result.records)
     invalid = sum(record.invalid for record in result.records)
-    floor = int(binom.ppf(0.001, limit, recorded["accuracy"]))
+    floor = int(binom.ppf(0.001, limit, recorded["accuracy_ci"][0]))
     params = {"recorded_accuracy": recorded["accuracy"], "recorded_n": recorded["n"], "floor": floor}
     wrong = f"{correct} of {limit} correct, recorded were {recorded['accuracy']:.1%}"
     return [
