@@ -27,7 +27,7 @@ from hybrid_kv.guard.checks import (
 from hybrid_kv.results import Receipt, Row, provenance, timing_row
 
 # How much of each check: the quick guard ends within a minute on two cores, the full one within five.
-QUICK = {"requests": 800, "prompts": 4, "questions": 60}
+QUICK = {"requests": 1500, "prompts": 4, "questions": 100}
 FULL = {"requests": 6000, "prompts": 16, "questions": 250}
 LAYOUT_TRIALS = 200
 

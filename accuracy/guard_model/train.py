@@ -1,0 +1,399 @@
+"""Train the guard model.
+
+    python -m accuracy.guard_model.train --out .train/guard_model --install
+
+The run is a function of its arguments (on one machine and torch version): data are drawn from
+(seed, step, sequence), the learning rate follows the step, never the clock. It checkpoints itself
+and goes on from there when started again. On a CPU two single-thread processes share each batch (6
+times as fast as one process with two threads on a busy two-core machine); on a GPU one process
+takes all of it.
+
+**Path dropout** makes the model need its SSM state. Trained plainly, attention learns nearly all
+the copying, and most answers survive a zeroed state (75 of 90 points did). So part of the training
+sequences takes that path away: attention may not cross a problem border, and the tokens that tell
+the box size are hidden as keys from every other sentence. There only the SSM state can bring the
+size. The first ``latch-only-steps`` use nothing else, later steps half and half; inference is
+ordinary attention.
+"""
+
+import argparse
+import json
+import math
+import random
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from . import problems, tokenizer
+from .model import GuardConfig, GuardModel, PathDropout, save_checkpoint
+
+PACKAGE = Path(__file__).parent
+WARMUP_STEPS = 40
+FLOOR = 0.02  # the learning rate never falls below this part of its top
+MTP_WEIGHTS = (0.3, 0.15, 0.1)  # loss weight of the 1st, 2nd and 3rd drafted token
+MTP_SEQUENCES = 2  # sequences of each process that the MTP head trains on, to save time
+QUESTION_WEIGHT = 0.1  # question tokens are mostly chance; answers weigh 1
+FACTOR_WEIGHT = 3.0  # the operand after "*" is where the latch is asked for
+
+# What may not change when a run goes on. What only acts from some step on may change before it.
+IDENTITY = ("seed", "batch", "length", "replicas", "muon_lr", "adam_lr")
+ACTS_LATER = {
+    "latch_only_steps": lambda a: a["latch_only_steps"],
+    "mtp_from_step": lambda a: a["mtp_from_step"],
+    "steps": lambda a: a["steps"] - a["decay_steps"],
+    "decay_steps": lambda a: a["steps"] - a["decay_steps"],
+}
+
+
+@dataclass
+class Batch:
+    """One process's share of a step, b sequences of t tokens."""
+
+    ids: Tensor  # (b, t + 1)
+    weights: Tensor  # (b, t), of predicting ids[:, 1:]
+    dropout: PathDropout
+
+
+# ---------------------------------------------------------------------------------------- data
+
+
+def _sequence(rng: random.Random, length: int) -> tuple[np.ndarray, ...]:
+    """Tokens, loss weights, problem number, sentence number and latch marks, each (length,)."""
+    ids_of = tokenizer.token_ids()
+    answer, stop, holds = ids_of[tokenizer.ANSWER], ids_of["."], ids_of[" holds"]
+    ids: list[int] = [ids_of[tokenizer.EOS]] if rng.random() < 0.5 else []
+    weights = [QUESTION_WEIGHT] * len(ids)
+    for index, problem in enumerate(problems.problem_stream(rng)):
+        if len(ids) >= length:
+            break
+        tokens = tokenizer.encode(("\n\n" if index else "") + problem.document())
+        question = tokens.index(answer) + 1
+        # The token that opens the next problem is part of the answer: it ends it.
+        weights += [1.0 if index else QUESTION_WEIGHT] + [QUESTION_WEIGHT] * (question - 1)
+        weights += [1.0] * (len(tokens) - question)
+        ids += tokens
+    array = np.array(ids[:length])
+    weight = np.array(weights[:length], dtype=np.float32)
+    weight[1:][array[:-1] == ids_of["*"]] *= FACTOR_WEIGHT
+    problem_no = np.cumsum(array == ids_of[tokenizer.NEXT_QUESTION])
+    after_stop = np.concatenate([[False], array[:-1] == stop])
+    sentence_no = np.cumsum(after_stop | (array == answer)) + problem_no
+    latch = np.zeros(length, dtype=bool)
+    for start in np.flatnonzero(array == holds):
+        latch[start : start + 4] = sentence_no[start : start + 4] == sentence_no[start]
+    return array, weight, problem_no, sentence_no, latch
+
+
+def make_batch(seed: int, step: int, sequences: range, length: int, latch_only: bool, device: torch.device) -> Batch:
+    """The sequences of one step; even ones get path dropout, all of them if ``latch_only``."""
+    columns = zip(
+        *(_sequence(random.Random(f"{seed}/{step}/{i}"), length + 1) for i in sequences),
+        strict=True,
+    )
+    ids, weights, problem_no, sentence_no, latch = (np.stack(c) for c in columns)
+    problem_no, sentence_no, latch = (a[:, :-1] for a in (problem_no, sentence_no, latch))
+    dropped = np.array([latch_only or i % 2 == 0 for i in sequences])[:, None, None]
+    same_problem = problem_no[:, :, None] == problem_no[:, None, :]
+    same_sentence = sentence_no[:, :, None] == sentence_no[:, None, :]
+    seen = (same_problem & (~latch[:, None, :] | same_sentence)) | ~dropped
+    seen &= np.tri(length, dtype=bool)
+    return Batch(
+        torch.from_numpy(ids).to(device),
+        torch.from_numpy(weights[:, 1:].copy()).to(device),
+        PathDropout(torch.from_numpy(seen[:, None]).to(device)),
+    )
+
+
+# ---------------------------------------------------------------------------------------- loss
+
+
+def _weighted(logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Weighted cross-entropy, and the part of it on answer tokens."""
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    loss = loss.view_as(weights)
+    answers = (weights >= 1).float()
+    mean = (loss * weights).sum() / weights.sum().clamp(min=1)
+    return mean, (loss.detach() * answers).sum() / answers.sum().clamp(min=1)
+
+
+def batch_loss(model: GuardModel, batch: Batch, with_mtp: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss to minimise, answer loss, and answer loss of the first drafted token."""
+    ids, weights = batch.ids, batch.weights
+    hidden = model.hidden(ids[:, :-1], batch.dropout)
+    loss, answer_loss = _weighted(model.lm_head(hidden), ids[:, 1:], weights)
+    mtp_loss = torch.zeros((), device=ids.device)
+    if with_mtp:
+        ids, weights, hidden = (a[:MTP_SEQUENCES] for a in (ids, weights, hidden))
+        length = weights.shape[1]
+        drafted = hidden
+        for k, part in enumerate(MTP_WEIGHTS, start=1):
+            # At i: the state that stands for i + k - 1, the known token i + k, and i + k + 1 due.
+            drafted = model.draft_hidden(drafted[:, : length - k], ids[:, k:length])
+            in_answer = weights[:, : length - k] >= 1
+            term, first = _weighted(model.lm_head(drafted), ids[:, k + 1 :], weights[:, k:] * in_answer)
+            loss = loss + part * term
+            if k == 1:
+                mtp_loss = first
+    return loss, answer_loss, mtp_loss
+
+
+# ----------------------------------------------------------------------------------- optimiser
+
+
+class Muon:
+    """Momentum whose update is made (nearly) orthogonal, for matrices."""
+
+    def __init__(self, named: dict[str, Tensor], lr: float, momentum: float = 0.95) -> None:
+        self.named, self.lr, self.momentum = named, lr, momentum
+        self.buffers: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, scale: float) -> None:
+        by_shape: dict[tuple[int, ...], list[tuple[Tensor, Tensor, bool]]] = {}
+        for name, weight in self.named.items():
+            if weight.grad is None:
+                continue
+            buffer = self.buffers.setdefault(name, torch.zeros_like(weight))
+            buffer.lerp_(weight.grad, 1 - self.momentum)
+            update = weight.grad.lerp(buffer, self.momentum)
+            tall = update.shape[0] > update.shape[1]
+            update = update.T if tall else update
+            by_shape.setdefault(tuple(update.shape), []).append((weight, update, tall))
+        for group in by_shape.values():
+            stacked = _orthogonalise(torch.stack([update for _, update, _ in group]))
+            for (weight, _, tall), update in zip(group, stacked, strict=True):
+                gain = math.sqrt(max(1, weight.shape[0] / weight.shape[1]))
+                weight.add_(update.T if tall else update, alpha=-self.lr * scale * gain)
+
+
+def _orthogonalise(x: Tensor) -> Tensor:
+    """Five Newton-Schulz steps on wide matrices (g, m, n): singular values go to about 1."""
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(5):
+        gram = x @ x.transpose(1, 2)
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x
+
+
+def lr_scale(step: int, steps: int, decay_steps: int) -> float:
+    """Warm-up, flat, then a linear fall over the last ``decay_steps``."""
+    return min(1, (step + 1) / WARMUP_STEPS) * min(1, max(FLOOR, (steps - step) / decay_steps))
+
+
+# ------------------------------------------------------------------------------------ training
+
+
+class Trainer:
+    """One process of the run; ``rank`` of ``world`` replicas."""
+
+    def __init__(self, args: argparse.Namespace, rank: int = 0, world: int = 1) -> None:
+        self.args, self.rank, self.world = args, rank, world
+        self.device = torch.device(args.device)
+        torch.manual_seed(args.seed)
+        self.model = GuardModel(GuardConfig(len(tokenizer.vocabulary()))).to(self.device)
+        matrices = {
+            name: p
+            for name, p in self.model.named_parameters()
+            if p.dim() == 2 and "embeddings" not in name and "lm_head" not in name
+        }
+        chosen = set(map(id, matrices.values()))
+        self.rest = [p for p in self.model.parameters() if id(p) not in chosen]
+        self.muon = Muon(matrices, args.muon_lr)
+        self.adam = torch.optim.AdamW(self.rest, lr=args.adam_lr, betas=(0.9, 0.95), weight_decay=0.0)
+        self.step = 0
+        self.log: list[dict[str, Any]] = []
+        share = args.batch // world
+        self.sequences = range(rank * share, (rank + 1) * share)
+
+    def train_step(self) -> tuple[float, float]:
+        """One optimiser step; returns the answer loss and the MTP loss of this process."""
+        args = self.args
+        batch = make_batch(
+            args.seed,
+            self.step,
+            self.sequences,
+            args.length,
+            self.step < args.latch_only_steps,
+            self.device,
+        )
+        self.model.zero_grad()
+        loss, answer_loss, mtp_loss = batch_loss(self.model, batch, self.step >= args.mtp_from_step)
+        loss.backward()
+        self._average_gradients()
+        torch.nn.utils.clip_grad_norm_(self.rest, 1.0)
+        scale = lr_scale(self.step, args.steps, args.decay_steps)
+        for group in self.adam.param_groups:
+            group["lr"] = args.adam_lr * scale
+        self.adam.step()
+        self.muon.step(scale)
+        self.step += 1
+        return float(answer_loss), float(mtp_loss)
+
+    def _average_gradients(self) -> None:
+        if self.world == 1:
+            return
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        flat = torch.cat([g.flatten() for g in grads])
+        dist.all_reduce(flat)
+        flat /= self.world
+        for grad, piece in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+            grad.copy_(piece.view_as(grad))
+
+    @torch.no_grad()
+    def evaluate(self, per_kind: int) -> dict[str, float]:
+        """Share of held-out problems whose whole answer is right, teacher-forced.
+
+        Every token right under teacher forcing is the same as greedy giving the reference answer.
+        """
+        result = {}
+        for seed, name in ((901, "self_contained"), (902, "latch")):
+            items = problems.eval_set(seed, per_kind, needs_latch=name == "latch")
+            items = items[self.rank :: self.world]
+            right = torch.tensor([float(sum(map(self._is_right, items)))])
+            if self.world > 1:
+                dist.all_reduce(right)
+            result[name] = float(right) / per_kind
+        return result
+
+    def _is_right(self, item: problems.EvalItem) -> bool:
+        prompt = tokenizer.encode(item.prompt)
+        whole = tokenizer.encode(f"{item.prompt} {item.answer}{tokenizer.NEXT_QUESTION}")
+        ids = torch.tensor([whole], device=self.device)
+        logits = self.model(ids[:, :-1])[0, len(prompt) - 1 :]
+        return bool((logits.argmax(-1) == ids[0, len(prompt) :]).all())
+
+    # ------------------------------------------------------------------------------ state file
+
+    def save_state(self, path: Path) -> None:
+        """Write everything the run needs to go on, in one atomic step."""
+        state = {
+            "step": self.step,
+            "args": {k: v for k, v in vars(self.args).items() if isinstance(v, int | float)},
+            "model": self.model.state_dict(),
+            "adam": self.adam.state_dict(),
+            "muon": self.muon.buffers,
+            "log": self.log,
+        }
+        partial = path.with_suffix(".partial")
+        torch.save(state, partial)
+        partial.replace(path)
+
+    def load_state(self, path: Path) -> None:
+        state = torch.load(path, map_location=self.device)
+        then, now = state["args"], vars(self.args)
+        changed = [k for k in IDENTITY if then[k] != now[k]]
+        for name, acts_from in ACTS_LATER.items():
+            if then[name] != now[name] and state["step"] > min(acts_from(then), acts_from(now)):
+                changed.append(name)
+        if changed:
+            raise SystemExit(f"{path} is of a run with other {', '.join(changed)}; use --fresh")
+        self.step, self.log = state["step"], state["log"]
+        self.model.load_state_dict(state["model"])
+        self.adam.load_state_dict(state["adam"])
+        self.muon.buffers = state["muon"]
+
+
+def export(trainer: Trainer, folder: Path) -> None:
+    """Write the loadable checkpoint with its tokenizer."""
+    stop = [tokenizer.token_ids()[t] for t in (tokenizer.EOS, tokenizer.NEXT_QUESTION)]
+    save_checkpoint(trainer.model, folder, stop)
+    tokenizer.save(folder)
+
+
+def run(rank: int, args: argparse.Namespace, world: int, rendezvous: str) -> None:
+    """The training loop of one process."""
+    if args.device == "cpu":
+        torch.set_num_threads(1)
+        torch.set_flush_denormal(True)  # long decays underflow; denormals are slow on a CPU
+    if world > 1:
+        dist.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=world)
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    state_file = out / "train_state.pt"
+    trainer = Trainer(args, rank, world)
+    if state_file.exists() and not args.fresh:
+        trainer.load_state(state_file)
+    if world > 1:
+        dist.barrier()  # no process may write the state file before all have read it
+    bar = tqdm(total=args.steps, initial=trainer.step, disable=rank > 0, mininterval=10)
+    sums, count, started, begin = [0.0, 0.0], 0, time.monotonic(), trainer.step
+    while trainer.step < args.steps:
+        losses = trainer.train_step()
+        sums = [s + x for s, x in zip(sums, losses, strict=True)]
+        count += 1
+        bar.update()
+        if trainer.step % 50 == 0:
+            elapsed = time.monotonic() - started
+            rate = (trainer.step - begin) * args.batch * args.length / elapsed
+            record = {
+                "step": trainer.step,
+                "answer_loss": round(sums[0] / count, 5),
+                "mtp_loss": round(sums[1] / count, 5),
+            }
+            sums, count = [0.0, 0.0], 0
+            if args.eval_every and trainer.step % args.eval_every == 0:
+                record |= trainer.evaluate(args.eval_problems)
+            trainer.log.append(record)
+            if rank == 0:
+                bar.write(f"{json.dumps(record)} {rate:.0f} tokens/s")
+        if trainer.step % args.checkpoint_every == 0 or trainer.step == args.steps:
+            if rank == 0:
+                trainer.save_state(state_file)
+                export(trainer, out / "checkpoint")
+            if world > 1:
+                dist.barrier()
+    bar.close()
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("--steps", type=int, default=4000)
+    p.add_argument("--out", default=".train/guard_model", help="state file and checkpoint go here")
+    p.add_argument("--install", action="store_true", help="copy the checkpoint into the package")
+    p.add_argument("--fresh", action="store_true", help="ignore a state file in --out")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--batch", type=int, default=8, help="sequences per step, over all processes")
+    p.add_argument("--length", type=int, default=512, help="tokens per sequence")
+    p.add_argument("--latch-only-steps", type=int, default=1200)
+    p.add_argument("--mtp-from-step", type=int, default=1800)
+    p.add_argument("--decay-steps", type=int, default=2200)
+    p.add_argument("--muon-lr", type=float, default=0.02)
+    p.add_argument("--adam-lr", type=float, default=4e-3)
+    p.add_argument("--checkpoint-every", type=int, default=250)
+    p.add_argument("--eval-every", type=int, default=500)
+    p.add_argument("--eval-problems", type=int, default=60, help="per kind")
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--replicas", type=int, help="processes; default 2 on a CPU, 1 on a GPU")
+    return p
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parser().parse_args(argv)
+    args.replicas = world = args.replicas or (2 if args.device == "cpu" else 1)
+    if args.batch % world:
+        raise SystemExit(f"--batch {args.batch} does not divide among {world} processes")
+    with tempfile.TemporaryDirectory() as folder:
+        rendezvous = f"{folder}/rendezvous"
+        if world == 1:
+            run(0, args, world, rendezvous)
+        else:
+            mp.spawn(run, (args, world, rendezvous), nprocs=world)
+    if args.install:
+        shutil.copytree(Path(args.out) / "checkpoint", PACKAGE, dirs_exist_ok=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,350 @@
+"""Answer the questions of a task with the engine, through lm-eval, and keep every answer.
+
+The averages are for people; a comparison of two runs is paired per question, so the per-question file is the real
+result (two averages of 250 questions see a drop of 9.6 points, pairs of a deterministic run one of 2.9).
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accuracy.tasks import check_task, load_task, quiet_lm_eval
+from hybrid_kv.config import ConfigError, HybridKVError
+
+if TYPE_CHECKING:
+    from accuracy.lm_eval_model import HybridKVLM
+    from hybrid_kv.engine.llm import LLM
+    from hybrid_kv.results import Row
+
+STRICT, FLEXIBLE = "strict-match", "flexible-extract"
+NO_ANSWER = "[invalid]"  # what lm-eval's regex filter gives when it finds nothing
+
+
+@dataclass(frozen=True)
+class QuestionRecord:
+    """One question. It is correct, wrong (neither flag) or invalid; `correct_flexible` is a second opinion.
+
+    `invalid`: the strict filter found no answer, or the engine refused the request, and then `error` says why. The
+    three hashes are lm-eval's: two runs are only comparable where they agree. `output_sha` is over the token ids.
+    """
+
+    doc_id: int
+    doc_hash: str
+    prompt_hash: str
+    target_hash: str
+    correct: bool
+    correct_flexible: bool
+    invalid: bool
+    error: str | None
+    n_tokens: int
+    output_sha: str
+    steps: int | None  # of gsm8k_synth only
+    needs_latch: bool | None
+
+
+@dataclass(frozen=True)
+class AccuracyResult:
+    """A run: what was asked (`params`), every question, and what the engine did. `seconds` is time in the engine."""
+
+    task: str
+    params: dict[str, Any]
+    records: tuple[QuestionRecord, ...]
+    num_prompt_tokens: int
+    num_preemptions: int
+    seconds: float
+
+    @property
+    def n(self) -> int:
+        return len(self.records)
+
+    @property
+    def accuracy(self) -> float:
+        """Share of questions right under the strict filter, the one to gate on."""
+        return _share(record.correct for record in self.records)
+
+    @property
+    def accuracy_flexible(self) -> float:
+        return _share(record.correct_flexible for record in self.records)
+
+    @property
+    def invalid_rate(self) -> float:
+        return _share(record.invalid for record in self.records)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(record.n_tokens for record in self.records)
+
+    @property
+    def mean_tokens(self) -> float:
+        return self.num_output_tokens / self.n
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens per second in the engine, prefill included in the time."""
+        return self.num_output_tokens / self.seconds
+
+    def groups(self) -> dict[str, list[QuestionRecord]]:
+        """The questions: all; for a task that knows them also by latch and by number of steps."""
+        groups = {"all": list(self.records)}
+        for name, wanted in (("latch", True), ("self-contained", False)):
+            groups[name] = [record for record in self.records if record.needs_latch is wanted]
+        for steps in sorted({record.steps for record in self.records if record.steps is not None}):
+            groups[f"{steps} step{'s' * (steps > 1)}"] = [record for record in self.records if record.steps == steps]
+        return {name: records for name, records in groups.items() if records}
+
+    def summary(self) -> dict[str, Any]:
+        """Everything but the questions, ready for JSON."""
+        return {
+            "task": self.task,
+            "params": self.params,
+            "n": self.n,
+            "accuracy": self.accuracy,
+            "accuracy_ci": wilson_interval(sum(record.correct for record in self.records), self.n),
+            "accuracy_flexible": self.accuracy_flexible,
+            "invalid_rate": self.invalid_rate,
+            "groups": {
+                name: {"n": len(records), "correct": sum(record.correct for record in records)}
+                for name, records in self.groups().items()
+            },
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "num_output_tokens": self.num_output_tokens,
+            "mean_tokens": self.mean_tokens,
+            "num_preemptions": self.num_preemptions,
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second,
+        }
+
+
+def _share(flags: Iterable[bool]) -> float:
+    values = list(flags)
+    return sum(values) / len(values)
+
+
+def wilson_interval(successes: int, n: int, z: float = 1.959964) -> tuple[float, float]:
+    """Wilson's score interval of a proportion (95 % by default); unlike the textbook one it is right near 0 and 1."""
+    p = successes / n
+    scale = 1 + z * z / n
+    center = (p + z * z / (2 * n)) / scale
+    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / scale
+    return max(0.0, center - half), min(1.0, center + half)
+
+
+def evaluate(
+    model: str | Path | LLM | None = None,
+    task: str = "gsm8k_synth",
+    *,
+    limit: int | None = 250,
+    seed: int = 0,
+    gsm8k_dir: str | Path | None = None,
+    progress: bool = True,
+    **engine_options: Any,
+) -> AccuracyResult:
+    """Run a task.
+
+    Args:
+        model: a checkpoint folder or a ready engine; None: the embedded guard model.
+        task: gsm8k_synth or gsm8k.
+        limit: ask the first so many questions; None asks all.
+        seed: of the documents (gsm8k_synth) or of the choice of shots (gsm8k; 0 gives lm-eval's own prompts).
+        gsm8k_dir: train.jsonl and test.jsonl for task gsm8k; None takes the hub's.
+        progress: show bars.
+        engine_options: as for `LLM`.
+
+    Raises:
+        ConfigError: the task, the model or an option cannot be used.
+        HybridKVError: the engine refused every question.
+    """
+    check_task(task, gsm8k_dir, limit)
+    import lm_eval
+    from lm_eval.evaluator import evaluate as lm_eval_evaluate
+
+    from accuracy.lm_eval_model import GUARD_MODEL, HybridKVLM
+
+    folder = GUARD_MODEL if model is None else model if isinstance(model, str | Path) else None
+    # The model first: an unusable one is found in seconds, a task from the hub may take minutes.
+    lm = HybridKVLM(folder, llm=None if isinstance(model, str | Path) else model, progress=progress, **engine_options)
+    loaded = load_task(task, seed, limit, gsm8k_dir)
+    with _one_thread() if folder == GUARD_MODEL else nullcontext(), quiet_lm_eval(), _bars(progress):
+        # Not simple_evaluate: that adds 10 s (its index of all tasks, a report on the machine) and seeds global RNGs.
+        results = lm_eval_evaluate(lm, {"tasks": {task: loaded}}, limit=limit, bootstrap_iters=0)
+    outputs = [output for repeats in lm.outputs.values() for output in repeats]
+    if all(output.error is not None for output in outputs):
+        raise HybridKVError(f"the engine refused all {len(outputs)} questions; the first: {outputs[0].error}")
+    params = {
+        "model": type(lm.llm.model).__name__ if folder is None else Path(folder).name,
+        "task": task,
+        "seed": seed,
+        "limit": limit,
+        "num_fewshot": loaded.config.num_fewshot,
+        "lm_eval": lm_eval.__version__,
+        **engine_options,
+    }
+    return AccuracyResult(
+        task=task,
+        params=params,
+        records=_records(results["samples"][task], lm, task),
+        num_prompt_tokens=sum(len(output.prompt_token_ids) for output in outputs),
+        num_preemptions=sum(output.num_preemptions for output in outputs),
+        seconds=lm.seconds,
+    )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """One thread for torch: the guard model is too small for more (on 2 busy cores, 2 took 70 times longer)."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _bars(shown: bool) -> AbstractContextManager[Any]:
+    # lm-eval draws a bar of its own and cannot be asked not to.
+    return nullcontext() if shown else redirect_stderr(io.StringIO())
+
+
+def evaluate_guard_model(
+    limit: int = 100, seed: int = 0, progress: bool = False, **engine_options: Any
+) -> AccuracyResult:
+    """The embedded guard model on gsm8k_synth."""
+    return evaluate(limit=limit, seed=seed, progress=progress, **engine_options)
+
+
+def _records(samples: Sequence[dict[str, Any]], lm: HybridKVLM, task: str) -> tuple[QuestionRecord, ...]:
+    """Join lm-eval's samples, one per question and filter, with the engine's outputs."""
+    by_filter: dict[str, dict[int, dict[str, Any]]] = {STRICT: {}, FLEXIBLE: {}}
+    for sample in samples:
+        by_filter[sample["filter"]][sample["doc_id"]] = sample
+    records = []
+    for doc_id, strict in sorted(by_filter[STRICT].items()):
+        output = lm.outputs[task, doc_id][0]
+        records.append(
+            QuestionRecord(
+                doc_id=doc_id,
+                doc_hash=strict["doc_hash"],
+                prompt_hash=strict["prompt_hash"],
+                target_hash=strict["target_hash"],
+                correct=bool(strict["exact_match"]),
+                correct_flexible=bool(by_filter[FLEXIBLE][doc_id]["exact_match"]),
+                invalid=output.error is not None or strict["filtered_resps"][0] == NO_ANSWER,
+                error=output.error,
+                n_tokens=len(output.token_ids),
+                output_sha=hashlib.sha256(json.dumps(output.token_ids).encode()).hexdigest(),
+                steps=strict["doc"].get("steps"),
+                needs_latch=strict["doc"].get("needs_latch"),
+            )
+        )
+    return tuple(records)
+
+
+def rows(result: AccuracyResult) -> list[Row]:
+    """The run as rows of the results file. No speed: that is `bench`'s, where it is measured properly."""
+    from hybrid_kv.results import Row
+
+    correct = (sum(r.correct for r in result.records), sum(r.correct_flexible for r in result.records))
+    shares = {
+        "exact_match_strict": (correct[0], "higher"),
+        "exact_match_flexible": (correct[1], "higher"),
+        "invalid_rate": (sum(r.invalid for r in result.records), "lower"),
+    }
+    made = []
+    for metric, (count, better) in shares.items():
+        low, high = wilson_interval(count, result.n)
+        made.append(
+            Row(
+                suite="accuracy",
+                benchmark=result.task,
+                metric=metric,
+                value=count / result.n,
+                params=result.params,
+                ci_low=low,
+                ci_high=high,
+                n=result.n,
+                better=better,
+            )
+        )
+    made.append(
+        Row("accuracy", result.task, "mean_output_tokens", result.mean_tokens, "tokens", result.params, n=result.n)
+    )
+    return made
+
+
+def check_outputs(*files: str | Path | None) -> None:
+    """Make the folders of the files and refuse those that cannot be written, before hours of work depend on them.
+
+    Raises:
+        ConfigError: a folder that cannot be made or written, or a file that cannot be replaced.
+    """
+    for file in (Path(file) for file in files if file is not None):
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=file.parent):
+                pass
+        except OSError as error:
+            raise ConfigError(f"{file.parent} cannot be written ({error.strerror}); choose another folder") from None
+        if file.exists() and (file.is_dir() or not os.access(file, os.W_OK)):
+            raise ConfigError(f"{file} is a folder or write-protected; choose another file")
+
+
+def write_samples(result: AccuracyResult, file: str | Path) -> None:
+    """Write one JSON object per question, the run's `params` in each; a name in .gz is compressed."""
+    lines = "".join(json.dumps({**asdict(record), "params": result.params}) + "\n" for record in result.records)
+    data = lines.encode()
+    # No time stamp inside: the same answers give the same bytes.
+    _replace(Path(file), gzip.compress(data, mtime=0) if str(file).endswith(".gz") else data)
+
+
+def write_summary(result: AccuracyResult, file: str | Path) -> None:
+    """Write `result.summary()` as JSON."""
+    _replace(Path(file), (json.dumps(result.summary(), indent=2) + "\n").encode())
+
+
+def _replace(file: Path, data: bytes) -> None:
+    part = file.with_name(file.name + ".part")
+    part.write_bytes(data)
+    part.replace(file)
+
+
+def print_result(result: AccuracyResult) -> None:
+    """The table for people, on stdout."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, markup=False)
+    table = Table(result.task, box=None, pad_edge=False)
+    for name in ("questions", "strict", "95 % interval", "flexible", "invalid"):
+        table.add_column(name, justify="right")
+    for name, records in result.groups().items():
+        low, high = wilson_interval(sum(record.correct for record in records), len(records))
+        table.add_row(
+            name,
+            str(len(records)),
+            f"{_share(record.correct for record in records):.1%}",
+            f"{low:.1%} to {high:.1%}",
+            f"{_share(record.correct_flexible for record in records):.1%}",
+            f"{_share(record.invalid for record in records):.1%}",
+        )
+    console.print(table)
+    console.print(
+        f"{result.num_prompt_tokens:,} prompt and {result.num_output_tokens:,} answer tokens "
+        f"({result.mean_tokens:.1f} per question), {result.num_preemptions} preemptions, "
+        f"{result.seconds:.1f} s in the engine, {result.tokens_per_second:.1f} tokens/s",
+        soft_wrap=True,
+    )
+    if refused := [record for record in result.records if record.error is not None]:
+        console.print(f"{len(refused)} questions refused; the first: {refused[0].error}", soft_wrap=True)

@@ -1,0 +1,124 @@
+"""The tasks: gsm8k_synth (generated, offline) and lm-eval's own gsm8k (from the hub or from a local folder)."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybrid_kv.config import ConfigError
+
+if TYPE_CHECKING:
+    from lm_eval.api.task import ConfigurableTask
+
+TASKS = ("gsm8k_synth", "gsm8k")
+GSM8K_FILES = ("train.jsonl", "test.jsonl")
+FEWSHOT_SEED = 1234  # lm-eval's default: seed 0 gives the prompts that `lm_eval --tasks gsm8k` gives
+
+
+def check_task(task: str, gsm8k_dir: str | Path | None = None, limit: int | None = None) -> None:
+    """Refuse a task that cannot be loaded, before anything slow starts.
+
+    Raises:
+        ConfigError: an unknown task, a limit below 1, or a folder without readable GSM8K files.
+    """
+    if task not in TASKS:
+        raise ConfigError(f"task {task!r} is unknown; use one of {', '.join(TASKS)}")
+    if limit is not None and limit < 1:
+        raise ConfigError(f"limit={limit} must be an integer >= 1")
+    if gsm8k_dir is None:
+        return
+    if task != "gsm8k":
+        raise ConfigError(f"gsm8k_dir={gsm8k_dir} is for task gsm8k; {task} makes its own documents")
+    for name in GSM8K_FILES:
+        _check_jsonl(Path(gsm8k_dir) / name)
+
+
+def _check_jsonl(file: Path) -> None:
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{file}: {reason}; the folder must hold {' and '.join(GSM8K_FILES)}") from None
+    if not lines:
+        raise ConfigError(f"{file} is empty")
+    for number, line in enumerate(lines, 1):
+        try:
+            doc = json.loads(line)
+            fine = isinstance(doc["question"], str) and isinstance(doc["answer"], str)
+        except (ValueError, KeyError, TypeError):
+            fine = False
+        if not fine:
+            raise ConfigError(f"{file} line {number} is no JSON object with the texts question and answer")
+
+
+def load_task(
+    task: str, seed: int = 0, limit: int | None = None, gsm8k_dir: str | Path | None = None
+) -> ConfigurableTask:
+    """An lm-eval task, ready for `lm_eval.evaluate`.
+
+    Args:
+        task: one of `TASKS`.
+        seed: of the documents (gsm8k_synth) or of the choice of shots (gsm8k).
+        limit: how many documents will be asked for; only gsm8k_synth, which makes no more, uses it.
+        gsm8k_dir: a folder with train.jsonl and test.jsonl; None loads gsm8k from the hub.
+
+    Raises:
+        ConfigError: the task is unknown or its documents cannot be had.
+    """
+    check_task(task, gsm8k_dir, limit)
+    from lm_eval.tasks import TaskManager
+
+    config = _synth_config(seed, limit) if task == "gsm8k_synth" else _gsm8k_config(gsm8k_dir)
+    with quiet_lm_eval():
+        try:
+            # Without lm-eval's own tasks, whose index takes 10 s to read.
+            loaded = TaskManager(include_defaults=False).load([config])["tasks"][task]
+        except Exception as error:  # datasets and the hub's client raise many unrelated types for "cannot be had"
+            if task == "gsm8k_synth":
+                raise
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            where = f"from {gsm8k_dir}" if gsm8k_dir is not None else "from the hub; offline, give --gsm8k-dir"
+            raise ConfigError(f"gsm8k cannot be loaded {where} ({first[:160]})") from None
+    loaded.set_fewshot_seed(FEWSHOT_SEED + seed)
+    return loaded
+
+
+def _synth_config(seed: int, limit: int | None) -> dict[str, Any]:
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    config: dict[str, Any] = load_yaml(Path(__file__).parent / "gsm8k_synth.yaml")
+    config["metadata"] |= {"dataset_seed": seed} | ({"num_docs": limit} if limit is not None else {})
+    return config
+
+
+def _gsm8k_config(folder: str | Path | None) -> dict[str, Any]:
+    """lm-eval's own gsm8k.yaml; a folder replaces where its documents come from and nothing else."""
+    import lm_eval.tasks
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    config: dict[str, Any] = load_yaml(Path(lm_eval.tasks.__file__).parent / "gsm8k" / "gsm8k.yaml")
+    if folder is not None:
+        files = {Path(name).stem: str(Path(folder).resolve() / name) for name in GSM8K_FILES}
+        config |= {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": files}}
+    return config
+
+
+@contextmanager
+def quiet_lm_eval() -> Iterator[None]:
+    """Keep lm-eval's advice (how to pass metadata, which defaults it takes) and datasets' bars off the terminal."""
+    import datasets
+
+    log = logging.getLogger("lm_eval")
+    level, bars = log.level, datasets.are_progress_bars_disabled()
+    log.setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        if not bars:
+            datasets.enable_progress_bars()

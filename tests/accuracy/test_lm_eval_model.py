@@ -1,0 +1,133 @@
+"""The lm-eval model against the plain engine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import lm_eval.api.registry
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+
+from accuracy.guard_model import problems
+from accuracy.lm_eval_model import GUARD_MODEL, REFUSED, HybridKVLM, UnsupportedRequestError
+from hybrid_kv.config import ConfigError, HybridKVError
+from hybrid_kv.engine.llm import LLM
+from hybrid_kv.engine.sampling import SamplingParams
+
+PROMPTS = [item.prompt for item in problems.eval_set(3, 4, shots=1)]
+GREEDY = {"until": ["Question:", "</s>"], "do_sample": False, "temperature": 0.0}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The model is tiny, the machine shared: a second thread only waits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(GUARD_MODEL, max_num_seqs=4, max_model_len=512, device="cpu")
+
+
+@pytest.fixture
+def lm(llm: LLM) -> HybridKVLM:
+    return HybridKVLM(llm=llm, progress=False)
+
+
+def requests(*arguments: tuple[str, dict[str, Any]]) -> list[Instance]:
+    return [
+        Instance("generate_until", {}, (prompt, dict(kwargs)), 0, metadata=("task", i, 1))
+        for i, (prompt, kwargs) in enumerate(arguments)
+    ]
+
+
+def test_same_text_as_the_engine(lm: HybridKVLM, llm: LLM) -> None:
+    plain = llm.generate(PROMPTS, SamplingParams(max_tokens=24, stop=("Question:", "</s>")), progress=False)
+    steps = llm.num_steps
+    texts = lm.generate_until(requests(*((prompt, GREEDY | {"max_gen_toks": 24}) for prompt in PROMPTS)))
+    assert texts == [output.text for output in plain]
+    assert len(set(texts)) > 1
+    assert [lm.outputs["task", i][0].token_ids for i in range(4)] == [output.token_ids for output in plain]
+    # In one call, so that they share their steps.
+    assert llm.num_steps - steps < sum(len(output.token_ids) for output in plain)
+
+
+def test_every_stop_string_counts(lm: HybridKVLM) -> None:
+    (whole,) = lm.generate_until(requests((PROMPTS[0], {"until": [], "max_gen_toks": 12})))
+    late, early = whole[-2:], whole[3:5]
+    for until in (early, [late, early], [early, late], ["</s>", early]):
+        (text,) = lm.generate_until(requests((PROMPTS[0], {"until": until, "max_gen_toks": 12})))
+        assert text == whole[: whole.find(early)]
+
+
+def test_max_gen_toks_and_its_default(lm: HybridKVLM) -> None:
+    lm.max_gen_toks = 3
+    lm.generate_until(requests((PROMPTS[0], {"until": []}), (PROMPTS[0], {"until": [], "max_gen_toks": 5})))
+    assert [len(lm.outputs["task", i][0].token_ids) for i in range(2)] == [3, 5]
+
+
+def test_sampling(lm: HybridKVLM) -> None:
+    def sampled(**kwargs: Any) -> list[str]:
+        return lm.generate_until(requests(*[(PROMPTS[0], {"until": [], "max_gen_toks": 12} | kwargs)] * 4))
+
+    hot = {"do_sample": True, "temperature": 5.0}
+    assert len(set(sampled(**hot))) > 1  # repeats of a question differ
+    assert sampled(**hot) == sampled(**hot)
+    assert sampled(**hot, seed=1) != sampled(**hot, seed=2)
+    assert len(set(sampled(do_sample=False, temperature=5.0))) == 1
+    assert lm.sampling_params({"do_sample": True}, 0).temperature == 1.0
+    params = lm.sampling_params({"do_sample": True, "temperature": 0.5, "top_k": 3, "top_p": 0.9}, 0)
+    assert (params.temperature, params.top_k, params.top_p) == (0.5, 3, 0.9)
+
+
+def test_refused_request_is_no_silent_answer(lm: HybridKVLM, caplog: pytest.LogCaptureFixture) -> None:
+    texts = lm.generate_until(requests((PROMPTS[0] * 20, GREEDY), (PROMPTS[1], GREEDY | {"max_gen_toks": 2})))
+    assert texts[0] == REFUSED and texts[1] not in ("", REFUSED)
+    assert "max_model_len" in str(lm.outputs["task", 0][0].error)
+    assert lm.outputs["task", 1][0].error is None
+    assert "1 of 2 requests could not run" in caplog.text and "max_model_len" in caplog.text
+
+
+def test_unsupported_requests_say_what_is_supported(lm: HybridKVLM) -> None:
+    for kind in (lm.loglikelihood, lm.loglikelihood_rolling):
+        with pytest.raises(UnsupportedRequestError, match=f"generate_until requests only, not {kind.__name__}"):
+            kind([])
+    assert issubclass(UnsupportedRequestError, HybridKVError)
+    with pytest.raises(ConfigError, match="num_beams not supported; use"):
+        lm.sampling_params({"num_beams": 2}, 0)
+
+
+def test_registered_and_made_from_the_command_lines_arguments() -> None:
+    cls = lm_eval.api.registry.get_model("hybrid_kv")
+    assert cls is HybridKVLM
+    # What lm-eval's command line passes when the user gives neither a batch size nor a device.
+    defaults = {"batch_size": 1, "max_batch_size": None, "device": "cuda:0"}
+    made = cls.create_from_arg_string(f"pretrained={GUARD_MODEL},max_num_seqs=2,max_model_len=256", defaults)
+    assert (made.llm.config.scheduler.max_num_seqs, made.llm.config.scheduler.max_model_len) == (2, 256)
+
+
+def test_registering_hides_no_model_of_lm_evals() -> None:
+    # In a fresh process: here, other tests have filled the registry.
+    code = "import accuracy.lm_eval_model; from lm_eval.api import registry; print(*registry.model_registry)"
+    done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True)
+    assert {"hybrid_kv", "hf", "vllm"} <= set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("max_num_seks=2", "does not know max_num_seks"),
+        ("batch_size=8", "max_num_seqs=N"),
+        ("pretrained=/nowhere/at/all", "/nowhere/at/all does not exist"),
+    ],
+)
+def test_bad_model_args(arguments: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        HybridKVLM.create_from_arg_string(arguments)

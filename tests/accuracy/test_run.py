@@ -1,0 +1,200 @@
+"""A whole run: records, files, rows, exit codes."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lm_eval.evaluator import simple_evaluate
+from lm_eval.tasks import TaskManager
+
+from accuracy import run, tasks
+from accuracy.lm_eval_model import GUARD_MODEL, HybridKVLM
+from hybrid_kv.cli import main
+from hybrid_kv.config import HybridKVError
+from hybrid_kv.engine.llm import LLM
+from hybrid_kv.results import read_rows
+from tests.accuracy.test_tasks import GSM8K, needs_gsm8k
+
+LIMIT = 6
+ENGINE = {"max_num_seqs": 3, "max_model_len": 640, "device": "cpu"}
+FIELDS = ["doc_id", "doc_hash", "prompt_hash", "target_hash", "correct", "correct_flexible", "invalid", "error"]
+FIELDS += ["n_tokens", "output_sha", "steps", "needs_latch", "params"]
+
+
+@pytest.fixture(scope="module")
+def result() -> run.AccuracyResult:
+    return run.evaluate_guard_model(LIMIT, **ENGINE)
+
+
+def test_same_scores_as_simple_evaluate(result: run.AccuracyResult) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    lm = HybridKVLM(GUARD_MODEL, progress=False, **ENGINE)
+    manager = TaskManager(include_path=Path(tasks.__file__).parent, include_defaults=False)
+    theirs = simple_evaluate(lm, tasks=["gsm8k_synth"], task_manager=manager, limit=LIMIT, bootstrap_iters=0)
+    torch.set_num_threads(before)
+    scores = theirs["results"]["gsm8k_synth"]
+    assert scores["exact_match,strict-match"] == pytest.approx(result.accuracy)
+    assert scores["exact_match,flexible-extract"] == pytest.approx(result.accuracy_flexible)
+    strict = [sample for sample in theirs["samples"]["gsm8k_synth"] if sample["filter"] == "strict-match"]
+    for sample, record in zip(strict, result.records, strict=True):
+        for name in ("doc_id", "doc_hash", "prompt_hash", "target_hash"):
+            assert sample[name] == getattr(record, name)
+        tokens = lm.outputs["gsm8k_synth", record.doc_id][0].token_ids
+        assert record.n_tokens == len(tokens)
+        assert record.output_sha == hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
+
+
+def test_records(result: run.AccuracyResult) -> None:
+    assert [record.doc_id for record in result.records] == list(range(LIMIT))
+    assert len({record.prompt_hash for record in result.records}) == LIMIT
+    assert [record.needs_latch for record in result.records] == [True, False] * (LIMIT // 2)
+    assert result.num_prompt_tokens > 0 and result.seconds > 0
+    groups = result.groups()
+    assert len(groups["latch"]) + len(groups["self-contained"]) == len(groups["all"]) == LIMIT
+    assert sum(len(records) for name, records in groups.items() if "step" in name) == LIMIT
+    assert result.params | ENGINE == result.params
+    # A shorter run asks the same questions, with the same prompts, and gets the same answers.
+    again = run.evaluate_guard_model(2, **ENGINE)
+    assert again.records == result.records[:2]
+
+
+def test_preemptions_change_no_answer(result: run.AccuracyResult) -> None:
+    small = run.evaluate_guard_model(LIMIT, **ENGINE, num_blocks=13)
+    assert small.num_preemptions > 0
+    assert small.records == result.records
+
+
+def test_refused_questions_are_invalid_not_wrong(result: run.AccuracyResult) -> None:
+    lengths = [len(o.prompt_token_ids) for o in _outputs()]
+    limit = sorted(lengths)[LIMIT // 2]
+    partly = run.evaluate_guard_model(LIMIT, **ENGINE | {"max_model_len": limit})
+    refused = [record for record in partly.records if record.error is not None]
+    assert [record.doc_id for record in refused] == [i for i, n in enumerate(lengths) if n >= limit]
+    assert all(record.invalid and not record.correct and record.n_tokens == 0 for record in refused)
+    assert partly.invalid_rate >= len(refused) / LIMIT
+    with pytest.raises(HybridKVError, match=r"refused all 6 questions.*max_model_len is 16"):
+        run.evaluate_guard_model(LIMIT, **ENGINE | {"max_model_len": 16})
+
+
+def _outputs() -> list[Any]:
+    task = tasks.load_task("gsm8k_synth", limit=LIMIT)
+    llm = LLM(GUARD_MODEL, **ENGINE)
+    prompts = [task.fewshot_context(doc, 5) for doc in task.test_docs()]
+    from hybrid_kv.engine.sampling import SamplingParams
+
+    return llm.generate(prompts, SamplingParams(max_tokens=1), progress=False)
+
+
+def record(doc_id: int, **values: Any) -> run.QuestionRecord:
+    filled = dict.fromkeys(("doc_hash", "prompt_hash", "target_hash", "output_sha"), "x") | {"n_tokens": 4}
+    flags = {"correct": False, "correct_flexible": False, "invalid": False, "error": None}
+    return run.QuestionRecord(doc_id, **{**filled, **flags, "steps": None, "needs_latch": None, **values})
+
+
+def test_averages_and_rows() -> None:
+    records = (
+        record(0, correct=True, correct_flexible=True),
+        record(1, correct_flexible=True, invalid=True),
+        record(2),
+    )
+    made = run.AccuracyResult("gsm8k", {"seed": 0}, (*records, record(3, n_tokens=12)), 100, 0, 2.0)
+    assert (made.accuracy, made.accuracy_flexible, made.invalid_rate) == (0.25, 0.5, 0.25)
+    assert (made.mean_tokens, made.tokens_per_second) == (6.0, 12.0)
+    assert list(made.groups()) == ["all"]
+    rows = {row.metric: row for row in run.rows(made)}
+    assert {name: row.value for name, row in rows.items()} == {
+        "exact_match_strict": 0.25,
+        "exact_match_flexible": 0.5,
+        "invalid_rate": 0.25,
+        "mean_output_tokens": 6.0,
+    }
+    assert {row.n for row in rows.values()} == {4}
+    assert rows["invalid_rate"].better == "lower" and rows["exact_match_strict"].better == "higher"
+    assert (rows["exact_match_strict"].ci_low, rows["exact_match_strict"].ci_high) == run.wilson_interval(1, 4)
+
+
+def test_wilson_interval() -> None:
+    low, high = run.wilson_interval(81, 263)  # Newcombe 1998, table I, method 3
+    assert (round(low, 4), round(high, 4)) == (0.2553, 0.3662)
+    assert run.wilson_interval(0, 20)[0] == 0 and math.isclose(run.wilson_interval(0, 20)[1], 0.1611, abs_tol=1e-4)
+    assert run.wilson_interval(20, 20)[1] == 1
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_samples_file(result: run.AccuracyResult, tmp_path: Path, name: str) -> None:
+    run.write_samples(result, tmp_path / name)
+    data = (tmp_path / name).read_bytes()
+    assert not name.endswith("gz") or data[4:8] == bytes(4)  # no time stamp
+    run.write_samples(result, tmp_path / name)
+    assert (tmp_path / name).read_bytes() == data  # replaced, byte for byte
+    assert [file.name for file in tmp_path.iterdir()] == [name]
+    lines = [json.loads(line) for line in (gzip.decompress(data) if name.endswith("gz") else data).splitlines()]
+    assert [list(line) for line in lines] == [FIELDS] * LIMIT
+    for line, expected in zip(lines, result.records, strict=True):
+        assert line == {**dataclasses.asdict(expected), "params": result.params}
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, samples, summary = tmp_path / "r" / "a.csv", tmp_path / "s" / "a.jsonl.gz", tmp_path / "a.json"
+    arguments = ["accuracy", "--limit", "2", "--max-num-seqs", "2", "--out", str(out), "--samples", str(samples)]
+    for _ in range(2):
+        with pytest.raises(SystemExit) as stop:
+            main([*arguments, "--json", str(summary), "--device", "cpu"])
+        assert stop.value.code in (None, 0)
+    printed = capsys.readouterr().out
+    assert "self-contained" in printed and "preemptions" in printed
+    frame = read_rows(out)
+    assert list(frame["metric"]) == [row for row in frame["metric"][:4]] * 2
+    assert set(frame["n"]) == {2}
+    assert json.loads(frame["params"][0])["max_num_seqs"] == 2
+    assert json.loads(summary.read_text())["n"] == 2
+    assert len(gzip.decompress(samples.read_bytes()).splitlines()) == 2
+
+
+@needs_gsm8k
+def test_real_gsm8k_runs_offline() -> None:
+    result = run.evaluate(task="gsm8k", gsm8k_dir=GSM8K, limit=3, progress=False, max_num_seqs=3, device="cpu")
+    assert result.n == 3
+    assert all(record.error is None and record.n_tokens > 0 and record.steps is None for record in result.records)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "/nowhere/at/all"], "/nowhere/at/all does not exist"),
+        (["--task", "gsm9k", "--model", "/nowhere"], "'gsm9k' is unknown"),  # found before a model is loaded
+        (["--task", "gsm8k", "--gsm8k-dir", "/nowhere"], "/nowhere/train.jsonl: No such file"),
+        (["--limit", "0"], "limit=0 must be"),
+        (["--attention-backend", "NOPE"], "NOPE"),
+        (["--out", "{file}/a.csv"], "cannot be written"),
+        (["--samples", "{file}/a.jsonl"], "cannot be written"),
+        (["--json", "{folder}"], "is a folder"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(LLM, "generate", lambda *_, **__: pytest.fail("work was done before the error was found"))
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    places = {"file": tmp_path / "file", "folder": tmp_path / "folder"}
+    with pytest.raises(SystemExit) as stop:
+        main(["accuracy", *(argument.format(**places) for argument in arguments)])
+    printed = capsys.readouterr()
+    assert stop.value.code == 2
+    assert printed.err.count("\n") == 1 and message in printed.err
+    assert not (tmp_path / "results" / "accuracy.csv").exists()
