@@ -36,6 +36,9 @@ def _append(path, worker):
 
 
 def test_concurrent_writers_lose_and_double_nothing(tmp_path, monkeypatch):
+    write = os.write
+    # Short writes make a missing lock show; 2,000 real fsyncs would take minutes on a busy disk.
+    monkeypatch.setattr(results.os, "write", lambda descriptor, data: write(descriptor, data[:100]))
     monkeypatch.setattr(results.os, "fsync", lambda descriptor: None)  # 2,000 real ones take minutes on a busy disk
     path = tmp_path / "r.csv"
     fork = multiprocessing.get_context("fork")
