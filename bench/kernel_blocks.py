@@ -13,10 +13,12 @@ expands by list comprehension (vllm!38831), `vllm 0.32 V2` stages unexpanded ids
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,7 @@ import torch
 from bench._timing import Interval, Subject, measure, median, ratio
 from hybrid_kv.cache.block_table import BlockTables
 from hybrid_kv.kernels.kernel_blocks import expand_list, expand_numpy, expand_torch
-from hybrid_kv.results import Receipt, Row, timing_row
+from hybrid_kv.results import Receipt, Row, read_rows, timing_row
 
 NUM_BLOCKS = (1, 4, 16, 32, 64, 256, 1024, 4096, 16384)
 BLOCKS_PER_KV_BLOCK = (2, 4, 8, 34)
@@ -66,6 +68,21 @@ def required_ratio(benchmark: str, params: Mapping[str, Any]) -> float:
 
 Check = Callable[[], bool]
 Subjects = dict[str, tuple[Subject, Check]]
+
+
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "microbench.csv"
+
+
+def recorded_ratios(file: Path = RESULTS) -> dict[tuple[str, str], float]:
+    """The newest recorded ratio to the engine path, by (benchmark, params as sorted JSON); empty without a file."""
+    if not file.exists():
+        return {}
+    frame = read_rows(file)
+    ratios = {}
+    for row in frame[frame["metric"] == "ratio_to_engine"].itertuples():
+        params = {key: value for key, value in json.loads(row.params).items() if key != "receipt"}
+        ratios[row.benchmark, json.dumps(params, sort_keys=True)] = float(row.value)
+    return ratios
 
 
 # ---- one append ----

@@ -316,13 +316,19 @@ def check_accuracy(limit: int, progress: Progress) -> list[CheckResult]:
 
 
 def check_expansion(progress: Progress) -> list[CheckResult]:
-    """The engine's block-id path against the alternatives, as ratios in one run."""
-    from bench.kernel_blocks import quick_ratios, required_ratio
+    """The engine's block-id path against the alternatives, as ratios in one run.
+
+    A ratio must reach what the benchmark requires, and half of what `results/microbench.csv` last recorded: the other
+    half is left to other processors and to a busy machine.
+    """
+    from bench.kernel_blocks import quick_ratios, recorded_ratios, required_ratio
 
     begin = time.perf_counter()
+    all_recorded = recorded_ratios()
     cells = []
     for benchmark, params, ratio, low, high in quick_ratios():
-        required = required_ratio(benchmark, params)
+        recorded = all_recorded.get((benchmark, json.dumps(params, sort_keys=True)), 0.0)
+        required = max(required_ratio(benchmark, params), recorded / 2)
         rival = f"{params['scenario']}, {params['subject']}" if benchmark == "step" else "one append, fastest rival"
         cells.append((rival, ratio / required, ratio, low, high, required, params))
     progress(1)
@@ -332,10 +338,10 @@ def check_expansion(progress: Progress) -> list[CheckResult]:
         own = [cell for cell in cells if cell[0] == name]
         _, _, ratio, low, high, required, params = min(own, key=lambda cell: cell[1])
         where = ", ".join(f"{key}={value}" for key, value in params.items())
-        detail = "" if high >= required else f"{where}: 95 % interval {low:.2f} to {high:.2f} is below {required:g}"
+        detail = "" if high >= required else f"{where}: interval {low:.2f} to {high:.2f} is below {required:.3g}"
         results.append(
             CheckResult(
-                "block ids", f"{name}, over the engine", not detail, ratio, "time ratio", f">= {required:g}", len(own),
+                "block ids", f"{name}, over the engine", not detail, ratio, "time ratio", f">= {required:.3g}", len(own),
                 seconds, detail, {**params, "ci_low": low, "ci_high": high},
             )
         )  # fmt: skip

@@ -48,7 +48,10 @@ def run_guard(quick: bool, seed: int, progress: bool = True) -> list[CheckResult
     torch.set_num_threads(1)
     prompts = [item.prompt for item in eval_set(seed + 7, amount["prompts"])]
     results: list[CheckResult] = []
-    with tqdm(total=sum(sections.values()), disable=not progress, desc="guard", unit="check") as bar:
+    seconds = 0.1 if sys.stderr.isatty() else 10.0  # A log keeps every line that a terminal overwrites.
+    with tqdm(
+        total=sum(sections.values()), disable=not progress, desc="guard", unit="check", mininterval=seconds
+    ) as bar:
         checks: dict[str, Callable[[], list[CheckResult]]] = {
             "layout": lambda: check_layout(seed, LAYOUT_TRIALS, bar.update),
             "exact model": lambda: check_exact_model(seed, amount["requests"], bar.update),

@@ -8,7 +8,7 @@ import pytest
 from bench import kernel_blocks
 from bench.__main__ import main
 from bench._timing import Interval
-from hybrid_kv.results import read_rows
+from hybrid_kv.results import Receipt, append_rows, read_rows, timing_row
 
 EXPANSION = ["list", "numpy", "torch", kernel_blocks.ENGINE]
 STEP = [
@@ -64,6 +64,26 @@ def test_rows_carry_receipts(tmp_path, monkeypatch):
     frame = read_rows(out)
     assert len(frame) == 2 * len(EXPANSION) - 1
     assert frame["params"].str.contains('"checked_after":true').all()
+
+
+def test_recorded_ratios_are_the_newest_rows(tmp_path):
+    def row(value):
+        params = {"num_blocks": 1, "subject": "list"}
+        receipt = Receipt(True, True, 0.0)
+        return timing_row(
+            receipt=receipt,
+            params=params,
+            suite="s",
+            benchmark="expand",
+            metric="ratio_to_engine",
+            value=value,
+            unit="time ratio",
+        )
+
+    file = tmp_path / "r.csv"
+    assert kernel_blocks.recorded_ratios(file) == {}
+    append_rows(file, [row(3.0), row(2.0)])
+    assert kernel_blocks.recorded_ratios(file) == {("expand", '{"num_blocks": 1, "subject": "list"}'): 2.0}
 
 
 def test_an_unwritable_file_is_refused_before_the_work(tmp_path, monkeypatch, capsys):
