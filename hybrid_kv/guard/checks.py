@@ -341,8 +341,8 @@ def check_expansion(progress: Progress) -> list[CheckResult]:
         detail = "" if high >= required else f"{where}: interval {low:.2f} to {high:.2f} is below {required:.3g}"
         results.append(
             CheckResult(
-                "block ids", f"{name}, over the engine", not detail, ratio, "time ratio", f">= {required:.3g}", len(own),
-                seconds, detail, {**params, "ci_low": low, "ci_high": high},
+                "block ids", f"{name}, over the engine", not detail, ratio, "time ratio", f">= {required:.3g}",
+                len(own), seconds, detail, {**params, "ci_low": low, "ci_high": high},
             )
         )  # fmt: skip
         seconds = 0.0
