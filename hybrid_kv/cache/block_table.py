@@ -1,10 +1,11 @@
 """Block tables of all groups: staged on the host, written and expanded on the device.
 
 Contract. A request owns one *row* (its index in the persistent tables) while it runs. `append_block_ids` only stages:
-it copies a request's new ids into one buffer and notes the row, nothing else, so its cost is that of the ids
-themselves. Once per step `apply_staged_writes` moves the whole buffer to the device in one copy and one indexed write
-for all groups; `gather_block_tables` then brings the rows of the step's batch into the input tables, where manager
-blocks become kernel blocks. Everything that a captured graph reads keeps its address.
+it copies a request's new ids into one buffer and notes row and counts, nothing else, so its cost is that of the ids
+themselves. Once per step `apply_staged_writes` moves the buffers to the device, which knows how many blocks each row
+holds and finds the target of every id itself, for all groups in one indexed write; the host computes no index.
+`gather_block_tables` then brings the rows of the step's batch into the input tables, where manager blocks become kernel
+blocks. Everything that a captured graph reads keeps its address.
 
 Shapes considered. (a) Expand on the host while appending (vllm!38831): costs `blocks_per_kv_block` times the ids, per
 append. (b) Keep the table expanded: the write expands, the gather and the table are that much wider. (c) Keep
@@ -64,16 +65,14 @@ class BlockTables:
         self.device = device
         self.cp = (cp_size, cp_rank, cp_interleave)
         # [max_num_reqs, num_groups]: manager blocks in each row of each table.
-        self.num_blocks = np.zeros((max_num_reqs, self.num_groups), dtype=np.int64)
+        self.num_blocks = torch.zeros(max_num_reqs, self.num_groups, dtype=torch.int64, device=device)
 
         # All tables are slices of one buffer, so that one indexed write serves every group.
         sizes = [max_num_reqs * width for width in self.widths]
-        self._group_start = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
-        self._flat = torch.zeros(self._group_start[-1], dtype=torch.int32, device=device)
-        self.tables = [
-            self._flat[start : start + size].view(max_num_reqs, -1)
-            for start, size in zip(self._group_start, sizes, strict=False)
-        ]
+        self._flat = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        self.tables = [part.view(max_num_reqs, -1) for part in self._flat.split(sizes)]
+        self._group_start = torch.tensor([sum(sizes[:group]) for group in range(self.num_groups)], device=device)
+        self._widths = torch.tensor(self.widths, device=device)
         self._offsets = [torch.arange(n, dtype=torch.int32, device=device) for n in self.blocks_per_kv_block]
         self.input_tables = [
             torch.zeros(max_num_reqs, width * n, dtype=torch.int32, device=device)
@@ -85,14 +84,15 @@ class BlockTables:
 
         # The staging buffers: ids, and of each staged request its row, its counts, and whether it starts anew. They are
         # written one element at a time, which costs a memoryview a third of what it costs an array.
-        self._staged_ids = torch.zeros(max(1, len(self._flat)), dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._staged_rows = np.zeros(max_num_reqs, dtype=np.int32)
-        self._staged_counts = np.zeros((max_num_reqs, self.num_groups), dtype=np.int32)
-        self._staged_overwrite = np.zeros(max_num_reqs, dtype=np.bool_)
+        pinned = device.type == "cuda"
+        self._staged_ids = torch.zeros(max(1, len(self._flat)), dtype=torch.int32, pin_memory=pinned)
+        self._staged_rows = torch.zeros(max_num_reqs, dtype=torch.int32, pin_memory=pinned)
+        self._staged_counts = torch.zeros(max_num_reqs, self.num_groups, dtype=torch.int32, pin_memory=pinned)
+        self._staged_overwrite = torch.zeros(max_num_reqs, dtype=torch.bool, pin_memory=pinned)
         self._ids_view = memoryview(self._staged_ids.numpy())
-        self._rows_view = memoryview(self._staged_rows)
-        self._counts_view = memoryview(self._staged_counts.reshape(-1))
-        self._overwrite_view = memoryview(self._staged_overwrite)
+        self._rows_view = memoryview(self._staged_rows.numpy())
+        self._counts_view = memoryview(self._staged_counts.view(-1).numpy())
+        self._overwrite_view = memoryview(self._staged_overwrite.numpy())
         self._num_ids = 0
         self._num_staged = 0
 
@@ -118,46 +118,59 @@ class BlockTables:
         self._num_ids, self._num_staged = end, index + 1
 
     def apply_staged_writes(self) -> None:
-        """Bring all staged ids into the persistent tables: one copy to the device, one indexed write.
+        """Bring all staged ids into the persistent tables.
 
-        Raises:
-            IndexError: a row would become longer than its group's width. Nothing is written then.
-            ValueError: a row was staged twice, or ids do not match the counts.
+        Raises (on a CPU; a GPU would have to be waited for):
+            IndexError: a row would become longer than its group's width.
+            ValueError: a row was staged twice, or ids do not match the counts. Nothing is written in either case.
         """
-        staged = self._num_staged
+        staged, num_ids = self._num_staged, self._num_ids
         if not staged:
             return
-        rows, counts = self._staged_rows[:staged], self._staged_counts[:staged]
-        ids = self._staged_ids[: self._num_ids].to(self.device)
         self._num_ids = self._num_staged = 0
-        start = np.where(self._staged_overwrite[:staged, None], 0, self.num_blocks[rows])
+        rows = self._staged_rows[:staged].to(self.device).long()
+        counts = self._staged_counts[:staged].to(self.device).long()
+        overwrite = self._staged_overwrite[:staged].to(self.device)
+        ids = self._staged_ids[:num_ids].to(self.device)
+        start = self.num_blocks[rows].masked_fill(overwrite[:, None], 0)
         end = start + counts
-        if (end > self.widths).any():
-            i, group = np.argwhere(end > self.widths)[0]
-            raise IndexError(
-                f"group {group} row {rows[i]}: {end[i, group]} blocks exceed the width {self.widths[group]}"
-            )
-        if len(np.unique(rows)) != staged:
-            raise ValueError(f"a row was staged twice in one step: {sorted(rows.tolist())}")
+        if self.device.type == "cpu":
+            self._check(rows, counts, end, num_ids)
         self.num_blocks[rows] = end
-        lengths = counts.reshape(-1)
-        first = (self._group_start[:-1] + rows[:, None] * np.array(self.widths) + start).reshape(-1)
-        cells = np.repeat(first - (np.cumsum(lengths) - lengths), lengths) + np.arange(lengths.sum())
-        if len(cells) != len(ids):
-            raise ValueError(f"{len(ids)} block ids were staged for {len(cells)} columns")
-        self._flat[torch.from_numpy(cells).to(self.device)] = ids
+        lengths = counts.view(-1)
+        first = (self._group_start + rows[:, None] * self._widths + start).view(-1)
+        offset = first - (lengths.cumsum(0) - lengths)
+        cells = offset.repeat_interleave(lengths, output_size=num_ids) + torch.arange(num_ids, device=self.device)
+        self._flat[cells] = ids
 
-    def gather_block_tables(self, rows: npt.NDArray[np.int64], num_reqs_padded: int) -> list[torch.Tensor]:
+    def _check(self, rows: torch.Tensor, counts: torch.Tensor, end: torch.Tensor, num_ids: int) -> None:
+        if bool((end > self._widths).any()):
+            i, group = (end > self._widths).nonzero()[0].tolist()
+            raise IndexError(
+                f"group {group} row {int(rows[i])}: {int(end[i, group])} blocks exceed the width {self.widths[group]}"
+            )
+        if len(rows.unique()) != len(rows):
+            raise ValueError(f"a row was staged twice in one step: {sorted(rows.tolist())}")
+        if int(counts.sum()) != num_ids:
+            raise ValueError(f"{num_ids} block ids were staged for {int(counts.sum())} columns")
+
+    def gather_block_tables(
+        self, rows: npt.NDArray[np.int64], num_reqs_padded: int, num_columns: Sequence[int]
+    ) -> list[torch.Tensor]:
         """The batch's tables in kernel blocks, one `[num_reqs_padded, width * blocks_per_kv_block]` view per group.
 
-        Padding rows point at the null block. Columns beyond a row's blocks hold stale ids: a reader is bounded by the
-        row's number of tokens.
+        Padding rows point at the null block. Columns beyond `num_columns`, and beyond a row's own blocks, hold stale
+        ids: a reader is bounded by the row's number of tokens.
+
+        Args:
+            num_columns: manager blocks of the longest row, per group.
         """
         num_reqs = len(rows)
         device_rows = torch.from_numpy(rows).to(self.device)
-        longest = self.num_blocks[rows].max(axis=0, initial=0).tolist()
         for group, out in enumerate(self.input_tables):
-            gather_kernel_blocks(self.tables[group], device_rows, longest[group], self._offsets[group], out[:num_reqs])
+            gather_kernel_blocks(
+                self.tables[group], device_rows, num_columns[group], self._offsets[group], out[:num_reqs]
+            )
             out[num_reqs:num_reqs_padded] = NULL_BLOCK
         return [out[:num_reqs_padded] for out in self.input_tables]
 

@@ -135,7 +135,9 @@ class ModelRunner:
         self.positions[:num_tokens] = torch.from_numpy(positions)
         self.positions[num_tokens:num_tokens_padded] = 0
 
-        tables = self.block_tables.gather_block_tables(rows, num_reqs_padded)
+        max_seq_len = int((query_lens + computed).max())
+        columns = [group.spec.block_table_width(max_seq_len) for group in self.groups]
+        tables = self.block_tables.gather_block_tables(rows, num_reqs_padded, columns)
         slots = self.block_tables.compute_slot_mappings(
             torch.from_numpy(token_rows).to(self.device),
             self.positions[:num_tokens],
@@ -151,7 +153,7 @@ class ModelRunner:
             query_lens=query_lens,
             num_computed_tokens=computed,
             positions=self.positions[:num_tokens_padded],
-            max_seq_len=int((query_lens + computed).max()),
+            max_seq_len=max_seq_len,
         )
         metadata: dict[str, Any] = {}
         for group, table in zip(self.groups, tables, strict=True):

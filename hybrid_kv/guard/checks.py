@@ -318,8 +318,8 @@ def check_accuracy(limit: int, progress: Progress) -> list[CheckResult]:
 def check_expansion(progress: Progress) -> list[CheckResult]:
     """The engine's block-id path against the alternatives, as ratios in one run.
 
-    A ratio must reach what the benchmark requires, and half of what `results/microbench.csv` last recorded: the other
-    half is left to other processors and to a busy machine.
+    A ratio must reach what the benchmark requires, and half of the best that `results/microbench.csv` has for this kind of machine: the other
+    half is left to a busy machine.
     """
     from bench.kernel_blocks import quick_ratios, recorded_ratios, required_ratio
 

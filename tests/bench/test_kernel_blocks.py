@@ -1,6 +1,7 @@
 """The benchmark's subjects are right, and its verdicts say what they must. Timed only with `--benchmark-enable`."""
 
 import ast
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ import pytest
 from bench import kernel_blocks
 from bench.__main__ import main
 from bench._timing import Interval
-from hybrid_kv.results import Receipt, append_rows, read_rows, timing_row
+from hybrid_kv import results
+from hybrid_kv.results import Receipt, read_rows, timing_row
 
 EXPANSION = ["list", "numpy", "torch", kernel_blocks.ENGINE]
 STEP = [
@@ -66,13 +68,11 @@ def test_rows_carry_receipts(tmp_path, monkeypatch):
     assert frame["params"].str.contains('"checked_after":true').all()
 
 
-def test_recorded_ratios_are_the_newest_rows(tmp_path):
+def test_recorded_ratios_are_the_best_of_clean_rows(tmp_path, monkeypatch):
     def row(value):
-        params = {"num_blocks": 1, "subject": "list"}
-        receipt = Receipt(True, True, 0.0)
         return timing_row(
-            receipt=receipt,
-            params=params,
+            receipt=Receipt(True, True, 0.0),
+            params={"num_blocks": 1, "subject": "list"},
             suite="s",
             benchmark="expand",
             metric="ratio_to_engine",
@@ -82,8 +82,18 @@ def test_recorded_ratios_are_the_newest_rows(tmp_path):
 
     file = tmp_path / "r.csv"
     assert kernel_blocks.recorded_ratios(file) == {}
-    append_rows(file, [row(3.0), row(2.0)])
-    assert kernel_blocks.recorded_ratios(file) == {("expand", '{"num_blocks": 1, "subject": "list"}'): 2.0}
+    here = results.provenance()
+    for dirty, machine, value in [
+        (False, here.machine, 3.0),
+        (False, here.machine, 2.0),
+        (True, here.machine, 9.0),
+        (False, "x", 9.0),
+    ]:
+        changed = dataclasses.replace(here, dirty=dirty, machine=machine)
+        with monkeypatch.context() as patch:
+            patch.setattr(results, "provenance", lambda changed=changed: changed)
+            results.append_rows(file, [row(value)])
+    assert kernel_blocks.recorded_ratios(file) == {("expand", '{"num_blocks": 1, "subject": "list"}'): 3.0}
 
 
 def test_an_unwritable_file_is_refused_before_the_work(tmp_path, monkeypatch, capsys):

@@ -52,7 +52,7 @@ def test_random_steps_match_lists(data):
         # The step's batch is any order of any running rows: rows swap places between steps.
         order = data.draw(st.permutations(sorted(model)))[: data.draw(st.integers(1, len(model)))]
         padded = data.draw(st.integers(len(order), ROWS))
-        gathered = tables.gather_block_tables(np.array(order, dtype=np.int64), padded)
+        gathered = tables.gather_block_tables(np.array(order, dtype=np.int64), padded, WIDTHS)
         for group, table in enumerate(gathered):
             assert table.shape == (padded, WIDTHS[group] * BPK[group])
             for position, row in enumerate(order):
@@ -68,7 +68,7 @@ def test_input_tables_keep_their_address():
     before = [table.data_ptr() for table in (*tables.input_tables, tables.slot_mappings)]
     stage(tables, 1, [[3], [4], [5]], overwrite=True)
     tables.apply_staged_writes()
-    gathered = tables.gather_block_tables(np.array([1]), 2)
+    gathered = tables.gather_block_tables(np.array([1]), 2, WIDTHS)
     slots = tables.compute_slot_mappings(torch.tensor([1]), torch.tensor([0]), 2, [0])
     assert [table.data_ptr() for table in (*gathered, slots)] == before
 
