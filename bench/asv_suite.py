@@ -6,9 +6,12 @@ cold call per sample. asv's verdict on a shared machine is no evidence; `python 
 
 from __future__ import annotations
 
+import torch
+
 from bench import kernel_blocks
 from bench._timing import Subject, clock
 
+torch.set_num_threads(1)  # A second thread makes the times of small tensors bimodal: 0.25 or 8 ms were seen.
 _EXPANSION_CELLS = [(n, bpk) for n in (1, 16, 256, 4096) for bpk in (2, 34)]
 
 

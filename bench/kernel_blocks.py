@@ -2,8 +2,8 @@
 
 Every subject starts from the ids in the form in which its engine holds them (lists of ints in vLLM, int32 arrays here)
 and ends in a preallocated int32 buffer, or, where its engine makes a new one each step, in that one. The engine path
-stages ids, rows and counts; targets and kernel blocks are computed by the device's write and gather, whose cost (here on
-a CPU) is shown beside it. The vLLM models' device kernels are left out likewise.
+stages ids, rows and counts; targets and kernel blocks are computed by the device's write and gather, whose cost (here
+on a CPU) is shown beside it. The vLLM models' device kernels are left out likewise.
 
 Table 1: one append, by `list`, `numpy`, `torch` and `engine` (`BlockTables.append_block_ids`).
 Table 2: a whole step of a hybrid with `NUM_GROUPS` groups, `engine` being the runner's loop of `append_block_ids` over

@@ -319,6 +319,8 @@ def main(args: list[str] | None = None) -> None:
     except Exception as error:
         from hybrid_kv.config import HybridKVError  # Imports torch: not for --help.
 
+        if isinstance(error, ModuleNotFoundError):
+            error = HybridKVError(f"{error.name} is not installed; run: pip install -e '.[all]' in a checkout")
         if not isinstance(error, HybridKVError):
             raise
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)

@@ -31,6 +31,11 @@ class KVCacheSpec:
         """Bytes of one block of this layer."""
         raise NotImplementedError
 
+    @property
+    def cache_dtypes(self) -> tuple[torch.dtype, ...]:
+        """Dtypes of what a page holds."""
+        raise NotImplementedError
+
     def max_blocks_per_request(self, max_model_len: int) -> int:
         """The most blocks that one request of `max_model_len` tokens holds at any time."""
         raise NotImplementedError
@@ -51,6 +56,10 @@ class FullAttentionSpec(KVCacheSpec):
     num_kv_heads: int
     head_size: int
     dtype: torch.dtype
+
+    @property
+    def cache_dtypes(self) -> tuple[torch.dtype, ...]:
+        return (self.dtype,)
 
     @property
     def page_size_bytes(self) -> int:
@@ -95,6 +104,10 @@ class MambaSpec(KVCacheSpec):
         return sum(prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
 
     @property
+    def cache_dtypes(self) -> tuple[torch.dtype, ...]:
+        return self.dtypes
+
+    @property
     def page_size_bytes(self) -> int:
         return self.page_size_padded or self.state_bytes
 
@@ -123,6 +136,10 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
         sizes = {spec.block_size for _, spec in self.specs}
         if len(kinds) != 1 or sizes != {self.block_size}:
             raise ConfigError(f"layers of {len(kinds)} types with block sizes {sorted(sizes)} cannot share one table")
+
+    @property
+    def cache_dtypes(self) -> tuple[torch.dtype, ...]:
+        return tuple(dtype for _, spec in self.specs for dtype in spec.cache_dtypes)
 
     @property
     def page_size_bytes(self) -> int:

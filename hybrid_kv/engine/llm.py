@@ -14,7 +14,7 @@ from hybrid_kv.cache.backend import BackendContext, get_backend
 from hybrid_kv.cache.manager import KVCacheManager
 from hybrid_kv.cache.plan import CachePlan, apply_block_sizes, plan_cache, update_block_size_for_backend
 from hybrid_kv.cache.spec import KVCacheSpec, group_layers
-from hybrid_kv.config import CacheConfig, ConfigError, EngineConfig, HybridKVError, SchedulerConfig, from_dict
+from hybrid_kv.config import CacheConfig, ConfigError, EngineConfig, SchedulerConfig, from_dict
 from hybrid_kv.engine.runner import Model, ModelRunner
 from hybrid_kv.engine.sampling import SamplingParams
 from hybrid_kv.engine.scheduler import Request, ScheduledRequest, Scheduler
@@ -82,14 +82,22 @@ class LLM:
     def __init__(self, model: str | Path | Model, tokenizer: Tokenizer | None = None, **options: Any) -> None:
         self.config = engine_config(options)
         self.device = _device(self.config.device)
+        if self.config.cache.mamba_cache_mode != "none":
+            raise ConfigError(
+                f"mamba_cache_mode={self.config.cache.mamba_cache_mode!r} can be planned but not run yet; use none"
+            )
+        self.eos_token_ids: frozenset[int] = frozenset()
         if isinstance(model, str | Path):
-            from hybrid_kv.models.loader import load_model, load_tokenizer
+            from hybrid_kv.models.loader import load_eos_token_ids, load_model, load_tokenizer
 
-            tokenizer = tokenizer or load_tokenizer(Path(model))
-            self.model: Model = load_model(Path(model), self.config, self.device)
+            tokenizer = tokenizer or load_tokenizer(model)
+            self.model: Model = load_model(model, self.config, self.device)
+            self.eos_token_ids |= load_eos_token_ids(model)
         else:
             self.model = model
         self.tokenizer = tokenizer
+        if tokenizer is not None and tokenizer.eos_token_id is not None:
+            self.eos_token_ids |= {tokenizer.eos_token_id}
         self.plan = self._plan()
         self.manager = KVCacheManager(self.plan.config)
         self.scheduler = Scheduler(self.config.scheduler, self.manager)
@@ -103,8 +111,13 @@ class LLM:
         self._backend = get_backend(config.attention_backend, platform)
         self._context = BackendContext.for_layers(platform, model.layer_specs)
         cache = config.cache
-        if config.cache.mamba_cache_mode != "none":
-            raise ConfigError(f"mamba_cache_mode={cache.mamba_cache_mode!r}: the engine runs mode none only, so far")
+        eight_bit = [
+            name for name, spec in model.layer_specs.items() if any(d.itemsize == 1 for d in spec.cache_dtypes)
+        ]
+        if eight_bit:
+            raise ConfigError(
+                f"layer {eight_bit[0]} has an fp8 cache, which can be planned but not run yet; use bfloat16"
+            )
         arguments = (self._backend, self._context, config.scheduler.max_model_len, model.mamba_chunk_size)
         if cache.num_blocks is None and cache.memory_bytes is None:
             cache = replace(cache, num_blocks=self._default_num_blocks(model.layer_specs, cache, arguments))
@@ -131,6 +144,8 @@ class LLM:
             token_ids = list(self.tokenizer.encode(prompt))
         else:
             token_ids = [int(token) for token in prompt]
+        if params.stop and self.tokenizer is None:
+            raise ConfigError("stop strings need a tokenizer: use stop_token_ids, or LLM(..., tokenizer=...)")
         number = self._num_requests
         self._num_requests += 1
         for token in token_ids:
@@ -145,7 +160,7 @@ class LLM:
         """Run one step; returns the requests that finished in it, with their finish reasons."""
         scheduled = self.scheduler.schedule()
         if not scheduled:
-            raise HybridKVError("the scheduler has requests but schedules none of them: this is a bug")
+            raise RuntimeError("the scheduler has requests but schedules none of them: this is a bug")
         sampled = self.runner.execute(scheduled)
         self.num_steps += 1
         finished = []
@@ -164,8 +179,7 @@ class LLM:
         token = sampled[request.request_id]
         request.output_token_ids.append(token)
         params = request.params
-        eos = self.tokenizer.eos_token_id if self.tokenizer is not None else None
-        if token in params.stop_token_ids or (token == eos and not params.ignore_eos):
+        if token in params.stop_token_ids or (token in self.eos_token_ids and not params.ignore_eos):
             return "stop"
         if params.stop and self._stop_position(request) is not None:
             return "stop"
@@ -188,10 +202,9 @@ class LLM:
     def _output(self, request: Request, prompt: str | None, reason: str) -> RequestOutput:
         text = self._text(request)
         position = self._stop_position(request) if request.params.stop else None
-        eos = self.tokenizer.eos_token_id if self.tokenizer is not None else None
         if position is not None:
             text = text[:position]
-        elif reason == "stop" and self.tokenizer is not None and request.output_token_ids[-1] == eos:
+        elif reason == "stop" and self.tokenizer is not None and request.output_token_ids[-1] in self.eos_token_ids:
             text = self.tokenizer.decode(request.output_token_ids[:-1])
         return RequestOutput(
             request.request_id,
@@ -220,30 +233,30 @@ class LLM:
             progress: show a bar.
             on_step: called before every step, for tests that disturb the engine.
         """
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(prompts):
             raise ConfigError(f"{len(prompts)} prompts but {len(each)} sampling parameters")
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
         outputs: list[RequestOutput | None] = [None] * len(prompts)
         index: dict[str, int] = {}
-        for i, (prompt, sampling) in enumerate(zip(prompts, each, strict=True)):
-            try:
-                request = self.make_request(prompt, sampling)
-                self.scheduler.add(request)
-            except ConfigError as error:
-                outputs[i] = RequestOutput("", texts[i], [], [], "", "error", error=str(error))
-            else:
-                index[request.request_id] = i
         with tqdm(total=len(prompts), disable=not progress, unit="req", desc="generate") as bar:
-            bar.update(len(prompts) - len(index))
             try:
+                for i, (prompt, sampling) in enumerate(zip(prompts, each, strict=True)):
+                    try:
+                        request = self.make_request(prompt, sampling)
+                        self.scheduler.add(request)
+                    except ConfigError as error:
+                        outputs[i] = RequestOutput("", texts[i], [], [], "", "error", error=str(error))
+                        bar.update()
+                    else:
+                        index[request.request_id] = i
                 while self.scheduler.has_requests:
                     if on_step is not None:
                         on_step(self)
                     for request, reason in self.step():
-                        outputs[index[request.request_id]] = self._output(
-                            request, texts[index[request.request_id]], reason
-                        )
+                        i = index[request.request_id]
+                        outputs[i] = self._output(request, texts[i], reason)
                         bar.update()
             finally:
                 # After an error or an interrupt the engine must be as good as new.
@@ -259,6 +272,8 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise ConfigError(f"device={name!r} is unknown; use auto, cpu or cuda") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={name!r} is not supported; use auto, cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device={name!r}: torch sees no GPU here; use cpu")
     return device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,16 +33,23 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ConfigError(f"max_tokens={self.max_tokens} must be >= 1")
-        if not self.temperature >= 0:
-            raise ConfigError(f"temperature={self.temperature} must be >= 0")
-        if self.top_k < 0:
-            raise ConfigError(f"top_k={self.top_k} must be >= 0 (0 keeps all)")
+        if not 0 <= self.temperature < math.inf:
+            raise ConfigError(f"temperature={self.temperature} must be finite and >= 0")
+        if not 0 <= self.top_k < 2**31:
+            raise ConfigError(f"top_k={self.top_k} must be in [0, 2**31); 0 keeps all")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise ConfigError(f"seed={self.seed} must fit in 64 bits")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p={self.top_p} must be in (0, 1]")
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
         if "" in self.stop:
             raise ConfigError("an empty stop string would end every text at once")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Temperatures below 1e-5 only differ from the limit by overflow (vLLM's `_SAMPLING_EPS`)."""
+        return self.temperature < 1e-5
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
@@ -66,8 +74,10 @@ def uniform_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int)
         [num_rows, vocab_size] float64.
     """
     token = torch.arange(vocab_size, device=seeds.device)
-    row = _mix(_mix(seeds & _MASK32) ^ _mix((seeds >> 32) & _MASK32) ^ (positions * 0x9E3779B1 & _MASK32))
-    return (_mix(_mix(row).unsqueeze(1) ^ _mix(token)).double() + 0.5) / 2**32
+    # One half of the seed after the other: a sum of two hashes would be the same for both orders.
+    row = _mix(_mix(seeds & _MASK32) + (seeds >> 32) & _MASK32)
+    row = _mix(row + positions & _MASK32)
+    return (_mix(row.unsqueeze(1) ^ _mix(token)).double() + 0.5) / 2**32
 
 
 def apply_top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
@@ -90,10 +100,12 @@ def sample(
         positions: the position that each sampled token will have.
     """
     greedy = logits.argmax(-1)
-    if all(p.temperature == 0 for p in params):
+    if all(p.is_greedy for p in params):
         return greedy.tolist()
     device = logits.device
-    temperature = torch.tensor([p.temperature or 1.0 for p in params], device=device, dtype=torch.float64)
+    temperature = torch.tensor(
+        [1.0 if p.is_greedy else p.temperature for p in params], device=device, dtype=torch.float64
+    )
     scaled = logits.double() / temperature[:, None]
     top_k = torch.tensor([p.top_k for p in params], device=device)
     top_p = torch.tensor([p.top_p for p in params], device=device, dtype=torch.float64)
@@ -101,5 +113,5 @@ def sample(
         scaled = apply_top_k_top_p(scaled, top_k, top_p)
     noise = uniform_noise(torch.tensor(seeds, device=device), torch.tensor(positions, device=device), logits.shape[-1])
     drawn = (scaled - torch.log(-torch.log(noise))).argmax(-1)
-    random = torch.tensor([p.temperature > 0 for p in params], device=device)
+    random = torch.tensor([not p.is_greedy for p in params], device=device)
     return torch.where(random, drawn, greedy).tolist()

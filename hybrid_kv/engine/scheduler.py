@@ -84,7 +84,8 @@ class Scheduler:
                 f"request {request.request_id}: the prompt has {length} tokens, max_model_len is {limit}, one of them "
                 "for the answer; shorten the prompt or raise max_model_len"
             )
-        longest = min(limit, length + request.params.max_tokens)
+        # The last token is sampled, never cached.
+        longest = min(limit, length + request.params.max_tokens) - 1
         if not self.manager.can_ever_fit(longest):
             raise ConfigError(
                 f"request {request.request_id}: {longest} tokens never fit in {self.manager.pool.num_blocks - 1} cache "

@@ -20,7 +20,7 @@ from hybrid_kv.cache.backend import (
     TorchBackend,
     register_backend,
 )
-from hybrid_kv.engine.llm import LLM
+from hybrid_kv.engine.llm import LLM, RequestOutput
 from hybrid_kv.engine.sampling import SamplingParams
 
 
@@ -47,7 +47,7 @@ class SmallKVFirst(FlashAttentionBackend):
 
 
 BACKENDS = (SmallBlocksFirst.name, SmallKVFirst.name, "TORCH", "FLASH_ATTN", "FLASHINFER")
-PATTERNS = ("M*", "M*MM*", "**M", "MMM*M", "*M")
+PATTERNS = ("M*", "M*MM*", "**M", "MMM*M", "*M", "**", "MM")
 
 # What a differential run must have seen, and what it means.
 REQUIRED = {
@@ -67,6 +67,11 @@ REQUIRED = {
     "exact_block": "a prompt that is a multiple of the block size",
     "stop_token": "a request ended by a stop token",
     "waiting": "a request that waited for a row or for blocks",
+    "sampled": "a request with a temperature",
+    "max_model_len": "a request that ended because it reached max_model_len",
+    "refused": "a prompt that can never run, beside others that do",
+    "attention_only": "a model without Mamba layers",
+    "mamba_only": "a model without attention layers",
 }
 
 
@@ -103,10 +108,16 @@ def draw_scenario(seed: int, vocab_size: int = 97) -> Scenario:
         SamplingParams(
             max_tokens=int(rng.integers(1, 24)),
             stop_token_ids=tuple(rng.integers(0, vocab_size, size=8).tolist()) if rng.random() < 0.3 else (),
+            # Residues are logits of up to 2^31; this temperature leaves a few hundred million of them in play.
+            temperature=float(rng.choice([0, 0, 0, 2e8])),
+            seed=int(rng.integers(-(2**63), 2**63)),
         )
         for _ in prompts
     ]
-    longest = max(len(p) + s.max_tokens for p, s in zip(prompts, params, strict=True))
+    max_model_len = max(lengths.max() + 1, int(rng.integers(62, 96)))
+    if rng.random() < 0.3:
+        prompts[2] = rng.integers(0, vocab_size, size=max_model_len).tolist()
+    longest = min(max_model_len, max(len(p) + s.max_tokens for p, s in zip(prompts, params, strict=True)))
     max_num_seqs = int(rng.choice([2, 3, 5, 8, 16]))
     # An upper bound: as if every layer were a group of its own.
     per_request = pattern.count("M") + pattern.count("*") * -(-longest // block_size)
@@ -118,10 +129,12 @@ def draw_scenario(seed: int, vocab_size: int = 97) -> Scenario:
         "num_blocks": num_blocks,
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max(max_num_seqs, int(rng.choice([4, 7, 16, 33, 64, 256]))),
-        "max_model_len": 96,
+        "max_model_len": int(max_model_len),
         "captured_batch_sizes": ((), (4,), (1, 2, 4, 8), (3, 6))[int(rng.integers(4))],
         "device": "cpu",
     }
+    if "*" not in pattern:
+        del options["block_size"]  # there is no attention block to size
     force = int(rng.choice([0, 0, 5, 9]))
     return Scenario(seed, pattern, options, prompts, params, force)
 
@@ -138,6 +151,9 @@ class Observer:
     def __call__(self, llm: LLM) -> None:
         scheduler = llm.scheduler
         scheduler.check_integrity()
+        queue = [int(request.request_id) for request in (*scheduler.running, *scheduler.waiting)]
+        if queue != sorted(queue):
+            raise AssertionError(f"first come, first served is broken: {queue}")
         self._account(llm)
         self._count_last_step(llm)
         every = self.scenario.force_preemption_every
@@ -186,12 +202,19 @@ class Observer:
                 self.seen["recomputed_output"] += bool(request.num_preemptions and len(request.output_token_ids) > 1)
         self.seen["waiting"] += bool(llm.scheduler.waiting)
 
-    def finish(self, llm: LLM, num_preemptions: int, finish_reasons: Sequence[str]) -> None:
+    def finish(self, llm: LLM, outputs: Sequence[RequestOutput]) -> None:
         """Count what only the end shows."""
         llm.scheduler.check_integrity()
+        limit = llm.config.scheduler.max_model_len
+        lengths = [len(output.prompt_token_ids) + len(output.token_ids) for output in outputs]
+        self.seen["max_model_len"] += sum(length == limit for length in lengths)
+        self.seen["refused"] += sum(output.finish_reason == "error" for output in outputs)
+        self.seen["sampled"] += sum(params.temperature > 0 for params in self.scenario.params)
+        self.seen["attention_only"] += "M" not in self.scenario.pattern
+        self.seen["mamba_only"] += "*" not in self.scenario.pattern
         block_size = llm.plan.sizes.block_size
-        self.seen["preemption"] += num_preemptions
-        self.seen["stop_token"] += sum(reason == "stop" for reason in finish_reasons)
+        self.seen["preemption"] += sum(output.num_preemptions for output in outputs)
+        self.seen["stop_token"] += sum(output.finish_reason == "stop" for output in outputs)
         self.seen["kernel_split"] += any(
             group.spec.block_size > group.kernel_block_size for group in llm.runner.groups if not group.backend.is_ssm()
         )

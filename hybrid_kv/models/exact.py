@@ -11,7 +11,7 @@ skipped, taken from another row, from an older state or in another order gives o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -224,8 +224,18 @@ class ExactOracle:
         self.model = model
         self._weights = {name: value.numpy() for name, value in model.state_dict().items()}
 
-    def generate(self, prompt: Sequence[int], max_tokens: int, stop_token_ids: Sequence[int] = ()) -> list[int]:
-        """The greedy continuation of `prompt`, the stop token included."""
+    def generate(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        stop_token_ids: Sequence[int] = (),
+        choose: Callable[[Residues, int], int] = lambda logits, position: int(np.argmax(logits)),
+    ) -> list[int]:
+        """The continuation of `prompt`, the stop token included.
+
+        Args:
+            choose: picks a token from the logits [vocab_size] and the position that it will have; greedy by default.
+        """
         config = self.model.config
         windows: dict[int, Residues] = {
             i: np.zeros((config.conv_kernel - 1, config.width), np.int64) for i in range(len(config.pattern))
@@ -246,7 +256,7 @@ class ExactOracle:
             if position == len(tokens) and len(output) < max_tokens:
                 scale, offset = self._weights["logit_map"]
                 mixed = (x * scale % PRIME + offset) % PRIME
-                token = int(np.argmax((mixed * mixed % PRIME).sum(-1) % PRIME))
+                token = choose((mixed * mixed % PRIME).sum(-1) % PRIME, len(tokens))
                 output.append(token)
                 if token in stop_token_ids or len(output) == max_tokens:
                     break

@@ -33,16 +33,44 @@ def resolve_folder(model: str | Path) -> Path:
 
 def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, on the CPU."""
-    files = sorted(folder.glob("*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        files = [folder / name for name in sorted(set(read_json(index).get("weight_map", {}).values()))]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigError(f"{folder} has no *.safetensors file; only that format is read")
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
         try:
-            tensors.update(load_file(file))
+            loaded = load_file(file)
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{file} cannot be read ({error}); it is truncated or no safetensors file") from None
+        if twice := sorted(tensors.keys() & loaded.keys()):
+            raise ConfigError(f"{file} holds {twice[0]} again; leave one file per tensor in {folder}")
+        tensors |= loaded
     return tensors
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object; an absent file is an empty one."""
+    if not file.exists():
+        return {}
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{file} is not JSON ({error}); download it again") from None
+    return values if isinstance(values, dict) else {}
+
+
+def load_eos_token_ids(model: str | Path) -> frozenset[int]:
+    """All tokens that end a text, of generation_config.json or else config.json; instruct models list several."""
+    folder = resolve_folder(model)
+    for name in ("generation_config.json", "config.json"):
+        ids = read_json(folder / name).get("eos_token_id")
+        if ids is not None:
+            return frozenset(ids if isinstance(ids, list) else [ids])
+    return frozenset()
 
 
 def load_model(model: str | Path, config: EngineConfig, device: torch.device) -> NemotronH:

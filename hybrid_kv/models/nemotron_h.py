@@ -64,9 +64,9 @@ class NemotronHConfig:
         config = cls(**{name: values[name] for name in names})
         if "moe" in config.layers_block_type:
             raise ConfigError("nemotron_h with mixture-of-experts layers can be planned but not run yet")
-        activations = {raw.get("mlp_hidden_act", "relu2"), raw.get("mamba_hidden_act", "silu")}
-        if activations != {"relu2", "silu"}:
-            raise ConfigError(f"nemotron_h with activations {sorted(activations)} is not supported; relu2 and silu are")
+        activations = raw.get("mlp_hidden_act", "relu2"), raw.get("mamba_hidden_act", "silu")
+        if activations != ("relu2", "silu"):
+            raise ConfigError(f"nemotron_h with activations {activations} is not supported; ('relu2', 'silu') are")
         return config
 
 
@@ -159,6 +159,8 @@ class NemotronH(nn.Module):
             elif ".conv1d." in name:
                 flat = tensor.squeeze(1) if tensor.dim() == 3 else tensor
                 converted[name.replace("conv1d.", "conv_")] = flat
+            elif name in converted:
+                raise ConfigError(f"the checkpoint holds {name} under two prefixes; leave one of them")
             else:
                 converted[name] = tensor
         return converted

@@ -118,7 +118,7 @@ def test_the_engine_is_as_good_as_new_after_an_interrupt():
         ({"cache": {}}, "by their own names"),
         ({"max_num_batched_tokens": 2}, "max_num_batched_tokens=2 is below max_num_seqs=3"),
         ({"num_blocks": 2}, "give it at least"),
-        ({"mamba_cache_mode": "align"}, "mode none only"),
+        ({"mamba_cache_mode": "align"}, "can be planned but not run yet"),
         ({"captured_batch_sizes": (4, 2)}, "must rise"),
         ({"attention_backend": "NOPE"}, "'NOPE'"),
     ],

@@ -6,7 +6,7 @@ from scipy.stats import chisquare
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.engine.llm import LLM
-from hybrid_kv.engine.sampling import SamplingParams, sample
+from hybrid_kv.engine.sampling import SamplingParams, sample, uniform_noise
 from hybrid_kv.models.exact import ExactModel
 
 
@@ -95,3 +95,22 @@ def test_a_seeded_request_draws_the_same_alone_with_neighbours_and_preempted():
     small = run(prompts, range(4), num_blocks=24, max_num_batched_tokens=8)
     assert sum(output.num_preemptions for output in small) > 0
     assert [o.token_ids for o in small] == [o.token_ids for o in together]
+
+
+def test_no_two_seeds_share_their_noise():
+    seeds = torch.tensor([0, -1, 1, 5, 5 << 32, 1 << 32, 7 * (2**32 + 1), -(2**63)])
+    noise = uniform_noise(seeds, torch.zeros(len(seeds), dtype=torch.int64), 64)
+    assert len({tuple(row.tolist()) for row in noise}) == len(seeds)
+    shifted = uniform_noise(seeds, torch.ones(len(seeds), dtype=torch.int64), 64)
+    assert not (noise == shifted).all(1).any()
+    # The next position of one seed is not the same position of the next seed.
+    later = uniform_noise(torch.arange(50), torch.zeros(50, dtype=torch.int64), 8)
+    moved = uniform_noise(torch.zeros(50, dtype=torch.int64), torch.arange(50), 8)
+    assert len({tuple(row.tolist()) for row in (*later, *moved[1:])}) == 99
+
+
+def test_tiny_temperatures_are_greedy():
+    logits = torch.randn(4, 50)
+    for temperature in (1e-310, 1e-6):
+        params = [SamplingParams(temperature=temperature, top_p=0.9, seed=1)] * 4
+        assert sample(logits, params, [1] * 4, [0] * 4) == logits.argmax(-1).tolist()

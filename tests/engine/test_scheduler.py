@@ -107,7 +107,7 @@ def test_a_preempted_request_recomputes_its_output_in_one_prefill():
     [
         (0, 1, 60, "request bad: the prompt is empty"),
         (40, 1, 60, "the prompt has 40 tokens, max_model_len is 40"),
-        (30, 9, 6, "39 tokens never fit in 5 cache blocks; lower max_tokens"),
+        (30, 9, 6, "38 tokens never fit in 5 cache blocks; lower max_tokens"),
     ],
 )
 def test_impossible_requests_are_refused_and_the_others_go_on(length, max_tokens, num_blocks, match):
