@@ -1,6 +1,6 @@
 """The guard sees planted mistakes: each is one line of the source, undone afterwards.
 
-The five that `CONTRIBUTING.md` names are planted by hand-sized patches of the functions that hold the rule.
+They are of the kinds that README's "What it finds" lists.
 """
 
 from __future__ import annotations
