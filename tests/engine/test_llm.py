@@ -143,3 +143,23 @@ def test_the_bar_can_be_switched_off(capsys):
     assert capsys.readouterr().err == ""
     llm.generate(PROMPTS, SamplingParams(max_tokens=2), progress=True)
     assert "4/4" in capsys.readouterr().err
+
+
+def test_a_prompt_of_the_wrong_type_leaves_nothing_behind():
+    llm = engine()
+    with pytest.raises(TypeError):
+        llm.generate([[1, 2], None], progress=False)
+    (output,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2), progress=False)
+    assert len(output.token_ids) == 2
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu"])
+def test_a_device_that_is_not_supported_is_refused(device):
+    with pytest.raises(ConfigError, match="use auto, cpu or cuda"):
+        LLM(ExactModel(), device=device)
+
+
+def test_stop_strings_without_a_tokenizer_are_an_error_of_that_request():
+    outputs = engine().generate([[1], [2]], [SamplingParams(stop="x"), SamplingParams(max_tokens=1)], progress=False)
+    assert [output.finish_reason for output in outputs] == ["error", "length"]
+    assert "need a tokenizer" in outputs[0].error

@@ -108,3 +108,28 @@ def test_tied_embeddings(folder):
     edit(folder, lambda tensors: tensors.pop("lm_head.weight"))
     model = LLM(folder, tokenizer=Characters(), device="cpu", dtype="float32", max_model_len=32).model
     assert torch.equal(model.lm_head.weight, model.embeddings.weight)
+
+
+def test_a_tensor_in_two_files(folder):
+    save_file(load_file(folder / "model.safetensors"), folder / "older.safetensors")
+    refused(folder, r"older.safetensors holds backbone\..* again; leave one file per tensor")
+
+
+def test_the_index_names_the_files(folder):
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, folder / "older.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    llm = LLM(folder, tokenizer=Characters(), device="cpu", dtype="float32", max_model_len=32)
+    assert bool(llm.model.lm_head.weight.any())
+
+
+def test_every_listed_eos_token_ends_a_text(folder):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 5]}))
+    llm = LLM(folder, tokenizer=Characters(), device="cpu", dtype="float32", max_model_len=32)
+    assert {3, 5} <= llm.eos_token_ids
+
+
+def test_fp8_is_planned_but_not_run(folder):
+    with pytest.raises(ConfigError, match="fp8 cache, which can be planned but not run yet"):
+        LLM(folder, tokenizer=Characters(), device="cpu", dtype="float32", cache_dtype="fp8", max_model_len=32)
