@@ -236,6 +236,7 @@ def record_logits(
 FLOAT64_LIMIT = 1e-9
 # In float32 both round: 3.4e-6 of the largest logit was measured, and 2e-5 is what transformers is held to.
 FLOAT32_LIMIT = 2e-5
+LARGEST = 1e300
 
 # Engine settings in which the guard model's logits are held against its plain forward pass.
 LOGIT_CELLS: tuple[dict[str, Any], ...] = (
@@ -255,6 +256,11 @@ LOGIT_CELLS: tuple[dict[str, Any], ...] = (
 def _preempt_now_and_then(llm: LLM) -> None:
     if llm.num_steps % 11 == 10 and len(llm.scheduler.running) > 1:
         llm.scheduler.preempt(llm.scheduler.running[-1])
+
+
+def logit_difference(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """The largest difference of each token's logits; NaN and infinity are the largest there is, never unseen."""
+    return (logits - expected).abs().nan_to_num(nan=LARGEST, posinf=LARGEST).amax(-1)
 
 
 def check_guard_logits(prompts: Sequence[str], progress: Progress) -> list[CheckResult]:
@@ -278,7 +284,7 @@ def check_guard_logits(prompts: Sequence[str], progress: Progress) -> list[Check
             ids = torch.tensor([output.prompt_token_ids + output.token_ids])
             with torch.inference_mode():
                 expected = plain(ids)[0, : len(logits)]
-            difference = (logits - expected).abs().amax(-1)
+            difference = logit_difference(logits, expected)
             largest = max(largest, float(expected.abs().max()))
             if float(difference.max()) > worst:
                 worst = float(difference.max())

@@ -16,7 +16,7 @@ from hybrid_kv.cache.backend import AttentionBackend
 from hybrid_kv.engine import runner
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.engine.sampling import SamplingParams
-from hybrid_kv.guard.checks import check_exact_model, check_layout, record_logits
+from hybrid_kv.guard.checks import LARGEST, check_exact_model, check_layout, logit_difference, record_logits
 from hybrid_kv.kernels import causal_conv1d, slot_mapping
 from hybrid_kv.models import exact
 
@@ -108,3 +108,10 @@ def test_conv_window_matters_to_the_real_kernel() -> None:
     shifted, _ = causal_conv1d.causal_conv1d_prefill(x, weight, None, window.roll(1, dims=1), torch.tensor([3]))
     assert not torch.allclose(y, shifted)
     assert torch.equal(after, x)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_logit_that_is_no_number_is_the_largest_difference(value: float) -> None:
+    logits = torch.zeros(3, 4, dtype=torch.float64)
+    logits[1, 2] = value
+    assert logit_difference(logits, torch.zeros(3, 4, dtype=torch.float64)).tolist() == [0, LARGEST, 0]
