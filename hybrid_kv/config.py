@@ -59,11 +59,15 @@ class CacheConfig:
 
     `block_size` and `mamba_block_size` are in tokens. A given one is kept, raised to a multiple of itself with a note
     in the plan, or refused; never replaced silently (vllm!37467). `num_blocks` overrides `memory_bytes`.
+
+    Prefix caching needs Mamba states to be kept: it is on in modes `align` and `all`, and turning it on without a mode
+    chooses `all`.
     """
 
     block_size: int | None = None
     mamba_block_size: int | None = None
-    mamba_cache_mode: MambaCacheMode = "none"
+    mamba_cache_mode: MambaCacheMode = None  # type: ignore[assignment]  # resolved below
+    enable_prefix_caching: bool = None  # type: ignore[assignment]  # resolved below
     cache_dtype: str = "auto"
     mamba_ssm_cache_dtype: str = "auto"
     num_blocks: int | None = None
@@ -71,6 +75,15 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         require_positive(self, "block_size", "mamba_block_size", "num_blocks", "memory_bytes")
+        if self.mamba_cache_mode is None:
+            object.__setattr__(self, "mamba_cache_mode", "all" if self.enable_prefix_caching else "none")
+        if self.enable_prefix_caching is None:
+            object.__setattr__(self, "enable_prefix_caching", self.mamba_cache_mode != "none")
+        if self.mamba_cache_mode in ("align", "all") and not self.enable_prefix_caching:
+            raise ConfigError(
+                f"mamba_cache_mode={self.mamba_cache_mode!r} keeps states for the prefix cache, which "
+                "enable_prefix_caching=False turns off; use mode none"
+            )
         if self.mamba_cache_mode not in get_args(MambaCacheMode):
             raise ConfigError(f"mamba_cache_mode={self.mamba_cache_mode!r}; use one of none, align, all")
         for name in ("cache_dtype", "mamba_ssm_cache_dtype"):
@@ -96,6 +109,33 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True)
+class SpeculativeConfig:
+    """Drafts: each step verifies up to K = `num_speculative_tokens` of them.
+
+    `ngram` looks the last `prompt_lookup_min` to `prompt_lookup_max` tokens up in the request itself; `mtp` is the
+    checkpoint's own multi-token-prediction head.
+    """
+
+    speculative_method: Literal["ngram", "mtp"] | None = None
+    num_speculative_tokens: int = 0
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 4
+
+    def __post_init__(self) -> None:
+        require_positive(self, "prompt_lookup_min", "prompt_lookup_max")
+        if self.speculative_method not in (None, "ngram", "mtp"):
+            raise ConfigError(f"speculative_method={self.speculative_method!r}; use ngram or mtp")
+        if not isinstance(self.num_speculative_tokens, int) or not 0 <= self.num_speculative_tokens <= 16:
+            raise ConfigError(f"num_speculative_tokens={self.num_speculative_tokens!r} must be in [0, 16]")
+        if self.speculative_method is not None and not self.num_speculative_tokens:
+            raise ConfigError(f"speculative_method={self.speculative_method!r} needs num_speculative_tokens >= 1")
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ConfigError(
+                f"prompt_lookup_min={self.prompt_lookup_min} is above prompt_lookup_max={self.prompt_lookup_max}"
+            )
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """Everything that an `LLM` needs besides the model.
 
@@ -106,6 +146,7 @@ class EngineConfig:
 
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    speculative: SpeculativeConfig = SpeculativeConfig()
     attention_backend: str = "auto"
     platform: str = "auto"
     device: str = "auto"

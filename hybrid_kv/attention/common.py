@@ -13,8 +13,9 @@ import torch
 class CommonAttentionMetadata:
     """One step's batch: decodes first, then prefills.
 
-    A *decode* runs one token of a request that already has a state; everything else is a *prefill*, however short.
-    Padding rows are one-token decodes on the null block with `PAD_SLOT`; they occur only in a step without prefills.
+    A *decode* runs one known token of a request that already has a state, and up to K drafts behind it; everything else
+    is a *prefill*, however short. Padding rows are one-token decodes on the null block with `PAD_SLOT`; they occur only
+    in a step without prefills.
 
     Shapes: R = `num_reqs_padded` rows, T = `num_tokens_padded` tokens.
     """
@@ -24,6 +25,7 @@ class CommonAttentionMetadata:
     num_tokens: int
     num_tokens_padded: int
     num_decodes: int  # padding included
+    num_decode_tokens: int  # padding included
     query_lens: npt.NDArray[np.int64]  # [num_reqs_padded]
     num_computed_tokens: npt.NDArray[np.int64]  # [num_reqs_padded], before this step
     positions: torch.Tensor  # [T] int64

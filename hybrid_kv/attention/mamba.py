@@ -1,41 +1,207 @@
-"""Metadata of Mamba layers."""
+"""Metadata of Mamba layers: which block each row reads its state from, and which blocks it writes.
+
+A Mamba group's row of the block table has one column in mode `none` and one per `block_size` tokens in modes `align`
+and `all`, each with K more for the states of draft tokens. A step that runs the tokens `n … n + q - 1` of a request is
+*anchored* at the column of its last token, `block_idx_last_scheduled_token = (n + q - 1) // block_size` (0 in mode
+`none`).
+
+- A prefill writes the state after its last token into the anchor column; in mode `all` also the state at every block
+  boundary that it passes, into that block's own column.
+- A decode verifies `q - 1` drafts. It writes the state after its j-th token into column `anchor + j`, and all its
+  convolution inputs into the anchor column alone: the window after the j-th token is rows `j … j + kernel - 2` of it.
+
+The next step reads what the accepted tokens left behind: the window from row `num_accepted_tokens - 1` of the *previous*
+anchor column, the SSM state from column `previous anchor + num_accepted_tokens - 1`. The previous anchor is remembered
+per request (`block_idx_last_scheduled_token_prev_step`): it cannot be had from `num_computed_tokens`, which does not
+tell how many drafts were scheduled beside those accepted (vllm!41233).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from hybrid_kv.attention.common import CommonAttentionMetadata
+from hybrid_kv.cache.block_pool import NULL_BLOCK
+from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.kernels.ragged import Ragged
+
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class MambaMetadata:
-    """Which state each row reads and writes. Decode rows come first and run one token each."""
+    """Decode rows come first. Block ids are int64; padding rows read and write the null block.
+
+    Shapes: R = `num_reqs_padded` rows, D = `num_decodes`, P = R - D prefills, M boundary states.
+    """
 
     num_decodes: int
-    state_indices: torch.Tensor  # [num_reqs_padded] int64, block ids; padding rows use the null block
+    num_decode_tokens: int
+    decode_rows: Ragged | None  # lengths 1 … 1 + K
     prefill_rows: Ragged | None
-    has_initial_state: torch.Tensor | None  # [num_prefills] bool
+    window_indices: torch.Tensor  # [R]: block with the convolution inputs to start from …
+    num_accepted_tokens: torch.Tensor  # [R]: … beginning at its row `num_accepted_tokens - 1`
+    source_indices: torch.Tensor  # [R]: block with the SSM state to start from
+    state_indices: torch.Tensor  # [R, 1 + K]: where the state after token j goes; null block from the row's length on
+    has_initial_state: torch.Tensor | None  # [P] bool; a prefill without one must not read its blocks
+    boundary_rows: torch.Tensor | None  # [M]: prefill row, 0 … P - 1
+    boundary_offsets: torch.Tensor | None  # [M]: tokens of the row up to the boundary, 1 … length - 1
+    boundary_indices: torch.Tensor | None  # [M]: block for the state there
 
 
-def build_mamba_metadata(
-    common: CommonAttentionMetadata, block_table: torch.Tensor, state_indices: torch.Tensor
-) -> MambaMetadata:
-    """In mode `none` a request's only state is the first column of its row.
+class MambaMetadataBuilder:
+    """Builds the metadata of one Mamba group, in buffers that a captured graph may keep reading.
 
-    A prefill that starts a request must not read its block: the block still holds its previous owner's state.
+    Buffers have one entry per *request*, never per token: with drafts there are more tokens than requests
+    (vllm!41233).
 
     Args:
-        block_table: [num_reqs_padded, width] int32; padding rows hold the null block.
-        state_indices: [max_num_seqs] int64, persistent: a captured graph reads the metadata from here.
+        spec: the group's.
+        max_num_seqs: rows.
     """
-    split = common.num_decodes
-    rows = initial = None
-    if common.num_prefills:
-        rows = Ragged(torch.from_numpy(common.query_lens[split:]), block_table.device)
-        initial = torch.from_numpy(common.num_computed_tokens[split:] > 0).to(block_table.device)
-    indices = state_indices[: common.num_reqs_padded]
-    indices.copy_(block_table[:, 0])
-    return MambaMetadata(split, indices, rows, initial)
+
+    def __init__(self, spec: MambaSpec, max_num_seqs: int, device: torch.device) -> None:
+        self.spec = spec
+
+        def buffer(*shape: int) -> torch.Tensor:
+            return torch.zeros(max_num_seqs, *shape, dtype=torch.int64, device=device)
+
+        self._offsets = torch.arange(1 + spec.num_speculative_blocks, device=device)
+        self.block_idx_last_scheduled_token = buffer()
+        self.block_idx_last_scheduled_token_prev_step = buffer()
+        self.num_accepted_tokens = buffer().fill_(1)
+        self.window_indices = buffer()
+        self.source_indices = buffer()
+        self.state_indices = buffer(1 + spec.num_speculative_blocks)
+
+    def build(
+        self, common: CommonAttentionMetadata, block_table: torch.Tensor, prev_step: Ints, num_accepted_tokens: Ints
+    ) -> MambaMetadata:
+        """Metadata of one step.
+
+        Args:
+            block_table: [num_reqs_padded, width] int32; padding rows hold the null block.
+            prev_step: [num_reqs_padded], the previous step's anchor columns.
+            num_accepted_tokens: [num_reqs_padded], accepted in the previous step, bonus token included; 1 for padding.
+        """
+        rows, split, device = common.num_reqs_padded, common.num_decodes, block_table.device
+        anchors = last_scheduled_column(self.spec, common.num_computed_tokens, common.query_lens)
+        last = self.block_idx_last_scheduled_token[:rows]
+        prev = self.block_idx_last_scheduled_token_prev_step[:rows]
+        accepted = self.num_accepted_tokens[:rows]
+        windows, sources, states = self.window_indices[:rows], self.source_indices[:rows], self.state_indices[:rows]
+        for target, values in ((last, anchors), (prev, prev_step), (accepted, num_accepted_tokens)):
+            target.copy_(torch.from_numpy(values))
+        table = block_table.long()
+        windows.copy_(table.gather(1, prev[:, None])[:, 0])
+        sources.copy_(table.gather(1, (prev + accepted - 1)[:, None])[:, 0])
+        # A prefill has one state to write, whatever its length.
+        num_states = np.where(np.arange(rows) < split, common.query_lens, 1)
+        owned = self._offsets < torch.from_numpy(num_states).to(device)[:, None]
+        columns = torch.where(owned, last[:, None] + self._offsets, 0)
+        states.copy_(torch.where(owned, table.gather(1, columns), NULL_BLOCK))
+
+        decode_rows = Ragged(torch.from_numpy(common.query_lens[:split]), device) if split else None
+        prefill_rows = initial = boundary_rows = boundary_offsets = boundary_indices = None
+        if common.num_prefills:
+            prefill_rows = Ragged(torch.from_numpy(common.query_lens[split:]), device)
+            initial = torch.from_numpy(common.num_computed_tokens[split:] > 0).to(device)
+            if self.spec.mamba_cache_mode == "all":
+                row, column, offset = boundaries_inside(self.spec, common.num_computed_tokens[split:], anchors[split:])
+                if len(row):
+                    boundary_rows = torch.from_numpy(row).to(device)
+                    boundary_offsets = torch.from_numpy(offset).to(device)
+                    boundary_indices = table[boundary_rows + split, torch.from_numpy(column).to(device)]
+        return MambaMetadata(
+            num_decodes=split,
+            num_decode_tokens=common.num_decode_tokens,
+            decode_rows=decode_rows,
+            prefill_rows=prefill_rows,
+            window_indices=windows,
+            num_accepted_tokens=accepted,
+            source_indices=sources,
+            state_indices=states,
+            has_initial_state=initial,
+            boundary_rows=boundary_rows,
+            boundary_offsets=boundary_offsets,
+            boundary_indices=boundary_indices,
+        )
+
+
+def last_scheduled_column(spec: MambaSpec, num_computed_tokens: Ints, query_lens: Ints) -> Ints:
+    """The anchor column of steps that run `query_lens` tokens after `num_computed_tokens`."""
+    if spec.mamba_cache_mode == "none":
+        return np.zeros_like(num_computed_tokens)
+    return (num_computed_tokens + query_lens - 1) // spec.block_size
+
+
+def boundaries_inside(spec: MambaSpec, num_computed_tokens: Ints, anchors: Ints) -> tuple[Ints, Ints, Ints]:
+    """Block boundaries that prefills pass before their last token: row, column, and tokens of the row up to there."""
+    first = num_computed_tokens // spec.block_size
+    counts = anchors - first
+    row = np.repeat(np.arange(len(counts)), counts)
+    column = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts - first, counts)
+    return row, column, (column + 1) * spec.block_size - num_computed_tokens[row]
+
+
+@dataclass(frozen=True)
+class BoundaryCopies:
+    """States that a verify step left in a draft's column though they belong to a block boundary."""
+
+    rows: Ints  # of the batch
+    anchors: Ints  # column with the convolution inputs
+    drafts: Ints  # j: the boundary is after the j-th token of the step
+    columns: Ints  # the boundary's own
+
+
+def boundary_copies(
+    spec: MambaSpec, num_computed_tokens: Ints, query_lens: Ints, num_accepted_tokens: Ints
+) -> BoundaryCopies:
+    """What `postprocess_mamba` must copy after the decodes of a step, when their accepted tokens are known.
+
+    A step of at most 1 + K <= `block_size` tokens passes at most one boundary, the end of block
+    `num_computed_tokens // block_size`. Only accepted tokens count: the state of a rejected one must never reach a
+    block that will be published.
+
+    Args:
+        num_computed_tokens: [num_decodes], before the step.
+        num_accepted_tokens: [num_decodes], in this step, bonus token included.
+    """
+    if spec.mamba_cache_mode == "none":
+        none = np.empty(0, dtype=np.int64)
+        return BoundaryCopies(none, none, none, none)
+    anchors = last_scheduled_column(spec, num_computed_tokens, query_lens)
+    columns = num_computed_tokens // spec.block_size
+    drafts = (columns + 1) * spec.block_size - 1 - num_computed_tokens
+    rows = np.flatnonzero((drafts < num_accepted_tokens) & (anchors + drafts != columns))
+    return BoundaryCopies(rows, anchors[rows], drafts[rows], columns[rows])
+
+
+def postprocess_mamba(
+    copies: BoundaryCopies, block_table: torch.Tensor, states: Sequence[tuple[torch.Tensor, torch.Tensor]], kernel: int
+) -> None:
+    """Bring boundary states home, in all layers of a group.
+
+    Args:
+        block_table: [num_reqs, width] int32, the group's rows of the step's batch.
+        states: of each layer, its convolution windows [num_blocks, kernel - 1 + K, …] and SSM states [num_blocks, …].
+        kernel: width of the convolution.
+    """
+    if not len(copies.rows):
+        return
+    device = block_table.device
+    rows, anchors, drafts, columns = (
+        torch.from_numpy(part).to(device) for part in (copies.rows, copies.anchors, copies.drafts, copies.columns)
+    )
+    home = block_table[rows, columns].long()
+    window_from, state_from = block_table[rows, anchors].long(), block_table[rows, anchors + drafts].long()
+    window_rows = drafts[:, None] + torch.arange(kernel - 1, device=device)
+    for conv_state, ssm_state in states:
+        # Row by row: rows `j …` of a window are no contiguous range in every layout (vllm!45682).
+        conv_state[home, : kernel - 1] = conv_state[window_from[:, None], window_rows]
+        ssm_state[home] = ssm_state[state_from]

@@ -43,7 +43,7 @@ def build_paged_attention_metadata(
     used = cdiv(common.max_seq_len, kernel_block_size)
     parts = []
     split = common.num_decodes
-    for first, last, start in ((0, split, 0), (split, common.num_reqs_padded, split)):
+    for first, last, start in ((0, split, 0), (split, common.num_reqs_padded, common.num_decode_tokens)):
         if first == last:
             continue
         rows = Ragged(torch.from_numpy(common.query_lens[first:last]), device)

@@ -1,20 +1,83 @@
-"""Ref-counted blocks, one id space for all groups."""
+"""Ref-counted blocks, one id space for all groups, and the contents that free blocks still hold.
+
+A block whose content is *published* under a key can be found again until it is evicted, also while nobody references
+it. Blocks that nobody can find are handed out first; published ones follow, least recently used first.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
 
 BlockIds = npt.NDArray[np.int32]
+BlockKey = tuple[int, bytes]  # group id, hash of all tokens up to the end of the block
 
 NULL_BLOCK = 0
 
 
-class BlockPool:
-    """Hands out block ids as int32 arrays, oldest freed first.
+class _LRUQueue:
+    """Free published blocks in the order of their release.
 
-    Block 0 is the null block: never handed out, never freed; padded rows point at it. The free ids live in a ring, so
-    that taking or returning n of them is at most two slice copies however large n is.
+    Entries are never removed from the middle: an entry counts only while `_position` of its block points at it, so that
+    a hit or a refresh is one indexed write. Stale entries are dropped when the array is full.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._ids: BlockIds = np.zeros(2 * num_blocks, dtype=np.int32)
+        self._position = np.full(num_blocks, -1, dtype=np.int64)
+        self._head = self._tail = 0
+        self.size = 0
+
+    def __contains__(self, block: int) -> bool:
+        return bool(self._position[block] >= 0)
+
+    def ids(self) -> BlockIds:
+        """Oldest first."""
+        entries = self._ids[self._head : self._tail]
+        return entries[self._position[entries] == np.arange(self._head, self._tail)]
+
+    def push(self, ids: BlockIds) -> None:
+        """Append blocks, each at most once; one that is in the queue moves to its end."""
+        if self._tail + len(ids) > len(self._ids):
+            live = self.ids()
+            self._ids[: len(live)] = live
+            self._position[live] = np.arange(len(live))
+            self._head, self._tail = 0, len(live)
+        end = self._tail + len(ids)
+        self._ids[self._tail : end] = ids
+        self.size += int(np.count_nonzero(self._position[ids] < 0))
+        self._position[ids] = np.arange(self._tail, end)
+        self._tail = end
+
+    def discard(self, ids: BlockIds) -> None:
+        """Take blocks out wherever they are; those that are not in the queue are left alone."""
+        self.size -= int(np.count_nonzero(self._position[ids] >= 0))
+        self._position[ids] = -1
+
+    def pop(self, count: int) -> BlockIds:
+        """The `count` oldest; there must be as many."""
+        window = count
+        while True:
+            end = min(self._head + window, self._tail)
+            entries = self._ids[self._head : end]
+            live = np.flatnonzero(self._position[entries] == np.arange(self._head, end))[:count]
+            if len(live) == count:
+                break
+            window *= 2
+        ids = entries[live].copy()
+        self._head += int(live[-1]) + 1 if count else 0
+        self._position[ids] = -1
+        self.size -= count
+        return ids
+
+
+class BlockPool:
+    """Hands out block ids as int32 arrays.
+
+    Block 0 is the null block: never handed out, never freed; padded rows and columns without a block point at it. Free
+    blocks without a key live in a ring, so that taking or returning n of them is at most two slice copies.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -26,19 +89,40 @@ class BlockPool:
         self._capacity = num_blocks - 1
         self._ring: BlockIds = np.arange(1, num_blocks, dtype=np.int32)
         self._head = 0
-        self.num_free_blocks = self._capacity
+        self._num_unpublished = self._capacity
+        self._lru = _LRUQueue(num_blocks)
+        self._published = np.zeros(num_blocks, dtype=bool)
+        self._keys: dict[int, BlockKey] = {}
+        self._blocks: dict[BlockKey, int] = {}
+        self.num_evictions = 0
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that can be handed out, published ones included."""
+        return self._num_unpublished + self._lru.size
+
+    @property
+    def num_published_blocks(self) -> int:
+        """Blocks that a lookup can find."""
+        return len(self._blocks)
 
     def allocate(self, count: int) -> BlockIds | None:
         """`count` ids with reference count 1, or None if fewer are free (then nothing changed)."""
         if count > self.num_free_blocks:
             return None
-        end = self._head + count
+        plain = min(count, self._num_unpublished)
+        end = self._head + plain
         if end <= self._capacity:
             ids = self._ring[self._head : end].copy()
         else:
             ids = np.concatenate([self._ring[self._head :], self._ring[: end - self._capacity]])
         self._head = end % self._capacity
-        self.num_free_blocks -= count
+        self._num_unpublished -= plain
+        if plain < count:
+            evicted = self._lru.pop(count - plain)
+            self.num_evictions += len(evicted)
+            self._unpublish(evicted)
+            ids = np.concatenate([ids, evicted])
         self.ref_count[ids] = 1
         return ids
 
@@ -49,18 +133,75 @@ class BlockPool:
             raise AssertionError(f"freed a block that nobody holds: {wrong.tolist()}")
         self.ref_count[ids] = counts
         released = ids[counts == 0]
-        tail = (self._head + self.num_free_blocks) % self._capacity
-        first = released[: self._capacity - tail]
+        published = self._published[released]
+        if published.any():
+            self._lru.push(released[published])
+            released = released[~published]
+        self._push_unpublished(released)
+
+    def _push_unpublished(self, ids: BlockIds) -> None:
+        tail = (self._head + self._num_unpublished) % self._capacity
+        first = ids[: self._capacity - tail]
         self._ring[tail : tail + len(first)] = first
-        self._ring[: len(released) - len(first)] = released[len(first) :]
-        self.num_free_blocks += len(released)
+        self._ring[: len(ids) - len(first)] = ids[len(first) :]
+        self._num_unpublished += len(ids)
+
+    def publish(self, key: BlockKey, block: int) -> bool:
+        """Let lookups of `key` find a referenced block. The first block of a key stays; later ones are not needed."""
+        if key in self._blocks or block in self._keys:
+            return False
+        assert self.ref_count[block] > 0, f"block {block} is published but nobody holds it"
+        self._blocks[key] = block
+        self._keys[block] = key
+        self._published[block] = True
+        return True
+
+    def lookup(self, key: BlockKey) -> int | None:
+        """The block published under `key`."""
+        return self._blocks.get(key)
+
+    def key_of(self, block: int) -> BlockKey | None:
+        """The key under which a block is published."""
+        return self._keys.get(block)
+
+    def is_idle(self, ids: BlockIds) -> npt.NDArray[np.bool_]:
+        """Which of the ids are published and free: taking them uses up free blocks."""
+        return (self.ref_count[ids] == 0) & self._published[ids]
+
+    def touch(self, ids: BlockIds) -> None:
+        """Add a reference to published blocks, free or not."""
+        assert self._published[ids].all(), f"not all of {ids.tolist()} are published"
+        self._lru.discard(ids)
+        self.ref_count[ids] += 1
+
+    def refresh(self, ids: BlockIds) -> None:
+        """Make those of the blocks that are free and published the most recently used, in the given order."""
+        self._lru.push(ids[self.is_idle(ids)])
+
+    def reset(self) -> None:
+        """Forget every published content; blocks in use stay in use."""
+        idle = self._lru.ids()
+        self._lru.discard(idle)
+        self._unpublish(list(self._keys))
+        self._push_unpublished(idle)
+
+    def _unpublish(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            key = self._keys.pop(int(block))
+            del self._blocks[key]
+            self._published[block] = False
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless free and referenced blocks partition the pool."""
-        positions = (self._head + np.arange(self.num_free_blocks)) % self._capacity
-        free = self._ring[positions]
+        """Raise AssertionError unless free and referenced blocks partition the pool and keys name live blocks."""
+        positions = (self._head + np.arange(self._num_unpublished)) % self._capacity
+        plain, idle = self._ring[positions], self._lru.ids()
+        free = np.concatenate([plain, idle])
+        assert len(idle) == self._lru.size, f"{len(idle)} published blocks are free, {self._lru.size} are counted"
         assert len(np.unique(free)) == len(free), "a block is free twice"
         assert (self.ref_count[free] == 0).all(), "a free block is referenced"
+        assert self._published[idle].all() and not self._published[plain].any(), "a free block is in the wrong queue"
         assert self.ref_count[NULL_BLOCK] == 1, "the null block was handed out or freed"
         held = int(np.count_nonzero(self.ref_count[1:]))
         assert held + len(free) == self._capacity, f"{held} held + {len(free)} free != {self._capacity}"
+        assert {block: key for key, block in self._blocks.items()} == self._keys, "keys and blocks disagree"
+        assert sorted(self._keys) == np.flatnonzero(self._published).tolist(), "published flags and keys disagree"

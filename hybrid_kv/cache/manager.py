@@ -1,23 +1,41 @@
-"""Which blocks each request holds, in every group."""
+"""Which blocks each request holds, in every group, and which prefixes can be found again.
+
+Contract. A request's blocks are *columns*: column i of an attention group holds the tokens of block i; column i of a
+Mamba group in modes `align` and `all` is for the state after block i, or, while the request is inside that block, for
+its running state (see `attention.mamba`). A column without a block holds the null block.
+
+- Mode `none`: one state and K for drafts, however long the request.
+- Mode `align`: chunks end on block boundaries. Columns before that of the last computed token are given back, columns
+  that a chunk jumps over never get a block: a request holds at most 2 + K.
+- Mode `all`: a state at every boundary, all kept until the request ends: `ceil(tokens / block_size) + K`.
+
+A block is *published* under the hash of all tokens up to its end once it holds exactly their K/V or the state after
+them: after the step that computed them, never when it is scheduled (vllm!56525), and only as far as tokens are known
+(accepted). A *hit* is the longest prefix that every group can restore: attention needs all of its blocks, Mamba only
+the state at the end. The last token of a request is never taken from the cache: its logits are needed.
+"""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
+from math import lcm
 from typing import NamedTuple
 
 import numpy as np
 
-from hybrid_kv.cache.block_pool import BlockIds, BlockPool
-from hybrid_kv.cache.spec import KVCacheConfig, MambaSpec, cdiv
+from hybrid_kv.cache.block_hash import BlockHashes
+from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockIds, BlockPool
+from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec, UniformTypeKVCacheSpecs, cdiv
 from hybrid_kv.config import ConfigError
 
 _EMPTY: BlockIds = np.empty(0, dtype=np.int32)
 
 
 class NewBlocks(NamedTuple):
-    """Blocks that a request just got: ids group by group, and how many each group got, as block tables stage them."""
+    """Columns that a request just got: ids group by group, and how many each group got, as block tables stage them."""
 
     ids: BlockIds
     counts: array[int]
@@ -28,72 +46,293 @@ class NewBlocks(NamedTuple):
         return [self.ids[end - count : end] for end, count in zip(ends, self.counts, strict=True)]
 
 
-class KVCacheManager:
-    """Allocates a request's blocks in all groups together, or in none.
+@dataclass(frozen=True)
+class PrefixHit:
+    """What the cache can restore of a request.
 
-    A Mamba group in mode `none` holds one state (plus its speculative slots) however long the request; an attention
-    group holds `ceil(tokens / block_size)` blocks.
+    `group_tokens` is what each group could have restored alone; `vetoed_by` is a group that could not restore the next
+    longer prefix though another one could, if there is one.
     """
 
-    def __init__(self, config: KVCacheConfig) -> None:
-        modes = {group.spec.mamba_cache_mode for group in config.groups if isinstance(group.spec, MambaSpec)}
-        if unknown := modes - {"none"}:
-            raise ConfigError(f"mamba_cache_mode {unknown.pop()!r} can be planned but not run yet; use none")
+    num_tokens: int
+    group_tokens: tuple[int, ...] = ()
+    vetoed_by: int | None = None
+
+
+NO_HIT = PrefixHit(0)
+
+
+class _Columns:
+    """A request's columns in one group. Those before `first` have been given back."""
+
+    __slots__ = ("_ids", "first", "length", "published")
+
+    def __init__(self) -> None:
+        self._ids: BlockIds = np.zeros(4, dtype=np.int32)
+        self.length = 0
+        self.first = 0
+        self.published = 0  # columns that need no look any more
+
+    def extend(self, ids: BlockIds) -> None:
+        end = self.length + len(ids)
+        if end > len(self._ids):
+            self._ids = np.concatenate([self._ids[: self.length], np.zeros(end, dtype=np.int32)])
+        self._ids[self.length : end] = ids
+        self.length = end
+
+    def held(self, end: int | None = None) -> BlockIds:
+        """Ids from `first` on, null columns left out."""
+        ids = self._ids[self.first : self.length if end is None else end]
+        return ids[ids != NULL_BLOCK]
+
+    def __getitem__(self, column: int) -> int:
+        return int(self._ids[column])
+
+    def give_back(self, end: int) -> BlockIds:
+        """The blocks before column `end`, which are the request's no more."""
+        ids = self.held(end).copy()
+        self._ids[self.first : end] = NULL_BLOCK
+        self.first = end
+        return ids
+
+
+class KVCacheManager:
+    """Allocates a request's blocks in all groups together, or in none; finds and publishes prefixes.
+
+    Args:
+        enable_prefix_caching: publish blocks and look for hits; needs Mamba groups in mode `align` or `all`.
+        num_lookahead_tokens: positions behind the scheduled tokens that a step may write (a drafting head's K/V).
+        max_model_len: no position from here on is ever written.
+    """
+
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        enable_prefix_caching: bool = False,
+        num_lookahead_tokens: int = 0,
+        max_model_len: int | None = None,
+    ) -> None:
         self.config = config
         self.pool = BlockPool(config.num_blocks)
-        self._held: dict[str, list[list[BlockIds]]] = {}
-        self._num_held: dict[str, list[int]] = {}
-
-    def _blocks_needed(self, num_tokens: int) -> list[int]:
-        return [
-            1 + group.spec.num_speculative_blocks
-            if isinstance(group.spec, MambaSpec)
-            else cdiv(num_tokens, group.spec.block_size)
-            for group in self.config.groups
-        ]
+        self.enable_prefix_caching = enable_prefix_caching
+        self.num_lookahead_tokens = num_lookahead_tokens
+        self.max_model_len = max_model_len
+        self._specs: list[KVCacheSpec] = [_one_spec(group.spec) for group in config.groups]
+        for spec in self._specs:
+            if not isinstance(spec, MambaSpec):
+                continue
+            if enable_prefix_caching and spec.mamba_cache_mode == "none":
+                raise ConfigError(
+                    "prefix caching with Mamba layers needs mamba_cache_mode align or all: in mode none no state is kept"
+                )
+            if spec.mamba_cache_mode != "none" and spec.block_size < 1 + spec.num_speculative_blocks:
+                raise ConfigError(
+                    f"num_speculative_tokens={spec.num_speculative_blocks} needs Mamba blocks of at least "
+                    f"{1 + spec.num_speculative_blocks} tokens, not {spec.block_size}; raise block_size"
+                )
+        self._hit_unit = lcm(*(spec.block_size for spec in self._specs)) if enable_prefix_caching else 1
+        self._held: dict[str, list[_Columns]] = {}
+        self._given_back: dict[str, list[BlockIds]] = {}
 
     def can_ever_fit(self, num_tokens: int) -> bool:
-        """Whether a request of `num_tokens` tokens fits in the pool when it is alone."""
-        return sum(self._blocks_needed(num_tokens)) <= self.pool.num_blocks - 1
+        """Whether a request of `num_tokens` cached tokens fits in the pool when it is alone."""
+        longest = self._with_lookahead(num_tokens)
+        return sum(spec.max_blocks_per_request(longest) for spec in self._specs) <= self.pool.num_blocks - 1
 
-    def allocate_slots(self, request_id: str, num_tokens: int) -> NewBlocks | None:
-        """Grow the request to `num_tokens` tokens. Returns the *new* blocks, or None if the pool is too full."""
-        held = self._num_held.get(request_id) or [0] * len(self.config.groups)
-        missing = [max(0, need - have) for need, have in zip(self._blocks_needed(num_tokens), held, strict=True)]
-        total = sum(missing)
-        if total == 0:
-            return NewBlocks(_EMPTY, array("i", missing))
-        ids = self.pool.allocate(total)
-        if ids is None:
+    def _with_lookahead(self, num_tokens: int) -> int:
+        return min(num_tokens + self.num_lookahead_tokens, self.max_model_len or num_tokens)
+
+    def find_longest_cache_hit(self, hashes: BlockHashes, token_ids: Sequence[int]) -> PrefixHit:
+        """The longest prefix of a request that every group can restore; nothing is taken yet."""
+        if not self.enable_prefix_caching:
+            return NO_HIT
+        limit = len(token_ids) - 1
+        chains = [hashes.chain(spec.block_size, token_ids, limit) for spec in self._specs]
+        own: list[int] = []
+        for group, (spec, chain) in enumerate(zip(self._specs, chains, strict=True)):
+            candidates = range(limit // spec.block_size)
+            if isinstance(spec, MambaSpec):
+                found = next((i + 1 for i in reversed(candidates) if self._has(group, chain[i])), 0)
+            else:
+                found = next((i for i in candidates if not self._has(group, chain[i])), len(candidates))
+            own.append(found * spec.block_size)
+        unit = self._hit_unit
+        tokens = min(own) // unit * unit
+        while tokens and self._lacks(tokens, chains) is not None:
+            tokens -= unit
+        vetoed_by = self._lacks(tokens + unit, chains) if max(own) >= tokens + unit else None
+        return PrefixHit(tokens, tuple(own), vetoed_by)
+
+    def _lacks(self, tokens: int, chains: Sequence[Sequence[bytes]]) -> int | None:
+        """The first group whose last block of a prefix of `tokens` tokens is not there."""
+        for group, (spec, chain) in enumerate(zip(self._specs, chains, strict=True)):
+            column = tokens // spec.block_size - 1
+            if column >= len(chain) or not self._has(group, chain[column]):
+                return group
+        return None
+
+    def _has(self, group: int, digest: bytes) -> bool:
+        return self.pool.lookup((group, digest)) is not None
+
+    def allocate_slots(
+        self,
+        request_id: str,
+        num_computed_tokens: int,
+        num_new_tokens: int,
+        is_decode: bool = False,
+        hit: PrefixHit = NO_HIT,
+        hashes: BlockHashes | None = None,
+    ) -> NewBlocks | None:
+        """Make room for `num_new_tokens` tokens behind `num_computed_tokens`.
+
+        Returns the *new* columns, or None if the pool is too full; a hit is taken with them or not at all.
+
+        Args:
+            num_computed_tokens: confirmed ones; drafts that may still be rejected do not count (vllm!33997).
+            is_decode: the step verifies drafts (possibly none), so it needs columns for 1 + K states.
+            hit: of a request that starts, with its `hashes`; then `num_computed_tokens` is its length.
+        """
+        rows = self._held.get(request_id)
+        is_new = rows is None
+        if rows is None:
+            rows = [_Columns() for _ in self._specs]
+        taken = self._take_hit(rows, hit, hashes) if hit.num_tokens else _EMPTY
+        end = num_computed_tokens + num_new_tokens
+        missing: list[BlockIds] = []
+        for spec, row in zip(self._specs, rows, strict=True):
+            if not is_new and isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align":
+                self._give_back(request_id, row, max(0, num_computed_tokens - 1) // spec.block_size)
+            missing.append(self._missing_columns(spec, row.length, end, is_decode))
+        flat = np.concatenate(missing)
+        needed = int(np.count_nonzero(flat))
+        if needed + int(np.count_nonzero(self.pool.is_idle(taken))) > self.pool.num_free_blocks:
             return None
-        new = NewBlocks(ids, array("i", missing))
-        for blocks, part in zip(self._held.setdefault(request_id, [[] for _ in missing]), new.per_group(), strict=True):
-            blocks.append(part)
-        self._num_held[request_id] = [have + more for have, more in zip(held, missing, strict=True)]
-        return new
+        if len(taken):
+            self.pool.touch(taken)
+        if needed:
+            ids = self.pool.allocate(needed)
+            assert ids is not None
+            flat[flat != NULL_BLOCK] = ids
+        begin = 0
+        for row, part in zip(rows, missing, strict=True):
+            row.extend(flat[begin : begin + len(part)])
+            begin += len(part)
+        self._held[request_id] = rows
+        if taken.size:
+            ids = np.concatenate([row._ids[: row.length] for row in rows])
+            return NewBlocks(ids, array("i", [row.length for row in rows]))
+        return NewBlocks(flat, array("i", [len(part) for part in missing]))
+
+    def _take_hit(self, rows: list[_Columns], hit: PrefixHit, hashes: BlockHashes | None) -> BlockIds:
+        assert hashes is not None
+        taken = []
+        for group, (spec, row) in enumerate(zip(self._specs, rows, strict=True)):
+            count = hit.num_tokens // spec.block_size
+            chain = hashes.chain(spec.block_size, (), 0)
+            ids = np.zeros(count, dtype=np.int32)
+            for column in range(count - 1 if isinstance(spec, MambaSpec) else 0, count):
+                block = self.pool.lookup((group, chain[column]))
+                assert block is not None, "a hit was taken after its blocks were evicted"
+                ids[column] = block
+            row.extend(ids)
+            row.published = count
+            taken.append(ids[ids != NULL_BLOCK])
+        return np.concatenate(taken)
+
+    def _missing_columns(self, spec: KVCacheSpec, length: int, end: int, is_decode: bool) -> BlockIds:
+        """One entry per column that is missing until token `end`: 1 if it needs a block, 0 if it stays null."""
+        if isinstance(spec, MambaSpec):
+            drafts = spec.num_speculative_blocks
+            if spec.mamba_cache_mode == "none":
+                return np.ones(1 + drafts - length, dtype=np.int32)
+            columns = cdiv(end, spec.block_size)
+            missing = np.ones(max(0, columns + (drafts if is_decode else 0) - length), dtype=np.int32)
+            if spec.mamba_cache_mode == "align" and not is_decode:
+                missing[:-1] = NULL_BLOCK
+            return missing
+        return np.ones(max(0, cdiv(self._with_lookahead(end), spec.block_size) - length), dtype=np.int32)
+
+    def _give_back(self, request_id: str, row: _Columns, end: int) -> None:
+        if end > row.first:
+            ids = row.give_back(end)
+            self.pool.free(ids)
+            self._given_back.setdefault(request_id, []).append(ids)
+
+    def cache_blocks(
+        self,
+        request_id: str,
+        hashes: BlockHashes,
+        token_ids: Sequence[int],
+        num_computed_tokens: int,
+        is_decode: bool,
+    ) -> None:
+        """Publish what a step has completed.
+
+        Args:
+            token_ids: of the request, at least `num_computed_tokens`.
+            num_computed_tokens: accepted tokens in the cache after the step.
+        """
+        if not self.enable_prefix_caching:
+            return
+        for group, (spec, row) in enumerate(zip(self._specs, self._held[request_id], strict=True)):
+            first, end = row.published, num_computed_tokens // spec.block_size
+            if first >= end:
+                continue
+            chain = hashes.chain(spec.block_size, token_ids, num_computed_tokens)
+            if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align" and not is_decode:
+                # A chunk leaves a state at its end and nowhere else, on a boundary or not.
+                first = end - 1 if num_computed_tokens % spec.block_size == 0 else end
+            for column in range(first, end):
+                self.pool.publish((group, chain[column]), row[column])
+            row.published = end
 
     def block_ids(self, request_id: str) -> list[BlockIds]:
         """All ids that the request holds, per group, in table order."""
-        groups = self._held.get(request_id, [[] for _ in self.config.groups])
-        return [np.concatenate([_EMPTY, *parts]) for parts in groups]
+        rows = self._held.get(request_id)
+        return [_EMPTY for _ in self._specs] if rows is None else [row.held() for row in rows]
 
     def free(self, request_id: str) -> None:
-        """Return everything the request holds."""
-        self._num_held.pop(request_id, None)
-        for parts in self._held.pop(request_id, []):
-            for part in parts:
-                self.pool.free(part)
+        """Return everything the request holds.
+
+        The deepest blocks of all groups go first, so that they are evicted first and together: a prefix needs each of
+        its attention blocks and the states behind them, in no group is a block worth more than its neighbours there.
+        """
+        rows = self._held.pop(request_id, None)
+        if rows is None:
+            return
+        held, ends = [], []
+        for spec, row in zip(self._specs, rows, strict=True):
+            columns = np.arange(row.first, row.length)
+            ids = row._ids[row.first : row.length]
+            held.append(ids[ids != NULL_BLOCK])
+            ends.append(((columns + 1) * spec.block_size)[ids != NULL_BLOCK])
+        order = np.argsort(-np.concatenate(ends), kind="stable")
+        self.pool.free(np.concatenate(held)[order])
+        for ids in reversed(self._given_back.pop(request_id, [])):
+            self.pool.refresh(ids)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all published blocks; running requests keep theirs."""
+        self.pool.reset()
 
     def check_integrity(self, running: Sequence[str] = ()) -> None:
-        """Raise AssertionError unless the pool is whole, each held block has one owner, and only `running` hold any."""
+        """Raise AssertionError unless the pool is whole, every reference has an owner, and only `running` hold any."""
         self.pool.check_integrity()
-        assert self._held.keys() == self._num_held.keys(), "a request is half known"
-        strangers = sorted(self._held.keys() - set(running))
+        strangers = sorted((self._held.keys() | self._given_back.keys()) - set(running))
         assert not strangers, f"requests that do not run hold blocks: {strangers}"
-        for request, counts in self._num_held.items():
-            assert [len(ids) for ids in self.block_ids(request)] == counts, f"{request} does not hold what it counts"
         owned = np.concatenate([_EMPTY, *(ids for request in self._held for ids in self.block_ids(request))])
-        assert len(np.unique(owned)) == len(owned), "a block has two owners"
-        assert (self.pool.ref_count[owned] == 1).all(), "a held block is not referenced once"
-        num_used = self.pool.num_blocks - 1 - self.pool.num_free_blocks
-        assert len(owned) == num_used, f"{num_used} blocks are in use, {len(owned)} have an owner"
+        counts = np.bincount(owned, minlength=self.pool.num_blocks)
+        counts[NULL_BLOCK] = 1
+        wrong = np.flatnonzero(counts != self.pool.ref_count)
+        assert not len(wrong), f"blocks {wrong.tolist()} have other reference counts than owners"
+        shared = np.flatnonzero(counts > 1)
+        unpublished = [block for block in shared.tolist() if self.pool.key_of(block) is None]
+        assert not unpublished, f"blocks {unpublished} have two owners but were never published"
+
+
+def _one_spec(spec: KVCacheSpec) -> KVCacheSpec:
+    """What decides a group's columns: its layers may differ in bytes, never in that."""
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return spec.specs[0][1]
+    assert isinstance(spec, FullAttentionSpec | MambaSpec)
+    return spec

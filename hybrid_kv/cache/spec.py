@@ -211,3 +211,13 @@ def group_layers(specs: dict[str, KVCacheSpec]) -> tuple[KVCacheGroupSpec, ...]:
 def with_block_size(spec: KVCacheSpec, block_size: int) -> KVCacheSpec:
     """The same layer with another number of tokens per block."""
     return replace(spec, block_size=block_size)
+
+
+def with_speculation(spec: KVCacheSpec, num_speculative_tokens: int) -> KVCacheSpec:
+    """The same layer when K drafts are verified per step: K more states, and K more rows in the convolution window."""
+    if not isinstance(spec, MambaSpec):
+        return spec
+    (rows, *channels), *others = spec.shapes
+    more = num_speculative_tokens - spec.num_speculative_blocks
+    shapes = ((rows + more, *channels), *others)
+    return replace(spec, shapes=shapes, num_speculative_blocks=num_speculative_tokens)

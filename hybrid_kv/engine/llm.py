@@ -11,13 +11,14 @@ import torch
 from tqdm.auto import tqdm
 
 from hybrid_kv.cache.backend import BackendContext, get_backend
-from hybrid_kv.cache.manager import KVCacheManager
+from hybrid_kv.cache.manager import NO_HIT, KVCacheManager, PrefixHit
 from hybrid_kv.cache.plan import CachePlan, apply_block_sizes, plan_cache, update_block_size_for_backend
-from hybrid_kv.cache.spec import KVCacheSpec, group_layers
-from hybrid_kv.config import CacheConfig, ConfigError, EngineConfig, SchedulerConfig, from_dict
-from hybrid_kv.engine.runner import Model, ModelRunner
+from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec, group_layers, with_speculation
+from hybrid_kv.config import CacheConfig, ConfigError, EngineConfig, SchedulerConfig, SpeculativeConfig, from_dict
+from hybrid_kv.engine.runner import Model, ModelRunner, Proposer
 from hybrid_kv.engine.sampling import SamplingParams
 from hybrid_kv.engine.scheduler import Request, ScheduledRequest, Scheduler
+from hybrid_kv.spec_decode.propose import NgramProposer
 
 DEFAULT_CPU_CACHE_BYTES = 2**30
 
@@ -44,6 +45,10 @@ class RequestOutput:
     finish_reason: str
     num_preemptions: int = 0
     error: str | None = None
+    cached_tokens: int = 0  # of the prompt, taken from the prefix cache when the request was first admitted
+    hit: PrefixHit = NO_HIT
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
 
 
 def engine_config(options: dict[str, Any]) -> EngineConfig:
@@ -52,14 +57,18 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
     Raises:
         ConfigError: an option that no part of the configuration knows.
     """
-    nested: dict[str, dict[str, Any]] = {"cache": {}, "scheduler": {}, "engine": {}}
-    parts: tuple[tuple[str, type], ...] = (("cache", CacheConfig), ("scheduler", SchedulerConfig))
+    parts: tuple[tuple[str, type], ...] = (
+        ("cache", CacheConfig),
+        ("scheduler", SchedulerConfig),
+        ("speculative", SpeculativeConfig),
+    )
+    nested: dict[str, dict[str, Any]] = {"engine": {}, **{name: {} for name, _ in parts}}
     for key, value in options.items():
         owner = next((name for name, cls in parts if key in {f.name for f in fields(cls)}), "engine")
         nested[owner][key] = value
     engine = nested["engine"]
-    if "cache" in engine or "scheduler" in engine:
-        raise ConfigError("give the options of cache and scheduler by their own names, not as objects")
+    if given := sorted(engine.keys() & {name for name, _ in parts}):
+        raise ConfigError(f"give the options of {given[0]} by their own names, not as an object")
     for name, cls in parts:
         if nested[name]:
             engine[name] = from_dict(cls, nested[name])
@@ -73,19 +82,22 @@ class LLM:
     Args:
         model: a checkpoint folder, or a model object (see `engine.runner.Model`).
         tokenizer: overrides the checkpoint's own; None with a model object means token ids only.
-        options: fields of `EngineConfig`, `CacheConfig` and `SchedulerConfig`.
+        proposer: where drafts come from, instead of `speculative_method`.
+        options: fields of `EngineConfig`, `CacheConfig`, `SchedulerConfig` and `SpeculativeConfig`.
 
     Raises:
         ConfigError: the model, an option or the cache plan cannot be used; nothing is allocated then.
     """
 
-    def __init__(self, model: str | Path | Model, tokenizer: Tokenizer | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str | Path | Model,
+        tokenizer: Tokenizer | None = None,
+        proposer: Proposer | None = None,
+        **options: Any,
+    ) -> None:
         self.config = engine_config(options)
         self.device = _device(self.config.device)
-        if self.config.cache.mamba_cache_mode != "none":
-            raise ConfigError(
-                f"mamba_cache_mode={self.config.cache.mamba_cache_mode!r} can be planned but not run yet; use none"
-            )
         self.eos_token_ids: frozenset[int] = frozenset()
         if isinstance(model, str | Path):
             from hybrid_kv.models.loader import load_eos_token_ids, load_model, load_tokenizer
@@ -98,10 +110,27 @@ class LLM:
         self.tokenizer = tokenizer
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             self.eos_token_ids |= {tokenizer.eos_token_id}
+        speculative = self.config.speculative
+        if proposer is None and speculative.speculative_method == "ngram":
+            proposer = NgramProposer(
+                speculative.num_speculative_tokens, speculative.prompt_lookup_max, speculative.prompt_lookup_min
+            )
+        self.layer_specs = {
+            name: with_speculation(spec, speculative.num_speculative_tokens)
+            for name, spec in self.model.layer_specs.items()
+        }
         self.plan = self._plan()
-        self.manager = KVCacheManager(self.plan.config)
-        self.scheduler = Scheduler(self.config.scheduler, self.manager)
-        self.runner = ModelRunner(self.model, self.plan, self._backend, self._context, self.config, self.device)
+        limits, caching = self.config.scheduler, self.config.cache
+        self.manager = KVCacheManager(
+            self.plan.config, caching.enable_prefix_caching, max_model_len=limits.max_model_len
+        )
+        is_aligned = caching.mamba_cache_mode == "align" and any(
+            isinstance(group.spec, MambaSpec) for group in self.plan.config.groups
+        )
+        self.scheduler = Scheduler(limits, self.manager, self.plan.sizes.mamba_block_size if is_aligned else None)
+        self.runner = ModelRunner(
+            self.model, self.plan, self._backend, self._context, self.config, self.device, proposer
+        )
         self.num_steps = 0
         self._num_requests = 0
 
@@ -109,24 +138,23 @@ class LLM:
         config, model = self.config, self.model
         platform = config.platform if config.platform != "auto" else self.device.type
         self._backend = get_backend(config.attention_backend, platform)
-        self._context = BackendContext.for_layers(platform, model.layer_specs)
+        self._context = BackendContext.for_layers(platform, self.layer_specs)
         cache = config.cache
-        eight_bit = [
-            name for name, spec in model.layer_specs.items() if any(d.itemsize == 1 for d in spec.cache_dtypes)
-        ]
+        eight_bit = [name for name, spec in self.layer_specs.items() if any(d.itemsize == 1 for d in spec.cache_dtypes)]
         if eight_bit:
             raise ConfigError(
                 f"layer {eight_bit[0]} has an fp8 cache, which can be planned but not run yet; use bfloat16"
             )
         arguments = (self._backend, self._context, config.scheduler.max_model_len, model.mamba_chunk_size)
         if cache.num_blocks is None and cache.memory_bytes is None:
-            cache = replace(cache, num_blocks=self._default_num_blocks(model.layer_specs, cache, arguments))
-        return plan_cache(model.layer_specs, cache, *arguments)
+            cache = replace(cache, num_blocks=self._default_num_blocks(self.layer_specs, cache, arguments))
+        return plan_cache(self.layer_specs, cache, *arguments, config.speculative.num_speculative_tokens)
 
     def _default_num_blocks(self, specs: dict[str, KVCacheSpec], cache: CacheConfig, arguments: tuple[Any, ...]) -> int:
         """Room for `max_num_seqs` requests of full length, within 1 GiB on a CPU or 90 % of a GPU's free memory."""
         sizes = update_block_size_for_backend(specs, cache, *arguments)
-        groups = group_layers(apply_block_sizes(specs, sizes, cache.mamba_cache_mode))
+        num_speculative_tokens = self.config.speculative.num_speculative_tokens
+        groups = group_layers(apply_block_sizes(specs, sizes, cache.mamba_cache_mode, num_speculative_tokens))
         scheduler = self.config.scheduler
         wanted = 1 + scheduler.max_num_seqs * sum(
             g.spec.max_blocks_per_request(scheduler.max_model_len) for g in groups
@@ -161,23 +189,35 @@ class LLM:
         scheduled = self.scheduler.schedule()
         if not scheduled:
             raise RuntimeError("the scheduler has requests but schedules none of them: this is a bug")
-        sampled = self.runner.execute(scheduled)
+        output = self.runner.execute(scheduled)
         self.num_steps += 1
         finished = []
         for item in scheduled:
-            reason = self._update(item, sampled)
+            request = item.request
+            reason = self._update(item, output.tokens.get(request.request_id, []))
+            self.scheduler.cache_blocks(item)
+            request.draft_token_ids = output.drafts.get(request.request_id, [])
             if reason is not None:
-                self.scheduler.finish(item.request)
-                finished.append((item.request, reason))
+                self.scheduler.finish(request)
+                finished.append((request, reason))
         return finished
 
-    def _update(self, item: ScheduledRequest, sampled: dict[str, int]) -> str | None:
+    def _update(self, item: ScheduledRequest, sampled: list[int]) -> str | None:
+        """Take a step's tokens one by one, up to the one that ends the request, if any does."""
         request = item.request
-        request.num_computed_tokens += item.num_tokens
-        if request.request_id not in sampled:
-            return None
-        token = sampled[request.request_id]
-        request.output_token_ids.append(token)
+        known = len(request.output_token_ids)
+        reason = None
+        for count, token in enumerate(sampled, 1):
+            request.output_token_ids.append(token)
+            reason = self._finish_reason(request, token)
+            if reason is not None:
+                break
+        kept = len(request.output_token_ids) - known
+        del request.output_token_ids[known:]
+        self.scheduler.update(item, sampled, kept)
+        return reason
+
+    def _finish_reason(self, request: Request, token: int) -> str | None:
         params = request.params
         if token in params.stop_token_ids or (token in self.eos_token_ids and not params.ignore_eos):
             return "stop"
@@ -214,6 +254,10 @@ class LLM:
             text,
             reason,
             request.num_preemptions,
+            cached_tokens=request.hit.num_tokens,
+            hit=request.hit,
+            num_draft_tokens=request.num_draft_tokens,
+            num_accepted_draft_tokens=request.num_accepted_draft_tokens,
         )
 
     def generate(

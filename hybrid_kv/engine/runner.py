@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from hybrid_kv.attention.common import CommonAttentionMetadata
-from hybrid_kv.attention.mamba import build_mamba_metadata
+from hybrid_kv.attention.mamba import (
+    MambaMetadataBuilder,
+    boundary_copies,
+    last_scheduled_column,
+    postprocess_mamba,
+)
 from hybrid_kv.attention.paged import build_paged_attention_metadata
 from hybrid_kv.cache.backend import (
     AttentionBackend,
@@ -21,11 +28,11 @@ from hybrid_kv.cache.backend import (
 from hybrid_kv.cache.block_table import BlockTables
 from hybrid_kv.cache.layout import allocate_raw_buffers, bind_views
 from hybrid_kv.cache.plan import CachePlan
-from hybrid_kv.cache.spec import KVCacheSpec
+from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
 from hybrid_kv.config import EngineConfig
-from hybrid_kv.engine.sampling import sample
-from hybrid_kv.engine.scheduler import ScheduledRequest
+from hybrid_kv.engine.scheduler import Request, ScheduledRequest
 from hybrid_kv.models.layers import ForwardContext
+from hybrid_kv.spec_decode.verify import verify
 
 
 class Model(Protocol):
@@ -42,11 +49,38 @@ class Model(Protocol):
         """[num_tokens, …] to [num_tokens, vocab_size]."""
 
 
+class Proposer(Protocol):
+    """Guesses the tokens that follow, for the next step to verify."""
+
+    def propose(
+        self,
+        requests: Sequence[Request],
+        token_ids: npt.NDArray[np.int64],
+        num_tokens: npt.NDArray[np.int64],
+    ) -> list[list[int]]:
+        """At most K tokens for each request.
+
+        Args:
+            requests: as they were before the step.
+            token_ids: [num_requests, max_model_len + 1]; beyond `num_tokens` of a row lie rejected drafts.
+            num_tokens: [num_requests], known tokens, those of this step included.
+        """
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """By request id: the tokens that a step gave, and the drafts that follow them."""
+
+    tokens: dict[str, list[int]]
+    drafts: dict[str, list[int]]
+
+
 class ModelRunner:
     """Owns the cache memory, the block tables and every buffer that a captured graph would read.
 
-    A request's tokens live in row `request.row` of `token_ids` while it runs. The batch is ordered decodes first; a
-    pure decode step is padded to a captured size with rows on the null block.
+    A request's tokens live in row `request.row` of `token_ids` while it runs, and so does what the next step must know
+    of the last one: the anchor column of its Mamba states and how many tokens it accepted (see `attention.mamba`). The
+    batch is ordered decodes first; a pure decode step is padded to a captured size with rows on the null block.
     """
 
     def __init__(
@@ -57,8 +91,10 @@ class ModelRunner:
         context: BackendContext,
         config: EngineConfig,
         device: torch.device,
+        proposer: Proposer | None = None,
     ) -> None:
         self.model = model
+        self.proposer = proposer
         self.device = device
         self.groups = init_attn_backend(plan.config, backend, context)
         self.raw_buffers = allocate_raw_buffers(plan.config, device)
@@ -68,7 +104,8 @@ class ModelRunner:
         self._captured = [size for size in config.captured_batch_sizes if size <= max_num_seqs]
         if get_attention_cg_support_info(self.groups) == CUDAGraphSupport.NEVER:
             self._captured = []
-        max_tokens = max(config.scheduler.max_num_batched_tokens, max_num_seqs)
+        # Padding rows come on top of a full budget of drafts.
+        max_tokens = config.scheduler.max_num_batched_tokens + max_num_seqs
         self.block_tables = BlockTables(
             block_sizes=[group.spec.block_size for group in self.groups],
             kernel_block_sizes=[group.kernel_block_size for group in self.groups],
@@ -77,7 +114,15 @@ class ModelRunner:
             max_num_blocks_per_group=[group.spec.block_table_width(max_model_len) for group in self.groups],
             device=device,
         )
-        self._state_indices = torch.zeros(len(self.groups), max_num_seqs, dtype=torch.int64, device=device)
+        self._builders = {
+            group.group_id: MambaMetadataBuilder(group.spec, max_num_seqs, device)
+            for group in self.groups
+            if isinstance(group.spec, MambaSpec)
+        }
+        # Mamba layers have one block size, so one anchor serves all of their groups.
+        self._mamba_spec = next((builder.spec for builder in self._builders.values()), None)
+        self.block_idx_last_scheduled_token_prev_step = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_accepted_tokens = np.ones(max_num_seqs, dtype=np.int64)
         self._slot_groups = [group.group_id for group in self.groups if not group.backend.is_ssm()]
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
         self.input_ids = torch.zeros(max_tokens, dtype=torch.int64, device=device)
@@ -89,29 +134,87 @@ class ModelRunner:
         return next((size for size in self._captured if size >= num_reqs), num_reqs)
 
     @torch.inference_mode()
-    def execute(self, scheduled: Sequence[ScheduledRequest]) -> dict[str, int]:
-        """Run one step. Returns the sampled token of every request whose last known token it computed."""
+    def execute(self, scheduled: Sequence[ScheduledRequest]) -> StepOutput:
+        """Run one step: sample where the last known token was computed, verify drafts, propose new ones."""
         self.batch = batch = sorted(scheduled, key=lambda item: not item.is_decode)
         context, num_tokens_padded = self._prepare(batch)
         hidden = self.model(self.input_ids[:num_tokens_padded], self.positions[:num_tokens_padded], context)
-        last = np.cumsum([item.num_tokens for item in batch]) - 1
+        tokens = self._sample(batch, hidden)
+        self._postprocess(batch, [max(1, len(new)) for new in tokens])
+        drafts = self._propose(batch, tokens)
+        sampled = {item.request.request_id: new for item, new in zip(batch, tokens, strict=True) if new}
+        return StepOutput(sampled, drafts)
+
+    def _sample(self, batch: Sequence[ScheduledRequest], hidden: torch.Tensor) -> list[list[int]]:
+        """What each request of the batch gets: nothing, a token, or its accepted drafts and one token more."""
+        ends = np.cumsum([item.num_tokens for item in batch])
         samples = [i for i, item in enumerate(batch) if item.samples]
+        tokens: list[list[int]] = [[] for _ in batch]
         if not samples:
-            return {}
+            return tokens
+        read = np.concatenate([np.arange(ends[i] - 1 - len(batch[i].drafts), ends[i]) for i in samples])
+        logits = self.model.compute_logits(hidden[torch.from_numpy(read).to(self.device)])
         requests = [batch[i].request for i in samples]
-        logits = self.model.compute_logits(hidden[torch.from_numpy(last[samples]).to(self.device)])
-        tokens = sample(
-            logits, [r.params for r in requests], [r.seed for r in requests], [r.num_tokens for r in requests]
+        verified = verify(
+            logits,
+            [list(batch[i].drafts) for i in samples],
+            [request.params for request in requests],
+            [request.seed for request in requests],
+            [request.num_tokens for request in requests],
         )
-        for request, token in zip(requests, tokens, strict=True):
-            self.token_ids[request.row, request.num_tokens] = token
-        return {request.request_id: token for request, token in zip(requests, tokens, strict=True)}
+        for i, request, new in zip(samples, requests, verified, strict=True):
+            tokens[i] = new
+            self.token_ids[request.row, request.num_tokens : request.num_tokens + len(new)] = new
+        return tokens
+
+    def _postprocess(self, batch: Sequence[ScheduledRequest], num_accepted: Sequence[int]) -> None:
+        """Remember where each request's state is, and bring boundary states to their own blocks."""
+        spec = self._mamba_spec
+        if spec is None:
+            return
+        rows = np.array([item.request.row for item in batch], dtype=np.int64)
+        computed = np.array([item.num_computed_tokens for item in batch], dtype=np.int64)
+        lengths = np.array([item.num_tokens for item in batch], dtype=np.int64)
+        accepted = np.array(num_accepted, dtype=np.int64)
+        anchors = last_scheduled_column(spec, computed, lengths)
+        decodes = sum(item.is_decode for item in batch)
+        copies = boundary_copies(spec, computed[:decodes], lengths[:decodes], accepted[:decodes])
+        if len(copies.rows):
+            for group_id, builder in self._builders.items():
+                views = [self.views[name] for name in self.groups[group_id].layer_names]
+                kernel = views[0][0].shape[1] + 1 - builder.spec.num_speculative_blocks
+                states = [(conv_state, ssm_state) for conv_state, ssm_state in views]
+                postprocess_mamba(copies, self.block_tables.input_tables[group_id], states, kernel)
+            # Where the accepted tokens end on the boundary, the next step starts from the copy: it cost the window of
+            # an anchor in the same block its first rows.
+            ended = copies.rows[copies.drafts + 1 == accepted[copies.rows]]
+            anchors[ended] = computed[ended] // spec.block_size
+            accepted[ended] = 1
+        self.block_idx_last_scheduled_token_prev_step[rows] = anchors
+        self.num_accepted_tokens[rows] = accepted
+
+    def _propose(self, batch: Sequence[ScheduledRequest], tokens: Sequence[list[int]]) -> dict[str, list[int]]:
+        if self.proposer is None:
+            return {}
+        chosen = [
+            (item.request, item.request.num_tokens + len(new)) for item, new in zip(batch, tokens, strict=True) if new
+        ]
+        requests = [request for request, _ in chosen]
+        if not requests:
+            return {}
+        num_tokens = np.array([length for _, length in chosen], dtype=np.int64)
+        drafts = self.proposer.propose(requests, self.token_ids[[request.row for request in requests]], num_tokens)
+        return {request.request_id: draft for request, draft in zip(requests, drafts, strict=True)}
 
     def _prepare(self, batch: Sequence[ScheduledRequest]) -> tuple[ForwardContext, int]:
         """Fill the persistent buffers; returns the layers' context and the padded number of tokens."""
         for item in batch:
+            request = item.request
             if item.overwrite:
-                self.token_ids[item.request.row, : item.request.num_tokens] = item.request.token_ids
+                self.token_ids[request.row, : request.num_tokens] = request.token_ids
+                self._cleanup_mamba_state_idx(item)
+            if item.drafts:
+                self.token_ids[request.row, request.num_tokens : request.num_tokens + len(item.drafts)] = item.drafts
         for item in batch:
             new = item.new_blocks
             if len(new.ids):
@@ -127,6 +230,7 @@ class ModelRunner:
         computed = np.array([item.num_computed_tokens for item in batch] + [0] * padding, dtype=np.int64)
         num_tokens = int(query_lens[:num_reqs].sum())
         num_tokens_padded = num_tokens + padding
+        num_decode_tokens = int(query_lens[:num_decodes].sum()) + padding
 
         token_rows = np.repeat(rows, query_lens[:num_reqs])
         starts = np.cumsum(query_lens) - query_lens
@@ -150,17 +254,29 @@ class ModelRunner:
             num_tokens=num_tokens,
             num_tokens_padded=num_tokens_padded,
             num_decodes=num_decodes + padding,
+            num_decode_tokens=num_decode_tokens,
             query_lens=query_lens,
             num_computed_tokens=computed,
             positions=self.positions[:num_tokens_padded],
             max_seq_len=max_seq_len,
         )
+        prev_step = np.zeros(num_reqs_padded, dtype=np.int64)
+        prev_step[:num_reqs] = self.block_idx_last_scheduled_token_prev_step[rows]
+        num_accepted = np.ones(num_reqs_padded, dtype=np.int64)
+        num_accepted[:num_reqs] = self.num_accepted_tokens[rows]
         metadata: dict[str, Any] = {}
         for group, table in zip(self.groups, tables, strict=True):
             built: Any
             if group.backend.is_ssm():
-                built = build_mamba_metadata(common, table, self._state_indices[group.group_id])
+                built = self._builders[group.group_id].build(common, table, prev_step, num_accepted)
             else:
                 built = build_paged_attention_metadata(common, table, slots[group.group_id], group.kernel_block_size)
             metadata.update(dict.fromkeys(group.layer_names, built))
         return ForwardContext(metadata, self.views), num_tokens_padded
+
+    def _cleanup_mamba_state_idx(self, item: ScheduledRequest) -> None:
+        """A new owner of a row starts from the end of its hit, whatever the last owner left there (vllm!41233)."""
+        row, spec = item.request.row, self._mamba_spec
+        hit = item.num_computed_tokens // spec.block_size if spec is not None else 0
+        self.block_idx_last_scheduled_token_prev_step[row] = max(0, hit - 1)
+        self.num_accepted_tokens[row] = 1

@@ -18,7 +18,8 @@ class SamplingParams:
     """How one request is continued. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep the whole vocabulary.
 
     `seed` makes the request reproducible whatever runs beside it; without one it is derived from the engine's seed and
-    the request's number. `stop` strings end the text before their first occurrence.
+    the request's number. `stop` strings end the text before their first occurrence. Cached prefixes are shared only
+    among requests of one `cache_salt` (an adapter's name, a tenant).
     """
 
     max_tokens: int = 16
@@ -29,6 +30,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:

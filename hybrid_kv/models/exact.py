@@ -1,33 +1,35 @@
 """A hybrid model over the integers modulo a prime: every cache mistake becomes a wrong token.
 
 It has the same layers, cache pages, metadata and scheduler as a real model, but no rounding, so that batching,
-chunking, paging and recomputation must not change a single bit. Each token changes a Mamba state by its own affine map
-`s -> a s + b (mod p)` and a convolution by its whole window; attention mixes every earlier token with a weight of its
-position, once when it is written and once, by its place in the block table, when it is read. So a token applied twice,
-skipped, taken from another row, from an older state or in another order gives other tokens from there on.
+chunking, paging, drafting and recomputation must not change a single bit. Each token changes a Mamba state by its own
+affine map `s -> a s + b (mod p)` and a convolution by its whole window; attention mixes every earlier token with a
+weight of its position, once when it is written and once, by its place in the block table, when it is read. So a token
+applied twice, skipped, taken from another row, from an older state or in another order gives other tokens from there
+on.
 
 `ExactOracle` computes the same function for one request alone, without a cache, in the plainest code.
+
+The cache is torch's, the arithmetic is numpy's: on arrays this small an operation costs a third of torch's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
 
 from hybrid_kv.attention.mamba import MambaMetadata
 from hybrid_kv.attention.paged import PagedAttentionMetadata
 from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec
-from hybrid_kv.kernels.paged_attention import gather_kv, write_kv
 from hybrid_kv.models.layers import ForwardContext
 
 Residues = npt.NDArray[np.int64]
 
-PRIME = 2**31 - 1  # products of two residues fit in int64
+PRIME = 2**31 - 1  # int64 holds the product of a residue and the sum of two, and any residue more
 
 
 @dataclass(frozen=True)
@@ -42,160 +44,152 @@ class ExactConfig:
     seed: int = 0
 
 
-def _draw(generator: np.random.Generator, *shape: int) -> torch.Tensor:
-    return torch.from_numpy(generator.integers(1, PRIME, size=shape))
+def _draw(generator: np.random.Generator, *shape: int) -> Residues:
+    return generator.integers(1, PRIME, size=shape)
 
 
-def _segmented_affine_scan(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inclusive composition of the maps `s -> a s + b` along dimension 1, in log2(len) steps."""
+def _affine_scan(a: Residues, b: Residues) -> None:
+    """Replace each map `s -> a s + b` by its composition with all before it along dimension 1, in log2(len) steps."""
     shift = 1
     while shift < a.shape[1]:
-        head_a, head_b = a[:, :-shift], b[:, :-shift]
-        tail_a, tail_b = a[:, shift:], b[:, shift:]
-        new_a = head_a * tail_a % PRIME
-        new_b = (head_b * tail_a % PRIME + tail_b) % PRIME
-        a = torch.cat([a[:, :shift], new_a], dim=1)
-        b = torch.cat([b[:, :shift], new_b], dim=1)
+        b[:, shift:] = (a[:, shift:] * b[:, :-shift] + b[:, shift:]) % PRIME
+        a[:, shift:] = a[:, shift:] * a[:, :-shift] % PRIME
         shift *= 2
-    return a, b
 
 
-class ExactMamba(nn.Module):
-    """State `[state_size * width]` residues; window `[conv_kernel - 1, width]` residues."""
+class ExactMamba:
+    """State `[state_size, width]` residues; window `[conv_kernel - 1, width]` residues."""
 
     def __init__(self, name: str, config: ExactConfig, generator: np.random.Generator) -> None:
-        super().__init__()
         self.name = name
-        self.conv = nn.Buffer(_draw(generator, config.conv_kernel, config.width))
-        self.to_map = nn.Buffer(_draw(generator, 4, config.state_size, config.width))
-        self.out = nn.Buffer(_draw(generator, config.state_size, config.width))
+        self.conv = _draw(generator, config.conv_kernel, config.width)
+        self.to_map = _draw(generator, 4, config.state_size, config.width)
+        self.out = _draw(generator, config.state_size, config.width)
 
-    def convolve(self, inputs: torch.Tensor) -> torch.Tensor:
-        """[rows, kernel - 1 + len, width] to [rows, len, width]."""
-        kernel = len(self.conv)
-        length = inputs.shape[1] - kernel + 1
-        y = torch.zeros_like(inputs[:, :length])
-        for j in range(kernel):
-            # Squared after the weight, so that moving the window by one is no mere renaming of weights.
-            y = (y + (inputs[:, j : j + length] + self.conv[j]) % PRIME * self.conv[j]) % PRIME
+    def convolve(self, taps: Residues) -> Residues:
+        """[..., kernel, width], a token behind its window, to [..., width]."""
+        y = ((taps + self.conv) * self.conv % PRIME).sum(-2) % PRIME
         return y * y % PRIME
 
-    def maps(self, c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The affine map of each token: a, b [rows, len, state_size, width], a never zero."""
-        c = c.unsqueeze(-2)
-        a = (c * self.to_map[0] + self.to_map[1]) % PRIME
-        b = (c * self.to_map[2] + self.to_map[3]) % PRIME
-        return a.clamp(min=1), b
+    def maps(self, c: Residues) -> tuple[Residues, Residues]:
+        """The affine map of each token: a, b [..., state_size, width], a never zero."""
+        both = (c[..., None, None, :] * self.to_map[::2] + self.to_map[1::2]) % PRIME
+        return np.maximum(both[..., 0, :, :], 1), both[..., 1, :, :]
 
-    def read(self, c: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    def read(self, c: Residues, state: Residues) -> Residues:
         """[..., width] from each token's convolution and the state after it."""
         y = (state * self.out % PRIME).sum(-2) % PRIME
-        return (y + c) % PRIME * y % PRIME
+        return (y + c) * y % PRIME
 
-    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+    def __call__(self, x: Residues, context: ForwardContext) -> Residues:
+        """[num_tokens, width] to the same, by the rules of `hybrid_kv.attention.mamba`; decodes and prefills differ
+        only in what they write."""
         metadata: MambaMetadata = context.metadata[self.name]
-        conv_state, ssm_state = context.views[self.name]
-        split = metadata.num_decodes
-        outputs = []
+        conv_state, ssm_state = (view.numpy() for view in context.views[self.name])
+        indices, split = metadata.state_indices.numpy(), metadata.num_decodes
+        kernel = len(self.conv)
+        window_rows = np.arange(kernel - 1)
+        parts = [rows.lengths.numpy() for rows in (metadata.decode_rows, metadata.prefill_rows) if rows is not None]
+        lengths = np.concatenate(parts)
+        steps = np.arange(lengths.max())
+        # Padding repeats the row's last token.
+        tokens = (lengths.cumsum() - lengths)[:, None] + np.minimum(steps, lengths[:, None] - 1)
+
+        first = metadata.num_accepted_tokens.numpy()[:, None] - 1
+        window = conv_state[metadata.window_indices.numpy()[:, None], first + window_rows].astype(np.int64)
+        state = ssm_state[metadata.source_indices.numpy()].astype(np.int64)
+        if metadata.has_initial_state is not None:
+            fresh = split + np.flatnonzero(~metadata.has_initial_state.numpy())
+            window[fresh] = state[fresh] = 0
+
+        inputs = np.concatenate([window, x[tokens]], axis=1)
+        c = self.convolve(inputs[:, steps[:, None] + np.arange(kernel)])
+        a, states = self.maps(c)
+        states[:, 0] = (a[:, 0] * state + states[:, 0]) % PRIME
+        _affine_scan(a, states)
+
         if split:
-            indices = metadata.state_indices[:split]
-            inputs = torch.cat([conv_state[indices].long(), x[:split].unsqueeze(1)], dim=1)
-            c = self.convolve(inputs)
-            a, b = self.maps(c)
-            state = (ssm_state[indices].long() * a[:, 0] + b[:, 0]) % PRIME
-            outputs.append(self.read(c[:, 0], state))
-            self._store(indices, inputs[:, 1:], state, conv_state, ssm_state)
-        rows = metadata.prefill_rows
-        if rows is not None:
-            assert metadata.has_initial_state is not None
-            indices = metadata.state_indices[split:]
-            initial = metadata.has_initial_state[:, None, None]
-            window = torch.where(initial, conv_state[indices].long(), 0)
-            before = torch.where(initial, ssm_state[indices].long(), 0)
-            inputs = torch.cat([window, rows.padded(x[split:])], dim=1)
-            c = self.convolve(inputs)
-            a, b = self.maps(c)
-            a, b = _segmented_affine_scan(a, b)
-            states = (before.unsqueeze(1) * a + b) % PRIME
-            outputs.append(rows.flat(self.read(c, states)))
-            row = torch.arange(rows.num_rows, device=x.device)
-            last = rows.lengths[:, None] + torch.arange(window.shape[1], device=x.device)
-            self._store(indices, inputs[row[:, None], last], states[row, rows.lengths - 1], conv_state, ssm_state)
-        return torch.cat(outputs)
-
-    @staticmethod
-    def _store(
-        indices: torch.Tensor,
-        window: torch.Tensor,
-        state: torch.Tensor,
-        conv_state: torch.Tensor,
-        ssm_state: torch.Tensor,
-    ) -> None:
-        conv_state.index_copy_(0, indices, window.to(conv_state.dtype))
-        ssm_state.index_copy_(0, indices, state.to(ssm_state.dtype))
+            width = min(len(steps), indices.shape[1])
+            ssm_state[indices[:split, :width]] = states[:split, :width]
+            conv_state[indices[:split, 0], : kernel - 2 + width] = inputs[:split, 1 : kernel - 1 + width]
+        if metadata.prefill_rows is not None:
+            rows, ends, blocks = np.arange(split, len(lengths)), lengths[split:], indices[split:, 0]
+            if metadata.boundary_rows is not None:
+                assert metadata.boundary_offsets is not None and metadata.boundary_indices is not None
+                rows = np.concatenate([rows, split + metadata.boundary_rows.numpy()])
+                ends = np.concatenate([ends, metadata.boundary_offsets.numpy()])
+                blocks = np.concatenate([blocks, metadata.boundary_indices.numpy()])
+            ssm_state[blocks] = states[rows, ends - 1]
+            conv_state[blocks, : kernel - 1] = inputs[rows[:, None], ends[:, None] + window_rows]
+        return self.read(c, states)[steps < lengths[:, None]]
 
 
-class ExactAttention(nn.Module):
+class ExactAttention:
     """`o_i = sum_{j <= i} (q_i + k_j)^2 * v_j * weight_j`, with `k_j` marked by the position of token j."""
 
     def __init__(self, name: str, config: ExactConfig, generator: np.random.Generator) -> None:
-        super().__init__()
         self.name = name
-        self.qkv = nn.Buffer(_draw(generator, 3, config.width))
-        self.write_mark = nn.Buffer(_draw(generator, config.width))
-        self.read_mark = nn.Buffer(_draw(generator, config.width))
+        self.qkv = _draw(generator, 3, config.width)
+        self.write_mark = _draw(generator, config.width)
+        self.read_mark = _draw(generator, config.width)
 
-    def project(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k, v [..., width]; k carries its position."""
-        query, key, value = (x * weight % PRIME for weight in self.qkv)
-        mark = (positions.unsqueeze(-1) + 1) * self.write_mark % PRIME
-        return query, (key + mark * mark) % PRIME, value
+    def project(self, x: Residues, positions: Residues) -> Residues:
+        """q, k, v [3, num_tokens, width]; k carries its position."""
+        qkv = x * self.qkv[:, None] % PRIME
+        mark = (positions[:, None] + 1) * self.write_mark % PRIME
+        qkv[1] = (qkv[1] + mark * mark) % PRIME
+        return qkv
 
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor
-    ) -> torch.Tensor:
-        """query [rows, len, width]; key, value [rows, keys, width]; visible [rows, len, keys]."""
-        order = (torch.arange(key.shape[1], device=key.device).unsqueeze(-1) + 1) * self.read_mark % PRIME
+    def attend(self, query: Residues, key: Residues, value: Residues, positions: Residues) -> Residues:
+        """query [rows, len, width]; key, value [rows, keys, width]; positions [rows, len]."""
+        places = np.arange(key.shape[1])
+        order = (places[:, None] + 1) * self.read_mark % PRIME
         weighted = value * (order * order % PRIME) % PRIME
-        score = (query.unsqueeze(2) + key.unsqueeze(1)) % PRIME
-        mixed = score * score % PRIME * weighted.unsqueeze(1) % PRIME
-        return mixed.masked_fill(~visible.unsqueeze(-1), 0).sum(2) % PRIME
+        score = (query[:, :, None] + key[:, None]) % PRIME
+        mixed = score * score % PRIME * weighted[:, None] % PRIME
+        visible = places <= positions[..., None]
+        return mixed.sum(2, where=visible[..., None]) % PRIME
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+    def __call__(self, x: Residues, positions: Residues, context: ForwardContext) -> Residues:
         metadata: PagedAttentionMetadata = context.metadata[self.name]
-        key_cache, value_cache = context.views[self.name]
+        keys, values = (view.numpy()[:, :, 0] for view in context.views[self.name])
+        slots = metadata.slots.numpy()
         query, key, value = self.project(x, positions)
-        dtype = key_cache.dtype
-        write_kv(key.to(dtype).unsqueeze(1), value.to(dtype).unsqueeze(1), key_cache, value_cache, metadata.slots)
+        real = slots >= 0
+        block, offset = np.divmod(slots[real], keys.shape[1])
+        keys[block, offset], values[block, offset] = key[real], value[real]
         outputs = []
         for part in metadata.parts:
-            rows = part.rows.padded(query[part.start : part.start + part.num_tokens])
-            keys = gather_kv(key_cache, part.block_table).squeeze(2).long()
-            values = gather_kv(value_cache, part.block_table).squeeze(2).long()
-            visible = torch.arange(keys.shape[1], device=x.device) <= part.positions.unsqueeze(-1)
-            outputs.append(part.rows.flat(self.attend(rows, keys, values, visible)))
-        return torch.cat(outputs)
+            rows = part.rows.padded(torch.from_numpy(query[part.start : part.start + part.num_tokens])).numpy()
+            table = part.block_table.numpy()
+            shape = (len(table), -1, x.shape[1])
+            seen_keys, seen_values = (cache[table].reshape(shape).astype(np.int64) for cache in (keys, values))
+            out = self.attend(rows, seen_keys, seen_values, part.positions.numpy())
+            outputs.append(part.rows.flat(torch.from_numpy(out)).numpy())
+        return np.concatenate(outputs)
 
 
-class ExactModel(nn.Module):
-    """The model. `compute_logits` returns float64 residues: pseudo-random, and exactly equal wherever computed."""
+class ExactModel:
+    """The model. `compute_logits` returns float64 residues: pseudo-random, and exactly equal wherever computed.
+
+    Args:
+        num_speculative_tokens: drafts per step that the cache must be able to undo.
+    """
 
     mamba_chunk_size: int | None = 4
 
-    def __init__(self, config: ExactConfig | None = None) -> None:
-        super().__init__()
+    def __init__(self, config: ExactConfig | None = None, num_speculative_tokens: int = 0) -> None:
         self.config = config = config or ExactConfig()
         generator = np.random.default_rng(config.seed)
         self.vocab_size = config.vocab_size
-        self.embedding = nn.Buffer(_draw(generator, config.vocab_size, config.width))
-        self.logit_map = nn.Buffer(_draw(generator, 2, config.vocab_size, config.width))
-        kinds = {"M": ExactMamba, "*": ExactAttention}
-        self.layers = nn.ModuleList(
-            kinds[letter](f"layers.{i}", config, generator) for i, letter in enumerate(config.pattern)
-        )
+        self.embedding = _draw(generator, config.vocab_size, config.width)
+        self.logit_map = _draw(generator, 2, config.vocab_size, config.width)
+        kinds: dict[str, type[ExactMamba] | type[ExactAttention]] = {"M": ExactMamba, "*": ExactAttention}
+        self.layers = [kinds[letter](f"layers.{i}", config, generator) for i, letter in enumerate(config.pattern)]
+        window = (config.conv_kernel - 1 + num_speculative_tokens, config.width)
         mamba = MambaSpec(
             block_size=1,
-            shapes=((config.conv_kernel - 1, config.width), (config.state_size, config.width)),
+            shapes=(window, (config.state_size, config.width)),
             dtypes=(torch.int32, torch.int32),
         )
         attention = FullAttentionSpec(block_size=1, num_kv_heads=1, head_size=config.width, dtype=torch.int32)
@@ -203,26 +197,33 @@ class ExactModel(nn.Module):
             f"layers.{i}": mamba if letter == "M" else attention for i, letter in enumerate(config.pattern)
         }
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        x = self.embedding[input_ids]
+    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """[num_tokens] each to [num_tokens, width] int64."""
+        x = self.embedding[input_ids.numpy()]
         for layer in self.layers:
-            y = layer(x, positions, context) if isinstance(layer, ExactAttention) else layer(x, context)
+            y = layer(x, context) if isinstance(layer, ExactMamba) else layer(x, positions.numpy(), context)
             x = (x * 3 + y) % PRIME
-        return x
+        return torch.from_numpy(x)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[num_tokens, width] int64 to [num_tokens, vocab_size] float64."""
+        return torch.from_numpy(self.logits(hidden.numpy()).astype(np.float64))
+
+    def logits(self, hidden: Residues) -> Residues:
+        """[..., width] to [..., vocab_size]."""
         scale, offset = self.logit_map
-        mixed = (hidden.unsqueeze(1) * scale % PRIME + offset) % PRIME
-        return (mixed * mixed % PRIME).sum(-1).remainder(PRIME).double()
+        mixed = (hidden[..., None, :] * scale + offset) % PRIME
+        return (mixed * mixed % PRIME).sum(-1) % PRIME
 
 
 class ExactOracle:
-    """The same request alone: no batch, no cache, no paging, no chunk; a token at a time, in numpy."""
+    """The same request alone: no batch, no cache, no paging, no chunk; a token at a time, in Python's integers."""
 
     def __init__(self, model: ExactModel) -> None:
-        self.model = model
-        self._weights = {name: value.numpy() for name, value in model.state_dict().items()}
+        self.config = model.config
+        self._embedding: list[list[int]] = model.embedding.tolist()
+        self._layers = [{k: v.tolist() for k, v in vars(layer).items() if k != "name"} for layer in model.layers]
+        self._logit_map = model.logit_map
 
     def generate(
         self,
@@ -236,26 +237,25 @@ class ExactOracle:
         Args:
             choose: picks a token from the logits [vocab_size] and the position that it will have; greedy by default.
         """
-        config = self.model.config
-        windows: dict[int, Residues] = {
-            i: np.zeros((config.conv_kernel - 1, config.width), np.int64) for i in range(len(config.pattern))
-        }
-        states: dict[int, Residues] = {
-            i: np.zeros((config.state_size, config.width), np.int64) for i in range(len(config.pattern))
-        }
-        seen: dict[int, list[tuple[Residues, Residues]]] = {i: [] for i in range(len(config.pattern))}
+        config, channels = self.config, range(self.config.width)
+        windows = [[[0] * config.width for _ in range(config.conv_kernel - 1)] for _ in config.pattern]
+        states = [[[0] * config.width for _ in range(config.state_size)] for _ in config.pattern]
+        sums = [[[0] * config.width for _ in range(3)] for _ in config.pattern]
         output: list[int] = []
         tokens = list(prompt)
         position = 0
         while position < len(tokens):
-            x = self._weights["embedding"][tokens[position]]
+            x = self._embedding[tokens[position]]
             for i, letter in enumerate(config.pattern):
-                y = self._mamba(i, x, windows, states) if letter == "M" else self._attention(i, x, position, seen[i])
-                x = (x * 3 + y) % PRIME
+                if letter == "M":
+                    y = self._mamba(self._layers[i], x, windows[i], states[i])
+                else:
+                    y = self._attention(self._layers[i], x, position, sums[i])
+                x = [(x[channel] * 3 + y[channel]) % PRIME for channel in channels]
             position += 1
             if position == len(tokens) and len(output) < max_tokens:
-                scale, offset = self._weights["logit_map"]
-                mixed = (x * scale % PRIME + offset) % PRIME
+                scale, offset = self._logit_map
+                mixed = (np.array(x) * scale + offset) % PRIME
                 token = choose((mixed * mixed % PRIME).sum(-1) % PRIME, len(tokens))
                 output.append(token)
                 if token in stop_token_ids or len(output) == max_tokens:
@@ -263,26 +263,35 @@ class ExactOracle:
                 tokens.append(token)
         return output
 
-    def _mamba(self, i: int, x: Residues, windows: dict[int, Residues], states: dict[int, Residues]) -> Residues:
-        conv, maps, out = (self._weights[f"layers.{i}.{name}"] for name in ("conv", "to_map", "out"))
-        window = np.concatenate([windows[i], x[None]])
-        c = np.zeros_like(x)
-        for j, weight in enumerate(conv):
-            c = (c + (window[j] + weight) % PRIME * weight) % PRIME
-        c = c * c % PRIME
-        a = np.maximum((c * maps[0] + maps[1]) % PRIME, 1)
-        b = (c * maps[2] + maps[3]) % PRIME
-        windows[i] = window[1:]
-        states[i] = (states[i] * a + b) % PRIME
-        y = (states[i] * out % PRIME).sum(0) % PRIME
-        return (y + c) % PRIME * y % PRIME
+    @staticmethod
+    def _mamba(weights: dict[str, Any], x: list[int], window: list[list[int]], state: list[list[int]]) -> list[int]:
+        conv, (a_scale, a_offset, b_scale, b_offset), out = weights["conv"], weights["to_map"], weights["out"]
+        window.append(x)
+        result = []
+        for i in range(len(x)):
+            c = 0
+            for inputs, weight in zip(window, conv, strict=True):
+                c += (inputs[i] + weight[i]) * weight[i]
+            c = c * c % PRIME
+            y = 0
+            for n, row in enumerate(state):
+                a = max((c * a_scale[n][i] + a_offset[n][i]) % PRIME, 1)
+                b = c * b_scale[n][i] + b_offset[n][i]
+                row[i] = (row[i] * a + b) % PRIME
+                y += row[i] * out[n][i]
+            result.append((y + c) * y % PRIME)
+        del window[0]
+        return result
 
-    def _attention(self, i: int, x: Residues, position: int, seen: list[tuple[Residues, Residues]]) -> Residues:
-        qkv, write, read = (self._weights[f"layers.{i}.{name}"] for name in ("qkv", "write_mark", "read_mark"))
-        query, key, value = (x * weight % PRIME for weight in qkv)
-        mark = (position + 1) * write % PRIME
-        seen.append(((key + mark * mark) % PRIME, value))
-        keys, values = (np.array(part) for part in zip(*seen, strict=True))
-        order = (np.arange(len(seen))[:, None] + 1) * read % PRIME
-        score = (query + keys) % PRIME
-        return (score * score % PRIME * (values * (order * order % PRIME) % PRIME) % PRIME).sum(0) % PRIME
+    @staticmethod
+    def _attention(weights: dict[str, Any], x: list[int], position: int, sums: list[list[int]]) -> list[int]:
+        result = []
+        for i, (to_query, to_key, to_value) in enumerate(zip(*weights["qkv"], strict=True)):
+            query = x[i] * to_query
+            key = x[i] * to_key + ((position + 1) * weights["write_mark"][i]) ** 2
+            value = x[i] * to_value * ((position + 1) * weights["read_mark"][i]) ** 2
+            # (q + k)^2 v = q^2 v + 2 q k v + k^2 v, so that three sums stand for all earlier tokens.
+            for power in range(3):
+                sums[power][i] = (sums[power][i] + key**power * value) % PRIME
+            result.append((query * query * sums[0][i] + 2 * query * sums[1][i] + sums[2][i]) % PRIME)
+        return result

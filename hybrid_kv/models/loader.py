@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 
 from hybrid_kv.config import ConfigError, EngineConfig
-from hybrid_kv.models.nemotron_h import NemotronH, NemotronHConfig
+from hybrid_kv.models.nemotron_h import NemotronH, NemotronHConfig, join_qkv, layer_kinds
+from hybrid_kv.models.nemotron_h_mtp import NemotronHMTP
 from hybrid_kv.models.shapes import model_shape, read_config
 
 
@@ -31,8 +31,8 @@ def resolve_folder(model: str | Path) -> Path:
     raise ConfigError(f"model folder {model} does not exist")
 
 
-def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, on the CPU."""
+def load_tensors(folder: Path, mtp: bool = False) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint, on the CPU: those of the model, or those of its MTP head."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         files = [folder / name for name in sorted(set(read_json(index).get("weight_map", {}).values()))]
@@ -43,7 +43,9 @@ def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
         try:
-            loaded = load_file(file)
+            with safe_open(file, framework="pt") as opened:
+                names = [name for name in opened.keys() if name.startswith("mtp.") == mtp]  # noqa: SIM118 (no mapping)
+                loaded = {name: opened.get_tensor(name) for name in names}
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{file} cannot be read ({error}); it is truncated or no safetensors file") from None
         if twice := sorted(tensors.keys() & loaded.keys()):
@@ -89,6 +91,31 @@ def load_model(model: str | Path, config: EngineConfig, device: torch.device) ->
     built = NemotronH(NemotronHConfig.from_hf(raw), shape.layers)
     _assign(built, NemotronH.convert_weights(load_tensors(folder)), folder)
     return built.to(device=device, dtype=shape.dtype).eval()
+
+
+def load_mtp(model: str | Path, target: NemotronH) -> NemotronHMTP:
+    """The MTP head of `target`'s checkpoint folder, in the target's dtype, on its device.
+
+    Raises:
+        ConfigError: no such head, one of another kind, a missing, surplus or misshapen tensor.
+    """
+    folder = resolve_folder(model)
+    raw = read_config(folder)
+    if (count := raw.get("num_nextn_predict_layers", 0)) != 1:
+        raise ConfigError(
+            f"{folder}: config.json has num_nextn_predict_layers={count}, 1 is supported; draft with n-grams instead"
+        )
+    if (kinds := layer_kinds(raw, "mtp_")) != ("full_attention", "mlp"):
+        raise ConfigError(
+            f"{folder}: an MTP head of the layers {kinds} is not supported, ('full_attention', 'mlp') is; draft with "
+            "n-grams instead"
+        )
+    built = NemotronHMTP(NemotronHConfig.from_hf(raw), target)
+    tensors = join_qkv(load_tensors(folder, mtp=True))
+    # Inside a module of the name "mtp", so that messages name tensors as the checkpoint does.
+    _assign(torch.nn.ModuleDict({"mtp": built}), tensors, folder)
+    weight = target.embeddings.weight
+    return built.to(device=weight.device, dtype=weight.dtype).eval()
 
 
 def _assign(model: torch.nn.Module, tensors: dict[str, torch.Tensor], folder: Path) -> None:

@@ -21,6 +21,28 @@ _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "mo
 _ALIASES = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
+def layer_kinds(raw: dict[str, Any], prefix: str = "") -> tuple[str, ...]:
+    """The mixer of every layer, from either spelling in config.json; `prefix` "mtp_" for those of the MTP head."""
+    letters = raw.get(f"{prefix}hybrid_override_pattern") or ""
+    kinds = raw.get(f"{prefix}layers_block_type") or [_LETTERS.get(letter, letter) for letter in letters]
+    return tuple(_ALIASES.get(kind, kind) for kind in kinds)
+
+
+def join_qkv(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`*.q_proj`, `*.k_proj` and `*.v_proj` weights as one `*.qkv_proj`, in that order; other tensors as they are."""
+    joined: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.endswith("q_proj.weight"):
+            stem = name.removesuffix("q_proj.weight")
+            names = [f"{stem}{letter}_proj.weight" for letter in "qkv"]
+            if absent := [other for other in names if other not in tensors]:
+                raise ConfigError(f"the checkpoint has {name} but lacks {' and '.join(absent)}")
+            joined[f"{stem}qkv_proj.weight"] = torch.cat([tensors[other] for other in names])
+        elif not name.endswith(("k_proj.weight", "v_proj.weight")):
+            joined[name] = tensor
+    return joined
+
+
 @dataclass(frozen=True)
 class NemotronHConfig:
     """The part of config.json that the model computes with; names as there."""
@@ -47,7 +69,6 @@ class NemotronHConfig:
     @classmethod
     def from_hf(cls, raw: dict[str, Any]) -> NemotronHConfig:
         """From a parsed config.json; defaults are transformers'."""
-        kinds = raw.get("layers_block_type") or [_LETTERS[letter] for letter in raw["hybrid_override_pattern"]]
         defaults = {
             "layer_norm_epsilon": 1e-5,
             "use_conv_bias": True,
@@ -57,7 +78,7 @@ class NemotronHConfig:
             "conv_kernel": 4,
             "chunk_size": 128,
         }
-        values = {**defaults, **raw, "layers_block_type": tuple(_ALIASES.get(kind, kind) for kind in kinds)}
+        values = {**defaults, **raw, "layers_block_type": layer_kinds(raw)}
         names = cls.__dataclass_fields__
         if missing := [name for name in names if name not in values]:
             raise ConfigError(f"config.json lacks {', '.join(missing)}, which a nemotron_h model needs")
@@ -134,9 +155,17 @@ class NemotronH(nn.Module):
             x = layer(x, context)
         return x
 
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What `logits` and an MTP head read: the output of `forward` after the final norm, same shape."""
+        return self.norm_f(hidden)
+
+    def logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, hidden_size] after the final norm to [num_tokens, vocab_size], float32 or float64."""
+        return upcast(self.lm_head(normed))
+
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, hidden_size] to [num_tokens, vocab_size], float32 or float64."""
-        return upcast(self.lm_head(self.norm_f(hidden)))
+        """`logits` of the output of `forward`."""
+        return self.logits(self.normed(hidden))
 
     @staticmethod
     def convert_weights(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -146,21 +175,10 @@ class NemotronH(nn.Module):
             if name.startswith("mtp."):
                 continue
             name = name.removeprefix("backbone.").removeprefix("model.")
-            if name.endswith(("k_proj.weight", "v_proj.weight")):
-                continue
-            if name.endswith("q_proj.weight"):
-                stem = name.removesuffix("q_proj.weight")
-                prefix = next(p for p in ("backbone.", "model.", "") if f"{p}{name}" in tensors)
-                names = [f"{prefix}{stem}{letter}_proj.weight" for letter in "qkv"]
-                if absent := [other for other in names if other not in tensors]:
-                    raise ConfigError(f"the checkpoint has {names[0]} but lacks {' and '.join(absent)}")
-                parts = [tensors[other] for other in names]
-                converted[f"{stem}qkv_proj.weight"] = torch.cat(parts)
-            elif ".conv1d." in name:
-                flat = tensor.squeeze(1) if tensor.dim() == 3 else tensor
-                converted[name.replace("conv1d.", "conv_")] = flat
-            elif name in converted:
+            if ".conv1d." in name:
+                name = name.replace("conv1d.", "conv_")
+                tensor = tensor.squeeze(1) if tensor.dim() == 3 else tensor
+            if name in converted:
                 raise ConfigError(f"the checkpoint holds {name} under two prefixes; leave one of them")
-            else:
-                converted[name] = tensor
-        return converted
+            converted[name] = tensor
+        return join_qkv(converted)

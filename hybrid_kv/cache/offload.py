@@ -1,0 +1,467 @@
+"""KV offload: blocks of every group leave the device for host memory and a folder, and come back, under their hash.
+
+This is a store of pages; the cache manager decides when to use it. A *stored block* is the concatenation of the pages
+that its group's layers have under one block id, in layer order: layer i's are bytes `[b * page, (b + 1) * page)` of raw
+buffer i, with that layer's own page size. So convolution window, SSM state and padding travel together (sgl#39830), and
+a block costs the sum of its layers' pages, once (vllm!50443). The number of blocks is the configuration's, never read
+off a tensor, whose first dimension may count kernel blocks (vllm!38554).
+
+Keys name content: (group id, 16-byte digest of all tokens up to the end of the block). Both tiers may lose any block at
+any time; what they return is whole, verified and of that key, or nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import struct
+import sys
+import time
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import torch
+
+from hybrid_kv.cache.block_pool import NULL_BLOCK
+from hybrid_kv.cache.spec import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, MambaSpec, UniformTypeKVCacheSpecs
+from hybrid_kv.config import ConfigError
+
+LOGGER = logging.getLogger(__name__)
+
+BlockKey = tuple[int, bytes]
+
+DIGEST_BYTES = 16
+FORMAT_VERSION = 1
+MAGIC = b"hybridkv"
+# Magic, format version, fingerprint, group, digest, payload bytes; the checksum of these and the payload follows.
+HEADER = struct.Struct(f"<8sI{DIGEST_BYTES}sI{DIGEST_BYTES}sQ")
+TEMPORARY_SECONDS = 24 * 3600.0
+
+
+@dataclass(frozen=True, eq=False)
+class Page:
+    """A fetched block on the host: `data` is `[bytes of the block]` uint8 and stays valid after any eviction.
+
+    On a GPU the bytes may still be on their way until `KVOffload.synchronize`; `KVOffload.load` is ordered after them.
+    """
+
+    key: BlockKey
+    data: torch.Tensor
+
+
+@dataclass
+class OffloadStats:
+    """Counts since construction. Stored: device to host. Loaded: host to device. Hits count in whole fetches only."""
+
+    stored_blocks: int = 0
+    stored_bytes: int = 0
+    loaded_blocks: int = 0
+    loaded_bytes: int = 0
+    host_hits: int = 0
+    folder_hits: int = 0
+    misses: int = 0
+    host_evictions: int = 0
+    folder_evictions: int = 0
+    corrupt_files: int = 0
+    foreign_files: int = 0
+    truncated_files: int = 0
+    write_failures: int = 0
+
+
+def layer_specs(group: KVCacheGroupSpec) -> tuple[KVCacheSpec, ...]:
+    """The spec of each layer of a group, in the order of its names."""
+    if not isinstance(group.spec, UniformTypeKVCacheSpecs):
+        return (group.spec,) * len(group.layer_names)
+    specs = dict(group.spec.specs)
+    if missing := [name for name in group.layer_names if name not in specs]:
+        raise ConfigError(f"layers {', '.join(missing)} have no spec in their group; list one for every layer")
+    return tuple(specs[name] for name in group.layer_names)
+
+
+def check_offloadable(config: KVCacheConfig, hash_block_size: int) -> None:
+    """Raise `ConfigError` unless every group's blocks end where a hash ends and may be used by another request."""
+    if hash_block_size < 1:
+        raise ConfigError(f"hash_block_size={hash_block_size} must be an integer >= 1")
+    for index, group in enumerate(config.groups):
+        if any(isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "none" for spec in layer_specs(group)):
+            raise ConfigError(
+                f"offload: the states of group {index} (Mamba) are overwritten at every step in "
+                'mamba_cache_mode="none", so nothing in them may be reused; use mamba_cache_mode="align" or "all"'
+            )
+        if group.spec.block_size % hash_block_size:
+            raise ConfigError(
+                f"offload: block_size={group.spec.block_size} of group {index} is not divisible by "
+                f"hash_block_size={hash_block_size}; hybrid (attention + Mamba) models need prefix caching to align "
+                'their block sizes: mamba_cache_mode="align" or "all"'
+            )
+
+
+def fingerprint(config: KVCacheConfig, hash_block_size: int, namespace: str) -> bytes:
+    """16 bytes that differ whenever a stored block would mean something else; the number of blocks is not in it."""
+    groups = [(group.layer_names, group.spec) for group in config.groups]
+    identity = repr((FORMAT_VERSION, sys.byteorder, namespace, hash_block_size, groups))
+    return blake2b(identity.encode(), digest_size=DIGEST_BYTES).digest()
+
+
+def _checksum(header: bytes, data: torch.Tensor) -> bytes:
+    digest = blake2b(header, digest_size=DIGEST_BYTES)
+    digest.update(data.numpy())
+    return digest.digest()
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # it exists and belongs to another user
+        return True
+    return True
+
+
+class FolderTier:
+    """One file per block in `root/hybrid-kv-<fingerprint>`; other processes may write and delete there as well.
+
+    A file appears whole or not at all, and one that is not exactly what was written under its key is a miss, one
+    warning and gone. No write fails the caller: a full or read-only folder takes no more blocks, with one warning.
+    `limit` bounds the bytes of all such sub-folders of `root`, headers included; the least recently used files go.
+    """
+
+    def __init__(self, root: Path, identity: bytes, limit: int | None, stats: OffloadStats) -> None:
+        if os.path.exists(root) and not os.path.isdir(root):
+            raise ConfigError(f"offload folder {root} is a file; name a folder")
+        self.root, self.limit, self.stats = root, limit, stats
+        self._identity = identity
+        self._folder = root / f"hybrid-kv-{identity.hex()}"
+        self._host = socket.gethostname()
+        self._warned = False
+        self._undeletable: set[BlockKey] = set()
+        with suppress(OSError):
+            self._remove_abandoned()
+
+    def path(self, key: BlockKey) -> Path:
+        """The file of `key`."""
+        return self._folder / f"{key[0]}-{key[1].hex()}.kv"
+
+    def contains(self, key: BlockKey) -> bool:
+        """Whether there is a file, good or bad."""
+        return key not in self._undeletable and os.path.exists(self.path(key))
+
+    def read(self, key: BlockKey, data: torch.Tensor) -> bool:
+        """Fill `data` (`[bytes of the block]` uint8, host) from the file of `key`; if False, its contents are void."""
+        try:
+            with open(self.path(key), "rb") as file:
+                header, checksum = file.read(HEADER.size), file.read(DIGEST_BYTES)
+                count = file.readinto(data.numpy())
+                whole = len(checksum) == DIGEST_BYTES and count == data.numel()
+                fault = self._fault(key, data, header, checksum, whole, bool(file.read(1)))
+        except FileNotFoundError:  # another process may delete it between `contains` and here
+            return False
+        except OSError as error:
+            self._warn_once(f"cannot be read: {error}")
+            return False
+        if fault:
+            name = f"{fault}_files"
+            setattr(self.stats, name, getattr(self.stats, name) + 1)
+            LOGGER.warning("offload file %s is %s; it is deleted and its block computed again", self.path(key), fault)
+            try:
+                self.path(key).unlink(missing_ok=True)
+            except OSError:  # or every fetch would read and report it again
+                self._undeletable.add(key)
+            return False
+        with suppress(OSError):
+            os.utime(self.path(key))  # files leave in the order of use
+        return True
+
+    def write(self, blocks: Sequence[tuple[BlockKey, torch.Tensor]]) -> None:
+        """Write blocks (`[bytes]` uint8 each, host), all or as many as go before the first failure."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            files, used = self._scan() if self.limit is not None else (deque[tuple[Path, int]](), 0)
+            for key, data in blocks:
+                if self.limit is not None:
+                    size = HEADER.size + DIGEST_BYTES + data.numel()
+                    if size > self.limit:
+                        raise OSError(f"a block of {size} B exceeds folder_bytes={self.limit}")
+                    used += size
+                    while used > self.limit:
+                        path, freed = files.popleft()
+                        path.unlink(missing_ok=True)
+                        used -= freed
+                        self.stats.folder_evictions += 1
+                    files.append((self.path(key), size))
+                self._write_file(key, data)
+        except OSError as error:
+            self.stats.write_failures += 1
+            self._warn_once(f"takes no block: {error}")
+
+    def _write_file(self, key: BlockKey, data: torch.Tensor) -> None:
+        header = self._header(key, data)
+        temporary = self._folder / f"{self._host}.{os.getpid()}.{secrets.token_hex(8)}.tmp"
+        try:
+            # Without fsync: a killed process leaves a *.tmp at most, and what a power cut leaves fails the checksum.
+            with open(temporary, "xb") as file:
+                file.write(header + _checksum(header, data))
+                file.write(data.numpy())
+            os.replace(temporary, self.path(key))
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
+        self._undeletable.discard(key)
+
+    def _header(self, key: BlockKey, data: torch.Tensor) -> bytes:
+        return HEADER.pack(MAGIC, FORMAT_VERSION, self._identity, *key, data.numel())
+
+    def _fault(
+        self, key: BlockKey, data: torch.Tensor, header: bytes, checksum: bytes, whole: bool, more: bool
+    ) -> str | None:
+        """What is wrong with a file: `truncated`, `foreign` (format, version or model), `corrupt` or nothing."""
+        if len(header) < HEADER.size:
+            return "truncated"
+        if HEADER.unpack(header)[:3] != (MAGIC, FORMAT_VERSION, self._identity):
+            return "foreign"
+        if not whole:
+            return "truncated"
+        if more or header != self._header(key, data) or checksum != _checksum(header, data):
+            return "corrupt"
+        return None
+
+    def _warn_once(self, message: str) -> None:
+        if not self._warned:
+            LOGGER.warning("offload folder %s %s; going on without it (said once)", self.root, message)
+        self._warned = True
+
+    def _scan(self) -> tuple[deque[tuple[Path, int]], int]:
+        """The blocks with their bytes, least recently used first, and the bytes of all."""
+        blocks = []
+        for path in self.root.glob("hybrid-kv-*/*.kv"):
+            with suppress(FileNotFoundError):
+                status = path.stat()
+                blocks.append((status.st_mtime_ns, path, status.st_size))
+        return deque((path, size) for _, path, size in sorted(blocks)), sum(size for _, _, size in blocks)
+
+    def _remove_abandoned(self) -> None:
+        """Delete temporary files whose writer is dead.
+
+        A process id says nothing about another host and may be reused on this one, so age decides as well. A living
+        writer whose file is taken by mistake has nothing to rename and loses that one block.
+        """
+        for path in self.root.glob("hybrid-kv-*/*.tmp"):
+            host, pid, *_ = [*path.name.rsplit(".", 3), ""]
+            dead = host == self._host and pid.isdigit() and not _alive(int(pid))
+            with suppress(OSError):
+                if dead or path.stat().st_mtime < time.time() - TEMPORARY_SECONDS:
+                    path.unlink()
+
+
+class KVOffload:
+    """Blocks of every group in host memory (least recently used leave first) and, if given, in a folder.
+
+    `raw_buffers`: those of `allocate_raw_buffers`, contiguous, of any shape and dtype; layer i of every group lives in
+    buffer i. `block_bytes[g]` is what one block of group g takes in a tier. `host_bytes` bounds the payload bytes of
+    the host tier exactly; pages that `fetch` handed out live on beside it. `namespace` tells models apart that share a
+    layout (weights, revision): a folder's blocks are found under the same namespace and layout only.
+
+    On a GPU, `store` and `load` work in the order of the current stream: a block is read after what was queued before
+    `store` and may be reused at once, and what is queued after `load` sees the blocks. The copies over the bus run
+    on a side stream from and to pinned memory; with a folder, `store` waits for them.
+    """
+
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        raw_buffers: Sequence[torch.Tensor],
+        hash_block_size: int,
+        *,
+        host_bytes: int,
+        folder: str | Path | None = None,
+        folder_bytes: int | None = None,
+        namespace: str = "",
+    ) -> None:
+        """
+        Raises:
+            ConfigError: blocks that no hash can name or nobody may reuse, or buffers that do not hold the pages.
+        """
+        check_offloadable(config, hash_block_size)
+        if host_bytes < 0 or (folder_bytes is not None and (folder is None or folder_bytes < 0)):
+            raise ConfigError(
+                f"host_bytes={host_bytes}, folder_bytes={folder_bytes}, folder={folder}: bytes must be >= 0, and "
+                "folder_bytes needs a folder"
+            )
+        self.host_bytes = host_bytes
+        self.num_blocks = config.num_blocks
+        self.device = raw_buffers[0].device
+        self.stats = OffloadStats()
+        self._pages = _page_views(config, raw_buffers)
+        self.block_bytes = tuple(sum(view.shape[1] for view in views) for views in self._pages)
+        self._host: OrderedDict[BlockKey, torch.Tensor] = OrderedDict()
+        self.host_used = 0
+        self._folder: FolderTier | None = None
+        if folder is not None:
+            identity = fingerprint(config, hash_block_size, namespace)
+            self._folder = FolderTier(Path(folder), identity, folder_bytes, self.stats)
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+    def store(self, items: Sequence[tuple[BlockKey, int]]) -> None:
+        """Copy device blocks to every tier that lacks them; a key that is there already only counts as used.
+
+        Raises:
+            ValueError: an unknown group, a digest of another length, or a block id outside `1 … num_blocks - 1`.
+        """
+        self._check([key for key, _ in items], [block for _, block in items])
+        wanted = dict(items)  # blocks of one key hold the same
+        unfiled = set() if self._folder is None else {key for key in wanted if not self._folder.contains(key)}
+        held = {key: self._host[key] for key in wanted if key in self._host}
+        absent = {
+            key: block
+            for key, block in wanted.items()
+            if key not in held and (key in unfiled or self.block_bytes[key[0]] <= self.host_bytes)
+        }
+        copies = self._to_host(absent)
+        data = held | copies
+        self._keep([(key, data[key]) for key in wanted if key in data])
+        self.stats.stored_blocks += len(copies)
+        self.stats.stored_bytes += sum(copy.numel() for copy in copies.values())
+        if self._folder is not None and unfiled:
+            self.synchronize()  # the files are written from these bytes
+            self._folder.write([(key, data[key]) for key in wanted if key in unfiled])
+
+    def contains(self, key: BlockKey) -> bool:
+        """Whether some tier says that it has `key`; a file may still turn out bad in `fetch`."""
+        return key in self._host or (self._folder is not None and self._folder.contains(key))
+
+    def fetch(self, keys: Sequence[BlockKey]) -> list[Page] | None:
+        """The blocks of all `keys`, or None if one is missing or bad.
+
+        A request continues from its attention blocks and its state together or from neither (lmc#2845).
+        """
+        self._check(keys, [])
+        if missing := sum(not self.contains(key) for key in keys):
+            self.stats.misses += missing
+            return None
+        pages, filed = [], 0
+        for key in keys:
+            if (data := self._host.get(key)) is None:
+                data = self._empty(self.block_bytes[key[0]])
+                if self._folder is None or not self._folder.read(key, data):
+                    self.stats.misses += 1
+                    return None
+                filed += 1
+            pages.append(Page(key, data))
+        self._keep([(page.key, page.data) for page in pages])
+        self.stats.folder_hits += filed
+        self.stats.host_hits += len(pages) - filed
+        return pages
+
+    def load(self, pages: Sequence[Page], block_ids: Sequence[int]) -> None:
+        """Copy fetched pages to device blocks, page i to block `block_ids[i]`.
+
+        Raises:
+            ValueError: as in `store`, or not one distinct block for every page.
+        """
+        self._check([page.key for page in pages], block_ids)
+        if len(pages) != len(block_ids) or len(set(block_ids)) != len(block_ids):
+            raise ValueError(f"{len(pages)} pages need as many distinct blocks, got {list(block_ids)}")
+        for group, views in enumerate(self._pages):
+            chosen = [(page.data, block) for page, block in zip(pages, block_ids, strict=True) if page.key[0] == group]
+            if not chosen:
+                continue
+            ids = self._ids([block for _, block in chosen])
+            with torch.cuda.stream(self._stream):
+                staged = torch.empty(len(chosen), self.block_bytes[group], dtype=torch.uint8, device=self.device)
+                for row, (data, _) in zip(staged, chosen, strict=True):
+                    row.copy_(data, non_blocking=True)
+            if self._stream is not None:
+                current = torch.cuda.current_stream(self.device)
+                current.wait_stream(self._stream)
+                staged.record_stream(current)
+            for view, part in zip(views, staged.split([view.shape[1] for view in views], dim=1), strict=True):
+                view.index_copy_(0, ids, part)
+            self.stats.loaded_blocks += len(chosen)
+            self.stats.loaded_bytes += staged.numel()
+
+    def synchronize(self) -> None:
+        """Wait until the bytes of all stored and fetched blocks are where they belong."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _to_host(self, blocks: Mapping[BlockKey, int]) -> dict[BlockKey, torch.Tensor]:
+        """A host copy of each device block, one allocation each so that evicting one gives back its bytes."""
+        copies: dict[BlockKey, torch.Tensor] = {}
+        for group, views in enumerate(self._pages):
+            keys = [key for key in blocks if key[0] == group]
+            if not keys:
+                continue
+            ids = self._ids([blocks[key] for key in keys])
+            # Gathered on the current stream: after the kernel that wrote the block, before the one that reuses it.
+            gathered = torch.cat([view.index_select(0, ids) for view in views], dim=1)
+            if self._stream is not None:
+                self._stream.wait_stream(torch.cuda.current_stream(self.device))
+                gathered.record_stream(self._stream)
+            with torch.cuda.stream(self._stream):
+                for key, row in zip(keys, gathered, strict=True):
+                    copies[key] = self._empty(len(row)).copy_(row, non_blocking=True)
+        return copies
+
+    def _keep(self, blocks: Sequence[tuple[BlockKey, torch.Tensor]]) -> None:
+        """Make these the most recently used blocks of the host tier, the last one most; others leave as needed."""
+        for key, data in blocks:
+            if data.numel() <= self.host_bytes:
+                if key not in self._host:
+                    self.host_used += data.numel()
+                    self._host[key] = data
+                self._host.move_to_end(key)
+        while self.host_used > self.host_bytes:
+            self.host_used -= self._host.popitem(last=False)[1].numel()
+            self.stats.host_evictions += 1
+
+    def _empty(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
+
+    def _ids(self, blocks: Sequence[int]) -> torch.Tensor:
+        # From pinned memory: a copy from pageable memory would wait for all that the stream has queued.
+        ids = torch.tensor(blocks, dtype=torch.int64, pin_memory=self._stream is not None)
+        return ids.to(self.device, non_blocking=True)
+
+    def _check(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> None:
+        for group, digest in keys:
+            if not 0 <= group < len(self._pages) or len(digest) != DIGEST_BYTES:
+                raise ValueError(f"key ({group}, {digest!r}) is not one of {len(self._pages)} groups and 16 bytes")
+        for block in block_ids:
+            if not NULL_BLOCK < block < self.num_blocks:
+                raise ValueError(f"block {block} is the null block or outside 1 … {self.num_blocks - 1}")
+
+
+def _page_views(config: KVCacheConfig, raw_buffers: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """For every layer of every group its buffer as `[num_blocks, page_size_bytes]` uint8."""
+    page_sizes: dict[int, int] = {}
+    result = []
+    for group in config.groups:
+        if len(group.layer_names) > len(raw_buffers):
+            raise ConfigError(
+                f"a group of {len(group.layer_names)} layers needs as many buffers, not {len(raw_buffers)}"
+            )
+        views = []
+        for i, (raw, spec) in enumerate(zip(raw_buffers, layer_specs(group), strict=False)):
+            page = spec.page_size_bytes
+            if page_sizes.setdefault(i, page) != page:
+                raise ConfigError(
+                    f"layer {i} of one group has pages of {page_sizes[i]} B and of another {page} B, in one buffer; "
+                    "layers that share a buffer need one page size"
+                )
+            if raw.nbytes < config.num_blocks * page or not raw.is_contiguous():
+                raise ConfigError(
+                    f"raw buffer {i} ({raw.nbytes} B) must be contiguous and hold num_blocks={config.num_blocks} pages "
+                    f"of {page} B; allocate it with allocate_raw_buffers"
+                )
+            flat = raw.view(-1).view(torch.uint8)
+            views.append(flat[: config.num_blocks * page].view(config.num_blocks, page))
+        result.append(views)
+    return result

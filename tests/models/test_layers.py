@@ -1,0 +1,229 @@
+"""Mamba layers alone: any course of prefill chunks and verify steps equals one plain pass over the accepted tokens.
+
+The cache starts poisoned, pages have gaps between them, and every step is checked for what it wrote: all of what it
+owes, at the right place, and nothing else.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybrid_kv.attention.common import CommonAttentionMetadata
+from hybrid_kv.attention.mamba import (
+    MambaMetadataBuilder,
+    boundaries_inside,
+    boundary_copies,
+    last_scheduled_column,
+    postprocess_mamba,
+)
+from hybrid_kv.cache.spec import MambaSpec
+from hybrid_kv.models.exact import PRIME, ExactConfig, ExactMamba, ExactOracle
+from hybrid_kv.models.layers import ForwardContext
+
+NAME, CPU = "mamba", torch.device("cpu")
+
+
+class Exact:
+    """`ExactMamba` and the oracle's loop."""
+
+    dtype, poison, hidden = torch.int32, -1, 2
+
+    def __init__(self, kernel, rng):
+        self.config = ExactConfig(conv_kernel=kernel, width=self.hidden, state_size=3, seed=int(rng.integers(99)))
+        self.layer = ExactMamba(NAME, self.config, np.random.default_rng(self.config.seed))
+        self.channels, self.state_shape = self.hidden, (3, self.hidden)
+
+    def draw(self, rng, count):
+        return torch.from_numpy(rng.integers(0, PRIME, (count, self.hidden)))
+
+    def run(self, x, context):
+        return torch.from_numpy(self.layer(x.numpy(), context))
+
+    def plain(self, x):
+        """Outputs, and window and state after 0, 1, … tokens."""
+        weights = {name: getattr(self.layer, name).tolist() for name in ("conv", "to_map", "out")}
+        window = [[0] * self.hidden for _ in range(self.config.conv_kernel - 1)]
+        state = [[0] * self.hidden for _ in range(3)]
+        outputs, windows, states = [], [torch.tensor(window)], [torch.tensor(state)]
+        for token in x.tolist():
+            outputs.append(ExactOracle._mamba(weights, token, window, state))
+            windows.append(torch.tensor(window))
+            states.append(torch.tensor(state))
+        return torch.tensor(outputs), windows, states
+
+
+@dataclass
+class Request:
+    inputs: torch.Tensor  # of its true tokens
+    prompt: int
+    table: list[int]
+    outputs: torch.Tensor
+    windows: list[torch.Tensor]
+    states: list[torch.Tensor]
+    computed: int = 0
+    prev: int = 0
+    accepted: int = 1
+    published: set[int] = field(default_factory=set)  # columns whose boundary state must be there for good
+
+
+class Course:
+    """One layer, its cache and its requests."""
+
+    def __init__(self, subject, mode, k, block_size, kernel, num_requests, rng):
+        self.subject, self.mode, self.k, self.kernel, self.rng = subject, mode, k, kernel, rng
+        self.window = kernel - 1
+        shapes = ((self.window + k, subject.channels), subject.state_shape)
+        self.spec = MambaSpec(
+            block_size, shapes, (subject.dtype,) * 2, mamba_cache_mode=mode, num_speculative_blocks=k
+        )
+        lengths = rng.integers(1, 4 * block_size, (num_requests, 2))
+        widths = [self.spec.block_table_width(int(sum(pair)) + k) for pair in lengths]
+        num_blocks = 1 + sum(widths)
+        blocks = (1 + rng.permutation(num_blocks - 1)).tolist()
+        sizes = [int(np.prod(shape)) for shape in shapes]
+        # As `cache.layout` hands them out: views with gaps between the pages.
+        self.raw = torch.full((num_blocks, sum(sizes) + 3), subject.poison, dtype=subject.dtype)
+        starts = (0, sizes[0])
+        self.views = tuple(
+            self.raw[:, a : a + n].unflatten(1, s) for a, n, s in zip(starts, sizes, shapes, strict=True)
+        )
+        self.requests = []
+        for (prompt, more), width in zip(lengths.tolist(), widths, strict=True):
+            inputs = subject.draw(rng, prompt + more)
+            table, blocks = blocks[:width], blocks[width:]
+            self.requests.append(Request(inputs, prompt, table, *subject.plain(inputs)))
+        self.table_width = max(widths)
+        self.builder = MambaMetadataBuilder(self.spec, num_requests + 2, CPU)
+        self.copied = 0
+
+    def live(self):
+        return [request for request in self.requests if request.computed < len(request.inputs)]
+
+    def step(self):
+        """Some of the live requests, decodes first; then everything that must hold."""
+        rng, live = self.rng, self.live()
+        chosen = [live[i] for i in rng.permutation(len(live))[: rng.integers(1, len(live) + 1)]]
+        decodes = [request for request in chosen if request.computed >= request.prompt]
+        prefills = [request for request in chosen if request.computed < request.prompt]
+        lengths, accepted, chunks = [], [], []
+        for request in decodes:
+            left = len(request.inputs) - request.computed
+            length = int(rng.integers(1, 2 + self.k))
+            accepted.append(int(rng.integers(1, min(length, left) + 1)))
+            true = request.inputs[request.computed : request.computed + accepted[-1]]
+            chunks += [true, self.subject.draw(rng, length - len(true))]
+            lengths.append(length)
+        for request in prefills:
+            length = int(rng.integers(1, request.prompt - request.computed + 1))
+            chunks.append(request.inputs[request.computed : request.computed + length])
+            lengths.append(length)
+            accepted.append(length)
+        padding = 0 if prefills else int(rng.integers(0, 3))
+        chunks.append(self.subject.draw(rng, padding))
+        rows, computed = decodes + prefills, np.array([r.computed for r in decodes + prefills])
+        common = self.common(rows, len(decodes), lengths, padding)
+        table = torch.zeros(len(rows) + padding, self.table_width, dtype=torch.int32)
+        for row, request in enumerate(rows):
+            table[row, : len(request.table)] = torch.tensor(request.table)
+        neutral = [0] * padding
+        metadata = self.builder.build(
+            common,
+            table,
+            np.array([r.prev for r in rows] + neutral),
+            np.array([r.accepted for r in rows] + [1] * padding),
+        )
+        before = self.raw.clone()
+        out = self.subject.run(torch.cat(chunks), ForwardContext({NAME: metadata}, {NAME: self.views}))
+        anchors = last_scheduled_column(self.spec, computed, np.array(lengths))
+        self.check_writes(before, rows, len(decodes), lengths, anchors)
+        outputs = out.split([*lengths, padding])
+        for row, request in enumerate(rows):
+            span = slice(request.computed, request.computed + accepted[row])
+            self.equal(outputs[row][: accepted[row]], request.outputs[span])
+        split = len(decodes)
+        copies = boundary_copies(self.spec, computed[:split], np.array(lengths[:split]), np.array(accepted[:split]))
+        postprocess_mamba(copies, table, [self.views], self.kernel)
+        self.copied += len(copies.rows)
+        for row, request in enumerate(rows):
+            self.advance(request, row < split, int(anchors[row]), accepted[row])
+
+    def common(self, rows, num_decodes, lengths, padding):
+        query_lens = np.array(lengths + [1] * padding)
+        computed = np.array([request.computed for request in rows] + [0] * padding)
+        padded = len(rows) + padding
+        decodes = num_decodes + padding
+        return CommonAttentionMetadata(
+            num_reqs=len(rows),
+            num_reqs_padded=padded,
+            num_tokens=sum(lengths),
+            num_tokens_padded=sum(lengths) + padding,
+            num_decodes=decodes,
+            num_decode_tokens=int(query_lens[:decodes].sum()),
+            query_lens=query_lens,
+            num_computed_tokens=computed,
+            positions=torch.zeros(int(query_lens.sum()), dtype=torch.int64),
+            max_seq_len=int((computed + query_lens).max()),
+        )
+
+    def check_writes(self, before, rows, num_decodes, lengths, anchors):
+        """Only the blocks that the step owns may change, and of a draft's block only the SSM state."""
+        conv, ssm = {0}, {0}
+        for row, request in enumerate(rows):
+            anchor = int(anchors[row])
+            conv.add(request.table[anchor])
+            ssm.add(request.table[anchor])
+            if row < num_decodes:
+                ssm.update(request.table[anchor : anchor + lengths[row]])
+            elif self.mode == "all":
+                _, columns, _ = boundaries_inside(self.spec, np.array([request.computed]), np.array([anchor]))
+                inside = {request.table[column] for column in columns}
+                conv |= inside
+                ssm |= inside
+        changed = self.raw.view(torch.uint8).ne(before.view(torch.uint8)).view(len(self.raw), self.raw.shape[1], -1)
+        changed = changed.any(2)
+        edge = self.views[0][0].numel()
+        end = edge + self.views[1][0].numel()
+        assert set(changed[:, :edge].any(1).nonzero()[:, 0].tolist()) <= conv
+        assert set(changed[:, edge:end].any(1).nonzero()[:, 0].tolist()) <= ssm
+        assert not changed[:, end:].any()
+
+    def advance(self, request, decode, anchor, accepted):
+        first, request.computed = request.computed, request.computed + accepted
+        request.prev, request.accepted = anchor, accepted if decode else 1
+        if self.mode != "none":
+            size = self.spec.block_size
+            if request.computed % size == 0:
+                # The copy moved the window to the first row of the boundary's own block.
+                request.prev, request.accepted = request.computed // size - 1, 1
+                request.published.add(request.prev)
+            if decode or self.mode == "all":
+                request.published.update(range(first // size, request.computed // size))
+        for column in request.published:
+            tokens = (column + 1) * self.spec.block_size
+            self.equal(self.views[0][request.table[column]][: self.window], request.windows[tokens])
+            self.equal(self.views[1][request.table[column]], request.states[tokens])
+
+    def equal(self, got, expected):
+        if self.subject.dtype == torch.int32:
+            assert torch.equal(got.long(), expected)
+        else:
+            scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
+            torch.testing.assert_close(got, expected, rtol=0, atol=1e-12 * scale)
+
+
+@st.composite
+def courses(draw, kind):
+    k, kernel = draw(st.integers(0, 5)), draw(st.integers(2, 5))
+    rng = np.random.default_rng(draw(st.integers(0, 2**31)))
+    mode = draw(st.sampled_from(["none", "align", "all"]))
+    block_size = draw(st.integers(1 + k, 9))
+    return Course(kind(kernel, rng), mode, k, block_size, kernel, draw(st.integers(1, 4)), rng)
+
+
+@given(courses(Exact))
+def test_exact(course):
+    while course.live():
+        course.step()
