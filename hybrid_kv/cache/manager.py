@@ -123,7 +123,7 @@ class KVCacheManager:
                 continue
             if enable_prefix_caching and spec.mamba_cache_mode == "none":
                 raise ConfigError(
-                    "prefix caching with Mamba layers needs mamba_cache_mode align or all: in mode none no state is kept"
+                    "prefix caching with Mamba layers needs mamba_cache_mode align or all: mode none keeps no state"
                 )
             if spec.mamba_cache_mode != "none" and spec.block_size < 1 + spec.num_speculative_blocks:
                 raise ConfigError(

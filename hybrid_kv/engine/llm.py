@@ -115,24 +115,39 @@ class LLM:
             proposer = NgramProposer(
                 speculative.num_speculative_tokens, speculative.prompt_lookup_max, speculative.prompt_lookup_min
             )
+        head = self._load_head(model) if proposer is None and speculative.speculative_method == "mtp" else None
         self.layer_specs = {
             name: with_speculation(spec, speculative.num_speculative_tokens)
-            for name, spec in self.model.layer_specs.items()
+            for name, spec in (self.model.layer_specs | (head.layer_specs if head is not None else {})).items()
         }
         self.plan = self._plan()
         limits, caching = self.config.scheduler, self.config.cache
         self.manager = KVCacheManager(
-            self.plan.config, caching.enable_prefix_caching, max_model_len=limits.max_model_len
+            self.plan.config,
+            caching.enable_prefix_caching,
+            num_lookahead_tokens=speculative.num_speculative_tokens if head is not None else 0,
+            max_model_len=limits.max_model_len,
         )
+        if head is not None:
+            # Hits end at multiples of the block size. Without a cache too, so that the head drafts the same there.
+            head.grid = self.plan.sizes.block_size
         is_aligned = caching.mamba_cache_mode == "align" and any(
             isinstance(group.spec, MambaSpec) for group in self.plan.config.groups
         )
         self.scheduler = Scheduler(limits, self.manager, self.plan.sizes.mamba_block_size if is_aligned else None)
         self.runner = ModelRunner(
-            self.model, self.plan, self._backend, self._context, self.config, self.device, proposer
+            self.model, self.plan, self._backend, self._context, self.config, self.device, proposer, head
         )
         self.num_steps = 0
         self._num_requests = 0
+
+    def _load_head(self, model: str | Path | Model) -> Any:
+        from hybrid_kv.models.loader import load_mtp
+        from hybrid_kv.models.nemotron_h import NemotronH
+
+        if not isinstance(model, str | Path) or not isinstance(self.model, NemotronH):
+            raise ConfigError('speculative_method="mtp" needs a checkpoint folder; give LLM(..., proposer=...) instead')
+        return load_mtp(model, self.model)
 
     def _plan(self) -> CachePlan:
         config, model = self.config, self.model
@@ -207,7 +222,7 @@ class LLM:
         request = item.request
         known = len(request.output_token_ids)
         reason = None
-        for count, token in enumerate(sampled, 1):
+        for token in sampled:
             request.output_token_ids.append(token)
             reason = self._finish_reason(request, token)
             if reason is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,7 @@ from hybrid_kv.cache.layout import allocate_raw_buffers, bind_views
 from hybrid_kv.cache.plan import CachePlan
 from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
 from hybrid_kv.config import EngineConfig
+from hybrid_kv.engine.drafter import DraftHead, MTPDrafter
 from hybrid_kv.engine.scheduler import Request, ScheduledRequest
 from hybrid_kv.models.layers import ForwardContext
 from hybrid_kv.spec_decode.verify import verify
@@ -92,6 +93,7 @@ class ModelRunner:
         config: EngineConfig,
         device: torch.device,
         proposer: Proposer | None = None,
+        head: DraftHead | None = None,
     ) -> None:
         self.model = model
         self.proposer = proposer
@@ -127,6 +129,17 @@ class ModelRunner:
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
         self.input_ids = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        # A head writes K/V for its drafts, behind the step's tokens.
+        self._num_lookahead_tokens = config.speculative.num_speculative_tokens if head is not None else 0
+        self._max_model_len = max_model_len
+        self._drafter: MTPDrafter | None = None
+        if head is not None:
+            (name,) = head.layer_specs
+            group = next(group for group in self.groups if name in group.layer_names)
+            normed = cast(Any, model).normed
+            self._drafter = MTPDrafter(
+                head, normed, self._num_lookahead_tokens, group, self.views, self.block_tables, self.token_ids
+            )
         self.batch: list[ScheduledRequest] = []  # of the last step, in batch order
 
     def padded_size(self, num_reqs: int) -> int:
@@ -141,7 +154,7 @@ class ModelRunner:
         hidden = self.model(self.input_ids[:num_tokens_padded], self.positions[:num_tokens_padded], context)
         tokens = self._sample(batch, hidden)
         self._postprocess(batch, [max(1, len(new)) for new in tokens])
-        drafts = self._propose(batch, tokens)
+        drafts = self._propose(batch, hidden, tokens)
         sampled = {item.request.request_id: new for item, new in zip(batch, tokens, strict=True) if new}
         return StepOutput(sampled, drafts)
 
@@ -193,7 +206,11 @@ class ModelRunner:
         self.block_idx_last_scheduled_token_prev_step[rows] = anchors
         self.num_accepted_tokens[rows] = accepted
 
-    def _propose(self, batch: Sequence[ScheduledRequest], tokens: Sequence[list[int]]) -> dict[str, list[int]]:
+    def _propose(
+        self, batch: Sequence[ScheduledRequest], hidden: torch.Tensor, tokens: Sequence[list[int]]
+    ) -> dict[str, list[int]]:
+        if self._drafter is not None:
+            return self._drafter.propose(batch, hidden, tokens)
         if self.proposer is None:
             return {}
         chosen = [
@@ -240,7 +257,8 @@ class ModelRunner:
         self.positions[num_tokens:num_tokens_padded] = 0
 
         max_seq_len = int((query_lens + computed).max())
-        columns = [group.spec.block_table_width(max_seq_len) for group in self.groups]
+        reach = min(max_seq_len + self._num_lookahead_tokens, self._max_model_len)
+        columns = [group.spec.block_table_width(reach) for group in self.groups]
         tables = self.block_tables.gather_block_tables(rows, num_reqs_padded, columns)
         slots = self.block_tables.compute_slot_mappings(
             torch.from_numpy(token_rows).to(self.device),

@@ -10,47 +10,35 @@ import torch
 import torch.nn.functional as F
 
 
-def causal_conv1d_prefill(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, window: torch.Tensor, lengths: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convolve a chunk of each row.
-
-    Args:
-        x: [num_rows, max_len, channels]; padding behind `lengths` is ignored.
-        weight: [channels, kernel]; bias: [channels] or None.
-        window: [num_rows, kernel - 1, channels], the inputs before the chunk (zeros at the start of a request).
-        lengths: [num_rows] int64.
-
-    Returns:
-        y [num_rows, max_len, channels] after SiLU, and the window after each row's last token. A chunk shorter than the
-        window keeps part of the old one.
-    """
-    kernel = weight.shape[1]
-    max_len = x.shape[1]
-    inputs = torch.cat([window, x], dim=1)
-    y = inputs[:, :max_len] * weight[:, 0]
-    for j in range(1, kernel):
-        y = torch.addcmul(y, inputs[:, j : j + max_len], weight[:, j])
-    if bias is not None:
-        y = y + bias
-    last = lengths[:, None] + torch.arange(kernel - 1, device=x.device)
-    new_window = inputs[torch.arange(len(x), device=x.device)[:, None], last]
-    return F.silu(y), new_window
-
-
-def causal_conv1d_update(
+def causal_conv1d(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, window: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convolve one token of each row.
+    """Convolve some tokens of each row; no token sees what comes after it, so padding at the end does no harm.
 
     Args:
-        x: [num_rows, channels]. Others as in `causal_conv1d_prefill`.
+        x: [num_rows, len, channels].
+        weight: [channels, kernel]; bias: [channels] or None.
+        window: [num_rows, kernel - 1, channels], the inputs before them (zeros at the start of a request).
 
     Returns:
-        y [num_rows, channels] after SiLU, and the window after the token.
+        y [num_rows, len, channels] after SiLU, and all inputs [num_rows, kernel - 1 + len, channels]: the window after
+        the first n tokens begins at row n of them, see `windows_at`.
     """
-    inputs = torch.cat([window, x.unsqueeze(1)], dim=1)
-    y = torch.einsum("rkc,ck->rc", inputs, weight)
+    length, kernel = x.shape[1], weight.shape[1]
+    inputs = torch.cat([window, x], dim=1)
+    y = inputs[:, :length] * weight[:, 0]
+    for j in range(1, kernel):
+        y = torch.addcmul(y, inputs[:, j : j + length], weight[:, j])
     if bias is not None:
         y = y + bias
-    return F.silu(y), inputs[:, 1:]
+    return F.silu(y), inputs
+
+
+def windows_at(inputs: torch.Tensor, rows: torch.Tensor, first: torch.Tensor, size: int) -> torch.Tensor:
+    """Copies of the windows `inputs[rows[m], first[m] : first[m] + size]`: [M, size, channels].
+
+    Args:
+        inputs: [num_rows, len, channels], what `causal_conv1d` returns or the blocks of a cache.
+        rows, first: [M] int64.
+    """
+    return inputs[rows[:, None], first[:, None] + torch.arange(size, device=inputs.device)]

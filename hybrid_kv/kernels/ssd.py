@@ -1,9 +1,10 @@
-"""The state-space recurrence of Mamba-2 (Dao and Gu, 2024): one token at a time, and in chunks.
+"""The state-space recurrence of Mamba-2 (Dao and Gu, 2024): token by token, and in chunks.
 
 Per head with state `S` [head_dim, state]: `S_t = exp(dt_t * A) * S_{t-1} + dt_t * x_t B_t^T`, `y_t = S_t C_t + D x_t`.
 `B` and `C` are shared by the heads of a group. `dt` comes in after softplus; a token with `dt == 0` leaves the state
-alone, which is how padding is neutral. All arithmetic is in float32 (float64 if the inputs are), as vLLM keeps
-Nemotron-H states: bf16 states stagnate.
+alone. Rows may be padded at their end with anything finite: no token sees what comes after it, and only the states that
+are asked for come back. All arithmetic is in float32 (float64 if the inputs are), as vLLM keeps Nemotron-H states: bf16
+states stagnate.
 """
 
 from __future__ import annotations
@@ -20,23 +21,25 @@ def selective_state_update(
     C: torch.Tensor,
     D: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token of each row.
+    """A few tokens of each row, and the state after every one of them.
 
     Args:
-        state: [num_rows, heads, head_dim, state] before the token.
-        x: [num_rows, heads, head_dim]; dt: [num_rows, heads]; A, D: [heads]; B, C: [num_rows, groups, state].
+        state: [num_rows, heads, head_dim, state] before the first token.
+        x: [num_rows, len, heads, head_dim]; dt: [num_rows, len, heads]; A, D: [heads];
+        B, C: [num_rows, len, groups, state].
 
     Returns:
-        y [num_rows, heads, head_dim] and the state after the token.
+        y [num_rows, len, heads, head_dim] and the states [num_rows, len, heads, head_dim, state].
     """
-    rows, heads, head_dim = x.shape
-    groups, size = B.shape[1:]
-    decay = torch.exp(dt * A)
-    grouped = (rows, groups, heads // groups, head_dim, size)
-    update = (x * dt.unsqueeze(-1)).view(*grouped[:-1], 1) * B.view(rows, groups, 1, 1, size)
-    new_state = torch.addcmul(update.view_as(state), state, decay[..., None, None])
-    y = torch.matmul(new_state.view(rows, groups, -1, size), C.unsqueeze(-1)).view_as(x)
-    return torch.addcmul(y, x, D[:, None]), new_state
+    rows, length, heads, head_dim = x.shape
+    groups, size = B.shape[2:]
+    decay = torch.exp(dt * A)[..., None, None]
+    update = (x * dt.unsqueeze(-1)).view(rows, length, groups, -1, 1) * B.unsqueeze(-2)
+    states = update.view(rows, length, heads, head_dim, size)
+    for t in range(length):
+        state = states[:, t].addcmul_(state, decay[:, t])
+    y = torch.matmul(states.view(rows, length, groups, -1, size), C.unsqueeze(-1)).view_as(x)
+    return torch.addcmul(y, x, D[:, None]), states
 
 
 def chunk_scan(
@@ -48,15 +51,21 @@ def chunk_scan(
     D: torch.Tensor,
     initial_state: torch.Tensor,
     chunk_size: int,
+    rows: torch.Tensor,
+    offsets: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """All tokens of each row, `chunk_size` at a time: quadratic inside a chunk, recurrent between chunks.
 
+    Chunks are cut from the start of each row, block boundaries from the start of its request: an offset may lie
+    anywhere in a chunk, and its state is that after exactly so many tokens (sgl#31833 and vllm!34587 took a chunk's).
+
     Args:
-        x: [num_rows, len, heads, head_dim]; dt: [num_rows, len, heads], 0 at padding; A, D: [heads];
+        x: [num_rows, len, heads, head_dim]; dt: [num_rows, len, heads]; A, D: [heads];
         B, C: [num_rows, len, groups, state]; initial_state: [num_rows, heads, head_dim, state].
+        rows, offsets: [M] int64, the wanted states: after `offsets[m]` tokens (1 … len) of row `rows[m]`.
 
     Returns:
-        y [num_rows, len, heads, head_dim] and the state after each row's last token.
+        y [num_rows, len, heads, head_dim] and the wanted states [M, heads, head_dim, state].
     """
     length, heads = x.shape[1:3]
     per_group = heads // B.shape[2]
@@ -64,20 +73,40 @@ def chunk_scan(
     log_decay = dt * A
     state = initial_state
     outputs = []
+    wanted = state.new_empty(len(rows), *state.shape[1:])
     for start in range(0, length, chunk_size):
-        span = slice(start, min(start + chunk_size, length))
-        b, c, u = B[:, span], C[:, span], scaled[:, span]
-        width = b.shape[1]
-        total = log_decay[:, span].cumsum(1).transpose(1, 2)  # [rows, heads, width]
+        stop = min(start + chunk_size, length)
+        b, c, u = B[:, start:stop], C[:, start:stop], scaled[:, start:stop]
+        steps = torch.arange(stop - start, device=x.device)
+        total = log_decay[:, start:stop].cumsum(1).transpose(1, 2)  # [rows, heads, width]
         # exp() of the upper triangle can overflow, so it is masked before, not after.
-        future = torch.ones(width, width, dtype=torch.bool, device=x.device).triu(1)
+        future = steps > steps[:, None]
         decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(future, -torch.inf).exp()
         scores = torch.einsum("rtgn,rsgn->rgts", c, b).repeat_interleave(per_group, dim=1) * decay
         inside = torch.einsum("rhts,rshp->rthp", scores, u)
         c_heads = c.repeat_interleave(per_group, dim=2)
         carried = torch.einsum("rthn,rhpn->rthp", c_heads, state) * total.exp().transpose(1, 2).unsqueeze(-1)
         outputs.append(inside + carried)
-        to_end = (total[..., -1:] - total).exp().transpose(1, 2).unsqueeze(-1)
+
         b_heads = b.repeat_interleave(per_group, dim=2)
-        state = state * total[..., -1, None, None].exp() + torch.einsum("rshp,rshn->rhpn", u * to_end, b_heads)
-    return torch.addcmul(torch.cat(outputs, dim=1), x, D[:, None]), state
+        here = ((offsets > start) & (offsets <= stop)).nonzero()[:, 0]
+        if len(here):
+            row, last = rows[here], offsets[here] - 1 - start
+            wanted[here] = _advance(state[row], u[row], b_heads[row], total[row, :, last], decay[row, :, last])
+        if stop < length:
+            state = _advance(state, u, b_heads, total[..., -1], decay[..., -1, :])
+    return torch.addcmul(torch.cat(outputs, dim=1), x, D[:, None]), wanted
+
+
+def _advance(
+    state: torch.Tensor, u: torch.Tensor, b: torch.Tensor, total: torch.Tensor, decay: torch.Tensor
+) -> torch.Tensor:
+    """The state after a token of a chunk, from the one before the chunk.
+
+    Args:
+        u: [num_rows, width, heads, head_dim]; b: [num_rows, width, heads, state].
+        total: [num_rows, heads], log decay of the old state up to the token.
+        decay: [num_rows, heads, width], of each token's update; 0 for those behind the token.
+    """
+    added = torch.einsum("rshp,rshn->rhpn", u * decay.transpose(1, 2).unsqueeze(-1), b)
+    return state * total[..., None, None].exp() + added

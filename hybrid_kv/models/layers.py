@@ -11,7 +11,7 @@ from torch import nn
 
 from hybrid_kv.attention.mamba import MambaMetadata
 from hybrid_kv.attention.paged import PagedAttentionMetadata
-from hybrid_kv.kernels.causal_conv1d import causal_conv1d_prefill, causal_conv1d_update
+from hybrid_kv.kernels.causal_conv1d import causal_conv1d, windows_at
 from hybrid_kv.kernels.paged_attention import paged_attention, write_kv
 from hybrid_kv.kernels.ssd import chunk_scan, selective_state_update
 
@@ -120,7 +120,7 @@ class Mamba2Mixer(nn.Module):
         super().__init__()
         self.name = name
         self.num_heads, self.head_dim, self.state_size, self.groups = num_heads, head_dim, state_size, groups
-        self.chunk_size = chunk_size
+        self.kernel, self.chunk_size = conv_kernel, chunk_size
         inner = num_heads * head_dim
         conv_dim = inner + 2 * groups * state_size
         self.splits = (inner, conv_dim, num_heads)
@@ -135,15 +135,22 @@ class Mamba2Mixer(nn.Module):
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         metadata: MambaMetadata = context.metadata[self.name]
-        conv_state, ssm_state = context.views[self.name]
+        cache = context.views[self.name]
         gate, conv_in, dt = self.in_proj(x).split(self.splits, dim=-1)
         dt = F.softplus(upcast(dt) + upcast(self.dt_bias))
-        split = metadata.num_decodes
+        # All rows are read before any is written: a row may write the block that it, or another, starts from.
+        windows = windows_at(cache[0], metadata.window_indices, metadata.num_accepted_tokens - 1, self.kernel - 1)
+        windows, states = windows.to(conv_in.dtype), upcast(cache[1][metadata.source_indices])
+        split, tokens = metadata.num_decodes, metadata.num_decode_tokens
         outputs = []
-        if split:
-            outputs.append(self._decode(conv_in[:split], dt[:split], conv_state, ssm_state, metadata))
+        if metadata.decode_rows is not None:
+            outputs.append(
+                self._decode(conv_in[:tokens], dt[:tokens], windows[:split], states[:split], cache, metadata)
+            )
         if metadata.prefill_rows is not None:
-            outputs.append(self._prefill(conv_in[split:], dt[split:], conv_state, ssm_state, metadata))
+            outputs.append(
+                self._prefill(conv_in[tokens:], dt[tokens:], windows[split:], states[split:], cache, metadata)
+            )
         return self.out_proj(self.norm(torch.cat(outputs), gate))
 
     def _parts(self, conv_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -156,45 +163,55 @@ class Mamba2Mixer(nn.Module):
         self,
         conv_in: torch.Tensor,
         dt: torch.Tensor,
-        conv_state: torch.Tensor,
-        ssm_state: torch.Tensor,
+        window: torch.Tensor,
+        state: torch.Tensor,
+        cache: tuple[torch.Tensor, ...],
         metadata: MambaMetadata,
     ) -> torch.Tensor:
-        indices = metadata.state_indices[: metadata.num_decodes]
-        conv_out, window = causal_conv1d_update(
-            conv_in, self.conv_weight, self.conv_bias, conv_state[indices].to(conv_in.dtype)
-        )
-        conv_state.index_copy_(0, indices, window.to(conv_state.dtype))
+        rows, (conv_state, ssm_state) = metadata.decode_rows, cache
+        assert rows is not None
+        conv_out, inputs = causal_conv1d(rows.padded(conv_in), self.conv_weight, self.conv_bias, window)
         x, B, C = self._parts(conv_out)
         A = -torch.exp(upcast(self.A_log))
-        y, state = selective_state_update(upcast(ssm_state[indices]), x, dt, A, B, C, upcast(self.D))
-        ssm_state.index_copy_(0, indices, state.to(ssm_state.dtype))
-        return y.flatten(1)
+        y, states = selective_state_update(state, x, rows.padded(dt), A, B, C, upcast(self.D))
+        # What padding leaves goes to the null block.
+        blocks = metadata.state_indices[: metadata.num_decodes, : rows.max_len]
+        ssm_state.index_copy_(0, blocks.flatten(), states.flatten(0, 1).to(ssm_state.dtype))
+        self._store_inputs(conv_state, blocks[:, 0], inputs[:, 1:])
+        return rows.flat(y).flatten(1)
 
     def _prefill(
         self,
         conv_in: torch.Tensor,
         dt: torch.Tensor,
-        conv_state: torch.Tensor,
-        ssm_state: torch.Tensor,
+        window: torch.Tensor,
+        state: torch.Tensor,
+        cache: tuple[torch.Tensor, ...],
         metadata: MambaMetadata,
     ) -> torch.Tensor:
-        rows, initial = metadata.prefill_rows, metadata.has_initial_state
+        rows, initial, (conv_state, ssm_state) = metadata.prefill_rows, metadata.has_initial_state, cache
         assert rows is not None and initial is not None
-        indices = metadata.state_indices[metadata.num_decodes :]
-        # `where`, not a product: a block's previous owner may have left NaN or infinity in it.
-        old_window = torch.where(initial[:, None, None], conv_state[indices], 0).to(conv_in.dtype)
-        old_state = upcast(torch.where(initial[:, None, None, None], ssm_state[indices], 0))
-        conv_out, window = causal_conv1d_prefill(
-            rows.padded(conv_in), self.conv_weight, self.conv_bias, old_window, rows.lengths
-        )
+        # Filled, not multiplied: a block's previous owner may have left NaN or infinity in it.
+        window = window.masked_fill(~initial[:, None, None], 0)
+        state = state.masked_fill(~initial[:, None, None, None], 0)
+        row = torch.arange(rows.num_rows, device=conv_in.device)
+        offsets, blocks = rows.lengths, metadata.state_indices[metadata.num_decodes :, 0]
+        if metadata.boundary_rows is not None:
+            assert metadata.boundary_offsets is not None and metadata.boundary_indices is not None
+            row = torch.cat([row, metadata.boundary_rows])
+            offsets = torch.cat([offsets, metadata.boundary_offsets])
+            blocks = torch.cat([blocks, metadata.boundary_indices])
+        conv_out, inputs = causal_conv1d(rows.padded(conv_in), self.conv_weight, self.conv_bias, window)
         x, B, C = self._parts(conv_out)
         A = -torch.exp(upcast(self.A_log))
-        dt = rows.zero_padding(rows.padded(dt))
-        y, state = chunk_scan(x, dt, A, B, C, upcast(self.D), old_state, self.chunk_size)
-        conv_state.index_copy_(0, indices, window.to(conv_state.dtype))
-        ssm_state.index_copy_(0, indices, state.to(ssm_state.dtype))
+        y, states = chunk_scan(x, rows.padded(dt), A, B, C, upcast(self.D), state, self.chunk_size, row, offsets)
+        ssm_state.index_copy_(0, blocks, states.to(ssm_state.dtype))
+        self._store_inputs(conv_state, blocks, windows_at(inputs, row, offsets, self.kernel - 1))
         return rows.flat(y).flatten(1)
+
+    @staticmethod
+    def _store_inputs(conv_state: torch.Tensor, blocks: torch.Tensor, inputs: torch.Tensor) -> None:
+        conv_state[:, : inputs.shape[1]].index_copy_(0, blocks, inputs.to(conv_state.dtype))
 
 
 class SquaredReluMLP(nn.Module):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -25,10 +27,13 @@ class NgramProposer:
         self.max_ngram = max_ngram
         self.min_ngram = min_ngram
 
-    def propose(self, token_ids: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64]) -> list[list[int]]:
+    def propose(
+        self, requests: Sequence[object], token_ids: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64]
+    ) -> list[list[int]]:
         """Up to `num_speculative_tokens` drafts per row; none where nothing repeats.
 
         Args:
+            requests: whose rows they are; not looked at.
             token_ids: [num_rows, width].
             num_tokens: [num_rows], known tokens of each row; behind them lie stale drafts, which are never read.
         """

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +22,7 @@ from hybrid_kv.attention.mamba import (
 )
 from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.models.exact import PRIME, ExactConfig, ExactMamba, ExactOracle
-from hybrid_kv.models.layers import ForwardContext
+from hybrid_kv.models.layers import ForwardContext, Mamba2Mixer
 
 NAME, CPU = "mamba", torch.device("cpu")
 
@@ -55,6 +56,64 @@ class Exact:
         return torch.tensor(outputs), windows, states
 
 
+class Mixer:
+    """`Mamba2Mixer` in float64 and a loop over tokens and heads."""
+
+    dtype, poison = torch.float64, torch.nan
+
+    def __init__(self, kernel, rng):
+        self.groups, per_group = (int(n) for n in rng.integers(1, 3, 2))
+        self.heads, self.head_dim, self.size = self.groups * per_group, 3, 2
+        self.hidden = 5
+        self.layer = Mamba2Mixer(
+            NAME,
+            self.hidden,
+            num_heads=self.heads,
+            head_dim=self.head_dim,
+            state_size=self.size,
+            groups=self.groups,
+            conv_kernel=kernel,
+            chunk_size=int(rng.integers(1, 7)),
+            eps=1e-5,
+            conv_bias=bool(rng.integers(2)),
+            bias=bool(rng.integers(2)),
+        ).double()
+        for parameter in self.layer.parameters():
+            parameter.copy_(torch.from_numpy(rng.normal(size=parameter.shape)))
+        self.channels = self.heads * self.head_dim + 2 * self.groups * self.size
+        self.state_shape = (self.heads, self.head_dim, self.size)
+
+    def draw(self, rng, count):
+        return torch.from_numpy(rng.normal(size=(count, self.hidden)))
+
+    def run(self, x, context):
+        return self.layer(x, context)
+
+    def plain(self, x):
+        layer, inner, shared = self.layer, self.heads * self.head_dim, self.groups * self.size
+        kernel = layer.conv_weight.shape[1]
+        window, state = torch.zeros(kernel - 1, self.channels).double(), torch.zeros(self.state_shape).double()
+        outputs, windows, states = [], [window], [state]
+        for token in x:
+            gate, conv_in, dt = layer.in_proj(token).split((inner, self.channels, self.heads))
+            window = torch.cat([window, conv_in[None]])
+            conv = (window * layer.conv_weight.T).sum(0) + (0 if layer.conv_bias is None else layer.conv_bias)
+            window = window[1:]
+            u, B, C = F.silu(conv).split((inner, shared, shared))
+            u, B, C = u.view(self.heads, -1), B.view(self.groups, -1), C.view(self.groups, -1)
+            dt = F.softplus(dt + layer.dt_bias)
+            state, y = state.clone(), []
+            for h in range(self.heads):
+                group = h * self.groups // self.heads
+                decay = torch.exp(-dt[h] * layer.A_log[h].exp())
+                state[h] = decay * state[h] + dt[h] * torch.outer(u[h], B[group])
+                y.append(state[h] @ C[group] + layer.D[h] * u[h])
+            outputs.append(layer.out_proj(layer.norm(torch.cat(y), gate)))
+            windows.append(window)
+            states.append(state)
+        return torch.stack(outputs), windows, states
+
+
 @dataclass
 class Request:
     inputs: torch.Tensor  # of its true tokens
@@ -76,9 +135,7 @@ class Course:
         self.subject, self.mode, self.k, self.kernel, self.rng = subject, mode, k, kernel, rng
         self.window = kernel - 1
         shapes = ((self.window + k, subject.channels), subject.state_shape)
-        self.spec = MambaSpec(
-            block_size, shapes, (subject.dtype,) * 2, mamba_cache_mode=mode, num_speculative_blocks=k
-        )
+        self.spec = MambaSpec(block_size, shapes, (subject.dtype,) * 2, mamba_cache_mode=mode, num_speculative_blocks=k)
         lengths = rng.integers(1, 4 * block_size, (num_requests, 2))
         widths = [self.spec.block_table_width(int(sum(pair)) + k) for pair in lengths]
         num_blocks = 1 + sum(widths)
@@ -225,5 +282,11 @@ def courses(draw, kind):
 
 @given(courses(Exact))
 def test_exact(course):
+    while course.live():
+        course.step()
+
+
+@given(courses(Mixer))
+def test_mixer(course):
     while course.live():
         course.step()

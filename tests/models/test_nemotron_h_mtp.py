@@ -1,0 +1,336 @@
+"""The MTP head with a paged cache against a dense one, on the guard model's weights.
+
+The dense head is that of `accuracy.guard_model.model`, the code that trained it, with the keys at multiples of the grid
+masked. Everything is float64, where the two differ by rounding only: at most 1e-9.
+"""
+
+import json
+import random
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from accuracy.guard_model import FOLDER, problems
+from accuracy.guard_model.model import load_checkpoint
+from accuracy.guard_model.tokenizer import encode
+from hybrid_kv.attention.paged import AttentionPart, PagedAttentionMetadata
+from hybrid_kv.config import CacheConfig, ConfigError, EngineConfig
+from hybrid_kv.kernels.ragged import Ragged
+from hybrid_kv.models.layers import ForwardContext
+from hybrid_kv.models.loader import load_model, load_mtp
+from hybrid_kv.models.nemotron_h_mtp import NAME
+
+CPU = torch.device("cpu")
+TOLERANCE = 1e-9
+LENGTHS = (70, 33, 5, 48)
+HUGE = 10**6
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return load_checkpoint(FOLDER).double().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return load_model(FOLDER, EngineConfig(dtype="float64"), CPU)
+
+
+@pytest.fixture
+def head(target):
+    return load_mtp(FOLDER, target)
+
+
+@pytest.fixture(scope="module")
+def requests(reference):
+    """(token ids, hidden state after norm_f of each token) per request."""
+    items = problems.eval_set(3, len(LENGTHS))
+    ids = [encode(item.prompt)[:length] for item, length in zip(items, LENGTHS, strict=True)]
+    with torch.no_grad():
+        return [(torch.tensor(row), reference.hidden(torch.tensor([row]))[0]) for row in ids]
+
+
+def dense(reference, hidden, ids, grid):
+    """hidden [t, d] of tokens 0 … t-1 and ids [t] of tokens 1 … t to the head's output for positions 1 … t."""
+    first, last = reference.mtp.layers
+    x = first.join(hidden, reference.backbone.embeddings(ids))
+    attention, t = first.mixer, len(ids)
+    heads = (attention.heads, attention.kv_heads, attention.kv_heads)
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    normed = first.norm(x)
+    query, key, value = (p(normed).view(t, h, attention.size) for p, h in zip(projections, heads, strict=True))
+    mixed = torch.zeros_like(query)
+    for i in range(t):
+        seen = [j for j in range(i + 1) if (j + 1) % grid]
+        if seen:
+            group = attention.heads // attention.kv_heads
+            for h in range(attention.heads):
+                weights = (key[seen, h // group] @ query[i, h] * attention.size**-0.5).softmax(0)
+                mixed[i, h] = weights @ value[seen, h // group]
+    return last.final_layernorm(last(x + attention.o_proj(mixed.flatten(1))))
+
+
+class Paged:
+    """A head's cache: poisoned pages in shuffled order, and what an engine does for each step."""
+
+    def __init__(self, head, num_rows, block_size=4, width=32, dtype=torch.float64):
+        g = torch.Generator().manual_seed(num_rows)
+        spec = head.layer_specs[NAME]
+        blocks = 1 + torch.randperm(num_rows * width, generator=g)
+        self.head, self.block_size = head, block_size
+        self.table = blocks.view(num_rows, width).int()
+        shape = (len(blocks) + 1, block_size, spec.num_kv_heads, spec.head_size)
+        self.views = {NAME: (torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype))}
+
+    def step(self, chunks):
+        """chunks: (row, position of the first pair, hidden [n, d], ids [n]) each; returns the outputs in that order."""
+        order = sorted(range(len(chunks)), key=lambda i: len(chunks[i][3]) > 1)
+        ordered = [chunks[i] for i in order]
+        positions = [torch.arange(start, start + len(ids)) for _, start, _, ids in ordered]
+        slots = [
+            self.table[row, p // self.block_size] * self.block_size + p % self.block_size
+            for (row, *_), p in zip(ordered, positions, strict=True)
+        ]
+        num_decodes = sum(len(p) == 1 for p in positions)
+        parts, token = [], 0
+        for part in (slice(num_decodes), slice(num_decodes, None)):
+            if not positions[part]:
+                continue
+            rows = Ragged(torch.tensor([len(p) for p in positions[part]]), CPU)
+            flat = torch.cat(positions[part])
+            used = -(-(int(flat.max()) + 1) // self.block_size)
+            table = self.table[[row for row, *_ in ordered[part]], :used]
+            parts.append(AttentionPart(token, len(flat), rows, rows.padded(flat), table))
+            token += len(flat)
+        metadata = PagedAttentionMetadata(torch.cat(slots).long(), tuple(parts))
+        hidden, ids = torch.cat([c[2] for c in ordered]), torch.cat([c[3] for c in ordered])
+        with torch.no_grad():
+            out = self.head(hidden, ids, torch.cat(positions), ForwardContext({NAME: metadata}, self.views))
+        outputs = dict(zip(order, out.split([len(p) for p in positions]), strict=True))
+        return [outputs[i] for i in range(len(chunks))]
+
+
+def pairs(request, start, stop):
+    """Hidden states and ids of the pairs at positions start … stop-1; that of token -1 is NaN."""
+    ids, hidden = request
+    before = torch.cat([torch.full_like(hidden[:1], torch.nan), hidden])
+    return before[start:stop], ids[start:stop]
+
+
+def assert_close(out, expected):
+    assert float((out - expected).abs().max()) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("block_size", "grid"), [(4, 8), (3, 3), (16, 32), (4, 1), (8, HUGE)])
+@pytest.mark.parametrize("seed", range(3))
+def test_any_chunks_in_any_batch_equal_the_dense_head(reference, head, requests, block_size, grid, seed):
+    """Also with drafts in between, one on another: the slots they wrote are overwritten by the true pairs."""
+    rng = random.Random(seed)
+    head.grid = grid
+    expected = [dense(reference, hidden[:-1], ids[1:], grid) for ids, hidden in requests]
+    paged = Paged(head, len(requests), block_size)
+    done, rejected = [0] * len(requests), 0
+    while unfinished := [r for r, n in enumerate(LENGTHS) if done[r] < n]:
+        rows = rng.sample(unfinished, rng.randint(1, len(unfinished)))
+        stops = [min(LENGTHS[r], done[r] + rng.choice((1, 1, 3, 7, 20))) for r in rows]
+        outputs = paged.step([(r, done[r], *pairs(requests[r], done[r], s)) for r, s in zip(rows, stops, strict=True)])
+        for r, stop, out in zip(rows, stops, outputs, strict=True):
+            first = max(done[r], 1)  # the pair at position 0 does not exist
+            if stop > first:
+                assert_close(out[first - done[r] :], expected[r][first - 1 : stop - 1])
+            done[r] = stop
+            drafts = [int(head.compute_logits(out[-1:]).argmax())] if stop > 1 else []
+            joined, ids = requests[r][1][: stop - 1], requests[r][0][1:stop]
+            for step in range(2 if drafts else 0):
+                joined, ids = torch.cat([joined, out[-1:]]), torch.cat([ids, torch.tensor(drafts[-1:])])
+                (out,) = paged.step([(r, stop + step, out[-1:], ids[-1:])])
+                assert_close(out, dense(reference, joined, ids, grid)[-1:])
+                drafts.append(int(head.compute_logits(out).argmax()))
+            rejected += stop < LENGTHS[r] and drafts[:1] != [int(requests[r][0][stop])]
+    assert rejected, "no draft was wrong: nothing had to be overwritten"
+
+
+@pytest.mark.parametrize("hit", [8, 16, 40])
+def test_after_a_hit_the_head_computes_the_same(reference, head, requests, hit):
+    """A second request starts on the first one's blocks without any hidden state of before; the grid is 8."""
+    head.grid = 8
+    ids, hidden = requests[0]
+    paged = Paged(head, 2)
+    paged.step([(0, 0, *pairs(requests[0], 0, len(ids)))])
+    paged.table[1, : hit // paged.block_size] = paged.table[0, : hit // paged.block_size]
+    before = [view.clone() for view in paged.views[NAME]]
+    after, next_ids = pairs(requests[0], hit, len(ids))
+    after = after.index_fill(0, torch.tensor([0]), torch.nan)  # the hidden state of token hit - 1 was not kept
+    (out,) = paged.step([(1, hit, after, next_ids)])
+    assert_close(out[1:], dense(reference, hidden[:-1], ids[1:], 8)[hit:])
+    shared = paged.table[0, : hit // paged.block_size].long()
+    for view, old in zip(paged.views[NAME], before, strict=True):
+        assert torch.equal(view[shared].nan_to_num(7), old[shared].nan_to_num(7)), "a shared block changed"
+
+
+@pytest.mark.parametrize("end", [8, 16, 24])
+def test_a_block_does_not_depend_on_what_follows_it(head, requests, end):
+    """What a block holds under its hash: the same bytes whatever the next block begins with."""
+    head.grid = 8
+    ids, hidden = requests[0]
+    kept = []
+    for other in (requests[0], requests[1]):
+        paged = Paged(head, 1)
+        tail = other[0][end : end + 5], other[1][end : end + 5]
+        mixed = torch.cat([ids[:end], tail[0]]), torch.cat([hidden[:end], tail[1]])
+        paged.step([(0, 0, *pairs(mixed, 0, end + 5))])
+        blocks = paged.table[0, : end // paged.block_size].long()
+        kept.append([view[blocks].nan_to_num(7) for view in paged.views[NAME]])
+    assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
+
+
+def test_a_query_without_a_key_is_no_nan(head, requests):
+    head.grid = 4
+    ids, hidden = requests[0]
+    paged = Paged(head, 1)
+    (out,) = paged.step([(0, 0, hidden[:1], ids[:1])])
+    assert not out.isnan().any()
+    head.grid = 1
+    alone = head.layers[0].mixer(hidden[:1], _context(paged, 0))
+    assert not alone.any()
+
+
+def _context(paged, position):
+    rows = Ragged(torch.tensor([1]), CPU)
+    part = AttentionPart(0, 1, rows, torch.tensor([[position]]), paged.table[:1, :1])
+    slots = paged.table[0, :1].long() * paged.block_size + position
+    return ForwardContext({NAME: PagedAttentionMetadata(slots, (part,))}, paged.views)
+
+
+def test_the_grid_must_be_set(head, requests):
+    ids, hidden = requests[0]
+    with pytest.raises(ValueError, match="grid"):
+        Paged(head, 1).step([(0, 0, hidden[:1], ids[:1])])
+    with pytest.raises(ValueError, match="grid=0"):
+        head.grid = 0
+
+
+def test_logits_are_the_targets(reference, target, head, requests):
+    _, hidden = requests[0]
+    with torch.no_grad():
+        assert torch.equal(head.compute_logits(hidden), reference.lm_head(hidden))
+        raw = torch.randn(3, hidden.shape[1], dtype=torch.float64)
+        normed = reference.backbone.norm_f(raw)
+        assert_close(target.normed(raw), normed)
+        assert_close(target.compute_logits(raw), reference.lm_head(normed))
+        assert torch.equal(target.logits(target.normed(raw)), target.compute_logits(raw))
+
+
+def test_the_head_shares_and_joins(target, head):
+    assert len(list(head.parameters())) == 10
+    assert not {id(p) for p in head.parameters()} & {id(p) for p in target.parameters()}
+    assert head.layer_specs == {NAME: target.layer_specs["layers.3"]}
+    assert NAME not in target.layer_specs
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_other_dtypes(reference, requests, dtype):
+    """The logits in lower precision, relative to the largest: rounding only."""
+    config = EngineConfig(cache=CacheConfig(cache_dtype=dtype), dtype=dtype)
+    target = load_model(FOLDER, config, CPU)
+    head = load_mtp(FOLDER, target)
+    head.grid = 16
+    ids, hidden = requests[0]
+    expected = reference.lm_head(dense(reference, hidden[:-1], ids[1:], 16))
+    paged = Paged(head, 1, dtype=target.layer_specs["layers.3"].dtype)
+    before, next_ids = pairs((ids, hidden.to(target.embeddings.weight.dtype)), 0, len(ids))
+    (out,) = paged.step([(0, 0, before, next_ids)])
+    assert out.dtype == target.embeddings.weight.dtype
+    logits = head.compute_logits(out[1:])
+    assert logits.dtype == torch.float32
+    relative = float((logits - expected).abs().max() / expected.abs().max())
+    assert relative < {"float32": 2e-6, "bfloat16": 0.03}[dtype]
+
+
+def test_drafts_are_what_the_model_card_says(reference, head, requests):
+    """Most drafts of the answers are right: the convention (what is joined with what) is the training's."""
+    head.grid = 64
+    right = total = 0
+    for item in problems.eval_set(9, 8):
+        prompt = len(encode(item.prompt))
+        ids = torch.tensor(encode(f"{item.prompt} {item.answer}"))
+        with torch.no_grad():
+            hidden = reference.hidden(ids[None])[0]
+            wanted = reference.lm_head(hidden).argmax(-1)[prompt:]
+        (out,) = Paged(head, 1, 16).step([(0, 0, *pairs((ids, hidden), 0, len(ids)))])
+        drafts = head.compute_logits(out[prompt:]).argmax(-1)
+        right, total = right + int((drafts == wanted).sum()), total + len(wanted)
+    assert right / total > 0.9
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(FOLDER / name, tmp_path / name)
+    return tmp_path
+
+
+def edit_config(folder, **changes):
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+def edit_tensors(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def refused(folder, target, match):
+    with pytest.raises(ConfigError, match=match) as caught:
+        load_mtp(folder, target)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("count", [0, 2, None])
+def test_a_checkpoint_without_a_head(folder, target, count):
+    edit_config(folder, num_nextn_predict_layers=count)
+    refused(folder, target, f"num_nextn_predict_layers={count or 0}, 1 is supported; draft with n-grams")
+
+
+def test_a_head_of_other_layers(folder, target):
+    edit_config(folder, mtp_layers_block_type=["full_attention", "moe"])
+    refused(folder, target, "'moe'")
+    edit_config(folder, mtp_layers_block_type=None)
+    refused(folder, target, r"layers \(\) is not supported")
+    edit_config(folder, mtp_hybrid_override_pattern="*-")
+    load_mtp(folder, target)
+
+
+def test_tensors_that_lack_or_do_not_fit(folder, target):
+    prefix = "mtp.layers.0."
+    edit_tensors(folder, lambda tensors: tensors.pop(prefix + "hnorm.weight"))
+    refused(folder, target, r"lacks 1 tensors, the first is mtp\.layers\.0\.hnorm\.weight")
+    edit_tensors(folder, lambda tensors: tensors.update({prefix + "hnorm.weight": torch.ones(3)}))
+    refused(folder, target, r"mtp\.layers\.0\.hnorm\.weight has shape \(3,\), config\.json says \(128,\)")
+    edit_tensors(folder, lambda tensors: tensors.update({prefix + "hnorm.weight": torch.ones(128)}))
+    edit_tensors(folder, lambda tensors: tensors.update({"mtp.layers.2.norm.weight": torch.ones(3)}))
+    refused(folder, target, r"does not know, the first is mtp\.layers\.2\.norm\.weight")
+    edit_tensors(folder, lambda tensors: tensors.pop(prefix + "mixer.v_proj.weight"))
+    refused(folder, target, r"has mtp\.layers\.0\.mixer\.q_proj\.weight but lacks mtp\.layers\.0\.mixer\.v_proj")
+    load_model(folder, EngineConfig(dtype="float32"), CPU)  # which has no use for the head
+
+
+def test_a_checkpoint_whose_head_was_left_out(folder, target):
+    def drop(tensors):
+        for name in [name for name in tensors if name.startswith("mtp.")]:
+            del tensors[name]
+
+    edit_tensors(folder, drop)
+    refused(folder, target, r"lacks 10 tensors, the first is mtp\.layers\.0\.eh_proj\.weight")
+
+
+def test_a_target_without_attention(folder, target):
+    class Recurrent(type(target)):
+        def __init__(self):
+            torch.nn.Module.__init__(self)
+            self.layer_specs = {"layers.0": target.layer_specs["layers.0"]}
+
+    refused(folder, Recurrent(), "no attention layer")
