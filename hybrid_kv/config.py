@@ -141,7 +141,8 @@ class EngineConfig:
 
     `captured_batch_sizes` are the row counts for which a GPU would hold a captured graph. A pure decode step is padded
     up to the next of them on every device, the CPU included, so that padded and stale rows are exercised without a GPU;
-    larger steps run unpadded.
+    larger steps run unpadded. With `async_scheduling` each step is scheduled before the tokens of the step before are
+    known, and blocks are published and freed one step late.
     """
 
     cache: CacheConfig = CacheConfig()
@@ -152,6 +153,7 @@ class EngineConfig:
     device: str = "auto"
     dtype: str = "auto"
     captured_batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    async_scheduling: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:

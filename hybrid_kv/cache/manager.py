@@ -46,6 +46,9 @@ class NewBlocks(NamedTuple):
         return [self.ids[end - count : end] for end, count in zip(ends, self.counts, strict=True)]
 
 
+NO_BLOCKS = NewBlocks(_EMPTY, array("i"))
+
+
 @dataclass(frozen=True)
 class PrefixHit:
     """What the cache can restore of a request.

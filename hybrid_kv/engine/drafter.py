@@ -79,7 +79,7 @@ class MTPDrafter:
         device = hidden.device
         scheduled = np.array([item.num_tokens for item in batch], dtype=np.int64)
         # Of a verify step only what was accepted; of a chunk everything.
-        rejected = [len(item.drafts) - max(0, len(new) - 1) for item, new in zip(batch, tokens, strict=True)]
+        rejected = [item.num_drafts - max(0, len(new) - 1) for item, new in zip(batch, tokens, strict=True)]
         lengths = scheduled - np.array(rejected, dtype=np.int64)
         firsts = np.array([item.num_computed_tokens for item in batch], dtype=np.int64) + 1
         rows = np.array([item.request.row for item in batch], dtype=np.int64)

@@ -15,7 +15,7 @@ from hybrid_kv.cache.manager import NO_HIT, KVCacheManager, PrefixHit
 from hybrid_kv.cache.plan import CachePlan, apply_block_sizes, plan_cache, update_block_size_for_backend
 from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec, group_layers, with_speculation
 from hybrid_kv.config import CacheConfig, ConfigError, EngineConfig, SchedulerConfig, SpeculativeConfig, from_dict
-from hybrid_kv.engine.runner import Model, ModelRunner, Proposer
+from hybrid_kv.engine.runner import Model, ModelRunner, Proposer, StepOutput
 from hybrid_kv.engine.sampling import SamplingParams
 from hybrid_kv.engine.scheduler import Request, ScheduledRequest, Scheduler
 from hybrid_kv.spec_decode.propose import NgramProposer
@@ -35,7 +35,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """What became of one prompt. `finish_reason` is stop, length or error; only an error has `error` set."""
+    """What became of one prompt. `finish_reason` is stop, length, abort or error; only an error has `error` set."""
 
     request_id: str
     prompt: str | None
@@ -134,12 +134,19 @@ class LLM:
         is_aligned = caching.mamba_cache_mode == "align" and any(
             isinstance(group.spec, MambaSpec) for group in self.plan.config.groups
         )
-        self.scheduler = Scheduler(limits, self.manager, self.plan.sizes.mamba_block_size if is_aligned else None)
+        self.scheduler = Scheduler(
+            limits,
+            self.manager,
+            self.plan.sizes.mamba_block_size if is_aligned else None,
+            speculative.num_speculative_tokens,
+        )
         self.runner = ModelRunner(
             self.model, self.plan, self._backend, self._context, self.config, self.device, proposer, head
         )
         self.num_steps = 0
         self._num_requests = 0
+        self._aborted: set[str] = set()
+        self._unseen: StepOutput | None = None  # of the last step, with asynchronous scheduling
 
     def _load_head(self, model: str | Path | Model) -> Any:
         from hybrid_kv.models.loader import load_mtp
@@ -200,22 +207,55 @@ class LLM:
         return Request(str(number), token_ids, params, seed)
 
     def step(self) -> list[tuple[Request, str]]:
-        """Run one step; returns the requests that finished in it, with their finish reasons."""
+        """Run one step; returns the requests that have finished, with their finish reasons."""
+        finished = self._drop_aborted()
         scheduled = self.scheduler.schedule()
-        if not scheduled:
+        if not scheduled and not finished and self._unseen is None:
             raise RuntimeError("the scheduler has requests but schedules none of them: this is a bug")
-        output = self.runner.execute(scheduled)
-        self.num_steps += 1
-        finished = []
+        output = self.runner.execute(scheduled) if scheduled else None
+        self.num_steps += output is not None
+        if not self.config.async_scheduling:
+            return finished + self._process(output)
+        previous, self._unseen = self._unseen, output
+        finished += self._process(previous)
         for item in scheduled:
+            if not item.request.is_finished:
+                item.request.in_flight = item
+        return finished
+
+    def abort(self, request_id: str) -> None:
+        """End a request, waiting or running, with the tokens it has.
+
+        One whose step is under way ends after it: its blocks must not find an owner before the step has written them
+        (vllm!45096), nor be published as if it had (vllm!56525).
+        """
+        self._aborted.add(request_id)
+
+    def _drop_aborted(self) -> list[tuple[Request, str]]:
+        if not self._aborted:
+            return []
+        known = [*self.scheduler.running, *self.scheduler.waiting]
+        dropped = [request for request in known if request.request_id in self._aborted]
+        for request in dropped:
+            self.scheduler.finish(request)
+        self._aborted.clear()
+        return [(request, "abort") for request in dropped]
+
+    def _process(self, output: StepOutput | None) -> list[tuple[Request, str]]:
+        """Give a step's tokens to their requests, publish what is complete, and let go of who has ended."""
+        finished = []
+        for item in output.batch if output is not None else ():
+            assert output is not None
             request = item.request
+            request.in_flight = None
+            if request.is_finished or request.request_id in self._aborted:
+                continue
             reason = self._update(item, output.tokens.get(request.request_id, []))
-            self.scheduler.cache_blocks(item)
-            request.draft_token_ids = output.drafts.get(request.request_id, [])
+            request.draft_token_ids = output.drafts.get(request.request_id, []) if not item.is_stale else []
             if reason is not None:
                 self.scheduler.finish(request)
                 finished.append((request, reason))
-        return finished
+        return finished + self._drop_aborted()
 
     def _update(self, item: ScheduledRequest, sampled: list[int]) -> str | None:
         """Take a step's tokens one by one, up to the one that ends the request, if any does."""
@@ -319,6 +359,8 @@ class LLM:
                         bar.update()
             finally:
                 # After an error or an interrupt the engine must be as good as new.
+                self._unseen = None
+                self._aborted.clear()
                 for request in [*self.scheduler.running, *self.scheduler.waiting]:
                     self.scheduler.finish(request)
         return [output for output in outputs if output is not None]

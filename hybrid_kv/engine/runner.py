@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -70,8 +70,9 @@ class Proposer(Protocol):
 
 @dataclass(frozen=True)
 class StepOutput:
-    """By request id: the tokens that a step gave, and the drafts that follow them."""
+    """What ran, and by request id: the tokens that it gave, and the drafts that follow them."""
 
+    batch: list[ScheduledRequest]
     tokens: dict[str, list[int]]
     drafts: dict[str, list[int]]
 
@@ -127,6 +128,8 @@ class ModelRunner:
         self.num_accepted_tokens = np.ones(max_num_seqs, dtype=np.int64)
         self._slot_groups = [group.group_id for group in self.groups if not group.backend.is_ssm()]
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
+        self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)  # known ones, in `token_ids`
+        self._drafts: list[list[int]] = [[] for _ in range(max_num_seqs)]
         self.input_ids = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         # A head writes K/V for its drafts, behind the step's tokens.
@@ -149,14 +152,28 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, scheduled: Sequence[ScheduledRequest]) -> StepOutput:
         """Run one step: sample where the last known token was computed, verify drafts, propose new ones."""
-        self.batch = batch = sorted(scheduled, key=lambda item: not item.is_decode)
+        resolved = [item if item.drafts is not None else self._resolve(item) for item in scheduled]
+        self.batch = batch = sorted(resolved, key=lambda item: not item.is_decode)
         context, num_tokens_padded = self._prepare(batch)
         hidden = self.model(self.input_ids[:num_tokens_padded], self.positions[:num_tokens_padded], context)
         tokens = self._sample(batch, hidden)
         self._postprocess(batch, [max(1, len(new)) for new in tokens])
         drafts = self._propose(batch, hidden, tokens)
         sampled = {item.request.request_id: new for item, new in zip(batch, tokens, strict=True) if new}
-        return StepOutput(sampled, drafts)
+        for item in batch:
+            self._drafts[item.request.row] = drafts.get(item.request.request_id, [])
+        return StepOutput(batch, sampled, drafts)
+
+    def _resolve(self, item: ScheduledRequest) -> ScheduledRequest:
+        """Fill in what the step before has left: how many tokens there are, and which drafts follow them.
+
+        A request that this step finds complete runs its last token once more; nobody will ask for the result.
+        """
+        request, row = item.request, item.request.row
+        known = int(self.num_tokens[row])
+        room = min(request.params.max_tokens - (known - len(request.prompt_token_ids)), self._max_model_len - known)
+        drafts = tuple(self._drafts[row][: max(0, min(item.num_drafts, room - 1))])
+        return replace(item, num_computed_tokens=known - 1, num_tokens=1 + len(drafts), drafts=drafts)
 
     def _sample(self, batch: Sequence[ScheduledRequest], hidden: torch.Tensor) -> list[list[int]]:
         """What each request of the batch gets: nothing, a token, or its accepted drafts and one token more."""
@@ -165,19 +182,21 @@ class ModelRunner:
         tokens: list[list[int]] = [[] for _ in batch]
         if not samples:
             return tokens
-        read = np.concatenate([np.arange(ends[i] - 1 - len(batch[i].drafts), ends[i]) for i in samples])
+        read = np.concatenate([np.arange(ends[i] - 1 - batch[i].num_drafts, ends[i]) for i in samples])
         logits = self.model.compute_logits(hidden[torch.from_numpy(read).to(self.device)])
         requests = [batch[i].request for i in samples]
+        known = [batch[i].num_computed_tokens + batch[i].num_tokens - batch[i].num_drafts for i in samples]
         verified = verify(
             logits,
-            [list(batch[i].drafts) for i in samples],
+            [batch[i].drafts or () for i in samples],
             [request.params for request in requests],
             [request.seed for request in requests],
-            [request.num_tokens for request in requests],
+            known,
         )
-        for i, request, new in zip(samples, requests, verified, strict=True):
+        for i, request, first, new in zip(samples, requests, known, verified, strict=True):
             tokens[i] = new
-            self.token_ids[request.row, request.num_tokens : request.num_tokens + len(new)] = new
+            self.token_ids[request.row, first : first + len(new)] = new
+            self.num_tokens[request.row] = first + len(new)
         return tokens
 
     def _postprocess(self, batch: Sequence[ScheduledRequest], num_accepted: Sequence[int]) -> None:
@@ -213,14 +232,11 @@ class ModelRunner:
             return self._drafter.propose(batch, hidden, tokens)
         if self.proposer is None:
             return {}
-        chosen = [
-            (item.request, item.request.num_tokens + len(new)) for item, new in zip(batch, tokens, strict=True) if new
-        ]
-        requests = [request for request, _ in chosen]
+        requests = [item.request for item, new in zip(batch, tokens, strict=True) if new]
         if not requests:
             return {}
-        num_tokens = np.array([length for _, length in chosen], dtype=np.int64)
-        drafts = self.proposer.propose(requests, self.token_ids[[request.row for request in requests]], num_tokens)
+        rows = [request.row for request in requests]
+        drafts = self.proposer.propose(requests, self.token_ids[rows], self.num_tokens[rows])
         return {request.request_id: draft for request, draft in zip(requests, drafts, strict=True)}
 
     def _prepare(self, batch: Sequence[ScheduledRequest]) -> tuple[ForwardContext, int]:
@@ -229,9 +245,11 @@ class ModelRunner:
             request = item.request
             if item.overwrite:
                 self.token_ids[request.row, : request.num_tokens] = request.token_ids
+                self.num_tokens[request.row] = request.num_tokens
                 self._cleanup_mamba_state_idx(item)
             if item.drafts:
-                self.token_ids[request.row, request.num_tokens : request.num_tokens + len(item.drafts)] = item.drafts
+                first = item.num_computed_tokens + 1
+                self.token_ids[request.row, first : first + len(item.drafts)] = item.drafts
         for item in batch:
             new = item.new_blocks
             if len(new.ids):

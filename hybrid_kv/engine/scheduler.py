@@ -14,10 +14,10 @@ its last boundary that a hit may use. A chunk that cannot reach a boundary still
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hybrid_kv.cache.block_hash import BlockHashes
-from hybrid_kv.cache.manager import NO_HIT, KVCacheManager, NewBlocks, PrefixHit
+from hybrid_kv.cache.manager import NO_BLOCKS, NO_HIT, KVCacheManager, NewBlocks, PrefixHit
 from hybrid_kv.config import ConfigError, SchedulerConfig
 from hybrid_kv.engine.sampling import SamplingParams
 
@@ -36,6 +36,8 @@ class Request:
     num_preemptions: int = 0
     num_draft_tokens: int = 0  # verified so far …
     num_accepted_draft_tokens: int = 0  # … and found right
+    in_flight: ScheduledRequest | None = None  # a step that has run, but whose tokens are not known here yet
+    is_finished: bool = False
     hit: PrefixHit = NO_HIT  # of the first admission
     num_cached_tokens: int = 0  # taken from the cache, in all admissions
     row: int = -1  # of the block tables; -1 while waiting
@@ -54,23 +56,36 @@ class Request:
 
 @dataclass(frozen=True)
 class ScheduledRequest:
-    """`num_tokens` tokens of one request, from `num_computed_tokens` on; the last `len(drafts)` of them are drafts."""
+    """`num_tokens` tokens of one request, from `num_computed_tokens` on; the last `num_drafts` of them are drafts.
+
+    With asynchronous scheduling the step before may still be under way. Then `drafts` is None: the tokens and the
+    drafts that the step before ends with are the runner's to fill in, `num_drafts` is how many there is room for, and
+    `num_computed_tokens` is what is certain.
+    """
 
     request: Request
     num_tokens: int
     num_computed_tokens: int
     new_blocks: NewBlocks
     overwrite: bool  # the row has a new owner
-    drafts: tuple[int, ...] = ()
+    samples: bool  # the step computes the last known token, so that its logits give the next one
+    drafts: tuple[int, ...] | None = ()
+    num_drafts: int = 0
+    attempt: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.drafts is not None:
+            object.__setattr__(self, "num_drafts", len(self.drafts))
+        # A request that was preempted since has no use for what the step computed, only for its tokens.
+        object.__setattr__(self, "attempt", self.request.num_preemptions)
 
     @property
     def is_decode(self) -> bool:
-        return self.num_computed_tokens > 0 and self.num_tokens == 1 + len(self.drafts)
+        return self.num_computed_tokens > 0 and self.num_tokens == 1 + self.num_drafts
 
     @property
-    def samples(self) -> bool:
-        """Whether this step computes the request's last known token, so that its logits give the next one."""
-        return self.num_computed_tokens + self.num_tokens - len(self.drafts) == self.request.num_tokens
+    def is_stale(self) -> bool:
+        return self.attempt != self.request.num_preemptions
 
 
 class Scheduler:
@@ -78,10 +93,18 @@ class Scheduler:
 
     Args:
         align_to: Mamba block size in cache mode `align`.
+        num_speculative_tokens: drafts to leave room for when the step before is still under way.
     """
 
-    def __init__(self, config: SchedulerConfig, manager: KVCacheManager, align_to: int | None = None) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        manager: KVCacheManager,
+        align_to: int | None = None,
+        num_speculative_tokens: int = 0,
+    ) -> None:
         self.config = config
+        self.num_speculative_tokens = num_speculative_tokens
         self.manager = manager
         self.align_to = align_to
         self.waiting: deque[Request] = deque()
@@ -117,23 +140,19 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def schedule(self) -> list[ScheduledRequest]:
-        """The next step; empty only if no request is left."""
+        """The next step; empty only if no request is left or all wait for the step in flight."""
         budget = self.config.max_num_batched_tokens
         scheduled: list[ScheduledRequest] = []
         preempted = False
         index = 0
         while index < len(self.running) and budget > 0:
             request = self.running[index]
-            num_tokens = self._chunk(request, request.num_computed_tokens, budget)
             # One token is left for each running request behind this one: drafts must not starve anybody.
-            drafts = self._drafts(request, budget - (len(self.running) - index))
-            is_decode = num_tokens == 1 and request.num_computed_tokens > 0
-            num_tokens += len(drafts)
-            while (
-                new := self.manager.allocate_slots(
-                    request.request_id, request.num_computed_tokens, num_tokens, is_decode
-                )
-            ) is None:
+            item = self._next(request, budget, budget - (len(self.running) - index))
+            if item is None:
+                index += 1
+                continue
+            while (new := self._allocate(item)) is None:
                 preempted = True
                 victim = self.running[-1]
                 self.preempt(victim)
@@ -141,20 +160,17 @@ class Scheduler:
                     break
             if new is None:
                 break
-            scheduled.append(
-                ScheduledRequest(request, num_tokens, request.num_computed_tokens, new, overwrite=False, drafts=drafts)
-            )
-            budget -= num_tokens
+            scheduled.append(replace(item, new_blocks=new))
+            budget -= item.num_tokens
             index += 1
         # A preempted request would only take back what it was made to give.
         while self.waiting and not preempted and budget > 0 and self._free_rows:
             request = self.waiting[0]
+            if request.in_flight is not None:
+                break
             hit = self.manager.find_longest_cache_hit(request.block_hashes, request.token_ids)
-            num_tokens = self._chunk(request, hit.num_tokens, budget)
-            is_decode = num_tokens == 1 and hit.num_tokens > 0
-            new = self.manager.allocate_slots(
-                request.request_id, hit.num_tokens, num_tokens, is_decode, hit, request.block_hashes
-            )
+            item = self._chunk(request, hit.num_tokens, budget, overwrite=True)
+            new = self._allocate(item, hit)
             if new is None:
                 break
             self.waiting.popleft()
@@ -164,34 +180,62 @@ class Scheduler:
             request.num_cached_tokens += hit.num_tokens
             if not request.num_preemptions:
                 request.hit = hit
-            scheduled.append(ScheduledRequest(request, num_tokens, hit.num_tokens, new, overwrite=True))
-            budget -= num_tokens
+            scheduled.append(replace(item, new_blocks=new))
+            budget -= item.num_tokens
         return scheduled
 
-    def _chunk(self, request: Request, start: int, budget: int) -> int:
-        """How many known tokens of a request to run from `start` on."""
+    def _allocate(self, item: ScheduledRequest, hit: PrefixHit = NO_HIT) -> NewBlocks | None:
+        request, flight = item.request, item.request.in_flight
+        end = item.num_computed_tokens + item.num_tokens
+        if item.drafts is None:
+            assert flight is not None
+            end = min(end + flight.num_drafts, self.config.max_model_len)
+        return self.manager.allocate_slots(
+            request.request_id,
+            item.num_computed_tokens,
+            end - item.num_computed_tokens,
+            item.is_decode,
+            hit,
+            request.block_hashes,
+        )
+
+    def _next(self, request: Request, budget: int, draft_budget: int) -> ScheduledRequest | None:
+        """What a running request runs next; nothing if the step in flight is its last."""
+        flight = request.in_flight
+        start = request.num_computed_tokens
+        if flight is not None:
+            # Its drafts may be rejected: only the other tokens count (vllm!33997).
+            start += flight.num_tokens - flight.num_drafts
+            if flight.samples:
+                room = self._room(request) - 1
+                if room <= 0:
+                    return None
+                drafts = max(0, min(self.num_speculative_tokens, draft_budget, room - 1))
+                return ScheduledRequest(request, 1 + drafts, start, NO_BLOCKS, False, True, None, drafts)
+        if request.num_tokens - start > 1 or start == 0:
+            return self._chunk(request, start, budget)
+        room = min(draft_budget, self._room(request) - 1)
+        drafts_now = tuple(request.draft_token_ids[: max(0, room)])
+        return ScheduledRequest(request, 1 + len(drafts_now), start, NO_BLOCKS, False, True, drafts_now)
+
+    def _room(self, request: Request) -> int:
+        """How many more tokens a request can get."""
+        left = request.params.max_tokens - len(request.output_token_ids)
+        return min(left, self.config.max_model_len - request.num_tokens)
+
+    def _chunk(self, request: Request, start: int, budget: int, overwrite: bool = False) -> ScheduledRequest:
+        """Known tokens of a request from `start` on."""
         total = request.num_tokens
         end = min(total, start + budget)
-        if self.align_to is None or total - start == 1:
-            return end - start
-        # The state that a repeated prompt can use: its last token is always computed.
-        last_boundary = (total - 1) // self.align_to * self.align_to
-        if start < last_boundary:
-            end = min(end, last_boundary)
-            boundary = end // self.align_to * self.align_to
-            if boundary > start:
-                end = boundary
-        return end - start
-
-    def _drafts(self, request: Request, budget: int) -> tuple[int, ...]:
-        """The proposals that this step verifies: as many as can matter and as the budget has room for."""
-        if not request.draft_token_ids:
-            return ()
-        room = min(
-            request.params.max_tokens - len(request.output_token_ids),
-            self.config.max_model_len - request.num_tokens,
-        )
-        return tuple(request.draft_token_ids[: max(0, min(budget, room - 1))])
+        if self.align_to is not None:
+            # The state that a repeated prompt can use: its last token is always computed.
+            last_boundary = (total - 1) // self.align_to * self.align_to
+            if start < last_boundary:
+                end = min(end, last_boundary)
+                boundary = end // self.align_to * self.align_to
+                if boundary > start:
+                    end = boundary
+        return ScheduledRequest(request, end - start, start, NO_BLOCKS, overwrite, end == total)
 
     def preempt(self, request: Request) -> None:
         """Take a running request's blocks and row; it is first in the queue and starts again from its first token."""
@@ -202,7 +246,7 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def update(self, item: ScheduledRequest, sampled: list[int], num_kept: int) -> None:
-        """Account for a step that has run.
+        """Account for a step that has run, and publish the blocks that it completed.
 
         Drafts beyond `sampled` were rejected; the next step overwrites their K/V and states.
 
@@ -211,13 +255,14 @@ class Scheduler:
             num_kept: how many of them the request keeps: none after a stop token.
         """
         request = item.request
-        request.num_computed_tokens += item.num_tokens - len(item.drafts) + max(0, num_kept - 1)
         request.output_token_ids += sampled[:num_kept]
-        request.num_draft_tokens += len(item.drafts)
+        request.num_draft_tokens += item.num_drafts
         request.num_accepted_draft_tokens += max(0, len(sampled) - 1)
+        if not item.is_stale:
+            request.num_computed_tokens += item.num_tokens - item.num_drafts + max(0, num_kept - 1)
+            self._cache_blocks(item)
 
-    def cache_blocks(self, item: ScheduledRequest) -> None:
-        """Publish the blocks that a step completed."""
+    def _cache_blocks(self, item: ScheduledRequest) -> None:
         request = item.request
         self.manager.cache_blocks(
             request.request_id,
@@ -229,6 +274,7 @@ class Scheduler:
 
     def finish(self, request: Request) -> None:
         """Forget a request, running or waiting."""
+        request.is_finished = True
         if request.row >= 0:
             self._release(request)
         else:

@@ -169,11 +169,9 @@ class NemotronH(nn.Module):
 
     @staticmethod
     def convert_weights(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Checkpoint names to ours: prefix dropped, q/k/v joined into one projection, `mtp.*` left out."""
+        """Checkpoint names to ours: prefix dropped, q/k/v joined into one projection."""
         converted: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
-            if name.startswith("mtp."):
-                continue
             name = name.removeprefix("backbone.").removeprefix("model.")
             if ".conv1d." in name:
                 name = name.replace("conv1d.", "conv_")

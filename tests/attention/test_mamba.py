@@ -1,28 +1,284 @@
-"""Which state each row uses, and who must not read an old one."""
+"""Which block each row reads its state from, which blocks it writes, and what is brought home afterwards."""
 
+import numpy as np
+import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
-from hybrid_kv.attention.mamba import build_mamba_metadata
+from hybrid_kv.attention.mamba import (
+    MambaMetadataBuilder,
+    boundaries_inside,
+    boundary_copies,
+    last_scheduled_column,
+    postprocess_mamba,
+)
+from hybrid_kv.cache.block_pool import NULL_BLOCK
+from hybrid_kv.cache.spec import MambaSpec, cdiv
 from tests.attention.test_paged import common
 
-TABLE = torch.tensor([[5, 90], [3, 91], [8, 92], [1, 93]], dtype=torch.int32)
+CPU = torch.device("cpu")
+MAX_MODEL_LEN = 40
+MODES = ("none", "align", "all")
 
 
-def test_decodes_come_first_and_only_a_first_chunk_starts_from_nothing():
-    persistent = torch.full((6,), 77)
-    metadata = build_mamba_metadata(common([6, 0, 4, 0], [1, 3, 2, 1], num_decodes=1), TABLE, persistent)
-    assert metadata.num_decodes == 1
-    assert metadata.state_indices.tolist() == [5, 3, 8, 1]
-    assert metadata.state_indices.dtype == torch.int64
-    assert metadata.state_indices.data_ptr() == persistent.data_ptr()
-    assert metadata.prefill_rows is not None and metadata.has_initial_state is not None
-    assert metadata.prefill_rows.lengths.tolist() == [3, 2, 1]
-    assert metadata.has_initial_state.tolist() == [False, True, False]
+def spec(mode="all", k=0, block_size=4, kernel=4):
+    return MambaSpec(
+        block_size,
+        ((kernel - 1 + k, 1), (1,)),
+        (torch.int64, torch.int64),
+        mamba_cache_mode=mode,
+        num_speculative_blocks=k,
+    )
 
 
-def test_a_pure_decode_step_has_no_prefill_rows():
-    persistent = torch.full((6,), 77)
-    metadata = build_mamba_metadata(common([6, 2], [1, 1], num_decodes=2, padding=2), TABLE, persistent)
-    assert metadata.num_decodes == 4
-    assert metadata.prefill_rows is None
-    assert metadata.has_initial_state is None
+def ints(*values):
+    return np.array(values, dtype=np.int64)
+
+
+def table_of(rows, width, padding=0):
+    """Row i has the ids 1000 * (i + 1) + column; padding rows hold the null block."""
+    table = 1000 * (torch.arange(rows)[:, None] + 1) + torch.arange(width)
+    return torch.cat([table, torch.full((padding, width), NULL_BLOCK)]).int()
+
+
+def build(subject, builder, computed, lens, num_decodes, prev, accepted, padding=0):
+    width = subject.block_table_width(MAX_MODEL_LEN)
+    batch = common(computed, lens, num_decodes, padding)
+    table = table_of(len(lens), width, padding)
+    prev, accepted = ints(*prev, *[0] * padding), ints(*accepted, *[1] * padding)
+    return builder.build(batch, table, prev, accepted)
+
+
+@st.composite
+def steps(draw):
+    """A step of any mode: decodes with drafts, prefills, and padding if there are no prefills."""
+    mode, k = draw(st.sampled_from(MODES)), draw(st.integers(0, 3))
+    subject = spec(mode, k, draw(st.integers(1 + k, 7)))
+    decodes = draw(
+        st.lists(
+            st.integers(1, MAX_MODEL_LEN - 1 - k).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, 1 + k))),
+            max_size=3,
+        )
+    )
+    prefills = draw(
+        st.lists(
+            st.integers(0, MAX_MODEL_LEN - 1).flatmap(
+                lambda n: st.tuples(st.just(n), st.integers(1, MAX_MODEL_LEN - n))
+            ),
+            max_size=3,
+        )
+    )
+    assume(decodes or prefills)
+    columns = 1 if mode == "none" else cdiv(MAX_MODEL_LEN, subject.block_size)
+    rows = len(decodes) + len(prefills)
+    prev = draw(st.lists(st.integers(0, columns - 1), min_size=rows, max_size=rows))
+    accepted = draw(st.lists(st.integers(1, 1 + k), min_size=rows, max_size=rows))
+    padding = 0 if prefills else draw(st.integers(0, 3))
+    return subject, decodes, prefills, prev, accepted, padding
+
+
+@given(steps())
+def test_every_row_reads_and_writes_its_own_columns(step):
+    subject, decodes, prefills, prev, accepted, padding = step
+    batch = [*decodes, *prefills]
+    builder = MambaMetadataBuilder(subject, 6, CPU)
+    for buffer in (builder.window_indices, builder.source_indices, builder.state_indices, builder.num_accepted_tokens):
+        buffer.fill_(-7)  # what a longer step left there
+    metadata = build(
+        subject, builder, [n for n, _ in batch], [q for _, q in batch], len(decodes), prev, accepted, padding
+    )
+    k, none = subject.num_speculative_blocks, subject.mamba_cache_mode == "none"
+    windows, sources, states, boundaries = [], [], [], []
+    for i, (n, q) in enumerate(batch):
+        block = 1000 * (i + 1)
+        anchor = 0 if none else (n + q - 1) // subject.block_size
+        written = q if i < len(decodes) else 1
+        windows.append(block + prev[i])
+        sources.append(block + prev[i] + accepted[i] - 1)
+        states.append([block + anchor + j if j < written else NULL_BLOCK for j in range(1 + k)])
+        if i >= len(decodes) and subject.mamba_cache_mode == "all":
+            for end in range(n + 1, n + q):
+                if end % subject.block_size == 0:
+                    boundaries.append((i - len(decodes), end - n, block + end // subject.block_size - 1))
+    assert metadata.window_indices.tolist() == windows + [NULL_BLOCK] * padding
+    assert metadata.source_indices.tolist() == sources + [NULL_BLOCK] * padding
+    assert metadata.state_indices.tolist() == states + [[NULL_BLOCK] * (1 + k)] * padding
+    assert metadata.num_accepted_tokens.tolist() == accepted + [1] * padding
+    assert metadata.num_decodes == len(decodes) + padding
+    assert metadata.num_decode_tokens == sum(q for _, q in decodes) + padding
+    if decodes or padding:
+        assert metadata.decode_rows.lengths.tolist() == [q for _, q in decodes] + [1] * padding
+    else:
+        assert metadata.decode_rows is None
+    if prefills:
+        assert metadata.prefill_rows.lengths.tolist() == [q for _, q in prefills]
+        assert metadata.has_initial_state.tolist() == [n > 0 for n, _ in prefills]
+    else:
+        assert metadata.prefill_rows is metadata.has_initial_state is None
+    if boundaries:
+        parts = (metadata.boundary_rows, metadata.boundary_offsets, metadata.boundary_indices)
+        assert list(zip(*(part.tolist() for part in parts), strict=True)) == boundaries
+    else:
+        assert metadata.boundary_rows is metadata.boundary_offsets is metadata.boundary_indices is None
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("block_size", [4, 5, 8, 40])
+def test_a_verify_step_at_the_very_end_stays_inside_its_row(mode, block_size):
+    """vllm!41233: without K columns beyond `cdiv(max_model_len, block_size)` it reads and writes out of its row."""
+    subject = spec(mode, k=3, block_size=block_size)
+    width = subject.block_table_width(MAX_MODEL_LEN)
+    last = 0 if mode == "none" else cdiv(MAX_MODEL_LEN, block_size) - 1
+    assert width == last + 1 + 3
+    builder = MambaMetadataBuilder(subject, 1, CPU)
+    metadata = build(subject, builder, [MAX_MODEL_LEN - 4], [4], 1, [last], [4])
+    assert metadata.state_indices.tolist() == [[1000 + last + j for j in range(4)]]
+    assert metadata.source_indices.tolist() == [1000 + last + 3]
+    assert int(metadata.state_indices.max()) == 1000 + width - 1
+
+
+def test_buffers_have_an_entry_per_request_and_keep_their_address():
+    """vllm!41233: with drafts there are more tokens than requests; a buffer filled per token overflows or shifts."""
+    subject = spec(k=3)
+    builder = MambaMetadataBuilder(subject, 4, CPU)
+    seen = set()
+    for num_reqs, padding in ((4, 0), (1, 3), (3, 1), (2, 0)):
+        metadata = build(
+            subject, builder, [9] * num_reqs, [4] * num_reqs, num_reqs, [2] * num_reqs, [3] * num_reqs, padding
+        )
+        rows = num_reqs + padding
+        assert metadata.num_decode_tokens == 4 * num_reqs + padding
+        assert metadata.window_indices.shape == metadata.source_indices.shape == metadata.num_accepted_tokens.shape
+        assert metadata.window_indices.shape == (rows,)
+        assert metadata.state_indices.shape == (rows, 4)
+        assert metadata.num_accepted_tokens.tolist() == [3] * num_reqs + [1] * padding
+        for part in (metadata.window_indices, metadata.source_indices):
+            assert (part[num_reqs:] == NULL_BLOCK).all()
+            assert (part[:num_reqs] != NULL_BLOCK).all()
+        assert (metadata.state_indices[num_reqs:] == NULL_BLOCK).all()
+        buffers = (
+            builder.block_idx_last_scheduled_token,
+            builder.block_idx_last_scheduled_token_prev_step,
+            builder.num_accepted_tokens,
+            builder.window_indices,
+            builder.source_indices,
+            builder.state_indices,
+        )
+        assert {len(buffer) for buffer in buffers} == {4}
+        pointers = tuple(buffer.data_ptr() for buffer in buffers)
+        assert pointers[2:] == tuple(
+            part.data_ptr()
+            for part in (
+                metadata.num_accepted_tokens,
+                metadata.window_indices,
+                metadata.source_indices,
+                metadata.state_indices,
+            )
+        )
+        seen.add((*pointers, builder._offsets.data_ptr()))
+    assert len(seen) == 1
+    assert builder._offsets.tolist() == [0, 1, 2, 3]
+
+
+def test_the_previous_anchor_is_what_the_metadata_reads():
+    """vllm!41233: after a verify step that crossed a boundary and was rejected, the state is behind the next anchor."""
+    subject = spec(k=2)
+    builder = MambaMetadataBuilder(subject, 2, CPU)
+    # Tokens 6, 7 and 8 ran in the previous step, anchored at column 2; only token 6 was accepted.
+    metadata = build(subject, builder, [7, 7], [1, 1], 2, prev=[2, 1], accepted=[1, 2])
+    assert metadata.window_indices.tolist() == [1002, 2001]
+    assert metadata.source_indices.tolist() == [1002, 2002]
+    assert metadata.state_indices[:, 0].tolist() == [1001, 2001]
+    assert builder.block_idx_last_scheduled_token_prev_step.tolist() == [2, 1]
+    assert builder.block_idx_last_scheduled_token.tolist() == [1, 1]
+
+
+@given(st.integers(1, 8), st.integers(0, 40), st.integers(1, 30))
+def test_boundaries_inside_are_those_before_the_last_token(block_size, computed, length):
+    subject = spec("all", block_size=block_size)
+    anchors = last_scheduled_column(subject, ints(0, computed), ints(1, length))
+    row, column, offset = boundaries_inside(subject, ints(0, computed), anchors)
+    expected = [end for end in range(computed + 1, computed + length) if end % block_size == 0]
+    assert row.tolist() == [1] * len(expected)
+    assert column.tolist() == [end // block_size - 1 for end in expected]
+    assert offset.tolist() == [end - computed for end in expected]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@given(data=st.data())
+def test_exactly_the_accepted_boundary_states_are_copied_home(mode, data):
+    """Each token leaves its state in column anchor + j; the one on a boundary belongs into the boundary's own."""
+    k = data.draw(st.integers(0, 4))
+    block_size = data.draw(st.integers(1 + k, 7))
+    rows = data.draw(st.lists(st.tuples(st.integers(1, 40), st.integers(0, k), st.integers(0, k)), max_size=5))
+    computed = ints(*(n for n, _, _ in rows))
+    lengths = ints(*(1 + drafts for _, drafts, _ in rows))
+    accepted = ints(*(1 + min(drafts, good) for _, drafts, good in rows))
+    copies = boundary_copies(spec(mode, k, block_size), computed, lengths, accepted)
+    expected = []
+    for i, (n, q, a) in enumerate(zip(computed.tolist(), lengths.tolist(), accepted.tolist(), strict=True)):
+        anchor = (n + q - 1) // block_size
+        for j in range(a):
+            home = (n + j + 1) // block_size - 1
+            if (n + j + 1) % block_size == 0 and anchor + j != home:
+                expected.append((i, anchor, j, home))
+    got = zip(*(part.tolist() for part in (copies.rows, copies.anchors, copies.drafts, copies.columns)), strict=True)
+    assert list(got) == ([] if mode == "none" else expected)
+
+
+@pytest.mark.parametrize("mode", ["align", "all"])
+@given(data=st.data())
+def test_home_gets_the_shifted_window_and_the_state_and_nothing_else_changes(mode, data):
+    k, kernel = data.draw(st.integers(1, 3)), data.draw(st.integers(2, 4))
+    subject = spec(mode, k, data.draw(st.integers(1 + k, 5)), kernel)
+    rows = data.draw(
+        st.lists(st.tuples(st.integers(1, 12), st.integers(0, k), st.integers(0, k)), min_size=1, max_size=3)
+    )
+    computed = ints(*(n for n, _, _ in rows))
+    lengths = ints(*(1 + drafts for _, drafts, _ in rows))
+    accepted = ints(*(1 + min(drafts, good) for _, drafts, good in rows))
+    width = subject.block_table_width(17)
+    order = np.random.default_rng(data.draw(st.integers(0, 99))).permutation(np.arange(1, 1 + len(rows) * width))
+    table = torch.from_numpy(order).view(len(rows), width).int()
+    num_blocks = 1 + table.numel()
+    layers = [
+        (
+            torch.arange(num_blocks * (kernel - 1 + k)).view(num_blocks, -1, 1) + 10_000 * layer,
+            torch.arange(num_blocks)[:, None] + 10_000 * layer,
+        )
+        for layer in (1, 2)
+    ]
+    expected = [(window.clone(), state.clone()) for window, state in layers]
+    for i, (n, q, a) in enumerate(zip(computed.tolist(), lengths.tolist(), accepted.tolist(), strict=True)):
+        anchor = (n + q - 1) // subject.block_size
+        for j in range(a):
+            home = (n + j + 1) // subject.block_size - 1
+            if (n + j + 1) % subject.block_size == 0 and anchor + j != home:
+                for (window, state), (old_window, old_state) in zip(expected, layers, strict=True):
+                    window[table[i, home], : kernel - 1] = old_window[table[i, anchor], j : j + kernel - 1]
+                    state[table[i, home]] = old_state[table[i, anchor + j]]
+    postprocess_mamba(boundary_copies(subject, computed, lengths, accepted), table, layers, kernel)
+    for (window, state), (right_window, right_state) in zip(layers, expected, strict=True):
+        assert torch.equal(window, right_window)
+        assert torch.equal(state, right_state)
+
+
+def test_a_rejected_boundary_state_never_goes_home():
+    subject = spec(k=2)
+    # Token 6 accepted, drafts 7 (which ends block 1) and 8 rejected; then with 7 accepted too.
+    assert len(boundary_copies(subject, ints(6), ints(3), ints(1)).rows) == 0
+    copies = boundary_copies(subject, ints(6), ints(3), ints(2))
+    parts = (copies.rows, copies.anchors, copies.drafts, copies.columns)
+    assert [part.tolist() for part in parts] == [[0], [2], [1], [1]]
+
+
+def test_the_window_of_an_anchor_that_is_home_is_shifted_in_place():
+    subject = spec(k=3, kernel=4)
+    copies = boundary_copies(subject, ints(5), ints(3), ints(3))  # tokens 5, 6, 7 end block 1, where they are anchored
+    assert (copies.anchors.tolist(), copies.drafts.tolist(), copies.columns.tolist()) == ([1], [2], [1])
+    window, state = torch.arange(60).view(10, 6, 1), torch.arange(10)[:, None]
+    table = torch.tensor([[0, 4, 5, 6, 7]], dtype=torch.int32)
+    postprocess_mamba(copies, table, [(window, state)], 4)
+    assert window[4].flatten().tolist() == [26, 27, 28, 27, 28, 29]
+    assert state[4].item() == 6

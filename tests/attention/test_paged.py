@@ -10,7 +10,7 @@ from hybrid_kv.attention.paged import build_paged_attention_metadata
 
 
 def common(computed, lens, num_decodes, padding=0):
-    """A batch whose first `num_decodes` rows are decodes; padding rows follow them."""
+    """A batch whose first `num_decodes` rows are decodes; padding rows follow them (only if there are no prefills)."""
     computed, lens = [*computed, *[0] * padding], [*lens, *[1] * padding]
     positions = [torch.arange(start, start + n) for start, n in zip(computed, lens, strict=True)]
     num_reqs, num_tokens = len(lens) - padding, sum(lens) - padding
@@ -20,6 +20,7 @@ def common(computed, lens, num_decodes, padding=0):
         num_tokens=num_tokens,
         num_tokens_padded=sum(lens),
         num_decodes=num_decodes + padding,
+        num_decode_tokens=sum(lens[:num_decodes]) + padding,
         query_lens=np.array(lens, dtype=np.int64),
         num_computed_tokens=np.array(computed, dtype=np.int64),
         positions=torch.cat(positions),
@@ -28,15 +29,14 @@ def common(computed, lens, num_decodes, padding=0):
 
 
 @given(
-    st.lists(st.integers(1, 20), max_size=4),
+    st.lists(st.tuples(st.integers(1, 20), st.integers(1, 4)), max_size=4),  # with up to 3 drafts
     st.lists(st.tuples(st.integers(0, 15), st.integers(1, 9)), max_size=4),
     st.integers(1, 6),
 )
 def test_each_part_has_its_rows(decodes, prefills, kernel_block_size):
     if not decodes and not prefills:
         return
-    computed = [*decodes, *(start for start, _ in prefills)]
-    lens = [*[1] * len(decodes), *(n for _, n in prefills)]
+    computed, lens = zip(*decodes, *prefills, strict=True)
     batch = common(computed, lens, len(decodes))
     table = torch.arange(len(lens) * 40, dtype=torch.int32).view(len(lens), 40)
     slots = torch.arange(sum(lens))
@@ -47,14 +47,14 @@ def test_each_part_has_its_rows(decodes, prefills, kernel_block_size):
     for part in metadata.parts:
         assert part.start == token
         lengths = part.rows.lengths.tolist()
-        assert lengths == lens[row : row + len(lengths)]
+        assert lengths == list(lens[row : row + len(lengths)])
         assert torch.equal(part.block_table, table[row : row + len(lengths), :used])
         for i, n in enumerate(lengths):
             assert part.positions[i, :n].tolist() == list(range(computed[row + i], computed[row + i] + n))
         assert part.num_tokens == sum(lengths)
         row, token = row + len(lengths), token + part.num_tokens
     assert (row, token) == (len(lens), sum(lens))
-    assert len(metadata.parts) == bool(decodes) + bool(prefills)
+    assert [part.rows.num_rows for part in metadata.parts] == [n for n in (len(decodes), len(prefills)) if n]
 
 
 def test_padding_rows_are_decodes_at_position_zero():
