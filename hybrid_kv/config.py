@@ -61,7 +61,7 @@ class CacheConfig:
     in the plan, or refused; never replaced silently (vllm!37467). `num_blocks` overrides `memory_bytes`.
 
     Prefix caching needs Mamba states to be kept: it is on in modes `align` and `all`, and turning it on without a mode
-    chooses `all`.
+    chooses `all`. Published blocks can also be kept in `kv_offload_bytes` of host memory and in files of a folder.
     """
 
     block_size: int | None = None
@@ -72,6 +72,9 @@ class CacheConfig:
     mamba_ssm_cache_dtype: str = "auto"
     num_blocks: int | None = None
     memory_bytes: int | None = None
+    kv_offload_bytes: int = 0
+    kv_offload_folder: str | None = None
+    kv_offload_folder_bytes: int | None = None
 
     def __post_init__(self) -> None:
         require_positive(self, "block_size", "mamba_block_size", "num_blocks", "memory_bytes")
@@ -84,6 +87,9 @@ class CacheConfig:
                 f"mamba_cache_mode={self.mamba_cache_mode!r} keeps states for the prefix cache, which "
                 "enable_prefix_caching=False turns off; use mode none"
             )
+        require_positive(self, "kv_offload_folder_bytes")
+        if not isinstance(self.kv_offload_bytes, int) or self.kv_offload_bytes < 0:
+            raise ConfigError(f"kv_offload_bytes={self.kv_offload_bytes!r} must be an integer >= 0")
         if self.mamba_cache_mode not in get_args(MambaCacheMode):
             raise ConfigError(f"mamba_cache_mode={self.mamba_cache_mode!r}; use one of none, align, all")
         for name in ("cache_dtype", "mamba_ssm_cache_dtype"):

@@ -18,8 +18,8 @@ the state at the end. The last token of a request is never taken from the cache:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import lcm
 from typing import NamedTuple
@@ -27,7 +27,8 @@ from typing import NamedTuple
 import numpy as np
 
 from hybrid_kv.cache.block_hash import BlockHashes
-from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockIds, BlockPool
+from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockIds, BlockKey, BlockPool
+from hybrid_kv.cache.offload import KVOffload, Page
 from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec, UniformTypeKVCacheSpecs, cdiv
 from hybrid_kv.config import ConfigError
 
@@ -54,12 +55,13 @@ class PrefixHit:
     """What the cache can restore of a request.
 
     `group_tokens` is what each group could have restored alone; `vetoed_by` is a group that could not restore the next
-    longer prefix though another one could, if there is one.
+    longer prefix though another one could, if there is one. `pages` are the blocks that come from the offload tier.
     """
 
     num_tokens: int
     group_tokens: tuple[int, ...] = ()
     vetoed_by: int | None = None
+    pages: Mapping[BlockKey, Page] = field(default_factory=dict, repr=False)
 
 
 NO_HIT = PrefixHit(0)
@@ -88,8 +90,16 @@ class _Columns:
         ids = self._ids[self.first : self.length if end is None else end]
         return ids[ids != NULL_BLOCK]
 
+    def all(self) -> BlockIds:
+        """Ids of all columns, null ones included."""
+        return self._ids[: self.length]
+
     def __getitem__(self, column: int) -> int:
         return int(self._ids[column])
+
+    def set(self, column: int, block: int) -> None:
+        """Fill a null column."""
+        self._ids[column] = block
 
     def give_back(self, end: int) -> BlockIds:
         """The blocks before column `end`, which are the request's no more."""
@@ -106,6 +116,9 @@ class KVCacheManager:
         enable_prefix_caching: publish blocks and look for hits; needs Mamba groups in mode `align` or `all`.
         num_lookahead_tokens: positions behind the scheduled tokens that a step may write (a drafting head's K/V).
         max_model_len: no position from here on is ever written.
+
+    Attributes:
+        offload: a further tier for published blocks; a hit may come from both.
     """
 
     def __init__(
@@ -120,6 +133,7 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.num_lookahead_tokens = num_lookahead_tokens
         self.max_model_len = max_model_len
+        self.offload: KVOffload | None = None
         self._specs: list[KVCacheSpec] = [_one_spec(group.spec) for group in config.groups]
         for spec in self._specs:
             if not isinstance(spec, MambaSpec):
@@ -149,33 +163,61 @@ class KVCacheManager:
         """The longest prefix of a request that every group can restore; nothing is taken yet."""
         if not self.enable_prefix_caching:
             return NO_HIT
+        if self.offload is not None:
+            hit = self._find(hashes, token_ids, self.offload)
+            wanted = self._absent(hit, hashes)
+            if not wanted:
+                return hit
+            # A file that turns out to be bad costs the whole tier this once: its blocks come together or not at all.
+            pages = self.offload.fetch(wanted)
+            if pages is not None:
+                return replace(hit, pages=dict(zip(wanted, pages, strict=True)))
+        return self._find(hashes, token_ids, None)
+
+    def _find(self, hashes: BlockHashes, token_ids: Sequence[int], offload: KVOffload | None) -> PrefixHit:
         limit = len(token_ids) - 1
         chains = [hashes.chain(spec.block_size, token_ids, limit) for spec in self._specs]
+
+        def has(group: int, column: int) -> bool:
+            key = (group, chains[group][column])
+            return self.pool.lookup(key) is not None or (offload is not None and offload.contains(key))
+
+        def lacks(tokens: int) -> int | None:
+            """The first group whose last block of a prefix of `tokens` tokens is not there."""
+            columns = [tokens // spec.block_size - 1 for spec in self._specs]
+            lost = (
+                group for group, column in enumerate(columns) if column >= len(chains[group]) or not has(group, column)
+            )
+            return next(lost, None)
+
         own: list[int] = []
-        for group, (spec, chain) in enumerate(zip(self._specs, chains, strict=True)):
+        for group, spec in enumerate(self._specs):
             candidates = range(limit // spec.block_size)
             if isinstance(spec, MambaSpec):
-                found = next((i + 1 for i in reversed(candidates) if self._has(group, chain[i])), 0)
+                found = next((i + 1 for i in reversed(candidates) if has(group, i)), 0)
             else:
-                found = next((i for i in candidates if not self._has(group, chain[i])), len(candidates))
+                found = next((i for i in candidates if not has(group, i)), len(candidates))
             own.append(found * spec.block_size)
         unit = self._hit_unit
         tokens = min(own) // unit * unit
-        while tokens and self._lacks(tokens, chains) is not None:
+        while tokens and lacks(tokens) is not None:
             tokens -= unit
-        vetoed_by = self._lacks(tokens + unit, chains) if max(own) >= tokens + unit else None
+        vetoed_by = lacks(tokens + unit) if max(own) >= tokens + unit else None
         return PrefixHit(tokens, tuple(own), vetoed_by)
 
-    def _lacks(self, tokens: int, chains: Sequence[Sequence[bytes]]) -> int | None:
-        """The first group whose last block of a prefix of `tokens` tokens is not there."""
-        for group, (spec, chain) in enumerate(zip(self._specs, chains, strict=True)):
-            column = tokens // spec.block_size - 1
-            if column >= len(chain) or not self._has(group, chain[column]):
-                return group
-        return None
+    def _hit_columns(self, spec: KVCacheSpec, num_tokens: int) -> range:
+        """The columns that a hit of `num_tokens` tokens needs: all of attention's, Mamba's last."""
+        count = num_tokens // spec.block_size
+        return range(max(0, count - 1) if isinstance(spec, MambaSpec) else 0, count)
 
-    def _has(self, group: int, digest: bytes) -> bool:
-        return self.pool.lookup((group, digest)) is not None
+    def _absent(self, hit: PrefixHit, hashes: BlockHashes) -> list[BlockKey]:
+        """What of a hit is not on the device."""
+        keys = [
+            (group, hashes.chain(spec.block_size, (), 0)[column])
+            for group, spec in enumerate(self._specs)
+            for column in self._hit_columns(spec, hit.num_tokens)
+        ]
+        return [key for key in keys if self.pool.lookup(key) is None]
 
     def allocate_slots(
         self,
@@ -199,7 +241,7 @@ class KVCacheManager:
         is_new = rows is None
         if rows is None:
             rows = [_Columns() for _ in self._specs]
-        taken = self._take_hit(rows, hit, hashes) if hit.num_tokens else _EMPTY
+        taken, loads = self._take_hit(rows, hit, hashes) if hit.num_tokens else (_EMPTY, [])
         end = num_computed_tokens + num_new_tokens
         missing: list[BlockIds] = []
         for spec, row in zip(self._specs, rows, strict=True):
@@ -207,7 +249,7 @@ class KVCacheManager:
                 self._give_back(request_id, row, max(0, num_computed_tokens - 1) // spec.block_size)
             missing.append(self._missing_columns(spec, row.length, end, is_decode))
         flat = np.concatenate(missing)
-        needed = int(np.count_nonzero(flat))
+        needed = len(loads) + int(np.count_nonzero(flat))
         if needed + int(np.count_nonzero(self.pool.is_idle(taken))) > self.pool.num_free_blocks:
             return None
         if len(taken):
@@ -215,32 +257,48 @@ class KVCacheManager:
         if needed:
             ids = self.pool.allocate(needed)
             assert ids is not None
-            flat[flat != NULL_BLOCK] = ids
+            flat[flat != NULL_BLOCK] = ids[len(loads) :]
+            if loads:
+                self._load(loads, ids[: len(loads)])
         begin = 0
         for row, part in zip(rows, missing, strict=True):
             row.extend(flat[begin : begin + len(part)])
             begin += len(part)
         self._held[request_id] = rows
-        if taken.size:
-            ids = np.concatenate([row._ids[: row.length] for row in rows])
+        if hit.num_tokens:
+            ids = np.concatenate([row.all() for row in rows])
             return NewBlocks(ids, array("i", [row.length for row in rows]))
         return NewBlocks(flat, array("i", [len(part) for part in missing]))
 
-    def _take_hit(self, rows: list[_Columns], hit: PrefixHit, hashes: BlockHashes | None) -> BlockIds:
+    def _take_hit(
+        self, rows: list[_Columns], hit: PrefixHit, hashes: BlockHashes | None
+    ) -> tuple[BlockIds, list[tuple[_Columns, int, Page]]]:
+        """Fill the columns of a hit; returns its blocks on the device, and row, column and page of the others."""
         assert hashes is not None
-        taken = []
+        taken: list[int] = []
+        loads = []
         for group, (spec, row) in enumerate(zip(self._specs, rows, strict=True)):
-            count = hit.num_tokens // spec.block_size
+            ids = np.zeros(hit.num_tokens // spec.block_size, dtype=np.int32)
             chain = hashes.chain(spec.block_size, (), 0)
-            ids = np.zeros(count, dtype=np.int32)
-            for column in range(count - 1 if isinstance(spec, MambaSpec) else 0, count):
-                block = self.pool.lookup((group, chain[column]))
-                assert block is not None, "a hit was taken after its blocks were evicted"
-                ids[column] = block
+            for column in self._hit_columns(spec, hit.num_tokens):
+                key = (group, chain[column])
+                block = self.pool.lookup(key)
+                if block is None:
+                    assert key in hit.pages, "a hit was taken after its blocks were evicted"
+                    loads.append((row, column, hit.pages[key]))
+                else:
+                    ids[column] = block
+                    taken.append(block)
             row.extend(ids)
-            row.published = count
-            taken.append(ids[ids != NULL_BLOCK])
-        return np.concatenate(taken)
+            row.published = len(ids)
+        return np.array(taken, dtype=np.int32), loads
+
+    def _load(self, loads: Sequence[tuple[_Columns, int, Page]], ids: BlockIds) -> None:
+        assert self.offload is not None
+        for (row, column, page), block in zip(loads, ids.tolist(), strict=True):
+            row.set(column, block)
+            self.pool.publish(page.key, block)
+        self.offload.load([page for _, _, page in loads], ids.tolist())
 
     def _missing_columns(self, spec: KVCacheSpec, length: int, end: int, is_decode: bool) -> BlockIds:
         """One entry per column that is missing until token `end`: 1 if it needs a block, 0 if it stays null."""
@@ -277,6 +335,7 @@ class KVCacheManager:
         """
         if not self.enable_prefix_caching:
             return
+        published: list[tuple[BlockKey, int]] = []
         for group, (spec, row) in enumerate(zip(self._specs, self._held[request_id], strict=True)):
             first, end = row.published, num_computed_tokens // spec.block_size
             if first >= end:
@@ -285,9 +344,11 @@ class KVCacheManager:
             if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align" and not is_decode:
                 # A chunk leaves a state at its end and nowhere else, on a boundary or not.
                 first = end - 1 if num_computed_tokens % spec.block_size == 0 else end
-            for column in range(first, end):
-                self.pool.publish((group, chain[column]), row[column])
+            keys = [((group, chain[column]), row[column]) for column in range(first, end)]
+            published += [(key, block) for key, block in keys if self.pool.publish(key, block)]
             row.published = end
+        if published and self.offload is not None:
+            self.offload.store(published)
 
     def block_ids(self, request_id: str) -> list[BlockIds]:
         """All ids that the request holds, per group, in table order."""
@@ -306,7 +367,7 @@ class KVCacheManager:
         held, ends = [], []
         for spec, row in zip(self._specs, rows, strict=True):
             columns = np.arange(row.first, row.length)
-            ids = row._ids[row.first : row.length]
+            ids = row.all()[row.first :]
             held.append(ids[ids != NULL_BLOCK])
             ends.append(((columns + 1) * spec.block_size)[ids != NULL_BLOCK])
         order = np.argsort(-np.concatenate(ends), kind="stable")

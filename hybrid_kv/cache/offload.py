@@ -57,7 +57,7 @@ class Page:
 
 @dataclass
 class OffloadStats:
-    """Counts since construction. Stored: device to host. Loaded: host to device. Hits count in whole fetches only."""
+    """Counts since construction. Stored: device to host; loaded: host to device; hits: of fetches that succeeded."""
 
     stored_blocks: int = 0
     stored_bytes: int = 0
@@ -118,9 +118,9 @@ def _checksum(header: bytes, data: torch.Tensor) -> bytes:
 def _alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
-    except OSError:  # it exists and belongs to another user
+    except PermissionError:  # another user's
         return True
     return True
 
@@ -255,7 +255,7 @@ class FolderTier:
         """
         for path in self.root.glob("hybrid-kv-*/*.tmp"):
             host, pid, *_ = [*path.name.rsplit(".", 3), ""]
-            dead = host == self._host and pid.isdigit() and not _alive(int(pid))
+            dead = host == self._host and pid.isdecimal() and not _alive(int(pid))
             with suppress(OSError):
                 if dead or path.stat().st_mtime < time.time() - TEMPORARY_SECONDS:
                     path.unlink()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ from tqdm.auto import tqdm
 
 from hybrid_kv.cache.backend import BackendContext, get_backend
 from hybrid_kv.cache.manager import NO_HIT, KVCacheManager, PrefixHit
+from hybrid_kv.cache.offload import KVOffload
 from hybrid_kv.cache.plan import CachePlan, apply_block_sizes, plan_cache, update_block_size_for_backend
 from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec, group_layers, with_speculation
 from hybrid_kv.config import CacheConfig, ConfigError, EngineConfig, SchedulerConfig, SpeculativeConfig, from_dict
@@ -143,6 +145,16 @@ class LLM:
         self.runner = ModelRunner(
             self.model, self.plan, self._backend, self._context, self.config, self.device, proposer, head
         )
+        if caching.kv_offload_bytes or caching.kv_offload_folder is not None:
+            self.manager.offload = KVOffload(
+                self.plan.config,
+                self.runner.raw_buffers,
+                self.plan.sizes.block_size,
+                host_bytes=caching.kv_offload_bytes,
+                folder=caching.kv_offload_folder,
+                folder_bytes=caching.kv_offload_folder_bytes,
+                namespace=self._identity(model),
+            )
         self.num_steps = 0
         self._num_requests = 0
         self._aborted: set[str] = set()
@@ -155,6 +167,19 @@ class LLM:
         if not isinstance(model, str | Path) or not isinstance(self.model, NemotronH):
             raise ConfigError('speculative_method="mtp" needs a checkpoint folder; give LLM(..., proposer=...) instead')
         return load_mtp(model, self.model)
+
+    def _identity(self, model: str | Path | Model) -> str:
+        """What a stored block depends on besides the plan: the weights, and how a page is laid out."""
+        layout = [self._backend.name, *(str(group.kernel_block_size) for group in self.runner.groups)]
+        if isinstance(model, str | Path):
+            from hybrid_kv.models.loader import fingerprint
+
+            return " ".join([*layout, str(self.model.vocab_size), fingerprint(model)])
+        weights = blake2b(repr(self.model).encode())
+        if isinstance(self.model, torch.nn.Module):
+            for name, tensor in self.model.state_dict().items():
+                weights.update(name.encode() + tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        return " ".join([*layout, weights.hexdigest()])
 
     def _plan(self) -> CachePlan:
         config, model = self.config, self.model

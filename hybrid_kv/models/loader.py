@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,16 @@ def resolve_folder(model: str | Path) -> Path:
             first = (str(error).splitlines() or [""])[0]
             raise ConfigError(f"model {model}: not a folder, and the hub says: {first[:160]}") from None
     raise ConfigError(f"model folder {model} does not exist")
+
+
+def fingerprint(model: str | Path) -> str:
+    """Changes when the checkpoint does: its configuration, and name, size and date of every file of weights.
+
+    Not the weights themselves: hashing 60 GB takes a minute, and nobody edits them in place.
+    """
+    folder = resolve_folder(model)
+    files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(folder.glob("*.safetensors"))]
+    return blake2b(repr((read_config(folder), files)).encode(), digest_size=16).hexdigest()
 
 
 def load_tensors(folder: Path, mtp: bool = False) -> dict[str, torch.Tensor]:

@@ -366,6 +366,14 @@ def test_fetched_pages_survive_the_eviction_of_their_block() -> None:
     assert content(config, buffers, 0, 4) == expected
 
 
+def test_evicting_a_block_gives_back_its_memory() -> None:
+    store, _ = make()
+    store.store([(key(number), number) for number in (1, 2, 3)])
+    pages = store.fetch([key(1), key(2), key(3)])
+    assert pages is not None
+    assert [page.data.untyped_storage().nbytes() for page in pages] == [2 * PAGE] * 3
+
+
 def test_a_host_tier_without_room_for_a_block_holds_nothing_and_copies_nothing() -> None:
     store, _ = make(host_bytes=2 * PAGE - 1)
     store.store([(key(1), 1)])
@@ -757,10 +765,11 @@ def test_temporary_files_go_when_their_writer_is_dead_or_they_are_old(tmp_path: 
     (folder,) = tmp_path.iterdir()
     host = socket.gethostname()
     kept = [f"{host}.{os.getpid()}.ab.tmp", f"other.example.{DEAD_PID}.ab.tmp", "x.tmp"]
-    gone = [f"{host}.{DEAD_PID}.ab.tmp", f"{host}.{os.getpid()}.cd.tmp", "other.example.1.ab.tmp"]
+    gone = [f"{host}.{DEAD_PID}.ab.tmp", f"{host}.{10**30}.ab.tmp"]
+    gone += [f"{host}.{os.getpid()}.cd.tmp", "other.example.1.ab.tmp"]
     for name in kept + gone:
         (folder / name).touch()
-    for name in gone[1:]:
+    for name in gone[2:]:
         os.utime(folder / name, (1, 1))
     on_files(tmp_path)
     assert sorted(path.name for path in files(tmp_path, "*.tmp")) == sorted(kept)
