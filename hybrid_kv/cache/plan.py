@@ -49,10 +49,14 @@ class BlockSizes:
 
 
 def _attention_token_bytes(layers: dict[str, KVCacheSpec]) -> int:
+    """Bytes per token of the widest attention layers; narrower ones have more tokens in a page of the same bytes."""
     sizes = {with_block_size(s, 1).page_size_bytes for s in layers.values() if isinstance(s, FullAttentionSpec)}
-    if len(sizes) > 1:
-        raise ConfigError(f"attention layers with different bytes per token {sorted(sizes)} cannot share one pool")
-    return sizes.pop() if sizes else 0
+    widest = max(sizes, default=0)
+    if any(widest % size for size in sizes):
+        raise ConfigError(
+            f"attention layers with {sorted(sizes)} bytes per token cannot share one pool: no multiple fits the other"
+        )
+    return widest
 
 
 def update_block_size_for_backend(
@@ -153,7 +157,8 @@ def apply_block_sizes(
                 num_speculative_blocks=num_speculative_blocks,
             )
         else:
-            result[name] = with_block_size(spec, sizes.block_size)
+            token_bytes = with_block_size(spec, 1).page_size_bytes
+            result[name] = with_block_size(spec, sizes.page_size_bytes // token_bytes)
     return result
 
 

@@ -220,10 +220,21 @@ def test_models_of_one_kind_of_layer() -> None:
     with pytest.raises(ConfigError, match="no attention layer"):
         sizes_of({"m": mamba()}, block_size=16)
     with pytest.raises(ConfigError, match="bytes per token"):
-        sizes_of({"a": attention(), "b": attention(num_kv_heads=1)})
+        sizes_of({"a": attention(num_kv_heads=3), "b": attention(num_kv_heads=2)})
     for layers in ({"m": mamba()}, {"m": mamba(), "a": attention()}):
         with pytest.raises(ConfigError, match="chunk size"):
             sizes_of(layers, chunk_size=None, mamba_cache_mode="all")
+
+
+def test_narrower_attention_layers_get_longer_blocks_of_the_same_page() -> None:
+    layers = {"wide": attention(num_kv_heads=4), "narrow": attention(num_kv_heads=1), "m": mamba()}
+    backend, context = get_backend("FLASH_ATTN", "cuda"), BackendContext("cuda")
+    cache = CacheConfig(mamba_cache_mode="align", num_blocks=100)
+    plan = plan_cache(layers, cache, backend, context, 1000, 16)
+    sizes = {name: group.spec.block_size for group in plan.config.groups for name in group.layer_names}
+    assert sizes["wide"] == sizes["m"] == plan.sizes.block_size
+    assert sizes["narrow"] == 4 * sizes["wide"]
+    assert len({group.spec.page_size_bytes for group in plan.config.groups}) == 1
 
 
 @given(

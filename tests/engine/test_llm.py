@@ -1,13 +1,25 @@
-"""The user's entry: order, ends, errors."""
+"""The user's entry: order, ends, errors, cached prefixes and drafts."""
 
+import numpy as np
 import pytest
+import torch
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.engine.sampling import SamplingParams
-from hybrid_kv.models.exact import ExactModel, ExactOracle
+from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle
 
 PROMPTS = [[1, 2, 3], [4] * 9, [5, 6], [7, 8, 9, 10]]
+LONG = np.random.default_rng(5).integers(0, 97, 25).tolist()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Tensors this small are slower on several, by far where cores are shared."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 class Letters:
@@ -23,9 +35,28 @@ class Letters:
         return "".join(chr(0x4E00 + t) * (2 if t % 3 == 0 else 1) for t in token_ids)
 
 
-def engine(tokenizer=None, **options):
+def engine(tokenizer=None, proposer=None, **options):
     options = {"max_num_seqs": 3, "max_num_batched_tokens": 8, "max_model_len": 40, "block_size": 4} | options
-    return LLM(ExactModel(), tokenizer=tokenizer, device="cpu", **options)
+    return LLM(ExactModel(), tokenizer=tokenizer, proposer=proposer, device="cpu", **options)
+
+
+class Right:
+    """Drafts of the oracle for one prompt, `k` each time; token `wrong_at` of the text is guessed wrong."""
+
+    def __init__(self, prompt, k, wrong_at=()):
+        self.text, self.k, self.wrong_at, self.asked = [*prompt, *oracle(prompt, 40)], k, wrong_at, []
+
+    def propose(self, requests, token_ids, num_tokens):
+        drafts = []
+        for row, n in zip(token_ids, num_tokens.tolist(), strict=True):
+            assert row[:n].tolist() == self.text[:n]
+            self.asked.append(n)
+            drafts.append([(self.text[i] + (i in self.wrong_at)) % 97 for i in range(n, n + self.k)])
+        return drafts
+
+
+def caching(mode="all", **options):
+    return engine(**({"mamba_cache_mode": mode, "num_blocks": 200} | options))
 
 
 def oracle(prompt, max_tokens):
@@ -118,7 +149,16 @@ def test_the_engine_is_as_good_as_new_after_an_interrupt():
         ({"cache": {}}, "by their own names"),
         ({"max_num_batched_tokens": 2}, "max_num_batched_tokens=2 is below max_num_seqs=3"),
         ({"num_blocks": 2}, "give it at least"),
-        ({"mamba_cache_mode": "align"}, "can be planned but not run yet"),
+        ({"mamba_cache_mode": "none", "enable_prefix_caching": True}, "needs mamba_cache_mode align or all"),
+        ({"mamba_cache_mode": "align", "enable_prefix_caching": False}, "use mode none"),
+        ({"mamba_cache_mode": "all", "enable_prefix_caching": False}, "use mode none"),
+        ({"mamba_cache_mode": "some"}, "use one of none, align, all"),
+        ({"mamba_cache_mode": "all", "num_speculative_tokens": 8}, "needs Mamba blocks of at least 9 tokens, not 8"),
+        ({"mamba_cache_mode": "align", "num_speculative_tokens": 12}, "raise block_size"),
+        ({"speculative_method": "eagle", "num_speculative_tokens": 2}, "'eagle'; use ngram or mtp"),
+        ({"speculative_method": "ngram"}, "needs num_speculative_tokens >= 1"),
+        ({"speculative_method": "mtp", "num_speculative_tokens": 2}, "needs a checkpoint folder"),
+        ({"num_speculative_tokens": 17}, r"must be in \[0, 16\]"),
         ({"captured_batch_sizes": (4, 2)}, "must rise"),
         ({"attention_backend": "NOPE"}, "'NOPE'"),
     ],
@@ -163,3 +203,210 @@ def test_stop_strings_without_a_tokenizer_are_an_error_of_that_request():
     outputs = engine().generate([[1], [2]], [SamplingParams(stop="x"), SamplingParams(max_tokens=1)], progress=False)
     assert [output.finish_reason for output in outputs] == ["error", "length"]
     assert "need a tokenizer" in outputs[0].error
+
+
+@pytest.mark.parametrize(
+    ("options", "mode", "caches"),
+    [
+        ({}, "none", False),
+        ({"enable_prefix_caching": True}, "all", True),
+        ({"mamba_cache_mode": "align"}, "align", True),
+        ({"mamba_cache_mode": "all", "enable_prefix_caching": True}, "all", True),
+        ({"enable_prefix_caching": False}, "none", False),
+    ],
+)
+def test_mode_and_prefix_caching_follow_from_each_other(options, mode, caches):
+    llm = engine(**options)
+    assert (llm.config.cache.mamba_cache_mode, llm.config.cache.enable_prefix_caching) == (mode, caches)
+    assert llm.manager.enable_prefix_caching == caches
+
+
+def test_a_model_without_mamba_layers_caches_prefixes_in_any_mode():
+    llm = LLM(
+        ExactModel(ExactConfig(pattern="**")),
+        device="cpu",
+        block_size=4,
+        max_model_len=40,
+        mamba_cache_mode="none",
+        enable_prefix_caching=True,
+    )
+    outputs = [one(llm, LONG, max_tokens=3) for _ in range(2)]
+    assert [output.cached_tokens for output in outputs] == [0, 24]
+    assert outputs[0].token_ids == outputs[1].token_ids
+
+
+@pytest.mark.parametrize("mode", ["align", "all"])
+@pytest.mark.parametrize("length", [16, 17, 24, 25])
+def test_a_repeated_prompt_is_cached_up_to_its_last_boundary(mode, length):
+    """Also one that is a multiple of the block: its last token is computed, the block before it is not (vllm#50235)."""
+    llm = caching(mode)
+    assert llm.plan.sizes.mamba_block_size == 8
+    prompt = LONG[:length]
+    first, again = (one(llm, prompt, max_tokens=6) for _ in range(2))
+    assert first.token_ids == again.token_ids == oracle(prompt, 6)
+    expected = (length - 1) // 8 * 8
+    assert (first.cached_tokens, again.cached_tokens) == (0, expected)
+    assert again.hit.num_tokens == expected
+    assert len(again.hit.group_tokens) == len(llm.plan.config.groups)
+    assert min(again.hit.group_tokens) == expected
+    assert first.hit.group_tokens == (0,) * len(llm.plan.config.groups)
+
+
+def test_a_group_that_vetoes_a_hit_is_named():
+    """Attention finds the shared prefix; in mode align the only state is behind the part that is not shared."""
+    llm = caching("align", max_num_batched_tokens=40)
+    one(llm, LONG, max_tokens=1)
+    output = one(llm, LONG[:20], max_tokens=4)
+    assert output.token_ids == oracle(LONG[:20], 4)
+    assert output.cached_tokens == 0
+    kinds = [type(group.spec).__name__ for group in llm.plan.config.groups]
+    assert [tokens for tokens, kind in zip(output.hit.group_tokens, kinds, strict=True) if kind == "MambaSpec"][0] == 0
+    assert max(output.hit.group_tokens) == 16
+    assert kinds[output.hit.vetoed_by] == "MambaSpec"
+
+
+@pytest.mark.parametrize("mode", ["align", "all"])
+def test_the_next_turn_of_a_conversation_hits_what_was_generated(mode):
+    llm = caching(mode)
+    prompt = LONG[:10]
+    first = one(llm, prompt, max_tokens=12)
+    turn = [*prompt, *first.token_ids, 5, 6]
+    second = one(llm, turn, max_tokens=5)
+    assert second.cached_tokens == 16  # 21 tokens of the first turn are in the cache
+    assert second.token_ids == oracle(turn, 5)
+
+
+def test_a_reset_forgets_all_prefixes():
+    llm = caching()
+    one(llm, LONG, max_tokens=2)
+    llm.manager.reset_prefix_cache()
+    outputs = [one(llm, LONG, max_tokens=2) for _ in range(2)]
+    assert [output.cached_tokens for output in outputs] == [0, 24]
+    assert [output.token_ids for output in outputs] == [oracle(LONG, 2)] * 2
+
+
+def test_a_reset_under_running_requests_loses_nothing():
+    llm = caching(max_num_batched_tokens=30)
+
+    def reset(llm):
+        llm.manager.reset_prefix_cache()
+        llm.scheduler.check_integrity()
+
+    outputs = llm.generate([LONG, LONG[:20]] * 3, SamplingParams(max_tokens=6), progress=False, on_step=reset)
+    assert [output.token_ids for output in outputs] == [oracle(LONG, 6), oracle(LONG[:20], 6)] * 3
+    assert llm.manager.pool.num_free_blocks == llm.plan.usable_blocks
+
+
+def test_salts_share_nothing():
+    llm = caching()
+    salts = ["", "a", "b", "a", "", "ab"]
+    outputs = [one(llm, LONG, max_tokens=2, cache_salt=salt) for salt in salts]
+    assert [output.cached_tokens for output in outputs] == [0, 0, 0, 24, 24, 0]
+    assert {tuple(output.token_ids) for output in outputs} == {tuple(oracle(LONG, 2))}
+
+
+@pytest.mark.parametrize("mode", ["none", "align", "all"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_drafts_are_counted_and_save_steps(mode, asynchronous):
+    prompt, k = LONG[:5], 3
+    steps = {}
+    for right in (True, False):
+        proposer = Right(prompt, k, () if right else range(99))
+        options = {"num_speculative_tokens": k, "async_scheduling": asynchronous, "num_blocks": 200}
+        llm = engine(proposer=proposer, mamba_cache_mode=mode, **options)
+        output = one(llm, prompt, max_tokens=17)
+        assert output.token_ids == oracle(prompt, 17)
+        assert output.num_accepted_draft_tokens == (output.num_draft_tokens if right else 0)
+        assert output.num_draft_tokens >= 12
+        steps[right] = llm.num_steps
+    # A prefill and four steps of 1 + K tokens, or one step per token; the asynchronous engine runs one in vain.
+    assert steps == {True: 5, False: 17} or (asynchronous and steps == {True: 6, False: 18})
+
+
+@pytest.mark.parametrize("mode", ["none", "align", "all"])
+@pytest.mark.parametrize("max_tokens", range(1, 10))
+def test_max_tokens_inside_accepted_drafts(mode, max_tokens):
+    """No draft is verified that the request could not keep."""
+    prompt = LONG[:7]
+    llm = engine(proposer=Right(prompt, 3), num_speculative_tokens=3, mamba_cache_mode=mode, num_blocks=200)
+    output = one(llm, prompt, max_tokens=max_tokens)
+    assert (output.finish_reason, output.token_ids) == ("length", oracle(prompt, max_tokens))
+    # One token comes from the prefill, one from each verify step.
+    steps = llm.num_steps - 1
+    assert output.num_draft_tokens == output.num_accepted_draft_tokens == max_tokens - 1 - steps
+    assert steps == -(-(max_tokens - 1) // 4)
+
+
+@pytest.mark.parametrize("mode", ["none", "align", "all"])
+def test_max_model_len_inside_accepted_drafts(mode):
+    prompt = LONG[:7]
+    for limit in range(17, 24):
+        llm = engine(
+            proposer=Right(prompt, 3),
+            num_speculative_tokens=3,
+            mamba_cache_mode=mode,
+            max_model_len=limit,
+            num_blocks=200,
+        )
+        output = one(llm, prompt, max_tokens=99)
+        assert (output.finish_reason, output.token_ids) == ("length", oracle(prompt, limit - 7))
+
+
+@pytest.mark.parametrize("mode", ["none", "align", "all"])
+@pytest.mark.parametrize("at", range(2, 10))
+def test_a_stop_token_inside_accepted_drafts_ends_the_text_there(mode, at):
+    prompt = LONG[:7]
+    tokens = oracle(prompt, 12)
+    stop = tokens[at]
+    end = tokens.index(stop) + 1
+    llm = engine(proposer=Right(prompt, 4), num_speculative_tokens=4, mamba_cache_mode=mode, num_blocks=200)
+    output = one(llm, prompt, max_tokens=12, stop_token_ids=(stop,))
+    assert (output.finish_reason, output.token_ids) == ("stop", tokens[:end])
+    llm.scheduler.check_integrity()
+    if mode != "none":
+        # What follows the stop token was verified, but is no part of the request: no block with it is published.
+        known = [*prompt, *tokens[:end]]
+        longer = [*prompt, *tokens, *LONG]
+        llm.runner.proposer = None
+        assert one(llm, longer[:38], max_tokens=1).cached_tokens == (len(known) - 1) // 8 * 8
+
+
+@pytest.mark.parametrize("mode", ["align", "all"])
+def test_a_hit_and_drafts_together(mode):
+    prompt = LONG[:20]
+    proposer = Right(prompt, 3, wrong_at=(23, 24, 29))
+    llm = engine(proposer=proposer, num_speculative_tokens=3, mamba_cache_mode=mode, num_blocks=200)
+    outputs = [one(llm, prompt, max_tokens=15) for _ in range(3)]
+    assert [output.token_ids for output in outputs] == [oracle(prompt, 15)] * 3
+    assert [output.cached_tokens for output in outputs] == [0, 16, 16]
+    assert all(0 < output.num_accepted_draft_tokens < output.num_draft_tokens for output in outputs)
+
+
+def test_ngram_drafts_equal_no_drafts():
+    prompt = LONG[:6] * 4
+    llm = engine(speculative_method="ngram", num_speculative_tokens=3, enable_prefix_caching=True)
+    outputs = [one(llm, prompt, max_tokens=14) for _ in range(2)]
+    assert [output.token_ids for output in outputs] == [oracle(prompt, 14)] * 2
+    assert outputs[0].num_draft_tokens > 0
+    assert outputs[1].cached_tokens > 0
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_aborted_request_leaves_nothing_and_publishes_only_what_was_computed(asynchronous):
+    """A block that an aborted step would have written is never found (vllm!56525)."""
+    for at in range(6):
+        llm = caching(async_scheduling=asynchronous)
+
+        def abort(llm, at=at):
+            if llm.num_steps == at:
+                llm.abort("0")
+
+        outputs = llm.generate([LONG, LONG], SamplingParams(max_tokens=8), progress=False, on_step=abort)
+        right = oracle(LONG, 8)
+        assert outputs[0].finish_reason == "abort"
+        assert outputs[0].token_ids == right[: len(outputs[0].token_ids)]
+        assert len(outputs[0].token_ids) < 8
+        assert outputs[1].token_ids == right
+        llm.scheduler.check_integrity()
+        assert llm.manager.pool.num_free_blocks == llm.plan.usable_blocks
+        assert one(llm, LONG, max_tokens=8).token_ids == right
