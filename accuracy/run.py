@@ -63,6 +63,9 @@ class AccuracyResult:
     num_prompt_tokens: int
     num_preemptions: int
     seconds: float
+    num_cached_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
 
     @property
     def n(self) -> int:
@@ -94,6 +97,16 @@ class AccuracyResult:
         """Generated tokens per second in the engine, prefill included in the time."""
         return self.num_output_tokens / self.seconds
 
+    @property
+    def hit_rate(self) -> float:
+        """Share of the prompt tokens that came from the prefix cache."""
+        return self.num_cached_tokens / self.num_prompt_tokens
+
+    @property
+    def acceptance(self) -> float | None:
+        """Share of the verified drafts that were right; None without drafts."""
+        return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+
     def groups(self) -> dict[str, list[QuestionRecord]]:
         """The questions: all; for a task that knows them also by latch and by number of steps."""
         groups = {"all": list(self.records)}
@@ -121,6 +134,8 @@ class AccuracyResult:
             "num_output_tokens": self.num_output_tokens,
             "mean_tokens": self.mean_tokens,
             "num_preemptions": self.num_preemptions,
+            "prefix_hit_rate": self.hit_rate,
+            "draft_acceptance": self.acceptance,
             "seconds": self.seconds,
             "tokens_per_second": self.tokens_per_second,
         }
@@ -197,6 +212,9 @@ def evaluate(
         num_prompt_tokens=sum(len(output.prompt_token_ids) for output in outputs),
         num_preemptions=sum(output.num_preemptions for output in outputs),
         seconds=lm.seconds,
+        num_cached_tokens=sum(output.cached_tokens for output in outputs),
+        num_draft_tokens=sum(output.num_draft_tokens for output in outputs),
+        num_accepted_draft_tokens=sum(output.num_accepted_draft_tokens for output in outputs),
     )
 
 
@@ -281,6 +299,9 @@ def rows(result: AccuracyResult) -> list[Row]:
     made.append(
         Row("accuracy", result.task, "mean_output_tokens", result.mean_tokens, "tokens", result.params, n=result.n)
     )
+    for metric, share in (("prefix_hit_rate", result.hit_rate), ("draft_acceptance", result.acceptance)):
+        if share:
+            made.append(Row("accuracy", result.task, metric, share, "", result.params, n=result.n, better="higher"))
     return made
 
 
@@ -346,5 +367,9 @@ def print_result(result: AccuracyResult) -> None:
         f"{result.seconds:.1f} s in the engine, {result.tokens_per_second:.1f} tokens/s",
         soft_wrap=True,
     )
+    if result.num_cached_tokens:
+        console.print(f"{result.hit_rate:.1%} of the prompt tokens came from the prefix cache")
+    if result.acceptance is not None:
+        console.print(f"{result.acceptance:.1%} of {result.num_draft_tokens:,} draft tokens were accepted")
     if refused := [record for record in result.records if record.error is not None]:
         console.print(f"{len(refused)} questions refused; the first: {refused[0].error}", soft_wrap=True)

@@ -24,6 +24,7 @@ app = typer.Typer(
 
 Platform = Literal["cuda", "xpu", "cpu"]
 CacheMode = Literal["none", "align", "all"]
+DraftMethod = Literal["ngram", "mtp"]
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -219,6 +220,9 @@ def generate(
     block_size: Annotated[int | None, typer.Option(help="Tokens per attention block.")] = None,
     num_blocks: Annotated[int | None, typer.Option(help="Blocks in the pool.")] = None,
     attention_backend: Annotated[str, typer.Option(help="Layout and kernel block sizes to use.")] = "auto",
+    mamba_cache_mode: Annotated[CacheMode, typer.Option(help="align and all turn prefix caching on.")] = "none",
+    speculative_method: Annotated[DraftMethod | None, typer.Option(help="Where drafts come from.")] = None,
+    num_speculative_tokens: Annotated[int, typer.Option(help="Draft tokens verified per step (K).")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
 ) -> None:
     """Continue prompts with a checkpoint, through paged block tables."""
@@ -240,6 +244,9 @@ def generate(
         block_size=block_size,
         num_blocks=num_blocks,
         attention_backend=attention_backend,
+        mamba_cache_mode=mamba_cache_mode,
+        speculative_method=speculative_method,
+        num_speculative_tokens=num_speculative_tokens,
         device=device,
     )
     outputs = llm.generate(texts, params, progress=len(texts) > 1)
@@ -278,7 +285,11 @@ def accuracy(
     attention_backend: Annotated[str | None, typer.Option(help="Such as FLASH_ATTN or FLASHINFER.")] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens per attention block.")] = None,
     num_blocks: Annotated[int | None, typer.Option(help="Blocks in the pool; few of them force preemptions.")] = None,
-    mamba_cache_mode: Annotated[CacheMode | None, typer.Option(help="Which Mamba states are kept.")] = None,
+    mamba_cache_mode: Annotated[CacheMode | None, typer.Option(help="align and all turn prefix caching on.")] = None,
+    speculative_method: Annotated[DraftMethod | None, typer.Option(help="Where drafts come from.")] = None,
+    num_speculative_tokens: Annotated[int | None, typer.Option(help="Draft tokens verified per step (K).")] = None,
+    kv_offload_bytes: Annotated[int | None, typer.Option(help="Host memory for cached blocks.")] = None,
+    kv_offload_folder: Annotated[str | None, typer.Option(help="Folder for cached blocks.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
 ) -> None:
     """Answer GSM8K-format questions through lm-eval; append the averages to a CSV, keep every answer."""
@@ -298,6 +309,10 @@ def accuracy(
         "block_size": block_size,
         "num_blocks": num_blocks,
         "mamba_cache_mode": mamba_cache_mode,
+        "speculative_method": speculative_method,
+        "num_speculative_tokens": num_speculative_tokens,
+        "kv_offload_bytes": kv_offload_bytes,
+        "kv_offload_folder": kv_offload_folder,
         "device": device,
     }
     check_writable(out)

@@ -134,6 +134,7 @@ class KVCacheManager:
         self.num_lookahead_tokens = num_lookahead_tokens
         self.max_model_len = max_model_len
         self.offload: KVOffload | None = None
+        self.sanitizer: Sanitizer | None = None
         self._specs: list[KVCacheSpec] = [_one_spec(group.spec) for group in config.groups]
         for spec in self._specs:
             if not isinstance(spec, MambaSpec):
@@ -254,10 +255,15 @@ class KVCacheManager:
             return None
         if len(taken):
             self.pool.touch(taken)
+            if self.sanitizer is not None:
+                self.sanitizer.on_hit(request_id, [row.all() for row in rows])
         if needed:
             ids = self.pool.allocate(needed)
             assert ids is not None
             flat[flat != NULL_BLOCK] = ids[len(loads) :]
+            if self.sanitizer is not None:
+                self.sanitizer.on_allocate(request_id, NewBlocks(flat, array("i", map(len, missing))).per_group())
+                self.sanitizer.on_load(request_id, [(page.key, column) for _, column, page in loads], ids)
             if loads:
                 self._load(loads, ids[: len(loads)])
         begin = 0
@@ -316,6 +322,8 @@ class KVCacheManager:
     def _give_back(self, request_id: str, row: _Columns, end: int) -> None:
         if end > row.first:
             ids = row.give_back(end)
+            if self.sanitizer is not None:
+                self.sanitizer.on_free(request_id, ids)
             self.pool.free(ids)
             self._given_back.setdefault(request_id, []).append(ids)
 
@@ -371,6 +379,8 @@ class KVCacheManager:
             held.append(ids[ids != NULL_BLOCK])
             ends.append(((columns + 1) * spec.block_size)[ids != NULL_BLOCK])
         order = np.argsort(-np.concatenate(ends), kind="stable")
+        if self.sanitizer is not None:
+            self.sanitizer.on_free(request_id, np.concatenate(held), ended=True)
         self.pool.free(np.concatenate(held)[order])
         for ids in reversed(self._given_back.pop(request_id, [])):
             self.pool.refresh(ids)
@@ -378,6 +388,8 @@ class KVCacheManager:
     def reset_prefix_cache(self) -> None:
         """Forget all published blocks; running requests keep theirs."""
         self.pool.reset()
+        if self.sanitizer is not None:
+            self.sanitizer.on_reset()
 
     def check_integrity(self, running: Sequence[str] = ()) -> None:
         """Raise AssertionError unless the pool is whole, every reference has an owner, and only `running` hold any."""

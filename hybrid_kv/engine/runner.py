@@ -33,6 +33,7 @@ from hybrid_kv.config import EngineConfig
 from hybrid_kv.engine.drafter import DraftHead, MTPDrafter
 from hybrid_kv.engine.scheduler import Request, ScheduledRequest
 from hybrid_kv.models.layers import ForwardContext
+from hybrid_kv.sanitizer import Sanitizer
 from hybrid_kv.spec_decode.verify import verify
 
 
@@ -144,6 +145,7 @@ class ModelRunner:
                 head, normed, self._num_lookahead_tokens, group, self.views, self.block_tables, self.token_ids
             )
         self.batch: list[ScheduledRequest] = []  # of the last step, in batch order
+        self.sanitizer: Sanitizer | None = None
 
     def padded_size(self, num_reqs: int) -> int:
         """Rows of a pure decode step of `num_reqs` requests: the next captured size, or as many as there are."""
@@ -155,9 +157,13 @@ class ModelRunner:
         resolved = [item if item.drafts is not None else self._resolve(item) for item in scheduled]
         self.batch = batch = sorted(resolved, key=lambda item: not item.is_decode)
         context, num_tokens_padded = self._prepare(batch)
+        if self.sanitizer is not None:
+            self.sanitizer.on_step(batch, self.input_ids, self.positions, context.metadata)
         hidden = self.model(self.input_ids[:num_tokens_padded], self.positions[:num_tokens_padded], context)
         tokens = self._sample(batch, hidden)
         self._postprocess(batch, [max(1, len(new)) for new in tokens])
+        if self.sanitizer is not None:
+            self.sanitizer.on_commit(tokens)
         drafts = self._propose(batch, hidden, tokens)
         sampled = {item.request.request_id: new for item, new in zip(batch, tokens, strict=True) if new}
         for item in batch:
@@ -216,7 +222,10 @@ class ModelRunner:
                 views = [self.views[name] for name in self.groups[group_id].layer_names]
                 kernel = views[0][0].shape[1] + 1 - builder.spec.num_speculative_blocks
                 states = [(conv_state, ssm_state) for conv_state, ssm_state in views]
-                postprocess_mamba(copies, self.block_tables.input_tables[group_id], states, kernel)
+                table = self.block_tables.input_tables[group_id]
+                if self.sanitizer is not None:
+                    self.sanitizer.on_copy(group_id, copies, table, states, kernel)
+                postprocess_mamba(copies, table, states, kernel)
             # Where the accepted tokens end on the boundary, the next step starts from the copy: it cost the window of
             # an anchor in the same block its first rows.
             ended = copies.rows[copies.drafts + 1 == accepted[copies.rows]]

@@ -236,15 +236,16 @@ def test_a_model_without_mamba_layers_caches_prefixes_in_any_mode():
 
 
 @pytest.mark.parametrize("mode", ["align", "all"])
-@pytest.mark.parametrize("length", [16, 17, 24, 25])
+@pytest.mark.parametrize("length", [4, 5, 16, 17, 19, 20])
 def test_a_repeated_prompt_is_cached_up_to_its_last_boundary(mode, length):
     """Also one that is a multiple of the block: its last token is computed, the block before it is not (vllm#50235)."""
     llm = caching(mode)
-    assert llm.plan.sizes.mamba_block_size == 8
     prompt = LONG[:length]
     first, again = (one(llm, prompt, max_tokens=6) for _ in range(2))
     assert first.token_ids == again.token_ids == oracle(prompt, 6)
-    expected = (length - 1) // 8 * 8
+    size = llm.plan.sizes.mamba_block_size
+    assert size == 4
+    expected = (length - 1) // size * size
     assert (first.cached_tokens, again.cached_tokens) == (0, expected)
     assert again.hit.num_tokens == expected
     assert len(again.hit.group_tokens) == len(llm.plan.config.groups)
@@ -260,8 +261,8 @@ def test_a_group_that_vetoes_a_hit_is_named():
     assert output.token_ids == oracle(LONG[:20], 4)
     assert output.cached_tokens == 0
     kinds = [type(group.spec).__name__ for group in llm.plan.config.groups]
-    assert [tokens for tokens, kind in zip(output.hit.group_tokens, kinds, strict=True) if kind == "MambaSpec"][0] == 0
-    assert max(output.hit.group_tokens) == 16
+    own = [(kind, tokens) for kind, tokens in zip(kinds, output.hit.group_tokens, strict=True)]
+    assert set(own) == {("MambaSpec", 0), ("FullAttentionSpec", 16)}
     assert kinds[output.hit.vetoed_by] == "MambaSpec"
 
 
@@ -272,7 +273,7 @@ def test_the_next_turn_of_a_conversation_hits_what_was_generated(mode):
     first = one(llm, prompt, max_tokens=12)
     turn = [*prompt, *first.token_ids, 5, 6]
     second = one(llm, turn, max_tokens=5)
-    assert second.cached_tokens == 16  # 21 tokens of the first turn are in the cache
+    assert second.cached_tokens == 20  # 21 tokens of the first turn are in the cache
     assert second.token_ids == oracle(turn, 5)
 
 
@@ -308,7 +309,7 @@ def test_salts_share_nothing():
 @pytest.mark.parametrize("mode", ["none", "align", "all"])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_drafts_are_counted_and_save_steps(mode, asynchronous):
-    prompt, k = LONG[:5], 3
+    prompt, k = LONG[:3], 3
     steps = {}
     for right in (True, False):
         proposer = Right(prompt, k, () if right else range(99))
@@ -319,15 +320,16 @@ def test_drafts_are_counted_and_save_steps(mode, asynchronous):
         assert output.num_accepted_draft_tokens == (output.num_draft_tokens if right else 0)
         assert output.num_draft_tokens >= 12
         steps[right] = llm.num_steps
-    # A prefill and four steps of 1 + K tokens, or one step per token; the asynchronous engine runs one in vain.
-    assert steps == {True: 5, False: 17} or (asynchronous and steps == {True: 6, False: 18})
+    # A prefill and four steps of 1 + K tokens, or one step per token; the asynchronous engine may run one in vain.
+    assert steps[True] in ([5, 6] if asynchronous else [5])
+    assert steps[False] in ([17, 18] if asynchronous else [17])
 
 
 @pytest.mark.parametrize("mode", ["none", "align", "all"])
 @pytest.mark.parametrize("max_tokens", range(1, 10))
 def test_max_tokens_inside_accepted_drafts(mode, max_tokens):
     """No draft is verified that the request could not keep."""
-    prompt = LONG[:7]
+    prompt = LONG[:4]
     llm = engine(proposer=Right(prompt, 3), num_speculative_tokens=3, mamba_cache_mode=mode, num_blocks=200)
     output = one(llm, prompt, max_tokens=max_tokens)
     assert (output.finish_reason, output.token_ids) == ("length", oracle(prompt, max_tokens))
@@ -368,7 +370,8 @@ def test_a_stop_token_inside_accepted_drafts_ends_the_text_there(mode, at):
         known = [*prompt, *tokens[:end]]
         longer = [*prompt, *tokens, *LONG]
         llm.runner.proposer = None
-        assert one(llm, longer[:38], max_tokens=1).cached_tokens == (len(known) - 1) // 8 * 8
+        size = llm.plan.sizes.mamba_block_size
+        assert one(llm, longer[:38], max_tokens=1).cached_tokens == (len(known) - 1) // size * size
 
 
 @pytest.mark.parametrize("mode", ["align", "all"])
@@ -384,7 +387,8 @@ def test_a_hit_and_drafts_together(mode):
 
 def test_ngram_drafts_equal_no_drafts():
     prompt = LONG[:6] * 4
-    llm = engine(speculative_method="ngram", num_speculative_tokens=3, enable_prefix_caching=True)
+    options = {"speculative_method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    llm = engine(enable_prefix_caching=True, **options)
     outputs = [one(llm, prompt, max_tokens=14) for _ in range(2)]
     assert [output.token_ids for output in outputs] == [oracle(prompt, 14)] * 2
     assert outputs[0].num_draft_tokens > 0
