@@ -6,6 +6,7 @@ way out. Block sizes are *wishes* here: `hybrid_kv.cache.plan` is the only place
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -148,7 +149,8 @@ class EngineConfig:
     `captured_batch_sizes` are the row counts for which a GPU would hold a captured graph. A pure decode step is padded
     up to the next of them on every device, the CPU included, so that padded and stale rows are exercised without a GPU;
     larger steps run unpadded. With `async_scheduling` each step is scheduled before the tokens of the step before are
-    known, and blocks are published and freed one step late.
+    known, and blocks are published and freed one step late. `sanitize` follows every slot and block and stops at the
+    first one that does not hold what it should (`hybrid_kv.sanitizer`); `HYBRID_KV_SANITIZE=1` is its default.
     """
 
     cache: CacheConfig = CacheConfig()
@@ -160,9 +162,12 @@ class EngineConfig:
     dtype: str = "auto"
     captured_batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     async_scheduling: bool = False
+    sanitize: bool | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.sanitize is None:
+            object.__setattr__(self, "sanitize", os.environ.get("HYBRID_KV_SANITIZE", "0") not in ("", "0"))
         if self.dtype != "auto":
             parse_dtype(self.dtype, "dtype")
         if list(self.captured_batch_sizes) != sorted(set(self.captured_batch_sizes)):

@@ -147,7 +147,7 @@ class Sanitizer:
         self.held = np.zeros((max_num_seqs, pool.num_blocks), dtype=np.int8)  # [owner, block]: group + 1
         self.references = np.zeros(pool.num_blocks, dtype=np.int32)
         self.published = np.zeros(pool.num_blocks, dtype=bool)
-        self.keys: dict[int, tuple[BlockKey, int]] = {}  # and checksums, of published blocks
+        self.keys: dict[int, tuple[BlockKey, int | None]] = {}  # and checksums, of published blocks
         self.step = -1
         self._max_tokens = max_model_len + 32
         # Odd, so that no bit of a token is lost.
@@ -170,44 +170,59 @@ class Sanitizer:
             for column, block in zip(np.flatnonzero(row).tolist(), ids.tolist(), strict=True):
                 if not self.published[block]:
                     self._fail("hit-unpublished", "taken as a hit and not published", owner, shadow, block)
-                if self.keys[block][1] != self._checksum(shadow, block):
+                if self.keys[block][1] not in (None, self._checksum(shadow, block)):
                     self._fail("hit-overwritten", "its bytes changed after it was published", owner, shadow, block)
                 owner.restored.append((shadow, column, block))
             self.references[ids] += 1
             self.held[owner.index, ids] = shadow.id + 1
 
     def on_allocate(self, request_id: str, columns: Sequence[BlockIds]) -> None:
-        """A request got fresh blocks, group by group: they hold nothing, whatever they held before."""
+        """A request got fresh blocks: its new columns, group by group, null where it needs none."""
         owner = self._owner(request_id)
         for shadow, row in zip(self.shadows, columns, strict=True):
-            ids = row[row != NULL_BLOCK]
-            if not len(ids):
-                continue
-            self._log(self.step + 1, "allocate", shadow, ids, request_id)
-            if len(taken := ids[self.references[ids] > 0]):
-                self._fail("allocate-held", "handed out while somebody holds it", owner, shadow, int(taken[0]))
-            for block in ids[self.published[ids]].tolist():
-                if self.pool.lookup(self.keys.pop(block)[0]) == block:
-                    self._fail("evict-findable", "evicted, and a lookup still finds it", owner, shadow, block)
-            self.published[ids] = False
-            self.references[ids] = 1
-            self.held[owner.index, ids] = shadow.id + 1
-            for other in self.shadows:
-                other.cells[ids] = other.state[ids][:, None] = 0
-            for pages in self.pages:
-                pages.index_fill_(0, torch.from_numpy(ids).to(pages.device).long(), -1)
+            if len(ids := row[row != NULL_BLOCK]):
+                self._take(owner, shadow, ids, "allocate")
 
-    def on_load(self, request_id: str, group: int, column: int, block: int) -> None:
-        """A block that the request holds was filled from elsewhere: with its tokens up to the end of `column`."""
-        self._owner(request_id).loaded.append((self.shadows[group], column, block))
+    def _take(self, owner: _Owner, shadow: _Shadow, ids: BlockIds, kind: str) -> None:
+        """Blocks that hold nothing, whatever they held before."""
+        self._log(self.step + 1, kind, shadow, ids, owner.name)
+        if len(taken := ids[self.references[ids] > 0]):
+            self._fail("allocate-held", "handed out while somebody holds it", owner, shadow, int(taken[0]))
+        for block in ids[self.published[ids]].tolist():
+            if self.pool.lookup(self.keys.pop(block)[0]) == block:
+                self._fail("evict-findable", "evicted, and a lookup still finds it", owner, shadow, block)
+        self.published[ids] = False
+        self.references[ids] = 1
+        self.held[owner.index, ids] = shadow.id + 1
+        for other in self.shadows:
+            other.cells[ids] = 0
+            other.state[ids] = 0
+        for pages in self.pages:
+            pages.index_fill_(0, torch.from_numpy(ids).to(pages.device).long(), -1)
 
-    def on_publish(self, request_id: str, group: int, column: int, block: int, key: BlockKey) -> None:
-        """Lookups find a block from now on: it must hold the request's tokens up to the end of `column`."""
+    def on_load(self, request_id: str, columns: Sequence[tuple[BlockKey, int]], ids: BlockIds) -> None:
+        """Fresh blocks, one for each key and column, are published and filled from elsewhere before the next step."""
+        owner = self._owner(request_id)
+        for (key, column), block in zip(columns, ids.tolist(), strict=False):
+            shadow = self.shadows[key[0]]
+            self._take(owner, shadow, np.array([block]), "load")
+            self.published[block] = True
+            self.keys[block] = key, None
+            owner.loaded.append((shadow, column, block))
+
+    def on_publish(self, request_id: str, group: int, first: int, blocks: Sequence[tuple[BlockKey, int]]) -> None:
+        """Keys and blocks of columns from `first` on: what lookups find from now on must hold the request's tokens."""
         owner, shadow = self._owner(request_id), self.shadows[group]
-        self._log(self.step, "publish", shadow, np.array([block]), request_id)
+        for column, (key, block) in enumerate(blocks, first):
+            # Of two blocks with the same content, lookups find the first.
+            if self.pool.lookup(key) == block:
+                self._publish(owner, shadow, column, block, key)
+
+    def _publish(self, owner: _Owner, shadow: _Shadow, column: int, block: int, key: BlockKey) -> None:
+        self._log(self.step, "publish", shadow, np.array([block]), owner.name)
         known = owner.request.num_tokens if owner.request is not None else 0
         accepted = min(known, owner.computed or 0)
-        if self.held[owner.index, block] != group + 1:
+        if self.held[owner.index, block] != shadow.id + 1:
             self._fail("publish-unheld", "published by a request that does not hold it", owner, shadow, block)
         if (column + 1) * shadow.block_size > accepted:
             what = f"published for {(column + 1) * shadow.block_size} tokens, {accepted} are computed and accepted"
@@ -260,6 +275,10 @@ class Sanitizer:
                 self._fail("position", what, owner)
             self._learn(owner, item.drafts or ())
             self._restore(owner)
+        for owner in owners:
+            for shadow, column, block in owner.restored:
+                self._check_prefix("hit-prefix", owner, shadow, column, block)
+            owner.restored.clear()
         self._batch = step = _Step(owners, batch, self.step)
         for rule, given, expected in (
             ("input-token", input_ids, step.tokens),
@@ -480,7 +499,7 @@ class Sanitizer:
         return end
 
     def _restore(self, owner: _Owner) -> None:
-        """Before the first step: loaded blocks hold what they should, and hits must."""
+        """What is loaded is taken for what it should be."""
         for shadow, column, block in owner.loaded:
             tokens = np.arange(column * shadow.block_size, (column + 1) * shadow.block_size) + 1
             origin = np.full_like(tokens, (self.step << 32) + owner.serial)
@@ -488,9 +507,8 @@ class Sanitizer:
             shadow.state[block] = entries[-1]
             shadow.cells[block] = 0 if shadow.is_mamba else entries
             shadow.cells[block, 0] = entries[-1 if shadow.is_mamba else 0]
-        for shadow, column, block in owner.restored:
-            self._check_prefix("hit-prefix", owner, shadow, column, block)
-        owner.loaded, owner.restored = [], []
+            self.keys[block] = self.keys[block][0], self._checksum(shadow, block)
+        owner.loaded.clear()
 
     def _of_layers(self, shadow: _Shadow, values: dict[str, Any]) -> list[Any]:
         return [values[shadow.group.layer_names[layer]] for layer in shadow.layers]
@@ -520,7 +538,7 @@ class Sanitizer:
     def _require(
         self, ok: Array, rule: str, shadow: _Shadow | None, rows: Array, blocks: Array | None, text: str, *values: Any
     ) -> None:
-        """All of `ok`. Its entries belong to `rows` of the batch and to `blocks`; `values` of the first go in `text`."""
+        """All of `ok`, whose entries belong to `rows` of the batch and to `blocks`; `text` takes their `values`."""
         if not ok.all():
             i = int(np.argmin(ok))
             given = [value[i] if np.ndim(value) < 2 else self._holds(value[i]) for value in values]

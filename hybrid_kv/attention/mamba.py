@@ -10,10 +10,10 @@ and `all`, each with K more for the states of draft tokens. A step that runs the
 - A decode verifies `q - 1` drafts. It writes the state after its j-th token into column `anchor + j`, and all its
   convolution inputs into the anchor column alone: the window after the j-th token is rows `j … j + kernel - 2` of it.
 
-The next step reads what the accepted tokens left behind: the window from row `num_accepted_tokens - 1` of the *previous*
-anchor column, the SSM state from column `previous anchor + num_accepted_tokens - 1`. The previous anchor is remembered
-per request (`block_idx_last_scheduled_token_prev_step`): it cannot be had from `num_computed_tokens`, which does not
-tell how many drafts were scheduled beside those accepted (vllm!41233).
+The next step reads what the accepted tokens left behind: the window from row `num_accepted_tokens - 1` of the
+*previous* anchor column, the SSM state from column `previous anchor + num_accepted_tokens - 1`. The previous anchor is
+remembered per request (`block_idx_last_scheduled_token_prev_step`): it cannot be had from `num_computed_tokens`, which
+does not tell how many drafts were scheduled beside those accepted (vllm!41233).
 """
 
 from __future__ import annotations

@@ -22,15 +22,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import lcm
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from hybrid_kv.cache.block_hash import BlockHashes
 from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockIds, BlockKey, BlockPool
 from hybrid_kv.cache.offload import KVOffload, Page
 from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec, UniformTypeKVCacheSpecs, cdiv
 from hybrid_kv.config import ConfigError
+
+if TYPE_CHECKING:
+    from hybrid_kv.sanitizer import Sanitizer
 
 _EMPTY: BlockIds = np.empty(0, dtype=np.int32)
 
@@ -90,6 +94,11 @@ class _Columns:
         ids = self._ids[self.first : self.length if end is None else end]
         return ids[ids != NULL_BLOCK]
 
+    def ends(self, block_size: int, end: int | None = None) -> npt.NDArray[np.int64]:
+        """Where the columns of `held(end)` end, in tokens."""
+        ids = self._ids[self.first : self.length if end is None else end]
+        return (self.first + np.flatnonzero(ids != NULL_BLOCK) + 1) * block_size
+
     def all(self) -> BlockIds:
         """Ids of all columns, null ones included."""
         return self._ids[: self.length]
@@ -119,6 +128,7 @@ class KVCacheManager:
 
     Attributes:
         offload: a further tier for published blocks; a hit may come from both.
+        sanitizer: told when blocks change hands.
     """
 
     def __init__(
@@ -150,7 +160,7 @@ class KVCacheManager:
                 )
         self._hit_unit = lcm(*(spec.block_size for spec in self._specs)) if enable_prefix_caching else 1
         self._held: dict[str, list[_Columns]] = {}
-        self._given_back: dict[str, list[BlockIds]] = {}
+        self._given_back: dict[str, dict[int, int]] = {}  # the block, and the end of its column
 
     def can_ever_fit(self, num_tokens: int) -> bool:
         """Whether a request of `num_tokens` cached tokens fits in the pool when it is alone."""
@@ -183,15 +193,14 @@ class KVCacheManager:
             key = (group, chains[group][column])
             return self.pool.lookup(key) is not None or (offload is not None and offload.contains(key))
 
+        own: list[int] = []
+
         def lacks(tokens: int) -> int | None:
-            """The first group whose last block of a prefix of `tokens` tokens is not there."""
+            """The first group that cannot restore a prefix of `tokens` tokens."""
             columns = [tokens // spec.block_size - 1 for spec in self._specs]
-            lost = (
-                group for group, column in enumerate(columns) if column >= len(chains[group]) or not has(group, column)
-            )
+            lost = (group for group, column in enumerate(columns) if own[group] < tokens or not has(group, column))
             return next(lost, None)
 
-        own: list[int] = []
         for group, spec in enumerate(self._specs):
             candidates = range(limit // spec.block_size)
             if isinstance(spec, MambaSpec):
@@ -247,7 +256,7 @@ class KVCacheManager:
         missing: list[BlockIds] = []
         for spec, row in zip(self._specs, rows, strict=True):
             if not is_new and isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align":
-                self._give_back(request_id, row, max(0, num_computed_tokens - 1) // spec.block_size)
+                self._give_back(request_id, spec, row, max(0, num_computed_tokens - 1) // spec.block_size)
             missing.append(self._missing_columns(spec, row.length, end, is_decode))
         flat = np.concatenate(missing)
         needed = len(loads) + int(np.count_nonzero(flat))
@@ -319,13 +328,14 @@ class KVCacheManager:
             return missing
         return np.ones(max(0, cdiv(self._with_lookahead(end), spec.block_size) - length), dtype=np.int32)
 
-    def _give_back(self, request_id: str, row: _Columns, end: int) -> None:
+    def _give_back(self, request_id: str, spec: MambaSpec, row: _Columns, end: int) -> None:
         if end > row.first:
+            ends = row.ends(spec.block_size, end)
             ids = row.give_back(end)
             if self.sanitizer is not None:
                 self.sanitizer.on_free(request_id, ids)
             self.pool.free(ids)
-            self._given_back.setdefault(request_id, []).append(ids)
+            self._given_back.setdefault(request_id, {}).update(zip(ids.tolist(), ends.tolist(), strict=True))
 
     def cache_blocks(
         self,
@@ -354,6 +364,8 @@ class KVCacheManager:
                 first = end - 1 if num_computed_tokens % spec.block_size == 0 else end
             keys = [((group, chain[column]), row[column]) for column in range(first, end)]
             published += [(key, block) for key, block in keys if self.pool.publish(key, block)]
+            if self.sanitizer is not None:
+                self.sanitizer.on_publish(request_id, group, first, keys)
             row.published = end
         if published and self.offload is not None:
             self.offload.store(published)
@@ -372,18 +384,14 @@ class KVCacheManager:
         rows = self._held.pop(request_id, None)
         if rows is None:
             return
-        held, ends = [], []
-        for spec, row in zip(self._specs, rows, strict=True):
-            columns = np.arange(row.first, row.length)
-            ids = row.all()[row.first :]
-            held.append(ids[ids != NULL_BLOCK])
-            ends.append(((columns + 1) * spec.block_size)[ids != NULL_BLOCK])
-        order = np.argsort(-np.concatenate(ends), kind="stable")
+        ids = np.concatenate([row.held() for row in rows])
+        ends = np.concatenate([row.ends(spec.block_size) for spec, row in zip(self._specs, rows, strict=True)])
         if self.sanitizer is not None:
-            self.sanitizer.on_free(request_id, np.concatenate(held), ended=True)
-        self.pool.free(np.concatenate(held)[order])
-        for ids in reversed(self._given_back.pop(request_id, [])):
-            self.pool.refresh(ids)
+            self.sanitizer.on_free(request_id, ids, ended=True)
+        self.pool.free(ids[np.argsort(-ends, kind="stable")])
+        if depths := self._given_back.pop(request_id, None):
+            depths.update(zip(ids.tolist(), ends.tolist(), strict=True))
+            self.pool.refresh(np.array(sorted(depths, key=depths.__getitem__, reverse=True), dtype=np.int32))
 
     def reset_prefix_cache(self) -> None:
         """Forget all published blocks; running requests keep theirs."""

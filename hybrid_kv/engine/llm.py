@@ -20,6 +20,7 @@ from hybrid_kv.config import CacheConfig, ConfigError, EngineConfig, SchedulerCo
 from hybrid_kv.engine.runner import Model, ModelRunner, Proposer, StepOutput
 from hybrid_kv.engine.sampling import SamplingParams
 from hybrid_kv.engine.scheduler import Request, ScheduledRequest, Scheduler
+from hybrid_kv.sanitizer import Sanitizer
 from hybrid_kv.spec_decode.propose import NgramProposer
 
 DEFAULT_CPU_CACHE_BYTES = 2**30
@@ -155,6 +156,10 @@ class LLM:
                 folder_bytes=caching.kv_offload_folder_bytes,
                 namespace=self._identity(model),
             )
+        if self.config.sanitize:
+            runner, seqs = self.runner, limits.max_num_seqs
+            sanitizer = Sanitizer(self.manager.pool, runner.groups, runner.raw_buffers, seqs, limits.max_model_len)
+            self.manager.sanitizer = runner.sanitizer = sanitizer
         self.num_steps = 0
         self._num_requests = 0
         self._aborted: set[str] = set()

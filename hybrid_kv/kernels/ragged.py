@@ -36,9 +36,3 @@ class Ragged:
         if self.uniform:
             return rows.reshape(-1, *rows.shape[2:])
         return rows[self.mask]
-
-    def zero_padding(self, rows: torch.Tensor) -> torch.Tensor:
-        """[num_rows, max_len, …] with padding set to zero."""
-        if self.uniform:
-            return rows
-        return rows.masked_fill(~self.mask.view(*self.mask.shape, *[1] * (rows.dim() - 2)), 0)

@@ -34,7 +34,11 @@ PRIME = 2**31 - 1  # int64 holds the product of a residue and the sum of two, an
 
 @dataclass(frozen=True)
 class ExactConfig:
-    """`pattern` has one letter per layer, M for Mamba and * for attention; `width` residues per token."""
+    """Geometry: `width` residues per token, and a `pattern` with one letter per layer.
+
+    M is Mamba and * attention; + is attention with twice the K/V bytes per token, so that blocks of another size share
+    the pool.
+    """
 
     pattern: str = "M*MM*"
     width: int = 2
@@ -82,8 +86,10 @@ class ExactMamba:
         return (y + c) * y % PRIME
 
     def __call__(self, x: Residues, context: ForwardContext) -> Residues:
-        """[num_tokens, width] to the same, by the rules of `hybrid_kv.attention.mamba`; decodes and prefills differ
-        only in what they write."""
+        """[num_tokens, width] to the same, by the rules of `hybrid_kv.attention.mamba`.
+
+        Decodes and prefills run in one padded batch: they differ only in what they write.
+        """
         metadata: MambaMetadata = context.metadata[self.name]
         conv_state, ssm_state = (view.numpy() for view in context.views[self.name])
         indices, split = metadata.state_indices.numpy(), metadata.num_decodes
@@ -152,7 +158,7 @@ class ExactAttention:
 
     def __call__(self, x: Residues, positions: Residues, context: ForwardContext) -> Residues:
         metadata: PagedAttentionMetadata = context.metadata[self.name]
-        keys, values = (view.numpy()[:, :, 0] for view in context.views[self.name])
+        keys, values = (view.numpy()[:, :, -1] for view in context.views[self.name])
         slots = metadata.slots.numpy()
         query, key, value = self.project(x, positions)
         real = slots >= 0
@@ -184,18 +190,25 @@ class ExactModel:
         self.vocab_size = config.vocab_size
         self.embedding = _draw(generator, config.vocab_size, config.width)
         self.logit_map = _draw(generator, 2, config.vocab_size, config.width)
-        kinds: dict[str, type[ExactMamba] | type[ExactAttention]] = {"M": ExactMamba, "*": ExactAttention}
-        self.layers = [kinds[letter](f"layers.{i}", config, generator) for i, letter in enumerate(config.pattern)]
+        self.layers = [
+            (ExactMamba if letter == "M" else ExactAttention)(f"layers.{i}", config, generator)
+            for i, letter in enumerate(config.pattern)
+        ]
         window = (config.conv_kernel - 1 + num_speculative_tokens, config.width)
-        mamba = MambaSpec(
-            block_size=1,
-            shapes=(window, (config.state_size, config.width)),
-            dtypes=(torch.int32, torch.int32),
-        )
-        attention = FullAttentionSpec(block_size=1, num_kv_heads=1, head_size=config.width, dtype=torch.int32)
-        self.layer_specs: dict[str, KVCacheSpec] = {
-            f"layers.{i}": mamba if letter == "M" else attention for i, letter in enumerate(config.pattern)
+        specs: dict[str, KVCacheSpec] = {
+            "M": MambaSpec(
+                block_size=1,
+                shapes=(window, (config.state_size, config.width)),
+                dtypes=(torch.int32, torch.int32),
+                num_speculative_blocks=num_speculative_tokens,
+            ),
+            "*": FullAttentionSpec(block_size=1, num_kv_heads=1, head_size=config.width, dtype=torch.int32),
+            "+": FullAttentionSpec(block_size=1, num_kv_heads=2, head_size=config.width, dtype=torch.int32),
         }
+        self.layer_specs = {f"layers.{i}": specs[letter] for i, letter in enumerate(config.pattern)}
+
+    def __repr__(self) -> str:
+        return f"ExactModel({self.config})"  # the weights follow from it
 
     def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """[num_tokens] each to [num_tokens, width] int64."""

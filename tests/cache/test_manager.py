@@ -1,25 +1,96 @@
-"""Requests hold exactly the blocks they need, all groups together or none."""
+"""Requests hold exactly the blocks they need, in all groups or in none, and find exactly the prefixes that exist."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid_kv.cache.manager import KVCacheManager
-from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from hybrid_kv.cache.block_hash import BlockHashes
+from hybrid_kv.cache.block_pool import NULL_BLOCK
+from hybrid_kv.cache.manager import NO_HIT, KVCacheManager, NewBlocks, PrefixHit
+from hybrid_kv.cache.spec import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    UniformTypeKVCacheSpecs,
+    cdiv,
+)
 from hybrid_kv.config import ConfigError, MambaCacheMode
 
+TEXT = list(range(100, 180))
 
-def manager(num_blocks: int, k: int = 0, mode: MambaCacheMode = "none") -> KVCacheManager:
-    attention = FullAttentionSpec(4, num_kv_heads=1, head_size=8, dtype=torch.float16)
-    state = MambaSpec(
-        100, ((8,),), (torch.float16,), attention.page_size_bytes, mamba_cache_mode=mode, num_speculative_blocks=k
-    )
-    return KVCacheManager(
-        KVCacheConfig(num_blocks, (KVCacheGroupSpec(("m",), state), KVCacheGroupSpec(("a",), attention)))
-    )
+
+def attention(block_size: int) -> FullAttentionSpec:
+    return FullAttentionSpec(block_size, num_kv_heads=1, head_size=8, dtype=torch.float16)
+
+
+def mamba(block_size: int, mode: MambaCacheMode = "all", k: int = 0) -> MambaSpec:
+    return MambaSpec(block_size, ((8,),), (torch.float16,), mamba_cache_mode=mode, num_speculative_blocks=k)
+
+
+def manager(
+    *specs: KVCacheSpec, num_blocks: int = 100, caching: bool = True, lookahead: int = 0, limit: int | None = None
+) -> KVCacheManager:
+    groups = tuple(KVCacheGroupSpec((str(i),), spec) for i, spec in enumerate(specs))
+    return KVCacheManager(KVCacheConfig(num_blocks, groups), caching, lookahead, limit)
+
+
+class Owner:
+    """A request at the manager, run as the scheduler would."""
+
+    def __init__(self, subject: KVCacheManager, name: str, tokens: Sequence[int], salt: str = "") -> None:
+        self.subject, self.name, self.tokens = subject, name, list(tokens)
+        self.hashes = BlockHashes(salt)
+        self.computed = 0
+        self.hit = NO_HIT
+        self.columns: list[list[int]] = [[] for _ in subject.config.groups]
+
+    def look(self) -> PrefixHit:
+        return self.subject.find_longest_cache_hit(self.hashes, self.tokens)
+
+    def allocate(self, end: int, is_decode: bool = False, hit: PrefixHit = NO_HIT) -> NewBlocks | None:
+        start = hit.num_tokens or self.computed
+        new = self.subject.allocate_slots(self.name, start, end - start, is_decode, hit, self.hashes)
+        if new is not None:
+            self.computed = start
+            for columns, part in zip(self.columns, new.per_group(), strict=True):
+                columns += part.tolist()
+        return new
+
+    def publish(self, end: int, is_decode: bool = False) -> None:
+        self.subject.cache_blocks(self.name, self.hashes, self.tokens, end, is_decode)
+        self.computed = end
+
+    def run(self, *ends: int, is_decode: bool = False) -> Owner:
+        """Chunks up to `ends`; the first one takes the hit."""
+        for end in ends or (len(self.tokens),):
+            if not self.computed:
+                self.hit = self.look()
+            assert self.allocate(end, is_decode, NO_HIT if self.computed else self.hit) is not None
+            self.publish(end, is_decode)
+        return self
+
+    def finish(self) -> None:
+        self.subject.free(self.name)
+
+
+def forget(subject: KVCacheManager, owner: Owner, group: int, column: int) -> None:
+    """As if the block had been evicted, whoever holds it."""
+    size = subject.config.groups[group].spec.block_size
+    chain = owner.hashes.chain(size, owner.tokens, (column + 1) * size)
+    block = subject.pool.lookup((group, chain[column]))
+    assert block is not None
+    subject.pool._unpublish([block])
+
+
+# Holding blocks.
 
 
 @given(
@@ -30,21 +101,22 @@ def manager(num_blocks: int, k: int = 0, mode: MambaCacheMode = "none") -> KVCac
 def test_any_order_of_operations_keeps_ownership_whole(
     num_blocks: int, k: int, operations: list[tuple[str, int]]
 ) -> None:
-    subject = manager(num_blocks, k)
+    subject = manager(mamba(100, "none", k), attention(4), num_blocks=num_blocks, caching=False)
     tokens: dict[str, int] = {}
     for request, number in operations:
+        known = tokens.get(request, 0)
         if number == 0:
             subject.free(request)
             tokens.pop(request, None)
         else:
             before = [list(ids) for ids in subject.block_ids(request)]
             free = subject.pool.num_free_blocks
-            new = subject.allocate_slots(request, number)
+            new = subject.allocate_slots(request, known, max(0, number - known))
             if new is None:
                 assert subject.pool.num_free_blocks == free
                 assert [list(ids) for ids in subject.block_ids(request)] == before
             else:
-                tokens[request] = max(number, tokens.get(request, 0))
+                tokens[request] = max(number, known)
                 after = [list(ids) for ids in subject.block_ids(request)]
                 assert after == [old + list(ids) for old, ids in zip(before, new.per_group(), strict=True)]
                 assert [len(ids) for ids in after] == [1 + k, -(-tokens[request] // 4)]
@@ -56,33 +128,465 @@ def test_any_order_of_operations_keeps_ownership_whole(
 
 
 def test_a_refused_request_leaves_nothing_behind() -> None:
-    subject = manager(num_blocks=4)
-    assert subject.allocate_slots("big", 100) is None
+    subject = manager(mamba(100, "none"), attention(4), num_blocks=4, caching=False)
+    assert subject.allocate_slots("big", 0, 100) is None
     subject.check_integrity(running=())
-    assert subject._num_held == {}
+    assert subject.block_ids("big")[1].size == 0
     assert subject.can_ever_fit(8)
     assert not subject.can_ever_fit(9)
 
 
-def test_integrity_sees_a_stranger_and_a_double_owner() -> None:
-    subject = manager(num_blocks=8)
-    subject.allocate_slots("a", 4)
-    with pytest.raises(AssertionError, match=r"do not run hold blocks: \['a'\]"):
-        subject.check_integrity(running=("b",))
-    subject.allocate_slots("b", 4)
-    subject._held["b"] = subject._held["a"]
-    with pytest.raises(AssertionError, match="two owners"):
-        subject.check_integrity(running=("a", "b"))
+def test_a_request_of_exactly_the_pool_without_the_null_block_fits() -> None:
+    """vllm!47272: the null block is nobody's."""
+    for mode, held in (("none", 1 + 2), ("align", 2 + 2), ("all", 5 + 2)):
+        for extra in (0, 1):
+            subject = manager(mamba(4, mode, 2), attention(4), num_blocks=held + 5 + extra, caching=mode != "none")
+            assert subject.can_ever_fit(20) == bool(extra)
 
 
-def test_integrity_sees_a_leak() -> None:
-    subject = manager(num_blocks=8)
-    subject.pool.allocate(1)
-    with pytest.raises(AssertionError, match="1 blocks are in use, 0 have an owner"):
-        subject.check_integrity()
+def test_lookahead_needs_attention_blocks_but_none_behind_max_model_len() -> None:
+    subject = manager(mamba(8, "all", 3), attention(4), lookahead=3, limit=22)
+    for end, columns in ((8, 3), (9, 3), (10, 4), (17, 5), (18, 6), (20, 6), (22, 6)):
+        owner = Owner(subject, "a", TEXT)
+        owner.allocate(end)
+        assert [len(ids) for ids in owner.columns] == [cdiv(end, 8), columns]
+        owner.finish()
+    # 20 tokens and 2 positions behind them: 6 attention blocks, 3 states, and 3 for drafts.
+    for usable in (11, 12):
+        subject = manager(mamba(8, "all", 3), attention(4), lookahead=3, limit=22, num_blocks=1 + usable)
+        assert subject.can_ever_fit(20) == (usable == 12)
+
+
+def test_mode_all_keeps_every_boundary_and_decodes_need_columns_for_drafts() -> None:
+    subject = manager(mamba(4, "all", 2), attention(4))
+    owner = Owner(subject, "a", TEXT).run(10)
+    assert [len(ids) for ids in owner.columns] == [3, 3]
+    owner.run(11, is_decode=True)
+    assert [len(ids) for ids in owner.columns] == [5, 3]
+    owner.allocate(14, is_decode=True)
+    assert [len(ids) for ids in owner.columns] == [6, 4]
+    assert NULL_BLOCK not in owner.columns[0]
+    assert [ids.tolist() for ids in subject.block_ids("a")] == owner.columns
+
+
+def test_mode_align_jumps_columns_over_and_gives_them_back() -> None:
+    subject = manager(mamba(4, "align", 1), attention(4))
+    owner = Owner(subject, "a", TEXT).run(12)
+    first = owner.columns[0]
+    assert [bool(block) for block in first] == [False, False, True]
+    owner.run(20)
+    assert [bool(block) for block in owner.columns[0]] == [False, False, True, False, True]
+    held = subject.block_ids("a")[0].tolist()
+    assert held == [owner.columns[0][2], owner.columns[0][4]]  # the source and the target of the chunk
+    # A step of one token and one draft across the boundary: 2 + K blocks.
+    owner.run(23)
+    assert len(subject.block_ids("a")[0]) == 2
+    owner.allocate(25, is_decode=True)
+    assert subject.block_ids("a")[0].tolist() == owner.columns[0][5:]
+    assert len(owner.columns[0]) == 7 + 1
+    owner.publish(24, is_decode=True)
+    owner.allocate(26, is_decode=True)
+    assert len(subject.block_ids("a")[0]) == 2 + 1
+    subject.check_integrity(["a"])
+
+
+def test_confirmed_tokens_decide_what_is_given_back() -> None:
+    """vllm!33997: the drafts of the last step may have been rejected; the column that they left is still needed."""
+    subject = manager(mamba(4, "align", 3), attention(4))
+    owner = Owner(subject, "a", TEXT).run(6)
+    owner.allocate(10, is_decode=True)  # 6, and drafts 7, 8 and 9
+    owner.publish(7, is_decode=True)  # all rejected
+    owner.allocate(11, is_decode=True)
+    assert subject.block_ids("a")[0].tolist() == owner.columns[0][1:]
+    owner.publish(8, is_decode=True)
+    owner.allocate(12, is_decode=True)
+    assert subject.block_ids("a")[0].tolist() == owner.columns[0][1:]
+    owner.publish(9, is_decode=True)
+    owner.allocate(13, is_decode=True)
+    assert subject.block_ids("a")[0].tolist() == owner.columns[0][2:]
+
+
+@pytest.mark.parametrize("mode", ["none", "align", "all"])
+@given(data=st.data())
+@settings(max_examples=150)
+def test_no_request_ever_holds_more_than_its_spec_says(mode: MambaCacheMode, data: st.DataObject) -> None:
+    k = data.draw(st.integers(0, 3))
+    sizes = data.draw(st.tuples(st.integers(1 + k, 9), st.integers(1, 9)))
+    lookahead = data.draw(st.sampled_from([0, k]))
+    specs = mamba(sizes[0], mode, k), attention(sizes[1])
+    limit = data.draw(st.integers(2, 40))
+    subject = manager(*specs, caching=mode != "none", lookahead=lookahead, limit=limit)
+    owner = Owner(subject, "a", TEXT)
+    prompt = data.draw(st.integers(1, limit - 1))
+    highest = [0, 0]
+    while owner.computed < limit - 1:
+        start = owner.computed
+        if start < prompt:
+            end = min(prompt, start + data.draw(st.integers(1, 12)))
+            accepted, is_decode = end, start > 0 and end == start + 1
+        else:
+            end = min(limit - 1, start + 1 + data.draw(st.integers(0, k)))
+            accepted, is_decode = data.draw(st.integers(start + 1, end)), True
+        assert owner.allocate(end, is_decode) is not None
+        held = [len(ids) for ids in subject.block_ids("a")]
+        highest = [max(pair) for pair in zip(highest, held, strict=True)]
+        assert [len(columns) for columns in owner.columns] <= [spec.block_table_width(limit) for spec in specs]
+        owner.publish(accepted, is_decode)
+        subject.check_integrity(["a"])
+    bounds = [spec.max_blocks_per_request(limit) for spec in specs]
+    assert all(most <= bound for most, bound in zip(highest, bounds, strict=True))
+    # The last token is sampled, never cached; nothing else is too much.
+    assert lookahead or highest[1] == cdiv(limit - 1, sizes[1])
+    if owner.computed > prompt and mode == "all":
+        assert cdiv(limit - 1, sizes[0]) + k == highest[0]
+    if owner.computed > max(prompt + sizes[0], 2 * sizes[0]):
+        assert mode == "all" or highest[0] == bounds[0]
+    owner.finish()
+    assert subject.pool.num_free_blocks == 99
+
+
+# Hits.
+
+
+def test_groups_agree_on_a_prefix_that_each_of_them_can_restore() -> None:
+    subject = manager(attention(4), attention(16), mamba(8))
+    owner = Owner(subject, "a", TEXT[:40]).run()
+    look = Owner(subject, "b", TEXT[:40]).look
+    assert look() == PrefixHit(32, (36, 32, 32))
+    assert Owner(subject, "c", TEXT[:32]).look() == PrefixHit(16, (28, 16, 24))
+    assert Owner(subject, "c", TEXT[:33]).look() == PrefixHit(32, (32, 32, 32))
+    assert Owner(subject, "c", TEXT[:31] + [7] * 9).look() == PrefixHit(16, (28, 16, 24))
+    forget(subject, owner, 2, 3)  # the state after 32 tokens
+    assert look() == PrefixHit(16, (36, 32, 24), vetoed_by=2)
+    forget(subject, owner, 2, 1)  # the one after 16: that after 24 is of no use to blocks of 16
+    assert look() == PrefixHit(0, (36, 32, 24), vetoed_by=2)
+
+
+@pytest.mark.parametrize(("group", "column"), [(0, 4), (0, 7), (1, 1)])
+def test_attention_that_was_evicted_before_the_state(group: int, column: int) -> None:
+    """A state deeper than the attention blocks is no hit (vllm#46453), also if only a block in between is missing."""
+    subject = manager(attention(4), attention(16), mamba(8))
+    owner = Owner(subject, "a", TEXT[:40]).run()
+    forget(subject, owner, group, column)
+    size = subject.config.groups[group].spec.block_size
+    hit = Owner(subject, "b", TEXT[:40]).look()
+    assert hit.num_tokens == 16
+    assert hit.group_tokens[2] == 32
+    assert hit.group_tokens[group] == column * size
+    assert hit.vetoed_by == group
+
+
+@given(data=st.data())
+@settings(max_examples=200)
+def test_a_hit_is_the_longest_prefix_that_is_there(data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.sampled_from([1, 2, 3, 4, 8]), min_size=1, max_size=3))
+    kinds = [data.draw(st.booleans()) for _ in sizes]
+    subject = manager(*(mamba(n) if state else attention(n) for n, state in zip(sizes, kinds, strict=True)))
+    owner = Owner(subject, "a", TEXT[:30]).run()
+    present = [set(range(30 // n)) for n in sizes]
+    for _ in range(data.draw(st.integers(0, 6))):
+        group = data.draw(st.integers(0, len(sizes) - 1))
+        if present[group]:
+            column = data.draw(st.sampled_from(sorted(present[group])))
+            present[group].remove(column)
+            forget(subject, owner, group, column)
+    same = data.draw(st.integers(0, 30))
+    length = data.draw(st.integers(1, 34))
+    text = (TEXT[:same] + [7] * 34)[:length]
+
+    def restores(group: int, tokens: int) -> bool:
+        if tokens % sizes[group] or tokens > min(same, length - 1):
+            return False
+        columns = range(tokens // sizes[group])
+        return set(columns[-1:] if kinds[group] else columns) <= present[group]
+
+    groups = range(len(sizes))
+    hit = Owner(subject, "b", text).look()
+    unit = int(np.lcm.reduce(sizes))
+    assert hit.num_tokens == max(n for n in range(31) if all(restores(group, n) for group in groups))
+    assert hit.group_tokens == tuple(max(n for n in range(31) if restores(group, n)) for group in groups)
+    longer = hit.num_tokens + unit
+    if max(hit.group_tokens) >= longer:
+        assert hit.vetoed_by is not None
+        assert not restores(hit.vetoed_by, longer)
+    else:
+        assert hit.vetoed_by is None
 
 
 @pytest.mark.parametrize("mode", ["align", "all"])
-def test_modes_that_are_only_planned_are_refused(mode: MambaCacheMode) -> None:
-    with pytest.raises(ConfigError, match=f"mamba_cache_mode '{mode}' can be planned but not run"):
-        manager(8, mode=mode)
+@pytest.mark.parametrize("length", [7, 8, 9, 15, 16, 17, 24])
+def test_the_last_token_is_never_taken(mode: MambaCacheMode, length: int) -> None:
+    """Its logits are needed. So a repeated prompt of whole blocks needs the boundary before its last (vllm#50235)."""
+    subject = manager(attention(4), mamba(8, mode))
+    last = (length - 1) // 8 * 8
+    ends = [end for end in (8, 16, length) if end == length or end <= last]
+    Owner(subject, "a", TEXT[:length]).run(*ends)
+    assert Owner(subject, "b", TEXT[:length]).look().num_tokens == last
+
+
+@pytest.mark.parametrize("usable", [6, 7])
+def test_a_hit_is_taken_whole_or_not_at_all(usable: int) -> None:
+    """A free block of the hit is a free block less: 2 + 1 of them, and 2 + 2 new ones."""
+    subject = manager(attention(4), mamba(4), num_blocks=1 + usable)
+    Owner(subject, "a", TEXT[:8]).run().finish()
+    owner = Owner(subject, "b", TEXT[:16])
+    hit = owner.look()
+    assert hit.num_tokens == 8
+    published = subject.pool.num_published_blocks
+    new = owner.allocate(16, hit=hit)
+    if usable == 6:
+        assert new is None
+        assert subject.pool.num_free_blocks == 6
+        assert subject.pool.num_published_blocks == published
+        assert subject.block_ids("b")[0].size == 0
+        assert owner.look() == hit
+        subject.check_integrity()
+        return
+    assert new is not None
+    assert list(new.counts) == [4, 4]
+    assert owner.columns[1][0] == NULL_BLOCK
+    assert sum(columns.count(NULL_BLOCK) for columns in owner.columns) == 1
+    assert subject.pool.num_free_blocks == 0
+    subject.check_integrity(["b"])
+
+
+def test_a_hit_on_blocks_in_use_costs_no_free_block() -> None:
+    subject = manager(attention(4), mamba(4), num_blocks=1 + 4 + 4)
+    first = Owner(subject, "a", TEXT[:8]).run()
+    second = Owner(subject, "b", TEXT[:16]).run()
+    assert second.hit.num_tokens == 8
+    assert second.columns[0][:2] == first.columns[0]
+    assert second.columns[1][:2] == [NULL_BLOCK, first.columns[1][1]]
+    assert subject.pool.num_free_blocks == 0
+    subject.check_integrity(["a", "b"])
+    first.finish()
+    assert subject.pool.num_free_blocks == 1  # the state after 4 tokens: nobody else holds it
+    second.finish()
+    subject.check_integrity()
+    assert subject.pool.num_free_blocks == 8
+
+
+def test_all_groups_of_a_hit_end_at_the_same_token() -> None:
+    """ucm!1132: after the groups agree on a shorter prefix, every one of them is cut, not only the first."""
+    subject = manager(attention(4), attention(4), mamba(8))
+    owner = Owner(subject, "a", TEXT[:40]).run()
+    forget(subject, owner, 2, 3)
+    taker = Owner(subject, "b", TEXT[:40])
+    taker.allocate(25, hit=taker.look())
+    assert taker.hit == NO_HIT
+    assert taker.computed == 24
+    assert [columns[:6] for columns in taker.columns[:2]] == [columns[:6] for columns in owner.columns[:2]]
+    assert [len(columns) for columns in taker.columns] == [7, 7, 4]
+    assert taker.columns[2][:3] == [NULL_BLOCK, NULL_BLOCK, owner.columns[2][2]]
+    assert not {c[6] for c in taker.columns[:2]} & {c[6] for c in owner.columns[:2]}
+
+
+def test_a_reset_forgets_prefixes_but_takes_nothing_away() -> None:
+    subject = manager(attention(4), mamba(4))
+    owner = Owner(subject, "a", TEXT[:12]).run()
+    Owner(subject, "b", TEXT[20:32]).run().finish()
+    held = [ids.tolist() for ids in subject.block_ids("a")]
+    subject.reset_prefix_cache()
+    assert subject.pool.num_published_blocks == 0
+    assert Owner(subject, "c", TEXT[:12]).look() == PrefixHit(0, (0, 0))
+    assert [ids.tolist() for ids in subject.block_ids("a")] == held
+    owner.tokens = TEXT[:20]
+    owner.run(20)
+    owner.finish()
+    subject.check_integrity()
+    assert subject.pool.num_free_blocks == 99
+    assert Owner(subject, "d", TEXT[:20]).look().num_tokens == 0
+
+
+def test_requests_of_different_salts_share_nothing() -> None:
+    subject = manager(attention(4), mamba(4))
+    Owner(subject, "a", TEXT[:12], salt="x").run()
+    assert [Owner(subject, "b", TEXT[:12], salt).look().num_tokens for salt in ("x", "", "y")] == [8, 0, 0]
+
+
+def test_two_requests_that_compute_the_same_prefix_publish_it_once() -> None:
+    """Scheduled in one step, neither sees what the other has not written yet (kvcached#362)."""
+    subject = manager(attention(4), mamba(4))
+    first, second = Owner(subject, "a", TEXT[:12]), Owner(subject, "b", TEXT[:12])
+    for owner in (first, second):
+        assert owner.look() == PrefixHit(0, (0, 0))
+        owner.allocate(12)
+    first.publish(12)
+    second.publish(12)
+    assert subject.pool.num_published_blocks == 6
+    assert not {block for part in first.columns for block in part} & {block for part in second.columns for block in part}
+    subject.check_integrity(["a", "b"])
+    first.finish()
+    taker = Owner(subject, "c", TEXT[:13]).run()
+    assert taker.hit.num_tokens == 12
+    assert taker.columns[0][:3] == first.columns[0]
+    second.finish()
+    subject.check_integrity(["c"])
+    taker.finish()
+    subject.check_integrity()
+    assert subject.pool.num_free_blocks == 99
+
+
+def test_nothing_is_found_before_it_was_computed() -> None:
+    """vllm!56525: scheduled is not written. An owner that is dropped in between has published nothing."""
+    subject = manager(attention(4), mamba(4))
+    owner = Owner(subject, "a", TEXT[:12])
+    owner.allocate(12)
+    assert Owner(subject, "b", TEXT[:12]).look() == PrefixHit(0, (0, 0))
+    owner.finish()
+    assert Owner(subject, "b", TEXT[:12]).look() == PrefixHit(0, (0, 0))
+
+
+def test_rejected_tokens_are_not_published() -> None:
+    subject = manager(attention(4), mamba(4, k=3))
+    owner = Owner(subject, "a", TEXT[:7]).run()
+    owner.allocate(11, is_decode=True)
+    owner.tokens += [1]
+    owner.publish(8, is_decode=True)
+    assert subject.pool.num_published_blocks == 4
+    owner.allocate(12, is_decode=True)
+    owner.tokens += [2, 3, 4]
+    owner.publish(11, is_decode=True)
+    assert subject.pool.num_published_blocks == 4
+    assert Owner(subject, "b", [*TEXT[:7], 1, 2, 3, 4, 5]).look() == PrefixHit(8, (8, 8))
+
+
+def test_align_publishes_only_states_that_a_chunk_left_on_a_boundary() -> None:
+    """vllm!51113: a chunk that ends off the grid has no state for any key, nor for those that it jumped over."""
+    subject = manager(attention(4), mamba(4, "align"))
+    owner = Owner(subject, "a", TEXT[:30]).run(3, 6, 12, 19, 20, 27)
+    chain = owner.hashes.chain(4, TEXT[:30], 30)
+    found = [[subject.pool.lookup((group, digest)) is not None for digest in chain[:6]] for group in (0, 1)]
+    assert found == [[True] * 6, [False, False, True, False, True, False]]
+    hits = [Owner(subject, "b", TEXT[:length]).look() for length in (9, 13, 20, 21, 26)]
+    assert hits == [
+        PrefixHit(0, (8, 0), vetoed_by=1),
+        PrefixHit(12, (12, 12)),
+        PrefixHit(12, (16, 12), vetoed_by=1),
+        PrefixHit(20, (20, 20)),
+        PrefixHit(20, (24, 20), vetoed_by=1),
+    ]
+
+
+def test_align_publishes_the_boundaries_that_verify_steps_passed() -> None:
+    subject = manager(attention(4), mamba(4, "align", 2))
+    owner = Owner(subject, "a", TEXT[:10]).run(8, 10)
+    for before, end, accepted in ((10, 13, 11), (11, 14, 13), (13, 16, 16), (16, 19, 17)):
+        assert owner.computed == before
+        owner.tokens = TEXT[:accepted]
+        owner.allocate(end, is_decode=True)
+        owner.publish(accepted, is_decode=True)
+        subject.check_integrity(["a"])
+    assert [Owner(subject, "b", TEXT[:n]).look().num_tokens for n in (9, 12, 13, 16, 17)] == [8, 8, 12, 12, 16]
+
+
+# What is evicted first.
+
+
+def depths(subject: KVCacheManager, owner: Owner) -> list[tuple[int, int]]:
+    """Group and end of each published block, in the order of eviction."""
+    ends = {}
+    for group, part in enumerate(subject.config.groups):
+        size = part.spec.block_size
+        for column, digest in enumerate(owner.hashes.chain(size, owner.tokens, 0)):
+            ends[group, digest] = group, (column + 1) * size
+    keys = [subject.pool.key_of(block) for block in subject.pool._lru.ids().tolist()]
+    return [ends[key] for key in keys if key is not None]
+
+
+@pytest.mark.parametrize("mode", ["align", "all"])
+@pytest.mark.parametrize("sizes", [(4, 4), (4, 8), (8, 4)])
+def test_the_deepest_blocks_of_all_groups_are_evicted_first_and_together(
+    mode: MambaCacheMode, sizes: tuple[int, int]
+) -> None:
+    """A state is worth nothing without the attention blocks before it, and attention nothing without a state."""
+    subject = manager(attention(sizes[0]), mamba(sizes[1], mode))
+    owner = Owner(subject, "a", TEXT[:34]).run(8, 16, 24, 32, 34)
+    owner.finish()
+    ends = [end for _, end in depths(subject, owner)]
+    assert len(ends) == 32 // sizes[0] + (4 if mode == "align" else 32 // sizes[1])
+    assert ends == sorted(ends, reverse=True)
+
+
+def test_states_that_were_given_back_are_as_recent_as_their_request() -> None:
+    """vllm!52244's kind of loss: the states of a long request must not be evicted before those of an older one."""
+    subject = manager(attention(4), mamba(4, "align"))
+    long = Owner(subject, "a", TEXT[:30]).run(4, 8)
+    other = Owner(subject, "b", TEXT[40:49]).run(4, 8, 9)
+    other.finish()
+    long.run(12, 16, 20, 24, 28, 30)
+    long.finish()
+    keys = [subject.pool.key_of(block) for block in subject.pool._lru.ids().tolist()]
+    old = {(group, digest) for group in (0, 1) for digest in other.hashes.chain(4, other.tokens, 0)}
+    assert [key in old for key in keys] == [True] * 4 + [False] * (7 + 7)
+
+
+@pytest.mark.parametrize("mode", ["align", "all"])
+def test_eviction_shortens_a_hit_block_by_block(mode: MambaCacheMode) -> None:
+    subject = manager(attention(4), mamba(4, mode), num_blocks=40)
+    Owner(subject, "a", TEXT[:21]).run(4, 8, 12, 16, 20, 21).finish()
+    hits = []
+    while subject.pool.num_published_blocks:
+        hits.append(Owner(subject, "b", TEXT[:21]).look().num_tokens)
+        subject.pool.allocate(1)
+    hits.append(0)
+    hits = hits[-11:]
+    # Two blocks each: without one of them the other is of no use, so it is the next to go.
+    assert hits == [20, 16, 16, 12, 12, 8, 8, 4, 4, 0, 0]
+
+
+# Refusals and the checks themselves.
+
+
+def test_what_cannot_be_cached_is_refused() -> None:
+    with pytest.raises(ConfigError, match="mode none keeps no state"):
+        manager(attention(4), mamba(100, "none"))
+    manager(attention(4), mamba(100, "none"), caching=False)
+    manager(attention(4))
+    for mode in ("align", "all"):
+        with pytest.raises(ConfigError, match="at least 5 tokens, not 4"):
+            manager(attention(4), mamba(4, mode, 4))
+        manager(attention(4), mamba(4, mode, 3))
+    manager(attention(4), mamba(2, "none", 4), caching=False)
+
+
+def test_without_caching_nothing_is_published_or_found() -> None:
+    subject = manager(attention(4), mamba(4), caching=False)
+    Owner(subject, "a", TEXT[:12]).run().finish()
+    assert subject.pool.num_published_blocks == 0
+    assert Owner(subject, "b", TEXT[:12]).look() == NO_HIT
+
+
+def test_layers_of_one_type_that_differ_in_bytes_share_their_columns() -> None:
+    states = UniformTypeKVCacheSpecs(4, (("m", mamba(4, "align", 1)), ("n", mamba(4, "align", 1))))
+    subject = manager(attention(4), states)
+    owner = Owner(subject, "a", TEXT[:13]).run(8, 13)
+    assert [bool(block) for block in owner.columns[1]] == [False, True, False, True]
+    assert Owner(subject, "b", TEXT[:13]).look() == PrefixHit(8, (12, 8), vetoed_by=1)
+
+
+def test_integrity_sees_a_stranger_and_a_double_owner() -> None:
+    subject = manager(attention(4), mamba(4), num_blocks=12)
+    Owner(subject, "a", TEXT[:3]).run()
+    with pytest.raises(AssertionError, match=r"do not run hold blocks: \['a'\]"):
+        subject.check_integrity(running=("b",))
+    Owner(subject, "b", TEXT[:3]).run()
+    right = subject._held["b"]
+    subject._held["b"] = subject._held["a"]
+    with pytest.raises(AssertionError, match="other reference counts than owners"):
+        subject.check_integrity(running=("a", "b"))
+    subject._held["b"] = right
+    subject.check_integrity(running=("a", "b"))
+    held = [row.held() for row in subject._held["a"]]
+    subject._held["c"] = subject._held["a"]
+    for ids in held:
+        subject.pool.ref_count[ids] += 1
+    with pytest.raises(AssertionError, match="two owners but were never published"):
+        subject.check_integrity(running=("a", "b", "c"))
+
+
+def test_integrity_sees_a_leak() -> None:
+    subject = manager(attention(4), mamba(4), num_blocks=8)
+    subject.pool.allocate(1)
+    with pytest.raises(AssertionError, match=r"blocks \[1\] have other reference counts than owners"):
+        subject.check_integrity()

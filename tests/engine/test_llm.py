@@ -386,7 +386,7 @@ def test_a_hit_and_drafts_together(mode):
 
 
 def test_ngram_drafts_equal_no_drafts():
-    prompt = LONG[:6] * 4
+    prompt = list(range(0, 97, 4))
     options = {"speculative_method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
     llm = engine(enable_prefix_caching=True, **options)
     outputs = [one(llm, prompt, max_tokens=14) for _ in range(2)]

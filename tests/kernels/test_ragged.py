@@ -21,17 +21,6 @@ def test_padded_holds_each_row_and_flat_undoes_it(lengths, channels):
     assert torch.equal(ragged.flat(padded), tokens)
 
 
-@given(LENGTHS, st.integers(1, 3))
-def test_zero_padding_touches_padding_only(lengths, channels):
-    ragged = Ragged(torch.tensor(lengths), CPU)
-    rows = torch.full((len(lengths), max(lengths), channels), torch.nan)
-    real = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    rows[real] = 5.0
-    zeroed = ragged.zero_padding(rows)
-    assert (zeroed[real] == 5.0).all()
-    assert (zeroed[~real] == 0.0).all()
-
-
 @given(LENGTHS)
 def test_padding_is_finite_and_of_the_same_row(lengths):
     ragged = Ragged(torch.tensor(lengths), CPU)

@@ -1,0 +1,141 @@
+"""The guard model's answers in every combination of cache mode and drafts, question by question.
+
+All prompts share their five worked examples, so hits must happen; each cell names its hit rate and its acceptance, and
+one without hits, or without an accepted draft, is void. The tokens must be those of the plainest cell (no cache, no
+drafts), the acceptance must not depend on the cache, and the hit rate must not depend on the drafts, as counts.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybrid_kv.engine.llm import LLM, RequestOutput
+from hybrid_kv.engine.sampling import SamplingParams
+from hybrid_kv.guard.checks import CheckResult, poison
+
+MODES = ("none", "align", "all")
+DRAFTS = ((None, 0), ("ngram", 3), ("mtp", 1), ("mtp", 3), ("mtp", 5))
+MTP_ACCEPTANCE = 0.9  # at K = 1; 99.8 % were measured when the model was trained
+SMALL_POOL = 40  # blocks: a few requests at a time, so that prefixes are evicted and come back from the offload tier
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One engine configuration and what it made of the questions."""
+
+    mode: str
+    method: str | None
+    num_speculative_tokens: int
+    outputs: list[RequestOutput]
+    seconds: float
+    num_loaded_blocks: int | None = None  # from the offload tier, where there is one
+
+    @property
+    def name(self) -> str:
+        drafts = f"{self.method} {self.num_speculative_tokens}" if self.method else "no drafts"
+        return f"{self.mode}, {drafts}{', offload' if self.num_loaded_blocks is not None else ''}"
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [output.token_ids for output in self.outputs]
+
+    @property
+    def cached_tokens(self) -> list[int]:
+        return [output.cached_tokens for output in self.outputs]
+
+    @property
+    def hit_rate(self) -> float:
+        return sum(self.cached_tokens) / sum(len(output.prompt_token_ids) for output in self.outputs)
+
+    @property
+    def drafts(self) -> tuple[int, int]:
+        """Accepted and verified."""
+        accepted = sum(output.num_accepted_draft_tokens for output in self.outputs)
+        return accepted, sum(output.num_draft_tokens for output in self.outputs)
+
+
+def questions(seed: int, count: int) -> list[str]:
+    """Five-shot prompts that share their shots."""
+    from accuracy.guard_model.problems import dataset
+
+    data = dataset(seed, count)
+    shots = "\n\n".join(f"Question: {shot['question']}\nAnswer: {shot['answer']}" for shot in data.shots)
+    return [f"{shots}\n\nQuestion: {doc['question']}\nAnswer:" for doc in data.docs]
+
+
+def run_cell(prompts: Sequence[str], mode: str, method: str | None, k: int, **options: Any) -> Cell:
+    """Answer all questions in one configuration."""
+    from accuracy.guard_model import FOLDER
+
+    begin = time.perf_counter()
+    llm = LLM(
+        FOLDER, max_model_len=640, max_num_seqs=8, device="cpu", block_size=64, mamba_cache_mode=mode,
+        speculative_method=method, num_speculative_tokens=k, **options,
+    )  # fmt: skip
+    poison(llm)
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=64, stop=("Question:",)), progress=False)
+    tier = llm.manager.offload
+    loaded = None if tier is None else tier.stats.loaded_blocks
+    return Cell(mode, method, k, outputs, time.perf_counter() - begin, loaded)
+
+
+def cells(prompts: Sequence[str]) -> Iterator[Cell]:
+    """Every mode with every kind of draft, then two with a pool so small that blocks come back from host and files."""
+    for mode in MODES:
+        for method, k in DRAFTS:
+            yield run_cell(prompts, mode, method, k)
+    with tempfile.TemporaryDirectory() as folder:
+        yield run_cell(prompts, "all", "mtp", 3, num_blocks=SMALL_POOL, kv_offload_bytes=2**26)
+        yield run_cell(prompts, "align", None, 0, num_blocks=SMALL_POOL, kv_offload_folder=folder)
+
+
+def check_answers(count: int, progress: Callable[[int], object], seed: int = 1) -> list[CheckResult]:
+    """One line per cell: how many answers differ from those of mode none without drafts."""
+    prompts = questions(seed, count)
+    seen: dict[str, Cell] = {}
+    results = []
+    for cell in cells(prompts):
+        seen[cell.name] = cell
+        wrong = [i for i, (a, b) in enumerate(zip(cell.tokens, seen["none, no drafts"].tokens, strict=True)) if a != b]
+        detail = f"question {wrong[0]} has another answer" if wrong else _other_faults(cell, seen)
+        accepted, drafted = cell.drafts
+        figures = [f"hits {cell.hit_rate:.1%}"] if cell.mode != "none" else []
+        figures += [f"accepted {accepted / drafted:.1%}"] if drafted else []
+        figures += [f"{cell.num_loaded_blocks} loads"] if cell.num_loaded_blocks is not None else []
+        params = {
+            "mode": cell.mode, "method": cell.method, "K": cell.num_speculative_tokens, "hit_rate": cell.hit_rate,
+            "accepted": accepted, "drafted": drafted, "loaded_blocks": cell.num_loaded_blocks,
+        }  # fmt: skip
+        name = f"{cell.name}{': ' if figures else ''}{', '.join(figures)}"
+        results.append(
+            CheckResult(
+                "answers", name, not detail, len(wrong), "answers", "0", len(prompts), cell.seconds, detail, params
+            )
+        )
+        progress(1)
+    return results
+
+
+def _other_faults(cell: Cell, seen: dict[str, Cell]) -> str:
+    accepted, drafted = cell.drafts
+    if cell.mode != "none" and not cell.hit_rate:
+        return "void: no prompt token came from the cache"
+    if cell.num_loaded_blocks == 0:
+        return "void: no block came from the offload tier"
+    if cell.method is not None and not accepted:
+        return "void: no draft was accepted"
+    if cell.method == "mtp" and cell.num_speculative_tokens == 1 and accepted < MTP_ACCEPTANCE * drafted:
+        return f"{accepted} of {drafted} drafts accepted, {MTP_ACCEPTANCE:.0%} are due"
+    if cell.num_loaded_blocks is not None:
+        return ""  # another pool, another schedule: the counts below are not comparable
+    uncached = seen[cell.name.replace(cell.mode, "none", 1)]
+    if cell.drafts != uncached.drafts:
+        return f"{cell.drafts} drafts accepted and verified, {uncached.drafts} without a cache"
+    undrafted = seen[f"{cell.mode}, no drafts"]
+    if sum(cell.cached_tokens) < sum(undrafted.cached_tokens):
+        return f"{sum(cell.cached_tokens)} cached tokens, {sum(undrafted.cached_tokens)} without drafts"
+    return ""

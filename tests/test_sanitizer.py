@@ -1,0 +1,349 @@
+"""The sanitizer is silent on a right engine, names the rule that each planted bug breaks in time, and is cheap.
+
+In time: when it reports, no request has a wrong token yet.
+"""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from hybrid_kv.attention import mamba
+from hybrid_kv.attention.mamba import MambaMetadataBuilder
+from hybrid_kv.cache import block_table
+from hybrid_kv.cache.block_hash import BlockHashes
+from hybrid_kv.cache.block_pool import BlockPool
+from hybrid_kv.cache.block_table import BlockTables
+from hybrid_kv.cache.manager import KVCacheManager
+from hybrid_kv.config import EngineConfig
+from hybrid_kv.engine import runner
+from hybrid_kv.engine.llm import LLM
+from hybrid_kv.engine.runner import ModelRunner
+from hybrid_kv.engine.sampling import SamplingParams
+from hybrid_kv.engine.scheduler import Scheduler
+from hybrid_kv.guard.traffic import SmallBlocksFirst, SmallKVFirst
+from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle
+from hybrid_kv.sanitizer import SanitizerError
+
+MAX_TOKENS = 12
+PATTERNS = ("M*", "M*MM*", "*M", "MMM*M", "**", "MM")
+
+
+class Scripted:
+    """Knows what comes, and spoils some of it."""
+
+    def __init__(self, answers, num_speculative_tokens, seed):
+        self.answers, self.k, self.rng = answers, num_speculative_tokens, np.random.default_rng(seed)
+
+    def propose(self, requests, token_ids, num_tokens):
+        drafts = []
+        for request, known in zip(requests, num_tokens.tolist(), strict=True):
+            coming = self.answers[tuple(request.prompt_token_ids)][
+                known : known + int(self.rng.integers(0, self.k + 1))
+            ]
+            drafts.append([token if self.rng.random() < 0.7 else (token + 1) % 97 for token in coming])
+        return drafts
+
+
+class Traffic:
+    """Nine requests that share prefixes, in a pool too small for them; everything follows from `seed`."""
+
+    def __init__(self, seed, **options):
+        rng = np.random.default_rng(seed)
+        self.k = options.setdefault("num_speculative_tokens", int(rng.integers(0, 6)))
+        pattern = options.pop("pattern", PATTERNS[int(rng.integers(len(PATTERNS)))])
+        base = rng.integers(0, 97, 30).tolist()
+        self.prompts = [
+            base[: int(rng.integers(0, 31))] + rng.integers(0, 97, int(rng.integers(1, 16))).tolist() for _ in range(8)
+        ]
+        self.prompts.append(self.prompts[0])
+        self.model = ExactModel(ExactConfig(pattern=pattern))
+        oracle = ExactOracle(self.model)
+        self.answers = {tuple(prompt): prompt + oracle.generate(prompt, MAX_TOKENS) for prompt in self.prompts}
+        longest = pattern.count("M") * (8 + self.k) + pattern.count("*") * 8
+        mode = ("none", "align", "all")[seed % 3]
+        self.options = {
+            "attention_backend": (SmallKVFirst, SmallBlocksFirst)[seed // 3 % 2].name,
+            "mamba_cache_mode": mode,
+            "num_blocks": 1 + int(longest * rng.uniform(1.0, 2.0)),
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": int(rng.choice([5, 9, 16, 64])),
+            "max_model_len": 64,
+            "captured_batch_sizes": ((), (1, 2, 4), (3,))[int(rng.integers(3))],
+            "async_scheduling": bool(rng.random() < 0.3),
+            "sanitize": True,
+            "device": "cpu",
+        } | options
+        if "*" in pattern or self.options["mamba_cache_mode"] != "none":
+            self.options["block_size" if "*" in pattern else "mamba_block_size"] = 8
+        self.seed = seed
+
+    def llm(self):
+        return LLM(self.model, proposer=Scripted(self.answers, self.k, self.seed), **self.options)
+
+    def run(self, llm, before_step=lambda llm: None):
+        """Step by step; returns the requests, and what the sanitizer reported, if it did."""
+        params = SamplingParams(max_tokens=MAX_TOKENS)
+        requests = [llm.make_request(prompt, params) for prompt in self.prompts]
+        for request in requests:
+            llm.scheduler.add(request)
+        try:
+            while llm.scheduler.has_requests:
+                before_step(llm)
+                llm.step()
+        except SanitizerError as error:
+            return requests, error
+        return requests, None
+
+    def is_right(self, request):
+        """As far as it got."""
+        return self.answers[tuple(request.prompt_token_ids)][: request.num_tokens] == request.token_ids
+
+
+@pytest.mark.parametrize("start", range(0, 60, 10))
+def test_a_right_engine_is_silent(start):
+    seen = Counter()
+    for seed in range(start, start + 10):
+        traffic = Traffic(seed)
+        llm = traffic.llm()
+        requests, report = traffic.run(llm)
+        assert report is None, f"seed {seed}: {report}"
+        assert all(traffic.is_right(request) and request.is_finished for request in requests)
+        assert not llm.runner.sanitizer.references.any()
+        seen["hit"] += sum(request.num_cached_tokens > 0 for request in requests)
+        seen["preempted"] += sum(request.num_preemptions for request in requests)
+        seen["accepted"] += sum(request.num_accepted_draft_tokens for request in requests)
+        seen["rejected"] += sum(r.num_draft_tokens - r.num_accepted_draft_tokens for r in requests)
+        seen["evicted"] += llm.manager.pool.num_evictions
+    assert all(seen[name] for name in ("hit", "preempted", "accepted", "rejected", "evicted")), seen
+
+
+# Planted bugs. Each takes the place of a function, given that function.
+
+
+def around(change):
+    """Replace what a method returns: `change(result, *arguments)`."""
+    return lambda plain: lambda *args, **kwargs: change(plain(*args, **kwargs), *args)
+
+
+def before(change):
+    """Replace a method's positional arguments: `change(*arguments)`."""
+    return lambda plain: lambda *args, **kwargs: plain(*change(*args), **kwargs)
+
+
+def recompute_anchor(_, self, batch, num_accepted):
+    for item, accepted in zip(batch, num_accepted, strict=True):
+        column = (item.num_computed_tokens + accepted - 1) // self._mamba_spec.block_size
+        self.block_idx_last_scheduled_token_prev_step[item.request.row] = column
+
+
+def accept_one_less(_, self, batch, num_accepted):
+    rows = [item.request.row for item in batch]
+    self.num_accepted_tokens[rows] = np.maximum(1, self.num_accepted_tokens[rows] - 1)
+
+
+def with_metadata(**changes):
+    return around(lambda built, *_: replace(built, **{name: change(built) for name, change in changes.items()}))
+
+
+def live_padding(built, builder, common, *_):
+    built.state_indices[common.num_reqs :] = built.state_indices[0]
+    return built
+
+
+def state_in_place(built, builder, common, *_):
+    rows = slice(built.num_decodes, common.num_reqs)
+    started = torch.from_numpy(common.num_computed_tokens[rows] > 0)
+    built.state_indices[rows, 0] = torch.where(started, built.source_indices[rows], built.state_indices[rows, 0])
+    return built
+
+
+def no_copies(copies, *_):
+    return replace(copies, **{name: values[:0] for name, values in vars(copies).items()})
+
+
+def own_tokens_only(plain):
+    def chain(self, block_size, token_ids, num_tokens):
+        known = self._chains.setdefault(block_size, [])
+        for begin in range(len(known) * block_size, num_tokens // block_size * block_size, block_size):
+            known.append(str(token_ids[begin + block_size - 1]).encode())
+        return known
+
+    return chain
+
+
+def publish_when_scheduled(new, scheduler, item, *_):
+    request, end = item.request, item.num_computed_tokens + item.num_tokens
+    if new is not None and not item.num_drafts and item.drafts is not None:
+        scheduler.manager.cache_blocks(request.request_id, request.block_hashes, request.token_ids, end, item.is_decode)
+    return new
+
+
+def keep_last_padding(plain):
+    def compute(self, token_rows, positions, num_tokens_padded, groups):
+        slots = plain(self, token_rows, positions, num_tokens_padded, groups)
+        slots[:, len(positions) :] = slots[:, :1]
+        return slots
+
+    return compute
+
+
+def forget_to_unpublish(plain):
+    def unpublish(self, blocks):
+        kept = dict(self._blocks)
+        plain(self, blocks)
+        self._blocks = kept
+
+    return unpublish
+
+
+def one_token_back(plain):
+    def chunk(self, request, start, budget, overwrite=False):
+        return plain(self, request, start - (overwrite and start > 0), budget, overwrite)
+
+    return chunk
+
+
+def write_elsewhere(plain):
+    def sample(self, batch, hidden):
+        tokens = plain(self, batch, hidden)
+        for item, new in zip(batch, tokens, strict=True):
+            if new:
+                self.token_ids[item.request.row, item.request.num_tokens] = 0
+        return tokens
+
+    return sample
+
+
+def give_back_more(self, request_id, row, end):
+    return self, request_id, row, min(end + 1, row.length)
+
+
+def swap_rows(self, rows, *rest):
+    return self, rows[::-1].copy(), *rest
+
+
+def next_row(self, token_rows, *rest):
+    return self, (token_rows + 1) % self.max_num_reqs, *rest
+
+
+def wrong_block(block, self, key):
+    others = [other for (group, _), other in self._blocks.items() if group == key[0] and other != block]
+    return others[0] if block is not None and others else block
+
+
+def without_salt(self, salt=""):
+    return (self,)
+
+
+def free_a_running_block(llm):
+    if llm.num_steps == 3:
+        ids = llm.manager.block_ids(llm.scheduler.running[0].request_id)
+        llm.manager.pool.free(np.concatenate(ids)[:1])
+
+
+def damage_published_pages(llm):
+    pages = llm.runner.raw_buffers[0].view(llm.manager.pool.num_blocks, -1)
+    pages[list(llm.manager.pool._keys), 0] ^= 1
+
+
+ALL = {"mamba_cache_mode": "all", "pattern": "M*", "num_speculative_tokens": 3, "async_scheduling": False}
+ALIGN = ALL | {"mamba_cache_mode": "align"}
+ATTENTION = ALL | {"pattern": "**"}
+ROOMY = {"num_blocks": 80, "max_num_batched_tokens": 16}
+
+BUGS = {
+    "anchor recomputed (C15)": (ModelRunner, "_postprocess", around(recompute_anchor), ALL, "read-window"),
+    "accepted off by one": (ModelRunner, "_postprocess", around(accept_one_less), ALL, "read-window"),
+    "stale window row": (
+        MambaMetadataBuilder, "build",
+        with_metadata(num_accepted_tokens=lambda m: torch.ones_like(m.num_accepted_tokens)), ALL, "read-window",
+    ),
+    "stale source indices (C01)": (
+        MambaMetadataBuilder, "build", with_metadata(source_indices=lambda m: m.window_indices), ALL, "read-state",
+    ),
+    "window row beyond the window": (
+        MambaMetadataBuilder, "build",
+        with_metadata(num_accepted_tokens=lambda m: m.num_accepted_tokens + 4), ALL, "index-range",
+    ),
+    "initial states flipped": (
+        MambaMetadataBuilder, "build",
+        with_metadata(has_initial_state=lambda m: None if m.has_initial_state is None else ~m.has_initial_state),
+        ALL, "initial-state",
+    ),
+    "padding writes a live block (C06)": (MambaMetadataBuilder, "build", around(live_padding), ALL, "pad-row"),
+    "shared state written in place (F34)": (MambaMetadataBuilder, "build", around(state_in_place), ALL, "write-shared"),
+    "boundary copy forgotten": (runner, "boundary_copies", around(no_copies), ALL, "publish-state"),
+    "boundary copy has no effect": (runner, "postprocess_mamba", lambda plain: lambda *_: None, ALIGN, "copy-bytes"),
+    "boundary copy of a rejected draft": (
+        runner, "boundary_copies", before(lambda spec, computed, lengths, _: (spec, computed, lengths, lengths)),
+        ALL, "copy-rejected",
+    ),
+    "boundary offset off by one": (
+        mamba, "boundaries_inside",
+        around(lambda found, *_: (found[0], found[1], np.maximum(found[2] - 1, 1))), ALL, "publish-state",
+    ),
+    "row state of the last owner (C10)": (
+        ModelRunner, "_cleanup_mamba_state_idx", lambda plain: lambda *_: None, ALL, "read-window",
+    ),
+    "align publishes jumped columns": (
+        KVCacheManager, "cache_blocks", before(lambda *args: (*args[:5], True)), ALIGN, "publish-unheld",
+    ),
+    "align publishes inside a block (F32)": (
+        KVCacheManager, "cache_blocks", before(lambda *args: (*args[:4], args[4] + 4, args[5])), ALIGN | {"num_speculative_tokens": 0},
+        "publish-unaccepted",
+    ),
+    "published when scheduled (vllm!56525)": (
+        Scheduler, "_allocate", around(publish_when_scheduled), ALL, "publish-unaccepted",
+    ),
+    "slot off by one": (block_table, "slot_mapping", around(lambda slots, *_: slots + 1), ATTENTION, "read-slot"),
+    "negative slot": (block_table, "slot_mapping", around(lambda slots, *_: slots - 2**20), ATTENTION, "index-range"),
+    "two rows swapped": (BlockTables, "gather_block_tables", before(swap_rows), ATTENTION, "read-slot"),
+    "slots of another row (C22)": (BlockTables, "compute_slot_mappings", before(next_row), ATTENTION, "write-unheld"),
+    "padding keeps slots (B06)": (BlockTables, "compute_slot_mappings", keep_last_padding, ATTENTION, "pad-slot"),
+    "kernel blocks not expanded (B01)": (
+        block_table, "expand_torch", around(lambda ids, *_: ids), ATTENTION, "read-slot",
+    ),
+    "one table column too few": (
+        BlockTables, "gather_block_tables",
+        before(lambda self, rows, padded, columns: (self, rows, padded, [c - 1 for c in columns])),
+        ATTENTION, "read-slot",
+    ),
+    "a hit takes another block": (BlockPool, "lookup", around(wrong_block), ATTENTION | ROOMY, "hit-prefix"),
+    "a hash of the last token only": (BlockHashes, "chain", own_tokens_only, ATTENTION | ROOMY, "hit-prefix"),
+    "a hit is computed again in place": (Scheduler, "_chunk", one_token_back, ATTENTION | ROOMY, "write-shared"),
+    "given back too early (F16)": (KVCacheManager, "_give_back", before(give_back_more), ALIGN, "read-unheld"),
+    "evicted and still found": (BlockPool, "_unpublish", forget_to_unpublish, ATTENTION, "evict-findable"),
+    "new token in the wrong place": (ModelRunner, "_sample", write_elsewhere, ALL, "input-token"),
+    "every draft accepted": (
+        runner, "verify", lambda plain: lambda logits, drafts, *rest: [
+            [*draft, new[-1]] for draft, new in zip(drafts, plain(logits, drafts, *rest), strict=True)
+        ], ALL, "accept",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_named_before_a_wrong_token(name, monkeypatch):
+    owner, attribute, bug, options, rule = BUGS[name]
+    monkeypatch.setattr(owner, attribute, bug(getattr(owner, attribute)))
+    for seed in range(12):
+        traffic = Traffic(seed, **options)
+        requests, report = traffic.run(traffic.llm())
+        assert all(map(traffic.is_right, requests)), f"seed {seed}: a wrong token came first"
+        if report is not None:
+            assert report.rule == rule, str(report)
+            return
+    pytest.fail("the bug was not noticed")
+
+
+@pytest.mark.parametrize(
+    "disturb, options, rule",
+    [(free_a_running_block, ALL, "allocate-held"), (damage_published_pages, ATTENTION | ROOMY, "hit-overwritten")],
+)
+def test_damage_from_outside_is_named(disturb, options, rule):
+    traffic = Traffic(2, **options)
+    _, report = traffic.run(traffic.llm(), disturb)
+    assert report is not None and report.rule == rule, str(report)
