@@ -261,6 +261,10 @@ class LLM:
         """
         self._aborted.add(request_id)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget what the device has cached for other requests; the offload tier keeps what it has."""
+        self.manager.reset_prefix_cache()
+
     def _drop_aborted(self) -> list[tuple[Request, str]]:
         if not self._aborted:
             return []
