@@ -337,6 +337,13 @@ class KVCacheManager:
             self.pool.free(ids)
             self._given_back.setdefault(request_id, {}).update(zip(ids.tolist(), ends.tolist(), strict=True))
 
+    def completes_blocks(self, request_id: str, num_computed_tokens: int) -> bool:
+        """Whether `cache_blocks` has anything to do."""
+        return self.enable_prefix_caching and any(
+            row.published < num_computed_tokens // spec.block_size
+            for spec, row in zip(self._specs, self._held[request_id], strict=True)
+        )
+
     def cache_blocks(
         self,
         request_id: str,

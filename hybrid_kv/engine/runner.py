@@ -57,14 +57,14 @@ class Proposer(Protocol):
     def propose(
         self,
         requests: Sequence[Request],
-        token_ids: npt.NDArray[np.int64],
+        token_ids: Sequence[npt.NDArray[np.int64]],
         num_tokens: npt.NDArray[np.int64],
     ) -> list[list[int]]:
         """At most K tokens for each request.
 
         Args:
             requests: as they were before the step.
-            token_ids: [num_requests, max_model_len + 1]; beyond `num_tokens` of a row lie rejected drafts.
+            token_ids: of each request [max_model_len + 1]; beyond its `num_tokens` lie rejected drafts.
             num_tokens: [num_requests], known tokens, those of this step included.
         """
 
@@ -245,7 +245,7 @@ class ModelRunner:
         if not requests:
             return {}
         rows = [request.row for request in requests]
-        drafts = self.proposer.propose(requests, self.token_ids[rows], self.num_tokens[rows])
+        drafts = self.proposer.propose(requests, [self.token_ids[row] for row in rows], self.num_tokens[rows])
         return {request.request_id: draft for request, draft in zip(requests, drafts, strict=True)}
 
     def _prepare(self, batch: Sequence[ScheduledRequest]) -> tuple[ForwardContext, int]:

@@ -147,8 +147,9 @@ class Scheduler:
         index = 0
         while index < len(self.running) and budget > 0:
             request = self.running[index]
-            # One token is left for each running request behind this one: drafts must not starve anybody.
-            item = self._next(request, budget, budget - (len(self.running) - index))
+            # One token is left for each running request behind this one: neither drafts nor a chunk starve anybody.
+            own = budget - (len(self.running) - index - 1)
+            item = self._next(request, own, own - 1)
             if item is None:
                 index += 1
                 continue
@@ -264,13 +265,15 @@ class Scheduler:
 
     def _cache_blocks(self, item: ScheduledRequest) -> None:
         request = item.request
-        self.manager.cache_blocks(
-            request.request_id,
-            request.block_hashes,
-            request.token_ids,
-            request.num_computed_tokens,
-            item.is_decode,
-        )
+        # One step in `block_size` completes a block; the others need not gather the request's tokens.
+        if self.manager.completes_blocks(request.request_id, request.num_computed_tokens):
+            self.manager.cache_blocks(
+                request.request_id,
+                request.block_hashes,
+                request.token_ids,
+                request.num_computed_tokens,
+                item.is_decode,
+            )
 
     def finish(self, request: Request) -> None:
         """Forget a request, running or waiting."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hybrid_kv.attention.mamba import MambaMetadata
-from hybrid_kv.attention.paged import PagedAttentionMetadata
+from hybrid_kv.attention.paged import AttentionPart, PagedAttentionMetadata
 from hybrid_kv.kernels.causal_conv1d import causal_conv1d, windows_at
 from hybrid_kv.kernels.paged_attention import paged_attention, write_kv
 from hybrid_kv.kernels.ssd import chunk_scan, selective_state_update
@@ -92,12 +92,15 @@ class PagedAttention(nn.Module):
         write_kv(key.to(key_cache.dtype), value.to(key_cache.dtype), key_cache, value_cache, metadata.slots)
         outputs = []
         for part in metadata.parts:
-            rows = part.rows.padded(query[part.start : part.start + part.num_tokens])
-            out = paged_attention(
-                rows.to(key_cache.dtype), key_cache, value_cache, part.block_table, part.positions, self.head_size**-0.5
-            )
-            outputs.append(part.rows.flat(out))
+            rows = part.rows.padded(query[part.start : part.start + part.num_tokens]).to(key_cache.dtype)
+            outputs.append(part.rows.flat(self.attend(rows, key_cache, value_cache, part)))
         return self.o_proj(torch.cat(outputs).flatten(1).to(x.dtype))
+
+    def attend(
+        self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, part: AttentionPart
+    ) -> torch.Tensor:
+        """[num_rows, len, num_heads, head_size] to the same, over every earlier token and the query's own."""
+        return paged_attention(query, key_cache, value_cache, part.block_table, part.positions, self.head_size**-0.5)
 
 
 class Mamba2Mixer(nn.Module):

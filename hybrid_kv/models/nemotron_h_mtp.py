@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hybrid_kv.attention.paged import PagedAttentionMetadata
+from hybrid_kv.attention.paged import AttentionPart
 from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec
 from hybrid_kv.config import ConfigError
-from hybrid_kv.kernels.paged_attention import gather_kv, write_kv
+from hybrid_kv.kernels.paged_attention import gather_kv
 from hybrid_kv.models.layers import ForwardContext, Linear, PagedAttention, RMSNorm, SquaredReluMLP
 from hybrid_kv.models.nemotron_h import NemotronH, NemotronHConfig
 
@@ -72,21 +72,13 @@ class GridAttention(PagedAttention):
 
     grid: int | None = None
 
-    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+    def attend(
+        self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, part: AttentionPart
+    ) -> torch.Tensor:
         if self.grid is None:
             raise ValueError("set NemotronHMTP.grid to the tokens between two possible ends of a prefix hit")
-        metadata: PagedAttentionMetadata = context.metadata[self.name]
-        key_cache, value_cache = context.views[self.name]
-        dtype = key_cache.dtype
-        query, key, value = self.qkv_proj(x).view(len(x), -1, self.head_size).split(self.heads, dim=1)
-        write_kv(key.to(dtype), value.to(dtype), key_cache, value_cache, metadata.slots)
-        outputs = []
-        for part in metadata.parts:
-            rows = part.rows.padded(query[part.start : part.start + part.num_tokens]).to(dtype)
-            scale = self.head_size**-0.5
-            out = grid_attention(rows, key_cache, value_cache, part.block_table, part.positions, scale, self.grid)
-            outputs.append(part.rows.flat(out))
-        return self.o_proj(torch.cat(outputs).flatten(1).to(x.dtype))
+        scale = self.head_size**-0.5
+        return grid_attention(query, key_cache, value_cache, part.block_table, part.positions, scale, self.grid)
 
 
 class MTPAttentionLayer(nn.Module):

@@ -28,13 +28,13 @@ class NgramProposer:
         self.min_ngram = min_ngram
 
     def propose(
-        self, requests: Sequence[object], token_ids: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64]
+        self, requests: Sequence[object], token_ids: Sequence[npt.NDArray[np.int64]], num_tokens: npt.NDArray[np.int64]
     ) -> list[list[int]]:
         """Up to `num_speculative_tokens` drafts per row; none where nothing repeats.
 
         Args:
             requests: whose rows they are; not looked at.
-            token_ids: [num_rows, width].
+            token_ids: of each row [width].
             num_tokens: [num_rows], known tokens of each row; behind them lie stale drafts, which are never read.
         """
         return [self._propose_row(row[:n]) for row, n in zip(token_ids, num_tokens.tolist(), strict=True)]

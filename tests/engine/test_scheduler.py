@@ -1,139 +1,360 @@
-"""The scheduler under random traffic: budgets, order, preemption, and an end."""
+"""The scheduler under random traffic: budgets, order, drafts, hits, preemption, what each block holds, and an end."""
 
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+import torch
 
-from hybrid_kv.cache.backend import BackendContext, TorchBackend
+from hybrid_kv.cache.block_pool import NULL_BLOCK
 from hybrid_kv.cache.manager import KVCacheManager
 from hybrid_kv.cache.plan import plan_cache
+from hybrid_kv.cache.backend import BackendContext, TorchBackend
+from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, cdiv
 from hybrid_kv.config import CacheConfig, ConfigError, SchedulerConfig
 from hybrid_kv.engine.sampling import SamplingParams
 from hybrid_kv.engine.scheduler import Request, Scheduler
 from hybrid_kv.models.exact import ExactConfig, ExactModel
 
+MODES = ("none", "align", "all")
 MAX_MODEL_LEN = 40
 
 
-def scheduler(num_blocks=60, budget=16, seqs=4, pattern="M*"):
-    specs = ExactModel(ExactConfig(pattern=pattern)).layer_specs
-    cache = CacheConfig(block_size=4, num_blocks=num_blocks)
-    plan = plan_cache(specs, cache, TorchBackend, BackendContext(), MAX_MODEL_LEN)
-    return Scheduler(SchedulerConfig(seqs, max(budget, seqs), MAX_MODEL_LEN), KVCacheManager(plan.config))
+@dataclass
+class Row:
+    """What the runner knows of a request: its tokens, its columns, and where its state is."""
+
+    tokens: list[int]
+    columns: list[list[int]]
+    prev: int
+    accepted: int = 1
+    drafts: list[int] = field(default_factory=list)
 
 
-def request(name, length, max_tokens=4):
-    return Request(str(name), [1] * length, SamplingParams(max_tokens=max_tokens), seed=0)
+class Simulation:
+    """The engine without a model. A text is fixed for each request; each slot and state is named by the prefix of
+    tokens that it stands for, so that what is read and what is published can be compared with what it should be.
 
+    Args:
+        check: compare contents and the rules of every step; without it only blocks are counted.
+    """
 
-def advance(target):
-    """One step as the engine does it; returns what was scheduled and who finished."""
-    scheduled = target.schedule()
-    finished = []
-    for item in scheduled:
-        item.request.num_computed_tokens += item.num_tokens
+    def __init__(
+        self, seed, mode, k, sizes=(4, 4), num_blocks=60, budget=16, seqs=4, limit=MAX_MODEL_LEN, late=False, check=True
+    ):
+        self.rng = np.random.default_rng(seed)
+        self.mode, self.k, self.late, self.check = mode, k, late, check
+        mamba, attention = sizes
+        self.specs = [
+            MambaSpec(mamba, ((1,),), (torch.int32,), mamba_cache_mode=mode, num_speculative_blocks=k),
+            FullAttentionSpec(attention, 1, 1, torch.int32),
+        ]
+        groups = tuple(KVCacheGroupSpec((str(i),), spec) for i, spec in enumerate(self.specs))
+        self.manager = KVCacheManager(KVCacheConfig(num_blocks, groups), mode != "none", max_model_len=limit)
+        self.pool = self.manager.pool
+        config = SchedulerConfig(seqs, max(budget, seqs), limit)
+        self.scheduler = Scheduler(config, self.manager, mamba if mode == "align" else None, k)
+        self.texts, self.rows, self.stops = {}, {}, {}
+        self.prefixes = {}
+        self.content = np.full((num_blocks, max(sizes)), -1)
+        allocate = self.pool.allocate
+
+        def poisoned(count):
+            ids = allocate(count)
+            if ids is not None:
+                self.content[ids] = -1
+            return ids
+
+        self.pool.allocate = poisoned
+        self.seen = Counter()
+        self.highest = Counter()  # blocks by request and group
+        self.output = None
+        self.num_steps = 0
+
+    def add(self, text, length, max_tokens, stop=None, salt=""):
+        """`text` has at least `max_model_len + K` tokens, of which `length` are the prompt; it ends at token `stop`."""
+        name = str(len(self.texts))
+        request = Request(name, text[:length], SamplingParams(max_tokens=max_tokens, cache_salt=salt), seed=0)
+        self.scheduler.add(request)
+        self.texts[name], self.stops[name] = text, stop
+        return request
+
+    def named(self, request, tokens):
+        """The prefixes of `tokens`, the empty one included."""
+        names = [self.prefixes.setdefault((-1, request.params.cache_salt), len(self.prefixes))]
+        for token in tokens:
+            names.append(self.prefixes.setdefault((names[-1], token), len(self.prefixes)))
+        return np.array(names)
+
+    def step(self):
+        """One step as `LLM.step` does it; returns what was scheduled."""
+        scheduler = self.scheduler
+        before, old = list(scheduler.running), {id(r): r.num_preemptions for r in scheduler.running}
+        drafts = {r.request_id: list(r.draft_token_ids) for r in before}
+        scheduled = scheduler.schedule()
+        self.num_steps += 1
+        if self.check:
+            self.check_step(scheduled, before, old, drafts)
+        for request in scheduler.running:
+            for group, ids in enumerate(self.manager.block_ids(request.request_id)):
+                key = request.request_id, group
+                self.highest[key] = max(self.highest[key], len(ids))
+        if self.check and not self.late and scheduled and self.rng.random() < 0.02:
+            victim = scheduled.pop(int(self.rng.integers(len(scheduled))))  # after it was scheduled, before it ran
+            scheduler.finish(victim.request)
+            self.seen["aborted"] += 1
+        output = [self.run(item) for item in self.read(scheduled)]
+        if not self.late:
+            self.process(output)
+            return scheduled
+        previous, self.output = self.output, output
+        self.process(previous or [])
+        for item in scheduled:
+            if not item.request.is_finished:
+                item.request.in_flight = item
+        return scheduled
+
+    def check_step(self, scheduled, before, preemptions, drafts):
+        scheduler, limit = self.scheduler, self.scheduler.config.max_model_len
+        running = [item.request for item in scheduled]
+        assert len(set(map(id, running))) == len(running) <= scheduler.config.max_num_seqs
+        assert sum(item.num_tokens for item in scheduled) <= scheduler.config.max_num_batched_tokens
+        arrival = [int(r.request_id) for r in [*scheduler.running, *scheduler.waiting]]
+        assert arrival == sorted(arrival), "first come, first served, preempted requests included"
+        for request in before:
+            if request.num_preemptions > preemptions[id(request)]:
+                self.seen["preempted"] += 1
+                assert request.draft_token_ids == []
+                assert (request.row, request.num_computed_tokens) == (-1, 0)
+            elif request.in_flight is None:
+                assert request in running, "a running request was starved"
+        if not self.late:
+            assert bool(scheduled) == scheduler.has_requests
+        for item in scheduled:
+            request, room = item.request, item.request.params.max_tokens - len(item.request.output_token_ids)
+            assert item.num_tokens >= 1
+            assert item.num_computed_tokens + item.num_tokens < limit
+            if item.drafts:
+                assert len(item.drafts) < room
+                assert list(item.drafts) == drafts[request.request_id][: len(item.drafts)]
+                assert item.is_decode
+                assert item.samples
+            if item.overwrite:
+                self.seen["hit"] += item.num_computed_tokens > 0
+                assert item.num_computed_tokens < request.num_tokens
+                self.seen["resumed on a hit"] += item.num_computed_tokens > 0 and request.num_preemptions > 0
+            if self.mode == "align" and not item.is_decode and item.drafts is not None:
+                size = scheduler.align_to
+                start, end = item.num_computed_tokens, item.num_computed_tokens + item.num_tokens
+                last = (request.num_tokens - 1) // size * size
+                assert end % size == 0 or end // size == start // size or start >= last
+                assert not start < last < end, "the last boundary that a hit may use was passed over"
+                self.seen["jumped over a column"] += end // size > start // size + 1
+                self.seen["chunk inside a block"] += end % size != 0 and end < request.num_tokens
+        for request in scheduler.running:
+            for spec, ids in zip(self.specs, self.manager.block_ids(request.request_id), strict=True):
+                assert len(ids) <= spec.max_blocks_per_request(limit) + self.slack(spec)
+
+    def slack(self, spec):
+        """The drafts of a step in flight may be rejected or not: room for both."""
+        return 1 if self.late and isinstance(spec, MambaSpec) and self.mode == "align" else 0
+
+    def read(self, scheduled):
+        """Resolve, stage and read all rows, before any of them writes."""
+        resolved = []
+        for item in scheduled:
+            request, name = item.request, item.request.request_id
+            if item.overwrite:
+                start = max(0, item.num_computed_tokens // self.specs[0].block_size - 1)
+                self.rows[name] = Row(request.token_ids, [[], []], 0 if self.mode == "none" else start)
+            row = self.rows[name]
+            if item.drafts is None:
+                known = len(row.tokens)
+                room = min(
+                    request.params.max_tokens - (known - len(request.prompt_token_ids)),
+                    self.scheduler.config.max_model_len - known,
+                )
+                drafts = tuple(row.drafts[: max(0, min(item.num_drafts, room - 1))])
+                item = replace(item, num_computed_tokens=known - 1, num_tokens=1 + len(drafts), drafts=drafts)
+            resolved.append(item)
+            if len(item.new_blocks.ids):
+                for columns, ids in zip(row.columns, item.new_blocks.per_group(), strict=True):
+                    columns += ids.tolist()
+            n = item.num_computed_tokens
+            if not self.check or not n:
+                continue
+            names = self.named(request, row.tokens[:n])
+            (states, slots), size = row.columns, self.specs[1].block_size
+            got = self.content[slots[: cdiv(n, size)], :size].reshape(-1)[:n]
+            assert (got == names[1:]).all(), "a slot holds something else than the request's token"
+            source = states[row.prev + row.accepted - 1]
+            assert source != NULL_BLOCK
+            assert self.content[source, 0] == -2 - names[n], "the state is not that after the last token"
+        return resolved
+
+    def run(self, item):
+        """Write what the step computes; returns the item and what it sampled."""
+        request, row = item.request, self.rows[item.request.request_id]
+        n, q, drafts = item.num_computed_tokens, item.num_tokens, list(item.drafts)
+        known = n + q - len(drafts)
+        text = self.texts[request.request_id]
+        new = []
         if item.samples:
-            item.request.output_token_ids.append(0)
-            if len(item.request.output_token_ids) == item.request.params.max_tokens:
-                target.finish(item.request)
-                finished.append(item.request)
-    return scheduled, finished
+            wrong = (j for j, draft in enumerate(drafts) if draft != text[known + j])
+            good = next(wrong, len(drafts))
+            new = text[known : known + good + 1]
+            self.seen["rejected"] += good < len(drafts)
+            self.seen["accepted"] += good > 0
+        if self.check:
+            self.write(item, row, self.named(request, row.tokens[:known] + drafts), max(1, len(new)))
+        row.tokens = row.tokens[:known] + new if item.samples else row.tokens
+        row.drafts = []
+        if new:
+            end = known + len(new)
+            good = int(self.rng.integers(self.k + 1))
+            count = int(self.rng.integers(self.k + 1))
+            row.drafts = [t if j < good else 9 for j, t in enumerate(text[end : end + count])]
+        return item, new, list(row.drafts)
+
+    def write(self, item, row, names, accepted):
+        n, q, (states, slots) = item.num_computed_tokens, item.num_tokens, row.columns
+        size, state_size = self.specs[1].block_size, self.specs[0].block_size
+        for position in range(n, n + q):
+            block = slots[position // size]
+            assert block != NULL_BLOCK
+            assert self.pool.key_of(block) is None, "a published block is written"
+            self.content[block, position % size] = names[position + 1]
+
+        def keep(column, prefix):
+            assert states[column] != NULL_BLOCK
+            assert self.pool.key_of(states[column]) is None, "a published state is written"
+            self.content[states[column], 0] = -2 - names[prefix]
+
+        anchor = 0 if self.mode == "none" else (n + q - 1) // state_size
+        row.prev, row.accepted = anchor, 1
+        if not item.is_decode:
+            if self.mode == "all":
+                for end in range(n // state_size * state_size + state_size, n + q, state_size):
+                    keep(end // state_size - 1, end)
+            keep(anchor, n + q)
+            return
+        for j in range(q):
+            keep(anchor + j, n + j + 1)
+        row.accepted = accepted
+        for j in range(accepted if self.mode != "none" else 0):
+            home = (n + j + 1) // state_size - 1
+            if (n + j + 1) % state_size == 0 and anchor + j != home:
+                keep(home, n + j + 1)
+                self.seen["brought home"] += 1
+                if j + 1 == accepted:
+                    row.prev, row.accepted = home, 1
+
+    def process(self, output):
+        for item, new, drafts in output:
+            request = item.request
+            request.in_flight = None
+            if request.is_finished:
+                continue
+            kept, ended = 0, False
+            for kept in range(1, len(new) + 1):
+                length = request.num_tokens + kept
+                ended = (
+                    length - len(request.prompt_token_ids) >= request.params.max_tokens
+                    or length >= self.scheduler.config.max_model_len
+                    or length - 1 == self.stops[request.request_id]
+                )
+                if ended:
+                    break
+            self.seen["ended inside accepted drafts"] += kept < len(new)
+            old = request.num_computed_tokens
+            self.scheduler.update(item, new, kept)
+            if self.check and not item.is_stale:
+                computed = request.num_tokens - 1 if new else item.num_computed_tokens + item.num_tokens
+                assert request.num_computed_tokens == computed
+                self.check_published(request, old)
+            request.draft_token_ids = drafts if not item.is_stale else []
+            if ended:
+                self.scheduler.finish(request)
+
+    def check_published(self, request, old):
+        """What a step has published is what its key says."""
+        if self.mode == "none":
+            return
+        names = self.named(request, request.token_ids[: request.num_computed_tokens])
+        for group, spec in enumerate(self.specs):
+            size = spec.block_size
+            chain = request.block_hashes.chain(size, (), 0)
+            for column in range(old // size, request.num_computed_tokens // size):
+                block = self.pool.lookup((group, chain[column]))
+                assert block is not None or (group == 0 and self.mode == "align")
+                if block is None:
+                    continue
+                end = (column + 1) * size
+                if group == 0:
+                    assert self.content[block, 0] == -2 - names[end]
+                else:
+                    assert (self.content[block, :size] == names[end - size + 1 : end + 1]).all()
+
+    def drain(self, bound):
+        """Run until nothing is left, at most `bound` steps."""
+        for _ in range(bound):
+            if not self.scheduler.has_requests:
+                break
+            self.step()
+        assert not self.scheduler.has_requests, "the traffic does not end"
+        self.scheduler.check_integrity()
+        assert self.pool.num_free_blocks == self.pool.num_blocks - 1
 
 
-@given(
-    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 9)), min_size=1, max_size=9),
-    st.integers(11, 30),
-    st.integers(1, 24),
-    st.integers(1, 5),
-)
-def test_random_traffic_ends_within_budget_and_in_order(traffic, num_blocks, budget, seqs):
-    target = scheduler(num_blocks, budget, seqs)
-    budget = target.config.max_num_batched_tokens
-    pending = [request(i, length, max_tokens) for i, (length, max_tokens) in enumerate(traffic)]
-    for one in pending:
-        target.add(one)
-    arrival = {one.request_id: i for i, one in enumerate(pending)}
-    # Each step computes a token of the oldest request, and nobody older can take its blocks.
-    bound = sum(length + max_tokens for length, max_tokens in traffic)
-    ended = 0
-    for _ in range(bound):
-        before = [one.request_id for one in target.running]
-        scheduled, finished = advance(target)
-        ended += len(finished)
-        target.check_integrity()
-        assert scheduled
-        assert all(item.num_tokens >= 1 for item in scheduled)
-        assert sum(item.num_tokens for item in scheduled) <= budget
-        names = [item.request.request_id for item in scheduled]
-        assert len(set(names)) == len(names) <= seqs
-        # First come, first served, preempted requests included.
-        order = [arrival[one.request_id] for one in [*target.running, *target.waiting]]
-        assert order == sorted(order)
-        assert scheduled[0].request.request_id == (before[0] if before else names[0])
-        if not target.has_requests:
-            break
-    assert ended == len(traffic)
-    assert target.manager.pool.num_free_blocks == target.manager.pool.num_blocks - 1
+def random_text(rng, roots):
+    """Few roots and few tokens, so that prefixes are often equal."""
+    text = list(roots[rng.integers(len(roots))])
+    at = int(rng.integers(len(text)))
+    return text[:at] + rng.integers(0, 2, len(text) - at).tolist() if rng.random() < 0.5 else text
 
 
-def test_the_youngest_is_preempted_and_starts_again_from_its_first_token():
-    target = scheduler(num_blocks=1 + 2 * 2 + 1, budget=64)
-    old, young = request("old", 4, 9), request("young", 4, 4)
-    target.add(old)
-    target.add(young)
-    for _ in range(6):
-        advance(target)
-        if young.num_preemptions:
-            break
-    assert (old.num_preemptions, young.num_preemptions) == (0, 1)
-    assert young.row == -1
-    assert young.num_computed_tokens == 0
-    assert target.waiting[0] is young
+def random_traffic(seed, mode, late):
+    rng = np.random.default_rng(seed)
+    k = int(rng.integers(0, 4))
+    sizes = int(rng.integers(1 + k, 7)), int(rng.choice([1, 2, 3, 4, 6]))
+    limit = int(rng.integers(12, 32))
+    seqs = int(rng.integers(1, 5))
+    # Enough for one request of the greatest length, seldom for all.
+    alone = sum(
+        spec.max_blocks_per_request(limit)
+        for spec in (
+            MambaSpec(sizes[0], ((1,),), (torch.int32,), mamba_cache_mode=mode, num_speculative_blocks=k),
+            FullAttentionSpec(sizes[1], 1, 1, torch.int32),
+        )
+    )
+    blocks = 1 + alone + int(rng.integers(0, alone * seqs))
+    target = Simulation(seed, mode, k, sizes, blocks, int(rng.integers(1, 20)), seqs, limit, late)
+    roots = rng.integers(0, 2, (2, limit + 8)).tolist()
+    bound = 0
+    for _ in range(int(rng.integers(2, 8))):
+        length, max_tokens = int(rng.integers(1, limit)), int(rng.integers(1, 12))
+        stop = length + int(rng.integers(12)) if rng.random() < 0.3 else None
+        target.add(random_text(rng, roots), length, max_tokens, stop, salt="s" if rng.random() < 0.1 else "")
+        # Each step computes a token of the oldest request, and nobody older can take its blocks.
+        bound += length + max_tokens
+    return target, bound * (2 if late else 1)
 
 
-def test_a_preempted_request_recomputes_its_output_in_one_prefill():
-    target = scheduler()
-    one = request("a", 5, 9)
-    target.add(one)
-    advance(target)
-    advance(target)
-    target.preempt(one)
-    (item,) = target.schedule()
-    assert (item.num_tokens, item.num_computed_tokens, item.overwrite, item.is_decode) == (7, 0, True, False)
-
-
-@pytest.mark.parametrize(
-    ("length", "max_tokens", "num_blocks", "match"),
-    [
-        (0, 1, 60, "request bad: the prompt is empty"),
-        (40, 1, 60, "the prompt has 40 tokens, max_model_len is 40"),
-        (30, 9, 6, "38 tokens never fit in 5 cache blocks; lower max_tokens"),
-    ],
-)
-def test_impossible_requests_are_refused_and_the_others_go_on(length, max_tokens, num_blocks, match):
-    target = scheduler(num_blocks)
-    target.add(request("good", 3))
-    with pytest.raises(ConfigError, match=match):
-        target.add(request("bad", length, max_tokens))
-    finished = []
-    while target.has_requests:
-        finished += advance(target)[1]
-    assert [one.request_id for one in finished] == ["good"]
-
-
-def test_abort_of_running_and_waiting_requests():
-    target = scheduler(seqs=2, budget=3)
-    requests = [request(i, 7) for i in range(4)]
-    for one in requests:
-        target.add(one)
-    for _ in range(4):
-        advance(target)
-    assert len(target.running) == 2
-    for victim in (requests[0], requests[3]):
-        target.finish(victim)
-        target.check_integrity()
-    finished = []
-    while target.has_requests:
-        finished += advance(target)[1]
-        target.check_integrity()
-    assert [one.request_id for one in finished] == ["1", "2"]
+@pytest.mark.parametrize("late", [False, True], ids=["", "async"])
+@pytest.mark.parametrize("mode", MODES)
+def test_random_traffic(mode, late):
+    """In each step: no empty one, the budget, the order, nobody starved, every block what it should be; and an end."""
+    seen = Counter()
+    for seed in range(600):
+        target, bound = random_traffic(seed, mode, late)
+        target.drain(bound)
+        seen += target.seen
+    required = {"preempted", "rejected", "accepted", "ended inside accepted drafts"}
+    if not late:
+        required |= {"aborted"}
+    if mode != "none":
+        required |= {"hit", "resumed on a hit", "brought home"}
+    if mode == "align":
+        required |= {"jumped over a column", "chunk inside a block"}
+    assert {name for name in required if seen[name] < 10} == set()
