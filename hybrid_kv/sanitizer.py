@@ -6,7 +6,8 @@ Which slots and blocks are read and written is taken from what the model gets (s
 what they should hold follows from the request's token ids alone. So neither the block tables, nor the metadata
 builders, nor the block hashes are trusted, and the first broken rule is named before the model runs:
 
-- `input-token`, `position`, `row-length`: the model gets other tokens, positions or lengths than the request has.
+- `input-token`, `position`, `row-length`: the model gets other tokens, positions or lengths than the request has;
+  `layer-metadata`: a layer gets other metadata than its group.
 - `read-slot`, `read-window`, `read-state`: what is read is not the request's prefix; `read-unheld`: nor is the block.
 - `initial-state`: a row at position 0 reads a state, or a later one does not.
 - `write-shared`, `write-unheld`, `write-twice`, `write-padding`: a block is written that others may read, that is not
@@ -14,8 +15,8 @@ builders, nor the block hashes are trusted, and the first broken rule is named b
 - `pad-slot`, `pad-row`: padding points at a live slot or block. `index-range`: an index is outside its array.
 - `accept`, `copy-rejected`, `copy-state`, `copy-bytes`: accepted drafts, and the copies of boundary states.
 - `publish-unaccepted`, `publish-unheld`, `publish-slots`, `publish-state`: a published block is not exactly its tokens,
-  all of them accepted. `hit-unpublished`, `hit-overwritten`, `hit-prefix`: a hit is not the request's prefix.
-- `allocate-held`, `free-unheld`, `free-leak`, `evict-findable`: the life of a block.
+  all of them accepted. `hit-unpublished`, `hit-overwritten`, `hit-prefix`, `load-bytes`: a hit is not that.
+- `allocate-held`, `free-held`, `free-unheld`, `free-leak`, `evict-findable`: the life of a block.
 
 Fresh blocks are poisoned: bytes 0xFF are NaN in every float format and -1 in integers. Layers of a drafting head
 (`mtp.`) write in passes of their own and are not followed.
@@ -42,11 +43,14 @@ if TYPE_CHECKING:
     from hybrid_kv.attention.mamba import BoundaryCopies, MambaMetadata
     from hybrid_kv.attention.paged import PagedAttentionMetadata
     from hybrid_kv.cache.backend import AttentionGroup
+    from hybrid_kv.config import SchedulerConfig
     from hybrid_kv.engine.scheduler import Request, ScheduledRequest
 
 Array = npt.NDArray[Any]
+States = tuple[torch.Tensor, torch.Tensor]  # convolution windows and SSM states of a layer
 
 NUM_EVENTS = 4096  # kept for reports
+NUM_KEYS = 2**16  # whose checksums are kept, to know them when they are loaded
 HASH, TOKENS, ORIGIN = range(3)  # of an entry: what is there, how many tokens, and which step and request wrote it
 
 
@@ -117,8 +121,9 @@ class _Copy:
     """Boundary states on their way home. `checks`: views, and what they must hold at `home`."""
 
     shadow: _Shadow
-    rows: Array
-    drafts: Array
+    rows: Array  # of the batch
+    drafts: Array  # row of `window` where the window begins
+    ends: Array  # tokens up to the boundary
     home: Array
     window: Array
     state: Array
@@ -132,29 +137,30 @@ class Sanitizer:
         buffers: the raw memory; buffer i belongs to the i-th layer of every group.
     """
 
+    _batch: _Step
+
     def __init__(
         self,
         pool: BlockPool,
         groups: Sequence[AttentionGroup],
         buffers: Sequence[torch.Tensor],
-        max_num_seqs: int,
-        max_model_len: int,
+        limits: SchedulerConfig,
     ) -> None:
         self.pool, self.num_blocks = pool, pool.num_blocks
         self.shadows = [_Shadow(group, pool.num_blocks) for group in groups]
         self.pages = [buffer.view(pool.num_blocks, -1) for buffer in buffers]
         self.owners: dict[str, _Owner] = {}
-        self.held = np.zeros((max_num_seqs, pool.num_blocks), dtype=np.int8)  # [owner, block]: group + 1
+        self.held = np.zeros((limits.max_num_seqs, pool.num_blocks), dtype=np.int8)  # [owner, block]: group + 1
         self.references = np.zeros(pool.num_blocks, dtype=np.int32)
         self.published = np.zeros(pool.num_blocks, dtype=bool)
         self.keys: dict[int, tuple[BlockKey, int | None]] = {}  # and checksums, of published blocks
+        self._published_bytes: dict[BlockKey, set[int]] = {}
         self.step = -1
-        self._max_tokens = max_model_len + 32
+        self._max_tokens = limits.max_model_len + 32
         # Odd, so that no bit of a token is lost.
         self._factors = np.random.default_rng(0).integers(-(2**62), 2**62, self._max_tokens) * 2 + 1
-        self._free = list(range(max_num_seqs))
+        self._free = list(range(limits.max_num_seqs))
         self._names: list[str] = []  # of owners, by serial
-        self._batch = _Step.__new__(_Step)
         self._copies: list[_Copy] = []
         self._events: deque[tuple[int, str, int, Array, list[str], Array | None]] = deque(maxlen=NUM_EVENTS)
         self._failed = False
@@ -213,23 +219,23 @@ class Sanitizer:
     def on_publish(self, request_id: str, group: int, first: int, blocks: Sequence[tuple[BlockKey, int]]) -> None:
         """Keys and blocks of columns from `first` on: what lookups find from now on must hold the request's tokens."""
         owner, shadow = self._owner(request_id), self.shadows[group]
+        accepted = min(owner.request.num_tokens if owner.request is not None else 0, owner.computed or 0)
         for column, (key, block) in enumerate(blocks, first):
             # Of two blocks with the same content, lookups find the first.
-            if self.pool.lookup(key) == block:
-                self._publish(owner, shadow, column, block, key)
-
-    def _publish(self, owner: _Owner, shadow: _Shadow, column: int, block: int, key: BlockKey) -> None:
-        self._log(self.step, "publish", shadow, np.array([block]), owner.name)
-        known = owner.request.num_tokens if owner.request is not None else 0
-        accepted = min(known, owner.computed or 0)
-        if self.held[owner.index, block] != shadow.id + 1:
-            self._fail("publish-unheld", "published by a request that does not hold it", owner, shadow, block)
-        if (column + 1) * shadow.block_size > accepted:
-            what = f"published for {(column + 1) * shadow.block_size} tokens, {accepted} are computed and accepted"
-            self._fail("publish-unaccepted", what, owner, shadow, block)
-        self._check_prefix("publish-state" if shadow.is_mamba else "publish-slots", owner, shadow, column, block)
-        self.published[block] = True
-        self.keys[block] = key, self._checksum(shadow, block)
+            if self.pool.lookup(key) != block:
+                continue
+            self._log(self.step, "publish", shadow, np.array([block]), request_id)
+            if self.held[owner.index, block] != group + 1:
+                self._fail("publish-unheld", "published by a request that does not hold it", owner, shadow, block)
+            if (end := (column + 1) * shadow.block_size) > accepted:
+                what = f"published for {end} tokens, {accepted} of them are computed and accepted"
+                self._fail("publish-unaccepted", what, owner, shadow, block)
+            self._check_prefix("publish-state" if shadow.is_mamba else "publish-slots", owner, shadow, column, block)
+            self.published[block] = True
+            self.keys[block] = key, (checksum := self._checksum(shadow, block))
+            self._published_bytes.setdefault(key, set()).add(checksum)
+            if len(self._published_bytes) > NUM_KEYS:
+                del self._published_bytes[next(iter(self._published_bytes))]
 
     def on_reset(self) -> None:
         """Nothing is published any more."""
@@ -263,10 +269,14 @@ class Sanitizer:
     ) -> None:
         """The metadata is built, and the model has not run."""
         self.step += 1
+        if len(lost := np.flatnonzero(self.pool.ref_count[1:] != self.references[1:])):
+            block = 1 + int(lost[0])
+            what = f"{self.references[block]} requests hold it, the pool counts {self.pool.ref_count[block]}"
+            self._fail("free-held", what, None, None, block)
         owners = [self._owner(item.request.request_id) for item in batch]
         for owner, item in zip(owners, batch, strict=True):
             if owner.request is None:
-                owner.request = item.request
+                owner.request, owner.computed = item.request, item.num_computed_tokens
                 salt = blake2b(item.request.params.cache_salt.encode(), digest_size=8).digest()
                 owner.prefix[0] = int.from_bytes(salt, "little", signed=True)
                 owner.known = self._learn(owner, item.request.token_ids)
@@ -280,26 +290,19 @@ class Sanitizer:
                 self._check_prefix("hit-prefix", owner, shadow, column, block)
             owner.restored.clear()
         self._batch = step = _Step(owners, batch, self.step)
-        for rule, given, expected in (
-            ("input-token", input_ids, step.tokens),
-            ("position", positions, step.positions),
-        ):
-            actual = _numpy(given)[: len(expected)]
-            text = "position {}: the model gets {}, not {}"
+        pairs = ("input-token", input_ids, step.tokens), ("position", positions, step.positions)
+        for rule, given, expected in pairs:
+            actual, text = _numpy(given)[: len(expected)], "position {}: the model gets {}, not {}"
             self._require(actual == expected, rule, None, step.rows, None, text, step.positions, actual, expected)
         for shadow in self.shadows:
-            check = self._check_mamba if shadow.is_mamba else self._check_attention
-            # The layers of a group share one object, as a rule.
-            for given in {id(part): part for part in self._of_layers(shadow, metadata)}.values():
-                check(shadow, given, step)
+            parts = [metadata[shadow.group.layer_names[layer]] for layer in shadow.layers]
+            if any(part is not parts[0] for part in parts):
+                self._fail("layer-metadata", "layers of one group get different metadata", None, shadow)
+            if parts:
+                (self._check_mamba if shadow.is_mamba else self._check_attention)(shadow, parts[0], step)
 
     def on_copy(
-        self,
-        group: int,
-        copies: BoundaryCopies,
-        block_table: torch.Tensor,
-        states: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        kernel: int,
+        self, group: int, copies: BoundaryCopies, block_table: torch.Tensor, states: Sequence[States], kernel: int
     ) -> None:
         """Boundary states are about to be copied; `on_commit` checks what has become of them."""
         table, (rows, drafts) = _numpy(block_table).astype(np.int64), (copies.rows, copies.drafts)
@@ -309,34 +312,35 @@ class Sanitizer:
         for conv_state, ssm_state in states:
             checks.append((conv_state[:, : kernel - 1], conv_state[torch.from_numpy(window)[:, None], taps]))
             checks.append((ssm_state, ssm_state[torch.from_numpy(state)]))
-        self._copies.append(_Copy(self.shadows[group], rows, drafts, home, window, state, checks))
+        ends = (copies.columns + 1) * self.shadows[group].block_size
+        self._copies.append(_Copy(self.shadows[group], rows, drafts, ends, home, window, state, checks))
 
     def on_commit(self, tokens: Sequence[Sequence[int]]) -> None:
         """The step has run. `tokens`: for each request of the batch none, or its accepted drafts and one more."""
         step = self._batch
-        accepted = []
         for owner, drafts, end, new in zip(step.owners, step.drafts, step.ends.tolist(), tokens, strict=True):
             pairs = enumerate(zip(drafts, new, strict=False))
             count = next((j for j, (draft, token) in pairs if draft != token), len(drafts))
             if len(new) != 1 + count and (new or drafts):
                 self._fail("accept", f"the drafts {list(drafts)} became the tokens {list(new)}", owner)
-            accepted.append(count)
             owner.computed = end - len(drafts) + count
             owner.known = self._learn(owner, new)
         for copy in self._copies:
-            self._commit_copy(copy, step, np.array(accepted))
+            self._commit_copy(copy, step)
         self._copies.clear()
 
-    def _commit_copy(self, copy: _Copy, step: _Step, accepted: Array) -> None:
-        shadow, rows, drafts, home = copy.shadow, copy.rows, copy.drafts, copy.home
-        text = "gets the state after draft {}, {} drafts were accepted"
-        self._require(drafts <= accepted[rows], "copy-rejected", shadow, rows, home, text, drafts, accepted[rows])
+    def _commit_copy(self, copy: _Copy, step: _Step) -> None:
+        shadow, rows, home, ends = copy.shadow, copy.rows, copy.home, copy.ends
+        owners = [step.owners[row] for row in rows.tolist()]
+        accepted = np.array([owner.computed for owner in owners])
+        text = "gets the state after {} tokens, {} are accepted"
+        self._require(ends <= accepted, "copy-rejected", shadow, rows, home, text, ends, accepted)
         self._check_writes(shadow, rows, home, step)
-        window, state = shadow.cells[copy.window, drafts], shadow.state[copy.state]
-        expected = step.entries[step.starts[rows] + drafts, HASH]
+        window, state = shadow.cells[copy.window, copy.drafts], shadow.state[copy.state]
+        expected = [owner.prefix[end] for owner, end in zip(owners, ends.tolist(), strict=True)]
         for what, entries in (("window", window), ("state", state)):
-            text = f"gets a {what} that holds {{}}, at the boundary after draft {{}}"
-            self._require(entries[:, HASH] == expected, "copy-state", shadow, rows, home, text, entries, drafts)
+            text = f"gets a {what} for the end of token {{1}} that holds {{0}}"
+            self._require(entries[:, HASH] == expected, "copy-state", shadow, rows, home, text, entries, ends - 1)
         for view, content in copy.checks:
             same = _numpy((view[torch.from_numpy(home)] == content).flatten(1).all(1))
             self._require(same, "copy-bytes", shadow, rows, home, "the copy did not arrive in every layer")
@@ -395,9 +399,11 @@ class Sanitizer:
         ok = initial == (step.computed > 0)
         self._require(ok, "initial-state", shadow, every, sources[:num_rows], text, step.computed, initial)
         rows = np.flatnonzero(initial)
-        windows, sources, first = windows[rows], sources[rows], _numpy(metadata.num_accepted_tokens)[rows] - 1
-        ok = (first >= 0) & (first < shadow.cells.shape[1])
-        self._require(ok, "index-range", shadow, rows, windows, "a window that begins at row {}", first)
+        # Out of range is an error also where the value will be dropped.
+        first = _numpy(metadata.num_accepted_tokens) - 1
+        if (wrong := first[(first < 0) | (first >= shadow.cells.shape[1])]).size:
+            self._fail("index-range", f"a window begins at row {wrong[0]}", None, shadow)
+        windows, sources, first = windows[rows], sources[rows], first[rows]
         begin, computed = step.begin[rows], step.computed[rows]
         cells, state = shadow.cells[windows, first], shadow.state[sources]
         text = "row {2} of a window is read after {1} tokens; it holds {0}"
@@ -422,11 +428,10 @@ class Sanitizer:
             inside = np.clip(more, split, num_rows - 1)
             ok = (more == inside) & (offsets > 0) & (offsets <= step.lengths[inside])
             self._require(ok, "index-range", shadow, inside, homes, "a boundary {} tokens into the row", offsets)
-            rows, targets, anchors = (
-                np.concatenate(pair) for pair in ((rows, more), (targets, homes), (anchors, homes))
+            added = more, np.zeros_like(more), step.starts[more] + offsets - 1, homes, homes
+            rows, drafts, tokens, targets, anchors = map(
+                np.concatenate, zip((rows, drafts, tokens, targets, anchors), added, strict=True)
             )
-            drafts = np.concatenate([drafts, np.zeros_like(more)])
-            tokens = np.concatenate([tokens, step.starts[more] + offsets - 1])
             self._check_range(shadow, rows, targets)
         self._check_writes(shadow, rows, targets, step)
         self._check_once(shadow, rows, targets, shadow.state, targets)
@@ -499,7 +504,7 @@ class Sanitizer:
         return end
 
     def _restore(self, owner: _Owner) -> None:
-        """What is loaded is taken for what it should be."""
+        """What is loaded is taken for what it should be, unless its bytes are known."""
         for shadow, column, block in owner.loaded:
             tokens = np.arange(column * shadow.block_size, (column + 1) * shadow.block_size) + 1
             origin = np.full_like(tokens, (self.step << 32) + owner.serial)
@@ -507,11 +512,11 @@ class Sanitizer:
             shadow.state[block] = entries[-1]
             shadow.cells[block] = 0 if shadow.is_mamba else entries
             shadow.cells[block, 0] = entries[-1 if shadow.is_mamba else 0]
-            self.keys[block] = self.keys[block][0], self._checksum(shadow, block)
+            key, checksum = self.keys[block][0], self._checksum(shadow, block)
+            if checksum not in self._published_bytes.get(key, {checksum}):
+                self._fail("load-bytes", "loaded bytes that were never published for its tokens", owner, shadow, block)
+            self.keys[block] = key, checksum
         owner.loaded.clear()
-
-    def _of_layers(self, shadow: _Shadow, values: dict[str, Any]) -> list[Any]:
-        return [values[shadow.group.layer_names[layer]] for layer in shadow.layers]
 
     def _checksum(self, shadow: _Shadow, block: int) -> int:
         """Of the block's bytes in all layers of the group."""

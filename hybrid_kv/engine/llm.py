@@ -157,9 +157,8 @@ class LLM:
                 namespace=self._identity(model),
             )
         if self.config.sanitize:
-            runner, seqs = self.runner, limits.max_num_seqs
-            sanitizer = Sanitizer(self.manager.pool, runner.groups, runner.raw_buffers, seqs, limits.max_model_len)
-            self.manager.sanitizer = runner.sanitizer = sanitizer
+            sanitizer = Sanitizer(self.manager.pool, self.runner.groups, self.runner.raw_buffers, limits)
+            self.manager.sanitizer = self.runner.sanitizer = sanitizer
         self.num_steps = 0
         self._num_requests = 0
         self._aborted: set[str] = set()

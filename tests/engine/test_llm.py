@@ -280,7 +280,7 @@ def test_the_next_turn_of_a_conversation_hits_what_was_generated(mode):
 def test_a_reset_forgets_all_prefixes():
     llm = caching()
     one(llm, LONG, max_tokens=2)
-    llm.manager.reset_prefix_cache()
+    llm.reset_prefix_cache()
     outputs = [one(llm, LONG, max_tokens=2) for _ in range(2)]
     assert [output.cached_tokens for output in outputs] == [0, 24]
     assert [output.token_ids for output in outputs] == [oracle(LONG, 2)] * 2
@@ -290,7 +290,7 @@ def test_a_reset_under_running_requests_loses_nothing():
     llm = caching(max_num_batched_tokens=30)
 
     def reset(llm):
-        llm.manager.reset_prefix_cache()
+        llm.reset_prefix_cache()
         llm.scheduler.check_integrity()
 
     outputs = llm.generate([LONG, LONG[:20]] * 3, SamplingParams(max_tokens=6), progress=False, on_step=reset)

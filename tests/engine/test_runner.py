@@ -213,7 +213,7 @@ def test_a_new_owner_sees_nothing_of_the_previous_one(options, mode):
     llm = drafting(mamba_cache_mode=mode, **options)
     assert run(llm, poison) == expected()
     assert run(llm, poison) == expected(), "rows and blocks of the first run, used again"
-    llm.manager.reset_prefix_cache()
+    llm.reset_prefix_cache()
     assert run(llm, poison) == expected(), "and once more without hits"
 
 
