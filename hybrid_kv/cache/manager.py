@@ -125,6 +125,7 @@ class KVCacheManager:
         enable_prefix_caching: publish blocks and look for hits; needs Mamba groups in mode `align` or `all`.
         num_lookahead_tokens: positions behind the scheduled tokens that a step may write (a drafting head's K/V).
         max_model_len: no position from here on is ever written.
+        num_uncertain_tokens: drafts of a step under way that may count when the next one is scheduled.
 
     Attributes:
         offload: a further tier for published blocks; a hit may come from both.
@@ -137,6 +138,7 @@ class KVCacheManager:
         enable_prefix_caching: bool = False,
         num_lookahead_tokens: int = 0,
         max_model_len: int | None = None,
+        num_uncertain_tokens: int = 0,
     ) -> None:
         self.config = config
         self.pool = BlockPool(config.num_blocks)
@@ -153,10 +155,14 @@ class KVCacheManager:
                 raise ConfigError(
                     "prefix caching with Mamba layers needs mamba_cache_mode align or all: mode none keeps no state"
                 )
-            if spec.mamba_cache_mode != "none" and spec.block_size < 1 + spec.num_speculative_blocks:
+            # More, and a step could pass two boundaries.
+            needed = 1 + spec.num_speculative_blocks
+            if spec.mamba_cache_mode == "align":
+                needed += num_uncertain_tokens
+            if spec.mamba_cache_mode != "none" and spec.block_size < needed:
                 raise ConfigError(
-                    f"num_speculative_tokens={spec.num_speculative_blocks} needs Mamba blocks of at least "
-                    f"{1 + spec.num_speculative_blocks} tokens, not {spec.block_size}; raise block_size"
+                    f"num_speculative_tokens={spec.num_speculative_blocks} needs Mamba blocks of at least {needed} "
+                    f"tokens, not {spec.block_size}; raise block_size"
                 )
         self._hit_unit = lcm(*(spec.block_size for spec in self._specs)) if enable_prefix_caching else 1
         self._held: dict[str, list[_Columns]] = {}

@@ -116,7 +116,8 @@ class MambaSpec(KVCacheSpec):
 
         In each mode K more for the states of draft tokens (vllm!41233 added them to mode `all`).
         """
-        held = {"none": 1, "align": 2, "all": cdiv(max_model_len, self.block_size)}[self.mamba_cache_mode]
+        columns = cdiv(max_model_len, self.block_size)
+        held = {"none": 1, "align": min(2, columns), "all": columns}[self.mamba_cache_mode]
         return held + self.num_speculative_blocks
 
     def block_table_width(self, max_model_len: int) -> int:

@@ -118,6 +118,8 @@ class LLM:
             proposer = NgramProposer(
                 speculative.num_speculative_tokens, speculative.prompt_lookup_max, speculative.prompt_lookup_min
             )
+        if proposer is not None and not speculative.num_speculative_tokens:
+            raise ConfigError("a proposer needs num_speculative_tokens >= 1")
         head = self._load_head(model) if proposer is None and speculative.speculative_method == "mtp" else None
         self.layer_specs = {
             name: with_speculation(spec, speculative.num_speculative_tokens)
@@ -130,6 +132,7 @@ class LLM:
             caching.enable_prefix_caching,
             num_lookahead_tokens=speculative.num_speculative_tokens if head is not None else 0,
             max_model_len=limits.max_model_len,
+            num_uncertain_tokens=speculative.num_speculative_tokens if self.config.async_scheduling else 0,
         )
         if head is not None:
             # Hits end at multiples of the block size. Without a cache too, so that the head drafts the same there.

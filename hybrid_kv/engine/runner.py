@@ -134,7 +134,8 @@ class ModelRunner:
         self.input_ids = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         # A head writes K/V for its drafts, behind the step's tokens.
-        self._num_lookahead_tokens = config.speculative.num_speculative_tokens if head is not None else 0
+        self._num_speculative_tokens = config.speculative.num_speculative_tokens
+        self._num_lookahead_tokens = self._num_speculative_tokens if head is not None else 0
         self._max_model_len = max_model_len
         self._drafter: MTPDrafter | None = None
         if head is not None:
@@ -246,7 +247,8 @@ class ModelRunner:
             return {}
         rows = [request.row for request in requests]
         drafts = self.proposer.propose(requests, [self.token_ids[row] for row in rows], self.num_tokens[rows])
-        return {request.request_id: draft for request, draft in zip(requests, drafts, strict=True)}
+        most = self._num_speculative_tokens
+        return {request.request_id: draft[:most] for request, draft in zip(requests, drafts, strict=True)}
 
     def _prepare(self, batch: Sequence[ScheduledRequest]) -> tuple[ForwardContext, int]:
         """Fill the persistent buffers; returns the layers' context and the padded number of tokens."""

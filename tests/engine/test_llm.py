@@ -313,7 +313,7 @@ def test_drafts_are_counted_and_save_steps(mode, asynchronous):
     steps = {}
     for right in (True, False):
         proposer = Right(prompt, k, () if right else range(99))
-        options = {"num_speculative_tokens": k, "async_scheduling": asynchronous, "num_blocks": 200}
+        options = {"num_speculative_tokens": k, "async_scheduling": asynchronous, "num_blocks": 200, "block_size": 8}
         llm = engine(proposer=proposer, mamba_cache_mode=mode, **options)
         output = one(llm, prompt, max_tokens=17)
         assert output.token_ids == oracle(prompt, 17)
