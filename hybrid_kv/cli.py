@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import sys
 from collections import Counter
 from pathlib import Path
@@ -182,21 +183,31 @@ def _or_none(value: int | None, unit: str) -> str:
 @app.command()
 def guard(
     quick: Annotated[bool, typer.Option("--quick", help="A minute instead of five.")] = False,
-    seed: Annotated[int, typer.Option(help="Another seed is other traffic.")] = 0,
+    long: Annotated[
+        bool, typer.Option("--long", help="100,000 requests, of a fresh seed unless one is given.")
+    ] = False,
+    seed: Annotated[int | None, typer.Option(min=0, help="Another seed is other traffic; default: 0.")] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Also write every check with its figure here.")
     ] = None,
     results: Annotated[Path, typer.Option(help="Folder whose guard.csv gets a row per check.")] = Path("results"),
 ) -> None:
     """Say whether the cache is right and fast: engine against oracles, accuracy, cost of block ids. Needs no GPU."""
-    from hybrid_kv.guard.report import print_results, result_rows, run_guard, write_json
+    from hybrid_kv.config import ConfigError
+    from hybrid_kv.guard.report import FULL, LONG, QUICK, print_results, result_rows, run_guard, write_json
     from hybrid_kv.results import append_rows, check_writable
 
+    if quick and long:
+        raise ConfigError("--quick and --long exclude each other; give one of them")
     rows_file = results / "guard.csv"
     check_writable(rows_file)
     if json_file is not None:
         _require_folder(json_file)
-    checks = run_guard(quick, seed)
+    if seed is None:
+        seed = secrets.randbelow(2**31) if long else 0
+    if long:
+        print(f"the same run again: hybrid-kv guard --long --seed {seed}")
+    checks = run_guard(QUICK if quick else LONG if long else FULL, seed)
     print_results(checks)
     append_rows(rows_file, result_rows(checks))
     if json_file is not None:
@@ -325,6 +336,38 @@ def accuracy(
     if json_file is not None:
         run.write_summary(result, json_file)
     append_rows(out, run.rows(result))
+
+
+@app.command()
+def kernels(
+    targets: Annotated[str, typer.Option(help="Of sm_80, sm_90, sm_100 and gfx942.")] = "sm_80,sm_90,sm_100,gfx942",
+    baseline: Annotated[
+        Path | None, typer.Option(help="CSV to compare with; default: results/kernels.csv if there is one.")
+    ] = None,
+    update: Annotated[bool, typer.Option("--update", help="Accept what changed: append it to the baseline.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write every metric here.")] = None,
+) -> None:
+    """Compile every kernel ahead of time and compare registers, spills, access and instructions. Needs no GPU."""
+    from hybrid_kv.config import ConfigError
+    from hybrid_kv.kernels import aot
+    from hybrid_kv.results import append_rows, check_writable
+
+    names = aot.parse_targets(targets)
+    if baseline is not None and not update and not baseline.exists():
+        raise ConfigError(f"{baseline} does not exist, so nothing would be compared; --update makes it")
+    baseline = baseline or Path("results/kernels.csv")
+    if update:
+        check_writable(baseline)
+    if json_file is not None:
+        _require_folder(json_file)
+    verdicts = aot.run(aot.kernel_modules(), names, baseline, accept=update)
+    aot.print_table(verdicts)
+    if json_file is not None:
+        aot.write_json(verdicts, json_file)
+    if any(verdict.failures for verdict in verdicts):
+        raise typer.Exit(1)
+    if update:
+        append_rows(baseline, aot.changed_rows(verdicts, baseline))
 
 
 def main(args: list[str] | None = None) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
+from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
@@ -18,9 +21,18 @@ from hybrid_kv.cache.plan import plan_cache
 from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec
 from hybrid_kv.config import CacheConfig
 from hybrid_kv.engine.llm import LLM, RequestOutput
-from hybrid_kv.engine.sampling import SamplingParams, sample
-from hybrid_kv.guard.traffic import REQUIRED, Observer, Scenario, draw_scenario
-from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle
+from hybrid_kv.engine.sampling import SamplingParams
+from hybrid_kv.guard.observer import Observer
+from hybrid_kv.guard.patterns import REQUIRED
+from hybrid_kv.guard.scenario import Scenario, ScriptedProposer, answer_book
+from hybrid_kv.guard.traffic import (
+    SCENARIOS_PER_RUN,
+    Cell,
+    combinations_of,
+    draw_scenario,
+    draw_trio,
+    required_combinations,
+)
 from hybrid_kv.models.layers import ForwardContext
 
 Progress = Callable[[int], object]
@@ -45,72 +57,172 @@ class CheckResult:
     params: dict[str, Any] = field(default_factory=dict)
 
 
-def run_scenario(scenario: Scenario) -> tuple[list[str], Counter[str]]:
-    """Run one scenario; returns what is wrong with it (nothing, if all is well) and the patterns that happened."""
-    model = ExactModel(ExactConfig(pattern=scenario.pattern))
-    observer = Observer(scenario)
+@dataclass
+class Differences:
+    """What scenarios had wrong (nothing, if all is well), and what happened in them."""
+
+    wrong: list[str] = field(default_factory=list)
+    seen: Counter[str] = field(default_factory=Counter)
+    cells: list[Cell] = field(default_factory=list)  # of the covering design, those that had their effect
+    num_requests: int = 0
+    num_scenarios: int = 0
+
+    def __iadd__(self, other: Differences) -> Differences:
+        self.wrong += other.wrong
+        self.seen += other.seen
+        self.cells += other.cells
+        self.num_requests += other.num_requests
+        self.num_scenarios += other.num_scenarios
+        return self
+
+
+def run_scenario(scenario: Scenario) -> Differences:
+    """Run one scenario against the oracle, every step under the observer's rules."""
+    return _play(scenario)[0]
+
+
+def _play(scenario: Scenario) -> tuple[Differences, list[RequestOutput]]:
+    options, book = scenario.options, answer_book(scenario.layers)
+    limit = options["max_model_len"]
+    requests = list(zip(scenario.prompts, scenario.params, strict=True))
+    sequences = [[*prompt, *book.without_stop(prompt, params, limit)] for prompt, params in requests]
+    answers = [book.answer(prompt, params, limit) for prompt, params in requests]
+    ends = [len(prompt) + len(answer) for prompt, answer in zip(scenario.prompts, answers, strict=True)]
+    observer = Observer(scenario, sequences, ends)
+    result = Differences(seen=observer.seen, num_requests=len(requests), num_scenarios=1)
+    outputs: list[RequestOutput] = []
     try:
-        llm = LLM(model, **scenario.options)
+        llm = _engine(scenario, sequences)
         poison(llm)
-        outputs = llm.generate(scenario.prompts, scenario.params, progress=False, on_step=observer)
+        observer.watch(llm)
+        for wave in scenario.waves or (len(requests),):
+            part = slice(len(outputs), len(outputs) + wave)
+            prompts, params = scenario.prompts[part], scenario.params[part]
+            outputs += llm.generate(prompts, params, progress=False, on_step=observer)
         observer.finish(llm, outputs)
     except Exception as error:
-        return [f"{scenario}: {type(error).__name__}: {error}"], observer.seen
-    oracle = ExactOracle(model)
-    wrong = []
-    for i, (output, prompt, params) in enumerate(zip(outputs, scenario.prompts, scenario.params, strict=True)):
-        expected = _alone(oracle, prompt, params, scenario.options["max_model_len"])
+        result.wrong = [f"{scenario}: {type(error).__name__}: {error}"]
+        return result, outputs
+    result.cells = [observer.cell] if observer.cell is not None else []
+    for i, (output, expected) in enumerate(zip(outputs, answers, strict=True)):
+        if output.finish_reason == "abort" and str(i) in observer.aborted:
+            expected = expected[: len(output.token_ids)]
+        if output.finish_reason == "error" and observer.never_fits(llm, i):
+            expected = []
         if output.token_ids != expected:
             pairs = zip(output.token_ids, expected, strict=False)
             first = next((j for j, (a, b) in enumerate(pairs) if a != b), min(len(output.token_ids), len(expected)))
-            wrong.append(
-                f"{scenario}: request {i} ({len(prompt)} prompt tokens) differs at output token {first}"
+            result.wrong.append(
+                f"{scenario}: request {i} ({len(scenario.prompts[i])} prompt tokens) differs at output token {first}"
                 f"{': ' + output.error if output.error else ''}"
             )
-    return wrong, observer.seen
+    return result, outputs
 
 
-def _alone(oracle: ExactOracle, prompt: Sequence[int], params: SamplingParams, max_model_len: int) -> list[int]:
-    """What the request must become, whatever runs beside it; nothing for a prompt that cannot run."""
-    if len(prompt) >= max_model_len:
-        return []
+def _engine(scenario: Scenario, sequences: Sequence[Sequence[int]]) -> LLM:
+    model, options = answer_book(scenario.layers).model, scenario.options
+    if scenario.drafts in ("none", "ngram"):
+        return LLM(model, **options)
+    proposer = ScriptedProposer(
+        scenario.drafts,
+        options["num_speculative_tokens"],
+        sequences,
+        [len(prompt) for prompt in scenario.prompts],
+        options.get("block_size", options.get("mamba_block_size", 8)),
+        model.vocab_size,
+    )
+    return LLM(model, proposer=proposer, **options)
 
-    def choose(logits: Any, position: int) -> int:
-        assert params.seed is not None or params.is_greedy
-        row = torch.from_numpy(logits).double().unsqueeze(0)
-        return sample(row, [params], [params.seed or 0], [position])[0]
 
-    max_tokens = min(params.max_tokens, max_model_len - len(prompt))
-    return oracle.generate(prompt, max_tokens, params.stop_token_ids, choose)
+def _run_batch(seeds: Sequence[int]) -> list[Differences]:
+    torch.set_num_threads(1)
+    return [run_scenario(draw_scenario(seed)) for seed in seeds]
 
 
-def check_exact_model(seed: int, num_requests: int, progress: Progress) -> list[CheckResult]:
+def _run_all(seeds: Iterator[int], workers: int) -> Generator[Differences]:
+    """Scenarios in the order of their seeds, whatever the number of processes."""
+    if workers == 1:
+        yield from (run_scenario(draw_scenario(seed)) for seed in seeds)
+        return
+    # Fork would hand on the locks of torch's threads.
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        under_way: deque[Future[list[Differences]]] = deque()
+        try:
+            while True:
+                while len(under_way) < 3 * workers:
+                    under_way.append(pool.submit(_run_batch, list(islice(seeds, 4))))
+                yield from under_way.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def check_exact_model(seed: int, num_requests: int, progress: Progress, workers: int = 1) -> list[CheckResult]:
     """Engine against oracle on the integer model, until `num_requests` requests ran; tokens must be equal."""
     begin = time.perf_counter()
-    seen: Counter[str] = Counter()
-    wrong: list[str] = []
-    done = scenarios = 0
-    while done < num_requests:
-        scenario = draw_scenario(seed + scenarios)
-        errors, patterns = run_scenario(scenario)
-        wrong += errors
-        seen += patterns
-        scenarios += 1
-        progress(min(len(scenario.prompts), num_requests - done))
-        done += len(scenario.prompts)
+    total = Differences()
+    first = seed * SCENARIOS_PER_RUN
+    runs = _run_all(iter(range(first, first + SCENARIOS_PER_RUN)), workers)
+    while total.num_requests < num_requests:
+        result = next(runs)
+        progress(min(result.num_requests, num_requests - total.num_requests))
+        total += result
+    runs.close()
     seconds = time.perf_counter() - begin
-    missing = [name for name in REQUIRED if not seen[name]]
-    params = {"seed": seed, "scenarios": scenarios}
+    wrong = total.wrong
+    missing = [name for name in REQUIRED if not total.seen[name]]
+    wanted = required_combinations()
+    untried = sorted(wanted.difference(*map(combinations_of, total.cells)), key=repr)
+    params = {"seed": seed, "scenarios": total.num_scenarios}
     return [
         CheckResult(
-            "exact model", "requests whose tokens differ from the oracle", not wrong, len(wrong), "requests", "0", done,
-            seconds, wrong[0] if wrong else "", params,
+            "exact model", "scenarios and requests unlike the oracle", not wrong, len(wrong), "requests", "0",
+            total.num_requests, seconds, wrong[0] if wrong else "", params,
         ),
         CheckResult(
             "exact model", "request patterns that happened", not missing, len(REQUIRED) - len(missing), "patterns",
-            str(len(REQUIRED)), scenarios, 0.0, f"void: never happened: {', '.join(missing)}" if missing else "",
-            {**params, "seen": {name: seen[name] for name in REQUIRED}},
+            str(len(REQUIRED)), total.num_scenarios, 0.0,
+            f"void: never happened: {', '.join(missing)}" if missing else "",
+            {**params, "seen": {name: total.seen[name] for name in REQUIRED}},
         ),
+        CheckResult(
+            "exact model", "pairs and triples of settings that ran", not untried, len(wanted) - len(untried),
+            "settings", str(len(wanted)), total.num_scenarios, 0.0,
+            f"void: {len(untried)} never ran, such as {dict(untried[0])}" if untried else "", params,
+        ),
+    ]  # fmt: skip
+
+
+def check_costs(seed: int, trials: int, progress: Progress) -> list[CheckResult]:
+    """The same requests with and without drafts, and with and without a cache.
+
+    Drafts must not cost a cached token, caching must not cost an accepted draft.
+    """
+    begin = time.perf_counter()
+    wrong: list[str] = []
+    num_cached = num_accepted = 0
+    for trial in range(trials):
+        trio = draw_trio(seed * SCENARIOS_PER_RUN + trial)
+        results, outputs = zip(*map(_play, trio), strict=True)
+        errors = [error for result in results for error in result.wrong]
+        for i, (both, cached, drafted) in enumerate(zip(*outputs, strict=not errors)):
+            num_cached += both.cached_tokens
+            num_accepted += both.num_accepted_draft_tokens
+            figures = (both.cached_tokens, both.num_accepted_draft_tokens)
+            due = (cached.cached_tokens, drafted.num_accepted_draft_tokens)
+            if figures != due:
+                errors.append(
+                    f"{trio[0]}: request {i} has {figures[0]} cached tokens and {figures[1]} accepted drafts; without "
+                    f"drafts {due[0]} are cached, without a cache {due[1]} are accepted"
+                )
+        wrong += errors
+        progress(1)
+    detail = wrong[0] if wrong else "" if num_cached and num_accepted else "void: no hit, or no accepted draft"
+    params = {"seed": seed, "cached_tokens": num_cached, "accepted_drafts": num_accepted}
+    return [
+        CheckResult(
+            "exact model", "hits lost to drafts, drafts lost to caching", not detail, len(wrong),
+            "requests", "0", trials, time.perf_counter() - begin, detail, params,
+        )
     ]  # fmt: skip
 
 
@@ -198,9 +310,10 @@ def record_logits(
     params: SamplingParams,
     disturb: Callable[[LLM], None] | None = None,
 ) -> Iterator[tuple[RequestOutput, torch.Tensor]]:
-    """Each request's output, and the logits [num_tokens, vocab_size] that the engine computed for all of its tokens.
+    """Each request's output, and the logits [num_computed, vocab_size] that the engine computed for its tokens.
 
-    A token that was computed twice (after a preemption) keeps its last logits.
+    They are those of its last tokens but one: what came from the cache has none, and nothing follows the last token. A
+    token that was computed twice (after a preemption, or first as another token's draft) keeps its last logits.
     """
     recorder = HiddenRecorder(llm.runner.model)
     rows: dict[str, dict[int, torch.Tensor]] = {}
@@ -228,7 +341,9 @@ def record_logits(
         llm.runner.model = plain
     for output in outputs:
         own = rows[output.request_id]
-        yield output, torch.stack([own[i] for i in range(len(own))])
+        # Behind the last computed token lie drafts that were rejected.
+        end = len(output.prompt_token_ids) + len(output.token_ids) - 1
+        yield output, torch.stack([own[i] for i in range(min(own), end)])
 
 
 # In float64 the engine and the plain forward pass differ by 2e-13 on logits of up to 40, and the mildest damage of the
@@ -238,7 +353,8 @@ FLOAT64_LIMIT = 1e-9
 FLOAT32_LIMIT = 2e-5
 LARGEST = 1e300
 
-# Engine settings in which the guard model's logits are held against its plain forward pass.
+# Engine settings in which the guard model's logits are held against its plain forward pass. Those with a cache get
+# prompts that share their examples.
 LOGIT_CELLS: tuple[dict[str, Any], ...] = (
     {"dtype": "float64", "attention_backend": "TORCH"},
     {"dtype": "float64", "attention_backend": "FLASH_ATTN", "max_num_batched_tokens": 37, "captured_batch_sizes": (6,)},
@@ -249,6 +365,32 @@ LOGIT_CELLS: tuple[dict[str, Any], ...] = (
         "block_size": 96,
         "max_num_batched_tokens": 128,
         "num_blocks": 20,
+    },
+    {
+        "dtype": "float64",
+        "attention_backend": "TORCH",
+        "mamba_cache_mode": "align",
+        "max_num_batched_tokens": 150,  # A larger chunk would jump over the shared boundaries.
+        "max_num_seqs": 2,
+    },
+    {
+        "dtype": "float64",
+        "attention_backend": "FLASHINFER",
+        "mamba_cache_mode": "all",
+        "speculative_method": "ngram",
+        "num_speculative_tokens": 3,
+        "max_num_batched_tokens": 90,
+        "max_num_seqs": 2,
+    },
+    {
+        "dtype": "float64",
+        "attention_backend": "FLASH_ATTN",
+        "mamba_cache_mode": "align",
+        "speculative_method": "mtp",
+        "num_speculative_tokens": 3,
+        "async_scheduling": True,
+        "max_num_batched_tokens": 128,
+        "max_num_seqs": 2,
     },
 )
 
@@ -263,10 +405,14 @@ def logit_difference(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tens
     return (logits - expected).abs().nan_to_num(nan=LARGEST, posinf=LARGEST).amax(-1)
 
 
-def check_guard_logits(prompts: Sequence[str], progress: Progress) -> list[CheckResult]:
-    """Logits of every prompt and answer token, engine against the plain forward pass of the same weights in float64.
+def check_guard_logits(prompts: Sequence[str], shared: Sequence[str], progress: Progress) -> list[CheckResult]:
+    """Logits of every computed prompt and answer token, engine against the plain forward pass in float64.
 
     Tokens of a trained model hide damage (a state one token behind changes no answer); logits do not.
+
+    Args:
+        prompts: for cells without a cache.
+        shared: for those with one; they begin alike.
     """
     from accuracy.guard_model import FOLDER
     from accuracy.guard_model.model import load_checkpoint
@@ -274,44 +420,67 @@ def check_guard_logits(prompts: Sequence[str], progress: Progress) -> list[Check
     plain = load_checkpoint(FOLDER).eval().double()
     params = SamplingParams(max_tokens=48, stop=("Question:",))
     results = []
-    num_preemptions = num_wrong = num_all = 0
+    num_preemptions = num_wrong = num_all = num_cached = num_accepted = 0
     for cell in LOGIT_CELLS:
         begin = time.perf_counter()
-        llm = LLM(FOLDER, max_model_len=512, max_num_seqs=8, device="cpu", mamba_ssm_cache_dtype=cell["dtype"], **cell)
+        options = {"max_model_len": 512, "max_num_seqs": 8, "mamba_ssm_cache_dtype": cell["dtype"], **cell}
+        llm = LLM(FOLDER, device="cpu", **options)
         poison(llm)
-        worst, largest, where, num_tokens = 0.0, 0.0, "", 0
-        for output, logits in record_logits(llm, prompts, params, _preempt_now_and_then):
+        worst, largest, where, num_tokens, cached, accepted = 0.0, 0.0, "", 0, 0, 0
+        own = shared if llm.manager.enable_prefix_caching else prompts
+        for output, logits in record_logits(llm, own, params, _preempt_now_and_then):
             ids = torch.tensor([output.prompt_token_ids + output.token_ids])
             with torch.inference_mode():
-                expected = plain(ids)[0, : len(logits)]
+                whole = plain(ids)[0, :-1]
+            expected = whole[-len(logits) :]
             difference = logit_difference(logits, expected)
             largest = max(largest, float(expected.abs().max()))
             if float(difference.max()) > worst:
                 worst = float(difference.max())
-                where = f"{cell}, request {output.request_id}, token {int(difference.argmax())} of {len(logits)}"
+                token = int(difference.argmax()) + len(whole) - len(logits)
+                where = f"{cell}, request {output.request_id}, token {token} of {len(whole)}"
             start = len(output.prompt_token_ids) - 1
-            num_wrong += int((expected[start:].argmax(-1) != ids[0, start + 1 :]).sum())
+            num_wrong += int((whole[start:].argmax(-1) != ids[0, start + 1 :]).sum())
             num_tokens += len(logits)
             num_preemptions += output.num_preemptions
+            cached += output.cached_tokens
+            accepted += output.num_accepted_draft_tokens
             progress(1)
         limit = FLOAT64_LIMIT if cell["dtype"] == "float64" else FLOAT32_LIMIT * largest
-        name = f"largest logit difference, {cell['dtype']}, {cell['attention_backend']}"
+        features = [cell["dtype"], cell["attention_backend"], *_features(cell)]
         detail = where if worst > limit else ""
+        if llm.manager.enable_prefix_caching and not cached:
+            detail = detail or "void: no prompt token came from the cache"
+        if "num_speculative_tokens" in cell and not accepted:
+            detail = detail or "void: no draft was accepted"
         seconds = time.perf_counter() - begin
         num_all += num_tokens
+        num_cached += cached
+        num_accepted += accepted
         results.append(
             CheckResult(
-                "guard model", name, not detail, worst, "logit", f"{limit:.1g}", num_tokens, seconds, detail, cell
+                "guard model", f"largest logit difference, {', '.join(features)}", not detail, worst, "logit",
+                f"{limit:.1g}", num_tokens, seconds, detail, {**cell, "cached_tokens": cached, "accepted": accepted},
             )
-        )
+        )  # fmt: skip
     void = "" if num_preemptions else "void: no request was preempted"
     detail = f"{num_wrong} tokens differ" if num_wrong else void
-    used = {"cells": len(LOGIT_CELLS), "prompts": len(prompts), "preemptions": num_preemptions}
+    used = {
+        "cells": len(LOGIT_CELLS), "prompts": len(prompts), "preemptions": num_preemptions,
+        "cached_tokens": num_cached, "accepted": num_accepted,
+    }  # fmt: skip
     name = "tokens that the plain forward pass would not choose"
     return [
         *results,
         CheckResult("guard model", name, not detail, num_wrong, "tokens", "0", num_all, 0.0, detail, used),
     ]
+
+
+def _features(cell: dict[str, Any]) -> list[str]:
+    """What a cell has beyond paging."""
+    drafts = [f"{cell['speculative_method']} {cell['num_speculative_tokens']}"] if "speculative_method" in cell else []
+    late = ["async"] if cell.get("async_scheduling") else []
+    return [*([cell["mamba_cache_mode"]] if "mamba_cache_mode" in cell else []), *drafts, *late]
 
 
 def check_accuracy(limit: int, progress: Progress) -> list[CheckResult]:

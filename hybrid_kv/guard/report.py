@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -14,10 +15,12 @@ from rich.console import Console
 from rich.table import Table
 from tqdm.auto import tqdm
 
+from hybrid_kv.guard.answers import questions
 from hybrid_kv.guard.checks import (
     LOGIT_CELLS,
     CheckResult,
     check_accuracy,
+    check_costs,
     check_exact_model,
     check_expansion,
     check_guard_logits,
@@ -25,19 +28,25 @@ from hybrid_kv.guard.checks import (
 )
 from hybrid_kv.results import Receipt, Row, provenance, timing_row
 
-# How much of each check: the quick guard ends within a minute on two cores, the full one within five.
-QUICK = {"requests": 1500, "prompts": 4, "questions": 100}
-FULL = {"requests": 6000, "prompts": 16, "questions": 250}
+# How much of each check: on two cores the quick guard ends within a minute, the full one within five, the long one
+# within half an hour. All forced patterns and the covering design are the first 2,000 requests or so.
+QUICK = {"requests": 2500, "trios": 12, "prompts": 4, "questions": 100}
+FULL = {"requests": 12_000, "trios": 48, "prompts": 16, "questions": 250}
+LONG = FULL | {"requests": 100_000}
 LAYOUT_TRIALS = 200
 
 
-def run_guard(quick: bool, seed: int, progress: bool = True) -> list[CheckResult]:
-    """All checks, cheapest first, on one thread: on tensors this small a second one costs more than it brings."""
+def run_guard(amount: dict[str, int], seed: int, progress: bool = True) -> list[CheckResult]:
+    """All checks, cheapest first, on one thread: on tensors this small a second one costs more than it brings.
+
+    Args:
+        amount: QUICK, FULL or LONG.
+    """
     from accuracy.guard_model.problems import eval_set
 
-    amount = QUICK if quick else FULL
     sections: dict[str, int] = {
         "layout": LAYOUT_TRIALS,
+        "costs": amount["trios"],
         "exact model": amount["requests"],
         "guard model": amount["prompts"] * len(LOGIT_CELLS),
         "accuracy": amount["questions"],
@@ -46,6 +55,8 @@ def run_guard(quick: bool, seed: int, progress: bool = True) -> list[CheckResult
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     prompts = [item.prompt for item in eval_set(seed + 7, amount["prompts"])]
+    shared = questions(seed + 7, amount["prompts"])
+    workers = min(8, os.cpu_count() or 1)
     results: list[CheckResult] = []
     seconds = 0.1 if sys.stderr.isatty() else 10.0  # A log keeps every line that a terminal overwrites.
     with tqdm(
@@ -53,8 +64,9 @@ def run_guard(quick: bool, seed: int, progress: bool = True) -> list[CheckResult
     ) as bar:
         checks: dict[str, Callable[[], list[CheckResult]]] = {
             "layout": lambda: check_layout(seed, LAYOUT_TRIALS, bar.update),
-            "exact model": lambda: check_exact_model(seed, amount["requests"], bar.update),
-            "guard model": lambda: check_guard_logits(prompts, bar.update),
+            "costs": lambda: check_costs(seed, amount["trios"], bar.update),
+            "exact model": lambda: check_exact_model(seed, amount["requests"], bar.update, workers),
+            "guard model": lambda: check_guard_logits(prompts, shared, bar.update),
             "accuracy": lambda: check_accuracy(amount["questions"], bar.update),
             "block ids": lambda: check_expansion(bar.update),
         }

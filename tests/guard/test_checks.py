@@ -5,7 +5,8 @@ They are of the kinds that README's "What it finds" lists.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,10 @@ import torch
 from hybrid_kv.attention import mamba
 from hybrid_kv.cache import block_table
 from hybrid_kv.cache.backend import AttentionBackend
-from hybrid_kv.engine import runner
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.engine.sampling import SamplingParams
 from hybrid_kv.guard.checks import LARGEST, check_exact_model, check_layout, logit_difference, record_logits
-from hybrid_kv.kernels import causal_conv1d, slot_mapping
+from hybrid_kv.kernels import slot_mapping
 from hybrid_kv.models import exact
 
 
@@ -65,49 +65,53 @@ def test_slot_offset(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not exact_model_passes()
 
 
-def test_conv_state_shift(monkeypatch: pytest.MonkeyPatch) -> None:
-    store: Callable[..., None] = exact.ExactMamba._store
+def test_conv_window_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    build = mamba.MambaMetadataBuilder.build
 
-    def shifted(indices: torch.Tensor, window: torch.Tensor, *rest: torch.Tensor) -> None:
-        store(indices, window.roll(1, dims=1), *rest)
+    def one_row_up(self: mamba.MambaMetadataBuilder, *arguments: Any) -> mamba.MambaMetadata:
+        built = build(self, *arguments)
+        return replace(built, num_accepted_tokens=(built.num_accepted_tokens - 1).clamp(min=1))
 
-    monkeypatch.setattr(exact.ExactMamba, "_store", staticmethod(shifted))
+    monkeypatch.setattr(mamba.MambaMetadataBuilder, "build", one_row_up)
     assert not exact_model_passes()
 
 
 @pytest.mark.parametrize("value", [True, False])
 def test_initial_state_flag(monkeypatch: pytest.MonkeyPatch, value: bool) -> None:
-    original = mamba.build_mamba_metadata
+    build = mamba.MambaMetadataBuilder.build
 
-    def stuck(*args: object) -> mamba.MambaMetadata:
-        built = original(*args)  # type: ignore[arg-type]
+    def stuck(self: mamba.MambaMetadataBuilder, *arguments: Any) -> mamba.MambaMetadata:
+        built = build(self, *arguments)
         flag = built.has_initial_state
-        changed = None if flag is None else torch.full_like(flag, value)
-        return mamba.MambaMetadata(built.num_decodes, built.state_indices, built.prefill_rows, changed)
+        return built if flag is None else replace(built, has_initial_state=torch.full_like(flag, value))
 
-    monkeypatch.setattr(runner, "build_mamba_metadata", stuck)
+    monkeypatch.setattr(mamba.MambaMetadataBuilder, "build", stuck)
     assert not exact_model_passes()
 
 
-def test_recorded_logits_cover_every_token() -> None:
+def test_the_result_does_not_depend_on_the_number_of_processes() -> None:
+    alone, together = check_exact_model(0, 150, ignore), check_exact_model(0, 150, ignore, workers=2)
+    assert [replace(result, seconds=0.0) for result in alone] == [replace(result, seconds=0.0) for result in together]
+
+
+def test_a_run_without_a_pattern_is_void() -> None:
+    _, patterns, settings = check_exact_model(0, 20, ignore)
+    assert not patterns.passed and patterns.detail.startswith("void: never happened: ")
+    assert not settings.passed and settings.detail.startswith("void: ")
+
+
+@pytest.mark.parametrize(("mode", "method"), [("none", None), ("none", "ngram"), ("all", "ngram")])
+def test_recorded_logits_cover_every_computed_token(mode: str, method: str | None) -> None:
     llm = LLM(
-        exact.ExactModel(), num_blocks=60, max_num_seqs=3, max_num_batched_tokens=5, max_model_len=64, device="cpu"
-    )
-    for output, logits in record_logits(llm, [[1, 2, 3, 4, 5, 6, 7], [8]], SamplingParams(max_tokens=4)):
-        # The last token's own logits are never computed: nothing follows it.
-        assert len(logits) == len(output.prompt_token_ids) + len(output.token_ids) - 1
-        start = len(output.prompt_token_ids) - 1
-        assert logits[start:].argmax(-1).tolist() == output.token_ids
-
-
-def test_conv_window_matters_to_the_real_kernel() -> None:
-    x = torch.randn(1, 3, 2, dtype=torch.float64)
-    weight = torch.randn(2, 4, dtype=torch.float64)
-    window = torch.randn(1, 3, 2, dtype=torch.float64)
-    y, after = causal_conv1d.causal_conv1d_prefill(x, weight, None, window, torch.tensor([3]))
-    shifted, _ = causal_conv1d.causal_conv1d_prefill(x, weight, None, window.roll(1, dims=1), torch.tensor([3]))
-    assert not torch.allclose(y, shifted)
-    assert torch.equal(after, x)
+        exact.ExactModel(), num_blocks=200, max_num_seqs=3, max_num_batched_tokens=8, max_model_len=64, device="cpu",
+        block_size=8, mamba_cache_mode=mode, speculative_method=method, num_speculative_tokens=3 if method else 0,
+    )  # fmt: skip
+    prompts = [[1, 2, 3, 4, 5, 6, 7, 1, 2, 3], [8], [1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4]]
+    for output, logits in record_logits(llm, prompts, SamplingParams(max_tokens=4)):
+        # The last token's own logits are never computed: nothing follows it. Nor are those of cached tokens.
+        assert len(logits) == len(output.prompt_token_ids) + len(output.token_ids) - 1 - output.cached_tokens
+        assert logits[-len(output.token_ids) :].argmax(-1).tolist() == output.token_ids
+    assert output.cached_tokens == (8 if mode == "all" else 0)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

@@ -20,7 +20,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     def ratio(progress: Progress) -> list[CheckResult]:
         return [CheckResult("block ids", "list over the engine", True, 2.0, "time ratio", ">= 1", 1, 0.1)]
 
-    monkeypatch.setattr(report, "QUICK", {"requests": 500, "prompts": 2, "questions": 8})
+    monkeypatch.setattr(report, "QUICK", {"requests": 20, "trios": 1, "prompts": 4, "questions": 8})
     monkeypatch.setattr(report, "LAYOUT_TRIALS", 8)
     monkeypatch.setattr(report, "check_expansion", ratio)
 
@@ -32,8 +32,10 @@ def run(*arguments: str) -> int:
 
 
 def test_a_clean_run_exits_0_and_writes_a_row_per_check(
-    small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(report.QUICK, "requests", 2000)  # all forced patterns and the whole design
+    monkeypatch.setitem(report.QUICK, "trios", 3)
     out = tmp_path / "out.json"
     assert run("--results", str(tmp_path / "results"), "--json", str(out)) == 0
     document = json.loads(out.read_text())
@@ -72,6 +74,27 @@ def test_a_check_that_crashes_has_failed(
     monkeypatch.setattr(report, "check_guard_logits", crash)
     assert run("--results", str(tmp_path)) == 1
     assert "IndexError: block 99 of 10" in capsys.readouterr().out
+
+
+def test_quick_and_long_exclude_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--long", "--results", str(tmp_path)) == 2
+    assert "exclude each other" in capsys.readouterr().err
+
+
+def test_a_long_run_names_its_seed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds = []
+
+    def note(amount: dict[str, int], seed: int) -> list[CheckResult]:
+        assert amount["requests"] == 100_000
+        seeds.append(seed)
+        return [CheckResult("layout", "views", True, 0, "views", "0", 1, 0.1)]
+
+    monkeypatch.setattr(report, "run_guard", note)
+    with pytest.raises(SystemExit):
+        cli.main(["guard", "--long", "--results", str(tmp_path)])
+    assert f"--long --seed {seeds[0]}\n" in capsys.readouterr().out
 
 
 def test_an_unwritable_results_folder_is_refused_before_any_work(

@@ -1,66 +1,104 @@
-"""Scenarios are reproducible, and a pattern that happened is counted."""
+"""Scenarios are reproducible, and the settings of a run cover each other."""
 
 from __future__ import annotations
 
-from collections import Counter
+from itertools import combinations, product
+from math import comb
 
+import numpy as np
 import pytest
 
-from hybrid_kv.engine.llm import LLM
 from hybrid_kv.engine.sampling import SamplingParams
 from hybrid_kv.guard.checks import run_scenario
-from hybrid_kv.guard.traffic import REQUIRED, Observer, Scenario, draw_scenario
-from hybrid_kv.models.exact import ExactModel
+from hybrid_kv.guard.forced import FORCED
+from hybrid_kv.guard.scenario import Event, ScriptedProposer, answer_book
+from hybrid_kv.guard.traffic import (
+    FACTORS,
+    SCENARIOS_PER_RUN,
+    TRIPLES,
+    allowed,
+    combinations_of,
+    design,
+    draw_scenario,
+    draw_trio,
+    required_combinations,
+)
 
 
-def test_a_seed_is_a_scenario() -> None:
-    assert draw_scenario(5) == draw_scenario(5)
-    assert draw_scenario(5) != draw_scenario(6)
+@pytest.mark.parametrize("seed", [0, 40, 500, 3 * SCENARIOS_PER_RUN + 77])
+def test_a_seed_is_a_scenario(seed: int) -> None:
+    assert draw_scenario(seed) == draw_scenario(seed)
+    assert draw_scenario(seed) != draw_scenario(seed + SCENARIOS_PER_RUN)
 
 
-def test_every_required_pattern_happens_within_thirty_scenarios() -> None:
-    seen: Counter[str] = Counter()
-    for seed in range(30):
-        errors, patterns = run_scenario(draw_scenario(seed))
-        assert not errors, errors[0]
-        seen += patterns
-    assert set(seen) == set(REQUIRED)
+def test_the_design_covers_what_is_required_and_nothing_else_is_left_out() -> None:
+    covered = set().union(*map(combinations_of, design()))
+    assert covered >= required_combinations()
+    assert all(allowed(cell) and set(cell) == set(FACTORS) for cell in design())
+    impossible = {
+        chosen
+        for names in [*combinations(FACTORS, 2), *combinations(TRIPLES, 3)]
+        for levels in product(*(FACTORS[name] for name in names))
+        if (chosen := tuple(zip(names, levels, strict=True))) not in required_combinations()
+    }
+    hybrid = [layers for layers in FACTORS["layers"] if "M" in layers]
+    assert impossible == {
+        *((("mode", "attention"), ("layers", layers)) for layers in hybrid),
+        *((("mode", mode), ("layers", "**")) for mode in ("align", "all")),
+        *((("drafts", script), ("K", 0)) for script in FACTORS["drafts"] if script != "none"),
+        (("mode", "none"), ("offload", "host")),
+        (("layers", "MM"), ("split", "several")),
+        (("backend", "TORCH"), ("split", "several")),
+        (("backend", "FLASH_ATTN"), ("split", "several")),
+    }
 
 
-def test_quiet_traffic_is_void() -> None:
-    options = {"num_blocks": 100, "max_num_seqs": 2, "max_model_len": 96, "device": "cpu", "captured_batch_sizes": ()}
-    scenario = Scenario(0, "M*", options, [[1, 2, 3, 4, 5]], [SamplingParams(max_tokens=3)], 0)
-    errors, seen = run_scenario(scenario)
-    assert not errors
-    assert {"preemption", "chunked_prefill", "padded_rows", "waiting", "row_reuse"}.isdisjoint(
-        name for name in seen if seen[name]
-    )
+def test_a_cell_counts_all_its_pairs_and_triples() -> None:
+    assert len(combinations_of(design()[0])) == comb(len(FACTORS), 2) + comb(len(TRIPLES), 3)
 
 
-def test_accounting_sees_a_block_too_many() -> None:
-    scenario = draw_scenario(1)
-    llm = LLM(ExactModel(), num_blocks=50, max_num_seqs=2, max_model_len=96, device="cpu")
-    observer = Observer(scenario)
-
-    def hoard(engine: LLM) -> None:
-        for request in engine.scheduler.running:
-            engine.manager.allocate_slots(request.request_id, request.num_computed_tokens + 64)
-        observer(engine)
-
-    with pytest.raises(AssertionError, match="are due"):
-        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4), progress=False, on_step=hoard)
+@pytest.mark.parametrize("index", range(0, 84, 6))
+def test_a_scenario_of_the_design_has_the_effects_of_its_cell(index: int) -> None:
+    scenario = draw_scenario(5 * SCENARIOS_PER_RUN + len(FORCED) + index)
+    result = run_scenario(scenario)
+    assert result.wrong == []
+    assert result.cells == [design()[index]]
 
 
-def test_a_livelock_is_an_error() -> None:
-    # Twenty tokens need two steps of sixteen, and the request is preempted after each first one.
-    scenario = Scenario(0, "M*", {}, [[1, 2]], [SamplingParams(max_tokens=2)], 0)
-    llm = LLM(ExactModel(), num_blocks=50, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=96, device="cpu")
-    observer = Observer(scenario)
+def test_the_trio_differs_in_drafts_and_cache_only() -> None:
+    both, undrafted, uncached = draw_trio(7)
+    assert both.prompts == undrafted.prompts == uncached.prompts
+    assert undrafted.options["num_speculative_tokens"] == 0 < both.options["num_speculative_tokens"]
+    assert both.options["enable_prefix_caching"] and not uncached.options["enable_prefix_caching"]
 
-    def preempt_for_ever(engine: LLM) -> None:
-        observer(engine)
-        for request in list(engine.scheduler.running):
-            engine.scheduler.preempt(request)
 
-    with pytest.raises(AssertionError, match="livelock"):
-        llm.generate([[1] * 20], SamplingParams(max_tokens=5), progress=False, on_step=preempt_for_ever)
+@pytest.mark.parametrize("script", ["right", "wrong", "mixed", "ragged", "boundary", "beyond", "rotate"])
+def test_drafts_are_a_pure_function_and_right_as_far_as_scripted(script: str) -> None:
+    sequence = np.random.default_rng(2).integers(0, 97, 60).tolist()
+    proposer = ScriptedProposer(script, 5, [sequence] * 3, [9] * 3, 8, 97)
+    for n in range(10, 50):
+        drafts = proposer.drafts(2, n)
+        assert drafts == proposer.drafts(2, n)
+        right = next((j for j, token in enumerate(drafts) if token != sequence[n + j]), len(drafts))
+        to_boundary = -n % 8
+        due = {"right": 5, "wrong": 0, "boundary": to_boundary, "beyond": to_boundary + 1, "rotate": 2}.get(script)
+        if due is not None:
+            assert (len(drafts), right) == (5, min(5, due))
+        if script == "ragged":
+            assert right == len(drafts)
+
+
+def test_answers_are_computed_once_and_cut() -> None:
+    book = answer_book("M*")
+    whole = book.without_stop([1, 2, 3], SamplingParams(max_tokens=9), 64)
+    assert book.without_stop([1, 2, 3], SamplingParams(max_tokens=4), 64) == whole[:4]
+    assert book.answer([1, 2, 3], SamplingParams(max_tokens=9, stop_token_ids=(whole[2],)), 64)[-1] == whole[2]
+    assert book.answer([1, 2, 3], SamplingParams(max_tokens=9), 5) == whole[:2]
+    assert book.answer([1] * 5, SamplingParams(max_tokens=9), 5) == []
+    sampled = SamplingParams(max_tokens=9, temperature=2e8, seed=3)
+    assert book.without_stop([1, 2, 3], sampled, 64) != whole
+
+
+def test_events_are_due_once_or_again() -> None:
+    assert [step for step in range(12) if Event("evict", 3).is_due(step)] == [3]
+    assert [step for step in range(12) if Event("preempt", 3, 4).is_due(step)] == [3, 7, 11]

@@ -1,0 +1,405 @@
+"""What happens in a scenario: which patterns, and whether blocks, hits, drafts and steps are what they must be.
+
+The rules are formulated anew, from tokens and answers alone, not by asking the code that follows them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import lcm
+
+import numpy as np
+
+from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
+from hybrid_kv.engine.llm import LLM, RequestOutput
+from hybrid_kv.engine.runner import StepOutput
+from hybrid_kv.engine.scheduler import Request, ScheduledRequest
+from hybrid_kv.guard.patterns import count_end, count_outputs, count_step
+from hybrid_kv.guard.scenario import Scenario
+from hybrid_kv.guard.traffic import Cell
+
+Prefix = tuple[str, bytes]
+
+
+def cdiv(a: int, b: int) -> int:
+    """Ceiling division."""
+    return -(-a // b)
+
+
+@dataclass
+class Track:
+    """A running request as the rules see it. `most` and `columns` start anew with each admission."""
+
+    sequence: list[int]  # prompt and answer, stop tokens ignored
+    prompt: int
+    end: int  # tokens of prompt and answer, as far as it goes
+    salt: str
+    known: int = 0
+    admissions: int = 0
+    ended_before: int = 0  # requests, when this one started
+    known_before: int = 0  # generated tokens, when it was admitted last
+    hit: int = 0
+    most: list[int] = field(default_factory=list)  # per group, upper bound of the columns
+    columns: list[set[int]] = field(default_factory=list)  # mode align: those held
+    previous_drafts: int = -1  # scheduled in the step before; -1 before the first decode
+    accepted: int = 0  # in the step before
+
+    def prefix(self, num_tokens: int) -> Prefix:
+        """The name of what the cache holds after so many tokens."""
+        return self.salt, bytes(self.sequence[:num_tokens])
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One row of a step that has run."""
+
+    item: ScheduledRequest  # with its drafts filled in
+    track: Track
+    tokens: list[int]  # what it gave
+
+    @property
+    def end(self) -> int:
+        """Accepted tokens in the cache after the step."""
+        item = self.item
+        kept = min(len(self.tokens), self.track.end - item.num_computed_tokens - item.num_tokens + item.num_drafts)
+        return item.num_computed_tokens + item.num_tokens - item.num_drafts + max(0, kept - 1)
+
+    @property
+    def is_prefill(self) -> bool:
+        """More known tokens than the one that a decode runs."""
+        return self.item.num_computed_tokens == 0 or self.item.num_tokens > 1 + self.item.num_drafts
+
+
+class Published:
+    """The prefixes that a cache without eviction has: K/V of each block, and the states that each mode keeps."""
+
+    def __init__(self, llm: LLM) -> None:
+        specs = [group.spec for group in llm.plan.config.groups]
+        self._kinds = {isinstance(spec, MambaSpec): spec for spec in specs}
+        self._unit = lcm(*(spec.block_size for spec in specs))
+        self._seen: set[tuple[bool, Prefix]] = set()
+
+    def clear(self) -> None:
+        """Nothing can be found any more."""
+        self._seen.clear()
+
+    def add(self, ran: Ran) -> None:
+        """A step has completed these blocks."""
+        for is_mamba, spec in self._kinds.items():
+            first = ran.item.num_computed_tokens // spec.block_size
+            ends = [spec.block_size * (column + 1) for column in range(first, ran.end // spec.block_size)]
+            if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align" and ran.is_prefill:
+                ends = [end for end in ends if end == ran.end]
+            self._seen.update((is_mamba, ran.track.prefix(end)) for end in ends)
+
+    def hit(self, track: Track, num_tokens: int) -> int:
+        """The longest prefix of the first `num_tokens` tokens that can be restored, the last token excluded."""
+        best = 0
+        kv = self._kinds.get(False)
+        for end in range(self._unit, num_tokens, self._unit):
+            if kv is not None:
+                parts = range(end - self._unit + kv.block_size, end + 1, kv.block_size)
+                if not all((False, track.prefix(part)) in self._seen for part in parts):
+                    break
+            if True not in self._kinds or (True, track.prefix(end)) in self._seen:
+                best = end
+        return best
+
+
+class Observer:
+    """Watches one engine through a scenario, disturbs it, and raises AssertionError at the first broken rule.
+
+    Args:
+        sequences: prompt and answer of each request, by number; stop tokens ignored.
+        ends: how many tokens of them each request has in the end.
+    """
+
+    def __init__(self, scenario: Scenario, sequences: Sequence[list[int]], ends: Sequence[int]) -> None:
+        self.scenario = scenario
+        self.seen: Counter[str] = Counter()
+        self.cell: Cell | None = None  # of the scenario, once all that it is meant to exercise has happened
+        self.aborted: set[str] = set()
+        # Each step computes a token of the oldest request, and a request is preempted only for an older one.
+        tokens = sum(len(prompt) + p.max_tokens for prompt, p in zip(scenario.prompts, scenario.params, strict=True))
+        self._limit = 10 * tokens * max(1, 1, *(event.every for event in scenario.events))
+        self._forced_preemptions = 0
+        self._due: list[str] = []
+        requests = zip(sequences, scenario.prompts, ends, scenario.params, strict=True)
+        self.tracks = [Track(sequence, len(prompt), end, p.cache_salt) for sequence, prompt, end, p in requests]
+        self._pending: list[list[Ran]] = []  # steps whose results the engine has not taken yet
+        self.row_owner: dict[int, str] = {}
+        self.block_owner: dict[int, str] = {}
+        self.previous: list[Ran] = []
+        self.block_size = 1  # of the boundaries
+        self.cut_prompts: set[Prefix] = set()
+        self.aborted_prompts: set[Prefix] = set()
+        self.salts: dict[bytes, set[str]] = {}
+        self.num_ended = 0
+
+    def watch(self, llm: LLM) -> None:
+        """Look at every step of an engine from here on."""
+        self._llm = llm
+        self._execute = llm.runner.execute
+        llm.runner.execute = self._on_execute  # type: ignore[method-assign]
+        self._published = Published(llm)
+        sizes = llm.plan.sizes
+        is_indexed = llm.config.cache.mamba_cache_mode != "none" and sizes.mamba_block_size is not None
+        self.block_size = sizes.mamba_block_size or 1 if is_indexed else sizes.block_size
+        self._exact_hits = llm.manager.enable_prefix_caching
+
+    def __call__(self, llm: LLM) -> None:
+        """Before every step."""
+        scheduler = llm.scheduler
+        scheduler.check_integrity()
+        queue = [int(request.request_id) for request in (*scheduler.running, *scheduler.waiting)]
+        if queue != sorted(queue):
+            raise AssertionError(f"first come, first served is broken: {queue}")
+        self._publish(any(request.in_flight is not None for request in (*scheduler.running, *scheduler.waiting)))
+        self._check_progress()
+        self._due += [event.what for event in self.scenario.events if event.is_due(llm.num_steps)]
+        self._due = [what for what in self._due if not self._disturb(what)]
+        if llm.num_steps > self._limit:
+            raise AssertionError(f"no end after {self._limit} steps: livelock")
+
+    def _disturb(self, what: str) -> bool:
+        """Whether it could be done: if not, it is tried again before the next step."""
+        llm, running = self._llm, self._llm.scheduler.running
+        if what == "preempt":
+            if not running:
+                return False
+            request = running[-1]
+            # A request that is alone and has gained nothing since its admission would never end.
+            if len(running) == 1 and len(request.output_token_ids) <= self._track(request).known_before:
+                return False
+            self.seen["preempted_while_speculating"] += bool(request.draft_token_ids)
+            llm.scheduler.preempt(request)
+            self._forced_preemptions += 1
+        elif what == "drop" and (known := [*running, *llm.scheduler.waiting]):
+            request = known[len(known) // 2]
+            self.aborted.add(request.request_id)
+            self.seen["abort_waiting"] += request.row < 0
+            llm.abort(request.request_id)
+        elif what == "evict":
+            pool = llm.manager.pool
+            idle = int(np.count_nonzero(pool.is_idle(np.arange(pool.num_blocks, dtype=np.int32))))
+            # Plain blocks are handed out first.
+            taken = pool.allocate(pool.num_free_blocks - idle + 1) if idle else None
+            if taken is not None:
+                pool.free(taken)
+        elif what == "reset":
+            if (llm.manager.pool.ref_count > 1).any():
+                return False  # The engine's own integrity check takes a shared block without a key for a mistake.
+            llm.reset_prefix_cache()
+            if llm.manager.offload is None:
+                self._published.clear()
+            self._exact_hits &= llm.manager.offload is None
+            self.seen["reset"] += bool(running)
+        return True
+
+    def _publish(self, is_under_way: bool) -> None:
+        """Take over what the engine has taken over: not the last step, if that is still under way."""
+        end = len(self._pending) - is_under_way
+        done, self._pending = self._pending[:end], self._pending[end:]
+        for step in done:
+            for ran in step:
+                request = ran.item.request
+                ended = ran.track.known >= ran.track.end
+                ran.track.known = max(ran.track.known, ran.end + bool(ran.tokens))
+                if request.request_id in self.aborted:
+                    self._exact_hits = False  # It may have ended before or after it was published.
+                elif ended or ran.item.is_stale:
+                    continue
+                self._published.add(ran)
+
+    def _on_execute(self, scheduled: Sequence[ScheduledRequest]) -> StepOutput:
+        llm = self._llm
+        self._check_schedule(scheduled)
+        self.seen["waiting"] += bool(llm.scheduler.waiting)
+        for event in self.scenario.events:
+            if event.what == "abort" and event.is_due(llm.num_steps):
+                victim = scheduled[len(scheduled) // 2].request
+                self.aborted.add(victim.request_id)
+                track = self._track(victim)
+                self.aborted_prompts.add(track.prefix(track.prompt))
+                self.seen["abort_in_flight"] += 1
+                llm.abort(victim.request_id)
+        output = self._execute(scheduled)
+        step = [
+            Ran(item, self._track(item.request), output.tokens.get(item.request.request_id, []))
+            for item in output.batch
+        ]
+        self._check_tokens(step)
+        self._check_blocks(step)
+        count_step(self, llm, step)
+        for ran in step:
+            ran.track.previous_drafts = ran.item.num_drafts if ran.tokens else -1
+            ran.track.accepted = max(0, len(ran.tokens) - 1)
+        self.previous = step
+        self._pending.append(step)
+        return output
+
+    def _track(self, request: Request) -> Track:
+        return self.tracks[int(request.request_id)]
+
+    def _check_progress(self) -> None:
+        """No draft and no chunk may starve a running request: each was in the last step."""
+        ran = {r.item.request.request_id for r in self.previous}
+        left = [r.request_id for r in self._llm.scheduler.running if r.request_id not in ran and r.in_flight is None]
+        if left and self.previous:
+            raise AssertionError(f"running requests {left} were left out of a step")
+
+    def _check_schedule(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """Budget, hits and chunk ends of a step that is about to run."""
+        llm = self._llm
+        budget = llm.config.scheduler.max_num_batched_tokens
+        if (total := sum(item.num_tokens for item in scheduled)) > budget:
+            raise AssertionError(f"a step of {total} tokens is over the budget of {budget}")
+        self._exact_hits &= llm.manager.pool.num_evictions == 0
+        for item in scheduled:
+            track, request = self._track(item.request), item.request
+            begin, end = item.num_computed_tokens, item.num_computed_tokens + item.num_tokens - item.num_drafts
+            if item.overwrite:
+                track.admissions += 1
+                track.hit, track.known_before = begin, len(request.output_token_ids)
+                track.most = [0] * len(llm.plan.config.groups)
+                track.columns = [set() for _ in track.most]
+                limit = self._published.hit(track, request.num_tokens) if llm.manager.enable_prefix_caching else 0
+                if begin > limit or (self._exact_hits and begin < limit):
+                    raise AssertionError(
+                        f"request {request.request_id} takes {begin} of {request.num_tokens} tokens from the cache, "
+                        f"which has {limit} of them"
+                    )
+            size = llm.scheduler.align_to
+            if size is not None and item.num_tokens > 1 + item.num_drafts:
+                last = (request.num_tokens - 1) // size * size  # what a repetition of these tokens can use
+                passes = begin // size < min(end, last) // size
+                if begin < last < end or (passes and end % size):
+                    raise AssertionError(
+                        f"request {request.request_id}: a chunk of tokens {begin} to {end} of {request.num_tokens} "
+                        f"passes a boundary of {size} tokens and does not end on one, the last one being {last}"
+                    )
+            for group, spec in enumerate(group.spec for group in llm.plan.config.groups):
+                self._account(request, track, item, group, spec)
+
+    def _account(self, request: Request, track: Track, item: ScheduledRequest, group: int, spec: KVCacheSpec) -> None:
+        """A running request holds exactly the blocks of its tokens and drafts: not one more, not one less."""
+        n, end, size = item.num_computed_tokens, item.num_computed_tokens + item.num_tokens, spec.block_size
+        if item.drafts is None and request.in_flight is not None:
+            # Certain is only what the step in flight computes without its drafts.
+            end = min(end + request.in_flight.num_drafts, self._llm.config.scheduler.max_model_len)
+        skipped = 0
+        if isinstance(spec, MambaSpec):
+            drafts = spec.num_speculative_blocks
+            is_decode = n > 0 and item.num_tokens == 1 + item.num_drafts
+            if spec.mamba_cache_mode == "none":
+                due = 1 + drafts
+            else:
+                before = track.most[group]
+                track.most[group] = max(before, cdiv(end, size) + drafts * is_decode)
+                skipped = max(0, track.hit // size - 1)
+                due = track.most[group] - skipped
+                if spec.mamba_cache_mode == "align":
+                    own = track.columns[group]
+                    if item.overwrite:
+                        before = track.hit // size
+                        own |= {before - 1} & set(range(before))
+                    else:
+                        own -= set(range(max(0, n - 1) // size))
+                    # A chunk leaves a state where it ends, and none where it only passes.
+                    first = before if is_decode else max(before, track.most[group] - 1)
+                    own |= set(range(first, track.most[group]))
+                    due = len(own)
+                    if due > 2 + drafts:
+                        raise AssertionError(f"request {request.request_id} is due {due} states in mode align")
+        else:
+            ahead = min(end + self._llm.manager.num_lookahead_tokens, self._llm.config.scheduler.max_model_len)
+            due = track.most[group] = max(track.most[group], cdiv(ahead, size))
+        ids = self._llm.manager.block_ids(request.request_id)[group]
+        if len(ids) != due:
+            raise AssertionError(
+                f"request {request.request_id} holds {len(ids)} blocks of {type(spec).__name__} in a step of "
+                f"{item.num_tokens} tokens after {n}; {due} are due"
+            )
+        for block in ids.tolist():
+            self.seen["block_reuse"] += self.block_owner.get(block, request.request_id) != request.request_id
+            self.block_owner[block] = request.request_id
+
+    def _check_tokens(self, step: Sequence[Ran]) -> None:
+        """Right drafts are accepted, all and only those; what a step gives is the answer's next tokens."""
+        for ran in step:
+            item, track, new = ran.item, ran.track, ran.tokens
+            first = item.num_computed_tokens + item.num_tokens - item.num_drafts
+            rest = track.sequence[first:]
+            if not new or not rest:
+                continue  # With asynchronous scheduling a request may run once more after its end.
+            drafts = item.drafts or ()
+            right = next(
+                (j for j, (a, b) in enumerate(zip(drafts, rest, strict=False)) if a != b), min(len(drafts), len(rest))
+            )
+            if len(rest) > right and new != rest[: right + 1]:
+                raise AssertionError(
+                    f"request {item.request.request_id} gets {new} after {first} tokens with drafts {list(drafts)}; "
+                    f"{rest[: right + 1]} are due"
+                )
+
+    def _check_blocks(self, step: Sequence[Ran]) -> None:
+        """No block that a step writes can be found by others or has another owner."""
+        llm = self._llm
+        pool = llm.manager.pool
+        for group in llm.runner.groups:
+            table = llm.runner.block_tables.input_tables[group.group_id].numpy()
+            size, spec = group.spec.block_size, group.spec
+            for row, ran in enumerate(step):
+                begin, last = ran.item.num_computed_tokens, ran.item.num_computed_tokens + ran.item.num_tokens - 1
+                if not isinstance(spec, MambaSpec):
+                    split = size // group.kernel_block_size
+                    blocks = table[row, begin // size * split : last // size * split + 1 : split] // split
+                elif spec.mamba_cache_mode == "none":
+                    blocks = table[row, : 1 if ran.is_prefill else ran.item.num_tokens]
+                else:
+                    first = begin // size if spec.mamba_cache_mode == "all" else last // size
+                    blocks = table[row, first : last // size + (1 if ran.is_prefill else ran.item.num_tokens)]
+                if (pool.ref_count[blocks] != 1).any() or any(pool.key_of(block) for block in blocks.tolist()):
+                    raise AssertionError(
+                        f"request {ran.item.request.request_id} writes blocks {blocks.tolist()} of group "
+                        f"{group.group_id}, which others may read"
+                    )
+
+    def never_fits(self, llm: LLM, number: int) -> bool:
+        """Whether a request needs more blocks than there are even when it is alone."""
+        scenario = self.scenario
+        longest = len(scenario.prompts[number]) + scenario.params[number].max_tokens
+        tokens = min(llm.config.scheduler.max_model_len, longest) - 1  # the last one is never cached
+        due = 0
+        for group in llm.plan.config.groups:
+            spec, columns = group.spec, cdiv(tokens, group.spec.block_size)
+            if isinstance(spec, MambaSpec):
+                states = {"none": 1, "align": min(2, columns), "all": columns}[spec.mamba_cache_mode]
+                due += states + spec.num_speculative_blocks
+            else:
+                due += columns
+        return due > llm.manager.pool.num_blocks - 1
+
+    def finish(self, llm: LLM, outputs: Sequence[RequestOutput]) -> None:
+        """Count what only the end shows."""
+        llm.scheduler.check_integrity()
+        count_end(self, llm)
+        count_outputs(self, llm, outputs)
+        cell = self.scenario.cell
+        happened = {
+            "none": True,
+            "ngram": self.seen["rejected_draft"],
+            "right": self.seen["accepted_draft"],
+            "wrong": self.seen["rejected_draft"],
+            "mixed": self.seen["accepted_draft"] and self.seen["rejected_draft"],
+            "boundary": self.seen["accepted_draft"],
+        }
+        if (
+            cell
+            and happened[cell["drafts"]]
+            and (cell["preemption"] == "unforced" or self._forced_preemptions)
+            and (cell["budget"] == "large" or self.seen["chunked_prefill"])
+        ):
+            self.cell = cell

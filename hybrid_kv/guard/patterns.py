@@ -1,0 +1,275 @@
+"""The request patterns that real cache bugs need, and how each is seen.
+
+`count_step`, `count_end` and `count_outputs` see that a pattern happened independently of what a scenario was built
+for. A run without one of `REQUIRED` says nothing about the bugs behind it, and is void.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hybrid_kv.cache.spec import MambaSpec
+
+if TYPE_CHECKING:
+    from hybrid_kv.engine.llm import LLM, RequestOutput
+    from hybrid_kv.guard.observer import Observer, Ran
+
+# What a differential run must have seen, and what it means.
+REQUIRED = {
+    "chunked_prefill": "a prompt computed in several steps",
+    "preemption": "a running request lost its blocks",
+    "recomputed_output": "generated tokens were recomputed after a preemption",
+    "preempted_while_speculating": "a request lost its blocks with drafts waiting",
+    "resumed_from_cache": "a preempted request found some of its tokens in the cache",
+    "mixed_step": "decodes and prefills in one step",
+    "mixed_sampling": "a verified draft of a sampled request beside greedy ones",
+    "padded_rows": "a decode step padded to a captured size",
+    "padded_drafts": "… with drafts in it",
+    "row_reuse": "a row of the block tables got a new owner",
+    "block_reuse": "a block got a new owner",
+    "all_blocks_used": "block ids wrapped around the pool",
+    "full_pool": "a step that left no block free",
+    "two_blocks": "a pool of one block beside the null block",
+    "long_lived": "a request outlived eight others",
+    "kernel_split": "one manager block is several kernel blocks",
+    "kv_first": "layout (2, num_blocks, …)",
+    "blocks_first": "layout (num_blocks, 2, …)",
+    "several_groups": "groups of equal spec",
+    "attention_only": "a model without Mamba layers",
+    "mamba_only": "a model without attention layers",
+    "short_prompt": "a prompt shorter than the convolution window",
+    "one_token_prefill": "a prefill of one token",
+    "one_token_of_new_request": "a budget that leaves one token for a new request, in a row that another one had",
+    "one_token_left": "a prompt's last token alone, beside verified drafts",
+    "few_tokens_left": "the last 2 … 1 + K tokens of a prompt, beside verified drafts",
+    "first_decode_beside_chunk": "a request's first decode while another's prompt is in chunks",
+    "uneven_prefills": "two prefills in one step, the first no multiple of the scan chunk",
+    "lone_chunks": "one request alone, in several chunks",
+    "one_behind_chunk": "a prompt one token longer than the budget",
+    "exact_block": "a prompt that is a multiple of the block size",
+    "waiting": "a request that waited for a row or for blocks",
+    "stop_token": "a request ended by a stop token",
+    "stop_inside_drafts": "… with accepted drafts behind it",
+    "max_model_len": "a request that ended because it reached max_model_len",
+    "max_model_len_with_drafts": "… while it had drafts",
+    "sampled": "a request with a temperature",
+    "refused": "a prompt that can never run, beside others that do",
+    "accepted_draft": "a draft that was right",
+    "rejected_draft": "a draft that was wrong",
+    "all_accepted": "two or more drafts, all accepted",
+    "all_rejected": "two or more drafts, all rejected",
+    "whole_batch_rejected": "two or more rows with drafts and nothing accepted",
+    "undrafted_after_accepts": "a step without drafts after two accepted ones",
+    "number_of_drafts_varies": "drafts of another number than in the step before",
+    "accepted_to_boundary": "accepted drafts that end exactly on a block boundary",
+    "rejected_at_boundary": "… and rejected ones behind it",
+    "rejected_behind_boundary": "a rejection right after a boundary was crossed",
+    "middle_row_ends": "a row between others ends, which go on with different accepted counts",
+    "hit_align": "a prefix restored in mode align",
+    "hit_all": "a prefix restored in mode all",
+    "hit_attention": "a prefix restored without Mamba layers",
+    "hit_of_several_blocks": "a hit of two blocks and more",
+    "hit_up_to_last_token": "a hit that leaves one token",
+    "hit_before_last_block": "a repeated prompt of whole blocks, whose last one is computed again",
+    "attention_deeper": "K/V cached beyond the last state",
+    "state_deeper": "a state cached beyond the K/V",
+    "no_common_depth": "a hit shorter than what each group alone could restore",
+    "second_turn_align": "a hit on tokens that another request generated, in mode align",
+    "second_turn_all": "… in mode all",
+    "repeated_after_cut_chunk": "a prompt of one or two blocks, cut between boundaries, that came again",
+    "twins": "two equal prompts computed in one step",
+    "shared_block": "two requests that run on one cached prefix",
+    "identical_prompts": "four prompts with one beginning and different ends in one step",
+    "salts_apart": "a prefix that only another salt has",
+    "no_reuse": "caching on, and nothing to find",
+    "eviction": "a cached block lost to another request",
+    "one_step_late": "a step scheduled before the one before it was known",
+    "abort_in_flight": "a request aborted between schedule and execution",
+    "abort_waiting": "a waiting request aborted",
+    "same_prompt_after_abort": "… and its prompt again",
+    "offload_hit": "a block that came back from host memory",
+    "reset": "all cached blocks forgotten while requests run",
+    "sanitized": "a scenario with the sanitizer on",
+}
+
+# Request patterns behind known bugs of other engines that this one cannot have.
+NOT_APPLICABLE = {
+    "tree_drafts": "a draft is one sequence",
+    "unequal_blocks": "attention and Mamba blocks are equal in modes align and all; in mode none there are no hits",
+    "idle_rank": "there is one rank",
+    "sleep_and_wake": "nothing is retracted to the host but published blocks",
+    "saved_sessions": "a second turn goes through the prefix cache",
+    "remote_prefill": "one engine computes and caches",
+    "padded_sequences": "batches are ragged: no side is padded; requests join running batches in every scenario",
+    "beams": "a request has one continuation",
+}
+
+WINDOW = 3  # tokens of a convolution window
+SCAN_CHUNK = 4
+COMMON = 8  # tokens that identical prompts share
+
+
+def count_step(observer: Observer, llm: LLM, step: Sequence[Ran]) -> None:
+    """The patterns of one step that has run, before the engine takes its results."""
+    seen, K = observer.seen, llm.config.speculative.num_speculative_tokens
+    items = [ran.item for ran in step]
+    decodes = sum(not ran.is_prefill for ran in step)
+    drafted = any(item.num_drafts for item in items)
+    seen["mixed_step"] += 0 < decodes < len(step)
+    padded = decodes == len(step) and llm.runner.padded_size(decodes) > decodes
+    seen["padded_rows"] += padded
+    seen["padded_drafts"] += padded and drafted
+    seen["full_pool"] += llm.manager.pool.num_free_blocks == 0
+    sampled = [ran.item.request.params.temperature > 0 for ran in step if ran.item.num_drafts and len(ran.tokens) > 1]
+    seen["mixed_sampling"] += any(sampled) and not all(item.request.params.temperature > 0 for item in items)
+    prefills = [ran for ran in step if ran.is_prefill]
+    seen["uneven_prefills"] += len(prefills) > 1 and prefills[0].item.num_tokens % SCAN_CHUNK > 0
+    with_drafts = [ran for ran in step if ran.item.num_drafts]
+    seen["whole_batch_rejected"] += len(with_drafts) > 1 and all(len(ran.tokens) == 1 for ran in with_drafts)
+    seen["lone_chunks"] += len(step) == 1 and _is_chunk(step[0]) and step[0].item.num_computed_tokens > 0
+    _count_admissions(observer, llm, [ran for ran in step if ran.item.overwrite])
+    for index, ran in enumerate(step):
+        _count_prompt(observer, llm, ran, [other for other in step if other is not ran])
+        if ran.tokens and not ran.is_prefill:
+            _count_drafts(observer, llm, ran, K)
+        if not _ends(ran):
+            continue
+        seen["long_lived"] += observer.num_ended - ran.track.ended_before > 7
+        observer.num_ended += 1
+        if 0 < index < len(step) - 1:
+            others = [other for other in (step[index - 1], step[index + 1]) if not _ends(other)]
+            seen["middle_row_ends"] += len({len(other.tokens) for other in others}) > 1
+
+
+def _ends(ran: Ran) -> bool:
+    return bool(ran.tokens) and ran.end + 1 >= ran.track.end
+
+
+def _is_chunk(ran: Ran) -> bool:
+    """Part of a prompt, not all of it."""
+    return 0 < ran.item.num_tokens < ran.track.prompt and ran.item.num_computed_tokens < ran.track.prompt
+
+
+def _count_prompt(observer: Observer, llm: LLM, ran: Ran, others: Sequence[Ran]) -> None:
+    seen, item, track = observer.seen, ran.item, ran.track
+    n, end, prompt = item.num_computed_tokens, item.num_computed_tokens + item.num_tokens, track.prompt
+    beside_drafts = any(other.item.num_drafts for other in others)
+    K, size = llm.config.speculative.num_speculative_tokens, observer.block_size
+    seen["chunked_prefill"] += 0 < n < prompt and n != track.hit
+    seen["one_token_prefill"] += n == 0 and item.num_tokens == 1
+    last = n > 0 and end == prompt
+    seen["one_token_left"] += last and item.num_tokens == 1 and beside_drafts
+    seen["few_tokens_left"] += last and 2 <= item.num_tokens <= 1 + K and beside_drafts
+    budget = llm.config.scheduler.max_num_batched_tokens
+    seen["one_behind_chunk"] += last and item.num_tokens == 1 and prompt == budget + 1 and track.hit == 0
+    first_decode = n == prompt and not ran.is_prefill
+    seen["first_decode_beside_chunk"] += first_decode and any(_is_chunk(other) for other in others)
+    if K and others and size < prompt <= 2 * size and end < prompt and end % size:
+        observer.cut_prompts.add(track.prefix(prompt))
+
+
+def _count_drafts(observer: Observer, llm: LLM, ran: Ran, K: int) -> None:
+    seen, item, track, size = observer.seen, ran.item, ran.track, observer.block_size
+    accepted, drafts = len(ran.tokens) - 1, item.num_drafts
+    end = item.num_computed_tokens + 1 + accepted
+    crossed = end // size > item.num_computed_tokens // size
+    seen["accepted_draft"] += accepted > 0
+    seen["rejected_draft"] += accepted < drafts
+    seen["all_accepted"] += drafts > 1 and accepted == drafts
+    seen["all_rejected"] += drafts > 1 and not accepted
+    seen["undrafted_after_accepts"] += track.accepted > 1 and not drafts
+    seen["number_of_drafts_varies"] += track.previous_drafts > 0 and drafts > 0 and track.previous_drafts != drafts
+    seen["accepted_to_boundary"] += accepted > 0 and end % size == 0
+    seen["rejected_at_boundary"] += accepted > 0 and end % size == 0 and accepted < drafts
+    seen["rejected_behind_boundary"] += crossed and end % size == 1 and 0 < accepted < drafts
+    seen["stop_inside_drafts"] += ran.end < item.num_computed_tokens + accepted
+    whole = llm.config.scheduler.max_model_len
+    seen["max_model_len_with_drafts"] += drafts > 0 and end + 1 == whole == track.end
+
+
+def _count_admissions(observer: Observer, llm: LLM, admitted: Sequence[Ran]) -> None:
+    """The patterns of requests that start, or start again."""
+    seen, size = observer.seen, observer.block_size
+    mode = llm.config.cache.mamba_cache_mode if "M" in observer.scenario.layers else "attention"
+    for ran in admitted:
+        item, track, request = ran.item, ran.track, ran.item.request
+        n, prompt, name = item.num_computed_tokens, track.prompt, request.request_id
+        recycled = observer.row_owner.get(request.row, name) != name
+        seen["row_reuse"] += recycled
+        observer.row_owner[request.row] = name
+        seen["one_token_of_new_request"] += recycled and n == 0 and item.num_tokens == 1 < prompt
+        seen["recomputed_output"] += bool(request.num_preemptions and len(request.output_token_ids) > 1)
+        seen["resumed_from_cache"] += bool(request.num_preemptions and n)
+        seen["repeated_after_cut_chunk"] += n > 0 and track.prefix(prompt) in observer.cut_prompts
+        seen["same_prompt_after_abort"] += track.prefix(prompt) in observer.aborted_prompts
+        if request.num_preemptions:
+            continue
+        track.ended_before = observer.num_ended
+        salts = observer.salts.setdefault(bytes(track.sequence[:size]), set())
+        seen["salts_apart"] += prompt > size and n == 0 and bool(salts - {track.salt})
+        salts.add(track.salt)
+        if n:
+            seen[f"hit_{mode}"] += 1
+            seen["hit_of_several_blocks"] += n >= 2 * size
+            seen["hit_up_to_last_token"] += n == prompt - 1
+            seen["hit_before_last_block"] += n == prompt - size
+            seen[f"second_turn_{mode}"] += any(
+                other is not track and other.admissions and other.prompt < n and other.prefix(n) == track.prefix(n)
+                for other in observer.tracks
+            )
+        specs = [group.spec for group in llm.plan.config.groups]
+        own = list(zip(specs, request.hit.group_tokens, strict=False))
+        states = [tokens for spec, tokens in own if isinstance(spec, MambaSpec)]
+        kv = [tokens for spec, tokens in own if not isinstance(spec, MambaSpec)]
+        seen["no_common_depth"] += bool(own) and min(tokens for _, tokens in own) > n
+        if states and kv:
+            seen["attention_deeper"] += min(kv) > n
+            seen["state_deeper"] += min(states) > n
+    fresh = [
+        ran.track.sequence for ran in admitted if ran.item.num_computed_tokens == 0 and ran.item.num_tokens >= size
+    ]
+    seen["twins"] += len({bytes(sequence[:size]) for sequence in fresh}) < len(fresh)
+    seen["identical_prompts"] += (
+        any(sum(other[:COMMON] == sequence[:COMMON] for other in fresh) > 3 for sequence in fresh)
+        and len({bytes(sequence) for sequence in fresh}) > 3
+    )
+    shared = [ran.track.prefix(size) for ran in admitted if ran.item.num_computed_tokens]
+    seen["shared_block"] += len(set(shared)) < len(shared)
+
+
+def count_end(observer: Observer, llm: LLM) -> None:
+    """The patterns of the whole scenario."""
+    seen, scenario = observer.seen, observer.scenario
+    pool, groups = llm.manager.pool, llm.runner.groups
+    attention = [group for group in groups if not group.backend.is_ssm()]
+    seen["attention_only"] += "M" not in scenario.layers
+    seen["mamba_only"] += "*" not in scenario.layers
+    seen["kernel_split"] += any(group.spec.block_size > group.kernel_block_size for group in attention)
+    for group in attention:
+        seen["kv_first" if group.backend.get_kv_dim() == 0 else "blocks_first"] += 1
+    seen["several_groups"] += len({group.spec for group in groups}) < len(groups)
+    seen["two_blocks"] += pool.num_blocks == 2
+    seen["all_blocks_used"] += len(observer.block_owner) == pool.num_blocks - 1
+    seen["eviction"] += pool.num_evictions
+    seen["one_step_late"] += llm.config.async_scheduling
+    seen["sanitized"] += bool(llm.config.sanitize)
+    if llm.manager.offload is not None:
+        seen["offload_hit"] += llm.manager.offload.stats.loaded_blocks
+    lengths = [len(prompt) for prompt in scenario.prompts]
+    seen["sampled"] += sum(params.temperature > 0 for params in scenario.params)
+    seen["short_prompt"] += sum(length < WINDOW for length in lengths)
+    seen["exact_block"] += sum(length % observer.block_size == 0 for length in lengths)
+
+
+def count_outputs(observer: Observer, llm: LLM, outputs: Sequence[RequestOutput]) -> None:
+    """The patterns that requests end with."""
+    seen = observer.seen
+    limit = llm.config.scheduler.max_model_len
+    seen["max_model_len"] += sum(len(o.prompt_token_ids) + len(o.token_ids) == limit for o in outputs)
+    seen["refused"] += sum(output.finish_reason == "error" for output in outputs)
+    seen["preemption"] += sum(output.num_preemptions for output in outputs)
+    seen["stop_token"] += sum(output.finish_reason == "stop" for output in outputs)
+    ran = [output for output in outputs if output.error is None]
+    if llm.manager.enable_prefix_caching and len(ran) > 3:
+        seen["no_reuse"] += not any(output.cached_tokens for output in ran)

@@ -1,0 +1,192 @@
+"""What a scenario is, what its requests must become, and drafts by script."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hybrid_kv.cache.backend import BackendContext, FlashAttentionBackend, MultipleOf, TorchBackend, register_backend
+from hybrid_kv.engine.sampling import SamplingParams, sample
+from hybrid_kv.engine.scheduler import Request
+from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle
+
+
+@register_backend
+class SmallBlocksFirst(TorchBackend):
+    """`(num_blocks, 2, …)` with kernel blocks so small that short requests cross many of them."""
+
+    name = "GUARD_BLOCKS_FIRST"
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, context: BackendContext) -> Sequence[int | MultipleOf]:
+        return [2, 4]
+
+
+@register_backend
+class SmallKVFirst(FlashAttentionBackend):
+    """`(2, num_blocks, …)` with the same small kernel blocks."""
+
+    name = "GUARD_KV_FIRST"
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, context: BackendContext) -> Sequence[int | MultipleOf]:
+        return [2, 4]
+
+
+@dataclass(frozen=True)
+class Event:
+    """A disturbance before step `first`, and again every `every` steps (0: once).
+
+    preempt: the youngest running request. abort: a running one, its step under way. drop: a waiting or running one
+    between two steps. evict: the oldest published block. reset: all published blocks.
+    """
+
+    what: Literal["preempt", "abort", "drop", "evict", "reset"]
+    first: int
+    every: int = 0
+
+    def is_due(self, step: int) -> bool:
+        """Whether it happens before this step."""
+        late = step - self.first
+        return late == 0 or (late > 0 and self.every > 0 and late % self.every == 0)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One engine configuration, its requests and what disturbs them."""
+
+    seed: int
+    layers: str
+    options: dict[str, Any]
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+    waves: tuple[int, ...] = ()  # requests sent together; () is all at once
+    drafts: str = "none"  # none, ngram, or a script of `ScriptedProposer`
+    events: tuple[Event, ...] = ()
+    forced: str = ""  # the pattern that it was built for
+    cell: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{key}={value}" for key, value in self.options.items())
+        name = f"scenario {self.seed}" + (f" ({self.forced})" if self.forced else "")
+        return f"{name}: {self.layers}, {options}, {self.drafts} drafts, {len(self.prompts)} requests"
+
+
+class AnswerBook:
+    """What each request must become, whatever runs beside it: the oracle's answers, each computed once."""
+
+    def __init__(self, layers: str) -> None:
+        self.model = ExactModel(ExactConfig(pattern=layers))
+        self._oracle = ExactOracle(self.model)
+        self._answers: dict[tuple[Any, ...], list[int]] = {}
+
+    def without_stop(self, prompt: Sequence[int], params: SamplingParams, max_model_len: int) -> list[int]:
+        """The answer as if no token ended it; nothing for a prompt that cannot run."""
+        length = min(params.max_tokens, max_model_len - len(prompt))
+        if length <= 0 or not prompt:
+            return []
+        assert params.seed is not None or params.is_greedy
+
+        def choose(logits: Any, position: int) -> int:
+            if params.is_greedy:
+                return int(np.argmax(logits))
+            row = torch.from_numpy(logits).double().unsqueeze(0)
+            return sample(row, [params], [params.seed or 0], [position])[0]
+
+        noise = () if params.is_greedy else (params.temperature, params.top_k, params.top_p, params.seed)
+        key = (tuple(prompt), noise)
+        if len(self._answers.get(key, ())) < length:
+            self._answers[key] = self._oracle.generate(prompt, length, (), choose)
+        return self._answers[key][:length]
+
+    def answer(self, prompt: Sequence[int], params: SamplingParams, max_model_len: int) -> list[int]:
+        """The answer up to its first stop token."""
+        tokens = self.without_stop(prompt, params, max_model_len)
+        stops = (i + 1 for i, token in enumerate(tokens) if token in params.stop_token_ids)
+        return tokens[: next(stops, len(tokens))]
+
+
+@cache
+def answer_book(layers: str) -> AnswerBook:
+    """One per model and process."""
+    return AnswerBook(layers)
+
+
+class ScriptedProposer:
+    """Drafts that are right exactly as far as the script says: a pure function of the request and its known tokens.
+
+    right: K right ones. wrong: K wrong ones. mixed: any number, right up to any place. ragged: all right, their number
+    runs through K, 0, 1, K, 2. boundary: right up to a block boundary if K reaches it, wrong behind it; beyond: right
+    up to the first token behind one. rotate: request i has i % (K + 1) right ones and wrong ones behind them.
+
+    Args:
+        sequences: prompt and answer of each request, by its number; stop tokens ignored.
+        prompts: how many tokens of them are the prompt.
+        block_size: of the boundaries.
+    """
+
+    def __init__(
+        self,
+        script: str,
+        K: int,
+        sequences: Sequence[Sequence[int]],
+        prompts: Sequence[int],
+        block_size: int,
+        vocab_size: int,
+    ) -> None:
+        self.script, self.K, self.block_size, self.vocab_size = script, K, block_size, vocab_size
+        self._sequences, self._prompts = sequences, prompts
+
+    def propose(
+        self, requests: Sequence[Request], token_ids: Sequence[npt.NDArray[np.int64]], num_tokens: npt.NDArray[np.int64]
+    ) -> list[list[int]]:
+        """See `engine.runner.Proposer`; what the engine believes to be the request's tokens is not looked at."""
+        return [self.drafts(int(r.request_id), n) for r, n in zip(requests, num_tokens.tolist(), strict=True)]
+
+    def drafts(self, number: int, num_tokens: int) -> list[int]:
+        """Drafts behind the first `num_tokens` tokens of a request."""
+        sequence = self._sequences[number]
+        count, right = self._counts(number, num_tokens)
+        # Behind the end of the answer no draft is right or wrong.
+        own = [*sequence[num_tokens : num_tokens + count], *range(count)][:count]
+        return [token if j < right else (token + 1 + j) % self.vocab_size for j, token in enumerate(own)]
+
+    def _counts(self, number: int, num_tokens: int) -> tuple[int, int]:
+        K = self.K
+        if self.script == "mixed":
+            noise = (num_tokens + 61 * self._prompts[number]) * 7919 % 1009
+            return noise % (K + 1), noise // 11 % (K + 1)
+        if self.script == "ragged":
+            position, lengths = self._prompts[number] + 1, [K, 0, 1, K, min(K, 2)]
+            while position < num_tokens:
+                position += 1 + lengths[0]
+                lengths = lengths[1:] + lengths[:1]
+            return lengths[0], K
+        # The step starts at the last known token, so it ends on a boundary with this many right drafts.
+        to_boundary = -num_tokens % self.block_size
+        right = {
+            "right": K,
+            "wrong": 0,
+            "boundary": to_boundary,
+            "beyond": to_boundary + 1,
+            "rotate": number % (K + 1),
+        }[self.script]
+        return K, right
+
+
+def cache_options(mode: str, K: int, drafts: str) -> dict[str, Any]:
+    """Engine options of the levels of three factors."""
+    options: dict[str, Any] = {
+        "mamba_cache_mode": "none" if mode == "attention" else mode,
+        "enable_prefix_caching": mode != "none",
+        "num_speculative_tokens": K,
+    }
+    if drafts == "ngram":
+        options |= {"speculative_method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    return options

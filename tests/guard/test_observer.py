@@ -1,0 +1,201 @@
+"""The rules can be broken, and say so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hybrid_kv.cache.block_pool import BlockPool
+from hybrid_kv.cache.manager import KVCacheManager, PrefixHit
+from hybrid_kv.engine.llm import LLM, RequestOutput
+from hybrid_kv.engine.sampling import SamplingParams
+from hybrid_kv.engine.scheduler import Scheduler
+from hybrid_kv.guard import checks
+from hybrid_kv.guard.checks import Differences, check_costs, run_scenario
+from hybrid_kv.guard.scenario import Event, Scenario, SmallKVFirst, answer_book, cache_options
+from hybrid_kv.models.exact import ExactModel
+
+
+def ignore(count: int) -> None:
+    """A progress bar that nobody watches."""
+
+
+def scenario(mode: str, K: int = 0, drafts: str = "none", **options: Any) -> Scenario:
+    """Three prompts, twice."""
+    rng = np.random.default_rng(4)
+    prompts = [rng.integers(0, 97, size=length).tolist() for length in (13, 24, 31)]
+    options = {
+        "attention_backend": SmallKVFirst.name,
+        "block_size": 8,
+        "num_blocks": 300,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 20,
+        "max_model_len": 80,
+        "device": "cpu",
+        **cache_options(mode, K, drafts),
+        **options,
+    }
+    layers = "**" if mode == "attention" else "M*MM*"
+    params = [SamplingParams(max_tokens=14)] * 6
+    return Scenario(0, layers, options, prompts * 2, params, (3, 3), drafts)
+
+
+def wrong(result: Differences) -> str:
+    assert len(result.wrong) == 1
+    return result.wrong[0]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("mode", ["none", "align", "all", "attention"])
+def test_clean_traffic_breaks_no_rule(mode: str, is_async: bool) -> None:
+    for K, drafts in ((0, "none"), (3, "mixed"), (3, "right"), (2, "ngram")):
+        assert run_scenario(scenario(mode, K, drafts, async_scheduling=is_async)).wrong == []
+
+
+@pytest.mark.parametrize("mode", ["none", "align", "all"])
+def test_a_block_too_many(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    original: Callable[..., Any] = KVCacheManager.allocate_slots
+
+    def hoard(self: KVCacheManager, name: str, n: int, new: int, *rest: Any) -> Any:
+        return original(self, name, n, new + 8, *rest)
+
+    monkeypatch.setattr(KVCacheManager, "allocate_slots", hoard)
+    assert "are due" in wrong(run_scenario(scenario(mode)))
+
+
+def test_a_hit_too_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = KVCacheManager._find
+
+    def shorter(self: KVCacheManager, *arguments: Any) -> PrefixHit:
+        hit = original(self, *arguments)
+        return PrefixHit(max(0, hit.num_tokens - 8), hit.group_tokens)
+
+    monkeypatch.setattr(KVCacheManager, "_find", shorter)
+    assert "from the cache, which has" in wrong(run_scenario(scenario("attention")))
+
+
+def test_a_hit_of_what_was_never_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = BlockPool.publish
+
+    def early(self: BlockPool, key: Any, block: int) -> bool:
+        return original(self, key, block)
+
+    def eager(self: Scheduler) -> Any:
+        items = schedule(self)
+        for item in items:
+            request = item.request
+            end = item.num_computed_tokens + item.num_tokens - item.num_drafts
+            self.manager.cache_blocks(request.request_id, request.block_hashes, request.token_ids, end, item.is_decode)
+        return items
+
+    schedule = Scheduler.schedule
+    monkeypatch.setattr(BlockPool, "publish", early)
+    monkeypatch.setattr(Scheduler, "schedule", eager)
+    assert "which others may read" in wrong(run_scenario(scenario("attention")))
+
+
+def test_a_chunk_that_ends_beside_the_boundary(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Scheduler.__init__
+
+    def unaligned(self: Scheduler, *arguments: Any) -> None:
+        original(self, *arguments)
+        self.__class__ = Unaligned
+
+    class Unaligned(Scheduler):
+        def _chunk(self, request: Any, start: int, budget: int, overwrite: bool = False) -> Any:
+            align_to, self.align_to = self.align_to, None
+            try:
+                return super()._chunk(request, start, budget, overwrite)
+            finally:
+                self.align_to = align_to
+
+    monkeypatch.setattr(Scheduler, "__init__", unaligned)
+    assert "does not end on one" in wrong(run_scenario(scenario("align")))
+
+
+def test_a_right_draft_that_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hybrid_kv.engine import runner
+
+    original = runner.verify
+
+    def never(*arguments: Any) -> list[list[int]]:
+        return [tokens[:1] for tokens in original(*arguments)]
+
+    monkeypatch.setattr(runner, "verify", never)
+    assert "are due" in wrong(run_scenario(scenario("none", 3, "right")))
+
+
+def test_a_running_request_that_starves(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = Scheduler.schedule
+
+    def skip(self: Scheduler) -> Any:
+        items = schedule(self)
+        return items[:-1] if len(items) > 2 and not items[-1].overwrite else items
+
+    monkeypatch.setattr(Scheduler, "schedule", skip)
+    assert "left out of a step" in wrong(run_scenario(scenario("none")))
+
+
+def test_a_livelock(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Twenty tokens need two steps of sixteen, and the request is preempted after each first one.
+    generate = LLM.generate
+
+    def preempting(self: LLM, prompts: Any, params: Any, progress: bool, on_step: Callable[[LLM], None]) -> Any:
+        def disturb(llm: LLM) -> None:
+            on_step(llm)
+            for request in list(llm.scheduler.running):
+                llm.scheduler.preempt(request)
+
+        return generate(self, prompts, params, progress, disturb)
+
+    monkeypatch.setattr(LLM, "generate", preempting)
+    options = scenario("none", max_num_batched_tokens=16, max_num_seqs=1).options
+    endless = Scenario(0, "M*", options, [[1] * 20], [SamplingParams(max_tokens=2)])
+    assert "livelock" in wrong(run_scenario(endless))
+
+
+def test_a_prompt_refused_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVCacheManager, "can_ever_fit", lambda self, num_tokens: num_tokens < 30)
+    assert "never fit" in run_scenario(scenario("none")).wrong[0]
+
+
+def test_an_aborted_request_keeps_a_beginning_of_its_answer() -> None:
+    aborting = scenario("all", 3, "mixed")
+    aborting = Scenario(
+        0, aborting.layers, aborting.options, aborting.prompts, aborting.params, (3, 3), "mixed",
+        (Event("abort", 4, 3), Event("drop", 5, 4)),
+    )  # fmt: skip
+    result = run_scenario(aborting)
+    assert result.wrong == []
+    assert result.seen["abort_in_flight"]
+
+
+@pytest.mark.parametrize("name", ["cached_tokens", "num_accepted_draft_tokens"])
+def test_what_drafts_and_caching_cost_is_seen(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    assert check_costs(0, 3, ignore)[0].passed
+    play = checks._play
+
+    def dearer(scenario: Scenario) -> tuple[Differences, list[RequestOutput]]:
+        result, outputs = play(scenario)
+        if scenario.options["num_speculative_tokens"] and scenario.options["enable_prefix_caching"]:
+            outputs[-1] = replace(outputs[-1], **{name: getattr(outputs[-1], name) - 1})
+        return result, outputs
+
+    monkeypatch.setattr(checks, "_play", dearer)
+    result = check_costs(0, 3, ignore)[0]
+    assert not result.passed and result.value == 3
+
+
+def test_costs_without_hits_are_void(monkeypatch: pytest.MonkeyPatch) -> None:
+    play = checks._play
+    monkeypatch.setattr(checks, "_play", lambda s: (play(s)[0], [replace(o, cached_tokens=0) for o in play(s)[1]]))
+    assert check_costs(0, 3, ignore)[0].detail.startswith("void")
+
+
+def test_the_oracle_book_is_per_model() -> None:
+    assert isinstance(answer_book("M*").model, ExactModel)
+    assert answer_book("M*") is answer_book("M*") is not answer_book("*M")

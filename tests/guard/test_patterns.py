@@ -1,0 +1,57 @@
+"""Each forced pattern happens, and is seen; traffic without it is not."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from hybrid_kv.engine.sampling import SamplingParams
+from hybrid_kv.guard.checks import run_scenario
+from hybrid_kv.guard.forced import FORCED
+from hybrid_kv.guard.patterns import NOT_APPLICABLE, REQUIRED
+from hybrid_kv.guard.scenario import Scenario
+from hybrid_kv.guard.traffic import SCENARIOS_PER_RUN, draw_scenario
+
+
+@pytest.mark.parametrize("run", [1, 2])
+@pytest.mark.parametrize("names", FORCED)
+def test_a_forced_pattern_happens(names: str, run: int) -> None:
+    index = list(FORCED).index(names)
+    result = run_scenario(draw_scenario(run * SCENARIOS_PER_RUN + index))
+    assert result.wrong == []
+    assert [name for name in names.split(", ") if not result.seen[name]] == []
+
+
+def test_forced_patterns_are_required_ones() -> None:
+    assert {name for names in FORCED for name in names.split(", ")} <= set(REQUIRED)
+    assert not set(NOT_APPLICABLE) & set(REQUIRED)
+
+
+def test_quiet_traffic_has_none_of_them() -> None:
+    options = {
+        "num_blocks": 100,
+        "max_num_seqs": 2,
+        "max_model_len": 96,
+        "device": "cpu",
+        "captured_batch_sizes": (),
+        "attention_backend": "TORCH",
+        "block_size": 16,
+    }
+    scenario = Scenario(0, "M*", options, [[1, 2, 3, 4, 5]], [SamplingParams(max_tokens=3)])
+    result = run_scenario(scenario)
+    assert result.wrong == []
+    assert {name for name in REQUIRED if result.seen[name]} == {"blocks_first"}
+
+
+def test_builders_follow_their_seed() -> None:
+    for builder in FORCED.values():
+        assert builder(3, np.random.default_rng(3)) == builder(3, np.random.default_rng(3))
+
+
+def test_every_required_pattern_happens_in_the_forced_scenarios_and_some_of_the_design() -> None:
+    seen: Counter[str] = Counter()
+    for number in range(len(FORCED) + 30):
+        seen += run_scenario(draw_scenario(number)).seen
+    assert [name for name in REQUIRED if not seen[name]] == []
