@@ -92,6 +92,8 @@ class BlockPool:
         self._num_unpublished = self._capacity
         self._lru = _LRUQueue(num_blocks)
         self._published = np.zeros(num_blocks, dtype=bool)
+        # Since it was handed out; then requests may share it, also when the cache has been reset meanwhile.
+        self._was_published = np.zeros(num_blocks, dtype=bool)
         self._keys: dict[int, BlockKey] = {}
         self._blocks: dict[BlockKey, int] = {}
         self.num_evictions = 0
@@ -124,6 +126,7 @@ class BlockPool:
             self._unpublish(evicted)
             ids = np.concatenate([ids, evicted])
         self.ref_count[ids] = 1
+        self._was_published[ids] = False
         return ids
 
     def free(self, ids: BlockIds) -> None:
@@ -153,7 +156,7 @@ class BlockPool:
         assert self.ref_count[block] > 0, f"block {block} is published but nobody holds it"
         self._blocks[key] = block
         self._keys[block] = key
-        self._published[block] = True
+        self._published[block] = self._was_published[block] = True
         return True
 
     def lookup(self, key: BlockKey) -> int | None:
@@ -163,6 +166,10 @@ class BlockPool:
     def key_of(self, block: int) -> BlockKey | None:
         """The key under which a block is published."""
         return self._keys.get(block)
+
+    def may_be_shared(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which of the ids have been published since they were handed out."""
+        return self._was_published[ids]
 
     def is_idle(self, ids: BlockIds) -> npt.NDArray[np.bool_]:
         """Which of the ids are published and free: taking them uses up free blocks."""

@@ -154,16 +154,19 @@ class Scheduler:
                 index += 1
                 continue
             while (new := self._allocate(item)) is None:
+                if item.drafts is None:
+                    break  # It asks for more than it may need: when the step in flight is known, it asks for less.
                 preempted = True
                 victim = self.running[-1]
                 self.preempt(victim)
                 if victim is request:
                     break
-            if new is None:
+            if new is None and item.drafts is not None:
                 break
-            scheduled.append(replace(item, new_blocks=new))
-            budget -= item.num_tokens
             index += 1
+            if new is not None:
+                scheduled.append(replace(item, new_blocks=new))
+                budget -= item.num_tokens
         # A preempted request would only take back what it was made to give.
         while self.waiting and not preempted and budget > 0 and self._free_rows:
             request = self.waiting[0]

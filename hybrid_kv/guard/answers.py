@@ -19,6 +19,7 @@ from hybrid_kv.guard.checks import CheckResult, poison
 
 MODES = ("none", "align", "all")
 DRAFTS = ((None, 0), ("ngram", 3), ("mtp", 1), ("mtp", 3), ("mtp", 5))
+NUM_CELLS = len(MODES) * len(DRAFTS) + 2
 MTP_ACCEPTANCE = 0.9  # at K = 1; 99.8 % were measured when the model was trained
 FORGET_EVERY = 25  # steps: then the device forgets what it has cached, and only the offload tier still has it
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm.auto import tqdm
 
-from hybrid_kv.guard.answers import questions
+from hybrid_kv.guard.answers import NUM_CELLS, check_answers, questions
 from hybrid_kv.guard.checks import (
     LOGIT_CELLS,
     CheckResult,
@@ -30,8 +30,8 @@ from hybrid_kv.results import Receipt, Row, provenance, timing_row
 
 # How much of each check: on two cores the quick guard ends within a minute, the full one within five, the long one
 # within half an hour. All forced patterns and the covering design are the first 2,000 requests or so.
-QUICK = {"requests": 2500, "trios": 12, "prompts": 4, "questions": 100}
-FULL = {"requests": 12_000, "trios": 48, "prompts": 16, "questions": 250}
+QUICK = {"requests": 2500, "trios": 12, "prompts": 4, "answers": 0, "questions": 100}
+FULL = {"requests": 12_000, "trios": 48, "prompts": 16, "answers": 200, "questions": 250}
 LONG = FULL | {"requests": 100_000}
 LAYOUT_TRIALS = 200
 
@@ -49,6 +49,7 @@ def run_guard(amount: dict[str, int], seed: int, progress: bool = True) -> list[
         "costs": amount["trios"],
         "exact model": amount["requests"],
         "guard model": amount["prompts"] * len(LOGIT_CELLS),
+        "answers": NUM_CELLS if amount["answers"] else 0,
         "accuracy": amount["questions"],
         "block ids": 1,
     }
@@ -67,10 +68,13 @@ def run_guard(amount: dict[str, int], seed: int, progress: bool = True) -> list[
             "costs": lambda: check_costs(seed, amount["trios"], bar.update),
             "exact model": lambda: check_exact_model(seed, amount["requests"], bar.update, workers),
             "guard model": lambda: check_guard_logits(prompts, shared, bar.update),
+            "answers": lambda: check_answers(amount["answers"], bar.update),
             "accuracy": lambda: check_accuracy(amount["questions"], bar.update),
             "block ids": lambda: check_expansion(bar.update),
         }
         for section, check in checks.items():
+            if not sections[section]:
+                continue
             bar.set_postfix_str(section)
             results += _run(section, check)
     torch.set_num_threads(threads)
