@@ -80,10 +80,12 @@ class Traffic:
         } | options
         if "*" in pattern or self.options["mamba_cache_mode"] != "none":
             self.options["block_size" if "*" in pattern else "mamba_block_size"] = 8
+        if self.k > 3 and self.options["mamba_cache_mode"] == "align":
+            self.options["async_scheduling"] = False  # it would need blocks of 1 + 2K tokens
         self.seed = seed
 
     def llm(self):
-        return LLM(self.model, proposer=Scripted(self.answers, self.k, self.seed), **self.options)
+        return LLM(self.model, proposer=Scripted(self.answers, self.k, self.seed) if self.k else None, **self.options)
 
     def run(self, llm, before_step=lambda llm: None):
         """Step by step; returns the requests, and what the sanitizer reported, if it did."""
