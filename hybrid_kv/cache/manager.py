@@ -128,6 +128,7 @@ class KVCacheManager:
         num_uncertain_tokens: drafts of a step under way that may count when the next one is scheduled.
 
     Attributes:
+        hit_unit: tokens; every hit is a multiple of it.
         offload: a further tier for published blocks; a hit may come from both.
         sanitizer: told when blocks change hands.
     """
@@ -164,7 +165,7 @@ class KVCacheManager:
                     f"num_speculative_tokens={spec.num_speculative_blocks} needs Mamba blocks of at least {needed} "
                     f"tokens, not {spec.block_size}; raise block_size"
                 )
-        self._hit_unit = lcm(*(spec.block_size for spec in self._specs)) if enable_prefix_caching else 1
+        self.hit_unit = lcm(*(spec.block_size for spec in self._specs)) if enable_prefix_caching else 1
         self._held: dict[str, list[_Columns]] = {}
         self._given_back: dict[str, dict[int, int]] = {}  # the block, and the end of its column
 
@@ -214,7 +215,7 @@ class KVCacheManager:
             else:
                 found = next((i for i in candidates if not has(group, i)), len(candidates))
             own.append(found * spec.block_size)
-        unit = self._hit_unit
+        unit = self.hit_unit
         tokens = min(own) // unit * unit
         while tokens and lacks(tokens) is not None:
             tokens -= unit

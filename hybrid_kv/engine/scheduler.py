@@ -143,7 +143,7 @@ class Scheduler:
         """The next step; empty only if no request is left or all wait for the step in flight."""
         budget = self.config.max_num_batched_tokens
         scheduled: list[ScheduledRequest] = []
-        preempted = False
+        is_full = False
         index = 0
         while index < len(self.running) and budget > 0:
             request = self.running[index]
@@ -154,21 +154,20 @@ class Scheduler:
                 index += 1
                 continue
             while (new := self._allocate(item)) is None:
-                if item.drafts is None:
-                    break  # It asks for more than it may need: when the step in flight is known, it asks for less.
-                preempted = True
+                is_full = True
                 victim = self.running[-1]
+                if victim is request and item.drafts is None:
+                    break  # It may need less than it asks for: the step in flight will tell.
                 self.preempt(victim)
                 if victim is request:
                     break
-            if new is None and item.drafts is not None:
+            if new is None:
                 break
+            scheduled.append(replace(item, new_blocks=new))
+            budget -= item.num_tokens
             index += 1
-            if new is not None:
-                scheduled.append(replace(item, new_blocks=new))
-                budget -= item.num_tokens
         # A preempted request would only take back what it was made to give.
-        while self.waiting and not preempted and budget > 0 and self._free_rows:
+        while self.waiting and not is_full and budget > 0 and self._free_rows:
             request = self.waiting[0]
             if request.in_flight is not None:
                 break
@@ -233,10 +232,14 @@ class Scheduler:
         end = min(total, start + budget)
         if self.align_to is not None:
             # The state that a repeated prompt can use: its last token is always computed.
-            last_boundary = (total - 1) // self.align_to * self.align_to
+            hit_unit = self.manager.hit_unit
+            last_boundary = (total - 1) // hit_unit * hit_unit
             if start < last_boundary:
                 end = min(end, last_boundary)
-                boundary = end // self.align_to * self.align_to
+                # Where groups have other block sizes, a boundary of all is worth more than one of the states alone.
+                boundary = end // hit_unit * hit_unit
+                if boundary <= start:
+                    boundary = end // self.align_to * self.align_to
                 if boundary > start:
                     end = boundary
         return ScheduledRequest(request, end - start, start, NO_BLOCKS, overwrite, end == total)

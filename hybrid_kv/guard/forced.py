@@ -153,6 +153,14 @@ def _exact_blocks(seed: int, rng: np.random.Generator) -> Scenario:
     )
 
 
+@_forces("unequal_blocks")
+def _unequal_blocks(seed: int, rng: np.random.Generator) -> Scenario:
+    prompts = _draw(rng, 2 * BLOCK + 1, 5 * BLOCK, 4 * BLOCK + 3) * 2
+    return _scenario(
+        seed, rng, prompts, _params(*[6] * 6), waves=(3, 3), modes=("align", "all"), K=2, drafts="mixed", layers="M+*M"
+    )
+
+
 @_forces("repeated_after_cut_chunk")
 def _cut_chunk(seed: int, rng: np.random.Generator) -> Scenario:
     busy, prompt = _draw(rng, 4, 12)

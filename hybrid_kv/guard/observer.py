@@ -77,9 +77,9 @@ class Published:
 
     def __init__(self, llm: LLM) -> None:
         specs = [group.spec for group in llm.plan.config.groups]
-        self._kinds = {isinstance(spec, MambaSpec): spec for spec in specs}
+        self._specs = list(dict.fromkeys(specs))
         self._unit = lcm(*(spec.block_size for spec in specs))
-        self._seen: set[tuple[bool, Prefix]] = set()
+        self._seen: set[tuple[int, Prefix]] = set()
 
     def clear(self) -> None:
         """Nothing can be found any more."""
@@ -87,23 +87,26 @@ class Published:
 
     def add(self, ran: Ran) -> None:
         """A step has completed these blocks."""
-        for is_mamba, spec in self._kinds.items():
+        for kind, spec in enumerate(self._specs):
             first = ran.item.num_computed_tokens // spec.block_size
             ends = [spec.block_size * (column + 1) for column in range(first, ran.end // spec.block_size)]
             if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align" and ran.is_prefill:
                 ends = [end for end in ends if end == ran.end]
-            self._seen.update((is_mamba, ran.track.prefix(end)) for end in ends)
+            self._seen.update((kind, ran.track.prefix(end)) for end in ends)
 
     def hit(self, track: Track, num_tokens: int) -> int:
         """The longest prefix of the first `num_tokens` tokens that can be restored, the last token excluded."""
         best = 0
-        kv = self._kinds.get(False)
         for end in range(self._unit, num_tokens, self._unit):
-            if kv is not None:
-                parts = range(end - self._unit + kv.block_size, end + 1, kv.block_size)
-                if not all((False, track.prefix(part)) in self._seen for part in parts):
-                    break
-            if True not in self._kinds or (True, track.prefix(end)) in self._seen:
+            missing = [
+                spec
+                for kind, spec in enumerate(self._specs)
+                for part in range(end - self._unit + spec.block_size, end + 1, spec.block_size)
+                if (part == end or not isinstance(spec, MambaSpec)) and (kind, track.prefix(part)) not in self._seen
+            ]
+            if any(not isinstance(spec, MambaSpec) for spec in missing):
+                break
+            if not missing:
                 best = end
         return best
 
@@ -126,6 +129,7 @@ class Observer:
         self._limit = 10 * tokens * max(1, 1, *(event.every for event in scenario.events))
         self._forced_preemptions = 0
         self._due: list[str] = []
+        self._waited = False
         requests = zip(sequences, scenario.prompts, ends, scenario.params, strict=True)
         self.tracks = [Track(sequence, len(prompt), end, p.cache_salt) for sequence, prompt, end, p in requests]
         self._pending: list[list[Ran]] = []  # steps whose results the engine has not taken yet
@@ -244,10 +248,16 @@ class Observer:
         return self.tracks[int(request.request_id)]
 
     def _check_progress(self) -> None:
-        """No draft and no chunk may starve a running request: each was in the last step."""
+        """No draft and no chunk may starve a running request: each was in the last step.
+
+        With asynchronous scheduling the youngest may wait a step, to ask a full pool for what it really needs.
+        """
         ran = {r.item.request.request_id for r in self.previous}
-        left = [r.request_id for r in self._llm.scheduler.running if r.request_id not in ran and r.in_flight is None]
-        if left and self.previous:
+        running = self._llm.scheduler.running
+        left = [r.request_id for r in running if r.request_id not in ran and r.in_flight is None]
+        waits = self._llm.config.async_scheduling and left == [r.request_id for r in running[-1:]] and not self._waited
+        self._waited = waits
+        if left and self.previous and not waits:
             raise AssertionError(f"running requests {left} were left out of a step")
 
     def _check_schedule(self, scheduled: Sequence[ScheduledRequest]) -> None:
@@ -273,7 +283,8 @@ class Observer:
                     )
             size = llm.scheduler.align_to
             if size is not None and item.num_tokens > 1 + item.num_drafts:
-                last = (request.num_tokens - 1) // size * size  # what a repetition of these tokens can use
+                unit = lcm(*(group.spec.block_size for group in llm.plan.config.groups))
+                last = (request.num_tokens - 1) // unit * unit  # what a repetition of these tokens can use
                 passes = begin // size < min(end, last) // size
                 if begin < last < end or (passes and end % size):
                     raise AssertionError(

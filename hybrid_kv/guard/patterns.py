@@ -69,6 +69,7 @@ REQUIRED = {
     "hit_align": "a prefix restored in mode align",
     "hit_all": "a prefix restored in mode all",
     "hit_attention": "a prefix restored without Mamba layers",
+    "unequal_blocks": "a prefix restored over groups of unequal block sizes",
     "hit_of_several_blocks": "a hit of two blocks and more",
     "hit_up_to_last_token": "a hit that leaves one token",
     "hit_before_last_block": "a repeated prompt of whole blocks, whose last one is computed again",
@@ -96,7 +97,6 @@ REQUIRED = {
 # Request patterns behind known bugs of other engines that this one cannot have.
 NOT_APPLICABLE = {
     "tree_drafts": "a draft is one sequence",
-    "unequal_blocks": "attention and Mamba blocks are equal in modes align and all; in mode none there are no hits",
     "idle_rank": "there is one rank",
     "sleep_and_wake": "nothing is retracted to the host but published blocks",
     "saved_sessions": "a second turn goes through the prefix cache",
@@ -212,6 +212,7 @@ def _count_admissions(observer: Observer, llm: LLM, admitted: Sequence[Ran]) -> 
         if n:
             seen[f"hit_{mode}"] += 1
             seen["hit_of_several_blocks"] += n >= 2 * size
+            seen["unequal_blocks"] += len({group.spec.block_size for group in llm.plan.config.groups}) > 1
             seen["hit_up_to_last_token"] += n == prompt - 1
             seen["hit_before_last_block"] += n == prompt - size
             seen[f"second_turn_{mode}"] += any(

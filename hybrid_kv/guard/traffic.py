@@ -26,7 +26,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "mode": ("none", "align", "all", "attention"),
     "drafts": ("none", "ngram", "right", "wrong", "mixed", "boundary"),
     "K": (0, 1, 2, 3, 4, 5, 6, 7),
-    "layers": ("M*", "M*MM*", "**M", "MMM*M", "*M", "**", "MM"),
+    "layers": ("M*", "M*MM*", "**M", "MMM*M", "*M", "**", "MM", "M+*M"),
     "backend": (SmallBlocksFirst.name, SmallKVFirst.name, "TORCH", "FLASH_ATTN", "FLASHINFER"),
     "split": ("one", "several"),  # kernel blocks per manager block
     "budget": ("tiny", "small", "large"),  # tokens per step
@@ -203,7 +203,7 @@ def _random_scenario(seed: int, cell: Cell, rng: np.random.Generator, vocab_size
     longest = min(max_model_len, max(len(p) + s.max_tokens for p, s in zip(prompts, params, strict=True)))
     columns = -(-longest // block_size)
     state = {"none": 1, "align": 2, "all": columns, "attention": 0}[mode] + K
-    per_request = layers.count("M") * state + layers.count("*") * columns
+    per_request = layers.count("M") * state + (len(layers) - layers.count("M")) * columns
     factor = rng.uniform(1.0, 2.5) if cell["pool"] == "tight" else max_num_seqs
     options["num_blocks"] = 1 + int(per_request * factor)
     events = []
