@@ -1,0 +1,137 @@
+"""Runs checks of Triton kernels in Triton's interpreter, in a process of its own.
+
+Triton decides when it is imported whether its own library is interpreted or compiled, so one process can do only one of
+the two; the pytest process stays able to compile. A check and its arguments must pickle; tensors are made inside it.
+"""
+
+import ast
+import contextlib
+import importlib
+import multiprocessing
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import cache
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from unittest.mock import MagicMock
+
+import numpy as np
+import torch
+
+
+def _start():
+    os.environ["TRITON_INTERPRET"] = "1"
+    torch.set_num_threads(1)
+    np.seterr(all="ignore")  # Both branches of `tl.where` are computed, whatever the unused one holds.
+
+
+@cache
+def _process():
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _start)
+
+
+def interpreted(check, *args):
+    """`check(*args)` where wrappers run on CPU tensors."""
+    try:
+        return _process().submit(check, *args).result()
+    except BrokenProcessPool:
+        _process.cache_clear()
+        raise AssertionError(f"{check.__name__}{args} killed the interpreter: an address out of bounds") from None
+
+
+def share_memory_with_the_interpreter():
+    """Don't copy storages onto themselves after a launch, which would commit every page of a sparse one."""
+    from triton.runtime.interpreter import GridExecutor
+
+    GridExecutor._restore_args_dev = lambda *_: None
+
+
+def count_bytes(tensors, call, *args):
+    """What the programs of a wrapper's launches load and store, by tensor.
+
+    Returns:
+        {name: counts}, counts of the tensor that `call(*args)` returns, and the number of launches. Counts are distinct
+        bytes loaded, distinct bytes stored, bytes loaded, bytes stored: distinct bytes are the memory traffic where
+        caches serve repeated accesses, the others what programs ask for.
+    """
+    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
+
+    accesses = {"load": [], "store": []}
+    launches = 0
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+    launch = GridExecutor.__call__
+
+    def record(kind, pointers, mask):
+        addresses, active = np.broadcast_arrays(pointers.data, mask.data.astype(bool))
+        accesses[kind].append(addresses[active].astype(np.int64))
+
+    def counting_load(self, pointers, mask, *rest):
+        record("load", pointers, mask)
+        return load(self, pointers, mask, *rest)
+
+    def counting_store(self, pointers, value, mask, *rest):
+        record("store", pointers, mask)
+        return store(self, pointers, value, mask, *rest)
+
+    def counting_launch(self, *args, **kwargs):
+        nonlocal launches
+        launches += 1
+        return launch(self, *args, **kwargs)
+
+    InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = counting_load, counting_store
+    GridExecutor.__call__ = counting_launch
+    try:
+        result = call(*args)
+    finally:
+        InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = load, store
+        GridExecutor.__call__ = launch
+    found = {}
+    flat = [np.concatenate([np.empty(0, np.int64), *parts]) for parts in accesses.values()]
+    for name, tensor in {**tensors, "": result}.items():
+        elements = [_elements(tensor, addresses) for addresses in flat]
+        counts = [len(np.unique(part)) for part in elements] + [len(part) for part in elements]
+        found[name] = tuple(tensor.itemsize * count for count in counts)
+    return found, found.pop(""), launches
+
+
+def _elements(tensor, addresses):
+    """Which elements of the storage of `tensor` are at `addresses`, those of other tensors in it left out."""
+    storage = tensor.untyped_storage()
+    offsets = addresses - storage.data_ptr()
+    elements = offsets[(offsets >= 0) & (offsets < storage.nbytes())] // tensor.itemsize
+    own = torch.zeros(storage.nbytes() // tensor.itemsize, dtype=torch.bool)
+    own.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(True)
+    return elements[own.numpy()[elements]]
+
+
+def load_peer(name):
+    """A module with Triton kernels out of an installed package, without the rest of it, which needs its extensions.
+
+    The module's folder is real, what it imports from elsewhere in the package is a mock.
+    """
+    import triton
+    import triton.language as tl
+
+    package, *folders, file = name.split(".")
+    inside = ".".join((package, *folders))
+    root = Path(PathFinder.find_spec(package).submodule_search_locations[0])
+    for depth in range(len(folders) + 1):
+        prefix = ".".join((package, *folders[:depth]))
+        sys.modules[prefix] = ModuleType(prefix)
+        sys.modules[prefix].__path__ = [str(root.joinpath(*folders[:depth]))]
+    tree = ast.parse(root.joinpath(*folders, f"{file}.py").read_text(encoding="utf-8"))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    for node in imports:
+        wanted = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+        for module in wanted:
+            if module == package:
+                for alias in node.names:
+                    setattr(sys.modules[package], alias.name, MagicMock())
+            elif module.startswith(f"{package}.") and not module.startswith(f"{inside}."):
+                sys.modules[module] = MagicMock()
+    sys.modules[f"{package}.triton_utils"] = SimpleNamespace(tl=tl, triton=triton, HAS_TRITON=True)
+    torch.cuda.device = torch.accelerator.device_index = lambda _: contextlib.nullcontext()
+    return importlib.import_module(name)
