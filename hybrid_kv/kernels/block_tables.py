@@ -21,13 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hybrid_kv.kernels.kernel_blocks import gather_kernel_blocks
-from hybrid_kv.kernels.launch import check, next_power_of_2
+from hybrid_kv.kernels.launch import check, jit, next_power_of_2
 from hybrid_kv.kernels.slot_mapping import PAD_SLOT, slot_mapping
 
 if TYPE_CHECKING:
@@ -336,14 +335,9 @@ def _block_tables(
                 tl.store(slots + token, slot, mask=valid)
 
 
-@cache
 def _kernel() -> Any:
-    import triton
-    import triton.language as tl
-
-    globals()["tl"] = tl
     # Counts change from step to step: specialised on, each new divisibility would compile the kernel again.
-    return triton.jit(_block_tables, do_not_specialize=list(_COUNTS))
+    return jit(_block_tables, _COUNTS)
 
 
 def update_block_tables(tables: DeviceTables, staged: StagedBlocks, batch: StepBatch) -> None:

@@ -19,14 +19,14 @@ VECTOR_BYTES = 16  # the widest access of one lane
 
 
 @cache
-def jit(kernel: Callable[..., None]) -> Any:
+def jit(kernel: Callable[..., None], do_not_specialize: tuple[str, ...] = ()) -> Any:
     """The `triton.jit` function of a kernel that calls Triton's language `tl`."""
     import triton
     import triton.language as tl
 
     # Of its module, not of a closure: the interpreter looks nowhere else.
     kernel.__globals__["tl"] = tl
-    return triton.jit(kernel)
+    return triton.jit(kernel, do_not_specialize=list(do_not_specialize))
 
 
 def warp_size() -> int:
