@@ -63,6 +63,24 @@ def test_random_steps_match_lists(data):
         assert tables.num_blocks[row].tolist() == [len(ids) for ids in groups]
 
 
+def test_vllm_38831_each_group_has_kernel_blocks_of_its_own_size():
+    """A kernel that takes 16-token blocks must find a 544-token manager block as 34 of them, and slots must not move."""
+    tables = make(widths=[2, 2, 2], bpk=[1, 34, 4])
+    stage(tables, 0, [[3, 5], [3, 5], [3, 5]])
+    tables.apply_staged_writes()
+    gathered = tables.gather_block_tables(np.array([0]), 1, [2, 2, 2])
+    assert [table.shape[1] for table in gathered] == [2, 68, 8]
+    assert gathered[0][0].tolist() == [3, 5]
+    assert gathered[1][0].tolist() == [*range(3 * 34, 4 * 34), *range(5 * 34, 6 * 34)]
+    assert gathered[2][0].tolist() == [12, 13, 14, 15, 20, 21, 22, 23]
+    positions = torch.tensor([0, 15, 16])
+    slots = tables.compute_slot_mappings(torch.zeros(3, dtype=torch.int64), positions, 3, [0, 1, 2])
+    for group, table in enumerate(gathered):
+        # Through the kernel's blocks and through the manager's a token has one slot.
+        through_kernel_blocks = table[0].long()[positions // 16] * 16 + positions % 16
+        assert slots[group].tolist() == through_kernel_blocks.tolist()
+
+
 def test_input_tables_keep_their_address():
     tables = make()
     before = [table.data_ptr() for table in (*tables.input_tables, tables.slot_mappings)]
