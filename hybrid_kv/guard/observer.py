@@ -129,7 +129,7 @@ class Observer:
         self._limit = 10 * tokens * max(1, 1, *(event.every for event in scenario.events))
         self._forced_preemptions = 0
         self._due: list[str] = []
-        self._waited = False
+        self._waited: list[str] = []
         requests = zip(sequences, scenario.prompts, ends, scenario.params, strict=True)
         self.tracks = [Track(sequence, len(prompt), end, p.cache_salt) for sequence, prompt, end, p in requests]
         self._pending: list[list[Ran]] = []  # steps whose results the engine has not taken yet
@@ -255,8 +255,9 @@ class Observer:
         ran = {r.item.request.request_id for r in self.previous}
         running = self._llm.scheduler.running
         left = [r.request_id for r in running if r.request_id not in ran and r.in_flight is None]
-        waits = self._llm.config.async_scheduling and left == [r.request_id for r in running[-1:]] and not self._waited
-        self._waited = waits
+        youngest = [r.request_id for r in running[-1:]]
+        waits = self._llm.config.async_scheduling and left == youngest and left != self._waited
+        self._waited = left if waits else []
         if left and self.previous and not waits:
             raise AssertionError(f"running requests {left} were left out of a step")
 
