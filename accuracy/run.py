@@ -66,6 +66,7 @@ class AccuracyResult:
     num_cached_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+    caches_prefixes: bool = False
 
     @property
     def n(self) -> int:
@@ -98,9 +99,9 @@ class AccuracyResult:
         return self.num_output_tokens / self.seconds
 
     @property
-    def hit_rate(self) -> float:
-        """Share of the prompt tokens that came from the prefix cache."""
-        return self.num_cached_tokens / self.num_prompt_tokens
+    def hit_rate(self) -> float | None:
+        """Share of the prompt tokens that came from the prefix cache; None without one."""
+        return self.num_cached_tokens / self.num_prompt_tokens if self.caches_prefixes else None
 
     @property
     def acceptance(self) -> float | None:
@@ -209,12 +210,14 @@ def evaluate(
         task=task,
         params=params,
         records=_records(results["samples"][task], lm, task),
-        num_prompt_tokens=sum(len(output.prompt_token_ids) for output in outputs),
+        # Of the questions that ran: no token of a refused one could have come from the cache.
+        num_prompt_tokens=sum(len(output.prompt_token_ids) for output in outputs if output.error is None),
         num_preemptions=sum(output.num_preemptions for output in outputs),
         seconds=lm.seconds,
         num_cached_tokens=sum(output.cached_tokens for output in outputs),
         num_draft_tokens=sum(output.num_draft_tokens for output in outputs),
         num_accepted_draft_tokens=sum(output.num_accepted_draft_tokens for output in outputs),
+        caches_prefixes=lm.llm.config.cache.enable_prefix_caching,
     )
 
 
@@ -300,7 +303,7 @@ def rows(result: AccuracyResult) -> list[Row]:
         Row("accuracy", result.task, "mean_output_tokens", result.mean_tokens, "tokens", result.params, n=result.n)
     )
     for metric, share in (("prefix_hit_rate", result.hit_rate), ("draft_acceptance", result.acceptance)):
-        if share:
+        if share is not None:  # 0.0 is a finding
             made.append(Row("accuracy", result.task, metric, share, "", result.params, n=result.n, better="higher"))
     return made
 
@@ -367,7 +370,7 @@ def print_result(result: AccuracyResult) -> None:
         f"{result.seconds:.1f} s in the engine, {result.tokens_per_second:.1f} tokens/s",
         soft_wrap=True,
     )
-    if result.num_cached_tokens:
+    if result.hit_rate is not None:
         console.print(f"{result.hit_rate:.1%} of the prompt tokens came from the prefix cache")
     if result.acceptance is not None:
         console.print(f"{result.acceptance:.1%} of {result.num_draft_tokens:,} draft tokens were accepted")

@@ -371,7 +371,10 @@ def kernels(
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run the command line. The one place where an error becomes a line on stderr and exit code 2."""
+    """Run the command line. The one place where an error becomes a line on stderr and exit code 2.
+
+    A sanitizer's report is a check that failed: its lines as they are, and exit code 1.
+    """
     try:
         app(args=args)
     except Exception as error:
@@ -380,7 +383,12 @@ def main(args: list[str] | None = None) -> None:
         if isinstance(error, ModuleNotFoundError):
             error = HybridKVError(f"{error.name} is not installed; run: pip install -e '.[all]' in a checkout")
         if not isinstance(error, HybridKVError):
-            raise
+            from hybrid_kv.sanitizer import SanitizerError
+
+            if not isinstance(error, SanitizerError):
+                raise
+            print(error, file=sys.stderr)
+            sys.exit(1)
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, fields
+from numbers import Integral
 from typing import Any, Literal, get_args
 
 import torch
@@ -46,6 +47,18 @@ def require_positive(config: Any, *names: str) -> None:
             raise ConfigError(f"{name}={value!r} must be an integer >= 1")
 
 
+def require_bool(config: Any, *names: str) -> None:
+    """Raise `ConfigError` unless each named field is None, True or False: "false" and "off" are true to Python."""
+    for name in names:
+        if not isinstance(value := getattr(config, name), bool | None):
+            raise ConfigError(f"{name}={value!r} must be True or False")
+
+
+def is_int(value: object) -> bool:
+    """An integer, numpy's included, and no bool."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 def from_dict(cls: type, values: dict[str, Any]) -> Any:
     """`cls(**values)`, with unknown keys refused by name (a key that nobody reads passes silently otherwise)."""
     known = {f.name for f in fields(cls)}
@@ -62,7 +75,8 @@ class CacheConfig:
     in the plan, or refused; never replaced silently (vllm!37467). `num_blocks` overrides `memory_bytes`.
 
     Prefix caching needs Mamba states to be kept: it is on in modes `align` and `all`, and turning it on without a mode
-    chooses `all`. Published blocks can also be kept in `kv_offload_bytes` of host memory and in files of a folder.
+    chooses `all`. Published blocks of the prefix cache can also be kept in `kv_offload_bytes` of host memory and in
+    files of a folder.
     """
 
     block_size: int | None = None
@@ -79,6 +93,7 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         require_positive(self, "block_size", "mamba_block_size", "num_blocks", "memory_bytes")
+        require_bool(self, "enable_prefix_caching")
         if self.mamba_cache_mode is None:
             object.__setattr__(self, "mamba_cache_mode", "all" if self.enable_prefix_caching else "none")
         if self.enable_prefix_caching is None:
@@ -89,8 +104,22 @@ class CacheConfig:
                 "enable_prefix_caching=False turns off; use mode none"
             )
         require_positive(self, "kv_offload_folder_bytes")
-        if not isinstance(self.kv_offload_bytes, int) or self.kv_offload_bytes < 0:
+        if not is_int(self.kv_offload_bytes) or self.kv_offload_bytes < 0:
             raise ConfigError(f"kv_offload_bytes={self.kv_offload_bytes!r} must be an integer >= 0")
+        folder = self.kv_offload_folder
+        if folder is not None and (not isinstance(folder, str | os.PathLike) or not os.fspath(folder)):
+            raise ConfigError(f"kv_offload_folder={folder!r} must be the path of a folder")
+        if self.kv_offload_folder_bytes is not None and folder is None:
+            raise ConfigError(
+                f"kv_offload_folder_bytes={self.kv_offload_folder_bytes} limits a folder, but there is none; give "
+                "kv_offload_folder, or kv_offload_bytes for host memory"
+            )
+        if (self.kv_offload_bytes or folder is not None) and not self.enable_prefix_caching:
+            name = "kv_offload_bytes" if self.kv_offload_bytes else "kv_offload_folder"
+            raise ConfigError(
+                f"{name}={getattr(self, name)!r} keeps blocks of the prefix cache, which is off; "
+                "add enable_prefix_caching=True"
+            )
         if self.mamba_cache_mode not in get_args(MambaCacheMode):
             raise ConfigError(f"mamba_cache_mode={self.mamba_cache_mode!r}; use one of none, align, all")
         for name in ("cache_dtype", "mamba_ssm_cache_dtype"):
@@ -132,7 +161,7 @@ class SpeculativeConfig:
         require_positive(self, "prompt_lookup_min", "prompt_lookup_max")
         if self.speculative_method not in (None, "ngram", "mtp"):
             raise ConfigError(f"speculative_method={self.speculative_method!r}; use ngram or mtp")
-        if not isinstance(self.num_speculative_tokens, int) or not 0 <= self.num_speculative_tokens <= 16:
+        if not is_int(self.num_speculative_tokens) or not 0 <= self.num_speculative_tokens <= 16:
             raise ConfigError(f"num_speculative_tokens={self.num_speculative_tokens!r} must be in [0, 16]")
         if self.speculative_method is not None and not self.num_speculative_tokens:
             raise ConfigError(f"speculative_method={self.speculative_method!r} needs num_speculative_tokens >= 1")
@@ -166,6 +195,10 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        require_bool(self, "async_scheduling", "sanitize")
+        # Times 1,000,003 plus a request's number it must fit in 64 bits.
+        if not is_int(self.seed) or not -(2**42) <= self.seed < 2**42:
+            raise ConfigError(f"seed={self.seed!r} must be an integer of at most 42 bits")
         if self.sanitize is None:
             object.__setattr__(self, "sanitize", os.environ.get("HYBRID_KV_SANITIZE", "0") not in ("", "0"))
         if self.dtype != "auto":

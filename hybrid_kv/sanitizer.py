@@ -24,7 +24,6 @@ Fresh blocks are poisoned: bytes 0xFF are NaN in every float format and -1 in in
 
 from __future__ import annotations
 
-import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,7 +49,7 @@ Array = npt.NDArray[Any]
 States = tuple[torch.Tensor, torch.Tensor]  # convolution windows and SSM states of a layer
 
 NUM_EVENTS = 4096  # kept for reports
-NUM_KEYS = 2**16  # whose checksums are kept, to know them when they are loaded
+NUM_KEYS = 2**16  # the first ones, whose checksums are kept, to know them when they are loaded
 HASH, TOKENS, ORIGIN = range(3)  # of an entry: what is there, how many tokens, and which step and request wrote it
 
 
@@ -135,6 +134,8 @@ class Sanitizer:
 
     Args:
         buffers: the raw memory; buffer i belongs to the i-th layer of every group.
+        private_tier: all that is loaded was published here. If others may have filed it, their bytes for the same
+            tokens differ rightly (padding, rows of drafts, rounding), so only other tokens' bytes are an error.
     """
 
     _batch: _Step
@@ -145,8 +146,9 @@ class Sanitizer:
         groups: Sequence[AttentionGroup],
         buffers: Sequence[torch.Tensor],
         limits: SchedulerConfig,
+        private_tier: bool = False,
     ) -> None:
-        self.pool, self.num_blocks = pool, pool.num_blocks
+        self.pool, self.num_blocks, self.private_tier = pool, pool.num_blocks, private_tier
         self.shadows = [_Shadow(group, pool.num_blocks) for group in groups]
         self.pages = [buffer.view(pool.num_blocks, -1) for buffer in buffers]
         self.owners: dict[str, _Owner] = {}
@@ -155,6 +157,7 @@ class Sanitizer:
         self.published = np.zeros(pool.num_blocks, dtype=bool)
         self.keys: dict[int, tuple[BlockKey, int | None]] = {}  # and checksums, of published blocks
         self._published_bytes: dict[BlockKey, set[int]] = {}
+        self._all_bytes: set[int] = set()  # of all keys
         self.step = -1
         self._max_tokens = limits.max_model_len + 32
         # Odd, so that no bit of a token is lost.
@@ -233,9 +236,10 @@ class Sanitizer:
             self._check_prefix("publish-state" if shadow.is_mamba else "publish-slots", owner, shadow, column, block)
             self.published[block] = True
             self.keys[block] = key, (checksum := self._checksum(shadow, block))
-            self._published_bytes.setdefault(key, set()).add(checksum)
-            if len(self._published_bytes) > NUM_KEYS:
-                del self._published_bytes[next(iter(self._published_bytes))]
+            # A key that went and came again would lack the bytes that a tier may still have.
+            if key in self._published_bytes or len(self._published_bytes) < NUM_KEYS:
+                self._published_bytes.setdefault(key, set()).add(checksum)
+                self._all_bytes.add(checksum)
 
     def on_reset(self) -> None:
         """Nothing is published any more."""
@@ -417,7 +421,8 @@ class Sanitizer:
         owned = np.arange(states.shape[1]) < counts[:, None]
         ok = (counts <= states.shape[1]) & (owned | (states == NULL_BLOCK)).all(1)
         text = "the states of {} tokens go to the {}"
-        self._require(ok, "write-padding", shadow, every, states[:, -1], text, counts, [str(row) for row in states])
+        rows = np.fromiter(states.tolist(), dtype=object)  # an entry of its own for each, printed if need be
+        self._require(ok, "write-padding", shadow, every, states[:, -1], text, counts, rows)
         rows, drafts = np.nonzero(owned)
         tokens = step.starts[rows] + np.where(rows < split, drafts, step.lengths[rows] - 1)
         targets, anchors = states[owned], states[rows, 0]
@@ -513,17 +518,15 @@ class Sanitizer:
             shadow.cells[block] = 0 if shadow.is_mamba else entries
             shadow.cells[block, 0] = entries[-1 if shadow.is_mamba else 0]
             key, checksum = self.keys[block][0], self._checksum(shadow, block)
-            if checksum not in self._published_bytes.get(key, {checksum}):
+            strange = checksum not in self._published_bytes.get(key, {checksum})
+            if strange and (self.private_tier or checksum in self._all_bytes):
                 self._fail("load-bytes", "loaded bytes that were never published for its tokens", owner, shadow, block)
             self.keys[block] = key, checksum
         owner.loaded.clear()
 
     def _checksum(self, shadow: _Shadow, block: int) -> int:
-        """Of the block's bytes in all layers of the group."""
-        checksum = 0
-        for layer in shadow.layers:
-            checksum = zlib.crc32(_numpy(self.pages[layer][block]), checksum)
-        return checksum
+        """Of the block's bytes in all layers of the group; 64 bits, or chance would find it among all published."""
+        return hash(tuple(_numpy(self.pages[layer][block]).tobytes() for layer in shadow.layers))
 
     # Reports.
 

@@ -141,6 +141,20 @@ def test_a_bug_is_not_dressed_up_as_a_users_error(monkeypatch: pytest.MonkeyPatc
         main(["plan", config, "--num-blocks", "9"])
 
 
+def test_a_sanitizers_report_is_a_failed_check(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], config: str
+) -> None:
+    from hybrid_kv.sanitizer import SanitizerError
+
+    def broken(*_: object, **__: object) -> None:
+        raise SanitizerError("owner", "block 3 has two owners\n  step 1: request 0\n  step 2: request 1")
+
+    monkeypatch.setattr("hybrid_kv.models.shapes.model_shape", broken)
+    code, out, err = run(capsys, "plan", config, "--num-blocks", "9")
+    assert (code, out) == (1, "")
+    assert err == "block 3 has two owners\n  step 1: request 0\n  step 2: request 1\n"
+
+
 def test_help_needs_no_torch() -> None:
     code = "import sys; from hybrid_kv import cli\ntry: cli.main(['plan', '--help'])\nexcept SystemExit: pass\n"
     code += "assert 'torch' not in sys.modules"

@@ -116,7 +116,7 @@ def test_a_right_engine_is_silent(start):
         assert report is None, f"seed {seed}: {report}"
         assert all(traffic.is_right(request) and request.is_finished for request in requests)
         assert not llm.runner.sanitizer.references.any()
-        seen["hit"] += sum(request.num_cached_tokens > 0 for request in requests)
+        seen["hit"] += sum(request.hit.num_tokens > 0 for request in requests)
         seen["preempted"] += sum(request.num_preemptions for request in requests)
         seen["accepted"] += sum(request.num_accepted_draft_tokens for request in requests)
         seen["rejected"] += sum(r.num_draft_tokens - r.num_accepted_draft_tokens for r in requests)
@@ -134,6 +134,36 @@ def test_blocks_from_the_offload_tier_are_followed(seed):
         assert all(map(traffic.is_right, requests))
         llm.reset_prefix_cache()
     assert llm.manager.offload.stats.loaded_blocks
+
+
+def test_blocks_that_another_engine_filed_first_may_differ_in_bytes_that_nobody_reads(tmp_path):
+    model, prompt = ExactModel(), list(range(33))
+    answer = ExactOracle(model).generate(prompt, 8)
+    # One engine drafts right, the other wrong: rows of drafts that they leave behind a window differ.
+    scripts = dict.fromkeys([tuple(prompt), tuple(prompt + answer)], prompt + answer + [0] * 9)
+
+    class Wrong(Scripted):
+        def propose(self, requests, token_ids, num_tokens):
+            return [[1, 2, 3] for _ in requests]
+
+    def engine(proposer, sanitize):
+        return LLM(
+            model, proposer=proposer, num_speculative_tokens=3, attention_backend=SmallKVFirst.name, block_size=8,
+            max_num_seqs=2, max_model_len=200, device="cpu", max_num_batched_tokens=64, num_blocks=100,
+            mamba_cache_mode="all", kv_offload_folder=tmp_path, sanitize=sanitize,
+        )  # fmt: skip
+
+    other, own = engine(Wrong(scripts, 3, 0), False), engine(Scripted(scripts, 3, 0), True)
+    params = SamplingParams(max_tokens=8)
+
+    def file_first(llm):
+        if llm.num_steps == 1:
+            other.generate([prompt], params, progress=False)
+
+    own.generate([prompt], params, progress=False, on_step=file_first)
+    own.reset_prefix_cache()
+    (output,) = own.generate([prompt + answer], params, progress=False)
+    assert output.cached_tokens == 40
 
 
 # Planted bugs. Each takes the place of a function, given that function.
@@ -404,6 +434,35 @@ BUGS = {
         runner, "verify", around(lambda gained, *_: [[*new, 0] for new in gained]), ALL, "accept",
     ),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_loaded_bytes_that_nobody_published_are_named_where_no_other_engine_can_have_filed_them(
+    folder, monkeypatch, tmp_path
+):
+    def damaged(store, pages, ids):
+        return store, [replace(page, data=page.data ^ (page.key[0] == 0)) for page in pages], ids
+
+    monkeypatch.setattr(KVOffload, "load", before(damaged)(KVOffload.load))
+    options = ALL | {"kv_offload_folder": tmp_path} if folder else OFFLOAD
+    rules = set()
+    for seed in range(6):
+        traffic = Traffic(seed, **options)
+        llm = traffic.llm()
+        llm.runner.sanitizer.private_tier = not folder
+        _, report = traffic.run(llm)
+        rules.add(report and report.rule)
+    assert rules <= {None, "load-bytes"}
+    assert ("load-bytes" in rules) == (not folder)
+
+
+def test_pages_of_a_shared_folder_loaded_into_each_others_blocks_are_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(KVOffload, "load", before(lambda self, pages, ids: (self, pages, ids[::-1]))(KVOffload.load))
+    reports = (
+        traffic.run(traffic.llm())[1]
+        for traffic in (Traffic(seed, **ATTENTION, kv_offload_folder=tmp_path / str(seed)) for seed in range(12))
+    )
+    assert next(report.rule for report in reports if report is not None) == "load-bytes"
 
 
 @pytest.mark.parametrize("name", BUGS)

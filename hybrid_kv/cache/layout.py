@@ -13,13 +13,13 @@ from math import prod
 import torch
 
 from hybrid_kv.cache.backend import AttentionBackend, AttentionGroup
-from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, MambaSpec
+from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, MambaSpec, layer_specs
 
 
 def allocate_raw_buffers(config: KVCacheConfig, device: torch.device) -> list[torch.Tensor]:
-    """`num_buffers` flat int8 tensors of `num_blocks * page_size_bytes` bytes each, zeroed."""
-    size = config.num_blocks * config.page_size_bytes
-    return [torch.zeros(size, dtype=torch.int8, device=device) for _ in range(config.num_buffers)]
+    """Flat int8 tensors, zeroed; buffer i holds `num_blocks` pages of the i-th layer of every group."""
+    sizes = [config.num_blocks * page for page in config.buffer_page_sizes]
+    return [torch.zeros(size, dtype=torch.int8, device=device) for size in sizes]
 
 
 def contiguous_stride(shape: Sequence[int]) -> list[int]:
@@ -73,11 +73,12 @@ def bind_views(
     """
     views: dict[str, tuple[torch.Tensor, ...]] = {}
     for group in groups:
-        for name, raw in zip(group.layer_names, raw_buffers, strict=False):
-            if isinstance(group.spec, MambaSpec):
-                views[name] = mamba_views(raw, config.num_blocks, group.spec)
+        specs = layer_specs(group.layer_names, group.spec)
+        for name, spec, raw in zip(group.layer_names, specs, raw_buffers, strict=False):
+            if isinstance(spec, MambaSpec):
+                views[name] = mamba_views(raw, config.num_blocks, spec)
             else:
-                assert isinstance(group.spec, FullAttentionSpec)
-                view = attention_view(raw, config.num_blocks, group.spec, group.kernel_block_size, group.backend)
+                assert isinstance(spec, FullAttentionSpec)
+                view = attention_view(raw, config.num_blocks, spec, group.kernel_block_size, group.backend)
                 views[name] = split_kv(view, group.backend)
     return views

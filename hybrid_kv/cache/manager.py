@@ -18,8 +18,8 @@ the state at the end. The last token of a request is never taken from the cache:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from math import lcm
 from typing import TYPE_CHECKING, NamedTuple
@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from hybrid_kv.cache.block_hash import BlockHashes
 from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockIds, BlockKey, BlockPool
-from hybrid_kv.cache.offload import KVOffload, Page
+from hybrid_kv.cache.offload import KVOffload
 from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec, UniformTypeKVCacheSpecs, cdiv
 from hybrid_kv.config import ConfigError
 
@@ -59,16 +59,45 @@ class PrefixHit:
     """What the cache can restore of a request.
 
     `group_tokens` is what each group could have restored alone; `vetoed_by` is a group that could not restore the next
-    longer prefix though another one could, if there is one. `pages` are the blocks that come from the offload tier.
+    longer prefix though another one could, if there is one. `chains` are the request's hashes, group by group, for who
+    takes the hit; who only reports it should drop them.
     """
 
     num_tokens: int
     group_tokens: tuple[int, ...] = ()
     vetoed_by: int | None = None
-    pages: Mapping[BlockKey, Page] = field(default_factory=dict, repr=False)
+    chains: tuple[Sequence[bytes], ...] = field(default=(), repr=False, compare=False)
 
 
 NO_HIT = PrefixHit(0)
+
+
+class HitLostError(Exception):
+    """The offload tier no longer has the blocks of a hit, or they are bad; nothing was taken."""
+
+
+class _Group:
+    """What decides a group's columns, read off its spec once: a decode step asks for every request and group."""
+
+    __slots__ = ("block_size", "drafts", "fixed", "is_align", "is_state")
+
+    def __init__(self, spec: KVCacheSpec) -> None:
+        self.block_size = spec.block_size
+        self.is_state = isinstance(spec, MambaSpec)
+        self.drafts, self.is_align, self.fixed = 0, False, 0
+        if isinstance(spec, MambaSpec):
+            self.drafts = spec.num_speculative_blocks
+            self.is_align = spec.mamba_cache_mode == "align"
+            self.fixed = 1 + self.drafts if spec.mamba_cache_mode == "none" else 0
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """A request that did not get in, the room that it needed, and the blocks that might make it need less."""
+
+    request_id: str
+    num_needed: int
+    keys: frozenset[BlockKey]
 
 
 class _Columns:
@@ -166,6 +195,9 @@ class KVCacheManager:
                     f"tokens, not {spec.block_size}; raise block_size"
                 )
         self.hit_unit = lcm(*(spec.block_size for spec in self._specs)) if enable_prefix_caching else 1
+        self._groups = [_Group(spec) for spec in self._specs]
+        self._nothing = NewBlocks(_EMPTY, array("i", [0] * len(self._specs)))
+        self._refusal: _Refusal | None = None
         self._held: dict[str, list[_Columns]] = {}
         self._given_back: dict[str, dict[int, int]] = {}  # the block, and the end of its column
 
@@ -177,20 +209,13 @@ class KVCacheManager:
     def _with_lookahead(self, num_tokens: int) -> int:
         return min(num_tokens + self.num_lookahead_tokens, self.max_model_len or num_tokens)
 
-    def find_longest_cache_hit(self, hashes: BlockHashes, token_ids: Sequence[int]) -> PrefixHit:
-        """The longest prefix of a request that every group can restore; nothing is taken yet."""
+    def find_longest_cache_hit(
+        self, hashes: BlockHashes, token_ids: Sequence[int], use_offload: bool = True
+    ) -> PrefixHit:
+        """The longest prefix of a request that every group can restore; nothing is read or taken yet."""
         if not self.enable_prefix_caching:
             return NO_HIT
-        if self.offload is not None:
-            hit = self._find(hashes, token_ids, self.offload)
-            wanted = self._absent(hit, hashes)
-            if not wanted:
-                return hit
-            # A file that turns out to be bad costs the whole tier this once: its blocks come together or not at all.
-            pages = self.offload.fetch(wanted)
-            if pages is not None:
-                return replace(hit, pages=dict(zip(wanted, pages, strict=True)))
-        return self._find(hashes, token_ids, None)
+        return self._find(hashes, token_ids, self.offload if use_offload else None)
 
     def _find(self, hashes: BlockHashes, token_ids: Sequence[int], offload: KVOffload | None) -> PrefixHit:
         limit = len(token_ids) - 1
@@ -220,21 +245,19 @@ class KVCacheManager:
         while tokens and lacks(tokens) is not None:
             tokens -= unit
         vetoed_by = lacks(tokens + unit) if max(own) >= tokens + unit else None
-        return PrefixHit(tokens, tuple(own), vetoed_by)
+        return PrefixHit(tokens, tuple(own), vetoed_by, tuple(chains))
 
-    def _hit_columns(self, spec: KVCacheSpec, num_tokens: int) -> range:
-        """The columns that a hit of `num_tokens` tokens needs: all of attention's, Mamba's last."""
-        count = num_tokens // spec.block_size
-        return range(max(0, count - 1) if isinstance(spec, MambaSpec) else 0, count)
+    def may_fit(self, request_id: str) -> bool:
+        """Whether asking for a request again may end otherwise than the last time, when it was refused.
 
-    def _absent(self, hit: PrefixHit, hashes: BlockHashes) -> list[BlockKey]:
-        """What of a hit is not on the device."""
-        keys = [
-            (group, hashes.chain(spec.block_size, (), 0)[column])
-            for group, spec in enumerate(self._specs)
-            for column in self._hit_columns(spec, hit.num_tokens)
-        ]
-        return [key for key in keys if self.pool.lookup(key) is None]
+        A look costs as much as the request is long, and a request may wait for thousands of steps. So it takes the room
+        that was needed, or one of its own blocks published meanwhile. A request that could do with less for another
+        reason (its hit was evicted, the budget leaves a shorter chunk) waits on, at most until nobody else runs.
+        """
+        refusal = self._refusal
+        if refusal is None or refusal.request_id != request_id:
+            return True
+        return self.pool.num_free_blocks >= refusal.num_needed
 
     def allocate_slots(
         self,
@@ -243,106 +266,139 @@ class KVCacheManager:
         num_new_tokens: int,
         is_decode: bool = False,
         hit: PrefixHit = NO_HIT,
-        hashes: BlockHashes | None = None,
     ) -> NewBlocks | None:
         """Make room for `num_new_tokens` tokens behind `num_computed_tokens`.
 
-        Returns the *new* columns, or None if the pool is too full; a hit is taken with them or not at all.
+        Returns the *new* columns, or None if the pool is too full; a hit is taken with them or not at all. What the
+        offload tier has of it is read only when there is room.
 
         Args:
             num_computed_tokens: confirmed ones; drafts that may still be rejected do not count (vllm!33997).
             is_decode: the step verifies drafts (possibly none), so it needs columns for 1 + K states.
-            hit: of a request that starts, with its `hashes`; then `num_computed_tokens` is its length.
-        """
-        rows = self._held.get(request_id)
-        is_new = rows is None
-        if rows is None:
-            rows = [_Columns() for _ in self._specs]
-        taken, loads = self._take_hit(rows, hit, hashes) if hit.num_tokens else (_EMPTY, [])
-        end = num_computed_tokens + num_new_tokens
-        missing: list[BlockIds] = []
-        for spec, row in zip(self._specs, rows, strict=True):
-            if not is_new and isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align":
-                self._give_back(request_id, spec, row, max(0, num_computed_tokens - 1) // spec.block_size)
-            missing.append(self._missing_columns(spec, row.length, end, is_decode))
-        flat = np.concatenate(missing)
-        needed = len(loads) + int(np.count_nonzero(flat))
-        if needed + int(np.count_nonzero(self.pool.is_idle(taken))) > self.pool.num_free_blocks:
-            return None
-        if len(taken):
-            self.pool.touch(taken)
-            if self.sanitizer is not None:
-                self.sanitizer.on_hit(request_id, [row.all() for row in rows])
-        if needed:
-            ids = self.pool.allocate(needed)
-            assert ids is not None
-            flat[flat != NULL_BLOCK] = ids[len(loads) :]
-            if self.sanitizer is not None:
-                self.sanitizer.on_allocate(request_id, NewBlocks(flat, array("i", map(len, missing))).per_group())
-                self.sanitizer.on_load(request_id, [(page.key, column) for _, column, page in loads], ids)
-            if loads:
-                self._load(loads, ids[: len(loads)])
-        begin = 0
-        for row, part in zip(rows, missing, strict=True):
-            row.extend(flat[begin : begin + len(part)])
-            begin += len(part)
-        self._held[request_id] = rows
-        if hit.num_tokens:
-            ids = np.concatenate([row.all() for row in rows])
-            return NewBlocks(ids, array("i", [row.length for row in rows]))
-        return NewBlocks(flat, array("i", [len(part) for part in missing]))
+            hit: of a request that starts; then `num_computed_tokens` is its length.
 
-    def _take_hit(
-        self, rows: list[_Columns], hit: PrefixHit, hashes: BlockHashes | None
-    ) -> tuple[BlockIds, list[tuple[_Columns, int, Page]]]:
-        """Fill the columns of a hit; returns its blocks on the device, and row, column and page of the others."""
-        assert hashes is not None
+        Raises:
+            HitLostError: what the hit needs of the offload tier is not there any more; look again without the tier.
+        """
+        end = num_computed_tokens + num_new_tokens
+        ahead = self._with_lookahead(end)
+        rows = self._held.get(request_id)
+        if rows is None:
+            return self._admit(request_id, end, ahead, is_decode, hit)
+        counts, needed = [], 0
+        for group, row in zip(self._groups, rows, strict=True):
+            if group.is_align and (passed := (num_computed_tokens - 1) // group.block_size) > row.first:
+                self._give_back(request_id, group, row, passed)
+            count = self._num_missing(group, row.length, end, ahead, is_decode)
+            counts.append(count)
+            needed += min(count, 1) if group.is_align and not is_decode else count
+        if not any(counts):
+            return self._nothing
+        ids = self.pool.allocate(needed)
+        if ids is None:
+            return None
+        new = self._append(rows, counts, ids, is_decode)
+        if self.sanitizer is not None:
+            self.sanitizer.on_allocate(request_id, new.per_group())
+        return new
+
+    def _admit(self, request_id: str, end: int, ahead: int, is_decode: bool, hit: PrefixHit) -> NewBlocks | None:
+        """`allocate_slots` for a request that holds nothing yet."""
+        rows = [_Columns() for _ in self._groups]
         taken: list[int] = []
-        loads = []
-        for group, (spec, row) in enumerate(zip(self._specs, rows, strict=True)):
-            ids = np.zeros(hit.num_tokens // spec.block_size, dtype=np.int32)
-            chain = hashes.chain(spec.block_size, (), 0)
-            for column in self._hit_columns(spec, hit.num_tokens):
-                key = (group, chain[column])
+        absent: list[BlockKey] = []
+        places: list[tuple[_Columns, int]] = []  # where the absent ones go
+        for index, (group, row) in enumerate(zip(self._groups, rows, strict=True)):
+            if not (count := hit.num_tokens // group.block_size):
+                continue
+            ids = np.zeros(count, dtype=np.int32)
+            # All blocks of attention, the last state of Mamba.
+            for column in range(count - 1 if group.is_state else 0, count):
+                key = index, hit.chains[index][column]
                 block = self.pool.lookup(key)
                 if block is None:
-                    assert key in hit.pages, "a hit was taken after its blocks were evicted"
-                    loads.append((row, column, hit.pages[key]))
+                    absent.append(key)
+                    places.append((row, column))
                 else:
                     ids[column] = block
                     taken.append(block)
             row.extend(ids)
-            row.published = len(ids)
-        return np.array(taken, dtype=np.int32), loads
-
-    def _load(self, loads: Sequence[tuple[_Columns, int, Page]], ids: BlockIds) -> None:
-        assert self.offload is not None
-        for (row, column, page), block in zip(loads, ids.tolist(), strict=True):
+            row.published = count
+        counts, needed = [], len(absent)
+        for group, row in zip(self._groups, rows, strict=True):
+            count = self._num_missing(group, row.length, end, ahead, is_decode)
+            counts.append(count)
+            needed += min(count, 1) if group.is_align and not is_decode else count
+        hit_ids = np.array(taken, dtype=np.int32)
+        room = needed + int(np.count_nonzero(self.pool.is_idle(hit_ids)))
+        if room > self.pool.num_free_blocks:
+            keys = ((index, digest) for index, chain in enumerate(hit.chains) for digest in chain)
+            self._refusal = _Refusal(request_id, room, frozenset(keys))
+            return None
+        pages = self.offload.fetch(absent) if absent and self.offload is not None else []
+        if pages is None or len(pages) != len(absent):
+            raise HitLostError(f"request {request_id}: {len(absent)} blocks of its hit are lost")
+        self._refusal = None
+        self.pool.touch(hit_ids)
+        own = self.pool.allocate(needed)
+        assert own is not None
+        # From here on all of it is the request's: whatever is raised, `free` finds it.
+        self._held[request_id] = rows
+        restored = [row.all().copy() for row in rows] if self.sanitizer is not None else []
+        loaded, fresh = own[: len(absent)], own[len(absent) :]
+        for (row, column), block in zip(places, loaded.tolist(), strict=True):
             row.set(column, block)
-            self.pool.publish(page.key, block)
-        self.offload.load([page for _, _, page in loads], ids.tolist())
-
-    def _missing_columns(self, spec: KVCacheSpec, length: int, end: int, is_decode: bool) -> BlockIds:
-        """One entry per column that is missing until token `end`: 1 if it needs a block, 0 if it stays null."""
-        if isinstance(spec, MambaSpec):
-            drafts = spec.num_speculative_blocks
-            if spec.mamba_cache_mode == "none":
-                return np.ones(1 + drafts - length, dtype=np.int32)
-            columns = cdiv(end, spec.block_size)
-            missing = np.ones(max(0, columns + (drafts if is_decode else 0) - length), dtype=np.int32)
-            if spec.mamba_cache_mode == "align" and not is_decode:
-                missing[:-1] = NULL_BLOCK
-            return missing
-        return np.ones(max(0, cdiv(self._with_lookahead(end), spec.block_size) - length), dtype=np.int32)
-
-    def _give_back(self, request_id: str, spec: MambaSpec, row: _Columns, end: int) -> None:
-        if end > row.first:
-            ends = row.ends(spec.block_size, end)
-            ids = row.give_back(end)
+        new = self._append(rows, counts, fresh, is_decode)
+        try:
             if self.sanitizer is not None:
-                self.sanitizer.on_free(request_id, ids)
-            self.pool.free(ids)
-            self._given_back.setdefault(request_id, {}).update(zip(ids.tolist(), ends.tolist(), strict=True))
+                if len(hit_ids):
+                    self.sanitizer.on_hit(request_id, restored)
+                self.sanitizer.on_allocate(request_id, new.per_group())
+                columns = [(key, column) for key, (_, column) in zip(absent, places, strict=True)]
+                self.sanitizer.on_load(request_id, columns, loaded)
+            if absent:
+                assert self.offload is not None
+                self.offload.load(pages, loaded.tolist())
+        except BaseException:
+            self.free(request_id)
+            raise
+        # Only now: what failed to load must not be found.
+        for key, block in zip(absent, loaded.tolist(), strict=True):
+            self.pool.publish(key, block)
+        if not hit.num_tokens:
+            return new
+        return NewBlocks(np.concatenate([row.all() for row in rows]), array("i", [row.length for row in rows]))
+
+    def _num_missing(self, group: _Group, length: int, end: int, ahead: int, is_decode: bool) -> int:
+        """How many columns are missing until token `end`, or until `ahead` where steps write beyond it."""
+        if group.fixed:
+            return group.fixed - length
+        if not group.is_state:
+            return max(0, cdiv(ahead, group.block_size) - length)
+        return max(0, cdiv(end, group.block_size) + (group.drafts if is_decode else 0) - length)
+
+    def _append(self, rows: Sequence[_Columns], counts: Sequence[int], ids: BlockIds, is_decode: bool) -> NewBlocks:
+        """Give each row as many columns more; the blocks are for all of them, or for the last one of an align chunk."""
+        flat = ids if len(ids) == sum(counts) else np.zeros(sum(counts), dtype=np.int32)
+        begin = used = 0
+        for group, row, count in zip(self._groups, rows, counts, strict=True):
+            if not count:
+                continue
+            if flat is not ids:
+                blocks = 1 if group.is_align and not is_decode else count
+                flat[begin + count - blocks : begin + count] = ids[used : used + blocks]
+                used += blocks
+            row.extend(flat[begin : begin + count])
+            begin += count
+        return NewBlocks(flat, array("i", counts))
+
+    def _give_back(self, request_id: str, group: _Group, row: _Columns, end: int) -> None:
+        ends = row.ends(group.block_size, end)
+        ids = row.give_back(end)
+        if self.sanitizer is not None:
+            self.sanitizer.on_free(request_id, ids)
+        self.pool.free(ids)
+        self._given_back.setdefault(request_id, {}).update(zip(ids.tolist(), ends.tolist(), strict=True))
 
     def completes_blocks(self, request_id: str, num_computed_tokens: int) -> bool:
         """Whether `cache_blocks` has anything to do."""
@@ -381,6 +437,8 @@ class KVCacheManager:
             if self.sanitizer is not None:
                 self.sanitizer.on_publish(request_id, group, first, keys)
             row.published = end
+        if self._refusal is not None and not self._refusal.keys.isdisjoint(key for key, _ in published):
+            self._refusal = None
         if published and self.offload is not None:
             self.offload.store(published)
 
@@ -410,6 +468,7 @@ class KVCacheManager:
     def reset_prefix_cache(self) -> None:
         """Forget all published blocks; running requests keep theirs."""
         self.pool.reset()
+        self._refusal = None
         if self.sanitizer is not None:
             self.sanitizer.on_reset()
 

@@ -19,7 +19,7 @@ import socket
 import struct
 import sys
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,20 +28,22 @@ from pathlib import Path
 
 import torch
 
-from hybrid_kv.cache.block_pool import NULL_BLOCK
-from hybrid_kv.cache.spec import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, MambaSpec, UniformTypeKVCacheSpecs
+from hybrid_kv.cache.block_hash import DIGEST_SIZE
+from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockKey
+from hybrid_kv.cache.spec import KVCacheConfig, MambaSpec
 from hybrid_kv.config import ConfigError
 
 LOGGER = logging.getLogger(__name__)
 
-BlockKey = tuple[int, bytes]
-
-DIGEST_BYTES = 16
 FORMAT_VERSION = 1
 MAGIC = b"hybridkv"
 # Magic, format version, fingerprint, group, digest, payload bytes; the checksum of these and the payload follows.
-HEADER = struct.Struct(f"<8sI{DIGEST_BYTES}sI{DIGEST_BYTES}sQ")
+HEADER = struct.Struct(f"<8sI{DIGEST_SIZE}sI{DIGEST_SIZE}sQ")
 TEMPORARY_SECONDS = 24 * 3600.0
+# What other processes do in a folder is looked up this often; less often where looking takes more than 2 % of the time.
+REFRESH_SECONDS = 1.0  # which blocks there are
+SCAN_SECONDS = 30.0  # and their bytes and times of use
+SHARE = 0.02
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,22 +76,12 @@ class OffloadStats:
     write_failures: int = 0
 
 
-def layer_specs(group: KVCacheGroupSpec) -> tuple[KVCacheSpec, ...]:
-    """The spec of each layer of a group, in the order of its names."""
-    if not isinstance(group.spec, UniformTypeKVCacheSpecs):
-        return (group.spec,) * len(group.layer_names)
-    specs = dict(group.spec.specs)
-    if missing := [name for name in group.layer_names if name not in specs]:
-        raise ConfigError(f"layers {', '.join(missing)} have no spec in their group; list one for every layer")
-    return tuple(specs[name] for name in group.layer_names)
-
-
 def check_offloadable(config: KVCacheConfig, hash_block_size: int) -> None:
     """Raise `ConfigError` unless every group's blocks end where a hash ends and may be used by another request."""
     if hash_block_size < 1:
         raise ConfigError(f"hash_block_size={hash_block_size} must be an integer >= 1")
     for index, group in enumerate(config.groups):
-        if any(isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "none" for spec in layer_specs(group)):
+        if any(isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "none" for spec in group.layer_specs):
             raise ConfigError(
                 f"offload: the states of group {index} (Mamba) are overwritten at every step in "
                 'mamba_cache_mode="none", so nothing in them may be reused; use mamba_cache_mode="align" or "all"'
@@ -106,13 +98,17 @@ def fingerprint(config: KVCacheConfig, hash_block_size: int, namespace: str) -> 
     """16 bytes that differ whenever a stored block would mean something else; the number of blocks is not in it."""
     groups = [(group.layer_names, group.spec) for group in config.groups]
     identity = repr((FORMAT_VERSION, sys.byteorder, namespace, hash_block_size, groups))
-    return blake2b(identity.encode(), digest_size=DIGEST_BYTES).digest()
+    return blake2b(identity.encode(), digest_size=DIGEST_SIZE).digest()
 
 
 def _checksum(header: bytes, data: torch.Tensor) -> bytes:
-    digest = blake2b(header, digest_size=DIGEST_BYTES)
+    digest = blake2b(header, digest_size=DIGEST_SIZE)
     digest.update(data.numpy())
     return digest.digest()
+
+
+def _file_name(key: BlockKey) -> str:
+    return f"{key[0]}-{key[1].hex()}.kv"
 
 
 def _alive(pid: int) -> bool:
@@ -131,6 +127,10 @@ class FolderTier:
     A file appears whole or not at all, and one that is not exactly what was written under its key is a miss, one
     warning and gone. No write fails the caller: a full or read-only folder takes no more blocks, with one warning.
     `limit` bounds the bytes of all such sub-folders of `root`, headers included; the least recently used files go.
+
+    Which blocks there are and their bytes are kept in memory and listed anew now and then (`REFRESH_SECONDS`,
+    `SCAN_SECONDS`), not at every miss and store. So another process's block may be found late, and the limit is
+    exceeded by what others have written since; a block said to be there is.
     """
 
     def __init__(self, root: Path, identity: bytes, limit: int | None, stats: OffloadStats) -> None:
@@ -142,24 +142,44 @@ class FolderTier:
         self._host = socket.gethostname()
         self._warned = False
         self._undeletable: set[BlockKey] = set()
+        self._known: set[str] = set()  # names that may be there; all else is not, or others wrote it a moment ago
+        self._refresh_at = 0.0
+        self._files: OrderedDict[str, tuple[int, int]] = OrderedDict()  # path -> bytes, last use; least recent first
+        self._used = 0
+        self._scan_at = 0.0
+        self._refresh()
         with suppress(OSError):
             self._remove_abandoned()
+            if limit is not None:
+                self._scan()
 
     def path(self, key: BlockKey) -> Path:
         """The file of `key`."""
-        return self._folder / f"{key[0]}-{key[1].hex()}.kv"
+        return self._folder / _file_name(key)
 
     def contains(self, key: BlockKey) -> bool:
-        """Whether there is a file, good or bad."""
-        return key not in self._undeletable and os.path.exists(self.path(key))
+        """Whether there is a file, good or bad. A miss costs no system call, and may be a file of the last second."""
+        if (name := _file_name(key)) not in self._known:
+            if time.monotonic() < self._refresh_at:
+                return False
+            self._refresh()
+        return name in self._known and self.exists(key)
+
+    def exists(self, key: BlockKey) -> bool:
+        """`contains` that asks the file system."""
+        if key not in self._undeletable and os.path.exists(self.path(key)):
+            self._known.add(_file_name(key))
+            return True
+        self._known.discard(_file_name(key))
+        return False
 
     def read(self, key: BlockKey, data: torch.Tensor) -> bool:
         """Fill `data` (`[bytes of the block]` uint8, host) from the file of `key`; if False, its contents are void."""
         try:
             with open(self.path(key), "rb") as file:
-                header, checksum = file.read(HEADER.size), file.read(DIGEST_BYTES)
+                header, checksum = file.read(HEADER.size), file.read(DIGEST_SIZE)
                 count = file.readinto(data.numpy())
-                whole = len(checksum) == DIGEST_BYTES and count == data.numel()
+                whole = len(checksum) == DIGEST_SIZE and count == data.numel()
                 fault = self._fault(key, data, header, checksum, whole, bool(file.read(1)))
         except FileNotFoundError:  # another process may delete it between `contains` and here
             return False
@@ -172,34 +192,55 @@ class FolderTier:
             LOGGER.warning("offload file %s is %s; it is deleted and its block computed again", self.path(key), fault)
             try:
                 self.path(key).unlink(missing_ok=True)
+                self._forget(str(self.path(key)))
             except OSError:  # or every fetch would read and report it again
                 self._undeletable.add(key)
             return False
         with suppress(OSError):
             os.utime(self.path(key))  # files leave in the order of use
+        if known := self._files.pop(str(self.path(key)), None):
+            self._files[str(self.path(key))] = known[0], time.time_ns()
         return True
 
     def write(self, blocks: Sequence[tuple[BlockKey, torch.Tensor]]) -> None:
         """Write blocks (`[bytes]` uint8 each, host), all or as many as go before the first failure."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            files, used = self._scan() if self.limit is not None else (deque[tuple[Path, int]](), 0)
             for key, data in blocks:
+                size = HEADER.size + DIGEST_SIZE + data.numel()
                 if self.limit is not None:
-                    size = HEADER.size + DIGEST_BYTES + data.numel()
-                    if size > self.limit:
-                        raise OSError(f"a block of {size} B exceeds folder_bytes={self.limit}")
-                    used += size
-                    while used > self.limit:
-                        path, freed = files.popleft()
-                        path.unlink(missing_ok=True)
-                        used -= freed
-                        self.stats.folder_evictions += 1
-                    files.append((self.path(key), size))
+                    self._make_room(size, self.limit)
                 self._write_file(key, data)
+                self._known.add(_file_name(key))
+                if self.limit is not None:
+                    self._forget(str(self.path(key)))
+                    self._files[str(self.path(key))] = size, time.time_ns()
+                    self._used += size
         except OSError as error:
             self.stats.write_failures += 1
             self._warn_once(f"takes no block: {error}")
+
+    def _make_room(self, size: int, limit: int) -> None:
+        if size > limit:
+            raise OSError(f"a block of {size} B exceeds folder_bytes={limit}")
+        if time.monotonic() >= self._scan_at:
+            self._scan()
+        while self._used + size > limit:
+            path, (freed, last_use) = next(iter(self._files.items()))
+            try:
+                if (touched := os.stat(path).st_mtime_ns) > last_use:
+                    # Another process has used it since; its place is not worth a scan.
+                    self._files[path] = freed, touched
+                    self._files.move_to_end(path)
+                    continue
+                os.unlink(path)
+                self.stats.folder_evictions += 1
+            except FileNotFoundError:  # another process was first
+                pass
+            self._forget(path)
+
+    def _forget(self, path: str) -> None:
+        self._used -= self._files.pop(path, (0, 0))[0]
 
     def _write_file(self, key: BlockKey, data: torch.Tensor) -> None:
         header = self._header(key, data)
@@ -238,14 +279,30 @@ class FolderTier:
             LOGGER.warning("offload folder %s %s; going on without it (said once)", self.root, message)
         self._warned = True
 
-    def _scan(self) -> tuple[deque[tuple[Path, int]], int]:
-        """The blocks with their bytes, least recently used first, and the bytes of all."""
+    def _refresh(self) -> None:
+        """Find out which blocks there are, also of other processes."""
+        begin = time.monotonic()
+        self._known = set()
+        with suppress(OSError):
+            self._known.update(os.listdir(self._folder))
+        end = time.monotonic()
+        self._refresh_at = end + max(REFRESH_SECONDS, (end - begin) / SHARE)
+
+    def _scan(self) -> None:
+        """Find out how many bytes the blocks of all models take, and which were used when."""
+        begin = time.monotonic()
         blocks = []
-        for path in self.root.glob("hybrid-kv-*/*.kv"):
-            with suppress(FileNotFoundError):
-                status = path.stat()
-                blocks.append((status.st_mtime_ns, path, status.st_size))
-        return deque((path, size) for _, path, size in sorted(blocks)), sum(size for _, _, size in blocks)
+        for folder in self.root.glob("hybrid-kv-*"):
+            with suppress(OSError), os.scandir(folder) as entries:
+                for entry in entries:
+                    if entry.name.endswith(".kv"):
+                        with suppress(FileNotFoundError):
+                            status = entry.stat()
+                            blocks.append((status.st_mtime_ns, entry.path, status.st_size))
+        self._files = OrderedDict((path, (size, last_use)) for last_use, path, size in sorted(blocks))
+        self._used = sum(size for _, _, size in blocks)
+        end = time.monotonic()
+        self._scan_at = end + max(SCAN_SECONDS, (end - begin) / SHARE)
 
     def _remove_abandoned(self) -> None:
         """Delete temporary files whose writer is dead.
@@ -317,7 +374,7 @@ class KVOffload:
         """
         self._check([key for key, _ in items], [block for _, block in items])
         wanted = dict(items)  # blocks of one key hold the same
-        unfiled = set() if self._folder is None else {key for key in wanted if not self._folder.contains(key)}
+        unfiled = set() if self._folder is None else {key for key in wanted if not self._filed(key)}
         held = {key: self._host[key] for key in wanted if key in self._host}
         absent = {
             key: block
@@ -343,7 +400,7 @@ class KVOffload:
         A request continues from its attention blocks and its state together or from neither (lmc#2845).
         """
         self._check(keys, [])
-        if missing := sum(not self.contains(key) for key in keys):
+        if missing := sum(key not in self._host and not self._filed(key) for key in keys):
             self.stats.misses += missing
             return None
         pages, filed = [], 0
@@ -392,6 +449,9 @@ class KVOffload:
         if self._stream is not None:
             self._stream.synchronize()
 
+    def _filed(self, key: BlockKey) -> bool:
+        return self._folder is not None and self._folder.exists(key)
+
     def _to_host(self, blocks: Mapping[BlockKey, int]) -> dict[BlockKey, torch.Tensor]:
         """A host copy of each device block, one allocation each so that evicting one gives back its bytes."""
         copies: dict[BlockKey, torch.Tensor] = {}
@@ -432,7 +492,7 @@ class KVOffload:
 
     def _check(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> None:
         for group, digest in keys:
-            if not 0 <= group < len(self._pages) or len(digest) != DIGEST_BYTES:
+            if not 0 <= group < len(self._pages) or len(digest) != DIGEST_SIZE:
                 raise ValueError(f"key ({group}, {digest!r}) is not one of {len(self._pages)} groups and 16 bytes")
         for block in block_ids:
             if not NULL_BLOCK < block < self.num_blocks:
@@ -441,7 +501,7 @@ class KVOffload:
 
 def _page_views(config: KVCacheConfig, raw_buffers: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """For every layer of every group its buffer as `[num_blocks, page_size_bytes]` uint8."""
-    page_sizes: dict[int, int] = {}
+    pages = config.buffer_page_sizes
     result = []
     for group in config.groups:
         if len(group.layer_names) > len(raw_buffers):
@@ -449,13 +509,7 @@ def _page_views(config: KVCacheConfig, raw_buffers: Sequence[torch.Tensor]) -> l
                 f"a group of {len(group.layer_names)} layers needs as many buffers, not {len(raw_buffers)}"
             )
         views = []
-        for i, (raw, spec) in enumerate(zip(raw_buffers, layer_specs(group), strict=False)):
-            page = spec.page_size_bytes
-            if page_sizes.setdefault(i, page) != page:
-                raise ConfigError(
-                    f"layer {i} of one group has pages of {page_sizes[i]} B and of another {page} B, in one buffer; "
-                    "layers that share a buffer need one page size"
-                )
+        for i, (raw, page) in enumerate(zip(raw_buffers, pages[: len(group.layer_names)], strict=False)):
             if raw.nbytes < config.num_blocks * page or not raw.is_contiguous():
                 raise ConfigError(
                     f"raw buffer {i} ({raw.nbytes} B) must be contiguous and hold num_blocks={config.num_blocks} pages "

@@ -7,6 +7,7 @@ Names follow vLLM's `v1/kv_cache_interface.py`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -153,12 +154,27 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
         return max(spec.block_table_width(max_model_len) for _, spec in self.specs)
 
 
+def layer_specs(layer_names: Sequence[str], spec: KVCacheSpec) -> tuple[KVCacheSpec, ...]:
+    """The spec of each layer of a group, in the order of its names."""
+    if not isinstance(spec, UniformTypeKVCacheSpecs):
+        return (spec,) * len(layer_names)
+    specs = dict(spec.specs)
+    if missing := [name for name in layer_names if name not in specs]:
+        raise ConfigError(f"layers {', '.join(missing)} have no spec in their group; list one for every layer")
+    return tuple(specs[name] for name in layer_names)
+
+
 @dataclass(frozen=True)
 class KVCacheGroupSpec:
     """Layers that share one block table."""
 
     layer_names: tuple[str, ...]
     spec: KVCacheSpec
+
+    @property
+    def layer_specs(self) -> tuple[KVCacheSpec, ...]:
+        """The spec of each layer, in the order of the names."""
+        return layer_specs(self.layer_names, self.spec)
 
 
 @dataclass(frozen=True)
@@ -170,6 +186,7 @@ class KVCacheConfig:
 
     @property
     def page_size_bytes(self) -> int:
+        """Bytes of one page, the same in every buffer; of `UniformTypeKVCacheSpecs`, of one block of all its layers."""
         return self.groups[0].spec.page_size_bytes
 
     @property
@@ -177,8 +194,25 @@ class KVCacheConfig:
         return max(len(group.layer_names) for group in self.groups)
 
     @property
+    def buffer_page_sizes(self) -> tuple[int, ...]:
+        """Bytes of one page of each raw buffer.
+
+        Raises:
+            ConfigError: layers of one buffer whose pages differ, so that a block id would mean two places.
+        """
+        sizes: dict[int, int] = {}
+        for group in self.groups:
+            for i, spec in enumerate(group.layer_specs):
+                if sizes.setdefault(i, spec.page_size_bytes) != spec.page_size_bytes:
+                    raise ConfigError(
+                        f"layer {i} of one group has pages of {sizes[i]} B and of another {spec.page_size_bytes} B, "
+                        "in one buffer; layers that share a buffer need one page size"
+                    )
+        return tuple(sizes[i] for i in range(len(sizes)))
+
+    @property
     def total_bytes(self) -> int:
-        return self.num_blocks * self.page_size_bytes * self.num_buffers
+        return self.num_blocks * sum(self.buffer_page_sizes)
 
     def max_blocks_per_request(self, max_model_len: int) -> int:
         """Blocks that one request of `max_model_len` tokens can hold at once, over all groups."""

@@ -7,7 +7,7 @@ Each further pass takes the head's output and its draft one position on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -35,6 +35,9 @@ class DraftHead(Protocol):
     ) -> torch.Tensor:
         """[num_tokens, hidden_size], for `compute_logits` and the next pass."""
 
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The target's hidden states as the head reads them, same shape."""
+
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[num_tokens, vocab_size]."""
 
@@ -43,7 +46,6 @@ class MTPDrafter:
     """Proposes `num_speculative_tokens` drafts for every request that sampled.
 
     Args:
-        normed: turns the target's hidden states into what the head reads (`norm_f`).
         group: the attention group that the head's layer joined.
         token_ids: [max_num_seqs, max_model_len + 1], the runner's rows.
     """
@@ -51,7 +53,6 @@ class MTPDrafter:
     def __init__(
         self,
         head: DraftHead,
-        normed: Callable[[torch.Tensor], torch.Tensor],
         num_speculative_tokens: int,
         group: AttentionGroup,
         views: dict[str, tuple[torch.Tensor, ...]],
@@ -59,7 +60,6 @@ class MTPDrafter:
         token_ids: npt.NDArray[np.int64],
     ) -> None:
         self._head = head
-        self._normed = normed
         self._num_passes = num_speculative_tokens
         self._group = group
         self._views = views
@@ -90,7 +90,7 @@ class MTPDrafter:
 
         next_ids = torch.from_numpy(self._token_ids[np.repeat(rows, lengths), positions]).to(device)
         table = self._block_tables.input_tables[self._group.group_id][: len(batch)]
-        known = self._normed(hidden[torch.from_numpy(source).to(device)])
+        known = self._head.normed(hidden[torch.from_numpy(source).to(device)])
         out = self._run(known, next_ids, rows, lengths, positions, table, num_decodes)
 
         chosen = np.array([i for i, new in enumerate(tokens) if new], dtype=np.int64)

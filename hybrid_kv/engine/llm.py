@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+import operator
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from tqdm.auto import tqdm
 
 from hybrid_kv.cache.backend import BackendContext, get_backend
 from hybrid_kv.cache.manager import NO_HIT, KVCacheManager, PrefixHit
-from hybrid_kv.cache.offload import KVOffload
+from hybrid_kv.cache.offload import KVOffload, check_offloadable
 from hybrid_kv.cache.plan import CachePlan, apply_block_sizes, plan_cache, update_block_size_for_backend
 from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec, group_layers, with_speculation
-from hybrid_kv.config import CacheConfig, ConfigError, EngineConfig, SchedulerConfig, SpeculativeConfig, from_dict
+from hybrid_kv.config import (
+    CacheConfig,
+    ConfigError,
+    EngineConfig,
+    HybridKVError,
+    SchedulerConfig,
+    SpeculativeConfig,
+    from_dict,
+    is_int,
+)
 from hybrid_kv.engine.runner import Model, ModelRunner, Proposer, StepOutput
 from hybrid_kv.engine.sampling import SamplingParams
 from hybrid_kv.engine.scheduler import Request, ScheduledRequest, Scheduler
@@ -24,6 +35,9 @@ from hybrid_kv.sanitizer import Sanitizer
 from hybrid_kv.spec_decode.propose import NgramProposer
 
 DEFAULT_CPU_CACHE_BYTES = 2**30
+TAIL_MARGIN = 8  # tokens and characters before a stop string that a tail may show otherwise than the whole text does
+
+LOGGER = logging.getLogger(__name__)
 
 
 class Tokenizer(Protocol):
@@ -38,7 +52,10 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """What became of one prompt. `finish_reason` is stop, length, abort or error; only an error has `error` set."""
+    """What became of one prompt. `finish_reason` is stop, length, abort or error; only an error has `error` set.
+
+    `prompt_token_ids` is empty where an error is that the prompt has none: no text, no integers, no tokenizer.
+    """
 
     request_id: str
     prompt: str | None
@@ -83,7 +100,8 @@ class LLM:
     """A model, its cache and a scheduler.
 
     Args:
-        model: a checkpoint folder, or a model object (see `engine.runner.Model`).
+        model: a checkpoint folder, or a model object (see `engine.runner.Model`). For an offload folder an object that
+            is no `torch.nn.Module` needs a `fingerprint`, a text that differs whenever its weights do.
         tokenizer: overrides the checkpoint's own; None with a model object means token ids only.
         proposer: where drafts come from, instead of `speculative_method`.
         options: fields of `EngineConfig`, `CacheConfig`, `SchedulerConfig` and `SpeculativeConfig`.
@@ -100,6 +118,7 @@ class LLM:
         **options: Any,
     ) -> None:
         self.config = engine_config(options)
+        self._check_together(model, proposer)
         self.device = _device(self.config.device)
         self.eos_token_ids: frozenset[int] = frozenset()
         if isinstance(model, str | Path):
@@ -118,8 +137,6 @@ class LLM:
             proposer = NgramProposer(
                 speculative.num_speculative_tokens, speculative.prompt_lookup_max, speculative.prompt_lookup_min
             )
-        if proposer is not None and not speculative.num_speculative_tokens:
-            raise ConfigError("a proposer needs num_speculative_tokens >= 1")
         head = self._load_head(model) if proposer is None and speculative.speculative_method == "mtp" else None
         self.layer_specs = {
             name: with_speculation(spec, speculative.num_speculative_tokens)
@@ -146,26 +163,61 @@ class LLM:
             self.plan.sizes.mamba_block_size if is_aligned else None,
             speculative.num_speculative_tokens,
         )
+        has_offload = bool(caching.kv_offload_bytes) or caching.kv_offload_folder is not None
+        if has_offload:
+            check_offloadable(self.plan.config, self.plan.sizes.block_size)
         self.runner = ModelRunner(
             self.model, self.plan, self._backend, self._context, self.config, self.device, proposer, head
         )
-        if caching.kv_offload_bytes or caching.kv_offload_folder is not None:
-            self.manager.offload = KVOffload(
+        if has_offload:
+            self.manager.offload = offload = KVOffload(
                 self.plan.config,
                 self.runner.raw_buffers,
                 self.plan.sizes.block_size,
                 host_bytes=caching.kv_offload_bytes,
                 folder=caching.kv_offload_folder,
                 folder_bytes=caching.kv_offload_folder_bytes,
-                namespace=self._identity(model),
+                namespace=self._identity(model) if caching.kv_offload_folder is not None else "",
             )
+            if 0 < caching.kv_offload_bytes < (largest := max(offload.block_bytes)):
+                LOGGER.warning(
+                    "kv_offload_bytes=%d is less than one block of %d B: host memory will restore nothing; raise it",
+                    caching.kv_offload_bytes,
+                    largest,
+                )
         if self.config.sanitize:
-            sanitizer = Sanitizer(self.manager.pool, self.runner.groups, self.runner.raw_buffers, limits)
+            is_private = caching.kv_offload_folder is None
+            sanitizer = Sanitizer(self.manager.pool, self.runner.groups, self.runner.raw_buffers, limits, is_private)
             self.manager.sanitizer = self.runner.sanitizer = sanitizer
         self.num_steps = 0
         self._num_requests = 0
         self._aborted: set[str] = set()
         self._unseen: StepOutput | None = None  # of the last step, with asynchronous scheduling
+        self._watches_lengths = caching.enable_prefix_caching  # until a prompt is long enough for a hit, or said so
+
+    def _check_together(self, model: str | Path | Model, proposer: Proposer | None) -> None:
+        """Refuse options that contradict the other arguments, before anything is loaded or allocated."""
+        speculative = self.config.speculative
+        if proposer is not None and speculative.speculative_method is not None:
+            raise ConfigError(
+                f"speculative_method={speculative.speculative_method!r} and proposer= are two sources of drafts; "
+                "give one of them"
+            )
+        if proposer is not None and not speculative.num_speculative_tokens:
+            raise ConfigError("a proposer needs num_speculative_tokens >= 1")
+        if speculative.num_speculative_tokens and proposer is None and speculative.speculative_method is None:
+            # Not refused: the columns of K drafts that nobody makes are a layout worth testing.
+            LOGGER.warning(
+                "num_speculative_tokens=%d takes cache, but nothing drafts; give speculative_method or proposer=",
+                speculative.num_speculative_tokens,
+            )
+        fingerprint = getattr(model, "fingerprint", None)
+        is_known = isinstance(model, str | Path | torch.nn.Module) or (isinstance(fingerprint, str) and fingerprint)
+        if self.config.cache.kv_offload_folder is not None and not is_known:
+            raise ConfigError(
+                "kv_offload_folder: files outlive this process, and nothing tells the weights of this "
+                f"{type(model).__name__} from another's; give it a text `fingerprint`, or use kv_offload_bytes alone"
+            )
 
     def _load_head(self, model: str | Path | Model) -> Any:
         from hybrid_kv.models.loader import load_mtp
@@ -181,11 +233,14 @@ class LLM:
         if isinstance(model, str | Path):
             from hybrid_kv.models.loader import fingerprint
 
-            return " ".join([*layout, str(self.model.vocab_size), fingerprint(model)])
+            # The dtype of the arithmetic is not always the cache's.
+            dtypes = {str(weight.dtype) for weight in cast(torch.nn.Module, self.model).parameters()}
+            return " ".join([*layout, str(self.model.vocab_size), *sorted(dtypes), fingerprint(model)])
+        if not isinstance(self.model, torch.nn.Module):
+            return " ".join([*layout, str(cast(Any, self.model).fingerprint)])  # _check_together has seen it
         weights = blake2b(repr(self.model).encode())
-        if isinstance(self.model, torch.nn.Module):
-            for name, tensor in self.model.state_dict().items():
-                weights.update(name.encode() + tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        for name, tensor in self.model.state_dict().items():
+            weights.update(name.encode() + tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         return " ".join([*layout, weights.hexdigest()])
 
     def _plan(self) -> CachePlan:
@@ -219,17 +274,34 @@ class LLM:
         return max(2, min(wanted, memory // (sizes.page_size_bytes * max(len(group.layer_names) for group in groups))))
 
     def make_request(self, prompt: str | Sequence[int], params: SamplingParams) -> Request:
-        """Tokenise a prompt and number it."""
+        """Tokenise a prompt and number it.
+
+        Raises:
+            ConfigError: it is neither text nor token ids of the vocabulary, or a tokenizer is needed and missing.
+        """
+        return self._request(self._next_number(), self._token_ids(prompt), params)
+
+    def _next_number(self) -> int:
+        self._num_requests += 1
+        return self._num_requests - 1
+
+    def _token_ids(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ConfigError("this model has no tokenizer: give token ids, or LLM(..., tokenizer=...)")
-            token_ids = list(self.tokenizer.encode(prompt))
-        else:
-            token_ids = [int(token) for token in prompt]
+            return list(self.tokenizer.encode(prompt))
+        try:
+            if isinstance(prompt, bytes | Mapping | Set):
+                raise TypeError
+            return [operator.index(token) for token in prompt]
+        except TypeError:
+            raise ConfigError(
+                f"a prompt of type {type(prompt).__name__} is neither text nor a sequence of integer token ids"
+            ) from None
+
+    def _request(self, number: int, token_ids: list[int], params: SamplingParams) -> Request:
         if params.stop and self.tokenizer is None:
             raise ConfigError("stop strings need a tokenizer: use stop_token_ids, or LLM(..., tokenizer=...)")
-        number = self._num_requests
-        self._num_requests += 1
         for token in token_ids:
             if not 0 <= token < self.model.vocab_size:
                 raise ConfigError(
@@ -256,12 +328,15 @@ class LLM:
         return finished
 
     def abort(self, request_id: str) -> None:
-        """End a request, waiting or running, with the tokens it has.
+        """End a request, waiting or running, with the tokens it has; an id that is neither is ignored.
 
-        One whose step is under way ends after it: its blocks must not find an owner before the step has written them
-        (vllm!45096), nor be published as if it had (vllm!56525).
+        It ends at the start of the next step. The steps before have written its blocks by then, so that their next
+        owner writes last (vllm!45096). Of a step whose tokens were not looked at yet (with `async_scheduling` there is
+        always one) it gets no token and publishes no block (vllm!56525).
         """
-        self._aborted.add(request_id)
+        # An id kept for later would end a request that nobody asked to end: ids are numbers.
+        if any(request.request_id == request_id for request in (*self.scheduler.running, *self.scheduler.waiting)):
+            self._aborted.add(request_id)
 
     def reset_prefix_cache(self) -> None:
         """Forget what the device has cached for other requests; the offload tier keeps what it has."""
@@ -312,7 +387,7 @@ class LLM:
         params = request.params
         if token in params.stop_token_ids or (token in self.eos_token_ids and not params.ignore_eos):
             return "stop"
-        if params.stop and self._stop_position(request) is not None:
+        if params.stop and self._may_stop(request) and self._stop_position(request, self._text(request)) is not None:
             return "stop"
         if (
             len(request.output_token_ids) >= params.max_tokens
@@ -321,9 +396,22 @@ class LLM:
             return "length"
         return None
 
-    def _stop_position(self, request: Request) -> int | None:
+    def _may_stop(self, request: Request) -> bool:
+        """Whether a stop string is in the end of the text, the part that the last token has changed.
+
+        The whole text at every token would be quadratic. Tokens without a character of their own make the tail longer.
+        """
+        assert self.tokenizer is not None  # make_request has seen to it
+        token_ids, stops = request.output_token_ids, request.params.stop
+        wanted = max(map(len, stops)) + TAIL_MARGIN
+        length = wanted
+        while len(text := self.tokenizer.decode(token_ids[-length:])) < wanted and length < len(token_ids):
+            length *= 2
+        return any(stop in text for stop in stops)
+
+    @staticmethod
+    def _stop_position(request: Request, text: str) -> int | None:
         """Where the first stop string begins in the generated text."""
-        text = self._text(request)
         found = [position for stop in request.params.stop if (position := text.find(stop)) >= 0]
         return min(found, default=None)
 
@@ -332,7 +420,7 @@ class LLM:
 
     def _output(self, request: Request, prompt: str | None, reason: str) -> RequestOutput:
         text = self._text(request)
-        position = self._stop_position(request) if request.params.stop else None
+        position = self._stop_position(request, text)
         if position is not None:
             text = text[:position]
         elif reason == "stop" and self.tokenizer is not None and request.output_token_ids[-1] in self.eos_token_ids:
@@ -360,32 +448,48 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue every prompt; outputs come in the order of the prompts.
 
-        A prompt that cannot run (empty, too long) becomes an output with `finish_reason` "error"; the others go on.
+        A prompt that cannot run (empty, too long, no text) becomes an output with `finish_reason` "error"; the others
+        go on.
 
         Args:
             prompts: texts, or sequences of token ids.
             params: one for all, or one per prompt.
             progress: show a bar.
             on_step: called before every step, for tests that disturb the engine.
+
+        Raises:
+            ConfigError: `prompts` is one prompt, or `params` does not fit it.
+            HybridKVError: the engine has requests already.
         """
+        if self.scheduler.has_requests:
+            raise HybridKVError(
+                "generate() while the engine has requests (from on_step, or added by hand): let them end first"
+            )
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if prompts and all(is_int(prompt) for prompt in prompts):
+            raise ConfigError("generate() takes a list of prompts; of one prompt of token ids write [[1, 2, 3]]")
         each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(prompts):
             raise ConfigError(f"{len(prompts)} prompts but {len(each)} sampling parameters")
+        if wrong := [sampling for sampling in each if not isinstance(sampling, SamplingParams)]:
+            raise ConfigError(f"params must be SamplingParams, not {type(wrong[0]).__name__}")
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
         outputs: list[RequestOutput | None] = [None] * len(prompts)
         index: dict[str, int] = {}
         with tqdm(total=len(prompts), disable=not progress, unit="req", desc="generate") as bar:
             try:
                 for i, (prompt, sampling) in enumerate(zip(prompts, each, strict=True)):
+                    number, token_ids = self._next_number(), list[int]()
                     try:
-                        request = self.make_request(prompt, sampling)
+                        token_ids = self._token_ids(prompt)
+                        request = self._request(number, token_ids, sampling)
                         self.scheduler.add(request)
                     except ConfigError as error:
-                        outputs[i] = RequestOutput("", texts[i], [], [], "", "error", error=str(error))
+                        outputs[i] = RequestOutput(str(number), texts[i], token_ids, [], "", "error", error=str(error))
                         bar.update()
                     else:
                         index[request.request_id] = i
+                self._watch_lengths(list(self.scheduler.waiting))
                 while self.scheduler.has_requests:
                     if on_step is not None:
                         on_step(self)
@@ -400,6 +504,20 @@ class LLM:
                 for request in [*self.scheduler.running, *self.scheduler.waiting]:
                     self.scheduler.finish(request)
         return [output for output in outputs if output is not None]
+
+    def _watch_lengths(self, requests: Sequence[Request]) -> None:
+        """Say once that no prompt is long enough to be found again: a cache without hits looks like one at work."""
+        if not self._watches_lengths or not requests:
+            return
+        self._watches_lengths = False
+        unit, longest = self.manager.hit_unit, max(len(request.prompt_token_ids) for request in requests)
+        if longest <= unit:
+            LOGGER.warning(
+                "prefix caching is on, but a hit is a multiple of %d tokens and the longest prompt so far has %d: none "
+                "can be found again; a smaller block_size may help, where the plan can keep it",
+                unit,
+                longest,
+            )
 
 
 def _device(name: str) -> torch.device:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from itertools import takewhile
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -60,7 +61,7 @@ class Proposer(Protocol):
         token_ids: Sequence[npt.NDArray[np.int64]],
         num_tokens: npt.NDArray[np.int64],
     ) -> list[list[int]]:
-        """At most K tokens for each request.
+        """At most K tokens for each request; from the first one outside the vocabulary on they are ignored.
 
         Args:
             requests: as they were before the step.
@@ -141,9 +142,8 @@ class ModelRunner:
         if head is not None:
             (name,) = head.layer_specs
             group = next(group for group in self.groups if name in group.layer_names)
-            normed = cast(Any, model).normed
             self._drafter = MTPDrafter(
-                head, normed, self._num_lookahead_tokens, group, self.views, self.block_tables, self.token_ids
+                head, self._num_lookahead_tokens, group, self.views, self.block_tables, self.token_ids
             )
         self.batch: list[ScheduledRequest] = []  # of the last step, in batch order
         self.sanitizer: Sanitizer | None = None
@@ -247,8 +247,11 @@ class ModelRunner:
             return {}
         rows = [request.row for request in requests]
         drafts = self.proposer.propose(requests, [self.token_ids[row] for row in rows], self.num_tokens[rows])
-        most = self._num_speculative_tokens
-        return {request.request_id: draft[:most] for request, draft in zip(requests, drafts, strict=True)}
+        most, size = self._num_speculative_tokens, self.model.vocab_size
+        return {
+            request.request_id: list(takewhile(lambda token: 0 <= token < size, draft[:most]))
+            for request, draft in zip(requests, drafts, strict=True)
+        }
 
     def _prepare(self, batch: Sequence[ScheduledRequest]) -> tuple[ForwardContext, int]:
         """Fill the persistent buffers; returns the layers' context and the padded number of tokens."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Real
+from typing import Any
 
 import torch
 
-from hybrid_kv.config import ConfigError
+from hybrid_kv.config import ConfigError, is_int
 
 _MASK32 = 0xFFFFFFFF
 
@@ -33,6 +35,18 @@ class SamplingParams:
     cache_salt: str = ""
 
     def __post_init__(self) -> None:
+        # Types too: what a request asks for must not fail in a step, where it would take the other requests along.
+        for name in ("max_tokens", "top_k", "seed"):
+            value = getattr(self, name)
+            if not is_int(value) and not (name == "seed" and value is None):
+                raise ConfigError(f"{name}={value!r} must be an integer")
+        for name in ("temperature", "top_p"):
+            if not isinstance(value := getattr(self, name), Real):
+                raise ConfigError(f"{name}={value!r} must be a number")
+        if not isinstance(self.ignore_eos, bool):
+            raise ConfigError(f"ignore_eos={self.ignore_eos!r} must be True or False")
+        if not isinstance(self.cache_salt, str):
+            raise ConfigError(f"cache_salt={self.cache_salt!r} must be a text; the empty one is the default")
         if self.max_tokens < 1:
             raise ConfigError(f"max_tokens={self.max_tokens} must be >= 1")
         if not 0 <= self.temperature < math.inf:
@@ -43,8 +57,14 @@ class SamplingParams:
             raise ConfigError(f"seed={self.seed} must fit in 64 bits")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p={self.top_p} must be in (0, 1]")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = (self.stop,) if isinstance(self.stop, str) else _entries("stop", self.stop)
+        if not all(isinstance(entry, str) for entry in stop):
+            raise ConfigError(f"stop={self.stop!r} must be texts; tokens go into stop_token_ids")
         object.__setattr__(self, "stop", stop)
+        stop_token_ids = _entries("stop_token_ids", self.stop_token_ids)
+        if not all(is_int(entry) for entry in stop_token_ids):
+            raise ConfigError(f"stop_token_ids={self.stop_token_ids!r} must be integers; texts go into stop")
+        object.__setattr__(self, "stop_token_ids", stop_token_ids)
         if "" in self.stop:
             raise ConfigError("an empty stop string would end every text at once")
 
@@ -52,6 +72,12 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Temperatures below 1e-5 only differ from the limit by overflow (vLLM's `_SAMPLING_EPS`)."""
         return self.temperature < 1e-5
+
+
+def _entries(name: str, value: object) -> tuple[Any, ...]:
+    if value is not None and not isinstance(value, Iterable):
+        raise ConfigError(f"{name}={value!r} must be a tuple, such as ({value!r},)")
+    return tuple(value or ())
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

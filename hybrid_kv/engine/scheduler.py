@@ -6,9 +6,11 @@ preempted: its blocks return to the pool, its tokens (generated ones included) a
 except for what the prefix cache still holds. The oldest running request can thus always grow, and requests that cannot
 fit alone are refused at the door: no livelock.
 
-In cache mode `align` a chunk ends on a block boundary whenever it reaches one, and the last chunk of a prompt begins at
-its last boundary that a hit may use. A chunk that cannot reach a boundary still runs: every step makes progress
-(vllm!51582).
+In cache mode `align` a chunk that reaches a boundary of all groups (`KVCacheManager.hit_unit`) ends on the last one
+that it reaches, and none passes the last one of the prompt that a hit may use. Where block sizes are unequal a chunk
+before that may reach none of these: then it ends on a boundary of the states alone if it reaches one. Behind the last
+boundary of all groups a chunk may pass those of the states: nothing could use them. A chunk that cannot reach a
+boundary still runs: every step makes progress (vllm!51582).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 from hybrid_kv.cache.block_hash import BlockHashes
-from hybrid_kv.cache.manager import NO_BLOCKS, NO_HIT, KVCacheManager, NewBlocks, PrefixHit
+from hybrid_kv.cache.manager import NO_BLOCKS, NO_HIT, HitLostError, KVCacheManager, NewBlocks, PrefixHit
 from hybrid_kv.config import ConfigError, SchedulerConfig
 from hybrid_kv.engine.sampling import SamplingParams
 
@@ -35,11 +37,10 @@ class Request:
     num_computed_tokens: int = 0
     num_preemptions: int = 0
     num_draft_tokens: int = 0  # verified so far …
-    num_accepted_draft_tokens: int = 0  # … and found right
+    num_accepted_draft_tokens: int = 0  # … and found right; those behind the token that ended it do not count
     in_flight: ScheduledRequest | None = None  # a step that has run, but whose tokens are not known here yet
     is_finished: bool = False
-    hit: PrefixHit = NO_HIT  # of the first admission
-    num_cached_tokens: int = 0  # taken from the cache, in all admissions
+    hit: PrefixHit = NO_HIT  # of the first admission, without its chains
     row: int = -1  # of the block tables; -1 while waiting
 
     def __post_init__(self) -> None:
@@ -54,7 +55,7 @@ class Request:
         return self.prompt_token_ids + self.output_token_ids
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ScheduledRequest:
     """`num_tokens` tokens of one request, from `num_computed_tokens` on; the last `num_drafts` of them are drafts.
 
@@ -66,7 +67,7 @@ class ScheduledRequest:
     request: Request
     num_tokens: int
     num_computed_tokens: int
-    new_blocks: NewBlocks
+    new_blocks: NewBlocks  # filled in once there is room; nothing changes after that
     overwrite: bool  # the row has a new owner
     samples: bool  # the step computes the last known token, so that its logits give the next one
     drafts: tuple[int, ...] | None = ()
@@ -75,9 +76,9 @@ class ScheduledRequest:
 
     def __post_init__(self) -> None:
         if self.drafts is not None:
-            object.__setattr__(self, "num_drafts", len(self.drafts))
+            self.num_drafts = len(self.drafts)
         # A request that was preempted since has no use for what the step computed, only for its tokens.
-        object.__setattr__(self, "attempt", self.request.num_preemptions)
+        self.attempt = self.request.num_preemptions
 
     @property
     def is_decode(self) -> bool:
@@ -148,8 +149,9 @@ class Scheduler:
         while index < len(self.running) and budget > 0:
             request = self.running[index]
             # One token is left for each running request behind this one: neither drafts nor a chunk starve anybody.
-            own = budget - (len(self.running) - index - 1)
-            item = self._next(request, own, own - 1)
+            # Of what is over, drafts get an equal share, rounded up for the older.
+            num_left = len(self.running) - index
+            item = self._next(request, budget - num_left + 1, -((num_left - budget) // num_left))
             if item is None:
                 index += 1
                 continue
@@ -163,7 +165,8 @@ class Scheduler:
                     break
             if new is None:
                 break
-            scheduled.append(replace(item, new_blocks=new))
+            item.new_blocks = new
+            scheduled.append(item)
             budget -= item.num_tokens
             index += 1
         # A preempted request would only take back what it was made to give.
@@ -171,21 +174,38 @@ class Scheduler:
             request = self.waiting[0]
             if request.in_flight is not None:
                 break
-            hit = self.manager.find_longest_cache_hit(request.block_hashes, request.token_ids)
-            item = self._chunk(request, hit.num_tokens, budget, overwrite=True)
-            new = self._allocate(item, hit)
-            if new is None:
+            # Alone it fits: nobody is left to give way.
+            if self.running and not self.manager.may_fit(request.request_id):
                 break
-            self.waiting.popleft()
-            self.running.append(request)
-            request.row = self._free_rows.pop()
-            request.num_computed_tokens = hit.num_tokens
-            request.num_cached_tokens += hit.num_tokens
-            if not request.num_preemptions:
-                request.hit = hit
-            scheduled.append(replace(item, new_blocks=new))
+            item = self._admit(request, budget)
+            if item is None:
+                break
+            scheduled.append(item)
             budget -= item.num_tokens
         return scheduled
+
+    def _admit(self, request: Request, budget: int) -> ScheduledRequest | None:
+        """The first chunk of the first waiting request, behind what the cache has of it; None if it must wait."""
+        try:
+            return self._try_to_admit(request, budget)
+        except HitLostError:
+            # A file that turns out to be bad costs the whole tier this once: its blocks come together or not at all.
+            return self._try_to_admit(request, budget, use_offload=False)
+
+    def _try_to_admit(self, request: Request, budget: int, use_offload: bool = True) -> ScheduledRequest | None:
+        hit = self.manager.find_longest_cache_hit(request.block_hashes, request.token_ids, use_offload)
+        item = self._chunk(request, hit.num_tokens, budget, overwrite=True)
+        new = self._allocate(item, hit)
+        if new is None:
+            return None
+        item.new_blocks = new
+        self.waiting.popleft()
+        self.running.append(request)
+        request.row = self._free_rows.pop()
+        request.num_computed_tokens = hit.num_tokens
+        if not request.num_preemptions:
+            request.hit = replace(hit, chains=())  # an output may live long
+        return item
 
     def _allocate(self, item: ScheduledRequest, hit: PrefixHit = NO_HIT) -> NewBlocks | None:
         request, flight = item.request, item.request.in_flight
@@ -199,7 +219,6 @@ class Scheduler:
             end - item.num_computed_tokens,
             item.is_decode,
             hit,
-            request.block_hashes,
         )
 
     def _next(self, request: Request, budget: int, draft_budget: int) -> ScheduledRequest | None:
@@ -259,12 +278,13 @@ class Scheduler:
 
         Args:
             sampled: the tokens that the step gave, accepted drafts first.
-            num_kept: how many of them the request keeps: none after a stop token.
+            num_kept: how many of them the request keeps: none after a stop token. Drafts that were right but are not
+                kept have saved no step: they do not count as accepted.
         """
         request = item.request
         request.output_token_ids += sampled[:num_kept]
         request.num_draft_tokens += item.num_drafts
-        request.num_accepted_draft_tokens += max(0, len(sampled) - 1)
+        request.num_accepted_draft_tokens += max(0, min(len(sampled) - 1, num_kept))
         if not item.is_stale:
             request.num_computed_tokens += item.num_tokens - item.num_drafts + max(0, num_kept - 1)
             self._cache_blocks(item)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -34,6 +35,9 @@ from hybrid_kv.guard.traffic import (
     required_combinations,
 )
 from hybrid_kv.models.layers import ForwardContext
+
+# Scenarios do on purpose what a user is warned of: room for drafts that nobody proposes, prompts below one block.
+logging.getLogger("hybrid_kv.engine.llm").setLevel(logging.ERROR)
 
 Progress = Callable[[int], object]
 

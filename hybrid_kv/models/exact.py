@@ -207,8 +207,10 @@ class ExactModel:
         }
         self.layer_specs = {f"layers.{i}": specs[letter] for i, letter in enumerate(config.pattern)}
 
-    def __repr__(self) -> str:
-        return f"ExactModel({self.config})"  # the weights follow from it
+    @property
+    def fingerprint(self) -> str:
+        """Tells this model's stored blocks from another's: the weights follow from the configuration."""
+        return f"{type(self).__qualname__}({self.config})"
 
     def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """[num_tokens] each to [num_tokens, width] int64."""

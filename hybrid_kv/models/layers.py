@@ -143,7 +143,10 @@ class Mamba2Mixer(nn.Module):
         dt = F.softplus(upcast(dt) + upcast(self.dt_bias))
         # All rows are read before any is written: a row may write the block that it, or another, starts from.
         windows = windows_at(cache[0], metadata.window_indices, metadata.num_accepted_tokens - 1, self.kernel - 1)
-        windows, states = windows.to(conv_in.dtype), upcast(cache[1][metadata.source_indices])
+        states = cache[1][metadata.source_indices]
+        # The recurrence runs in the wider type of inputs and states, one type for all of its operands.
+        dtype = torch.promote_types(dt.dtype, states.dtype)
+        windows, states, dt = windows.to(conv_in.dtype), states.to(dtype), dt.to(dtype)
         split, tokens = metadata.num_decodes, metadata.num_decode_tokens
         outputs = []
         if metadata.decode_rows is not None:
@@ -156,11 +159,15 @@ class Mamba2Mixer(nn.Module):
             )
         return self.out_proj(self.norm(torch.cat(outputs), gate))
 
-    def _parts(self, conv_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _parts(
+        self, conv_out: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x, B and C of the tokens, A and D of the heads, in `dtype`."""
         inner, shared = self.splits[0], self.groups * self.state_size
-        x, B, C = upcast(conv_out).split((inner, shared, shared), dim=-1)
+        x, B, C = conv_out.to(dtype).split((inner, shared, shared), dim=-1)
         heads, groups = (self.num_heads, self.head_dim), (self.groups, self.state_size)
-        return x.unflatten(-1, heads), B.unflatten(-1, groups), C.unflatten(-1, groups)
+        A = -torch.exp(self.A_log.to(dtype))
+        return x.unflatten(-1, heads), B.unflatten(-1, groups), C.unflatten(-1, groups), A, self.D.to(dtype)
 
     def _decode(
         self,
@@ -174,9 +181,8 @@ class Mamba2Mixer(nn.Module):
         rows, (conv_state, ssm_state) = metadata.decode_rows, cache
         assert rows is not None
         conv_out, inputs = causal_conv1d(rows.padded(conv_in), self.conv_weight, self.conv_bias, window)
-        x, B, C = self._parts(conv_out)
-        A = -torch.exp(upcast(self.A_log))
-        y, states = selective_state_update(state, x, rows.padded(dt), A, B, C, upcast(self.D))
+        x, B, C, A, D = self._parts(conv_out, state.dtype)
+        y, states = selective_state_update(state, x, rows.padded(dt), A, B, C, D)
         # What padding leaves goes to the null block.
         blocks = metadata.state_indices[: metadata.num_decodes, : rows.max_len]
         ssm_state.index_copy_(0, blocks.flatten(), states.flatten(0, 1).to(ssm_state.dtype))
@@ -205,9 +211,8 @@ class Mamba2Mixer(nn.Module):
             offsets = torch.cat([offsets, metadata.boundary_offsets])
             blocks = torch.cat([blocks, metadata.boundary_indices])
         conv_out, inputs = causal_conv1d(rows.padded(conv_in), self.conv_weight, self.conv_bias, window)
-        x, B, C = self._parts(conv_out)
-        A = -torch.exp(upcast(self.A_log))
-        y, states = chunk_scan(x, rows.padded(dt), A, B, C, upcast(self.D), state, self.chunk_size, row, offsets)
+        x, B, C, A, D = self._parts(conv_out, state.dtype)
+        y, states = chunk_scan(x, rows.padded(dt), A, B, C, D, state, self.chunk_size, row, offsets)
         ssm_state.index_copy_(0, blocks, states.to(ssm_state.dtype))
         self._store_inputs(conv_state, blocks, windows_at(inputs, row, offsets, self.kernel - 1))
         return rows.flat(y).flatten(1)

@@ -160,6 +160,10 @@ class NemotronHMTP(nn.Module):
         attention, mlp = self.layers
         return mlp(attention(hidden, self._target[0].embeddings(next_token_ids), context))
 
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What `forward` takes of the target: the output of its `forward` after `norm_f`, same shape."""
+        return self._target[0].normed(hidden)
+
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[num_tokens, hidden_size] to [num_tokens, vocab_size], float32 or float64; no `norm_f` in between."""
         return self._target[0].logits(hidden)

@@ -122,6 +122,29 @@ def test_averages_and_rows() -> None:
     assert (rows["exact_match_strict"].ci_low, rows["exact_match_strict"].ci_high) == run.wilson_interval(1, 4)
 
 
+@pytest.mark.parametrize("cached", [0, 25])
+@pytest.mark.parametrize("caches", [False, True])
+def test_a_rate_of_zero_is_reported_and_none_is_not(
+    caches: bool, cached: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cached *= caches
+    made = run.AccuracyResult("gsm8k", {}, (record(0),), 100, 0, 2.0, cached, 50, 0, caches)
+    rows = {row.metric: row.value for row in run.rows(made)}
+    run.print_result(made)
+    printed = capsys.readouterr().out
+    assert made.hit_rate == rows.get("prefix_hit_rate") == (cached / 100 if caches else None)
+    assert (f"{cached / 100:.1%} of the prompt tokens came from the prefix cache" in printed) == caches
+    assert made.summary()["draft_acceptance"] == rows["draft_acceptance"] == 0.0
+    assert "0.0% of 50 draft tokens were accepted" in printed
+
+
+def test_an_engine_says_whether_it_caches(result: run.AccuracyResult) -> None:
+    assert result.hit_rate is None
+    caching = run.evaluate_guard_model(2, **ENGINE, mamba_cache_mode="all")
+    assert caching.hit_rate is not None
+    assert caching.records == result.records[:2]
+
+
 def test_wilson_interval() -> None:
     low, high = run.wilson_interval(81, 263)  # Newcombe 1998, table I, method 3
     assert (round(low, 4), round(high, 4)) == (0.2553, 0.3662)

@@ -64,7 +64,7 @@ def test_random_steps_match_lists(data):
 
 
 def test_vllm_38831_each_group_has_kernel_blocks_of_its_own_size():
-    """A kernel that takes 16-token blocks must find a 544-token manager block as 34 of them, and slots must not move."""
+    """A kernel of 16-token blocks must find a 544-token manager block as 34 of them, and slots must not move."""
     tables = make(widths=[2, 2, 2], bpk=[1, 34, 4])
     stage(tables, 0, [[3, 5], [3, 5], [3, 5]])
     tables.apply_staged_writes()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hybrid_kv.cache.backend import (
     AttentionBackend,
+    AttentionGroup,
     BackendContext,
     FlashAttentionBackend,
     FlashInferBackend,
@@ -18,7 +19,13 @@ from hybrid_kv.cache.backend import (
     init_attn_backend,
 )
 from hybrid_kv.cache.layout import allocate_raw_buffers, attention_view, bind_views
-from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from hybrid_kv.cache.spec import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 CPU = torch.device("cpu")
 
@@ -140,6 +147,22 @@ def test_groups_share_buffers_by_position_and_a_short_group_skips_its_last() -> 
         buffer = buffers[1 if name.endswith("1") else 0]
         assert {part.untyped_storage().data_ptr() for part in parts} == {buffer.untyped_storage().data_ptr()}
         assert parts[0].data_ptr() == buffer.data_ptr()
+
+
+def test_layers_of_one_group_may_have_pages_of_their_own() -> None:
+    specs = tuple((f"a{heads}", FullAttentionSpec(32, heads, 8, torch.float16)) for heads in (3, 1, 2))
+    shared = UniformTypeKVCacheSpecs(32, specs)
+    names = ("a1", "a2", "a3")
+    config = KVCacheConfig(3, (KVCacheGroupSpec(names, shared),))
+    buffers = allocate_raw_buffers(config, CPU)
+    assert [buffer.numel() for buffer in buffers] == [3 * page for page in (1024, 2048, 3072)]
+    views = bind_views(config, [AttentionGroup(0, names, shared, FlashAttentionBackend, 16)], buffers)
+    for name, raw, page in zip(names, buffers, (1024, 2048, 3072), strict=True):
+        for block in range(3):
+            own = set(range(block * page, (block + 1) * page))
+            key, value = (touched(raw, page_of(view, block, 3)) for view in views[name])
+            assert key | value == own
+            assert not key & value
 
 
 def test_the_number_of_blocks_is_the_configurations() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_kv.cache.block_hash import BlockHashes
-from hybrid_kv.cache.block_pool import NULL_BLOCK
-from hybrid_kv.cache.manager import NO_HIT, KVCacheManager, NewBlocks, PrefixHit
+from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockKey
+from hybrid_kv.cache.manager import NO_HIT, HitLostError, KVCacheManager, NewBlocks, PrefixHit
+from hybrid_kv.cache.offload import KVOffload, Page
 from hybrid_kv.cache.spec import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -57,7 +59,7 @@ class Owner:
 
     def allocate(self, end: int, is_decode: bool = False, hit: PrefixHit = NO_HIT) -> NewBlocks | None:
         start = hit.num_tokens or self.computed
-        new = self.subject.allocate_slots(self.name, start, end - start, is_decode, hit, self.hashes)
+        new = self.subject.allocate_slots(self.name, start, end - start, is_decode, hit)
         if new is not None:
             self.computed = start
             for columns, part in zip(self.columns, new.per_group(), strict=True):
@@ -478,6 +480,132 @@ def test_align_publishes_the_boundaries_that_verify_steps_passed() -> None:
         owner.publish(accepted, is_decode=True)
         subject.check_integrity(["a"])
     assert [Owner(subject, "b", TEXT[:n]).look().num_tokens for n in (9, 12, 13, 16, 17)] == [8, 8, 12, 12, 16]
+
+
+# A further tier.
+
+
+class Tier:
+    """What an offload tier may do: keep blocks, lose them, fail."""
+
+    def __init__(self) -> None:
+        self.blocks: set[BlockKey] = set()
+        self.fetched: list[BlockKey] = []
+        self.loaded: dict[BlockKey, int] = {}
+        self.is_lost = self.fails = False
+
+    def store(self, published: Sequence[tuple[BlockKey, int]]) -> None:
+        self.blocks |= {key for key, _ in published}
+
+    def contains(self, key: BlockKey) -> bool:
+        return key in self.blocks
+
+    def fetch(self, keys: Sequence[BlockKey]) -> list[Page] | None:
+        self.fetched += keys
+        return None if self.is_lost else [Page(key, torch.zeros(1)) for key in keys]
+
+    def load(self, pages: Sequence[Page], block_ids: Sequence[int]) -> None:
+        if self.fails:
+            raise RuntimeError("out of memory")
+        self.loaded.update(zip((page.key for page in pages), block_ids, strict=True))
+
+
+def with_tier(num_blocks: int = 100) -> tuple[KVCacheManager, Tier]:
+    """The tier has 12 tokens of `TEXT`, the device the first 4 of them."""
+    subject, tier = manager(attention(4), mamba(4), num_blocks=num_blocks), Tier()
+    subject.offload = cast(KVOffload, tier)
+    Owner(subject, "a", TEXT[:12]).run().finish()
+    subject.reset_prefix_cache()
+    Owner(subject, "b", TEXT[:5]).run().finish()
+    tier.fetched.clear()
+    tier.loaded.clear()
+    return subject, tier
+
+
+def test_blocks_of_both_tiers_make_a_hit_and_only_the_absent_ones_are_read() -> None:
+    subject, tier = with_tier()
+    owner = Owner(subject, "c", TEXT[:13])
+    hit = owner.look()
+    assert hit == PrefixHit(12, (12, 12))
+    assert not tier.fetched
+    first = subject.pool.lookup((0, hit.chains[0][0]))
+    owner.allocate(13, hit=hit)
+    assert tier.fetched == [(0, hit.chains[0][1]), (0, hit.chains[0][2]), (1, hit.chains[1][2])]
+    assert list(tier.loaded) == tier.fetched
+    assert owner.columns[0][:3] == [first, *list(tier.loaded.values())[:2]]
+    assert owner.columns[1][:3] == [NULL_BLOCK, NULL_BLOCK, tier.loaded[1, hit.chains[1][2]]]
+    assert all(subject.pool.lookup(key) == block for key, block in tier.loaded.items())
+    subject.check_integrity(["c"])
+
+
+def test_nothing_is_read_for_a_request_that_does_not_fit() -> None:
+    subject, tier = with_tier(num_blocks=1 + 6)
+    other = Owner(subject, "d", TEXT[40:44]).run()
+    owner = Owner(subject, "c", TEXT[:13])
+    for _ in range(3):
+        assert owner.allocate(13, hit=owner.look()) is None  # 4 blocks of attention and 2 states
+        assert not subject.may_fit("c")
+    assert subject.may_fit("another")
+    assert not tier.fetched
+    other.finish()
+    assert subject.may_fit("c")
+    assert owner.allocate(13, hit=owner.look()) is not None
+    assert len(tier.fetched) == len(tier.loaded) == 3
+
+
+@pytest.mark.parametrize("event", ["its own block", "another block", "reset"])
+def test_what_makes_a_refused_request_worth_a_look(event: str) -> None:
+    subject = manager(attention(4), mamba(4), num_blocks=1 + 8)
+    other = Owner(subject, "a", TEXT[40:52] if event == "another block" else TEXT[:12])
+    other.allocate(12)
+    owner = Owner(subject, "b", TEXT[:12])
+    assert owner.allocate(12, hit=owner.look()) is None
+    assert not subject.may_fit("b")
+    if event == "reset":
+        subject.reset_prefix_cache()
+    else:
+        other.publish(12)
+    assert subject.may_fit("b") == (event != "another block")
+
+
+def test_a_hit_that_was_lost_meanwhile_takes_nothing() -> None:
+    subject, tier = with_tier()
+    owner = Owner(subject, "c", TEXT[:13])
+    free, published = subject.pool.num_free_blocks, subject.pool.num_published_blocks
+    tier.is_lost = True
+    with pytest.raises(HitLostError, match="request c: 3 blocks"):
+        owner.allocate(13, hit=owner.look())
+    subject.check_integrity()
+    assert (subject.pool.num_free_blocks, subject.pool.num_published_blocks) == (free, published)
+    without = subject.find_longest_cache_hit(owner.hashes, owner.tokens, use_offload=False)
+    assert without == PrefixHit(4, (4, 4))
+    assert owner.allocate(13, hit=without) is not None
+
+
+def test_what_failed_to_load_is_not_found_and_not_lost() -> None:
+    subject, tier = with_tier()
+    owner = Owner(subject, "c", TEXT[:13])
+    tier.fails = True
+    with pytest.raises(RuntimeError, match="out of memory"):
+        owner.allocate(13, hit=owner.look())
+    owner.finish()
+    subject.check_integrity()
+    assert subject.pool.num_free_blocks == 99
+    assert subject.find_longest_cache_hit(owner.hashes, owner.tokens, use_offload=False).num_tokens == 4
+    tier.fails = False
+    assert owner.allocate(13, hit=owner.look()) is not None
+    assert len(tier.loaded) == 3
+    subject.check_integrity(["c"])
+
+
+def test_a_step_that_needs_no_block_gets_none() -> None:
+    """Most decode steps: one count for each group all the same, and the pool is not asked."""
+    subject = manager(attention(4), mamba(4), mamba(8))
+    owner = Owner(subject, "a", TEXT[:6]).run()
+    subject.pool.allocate = None  # type: ignore[method-assign, assignment]
+    new = owner.allocate(8, is_decode=True)
+    assert new is not None
+    assert (len(new.ids), list(new.counts)) == (0, [0, 0, 0])
 
 
 # What is evicted first.

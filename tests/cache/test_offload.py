@@ -23,7 +23,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_kv.cache import offload
-from hybrid_kv.cache.offload import BlockKey, KVOffload
+from hybrid_kv.cache.block_pool import BlockKey
+from hybrid_kv.cache.layout import allocate_raw_buffers
+from hybrid_kv.cache.offload import KVOffload
 from hybrid_kv.cache.spec import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -190,6 +192,19 @@ def test_any_order_of_blocks_comes_back_in_any_other(
         buffer.zero_()
     store.load(pages, targets)
     assert [block_bytes(config, buffers, page.key[0], at) for page, at in zip(pages, targets, strict=True)] == expected
+
+
+def test_vllm_38554_allocated_buffers_of_unequal_pages_hold_every_block() -> None:
+    config = uniform()
+    raw = allocate_raw_buffers(config, torch.device("cpu"))
+    assert [buffer.nbytes for buffer in raw] == [5 * size for size in page_sizes(config)]
+    assert config.total_bytes == sum(buffer.nbytes for buffer in raw)
+    for buffer, random in zip(raw, buffers_of(config), strict=True):
+        buffer.copy_(random.flatten().view(torch.int8))
+    store, _ = make(config, raw)
+    store.store([(key(number), number) for number in (1, 4)])
+    expected = [content(config, buffers_of(config), 0, number) for number in (1, 4)]
+    assert fetched(store, key(1), key(4)) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float16])
@@ -526,18 +541,20 @@ def test_a_bad_file_that_cannot_be_deleted_is_reported_once(
     assert store.fetch([key(1)])
 
 
-def test_a_file_may_vanish_between_contains_and_fetch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_may_vanish_between_contains_and_fetch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store, _ = on_files(tmp_path)
     store.store([(key(1), 1)])
     path = store._folder.path(key(1))  # type: ignore[union-attr]
-    held = store.contains
+    held = store._filed
 
     def vanishing(key_: BlockKey) -> bool:
         there = held(key_)
         path.unlink(missing_ok=True)
         return there
 
-    store.contains = vanishing  # type: ignore[method-assign]
+    monkeypatch.setattr(store, "_filed", vanishing)
     assert store.fetch([key(1)]) is None
     assert store.stats.misses == 1
     assert not caplog.records
@@ -678,6 +695,97 @@ def test_the_folder_budget_counts_every_model_but_touches_no_other_file(tmp_path
     new.store([(key(1), 1)])
     assert [old.contains(key(1)), old.contains(key(2)), new.contains(key(1))] == [False, True, True]
     assert stranger.exists()
+
+
+def test_the_folder_is_scanned_now_and_then_and_not_at_every_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scans: list[offload.FolderTier] = []
+    scan = offload.FolderTier._scan
+
+    def counted(tier: offload.FolderTier) -> None:
+        scans.append(tier)
+        scan(tier)
+
+    monkeypatch.setattr(offload.FolderTier, "_scan", counted)
+    store, _ = on_files(tmp_path, folder_bytes=4 * FILE)
+    for number in range(40):
+        store.store([(key(number), number % 5 + 1)])
+        assert len(files(tmp_path)) == min(number + 1, 4)
+    assert len(scans) == 1
+    other, _ = on_files(tmp_path)
+    other.store([(key(number), number % 5 + 1) for number in range(40, 43)])
+    os.utime(store._folder.path(key(36)), (2**31, 2**31))  # type: ignore[union-attr]  # another process has read it
+    store.store([(key(50), 1)])
+    # Over the limit by what others have written, and no more; the oldest file is not the least recently used one.
+    assert len(files(tmp_path)) == 4 + 3
+    assert [store.contains(key(number)) for number in (36, 37, 38, 39, 50)] == [True, False, True, True, True]
+    store._folder._scan_at = 0.0  # type: ignore[union-attr]  # half a minute later
+    store.store([(key(51), 1)])
+    assert len(files(tmp_path)) == 4
+    assert len(scans) == 2
+    assert store.contains(key(36)) and store.contains(key(51))
+
+
+@pytest.mark.parametrize("emptied", [False, True])
+def test_the_bytes_in_the_folder_are_counted_without_files_that_others_delete(emptied: bool, tmp_path: Path) -> None:
+    store, _ = on_files(tmp_path, folder_bytes=4 * FILE)
+    store.store([(key(number), number + 1) for number in range(4)])
+    for path in files(tmp_path)[: 4 if emptied else 1]:
+        path.unlink()
+    for number in range(4, 8):
+        store.store([(key(number), 1)])
+    assert len(files(tmp_path)) == 4
+    assert [store.contains(key(number)) for number in range(4, 8)] == [True] * 4
+    assert store.stats.folder_evictions == (0 if emptied else 3)
+
+
+def test_a_failed_write_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, _ = on_files(tmp_path, folder_bytes=3 * FILE)
+    monkeypatch.setattr(offload, "open", FullDisk(100), raising=False)
+    for number in range(10):
+        store.store([(key(number), 1)])
+        assert not store.contains(key(number))
+    monkeypatch.undo()
+    store.store([(key(number), number + 1) for number in range(3)])
+    assert len(files(tmp_path)) == 3
+    assert store.stats.folder_evictions == 0
+
+
+def test_a_miss_asks_nothing_of_the_file_system_and_others_blocks_are_found_a_moment_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, buffers = on_files(tmp_path)
+    other, _ = on_files(tmp_path)
+    other.store([(key(1), 1)])
+    store._folder._refresh_at = float("inf")  # type: ignore[union-attr]  # less than a second, however slow this is
+    with monkeypatch.context() as patch:
+        for name in ("stat", "scandir", "listdir"):
+            patch.setattr(os, name, raising(OSError(errno.EIO, "asked")))
+        patch.setattr(os.path, "exists", raising(OSError(errno.EIO, "asked")))
+        assert not any(store.contains(key(number)) for number in range(100))
+    # The file decides when it comes to fetching, and to storing it once more.
+    assert fetched(store, key(1)) == [content(hybrid(), buffers, 0, 1)]
+    other.store([(key(2), 2), (key(3), 3)])
+    store.store([(key(2), 2)])
+    assert store.stats.stored_blocks == 0
+    assert [store.contains(key(number)) for number in (1, 2, 3)] == [True, True, False]
+    store._folder._refresh_at = 0.0  # type: ignore[union-attr]  # a second later
+    assert store.contains(key(3))
+    other._folder.path(key(3)).unlink()  # type: ignore[union-attr]
+    assert not store.contains(key(3))
+    assert store.fetch([key(3)]) is None
+
+
+def test_strange_names_in_the_folder_are_no_blocks(tmp_path: Path) -> None:
+    store, _ = on_files(tmp_path)
+    store.store([(key(1), 1)])
+    (folder,) = tmp_path.iterdir()
+    for name in ("song.kv", "0-xyz.kv", "0.kv", "-.kv", "x-" + bytes(16).hex() + ".kv", "0-00.tmp"):
+        (folder / name).touch()
+    again, _ = on_files(tmp_path)
+    assert again.contains(key(1))
+    assert not again.contains(key(0))
 
 
 def test_a_budget_below_one_block_takes_nothing_and_says_so_once(

@@ -82,6 +82,21 @@ def test_config_counts_bytes_and_blocks_over_groups() -> None:
     assert config.max_blocks_per_request(33) == 1 + 3
 
 
+def test_bytes_of_layers_whose_pages_differ() -> None:
+    small, large = FullAttentionSpec(8, 1, 2, torch.int32), FullAttentionSpec(8, 2, 2, torch.int32)
+    shared = UniformTypeKVCacheSpecs(8, (("b", large), ("a", small)))
+    config = KVCacheConfig(10, (KVCacheGroupSpec(("a", "b"), shared),))
+    assert config.groups[0].layer_specs == (small, large)
+    assert config.buffer_page_sizes == (128, 256)
+    assert config.total_bytes == 10 * (128 + 256)
+    twice = KVCacheConfig(10, (*config.groups, KVCacheGroupSpec(("c",), small)))
+    assert twice.total_bytes == config.total_bytes
+    with pytest.raises(ConfigError, match="layer 0 of one group has pages of 128 B and of another 256 B"):
+        KVCacheConfig(10, (*config.groups, KVCacheGroupSpec(("c",), large))).total_bytes  # noqa: B018
+    with pytest.raises(ConfigError, match="layers c have no spec"):
+        KVCacheGroupSpec(("a", "c"), shared).layer_specs  # noqa: B018
+
+
 def layers(num_mamba: int, num_attention: int) -> dict[str, KVCacheSpec]:
     state = mamba(padded=ATTENTION.page_size_bytes)
     return {**{f"m{i}": state for i in range(num_mamba)}, **{f"a{i}": ATTENTION for i in range(num_attention)}}

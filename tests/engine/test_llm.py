@@ -1,10 +1,13 @@
 """The user's entry: order, ends, errors, cached prefixes and drafts."""
 
+import logging
+
 import numpy as np
 import pytest
 import torch
 
-from hybrid_kv.config import ConfigError
+from hybrid_kv.config import ConfigError, HybridKVError
+from hybrid_kv.engine import llm as llm_module
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.engine.sampling import SamplingParams
 from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle
@@ -110,10 +113,13 @@ def test_eos_ends_the_text_unless_ignored():
 
 
 def test_invalid_prompts_become_errors_and_the_others_are_right():
-    bad = [[], [1] * 40, [97], [-1], "text"]
+    bad = [[], [1] * 40, [97], [-1], "text", None, [1, 2.5], b"ab", 7]
     outputs = engine().generate([*bad, *PROMPTS], SamplingParams(max_tokens=4), progress=False)
     assert [o.finish_reason for o in outputs] == ["error"] * len(bad) + ["length"] * len(PROMPTS)
     words = ["empty", "40 tokens", "token 97 is outside", "token -1 is outside", "no tokenizer"]
+    words += [f"type {name} is neither text" for name in ("NoneType", "list", "bytes", "int")]
+    assert [o.request_id for o in outputs] == [str(i) for i in range(len(outputs))]
+    assert [o.prompt_token_ids for o in outputs[:6]] == [[], [1] * 40, [97], [-1], [], []]
     for output, word in zip(outputs, words, strict=False):
         assert word in (output.error or "")
         assert output.token_ids == []
@@ -158,12 +164,23 @@ def test_the_engine_is_as_good_as_new_after_an_interrupt():
         ({"speculative_method": "eagle", "num_speculative_tokens": 2}, "'eagle'; use ngram or mtp"),
         ({"speculative_method": "ngram"}, "needs num_speculative_tokens >= 1"),
         ({"speculative_method": "mtp", "num_speculative_tokens": 2}, "needs a checkpoint folder"),
+        ({"speculative_method": "ngram", "num_speculative_tokens": 2, "proposer": object()}, "two sources of drafts"),
+        ({"proposer": object()}, "a proposer needs num_speculative_tokens"),
+        ({"enable_prefix_caching": "false"}, "enable_prefix_caching='false' must be True or False"),
+        ({"async_scheduling": 1}, "async_scheduling=1 must be True or False"),
+        ({"seed": 1.5}, "seed=1.5 must be an integer"),
+        ({"seed": 2**42}, "at most 42 bits"),
+        ({"kv_offload_bytes": 9}, "kv_offload_bytes=9 keeps blocks of the prefix cache, which is off"),
+        ({"kv_offload_folder": "f"}, "kv_offload_folder='f' keeps blocks of the prefix cache, which is off"),
+        ({"kv_offload_folder": "", "enable_prefix_caching": True}, "must be the path of a folder"),
+        ({"kv_offload_folder_bytes": 9, "enable_prefix_caching": True}, "there is none"),
         ({"num_speculative_tokens": 17}, r"must be in \[0, 16\]"),
         ({"captured_batch_sizes": (4, 2)}, "must rise"),
         ({"attention_backend": "NOPE"}, "'NOPE'"),
     ],
 )
-def test_options_that_cannot_be_are_refused(options, match):
+def test_options_that_cannot_be_are_refused_before_memory_is_taken(options, match, monkeypatch):
+    monkeypatch.setattr(llm_module, "ModelRunner", lambda *_: pytest.fail("memory was taken"))
     with pytest.raises(ConfigError, match=match):
         engine(**options)
 
@@ -185,12 +202,30 @@ def test_the_bar_can_be_switched_off(capsys):
     assert "4/4" in capsys.readouterr().err
 
 
-def test_a_prompt_of_the_wrong_type_leaves_nothing_behind():
+@pytest.mark.parametrize("kind", [np.array, torch.tensor, tuple])
+def test_token_ids_may_come_in_any_sequence(kind):
+    (output,) = engine().generate([kind(PROMPTS[0])], SamplingParams(max_tokens=2), progress=False)
+    assert output.prompt_token_ids == PROMPTS[0]
+    assert output.token_ids == oracle(PROMPTS[0], 2)
+
+
+def test_one_prompt_without_its_list_is_refused():
+    for prompt in ([1, 2, 3], np.array([1, 2, 3])):
+        with pytest.raises(ConfigError, match="takes a list of prompts"):
+            engine().generate(prompt, progress=False)
+
+
+def test_params_of_another_type_are_refused():
+    with pytest.raises(ConfigError, match="must be SamplingParams, not dict"):
+        engine().generate([[1]], {"max_tokens": 3}, progress=False)
+
+
+def test_generate_inside_a_step_is_refused_and_leaves_nothing_behind():
     llm = engine()
-    with pytest.raises(TypeError):
-        llm.generate([[1, 2], None], progress=False)
-    (output,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2), progress=False)
-    assert len(output.token_ids) == 2
+    with pytest.raises(HybridKVError, match="while the engine has requests"):
+        llm.generate(PROMPTS, progress=False, on_step=lambda llm: llm.generate([[1]], progress=False))
+    assert not llm.scheduler.has_requests
+    assert one(llm, max_tokens=4).token_ids == oracle(PROMPTS[0], 4)
 
 
 @pytest.mark.parametrize("device", ["mps", "xpu"])
@@ -414,3 +449,129 @@ def test_an_aborted_request_leaves_nothing_and_publishes_only_what_was_computed(
         llm.scheduler.check_integrity()
         assert llm.manager.pool.num_free_blocks == llm.plan.usable_blocks
         assert one(llm, LONG, max_tokens=8).token_ids == right
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_unknown_id_aborts_nothing(asynchronous):
+    llm = engine(async_scheduling=asynchronous)
+    llm.abort("0")  # not given yet
+    first = one(llm, max_tokens=3)
+    llm.abort("0")  # gone
+
+    def abort(llm):
+        llm.abort("0")
+        llm.abort("2")
+
+    second = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=3), progress=False, on_step=abort)[0]
+    third = one(llm, max_tokens=3)
+    assert [o.request_id for o in (first, second, third)] == ["0", "1", "2"]
+    assert [o.token_ids for o in (first, second, third)] == [oracle(PROMPTS[0], 3)] * 3
+
+
+class Bare:
+    """A model object without a `fingerprint`; all such objects have one repr."""
+
+    def __init__(self, seed):
+        self._model = ExactModel(ExactConfig(seed=seed))
+        self.vocab_size, self.layer_specs = self._model.vocab_size, self._model.layer_specs
+        self.mamba_chunk_size, self.compute_logits = self._model.mamba_chunk_size, self._model.compute_logits
+
+    def __call__(self, *args):
+        return self._model(*args)
+
+    def __repr__(self):
+        return "a model"
+
+
+OFFLOAD = {
+    "device": "cpu", "max_num_seqs": 3, "max_model_len": 40, "block_size": 4, "mamba_cache_mode": "all",
+    "num_blocks": 200, "max_num_batched_tokens": 40,
+}  # fmt: skip
+
+
+def test_two_models_share_no_file(tmp_path):
+    cached = []
+    for seed in (0, 1, 0):
+        model = ExactModel(ExactConfig(seed=seed))
+        output = one(LLM(model, kv_offload_folder=str(tmp_path), **OFFLOAD), LONG, max_tokens=4)
+        assert output.token_ids == ExactOracle(model).generate(LONG, 4)
+        cached.append(output.cached_tokens)
+    assert cached == [0, 0, 24]
+
+
+def test_a_model_that_nothing_tells_from_another_gets_no_folder(tmp_path):
+    for fingerprint in (None, "", 7):
+        model = Bare(0)
+        model.fingerprint = fingerprint
+        with pytest.raises(ConfigError, match="give it a text `fingerprint`"):
+            LLM(model, kv_offload_folder=str(tmp_path), **OFFLOAD)
+    assert list(tmp_path.iterdir()) == []
+    llm = LLM(Bare(0), kv_offload_bytes=2**20, **OFFLOAD)
+    one(llm, LONG, max_tokens=2)
+    llm.reset_prefix_cache()
+    output = one(llm, LONG, max_tokens=4)
+    assert (output.cached_tokens, output.token_ids) == (24, oracle(LONG, 4))
+    cached = []
+    for seed in (0, 1, 0):
+        model = Bare(seed)
+        model.fingerprint = f"seed {seed}"
+        cached.append(one(LLM(model, kv_offload_folder=str(tmp_path), **OFFLOAD), LONG, max_tokens=4).cached_tokens)
+    assert cached == [0, 0, 24]
+
+
+def test_what_has_no_effect_is_said_once(caplog):
+    caplog.set_level(logging.WARNING)
+
+    def said():
+        messages = [record.getMessage() for record in caplog.records]
+        caplog.clear()
+        return messages
+
+    engine(num_speculative_tokens=2)
+    assert ["num_speculative_tokens=2 takes cache, but nothing drafts" in message for message in said()] == [True]
+    llm = caching()
+    assert said() == []
+    for _ in range(2):
+        one(llm, LONG[: llm.manager.hit_unit], max_tokens=1)
+    (message,) = said()
+    assert f"a multiple of {llm.manager.hit_unit} tokens and the longest prompt so far has" in message
+    assert "block_size" in message
+    llm = caching(num_speculative_tokens=2, speculative_method="ngram")
+    for prompt in (LONG, LONG[:2]):
+        one(llm, prompt, max_tokens=1)
+    one(engine(), max_tokens=1)
+    assert said() == []
+    llm = caching(kv_offload_bytes=10)
+    largest = max(llm.manager.offload.block_bytes)
+    assert said() == [
+        f"kv_offload_bytes=10 is less than one block of {largest} B: host memory will restore nothing; raise it"
+    ]
+
+
+class Counting(Letters):
+    """Some tokens have no text of their own, as special tokens have not; counts what it decodes."""
+
+    decoded = 0
+
+    def decode(self, token_ids):
+        self.decoded += len(token_ids)
+        return super().decode([token for token in token_ids if token % 5])
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 40])
+def test_every_stop_string_is_found_where_the_whole_text_has_it(length):
+    prompt = LONG[:3]
+    tokens = oracle(prompt, 60)
+    text = Counting().decode(tokens)
+    for start in range(0, len(text) - length, 7):
+        stop = text[start : start + length]
+        output = one(engine(Counting(), max_model_len=80), prompt, max_tokens=60, stop=("never", stop))
+        assert output.text == text[: text.index(stop)]
+        needed = next(n for n in range(61) if stop in Counting().decode(tokens[:n]))
+        assert (output.finish_reason, output.token_ids) == ("stop", tokens[:needed])
+
+
+def test_looking_for_stop_strings_is_linear():
+    tokenizer = Counting()
+    one(engine(tokenizer, max_model_len=420, num_blocks=1000), max_tokens=400, stop=("never",))
+    assert tokenizer.decoded < 400 * 60

@@ -436,3 +436,19 @@ def test_random_prefixes_drafts_and_small_pools_equal_the_oracle(mode, seed):
     assert any(output.cached_tokens for output in outputs)
     llm.scheduler.check_integrity()
     assert llm.manager.pool.num_free_blocks == llm.plan.usable_blocks
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("outside", [97, -1, 10**9])
+def test_drafts_outside_the_vocabulary_are_cut(outside, asynchronous):
+    """From the first such id on; what stands before it is verified as ever."""
+
+    class Outside(Script):
+        def propose(self, *args):
+            return [[*draft[:2], outside, *draft[2:]] for draft in super().propose(*args)]
+
+    proposer = Outside(PROMPTS, 4, lambda n, request: 4)
+    llm = engine(proposer, num_speculative_tokens=4, async_scheduling=asynchronous)
+    outputs = llm.generate(PROMPTS, PARAMS, progress=False)
+    assert [output.token_ids for output in outputs] == expected()
+    assert all(output.num_accepted_draft_tokens > 0 for output in outputs)

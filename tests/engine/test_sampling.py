@@ -20,6 +20,19 @@ from hybrid_kv.models.exact import ExactModel
         ({"top_p": 0.0}, "top_p=0.0"),
         ({"top_p": 1.5}, "top_p=1.5"),
         ({"stop": ("a", "")}, "empty stop string"),
+        ({"max_tokens": 2.5}, "max_tokens=2.5 must be an integer"),
+        ({"max_tokens": True}, "max_tokens=True must be an integer"),
+        ({"top_k": None}, "top_k=None must be an integer"),
+        ({"seed": 1.5}, "seed=1.5 must be an integer"),
+        ({"seed": 2**63}, "must fit in 64 bits"),
+        ({"temperature": "hot"}, "temperature='hot' must be a number"),
+        ({"top_p": None}, "top_p=None must be a number"),
+        ({"stop": 5}, "stop=5 must be a tuple"),
+        ({"stop": (5,)}, r"stop=\(5,\) must be texts"),
+        ({"stop_token_ids": 5}, "stop_token_ids=5 must be a tuple"),
+        ({"stop_token_ids": "ab"}, "stop_token_ids='ab' must be integers"),
+        ({"ignore_eos": None}, "ignore_eos=None must be"),
+        ({"cache_salt": None}, "cache_salt=None must be a text"),
     ],
 )
 def test_impossible_values_are_refused(options, match):
@@ -29,6 +42,7 @@ def test_impossible_values_are_refused(options, match):
 
 def test_one_stop_string_is_not_its_letters():
     assert SamplingParams(stop="end").stop == ("end",)  # type: ignore[arg-type]
+    assert SamplingParams(stop=None, stop_token_ids=[3, 4]).stop_token_ids == (3, 4)  # type: ignore[arg-type]
 
 
 def test_greedy_takes_the_first_of_equal_logits_also_beside_random_rows():

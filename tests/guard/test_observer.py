@@ -72,7 +72,7 @@ def test_a_hit_too_short(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def shorter(self: KVCacheManager, *arguments: Any) -> PrefixHit:
         hit = original(self, *arguments)
-        return PrefixHit(max(0, hit.num_tokens - 8), hit.group_tokens)
+        return replace(hit, num_tokens=max(0, hit.num_tokens - 8))
 
     monkeypatch.setattr(KVCacheManager, "_find", shorter)
     assert "from the cache, which has" in wrong(run_scenario(scenario("attention")))

@@ -20,7 +20,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     def ratio(progress: Progress) -> list[CheckResult]:
         return [CheckResult("block ids", "list over the engine", True, 2.0, "time ratio", ">= 1", 1, 0.1)]
 
-    monkeypatch.setattr(report, "QUICK", {"requests": 20, "trios": 1, "prompts": 4, "questions": 8})
+    monkeypatch.setattr(report, "QUICK", {"requests": 20, "trios": 1, "prompts": 4, "answers": 0, "questions": 8})
     monkeypatch.setattr(report, "LAYOUT_TRIALS", 8)
     monkeypatch.setattr(report, "check_expansion", ratio)
 

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
@@ -340,6 +341,28 @@ def test_half_precision_keeps_its_states_in_float32():
     expected, _, states = subject.plain(x.double())
     assert float((got - expected).abs().max()) <= 0.04 * float(expected.abs().max())
     assert float((state[2] - states[7]).abs().max()) <= 0.04 * float(states[7].abs().max())
+
+
+@pytest.mark.parametrize(("dtype", "cached"), [(torch.float64, torch.float32), (torch.float32, torch.float64)])
+def test_states_of_another_dtype(dtype, cached):
+    """The recurrence runs in the wider of the two; bound: 2e-5 of the largest, where one of them is float32."""
+    subject = Mixer(4, np.random.default_rng(0))
+    layer = subject.layer.to(dtype)
+    window = torch.zeros(3, 3 + 2, subject.channels, dtype=cached)
+    state = torch.zeros(3, *subject.state_shape, dtype=cached)
+    spec = MambaSpec(1, ((1,),), (cached,), num_speculative_blocks=2)
+    builder, table = MambaMetadataBuilder(spec, 1, CPU), torch.tensor([[1, 2, 0]], dtype=torch.int32)
+    x = subject.draw(np.random.default_rng(1), 7).to(dtype)
+    outputs = []
+    for start, length in ((0, 5), (5, 2)):
+        metadata = builder.build(batch([start], [length], int(start > 0)), table, np.array([0]), np.array([1]))
+        outputs.append(layer(x[start : start + length], ForwardContext({NAME: metadata}, {NAME: (window, state)})))
+    got = torch.cat(outputs)
+    assert (got.dtype, state.dtype) == (dtype, cached)
+    layer.double()
+    expected, _, states = subject.plain(x.double())
+    assert float((got - expected).abs().max()) <= 2e-5 * float(expected.abs().max())
+    assert float((state[2] - states[7]).abs().max()) <= 2e-5 * float(states[7].abs().max())
 
 
 @given(st.integers(1, 12), st.integers(0, 99))

@@ -75,6 +75,12 @@ def test_every_logit_equals_transformers(checkpoint, engine):
     compare(model, load(folder, **engine))
 
 
+@pytest.mark.parametrize("dtypes", [("float64", "float32"), ("float32", "float64")], ids="-".join)
+def test_states_of_another_dtype_than_the_model(checkpoint, dtypes):
+    model, folder = checkpoint
+    compare(model, load(folder, dtype=dtypes[0], mamba_ssm_cache_dtype=dtypes[1], max_num_batched_tokens=17))
+
+
 def test_after_preemption(checkpoint):
     model, folder = checkpoint
 

@@ -229,6 +229,7 @@ def test_logits_are_the_targets(reference, target, head, requests):
         raw = torch.randn(3, hidden.shape[1], dtype=torch.float64)
         normed = reference.backbone.norm_f(raw)
         assert_close(target.normed(raw), normed)
+        assert torch.equal(head.normed(raw), target.normed(raw))
         assert_close(target.compute_logits(raw), reference.lm_head(normed))
         assert torch.equal(target.logits(target.normed(raw)), target.compute_logits(raw))
 

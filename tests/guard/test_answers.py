@@ -1,0 +1,70 @@
+"""The guard model's answers in every cell, and that each fault of a cell is named."""
+
+import pytest
+
+from hybrid_kv.engine.llm import RequestOutput
+from hybrid_kv.guard import answers
+from hybrid_kv.guard.answers import Cell, check_answers, questions
+
+
+def output(tokens=(1, 2), cached=64, drafted=10, accepted=10):
+    return RequestOutput(
+        "0", None, [0] * 100, list(tokens), "", "stop",
+        cached_tokens=cached, num_draft_tokens=drafted, num_accepted_draft_tokens=accepted,
+    )  # fmt: skip
+
+
+def cell(mode="none", method=None, k=0, loads=None, **figures):
+    return Cell(mode, method, k, [output(**figures)], 0.1, loads)
+
+
+def checked(monkeypatch, *cells):
+    monkeypatch.setattr(answers, "cells", lambda prompts: iter(cells))
+    return check_answers(1, lambda count: None)
+
+
+PLAIN = cell(cached=0, drafted=0, accepted=0)
+MTP = cell(method="mtp", k=1, cached=0)
+
+
+def test_a_clean_slice_passes_with_its_figures(monkeypatch):
+    monkeypatch.setattr(answers, "MODES", ("none", "all"))
+    monkeypatch.setattr(answers, "DRAFTS", ((None, 0), ("mtp", 1)))
+    results = check_answers(12, lambda count: None)
+    assert [result.name.split(":")[0] for result in results] == [
+        "none, no drafts", "none, mtp 1", "all, no drafts", "all, mtp 1",
+        "all, mtp 3, offload", "align, no drafts, offload",
+    ]  # fmt: skip
+    assert [result.detail for result in results] == [""] * 6
+    assert results[3].params["hit_rate"] == results[2].params["hit_rate"] > 0
+    assert results[3].params["accepted"] == results[1].params["accepted"] > 0
+
+
+def test_all_prompts_share_their_examples():
+    first, second = questions(3, 2)
+    assert first != second
+    assert first[: first.rindex("Question:")] == second[: second.rindex("Question:")]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "fault"),
+    [
+        (cell("all", tokens=(1, 3), drafted=0, accepted=0), "question 0 has another answer"),
+        (cell("all", cached=0, drafted=0, accepted=0), "void: no prompt token came from the cache"),
+        (cell("all", loads=0, drafted=0, accepted=0), "void: no block came from the offload tier"),
+        (cell("none", "ngram", 3, accepted=0), "void: no draft was accepted"),
+        (cell("none", "mtp", 1, accepted=8), "8 of 10 drafts accepted, 90% are due"),
+        (cell("align", "mtp", 1, accepted=9), r"\(9, 10\) drafts accepted and verified, \(10, 10\) without a cache"),
+    ],
+)
+def test_each_fault_is_named(monkeypatch, wrong, fault):
+    align = cell("align", drafted=0, accepted=0)
+    result = checked(monkeypatch, PLAIN, MTP, align, wrong)[-1]
+    assert not result.passed
+    with pytest.raises(AssertionError, match=fault):
+        raise AssertionError(result.detail)
+
+
+def test_drafts_must_not_cost_hits(monkeypatch):
+    cells = (PLAIN, MTP, cell("all", cached=96, drafted=0, accepted=0), cell("all", "mtp", 1, cached=64))
+    assert checked(monkeypatch, *cells)[-1].detail == "64 cached tokens, 96 without drafts"
