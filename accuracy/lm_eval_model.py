@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
     from hybrid_kv.engine.llm import LLM, RequestOutput
-    from hybrid_kv.engine.sampling import SamplingParams
+    from hybrid_kv.sampling import SamplingParams
 
 GUARD_MODEL = Path(__file__).parent / "guard_model"
 
@@ -96,7 +96,7 @@ class HybridKVLM(LM):  # type: ignore[misc]  # lm-eval is not typed
         """
         from lm_eval.models.utils import normalize_gen_kwargs
 
-        from hybrid_kv.engine.sampling import SamplingParams
+        from hybrid_kv.sampling import SamplingParams
 
         kwargs: dict[str, Any] = dict(normalize_gen_kwargs(generation_kwargs, self.max_gen_toks))
         if unknown := sorted(set(kwargs) - _GENERATION_KEYS):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hybrid_kv.engine.llm import LLM, RequestOutput
-    from hybrid_kv.engine.sampling import SamplingParams
+    from hybrid_kv.sampling import SamplingParams
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]
@@ -19,7 +19,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(llm, name)
     if name == "SamplingParams":
-        from hybrid_kv.engine.sampling import SamplingParams
+        from hybrid_kv.sampling import SamplingParams
 
         return SamplingParams
     raise AttributeError(name)

@@ -22,11 +22,11 @@ from hybrid_kv.cache.offload import KVOffload
 from hybrid_kv.engine import runner
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.engine.runner import ModelRunner
-from hybrid_kv.engine.sampling import SamplingParams
 from hybrid_kv.engine.scheduler import Scheduler
 from hybrid_kv.guard.traffic import SmallBlocksFirst, SmallKVFirst
 from hybrid_kv.kernels import kernel_blocks
 from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle
+from hybrid_kv.sampling import SamplingParams
 from hybrid_kv.sanitizer import SanitizerError
 
 MAX_TOKENS = 12

@@ -29,8 +29,8 @@ from hybrid_kv.config import (
     is_int,
 )
 from hybrid_kv.engine.runner import Model, ModelRunner, Proposer, StepOutput
-from hybrid_kv.engine.sampling import SamplingParams
 from hybrid_kv.engine.scheduler import Request, ScheduledRequest, Scheduler
+from hybrid_kv.sampling import SamplingParams
 from hybrid_kv.sanitizer import Sanitizer
 from hybrid_kv.spec_decode.propose import NgramProposer
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from hybrid_kv.cache.block_hash import BlockHashes
 from hybrid_kv.cache.manager import NO_BLOCKS, NO_HIT, HitLostError, KVCacheManager, NewBlocks, PrefixHit
 from hybrid_kv.config import ConfigError, SchedulerConfig
-from hybrid_kv.engine.sampling import SamplingParams
+from hybrid_kv.sampling import SamplingParams
 
 
 @dataclass(eq=False)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybrid_kv.engine.llm import LLM, RequestOutput
-from hybrid_kv.engine.sampling import SamplingParams
 from hybrid_kv.guard.checks import CheckResult, poison
+from hybrid_kv.sampling import SamplingParams
 
 MODES = ("none", "align", "all")
 DRAFTS = ((None, 0), ("ngram", 3), ("mtp", 1), ("mtp", 3), ("mtp", 5))

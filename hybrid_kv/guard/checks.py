@@ -22,7 +22,6 @@ from hybrid_kv.cache.plan import plan_cache
 from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec
 from hybrid_kv.config import CacheConfig
 from hybrid_kv.engine.llm import LLM, RequestOutput
-from hybrid_kv.engine.sampling import SamplingParams
 from hybrid_kv.guard.observer import Observer
 from hybrid_kv.guard.patterns import REQUIRED
 from hybrid_kv.guard.scenario import Scenario, ScriptedProposer, answer_book
@@ -35,6 +34,7 @@ from hybrid_kv.guard.traffic import (
     required_combinations,
 )
 from hybrid_kv.models.layers import ForwardContext
+from hybrid_kv.sampling import SamplingParams
 
 # Scenarios do on purpose what a user is warned of: room for drafts that nobody proposes, prompts below one block.
 logging.getLogger("hybrid_kv.engine.llm").setLevel(logging.ERROR)

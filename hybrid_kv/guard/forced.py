@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from hybrid_kv.engine.sampling import SamplingParams
 from hybrid_kv.guard.scenario import Event, Scenario, SmallBlocksFirst, SmallKVFirst, answer_book, cache_options
+from hybrid_kv.sampling import SamplingParams
 
 BLOCK = 8
 VOCAB = 97

@@ -12,9 +12,9 @@ import numpy.typing as npt
 import torch
 
 from hybrid_kv.cache.backend import BackendContext, FlashAttentionBackend, MultipleOf, TorchBackend, register_backend
-from hybrid_kv.engine.sampling import SamplingParams, sample
 from hybrid_kv.engine.scheduler import Request
 from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle
+from hybrid_kv.sampling import SamplingParams, sample
 
 
 @register_backend

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from hybrid_kv.engine.sampling import SamplingParams
 from hybrid_kv.guard.forced import FORCED
 from hybrid_kv.guard.scenario import Event, Scenario, SmallBlocksFirst, SmallKVFirst, answer_book, cache_options
+from hybrid_kv.sampling import SamplingParams
 
 Cell = dict[str, Any]  # a level of each factor
 

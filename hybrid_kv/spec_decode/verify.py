@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hybrid_kv.engine.sampling import SamplingParams, sample
+from hybrid_kv.sampling import SamplingParams, sample
 
 
 def verify(
@@ -18,7 +18,7 @@ def verify(
 ) -> list[list[int]]:
     """The tokens that each request gains from one step: its accepted drafts and one token more.
 
-    At every position the target draws its own token `t` as if there were no draft (`engine.sampling.sample`: the
+    At every position the target draws its own token `t` as if there were no draft (`sampling.sample`: the
     argmax, or with a temperature the argmax of logits plus Gumbel noise, which is a pure function of seed and
     position); a draft is accepted iff it equals `t`, and the first `t` that differs replaces it. So a request gets the
     very tokens that it would get without drafts, whatever is proposed.

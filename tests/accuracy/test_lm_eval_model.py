@@ -16,7 +16,7 @@ from accuracy.guard_model import problems
 from accuracy.lm_eval_model import GUARD_MODEL, REFUSED, HybridKVLM, UnsupportedRequestError
 from hybrid_kv.config import ConfigError, HybridKVError
 from hybrid_kv.engine.llm import LLM
-from hybrid_kv.engine.sampling import SamplingParams
+from hybrid_kv.sampling import SamplingParams
 
 PROMPTS = [item.prompt for item in problems.eval_set(3, 4, shots=1)]
 GREEDY = {"until": ["Question:", "</s>"], "do_sample": False, "temperature": 0.0}

@@ -89,7 +89,7 @@ def _outputs() -> list[Any]:
     task = tasks.load_task("gsm8k_synth", limit=LIMIT)
     llm = LLM(GUARD_MODEL, **ENGINE)
     prompts = [task.fewshot_context(doc, 5) for doc in task.test_docs()]
-    from hybrid_kv.engine.sampling import SamplingParams
+    from hybrid_kv.sampling import SamplingParams
 
     return llm.generate(prompts, SamplingParams(max_tokens=1), progress=False)
 

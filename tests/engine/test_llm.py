@@ -9,8 +9,8 @@ import torch
 from hybrid_kv.config import ConfigError, HybridKVError
 from hybrid_kv.engine import llm as llm_module
 from hybrid_kv.engine.llm import LLM
-from hybrid_kv.engine.sampling import SamplingParams
 from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle
+from hybrid_kv.sampling import SamplingParams
 
 PROMPTS = [[1, 2, 3], [4] * 9, [5, 6], [7, 8, 9, 10]]
 LONG = np.random.default_rng(5).integers(0, 97, 25).tolist()

@@ -12,10 +12,10 @@ from hybrid_kv.cache.spec import MambaSpec, cdiv
 from hybrid_kv.engine import runner as runner_module
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.engine.runner import ModelRunner
-from hybrid_kv.engine.sampling import SamplingParams
 from hybrid_kv.guard.traffic import SmallBlocksFirst, SmallKVFirst
 from hybrid_kv.kernels.slot_mapping import PAD_SLOT
 from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle
+from hybrid_kv.sampling import SamplingParams
 
 rng = np.random.default_rng(0)
 PROMPTS = [rng.integers(0, 97, length).tolist() for length in (13, 1, 24, 8, 5)]

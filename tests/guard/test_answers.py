@@ -30,6 +30,7 @@ MTP = cell(method="mtp", k=1, cached=0)
 def test_a_clean_slice_passes_with_its_figures(monkeypatch):
     monkeypatch.setattr(answers, "MODES", ("none", "all"))
     monkeypatch.setattr(answers, "DRAFTS", ((None, 0), ("mtp", 1)))
+    monkeypatch.setattr(answers, "FORGET_EVERY", 6)
     results = check_answers(12, lambda count: None)
     assert [result.name.split(":")[0] for result in results] == [
         "none, no drafts", "none, mtp 1", "all, no drafts", "all, mtp 1",

@@ -15,10 +15,10 @@ from hybrid_kv.attention import mamba
 from hybrid_kv.cache import block_table
 from hybrid_kv.cache.backend import AttentionBackend
 from hybrid_kv.engine.llm import LLM
-from hybrid_kv.engine.sampling import SamplingParams
 from hybrid_kv.guard.checks import LARGEST, check_exact_model, check_layout, logit_difference, record_logits
 from hybrid_kv.kernels import slot_mapping
 from hybrid_kv.models import exact
+from hybrid_kv.sampling import SamplingParams
 
 
 def ignore(count: int) -> None:

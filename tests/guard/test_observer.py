@@ -12,12 +12,12 @@ import pytest
 from hybrid_kv.cache.block_pool import BlockPool
 from hybrid_kv.cache.manager import KVCacheManager, PrefixHit
 from hybrid_kv.engine.llm import LLM, RequestOutput
-from hybrid_kv.engine.sampling import SamplingParams
 from hybrid_kv.engine.scheduler import Scheduler
 from hybrid_kv.guard import checks
 from hybrid_kv.guard.checks import Differences, check_costs, run_scenario
 from hybrid_kv.guard.scenario import Event, Scenario, SmallKVFirst, answer_book, cache_options
 from hybrid_kv.models.exact import ExactModel
+from hybrid_kv.sampling import SamplingParams
 
 
 def ignore(count: int) -> None:

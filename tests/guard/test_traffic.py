@@ -8,7 +8,6 @@ from math import comb
 import numpy as np
 import pytest
 
-from hybrid_kv.engine.sampling import SamplingParams
 from hybrid_kv.guard.checks import run_scenario
 from hybrid_kv.guard.forced import FORCED
 from hybrid_kv.guard.scenario import Event, ScriptedProposer, answer_book
@@ -23,6 +22,7 @@ from hybrid_kv.guard.traffic import (
     draw_trio,
     required_combinations,
 )
+from hybrid_kv.sampling import SamplingParams
 
 
 @pytest.mark.parametrize("seed", [0, 40, 500, 3 * SCENARIOS_PER_RUN + 77])

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_kv.engine.llm import LLM
-from hybrid_kv.engine.sampling import SamplingParams
 from hybrid_kv.guard.checks import run_scenario
 from hybrid_kv.guard.traffic import SmallKVFirst, draw_scenario
 from hybrid_kv.models.exact import PRIME, ExactConfig, ExactModel, ExactOracle, _affine_scan
+from hybrid_kv.sampling import SamplingParams
 
 PROMPT = np.random.default_rng(3).integers(0, 97, 21).tolist()
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from hybrid_kv.engine.sampling import SamplingParams, apply_top_k_top_p, sample
+from hybrid_kv.sampling import SamplingParams, apply_top_k_top_p, sample
 from hybrid_kv.spec_decode.verify import verify
 
 VOCAB, START, FIRST, NUM_SEEDS = 5, 2, 11, 8_000

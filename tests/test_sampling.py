@@ -6,8 +6,8 @@ from scipy.stats import chisquare
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.engine.llm import LLM
-from hybrid_kv.engine.sampling import SamplingParams, sample, uniform_noise
 from hybrid_kv.models.exact import ExactModel
+from hybrid_kv.sampling import SamplingParams, sample, uniform_noise
 
 
 @pytest.mark.parametrize(
