@@ -8,6 +8,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing import get_context
@@ -35,9 +36,6 @@ from hybrid_kv.guard.traffic import (
 )
 from hybrid_kv.models.layers import ForwardContext
 from hybrid_kv.sampling import SamplingParams
-
-# Scenarios do on purpose what a user is warned of: room for drafts that nobody proposes, prompts below one block.
-logging.getLogger("hybrid_kv.engine.llm").setLevel(logging.ERROR)
 
 Progress = Callable[[int], object]
 
@@ -80,6 +78,19 @@ class Differences:
         return self
 
 
+@contextmanager
+def unwarned() -> Iterator[None]:
+    """Scenarios do on purpose what a user is warned of: room for drafts that nobody proposes, prompts below a block."""
+    logger = logging.getLogger("hybrid_kv.engine.llm")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+@unwarned()
 def run_scenario(scenario: Scenario) -> Differences:
     """Run one scenario against the oracle, every step under the observer's rules."""
     return _play(scenario)[0]
