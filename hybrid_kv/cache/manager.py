@@ -285,13 +285,10 @@ class KVCacheManager:
         rows = self._held.get(request_id)
         if rows is None:
             return self._admit(request_id, end, ahead, is_decode, hit)
-        counts, needed = [], 0
         for group, row in zip(self._groups, rows, strict=True):
             if group.is_align and (passed := (num_computed_tokens - 1) // group.block_size) > row.first:
                 self._give_back(request_id, group, row, passed)
-            count = self._num_missing(group, row.length, end, ahead, is_decode)
-            counts.append(count)
-            needed += min(count, 1) if group.is_align and not is_decode else count
+        counts, needed = self._count_missing(rows, end, ahead, is_decode)
         if not any(counts):
             return self._nothing
         ids = self.pool.allocate(needed)
@@ -324,11 +321,8 @@ class KVCacheManager:
                     taken.append(block)
             row.extend(ids)
             row.published = count
-        counts, needed = [], len(absent)
-        for group, row in zip(self._groups, rows, strict=True):
-            count = self._num_missing(group, row.length, end, ahead, is_decode)
-            counts.append(count)
-            needed += min(count, 1) if group.is_align and not is_decode else count
+        counts, needed = self._count_missing(rows, end, ahead, is_decode)
+        needed += len(absent)
         hit_ids = np.array(taken, dtype=np.int32)
         room = needed + int(np.count_nonzero(self.pool.is_idle(hit_ids)))
         if room > self.pool.num_free_blocks:
@@ -369,13 +363,19 @@ class KVCacheManager:
             return new
         return NewBlocks(np.concatenate([row.all() for row in rows]), array("i", [row.length for row in rows]))
 
-    def _num_missing(self, group: _Group, length: int, end: int, ahead: int, is_decode: bool) -> int:
-        """How many columns are missing until token `end`, or until `ahead` where steps write beyond it."""
-        if group.fixed:
-            return group.fixed - length
-        if not group.is_state:
-            return max(0, cdiv(ahead, group.block_size) - length)
-        return max(0, cdiv(end, group.block_size) + (group.drafts if is_decode else 0) - length)
+    def _count_missing(self, rows: Sequence[_Columns], end: int, ahead: int, is_decode: bool) -> tuple[list[int], int]:
+        """Columns that each group lacks until token `end`, or `ahead` where steps write beyond it; blocks for them."""
+        counts, needed = [], 0
+        for group, row in zip(self._groups, rows, strict=True):
+            if group.fixed:
+                count = group.fixed - row.length
+            elif group.is_state:
+                count = max(0, cdiv(end, group.block_size) + (group.drafts if is_decode else 0) - row.length)
+            else:
+                count = max(0, cdiv(ahead, group.block_size) - row.length)
+            counts.append(count)
+            needed += min(count, 1) if group.is_align and not is_decode else count
+        return counts, needed
 
     def _append(self, rows: Sequence[_Columns], counts: Sequence[int], ids: BlockIds, is_decode: bool) -> NewBlocks:
         """Give each row as many columns more; the blocks are for all of them, or for the last one of an align chunk."""
