@@ -153,7 +153,8 @@ def wilson_interval(successes: int, n: int, z: float = 1.959964) -> tuple[float,
     scale = 1 + z * z / n
     center = (p + z * z / (2 * n)) / scale
     half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / scale
-    return max(0.0, center - half), min(1.0, center + half)
+    # Exact at the ends, where rounding would leave an interval without its own value.
+    return 0.0 if successes == 0 else center - half, 1.0 if successes == n else center + half
 
 
 def evaluate(
@@ -204,7 +205,7 @@ def evaluate(
         "limit": limit,
         "num_fewshot": loaded.config.num_fewshot,
         "lm_eval": lm_eval.__version__,
-        **engine_options,
+        **{name: _without_folder(value) for name, value in engine_options.items()},
     }
     return AccuracyResult(
         task=task,
@@ -219,6 +220,12 @@ def evaluate(
         num_accepted_draft_tokens=sum(output.num_accepted_draft_tokens for output in outputs),
         caches_prefixes=lm.llm.config.cache.enable_prefix_caching,
     )
+
+
+def _without_folder(option: Any) -> Any:
+    """A path's last part: rows are published, where a folder lies on this machine is nobody's business."""
+    is_path = isinstance(option, Path) or (isinstance(option, str) and os.sep in option)
+    return Path(option).name if is_path else option
 
 
 @contextmanager
@@ -325,17 +332,25 @@ def check_outputs(*files: str | Path | None) -> None:
             raise ConfigError(f"{file} is a folder or write-protected; choose another file")
 
 
+def sample_lines(result: AccuracyResult) -> str:
+    """One JSON object per question and line, each with the run's `params` and the `commit` that made it."""
+    from hybrid_kv.results import provenance
+
+    source = provenance()
+    run = {"params": result.params, "commit": source.commit + "-dirty" * source.dirty}
+    return "".join(json.dumps({**asdict(record), **run}) + "\n" for record in result.records)
+
+
 def write_samples(result: AccuracyResult, file: str | Path) -> None:
-    """Write one JSON object per question, the run's `params` in each; a name in .gz is compressed."""
-    lines = "".join(json.dumps({**asdict(record), "params": result.params}) + "\n" for record in result.records)
-    data = lines.encode()
+    """Write `sample_lines`; a name in .gz is compressed."""
+    data = sample_lines(result).encode()
     # No time stamp inside: the same answers give the same bytes.
     _replace(Path(file), gzip.compress(data, mtime=0) if str(file).endswith(".gz") else data)
 
 
-def write_summary(result: AccuracyResult, file: str | Path) -> None:
-    """Write `result.summary()` as JSON."""
-    _replace(Path(file), (json.dumps(result.summary(), indent=2) + "\n").encode())
+def write_summary(summary: dict[str, Any], file: str | Path) -> None:
+    """Write a summary, of a run or of a comparison, as JSON."""
+    _replace(Path(file), (json.dumps(summary, indent=2) + "\n").encode())
 
 
 def _replace(file: Path, data: bytes) -> None:

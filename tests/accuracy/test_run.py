@@ -20,13 +20,13 @@ from accuracy.lm_eval_model import GUARD_MODEL, HybridKVLM
 from hybrid_kv.cli import main
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.engine.llm import LLM
-from hybrid_kv.results import read_rows
+from hybrid_kv.results import provenance, read_rows
 from tests.accuracy.test_tasks import GSM8K, needs_gsm8k
 
 LIMIT = 6
 ENGINE = {"max_num_seqs": 3, "max_model_len": 640, "device": "cpu"}
 FIELDS = ["doc_id", "doc_hash", "prompt_hash", "target_hash", "correct", "correct_flexible", "invalid", "error"]
-FIELDS += ["n_tokens", "output_sha", "steps", "needs_latch", "params"]
+FIELDS += ["n_tokens", "output_sha", "steps", "needs_latch", "params", "commit"]
 
 
 @pytest.fixture(scope="module")
@@ -150,10 +150,14 @@ def test_wilson_interval() -> None:
     assert (round(low, 4), round(high, 4)) == (0.2553, 0.3662)
     assert run.wilson_interval(0, 20)[0] == 0 and math.isclose(run.wilson_interval(0, 20)[1], 0.1611, abs_tol=1e-4)
     assert run.wilson_interval(20, 20)[1] == 1
+    # Where the ends are only nearly 0 and 1 in floating point, the interval would not hold its own value.
+    assert all(run.wilson_interval(0, n)[0] == 0 and run.wilson_interval(n, n)[1] == 1 for n in range(1, 600))
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
-def test_samples_file(result: run.AccuracyResult, tmp_path: Path, name: str) -> None:
+def test_samples_file(result: run.AccuracyResult, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = dataclasses.replace(provenance(), commit="a" * 40, dirty=name == "a.jsonl")
+    monkeypatch.setattr("hybrid_kv.results.provenance", lambda: source)
     run.write_samples(result, tmp_path / name)
     data = (tmp_path / name).read_bytes()
     assert not name.endswith("gz") or data[4:8] == bytes(4)  # no time stamp
@@ -163,7 +167,16 @@ def test_samples_file(result: run.AccuracyResult, tmp_path: Path, name: str) -> 
     lines = [json.loads(line) for line in (gzip.decompress(data) if name.endswith("gz") else data).splitlines()]
     assert [list(line) for line in lines] == [FIELDS] * LIMIT
     for line, expected in zip(lines, result.records, strict=True):
-        assert line == {**dataclasses.asdict(expected), "params": result.params}
+        commit = "a" * 40 + "-dirty" * (name == "a.jsonl")
+        assert line == {**dataclasses.asdict(expected), "params": result.params, "commit": commit}
+
+
+def test_rows_do_not_say_where_a_folder_lies(tmp_path: Path) -> None:
+    options = {**ENGINE, "mamba_cache_mode": "all", "kv_offload_folder": str(tmp_path / "cold")}
+    offloading = run.evaluate(str(GUARD_MODEL), limit=1, progress=False, **options)
+    assert (offloading.params["kv_offload_folder"], offloading.params["model"]) == ("cold", "guard_model")
+    assert offloading.params | ENGINE == offloading.params
+    assert not any(str(tmp_path) in row.params_json for row in run.rows(offloading))
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,382 @@
+"""Two runs over the same questions, paired: is the second one worse?
+
+A run is a file with a line per question: ours (`hybrid-kv accuracy --samples`) or lm-eval's `samples_*.jsonl` of any
+backend (`lm_eval --log_samples`). lm-eval's hashes of document, prompt and target say whether the questions are the
+same; where they differ there is nothing to compare.
+
+The rule. Two files: one look at all questions; worse if McNemar's exact one-sided p is at most 5 %. A live run against
+a longer baseline: 250 questions first, worse at p <= 0.1 %, no loss if not one question was lost; otherwise all
+questions are asked (again: the shots of a question may depend on the ones before it), worse at p <= 4.9 %.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accuracy import paired
+from accuracy.run import NO_ANSWER, STRICT, AccuracyResult, sample_lines, wilson_interval
+from hybrid_kv.config import HybridKVError
+
+if TYPE_CHECKING:
+    from hybrid_kv.results import Row
+
+_HASHES = {
+    "doc_hash": ("documents", "another data set or seed"),
+    "prompt_hash": ("prompts", "other shots, another template or seed"),
+    "target_hash": ("targets", "other reference answers"),
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One question of one run. `invalid`: no answer was found in the text; then it is not correct either."""
+
+    hashes: tuple[str, ...]
+    correct: bool
+    invalid: bool
+    output_sha: str | None
+
+
+@dataclass(frozen=True)
+class Answers:
+    """A run: its answers by doc_id. `digest` tells files of one name apart; `commit` is empty where none is noted."""
+
+    name: str
+    digest: str
+    task: str
+    params: dict[str, Any]
+    commit: str
+    by_doc: dict[int, Answer]
+
+    def first(self, questions: int) -> Answers:
+        """The same run as if only so many questions had been asked."""
+        kept = {doc_id: self.by_doc[doc_id] for doc_id in sorted(self.by_doc)[:questions]}
+        return Answers(self.name, self.digest, self.task, self.params, self.commit, kept)
+
+
+def read_answers(file: str | Path, answer_filter: str = STRICT) -> Answers:
+    """Read a file of ours or of lm-eval's; `.gz` is decompressed.
+
+    Raises:
+        HybridKVError: the file is broken, has no answers of the filter, or questions that the engine refused.
+    """
+    file = Path(file)
+    try:
+        data = file.read_bytes()
+        text = (gzip.decompress(data) if file.suffix == ".gz" else data).decode()
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise HybridKVError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    return _answers(file.name, str(file), text, answer_filter)
+
+
+def answers_of(result: AccuracyResult, answer_filter: str = STRICT) -> Answers:
+    """The answers of a run that has just ended."""
+    return _answers("this run", "this run", sample_lines(result), answer_filter)
+
+
+def _answers(name: str, place: str, text: str, answer_filter: str) -> Answers:
+    by_doc: dict[int, Answer] = {}
+    lines = list(_json_lines(text, place))
+    filters = {repr(line["filter"]) for _, line in lines if "filter" in line}
+    refused = [line["error"] for _, line in lines if line.get("error") is not None]
+    if refused:
+        raise HybridKVError(
+            f"{place}: {len(refused)} of {len(lines)} questions were refused by the engine, which says nothing about "
+            f"accuracy; the first: {refused[0]}"
+        )
+    for number, line in lines:
+        if ("filter" in line) != bool(filters):
+            raise HybridKVError(f"{place} line {number} is of another format than others: one file, one run")
+        if filters and line["filter"] != answer_filter:
+            continue
+        doc_id, answer = _answer(line, answer_filter, f"{place} line {number}")
+        if doc_id in by_doc:
+            raise HybridKVError(f"{place} line {number}: question {doc_id} is there twice; two runs in one file?")
+        by_doc[doc_id] = answer
+    if not by_doc:
+        found = f"its filters are {', '.join(sorted(filters))}" if filters else "the file is empty"
+        raise HybridKVError(f"{place} has no answers of filter {answer_filter!r}: {found}")
+    first = lines[0][1]
+    params = first.get("params") if isinstance(first.get("params"), dict) else {}
+    return Answers(
+        name=name,
+        digest=hashlib.sha256(text.encode()).hexdigest()[:12],
+        task=str(params.get("task") or _task_in(name)),
+        params=params,
+        commit=str(first.get("commit") or ""),
+        by_doc=by_doc,
+    )
+
+
+def _task_in(name: str) -> str:
+    match = re.fullmatch(r"samples_(.+)_\d{4}-\d\d-\d\dT.*", name)
+    return match[1] if match else ""
+
+
+def _json_lines(text: str, place: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    # Not splitlines: lm-eval writes other separators, such as U+2028, into its strings as they are.
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line:
+            continue
+        try:
+            value = json.loads(line)
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            raise HybridKVError(f"{place} line {number} is no JSON object; was the file cut off?")
+        yield number, value
+
+
+def _answer(line: dict[str, Any], answer_filter: str, place: str) -> tuple[int, Answer]:
+    try:
+        doc_id, hashes = line["doc_id"], tuple(line[name] for name in _HASHES)
+        if "filter" in line:  # lm-eval's
+            correct, output = {0: False, 1: True}[line["exact_match"]], None
+            invalid = line["filtered_resps"][0] == NO_ANSWER
+        else:
+            correct = line["correct" if answer_filter == STRICT else "correct_flexible"]
+            # Ours notes an answer that the strict filter missed; one that the flexible one got right was found.
+            invalid, output = line["invalid"] and not correct, line["output_sha"]
+    except (KeyError, IndexError, TypeError) as error:
+        raise HybridKVError(f"{place} is no answer of hybrid-kv or lm-eval: {error!r} is missing or odd") from None
+    kinds = [(doc_id, int), *((value, str) for value in hashes), (correct, bool), (invalid, bool)]
+    if wrong := [value for value, kind in kinds if type(value) is not kind]:
+        raise HybridKVError(f"{place} is no answer of hybrid-kv or lm-eval: {wrong[0]!r} has the wrong type")
+    return doc_id, Answer(hashes, correct, invalid, output)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Baseline against candidate. `alpha` is this look's; `final`: there is no later look.
+
+    Of the `lost` questions `lost_to_invalid` have no answer at all now; `gained_from_invalid` had none before.
+    `outputs_changed` counts answers whose tokens differ, right or wrong; None where a file does not tell.
+    """
+
+    baseline: Answers
+    candidate: Answers
+    answer_filter: str
+    n: int
+    correct: tuple[int, int]
+    invalid: tuple[int, int]
+    lost: int
+    gained: int
+    lost_to_invalid: int
+    gained_from_invalid: int
+    outputs_changed: int | None
+    alpha: float
+    final: bool
+
+    @property
+    def difference(self) -> float:
+        """Accuracy of the candidate minus that of the baseline."""
+        return (self.gained - self.lost) / self.n
+
+    @property
+    def p(self) -> float:
+        return paired.mcnemar_p(self.lost, self.gained)
+
+    @property
+    def verdict(self) -> paired.Verdict:
+        return paired.decide(self.lost, self.gained, self.alpha, self.final)
+
+    def summary(self) -> dict[str, Any]:
+        """Everything, ready for JSON; shares are of the questions, intervals 95 %."""
+        low, high = paired.difference_interval(self.lost, self.gained, self.n)
+        runs = {}
+        for name, one, right, invalid in zip(
+            ("baseline", "candidate"), (self.baseline, self.candidate), self.correct, self.invalid, strict=True
+        ):
+            runs[name] = {
+                "name": one.name,
+                "digest": one.digest,
+                "commit": one.commit,
+                "params": one.params,
+                "correct": right,
+                "accuracy": right / self.n,
+                "accuracy_ci": wilson_interval(right, self.n),
+                "invalid": invalid,
+                "wrong": self.n - right - invalid,
+            }
+        return {
+            "task": self.task,
+            "filter": self.answer_filter,
+            "n": self.n,
+            **runs,
+            "lost": self.lost,
+            "lost_to_invalid": self.lost_to_invalid,
+            "gained": self.gained,
+            "gained_from_invalid": self.gained_from_invalid,
+            "outputs_changed": self.outputs_changed,
+            "difference": self.difference,
+            "difference_ci": (low, high),
+            "difference_method": "Tango's score interval, 95 %",
+            "p": self.p,
+            "p_method": "McNemar, exact, one-sided",
+            "alpha": self.alpha,
+            "detectable_loss": paired.detectable_loss(self.lost + self.gained, self.n, self.alpha),
+            "verdict": self.verdict,
+        }
+
+    @property
+    def task(self) -> str:
+        return self.candidate.task or self.baseline.task or "unknown"
+
+
+def compare(
+    baseline: Answers,
+    candidate: Answers,
+    *,
+    answer_filter: str = STRICT,
+    alpha: float = paired.ALPHA,
+    final: bool = True,
+) -> Comparison:
+    """Pair two runs question by question.
+
+    Raises:
+        HybridKVError: they did not answer the same questions, asked in the same words.
+    """
+    ours, theirs = baseline.by_doc, candidate.by_doc
+    if ours.keys() != theirs.keys():
+        raise HybridKVError(
+            f"{baseline.name} has {len(ours)} questions, {candidate.name} {len(theirs)}, {len(ours.keys() & theirs)} "
+            "are in both; ask both runs the same (--limit)"
+        )
+    for place, (name, (what, why)) in enumerate(_HASHES.items()):
+        if differ := [doc_id for doc_id in sorted(ours) if ours[doc_id].hashes[place] != theirs[doc_id].hashes[place]]:
+            raise HybridKVError(
+                f"the {what} of {len(differ)} of {len(ours)} questions differ ({name} of question {differ[0]}): {why}; "
+                f"{baseline.name} and {candidate.name} cannot be compared"
+            )
+    pairs = [(ours[doc_id], theirs[doc_id]) for doc_id in sorted(ours)]
+    lost = [after for before, after in pairs if before.correct and not after.correct]
+    gained = [before for before, after in pairs if after.correct and not before.correct]
+    tokens_known = all(one.output_sha is not None for pair in pairs for one in pair)
+    return Comparison(
+        baseline=baseline,
+        candidate=candidate,
+        answer_filter=answer_filter,
+        n=len(pairs),
+        correct=(sum(a.correct for a, _ in pairs), sum(b.correct for _, b in pairs)),
+        invalid=(sum(a.invalid for a, _ in pairs), sum(b.invalid for _, b in pairs)),
+        lost=len(lost),
+        gained=len(gained),
+        lost_to_invalid=sum(answer.invalid for answer in lost),
+        gained_from_invalid=sum(answer.invalid for answer in gained),
+        outputs_changed=sum(a.output_sha != b.output_sha for a, b in pairs) if tokens_known else None,
+        alpha=alpha,
+        final=final,
+    )
+
+
+def compare_live(
+    baseline: Answers, ask: Callable[[int], AccuracyResult], answer_filter: str = STRICT
+) -> tuple[AccuracyResult, Comparison]:
+    """Ask a model the baseline's questions, as few as decide. `ask(n)` asks the first n with a fresh engine.
+
+    Raises:
+        HybridKVError: as `compare`; also a baseline that does not hold the first questions of its task.
+    """
+    total = len(baseline.by_doc)
+    if set(baseline.by_doc) != set(range(total)):
+        raise HybridKVError(f"{baseline.name} does not hold the first {total} questions of its task; make it anew")
+    for questions, alpha in paired.looks(total):
+        result = ask(questions)
+        comparison = compare(
+            baseline.first(questions),
+            answers_of(result, answer_filter),
+            answer_filter=answer_filter,
+            alpha=alpha,
+            final=questions == total,
+        )
+        if comparison.verdict != "undecided":
+            break
+    return result, comparison
+
+
+def rows(comparison: Comparison) -> list[Row]:
+    """The comparison as rows of the results file, under the candidate's parameters."""
+    from hybrid_kv.results import Row
+
+    document = comparison.summary()
+    params = dict(comparison.candidate.params)
+    for name in ("baseline", "candidate"):
+        run = document[name]
+        params[name] = f"{run['name']} {run['digest']}"
+    if comparison.candidate.commit:
+        params["candidate_commit"] = comparison.candidate.commit
+    params |= {"filter": comparison.answer_filter, "alpha": comparison.alpha}
+    low, high = document["difference_ci"]
+    shared: dict[str, Any] = {"suite": "accuracy", "benchmark": comparison.task, "params": params, "n": comparison.n}
+    shared["baseline_commit"] = comparison.baseline.commit
+    verdict = "fail" if comparison.verdict == "worse" else "pass"
+    made = [
+        Row(
+            metric="paired_difference",
+            value=comparison.difference,
+            ci_low=low,
+            ci_high=high,
+            better="higher",
+            verdict=verdict,
+            **shared,
+        ),
+        Row(metric="mcnemar_p", value=comparison.p, better="higher", **shared),
+        Row(metric="questions_lost", value=comparison.lost, unit="questions", better="lower", **shared),
+        Row(metric="questions_gained", value=comparison.gained, unit="questions", better="higher", **shared),
+    ]
+    if (loss := document["detectable_loss"]) is not None:
+        made.append(Row(metric="detectable_loss", value=loss, better="lower", **shared))
+    return made
+
+
+def print_comparison(comparison: Comparison) -> None:
+    """The table for people, on stdout."""
+    from rich.console import Console
+    from rich.table import Table
+
+    document = comparison.summary()
+    console = Console(highlight=False, markup=False)
+    table = Table(comparison.task, box=None, pad_edge=False)
+    for name in ("right", "accuracy", "95 % interval", "wrong", "invalid"):
+        table.add_column(name, justify="right")
+    for run in (document["baseline"], document["candidate"]):
+        low, high = run["accuracy_ci"]
+        table.add_row(
+            run["name"],
+            f"{run['correct']} of {comparison.n}",
+            f"{run['accuracy']:.1%}",
+            f"{low:.1%} to {high:.1%}",
+            str(run["wrong"]),
+            str(run["invalid"]),
+        )
+    console.print(table)
+    low, high = document["difference_ci"]
+    loss = document["detectable_loss"]
+    changed = document["outputs_changed"]
+    for line in (
+        f"lost {comparison.lost} ({comparison.lost_to_invalid} of them invalid now), gained {comparison.gained} "
+        f"({comparison.gained_from_invalid} invalid before)"
+        + ("" if changed is None else f"; the tokens of {changed} answers differ"),
+        f"difference {100 * comparison.difference:+.2f} points, 95 % interval {100 * low:+.2f} to {100 * high:+.2f} "
+        "(Tango); "
+        f"one-sided exact McNemar p = {comparison.p:.3g}, worse if <= {comparison.alpha:g}",
+        f"detectable at {comparison.lost + comparison.gained} flips, with 80 % power: "
+        + (
+            "none, the flips are too many for so few questions"
+            if loss is None
+            else f"a loss of {100 * loss:.1f} points"
+        ),
+    ):
+        console.print(line, soft_wrap=True)
+    if comparison.verdict == "no loss shown" and not comparison.final:
+        bound = paired.unseen_loss(comparison.n)
+        console.print(f"no question lost, so no more were asked: 95 % sure that fewer than {bound:.1%} are lost")
+    console.print(f"verdict: {comparison.verdict}")

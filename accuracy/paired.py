@@ -1,0 +1,106 @@
+"""What two runs over the same questions say about each other: how many questions were lost, how many gained.
+
+`lost` is right in the baseline and not in the candidate, `gained` the other way round. Questions on which both agree
+cancel out, so that 13 lost of 250 are plain to see where two averages of 95 and 90 % are not. Everything here is exact
+or a score method: with so few flips the normal approximations are wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+from scipy.stats import binom
+
+ALPHA = 0.05  # how often the rule may call a model worse that is not
+FIRST_QUESTIONS, FIRST_ALPHA = 250, 0.001
+POWER = 0.8
+Verdict = Literal["worse", "no loss shown", "undecided"]
+
+
+def looks(questions: int) -> list[tuple[int, float]]:
+    """After how many questions a live comparison decides, and the p below which it then calls the candidate worse.
+
+    The first look spends a fiftieth of `ALPHA`, the second the rest: whatever the first look shows, the chance of a
+    false alarm in either is at most the sum (the union bound; each exact test keeps its own level).
+    """
+    if questions <= FIRST_QUESTIONS:
+        return [(questions, ALPHA)]
+    return [(FIRST_QUESTIONS, FIRST_ALPHA), (questions, ALPHA - FIRST_ALPHA)]
+
+
+def decide(lost: int, gained: int, alpha: float, final: bool) -> Verdict:
+    """The verdict of a look. One that is not final leaves it open unless it is clear: see `accuracy.compare`."""
+    if mcnemar_p(lost, gained) <= alpha:
+        return "worse"
+    return "no loss shown" if final or lost == 0 else "undecided"
+
+
+@lru_cache(maxsize=4096)
+def mcnemar_p(lost: int, gained: int) -> float:
+    """The exact one-sided p of McNemar's test: the chance of so many losses if each flip went either way alike."""
+    flips = lost + gained
+    return sum(math.comb(flips, k) for k in range(lost, flips + 1)) / 2**flips
+
+
+def difference_interval(lost: int, gained: int, n: int, z: float = 1.959964) -> tuple[float, float]:
+    """Tango's score interval (1998) of the paired difference, candidate minus baseline; 95 % by default.
+
+    Every difference that the score test would not reject. It has no zero width when nothing flipped, and excludes 0
+    exactly where (gained - lost)^2 / (gained + lost), McNemar's statistic, exceeds z^2.
+    """
+    observed = (gained - lost) / n
+
+    def fits(difference: float) -> bool:
+        # The most likely share of losses if that were the true difference: the root of a x^2 + b x + c.
+        a, b = 2 * n, (2 * n - gained + lost) * difference - gained - lost
+        c = -lost * difference * (1 - difference)
+        share = (math.sqrt(max(0.0, b * b - 4 * a * c)) - b) / (2 * a)
+        return n * (observed - difference) ** 2 <= z * z * (2 * share + difference * (1 - difference))
+
+    return _last(fits, observed, -1.0), _last(fits, observed, 1.0)
+
+
+def _last(holds: Callable[[float], bool], inside: float, outside: float) -> float:
+    """Where `holds` ends on the way from `inside` to `outside`, by bisection."""
+    if holds(outside):
+        return outside
+    for _ in range(60):
+        middle = (inside + outside) / 2
+        inside, outside = (middle, outside) if holds(middle) else (inside, middle)
+    return inside
+
+
+def power(loss: float, flips: int, n: int, alpha: float = ALPHA) -> float:
+    """The chance that McNemar's test at `alpha` notices a true loss (a share of the questions).
+
+    `flips` questions of `n` change anyway, half of them each way; the loss comes on top. Exact: summed over the number
+    of flips, given which the losses are binomial.
+    """
+    noise = flips / n
+    share = noise + loss
+    if share == 0:
+        return 0.0
+    total = np.arange(n + 1)
+    enough = binom.isf(alpha, total, 0.5) + 1  # the fewest losses with p <= alpha
+    noticed = binom.sf(enough - 1, total, (noise / 2 + loss) / share)
+    return float((binom.pmf(total, n, share) * noticed).sum())
+
+
+def detectable_loss(flips: int, n: int, alpha: float = ALPHA) -> float | None:
+    """The smallest true loss (a share of the questions) that is noticed with 80 % power; None: not even the largest."""
+    low, high = 0.0, 1 - flips / n
+    if power(high, flips, n, alpha) < POWER:
+        return None
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (low, middle) if power(middle, flips, n, alpha) >= POWER else (middle, high)
+    return high
+
+
+def unseen_loss(n: int, confidence: float = 0.95) -> float:
+    """The largest share of losses that shows none of them in `n` questions with a chance of 1 - confidence."""
+    return 1 - (1 - confidence) ** (1 / n)

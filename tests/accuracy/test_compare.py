@@ -1,0 +1,380 @@
+"""Files of ours and of lm-eval's, paired by question: what is refused, what is counted, what is written."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accuracy import compare, paired, run
+from accuracy.lm_eval_model import GUARD_MODEL
+from hybrid_kv.cli import main
+from hybrid_kv.config import HybridKVError
+from hybrid_kv.results import read_rows
+
+COMMIT = "ab" * 20
+PARAMS = {"model": "guard_model", "task": "gsm8k_synth", "seed": 3, "limit": 250, "num_fewshot": 5}
+
+
+def sha(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def record(doc_id: int, outcome: str = "right", **changes: Any) -> dict[str, Any]:
+    """A line of ours. The outcome is right, wrong, invalid or flexible (right under the flexible filter only)."""
+    return {
+        "doc_id": doc_id,
+        "doc_hash": sha(f"doc {doc_id}"),
+        "prompt_hash": sha(f"prompt {doc_id}"),
+        "target_hash": sha(f"target {doc_id}"),
+        "correct": outcome == "right",
+        "correct_flexible": outcome in ("right", "flexible"),
+        "invalid": outcome in ("invalid", "flexible"),
+        "error": None,
+        "n_tokens": 7,
+        "output_sha": sha(f"{doc_id} {outcome}"),
+        "steps": None,
+        "needs_latch": None,
+        "params": PARAMS,
+        "commit": COMMIT,
+        **changes,
+    }
+
+
+def logged(doc_id: int, outcome: str = "right", backend: str = "hf", **changes: Any) -> list[dict[str, Any]]:
+    """The two lines that lm-eval logs for a question, one per filter, in the format of its evaluation tracker.
+
+    Backends differ in their generation arguments only: all of them are given the same context.
+    """
+    answers = {
+        "right": ("18", "18"),
+        "wrong": ("17", "17"),
+        "invalid": ("[invalid]", "[invalid]"),
+        "flexible": ("[invalid]", "18"),
+    }[outcome]
+    until = {"until": ["Question:", "</s>", "<|im_end|>"], "do_sample": False, "temperature": 0.0}
+    extra = {"hf": {}, "vllm": {"max_gen_toks": 256}, "local-completions": {"max_gen_toks": 256, "seed": 1234}}
+    shared = {
+        "doc_id": doc_id,
+        "doc": {"question": f"doc {doc_id}", "answer": f"target {doc_id}"},
+        "target": f"target {doc_id}",
+        "arguments": {"gen_args_0": {"arg_0": f"prompt {doc_id}", "arg_1": until | extra[backend]}},
+        "resps": [[f" text\u2028of {outcome}"]],  # lm-eval leaves such separators as they are
+        "metrics": ["exact_match"],
+        "doc_hash": sha(f"doc {doc_id}"),
+        "prompt_hash": sha(f"prompt {doc_id}"),
+        "target_hash": sha(f"target {doc_id}"),
+    }
+    return [
+        {**shared, "filtered_resps": [answer], "filter": name, "exact_match": float(answer == "18"), **changes}
+        for name, answer in zip((run.STRICT, run.FLEXIBLE), answers, strict=True)
+    ]
+
+
+def write(file: Path, lines: list[dict[str, Any]]) -> Path:
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    file.write_bytes(gzip.compress(text.encode()) if file.suffix == ".gz" else text.encode())
+    return file
+
+
+def answers(file: Path, outcomes: list[str], answer_filter: str = run.STRICT) -> compare.Answers:
+    return compare.read_answers(write(file, [record(i, o) for i, o in enumerate(outcomes)]), answer_filter)
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stop:
+        main(["accuracy", *map(str, arguments)])
+    printed = capsys.readouterr()
+    return int(stop.value.code or 0), printed.out, printed.err
+
+
+def test_counts_and_verdict(tmp_path: Path) -> None:
+    before = ["right"] * 6 + ["wrong", "wrong", "invalid", "invalid"]
+    after = ["right", "wrong", "invalid", "invalid", "right", "right", "right", "wrong", "right", "wrong"]
+    made = compare.compare(answers(tmp_path / "a.jsonl", before), answers(tmp_path / "b.jsonl.gz", after))
+    assert (made.n, made.correct, made.invalid) == (10, (6, 5), (2, 2))
+    assert (made.lost, made.lost_to_invalid, made.gained, made.gained_from_invalid) == (3, 2, 2, 1)
+    assert made.outputs_changed == 6
+    assert made.difference == pytest.approx(-0.1)
+    document = made.summary()
+    assert document["p"] == made.p == paired.mcnemar_p(3, 2) == 0.5
+    assert document["difference_ci"] == paired.difference_interval(3, 2, 10)
+    assert document["baseline"]["accuracy_ci"] == run.wilson_interval(6, 10)
+    assert (document["candidate"]["wrong"], document["candidate"]["invalid"]) == (3, 2)
+    assert document["detectable_loss"] == paired.detectable_loss(5, 10)
+    assert made.verdict == document["verdict"] == "no loss shown"
+    assert [row.verdict for row in compare.rows(made)] == ["pass", "", "", ""]  # some loss, no more than chance
+    json.dumps(document, allow_nan=False)
+
+
+def test_five_percent_of_250_answers_are_significant_and_none_are_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = ["right" if i % 10 else "wrong" for i in range(250)]
+    planted = [("invalid" if i % 40 == 1 else "wrong") if i % 20 == 1 else o for i, o in enumerate(whole)]
+    a = write(tmp_path / "a.jsonl.gz", [record(i, o) for i, o in enumerate(whole)])
+    b = write(tmp_path / "b.jsonl", [record(i, o) for i, o in enumerate(planted)])
+    out, summary = tmp_path / "rows.csv", tmp_path / "summary.json"
+    code, printed, _ = call(capsys, "compare", a, b, "--out", out, "--json", summary)
+    assert code == 1
+    for part in ("225 of 250", "212 of 250", "lost 13 (7 of them invalid now), gained 0", "verdict: worse", "Tango"):
+        assert part in printed
+    assert "tokens of 13 answers differ" in printed
+    assert json.loads(summary.read_text())["p"] == 2**-13
+    assert "detectable at 13 flips, with 80 % power: a loss of 5.3 points" in printed
+
+    code, printed, _ = call(capsys, "compare", a, a, "--out", out)
+    assert code == 0
+    assert "lost 0" in printed and "tokens of 0 answers differ" in printed and "verdict: no loss shown" in printed
+
+    code, printed, _ = call(capsys, "compare", b, a, "--out", out)  # better is not worse
+    assert code == 0 and "gained 13 (7 invalid before)" in printed
+
+    frame = read_rows(out)
+    assert len(frame) == 15
+    differences = frame[frame["metric"] == "paired_difference"]
+    assert differences["verdict"].tolist() == ["fail", "pass", "pass"]
+    assert differences["value"].tolist() == [-13 / 250, 0, 13 / 250]
+    assert (differences["ci_low"] <= differences["value"]).all() and (differences["ci_high"] >= 0).tolist()[1:]
+    assert set(frame["baseline_commit"]) == {COMMIT} and set(frame["n"]) == {250}
+    values = frame.set_index("metric")["value"].iloc[:5].to_dict()
+    assert (values["mcnemar_p"], values["questions_lost"], values["questions_gained"]) == (2**-13, 13, 0)
+    assert values["detectable_loss"] == pytest.approx(0.053, abs=1e-3)
+    params = json.loads(frame["params"][0])
+    assert params["model"] == "guard_model" and params["filter"] == run.STRICT and params["candidate_commit"] == COMMIT
+    assert params["baseline"].startswith("a.jsonl.gz ") and params["candidate"].startswith("b.jsonl ")
+    assert params["baseline"].split()[1] != params["candidate"].split()[1]
+
+
+@pytest.mark.parametrize("backend", ["hf", "vllm", "local-completions"])
+@pytest.mark.parametrize("answer_filter", [run.STRICT, run.FLEXIBLE])
+def test_lm_evals_files(tmp_path: Path, backend: str, answer_filter: str) -> None:
+    outcomes = ["right", "wrong", "invalid", "flexible"]
+    lines = [line for i, o in enumerate(outcomes) for line in logged(i, o, backend)]
+    # As lm-eval writes them: all lines of a filter, then all of the next.
+    file = write(tmp_path / "samples_gsm8k_synth_2026-11-21T09-48-38.67.jsonl", lines[::2] + lines[1::2])
+    theirs = compare.read_answers(file, answer_filter)
+    assert (theirs.task, theirs.params, theirs.commit) == ("gsm8k_synth", {}, "")
+    ours = answers(tmp_path / "ours.jsonl", outcomes, answer_filter)
+    flexible = answer_filter == run.FLEXIBLE
+    for one in (ours, theirs):
+        assert [one.by_doc[i].correct for i in range(4)] == [True, False, False, flexible]
+        assert [one.by_doc[i].invalid for i in range(4)] == [False, False, True, not flexible]
+    made = compare.compare(ours, theirs, answer_filter=answer_filter)
+    assert (made.lost, made.gained, made.outputs_changed) == (0, 0, None)
+    # A backend's file of an unchanged run, and one that lost a question.
+    worse = write(tmp_path / "b.jsonl", [line for i in range(4) for line in logged(i, "wrong", backend)])
+    made = compare.compare(theirs, compare.read_answers(worse, answer_filter), answer_filter=answer_filter)
+    assert (made.lost, made.gained) == (1 + flexible, 0)
+    assert {row.benchmark for row in compare.rows(made)} == {"gsm8k_synth"}
+
+
+def test_a_real_run_of_lm_evals_hf_backend_agrees_with_the_engine(tmp_path: Path) -> None:
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.loggers import EvaluationTracker
+    from lm_eval.tasks import TaskManager
+
+    from accuracy import tasks
+
+    manager = TaskManager(include_path=Path(tasks.__file__).parent, include_defaults=False)
+    arguments = {"pretrained": str(GUARD_MODEL), "dtype": "float32"}
+    with run._one_thread(), tasks.quiet_lm_eval():
+        results = simple_evaluate(
+            "hf", arguments, tasks=["gsm8k_synth"], task_manager=manager, limit=4, bootstrap_iters=0, device="cpu"
+        )
+    tracker = EvaluationTracker(output_path=str(tmp_path / "out.json"))
+    tracker.general_config_tracker.model_name_sanitized = "guard_model"
+    tracker.date_id = "2026-11-21T09-48-38.67"
+    tracker.save_results_samples("gsm8k_synth", results["samples"]["gsm8k_synth"])
+    (file,) = tmp_path.glob("samples_*.jsonl")
+    engine = run.evaluate_guard_model(4, device="cpu", max_model_len=640)
+    made = compare.compare(compare.read_answers(file), compare.answers_of(engine))
+    assert (made.n, made.lost, made.gained, made.task) == (4, 0, 0, "gsm8k_synth")
+    assert made.correct == (4, 4)
+
+
+REFUSALS: list[tuple[Callable[[list[dict[str, Any]]], object], str]] = [
+    (lambda lines: lines.pop(), r"a.jsonl has 6 questions, b.jsonl 5, 5 are in both.*--limit"),
+    (lambda lines: lines[5].update(doc_id=7), r"6 questions, b.jsonl 6, 5 are in both"),
+    (lambda lines: lines[2].update(doc_hash="x"), r"documents of 1 of 6 .*doc_hash of question 2.*another data set"),
+    (lambda lines: [line.update(prompt_hash="x") for line in lines[1:]], r"prompts of 5 of 6 .*question 1.*shots"),
+    (lambda lines: lines[0].update(target_hash="x"), r"targets of 1 of 6.*target_hash of question 0"),
+    (lambda lines: lines.append(record(3)), r"b.jsonl line 7: question 3 is there twice"),
+    (lambda lines: lines[4].update(correct=1), r"line 5 .*1 has the wrong type"),
+    (lambda lines: lines[4].update(doc_id=True), r"line 5 .*True has the wrong type"),
+    (lambda lines: lines[4].update(invalid=None), r"line 5 is no answer.*None has the wrong type"),
+    (lambda lines: lines[4].update(doc_hash=5), r"line 5 .*5 has the wrong type"),
+    (lambda lines: lines[1].pop("target_hash"), r"line 2 is no answer.*'target_hash'.*missing"),
+    (lambda lines: lines[1].pop("correct"), r"line 2 is no answer.*'correct'"),
+    (lambda lines: lines.clear(), r"no answers of filter 'strict-match': the file is empty"),
+    (lambda lines: lines[3].update(error="5 tokens\nwere too many"), r"1 of 6 .*refused.*the first: 5 tokens were"),
+    (lambda lines: lines.insert(3, {"filter": "none", "doc_id": 0}), r"b.jsonl line 1 is of another format"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), REFUSALS)
+def test_what_cannot_be_compared_is_one_line_and_exit_code_2(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    damage: Callable[[list[dict[str, Any]]], object],
+    message: str,
+) -> None:
+    lines = [record(i) for i in range(6)]
+    a = write(tmp_path / "a.jsonl", lines)
+    damage(lines)
+    b = write(tmp_path / "b.jsonl", lines)
+    out = tmp_path / "rows.csv"
+    for pair in ((a, b), (b, a)):
+        code, printed, error = call(capsys, "compare", *pair, "--out", out)
+        assert (code, printed, error.count("\n")) == (2, "", 1)
+    assert not out.exists()
+    with pytest.raises(HybridKVError) as raised:
+        compare.compare(compare.read_answers(a), compare.read_answers(b))
+    assert re.search(message, " ".join(str(raised.value).split())), raised.value
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"exact_match": 0.5}, "line 1 is no answer"),
+        ({"exact_match": [1]}, "line 1 is no answer"),
+        ({"filtered_resps": []}, "line 1 is no answer"),
+        ({"filter": "none"}, "no answers of filter 'strict-match': its filters are 'none'"),
+        ({"filter": ["strict-match"]}, "no answers of filter"),
+    ],
+)
+def test_odd_lines_of_lm_evals(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    file = write(tmp_path / "a.jsonl", logged(0, **changes))
+    with pytest.raises(HybridKVError, match=message):
+        compare.read_answers(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("a.jsonl", b'{"doc_id": 0', "line 1 is no JSON object; was the file cut off"),
+        ("a.jsonl", b"[1]\n", "line 1 is no JSON object"),
+        ("a.jsonl", b"\xff\xfe", "cannot be read"),
+        ("a.jsonl.gz", b"{}", "cannot be read: Not a gzipped file"),
+        ("a.jsonl.gz", gzip.compress(b"{}" * 500)[:-9], "cannot be read"),
+        ("a.jsonl.gz", gzip.compress(b"{}")[:10] + b"\xff" * 20, "cannot be read: Error -3 while decompressing"),
+        ("nowhere.jsonl", None, "cannot be read: No such file"),
+    ],
+)
+def test_broken_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, data: bytes | None, message: str
+) -> None:
+    if data is not None:
+        (tmp_path / name).write_bytes(data)
+    good = write(tmp_path / "good.jsonl", [record(0)])
+    code, _, error = call(capsys, "compare", good, tmp_path / name, "--out", tmp_path / "rows.csv")
+    assert (code, error.count("\n")) == (2, 1) and message in error
+    assert not (tmp_path / "rows.csv").exists()
+
+
+def test_options_of_a_run_are_refused_before_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    code, printed, error = call(capsys, "--limit", "3", "compare", "a", "b")
+    assert (code, printed) == (2, "") and "limit belongs to a run; give options after 'compare'" in error
+
+
+# ------------------------------------------------------------------------------------------------- live
+
+
+def result_of(outcomes: list[str], **params: Any) -> run.AccuracyResult:
+    names = [field.name for field in dataclasses.fields(run.QuestionRecord)]
+    records = [record(i, outcome) for i, outcome in enumerate(outcomes)]
+    kept = tuple(run.QuestionRecord(**{name: one[name] for name in names}) for one in records)
+    return run.AccuracyResult("gsm8k_synth", {**PARAMS, "limit": len(kept), **params}, kept, 100, 0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("lost", "verdict", "asked", "alpha"),
+    [
+        ([], "no loss shown", [250], 0.001),
+        ([300, 301, 302, 303, 304, 305], "no loss shown", [250], 0.001),  # the price of stopping: never asked
+        (range(10), "worse", [250], 0.001),
+        (range(9), "worse", [250, 400], 0.049),
+        ([0, 1, 2, 3, 399], "worse", [250, 400], 0.049),
+        ([0, 1, 2, 399], "no loss shown", [250, 400], 0.049),
+    ],
+)
+def test_live_asks_as_few_questions_as_decide(
+    tmp_path: Path, lost: list[int], verdict: str, asked: list[int], alpha: float
+) -> None:
+    baseline = answers(tmp_path / "a.jsonl", ["right"] * 400)
+    outcomes = ["wrong" if i in lost else "right" for i in range(400)]
+    calls: list[int] = []
+
+    def ask(questions: int) -> run.AccuracyResult:
+        calls.append(questions)
+        return result_of(outcomes[:questions])
+
+    result, made = compare.compare_live(baseline, ask)
+    assert (calls, made.verdict, made.alpha) == (asked, verdict, pytest.approx(alpha))
+    assert made.n == result.n == asked[-1] and made.final == (asked[-1] == 400)
+
+
+def test_live_needs_the_first_questions(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", [record(i) for i in (0, 1, 3)])
+    with pytest.raises(HybridKVError, match=r"a.jsonl does not hold the first 3 questions"):
+        compare.compare_live(compare.read_answers(file), lambda _: pytest.fail("asked"))
+
+
+def test_against_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    baseline = write(tmp_path / "a.jsonl.gz", [record(i) for i in range(300)])
+    out, summary, samples = tmp_path / "rows.csv", tmp_path / "s.json", tmp_path / "b.jsonl"
+    calls: list[dict[str, Any]] = []
+    outcomes = ["wrong"] * 11 + ["right"] * 289
+
+    def evaluate(model: object, task: str, **options: Any) -> run.AccuracyResult:
+        calls.append({"model": model, "task": task, **options})
+        return result_of(outcomes[: options["limit"]])
+
+    monkeypatch.setattr(run, "evaluate", evaluate)
+    given = ["--against", baseline, "--out", out, "--json", summary, "--samples", samples]
+    code, printed, _ = call(capsys, *given, "--num-blocks", "9")
+    assert code == 1 and "verdict: worse" in printed and "239 of 250" in printed
+    # The seed is the baseline's.
+    assert calls == [
+        {"model": None, "task": "gsm8k_synth", "limit": 250, "seed": 3, "gsm8k_dir": None, "num_blocks": 9}
+    ]
+    document = json.loads(summary.read_text())
+    assert document["n"] == 250 and document["comparison"]["lost"] == 11
+    assert len(samples.read_text().splitlines()) == 250
+    frame = read_rows(out)
+    assert {"exact_match_strict", "paired_difference"} <= set(frame["metric"])
+    assert set(frame.loc[frame["metric"] == "mcnemar_p", "baseline_commit"]) == {COMMIT}
+
+    outcomes[:] = ["right"] * 300
+    code, printed, _ = call(capsys, *given, "--limit", "100")
+    assert code == 0 and "100 of 100" in printed and calls[-1]["limit"] == 100
+    assert "so no more were asked" not in printed
+    code, printed, _ = call(capsys, *given)
+    assert code == 0 and "no question lost, so no more were asked: 95 % sure that fewer than 1.2% are lost" in printed
+
+    count = len(calls)
+    for more, message in (
+        (["--seed", "4"], "--seed 4 does not fit --against, whose run had 3"),
+        (["--task", "gsm8k"], "--task gsm8k does not fit --against, whose run had gsm8k_synth"),
+        (["--check-floor"], "exclude each other"),
+    ):
+        code, _, error = call(capsys, *given, *more)
+        assert code == 2 and message in error
+    assert len(calls) == count
+
+
+def test_against_with_the_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    samples, out = tmp_path / "a.jsonl.gz", tmp_path / "rows.csv"
+    assert call(capsys, "--limit", "3", "--seed", "5", "--samples", samples, "--out", out, "--device", "cpu")[0] == 0
+    options = ["--speculative-method", "mtp", "--num-speculative-tokens", "2", "--mamba-cache-mode", "all"]
+    code, printed, _ = call(capsys, "--against", samples, "--out", out, "--device", "cpu", *options)
+    assert code == 0 and "3 of 3" in printed and "tokens of 0 answers differ" in printed
