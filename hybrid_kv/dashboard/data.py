@@ -1,0 +1,313 @@
+"""The rows in `results/` as one frame: what a series is, which word on it is the last, which points a page can hold."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from hybrid_kv.config import HybridKVError
+from hybrid_kv.dashboard.steps import Floats, Step, find_steps
+from hybrid_kv.results import COLUMNS, TIME_UNITS, read_rows
+
+# A series is one check or benchmark on one machine. Of `params` these say how a number came about, not what it is of.
+SERIES = ["suite", "benchmark", "metric", "case", "machine"]
+NO_IDENTITY = frozenset({"receipt", "mix", "seconds", "baseline", "candidate", "candidate_commit"})
+NO_IDENTITY |= {"outcome", "was", "p", "clock_mhz", "head_commit", "quarantined", "reason"}  # of a comparison
+COMPARE, CURVE = "compare", "operating_curve"
+NO_LEVEL = (COMPARE, CURVE)  # Ratios to some baseline, and rates of the harness: these have no level over time.
+STATIC_SUITE = "kernels"  # Compiled ahead of time: the same on every machine, and only what changed is appended.
+
+# A page holds this much; its rule is `thin`.
+MAX_SERIES = 2000
+MAX_POINTS = 40_000
+MAX_POINTS_PER_SERIES = 400
+
+
+@dataclass(frozen=True)
+class Results:
+    """All rows of a folder.
+
+    Attributes:
+        rows: the columns of `results.COLUMNS`, in order of time, and `parsed` (params as a dict), `case` (params that
+            say what was measured, for the reader) and `time`. `machine` includes the device if that is no CPU,
+            `metric` is without the figures that the guard adds after a colon, `check` is with them.
+        files: names of the files that were read.
+        foreign: names of CSV files of another kind, which were not.
+    """
+
+    rows: pd.DataFrame
+    files: list[str]
+    foreign: list[str]
+
+    def of(self, suite: str, benchmark: str | None = None, metric: str | None = None) -> pd.DataFrame:
+        """Rows of a suite, in order of time."""
+        wanted = self.rows["suite"] == suite
+        if benchmark is not None:
+            wanted &= self.rows["benchmark"] == benchmark
+        if metric is not None:
+            wanted &= self.rows["metric"] == metric
+        return self.rows[wanted]
+
+    @property
+    def machines(self) -> list[str]:
+        """Those with the newest rows first. What is the same on every machine belongs to none."""
+        timed = self.rows[self.rows["suite"] != STATIC_SUITE]
+        return list(dict.fromkeys(timed["machine"].iloc[::-1]))
+
+
+def load(folder: Path) -> Results:
+    """Read every CSV of the schema in a folder; an empty file has no rows.
+
+    Raises:
+        HybridKVError: there is no such folder, or a file of the schema is damaged.
+    """
+    if not folder.is_dir():
+        raise HybridKVError(f"{folder} is no folder with results; `hybrid-kv guard` makes one, --results names another")
+    frames, files, foreign = [], [], []
+    for path in sorted(folder.glob("*.csv")):
+        with path.open("rb") as file:
+            head = file.readline()
+        if head[:7] != b"schema,"[: len(head)]:
+            foreign.append(path.name)
+            continue
+        files.append(path.name)
+        if head.endswith(b"\n"):  # A header without its end has no rows.
+            frames.append(read_rows(path))
+    frame = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame({name: [] for name in COLUMNS})
+    return Results(_prepare(frame), files, foreign)
+
+
+def _prepare(frame: pd.DataFrame) -> pd.DataFrame:
+    frame = frame.copy()
+    # Parsed once per distinct text: a long history repeats the same few thousand.
+    known = {text: _parse(text) for text in frame["params"].unique()}
+    static = frame["suite"] == STATIC_SUITE
+    frame["parsed"] = frame["params"].map(known)
+    frame["case"] = frame["params"].map({text: _case(parsed) for text, parsed in known.items()})
+    frame["check"] = frame["metric"]
+    guard = frame["suite"] == "guard"
+    # A check of the guard is named by its metric; its params are counts and limits.
+    frame.loc[guard, "case"] = ""
+    frame.loc[guard, "metric"] = frame.loc[guard, "metric"].str.split(": ", n=1).str[0]
+    on_device = ~frame["device"].isin(["", "cpu"]) & ~static
+    frame.loc[on_device, "machine"] += ", " + frame.loc[on_device, "device"]
+    frame.loc[static, "machine"] = ""
+    frame["dirty"] = frame["dirty"].astype(bool)
+    frame["value"] = frame["value"].astype(float)
+    frame["time"] = pd.to_datetime(frame["time_utc"], format="ISO8601", utc=True)
+    return frame.sort_values("time", kind="stable", ignore_index=True)
+
+
+def _parse(text: str) -> dict[str, Any]:
+    try:
+        parsed = json.loads(text) if text else {}
+    except ValueError:
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise HybridKVError(f"params {text!r} is no JSON object; mend that row, or move it out of the file")
+    return parsed
+
+
+def _case(params: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in sorted(params.items()) if name not in NO_IDENTITY)
+
+
+def each(rows: pd.DataFrame) -> Iterator[Any]:
+    """The rows as named tuples."""
+    return iter(rows.itertuples())
+
+
+def newest_run(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of the run that measured last."""
+    return rows[rows["run_id"] == rows["run_id"].iloc[-1]] if len(rows) else rows
+
+
+def fullest_run(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of the newest of the runs with most rows: a quick run after it has not measured every cell."""
+    if not len(rows):
+        return rows
+    sizes = rows.groupby("run_id", sort=False).size()
+    full = rows[rows["run_id"].map(sizes) == sizes.max()]
+    return newest_run(full)
+
+
+def last_words(rows: pd.DataFrame) -> pd.DataFrame:
+    """The last row of each series."""
+    return rows.drop_duplicates(SERIES, keep="last")
+
+
+# ---- verdicts ----
+
+
+@dataclass(frozen=True)
+class SuiteVerdict:
+    """What the last run of a suite on a machine said. A void check did not see what it must see: it has not passed."""
+
+    suite: str
+    machine: str
+    rows: pd.DataFrame
+
+    @property
+    def newest(self) -> Any:
+        """The row that was measured last: commit, time, versions."""
+        return self.rows.iloc[-1]
+
+    def count(self, verdict: str) -> int:
+        return int((self.rows["verdict"] == verdict).sum())
+
+    @property
+    def word(self) -> str:
+        """`fail` if one row failed, else `void` if one was void, else `pass`."""
+        return next((word for word in ("fail", "void") if self.count(word)), "pass")
+
+
+def verdicts(rows: pd.DataFrame) -> list[SuiteVerdict]:
+    """Per suite and machine the rows with a verdict of the newest run, of `kernels` the last row of each series.
+
+    The operating curve judges the harness: who fails there is quarantined, and nothing else has failed.
+    """
+    judged = rows[(rows["verdict"] != "") & (rows["suite"] != CURVE)]
+    found = []
+    for key, group in judged.groupby(["suite", "machine"], sort=True):
+        suite, machine = map(str, key)
+        found.append(SuiteVerdict(suite, machine, last_words(group) if suite == STATIC_SUITE else newest_run(group)))
+    return found
+
+
+def overall(words: Iterable[str]) -> str:
+    """`fail` before `void` before `pass`; `none` without any."""
+    found = set(words)
+    return next((word for word in ("fail", "void", "pass") if word in found), "none")
+
+
+# ---- history ----
+
+
+@dataclass(frozen=True)
+class Series:
+    """One benchmark on one machine over time.
+
+    Attributes:
+        key: values of `SERIES`.
+        rows: the last row of each run, in order of time.
+        clean: [runs] positions in `rows` that steps are looked for in: measured on a commit, not on a changed tree.
+        steps: their `index` counts in `clean`.
+    """
+
+    key: tuple[str, ...]
+    rows: pd.DataFrame
+    clean: npt.NDArray[np.int64]
+    steps: list[Step]
+
+    @property
+    def better(self) -> str:
+        return str(self.rows["better"].iloc[-1])
+
+    @property
+    def unit(self) -> str:
+        return str(self.rows["unit"].iloc[-1])
+
+    def step_row(self, step: Step) -> Any:
+        """The first run of the new level."""
+        return self.rows.iloc[int(self.clean[step.index])]
+
+    def row_before(self, step: Step) -> Any:
+        """The last run of the old level: the cause lies between both commits."""
+        return self.rows.iloc[int(self.clean[step.index - 1])]
+
+    def judge(self, step: Step) -> str:
+        """`worse`, `better` or `changed`, by what the rows call better."""
+        if self.better == "equal":
+            return "changed"
+        return "worse" if (step.after > step.before) == (self.better == "lower") else "better"
+
+
+def histories(rows: pd.DataFrame) -> list[Series]:
+    """All series with their steps, in order of their names."""
+    once = rows[~rows["suite"].isin(NO_LEVEL)].drop_duplicates([*SERIES, "run_id"], keep="last")
+    found = []
+    for key, group in once.groupby(SERIES, sort=True):
+        clean = np.flatnonzero((~group["dirty"] & (group["verdict"] != "void")).to_numpy())
+        values = group["value"].to_numpy()[clean]
+        found.append(Series(tuple(map(str, key)), group, clean, find_steps(values, _is_exact(group))))
+    return found
+
+
+def _is_exact(rows: pd.DataFrame) -> bool:
+    if (rows["suite"] == STATIC_SUITE).any():
+        return True
+    counted = not rows["unit"].isin(TIME_UNITS).any() and rows["ci_low"].isna().all()
+    return bool(counted and (rows["value"] == rows["value"].round()).all())
+
+
+def newest_series(series: list[Series], limit: int = MAX_SERIES) -> list[Series]:
+    """The `limit` series that matter most, in the given order: those with steps, then the longest, then the newest."""
+    if len(series) <= limit:
+        return series
+    order = sorted(series, key=lambda s: (bool(s.steps), len(s.rows), s.rows["time"].iloc[-1]), reverse=True)
+    kept = {s.key for s in order[:limit]}
+    return [s for s in series if s.key in kept]
+
+
+def points_per_series(series: list[Series]) -> int:
+    """How many points each series may keep, so that all fit a page: 400, halved until they do, 12 at least."""
+    limit = MAX_POINTS_PER_SERIES
+    while limit > 12 and sum(min(limit, len(s.rows)) for s in series) > MAX_POINTS:
+        limit //= 2
+    return limit
+
+
+def thin(values: Floats, limit: int) -> npt.NDArray[np.int64]:
+    """Positions to keep: the first and the last, and the lowest and the highest of each of equal bins between them.
+
+    Args:
+        values: [points]; `limit` >= 4 of them are kept at most.
+    """
+    n = len(values)
+    if n <= limit:
+        return np.arange(n)
+    edges = np.linspace(1, n - 1, (limit - 2) // 2 + 1).astype(np.int64)
+    kept = {0, n - 1}
+    for start, end in pairwise(edges):
+        part = values[start:end]
+        kept |= {int(start + part.argmin()), int(start + part.argmax())}
+    return np.array(sorted(kept), dtype=np.int64)
+
+
+def number(value: float, digits: int = 3) -> str:
+    """A figure with `digits` significant digits, thousands set apart: 15,122, 6.79, 1.1e-13."""
+    if math.isnan(value):
+        return "–"
+    if value == 0:
+        return "0"
+    size = math.floor(math.log10(abs(value)))
+    if size < -4 or size >= 12:
+        return f"{value:.{digits}g}"
+    text = f"{value:,.{max(0, digits - 1 - size)}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def about(value: float) -> str:
+    """Two significant digits: 1.9, 6,300."""
+    return number(float(f"{value:.2g}"))
+
+
+def time_unit(nanoseconds: float) -> tuple[str, float]:
+    """The unit in which a time has one to three digits before its point, and its size in nanoseconds."""
+    units = (("s", 1e9), ("ms", 1e6), ("µs", 1e3))
+    return next(((name, size) for name, size in units if nanoseconds >= size), ("ns", 1.0))
+
+
+def duration(nanoseconds: float) -> str:
+    """A time with its unit: 410 ns, 6.79 µs, 15.1 ms."""
+    unit, size = time_unit(nanoseconds)
+    return f"{number(nanoseconds / size)} {unit}"

@@ -1,0 +1,240 @@
+"""`make figures`: the tables of numbers in README, from the rows in `results/`.
+
+A block stands between `<!-- figures:NAME -->` and `<!-- /figures -->`; what is between is written here, nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from hybrid_kv.config import HybridKVError
+from hybrid_kv.dashboard.data import Results, about, each, fullest_run, load, number
+from hybrid_kv.dashboard.page import build_page, write_page
+from hybrid_kv.dashboard.sections import ENGINE, answers_table, column, static_table
+
+ROOT = Path(__file__).resolve().parents[2]
+_BLOCK = re.compile(r"(<!-- figures:([\w-]+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+def rewrite(text: str, results: Results) -> str:
+    """README with every block made anew; one whose rows are not there stays as it is.
+
+    Raises:
+        HybridKVError: a block has a name that nothing here makes, or no end.
+    """
+    if len(re.findall(r"<!-- figures:", text)) != len(_BLOCK.findall(text)):
+        raise HybridKVError("README: a block that starts with <!-- figures:… --> has no end; add <!-- /figures -->")
+
+    def block(found: re.Match[str]) -> str:
+        if found[2] not in BLOCKS:
+            raise HybridKVError(f"README: no figures are called {found[2]!r}; use one of {', '.join(BLOCKS)}")
+        made = BLOCKS[found[2]](results)
+        return found[0] if made is None else f"{found[1]}{made.strip()}\n{found[3]}"
+
+    return _BLOCK.sub(block, text)
+
+
+def markdown_table(head: list[str], rows: list[list[str]]) -> str:
+    """The first column left, the others right."""
+    lines = [f"| {' | '.join(line)} |".replace("|  |", "| |") for line in [head, *rows]]
+    return "\n".join([lines[0], f"|---|{'--:|' * (len(head) - 1)}", *lines[1:]])
+
+
+def _timed(results: Results, benchmark: str) -> pd.DataFrame:
+    rows = fullest_run(results.of("kernel_blocks", benchmark)).copy()
+    for name in ("subject", "scenario", "num_blocks", "blocks_per_kv_block"):
+        rows[name] = column(rows, name)
+    return rows
+
+
+STEP_SUBJECTS = ("vllm 0.22 V1", "vllm 0.22 V2", "vllm 0.32 V2")
+STEP_BLOCKS = 8
+
+
+def step_table(results: Results) -> str | None:
+    """CPU time of a step's block ids, by scenario and subject."""
+    rows = _timed(results, "step")
+    rows = rows[rows["blocks_per_kv_block"] == STEP_BLOCKS]
+    if rows.empty:
+        return None
+    values = {(row.scenario, row.subject, row.metric): row.value for row in each(rows)}
+
+    def time(scenario: str, subject: str) -> str:
+        nanoseconds = values.get((scenario, subject, "cpu_time"))
+        return "–" if nanoseconds is None else _round(nanoseconds / 1000)
+
+    lines = []
+    for scenario in dict.fromkeys(rows["scenario"]):
+        line = [re.sub(r" x (\d+)$", r" × \1 blocks", scenario)]
+        for subject in STEP_SUBJECTS:
+            ratio = values.get((scenario, subject, "ratio_to_engine"))
+            line.append(time(scenario, subject) + ("" if ratio is None else f" ({_round(ratio)})"))
+        lines.append([*line, f"**{time(scenario, ENGINE)}**", time(scenario, "device")])
+    head = ["step", *(s.replace("vllm", "vLLM") for s in STEP_SUBJECTS), "engine", "engine with device (CPU)"]
+    return markdown_table(head, lines)
+
+
+def _round(value: float) -> str:
+    return f"{value:.1f}" if value < 10 else f"{value:,.0f}"
+
+
+def append_text(results: Results) -> str | None:
+    """What one append costs, and the nearest rival."""
+    rows = _timed(results, "expand")
+    engine = rows[(rows["subject"] == ENGINE) & (rows["metric"] == "cpu_time")]
+    rivals = rows[rows["metric"] == "ratio_to_engine"]
+    if engine.empty or rivals.empty:
+        return None
+    nearest = next(each(rivals.sort_values("value")))
+    low, high = (number(value / 1000, 2) for value in (engine["value"].min(), engine["value"].max()))
+    sizes = rows["num_blocks"].astype(int)
+    names = {"list": "a list comprehension"}
+    blocks = f"{nearest.num_blocks:,} block{'s' if nearest.num_blocks > 1 else ''}"
+    return (
+        f"One append costs the engine {low} to {high} µs for {sizes.min():,} to {sizes.max():,} blocks, whatever the "
+        f"kernel block; the nearest rival in\nany of the {len(engine)} cells "
+        f"({names.get(nearest.subject, nearest.subject)}, {blocks} of {nearest.blocks_per_kv_block} kernel blocks) "
+        f"takes {about(nearest.value)} times as long."
+    )
+
+
+KERNEL_TARGETS = ("sm_90", "gfx942")
+KERNEL_HEAD = {
+    "registers": "regs",
+    "spill_bytes": "spill",
+    "shared_bytes": "shared",
+    "blocks_per_sm": "blocks",
+    "load_bits": "load",
+    "store_bits": "store",
+}
+
+
+def kernels_table(results: Results) -> str | None:
+    """Each kernel once, at Nemotron-3-Nano's shape with the most usual K, for two targets."""
+    rows = static_table(results)
+    if rows.empty:
+        return None
+    rows = rows[rows["target"].isin(KERNEL_TARGETS)]
+    nano = rows["shape"].str.startswith("Nemotron-3-Nano")
+    best = nano * 2 + rows["shape"].str.endswith("K=3")
+    shown = rows[best == best.groupby(rows["benchmark"]).transform("max")].drop_duplicates(["benchmark", "target"])
+    lines = [["kernel", "shape", "dtype", "target", *KERNEL_HEAD.values()]]
+    for row in each(shown):
+        named = row.target == KERNEL_TARGETS[0]
+        case = [row.benchmark, row.shape, row.dtype] if named else ["", "", ""]
+        lines.append([*case, row.target, *(f"{getattr(row, name):.0f}" for name in KERNEL_HEAD)])
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    text = "\n".join(
+        "  ".join(
+            cell.ljust(width) if i < 4 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    )
+    command = f"$ hybrid-kv kernels --targets {','.join(KERNEL_TARGETS)}"
+    note = f"# {len(lines) - 1} of {len(rows)} lines, the last columns left out"
+    return f"```console\n{command}     {note}\n{text}\n```"
+
+
+def hits_table(results: Results) -> str | None:
+    """Hit rate and accepted drafts by cache mode."""
+    found = answers_table(results)
+    if found is None:
+        return None
+    head, lines = found
+    for index, line in enumerate(lines):
+        line[0] = f"`{line[0]}`"
+        if index == 0:
+            line[2] += " accepted"
+    return markdown_table(["", *head[1:]], lines)
+
+
+def guard_table(results: Results) -> str | None:
+    """What `make guard` printed in the newest full run."""
+    from hybrid_kv.guard.checks import CheckResult
+    from hybrid_kv.guard.report import print_results
+
+    rows = results.of("guard")
+    full = rows[rows["run_id"].isin(rows[rows["benchmark"] == "answers"]["run_id"])]
+    if full.empty:
+        return None
+    run = full[full["run_id"] == full["run_id"].iloc[-1]]
+    checks = [_check(row, CheckResult) for row in each(run)]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        print_results(checks)
+    text = "\n".join(line.rstrip() for line in printed.getvalue().splitlines())
+    return f"```console\n$ make guard\n{text}\n```"
+
+
+def _check(row: Any, make: Callable[..., Any]) -> Any:
+    value = int(row.value) if row.value == int(row.value) and row.unit != "share" else row.value
+    params = row.parsed
+    return make(
+        row.benchmark, row.check, row.verdict == "pass", value, row.unit, params["limit"], row.n, params["seconds"]
+    )
+
+
+BLOCKS: dict[str, Callable[[Results], str | None]] = {
+    "guard": guard_table,
+    "step": step_table,
+    "append": append_text,
+    "kernels": kernels_table,
+    "hits": hits_table,
+}
+
+
+def screenshot(page: Path, file: Path, browser: str) -> None:
+    """A PNG of the top of the page, 1280 pixels wide.
+
+    Raises:
+        HybridKVError: the browser made none.
+    """
+    with tempfile.TemporaryDirectory() as profile:
+        command = [
+            browser,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            "--window-size=1280,1600",
+        ]
+        command += [f"--user-data-dir={profile}", "--virtual-time-budget=20000", f"--screenshot={file.resolve()}"]
+        done = subprocess.run([*command, page.resolve().as_uri()], capture_output=True, text=True, timeout=120)
+    if done.returncode or not file.exists():
+        raise HybridKVError(f"{browser} made no screenshot: {done.stderr.strip()[-200:]}")
+
+
+def main() -> None:
+    """Rewrite README, and docs/dashboard.png where a browser is found."""
+    results = load(ROOT / "results")
+    readme = ROOT / "README.md"
+    before = readme.read_text(encoding="utf-8")
+    after = rewrite(before, results)
+    if after != before:
+        readme.write_text(after, encoding="utf-8")
+    print("README.md: rewritten" if after != before else "README.md: up to date")
+    browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    if browser is None:
+        print(f"docs/dashboard.png: left as it is, none of {', '.join(BROWSERS)} is installed")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        page = write_page(build_page(results), Path(folder))
+        (ROOT / "docs").mkdir(exist_ok=True)
+        screenshot(page, ROOT / "docs" / "dashboard.png", browser)
+    print("docs/dashboard.png: made")
+
+
+if __name__ == "__main__":
+    main()

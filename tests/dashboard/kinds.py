@@ -1,0 +1,152 @@
+"""Rows of every kind that the page has a section for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.dashboard.rows import RECEIPT, history, row
+
+TIMED = {"receipt": RECEIPT}
+BOX, GPU = {"machine": "box"}, {"machine": "rack", "device": "H200"}
+
+
+def everything() -> list[dict[str, Any]]:
+    """Two machines: `box`, where all is well but one comparison, and `rack, H200`, where the guard failed."""
+    return [
+        *guard_rows(),
+        *stepped(),
+        *block_ids(),
+        *schemes(),
+        *accuracy(),
+        *static_metrics(),
+        *comparison(),
+        *operating_curve(),
+    ]
+
+
+def guard_rows() -> list[dict[str, Any]]:
+    """A full run on `box` that passed, with answers, and one on `rack` with a failure."""
+    guard = {"suite": "guard", "unit": "requests", "better": "equal", "value": 0.0, "n": 100}
+    made = [row(40, {"limit": "0", "seconds": 1.5}, benchmark="layout", metric="views", verdict="pass", **guard)]
+    for mode, hits in (("none", 0.0), ("align", 0.712), ("all", 0.719)):
+        for method, k, accepted in ((None, 0, 0), ("ngram", 3, 13), ("mtp", 3, 92)):
+            params = {"mode": mode, "method": method, "K": k, "hit_rate": hits, "loaded_blocks": None}
+            params |= {"accepted": accepted, "drafted": 100 if k else 0, "limit": "0", "seconds": 4.0}
+            name = f"{mode}, {method} {k}: hits {hits}"
+            made.append(row(40, params, benchmark="answers", metric=name, verdict="pass", **guard))
+    failed = {**guard, **GPU, "value": 3.0}
+    made.append(row(41, {"limit": "0", "seconds": 1}, benchmark="layout", metric="views", verdict="fail", **failed))
+    return made
+
+
+def stepped() -> list[dict[str, Any]]:
+    """A benchmark on both machines; on `rack` it became slower with run 20."""
+    params = {**TIMED, "model": "nano", "K": 3}
+    same = {"params": params, "ci_low": 90.0, "ci_high": 140.0}
+    even = history([100.0 + i % 3 for i in range(40)], **same, **BOX)
+    slower = history([100.0 + i % 3 + 20 * (i >= 20) for i in range(40)], **same, **GPU)
+    slower[5]["dirty"] = True
+    return even + slower
+
+
+def block_ids() -> list[dict[str, Any]]:
+    """Appends and steps."""
+    made = []
+    for size in (1, 16, 256):
+        for factor, subject in ((1, "engine"), (4, "list"), (3, "numpy"), (2, "torch")):
+            params = {**TIMED, "num_blocks": size, "blocks_per_kv_block": 8, "subject": subject}
+            time = factor * (400.0 + size)
+            expand = {"suite": "kernel_blocks", "benchmark": "expand", "params": params}
+            made.append(row(39, value=time, ci_low=0.9 * time, ci_high=1.1 * time, **expand))
+            if factor > 1:
+                ratio = {"metric": "ratio_to_engine", "unit": "time ratio", "better": "higher", "verdict": "pass"}
+                made.append(row(39, value=factor, ci_low=factor - 0.1, ci_high=factor + 0.1, **expand, **ratio))
+    subjects = {"engine": 1.0, "vllm 0.22 V1": 15.0, "vllm 0.22 V2": 10.0, "vllm 0.32 V2": 4.3, "device": 40.0}
+    for subject, factor in subjects.items():
+        params = {**TIMED, "scenario": "8 prefills x 64", "blocks_per_kv_block": 8, "subject": subject}
+        step = {"suite": "kernel_blocks", "benchmark": "step", "params": params}
+        made.append(row(39, value=6800.0 * factor, **step))
+        if subject != "engine":
+            made.append(row(39, value=factor, metric="ratio_to_engine", unit="time ratio", better="higher", **step))
+    return made
+
+
+def schemes() -> list[dict[str, Any]]:
+    """Bytes of slots, replay and the limit."""
+    bytes_of = {"suite": "kernels", "benchmark": "state_update", "metric": "bytes_per_request", "unit": "KiB"}
+    return [
+        row(38, {"scheme": scheme, "shape": f"nano, K={k}", "dtype": "float32"}, value=value, **bytes_of)
+        for k in (1, 3)
+        for scheme, value in (("slots", 2048.0 * (2 + k)), ("replay", 1536.0), ("limit", 1024.0))
+    ]
+
+
+def accuracy() -> list[dict[str, Any]]:
+    """Shares of two runs, and a paired test that lost answers."""
+    made = []
+    for run, share in ((30, 0.96), (31, 0.98)):
+        params = {"model": "guard_model", "seed": run}
+        same = {"suite": "accuracy", "benchmark": "gsm8k_synth", "unit": "", "better": "higher", "n": 250}
+        made.append(row(run, params, metric="exact_match_strict", value=share, ci_low=0.93, ci_high=0.99, **same))
+    paired = {**same, "params": {"filter": "strict-match", "candidate_commit": "c" * 40}, "baseline_commit": "b" * 40}
+    figures = {"mcnemar_p": 0.0004, "questions_lost": 15, "questions_gained": 2, "detectable_loss": 0.038}
+    made.append(
+        row(32, metric="paired_difference", value=-0.052, ci_low=-0.084, ci_high=-0.02, verdict="pass", **paired)
+    )
+    return made + [row(32, metric=name, value=value, **paired) for name, value in figures.items()]
+
+
+def static_metrics() -> list[dict[str, Any]]:
+    """Two kernels on two targets."""
+    made = []
+    for kernel, registers in (("state_update.slots", 64), ("conv.update", 98)):
+        for target in ("sm_90", "gfx942"):
+            params = {"shape": "Nemotron-3-Nano, K=3", "dtype": "float32", "target": target}
+            metrics = {"registers": registers + (target == "gfx942"), "spill_bytes": 0, "shared_bytes": 32}
+            metrics |= {"blocks_per_sm": 16, "load_bits": 128, "store_bits": 64}
+            metrics |= {"sass_instructions" if target == "sm_90" else "amdgcn_instructions": 525}
+            same = {"suite": "kernels", "benchmark": kernel, "unit": "", "verdict": "pass", "n": 1}
+            made += [row(37, params, metric=name, value=value, **same) for name, value in metrics.items()]
+    return made
+
+
+def comparison() -> list[dict[str, Any]]:
+    """Five times, one of them slower and one quarantined, and a count that changed."""
+    made = []
+    compared = {"suite": "compare", "baseline_commit": "f" * 40, "n": 6}
+    for index, (ratio, outcome) in enumerate([(1.0, "same"), (1.08, "slower"), (0.9, "faster"), (1.01, "same")]):
+        params = {**TIMED, "K": index, "outcome": outcome} | ({"quarantined": True} if index == 3 else {})
+        same = {**compared, "metric": "cpu_time_ratio", "unit": "time ratio"}
+        same |= {"ci_low": ratio - 0.01, "ci_high": ratio + 0.01, "verdict": "fail" if outcome == "slower" else "pass"}
+        made.append(row(42, params, benchmark="engine_step/decode", value=ratio, **same))
+    changed = {"outcome": "changed", "was": 12, "K": 3}
+    exact = {**compared, "benchmark": "memory/held", "metric": "mamba", "unit": "blocks", "verdict": "fail"}
+    return [*made, row(42, changed, value=14, **exact)]
+
+
+def operating_curve() -> list[dict[str, Any]]:
+    """Two benchmarks, one of which does not keep its rate."""
+
+    def rate(benchmark: str, metric: str, percent: int, hits: int, n: int, verdict: str = "") -> dict[str, Any]:
+        params = {"experiment": "e", "plant_percent": percent}
+        share = hits / n
+        ends = {"ci_low": max(0.0, share - 0.1), "ci_high": min(1.0, share + 0.1)}
+        same = {"suite": "operating_curve", "unit": "", "n": n, "verdict": verdict, **ends}
+        return row(43, params, benchmark=benchmark, metric=metric, value=share, **same)
+
+    return [
+        row(
+            43,
+            {"experiment": "e", "number": 0},
+            suite="operating_curve",
+            benchmark="trial",
+            metric="alarms",
+            unit="alarms",
+        ),
+        rate("any benchmark", "false_alarm_rate", 0, 1, 50),
+        rate("calm/step[K=3]", "false_alarm_rate", 0, 0, 50, "pass"),
+        rate("wild/step[K=3]", "false_alarm_rate", 0, 3, 50, "fail"),
+        rate("quiet/step[K=3]", "false_alarm_rate", 0, 0, 50, "pass"),
+        rate("calm/step[K=3]", "detection_rate", 5, 19, 20),
+        rate("calm/step[K=3]", "detection_rate", 10, 20, 20),
+    ]

@@ -1,0 +1,228 @@
+"""The page in a browser: it draws without a complaint, filters, fits a phone, can be dark, holds 100,000 rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from hybrid_kv.dashboard.data import MAX_POINTS, Results, load
+from hybrid_kv.dashboard.page import build_page, write_page
+from hybrid_kv.results import COLUMNS
+from tests.dashboard import chromium
+from tests.dashboard.kinds import everything
+from tests.dashboard.rows import DEFAULTS, results
+
+pytest.importorskip("plotly", reason="the report needs plotly: pip install -e '.[report]'")
+BROWSER = chromium.find()
+pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(chromium.NAMES)} is on the PATH")
+
+Open = Callable[..., chromium.Page]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[chromium.Browser]:
+    assert BROWSER
+    running = chromium.Browser(BROWSER)
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    return write_page(build_page(results(folder / "rows", *everything()), "https://example.org/a/b"), folder)
+
+
+@pytest.fixture
+def opened(browser: chromium.Browser) -> Iterator[Open]:
+    pages: list[chromium.Page] = []
+
+    def opening(file: Path, **how: object) -> chromium.Page:
+        pages.append(browser.open(file, **how))  # type: ignore[arg-type]
+        return pages[-1]
+
+    yield opening
+    for page in pages:
+        page.close()
+
+
+TRACES = "document.getElementById('history-chart').data"
+SHOWN = "[...document.querySelectorAll('{}')].filter((e) => e.offsetParent).length"
+
+
+def is_drawn(page: chromium.Page) -> bool:
+    """Every figure has its traces, and the script came to its end."""
+    ready = page.js("document.documentElement.dataset.ready") == "true"
+    return ready and page.js("[...document.querySelectorAll('.canvas')].every((c) => c.querySelector('.main-svg'))")
+
+
+def test_everything_is_drawn_without_a_complaint(opened: Open, site: Path) -> None:
+    page = opened(site)
+    assert is_drawn(page)
+    assert page.problems == []
+    assert page.js("document.querySelectorAll('figure .canvas .scatterlayer .trace').length") > 20
+
+
+def test_the_checks_of_this_file_can_fail(opened: Open, site: Path, tmp_path: Path) -> None:
+    text = site.read_text()
+    broken = text.replace("Plotly.newPlot(", "Plotly.noPlot(")
+    page = opened(write_page(broken, tmp_path / "broken"))
+    assert not is_drawn(page)
+    assert any("noPlot" in problem for problem in page.problems)
+    fetching = text.replace("</head>", '<script src="https://example.org/plotly.js"></script></head>')
+    assert opened(write_page(fetching, tmp_path / "fetching")).problems
+
+
+def test_the_machine_filter_changes_traces_verdict_and_blocks(opened: Open, site: Path) -> None:
+    page = opened(site)
+    page.choose("#benchmark", "state_update: slots, cpu_time")
+    assert page.js(f"{TRACES}.map((t) => t.name).sort()") == ["box", "rack, H200"]
+    assert page.js("document.querySelector('#verdict h2').textContent").startswith("✕ fail: 51 of 54")
+    tiles = page.js(SHOWN.format(".tile"))
+
+    page.choose("#machine", "rack, H200")
+    assert page.js(f"{TRACES}.map((t) => t.name)") == ["rack, H200"]
+    headline = page.js("document.querySelector('#verdict h2').textContent")
+    assert headline == "✕ fail: 28 of 29 checks of the newest runs"
+    assert page.js(SHOWN.format(".tile")) == 2 < tiles
+    assert page.js(SHOWN.format("#accuracy table, #block-ids figure")) == 0
+    assert page.js("document.querySelectorAll('#history tbody tr')[0].hidden") is False
+
+    page.choose("#machine", "box")
+    assert page.js(f"{TRACES}.map((t) => t.name)") == ["box"]
+    assert page.js(SHOWN.format("#accuracy table, #block-ids figure")) == 3
+    assert page.js("document.querySelectorAll('#history tbody tr')[0].hidden") is True
+    assert page.problems == []
+
+
+def test_a_figure_that_was_hidden_has_its_width_when_it_is_shown(opened: Open, site: Path) -> None:
+    page = opened(site)
+    width = "document.querySelector('#block-ids .canvas').getBoundingClientRect().width"
+    drawn = "document.querySelector('#block-ids .canvas .main-svg').getBoundingClientRect().width"
+    page.choose("#machine", "rack, H200")
+    page.resize(900, 900)
+    page.choose("#machine", "")
+    page.wait(f"Math.abs({drawn} - {width}) < 1 && {width} > 300")
+
+
+def test_a_step_is_chosen_with_a_click(opened: Open, site: Path) -> None:
+    page = opened(site)
+    page.choose("#benchmark", "guard: layout, views")
+    assert page.js("document.getElementById('history-chart').layout.annotations.length") == 0
+    page.click("button[data-series]")
+    assert page.js("document.getElementById('benchmark').value") == "state_update: slots, cpu_time"
+    assert page.js("document.getElementById('history-chart').layout.annotations.map((a) => a.text)") == [
+        "+19.8 % worse"
+    ]
+    assert page.js("document.getElementById('history-chart').layout.shapes.length") == 3  # two levels, one step
+    symbols = page.js(f"{TRACES}.find((t) => t.name !== 'box').marker.symbol")
+    assert [i for i, symbol in enumerate(symbols) if symbol.endswith("-open")] == [5]
+    assert page.js("document.querySelectorAll('#history-runs tr').length") == 10
+    assert page.js("document.querySelector('#history-runs a').href").startswith(
+        "https://example.org/a/b/commit/0003900"
+    )
+    assert page.problems == []
+
+
+def test_a_case_is_chosen_among_those_of_its_benchmark(opened: Open, site: Path) -> None:
+    page = opened(site)
+    page.choose("#benchmark", "kernels: state_update.slots, registers")
+    cases = page.js("[...document.getElementById('case').options].map((o) => o.value)")
+    assert len(cases) == 2 and all("target=" in case for case in cases)
+    before = page.js(f"{TRACES}[0].y")
+    page.choose("#case", cases[0] if page.js("document.getElementById('case').value") == cases[1] else cases[1])
+    assert page.js(f"{TRACES}[0].y") != before
+
+
+def test_a_target_is_chosen_with_a_click(opened: Open, site: Path) -> None:
+    page = opened(site)
+    visible = (
+        "[...document.querySelectorAll('tr[data-target]')].filter((r) => r.offsetParent).map((r) => r.dataset.target)"
+    )
+    assert set(page.js(visible)) == {"sm_90"}
+    page.click("button[data-target=gfx942]")
+    assert set(page.js(visible)) == {"gfx942"}
+    assert page.js("[...document.querySelectorAll('button[data-target]')].map((b) => b.ariaPressed)") == [
+        "false",
+        "true",
+    ]
+
+
+def test_times_have_units_in_the_chart_and_in_the_list(opened: Open, site: Path) -> None:
+    page = opened(site)
+    page.choose("#benchmark", "state_update: slots, cpu_time")
+    assert page.js(f"{TRACES}[0].y[0]") == pytest.approx(100e-9)
+    assert page.js("document.getElementById('history-chart').layout.yaxis.title.text") == "time, s"
+    cells = page.js("[...document.querySelector('#history-runs tr').cells].map((c) => c.textContent)")
+    assert cells[2:5] == ["100 ns", "90 ns to 140 ns", "25"]
+
+
+def test_dark_mode_is_dark_and_its_text_light(opened: Open, site: Path) -> None:
+    def tone(page: chromium.Page, selector: str, part: str) -> float:
+        colour = page.js(f"getComputedStyle(document.querySelector({selector!r})).{part}")
+        return sum(float(c) for c in colour.strip("rgb()").split(",")) / 3
+
+    for dark in (False, True):
+        page = opened(site, dark=dark)
+        for selector, part in (("section", "color"), (".xtick text", "fill"), ("table", "color")):
+            assert (tone(page, selector, part) > tone(page, "section", "backgroundColor")) == dark, (selector, dark)
+        style = "getComputedStyle(document.querySelector({!r}))"
+        assert page.js(f"{style.format('.xtick text')}.fill === {style.format('.kind')}.color")
+        assert page.problems == []
+
+
+@pytest.mark.parametrize("width", [320, 390])
+def test_a_phone_needs_no_sideways_scrolling(opened: Open, site: Path, width: int) -> None:
+    page = opened(site, width=width, height=844)
+    assert is_drawn(page)
+    assert page.js("document.documentElement.scrollWidth") == width
+    wide = "[...document.querySelectorAll('section, figure, .canvas, .main-svg, h2, p, select')]"
+    assert page.js(f"{wide}.filter((e) => e.getBoundingClientRect().right > innerWidth + 0.5).length") == 0
+    # Touch scrolls the page, also where a finger starts on a figure.
+    assert page.js("document.getElementById('history-chart').layout.dragmode") is False
+
+
+def test_no_rows_at_all(opened: Open, tmp_path: Path) -> None:
+    page = opened(write_page(build_page(results(tmp_path / "rows")), tmp_path))
+    assert page.js("document.documentElement.dataset.ready") == "true"
+    assert page.problems == []
+    assert "has said pass or fail yet" in page.js("document.body.innerText")
+
+
+def hundred_thousand(folder: Path) -> Results:
+    """1,000 runs of 100 benchmarks; every tenth became slower."""
+    runs, benchmarks = 1000, 100
+    rng = np.random.default_rng(0)
+    values = 1000 * np.exp(0.02 * rng.standard_normal((benchmarks, runs)))
+    values[::10, 700:] *= 1.2
+    names = np.repeat([f"step{i}" for i in range(benchmarks)], runs)
+    run = np.tile(np.arange(runs), benchmarks)
+    frame = pd.DataFrame({**DEFAULTS, "benchmark": names, "value": values.ravel()})
+    frame["run_id"] = [f"run{i}" for i in run]
+    frame["time_utc"] = (pd.Timestamp("2020-01-01") + pd.to_timedelta(run, "h")).strftime("%Y-%m-%dT%H:%M:%SZ")
+    frame["commit"] = [f"{i:05}" * 8 for i in run]
+    frame["params"] = "{}"
+    frame["ci_low"], frame["ci_high"] = frame["value"] * 0.98, frame["value"] * 1.02
+    folder.mkdir()
+    frame.reindex(columns=list(COLUMNS)).to_csv(folder / "big.csv", index=False)
+    return load(folder)
+
+
+def test_a_hundred_thousand_rows(opened: Open, tmp_path: Path) -> None:
+    found = hundred_thousand(tmp_path / "rows")
+    assert len(found.rows) == 100_000
+    html = build_page(found)
+    assert len(html) < 9_000_000  # 4.8 of them are plotly
+    page = opened(write_page(html, tmp_path))
+    assert page.js("document.documentElement.dataset.ready") == "true"
+    assert page.problems == []
+    assert page.js("document.querySelector('#history h2').textContent").startswith("10 of 100 series changed")
+    page.choose("#benchmark", "state_update: step0, cpu_time")
+    kept = page.js(f"{TRACES}[0].y.length")
+    assert 390 <= kept <= 400 and 100 * kept <= MAX_POINTS
+    assert page.js("document.getElementById('history-chart').layout.annotations.length") == 1
+    assert "A series with more than 400 runs keeps" in html

@@ -1,0 +1,303 @@
+"""What is read, what a series is, whose word is the last, what a page keeps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hybrid_kv.config import HybridKVError
+from hybrid_kv.dashboard.data import (
+    MAX_POINTS,
+    about,
+    duration,
+    fullest_run,
+    histories,
+    last_words,
+    load,
+    newest_run,
+    newest_series,
+    number,
+    overall,
+    points_per_series,
+    thin,
+    verdicts,
+)
+from tests.dashboard.rows import history, results, row, write
+
+# ---- reading ----
+
+
+def test_every_file_of_the_schema_is_read_in_order_of_time(tmp_path: Path) -> None:
+    write(tmp_path, [row(5, value=3.0)], "a.csv")
+    write(tmp_path, [row(1, value=1.0), row(9, value=4.0), row(3, value=2.0)], "b.csv")
+    found = load(tmp_path)
+    assert list(found.rows["value"]) == [1, 2, 3, 4]
+    assert found.files == ["a.csv", "b.csv"]
+
+
+def test_empty_and_foreign_files_and_files_without_rows(tmp_path: Path) -> None:
+    (tmp_path / "empty.csv").touch()
+    (tmp_path / "cut.csv").write_text("schema,run")
+    (tmp_path / "acknowledged.csv").write_text("benchmark,reason\nx,y\n")
+    write(tmp_path, [], "header.csv")
+    found = load(tmp_path)
+    assert found.rows.empty
+    assert found.machines == []
+    assert found.files == ["cut.csv", "empty.csv", "header.csv"]
+    assert found.foreign == ["acknowledged.csv"]
+    assert histories(found.rows) == []
+    assert verdicts(found.rows) == []
+
+
+def test_a_missing_folder_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(HybridKVError, match="is no folder with results"):
+        load(tmp_path / "none")
+
+
+def test_params_that_are_no_object_are_one_line(tmp_path: Path) -> None:
+    write(tmp_path, [row() | {"params": "[1]"}])
+    with pytest.raises(HybridKVError, match=r"params '\[1\]' is no JSON object"):
+        load(tmp_path)
+    write(tmp_path, [row() | {"params": "{oops"}])
+    with pytest.raises(HybridKVError, match="is no JSON object"):
+        load(tmp_path)
+
+
+def test_a_machine_with_a_gpu_is_another_machine(tmp_path: Path) -> None:
+    found = results(tmp_path, row(0), row(1, device="H200"), row(2, device=""))
+    assert list(found.rows["machine"]) == ["box", "box, H200", "box"]
+    assert found.machines == ["box", "box, H200"]
+
+
+def test_static_metrics_belong_to_no_machine(tmp_path: Path) -> None:
+    found = results(tmp_path, row(0, suite="kernels", device="H200"), row(1, machine="other"))
+    assert list(found.rows["machine"]) == ["", "other"]
+    assert found.machines == ["other"]
+
+
+def test_how_a_number_came_about_is_not_what_it_is_of(tmp_path: Path) -> None:
+    same = {"K": 3, "model": "nano"}
+    found = results(
+        tmp_path,
+        row(0, {**same, "receipt": {"max_error": 0.1}, "seconds": 1}),
+        row(1, {**same, "receipt": {"max_error": 0.2}, "mix": {"float": 1}, "candidate_commit": "a"}),
+        row(2, {**same, "K": 5}),
+    )
+    assert list(found.rows["case"]) == ["K=3, model=nano"] * 2 + ["K=5, model=nano"]
+    assert len(histories(found.rows)) == 2
+
+
+def test_a_check_of_the_guard_keeps_its_name_when_its_figures_change(tmp_path: Path) -> None:
+    guard = {"suite": "guard", "benchmark": "answers", "unit": "answers", "verdict": "pass", "value": 0.0}
+    found = results(
+        tmp_path,
+        row(0, {"hit_rate": 0.7}, metric="all, mtp 3: hits 70%, accepted 91%", **guard),
+        row(1, {"hit_rate": 0.8}, metric="all, mtp 3: hits 80%, accepted 92%", **guard),
+        row(1, {"hit_rate": 0.1}, metric="none, mtp 3: accepted 92%", **guard),
+    )
+    assert [(s.key[2], len(s.rows)) for s in histories(found.rows)] == [("all, mtp 3", 2), ("none, mtp 3", 1)]
+    assert found.rows["check"].iloc[0] == "all, mtp 3: hits 70%, accepted 91%"
+    other = results(tmp_path, row(0, metric="p: q"))
+    assert list(other.rows["metric"]) == ["p: q"]
+
+
+# ---- which rows ----
+
+
+def test_newest_and_fullest_run(tmp_path: Path) -> None:
+    full = [row(run, {"i": i}) for run in (1, 2) for i in range(3)]
+    rows = results(tmp_path, *full, row(3, {"i": 0})).rows
+    assert set(newest_run(rows)["run_id"]) == {"run00003"}
+    assert set(fullest_run(rows)["run_id"]) == {"run00002"}
+    assert len(fullest_run(rows)) == 3
+    assert newest_run(rows[:0]).empty and fullest_run(rows[:0]).empty
+
+
+def test_the_last_word_of_each_series(tmp_path: Path) -> None:
+    rows = results(tmp_path, row(0, {"i": 1}, value=1.0), row(1, {"i": 2}, value=2.0), row(2, {"i": 1}, value=3.0)).rows
+    assert sorted(last_words(rows)["value"]) == [2, 3]
+
+
+def test_only_the_newest_run_judges(tmp_path: Path) -> None:
+    old = row(0, {"i": 1}, verdict="fail", suite="guard", benchmark="a", metric="m")
+    new = [row(1, verdict="pass", suite="guard", benchmark="a", metric=f"n{i}") for i in range(3)]
+    (verdict,) = verdicts(results(tmp_path, old, *new).rows)
+    assert (verdict.word, verdict.count("pass"), len(verdict.rows)) == ("pass", 3, 3)
+    assert verdict.newest.commit == "00001" * 8
+
+
+def test_a_static_metric_stands_until_it_is_replaced(tmp_path: Path) -> None:
+    static = {"suite": "kernels", "benchmark": "k", "unit": "", "metric": "registers"}
+    rows = [
+        row(0, {"target": "sm_80"}, verdict="fail", **static),
+        row(0, {"target": "sm_90"}, verdict="fail", **static),
+        row(1, {"target": "sm_90"}, verdict="pass", **static),
+    ]
+    (verdict,) = verdicts(results(tmp_path, *rows).rows)
+    assert (verdict.word, verdict.count("pass"), verdict.count("fail")) == ("fail", 1, 1)
+    assert verdict.machine == ""
+
+
+def test_each_machine_has_a_verdict_of_its_own(tmp_path: Path) -> None:
+    found = results(tmp_path, row(0, verdict="fail"), row(1, machine="b", verdict="pass"), row(2))
+    assert [(v.machine, v.word) for v in verdicts(found.rows)] == [("b", "pass"), ("box", "fail")]
+
+
+def test_void_is_not_passed(tmp_path: Path) -> None:
+    rows = [row(0, {"i": i}, verdict=word) for i, word in enumerate(["pass", "void", "pass"])]
+    (verdict,) = verdicts(results(tmp_path, *rows).rows)
+    assert verdict.word == "void"
+    assert overall(["pass", "void"]) == "void"
+    assert overall(["void", "fail", "pass"]) == "fail"
+    assert overall([]) == "none"
+
+
+# ---- history ----
+
+
+def test_a_run_counts_once(tmp_path: Path) -> None:
+    (series,) = histories(results(tmp_path, row(0, value=1.0), row(0, value=2.0), row(1, value=3.0)).rows)
+    assert list(series.rows["value"]) == [2, 3]
+
+
+def test_machines_are_never_mixed(tmp_path: Path) -> None:
+    slow = [row(run + 20, value=200.0 + run % 3, machine="slow") for run in range(20)]
+    found = histories(results(tmp_path, *history([100.0 + i % 3 for i in range(20)]), *slow).rows)
+    assert [s.key[4] for s in found] == ["box", "slow"]
+    assert not any(s.steps for s in found)
+
+
+def test_steps_of_changed_trees_and_void_runs_are_not_looked_for(tmp_path: Path) -> None:
+    rows = history([100.0 + i % 3 for i in range(20)])
+    dirty = [row(30 + i, value=200.0 + i % 3, dirty=True) for i in range(10)]
+    void = [row(50 + i, value=200.0 + i % 3, verdict="void") for i in range(10)]
+    (series,) = histories(results(tmp_path, *rows, *dirty, *void).rows)
+    assert len(series.rows) == 40
+    assert list(series.clean) == list(range(20))
+    assert not series.steps
+    (again,) = histories(results(tmp_path, *rows, *[one | {"dirty": False} for one in dirty]).rows)
+    assert len(again.steps) == 1
+
+
+def test_a_step_names_both_commits(tmp_path: Path) -> None:
+    values = [100.0 + i % 3 for i in range(8)] + [150.0 + i % 3 for i in range(8)]
+    rows = history(values)
+    rows[7]["dirty"] = True  # The last before the step: it belongs to no commit.
+    (series,) = histories(results(tmp_path, *rows).rows)
+    (step,) = series.steps
+    assert series.step_row(step).commit == "00008" * 8
+    assert series.row_before(step).commit == "00006" * 8
+
+
+@pytest.mark.parametrize(
+    ("better", "up", "word"),
+    [
+        ("lower", True, "worse"),
+        ("lower", False, "better"),
+        ("higher", True, "better"),
+        ("higher", False, "worse"),
+        ("equal", True, "changed"),
+        ("equal", False, "changed"),
+    ],
+)
+def test_worse_is_what_the_rows_call_worse(tmp_path: Path, better: str, up: bool, word: str) -> None:
+    values = [100.0, 120.0] if up else [120.0, 100.0]
+    (series,) = histories(results(tmp_path, *history(values, unit="B", metric="bytes", better=better)).rows)
+    assert series.judge(series.steps[0]) == word
+
+
+@pytest.mark.parametrize(
+    ("same", "values", "exact"),
+    [
+        ({"unit": "B"}, [1.0, 2.0], True),
+        ({"unit": "ns"}, [1.0, 2.0], False),
+        ({"unit": "time ratio"}, [1.0, 2.0], False),
+        ({"unit": "share", "ci_low": 0.0, "ci_high": 1.0}, [1.0, 0.0], False),
+        ({"unit": "logit"}, [1.0, 1.5], False),
+        ({"unit": "1/B", "suite": "kernels"}, [1.1, 1.5], True),
+    ],
+)
+def test_counts_are_exact_and_times_are_not(tmp_path: Path, same: dict, values: list[float], exact: bool) -> None:
+    (series,) = histories(results(tmp_path, *history(values, **same)).rows)
+    assert len(series.steps) == exact
+
+
+# ---- what a page keeps ----
+
+
+def test_thinning_keeps_the_ends_and_every_extreme() -> None:
+    values = np.random.default_rng(0).random(10_000)
+    values[[1234, 8765]] = [99, -99]
+    kept = thin(values, 100)
+    assert len(kept) <= 100
+    assert {0, 1234, 8765, 9999} <= set(kept)
+    assert list(kept) == sorted(set(kept))
+    assert list(thin(values[:100], 100)) == list(range(100))
+    assert len(thin(values[:101], 100)) <= 100
+
+
+def test_thinning_spreads_over_the_whole_series() -> None:
+    gaps = np.diff(thin(np.random.default_rng(0).random(10_000), 100))
+    assert gaps.max() < 3 * 10_000 / 49
+
+
+def test_long_series_are_thinned_only_when_there_are_too_many_points(tmp_path: Path) -> None:
+    (one,) = histories(results(tmp_path, *history(np.arange(500.0))).rows)
+    assert points_per_series([one]) == 400
+    assert points_per_series([one] * 100) == 400
+    assert points_per_series([one] * 101) == 200
+    assert MAX_POINTS >= 200 * 101
+    assert points_per_series([one] * 100_000) == 12
+
+
+def test_too_many_series_keep_those_that_matter(tmp_path: Path) -> None:
+    stepped = history([1.0, 2.0], unit="B", params={"i": 0})
+    long = history([1.0, 1.0, 1.0], unit="B", params={"i": 1})
+    short = [row(run, {"i": 2 + run}, unit="B", value=1.0) for run in range(3)]
+    series = histories(results(tmp_path, *stepped, *long, *short).rows)
+    assert [s.key[3] for s in newest_series(series, 3)] == ["i=0", "i=1", "i=4"]
+    assert newest_series(series, 5) == series
+
+
+# ---- figures ----
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (15122.4, "15,122"),
+        (6.789, "6.79"),
+        (0.0, "0"),
+        (1.08e-13, "1.08e-13"),
+        (0.00123, "0.00123"),
+        (100.0, "100"),
+        (99.96, "100"),
+        (-2.5, "-2.5"),
+        (float("nan"), "–"),
+        (1e15, "1e+15"),
+    ],
+)
+def test_number(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+def test_durations_and_round_figures() -> None:
+    assert [duration(ns) for ns in (410.0, 6790.0, 15.1e6, 2e9, 0.5)] == [
+        "410 ns",
+        "6.79 µs",
+        "15.1 ms",
+        "2 s",
+        "0.5 ns",
+    ]
+    assert (about(6253.0), about(1.8417)) == ("6,300", "1.8")
+
+
+def test_the_repositorys_own_rows_are_read() -> None:
+    found = load(Path(__file__).resolve().parents[2] / "results")
+    assert len(found.rows) > 1000
+    assert all(
+        json.loads(text) == parsed for text, parsed in zip(found.rows["params"], found.rows["parsed"], strict=True)
+    )

@@ -1,0 +1,80 @@
+"""README's numbers are those of `results/`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hybrid_kv.config import HybridKVError
+from hybrid_kv.dashboard import readme
+from hybrid_kv.dashboard.data import load
+from tests.dashboard.kinds import everything
+from tests.dashboard.rows import results
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_readme_shows_the_rows_of_the_repository() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    made = readme.rewrite(text, load(ROOT / "results"))
+    assert made == text, "README.md is behind results/*.csv; run: make figures"
+
+
+def test_readme_has_every_block_once_and_the_screenshot() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"<!-- figures:([\w-]+) -->", text)) == sorted(readme.BLOCKS)
+    (image,) = re.findall(r"\((docs/\S+\.png)\)", text)
+    assert (ROOT / image).read_bytes().startswith(b"\x89PNG")
+
+
+def test_blocks_are_rewritten_and_nothing_else_is(tmp_path: Path) -> None:
+    found = results(tmp_path, *everything())
+    text = (
+        "before\n<!-- figures:hits -->\nold\n<!-- /figures -->\nbetween\n<!-- figures:append -->\n<!-- /figures -->\n"
+    )
+    made = readme.rewrite(text, found)
+    assert made.startswith("before\n<!-- figures:hits -->\n| | hit rate | n-gram 3 | MTP 3 |\n|---|--:|--:|--:|\n")
+    assert "old" not in made
+    assert "\n<!-- /figures -->\nbetween\n<!-- figures:append -->\nOne append costs the engine 0.4 to 0.66 µs" in made
+    assert readme.rewrite(made, found) == made
+
+
+def test_a_block_without_rows_stays(tmp_path: Path) -> None:
+    text = "".join(f"<!-- figures:{name} -->\nold {name}\n<!-- /figures -->\n" for name in readme.BLOCKS)
+    assert readme.rewrite(text, results(tmp_path)) == text
+
+
+def test_wrong_markers_are_one_line(tmp_path: Path) -> None:
+    found = results(tmp_path)
+    with pytest.raises(HybridKVError, match="no figures are called 'hit'; use one of"):
+        readme.rewrite("<!-- figures:hit -->\n<!-- /figures -->", found)
+    with pytest.raises(HybridKVError, match="has no end"):
+        readme.rewrite("<!-- figures:hits -->\n", found)
+
+
+def test_the_tables(tmp_path: Path) -> None:
+    found = results(tmp_path, *everything())
+    made = {name: block(found) or "" for name, block in readme.BLOCKS.items()}
+    assert made["step"].splitlines()[2] == "| 8 prefills × 64 blocks | 102 (15) | 68 (10) | 29 (4.3) | **6.8** | 272 |"
+    assert made["append"].endswith("(torch, 1 block of 8 kernel blocks) takes 2 times as long.")
+    assert "any of the 3 cells" in made["append"]
+    assert made["hits"].splitlines()[2:] == [
+        "| `none` | 0 | 13.0 % accepted | 92.0 % |",
+        "| `align` | 71.2 % | 13.0 % | 92.0 % |",
+        "| `all` | 71.9 % | 13.0 % | 92.0 % |",
+    ]
+    kernels = made["kernels"].splitlines()
+    assert kernels[1] == "$ hybrid-kv kernels --targets sm_90,gfx942     # 4 of 4 lines, the last columns left out"
+    assert " ".join(kernels[3].split()) == "state_update.slots Nemotron-3-Nano, K=3 float32 sm_90 64 0 32 16 128 64"
+    assert " ".join(kernels[4].split()) == "gfx942 65 0 32 16 128 64"
+    assert "layout" in made["guard"] and "10 of 10 checks passed" in made["guard"]
+
+
+def test_a_quick_run_does_not_replace_the_full_ones_tables(tmp_path: Path) -> None:
+    quick = [one | {"run_id": "quick", "time_utc": "2030-01-01T00:00:00Z"} for one in everything()]
+    chosen = [one for one in quick if one["benchmark"] in ("layout", "expand")][:4]
+    with_quick, without = results(tmp_path / "a", *everything(), *chosen), results(tmp_path / "b", *everything())
+    for name, block in readme.BLOCKS.items():
+        assert block(with_quick) == block(without), name
