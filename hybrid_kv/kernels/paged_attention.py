@@ -1,9 +1,32 @@
-"""Writing K and V to slots, and attention over kernel blocks."""
+"""K and V of tokens in blocks: storing them in slots, and causal attention over the blocks of a row.
+
+In plain torch: `write_kv`, `gather_kv`, and `paged_attention` over rows padded to one length, what a CPU runs; and
+`paged_attention_varlen_reference`. As Triton kernels, one launch each: `store_kv`, and `paged_attention_varlen` over
+rows whose tokens lie back to back. Caches are [num_kernel_blocks, kernel_block_size, num_kv_heads, head_size] views
+whose blocks and tokens lie at any stride, so that every layout of `cache.layout` is read where it is.
+"""
 
 from __future__ import annotations
 
+import math
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
+
+from hybrid_kv.kernels.launch import FLOATS, INTS, check, jit, next_power_of_2
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+    from hybrid_kv.kernels.aot import AotCase
+
+MAX_ROWS = 64  # (query, head) pairs of a program
+BLOCK_N = 32  # keys that it looks at together; with 64 of them sm_80 and gfx942 spill
+NUM_STAGES = 3  # with two of them sm_80 spills
+
+
+# ---- plain torch ----
 
 
 def write_kv(
@@ -31,6 +54,64 @@ def gather_kv(cache: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
     return cache[block_table].view(rows, num_blocks * cache.shape[1], *cache.shape[2:])
 
 
+def token_cells(
+    block_table: torch.Tensor, last: torch.Tensor, num_keys: int, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Kernel block and offset in it of the first `num_keys` tokens of each row, [num_rows * num_keys] int64 each.
+
+    Behind a row's last token stands that token again. So nothing is read that no query of the row may see: a mask does
+    not stop NaN (0 * NaN), and unused slots hold whatever another layer's state left in the page.
+
+    Args:
+        block_table: [num_rows, num_blocks] int32 or int64.
+        last: [num_rows] int64, position of each row's last token.
+    """
+    place = torch.minimum(torch.arange(num_keys, device=last.device), last[:, None])
+    blocks = block_table.long().gather(1, place // block_size)
+    return blocks.flatten(), (place % block_size).flatten()
+
+
+def gather_tokens(cache: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """The tokens at `offsets` of `blocks`: [num_tokens, num_kv_heads, head_size].
+
+    Where a block's stride is a multiple of a token's the cache is one list of tokens with gaps, which `index_select`
+    copies token by token, five times as fast as indexing blocks.
+    """
+    block_stride, token_stride, *inner = cache.stride()
+    if token_stride and block_stride % token_stride == 0:
+        per_block = block_stride // token_stride
+        length = (len(cache) - 1) * per_block + cache.shape[1]
+        tokens = cache.as_strided((length, *cache.shape[2:]), (token_stride, *inner))
+        return tokens.index_select(0, torch.add(offsets, blocks, alpha=per_block))
+    return cache[blocks, offsets]
+
+
+def attend_tokens(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """Attention of each row's queries over its own keys, grouped-query heads included.
+
+    Args:
+        query: [num_rows, len, num_heads, head_size].
+        key, value: [num_rows, num_keys, num_kv_heads, head_size], finite.
+        visible: [num_rows, len, num_keys] bool, at least one key per query; None if every query sees every key.
+
+    Returns:
+        [num_rows, len, num_heads, head_size].
+    """
+    rows, length, heads, size = query.shape
+    kv_heads = key.shape[2]
+    key, value = key.transpose(1, 2), value.transpose(1, 2)
+    mask = None if visible is None else visible.unsqueeze(1)
+    if length == 1:
+        # The heads that share K and V are queries of one head: nothing is copied, and K and V are read once for all.
+        out = F.scaled_dot_product_attention(query.view(rows, kv_heads, -1, size), key, value, mask, scale=scale)
+        return out.reshape(query.shape)
+    grouped = heads != kv_heads
+    out = F.scaled_dot_product_attention(query.transpose(1, 2), key, value, mask, scale=scale, enable_gqa=grouped)
+    return out.transpose(1, 2)
+
+
 def paged_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,
@@ -50,14 +131,364 @@ def paged_attention(
     Returns:
         [num_rows, len, num_heads, head_size].
     """
-    key = gather_kv(key_cache, block_table)
-    value = gather_kv(value_cache, block_table)
-    visible = torch.arange(key.shape[1], device=query.device) <= positions.unsqueeze(-1)
-    # A mask does not stop NaN (0 * NaN), and unused slots hold whatever another layer's state left in the page.
-    unused = ~visible.any(1)[..., None, None]
-    key = key.masked_fill(unused, 0).transpose(1, 2)
-    value = value.masked_fill(unused, 0).transpose(1, 2)
-    out = F.scaled_dot_product_attention(
-        query.transpose(1, 2), key, value, visible.unsqueeze(1), scale=scale, enable_gqa=query.shape[2] != key.shape[1]
+    last = positions.amax(1)
+    num_keys = int(last.max()) + 1
+    cells = token_cells(block_table, last, num_keys, key_cache.shape[1])
+    key, value = (gather_tokens(cache, *cells).unflatten(0, (-1, num_keys)) for cache in (key_cache, value_cache))
+    visible = torch.arange(num_keys, device=query.device) <= positions.unsqueeze(-1)
+    return attend_tokens(query, key, value, visible, scale)
+
+
+# ---- store ----
+
+
+def _store_kv(
+    key: tl.tensor,
+    value: tl.tensor,
+    key_cache: tl.tensor,
+    value_cache: tl.tensor,
+    slots: tl.tensor,
+    key_stride: tl.tensor,
+    value_stride: tl.tensor,
+    key_block_stride: tl.tensor,
+    value_block_stride: tl.tensor,
+    key_token_stride: tl.tensor,
+    value_token_stride: tl.tensor,
+    BLOCK_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    # One program a token: its K and V are WIDTH contiguous elements on both sides.
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    if slot >= 0:
+        block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+        i = tl.arange(0, BLOCK)
+        inside = (i < WIDTH) | (WIDTH == BLOCK)
+        k = tl.load(key + token * key_stride + i, mask=inside)
+        v = tl.load(value + token * value_stride + i, mask=inside)
+        key_cache += block * key_block_stride + offset * key_token_stride
+        value_cache += block * value_block_stride + offset * value_token_stride
+        tl.store(key_cache + i, k, mask=inside)
+        tl.store(value_cache + i, v, mask=inside)
+
+
+def store_kv(
+    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """`write_kv` in one launch, without waiting for the device.
+
+    Args:
+        key, value: [num_tokens, num_kv_heads, head_size] float32, bfloat16 or float16, tokens at any stride.
+        key_cache, value_cache: [num_kernel_blocks, kernel_block_size, num_kv_heads, head_size] of the same dtype,
+            blocks and tokens at any stride.
+        slots: [num_tokens] int32 or int64; a negative one stores nothing. No slot may occur twice.
+
+    Raises:
+        ValueError: a shape, dtype, device or stride is none of these.
+    """
+    if key.dim() != 3 or key_cache.dim() != 4:
+        shapes = tuple(key.shape), tuple(key_cache.shape)
+        raise ValueError(f"key and key_cache have shapes {shapes}; they must have 3 and 4 dimensions")
+    tokens, heads, size = key.shape
+    cache_shape = (*key_cache.shape[:2], heads, size)
+    check("key", key, (tokens, heads, size), FLOATS, key.device, free=1)
+    check("value", value, (tokens, heads, size), (key.dtype,), key.device, free=1)
+    for name, tensor in (("key_cache", key_cache), ("value_cache", value_cache)):
+        check(name, tensor, cache_shape, (key.dtype,), key.device, free=2)
+    check("slots", slots, (tokens,), INTS, key.device)
+    if not tokens:
+        return
+    jit(_store_kv)[(tokens,)](
+        key,
+        value,
+        key_cache,
+        value_cache,
+        slots,
+        key.stride(0),
+        value.stride(0),
+        key_cache.stride(0),
+        value_cache.stride(0),
+        key_cache.stride(1),
+        value_cache.stride(1),
+        BLOCK_SIZE=key_cache.shape[1],
+        WIDTH=heads * size,
+        BLOCK=next_power_of_2(heads * size),
+        num_warps=1 if heads * size <= 512 else 4,
     )
-    return out.transpose(1, 2)
+
+
+# ---- attention ----
+
+
+def paged_attention_varlen_reference(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_query_len: int,
+    scale: float,
+    grid: int = 0,
+) -> torch.Tensor:
+    """`paged_attention_varlen` in plain torch, row by row in float32; tokens of no row come out as zeros."""
+    out = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    block_size, per_kv = key_cache.shape[1], query.shape[1] // key_cache.shape[2]
+    starts, lens = query_start_loc.tolist(), seq_lens.tolist()
+    for row, (start, stop, total) in enumerate(zip(starts, starts[1:], lens, strict=False)):
+        if stop == start or int(block_table[row, 0]) == 0:
+            continue
+        place = torch.arange(total, device=query.device)
+        blocks = block_table[row].long()[place // block_size]
+        seen = place <= torch.arange(total - (stop - start), total, device=query.device)[:, None]
+        if grid:
+            seen &= place % grid != 0
+        key, value = (
+            cache[blocks, place % block_size].float().repeat_interleave(per_kv, 1) for cache in (key_cache, value_cache)
+        )
+        # What nobody sees may hold NaN, which a weight of 0 does not stop.
+        unseen = ~seen.any(0)[:, None, None]
+        key, value = key.masked_fill(unseen, 0), value.masked_fill(unseen, 0)
+        scores = torch.einsum("thd,shd->hts", query[start:stop].float(), key) * scale
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).masked_fill(~seen, 0)
+        out[start:stop] = torch.einsum("hts,shd->thd", weights, value).to(out.dtype)
+    return out
+
+
+def _attention(
+    query: tl.tensor,
+    key_cache: tl.tensor,
+    value_cache: tl.tensor,
+    out: tl.tensor,
+    block_table: tl.tensor,
+    query_start_loc: tl.tensor,
+    seq_lens: tl.tensor,
+    scale: tl.tensor,
+    query_stride: tl.tensor,
+    table_stride: tl.tensor,
+    key_block_stride: tl.tensor,
+    value_block_stride: tl.tensor,
+    key_token_stride: tl.tensor,
+    value_token_stride: tl.tensor,
+    HEADS: tl.constexpr,
+    PER_KV: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    GRID: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    UPCAST: tl.constexpr,
+) -> None:
+    # A program has BLOCK_M (query, head) pairs of one row that share a head of K and V, so that K and V are loaded once
+    # for all of them: in a decode that is what the time goes into, and PER_KV heads fill the tensor core's 16 rows.
+    kv_head = tl.program_id(1)
+    row = tl.program_id(2)
+    start = tl.load(query_start_loc + row).to(tl.int64)
+    length = (tl.load(query_start_loc + row + 1) - start).to(tl.int32)
+    # The last tile has the longest way to go and is started first.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    table = block_table + row.to(tl.int64) * table_stride
+    # Padding stands on the null block, whose content is nobody's.
+    if (tile * BLOCK_M < length * PER_KV) & (tl.load(table) != 0):
+        pair = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        token, head = pair // PER_KV, kv_head * PER_KV + pair % PER_KV
+        total = tl.load(seq_lens + row).to(tl.int32)
+        position = total - length + token
+        d = tl.arange(0, BLOCK_D)
+        in_d = (d < HEAD_SIZE) | (HEAD_SIZE == BLOCK_D)
+        real = (token < length)[:, None] & in_d[None, :]
+        inside = head[:, None] * HEAD_SIZE + d[None, :]
+        q = tl.load(query + (start + token)[:, None] * query_stride + inside, mask=real, other=0.0)
+        if UPCAST:
+            q = q.to(tl.float32)
+        key_cache += kv_head * HEAD_SIZE
+        value_cache += kv_head * HEAD_SIZE
+
+        best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        weight = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        # Nobody in the tile sees further than its last query.
+        stop = tl.minimum(total, total - length + (tile * BLOCK_M + BLOCK_M - 1) // PER_KV + 1)
+        for first in range(0, stop, BLOCK_N):
+            n = first + tl.arange(0, BLOCK_N)
+            known = n < stop
+            if GRID:
+                known &= n % GRID != 0
+            # Block ids are widened before they are multiplied: a pool passes 2^31 elements. What is not known is not
+            # loaded either: it may hold NaN, which a weight of 0 does not stop.
+            block = tl.load(table + n // BLOCK_SIZE, mask=known, other=0).to(tl.int64)
+            offset = n % BLOCK_SIZE
+            at_key = block * key_block_stride + offset * key_token_stride
+            k = tl.load(key_cache + at_key[None, :] + d[:, None], mask=in_d[:, None] & known[None, :], other=0.0)
+            at_value = block * value_block_stride + offset * value_token_stride
+            v = tl.load(value_cache + at_value[:, None] + d[None, :], mask=known[:, None] & in_d[None, :], other=0.0)
+            if UPCAST:
+                k, v = k.to(tl.float32), v.to(tl.float32)
+            # "ieee", or float32 would be cut to tf32.
+            scores = tl.dot(q, k, input_precision="ieee")
+            seen = known[None, :] & (n[None, :] <= position[:, None])
+            # `scale` includes log2(e), the base of the exponentials being 2.
+            scores = tl.where(seen, scores * scale, float("-inf"))
+            new = tl.maximum(best, tl.max(scores, 1))
+            # A query that has seen no key yet has -inf - -inf.
+            base = tl.where(new == float("-inf"), 0.0, new)
+            p = tl.exp2(scores - base[:, None])
+            fade = tl.exp2(best - base)
+            weight = weight * fade + tl.sum(p, 1)
+            acc = acc * fade[:, None]
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+            best = new
+        acc = acc / tl.where(weight == 0.0, 1.0, weight)[:, None]
+        to = out + (start + token)[:, None] * (HEADS * HEAD_SIZE) + inside
+        tl.store(to, acc.to(out.dtype.element_ty), mask=real)
+
+
+def _constexprs(
+    heads: int, kv_heads: int, head_size: int, block_size: int, max_query_len: int, grid: int, upcast: bool
+) -> dict[str, int]:
+    per_kv = heads // kv_heads
+    # As many pairs as there are; the tensor core takes 16.
+    block_m = min(MAX_ROWS, max(16, next_power_of_2(per_kv * max_query_len)))
+    return {
+        "HEADS": heads,
+        "PER_KV": per_kv,
+        "HEAD_SIZE": head_size,
+        "BLOCK_SIZE": block_size,
+        "GRID": grid,
+        "BLOCK_M": block_m,
+        "BLOCK_N": BLOCK_N,
+        "BLOCK_D": max(16, next_power_of_2(head_size)),
+        "UPCAST": upcast,
+    }
+
+
+def paged_attention_varlen(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_query_len: int,
+    scale: float,
+    grid: int = 0,
+) -> torch.Tensor:
+    """Causal attention of each row's queries over its own blocks; one launch, for decodes as for prefills.
+
+    The tokens of row r are `query_start_loc[r] … query_start_loc[r + 1] - 1`, the last ones of its `seq_lens[r]`, whose
+    K and V are all in the cache. Rows whose first block is the null block 0 are padding.
+
+    Args:
+        query: [num_tokens, num_heads, head_size] float32, bfloat16 or float16, tokens at any stride.
+        key_cache, value_cache: [num_kernel_blocks, kernel_block_size, num_kv_heads, head_size] of the same dtype,
+            blocks and tokens at any stride.
+        block_table: [num_rows, num_blocks] int32 or int64, rows at any stride; covers each row's `seq_lens` tokens.
+        query_start_loc: [num_rows + 1] int32 or int64 from 0, never falling.
+        seq_lens: [num_rows] int32 or int64, tokens after this step.
+        max_query_len: of all rows; a larger number costs programs without work.
+        grid: keys at its multiples are seen by nobody (`models.nemotron_h_mtp`); a query that sees no key gets zeros.
+            0: there is no grid.
+
+    Returns:
+        [num_tokens, num_heads, head_size], contiguous. Rows of padding and tokens of no row are not written.
+
+    Raises:
+        ValueError: a shape, dtype, device, stride or number is none of these.
+    """
+    device = query.device
+    if query.dim() != 3 or key_cache.dim() != 4 or block_table.dim() != 2:
+        shapes = [tuple(tensor.shape) for tensor in (query, key_cache, block_table)]
+        raise ValueError(f"query, key_cache and block_table have shapes {shapes}; they must have 3, 4 and 2 dimensions")
+    tokens, heads, size = query.shape
+    blocks, block_size, kv_heads = key_cache.shape[:3]
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"{kv_heads} heads of K do not divide {heads} heads of the query")
+    if max_query_len < 1 or grid < 0:
+        raise ValueError(f"max_query_len={max_query_len} must be >= 1 and grid={grid} >= 0")
+    check("query", query, (tokens, heads, size), FLOATS, device, free=1)
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        check(name, cache, (blocks, block_size, kv_heads, size), (query.dtype,), device, free=2)
+    rows, width = block_table.shape
+    check("block_table", block_table, (rows, width), INTS, device, free=1)
+    check("query_start_loc", query_start_loc, (rows + 1,), INTS, device)
+    check("seq_lens", seq_lens, (rows,), INTS, device)
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    # The interpreter would multiply raw bits.
+    upcast = query.dtype == torch.bfloat16 and device.type == "cpu"
+    constexprs = _constexprs(heads, kv_heads, size, block_size, max_query_len, grid, upcast)
+    tiles = -(-max_query_len * constexprs["PER_KV"] // constexprs["BLOCK_M"])
+    jit(_attention)[(tiles, kv_heads, rows)](
+        query,
+        key_cache,
+        value_cache,
+        out,
+        block_table,
+        query_start_loc,
+        seq_lens,
+        scale * math.log2(math.e),
+        query.stride(0),
+        block_table.stride(0),
+        key_cache.stride(0),
+        value_cache.stride(0),
+        key_cache.stride(1),
+        value_cache.stride(1),
+        **constexprs,
+        num_warps=4,
+        num_stages=NUM_STAGES,
+    )
+    return out
+
+
+def aot_cases() -> list[AotCase]:
+    """What a launch compiles for bfloat16 models with 16-token kernel blocks."""
+    from hybrid_kv.kernels.aot import AotCase
+
+    shapes = {"Nemotron-3-Nano": (32, 2, 128), "Granite-4-H-small": (32, 8, 128)}
+    strides = ("key_block_stride", "value_block_stride", "key_token_stride", "value_token_stride")
+    # 16 heads of Nano share one of K and V: 4 tokens fill the largest tile, and a prefill compiles the same.
+    step = {"Nemotron-3-Nano": ((1, "K=0"), (4, "K=3")), "Granite-4-H-small": ((4, "K=3"), (2048, "prefill"))}
+    found = []
+    for name, queries in step.items():
+        heads, kv_heads, size = shapes[name]
+        for length, kind in queries:
+            found.append(
+                AotCase(
+                    kernel="paged_attention.paged_attention_varlen",
+                    shape=f"{name}, {kind}",
+                    dtype="bfloat16",
+                    fn=jit(_attention),
+                    signature={
+                        **dict.fromkeys(("query", "key_cache", "value_cache", "out"), "*bf16"),
+                        **dict.fromkeys(("block_table", "query_start_loc", "seq_lens"), "*i32"),
+                        "scale": "fp32",
+                        **dict.fromkeys(("query_stride", "table_stride", *strides), "i32"),
+                    },
+                    constexprs=_constexprs(heads, kv_heads, size, 16, length, 0, False),
+                    num_warps=4,
+                    num_stages=NUM_STAGES,
+                    divisible=("query_stride", "table_stride", *strides),
+                )
+            )
+    heads, kv_heads, size = shapes["Nemotron-3-Nano"]
+    width = kv_heads * size
+    found.append(
+        AotCase(
+            kernel="paged_attention.store_kv",
+            shape="Nemotron-3-Nano",
+            dtype="bfloat16",
+            fn=jit(_store_kv),
+            signature={
+                **dict.fromkeys(("key", "value", "key_cache", "value_cache"), "*bf16"),
+                "slots": "*i64",
+                **dict.fromkeys(("key_stride", "value_stride", *strides), "i32"),
+            },
+            constexprs={"BLOCK_SIZE": 16, "WIDTH": width, "BLOCK": width},
+            num_warps=1,
+            num_stages=NUM_STAGES,
+            bytes_per_program=4 * width * 2,
+            divisible=("key_stride", "value_stride", *strides),
+        )
+    )
+    return found
