@@ -7,8 +7,10 @@ STAMP := $(VENV)/.installed
 # What the workflows set for these is read by the shell, never expanded here.
 export BASE ?= HEAD~1
 export RESULTS ?= results
+export N ?= 5
 
 .PHONY: guard guard-quick test bench lint lint-workflows kernels check-results compare step-summary comment
+.PHONY: report figures history
 .PHONY: gpu-test gpu-guard gpu-bench gpu-accuracy push-results alarm wheel announce clean
 guard: $(STAMP)
 	$(BIN)/hybrid-kv guard
@@ -21,6 +23,15 @@ test: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m bench --out results/microbench.csv
+
+history: $(STAMP)
+	$(BIN)/python -m bench.history "$$N"
+
+report: $(STAMP)
+	$(BIN)/hybrid-kv report --results "$$RESULTS" --out site --repository "$${REPOSITORY_URL:-}"
+
+figures: $(STAMP)
+	$(BIN)/python -m hybrid_kv.dashboard.readme
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""`python -m bench [--quick] [--suite kernel_blocks] [--out results/microbench.csv]`."""
+"""`python -m bench [--quick] [--suite NAME] [--tier gpu] [--out results/microbench.csv]`."""
 
 from __future__ import annotations
 
@@ -6,67 +6,121 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from bench import kernel_blocks
+from bench.cases import SUITES, TIERS, Cell, WrongResultError, cells, unavailable
+from bench.measurement import (
+    ENGINE,
+    QUICK_ROUNDS,
+    ROUNDS,
+    Counted,
+    Measurement,
+    groups,
+    measure_together,
+    runs_here,
+)
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.results import append_rows, check_writable
 
+Results = Sequence[Measurement] | Sequence[Counted]
 
-def _print_tables(measurements: Sequence[Sequence[kernel_blocks.Measurement]]) -> None:
+
+def _time(seconds: float) -> str:
+    scale, unit = next(
+        s for s in ((1, "s"), (1e3, "ms"), (1e6, "us"), (1e9, "ns")) if seconds * s[0] >= 1 or s[0] == 1e9
+    )
+    return f"{seconds * scale:,.{2 if seconds * scale < 100 else 0}f} {unit}"
+
+
+def _columns(results: Results) -> dict[str, str]:
+    """What stands behind the parameters of a group of cells."""
+    shown: dict[str, str] = {}
+    for one in results:
+        if isinstance(one, Counted):
+            shown |= {f"{name}, {count.unit}": f"{count.value:,}" for name, count in one.counts.items()}
+        elif "subject" in one.cell.params:
+            ratio = f" ({one.ratio.value:.1f})" if one.ratio else ""
+            shown[str(one.cell.params["subject"])] = _time(one.time.value) + ratio
+        else:
+            half = (one.time.high - one.time.low) / 2 / one.time.value
+            error = one.receipt.max_error
+            shown |= {"time": _time(one.time.value), "± %": f"{100 * half:.1f}", "largest error": f"{error:.1g}"}
+    return shown
+
+
+def _print_table(benchmark: str, rows: Sequence[Results]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    first = rows[0][0].cell
+    has_rivals = "subject" in first.params
+    title = f"{first.suite}/{benchmark}, {'exact' if first.tier == 'count' else first.tier + ' time'}"
+    table = Table()
+    where = [name for name in first.params if name != "subject"]
+    measured = list(dict.fromkeys(name for results in rows for name in _columns(results)))
+    for name in where:
+        table.add_column(name)
+    for name in measured:
+        table.add_column(name, justify="right")
+    for results in rows:
+        shown = _columns(results)
+        table.add_row(
+            *(str(results[0].cell.params[name]) for name in where), *(shown.get(name, "") for name in measured)
+        )
     console = Console(width=None if sys.stdout.isatty() else 150)
-    for benchmark, title in (
-        ("expand", "One append: CPU time in ns (how many times the engine path)"),
-        (
-            "step",
-            "One step: CPU time in us (how many times the engine path); device: with write and gather",
-        ),
-    ):
-        cells = [cell for cell in measurements if cell[0].benchmark == benchmark]
-        if not cells:
-            continue
-        scale, digits = (1e9, 0) if benchmark == "expand" else (1e6, 1)
-        table = Table(title=title)
-        where = [name for name in cells[0][0].params if name not in ("subject", "num_groups")]
-        for name in where:
-            table.add_column(name)
-        for one in cells[0]:
-            table.add_column(one.params["subject"], justify="right")
-        for cell in cells:
-            table.add_row(
-                *(str(cell[0].params[name]) for name in where),
-                *(f"{one.time.value * scale:,.{digits}f} ({one.ratio.value:.1f})" for one in cell),
-            )
-        console.print(table)
+    # A table's own title is broken where the table ends.
+    console.print(title + (f" (how many times that of {ENGINE})" if has_rivals else ""), table, sep="\n", markup=False)
+
+
+def _chosen(quick: bool, suites: Sequence[str], tiers: Sequence[str]) -> list[Cell]:
+    """Cells to measure; what is left out is said.
+
+    Raises:
+        HybridKVError: nothing is left of what was asked for.
+    """
+    found = [cell for cell in cells(quick) if cell.suite in (suites or SUITES) and cell.tier in (tiers or TIERS)]
+    for suite, reason in unavailable().items():
+        if not suites or suite in suites:
+            print(f"no {suite}: {reason}", file=sys.stderr)
+    here = [cell for cell in found if runs_here(cell)]
+    if len(here) < len(found):
+        print(f"{len(found) - len(here)} cells need a GPU and are left out", file=sys.stderr)
+    if not here:
+        raise HybridKVError(f"no cell of {', '.join([*suites, *tiers]) or 'any suite'} runs on this machine")
+    return here
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, append. Returns 0, 1 (a promise is broken) or 2 (could not run)."""
-    parser = argparse.ArgumentParser(prog="python -m bench")
-    parser.add_argument("--quick", action="store_true", help="a few cells, about 10 seconds")
-    parser.add_argument("--suite", choices=["kernel_blocks"], default="kernel_blocks")
+    """Measure, print, append. Returns 0, 1 (wrong result or broken promise) or 2 (could not run)."""
+    parser = argparse.ArgumentParser(prog="python -m bench", allow_abbrev=False)
+    parser.add_argument("--quick", action="store_true", help="a few cells of every suite")
+    parser.add_argument("--suite", action="append", default=[], choices=SUITES, help="only this one; may be repeated")
+    parser.add_argument("--tier", action="append", default=[], choices=TIERS, help="only this one; may be repeated")
     parser.add_argument("--out", metavar="CSV", help="append one row per measurement")
     options = parser.parse_args(arguments)
+    failed: list[Measurement] = []
+    by_benchmark: dict[tuple[str, str], list[Results]] = {}
     try:
         if options.out:
             check_writable(options.out)
-        cells = []
-        for cell in kernel_blocks.run(options.quick):
-            cells.append(cell)
+        together = groups(_chosen(options.quick, options.suite, options.tier))
+        for position, group in enumerate(together):
+            results = measure_together(group, QUICK_ROUNDS if options.quick else ROUNDS)
             if options.out:
-                append_rows(options.out, [row for one in cell for row in one.rows()])
+                append_rows(options.out, [row for one in results for row in one.rows()])
+            failed += [one for one in results if isinstance(one, Measurement) and one.verdict == "fail"]
+            name = group[0].suite, group[0].benchmark
+            by_benchmark.setdefault(name, []).append(results)
+            following = together[position + 1 :][:1]
+            if not following or (following[0][0].suite, following[0][0].benchmark) != name:
+                _print_table(name[1], by_benchmark[name])
     except HybridKVError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except kernel_blocks.WrongResultError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except WrongResultError as error:
+        print(f"error: {error}; nothing was timed", file=sys.stderr)
         return 1
-    _print_tables(cells)
-    failed = [one for cell in cells for one in cell if one.verdict == "fail"]
     for one in failed:
-        needed = kernel_blocks.required_ratio(one.benchmark, one.params)
-        print(f"fail: {one.benchmark} {one.params}: {one.ratio.value:.2f} times the engine path, needs {needed}")
+        assert one.ratio is not None
+        print(f"fail: {one.cell.key}: {one.ratio.value:.2f} times the engine path, needs {one.cell.promise}")
     return 1 if failed else 0
 
 

@@ -1,7 +1,9 @@
 """The only clock of the project's benchmarks.
 
 Subjects run interleaved in one process, in a new random order each round, and are compared round by round: whatever
-slows the machine slows all of them. The clock is the thread's CPU time, which a busy neighbour does not move.
+slows the machine slows all of them. The clock of host code is the thread's CPU time, which a busy neighbour does not
+move. A GPU is timed by its own events, one launch at a time and with its L2 cache overwritten before each: launches in
+a row would time the host, and inputs that the launch before has left in the cache.
 """
 
 from __future__ import annotations
@@ -10,9 +12,11 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 clock = time.thread_time
 
@@ -39,6 +43,64 @@ class Subject:
         return (clock() - start) / repeats
 
 
+@cache
+def _cold_cache() -> torch.Tensor:
+    """Twice the L2 cache of the GPU."""
+    size = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    return torch.empty(2 * size, dtype=torch.uint8, device="cuda")
+
+
+@dataclass(frozen=True)
+class DeviceSubject(Subject):
+    """A subject whose `run` launches work on the current CUDA device."""
+
+    def sample(self, repeats: int) -> float:
+        """Seconds per call on the device; the host waits before and after each."""
+        total = 0.0
+        self.reset()
+        for _ in range(repeats):
+            _cold_cache().zero_()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            start.record()
+            self.run()
+            end.record()
+            end.synchronize()
+            total += start.elapsed_time(end) / 1000
+        return total / repeats
+
+
+@dataclass(frozen=True)
+class LaunchSubject(Subject):
+    """A subject whose `run` launches: what that costs the host. The device is left to finish afterwards, untimed."""
+
+    def sample(self, repeats: int) -> float:
+        """Seconds per call of the host."""
+        torch.cuda.synchronize()
+        try:
+            return super().sample(repeats)
+        finally:
+            torch.cuda.synchronize()
+
+
+class Stopwatch:
+    """A clock that runs only inside samples, for tools that time a function themselves.
+
+    Such a tool reads the clock, calls, and reads it again: what a call spends on building, checking and resetting its
+    subject, and in waiting for a device, does not count. One call is one sample, a mean over many runs.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def read(self) -> float:
+        return self.seconds
+
+    def run(self, subject: Subject, repeats: int) -> None:
+        """Move on by what one call of the subject takes, on average over `repeats`."""
+        self.seconds += subject.sample(repeats)
+
+
 @dataclass(frozen=True)
 class Interval:
     """A median and its 95% bootstrap interval."""
@@ -48,15 +110,18 @@ class Interval:
     high: float
 
 
+def calibrate(subject: Subject, sample_seconds: float = 3e-4) -> int:
+    """How often to run a subject so that a sample takes about `sample_seconds`; warms it."""
+    subject.sample(1)
+    once = max(subject.sample(min(3, subject.max_repeats)), 1e-8)
+    return int(min(subject.max_repeats, max(1, sample_seconds / once)))
+
+
 def measure(
     subjects: Mapping[str, Subject], rounds: int, sample_seconds: float = 3e-4, seed: int = 0
 ) -> dict[str, npt.NDArray[np.float64]]:
     """Seconds per call of each subject in each round."""
-    repeats = {}
-    for name, subject in subjects.items():
-        subject.sample(1)  # warm
-        once = max(subject.sample(min(3, subject.max_repeats)), 1e-8)
-        repeats[name] = int(min(subject.max_repeats, max(1, sample_seconds / once)))
+    repeats = {name: calibrate(subject, sample_seconds) for name, subject in subjects.items()}
     samples: dict[str, list[float]] = {name: [] for name in subjects}
     order = list(subjects)
     rng = random.Random(seed)

@@ -1,53 +1,151 @@
-"""What `asv run` times: the same subjects, in history.
+"""What `asv run` times: the registry's cells, a class per benchmark.
 
-The data is made, checked and warmed when the module is imported: with asv_runner >= 0.3 a `setup` method would mean one
-cold call per sample. asv's verdict on a shared machine is no evidence; `python -m bench` compares subjects in one run.
+There is no `setup`: with asv_runner >= 0.3 it would mean one cold call per sample. A cell is built, checked and warmed
+by the first call, which asv spends on warming up, and checked again behind every sample; none of that counts, since
+asv reads a clock that runs inside our own samples alone. asv's verdict on a shared machine is no evidence: it draws the
+history, `hybrid-kv compare` judges.
+
+Names: `time_X` is host code; `time_launch_X` what a launch costs the host and `time_X_sync` what it takes the device;
+`track_METRIC` an exact number; `peakmem_X` the peak of a process.
 """
 
 from __future__ import annotations
 
+import inspect
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
 import torch
 
-from bench import kernel_blocks
-from bench._timing import Subject, clock
+from bench import cases
+from bench._timing import LaunchSubject, Stopwatch, Subject, calibrate
+from bench.measurement import checked, runs_here, subject_of
 
 torch.set_num_threads(1)  # A second thread makes the times of small tensors bimodal: 0.25 or 8 ms were seen.
-_EXPANSION_CELLS = [(n, bpk) for n in (1, 16, 256, 4096) for bpk in (2, 34)]
+_WATCH = Stopwatch()
+_made: dict[str, tuple[cases.Case, dict[str, tuple[Subject, int]]]] = {}
 
 
-def _checked(subjects: kernel_blocks.Subjects, where: object) -> dict[str, Subject]:
-    kernel_blocks.verify(subjects, str(where))
-    return {name: subject for name, (subject, _) in subjects.items()}
+class Timed:
+    """What asv is told of all timed benchmarks."""
+
+    timer = _WATCH.read
+    number = 5  # calls per sample, each a mean over about 0.3 ms
+    repeat = (3, 15, 1.0)
+    warmup_time = 0.1
+    timeout = 120
 
 
-_expansions = {cell: _checked(kernel_blocks.expansion_subjects(*cell), cell) for cell in _EXPANSION_CELLS}
-_steps = {name: _checked(kernel_blocks.step(name, 8).subjects, name) for name in kernel_blocks.QUICK_SCENARIOS}
+def _skip(reason: str) -> None:
+    from asv_runner.benchmarks.mark import SkipNotImplemented
+
+    raise SkipNotImplemented(reason)
 
 
-class TimeExpansion:
-    """One append to the staging buffer."""
+def _sample(cell: cases.Cell, kind: str) -> None:
+    """One call as asv sees it."""
+    if not runs_here(cell):
+        _skip("no GPU")
+    if cell.key not in _made:
+        try:
+            case = cell.make()
+        except (ImportError, AttributeError, TypeError) as error:
+            _skip(f"this version of hybrid_kv lacks what {cell.key} needs: {error}")
+        checked(cell, case)
+        _made[cell.key] = case, {}
+    case, subjects = _made[cell.key]
+    if kind not in subjects:
+        subject = LaunchSubject(case.run, case.reset, case.max_repeats) if kind == "launch" else subject_of(cell, case)
+        subjects[kind] = subject, calibrate(subject)
+    _WATCH.run(*subjects[kind])
 
-    params = ([1, 16, 256, 4096], [2, 34], ["list", "numpy", "torch", kernel_blocks.ENGINE])
-    param_names = ("num_blocks", "blocks_per_kv_block", "subject")
-    timer = staticmethod(clock)
 
-    def time_append(self, num_blocks: int, blocks_per_kv_block: int, subject: str) -> None:
-        one = _expansions[num_blocks, blocks_per_kv_block][subject]
-        one.reset()
-        one.run()
+def _timed(name: str, by_values: dict[tuple[Any, ...], cases.Cell], kind: str) -> Any:
+    def time(self: Any, *values: Any) -> None:
+        _sample(by_values[values], kind)
+
+    time.__name__ = name
+    return time
 
 
-class TimeStep:
-    """A whole step's staging, 2 groups, 8 kernel blocks per block."""
+def _tracked(name: str, unit: str, by_values: dict[tuple[Any, ...], cases.Cell], metric: str) -> Any:
+    def track(self: Any, *values: Any) -> float:
+        counts = by_values[values].make()
+        return counts[metric].value if metric in counts else float("nan")
 
-    params = (
-        list(kernel_blocks.QUICK_SCENARIOS),
-        ["vllm 0.22 V1", "vllm 0.22 V2", "vllm 0.32 V2", kernel_blocks.ENGINE],
-    )
-    param_names = ("scenario", "subject")
-    timer = staticmethod(clock)
+    track.__name__ = name
+    track.unit = unit
+    return track
 
-    def time_stage(self, scenario: str, subject: str) -> None:
-        one = _steps[scenario][subject]
-        one.reset()
-        one.run()
+
+def _checked_again(by_values: dict[tuple[Any, ...], cases.Cell]) -> Any:
+    def teardown(self: Any, *values: Any) -> None:
+        cell = by_values[values]
+        if cell.key in _made:
+            checked(cell, _made[cell.key][0])
+
+    return teardown
+
+
+def class_name(cell: cases.Cell) -> str:
+    """Of the class that has the cell's benchmark."""
+    return "".join(part.capitalize() for part in f"{cell.suite}_{cell.benchmark}".split("_"))
+
+
+def method_names(cell: cases.Cell) -> list[str]:
+    """Of the benchmarks that asv has for the cell."""
+    if cell.tier == "gpu":
+        return [f"time_launch_{cell.benchmark}", f"time_{cell.benchmark}_sync"]
+    return [f"track_{metric}" for metric in cell.units] if cell.tier == "count" else [f"time_{cell.benchmark}"]
+
+
+def asv_name(cell: cases.Cell, method: str) -> str:
+    """As asv's `--bench` sees it, parameters included."""
+    return f"asv_suite.{class_name(cell)}.{method}({', '.join(map(repr, cell.params.values()))})"
+
+
+def _class(of: Sequence[cases.Cell]) -> type:
+    first = of[0]
+    by_values = {tuple(cell.params.values()): cell for cell in of}
+    names = tuple(first.params)
+    source = inspect.getsource(sys.modules[f"bench.{first.suite}"])
+    members: dict[str, Any] = {
+        "__doc__": f"{first.suite}/{first.benchmark}",
+        "param_names": names,
+        "params": tuple(list(dict.fromkeys(cell.params[name] for cell in of)) for name in names),
+        "version": f"{zlib.crc32(source.encode()):08x}",  # an edited suite starts a new history
+    }
+    for method in method_names(first):
+        if first.tier == "count":
+            metric = method.removeprefix("track_")
+            members[method] = _tracked(method, first.units[metric], by_values, metric)
+        else:
+            kind = "launch" if method.startswith("time_launch_") else "device"
+            members[method] = _timed(method, by_values, kind)
+            members["teardown"] = _checked_again(by_values)
+    return type(class_name(first), (object if first.tier == "count" else Timed,), members)
+
+
+def _classes() -> Iterator[type]:
+    found: dict[tuple[str, str], list[cases.Cell]] = {}
+    for cell in cases.cells():
+        found.setdefault((cell.suite, cell.benchmark), []).append(cell)
+    yield from map(_class, found.values())
+
+
+class PeakMemory:
+    """Peaks of a process; that of a process which only imports everything is there to be subtracted."""
+
+    params = (["reference", "generate none", "generate align", "generate all"],)
+    param_names = ("what",)
+
+    def peakmem_process(self, what: str) -> None:
+        if what != "reference":
+            values = {"mode": what.split()[1], "num_reqs": 4}
+            of = [cell for cell in cases.cells() if cell.benchmark == "nemotron" and dict(cell.params) == values]
+            of[0].make().run()
+
+
+globals().update({one.__name__: one for one in _classes()})

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
@@ -24,20 +24,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from bench._timing import Interval, Subject, measure, median, ratio
+from bench.cases import Case, Cell, WrongResultError, grid
+from bench.measurement import ENGINE, QUICK_ROUNDS, groups, measure_together
 from hybrid_kv.cache.block_table import BlockTables
 from hybrid_kv.kernels.kernel_blocks import expand_list, expand_numpy, expand_torch
-from hybrid_kv.results import Receipt, Row, provenance, read_rows, timing_row
+from hybrid_kv.results import provenance, read_rows
 
+SUITE = "kernel_blocks"
 NUM_BLOCKS = (1, 4, 16, 32, 64, 256, 1024, 4096, 16384)
 BLOCKS_PER_KV_BLOCK = (2, 4, 8, 34)
 QUICK_CELLS = ((1, 2), (16, 8), (256, 8), (256, 34))
 KERNEL_BLOCK_SIZE = 16
 NUM_GROUPS = 2
 HELD_BLOCKS = 32  # of a decoding request
-ENGINE = "engine"
+EXPANSIONS = ("list", "numpy", "torch", ENGINE)
+STAGINGS = ("vllm 0.22 V1", "vllm 0.22 V2", "vllm 0.32 V2", ENGINE, "device")
 
 
 @dataclass(frozen=True)
@@ -68,10 +72,6 @@ def required_ratio(benchmark: str, params: Mapping[str, Any]) -> float:
     return 1.0
 
 
-Check = Callable[[], bool]
-Subjects = dict[str, tuple[Subject, Check]]
-
-
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "microbench.csv"
 
 
@@ -100,15 +100,24 @@ def forget_staged(tables: BlockTables) -> None:
 # ---- one append ----
 
 
-def expansion_subjects(num_blocks: int, blocks_per_kv_block: int) -> Subjects:
-    """Subjects of table 1 and, for each, a check of what it wrote."""
+def _must_equal(result: npt.NDArray[np.int32], expected: npt.NDArray[np.int32]) -> float:
+    """Integers are right or wrong: 0.0, or `WrongResultError`."""
+    if result.shape != expected.shape or (result != expected).any():
+        raise WrongResultError("the kernel blocks are not those of the ids")
+    return 0.0
+
+
+def expansion(seed: int, num_blocks: int, blocks_per_kv_block: int, subject: str) -> Case:
+    """One append."""
     bpk = blocks_per_kv_block
-    ids = np.random.default_rng([num_blocks, bpk]).integers(1, 1 << 20, num_blocks).astype(np.int32)
+    ids = np.random.default_rng(seed).integers(1, 1 << 20, num_blocks).astype(np.int32)
     id_list = ids.tolist()
-    expected = np.array(expand_list(id_list, bpk), dtype=np.int32)
-    buffers = {name: torch.zeros(len(expected), dtype=torch.int32) for name in ("list", "numpy", "torch")}
-    view = memoryview(buffers["list"].numpy())
-    numpy_buffer = buffers["numpy"].numpy()
+    expected = np.array([b * bpk + k for b in id_list for k in range(bpk)], dtype=np.int32)
+    if subject == ENGINE:
+        return _engine_append(ids, expected, bpk)
+    buffer = torch.zeros(len(expected), dtype=torch.int32)
+    numpy_buffer = buffer.numpy()
+    view = memoryview(numpy_buffer)
     offsets = torch.arange(bpk, dtype=torch.int32)
 
     def run_list() -> None:
@@ -118,36 +127,38 @@ def expansion_subjects(num_blocks: int, blocks_per_kv_block: int) -> Subjects:
         numpy_buffer[:] = expand_numpy(id_list, bpk)
 
     def run_torch() -> None:
-        buffers["torch"].copy_(expand_torch(torch.tensor(id_list, dtype=torch.int32), offsets))
+        buffer.copy_(expand_torch(torch.tensor(id_list, dtype=torch.int32), offsets))
 
+    run = {"list": run_list, "numpy": run_numpy, "torch": run_torch}[subject]
+
+    def check() -> float:
+        buffer.zero_()
+        run()
+        return _must_equal(numpy_buffer, expected)
+
+    return Case(run, check)
+
+
+def _engine_append(ids: npt.NDArray[np.int32], expected: npt.NDArray[np.int32], bpk: int) -> Case:
     # As many rows as calls in one sample, so that none of them finds the staging buffer full.
-    rows = max(4, min(500, (1 << 20) // num_blocks))
-    tables = BlockTables([KERNEL_BLOCK_SIZE * bpk], [KERNEL_BLOCK_SIZE], rows, 1, [num_blocks], torch.device("cpu"))
-    counts = array("i", [num_blocks])
+    n = len(ids)
+    rows = max(4, min(500, (1 << 20) // n))
+    tables = BlockTables([KERNEL_BLOCK_SIZE * bpk], [KERNEL_BLOCK_SIZE], rows, 1, [n], torch.device("cpu"))
+    counts = array("i", [n])
     next_row = cycle(range(rows)).__next__
 
-    def run_engine() -> None:
+    def run() -> None:
         tables.append_block_ids(next_row(), ids, counts, True)
 
-    def check_engine() -> bool:
+    def check() -> float:
         forget_staged(tables)
-        run_engine()
+        tables.tables[0].zero_()
+        run()
         tables.apply_staged_writes()
-        (table,) = tables.gather_block_tables(np.array([(next_row() - 1) % rows]), 1, [num_blocks])
-        return bool((table[0].numpy() == expected).all())
+        (table,) = tables.gather_block_tables(np.array([(next_row() - 1) % rows]), 1, [n])
+        return _must_equal(table[0].numpy(), expected)
 
-    def check(run: Callable[[], None], name: str) -> Check:
-        def equal() -> bool:
-            buffers[name].zero_()
-            run()
-            return bool((buffers[name].numpy() == expected).all())
-
-        return equal
-
-    runs = {"list": run_list, "numpy": run_numpy, "torch": run_torch}
-    subjects: Subjects = {name: (Subject(run), check(run, name)) for name, run in runs.items()}
-    subjects[ENGINE] = (Subject(run_engine, partial(forget_staged, tables), rows), check_engine)
-    return subjects
+    return Case(run, check, partial(forget_staged, tables), rows)
 
 
 # ---- a whole step ----
@@ -203,19 +214,11 @@ class _HostTable:
             self.tables[group, row, start : start + len(expanded)] = expanded
 
 
-@dataclass
-class Step:
-    """Inputs and subjects of one cell of table 2."""
-
-    subjects: Subjects
-    device: Subject
-
-
-def step(name: str, blocks_per_kv_block: int) -> Step:
-    """Subjects of table 2 and, for each, a check of what it staged."""
-    scenario, bpk = SCENARIOS[name], blocks_per_kv_block
-    n, count, new_rows, num_reqs = scenario.num_appends, scenario.num_blocks, scenario.new_rows, scenario.num_reqs
-    rng = np.random.default_rng([n, count, bpk])
+def step(seed: int, scenario: str, blocks_per_kv_block: int, num_groups: int, subject: str) -> Case:
+    """A whole step."""
+    shape, bpk = SCENARIOS[scenario], blocks_per_kv_block
+    n, count, new_rows, num_reqs = shape.num_appends, shape.num_blocks, shape.new_rows, shape.num_reqs
+    rng = np.random.default_rng(seed)
     held = 0 if new_rows else HELD_BLOCKS
     repeats = 50
     spare = 8  # times as many rows as requests
@@ -228,10 +231,9 @@ def step(name: str, blocks_per_kv_block: int) -> Step:
     row_list = rows.tolist()
     counts = array("i", [count] * NUM_GROUPS)
     # [NUM_GROUPS, n, count * bpk]
-    expected = np.stack([[expand_numpy(groups[group], bpk) for groups in arrays] for group in range(NUM_GROUPS)])
-    subjects: Subjects = {}
+    expected = (blocks.transpose(1, 0, 2)[..., None] * bpk + np.arange(bpk, dtype=np.int32)).reshape(NUM_GROUPS, n, -1)
 
-    def list_staging(expands: bool) -> tuple[Subject, Check]:
+    def list_staging(expands: bool) -> Case:
         model = _ListStaging(num_reqs, bpk, expands)
 
         def reset() -> None:
@@ -242,16 +244,16 @@ def step(name: str, blocks_per_kv_block: int) -> Step:
                 model.append(row, ids, new_rows)
             model.finish()
 
-        def check() -> bool:
+        def check() -> float:
             reset()
             run()
             staged = torch.stack(model.contents).numpy()
-            kernel = staged.reshape(-1) if expands else expand_numpy(staged.reshape(-1), bpk)
-            return bool((kernel.reshape(expected.shape) == expected).all())
+            kernel = staged if expands else staged.reshape(-1, 1) * bpk + np.arange(bpk, dtype=np.int32)
+            return _must_equal(kernel.reshape(expected.shape), expected)
 
-        return Subject(run, reset, repeats), check
+        return Case(run, check, reset, repeats)
 
-    def host_table() -> tuple[Subject, Check]:
+    def host_table() -> Case:
         model = _HostTable(num_reqs, width, bpk)
 
         def reset() -> None:
@@ -261,13 +263,18 @@ def step(name: str, blocks_per_kv_block: int) -> Step:
             for row, ids in zip(row_list, lists, strict=True):
                 model.append(row, ids, new_rows)
 
-        def check() -> bool:
+        def check() -> float:
             reset()
             model.tables[:] = 0
             run()
-            return bool((model.tables[:, rows, held * bpk : (held + count) * bpk] == expected).all())
+            return _must_equal(model.tables[:, rows, held * bpk : (held + count) * bpk], expected)
 
-        return Subject(run, reset, repeats), check
+        return Case(run, check, reset, repeats)
+
+    if subject == "vllm 0.22 V1":
+        return host_table()
+    if subject != ENGINE and subject != "device":
+        return list_staging(expands=subject == "vllm 0.22 V2")
 
     tables = BlockTables(
         [KERNEL_BLOCK_SIZE * bpk] * NUM_GROUPS,
@@ -289,18 +296,6 @@ def step(name: str, blocks_per_kv_block: int) -> Step:
         for row, ids in zip(next(all_rows), flat, strict=True):
             tables.append_block_ids(row, ids, counts, new_rows)
 
-    def check_engine() -> bool:
-        reset()
-        for table in tables.tables:
-            table.zero_()
-        stage()
-        tables.apply_staged_writes()
-        (written,) = {row // num_reqs for row in np.flatnonzero(tables.num_blocks[:, 0].numpy() - held)}
-        gathered = torch.stack(
-            tables.gather_block_tables(rows + written * num_reqs, n, [held + count] * NUM_GROUPS)
-        ).numpy()
-        return bool((gathered[:, :, held * bpk : (held + count) * bpk] == expected).all())
-
     batch = np.arange(num_reqs)
 
     def run_device() -> None:
@@ -308,109 +303,44 @@ def step(name: str, blocks_per_kv_block: int) -> Step:
         tables.apply_staged_writes()
         tables.gather_block_tables(batch, num_reqs, [held + count] * NUM_GROUPS)
 
-    subjects["vllm 0.22 V1"] = host_table()
-    subjects["vllm 0.22 V2"] = list_staging(expands=True)
-    subjects["vllm 0.32 V2"] = list_staging(expands=False)
-    subjects[ENGINE] = (Subject(stage, reset, spare), check_engine)
-    return Step(subjects, Subject(run_device, reset, spare))
+    run = stage if subject == ENGINE else run_device
+
+    def check() -> float:
+        reset()
+        for table in tables.tables:
+            table.zero_()
+        run()
+        tables.apply_staged_writes()
+        (written,) = {row // num_reqs for row in np.flatnonzero(tables.num_blocks[:, 0].numpy() - held)}
+        gathered = torch.stack(
+            tables.gather_block_tables(rows + written * num_reqs, n, [held + count] * NUM_GROUPS)
+        ).numpy()
+        return _must_equal(gathered[:, :, held * bpk : (held + count) * bpk], expected)
+
+    return Case(run, check, reset, spare)
 
 
-# ---- measuring ----
+# ---- the registry, and what the guard asks ----
 
 
-class WrongResultError(AssertionError):
-    """A subject's result is wrong, so its time means nothing."""
-
-
-def verify(subjects: Subjects, where: str) -> None:
-    """Raise `WrongResultError` unless every subject writes what it must."""
-    if wrong := [name for name, (_, check) in subjects.items() if not check()]:
-        raise WrongResultError(f"kernel_blocks {where}: wrong result of {', '.join(wrong)}; nothing was timed")
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """One subject in one cell: its time and how many times longer than the engine path it takes."""
-
-    benchmark: str
-    params: dict[str, Any]
-    time: Interval
-    ratio: Interval
-    rounds: int
-
-    @property
-    def verdict(self) -> str:
-        """`fail` if the whole interval lies below the required ratio."""
-        if self.params["subject"] in (ENGINE, "device"):
-            return ""
-        return "fail" if self.ratio.high < required_ratio(self.benchmark, self.params) else "pass"
-
-    def rows(self) -> Iterator[Row]:
-        """The rows for `hybrid_kv.results`; integers are compared, so the largest error is exactly 0."""
-        common: dict[str, Any] = {
-            "suite": "kernel_blocks",
-            "benchmark": self.benchmark,
-            "params": self.params,
-            "n": self.rounds,
-            "receipt": Receipt(checked_before=True, checked_after=True, max_error=0.0),
-        }
-        yield timing_row(
-            metric="cpu_time",
-            value=self.time.value * 1e9,
-            ci_low=self.time.low * 1e9,
-            ci_high=self.time.high * 1e9,
-            unit="ns",
-            better="lower",
-            **common,
-        )
-        if self.params["subject"] != ENGINE:
-            yield timing_row(
-                metric="ratio_to_engine",
-                value=self.ratio.value,
-                ci_low=self.ratio.low,
-                ci_high=self.ratio.high,
-                unit="time ratio",
-                better="higher",
-                verdict=self.verdict,
-                **common,
-            )
-
-
-def _measure(
-    benchmark: str, where: dict[str, Any], subjects: Subjects, extra: Subject | None, rounds: int
-) -> list[Measurement]:
-    verify(subjects, f"{benchmark} {where}")
-    timed = {name: subject for name, (subject, _) in subjects.items()}
-    if extra is not None:
-        timed["device"] = extra
-    # One thread, as the clock sees only one, and a scheduler's process has no core to spare for others.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        samples = measure(timed, rounds)
-    finally:
-        torch.set_num_threads(threads)
-    verify(subjects, f"{benchmark} {where}")
+def cells() -> list[Cell]:
+    """Both tables; the engine and what it is compared with."""
+    appends = {"num_blocks": NUM_BLOCKS, "blocks_per_kv_block": BLOCKS_PER_KV_BLOCK, "subject": EXPANSIONS}
+    steps = {
+        "scenario": tuple(SCENARIOS),
+        "blocks_per_kv_block": (8, 34),
+        "num_groups": (NUM_GROUPS,),
+        "subject": STAGINGS,
+    }
+    quick_steps = [(name, 8) for name in QUICK_SCENARIOS]
     return [
-        Measurement(benchmark, {**where, "subject": name}, median(values), ratio(values, samples[ENGINE]), rounds)
-        for name, values in samples.items()
+        *grid(SUITE, "expand", "cpu", expansion, appends, QUICK_CELLS, partial(_promise, "expand")),
+        *grid(SUITE, "step", "cpu", step, steps, quick_steps, partial(_promise, "step")),
     ]
 
 
-def run(quick: bool = False) -> Iterator[list[Measurement]]:
-    """Measure cell by cell; each list is one row of table 1 (`expand`) or table 2 (`step`)."""
-    rounds = 15 if quick else 25
-    cells = QUICK_CELLS if quick else [(n, bpk) for bpk in BLOCKS_PER_KV_BLOCK for n in NUM_BLOCKS]
-    for num_blocks, bpk in cells:
-        where = {"num_blocks": num_blocks, "blocks_per_kv_block": bpk}
-        slow = num_blocks * bpk > 50_000
-        yield _measure("expand", where, expansion_subjects(num_blocks, bpk), None, 9 if slow else rounds)
-    for name in QUICK_SCENARIOS if quick else SCENARIOS:
-        for bpk in (8,) if quick else (8, 34):
-            cell = step(name, bpk)
-            slow = SCENARIOS[name].num_blocks > 64
-            where = {"scenario": name, "blocks_per_kv_block": bpk, "num_groups": NUM_GROUPS}
-            yield _measure("step", where, cell.subjects, cell.device, 9 if slow else rounds)
+def _promise(benchmark: str, **params: Any) -> float | None:
+    return None if params["subject"] in (ENGINE, "device") else required_ratio(benchmark, params)
 
 
 def quick_ratios() -> list[tuple[str, dict[str, Any], float, float, float]]:
@@ -422,8 +352,8 @@ def quick_ratios() -> list[tuple[str, dict[str, Any], float, float, float]]:
         WrongResultError: a subject computed something else than the others.
     """
     return [
-        (one.benchmark, one.params, one.ratio.value, one.ratio.low, one.ratio.high)
-        for cell in run(quick=True)
-        for one in cell
+        (one.cell.benchmark, dict(one.cell.params), one.ratio.value, one.ratio.low, one.ratio.high)
+        for group in groups([cell for cell in cells() if cell.quick])
+        for one in measure_together(group, QUICK_ROUNDS)
         if one.verdict
     ]

@@ -1,51 +1,27 @@
-"""The benchmark's subjects are right, and its verdicts say what they must. Timed only with `--benchmark-enable`."""
+"""The rivals of kernel blocks, what they must take, and what the guard asks. Timed only with `--benchmark-enable`."""
 
-import ast
 import dataclasses
-from pathlib import Path
+import json
 
 import pytest
 
 from bench import kernel_blocks
-from bench.__main__ import main
 from bench._timing import Interval
+from bench.cases import WrongResultError
+from bench.measurement import Measurement
 from hybrid_kv import results
-from hybrid_kv.results import Receipt, read_rows, timing_row
+from hybrid_kv.results import Receipt, timing_row
 
-EXPANSION = ["list", "numpy", "torch", kernel_blocks.ENGINE]
-STEP = [
-    "vllm 0.22 V1",
-    "vllm 0.22 V2",
-    "vllm 0.32 V2",
-    kernel_blocks.ENGINE,
-]
+CELLS = kernel_blocks.cells()
+STEPS = [cell for cell in CELLS if cell.benchmark == "step" and cell.params["blocks_per_kv_block"] == 8]
 
 
-@pytest.mark.parametrize("subject", EXPANSION)
-@pytest.mark.parametrize(("num_blocks", "bpk"), kernel_blocks.QUICK_CELLS)
-def test_expansion(benchmark, num_blocks, bpk, subject):
-    one, check = kernel_blocks.expansion_subjects(num_blocks, bpk)[subject]
-    assert check()
-    benchmark.pedantic(one.run, setup=one.reset, rounds=20)
-    assert check()
-
-
-@pytest.mark.parametrize("subject", STEP)
-@pytest.mark.parametrize("scenario", kernel_blocks.SCENARIOS)
-def test_step(benchmark, scenario, subject):
-    one, check = kernel_blocks.step(scenario, 2).subjects[subject]
-    assert check()
-    benchmark.pedantic(one.run, setup=one.reset, rounds=20)
-    assert check()
-
-
-def test_a_wrong_result_is_not_timed(monkeypatch, tmp_path, capsys):
-    right = kernel_blocks.expand_torch
-    monkeypatch.setattr(kernel_blocks, "expand_torch", lambda ids, offsets: right(ids, offsets) + 1)
-    out = tmp_path / "r.csv"
-    assert main(["--quick", "--out", str(out)]) == 1
-    assert "wrong result of torch; nothing was timed" in capsys.readouterr().err
-    assert not out.exists()
+@pytest.mark.parametrize("cell", STEPS, ids=lambda cell: cell.key)
+def test_step(benchmark, cell):
+    case = cell.make()
+    assert case.check() == 0
+    benchmark.pedantic(case.run, setup=case.reset, rounds=20)
+    assert case.check() == 0
 
 
 @pytest.mark.parametrize(
@@ -53,19 +29,30 @@ def test_a_wrong_result_is_not_timed(monkeypatch, tmp_path, capsys):
     [("vllm 0.32 V2", 2.4, "fail"), ("vllm 0.32 V2", 2.6, "pass"), ("vllm 0.22 V2", 0.9, "fail"), ("engine", 0.5, "")],
 )
 def test_verdicts(subject, high, verdict):
-    where = {"scenario": "decode, 16 of 256 append 1", "subject": subject}
+    where = {"scenario": "decode, 16 of 256 append 1", "blocks_per_kv_block": 8, "num_groups": 2, "subject": subject}
+    (cell,) = [cell for cell in CELLS if cell.params == where]
     interval = Interval(high - 0.1, high - 0.2, high)
-    assert kernel_blocks.Measurement("step", where, interval, interval, 9).verdict == verdict
+    assert Measurement(cell, interval, interval, 9, Receipt(True, True, 0.0)).verdict == verdict
 
 
-def test_rows_carry_receipts(tmp_path, monkeypatch):
-    monkeypatch.setattr(kernel_blocks, "QUICK_CELLS", ((1, 2),))
-    monkeypatch.setattr(kernel_blocks, "QUICK_SCENARIOS", ())
-    out = tmp_path / "r.csv"
-    assert main(["--quick", "--out", str(out)]) in (0, 1)  # a verdict on this machine's speed is no test's business
-    frame = read_rows(out)
-    assert len(frame) == 2 * len(EXPANSION) - 1
-    assert frame["params"].str.contains('"checked_after":true').all()
+def test_the_guard_gets_every_rival_of_the_quick_cells(monkeypatch):
+    monkeypatch.setattr(kernel_blocks, "QUICK_CELLS", ((16, 8),))
+    monkeypatch.setattr(kernel_blocks, "QUICK_SCENARIOS", ("decode, 16 of 256 append 1",))
+    found = kernel_blocks.quick_ratios()
+    assert [(benchmark, params["subject"]) for benchmark, params, *_ in found] == [
+        *(("expand", name) for name in ("list", "numpy", "torch")),
+        *(("step", name) for name in ("vllm 0.22 V1", "vllm 0.22 V2", "vllm 0.32 V2")),
+    ]
+    assert all(0 < low <= ratio <= high for _, _, ratio, low, high in found)
+    assert [kernel_blocks.required_ratio(benchmark, params) for benchmark, params, *_ in found] == [1, 1, 1, 1, 1, 2.5]
+
+
+def test_a_wrong_rival_stops_the_guard(monkeypatch):
+    right = kernel_blocks.expand_torch
+    monkeypatch.setattr(kernel_blocks, "QUICK_CELLS", ((16, 8),))
+    monkeypatch.setattr(kernel_blocks, "expand_torch", lambda ids, offsets: right(ids, offsets) + 1)
+    with pytest.raises(WrongResultError, match=r"kernel_blocks/expand\[.*subject=torch\]"):
+        kernel_blocks.quick_ratios()
 
 
 def test_recorded_ratios_are_the_best_of_clean_rows(tmp_path, monkeypatch):
@@ -96,20 +83,18 @@ def test_recorded_ratios_are_the_best_of_clean_rows(tmp_path, monkeypatch):
     assert kernel_blocks.recorded_ratios(file) == {("expand", '{"num_blocks": 1, "subject": "list"}'): 3.0}
 
 
-def test_an_unwritable_file_is_refused_before_the_work(tmp_path, monkeypatch, capsys):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setattr(kernel_blocks, "run", lambda quick: pytest.fail("ran"))
-    assert main(["--out", str(tmp_path / "file" / "r.csv")]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+def test_recorded_ratios_know_the_cells_of_today():
+    """The rows in `results/` are looked up by parameters: renamed ones would silently ask for less."""
+    recorded = {key[0:2] for key in map(tuple, _recorded_params())}
+    today = {(cell.benchmark, json.dumps(dict(cell.params), sort_keys=True)) for cell in CELLS if cell.promise}
+    assert recorded & today == recorded
+    assert len(recorded) > 100
 
 
-def test_only_the_timing_module_reads_a_clock():
-    clocks = {"time", "timeit", "perf_counter", "thread_time", "process_time", "do_bench"}
-    for path in sorted(Path(kernel_blocks.__file__).parent.glob("**/*.py")):
-        if path.name == "_timing.py":
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            imported = [a.name for a in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
-            if isinstance(node, ast.ImportFrom):
-                imported.append(node.module)
-            assert not clocks & set(imported), f"{path} reads a clock of its own"
+def _recorded_params():
+    frame = results.read_rows(kernel_blocks.RESULTS)
+    frame = frame[(frame["suite"] == "kernel_blocks") & (frame["metric"] == "ratio_to_engine")]
+    for row in frame.itertuples():
+        params = {key: value for key, value in json.loads(row.params).items() if key != "receipt"}
+        if params["subject"] != "device":
+            yield row.benchmark, json.dumps(params, sort_keys=True)

@@ -1,0 +1,105 @@
+"""Engines for the suites that need a whole one: the exact model, and a tiny NemotronH with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hybrid_kv.engine.llm import LLM
+from hybrid_kv.models.exact import ExactModel, ExactOracle
+from hybrid_kv.models.nemotron_h import NemotronH, NemotronHConfig
+from hybrid_kv.models.shapes import model_shape
+
+BLOCK_SIZE = 16
+VOCAB = 97
+
+
+class Right:
+    """A proposer that knows the answers; requests are told apart by their numbers."""
+
+    def __init__(self, texts: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], K: int) -> None:
+        self._sequences = [[*text, *answer] for text, answer in zip(texts, wanted, strict=True)]
+        self._K = K
+
+    def propose(self, requests: Sequence[Any], token_ids: Any, num_tokens: Any) -> list[list[int]]:
+        """See `engine.runner.Proposer`."""
+        known = zip(requests, num_tokens.tolist(), strict=True)
+        return [self._sequences[int(request.request_id)][n : n + self._K] for request, n in known]
+
+
+def answers(texts: Sequence[Sequence[int]], length: int) -> list[list[int]]:
+    """What the exact model must say, by its oracle: each request alone, without a cache."""
+    oracle = ExactOracle(ExactModel())
+    return [oracle.generate(text, length) for text in texts]
+
+
+def exact_engine(mode: str, K: int, num_reqs: int, proposer: Any, **options: Any) -> LLM:
+    """The exact model with room for `num_reqs` requests."""
+    drafts = {"num_speculative_tokens": K, "proposer": proposer} if K else {}
+    return LLM(
+        ExactModel(num_speculative_tokens=K),
+        device="cpu",
+        mamba_cache_mode=mode,
+        enable_prefix_caching=mode != "none",
+        block_size=BLOCK_SIZE,
+        max_num_seqs=num_reqs,
+        max_model_len=256,
+        **drafts,
+        **options,
+    )
+
+
+def tiny_nemotron(seed: int, pattern: str) -> NemotronH:
+    """Random weights with healthy margins between the best two tokens, float32.
+
+    Args:
+        pattern: a letter per layer, as in `hybrid_override_pattern`.
+    """
+    raw = {
+        "model_type": "nemotron_h",
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": len(pattern),
+        "hybrid_override_pattern": pattern,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "conv_kernel": 4,
+        "chunk_size": 16,
+        "torch_dtype": "float32",
+    }
+    model = NemotronH(NemotronHConfig.from_hf(raw), model_shape(raw).layers).eval()
+    g = torch.Generator().manual_seed(seed)
+    for name, weight in model.named_parameters():
+        noise = torch.randn(weight.shape, generator=g)
+        if name.endswith("A_log"):
+            value = (torch.rand(weight.shape, generator=g) * 3.5 + 0.5).log()
+        elif name.endswith("dt_bias"):
+            value = torch.rand(weight.shape, generator=g) * 2 - 2
+        elif name.endswith(".D") or "norm" in name:
+            value = 1 + 0.1 * noise
+        elif weight.dim() == 2 and "conv" not in name and "embeddings" not in name:
+            value = noise * 1.2 / weight.shape[1] ** 0.5
+        else:
+            value = noise
+        weight.data.copy_(value)
+    return model
+
+
+def tiny_options(mode: str) -> dict[str, Any]:
+    """Of an engine around `tiny_nemotron`."""
+    return {
+        "device": "cpu",
+        "mamba_cache_mode": mode,
+        "enable_prefix_caching": mode != "none",
+        "max_num_seqs": 8,
+        "max_model_len": 256,
+        "max_num_batched_tokens": 256,
+    }

@@ -1,0 +1,58 @@
+"""Requests, pools and schedulers as the engine makes them, without a model: for suites that time the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from hybrid_kv.cache.manager import KVCacheManager
+from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from hybrid_kv.config import SchedulerConfig
+from hybrid_kv.engine.scheduler import Request, Scheduler
+from hybrid_kv.sampling import SamplingParams
+
+BLOCK_SIZE = 16
+LIMIT = 16384  # max_model_len
+MAMBA_GROUPS = 4  # and one of attention, as Nemotron-3-Nano has them
+
+
+def manager(mode: str, K: int, num_blocks: int) -> KVCacheManager:
+    """Mode `attention` has no Mamba groups."""
+    specs: list[KVCacheGroupSpec] = []
+    if mode != "attention":
+        state = MambaSpec(BLOCK_SIZE, ((1,),), (torch.int32,), mamba_cache_mode=mode, num_speculative_blocks=K)  # type: ignore[arg-type]
+        specs += [KVCacheGroupSpec((f"mamba {i}",), state) for i in range(MAMBA_GROUPS)]
+    specs.append(KVCacheGroupSpec(("attention",), FullAttentionSpec(BLOCK_SIZE, 1, 1, torch.int32)))
+    return KVCacheManager(KVCacheConfig(num_blocks, tuple(specs)), mode != "none", max_model_len=LIMIT)
+
+
+def scheduler(subject: KVCacheManager, mode: str, K: int, max_num_seqs: int, budget: int = 1 << 16) -> Scheduler:
+    """The budget, in tokens of a step, holds every prompt of the suites unless a smaller one is given."""
+    config = SchedulerConfig(max_num_seqs, budget, LIMIT)
+    return Scheduler(config, subject, BLOCK_SIZE if mode == "align" else None, K)
+
+
+def prompts(seed: int, num_reqs: int, length: int) -> list[list[int]]:
+    """Random tokens, so that no two prompts share a block."""
+    tokens: list[list[int]] = np.random.default_rng(seed).integers(0, 1 << 15, (num_reqs, length)).tolist()
+    return tokens
+
+
+def requests(prompt_tokens: Sequence[Sequence[int]], max_tokens: int) -> list[Request]:
+    """Requests that nobody ends: a suite makes fewer steps than they have tokens to come."""
+    params = SamplingParams(max_tokens=max_tokens)
+    return [Request(str(i), list(tokens), params, i) for i, tokens in enumerate(prompt_tokens)]
+
+
+def step(subject: Scheduler, K: int) -> None:
+    """Schedule, and take the step's tokens: every draft is accepted, and as many follow."""
+    for item in subject.schedule():
+        request = item.request
+        if item.samples:
+            tokens = [7] * (1 + item.num_drafts)
+            subject.update(item, tokens, len(tokens))
+            request.draft_token_ids = [7] * K
+        else:
+            subject.update(item, [], 0)

@@ -1,0 +1,157 @@
+"""Every workload of the project, by name: asv, `python -m bench`, pytest-benchmark and `hybrid-kv compare` share it.
+
+Contract. A suite is a module of `bench/` with `cells() -> list[Cell]`; `SUITES` names them. A *cell* is one benchmark
+with one set of parameters. It is cheap to list and builds its data in `make()`:
+
+- tier `cpu` or `gpu`: a `Case`. Its result is checked before and after it is timed; on a GPU `run` only launches, and
+  whoever times it synchronises (`bench._timing.DeviceSubject`).
+- tier `count`: `Counts`, exact numbers (bytes, blocks, launches …) that no clock enters: equal code, equal numbers.
+
+Cells name what they need of `hybrid_kv` where they are imported or made, so HEAD's `bench/` runs with an older package:
+a suite that it cannot import has no cells there and a reason in `unavailable()`; a cell whose `make()` raises has none.
+"""
+
+from __future__ import annotations
+
+import importlib
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+SUITES = (
+    "kernel_blocks",
+    "block_tables",
+    "slot_mapping",
+    "scheduler",
+    "prefix_lookup",
+    "causal_conv1d",
+    "state_update",
+    "ssd",
+    "paged_attention",
+    "engine_step",
+    "end_to_end",
+    "offload",
+    "memory",
+    "kernel_metrics",
+    "import_time",
+)
+TIERS = ("count", "cpu", "gpu")
+Scalar = str | int | float | bool
+
+
+class WrongResultError(AssertionError):
+    """A case's result is wrong, so its time means nothing."""
+
+
+def nothing() -> None:
+    """The `reset` of a case that leaves nothing behind."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Something to time. Its inputs exist already; nothing but `run` may lie between two readings of a clock.
+
+    Attributes:
+        run: one call.
+        check: run it on fresh state; the largest error against a reference that is not the code timed. Raises
+            `WrongResultError` beyond its tolerance. It may be called at any time between samples.
+        reset: bring back the state that `run` needs; called before every sample, untimed.
+        max_repeats: `run` may be called this often after one `reset`.
+    """
+
+    run: Callable[[], object]
+    check: Callable[[], float]
+    reset: Callable[[], object] = nothing
+    max_repeats: int = 1000
+
+
+class Count(NamedTuple):
+    """An exact number."""
+
+    value: int
+    unit: str
+    better: str = "lower"  # or `higher`, or `equal` where a change in either direction is only a change
+
+
+Counts = dict[str, Count]  # by metric
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One benchmark with one set of parameters.
+
+    Attributes:
+        make: a `Case`, or `Counts` in tier `count`.
+        quick: part of a quick run; such cells are few and small, and touch every suite.
+        promise: set if the cell is a rival, there to be compared with the subject `engine` of the same parameters: how
+            many times as long as that it must take. No history or comparison of versions needs rivals.
+        units: of every metric, in tier `count`; a cell may lack one of them.
+    """
+
+    suite: str
+    benchmark: str
+    params: Mapping[str, Scalar]
+    tier: str
+    make: Callable[[], Any] = field(compare=False, repr=False)
+    quick: bool = False
+    promise: float | None = None
+    units: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    @property
+    def key(self) -> str:
+        """Stable name, such as `state_update/slots[model=nemotron-3-nano-tp8,K=3]`."""
+        params = ",".join(f"{name}={value}" for name, value in self.params.items())
+        return f"{self.suite}/{self.benchmark}[{params}]"
+
+
+def seed(benchmark: str, params: Mapping[str, Scalar]) -> int:
+    """What the data of a cell are drawn from: the same in every process and version, and for rivals of one cell."""
+    return zlib.crc32(repr((benchmark, sorted(item for item in params.items() if item[0] != "subject"))).encode())
+
+
+def grid(
+    suite: str,
+    benchmark: str,
+    tier: str,
+    build: Callable[..., Any],
+    values: Mapping[str, Sequence[Scalar]],
+    quick: Collection[tuple[Scalar, ...]] = (),
+    promise: Callable[..., float | None] = lambda **params: None,
+    units: Mapping[str, str] | None = None,
+) -> Iterator[Cell]:
+    """A cell for every combination of parameter values; `build(seed, **params)` makes its case or counts.
+
+    Args:
+        quick: beginnings of the combinations that belong to a quick run.
+        promise: of each cell, from its parameters.
+        units: see `Cell`.
+    """
+    for combination in product(*values.values()):
+        params = dict(zip(values, combination, strict=True))
+        make = partial(build, seed(benchmark, params), **params)
+        is_quick = any(combination[: len(start)] == start for start in quick)
+        yield Cell(suite, benchmark, params, tier, make, is_quick, promise(**params), units or {})
+
+
+def _load() -> tuple[list[Cell], dict[str, str]]:
+    found: list[Cell] = []
+    reasons: dict[str, str] = {}
+    for suite in SUITES:
+        try:
+            found += importlib.import_module(f"bench.{suite}").cells()
+        except (ImportError, AttributeError) as error:  # this hybrid_kv is older, or lacks an optional dependency
+            reasons[suite] = f"{type(error).__name__}: {error}"
+    return found, reasons
+
+
+def cells(quick: bool = False) -> list[Cell]:
+    """All cells of all suites that this `hybrid_kv` has the code for, GPU cells also where there is no GPU."""
+    return [cell for cell in _load()[0] if cell.quick or not quick]
+
+
+def unavailable() -> dict[str, str]:
+    """Suites without cells, and why."""
+    return _load()[1]

@@ -1,0 +1,444 @@
+"""`hybrid-kv compare`: is HEAD slower than BASE? Both versions run side by side, now, on this machine.
+
+Only `hybrid_kv/` differs between the sides: `bench/` and `accuracy/` are those of the working tree, for both.
+
+How a time is compared. A *start* is a process that imports torch and forks *worker pairs*, one process per version,
+on one core, fed alternately in random order (`bench.worker`). One pair gives one log-ratio per cell, and pairs are the
+unit of inference (`bench.inference`): two processes of equal code differ by what memory they got, by 1 to 5 %, and no
+number of samples inside one pair averages that away. Forking from one start shares most of the layout: the spread
+between pairs of equal code fell from 2.2 to 1.6 % on average over 14 benchmarks, from 5.2 to 1.5 % for the worst. Over
+6 starts of 6 pairs no benchmark varied more between starts than its pairs do (F test, 5 %), so pairs of several starts
+are pooled.
+
+When it is an alarm. The first look at all cells only picks suspects. They are measured again, in fresh processes and
+with twice the pairs; that repeat alone is evidence, Holm's procedure over the suspects bounds the chance of any false
+alarm in it by `alpha`, and what the first look selected cannot bias it. A change below `min_effect` is none.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tarfile
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from bench.inference import center, log_ratio, p_faster, p_slower, typical
+from hybrid_kv.config import ConfigError, HybridKVError
+
+ROOT = Path(__file__).resolve().parents[1]
+WORKING_TREE = "."
+SIDES = ("BASE", "HEAD")
+ANSWER_SECONDS = 600.0
+END_SECONDS = 30.0
+# One thread, as the clock sees only one. And memory that was freed stays with the process: glibc's own thresholds move
+# with what was freed before, so that one process maps its buffers anew in each call and its twin does not (2.7 times
+# the time of `causal_conv1d/prefill` were seen).
+ENVIRONMENT = {
+    **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 25),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
+    "MALLOC_TOP_PAD_": str(1 << 26),
+}
+GPU_SAMPLES = 40  # launches: each is short
+
+
+@dataclass(frozen=True)
+class Design:
+    """How much is measured, and what is an alarm.
+
+    Attributes:
+        pairs: worker pairs of the first look; the repeat has twice as many.
+        samples: of each side in a worker pair; the repeat takes twice as many.
+        sample_seconds: that one sample should take.
+        cell_seconds: of samples of one side in a worker pair; a slow cell has fewer samples, at least 2.
+        min_effect: a relative change that does not matter.
+        screen: p-value below which the first look makes a suspect.
+        alpha: chance of any false alarm in a repeat.
+    """
+
+    pairs: int = 6
+    pairs_per_start: int = 3
+    samples: int = 12
+    sample_seconds: float = 1.5e-3
+    cell_seconds: float = 0.05
+    min_effect: float = 0.01
+    screen: float = 0.2
+    alpha: float = 0.01
+
+    def __post_init__(self) -> None:
+        if self.pairs < 3:
+            raise ConfigError(f"--pairs {self.pairs}: fewer than 3 worker pairs have no interval; give 3 or more")
+
+
+# ---- versions ----
+
+
+@dataclass(frozen=True)
+class Revision:
+    """A version of `hybrid_kv`: what the user called it and the commit that it is, or that it was edited from."""
+
+    name: str
+    commit: str
+    dirty: bool = False
+
+    def __str__(self) -> str:
+        if self.name != WORKING_TREE:
+            return self.name if self.commit.startswith(self.name) else f"{self.name} ({self.commit[:9]})"
+        return f"working tree ({self.commit[:9]}{', dirty' if self.dirty else ''})"
+
+
+def _git(root: Path, *arguments: str) -> bytes | None:
+    try:
+        done = subprocess.run(("git", *arguments), cwd=root, capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout
+
+
+def find_revision(root: Path, name: str) -> Revision:
+    """Look a revision up.
+
+    Raises:
+        ConfigError: git does not know it, or `root` is no checkout.
+    """
+    top = _git(root, "rev-parse", "--show-toplevel")
+    if top is None or Path(os.fsdecode(top.strip())).resolve() != root.resolve():
+        raise ConfigError("compare needs a git checkout of hybrid-kv; clone it and run pip install -e . there")
+    wanted = "HEAD" if name == WORKING_TREE else name
+    commit = _git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{wanted}^{{commit}}")
+    if commit is None:
+        raise ConfigError(f"git knows no revision {name!r}; give a commit, tag or branch, or . for the working tree")
+    dirty = name == WORKING_TREE and bool(_git(root, "status", "--porcelain", "--", "hybrid_kv"))
+    return Revision(name, commit.decode().strip(), dirty)
+
+
+def place(root: Path, revision: Revision, folder: Path) -> None:
+    """Put the revision's `hybrid_kv/` into `folder`, beside copies of the working tree's `bench/` and `accuracy/`.
+
+    Copies, so that an edit during the run cannot mix two versions.
+
+    Raises:
+        ConfigError: the revision has no folder `hybrid_kv`.
+    """
+    copied = ["bench", "accuracy"]
+    if revision.name == WORKING_TREE:
+        copied.append("hybrid_kv")
+    else:
+        archive = _git(root, "archive", revision.commit, "hybrid_kv")
+        if archive is None:
+            raise ConfigError(f"revision {revision} has no folder hybrid_kv; give a later one")
+        with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+            files.extractall(folder, filter="data")
+    for name in copied:
+        if (root / name).is_dir():
+            shutil.copytree(root / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+
+
+# ---- workers ----
+
+
+Answers = tuple[dict[str, Any], dict[str, Any]]  # of BASE and HEAD
+
+
+class Pair:
+    """A worker of each version. One answers at a time, since they share a core."""
+
+    def __init__(self, streams: Sequence[TextIO], rng: random.Random) -> None:
+        self._streams = streams
+        self._rng = rng
+
+    def ask(self, side: int, do: str, **arguments: Any) -> dict[str, Any]:
+        """Raises `HybridKVError` if the worker died or does not answer."""
+        stream = self._streams[side]
+        subject = f"{SIDES[side]}'s worker, asked to {do} {arguments.get('key', '')}".rstrip()
+        try:
+            stream.write(json.dumps({"do": do, **arguments}) + "\n")
+            stream.flush()
+            answer = stream.readline()
+        except TimeoutError:
+            raise HybridKVError(f"{subject}, did not answer within {ANSWER_SECONDS:.0f} s") from None
+        except OSError:
+            answer = ""
+        if not answer:
+            raise HybridKVError(f"{subject}, died; its last words, if any, are above")
+        return dict(json.loads(answer))
+
+    def ask_both(self, do: str, *, only_head: Mapping[str, Any] | None = None, **arguments: Any) -> Answers:
+        """In random order; the answers of BASE and HEAD, which alone is given `only_head`."""
+        arguments_of = (arguments, {**arguments, **(only_head or {})})
+        first = self._rng.randrange(2)
+        answers = {side: self.ask(side, do, **arguments_of[side]) for side in (first, 1 - first)}
+        return answers[0], answers[1]
+
+
+def _close(stream: TextIO) -> None:
+    with suppress(OSError):  # what was left to write to a dead worker
+        stream.close()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Wait for a start whose connections are closed; a worker that hangs in a case would never notice."""
+    try:
+        process.wait(timeout=END_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@contextmanager
+def start(folders: Sequence[Path], pairs: int, rng: random.Random) -> Iterator[list[Pair]]:
+    """One start with its worker pairs; they end with the context."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [None]
+    # Closed connections end the workers, and only then there is something to wait for.
+    with ExitStack() as processes, ExitStack() as connections:
+        sides, streams, theirs = [], [], []
+        for folder in list(folders) * pairs:
+            ours, other = socket.socketpair()
+            theirs.append(connections.enter_context(other))
+            sides.append({"folder": str(folder), "fd": other.fileno(), "seed": rng.randrange(2**32)})
+            ours.settimeout(ANSWER_SECONDS)
+            streams.append(ours.makefile("rw", encoding="utf-8"))
+            connections.callback(_close, streams[-1])
+            ours.close()  # the stream keeps it open
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                str(folders[0] / "bench" / "worker.py"),
+                json.dumps({"core": rng.choice(cores), "sides": sides}),
+            ],
+            # Hash seed and core are one start's: common to both sides of its pairs.
+            env={**os.environ, **ENVIRONMENT, "PYTHONHASHSEED": str(rng.randrange(2**32))},
+            pass_fds=[other.fileno() for other in theirs],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # one group to kill; an interrupt reaches them as the end of their input
+        )
+        processes.callback(_end, process)
+        for other in theirs:
+            other.close()
+        yield [Pair(streams[i : i + 2], rng) for i in range(0, len(streams), 2)]
+
+
+# ---- measuring ----
+
+
+@dataclass(frozen=True)
+class CellInfo:
+    """What the driver knows of a cell; `make` stays with the workers."""
+
+    suite: str
+    benchmark: str
+    params: Mapping[str, Any]
+    tier: str
+    key: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a cell has no comparison. `wrong`: a check failed, rather than something being absent."""
+
+    side: int
+    wrong: bool
+    reason: str
+
+
+@dataclass
+class Times:
+    """What worker pairs said about one cell."""
+
+    log_ratios: list[float] = field(default_factory=list)
+    seconds: list[tuple[float, float]] = field(default_factory=list)  # per call, of each side
+    max_error: float = 0.0
+    clock_mhz: list[tuple[int | None, int | None]] = field(default_factory=list)
+
+    def suspicious(self, design: Design) -> bool:
+        """Whether a first look deserves a repeat; either direction."""
+        enough = abs(center(self.log_ratios)) > math.log1p(design.min_effect)
+        return enough and min(p_slower(self.log_ratios, 0), p_faster(self.log_ratios, 0)) < design.screen
+
+
+@dataclass
+class Measured:
+    """All that was measured of two versions."""
+
+    cells: list[CellInfo]
+    first: dict[str, Times] = field(default_factory=dict)
+    repeat: dict[str, Times] = field(default_factory=dict)
+    counts: dict[str, Answers] = field(default_factory=dict)
+    failures: dict[str, Failure] = field(default_factory=dict)
+
+
+def _failure(answers: Sequence[Mapping[str, Any]]) -> Failure | None:
+    """HEAD's before BASE's, and a wrong result before an absent one."""
+    for kind in ("wrong", "failed"):
+        for side in (1, 0):
+            if kind in answers[side]:
+                return Failure(side, kind == "wrong", f"{SIDES[side]}: {answers[side][kind]}")
+    return None
+
+
+def measure_cell(pair: Pair, cell: CellInfo, design: Design, times: Times, plant: float = 0.0) -> Failure | None:
+    """Add what one worker pair says about one cell to `times`, unless it fails; `plant` slows HEAD down."""
+    made = pair.ask_both("make", key=cell.key, only_head={"plant": plant})
+    if failure := _failure(made):
+        return failure
+    # The slower side decides for both: they must do the same between two readings of the clock.
+    slower = max(one["seconds"] for one in made)
+    if cell.tier == "gpu":
+        repeats, blocks, samples = 1, 1, GPU_SAMPLES
+    else:
+        calls = max(1, round(design.sample_seconds / max(slower, 1e-9)))
+        repeats = min(calls, made[0]["max_repeats"])
+        blocks = max(1, round(calls / repeats))
+        samples = max(2, min(design.samples, int(design.cell_seconds / (slower * repeats * blocks))))
+    taken: tuple[list[float], list[float]] = ([], [])
+    for _ in range(samples):
+        answers = pair.ask_both("sample", repeats=repeats, blocks=blocks)
+        if failure := _failure(answers):
+            return failure
+        for side in (0, 1):
+            taken[side].append(answers[side]["seconds"])
+    finished = pair.ask_both("finish")
+    if failure := _failure(finished):
+        return failure
+    times.log_ratios.append(log_ratio(*taken))
+    times.seconds.append((typical(taken[0]), typical(taken[1])))
+    times.max_error = max(times.max_error, *(one["max_error"] for one in (*made, *finished)))
+    times.clock_mhz.append((finished[0]["clock_mhz"], finished[1]["clock_mhz"]))
+    return None
+
+
+def _common_cells(pair: Pair, quick: bool, select: Sequence[str]) -> Measured:
+    """The cells whose key contains one of `select`, with a failure for those that only one side has."""
+    answers = pair.ask_both("cells", quick=quick)
+    for answer in answers:
+        if "failed" in answer:
+            raise HybridKVError(f"the benchmarks cannot be loaded: {answer['failed']}")
+    listed = [{cell["key"]: CellInfo(**cell) for cell in answer["cells"]} for answer in answers]
+    listed_once = {**listed[0], **listed[1]}
+    measured = Measured([cell for key, cell in listed_once.items() if any(part in key for part in select)])
+    for cell in measured.cells:
+        for side in (0, 1):
+            if cell.key not in listed[side]:
+                reason = answers[side]["unavailable"].get(cell.suite, "it has no such benchmark")
+                measured.failures[cell.key] = Failure(side, False, f"{SIDES[side]}: {reason}")
+        if cell.tier == "gpu" and not answers[0]["cuda"]:
+            measured.failures[cell.key] = Failure(1, False, "it needs a CUDA device")
+    if not measured.cells:
+        raise ConfigError(f"no benchmark's name contains {' or '.join(select)!r}; hybrid-kv compare HEAD lists them")
+    return measured
+
+
+def _count(pair: Pair, measured: Measured) -> None:
+    for cell in measured.cells:
+        if cell.tier == "count" and cell.key not in measured.failures:
+            answers = pair.ask_both("count", key=cell.key)
+            if failure := _failure(answers):
+                measured.failures[cell.key] = failure
+            else:
+                measured.counts[cell.key] = (answers[0]["counts"], answers[1]["counts"])
+
+
+def _look(
+    title: str,
+    folders: Sequence[Path],
+    cells: Sequence[CellInfo],
+    design: Design,
+    plants: Mapping[str, float],
+    failures: dict[str, Failure],
+    rng: random.Random,
+) -> dict[str, Times]:
+    """Times of the cells over fresh worker pairs."""
+    found: dict[str, Times] = defaultdict(Times)
+    with tqdm(total=design.pairs * len(cells), desc=title, unit="cell", disable=None, leave=False) as progress:
+        for first in range(0, design.pairs if cells else 0, design.pairs_per_start):
+            with start(folders, min(design.pairs_per_start, design.pairs - first), rng) as started:
+                for pair in started:
+                    for cell in rng.sample(cells, len(cells)):
+                        if cell.key not in failures:
+                            failure = measure_cell(pair, cell, design, found[cell.key], plants.get(cell.key, 0.0))
+                            if failure is not None:
+                                failures[cell.key] = failure
+                        progress.update()
+    return {key: times for key, times in found.items() if key not in failures}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was compared, and what was measured of it."""
+
+    base: Revision
+    head: Revision
+    seed: int
+    design: Design
+    measured: Measured
+
+
+def compare(
+    base: str,
+    head: str,
+    *,
+    root: Path = ROOT,
+    quick: bool = True,
+    select: Sequence[str] = ("",),
+    tiers: Sequence[str] = ("count", "cpu", "gpu"),
+    design: Design = Design(),
+    seed: int = 0,
+    plants: Mapping[str, float] | None = None,
+) -> Comparison:
+    """Measure two versions; `bench.verdicts` says what it means.
+
+    Args:
+        base, head: git revisions, or `.` for the working tree.
+        root: the checkout.
+        quick: only the cells marked so: a few of each suite.
+        select: only cells whose key contains one of these.
+        tiers: only cells of these.
+        seed: of every random choice: orders, memory layouts, hash seeds.
+        plants: by key, the fraction by which HEAD is made slower.
+
+    Raises:
+        ConfigError: an unknown revision, or nothing to compare.
+        HybridKVError: a worker died or hangs.
+    """
+    revisions = [find_revision(root, base), find_revision(root, head)]
+    rng = random.Random(seed)
+    with TemporaryDirectory(prefix="hybrid-kv-compare-") as temporary:
+        folders = [Path(temporary) / name for name in ("0", "1")]  # names of equal length
+        for revision, folder in zip(revisions, folders, strict=True):
+            folder.mkdir()
+            place(root, revision, folder)
+        with start(folders, 1, rng) as (clerk,):
+            measured = _common_cells(clerk, quick, select)
+            if "count" in tiers:
+                _count(clerk, measured)
+        timed = [
+            cell
+            for cell in measured.cells
+            if cell.tier in tiers and cell.tier != "count" and cell.key not in measured.failures
+        ]
+        shared = (plants or {}, measured.failures, rng)
+        measured.first = _look("first look", folders, timed, design, *shared)
+        suspected = {key for key, times in measured.first.items() if times.suspicious(design)}
+        suspects = [cell for cell in timed if cell.key in suspected]
+        closer = replace(
+            design, pairs=2 * design.pairs, samples=2 * design.samples, cell_seconds=2 * design.cell_seconds
+        )
+        measured.repeat = _look("repeat", folders, suspects, closer, *shared)
+        measured.cells = [cell for cell in measured.cells if cell.tier in tiers]
+    return Comparison(*revisions, seed, design, measured)

@@ -1,0 +1,86 @@
+"""`python -m bench.history N`: asv over the last N commits, quick cells only, and its pages.
+
+Each commit is built as a wheel, from a clone that asv makes: what is not committed is not measured. The benchmarks
+themselves are those of this folder. A commit that lacks an interface loses the benchmarks that need it and no others.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from bench import asv_suite
+from bench.cases import Cell, cells
+from bench.measurement import runs_here
+from hybrid_kv.results import provenance
+
+ROOT = Path(__file__).resolve().parents[1]
+PEAKS = r"^asv_suite\.PeakMemory\.peakmem_process\('(reference|generate all)'\)$"
+
+
+def machine_name() -> str:
+    """Of this hardware and what runs on it: asv would draw one line through a change of either."""
+    here = provenance()
+    parts = [here.machine]
+    if torch.cuda.is_available():
+        query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+        parts = [here.device, f"driver {driver}"]
+    parts += [f"torch {here.torch}", f"triton {here.triton or 'none'}"]
+    return re.sub(r"[^a-z0-9.+]+", "-", " ".join(parts).lower()).strip("-")
+
+
+def chosen() -> list[Cell]:
+    """One quick cell of every suite and tier, without rivals: each costs a process per commit, which imports torch."""
+    found: dict[tuple[str, str], Cell] = {}
+    for cell in cells(quick=True):
+        first = found.get((cell.suite, cell.tier), cell)
+        if runs_here(cell) and cell.promise is None and cell.benchmark == first.benchmark:
+            found[cell.suite, cell.tier] = cell
+    return list(found.values())
+
+
+def pattern(chosen_cells: Sequence[Cell]) -> str:
+    """For asv's `--bench`; of exact numbers the first of a cell."""
+    names = [
+        asv_suite.asv_name(cell, method)
+        for cell in chosen_cells
+        for method in asv_suite.method_names(cell)[: 1 if cell.tier == "count" else None]
+    ]
+    return "|".join([PEAKS, *(f"^{re.escape(name)}$" for name in names)])
+
+
+def _asv(*arguments: str, **options: object) -> int:
+    return subprocess.run((sys.executable, "-m", "asv", *arguments), cwd=ROOT, check=False, **options).returncode  # type: ignore[call-overload]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 0, or 2 if asv could not run; a benchmark that failed on some commit is a gap in its line."""
+    (number,) = [int(text) for text in (sys.argv[1:] if arguments is None else arguments)] or [5]
+    log = subprocess.run(
+        ("git", "rev-list", f"-n{number}", "HEAD"), cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    machine = machine_name()
+    steps = (
+        (("machine", "--yes", "--machine", machine), {}),
+        (
+            ("run", "--machine", machine, "--bench", pattern(chosen()), "-a", "rounds=1", "HASHFILE:-"),
+            {"input": log.stdout, "text": True},
+        ),
+        (("publish",), {}),
+    )
+    for step, options in steps:
+        # 2 is asv's word for a benchmark that failed.
+        if _asv(*step, **options) not in (0, 2):
+            return 2
+    print(f"{ROOT / '.asv' / 'html'}: asv preview shows it")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""What `compare` may conclude from its samples, and how sure it is. Pure functions of numbers.
+
+The unit of inference is one *worker pair*: two processes, one per version. Samples of one pair are not independent of
+each other: both processes keep the memory layout that they got, and that alone moves a benchmark by 1 to 5 %. Each pair
+therefore gives one number, its `log_ratio`, and only the spread between pairs enters an interval or a p-value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+Key = TypeVar("Key")
+LEVEL = 0.95
+RESAMPLES = 4000
+
+
+def typical(seconds: Sequence[float]) -> float:
+    """Mean of the faster half of the samples.
+
+    Interruptions only ever add time. With 8 samples a side, the ratio of these varied least of six estimators over 40
+    pairs of equal code and 14 benchmarks: by 1.7 % on average, against 2.0 % for the median of the ratios of the
+    samples taken together and 2.3 % for the ratio of medians.
+    """
+    fast = sorted(seconds)[: (len(seconds) + 1) // 2]
+    return math.fsum(fast) / len(fast)
+
+
+def log_ratio(base: Sequence[float], head: Sequence[float]) -> float:
+    """What one worker pair says: the logarithm of how many times as long HEAD takes. 0: as long as BASE."""
+    return math.log(typical(head) / typical(base))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """How many times as long HEAD takes, with the 95 % interval, over `n` worker pairs."""
+
+    ratio: float
+    low: float
+    high: float
+    n: int
+
+
+def _trimmed(values: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], int]:
+    """Mean without the lowest and highest sixth along the last axis, its standard error, degrees of freedom.
+
+    Yuen (1974): the spread is that of the values with the dropped ones replaced by the nearest kept one.
+    """
+    n = values.shape[-1]
+    dropped = n // 6
+    kept = n - 2 * dropped
+    ordered = np.sort(values, axis=-1)
+    mean = ordered[..., dropped : n - dropped].mean(axis=-1)
+    ordered[..., :dropped] = ordered[..., dropped : dropped + 1]
+    ordered[..., n - dropped :] = ordered[..., n - dropped - 1 : n - dropped]
+    error = ordered.std(axis=-1, ddof=1) * math.sqrt((n - 1) / (kept * (kept - 1)))
+    return mean, error, kept - 1
+
+
+def center(log_ratios: Sequence[float]) -> float:
+    """Trimmed mean over worker pairs: now and then a pair is off by a factor, for all of its samples."""
+    return float(_trimmed(np.asarray(log_ratios, dtype=np.float64))[0])
+
+
+def estimate(log_ratios: Sequence[float], seed: int = 0) -> Estimate:
+    """Trimmed mean over worker pairs with its studentised bootstrap interval (bootstrap-t).
+
+    A percentile interval of 6 pairs covers 86 % instead of 95 %: it forgets that the spread is estimated as well.
+
+    Raises:
+        ValueError: fewer than 3 pairs have no interval.
+    """
+    values = np.asarray(log_ratios, dtype=np.float64)
+    n = len(values)
+    if n < 3:
+        raise ValueError(f"{n} worker pairs have no interval; measure at least 3")
+    mean, error, _ = _trimmed(values)
+    means, errors, _ = _trimmed(values[np.random.default_rng(seed).integers(0, n, (RESAMPLES, n))])
+    # A resample of one value only says nothing about the spread.
+    usable = errors > 1e-12
+    t = (means[usable] - mean) / errors[usable]
+    low_t, high_t = np.quantile(t, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]) if len(t) else (0.0, 0.0)
+    return Estimate(*(math.exp(value) for value in (mean, mean - high_t * error, mean - low_t * error)), n)
+
+
+def p_slower(log_ratios: Sequence[float], min_effect: float) -> float:
+    """One-sided p-value of "HEAD takes at most `1 + min_effect` times as long", by Yuen's t test over worker pairs.
+
+    With 12 normal pairs it holds its rate (1.2 % at 1 %); with one pair in ten off tenfold it still finds four standard
+    deviations in 99 %, where Student's test finds them in 76 %.
+    """
+    from scipy import stats
+
+    mean, error, freedom = _trimmed(np.asarray(log_ratios, dtype=np.float64))
+    excess = float(mean) - math.log1p(min_effect)
+    if error == 0:
+        return 0.0 if excess > 0 else 1.0
+    return float(stats.t.sf(excess / error, freedom))
+
+
+def p_faster(log_ratios: Sequence[float], min_effect: float) -> float:
+    """One-sided p-value of "BASE takes at most `1 + min_effect` times as long as HEAD"."""
+    return p_slower([-value for value in log_ratios], min_effect)
+
+
+def holm(p_values: Mapping[Key, float]) -> dict[Key, float]:
+    """Adjusted p-values (Holm 1979): alarms at `adjusted < alpha` hold a false one with probability < alpha at most."""
+    adjusted: dict[Key, float] = {}
+    largest = 0.0
+    for rank, (key, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p))
+        adjusted[key] = largest
+    return adjusted
+
+
+def clopper_pearson(successes: int, trials: int, level: float = LEVEL) -> tuple[float, float]:
+    """Exact two-sided interval of a rate.
+
+    Raises:
+        ValueError: more successes than trials, or no trials.
+    """
+    from scipy import stats
+
+    if not 0 <= successes <= trials or trials < 1:
+        raise ValueError(f"{successes} of {trials} is no rate")
+    tail = (1 - level) / 2
+    low = 0.0 if successes == 0 else float(stats.beta.ppf(tail, successes, trials - successes + 1))
+    high = 1.0 if successes == trials else float(stats.beta.isf(tail, successes + 1, trials - successes))
+    return low, high

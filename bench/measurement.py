@@ -1,0 +1,164 @@
+"""Cells to numbers with receipts: what `python -m bench` prints and `results/` keeps.
+
+Rivals, cells that differ in the parameter `subject` alone, are timed interleaved and compared with the one named
+`engine`, round by round. Every case is checked before and after it is timed; what is wrong has no time.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bench._timing import DeviceSubject, Interval, Subject, calibrate, measure, median, ratio
+from bench.cases import Case, Cell, Counts, WrongResultError
+from hybrid_kv.results import Receipt, Row, timing_row
+
+ENGINE = "engine"
+ROUNDS, QUICK_ROUNDS, FEWEST_ROUNDS = 25, 15, 9
+SECONDS = 1.0  # of samples, after which a slow cell has had its rounds
+METRICS = {"cpu": "cpu_time", "gpu": "gpu_time"}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The time of one cell, in seconds, and how many times as long as its engine it takes."""
+
+    cell: Cell
+    time: Interval
+    ratio: Interval | None
+    rounds: int
+    receipt: Receipt
+
+    @property
+    def verdict(self) -> str:
+        """`fail` if the whole interval lies below what the cell promises."""
+        if self.cell.promise is None or self.ratio is None:
+            return ""
+        return "fail" if self.ratio.high < self.cell.promise else "pass"
+
+    def rows(self) -> Iterator[Row]:
+        """The rows for `hybrid_kv.results`."""
+        cell = self.cell
+        common: dict[str, Any] = {
+            "suite": cell.suite,
+            "benchmark": cell.benchmark,
+            "params": cell.params,
+            "n": self.rounds,
+            "receipt": self.receipt,
+        }
+        yield timing_row(
+            metric=METRICS[cell.tier],
+            value=self.time.value * 1e9,
+            ci_low=self.time.low * 1e9,
+            ci_high=self.time.high * 1e9,
+            unit="ns",
+            better="lower",
+            **common,
+        )
+        if self.ratio is not None:
+            yield timing_row(
+                metric="ratio_to_engine",
+                value=self.ratio.value,
+                ci_low=self.ratio.low,
+                ci_high=self.ratio.high,
+                unit="time ratio",
+                better="higher",
+                verdict=self.verdict,
+                **common,
+            )
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The exact numbers of one cell."""
+
+    cell: Cell
+    counts: Counts
+
+    verdict = ""
+
+    def rows(self) -> Iterator[Row]:
+        """The rows for `hybrid_kv.results`."""
+        for metric, count in self.counts.items():
+            yield Row(
+                self.cell.suite,
+                self.cell.benchmark,
+                metric,
+                count.value,
+                count.unit,
+                self.cell.params,
+                better=count.better,
+            )
+
+
+def runs_here(cell: Cell) -> bool:
+    """Whether this machine has what the cell's tier needs."""
+    return cell.tier != "gpu" or torch.cuda.is_available()
+
+
+def subject_of(cell: Cell, case: Case) -> Subject:
+    """What to sample: the host's time of a CPU cell, the device's of a GPU cell."""
+    return (DeviceSubject if cell.tier == "gpu" else Subject)(case.run, case.reset, case.max_repeats)
+
+
+def checked(cell: Cell, case: Case) -> float:
+    """The largest error of the case.
+
+    Raises:
+        WrongResultError: it is beyond the case's tolerance, or no number; the message names the cell.
+    """
+    try:
+        error = case.check()
+    except WrongResultError as wrong:
+        raise WrongResultError(f"{cell.key}: {wrong}") from None
+    if not error >= 0 or error == float("inf"):
+        raise WrongResultError(f"{cell.key}: an error of {error} proves nothing")
+    return error
+
+
+def groups(cells: Sequence[Cell]) -> list[list[Cell]]:
+    """Cells that are measured together: rivals and their engine, or one cell alone."""
+    found: dict[Any, list[Cell]] = {}
+    for cell in cells:
+        rest = tuple(item for item in cell.params.items() if item[0] != "subject")
+        found.setdefault((cell.suite, cell.benchmark, cell.tier, rest), []).append(cell)
+    return list(found.values())
+
+
+def measure_together(cells: Sequence[Cell], rounds: int = ROUNDS) -> list[Measurement] | list[Counted]:
+    """Measure one of `groups`.
+
+    Raises:
+        WrongResultError: a result is wrong, before or after the timing; no cell of the group has a time then.
+    """
+    if cells[0].tier == "count":
+        return [Counted(cell, cell.make()) for cell in cells]
+    # One thread, as the clock sees only one, and a scheduler's process has no core to spare for others. A second one
+    # also makes the times of small tensors bimodal: 0.25 or 8 ms were seen.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        cases = {str(cell.params.get("subject", ENGINE)): (cell, cell.make()) for cell in cells}
+        before = {name: checked(cell, case) for name, (cell, case) in cases.items()}
+        subjects = {name: subject_of(cell, case) for name, (cell, case) in cases.items()}
+        round_seconds = sum(calibrate(one) * one.sample(1) for one in subjects.values())
+        rounds = max(min(rounds, FEWEST_ROUNDS), min(rounds, int(SECONDS / max(round_seconds, 1e-9))))
+        gc.collect()
+        samples = measure(subjects, rounds)
+        after = {name: checked(cell, case) for name, (cell, case) in cases.items()}
+    finally:
+        torch.set_num_threads(threads)
+    return [
+        Measurement(
+            cell,
+            median(samples[name]),
+            ratio(samples[name], samples[ENGINE]) if name != ENGINE else None,
+            rounds,
+            Receipt(True, True, max(before[name], after[name])),
+        )
+        for name, (cell, _) in cases.items()
+    ]

@@ -1,0 +1,198 @@
+"""How often `compare` errs: `hybrid-kv compare --self-test` runs it on equal code and on planted slowdowns.
+
+A trial is one whole comparison of a version with itself. Without a plant every verdict but `same` is a false alarm,
+in either direction. With a plant, the benchmarks in `PLANTED` do more work per call on the HEAD side, in proportion to
+their time, and `slower` is a detection. All of them are slowed at once, which is harder than one: Holm's procedure
+asks more of each when there are several.
+
+Each trial is one row, so that a self-test can be stopped and continued. Rates with their exact intervals follow at the
+end; `bench.verdicts` reads from them which benchmarks are quarantined.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bench import cases
+from bench.compare import Design, compare
+from bench.inference import clopper_pearson
+from bench.verdicts import time_outcomes
+from hybrid_kv.results import Row, append_rows, provenance, read_rows
+
+SUITE = "operating_curve"
+WHOLE = "any benchmark"
+PERCENTS = (2, 5, 10)
+# One of a suite, of 0.2 to 6 ms: host code in Python, in numpy and in torch.
+PLANTED = (
+    "block_tables/step[model=nemotron-3-nano,step=decode 64]",
+    "slot_mapping/tokens[num_tokens=8192,cp_size=2]",
+    "scheduler/decode[mode=none,K=0,num_reqs=16]",
+    "causal_conv1d/prefill[model=nemotron-3-nano-tp8,num_tokens=256]",
+    "state_update/slots[model=nemotron-3-nano-tp8,num_reqs=2,K=3]",
+    "engine_step/decode[mode=all,K=3,num_reqs=4]",
+)
+# Two false alarms in 50 trials are too many, one is not: their 95 % lower bounds are 0.7 % and 0.1 %.
+TOLERATED_RATE = 0.005
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One comparison of a version with itself."""
+
+    percent: int  # of the planted slowdown, 0 for none
+    number: int
+    slower: tuple[str, ...]
+    faster: tuple[str, ...]
+    suspects: tuple[str, ...]
+
+
+def keeps_its_rate(false_alarms: int, trials: int) -> bool:
+    """Whether the false alarms leave open that the true rate is `TOLERATED_RATE`, at 95 %."""
+    return clopper_pearson(false_alarms, trials, level=0.90)[0] <= TOLERATED_RATE
+
+
+def timed_keys() -> list[str]:
+    """The benchmarks that a trial measures."""
+    return [cell.key for cell in cases.cells(quick=True) if cell.tier == "cpu" and cell.promise is None]
+
+
+def experiment_id(keys: Sequence[str], design: Design) -> str:
+    """Trials count together only if they measured the same benchmarks in the same way."""
+    return f"{zlib.crc32(json.dumps([sorted(keys), asdict(design)], sort_keys=True).encode()):08x}"
+
+
+def read_trials(file: Path, experiment: str) -> list[Trial]:
+    """Trials of this experiment on this machine."""
+    if not file.exists():
+        return []
+    frame = read_rows(file)
+    frame = frame[(frame["metric"] == "alarms") & (frame["machine"] == provenance().machine)]
+    found = []
+    for text in frame["params"]:
+        params = json.loads(text)
+        if params.pop("experiment") == experiment:
+            found.append(Trial(**{k: tuple(v) if isinstance(v, list) else v for k, v in params.items()}))
+    return found
+
+
+def run_trial(revision: str, percent: int, number: int, design: Design, root: Path) -> Trial:
+    """Compare the revision with itself, its HEAD side slowed by `percent`."""
+    comparison = compare(
+        revision,
+        revision,
+        root=root,
+        select=PLANTED if percent else ("",),
+        tiers=("cpu",),
+        design=design,
+        seed=1000 * percent + number,
+        plants=dict.fromkeys(PLANTED, percent / 100) if percent else None,
+    )
+    outcomes = list(time_outcomes(comparison.measured, design))
+
+    def keys(verdict: str) -> tuple[str, ...]:
+        return tuple(one.cell.key for one in outcomes if one.verdict == verdict)
+
+    return Trial(percent, number, keys("slower"), keys("faster"), tuple(comparison.measured.repeat))
+
+
+def _trial_row(trial: Trial, experiment: str) -> Row:
+    params = {**asdict(trial), "experiment": experiment}
+    return Row(SUITE, "trial", "alarms", len(trial.slower), "alarms", params, better="equal")
+
+
+def rates(trials: Sequence[Trial], keys: Sequence[str], experiment: str) -> Iterator[Row]:
+    """False-alarm, suspect and detection rates per benchmark, and of false alarms anywhere in the suite."""
+
+    def rate(benchmark: str, metric: str, percent: int, hits: int, n: int, better: str, verdict: str = "") -> Row:
+        low, high = clopper_pearson(hits, n)
+        params = {"experiment": experiment, "plant_percent": percent}
+        return Row(SUITE, benchmark, metric, hits / n, "", params, low, high, n, better, verdict)
+
+    same = [trial for trial in trials if trial.percent == 0]
+    if same:
+        n = len(same)
+        alarms = [{*trial.slower, *trial.faster} for trial in same]
+        yield rate(WHOLE, "false_alarm_rate", 0, sum(map(bool, alarms)), n, "lower")
+        for key in keys:
+            hits = sum(key in found for found in alarms)
+            yield rate(key, "false_alarm_rate", 0, hits, n, "lower", "pass" if keeps_its_rate(hits, n) else "fail")
+            yield rate(key, "suspect_rate", 0, sum(key in trial.suspects for trial in same), n, "lower")
+    for percent in PERCENTS:
+        planted = [trial for trial in trials if trial.percent == percent]
+        for key in PLANTED if planted else ():
+            hits = sum(key in trial.slower for trial in planted)
+            yield rate(key, "detection_rate", percent, hits, len(planted), "higher")
+
+
+def _schedule(repetitions: int, plants: int) -> Iterator[tuple[int, int]]:
+    """Percent and number of each trial; the kinds take turns, so that a run that was stopped says something of each."""
+    for number in range(max(repetitions, plants)):
+        if number < repetitions:
+            yield 0, number
+        if number < plants:
+            yield from ((percent, number) for percent in PERCENTS)
+
+
+def self_test(
+    revision: str, file: Path, *, root: Path, repetitions: int = 50, plants: int = 20, design: Design | None = None
+) -> list[Row]:
+    """Run the trials that `file` does not hold yet; append them and then the rates. Returns the rates."""
+    design = design or Design()
+    keys = timed_keys()
+    experiment = experiment_id(keys, design)
+    trials = read_trials(file, experiment)
+    done = {(trial.percent, trial.number) for trial in trials}
+    missing = [one for one in _schedule(repetitions, plants) if one not in done]
+    try:
+        for percent, number in missing:
+            trial = run_trial(revision, percent, number, design, root)
+            append_rows(file, [_trial_row(trial, experiment)])
+            trials.append(trial)
+            print(
+                f"{'equal code' if percent == 0 else f'{percent} % planted'}, trial {number}: {_listed(trial)}",
+                flush=True,
+            )
+    finally:
+        summary = list(rates(trials, keys, experiment))
+        if missing:
+            append_rows(file, summary)
+    return summary
+
+
+def _listed(trial: Trial) -> str:
+    def some(keys: Collection[str]) -> str:
+        return ", ".join(keys) if keys else "none"
+
+    return f"slower: {some(trial.slower)}; faster: {some(trial.faster)}; {len(trial.suspects)} repeated"
+
+
+def print_rates(summary: Sequence[Row]) -> None:
+    """A line per benchmark."""
+    from rich.console import Console
+    from rich.table import Table
+
+    by_benchmark: dict[str, dict[tuple[str, int], Row]] = {}
+    for row in summary:
+        by_benchmark.setdefault(row.benchmark, {})[row.metric, row.params["plant_percent"]] = row
+    columns = [("false_alarm_rate", 0), ("suspect_rate", 0), *(("detection_rate", percent) for percent in PERCENTS)]
+    table = Table(box=None, pad_edge=False)
+    for heading in ("benchmark", "false alarms", "repeated", *(f"{percent} % found" for percent in PERCENTS), ""):
+        table.add_column(heading, overflow="fold")
+
+    def text(row: Row | None) -> str:
+        if row is None or row.ci_low is None or row.ci_high is None:
+            return ""
+        return f"{row.value * row.n:.0f}/{row.n} ({row.ci_low:.0%}–{row.ci_high:.0%})"
+
+    for benchmark, found in by_benchmark.items():
+        alarms = found.get(columns[0])
+        note = "quarantined" if alarms is not None and alarms.verdict == "fail" else ""
+        table.add_row(benchmark, *(text(found.get(column)) for column in columns), note)
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = 180
+    console.print(table)

@@ -1,0 +1,91 @@
+"""Attention over kernel blocks, and the writing of K and V before it.
+
+A float32 softmax over n keys errs by about 1e-6 of its largest output; 1e-5 leaves room for n = 4096.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from bench._reference import Floats, attention, near
+from bench._shapes import SHAPES
+from bench.cases import Case, Cell, grid
+from hybrid_kv.kernels.paged_attention import paged_attention, write_kv
+
+TOLERANCE = 1e-5
+BLOCK_SIZE = 64  # of a kernel block
+
+
+def attend(seed: int, model: str, num_reqs: int, length: int, context: int) -> Case:
+    """`length` queries of each request over `context` tokens, the queries' own included."""
+    shape = SHAPES[model]
+    g = torch.Generator().manual_seed(seed)
+    blocks = context // BLOCK_SIZE
+    key, value = (torch.randn(num_reqs, context, shape.kv_heads, shape.head_size, generator=g) for _ in range(2))
+    query = torch.randn(num_reqs, length, shape.query_heads, shape.head_size, generator=g)
+    table = 1 + torch.randperm(num_reqs * blocks, generator=g).view(num_reqs, blocks)
+    caches = []
+    for tokens in (key, value):
+        cache = torch.full((1 + num_reqs * blocks, BLOCK_SIZE, shape.kv_heads, shape.head_size), torch.nan)
+        cache[table.view(-1)] = tokens.reshape(-1, BLOCK_SIZE, shape.kv_heads, shape.head_size)
+        caches.append(cache)
+    positions = torch.arange(context - length, context).repeat(num_reqs, 1)
+    block_table, scale = table.int(), shape.head_size**-0.5
+    expected: list[Floats] = []
+
+    def run() -> torch.Tensor:
+        return paged_attention(query, *caches, block_table, positions, scale)
+
+    def check() -> float:
+        if not expected:
+            rows = (np.asarray(part.double()) for part in (query, key, value))
+            expected.append(np.stack([attention(*row, scale) for row in zip(*rows, strict=True)]))
+        return near("output", run(), expected[0], TOLERANCE)
+
+    return Case(run, check)
+
+
+def write(seed: int, model: str, num_tokens: int) -> Case:
+    """K and V of a step's tokens into the slots of their blocks, two of the tokens being padding."""
+    shape = SHAPES[model]
+    g = torch.Generator().manual_seed(seed)
+    new = [torch.randn(num_tokens, shape.kv_heads, shape.head_size, generator=g) for _ in range(2)]
+    blocks = 2 * num_tokens // BLOCK_SIZE + 1
+    caches = [torch.zeros(blocks, BLOCK_SIZE, shape.kv_heads, shape.head_size) for _ in range(2)]
+    slots = torch.randperm(blocks * BLOCK_SIZE, generator=g)[:num_tokens]
+    slots[-2:] = -1
+
+    def run() -> None:
+        write_kv(*new, *caches, slots)
+
+    def check() -> float:
+        for cache in caches:
+            cache.zero_()
+        run()
+        for tokens, cache in zip(new, caches, strict=True):
+            wanted = np.zeros((blocks * BLOCK_SIZE, shape.kv_heads, shape.head_size))
+            wanted[slots[:-2]] = tokens[:-2]
+            near("cache", cache.view(wanted.shape), wanted, 0.0)
+        return 0.0
+
+    return Case(run, check)
+
+
+def cells() -> list[Cell]:
+    """Decodes, a chunk behind a context, and the writing."""
+    models = ("nemotron-3-nano-tp8",)
+    decodes = {"model": models, "num_reqs": (8,), "length": (1, 4), "context": (512, 2048)}
+    chunks = {"model": models, "num_reqs": (1,), "length": (256,), "context": (512, 2048)}
+    return [
+        *grid("paged_attention", "decode", "cpu", attend, decodes, [("nemotron-3-nano-tp8", 8, 4, 512)]),
+        *grid("paged_attention", "chunk", "cpu", attend, chunks, [("nemotron-3-nano-tp8", 1, 256, 512)]),
+        *grid(
+            "paged_attention",
+            "write_kv",
+            "cpu",
+            write,
+            {"model": models, "num_tokens": (64, 2048)},
+            [("nemotron-3-nano-tp8", 2048)],
+        ),
+    ]

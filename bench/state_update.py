@@ -1,0 +1,164 @@
+"""The state update of a Mamba-2 layer's verify step: 1 + K tokens of each request, in either scheme.
+
+Tolerances: float32 arithmetic errs by 5e-6 of the largest state and 1e-5 of the largest output
+(tests/kernels/test_state_update.py derives them), with a history in another order of sums 2e-5 (as a chunk does);
+bfloat16 outputs are rounded by 2^-8 at most, and again what they are computed from in scheme `replay`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench._reference import Floats, near, recurrence, softplus
+from bench._shapes import SHAPES
+from bench.cases import Case, Cell, grid
+from hybrid_kv.kernels.state_update import selective_state_update_slots, selective_state_update_slots_reference
+
+STATES, OUTPUTS, REPLAYED, ROUNDED = 5e-6, 1e-5, 2e-5, 2.0**-7
+HISTORY = 12  # tokens in the ring, of some 32 at most
+
+
+def slots(seed: int, model: str, num_reqs: int, K: int, implementation: Any, device: str, dtype: torch.dtype) -> Case:
+    """Read one state of each request, write the one after every token to a block of its own."""
+    shape, columns = SHAPES[model], 1 + K
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=g)
+
+    num_tokens, heads, groups = num_reqs * columns, shape.heads, shape.groups
+    state = normal(1 + num_reqs * (1 + columns), heads, shape.head_dim, shape.state_size)
+    x = normal(num_tokens, heads, shape.head_dim).to(dtype)
+    dt = normal(num_tokens, heads).to(dtype)
+    B, C = (normal(num_tokens, groups, shape.state_size).to(dtype) for _ in range(2))
+    dt_bias, A_log, D = (normal(heads) for _ in range(3))
+    ids = 1 + torch.randperm(num_reqs * (1 + columns), generator=g).view(num_reqs, 1 + columns)
+    # Blocks of their own for what is written, so that a call leaves its input as it was.
+    sources, targets = ids[:, 0].contiguous(), ids[:, 1:].contiguous()
+    cu_seqlens = torch.arange(num_reqs + 1) * columns
+    inputs = (state, x, dt, dt_bias, A_log, B, C, D, cu_seqlens, sources, targets)
+    on_device = [part.to(device) for part in inputs]
+    expected: list[Floats] = []
+
+    def by_row(values: torch.Tensor) -> Floats:
+        return np.asarray(values.double().view(num_reqs, columns, *values.shape[1:]))
+
+    def check() -> float:
+        if not expected:
+            step = softplus(by_row(dt) + dt_bias.double().numpy())
+            initial, A = state[sources].double().numpy(), -np.exp(A_log.double().numpy())
+            expected.extend(recurrence(initial, by_row(x), step, A, by_row(B), by_row(C), D.double().numpy()))
+        on_device[0][targets.to(device)] = torch.nan
+        y = by_row(implementation(*on_device).cpu())
+        written = on_device[0][targets.to(device)].double().cpu()
+        return max(
+            near("y", y, expected[0], OUTPUTS if dtype == torch.float32 else ROUNDED),
+            near("states", written, expected[1], STATES),
+        )
+
+    return Case(lambda: implementation(*on_device), check)
+
+
+def slots_cpu(seed: int, model: str, num_reqs: int, K: int) -> Case:
+    """`slots` in plain torch, float32."""
+    return slots(seed, model, num_reqs, K, selective_state_update_slots_reference, "cpu", torch.float32)
+
+
+def slots_gpu(seed: int, model: str, num_reqs: int, K: int) -> Case:
+    """`slots` as one launch, bfloat16 activations."""
+    return slots(seed, model, num_reqs, K, selective_state_update_slots, "cuda", torch.bfloat16)
+
+
+def replay(
+    seed: int, model: str, num_reqs: int, K: int, flush: bool, name: str, device: str, dtype: torch.dtype
+) -> Case:
+    """Read one state and the history of each request; with `flush` also write the state behind the history."""
+    from hybrid_kv.kernels import replay as kernels
+
+    implementation = getattr(kernels, name)
+    shape, columns = SHAPES[model], 1 + K
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=g)
+
+    heads, groups, size = shape.heads, shape.groups, shape.state_size
+    states = normal(num_reqs, heads, shape.head_dim, size)
+    A_log, D, dt_bias = (normal(heads) for _ in range(3))
+    x, B = normal(num_reqs, HISTORY + columns, heads, shape.head_dim), normal(num_reqs, HISTORY + columns, groups, size)
+    C, dt = normal(num_reqs, columns, groups, size), normal(num_reqs, HISTORY + columns, heads)
+    x, B, C, dt = (part.to(dtype) for part in (x, B, C, dt))
+    step_dt = torch.nn.functional.softplus(dt.double() + dt_bias.double())
+
+    ring_len = kernels.default_ring_len(columns)
+    sizes = (num_reqs, ring_len, heads, shape.head_dim, groups, size)
+    ring = kernels.ReplayRing.allocate(*sizes, dtype, torch.device(device))
+    start = torch.randint(0, ring_len, (num_reqs,), generator=g)
+    place = (start[:, None] + torch.arange(HISTORY)) % ring_len
+    row = torch.arange(num_reqs)
+    for target, values in ((ring.x, x), (ring.B, B), (ring.dt, step_dt)):
+        target[row[:, None].to(device), :, place.to(device)] = values[:, :HISTORY].to(device, target.dtype)
+    ids = 1 + torch.randperm(2 * num_reqs, generator=g).view(2, num_reqs)
+    pool = torch.zeros(1 + 2 * num_reqs, heads, shape.head_dim, size)
+    pool[ids[0]] = states
+    pool = kernels.split_state(pool).to(device)
+    # A block of its own for what is flushed, so that a call leaves its input as it was; the inputs that it appends to
+    # the ring are the same each time.
+    count = torch.full((num_reqs,), HISTORY)
+    parts = (row, ids[0], ids[1] if flush else ids[0], start, count, count if flush else torch.zeros_like(count))
+    step = kernels.ReplayStep(*(part.to(device) for part in parts), max_query_len=columns)
+    new_x, new_dt, new_B = (part[:, HISTORY:].flatten(0, 1) for part in (x, dt, B))
+    inputs = (new_x, new_dt, dt_bias, A_log, new_B, C.flatten(0, 1), D, torch.arange(num_reqs + 1) * columns)
+    arguments = (pool, ring, step, *(part.to(device) for part in inputs))
+    expected: list[Floats] = []
+
+    def check() -> float:
+        if not expected:
+            all_C = torch.cat([torch.zeros(num_reqs, HISTORY, groups, size), C], dim=1)
+            wide = (np.asarray(part.double()) for part in (states, x, step_dt, -A_log.double().exp(), B, all_C, D))
+            y, passed = recurrence(*wide)
+            expected.extend((y[:, HISTORY:], passed[:, HISTORY - 1] if flush else np.asarray(states.double())))
+        if flush:
+            pool[ids[1].to(device)] = 0
+        y = np.asarray(implementation(*arguments).double().cpu()).reshape(expected[0].shape)
+        written = kernels.read_states(pool, step.dst).double().cpu()
+        exact = dtype == torch.float32
+        return max(
+            near("y", y, expected[0], REPLAYED if exact else 2 * ROUNDED),
+            near("states", written, expected[1], REPLAYED if exact else ROUNDED),
+        )
+
+    return Case(lambda: implementation(*arguments), check)
+
+
+def replay_cpu(seed: int, model: str, num_reqs: int, K: int, flush: bool) -> Case:
+    """`replay` in plain torch, float32."""
+    return replay(seed, model, num_reqs, K, flush, "replay_update_reference", "cpu", torch.float32)
+
+
+def replay_gpu(seed: int, model: str, num_reqs: int, K: int, flush: bool) -> Case:
+    """`replay` as one launch, bfloat16 activations."""
+    return replay(seed, model, num_reqs, K, flush, "replay_update", "cuda", torch.bfloat16)
+
+
+def cells() -> list[Cell]:
+    """Both schemes, on a CPU and a GPU."""
+    steps = {"model": ("nemotron-3-nano-tp8", "granite-4-h-small-tp8"), "num_reqs": (2,), "K": (0, 1, 3, 5, 7)}
+    launches = {"model": ("nemotron-3-nano", "granite-4-h-small"), "num_reqs": (16, 128), "K": (0, 1, 3, 5, 7)}
+    quick = [("nemotron-3-nano-tp8", 2, 0), ("nemotron-3-nano-tp8", 2, 3)]
+    return [
+        *grid("state_update", "slots", "cpu", slots_cpu, steps, quick),
+        *grid("state_update", "replay", "cpu", replay_cpu, {**steps, "flush": (False, True)}, quick[1:]),
+        *grid("state_update", "slots_kernel", "gpu", slots_gpu, launches, [("nemotron-3-nano", 128, 3)]),
+        *grid(
+            "state_update",
+            "replay_kernel",
+            "gpu",
+            replay_gpu,
+            {**launches, "flush": (False, True)},
+            [("nemotron-3-nano", 128, 3)],
+        ),
+    ]

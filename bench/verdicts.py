@@ -1,0 +1,341 @@
+"""What a comparison means: outcomes per benchmark, alarms, and how they are shown and kept.
+
+Exact counts: any change is an alarm until `results/acknowledged.csv` holds it with a reason. Times: see
+`bench.compare`. A benchmark whose false alarms exceed its rate in `results/operating_curve.csv` is *quarantined*: it is
+measured and shown, but raises no alarm.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.compare import CellInfo, Comparison, Design, Failure, Measured, Times
+from bench.inference import Estimate, center, estimate, holm, p_faster, p_slower
+from hybrid_kv.config import ConfigError
+from hybrid_kv.results import Receipt, Row, provenance, read_rows, timing_row
+
+METRICS = {"cpu": "cpu_time_ratio", "gpu": "gpu_time_ratio"}
+ALARMS = ("slower", "changed", "wrong result")  # unless quarantined
+Change = tuple[str, str, str, str]  # suite, benchmark, params as in a row, metric
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One time, or one count, of BASE and HEAD.
+
+    Attributes:
+        verdict: `same`, `slower`, `faster`, `changed`, `acknowledged`, `wrong result` or `not comparable`.
+        base, head: seconds per call, or the count.
+        estimate: how many times as long HEAD takes, from the repeat if there was one.
+        p: of the repeat, adjusted.
+        reason: why there is no comparison, or why a change is fine.
+    """
+
+    cell: CellInfo
+    metric: str
+    verdict: str
+    unit: str = "s"
+    base: float | None = None
+    head: float | None = None
+    estimate: Estimate | None = None
+    p: float | None = None
+    suspect: bool = False
+    quarantined: bool = False
+    reason: str = ""
+    max_error: float = 0.0
+    clock_mhz: tuple[int, int] | None = None
+
+    @property
+    def alarm(self) -> bool:
+        return self.verdict in ALARMS and not self.quarantined
+
+    @property
+    def name(self) -> str:
+        return f"{self.cell.key} {self.metric}" if self.cell.tier == "count" else self.cell.key
+
+
+# ---- times ----
+
+
+def confirmed(measured: Measured, design: Design) -> dict[str, tuple[str, float]]:
+    """Of each suspect `slower`, `faster` or `same`, with its adjusted p-value.
+
+    The repeat tests the direction that the first look saw, so that it is one test per suspect.
+    """
+    p_values, directions = {}, {}
+    for key, times in measured.repeat.items():
+        slower = center(measured.first[key].log_ratios) > 0
+        directions[key] = "slower" if slower else "faster"
+        p_values[key] = (p_slower if slower else p_faster)(times.log_ratios, design.min_effect)
+    return {key: (directions[key] if p < design.alpha else "same", p) for key, p in holm(p_values).items()}
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def _clocks(times: Times) -> tuple[int, int] | None:
+    known = [(base, head) for base, head in times.clock_mhz if base and head]
+    if not known:
+        return None
+    return int(_median([base for base, _ in known])), int(_median([head for _, head in known]))
+
+
+def time_outcomes(measured: Measured, design: Design, quarantined: Collection[str] = ()) -> Iterator[Outcome]:
+    """Outcomes of the cells that have times."""
+    verdicts = confirmed(measured, design)
+    for cell in measured.cells:
+        if cell.key in measured.failures or cell.key not in measured.first:
+            continue
+        times = measured.repeat.get(cell.key, measured.first[cell.key])
+        verdict, p = verdicts.get(cell.key, ("same", None))
+        yield Outcome(
+            cell,
+            METRICS[cell.tier],
+            verdict,
+            base=_median([base for base, _ in times.seconds]),
+            head=_median([head for _, head in times.seconds]),
+            estimate=estimate(times.log_ratios),
+            p=p,
+            suspect=cell.key in measured.repeat,
+            quarantined=cell.key in quarantined,
+            max_error=times.max_error,
+            clock_mhz=_clocks(times),
+        )
+
+
+def read_quarantine(file: Path) -> set[str]:
+    """Keys of the benchmarks that could not keep their false-alarm rate on this machine."""
+    if not file.exists():
+        return set()
+    frame = read_rows(file)
+    frame = frame[(frame["metric"] == "false_alarm_rate") & (frame["machine"] == provenance().machine)]
+    newest = frame.drop_duplicates("benchmark", keep="last")
+    return set(newest.loc[newest["verdict"] == "fail", "benchmark"])
+
+
+# ---- counts ----
+
+
+def change_of(cell: CellInfo, metric: str) -> Change:
+    """What identifies a count in `acknowledged.csv`."""
+    return cell.suite, cell.benchmark, json.dumps(cell.params, sort_keys=True), metric
+
+
+def read_acknowledged(file: Path) -> dict[Change, dict[int, dict[int, str]]]:
+    """Reasons by count, old value and new value."""
+    found: dict[Change, dict[int, dict[int, str]]] = defaultdict(lambda: defaultdict(dict))
+    if file.exists():
+        for row in read_rows(file).itertuples():
+            params = json.loads(str(row.params))
+            old, reason = params.pop("was"), params.pop("reason")
+            change = (str(row.suite), str(row.benchmark), json.dumps(params, sort_keys=True), str(row.metric))
+            found[change][int(old)][int(row.value)] = reason
+    return found
+
+
+def reason_for(old: int, new: int, steps: Mapping[int, Mapping[int, str]]) -> str:
+    """Reasons of the acknowledged steps that lead from `old` to `new`; empty if none do."""
+    paths, seen = [(old, "")], {old}
+    while paths:
+        value, reasons = paths.pop(0)
+        for after, reason in steps.get(value, {}).items():
+            path = f"{reasons}; {reason}" if reasons else reason
+            if after == new:
+                return path
+            if after not in seen:
+                seen.add(after)
+                paths.append((after, path))
+    return ""
+
+
+def count_outcomes(
+    measured: Measured, acknowledged: Mapping[Change, Mapping[int, Mapping[int, str]]]
+) -> Iterator[Outcome]:
+    """Outcomes of the counts; one that only a side has is not comparable."""
+    for cell in measured.cells:
+        if cell.key not in measured.counts:
+            continue
+        base, head = measured.counts[cell.key]
+        for metric in {**base, **head}:
+            if metric not in base or metric not in head:
+                lacking = "HEAD" if metric in base else "BASE"
+                yield Outcome(cell, metric, "not comparable", "", reason=f"{lacking}: it has no such count")
+                continue
+            old, new, unit = base[metric][0], head[metric][0], head[metric][1]
+            reason = "" if old == new else reason_for(old, new, acknowledged.get(change_of(cell, metric), {}))
+            verdict = "same" if old == new else "acknowledged" if reason else "changed"
+            yield Outcome(cell, metric, verdict, unit, old, new, reason=reason)
+
+
+def acknowledging_rows(outcomes: Sequence[Outcome], reason: str, base_commit: str) -> list[Row]:
+    """Rows that make the changed counts acknowledged."""
+    return [
+        Row(
+            one.cell.suite,
+            one.cell.benchmark,
+            one.metric,
+            one.head,
+            one.unit,
+            {**one.cell.params, "was": one.base, "reason": " ".join(reason.split())},
+            baseline_commit=base_commit,
+        )
+        for one in outcomes
+        if one.verdict == "changed" and one.base is not None and one.head is not None
+    ]
+
+
+# ---- all of it ----
+
+
+def _failed(cell: CellInfo, failure: Failure) -> Outcome:
+    # BASE's wrong result is not HEAD's fault, but its time means nothing.
+    verdict = "wrong result" if failure.wrong and failure.side == 1 else "not comparable"
+    return Outcome(cell, METRICS.get(cell.tier, "counts"), verdict, reason=failure.reason)
+
+
+def outcomes_of(comparison: Comparison, results: Path) -> list[Outcome]:
+    """All outcomes, alarms first, otherwise in the order of the registry.
+
+    Args:
+        results: folder of `acknowledged.csv` and `operating_curve.csv`.
+
+    Raises:
+        ConfigError: no benchmark ran on both sides.
+    """
+    measured = comparison.measured
+    quarantined = read_quarantine(results / "operating_curve.csv")
+    found = [
+        *time_outcomes(measured, comparison.design, quarantined),
+        *count_outcomes(measured, read_acknowledged(results / "acknowledged.csv")),
+        *(_failed(cell, measured.failures[cell.key]) for cell in measured.cells if cell.key in measured.failures),
+    ]
+    if all(one.verdict == "not comparable" for one in found):
+        reasons = sorted({one.reason for one in found})
+        raise ConfigError(f"nothing can be compared with {comparison.base}: {'; '.join(reasons)}")
+    place = {cell.key: i for i, cell in enumerate(measured.cells)}
+    return sorted(found, key=lambda one: (not one.alarm, place[one.cell.key]))
+
+
+def verdict_line(comparison: Comparison, outcomes: Sequence[Outcome]) -> str:
+    """The verdict in one line."""
+    alarms = [one for one in outcomes if one.alarm]
+    numbers: dict[str, int] = defaultdict(int)
+    for one in outcomes:
+        numbers["quarantined" if one.quarantined else one.verdict] += 1
+    parts = ", ".join(f"{number} {verdict}" for verdict, number in numbers.items())
+    head = f"{len(alarms)} alarm{'s' * (len(alarms) != 1)}" if alarms else "no regression"
+    return f"{head}: {parts}; {comparison.head} against {comparison.base}, seed {comparison.seed}"
+
+
+def rows(comparison: Comparison, outcomes: Sequence[Outcome]) -> Iterator[Row]:
+    """Rows for `results/compare.csv`; what is not comparable has no value, hence no row."""
+    for one in outcomes:
+        shared: dict[str, Any] = {
+            "suite": "compare",
+            "benchmark": f"{one.cell.suite}/{one.cell.benchmark}",
+            "metric": one.metric,
+            "better": "lower",
+            "verdict": "fail" if one.alarm else "pass",
+            "baseline_commit": comparison.base.commit,
+        }
+        params = {**one.cell.params, "outcome": one.verdict}
+        if comparison.head.commit != provenance().commit:
+            params["head_commit"] = comparison.head.commit
+        if one.quarantined:
+            params["quarantined"] = True
+        if one.estimate is not None:
+            if one.p is not None:
+                params["p"] = one.p
+            if one.clock_mhz is not None:
+                params["clock_mhz"] = list(one.clock_mhz)
+            yield timing_row(
+                receipt=Receipt(True, True, one.max_error),
+                params=params,
+                value=one.estimate.ratio,
+                ci_low=one.estimate.low,
+                ci_high=one.estimate.high,
+                n=one.estimate.n,
+                unit="time ratio",
+                **shared,
+            )
+        elif one.head is not None and one.base is not None:
+            yield Row(value=one.head, unit=one.unit, params={**params, "was": one.base}, **shared)
+
+
+def _time(seconds: float) -> str:
+    scale, unit = next(((s, u) for s, u in ((1, "s"), (1e-3, "ms"), (1e-6, "us")) if seconds >= s), (1e-9, "ns"))
+    return f"{seconds / scale:.3g} {unit}"
+
+
+def cells_of_table(one: Outcome) -> tuple[str, str, str, str, str, str]:
+    """Name, BASE, HEAD, their ratio, its interval, verdict."""
+    verdict = f"{one.verdict}, quarantined" if one.quarantined else one.verdict
+    if one.reason:
+        verdict += f" ({one.reason})"
+    if one.base is None or one.head is None:
+        return one.name, "", "", "", "", verdict
+    if one.estimate is None:
+        return one.name, f"{one.base:,} {one.unit}", f"{one.head:,} {one.unit}", "", "", verdict
+    ratio = f"{one.estimate.ratio:.3f}"
+    interval = f"{one.estimate.low:.3f} … {one.estimate.high:.3f}"
+    return one.name, _time(one.base), _time(one.head), ratio, interval, verdict
+
+
+HEADINGS = ("benchmark", "BASE", "HEAD", "HEAD / BASE", "95 % interval", "verdict")
+
+
+def print_table(outcomes: Sequence[Outcome]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = 200
+    table = Table(box=None, pad_edge=False)
+    for i, heading in enumerate(HEADINGS):
+        table.add_column(heading, justify="right" if 0 < i < 5 else "left", overflow="fold")
+    for one in outcomes:
+        table.add_row(*cells_of_table(one), style="red" if one.alarm else "green" if one.verdict == "faster" else None)
+    console.print(table)
+
+
+def markdown(comparison: Comparison, outcomes: Sequence[Outcome]) -> str:
+    """For a pull request: the verdict, what changed, and the rest folded away."""
+
+    def table(some: Sequence[Outcome]) -> list[str]:
+        lines = [f"| {' | '.join(HEADINGS)} |", "|---|--:|--:|--:|--:|---|"]
+        return lines + [f"| {' | '.join(cell.replace('|', '/') for cell in cells_of_table(one))} |" for one in some]
+
+    changed = [one for one in outcomes if one.verdict not in ("same", "not comparable")]
+    rest = [one for one in outcomes if one not in changed]
+    lines = [f"**{verdict_line(comparison, outcomes)}**", ""]
+    if changed:
+        lines += [*table(changed), ""]
+    if rest:
+        lines += ["<details><summary>unchanged, or not comparable</summary>", "", *table(rest), "", "</details>", ""]
+    return "\n".join(lines)
+
+
+def document(comparison: Comparison, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Everything, for JSON; with every worker pair's log-ratio."""
+
+    def described(one: Outcome) -> dict[str, Any]:
+        key = one.cell.key
+        looks = {"first": comparison.measured.first.get(key), "repeat": comparison.measured.repeat.get(key)}
+        ratios = {name: times.log_ratios for name, times in looks.items() if times is not None}
+        return {**asdict(one), "alarm": one.alarm, "log_ratios": ratios}
+
+    return {
+        "verdict": verdict_line(comparison, outcomes),
+        "base": asdict(comparison.base),
+        "head": asdict(comparison.head),
+        "seed": comparison.seed,
+        "design": asdict(comparison.design),
+        "outcomes": [described(one) for one in outcomes],
+    }

@@ -1,0 +1,183 @@
+"""One process of `hybrid-kv compare`: it holds one version of `hybrid_kv` and times its cells on request.
+
+The process that is started imports torch and then forks, so that both versions share its memory layout, its hash seed
+and its core: what one such start favours, it favours on both sides. What they do not share is what they allocate
+afterwards; `scatter` moves that by a random amount, so that it is noise between starts and never a constant bias
+towards one version.
+
+A worker reads one JSON object per line and answers each with one line. It stops at the end of its input.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import random
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SLOW = 2e-3  # seconds per call from which the check has warmed a case enough
+PRELOADED = ("numpy", "torch")  # what both versions import anyway, for 1.5 s
+
+
+def scatter(rng: random.Random) -> list[bytearray]:
+    """Memory of random sizes; held while a worker lives, it shifts everything that is allocated after it."""
+    return [bytearray(rng.randrange(16, 2048)) for _ in range(rng.randrange(1000))]
+
+
+def busy_work(times: int) -> None:
+    """Work that takes time in proportion to `times`."""
+    for _ in range(times):
+        pass
+
+
+def slowed(case: Any, fraction: float, timing: Any) -> Callable[[], object]:
+    """The case's `run` with so much more work per call that it takes `fraction` longer."""
+    of_run = timing.Subject(case.run, case.reset, 1)
+    of_work = timing.Subject(lambda: busy_work(10_000))
+    run_seconds, work_seconds = (sorted(one.sample(1) for _ in range(9))[4] for one in (of_run, of_work))
+    times = round(10_000 * fraction * run_seconds / work_seconds)
+    case.reset()
+    run = case.run
+
+    def run_and_work() -> None:
+        run()
+        busy_work(times)
+
+    return run_and_work
+
+
+class Worker:
+    """Answers requests about the cells of the `hybrid_kv` and `bench` in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        sys.path.insert(0, str(folder))
+        os.environ["PYTHONPATH"] = str(folder)  # of processes that a case starts
+        os.chdir(folder)
+        self._torch = importlib.import_module("torch")
+        self._timing = importlib.import_module("bench._timing")
+        self._cases = importlib.import_module("bench.cases")
+        found = Path(importlib.import_module("hybrid_kv").__file__ or "").resolve()
+        if not found.is_relative_to(folder.resolve()):
+            raise ImportError(f"hybrid_kv was found at {found}, not in {folder}")
+        self._by_key = {cell.key: cell for cell in self._cases.cells()}
+        self._case: Any = None
+        self._subject: Any = None
+
+    def cells(self, quick: bool) -> dict[str, Any]:
+        """What this version can run, and why it cannot run the rest."""
+        names = ("suite", "benchmark", "params", "tier", "key")
+        # Rivals are models of other engines in `bench/`, which is the same on both sides.
+        mine = [cell for cell in self._cases.cells(quick) if cell.promise is None]
+        cells = [{name: getattr(cell, name) for name in names} for cell in mine]
+        return {"cells": cells, "unavailable": self._cases.unavailable(), "cuda": self._torch.cuda.is_available()}
+
+    def count(self, key: str) -> dict[str, Any]:
+        """Exact numbers, as lists of value, unit and which direction is better."""
+        counts = self._by_key[key].make()
+        if inexact := [name for name, count in counts.items() if type(count.value) is not int]:
+            raise TypeError(f"{', '.join(inexact)} of {key} must be int")
+        return {"counts": counts}
+
+    def make(self, key: str, plant: float = 0.0) -> dict[str, Any]:
+        """Build the case, check and warm it; `seconds` is its time per call."""
+        cell = self._by_key[key]
+        self._case = case = cell.make()
+        max_error = self._checked()
+        run = slowed(case, plant, self._timing) if plant else case.run
+        kind = self._timing.DeviceSubject if cell.tier == "gpu" else self._timing.Subject
+        self._subject = kind(run, case.reset, case.max_repeats)
+        gc.collect()
+        gc.freeze()
+        seconds = self._subject.sample(1)
+        if seconds < SLOW:
+            seconds = min(self._subject.sample(min(3, case.max_repeats)) for _ in range(3))
+        return {"max_error": max_error, "seconds": seconds, "max_repeats": case.max_repeats}
+
+    def _checked(self) -> float:
+        max_error = float(self._case.check())
+        if not 0 <= max_error < float("inf"):
+            raise self._cases.WrongResultError(f"an error of {max_error} proves nothing")
+        return max_error
+
+    def sample(self, repeats: int, blocks: int) -> dict[str, Any]:
+        """Seconds per call over `blocks` times `repeats` calls, with a reset before each block."""
+        gc.disable()  # whose pause would hit one side of a pair
+        seconds = sum(self._subject.sample(repeats) for _ in range(blocks)) / blocks
+        gc.enable()
+        return {"seconds": seconds}
+
+    def finish(self) -> dict[str, Any]:
+        """Check again and let go of the case."""
+        max_error = self._checked()
+        self._case = self._subject = None
+        return {"max_error": max_error, "clock_mhz": self._clock_mhz()}
+
+    def _clock_mhz(self) -> int | None:
+        """Of the GPU; not known without pynvml."""
+        if not self._torch.cuda.is_initialized():
+            return None
+        try:
+            return self._torch.cuda.clock_rate()
+        except (ImportError, RuntimeError):
+            return None
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """An error is an answer too: `wrong` for a wrong result, `failed` for anything else."""
+        arguments = dict(request)
+        try:
+            return getattr(self, arguments.pop("do"))(**arguments)
+        except Exception as error:
+            self._case = self._subject = None
+            kind = "wrong" if isinstance(error, self._cases.WrongResultError) else "failed"
+            return {kind: f"{type(error).__name__}: {' '.join(str(error).split())}"}
+
+
+def serve(folder: Path, connection: socket.socket, seed: int) -> None:
+    held = scatter(random.Random(seed))
+    with connection.makefile("rw", encoding="utf-8") as stream:
+        try:
+            worker = Worker(folder)
+        except Exception as error:
+            worker = None
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        for line in stream:
+            answer = {"failed": reason} if worker is None else worker.answer(json.loads(line))
+            stream.write(json.dumps(answer) + "\n")
+            stream.flush()
+    del held
+
+
+def main(arguments: list[str]) -> None:
+    """`worker.py JSON`: `core`, and for each side its `folder`, `fd` (of a connected socket) and `seed`."""
+    sys.path.pop(0)  # this folder: `bench/` holds names of its own, such as `memory`
+    options = json.loads(arguments[0])
+    if options["core"] is not None:
+        os.sched_setaffinity(0, {options["core"]})
+    for name in PRELOADED:
+        importlib.import_module(name)
+    importlib.import_module("torch").set_num_threads(1)
+    connections = [socket.socket(fileno=side["fd"]) for side in options["sides"]]
+    children = []
+    for side, connection in zip(options["sides"], connections, strict=True):
+        child = os.fork()
+        if child == 0:
+            for other in connections:
+                if other is not connection:
+                    other.close()  # or its reader would never see the end
+            serve(Path(side["folder"]), connection, side["seed"])
+            os._exit(0)
+        children.append(child)
+    for connection in connections:
+        connection.close()
+    for child in children:
+        os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,238 @@
+"""What asv finds, what it is told of it, and that it measures what is right or nothing."""
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import asv_suite, cases, history
+from bench.cases import Case, Cell, WrongResultError
+
+ROOT = Path(asv_suite.__file__).resolve().parents[1]
+CLASSES = {name: one for name, one in vars(asv_suite).items() if isinstance(one, type) and hasattr(one, "params")}
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """Make asv classes of other cells."""
+    monkeypatch.setattr(asv_suite, "_made", {})
+
+    def use(make, tier="cpu"):
+        units = {"blocks": "blocks"} if tier == "count" else {}
+        return asv_suite._class([Cell("offload", "some_thing", {"x": 1}, tier, make, True, None, units)])()
+
+    return use
+
+
+def test_every_cell_is_a_parameter_combination_of_one_benchmark():
+    asked = {asv_suite.asv_name(cell, method) for cell in cases.cells() for method in asv_suite.method_names(cell)}
+    given = set()
+    for name, one in CLASSES.items():
+        if name == "PeakMemory":
+            continue
+        methods = [method for method in vars(one) if re.match("time_|track_|peakmem_", method)]
+        assert methods and len(one.params) == len(one.param_names)
+        for method in methods:
+            given |= {f"asv_suite.{name}.{method}({', '.join(map(repr, values))})" for values in product(*one.params)}
+    assert given == asked
+    assert "asv_suite.SchedulerDecode.time_decode('all', 3, 16)" in given
+
+
+def test_no_setup_no_wall_clock():
+    for name, one in CLASSES.items():
+        assert not hasattr(one, "setup"), name
+        if name != "PeakMemory" and any(method.startswith("time_") for method in vars(one)):
+            assert one.timer() == asv_suite._WATCH.read()
+            assert inspect.signature(one.teardown).parameters.keys() == {"self", "values"}
+
+
+def test_gpu_cells_have_a_launch_and_a_synchronised_time():
+    names = {method for cell in cases.cells() if cell.tier == "gpu" for method in asv_suite.method_names(cell)}
+    assert {"time_launch_slots_kernel", "time_slots_kernel_sync"} <= names
+    assert all(re.fullmatch("time_launch_.*|time_.*_sync", name) for name in names)
+
+
+def test_a_call_is_a_sample_and_building_and_checking_do_not_count(registered, monkeypatch):
+    calls = []
+
+    def make():
+        calls.append("make")
+        return Case(lambda: None, lambda: calls.append("check") or 0.0, lambda: calls.append("reset"), 5)
+
+    one = registered(make)
+    monkeypatch.setattr(asv_suite.Subject, "sample", lambda self, repeats: 0.5)
+    before = one.timer()
+    one.time_some_thing(1)
+    one.time_some_thing(1)
+    assert one.timer() - before == 1.0
+    assert calls == ["make", "check"]
+    one.teardown(1)
+    assert calls == ["make", "check", "check"]
+
+
+def test_a_wrong_result_fails_before_and_after(registered):
+    errors = iter([0.0, None])
+
+    def check():
+        if next(errors) is None:
+            raise WrongResultError("planted")
+        return 0.0
+
+    one = registered(lambda: Case(lambda: None, check))
+    one.time_some_thing(1)
+    with pytest.raises(WrongResultError, match="planted"):
+        one.teardown(1)
+
+    def wrong():
+        raise WrongResultError("planted")
+
+    one = asv_suite._class([Cell("offload", "other", {"x": 1}, "cpu", lambda: Case(lambda: None, wrong))])()
+    with pytest.raises(WrongResultError, match="planted"):
+        one.time_other(1)
+    one.teardown(1)  # nothing was made
+
+
+def test_what_an_older_version_lacks_is_skipped(registered, monkeypatch):
+    from asv_runner.benchmarks.mark import SkipNotImplemented
+
+    def make():
+        raise ImportError("no such kernel")
+
+    with pytest.raises(SkipNotImplemented, match="no such kernel"):
+        registered(make).time_some_thing(1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    one = registered(make, "gpu")
+    for method in (one.time_launch_some_thing, one.time_some_thing_sync):
+        with pytest.raises(SkipNotImplemented, match="GPU"):
+            method(1)
+
+
+def test_tracked_numbers_have_units(registered):
+    one = registered(lambda: {"blocks": cases.Count(7, "blocks")}, "count")
+    assert one.track_blocks(1) == 7
+    assert type(one).track_blocks.unit == "blocks"
+    missing = registered(dict, "count").track_blocks(1)
+    assert missing != missing
+
+
+def test_an_edited_suite_starts_a_new_history(monkeypatch):
+    cell = next(cell for cell in cases.cells() if cell.suite == "ssd")
+    before = asv_suite._class([cell]).version
+    assert before == CLASSES["SsdChunkScan"].version != CLASSES["OffloadStore"].version
+    source = inspect.getsource
+    monkeypatch.setattr(asv_suite.inspect, "getsource", lambda module: source(module) + "#")
+    assert asv_suite._class([cell]).version != before
+
+
+def test_peak_memory_runs_an_engine(monkeypatch):
+    ran = []
+    monkeypatch.setattr(
+        asv_suite.cases,
+        "cells",
+        lambda: [
+            Cell("end_to_end", "nemotron", {"mode": mode, "num_reqs": 4}, "cpu", lambda mode=mode: ran_case(mode))
+            for mode in ("none", "align", "all")
+        ],
+    )
+
+    def ran_case(mode):
+        return Case(lambda: ran.append(mode), lambda: 0.0)
+
+    for what in asv_suite.PeakMemory.params[0]:
+        asv_suite.PeakMemory().peakmem_process(what)
+    assert ran == ["none", "align", "all"]
+
+
+def test_asv_finds_the_benchmarks():
+    """asv's own discovery, which imports every module of the folder, as it would in an environment of its own."""
+    code = (
+        "import json; from asv_runner.discovery import disc_benchmarks\n"
+        "print(json.dumps([one.name for one in disc_benchmarks('bench')]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    names = [name for name in json.loads(done.stdout.splitlines()[-1]) if name.startswith("asv_suite.")]
+    wanted = {f"asv_suite.{asv_suite.class_name(cell)}" for cell in cases.cells()}
+    assert {name.rpartition(".")[0] for name in names} == wanted | {"asv_suite.PeakMemory"}
+    assert "asv_suite.StateUpdateSlotsKernel.time_launch_slots_kernel" in names
+
+
+# ---- history ----
+
+
+def test_history_takes_one_quick_cell_of_every_suite_and_tier():
+    chosen = history.chosen()
+    assert {cell.suite for cell in chosen} == set(cases.SUITES)
+    assert all(cell.quick and cell.promise is None for cell in chosen)
+    assert len({(cell.suite, cell.tier) for cell in chosen}) == len(chosen) < 25
+
+
+def test_history_takes_no_rivals(monkeypatch):
+    first = next(cell for cell in cases.cells() if cell.suite == "kernel_blocks" and cell.params["subject"] == "engine")
+    rival = replace(first, promise=1.0)
+    monkeypatch.setattr(history, "cells", lambda quick: [first, rival])
+    assert history.chosen() == [first]
+    assert history.chosen()[0].promise is None
+
+
+def test_the_pattern_matches_the_chosen_and_nothing_else():
+    chosen = history.chosen()
+    pattern = re.compile(history.pattern(chosen))
+    everything = [asv_suite.asv_name(cell, method) for cell in cases.cells() for method in asv_suite.method_names(cell)]
+    found = [name for name in everything if pattern.search(name)]
+    assert len(found) == sum(len(asv_suite.method_names(cell)) if cell.tier == "gpu" else 1 for cell in chosen)
+    assert "asv_suite.EngineStepDecode.time_decode('all', 3, 4)" in found
+    assert pattern.search("asv_suite.PeakMemory.peakmem_process('reference')")
+
+
+def test_the_machine_name_tells_what_runs_on_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    name = history.machine_name()
+    assert re.fullmatch(r"[a-z0-9.+-]+", name)
+    assert f"torch-{torch.__version__}" in name and "triton-" in name
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    here = history.provenance()
+    monkeypatch.setattr(history, "provenance", lambda: replace(here, device="NVIDIA H200", triton="3.6.0"))
+    done = subprocess.CompletedProcess((), 0, stdout="580.65.06\n580.65.06\n")
+    monkeypatch.setattr(history.subprocess, "run", lambda *a, **k: done)
+    assert history.machine_name() == f"nvidia-h200-driver-580.65.06-torch-{torch.__version__}-triton-3.6.0"
+
+
+@pytest.mark.parametrize(("codes", "expected"), [((0, 0, 0), 0), ((0, 2, 0), 0), ((0, 1), 2), ((1,), 2)])
+def test_history_runs_asv(monkeypatch, codes, expected, capsys):
+    ran = []
+
+    def asv(*arguments, **options):
+        ran.append((arguments, options))
+        return codes[len(ran) - 1]
+
+    monkeypatch.setattr(history, "_asv", asv)
+    monkeypatch.setattr(history, "machine_name", lambda: "here")
+    log = subprocess.CompletedProcess((), 0, stdout="b\na\n")
+    monkeypatch.setattr(history.subprocess, "run", lambda command, **k: log if "-n2" in command else pytest.fail("git"))
+    assert history.main(["2"]) == expected
+    assert len(ran) == len(codes)
+    if len(ran) > 1:
+        arguments, options = ran[1]
+        assert arguments[0] == "run" and arguments[-1] == "HASHFILE:-"
+        assert options["input"] == "b\na\n"
+        assert arguments[arguments.index("--machine") + 1] == ran[0][0][-1] == "here"
+
+
+def test_thresholds_know_every_benchmark_once():
+    config = json.loads((ROOT / "asv.conf.json").read_text())
+    names = {asv_suite.asv_name(cell, method) for cell in cases.cells() for method in asv_suite.method_names(cell)}
+    names.add("asv_suite.PeakMemory.peakmem_process('reference')")
+    for name in names:
+        found = [pattern for pattern in config["regressions_thresholds"] if re.match(pattern, name)]
+        assert len(found) == 1, (name, found)
+    assert config["regressions_thresholds"][r".*\.track_"] == 0.0
+    assert set(config["matrix"]["req"]) == {"asv_runner", "numpy", "torch", "tqdm", "triton"}
+    assert config["environment_type"] == "virtualenv"

@@ -1,0 +1,425 @@
+"""The registry is complete and stable, every quick cell is right and can be timed, and a wrong result has no time."""
+
+import ast
+import subprocess
+import sys
+from dataclasses import replace
+from importlib import import_module
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import bench
+from bench import cases
+from bench.cases import SUITES, Case, WrongResultError
+from bench.measurement import checked
+from tests.kernels.interpreter import interpreted
+
+FOLDER = Path(bench.__file__).parent
+ALL = cases.cells()
+QUICK = [cell for cell in ALL if cell.quick and cell.tier != "gpu"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def by_key(key):
+    (cell,) = [cell for cell in ALL if cell.key == key]
+    return cell
+
+
+# ---- the registry ----
+
+
+def test_every_suite_has_cells():
+    assert cases.unavailable() == {}
+    assert tuple(dict.fromkeys(cell.suite for cell in ALL)) == SUITES
+    assert {cell.suite for cell in QUICK} == set(SUITES)
+
+
+def test_every_module_with_cells_is_a_suite():
+    defining = set()
+    for path in FOLDER.glob("*.py"):
+        names = [node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+        if "cells" in names and path.stem != "cases":
+            defining.add(path.stem)
+    # `generate` compares with another program, which takes minutes; it has a command of its own.
+    assert defining - {"generate"} == set(SUITES)
+
+
+def test_keys_are_unique_and_stable():
+    keys = [cell.key for cell in ALL]
+    assert len(set(keys)) == len(keys)
+    assert "state_update/slots[model=nemotron-3-nano-tp8,num_reqs=2,K=3]" in keys
+    assert "kernel_blocks/expand[num_blocks=1,blocks_per_kv_block=2,subject=engine]" in keys
+
+
+def test_every_benchmark_is_a_full_grid_of_scalars():
+    for name in {(cell.suite, cell.benchmark) for cell in ALL}:
+        own = [cell for cell in ALL if (cell.suite, cell.benchmark) == name]
+        assert len({(tuple(cell.params), cell.tier) for cell in own}) == 1, name
+        axes = [list(dict.fromkeys(cell.params[param] for cell in own)) for param in own[0].params]
+        assert [tuple(cell.params.values()) for cell in own] == list(product(*axes))
+        assert all(isinstance(value, str | int | float) for axis in axes for value in axis)
+        assert own[0].tier in cases.TIERS
+        assert bool(own[0].units) == (own[0].tier == "count")
+
+
+def test_quick_cells_are_some_of_all():
+    assert [cell.key for cell in cases.cells(quick=True)] == [cell.key for cell in ALL if cell.quick]
+    assert len(QUICK) < len(ALL) / 2
+
+
+def test_seeds_follow_from_the_cell_alone():
+    assert cases.seed("slots", {"model": "m", "K": 3}) == 1851495371
+    assert cases.seed("slots", {"K": 3, "model": "m"}) == 1851495371
+    assert cases.seed("slots", {"K": 3, "model": "m", "subject": "engine"}) == 1851495371
+    others = [("slots", {"K": 4, "model": "m"}), ("replay", {"K": 3, "model": "m"})]
+    assert 1851495371 not in [cases.seed(*other) for other in others]
+
+
+def test_grid_says_what_is_quick_and_passes_the_seed():
+    seen = []
+
+    def build(seed, **params):
+        seen.append((seed, params))
+
+    made = list(cases.grid("s", "b", "cpu", build, {"x": (1, 2), "y": ("a", "b")}, [(2,), (1, "b")]))
+    assert [cell.quick for cell in made] == [False, True, True, True]
+    made[1].make()
+    assert seen == [(cases.seed("b", {"x": 1, "y": "b"}), {"x": 1, "y": "b"})]
+
+
+def test_a_suite_that_cannot_be_imported_loses_its_own_cells_alone(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bench.offload", None)
+    monkeypatch.delattr(sys.modules["bench.ssd"], "cells")
+    assert set(cases.unavailable()) == {"offload", "ssd"}
+    assert "offload" in cases.unavailable()["offload"]
+    assert [cell.key for cell in cases.cells()] == [c.key for c in ALL if c.suite not in ("offload", "ssd")]
+
+
+def test_listing_needs_neither_triton_nor_data():
+    look = "import sys, bench.cases as c; assert 'torch' not in sys.modules; c.cells(); print('triton' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", look], cwd=FOLDER.parent, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.stdout.strip(), done.returncode) == ("False", 0), done.stderr
+
+
+def test_only_the_timing_module_reads_a_clock():
+    modules = {"time", "timeit"}
+    host = {"perf_counter", "perf_counter_ns", "thread_time", "process_time", "monotonic", "do_bench"}
+    for path in sorted(FOLDER.glob("**/*.py")):
+        if path.name == "_timing.py":
+            continue
+        # A race on a GPU reads the events of many launches that are under way at once.
+        names = host if path.name == "gpu.py" else host | {"elapsed_time"}
+        for node in ast.walk(ast.parse(path.read_text())):
+            imported = [a.name for a in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            if isinstance(node, ast.ImportFrom):
+                imported.append(node.module)
+            assert not (modules | names) & set(imported), f"{path} imports a clock"
+            used = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+            assert used not in names, f"{path} reads a clock of its own"
+
+
+# ---- the cells ----
+
+
+@pytest.mark.parametrize("cell", [cell for cell in QUICK if cell.tier == "cpu"], ids=lambda cell: cell.key)
+def test_a_quick_cell_is_right_before_and_after_it_is_timed(benchmark, cell):
+    case = cell.make()
+    assert checked(cell, case) >= 0
+    benchmark.pedantic(case.run, setup=case.reset, rounds=20)
+    case.reset()
+    for _ in range(min(case.max_repeats, 4)):
+        case.run()
+    assert checked(cell, case) >= 0
+
+
+@pytest.mark.parametrize("cell", [cell for cell in QUICK if cell.tier == "count"], ids=lambda cell: cell.key)
+def test_a_quick_count_is_exact(cell):
+    counts = cell.make()
+    assert counts == cell.make()
+    assert {name: count.unit for name, count in counts.items()} == dict(cell.units)
+    assert all(
+        isinstance(count.value, int) and count.better in ("lower", "higher", "equal") for count in counts.values()
+    )
+
+
+def test_as_many_calls_as_a_case_allows():
+    """`max_repeats` calls after one reset are right and not one less than what the benchmark says it does."""
+    for key in (
+        "block_tables/step[model=nemotron-3-nano,step=decode 64]",
+        "kernel_blocks/expand[num_blocks=16,blocks_per_kv_block=8,subject=engine]",
+        "scheduler/decode[mode=all,K=3,num_reqs=16]",
+    ):
+        case = by_key(key).make()
+        for _ in range(2):
+            case.reset()
+            for _ in range(case.max_repeats):
+                case.run()
+        assert case.check() == 0
+
+
+def test_a_made_case_shares_nothing_with_another():
+    cell = by_key("block_tables/step[model=nemotron-3-nano,step=prefill 4]")
+    one, other = cell.make(), cell.make()
+    one.run()
+    assert other.check() == one.check() == 0
+
+
+def held_blocks(mode, K):
+    return {name: count.value for name, count in by_key(f"memory/held[mode={mode},K={K}]").make().items()}
+
+
+@pytest.mark.parametrize("K", [0, 3])
+def test_held_blocks_follow_the_formulas(K):
+    """1,000 tokens of prompt, then 128 or a few more; blocks of 16, four Mamba groups and one of attention."""
+    end = 1000 + 128 // (1 + K) * (1 + K)  # cached before the last step's tokens; that step runs 1 + K
+    columns = -(-(end + (1 + K if 128 % (1 + K) else 0)) // 16)
+    none, everything = held_blocks("none", K), held_blocks("all", K)
+    assert none["prompt"] == 63 + 4 * (1 + K)
+    assert none["mamba"] == 4 * (1 + K)
+    assert everything["attention"] == none["attention"] in (columns, columns - 1, columns + 1)
+    assert everything["mamba"] == 4 * (everything["attention"] + K)
+    assert everything["most"] == everything["mamba"] + everything["attention"]
+    assert none["published"] == 0
+    assert everything["published"] == 5 * ((1000 + 127) // 16)
+    assert held_blocks("align", K)["mamba"] <= 4 * (2 + K)
+
+
+# ---- what is wrong has no time ----
+
+
+def shifted(function):
+    def wrong(*args, **kwargs):
+        result = function(*args, **kwargs)
+        if isinstance(result, tuple):
+            return (result[0] + 1, *result[1:])
+        return result + 1
+
+    return wrong
+
+
+def second_shifted(function):
+    def wrong(*args, **kwargs):
+        first, second = function(*args, **kwargs)
+        return first, second * 1.001
+
+    return wrong
+
+
+def idle(*args, **kwargs):
+    return None
+
+
+def stale(function):
+    """The first call's result for ever."""
+    results = []
+
+    def wrong(*args, **kwargs):
+        results.append(results[0] if results else function(*args, **kwargs))
+        return results[-1]
+
+    return wrong
+
+
+PLANTS = [
+    (
+        "bench.kernel_blocks.expand_torch",
+        shifted,
+        "kernel_blocks/expand[num_blocks=16,blocks_per_kv_block=8,subject=torch]",
+    ),
+    (
+        "hybrid_kv.cache.block_table.BlockTables.append_block_ids",
+        lambda _: idle,
+        "kernel_blocks/expand[num_blocks=16,blocks_per_kv_block=8,subject=engine]",
+    ),
+    (
+        "hybrid_kv.cache.block_table.BlockTables.apply_staged_writes",
+        lambda _: idle,
+        "block_tables/step[model=nemotron-3-nano,step=decode 64]",
+    ),
+    (
+        "hybrid_kv.cache.block_table.slot_mapping",
+        shifted,
+        "block_tables/step[model=nemotron-3-nano,step=prefill 4]",
+    ),
+    ("bench.slot_mapping.slot_mapping", shifted, "slot_mapping/tokens[num_tokens=8192,cp_size=2]"),
+    (
+        "hybrid_kv.cache.manager.KVCacheManager.find_longest_cache_hit",
+        lambda f: lambda *a, **k: replace(f(*a, **k), num_tokens=16),
+        "prefix_lookup/hit[mode=all,num_tokens=8192,shared=all]",
+    ),
+    ("hybrid_kv.cache.block_hash.BlockHashes.chain", stale, "prefix_lookup/hash[num_tokens=1024]"),
+    (
+        "hybrid_kv.cache.manager.KVCacheManager._give_back",
+        lambda _: idle,
+        "scheduler/decode[mode=align,K=3,num_reqs=16]",
+    ),
+    (
+        "bench.causal_conv1d.causal_conv1d",
+        second_shifted,
+        "causal_conv1d/prefill[model=nemotron-3-nano-tp8,num_tokens=256]",
+    ),
+    (
+        "bench.causal_conv1d.causal_conv1d_update_reference",
+        shifted,
+        "causal_conv1d/update[model=nemotron-3-nano-tp8,num_reqs=16,K=3]",
+    ),
+    (
+        "bench.state_update.selective_state_update_slots_reference",
+        stale,
+        "state_update/slots[model=nemotron-3-nano-tp8,num_reqs=2,K=3]",
+    ),
+    (
+        "hybrid_kv.kernels.replay.replay_flush_reference",
+        lambda _: idle,
+        "state_update/replay[model=nemotron-3-nano-tp8,num_reqs=2,K=3,flush=True]",
+    ),
+    ("bench.ssd.chunk_scan", second_shifted, "ssd/chunk_scan[model=nemotron-3-nano-tp8,num_tokens=128]"),
+    (
+        "bench.paged_attention.paged_attention",
+        lambda f: lambda q, k, v, table, *rest: f(q, k, v, table.flip(1), *rest),
+        "paged_attention/decode[model=nemotron-3-nano-tp8,num_reqs=8,length=4,context=512]",
+    ),
+    (
+        "bench.paged_attention.write_kv",
+        lambda f: lambda k, v, kc, vc, slots: f(k, v, kc, vc, slots.abs()),
+        "paged_attention/write_kv[model=nemotron-3-nano-tp8,num_tokens=64]",
+    ),
+    ("hybrid_kv.cache.offload.KVOffload.load", lambda _: idle, "offload/load[tier=host,num_blocks=4]"),
+    (
+        "hybrid_kv.cache.offload.KVOffload._to_host",
+        lambda f: lambda self, blocks: {key: data.flip(0) for key, data in f(self, blocks).items()},
+        "offload/store[tier=host,num_blocks=4]",
+    ),
+    (
+        "hybrid_kv.models.exact.ExactModel.logits",
+        lambda f: lambda self, hidden: f(self, hidden + 1),
+        "end_to_end/exact[mode=all,K=3,num_reqs=4]",
+    ),
+    (
+        "hybrid_kv.attention.mamba.MambaMetadataBuilder.build",
+        lambda f: (
+            lambda self, common, table, prev, accepted, *rest: f(
+                self, common, table, prev, np.ones_like(accepted), *rest
+            )
+        ),
+        "engine_step/decode[mode=all,K=3,num_reqs=4]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("target", "plant", "key"), PLANTS, ids=[plant[0] for plant in PLANTS])
+def test_a_planted_mistake_is_a_wrong_result(monkeypatch, target, plant, key):
+    name, _, attribute = target.rpartition(".")
+    try:
+        owner = import_module(name)
+    except ModuleNotFoundError:
+        module, _, owner_name = name.rpartition(".")
+        owner = getattr(import_module(module), owner_name)
+    cell = by_key(key)
+    assert checked(cell, cell.make()) >= 0
+    monkeypatch.setattr(owner, attribute, plant(getattr(owner, attribute)))
+    case = cell.make()
+    with pytest.raises(AssertionError):
+        checked(cell, case)
+        checked(cell, case)  # what was right once
+
+
+def test_references_are_right():
+    """Against torch's own."""
+    from bench import _reference
+
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(length, heads, 8, generator=g).double() for length, heads in ((3, 4), (7, 2), (7, 2)))
+    mask = torch.ones(3, 7, dtype=torch.bool).tril(4)
+    parts = [q.transpose(0, 1), *(part.repeat_interleave(2, 1).transpose(0, 1) for part in (k, v))]
+    wanted = torch.nn.functional.scaled_dot_product_attention(*parts, mask, scale=0.3).transpose(0, 1)
+    assert np.allclose(_reference.attention(*(part.numpy() for part in (q, k, v)), 0.3), wanted, atol=1e-12)
+    window, x = torch.randn(2, 3, 5, generator=g).double(), torch.randn(2, 6, 5, generator=g).double()
+    weight, bias = torch.randn(5, 4, generator=g).double(), torch.randn(5, generator=g).double()
+    inputs = torch.cat([window, x], 1).transpose(1, 2)
+    wanted = torch.nn.functional.silu(torch.nn.functional.conv1d(inputs, weight[:, None], bias, groups=5))
+    made = _reference.convolution(*(part.numpy() for part in (window, x, weight, bias)))
+    assert np.allclose(made, wanted.transpose(1, 2), atol=1e-12)
+    # One head, one state element: a scalar recurrence by hand.
+    one = np.ones((1, 2, 1, 1))
+    y, states = _reference.recurrence(
+        one[:, 0] * 4, one * 3, one[..., 0] * 0.5, np.array([-2 * np.log(2)]), one * 2, one * 5, np.array([7.0])
+    )
+    assert np.allclose(states.ravel(), [2 + 3, 2.5 + 3])
+    assert np.allclose(y.ravel(), [25 + 21, 27.5 + 21])
+
+
+def test_near_and_equal_refuse():
+    from bench import _reference
+
+    assert _reference.near("x", [1.0, 2.0], [1.0, 2.2], 0.1) == pytest.approx(0.2 / 2.2)
+    for wrong in ([1.0, 2.0], [1.0, float("nan")], [1.0]):
+        with pytest.raises(WrongResultError, match="x"):
+            _reference.near("x", wrong, [1.0, 2.2], 0.05)
+    assert _reference.equal("x", [1, 2], [1, 2]) == 0
+    for wrong in ([1, 3], [1]):
+        with pytest.raises(WrongResultError, match="x"):
+            _reference.equal("x", wrong, [1, 2])
+
+
+# ---- GPU cells, as far as a CPU can go ----
+
+
+def check_kernel(name):
+    from bench import block_tables, causal_conv1d, state_update
+
+    if name == "block_tables":
+        case = block_tables.update_kernel(0, "nemotron-3-nano", "prefill 4", device="cpu")
+    elif name == "slots":
+        kernel = state_update.selective_state_update_slots
+        case = state_update.slots(0, "nemotron-3-nano-tp8", 1, 1, kernel, "cpu", torch.bfloat16)
+    else:
+        kernel = causal_conv1d.causal_conv1d_update
+        case = causal_conv1d.update(0, "nemotron-3-nano-tp8", 2, 3, kernel, "cpu", torch.bfloat16)
+    return case.check()
+
+
+@pytest.mark.parametrize("name", ["block_tables", "slots", "conv_update"])
+def test_gpu_cells_are_right_in_the_interpreter(name):
+    pytest.importorskip("triton")
+    assert 0 <= interpreted(check_kernel, name) < 0.02
+
+
+@pytest.mark.requires_cuda
+@pytest.mark.parametrize("cell", [cell for cell in ALL if cell.tier == "gpu" and cell.quick], ids=lambda cell: cell.key)
+def test_gpu_cells_are_right(cell):
+    case = cell.make()
+    assert checked(cell, case) >= 0
+    case.reset()
+    case.run()
+    assert checked(cell, case) >= 0
+
+
+def test_bfloat16_tolerances_hold_for_the_reference():
+    from bench import state_update
+
+    kernel = state_update.selective_state_update_slots_reference
+    assert state_update.slots(0, "nemotron-3-nano-tp8", 2, 3, kernel, "cpu", torch.bfloat16).check() > 0
+    for flush in (False, True):
+        case = state_update.replay(
+            0, "nemotron-3-nano-tp8", 2, 3, flush, "replay_update_reference", "cpu", torch.bfloat16
+        )
+        assert case.check() > 0
+
+
+def test_a_case_without_a_check_cannot_be_written():
+    with pytest.raises(TypeError, match="check"):
+        Case(run=lambda: None)

@@ -1,0 +1,641 @@
+"""The whole of `compare` on toy packages in a git repository, timed by a clock that counts work: nothing is measured.
+
+The toy's clock moves only by the work that it is told of, so equal code takes exactly as long, and 5 % more is 5 %.
+"""
+
+import json
+import random
+import subprocess
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from bench import compare as driver
+from bench import operating_curve, verdicts, worker
+from bench.compare import CellInfo, Comparison, Design, Measured, Revision, Times, compare, find_revision
+from bench.verdicts import count_outcomes, outcomes_of, read_quarantine, reason_for, time_outcomes
+from hybrid_kv import results
+from hybrid_kv.cli import main
+from hybrid_kv.config import ConfigError, HybridKVError
+from hybrid_kv.results import Row, append_rows, read_rows
+
+BENCH = Path(driver.__file__).parent
+SMALL = Design(pairs=3, samples=2)
+STEP, BIG, NEW, WRONG, HELD = (f"toy/{name}[size=1]" for name in ("step", "big", "new", "wrong", "held"))
+
+PACKAGE = """
+BLOCKS = {blocks}
+TICKS = {ticks}
+ANSWER = {answer}
+ticks = 0
+
+def step():
+    global ticks
+    ticks += TICKS
+    return ANSWER
+
+{newer}
+"""
+CASES = """
+import os, sys
+import hybrid_kv
+from bench.cases import Case, Cell, Count, WrongResultError
+
+def work(times):
+    hybrid_kv.ticks += times
+
+sys.modules["__main__"].busy_work = work
+
+def big():
+    hybrid_kv.ticks += 3000
+
+def step():
+    def check():
+        if hybrid_kv.step() != 42:
+            raise WrongResultError("no 42")
+        return 0.25
+    return Case(hybrid_kv.step, check)
+
+def wrong_afterwards():
+    calls = []
+    def check():
+        calls.append(hybrid_kv.ANSWER)
+        if len(calls) > 1 and hybrid_kv.ANSWER != 42:
+            raise WrongResultError("not any more")
+        return 0.0
+    return Case(big, check, max_repeats=3)
+
+def dying():
+    if hybrid_kv.ANSWER == 7:
+        os._exit(3)
+    return Case(big, lambda: 0.0)
+
+def hanging():
+    while hybrid_kv.ANSWER == 8:
+        pass
+    return Case(big, lambda: 0.0)
+
+def cells():
+    def cell(name, tier, make, **values):
+        return Cell("toy", name, {"size": 1}, tier, make, True, **values)
+    return [
+        cell("step", "cpu", step),
+        cell("big", "cpu", lambda: Case(big, lambda: 0.0)),
+        cell("new", "cpu", lambda: Case(hybrid_kv.newer, lambda: 0.0)),
+        cell("wrong", "cpu", wrong_afterwards),
+        cell("nan", "cpu", lambda: Case(big, lambda: float("nan"))),
+        cell("rival", "cpu", step, promise=2.0),
+        cell("device", "gpu", step),
+        cell("held", "count", lambda: {"blocks": Count(hybrid_kv.BLOCKS, "blocks")}),
+        cell("float", "count", lambda: {"blocks": Count(0.5, "blocks")}),
+        cell("dying", "cpu", dying),
+        cell("hanging", "cpu", hanging),
+        Cell("toy", "slow", {"size": 1}, "cpu", step),
+    ]
+"""
+LATE = """
+from bench.cases import Case, Cell
+from hybrid_kv import newer
+
+def cells():
+    return [Cell("late", "newer", {}, "cpu", lambda: Case(newer, lambda: 0.0), True)]
+"""
+TORCH = """
+class cuda:
+    is_available = is_initialized = staticmethod(lambda: False)
+
+class Tensor: pass
+
+def set_num_threads(number): pass
+"""
+VERSIONS = {
+    "base": {},
+    "comment": {"newer": "def newer(): step()\n\n# nothing else"},
+    "slow": {"ticks": 105_000},
+    "fast": {"ticks": 95_000},
+    "tiny": {"ticks": 100_500},
+    "wrong": {"answer": 41},
+    "dying": {"answer": 7},
+    "hanging": {"answer": 8},
+    "blocks": {"blocks": 12},
+    "old": {"newer": ""},
+}
+
+
+def git(folder, *arguments):
+    name = ("-c", "user.name=t", "-c", "user.email=t@example.com", "-c", "commit.gpgsign=false")
+    done = subprocess.run(("git", *name, *arguments), cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def write_package(folder, ticks=100_000, blocks=10, answer=42, newer="def newer(): step()"):
+    text = PACKAGE.format(ticks=ticks, blocks=blocks, answer=answer, newer=newer)
+    (folder / "hybrid_kv" / "__init__.py").write_text(text)
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    """A repository with a branch for each of `VERSIONS`, and one, `empty`, without the package."""
+    folder = tmp_path_factory.mktemp("toy")
+    git(folder, "init", "-q", "-b", "base")
+    (folder / "hybrid_kv").mkdir()
+    (folder / "bench").mkdir()
+    (folder / "results").mkdir()
+    for name in ("__init__.py", "worker.py"):
+        (folder / "bench" / name).write_text((BENCH / name).read_text())
+    cases = (BENCH / "cases.py").read_text()
+    (folder / "bench" / "cases.py").write_text(cases + '\nSUITES = ("toy", "late")\n')
+    timing = (BENCH / "_timing.py").read_text()
+    assert "clock = time.thread_time" in timing
+    fake = "import hybrid_kv\nclock = lambda: hybrid_kv.ticks * 1e-9"
+    (folder / "bench" / "_timing.py").write_text(timing.replace("clock = time.thread_time", fake))
+    (folder / "bench" / "toy.py").write_text(CASES)
+    (folder / "bench" / "late.py").write_text(LATE)
+    (folder / ".gitignore").write_text("/bench\n/results\n")
+    for name, values in VERSIONS.items():
+        if name != "base":
+            git(folder, "checkout", "-q", "-b", name, "base")
+        write_package(folder, **values)
+        git(folder, "add", ".")
+        git(folder, "commit", "-q", "-m", name)
+    git(folder, "checkout", "-q", "-b", "empty", "base")
+    git(folder, "rm", "-q", "-r", "hybrid_kv")
+    (folder / "file").write_text("")
+    git(folder, "add", ".")
+    git(folder, "commit", "-q", "-m", "empty")
+    git(folder, "checkout", "-q", "base")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def no_torch(tmp_path, monkeypatch):
+    """Workers import a torch of three lines."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(TORCH)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+@pytest.fixture
+def command(toy, tmp_path, monkeypatch, capsys):
+    """Runs `hybrid-kv compare` in the toy: exit code, stdout, stderr."""
+    monkeypatch.setattr(driver, "ROOT", toy)
+    out = str(tmp_path / "rows.csv")
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as left:
+            main(["compare", *arguments, "--out", out, "--seed", "3", "--pairs", "3"])
+        return left.value.code, *capsys.readouterr()
+
+    return run
+
+
+def verdicts_of(comparison, folder):
+    return {one.name: one.verdict for one in outcomes_of(comparison, folder / "results")}
+
+
+def test_equal_code_is_the_same_and_what_cannot_run_says_why(toy):
+    comparison = compare("base", "comment", root=toy, select=["toy", "late"], design=SMALL)
+    assert {key: times.log_ratios for key, times in comparison.measured.first.items()} == {
+        key: pytest.approx([0.0] * 3)
+        for key in (STEP, BIG, NEW, WRONG, "toy/dying[size=1]", "toy/hanging[size=1]", "late/newer[]")
+    }
+    assert comparison.measured.repeat == {}
+    found = {one.name: one for one in outcomes_of(comparison, toy / "results")}
+    assert [one.verdict for one in found.values()].count("same") == 8
+    # An error of NaN proves nothing.
+    assert found["toy/nan[size=1]"].verdict == "wrong result"
+    assert found["toy/device[size=1]"].reason == "it needs a CUDA device"
+    assert "must be int" in found["toy/float[size=1] counts"].reason
+    # Neither rivals nor cells that are not quick.
+    assert not {"toy/rival[size=1]", "toy/slow[size=1]"} & found.keys()
+
+
+def test_not_only_quick_cells(toy):
+    comparison = compare("base", "base", root=toy, quick=False, select=["toy/slow"], design=SMALL)
+    assert list(comparison.measured.first) == ["toy/slow[size=1]"]
+
+
+@pytest.mark.parametrize(("head", "verdict", "ratio"), [("slow", "slower", 1.05), ("fast", "faster", 0.95)])
+def test_a_change_is_repeated_and_found(toy, head, verdict, ratio):
+    comparison = compare("base", head, root=toy, select=["toy/step", "toy/big"], design=SMALL)
+    assert list(comparison.measured.repeat) == [STEP]
+    assert len(comparison.measured.repeat[STEP].log_ratios) == 6
+    step, big = sorted(time_outcomes(comparison.measured, SMALL), key=lambda one: one.name != STEP)
+    assert (step.verdict, big.verdict) == (verdict, "same")
+    assert step.estimate.ratio == pytest.approx(ratio)
+    assert step.estimate.n == 6
+    assert (step.base, step.head) == pytest.approx((1e-4, ratio * 1e-4))
+    assert (step.suspect, big.suspect) == (True, False)
+    assert step.max_error == 0.25
+    assert step.alarm == (verdict == "slower")
+
+
+def test_less_than_the_minimum_effect_is_the_same(toy):
+    comparison = compare("base", "tiny", root=toy, select=["toy/step"], design=SMALL)
+    assert verdicts_of(comparison, toy) == {STEP: "same"}
+    assert comparison.measured.first[STEP].log_ratios == pytest.approx([0.00498754] * 3)
+
+
+def test_a_plant_slows_head_down_by_its_fraction(toy):
+    comparison = compare("base", "base", root=toy, select=["toy/step", "toy/big"], design=SMALL, plants={STEP: 0.1})
+    (step, big) = sorted(time_outcomes(comparison.measured, SMALL), key=lambda one: one.name != STEP)
+    assert (step.verdict, big.verdict) == ("slower", "same")
+    assert step.estimate.ratio == pytest.approx(1.1, rel=1e-3)
+
+
+def test_the_first_look_is_repeated_in_fresh_processes(toy, monkeypatch):
+    started = []
+    whole = driver.start
+
+    def counted(folders, pairs, rng):
+        started.append(pairs)
+        return whole(folders, pairs, rng)
+
+    monkeypatch.setattr(driver, "start", counted)
+    compare("base", "slow", root=toy, select=["toy/step"], design=Design(pairs=4, samples=2))
+    assert started == [1, 3, 1, 3, 3, 2]
+
+
+def test_a_wrong_result_of_head_is_an_alarm_and_of_base_is_none(toy):
+    comparison = compare("base", "wrong", root=toy, select=["toy/step", "toy/wrong"], design=SMALL)
+    found = {one.name: one for one in outcomes_of(comparison, toy / "results")}
+    assert {name: (one.verdict, one.alarm) for name, one in found.items()} == {
+        STEP: ("wrong result", True),
+        WRONG: ("wrong result", True),
+    }
+    assert found[STEP].reason == "HEAD: WrongResultError: no 42"
+    assert found[WRONG].reason == "HEAD: WrongResultError: not any more"
+    turned = compare("wrong", "base", root=toy, select=["toy/step", "toy/big"], design=SMALL)
+    assert verdicts_of(turned, toy) == {STEP: "not comparable", BIG: "same"}
+
+
+def test_what_base_lacks_is_not_comparable(toy):
+    comparison = compare("old", "base", root=toy, select=["toy/new", "late", "toy/big"], design=SMALL)
+    reasons = {one.name: (one.verdict, one.reason) for one in outcomes_of(comparison, toy / "results")}
+    assert reasons[BIG] == ("same", "")
+    assert reasons[NEW][0] == reasons["late/newer[]"][0] == "not comparable"
+    assert "BASE: AttributeError: module 'hybrid_kv' has no attribute 'newer'" in reasons[NEW][1]
+    assert reasons["late/newer[]"][1].startswith("BASE: ImportError: cannot import name 'newer'")
+
+
+def test_a_worker_that_dies_is_one_line(toy):
+    with pytest.raises(HybridKVError, match=r"HEAD's worker, asked to make toy/dying\[size=1\], died"):
+        compare("base", "dying", root=toy, select=["toy/dying"], design=SMALL)
+
+
+def states(groups):
+    """States of all processes of these process groups."""
+    found = set()
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it ended meanwhile
+            state, _, group, *_ = file.read_text().rpartition(")")[2].split()
+            if int(group) in groups:
+                found.add(state)
+    return found
+
+
+def test_a_worker_that_hangs_is_one_line_and_is_ended(toy, monkeypatch):
+    started = []
+    popen = driver.subprocess.Popen
+
+    def kept(*arguments, **options):
+        process = popen(*arguments, **options)
+        if "pass_fds" in options:
+            started.append(process)
+        return process
+
+    monkeypatch.setattr(driver.subprocess, "Popen", kept)
+    monkeypatch.setattr(driver, "ANSWER_SECONDS", 3.0)
+    monkeypatch.setattr(driver, "END_SECONDS", 0.1)
+    with pytest.raises(HybridKVError, match="did not answer within 3 s"):
+        compare("base", "hanging", root=toy, select=["toy/hanging"], design=SMALL)
+    assert states({process.pid for process in started}) <= {"Z"}
+
+
+def test_the_working_tree_is_copied_with_its_edits(toy):
+    write_package(toy, ticks=110_000)
+    try:
+        comparison = compare("base", ".", root=toy, select=["toy/step"], design=SMALL)
+        assert comparison.head == Revision(".", git(toy, "rev-parse", "base"), dirty=True)
+        assert str(comparison.head).endswith(", dirty)")
+        assert not find_revision(toy, "base").dirty  # the commit is what it was
+    finally:
+        write_package(toy)
+    assert verdicts_of(comparison, toy) == {STEP: "slower"}
+    assert not find_revision(toy, ".").dirty
+
+
+def test_a_seed_decides_everything_random(toy, monkeypatch):
+    class StartedError(Exception):
+        pass
+
+    def options(seed):
+        def popen(command, env, **rest):
+            told = json.loads(command[2])
+            raise StartedError([side["seed"] for side in told["sides"]], env["PYTHONHASHSEED"])
+
+        with monkeypatch.context() as patch, pytest.raises(StartedError) as started:
+            patch.setattr(driver.subprocess, "Popen", popen)
+            patch.setattr(driver, "place", lambda *a: None)
+            patch.setattr(driver, "find_revision", lambda root, name: Revision(name, "0"))
+            compare("base", "base", root=toy, design=SMALL, seed=seed)
+        return started.value.args
+
+    assert options(5) == options(5)
+    assert all(one != other for one, other in zip(options(5), options(6), strict=True))
+    ours, theirs = options(5)[0]
+    assert ours != theirs
+
+
+def test_order_is_random_and_even():
+    class Answering(driver.Pair):
+        def __init__(self):
+            super().__init__((), random.Random(4))
+            self.asked = []
+
+        def ask(self, side, do, **arguments):
+            self.asked.append((side, arguments))
+            return {"side": side}
+
+    pair = Answering()
+    for _ in range(400):
+        assert pair.ask_both("sample", repeats=2) == ({"side": 0}, {"side": 1})
+    firsts = Counter(side for side, _ in pair.asked[::2])
+    assert all(150 < firsts[side] < 250 for side in (0, 1))
+    pair.asked.clear()
+    pair.ask_both("make", only_head={"plant": 0.1}, key="k")
+    assert dict(pair.asked) == {0: {"key": "k"}, 1: {"key": "k", "plant": 0.1}}
+
+
+# ---- workers ----
+
+
+def test_scatter_moves_memory_by_its_seed():
+    sizes = [[len(block) for block in worker.scatter(random.Random(seed))] for seed in (1, 1, 2)]
+    assert sizes[0] == sizes[1] != sizes[2]
+
+
+def test_both_workers_of_a_pair_share_core_and_hash_seed(toy, tmp_path):
+    code = "import os; from hybrid_kv import *; ANSWER = (hash('a'), sorted(os.sched_getaffinity(0)), os.getppid())"
+    folders = [tmp_path / "0", tmp_path / "1"]
+    for folder in folders:
+        folder.mkdir()
+        driver.place(toy, find_revision(toy, "base"), folder)
+        cases = folder / "bench" / "cases.py"
+        cases.write_text(cases.read_text() + f"\n{code}\ndef unavailable(): return {{'seen': ANSWER}}\n")
+    seen = []
+    with driver.start(folders, 2, random.Random(1)) as pairs:
+        for pair in pairs:
+            seen += [answer["unavailable"]["seen"] for answer in pair.ask_both("cells", quick=True)]
+    assert len({json.dumps(one) for one in seen}) == 1
+    assert len(seen[0][1]) == 1
+
+
+# ---- counts ----
+
+
+def test_a_changed_count_is_an_alarm_until_it_is_acknowledged(toy, command):
+    code, out, err = command("base", "blocks", "-k", "held", "-k", "toy/big")
+    assert (code, err) == (1, "")
+    assert out.splitlines()[1].endswith("changed")  # alarms come first
+    assert "1 alarm: 1 changed, 1 same" in out
+    code, out, _ = command("base", "blocks", "-k", "held", "--acknowledge", "two  blocks\nmore")
+    assert code == 0
+    assert "acknowledged (two blocks more)" in out
+    try:
+        assert command("base", "blocks", "-k", "held")[0] == 0
+        assert command("blocks", "base", "-k", "held")[0] == 1  # the way back is another change
+        (row,) = read_rows(toy / "results" / "acknowledged.csv").itertuples()
+        assert (row.suite, row.benchmark, row.metric, row.value) == ("toy", "held", "blocks", 12)
+        assert json.loads(row.params) == {"reason": "two blocks more", "size": 1, "was": 10}
+    finally:
+        (toy / "results" / "acknowledged.csv").unlink()
+
+
+def test_a_reason_is_needed(command):
+    code, _, err = command("base", "blocks", "--acknowledge", " ")
+    assert (code, err.count("\n")) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [(9, 1, ""), (1, 2, "a"), (1, 3, "a; b"), (2, 1, "b; c; d"), (3, 1, "c; d"), (1, 9, ""), (5, 5, "loop")],
+)
+def test_acknowledged_steps_chain(old, new, expected):
+    assert reason_for(old, new, {1: {2: "a"}, 2: {3: "b"}, 3: {4: "c"}, 4: {1: "d"}, 5: {5: "loop"}}) == expected
+
+
+def test_a_count_that_only_one_side_has():
+    cell = CellInfo("s", "b", {}, "count", "s/b[]")
+    measured = Measured([cell], counts={"s/b[]": ({"x": [1, "B", "lower"]}, {"y": [1, "B", "lower"]})})
+    assert {one.metric: (one.verdict, one.reason[:4]) for one in count_outcomes(measured, {})} == {
+        "x": ("not comparable", "HEAD"),
+        "y": ("not comparable", "BASE"),
+    }
+
+
+# ---- quarantine ----
+
+
+def rate_row(key, verdict, metric="false_alarm_rate"):
+    return Row("operating_curve", key, metric, 0.1, verdict=verdict)
+
+
+def test_quarantine_is_the_newest_word_on_this_machine(tmp_path, monkeypatch):
+    file = tmp_path / "operating_curve.csv"
+    assert read_quarantine(file) == set()
+    append_rows(file, [rate_row("a", "fail"), rate_row("b", "pass"), rate_row("c", "fail", "detection_rate")])
+    append_rows(file, [rate_row("d", "fail"), rate_row("d", "pass"), rate_row("b", "fail")])
+    assert read_quarantine(file) == {"a", "b"}
+    monkeypatch.setenv("HYBRID_KV_MACHINE", "another")
+    monkeypatch.setattr(results, "provenance", results.provenance.__wrapped__)
+    monkeypatch.setattr(verdicts, "provenance", results.provenance)
+    assert read_quarantine(file) == set()
+
+
+def test_a_quarantined_benchmark_is_shown_but_raises_no_alarm(toy, command):
+    append_rows(toy / "results" / "operating_curve.csv", [rate_row(STEP, "fail")])
+    try:
+        code, out, _ = command("base", "slow", "-k", "toy/step")
+    finally:
+        (toy / "results" / "operating_curve.csv").unlink()
+    assert code == 0
+    assert "slower, quarantined" in out
+    assert "no regression: 1 quarantined" in out
+    assert command("base", "slow", "-k", "toy/step")[0] == 1
+
+
+# ---- the command ----
+
+
+def test_the_command_prints_and_writes_everything(toy, command, tmp_path):
+    json_file, comment = tmp_path / "out.json", tmp_path / "comment.md"
+    extra = ["-k", "step", "--suite", "held", "--json", str(json_file), "--markdown", str(comment)]
+    code, out, err = command("base", "slow", *extra)
+    assert (code, err) == (1, "")
+    assert out.splitlines()[0].split()[:3] == ["benchmark", "BASE", "HEAD"]
+    assert "1.050" in out.splitlines()[1] and "slower" in out.splitlines()[1]
+    assert out.splitlines()[-1].startswith("1 alarm: 1 slower, 1 same; slow (")
+    frame = read_rows(tmp_path / "rows.csv")
+    assert set(frame["suite"]) == {"compare"}
+    assert set(frame["baseline_commit"]) == {git(toy, "rev-parse", "base")}
+    step, held = frame.itertuples()
+    assert (step.benchmark, step.metric, step.unit, step.verdict, step.n) == (
+        "toy/step",
+        "cpu_time_ratio",
+        "time ratio",
+        "fail",
+        6,
+    )
+    assert step.value == pytest.approx(1.05)
+    params = json.loads(step.params)
+    assert params["receipt"] == {"checked_before": True, "checked_after": True, "max_error": 0.25}
+    assert (params["size"], params["outcome"]) == (1, "slower")
+    assert params["head_commit"] == git(toy, "rev-parse", "slow")
+    assert (held.value, held.verdict, json.loads(held.params)["was"]) == (10, "pass", 10)
+    document = json.loads(json_file.read_text())
+    assert [one["alarm"] for one in document["outcomes"]] == [True, False]
+    assert document["outcomes"][0]["log_ratios"]["first"] == pytest.approx([0.04879] * 3, abs=1e-4)
+    text = comment.read_text()
+    assert text.startswith("**1 alarm: 1 slower, 1 same")
+    assert text.index("slower |") < text.index("<details>") < text.index("held")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nonsense",), "git knows no revision 'nonsense'"),
+        (("base", "--", "--output=x"), "git knows no revision '--output=x'"),
+        (("empty", "base"), "has no folder hybrid_kv"),
+        (("base", "base", "-k", "nothing"), "no benchmark's name contains 'nothing'"),
+        (("old", "base", "-k", "late"), "nothing can be compared with old"),
+        (("base", "--pairs", "2"), "fewer than 3 worker pairs"),
+        (("base", "--json", "nowhere/out.json"), "the folder nowhere does not exist"),
+    ],
+)
+def test_what_cannot_run_is_one_line_and_exit_2(toy, tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.setattr(driver, "ROOT", toy)
+    monkeypatch.chdir(tmp_path)
+    split = arguments.index("--") if "--" in arguments else len(arguments)
+    with pytest.raises(SystemExit) as left:
+        main(["compare", "--out", "rows.csv", *arguments[:split], *arguments[split:]])
+    out, err = capsys.readouterr()
+    assert (left.value.code, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+    assert not (tmp_path / "rows.csv").exists()
+
+
+def test_a_folder_that_is_no_checkout(tmp_path):
+    with pytest.raises(ConfigError, match="needs a git checkout"):
+        find_revision(tmp_path, ".")
+
+
+# ---- the operating curve ----
+
+
+def trial(percent=0, number=0, slower=(), faster=(), suspects=()):
+    return operating_curve.Trial(percent, number, slower, faster, suspects)
+
+
+def test_two_false_alarms_in_fifty_are_too_many():
+    assert [operating_curve.keeps_its_rate(hits, 50) for hits in range(4)] == [True, True, False, False]
+    assert not operating_curve.keeps_its_rate(1, 3)
+
+
+def test_rates_count_what_happened():
+    planted = operating_curve.PLANTED
+    trials = [trial(number=i) for i in range(8)]
+    trials += [trial(number=8, slower=("a",), suspects=("a", "b")), trial(number=9, faster=("a",), suspects=("a",))]
+    trials += [trial(5, i, slower=planted if i else planted[1:]) for i in range(4)]
+    found = {
+        (row.benchmark, row.metric, row.params["plant_percent"]): row
+        for row in operating_curve.rates(trials, ["a", "b"], "e")
+    }
+    assert {key: row.value for key, row in found.items() if key[0] in ("a", "b", operating_curve.WHOLE)} == {
+        (operating_curve.WHOLE, "false_alarm_rate", 0): 0.2,
+        ("a", "false_alarm_rate", 0): 0.2,
+        ("a", "suspect_rate", 0): 0.2,
+        ("b", "false_alarm_rate", 0): 0.0,
+        ("b", "suspect_rate", 0): 0.1,
+    }
+    assert (found["a", "false_alarm_rate", 0].verdict, found["b", "false_alarm_rate", 0].verdict) == ("fail", "pass")
+    assert found[planted[0], "detection_rate", 5].value == 0.75
+    assert found[planted[1], "detection_rate", 5].value == 1.0
+    assert found[planted[0], "detection_rate", 5].n == 4
+    assert found[planted[0], "detection_rate", 5].ci_low == pytest.approx(0.1941, abs=1e-4)
+    assert not any(metric == "detection_rate" and percent == 10 for _, metric, percent in found)
+
+
+def test_the_self_test_stops_and_continues(tmp_path, monkeypatch, capsys):
+    class StoppedError(Exception):
+        pass
+
+    file, ran = tmp_path / "curve.csv", []
+    monkeypatch.setattr(operating_curve, "timed_keys", lambda: ["a", "b"])
+
+    def run(revision, percent, number, design, root):
+        if len(ran) == 3:
+            raise StoppedError
+        ran.append((percent, number))
+        return trial(percent, number, slower=("a",) if percent else ())
+
+    monkeypatch.setattr(operating_curve, "run_trial", run)
+    with pytest.raises(StoppedError):
+        operating_curve.self_test("HEAD", file, root=tmp_path, repetitions=2, plants=1)
+    assert ran == [(0, 0), (2, 0), (5, 0)]
+    assert read_quarantine(file) == set()  # the rates so far were written
+    ran[:] = []
+    summary = operating_curve.self_test("HEAD", file, root=tmp_path, repetitions=2, plants=1)
+    assert ran == [(10, 0), (0, 1)]
+    assert {row.n for row in summary if row.metric == "false_alarm_rate"} == {2}
+    size = file.stat().st_size
+    again = operating_curve.self_test("HEAD", file, root=tmp_path, repetitions=2, plants=1)
+    assert (again, ran, file.stat().st_size) == (summary, [(10, 0), (0, 1)], size)
+    operating_curve.print_rates(summary)
+    assert "0/2 (0%–84%)" in capsys.readouterr().out
+
+
+def test_trials_of_another_design_or_other_benchmarks_do_not_count(tmp_path, monkeypatch):
+    file = tmp_path / "curve.csv"
+    ids = {operating_curve.experiment_id(*one) for one in ((["a", "b"], SMALL), (["a"], SMALL), (["a"], Design()))}
+    assert len(ids) == 3
+    assert operating_curve.experiment_id(["b", "a"], SMALL) in ids
+    append_rows(file, [operating_curve._trial_row(trial(5, 3, ("x",), (), ("x", "y")), "one")])
+    assert operating_curve.read_trials(file, "one") == [trial(5, 3, ("x",), (), ("x", "y"))]
+    assert operating_curve.read_trials(file, "two") == []
+    monkeypatch.setattr(operating_curve, "provenance", lambda: type("P", (), {"machine": "another"}))
+    assert operating_curve.read_trials(file, "one") == []
+
+
+def test_a_trial_on_the_toy(toy, monkeypatch):
+    monkeypatch.setattr(operating_curve, "PLANTED", (STEP,))
+    found = operating_curve.run_trial("base", 10, 0, SMALL, toy)
+    assert (found.slower, found.faster, found.suspects) == ((STEP,), (), (STEP,))
+    assert operating_curve.run_trial("base", 0, 0, SMALL, toy).suspects == ()
+
+
+def test_planted_benchmarks_exist_and_are_measured_by_a_trial():
+    assert set(operating_curve.PLANTED) <= set(operating_curve.timed_keys())
+
+
+# ---- shown ----
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(2.5, "2.5 s"), (0.0125, "12.5 ms"), (3.4e-5, "34 us"), (4e-7, "400 ns")]
+)
+def test_times_are_short(seconds, text):
+    assert verdicts._time(seconds) == text
+
+
+def test_gpu_clocks_are_kept():
+    cell = CellInfo("s", "b", {}, "gpu", "s/b[]")
+    times = Times([0.0] * 3, [(1.0, 1.0)] * 3, 0.0, [(1900, 1800), (1980, 1980), (None, None)])
+    measured = Measured([cell], {"s/b[]": times})
+    (outcome,) = time_outcomes(measured, SMALL)
+    assert (outcome.metric, outcome.clock_mhz) == ("gpu_time_ratio", (1980, 1980))
+    comparison = Comparison(Revision("a", "1"), Revision("b", "2"), 0, SMALL, measured)
+    (row,) = verdicts.rows(comparison, [outcome])
+    assert row.params["clock_mhz"] == [1980, 1980]

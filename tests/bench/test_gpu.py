@@ -1,0 +1,383 @@
+"""The race on a GPU, as far as a CPU can go: every contest is right in the interpreter, every row follows from times."""
+
+import math
+import random
+import sys
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from bench import gpu
+from bench._shapes import SHAPES, Shape
+from bench.cases import Case, WrongResultError
+from bench.gpu import COPY, Contest, Cuda, Rival, contests, main, race, rows
+from hybrid_kv.kernels import replay
+from hybrid_kv.results import TIME_UNITS, check_file, read_rows
+from tests.kernels.interpreter import interpreted, load_peer
+
+TINY = Shape(4, 16, 16, 2, 4, 2, 32)
+FINE = {
+    "state_update": lambda: gpu.state_updates("cpu", "tiny", 3, 1),
+    "single token": lambda: gpu.state_updates("cpu", "tiny", 2, 0),
+    "conv_update": lambda: gpu.conv_updates("cpu", "tiny", 3, 2),
+    "conv_prefill": lambda: gpu.conv_prefills("cpu", "tiny", 40, 2),
+    "chunk_scan": lambda: gpu.chunk_scans("cpu", "tiny", 96, 2),
+    "block_tables": lambda: gpu.table_updates("cpu", "nemotron-3-nano", "prefill 4"),
+    "expansion": lambda: gpu.expansions("cpu", 3, 5, 34),
+    "paged_attention": lambda: gpu.attentions("cpu", "tiny", 2, 3, 48),
+    "gated_norm": lambda: gpu.norms("cpu", "tiny", 5),
+}
+
+
+def check_contest(name):
+    """The largest error of each rival, before and after another run."""
+    SHAPES["tiny"] = TINY
+    for module in ("vllm", "mamba_ssm"):
+        sys.modules[module] = None  # type: ignore[assignment]  # their own test has them
+    found, missing = {}, []
+    for rival, entry in FINE[name]().rivals.items():
+        try:
+            case = entry.make()
+        except ImportError:
+            missing.append(rival)
+            continue
+        first = case.check()
+        case.reset()
+        case.run()
+        found[rival] = (first, case.check())
+    return found, missing
+
+
+@pytest.mark.parametrize("name", FINE)
+def test_contests_are_right_in_the_interpreter(name):
+    pytest.importorskip("triton")
+    found, missing = interpreted(check_contest, name)
+    wanted = {
+        "state_update": {"slots", "replay_step", "replay_flush", "torch"},
+        "single token": {"slots", "replay_step", "replay_flush", "torch"},
+        "block_tables": {"triton"},
+    }
+    assert set(found) == wanted.get(name, {"triton", "torch"})
+    wanted = {"state_update": ["vllm"], "single token": ["vllm", "mamba_ssm"], "conv_update": ["vllm"]}
+    assert missing == wanted.get(name, [])
+    assert all(0 <= error < 0.02 and before == error for before, error in found.values())
+
+
+def check_peer(package):
+    SHAPES["tiny"] = TINY
+    if package == "vllm":
+        ops = "vllm.model_executor.layers.mamba.ops"
+        load_peer(f"{ops}.mamba_ssm").try_get_optimal_ssm_config = lambda *_: (4, 4)
+        load_peer(f"{ops}.causal_conv1d")
+    else:
+        load_peer("mamba_ssm.ops.triton.selective_state_update")
+    names = ("state_update", "conv_update") if package == "vllm" else ("single token",)
+    cases = [FINE[name]().rivals[package].make() for name in names]
+    errors = []
+    for case in cases:
+        case.check()
+        case.run()
+        errors.append(case.check())
+    return errors
+
+
+@pytest.mark.parametrize("package", ["vllm", "mamba_ssm"])
+def test_peers_behind_the_arguments_of_ours(package):
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    assert max(interpreted(check_peer, package)) < 0.02
+
+
+# ---- which contests ----
+
+
+@pytest.fixture(scope="module")
+def everything():
+    return list(contests(device="cpu"))
+
+
+def test_all_kinds_in_both_runs(everything):
+    wanted = set(FINE) - {"single token"}
+    quick = list(contests(quick=True, device="cpu"))
+    assert {one.benchmark for one in everything} == {one.benchmark for one in quick} == wanted
+    assert len(quick) < 15 < len(everything)
+    keys = [(one.benchmark, *one.params.items()) for one in everything]
+    assert len(set(keys)) == len(keys)
+    updates = {one.params["K"] for one in everything if one.benchmark == "state_update"}
+    assert updates == {0, 1, 3, 5, 7}
+    # What waits for the device cannot be captured.
+    eager = {(one.benchmark, name) for one in everything for name, rival in one.rivals.items() if not rival.graph}
+    assert {name for _, name in eager} == {"torch"}
+    assert ("gated_norm", "torch") not in eager and ("expansion", "torch") not in eager
+
+
+def test_bytes_are_those_of_the_model(everything):
+    def one(benchmark, **params):
+        return next(c for c in everything if c.benchmark == benchmark and params.items() <= c.params.items())
+
+    nano = replay.SHAPES["Nemotron-3-Nano"]
+    step = one("state_update", model="nemotron-3-nano", num_reqs=16, K=3)
+    assert step.rivals["slots"].num_bytes == 16 * sum(replay.slots_bytes(nano, torch.float32, 4).values())
+    assert step.rivals["vllm"].num_bytes == step.rivals["slots"].num_bytes
+    # A flush reads the lower plane as well and writes both.
+    states = 64 * 64 * 128
+    assert step.rivals["replay_flush"].num_bytes - step.rivals["replay_step"].num_bytes == 16 * 6 * states
+    (weights,) = step.means.values()
+    traffic = replay.mean_traffic(nano, torch.float32, 3)
+    assert weights == {"replay_step": 1 - traffic.flush_rate, "replay_flush": traffic.flush_rate}
+    assert 0 < traffic.flush_rate < 0.5
+    conv = one("conv_update", model="nemotron-3-nano", num_reqs=16, K=3)
+    assert conv.rivals["triton"].num_bytes == 16 * 6144 * 2 * (3 + 4 + 4 + 6)
+    prefill = one("conv_prefill", model="nemotron-3-nano", num_tokens=2048)
+    assert prefill.rivals["triton"].num_bytes == 2048 * 6144 * 2 * 2
+    scan = one("chunk_scan", model="nemotron-3-nano", num_tokens=2048)
+    assert scan.rivals["triton"].num_bytes == 2048 * 2 * (4096 + 4096 + 1024 + 1024 + 64) + 4 * 2 * 4 * states
+    decode = one("paged_attention", model="nemotron-3-nano", num_reqs=128, length=4)
+    assert decode.rivals["triton"].num_bytes == 128 * 128 * 2 * (2 * 2048 * 2 + 2 * 4 * 32)
+    assert one("gated_norm", num_tokens=2048).rivals["triton"].num_bytes == 3 * 2048 * 4096 * 2
+    assert one("expansion", blocks_per_kv_block=34).rivals["triton"].num_bytes == 256 * 241 * 4 * 35
+    assert one("block_tables").rivals["triton"].num_bytes == 0
+
+
+# ---- the race ----
+
+
+class Fake:
+    """A device on which a call takes what it returns; a copy moves 1000 bytes in 1 ns."""
+
+    def __init__(self):
+        self.batches, self.captured, self.log = [], 0, []
+
+    def capture(self, run):
+        self.captured += 1
+        return run
+
+    def copy(self):
+        return Rival(lambda: Case(lambda: 1e-9, lambda: 0.0), 1000)
+
+    def time(self, calls):
+        self.batches.append(len(calls))
+        taken = []
+        for before, call in calls:
+            before()
+            taken.append(call())
+        return taken
+
+
+def rival(seconds, num_bytes=0, graph=True, error=0.0, log=None, name=""):
+    errors = iter(error) if isinstance(error, tuple) else None
+    taken = iter(seconds) if isinstance(seconds, tuple) else None
+    log = [] if log is None else log
+
+    def run():
+        log.append(name)
+        return next(taken) if taken else seconds
+
+    def check():
+        log.append(f"check {name}")
+        return next(errors) if errors else error
+
+    return Rival(lambda: Case(run, check, lambda: log.append(f"reset {name}")), num_bytes, graph)
+
+
+def test_a_round_has_everyone_once_in_random_order_between_two_checks():
+    log = []
+    names = "abc"
+    contest = Contest("x", {}, {name: rival(1e-9, log=log, name=name) for name in names})
+    device = Fake()
+    results, missing = race(contest, device, 12, random.Random(0))
+    assert device.batches == [4] * 13 and not missing
+    assert log[:3] == log[-3:] == [f"check {name}" for name in names]
+    timed = log[3:-3]
+    assert all(timed[i] == f"reset {timed[i + 1]}" for i in range(0, len(timed), 2))
+    orders = ["".join(timed[1::2][i : i + 3]) for i in range(3, 39, 3)]
+    assert all(sorted(one) == ["a", "b", "c"] for one in orders) and len(set(orders)) > 3
+    assert [one.name for one in results] == ["a", "b", "c", COPY]
+    assert all(len(one.seconds) == 12 for one in results)
+
+
+def test_what_cannot_be_captured_runs_as_it_is_and_says_so():
+    contest = Contest("x", {}, {"a": rival(1e-9), "b": rival(1e-9, graph=False)})
+    device = Fake()
+    results, _ = race(contest, device, 3, random.Random(0))
+    assert device.captured == 2  # a, and the copy
+    launches = {row.params["subject"]: row.params["launch"] for row in rows(contest, results)}
+    assert launches == {"a": "graph", "b": "eager", COPY: "graph"}
+
+
+def test_times_stay_with_their_rivals_whatever_the_order():
+    contest = Contest("x", {}, {"a": rival(1e-9), "b": rival(3e-9), "c": rival(7e-9)})
+    results, _ = race(contest, Fake(), 9, random.Random(1))
+    assert {one.name: set(one.seconds) for one in results} == {"a": {1e-9}, "b": {3e-9}, "c": {7e-9}, COPY: {1e-9}}
+
+
+def test_rows():
+    contest = Contest(
+        "x",
+        {"K": 3},
+        {"a": rival(4e-9, 2000, error=0.25), "b": rival(2e-9, 500, error=(0.5, 0.75)), "c": rival(1e-9)},
+        {"mean": {"a": 0.75, "b": 0.25}},
+    )
+    results, _ = race(contest, Fake(), 5, random.Random(0))
+    found = {(row.params["subject"], row.metric): row for row in rows(contest, results)}
+    value = {key: row.value for key, row in found.items()}
+    assert {key[1] for key in value if key[0] == "a"} == {"gpu_time", "bandwidth", "share_of_copy"}
+    assert {key[1] for key in value if key[0] == COPY} == {"gpu_time", "bandwidth"}
+    assert {key[1] for key in value if key[0] == "c"} == {"gpu_time", "ratio_to_a"}
+    assert value["a", "gpu_time"] == pytest.approx(4) and found["a", "gpu_time"].unit == "ns"
+    assert value["a", "bandwidth"] == pytest.approx(500) and found["a", "bandwidth"].unit == "GB/s"
+    assert value[COPY, "bandwidth"] == pytest.approx(1000)
+    assert value["a", "share_of_copy"] == pytest.approx(0.5)
+    assert value["b", "ratio_to_a"] == pytest.approx(0.5)
+    assert value["mean", "gpu_time"] == pytest.approx(3.5)
+    assert value["mean", "bandwidth"] == pytest.approx((1500 + 125) / 3.5)
+    assert value["mean", "ratio_to_a"] == pytest.approx(3.5 / 4)
+    assert found["b", "gpu_time"].params["receipt"]["max_error"] == 0.75
+    assert found["mean", "gpu_time"].params["receipt"]["max_error"] == 0.75
+    better = {row.metric: row.better for row in found.values()}
+    assert better == {"gpu_time": "lower", "bandwidth": "higher", "share_of_copy": "higher", "ratio_to_a": "lower"}
+    for row in found.values():
+        assert row.suite == "gpu" and row.benchmark == "x" and row.params["K"] == 3 and row.n == 5
+        assert row.unit in TIME_UNITS and row.ci_low <= row.value <= row.ci_high
+
+
+def test_a_share_is_that_of_its_own_rounds():
+    """A machine that slows down slows the copy as well."""
+    slowing = (1e-9, 1e-9, 2e-9, 4e-9)
+
+    class Slowing(Fake):
+        def copy(self):
+            return Rival(lambda: Case(iter(slowing).__next__, lambda: 0.0), 1000)
+
+    contest = Contest("x", {}, {"a": rival(slowing, 1000)})
+    results, _ = race(contest, Slowing(), 3, random.Random(0))
+    found = {(row.params["subject"], row.metric): row for row in rows(contest, results)}
+    share = found["a", "share_of_copy"]
+    assert share.value == share.ci_low == share.ci_high == 1
+
+
+@pytest.mark.parametrize("errors", [(math.nan, 0.0), (0.0, math.inf), (-1.0, 0.0)])
+def test_an_error_that_proves_nothing_has_no_time(errors):
+    with pytest.raises(WrongResultError, match=r"x \{'K': 1\}, b"):
+        race(Contest("x", {"K": 1}, {"a": rival(1e-9), "b": rival(1e-9, error=errors)}), Fake(), 2, random.Random(0))
+
+
+def test_a_missing_package_leaves_its_rival_out():
+    def absent():
+        raise ImportError("No module named 'vllm'")
+
+    contest = Contest("x", {}, {"a": rival(1e-9), "vllm": Rival(absent, 0)})
+    results, missing = race(contest, Fake(), 2, random.Random(0))
+    assert [one.name for one in results] == ["a", COPY] and missing == {"vllm": "No module named 'vllm'"}
+
+
+# ---- the command ----
+
+
+def test_without_cuda_it_is_one_line(capsys, tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    assert main(["--quick", "--out", str(tmp_path / "gpu.csv")]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("error: no CUDA device") and err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_rows_are_appended_and_pass_the_check(monkeypatch, capsys, tmp_path):
+    def two(quick, **where):
+        assert quick and where == {"device": "cpu"}
+        yield Contest("x", {"K": 1}, {"a": rival(1e-6, 1000), "b": rival(2e-6, 1000)})
+        yield Contest("y", {}, {"a": rival(1e-6), "b": Rival(lambda: importlib_error(), 0)})
+
+    def importlib_error():
+        raise ImportError("no such package")
+
+    monkeypatch.setattr(gpu, "contests", two)
+    out = tmp_path / "gpu.csv"
+    assert main(["--quick", "--out", str(out)], Fake, device="cpu") == 0
+    found = read_rows(out)
+    assert len(found) == (3 + 4 + 2) + (1 + 2) and set(found["suite"]) == {"gpu"}
+    assert not list(check_file(out))
+    text = capsys.readouterr().out
+    assert "x: K=1" in text and "left out: no such package" in text and "1 GB/s" in text
+
+
+def test_a_wrong_result_leaves_no_row(monkeypatch, capsys, tmp_path):
+    def wrong():
+        raise WrongResultError("y: off by one")
+
+    def one(quick, **where):
+        yield Contest("x", {}, {"a": Rival(lambda: Case(lambda: 1e-9, wrong), 0)})
+
+    monkeypatch.setattr(gpu, "contests", one)
+    assert main(["--out", str(tmp_path / "gpu.csv")], Fake) == 1
+    assert "x {}, a: y: off by one" in capsys.readouterr().err
+    assert not (tmp_path / "gpu.csv").exists()
+
+
+def test_a_call_is_timed_alone_behind_other_buffers(monkeypatch):
+    log = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            log.append("event")
+
+        def elapsed_time(self, end):
+            assert log[-1] == "wait"  # an event that has not happened yet has no time
+            return 2000.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("wait"))
+    device = object.__new__(Cuda)
+    device._evict = lambda: log.append("evict")
+    calls = [(lambda n=n: log.append(f"before {n}"), lambda n=n: log.append(n)) for n in "ab"]
+    assert device.time(calls) == [2.0, 2.0]
+    parts = [[f"before {n}", "evict", "event", n, "event"] for n in "ab"]
+    assert log == [*parts[0], *parts[1], "wait"]
+
+
+def test_what_passes_through_the_cache_is_larger_than_it(monkeypatch):
+    made = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(L2_cache_size=4096))
+    ones, zeros = torch.ones, torch.zeros
+
+    def on_cpu(make):
+        def made_on_cpu(*args, device, **options):
+            made.append(make(*args, **options))
+            return made[-1]
+
+        return made_on_cpu
+
+    monkeypatch.setattr(torch, "ones", on_cpu(ones))
+    monkeypatch.setattr(torch, "zeros", on_cpu(zeros))
+    monkeypatch.setattr(Cuda, "capture", lambda self, run: run)
+    device = Cuda()
+    ring = made[:3]
+    assert all(part.nbytes >= 4 * 4096 for part in ring)
+    ring[0].fill_(7)
+    device._evict()
+    assert bool((ring[1] == 7).all()) and int(made[3]) == ring[2].numel()  # written, then another one is read
+    entry = device.copy()
+    assert entry.num_bytes == 2 * ring[0].nbytes
+    case = entry.make()
+    assert case.check() == 0
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, other: self)
+    with pytest.raises(WrongResultError, match="copy"):
+        case.check()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    device = Cuda()
+    contest = gpu.norms("cuda", "nemotron-3-nano", 512)
+    results, _ = race(contest, device, 5, random.Random(0))
+    assert all((one.seconds > 0).all() for one in results)
+    assert {row.metric for row in rows(contest, results)} >= {"gpu_time", "bandwidth", "share_of_copy"}
+    assert np.isfinite(results[-1].seconds).all()

@@ -1,0 +1,174 @@
+"""The statistics do what they state: by simulation with fixed seeds, and by hand where a hand can."""
+
+import math
+
+import numpy as np
+import pytest
+
+from bench import inference
+from bench.compare import Design, Measured, Times
+from bench.inference import clopper_pearson, estimate, holm, log_ratio, p_faster, p_slower, typical
+from bench.verdicts import confirmed
+
+ALPHA = 0.05
+
+
+def normal(rng, n):
+    return rng.normal(0, 0.02, n)
+
+
+def heavy(rng, n):
+    """A pair in ten is off tenfold."""
+    return rng.normal(0, 0.02, n) * np.where(rng.random(n) < 0.1, 10, 1)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [([2.0, 4.0, 9.0, 100.0], 3.0), ([5.0, 1.0, 3.0], 2.0), ([7.0], 7.0)],
+)
+def test_typical_is_the_mean_of_the_faster_half(seconds, expected):
+    assert typical(seconds) == expected
+
+
+def test_a_log_ratio_is_heads_time_over_bases():
+    assert log_ratio([1.0, 1.0], [2.0, 2.0]) == pytest.approx(math.log(2))
+
+
+def test_an_outlier_does_not_move_the_center():
+    assert inference.center([0.05] * 5 + [-1.0]) == pytest.approx(0.05)
+    assert inference.center([1.0, 2.0, 6.0]) == 3.0  # fewer than 6 pairs: nothing is dropped
+
+
+def test_the_standard_error_is_yuens():
+    # By hand: 6 values, one dropped at each end; winsorised to 2, 2, 3, 4, 5, 5, of variance 1.9.
+    mean, error, freedom = inference._trimmed(np.array([1.0, 2.0, 3.0, 4.0, 5.0, 90.0]))
+    assert (float(mean), freedom) == (3.5, 3)
+    assert float(error) == pytest.approx(math.sqrt(1.9 * 5 / (4 * 3)))
+
+
+@pytest.mark.parametrize("draw", [normal, heavy])
+@pytest.mark.parametrize("n", [6, 12])
+@pytest.mark.parametrize("p", [p_slower, p_faster])
+def test_p_values_keep_their_rate(draw, n, p):
+    rng = np.random.default_rng(7)
+    hits = sum(p(draw(rng, n), 0.0) < ALPHA for _ in range(2000))
+    low, high = clopper_pearson(hits, 2000, level=0.999)
+    assert low < 1.2 * ALPHA
+    assert high > 0.5 * ALPHA  # and are no hollow promise
+
+
+def test_a_change_of_just_the_minimum_effect_is_no_alarm():
+    rng = np.random.default_rng(8)
+    values = [math.log1p(0.01) + normal(rng, 12) for _ in range(2000)]
+    hits = sum(p_slower(one, 0.01) < ALPHA for one in values)
+    assert clopper_pearson(hits, 2000, level=0.999)[0] < 1.2 * ALPHA
+    assert sum(p_slower(one, 0.0) < ALPHA for one in values) > 2 * hits
+
+
+@pytest.mark.parametrize(("draw", "least"), [(normal, 0.97), (heavy, 0.9)])
+def test_power(draw, least):
+    rng = np.random.default_rng(9)
+    found = [p_slower(math.log1p(0.05) + draw(rng, 12), 0.01) < 0.01 for _ in range(500)]
+    assert np.mean(found) > least
+    assert not any(p_faster(math.log1p(0.05) + draw(rng, 12), 0.01) < 0.01 for _ in range(500))
+
+
+def test_equal_values_are_certain():
+    assert p_slower([0.1] * 6, 0.01) < 1e-12
+    assert p_slower([0.0] * 6, 0.01) == 1.0
+    same = estimate([0.0] * 6)
+    assert (same.ratio, same.low, same.high, same.n) == (1.0, 1.0, 1.0, 6)
+
+
+@pytest.mark.parametrize("draw", [normal, heavy])
+@pytest.mark.parametrize("n", [6, 12])
+def test_bootstrap_coverage(draw, n, monkeypatch):
+    monkeypatch.setattr(inference, "RESAMPLES", 1000)
+    rng = np.random.default_rng(10)
+    covered = 0
+    for i in range(600):
+        one = estimate(math.log(1.5) + draw(rng, n), seed=i)
+        covered += one.low <= 1.5 <= one.high
+    assert 0.92 < covered / 600 < 0.98
+
+
+def test_an_interval_needs_three_pairs():
+    with pytest.raises(ValueError, match="2 worker pairs"):
+        estimate([0.0, 0.1])
+
+
+def test_holm_by_hand():
+    adjusted = holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005})
+    assert adjusted == pytest.approx({"d": 0.02, "a": 0.03, "c": 0.06, "b": 0.06})
+    assert holm({}) == {}
+    assert holm({"a": 0.6, "b": 0.7}) == {"a": 1.0, "b": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("hits", "n", "low", "high"),
+    [(0, 10, 0, 0.3085), (10, 10, 0.6915, 1), (5, 10, 0.1871, 0.8129), (1, 50, 0.0005, 0.1065)],
+)
+def test_clopper_pearson_as_in_tables(hits, n, low, high):
+    assert clopper_pearson(hits, n) == pytest.approx((low, high), abs=1e-4)
+
+
+@pytest.mark.parametrize(("hits", "n"), [(3, 2), (-1, 4), (0, 0)])
+def test_impossible_rates_are_refused(hits, n):
+    with pytest.raises(ValueError, match="is no rate"):
+        clopper_pearson(hits, n)
+
+
+# ---- the whole decision ----
+
+
+def quiet(rng, n):
+    """As the pairs of most benchmarks of 0.1 ms and more: 1.5 %."""
+    return rng.normal(0, 0.015, n)
+
+
+def decide(rng, design, effects, draw):
+    """Verdicts of one simulated comparison of benchmarks with these effects."""
+    first, repeat = {}, {}
+    for i, effect in enumerate(effects):
+        times = Times(log_ratios=list(effect + draw(rng, design.pairs)))
+        first[str(i)] = times
+        if times.suspicious(design):
+            repeat[str(i)] = Times(log_ratios=list(effect + draw(rng, 2 * design.pairs)))
+    return confirmed(Measured([], first, repeat), design)
+
+
+@pytest.mark.parametrize("draw", [normal, heavy])
+def test_a_suite_of_equal_code_raises_almost_no_alarm(draw):
+    rng, design = np.random.default_rng(11), Design(alpha=0.05)  # a rate that a simulation can see
+    runs = [decide(rng, design, [0.0] * 30, draw) for _ in range(100)]
+    assert np.mean([len(run) for run in runs]) > 1  # there were suspects
+    false = sum(any(verdict != "same" for verdict, _ in run.values()) for run in runs)
+    assert clopper_pearson(false, 100, level=0.99)[0] <= design.alpha
+
+
+@pytest.mark.parametrize(("effect", "expected"), [(0.05, "slower"), (-0.05, "faster")])
+def test_one_changed_benchmark_among_many_is_found(effect, expected):
+    rng = np.random.default_rng(12)
+    found = [decide(rng, Design(), [effect] + [0.0] * 29, quiet).get("0") for _ in range(60)]
+    assert sum(one is not None and one[0] == expected for one in found) >= 57
+
+
+def test_the_first_look_alone_is_no_evidence():
+    first = {"a": Times(log_ratios=[0.3] * 6)}
+    repeat = {"a": Times(log_ratios=[-0.3] * 12)}
+    assert confirmed(Measured([], first, repeat), Design())["a"][0] == "same"
+
+
+def test_more_suspects_ask_more_of_each():
+    weak = [0.03, 0.06, 0.02, 0.05, 0.0, 0.07, 0.04, 0.01, 0.05, 0.03, 0.06, 0.02]
+    p = p_slower(weak, 0.01)
+    assert 0.001 < p < 0.009
+
+    def verdicts(others):
+        keys = ["a", *map(str, range(others))]
+        first = {key: Times(log_ratios=[0.05] * 6) for key in keys}
+        repeat = {key: Times(log_ratios=weak if key == "a" else [0.0, 0.01] * 6) for key in keys}
+        return confirmed(Measured([], first, repeat), Design())
+
+    assert verdicts(0)["a"] == ("slower", p)
+    assert verdicts(9)["a"] == ("same", pytest.approx(10 * p))

@@ -1,0 +1,223 @@
+"""No time without a check before and after; rivals side by side; what the command prints, writes and returns."""
+
+import json
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from bench import __main__, cases, measurement
+from bench.__main__ import main
+from bench._timing import DeviceSubject, Interval, Subject
+from bench.cases import Case, Cell, Count, WrongResultError, grid
+from bench.measurement import Counted, Measurement, groups, measure_together
+from hybrid_kv.results import Receipt, read_rows
+
+
+def cell(make, tier="cpu", promise=None, **params):
+    return Cell("offload", "b", params, tier, make, True, promise, {"blocks": "blocks"} if tier == "count" else {})
+
+
+def steady(error=0.0):
+    return Case(lambda: None, lambda: error)
+
+
+def failing_after(count, error=None):
+    """Right `count` times; then beyond its tolerance, or with this error."""
+    left = [count]
+
+    def check():
+        left[0] -= 1
+        if left[0] >= 0:
+            return 0.0
+        if error is None:
+            raise WrongResultError("the planted mistake")
+        return error
+
+    return Case(lambda: None, check)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+@pytest.mark.parametrize("error", [None, float("nan"), float("inf"), -1.0])
+def test_a_result_that_is_wrong_before_or_after_has_no_time(count, error):
+    with pytest.raises(
+        WrongResultError, match=r"offload/b\[x=1\]: (the planted mistake|an error of .* proves nothing)"
+    ):
+        measure_together([cell(lambda: failing_after(count, error), x=1)], 2)
+
+
+def test_a_wrong_rival_takes_the_times_of_the_others():
+    makes = {"engine": steady, "rival": lambda: failing_after(1)}
+    with pytest.raises(WrongResultError, match="subject=rival"):
+        measure_together([cell(make, subject=name) for name, make in makes.items()], 2)
+
+
+def test_rows_carry_receipts_with_the_largest_error():
+    errors = iter([2e-7, 5e-7])
+    (one,) = measure_together([cell(lambda: Case(lambda: None, lambda: next(errors)), x=1)], 9)
+    (row,) = one.rows()
+    assert row.params["receipt"] == {"checked_before": True, "checked_after": True, "max_error": 5e-7}
+    assert (row.suite, row.benchmark, row.metric, row.unit, row.n, row.better) == (
+        "offload",
+        "b",
+        "cpu_time",
+        "ns",
+        9,
+        "lower",
+    )
+    assert row.ci_low <= row.value <= row.ci_high
+
+
+def test_a_receipt_cannot_be_forged():
+    with pytest.raises(ValueError, match="checked before and after"):
+        Receipt(True, False, 0.0)
+    one = Measurement(cell(steady, x=1), Interval(1, 1, 1), None, 9, None)
+    with pytest.raises((ValueError, AttributeError, TypeError)):
+        list(one.rows())
+
+
+def test_seconds_become_nanoseconds():
+    interval, share = Interval(2e-6, 1e-6, 3e-6), Interval(5.0, 4.0, 6.0)
+    one = Measurement(cell(steady, promise=7.0, subject="r"), interval, share, 9, Receipt(True, True, 0.0))
+    time, times = one.rows()
+    assert (time.value, time.ci_low, time.ci_high) == (2000, 1000, 3000)
+    assert (times.value, times.ci_low, times.ci_high, times.verdict, times.unit) == (5, 4, 6, "fail", "time ratio")
+
+
+@pytest.mark.parametrize(("high", "promise", "verdict"), [(6, 7, "fail"), (7, 7, "pass"), (1, None, "")])
+def test_verdicts(high, promise, verdict):
+    one = Measurement(cell(steady, promise=promise), Interval(1, 1, 1), Interval(1, 1, high), 9, Receipt(True, True, 0))
+    assert one.verdict == verdict
+
+
+def test_rivals_are_compared_with_their_engine():
+    made = list(grid("s", "b", "cpu", lambda seed, **_: steady(), {"x": (1, 2), "subject": ("rival", "engine")}))
+    together = groups(made)
+    assert [[one.params["x"] for one in group] for group in together] == [[1, 1], [2, 2]]
+    rival, engine = measure_together(together[0], 9)
+    assert (rival.cell.params["subject"], engine.cell.params["subject"]) == ("rival", "engine")
+    assert engine.ratio is None
+    assert rival.ratio.low > 0
+
+
+def test_a_ratio_is_how_many_times_the_engine_a_rival_takes(monkeypatch):
+    samples = {"rival": np.array([3.0, 9.0, 6.0]), "engine": np.array([1.0, 3.0, 2.0])}
+    monkeypatch.setattr(measurement, "measure", lambda subjects, rounds: samples)
+    rival, engine = measure_together([cell(steady, subject=name) for name in samples], 9)
+    assert (rival.ratio.value, rival.time.value, engine.time.value) == (3.0, 6.0, 2.0)
+
+
+def test_slow_cells_get_fewer_rounds(monkeypatch):
+    monkeypatch.setattr(measurement, "SECONDS", 0.0)
+    assert measure_together([cell(steady, x=1)], 25)[0].rounds == measurement.FEWEST_ROUNDS
+    assert measure_together([cell(steady, x=1)], 2)[0].rounds == 2
+
+
+def test_one_thread_while_measuring_and_as_many_as_before_afterwards():
+    seen = []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        measure_together([cell(lambda: Case(lambda: seen.append(torch.get_num_threads()), lambda: 0.0), x=1)], 2)
+        with pytest.raises(WrongResultError):
+            measure_together([cell(lambda: failing_after(0), x=1)], 2)
+        assert (set(seen), torch.get_num_threads()) == ({1}, 2)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_gpu_cell_is_timed_on_the_device():
+    assert type(measurement.subject_of(cell(steady, "gpu"), steady())) is DeviceSubject
+    case = Case(lambda: None, lambda: 0.0, lambda: None, 7)
+    one = measurement.subject_of(cell(steady), case)
+    assert (type(one), one.run, one.reset, one.max_repeats) == (Subject, case.run, case.reset, 7)
+
+
+def test_counts_become_rows():
+    (one,) = measure_together([cell(lambda: {"blocks": Count(3, "blocks", "higher")}, "count", x=1)], 2)
+    assert isinstance(one, Counted)
+    (row,) = one.rows()
+    assert (row.metric, row.value, row.unit, row.better, row.params) == ("blocks", 3, "blocks", "higher", {"x": 1})
+
+
+# ---- python -m bench ----
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    def use(*made):
+        monkeypatch.setattr(__main__, "cells", lambda quick: [one for one in made if one.quick or not quick])
+        monkeypatch.setattr(__main__, "unavailable", dict)
+
+    return use
+
+
+def test_the_command_prints_and_appends(registry, tmp_path, capsys):
+    rivals = grid("s", "rivals", "cpu", lambda seed, **_: steady(), {"subject": ("r", "engine")}, [()])
+    count = replace(cell(lambda: {"blocks": Count(1234, "blocks")}, "count", mode="all"), benchmark="held")
+    registry(
+        *(Cell("offload", "rivals", one.params, "cpu", one.make, True) for one in rivals), cell(steady, x=1), count
+    )
+    out = tmp_path / "r.csv"
+    assert main(["--quick", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "offload/rivals, cpu time (how many times that of engine)" in printed
+    assert "1,234" in printed and "blocks, blocks" in printed and "largest error" in printed
+    frame = read_rows(out)
+    assert list(frame["metric"]) == ["cpu_time", "ratio_to_engine", "cpu_time", "cpu_time", "blocks"]
+    timed = frame[frame["unit"].isin(["ns", "time ratio"])]
+    assert all(json.loads(text)["receipt"]["checked_after"] for text in timed["params"])
+
+
+def test_a_wrong_result_returns_1_and_writes_nothing_of_its_group(registry, tmp_path, capsys):
+    registry(cell(steady, x=1), cell(lambda: failing_after(1), x=2))
+    out = tmp_path / "r.csv"
+    assert main(["--out", str(out)]) == 1
+    assert "error: offload/b[x=2]: the planted mistake; nothing was timed" in capsys.readouterr().err
+    assert len(read_rows(out)) == 1
+
+
+def test_a_broken_promise_returns_1(registry, capsys):
+    registry(cell(steady, subject="engine"), cell(steady, promise=1e9, subject="rival"))
+    assert main([]) == 1
+    assert "needs 1000000000.0" in capsys.readouterr().out
+
+
+def test_suites_and_tiers_are_chosen(registry, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    registry(cell(steady, x=1), cell(lambda: {"blocks": Count(3, "blocks")}, "count", x=1), cell(None, "gpu", x=1))
+    assert main(["--tier", "count"]) == 0
+    assert "cpu time" not in capsys.readouterr().out
+    assert main(["--suite", "offload"]) == 0
+    assert "1 cells need a GPU" in capsys.readouterr().err
+    for arguments in (["--tier", "gpu"], ["--suite", "memory"]):
+        assert main(arguments) == 2
+        assert capsys.readouterr().err.endswith("runs on this machine\n")
+
+
+def test_what_cannot_be_measured_is_said(registry, monkeypatch, capsys):
+    registry(cell(steady, x=1))
+    monkeypatch.setattr(__main__, "unavailable", lambda: {"memory": "ImportError: no plan"})
+    assert main([]) == 0
+    assert "no memory: ImportError: no plan" in capsys.readouterr().err
+
+
+def test_an_unwritable_file_is_refused_before_the_work(registry, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    registry(cell(lambda: pytest.fail("ran"), x=1))
+    assert main(["--out", str(tmp_path / "file" / "r.csv")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_units_are_those_that_results_know():
+    known = sys.modules["hybrid_kv.results"].UNITS
+    assert {unit for one in cases.cells() for unit in one.units.values()} <= known
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(2.5e-9, "2.50 ns"), (1.234e-6, "1.23 us"), (0.1234, "123 ms"), (12.0, "12.00 s")]
+)
+def test_times_for_readers(seconds, text):
+    assert __main__._time(seconds) == text

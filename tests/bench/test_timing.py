@@ -1,0 +1,91 @@
+"""What is sampled and how often; no test looks at how long anything takes."""
+
+import numpy as np
+import pytest
+
+from bench import _timing
+from bench._timing import Stopwatch, Subject, calibrate, measure, median, ratio
+
+
+@pytest.fixture
+def ticks(monkeypatch):
+    """A clock that moves on by one second whenever it is read, and by what is added to it."""
+
+    class Clock:
+        now = 0.0
+
+        def __call__(self):
+            self.now += 1.0
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(_timing, "clock", clock)
+    return clock
+
+
+def test_a_sample_is_reset_once_and_counts_runs_alone(ticks):
+    calls = []
+
+    def reset():
+        ticks.now += 100
+        calls.append("reset")
+
+    def run():
+        ticks.now += 3
+        calls.append("run")
+
+    assert Subject(run, reset).sample(4) == (4 * 3 + 1) / 4
+    assert calls == ["reset", *["run"] * 4]
+
+
+def test_a_stopwatch_runs_inside_samples_only(ticks):
+    def run():
+        ticks.now += 5
+
+    watch = Stopwatch()
+    before = watch.read()
+    ticks.now += 50
+    watch.run(Subject(run), 2)
+    ticks.now += 50
+    watch.run(Subject(run), 2)
+    assert watch.read() - before == 2 * (2 * 5 + 1) / 2
+
+
+def test_calibration_fills_the_sample_and_respects_the_case(ticks):
+    def run():
+        ticks.now += 2
+
+    # Three runs and a reading of the clock: 7 / 3 seconds each.
+    assert calibrate(Subject(run), 21.1) == 9
+    assert calibrate(Subject(run, max_repeats=3), 21.1) == 3
+    assert calibrate(Subject(run, max_repeats=1), 21.1) == 1
+    assert calibrate(Subject(run), 1e-6) == 1
+
+
+def test_measuring_interleaves_in_random_order():
+    order = []
+    subjects = {name: Subject(lambda name=name: order.append(name), max_repeats=1) for name in "abc"}
+    samples = measure(subjects, rounds=8)
+    assert {name: len(values) for name, values in samples.items()} == dict.fromkeys("abc", 8)
+    rounds = ["".join(order[i : i + 3]) for i in range(len(order) - 24, len(order), 3)]
+    assert all(sorted(one) == ["a", "b", "c"] for one in rounds)
+    assert len(set(rounds)) > 2
+
+
+def test_ratio_is_that_of_rounds():
+    base = np.array([1.0, 10.0, 2.0])
+    assert ratio(3 * base, base).value == 3
+    assert ratio(3 * base, base).low == ratio(3 * base, base).high == pytest.approx(3)
+    one = median(np.arange(101.0))
+    assert one.low < one.value == 50 < one.high
+
+
+@pytest.mark.requires_cuda
+def test_gpu_subjects_time_the_device_and_the_host():
+    import torch
+
+    x = torch.randn(4096, 4096, device="cuda")
+    device = _timing.DeviceSubject(lambda: x @ x)
+    launch = _timing.LaunchSubject(lambda: x @ x)
+    assert device.sample(3) > 0
+    assert launch.sample(3) > 0
