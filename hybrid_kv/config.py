@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 
 MambaCacheMode = Literal["none", "align", "all"]
+StateScheme = Literal["slots", "replay"]
 
 DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64,
@@ -77,11 +78,17 @@ class CacheConfig:
     Prefix caching needs Mamba states to be kept: it is on in modes `align` and `all`, and turning it on without a mode
     chooses `all`. Published blocks of the prefix cache can also be kept in `kv_offload_bytes` of host memory and in
     files of a folder.
+
+    `state_scheme` says how a Mamba layer undoes rejected drafts: `slots` writes the state after every token of a step
+    into a block of its own; `replay` keeps one state and a ring with the inputs of the `replay_ring_len` tokens since,
+    and runs these again (see `kernels.replay`).
     """
 
     block_size: int | None = None
     mamba_block_size: int | None = None
     mamba_cache_mode: MambaCacheMode = None  # type: ignore[assignment]  # resolved below
+    state_scheme: StateScheme = "slots"
+    replay_ring_len: int | None = None
     enable_prefix_caching: bool = None  # type: ignore[assignment]  # resolved below
     cache_dtype: str = "auto"
     mamba_ssm_cache_dtype: str = "auto"
@@ -92,7 +99,7 @@ class CacheConfig:
     kv_offload_folder_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        require_positive(self, "block_size", "mamba_block_size", "num_blocks", "memory_bytes")
+        require_positive(self, "block_size", "mamba_block_size", "num_blocks", "memory_bytes", "replay_ring_len")
         require_bool(self, "enable_prefix_caching")
         if self.mamba_cache_mode is None:
             object.__setattr__(self, "mamba_cache_mode", "all" if self.enable_prefix_caching else "none")
@@ -122,6 +129,13 @@ class CacheConfig:
             )
         if self.mamba_cache_mode not in get_args(MambaCacheMode):
             raise ConfigError(f"mamba_cache_mode={self.mamba_cache_mode!r}; use one of none, align, all")
+        if self.state_scheme not in get_args(StateScheme):
+            raise ConfigError(f"state_scheme={self.state_scheme!r}; use slots or replay")
+        if self.replay_ring_len is not None and self.state_scheme != "replay":
+            raise ConfigError(
+                f"replay_ring_len={self.replay_ring_len} sizes the ring of state_scheme replay, which is off; add "
+                'state_scheme="replay"'
+            )
         for name in ("cache_dtype", "mamba_ssm_cache_dtype"):
             if (value := getattr(self, name)) != "auto":
                 parse_dtype(value, name)

@@ -67,7 +67,7 @@ COLUMNS = tuple(
         "triton",
     ]
 )
-TIME_UNITS = ("ns", "us", "ms", "s", "time ratio")
+TIME_UNITS = ("ns", "us", "ms", "s", "time ratio", "GB/s")
 # `check_file` knows these; another one is added here, so that no timing hides behind its own spelling of "seconds".
 UNITS = {*TIME_UNITS, "", "1/B", "B", "alarms", "answers", "bit", "blocks", "instructions", "logit", "modules"}
 UNITS |= {"operations", "packages", "patterns", "questions", "registers", "requests", "settings", "share", "tokens"}

@@ -16,6 +16,10 @@ builders, nor the block hashes are trusted, and the first broken rule is named b
 - `accept`, `copy-rejected`, `copy-state`, `copy-bytes`: accepted drafts, and the copies of boundary states.
 - `publish-unaccepted`, `publish-unheld`, `publish-slots`, `publish-state`: a published block is not exactly its tokens,
   all of them accepted. `hit-unpublished`, `hit-overwritten`, `hit-prefix`, `load-bytes`: a hit is not that.
+- In scheme `replay` `read-history`, `history-length`, `ring-row`, `ring-full`: what a decode replays from its ring is
+  not what follows its state, or the ring is not its own. `flush-unaccepted`, `flush-boundary`, `flush-shared`,
+  `flush-unheld`: what is folded was not accepted, passes the end of a block, or goes where others may read or write.
+  `publish-unflushed`: a block is published before its state is written. `finalize-lost`: its request ends before that.
 - `allocate-held`, `free-held`, `free-unheld`, `free-leak`, `evict-findable`: the life of a block.
 
 Fresh blocks are poisoned: bytes 0xFF are NaN in every float format and -1 in integers. Layers of a drafting head
@@ -25,7 +29,7 @@ Fresh blocks are poisoned: bytes 0xFF are NaN in every float format and -1 in in
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -44,9 +48,10 @@ if TYPE_CHECKING:
     from hybrid_kv.cache.backend import AttentionGroup
     from hybrid_kv.config import SchedulerConfig
     from hybrid_kv.engine.scheduler import Request, ScheduledRequest
+    from hybrid_kv.kernels.replay import ReplayRing, ReplayStep
 
 Array = npt.NDArray[Any]
-States = tuple[torch.Tensor, torch.Tensor]  # convolution windows and SSM states of a layer
+States = tuple[torch.Tensor, torch.Tensor | None]  # convolution windows and SSM states of a layer
 
 NUM_EVENTS = 4096  # kept for reports
 NUM_KEYS = 2**16  # the first ones, whose checksums are kept, to know them when they are loaded
@@ -71,6 +76,7 @@ class _Owner:
         self.computed: int | None = None  # of them in the cache
         self.tokens = np.zeros(max_tokens, dtype=np.int64)
         self.prefix = np.zeros(max_tokens + 1, dtype=np.int64)  # [n]: hash of the first n tokens
+        self.flushed = 0  # tokens that its last written states have seen
         self.restored: list[tuple[_Shadow, int, int]] = []  # column, block: what the first step does not compute …
         self.loaded: list[tuple[_Shadow, int, int]] = []  # … because it was a hit, or came from elsewhere
 
@@ -78,16 +84,20 @@ class _Owner:
 class _Shadow:
     """What the blocks of one group hold. An entry of zeros: nothing that the request could want."""
 
-    def __init__(self, group: AttentionGroup, num_blocks: int) -> None:
+    def __init__(self, group: AttentionGroup, num_blocks: int, num_rows: int) -> None:
         spec = group.spec
         self.group, self.id, self.block_size = group, group.group_id, spec.block_size
         self.layers = [i for i, name in enumerate(group.layer_names) if not name.startswith("mtp.")]
         self.is_mamba = isinstance(spec, MambaSpec)
-        width = 1 + spec.num_speculative_blocks if isinstance(spec, MambaSpec) else spec.block_size
+        width = 1 + spec.num_speculative_tokens if isinstance(spec, MambaSpec) else spec.block_size
         # [block, slot in the block]; of a Mamba group [block, row where a convolution window begins].
         self.cells = np.zeros((num_blocks, width, 3), dtype=np.int64)
         self.slots = self.cells.reshape(-1, 3)
         self.state = np.zeros((num_blocks, 3), dtype=np.int64)
+        # In scheme `replay` [row of the engine, place in the ring].
+        ring_len = spec.replay.ring_len if isinstance(spec, MambaSpec) and spec.replay is not None else 0
+        self.ring = np.zeros((num_rows if ring_len else 0, ring_len, 3), dtype=np.int64)
+        self.keeps_boundaries = isinstance(spec, MambaSpec) and spec.mamba_cache_mode != "none"
 
 
 class _Step:
@@ -125,7 +135,7 @@ class _Copy:
     ends: Array  # tokens up to the boundary
     home: Array
     window: Array
-    state: Array
+    state: Array | None
     checks: list[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -136,6 +146,7 @@ class Sanitizer:
         buffers: the raw memory; buffer i belongs to the i-th layer of every group.
         private_tier: all that is loaded was published here. If others may have filed it, their bytes for the same
             tokens differ rightly (padding, rows of drafts, rounding), so only other tokens' bytes are an error.
+        rings: of scheme `replay`, by layer; poisoned whenever a row gets a new owner.
     """
 
     _batch: _Step
@@ -147,9 +158,11 @@ class Sanitizer:
         buffers: Sequence[torch.Tensor],
         limits: SchedulerConfig,
         private_tier: bool = False,
+        rings: Mapping[str, ReplayRing] | None = None,
     ) -> None:
         self.pool, self.num_blocks, self.private_tier = pool, pool.num_blocks, private_tier
-        self.shadows = [_Shadow(group, pool.num_blocks) for group in groups]
+        self.shadows = [_Shadow(group, pool.num_blocks, limits.max_num_seqs) for group in groups]
+        self.rings = [part for ring in (rings or {}).values() for part in (ring.x, ring.B, ring.dt)]
         self.pages = [buffer.view(pool.num_blocks, -1) for buffer in buffers]
         self.owners: dict[str, _Owner] = {}
         self.held = np.zeros((limits.max_num_seqs, pool.num_blocks), dtype=np.int8)  # [owner, block]: group + 1
@@ -233,6 +246,9 @@ class Sanitizer:
             if (end := (column + 1) * shadow.block_size) > accepted:
                 what = f"published for {end} tokens, {accepted} of them are computed and accepted"
                 self._fail("publish-unaccepted", what, owner, shadow, block)
+            if len(shadow.ring) and owner.flushed < end:
+                what = f"published for {end} tokens, its states have seen {owner.flushed} of them"
+                self._fail("publish-unflushed", what, owner, shadow, block)
             self._check_prefix("publish-state" if shadow.is_mamba else "publish-slots", owner, shadow, column, block)
             self.published[block] = True
             self.keys[block] = key, (checksum := self._checksum(shadow, block))
@@ -256,11 +272,25 @@ class Sanitizer:
         self.held[owner.index, ids] = 0
         self.references[ids] -= 1
         if ended:
+            self._check_end(owner)
             if not self._failed and len(left := np.flatnonzero(self.held[owner.index])):
                 self._fail("free-leak", "its request ended and did not free it", owner, None, int(left[0]))
             self.held[owner.index] = 0
             self._free.append(owner.index)
             del self.owners[request_id]
+
+    def on_failure(self) -> None:
+        """The engine clears up, whatever state it is in."""
+        self._failed = True
+
+    def _check_end(self, owner: _Owner) -> None:
+        """No block that a request has completed may be lost because its state is not written yet."""
+        computed = min(owner.computed or 0, 0 if owner.request is None else owner.request.num_computed_tokens)
+        for shadow in self.shadows:
+            end = computed // shadow.block_size * shadow.block_size
+            if len(shadow.ring) and shadow.keeps_boundaries and owner.flushed < end and not self._failed:
+                what = f"ends with the state after {end} tokens in its ring, its blocks have that after {owner.flushed}"
+                self._fail("finalize-lost", what, owner, shadow)
 
     # Steps.
 
@@ -273,6 +303,7 @@ class Sanitizer:
     ) -> None:
         """The metadata is built, and the model has not run."""
         self.step += 1
+        self._failed = False
         if len(lost := np.flatnonzero(self.pool.ref_count[1:] != self.references[1:])):
             block = 1 + int(lost[0])
             what = f"{self.references[block]} requests hold it, the pool counts {self.pool.ref_count[block]}"
@@ -284,6 +315,10 @@ class Sanitizer:
                 salt = blake2b(item.request.params.cache_salt.encode(), digest_size=8).digest()
                 owner.prefix[0] = int.from_bytes(salt, "little", signed=True)
                 owner.known = self._learn(owner, item.request.token_ids)
+                for shadow in self.shadows:
+                    shadow.ring[item.request.row : item.request.row + 1] = 0
+                for part in self.rings:
+                    part[item.request.row].view(torch.int8).fill_(-1)
             elif owner.computed != item.num_computed_tokens:
                 what = f"it continues after {item.num_computed_tokens} tokens, but {owner.computed} are in the cache"
                 self._fail("position", what, owner)
@@ -305,17 +340,25 @@ class Sanitizer:
             if parts:
                 (self._check_mamba if shadow.is_mamba else self._check_attention)(shadow, parts[0], step)
 
+    def on_fold(self, request: Request, group: int, replay: ReplayStep) -> None:
+        """A request is about to give up its row; what is due of its history will be folded."""
+        owner = self._owner(request.request_id)
+        self._check_replay(self.shadows[group], [owner], np.array([request.num_computed_tokens]), replay, None)
+
     def on_copy(
         self, group: int, copies: BoundaryCopies, block_table: torch.Tensor, states: Sequence[States], kernel: int
     ) -> None:
         """Boundary states are about to be copied; `on_commit` checks what has become of them."""
         table, (rows, drafts) = _numpy(block_table).astype(np.int64), (copies.rows, copies.drafts)
-        home, window, state = (table[rows, c] for c in (copies.columns, copies.anchors, copies.anchors + drafts))
+        home, window = table[rows, copies.columns], table[rows, copies.anchors]
+        state = None
         taps = torch.from_numpy(drafts[:, None] + np.arange(kernel - 1))
         checks = []
         for conv_state, ssm_state in states:
             checks.append((conv_state[:, : kernel - 1], conv_state[torch.from_numpy(window)[:, None], taps]))
-            checks.append((ssm_state, ssm_state[torch.from_numpy(state)]))
+            if ssm_state is not None:
+                state = table[rows, copies.anchors + drafts]
+                checks.append((ssm_state, ssm_state[torch.from_numpy(state)]))
         ends = (copies.columns + 1) * self.shadows[group].block_size
         self._copies.append(_Copy(self.shadows[group], rows, drafts, ends, home, window, state, checks))
 
@@ -340,16 +383,19 @@ class Sanitizer:
         text = "gets the state after {} tokens, {} are accepted"
         self._require(ends <= accepted, "copy-rejected", shadow, rows, home, text, ends, accepted)
         self._check_writes(shadow, rows, home, step)
-        window, state = shadow.cells[copy.window, copy.drafts], shadow.state[copy.state]
+        parts = {"window": shadow.cells[copy.window, copy.drafts]}
+        if copy.state is not None:
+            parts["state"] = shadow.state[copy.state]
         expected = [owner.prefix[end] for owner, end in zip(owners, ends.tolist(), strict=True)]
-        for what, entries in (("window", window), ("state", state)):
+        for what, entries in parts.items():
             text = f"gets a {what} for the end of token {{1}} that holds {{0}}"
             self._require(entries[:, HASH] == expected, "copy-state", shadow, rows, home, text, entries, ends - 1)
         for view, content in copy.checks:
             same = _numpy((view[torch.from_numpy(home)] == content).flatten(1).all(1))
             self._require(same, "copy-bytes", shadow, rows, home, "the copy did not arrive in every layer")
         shadow.cells[home] = 0
-        shadow.cells[home, 0], shadow.state[home] = window, state
+        shadow.cells[home, 0] = parts["window"]
+        shadow.state[home] = parts.get("state", shadow.state[home])
         self._log_rows("copy", shadow, rows, home)
 
     # What a step reads and writes.
@@ -412,12 +458,25 @@ class Sanitizer:
         cells, state = shadow.cells[windows, first], shadow.state[sources]
         text = "row {2} of a window is read after {1} tokens; it holds {0}"
         self._check_reads("read-window", shadow, rows, windows, cells, begin, text, cells, computed, first)
+        later = rows >= (split if len(shadow.ring) else 0)  # In scheme `replay` decodes are another matter.
         text = "a state is read after {1} tokens; it holds {0}"
-        self._check_reads("read-state", shadow, rows, sources, state, begin, text, state, computed)
+        args = rows[later], sources[later], state[later], begin[later]
+        self._check_reads("read-state", shadow, *args, text, state[later], computed[later])
+        if len(shadow.ring):
+            num_decodes = min(split, num_rows)
+            if (metadata.replay is None) != (split == 0):
+                self._fail("history-length", f"{split} decodes, and nothing tells what they replay", None, shadow)
+            if metadata.replay is not None:
+                if (_numpy(metadata.replay.step.src)[num_decodes:] != NULL_BLOCK).any():
+                    self._fail("pad-row", "padding replays a live block", None, shadow)
+                owners = step.owners[:num_decodes]
+                self._check_replay(shadow, owners, step.computed, metadata.replay.step, step)
+            for owner, end in zip(step.owners[num_decodes:], step.ends[num_decodes:].tolist(), strict=True):
+                owner.flushed = end
 
         # A decode leaves a state after each token; a prefill after its last, and at the boundaries that it passes.
         states = states[:num_rows]
-        counts = np.where(every < split, step.lengths, 1)
+        counts = np.where(every < split, step.lengths if not len(shadow.ring) else 1, 1)
         owned = np.arange(states.shape[1]) < counts[:, None]
         ok = (counts <= states.shape[1]) & (owned | (states == NULL_BLOCK)).all(1)
         text = "the states of {} tokens go to the {}"
@@ -426,6 +485,7 @@ class Sanitizer:
         rows, drafts = np.nonzero(owned)
         tokens = step.starts[rows] + np.where(rows < split, drafts, step.lengths[rows] - 1)
         targets, anchors = states[owned], states[rows, 0]
+        replayed = rows < split if len(shadow.ring) else np.zeros(len(rows), dtype=bool)
         if metadata.boundary_rows is not None:
             assert metadata.boundary_offsets is not None and metadata.boundary_indices is not None
             more, offsets = split + _numpy(metadata.boundary_rows), _numpy(metadata.boundary_offsets)
@@ -437,13 +497,73 @@ class Sanitizer:
             rows, drafts, tokens, targets, anchors = map(
                 np.concatenate, zip((rows, drafts, tokens, targets, anchors), added, strict=True)
             )
+            replayed = np.concatenate([replayed, np.zeros(len(more), dtype=bool)])
             self._check_range(shadow, rows, targets)
         self._check_writes(shadow, rows, targets, step)
+        before = shadow.state[targets[replayed]]
         self._check_once(shadow, rows, targets, shadow.state, targets)
         shadow.state[targets] = step.entries[tokens]
+        shadow.state[targets[replayed]] = before  # only their windows
         shadow.cells[anchors] = 0
         shadow.cells[anchors, drafts] = step.entries[tokens]
+        for row in range(split if len(shadow.ring) else 0):
+            if row < num_rows:
+                window = step.entries[step.starts[row] : step.starts[row] + step.lengths[row]]
+                shadow.cells[states[row, 0], : len(window)] = window
         self._log_rows("write", shadow, rows, targets)
+
+    def _check_replay(
+        self, shadow: _Shadow, owners: Sequence[_Owner], computed: Array, replay: ReplayStep, step: _Step | None
+    ) -> None:
+        """The state that each decode starts from, its history, what of it is folded, and where its tokens go."""
+        parts = (replay.rows, replay.src, replay.dst, replay.ring_start, replay.n_hist, replay.n_flush)
+        rows = np.stack([_numpy(part)[: len(owners)] for part in parts], axis=1).tolist()
+        size, ring_len = shadow.block_size, shadow.ring.shape[1]
+        for i, (owner, (row, source, target, start, history, flush)) in enumerate(zip(owners, rows, strict=True)):
+            assert owner.request is not None
+            if row != owner.request.row:
+                self._fail("ring-row", f"it replays row {row}, which is not its own", owner, shadow)
+            if not (0 <= source < self.num_blocks and 0 <= target < self.num_blocks):
+                self._fail("index-range", f"there is no block {source} or {target}", owner, shadow)
+            entry, end = shadow.state[source], int(computed[i])
+            base = int(entry[TOKENS])
+            if self.held[owner.index, source] != shadow.id + 1:
+                self._fail("read-unheld", "read by a request that does not hold it", owner, shadow, source)
+            if not base or base > end or entry[HASH] != owner.prefix[base]:
+                what = f"a state is read after {end - history} tokens; it holds {self._holds(entry)}"
+                self._fail("read-state", what, owner, shadow, source)
+            if flush > history or base + flush > end:
+                what = f"{flush} tokens are folded behind {base}, {end} are accepted"
+                self._fail("flush-unaccepted", what, owner, shadow, target)
+            if base + history != end:
+                what = f"{history} tokens are replayed behind {base}, {end} are in the cache"
+                self._fail("history-length", what, owner, shadow, source)
+            places = (start + np.arange(history)) % ring_len
+            wrong = np.flatnonzero(shadow.ring[row, places, HASH] != owner.prefix[base + 1 : end + 1])
+            if len(wrong):
+                place = int(places[wrong[0]])
+                what = f"token {base + int(wrong[0])} is replayed from place {place} of the ring, which holds "
+                self._fail("read-history", what + self._holds(shadow.ring[row, place]), owner, shadow)
+            if flush:
+                self._log(self.step, "fold", shadow, np.array([target]), owner.name)
+                if self.held[owner.index, target] != shadow.id + 1:
+                    self._fail("flush-unheld", "folded into by a request that does not hold it", owner, shadow, target)
+                if self.references[target] > 1 or self.published[target]:
+                    self._fail("flush-shared", "folded into though others may read it", owner, shadow, target)
+                if shadow.keeps_boundaries and 0 < (base + flush) % size < flush:
+                    what = f"{flush} tokens are folded behind {base}: past the end of a block, whose state is lost"
+                    self._fail("flush-boundary", what, owner, shadow, target)
+                shadow.state[target] = shadow.ring[row, places[flush - 1]]
+            elif source != target:
+                self._fail("read-state", f"nothing is folded, and block {target} is read", owner, shadow, source)
+            owner.flushed = base + flush
+            if step is None:
+                continue
+            new = step.entries[step.starts[i] : step.starts[i] + step.lengths[i]]
+            if history + len(new) > ring_len:
+                what = f"{len(new)} tokens behind {history} do not fit in a ring of {ring_len}"
+                self._fail("ring-full", what, owner, shadow)
+            shadow.ring[row, (start + history + np.arange(len(new))) % ring_len] = new
 
     def _check_lengths(self, shadow: _Shadow, parts: Sequence[torch.Tensor], step: _Step) -> None:
         lengths = np.concatenate([_numpy(part) for part in parts])[: len(step.owners)]

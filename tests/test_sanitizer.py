@@ -268,10 +268,9 @@ def give_back_more(self, request_id, spec, row, end):
 
 
 def publish_inside(plain):
-    def cache_blocks(self, item):
-        request = item.request
+    def cache_blocks(self, request, is_decode):
         end = min(-(-request.num_computed_tokens // 8) * 8, request.num_tokens)
-        args = request.request_id, request.block_hashes, request.token_ids, end, item.is_decode
+        args = request.request_id, request.block_hashes, request.token_ids, end, is_decode
         self.manager.cache_blocks(*args)
 
     return cache_blocks
@@ -436,6 +435,91 @@ BUGS = {
 }  # fmt: skip
 
 
+def with_replay(**changes):
+    """Replace parts of the `ReplayStep` of every commit."""
+
+    def change(found, *_):
+        if found is None:
+            return None
+        step = found.step
+        return found._replace(step=replace(step, **{name: part(step) for name, part in changes.items()}))
+
+    return around(change)
+
+
+def fold_nothing(plain):
+    return lambda self, request: None
+
+
+REPLAY = ALL | {"state_scheme": "replay", "replay_ring_len": 11}
+REPLAY_BUGS = {
+    "drafts count as accepted": (
+        MambaMetadataBuilder, "commit",
+        before(lambda self, rows, accepted, lens, table: (self, rows, lens, lens, table)), REPLAY,
+        "flush-unaccepted history-length read-state",
+    ),
+    "a token more is folded": (
+        MambaMetadataBuilder, "commit", with_replay(n_flush=lambda s: s.n_flush + (s.n_flush > 0)), REPLAY,
+        "flush-unaccepted flush-boundary",
+    ),
+    "all is folded past a boundary": (
+        MambaMetadataBuilder, "commit",
+        with_replay(n_flush=lambda s: torch.where(s.n_flush > 0, s.n_hist, 0)), REPLAY, "flush-boundary",
+    ),
+    "a token of history is lost": (
+        MambaMetadataBuilder, "commit",
+        with_replay(n_hist=lambda s: (s.n_hist - 1).clamp(min=0), n_flush=lambda s: 0 * s.n_flush, dst=lambda s: s.src),
+        REPLAY, "history-length",
+    ),
+    "the ring begins elsewhere": (
+        MambaMetadataBuilder, "commit", with_replay(ring_start=lambda s: s.ring_start * 0), REPLAY, "read-history",
+    ),
+    "the ring of another row": (
+        MambaMetadataBuilder, "commit", with_replay(rows=lambda s: (s.rows + 1) % 4), REPLAY, "ring-row",
+    ),
+    "folded into the block that it starts from": (
+        MambaMetadataBuilder, "commit", with_replay(dst=lambda s: s.src), REPLAY, "flush-shared",
+    ),
+    "folded into a block of nobody": (
+        MambaMetadataBuilder, "commit", with_replay(dst=lambda s: torch.where(s.n_flush > 0, 199, s.dst)),
+        REPLAY | {"num_blocks": 200}, "flush-unheld",
+    ),
+    "a new owner keeps the cursors": (
+        MambaMetadataBuilder, "restart", before(lambda self, rows, ends: (self, rows[:0], ends[:0])), REPLAY,
+        "read-state read-unheld index-range history-length",
+    ),
+    "given back before the state has left it": (
+        Scheduler, "_allocate",
+        lambda plain: lambda self, item, *hit: (
+            setattr(item.request, "num_flushed_tokens", item.num_computed_tokens), plain(self, item, *hit)
+        )[1],
+        REPLAY | {"mamba_cache_mode": "align"}, "read-unheld finalize-lost",
+    ),
+    "published before it is folded": (
+        Scheduler, "update", before(lambda self, item, new, kept, flushed: (self, item, new, kept)), REPLAY,
+        "publish-unflushed",
+    ),
+    "given up without a last write": (
+        Scheduler, "_release", before(lambda self, request, *_: (self, request, False)), REPLAY, "finalize-lost",
+    ),
+    "lost at the end": (ModelRunner, "fold", fold_nothing, REPLAY, "finalize-lost publish-unflushed"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REPLAY_BUGS)
+def test_a_planted_bug_of_replay_is_named_before_a_wrong_token(name, monkeypatch):
+    test_a_planted_bug_is_named_before_a_wrong_token(name, monkeypatch)
+
+
+@pytest.mark.parametrize("start", range(0, 12, 3))
+def test_a_right_engine_that_replays_is_silent(start):
+    for seed in range(start, start + 3):
+        traffic = Traffic(seed, state_scheme="replay", pattern=("M*", "M*MM*", "*M", "MMM*M", "MM")[seed % 5])
+        requests, report = traffic.run(traffic.llm())
+        assert report is None, f"seed {seed}: {report}"
+        assert all(traffic.is_right(request) and request.is_finished for request in requests)
+
+
 @pytest.mark.parametrize("folder", [False, True])
 def test_loaded_bytes_that_nobody_published_are_named_where_no_other_engine_can_have_filed_them(
     folder, monkeypatch, tmp_path
@@ -467,7 +551,7 @@ def test_pages_of_a_shared_folder_loaded_into_each_others_blocks_are_named(monke
 
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_named_before_a_wrong_token(name, monkeypatch):
-    owner, attribute, bug, options, rule = BUGS[name]
+    owner, attribute, bug, options, rule = (BUGS | REPLAY_BUGS)[name]
     monkeypatch.setattr(owner, attribute, bug(getattr(owner, attribute)))
     for seed in range(12):
         traffic = Traffic(seed, **options)

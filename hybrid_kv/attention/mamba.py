@@ -14,12 +14,17 @@ The next step reads what the accepted tokens left behind: the window from row `n
 *previous* anchor column, the SSM state from column `previous anchor + num_accepted_tokens - 1`. The previous anchor is
 remembered per request (`block_idx_last_scheduled_token_prev_step`): it cannot be had from `num_computed_tokens`, which
 does not tell how many drafts were scheduled beside those accepted (vllm!41233).
+
+In state scheme `replay` a row has no columns for drafts, and all of this holds for the convolution windows and for
+prefills alone. A decode's SSM state is that of `ReplayStep`: a state of some tokens ago and the inputs since, which
+`kernels.replay` folds into the state of a column when they reach its end, or when there are too many of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +34,16 @@ from hybrid_kv.attention.common import CommonAttentionMetadata
 from hybrid_kv.cache.block_pool import NULL_BLOCK
 from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.kernels.ragged import Ragged
+from hybrid_kv.kernels.replay import ReplayCursors, ReplayStep, commit_reference
 
 Ints = npt.NDArray[np.int64]
+
+
+class DecodeReplay(NamedTuple):
+    """What the decodes of a step replay and fold, and where each one's tokens begin, [D + 1]."""
+
+    step: ReplayStep
+    cu_seqlens: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -46,12 +59,15 @@ class MambaMetadata:
     prefill_rows: Ragged | None
     window_indices: torch.Tensor  # [R]: block with the convolution inputs to start from …
     num_accepted_tokens: torch.Tensor  # [R]: … beginning at its row `num_accepted_tokens - 1`
-    source_indices: torch.Tensor  # [R]: block with the SSM state to start from
-    state_indices: torch.Tensor  # [R, 1 + K]: where the state after token j goes; null block from the row's length on
+    source_indices: torch.Tensor  # [R]: block with the SSM state to start from; in scheme `replay` of prefills alone
+    # [R, 1 + K]: where the state after token j goes; null block from the row's length on. The first one gets the
+    # convolution inputs; in scheme `replay` [R, 1], and of a decode that is all it gets.
+    state_indices: torch.Tensor
     has_initial_state: torch.Tensor | None  # [P] bool; a prefill without one must not read its blocks
     boundary_rows: torch.Tensor | None  # [M]: prefill row, 0 … P - 1
     boundary_offsets: torch.Tensor | None  # [M]: tokens of the row up to the boundary, 1 … length - 1
     boundary_indices: torch.Tensor | None  # [M]: block for the state there
+    replay: DecodeReplay | None = None  # of the decodes, in scheme `replay`
 
 
 class MambaMetadataBuilder:
@@ -63,6 +79,9 @@ class MambaMetadataBuilder:
     Args:
         spec: the group's.
         max_num_seqs: rows.
+
+    Attributes:
+        cursors: of scheme `replay`: where the state and the history of each row of the engine are.
     """
 
     def __init__(self, spec: MambaSpec, max_num_seqs: int, device: torch.device) -> None:
@@ -78,9 +97,18 @@ class MambaMetadataBuilder:
         self.window_indices = buffer()
         self.source_indices = buffer()
         self.state_indices = buffer(1 + spec.num_speculative_blocks)
+        self.cursors: ReplayCursors | None = None
+        if spec.replay is not None:
+            longest = 1 + spec.replay.num_speculative_tokens
+            self.cursors = ReplayCursors.allocate(max_num_seqs, spec.replay.ring_len, longest, device)
 
     def build(
-        self, common: CommonAttentionMetadata, block_table: torch.Tensor, prev_step: Ints, num_accepted_tokens: Ints
+        self,
+        common: CommonAttentionMetadata,
+        block_table: torch.Tensor,
+        prev_step: Ints,
+        num_accepted_tokens: Ints,
+        replay: DecodeReplay | None = None,
     ) -> MambaMetadata:
         """Metadata of one step.
 
@@ -88,20 +116,25 @@ class MambaMetadataBuilder:
             block_table: [num_reqs_padded, width] int32; padding rows hold the null block.
             prev_step: [num_reqs_padded], the previous step's anchor columns.
             num_accepted_tokens: [num_reqs_padded], accepted in the previous step, bonus token included; 1 for padding.
+            replay: of the decodes, if there are any, in scheme `replay`: what `commit` gave.
         """
-        rows, split, device = common.num_reqs_padded, common.num_decodes, block_table.device
+        num_rows, split, device = common.num_reqs_padded, common.num_decodes, block_table.device
         anchors = last_scheduled_column(self.spec, common.num_computed_tokens, common.query_lens)
-        last = self.block_idx_last_scheduled_token[:rows]
-        prev = self.block_idx_last_scheduled_token_prev_step[:rows]
-        accepted = self.num_accepted_tokens[:rows]
-        windows, sources, states = self.window_indices[:rows], self.source_indices[:rows], self.state_indices[:rows]
+        last = self.block_idx_last_scheduled_token[:num_rows]
+        prev = self.block_idx_last_scheduled_token_prev_step[:num_rows]
+        accepted = self.num_accepted_tokens[:num_rows]
+        windows, sources = self.window_indices[:num_rows], self.source_indices[:num_rows]
+        states = self.state_indices[:num_rows]
         for target, values in ((last, anchors), (prev, prev_step), (accepted, num_accepted_tokens)):
             target.copy_(torch.from_numpy(values))
         table = block_table.long()
         windows.copy_(table.gather(1, prev[:, None])[:, 0])
-        sources.copy_(table.gather(1, (prev + accepted - 1)[:, None])[:, 0])
+        if self.cursors is None:
+            sources.copy_(table.gather(1, (prev + accepted - 1)[:, None])[:, 0])
+        else:
+            sources.copy_(windows)  # a prefill leaves its window beside its state
         # A prefill has one state to write, whatever its length.
-        num_states = np.where(np.arange(rows) < split, common.query_lens, 1)
+        num_states = np.where(np.arange(num_rows) < split, common.query_lens, 1)
         owned = self._offsets < torch.from_numpy(num_states).to(device)[:, None]
         columns = torch.where(owned, last[:, None] + self._offsets, 0)
         states.copy_(torch.where(owned, table.gather(1, columns), NULL_BLOCK))
@@ -130,7 +163,38 @@ class MambaMetadataBuilder:
             boundary_rows=boundary_rows,
             boundary_offsets=boundary_offsets,
             boundary_indices=boundary_indices,
+            replay=replay,
         )
+
+    def commit(
+        self, rows: Ints, num_accepted_tokens: Ints, query_lens: Ints, block_table: torch.Tensor
+    ) -> DecodeReplay | None:
+        """Scheme `replay`: decide what each decode of a step folds and replays, and move the cursors past it.
+
+        To be called once per step, before `build`. A row without tokens folds what a boundary demands, nothing else.
+
+        Args:
+            rows: [n], rows of the engine; -1 for padding.
+            num_accepted_tokens: [n], how many tokens the request has gained since the last step of its row began.
+            query_lens: [n].
+            block_table: [n, width] int32.
+        """
+        if self.cursors is None or not len(rows):
+            return None
+        device = block_table.device
+        cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(query_lens)])).to(device)
+        accepted = torch.from_numpy(num_accepted_tokens).to(device)
+        unit = None if self.spec.mamba_cache_mode == "none" else self.spec.block_size
+        step = commit_reference(
+            self.cursors, torch.from_numpy(rows).to(device), accepted, cu_seqlens, block_table, unit
+        )
+        return DecodeReplay(step, cu_seqlens)
+
+    def restart(self, rows: Ints, num_computed_tokens: Ints) -> None:
+        """Scheme `replay`: these rows have no history behind so many tokens: new owners, and prefills that will run."""
+        assert self.cursors is not None
+        device = self.cursors.base_pos.device
+        self.cursors.restart(torch.from_numpy(rows).to(device), torch.from_numpy(num_computed_tokens).to(device))
 
 
 def last_scheduled_column(spec: MambaSpec, num_computed_tokens: Ints, query_lens: Ints) -> Ints:
@@ -183,13 +247,17 @@ def boundary_copies(
 
 
 def postprocess_mamba(
-    copies: BoundaryCopies, block_table: torch.Tensor, states: Sequence[tuple[torch.Tensor, torch.Tensor]], kernel: int
+    copies: BoundaryCopies,
+    block_table: torch.Tensor,
+    states: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+    kernel: int,
 ) -> None:
     """Bring boundary states home, in all layers of a group.
 
     Args:
         block_table: [num_reqs, width] int32, the group's rows of the step's batch.
-        states: of each layer, its convolution windows [num_blocks, kernel - 1 + K, …] and SSM states [num_blocks, …].
+        states: of each layer, its convolution windows [num_blocks, kernel - 1 + K, …] and SSM states [num_blocks, …];
+            None in scheme `replay`, where the state at the boundary is not written yet.
         kernel: width of the convolution.
     """
     if not len(copies.rows):
@@ -199,9 +267,10 @@ def postprocess_mamba(
         torch.from_numpy(part).to(device) for part in (copies.rows, copies.anchors, copies.drafts, copies.columns)
     )
     home = block_table[rows, columns].long()
-    window_from, state_from = block_table[rows, anchors].long(), block_table[rows, anchors + drafts].long()
+    window_from = block_table[rows, anchors].long()
     window_rows = drafts[:, None] + torch.arange(kernel - 1, device=device)
     for conv_state, ssm_state in states:
         # Row by row: rows `j …` of a window are no contiguous range in every layout (vllm!45682).
         conv_state[home, : kernel - 1] = conv_state[window_from[:, None], window_rows]
-        ssm_state[home] = ssm_state[state_from]
+        if ssm_state is not None:
+            ssm_state[home] = ssm_state[block_table[rows, anchors + drafts].long()]

@@ -1,25 +1,283 @@
-"""Metadata of paged attention."""
+"""Metadata of paged attention, and the ways to compute it.
+
+A *compute* stores a step's K and V and attends over the cache. All of them are called alike, part by part of a step:
+
+| compute | where | what it launches for a layer and part |
+|---|---|---|
+| `torch` | everywhere | two gathers and `scaled_dot_product_attention` |
+| `triton` | GPU | `kernels.paged_attention.paged_attention_varlen` |
+| `flash_attn` | GPU with vllm, whose FlashAttention takes pages of 16 tokens | `flash_attn_varlen_func` |
+| `flashinfer` | GPU with the package flashinfer-python >= 0.2 | `BatchPrefillWithPagedKVCacheWrapper` |
+
+`AttentionBackend.get_compute` names the one that a backend runs on a device, `compute_of` finds it. The last two are
+adapters written against those packages' signatures and tested against stand-ins; they never ran on a GPU.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import importlib
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from typing import Any, Protocol
 
 import torch
 
 from hybrid_kv.attention.common import CommonAttentionMetadata
 from hybrid_kv.cache.spec import cdiv
+from hybrid_kv.config import ConfigError
+from hybrid_kv.kernels.paged_attention import (
+    attend_tokens,
+    gather_tokens,
+    paged_attention_varlen,
+    store_kv,
+    token_cells,
+    write_kv,
+)
 from hybrid_kv.kernels.ragged import Ragged
+
+FLASHINFER_WORKSPACE_BYTES = 128 << 20  # what its documentation recommends
+
+
+class Compute(Protocol):
+    """Stores K and V, and attends. Caches are [num_kernel_blocks, kernel_block_size, num_kv_heads, head_size] views."""
+
+    def store(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        """K and V [num_tokens, num_kv_heads, head_size] into their slots [num_tokens] int64; -1 stores nothing."""
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        part: AttentionPart,
+        scale: float,
+    ) -> torch.Tensor:
+        """Causal attention of a part's queries over every earlier token of their rows and their own.
+
+        Args:
+            query: [num_rows, max_len, num_heads, head_size], padded by `part.rows`.
+
+        Returns:
+            The same shape; of padding anything.
+        """
+
+
+class TorchCompute:
+    """Gathers each row's keys, padded to the longest row's, for `scaled_dot_product_attention`."""
+
+    def store(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        write_kv(key, value, key_cache, value_cache, slots)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        part: AttentionPart,
+        scale: float,
+    ) -> torch.Tensor:
+        cells = part.cells(key_cache.shape[1])
+        shape = (len(query), part.num_keys, *key_cache.shape[2:])
+        key, value = (gather_tokens(cache, *cells).view(shape) for cache in (key_cache, value_cache))
+        return attend_tokens(query, key, value, part.visible, scale)
+
+
+class TritonCompute:
+    """One launch to store, one to attend."""
+
+    def store(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        store_kv(key, value, key_cache, value_cache, slots)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        part: AttentionPart,
+        scale: float,
+    ) -> torch.Tensor:
+        rows = part.rows
+        out = paged_attention_varlen(
+            rows.flat(query),
+            key_cache,
+            value_cache,
+            part.block_table,
+            part.query_start_loc,
+            part.seq_lens,
+            rows.max_len,
+            scale,
+        )
+        return rows.padded(out)
+
+
+class FlashAttentionCompute(TritonCompute):
+    """`vllm.vllm_flash_attn.flash_attn_varlen_func` over a paged cache, its causal mask aligned to the last key.
+
+    Not that of the package flash-attn: its pages are multiples of 256 tokens.
+    """
+
+    def __init__(self) -> None:
+        self._attend = importlib.import_module("vllm.vllm_flash_attn").flash_attn_varlen_func
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        part: AttentionPart,
+        scale: float,
+    ) -> torch.Tensor:
+        rows = part.rows
+        out = self._attend(
+            rows.flat(query),
+            key_cache,
+            value_cache,
+            max_seqlen_q=rows.max_len,
+            cu_seqlens_q=part.query_start_loc,
+            seqused_k=part.seq_lens,
+            # An upper bound that the host knows: reading the true one back would wait for the device.
+            max_seqlen_k=part.block_table.shape[1] * key_cache.shape[1],
+            softmax_scale=scale,
+            causal=True,
+            block_table=part.block_table,
+        )
+        return rows.padded(out)
+
+
+class FlashInferCompute(TritonCompute):
+    """`flashinfer.BatchPrefillWithPagedKVCacheWrapper`, planned once for all layers of one geometry in a step."""
+
+    def __init__(self) -> None:
+        self._wrapper = importlib.import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
+        self._workspaces: dict[torch.device, torch.Tensor] = {}
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        part: AttentionPart,
+        scale: float,
+    ) -> torch.Tensor:
+        geometry = (*query.shape[2:], *key_cache.shape[1:3], scale, query.dtype, key_cache.dtype)
+        if geometry not in part.plans:
+            part.plans[geometry] = self._plan(query, key_cache, part, scale)
+        out = part.plans[geometry].run(part.rows.flat(query), (key_cache, value_cache))
+        return part.rows.padded(out)
+
+    def _plan(self, query: torch.Tensor, key_cache: torch.Tensor, part: AttentionPart, scale: float) -> Any:
+        device, page_size = query.device, key_cache.shape[1]
+        if device not in self._workspaces:
+            self._workspaces[device] = torch.empty(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        pages = (part.seq_lens + page_size - 1) // page_size
+        used = torch.arange(part.block_table.shape[1], device=device) < pages[:, None]
+        wrapper = self._wrapper(self._workspaces[device], "NHD")
+        wrapper.plan(
+            qo_indptr=part.query_start_loc,
+            paged_kv_indptr=torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int(),
+            paged_kv_indices=part.block_table[used],
+            paged_kv_last_page_len=(part.seq_lens - 1) % page_size + 1,
+            num_qo_heads=query.shape[2],
+            num_kv_heads=key_cache.shape[2],
+            head_dim_qk=query.shape[3],
+            page_size=page_size,
+            causal=True,
+            sm_scale=scale,
+            q_data_type=query.dtype,
+            kv_data_type=key_cache.dtype,
+        )
+        return wrapper
+
+
+_COMPUTES: dict[str, type[Compute]] = {
+    "torch": TorchCompute,
+    "triton": TritonCompute,
+    "flash_attn": FlashAttentionCompute,
+    "flashinfer": FlashInferCompute,
+}
+
+
+@cache
+def compute_of(name: str) -> Compute:
+    """The compute called `name`, see `AttentionBackend.get_compute`.
+
+    Raises:
+        ConfigError: its package is missing.
+    """
+    try:
+        return _COMPUTES[name]()
+    except ImportError as error:
+        raise ConfigError(f"attention with {name} needs a package that is missing ({error}); use TORCH") from None
+
+
+TORCH = compute_of("torch")
 
 
 @dataclass(frozen=True)
 class AttentionPart:
-    """The decodes or the prefills of a step."""
+    """The decodes or the prefills of a step. What several layers ask of it is computed once."""
 
     start: int  # first token
     num_tokens: int
     rows: Ragged
-    positions: torch.Tensor  # [num_rows, max_len] int64
+    positions: torch.Tensor  # [num_rows, max_len] int64; padding repeats the row's last
     block_table: torch.Tensor  # [num_rows, used kernel blocks] int32
+    compute: Compute = TORCH
+    plans: dict[Any, Any] = field(default_factory=dict, compare=False)  # of computes that plan a step, by geometry
+
+    @cached_property
+    def last(self) -> torch.Tensor:
+        """[num_rows] int64, position of each row's last token."""
+        return self.positions[:, -1]
+
+    @cached_property
+    def num_keys(self) -> int:
+        """Tokens of the longest row after this step; waits for the device."""
+        return int(self.last.max()) + 1
+
+    @cached_property
+    def visible(self) -> torch.Tensor | None:
+        """[num_rows, max_len, num_keys] bool, the keys that a query sees; None if that is all of them."""
+        visible = torch.arange(self.num_keys, device=self.positions.device) <= self.positions.unsqueeze(-1)
+        return None if bool(visible.all()) else visible
+
+    @cached_property
+    def seq_lens(self) -> torch.Tensor:
+        """[num_rows] int32, tokens after this step."""
+        return (self.last + 1).int()
+
+    @cached_property
+    def query_start_loc(self) -> torch.Tensor:
+        """[num_rows + 1] int32, first token of each row, counted from the part's first."""
+        return torch.nn.functional.pad(self.rows.lengths.cumsum(0), (1, 0)).int()
+
+    def cells(self, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Kernel block and offset of `num_keys` tokens of each row, see `kernels.paged_attention.token_cells`."""
+        if block_size not in self.plans:
+            self.plans[block_size] = token_cells(self.block_table, self.last, self.num_keys, block_size)
+        found: tuple[torch.Tensor, torch.Tensor] = self.plans[block_size]
+        return found
 
 
 @dataclass(frozen=True)
@@ -29,15 +287,25 @@ class PagedAttentionMetadata:
     slots: torch.Tensor  # [num_tokens_padded] int64
     parts: tuple[AttentionPart, ...]
 
+    @property
+    def compute(self) -> Compute:
+        """Of all parts."""
+        return self.parts[0].compute
+
 
 def build_paged_attention_metadata(
-    common: CommonAttentionMetadata, block_table: torch.Tensor, slots: torch.Tensor, kernel_block_size: int
+    common: CommonAttentionMetadata,
+    block_table: torch.Tensor,
+    slots: torch.Tensor,
+    kernel_block_size: int,
+    compute: Compute = TORCH,
 ) -> PagedAttentionMetadata:
     """Split the step into decodes and prefills.
 
     Args:
         block_table: [num_reqs_padded, width] int32, kernel blocks.
         slots: [num_tokens_padded] int64.
+        compute: of the group's backend.
     """
     device = slots.device
     used = cdiv(common.max_seq_len, kernel_block_size)
@@ -49,5 +317,5 @@ def build_paged_attention_metadata(
         rows = Ragged(torch.from_numpy(common.query_lens[first:last]), device)
         num_tokens = int(common.query_lens[first:last].sum())
         positions = rows.padded(common.positions[start : start + num_tokens])
-        parts.append(AttentionPart(start, num_tokens, rows, positions, block_table[first:last, :used]))
+        parts.append(AttentionPart(start, num_tokens, rows, positions, block_table[first:last, :used], compute))
     return PagedAttentionMetadata(slots, tuple(parts))

@@ -1,13 +1,15 @@
 """What the cache must know about an attention backend, and nothing more.
 
-A backend says how its K/V view of a page is laid out, which kernel block sizes it takes, and which block size it
-prefers. A state-space backend says `is_ssm()` and is never asked for a block size (vllm!37467). Several layouts run on
-the CPU with the same torch arithmetic, because `cache.layout` hands every backend a strided view of the same pages.
+A backend says how its K/V view of a page is laid out, which kernel block sizes it takes, which block size it prefers,
+and what computes it on a device (`attention.paged` does). A state-space backend says `is_ssm()` and is never asked for
+a block size (vllm!37467). Several layouts run on the CPU with the same torch arithmetic, because `cache.layout` hands
+every backend a strided view of the same pages.
 """
 
 from __future__ import annotations
 
 import enum
+import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec, 
 from hybrid_kv.config import ConfigError
 
 DEFAULT_BLOCK_SIZE = 16
+_PACKAGES = {"flash_attn": "vllm", "flashinfer": "flashinfer"}
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class AttentionBackend(ABC):
     """The contract between the cache and one kind of attention kernel. All methods are class methods: no instances."""
 
     name: str
+    gpu_compute: str = "triton"
     cudagraph_support: CUDAGraphSupport = CUDAGraphSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     @classmethod
@@ -93,6 +97,18 @@ class AttentionBackend(ABC):
         """Which dimension of the logical shape separates K from V."""
         raise NotImplementedError
 
+    @classmethod
+    def get_compute(cls, device_type: str) -> str:
+        """What computes attention in this layout, a name for `attention.paged.compute_of`.
+
+        On a GPU it is `gpu_compute`, or Triton where the package of that is missing; a CPU has torch alone, whatever
+        platform is planned for.
+        """
+        if device_type == "cpu":
+            return "torch"
+        package = _PACKAGES.get(cls.gpu_compute)
+        return cls.gpu_compute if package is None or importlib.util.find_spec(package) else "triton"
+
 
 def smallest(size: int | MultipleOf) -> int:
     """The smallest block size that an entry of the supported sizes allows."""
@@ -121,6 +137,7 @@ class FlashInferBackend(TorchBackend):
     """FlashInfer's layout `(num_blocks, 2, …)` with its fixed page sizes."""
 
     name = "FLASHINFER"
+    gpu_compute = "flashinfer"
 
     @classmethod
     def get_supported_kernel_block_sizes(cls, context: BackendContext) -> Sequence[int | MultipleOf]:
@@ -135,6 +152,7 @@ class FlashAttentionBackend(AttentionBackend):
     """
 
     name = "FLASH_ATTN"
+    gpu_compute = "flash_attn"
 
     @classmethod
     def get_supported_kernel_block_sizes(cls, context: BackendContext) -> Sequence[int | MultipleOf]:

@@ -14,6 +14,7 @@ import torch
 
 from hybrid_kv.cache.backend import AttentionBackend, AttentionGroup
 from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, MambaSpec, layer_specs
+from hybrid_kv.kernels.replay import ReplayRing
 
 
 def allocate_raw_buffers(config: KVCacheConfig, device: torch.device) -> list[torch.Tensor]:
@@ -48,14 +49,33 @@ def attention_view(
 
 
 def mamba_views(raw: torch.Tensor, num_blocks: int, spec: MambaSpec) -> tuple[torch.Tensor, ...]:
-    """The parts of one layer's state, each `[num_blocks, *shape]`, one after the other at the start of each page."""
+    """The parts of one layer's state, each `[num_blocks, *shape]`, one after the other at the start of each page.
+
+    Scheme `replay` keeps a float32 SSM state as two int16 planes of the same bytes, `[num_blocks, 2, *shape]` (see
+    `kernels.replay.split_state`).
+    """
     views = []
     offset = 0
-    for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True):
+    for index, (shape, dtype) in enumerate(zip(spec.shapes, spec.dtypes, strict=True)):
+        if spec.replay is not None and index > 0 and dtype == torch.float32:
+            shape, dtype = (2, *shape), torch.int16
         stride = (spec.page_size_bytes // dtype.itemsize, *contiguous_stride(shape))
         views.append(raw.view(dtype).as_strided((num_blocks, *shape), stride, offset // dtype.itemsize))
         offset += prod(shape) * dtype.itemsize
     return tuple(views)
+
+
+def allocate_rings(config: KVCacheConfig, num_rows: int, device: torch.device) -> dict[str, ReplayRing]:
+    """Of every layer in scheme `replay`: the inputs of the last tokens of each row of the engine."""
+    rings = {}
+    for group in config.groups:
+        for name, spec in zip(group.layer_names, group.layer_specs, strict=True):
+            if isinstance(spec, MambaSpec) and spec.replay is not None:
+                (heads, head_dim), (groups, state_size), _ = spec.input_shapes
+                rings[name] = ReplayRing.allocate(
+                    num_rows, spec.replay.ring_len, heads, head_dim, groups, state_size, spec.input_dtypes[0], device
+                )
+    return rings
 
 
 def split_kv(view: torch.Tensor, backend: type[AttentionBackend]) -> tuple[torch.Tensor, torch.Tensor]:

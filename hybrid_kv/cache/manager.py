@@ -9,6 +9,9 @@ its running state (see `attention.mamba`). A column without a block holds the nu
   that a chunk jumps over never get a block: a request holds at most 2 + K.
 - Mode `all`: a state at every boundary, all kept until the request ends: `ceil(tokens / block_size) + K`.
 
+In state scheme `replay` no column is for drafts, and states are written some tokens late (`num_flushed_tokens`): only
+then is that of a column published, and are the columns before it given back.
+
 A block is *published* under the hash of all tokens up to its end once it holds exactly their K/V or the state after
 them: after the step that computed them, never when it is scheduled (vllm!56525), and only as far as tokens are known
 (accepted). A *hit* is the longest prefix that every group can restore: attention needs all of its blocks, Mamba only
@@ -186,12 +189,12 @@ class KVCacheManager:
                     "prefix caching with Mamba layers needs mamba_cache_mode align or all: mode none keeps no state"
                 )
             # More, and a step could pass two boundaries.
-            needed = 1 + spec.num_speculative_blocks
-            if spec.mamba_cache_mode == "align":
+            needed = 1 + spec.num_speculative_tokens
+            if spec.mamba_cache_mode == "align" and spec.replay is None:
                 needed += num_uncertain_tokens
             if spec.mamba_cache_mode != "none" and spec.block_size < needed:
                 raise ConfigError(
-                    f"num_speculative_tokens={spec.num_speculative_blocks} needs Mamba blocks of at least {needed} "
+                    f"num_speculative_tokens={spec.num_speculative_tokens} needs Mamba blocks of at least {needed} "
                     f"tokens, not {spec.block_size}; raise block_size"
                 )
         self.hit_unit = lcm(*(spec.block_size for spec in self._specs)) if enable_prefix_caching else 1
@@ -266,6 +269,7 @@ class KVCacheManager:
         num_new_tokens: int,
         is_decode: bool = False,
         hit: PrefixHit = NO_HIT,
+        num_flushed_tokens: int | None = None,
     ) -> NewBlocks | None:
         """Make room for `num_new_tokens` tokens behind `num_computed_tokens`.
 
@@ -276,6 +280,7 @@ class KVCacheManager:
             num_computed_tokens: confirmed ones; drafts that may still be rejected do not count (vllm!33997).
             is_decode: the step verifies drafts (possibly none), so it needs columns for 1 + K states.
             hit: of a request that starts; then `num_computed_tokens` is its length.
+            num_flushed_tokens: the state that the next step reads has seen so many; None: all that are computed.
 
         Raises:
             HitLostError: what the hit needs of the offload tier is not there any more; look again without the tier.
@@ -285,8 +290,9 @@ class KVCacheManager:
         rows = self._held.get(request_id)
         if rows is None:
             return self._admit(request_id, end, ahead, is_decode, hit)
+        used = num_computed_tokens if num_flushed_tokens is None else num_flushed_tokens
         for group, row in zip(self._groups, rows, strict=True):
-            if group.is_align and (passed := (num_computed_tokens - 1) // group.block_size) > row.first:
+            if group.is_align and (passed := (used - 1) // group.block_size) > row.first:
                 self._give_back(request_id, group, row, passed)
         counts, needed = self._count_missing(rows, end, ahead, is_decode)
         if not any(counts):
@@ -400,11 +406,11 @@ class KVCacheManager:
         self.pool.free(ids)
         self._given_back.setdefault(request_id, {}).update(zip(ids.tolist(), ends.tolist(), strict=True))
 
-    def completes_blocks(self, request_id: str, num_computed_tokens: int) -> bool:
+    def completes_blocks(self, request_id: str, num_computed_tokens: int, num_flushed_tokens: int) -> bool:
         """Whether `cache_blocks` has anything to do."""
         return self.enable_prefix_caching and any(
-            row.published < num_computed_tokens // spec.block_size
-            for spec, row in zip(self._specs, self._held[request_id], strict=True)
+            row.published < (num_flushed_tokens if group.is_state else num_computed_tokens) // group.block_size
+            for group, row in zip(self._groups, self._held[request_id], strict=True)
         )
 
     def cache_blocks(
@@ -414,18 +420,23 @@ class KVCacheManager:
         token_ids: Sequence[int],
         num_computed_tokens: int,
         is_decode: bool,
+        num_flushed_tokens: int | None = None,
     ) -> None:
         """Publish what a step has completed.
 
         Args:
             token_ids: of the request, at least `num_computed_tokens`.
             num_computed_tokens: accepted tokens in the cache after the step.
+            num_flushed_tokens: of them, those that the Mamba states have seen: in scheme `replay` a state is written
+                one step after its last token. None: all.
         """
         if not self.enable_prefix_caching:
             return
+        flushed = num_computed_tokens if num_flushed_tokens is None else num_flushed_tokens
         published: list[tuple[BlockKey, int]] = []
         for group, (spec, row) in enumerate(zip(self._specs, self._held[request_id], strict=True)):
-            first, end = row.published, num_computed_tokens // spec.block_size
+            is_state = isinstance(spec, MambaSpec)
+            first, end = row.published, (flushed if is_state else num_computed_tokens) // spec.block_size
             if first >= end:
                 continue
             chain = hashes.chain(spec.block_size, token_ids, num_computed_tokens)

@@ -154,7 +154,7 @@ def apply_block_sizes(
                 block_size=sizes.mamba_block_size,
                 page_size_padded=sizes.page_size_bytes,
                 mamba_cache_mode=mode,  # type: ignore[arg-type]
-                num_speculative_blocks=num_speculative_blocks,
+                num_speculative_blocks=0 if spec.replay is not None else num_speculative_blocks,
             )
         else:
             token_bytes = with_block_size(spec, 1).page_size_bytes
@@ -170,11 +170,17 @@ class CachePlan:
     config: KVCacheConfig
     kernel_block_sizes: tuple[int, ...]
     max_model_len: int
+    max_num_seqs: int = 0  # rows with a ring in scheme `replay`
     notes: tuple[str, ...] = ()
 
     @property
     def usable_blocks(self) -> int:
         return self.config.num_blocks - 1
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of the rings of all rows, beside the blocks."""
+        return self.max_num_seqs * self.config.ring_bytes_per_row
 
     @property
     def blocks_per_request(self) -> int:
@@ -218,8 +224,12 @@ def plan_cache(
     max_model_len: int,
     mamba_chunk_size: int | None = None,
     num_speculative_tokens: int = 0,
+    max_num_seqs: int = 0,
 ) -> CachePlan:
     """Plan the pool: block sizes, groups, number of blocks.
+
+    Args:
+        max_num_seqs: rows of the engine; `memory_bytes` pays for their rings in scheme `replay`.
 
     Raises:
         ConfigError: the memory holds no whole request; the message names both sizes and a flag that helps.
@@ -228,20 +238,20 @@ def plan_cache(
     specs = apply_block_sizes(layers, sizes, cache.mamba_cache_mode, num_speculative_tokens)
     groups = group_layers(specs)
     bytes_per_block = sizes.page_size_bytes * max(len(group.layer_names) for group in groups)
+    rings = max_num_seqs * KVCacheConfig(0, groups).ring_bytes_per_row
     if cache.num_blocks is not None:
         num_blocks = cache.num_blocks
     elif cache.memory_bytes is not None:
-        num_blocks = cache.memory_bytes // bytes_per_block
+        num_blocks = max(0, cache.memory_bytes - rings) // bytes_per_block
     else:
         raise ConfigError("the pool has no size: give --num-blocks or --gpu-memory (num_blocks or memory_bytes)")
     config = KVCacheConfig(num_blocks, groups)
     kernel_sizes = tuple(group.kernel_block_size for group in init_attn_backend(config, backend, context))
-    plan = CachePlan(sizes, config, kernel_sizes, max_model_len)
+    plan = CachePlan(sizes, config, kernel_sizes, max_model_len, max_num_seqs)
     needed = config.max_blocks_per_request(1)
     if plan.usable_blocks < needed:
-        way_out = (
-            f"{(needed + 1) * bytes_per_block} B of memory" if cache.num_blocks is None else f"{needed + 1} blocks"
-        )
+        memory = (needed + 1) * bytes_per_block + rings
+        way_out = f"{memory} B of memory" if cache.num_blocks is None else f"{needed + 1} blocks"
         raise ConfigError(
             f"the cache has {num_blocks} blocks of {bytes_per_block} B, one of them the null block, but a request of "
             f"one token needs {needed}: give it at least {way_out}"
@@ -280,6 +290,20 @@ def _notes(plan: CachePlan, cache: CacheConfig) -> list[str]:
     return notes
 
 
+def _describe_rings(plan: CachePlan) -> dict[str, Any]:
+    """The rings of scheme `replay`, if there are any."""
+    specs = [spec for group in plan.config.groups for spec in group.layer_specs if isinstance(spec, MambaSpec)]
+    if not specs or specs[0].replay is None:
+        return {}
+    return {
+        "ring_len": specs[0].replay.ring_len,
+        "ring_bytes_per_row_and_layer": specs[0].ring_bytes,
+        "ring_bytes_per_row": plan.config.ring_bytes_per_row,
+        "ring_rows": plan.max_num_seqs,
+        "ring_total_bytes": plan.ring_bytes,
+    }
+
+
 def describe(plan: CachePlan) -> dict[str, Any]:
     """The plan in JSON types."""
     groups = [
@@ -304,6 +328,7 @@ def describe(plan: CachePlan) -> dict[str, Any]:
         "unused_layer_slots": plan.unused_layer_slots,
         "num_blocks": plan.config.num_blocks,
         "total_bytes": plan.config.total_bytes,
+        **_describe_rings(plan),
         "max_model_len": plan.max_model_len,
         "longest_request": plan.longest_request,
         "blocks_per_request": plan.blocks_per_request,

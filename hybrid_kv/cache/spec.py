@@ -13,7 +13,8 @@ from math import prod
 
 import torch
 
-from hybrid_kv.config import ConfigError, MambaCacheMode
+from hybrid_kv.config import CacheConfig, ConfigError, MambaCacheMode
+from hybrid_kv.kernels.replay import default_ring_len
 
 
 def cdiv(a: int, b: int) -> int:
@@ -71,11 +72,37 @@ class FullAttentionSpec(KVCacheSpec):
 
 
 @dataclass(frozen=True)
+class ReplaySpec:
+    """State scheme `replay`: states are written now and then, the inputs of the tokens since are kept in a ring.
+
+    `ring_len` tokens for each row of the engine. With asynchronous scheduling `num_uncertain_tokens` more of a step
+    that is under way are not known when columns are chosen.
+    """
+
+    num_speculative_tokens: int
+    ring_len: int
+    num_uncertain_tokens: int = 0
+
+    def most_columns_behind(self, block_size: int) -> int:
+        """Mode align: how many columns before that of the last scheduled token a request may hold.
+
+        The oldest one is that of the base, the state that the last step started from. The tokens behind the base lie in
+        the ring, and so will the step's, and a step that finds a boundary passed folds them up to there: the one before
+        found less than a block behind the base, and left at most 1 + K more.
+        """
+        longest = 1 + self.num_speculative_tokens
+        span = min(self.ring_len, block_size - 1 + 2 * longest) + self.num_uncertain_tokens
+        return cdiv(span, block_size)
+
+
+@dataclass(frozen=True)
 class MambaSpec(KVCacheSpec):
     """One recurrent state a page: `shapes` and `dtypes` of its parts (convolution window first, then SSM state).
 
     The convolution part has `conv_kernel - 1 + K` rows when K draft tokens are verified per step, so that a rejected
     draft can be undone. `page_size_padded` is the attention page of the same pool.
+
+    `input_shapes` and `input_dtypes` are what a token feeds to the recurrence; a layer without any cannot `replay`.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -83,7 +110,10 @@ class MambaSpec(KVCacheSpec):
     page_size_padded: int | None = None
     mamba_type: str = "mamba2"
     mamba_cache_mode: MambaCacheMode = "none"
-    num_speculative_blocks: int = 0
+    num_speculative_blocks: int = 0  # of scheme `slots`, for the states of draft tokens
+    input_shapes: tuple[tuple[int, ...], ...] = ()
+    input_dtypes: tuple[torch.dtype, ...] = ()
+    replay: ReplaySpec | None = None  # None: scheme `slots`
 
     def __post_init__(self) -> None:
         if self.page_size_padded is not None and self.page_size_padded < self.state_bytes:
@@ -105,6 +135,19 @@ class MambaSpec(KVCacheSpec):
         return sum(prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
 
     @property
+    def num_speculative_tokens(self) -> int:
+        """K: the convolution window has as many rows more."""
+        return self.num_speculative_blocks if self.replay is None else self.replay.num_speculative_tokens
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of the ring of one row in scheme `replay`, beside the pages."""
+        if self.replay is None:
+            return 0
+        pairs = zip(self.input_shapes, self.input_dtypes, strict=True)
+        return self.replay.ring_len * sum(prod(shape) * dtype.itemsize for shape, dtype in pairs)
+
+    @property
     def cache_dtypes(self) -> tuple[torch.dtype, ...]:
         return self.dtypes
 
@@ -115,11 +158,17 @@ class MambaSpec(KVCacheSpec):
     def max_blocks_per_request(self, max_model_len: int) -> int:
         """`none`: the running state. `align`: the running one and the last boundary's. `all`: one per boundary.
 
-        In each mode K more for the states of draft tokens (vllm!41233 added them to mode `all`).
+        In each mode K more for the states of draft tokens (vllm!41233 added them to mode `all`). Scheme `replay` has no
+        such states; in mode `align` it holds the base that it replays from until a later state is written, which with
+        blocks longer than the ring is the last boundary's at most.
         """
         columns = cdiv(max_model_len, self.block_size)
-        held = {"none": 1, "align": min(2, columns), "all": columns}[self.mamba_cache_mode]
+        behind = 1 if self.replay is None else self.replay.most_columns_behind(self.block_size)
+        held = {"none": 1, "align": min(1 + behind, columns), "all": columns}[self.mamba_cache_mode]
         return held + self.num_speculative_blocks
+
+    def max_memory_usage_bytes(self, max_model_len: int) -> int:
+        return super().max_memory_usage_bytes(max_model_len) + self.ring_bytes
 
     def block_table_width(self, max_model_len: int) -> int:
         """`align` and `all` index the row by position, so boundaries that are no longer held keep their column."""
@@ -214,6 +263,12 @@ class KVCacheConfig:
     def total_bytes(self) -> int:
         return self.num_blocks * sum(self.buffer_page_sizes)
 
+    @property
+    def ring_bytes_per_row(self) -> int:
+        """Bytes that scheme `replay` keeps for each row of the engine beside the blocks, over all layers."""
+        specs = (spec for group in self.groups for spec in group.layer_specs)
+        return sum(spec.ring_bytes for spec in specs if isinstance(spec, MambaSpec))
+
     def max_blocks_per_request(self, max_model_len: int) -> int:
         """Blocks that one request of `max_model_len` tokens can hold at once, over all groups."""
         return sum(group.spec.max_blocks_per_request(max_model_len) for group in self.groups)
@@ -248,11 +303,42 @@ def with_block_size(spec: KVCacheSpec, block_size: int) -> KVCacheSpec:
     return replace(spec, block_size=block_size)
 
 
-def with_speculation(spec: KVCacheSpec, num_speculative_tokens: int) -> KVCacheSpec:
-    """The same layer when K drafts are verified per step: K more states, and K more rows in the convolution window."""
+def with_speculation(spec: KVCacheSpec, num_speculative_tokens: int, replay: ReplaySpec | None = None) -> KVCacheSpec:
+    """The same layer when K drafts are verified per step: K more rows in the convolution window, and K more states.
+
+    With `replay` a ring in place of these states.
+
+    Raises:
+        ConfigError: the layer cannot replay.
+    """
     if not isinstance(spec, MambaSpec):
         return spec
+    if replay is not None and not spec.input_shapes:
+        raise ConfigError(f'state_scheme="replay" is for Mamba-2 layers, not {spec.mamba_type}; use slots')
     (rows, *channels), *others = spec.shapes
-    more = num_speculative_tokens - spec.num_speculative_blocks
+    more = num_speculative_tokens - spec.num_speculative_tokens
     shapes = ((rows + more, *channels), *others)
-    return replace(spec, shapes=shapes, num_speculative_blocks=num_speculative_tokens)
+    blocks = num_speculative_tokens if replay is None else 0
+    return replace(spec, shapes=shapes, num_speculative_blocks=blocks, replay=replay)
+
+
+def replay_spec(
+    cache: CacheConfig, num_speculative_tokens: int, is_async: bool, specs: Sequence[KVCacheSpec]
+) -> ReplaySpec | None:
+    """What `cache` makes of the layers: None in scheme `slots`.
+
+    Raises:
+        ConfigError: the ring is too short, or no layer has a state.
+    """
+    if cache.state_scheme == "slots":
+        return None
+    if not any(isinstance(spec, MambaSpec) for spec in specs):
+        raise ConfigError('state_scheme="replay": the model has no Mamba layer; use slots')
+    longest = 1 + num_speculative_tokens
+    ring_len = cache.replay_ring_len or default_ring_len(longest)
+    if ring_len < (least := 3 * longest - 1):  # see `kernels.replay`
+        raise ConfigError(
+            f"replay_ring_len={ring_len} is too short for num_speculative_tokens={num_speculative_tokens}, which needs "
+            f"{least}; raise it or leave it out"
+        )
+    return ReplaySpec(num_speculative_tokens, ring_len, longest if is_async else 0)

@@ -17,7 +17,7 @@ from hybrid_kv.cache.backend import BackendContext, get_backend
 from hybrid_kv.cache.manager import NO_HIT, KVCacheManager, PrefixHit
 from hybrid_kv.cache.offload import KVOffload, check_offloadable
 from hybrid_kv.cache.plan import CachePlan, apply_block_sizes, plan_cache, update_block_size_for_backend
-from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec, group_layers, with_speculation
+from hybrid_kv.cache.spec import KVCacheConfig, KVCacheSpec, MambaSpec, group_layers, replay_spec, with_speculation
 from hybrid_kv.config import (
     CacheConfig,
     ConfigError,
@@ -138,10 +138,10 @@ class LLM:
                 speculative.num_speculative_tokens, speculative.prompt_lookup_max, speculative.prompt_lookup_min
             )
         head = self._load_head(model) if proposer is None and speculative.speculative_method == "mtp" else None
-        self.layer_specs = {
-            name: with_speculation(spec, speculative.num_speculative_tokens)
-            for name, spec in (self.model.layer_specs | (head.layer_specs if head is not None else {})).items()
-        }
+        layers = self.model.layer_specs | (head.layer_specs if head is not None else {})
+        K, late = speculative.num_speculative_tokens, self.config.async_scheduling
+        replay = replay_spec(self.config.cache, K, late, list(layers.values()))
+        self.layer_specs = {name: with_speculation(spec, K, replay) for name, spec in layers.items()}
         self.plan = self._plan()
         limits, caching = self.config.scheduler, self.config.cache
         self.manager = KVCacheManager(
@@ -157,17 +157,18 @@ class LLM:
         is_aligned = caching.mamba_cache_mode == "align" and any(
             isinstance(group.spec, MambaSpec) for group in self.plan.config.groups
         )
-        self.scheduler = Scheduler(
-            limits,
-            self.manager,
-            self.plan.sizes.mamba_block_size if is_aligned else None,
-            speculative.num_speculative_tokens,
-        )
         has_offload = bool(caching.kv_offload_bytes) or caching.kv_offload_folder is not None
         if has_offload:
             check_offloadable(self.plan.config, self.plan.sizes.block_size)
         self.runner = ModelRunner(
             self.model, self.plan, self._backend, self._context, self.config, self.device, proposer, head
+        )
+        self.scheduler = Scheduler(
+            limits,
+            self.manager,
+            self.plan.sizes.mamba_block_size if is_aligned else None,
+            speculative.num_speculative_tokens,
+            self.runner.fold if replay is not None else None,
         )
         if has_offload:
             self.manager.offload = offload = KVOffload(
@@ -187,7 +188,9 @@ class LLM:
                 )
         if self.config.sanitize:
             is_private = caching.kv_offload_folder is None
-            sanitizer = Sanitizer(self.manager.pool, self.runner.groups, self.runner.raw_buffers, limits, is_private)
+            sanitizer = Sanitizer(
+                self.manager.pool, self.runner.groups, self.runner.raw_buffers, limits, is_private, self.runner.rings
+            )
             self.manager.sanitizer = self.runner.sanitizer = sanitizer
         self.num_steps = 0
         self._num_requests = 0
@@ -257,7 +260,8 @@ class LLM:
         arguments = (self._backend, self._context, config.scheduler.max_model_len, model.mamba_chunk_size)
         if cache.num_blocks is None and cache.memory_bytes is None:
             cache = replace(cache, num_blocks=self._default_num_blocks(self.layer_specs, cache, arguments))
-        return plan_cache(self.layer_specs, cache, *arguments, config.speculative.num_speculative_tokens)
+        K, rows = config.speculative.num_speculative_tokens, config.scheduler.max_num_seqs
+        return plan_cache(self.layer_specs, cache, *arguments, K, rows)
 
     def _default_num_blocks(self, specs: dict[str, KVCacheSpec], cache: CacheConfig, arguments: tuple[Any, ...]) -> int:
         """Room for `max_num_seqs` requests of full length, within 1 GiB on a CPU or 90 % of a GPU's free memory."""
@@ -271,6 +275,7 @@ class LLM:
         memory = DEFAULT_CPU_CACHE_BYTES
         if self.device.type == "cuda":
             memory = torch.cuda.mem_get_info(self.device)[0] * 9 // 10
+            memory -= scheduler.max_num_seqs * KVCacheConfig(0, groups).ring_bytes_per_row
         return max(2, min(wanted, memory // (sizes.page_size_bytes * max(len(group.layer_names) for group in groups))))
 
     def make_request(self, prompt: str | Sequence[int], params: SamplingParams) -> Request:
@@ -361,14 +366,15 @@ class LLM:
             request.in_flight = None
             if request.is_finished or request.request_id in self._aborted:
                 continue
-            reason = self._update(item, output.tokens.get(request.request_id, []))
+            flushed = output.num_flushed_tokens.get(request.request_id)
+            reason = self._update(item, output.tokens.get(request.request_id, []), flushed)
             request.draft_token_ids = output.drafts.get(request.request_id, []) if not item.is_stale else []
             if reason is not None:
                 self.scheduler.finish(request)
                 finished.append((request, reason))
         return finished + self._drop_aborted()
 
-    def _update(self, item: ScheduledRequest, sampled: list[int]) -> str | None:
+    def _update(self, item: ScheduledRequest, sampled: list[int], num_flushed_tokens: int | None) -> str | None:
         """Take a step's tokens one by one, up to the one that ends the request, if any does."""
         request = item.request
         known = len(request.output_token_ids)
@@ -380,7 +386,7 @@ class LLM:
                 break
         kept = len(request.output_token_ids) - known
         del request.output_token_ids[known:]
-        self.scheduler.update(item, sampled, kept)
+        self.scheduler.update(item, sampled, kept, num_flushed_tokens)
         return reason
 
     def _finish_reason(self, request: Request, token: int) -> str | None:
@@ -501,8 +507,10 @@ class LLM:
                 # After an error or an interrupt the engine must be as good as new.
                 self._unseen = None
                 self._aborted.clear()
+                if self.runner.sanitizer is not None and self.scheduler.has_requests:
+                    self.runner.sanitizer.on_failure()
                 for request in [*self.scheduler.running, *self.scheduler.waiting]:
-                    self.scheduler.finish(request)
+                    self.scheduler.finish(request, publish=False)
         return [output for output in outputs if output is not None]
 
     def _watch_lengths(self, requests: Sequence[Request]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ import torch
 
 from hybrid_kv.attention.common import CommonAttentionMetadata
 from hybrid_kv.attention.mamba import (
+    DecodeReplay,
     MambaMetadataBuilder,
     boundary_copies,
     last_scheduled_column,
@@ -27,7 +28,7 @@ from hybrid_kv.cache.backend import (
     init_attn_backend,
 )
 from hybrid_kv.cache.block_table import BlockTables
-from hybrid_kv.cache.layout import allocate_raw_buffers, bind_views
+from hybrid_kv.cache.layout import allocate_raw_buffers, allocate_rings, bind_views
 from hybrid_kv.cache.plan import CachePlan
 from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
 from hybrid_kv.config import EngineConfig
@@ -51,6 +52,12 @@ class Model(Protocol):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[num_tokens, …] to [num_tokens, vocab_size]."""
 
+    def fold(self, replays: dict[str, DecodeReplay], context: ForwardContext) -> None:
+        """Scheme `replay`: run what is due of each layer's histories into its states; no tokens.
+
+        A model whose Mamba specs have no `input_shapes` needs none.
+        """
+
 
 class Proposer(Protocol):
     """Guesses the tokens that follow, for the next step to verify."""
@@ -72,19 +79,24 @@ class Proposer(Protocol):
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What ran, and by request id: the tokens that it gave, and the drafts that follow them."""
+    """What ran, and by request id: the tokens that it gave, and the drafts that follow them.
+
+    `num_flushed_tokens`, in scheme `replay`: how many tokens the last written state of each request has seen.
+    """
 
     batch: list[ScheduledRequest]
     tokens: dict[str, list[int]]
     drafts: dict[str, list[int]]
+    num_flushed_tokens: dict[str, int] = field(default_factory=dict)
 
 
 class ModelRunner:
     """Owns the cache memory, the block tables and every buffer that a captured graph would read.
 
     A request's tokens live in row `request.row` of `token_ids` while it runs, and so does what the next step must know
-    of the last one: the anchor column of its Mamba states and how many tokens it accepted (see `attention.mamba`). The
-    batch is ordered decodes first; a pure decode step is padded to a captured size with rows on the null block.
+    of the last one: the anchor column of its Mamba states and how many tokens it accepted (see `attention.mamba`), and
+    in scheme `replay` the inputs of its last tokens, in `rings`. The batch is ordered decodes first; a pure decode step
+    is padded to a captured size with rows on the null block.
     """
 
     def __init__(
@@ -105,6 +117,7 @@ class ModelRunner:
         self.raw_buffers = allocate_raw_buffers(plan.config, device)
         self.views = bind_views(plan.config, self.groups, self.raw_buffers)
         max_num_seqs = config.scheduler.max_num_seqs
+        self.rings = allocate_rings(plan.config, max_num_seqs, device)
         max_model_len = config.scheduler.max_model_len
         self._captured = [size for size in config.captured_batch_sizes if size <= max_num_seqs]
         if get_attention_cg_support_info(self.groups) == CUDAGraphSupport.NEVER:
@@ -119,15 +132,16 @@ class ModelRunner:
             max_num_blocks_per_group=[group.spec.block_table_width(max_model_len) for group in self.groups],
             device=device,
         )
-        self._builders = {
+        self.builders = {
             group.group_id: MambaMetadataBuilder(group.spec, max_num_seqs, device)
             for group in self.groups
             if isinstance(group.spec, MambaSpec)
         }
         # Mamba layers have one block size, so one anchor serves all of their groups.
-        self._mamba_spec = next((builder.spec for builder in self._builders.values()), None)
+        self._mamba_spec = next((builder.spec for builder in self.builders.values()), None)
         self.block_idx_last_scheduled_token_prev_step = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_accepted_tokens = np.ones(max_num_seqs, dtype=np.int64)
+        self.num_computed_tokens_prev_step = np.zeros(max_num_seqs, dtype=np.int64)  # before that step
         self._slot_groups = [group.group_id for group in self.groups if not group.backend.is_ssm()]
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)  # known ones, in `token_ids`
@@ -169,7 +183,42 @@ class ModelRunner:
         sampled = {item.request.request_id: new for item, new in zip(batch, tokens, strict=True) if new}
         for item in batch:
             self._drafts[item.request.row] = drafts.get(item.request.request_id, [])
-        return StepOutput(batch, sampled, drafts)
+        return StepOutput(batch, sampled, drafts, self._num_flushed_tokens(batch))
+
+    @torch.inference_mode()
+    def fold(self, request: Request) -> None:
+        """Scheme `replay`: write the state at the last block boundary among a request's tokens, before it gives up its
+        row and its blocks.
+
+        It is in the ring, unless a later step, whose tokens are not known yet, has seen the boundary already.
+        """
+        rows = np.array([request.row], dtype=np.int64)
+        spec = self._mamba_spec
+        assert spec is not None
+        if self._base_pos()[request.row] >= request.num_computed_tokens // spec.block_size * spec.block_size:
+            return
+        gained = request.num_computed_tokens - self.num_computed_tokens_prev_step[rows]
+        replays: dict[str, DecodeReplay] = {}
+        for group_id, builder in self.builders.items():
+            table = self.block_tables.tables[group_id][request.row : request.row + 1]
+            replay = builder.commit(rows, gained, np.zeros_like(rows), table)
+            assert replay is not None
+            if self.sanitizer is not None:
+                self.sanitizer.on_fold(request, group_id, replay.step)
+            replays |= dict.fromkeys(self.groups[group_id].layer_names, replay)
+        self.model.fold(replays, ForwardContext({}, self.views, self.rings))
+
+    def _num_flushed_tokens(self, batch: Sequence[ScheduledRequest]) -> dict[str, int]:
+        base_pos = self._base_pos()
+        return {item.request.request_id: base_pos[item.request.row] for item in batch} if base_pos else {}
+
+    def _base_pos(self) -> list[int]:
+        """Scheme `replay`: how many tokens the last written state of each row has seen.
+
+        The groups' cursors are equal, but for the blocks that they mean.
+        """
+        builder = next(iter(self.builders.values()), None)
+        return [] if builder is None or builder.cursors is None else builder.cursors.base_pos.tolist()
 
     def _resolve(self, item: ScheduledRequest) -> ScheduledRequest:
         """Fill in what the step before has left: how many tokens there are, and which drafts follow them.
@@ -219,10 +268,10 @@ class ModelRunner:
         decodes = sum(item.is_decode for item in batch)
         copies = boundary_copies(spec, computed[:decodes], lengths[:decodes], accepted[:decodes])
         if len(copies.rows):
-            for group_id, builder in self._builders.items():
+            for group_id, builder in self.builders.items():
                 views = [self.views[name] for name in self.groups[group_id].layer_names]
-                kernel = views[0][0].shape[1] + 1 - builder.spec.num_speculative_blocks
-                states = [(conv_state, ssm_state) for conv_state, ssm_state in views]
+                kernel = views[0][0].shape[1] + 1 - builder.spec.num_speculative_tokens
+                states = [(conv_state, ssm_state if spec.replay is None else None) for conv_state, ssm_state in views]
                 table = self.block_tables.input_tables[group_id]
                 if self.sanitizer is not None:
                     self.sanitizer.on_copy(group_id, copies, table, states, kernel)
@@ -234,6 +283,7 @@ class ModelRunner:
             accepted[ended] = 1
         self.block_idx_last_scheduled_token_prev_step[rows] = anchors
         self.num_accepted_tokens[rows] = accepted
+        self.num_computed_tokens_prev_step[rows] = computed
 
     def _propose(
         self, batch: Sequence[ScheduledRequest], hidden: torch.Tensor, tokens: Sequence[list[int]]
@@ -289,7 +339,8 @@ class ModelRunner:
         self.positions[num_tokens:num_tokens_padded] = 0
 
         max_seq_len = int((query_lens + computed).max())
-        reach = min(max_seq_len + self._num_lookahead_tokens, self._max_model_len)
+        # The step before may have run as many drafts more, and left its window behind what this one reaches.
+        reach = min(max_seq_len + self._num_speculative_tokens, self._max_model_len)
         columns = [group.spec.block_table_width(reach) for group in self.groups]
         tables = self.block_tables.gather_block_tables(rows, num_reqs_padded, columns)
         slots = self.block_tables.compute_slot_mappings(
@@ -318,11 +369,33 @@ class ModelRunner:
         for group, table in zip(self.groups, tables, strict=True):
             built: Any
             if group.backend.is_ssm():
-                built = self._builders[group.group_id].build(common, table, prev_step, num_accepted)
+                builder = self.builders[group.group_id]
+                replay = self._commit(builder, batch, common, table) if builder.cursors is not None else None
+                built = builder.build(common, table, prev_step, num_accepted, replay)
             else:
                 built = build_paged_attention_metadata(common, table, slots[group.group_id], group.kernel_block_size)
             metadata.update(dict.fromkeys(group.layer_names, built))
-        return ForwardContext(metadata, self.views), num_tokens_padded
+        return ForwardContext(metadata, self.views, self.rings), num_tokens_padded
+
+    def _commit(
+        self,
+        builder: MambaMetadataBuilder,
+        batch: Sequence[ScheduledRequest],
+        common: CommonAttentionMetadata,
+        table: torch.Tensor,
+    ) -> DecodeReplay | None:
+        """Scheme `replay`: what the decodes of a step fold and replay. Prefills start anew behind their last token."""
+        assert builder.cursors is not None
+        rows = np.full(common.num_reqs_padded, -1)
+        rows[: len(batch)] = [item.request.row for item in batch]
+        computed, split = common.num_computed_tokens, common.num_decodes
+        if new := [i for i, item in enumerate(batch) if item.overwrite]:
+            builder.restart(rows[new], computed[new])
+        gained = computed[:split] - self.num_computed_tokens_prev_step[rows[:split]]
+        replay = builder.commit(rows[:split], gained, common.query_lens[:split], table[:split])
+        if common.num_prefills:
+            builder.restart(rows[split:], (computed + common.query_lens)[split:])
+        return replay
 
     def _cleanup_mamba_state_idx(self, item: ScheduledRequest) -> None:
         """A new owner of a row starts from the end of its hit, whatever the last owner left there (vllm!41233)."""
@@ -330,3 +403,4 @@ class ModelRunner:
         hit = item.num_computed_tokens // spec.block_size if spec is not None else 0
         self.block_idx_last_scheduled_token_prev_step[row] = max(0, hit - 1)
         self.num_accepted_tokens[row] = 1
+        self.num_computed_tokens_prev_step[row] = item.num_computed_tokens

@@ -16,6 +16,7 @@ boundary still runs: every step makes progress (vllm!51582).
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from hybrid_kv.cache.block_hash import BlockHashes
@@ -35,6 +36,7 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     draft_token_ids: list[int] = field(default_factory=list)  # proposals for the tokens after the last known one
     num_computed_tokens: int = 0
+    num_flushed_tokens: int = 0  # of them; its Mamba states have seen these, and will be read until they see more
     num_preemptions: int = 0
     num_draft_tokens: int = 0  # verified so far …
     num_accepted_draft_tokens: int = 0  # … and found right; those behind the token that ended it do not count
@@ -82,7 +84,8 @@ class ScheduledRequest:
 
     @property
     def is_decode(self) -> bool:
-        return self.num_computed_tokens > 0 and self.num_tokens == 1 + self.num_drafts
+        """Nothing but decodes follows a decode: scheme `replay` leaves their tokens to the next one."""
+        return self.samples and self.num_computed_tokens > 0 and self.num_tokens == 1 + self.num_drafts
 
     @property
     def is_stale(self) -> bool:
@@ -95,6 +98,7 @@ class Scheduler:
     Args:
         align_to: Mamba block size in cache mode `align`.
         num_speculative_tokens: drafts to leave room for when the step before is still under way.
+        fold: in scheme `replay`, writes the state of a running request at the last block boundary of its tokens.
     """
 
     def __init__(
@@ -103,8 +107,10 @@ class Scheduler:
         manager: KVCacheManager,
         align_to: int | None = None,
         num_speculative_tokens: int = 0,
+        fold: Callable[[Request], None] | None = None,
     ) -> None:
         self.config = config
+        self.fold = fold
         self.num_speculative_tokens = num_speculative_tokens
         self.manager = manager
         self.align_to = align_to
@@ -202,7 +208,7 @@ class Scheduler:
         self.waiting.popleft()
         self.running.append(request)
         request.row = self._free_rows.pop()
-        request.num_computed_tokens = hit.num_tokens
+        request.num_computed_tokens = request.num_flushed_tokens = hit.num_tokens
         if not request.num_preemptions:
             request.hit = replace(hit, chains=())  # an output may live long
         return item
@@ -213,12 +219,17 @@ class Scheduler:
         if item.drafts is None:
             assert flight is not None
             end = min(end + flight.num_drafts, self.config.max_model_len)
+        flushed = None
+        if self.fold is not None:
+            is_prefill = flight is not None and not flight.is_decode
+            flushed = item.num_computed_tokens if is_prefill else request.num_flushed_tokens
         return self.manager.allocate_slots(
             request.request_id,
             item.num_computed_tokens,
             end - item.num_computed_tokens,
             item.is_decode,
             hit,
+            flushed,
         )
 
     def _next(self, request: Request, budget: int, draft_budget: int) -> ScheduledRequest | None:
@@ -266,12 +277,14 @@ class Scheduler:
     def preempt(self, request: Request) -> None:
         """Take a running request's blocks and row; it is first in the queue and starts again from its first token."""
         self._release(request)
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.num_flushed_tokens = 0
         request.draft_token_ids = []
         request.num_preemptions += 1
         self.waiting.appendleft(request)
 
-    def update(self, item: ScheduledRequest, sampled: list[int], num_kept: int) -> None:
+    def update(
+        self, item: ScheduledRequest, sampled: list[int], num_kept: int, num_flushed_tokens: int | None = None
+    ) -> None:
         """Account for a step that has run, and publish the blocks that it completed.
 
         Drafts beyond `sampled` were rejected; the next step overwrites their K/V and states.
@@ -280,6 +293,7 @@ class Scheduler:
             sampled: the tokens that the step gave, accepted drafts first.
             num_kept: how many of them the request keeps: none after a stop token. Drafts that were right but are not
                 kept have saved no step: they do not count as accepted.
+            num_flushed_tokens: that the request's states have seen; None: all.
         """
         request = item.request
         request.output_token_ids += sampled[:num_kept]
@@ -287,29 +301,42 @@ class Scheduler:
         request.num_accepted_draft_tokens += max(0, min(len(sampled) - 1, num_kept))
         if not item.is_stale:
             request.num_computed_tokens += item.num_tokens - item.num_drafts + max(0, num_kept - 1)
-            self._cache_blocks(item)
+            if num_flushed_tokens is None:
+                num_flushed_tokens = request.num_computed_tokens
+            request.num_flushed_tokens = num_flushed_tokens
+            self._cache_blocks(request, item.is_decode)
 
-    def _cache_blocks(self, item: ScheduledRequest) -> None:
-        request = item.request
+    def _cache_blocks(self, request: Request, is_decode: bool) -> None:
         # One step in `block_size` completes a block; the others need not gather the request's tokens.
-        if self.manager.completes_blocks(request.request_id, request.num_computed_tokens):
+        flushed = request.num_flushed_tokens
+        if self.manager.completes_blocks(request.request_id, request.num_computed_tokens, flushed):
             self.manager.cache_blocks(
                 request.request_id,
                 request.block_hashes,
                 request.token_ids,
                 request.num_computed_tokens,
-                item.is_decode,
+                is_decode,
+                flushed,
             )
 
-    def finish(self, request: Request) -> None:
-        """Forget a request, running or waiting."""
+    def finish(self, request: Request, publish: bool = True) -> None:
+        """Forget a request, running or waiting.
+
+        Args:
+            publish: also the last block that it has completed, if that takes a last write; not after an error.
+        """
         request.is_finished = True
         if request.row >= 0:
-            self._release(request)
+            self._release(request, publish)
         else:
             self.waiting.remove(request)
 
-    def _release(self, request: Request) -> None:
+    def _release(self, request: Request, publish: bool = True) -> None:
+        computed = request.num_computed_tokens
+        if publish and self.fold is not None and self.manager.completes_blocks(request.request_id, computed, computed):
+            self.fold(request)
+            request.num_flushed_tokens = computed
+            self._cache_blocks(request, is_decode=True)
         self.running.remove(request)
         self.manager.free(request.request_id)
         self._free_rows.append(request.row)

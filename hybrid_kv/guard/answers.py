@@ -19,7 +19,15 @@ from hybrid_kv.sampling import SamplingParams
 
 MODES = ("none", "align", "all")
 DRAFTS = ((None, 0), ("ngram", 3), ("mtp", 1), ("mtp", 3), ("mtp", 5))
-NUM_CELLS = len(MODES) * len(DRAFTS) + 2
+REPLAYED = (
+    ("none", "mtp", 3),
+    ("align", "ngram", 3),
+    ("align", "mtp", 3),
+    ("all", "ngram", 3),
+    ("all", "mtp", 1),
+    ("all", "mtp", 5),
+)  # also in state scheme `replay`
+NUM_CELLS = len(MODES) * len(DRAFTS) + 2 + len(REPLAYED)
 MTP_ACCEPTANCE = 0.9  # at K = 1; 99.8 % were measured when the model was trained
 FORGET_EVERY = 25  # steps: then the device forgets what it has cached, and only the offload tier still has it
 
@@ -34,11 +42,13 @@ class Cell:
     outputs: list[RequestOutput]
     seconds: float
     num_loaded_blocks: int | None = None  # from the offload tier, where there is one
+    scheme: str = "slots"
 
     @property
     def name(self) -> str:
         drafts = f"{self.method} {self.num_speculative_tokens}" if self.method else "no drafts"
-        return f"{self.mode}, {drafts}{', offload' if self.num_loaded_blocks is not None else ''}"
+        scheme = ", replay" if self.scheme == "replay" else ""
+        return f"{self.mode}, {drafts}{scheme}{', offload' if self.num_loaded_blocks is not None else ''}"
 
     @property
     def tokens(self) -> list[list[int]]:
@@ -93,7 +103,7 @@ def run_cell(
     outputs = llm.generate(prompts, SamplingParams(max_tokens=64, stop=("Question:",)), progress=False, on_step=on_step)
     tier = llm.manager.offload
     loaded = None if tier is None else tier.stats.loaded_blocks
-    return Cell(mode, method, k, outputs, time.perf_counter() - begin, loaded)
+    return Cell(mode, method, k, outputs, time.perf_counter() - begin, loaded, llm.config.cache.state_scheme)
 
 
 def cells(prompts: Sequence[str]) -> Iterator[Cell]:
@@ -101,6 +111,8 @@ def cells(prompts: Sequence[str]) -> Iterator[Cell]:
     for mode in MODES:
         for method, k in DRAFTS:
             yield run_cell(prompts, mode, method, k)
+    for mode, method, k in REPLAYED:
+        yield run_cell(prompts, mode, method, k, state_scheme="replay")
     yield run_cell(prompts, "all", "mtp", 3, _forget, kv_offload_bytes=2**28)
     with tempfile.TemporaryDirectory() as folder:
         run_cell(prompts[: len(prompts) // 2], "align", None, 0, kv_offload_folder=folder)
@@ -121,7 +133,8 @@ def check_answers(count: int, progress: Callable[[int], object], seed: int = 1) 
         figures += [f"accepted {accepted / drafted:.1%}"] if drafted else []
         figures += [f"{cell.num_loaded_blocks} loads"] if cell.num_loaded_blocks is not None else []
         params = {
-            "mode": cell.mode, "method": cell.method, "K": cell.num_speculative_tokens, "hit_rate": cell.hit_rate,
+            "mode": cell.mode, "scheme": cell.scheme, "method": cell.method, "K": cell.num_speculative_tokens,
+            "hit_rate": cell.hit_rate,
             "accepted": accepted, "drafted": drafted, "loaded_blocks": cell.num_loaded_blocks,
         }  # fmt: skip
         name = f"{cell.name}{': ' if figures else ''}{', '.join(figures)}"
@@ -146,6 +159,9 @@ def _other_faults(cell: Cell, seen: dict[str, Cell]) -> str:
         return f"{accepted} of {drafted} drafts accepted, {MTP_ACCEPTANCE:.0%} are due"
     if cell.num_loaded_blocks is not None:
         return ""  # another cache, another schedule: the counts below are not comparable
+    if cell.scheme == "replay":
+        slots = seen[cell.name.replace(", replay", "")]
+        return f"{cell.drafts} drafts accepted and verified, {slots.drafts} with slots" * (cell.drafts != slots.drafts)
     uncached = seen[cell.name.replace(cell.mode, "none", 1)]
     if cell.drafts != uncached.drafts:
         return f"{cell.drafts} drafts accepted and verified, {uncached.drafts} without a cache"

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hybrid_kv.attention.mamba import DecodeReplay
 from hybrid_kv.cache.backend import BackendContext, FlashAttentionBackend, TorchBackend, init_attn_backend
 from hybrid_kv.cache.layout import allocate_raw_buffers, bind_views
 from hybrid_kv.cache.plan import plan_cache
@@ -318,6 +319,10 @@ class HiddenRecorder:
         logits: torch.Tensor = self._model.compute_logits(hidden)
         return logits
 
+    def fold(self, replays: dict[str, DecodeReplay], context: ForwardContext) -> None:
+        """As the model's."""
+        self._model.fold(replays, context)
+
 
 def record_logits(
     llm: LLM,
@@ -407,6 +412,34 @@ LOGIT_CELLS: tuple[dict[str, Any], ...] = (
         "max_num_batched_tokens": 128,
         "max_num_seqs": 2,
     },
+    {
+        "dtype": "float64",
+        "attention_backend": "TORCH",
+        "state_scheme": "replay",
+        "mamba_cache_mode": "align",
+        "speculative_method": "ngram",
+        "num_speculative_tokens": 3,
+        "replay_ring_len": 11,
+        "max_num_batched_tokens": 150,
+        "max_num_seqs": 2,
+    },
+    {
+        "dtype": "float64",
+        "attention_backend": "FLASHINFER",
+        "state_scheme": "replay",
+        "mamba_cache_mode": "all",
+        "speculative_method": "mtp",
+        "num_speculative_tokens": 3,
+        "async_scheduling": True,
+        "max_num_batched_tokens": 90,
+        "max_num_seqs": 2,
+    },
+    {
+        "dtype": "float32",
+        "attention_backend": "TORCH",
+        "state_scheme": "replay",
+        "max_num_batched_tokens": 128,
+    },
 )
 
 
@@ -495,6 +528,7 @@ def _features(cell: dict[str, Any]) -> list[str]:
     """What a cell has beyond paging."""
     drafts = [f"{cell['speculative_method']} {cell['num_speculative_tokens']}"] if "speculative_method" in cell else []
     late = ["async"] if cell.get("async_scheduling") else []
+    late += ["replay"] if cell.get("state_scheme") == "replay" else []
     return [*([cell["mamba_cache_mode"]] if "mamba_cache_mode" in cell else []), *drafts, *late]
 
 

@@ -369,3 +369,62 @@ def _sanitized(seed: int, rng: np.random.Generator) -> Scenario:
         seed, rng, prompts * 2, _params(*[20] * 8), waves=(4, 4), K=3, drafts="mixed", sanitize=True,
         events=(Event("preempt", 4, 7),),
     )  # fmt: skip
+
+
+REPLAY: dict[str, Any] = {"state_scheme": "replay"}
+
+
+@_forces("ring_emptied", "ring_wrapped", "folded_in_place")
+def _ring_emptied(seed: int, rng: np.random.Generator) -> Scenario:
+    K = int(rng.integers(0, 5))
+    return _scenario(
+        seed, rng, _draw(rng, 5, 9, 14), _params(50, 50, 50), K=K, drafts="right" if K else "none", block_size=32,
+        replay_ring_len=3 * (1 + K) - 1 + int(rng.integers(3)), **REPLAY,
+    )  # fmt: skip
+
+
+@_forces("folded_at_boundary")
+def _folded_at_boundary(seed: int, rng: np.random.Generator) -> Scenario:
+    K = int(rng.integers(2, 8))
+    return _scenario(
+        seed, rng, _draw(rng, 5, 9, 14), _params(40, 40, 40), modes=("align", "all"), K=K, drafts="beyond",
+        async_scheduling=bool(rng.integers(2)), **REPLAY,
+    )  # fmt: skip
+
+
+def _passed_boundary(
+    seed: int, rng: np.random.Generator, later: Sequence[int], events: tuple[Event, ...] = ()
+) -> Scenario:
+    """The second request passes its boundary in step 2, and one more takes up its tokens there."""
+    other, text = _draw(rng, 12, 2 * BLOCK - 2)
+    layers = str(rng.choice(["M*", "*M", "M*MM*"]))
+    answer = answer_book(layers).without_stop(text, SamplingParams(max_tokens=20), 96)
+    again = [*text, *answer[:2], 7, 8]
+    return _scenario(
+        seed, rng, [other, text, again], _params(12, *later, 4), waves=(2, 1), modes=("all",), layers=layers,
+        events=events, **REPLAY,
+    )  # fmt: skip
+
+
+@_forces("folded_at_finish", "hit_on_folded")
+def _folded_at_finish(seed: int, rng: np.random.Generator) -> Scenario:
+    return _passed_boundary(seed, rng, [3])
+
+
+@_forces("folded_at_preemption")
+def _folded_at_preemption(seed: int, rng: np.random.Generator) -> Scenario:
+    return _passed_boundary(seed, rng, [12], (Event("preempt", 3),))
+
+
+@_forces("folded_at_abort")
+def _folded_at_abort(seed: int, rng: np.random.Generator) -> Scenario:
+    return _passed_boundary(seed, rng, [12], (Event("drop", 3),))
+
+
+@_forces("shared_base")
+def _shared_base(seed: int, rng: np.random.Generator) -> Scenario:
+    (text,) = _draw(rng, 2 * BLOCK + 1)
+    return _scenario(
+        seed, rng, [text] * 3, _params(2, 6, 6), waves=(1, 2), modes=("align", "all"), K=int(rng.integers(0, 3)),
+        **REPLAY,
+    )  # fmt: skip

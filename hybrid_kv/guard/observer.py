@@ -9,9 +9,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import lcm
+from typing import Any
 
 import numpy as np
 
+from hybrid_kv.attention.mamba import DecodeReplay
 from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
 from hybrid_kv.engine.llm import LLM, RequestOutput
 from hybrid_kv.engine.runner import StepOutput
@@ -19,6 +21,7 @@ from hybrid_kv.engine.scheduler import Request, ScheduledRequest
 from hybrid_kv.guard.patterns import count_end, count_outputs, count_step
 from hybrid_kv.guard.scenario import Scenario
 from hybrid_kv.guard.traffic import Cell
+from hybrid_kv.kernels.replay import ReplayStep
 
 Prefix = tuple[str, bytes]
 
@@ -45,6 +48,8 @@ class Track:
     columns: list[set[int]] = field(default_factory=list)  # mode align: those held
     previous_drafts: int = -1  # scheduled in the step before; -1 before the first decode
     accepted: int = 0  # in the step before
+    base: int = 0  # scheme `replay`: tokens that the last written state has seen
+    computed: int = 0  # and those in the cache
 
     def prefix(self, num_tokens: int) -> Prefix:
         """The name of what the cache holds after so many tokens."""
@@ -68,8 +73,23 @@ class Ran:
 
     @property
     def is_prefill(self) -> bool:
-        """More known tokens than the one that a decode runs."""
-        return self.item.num_computed_tokens == 0 or self.item.num_tokens > 1 + self.item.num_drafts
+        """Not just the last known token and drafts behind it."""
+        return is_prefill(self.item)
+
+
+def is_prefill(item: ScheduledRequest) -> bool:
+    """Whether a row runs other tokens than the last known one and drafts behind it."""
+    return item.num_computed_tokens == 0 or not item.samples or item.num_tokens > 1 + item.num_drafts
+
+
+def states_behind(spec: MambaSpec) -> int:
+    """Mode align: columns before a request's last one that may have a block."""
+    if spec.replay is None:
+        return 1
+    # The last token of a step is at most so far behind the state that the step, or the one under way, starts from.
+    T = 1 + spec.replay.num_speculative_tokens
+    furthest = min(spec.replay.ring_len, spec.block_size + 2 * T - 1) + (T if spec.replay.num_uncertain_tokens else 0)
+    return cdiv(furthest, spec.block_size)
 
 
 class Published:
@@ -78,6 +98,7 @@ class Published:
     def __init__(self, llm: LLM) -> None:
         specs = [group.spec for group in llm.plan.config.groups]
         self._specs = list(dict.fromkeys(specs))
+        self.late: set[Prefix] = set()  # of states that scheme `replay` wrote a step late, cleared or not
         self._unit = lcm(*(spec.block_size for spec in specs))
         self._seen: set[tuple[int, Prefix]] = set()
 
@@ -89,10 +110,38 @@ class Published:
         """A step has completed these blocks."""
         for kind, spec in enumerate(self._specs):
             first = ran.item.num_computed_tokens // spec.block_size
+            if isinstance(spec, MambaSpec) and spec.replay is not None:
+                if not ran.is_prefill:
+                    self._replay(ran, kind, spec)
+                    continue
+                ran.track.base = ran.end
             ends = [spec.block_size * (column + 1) for column in range(first, ran.end // spec.block_size)]
             if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align" and ran.is_prefill:
                 ends = [end for end in ends if end == ran.end]
             self._seen.update((kind, ran.track.prefix(end)) for end in ends)
+
+    def _replay(self, ran: Ran, kind: int, spec: MambaSpec) -> None:
+        """A decode begins with writing the state at the boundary that it finds passed, or one that empties the ring."""
+        track, n, replay = ran.track, ran.item.num_computed_tokens, spec.replay
+        assert replay is not None
+        boundary = (track.base // spec.block_size + 1) * spec.block_size
+        if spec.mamba_cache_mode != "none" and n >= boundary:
+            self._write(track, kind, boundary)
+        elif n - track.base + ran.item.num_tokens + 1 + replay.num_speculative_tokens > replay.ring_len:
+            track.base = n
+
+    def _write(self, track: Track, kind: int, boundary: int) -> None:
+        track.base = boundary
+        self.late.add(track.prefix(boundary))
+        self._seen.add((kind, track.prefix(boundary)))
+
+    def end(self, track: Track, num_tokens: int) -> None:
+        """A request gives up its blocks after so many tokens: what it has completed is written first."""
+        for kind, spec in enumerate(self._specs):
+            if isinstance(spec, MambaSpec) and spec.replay is not None and spec.mamba_cache_mode != "none":
+                boundary = (track.base // spec.block_size + 1) * spec.block_size
+                if track.base and boundary <= num_tokens:
+                    self._write(track, kind, boundary)
 
     def hit(self, track: Track, num_tokens: int) -> int:
         """The longest prefix of the first `num_tokens` tokens that can be restored, the last token excluded."""
@@ -147,7 +196,13 @@ class Observer:
         self._llm = llm
         self._execute = llm.runner.execute
         llm.runner.execute = self._on_execute  # type: ignore[method-assign]
-        self._published = Published(llm)
+        self.replay: ReplayStep | None = None
+        if llm.runner.rings:
+            builder = next(iter(llm.runner.builders.values()))
+            self._commit = builder.commit
+            builder.commit = self._on_commit  # type: ignore[method-assign, assignment]
+            self._fold, llm.scheduler.fold = llm.runner.fold, self._on_fold
+        self.published = Published(llm)
         sizes = llm.plan.sizes
         is_indexed = llm.config.cache.mamba_cache_mode != "none" and sizes.mamba_block_size is not None
         self.block_size = sizes.mamba_block_size or 1 if is_indexed else sizes.block_size
@@ -197,7 +252,7 @@ class Observer:
                 return False  # The engine's own integrity check takes a shared block without a key for a mistake.
             llm.reset_prefix_cache()
             if llm.manager.offload is None:
-                self._published.clear()
+                self.published.clear()
             self._exact_hits &= llm.manager.offload is None
             self.seen["reset"] += bool(running)
         return True
@@ -215,10 +270,31 @@ class Observer:
                     self._exact_hits = False  # It may have ended before or after it was published.
                 elif ended or ran.item.is_stale:
                     continue
-                self._published.add(ran)
+                self.published.add(ran)
+                ran.track.computed = ran.end
+
+    def _on_commit(self, *arguments: Any) -> DecodeReplay | None:
+        found = self._commit(*arguments)
+        self.replay = None if found is None else found.step
+        return found
+
+    def _on_fold(self, request: Request) -> None:
+        self.replay = None
+        self._fold(request)
+        if self.replay is not None and int(self.replay.n_flush.max()):
+            aborted = request.request_id in self.aborted
+            self.seen[f"folded_at_{'abort' if aborted else 'finish' if request.is_finished else 'preemption'}"] += 1
 
     def _on_execute(self, scheduled: Sequence[ScheduledRequest]) -> StepOutput:
         llm = self._llm
+        self.replay = None
+        again = {item.request.request_id for item in scheduled if item.overwrite}
+        for request_id in {str(number) for number in range(len(self.tracks))} - {
+            request.request_id for request in llm.scheduler.running if request.request_id not in again
+        }:
+            track = self.tracks[int(request_id)]
+            self.published.end(track, track.computed)
+            track.base = track.computed = 0
         self._check_schedule(scheduled)
         self.seen["waiting"] += bool(llm.scheduler.waiting)
         for event in self.scenario.events:
@@ -274,16 +350,17 @@ class Observer:
             if item.overwrite:
                 track.admissions += 1
                 track.hit, track.known_before = begin, len(request.output_token_ids)
+                track.base = track.computed = begin
                 track.most = [0] * len(llm.plan.config.groups)
                 track.columns = [set() for _ in track.most]
-                limit = self._published.hit(track, request.num_tokens) if llm.manager.enable_prefix_caching else 0
+                limit = self.published.hit(track, request.num_tokens) if llm.manager.enable_prefix_caching else 0
                 if begin > limit or (self._exact_hits and begin < limit):
                     raise AssertionError(
                         f"request {request.request_id} takes {begin} of {request.num_tokens} tokens from the cache, "
                         f"which has {limit} of them"
                     )
             size = llm.scheduler.align_to
-            if size is not None and item.num_tokens > 1 + item.num_drafts:
+            if size is not None and is_prefill(item):
                 unit = lcm(*(group.spec.block_size for group in llm.plan.config.groups))
                 last = (request.num_tokens - 1) // unit * unit  # what a repetition of these tokens can use
                 passes = begin // size < min(end, last) // size
@@ -304,7 +381,7 @@ class Observer:
         skipped = 0
         if isinstance(spec, MambaSpec):
             drafts = spec.num_speculative_blocks
-            is_decode = n > 0 and item.num_tokens == 1 + item.num_drafts
+            is_decode = not is_prefill(item)
             if spec.mamba_cache_mode == "none":
                 due = 1 + drafts
             else:
@@ -314,16 +391,19 @@ class Observer:
                 due = track.most[group] - skipped
                 if spec.mamba_cache_mode == "align":
                     own = track.columns[group]
+                    used, flight = n, request.in_flight
+                    if spec.replay is not None and (flight is None or not is_prefill(flight)):
+                        used = track.base
                     if item.overwrite:
                         before = track.hit // size
                         own |= {before - 1} & set(range(before))
                     else:
-                        own -= set(range(max(0, n - 1) // size))
+                        own -= set(range(max(0, used - 1) // size))
                     # A chunk leaves a state where it ends, and none where it only passes.
                     first = before if is_decode else max(before, track.most[group] - 1)
                     own |= set(range(first, track.most[group]))
                     due = len(own)
-                    if due > 2 + drafts:
+                    if due > 1 + states_behind(spec) + drafts:
                         raise AssertionError(f"request {request.request_id} is due {due} states in mode align")
         else:
             ahead = min(end + self._llm.manager.num_lookahead_tokens, self._llm.config.scheduler.max_model_len)
@@ -369,10 +449,13 @@ class Observer:
                     split = size // group.kernel_block_size
                     blocks = table[row, begin // size * split : last // size * split + 1 : split] // split
                 elif spec.mamba_cache_mode == "none":
-                    blocks = table[row, : 1 if ran.is_prefill else ran.item.num_tokens]
+                    blocks = table[row, : 1 if ran.is_prefill or spec.replay is not None else ran.item.num_tokens]
                 else:
                     first = begin // size if spec.mamba_cache_mode == "all" else last // size
-                    blocks = table[row, first : last // size + (1 if ran.is_prefill else ran.item.num_tokens)]
+                    if spec.replay is not None and not ran.is_prefill:
+                        first = last // size
+                    states = 1 if ran.is_prefill or spec.replay is not None else ran.item.num_tokens
+                    blocks = table[row, first : last // size + states]
                 if (pool.ref_count[blocks] != 1).any() or any(pool.key_of(block) for block in blocks.tolist()):
                     raise AssertionError(
                         f"request {ran.item.request.request_id} writes blocks {blocks.tolist()} of group "
@@ -388,7 +471,9 @@ class Observer:
         for group in llm.plan.config.groups:
             spec, columns = group.spec, cdiv(tokens, group.spec.block_size)
             if isinstance(spec, MambaSpec):
-                states = {"none": 1, "align": min(2, columns), "all": columns}[spec.mamba_cache_mode]
+                states = {"none": 1, "align": min(1 + states_behind(spec), columns), "all": columns}[
+                    spec.mamba_cache_mode
+                ]
                 due += states + spec.num_speculative_blocks
             else:
                 due += columns

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from hybrid_kv.cache.spec import MambaSpec
 
 if TYPE_CHECKING:
@@ -92,6 +94,15 @@ REQUIRED = {
     "offload_hit": "a block that came back from host memory",
     "reset": "all cached blocks forgotten while requests run",
     "sanitized": "a scenario with the sanitizer on",
+    "ring_emptied": "a ring without room for the next step, folded into the state",
+    "ring_wrapped": "a history, and the step behind it, that go round the end of the ring",
+    "folded_at_boundary": "a history folded up to a block boundary, with tokens left behind it",
+    "folded_in_place": "a history folded into the block that it follows",
+    "folded_at_finish": "a state that was written only because its request ended",
+    "folded_at_preemption": "… was preempted",
+    "folded_at_abort": "… was aborted",
+    "hit_on_folded": "a prefix restored from a state that was written a step late",
+    "shared_base": "a history behind a state that other requests may read",
 }
 
 # Request patterns behind known bugs of other engines that this one cannot have.
@@ -128,6 +139,7 @@ def count_step(observer: Observer, llm: LLM, step: Sequence[Ran]) -> None:
     with_drafts = [ran for ran in step if ran.item.num_drafts]
     seen["whole_batch_rejected"] += len(with_drafts) > 1 and all(len(ran.tokens) == 1 for ran in with_drafts)
     seen["lone_chunks"] += len(step) == 1 and _is_chunk(step[0]) and step[0].item.num_computed_tokens > 0
+    _count_replay(observer, llm)
     _count_admissions(observer, llm, [ran for ran in step if ran.item.overwrite])
     for index, ran in enumerate(step):
         _count_prompt(observer, llm, ran, [other for other in step if other is not ran])
@@ -140,6 +152,26 @@ def count_step(observer: Observer, llm: LLM, step: Sequence[Ran]) -> None:
         if 0 < index < len(step) - 1:
             others = [other for other in (step[index - 1], step[index + 1]) if not _ends(other)]
             seen["middle_row_ends"] += len({len(other.tokens) for other in others}) > 1
+
+
+def _count_replay(observer: Observer, llm: LLM) -> None:
+    """The patterns of scheme `replay`, in the first group that has states."""
+    seen, step, pool = observer.seen, observer.replay, llm.manager.pool
+    if step is None:
+        return
+    spec = next(iter(llm.runner.builders.values())).spec
+    assert spec.replay is not None
+    parts = (step.src, step.dst, step.ring_start, step.n_hist, step.n_flush)
+    for source, target, start, history, flush in torch.stack(parts, dim=1).tolist():
+        if not source:
+            continue
+        # What is left behind a boundary is less than a step; a full ring is folded whole.
+        seen["ring_emptied"] += flush > 0 and flush == history and flush + 2 * step.max_query_len > spec.replay.ring_len
+        seen["ring_wrapped"] += history > 0 and start < spec.replay.ring_len < start + history + step.max_query_len
+        seen["folded_at_boundary"] += 0 < flush < history
+        seen["folded_in_place"] += flush > 0 and source == target
+        is_shared = int(pool.ref_count[source]) > 1 or pool.key_of(source) is not None
+        seen["shared_base"] += history > 0 and is_shared
 
 
 def _ends(ran: Ran) -> bool:
@@ -211,6 +243,7 @@ def _count_admissions(observer: Observer, llm: LLM, admitted: Sequence[Ran]) -> 
         salts.add(track.salt)
         if n:
             seen[f"hit_{mode}"] += 1
+            seen["hit_on_folded"] += track.prefix(n) in observer.published.late
             seen["hit_of_several_blocks"] += n >= 2 * size
             seen["unequal_blocks"] += len({group.spec.block_size for group in llm.plan.config.groups}) > 1
             seen["hit_up_to_last_token"] += n == prompt - 1

@@ -22,8 +22,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hybrid_kv.attention.mamba import MambaMetadata
+from hybrid_kv.attention.mamba import DecodeReplay, MambaMetadata
 from hybrid_kv.attention.paged import PagedAttentionMetadata
+from hybrid_kv.cache.block_pool import NULL_BLOCK
 from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec
 from hybrid_kv.models.layers import ForwardContext
 
@@ -104,6 +105,8 @@ class ExactMamba:
         first = metadata.num_accepted_tokens.numpy()[:, None] - 1
         window = conv_state[metadata.window_indices.numpy()[:, None], first + window_rows].astype(np.int64)
         state = ssm_state[metadata.source_indices.numpy()].astype(np.int64)
+        if metadata.replay is not None:
+            state[:split] = self.fold(metadata.replay, context)
         if metadata.has_initial_state is not None:
             fresh = split + np.flatnonzero(~metadata.has_initial_state.numpy())
             window[fresh] = state[fresh] = 0
@@ -115,9 +118,12 @@ class ExactMamba:
         _affine_scan(a, states)
 
         if split:
-            width = min(len(steps), indices.shape[1])
-            ssm_state[indices[:split, :width]] = states[:split, :width]
+            width = int(lengths[:split].max())
             conv_state[indices[:split, 0], : kernel - 2 + width] = inputs[:split, 1 : kernel - 1 + width]
+            if metadata.replay is None:
+                ssm_state[indices[:split, :width]] = states[:split, :width]
+            else:
+                self._append(metadata.replay, context, c[:split])
         if metadata.prefill_rows is not None:
             rows, ends, blocks = np.arange(split, len(lengths)), lengths[split:], indices[split:, 0]
             if metadata.boundary_rows is not None:
@@ -128,6 +134,32 @@ class ExactMamba:
             ssm_state[blocks] = states[rows, ends - 1]
             conv_state[blocks, : kernel - 1] = inputs[rows[:, None], ends[:, None] + window_rows]
         return self.read(c, states)[steps < lengths[:, None]]
+
+    def fold(self, replay: DecodeReplay, context: ForwardContext) -> Residues:
+        """Scheme `replay`: write the states that are due; the states [D, state_size, width] after all of history."""
+        step, ssm_state = replay.step, context.views[self.name][1].numpy()
+        ring = context.rings[self.name].x.numpy()[:, 0]
+        rows, src, dst, start, length, flush = (
+            part.numpy() for part in (step.rows, step.src, step.dst, step.ring_start, step.n_hist, step.n_flush)
+        )
+        j = np.arange(1 + length.max())  # one more: the map after no token
+        place = (start[:, None] + np.maximum(j - 1, 0)) % ring.shape[1]
+        a, b = self.maps(ring[rows[:, None], place].astype(np.int64))
+        none = (j == 0) | (j > length[:, None])
+        a[none], b[none] = 1, 0
+        _affine_scan(a, b)
+        states = (a * ssm_state[src][:, None] + b) % PRIME
+        due = flush > 0
+        ssm_state[dst[due]] = states[due, flush[due]]
+        return states[:, -1]
+
+    def _append(self, replay: DecodeReplay, context: ForwardContext, c: Residues) -> None:
+        """Put the tokens of a step, [D, len, width], behind the history of their rows."""
+        step, ring = replay.step, context.rings[self.name].x.numpy()[:, 0]
+        lengths = np.diff(replay.cu_seqlens.numpy()) * (step.src.numpy() > NULL_BLOCK)
+        row, j = np.nonzero(np.arange(c.shape[1]) < lengths[:, None])
+        place = (step.ring_start.numpy() + step.n_hist.numpy())[row] + j
+        ring[step.rows.numpy()[row], place % ring.shape[1]] = c[row, j]
 
 
 class ExactAttention:
@@ -201,6 +233,8 @@ class ExactModel:
                 shapes=(window, (config.state_size, config.width)),
                 dtypes=(torch.int32, torch.int32),
                 num_speculative_blocks=num_speculative_tokens,
+                input_shapes=((1, config.width), (1, 0), (1,)),
+                input_dtypes=(torch.int32, torch.int32, torch.float32),
             ),
             "*": FullAttentionSpec(block_size=1, num_kv_heads=1, head_size=config.width, dtype=torch.int32),
             "+": FullAttentionSpec(block_size=1, num_kv_heads=2, head_size=config.width, dtype=torch.int32),
@@ -219,6 +253,12 @@ class ExactModel:
             y = layer(x, context) if isinstance(layer, ExactMamba) else layer(x, positions.numpy(), context)
             x = (x * 3 + y) % PRIME
         return torch.from_numpy(x)
+
+    def fold(self, replays: dict[str, DecodeReplay], context: ForwardContext) -> None:
+        """See `engine.runner.Model`."""
+        for layer in self.layers:
+            if isinstance(layer, ExactMamba):
+                layer.fold(replays[layer.name], context)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[num_tokens, width] int64 to [num_tokens, vocab_size] float64."""

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from hybrid_kv.attention.mamba import DecodeReplay
 from hybrid_kv.cache.spec import KVCacheSpec
 from hybrid_kv.config import ConfigError
 from hybrid_kv.models.layers import ForwardContext, Linear, Mamba2Mixer, PagedAttention, RMSNorm, SquaredReluMLP, upcast
@@ -154,6 +155,12 @@ class NemotronH(nn.Module):
         for layer in self.layers:
             x = layer(x, context)
         return x
+
+    def fold(self, replays: dict[str, DecodeReplay], context: ForwardContext) -> None:
+        """See `engine.runner.Model`."""
+        for block in self.layers:
+            if isinstance(mixer := cast(NemotronHBlock, block).mixer, Mamba2Mixer):
+                mixer.fold(replays[mixer.name], context)
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """What `logits` and an MTP head read: the output of `forward` after the final norm, same shape."""

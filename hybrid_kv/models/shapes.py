@@ -118,6 +118,9 @@ def _mamba2_spec(config: _Config, family: _Family, options: _Options) -> MambaSp
         shapes=((_conv_rows(kernel, options), conv_dim), (num_heads, head_dim, state_size)),
         dtypes=(options.dtype, options.ssm_dtype),
         num_speculative_blocks=options.num_speculative_tokens,
+        # x, B and dt, as `kernels.replay.ReplayRing` keeps them.
+        input_shapes=((num_heads, head_dim), (num_groups, state_size), (num_heads,)),
+        input_dtypes=(options.dtype, options.dtype, torch.promote_types(options.dtype, torch.float32)),
     )
 
 

@@ -1,12 +1,30 @@
-"""What each part of a step reads: its own tokens, positions and blocks."""
+"""What each part of a step reads, its own tokens, positions and blocks; and that every way to compute it is right.
+
+FlashAttention and FlashInfer are stand-ins here: they check what their packages ask of the arguments.
+Tolerance: 1e-5 of the largest output, see tests/kernels/test_paged_attention.py.
+"""
+
+import importlib.util
+import sys
+from dataclasses import dataclass, replace
+from types import ModuleType
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybrid_kv.attention import paged
 from hybrid_kv.attention.common import CommonAttentionMetadata
-from hybrid_kv.attention.paged import build_paged_attention_metadata
+from hybrid_kv.attention.paged import AttentionPart, build_paged_attention_metadata, compute_of
+from hybrid_kv.cache.backend import FlashAttentionBackend, get_backend
+from hybrid_kv.cache.layout import attention_view, split_kv
+from hybrid_kv.cache.spec import FullAttentionSpec
+from hybrid_kv.config import ConfigError
+from hybrid_kv.kernels.paged_attention import paged_attention_varlen_reference
+from hybrid_kv.kernels.ragged import Ragged
+from tests.kernels.interpreter import interpreted
 
 
 def common(computed, lens, num_decodes, padding=0):
@@ -63,3 +81,259 @@ def test_padding_rows_are_decodes_at_position_zero():
     (part,) = build_paged_attention_metadata(batch, table, torch.tensor([7, 9, -1, -1]), 4).parts
     assert part.positions.flatten().tolist() == [7, 3, 0, 0]
     assert part.block_table.shape == (4, 2)
+
+
+# ---- computes ----
+
+
+@dataclass(frozen=True)
+class Step:
+    """One part of a step: per row its new tokens and those computed before."""
+
+    rows: tuple[tuple[int, int], ...]
+    kv_heads: int = 2
+    per_kv: int = 3
+    size: int = 16
+    block_size: int = 4
+    dtype: torch.dtype = torch.float32
+
+
+STEPS = {
+    "decodes": Step(((1, 12), (1, 3), (1, 7))),
+    "alone": Step(((1, 5),)),
+    "drafts": Step(((3, 9), (1, 4), (2, 2)), per_kv=1),
+    "prefills": Step(((9, 0), (1, 6), (4, 3)), block_size=16),
+    "multi-head": Step(((1, 2), (1, 2)), kv_heads=3, per_kv=1),
+}
+
+
+def problem(step):
+    """A part, its padded queries, K and V views whose unused slots hold NaN, and the answer to every query."""
+    g = torch.Generator().manual_seed(1)
+    lens, totals = [n for n, _ in step.rows], [n + before for n, before in step.rows]
+    width = -(-max(totals) // step.block_size)
+    spec = FullAttentionSpec(step.block_size, step.kv_heads, step.size, step.dtype)
+    blocks = 2 + width * len(totals)
+    raw = torch.full((blocks * spec.page_size_bytes,), -1, dtype=torch.int8)
+    caches = split_kv(attention_view(raw, blocks, spec, step.block_size, FlashAttentionBackend), FlashAttentionBackend)
+    table = (1 + torch.randperm(blocks - 2, generator=g)).view(len(totals), width).int()
+    heads = step.kv_heads * step.per_kv
+    rows = Ragged(torch.tensor(lens), torch.device("cpu"))
+    query = torch.randn(sum(lens), heads, step.size, generator=g).to(step.dtype)
+    expected = []
+    for row, total in enumerate(totals):
+        tokens = [torch.randn(total, step.kv_heads, step.size, generator=g).to(step.dtype) for _ in caches]
+        used = -(-total // step.block_size)
+        for cache, token in zip(caches, tokens, strict=True):
+            for t in range(total):
+                cache[table[row, t // step.block_size], t % step.block_size] = token[t]
+        table[row, used:] = blocks - 1
+        k, v = (part.double().repeat_interleave(step.per_kv, 1) for part in tokens)
+        for i, q in enumerate(query.split(lens)[row].double()):
+            last = total - lens[row] + i + 1
+            weights = (torch.einsum("hd,thd->ht", q, k[:last]) * SCALE).softmax(-1)
+            expected.append(torch.einsum("ht,thd->hd", weights, v[:last]))
+    positions = torch.cat([torch.arange(total - n, total) for n, total in zip(lens, totals, strict=True)])
+    part = AttentionPart(0, sum(lens), rows, rows.padded(positions), table)
+    return part, rows.padded(query), caches, torch.stack(expected)
+
+
+SCALE = 0.25
+
+
+def check_attend(compute, step, tolerance=1e-5):
+    part, query, caches, expected = problem(step)
+    for _ in range(2):  # the second layer finds what the first has planned
+        out = compute.attend(query, *caches, part, SCALE)
+        assert out.shape == query.shape
+        assert float((part.rows.flat(out).double() - expected).abs().max()) <= tolerance * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_torch(name):
+    check_attend(compute_of("torch"), STEPS[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_torch_in_other_dtypes(dtype):
+    """bfloat16: weights and outputs are rounded to 8 bits, 2^-7 of the largest twice."""
+    tolerance = 1e-12 if dtype == torch.float64 else 2.0**-6
+    for step in STEPS.values():
+        check_attend(compute_of("torch"), replace(step, dtype=dtype), tolerance)
+
+
+def check_triton(name):
+    check_attend(compute_of("triton"), STEPS[name])
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_triton(name):
+    interpreted(check_triton, name)
+
+
+def check_stores():
+    """Both ways store the same."""
+    g = torch.Generator().manual_seed(0)
+    key, value = (torch.randn(4, 2, 16, generator=g) for _ in range(2))
+    found = []
+    for name in ("torch", "triton"):
+        caches = torch.zeros(2, 3, 4, 2, 16).unbind(0)
+        compute_of(name).store(key, value, *caches, torch.tensor([11, -1, 0, 6]))
+        found.append(torch.stack(caches))
+    assert torch.equal(*found)
+    assert int(found[0].any(-1).sum()) == 2 * 3 * 2
+
+
+def test_stores():
+    interpreted(check_stores)
+
+
+def test_a_decode_that_sees_everything_has_no_mask():
+    assert problem(STEPS["alone"])[0].visible is None
+    assert problem(STEPS["multi-head"])[0].visible is None
+    assert problem(STEPS["decodes"])[0].visible is not None
+
+
+def flash_attn_varlen_func(
+    q,
+    k,
+    v,
+    max_seqlen_q,
+    cu_seqlens_q,
+    max_seqlen_k,
+    cu_seqlens_k=None,
+    seqused_k=None,
+    q_v=None,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=None,
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+    block_table=None,
+):
+    """vLLM 0.22's signature; what its kernel asks of its arguments, computed by the reference."""
+    assert causal and cu_seqlens_k is None
+    for ints in (cu_seqlens_q, seqused_k, block_table):
+        assert ints.dtype == torch.int32 and ints.stride(-1) == 1
+    assert q.is_contiguous() and k.stride(-1) == v.stride(-1) == 1 and k.shape == v.shape
+    assert q.shape[0] == int(cu_seqlens_q[-1]) and len(cu_seqlens_q) == len(seqused_k) + 1 == len(block_table) + 1
+    assert max_seqlen_q == int(cu_seqlens_q.diff().max()) and max_seqlen_k >= int(seqused_k.max())
+    return paged_attention_varlen_reference(q, k, v, block_table, cu_seqlens_q, seqused_k, max_seqlen_q, softmax_scale)
+
+
+class BatchPrefillWithPagedKVCacheWrapper:
+    """FlashInfer's signatures, as vLLM 0.22 calls them; computed by the reference."""
+
+    plans = 0
+
+    def __init__(self, float_workspace_buffer, kv_layout="NHD"):
+        assert float_workspace_buffer.dtype == torch.uint8 and kv_layout == "NHD"
+
+    def plan(
+        self,
+        qo_indptr,
+        paged_kv_indptr,
+        paged_kv_indices,
+        paged_kv_last_page_len,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim_qk,
+        page_size,
+        head_dim_vo=None,
+        custom_mask=None,
+        packed_custom_mask=None,
+        causal=False,
+        pos_encoding_mode="NONE",
+        use_fp16_qk_reduction=False,
+        sm_scale=None,
+        window_left=-1,
+        logits_soft_cap=None,
+        rope_scale=None,
+        rope_theta=None,
+        q_data_type="float16",
+        kv_data_type=None,
+    ):
+        type(self).plans += 1
+        assert causal and q_data_type == kv_data_type
+        for ints in (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len):
+            assert ints.dtype == torch.int32 and ints.is_contiguous()
+        assert int(paged_kv_indptr[-1]) == len(paged_kv_indices)
+        assert int(paged_kv_last_page_len.min()) >= 1 and int(paged_kv_last_page_len.max()) <= page_size
+        pages = paged_kv_indptr.diff()
+        self.heads = num_qo_heads, num_kv_heads, head_dim_qk, page_size
+        self.table = torch.zeros(len(pages), int(pages.max()), dtype=torch.int32)
+        for row, ids in enumerate(paged_kv_indices.split(pages.tolist())):
+            self.table[row, : len(ids)] = ids
+        self.starts, self.scale = qo_indptr, sm_scale
+        self.lens = (pages - 1) * page_size + paged_kv_last_page_len
+
+    def run(self, q, paged_kv_cache):
+        k, v = paged_kv_cache
+        assert (*q.shape[1:2], *k.shape[2:], k.shape[1]) == self.heads and q.shape[0] == int(self.starts[-1])
+        longest = int(self.starts.diff().max())
+        return paged_attention_varlen_reference(q, k, v, self.table, self.starts, self.lens, longest, self.scale)
+
+
+@pytest.fixture
+def fakes(monkeypatch):
+    """The packages, as far as the adapters call them."""
+    flash = ModuleType("vllm.vllm_flash_attn")
+    flash.flash_attn_varlen_func = flash_attn_varlen_func
+    flashinfer = ModuleType("flashinfer")
+    flashinfer.BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithPagedKVCacheWrapper
+    for module in (ModuleType("vllm"), flash, flashinfer):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    compute_of.cache_clear()
+    yield
+    compute_of.cache_clear()
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_flash_attn_is_called_as_it_asks(fakes, name):
+    check_attend(compute_of("flash_attn"), STEPS[name])
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_flashinfer_is_called_as_it_asks_and_planned_once(fakes, name, monkeypatch):
+    monkeypatch.setattr(paged, "FLASHINFER_WORKSPACE_BYTES", 16)
+    monkeypatch.setattr(BatchPrefillWithPagedKVCacheWrapper, "plans", 0)
+    check_attend(compute_of("flashinfer"), STEPS[name])
+    assert BatchPrefillWithPagedKVCacheWrapper.plans == 1
+
+
+@pytest.mark.parametrize(("name", "package"), [("flash_attn", "vllm"), ("flashinfer", "flashinfer")])
+def test_a_missing_package_is_one_line(name, package, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    compute_of.cache_clear()
+    with pytest.raises(ConfigError, match=f"attention with {name} needs a package that is missing .*{package}"):
+        compute_of(name)
+    compute_of.cache_clear()
+
+
+def test_a_part_belongs_to_the_compute_that_it_was_built_for():
+    batch, table = common([3, 0], [1, 4], 1), torch.zeros(2, 9, dtype=torch.int32)
+    triton = compute_of("triton")
+    built = build_paged_attention_metadata(batch, table, torch.arange(5), 4, triton)
+    assert built.compute is triton and all(part.compute is triton for part in built.parts)
+    assert build_paged_attention_metadata(batch, table, torch.arange(5), 4).compute is paged.TORCH
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "found", "name"),
+    [
+        ("TORCH", "cpu", True, "torch"),
+        ("FLASH_ATTN", "cpu", True, "torch"),
+        ("FLASHINFER", "cpu", True, "torch"),
+        ("TORCH", "cuda", True, "triton"),
+        ("FLASH_ATTN", "cuda", True, "flash_attn"),
+        ("FLASH_ATTN", "cuda", False, "triton"),
+        ("FLASHINFER", "cuda", True, "flashinfer"),
+        ("FLASHINFER", "cuda", False, "triton"),
+    ],
+)
+def test_what_a_backend_computes_with(backend, device, found, name, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: object() if found else None)
+    assert get_backend(backend, "cuda").get_compute(device) == name

@@ -1,4 +1,4 @@
-"""The race on a GPU, as far as a CPU can go: every contest is right in the interpreter, every row follows from times."""
+"""The race on a GPU, as far as a CPU can go: contests are right in the interpreter, rows follow from times."""
 
 import math
 import random
@@ -17,6 +17,7 @@ from bench.gpu import COPY, Contest, Cuda, Rival, contests, main, race, rows
 from hybrid_kv.kernels import replay
 from hybrid_kv.results import TIME_UNITS, check_file, read_rows
 from tests.kernels.interpreter import interpreted, load_peer
+from tests.kernels.test_ssd_prefill import multiply_bfloat16
 
 TINY = Shape(4, 16, 16, 2, 4, 2, 32)
 FINE = {
@@ -44,10 +45,11 @@ def check_contest(name):
         except ImportError:
             missing.append(rival)
             continue
-        first = case.check()
-        case.reset()
-        case.run()
-        found[rival] = (first, case.check())
+        with multiply_bfloat16():
+            first = case.check()
+            case.reset()
+            case.run()
+            found[rival] = (first, case.check())
     return found, missing
 
 
@@ -74,8 +76,12 @@ def check_peer(package):
         load_peer(f"{ops}.causal_conv1d")
     else:
         load_peer("mamba_ssm.ops.triton.selective_state_update")
-    names = ("state_update", "conv_update") if package == "vllm" else ("single token",)
-    cases = [FINE[name]().rivals[package].make() for name in names]
+    single = gpu.state_updates("cpu", "tiny", 2, 0)
+    drafts = gpu.state_updates("cpu", "tiny", 2, 3)
+    # Its arithmetic is that of its inputs, which the interpreter would do on the raw bits of bfloat16.
+    conv = gpu.conv_updates("cpu", "tiny", 2, 3, torch.float32)
+    raced = (single, drafts, conv) if package == "vllm" else (single,)
+    cases = [contest.rivals[package].make() for contest in raced]
     errors = []
     for case in cases:
         case.check()

@@ -18,14 +18,16 @@ from hybrid_kv.cache.backend import (
     TorchBackend,
     init_attn_backend,
 )
-from hybrid_kv.cache.layout import allocate_raw_buffers, attention_view, bind_views
+from hybrid_kv.cache.layout import allocate_raw_buffers, allocate_rings, attention_view, bind_views, mamba_views
 from hybrid_kv.cache.spec import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
+    ReplaySpec,
     UniformTypeKVCacheSpecs,
 )
+from hybrid_kv.kernels.replay import read_states, write_states
 
 CPU = torch.device("cpu")
 
@@ -171,3 +173,24 @@ def test_the_number_of_blocks_is_the_configurations() -> None:
     views = bind_views(config, init_attn_backend(config, FlashInferBackend, BackendContext()), larger)
     assert [part.shape[0] for part in views["m0"]] == [3, 3]
     assert [part.shape for part in views["a0"]] == [(3, 32, 1, 8)] * 2
+
+
+@pytest.mark.parametrize("window, state", [("float32", "float32"), ("bfloat16", "float32"), ("float64", "float64")])
+def test_replay_keeps_float32_states_as_two_planes_in_the_same_bytes(window: str, state: str) -> None:
+    dtypes = getattr(torch, window), getattr(torch, state)
+    inputs = {"input_shapes": ((4, 2), (1, 6), (4,)), "input_dtypes": (*dtypes[:1] * 2, torch.float32)}
+    spec = MambaSpec(64, ((3, 20), (4, 2, 6)), dtypes, 1024, replay=ReplaySpec(1, 7), **inputs)  # type: ignore[arg-type]
+    raw = torch.zeros(3 * 1024, dtype=torch.int8)
+    conv, ssm = mamba_views(raw, 3, spec)
+    assert (conv.shape, conv.dtype) == ((3, 3, 20), dtypes[0])
+    planes = (2,) if state == "float32" else ()
+    assert (ssm.shape, ssm.dtype) == ((3, *planes, 4, 2, 6), torch.int16 if planes else dtypes[1])
+    values = torch.randn(1, 4, 2, 6, dtype=dtypes[1])
+    write_states(ssm, torch.tensor([1]), values)
+    assert torch.equal(read_states(ssm, torch.tensor([1])), values)
+    written = raw.nonzero().flatten() - 1024 - 60 * dtypes[0].itemsize
+    assert written.min() >= 0 and written.max() < 48 * dtypes[1].itemsize
+    rings = allocate_rings(KVCacheConfig(3, (KVCacheGroupSpec(("m",), spec),)), 5, CPU)
+    assert rings["m"].x.shape == (5, 4, 7, 2)
+    if window != "float64":
+        assert rings["m"].nbytes == 5 * spec.ring_bytes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -13,10 +15,13 @@ from hybrid_kv.cache.spec import (
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
+    ReplaySpec,
     UniformTypeKVCacheSpecs,
     group_layers,
+    replay_spec,
+    with_speculation,
 )
-from hybrid_kv.config import ConfigError, MambaCacheMode
+from hybrid_kv.config import CacheConfig, ConfigError, MambaCacheMode
 
 ATTENTION = FullAttentionSpec(16, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
 
@@ -44,6 +49,41 @@ def test_blocks_of_one_request_with_speculative_ones_in_every_mode(
     assert spec.max_blocks_per_request(200) == blocks  # 200 tokens are four blocks of 64
     assert spec.block_table_width(200) == width
     assert spec.max_memory_usage_bytes(200) == blocks * 256
+
+
+@pytest.mark.parametrize(("mode", "blocks", "width"), [("none", 1, 1), ("align", 2, 4), ("all", 4, 4)])
+def test_replay_has_a_ring_in_place_of_speculative_blocks(mode: MambaCacheMode, blocks: int, width: int) -> None:
+    inputs = {"input_shapes": ((4, 2), (1, 8), (4,)), "input_dtypes": (torch.bfloat16, torch.bfloat16, torch.float32)}
+    layer = replace(mamba(mode, padded=2048), **inputs)
+    spec = with_speculation(with_speculation(layer, 5), 3, ReplaySpec(3, 36))
+    assert isinstance(spec, MambaSpec)
+    assert spec.shapes == ((3 + 3, 10), (4, 8))
+    assert (spec.num_speculative_blocks, spec.num_speculative_tokens) == (0, 3)
+    assert spec.max_blocks_per_request(200) == blocks
+    assert spec.block_table_width(200) == width
+    assert spec.ring_bytes == 36 * (8 * 2 + 8 * 2 + 4 * 4)
+    assert spec.max_memory_usage_bytes(200) == blocks * 2048 + spec.ring_bytes
+    assert with_speculation(spec, 3) == with_speculation(layer, 3)
+
+
+def test_a_ring_longer_than_a_block_keeps_one_more_state() -> None:
+    assert [ReplaySpec(3, ring_len).most_columns_behind(16) for ring_len in (16, 17, 23, 400)] == [1, 2, 2, 2]
+    assert [ReplaySpec(7, 400).most_columns_behind(size) for size in (8, 14, 15, 64)] == [3, 3, 2, 2]
+    assert [ReplaySpec(3, 12, late).most_columns_behind(16) for late in (0, 4, 5)] == [1, 1, 2]
+
+
+def test_the_ring_that_a_user_gets() -> None:
+    layers = [mamba()]
+    assert replay_spec(CacheConfig(), 3, True, layers) is None
+    assert replay_spec(CacheConfig(state_scheme="replay"), 3, False, layers) == ReplaySpec(3, 36)
+    given = CacheConfig(state_scheme="replay", replay_ring_len=11)
+    assert replay_spec(given, 3, True, layers) == ReplaySpec(3, 11, 4)
+    with pytest.raises(
+        ConfigError, match="replay_ring_len=11 is too short for num_speculative_tokens=4, which needs 14"
+    ):
+        replay_spec(given, 4, False, layers)
+    with pytest.raises(ConfigError, match="no Mamba layer"):
+        replay_spec(given, 3, False, [ATTENTION])
 
 
 def test_attention_blocks_of_one_request() -> None:

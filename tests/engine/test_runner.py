@@ -90,7 +90,7 @@ def spy(llm, look):
 
 
 def builders(llm):
-    return llm.runner._builders.values()
+    return llm.runner.builders.values()
 
 
 def mamba_groups(llm):
@@ -262,7 +262,7 @@ def test_the_metadata_reads_the_remembered_anchor(mode):
         for i, item in enumerate(runner.batch):
             name, row = item.request.request_id, item.request.row
             for group in mamba_groups(llm):
-                builder = runner._builders[group.group_id]
+                builder = runner.builders[group.group_id]
                 metadata = context.metadata[group.layer_names[0]]
                 table = runner.block_tables.tables[group.group_id][row]
                 prev = int(builder.block_idx_last_scheduled_token_prev_step[i])

@@ -1,10 +1,12 @@
-"""Mamba layers alone: any course of prefill chunks and verify steps equals one plain pass over the accepted tokens.
+"""Small layers against float64. Mamba layers alone: any course of prefill chunks and verify steps equals one plain pass
+over the accepted tokens.
 
 The cache starts poisoned, pages have gaps between them, and every step is checked for what it wrote: all of what it
 owes, at the right place, and nothing else.
 """
 
 from collections import Counter
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,8 +25,9 @@ from hybrid_kv.attention.mamba import (
     postprocess_mamba,
 )
 from hybrid_kv.cache.spec import MambaSpec
+from hybrid_kv.models import layers
 from hybrid_kv.models.exact import PRIME, ExactAttention, ExactConfig, ExactMamba, ExactOracle
-from hybrid_kv.models.layers import ForwardContext, Mamba2Mixer
+from hybrid_kv.models.layers import ForwardContext, Linear, Mamba2Mixer, RMSNorm
 
 NAME, CPU = "mamba", torch.device("cpu")
 
@@ -377,3 +380,92 @@ def test_the_oracles_sums_are_attention(length, seed):
     sums = [[0] * 3 for _ in range(3)]
     got = [ExactOracle._attention(weights, token, i, sums) for i, token in enumerate(x.tolist())]
     assert got == expected.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 8, 300])
+def test_rms_norm(dtype, tokens):
+    """float32: sum, root and two products round, 1e-6 of the value; bfloat16 rounds the result, 2^-8."""
+    g = torch.Generator().manual_seed(0)
+    norm = RMSNorm(96, 0.1)
+    norm.weight.copy_(torch.randn(96, generator=g))
+    x, before = (torch.randn(tokens, 96, generator=g) * 0.3).to(dtype), norm.weight.clone()
+    wide = x.double()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 0.1).sqrt() * norm.to(dtype).weight.double()
+    kept = x.clone()
+    got = norm(x)
+    assert got.dtype == dtype and torch.equal(x, kept) and torch.equal(norm.weight, before.to(dtype))
+    relative = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2.0**-8}[dtype]
+    assert bool(((got.double() - expected).abs() <= relative * expected.abs()).all())
+
+
+@pytest.fixture
+def packed(monkeypatch):
+    """How often a weight was packed."""
+    counts = []
+    reorder = torch.ops.mkldnn._reorder_linear_weight
+    monkeypatch.setattr(layers, "PACKED_ELEMENTS", 24 * 16)
+    monkeypatch.setattr(
+        torch.ops.mkldnn, "_reorder_linear_weight", lambda *args: (counts.append(1), reorder(*args))[1], raising=False
+    )
+    return counts
+
+
+def linear(bias=True, size_out=24):
+    g = torch.Generator().manual_seed(0)
+    layer = Linear(16, size_out, bias)
+    for parameter in layer.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=g))
+    return layer
+
+
+def assert_linear(layer, x):
+    """Sums of 16 products of order one."""
+    with torch.inference_mode():
+        got = layer(x)
+        expected = x.double() @ layer.weight.double().T + (0 if layer.bias is None else layer.bias.double())
+        assert got.dtype == x.dtype and float((got - expected).abs().max()) <= 1e-5
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [1, 8, 33])
+def test_a_packed_weight_is_packed_once(packed, bias, rows):
+    layer, x = linear(bias), torch.randn(rows, 16)
+    for _ in range(3):
+        assert_linear(layer, x)
+    assert len(packed) == 1
+
+
+def test_a_changed_weight_is_packed_again(packed):
+    layer, x = linear(), torch.randn(8, 16)
+    assert_linear(layer, x)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    assert_linear(layer, x)
+    layer.weight.data = torch.randn(24, 16)
+    assert_linear(layer, x)
+    layer.load_state_dict(linear().state_dict())
+    assert_linear(layer, x)
+    assert len(packed) == 4
+    assert_linear(layer.double(), x.double())
+    assert len(packed) == 4
+    assert_linear(layer.float(), x)
+
+
+def test_what_is_not_packed(packed):
+    """Small weights, other dtypes, tensors that do not tell of changes, and outside of inference."""
+    x = torch.randn(8, 16)
+    assert_linear(linear(size_out=23), x)
+    assert_linear(linear().double(), x.double())
+    with torch.inference_mode():
+        made = linear()
+    assert_linear(made, x)
+    torch.testing.assert_close(linear()(x), made(x))
+    assert not packed
+
+
+def test_a_model_with_packed_weights_can_be_copied(packed):
+    layer, x = linear(), torch.randn(8, 16)
+    assert_linear(layer, x)
+    assert_linear(deepcopy(layer), x)
+    assert layer.state_dict().keys() == {"weight", "bias"}
