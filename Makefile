@@ -26,6 +26,7 @@ bench: $(STAMP)
 
 history: $(STAMP)
 	$(BIN)/python -m bench.history "$$N"
+	if [ "$$RESULTS" != results ]; then mkdir -p "$$RESULTS/asv" && cp -r .asv/results/. "$$RESULTS/asv"; fi
 
 report: $(STAMP)
 	$(BIN)/hybrid-kv report --results "$$RESULTS" --out site --repository "$${REPOSITORY_URL:-}"
@@ -68,9 +69,7 @@ gpu-bench: $(STAMP)
 	$(BIN)/python -m bench.gpu --out "$$RESULTS/gpu.csv"
 
 gpu-accuracy: $(STAMP)
-	set -f; for model in $$MODELS; do \
-	    $(BIN)/hybrid-kv accuracy --task gsm8k --model="$$model" --out "$$RESULTS/accuracy.csv" || exit; \
-	done
+	bash .ci/accuracy $(BIN)/hybrid-kv
 
 push-results: $(STAMP)
 	bash .ci/push-results $(BIN)/hybrid-kv

@@ -106,12 +106,15 @@ def _answers(name: str, place: str, text: str, answer_filter: str) -> Answers:
         raise HybridKVError(f"{place} has no answers of filter {answer_filter!r}: {found}")
     first = lines[0][1]
     params = first.get("params") if isinstance(first.get("params"), dict) else {}
+    commit = str(first.get("commit") or "")
+    if not re.fullmatch(r"([0-9a-f]{40}(-dirty)?)?", commit):
+        raise HybridKVError(f"{place}: commit {commit!r} is no full hash of a commit")
     return Answers(
         name=name,
         digest=hashlib.sha256(text.encode()).hexdigest()[:12],
         task=str(params.get("task") or _task_in(name)),
         params=params,
-        commit=str(first.get("commit") or ""),
+        commit=commit,
         by_doc=by_doc,
     )
 
@@ -303,7 +306,18 @@ def compare_live(
 
 
 def rows(comparison: Comparison) -> list[Row]:
-    """The comparison as rows of the results file, under the candidate's parameters."""
+    """The comparison as rows of the results file, under the candidate's parameters.
+
+    Raises:
+        HybridKVError: a file names its task or parameters in a way that no row can hold.
+    """
+    try:
+        return _rows(comparison)
+    except ValueError as error:
+        raise HybridKVError(f"{comparison.candidate.name} cannot become rows: {error}") from None
+
+
+def _rows(comparison: Comparison) -> list[Row]:
     from hybrid_kv.results import Row
 
     document = comparison.summary()

@@ -61,10 +61,15 @@ def _asv(*arguments: str, **options: object) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0, or 2 if asv could not run; a benchmark that failed on some commit is a gap in its line."""
-    (number,) = [int(text) for text in (sys.argv[1:] if arguments is None else arguments)] or [5]
-    log = subprocess.run(
-        ("git", "rev-list", f"-n{number}", "HEAD"), cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    given = sys.argv[1:] if arguments is None else arguments
+    number = "".join(given) or "5"
+    if len(given) > 1 or not re.fullmatch(r"[1-9]\d*", number):
+        print(f"error: {' '.join(given)!r} is no number of commits; give one of 1 or more", file=sys.stderr)
+        return 2
+    log = subprocess.run(("git", "rev-list", f"-n{number}", "HEAD"), cwd=ROOT, capture_output=True, text=True)
+    if log.returncode:
+        print(f"error: {ROOT} is no git checkout with a commit; clone hybrid-kv and run this there", file=sys.stderr)
+        return 2
     machine = machine_name()
     steps = (
         (("machine", "--yes", "--machine", machine), {}),

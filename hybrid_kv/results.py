@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
-from functools import cache
+from functools import cache, lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,7 +70,18 @@ COLUMNS = tuple(
 TIME_UNITS = ("ns", "us", "ms", "s", "time ratio", "GB/s")
 # `check_file` knows these; another one is added here, so that no timing hides behind its own spelling of "seconds".
 UNITS = {*TIME_UNITS, "", "1/B", "B", "alarms", "answers", "bit", "blocks", "instructions", "logit", "modules"}
-UNITS |= {"operations", "packages", "patterns", "questions", "registers", "requests", "settings", "share", "tokens"}
+UNITS |= {
+    "launches",
+    "operations",
+    "packages",
+    "patterns",
+    "questions",
+    "registers",
+    "requests",
+    "settings",
+    "share",
+    "tokens",
+}
 UNITS |= {"views"}
 _HEADER = (",".join(COLUMNS) + "\n").encode()
 _log = logging.getLogger("hybrid_kv.results")
@@ -173,6 +184,8 @@ class Row:
     def __post_init__(self) -> None:
         if not math.isfinite(self.value):
             raise ValueError(f"{self.benchmark} {self.metric}={self.value} is no measurement")
+        if any(bound is not None and math.isinf(bound) for bound in (self.ci_low, self.ci_high)):
+            raise ValueError(f"{self.benchmark} {self.metric}: {self.ci_low} to {self.ci_high} is no interval")
         if self.better not in ("lower", "higher", "equal"):
             raise ValueError(f"better={self.better!r}; use lower, higher or equal")
         if self.verdict not in ("pass", "fail", "void", ""):
@@ -180,6 +193,7 @@ class Row:
         for name in ("suite", "benchmark", "metric", "unit", "baseline_commit"):
             if not (text := getattr(self, name)).isprintable():
                 raise ValueError(f"{name}={text!r} holds a line break or another sign that cannot be printed")
+        _ = self.params_json  # What no JSON can hold, such as NaN, is refused now and not when the row is written.
         if self.unit in TIME_UNITS:
             proof = self.params.get("receipt")
             if not isinstance(proof, Mapping):
@@ -239,16 +253,19 @@ def _check_header(path: Path, head: bytes) -> None:
         raise HybridKVError(f"{path}: column {len(COLUMNS) + 1} {found[len(COLUMNS)]!r} is not in schema {SCHEMA}")
 
 
-def append_rows(path: str | Path, rows: Sequence[Row]) -> None:
+def append_rows(path: str | Path, rows: Sequence[Row], *, commit: str | None = None) -> None:
     """Append rows, each once, none between those of another process; all of them, or none when writing fails.
 
     A last line without an end is cut off first, with a warning. A process killed while it appends leaves whole rows.
+
+    Args:
+        commit: what was measured, where that is not the checkout's HEAD.
 
     Raises:
         HybridKVError: the file cannot be written or has another header.
     """
     path = Path(path)
-    data = _encoded(rows)
+    data = _encoded(rows, {} if commit is None else {"commit": commit})
     with _locked(path) as descriptor:
         _check_header(path, os.pread(descriptor, 4096, 0))
         size = _cut_torn_line(path, descriptor)
@@ -262,10 +279,10 @@ def append_rows(path: str | Path, rows: Sequence[Row]) -> None:
             raise
 
 
-def _encoded(rows: Sequence[Row]) -> bytes:
+def _encoded(rows: Sequence[Row], replaced: Mapping[str, Any]) -> bytes:
     source = provenance()
     shared = {f.name: getattr(source, f.name) for f in fields(source)}
-    shared |= {"schema": SCHEMA, "time_utc": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")}
+    shared |= {"schema": SCHEMA, "time_utc": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"), **replaced}
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     for row in rows:
@@ -316,14 +333,41 @@ def _flag(text: str) -> bool:
     return {"True": True, "False": False}[text]
 
 
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError
+    return number
+
+
 def _bound(text: str) -> float:
-    return float(text) if text else math.nan
+    bound = float(text or "nan")
+    if math.isinf(bound):
+        raise ValueError
+    return bound
 
 
+def _moment(text: str) -> str:
+    if not re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", text):
+        raise ValueError
+    datetime.fromisoformat(text[:-1])
+    return text
+
+
+@lru_cache(maxsize=4096)
+def _json_object(text: str) -> str:
+    if not isinstance(json.loads(text), dict):
+        raise ValueError
+    return text
+
+
+# A text that none of these takes makes the whole file unreadable: no reader has to think of it again.
 _PARSERS: dict[str, Callable[[str], Any]] = {
     "schema": int,
+    "time_utc": _moment,
     "dirty": _flag,
-    "value": float,
+    "params": _json_object,
+    "value": _finite,
     "ci_low": _bound,
     "ci_high": _bound,
     "n": int,
@@ -385,7 +429,6 @@ def check_file(path: str | Path) -> list[str]:
 
 _FORMS = {
     "run_id": r"[0-9a-f]{12}",
-    "time_utc": r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ",
     "commit": r"([0-9a-f]{40})?",
     "baseline_commit": r"([0-9a-f]{40}(-dirty)?)?",
     **dict.fromkeys(("suite", "benchmark", "metric", "device", "machine", "python", "torch"), r".*\S.*"),
@@ -399,17 +442,11 @@ def _problems(values: Mapping[str, Any]) -> Iterator[str]:
     if values["unit"] not in UNITS:
         yield f"unit {values['unit']!r} is unknown; add it to hybrid_kv.results.UNITS if it is no time"
     low, high = values["ci_low"], values["ci_high"]
-    if math.isnan(low) != math.isnan(high) or low > high or math.isinf(low) or math.isinf(high):
+    if math.isnan(low) != math.isnan(high) or low > high:
         yield f"{low} to {high} is no interval"
     if values["n"] < 0:
         yield f"n is {values['n']}"
-    try:
-        params = json.loads(values["params"])
-    except ValueError:
-        params = None
-    if not isinstance(params, dict):
-        yield f"params holds no JSON object: {values['params']!r}"
-        return
+    params = json.loads(values["params"])
     if folder := next((text for text in _texts(params) if re.match(r"/|~|[A-Za-z]:\\", text)), None):
         yield f"params names a place on a machine: {folder!r}"
     try:

@@ -111,7 +111,7 @@ def test_a_killed_writer_leaves_a_file_that_reads_and_grows(tmp_path, caplog, be
     if before:
         append_rows(path, _rows("old", range(before)))
     batch = _rows("killed", range(100))
-    data = results._encoded(batch) if before else results._HEADER + results._encoded(batch)
+    data = results._encoded(batch, {}) if before else results._HEADER + results._encoded(batch, {})
     size = int(share * len(data))
     _killed_while_appending(path, batch, size)
 
@@ -146,7 +146,7 @@ def test_a_torn_line_longer_than_a_read_is_cut_off(tmp_path):
 def test_a_reader_waits_for_a_writer_at_work(tmp_path, monkeypatch, caplog):
     path = tmp_path / "r.csv"
     append_rows(path, [ROW])
-    half = results._encoded([ROW])
+    half = results._encoded([ROW], {})
     told, tell = multiprocessing.Pipe(duplex=False)
     ready, report = multiprocessing.Pipe(duplex=False)
 
@@ -257,10 +257,19 @@ def test_a_receipt_proves_something(error):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"value": float("nan")}, {"better": "up"}, {"verdict": "ok"}, {"metric": "a\nb"}, {"benchmark": "a\r"}]
+    ("wrong", "said"),
+    [
+        ({"value": float("nan")}, "value"),
+        ({"better": "up"}, "better"),
+        ({"verdict": "ok"}, "verdict"),
+        ({"metric": "a\nb"}, "metric"),
+        ({"benchmark": "a\r"}, "benchmark"),
+        ({"ci_low": 0.0, "ci_high": float("inf")}, "0.0 to inf is no interval"),
+        ({"params": {"limit": float("nan")}}, "JSON"),
+    ],
 )
-def test_rows_refuse_nonsense(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
+def test_rows_refuse_nonsense(wrong, said):
+    with pytest.raises(ValueError, match=said):
         Row(**{"suite": "s", "benchmark": "b", "metric": "value", "value": 1.0, **wrong})
 
 
@@ -310,14 +319,15 @@ def _damaged(path, line, **changes):
         (2, {"unit": "ns"}, "without a receipt"),
         (2, {"verdict": "passed"}, "verdict='passed'"),
         (2, {"better": "more"}, "better='more'"),
-        (2, {"value": "nan"}, "is no measurement"),
-        (2, {"value": "inf"}, "is no measurement"),
+        (2, {"value": "nan"}, "'value' holds 'nan'"),
+        (2, {"value": "inf"}, "'value' holds 'inf'"),
         (3, {"ci_low": "4"}, "4.0 to 3.0 is no interval"),
         (3, {"ci_low": ""}, "nan to 3.0 is no interval"),
-        (3, {"ci_high": "inf"}, "is no interval"),
+        (3, {"ci_high": "inf"}, "'ci_high' holds 'inf'"),
         (2, {"n": "-1"}, "n is -1"),
-        (2, {"params": "[]"}, "params holds no JSON object"),
-        (2, {"params": "{"}, "params holds no JSON object"),
+        (2, {"params": "[]"}, "'params' holds '[]'"),
+        (2, {"params": "{"}, "'params' holds '{'"),
+        (2, {"params": ""}, "'params' holds ''"),
         (2, {"params": '{"b": 1}'}, "not compact JSON with sorted keys"),
         (2, {"params": '{"b":1,"a":2}'}, "not compact JSON with sorted keys"),
         (2, {"params": '{"a":[{"model":"/home/me/model"}]}'}, "names a place on a machine: '/home/me/model'"),
@@ -325,7 +335,8 @@ def _damaged(path, line, **changes):
         (2, {"commit": "8a89dd6"}, "commit holds '8a89dd6'"),
         (2, {"baseline_commit": "main"}, "baseline_commit holds 'main'"),
         (2, {"run_id": "1"}, "run_id holds '1'"),
-        (2, {"time_utc": "2026-11-21 06:02"}, "time_utc holds"),
+        (2, {"time_utc": "2026-11-21 06:02"}, "'time_utc' holds"),
+        (2, {"time_utc": "2026-13-21T06:02:00Z"}, "'time_utc' holds"),
         (2, {"suite": ""}, "suite holds ''"),
         (2, {"machine": " "}, "machine holds ' '"),
         (2, {"device": ""}, "device holds ''"),
@@ -492,6 +503,8 @@ def test_check_on_the_command_line(folder, capsys):
         (["{folder}", "--since", "yesterday"], "--since yesterday is no moment"),
         (["{folder}", "--last", "0"], "--last 0 must be at least 1"),
         (["{folder}", "--json", "--csv"], "exclude each other"),
+        (["{folder}", "--check", "--json"], "--check looks at every row"),
+        (["{folder}", "--check", "--suite", "s"], "--check looks at every row"),
         (["{folder}", "{other}"], "column 1 must be 'schema', found 'question'"),
         (["{empty}"], "is empty: column 1 must be 'schema'"),
         (["{empty}", "--check"], "is empty"),

@@ -9,7 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
+
+from hybrid_kv.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
@@ -87,6 +90,21 @@ def test_the_cpu_jobs_run_here(file, name, job, tmp_path):
     assert ran or name == "workflows"
 
 
+SCRIPTS = [ROOT / "Makefile", *(path for path in sorted((ROOT / ".ci").iterdir()) if path.is_file())]
+COMMANDS = {
+    (name, option)
+    for path in SCRIPTS
+    for name, line in re.findall(r"hybrid[-_]kv\"? ([a-z]+)(.*)", path.read_text())
+    for option in re.findall(r" (--[\w-]+)", line)
+}
+
+
+@pytest.mark.parametrize(("name", "option"), sorted(COMMANDS))
+def test_every_command_has_the_options_that_scripts_give_it(name, option):
+    command = typer.main.get_command(app).commands[name]
+    assert option in {text for parameter in command.params for text in parameter.opts}
+
+
 def test_ci_runs_what_a_developer_runs():
     assert re.findall(r"^make .*", (ROOT / ".ci/run").read_text(), re.MULTILINE) == ["make test"]
 
@@ -152,6 +170,8 @@ def test_a_pull_request_gets_one_comment(gh, tmp_path):
     assert "POST" in call and "repos/owner/name/issues/7/comments" in call and bodies == [body]
     _, (call, bodies) = gh(*command, answer="41\n43", **where)
     assert "PATCH" in call and "repos/owner/name/issues/comments/41" in call and bodies == [body]
+    _, (call, bodies) = gh(".ci/comment", str(tmp_path / "none.md"), answer="41", RUN_URL="run/1", **where)
+    assert "PATCH" in call and bodies == ["<!-- hybrid-kv -->\nThe comparison could not run: run/1\n"]
 
 
 def test_an_alarm_says_what_to_run(gh):
@@ -172,6 +192,8 @@ def test_an_alarm_without_a_failed_step_names_the_first_ones(gh):
     where = {"REPOSITORY": "owner/name", "COMMIT": "abc", "RUN_URL": "run/1"}
     _, (body,) = gh(".ci/alarm", OUTCOMES="", **where)[-1]
     assert "make gpu-test\nmake gpu-guard\n" in body
+    (created, _) = gh(".ci/alarm", OUTCOMES="", **where)[-1]
+    assert "Nightly run failed: a job died" in created
 
 
 def test_rows_are_appended_to_their_branch(tmp_path):
@@ -189,6 +211,9 @@ def test_rows_are_appended_to_their_branch(tmp_path):
             old.unlink()
         for name, text in files.items():
             (checkout / f"nightly/{name}.csv").write_text(text)
+        return push_once()
+
+    def push_once():
         variables = {**os.environ, "RESULTS": "nightly", "REMOTE": str(remote), "GH_TOKEN": "secret"}
         command = ["bash", ".ci/push-results", str(BIN / "hybrid-kv")]
         done = subprocess.run(command, cwd=checkout, env=variables, capture_output=True, text=True)
@@ -204,7 +229,43 @@ def test_rows_are_appended_to_their_branch(tmp_path):
     assert branch("gpu") == header + rows[2]
     assert push(accuracy=header + rows[3]).returncode == 0
     assert branch("accuracy") == header + rows[0] + rows[1] + rows[3]
-    done = push()
-    assert done.returncode == 0 and "no new rows" in done.stdout
+    for again in ({}, {"accuracy": header + rows[3]}, {"accuracy": header + "1,torn"}):
+        done = push(**again)
+        assert done.returncode == 0 and "no new rows" in done.stdout
     assert push(accuracy=header + "1,broken\n").returncode != 0
     assert branch("accuracy") == header + rows[0] + rows[1] + rows[3]
+
+    # What has been committed to the checkout since, and what asv measured.
+    (checkout / "results/accuracy.csv").write_text(header + rows[0] + rows[4])
+    (checkout / "nightly/asv/box").mkdir(parents=True)
+    (checkout / "nightly/asv/box/abc.json").write_text("{}")
+    for old in (checkout / "nightly").glob("*.csv"):
+        old.unlink()
+    assert push_once().returncode == 0
+    assert branch("accuracy") == header + rows[0] + rows[1] + rows[3] + rows[4]
+    shown = ["git", "-C", remote, "show", "results:asv/box/abc.json"]
+    assert subprocess.run(shown, check=True, capture_output=True, text=True).stdout == "{}"
+
+
+def test_a_night_is_paired_with_the_first_one(tmp_path):
+    """Every model is asked, one that fails included, and its name never reaches the shell as a pattern or a path."""
+    program = tmp_path / "hybrid-kv"
+    program.write_text('#!/bin/sh\necho "$@" >>calls\ncase "$*" in *lost*) exit 1;; esac\n')
+    program.chmod(0o755)
+    (tmp_path / "baseline/samples").mkdir(parents=True)
+    (tmp_path / "baseline/samples/org_lost.jsonl.gz").touch()
+
+    def night(models):
+        (tmp_path / "calls").unlink(missing_ok=True)
+        variables = {**os.environ, "RESULTS": "nightly", "MODELS": models}
+        done = subprocess.run(["bash", ROOT / ".ci/accuracy", program], cwd=tmp_path, env=variables)
+        return done.returncode, (tmp_path / "calls").read_text().splitlines()
+
+    code, calls = night("org/lost org/*")
+    assert code == 1
+    assert calls == [
+        "accuracy --model=org/lost --against=baseline/samples/org_lost.jsonl.gz --out nightly/accuracy.csv",
+        "accuracy --model=org/* --task=gsm8k --limit=1319 --samples=nightly/samples/org__.jsonl.gz"
+        " --out nightly/accuracy.csv",
+    ]
+    assert night("org/new")[0] == 0

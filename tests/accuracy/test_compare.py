@@ -216,7 +216,25 @@ REFUSALS: list[tuple[Callable[[list[dict[str, Any]]], object], str]] = [
     (lambda lines: lines.clear(), r"no answers of filter 'strict-match': the file is empty"),
     (lambda lines: lines[3].update(error="5 tokens\nwere too many"), r"1 of 6 .*refused.*the first: 5 tokens were"),
     (lambda lines: lines.insert(3, {"filter": "none", "doc_id": 0}), r"b.jsonl line 1 is of another format"),
+    (lambda lines: lines[0].update(commit="main"), r"b.jsonl: commit 'main' is no full hash"),
 ]
+
+
+@pytest.mark.parametrize(("name", "value"), [("task", "gsm8k\nsynth"), ("seed", float("nan"))])
+def test_parameters_that_no_row_can_hold_leave_nothing_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, value: object
+) -> None:
+    a = write(tmp_path / "a.jsonl", [record(0)])
+    b = write(tmp_path / "b.jsonl", [record(0, params={**PARAMS, name: value})])
+    code, printed, error = call(capsys, "compare", a, b, "--out", tmp_path / "rows.csv", "--json", tmp_path / "c.json")
+    assert (code, printed, error.count("\n")) == (2, "", 1) and "b.jsonl cannot become rows" in error
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl"]
+
+
+@pytest.mark.parametrize("command", [["--against", "a.jsonl"], ["threshold"]])
+def test_fewer_than_one_question_are_refused(capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
+    code, printed, error = call(capsys, *command, "--limit", "-4")
+    assert (code, printed, error) == (2, "", "error: limit=-4 must be an integer >= 1\n")
 
 
 @pytest.mark.parametrize(("damage", "message"), REFUSALS)

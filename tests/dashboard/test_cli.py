@@ -39,6 +39,7 @@ def test_it_writes_the_page_and_the_summary(tmp_path: Path, capsys: pytest.Captu
         (("--machine", "mars"), "no row is from machine 'mars'"),
         (("--repository", "example.org"), "'example.org' is no URL"),
         (("--markdown", "nowhere/summary.md"), "the folder nowhere does not exist"),
+        (("--markdown", "."), ". is a folder"),
     ],
 )
 def test_what_a_user_gets_wrong_is_one_line_and_nothing_is_written(
