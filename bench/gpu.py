@@ -156,11 +156,12 @@ def mamba_ssm_state_update() -> Peer:
 
 
 def vllm_conv_update() -> Peer:
-    """`causal_conv1d_update` from one block to another; it overwrites its input with its output."""
+    """`causal_conv1d_update`, in place: in the block that ours only writes. It overwrites its input with its output."""
     function = importlib.import_module(f"{VLLM}.causal_conv1d").causal_conv1d_update
 
     def prepare(state, x, weight, bias, cu_seqlens, sources, accepted, targets):  # type: ignore[no-untyped-def]
-        inputs, first = x.clone(), torch.zeros_like(sources, dtype=torch.int32)
+        inputs = x.clone()
+        state[targets[:, 0]] = state[sources]
         launch = partial(
             function,
             inputs,
@@ -168,13 +169,11 @@ def vllm_conv_update() -> Peer:
             weight.contiguous(),
             bias,
             activation="silu",
-            conv_state_indices=torch.stack([sources, targets[:, 0]], dim=1).int(),
+            conv_state_indices=targets[:, 0].int().contiguous(),
             num_accepted_tokens=accepted.int(),
             query_start_loc=cu_seqlens.int(),
             max_query_len=targets.shape[1],
             null_block_id=0,
-            block_idx_last_scheduled_token=first + 1,
-            initial_state_idx=first,
         )
         return launch, lambda: inputs
 
@@ -230,7 +229,7 @@ def state_updates(device: str, model: str, num_reqs: int, K: int) -> Contest:
     return _contest("state_update", params, {"replay": {"replay_step": 1 - rate, "replay_flush": rate}}, **rivals)
 
 
-def conv_updates(device: str, model: str, num_reqs: int, K: int) -> Contest:
+def conv_updates(device: str, model: str, num_reqs: int, K: int, dtype: torch.dtype = torch.bfloat16) -> Contest:
     """One layer's convolution of such a step."""
     shape, tokens = SHAPES[model], 1 + K
     params = {"model": model, "num_reqs": num_reqs, "K": K}
@@ -239,7 +238,7 @@ def conv_updates(device: str, model: str, num_reqs: int, K: int) -> Contest:
     moved = num_reqs * shape.channels * 2 * (shape.kernel - 1 + 2 * tokens + shape.kernel - 2 + tokens)
 
     def build(implementation: Any) -> Case:
-        return causal_conv1d.update(number, model, num_reqs, K, implementation, device, torch.bfloat16)
+        return causal_conv1d.update(number, model, num_reqs, K, implementation, device, dtype)
 
     return _contest(
         "conv_update",
@@ -681,7 +680,7 @@ def _print(contest: Contest, results: Sequence[Result], missing: Mapping[str, st
         print(f"  {name:14}left out: {reason}")
 
 
-def main(arguments: Sequence[str] | None = None, device: Callable[[], Device] = Cuda, **where: str) -> int:
+def main(arguments: Sequence[str] | None = None, machine: Callable[[], Device] = Cuda, **where: str) -> int:
     """Race, print, append. Returns 0, 1 (a wrong result) or 2 (could not run)."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", allow_abbrev=False)
     parser.add_argument("--quick", action="store_true", help="one contest of each kind")
@@ -689,12 +688,12 @@ def main(arguments: Sequence[str] | None = None, device: Callable[[], Device] = 
     parser.add_argument("--out", metavar="CSV", required=True, help="append one row per measurement")
     options = parser.parse_args(arguments)
     try:
-        if device is Cuda and not torch.cuda.is_available():
+        if machine is Cuda and not torch.cuda.is_available():
             raise HybridKVError("no CUDA device: this times kernels on one; `hybrid-kv kernels` needs none")
         check_writable(options.out)
-        machine, rng = device(), random.Random(options.seed)
+        device, rng = machine(), random.Random(options.seed)
         for contest in contests(options.quick, **where):
-            results, missing = race(contest, machine, QUICK_ROUNDS if options.quick else ROUNDS, rng)
+            results, missing = race(contest, device, QUICK_ROUNDS if options.quick else ROUNDS, rng)
             append_rows(options.out, list(rows(contest, results)))
             _print(contest, results, missing)
     except HybridKVError as error:

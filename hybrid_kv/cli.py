@@ -208,14 +208,19 @@ def guard(
         Path | None, typer.Option("--json", help="Also write every check with its figure here.")
     ] = None,
     results: Annotated[Path, typer.Option(help="Folder whose guard.csv gets a row per check.")] = Path("results"),
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="What the guard model runs on.")] = "cpu",
 ) -> None:
     """Say whether the cache is right and fast: engine against oracles, accuracy, cost of block ids. Needs no GPU."""
+    import torch
+
     from hybrid_kv.config import ConfigError
     from hybrid_kv.guard.report import FULL, LONG, QUICK, print_results, result_rows, run_guard, write_json
     from hybrid_kv.results import append_rows, check_writable
 
     if quick and long:
         raise ConfigError("--quick and --long exclude each other; give one of them")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch sees no GPU here; use cpu")
     rows_file = results / "guard.csv"
     check_writable(rows_file)
     if json_file is not None:
@@ -224,7 +229,7 @@ def guard(
         seed = secrets.randbelow(2**31) if long else 0
     if long:
         print(f"the same run again: hybrid-kv guard --long --seed {seed}")
-    checks = run_guard(QUICK if quick else LONG if long else FULL, seed)
+    checks = run_guard(QUICK if quick else LONG if long else FULL, seed, device=device)
     print_results(checks)
     append_rows(rows_file, result_rows(checks))
     if json_file is not None:
@@ -293,6 +298,8 @@ def _require_folder(file: Path) -> None:
 
     if not file.parent.is_dir():
         raise ConfigError(f"{file}: the folder {file.parent} does not exist; make it first")
+    if file.is_dir():
+        raise ConfigError(f"{file} is a folder; name a file in it")
 
 
 accuracy_app = typer.Typer(invoke_without_command=True, help="Answer GSM8K-format questions; compare two runs.")
@@ -354,6 +361,7 @@ def accuracy(
         return
     run = _accuracy_module("run")
     comparing, threshold = _accuracy_module("compare"), _accuracy_module("threshold")
+    _require_at_least_one(limit=limit)
 
     options = {
         "max_num_seqs": max_num_seqs,
@@ -453,10 +461,11 @@ def accuracy_compare(
     run.check_outputs(json_file)
     runs = (comparing.read_answers(file, answer_filter) for file in (baseline, candidate))
     comparison = comparing.compare(*runs, answer_filter=answer_filter)
+    rows = comparing.rows(comparison)  # Before writing: it may refuse what stands in a file.
     comparing.print_comparison(comparison)
     if json_file is not None:
         run.write_summary(comparison.summary(), json_file)
-    append_rows(out, comparing.rows(comparison))
+    append_rows(out, rows)
     if comparison.verdict == "worse":
         raise typer.Exit(1)
 
@@ -473,6 +482,7 @@ def accuracy_threshold(
     from hybrid_kv.results import read_rows
 
     threshold = _accuracy_module("threshold")
+    _require_at_least_one(limit=limit)
     file = file or threshold.FILE
     frame = read_rows(rows_file)
     floors = [threshold.floor_from_rows(frame, model, task, name, limit) for name in threshold.METRICS]
@@ -508,10 +518,12 @@ def results(
 
     if as_json and as_csv:
         raise ConfigError("--json and --csv exclude each other; give one of them")
+    if check and (as_json or as_csv or any((suite, benchmark, metric, commit, machine, device, since, last))):
+        raise ConfigError("--check looks at every row and prints lines; leave the other options out")
     files = result_files(places or [Path("results")])
     if check:
         problems = [problem for file in files for problem in check_file(file)]
-        print(*problems, f"{len(problems)} problems in {len(files)} files", sep="\n")
+        print(*problems, f"{len(problems)} problem{'s' * (len(problems) != 1)} in {len(files)} files", sep="\n")
         raise typer.Exit(1 if problems else 0)
     frame = select_rows(
         pd.concat([read_rows(file) for file in files], ignore_index=True),
@@ -538,10 +550,13 @@ def kernels(
     update: Annotated[bool, typer.Option("--update", help="Accept what changed: append it to the baseline.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write every metric here.")] = None,
 ) -> None:
-    """Compile every kernel ahead of time and compare registers, spills, access and instructions. Needs no GPU."""
+    """Compile every kernel ahead of time and compare registers, spills, access and instructions. Needs no GPU.
+
+    Also count, in Triton's interpreter, the launches of a decode step and the bytes of both state schemes.
+    """
     from hybrid_kv.config import ConfigError
-    from hybrid_kv.kernels import aot
-    from hybrid_kv.results import append_rows, check_writable
+    from hybrid_kv.kernels import aot, counts
+    from hybrid_kv.results import append_rows, check_writable, provenance
 
     names = aot.parse_targets(targets)
     if baseline is not None and not update and not baseline.exists():
@@ -552,13 +567,17 @@ def kernels(
     if json_file is not None:
         _require_folder(json_file)
     verdicts = aot.run(aot.kernel_modules(), names, baseline, accept=update)
+    counted = counts.count_all()
+    known = {} if update else aot.read_baseline(baseline, provenance().triton)
+    wrong = [counts.failures(one, known) for one in counted]
     aot.print_table(verdicts)
+    counts.print_counts(counted, wrong)
     if json_file is not None:
         aot.write_json(verdicts, json_file)
-    if any(verdict.failures for verdict in verdicts):
+    if any(verdict.failures for verdict in verdicts) or any(wrong):
         raise typer.Exit(1)
     if update:
-        append_rows(baseline, aot.changed_rows(verdicts, baseline))
+        append_rows(baseline, [*aot.changed_rows(verdicts, baseline), *counts.changed_rows(counted, baseline)])
 
 
 @app.command()
@@ -616,7 +635,7 @@ def compare(
         outcomes = verdicts.outcomes_of(comparison, results)
     verdicts.print_table(outcomes)
     print(verdicts.verdict_line(comparison, outcomes))
-    append_rows(out, list(verdicts.rows(comparison, outcomes)))
+    append_rows(out, list(verdicts.rows(comparison, outcomes)), commit=comparison.head.commit)
     if json_file is not None:
         json_file.write_text(json.dumps(verdicts.document(comparison, outcomes), indent=2) + "\n", encoding="utf-8")
     if markdown is not None:
@@ -659,6 +678,8 @@ def main(args: list[str] | None = None) -> None:
     except Exception as error:
         from hybrid_kv.config import HybridKVError  # Imports torch: not for --help.
 
+        if isinstance(error, OSError) and error.filename:
+            error = HybridKVError(f"{error.filename}: {error.strerror}")
         if isinstance(error, ModuleNotFoundError):
             error = HybridKVError(f"{error.name} is not installed; run: pip install -e '.[all]' in a checkout")
         if not isinstance(error, HybridKVError):

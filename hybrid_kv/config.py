@@ -15,6 +15,7 @@ import torch
 
 MambaCacheMode = Literal["none", "align", "all"]
 StateScheme = Literal["slots", "replay"]
+Kernels = Literal["auto", "torch", "triton"]
 
 DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64,
@@ -194,6 +195,10 @@ class EngineConfig:
     larger steps run unpadded. With `async_scheduling` each step is scheduled before the tokens of the step before are
     known, and blocks are published and freed one step late. `sanitize` follows every slot and block and stops at the
     first one that does not hold what it should (`hybrid_kv.sanitizer`); `HYBRID_KV_SANITIZE=1` is its default.
+
+    `kernels` says what computes a step: plain torch, or one Triton kernel for each operation of the cache (block
+    tables, convolution, states, norm, attention); `auto` takes Triton on a GPU where it is installed. What the kernels
+    do not take, such as float64 layers, runs in torch.
     """
 
     cache: CacheConfig = CacheConfig()
@@ -207,6 +212,7 @@ class EngineConfig:
     async_scheduling: bool = False
     sanitize: bool | None = None
     seed: int = 0
+    kernels: Kernels = "auto"
 
     def __post_init__(self) -> None:
         require_bool(self, "async_scheduling", "sanitize")
@@ -217,6 +223,8 @@ class EngineConfig:
             object.__setattr__(self, "sanitize", os.environ.get("HYBRID_KV_SANITIZE", "0") not in ("", "0"))
         if self.dtype != "auto":
             parse_dtype(self.dtype, "dtype")
+        if self.kernels not in get_args(Kernels):
+            raise ConfigError(f"kernels={self.kernels!r}; use auto, torch or triton")
         if list(self.captured_batch_sizes) != sorted(set(self.captured_batch_sizes)):
             raise ConfigError(f"captured_batch_sizes={self.captured_batch_sizes} must rise strictly")
         if self.captured_batch_sizes and self.captured_batch_sizes[0] < 1:

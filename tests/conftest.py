@@ -13,13 +13,9 @@ settings.register_profile(
 settings.load_profile("hybrid-kv")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "requires_cuda: needs a CUDA device; skipped without one")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
     for item in items:
-        if item.get_closest_marker("requires_cuda"):
+        if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))

@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 
 from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockIds
+from hybrid_kv.kernels.block_tables import DeviceTables, StagedBlocks, StepBatch, TableLayout, update_block_tables
 from hybrid_kv.kernels.kernel_blocks import gather_kernel_blocks
 from hybrid_kv.kernels.slot_mapping import PAD_SLOT, slot_mapping
 
@@ -89,12 +90,15 @@ class BlockTables:
         self._staged_rows = torch.zeros(max_num_reqs, dtype=torch.int32, pin_memory=pinned)
         self._staged_counts = torch.zeros(max_num_reqs, self.num_groups, dtype=torch.int32, pin_memory=pinned)
         self._staged_overwrite = torch.zeros(max_num_reqs, dtype=torch.bool, pin_memory=pinned)
+        self._staged_requests = (self._staged_rows, self._staged_counts, self._staged_overwrite)
         self._ids_view = memoryview(self._staged_ids.numpy())
         self._rows_view = memoryview(self._staged_rows.numpy())
         self._counts_view = memoryview(self._staged_counts.view(-1).numpy())
         self._overwrite_view = memoryview(self._staged_overwrite.numpy())
         self._num_ids = 0
         self._num_staged = 0
+        self._gathered: tuple[object, ...] = ()  # what the input tables hold, until a row changes
+        self.num_gathers = 0
 
     def append_block_ids(self, row: int, block_ids: BlockIds, counts: array[int], overwrite: bool = False) -> None:
         """Stage new manager block ids of one request; at most once per row between two `apply_staged_writes`.
@@ -128,6 +132,7 @@ class BlockTables:
         if not staged:
             return
         self._num_ids = self._num_staged = 0
+        self._gathered = ()
         rows = self._staged_rows[:staged].to(self.device).long()
         counts = self._staged_counts[:staged].to(self.device).long()
         overwrite = self._staged_overwrite[:staged].to(self.device)
@@ -154,6 +159,29 @@ class BlockTables:
         if int(counts.sum()) != num_ids:
             raise ValueError(f"{num_ids} block ids were staged for {int(counts.sum())} columns")
 
+    def update(
+        self,
+        rows: npt.NDArray[np.int64],
+        query_lens: npt.NDArray[np.int64],
+        positions: torch.Tensor,
+        num_reqs_padded: int,
+        num_tokens_padded: int,
+        num_columns: Sequence[int],
+        groups: Sequence[int],
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """All of a step: staged ids applied, what `gather_block_tables` gives, and what `compute_slot_mappings` gives.
+
+        Args:
+            rows, query_lens: [num_reqs], row and number of tokens of each batch position.
+            positions: [num_tokens] int64, of each token in its request.
+            num_columns: manager blocks of the longest row, per group.
+            groups: those that have slots.
+        """
+        self.apply_staged_writes()
+        tables = self.gather_block_tables(rows, num_reqs_padded, num_columns)
+        token_rows = torch.from_numpy(np.repeat(rows, query_lens)).to(self.device)
+        return tables, self.compute_slot_mappings(token_rows, positions, num_tokens_padded, groups)
+
     def gather_block_tables(
         self, rows: npt.NDArray[np.int64], num_reqs_padded: int, num_columns: Sequence[int]
     ) -> list[torch.Tensor]:
@@ -165,6 +193,14 @@ class BlockTables:
         Args:
             num_columns: manager blocks of the longest row, per group.
         """
+        wanted = rows.tobytes(), num_reqs_padded, *num_columns
+        if wanted != self._gathered:
+            self._gather(rows, num_reqs_padded, num_columns)
+            self._gathered = wanted
+            self.num_gathers += 1
+        return [out[:num_reqs_padded] for out in self.input_tables]
+
+    def _gather(self, rows: npt.NDArray[np.int64], num_reqs_padded: int, num_columns: Sequence[int]) -> None:
         num_reqs = len(rows)
         device_rows = torch.from_numpy(rows).to(self.device)
         for group, out in enumerate(self.input_tables):
@@ -172,7 +208,6 @@ class BlockTables:
                 self.tables[group], device_rows, num_columns[group], self._offsets[group], out[:num_reqs]
             )
             out[num_reqs:num_reqs_padded] = NULL_BLOCK
-        return [out[:num_reqs_padded] for out in self.input_tables]
 
     def compute_slot_mappings(
         self, token_rows: torch.Tensor, positions: torch.Tensor, num_tokens_padded: int, groups: Sequence[int]
@@ -187,5 +222,70 @@ class BlockTables:
             self.slot_mappings[group, :num_tokens] = slot_mapping(
                 self.tables[group], token_rows, positions, self.block_sizes[group], *self.cp
             )
-        self.slot_mappings[:, num_tokens:num_tokens_padded] = PAD_SLOT
+        if num_tokens < num_tokens_padded:
+            self.slot_mappings[:, num_tokens:num_tokens_padded] = PAD_SLOT
         return self.slot_mappings[:, :num_tokens_padded]
+
+
+class LaunchedBlockTables(BlockTables):
+    """The same, but that `update` is one launch (`kernels.block_tables`): nothing is checked, as nobody waits.
+
+    Args:
+        slot_groups: the groups that have slots.
+    """
+
+    def __init__(
+        self,
+        block_sizes: Sequence[int],
+        kernel_block_sizes: Sequence[int],
+        max_num_reqs: int,
+        max_num_batched_tokens: int,
+        max_num_blocks_per_group: Sequence[int],
+        device: torch.device,
+        slot_groups: Sequence[int],
+    ) -> None:
+        super().__init__(
+            block_sizes, kernel_block_sizes, max_num_reqs, max_num_batched_tokens, max_num_blocks_per_group, device
+        )
+        sizes = zip(self.widths, self.block_sizes, self.blocks_per_kv_block, strict=True)
+        layouts = [
+            TableLayout(width, size, per_block, per_block, group in slot_groups)
+            for group, (width, size, per_block) in enumerate(sizes)
+        ]
+        self._on_device = DeviceTables(layouts, max_num_reqs, max_num_batched_tokens, device)
+        self._flat, self.num_blocks = self._on_device.flat_tables, self._on_device.num_blocks
+        self.tables, self.input_tables = self._on_device.tables, self._on_device.input_tables
+        self.slot_mappings = self._on_device.slot_mappings
+
+    def apply_staged_writes(self) -> None:
+        """Bring all staged ids into the persistent tables."""
+        if self._num_staged:
+            nothing = torch.zeros(1, dtype=torch.int64, device=self.device)
+            self._launch(StepBatch(nothing[:0], nothing.int(), nothing[:0], 0, 0))
+
+    def update(
+        self,
+        rows: npt.NDArray[np.int64],
+        query_lens: npt.NDArray[np.int64],
+        positions: torch.Tensor,
+        num_reqs_padded: int,
+        num_tokens_padded: int,
+        num_columns: Sequence[int],
+        groups: Sequence[int],
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """See `BlockTables.update`; every group with slots is mapped."""
+        wanted = rows.tobytes(), num_reqs_padded
+        if self._num_staged or wanted != self._gathered:
+            self._gathered = wanted
+            self.num_gathers += 1
+        query_start_loc = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+        moved, starts = (torch.from_numpy(part).to(self.device) for part in (rows, query_start_loc))
+        self._launch(StepBatch(moved, starts, positions, num_reqs_padded, num_tokens_padded))
+        tables = [table[:num_reqs_padded] for table in self.input_tables]
+        return tables, self.slot_mappings[:, :num_tokens_padded]
+
+    def _launch(self, batch: StepBatch) -> None:
+        staged, num_ids = self._num_staged, self._num_ids
+        self._num_ids = self._num_staged = 0
+        parts = (self._staged_ids[:num_ids], *(part[:staged] for part in self._staged_requests))
+        update_block_tables(self._on_device, StagedBlocks(*(part.to(self.device) for part in parts)), batch)

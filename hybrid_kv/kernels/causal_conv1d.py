@@ -26,12 +26,13 @@ def causal_conv1d(
     """
     length, kernel = x.shape[1], weight.shape[1]
     inputs = torch.cat([window, x], dim=1)
+    if length == 1:
+        y = (inputs * weight.T).sum(1, keepdim=True)
+        return F.silu(y if bias is None else y.add_(bias)), inputs
     y = inputs[:, :length] * weight[:, 0]
     for j in range(1, kernel):
-        y = torch.addcmul(y, inputs[:, j : j + length], weight[:, j])
-    if bias is not None:
-        y = y + bias
-    return F.silu(y), inputs
+        y.addcmul_(inputs[:, j : j + length], weight[:, j])
+    return F.silu(y if bias is None else y.add_(bias)), inputs
 
 
 def windows_at(inputs: torch.Tensor, rows: torch.Tensor, first: torch.Tensor, size: int) -> torch.Tensor:
@@ -41,4 +42,6 @@ def windows_at(inputs: torch.Tensor, rows: torch.Tensor, first: torch.Tensor, si
         inputs: [num_rows, len, channels], what `causal_conv1d` returns or the blocks of a cache.
         rows, first: [M] int64.
     """
+    if inputs.shape[1] == size:
+        return inputs.index_select(0, rows)  # all of it, and `first` is 0
     return inputs[rows[:, None], first[:, None] + torch.arange(size, device=inputs.device)]

@@ -7,15 +7,34 @@ bits and is silently wrong (triton#4972).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, Literal
 
 import torch
+
+from hybrid_kv.config import ConfigError, Kernels
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTS = (torch.int32, torch.int64)
 VECTOR_BYTES = 16  # the widest access of one lane
+
+
+def choose(name: Kernels, device: torch.device) -> Literal["torch", "triton"]:
+    """What `kernels=name` means on a device.
+
+    Raises:
+        ConfigError: Triton was asked for, and it is missing, or there is no GPU. Its interpreter runs on a CPU.
+    """
+    if name == "torch" or (name == "auto" and (device.type == "cpu" or find_spec("triton") is None)):
+        return "torch"
+    if find_spec("triton") is None:
+        raise ConfigError("kernels='triton' needs the package triton; install it, or use torch")
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigError("kernels='triton' needs a GPU; use torch, or TRITON_INTERPRET=1 to interpret them, slowly")
+    return "triton"
 
 
 @cache

@@ -1,6 +1,6 @@
 """K and V of tokens in blocks: storing them in slots, and causal attention over the blocks of a row.
 
-In plain torch: `write_kv`, `gather_kv`, and `paged_attention` over rows padded to one length, what a CPU runs; and
+In plain torch: `write_kv` and `paged_attention` over rows padded to one length, what a CPU runs; and
 `paged_attention_varlen_reference`. As Triton kernels, one launch each: `store_kv`, and `paged_attention_varlen` over
 rows whose tokens lie back to back. Caches are [num_kernel_blocks, kernel_block_size, num_kv_heads, head_size] views
 whose blocks and tokens lie at any stride, so that every layout of `cache.layout` is read where it is.
@@ -48,14 +48,8 @@ def write_kv(
     value_cache.index_put_(index, value)
 
 
-def gather_kv(cache: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
-    """All tokens of each row's blocks, in table order: [num_rows, num_blocks * kernel_block_size, heads, head_size]."""
-    rows, num_blocks = block_table.shape
-    return cache[block_table].view(rows, num_blocks * cache.shape[1], *cache.shape[2:])
-
-
 def token_cells(
-    block_table: torch.Tensor, last: torch.Tensor, num_keys: int, block_size: int
+    block_table: torch.Tensor, last: torch.Tensor, num_keys: int, block_size: int, grid: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Kernel block and offset in it of the first `num_keys` tokens of each row, [num_rows * num_keys] int64 each.
 
@@ -65,8 +59,12 @@ def token_cells(
     Args:
         block_table: [num_rows, num_blocks] int32 or int64.
         last: [num_rows] int64, position of each row's last token.
+        grid: tokens at multiples of it are not read either: the last one stands there, too.
     """
-    place = torch.minimum(torch.arange(num_keys, device=last.device), last[:, None])
+    place = torch.arange(num_keys, device=last.device)
+    if grid is not None:
+        place = place.masked_fill(place % grid == 0, num_keys)
+    place = torch.minimum(place, last[:, None])
     blocks = block_table.long().gather(1, place // block_size)
     return blocks.flatten(), (place % block_size).flatten()
 

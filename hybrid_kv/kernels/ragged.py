@@ -14,10 +14,11 @@ class Ragged:
     """
 
     def __init__(self, lengths: torch.Tensor, device: torch.device) -> None:
-        self.num_rows = len(lengths)
-        self.max_len = int(lengths.max())
+        known = lengths.tolist()
+        self.num_rows = len(known)
+        self.max_len = max(known)
         self.lengths = lengths.to(device)
-        self.uniform = bool((lengths == self.max_len).all())
+        self.uniform = self.max_len == min(known)
         if not self.uniform:
             steps = torch.arange(self.max_len, device=device)
             starts = self.lengths.cumsum(0) - self.lengths

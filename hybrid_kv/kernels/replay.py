@@ -88,7 +88,7 @@ def read_states(ssm_state: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     Returns:
         [n, heads, head_dim, state] float32, or of the states' dtype.
     """
-    states = ssm_state[blocks]
+    states = ssm_state.index_select(0, blocks)
     return join_state(states) if states.dtype == torch.int16 else states
 
 

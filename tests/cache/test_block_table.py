@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybrid_kv.cache.block_pool import NULL_BLOCK
 from hybrid_kv.cache.block_table import BlockTables
 from hybrid_kv.kernels.kernel_blocks import expand_list
 from hybrid_kv.kernels.slot_mapping import PAD_SLOT
@@ -79,6 +80,30 @@ def test_vllm_38831_each_group_has_kernel_blocks_of_its_own_size():
         # Through the kernel's blocks and through the manager's a token has one slot.
         through_kernel_blocks = table[0].long()[positions // 16] * 16 + positions % 16
         assert slots[group].tolist() == through_kernel_blocks.tolist()
+
+
+def test_tables_are_gathered_again_when_something_changes_and_only_then():
+    tables = make()
+    for row in (0, 1):
+        stage(tables, row, [[10 + row], [20 + row], [30 + row]], overwrite=True)
+
+    def gathered(rows, padded, columns=(1, 1, 1)):
+        tables.apply_staged_writes()
+        found = tables.gather_block_tables(np.array(rows, dtype=np.int64), padded, columns)
+        return tables.num_gathers, [table[:, 0].tolist() for table in found]
+
+    both = [[10, 11], [20 * 34, 21 * 34], [30 * 4, 31 * 4]]
+    assert gathered([0, 1], 2) == (1, both)
+    assert gathered([0, 1], 2) == (1, both)
+    assert gathered([1, 0], 2) == (2, [part[::-1] for part in both])
+    assert gathered([1], 2) == (3, [[part[1], NULL_BLOCK] for part in both])
+    assert gathered([1], 1) == (4, [part[1:] for part in both])
+    assert gathered([1], 1, (2, 1, 1))[0] == 5
+    stage(tables, 1, [[12], [], []])
+    assert gathered([1], 1, (2, 1, 1))[0] == 6
+    assert tables.input_tables[0][0, :2].tolist() == [11, 12]
+    stage(tables, 1, [[13], [23], [33]], overwrite=True)
+    assert gathered([1], 1, (2, 1, 1)) == (7, [[13], [23 * 34], [33 * 4]])
 
 
 def test_input_tables_keep_their_address():

@@ -216,7 +216,7 @@ def test_raw_buffers_may_have_any_dtype_and_room_to_spare(dtype: torch.dtype) ->
     assert fetched(store, key(1)) == [content(config, [buffer.view(torch.uint8) for buffer in raw], 0, 5)]
 
 
-@pytest.mark.requires_cuda
+@pytest.mark.gpu
 def test_on_a_gpu_a_block_may_be_reused_as_soon_as_store_returns() -> None:
     config = hybrid(num_blocks=64)
     buffers = [buffer.cuda() for buffer in buffers_of(config)]

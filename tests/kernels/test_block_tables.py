@@ -255,7 +255,7 @@ def test_offsets_and_slots_beyond_int32() -> None:
     assert slots == [block * 544 + 543, 5 * 544] + [PAD_SLOT] * 6
 
 
-@pytest.mark.requires_cuda
+@pytest.mark.gpu
 @settings(max_examples=40)
 @given(scenarios())
 def test_random_steps_match_on_a_gpu(scenario: Scenario) -> None:

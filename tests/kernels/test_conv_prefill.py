@@ -302,7 +302,6 @@ def test_refuses_what_the_kernel_would_misread(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.requires_cuda
 @pytest.mark.parametrize("dtype", list(ROUNDING))
 def test_on_a_gpu(dtype):
     drawn = (Row(600, (528,), start="first"), Row(0), Row(3, (1, 2), start="last"), Row(33, initial=False))

@@ -267,7 +267,6 @@ def test_refuses_what_the_kernel_would_misread(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.requires_cuda
 @pytest.mark.parametrize("dtype", list(ROUNDING))
 def test_on_a_gpu(dtype):
     rows = ((6, 3, False, False), (1, 1, True, False), (3, 6, False, True), (0, 1, False, False), (4, 1, False, True))

@@ -164,7 +164,6 @@ def test_refuses_what_the_kernel_would_misread(change, message):
 
 
 @pytest.mark.gpu
-@pytest.mark.requires_cuda
 @pytest.mark.parametrize("groups", [1, 8])
 @pytest.mark.parametrize("dtype", list(ROUNDING))
 def test_on_a_gpu(groups, dtype):

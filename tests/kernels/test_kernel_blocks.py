@@ -130,7 +130,6 @@ def test_gather_takes_the_rows_in_batch_order_and_leaves_the_rest(bpk):
 
 
 @pytest.mark.gpu
-@pytest.mark.requires_cuda
 def test_on_a_gpu():
     ids = torch.randint(0, 1000, (5, 241), dtype=torch.int32)
     expected = expand_torch(ids, torch.arange(131, dtype=torch.int32), 140)

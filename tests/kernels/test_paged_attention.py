@@ -24,7 +24,6 @@ from hybrid_kv.kernels.aot import TARGETS, compile_case, read_metrics
 from hybrid_kv.kernels.paged_attention import (
     aot_cases,
     attend_tokens,
-    gather_kv,
     gather_tokens,
     paged_attention,
     paged_attention_varlen,
@@ -107,18 +106,18 @@ def test_a_negative_slot_stores_nothing(slots):
     assert torch.equal(value_cache.reshape(12, 2, 3), -expected)
 
 
-def test_gather_follows_the_table_order():
-    key_cache, _ = strided_cache(4, 2, 1, 1, TorchBackend)
-    key_cache.copy_(torch.arange(8.0).view(4, 2, 1, 1))
-    gathered = gather_kv(key_cache, torch.tensor([[3, 1], [2, 2]], dtype=torch.int32))
-    assert gathered.flatten(1).tolist() == [[6, 7, 2, 3], [4, 5, 4, 5]]
-
-
 def test_behind_a_rows_last_token_that_token_is_read_again():
     table = torch.tensor([[3, 1], [2, 99]], dtype=torch.int32)
     blocks, offsets = token_cells(table, torch.tensor([2, 0]), 4, 2)
     assert blocks.tolist() == [3, 3, 1, 1, 2, 2, 2, 2]
     assert offsets.tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
+
+
+def test_in_the_place_of_tokens_on_a_grid_the_last_one_is_read():
+    table = torch.tensor([[3, 1]], dtype=torch.int32)
+    blocks, offsets = token_cells(table, torch.tensor([3]), 4, 2, grid=2)
+    assert blocks.tolist() == [1, 3, 1, 1]
+    assert offsets.tolist() == [1, 1, 1, 1]
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.sampled_from([0, 1, 5, 6]), st.integers(0, 99))
@@ -503,7 +502,6 @@ def test_imports_without_triton():
 
 
 @pytest.mark.gpu
-@pytest.mark.requires_cuda
 @pytest.mark.parametrize("dtype", list(ROUNDING))
 def test_on_a_gpu(dtype):
     rows = ((1, 500, False), (4, 37, False), (1, 0, True), (0, 5, False), (130, 10, False))

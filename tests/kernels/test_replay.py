@@ -859,7 +859,6 @@ def test_imports_without_triton():
 
 
 @pytest.mark.gpu
-@pytest.mark.requires_cuda
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("state", [PLANES, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -493,7 +493,6 @@ def test_chunks_that_shared_memory_does_not_hold_are_refused(dtype, largest):
 
 
 @pytest.mark.gpu
-@pytest.mark.requires_cuda
 @pytest.mark.parametrize("dtype", list(ROUNDING))
 def test_on_a_gpu(dtype):
     drawn = (Row(600, (528,), start="first"), Row(0), Row(3, (1, 2), start="last"), Row(133, initial=False))

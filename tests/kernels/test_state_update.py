@@ -358,7 +358,6 @@ def test_imports_without_triton():
 
 
 @pytest.mark.gpu
-@pytest.mark.requires_cuda
 @pytest.mark.parametrize("state_dtype", list(ROUNDING))
 def test_on_a_gpu(state_dtype):
     rows = ((6, False, -1), (1, True, -1), (3, False, 2), (0, False, -1), (4, False, 0))

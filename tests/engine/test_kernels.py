@@ -1,0 +1,84 @@
+"""The engine on Triton kernels, in the interpreter, against the same engine on plain torch.
+
+Tolerance: float32 twice, with sums in another order: 2e-5 of max|logit| (tests/models/test_nemotron_h.py), as both
+differ from the exact result by that at most, 4e-5.
+"""
+
+import itertools
+
+import pytest
+
+from hybrid_kv.engine.llm import LLM
+from hybrid_kv.guard.checks import poison, record_logits
+from hybrid_kv.guard.scenario import ScriptedProposer
+from hybrid_kv.sampling import SamplingParams
+from tests.kernels.interpreter import interpreted
+from tests.models.tiny_nemotron import VOCAB, Characters, build
+
+pytest.importorskip("triton")
+
+TOLERANCE = 4e-5
+COUNT = 3
+PROMPTS = [[(11 * i * i + 5 * start) % VOCAB for i in range(length)] for start, length in enumerate((3, 18))]
+MODES = ("none", "align", "all")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    build("M*").save_pretrained(folder)
+    return str(folder)
+
+
+def engine(folder, kernels, sequences=None, k=0, **options):
+    proposer = None
+    if k:
+        proposer = ScriptedProposer("mixed", k, sequences, [len(p) for p in PROMPTS] * 2, 4, VOCAB)
+    defaults = {
+        "max_num_batched_tokens": 10,
+        "max_num_seqs": 3,
+        "captured_batch_sizes": (3,),
+        "max_model_len": 24,
+        "dtype": "float32",
+    }
+    defaults |= {"device": "cpu", "block_size": 4, "num_blocks": 64, "attention_backend": "TORCH"}
+    llm = LLM(folder, Characters(), proposer, num_speculative_tokens=k, kernels=kernels, **defaults | options)
+    poison(llm)
+    return llm
+
+
+def answers(llm, rounds):
+    """Tokens and logits of every request, in `rounds` of the same prompts: later ones hit the cache."""
+    found = []
+    for _ in range(rounds):
+        for output, logits in record_logits(llm, PROMPTS, SamplingParams(max_tokens=COUNT)):
+            assert output.error is None, output.error
+            found.append((output.token_ids, logits, output.cached_tokens))
+    return found
+
+
+def check_engine(folder, mode, k, scheme):
+    options = {"mamba_cache_mode": mode, "state_scheme": scheme}
+    plain = [tokens for tokens, *_ in answers(engine(folder, "torch"), 1)]
+    sequences = [prompt + tokens for prompt, tokens in zip(PROMPTS, plain, strict=True)]
+    rounds = 1 if mode == "none" else 2
+    sequences *= rounds
+    expected = answers(engine(folder, "torch", sequences, k, **options), rounds)
+    launched = engine(folder, "triton", sequences, k, **options)
+    assert launched.runner.kernels == "triton"
+    got = answers(launched, rounds)
+    error, hits = 0.0, 0
+    for (tokens, logits, cached), (wanted, reference, wanted_cached) in zip(got, expected, strict=True):
+        assert tokens == wanted and cached == wanted_cached and len(tokens) == COUNT
+        assert logits.shape == reference.shape
+        error = max(error, float((logits - reference).abs().max() / reference.abs().max()))
+        hits += cached
+    assert (hits > 0) == (mode != "none")
+    return error
+
+
+@pytest.mark.parametrize(("k", "scheme"), [*itertools.product((0, 3), ("slots", "replay"))])
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_and_logits_are_those_of_torch(folder, mode, k, scheme):
+    error = interpreted(check_engine, folder, mode, k, scheme)
+    assert 0 < error <= TOLERANCE  # not the same arithmetic twice
