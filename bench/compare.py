@@ -7,8 +7,8 @@ on one core, fed alternately in random order (`bench.worker`). One pair gives on
 unit of inference (`bench.inference`): two processes of equal code differ by what memory they got, by 1 to 5 %, and no
 number of samples inside one pair averages that away. Forking from one start shares most of the layout: the spread
 between pairs of equal code fell from 2.2 to 1.6 % on average over 14 benchmarks, from 5.2 to 1.5 % for the worst. Over
-6 starts of 6 pairs no benchmark varied more between starts than its pairs do (F test, 5 %), so pairs of several starts
-are pooled.
+6 starts of 6 pairs no benchmark varied more between starts than its pairs do (F test, 5 %), so all pairs of a look come
+from one start.
 
 When it is an alarm. The first look at all cells only picks suspects. They are measured again, in fresh processes and
 with twice the pairs; that repeat alone is evidence, Holm's procedure over the suspects bounds the chance of any false
@@ -54,6 +54,8 @@ ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 25),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
     "MALLOC_TOP_PAD_": str(1 << 26),
+    # Empty is off: each worker would compile the version anew, 1 s of work.
+    "PYTHONDONTWRITEBYTECODE": "",
 }
 GPU_SAMPLES = 40  # launches: each is short
 
@@ -73,12 +75,11 @@ class Design:
     """
 
     pairs: int = 6
-    pairs_per_start: int = 3
-    samples: int = 12
+    samples: int = 8
     sample_seconds: float = 1.5e-3
     cell_seconds: float = 0.05
     min_effect: float = 0.01
-    screen: float = 0.2
+    screen: float = 0.1
     alpha: float = 0.01
 
     def __post_init__(self) -> None:
@@ -157,27 +158,32 @@ Answers = tuple[dict[str, Any], dict[str, Any]]  # of BASE and HEAD
 
 
 class Pair:
-    """A worker of each version. One answers at a time, since they share a core."""
+    """A worker of each version. One answers at a time, since they share a core.
+
+    Attributes:
+        alive: until one of them died or did not answer.
+    """
 
     def __init__(self, streams: Sequence[TextIO], rng: random.Random) -> None:
         self._streams = streams
         self._rng = rng
+        self.alive = True
 
     def ask(self, side: int, do: str, **arguments: Any) -> dict[str, Any]:
-        """Raises `HybridKVError` if the worker died or does not answer."""
+        """The answer; `failed` in it also if there is none."""
         stream = self._streams[side]
-        subject = f"{SIDES[side]}'s worker, asked to {do} {arguments.get('key', '')}".rstrip()
         try:
             stream.write(json.dumps({"do": do, **arguments}) + "\n")
             stream.flush()
-            answer = stream.readline()
+            if line := stream.readline():
+                return dict(json.loads(line))
+            reason = "died; its last words, if any, are above"
         except TimeoutError:
-            raise HybridKVError(f"{subject}, did not answer within {ANSWER_SECONDS:.0f} s") from None
+            reason = f"did not answer within {ANSWER_SECONDS:.0f} s"
         except OSError:
-            answer = ""
-        if not answer:
-            raise HybridKVError(f"{subject}, died; its last words, if any, are above")
-        return dict(json.loads(answer))
+            reason = "died; its last words, if any, are above"
+        self.alive = False
+        return {"failed": f"the worker, asked to {do}, {reason}"}
 
     def ask_both(self, do: str, *, only_head: Mapping[str, Any] | None = None, **arguments: Any) -> Answers:
         """In random order; the answers of BASE and HEAD, which alone is given `only_head`."""
@@ -185,6 +191,11 @@ class Pair:
         first = self._rng.randrange(2)
         answers = {side: self.ask(side, do, **arguments_of[side]) for side in (first, 1 - first)}
         return answers[0], answers[1]
+
+    def close(self) -> None:
+        """Let both end, with the memory that they hold."""
+        for stream in self._streams:
+            _close(stream)
 
 
 def _close(stream: TextIO) -> None:
@@ -203,7 +214,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def start(folders: Sequence[Path], pairs: int, rng: random.Random) -> Iterator[list[Pair]]:
-    """One start with its worker pairs; they end with the context."""
+    """One start with its worker pairs; what was not closed before ends with the context."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [None]
     # Closed connections end the workers, and only then there is something to wait for.
     with ExitStack() as processes, ExitStack() as connections:
@@ -250,10 +261,9 @@ class CellInfo:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a cell has no comparison. `wrong`: a check failed, rather than something being absent."""
+    """Why a cell has no times: `wrong result`, `broken at HEAD` (BASE can run it) or `not comparable`."""
 
-    side: int
-    wrong: bool
+    verdict: str
     reason: str
 
 
@@ -284,11 +294,15 @@ class Measured:
 
 
 def _failure(answers: Sequence[Mapping[str, Any]]) -> Failure | None:
-    """HEAD's before BASE's, and a wrong result before an absent one."""
+    """A wrong result before an absent one. BASE's wrong result is not HEAD's fault, but its time means nothing."""
+    base, head = answers
+    if "wrong" in head:
+        return Failure("wrong result", f"HEAD: {head['wrong']}")
     for kind in ("wrong", "failed"):
-        for side in (1, 0):
-            if kind in answers[side]:
-                return Failure(side, kind == "wrong", f"{SIDES[side]}: {answers[side][kind]}")
+        if kind in base:
+            return Failure("not comparable", f"BASE: {base[kind]}")
+    if "failed" in head:
+        return Failure("broken at HEAD", head["failed"])
     return None
 
 
@@ -326,32 +340,38 @@ def measure_cell(pair: Pair, cell: CellInfo, design: Design, times: Times, plant
 def _common_cells(pair: Pair, quick: bool, select: Sequence[str]) -> Measured:
     """The cells whose key contains one of `select`, with a failure for those that only one side has."""
     answers = pair.ask_both("cells", quick=quick)
-    for answer in answers:
+    for side, answer in zip(SIDES, answers, strict=True):
         if "failed" in answer:
-            raise HybridKVError(f"the benchmarks cannot be loaded: {answer['failed']}")
+            raise HybridKVError(f"{side}'s benchmarks cannot be loaded: {answer['failed']}")
     listed = [{cell["key"]: CellInfo(**cell) for cell in answer["cells"]} for answer in answers]
     listed_once = {**listed[0], **listed[1]}
     measured = Measured([cell for key, cell in listed_once.items() if any(part in key for part in select)])
     for cell in measured.cells:
-        for side in (0, 1):
-            if cell.key not in listed[side]:
-                reason = answers[side]["unavailable"].get(cell.suite, "it has no such benchmark")
-                measured.failures[cell.key] = Failure(side, False, f"{SIDES[side]}: {reason}")
         if cell.tier == "gpu" and not answers[0]["cuda"]:
-            measured.failures[cell.key] = Failure(1, False, "it needs a CUDA device")
+            measured.failures[cell.key] = Failure("not comparable", "it needs a CUDA device")
+            continue
+        absent = [
+            {} if cell.key in has else {"failed": answer["unavailable"].get(cell.suite, "it has no such benchmark")}
+            for has, answer in zip(listed, answers, strict=True)
+        ]
+        if failure := _failure(absent):
+            measured.failures[cell.key] = failure
     if not measured.cells:
         raise ConfigError(f"no benchmark's name contains {' or '.join(select)!r}; hybrid-kv compare HEAD lists them")
     return measured
 
 
-def _count(pair: Pair, measured: Measured) -> None:
-    for cell in measured.cells:
-        if cell.tier == "count" and cell.key not in measured.failures:
-            answers = pair.ask_both("count", key=cell.key)
-            if failure := _failure(answers):
-                measured.failures[cell.key] = failure
-            else:
-                measured.counts[cell.key] = (answers[0]["counts"], answers[1]["counts"])
+def _count(folders: Sequence[Path], measured: Measured, rng: random.Random) -> None:
+    todo = [cell for cell in measured.cells if cell.tier == "count" and cell.key not in measured.failures]
+    while todo:  # once, but for workers that die
+        with start(folders, 1, rng) as (pair,):
+            while todo and pair.alive:
+                key = todo.pop(0).key
+                answers = pair.ask_both("count", key=key)
+                if failure := _failure(answers):
+                    measured.failures[key] = failure
+                else:
+                    measured.counts[key] = (answers[0]["counts"], answers[1]["counts"])
 
 
 def _look(
@@ -365,16 +385,20 @@ def _look(
 ) -> dict[str, Times]:
     """Times of the cells over fresh worker pairs."""
     found: dict[str, Times] = defaultdict(Times)
+    todo = [rng.sample(cells, len(cells)) for _ in range(design.pairs) if cells]  # of each pair
     with tqdm(total=design.pairs * len(cells), desc=title, unit="cell", disable=None, leave=False) as progress:
-        for first in range(0, design.pairs if cells else 0, design.pairs_per_start):
-            with start(folders, min(design.pairs_per_start, design.pairs - first), rng) as started:
-                for pair in started:
-                    for cell in rng.sample(cells, len(cells)):
+        while todo:  # once, but for the rest of pairs that die
+            with start(folders, len(todo), rng) as started:
+                for pair, rest in zip(started, todo, strict=True):
+                    while rest and pair.alive:
+                        cell = rest.pop()
                         if cell.key not in failures:
                             failure = measure_cell(pair, cell, design, found[cell.key], plants.get(cell.key, 0.0))
                             if failure is not None:
                                 failures[cell.key] = failure
                         progress.update()
+                    pair.close()
+            todo = [rest for rest in todo if rest]
     return {key: times for key, times in found.items() if key not in failures}
 
 
@@ -414,7 +438,7 @@ def compare(
 
     Raises:
         ConfigError: an unknown revision, or nothing to compare.
-        HybridKVError: a worker died or hangs.
+        HybridKVError: the benchmarks of a version cannot be listed.
     """
     revisions = [find_revision(root, base), find_revision(root, head)]
     rng = random.Random(seed)
@@ -425,8 +449,8 @@ def compare(
             place(root, revision, folder)
         with start(folders, 1, rng) as (clerk,):
             measured = _common_cells(clerk, quick, select)
-            if "count" in tiers:
-                _count(clerk, measured)
+        if "count" in tiers:
+            _count(folders, measured, rng)
         timed = [
             cell
             for cell in measured.cells

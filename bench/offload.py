@@ -125,9 +125,9 @@ def load(seed: int, tier: str, num_blocks: int) -> Case:
 
 
 def cells() -> list[Cell]:
-    """Both tiers."""
+    """Both tiers. Storing is in no quick run: the system's page allocator makes pairs of equal code differ by 14 %."""
     values = {"tier": ("folder", "host"), "num_blocks": (4, 16)}
     return [
-        *grid("offload", "store", "cpu", store, values, [("host", 4), ("folder", 4)]),
+        *grid("offload", "store", "cpu", store, values),
         *grid("offload", "load", "cpu", load, values, [("host", 4), ("folder", 4)]),
     ]

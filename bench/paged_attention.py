@@ -73,19 +73,15 @@ def write(seed: int, model: str, num_tokens: int) -> Case:
 
 
 def cells() -> list[Cell]:
-    """Decodes, a chunk behind a context, and the writing."""
+    """Decodes, a chunk behind a context, and the writing.
+
+    Only the chunk is in quick runs: in the others, which touch scattered pages, pairs of equal code differ by 5 %.
+    """
     models = ("nemotron-3-nano-tp8",)
     decodes = {"model": models, "num_reqs": (8,), "length": (1, 4), "context": (512, 2048)}
     chunks = {"model": models, "num_reqs": (1,), "length": (256,), "context": (512, 2048)}
     return [
-        *grid("paged_attention", "decode", "cpu", attend, decodes, [("nemotron-3-nano-tp8", 8, 4, 512)]),
+        *grid("paged_attention", "decode", "cpu", attend, decodes),
         *grid("paged_attention", "chunk", "cpu", attend, chunks, [("nemotron-3-nano-tp8", 1, 256, 512)]),
-        *grid(
-            "paged_attention",
-            "write_kv",
-            "cpu",
-            write,
-            {"model": models, "num_tokens": (64, 2048)},
-            [("nemotron-3-nano-tp8", 2048)],
-        ),
+        *grid("paged_attention", "write_kv", "cpu", write, {"model": models, "num_tokens": (64, 2048)}),
     ]

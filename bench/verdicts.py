@@ -20,7 +20,7 @@ from hybrid_kv.config import ConfigError
 from hybrid_kv.results import Receipt, Row, provenance, read_rows, timing_row
 
 METRICS = {"cpu": "cpu_time_ratio", "gpu": "gpu_time_ratio"}
-ALARMS = ("slower", "changed", "wrong result")  # unless quarantined
+ALARMS = ("slower", "changed", "wrong result", "broken at HEAD")  # unless quarantined
 Change = tuple[str, str, str, str]  # suite, benchmark, params as in a row, metric
 
 
@@ -29,7 +29,8 @@ class Outcome:
     """One time, or one count, of BASE and HEAD.
 
     Attributes:
-        verdict: `same`, `slower`, `faster`, `changed`, `acknowledged`, `wrong result` or `not comparable`.
+        verdict: `same`, `slower`, `faster`, `changed`, `acknowledged`, `wrong result`, `broken at HEAD` (BASE can run
+            it) or `not comparable`.
         base, head: seconds per call, or the count.
         estimate: how many times as long HEAD takes, from the repeat if there was one.
         p: of the repeat, adjusted.
@@ -86,7 +87,7 @@ def _clocks(times: Times) -> tuple[int, int] | None:
     return int(_median([base for base, _ in known])), int(_median([head for _, head in known]))
 
 
-def time_outcomes(measured: Measured, design: Design, quarantined: Collection[str] = ()) -> Iterator[Outcome]:
+def timed_outcomes(measured: Measured, design: Design, quarantined: Collection[str] = ()) -> Iterator[Outcome]:
     """Outcomes of the cells that have times."""
     verdicts = confirmed(measured, design)
     for cell in measured.cells:
@@ -194,9 +195,7 @@ def acknowledging_rows(outcomes: Sequence[Outcome], reason: str, base_commit: st
 
 
 def _failed(cell: CellInfo, failure: Failure) -> Outcome:
-    # BASE's wrong result is not HEAD's fault, but its time means nothing.
-    verdict = "wrong result" if failure.wrong and failure.side == 1 else "not comparable"
-    return Outcome(cell, METRICS.get(cell.tier, "counts"), verdict, reason=failure.reason)
+    return Outcome(cell, METRICS.get(cell.tier, "counts"), failure.verdict, reason=failure.reason)
 
 
 def outcomes_of(comparison: Comparison, results: Path) -> list[Outcome]:
@@ -211,7 +210,7 @@ def outcomes_of(comparison: Comparison, results: Path) -> list[Outcome]:
     measured = comparison.measured
     quarantined = read_quarantine(results / "operating_curve.csv")
     found = [
-        *time_outcomes(measured, comparison.design, quarantined),
+        *timed_outcomes(measured, comparison.design, quarantined),
         *count_outcomes(measured, read_acknowledged(results / "acknowledged.csv")),
         *(_failed(cell, measured.failures[cell.key]) for cell in measured.cells if cell.key in measured.failures),
     ]
@@ -234,7 +233,7 @@ def verdict_line(comparison: Comparison, outcomes: Sequence[Outcome]) -> str:
 
 
 def rows(comparison: Comparison, outcomes: Sequence[Outcome]) -> Iterator[Row]:
-    """Rows for `results/compare.csv`; what is not comparable has no value, hence no row."""
+    """Rows for `results/compare.csv`; what was not measured on both sides has no value, hence no row."""
     for one in outcomes:
         shared: dict[str, Any] = {
             "suite": "compare",
@@ -245,8 +244,6 @@ def rows(comparison: Comparison, outcomes: Sequence[Outcome]) -> Iterator[Row]:
             "baseline_commit": comparison.base.commit,
         }
         params = {**one.cell.params, "outcome": one.verdict}
-        if comparison.head.commit != provenance().commit:
-            params["head_commit"] = comparison.head.commit
         if one.quarantined:
             params["quarantined"] = True
         if one.estimate is not None:

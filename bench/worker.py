@@ -2,10 +2,11 @@
 
 The process that is started imports torch and then forks, so that both versions share its memory layout, its hash seed
 and its core: what one such start favours, it favours on both sides. What they do not share is what they allocate
-afterwards; `scatter` moves that by a random amount, so that it is noise between starts and never a constant bias
+afterwards; `scatter` moves that by a random amount, so that it is noise between pairs and never a constant bias
 towards one version.
 
-A worker reads one JSON object per line and answers each with one line. It stops at the end of its input.
+A worker reads one JSON object per line and answers each with one line. It imports its version when it is first asked,
+so that a waiting one costs nothing, and stops at the end of its input.
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ import os
 import random
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 SLOW = 2e-3  # seconds per call from which the check has warmed a case enough
 PRELOADED = ("numpy", "torch")  # what both versions import anyway, for 1.5 s
+VERSIONED = ("hybrid_kv", "bench", "accuracy")
 
 
 def scatter(rng: random.Random) -> list[bytearray]:
@@ -52,22 +57,49 @@ def slowed(case: Any, fraction: float, timing: Any) -> Callable[[], object]:
     return run_and_work
 
 
+class OnlyFrom:
+    """Finds the modules of `VERSIONED` in `folder`, or nowhere.
+
+    An editable install has a finder of its own, which would quietly lend the checkout's module to a version that lacks
+    it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = str(folder)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Raises `ModuleNotFoundError`, so that no later finder is asked."""
+        if name.partition(".")[0] not in VERSIONED:
+            return None
+        spec = PathFinder.find_spec(name, [self._folder] if path is None else path, target)
+        if spec is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return spec
+
+
 class Worker:
     """Answers requests about the cells of the `hybrid_kv` and `bench` in `folder`."""
 
     def __init__(self, folder: Path) -> None:
+        sys.meta_path.insert(0, OnlyFrom(folder))
         sys.path.insert(0, str(folder))
         os.environ["PYTHONPATH"] = str(folder)  # of processes that a case starts
         os.chdir(folder)
         self._torch = importlib.import_module("torch")
         self._timing = importlib.import_module("bench._timing")
         self._cases = importlib.import_module("bench.cases")
-        found = Path(importlib.import_module("hybrid_kv").__file__ or "").resolve()
-        if not found.is_relative_to(folder.resolve()):
-            raise ImportError(f"hybrid_kv was found at {found}, not in {folder}")
-        self._by_key = {cell.key: cell for cell in self._cases.cells()}
         self._case: Any = None
         self._subject: Any = None
+        self._cells_of = cache(self._load)
+
+    def _load(self, suite: str) -> dict[str, Any]:
+        """Cells by key; a repeat needs few suites, and the others need not be imported."""
+        return {cell.key: cell for cell in importlib.import_module(f"bench.{suite}").cells()}
+
+    def _cell(self, key: str) -> Any:
+        return self._cells_of(key.partition("/")[0])[key]
 
     def cells(self, quick: bool) -> dict[str, Any]:
         """What this version can run, and why it cannot run the rest."""
@@ -79,14 +111,14 @@ class Worker:
 
     def count(self, key: str) -> dict[str, Any]:
         """Exact numbers, as lists of value, unit and which direction is better."""
-        counts = self._by_key[key].make()
+        counts = self._cell(key).make()
         if inexact := [name for name, count in counts.items() if type(count.value) is not int]:
             raise TypeError(f"{', '.join(inexact)} of {key} must be int")
         return {"counts": counts}
 
     def make(self, key: str, plant: float = 0.0) -> dict[str, Any]:
         """Build the case, check and warm it; `seconds` is its time per call."""
-        cell = self._by_key[key]
+        cell = self._cell(key)
         self._case = case = cell.make()
         max_error = self._checked()
         run = slowed(case, plant, self._timing) if plant else case.run
@@ -140,14 +172,14 @@ class Worker:
 
 def serve(folder: Path, connection: socket.socket, seed: int) -> None:
     held = scatter(random.Random(seed))
+    worker = None
     with connection.makefile("rw", encoding="utf-8") as stream:
-        try:
-            worker = Worker(folder)
-        except Exception as error:
-            worker = None
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         for line in stream:
-            answer = {"failed": reason} if worker is None else worker.answer(json.loads(line))
+            try:
+                worker = worker or Worker(folder)
+                answer = worker.answer(json.loads(line))
+            except Exception as error:
+                answer = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())}"}
             stream.write(json.dumps(answer) + "\n")
             stream.flush()
     del held
@@ -162,6 +194,8 @@ def main(arguments: list[str]) -> None:
     for name in PRELOADED:
         importlib.import_module(name)
     importlib.import_module("torch").set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # or each worker's first collection would copy torch's pages, 0.1 s of work
     connections = [socket.socket(fileno=side["fd"]) for side in options["sides"]]
     children = []
     for side, connection in zip(options["sides"], connections, strict=True):

@@ -141,6 +141,16 @@ def test_a_bug_is_not_dressed_up_as_a_users_error(monkeypatch: pytest.MonkeyPatc
         main(["plan", config, "--num-blocks", "9"])
 
 
+def test_a_file_that_the_system_refuses_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], config: str
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", "some/file")
+
+    monkeypatch.setattr("hybrid_kv.models.shapes.model_shape", refused)
+    assert run(capsys, "plan", config, "--num-blocks", "9") == (2, "", "error: some/file: Permission denied\n")
+
+
 def test_a_sanitizers_report_is_a_failed_check(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], config: str
 ) -> None:

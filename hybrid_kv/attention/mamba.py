@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -34,7 +35,9 @@ from hybrid_kv.attention.common import CommonAttentionMetadata
 from hybrid_kv.cache.block_pool import NULL_BLOCK
 from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.kernels.ragged import Ragged
-from hybrid_kv.kernels.replay import ReplayCursors, ReplayStep, commit_reference
+from hybrid_kv.kernels.replay import ReplayCursors, ReplayStep, commit, commit_reference
+from hybrid_kv.kernels.spans import Spans
+from hybrid_kv.kernels.ssd_prefill import CHUNK_BYTES
 
 Ints = npt.NDArray[np.int64]
 
@@ -68,6 +71,21 @@ class MambaMetadata:
     boundary_offsets: torch.Tensor | None  # [M]: tokens of the row up to the boundary, 1 … length - 1
     boundary_indices: torch.Tensor | None  # [M]: block for the state there
     replay: DecodeReplay | None = None  # of the decodes, in scheme `replay`
+    spans: Spans | None = None  # of the prefills, for Triton kernels
+
+    @cached_property
+    def cu_seqlens(self) -> torch.Tensor:
+        """[D + 1] int64, first token of each decode."""
+        if self.replay is not None:
+            return self.replay.cu_seqlens
+        assert self.decode_rows is not None
+        return torch.nn.functional.pad(self.decode_rows.lengths.cumsum(0), (1, 0))
+
+    @cached_property
+    def window_targets(self) -> torch.Tensor:
+        """[D, 1 + K], blocks for the convolution inputs of the decodes as `causal_conv1d_update` takes them."""
+        own = self.state_indices[: self.num_decodes]
+        return own if self.replay is None else own.repeat(1, self.replay.step.max_query_len)
 
 
 class MambaMetadataBuilder:
@@ -79,13 +97,15 @@ class MambaMetadataBuilder:
     Args:
         spec: the group's.
         max_num_seqs: rows.
+        launches: for layers that launch Triton kernels.
 
     Attributes:
         cursors: of scheme `replay`: where the state and the history of each row of the engine are.
     """
 
-    def __init__(self, spec: MambaSpec, max_num_seqs: int, device: torch.device) -> None:
+    def __init__(self, spec: MambaSpec, max_num_seqs: int, device: torch.device, launches: bool = False) -> None:
         self.spec = spec
+        self.launches = launches
 
         def buffer(*shape: int) -> torch.Tensor:
             return torch.zeros(max_num_seqs, *shape, dtype=torch.int64, device=device)
@@ -97,6 +117,7 @@ class MambaMetadataBuilder:
         self.window_indices = buffer()
         self.source_indices = buffer()
         self.state_indices = buffer(1 + spec.num_speculative_blocks)
+        self._built: tuple[tuple[object, ...], MambaMetadata] | None = None
         self.cursors: ReplayCursors | None = None
         if spec.replay is not None:
             longest = 1 + spec.replay.num_speculative_tokens
@@ -109,17 +130,25 @@ class MambaMetadataBuilder:
         prev_step: Ints,
         num_accepted_tokens: Ints,
         replay: DecodeReplay | None = None,
+        num_gathers: int | None = None,
     ) -> MambaMetadata:
-        """Metadata of one step.
+        """Metadata of one step; that of the step before where nothing of it would differ, as in most steps of decodes.
 
         Args:
             block_table: [num_reqs_padded, width] int32; padding rows hold the null block.
             prev_step: [num_reqs_padded], the previous step's anchor columns.
             num_accepted_tokens: [num_reqs_padded], accepted in the previous step, bonus token included; 1 for padding.
             replay: of the decodes, if there are any, in scheme `replay`: what `commit` gave.
+            num_gathers: changes whenever `block_table` may (`BlockTables.num_gathers`); None: it may have.
         """
         num_rows, split, device = common.num_reqs_padded, common.num_decodes, block_table.device
         anchors = last_scheduled_column(self.spec, common.num_computed_tokens, common.query_lens)
+        key: tuple[object, ...] | None = None
+        if num_gathers is not None and replay is None and not common.num_prefills:
+            arrays = common.query_lens, anchors, prev_step, num_accepted_tokens
+            key = num_gathers, *(values.tobytes() for values in arrays)
+            if self._built is not None and self._built[0] == key:
+                return self._built[1]
         last = self.block_idx_last_scheduled_token[:num_rows]
         prev = self.block_idx_last_scheduled_token_prev_step[:num_rows]
         accepted = self.num_accepted_tokens[:num_rows]
@@ -150,7 +179,18 @@ class MambaMetadataBuilder:
                     boundary_rows = torch.from_numpy(row).to(device)
                     boundary_offsets = torch.from_numpy(offset).to(device)
                     boundary_indices = table[boundary_rows + split, torch.from_numpy(column).to(device)]
-        return MambaMetadata(
+        spans = None
+        if common.num_prefills and self.launches:
+            cuts = (None, None) if boundary_rows is None else (torch.from_numpy(row), torch.from_numpy(offset))
+            spans = Spans(
+                torch.from_numpy(common.query_lens[split:]),
+                states[split:, 0],
+                boundary_rows=cuts[0],
+                boundary_offsets=cuts[1],
+                boundary_indices=boundary_indices,
+                chunk_size=CHUNK_BYTES // self.spec.dtypes[0].itemsize,
+            )
+        built = MambaMetadata(
             num_decodes=split,
             num_decode_tokens=common.num_decode_tokens,
             decode_rows=decode_rows,
@@ -164,7 +204,10 @@ class MambaMetadataBuilder:
             boundary_offsets=boundary_offsets,
             boundary_indices=boundary_indices,
             replay=replay,
+            spans=spans,
         )
+        self._built = (key, built) if key is not None else None
+        return built
 
     def commit(
         self, rows: Ints, num_accepted_tokens: Ints, query_lens: Ints, block_table: torch.Tensor
@@ -185,7 +228,7 @@ class MambaMetadataBuilder:
         cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(query_lens)])).to(device)
         accepted = torch.from_numpy(num_accepted_tokens).to(device)
         unit = None if self.spec.mamba_cache_mode == "none" else self.spec.block_size
-        step = commit_reference(
+        step = (commit if self.launches else commit_reference)(
             self.cursors, torch.from_numpy(rows).to(device), accepted, cu_seqlens, block_table, unit
         )
         return DecodeReplay(step, cu_seqlens)

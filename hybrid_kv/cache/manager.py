@@ -121,14 +121,14 @@ class _Columns:
         self._ids[self.length : end] = ids
         self.length = end
 
-    def held(self, end: int | None = None) -> BlockIds:
+    def held(self) -> BlockIds:
         """Ids from `first` on, null columns left out."""
-        ids = self._ids[self.first : self.length if end is None else end]
+        ids = self._ids[self.first : self.length]
         return ids[ids != NULL_BLOCK]
 
-    def ends(self, block_size: int, end: int | None = None) -> npt.NDArray[np.int64]:
-        """Where the columns of `held(end)` end, in tokens."""
-        ids = self._ids[self.first : self.length if end is None else end]
+    def ends(self, block_size: int) -> npt.NDArray[np.int64]:
+        """Where the columns of `held()` end, in tokens."""
+        ids = self._ids[self.first : self.length]
         return (self.first + np.flatnonzero(ids != NULL_BLOCK) + 1) * block_size
 
     def all(self) -> BlockIds:
@@ -142,12 +142,12 @@ class _Columns:
         """Fill a null column."""
         self._ids[column] = block
 
-    def give_back(self, end: int) -> BlockIds:
-        """The blocks before column `end`, which are the request's no more."""
-        ids = self.held(end).copy()
+    def give_back(self, end: int) -> dict[int, int]:
+        """The blocks before column `end`, which are the request's no more, and their columns."""
+        columns = enumerate(self._ids[self.first : end].tolist(), self.first)
         self._ids[self.first : end] = NULL_BLOCK
         self.first = end
-        return ids
+        return {block: column for column, block in columns if block != NULL_BLOCK}
 
 
 class KVCacheManager:
@@ -291,9 +291,13 @@ class KVCacheManager:
         if rows is None:
             return self._admit(request_id, end, ahead, is_decode, hit)
         used = num_computed_tokens if num_flushed_tokens is None else num_flushed_tokens
-        for group, row in zip(self._groups, rows, strict=True):
-            if group.is_align and (passed := (used - 1) // group.block_size) > row.first:
-                self._give_back(request_id, group, row, passed)
+        passed = [
+            (row, first, group.block_size)
+            for group, row in zip(self._groups, rows, strict=True)
+            if group.is_align and (first := (used - 1) // group.block_size) > row.first
+        ]
+        if passed:
+            self._give_back(request_id, passed)
         counts, needed = self._count_missing(rows, end, ahead, is_decode)
         if not any(counts):
             return self._nothing
@@ -398,13 +402,17 @@ class KVCacheManager:
             begin += count
         return NewBlocks(flat, array("i", counts))
 
-    def _give_back(self, request_id: str, group: _Group, row: _Columns, end: int) -> None:
-        ends = row.ends(group.block_size, end)
-        ids = row.give_back(end)
+    def _give_back(self, request_id: str, passed: Sequence[tuple[_Columns, int, int]]) -> None:
+        """Each row's columns before the given one; with its block size. All at once: the pool's cost is per call."""
+        depths: dict[int, int] = {}
+        for row, end, block_size in passed:
+            for block, column in row.give_back(end).items():
+                depths[block] = (column + 1) * block_size
+        ids = np.array(list(depths), dtype=np.int32)
         if self.sanitizer is not None:
             self.sanitizer.on_free(request_id, ids)
         self.pool.free(ids)
-        self._given_back.setdefault(request_id, {}).update(zip(ids.tolist(), ends.tolist(), strict=True))
+        self._given_back.setdefault(request_id, {}).update(depths)
 
     def completes_blocks(self, request_id: str, num_computed_tokens: int, num_flushed_tokens: int) -> bool:
         """Whether `cache_blocks` has anything to do."""

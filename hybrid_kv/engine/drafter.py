@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from hybrid_kv.attention.common import CommonAttentionMetadata
-from hybrid_kv.attention.paged import build_paged_attention_metadata
+from hybrid_kv.attention.paged import Compute, build_paged_attention_metadata
 from hybrid_kv.cache.backend import AttentionGroup
 from hybrid_kv.cache.block_table import BlockTables
 from hybrid_kv.cache.spec import KVCacheSpec
@@ -48,6 +48,7 @@ class MTPDrafter:
     Args:
         group: the attention group that the head's layer joined.
         token_ids: [max_num_seqs, max_model_len + 1], the runner's rows.
+        compute: of the group's attention.
     """
 
     def __init__(
@@ -58,8 +59,10 @@ class MTPDrafter:
         views: dict[str, tuple[torch.Tensor, ...]],
         block_tables: BlockTables,
         token_ids: npt.NDArray[np.int64],
+        compute: Compute,
     ) -> None:
         self._head = head
+        self._compute = compute
         self._num_passes = num_speculative_tokens
         self._group = group
         self._views = views
@@ -144,6 +147,6 @@ class MTPDrafter:
             positions=place,
             max_seq_len=min(limit, int(positions.max()) + 1),
         )
-        metadata = build_paged_attention_metadata(common, table, slots, self._group.kernel_block_size)
+        metadata = build_paged_attention_metadata(common, table, slots, self._group.kernel_block_size, self._compute)
         context = ForwardContext(dict.fromkeys(self._head.layer_specs, metadata), self._views)
         return self._head(hidden, next_ids, place, context)

@@ -275,7 +275,7 @@ class LLM:
         memory = DEFAULT_CPU_CACHE_BYTES
         if self.device.type == "cuda":
             memory = torch.cuda.mem_get_info(self.device)[0] * 9 // 10
-            memory -= scheduler.max_num_seqs * KVCacheConfig(0, groups).ring_bytes_per_row
+        memory -= scheduler.max_num_seqs * KVCacheConfig(0, groups).ring_bytes_per_row
         return max(2, min(wanted, memory // (sizes.page_size_bytes * max(len(group.layer_names) for group in groups))))
 
     def make_request(self, prompt: str | Sequence[int], params: SamplingParams) -> Request:

@@ -19,21 +19,23 @@ from hybrid_kv.attention.mamba import (
     last_scheduled_column,
     postprocess_mamba,
 )
-from hybrid_kv.attention.paged import build_paged_attention_metadata
+from hybrid_kv.attention.paged import Compute, build_paged_attention_metadata, compute_of
 from hybrid_kv.cache.backend import (
     AttentionBackend,
+    AttentionGroup,
     BackendContext,
     CUDAGraphSupport,
     get_attention_cg_support_info,
     init_attn_backend,
 )
-from hybrid_kv.cache.block_table import BlockTables
+from hybrid_kv.cache.block_table import BlockTables, LaunchedBlockTables
 from hybrid_kv.cache.layout import allocate_raw_buffers, allocate_rings, bind_views
 from hybrid_kv.cache.plan import CachePlan
-from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
+from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec
 from hybrid_kv.config import EngineConfig
 from hybrid_kv.engine.drafter import DraftHead, MTPDrafter
 from hybrid_kv.engine.scheduler import Request, ScheduledRequest
+from hybrid_kv.kernels.launch import FLOATS, choose
 from hybrid_kv.models.layers import ForwardContext
 from hybrid_kv.sanitizer import Sanitizer
 from hybrid_kv.spec_decode.verify import verify
@@ -113,6 +115,7 @@ class ModelRunner:
         self.model = model
         self.proposer = proposer
         self.device = device
+        self.kernels = choose(config.kernels, device)
         self.groups = init_attn_backend(plan.config, backend, context)
         self.raw_buffers = allocate_raw_buffers(plan.config, device)
         self.views = bind_views(plan.config, self.groups, self.raw_buffers)
@@ -124,16 +127,20 @@ class ModelRunner:
             self._captured = []
         # Padding rows come on top of a full budget of drafts.
         max_tokens = config.scheduler.max_num_batched_tokens + max_num_seqs
-        self.block_tables = BlockTables(
-            block_sizes=[group.spec.block_size for group in self.groups],
-            kernel_block_sizes=[group.kernel_block_size for group in self.groups],
-            max_num_reqs=max_num_seqs,
-            max_num_batched_tokens=max_tokens,
-            max_num_blocks_per_group=[group.spec.block_table_width(max_model_len) for group in self.groups],
-            device=device,
+        self._slot_groups = [group.group_id for group in self.groups if not group.backend.is_ssm()]
+        sizes = (
+            [group.spec.block_size for group in self.groups],
+            [group.kernel_block_size for group in self.groups],
+            max_num_seqs,
+            max_tokens,
+            [group.spec.block_table_width(max_model_len) for group in self.groups],
+            device,
         )
+        launches = self.kernels == "triton"
+        self.block_tables = LaunchedBlockTables(*sizes, self._slot_groups) if launches else BlockTables(*sizes)
+        self._computes = {group_id: self._compute(self.groups[group_id]) for group_id in self._slot_groups}
         self.builders = {
-            group.group_id: MambaMetadataBuilder(group.spec, max_num_seqs, device)
+            group.group_id: MambaMetadataBuilder(group.spec, max_num_seqs, device, launches)
             for group in self.groups
             if isinstance(group.spec, MambaSpec)
         }
@@ -142,7 +149,6 @@ class ModelRunner:
         self.block_idx_last_scheduled_token_prev_step = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_accepted_tokens = np.ones(max_num_seqs, dtype=np.int64)
         self.num_computed_tokens_prev_step = np.zeros(max_num_seqs, dtype=np.int64)  # before that step
-        self._slot_groups = [group.group_id for group in self.groups if not group.backend.is_ssm()]
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)  # known ones, in `token_ids`
         self._drafts: list[list[int]] = [[] for _ in range(max_num_seqs)]
@@ -157,10 +163,23 @@ class ModelRunner:
             (name,) = head.layer_specs
             group = next(group for group in self.groups if name in group.layer_names)
             self._drafter = MTPDrafter(
-                head, self._num_lookahead_tokens, group, self.views, self.block_tables, self.token_ids
+                head,
+                self._num_lookahead_tokens,
+                group,
+                self.views,
+                self.block_tables,
+                self.token_ids,
+                self._computes[group.group_id],
             )
         self.batch: list[ScheduledRequest] = []  # of the last step, in batch order
         self.sanitizer: Sanitizer | None = None
+
+    def _compute(self, group: AttentionGroup) -> Compute:
+        """Of an attention group: what its backend names for the device, as far as `kernels` and its dtype allow."""
+        spec = group.spec
+        if self.kernels == "torch" or not isinstance(spec, FullAttentionSpec) or spec.dtype not in FLOATS:
+            return compute_of("torch")
+        return compute_of("triton" if self.device.type == "cpu" else group.backend.get_compute(self.device.type))
 
     def padded_size(self, num_reqs: int) -> int:
         """Rows of a pure decode step of `num_reqs` requests: the next captured size, or as many as there are."""
@@ -206,7 +225,7 @@ class ModelRunner:
             if self.sanitizer is not None:
                 self.sanitizer.on_fold(request, group_id, replay.step)
             replays |= dict.fromkeys(self.groups[group_id].layer_names, replay)
-        self.model.fold(replays, ForwardContext({}, self.views, self.rings))
+        self.model.fold(replays, ForwardContext({}, self.views, self.rings, self.kernels))
 
     def _num_flushed_tokens(self, batch: Sequence[ScheduledRequest]) -> dict[str, int]:
         base_pos = self._base_pos()
@@ -233,13 +252,18 @@ class ModelRunner:
 
     def _sample(self, batch: Sequence[ScheduledRequest], hidden: torch.Tensor) -> list[list[int]]:
         """What each request of the batch gets: nothing, a token, or its accepted drafts and one token more."""
-        ends = np.cumsum([item.num_tokens for item in batch])
-        samples = [i for i, item in enumerate(batch) if item.samples]
         tokens: list[list[int]] = [[] for _ in batch]
+        samples, read, end = [], list[int](), 0
+        for i, item in enumerate(batch):
+            end += item.num_tokens
+            if item.samples:
+                samples.append(i)
+                read += range(end - 1 - item.num_drafts, end)
         if not samples:
             return tokens
-        read = np.concatenate([np.arange(ends[i] - 1 - batch[i].num_drafts, ends[i]) for i in samples])
-        logits = self.model.compute_logits(hidden[torch.from_numpy(read).to(self.device)])
+        # Mostly decodes alone: then every token counts.
+        last = hidden[:end] if len(read) == end else hidden[torch.tensor(read, device=self.device)]
+        logits = self.model.compute_logits(last)
         requests = [batch[i].request for i in samples]
         known = [batch[i].num_computed_tokens + batch[i].num_tokens - batch[i].num_drafts for i in samples]
         verified = verify(
@@ -318,7 +342,6 @@ class ModelRunner:
             new = item.new_blocks
             if len(new.ids):
                 self.block_tables.append_block_ids(item.request.row, new.ids, new.counts, item.overwrite)
-        self.block_tables.apply_staged_writes()
 
         num_reqs = len(batch)
         num_decodes = sum(item.is_decode for item in batch)
@@ -336,17 +359,20 @@ class ModelRunner:
         positions = np.arange(num_tokens) - np.repeat((starts - computed)[:num_reqs], query_lens[:num_reqs])
         self.input_ids[:num_tokens] = torch.from_numpy(self.token_ids[token_rows, positions])
         self.positions[:num_tokens] = torch.from_numpy(positions)
-        self.positions[num_tokens:num_tokens_padded] = 0
+        if padding:
+            self.positions[num_tokens:num_tokens_padded] = 0
 
         max_seq_len = int((query_lens + computed).max())
         # The step before may have run as many drafts more, and left its window behind what this one reaches.
         reach = min(max_seq_len + self._num_speculative_tokens, self._max_model_len)
         columns = [group.spec.block_table_width(reach) for group in self.groups]
-        tables = self.block_tables.gather_block_tables(rows, num_reqs_padded, columns)
-        slots = self.block_tables.compute_slot_mappings(
-            torch.from_numpy(token_rows).to(self.device),
+        tables, slots = self.block_tables.update(
+            rows,
+            query_lens[:num_reqs],
             self.positions[:num_tokens],
+            num_reqs_padded,
             num_tokens_padded,
+            columns,
             self._slot_groups,
         )
         common = CommonAttentionMetadata(
@@ -371,11 +397,14 @@ class ModelRunner:
             if group.backend.is_ssm():
                 builder = self.builders[group.group_id]
                 replay = self._commit(builder, batch, common, table) if builder.cursors is not None else None
-                built = builder.build(common, table, prev_step, num_accepted, replay)
+                num_gathers = self.block_tables.num_gathers
+                built = builder.build(common, table, prev_step, num_accepted, replay, num_gathers)
             else:
-                built = build_paged_attention_metadata(common, table, slots[group.group_id], group.kernel_block_size)
+                built = build_paged_attention_metadata(
+                    common, table, slots[group.group_id], group.kernel_block_size, self._computes[group.group_id]
+                )
             metadata.update(dict.fromkeys(group.layer_names, built))
-        return ForwardContext(metadata, self.views, self.rings), num_tokens_padded
+        return ForwardContext(metadata, self.views, self.rings, self.kernels), num_tokens_padded
 
     def _commit(
         self,

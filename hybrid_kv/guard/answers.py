@@ -96,7 +96,7 @@ def run_cell(
 
     begin = time.perf_counter()
     llm = LLM(
-        FOLDER, max_model_len=640, max_num_seqs=8, device="cpu", block_size=64, mamba_cache_mode=mode,
+        FOLDER, max_model_len=640, max_num_seqs=8, block_size=64, mamba_cache_mode=mode,
         speculative_method=method, num_speculative_tokens=k, **options,
     )  # fmt: skip
     poison(llm)
@@ -106,25 +106,27 @@ def run_cell(
     return Cell(mode, method, k, outputs, time.perf_counter() - begin, loaded, llm.config.cache.state_scheme)
 
 
-def cells(prompts: Sequence[str]) -> Iterator[Cell]:
+def cells(prompts: Sequence[str], device: str = "cpu") -> Iterator[Cell]:
     """Every mode with every kind of draft; then blocks come back from host memory, and from files after a restart."""
     for mode in MODES:
         for method, k in DRAFTS:
-            yield run_cell(prompts, mode, method, k)
+            yield run_cell(prompts, mode, method, k, device=device)
     for mode, method, k in REPLAYED:
-        yield run_cell(prompts, mode, method, k, state_scheme="replay")
-    yield run_cell(prompts, "all", "mtp", 3, _forget, kv_offload_bytes=2**28)
+        yield run_cell(prompts, mode, method, k, state_scheme="replay", device=device)
+    yield run_cell(prompts, "all", "mtp", 3, _forget, kv_offload_bytes=2**28, device=device)
     with tempfile.TemporaryDirectory() as folder:
-        run_cell(prompts[: len(prompts) // 2], "align", None, 0, kv_offload_folder=folder)
-        yield run_cell(prompts, "align", None, 0, kv_offload_folder=folder)
+        run_cell(prompts[: len(prompts) // 2], "align", None, 0, kv_offload_folder=folder, device=device)
+        yield run_cell(prompts, "align", None, 0, kv_offload_folder=folder, device=device)
 
 
-def check_answers(count: int, progress: Callable[[int], object], seed: int = 1) -> list[CheckResult]:
+def check_answers(
+    count: int, progress: Callable[[int], object], seed: int = 1, device: str = "cpu"
+) -> list[CheckResult]:
     """One line per cell: how many answers differ from those of mode none without drafts."""
     prompts = questions(seed, count)
     seen: dict[str, Cell] = {}
     results = []
-    for cell in cells(prompts):
+    for cell in cells(prompts, device):
         seen[cell.name] = cell
         wrong = [i for i, (a, b) in enumerate(zip(cell.tokens, seen["none, no drafts"].tokens, strict=True)) if a != b]
         detail = f"question {wrong[0]} has another answer" if wrong else _other_faults(cell, seen)

@@ -453,7 +453,9 @@ def logit_difference(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tens
     return (logits - expected).abs().nan_to_num(nan=LARGEST, posinf=LARGEST).amax(-1)
 
 
-def check_guard_logits(prompts: Sequence[str], shared: Sequence[str], progress: Progress) -> list[CheckResult]:
+def check_guard_logits(
+    prompts: Sequence[str], shared: Sequence[str], progress: Progress, device: str = "cpu"
+) -> list[CheckResult]:
     """Logits of every computed prompt and answer token, engine against the plain forward pass in float64.
 
     Tokens of a trained model hide damage (a state one token behind changes no answer); logits do not.
@@ -461,6 +463,7 @@ def check_guard_logits(prompts: Sequence[str], shared: Sequence[str], progress: 
     Args:
         prompts: for cells without a cache.
         shared: for those with one; they begin alike.
+        device: of the engine; the plain pass runs on the CPU.
     """
     from accuracy.guard_model import FOLDER
     from accuracy.guard_model.model import load_checkpoint
@@ -472,7 +475,7 @@ def check_guard_logits(prompts: Sequence[str], shared: Sequence[str], progress: 
     for cell in LOGIT_CELLS:
         begin = time.perf_counter()
         options = {"max_model_len": 512, "max_num_seqs": 8, "mamba_ssm_cache_dtype": cell["dtype"], **cell}
-        llm = LLM(FOLDER, device="cpu", **options)
+        llm = LLM(FOLDER, device=device, **options)
         poison(llm)
         worst, largest, where, num_tokens, cached, accepted = 0.0, 0.0, "", 0, 0, 0
         own = shared if llm.manager.enable_prefix_caching else prompts
@@ -481,7 +484,7 @@ def check_guard_logits(prompts: Sequence[str], shared: Sequence[str], progress: 
             with torch.inference_mode():
                 whole = plain(ids)[0, :-1]
             expected = whole[-len(logits) :]
-            difference = logit_difference(logits, expected)
+            difference = logit_difference(logits.cpu(), expected)
             largest = max(largest, float(expected.abs().max()))
             if float(difference.max()) > worst:
                 worst = float(difference.max())

@@ -421,6 +421,15 @@ def _folded_at_abort(seed: int, rng: np.random.Generator) -> Scenario:
     return _passed_boundary(seed, rng, [12], (Event("drop", 3),))
 
 
+@_forces("window_ahead")
+def _window_ahead(seed: int, rng: np.random.Generator) -> Scenario:
+    K = int(rng.integers(2, 8))
+    return _scenario(
+        seed, rng, _draw(rng, 5, 9), _params(20, 30), modes=("align", "all"), K=K, drafts="lapses",
+        async_scheduling=bool(rng.integers(2)), **REPLAY,
+    )  # fmt: skip
+
+
 @_forces("shared_base")
 def _shared_base(seed: int, rng: np.random.Generator) -> Scenario:
     (text,) = _draw(rng, 2 * BLOCK + 1)

@@ -48,6 +48,7 @@ class Track:
     columns: list[set[int]] = field(default_factory=list)  # mode align: those held
     previous_drafts: int = -1  # scheduled in the step before; -1 before the first decode
     accepted: int = 0  # in the step before
+    reach: int = 0  # tokens up to the last draft of the step before
     base: int = 0  # scheme `replay`: tokens that the last written state has seen
     computed: int = 0  # and those in the cache
 
@@ -196,6 +197,8 @@ class Observer:
         self._llm = llm
         self._execute = llm.runner.execute
         llm.runner.execute = self._on_execute  # type: ignore[method-assign]
+        self._gather = llm.runner.block_tables._gather
+        llm.runner.block_tables._gather = self._on_gather  # type: ignore[method-assign, assignment]
         self.replay: ReplayStep | None = None
         if llm.runner.rings:
             builder = next(iter(llm.runner.builders.values()))
@@ -273,6 +276,18 @@ class Observer:
                 self.published.add(ran)
                 ran.track.computed = ran.end
 
+    def _on_gather(self, *arguments: Any) -> None:
+        """Columns that a step does not gather hold what an earlier one did, often the right block by chance."""
+        manager, tables = self._llm.manager, self._llm.runner.block_tables
+        for table, split in zip(tables.input_tables, tables.blocks_per_kv_block, strict=True):
+            table.fill_(manager.pool.num_blocks * split)  # no such block
+        self._gather(*arguments)
+
+    def _poison_null_block(self) -> None:
+        """Who is led there writes and reads its own state, which is as good as a block as long as it is alone."""
+        for buffer in self._llm.runner.raw_buffers:
+            buffer[: len(buffer) // self._llm.manager.pool.num_blocks].fill_(-1)
+
     def _on_commit(self, *arguments: Any) -> DecodeReplay | None:
         found = self._commit(*arguments)
         self.replay = None if found is None else found.step
@@ -294,7 +309,7 @@ class Observer:
         }:
             track = self.tracks[int(request_id)]
             self.published.end(track, track.computed)
-            track.base = track.computed = 0
+            track.base = track.computed = track.reach = 0
         self._check_schedule(scheduled)
         self.seen["waiting"] += bool(llm.scheduler.waiting)
         for event in self.scenario.events:
@@ -305,6 +320,7 @@ class Observer:
                 self.aborted_prompts.add(track.prefix(track.prompt))
                 self.seen["abort_in_flight"] += 1
                 llm.abort(victim.request_id)
+        self._poison_null_block()
         output = self._execute(scheduled)
         step = [
             Ran(item, self._track(item.request), output.tokens.get(item.request.request_id, []))
@@ -316,6 +332,7 @@ class Observer:
         for ran in step:
             ran.track.previous_drafts = ran.item.num_drafts if ran.tokens else -1
             ran.track.accepted = max(0, len(ran.tokens) - 1)
+            ran.track.reach = ran.item.num_computed_tokens + ran.item.num_tokens
         self.previous = step
         self._pending.append(step)
         return output

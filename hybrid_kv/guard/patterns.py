@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hybrid_kv.cache.spec import MambaSpec
+from hybrid_kv.cache.spec import MambaSpec, cdiv
 
 if TYPE_CHECKING:
     from hybrid_kv.engine.llm import LLM, RequestOutput
@@ -103,6 +103,7 @@ REQUIRED = {
     "folded_at_abort": "… was aborted",
     "hit_on_folded": "a prefix restored from a state that was written a step late",
     "shared_base": "a history behind a state that other requests may read",
+    "window_ahead": "a window that rejected drafts left in a column behind all that the next step reaches",
 }
 
 # Request patterns behind known bugs of other engines that this one cannot have.
@@ -140,6 +141,9 @@ def count_step(observer: Observer, llm: LLM, step: Sequence[Ran]) -> None:
     seen["whole_batch_rejected"] += len(with_drafts) > 1 and all(len(ran.tokens) == 1 for ran in with_drafts)
     seen["lone_chunks"] += len(step) == 1 and _is_chunk(step[0]) and step[0].item.num_computed_tokens > 0
     _count_replay(observer, llm)
+    if llm.config.cache.mamba_cache_mode != "none":
+        size, longest = observer.block_size, max(item.num_computed_tokens + item.num_tokens for item in items)
+        seen["window_ahead"] += any(cdiv(ran.track.reach, size) > cdiv(longest, size) for ran in step)
     _count_admissions(observer, llm, [ran for ran in step if ran.item.overwrite])
     for index, ran in enumerate(step):
         _count_prompt(observer, llm, ran, [other for other in step if other is not ran])

@@ -36,11 +36,12 @@ LONG = FULL | {"requests": 100_000}
 LAYOUT_TRIALS = 200
 
 
-def run_guard(amount: dict[str, int], seed: int, progress: bool = True) -> list[CheckResult]:
+def run_guard(amount: dict[str, int], seed: int, progress: bool = True, device: str = "cpu") -> list[CheckResult]:
     """All checks, cheapest first, on one thread: on tensors this small a second one costs more than it brings.
 
     Args:
         amount: QUICK, FULL or LONG.
+        device: of the guard model; the exact one follows its integers on the CPU.
     """
     from accuracy.guard_model.problems import eval_set
 
@@ -67,8 +68,8 @@ def run_guard(amount: dict[str, int], seed: int, progress: bool = True) -> list[
             "layout": lambda: check_layout(seed, LAYOUT_TRIALS, bar.update),
             "costs": lambda: check_costs(seed, amount["trios"], bar.update),
             "exact model": lambda: check_exact_model(seed, amount["requests"], bar.update, workers),
-            "guard model": lambda: check_guard_logits(prompts, shared, bar.update),
-            "answers": lambda: check_answers(amount["answers"], bar.update),
+            "guard model": lambda: check_guard_logits(prompts, shared, bar.update, device),
+            "answers": lambda: check_answers(amount["answers"], bar.update, device=device),
             "accuracy": lambda: check_accuracy(amount["questions"], bar.update),
             "block ids": lambda: check_expansion(bar.update),
         }

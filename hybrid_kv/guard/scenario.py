@@ -122,8 +122,9 @@ class ScriptedProposer:
     """Drafts that are right exactly as far as the script says: a pure function of the request and its known tokens.
 
     right: K right ones. wrong: K wrong ones. mixed: any number, right up to any place. ragged: all right, their number
-    runs through K, 0, 1, K, 2. boundary: right up to a block boundary if K reaches it, wrong behind it; beyond: right
-    up to the first token behind one. rotate: request i has i % (K + 1) right ones and wrong ones behind them.
+    runs through K, 0, 1, K, 2. lapses: K wrong ones and none in turn. boundary: right up to a block boundary if K
+    reaches it, wrong behind it; beyond: right up to the first token behind one. rotate: request i has i % (K + 1) right
+    ones and wrong ones behind them.
 
     Args:
         sequences: prompt and answer of each request, by its number; stop tokens ignored.
@@ -168,6 +169,8 @@ class ScriptedProposer:
                 position += 1 + lengths[0]
                 lengths = lengths[1:] + lengths[:1]
             return lengths[0], K
+        if self.script == "lapses":
+            return K * ((num_tokens - self._prompts[number]) % 2), 0
         # The step starts at the last known token, so it ends on a boundary with this many right drafts.
         to_boundary = -num_tokens % self.block_size
         right = {

@@ -41,7 +41,7 @@ class _Operations(TorchDispatchMode):
     """Counts operations that would launch something."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -125,7 +125,7 @@ def mamba_layer(kernels: str, scheme: str, K: int) -> Callable[[], object]:
     table = torch.arange(1, 1 + num_reqs * width, dtype=torch.int32).view(num_reqs, width)
     states = torch.zeros(1 + num_reqs * width, heads, head_dim, size)
     pool = split_state(states) if scheme == "replay" else states
-    views = {"m": (torch.zeros(len(pool), 3 + K, channels), pool)}
+    views: dict[str, tuple[torch.Tensor, ...]] = {"m": (torch.zeros(len(pool), 3 + K, channels), pool)}
     rows = np.arange(num_reqs)
     committed, rings = None, {}
     if scheme == "replay":
@@ -253,13 +253,13 @@ def _count_scheme(shape: tuple[int, int, int, int], K: int, n_hist: int | None, 
     tokens, bf16 = 1 + K, torch.bfloat16
     x, B, C = (torch.zeros(tokens, *part, dtype=bf16) for part in ((heads, head_dim), (groups, size), (groups, size)))
     dt, cu_seqlens = torch.zeros(tokens, heads, dtype=bf16), torch.tensor([0, tokens])
-    heads_of = [torch.zeros(heads) for _ in range(3)]  # dt_bias, A_log, D
+    dt_bias, A_log, D = heads_of = tuple(torch.zeros(3, heads))
     states = torch.zeros(2 + tokens, heads, head_dim, size)
     if n_hist is None:
         sources, targets = torch.tensor([1]), torch.arange(2, 2 + tokens)[None]
         indices = (cu_seqlens, sources, targets)
         return distinct_bytes(
-            lambda: selective_state_update_slots(states, x, dt, *heads_of[:2], B, C, heads_of[2], *indices),
+            lambda: selective_state_update_slots(states, x, dt, dt_bias, A_log, B, C, D, *indices),
             [*heads_of, *indices],
         )
     ring_len = default_ring_len(tokens)
@@ -269,7 +269,7 @@ def _count_scheme(shape: tuple[int, int, int, int], K: int, n_hist: int | None, 
     step = ReplayStep(*parts, max_query_len=tokens)
     planes = split_state(states)
     return distinct_bytes(
-        lambda: replay_update(planes, ring, step, x, dt, *heads_of[:2], B, C, heads_of[2], cu_seqlens),
+        lambda: replay_update(planes, ring, step, x, dt, dt_bias, A_log, B, C, D, cu_seqlens),
         [*heads_of, cu_seqlens, *parts],
     )
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -12,36 +14,91 @@ from torch import nn
 from hybrid_kv.attention.mamba import DecodeReplay, MambaMetadata
 from hybrid_kv.attention.paged import AttentionPart, PagedAttentionMetadata
 from hybrid_kv.kernels.causal_conv1d import causal_conv1d, windows_at
+from hybrid_kv.kernels.conv_prefill import causal_conv1d_prefill
+from hybrid_kv.kernels.conv_update import causal_conv1d_update
+from hybrid_kv.kernels.gated_norm import gated_rms_norm
+from hybrid_kv.kernels.launch import FLOATS
 from hybrid_kv.kernels.replay import (
     ReplayRing,
     read_states,
+    replay_flush,
     replay_flush_reference,
+    replay_update,
     replay_update_reference,
     write_states,
 )
 from hybrid_kv.kernels.ssd import chunk_scan, selective_state_update
+from hybrid_kv.kernels.ssd_prefill import chunk_scan_prefill
+from hybrid_kv.kernels.state_update import selective_state_update_slots
 
+T = TypeVar("T")
 PACKED_ELEMENTS = 1 << 17  # of a weight that is worth a packed copy
 PACKED_ROWS = 8  # that the packed layout is chosen for; it takes any number
 
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """Per layer name: this step's metadata, the views of the layer's cache, and its ring in scheme `replay`."""
+    """Per layer name: this step's metadata, the views of the layer's cache, and its ring in scheme `replay`.
+
+    `kernels`: what Mamba layers compute with; attention layers find it in their metadata.
+    """
 
     metadata: dict[str, Any]
     views: dict[str, tuple[torch.Tensor, ...]]
     rings: dict[str, ReplayRing] = field(default_factory=dict)
+    kernels: Literal["torch", "triton"] = "torch"
 
 
 def upcast(x: torch.Tensor) -> torch.Tensor:
     """At least float32: half-precision activations are normed and scanned in float32, float64 stays float64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def _empty(*shape: int) -> nn.Parameter:
     # Filled by the loader, which fails when a tensor is missing: initialising twice would only cost time.
     return nn.Parameter(torch.empty(*shape), requires_grad=False)
+
+
+class Derived(Generic[T]):
+    """What a layer computes from its weights alone: once, and again when one was replaced or changed in place.
+
+    A change through `.data` goes unseen. Weights made in inference mode do not tell their changes: then it is computed
+    every time.
+    """
+
+    def __init__(self, compute: Callable[..., T]) -> None:
+        self._compute = compute
+        self._key: list[Any] | None = None
+        self._weights: tuple[torch.Tensor, ...] = ()
+        self._value: T
+
+    def __call__(self, *weights: torch.Tensor, **how: Any) -> T:
+        """`compute(*weights, **how)`."""
+        key = [*how.values()]
+        try:
+            for weight in weights:
+                key += weight.data_ptr(), weight._version
+        except RuntimeError:  # an inference tensor has no version
+            return self._compute(*weights, **how)
+        if key != self._key:
+            # The weights are kept, so that no other one can come to lie at the address of one of them.
+            self._weights = tuple(weight.detach() for weight in weights)
+            self._key, self._value = key, self._compute(*self._weights, **how)
+        return self._value
+
+    def __reduce__(self) -> Any:
+        return Derived, (self._compute,)  # a copy computes its own: not every value can be copied or pickled
+
+
+def _rms_scale(weight: torch.Tensor, size: int, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """What to multiply `x / hypot(norm(x), bias)` with, and the bias: `rms_normed` of slices of `size` elements."""
+    wide = upcast(weight)
+    return wide * size**0.5, wide.new_tensor((size * eps) ** 0.5)
+
+
+def _unit_rows(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """`x / sqrt(sum(x ** 2) + bias ** 2)` over the last dimension: `F.rms_norm` in three passes for its six."""
+    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(bias)
 
 
 class RMSNorm(nn.Module):
@@ -51,15 +108,14 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = _empty(size)
         self.eps = eps
+        self._scale = Derived(_rms_scale)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide, weight = upcast(x), upcast(self.weight)
+        wide, weight = upcast(x), self.weight
         if x.is_cuda:
-            return F.rms_norm(wide, weight.shape, weight, self.eps).to(x.dtype)
-        # On a CPU that is a row of passes over temporaries: this is as fast on 8 tokens, and twice as fast on 2048.
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        scale = norm.square_().div_(wide.shape[-1]).add_(self.eps).rsqrt_()
-        return torch.mul(wide, scale).mul_(weight).to(x.dtype)
+            return F.rms_norm(wide, weight.shape, upcast(weight), self.eps).to(x.dtype)
+        scale, bias = self._scale(weight, size=x.shape[-1], eps=self.eps)
+        return _unit_rows(wide, bias).mul_(scale).to(x.dtype)
 
 
 class GatedRMSNorm(nn.Module):
@@ -70,12 +126,16 @@ class GatedRMSNorm(nn.Module):
         self.weight = _empty(size)
         self.groups = groups
         self.eps = eps
+        self._scale = Derived(_rms_scale)
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        gated = upcast(x) * F.silu(upcast(gate))
-        grouped = gated.unflatten(-1, (self.groups, -1))
-        normed = F.rms_norm(grouped, grouped.shape[-1:], eps=self.eps).flatten(-2)
-        return (normed * upcast(self.weight)).to(gate.dtype)
+        gated = F.silu(upcast(gate)).mul_(x)
+        grouped = gated.view(*gated.shape[:-1], self.groups, -1)
+        if x.is_cuda:
+            normed = F.rms_norm(grouped, grouped.shape[-1:], eps=self.eps).flatten(-2)
+            return (normed * upcast(self.weight)).to(gate.dtype)
+        scale, bias = self._scale(self.weight, size=grouped.shape[-1], eps=self.eps)
+        return _unit_rows(grouped, bias).flatten(-2).mul_(scale).to(gate.dtype)
 
 
 class Linear(nn.Module):
@@ -85,26 +145,20 @@ class Linear(nn.Module):
         super().__init__()
         self.weight: nn.Parameter = _empty(size_out, size_in)
         self.bias = _empty(size_out) if bias else None
-        self._packed: tuple[tuple[int, int], torch.Tensor, torch.Tensor] | None = None
+        self._packed = Derived(_pack)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight
         # oneDNN's layout halves the time of 8 rows here, and of one row by a sixth; small weights gain nothing.
         if weight.numel() >= PACKED_ELEMENTS and x.is_cpu and torch.is_inference_mode_enabled() and _can_pack(weight):
-            return torch.ops.mkldnn._linear_pointwise(x, self._pack(), self.bias, "none", [], "")
+            return torch.ops.mkldnn._linear_pointwise(x, self._packed(weight), self.bias, "none", [], "")
         return F.linear(x, weight, self.bias)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_packed": None}  # it can be neither copied nor pickled
 
-    def _pack(self) -> torch.Tensor:
-        """The weight in oneDNN's layout, made anew when it was replaced or changed in place (not through `.data`)."""
-        key = self.weight.data_ptr(), self.weight._version
-        if self._packed is None or self._packed[0] != key:
-            packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), PACKED_ROWS)
-            # The weight is kept beside it, so that no other one can come to lie at its address.
-            self._packed = key, packed, self.weight.detach()
-        return self._packed[1]
+def _pack(weight: torch.Tensor) -> torch.Tensor:
+    """In oneDNN's layout."""
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
+    return packed
 
 
 def _can_pack(weight: torch.Tensor) -> bool:
@@ -143,6 +197,21 @@ class PagedAttention(nn.Module):
         return part.compute.attend(query, key_cache, value_cache, part, self.head_size**-0.5)
 
 
+class _Heads(NamedTuple):
+    """What a Mamba layer computes with, in the type of its recurrence but for the convolution's weight."""
+
+    A: torch.Tensor  # [heads]
+    D: torch.Tensor  # [heads]
+    dt_bias: torch.Tensor  # [heads]
+    conv_weight: torch.Tensor  # [channels, kernel], each tap of all channels contiguous
+
+
+def _heads(
+    A_log: torch.Tensor, D: torch.Tensor, dt_bias: torch.Tensor, conv_weight: torch.Tensor, dtype: torch.dtype
+) -> _Heads:
+    return _Heads(-torch.exp(A_log.to(dtype)), D.to(dtype), upcast(dt_bias), conv_weight.T.contiguous().T)
+
+
 class Mamba2Mixer(nn.Module):
     """A Mamba-2 layer: projection, causal convolution, state-space recurrence, gated norm, projection."""
 
@@ -173,6 +242,7 @@ class Mamba2Mixer(nn.Module):
         self.dt_bias = _empty(num_heads)
         self.A_log = _empty(num_heads)
         self.D = _empty(num_heads)
+        self._heads = Derived(_heads)
         self.norm = GatedRMSNorm(inner, groups, eps)
         self.out_proj = Linear(inner, hidden_size, bias)
 
@@ -180,44 +250,104 @@ class Mamba2Mixer(nn.Module):
         metadata: MambaMetadata = context.metadata[self.name]
         cache = context.views[self.name]
         gate, conv_in, raw_dt = self.in_proj(x).split(self.splits, dim=-1)
+        if self._launches(context):
+            mixed = self._launch(conv_in, raw_dt, context, metadata)
+            return self.out_proj(gated_rms_norm(mixed, gate, self.norm.weight, self.groups, self.norm.eps))
         split, tokens = metadata.num_decodes, metadata.num_decode_tokens
         replayed = split if metadata.replay is not None else 0  # rows whose states are read where they are needed
-        dt = F.softplus(upcast(raw_dt) + upcast(self.dt_bias))
         # All rows are read before any is written: a row may write the block that it, or another, starts from.
         windows = windows_at(cache[0], metadata.window_indices, metadata.num_accepted_tokens - 1, self.kernel - 1)
         states = read_states(cache[1], metadata.source_indices[replayed:])
+        raw_dt_wide = upcast(raw_dt)
         # The recurrence runs in the wider type of inputs and states, one type for all of its operands.
-        dtype = torch.promote_types(dt.dtype, states.dtype)
-        windows, states, dt = windows.to(conv_in.dtype), states.to(dtype), dt.to(dtype)
+        dtype = torch.promote_types(raw_dt_wide.dtype, states.dtype)
+        heads = self._heads(self.A_log, self.D, self.dt_bias, self.conv_weight, dtype=dtype)
+        windows, states = windows.to(conv_in.dtype), states.to(dtype)
+        dt = F.softplus(raw_dt_wide + heads.dt_bias).to(dtype)
         outputs = []
         if metadata.replay is not None:
             ring = context.rings[self.name]
-            outputs.append(self._replay(conv_in[:tokens], raw_dt[:tokens], windows[:split], cache, ring, metadata))
+            outputs.append(
+                self._replay(conv_in[:tokens], raw_dt[:tokens], windows[:split], cache, ring, heads, metadata)
+            )
         elif metadata.decode_rows is not None:
             outputs.append(
-                self._decode(conv_in[:tokens], dt[:tokens], windows[:split], states[:split], cache, metadata)
+                self._decode(conv_in[:tokens], dt[:tokens], windows[:split], states[:split], cache, heads, metadata)
             )
         if metadata.prefill_rows is not None:
             first = split - replayed
             outputs.append(
-                self._prefill(conv_in[tokens:], dt[tokens:], windows[split:], states[first:], cache, metadata)
+                self._prefill(conv_in[tokens:], dt[tokens:], windows[split:], states[first:], cache, heads, metadata)
             )
-        return self.out_proj(self.norm(torch.cat(outputs), gate))
+        mixed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return self.out_proj(self.norm(mixed, gate))
 
     def fold(self, replay: DecodeReplay, context: ForwardContext) -> None:
         """Fold histories into states, as `replay` says, in a step that runs no tokens."""
-        ssm_state = context.views[self.name][1]
-        replay_flush_reference(ssm_state, context.rings[self.name], replay.step, self.A_log)
+        ssm_state, ring = context.views[self.name][1], context.rings[self.name]
+        (replay_flush if self._launches(context) else replay_flush_reference)(ssm_state, ring, replay.step, self.A_log)
 
-    def _parts(
-        self, conv_out: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x, B and C of the tokens, A and D of the heads, in `dtype`."""
-        inner, shared = self.splits[0], self.groups * self.state_size
-        x, B, C = conv_out.to(dtype).split((inner, shared, shared), dim=-1)
-        heads, groups = (self.num_heads, self.head_dim), (self.groups, self.state_size)
-        A = -torch.exp(self.A_log.to(dtype))
-        return x.unflatten(-1, heads), B.unflatten(-1, groups), C.unflatten(-1, groups), A, self.D.to(dtype)
+    def _launches(self, context: ForwardContext) -> bool:
+        """Whether kernels are chosen and take the layer's dtypes."""
+        dtypes = {part.dtype for part in context.views[self.name]}
+        return context.kernels == "triton" and dtypes <= {*FLOATS, torch.int16}
+
+    def _launch(
+        self, conv_in: torch.Tensor, dt: torch.Tensor, context: ForwardContext, metadata: MambaMetadata
+    ) -> torch.Tensor:
+        """Convolution and recurrence as Triton kernels: [num_tokens, channels] to [num_tokens, inner]."""
+        conv_state, ssm_state = context.views[self.name]
+        split, tokens = metadata.num_decodes, metadata.num_decode_tokens
+        weights = self._heads(self.A_log, self.D, self.dt_bias, self.conv_weight, dtype=torch.float32)
+        taps, heads = (weights.conv_weight, self.conv_bias), (self.dt_bias, self.A_log)
+        windows, accepted = metadata.window_indices, metadata.num_accepted_tokens
+        outputs = []
+        if metadata.decode_rows is not None:
+            conv_out = causal_conv1d_update(
+                conv_state,
+                conv_in[:tokens],
+                *taps,
+                metadata.cu_seqlens,
+                windows[:split],
+                accepted[:split],
+                metadata.window_targets,
+            )
+            x, B, C = self._parts(conv_out, conv_out.dtype)
+            step = (x, dt[:tokens], *heads, B, C, self.D, metadata.cu_seqlens)
+            if metadata.replay is not None:
+                y = replay_update(ssm_state, context.rings[self.name], metadata.replay.step, *step)
+            else:
+                own = metadata.source_indices[:split], metadata.state_indices[:split]
+                y = selective_state_update_slots(ssm_state, *step, *own)
+            outputs.append(y)
+        if metadata.prefill_rows is not None:
+            spans, initial = metadata.spans, metadata.has_initial_state
+            assert spans is not None and initial is not None
+            conv_out = causal_conv1d_prefill(
+                conv_state, conv_in[tokens:], *taps, spans, windows[split:], accepted[split:], initial
+            )
+            x, B, C = self._parts(conv_out, conv_out.dtype)
+            sources, states = metadata.source_indices[split:], ssm_state
+            if is_split := ssm_state.dtype == torch.int16:
+                # The scan knows no planes: it gets the states that it starts from, and room for those it leaves.
+                count, blocks = len(sources), spans.span_blocks
+                places = torch.arange(1, 1 + count + len(blocks), device=x.device)
+                states = torch.empty(1 + len(places), *ssm_state.shape[2:], dtype=torch.float32, device=x.device)
+                states[1 : 1 + count] = read_states(ssm_state, sources)
+                spans, sources = copy(spans), places[:count]
+                spans.span_blocks = places[count:]
+            outputs.append(chunk_scan_prefill(states, x, dt[tokens:], *heads, B, C, self.D, spans, sources, initial))
+            if is_split:
+                write_states(ssm_state, blocks, states[1 + count :])
+        mixed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return mixed.flatten(1)
+
+    def _parts(self, conv_out: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x, B and C of the tokens, in `dtype`."""
+        leading, shared = conv_out.shape[:-1], self.groups * self.state_size
+        x, B, C = conv_out.to(dtype).split((self.splits[0], shared, shared), dim=-1)
+        groups = (*leading, self.groups, self.state_size)
+        return x.view(*leading, self.num_heads, self.head_dim), B.view(groups), C.view(groups)
 
     def _decode(
         self,
@@ -226,13 +356,14 @@ class Mamba2Mixer(nn.Module):
         window: torch.Tensor,
         state: torch.Tensor,
         cache: tuple[torch.Tensor, ...],
+        heads: _Heads,
         metadata: MambaMetadata,
     ) -> torch.Tensor:
         rows, (conv_state, ssm_state) = metadata.decode_rows, cache
         assert rows is not None
-        conv_out, inputs = causal_conv1d(rows.padded(conv_in), self.conv_weight, self.conv_bias, window)
-        x, B, C, A, D = self._parts(conv_out, state.dtype)
-        y, states = selective_state_update(state, x, rows.padded(dt), A, B, C, D)
+        conv_out, inputs = causal_conv1d(rows.padded(conv_in), heads.conv_weight, self.conv_bias, window)
+        x, B, C = self._parts(conv_out, state.dtype)
+        y, states = selective_state_update(state, x, rows.padded(dt), heads.A, B, C, heads.D)
         # What padding leaves goes to the null block.
         blocks = metadata.state_indices[: metadata.num_decodes, : rows.max_len]
         ssm_state.index_copy_(0, blocks.flatten(), states.flatten(0, 1).to(ssm_state.dtype))
@@ -246,15 +377,16 @@ class Mamba2Mixer(nn.Module):
         window: torch.Tensor,
         cache: tuple[torch.Tensor, ...],
         ring: ReplayRing,
+        heads: _Heads,
         metadata: MambaMetadata,
     ) -> torch.Tensor:
         """`_decode` in scheme `replay`; `dt` is what the projection gave."""
         rows, (conv_state, ssm_state), replay = metadata.decode_rows, cache, metadata.replay
         assert rows is not None and replay is not None
-        conv_out, inputs = causal_conv1d(rows.padded(conv_in), self.conv_weight, self.conv_bias, window)
-        x, B, C, _, D = self._parts(rows.flat(conv_out), conv_in.dtype)
+        conv_out, inputs = causal_conv1d(rows.padded(conv_in), heads.conv_weight, self.conv_bias, window)
+        x, B, C = self._parts(rows.flat(conv_out), conv_in.dtype)
         y = replay_update_reference(
-            ssm_state, ring, replay.step, x, dt, self.dt_bias, self.A_log, B, C, D, replay.cu_seqlens
+            ssm_state, ring, replay.step, x, dt, self.dt_bias, self.A_log, B, C, self.D, replay.cu_seqlens
         )
         self._store_inputs(conv_state, metadata.state_indices[: metadata.num_decodes, 0], inputs[:, 1:])
         return y.flatten(1)
@@ -266,6 +398,7 @@ class Mamba2Mixer(nn.Module):
         window: torch.Tensor,
         state: torch.Tensor,
         cache: tuple[torch.Tensor, ...],
+        heads: _Heads,
         metadata: MambaMetadata,
     ) -> torch.Tensor:
         rows, initial, (conv_state, ssm_state) = metadata.prefill_rows, metadata.has_initial_state, cache
@@ -280,9 +413,9 @@ class Mamba2Mixer(nn.Module):
             row = torch.cat([row, metadata.boundary_rows])
             offsets = torch.cat([offsets, metadata.boundary_offsets])
             blocks = torch.cat([blocks, metadata.boundary_indices])
-        conv_out, inputs = causal_conv1d(rows.padded(conv_in), self.conv_weight, self.conv_bias, window)
-        x, B, C, A, D = self._parts(conv_out, state.dtype)
-        y, states = chunk_scan(x, rows.padded(dt), A, B, C, D, state, self.chunk_size, row, offsets)
+        conv_out, inputs = causal_conv1d(rows.padded(conv_in), heads.conv_weight, self.conv_bias, window)
+        x, B, C = self._parts(conv_out, state.dtype)
+        y, states = chunk_scan(x, rows.padded(dt), heads.A, B, C, heads.D, state, self.chunk_size, row, offsets)
         write_states(ssm_state, blocks, states)
         self._store_inputs(conv_state, blocks, windows_at(inputs, row, offsets, self.kernel - 1))
         return rows.flat(y).flatten(1)
@@ -301,4 +434,4 @@ class SquaredReluMLP(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.relu(self.up_proj(x)).square())
+        return self.down_proj(self.up_proj(x).relu_().square_())

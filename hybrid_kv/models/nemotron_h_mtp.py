@@ -22,13 +22,12 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from hybrid_kv.attention.paged import AttentionPart
 from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec
 from hybrid_kv.config import ConfigError
-from hybrid_kv.kernels.paged_attention import gather_kv
+from hybrid_kv.kernels.paged_attention import attend_tokens, gather_tokens, token_cells
 from hybrid_kv.models.layers import ForwardContext, Linear, PagedAttention, RMSNorm, SquaredReluMLP
 from hybrid_kv.models.nemotron_h import NemotronH, NemotronHConfig
 
@@ -55,16 +54,15 @@ def grid_attention(
     Returns:
         [num_rows, len, num_heads, head_size].
     """
-    key, value = gather_kv(key_cache, block_table), gather_kv(value_cache, block_table)
-    place = torch.arange(key.shape[1], device=query.device)
+    last = positions.amax(1)
+    num_keys = int(last.max()) + 1
+    cells = token_cells(block_table, last, num_keys, key_cache.shape[1], grid)
+    key, value = (gather_tokens(cache, *cells).unflatten(0, (-1, num_keys)) for cache in (key_cache, value_cache))
+    place = torch.arange(num_keys, device=query.device)
     visible = (place <= positions.unsqueeze(-1)) & (place % grid != 0)
-    # A mask does not stop NaN (0 * NaN): neither in slots that nobody sees nor in a softmax over nothing.
-    unused = ~visible.any(1)[..., None, None]
-    key, value = key.masked_fill(unused, 0).transpose(1, 2), value.masked_fill(unused, 0).transpose(1, 2)
-    out = F.scaled_dot_product_attention(
-        query.transpose(1, 2), key, value, visible.unsqueeze(1), scale=scale, enable_gqa=query.shape[2] != key.shape[1]
-    )
-    return out.transpose(1, 2).masked_fill(~visible.any(-1)[..., None, None], 0)
+    out = attend_tokens(query, key, value, visible, scale)
+    # A softmax over nothing is NaN.
+    return out.masked_fill(~visible.any(-1)[..., None, None], 0)
 
 
 class GridAttention(PagedAttention):

@@ -44,6 +44,8 @@ def verify(
     counts = [1 + len(drafts) for drafts in draft_token_ids]
     if sum(counts) != len(logits):
         raise ValueError(f"{len(logits)} rows of logits for {sum(counts)} tokens (drafts and one more per request)")
+    if len(counts) == len(logits):
+        return [[token] for token in sample(logits, params, seeds, first_positions)]
     owners = [request for request, count in enumerate(counts) for _ in range(count)]
     positions = [first + j for first, count in zip(first_positions, counts, strict=True) for j in range(count)]
     tokens = sample(logits, [params[r] for r in owners], [seeds[r] for r in owners], positions)

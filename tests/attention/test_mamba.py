@@ -181,6 +181,39 @@ def test_buffers_have_an_entry_per_request_and_keep_their_address():
     assert builder._offsets.tolist() == [0, 1, 2, 3]
 
 
+def test_metadata_is_built_again_when_something_changes_and_only_then():
+    subject = spec(k=1, block_size=4)
+    builder = MambaMetadataBuilder(subject, 4, CPU)
+    table = table_of(2, subject.block_table_width(MAX_MODEL_LEN))
+
+    def built(computed=(8, 9), lens=(1, 1), prev=(1, 2), accepted=(1, 1), num_gathers=1, num_decodes=2):
+        batch = common(list(computed), list(lens), num_decodes)
+        return builder.build(batch, table, ints(*prev), ints(*accepted), num_gathers=num_gathers)
+
+    first = built()
+    assert built() is first
+    # Further on in the same block nothing of it differs.
+    assert built(computed=(9, 10)) is first
+    changes = (
+        {"computed": (8, 12)},
+        {"lens": (2, 1)},
+        {"prev": (2, 2)},
+        {"accepted": (2, 1)},
+        {"num_gathers": 2},
+        {"num_gathers": None},
+        {"num_decodes": 1},
+    )
+    for change in changes:
+        assert built() is built()
+        other = built(**change)
+        # The buffers are shared: what was built before is no more.
+        assert other is not first and built() is not first, change
+        first = built()
+        assert first.source_indices.tolist() == [1001, 2002] and first.state_indices.tolist() == [[1002, 0], [2002, 0]]
+    table[0, 2] = 77
+    assert built(num_gathers=2).state_indices.tolist() == [[77, 0], [2002, 0]]
+
+
 def test_the_previous_anchor_is_what_the_metadata_reads():
     """vllm!41233: after a verify step that crossed a boundary and was rejected, the state is behind the next anchor."""
     subject = spec(k=2)

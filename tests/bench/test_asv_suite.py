@@ -226,6 +226,20 @@ def test_history_runs_asv(monkeypatch, codes, expected, capsys):
         assert arguments[arguments.index("--machine") + 1] == ran[0][0][-1] == "here"
 
 
+@pytest.mark.parametrize("given", [["abc"], ["0"], ["-1"], ["1", "2"], ["2.5"]])
+def test_history_of_no_number_is_one_line(capsys, given):
+    assert history.main(given) == 2
+    assert capsys.readouterr().err == f"error: {' '.join(given)!r} is no number of commits; give one of 1 or more\n"
+
+
+def test_history_outside_a_checkout_is_one_line(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(history, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert history.main(["1"]) == 2
+    printed = capsys.readouterr().err
+    assert "is no git checkout" in printed and printed.count("\n") == 1
+
+
 def test_thresholds_know_every_benchmark_once():
     config = json.loads((ROOT / "asv.conf.json").read_text())
     names = {asv_suite.asv_name(cell, method) for cell in cases.cells() for method in asv_suite.method_names(cell)}

@@ -398,7 +398,7 @@ def test_gpu_cells_are_right_in_the_interpreter(name):
     assert 0 <= interpreted(check_kernel, name) < 0.02
 
 
-@pytest.mark.requires_cuda
+@pytest.mark.gpu
 @pytest.mark.parametrize("cell", [cell for cell in ALL if cell.tier == "gpu" and cell.quick], ids=lambda cell: cell.key)
 def test_gpu_cells_are_right(cell):
     case = cell.make()

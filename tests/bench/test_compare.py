@@ -15,15 +15,17 @@ import pytest
 from bench import compare as driver
 from bench import operating_curve, verdicts, worker
 from bench.compare import CellInfo, Comparison, Design, Measured, Revision, Times, compare, find_revision
-from bench.verdicts import count_outcomes, outcomes_of, read_quarantine, reason_for, time_outcomes
+from bench.verdicts import count_outcomes, outcomes_of, read_quarantine, reason_for, timed_outcomes
 from hybrid_kv import results
 from hybrid_kv.cli import main
-from hybrid_kv.config import ConfigError, HybridKVError
+from hybrid_kv.config import ConfigError
 from hybrid_kv.results import Row, append_rows, read_rows
 
 BENCH = Path(driver.__file__).parent
 SMALL = Design(pairs=3, samples=2)
-STEP, BIG, NEW, WRONG, HELD = (f"toy/{name}[size=1]" for name in ("step", "big", "new", "wrong", "held"))
+STEP, BIG, NEW, WRONG, HELD, RAISING, DYING, HANGING = (
+    f"toy/{name}[size=1]" for name in ("step", "big", "new", "wrong", "held", "raising", "dying", "hanging")
+)
 
 PACKAGE = """
 BLOCKS = {blocks}
@@ -77,6 +79,15 @@ def hanging():
         pass
     return Case(big, lambda: 0.0)
 
+def raising():
+    if hybrid_kv.ANSWER == 9:
+        raise RuntimeError("no 9")
+    big()
+
+def own():
+    import hybrid_kv.later
+    return Case(hybrid_kv.later.newer, lambda: 0.0)
+
 def cells():
     def cell(name, tier, make, **values):
         return Cell("toy", name, {"size": 1}, tier, make, True, **values)
@@ -88,8 +99,11 @@ def cells():
         cell("nan", "cpu", lambda: Case(big, lambda: float("nan"))),
         cell("rival", "cpu", step, promise=2.0),
         cell("device", "gpu", step),
+        cell("fatal", "count", lambda: dying() and {"blocks": Count(1, "blocks")}),
         cell("held", "count", lambda: {"blocks": Count(hybrid_kv.BLOCKS, "blocks")}),
         cell("float", "count", lambda: {"blocks": Count(0.5, "blocks")}),
+        cell("raising", "cpu", lambda: Case(raising, lambda: 0.0)),
+        cell("own", "cpu", own),
         cell("dying", "cpu", dying),
         cell("hanging", "cpu", hanging),
         Cell("toy", "slow", {"size": 1}, "cpu", step),
@@ -103,6 +117,17 @@ def cells():
     return [Cell("late", "newer", {}, "cpu", lambda: Case(newer, lambda: 0.0), True)]
 """
 TORCH = """
+import importlib.util, sys
+
+class Editable:
+    "As an editable install's: it knows a module of the checkout that no version has, for the import of any."
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return importlib.util.spec_from_file_location(name, __file__) if name == "hybrid_kv.later" else None
+
+newer = print
+sys.meta_path.append(Editable)
+
 class cuda:
     is_available = is_initialized = staticmethod(lambda: False)
 
@@ -119,6 +144,7 @@ VERSIONS = {
     "wrong": {"answer": 41},
     "dying": {"answer": 7},
     "hanging": {"answer": 8},
+    "raising": {"answer": 9},
     "blocks": {"blocks": 12},
     "old": {"newer": ""},
 }
@@ -198,12 +224,14 @@ def verdicts_of(comparison, folder):
 def test_equal_code_is_the_same_and_what_cannot_run_says_why(toy):
     comparison = compare("base", "comment", root=toy, select=["toy", "late"], design=SMALL)
     assert {key: times.log_ratios for key, times in comparison.measured.first.items()} == {
-        key: pytest.approx([0.0] * 3)
-        for key in (STEP, BIG, NEW, WRONG, "toy/dying[size=1]", "toy/hanging[size=1]", "late/newer[]")
+        key: pytest.approx([0.0] * 3) for key in (STEP, BIG, NEW, WRONG, RAISING, DYING, HANGING, "late/newer[]")
     }
     assert comparison.measured.repeat == {}
     found = {one.name: one for one in outcomes_of(comparison, toy / "results")}
-    assert [one.verdict for one in found.values()].count("same") == 8
+    assert [one.verdict for one in found.values()].count("same") == 10
+    # Its module is nobody's but an editable install's.
+    assert found["toy/own[size=1]"].verdict == "not comparable"
+    assert found["toy/own[size=1]"].reason == "BASE: ModuleNotFoundError: No module named 'hybrid_kv.later'"
     # An error of NaN proves nothing.
     assert found["toy/nan[size=1]"].verdict == "wrong result"
     assert found["toy/device[size=1]"].reason == "it needs a CUDA device"
@@ -222,7 +250,7 @@ def test_a_change_is_repeated_and_found(toy, head, verdict, ratio):
     comparison = compare("base", head, root=toy, select=["toy/step", "toy/big"], design=SMALL)
     assert list(comparison.measured.repeat) == [STEP]
     assert len(comparison.measured.repeat[STEP].log_ratios) == 6
-    step, big = sorted(time_outcomes(comparison.measured, SMALL), key=lambda one: one.name != STEP)
+    step, big = sorted(timed_outcomes(comparison.measured, SMALL), key=lambda one: one.name != STEP)
     assert (step.verdict, big.verdict) == (verdict, "same")
     assert step.estimate.ratio == pytest.approx(ratio)
     assert step.estimate.n == 6
@@ -240,7 +268,7 @@ def test_less_than_the_minimum_effect_is_the_same(toy):
 
 def test_a_plant_slows_head_down_by_its_fraction(toy):
     comparison = compare("base", "base", root=toy, select=["toy/step", "toy/big"], design=SMALL, plants={STEP: 0.1})
-    (step, big) = sorted(time_outcomes(comparison.measured, SMALL), key=lambda one: one.name != STEP)
+    (step, big) = sorted(timed_outcomes(comparison.measured, SMALL), key=lambda one: one.name != STEP)
     assert (step.verdict, big.verdict) == ("slower", "same")
     assert step.estimate.ratio == pytest.approx(1.1, rel=1e-3)
 
@@ -255,7 +283,7 @@ def test_the_first_look_is_repeated_in_fresh_processes(toy, monkeypatch):
 
     monkeypatch.setattr(driver, "start", counted)
     compare("base", "slow", root=toy, select=["toy/step"], design=Design(pairs=4, samples=2))
-    assert started == [1, 3, 1, 3, 3, 2]
+    assert started == [1, 4, 8]
 
 
 def test_a_wrong_result_of_head_is_an_alarm_and_of_base_is_none(toy):
@@ -280,9 +308,41 @@ def test_what_base_lacks_is_not_comparable(toy):
     assert reasons["late/newer[]"][1].startswith("BASE: ImportError: cannot import name 'newer'")
 
 
-def test_a_worker_that_dies_is_one_line(toy):
-    with pytest.raises(HybridKVError, match=r"HEAD's worker, asked to make toy/dying\[size=1\], died"):
-        compare("base", "dying", root=toy, select=["toy/dying"], design=SMALL)
+def test_what_base_can_run_and_head_cannot_is_an_alarm(toy):
+    comparison = compare("base", "old", root=toy, select=["toy/new", "late", "toy/big"], design=SMALL)
+    found = {one.name: one for one in outcomes_of(comparison, toy / "results")}
+    assert {name: (one.verdict, one.alarm) for name, one in found.items()} == {
+        BIG: ("same", False),
+        NEW: ("broken at HEAD", True),
+        "late/newer[]": ("broken at HEAD", True),
+    }
+    assert "has no attribute 'newer'" in found[NEW].reason
+    comparison = compare("base", "raising", root=toy, select=["toy/raising", "toy/big"], design=SMALL)
+    assert verdicts_of(comparison, toy) == {RAISING: "broken at HEAD", BIG: "same"}
+    assert comparison.measured.failures[RAISING].reason == "RuntimeError: no 9"
+    comparison = compare("raising", "raising", root=toy, select=["toy/raising", "toy/big"], design=SMALL)
+    assert verdicts_of(comparison, toy) == {RAISING: "not comparable", BIG: "same"}
+
+
+@pytest.mark.parametrize("seed", [6, 7])  # of orders: the one that dies comes early
+def test_a_worker_that_dies_costs_one_benchmark_and_no_other(toy, seed):
+    others = ["toy/dying", "toy/big", "toy/step", "toy/new"]
+    comparison = compare("base", "dying", root=toy, select=others, design=SMALL, seed=seed)
+    assert {key: len(times.log_ratios) for key, times in comparison.measured.first.items()} == {BIG: 3, NEW: 3}
+    assert verdicts_of(comparison, toy) == {
+        DYING: "broken at HEAD",
+        STEP: "wrong result",
+        BIG: "same",
+        NEW: "same",
+    }
+    assert comparison.measured.failures[DYING].reason.startswith("the worker, asked to make, died")
+    turned = compare("dying", "base", root=toy, select=["toy/dying", "toy/big"], design=SMALL, seed=seed)
+    assert verdicts_of(turned, toy) == {DYING: "not comparable", BIG: "same"}
+
+
+def test_a_count_that_kills_its_worker_costs_no_other_count(toy):
+    comparison = compare("base", "dying", root=toy, select=["toy/fatal", "toy/held"], design=SMALL)
+    assert verdicts_of(comparison, toy) == {"toy/fatal[size=1] counts": "broken at HEAD", f"{HELD} blocks": "same"}
 
 
 def states(groups):
@@ -296,7 +356,7 @@ def states(groups):
     return found
 
 
-def test_a_worker_that_hangs_is_one_line_and_is_ended(toy, monkeypatch):
+def test_a_worker_that_hangs_is_an_alarm_and_is_ended(toy, monkeypatch):
     started = []
     popen = driver.subprocess.Popen
 
@@ -309,8 +369,9 @@ def test_a_worker_that_hangs_is_one_line_and_is_ended(toy, monkeypatch):
     monkeypatch.setattr(driver.subprocess, "Popen", kept)
     monkeypatch.setattr(driver, "ANSWER_SECONDS", 3.0)
     monkeypatch.setattr(driver, "END_SECONDS", 0.1)
-    with pytest.raises(HybridKVError, match="did not answer within 3 s"):
-        compare("base", "hanging", root=toy, select=["toy/hanging"], design=SMALL)
+    comparison = compare("base", "hanging", root=toy, select=["toy/hanging"], design=SMALL)
+    assert verdicts_of(comparison, toy) == {HANGING: "broken at HEAD"}
+    assert comparison.measured.failures[HANGING].reason.endswith("did not answer within 3 s")
     assert states({process.pid for process in started}) <= {"Z"}
 
 
@@ -375,6 +436,17 @@ def test_order_is_random_and_even():
 def test_scatter_moves_memory_by_its_seed():
     sizes = [[len(block) for block in worker.scatter(random.Random(seed))] for seed in (1, 1, 2)]
     assert sizes[0] == sizes[1] != sizes[2]
+
+
+def test_a_version_finds_its_own_modules_or_none(tmp_path):
+    (tmp_path / "hybrid_kv").mkdir()
+    (tmp_path / "hybrid_kv" / "__init__.py").write_text("")
+    finder = worker.OnlyFrom(tmp_path)
+    assert finder.find_spec("hybrid_kv").origin == str(tmp_path / "hybrid_kv" / "__init__.py")
+    assert finder.find_spec("json") is None  # ask the next finder
+    for name, path in (("bench", None), ("hybrid_kv.config", [str(tmp_path / "hybrid_kv")])):
+        with pytest.raises(ModuleNotFoundError, match=f"No module named '{name}'"):
+            finder.find_spec(name, path)
 
 
 def test_both_workers_of_a_pair_share_core_and_hash_seed(toy, tmp_path):
@@ -490,10 +562,10 @@ def test_the_command_prints_and_writes_everything(toy, command, tmp_path):
         6,
     )
     assert step.value == pytest.approx(1.05)
+    assert set(frame["commit"]) == {git(toy, "rev-parse", "slow")}
     params = json.loads(step.params)
     assert params["receipt"] == {"checked_before": True, "checked_after": True, "max_error": 0.25}
     assert (params["size"], params["outcome"]) == (1, "slower")
-    assert params["head_commit"] == git(toy, "rev-parse", "slow")
     assert (held.value, held.verdict, json.loads(held.params)["was"]) == (10, "pass", 10)
     document = json.loads(json_file.read_text())
     assert [one["alarm"] for one in document["outcomes"]] == [True, False]
@@ -574,6 +646,8 @@ def test_the_self_test_stops_and_continues(tmp_path, monkeypatch, capsys):
 
     file, ran = tmp_path / "curve.csv", []
     monkeypatch.setattr(operating_curve, "timed_keys", lambda: ["a", "b"])
+    commit = "ab" * 20
+    monkeypatch.setattr(operating_curve, "find_revision", lambda root, name: Revision(name, commit))
 
     def run(revision, percent, number, design, root):
         if len(ran) == 3:
@@ -584,15 +658,16 @@ def test_the_self_test_stops_and_continues(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(operating_curve, "run_trial", run)
     with pytest.raises(StoppedError):
         operating_curve.self_test("HEAD", file, root=tmp_path, repetitions=2, plants=1)
-    assert ran == [(0, 0), (2, 0), (5, 0)]
+    assert ran == [(0, 0), (5, 0), (0, 1)]
     assert read_quarantine(file) == set()  # the rates so far were written
     ran[:] = []
     summary = operating_curve.self_test("HEAD", file, root=tmp_path, repetitions=2, plants=1)
-    assert ran == [(10, 0), (0, 1)]
+    assert ran == [(2, 0), (10, 0)]
+    assert set(read_rows(file)["commit"]) == {commit}
     assert {row.n for row in summary if row.metric == "false_alarm_rate"} == {2}
     size = file.stat().st_size
     again = operating_curve.self_test("HEAD", file, root=tmp_path, repetitions=2, plants=1)
-    assert (again, ran, file.stat().st_size) == (summary, [(10, 0), (0, 1)], size)
+    assert (again, ran, file.stat().st_size) == (summary, [(2, 0), (10, 0)], size)
     operating_curve.print_rates(summary)
     assert "0/2 (0%–84%)" in capsys.readouterr().out
 
@@ -634,7 +709,7 @@ def test_gpu_clocks_are_kept():
     cell = CellInfo("s", "b", {}, "gpu", "s/b[]")
     times = Times([0.0] * 3, [(1.0, 1.0)] * 3, 0.0, [(1900, 1800), (1980, 1980), (None, None)])
     measured = Measured([cell], {"s/b[]": times})
-    (outcome,) = time_outcomes(measured, SMALL)
+    (outcome,) = timed_outcomes(measured, SMALL)
     assert (outcome.metric, outcome.clock_mhz) == ("gpu_time_ratio", (1980, 1980))
     comparison = Comparison(Revision("a", "1"), Revision("b", "2"), 0, SMALL, measured)
     (row,) = verdicts.rows(comparison, [outcome])

@@ -1,6 +1,7 @@
 """The engine and transformers give the same tokens before they are timed, and who gives others is found out."""
 
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from bench import generate
 from bench._timing import Interval
 from bench.cases import WrongResultError
 from bench.measurement import ENGINE, Measurement, checked
-from hybrid_kv.results import Receipt
+from hybrid_kv.results import Receipt, read_rows
 
 CELLS = generate.cells()
 
@@ -20,15 +21,63 @@ CELLS = generate.cells()
 def short(monkeypatch):
     monkeypatch.setattr(generate, "NUM_TOKENS", 3)
     generate._prompts.cache_clear()
-    yield [cell for cell in CELLS if cell.quick]
+    yield [cell for cell in CELLS if cell.quick and cell.benchmark == "greedy"]
     generate._prompts.cache_clear()
 
 
+@pytest.fixture
+def two(monkeypatch):
+    """Three questions, two at a time, with every variant."""
+    monkeypatch.setattr(generate, "LONGEST_ANSWER", 12)  # so that answers end for either reason
+    generate._questions.cache_clear()
+    yield partial(generate.questions, 0, 3, 2)
+    generate._questions.cache_clear()
+
+
 def test_every_cell_has_its_rival():
-    assert len(CELLS) == 16
-    for subject, promise in ((ENGINE, None), ("transformers", 1.0)):
-        same = [cell for cell in CELLS if cell.params["subject"] == subject]
-        assert len(same) == 8 and {cell.promise for cell in same} == {promise}
+    assert len(CELLS) == 16 + 18
+    rivals = [cell for cell in CELLS if cell.params["subject"] == "transformers"]
+    engines = [cell for cell in CELLS if cell.params["subject"] == ENGINE]
+    assert {cell.promise for cell in engines} == {None}
+    assert [{**cell.params, "subject": ENGINE} for cell in rivals] == [cell.params for cell in engines]
+    high = [cell.params for cell in rivals if cell.promise != 1.0]
+    assert [cell.promise for cell in rivals if cell.params in high] == [3.0, 3.0]
+    assert [(params["count"], params["batch"], params["variant"]) for params in high] == [
+        (24, 8, "cached"),
+        (64, 8, "cached"),
+    ]
+
+
+@pytest.mark.parametrize("variant", generate.VARIANTS)
+def test_questions_get_the_answers_that_each_gets_alone(two, variant):
+    case = two(variant, ENGINE)
+    texts, stop, wanted = generate._questions(3)
+    assert case.check() == 0
+    case.reset()
+    assert case.run() == wanted
+    assert all(len(answer) == 12 or answer[-1] == stop for answer in wanted)
+    assert len({len(text) for text in texts}) > 1, "nothing is padded"
+
+
+def test_a_cached_run_starts_with_an_empty_cache(two):
+    case, llm = two("cached", ENGINE), generate._configured("cached", 2)
+    case.run()
+    case.reset()
+    texts, params = generate._questions(3)[0], generate.SamplingParams(max_tokens=1)
+    outputs = llm.generate(texts, params, progress=False)
+    assert [output.cached_tokens for output in outputs] == [0, 0, 256]
+
+
+def test_padded_batches_give_the_answers_of_each_alone(two):
+    texts, stop, wanted = generate._questions(3)
+    assert generate._in_batches(texts, 2, stop) == wanted
+    assert two("plain", "transformers").check() == 0
+
+
+@pytest.mark.parametrize("wrong", [[[1, 2]], [[1]], [[1, 2, 3], [4]]])
+def test_another_answer_is_no_result(wrong):
+    with pytest.raises(WrongResultError):
+        generate._same(wrong, [[1, 3]] if len(wrong) == 1 else [[1, 2], [3, 4]])
 
 
 def test_both_give_the_tokens_of_each_prompt_alone(short):
@@ -51,8 +100,9 @@ def test_another_token_is_no_result(short, subject, monkeypatch):
         checked(cell, case)
 
 
-def results(high):
-    engine, rival = CELLS[:2]
+def results(high, benchmark="greedy"):
+    cells = [cell for cell in CELLS if cell.benchmark == benchmark]
+    engine, rival = next(pair for pair in zip(cells[::2], cells[1::2], strict=True) if pair[1].promise == 1)
     time, receipt = Interval(2.0, 1.9, 2.1), Receipt(True, True, 0.0)
     return [
         Measurement(rival, time, Interval(high - 0.1, high - 0.2, high), 9, receipt),
@@ -61,8 +111,20 @@ def results(high):
 
 
 @pytest.mark.parametrize(("high", "code"), [(1.5, 0), (0.9, 1)])
-def test_the_table_and_the_exit_code(high, code, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["generate", "--quick"])
-    monkeypatch.setattr(generate, "run", lambda quick: iter([results(high)] if quick else []))
+def test_the_table_and_the_exit_code(high, code, monkeypatch, capsys, tmp_path):
+    out = tmp_path / "rows.csv"
+    monkeypatch.setattr(sys, "argv", ["generate", "--quick", "--out", str(out)])
+    pairs = [results(high), results(1.7, "questions")]
+    monkeypatch.setattr(generate, "run", lambda quick: iter(pairs if quick else []))
     assert generate.main() == code
-    assert f"{high - 0.1:.2f} [{high - 0.2:.2f}, {high:.2f}]" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"{high - 0.1:.2f} [{high - 0.2:.2f}, {high:.2f}], 1: {'fail' if code else 'pass'}" in printed
+    assert "greedy\n" in printed and "questions\n" in printed and "1.60 [1.50, 1.70], 1: pass" in printed
+    assert len(read_rows(out)) == 6
+
+
+def test_rows_that_cannot_be_written_are_said_before_anything_is_measured(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["generate", "--out", str(tmp_path)])
+    monkeypatch.setattr(generate, "run", lambda quick: pytest.fail("measured"))
+    assert generate.main() == 2
+    assert capsys.readouterr().err.startswith("error: ")

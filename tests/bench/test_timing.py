@@ -80,7 +80,7 @@ def test_ratio_is_that_of_rounds():
     assert one.low < one.value == 50 < one.high
 
 
-@pytest.mark.requires_cuda
+@pytest.mark.gpu
 def test_gpu_subjects_time_the_device_and_the_host():
     import torch
 

@@ -112,7 +112,7 @@ def test_the_longest_request_holds_what_the_plan_says(mode, block_size, k, ring_
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_rings_cost_what_the_plan_says(mode):
+def test_rings_cost_what_the_plan_says(mode, monkeypatch):
     llm = engine(mode, 3, max_num_seqs=5)
     allocated = sum(ring.nbytes for ring in llm.runner.rings.values())
     assert allocated == llm.plan.ring_bytes == 5 * llm.plan.config.ring_bytes_per_row > 0
@@ -121,6 +121,9 @@ def test_rings_cost_what_the_plan_says(mode):
     assert paid.plan.config.num_blocks == llm.plan.config.num_blocks
     less = engine(mode, 3, max_num_seqs=5, num_blocks=None, memory_bytes=pages + allocated - 1)
     assert less.plan.config.num_blocks == llm.plan.config.num_blocks - 1
+    page = pages // llm.plan.config.num_blocks
+    monkeypatch.setattr("hybrid_kv.engine.llm.DEFAULT_CPU_CACHE_BYTES", allocated + 20 * page - 1)
+    assert engine(mode, 3, max_num_seqs=5, num_blocks=None).plan.config.num_blocks == 19
 
 
 @pytest.mark.parametrize(
@@ -219,6 +222,30 @@ def test_abort_while_two_steps_are_unknown(k, monkeypatch):
         assert cached == min(56, (20 + len(output.token_ids) - 1) // 8 * 8)
         seen.add(cached)
     assert len(seen) > 2
+
+
+@pytest.mark.parametrize("mode", ["align", "all"])
+def test_rejected_drafts_leave_a_window_that_the_next_step_finds(mode, monkeypatch):
+    """Four wrong drafts pass a boundary, then none follow: the last window lies behind all tokens of that step."""
+    prompt, ahead = TEXT[:9], 0
+    llm = engine(mode, 4, "lapses", [prompt], 8)
+    tables, (builder, *_) = llm.runner.block_tables, llm.runner.builders.values()
+    gather, build = tables._gather, builder.build
+
+    def poisoned(*arguments):
+        for table in tables.input_tables:
+            table.fill_(200)  # no such block
+        gather(*arguments)
+
+    def watched(common, table, prev_step, *rest):
+        nonlocal ahead
+        ahead += int(prev_step[0]) > (common.max_seq_len - 1) // 8
+        return build(common, table, prev_step, *rest)
+
+    monkeypatch.setattr(tables, "_gather", poisoned)
+    monkeypatch.setattr(builder, "build", watched)
+    assert generate(llm, [prompt], 40)[0].token_ids == answer(prompt, 40)
+    assert ahead > 1
 
 
 @pytest.mark.parametrize("mode", MODES)

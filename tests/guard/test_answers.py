@@ -14,12 +14,12 @@ def output(tokens=(1, 2), cached=64, drafted=10, accepted=10):
     )  # fmt: skip
 
 
-def cell(mode="none", method=None, k=0, loads=None, **figures):
-    return Cell(mode, method, k, [output(**figures)], 0.1, loads)
+def cell(mode="none", method=None, k=0, loads=None, scheme="slots", **figures):
+    return Cell(mode, method, k, [output(**figures)], 0.1, loads, scheme)
 
 
 def checked(monkeypatch, *cells):
-    monkeypatch.setattr(answers, "cells", lambda prompts: iter(cells))
+    monkeypatch.setattr(answers, "cells", lambda *arguments: iter(cells))
     return check_answers(1, lambda count: None)
 
 
@@ -30,15 +30,18 @@ MTP = cell(method="mtp", k=1, cached=0)
 def test_a_clean_slice_passes_with_its_figures(monkeypatch):
     monkeypatch.setattr(answers, "MODES", ("none", "all"))
     monkeypatch.setattr(answers, "DRAFTS", ((None, 0), ("mtp", 1)))
+    monkeypatch.setattr(answers, "REPLAYED", (("all", "mtp", 1),))
     monkeypatch.setattr(answers, "FORGET_EVERY", 6)
     results = check_answers(12, lambda count: None)
     assert [result.name.split(":")[0] for result in results] == [
-        "none, no drafts", "none, mtp 1", "all, no drafts", "all, mtp 1",
+        "none, no drafts", "none, mtp 1", "all, no drafts", "all, mtp 1", "all, mtp 1, replay",
         "all, mtp 3, offload", "align, no drafts, offload",
     ]  # fmt: skip
-    assert [result.detail for result in results] == [""] * 6
+    assert [result.detail for result in results] == [""] * 7
+    assert [result.params["scheme"] for result in results] == [*["slots"] * 4, "replay", "slots", "slots"]
     assert results[3].params["hit_rate"] == results[2].params["hit_rate"] > 0
-    assert results[3].params["accepted"] == results[1].params["accepted"] > 0
+    assert results[4].params["hit_rate"] == results[3].params["hit_rate"]
+    assert results[4].params["accepted"] == results[3].params["accepted"] == results[1].params["accepted"] > 0
 
 
 def test_all_prompts_share_their_examples():
@@ -55,6 +58,8 @@ def test_all_prompts_share_their_examples():
         (cell("all", loads=0, drafted=0, accepted=0), "void: no block came from the offload tier"),
         (cell("none", "ngram", 3, accepted=0), "void: no draft was accepted"),
         (cell("none", "mtp", 1, accepted=8), "8 of 10 drafts accepted, 90% are due"),
+        (cell("none", "mtp", 1, cached=0, scheme="replay", tokens=(2, 2)), "question 0 has another answer"),
+        (cell("none", "mtp", 1, scheme="replay", accepted=9), r"\(9, 10\) drafts accepted and verified, \(10, 10\)"),
         (cell("align", "mtp", 1, accepted=9), r"\(9, 10\) drafts accepted and verified, \(10, 10\) without a cache"),
     ],
 )

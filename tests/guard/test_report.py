@@ -86,7 +86,8 @@ def test_a_long_run_names_its_seed(
 ) -> None:
     seeds = []
 
-    def note(amount: dict[str, int], seed: int) -> list[CheckResult]:
+    def note(amount: dict[str, int], seed: int, device: str) -> list[CheckResult]:
+        assert device == "cpu"
         assert amount["requests"] == 100_000
         seeds.append(seed)
         return [CheckResult("layout", "views", True, 0, "views", "0", 1, 0.1)]

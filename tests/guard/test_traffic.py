@@ -50,6 +50,12 @@ def test_the_design_covers_what_is_required_and_nothing_else_is_left_out() -> No
         (("layers", "MM"), ("split", "several")),
         (("backend", "TORCH"), ("split", "several")),
         (("backend", "FLASH_ATTN"), ("split", "several")),
+        *((*layers, ("scheme", "replay")) for layers in [(("mode", "attention"),), (("layers", "**"),)]),
+        *(
+            (("mode", "attention"), (name, level), ("scheme", "replay"))
+            for name in set(TRIPLES) - {"mode", "scheme"}
+            for level in FACTORS[name]
+        ),
     }
 
 

@@ -27,7 +27,7 @@ from hybrid_kv.attention.mamba import (
 from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.models import layers
 from hybrid_kv.models.exact import PRIME, ExactAttention, ExactConfig, ExactMamba, ExactOracle
-from hybrid_kv.models.layers import ForwardContext, Linear, Mamba2Mixer, RMSNorm
+from hybrid_kv.models.layers import Derived, ForwardContext, GatedRMSNorm, Linear, Mamba2Mixer, RMSNorm
 
 NAME, CPU = "mamba", torch.device("cpu")
 
@@ -469,3 +469,64 @@ def test_a_model_with_packed_weights_can_be_copied(packed):
     assert_linear(layer, x)
     assert_linear(deepcopy(layer), x)
     assert layer.state_dict().keys() == {"weight", "bias"}
+
+
+def test_what_weights_give_is_computed_once_until_one_changes():
+    calls = []
+
+    def compute(a, b, scale):
+        calls.append(scale)
+        return (a + b) * scale
+
+    derived, a, b = Derived(compute), torch.ones(2), torch.ones(2)
+
+    def assert_calls(wanted, scale=1):
+        for _ in range(2):
+            torch.testing.assert_close(derived(a, b, scale=scale), (a + b) * scale)
+        assert len(calls) == wanted
+
+    assert_calls(1)
+    b.mul_(3)
+    assert_calls(2)
+    a.data = torch.full((2,), 5.0)
+    assert_calls(3)
+    assert_calls(4, scale=2)
+    copied = deepcopy(derived)
+    torch.testing.assert_close(copied(a, b, scale=2), (a + b) * 2)
+    assert len(calls) == 5
+    with torch.inference_mode():
+        a = torch.ones(2)  # does not tell of changes
+        assert_calls(7)
+        a.mul_(2)
+        assert_calls(9)
+
+
+def test_a_mixer_whose_weights_change_computes_with_the_new_ones():
+    g = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(shape, generator=g) for shape in ((4,), (4,), (4,), (12, 3))]
+    derived = Derived(layers._heads)
+    for tensor in tensors:
+        derived(*tensors, dtype=torch.float64)
+        tensor.add_(1)
+        A_log, D, dt_bias, conv_weight = tensors
+        found = derived(*tensors, dtype=torch.float64)
+        assert found.A.dtype == found.D.dtype == torch.float64
+        torch.testing.assert_close(found.A, -A_log.double().exp())
+        torch.testing.assert_close(found.D, D.double())
+        assert torch.equal(found.dt_bias, dt_bias) and torch.equal(found.conv_weight, conv_weight)
+        assert found.conv_weight[:, 0].is_contiguous()
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("shape", [(3, 16), (2, 3, 16)])
+def test_gated_rms_norm(groups, shape):
+    g = torch.Generator().manual_seed(groups)
+    norm = GatedRMSNorm(16, groups, 0.1)
+    norm.weight.copy_(torch.randn(16, generator=g))
+    x, gate = torch.randn(2, *shape, generator=g)
+    kept = x.clone(), gate.clone()
+    got = norm.double()(x.double(), gate.double())
+    gated = (x * gate * gate.sigmoid()).double().unflatten(-1, (groups, -1))
+    expected = gated / (gated.square().mean(-1, keepdim=True) + 0.1).sqrt()
+    torch.testing.assert_close(got, expected.flatten(-2) * norm.weight, rtol=1e-6, atol=1e-6)
+    assert torch.equal(x, kept[0]) and torch.equal(gate, kept[1])

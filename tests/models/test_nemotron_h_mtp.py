@@ -186,7 +186,7 @@ def test_a_block_does_not_depend_on_what_follows_it(head, requests, end):
     assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
 
 
-def plain_attention(query, key, value, mask, scale, enable_gqa):
+def plain_attention(query, key, value, mask, scale, enable_gqa=False):
     """`scaled_dot_product_attention` by the book, where a softmax over nothing is NaN."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
