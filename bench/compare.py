@@ -10,9 +10,10 @@ between pairs of equal code fell from 2.2 to 1.6 % on average over 14 benchmarks
 6 starts of 6 pairs no benchmark varied more between starts than its pairs do (F test, 5 %), so all pairs of a look come
 from one start.
 
-When it is an alarm. The first look at all cells only picks suspects. They are measured again, in fresh processes and
-with twice the pairs; that repeat alone is evidence, Holm's procedure over the suspects bounds the chance of any false
-alarm in it by `alpha`, and what the first look selected cannot bias it. A change below `min_effect` is none.
+When it is an alarm. The first look at all cells only picks suspects. They are measured again, in fresh processes, with
+twice the pairs and three times the samples; that repeat alone is evidence, Holm's procedure over the suspects bounds
+the chance of any false alarm in it by `alpha`, and what the first look selected cannot bias it. A change below
+`min_effect` is none.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ class Design:
 
     Attributes:
         pairs: worker pairs of the first look; the repeat has twice as many.
-        samples: of each side in a worker pair; the repeat takes twice as many.
+        samples: of each side in a worker pair; the repeat takes three times as many. They matter on a busy machine:
+            with 10 processes on 2 cores the standard deviation between pairs of equal code was 3.1, 2.5 and 1.7 % for
+            8, 16 and 32, on average over the benchmarks that `bench.operating_curve` plants in.
         sample_seconds: that one sample should take.
         cell_seconds: of samples of one side in a worker pair; a slow cell has fewer samples, at least 2.
         min_effect: a relative change that does not matter.
@@ -75,7 +78,7 @@ class Design:
     """
 
     pairs: int = 6
-    samples: int = 8
+    samples: int = 16
     sample_seconds: float = 1.5e-3
     cell_seconds: float = 0.05
     min_effect: float = 0.01
@@ -461,7 +464,7 @@ def compare(
         suspected = {key for key, times in measured.first.items() if times.suspicious(design)}
         suspects = [cell for cell in timed if cell.key in suspected]
         closer = replace(
-            design, pairs=2 * design.pairs, samples=2 * design.samples, cell_seconds=2 * design.cell_seconds
+            design, pairs=2 * design.pairs, samples=3 * design.samples, cell_seconds=3 * design.cell_seconds
         )
         measured.repeat = _look("repeat", folders, suspects, closer, *shared)
         measured.cells = [cell for cell in measured.cells if cell.tier in tiers]

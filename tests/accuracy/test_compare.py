@@ -281,8 +281,12 @@ def test_odd_lines_of_lm_evals(tmp_path: Path, changes: dict[str, Any], message:
         ("a.jsonl", b"[1]\n", "line 1 is no JSON object"),
         ("a.jsonl", b"\xff\xfe", "cannot be read"),
         ("a.jsonl.gz", b"{}", "cannot be read: Not a gzipped file"),
-        ("a.jsonl.gz", gzip.compress(b"{}" * 500)[:-9], "cannot be read"),
-        ("a.jsonl.gz", gzip.compress(b"{}")[:10] + b"\xff" * 20, "cannot be read: Error -3 while decompressing"),
+        ("a.jsonl.gz", gzip.compress(b"{}" * 500, mtime=0)[:-9], "cannot be read"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b"{}", mtime=0)[:10] + b"\xff" * 20,
+            "cannot be read: Error -3 while decompressing",
+        ),
         ("nowhere.jsonl", None, "cannot be read: No such file"),
     ],
 )
