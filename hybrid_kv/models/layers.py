@@ -130,7 +130,7 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         gated = F.silu(upcast(gate)).mul_(x)
-        grouped = gated.view(*gated.shape[:-1], self.groups, -1)
+        grouped = gated.view(*gated.shape[:-1], self.groups, gated.shape[-1] // self.groups)
         if x.is_cuda:
             normed = F.rms_norm(grouped, grouped.shape[-1:], eps=self.eps).flatten(-2)
             return (normed * upcast(self.weight)).to(gate.dtype)
