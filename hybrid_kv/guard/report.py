@@ -120,7 +120,7 @@ def result_rows(results: Sequence[CheckResult]) -> list[Row]:
 def print_results(results: Sequence[CheckResult]) -> None:
     """The table, and below it the first thing that is wrong in each failed check."""
     # Into a file or a CI log rich would fold the table at 80 columns.
-    console = Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120)
+    console = Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
     table = Table(box=None, pad_edge=False)
     for name in ("section", "check", "figure", "limit", "of", "seconds", ""):
         table.add_column(
