@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from bench._shapes import CONFIGS as SHAPES_OF_BENCHMARKS
+
 _COMMON = {"torch_dtype": "bfloat16", "max_position_embeddings": 131072}
 
 
@@ -34,24 +36,7 @@ def _granite(hidden: int, heads: int, kv_heads: int, mamba_heads: int) -> dict[s
 NEMOTRON_3_NANO = "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B"
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    NEMOTRON_3_NANO: {
-        **_COMMON,
-        "model_type": "nemotron_h",
-        "hidden_size": 2688,
-        "vocab_size": 131072,
-        "num_hidden_layers": 52,
-        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
-        "num_attention_heads": 32,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "mamba_num_heads": 64,
-        "mamba_head_dim": 64,
-        "ssm_state_size": 128,
-        "n_groups": 8,
-        "conv_kernel": 4,
-        "chunk_size": 128,
-        "expand": 2,
-    },
+    NEMOTRON_3_NANO: SHAPES_OF_BENCHMARKS["nemotron-3-nano"],
     "nvidia/Nemotron-H-8B-Base-8K": {
         **_COMMON,
         "model_type": "nemotron_h",
@@ -70,7 +55,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "chunk_size": 128,
         "expand": 2,
     },
-    "ibm-granite/granite-4.0-h-small": _granite(4096, 32, 8, 128),
+    "ibm-granite/granite-4.0-h-small": SHAPES_OF_BENCHMARKS["granite-4-h-small"],
     "ibm-granite/granite-4.0-h-tiny": _granite(1536, 12, 4, 48),
     "ibm-ai-platform/Bamba-9B": {
         **{key: value for key, value in _granite(4096, 32, 8, 128).items() if key != "layer_types"},

@@ -72,15 +72,7 @@ class Compute(Protocol):
 class TorchCompute:
     """Gathers each row's keys, padded to the longest row's, for `scaled_dot_product_attention`."""
 
-    def store(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        slots: torch.Tensor,
-    ) -> None:
-        write_kv(key, value, key_cache, value_cache, slots)
+    store = staticmethod(write_kv)
 
     def attend(
         self,
@@ -99,15 +91,7 @@ class TorchCompute:
 class TritonCompute:
     """One launch to store, one to attend."""
 
-    def store(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        slots: torch.Tensor,
-    ) -> None:
-        store_kv(key, value, key_cache, value_cache, slots)
+    store = staticmethod(store_kv)
 
     def attend(
         self,

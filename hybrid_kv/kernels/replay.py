@@ -965,19 +965,6 @@ def mean_traffic(
     return Traffic(flushes / count, total / count, slots)
 
 
-def traffic_table() -> list[str]:
-    """Lines for a reader: what both schemes move at the shapes of real models, by `mean_traffic`."""
-    lines = ["KiB per request, layer and step; each draft accepted with probability 0.75", ""]
-    lines.append(f"{'model':16} {'state':9} K {'slots':>8} {'replay':>8} {'ratio':>6} {'flushes':>8}")
-    for name, shape in SHAPES.items():
-        for dtype in (torch.float32, torch.bfloat16):
-            for k in (1, 3, 5, 7):
-                found = mean_traffic(shape, dtype, k)
-                kib = f"{found.slots / 1024:8.0f} {found.replay / 1024:8.0f}"
-                lines.append(f"{name:16} {str(dtype)[6:]:9} {k} {kib} {found.ratio:6.2f} {found.flush_rate:8.1%}")
-    return lines
-
-
 def aot_cases(lanes: int = 32) -> list[AotCase]:
     """What launches compile on GPUs with warps of `lanes`, for bfloat16 activations."""
     from hybrid_kv.kernels.aot import AotCase

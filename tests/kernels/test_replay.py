@@ -41,7 +41,6 @@ from hybrid_kv.kernels.replay import (
     slots_bytes,
     split_state,
     step_bytes,
-    traffic_table,
     write_states,
 )
 from hybrid_kv.kernels.state_update import selective_state_update_slots
@@ -744,12 +743,6 @@ def test_the_rate_of_flushes_is_that_of_the_chain():
     assert mean_traffic(group, torch.float32, 0, block_size=8, steps=256).flush_rate == pytest.approx(1 / 8)
     all_accepted = mean_traffic(group, torch.float32, 3, acceptance=1.0, block_size=None, steps=320)
     assert all_accepted.flush_rate == pytest.approx(1 / 8)
-
-
-def test_the_table_has_a_line_per_model_state_and_drafts():
-    lines = traffic_table()
-    assert len(lines) == 3 + 2 * 2 * 4
-    assert "Nemotron-3-Nano  float32   3    10320" in lines[4]
 
 
 @pytest.mark.parametrize("target", TARGETS)
