@@ -21,6 +21,7 @@ the state at the end. The last token of a request is never taken from the cache:
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -219,6 +220,17 @@ class KVCacheManager:
         if not self.enable_prefix_caching:
             return NO_HIT
         return self._find(hashes, token_ids, self.offload if use_offload else None)
+
+    def shared_tokens(
+        self, hashes: BlockHashes, token_ids: Sequence[int], other: BlockHashes, other_ids: Sequence[int], end: int
+    ) -> int:
+        """How many tokens a request could take from the first `end` of another one, if all of them were cached."""
+        block_size, unit = self._specs[0].block_size, self.hit_unit
+        limit = min(end, len(token_ids) - 1)
+        own, others = hashes.chain(block_size, token_ids, limit), other.chain(block_size, other_ids, limit)
+        # Chained hashes are equal up to the first difference of the texts, and never again.
+        equal = bisect_left(range(limit // block_size), True, key=lambda i: own[i] != others[i])
+        return equal * block_size // unit * unit
 
     def _find(self, hashes: BlockHashes, token_ids: Sequence[int], offload: KVOffload | None) -> PrefixHit:
         limit = len(token_ids) - 1

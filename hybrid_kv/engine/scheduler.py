@@ -4,7 +4,7 @@ First come, first served. Running requests go first, so that a decode is never s
 than the rest of the token budget is prefilled in chunks. When the pool is empty the youngest running request is
 preempted: its blocks return to the pool, its tokens (generated ones included) are recomputed when it is admitted again,
 except for what the prefix cache still holds. The oldest running request can thus always grow, and requests that cannot
-fit alone are refused at the door: no livelock.
+fit alone are refused at the door: no livelock. A prompt whose prefix another one is just computing waits for it.
 
 In cache mode `align` a chunk that reaches a boundary of all groups (`KVCacheManager.hit_unit`) ends on the last one
 that it reaches, and none passes the last one of the prompt that a hit may use. Where block sizes are unequal a chunk
@@ -16,8 +16,9 @@ boundary still runs: every step makes progress (vllm!51582).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from hybrid_kv.cache.block_hash import BlockHashes
 from hybrid_kv.cache.manager import NO_BLOCKS, NO_HIT, HitLostError, KVCacheManager, NewBlocks, PrefixHit
@@ -183,23 +184,27 @@ class Scheduler:
             # Alone it fits: nobody is left to give way.
             if self.running and not self.manager.may_fit(request.request_id):
                 break
-            item = self._admit(request, budget)
+            item = self._admit(request, budget, scheduled)
             if item is None:
                 break
             scheduled.append(item)
             budget -= item.num_tokens
         return scheduled
 
-    def _admit(self, request: Request, budget: int) -> ScheduledRequest | None:
+    def _admit(self, request: Request, budget: int, scheduled: Sequence[ScheduledRequest]) -> ScheduledRequest | None:
         """The first chunk of the first waiting request, behind what the cache has of it; None if it must wait."""
         try:
-            return self._try_to_admit(request, budget)
+            return self._try_to_admit(request, budget, scheduled)
         except HitLostError:
             # A file that turns out to be bad costs the whole tier this once: its blocks come together or not at all.
-            return self._try_to_admit(request, budget, use_offload=False)
+            return self._try_to_admit(request, budget, scheduled, use_offload=False)
 
-    def _try_to_admit(self, request: Request, budget: int, use_offload: bool = True) -> ScheduledRequest | None:
+    def _try_to_admit(
+        self, request: Request, budget: int, scheduled: Sequence[ScheduledRequest], use_offload: bool = True
+    ) -> ScheduledRequest | None:
         hit = self.manager.find_longest_cache_hit(request.block_hashes, request.token_ids, use_offload)
+        if self._is_under_way(request, hit.num_tokens, scheduled):
+            return None
         item = self._chunk(request, hit.num_tokens, budget, overwrite=True)
         new = self._allocate(item, hit)
         if new is None:
@@ -212,6 +217,27 @@ class Scheduler:
         if not request.num_preemptions:
             request.hit = replace(hit, chains=())  # an output may live long
         return item
+
+    def _is_under_way(self, request: Request, num_cached: int, scheduled: Sequence[ScheduledRequest]) -> bool:
+        """Whether a prefill of this step, or of the one in flight, makes the hit of a waiting request longer.
+
+        Then it waits, and so do those behind it: at once, both would compute the same blocks. Nobody waits for ever,
+        since those it waits for run.
+        """
+        if not self.manager.enable_prefix_caching:
+            return False
+        flights = (other.in_flight for other in self.running)
+        for item in chain((flight for flight in flights if flight is not None), scheduled):
+            other, end = item.request, item.num_computed_tokens + item.num_tokens
+            if item.is_decode:
+                continue
+            shared = self.manager.shared_tokens(
+                request.block_hashes, request.token_ids, other.block_hashes, other.token_ids, end
+            )
+            # In mode `align` a chunk leaves a state at its end alone.
+            if shared > num_cached and (self.align_to is None or shared == end):
+                return True
+        return False
 
     def _allocate(self, item: ScheduledRequest, hit: PrefixHit = NO_HIT) -> NewBlocks | None:
         request, flight = item.request, item.request.in_flight

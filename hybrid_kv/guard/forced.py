@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from hybrid_kv.guard.patterns import COMMON
 from hybrid_kv.guard.scenario import Event, Scenario, SmallBlocksFirst, SmallKVFirst, answer_book, cache_options
 from hybrid_kv.sampling import SamplingParams
 
@@ -235,8 +236,15 @@ def _second_turn_all(seed: int, rng: np.random.Generator) -> Scenario:
     return _second_turn(seed, rng, "all")
 
 
-@_forces("twins", "shared_block")
+@_forces("twins")
 def _twins(seed: int, rng: np.random.Generator) -> Scenario:
+    (text,) = _draw(rng, 20)
+    params = [SamplingParams(max_tokens=6, cache_salt=salt) for salt in ("a", "b")]
+    return _scenario(seed, rng, [text, text], params, modes=("none", "align", "all", "attention"))
+
+
+@_forces("waits_for_prefix", "shared_block")
+def _waits_for_prefix(seed: int, rng: np.random.Generator) -> Scenario:
     (text,) = _draw(rng, 20)
     prompts = [text, text, text, [*text, 1]]
     return _scenario(seed, rng, prompts, _params(*[6] * 4), waves=(2, 2), modes=("align", "all", "attention"))
@@ -244,7 +252,7 @@ def _twins(seed: int, rng: np.random.Generator) -> Scenario:
 
 @_forces("identical_prompts")
 def _identical_prompts(seed: int, rng: np.random.Generator) -> Scenario:
-    (text,) = _draw(rng, 14)
+    (text,) = _draw(rng, COMMON)
     prompts = [[*text, i, i + 1] for i in range(4)]
     return _scenario(seed, rng, prompts, _params(*[8] * 4), K=2, drafts="mixed")
 

@@ -82,6 +82,7 @@ REQUIRED = {
     "second_turn_all": "… in mode all",
     "repeated_after_cut_chunk": "a prompt of one or two blocks, cut between boundaries, that came again",
     "twins": "two equal prompts computed in one step",
+    "waits_for_prefix": "a prompt that waits for the step that computes its first block",
     "shared_block": "two requests that run on one cached prefix",
     "identical_prompts": "four prompts with one beginning and different ends in one step",
     "salts_apart": "a prefix that only another salt has",
@@ -119,7 +120,7 @@ NOT_APPLICABLE = {
 
 WINDOW = 3  # tokens of a convolution window
 SCAN_CHUNK = 4
-COMMON = 8  # tokens that identical prompts share
+COMMON = 7  # tokens that identical prompts share: with a whole block in common, they would wait for each other
 
 
 def count_step(observer: Observer, llm: LLM, step: Sequence[Ran]) -> None:
@@ -264,14 +265,17 @@ def _count_admissions(observer: Observer, llm: LLM, admitted: Sequence[Ran]) -> 
         if states and kv:
             seen["attention_deeper"] += min(kv) > n
             seen["state_deeper"] += min(states) > n
-    fresh = [
-        ran.track.sequence for ran in admitted if ran.item.num_computed_tokens == 0 and ran.item.num_tokens >= size
-    ]
+    started = [ran for ran in admitted if ran.item.num_computed_tokens == 0 and ran.item.num_tokens >= size]
+    fresh = [ran.track.sequence for ran in started]
     seen["twins"] += len({bytes(sequence[:size]) for sequence in fresh}) < len(fresh)
     seen["identical_prompts"] += (
         any(sum(other[:COMMON] == sequence[:COMMON] for other in fresh) > 3 for sequence in fresh)
         and len({bytes(sequence) for sequence in fresh}) > 3
     )
+    if llm.manager.enable_prefix_caching and llm.scheduler.waiting and admitted:
+        head, has_row = llm.scheduler.waiting[0], len(llm.scheduler.running) < llm.config.scheduler.max_num_seqs
+        begins = {(ran.item.request.params.cache_salt, *ran.track.sequence[:size]) for ran in started}
+        seen["waits_for_prefix"] += has_row and (head.params.cache_salt, *head.token_ids[:size]) in begins
     shared = [ran.track.prefix(size) for ran in admitted if ran.item.num_computed_tokens]
     seen["shared_block"] += len(set(shared)) < len(shared)
 

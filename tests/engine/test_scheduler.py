@@ -695,16 +695,83 @@ def test_a_bad_file_costs_the_tier_for_one_look():
     assert again.hit.num_tokens == 32
 
 
-def test_two_prompts_of_one_step_share_nothing_that_is_not_written_yet():
-    """kvcached#362: what the first will have computed after the step is no hit for the second in it."""
+def starts(target):
+    """Of each step until the end: the prefills, as the request's number, its first token and how many."""
+    found = []
+    while target.scheduler.has_requests:
+        prefills = [item for item in target.step() if not item.is_decode]
+        found.append([(int(item.request.request_id), item.num_computed_tokens, item.num_tokens) for item in prefills])
+    return [prefills for prefills in found if prefills]
+
+
+def test_a_prompt_waits_for_the_step_that_computes_its_prefix():
+    """kvcached#362: nothing is a hit in the step that computes it, so the second prompt comes in the step after."""
     target = Simulation(0, "all", 0, (4, 4), budget=64)
-    requests = [target.add([1] * 60, 13, 3) for _ in range(3)]
-    assert [item.num_computed_tokens for item in target.step()] == [0, 0, 0]
-    late = target.add([1] * 60, 13, 3)
-    target.step()
-    assert late.hit.num_tokens == 12
+    for text in ([1] * 60, [1] * 60, [1] * 7 + [0] * 53, [0] * 60):
+        target.add(text, 14, 3)
+    # The third shares a block, not two; the fourth nothing, but it is behind those that wait.
+    assert starts(target) == [[(0, 0, 14)], [(1, 12, 2), (2, 4, 10), (3, 0, 14)]]
+
+
+def test_nobody_waits_for_a_prefix_that_is_there_or_of_no_use():
+    target = Simulation(0, "all", 0, (4, 4), budget=64, seqs=8)
+    target.add([1] * 60, 14, 3)
     target.drain(20)
-    assert [one.hit.num_tokens for one in requests] == [0, 0, 0]
+    target.add([1] * 12 + [0] * 48, 20, 3)
+    target.add([1] * 60, 12, 3)  # it computes its last block once more, …
+    target.add([1] * 60, 14, 3)  # … which this one finds
+    target.add([1] * 60, 14, 3, salt="other")
+    target.add([0] * 60, 4, 3)
+    target.add([0] * 60, 4, 3)  # its only block is of no use: its last token is computed
+    assert starts(target) == [[(1, 12, 8), (2, 8, 4), (3, 12, 2), (4, 0, 14), (5, 0, 4), (6, 0, 4)]]
+
+
+def test_nobody_waits_for_a_block_that_other_groups_cannot_use():
+    target = Simulation(0, "all", 0, (4, 8), budget=64)
+    target.add([1] * 60, 9, 3)
+    target.drain(20)
+    target.add([1] * 60, 14, 3)
+    target.add([1] * 60, 14, 3)  # the state after 12 tokens is of no use without attention's second block
+    assert starts(target) == [[(1, 8, 6), (2, 8, 6)]]
+
+
+def test_a_prompt_waits_for_a_step_in_flight():
+    target = Simulation(0, "all", 0, (4, 4), budget=64, late=True)
+    target.add([1] * 60, 14, 3)
+    assert [item.num_tokens for item in target.step()] == [14]
+    target.add([1] * 60, 14, 3)
+    assert starts(target) == [[(1, 12, 2)]]
+
+
+def test_nobody_waits_without_a_cache():
+    target = Simulation(0, "none", 0, (4, 4), budget=64)
+    for _ in range(3):
+        target.add([1] * 60, 13, 3)
+    assert starts(target) == [[(0, 0, 13), (1, 0, 13), (2, 0, 13)]]
+
+
+def test_a_prompt_waits_as_long_as_chunks_of_another_serve_it():
+    target = Simulation(0, "all", 0, (4, 4), budget=8)
+    target.add([1] * 60, 20, 3)
+    target.add([1] * 60, 18, 3)
+    assert starts(target) == [[(0, 0, 8)], [(0, 8, 8)], [(0, 16, 4), (1, 16, 2)]]
+
+
+def test_in_align_only_the_end_of_a_chunk_is_worth_waiting_for():
+    target = Simulation(0, "align", 0, (4, 4), budget=64)
+    target.add([1] * 60, 18, 3)  # chunks of 16 and 2
+    target.add([1] * 8 + [0] * 52, 18, 3)  # a state after 8 tokens will not be there
+    target.add([1] * 60, 18, 3)
+    assert starts(target) == [[(0, 0, 16), (1, 0, 16)], [(0, 16, 2), (1, 16, 2), (2, 16, 2)]]
+
+
+def test_who_is_waited_for_may_be_dropped():
+    target = Simulation(0, "all", 0, (4, 4), budget=64)
+    one, two = target.add([1] * 60, 13, 3), target.add([1] * 60, 13, 3)
+    target.scheduler.schedule()
+    target.scheduler.finish(one)
+    assert starts(target) == [[(1, 0, 13)]]
+    assert two.hit.num_tokens == 0
 
 
 def test_a_request_that_is_dropped_before_its_step_runs_leaves_no_hit():
