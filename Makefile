@@ -5,13 +5,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 # What the workflows set for these is read by the shell, never expanded here.
-export BASE ?= HEAD~1
 export RESULTS ?= results
 export N ?= 5
 
 .PHONY: guard guard-quick test bench lint lint-workflows kernels check-results compare step-summary comment
-.PHONY: report figures history
-.PHONY: gpu-test gpu-guard gpu-bench gpu-accuracy push-results alarm wheel announce clean
+.PHONY: report figures history asv-page
+.PHONY: gpu-test gpu-guard gpu-bench gpu-compare gpu-accuracy push-results alarm wheel announce clean
 guard: $(STAMP)
 	$(BIN)/hybrid-kv guard
 
@@ -27,6 +26,9 @@ bench: $(STAMP)
 history: $(STAMP)
 	$(BIN)/python -m bench.history "$$N"
 	if [ "$$RESULTS" != results ]; then mkdir -p "$$RESULTS/asv" && cp -r .asv/results/. "$$RESULTS/asv"; fi
+
+asv-page: $(STAMP)
+	bash .ci/asv-page $(BIN)/asv
 
 report: $(STAMP)
 	$(BIN)/hybrid-kv report --results "$$RESULTS" --out site --repository "$${REPOSITORY_URL:-}"
@@ -49,6 +51,7 @@ kernels: $(STAMP)
 check-results: $(STAMP)
 	$(BIN)/hybrid-kv results --check
 
+compare: export BASE ?= HEAD~1
 compare: $(STAMP)
 	mkdir -p out
 	$(BIN)/hybrid-kv compare "$$BASE" . --markdown out/summary.md --out out/compare.csv
@@ -67,6 +70,9 @@ gpu-guard: $(STAMP)
 
 gpu-bench: $(STAMP)
 	$(BIN)/python -m bench.gpu --out "$$RESULTS/gpu.csv"
+
+gpu-compare: $(STAMP)
+	bash .ci/gpu-compare $(BIN)/hybrid-kv
 
 gpu-accuracy: $(STAMP)
 	bash .ci/accuracy $(BIN)/hybrid-kv

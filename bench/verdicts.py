@@ -1,8 +1,8 @@
 """What a comparison means: outcomes per benchmark, alarms, and how they are shown and kept.
 
-Exact counts: any change is an alarm until `results/acknowledged.csv` holds it with a reason. Times: see
-`bench.compare`. A benchmark whose false alarms exceed its rate in `results/operating_curve.csv` is *quarantined*: it is
-measured and shown, but raises no alarm.
+Exact counts: any change is an alarm until `results/acknowledged.csv` holds it with a reason; so is a count that HEAD
+no longer has. Times: see `bench.compare`. A benchmark whose false alarms exceed its rate in
+`results/operating_curve.csv` is *quarantined*: it is measured and shown, but raises no alarm.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from hybrid_kv.results import Receipt, Row, provenance, read_rows, timing_row
 METRICS = {"cpu": "cpu_time_ratio", "gpu": "gpu_time_ratio"}
 ALARMS = ("slower", "changed", "wrong result", "broken at HEAD")  # unless quarantined
 Change = tuple[str, str, str, str]  # suite, benchmark, params as in a row, metric
+Steps = Mapping[int, Mapping[int | None, str]]  # reasons by old and new value; None: the count is gone
 
 
 @dataclass(frozen=True)
@@ -128,19 +129,19 @@ def change_of(cell: CellInfo, metric: str) -> Change:
     return cell.suite, cell.benchmark, json.dumps(cell.params, sort_keys=True), metric
 
 
-def read_acknowledged(file: Path) -> dict[Change, dict[int, dict[int, str]]]:
+def read_acknowledged(file: Path) -> dict[Change, Steps]:
     """Reasons by count, old value and new value."""
-    found: dict[Change, dict[int, dict[int, str]]] = defaultdict(lambda: defaultdict(dict))
+    found: dict[Change, dict[int, dict[int | None, str]]] = defaultdict(lambda: defaultdict(dict))
     if file.exists():
         for row in read_rows(file).itertuples():
             params = json.loads(str(row.params))
-            old, reason = params.pop("was"), params.pop("reason")
+            old, reason, gone = params.pop("was"), params.pop("reason"), params.pop("gone", False)
             change = (str(row.suite), str(row.benchmark), json.dumps(params, sort_keys=True), str(row.metric))
-            found[change][int(old)][int(row.value)] = reason
+            found[change][int(old)][None if gone else int(row.value)] = reason
     return found
 
 
-def reason_for(old: int, new: int, steps: Mapping[int, Mapping[int, str]]) -> str:
+def reason_for(old: int, new: int | None, steps: Steps) -> str:
     """Reasons of the acknowledged steps that lead from `old` to `new`; empty if none do."""
     paths, seen = [(old, "")], {old}
     while paths:
@@ -149,45 +150,50 @@ def reason_for(old: int, new: int, steps: Mapping[int, Mapping[int, str]]) -> st
             path = f"{reasons}; {reason}" if reasons else reason
             if after == new:
                 return path
-            if after not in seen:
+            if after is not None and after not in seen:
                 seen.add(after)
                 paths.append((after, path))
     return ""
 
 
-def count_outcomes(
-    measured: Measured, acknowledged: Mapping[Change, Mapping[int, Mapping[int, str]]]
-) -> Iterator[Outcome]:
-    """Outcomes of the counts; one that only a side has is not comparable."""
+def count_outcomes(measured: Measured, acknowledged: Mapping[Change, Steps]) -> Iterator[Outcome]:
+    """Outcomes of the counts. One that only BASE has is changed: it is watched no longer. A new one has no BASE."""
     for cell in measured.cells:
         if cell.key not in measured.counts:
             continue
         base, head = measured.counts[cell.key]
         for metric in {**base, **head}:
-            if metric not in base or metric not in head:
-                lacking = "HEAD" if metric in base else "BASE"
-                yield Outcome(cell, metric, "not comparable", "", reason=f"{lacking}: it has no such count")
+            if metric not in base:
+                yield Outcome(cell, metric, "not comparable", "", reason="BASE: it has no such count")
                 continue
-            old, new, unit = base[metric][0], head[metric][0], head[metric][1]
+            old, unit = base[metric][:2]
+            new, unit = head[metric][:2] if metric in head else (None, unit)
             reason = "" if old == new else reason_for(old, new, acknowledged.get(change_of(cell, metric), {}))
             verdict = "same" if old == new else "acknowledged" if reason else "changed"
+            if new is None:
+                reason = f"HEAD: it has no such count; {reason}" if reason else "HEAD: it has no such count"
             yield Outcome(cell, metric, verdict, unit, old, new, reason=reason)
 
 
 def acknowledging_rows(outcomes: Sequence[Outcome], reason: str, base_commit: str) -> list[Row]:
-    """Rows that make the changed counts acknowledged."""
+    """Rows that make the changed counts acknowledged; one that is gone keeps its value, and says so."""
     return [
         Row(
             one.cell.suite,
             one.cell.benchmark,
             one.metric,
-            one.head,
+            one.base if one.head is None else one.head,
             one.unit,
-            {**one.cell.params, "was": one.base, "reason": " ".join(reason.split())},
+            {
+                **one.cell.params,
+                "was": one.base,
+                "reason": " ".join(reason.split()),
+                **({"gone": True} if one.head is None else {}),
+            },
             baseline_commit=base_commit,
         )
         for one in outcomes
-        if one.verdict == "changed" and one.base is not None and one.head is not None
+        if one.verdict == "changed" and one.base is not None
     ]
 
 
@@ -275,8 +281,10 @@ def cells_of_table(one: Outcome) -> tuple[str, str, str, str, str, str]:
     verdict = f"{one.verdict}, quarantined" if one.quarantined else one.verdict
     if one.reason:
         verdict += f" ({one.reason})"
-    if one.base is None or one.head is None:
+    if one.base is None:
         return one.name, "", "", "", "", verdict
+    if one.head is None:
+        return one.name, f"{one.base:,} {one.unit}", "", "", "", verdict
     if one.estimate is None:
         return one.name, f"{one.base:,} {one.unit}", f"{one.head:,} {one.unit}", "", "", verdict
     ratio = f"{one.estimate.ratio:.3f}"

@@ -28,6 +28,7 @@ Platform = Literal["cuda", "xpu", "cpu"]
 CacheMode = Literal["none", "align", "all"]
 DraftMethod = Literal["ngram", "mtp"]
 StateScheme = Literal["slots", "replay"]
+Tier = Literal["count", "cpu", "gpu"]
 _SCHEME_HELP = "How drafts are undone: a state after each token (slots), or one state and a ring of inputs (replay)."
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -549,6 +550,9 @@ def kernels(
     ] = None,
     update: Annotated[bool, typer.Option("--update", help="Accept what changed: append it to the baseline.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write every metric here.")] = None,
+    with_peers: Annotated[
+        bool, typer.Option("--peers", help="Also compile the Triton kernels of vLLM and mamba_ssm, for comparison.")
+    ] = False,
 ) -> None:
     """Compile every kernel ahead of time and compare registers, spills, access and instructions. Needs no GPU.
 
@@ -566,14 +570,24 @@ def kernels(
         check_writable(baseline)
     if json_file is not None:
         _require_folder(json_file)
-    verdicts = aot.run(aot.kernel_modules(), names, baseline, accept=update)
+    modules, absent = aot.kernel_modules(), []
+    if with_peers:
+        from hybrid_kv.kernels import peers
+
+        absent = peers.find()[1]
+    verdicts = aot.run(modules, names, baseline, accept=update)
     counted = counts.count_all()
     known = {} if update else aot.read_baseline(baseline, provenance().triton)
     wrong = [counts.failures(one, known) for one in counted]
     aot.print_table(verdicts)
     counts.print_counts(counted, wrong)
+    others = aot.run_peers(names) if with_peers else []
+    if with_peers:
+        print("\nkernels of other packages, not gated:\n")
+        aot.print_table(others)
+        print(*absent, sep="\n")
     if json_file is not None:
-        aot.write_json(verdicts, json_file)
+        aot.write_json(verdicts, json_file, others)
     if any(verdict.failures for verdict in verdicts) or any(wrong):
         raise typer.Exit(1)
     if update:
@@ -588,6 +602,7 @@ def compare(
     suite: Annotated[
         list[str] | None, typer.Option("--suite", "-k", help="Only benchmarks whose name contains this; repeatable.")
     ] = None,
+    tier: Annotated[Tier | None, typer.Option(help="Only counts, times of host code (cpu), or of a GPU.")] = None,
     pairs: Annotated[int, typer.Option(help="Pairs of processes of the first look; the repeat has twice as many.")] = 6,
     seed: Annotated[int | None, typer.Option(min=0, help="Of orders and memory layouts; default: a fresh one.")] = None,
     out: Annotated[
@@ -606,6 +621,7 @@ def compare(
 ) -> None:
     """Say whether HEAD is slower than BASE, or counts otherwise: both run side by side, now, in a checkout."""
     from bench import operating_curve, verdicts
+    from bench.cases import TIERS
     from bench.compare import ROOT, Design
     from bench.compare import compare as measure
     from hybrid_kv.config import ConfigError
@@ -628,7 +644,10 @@ def compare(
         )
         return
     seed = secrets.randbelow(2**31) if seed is None else seed
-    comparison = measure(base, head, root=ROOT, quick=not every, select=suite or [""], design=design, seed=seed)
+    tiers = TIERS if tier is None else (tier,)
+    comparison = measure(
+        base, head, root=ROOT, quick=not every, select=suite or [""], tiers=tiers, design=design, seed=seed
+    )
     outcomes = verdicts.outcomes_of(comparison, results)
     if acknowledge is not None:
         append_rows(acknowledged, verdicts.acknowledging_rows(outcomes, acknowledge, comparison.base.commit))
@@ -657,15 +676,27 @@ def report(
     """Draw all results as one page that opens offline."""
     from hybrid_kv.dashboard.data import load
     from hybrid_kv.dashboard.markdown import summary
-    from hybrid_kv.dashboard.page import build_page, write_page
+    from hybrid_kv.dashboard.page import ASV_PAGES, build_page, write_page
 
     if markdown is not None:
         _require_folder(markdown)
     rows = load(results)
-    page = write_page(build_page(rows, repository, machine), out)
+    page = write_page(build_page(rows, repository, machine, (out / ASV_PAGES).exists()), out)
     if markdown is not None:
         markdown.write_text(summary(rows, machine), encoding="utf-8")
     print(page)
+
+
+def _print_usage_error(error: Any) -> int:
+    """One line with the value and where the options are, but for a command without arguments: its help was printed."""
+    if message := " ".join(error.format_message().replace("Value error, ", "").split()).rstrip("."):
+        # What pydantic, which newer versions of typer ask, was given: not in its message.
+        for one in getattr(error.__cause__, "errors", list)():
+            if repr(one["input"]) not in message:
+                message += f", given {one['input']!r}"
+        command = error.ctx.command_path if error.ctx else "hybrid-kv"
+        print(f"error: {message}; see {command} --help", file=sys.stderr)
+    return int(error.exit_code)
 
 
 def main(args: list[str] | None = None) -> None:
@@ -674,8 +705,12 @@ def main(args: list[str] | None = None) -> None:
     A sanitizer's report is a check that failed: its lines as they are, and exit code 1.
     """
     try:
-        app(args=args)
+        sys.exit(app(args=args, prog_name="hybrid-kv", standalone_mode=False) or 0)
     except Exception as error:
+        # Wrong usage, known by its method: click's classes are typer's own in some versions and click's in others.
+        if hasattr(error, "format_message"):
+            sys.exit(_print_usage_error(error))
+
         from hybrid_kv.config import HybridKVError  # Imports torch: not for --help.
 
         if isinstance(error, OSError) and error.filename:

@@ -124,12 +124,34 @@ def test_unusable_files_are_one_line_on_stderr_and_exit_2(
 
 
 @pytest.mark.parametrize(
-    "args", [["plan"], ["plan", "x", "--platform", "tpu"], ["plan", "x", "--block-size", "big"], ["dance"]]
+    ("line", "parts"),
+    [
+        ("guard --quik", ["--quik", "--quick", "; see hybrid-kv guard --help"]),
+        ("plan --foo", ["--foo", "; see hybrid-kv plan --help"]),
+        ("plan", ["Missing argument 'config'", "; see hybrid-kv plan --help"]),
+        ("plan x --platform tpu", ["--platform': 'tpu'", "'cuda', 'xpu', 'cpu'"]),
+        ("plan x --block-size big", ["--block-size", "integer", "'big'"]),
+        ("plan x y z", ["y z", "; see hybrid-kv plan --help"]),
+        ("compare --seed -1", ["--seed", "0", "'-1'"]),
+        ("results --last", ["--last", "; see hybrid-kv"]),
+        ("results --since x", ["--since x is no moment"]),
+        ("accuracy compare one.jsonl", ["'candidate'", "; see hybrid-kv accuracy compare --help"]),
+        ("guerd", ["'guerd'", "'guard'", "; see hybrid-kv --help"]),
+    ],
 )
-def test_bad_flags_exit_2(capsys: pytest.CaptureFixture[str], args: list[str]) -> None:
-    code, out, err = run(capsys, *args)
-    assert (code, out) == (2, "")
-    assert "Traceback" not in err
+def test_wrong_usage_is_one_line_on_stderr_and_exit_2(
+    capsys: pytest.CaptureFixture[str], line: str, parts: list[str]
+) -> None:
+    code, out, err = run(capsys, *line.split())
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("error: ")
+    assert not [part for part in parts if part not in err]
+
+
+def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys)
+    assert (code, err) == (2, "")
+    assert "guard" in out and "--help" in out
 
 
 def test_a_bug_is_not_dressed_up_as_a_users_error(monkeypatch: pytest.MonkeyPatch, config: str) -> None:

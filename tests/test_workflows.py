@@ -182,10 +182,21 @@ def test_an_alarm_says_what_to_run(gh):
     assert created[:2] == ["issue", "create"]
     assert "Nightly run failed: gpu-guard, gpu-accuracy" in created
     assert "make gpu-guard\nmake gpu-accuracy\n" in body and "make gpu-test" not in body
-    assert "git checkout abc" in body and "run/1" in body
+    assert "git checkout abc" in body and "run/1" in body and "BASE" not in body
 
     (commented, bodies), *_ = reversed(gh(".ci/alarm", answer="12", OUTCOMES=json.dumps(outcomes), **where))
     assert commented[:3] == ["issue", "comment", "12"] and bodies == [body]
+
+
+def test_an_alarm_about_gpu_times_names_the_other_commit_and_the_way_to_accept_them(gh):
+    where = {"REPOSITORY": "owner/name", "COMMIT": "abc", "RUN_URL": "run/1"}
+    outcomes = {"gpu-test": "success", "gpu-compare": "failure", "base": "def"}
+    created, (body,) = gh(".ci/alarm", OUTCOMES=json.dumps(outcomes), BASE="def", **where)[-1]
+    assert "Nightly run failed: gpu-compare" in created
+    assert "git checkout abc\nmake gpu-compare BASE=def\n```\n" in body and "`base`" in body
+    outcomes |= {"gpu-compare": "success", "gpu-guard": "failure"}
+    _, (body,) = gh(".ci/alarm", OUTCOMES=json.dumps(outcomes), BASE="def", **where)[-1]
+    assert "make gpu-guard\n```\n" in body and "def" not in body and "`base`" not in body
 
 
 def test_an_alarm_without_a_failed_step_names_the_first_ones(gh):
@@ -239,12 +250,152 @@ def test_rows_are_appended_to_their_branch(tmp_path):
     (checkout / "results/accuracy.csv").write_text(header + rows[0] + rows[4])
     (checkout / "nightly/asv/box").mkdir(parents=True)
     (checkout / "nightly/asv/box/abc.json").write_text("{}")
+    (checkout / "nightly/gpu-passed").write_text("abc\n")
     for old in (checkout / "nightly").glob("*.csv"):
         old.unlink()
     assert push_once().returncode == 0
     assert branch("accuracy") == header + rows[0] + rows[1] + rows[3] + rows[4]
     shown = ["git", "-C", remote, "show", "results:asv/box/abc.json"]
     assert subprocess.run(shown, check=True, capture_output=True, text=True).stdout == "{}"
+    shown[-1] = "results:gpu-passed"
+    assert subprocess.run(shown, check=True, capture_output=True, text=True).stdout == "abc\n"
+
+
+def test_a_night_is_compared_with_the_last_that_passed(tmp_path):
+    """The first with none; one that fails does not become the one to beat, and a commit that is given comes first."""
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    name = ["-c", "user.name=t", "-c", "user.email=t@example.com", "-c", "commit.gpgsign=false"]
+    program = tmp_path / "hybrid-kv"
+    program.write_text('#!/bin/sh\necho "$@" >>calls\ncase "$*" in *slow*) exit 1;; esac\n')
+    program.chmod(0o755)
+    passed = tmp_path / "nightly/gpu-passed"
+
+    def head():
+        command = ["git", "-C", tmp_path, "rev-parse", "HEAD"]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    def night(base="", results="nightly"):
+        """Exit code, what was compared, the step's output, and the next night's baseline, after a commit."""
+        command = ["git", *name, "-C", tmp_path, "commit", "-q", "--allow-empty", "-m", "x"]
+        subprocess.run(command, check=True)
+        for file in ("calls", "output"):
+            (tmp_path / file).unlink(missing_ok=True)
+        passed.unlink(missing_ok=True)
+        variables = {**os.environ, "RESULTS": results, "BASE": base, "GITHUB_OUTPUT": "output"}
+        command = ["bash", ROOT / ".ci/gpu-compare", program]
+        done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
+        calls = (tmp_path / "calls").read_text() if (tmp_path / "calls").exists() else done.stdout
+        if passed.exists():
+            (tmp_path / "baseline").mkdir(exist_ok=True)
+            shutil.copy(passed, tmp_path / "baseline")
+        return done.returncode, calls, (tmp_path / "output").read_text()
+
+    def compared(base, results="nightly"):
+        return f"compare --tier gpu --out {results}/compare.csv -- {base} .\n"
+
+    code, said, output = night()
+    assert (code, output) == (0, "base=\n") and "nothing to compare with" in said
+    first = head()
+    assert night() == (0, compared(first), f"base={first}\n")
+    second = head()
+    assert night("slow") == (1, compared("slow"), "base=slow\n") and not passed.exists()
+    assert night() == (0, compared(second), f"base={second}\n")
+    assert passed.read_text() == head() + "\n"
+    assert night("--output=x")[1] == compared("--output=x")  # a revision, whatever it looks like
+    assert night("def", results="results") == (0, compared("def", "results"), "base=def\n")
+    assert not list((tmp_path / "results").iterdir())  # at home only rows are kept
+
+
+def test_every_step_of_a_night_that_can_fail_reaches_the_alarm():
+    jobs = yaml.safe_load((ROOT / ".github/workflows/nightly-gpu.yml").read_text())["jobs"]
+    ran = {step["id"]: step for step in jobs["gpu"]["steps"] if "run" in step}
+    outputs = jobs["gpu"]["outputs"]
+    assert {name: f"${{{{ steps.{name}.outcome }}}}" for name in ran} == {n: o for n, o in outputs.items() if n in ran}
+    assert all(step["run"].split()[:2] == ["make", name] for name, step in ran.items())
+    assert set(outputs) - set(ran) == {"base"}
+    assert sum(step["timeout-minutes"] for step in ran.values()) < jobs["gpu"]["timeout-minutes"]
+    assert jobs["alarm"]["env"]["OUTCOMES"] == "${{ toJSON(needs.gpu.outputs) }}"
+
+
+def asv_results(commits):
+    """What `asv run` leaves: one benchmark, measured on each of the commits."""
+    benchmark = {"name": "suite.time_it", "code": "", "type": "time", "unit": "seconds", "params": [], "version": "1"}
+    files = {"benchmarks.json": {"suite.time_it": {**benchmark, "param_names": []}, "version": 2}}
+    machine = {"machine": "box", "arch": "x", "cpu": "x", "num_cpu": "2", "os": "x", "ram": "1"}
+    files["box/machine.json"] = {**machine, "version": 1}
+    columns = ["result", "params", "version", "started_at", "duration"]
+    for date, commit in enumerate(commits):
+        files[f"box/{commit[:8]}-env.json"] = {
+            "commit_hash": commit,
+            "env_name": "env",
+            "date": 1767225600000 + 86400000 * date,
+            "params": {**machine, "python": "3.11"},
+            "python": "3.11",
+            "requirements": {},
+            "env_vars": {},
+            "result_columns": columns,
+            "results": {"suite.time_it": [[0.5 + date], [], "1", 1767225600000, 1.0]},
+            "durations": {},
+            "version": 2,
+        }
+    return files
+
+
+def test_asvs_pages_are_those_of_the_branch(tmp_path):
+    """By asv itself, on a detached head; a commit that is gone costs its own point alone."""
+    asv = BIN / "asv"
+    if not asv.exists():
+        pytest.skip("asv is not installed")
+    shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
+    shutil.copy(ROOT / "asv.conf.json", tmp_path)
+
+    def git(*arguments):
+        name = ("-c", "user.name=t", "-c", "user.email=t@example.com", "-c", "commit.gpgsign=false")
+        done = subprocess.run(("git", *name, *arguments), cwd=tmp_path, check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    def pages(results):
+        command = ["bash", ".ci/asv-page", str(asv)]
+        variables = {**os.environ, "RESULTS": results}
+        return subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
+
+    git("init", "-q")
+    commits = []
+    for text in "ab":
+        (tmp_path / "file").write_text(text)
+        git("add", "file")
+        git("commit", "-q", "-m", text)
+        commits.append(git("rev-parse", "HEAD"))
+    git("checkout", "-q", "--detach")
+    for results in ("results", "out/branch"):
+        done = pages(results)
+        assert done.returncode == 0 and "make history" in done.stdout and not (tmp_path / "site").exists()
+
+    for name, document in asv_results([*commits, "f" * 40]).items():
+        file = tmp_path / "out/branch/asv" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(document))
+    done = pages("out/branch")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "site/asv/index.html").exists()
+    (graph,) = (tmp_path / "site/asv/graphs/summary").glob("*.json")
+    assert [value for _, value in json.loads(graph.read_text())] == [0.5, 1.5]
+
+
+def test_the_night_publishes_asvs_pages():
+    """From the whole history, behind the push that makes the branch, before the report that links them."""
+    steps = yaml.safe_load((ROOT / ".github/workflows/nightly-gpu.yml").read_text())["jobs"]["rows"]["steps"]
+    (checkout,) = [step for step in steps if step.get("uses", "").startswith("actions/checkout@")]
+    assert checkout["with"]["fetch-depth"] == 0
+    ran = [step["run"] for step in steps if "run" in step]
+    assert ran == ["make push-results", "make asv-page RESULTS=out/branch", "make report RESULTS=out/branch/results"]
+
+
+def test_a_change_of_what_makes_a_comparison_is_compared():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/bench-pr.yml").read_text())
+    paths = {path.removesuffix("/**") for path in workflow[True]["pull_request"]["paths"]}
+    assert {"hybrid_kv", "bench", "accuracy", "Makefile", ".ci", "pyproject.toml", "constraints.txt"} < paths
+    assert all((ROOT / path).exists() for path in paths)
 
 
 def test_a_night_is_paired_with_the_first_one(tmp_path):

@@ -32,14 +32,16 @@ from hybrid_kv.dashboard.steps import ALPHA, MIN_CHANGE, MIN_SEGMENT, MIN_SPREAD
 
 _FOLDER = Path(__file__).parent
 MAX_STEPS_LISTED = 20
+ASV_PAGES = "asv/index.html"  # beside the page
 
 
-def build_page(results: Results, repository: str = "", machine: str = "") -> str:
+def build_page(results: Results, repository: str = "", machine: str = "", asv: bool = False) -> str:
     """The whole page as HTML.
 
     Args:
         repository: URL of a repository whose commits are at `URL/commit/SHA`; without one they are no links.
         machine: that the filter starts with; empty: all.
+        asv: asv's own pages are in the folder `asv` beside it, to be linked.
 
     Raises:
         ConfigError: `repository` is no http(s) URL, or no row is from `machine`.
@@ -73,7 +75,7 @@ def build_page(results: Results, repository: str = "", machine: str = "") -> str
     if missing.notes:
         rows = [[escape(what), code(command)] for what, command in missing.notes]
         found.append(Section("Missing", "What has not been measured yet", table(["what", "makes its rows"], rows)))
-    return _html(results, found, _history_json(series, repository), machine, plotly)
+    return _html(results, found, _history_json(series, repository), machine, plotly, asv)
 
 
 def _plotly() -> str:
@@ -244,7 +246,7 @@ def _short(value: float) -> float | None:
 # ---- the page ----
 
 
-def _html(results: Results, found: list[Section], history: str, machine: str, plotly: str) -> str:
+def _html(results: Results, found: list[Section], history: str, machine: str, plotly: str, asv: bool) -> str:
     newest = f"rows up to {results.rows['time'].iloc[-1]:%Y-%m-%d %H:%M} UTC" if len(results.rows) else "no rows yet"
     files = ", ".join(results.files) or "no file"
     foreign = f" Of another kind, not read: {', '.join(results.foreign)}." if results.foreign else ""
@@ -256,6 +258,7 @@ def _html(results: Results, found: list[Section], history: str, machine: str, pl
         f'<section id="{s.anchor}"><p class="kind">{escape(s.name)}</p><h2>{escape(s.finding)}</h2>{s.body}</section>'
         for s in found
     )
+    pages = f' By commit: <a href="{ASV_PAGES}">pages of asv</a>, which need the network.' if asv else ""
     # Nothing may be fetched: the page is whole, and stays so.
     policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
     return f"""<!doctype html>
@@ -274,7 +277,7 @@ def _html(results: Results, found: list[Section], history: str, machine: str, pl
 <div class="bar"><div><nav aria-label="sections">{nav}</nav>
 <label>machine <select id="machine"><option value="">all</option>{options}</select></label></div></div>
 <main>{body}</main>
-<footer><p>Drawn from {escape(files)}.{escape(foreign)}</p></footer>
+<footer><p>Drawn from {escape(files)}.{escape(foreign)}{pages}</p></footer>
 <script type="application/json" id="history-data">{in_script(history)}</script>
 <script>{plotly}</script>
 <script>{_text("page.js")}</script>

@@ -5,22 +5,23 @@ A block stands between `<!-- figures:NAME -->` and `<!-- /figures -->`; what is 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from hybrid_kv.config import HybridKVError
-from hybrid_kv.dashboard.data import Results, about, each, fullest_run, load, number
+from hybrid_kv.dashboard.data import STATIC_SUITE, Results, about, each, fullest_run, last_words, load, number
 from hybrid_kv.dashboard.page import build_page, write_page
-from hybrid_kv.dashboard.sections import ENGINE, answers_table, column, static_table
+from hybrid_kv.dashboard.sections import ENGINE, WHOLE, answers_table, column, curve_rows, static_table
 
 ROOT = Path(__file__).resolve().parents[2]
 _BLOCK = re.compile(r"(<!-- figures:([\w-]+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
@@ -47,7 +48,7 @@ def rewrite(text: str, results: Results) -> str:
 
 def markdown_table(head: list[str], rows: list[list[str]]) -> str:
     """The first column left, the others right."""
-    lines = [f"| {' | '.join(line)} |".replace("|  |", "| |") for line in [head, *rows]]
+    lines = [re.sub(r"\|  (?=\|)", "| ", f"| {' | '.join(line)} |") for line in [head, *rows]]
     return "\n".join([lines[0], f"|---|{'--:|' * (len(head) - 1)}", *lines[1:]])
 
 
@@ -186,12 +187,73 @@ def _check(row: Any, make: Callable[..., Any]) -> Any:
     )
 
 
+SCHEME_SHAPE = re.compile(r"Nemotron-3-Nano, K=(\d+)")
+
+
+def bytes_table(results: Results) -> str | None:
+    """Counted bytes of a verify step in both state schemes, by K."""
+    rows = last_words(results.of(STATIC_SUITE, metric="bytes"))
+    found: dict[int, dict[str, float]] = {}
+    for row in each(rows[rows["benchmark"].isin(["bytes.slots", "bytes.replay"])]):
+        if shape := SCHEME_SHAPE.fullmatch(row.parsed["shape"]):
+            found.setdefault(int(shape[1]), {})[row.benchmark] = row.value
+    lines = []
+    for k, both in sorted(found.items()):
+        if len(both) == 2:
+            slots, replay = both["bytes.slots"], both["bytes.replay"]
+            lines.append([f"K = {k}", f"{slots / 1024:,.0f}", f"{replay / 1024:,.0f}", f"{slots / replay:.1f}"])
+    return markdown_table(["KiB", "`slots`", "`replay`", "times fewer"], lines) if lines else None
+
+
+VARIANTS = {"plain": "", "cached": ", prefix caching", "drafts": ", prefix caching and MTP drafts (K = 3)"}
+
+
+def generate_table(results: Results) -> str | None:
+    """How many times as long transformers takes as the engine, by workload and how many run at a time."""
+    cells: dict[str, dict[int, str]] = {}
+    rows = last_words(results.of("generate", metric="ratio_to_engine"))
+    for row in each(rows):
+        params = row.parsed
+        if row.benchmark == "greedy":
+            model = {"guard": "", "random": ", 21 M random weights"}[params["model"]]
+            name = f"32 tokens after prompts of {params['prompt']}{model}"
+        else:
+            name = f"{params['count']} five-shot questions{VARIANTS[params['variant']]}"
+        cells.setdefault(name, {})[params["batch"]] = f"{row.value:.2f} ({row.ci_low:.2f} to {row.ci_high:.2f})"
+    batches = sorted({batch for line in cells.values() for batch in line})
+    head = ["", *(f"{batch} at a time" for batch in batches)]
+    lines = [[name, *(line.get(batch, "") for batch in batches)] for name, line in cells.items()]
+    return markdown_table(head, lines) if lines else None
+
+
+def curve_table(results: Results) -> str | None:
+    """Alarms of the newest self-test: in comparisons of equal code, and of planted slowdowns."""
+    rows = curve_rows(results)
+    alarms = rows[(rows["metric"] == "false_alarm_rate") & (rows["benchmark"] == WHOLE)]
+    found = rows[rows["metric"] == "detection_rate"]
+    if alarms.empty or found.empty:
+        return None
+    plants = sorted(found["plant"].unique())
+    lines = [["equal code, any benchmark", _of(next(each(alarms.tail(1)))), *[""] * len(plants)]]
+    for benchmark, group in found.groupby("benchmark", sort=False):
+        by_plant = {row.plant: _of(row) for row in each(group)}
+        lines.append([f"`{benchmark}`", "", *(by_plant.get(plant, "") for plant in plants)])
+    return markdown_table(["alarms", "same", *(f"{plant} % slower" for plant in plants)], lines)
+
+
+def _of(row: Any) -> str:
+    return f"{round(row.value * row.n)} of {row.n}"
+
+
 BLOCKS: dict[str, Callable[[Results], str | None]] = {
     "guard": guard_table,
     "step": step_table,
     "append": append_text,
     "kernels": kernels_table,
     "hits": hits_table,
+    "bytes": bytes_table,
+    "generate": generate_table,
+    "curve": curve_table,
 }
 
 
@@ -216,8 +278,11 @@ def screenshot(page: Path, file: Path, browser: str) -> None:
         raise HybridKVError(f"{browser} made no screenshot: {done.stderr.strip()[-200:]}")
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Rewrite README, and docs/dashboard.png where a browser is found."""
+    # Without a usage, whose line would stand before that of an error.
+    parser = argparse.ArgumentParser("hybrid_kv.dashboard.readme", argparse.SUPPRESS, f"{main.__doc__} No arguments.")
+    parser.parse_args(arguments)
     results = load(ROOT / "results")
     readme = ROOT / "README.md"
     before = readme.read_text(encoding="utf-8")

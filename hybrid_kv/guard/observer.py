@@ -390,7 +390,7 @@ class Observer:
                 self._account(request, track, item, group, spec)
 
     def _account(self, request: Request, track: Track, item: ScheduledRequest, group: int, spec: KVCacheSpec) -> None:
-        """A running request holds exactly the blocks of its tokens and drafts: not one more, not one less."""
+        """A running request holds exactly the blocks of its tokens and drafts, and no more than the plan pays for."""
         n, end, size = item.num_computed_tokens, item.num_computed_tokens + item.num_tokens, spec.block_size
         if item.drafts is None and request.in_flight is not None:
             # Certain is only what the step in flight computes without its drafts.
@@ -430,6 +430,11 @@ class Observer:
             raise AssertionError(
                 f"request {request.request_id} holds {len(ids)} blocks of {type(spec).__name__} in a step of "
                 f"{item.num_tokens} tokens after {n}; {due} are due"
+            )
+        most = spec.max_blocks_per_request(self._llm.config.scheduler.max_model_len)
+        if len(ids) > most:
+            raise AssertionError(
+                f"request {request.request_id} holds {len(ids)} blocks of {type(spec).__name__}, {most} are planned"
             )
         for block in ids.tolist():
             self.seen["block_reuse"] += self.block_owner.get(block, request.request_id) != request.request_id

@@ -358,7 +358,7 @@ class Measurement:
 
 
 def kernel_modules() -> list[str]:
-    """The files of this package that have cases.
+    """The files of this package that have cases, those of other packages' kernels left out.
 
     Raises:
         HybridKVError: Triton is missing.
@@ -371,7 +371,8 @@ def kernel_modules() -> list[str]:
         ) from None
     package = __name__.rpartition(".")[0]
     names = [f"{package}.{info.name}" for info in pkgutil.iter_modules(importlib.import_module(package).__path__)]
-    return [name for name in names if hasattr(importlib.import_module(name), "aot_cases")]
+    own = [name for name in names if name != f"{package}.peers"]
+    return [name for name in own if hasattr(importlib.import_module(name), "aot_cases")]
 
 
 @cache
@@ -442,17 +443,20 @@ def read_baseline(path: Path, triton: str) -> Baseline:
 
 @dataclass
 class Verdict:
-    """A measurement with what is wrong with it: `failures` are hard, `warnings` soft."""
+    """A measurement with what is wrong with it: `failures` are hard, `warnings` soft; others' kernels are not gated."""
 
     measurement: Measurement
     failures: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     is_new: bool = False
+    is_gated: bool = True
 
     @property
     def word(self) -> str:
         if self.failures:
             return "FAILED"
+        if not self.is_gated:
+            return ""
         return "warning" if self.warnings else ("new" if self.is_new else "ok")
 
 
@@ -512,6 +516,12 @@ def run(modules: Sequence[str], targets: Sequence[str], baseline: Path, accept: 
     return [judge(one, known, accept) for one in bar]
 
 
+def run_peers(targets: Sequence[str]) -> list[Verdict]:
+    """Measure the kernels of other packages: one that does not compile has a warning, and nothing else is judged."""
+    found = measure([f"{__name__.rpartition('.')[0]}.peers"], targets)
+    return [Verdict(one, warnings=[one.error] if one.error else [], is_gated=False) for one in found]
+
+
 def changed_rows(verdicts: Sequence[Verdict], baseline: Path) -> list[Row]:
     """The rows of those measurements that the baseline does not hold already."""
     known = read_baseline(baseline, provenance().triton)
@@ -528,7 +538,7 @@ def print_table(verdicts: Sequence[Verdict]) -> None:
     from rich.table import Table
 
     # A terminal may wrap a line; rich would cut the figures off.
-    console = Console(highlight=False, markup=False, soft_wrap=True, width=200)
+    console = Console(highlight=False, markup=False, soft_wrap=True, width=240)
     table = Table(box=None, pad_edge=False)
     headers = ("target", "regs", "spill", "shared", "blocks", "load", "store", "code", "instr.", "/byte")
     for name in ("kernel", "shape", "dtype", *headers, " ".join(_MIX), ""):
@@ -560,11 +570,13 @@ def print_table(verdicts: Sequence[Verdict]) -> None:
     console.print("\n" + "; ".join(notes))
 
 
-def write_json(verdicts: Sequence[Verdict], path: Path) -> None:
-    """Every measurement with its metrics and verdict, and where the run comes from."""
+def write_json(verdicts: Sequence[Verdict], path: Path, peers: Sequence[Verdict] = ()) -> None:
+    """Every measurement with its metrics and verdict, those of other packages apart, and where the run comes from."""
     document: dict[str, Any] = {
         "passed": not any(verdict.failures for verdict in verdicts),
         "provenance": asdict(provenance()),
         "kernels": [asdict(verdict) for verdict in verdicts],
     }
+    if peers:
+        document["peers"] = [asdict(verdict.measurement) for verdict in peers]
     path.write_text(json.dumps(document, indent=2) + "\n")

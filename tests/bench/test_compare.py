@@ -15,11 +15,20 @@ import pytest
 from bench import compare as driver
 from bench import operating_curve, verdicts, worker
 from bench.compare import CellInfo, Comparison, Design, Measured, Revision, Times, compare, find_revision
-from bench.verdicts import count_outcomes, outcomes_of, read_quarantine, reason_for, timed_outcomes
+from bench.verdicts import (
+    acknowledging_rows,
+    cells_of_table,
+    count_outcomes,
+    outcomes_of,
+    read_acknowledged,
+    read_quarantine,
+    reason_for,
+    timed_outcomes,
+)
 from hybrid_kv import results
 from hybrid_kv.cli import main
 from hybrid_kv.config import ConfigError
-from hybrid_kv.results import Row, append_rows, read_rows
+from hybrid_kv.results import Row, append_rows, check_file, read_rows
 
 BENCH = Path(driver.__file__).parent
 SMALL = Design(pairs=3, samples=2)
@@ -107,6 +116,7 @@ def cells():
         cell("dying", "cpu", dying),
         cell("hanging", "cpu", hanging),
         Cell("toy", "slow", {"size": 1}, "cpu", step),
+        *([cell("listed", "cpu", step)] if hybrid_kv.ANSWER == 9 else []),
     ]
 """
 LATE = """
@@ -117,7 +127,7 @@ def cells():
     return [Cell("late", "newer", {}, "cpu", lambda: Case(newer, lambda: 0.0), True)]
 """
 TORCH = """
-import importlib.util, sys
+import importlib.util, os, sys
 
 class Editable:
     "As an editable install's: it knows a module of the checkout that no version has, for the import of any."
@@ -128,10 +138,41 @@ class Editable:
 newer = print
 sys.meta_path.append(Editable)
 
-class cuda:
-    is_available = is_initialized = staticmethod(lambda: False)
+class Event:
+    "Happens when the work before it is done: on this device at once."
+    def __init__(self, enable_timing):
+        pass
 
-class Tensor: pass
+    def record(self):
+        self.at = sys.modules["hybrid_kv"].ticks
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, end):
+        return (end.at - self.at) * 1e-6
+
+class cuda:
+    Event = Event
+    is_available = is_initialized = staticmethod(lambda: bool(os.environ.get("TOY_GPU")))
+    current_device = staticmethod(lambda: 0)
+    get_device_properties = staticmethod(lambda device: cuda)
+    L2_cache_size = 4096
+    synchronize = staticmethod(lambda: None)
+    clock_rate = staticmethod(lambda: 1980)
+
+class Tensor:
+    def passing(self):
+        sys.modules["hybrid_kv"].ticks += 500_000
+
+    sum = zero_ = passing
+
+int32 = uint8 = None
+
+def zeros(size, dtype, device):
+    return Tensor()
+
+empty = zeros
 
 def set_num_threads(number): pass
 """
@@ -266,6 +307,23 @@ def test_less_than_the_minimum_effect_is_the_same(toy):
     assert comparison.measured.first[STEP].log_ratios == pytest.approx([0.00498754] * 3)
 
 
+@pytest.mark.parametrize(("head", "verdict", "ratio"), [("slow", "slower", 1.05), ("comment", "same", 1.0)])
+def test_a_launch_is_timed_by_the_device_and_what_became_slower_is_found(
+    toy, command, tmp_path, monkeypatch, head, verdict, ratio
+):
+    monkeypatch.setenv("TOY_GPU", "1")
+    document = tmp_path / "out.json"
+    code, out, err = command("base", head, "--tier", "gpu", "-k", "toy/", "--json", str(document))
+    assert (code, err) == (int(verdict == "slower"), "")
+    assert f"1 {verdict}; {head} (" in out  # and nothing of another tier
+    (row,) = read_rows(tmp_path / "rows.csv").itertuples()
+    assert (row.benchmark, row.metric, row.verdict) == ("toy/device", "gpu_time_ratio", "fail" if code else "pass")
+    assert row.value == pytest.approx(ratio)
+    assert json.loads(row.params)["clock_mhz"] == [1980, 1980]
+    (outcome,) = json.loads(document.read_text())["outcomes"]
+    assert outcome["base"] == pytest.approx(1e-4)  # without what passes through the cache
+
+
 def test_a_plant_slows_head_down_by_its_fraction(toy):
     comparison = compare("base", "base", root=toy, select=["toy/step", "toy/big"], design=SMALL, plants={STEP: 0.1})
     (step, big) = sorted(timed_outcomes(comparison.measured, SMALL), key=lambda one: one.name != STEP)
@@ -322,6 +380,16 @@ def test_what_base_can_run_and_head_cannot_is_an_alarm(toy):
     assert comparison.measured.failures[RAISING].reason == "RuntimeError: no 9"
     comparison = compare("raising", "raising", root=toy, select=["toy/raising", "toy/big"], design=SMALL)
     assert verdicts_of(comparison, toy) == {RAISING: "not comparable", BIG: "same"}
+
+
+def test_a_benchmark_that_one_side_does_not_list_is_said_to_be_missing(toy):
+    for sides, verdict, reason in (
+        (("raising", "base"), "broken at HEAD", "it has no such benchmark"),
+        (("base", "raising"), "not comparable", "BASE: it has no such benchmark"),
+    ):
+        comparison = compare(*sides, root=toy, select=["toy/listed", "toy/big"], design=SMALL)
+        found = {one.name: (one.verdict, one.reason) for one in outcomes_of(comparison, toy / "results")}
+        assert found == {"toy/listed[size=1]": (verdict, reason), BIG: ("same", "")}
 
 
 @pytest.mark.parametrize("seed", [6, 7])  # of orders: the one that dies comes early
@@ -499,13 +567,28 @@ def test_acknowledged_steps_chain(old, new, expected):
     assert reason_for(old, new, {1: {2: "a"}, 2: {3: "b"}, 3: {4: "c"}, 4: {1: "d"}, 5: {5: "loop"}}) == expected
 
 
-def test_a_count_that_only_one_side_has():
-    cell = CellInfo("s", "b", {}, "count", "s/b[]")
-    measured = Measured([cell], counts={"s/b[]": ({"x": [1, "B", "lower"]}, {"y": [1, "B", "lower"]})})
-    assert {one.metric: (one.verdict, one.reason[:4]) for one in count_outcomes(measured, {})} == {
-        "x": ("not comparable", "HEAD"),
-        "y": ("not comparable", "BASE"),
-    }
+def test_a_count_that_only_one_side_has(tmp_path):
+    """A new one has nothing to be compared with; one that is gone is watched no longer, which somebody must want."""
+    cell = CellInfo("s", "b", {"size": 1}, "count", "s/b[size=1]")
+    measured = Measured([cell], counts={cell.key: ({"x": [3, "B", "lower"]}, {"y": [1, "B", "lower"]})})
+    gone, new = count_outcomes(measured, {})
+    assert (gone.metric, gone.verdict, gone.alarm, gone.base, gone.head) == ("x", "changed", True, 3, None)
+    assert cells_of_table(gone)[1:] == ("3 B", "", "", "", "changed (HEAD: it has no such count)")
+    assert (new.metric, new.verdict, new.alarm) == ("y", "not comparable", False)
+    assert new.reason.startswith("BASE")
+
+    file = tmp_path / "acknowledged.csv"
+    append_rows(file, acknowledging_rows([gone, new], "x was no use", "0" * 40))
+    assert check_file(file) == []
+    known = read_acknowledged(file)
+    gone, new = count_outcomes(measured, known)
+    assert (gone.verdict, gone.alarm) == ("acknowledged", False)
+    assert "no such count" in gone.reason and gone.reason.endswith("x was no use")
+    # To have it go at 3 is not to have it stay at 3, become another number or go at 4.
+    (steps,) = known.values()
+    assert steps == {3: {None: "x was no use"}}
+    assert reason_for(4, None, steps) == reason_for(3, 5, steps) == ""
+    assert reason_for(4, None, {4: {3: "less"}, **steps}) == "less; x was no use"
 
 
 # ---- quarantine ----
@@ -585,6 +668,8 @@ def test_the_command_prints_and_writes_everything(toy, command, tmp_path):
         (("old", "base", "-k", "late"), "nothing can be compared with old"),
         (("base", "--pairs", "2"), "fewer than 3 worker pairs"),
         (("base", "--json", "nowhere/out.json"), "the folder nowhere does not exist"),
+        (("base", "base", "--tier", "gpu", "-k", "toy/"), "nothing can be compared with base ("),
+        (("base", "base", "--tier", "gpu", "-k", "toy/"), "it needs a CUDA device"),
     ],
 )
 def test_what_cannot_run_is_one_line_and_exit_2(toy, tmp_path, monkeypatch, capsys, arguments, message):

@@ -81,6 +81,22 @@ def schemes() -> list[dict[str, Any]]:
     ]
 
 
+def readme_rows() -> list[dict[str, Any]]:
+    """What the page shows in a plot, and README in a table of its own."""
+    made = []
+    counted = {"suite": "kernels", "metric": "bytes", "unit": "B"}
+    for k in (5, 3):
+        params = {"shape": f"Nemotron-3-Nano, K={k}", "dtype": "float32", "target": "any"}
+        made.append(row(38, params, benchmark="bytes.slots", value=(1 + k) * 3 * 1024.0, **counted))
+        made.append(row(38, params, benchmark="bytes.replay", value=2 * 1024.0, **counted))
+    same = {"suite": "generate", "metric": "ratio_to_engine", "unit": "time ratio", "better": "higher"}
+    for batch, value in ((8, 1.2), (1, 1.25), (8, 1.5)):
+        params = {**TIMED, "model": "random", "batch": batch, "prompt": 256, "subject": "transformers"}
+        made.append(row(38, params, benchmark="greedy", value=value, ci_low=value - 0.1, ci_high=value + 0.1, **same))
+    params = {**TIMED, "count": 24, "batch": 8, "variant": "cached", "subject": "transformers"}
+    return [*made, row(38, params, benchmark="questions", value=3.1, ci_low=3.0, ci_high=3.2, **same)]
+
+
 def accuracy() -> list[dict[str, Any]]:
     """Shares of two runs, and a paired test that lost answers."""
     made = []

@@ -30,6 +30,15 @@ def test_it_writes_the_page_and_the_summary(tmp_path: Path, capsys: pytest.Captu
     assert "<option selected>rack, H200</option>" in html
     assert "28 of 29 checks" in text.read_text()
     assert [file.name for file in site.iterdir()] == ["index.html"]
+    assert "asv/index.html" not in html
+
+
+def test_it_links_asvs_pages_where_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, site = write(tmp_path / "rows", everything()), tmp_path / "site"
+    (site / "asv").mkdir(parents=True)
+    (site / "asv" / "index.html").touch()
+    assert run(capsys, "--results", rows, "--out", site)[0] == 0
+    assert 'href="asv/index.html"' in (site / "index.html").read_text()
 
 
 @pytest.mark.parametrize(

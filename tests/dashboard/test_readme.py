@@ -10,7 +10,7 @@ import pytest
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.dashboard import readme
 from hybrid_kv.dashboard.data import load
-from tests.dashboard.kinds import everything
+from tests.dashboard.kinds import everything, readme_rows
 from tests.dashboard.rows import results
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,7 +55,7 @@ def test_wrong_markers_are_one_line(tmp_path: Path) -> None:
 
 
 def test_the_tables(tmp_path: Path) -> None:
-    found = results(tmp_path, *everything())
+    found = results(tmp_path, *everything(), *readme_rows())
     made = {name: block(found) or "" for name, block in readme.BLOCKS.items()}
     assert made["step"].splitlines()[2] == "| 8 prefills × 64 blocks | 102 (15) | 68 (10) | 29 (4.3) | **6.8** | 272 |"
     assert made["append"].endswith("(torch, 1 block of 8 kernel blocks) takes 2 times as long.")
@@ -69,6 +69,19 @@ def test_the_tables(tmp_path: Path) -> None:
     assert kernels[1] == "$ hybrid-kv kernels --targets sm_90,gfx942     # 4 of 4 lines, the last columns left out"
     assert " ".join(kernels[3].split()) == "state_update.slots Nemotron-3-Nano, K=3 float32 sm_90 64 0 32 16 128 64"
     assert " ".join(kernels[4].split()) == "gfx942 65 0 32 16 128 64"
+    assert made["bytes"].splitlines()[2:] == ["| K = 3 | 12 | 2 | 6.0 |", "| K = 5 | 18 | 2 | 9.0 |"]
+    assert made["generate"].splitlines() == [
+        "| | 1 at a time | 8 at a time |",
+        "|---|--:|--:|",
+        "| 32 tokens after prompts of 256, 21 M random weights | 1.25 (1.15 to 1.35) | 1.50 (1.40 to 1.60) |",
+        "| 24 five-shot questions, prefix caching | | 3.10 (3.00 to 3.20) |",
+    ]
+    assert made["curve"].splitlines() == [
+        "| alarms | same | 5 % slower | 10 % slower |",
+        "|---|--:|--:|--:|",
+        "| equal code, any benchmark | 1 of 50 | | |",
+        "| `calm/step[K=3]` | | 19 of 20 | 20 of 20 |",
+    ]
     assert "layout" in made["guard"] and "10 of 10 checks passed" in made["guard"]
 
 
@@ -78,3 +91,15 @@ def test_a_quick_run_does_not_replace_the_full_ones_tables(tmp_path: Path) -> No
     with_quick, without = results(tmp_path / "a", *everything(), *chosen), results(tmp_path / "b", *everything())
     for name, block in readme.BLOCKS.items():
         assert block(with_quick) == block(without), name
+
+
+@pytest.mark.parametrize(("argument", "code"), [("--help", 0), ("--foo", 2), ("docs", 2)])
+def test_arguments_start_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], argument: str, code: int
+) -> None:
+    monkeypatch.setattr(readme, "load", lambda folder: pytest.fail("it ran"))
+    with pytest.raises(SystemExit) as left:
+        readme.main([argument])
+    out, err = capsys.readouterr()
+    assert left.value.code == code
+    assert "Rewrite README" in out if code == 0 else (out, err.count("\n")) == ("", 1) and argument in err

@@ -7,6 +7,7 @@ differ from the exact result by that at most, 4e-5.
 import itertools
 
 import pytest
+import torch
 
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.guard.checks import poison, record_logits
@@ -82,3 +83,56 @@ def check_engine(folder, mode, k, scheme):
 def test_tokens_and_logits_are_those_of_torch(folder, mode, k, scheme):
     error = interpreted(check_engine, folder, mode, k, scheme)
     assert 0 < error <= TOLERANCE  # not the same arithmetic twice
+
+
+def disturbed(llm, what, step):
+    """Tokens, reasons and preemptions, where the youngest of two requests is disturbed at its first decode or later."""
+
+    def disturb(llm):
+        if llm.num_steps == step:
+            assert len(llm.scheduler.running) == 2
+            request = llm.scheduler.running[-1]
+            assert request.num_computed_tokens >= len(PROMPTS[1])
+            if what == "preempt":
+                llm.scheduler.preempt(request)
+            else:
+                llm.abort(request.request_id)
+
+    found = llm.generate(PROMPTS, SamplingParams(max_tokens=5), progress=False, on_step=disturb)
+    llm.scheduler.check_integrity()
+    again = llm.generate(PROMPTS, SamplingParams(max_tokens=COUNT), progress=False)  # what was left is intact
+    return [(o.token_ids, o.finish_reason, o.num_preemptions, o.cached_tokens) for o in found + again]
+
+
+def check_disturbed(folder, what, scheme):
+    options = {"mamba_cache_mode": "align", "state_scheme": scheme}
+    plain = engine(folder, "torch").generate(PROMPTS, SamplingParams(max_tokens=5), progress=False)
+    sequences = [prompt + output.token_ids for prompt, output in zip(PROMPTS, plain, strict=True)] * 2
+    expected, got = (disturbed(engine(folder, name, sequences, 1, **options), what, 3) for name in ("torch", "triton"))
+    assert got == expected
+    assert [count for *_, count, _ in got[:2]] == [0, int(what == "preempt")]
+    whole = [output.token_ids for output in plain]
+    if what == "preempt":
+        assert [tokens for tokens, *_ in got[:2]] == whole
+    else:
+        tokens, reason, *_ = got[1]
+        assert reason == "abort" and 0 < len(tokens) < 5 and tokens == whole[1][: len(tokens)]
+    assert [tokens for tokens, *_ in got[2:]] == [tokens[:COUNT] for tokens in whole]
+
+
+@pytest.mark.parametrize(("what", "scheme"), [("preempt", "replay"), ("abort", "slots")])
+def test_a_request_that_is_taken_off_its_row(folder, what, scheme):
+    interpreted(check_disturbed, folder, what, scheme)
+
+
+def check_float64(folder, scheme):
+    """Kernels compute in float32: where they would lose digits the layers go on in plain torch, bit for bit."""
+    options = {"dtype": "float64", "mamba_ssm_cache_dtype": "float64", "mamba_cache_mode": "align"}
+    expected, got = (answers(engine(folder, name, state_scheme=scheme, **options), 1) for name in ("torch", "triton"))
+    for (tokens, logits, _), (wanted, reference, _) in zip(got, expected, strict=True):
+        assert tokens == wanted and reference.dtype == torch.float64 and torch.equal(logits, reference)
+
+
+@pytest.mark.parametrize("scheme", ["slots", "replay"])
+def test_float64_keeps_its_digits(folder, scheme):
+    interpreted(check_float64, folder, scheme)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from hybrid_kv.cache.block_pool import BlockPool
-from hybrid_kv.cache.manager import KVCacheManager, PrefixHit
+from hybrid_kv.cache.manager import KVCacheManager, PrefixHit, _Columns
+from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.engine.llm import LLM, RequestOutput
 from hybrid_kv.engine.scheduler import Scheduler
 from hybrid_kv.guard import checks
@@ -65,6 +66,25 @@ def test_a_block_too_many(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
 
     monkeypatch.setattr(KVCacheManager, "allocate_slots", hoard)
     assert "are due" in wrong(run_scenario(scenario(mode)))
+
+
+SCHEMES = [("slots", 8, 0), ("slots", 8, 3), ("replay", 8, 0), ("replay", 8, 3)]
+
+
+@pytest.mark.parametrize(("scheme", "block_size", "K"), SCHEMES)
+def test_a_state_that_is_held_too_long_or_not_paid_for(
+    monkeypatch: pytest.MonkeyPatch, scheme: str, block_size: int, K: int
+) -> None:
+    options = {"state_scheme": scheme, "block_size": block_size}
+    traffic = scenario("align", K, "right" if K else "none", **options)
+    assert run_scenario(traffic).wrong == []
+    give_back = _Columns.give_back
+    with monkeypatch.context() as patch:
+        patch.setattr(_Columns, "give_back", lambda self, end: give_back(self, max(self.first, end - 1)))
+        assert "are due" in wrong(run_scenario(traffic))
+    planned = MambaSpec.max_blocks_per_request
+    monkeypatch.setattr(MambaSpec, "max_blocks_per_request", lambda self, length: planned(self, length) - 1)
+    assert "are planned" in wrong(run_scenario(traffic))
 
 
 def test_a_hit_too_short(monkeypatch: pytest.MonkeyPatch) -> None:
