@@ -65,7 +65,7 @@ def test_a_cached_run_starts_with_an_empty_cache(two):
     case.reset()
     texts, params = generate._questions(3)[0], generate.SamplingParams(max_tokens=1)
     outputs = llm.generate(texts, params, progress=False)
-    assert [output.cached_tokens for output in outputs] == [0, 0, 256]
+    assert [output.cached_tokens for output in outputs] == [0, 256, 256]  # the others wait for the first
 
 
 def test_padded_batches_give_the_answers_of_each_alone(two):
