@@ -14,6 +14,10 @@ When it is an alarm. The first look at all cells only picks suspects. They are m
 twice the pairs and three times the samples; that repeat alone is evidence, Holm's procedure over the suspects bounds
 the chance of any false alarm in it by `alpha`, and what the first look selected cannot bias it. A change below
 `min_effect` is none.
+
+Launches on a GPU are compared in the same way, by the device's events; nights do that with the last commit that passed
+(`make gpu-compare`). It has never run on a GPU: its error rates there are unknown until nights without a new commit,
+which compare equal code, have counted them. Creeping by less than `min_effect` a night is left to the history's steps.
 """
 
 from __future__ import annotations

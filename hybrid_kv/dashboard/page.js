@@ -91,22 +91,23 @@
         shapes.push({ type: "line", x0: new Date(level.from * 1000), x1: new Date(level.to * 1000),
           y0: level.value * scale, y1: level.value * scale, line: { color: mark.colour, width: 4 }, opacity: 0.35 });
       }
-      for (const step of series.steps) {
+      series.steps.forEach((step, i) => {
         const at = new Date(step.time * 1000);
         shapes.push({ type: "line", x0: at, x1: at, yref: "paper", y0: 0, y1: 1,
           line: { color: mark.colour, width: 1.5, dash: "dot" } });
-        annotations.push({ x: at, yref: "paper", y: 1, yanchor: "bottom", showarrow: false,
+        // Two lines in turn: neighbours are far apart in neither.
+        annotations.push({ x: at, yref: "paper", y: 1, yanchor: "bottom", yshift: 15 * (i % 2), showarrow: false,
           text: `${step.text} ${step.word}` });
-      }
+      });
     }
     const grey = "#7d848d", grid = "rgba(125,132,141,.25)";
     const unit = chosen.length ? chosen[0].unit : "";
     const axis = { fixedrange: true, gridcolor: grid, linecolor: grey, showline: true, zeroline: false };
     Plotly.react(chart, traces, {
-      height: 340, margin: { l: 64, r: 16, t: 28, b: 46 }, paper_bgcolor: "rgba(0,0,0,0)",
+      height: 340, margin: { l: 64, r: 16, t: 42, b: 46 }, paper_bgcolor: "rgba(0,0,0,0)",
       plot_bgcolor: "rgba(0,0,0,0)", font: { family: "system-ui, sans-serif", size: 13, color: grey },
       showlegend: traces.length > 1, legend: { orientation: "h", y: -0.22 }, dragmode: false, hovermode: "closest",
-      shapes, annotations, xaxis: { ...axis, type: "date" },
+      shapes, annotations, xaxis: { ...axis, type: "date", nticks: 5, tickangle: 0 },
       yaxis: { ...axis, title: { text: axisTitle(unit), font: { size: 13 } }, tickformat: unit === "share" ? ".1%" : "~s" },
     }, config);
     listRuns(chosen);

@@ -28,6 +28,7 @@ from hybrid_kv.dashboard.data import (
     thin,
 )
 from hybrid_kv.dashboard.draw import MARKS, Missing, Section, code, in_script, paragraph, table
+from hybrid_kv.dashboard.gpu import gpu_section
 from hybrid_kv.dashboard.steps import ALPHA, MIN_CHANGE, MIN_SEGMENT, MIN_SPREADS, Step
 
 _FOLDER = Path(__file__).parent
@@ -66,6 +67,7 @@ def build_page(results: Results, repository: str = "", machine: str = "", asv: b
         sections.compare_section(results, link, missing),
         sections.expansion_section(results, missing),
         sections.scheme_section(results, missing),
+        gpu_section(results),
         sections.accuracy_section(results, missing),
         sections.answers_section(results, missing),
         sections.static_section(results, missing),

@@ -17,6 +17,7 @@ def everything() -> list[dict[str, Any]]:
         *stepped(),
         *block_ids(),
         *schemes(),
+        *on_a_gpu(),
         *accuracy(),
         *static_metrics(),
         *comparison(),
@@ -95,6 +96,27 @@ def readme_rows() -> list[dict[str, Any]]:
         made.append(row(38, params, benchmark="greedy", value=value, ci_low=value - 0.1, ci_high=value + 0.1, **same))
     params = {**TIMED, "count": 24, "batch": 8, "variant": "cached", "subject": "transformers"}
     return [*made, row(38, params, benchmark="questions", value=3.1, ci_low=3.0, ci_high=3.2, **same)]
+
+
+def on_a_gpu() -> list[dict[str, Any]]:
+    """Both schemes and plain torch, a convolution and an expansion."""
+    made = []
+    for k in (1, 3):
+        for subject, factor in (("slots", 1.0 + k), ("replay_step", 1.2), ("replay", 1.5), ("torch", 9.0)):
+            params = {**TIMED, "model": "nano", "num_reqs": 16, "K": k, "subject": subject}
+            params["launch"] = "eager" if subject == "torch" else "graph"
+            same = {"params": params, "suite": "gpu", "benchmark": "state_update", "n": 51, **GPU}
+            time = 10_000 * factor
+            made.append(row(36, metric="gpu_time", value=time, ci_low=0.9 * time, ci_high=1.1 * time, **same))
+            rate = {"better": "higher", **same}
+            made.append(row(36, metric="bandwidth", unit="GB/s", value=3000.0 / factor, **rate))
+            made.append(row(36, metric="share_of_copy", unit="time ratio", value=0.9 / factor, **rate))
+            if subject != "slots":
+                made.append(row(36, metric="ratio_to_slots", unit="time ratio", value=factor / (1 + k), **same))
+    for benchmark, size in (("conv_update", {"model": "nano", "K": 3}), ("expansion", {"num_rows": 256})):
+        params = {**TIMED, **size, "subject": "triton", "launch": "graph"}
+        made.append(row(36, params, suite="gpu", benchmark=benchmark, metric="gpu_time", value=9000.0, **GPU))
+    return made
 
 
 def accuracy() -> list[dict[str, Any]]:

@@ -50,16 +50,16 @@ def figures(html: str) -> list[dict[str, Any]]:
 def test_each_section_says_what_it_found(full: str) -> None:
     assert titles(full) == {
         "verdict": "✕ fail: 51 of 54 checks of the newest runs",
-        "history": "1 of 84 series changed their level, once for the worse",
+        "history": "1 of 116 series changed their level, once for the worse",
         "comparison": "1 of 4 benchmarks is slower than fffffff",
         "block-ids": "One append of block ids takes 2 to 4 times as long without staging",
         "slots-and-replay": "Replay moves 4 to 6.7 times fewer bytes than slots",
+        "gpu": "Our kernels move their bytes at 22 to 75 % of the bandwidth of a copy",
         "accuracy": "Right answers: 98.0 % of 250 questions of gsm8k_synth",
         "hits-and-drafts": "Caching costs no accepted draft: hits and drafts by cache mode",
         "kernels": "None of 2 kernels spills a register on sm_90, gfx942",
         "operating-curve": "1 of 50 comparisons of equal code raised an alarm; a planted 5 % is found in 95 % of the "
         "trials or more; 1 quarantined",
-        "missing": "What has not been measured yet",
     }
 
 
@@ -106,6 +106,7 @@ def test_series_without_a_level_are_not_in_the_history(full: str) -> None:
         "state_update",
         "kernel_blocks",
         "kernels",
+        "gpu",
         "accuracy",
     }
 
@@ -134,7 +135,20 @@ def test_the_limit_is_drawn_with_the_schemes(full: str) -> None:
         "slots": [2048 * 3, 2048 * 5],
         "limit": [1024, 1024],
     }
-    assert [len(one["data"]) for one in timed] == [1, 1]  # slots of `box` and of `rack`
+    of_box, on_device, of_rack = timed
+    assert len(of_box["data"]) == len(of_rack["data"]) == 1  # slots, timed on the host
+    assert {trace["name"]: trace["y"] for trace in on_device["data"]} == {"replay": [15, 15], "slots": [20, 40]}
+
+
+def test_a_gpus_tables_name_every_subject_of_every_case(full: str) -> None:
+    text = section(full, "gpu")
+    assert re.findall(r"<summary>(.*?)</summary>", text) == ["state_update", "conv_update", "expansion"]
+    lines = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", line) for line in re.findall(r"<tr >(.*?)</tr>", text)]
+    assert len(lines) == 2 * 4 + 2
+    case = "<br><small>K=1, model=nano, num_reqs=16</small>"
+    assert lines[0] == [f"slots{case}", "20 µs <small>(18 µs to 22 µs)</small>", "1,500 GB/s", "45 %", ""]
+    assert lines[3][0] == f"torch (eager){case}" and lines[3][-1] == "4.5×"
+    assert lines[9] == ["triton<br><small>num_rows=256</small>", "9 µs", "", "", ""]
 
 
 def test_times_of_both_schemes_are_drawn_in_one_unit(tmp_path: Path) -> None:
@@ -222,8 +236,11 @@ def test_what_is_missing_names_its_command(full: str, tmp_path: Path) -> None:
     assert {"hybrid-kv guard", "make bench", "hybrid-kv accuracy", "hybrid-kv compare --self-test"} <= set(commands)
     assert set(titles(page)) == {"verdict", "history", "missing"}
     assert "no rows yet" in page
-    assert "expansion by a Triton kernel" in section(full, "missing")
-    assert "accuracy compare" not in section(full, "missing")
+    assert "missing" not in titles(full)
+    without = build_page(results(tmp_path / "cpu", *[one for one in everything() if one["suite"] != "gpu"]))
+    assert "gpu" not in titles(without)
+    assert "expansion by a Triton kernel" in section(without, "missing")
+    assert "accuracy compare" not in section(without, "missing")
 
 
 def test_hostile_names_stay_text(tmp_path: Path) -> None:
