@@ -1,5 +1,7 @@
 """What is sampled and how often; no test looks at how long anything takes."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -78,6 +80,44 @@ def test_ratio_is_that_of_rounds():
     assert ratio(3 * base, base).low == ratio(3 * base, base).high == pytest.approx(3)
     one = median(np.arange(101.0))
     assert one.low < one.value == 50 < one.high
+
+
+def test_a_launch_is_enqueued_while_other_buffers_pass_through_the_cache(monkeypatch):
+    """Nothing waits between them: on an idle device the time between the events would be that of Python."""
+    log = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            log.append("event")
+
+        def synchronize(self):
+            log.append("end")
+
+        def elapsed_time(self, end):
+            assert log[-1] == "end"
+            return 4000.0
+
+    monkeypatch.setattr(_timing.torch.cuda, "Event", Event)
+    monkeypatch.setattr(_timing.torch.cuda, "synchronize", lambda: log.append("idle"))
+    monkeypatch.setattr(_timing, "_passing", lambda: SimpleNamespace(sum=lambda: log.append("pass")))
+    subject = _timing.DeviceSubject(lambda: log.append("run"), lambda: log.append("reset"))
+    assert subject.sample(2) == 4.0
+    assert log == ["reset", *["idle", "pass", "event", "run", "event", "end"] * 2]
+
+
+def test_what_passes_is_many_times_the_cache(monkeypatch):
+    made = []
+    monkeypatch.setattr(_timing.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(_timing.torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=4096))
+    zeros = _timing.torch.zeros
+    monkeypatch.setattr(
+        _timing.torch, "zeros", lambda size, dtype, device: made.append(device) or zeros(size, dtype=dtype)
+    )
+    assert _timing._passing.__wrapped__().nbytes == 32 * 4096
+    assert made == ["cuda"]
 
 
 @pytest.mark.gpu
