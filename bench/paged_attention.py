@@ -11,7 +11,7 @@ import torch
 from bench._reference import Floats, attention, near
 from bench._shapes import SHAPES
 from bench.cases import Case, Cell, grid
-from hybrid_kv.kernels.paged_attention import paged_attention, write_kv
+from hybrid_kv.kernels.paged_attention import paged_attention, slot_cells, write_kv
 
 TOLERANCE = 1e-5
 BLOCK_SIZE = 64  # of a kernel block
@@ -57,7 +57,7 @@ def write(seed: int, model: str, num_tokens: int) -> Case:
     slots[-2:] = -1
 
     def run() -> None:
-        write_kv(*new, *caches, slots)
+        write_kv(*new, *caches, slot_cells(slots, BLOCK_SIZE))
 
     def check() -> float:
         for cache in caches:

@@ -402,7 +402,7 @@ class Sanitizer:
 
     def _check_attention(self, shadow: _Shadow, metadata: PagedAttentionMetadata, step: _Step) -> None:
         size, kernel_size, rows = shadow.block_size, shadow.group.kernel_block_size, step.rows
-        slots, padding = np.split(_numpy(metadata.slots), [len(rows)])
+        slots, padding = np.split(_numpy(metadata.slot_mapping.slots), [len(rows)])
         if (padding != PAD_SLOT).any():
             self._fail("pad-slot", f"padding has the slots {padding.tolist()}", None, shadow)
         blocks, entries = slots // size, shadow.slots

@@ -29,7 +29,6 @@ class CommonAttentionMetadata:
     query_lens: npt.NDArray[np.int64]  # [num_reqs_padded]
     num_computed_tokens: npt.NDArray[np.int64]  # [num_reqs_padded], before this step
     positions: torch.Tensor  # [T] int64
-    max_seq_len: int  # tokens after this step, of the longest request
 
     @property
     def num_prefills(self) -> int:

@@ -23,9 +23,9 @@ prefills alone. A decode's SSM state is that of `ReplayStep`: a state of some to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,10 +34,12 @@ import torch
 from hybrid_kv.attention.common import CommonAttentionMetadata
 from hybrid_kv.cache.block_pool import NULL_BLOCK
 from hybrid_kv.cache.spec import MambaSpec
+from hybrid_kv.kernels.causal_conv1d import window_places
 from hybrid_kv.kernels.ragged import Ragged
 from hybrid_kv.kernels.replay import ReplayCursors, ReplayStep, commit, commit_reference
 from hybrid_kv.kernels.spans import Spans
 from hybrid_kv.kernels.ssd_prefill import CHUNK_BYTES
+from hybrid_kv.kernels.strided import gather_tokens
 
 Ints = npt.NDArray[np.int64]
 
@@ -72,6 +74,41 @@ class MambaMetadata:
     boundary_indices: torch.Tensor | None  # [M]: block for the state there
     replay: DecodeReplay | None = None  # of the decodes, in scheme `replay`
     spans: Spans | None = None  # of the prefills, for Triton kernels
+    plans: dict[Any, torch.Tensor] = field(default_factory=dict, compare=False)  # what layers of one geometry share
+
+    def windows(self, conv_state: torch.Tensor, size: int) -> torch.Tensor:
+        """[R, size, channels], the convolution inputs to start from, of a layer with this cache."""
+        if conv_state.shape[1] == size:
+            return conv_state.index_select(0, self.window_indices)
+        key = *conv_state.stride()[:2], size
+        if key not in self.plans:
+            self.plans[key] = window_places(conv_state, self.window_indices, self.num_accepted_tokens - 1, size)
+        return gather_tokens(conv_state, self.plans[key]).unflatten(0, (-1, size))
+
+    @cached_property
+    def decode_targets(self) -> torch.Tensor:
+        """[D * max_len]: `state_indices` of the decodes, padded like their rows."""
+        assert self.decode_rows is not None
+        return self.state_indices[: self.num_decodes, : self.decode_rows.max_len].flatten()
+
+    @cached_property
+    def prefill_states(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The states that prefills leave, [P + M] int64 each: prefill row, tokens of the row up to it, block."""
+        assert self.prefill_rows is not None
+        lengths, last = self.prefill_rows.lengths, self.state_indices[self.num_decodes :, 0]
+        row = torch.arange(len(lengths), device=lengths.device)
+        if self.boundary_rows is None:
+            return row, lengths, last
+        assert self.boundary_offsets is not None and self.boundary_indices is not None
+        inside = (self.boundary_rows, self.boundary_offsets, self.boundary_indices)
+        rows, offsets, blocks = (torch.cat(pair) for pair in zip((row, lengths, last), inside, strict=True))
+        return rows, offsets, blocks
+
+    @cached_property
+    def fresh(self) -> torch.Tensor | None:
+        """[P] bool, prefills without an initial state; None if all have one."""
+        assert self.has_initial_state is not None
+        return None if bool(self.has_initial_state.all()) else ~self.has_initial_state
 
     @cached_property
     def cu_seqlens(self) -> torch.Tensor:

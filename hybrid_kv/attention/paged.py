@@ -26,14 +26,18 @@ from hybrid_kv.attention.common import CommonAttentionMetadata
 from hybrid_kv.cache.spec import cdiv
 from hybrid_kv.config import ConfigError
 from hybrid_kv.kernels.paged_attention import (
+    SlotCells,
     attend_tokens,
-    gather_tokens,
+    attention_mask,
     paged_attention_varlen,
+    sees_nothing,
+    slot_cells,
     store_kv,
-    token_cells,
+    token_index,
     write_kv,
 )
 from hybrid_kv.kernels.ragged import Ragged
+from hybrid_kv.kernels.strided import gather_tokens
 
 FLASHINFER_WORKSPACE_BYTES = 128 << 20  # what its documentation recommends
 
@@ -47,9 +51,9 @@ class Compute(Protocol):
         value: torch.Tensor,
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
-        slots: torch.Tensor,
+        slot_mapping: SlotMapping,
     ) -> None:
-        """K and V [num_tokens, num_kv_heads, head_size] into their slots [num_tokens] int64; -1 stores nothing."""
+        """K and V [num_tokens, num_kv_heads, head_size] into their slots; -1 stores nothing."""
 
     def attend(
         self,
@@ -72,7 +76,15 @@ class Compute(Protocol):
 class TorchCompute:
     """Gathers each row's keys, padded to the longest row's, for `scaled_dot_product_attention`."""
 
-    store = staticmethod(write_kv)
+    def store(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        slot_mapping: SlotMapping,
+    ) -> None:
+        write_kv(key, value, key_cache, value_cache, slot_mapping.cells(key_cache.shape[1]))
 
     def attend(
         self,
@@ -81,17 +93,29 @@ class TorchCompute:
         value_cache: torch.Tensor,
         part: AttentionPart,
         scale: float,
+        grid: int | None = None,
     ) -> torch.Tensor:
-        cells = part.cells(key_cache.shape[1])
+        """See `Compute.attend`; with a `grid`, `kernels.paged_attention.paged_attention` with one."""
         shape = (len(query), part.num_keys, *key_cache.shape[2:])
-        key, value = (gather_tokens(cache, *cells).view(shape) for cache in (key_cache, value_cache))
-        return attend_tokens(query, key, value, part.visible, scale)
+        caches = key_cache, value_cache
+        key, value = (gather_tokens(cache, part.token_index(cache, grid)).view(shape) for cache in caches)
+        mask = part.mask(query.shape[2] // key.shape[2], query.dtype, grid)
+        out = attend_tokens(query, key, value, mask, scale)
+        return out if grid is None else out.masked_fill_(sees_nothing(part.positions, grid)[..., None, None], 0)
 
 
 class TritonCompute:
     """One launch to store, one to attend."""
 
-    store = staticmethod(store_kv)
+    def store(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        slot_mapping: SlotMapping,
+    ) -> None:
+        store_kv(key, value, key_cache, value_cache, slot_mapping.slots)
 
     def attend(
         self,
@@ -140,8 +164,7 @@ class FlashAttentionCompute(TritonCompute):
             max_seqlen_q=rows.max_len,
             cu_seqlens_q=part.query_start_loc,
             seqused_k=part.seq_lens,
-            # An upper bound that the host knows: reading the true one back would wait for the device.
-            max_seqlen_k=part.block_table.shape[1] * key_cache.shape[1],
+            max_seqlen_k=part.num_keys,
             softmax_scale=scale,
             causal=True,
             block_table=part.block_table,
@@ -215,7 +238,21 @@ def compute_of(name: str) -> Compute:
         raise ConfigError(f"attention with {name} needs a package that is missing ({error}); use TORCH") from None
 
 
-TORCH = compute_of("torch")
+TORCH = TorchCompute()
+
+
+class SlotMapping:
+    """SlotMapping of a step's tokens [num_tokens] int64, and what a kernel block size makes of them, computed once."""
+
+    def __init__(self, slots: torch.Tensor) -> None:
+        self.slots = slots
+        self._cells: dict[int, SlotCells] = {}
+
+    def cells(self, block_size: int) -> SlotCells:
+        """See `kernels.paged_attention.slot_cells`."""
+        if block_size not in self._cells:
+            self._cells[block_size] = slot_cells(self.slots, block_size)
+        return self._cells[block_size]
 
 
 @dataclass(frozen=True)
@@ -227,24 +264,14 @@ class AttentionPart:
     rows: Ragged
     positions: torch.Tensor  # [num_rows, max_len] int64; padding repeats the row's last
     block_table: torch.Tensor  # [num_rows, used kernel blocks] int32
+    num_keys: int  # tokens of the longest row after this step
     compute: Compute = TORCH
-    plans: dict[Any, Any] = field(default_factory=dict, compare=False)  # of computes that plan a step, by geometry
+    plans: dict[Any, Any] = field(default_factory=dict, compare=False)  # what layers of one geometry share
 
     @cached_property
     def last(self) -> torch.Tensor:
         """[num_rows] int64, position of each row's last token."""
         return self.positions[:, -1]
-
-    @cached_property
-    def num_keys(self) -> int:
-        """Tokens of the longest row after this step; waits for the device."""
-        return int(self.last.max()) + 1
-
-    @cached_property
-    def visible(self) -> torch.Tensor | None:
-        """[num_rows, max_len, num_keys] bool, the keys that a query sees; None if that is all of them."""
-        visible = torch.arange(self.num_keys, device=self.positions.device) <= self.positions.unsqueeze(-1)
-        return None if bool(visible.all()) else visible
 
     @cached_property
     def seq_lens(self) -> torch.Tensor:
@@ -256,19 +283,30 @@ class AttentionPart:
         """[num_rows + 1] int32, first token of each row, counted from the part's first."""
         return torch.nn.functional.pad(self.rows.lengths.cumsum(0), (1, 0)).int()
 
-    def cells(self, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Kernel block and offset of `num_keys` tokens of each row, see `kernels.paged_attention.token_cells`."""
-        if block_size not in self.plans:
-            self.plans[block_size] = token_cells(self.block_table, self.last, self.num_keys, block_size)
-        found: tuple[torch.Tensor, torch.Tensor] = self.plans[block_size]
+    def token_index(self, cache: torch.Tensor, grid: int | None = None) -> torch.Tensor:
+        """Of the first `num_keys` tokens of each row, see `kernels.paged_attention.token_index`."""
+        key = *cache.stride()[:2], cache.shape[1], grid
+        if key not in self.plans:
+            self.plans[key] = token_index(cache, self.block_table, self.last, self.num_keys, grid)
+        found: torch.Tensor = self.plans[key]
+        return found
+
+    def mask(self, per_kv_head: int, dtype: torch.dtype, grid: int | None = None) -> torch.Tensor | None:
+        """See `kernels.paged_attention.attention_mask`; None for a lone query, which sees every key up to its own."""
+        if grid is None and self.positions.numel() == 1:
+            return None
+        key = per_kv_head, dtype, grid
+        if key not in self.plans:
+            self.plans[key] = attention_mask(self.positions, self.num_keys, per_kv_head, dtype, grid)
+        found: torch.Tensor = self.plans[key]
         return found
 
 
 @dataclass(frozen=True)
 class PagedAttentionMetadata:
-    """Slots of all tokens, and what each part reads."""
+    """SlotMapping of all tokens, [num_tokens_padded], and what each part reads."""
 
-    slots: torch.Tensor  # [num_tokens_padded] int64
+    slot_mapping: SlotMapping
     parts: tuple[AttentionPart, ...]
 
     @property
@@ -292,7 +330,8 @@ def build_paged_attention_metadata(
         compute: of the group's backend.
     """
     device = slots.device
-    used = cdiv(common.max_seq_len, kernel_block_size)
+    totals = common.num_computed_tokens + common.query_lens
+    used = cdiv(int(totals.max()), kernel_block_size)
     parts = []
     split = common.num_decodes
     for first, last, start in ((0, split, 0), (split, common.num_reqs_padded, common.num_decode_tokens)):
@@ -301,5 +340,6 @@ def build_paged_attention_metadata(
         rows = Ragged(torch.from_numpy(common.query_lens[first:last]), device)
         num_tokens = int(common.query_lens[first:last].sum())
         positions = rows.padded(common.positions[start : start + num_tokens])
-        parts.append(AttentionPart(start, num_tokens, rows, positions, block_table[first:last, :used], compute))
-    return PagedAttentionMetadata(slots, tuple(parts))
+        table, num_keys = block_table[first:last, :used], int(totals[first:last].max())
+        parts.append(AttentionPart(start, num_tokens, rows, positions, table, num_keys, compute))
+    return PagedAttentionMetadata(SlotMapping(slots), tuple(parts))

@@ -219,12 +219,14 @@ class BlockTables:
         """
         num_tokens = len(positions)
         for group in groups:
-            self.slot_mappings[group, :num_tokens] = slot_mapping(
-                self.tables[group], token_rows, positions, self.block_sizes[group], *self.cp
-            )
+            self.slot_mappings[group, :num_tokens] = self.slots_of(group, token_rows, positions)
         if num_tokens < num_tokens_padded:
             self.slot_mappings[:, num_tokens:num_tokens_padded] = PAD_SLOT
         return self.slot_mappings[:, :num_tokens_padded]
+
+    def slots_of(self, group: int, token_rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """[num_tokens] int64, slots of tokens of a group's rows."""
+        return slot_mapping(self.tables[group], token_rows, positions, self.block_sizes[group], *self.cp)
 
 
 class LaunchedBlockTables(BlockTables):

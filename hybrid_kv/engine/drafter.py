@@ -2,7 +2,8 @@
 
 The first pass runs over all tokens that the step computed and the request keeps, since the head needs its own K and V
 of them; it also replaces what earlier passes wrote for drafts, with the target's hidden states in place of the head's.
-Each further pass takes the head's output and its draft one position on.
+Only the last token of each request attends and is drafted from. Each further pass takes the head's output and its draft
+one position on.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hybrid_kv.attention.common import CommonAttentionMetadata
-from hybrid_kv.attention.paged import Compute, build_paged_attention_metadata
+from hybrid_kv.attention.paged import AttentionPart, Compute, PagedAttentionMetadata, SlotMapping
 from hybrid_kv.cache.backend import AttentionGroup
 from hybrid_kv.cache.block_table import BlockTables
 from hybrid_kv.cache.spec import KVCacheSpec
 from hybrid_kv.engine.scheduler import ScheduledRequest
+from hybrid_kv.kernels.ragged import Ragged
+from hybrid_kv.kernels.slot_mapping import PAD_SLOT
 from hybrid_kv.models.layers import ForwardContext
 
 Ints = npt.NDArray[np.int64]
@@ -31,9 +33,17 @@ class DraftHead(Protocol):
     layer_specs: dict[str, KVCacheSpec]
 
     def __call__(
-        self, hidden: torch.Tensor, next_token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
+        self,
+        hidden: torch.Tensor,
+        next_token_ids: torch.Tensor,
+        context: ForwardContext,
+        wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[num_tokens, hidden_size], for `compute_logits` and the next pass."""
+        """[num_wanted, hidden_size], for `compute_logits` and the next pass.
+
+        Args:
+            wanted: [num_wanted] int64, the tokens that are the queries of the context's metadata; None: all.
+        """
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """The target's hidden states as the head reads them, same shape."""
@@ -68,6 +78,7 @@ class MTPDrafter:
         self._views = views
         self._block_tables = block_tables
         self._token_ids = token_ids
+        self._max_model_len = token_ids.shape[1] - 1
 
     def propose(
         self, batch: Sequence[ScheduledRequest], hidden: torch.Tensor, tokens: Sequence[list[int]]
@@ -89,64 +100,46 @@ class MTPDrafter:
         inside = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         positions = np.repeat(firsts, lengths) + inside
         source = np.repeat(np.cumsum(scheduled) - scheduled, lengths) + inside
-        num_decodes = sum(item.is_decode for item in batch)
-
         next_ids = torch.from_numpy(self._token_ids[np.repeat(rows, lengths), positions]).to(device)
-        table = self._block_tables.input_tables[self._group.group_id][: len(batch)]
         known = self._head.normed(hidden[torch.from_numpy(source).to(device)])
-        out = self._run(known, next_ids, rows, lengths, positions, table, num_decodes)
 
         chosen = np.array([i for i, new in enumerate(tokens) if new], dtype=np.int64)
-        if not len(chosen):
-            return {}
-        ends = np.cumsum(lengths)[chosen] - 1
-        newest = positions[ends]
-        out = out[torch.from_numpy(ends).to(device)]
-        table = table[torch.from_numpy(chosen).to(device)]
-        drafts = [self._head.compute_logits(out).argmax(-1)]
-        ones = np.ones(len(chosen), dtype=np.int64)
-        for further in range(1, self._num_passes):
-            out = self._run(out, drafts[-1], rows[chosen], ones, newest + further, table, len(chosen))
+        readers = chosen if len(chosen) else np.arange(len(batch))
+        ends = np.cumsum(lengths)[readers] - 1
+        further = (positions[ends] + np.arange(1, self._num_passes)[:, None]).flatten()
+        all_rows = np.concatenate([np.repeat(rows, lengths), np.tile(rows[readers], self._num_passes - 1)])
+        all_places, all_slots = self._slots(all_rows, np.concatenate([positions, further]))
+        counts = [len(positions)] + [len(readers)] * (self._num_passes - 1)
+        places, slots = all_places.split(counts), all_slots.split(counts)
+        wanted = torch.from_numpy(ends).to(device)
+        queries = Ragged(torch.ones(len(readers), dtype=torch.int64), device)
+        table = self._block_tables.input_tables[self._group.group_id][torch.from_numpy(readers).to(device)]
+        longest = int(positions[ends].max()) + 1
+
+        out, drafts = known, list[torch.Tensor]()
+        for i in range(self._num_passes):
+            place = places[i] if i else places[0][wanted]
+            num_keys = min(longest + i, self._max_model_len)
+            part = AttentionPart(0, len(readers), queries, place.unsqueeze(1), table, num_keys, self._compute)
+            metadata = PagedAttentionMetadata(SlotMapping(slots[i]), (part,))
+            context = ForwardContext(dict.fromkeys(self._head.layer_specs, metadata), self._views)
+            out = self._head(out, drafts[-1], context) if i else self._head(known, next_ids, context, wanted)
+            if not len(chosen):
+                return {}
             drafts.append(self._head.compute_logits(out).argmax(-1))
         proposals = torch.stack(drafts, dim=1).tolist()
         return {batch[i].request.request_id: draft for i, draft in zip(chosen, proposals, strict=True)}
 
-    def _run(
-        self,
-        hidden: torch.Tensor,
-        next_ids: torch.Tensor,
-        rows: Ints,
-        lengths: Ints,
-        positions: Ints,
-        table: torch.Tensor,
-        num_decodes: int,
-    ) -> torch.Tensor:
-        """One pass over `lengths[i]` pairs of each row.
+    def _slots(self, rows: Ints, positions: Ints) -> tuple[torch.Tensor, torch.Tensor]:
+        """Position and slot of each token.
 
-        A row at the end of its room gets no slot and a position inside it: its drafts are worthless, those of the other
-        rows must not be (vllm#58080).
+        One at the end of its row's room gets no slot and a position inside it: its draft is worthless, those of the
+        other rows must not be (vllm#58080).
         """
-        device = hidden.device
-        limit = self._token_ids.shape[1] - 1
-        fits = positions < limit
-        place = torch.from_numpy(np.minimum(positions, limit - 1)).to(device)
-        group = self._group.group_id
-        token_rows = torch.from_numpy(np.repeat(rows, lengths)).to(device)
-        slots = self._block_tables.compute_slot_mappings(token_rows, place, len(positions), [group])[group]
+        device = self._block_tables.device
+        fits = positions < self._max_model_len
+        place = torch.from_numpy(np.minimum(positions, self._max_model_len - 1)).to(device)
+        slots = self._block_tables.slots_of(self._group.group_id, torch.from_numpy(rows).to(device), place)
         if not fits.all():
-            slots = slots.masked_fill(~torch.from_numpy(fits).to(device), -1)
-        common = CommonAttentionMetadata(
-            num_reqs=len(rows),
-            num_reqs_padded=len(rows),
-            num_tokens=len(positions),
-            num_tokens_padded=len(positions),
-            num_decodes=num_decodes,
-            num_decode_tokens=int(lengths[:num_decodes].sum()),
-            query_lens=lengths,
-            num_computed_tokens=positions[np.cumsum(lengths) - lengths],
-            positions=place,
-            max_seq_len=min(limit, int(positions.max()) + 1),
-        )
-        metadata = build_paged_attention_metadata(common, table, slots, self._group.kernel_block_size, self._compute)
-        context = ForwardContext(dict.fromkeys(self._head.layer_specs, metadata), self._views)
-        return self._head(hidden, next_ids, place, context)
+            slots = slots.masked_fill(~torch.from_numpy(fits).to(device), PAD_SLOT)
+        return place, slots

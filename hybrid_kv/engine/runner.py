@@ -385,7 +385,6 @@ class ModelRunner:
             query_lens=query_lens,
             num_computed_tokens=computed,
             positions=self.positions[:num_tokens_padded],
-            max_seq_len=max_seq_len,
         )
         prev_step = np.zeros(num_reqs_padded, dtype=np.int64)
         prev_step[:num_reqs] = self.block_idx_last_scheduled_token_prev_step[rows]

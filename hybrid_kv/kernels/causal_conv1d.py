@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from hybrid_kv.kernels.strided import gather_tokens, token_places
+
 
 def causal_conv1d(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, window: torch.Tensor
@@ -28,11 +30,12 @@ def causal_conv1d(
     inputs = torch.cat([window, x], dim=1)
     if length == 1:
         y = (inputs * weight.T).sum(1, keepdim=True)
-        return F.silu(y if bias is None else y.add_(bias)), inputs
-    y = inputs[:, :length] * weight[:, 0]
+        return F.silu(y if bias is None else y.add_(bias), inplace=True), inputs
+    first = inputs[:, :length], weight[:, 0]
+    y = torch.mul(*first) if bias is None else torch.addcmul(bias, *first)
     for j in range(1, kernel):
         y.addcmul_(inputs[:, j : j + length], weight[:, j])
-    return F.silu(y if bias is None else y.add_(bias)), inputs
+    return F.silu(y, inplace=True), inputs
 
 
 def windows_at(inputs: torch.Tensor, rows: torch.Tensor, first: torch.Tensor, size: int) -> torch.Tensor:
@@ -44,4 +47,9 @@ def windows_at(inputs: torch.Tensor, rows: torch.Tensor, first: torch.Tensor, si
     """
     if inputs.shape[1] == size:
         return inputs.index_select(0, rows)  # all of it, and `first` is 0
-    return inputs[rows[:, None], first[:, None] + torch.arange(size, device=inputs.device)]
+    return gather_tokens(inputs, window_places(inputs, rows, first, size)).unflatten(0, (-1, size))
+
+
+def window_places(inputs: torch.Tensor, rows: torch.Tensor, first: torch.Tensor, size: int) -> torch.Tensor:
+    """What `strided.gather_tokens` wants for the windows of `windows_at`, [M * size]."""
+    return token_places(inputs, rows[:, None], first[:, None] + torch.arange(size, device=inputs.device)).flatten()

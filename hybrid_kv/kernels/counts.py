@@ -92,9 +92,7 @@ def _rows(num_reqs: int, query_len: int) -> Any:
     computed = np.full(num_reqs, 20, dtype=np.int64)
     positions = torch.arange(20, 20 + query_len).repeat(num_reqs)
     tokens = num_reqs * query_len
-    return CommonAttentionMetadata(
-        num_reqs, num_reqs, tokens, tokens, num_reqs, tokens, lengths, computed, positions, 20 + query_len
-    )
+    return CommonAttentionMetadata(num_reqs, num_reqs, tokens, tokens, num_reqs, tokens, lengths, computed, positions)
 
 
 def mamba_layer(kernels: str, scheme: str, K: int) -> Callable[[], object]:

@@ -20,20 +20,20 @@ class Ragged:
         self.lengths = lengths.to(device)
         self.uniform = self.max_len == min(known)
         if not self.uniform:
-            steps = torch.arange(self.max_len, device=device)
-            starts = self.lengths.cumsum(0) - self.lengths
-            self.mask = steps < self.lengths[:, None]
+            steps = torch.arange(self.max_len)
+            starts = lengths.cumsum(0) - lengths
             # Padding repeats the row's last token: any valid index will do, since `flat` drops it.
-            self._index = starts[:, None] + torch.minimum(steps, self.lengths[:, None] - 1)
+            padded = starts[:, None] + torch.minimum(steps, lengths[:, None] - 1)
+            flat = (steps < lengths[:, None]).flatten().nonzero()[:, 0]
+            # Flat, since `index_select` copies token by token, several times as fast as an index of two dimensions.
+            self._padded, self._flat = padded.flatten().to(device), flat.to(device)
 
     def padded(self, tokens: torch.Tensor) -> torch.Tensor:
         """[num_tokens, …] to [num_rows, max_len, …]; the content of padding is arbitrary but finite."""
-        if self.uniform:
-            return tokens.view(self.num_rows, self.max_len, *tokens.shape[1:])
-        return tokens[self._index]
+        shape = (self.num_rows, self.max_len, *tokens.shape[1:])
+        return tokens.view(shape) if self.uniform else tokens.index_select(0, self._padded).view(shape)
 
     def flat(self, rows: torch.Tensor) -> torch.Tensor:
         """The inverse of `padded`."""
-        if self.uniform:
-            return rows.reshape(-1, *rows.shape[2:])
-        return rows[self.mask]
+        tokens = rows.reshape(-1, *rows.shape[2:])
+        return tokens if self.uniform else tokens.index_select(0, self._flat)

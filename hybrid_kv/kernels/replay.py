@@ -37,6 +37,7 @@ import torch
 import torch.nn.functional as F
 
 from hybrid_kv.kernels.launch import FLOATS, INTS, check, jit, next_power_of_2, warp_size
+from hybrid_kv.kernels.strided import copy_blocks
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -95,9 +96,10 @@ def read_states(ssm_state: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
 def write_states(ssm_state: torch.Tensor, blocks: torch.Tensor, states: torch.Tensor) -> None:
     """Put states, [n, heads, head_dim, state] of any dtype, into `blocks`, each but the null block at most once."""
     kept = blocks != 0
-    states = states[kept]
+    if not bool(kept.all()):
+        blocks, states = blocks[kept], states[kept]
     values = split_state(states.float()) if ssm_state.dtype == torch.int16 else states.to(ssm_state.dtype)
-    ssm_state.index_copy_(0, blocks[kept], values)
+    copy_blocks(ssm_state, blocks, values)
 
 
 # ---- rings and cursors ----

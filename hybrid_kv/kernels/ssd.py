@@ -55,7 +55,7 @@ def chunk_scan(
     rows: torch.Tensor,
     offsets: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """All tokens of each row, `chunk_size` at a time: quadratic inside a chunk, recurrent between chunks.
+    """All tokens of each row, about `chunk_size` at a time: quadratic inside a chunk, recurrent between chunks.
 
     Chunks are cut from the start of each row, block boundaries from the start of its request: an offset may lie
     anywhere in a chunk, and its state is that after exactly so many tokens (sgl#31833 and vllm!34587 took a chunk's).
@@ -71,14 +71,15 @@ def chunk_scan(
     num_rows, length, heads, _ = x.shape
     groups, size = B.shape[2:]
     per_group = heads // groups
+    # Chunks of one size: a short one at the end would take as many operations as any other.
+    chunk_size = -(-length // max(1, round(length / chunk_size)))
     scaled = x * dt.unsqueeze(-1)
     # Heads first: then all that follows are products of matrices.
     u, b_all, c_all = scaled.transpose(1, 2).contiguous(), B.transpose(1, 2), C.transpose(1, 2)
     log_decay = (dt * A).transpose(1, 2)
     chunk_of = ((offsets - 1) // chunk_size).tolist()
     state = initial_state
-    outputs = []
-    wanted = state.new_empty(len(rows), *state.shape[1:])
+    outputs, order, found = [], list[int](), []
     for start in range(0, length, chunk_size):
         stop = min(start + chunk_size, length)
         width = stop - start
@@ -92,13 +93,22 @@ def chunk_scan(
         outputs.append(torch.addcmul(inside, carried, total.exp().transpose(1, 2).unsqueeze(-1)))
 
         if here := [m for m, chunk in enumerate(chunk_of) if chunk == start // chunk_size]:
-            chosen = torch.tensor(here, device=x.device)
+            order += here
+            chosen = slice(None) if len(here) == len(chunk_of) else torch.tensor(here, device=x.device)
             row, last = rows[chosen], offsets[chosen] - 1 - start
-            wanted[chosen] = _advance(state[row], scaled[row, start:stop], b[row], total[row], last)
+            inputs = scaled[:, start:stop].index_select(0, row)
+            found.append(_advance(state[row], inputs, b.index_select(0, row), total[row], last))
         if stop < length:
             last = rows.new_full((num_rows,), width - 1)
             state = _advance(state, scaled[:, start:stop], b, total, last)
-    return torch.cat(outputs, dim=1).addcmul_(x, D[:, None]), wanted
+    y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+    if not found:
+        wanted = state.new_empty(0, *state.shape[1:])
+    elif len(found) == 1:
+        wanted = found[0]
+    else:
+        wanted = torch.cat(found)[torch.tensor(order, device=x.device).argsort()]
+    return y.addcmul_(x, D[:, None]), wanted
 
 
 def _advance(

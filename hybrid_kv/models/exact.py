@@ -191,7 +191,7 @@ class ExactAttention:
     def __call__(self, x: Residues, positions: Residues, context: ForwardContext) -> Residues:
         metadata: PagedAttentionMetadata = context.metadata[self.name]
         keys, values = (view.numpy()[:, :, -1] for view in context.views[self.name])
-        slots = metadata.slots.numpy()
+        slots = metadata.slot_mapping.slots.numpy()
         query, key, value = self.project(x, positions)
         real = slots >= 0
         block, offset = np.divmod(slots[real], keys.shape[1])

@@ -30,6 +30,7 @@ from hybrid_kv.kernels.replay import (
 from hybrid_kv.kernels.ssd import chunk_scan, selective_state_update
 from hybrid_kv.kernels.ssd_prefill import chunk_scan_prefill
 from hybrid_kv.kernels.state_update import selective_state_update_slots
+from hybrid_kv.kernels.strided import copy_blocks
 
 T = TypeVar("T")
 PACKED_ELEMENTS = 1 << 17  # of a weight that is worth a packed copy
@@ -177,12 +178,15 @@ class PagedAttention(nn.Module):
         self.qkv_proj = Linear(hidden_size, sum(self.heads) * head_size)
         self.o_proj = Linear(num_heads * head_size, hidden_size)
 
-    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, context: ForwardContext, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """Stores K and V of all tokens; attends for those at `wanted`, the queries of the metadata. None: all."""
         metadata: PagedAttentionMetadata = context.metadata[self.name]
         key_cache, value_cache = context.views[self.name]
         dtype = key_cache.dtype
         query, key, value = self.qkv_proj(x).to(dtype).view(len(x), -1, self.head_size).split(self.heads, dim=1)
-        metadata.compute.store(key, value, key_cache, value_cache, metadata.slots)
+        metadata.compute.store(key, value, key_cache, value_cache, metadata.slot_mapping)
+        if wanted is not None:
+            query = query[wanted]
         outputs = []
         for part in metadata.parts:
             rows = part.rows.padded(query[part.start : part.start + part.num_tokens])
@@ -256,7 +260,7 @@ class Mamba2Mixer(nn.Module):
         split, tokens = metadata.num_decodes, metadata.num_decode_tokens
         replayed = split if metadata.replay is not None else 0  # rows whose states are read where they are needed
         # All rows are read before any is written: a row may write the block that it, or another, starts from.
-        windows = windows_at(cache[0], metadata.window_indices, metadata.num_accepted_tokens - 1, self.kernel - 1)
+        windows = metadata.windows(cache[0], self.kernel - 1)
         states = read_states(cache[1], metadata.source_indices[replayed:])
         raw_dt_wide = upcast(raw_dt)
         # The recurrence runs in the wider type of inputs and states, one type for all of its operands.
@@ -289,8 +293,9 @@ class Mamba2Mixer(nn.Module):
 
     def _launches(self, context: ForwardContext) -> bool:
         """Whether kernels are chosen and take the layer's dtypes."""
-        dtypes = {part.dtype for part in context.views[self.name]}
-        return context.kernels == "triton" and dtypes <= {*FLOATS, torch.int16}
+        if context.kernels != "triton":
+            return False
+        return {part.dtype for part in context.views[self.name]} <= {*FLOATS, torch.int16}
 
     def _launch(
         self, conv_in: torch.Tensor, dt: torch.Tensor, context: ForwardContext, metadata: MambaMetadata
@@ -365,9 +370,8 @@ class Mamba2Mixer(nn.Module):
         x, B, C = self._parts(conv_out, state.dtype)
         y, states = selective_state_update(state, x, rows.padded(dt), heads.A, B, C, heads.D)
         # What padding leaves goes to the null block.
-        blocks = metadata.state_indices[: metadata.num_decodes, : rows.max_len]
-        ssm_state.index_copy_(0, blocks.flatten(), states.flatten(0, 1).to(ssm_state.dtype))
-        self._store_inputs(conv_state, blocks[:, 0], inputs[:, 1:])
+        copy_blocks(ssm_state, metadata.decode_targets, states.flatten(0, 1).to(ssm_state.dtype))
+        self._store_inputs(conv_state, metadata.state_indices[: metadata.num_decodes, 0], inputs[:, 1:])
         return rows.flat(y).flatten(1)
 
     def _replay(
@@ -401,18 +405,13 @@ class Mamba2Mixer(nn.Module):
         heads: _Heads,
         metadata: MambaMetadata,
     ) -> torch.Tensor:
-        rows, initial, (conv_state, ssm_state) = metadata.prefill_rows, metadata.has_initial_state, cache
-        assert rows is not None and initial is not None
-        # Filled, not multiplied: a block's previous owner may have left NaN or infinity in it.
-        window = window.masked_fill(~initial[:, None, None], 0)
-        state = state.masked_fill(~initial[:, None, None, None], 0)
-        row = torch.arange(rows.num_rows, device=conv_in.device)
-        offsets, blocks = rows.lengths, metadata.state_indices[metadata.num_decodes :, 0]
-        if metadata.boundary_rows is not None:
-            assert metadata.boundary_offsets is not None and metadata.boundary_indices is not None
-            row = torch.cat([row, metadata.boundary_rows])
-            offsets = torch.cat([offsets, metadata.boundary_offsets])
-            blocks = torch.cat([blocks, metadata.boundary_indices])
+        rows, (conv_state, ssm_state) = metadata.prefill_rows, cache
+        assert rows is not None
+        if metadata.fresh is not None:
+            # Filled, not multiplied: a block's previous owner may have left NaN or infinity in it.
+            window = window.masked_fill(metadata.fresh[:, None, None], 0)
+            state = state.masked_fill(metadata.fresh[:, None, None, None], 0)
+        row, offsets, blocks = metadata.prefill_states
         conv_out, inputs = causal_conv1d(rows.padded(conv_in), heads.conv_weight, self.conv_bias, window)
         x, B, C = self._parts(conv_out, state.dtype)
         y, states = chunk_scan(x, rows.padded(dt), heads.A, B, C, heads.D, state, self.chunk_size, row, offsets)

@@ -24,45 +24,13 @@ from typing import cast
 import torch
 from torch import nn
 
-from hybrid_kv.attention.paged import AttentionPart
+from hybrid_kv.attention.paged import TORCH, AttentionPart
 from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec
 from hybrid_kv.config import ConfigError
-from hybrid_kv.kernels.paged_attention import attend_tokens, gather_tokens, token_cells
 from hybrid_kv.models.layers import ForwardContext, Linear, PagedAttention, RMSNorm, SquaredReluMLP
 from hybrid_kv.models.nemotron_h import NemotronH, NemotronHConfig
 
 NAME = "mtp.layers.0"  # of the one layer that keeps K and V
-
-
-def grid_attention(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    positions: torch.Tensor,
-    scale: float,
-    grid: int,
-) -> torch.Tensor:
-    """`kernels.paged_attention` without the keys at multiples of `grid`; a query that sees no key gets zeros.
-
-    Args:
-        query: [num_rows, len, num_heads, head_size].
-        key_cache, value_cache: [num_kernel_blocks, kernel_block_size, num_kv_heads, head_size], strided views.
-        block_table: [num_rows, num_blocks] int32, kernel blocks; must cover every position.
-        positions: [num_rows, len] int64.
-
-    Returns:
-        [num_rows, len, num_heads, head_size].
-    """
-    last = positions.amax(1)
-    num_keys = int(last.max()) + 1
-    cells = token_cells(block_table, last, num_keys, key_cache.shape[1], grid)
-    key, value = (gather_tokens(cache, *cells).unflatten(0, (-1, num_keys)) for cache in (key_cache, value_cache))
-    place = torch.arange(num_keys, device=query.device)
-    visible = (place <= positions.unsqueeze(-1)) & (place % grid != 0)
-    out = attend_tokens(query, key, value, visible, scale)
-    # A softmax over nothing is NaN.
-    return out.masked_fill(~visible.any(-1)[..., None, None], 0)
 
 
 class GridAttention(PagedAttention):
@@ -75,8 +43,7 @@ class GridAttention(PagedAttention):
     ) -> torch.Tensor:
         if self.grid is None:
             raise ValueError("set NemotronHMTP.grid to the tokens between two possible ends of a prefix hit")
-        scale = self.head_size**-0.5
-        return grid_attention(query, key_cache, value_cache, part.block_table, part.positions, scale, self.grid)
+        return TORCH.attend(query, key_cache, value_cache, part, self.head_size**-0.5, self.grid)
 
 
 class MTPAttentionLayer(nn.Module):
@@ -90,9 +57,12 @@ class MTPAttentionLayer(nn.Module):
         heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
         self.mixer = GridAttention(NAME, size, *heads)
 
-    def forward(self, hidden: torch.Tensor, embedding: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+    def forward(
+        self, hidden: torch.Tensor, embedding: torch.Tensor, context: ForwardContext, wanted: torch.Tensor | None
+    ) -> torch.Tensor:
         x = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(hidden)], dim=-1))
-        return x + self.mixer(self.norm(x), context)
+        mixed = self.mixer(self.norm(x), context, wanted)
+        return mixed + (x if wanted is None else x[wanted])
 
 
 class MTPMLPLayer(nn.Module):
@@ -141,22 +111,26 @@ class NemotronHMTP(nn.Module):
         cast(MTPAttentionLayer, self.layers[0]).mixer.grid = num_tokens
 
     def forward(
-        self, hidden: torch.Tensor, next_token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
+        self,
+        hidden: torch.Tensor,
+        next_token_ids: torch.Tensor,
+        context: ForwardContext,
+        wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One draft per pair; writes the pair's K and V.
+        """Writes the K and V of every pair, and drafts from those that are wanted.
 
         Args:
             hidden: [num_tokens, hidden_size], the target's of token p-1 after `norm_f`, or this head's output for the
                 pair at p-1. Where it is unknown (position 0, the end of a hit) anything.
             next_token_ids: [num_tokens] int64, token p.
-            positions: [num_tokens] int64, p.
-            context: metadata for p, as the target's attention layers get it for token p.
+            context: metadata for p, as the target's attention layers get it for token p; its queries are the wanted.
+            wanted: [num_wanted] int64, indices of pairs; None: all of them.
 
         Returns:
-            [num_tokens, hidden_size], from which `compute_logits` predicts token p+1.
+            [num_wanted, hidden_size], from which `compute_logits` predicts token p+1.
         """
         attention, mlp = self.layers
-        return mlp(attention(hidden, self._target[0].embeddings(next_token_ids), context))
+        return mlp(attention(hidden, self._target[0].embeddings(next_token_ids), context, wanted))
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """What `forward` takes of the target: the output of its `forward` after `norm_f`, same shape."""

@@ -42,7 +42,6 @@ def common(computed, lens, num_decodes, padding=0):
         query_lens=np.array(lens, dtype=np.int64),
         num_computed_tokens=np.array(computed, dtype=np.int64),
         positions=torch.cat(positions),
-        max_seq_len=max(a + b for a, b in zip(computed, lens, strict=True)),
     )
 
 
@@ -59,13 +58,15 @@ def test_each_part_has_its_rows(decodes, prefills, kernel_block_size):
     table = torch.arange(len(lens) * 40, dtype=torch.int32).view(len(lens), 40)
     slots = torch.arange(sum(lens))
     metadata = build_paged_attention_metadata(batch, table, slots, kernel_block_size)
-    assert metadata.slots is slots
-    used = -(-max(a + b for a, b in zip(computed, lens, strict=True)) // kernel_block_size)
+    assert metadata.slot_mapping.slots is slots
+    totals = [a + b for a, b in zip(computed, lens, strict=True)]
     row = token = 0
     for part in metadata.parts:
         assert part.start == token
         lengths = part.rows.lengths.tolist()
         assert lengths == list(lens[row : row + len(lengths)])
+        assert part.num_keys == max(totals[row : row + len(lengths)])
+        used = -(-max(totals) // kernel_block_size)
         assert torch.equal(part.block_table, table[row : row + len(lengths), :used])
         for i, n in enumerate(lengths):
             assert part.positions[i, :n].tolist() == list(range(computed[row + i], computed[row + i] + n))
@@ -134,7 +135,7 @@ def problem(step):
             weights = (torch.einsum("hd,thd->ht", q, k[:last]) * SCALE).softmax(-1)
             expected.append(torch.einsum("ht,thd->hd", weights, v[:last]))
     positions = torch.cat([torch.arange(total - n, total) for n, total in zip(lens, totals, strict=True)])
-    part = AttentionPart(0, sum(lens), rows, rows.padded(positions), table)
+    part = AttentionPart(0, sum(lens), rows, rows.padded(positions), table, max(totals))
     return part, rows.padded(query), caches, torch.stack(expected)
 
 
@@ -178,7 +179,7 @@ def check_stores():
     found = []
     for name in ("torch", "triton"):
         caches = torch.zeros(2, 3, 4, 2, 16).unbind(0)
-        compute_of(name).store(key, value, *caches, torch.tensor([11, -1, 0, 6]))
+        compute_of(name).store(key, value, *caches, paged.SlotMapping(torch.tensor([11, -1, 0, 6])))
         found.append(torch.stack(caches))
     assert torch.equal(*found)
     assert int(found[0].any(-1).sum()) == 2 * 3 * 2
@@ -188,10 +189,23 @@ def test_stores():
     interpreted(check_stores)
 
 
-def test_a_decode_that_sees_everything_has_no_mask():
-    assert problem(STEPS["alone"])[0].visible is None
-    assert problem(STEPS["multi-head"])[0].visible is None
-    assert problem(STEPS["decodes"])[0].visible is not None
+def test_a_lone_query_has_no_mask():
+    assert problem(STEPS["alone"])[0].mask(2, torch.float32) is None
+    assert problem(STEPS["alone"])[0].mask(2, torch.float32, grid=4) is not None
+    assert problem(STEPS["decodes"])[0].mask(2, torch.float32) is not None
+
+
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_layers_of_one_geometry_share_what_is_computed(step):
+    part, query, (key_cache, value_cache), _ = problem(step)
+    made = part.token_index(key_cache), part.mask(step.per_kv, query.dtype)
+    assert part.token_index(value_cache) is made[0] and part.mask(step.per_kv, query.dtype) is made[1]
+    assert part.token_index(key_cache, grid=3) is not made[0]
+    assert part.mask(step.per_kv, query.dtype, grid=3) is not made[1]
+    other = torch.zeros(len(key_cache), 3, *key_cache.shape[1:]).unbind(1)[0]
+    assert part.token_index(other) is not made[0]
+    slots = paged.SlotMapping(torch.arange(6))
+    assert slots.cells(2) is slots.cells(2) and slots.cells(2) is not slots.cells(3)
 
 
 def flash_attn_varlen_func(

@@ -293,8 +293,8 @@ PLANTS = [
         "paged_attention/decode[model=nemotron-3-nano-tp8,num_reqs=8,length=4,context=512]",
     ),
     (
-        "bench.paged_attention.write_kv",
-        lambda f: lambda k, v, kc, vc, slots: f(k, v, kc, vc, slots.abs()),
+        "bench.paged_attention.slot_cells",
+        lambda f: lambda slots, block_size: f(slots.abs(), block_size),
         "paged_attention/write_kv[model=nemotron-3-nano-tp8,num_tokens=64]",
     ),
     ("hybrid_kv.cache.offload.KVOffload.load", lambda _: idle, "offload/load[tier=host,num_blocks=4]"),

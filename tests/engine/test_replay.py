@@ -239,7 +239,7 @@ def test_rejected_drafts_leave_a_window_that_the_next_step_finds(mode, monkeypat
 
     def watched(common, table, prev_step, *rest):
         nonlocal ahead
-        ahead += int(prev_step[0]) > (common.max_seq_len - 1) // 8
+        ahead += int(prev_step[0]) > (int((common.num_computed_tokens + common.query_lens).max()) - 1) // 8
         return build(common, table, prev_step, *rest)
 
     monkeypatch.setattr(tables, "_gather", poisoned)

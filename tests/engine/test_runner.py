@@ -156,8 +156,8 @@ def test_decode_steps_are_padded_with_neutral_rows(mode, k):
                 for item, row in zip(batch, metadata.state_indices, strict=False):
                     assert (row[item.num_tokens :] == NULL_BLOCK).all()
             else:
-                assert (metadata.slots[tokens:] == PAD_SLOT).all()
-                assert (metadata.slots[:tokens] != PAD_SLOT).all()
+                assert (metadata.slot_mapping.slots[tokens:] == PAD_SLOT).all()
+                assert (metadata.slot_mapping.slots[:tokens] != PAD_SLOT).all()
                 assert (metadata.parts[0].block_table[n:] == NULL_BLOCK).all()
 
     spy(llm, look)

@@ -22,14 +22,16 @@ from hybrid_kv.cache.spec import FullAttentionSpec
 from hybrid_kv.kernels import paged_attention as module
 from hybrid_kv.kernels.aot import TARGETS, compile_case, read_metrics
 from hybrid_kv.kernels.paged_attention import (
+    FOLDED_QUERIES,
     aot_cases,
     attend_tokens,
-    gather_tokens,
+    attention_mask,
     paged_attention,
     paged_attention_varlen,
     paged_attention_varlen_reference,
+    slot_cells,
     store_kv,
-    token_cells,
+    token_index,
     write_kv,
 )
 from tests.kernels.interpreter import count_bytes, interpreted, share_memory_with_the_interpreter
@@ -48,7 +50,7 @@ def strided_cache(num_blocks, block_size, kv_heads, head_size, backend):
 
 @st.composite
 def problems(draw):
-    totals = draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
+    totals = draw(st.lists(st.integers(1, FOLDED_QUERIES + 4), min_size=1, max_size=3))
     decodes = draw(st.booleans())
     new = [1 if decodes else draw(st.integers(1, total)) for total in totals]
     return (
@@ -75,7 +77,7 @@ def test_rows_read_their_own_blocks_whatever_lies_in_unused_slots(problem):
     values = [torch.randn(total, kv_heads, head_size, generator=g) for total in totals]
     for row, total in enumerate(totals):
         slots = torch.tensor([int(table[row, t // block_size]) * block_size + t % block_size for t in range(total)])
-        write_kv(keys[row], values[row], key_cache, value_cache, slots)
+        write_kv(keys[row], values[row], key_cache, value_cache, slot_cells(slots, block_size))
     heads = kv_heads * per_kv
     query = torch.randn(len(totals), max(new), heads, head_size, generator=g)
     steps = torch.minimum(torch.arange(max(new)), torch.tensor(new)[:, None] - 1)
@@ -97,7 +99,7 @@ def test_a_negative_slot_stores_nothing(slots):
     key_cache.zero_()
     value_cache.zero_()
     key = torch.arange(1, 1 + len(slots) * 6, dtype=torch.float32).view(-1, 2, 3)
-    write_kv(key, -key, key_cache, value_cache, torch.tensor(slots))
+    write_kv(key, -key, key_cache, value_cache, slot_cells(torch.tensor(slots), 4))
     expected = torch.zeros(12, 2, 3)
     for slot, token in zip(slots, key, strict=True):
         if slot >= 0:
@@ -107,28 +109,34 @@ def test_a_negative_slot_stores_nothing(slots):
 
 
 def test_behind_a_rows_last_token_that_token_is_read_again():
+    """A block holds two tokens of three elements and a gap of one: 7 places between blocks, 3 between tokens."""
+    cache = torch.zeros(100 * 7).as_strided((100, 2, 1, 3), (7, 3, 3, 1))
     table = torch.tensor([[3, 1], [2, 99]], dtype=torch.int32)
-    blocks, offsets = token_cells(table, torch.tensor([2, 0]), 4, 2)
-    assert blocks.tolist() == [3, 3, 1, 1, 2, 2, 2, 2]
-    assert offsets.tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
+    assert token_index(cache, table, torch.tensor([2, 0]), 3).tolist() == [21, 24, 7, 14, 14, 14]
 
 
 def test_in_the_place_of_tokens_on_a_grid_the_last_one_is_read():
-    table = torch.tensor([[3, 1]], dtype=torch.int32)
-    blocks, offsets = token_cells(table, torch.tensor([3]), 4, 2, grid=2)
-    assert blocks.tolist() == [1, 3, 1, 1]
-    assert offsets.tolist() == [1, 1, 1, 1]
+    cache, table = torch.zeros(4, 2, 1, 3), torch.tensor([[3, 1]], dtype=torch.int32)
+    assert token_index(cache, table, torch.tensor([3]), 4, grid=2).tolist() == [3, 7, 3, 3]
 
 
-@given(st.integers(1, 3), st.integers(1, 3), st.sampled_from([0, 1, 5, 6]), st.integers(0, 99))
-def test_tokens_are_gathered_from_any_strides(block_size, heads, gap, seed):
-    """With a gap the stride of a block may be no multiple of a token's."""
-    g = torch.Generator().manual_seed(seed)
-    page = block_size * heads * 3 + gap
-    storage = torch.randn(1 + 4 * page, generator=g)
-    cache = storage.as_strided((4, block_size, heads, 3), (page, heads * 3, 3, 1), 1)
-    blocks, offsets = torch.randint(4, (7,), generator=g), torch.randint(block_size, (7,), generator=g)
-    assert torch.equal(gather_tokens(cache, blocks, offsets), cache[blocks, offsets])
+@given(
+    st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=20), min_size=1, max_size=3).map(
+        lambda rows: [row[:1] * max(map(len, rows)) + row for row in rows]
+    ),
+    st.integers(1, 3),
+    st.none() | st.integers(1, 9),
+)
+def test_a_mask_hides_what_comes_later_and_the_grid(rows, per_kv, grid):
+    length = min(map(len, rows))
+    positions = torch.tensor([row[:length] for row in rows])
+    mask = attention_mask(positions, 41, per_kv, torch.float64, grid)
+    folded = per_kv if 1 < length <= FOLDED_QUERIES else 1
+    assert mask.shape == (len(rows), 1, length * folded, 41) and mask.dtype == torch.float64
+    for row, at in enumerate(positions.tolist()):
+        for i, position in enumerate(at):
+            seen = [0.0 if k <= position and (grid is None or k % grid) else -torch.inf for k in range(41)]
+            assert mask[row, 0, i * folded : (i + 1) * folded].tolist() == [seen] * folded
 
 
 # ---- the kernels, in Triton's interpreter ----
@@ -423,7 +431,10 @@ def test_storing_writes_the_slots_and_nothing_else(case):
 
 @given(stores)
 def test_the_torch_way_writes_the_same(case):
-    check_store(case, write_kv)
+    def write(key, value, key_cache, value_cache, slots):
+        write_kv(key, value, key_cache, value_cache, slot_cells(slots, case.block_size))
+
+    check_store(case, write)
 
 
 def test_no_tokens_are_no_launch():
@@ -485,15 +496,15 @@ def test_refuses_heads_lengths_grids_and_slots_that_do_not_fit():
         store_kv(key, key, cache, cache[:2], torch.zeros(2, dtype=torch.int64))
 
 
-def test_one_query_a_row_needs_no_mask_where_it_sees_everything():
+@pytest.mark.parametrize("length", [1, 2, FOLDED_QUERIES, FOLDED_QUERIES + 1])
+def test_queries_that_see_everything_need_no_mask(length):
     g = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(2, n, h, 4, generator=g) for n, h in ((1, 6), (5, 2), (5, 2)))
-    everything = torch.ones(2, 1, 5, dtype=torch.bool)
+    query, key, value = (torch.randn(2, n, h, 4, generator=g) for n, h in ((length, 6), (5, 2), (5, 2)))
     out = attend_tokens(query, key, value, None, 0.5)
-    torch.testing.assert_close(out, attend_tokens(query, key, value, everything, 0.5), rtol=0, atol=TOLERANCE)
-    # More queries go another way, which repeats the heads.
-    twice = attend_tokens(query.repeat(1, 2, 1, 1), key, value, everything.repeat(1, 2, 1), 0.5)
-    torch.testing.assert_close(twice, out.repeat(1, 2, 1, 1), rtol=0, atol=TOLERANCE)
+    mask = attention_mask(torch.full((2, length), 4), 5, 3, torch.float32)
+    torch.testing.assert_close(out, attend_tokens(query, key, value, mask, 0.5), rtol=0, atol=TOLERANCE)
+    wide = (part.repeat_interleave(3, 2) for part in (key, value))
+    torch.testing.assert_close(out, attend_tokens(query, *wide, None, 0.5), rtol=0, atol=TOLERANCE)
 
 
 def test_imports_without_triton():

@@ -131,7 +131,6 @@ def batch(computed, lengths, num_decodes, padding=0):
         query_lens=lengths,
         num_computed_tokens=computed,
         positions=torch.zeros(int(lengths.sum()), dtype=torch.int64),
-        max_seq_len=int((computed + lengths).max()),
     )
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from accuracy.guard_model import FOLDER, problems
 from accuracy.guard_model.model import load_checkpoint
 from accuracy.guard_model.tokenizer import encode
-from hybrid_kv.attention.paged import AttentionPart, PagedAttentionMetadata
+from hybrid_kv.attention.paged import AttentionPart, PagedAttentionMetadata, SlotMapping
 from hybrid_kv.config import CacheConfig, ConfigError, EngineConfig
 from hybrid_kv.kernels.ragged import Ragged
 from hybrid_kv.models.layers import ForwardContext
@@ -102,12 +102,12 @@ class Paged:
             flat = torch.cat(positions[part])
             used = -(-(int(flat.max()) + 1) // self.block_size)
             table = self.table[[row for row, *_ in ordered[part]], :used]
-            parts.append(AttentionPart(token, len(flat), rows, rows.padded(flat), table))
+            parts.append(AttentionPart(token, len(flat), rows, rows.padded(flat), table, int(flat.max()) + 1))
             token += len(flat)
-        metadata = PagedAttentionMetadata(torch.cat(slots).long(), tuple(parts))
+        metadata = PagedAttentionMetadata(SlotMapping(torch.cat(slots).long()), tuple(parts))
         hidden, ids = torch.cat([c[2] for c in ordered]), torch.cat([c[3] for c in ordered])
         with torch.no_grad():
-            out = self.head(hidden, ids, torch.cat(positions), ForwardContext({NAME: metadata}, self.views))
+            out = self.head(hidden, ids, ForwardContext({NAME: metadata}, self.views))
         outputs = dict(zip(order, out.split([len(p) for p in positions]), strict=True))
         return [outputs[i] for i in range(len(chunks))]
 
@@ -190,7 +190,7 @@ def plain_attention(query, key, value, mask, scale, enable_gqa=False):
     """`scaled_dot_product_attention` by the book, where a softmax over nothing is NaN."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    return (query @ key.mT * scale).masked_fill(~mask, -torch.inf).softmax(-1) @ value
+    return (query @ key.mT * scale + mask).softmax(-1) @ value
 
 
 @pytest.mark.parametrize("kernel", [torch.nn.functional.scaled_dot_product_attention, plain_attention])
@@ -209,9 +209,9 @@ def test_a_query_without_a_key_is_no_nan(head, requests, monkeypatch, kernel):
 
 def _context(paged, position):
     rows = Ragged(torch.tensor([1]), CPU)
-    part = AttentionPart(0, 1, rows, torch.tensor([[position]]), paged.table[:1, :1])
+    part = AttentionPart(0, 1, rows, torch.tensor([[position]]), paged.table[:1, :1], position + 1)
     slots = paged.table[0, :1].long() * paged.block_size + position
-    return ForwardContext({NAME: PagedAttentionMetadata(slots, (part,))}, paged.views)
+    return ForwardContext({NAME: PagedAttentionMetadata(SlotMapping(slots), (part,))}, paged.views)
 
 
 def test_the_grid_must_be_set(head, requests):
