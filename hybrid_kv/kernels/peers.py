@@ -333,8 +333,13 @@ def _root(package: str) -> Path | None:
 
 
 @contextmanager
-def _loaded(name: str) -> Iterator[ModuleType]:
-    """The module of a peer; afterwards its package can be imported as ever."""
+def loaded(name: str, interpreted: bool = False) -> Iterator[ModuleType]:
+    """A peer's module, its folder's files real; afterwards its package can be imported as ever.
+
+    Args:
+        name: of the module, in a package that is there.
+        interpreted: its kernels run in Triton's interpreter, if this process does that; else they can be compiled.
+    """
     package, folder = name.partition(".")[0], name.rpartition(".")[0]
     root = _root(package)
     assert root is not None
@@ -343,7 +348,8 @@ def _loaded(name: str) -> Iterator[ModuleType]:
     sys.meta_path.insert(0, finder)
     try:
         with patch.dict(os.environ):
-            os.environ.pop("TRITON_INTERPRET", None)  # Triton asks for it at each kernel.
+            if not interpreted:
+                os.environ.pop("TRITON_INTERPRET", None)  # Triton asks for it at each kernel.
             yield importlib.import_module(name)
     finally:
         sys.meta_path.remove(finder)
@@ -400,7 +406,7 @@ def _recorded() -> Iterator[list[AotCase]]:
 
 
 def _cases_of(peer: Peer) -> list[AotCase]:
-    with _loaded(peer.module) as module, _recorded() as launches:
+    with loaded(peer.module) as module, _recorded() as launches:
         peer.call(module)
     cases = []
     for launch in launches:

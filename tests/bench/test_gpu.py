@@ -71,9 +71,7 @@ def test_contests_are_right_in_the_interpreter(name):
 def check_peer(package):
     SHAPES["tiny"] = TINY
     if package == "vllm":
-        ops = "vllm.model_executor.layers.mamba.ops"
-        load_peer(f"{ops}.mamba_ssm").try_get_optimal_ssm_config = lambda *_: (4, 4)
-        load_peer(f"{ops}.causal_conv1d")
+        load_peer(f"{gpu.VLLM}.mamba_ssm").try_get_optimal_ssm_config = lambda *_: (4, 4)
     else:
         load_peer("mamba_ssm.ops.triton.selective_state_update")
     single = gpu.state_updates("cpu", "tiny", 2, 0)

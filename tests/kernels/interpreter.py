@@ -4,22 +4,17 @@ Triton decides when it is imported whether its own library is interpreted or com
 the two; the pytest process stays able to compile. A check and its arguments must pickle; tensors are made inside it.
 """
 
-import ast
 import contextlib
-import importlib
 import multiprocessing
 import os
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache
-from importlib.machinery import PathFinder
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from unittest.mock import MagicMock
 
 import numpy as np
 import torch
+
+from hybrid_kv.kernels.peers import loaded
 
 
 def _start():
@@ -107,31 +102,10 @@ def _elements(tensor, addresses):
     return elements[own.numpy()[elements]]
 
 
+_peers = contextlib.ExitStack()
+
+
 def load_peer(name):
-    """A module with Triton kernels out of an installed package, without the rest of it, which needs its extensions.
-
-    The module's folder is real, what it imports from elsewhere in the package is a mock.
-    """
-    import triton
-    import triton.language as tl
-
-    package, *folders, file = name.split(".")
-    inside = ".".join((package, *folders))
-    root = Path(PathFinder.find_spec(package).submodule_search_locations[0])
-    for depth in range(len(folders) + 1):
-        prefix = ".".join((package, *folders[:depth]))
-        sys.modules[prefix] = ModuleType(prefix)
-        sys.modules[prefix].__path__ = [str(root.joinpath(*folders[:depth]))]
-    tree = ast.parse(root.joinpath(*folders, f"{file}.py").read_text(encoding="utf-8"))
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
-    for node in imports:
-        wanted = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
-        for module in wanted:
-            if module == package:
-                for alias in node.names:
-                    setattr(sys.modules[package], alias.name, MagicMock())
-            elif module.startswith(f"{package}.") and not module.startswith(f"{inside}."):
-                sys.modules[module] = MagicMock()
-    sys.modules[f"{package}.triton_utils"] = SimpleNamespace(tl=tl, triton=triton, HAS_TRITON=True)
+    """A module with Triton kernels out of an installed package; it stays, for this process ends with its checks."""
     torch.cuda.device = torch.accelerator.device_index = lambda _: contextlib.nullcontext()
-    return importlib.import_module(name)
+    return _peers.enter_context(loaded(name, interpreted=True))

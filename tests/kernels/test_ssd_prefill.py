@@ -403,7 +403,6 @@ def initial_states(problem):
 def run_vllm(problem):
     """Its chunks may begin and end where ours do, and it returns the state after each."""
     folder = "vllm.model_executor.layers.mamba.ops"
-    load_peer(f"{folder}.mamba_ssm")  # Its softplus is imported from there.
     peer = load_with_first_config(f"{folder}.ssd_combined")
     spans, tokens = problem.spans, problem.spans.num_tokens
     y = torch.empty_like(problem.x[:tokens])
