@@ -208,6 +208,13 @@ def test_layers_of_one_geometry_share_what_is_computed(step):
     assert slots.cells(2) is slots.cells(2) and slots.cells(2) is not slots.cells(3)
 
 
+def test_other_heads_and_dtypes_have_a_mask_of_their_own():
+    part = problem(STEPS["drafts"])[0]
+    masks = [part.mask(*key) for key in ((1, torch.float32), (2, torch.float32), (1, torch.float64))]
+    assert [mask.shape[2] for mask in masks] == [3, 6, 3]
+    assert [mask.dtype for mask in masks] == [torch.float32, torch.float32, torch.float64]
+
+
 def flash_attn_varlen_func(
     q,
     k,

@@ -43,8 +43,8 @@ def test_every_cell_has_its_rival():
     high = [cell.params for cell in rivals if cell.promise != 1.0]
     assert [cell.promise for cell in rivals if cell.params in high] == [3.0, 3.0]
     assert [(params["count"], params["batch"], params["variant"]) for params in high] == [
-        (24, 8, "cached"),
-        (64, 8, "cached"),
+        (24, 8, "drafts"),
+        (64, 8, "drafts"),
     ]
 
 
