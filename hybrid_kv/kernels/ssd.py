@@ -4,7 +4,7 @@ Per head with state `S` [head_dim, state]: `S_t = exp(dt_t * A) * S_{t-1} + dt_t
 `B` and `C` are shared by the heads of a group. `dt` comes in after softplus; a token with `dt == 0` leaves the state
 alone. Rows may be padded at their end with anything finite: no token sees what comes after it, and only the states that
 are asked for come back. All arithmetic is in float32 (float64 if the inputs are), as vLLM keeps Nemotron-H states: bf16
-states stagnate.
+states stagnate. Sums of log decays alone are in float64.
 """
 
 from __future__ import annotations
@@ -84,13 +84,14 @@ def chunk_scan(
         stop = min(start + chunk_size, length)
         width = stop - start
         b, c = b_all[:, :, start:stop], c_all[:, :, start:stop]
-        total = log_decay[..., start:stop].cumsum(-1)  # [rows, heads, width]
+        # [rows, heads, width] in float64: between two tokens behind a strong decay lies little of a large sum.
+        total = log_decay[..., start:stop].cumsum(-1, dtype=torch.float64)
         # exp() can overflow above the diagonal, which is overwritten, not multiplied.
-        weights = (total.unsqueeze(-1) - total.unsqueeze(-2)).exp_().tril_()
+        weights = (total.unsqueeze(-1) - total.unsqueeze(-2)).to(x.dtype).exp_().tril_()
         weights.view(num_rows, groups, per_group, width, width).mul_((c @ b.mT).unsqueeze(2))
         inside = (weights @ u[:, :, start:stop]).transpose(1, 2)
         carried = (c @ state.view(num_rows, groups, -1, size).mT).transpose(1, 2).reshape(inside.shape)
-        outputs.append(torch.addcmul(inside, carried, total.exp().transpose(1, 2).unsqueeze(-1)))
+        outputs.append(torch.addcmul(inside, carried, total.to(x.dtype).exp().transpose(1, 2).unsqueeze(-1)))
 
         if here := [m for m, chunk in enumerate(chunk_of) if chunk == start // chunk_size]:
             order += here
@@ -118,11 +119,11 @@ def _advance(
 
     Args:
         scaled: [num_rows, width, heads, head_dim], x times dt; b: [num_rows, groups, width, state].
-        total: [num_rows, heads, width], log decay of the old state up to each token.
+        total: [num_rows, heads, width] float64, log decay of the old state up to each token.
     """
     end = total.gather(2, last[:, None, None].expand(-1, total.shape[1], 1))
     behind = torch.arange(total.shape[2], device=total.device) > last[:, None]
-    decay = (end - total).exp_().masked_fill_(behind.unsqueeze(1), 0)
+    decay = (end - total).to(state.dtype).exp_().masked_fill_(behind.unsqueeze(1), 0)
     grouped = (scaled * decay.transpose(1, 2).unsqueeze(-1)).unflatten(2, (b.shape[1], -1)).flatten(3)
     added = (grouped.permute(0, 2, 3, 1) @ b).view(state.shape)
-    return added.addcmul_(state, end.exp_().unsqueeze(-1))
+    return added.addcmul_(state, end.to(state.dtype).exp_().unsqueeze(-1))

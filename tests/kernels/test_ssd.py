@@ -124,6 +124,24 @@ def test_a_token_with_dt_zero_leaves_the_state_alone_bit_for_bit():
     )
 
 
+@pytest.mark.parametrize("chunk_size", [64, 128])
+def test_tokens_behind_a_strong_decay_keep_their_digits(chunk_size):
+    """Half of a chunk decays by exp(-1300), the other hardly: their differences are those of sums of 1300."""
+    g = torch.Generator().manual_seed(0)
+    x, B, C = (torch.randn(1, 128, 2, 8, generator=g) for _ in range(3))
+    dt = (
+        torch.rand(1, 128, 2, generator=g)
+        * torch.where(torch.arange(128) % chunk_size < chunk_size // 2, 5, 0.005)[:, None]
+    )
+    A, D, state = torch.tensor([-16.0, -8.0]), torch.ones(2), torch.randn(1, 2, 8, 8, generator=g)
+    y, states = chunk_scan(
+        x, dt, A, B, C, D, state, chunk_size, torch.zeros(2, dtype=torch.int64), torch.tensor([100, 128])
+    )
+    expected, expected_states = plain(state[0], x[0], dt[0], A, B[0], C[0], D)
+    assert_close(y[0], expected, 2e-6)
+    assert_close(states, torch.stack([expected_states[99], expected_states[127]]), 2e-6)
+
+
 @pytest.mark.parametrize("chunk_size", [4, 16])
 def test_strong_decay_does_not_overflow(chunk_size):
     """exp(-cumsum) of the upper triangle is exp(+2000) here: infinity times a mask of zeros would be NaN."""
