@@ -104,7 +104,7 @@ class MTPDrafter:
         known = self._head.normed(hidden[torch.from_numpy(source).to(device)])
 
         chosen = np.array([i for i, new in enumerate(tokens) if new], dtype=np.int64)
-        readers = chosen if len(chosen) else np.arange(len(batch))
+        readers = chosen if len(chosen) else np.zeros(1, dtype=np.int64)  # K and V are written on somebody's way
         ends = np.cumsum(lengths)[readers] - 1
         further = (positions[ends] + np.arange(1, self._num_passes)[:, None]).flatten()
         all_rows = np.concatenate([np.repeat(rows, lengths), np.tile(rows[readers], self._num_passes - 1)])

@@ -1,0 +1,70 @@
+"""What the MTP head drafts for a request does not depend on what else is in the batch, nor on how its prompt is cut."""
+
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from hybrid_kv.engine.llm import LLM
+from hybrid_kv.sampling import SamplingParams
+from tests.models.tiny_nemotron import Characters
+
+FOLDER = Path(__file__).parents[2] / "accuracy" / "guard_model"
+PROMPTS = [[5 + (7 * i + 3 * start) % 83 for i in range(length)] for start, length in enumerate((3, 17, 9, 30, 1))]
+NUM_TOKENS = (14, 9, 20, 30, 16)
+MAX_MODEL_LEN = 44  # where the fourth request ends: its last passes have no slot
+
+
+def drafts_of(prompts, num_tokens, disturb=None, **options):
+    """Each request's proposals, step by step, and its tokens."""
+    llm = LLM(
+        FOLDER,
+        tokenizer=Characters(),
+        device="cpu",
+        dtype="float64",
+        speculative_method="mtp",
+        num_speculative_tokens=3,
+        block_size=8,
+        max_model_len=MAX_MODEL_LEN,
+        **options,
+    )
+    found, execute = defaultdict(list), llm.runner.execute
+
+    def watched(scheduled):
+        output = execute(scheduled)
+        for request_id, drafts in output.drafts.items():
+            found[int(request_id)].append(drafts)
+        return output
+
+    llm.runner.execute = watched
+    params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in num_tokens]
+    outputs = llm.generate(prompts, params, progress=False, on_step=disturb)
+    return [found[i] for i in range(len(prompts))], [output.token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module", params=["none", "align", "all"])
+def alone(request):
+    """A mode, and what each request gets by itself: the mode says which keys the head may not see."""
+    mode = request.param
+    each = [
+        drafts_of([prompt], [count], mamba_cache_mode=mode) for prompt, count in zip(PROMPTS, NUM_TOKENS, strict=True)
+    ]
+    assert sum(len(proposals) for (proposals,), _ in each) > 20
+    return mode, [proposals for (proposals,), _ in each], [tokens for _, (tokens,) in each]
+
+
+@pytest.mark.parametrize(("max_num_seqs", "budget"), [(5, 256), (5, 20), (3, 12), (2, 64)])
+def test_a_request_gets_the_drafts_that_it_gets_alone(alone, max_num_seqs, budget):
+    """Some prompts wait, some run in chunks beside verify steps, rows change owners."""
+    mode, *expected = alone
+    got = drafts_of(
+        PROMPTS, NUM_TOKENS, mamba_cache_mode=mode, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
+    )
+    assert list(got) == expected
+
+
+def test_chunks_that_give_nobody_a_token_still_leave_what_the_head_reads(alone):
+    """The first drafts of a prompt of 30 depend on K and V of all of its chunks."""
+    mode, proposals, tokens = alone
+    got = drafts_of(PROMPTS[3:4], NUM_TOKENS[3:4], mamba_cache_mode=mode, max_num_seqs=1, max_num_batched_tokens=8)
+    assert got == ([proposals[3]], [tokens[3]])
