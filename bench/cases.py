@@ -30,6 +30,7 @@ SUITES = (
     "causal_conv1d",
     "state_update",
     "ssd",
+    "gated_norm",
     "paged_attention",
     "engine_step",
     "end_to_end",

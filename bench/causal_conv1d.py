@@ -13,7 +13,9 @@ import torch
 from bench._reference import Floats, convolution, near
 from bench._shapes import SHAPES
 from bench.cases import Case, Cell, grid
+from bench.ssd import equal_spans
 from hybrid_kv.kernels.causal_conv1d import causal_conv1d
+from hybrid_kv.kernels.conv_prefill import causal_conv1d_prefill
 from hybrid_kv.kernels.conv_update import causal_conv1d_update, causal_conv1d_update_reference
 
 TOLERANCE = 2e-6
@@ -92,15 +94,53 @@ def update_gpu(seed: int, model: str, num_reqs: int, K: int) -> Case:
     return update(seed, model, num_reqs, K, causal_conv1d_update, "cuda", torch.bfloat16)
 
 
+def prompts(seed: int, model: str, num_tokens: int, num_reqs: int, implementation: Any, device: str) -> Case:
+    """Prompts back to back, each behind a window, whose last inputs are stored; bfloat16."""
+    shape = SHAPES[model]
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=g).to(torch.bfloat16)
+
+    x, bias = normal(num_tokens, shape.channels), normal(shape.channels)
+    weight = normal(shape.kernel, shape.channels).T
+    state = normal(1 + 2 * num_reqs, shape.kernel - 1, shape.channels)
+    spans, sources = equal_spans(num_tokens, num_reqs, 16, device)
+    rows = x.view(num_reqs, -1, shape.channels)
+    wide = [part.double().numpy() for part in (state[sources.cpu()], rows, weight, bias)]
+    expected, kept = convolution(*wide), wide[1][:, -(shape.kernel - 1) :]
+    first, initial = torch.ones_like(sources), torch.ones_like(sources, dtype=torch.bool)
+    on_device = [part.to(device) for part in (state, x, weight, bias)]
+
+    def run() -> torch.Tensor:
+        return implementation(*on_device, spans, sources, first, initial)
+
+    def check() -> float:
+        on_device[0][1 : 1 + num_reqs] = torch.nan
+        y = run().double().cpu().view(expected.shape)
+        return max(
+            near("y", y, expected, ROUNDED), near("window", on_device[0][1 : 1 + num_reqs].double().cpu(), kept, 0.0)
+        )
+
+    return Case(run, check)
+
+
+def prompts_gpu(seed: int, model: str, num_tokens: int, num_reqs: int) -> Case:
+    """`prompts` as one launch."""
+    return prompts(seed, model, num_tokens, num_reqs, causal_conv1d_prefill, "cuda")
+
+
 def cells() -> list[Cell]:
-    """Prefill and verify step on a CPU, the verify step on a GPU."""
+    """Prefill and verify step, on a CPU and a GPU."""
     models = ("nemotron-3-nano-tp8", "granite-4-h-small-tp8")
     chunks = {"model": models, "num_tokens": (256, 1024)}
     steps = {"model": models, "num_reqs": (16,), "K": (0, 1, 3, 7)}
     launches = {"model": ("nemotron-3-nano", "granite-4-h-small"), "num_reqs": (16, 256), "K": (0, 1, 3, 7)}
+    packed = {"model": ("nemotron-3-nano", "granite-4-h-small"), "num_tokens": (2048, 8192), "num_reqs": (4,)}
     quick = [("nemotron-3-nano-tp8", 16, 3)]
     return [
         *grid("causal_conv1d", "prefill", "cpu", prefill, chunks, [("nemotron-3-nano-tp8", 256)]),
         *grid("causal_conv1d", "update", "cpu", update_cpu, steps, quick),
+        *grid("causal_conv1d", "prefill_kernel", "gpu", prompts_gpu, packed, [("nemotron-3-nano", 2048)]),
         *grid("causal_conv1d", "update_kernel", "gpu", update_gpu, launches, [("nemotron-3-nano", 256, 3)]),
     ]

@@ -28,24 +28,25 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bench import block_tables, causal_conv1d, state_update
-from bench._reference import attention, convolution, equal, near, recurrence, silu, softplus
-from bench._shapes import SHAPES, Shape
+from bench import block_tables, causal_conv1d, gated_norm, kernel_blocks, paged_attention, ssd, state_update
+from bench._reference import equal
+from bench._shapes import SHAPES
 from bench._timing import median, ratio
 from bench.cases import Case, Scalar, WrongResultError, nothing, seed
 from hybrid_kv.config import HybridKVError
-from hybrid_kv.kernels import conv_prefill, gated_norm, kernel_blocks, paged_attention, replay, ssd_prefill
+from hybrid_kv.kernels import replay
+from hybrid_kv.kernels.conv_prefill import causal_conv1d_prefill, causal_conv1d_prefill_reference
 from hybrid_kv.kernels.conv_update import causal_conv1d_update, causal_conv1d_update_reference
-from hybrid_kv.kernels.spans import Spans
+from hybrid_kv.kernels.gated_norm import gated_rms_norm, gated_rms_norm_reference
+from hybrid_kv.kernels.kernel_blocks import expand_torch, expand_triton
+from hybrid_kv.kernels.ssd_prefill import chunk_scan_prefill, chunk_scan_prefill_reference
 from hybrid_kv.kernels.state_update import selective_state_update_slots, selective_state_update_slots_reference
 from hybrid_kv.results import Receipt, Row, append_rows, check_writable, timing_row
 
 SUITE = "gpu"
 ROUNDS, QUICK_ROUNDS = 51, 15
 CACHES = 8  # the copy, in sizes of the L2 cache: what of it stays there is then an eighth of a time at most
-PAGE = 16  # tokens of a kernel block
 VLLM = "vllm.model_executor.layers.mamba.ops"
-ROUNDED = 2.0**-7  # of bfloat16, as a share of the largest value
 
 
 @dataclass(frozen=True)
@@ -249,117 +250,38 @@ def conv_updates(device: str, model: str, num_reqs: int, K: int, dtype: torch.dt
     )
 
 
-def _prefill_spans(num_tokens: int, num_reqs: int, chunk_size: int, device: str) -> tuple[Spans, torch.Tensor]:
-    lengths = torch.full((num_reqs,), num_tokens // num_reqs)
-    blocks = torch.arange(1, num_reqs + 1, device=device)
-    return Spans(lengths, blocks, chunk_size=chunk_size), blocks + num_reqs
-
-
-def conv_prefill_case(number: int, shape: Shape, num_tokens: int, num_reqs: int, device: str, function: Any) -> Case:
-    """Prompts back to back, each behind a window, whose last inputs are stored."""
-    g = torch.Generator().manual_seed(number)
-
-    def normal(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=g).to(torch.bfloat16)
-
-    x, bias = normal(num_tokens, shape.channels), normal(shape.channels)
-    weight = normal(shape.kernel, shape.channels).T
-    state = normal(1 + 2 * num_reqs, shape.kernel - 1, shape.channels)
-    spans, sources = _prefill_spans(num_tokens, num_reqs, 16, device)
-    rows = x.view(num_reqs, -1, shape.channels)
-    wide = [part.double().numpy() for part in (state[sources.cpu()], rows, weight, bias)]
-    expected, kept = convolution(*wide), wide[1][:, -(shape.kernel - 1) :]
-    first, initial = torch.ones_like(sources), torch.ones_like(sources, dtype=torch.bool)
-    on_device = [part.to(device) for part in (state, x, weight, bias)]
-
-    def run() -> torch.Tensor:
-        return function(*on_device, spans, sources, first, initial)
-
-    def check() -> float:
-        on_device[0][1 : 1 + num_reqs] = torch.nan
-        y = run().double().cpu().view(expected.shape)
-        return max(
-            near("y", y, expected, ROUNDED), near("window", on_device[0][1 : 1 + num_reqs].double().cpu(), kept, 0.0)
-        )
-
-    return Case(run, check)
-
-
 def conv_prefills(device: str, model: str, num_tokens: int, num_reqs: int) -> Contest:
     """One layer's convolution of a prefill."""
     params = {"model": model, "num_tokens": num_tokens, "num_reqs": num_reqs}
-    shape = SHAPES[model]
-    build = partial(conv_prefill_case, seed("conv_prefill", params), shape, num_tokens, num_reqs, device)
-    moved = 2 * num_tokens * shape.channels * 2
+    number = seed("conv_prefill", params)
+    moved = 2 * num_tokens * SHAPES[model].channels * 2
+
+    def build(implementation: Any) -> Case:
+        return causal_conv1d.prompts(number, model, num_tokens, num_reqs, implementation, device)
+
     return _contest(
         "conv_prefill",
         params,
-        triton=Rival(lambda: build(conv_prefill.causal_conv1d_prefill), moved),
-        torch=Rival(lambda: build(conv_prefill.causal_conv1d_prefill_reference), moved, graph=False),
+        triton=Rival(lambda: build(causal_conv1d_prefill), moved),
+        torch=Rival(lambda: build(causal_conv1d_prefill_reference), moved, graph=False),
     )
-
-
-def chunk_scan_case(number: int, shape: Shape, num_tokens: int, num_reqs: int, device: str, function: Any) -> Case:
-    """Prompts back to back, each from a state, and the state behind each."""
-    g = torch.Generator().manual_seed(number)
-    bf16, heads, size = torch.bfloat16, shape.heads, shape.state_size
-
-    def normal(*sizes: int) -> torch.Tensor:
-        return torch.randn(*sizes, generator=g)
-
-    x = normal(num_tokens, heads, shape.head_dim).to(bf16)
-    dt = (normal(num_tokens, heads) - 3).to(bf16)
-    B, C = (normal(num_tokens, shape.groups, size).to(bf16) for _ in range(2))
-    dt_bias, A_log, D = (normal(heads) for _ in range(3))
-    state = normal(1 + 2 * num_reqs, heads, shape.head_dim, size)
-    spans, sources = _prefill_spans(num_tokens, num_reqs, min(shape.chunk_size, 128), device)
-    expected: list[npt.NDArray[np.float64]] = []
-    on_device = [part.to(device) for part in (state, x, dt, dt_bias, A_log, B, C, D)]
-    initial = torch.ones_like(sources, dtype=torch.bool)
-
-    def run() -> torch.Tensor:
-        return function(*on_device, spans, sources, initial)
-
-    def check() -> float:
-        if not expected:
-            rows = [np.asarray(part.double()).reshape(num_reqs, -1, *part.shape[1:]) for part in (x, dt, B, C)]
-            step = softplus(rows[1] + dt_bias.double().numpy())
-            outputs, ends = [], []
-            for start in range(num_reqs):  # One request's states at a time are a lot already.
-                one = slice(start, start + 1)
-                y, states = recurrence(
-                    state[sources.cpu()[one]].double().numpy(),
-                    rows[0][one],
-                    step[one],
-                    -np.exp(A_log.double().numpy()),
-                    rows[2][one],
-                    rows[3][one],
-                    D.double().numpy(),
-                )
-                outputs.append(y)
-                ends.append(states[:, -1])
-            expected.extend((np.concatenate(outputs), np.concatenate(ends)))
-        on_device[0][1 : 1 + num_reqs] = torch.nan
-        y = run().double().cpu().view(expected[0].shape)
-        written = on_device[0][1 : 1 + num_reqs].double().cpu()
-        # Products of operands rounded to bfloat16, the states of chunks among them.
-        return max(near("y", y, expected[0], 2 * ROUNDED), near("states", written, expected[1], 2 * ROUNDED))
-
-    return Case(run, check)
 
 
 def chunk_scans(device: str, model: str, num_tokens: int, num_reqs: int) -> Contest:
     """One layer's scan of a prefill."""
     params = {"model": model, "num_tokens": num_tokens, "num_reqs": num_reqs}
-    shape = SHAPES[model]
-    build = partial(chunk_scan_case, seed("chunk_scan", params), shape, num_tokens, num_reqs, device)
+    shape, number = SHAPES[model], seed("chunk_scan", params)
+
+    def build(implementation: Any) -> Case:
+        return ssd.prompts(number, model, num_tokens, num_reqs, implementation, device)
+
     inner, state = shape.heads * shape.head_dim, shape.heads * shape.head_dim * shape.state_size
     moved = num_tokens * 2 * (2 * inner + 2 * shape.groups * shape.state_size + shape.heads) + num_reqs * 2 * 4 * state
     return _contest(
         "chunk_scan",
         params,
-        triton=Rival(lambda: build(ssd_prefill.chunk_scan_prefill), moved),
-        torch=Rival(lambda: build(ssd_prefill.chunk_scan_prefill_reference), moved, graph=False),
+        triton=Rival(lambda: build(chunk_scan_prefill), moved),
+        torch=Rival(lambda: build(chunk_scan_prefill_reference), moved, graph=False),
     )
 
 
@@ -370,120 +292,55 @@ def table_updates(device: str, model: str, step: str) -> Contest:
     return _contest("block_tables", params, triton=Rival(make, 0))
 
 
-def expansion_case(number: int, num_rows: int, width: int, bpk: int, device: str, function: Any) -> Case:
-    """Manager blocks to kernel blocks."""
-    ids = np.random.default_rng(number).integers(0, 2**31 // bpk, (num_rows, width)).astype(np.int32)
-    expected = (ids[..., None] * bpk + np.arange(bpk)).reshape(num_rows, -1)
-    block_ids, offsets = torch.from_numpy(ids).to(device), torch.arange(bpk, dtype=torch.int32, device=device)
-
-    def run() -> torch.Tensor:
-        return function(block_ids, offsets)
-
-    return Case(run, lambda: equal("kernel blocks", run().cpu(), expected))
-
-
 def expansions(device: str, num_rows: int, width: int, bpk: int) -> Contest:
     """The expansion alone, as other engines do it each step for whole tables."""
     params = {"num_rows": num_rows, "width": width, "blocks_per_kv_block": bpk}
-    build = partial(expansion_case, seed("expansion", params), num_rows, width, bpk, device)
+    number = seed("expansion", params)
     moved = 4 * num_rows * width * (1 + bpk)
+
+    def build(implementation: Any) -> Case:
+        return kernel_blocks.table_expansion(number, num_rows, width, bpk, implementation, device)
+
     return _contest(
         "expansion",
         params,
-        triton=Rival(lambda: build(lambda ids, _: kernel_blocks.expand_triton(ids, bpk)), moved),
-        torch=Rival(lambda: build(kernel_blocks.expand_torch), moved),
+        triton=Rival(lambda: build(lambda ids, _: expand_triton(ids, bpk)), moved),
+        torch=Rival(lambda: build(expand_torch), moved),
     )
-
-
-def attention_case(
-    number: int, shape: Shape, num_reqs: int, length: int, context: int, device: str, function: Any
-) -> Case:
-    """`length` queries of each request over `context` tokens in pages all over the cache, their own included."""
-    g = torch.Generator().manual_seed(number)
-    bf16, pages = torch.bfloat16, context // PAGE
-    key, value = (torch.randn(num_reqs, context, shape.kv_heads, shape.head_size, generator=g).to(bf16) for _ in "kv")
-    query = torch.randn(num_reqs, length, shape.query_heads, shape.head_size, generator=g).to(bf16)
-    table = 1 + torch.randperm(num_reqs * pages, generator=g).view(num_reqs, pages)
-    caches = []
-    for tokens in (key, value):
-        blocks = torch.full((1 + num_reqs * pages, PAGE, shape.kv_heads, shape.head_size), torch.nan, dtype=bf16)
-        blocks[table.view(-1)] = tokens.reshape(-1, PAGE, shape.kv_heads, shape.head_size)
-        caches.append(blocks.to(device))
-    positions = torch.arange(context - length, context).repeat(num_reqs, 1)
-    on_device = [part.to(device) for part in (query, table.int(), positions)]
-    scale = shape.head_size**-0.5
-    expected: list[npt.NDArray[np.float64]] = []
-
-    def run() -> torch.Tensor:
-        return function(*on_device, *caches, scale)
-
-    def check() -> float:
-        if not expected:
-            rows = (np.asarray(part.double()) for part in (query, key, value))
-            expected.append(np.stack([attention(*row, scale) for row in zip(*rows, strict=True)]))
-        return near("output", run().double().cpu().view(expected[0].shape), expected[0], ROUNDED)
-
-    return Case(run, check)
 
 
 def attentions(device: str, model: str, num_reqs: int, length: int, context: int) -> Contest:
     """Paged attention of a decode or of a chunk behind a context."""
     params = {"model": model, "num_reqs": num_reqs, "length": length, "context": context}
-    shape = SHAPES[model]
-    build = partial(attention_case, seed("attention", params), shape, num_reqs, length, context, device)
-    starts = (torch.arange(num_reqs + 1) * length).int().to(device)
-    totals = torch.full((num_reqs,), context, dtype=torch.int32, device=device)
+    shape, number = SHAPES[model], seed("attention", params)
 
-    def ours(query, table, positions, key_cache, value_cache, scale):  # type: ignore[no-untyped-def]
-        flat = query.flatten(0, 1)
-        return paged_attention.paged_attention_varlen(
-            flat, key_cache, value_cache, table, starts, totals, length, scale
-        )
-
-    def plain(query, table, positions, key_cache, value_cache, scale):  # type: ignore[no-untyped-def]
-        return paged_attention.paged_attention(query, key_cache, value_cache, table, positions, scale)
+    def build(implementation: Any) -> Case:
+        return paged_attention.pages(number, model, num_reqs, length, context, implementation, device)
 
     per_token = shape.head_size * 2
     moved = num_reqs * per_token * 2 * (context * shape.kv_heads + length * shape.query_heads)
     return _contest(
         "paged_attention",
         params,
-        triton=Rival(lambda: build(ours), moved),
-        torch=Rival(lambda: build(plain), moved, graph=False),
+        triton=Rival(lambda: build(paged_attention.by_kernel), moved),
+        torch=Rival(lambda: build(paged_attention.by_torch), moved, graph=False),
     )
-
-
-def norm_case(number: int, shape: Shape, num_tokens: int, device: str, function: Any) -> Case:
-    """The output norm of a layer."""
-    g = torch.Generator().manual_seed(number)
-    channels = shape.heads * shape.head_dim
-    x, gate, weight = (
-        torch.randn(*size, generator=g).to(torch.bfloat16)
-        for size in ((num_tokens, channels), (num_tokens, channels), (channels,))
-    )
-    wide = [part.double().numpy() for part in (x, gate, weight)]
-    gated = (wide[0] * silu(wide[1])).reshape(num_tokens, shape.groups, -1)
-    normed = gated / np.sqrt((gated**2).mean(-1, keepdims=True) + 1e-5)
-    expected = normed.reshape(num_tokens, -1) * wide[2]
-    on_device = [part.to(device) for part in (x, gate, weight)]
-
-    def run() -> torch.Tensor:
-        return function(*on_device, shape.groups, 1e-5)
-
-    return Case(run, lambda: near("y", run().double().cpu(), expected, ROUNDED))
 
 
 def norms(device: str, model: str, num_tokens: int) -> Contest:
     """The output norm of a layer, `weight * norm(x * silu(gate))`."""
     params = {"model": model, "num_tokens": num_tokens}
-    shape = SHAPES[model]
-    build = partial(norm_case, seed("gated_norm", params), shape, num_tokens, device)
+    shape, number = SHAPES[model], seed("gated_norm", params)
     moved = 3 * num_tokens * shape.heads * shape.head_dim * 2
+
+    def build(implementation: Any) -> Case:
+        return gated_norm.norm(number, model, num_tokens, implementation, device, torch.bfloat16)
+
     return _contest(
         "gated_norm",
         params,
-        triton=Rival(lambda: build(gated_norm.gated_rms_norm), moved),
-        torch=Rival(lambda: build(gated_norm.gated_rms_norm_reference), moved),
+        triton=Rival(lambda: build(gated_rms_norm), moved),
+        torch=Rival(lambda: build(gated_rms_norm_reference), moved),
     )
 
 

@@ -27,10 +27,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from bench._reference import equal
 from bench.cases import Case, Cell, WrongResultError, grid
 from bench.measurement import ENGINE, QUICK_ROUNDS, groups, measure_together
 from hybrid_kv.cache.block_table import BlockTables
-from hybrid_kv.kernels.kernel_blocks import expand_list, expand_numpy, expand_torch
+from hybrid_kv.kernels.kernel_blocks import expand_list, expand_numpy, expand_torch, expand_triton
 from hybrid_kv.results import provenance, read_rows
 
 SUITE = "kernel_blocks"
@@ -320,11 +321,32 @@ def step(seed: int, scenario: str, blocks_per_kv_block: int, num_groups: int, su
     return Case(run, check, reset, spare)
 
 
+# ---- on a GPU ----
+
+
+def table_expansion(seed: int, num_rows: int, width: int, bpk: int, implementation: Any, device: str) -> Case:
+    """A whole table of manager blocks to kernel blocks."""
+    ids = np.random.default_rng(seed).integers(0, 2**31 // bpk, (num_rows, width)).astype(np.int32)
+    expected = (ids[..., None] * bpk + np.arange(bpk)).reshape(num_rows, -1)
+    block_ids, offsets = torch.from_numpy(ids).to(device), torch.arange(bpk, dtype=torch.int32, device=device)
+
+    def run() -> torch.Tensor:
+        return implementation(block_ids, offsets)
+
+    return Case(run, lambda: equal("kernel blocks", run().cpu(), expected))
+
+
+def table_expansion_gpu(seed: int, num_rows: int, width: int, blocks_per_kv_block: int) -> Case:
+    """`table_expansion` as one launch."""
+    bpk = blocks_per_kv_block
+    return table_expansion(seed, num_rows, width, bpk, lambda ids, _: expand_triton(ids, bpk), "cuda")
+
+
 # ---- the registry, and what the guard asks ----
 
 
 def cells() -> list[Cell]:
-    """Both tables; the engine and what it is compared with."""
+    """Both tables; the engine and what it is compared with. And on a GPU a table as others expand it each step."""
     appends = {"num_blocks": NUM_BLOCKS, "blocks_per_kv_block": BLOCKS_PER_KV_BLOCK, "subject": EXPANSIONS}
     steps = {
         "scenario": tuple(SCENARIOS),
@@ -332,10 +354,12 @@ def cells() -> list[Cell]:
         "num_groups": (NUM_GROUPS,),
         "subject": STAGINGS,
     }
+    tables = {"num_rows": (256,), "width": (241,), "blocks_per_kv_block": BLOCKS_PER_KV_BLOCK}
     quick_steps = [(name, 8) for name in QUICK_SCENARIOS]
     return [
         *grid(SUITE, "expand", "cpu", expansion, appends, QUICK_CELLS, partial(_promise, "expand")),
         *grid(SUITE, "step", "cpu", step, steps, quick_steps, partial(_promise, "step")),
+        *grid(SUITE, "expand_kernel", "gpu", table_expansion_gpu, tables, [(256, 241, 34)]),
     ]
 
 
@@ -353,7 +377,7 @@ def quick_ratios() -> list[tuple[str, dict[str, Any], float, float, float]]:
     """
     return [
         (one.cell.benchmark, dict(one.cell.params), one.ratio.value, one.ratio.low, one.ratio.high)
-        for group in groups([cell for cell in cells() if cell.quick])
+        for group in groups([cell for cell in cells() if cell.quick and cell.tier == "cpu"])
         for one in measure_together(group, QUICK_ROUNDS)
         if one.verdict
     ]

@@ -5,16 +5,20 @@ A float32 softmax over n keys errs by about 1e-6 of its largest output; 1e-5 lea
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
 from bench._reference import Floats, attention, near
 from bench._shapes import SHAPES
 from bench.cases import Case, Cell, grid
-from hybrid_kv.kernels.paged_attention import paged_attention, slot_cells, write_kv
+from hybrid_kv.kernels.paged_attention import paged_attention, paged_attention_varlen, slot_cells, write_kv
 
 TOLERANCE = 1e-5
+ROUNDED = 2.0**-7  # of bfloat16, as a share of the largest value
 BLOCK_SIZE = 64  # of a kernel block
+PAGE = 16  # the same on a GPU
 
 
 def attend(seed: int, model: str, num_reqs: int, length: int, context: int) -> Case:
@@ -72,16 +76,71 @@ def write(seed: int, model: str, num_tokens: int) -> Case:
     return Case(run, check)
 
 
+def pages(seed: int, model: str, num_reqs: int, length: int, context: int, implementation: Any, device: str) -> Case:
+    """`attend` in bfloat16, over pages all over the cache."""
+    shape = SHAPES[model]
+    g = torch.Generator().manual_seed(seed)
+    bf16, count = torch.bfloat16, context // PAGE
+    key, value = (torch.randn(num_reqs, context, shape.kv_heads, shape.head_size, generator=g).to(bf16) for _ in "kv")
+    query = torch.randn(num_reqs, length, shape.query_heads, shape.head_size, generator=g).to(bf16)
+    table = 1 + torch.randperm(num_reqs * count, generator=g).view(num_reqs, count)
+    caches = []
+    for tokens in (key, value):
+        blocks = torch.full((1 + num_reqs * count, PAGE, shape.kv_heads, shape.head_size), torch.nan, dtype=bf16)
+        blocks[table.view(-1)] = tokens.reshape(-1, PAGE, shape.kv_heads, shape.head_size)
+        caches.append(blocks.to(device))
+    positions = torch.arange(context - length, context).repeat(num_reqs, 1)
+    starts = (torch.arange(num_reqs + 1) * length).int()
+    totals = torch.full((num_reqs,), context, dtype=torch.int32)
+    on_device = [part.to(device) for part in (query, table.int(), positions, starts, totals)]
+    scale = shape.head_size**-0.5
+    expected: list[Floats] = []
+
+    def run() -> torch.Tensor:
+        return implementation(*on_device, *caches, scale)
+
+    def check() -> float:
+        if not expected:
+            rows = (np.asarray(part.double()) for part in (query, key, value))
+            expected.append(np.stack([attention(*row, scale) for row in zip(*rows, strict=True)]))
+        return near("output", run().double().cpu().view(expected[0].shape), expected[0], ROUNDED)
+
+    return Case(run, check)
+
+
+def by_kernel(query, block_table, positions, starts, totals, key_cache, value_cache, scale):  # type: ignore[no-untyped-def]
+    """An implementation of `pages`: one launch."""
+    length = query.shape[1]
+    return paged_attention_varlen(
+        query.flatten(0, 1), key_cache, value_cache, block_table, starts, totals, length, scale
+    )
+
+
+def by_torch(query, block_table, positions, starts, totals, key_cache, value_cache, scale):  # type: ignore[no-untyped-def]
+    """Another one."""
+    return paged_attention(query, key_cache, value_cache, block_table, positions, scale)
+
+
+def pages_gpu(seed: int, model: str, num_reqs: int, length: int, context: int) -> Case:
+    """`pages` by the kernel."""
+    return pages(seed, model, num_reqs, length, context, by_kernel, "cuda")
+
+
 def cells() -> list[Cell]:
-    """Decodes, a chunk behind a context, and the writing.
+    """Decodes and a chunk behind a context, on a CPU and a GPU, and the writing on a CPU.
 
     Only the chunk is in quick runs: in the others, which touch scattered pages, pairs of equal code differ by 5 %.
     """
     models = ("nemotron-3-nano-tp8",)
     decodes = {"model": models, "num_reqs": (8,), "length": (1, 4), "context": (512, 2048)}
     chunks = {"model": models, "num_reqs": (1,), "length": (256,), "context": (512, 2048)}
+    full = ("nemotron-3-nano", "granite-4-h-small")
+    steps = {"model": full, "num_reqs": (128,), "length": (1, 4), "context": (2048,)}
+    prompts = {"model": full, "num_reqs": (1,), "length": (2048,), "context": (4096,)}
     return [
         *grid("paged_attention", "decode", "cpu", attend, decodes),
         *grid("paged_attention", "chunk", "cpu", attend, chunks, [("nemotron-3-nano-tp8", 1, 256, 512)]),
         *grid("paged_attention", "write_kv", "cpu", write, {"model": models, "num_tokens": (64, 2048)}),
+        *grid("paged_attention", "decode_kernel", "gpu", pages_gpu, steps, [(full[0], 128, 1)]),
+        *grid("paged_attention", "chunk_kernel", "gpu", pages_gpu, prompts),
     ]

@@ -5,15 +5,20 @@ Quadratic and recurrent arithmetic differ by 2e-5 of the largest value in float3
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
-from bench._reference import Floats, near, recurrence
+from bench._reference import Floats, near, recurrence, softplus
 from bench._shapes import SHAPES
 from bench.cases import Case, Cell, grid
+from hybrid_kv.kernels.spans import Spans
 from hybrid_kv.kernels.ssd import chunk_scan
+from hybrid_kv.kernels.ssd_prefill import chunk_scan_prefill
 
 TOLERANCE = 2e-5
+ROUNDED = 2.0**-7  # of bfloat16, as a share of the largest value
 
 
 def scan(seed: int, model: str, num_tokens: int) -> Case:
@@ -46,7 +51,73 @@ def scan(seed: int, model: str, num_tokens: int) -> Case:
     return Case(run, check)
 
 
+def equal_spans(num_tokens: int, num_reqs: int, chunk_size: int, device: str) -> tuple[Spans, torch.Tensor]:
+    """Prompts of one length, whose states go to the first blocks; and the blocks that they start from."""
+    lengths = torch.full((num_reqs,), num_tokens // num_reqs)
+    blocks = torch.arange(1, num_reqs + 1, device=device)
+    return Spans(lengths, blocks, chunk_size=chunk_size), blocks + num_reqs
+
+
+def prompts(seed: int, model: str, num_tokens: int, num_reqs: int, implementation: Any, device: str) -> Case:
+    """Prompts back to back, each from a state, and the state behind each; bfloat16 activations."""
+    shape = SHAPES[model]
+    g = torch.Generator().manual_seed(seed)
+    bf16, heads, size = torch.bfloat16, shape.heads, shape.state_size
+
+    def normal(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=g)
+
+    x = normal(num_tokens, heads, shape.head_dim).to(bf16)
+    dt = (normal(num_tokens, heads) - 3).to(bf16)
+    B, C = (normal(num_tokens, shape.groups, size).to(bf16) for _ in range(2))
+    dt_bias, A_log, D = (normal(heads) for _ in range(3))
+    state = normal(1 + 2 * num_reqs, heads, shape.head_dim, size)
+    spans, sources = equal_spans(num_tokens, num_reqs, min(shape.chunk_size, 128), device)
+    expected: list[Floats] = []
+    on_device = [part.to(device) for part in (state, x, dt, dt_bias, A_log, B, C, D)]
+    initial = torch.ones_like(sources, dtype=torch.bool)
+
+    def run() -> torch.Tensor:
+        return implementation(*on_device, spans, sources, initial)
+
+    def check() -> float:
+        if not expected:
+            rows = [np.asarray(part.double()).reshape(num_reqs, -1, *part.shape[1:]) for part in (x, dt, B, C)]
+            step = softplus(rows[1] + dt_bias.double().numpy())
+            outputs, ends = [], []
+            for start in range(num_reqs):  # One request's states at a time are a lot already.
+                one = slice(start, start + 1)
+                y, states = recurrence(
+                    state[sources.cpu()[one]].double().numpy(),
+                    rows[0][one],
+                    step[one],
+                    -np.exp(A_log.double().numpy()),
+                    rows[2][one],
+                    rows[3][one],
+                    D.double().numpy(),
+                )
+                outputs.append(y)
+                ends.append(states[:, -1])
+            expected.extend((np.concatenate(outputs), np.concatenate(ends)))
+        on_device[0][1 : 1 + num_reqs] = torch.nan
+        y = run().double().cpu().view(expected[0].shape)
+        written = on_device[0][1 : 1 + num_reqs].double().cpu()
+        # Products of operands rounded to bfloat16, the states of chunks among them.
+        return max(near("y", y, expected[0], 2 * ROUNDED), near("states", written, expected[1], 2 * ROUNDED))
+
+    return Case(run, check)
+
+
+def prompts_gpu(seed: int, model: str, num_tokens: int, num_reqs: int) -> Case:
+    """`prompts` as launches."""
+    return prompts(seed, model, num_tokens, num_reqs, chunk_scan_prefill, "cuda")
+
+
 def cells() -> list[Cell]:
-    """Chunks of a prompt."""
+    """Chunks of a prompt on a CPU, four prompts on a GPU."""
     values = {"model": ("nemotron-3-nano-tp8", "granite-4-h-small-tp8"), "num_tokens": (128, 256)}
-    return [*grid("ssd", "chunk_scan", "cpu", scan, values, [("nemotron-3-nano-tp8", 128)])]
+    packed = {"model": ("nemotron-3-nano", "granite-4-h-small"), "num_tokens": (2048, 8192), "num_reqs": (4,)}
+    return [
+        *grid("ssd", "chunk_scan", "cpu", scan, values, [("nemotron-3-nano-tp8", 128)]),
+        *grid("ssd", "chunk_scan_kernel", "gpu", prompts_gpu, packed, [("nemotron-3-nano", 2048)]),
+    ]

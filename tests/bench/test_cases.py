@@ -17,6 +17,7 @@ from bench import cases
 from bench.cases import SUITES, Case, WrongResultError
 from bench.measurement import checked
 from tests.kernels.interpreter import interpreted
+from tests.kernels.test_ssd_prefill import multiply_bfloat16
 
 FOLDER = Path(bench.__file__).parent
 ALL = cases.cells()
@@ -286,6 +287,11 @@ PLANTS = [
         lambda _: idle,
         "state_update/replay[model=nemotron-3-nano-tp8,num_reqs=2,K=3,flush=True]",
     ),
+    (
+        "hybrid_kv.models.layers.GatedRMSNorm.forward",
+        lambda f: lambda self, x, gate: f(self, gate, x),
+        "gated_norm/norm[model=nemotron-3-nano-tp8,num_tokens=16]",
+    ),
     ("bench.ssd.chunk_scan", second_shifted, "ssd/chunk_scan[model=nemotron-3-nano-tp8,num_tokens=128]"),
     (
         "bench.paged_attention.paged_attention",
@@ -379,20 +385,35 @@ def test_near_and_equal_refuse():
 
 
 def check_kernel(name):
-    from bench import block_tables, causal_conv1d, state_update
+    from bench import block_tables, causal_conv1d, gated_norm, kernel_blocks, paged_attention, ssd, state_update
 
+    model = "nemotron-3-nano-tp8"
     if name == "block_tables":
         case = block_tables.update_kernel(0, "nemotron-3-nano", "prefill 4", device="cpu")
     elif name == "slots":
         kernel = state_update.selective_state_update_slots
-        case = state_update.slots(0, "nemotron-3-nano-tp8", 1, 1, kernel, "cpu", torch.bfloat16)
-    else:
+        case = state_update.slots(0, model, 1, 1, kernel, "cpu", torch.bfloat16)
+    elif name == "conv_update":
         kernel = causal_conv1d.causal_conv1d_update
-        case = causal_conv1d.update(0, "nemotron-3-nano-tp8", 2, 3, kernel, "cpu", torch.bfloat16)
-    return case.check()
+        case = causal_conv1d.update(0, model, 2, 3, kernel, "cpu", torch.bfloat16)
+    elif name == "conv_prefill":
+        case = causal_conv1d.prompts(0, model, 40, 2, causal_conv1d.causal_conv1d_prefill, "cpu")
+    elif name == "chunk_scan":
+        case = ssd.prompts(0, model, 40, 2, ssd.chunk_scan_prefill, "cpu")
+    elif name == "gated_norm":
+        case = gated_norm.norm(0, model, 3, gated_norm.gated_rms_norm, "cpu", torch.bfloat16)
+    elif name == "expand":
+        case = kernel_blocks.table_expansion(0, 3, 5, 8, lambda ids, _: kernel_blocks.expand_triton(ids, 8), "cpu")
+    else:
+        case = paged_attention.pages(0, model, 2, 3, 48, paged_attention.by_kernel, "cpu")
+    with multiply_bfloat16():
+        return case.check()
 
 
-@pytest.mark.parametrize("name", ["block_tables", "slots", "conv_update"])
+@pytest.mark.parametrize(
+    "name",
+    ["block_tables", "slots", "conv_update", "conv_prefill", "chunk_scan", "gated_norm", "expand", "paged_attention"],
+)
 def test_gpu_cells_are_right_in_the_interpreter(name):
     pytest.importorskip("triton")
     assert 0 <= interpreted(check_kernel, name) < 0.02

@@ -1,0 +1,71 @@
+"""The output norm of a Mamba-2 layer: `weight * norm(x * silu(gate))`, each group of channels by itself.
+
+Its arithmetic is float32, which errs by a few 1e-7 of the largest value; bfloat16 rounds the result.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench._reference import near, silu
+from bench._shapes import SHAPES
+from bench.cases import Case, Cell, grid
+from hybrid_kv.kernels.gated_norm import gated_rms_norm
+from hybrid_kv.models.layers import GatedRMSNorm
+
+TOLERANCE = 2e-6
+ROUNDED = 2.0**-7  # of bfloat16, as a share of the largest value
+EPS = 1e-5
+
+
+def norm(seed: int, model: str, num_tokens: int, implementation: Any, device: str, dtype: torch.dtype) -> Case:
+    """The norm of every token."""
+    shape = SHAPES[model]
+    g = torch.Generator().manual_seed(seed)
+    channels = shape.heads * shape.head_dim
+    x, gate, weight = (
+        torch.randn(*size, generator=g).to(dtype)
+        for size in ((num_tokens, channels), (num_tokens, channels), (channels,))
+    )
+    wide = [part.double().numpy() for part in (x, gate, weight)]
+    gated = (wide[0] * silu(wide[1])).reshape(num_tokens, shape.groups, -1)
+    normed = gated / np.sqrt((gated**2).mean(-1, keepdims=True) + EPS)
+    expected = normed.reshape(num_tokens, -1) * wide[2]
+    on_device = [part.to(device) for part in (x, gate, weight)]
+
+    tolerance = ROUNDED if dtype == torch.bfloat16 else TOLERANCE
+
+    def run() -> torch.Tensor:
+        return implementation(*on_device, shape.groups, EPS)
+
+    return Case(run, lambda: near("y", run().double().cpu(), expected, tolerance))
+
+
+def norm_cpu(seed: int, model: str, num_tokens: int) -> Case:
+    """`norm` by the engine's layer, float32."""
+    shape = SHAPES[model]
+    layer = GatedRMSNorm(shape.heads * shape.head_dim, shape.groups, EPS)
+
+    def forward(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
+        layer.weight.data = weight
+        return layer(x, gate)
+
+    return norm(seed, model, num_tokens, forward, "cpu", torch.float32)
+
+
+def norm_gpu(seed: int, model: str, num_tokens: int) -> Case:
+    """`norm` as one launch, bfloat16."""
+    return norm(seed, model, num_tokens, gated_rms_norm, "cuda", torch.bfloat16)
+
+
+def cells() -> list[Cell]:
+    """Of decodes and of a prefill."""
+    steps = {"model": ("nemotron-3-nano-tp8", "granite-4-h-small-tp8"), "num_tokens": (16, 256)}
+    launches = {"model": ("nemotron-3-nano", "granite-4-h-small"), "num_tokens": (128, 2048)}
+    return [
+        *grid("gated_norm", "norm", "cpu", norm_cpu, steps, [("nemotron-3-nano-tp8", 256)]),
+        *grid("gated_norm", "norm_kernel", "gpu", norm_gpu, launches, [("nemotron-3-nano", 2048)]),
+    ]
