@@ -23,7 +23,8 @@ builders, nor the block hashes are trusted, and the first broken rule is named b
 - `allocate-held`, `free-held`, `free-unheld`, `free-leak`, `evict-findable`: the life of a block.
 
 Fresh blocks are poisoned: bytes 0xFF are NaN in every float format and -1 in integers. Layers of a drafting head
-(`mtp.`) write in passes of their own and are not followed.
+(`mtp.`) write in passes of their own; only where they write is checked: `draft-slot` if the target has another token
+there, or none at that place of a block.
 """
 
 from __future__ import annotations
@@ -375,6 +376,27 @@ class Sanitizer:
         for copy in self._copies:
             self._commit_copy(copy, step)
         self._copies.clear()
+
+    def on_draft(self, group: int, rows: Array, positions: Array, slots: torch.Tensor) -> None:
+        """A head is about to write K and V, after `on_commit`; `rows` of the batch. `PAD_SLOT` writes nothing."""
+        shadow, step, places = self.shadows[group], self._batch, _numpy(slots)
+        real = places != PAD_SLOT
+        rows, positions, places = rows[real], positions[real], places[real]
+        blocks = places // shadow.block_size
+        self._check_range(shadow, rows, blocks)
+        self._check_writes(shadow, rows, blocks, step)
+        text = "a head writes position {} into slot {}, which holds {}"
+        same = places % shadow.block_size == positions % shadow.block_size
+        self._require(same, "draft-slot", shadow, rows, blocks, text, positions, places, shadow.slots[places])
+        # Of tokens that the target has computed it is the target's slot.
+        known = positions < np.array([owner.computed for owner in step.owners])[rows]
+        rows, positions, places = rows[known], positions[known], places[known]
+        expected = np.array(
+            [step.owners[row].prefix[p + 1] for row, p in zip(rows.tolist(), positions.tolist(), strict=True)]
+        )
+        found = shadow.slots[places]
+        same = found[:, HASH] == expected
+        self._require(same, "draft-slot", shadow, rows, places // shadow.block_size, text, positions, places, found)
 
     def _commit_copy(self, copy: _Copy, step: _Step) -> None:
         shadow, rows, home, ends = copy.shadow, copy.rows, copy.home, copy.ends

@@ -242,7 +242,7 @@ TORCH = TorchCompute()
 
 
 class SlotMapping:
-    """SlotMapping of a step's tokens [num_tokens] int64, and what a kernel block size makes of them, computed once."""
+    """Slots of a step's tokens [num_tokens] int64, and what a kernel block size makes of them, computed once."""
 
     def __init__(self, slots: torch.Tensor) -> None:
         self.slots = slots
@@ -304,7 +304,7 @@ class AttentionPart:
 
 @dataclass(frozen=True)
 class PagedAttentionMetadata:
-    """SlotMapping of all tokens, [num_tokens_padded], and what each part reads."""
+    """Slots of all tokens, [num_tokens_padded], and what each part reads."""
 
     slot_mapping: SlotMapping
     parts: tuple[AttentionPart, ...]

@@ -23,6 +23,7 @@ from hybrid_kv.engine.scheduler import ScheduledRequest
 from hybrid_kv.kernels.ragged import Ragged
 from hybrid_kv.kernels.slot_mapping import PAD_SLOT
 from hybrid_kv.models.layers import ForwardContext
+from hybrid_kv.sanitizer import Sanitizer
 
 Ints = npt.NDArray[np.int64]
 
@@ -81,7 +82,11 @@ class MTPDrafter:
         self._max_model_len = token_ids.shape[1] - 1
 
     def propose(
-        self, batch: Sequence[ScheduledRequest], hidden: torch.Tensor, tokens: Sequence[list[int]]
+        self,
+        batch: Sequence[ScheduledRequest],
+        hidden: torch.Tensor,
+        tokens: Sequence[list[int]],
+        sanitizer: Sanitizer | None = None,
     ) -> dict[str, list[int]]:
         """Drafts by request id.
 
@@ -89,6 +94,7 @@ class MTPDrafter:
             batch: of the step, in batch order.
             hidden: [num_tokens, hidden_size], the target's.
             tokens: what each request of the batch got; those tokens are in `token_ids` already.
+            sanitizer: is told where K and V will go.
         """
         device = hidden.device
         scheduled = np.array([item.num_tokens for item in batch], dtype=np.int64)
@@ -107,8 +113,11 @@ class MTPDrafter:
         readers = chosen if len(chosen) else np.zeros(1, dtype=np.int64)  # K and V are written on somebody's way
         ends = np.cumsum(lengths)[readers] - 1
         further = (positions[ends] + np.arange(1, self._num_passes)[:, None]).flatten()
-        all_rows = np.concatenate([np.repeat(rows, lengths), np.tile(rows[readers], self._num_passes - 1)])
-        all_places, all_slots = self._slots(all_rows, np.concatenate([positions, further]))
+        asked = np.concatenate([np.repeat(np.arange(len(batch)), lengths), np.tile(readers, self._num_passes - 1)])
+        all_positions = np.concatenate([positions, further])
+        all_places, all_slots = self._slots(rows[asked], all_positions)
+        if sanitizer is not None:
+            sanitizer.on_draft(self._group.group_id, asked, all_positions, all_slots)
         counts = [len(positions)] + [len(readers)] * (self._num_passes - 1)
         places, slots = all_places.split(counts), all_slots.split(counts)
         wanted = torch.from_numpy(ends).to(device)

@@ -313,7 +313,7 @@ class ModelRunner:
         self, batch: Sequence[ScheduledRequest], hidden: torch.Tensor, tokens: Sequence[list[int]]
     ) -> dict[str, list[int]]:
         if self._drafter is not None:
-            return self._drafter.propose(batch, hidden, tokens)
+            return self._drafter.propose(batch, hidden, tokens, self.sanitizer)
         if self.proposer is None:
             return {}
         requests = [item.request for item, new in zip(batch, tokens, strict=True) if new]

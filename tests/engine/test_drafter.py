@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from hybrid_kv.engine import drafter
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.sampling import SamplingParams
+from hybrid_kv.sanitizer import SanitizerError
 from tests.models.tiny_nemotron import Characters
 
 FOLDER = Path(__file__).parents[2] / "accuracy" / "guard_model"
@@ -68,3 +70,29 @@ def test_chunks_that_give_nobody_a_token_still_leave_what_the_head_reads(alone):
     mode, proposals, tokens = alone
     got = drafts_of(PROMPTS[3:4], NUM_TOKENS[3:4], mamba_cache_mode=mode, max_num_seqs=1, max_num_batched_tokens=8)
     assert got == ([proposals[3]], [tokens[3]])
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (lambda place, slots: (place, slots.roll(1)), "draft-slot write-unheld"),
+        (lambda place, slots: (place, slots + 1), "draft-slot write-unheld"),
+        (lambda place, slots: (place, slots + (slots >= 0) * 8), "draft-slot write-unheld"),
+        (lambda place, slots: (place, slots * 0 + 2**20), "index-range"),
+    ],
+    ids=["of another token", "one further", "a block further", "nowhere"],
+)
+def test_the_sanitizer_knows_where_the_head_may_write(monkeypatch, change, rule):
+    plain = drafter.MTPDrafter._slots
+    monkeypatch.setattr(drafter.MTPDrafter, "_slots", lambda self, *args: change(*plain(self, *args)))
+    with pytest.raises(SanitizerError) as caught:
+        drafts_of(PROMPTS, NUM_TOKENS, max_num_seqs=5, sanitize=True)
+    assert caught.value.rule in rule.split()
+
+
+@pytest.mark.parametrize("mode", ["none", "align", "all"])
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_the_sanitizer_has_nothing_against_a_head_that_is_right(mode, async_scheduling):
+    prompts = [*PROMPTS, *PROMPTS]
+    options = {"mamba_cache_mode": mode, "max_num_seqs": 3, "max_num_batched_tokens": 20, "sanitize": True}
+    drafts_of(prompts, [*NUM_TOKENS, *NUM_TOKENS], async_scheduling=async_scheduling, **options)
