@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
@@ -17,6 +16,7 @@ from bench.measurement import (
     measure_together,
     runs_here,
 )
+from hybrid_kv.arguments import ArgumentParser
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.results import append_rows, check_writable
 
@@ -90,7 +90,7 @@ def _chosen(quick: bool, suites: Sequence[str], tiers: Sequence[str]) -> list[Ce
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, append. Returns 0, 1 (wrong result or broken promise) or 2 (could not run)."""
-    parser = argparse.ArgumentParser(prog="python -m bench", allow_abbrev=False)
+    parser = ArgumentParser("python -m bench")
     parser.add_argument("--quick", action="store_true", help="a few cells of every suite")
     parser.add_argument("--suite", action="append", default=[], choices=SUITES, help="only this one; may be repeated")
     parser.add_argument("--tier", action="append", default=[], choices=TIERS, help="only this one; may be repeated")

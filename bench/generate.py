@@ -24,7 +24,6 @@ interval lies below what is promised: 3 for `drafts` with 8 at a time, 1 for eve
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -38,6 +37,7 @@ import torch
 from bench._reference import equal
 from bench.cases import Case, Cell, WrongResultError, grid
 from bench.measurement import ENGINE, Counted, Measurement, groups, measure_together
+from hybrid_kv.arguments import ArgumentParser
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.results import append_rows, check_writable
@@ -280,7 +280,7 @@ def run(quick: bool = False) -> Iterator[list[Measurement] | list[Counted]]:
 
 def main() -> int:
     """Print the tables. Returns 1 for a wrong result or a broken promise, 2 if the rows cannot be written, else 0."""
-    parser = argparse.ArgumentParser(prog="python -m bench.generate")
+    parser = ArgumentParser("python -m bench.generate")
     parser.add_argument("--quick", action="store_true", help="8 prompts of 32 tokens and 24 questions, 8 at a time")
     parser.add_argument("--out", metavar="CSV", help="append one row per measurement")
     options = parser.parse_args()

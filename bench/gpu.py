@@ -13,7 +13,6 @@ Bytes are what a call must move at least. What replays has two kinds of steps, a
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib
 import random
@@ -33,6 +32,7 @@ from bench._reference import equal
 from bench._shapes import SHAPES
 from bench._timing import median, ratio
 from bench.cases import Case, Scalar, WrongResultError, nothing, seed
+from hybrid_kv.arguments import ArgumentParser
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.kernels import replay
 from hybrid_kv.kernels.conv_prefill import causal_conv1d_prefill, causal_conv1d_prefill_reference
@@ -539,7 +539,7 @@ def _print(contest: Contest, results: Sequence[Result], missing: Mapping[str, st
 
 def main(arguments: Sequence[str] | None = None, machine: Callable[[], Device] = Cuda, **where: str) -> int:
     """Race, print, append. Returns 0, 1 (a wrong result) or 2 (could not run)."""
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu", allow_abbrev=False)
+    parser = ArgumentParser("python -m bench.gpu")
     parser.add_argument("--quick", action="store_true", help="one contest of each kind")
     parser.add_argument("--seed", type=int, default=0, help="of the order of launches")
     parser.add_argument("--out", metavar="CSV", required=True, help="append one row per measurement")

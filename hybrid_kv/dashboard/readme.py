@@ -5,7 +5,6 @@ A block stands between `<!-- figures:NAME -->` and `<!-- /figures -->`; what is 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import re
@@ -18,6 +17,7 @@ from typing import Any
 
 import pandas as pd
 
+from hybrid_kv.arguments import ArgumentParser
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.dashboard.data import STATIC_SUITE, Results, about, each, fullest_run, last_words, load, number
 from hybrid_kv.dashboard.page import build_page, write_page
@@ -280,9 +280,7 @@ def screenshot(page: Path, file: Path, browser: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Rewrite README, and docs/dashboard.png where a browser is found."""
-    # Without a usage, whose line would stand before that of an error.
-    parser = argparse.ArgumentParser("hybrid_kv.dashboard.readme", argparse.SUPPRESS, f"{main.__doc__} No arguments.")
-    parser.parse_args(arguments)
+    ArgumentParser("python -m hybrid_kv.dashboard.readme", main.__doc__).parse_args(arguments)
     results = load(ROOT / "results")
     readme = ROOT / "README.md"
     before = readme.read_text(encoding="utf-8")

@@ -1,0 +1,16 @@
+"""Command lines of `python -m …` modules."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NoReturn
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse's, but that an error is one line, as in `hybrid-kv`, and that no option can be abbreviated."""
+
+    def __init__(self, prog: str, description: str | None = None) -> None:
+        super().__init__(prog=prog, description=description, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}; see {self.prog} --help\n")

@@ -1,0 +1,30 @@
+"""What a wrong command line of a module says."""
+
+import pytest
+
+from hybrid_kv.arguments import ArgumentParser
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nope"], "unrecognized arguments: --nope"),
+        (["--qui"], "unrecognized arguments: --qui"),
+        (["--tier", "x"], "argument --tier: invalid choice: 'x'"),
+    ],
+)
+def test_an_error_is_one_line_and_names_the_way_out(arguments, message, capsys):
+    parser = ArgumentParser("python -m bench", "Measures.")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--tier", choices=["cpu", "gpu"])
+    with pytest.raises(SystemExit) as caught:
+        parser.parse_args(arguments)
+    out, err = capsys.readouterr()
+    assert caught.value.code == 2 and not out
+    assert err.startswith(f"error: {message}") and err.endswith("; see python -m bench --help\n") and err.count("\n") == 1
+
+
+def test_help_is_as_ever(capsys):
+    with pytest.raises(SystemExit) as caught:
+        ArgumentParser("python -m bench", "Measures.").parse_args(["--help"])
+    assert caught.value.code == 0 and "Measures." in capsys.readouterr().out
