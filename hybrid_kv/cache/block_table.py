@@ -137,7 +137,7 @@ class BlockTables:
         counts = self._staged_counts[:staged].to(self.device).long()
         overwrite = self._staged_overwrite[:staged].to(self.device)
         ids = self._staged_ids[:num_ids].to(self.device)
-        start = self.num_blocks[rows].masked_fill(overwrite[:, None], 0)
+        start = self.num_blocks.index_select(0, rows).masked_fill(overwrite[:, None], 0)
         end = start + counts
         if self.device.type == "cpu":
             self._check(rows, counts, end, num_ids)
@@ -154,8 +154,8 @@ class BlockTables:
             raise IndexError(
                 f"group {group} row {int(rows[i])}: {int(end[i, group])} blocks exceed the width {self.widths[group]}"
             )
-        if len(rows.unique()) != len(rows):
-            raise ValueError(f"a row was staged twice in one step: {sorted(rows.tolist())}")
+        if len(set(known := rows.tolist())) != len(known):
+            raise ValueError(f"a row was staged twice in one step: {sorted(known)}")
         if int(counts.sum()) != num_ids:
             raise ValueError(f"{num_ids} block ids were staged for {int(counts.sum())} columns")
 
