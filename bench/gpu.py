@@ -34,9 +34,10 @@ from bench._timing import median, ratio
 from bench.cases import Case, Scalar, WrongResultError, nothing, seed
 from hybrid_kv.arguments import ArgumentParser
 from hybrid_kv.config import HybridKVError
-from hybrid_kv.kernels import replay
+from hybrid_kv.kernels import state_bytes
 from hybrid_kv.kernels.conv_prefill import causal_conv1d_prefill, causal_conv1d_prefill_reference
 from hybrid_kv.kernels.conv_update import causal_conv1d_update, causal_conv1d_update_reference
+from hybrid_kv.kernels.counts import mean_traffic
 from hybrid_kv.kernels.gated_norm import gated_rms_norm, gated_rms_norm_reference
 from hybrid_kv.kernels.kernel_blocks import expand_torch, expand_triton
 from hybrid_kv.kernels.ssd_prefill import chunk_scan_prefill, chunk_scan_prefill_reference
@@ -196,7 +197,7 @@ def _contest(
 @cache
 def flush_rate(K: int) -> float:
     """Share of the steps that flush, by the rule itself."""
-    return replay.mean_traffic(replay.SHAPES["Nemotron-3-Nano"], torch.float32, K).flush_rate
+    return mean_traffic(state_bytes.SHAPES["Nemotron-3-Nano"], torch.float32, K).flush_rate
 
 
 def state_updates(device: str, model: str, num_reqs: int, K: int) -> Contest:
@@ -210,13 +211,13 @@ def state_updates(device: str, model: str, num_reqs: int, K: int) -> Contest:
         return state_update.slots(number, model, num_reqs, K, implementation, device, bf16)
 
     def replayed(flush: bool) -> Rival:
-        moved = replay.step_bytes(sizes, torch.float32, tokens, state_update.HISTORY, flush)
+        moved = state_bytes.step_bytes(sizes, torch.float32, tokens, state_update.HISTORY, flush)
         make = partial(
             state_update.replay, number, model, num_reqs, K, flush, "replay_update", device=device, dtype=bf16
         )
         return Rival(make, num_reqs * sum(moved.values()))
 
-    moved = num_reqs * sum(replay.slots_bytes(sizes, torch.float32, tokens).values())
+    moved = num_reqs * sum(state_bytes.slots_bytes(sizes, torch.float32, tokens).values())
     rivals = {
         "slots": Rival(lambda: slots(selective_state_update_slots), moved),
         "replay_step": replayed(False),

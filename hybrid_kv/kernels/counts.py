@@ -5,8 +5,8 @@ operation of torch that would launch one on a GPU; views and allocations do not.
 dispatches it: its norm is a row of operations here and one on a GPU, and copies from the host are none here.
 
 Bytes: every address that the programs of a launch load or store, each once, parameters that all requests share left
-out. What is counted must be what `replay.step_bytes` and `replay.slots_bytes` say, which then average over a long run
-the histories and flushes that `replay.commit` makes.
+out. What is counted must be what `state_bytes` says, which `mean_traffic` then averages over the histories and
+flushes that `replay.commit` makes in a long run.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from hybrid_kv.kernels.aot import Baseline, read_baseline
+from hybrid_kv.kernels.replay import ReplayCursors, commit_reference, default_ring_len
+from hybrid_kv.kernels.state_bytes import SHAPES, slots_bytes, step_bytes
 from hybrid_kv.results import Row, provenance
 
 TARGET = "any"
@@ -272,10 +274,61 @@ def _count_scheme(shape: tuple[int, int, int, int], K: int, n_hist: int | None, 
     )
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes per request, layer and step of both schemes, averaged over a long run.
+
+    Attributes:
+        flush_rate: share of the steps that flush.
+        replay, slots: bytes.
+    """
+
+    flush_rate: float
+    replay: float
+    slots: float
+
+    @property
+    def ratio(self) -> float:
+        return self.slots / self.replay
+
+
+def mean_traffic(
+    shape: tuple[int, int, int, int],
+    state_dtype: torch.dtype,
+    num_speculative_tokens: int,
+    acceptance: float = 0.75,
+    block_size: int | None = 528,
+    steps: int = 400,
+) -> Traffic:
+    """Both schemes under drafts of which each is accepted with probability `acceptance` if those before it are.
+
+    The cursors of 64 requests are moved by `commit_reference` itself, so the rate of flushes is that of its rule.
+    """
+    num_rows, tokens = 64, 1 + num_speculative_tokens
+    device, generator = torch.device("cpu"), torch.Generator().manual_seed(0)
+    cursors = ReplayCursors.allocate(num_rows, default_ring_len(tokens), tokens, device)
+    rows = torch.arange(num_rows)
+    cursors.restart(rows, 1 + rows)  # Not in step with each other.
+    cu_seqlens = torch.arange(num_rows + 1) * tokens
+    columns = 2 if block_size is None else 2 + (num_rows + steps * tokens) // block_size
+    block_table = torch.ones(num_rows, columns, dtype=torch.int64)
+    accepted = torch.ones(num_rows, dtype=torch.int64)
+    warm, total, flushes = steps // 4, 0, 0
+    for index in range(steps):
+        step = commit_reference(cursors, rows, accepted, cu_seqlens, block_table, block_size)
+        hits = torch.rand(num_rows, num_speculative_tokens, generator=generator) < acceptance
+        accepted = 1 + hits.long().cumprod(1).sum(1)
+        if index >= warm:
+            for n_hist, n_flush in zip(step.n_hist.tolist(), step.n_flush.tolist(), strict=True):
+                total += sum(step_bytes(shape, state_dtype, tokens, n_hist, n_flush > 0).values())
+                flushes += n_flush > 0
+    count = num_rows * (steps - warm)
+    slots = sum(slots_bytes(shape, state_dtype, tokens).values())
+    return Traffic(flushes / count, total / count, slots)
+
+
 def count_bytes() -> list[Count]:
     """Of one request, layer and step, at the shape of Nemotron-3-Nano with float32 states."""
-    from hybrid_kv.kernels.replay import SHAPES, mean_traffic, slots_bytes, step_bytes
-
     name, fp32, found = "Nemotron-3-Nano", torch.float32, []
     shape = heads, head_dim, size, groups = SHAPES[name]
     for K in (3, 5):

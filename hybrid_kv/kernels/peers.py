@@ -29,7 +29,7 @@ import torch
 
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.kernels.aot import AotCase
-from hybrid_kv.kernels.replay import SHAPES
+from hybrid_kv.kernels.state_bytes import SHAPES
 
 PACKAGES = {"vllm": "vllm", "mamba_ssm": "mamba-ssm"}  # how they are imported and installed
 MODEL = "Nemotron-3-Nano"

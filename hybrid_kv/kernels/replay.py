@@ -37,6 +37,7 @@ import torch
 import torch.nn.functional as F
 
 from hybrid_kv.kernels.launch import FLOATS, INTS, check, jit, next_power_of_2, warp_size
+from hybrid_kv.kernels.state_bytes import SHAPES, step_bytes
 from hybrid_kv.kernels.strided import copy_blocks
 
 if TYPE_CHECKING:
@@ -867,104 +868,6 @@ def _launch(
         **constexprs,
         num_warps=NUM_WARPS,
     )
-
-
-# ---- what it costs ----
-
-SHAPES = {"Nemotron-3-Nano": (64, 64, 128, 8), "Nemotron-H-8B": (128, 64, 128, 8)}  # heads, head_dim, state, groups
-
-
-def step_bytes(
-    shape: tuple[int, int, int, int],
-    state_dtype: torch.dtype,
-    num_tokens: int,
-    n_hist: int,
-    flush: bool,
-    dtype: torch.dtype = torch.bfloat16,
-) -> dict[str, int]:
-    """Distinct bytes that `replay_update` moves for one request in one layer, what requests share left out.
-
-    Args:
-        shape: heads, head_dim, state, groups.
-        state_dtype: float32 stands for its planes.
-        dtype: of the activations.
-    """
-    heads, head_dim, size, groups = shape
-    elements = heads * head_dim * size
-    upper = dtype == torch.bfloat16 and state_dtype == torch.float32 and not flush
-    read = 2 * elements if upper else state_dtype.itemsize * elements
-    per_token = (heads * head_dim + groups * size) * dtype.itemsize
-    return {
-        "state": read + (state_dtype.itemsize * elements if flush else 0),
-        "ring": (n_hist + num_tokens) * (per_token + heads * 4),
-        "inputs": num_tokens * (per_token + (groups * size + heads) * dtype.itemsize),
-        "outputs": num_tokens * heads * head_dim * dtype.itemsize,
-    }
-
-
-def slots_bytes(
-    shape: tuple[int, int, int, int],
-    state_dtype: torch.dtype,
-    num_tokens: int,
-    dtype: torch.dtype = torch.bfloat16,
-) -> dict[str, int]:
-    """The same of `selective_state_update_slots`."""
-    heads, head_dim, size, _ = shape
-    state = (1 + num_tokens) * heads * head_dim * size * state_dtype.itemsize
-    return step_bytes(shape, state_dtype, num_tokens, 0, False, dtype) | {"state": state, "ring": 0}
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes per request, layer and step of both schemes, averaged over a long run.
-
-    Attributes:
-        flush_rate: share of the steps that flush.
-        replay, slots: bytes.
-    """
-
-    flush_rate: float
-    replay: float
-    slots: float
-
-    @property
-    def ratio(self) -> float:
-        return self.slots / self.replay
-
-
-def mean_traffic(
-    shape: tuple[int, int, int, int],
-    state_dtype: torch.dtype,
-    num_speculative_tokens: int,
-    acceptance: float = 0.75,
-    block_size: int | None = 528,
-    steps: int = 400,
-) -> Traffic:
-    """Both schemes under drafts of which each is accepted with probability `acceptance` if those before it are.
-
-    The cursors of 64 requests are moved by `commit_reference` itself, so the rate of flushes is that of its rule.
-    """
-    num_rows, tokens = 64, 1 + num_speculative_tokens
-    device, generator = torch.device("cpu"), torch.Generator().manual_seed(0)
-    cursors = ReplayCursors.allocate(num_rows, default_ring_len(tokens), tokens, device)
-    rows = torch.arange(num_rows)
-    cursors.restart(rows, 1 + rows)  # Not in step with each other.
-    cu_seqlens = torch.arange(num_rows + 1) * tokens
-    columns = 2 if block_size is None else 2 + (num_rows + steps * tokens) // block_size
-    block_table = torch.ones(num_rows, columns, dtype=torch.int64)
-    accepted = torch.ones(num_rows, dtype=torch.int64)
-    warm, total, flushes = steps // 4, 0, 0
-    for index in range(steps):
-        step = commit_reference(cursors, rows, accepted, cu_seqlens, block_table, block_size)
-        hits = torch.rand(num_rows, num_speculative_tokens, generator=generator) < acceptance
-        accepted = 1 + hits.long().cumprod(1).sum(1)
-        if index >= warm:
-            for n_hist, n_flush in zip(step.n_hist.tolist(), step.n_flush.tolist(), strict=True):
-                total += sum(step_bytes(shape, state_dtype, tokens, n_hist, n_flush > 0).values())
-                flushes += n_flush > 0
-    count = num_rows * (steps - warm)
-    slots = sum(slots_bytes(shape, state_dtype, tokens).values())
-    return Traffic(flushes / count, total / count, slots)
 
 
 def aot_cases(lanes: int = 32) -> list[AotCase]:

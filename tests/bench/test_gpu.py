@@ -14,7 +14,8 @@ from bench import gpu
 from bench._shapes import SHAPES, Shape
 from bench.cases import Case, WrongResultError
 from bench.gpu import COPY, Contest, Cuda, Rival, contests, main, race, rows
-from hybrid_kv.kernels import replay
+from hybrid_kv.kernels import state_bytes
+from hybrid_kv.kernels.counts import mean_traffic
 from hybrid_kv.results import TIME_UNITS, check_file, read_rows
 from tests.kernels.interpreter import interpreted, load_peer
 from tests.kernels.test_ssd_prefill import multiply_bfloat16
@@ -122,15 +123,15 @@ def test_bytes_are_those_of_the_model(everything):
     def one(benchmark, **params):
         return next(c for c in everything if c.benchmark == benchmark and params.items() <= c.params.items())
 
-    nano = replay.SHAPES["Nemotron-3-Nano"]
+    nano = state_bytes.SHAPES["Nemotron-3-Nano"]
     step = one("state_update", model="nemotron-3-nano", num_reqs=16, K=3)
-    assert step.rivals["slots"].num_bytes == 16 * sum(replay.slots_bytes(nano, torch.float32, 4).values())
+    assert step.rivals["slots"].num_bytes == 16 * sum(state_bytes.slots_bytes(nano, torch.float32, 4).values())
     assert step.rivals["vllm"].num_bytes == step.rivals["slots"].num_bytes
     # A flush reads the lower plane as well and writes both.
     states = 64 * 64 * 128
     assert step.rivals["replay_flush"].num_bytes - step.rivals["replay_step"].num_bytes == 16 * 6 * states
     (weights,) = step.means.values()
-    traffic = replay.mean_traffic(nano, torch.float32, 3)
+    traffic = mean_traffic(nano, torch.float32, 3)
     assert weights == {"replay_step": 1 - traffic.flush_rate, "replay_flush": traffic.flush_rate}
     assert 0 < traffic.flush_rate < 0.5
     conv = one("conv_update", model="nemotron-3-nano", num_reqs=16, K=3)

@@ -11,9 +11,10 @@ pytest.importorskip("triton")
 import torch
 
 from hybrid_kv import cli
-from hybrid_kv.kernels import aot, counts, replay
+from hybrid_kv.kernels import aot, counts
 from hybrid_kv.kernels.aot import read_baseline
 from hybrid_kv.kernels.counts import CASES, Count, changed_rows, count_bytes, count_launches, counted, failures
+from hybrid_kv.kernels.state_bytes import slots_bytes, step_bytes
 from hybrid_kv.results import append_rows, check_file, provenance
 from tests.kernels.interpreter import interpreted
 
@@ -86,7 +87,7 @@ def bytes_of_a_step(n_hist, flush):
 @pytest.mark.parametrize(("n_hist", "flush"), [(None, False), (0, False), (9, True)])
 def test_bytes_are_those_of_the_model(n_hist, flush):
     shape, fp32 = (8, 64, 128, 1), torch.float32
-    said = replay.slots_bytes(shape, fp32, 4) if n_hist is None else replay.step_bytes(shape, fp32, 4, n_hist, flush)
+    said = slots_bytes(shape, fp32, 4) if n_hist is None else step_bytes(shape, fp32, 4, n_hist, flush)
     assert interpreted(bytes_of_a_step, n_hist, flush) == sum(said.values())
 
 
@@ -108,9 +109,9 @@ def test_every_address_counts_once_and_what_is_shared_not_at_all():
 def test_a_model_that_is_not_what_is_counted_is_wrong(monkeypatch):
     def counted_bytes(shape, K, n_hist, flush):
         said = (
-            replay.slots_bytes(shape, torch.float32, 1 + K)
+            slots_bytes(shape, torch.float32, 1 + K)
             if n_hist is None
-            else replay.step_bytes(shape, torch.float32, 1 + K, n_hist, flush)
+            else step_bytes(shape, torch.float32, 1 + K, n_hist, flush)
         )
         return sum(said.values()) + (flush and K == 5)
 
@@ -189,3 +190,12 @@ def test_the_command_counts_and_fails(monkeypatch, capsys, tmp_path, file):
     assert run([more, BYTES], "--update")[0] == 0
     assert read_baseline(file, provenance().triton)[more.key]["launches"] == 4
     assert run([more, BYTES])[0] == 0
+
+
+def test_the_rate_of_flushes_is_that_of_the_chain():
+    """Without drafts everything is known: a ring of 33 tokens is folded every 32 steps, each block has one more."""
+    group = (1, 1, 1, 1)
+    assert counts.mean_traffic(group, torch.float32, 0, block_size=None, steps=256).flush_rate == pytest.approx(1 / 32)
+    assert counts.mean_traffic(group, torch.float32, 0, block_size=8, steps=256).flush_rate == pytest.approx(1 / 8)
+    all_accepted = counts.mean_traffic(group, torch.float32, 3, acceptance=1.0, block_size=None, steps=320)
+    assert all_accepted.flush_rate == pytest.approx(1 / 8)

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 
 from hybrid_kv.kernels import replay
 from hybrid_kv.kernels.aot import TARGETS, compile_case, read_metrics
+from hybrid_kv.kernels.counts import mean_traffic
 from hybrid_kv.kernels.replay import (
-    SHAPES,
     ReplayCursors,
     ReplayRing,
     ReplayStep,
@@ -32,17 +32,15 @@ from hybrid_kv.kernels.replay import (
     commit_reference,
     default_ring_len,
     join_state,
-    mean_traffic,
     read_states,
     replay_flush,
     replay_flush_reference,
     replay_update,
     replay_update_reference,
-    slots_bytes,
     split_state,
-    step_bytes,
     write_states,
 )
+from hybrid_kv.kernels.state_bytes import SHAPES, slots_bytes, step_bytes
 from hybrid_kv.kernels.state_update import selective_state_update_slots
 from tests.kernels.interpreter import count_bytes, interpreted, share_memory_with_the_interpreter
 from tests.kernels.test_ssd import plain
@@ -734,15 +732,6 @@ def test_a_fifth_of_the_bytes_of_slots(drafts, at_least):
     found = mean_traffic(nano, torch.float32, drafts)
     assert found.slots == 8 * sum(counted.values())
     assert found.ratio > at_least > 5, found
-
-
-def test_the_rate_of_flushes_is_that_of_the_chain():
-    """Without drafts everything is known: a ring of 33 tokens is folded every 32 steps, each block has one more."""
-    group = (1, 1, 1, 1)
-    assert mean_traffic(group, torch.float32, 0, block_size=None, steps=256).flush_rate == pytest.approx(1 / 32)
-    assert mean_traffic(group, torch.float32, 0, block_size=8, steps=256).flush_rate == pytest.approx(1 / 8)
-    all_accepted = mean_traffic(group, torch.float32, 3, acceptance=1.0, block_size=None, steps=320)
-    assert all_accepted.flush_rate == pytest.approx(1 / 8)
 
 
 @pytest.mark.parametrize("target", TARGETS)
