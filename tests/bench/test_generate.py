@@ -28,7 +28,7 @@ def short(monkeypatch):
 @pytest.fixture
 def two(monkeypatch):
     """Three questions, two at a time, with every variant."""
-    monkeypatch.setattr(generate, "LONGEST_ANSWER", 12)  # so that answers end for either reason
+    monkeypatch.setattr(generate, "LONGEST_ANSWER", 16)  # so that answers end for either reason
     generate._questions.cache_clear()
     yield partial(generate.questions, 0, 3, 2)
     generate._questions.cache_clear()
@@ -55,7 +55,7 @@ def test_questions_get_the_answers_that_each_gets_alone(two, variant):
     assert case.check() == 0
     case.reset()
     assert case.run() == wanted
-    assert all(len(answer) == 12 or answer[-1] == stop for answer in wanted)
+    assert [len(answer) for answer in wanted] == [16, 13, 16] and [answer[-1] == stop for answer in wanted] == [0, 1, 0]
     assert len({len(text) for text in texts}) > 1, "nothing is padded"
 
 
