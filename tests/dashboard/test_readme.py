@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import re
+import subprocess
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -16,10 +19,22 @@ from tests.dashboard.rows import results
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_readme_shows_the_rows_of_the_repository() -> None:
+def committed(folder: Path) -> Path | None:
+    """The results of the last commit, without the rows that commands have appended since; None outside of git."""
+    packed = subprocess.run(["git", "archive", "--format=zip", "HEAD", "results"], cwd=ROOT, capture_output=True)
+    if packed.returncode:
+        return None
+    with zipfile.ZipFile(io.BytesIO(packed.stdout)) as archive:
+        archive.extractall(folder)
+    return folder / "results"
+
+
+def test_readme_shows_the_rows_of_the_repository(tmp_path: Path) -> None:
+    """Those of the working tree, or those of the last commit: `make guard` leaves rows behind."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    made = readme.rewrite(text, load(ROOT / "results"))
-    assert made == text, "README.md is behind results/*.csv; run: make figures"
+    folders = [folder for folder in (ROOT / "results", committed(tmp_path)) if folder is not None]
+    made = [readme.rewrite(text, load(folder)) for folder in folders]
+    assert text in made, "README.md is behind results/*.csv; run: make figures"
 
 
 def test_readme_has_every_block_once_and_the_screenshot() -> None:
