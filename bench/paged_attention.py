@@ -13,7 +13,7 @@ import torch
 from bench._reference import Floats, attention, near
 from bench._shapes import SHAPES
 from bench.cases import Case, Cell, grid
-from hybrid_kv.kernels.paged_attention import paged_attention, paged_attention_varlen, slot_cells, write_kv
+from hybrid_kv.kernels.paged_attention import paged_attention, paged_attention_varlen, write_kv
 
 TOLERANCE = 1e-5
 ROUNDED = 2.0**-7  # of bfloat16, as a share of the largest value
@@ -52,6 +52,8 @@ def attend(seed: int, model: str, num_reqs: int, length: int, context: int) -> C
 
 def write(seed: int, model: str, num_tokens: int) -> Case:
     """K and V of a step's tokens into the slots of their blocks, two of the tokens being padding."""
+    from hybrid_kv.kernels.paged_attention import slot_cells  # which older versions lack
+
     shape = SHAPES[model]
     g = torch.Generator().manual_seed(seed)
     new = [torch.randn(num_tokens, shape.kv_heads, shape.head_size, generator=g) for _ in range(2)]

@@ -299,7 +299,7 @@ PLANTS = [
         "paged_attention/decode[model=nemotron-3-nano-tp8,num_reqs=8,length=4,context=512]",
     ),
     (
-        "bench.paged_attention.slot_cells",
+        "hybrid_kv.kernels.paged_attention.slot_cells",
         lambda f: lambda slots, block_size: f(slots.abs(), block_size),
         "paged_attention/write_kv[model=nemotron-3-nano-tp8,num_tokens=64]",
     ),
