@@ -111,7 +111,8 @@ class MTPDrafter:
 
         chosen = np.array([i for i, new in enumerate(tokens) if new], dtype=np.int64)
         readers = chosen if len(chosen) else np.zeros(1, dtype=np.int64)  # K and V are written on somebody's way
-        ends = np.cumsum(lengths)[readers] - 1
+        ends = np.cumsum(lengths)[readers] - 1  # their last pairs, the queries of the first pass
+        # Slots of all passes at once: every pair of the first, then pass by pass the next one of each reader.
         further = (positions[ends] + np.arange(1, self._num_passes)[:, None]).flatten()
         asked = np.concatenate([np.repeat(np.arange(len(batch)), lengths), np.tile(readers, self._num_passes - 1)])
         all_positions = np.concatenate([positions, further])
