@@ -53,6 +53,15 @@ def _passing() -> torch.Tensor:
     return torch.zeros(CACHES * size // 4, dtype=torch.int32, device="cuda")
 
 
+def between_events(run: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    """Call `run`, which launches; the device will have passed the events before and behind it."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    return start, end
+
+
 @dataclass(frozen=True)
 class DeviceSubject(Subject):
     """A subject whose `run` launches work on the current CUDA device."""
@@ -62,12 +71,9 @@ class DeviceSubject(Subject):
         total = 0.0
         self.reset()
         for _ in range(repeats):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.synchronize()
             _passing().sum()  # Read: nothing of it need be written back while `run` runs.
-            start.record()
-            self.run()
-            end.record()
+            start, end = between_events(self.run)
             end.synchronize()
             total += start.elapsed_time(end) / 1000
         return total / repeats

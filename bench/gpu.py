@@ -30,7 +30,7 @@ import torch
 from bench import block_tables, causal_conv1d, gated_norm, kernel_blocks, paged_attention, ssd, state_update
 from bench._reference import equal
 from bench._shapes import SHAPES
-from bench._timing import median, ratio
+from bench._timing import between_events, median, ratio
 from bench.cases import Case, Scalar, WrongResultError, nothing, seed
 from hybrid_kv.arguments import ArgumentParser
 from hybrid_kv.config import HybridKVError
@@ -426,11 +426,7 @@ class Cuda:
         for before, call in calls:
             before()
             self._evict()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            call()
-            end.record()
-            events.append((start, end))
+            events.append(between_events(call))
         torch.cuda.synchronize()
         return [start.elapsed_time(end) / 1000 for start, end in events]
 

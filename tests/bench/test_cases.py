@@ -419,6 +419,32 @@ def test_gpu_cells_are_right_in_the_interpreter(name):
     assert 0 <= interpreted(check_kernel, name) < 0.02
 
 
+def wrong_by_a_tenth(function):
+    return lambda *arguments: function(*arguments) * 1.1
+
+
+@pytest.mark.parametrize("name", ["conv_prefill", "chunk_scan", "gated_norm", "expand", "paged_attention"])
+def test_a_wrong_kernel_is_a_wrong_result(name):
+    from bench import causal_conv1d, gated_norm, kernel_blocks, paged_attention, ssd
+    from hybrid_kv.kernels import conv_prefill, ssd_prefill
+    from hybrid_kv.kernels import gated_norm as norm_kernels
+
+    model, bf16 = "nemotron-3-nano-tp8", torch.bfloat16
+    build, plain = {
+        "conv_prefill": (
+            lambda f: causal_conv1d.prompts(0, model, 40, 2, f, "cpu"),
+            conv_prefill.causal_conv1d_prefill_reference,
+        ),
+        "chunk_scan": (lambda f: ssd.prompts(0, model, 40, 2, f, "cpu"), ssd_prefill.chunk_scan_prefill_reference),
+        "gated_norm": (lambda f: gated_norm.norm(0, model, 3, f, "cpu", bf16), norm_kernels.gated_rms_norm_reference),
+        "expand": (lambda f: kernel_blocks.table_expansion(0, 3, 5, 8, f, "cpu"), kernel_blocks.expand_torch),
+        "paged_attention": (lambda f: paged_attention.pages(0, model, 2, 3, 48, f, "cpu"), paged_attention.by_torch),
+    }[name]
+    assert build(plain).check() >= 0
+    with pytest.raises(WrongResultError):
+        build(wrong_by_a_tenth(plain)).check()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("cell", [cell for cell in ALL if cell.tier == "gpu" and cell.quick], ids=lambda cell: cell.key)
 def test_gpu_cells_are_right(cell):

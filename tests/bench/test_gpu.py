@@ -17,6 +17,7 @@ from bench.gpu import COPY, Contest, Cuda, Rival, contests, main, race, rows
 from hybrid_kv.kernels import state_bytes
 from hybrid_kv.kernels.counts import mean_traffic
 from hybrid_kv.results import TIME_UNITS, check_file, read_rows
+from tests.bench.events import log_events
 from tests.kernels.interpreter import interpreted, load_peer
 from tests.kernels.test_ssd_prefill import multiply_bfloat16
 
@@ -325,20 +326,7 @@ def test_a_wrong_result_leaves_no_row(monkeypatch, capsys, tmp_path):
 
 def test_a_call_is_timed_alone_behind_other_buffers(monkeypatch):
     log = []
-
-    class Event:
-        def __init__(self, enable_timing):
-            assert enable_timing
-
-        def record(self):
-            log.append("event")
-
-        def elapsed_time(self, end):
-            assert log[-1] == "wait"  # an event that has not happened yet has no time
-            return 2000.0
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("wait"))
+    log_events(monkeypatch, log, 2000.0)
     device = object.__new__(Cuda)
     device._evict = lambda: log.append("evict")
     calls = [(lambda n=n: log.append(f"before {n}"), lambda n=n: log.append(n)) for n in "ab"]

@@ -7,6 +7,7 @@ import pytest
 
 from bench import _timing
 from bench._timing import Stopwatch, Subject, calibrate, measure, median, ratio
+from tests.bench.events import log_events
 
 
 @pytest.fixture
@@ -85,27 +86,11 @@ def test_ratio_is_that_of_rounds():
 def test_a_launch_is_enqueued_while_other_buffers_pass_through_the_cache(monkeypatch):
     """Nothing waits between them: on an idle device the time between the events would be that of Python."""
     log = []
-
-    class Event:
-        def __init__(self, enable_timing):
-            assert enable_timing
-
-        def record(self):
-            log.append("event")
-
-        def synchronize(self):
-            log.append("end")
-
-        def elapsed_time(self, end):
-            assert log[-1] == "end"
-            return 4000.0
-
-    monkeypatch.setattr(_timing.torch.cuda, "Event", Event)
-    monkeypatch.setattr(_timing.torch.cuda, "synchronize", lambda: log.append("idle"))
+    log_events(monkeypatch, log, 4000.0)
     monkeypatch.setattr(_timing, "_passing", lambda: SimpleNamespace(sum=lambda: log.append("pass")))
     subject = _timing.DeviceSubject(lambda: log.append("run"), lambda: log.append("reset"))
     assert subject.sample(2) == 4.0
-    assert log == ["reset", *["idle", "pass", "event", "run", "event", "end"] * 2]
+    assert log == ["reset", *["wait", "pass", "event", "run", "event", "wait"] * 2]
 
 
 def test_what_passes_is_many_times_the_cache(monkeypatch):
