@@ -72,6 +72,21 @@ def test_chunks_that_give_nobody_a_token_still_leave_what_the_head_reads(alone):
     assert got == ([proposals[3]], [tokens[3]])
 
 
+def swapped(place, slots):
+    """Two computed tokens of one request, at the same place of two of its blocks."""
+    i = next(i for i in range(len(place) - 8) if place[i + 8] - place[i] == 8)
+    slots = slots.clone()
+    slots[[i, i + 8]] = slots[[i + 8, i]]
+    return place, slots
+
+
+def beside(place, slots):
+    """The last draft, whose token nobody knows yet, one place off in its own block."""
+    slots = slots.clone()
+    slots[-1] ^= 1
+    return place, slots
+
+
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
@@ -79,8 +94,10 @@ def test_chunks_that_give_nobody_a_token_still_leave_what_the_head_reads(alone):
         (lambda place, slots: (place, slots + 1), "draft-slot write-unheld"),
         (lambda place, slots: (place, slots + (slots >= 0) * 8), "draft-slot write-unheld"),
         (lambda place, slots: (place, slots * 0 + 2**20), "index-range"),
+        (swapped, "draft-slot"),
+        (beside, "draft-slot"),
     ],
-    ids=["of another token", "one further", "a block further", "nowhere"],
+    ids=["of another token", "one further", "a block further", "nowhere", "in another block", "beside"],
 )
 def test_the_sanitizer_knows_where_the_head_may_write(monkeypatch, change, rule):
     plain = drafter.MTPDrafter._slots
