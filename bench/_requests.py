@@ -10,7 +10,8 @@ import torch
 from hybrid_kv.cache.manager import KVCacheManager
 from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 from hybrid_kv.config import SchedulerConfig
-from hybrid_kv.engine.scheduler import Request, Scheduler
+from hybrid_kv.engine.scheduler import Scheduler
+from hybrid_kv.request import Request
 from hybrid_kv.sampling import SamplingParams
 
 BLOCK_SIZE = 16

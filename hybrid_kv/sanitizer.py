@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from hybrid_kv.attention.paged import PagedAttentionMetadata
     from hybrid_kv.cache.backend import AttentionGroup
     from hybrid_kv.config import SchedulerConfig
-    from hybrid_kv.engine.scheduler import Request, ScheduledRequest
     from hybrid_kv.kernels.replay import ReplayRing, ReplayStep
+    from hybrid_kv.request import Request, ScheduledRequest
 
 Array = npt.NDArray[Any]
 States = tuple[torch.Tensor, torch.Tensor | None]  # convolution windows and SSM states of a layer

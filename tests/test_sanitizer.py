@@ -17,7 +17,8 @@ from hybrid_kv.cache import block_table
 from hybrid_kv.cache.block_hash import BlockHashes
 from hybrid_kv.cache.block_pool import BlockPool
 from hybrid_kv.cache.block_table import BlockTables
-from hybrid_kv.cache.manager import KVCacheManager, _Columns
+from hybrid_kv.cache.columns import Columns
+from hybrid_kv.cache.manager import KVCacheManager
 from hybrid_kv.cache.offload import KVOffload
 from hybrid_kv.engine import runner
 from hybrid_kv.engine.llm import LLM
@@ -419,16 +420,16 @@ BUGS = {
     ),
     "a token too many is counted": (Scheduler, "update", around(count_one_more), ALL, "position"),
     "next column published": (
-        _Columns, "__getitem__", before(lambda self, column: (self, min(column + 1, self.length - 1))), ATTENTION,
+        Columns, "__getitem__", before(lambda self, column: (self, min(column + 1, self.length - 1))), ATTENTION,
         "publish-slots",
     ),
     "a held block is handed out": (BlockPool, "allocate", around(hand_out_a_held_block), ATTENTION, "allocate-held"),
     "given back again and again": (
-        _Columns, "give_back", lambda plain: lambda self, end: dict.fromkeys(self._ids[:end].tolist(), 0), ALIGN,
+        Columns, "give_back", lambda plain: lambda self, end: dict.fromkeys(self._ids[:end].tolist(), 0), ALIGN,
         "free-unheld",
     ),
     "one block is never freed": (
-        _Columns, "held", around(lambda ids, *_: ids[:-1]), ATTENTION, "free-leak",
+        Columns, "held", around(lambda ids, *_: ids[:-1]), ATTENTION, "free-leak",
     ),
     "a token behind a rejected draft": (
         runner, "verify", around(lambda gained, *_: [[*new, 0] for new in gained]), ALL, "accept",

@@ -23,57 +23,21 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from dataclasses import dataclass
 from math import lcm
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from hybrid_kv.cache.block_hash import BlockHashes
 from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockIds, BlockKey, BlockPool
+from hybrid_kv.cache.columns import NO_HIT, NO_IDS, Columns, NewBlocks, PrefixHit
 from hybrid_kv.cache.offload import KVOffload
 from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec, UniformTypeKVCacheSpecs, cdiv
 from hybrid_kv.config import ConfigError
 
 if TYPE_CHECKING:
     from hybrid_kv.sanitizer import Sanitizer
-
-_EMPTY: BlockIds = np.empty(0, dtype=np.int32)
-
-
-class NewBlocks(NamedTuple):
-    """Columns that a request just got: ids group by group, and how many each group got, as block tables stage them."""
-
-    ids: BlockIds
-    counts: array[int]
-
-    def per_group(self) -> list[BlockIds]:
-        """The ids of each group, as views."""
-        ends = list(accumulate(self.counts))
-        return [self.ids[end - count : end] for end, count in zip(ends, self.counts, strict=True)]
-
-
-NO_BLOCKS = NewBlocks(_EMPTY, array("i"))
-
-
-@dataclass(frozen=True)
-class PrefixHit:
-    """What the cache can restore of a request.
-
-    `group_tokens` is what each group could have restored alone; `vetoed_by` is a group that could not restore the next
-    longer prefix though another one could, if there is one. `chains` are the request's hashes, group by group, for who
-    takes the hit; who only reports it should drop them.
-    """
-
-    num_tokens: int
-    group_tokens: tuple[int, ...] = ()
-    vetoed_by: int | None = None
-    chains: tuple[Sequence[bytes], ...] = field(default=(), repr=False, compare=False)
-
-
-NO_HIT = PrefixHit(0)
 
 
 class HitLostError(Exception):
@@ -102,53 +66,6 @@ class _Refusal:
     request_id: str
     num_needed: int
     keys: frozenset[BlockKey]
-
-
-class _Columns:
-    """A request's columns in one group. Those before `first` have been given back."""
-
-    __slots__ = ("_ids", "first", "length", "published")
-
-    def __init__(self) -> None:
-        self._ids: BlockIds = np.zeros(4, dtype=np.int32)
-        self.length = 0
-        self.first = 0
-        self.published = 0  # columns that need no look any more
-
-    def extend(self, ids: BlockIds) -> None:
-        end = self.length + len(ids)
-        if end > len(self._ids):
-            self._ids = np.concatenate([self._ids[: self.length], np.zeros(end, dtype=np.int32)])
-        self._ids[self.length : end] = ids
-        self.length = end
-
-    def held(self) -> BlockIds:
-        """Ids from `first` on, null columns left out."""
-        ids = self._ids[self.first : self.length]
-        return ids[ids != NULL_BLOCK]
-
-    def ends(self, block_size: int) -> npt.NDArray[np.int64]:
-        """Where the columns of `held()` end, in tokens."""
-        ids = self._ids[self.first : self.length]
-        return (self.first + np.flatnonzero(ids != NULL_BLOCK) + 1) * block_size
-
-    def all(self) -> BlockIds:
-        """Ids of all columns, null ones included."""
-        return self._ids[: self.length]
-
-    def __getitem__(self, column: int) -> int:
-        return int(self._ids[column])
-
-    def set(self, column: int, block: int) -> None:
-        """Fill a null column."""
-        self._ids[column] = block
-
-    def give_back(self, end: int) -> dict[int, int]:
-        """The blocks before column `end`, which are the request's no more, and their columns."""
-        columns = enumerate(self._ids[self.first : end].tolist(), self.first)
-        self._ids[self.first : end] = NULL_BLOCK
-        self.first = end
-        return {block: column for column, block in columns if block != NULL_BLOCK}
 
 
 class KVCacheManager:
@@ -200,9 +117,9 @@ class KVCacheManager:
                 )
         self.hit_unit = lcm(*(spec.block_size for spec in self._specs)) if enable_prefix_caching else 1
         self._groups = [_Group(spec) for spec in self._specs]
-        self._nothing = NewBlocks(_EMPTY, array("i", [0] * len(self._specs)))
+        self._nothing = NewBlocks(NO_IDS, array("i", [0] * len(self._specs)))
         self._refusal: _Refusal | None = None
-        self._held: dict[str, list[_Columns]] = {}
+        self._held: dict[str, list[Columns]] = {}
         self._given_back: dict[str, dict[int, int]] = {}  # the block, and the end of its column
 
     def can_ever_fit(self, num_tokens: int) -> bool:
@@ -323,10 +240,10 @@ class KVCacheManager:
 
     def _admit(self, request_id: str, end: int, ahead: int, is_decode: bool, hit: PrefixHit) -> NewBlocks | None:
         """`allocate_slots` for a request that holds nothing yet."""
-        rows = [_Columns() for _ in self._groups]
+        rows = [Columns() for _ in self._groups]
         taken: list[int] = []
         absent: list[BlockKey] = []
-        places: list[tuple[_Columns, int]] = []  # where the absent ones go
+        places: list[tuple[Columns, int]] = []  # where the absent ones go
         for index, (group, row) in enumerate(zip(self._groups, rows, strict=True)):
             if not (count := hit.num_tokens // group.block_size):
                 continue
@@ -385,7 +302,7 @@ class KVCacheManager:
             return new
         return NewBlocks(np.concatenate([row.all() for row in rows]), array("i", [row.length for row in rows]))
 
-    def _count_missing(self, rows: Sequence[_Columns], end: int, ahead: int, is_decode: bool) -> tuple[list[int], int]:
+    def _count_missing(self, rows: Sequence[Columns], end: int, ahead: int, is_decode: bool) -> tuple[list[int], int]:
         """Columns that each group lacks until token `end`, or `ahead` where steps write beyond it; blocks for them."""
         counts, needed = [], 0
         for group, row in zip(self._groups, rows, strict=True):
@@ -399,7 +316,7 @@ class KVCacheManager:
             needed += min(count, 1) if group.is_align and not is_decode else count
         return counts, needed
 
-    def _append(self, rows: Sequence[_Columns], counts: Sequence[int], ids: BlockIds, is_decode: bool) -> NewBlocks:
+    def _append(self, rows: Sequence[Columns], counts: Sequence[int], ids: BlockIds, is_decode: bool) -> NewBlocks:
         """Give each row as many columns more; the blocks are for all of them, or for the last one of an align chunk."""
         flat = ids if len(ids) == sum(counts) else np.zeros(sum(counts), dtype=np.int32)
         begin = used = 0
@@ -414,7 +331,7 @@ class KVCacheManager:
             begin += count
         return NewBlocks(flat, array("i", counts))
 
-    def _give_back(self, request_id: str, passed: Sequence[tuple[_Columns, int, int]]) -> None:
+    def _give_back(self, request_id: str, passed: Sequence[tuple[Columns, int, int]]) -> None:
         """Each row's columns before the given one; with its block size. All at once: the pool's cost is per call."""
         depths: dict[int, int] = {}
         for row, end, block_size in passed:
@@ -476,7 +393,7 @@ class KVCacheManager:
     def block_ids(self, request_id: str) -> list[BlockIds]:
         """All ids that the request holds, per group, in table order."""
         rows = self._held.get(request_id)
-        return [_EMPTY for _ in self._specs] if rows is None else [row.held() for row in rows]
+        return [NO_IDS for _ in self._specs] if rows is None else [row.held() for row in rows]
 
     def free(self, request_id: str) -> None:
         """Return everything the request holds.
@@ -508,7 +425,7 @@ class KVCacheManager:
         self.pool.check_integrity()
         strangers = sorted((self._held.keys() | self._given_back.keys()) - set(running))
         assert not strangers, f"requests that do not run hold blocks: {strangers}"
-        owned = np.concatenate([_EMPTY, *(ids for request in self._held for ids in self.block_ids(request))])
+        owned = np.concatenate([NO_IDS, *(ids for request in self._held for ids in self.block_ids(request))])
         counts = np.bincount(owned, minlength=self.pool.num_blocks)
         counts[NULL_BLOCK] = 1
         wrong = np.flatnonzero(counts != self.pool.ref_count)

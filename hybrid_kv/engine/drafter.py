@@ -19,10 +19,10 @@ from hybrid_kv.attention.paged import AttentionPart, Compute, PagedAttentionMeta
 from hybrid_kv.cache.backend import AttentionGroup
 from hybrid_kv.cache.block_table import BlockTables
 from hybrid_kv.cache.spec import KVCacheSpec
-from hybrid_kv.engine.scheduler import ScheduledRequest
 from hybrid_kv.kernels.ragged import Ragged
 from hybrid_kv.kernels.slot_mapping import PAD_SLOT
 from hybrid_kv.models.layers import ForwardContext
+from hybrid_kv.request import ScheduledRequest
 from hybrid_kv.sanitizer import Sanitizer
 
 Ints = npt.NDArray[np.int64]

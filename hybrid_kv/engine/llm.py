@@ -14,7 +14,8 @@ import torch
 from tqdm.auto import tqdm
 
 from hybrid_kv.cache.backend import BackendContext, get_backend
-from hybrid_kv.cache.manager import NO_HIT, KVCacheManager, PrefixHit
+from hybrid_kv.cache.columns import NO_HIT, PrefixHit
+from hybrid_kv.cache.manager import KVCacheManager
 from hybrid_kv.cache.offload import KVOffload, check_offloadable
 from hybrid_kv.cache.plan import CachePlan, apply_block_sizes, plan_cache, update_block_size_for_backend
 from hybrid_kv.cache.spec import KVCacheConfig, KVCacheSpec, MambaSpec, group_layers, replay_spec, with_speculation
@@ -29,7 +30,8 @@ from hybrid_kv.config import (
     is_int,
 )
 from hybrid_kv.engine.runner import Model, ModelRunner, Proposer, StepOutput
-from hybrid_kv.engine.scheduler import Request, ScheduledRequest, Scheduler
+from hybrid_kv.engine.scheduler import Scheduler
+from hybrid_kv.request import Request, ScheduledRequest
 from hybrid_kv.sampling import SamplingParams
 from hybrid_kv.sanitizer import Sanitizer
 from hybrid_kv.spec_decode.propose import NgramProposer

@@ -17,80 +17,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain
 
-from hybrid_kv.cache.block_hash import BlockHashes
-from hybrid_kv.cache.manager import NO_BLOCKS, NO_HIT, HitLostError, KVCacheManager, NewBlocks, PrefixHit
+from hybrid_kv.cache.columns import NO_BLOCKS, NO_HIT, NewBlocks, PrefixHit
+from hybrid_kv.cache.manager import HitLostError, KVCacheManager
 from hybrid_kv.config import ConfigError, SchedulerConfig
-from hybrid_kv.sampling import SamplingParams
-
-
-@dataclass(eq=False)
-class Request:
-    """A request and how far it is. `num_computed_tokens` tokens are in the cache, all of them accepted."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    seed: int
-    output_token_ids: list[int] = field(default_factory=list)
-    draft_token_ids: list[int] = field(default_factory=list)  # proposals for the tokens after the last known one
-    num_computed_tokens: int = 0
-    num_flushed_tokens: int = 0  # of them; its Mamba states have seen these, and will be read until they see more
-    num_preemptions: int = 0
-    num_draft_tokens: int = 0  # verified so far …
-    num_accepted_draft_tokens: int = 0  # … and found right; those behind the token that ended it do not count
-    in_flight: ScheduledRequest | None = None  # a step that has run, but whose tokens are not known here yet
-    is_finished: bool = False
-    hit: PrefixHit = NO_HIT  # of the first admission, without its chains
-    row: int = -1  # of the block tables; -1 while waiting
-
-    def __post_init__(self) -> None:
-        self.block_hashes = BlockHashes(self.params.cache_salt)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
-
-    @property
-    def token_ids(self) -> list[int]:
-        return self.prompt_token_ids + self.output_token_ids
-
-
-@dataclass(eq=False)
-class ScheduledRequest:
-    """`num_tokens` tokens of one request, from `num_computed_tokens` on; the last `num_drafts` of them are drafts.
-
-    With asynchronous scheduling the step before may still be under way. Then `drafts` is None: the tokens and the
-    drafts that the step before ends with are the runner's to fill in, `num_drafts` is how many there is room for, and
-    `num_computed_tokens` is what is certain.
-    """
-
-    request: Request
-    num_tokens: int
-    num_computed_tokens: int
-    new_blocks: NewBlocks  # filled in once there is room; nothing changes after that
-    overwrite: bool  # the row has a new owner
-    samples: bool  # the step computes the last known token, so that its logits give the next one
-    drafts: tuple[int, ...] | None = ()
-    num_drafts: int = 0
-    attempt: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        if self.drafts is not None:
-            self.num_drafts = len(self.drafts)
-        # A request that was preempted since has no use for what the step computed, only for its tokens.
-        self.attempt = self.request.num_preemptions
-
-    @property
-    def is_decode(self) -> bool:
-        """Nothing but decodes follows a decode: scheme `replay` leaves their tokens to the next one."""
-        return self.samples and self.num_computed_tokens > 0 and self.num_tokens == 1 + self.num_drafts
-
-    @property
-    def is_stale(self) -> bool:
-        return self.attempt != self.request.num_preemptions
+from hybrid_kv.request import Request, ScheduledRequest
 
 
 class Scheduler:

@@ -17,11 +17,11 @@ from hybrid_kv.attention.mamba import DecodeReplay
 from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
 from hybrid_kv.engine.llm import LLM, RequestOutput
 from hybrid_kv.engine.runner import StepOutput
-from hybrid_kv.engine.scheduler import Request, ScheduledRequest
 from hybrid_kv.guard.patterns import count_end, count_outputs, count_step
 from hybrid_kv.guard.scenario import Scenario
 from hybrid_kv.guard.traffic import Cell
 from hybrid_kv.kernels.replay import ReplayStep
+from hybrid_kv.request import Request, ScheduledRequest
 
 Prefix = tuple[str, bytes]
 

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 
 from hybrid_kv.cache.backend import BackendContext, FlashAttentionBackend, MultipleOf, TorchBackend, register_backend
-from hybrid_kv.engine.scheduler import Request
 from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle
+from hybrid_kv.request import Request
 from hybrid_kv.sampling import SamplingParams, sample
 
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from hybrid_kv.cache.block_hash import BlockHashes
 from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockKey
-from hybrid_kv.cache.manager import NO_HIT, HitLostError, KVCacheManager, NewBlocks, PrefixHit
+from hybrid_kv.cache.columns import NO_HIT, NewBlocks, PrefixHit
+from hybrid_kv.cache.manager import HitLostError, KVCacheManager
 from hybrid_kv.cache.offload import KVOffload, Page
 from hybrid_kv.cache.spec import (
     FullAttentionSpec,

@@ -14,8 +14,9 @@ from hybrid_kv.cache.offload import Page
 from hybrid_kv.cache.plan import plan_cache
 from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, cdiv
 from hybrid_kv.config import CacheConfig, ConfigError, SchedulerConfig
-from hybrid_kv.engine.scheduler import Request, Scheduler
+from hybrid_kv.engine.scheduler import Scheduler
 from hybrid_kv.models.exact import ExactConfig, ExactModel
+from hybrid_kv.request import Request
 from hybrid_kv.sampling import SamplingParams
 
 MODES = ("none", "align", "all")

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from hybrid_kv.cache.block_pool import BlockPool
-from hybrid_kv.cache.manager import KVCacheManager, PrefixHit, _Columns
+from hybrid_kv.cache.columns import Columns, PrefixHit
+from hybrid_kv.cache.manager import KVCacheManager
 from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.engine.llm import LLM, RequestOutput
 from hybrid_kv.engine.scheduler import Scheduler
@@ -78,9 +79,9 @@ def test_a_state_that_is_held_too_long_or_not_paid_for(
     options = {"state_scheme": scheme, "block_size": block_size}
     traffic = scenario("align", K, "right" if K else "none", **options)
     assert run_scenario(traffic).wrong == []
-    give_back = _Columns.give_back
+    give_back = Columns.give_back
     with monkeypatch.context() as patch:
-        patch.setattr(_Columns, "give_back", lambda self, end: give_back(self, max(self.first, end - 1)))
+        patch.setattr(Columns, "give_back", lambda self, end: give_back(self, max(self.first, end - 1)))
         assert "are due" in wrong(run_scenario(traffic))
     planned = MambaSpec.max_blocks_per_request
     monkeypatch.setattr(MambaSpec, "max_blocks_per_request", lambda self, length: planned(self, length) - 1)

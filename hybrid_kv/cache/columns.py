@@ -1,0 +1,99 @@
+"""What a request holds in one group: a row of block ids, some of them null; and what the cache has of a request.
+
+`cache.manager` fills and empties columns, `cache.block_table` stages the new ones.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockIds
+
+NO_IDS: BlockIds = np.empty(0, dtype=np.int32)
+
+
+class NewBlocks(NamedTuple):
+    """Columns that a request just got: ids group by group, and how many each group got, as block tables stage them."""
+
+    ids: BlockIds
+    counts: array[int]
+
+    def per_group(self) -> list[BlockIds]:
+        """The ids of each group, as views."""
+        ends = list(accumulate(self.counts))
+        return [self.ids[end - count : end] for end, count in zip(ends, self.counts, strict=True)]
+
+
+NO_BLOCKS = NewBlocks(NO_IDS, array("i"))
+
+
+@dataclass(frozen=True)
+class PrefixHit:
+    """What the cache can restore of a request.
+
+    `group_tokens` is what each group could have restored alone; `vetoed_by` is a group that could not restore the next
+    longer prefix though another one could, if there is one. `chains` are the request's hashes, group by group, needed
+    to take the hit; drop them before storing it.
+    """
+
+    num_tokens: int
+    group_tokens: tuple[int, ...] = ()
+    vetoed_by: int | None = None
+    chains: tuple[Sequence[bytes], ...] = field(default=(), repr=False, compare=False)
+
+
+NO_HIT = PrefixHit(0)
+
+
+class Columns:
+    """A request's columns in one group. Those before `first` have been given back."""
+
+    __slots__ = ("_ids", "first", "length", "published")
+
+    def __init__(self) -> None:
+        self._ids: BlockIds = np.zeros(4, dtype=np.int32)
+        self.length = 0
+        self.first = 0
+        self.published = 0  # columns already published or skipped
+
+    def extend(self, ids: BlockIds) -> None:
+        end = self.length + len(ids)
+        if end > len(self._ids):
+            self._ids = np.concatenate([self._ids[: self.length], np.zeros(end, dtype=np.int32)])
+        self._ids[self.length : end] = ids
+        self.length = end
+
+    def held(self) -> BlockIds:
+        """Ids from `first` on, null columns left out."""
+        ids = self._ids[self.first : self.length]
+        return ids[ids != NULL_BLOCK]
+
+    def ends(self, block_size: int) -> npt.NDArray[np.int64]:
+        """Where the columns of `held()` end, in tokens."""
+        ids = self._ids[self.first : self.length]
+        return (self.first + np.flatnonzero(ids != NULL_BLOCK) + 1) * block_size
+
+    def all(self) -> BlockIds:
+        """Ids of all columns, null ones included."""
+        return self._ids[: self.length]
+
+    def __getitem__(self, column: int) -> int:
+        return int(self._ids[column])
+
+    def set(self, column: int, block: int) -> None:
+        """Fill a null column."""
+        self._ids[column] = block
+
+    def give_back(self, end: int) -> dict[int, int]:
+        """The blocks before column `end`, which are the request's no more, and their columns."""
+        columns = enumerate(self._ids[self.first : end].tolist(), self.first)
+        self._ids[self.first : end] = NULL_BLOCK
+        self.first = end
+        return {block: column for column, block in columns if block != NULL_BLOCK}
