@@ -1,0 +1,82 @@
+"""`hybrid-kv compare`: two revisions, measured side by side."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from hybrid_kv.cli.options import require_at_least_one, require_folder
+
+Tier = Literal["count", "cpu", "gpu"]
+
+
+def compare(
+    base: Annotated[str, typer.Argument(help="A git revision; . is the working tree.")] = "HEAD",
+    head: Annotated[str, typer.Argument(help="What may have become slower: a revision, or the working tree.")] = ".",
+    every: Annotated[bool, typer.Option("--all", help="All benchmarks, not only the quick ones: minutes.")] = False,
+    suite: Annotated[
+        list[str] | None, typer.Option("--suite", "-k", help="Only benchmarks whose name contains this; repeatable.")
+    ] = None,
+    tier: Annotated[Tier | None, typer.Option(help="Only counts, times of host code (cpu), or of a GPU.")] = None,
+    pairs: Annotated[int, typer.Option(help="Pairs of processes of the first look; the repeat has twice as many.")] = 6,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of orders and memory layouts; default: a fresh one.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="CSV for the rows; default: results/compare.csv or operating_curve.csv.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write everything measured here.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Also write a comment for a pull request here.")] = None,
+    acknowledge: Annotated[
+        str | None, typer.Option(help="Accept the changed counts for this reason: append to acknowledged.csv.")
+    ] = None,
+    self_test: Annotated[
+        bool, typer.Option("--self-test", help="Compare BASE with itself, as it is and slowed: rates of errors. Hours.")
+    ] = False,
+    repetitions: Annotated[int, typer.Option(help="With --self-test: comparisons of equal code.")] = 50,
+    trials: Annotated[int, typer.Option(help="With --self-test: comparisons per planted slowdown.")] = 20,
+) -> None:
+    """Say whether HEAD is slower than BASE, or counts otherwise: both run side by side, now, in a checkout."""
+    from bench import operating_curve, verdicts
+    from bench.cases import TIERS
+    from bench.compare import ROOT, Design
+    from bench.compare import compare as measure
+    from hybrid_kv.config import ConfigError
+    from hybrid_kv.results import append_rows, check_writable
+
+    results = ROOT / "results"
+    design = Design(pairs=pairs)
+    out = out or results / ("operating_curve.csv" if self_test else "compare.csv")
+    acknowledged = results / "acknowledged.csv"
+    if acknowledge is not None and not acknowledge.strip():
+        raise ConfigError("--acknowledge needs a reason, such as 'one block more per request'")
+    check_writable(out)
+    for file in (json_file, markdown):
+        if file is not None:
+            require_folder(file)
+    if self_test:
+        require_at_least_one(repetitions=repetitions, trials=trials)
+        operating_curve.print_rates(
+            operating_curve.self_test(base, out, root=ROOT, repetitions=repetitions, plants=trials, design=design)
+        )
+        return
+    seed = secrets.randbelow(2**31) if seed is None else seed
+    tiers = TIERS if tier is None else (tier,)
+    comparison = measure(
+        base, head, root=ROOT, quick=not every, select=suite or [""], tiers=tiers, design=design, seed=seed
+    )
+    outcomes = verdicts.outcomes_of(comparison, results)
+    if acknowledge is not None:
+        append_rows(acknowledged, verdicts.acknowledging_rows(outcomes, acknowledge, comparison.base.commit))
+        outcomes = verdicts.outcomes_of(comparison, results)
+    verdicts.print_table(outcomes)
+    print(verdicts.verdict_line(comparison, outcomes))
+    append_rows(out, list(verdicts.rows(comparison, outcomes)), commit=comparison.head.commit)
+    if json_file is not None:
+        json_file.write_text(json.dumps(verdicts.document(comparison, outcomes), indent=2) + "\n", encoding="utf-8")
+    if markdown is not None:
+        markdown.write_text(verdicts.markdown(comparison, outcomes), encoding="utf-8")
+    if any(one.alarm for one in outcomes):
+        raise typer.Exit(1)

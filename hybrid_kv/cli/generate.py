@@ -1,0 +1,64 @@
+"""`hybrid-kv generate`: prompts continued on the command line."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from hybrid_kv.cli.options import SCHEME_HELP, CacheMode, DraftMethod, StateScheme
+
+
+def generate(
+    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; without any, one per line of stdin.")] = None,
+    model: Annotated[str | None, typer.Option(help="Checkpoint folder; default: the embedded guard model.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens per answer at most.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this probability.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling reproducible.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End the answer before this text; may be repeated.")] = None,
+    max_model_len: Annotated[int, typer.Option(help="Tokens of prompt and answer at most.")] = 2048,
+    max_num_seqs: Annotated[int, typer.Option(help="Requests that run at once.")] = 16,
+    block_size: Annotated[int | None, typer.Option(help="Tokens per attention block.")] = None,
+    num_blocks: Annotated[int | None, typer.Option(help="Blocks in the pool.")] = None,
+    attention_backend: Annotated[str, typer.Option(help="Layout and kernel block sizes to use.")] = "auto",
+    mamba_cache_mode: Annotated[CacheMode, typer.Option(help="align and all turn prefix caching on.")] = "none",
+    state_scheme: Annotated[StateScheme, typer.Option(help=SCHEME_HELP)] = "slots",
+    speculative_method: Annotated[DraftMethod | None, typer.Option(help="Where drafts come from.")] = None,
+    num_speculative_tokens: Annotated[int, typer.Option(help="Draft tokens verified per step (K).")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Continue prompts with a checkpoint, through paged block tables."""
+    from hybrid_kv import LLM, SamplingParams
+    from hybrid_kv.config import ConfigError
+
+    texts = prompts or [line.rstrip("\n") for line in sys.stdin]
+    if not texts:
+        raise ConfigError("no prompt: give one as an argument or on standard input")
+    params = SamplingParams(max_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
+    if model is None:
+        from accuracy.guard_model import FOLDER
+
+        model = str(FOLDER)
+    llm = LLM(
+        model,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        attention_backend=attention_backend,
+        mamba_cache_mode=mamba_cache_mode,
+        state_scheme=state_scheme,
+        speculative_method=speculative_method,
+        num_speculative_tokens=num_speculative_tokens,
+        device=device,
+    )
+    outputs = llm.generate(texts, params, progress=len(texts) > 1)
+    for output in outputs:
+        if output.error is None:
+            print(f"{output.prompt}{output.text}")
+    errors = [output.error for output in outputs if output.error is not None]
+    if errors:
+        raise ConfigError("; ".join(errors))

@@ -1,0 +1,61 @@
+"""`hybrid-kv kernels`: every kernel compiled ahead of time and compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hybrid_kv.cli.options import require_folder
+
+
+def kernels(
+    targets: Annotated[str, typer.Option(help="Of sm_80, sm_90, sm_100 and gfx942.")] = "sm_80,sm_90,sm_100,gfx942",
+    baseline: Annotated[
+        Path | None, typer.Option(help="CSV to compare with; default: results/kernels.csv if there is one.")
+    ] = None,
+    update: Annotated[bool, typer.Option("--update", help="Accept what changed: append it to the baseline.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write every metric here.")] = None,
+    with_peers: Annotated[
+        bool, typer.Option("--peers", help="Also compile the Triton kernels of vLLM and mamba_ssm, for comparison.")
+    ] = False,
+) -> None:
+    """Compile every kernel ahead of time and compare registers, spills, access and instructions. Needs no GPU.
+
+    Also count, in Triton's interpreter, the launches of a decode step and the bytes of both state schemes.
+    """
+    from hybrid_kv.config import ConfigError
+    from hybrid_kv.kernels import aot, counts
+    from hybrid_kv.results import append_rows, check_writable, provenance
+
+    names = aot.parse_targets(targets)
+    if baseline is not None and not update and not baseline.exists():
+        raise ConfigError(f"{baseline} does not exist, so nothing would be compared; --update makes it")
+    baseline = baseline or Path("results/kernels.csv")
+    if update:
+        check_writable(baseline)
+    if json_file is not None:
+        require_folder(json_file)
+    modules, absent = aot.kernel_modules(), []
+    if with_peers:
+        from hybrid_kv.kernels import peers
+
+        absent = peers.find()[1]
+    verdicts = aot.run(modules, names, baseline, accept=update)
+    counted = counts.count_all()
+    known = {} if update else aot.read_baseline(baseline, provenance().triton)
+    wrong = [counts.failures(one, known) for one in counted]
+    aot.print_table(verdicts)
+    counts.print_counts(counted, wrong)
+    others = aot.run_peers(names) if with_peers else []
+    if with_peers:
+        print("\nkernels of other packages, not gated:\n")
+        aot.print_table(others)
+        print(*absent, sep="\n")
+    if json_file is not None:
+        aot.write_json(verdicts, json_file, others)
+    if any(verdict.failures for verdict in verdicts) or any(wrong):
+        raise typer.Exit(1)
+    if update:
+        append_rows(baseline, [*aot.changed_rows(verdicts, baseline), *counts.changed_rows(counted, baseline)])

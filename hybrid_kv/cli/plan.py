@@ -1,0 +1,168 @@
+"""`hybrid-kv plan`: sizes and capacity of a model's cache."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from hybrid_kv.cli.options import SCHEME_HELP, CacheMode, StateScheme, require_at_least_one
+
+if TYPE_CHECKING:
+    from hybrid_kv.cache.plan import CachePlan
+
+Platform = Literal["cuda", "xpu", "cpu"]
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def plan(
+    config: Annotated[str, typer.Argument(help="A Hugging Face config.json, or the folder that holds it.")],
+    platform: Annotated[Platform, typer.Option(help="Decides the default backend and its block size.")] = "cuda",
+    backend: Annotated[str, typer.Option(help="Attention backend, such as FLASH_ATTN or FLASHINFER.")] = "auto",
+    gpu_memory: Annotated[
+        str | None, typer.Option(help="Memory for the cache alone, weights already subtracted: 80GiB, 512MB or bytes.")
+    ] = None,
+    num_blocks: Annotated[int | None, typer.Option(help="Blocks in the pool, instead of --gpu-memory.")] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Tokens of the longest request; default: the config's.")
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None,
+        typer.Option(
+            help="Requests that shall fit at once: a note says if they do not. Rows of rings (replay; else 64)."
+        ),
+    ] = None,
+    block_size: Annotated[int | None, typer.Option(help="Tokens per attention block.")] = None,
+    mamba_block_size: Annotated[int | None, typer.Option(help="Tokens per Mamba block (mode all).")] = None,
+    mamba_cache_mode: Annotated[CacheMode, typer.Option(help="Which Mamba states are kept.")] = "none",
+    state_scheme: Annotated[StateScheme, typer.Option(help=SCHEME_HELP)] = "slots",
+    num_speculative_tokens: Annotated[int, typer.Option(help="Draft tokens verified per step (K).")] = 0,
+    dtype: Annotated[str, typer.Option(help="Model dtype; auto takes the config's.")] = "auto",
+    cache_dtype: Annotated[str, typer.Option(help="K/V dtype; auto takes the model's.")] = "auto",
+    mamba_ssm_cache_dtype: Annotated[
+        str, typer.Option(help="SSM state dtype; auto takes the config's or the family's.")
+    ] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+) -> None:
+    """Print block sizes, padding, groups and capacity of a model's cache. Nothing is allocated."""
+    from hybrid_kv.cache.backend import BackendContext, get_backend
+    from hybrid_kv.cache.plan import describe, plan_cache
+    from hybrid_kv.cache.spec import replay_spec, with_speculation
+    from hybrid_kv.config import CacheConfig, ConfigError, SchedulerConfig
+    from hybrid_kv.models.shapes import model_shape
+
+    require_at_least_one(max_model_len=max_model_len, max_num_seqs=max_num_seqs)
+    cache = CacheConfig(
+        block_size=block_size,
+        mamba_block_size=mamba_block_size,
+        mamba_cache_mode=mamba_cache_mode,
+        state_scheme=state_scheme,
+        cache_dtype=cache_dtype,
+        mamba_ssm_cache_dtype=mamba_ssm_cache_dtype,
+        num_blocks=num_blocks,
+        memory_bytes=None if gpu_memory is None else parse_memory(gpu_memory),
+    )
+    shape = model_shape(config, cache=cache, num_speculative_tokens=num_speculative_tokens, dtype=dtype)
+    model_len = max_model_len or shape.max_position_embeddings
+    if model_len is None:
+        raise ConfigError(f"{config} names no max_position_embeddings; give --max-model-len")
+    attention = get_backend(backend, platform)
+    K, rows = num_speculative_tokens, max_num_seqs or SchedulerConfig().max_num_seqs
+    replay = replay_spec(cache, K, False, list(shape.layers.values()))
+    layers = {name: with_speculation(spec, K, replay) for name, spec in shape.layers.items()}
+    context = BackendContext.for_layers(platform, layers)
+    result = plan_cache(layers, cache, attention, context, model_len, shape.mamba_chunk_size, K, rows)
+    document = {
+        "model_type": shape.model_type,
+        "num_hidden_layers": shape.num_hidden_layers,
+        "cached_layers": shape.counts,
+        "platform": platform,
+        "backend": attention.name,
+        "mamba_cache_mode": mamba_cache_mode,
+        "state_scheme": state_scheme,
+        "num_speculative_tokens": num_speculative_tokens,
+        **describe(result),
+    }
+    document["notes"] += _model_notes(result, shape.counts, mamba_cache_mode, max_num_seqs)
+    if as_json:
+        print(json.dumps(document, indent=2))
+    else:
+        _print_plan(document)
+
+
+def parse_memory(text: str) -> int:
+    """Bytes in `80GiB` (binary), `80GB` (decimal) or `85899345920`.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    from hybrid_kv.config import ConfigError
+
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in _UNITS:
+        raise ConfigError(f"{text!r} is not a memory size; write 80GiB, 80GB, 512MiB or a number of bytes")
+    number = float(match[1]) if "." in match[1] else int(match[1])
+    return int(number * _UNITS[match[2].upper()])
+
+
+def _model_notes(plan: CachePlan, counts: dict[str, int], mode: str, max_num_seqs: int | None) -> list[str]:
+    notes = []
+    if mode == "all" and "gdn_attention" in counts:
+        notes.append("vLLM 0.22 falls back to mode align for gated delta net layers, which have no mode all there")
+    if max_num_seqs is not None and plan.max_concurrency < max_num_seqs:
+        notes.append(
+            f"{plan.max_concurrency:.2f} requests of {plan.max_model_len} tokens fit at once, not {max_num_seqs}; "
+            "lower --max-num-seqs or --max-model-len, or give the cache more memory"
+        )
+    return notes
+
+
+def _print_plan(document: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, markup=False)
+    kinds = ", ".join(f"{count} {kind}" for kind, count in document["cached_layers"].items())
+    rows = {
+        "model": f"{document['model_type']}, {document['num_hidden_layers']} layers: {kinds}",
+        "platform": f"{document['platform']}, {document['backend']}",
+        "Mamba cache mode": f"{document['mamba_cache_mode']}, {document['state_scheme']}, "
+        f"K={document['num_speculative_tokens']}",
+        "block size": f"{document['block_size']:,} tokens",
+        "Mamba block size": _or_none(document["mamba_block_size"], "tokens"),
+        "page": f"{document['page_size_bytes']:,} B",
+        "Mamba state": f"{document['mamba_state_bytes']:,} B, padded by {document['mamba_padding_percent']:.2f} %",
+        "blocks": f"{document['num_blocks']:,}, one of them the null block",
+        "memory": f"{document['total_bytes']:,} B ({document['total_bytes'] / 2**30:.2f} GiB)",
+        "capacity": f"{document['token_capacity']:,} tokens",
+        "longest request": f"{document['longest_request']:,} of {document['max_model_len']:,} tokens",
+        "requests at once": f"{document['max_concurrency']:,} of {document['blocks_per_request']:,} blocks each",
+    }
+    if "ring_len" in document:
+        rows["rings"] = (
+            f"{document['ring_total_bytes']:,} B: {document['ring_rows']} rows of "
+            f"{document['ring_bytes_per_row']:,} B, {document['ring_len']} tokens in each layer"
+        )
+    summary = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in rows.items():
+        if document["mamba_block_size"] is not None or "Mamba" not in name:
+            summary.add_row(name, value)
+    console.print(summary)
+
+    groups = Table("groups", "layers each", "kind", "block", "kernel block", "blocks per request", box=None)
+    keys = ("num_layers", "kind", "block_size", "kernel_block_size", "blocks_per_request")
+    for values, count in Counter(tuple(group[key] for key in keys) for group in document["groups"]).items():
+        groups.add_row(str(count), *map(str, values))
+    console.print()
+    console.print(groups)
+    for note in document["notes"]:
+        console.print(f"note: {note}", soft_wrap=True)
+
+
+def _or_none(value: int | None, unit: str) -> str:
+    return "none" if value is None else f"{value:,} {unit}"

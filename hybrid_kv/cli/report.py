@@ -1,0 +1,33 @@
+"""`hybrid-kv report`: all results as one page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hybrid_kv.cli.options import require_folder
+
+
+def report(
+    results: Annotated[Path, typer.Option(help="Folder with the CSVs.")] = Path("results"),
+    out: Annotated[Path, typer.Option(help="Folder that gets index.html.")] = Path("site"),
+    machine: Annotated[str, typer.Option(help="Start with this machine's rows; default: all.")] = "",
+    markdown: Annotated[Path | None, typer.Option(help="Also write a short summary for a pull request here.")] = None,
+    repository: Annotated[
+        str, typer.Option(help="URL to which commits are linked, such as https://HOST/OWNER/NAME.")
+    ] = "",
+) -> None:
+    """Draw all results as one page that opens offline."""
+    from hybrid_kv.dashboard.data import load
+    from hybrid_kv.dashboard.markdown import summary
+    from hybrid_kv.dashboard.page import ASV_PAGES, build_page, write_page
+
+    if markdown is not None:
+        require_folder(markdown)
+    rows = load(results)
+    page = write_page(build_page(rows, repository, machine, (out / ASV_PAGES).exists()), out)
+    if markdown is not None:
+        markdown.write_text(summary(rows, machine), encoding="utf-8")
+    print(page)
