@@ -27,7 +27,7 @@ def results(
 
     from hybrid_kv.config import ConfigError
     from hybrid_kv.results import check_file, read_rows
-    from hybrid_kv.results_view import print_rows, result_files, select_rows, to_json
+    from hybrid_kv.results.view import print_rows, result_files, select_rows, to_json
 
     if as_json and as_csv:
         raise ConfigError("--json and --csv exclude each other; give one of them")

@@ -1,0 +1,77 @@
+"""Where a run's numbers come from: commit, machine, device and versions."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import uuid
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+_REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where a run's numbers come from; the same for all rows of a run."""
+
+    run_id: str
+    commit: str
+    dirty: bool
+    device: str
+    machine: str
+    python: str
+    torch: str
+    triton: str
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(("git", *arguments), cwd=_REPOSITORY, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def _commit() -> str:
+    """HEAD of the checkout this package lies in; empty for an installed package, also inside another checkout."""
+    top = _git("rev-parse", "--show-toplevel")
+    return (_git("rev-parse", "HEAD") or "") if top and Path(top).resolve() == _REPOSITORY else ""
+
+
+def _machine() -> str:
+    """CPU model and cores, never the host's name; `HYBRID_KV_MACHINE` replaces it."""
+    if name := os.environ.get("HYBRID_KV_MACHINE"):
+        return " ".join(name.split())
+    model = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model)
+    return f"{model} x{os.cpu_count()}"
+
+
+@cache
+def provenance() -> Provenance:
+    """Gathered once per process, so that a run has one `run_id`."""
+    commit = _commit()
+    try:
+        triton = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        triton = ""
+    return Provenance(
+        run_id=uuid.uuid4().hex[:12],
+        commit=commit,
+        dirty=bool(commit and _git("status", "--porcelain", "--", ".", ":!results")),
+        device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        machine=_machine(),
+        python=platform.python_version(),
+        torch=str(torch.__version__),
+        triton=triton,
+    )

@@ -1,0 +1,129 @@
+"""What cannot be read names its line, and what breaks the schema is found."""
+
+from pathlib import Path
+
+import pytest
+
+from hybrid_kv.config import HybridKVError
+from hybrid_kv.results import COLUMNS, append_rows, check_file, check_writable, read_rows, schema
+from tests.results.command import run
+from tests.results.rows import GOOD, RECEIPT, ROW, damaged
+
+
+@pytest.mark.parametrize("column", [0, 7, len(COLUMNS) - 1])
+def test_a_wrong_header_is_refused_by_file_and_column(tmp_path, column):
+    names = list(COLUMNS)
+    names[column] = "other"
+    path = tmp_path / "old.csv"
+    path.write_text(",".join(names) + "\n")
+    for use in (read_rows, check_writable, lambda path: append_rows(path, [ROW])):
+        with pytest.raises(HybridKVError, match=f"old.csv: column {column + 1} must be '{COLUMNS[column]}'"):
+            use(path)
+    assert path.read_text() == ",".join(names) + "\n"
+
+
+@pytest.mark.parametrize("names", [[*COLUMNS, "more"], COLUMNS[:-1]])
+def test_missing_and_additional_columns_are_refused(tmp_path, names):
+    path = tmp_path / "r.csv"
+    path.write_text(",".join(names) + "\n")
+    with pytest.raises(HybridKVError, match="column 2"):
+        read_rows(path)
+
+
+def test_another_schema_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "r.csv"
+    append_rows(path, [ROW])
+    monkeypatch.setattr(schema, "SCHEMA", 2)
+    with pytest.raises(HybridKVError, match="line 2: column 'schema' holds 1, this version reads 2"):
+        read_rows(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "changes", "message"),
+    [
+        (3, {"params": "{}"}, "is a timing without a receipt"),
+        (3, {"params": RECEIPT.replace("0.0", "-1.0")}, "proves nothing"),
+        (3, {"params": RECEIPT.replace("true", "false")}, "before and after"),
+        (3, {"params": '{"receipt":{"checked_after":true}}'}, "missing"),
+        (2, {"unit": "usec"}, "unit 'usec' is unknown; add it to"),
+        (2, {"unit": "ns"}, "without a receipt"),
+        (2, {"verdict": "passed"}, "verdict='passed'"),
+        (2, {"better": "more"}, "better='more'"),
+        (2, {"value": "nan"}, "'value' holds 'nan'"),
+        (2, {"value": "inf"}, "'value' holds 'inf'"),
+        (3, {"ci_low": "4"}, "4.0 to 3.0 is no interval"),
+        (3, {"ci_low": ""}, "nan to 3.0 is no interval"),
+        (3, {"ci_high": "inf"}, "'ci_high' holds 'inf'"),
+        (2, {"n": "-1"}, "n is -1"),
+        (2, {"params": "[]"}, "'params' holds '[]'"),
+        (2, {"params": "{"}, "'params' holds '{'"),
+        (2, {"params": ""}, "'params' holds ''"),
+        (2, {"params": '{"b": 1}'}, "not compact JSON with sorted keys"),
+        (2, {"params": '{"b":1,"a":2}'}, "not compact JSON with sorted keys"),
+        (2, {"params": '{"a":[{"model":"/home/me/model"}]}'}, "names a place on a machine: '/home/me/model'"),
+        (2, {"params": '{"a":"~/model"}'}, "names a place on a machine"),
+        (2, {"commit": "8a89dd6"}, "commit holds '8a89dd6'"),
+        (2, {"baseline_commit": "main"}, "baseline_commit holds 'main'"),
+        (2, {"run_id": "1"}, "run_id holds '1'"),
+        (2, {"time_utc": "2026-11-21 06:02"}, "'time_utc' holds"),
+        (2, {"time_utc": "2026-13-21T06:02:00Z"}, "'time_utc' holds"),
+        (2, {"suite": ""}, "suite holds ''"),
+        (2, {"machine": " "}, "machine holds ' '"),
+        (2, {"device": ""}, "device holds ''"),
+    ],
+)
+def test_a_row_that_breaks_the_schema_is_found(tmp_path, line, changes, message):
+    path = damaged(tmp_path / "r.csv", line, **changes)
+    (problem,) = check_file(path)
+    assert problem.startswith(f"{path} line {line}: ") and message in problem
+
+
+BROKEN = [
+    ({"value": "fast"}, "line 2: column 'value' holds 'fast'"),
+    ({"value": ""}, "line 2: column 'value' holds ''"),
+    ({"dirty": "no"}, "line 2: column 'dirty' holds 'no'"),
+    ({"n": "2.5"}, "line 2: column 'n' holds '2.5'"),
+    ({"ci_low": "?"}, "line 2: column 'ci_low' holds '?'"),
+    ({"schema": "2"}, "line 2: column 'schema' holds 2, this version reads 1"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BROKEN)
+def test_a_row_that_cannot_be_read_names_its_line(tmp_path, changes, message):
+    path = damaged(tmp_path / "r.csv", 2, **changes)
+    (problem,) = check_file(path)
+    assert message in problem
+    with pytest.raises(HybridKVError, match=message.replace("?", r"\?")):
+        read_rows(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("1,2", "line 4: 2 fields instead of 22"),
+        ("", "line 4: 0 fields"),
+        ('"open' + "," * 21, "line 4: unexpected end of data"),
+        ("," * 22, "line 4: 23 fields"),
+        ("\udcff", "is not UTF-8"),
+    ],
+)
+def test_lines_that_are_no_rows(tmp_path, line, message):
+    path = tmp_path / "r.csv"
+    append_rows(path, GOOD)
+    path.write_bytes(path.read_bytes() + line.encode(errors="surrogateescape") + b"\n")
+    with pytest.raises(HybridKVError, match=message):
+        read_rows(path)
+    assert run("results", path, "--check")[0] in (1, 2)
+
+
+def test_a_row_that_is_there_twice_is_found(tmp_path):
+    path = tmp_path / "r.csv"
+    append_rows(path, GOOD)
+    path.write_bytes(path.read_bytes() + path.read_bytes().splitlines(keepends=True)[1])
+    assert check_file(path) == [f"{path} line 4: the same row as line 2"]
+
+
+def test_the_repositorys_own_rows(capsys):
+    folder = Path(__file__).resolve().parents[2] / "results"
+    assert [problem for file in sorted(folder.glob("*.csv")) for problem in check_file(file)] == []
+    assert len(list(folder.glob("*.csv"))) >= 4

@@ -1,0 +1,122 @@
+"""`hybrid-kv results`: what it chooses, prints and refuses."""
+
+import csv
+import io
+import json
+
+import pytest
+
+from hybrid_kv.results import Provenance, Row, append, append_rows, read_rows
+from tests.results.command import run
+from tests.results.rows import GOOD, ROW, damaged
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Two files, four rows: three days, two commits, a row without a commit."""
+    times = iter(["2026-11-03", "2026-11-01", "2026-11-02", "2026-11-02"])
+    made = [
+        (ROW, "a" * 40, "cpu"),
+        (GOOD[1], "b" * 40, "NVIDIA H200"),
+        (Row("guard", "Other", "blocks held", 7, ci_low=6, ci_high=8, n=5, verdict="fail"), "", "cpu"),
+        (Row("guard", "b", "μ", 1), "a" * 40, "cpu"),
+    ]
+    for i, (row, commit, device) in enumerate(made):
+        changed = Provenance(f"{i:012x}", commit, bool(i == 1), device, f"box {i}", "3.11", "2.13", "")
+        monkeypatch.setattr(append, "provenance", lambda changed=changed: changed)
+        file = tmp_path / "rows" / ("x.csv" if i % 2 else "y.csv")
+        append_rows(file, [row])
+        day = next(times)
+        lines = file.read_text().splitlines(keepends=True)
+        fields = lines[-1].split(",", 3)
+        file.write_text("".join(lines[:-1]) + ",".join([*fields[:2], f"{day}T12:00:00Z", fields[3]]))
+    return tmp_path / "rows"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], [1, 3, 2, 0]),  # by time; among equals in the order of the files
+        (["--suite", "guard"], [3, 2, 0]),
+        (["--suite", "guar"], []),
+        (["--benchmark", "oth"], [2]),
+        (["--metric", "HELD"], [2, 0]),
+        (["--metric", "."], []),
+        (["--commit", "aaaa"], [3, 0]),
+        (["--commit", "BBBB"], [1]),
+        (["--machine", "box 2"], [2]),
+        (["--device", "h200"], [1]),
+        (["--since", "2026-11-02"], [3, 2, 0]),
+        (["--since", "2026-11-02T12:00:01Z"], [0]),
+        (["--since", "2026-11-02T13:00:00+01:00"], [3, 2, 0]),
+        (["--last", "2"], [2, 0]),
+        (["--last", "9"], [1, 3, 2, 0]),
+        (["--suite", "guard", "--benchmark", "b", "--last", "1"], [0]),
+    ],
+)
+def test_filters(folder, capsys, options, expected):
+    assert run("results", folder, "--json", *options)[0] == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [int(row["run_id"], 16) for row in rows] == expected
+    assert run("results", folder, "--csv", *options)[0] == 0
+    printed = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [int(row["run_id"], 16) for row in printed] == expected
+    assert run("results", folder, *options)[0] == 0
+    assert capsys.readouterr().out.endswith(f"{len(expected)} row{'s' * (len(expected) != 1)}\n")
+
+
+def test_what_is_printed(folder, capsys):
+    run("results", folder)
+    printed = capsys.readouterr().out
+    for part in (
+        "2026-11-01T12:00:00Z  bbbbbbbbbb*  s: b  NVIDIA H200",
+        "2026-11-02T12:00:00Z  no commit  guard: Other  cpu",
+        "  blocks held  7  6 to 8  (n=5)  fail\n",
+        "  t  2 us  1 to 3  (n=1)\n",
+        "a=[2, 3], b=1",
+    ):
+        assert part in printed
+    assert "receipt" not in printed
+    run("results", folder, "--json", "--device", "h200")
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["params"]["receipt"]["checked_before"] is True and row["dirty"] is True
+    assert (row["value"], row["ci_low"], row["n"], row["schema"]) == (2.0, 1.0, 1, 1)
+    run("results", folder, "--json", "--metric", "μ")
+    assert json.loads(capsys.readouterr().out)[0]["ci_low"] is None
+    run("results", folder / "x.csv", "--csv")
+    copied = capsys.readouterr().out
+    (folder / "z.csv").write_text(copied)
+    assert read_rows(folder / "z.csv").equals(read_rows(folder / "x.csv"))
+
+
+def test_check_on_the_command_line(folder, capsys):
+    assert run("results", folder, "--check")[0] == 0
+    assert "0 problems in 2 files" in capsys.readouterr().out
+    damaged(folder / "w.csv", 2, verdict="passed", n="-1")
+    assert run("results", folder, "--check")[0] == 1
+    printed = capsys.readouterr().out
+    assert "w.csv line 2: n is -1\n" in printed and "verdict='passed'" in printed and "2 problems in 3 files" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{folder}/none.csv"], "none.csv does not exist; name a CSV"),
+        (["{folder}/.."], "no .csv in"),
+        (["{folder}", "--since", "yesterday"], "--since yesterday is no moment"),
+        (["{folder}", "--last", "0"], "--last 0 must be at least 1"),
+        (["{folder}", "--json", "--csv"], "exclude each other"),
+        (["{folder}", "--check", "--json"], "--check looks at every row"),
+        (["{folder}", "--check", "--suite", "s"], "--check looks at every row"),
+        (["{folder}", "{other}"], "column 1 must be 'schema', found 'question'"),
+        (["{empty}"], "is empty: column 1 must be 'schema'"),
+        (["{empty}", "--check"], "is empty"),
+    ],
+)
+def test_bad_questions_are_one_line_and_exit_code_2(folder, tmp_path, capsys, arguments, message):
+    (tmp_path / "other.txt").write_text("question,answer\n")
+    (tmp_path / "empty.txt").touch()
+    places = {"folder": folder, "other": tmp_path / "other.txt", "empty": tmp_path / "empty.txt"}
+    assert run("results", *(argument.format(**places) for argument in arguments))[0] == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1 and message in printed.err
