@@ -14,9 +14,12 @@ from bench._reference import Floats, convolution, near
 from bench._shapes import SHAPES
 from bench.cases import Case, Cell, grid
 from bench.ssd import equal_spans
-from hybrid_kv.kernels.causal_conv1d import causal_conv1d
-from hybrid_kv.kernels.conv_prefill import causal_conv1d_prefill
-from hybrid_kv.kernels.conv_update import causal_conv1d_update, causal_conv1d_update_reference
+from hybrid_kv.kernels.causal_conv1d import (
+    causal_conv1d,
+    causal_conv1d_prefill,
+    causal_conv1d_update,
+    causal_conv1d_update_reference,
+)
 
 TOLERANCE = 2e-6
 ROUNDED = 2.0**-7  # of bfloat16: half a unit in the last place of y, and its inputs are exact in the reference

@@ -34,15 +34,23 @@ from bench._timing import between_events, median, ratio
 from bench.cases import Case, Scalar, WrongResultError, nothing, seed
 from hybrid_kv.arguments import ArgumentParser
 from hybrid_kv.config import HybridKVError
-from hybrid_kv.kernels import state_bytes
-from hybrid_kv.kernels.conv_prefill import causal_conv1d_prefill, causal_conv1d_prefill_reference
-from hybrid_kv.kernels.conv_update import causal_conv1d_update, causal_conv1d_update_reference
-from hybrid_kv.kernels.counts import mean_traffic
+from hybrid_kv.kernels.causal_conv1d import (
+    causal_conv1d_prefill,
+    causal_conv1d_prefill_reference,
+    causal_conv1d_update,
+    causal_conv1d_update_reference,
+)
 from hybrid_kv.kernels.gated_norm import gated_rms_norm, gated_rms_norm_reference
 from hybrid_kv.kernels.kernel_blocks import expand_torch, expand_triton
-from hybrid_kv.kernels.ssd_prefill import chunk_scan_prefill, chunk_scan_prefill_reference
-from hybrid_kv.kernels.state_update import selective_state_update_slots, selective_state_update_slots_reference
+from hybrid_kv.kernels.replay import bytes as state_bytes
+from hybrid_kv.kernels.ssd import (
+    chunk_scan_prefill,
+    chunk_scan_prefill_reference,
+    selective_state_update_slots,
+    selective_state_update_slots_reference,
+)
 from hybrid_kv.results import Receipt, Row, append_rows, check_writable, timing_row
+from hybrid_kv.static.counts import mean_traffic
 
 SUITE = "gpu"
 ROUNDS, QUICK_ROUNDS = 51, 15

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from importlib.util import find_spec
 
 from bench.cases import Cell, Count, Counts, grid
-from hybrid_kv.kernels.aot import TARGETS, compile_case, read_metrics
+from hybrid_kv.static.aot import cases_of, compile_case, kernel_modules, read_metrics
 
 KERNELS = {
     "state_update.selective_state_update_slots": "Nemotron-3-Nano, K=3",
@@ -25,9 +24,8 @@ UNITS = {
 
 def compiled(seed: int, kernel: str, target: str) -> Counts:
     """Registers, spills, shared memory and instructions at the shape of one model."""
-    cases = import_module(f"hybrid_kv.kernels.{kernel.partition('.')[0]}").aot_cases
-    lanes = {"lanes": TARGETS[target].warp_size} if cases.__code__.co_argcount else {}
-    case = next(case for case in cases(**lanes) if (case.kernel, case.shape) == (kernel, KERNELS[kernel]))
+    cases = (case for module in kernel_modules() for case in cases_of(module, target))
+    case = next(case for case in cases if (case.kernel, case.shape) == (kernel, KERNELS[kernel]))
     metrics = read_metrics(case, target, compile_case(case, target))
     # Without a disassembler the count would be that of PTX, another level of code.
     names = [name for name in UNITS if name != "instructions" or metrics.isa != "ptx"]

@@ -1,6 +1,6 @@
 """The chunked scan of a Mamba-2 prefill: all tokens of a chunk, and the states at its block boundaries.
 
-Quadratic and recurrent arithmetic differ by 2e-5 of the largest value in float32 (tests/kernels/test_ssd.py).
+Quadratic and recurrent arithmetic differ by 2e-5 of the largest value in float32 (tests/kernels/ssd/test_reference.py).
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import torch
 from bench._reference import Floats, near, recurrence, softplus
 from bench._shapes import SHAPES
 from bench.cases import Case, Cell, grid
-from hybrid_kv.kernels.spans import Spans
-from hybrid_kv.kernels.ssd import chunk_scan
-from hybrid_kv.kernels.ssd_prefill import chunk_scan_prefill
+from hybrid_kv.kernels.common.spans import Spans
+from hybrid_kv.kernels.ssd import chunk_scan, chunk_scan_prefill
 
 TOLERANCE = 2e-5
 ROUNDED = 2.0**-7  # of bfloat16, as a share of the largest value

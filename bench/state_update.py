@@ -1,7 +1,7 @@
 """The state update of a Mamba-2 layer's verify step: 1 + K tokens of each request, in either scheme.
 
 Tolerances: float32 arithmetic errs by 5e-6 of the largest state and 1e-5 of the largest output
-(tests/kernels/test_state_update.py derives them), with a history in another order of sums 2e-5 (as a chunk does);
+(tests/kernels/ssd/test_slots.py derives them), with a history in another order of sums 2e-5 (as a chunk does);
 bfloat16 outputs are rounded by 2^-8 at most, and again what they are computed from in scheme `replay`.
 """
 
@@ -15,7 +15,7 @@ import torch
 from bench._reference import Floats, near, recurrence, softplus
 from bench._shapes import SHAPES
 from bench.cases import Case, Cell, grid
-from hybrid_kv.kernels.state_update import selective_state_update_slots, selective_state_update_slots_reference
+from hybrid_kv.kernels.ssd import selective_state_update_slots, selective_state_update_slots_reference
 
 STATES, OUTPUTS, REPLAYED, ROUNDED = 5e-6, 1e-5, 2e-5, 2.0**-7
 HISTORY = 12  # tokens in the ring, of some 32 at most

@@ -35,11 +35,11 @@ from hybrid_kv.attention.common import CommonAttentionMetadata
 from hybrid_kv.cache.block_pool import NULL_BLOCK
 from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.kernels.causal_conv1d import window_places
-from hybrid_kv.kernels.ragged import Ragged
+from hybrid_kv.kernels.common.ragged import Ragged
+from hybrid_kv.kernels.common.spans import Spans
+from hybrid_kv.kernels.common.strided import gather_tokens
 from hybrid_kv.kernels.replay import ReplayCursors, ReplayStep, commit, commit_reference
-from hybrid_kv.kernels.spans import Spans
-from hybrid_kv.kernels.ssd_prefill import CHUNK_BYTES
-from hybrid_kv.kernels.strided import gather_tokens
+from hybrid_kv.kernels.ssd import CHUNK_BYTES
 
 Ints = npt.NDArray[np.int64]
 

@@ -25,6 +25,8 @@ import torch
 from hybrid_kv.attention.common import CommonAttentionMetadata
 from hybrid_kv.cache.spec import cdiv
 from hybrid_kv.config import ConfigError
+from hybrid_kv.kernels.common.ragged import Ragged
+from hybrid_kv.kernels.common.strided import gather_tokens
 from hybrid_kv.kernels.paged_attention import (
     SlotCells,
     attend_tokens,
@@ -36,8 +38,6 @@ from hybrid_kv.kernels.paged_attention import (
     token_index,
     write_kv,
 )
-from hybrid_kv.kernels.ragged import Ragged
-from hybrid_kv.kernels.strided import gather_tokens
 
 FLASHINFER_WORKSPACE_BYTES = 128 << 20  # what its documentation recommends
 

@@ -26,8 +26,8 @@ def kernels(
     Also count, in Triton's interpreter, the launches of a decode step and the bytes of both state schemes.
     """
     from hybrid_kv.config import ConfigError
-    from hybrid_kv.kernels import aot, counts
     from hybrid_kv.results import append_rows, check_writable, provenance
+    from hybrid_kv.static import aot, counts
 
     names = aot.parse_targets(targets)
     if baseline is not None and not update and not baseline.exists():
@@ -39,7 +39,7 @@ def kernels(
         require_folder(json_file)
     modules, absent = aot.kernel_modules(), []
     if with_peers:
-        from hybrid_kv.kernels import peers
+        from hybrid_kv.static import peers
 
         absent = peers.find()[1]
     verdicts = aot.run(modules, names, baseline, accept=update)

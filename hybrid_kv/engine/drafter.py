@@ -19,7 +19,7 @@ from hybrid_kv.attention.paged import AttentionPart, Compute, PagedAttentionMeta
 from hybrid_kv.cache.backend import AttentionGroup
 from hybrid_kv.cache.block_table import BlockTables
 from hybrid_kv.cache.spec import KVCacheSpec
-from hybrid_kv.kernels.ragged import Ragged
+from hybrid_kv.kernels.common.ragged import Ragged
 from hybrid_kv.kernels.slot_mapping import PAD_SLOT
 from hybrid_kv.models.layers import ForwardContext
 from hybrid_kv.request import ScheduledRequest

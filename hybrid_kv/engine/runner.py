@@ -34,7 +34,7 @@ from hybrid_kv.cache.plan import CachePlan
 from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec
 from hybrid_kv.config import EngineConfig
 from hybrid_kv.engine.drafter import DraftHead, MTPDrafter
-from hybrid_kv.kernels.launch import FLOATS, choose
+from hybrid_kv.kernels.common.launch import FLOATS, choose
 from hybrid_kv.models.layers import ForwardContext
 from hybrid_kv.request import Request, ScheduledRequest
 from hybrid_kv.sanitizer import Sanitizer

@@ -13,11 +13,10 @@ from torch import nn
 
 from hybrid_kv.attention.mamba import DecodeReplay, MambaMetadata
 from hybrid_kv.attention.paged import AttentionPart, PagedAttentionMetadata
-from hybrid_kv.kernels.causal_conv1d import causal_conv1d, windows_at
-from hybrid_kv.kernels.conv_prefill import causal_conv1d_prefill
-from hybrid_kv.kernels.conv_update import causal_conv1d_update
+from hybrid_kv.kernels.causal_conv1d import causal_conv1d, causal_conv1d_prefill, causal_conv1d_update, windows_at
+from hybrid_kv.kernels.common.launch import FLOATS
+from hybrid_kv.kernels.common.strided import copy_blocks
 from hybrid_kv.kernels.gated_norm import gated_rms_norm
-from hybrid_kv.kernels.launch import FLOATS
 from hybrid_kv.kernels.replay import (
     ReplayRing,
     read_states,
@@ -27,10 +26,7 @@ from hybrid_kv.kernels.replay import (
     replay_update_reference,
     write_states,
 )
-from hybrid_kv.kernels.ssd import chunk_scan, selective_state_update
-from hybrid_kv.kernels.ssd_prefill import chunk_scan_prefill
-from hybrid_kv.kernels.state_update import selective_state_update_slots
-from hybrid_kv.kernels.strided import copy_blocks
+from hybrid_kv.kernels.ssd import chunk_scan, chunk_scan_prefill, selective_state_update, selective_state_update_slots
 
 T = TypeVar("T")
 PACKED_ELEMENTS = 1 << 17  # of a weight that is worth a packed copy

@@ -1,7 +1,7 @@
 """What each part of a step reads, its own tokens, positions and blocks; and that every way to compute it is right.
 
 FlashAttention and FlashInfer are stand-ins here: they check what their packages ask of the arguments.
-Tolerance: 1e-5 of the largest output, see tests/kernels/test_paged_attention.py.
+Tolerance: 1e-5 of the largest output, see tests/kernels/paged_attention/test_launch.py.
 """
 
 import importlib.util
@@ -22,8 +22,8 @@ from hybrid_kv.cache.backend import FlashAttentionBackend, get_backend
 from hybrid_kv.cache.layout import attention_view, split_kv
 from hybrid_kv.cache.spec import FullAttentionSpec
 from hybrid_kv.config import ConfigError
+from hybrid_kv.kernels.common.ragged import Ragged
 from hybrid_kv.kernels.paged_attention import paged_attention_varlen_reference
-from hybrid_kv.kernels.ragged import Ragged
 from tests.kernels.interpreter import interpreted
 
 

@@ -17,7 +17,7 @@ from bench import cases
 from bench.cases import SUITES, Case, WrongResultError
 from bench.measurement import checked
 from tests.kernels.interpreter import interpreted
-from tests.kernels.test_ssd_prefill import multiply_bfloat16
+from tests.kernels.ssd.test_prefill import multiply_bfloat16
 
 FOLDER = Path(bench.__file__).parent
 ALL = cases.cells()
@@ -283,7 +283,7 @@ PLANTS = [
         "state_update/slots[model=nemotron-3-nano-tp8,num_reqs=2,K=3]",
     ),
     (
-        "hybrid_kv.kernels.replay.replay_flush_reference",
+        "hybrid_kv.kernels.replay.launch.replay_flush_reference",
         lambda _: idle,
         "state_update/replay[model=nemotron-3-nano-tp8,num_reqs=2,K=3,flush=True]",
     ),
@@ -426,17 +426,18 @@ def wrong_by_a_tenth(function):
 @pytest.mark.parametrize("name", ["conv_prefill", "chunk_scan", "gated_norm", "expand", "paged_attention"])
 def test_a_wrong_kernel_is_a_wrong_result(name):
     from bench import causal_conv1d, gated_norm, kernel_blocks, paged_attention, ssd
-    from hybrid_kv.kernels import conv_prefill, ssd_prefill
-    from hybrid_kv.kernels import gated_norm as norm_kernels
+    from hybrid_kv.kernels.causal_conv1d import causal_conv1d_prefill_reference
+    from hybrid_kv.kernels.gated_norm import gated_rms_norm_reference
+    from hybrid_kv.kernels.ssd import chunk_scan_prefill_reference
 
     model, bf16 = "nemotron-3-nano-tp8", torch.bfloat16
     build, plain = {
         "conv_prefill": (
             lambda f: causal_conv1d.prompts(0, model, 40, 2, f, "cpu"),
-            conv_prefill.causal_conv1d_prefill_reference,
+            causal_conv1d_prefill_reference,
         ),
-        "chunk_scan": (lambda f: ssd.prompts(0, model, 40, 2, f, "cpu"), ssd_prefill.chunk_scan_prefill_reference),
-        "gated_norm": (lambda f: gated_norm.norm(0, model, 3, f, "cpu", bf16), norm_kernels.gated_rms_norm_reference),
+        "chunk_scan": (lambda f: ssd.prompts(0, model, 40, 2, f, "cpu"), chunk_scan_prefill_reference),
+        "gated_norm": (lambda f: gated_norm.norm(0, model, 3, f, "cpu", bf16), gated_rms_norm_reference),
         "expand": (lambda f: kernel_blocks.table_expansion(0, 3, 5, 8, f, "cpu"), kernel_blocks.expand_torch),
         "paged_attention": (lambda f: paged_attention.pages(0, model, 2, 3, 48, f, "cpu"), paged_attention.by_torch),
     }[name]

@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from hybrid_kv.kernels.peers import loaded
+from hybrid_kv.static.peers import loaded
 
 
 def _start():

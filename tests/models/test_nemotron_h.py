@@ -1,7 +1,7 @@
 """Logits of every token through the engine against transformers' NemotronH with the same random weights.
 
 Tolerance: 2e-5 of max|logit|, the difference of chunked and recurrent float32 arithmetic (see
-tests/kernels/test_ssd.py). Greedy tokens are compared too, where margins are wider than rounding.
+tests/kernels/ssd/test_reference.py). Greedy tokens are compared too, where margins are wider than rounding.
 """
 
 import json

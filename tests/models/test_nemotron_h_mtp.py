@@ -17,7 +17,7 @@ from accuracy.guard_model.model import load_checkpoint
 from accuracy.guard_model.tokenizer import encode
 from hybrid_kv.attention.paged import AttentionPart, PagedAttentionMetadata, SlotMapping
 from hybrid_kv.config import CacheConfig, ConfigError, EngineConfig
-from hybrid_kv.kernels.ragged import Ragged
+from hybrid_kv.kernels.common.ragged import Ragged
 from hybrid_kv.models.layers import ForwardContext
 from hybrid_kv.models.loader import load_model, load_mtp
 from hybrid_kv.models.nemotron_h_mtp import NAME

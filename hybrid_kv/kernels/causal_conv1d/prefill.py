@@ -1,0 +1,262 @@
+"""The causal convolution of a prefill: rows of any length back to back, windows stored wherever a state is kept.
+
+One launch per layer. Tokens are independent of each other but for the few inputs before them, so a row's tiles run at
+once. Whatever a row writes into blocks is written by the program that read its window: with a barrier between programs
+missing, that alone allows a row to write the block that it starts from.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from hybrid_kv.kernels.causal_conv1d.reference import causal_conv1d, windows_at
+from hybrid_kv.kernels.common.launch import FLOATS, INTS, VECTOR_BYTES, AotCase, check, jit, warp_size
+from hybrid_kv.kernels.common.ragged import Ragged
+from hybrid_kv.kernels.common.spans import TILE, Spans
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+
+def causal_conv1d_prefill_reference(
+    conv_state: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    spans: Spans,
+    window_indices: torch.Tensor,
+    num_accepted_tokens: torch.Tensor,
+    has_initial_state: torch.Tensor,
+) -> torch.Tensor:
+    """`causal_conv1d_prefill` in plain torch; tokens of no row come out as zeros."""
+    y = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    lengths = spans.cu_seqlens.diff()
+    active = lengths.nonzero()[:, 0]
+    if not len(active):
+        return y
+    rows, size = Ragged(lengths[active].cpu().long(), x.device), weight.shape[1] - 1
+    sources, skip = window_indices[active].long(), num_accepted_tokens[active].long() - 1
+    readable = has_initial_state[active] & (sources > 0)
+    window = windows_at(conv_state, sources.clamp(min=0), skip, size).float().masked_fill(~readable[:, None, None], 0)
+    padded = rows.padded(x[: spans.num_tokens]).float()
+    out, inputs = causal_conv1d(padded, weight.float(), None if bias is None else bias.float(), window)
+    y[: spans.num_tokens] = rows.flat(out).to(y.dtype)
+    span_rows = torch.arange(len(active), device=x.device).repeat_interleave(spans.row_spans.diff()[active])
+    offsets = spans.cu_spans[1:] - spans.cu_seqlens[active][span_rows]
+    kept = spans.span_blocks > 0
+    windows = windows_at(inputs, span_rows, offsets.long(), size)
+    conv_state[:, :size].index_copy_(0, spans.span_blocks[kept], windows[kept].to(conv_state.dtype))
+    return y
+
+
+def _conv_prefill(
+    conv_state: tl.tensor,
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    y: tl.tensor,
+    tiles: tl.tensor,
+    row_spans: tl.tensor,
+    cu_spans: tl.tensor,
+    span_blocks: tl.tensor,
+    window_indices: tl.tensor,
+    num_accepted_tokens: tl.tensor,
+    has_initial_state: tl.tensor,
+    state_stride: tl.tensor,
+    x_stride: tl.tensor,
+    channel_stride: tl.tensor,
+    tap_stride: tl.tensor,
+    CHANNELS: tl.constexpr,
+    KERNEL: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    # A program owns BLOCK channels of TILE tokens, 16 bytes a lane of one warp, and keeps its inputs in registers: each
+    # is loaded once though four outputs need it, and all loads are under way before the first is used. Unrolled, since
+    # registers have no index. One axis, as a prefill has more tiles than the others may have programs; the channels of
+    # a tile are neighbours, as they are in memory.
+    blocks: tl.constexpr = (CHANNELS + BLOCK - 1) // BLOCK
+    tiles += (tl.program_id(0) // blocks) * 4
+    channel = (tl.program_id(0) % blocks) * BLOCK
+    row = tl.load(tiles)
+    first = tl.load(tiles + 1).to(tl.int64)
+    start = tl.load(tiles + 2).to(tl.int64)
+    length = (tl.load(tiles + 3) - start).to(tl.int32)
+    is_first = start == first
+    # Block ids are widened before they are multiplied: a pool passes 2^31 elements.
+    source = tl.load(window_indices + row).to(tl.int64)
+    readable = is_first & (source > 0) & (tl.load(has_initial_state + row) != 0)
+    skip = tl.load(num_accepted_tokens + row) - 1
+    c = tl.arange(0, BLOCK)
+    # True where the size divides, so that no mask is left.
+    inside = (c < CHANNELS - channel) | (CHANNELS % BLOCK == 0)
+    conv_state += channel
+    x += channel
+
+    window = conv_state + source * state_stride + skip * CHANNELS
+    inputs = ()
+    for i in tl.static_range(KERNEL - 1):
+        # Before the row's first token lies its window; before any other tile, the tile before.
+        old = tl.load(window + i * CHANNELS + c, mask=inside & readable, other=0.0).to(tl.float32)
+        earlier = x + (start + (i - (KERNEL - 1))) * x_stride
+        loaded = tl.load(earlier + c, mask=inside & (is_first == 0), other=0.0).to(tl.float32)
+        inputs += (tl.where(is_first, old, loaded),)  # type: ignore[assignment]
+    for j in tl.static_range(TILE):
+        loaded = tl.load(x + (start + j) * x_stride + c, mask=inside & (j < length), other=0.0)
+        inputs += (loaded,)  # type: ignore[assignment]
+    weight += channel * channel_stride
+    taps = ()
+    for i in tl.static_range(KERNEL):
+        tap = tl.load(weight + i * tap_stride + c * channel_stride, mask=inside, other=0.0)
+        taps += (tap.to(tl.float32),)  # type: ignore[assignment]
+    base = tl.zeros([BLOCK], tl.float32)
+    if HAS_BIAS:
+        base += tl.load(bias + channel + c, mask=inside, other=0.0).to(tl.float32)
+
+    y += start * CHANNELS + channel
+    for j in tl.static_range(TILE):
+        total = base
+        for i in tl.static_range(KERNEL):
+            total += inputs[i + j].to(tl.float32) * taps[i]
+        out = total / (1.0 + tl.exp(-total))
+        tl.store(y + j * CHANNELS + c, out.to(y.dtype.element_ty), mask=inside & (j < length))
+    if is_first:
+        for span in range(tl.load(row_spans + row), tl.load(row_spans + row + 1)):
+            target = tl.load(span_blocks + span)
+            end = tl.load(cu_spans + span + 1).to(tl.int64)
+            if target > 0:
+                for i in tl.static_range(KERNEL - 1):
+                    token = end + (i - (KERNEL - 1))
+                    kept = tl.load(x + token * x_stride + c, mask=inside & (token >= first), other=0.0).to(tl.float32)
+                    # A window may reach back into the one that the row began with.
+                    for j in tl.static_range(KERNEL - 1):
+                        kept = tl.where(token == first + (j - (KERNEL - 1)), inputs[j], kept)
+                    stored = kept.to(conv_state.dtype.element_ty)
+                    tl.store(conv_state + target * state_stride + i * CHANNELS + c, stored, mask=inside)
+
+
+def _block(itemsize: int, lanes: int) -> int:
+    return lanes * VECTOR_BYTES // itemsize
+
+
+def causal_conv1d_prefill(
+    conv_state: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    spans: Spans,
+    window_indices: torch.Tensor,
+    num_accepted_tokens: torch.Tensor,
+    has_initial_state: torch.Tensor,
+) -> torch.Tensor:
+    """`silu(bias + convolution)` of every row's tokens, and the window at the end of each span into its block.
+
+    The window before a row's first token begins at row `num_accepted_tokens - 1` of block `window_indices`. It is zero,
+    and not read, without an initial state, and for the null block 0 and negative ids, which are never written either.
+    A window is stored into the first `kernel - 1` rows of its block; rows behind stay as they are. A row may write the
+    block that it starts from. No block may be written twice, nor by one row and read by another.
+
+    Args:
+        conv_state: [num_blocks, kernel - 1 + K, channels] float32, bfloat16 or float16, blocks at any stride; written.
+        x: [num_tokens, channels], tokens at any stride.
+        weight: [channels, kernel], at any strides. In memory tap by tap (a transpose of contiguous [kernel, channels])
+            it is read 16 bytes a lane, otherwise one element.
+        bias: [channels] or None.
+        spans: of the rows, on the device of x.
+        window_indices, num_accepted_tokens: [num_rows] int32 or int64.
+        has_initial_state: [num_rows] bool.
+
+    Returns:
+        y like x, contiguous; tokens of no row are not written.
+
+    Raises:
+        ValueError: a shape, dtype, device or stride is none of these.
+    """
+    device = x.device
+    if x.dim() != 2 or weight.dim() != 2 or conv_state.dim() != 3:
+        dims = [tuple(tensor.shape) for tensor in (x, weight, conv_state)]
+        raise ValueError(f"x, weight and conv_state have shapes {dims}; they must have 2, 2 and 3 dimensions")
+    tokens, channels = x.shape
+    kernel, rows = weight.shape[1], (spans.num_rows,)
+    if not 2 <= kernel <= TILE + 1:
+        raise ValueError(f"weight has {kernel} taps; there must be 2 to {TILE + 1}")
+    if tokens < spans.num_tokens or conv_state.shape[1] < kernel - 1:
+        raise ValueError(
+            f"x has {tokens} tokens and conv_state {conv_state.shape[1]} rows; "
+            f"spans and weight need {spans.num_tokens} and {kernel - 1}"
+        )
+    check("conv_state", conv_state, (*conv_state.shape[:2], channels), FLOATS, device, free=1)
+    check("x", x, (tokens, channels), FLOATS, device, free=1)
+    check("weight", weight, (channels, kernel), FLOATS, device, free=2)
+    if bias is not None:
+        check("bias", bias, (channels,), FLOATS, device)
+    check("spans", spans.tiles, spans.tiles.shape, (torch.int32,), device)
+    check("window_indices", window_indices, rows, INTS, device)
+    check("num_accepted_tokens", num_accepted_tokens, rows, INTS, device)
+    check("has_initial_state", has_initial_state, rows, (torch.bool,), device)
+    block = _block(conv_state.element_size(), warp_size())
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if spans.num_tokens:
+        jit(_conv_prefill)[(len(spans.tiles) * -(-channels // block),)](
+            conv_state,
+            x,
+            weight,
+            bias,
+            y,
+            spans.tiles,
+            spans.row_spans,
+            spans.cu_spans,
+            spans.span_blocks,
+            window_indices,
+            num_accepted_tokens,
+            has_initial_state.view(torch.int8),
+            conv_state.stride(0),
+            x.stride(0),
+            weight.stride(0),
+            weight.stride(1),
+            CHANNELS=channels,
+            KERNEL=kernel,
+            HAS_BIAS=bias is not None,
+            TILE=TILE,
+            BLOCK=block,
+            num_warps=1,
+            num_stages=1,
+        )
+    return y
+
+
+def aot_cases(lanes: int = 32) -> list[AotCase]:
+    """What a launch compiles on GPUs with warps of `lanes`, all in bfloat16, the weight tap by tap."""
+    channels = {"Nemotron-3-Nano": 6144}
+    block = _block(2, lanes)
+    strides = ("state_stride", "x_stride", "tap_stride")
+    floats = dict.fromkeys(("conv_state", "x", "weight", "bias", "y"), "*bf16")
+    lists = dict.fromkeys(("tiles", "row_spans", "cu_spans"), "*i32")
+    indices = dict.fromkeys(("span_blocks", "window_indices", "num_accepted_tokens"), "*i64")
+    return [
+        AotCase(
+            kernel="conv_prefill.causal_conv1d_prefill",
+            shape=name,
+            dtype="bfloat16",
+            fn=jit(_conv_prefill),
+            signature=floats | lists | indices | {"has_initial_state": "*i8"} | dict.fromkeys(strides, "i32"),
+            constexprs={
+                "channel_stride": 1,
+                "CHANNELS": count,
+                "KERNEL": 4,
+                "HAS_BIAS": True,
+                "TILE": TILE,
+                "BLOCK": block,
+            },
+            num_warps=1,
+            num_stages=1,
+            # The inputs and the three before them, and the outputs.
+            bytes_per_program=(TILE + 3 + TILE) * block * 2,
+            divisible=strides,
+            state_access=True,
+        )
+        for name, count in channels.items()
+    ]

@@ -1,0 +1,240 @@
+"""The causal convolution of a verify step: 1 … 1 + K tokens a row, from a window that leaves rejected drafts out.
+
+A block holds the last inputs of a request, oldest first: the window before the step's first token begins at its row
+`num_accepted_tokens - 1`, counted in the step before. This step's inputs go into the row's own block from row 0 on, so
+that the next step can begin anywhere in them; nothing is ever undone. One launch per layer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from hybrid_kv.kernels.causal_conv1d.reference import causal_conv1d, windows_at
+from hybrid_kv.kernels.common.launch import FLOATS, INTS, VECTOR_BYTES, AotCase, check, jit, warp_size
+from hybrid_kv.kernels.common.ragged import Ragged
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+
+def causal_conv1d_update_reference(
+    conv_state: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    window_indices: torch.Tensor,
+    num_accepted_tokens: torch.Tensor,
+    state_indices: torch.Tensor,
+) -> torch.Tensor:
+    """`causal_conv1d_update` in plain torch; tokens of no row come out as zeros."""
+    y = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    lengths = cu_seqlens.diff()
+    active = lengths.nonzero()[:, 0]
+    if not len(active):
+        return y
+    rows = Ragged(lengths[active].cpu().long(), x.device)
+    tokens, kernel = int(cu_seqlens[-1]), weight.shape[1]
+    sources, skip = window_indices[active].long(), num_accepted_tokens[active].long() - 1
+    # All rows are read before any is written: a row may write the block that it starts from.
+    window = windows_at(conv_state, sources, skip, kernel - 1).float().masked_fill((sources == 0)[:, None, None], 0)
+    padded = rows.padded(x[:tokens])
+    out, _ = causal_conv1d(padded.float(), weight.float(), None if bias is None else bias.float(), window)
+    y[:tokens] = rows.flat(out).to(y.dtype)
+    # What was convolved is not what is stored: an input may be rounded on its way into the block, never on its way out.
+    inputs = torch.cat([window.to(conv_state.dtype), padded.to(conv_state.dtype)], dim=1)[:, 1:]
+    targets = state_indices[active, 0].long()[:, None].expand(inputs.shape[:2])
+    steps = torch.arange(inputs.shape[1], device=x.device).expand(inputs.shape[:2])
+    owned = (steps < kernel - 2 + rows.lengths[:, None]) & (targets != 0)
+    conv_state[targets[owned], steps[owned]] = inputs[owned]
+    return y
+
+
+def _conv_update(
+    conv_state: tl.tensor,
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    y: tl.tensor,
+    cu_seqlens: tl.tensor,
+    window_indices: tl.tensor,
+    num_accepted_tokens: tl.tensor,
+    state_indices: tl.tensor,
+    state_stride: tl.tensor,
+    x_stride: tl.tensor,
+    channel_stride: tl.tensor,
+    tap_stride: tl.tensor,
+    indices_stride: tl.tensor,
+    CHANNELS: tl.constexpr,
+    KERNEL: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    # A program owns BLOCK channels of a row, 16 bytes a lane of one warp, and keeps its inputs in registers: each is
+    # loaded once though four outputs need it, all loads are under way before the first is used, and since no channel
+    # meets another the window may lie in the block that is written. Unrolled, since registers have no index.
+    row = tl.program_id(1)
+    start = tl.program_id(0) * BLOCK
+    first = tl.load(cu_seqlens + row).to(tl.int64)
+    length = (tl.load(cu_seqlens + row + 1) - first).to(tl.int32)
+    # Block ids are widened before they are multiplied: a pool passes 2^31 elements.
+    source = tl.load(window_indices + row).to(tl.int64)
+    target = tl.load(state_indices + row * indices_stride).to(tl.int64)
+    skip = tl.load(num_accepted_tokens + row) - 1
+    c = tl.arange(0, BLOCK)
+    # True where the size divides, so that no mask is left.
+    inside = (c < CHANNELS - start) | (CHANNELS % BLOCK == 0)
+
+    window = conv_state + source * state_stride + skip * CHANNELS + start
+    x += first * x_stride + start
+    inputs = ()
+    for i in tl.static_range(KERNEL - 1):
+        loaded = tl.load(window + i * CHANNELS + c, mask=inside & (source != 0), other=0.0)
+        inputs += (loaded,)  # type: ignore[assignment]
+    for j in tl.static_range(COLUMNS):
+        loaded = tl.load(x + j * x_stride + c, mask=inside & (j < length), other=0.0)
+        inputs += (loaded,)  # type: ignore[assignment]
+    weight += start * channel_stride
+    taps = ()
+    for i in tl.static_range(KERNEL):
+        tap = tl.load(weight + i * tap_stride + c * channel_stride, mask=inside, other=0.0)
+        taps += (tap.to(tl.float32),)  # type: ignore[assignment]
+    base = tl.zeros([BLOCK], tl.float32)
+    if HAS_BIAS:
+        base += tl.load(bias + start + c, mask=inside, other=0.0).to(tl.float32)
+
+    y += first * CHANNELS + start
+    for j in tl.static_range(COLUMNS):
+        total = base
+        for i in tl.static_range(KERNEL):
+            total += inputs[i + j].to(tl.float32) * taps[i]
+        out = total / (1.0 + tl.exp(-total))
+        tl.store(y + j * CHANNELS + c, out.to(y.dtype.element_ty), mask=inside & (j < length))
+    conv_state += target * state_stride + start
+    for i in tl.static_range(KERNEL - 2 + COLUMNS):
+        owned = (target != 0) & (length > 0) & (i < KERNEL - 2 + length)
+        tl.store(conv_state + i * CHANNELS + c, inputs[i + 1].to(conv_state.dtype.element_ty), mask=inside & owned)
+
+
+def _block(itemsize: int, lanes: int) -> int:
+    return lanes * VECTOR_BYTES // itemsize
+
+
+def causal_conv1d_update(
+    conv_state: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    window_indices: torch.Tensor,
+    num_accepted_tokens: torch.Tensor,
+    state_indices: torch.Tensor,
+) -> torch.Tensor:
+    """`silu(bias + convolution)` of every row's tokens, and their inputs into the row's block; one launch.
+
+    Row r has the tokens `cu_seqlens[r] … cu_seqlens[r + 1] - 1`, at most as many as `state_indices` has columns. Block
+    `state_indices[r, 0]` gets the last `kernel - 2` inputs before them and then the tokens; rows behind stay as they
+    are. The null block 0 reads as zeros and is never written, so padding rows and rows without tokens do no harm. A row
+    may write the block that it starts from. No block may be written by one row and read or written by another.
+
+    Args:
+        conv_state: [num_blocks, kernel - 1 + K, channels] float32, bfloat16 or float16, blocks at any stride; written.
+        x: [num_tokens, channels], tokens at any stride.
+        weight: [channels, kernel], at any strides. In memory tap by tap (a transpose of contiguous [kernel, channels])
+            it is read 16 bytes a lane, otherwise one element.
+        bias: [channels] or None.
+        cu_seqlens: [num_rows + 1] int32 or int64 from 0, never falling.
+        window_indices: [num_rows] int32 or int64, the block that a row's window is in.
+        num_accepted_tokens: [num_rows] int32 or int64, 1 … 1 + K.
+        state_indices: [num_rows, 1 + K] int32 or int64, of which the first column is read.
+
+    Returns:
+        y like x, contiguous; tokens of no row are not written.
+
+    Raises:
+        ValueError: a shape, dtype, device or stride is none of these.
+    """
+    device = x.device
+    if x.dim() != 2 or weight.dim() != 2 or state_indices.dim() != 2 or conv_state.dim() != 3:
+        dims = [tuple(tensor.shape) for tensor in (x, weight, state_indices, conv_state)]
+        raise ValueError(
+            f"x, weight, state_indices and conv_state have shapes {dims}; they must have 2, 2, 2 and 3 dimensions"
+        )
+    tokens, channels = x.shape
+    kernel = weight.shape[1]
+    num_rows, columns = state_indices.shape
+    if kernel < 2:
+        raise ValueError(f"weight has {kernel} taps; there must be at least 2")
+    check("conv_state", conv_state, (len(conv_state), kernel - 2 + columns, channels), FLOATS, device, free=1)
+    check("x", x, (tokens, channels), FLOATS, device, free=1)
+    check("weight", weight, (channels, kernel), FLOATS, device, free=2)
+    if bias is not None:
+        check("bias", bias, (channels,), FLOATS, device)
+    check("cu_seqlens", cu_seqlens, (num_rows + 1,), INTS, device)
+    check("window_indices", window_indices, (num_rows,), INTS, device)
+    check("num_accepted_tokens", num_accepted_tokens, (num_rows,), INTS, device)
+    check("state_indices", state_indices, (num_rows, columns), INTS, device, free=1)
+    block = _block(conv_state.element_size(), warp_size())
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    jit(_conv_update)[(-(-channels // block), num_rows)](
+        conv_state,
+        x,
+        weight,
+        bias,
+        y,
+        cu_seqlens,
+        window_indices,
+        num_accepted_tokens,
+        state_indices,
+        conv_state.stride(0),
+        x.stride(0),
+        weight.stride(0),
+        weight.stride(1),
+        state_indices.stride(0),
+        CHANNELS=channels,
+        KERNEL=kernel,
+        COLUMNS=columns,
+        HAS_BIAS=bias is not None,
+        BLOCK=block,
+        num_warps=1,
+        num_stages=1,
+    )
+    return y
+
+
+def aot_cases(lanes: int = 32) -> list[AotCase]:
+    """What a launch compiles on GPUs with warps of `lanes`, all in bfloat16, the weight tap by tap."""
+    channels = {"Nemotron-3-Nano": 6144, "Nemotron-H-8B": 10240, "Granite-4-H-small": 8448}
+    cases = [("Nemotron-3-Nano", k) for k in (0, 1, 3, 5)] + [("Nemotron-H-8B", 3), ("Granite-4-H-small", 3)]
+    block = _block(2, lanes)
+    strides = ("state_stride", "x_stride", "tap_stride")
+    floats = dict.fromkeys(("conv_state", "x", "weight", "bias", "y"), "*bf16")
+    indices = ("cu_seqlens", "window_indices", "num_accepted_tokens", "state_indices")
+    return [
+        AotCase(
+            kernel="conv_update.causal_conv1d_update",
+            shape=f"{name}, K={k}",
+            dtype="bfloat16",
+            fn=jit(_conv_update),
+            signature=floats | dict.fromkeys(indices, "*i64") | dict.fromkeys((*strides, "indices_stride"), "i32"),
+            constexprs={
+                "channel_stride": 1,
+                "CHANNELS": channels[name],
+                "KERNEL": 4,
+                "COLUMNS": 1 + k,
+                "HAS_BIAS": True,
+                "BLOCK": block,
+            }
+            | ({"indices_stride": 1} if k == 0 else {}),
+            num_warps=1,
+            num_stages=1,
+            # Read the window and the tokens, write the tokens and all inputs but the oldest.
+            bytes_per_program=(3 + (1 + k) + (1 + k) + (3 + k)) * block * 2,
+            divisible=strides,
+            state_access=True,
+        )
+        for name, k in cases
+    ]

@@ -1,0 +1,1 @@
+"""What operations share: launches, rows of different lengths, strided blocks."""

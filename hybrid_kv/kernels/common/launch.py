@@ -1,0 +1,114 @@
+"""What the wrappers of Triton kernels share.
+
+A kernel is a plain function until its first launch, so that its module imports without Triton: `jit` makes it one.
+Kernels do their arithmetic in float32 whatever the tensors hold; in the interpreter bfloat16 arithmetic works on raw
+bits and is silently wrong (triton#4972).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+
+from hybrid_kv.config import ConfigError, Kernels
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+INTS = (torch.int32, torch.int64)
+VECTOR_BYTES = 16  # the widest access of one lane
+
+
+def choose(name: Kernels, device: torch.device) -> Literal["torch", "triton"]:
+    """What `kernels=name` means on a device.
+
+    Raises:
+        ConfigError: Triton was asked for, and it is missing, or there is no GPU. Its interpreter runs on a CPU.
+    """
+    if name == "torch" or (name == "auto" and (device.type == "cpu" or find_spec("triton") is None)):
+        return "torch"
+    if find_spec("triton") is None:
+        raise ConfigError("kernels='triton' needs the package triton; install it, or use torch")
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigError("kernels='triton' needs a GPU; use torch, or TRITON_INTERPRET=1 to interpret them, slowly")
+    return "triton"
+
+
+@cache
+def jit(kernel: Callable[..., None], do_not_specialize: tuple[str, ...] = ()) -> Any:
+    """The `triton.jit` function of a kernel that calls Triton's language `tl`."""
+    import triton
+    import triton.language as tl
+
+    # Of its module, not of a closure: the interpreter looks nowhere else.
+    kernel.__globals__["tl"] = tl
+    return triton.jit(kernel, do_not_specialize=list(do_not_specialize))
+
+
+def warp_size() -> int:
+    """Lanes of a warp of this machine's GPUs."""
+    return 64 if torch.version.hip else 32
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two >= n >= 1."""
+    return 1 << (n - 1).bit_length()
+
+
+def check(
+    name: str,
+    tensor: torch.Tensor,
+    shape: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+    *,
+    free: int = 0,
+) -> None:
+    """Whether a kernel may read `tensor` as it assumes to: contiguous but for its first `free` dimensions.
+
+    Raises:
+        ValueError: it may not.
+    """
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}; the others are on {device}")
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name} is {tensor.dtype}; it must be one of {', '.join(map(str, dtypes))}")
+    if tuple(tensor.shape) != tuple(shape):
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {tuple(shape)}")
+    if not tensor[(slice(1),) * free].is_contiguous():
+        raise ValueError(f"{name} has strides {tensor.stride()}; from dimension {free} on it must be contiguous")
+
+
+@dataclass(frozen=True)
+class AotCase:
+    """One kernel, as one launch would specialise it; `hybrid_kv.static` compiles and judges it.
+
+    Attributes:
+        kernel: its name in the baseline, such as `replay.commit`.
+        shape: for the reader, such as "Nemotron-3-Nano, K=3".
+        dtype: of the data that counts, for the reader.
+        fn: the `triton.jit` function.
+        signature: argument to type ("*fp32", "i32"); the names in `constexprs` may be left out.
+        constexprs: argument to value. A launch folds integers that equal 1: put them here too.
+        num_warps, num_stages: of the launch.
+        bytes_per_program: global bytes that one program must move, for instructions per byte; None if it depends on
+            data.
+        divisible: integer arguments that are multiples of 16 in such a launch. Pointers always are: torch aligns.
+        state_access: it reads or writes recurrent states, so 128-bit accesses are required.
+    """
+
+    kernel: str
+    shape: str
+    dtype: str
+    fn: Any
+    signature: Mapping[str, str]
+    constexprs: Mapping[str, Any]
+    num_warps: int
+    num_stages: int
+    bytes_per_program: int | None = None
+    divisible: tuple[str, ...] = ()
+    state_access: bool = False

@@ -1,0 +1,118 @@
+"""Where the kernels of a prefill cut its rows: made once per step on the host, read by every Mamba layer.
+
+A *span* is the tokens of a row from one state that is kept to the next: up to a block boundary, or to the row's end.
+The scan takes each span in *chunks*, counted from the start of the span. So a boundary is always the end of a chunk and
+its state the one that the scan carries anyway; that a chunk's state is stored as a boundary's (sgl#31833, vllm!34587)
+cannot happen. The price is at most one partial chunk per boundary, none where block sizes are multiples of the chunk's.
+The convolution takes each row in *tiles* from its start, since only its first tokens need the window.
+
+Shapes considered. (a) Chunks from the row's start whatever the boundaries, states inside a chunk computed apart
+(`ssd.chunk_scan`): one more product of matrices for every boundary. (b) Programs look for their row in `cu_seqlens`: as
+the host knows all lengths, a search in every program of every layer. (c) Lists made once. This is (c).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hybrid_kv.kernels.common.launch import VECTOR_BYTES
+
+TILE = 16  # tokens of the convolution's tiles
+
+_Ints = npt.NDArray[np.int64]
+
+
+class Spans:
+    """The rows of a prefill and the blocks for the states that it passes.
+
+    Args:
+        lengths: [num_rows] int64 on the CPU, tokens of each row, which lie back to back. Rows without tokens have no
+            spans: nothing is read or written for them.
+        state_indices: [num_rows] int32 or int64, the block for what a row's last token leaves behind.
+        boundary_rows, boundary_offsets: [M] int64 on the CPU, in any order: a state is wanted after the row's first
+            `offset` tokens, 1 … its length.
+        boundary_indices: [M] int32 or int64 on the device of `state_indices`, the blocks for them.
+        chunk_size: tokens of a chunk at most, a power of two from 16 on.
+
+    Attributes:
+        cu_seqlens: [num_rows + 1] int32, first token of each row.
+        row_spans: [num_rows + 1] int32, first span of each row.
+        cu_spans: [num_spans + 1] int32, first token of each span; a span may be empty.
+        span_blocks: [num_spans] int64, block for what is there after the span's last token.
+        cu_chunks: [num_spans + 1] int32, first chunk of each span.
+        chunks: [num_chunks, 2] int32, first token of each chunk and that behind its last.
+        tiles: [num_tiles, 4] int32, row of each tile, first token of the row, first token of the tile, and that behind
+            its last.
+
+    Raises:
+        ValueError: a boundary lies outside of its row, or `chunk_size` is no power of two >= 16.
+    """
+
+    def __init__(
+        self,
+        lengths: torch.Tensor,
+        state_indices: torch.Tensor,
+        boundary_rows: torch.Tensor | None = None,
+        boundary_offsets: torch.Tensor | None = None,
+        boundary_indices: torch.Tensor | None = None,
+        chunk_size: int = 128,
+    ) -> None:
+        if chunk_size < 16 or chunk_size & (chunk_size - 1):
+            raise ValueError(f"chunk_size is {chunk_size}; it must be a power of two >= 16")
+        self.num_rows, self.num_tokens, self.chunk_size = len(lengths), int(lengths.sum()), chunk_size
+        tokens = lengths.numpy()
+        ends = tokens.cumsum()
+        active = np.flatnonzero(tokens)
+        # One entry per span: its row, its end counted in the row, and where its block stands in `blocks`.
+        rows, offsets, entries, blocks = active, tokens[active], active, state_indices
+        if boundary_rows is not None:
+            assert boundary_offsets is not None and boundary_indices is not None
+            row, offset = boundary_rows.numpy(), boundary_offsets.numpy()
+            if len(outside := np.flatnonzero((offset < 1) | (offset > tokens[row]))):
+                first = outside[0]
+                raise ValueError(f"boundary {offset[first]} lies outside of the {tokens[row[first]]} tokens of its row")
+            rows, offsets = np.concatenate([rows, row]), np.concatenate([offsets, offset])
+            entries = np.concatenate([entries, self.num_rows + np.arange(len(row))])
+            blocks = torch.cat([blocks, boundary_indices.to(blocks.dtype)])
+        order = np.lexsort((offsets, rows))
+        rows, offsets, entries = rows[order], offsets[order], entries[order]
+        cu_seqlens = np.concatenate([[0], ends])
+        cu_spans = np.concatenate([[0], cu_seqlens[rows] + offsets])
+        _, starts, stops, cu_chunks = _cut(cu_spans, chunk_size)
+        tile_rows, tile_starts, tile_stops, _ = _cut(cu_seqlens, TILE)
+        parts = _upload(
+            state_indices.device,
+            cu_seqlens,
+            np.searchsorted(rows, np.arange(self.num_rows + 1)),
+            cu_spans,
+            cu_chunks,
+            np.stack([starts, stops], axis=1),
+            np.stack([tile_rows, cu_seqlens[tile_rows], tile_starts, tile_stops], axis=1),
+            entries,
+        )
+        self.cu_seqlens, self.row_spans, self.cu_spans, self.cu_chunks, chunks, tiles, entry = parts
+        self.chunks, self.tiles = chunks.view(-1, 2), tiles.view(-1, 4)
+        self.span_blocks = blocks[entry].long()
+
+
+def _cut(bounds: _Ints, size: int) -> tuple[_Ints, _Ints, _Ints, _Ints]:
+    """Cut each `bounds[i] … bounds[i + 1]` every `size` tokens: segment, start and stop of each piece, and their counts
+    summed up, from 0."""
+    counts = -(-np.diff(bounds) // size)
+    cumulative = np.concatenate([[0], counts.cumsum()])
+    segment = np.repeat(np.arange(len(counts)), counts)
+    starts = bounds[segment] + (np.arange(len(segment)) - cumulative[segment]) * size
+    return segment, starts, np.minimum(starts + size, bounds[segment + 1]), cumulative
+
+
+def _upload(device: torch.device, *parts: _Ints) -> tuple[torch.Tensor, ...]:
+    """All parts in int32 on the device by one copy, each flat, and aligned as a launch expects of its tensors."""
+    unit = VECTOR_BYTES // 4
+    sizes = [-(-part.size // unit) * unit for part in parts]
+    staged = np.zeros(sum(sizes), dtype=np.int32)
+    for part, end, size in zip(parts, np.cumsum(sizes), sizes, strict=True):
+        staged[end - size : end - size + part.size] = part.reshape(-1)
+    pieces = torch.from_numpy(staged).to(device).split(sizes)
+    return tuple(piece[: part.size] for piece, part in zip(pieces, parts, strict=True))

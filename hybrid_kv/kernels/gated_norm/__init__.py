@@ -1,0 +1,5 @@
+"""The output norm of a Mamba-2 layer."""
+
+from hybrid_kv.kernels.gated_norm.launch import gated_rms_norm, gated_rms_norm_reference
+
+__all__ = ["gated_rms_norm", "gated_rms_norm_reference"]

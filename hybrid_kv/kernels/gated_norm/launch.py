@@ -1,0 +1,120 @@
+"""The output norm of a Mamba-2 layer: `weight * norm(x * silu(gate))`, group by group, in one pass over memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from hybrid_kv.kernels.common.launch import FLOATS, AotCase, check, jit, next_power_of_2, warp_size
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+PER_LANE = 16
+MAX_WARPS = 8
+
+
+def gated_rms_norm_reference(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, groups: int, eps: float
+) -> torch.Tensor:
+    """`gated_rms_norm` in plain torch."""
+    gated = x.float() * F.silu(gate.float())
+    grouped = gated.unflatten(-1, (groups, -1))
+    normed = F.rms_norm(grouped, grouped.shape[-1:], eps=eps).flatten(-2)
+    return (normed * weight.float()).to(gate.dtype)
+
+
+def _gated_norm(
+    x: tl.tensor,
+    gate: tl.tensor,
+    weight: tl.tensor,
+    y: tl.tensor,
+    x_stride: tl.tensor,
+    gate_stride: tl.tensor,
+    eps: tl.tensor,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    # A program owns one group of one token, all of it in registers: nothing is read twice. Groups are 512 to 8192 wide,
+    # at 16 elements a lane one warp or, with the only barrier of the kernel, a few. One axis, since a prefill has more
+    # tokens than the others may have.
+    token = (tl.program_id(0) // GROUPS).to(tl.int64)
+    start = (tl.program_id(0) % GROUPS) * SIZE
+    c = tl.arange(0, BLOCK)
+    inside = (c < SIZE) | (SIZE == BLOCK)
+    value = tl.load(x + token * x_stride + start + c, mask=inside, other=0.0).to(tl.float32)
+    z = tl.load(gate + token * gate_stride + start + c, mask=inside, other=0.0).to(tl.float32)
+    w = tl.load(weight + start + c, mask=inside, other=0.0).to(tl.float32)
+    gated = value * (z / (1.0 + tl.exp(-z)))
+    scale = tl.rsqrt(tl.sum(gated * gated, axis=0) / SIZE + eps)
+    out = (gated * scale * w).to(y.dtype.element_ty)
+    tl.store(y + token * (GROUPS * SIZE) + start + c, out, mask=inside)
+
+
+def _num_warps(block: int, lanes: int) -> int:
+    return max(1, min(MAX_WARPS, block // (PER_LANE * lanes)))
+
+
+def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, groups: int, eps: float) -> torch.Tensor:
+    """`weight * g / sqrt(mean(g ** 2) + eps)` with `g = x * silu(gate)`, the mean over each of `groups` slices.
+
+    Args:
+        x, gate: [num_tokens, channels] float32, bfloat16 or float16, tokens at any stride.
+        weight: [channels].
+
+    Returns:
+        [num_tokens, channels] in the dtype of the gate, contiguous.
+
+    Raises:
+        ValueError: a shape, dtype, device or stride is none of these, or `groups` does not divide the channels.
+    """
+    if x.dim() != 2:
+        raise ValueError(f"x has shape {tuple(x.shape)}; it must have 2 dimensions")
+    tokens, channels = x.shape
+    if groups < 1 or channels % groups or not channels:
+        raise ValueError(f"{groups} groups do not divide {channels} channels")
+    for name, tensor in (("x", x), ("gate", gate)):
+        check(name, tensor, (tokens, channels), FLOATS, x.device, free=1)
+    check("weight", weight, (channels,), FLOATS, x.device)
+    size = channels // groups
+    block = next_power_of_2(size)
+    y = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    jit(_gated_norm)[(tokens * groups,)](
+        x,
+        gate,
+        weight,
+        y,
+        x.stride(0),
+        gate.stride(0),
+        eps,
+        GROUPS=groups,
+        SIZE=size,
+        BLOCK=block,
+        num_warps=_num_warps(block, warp_size()),
+        num_stages=1,
+    )
+    return y
+
+
+def aot_cases(lanes: int = 32) -> list[AotCase]:
+    """What a launch compiles on GPUs with warps of `lanes`, all in bfloat16."""
+    shapes = {"Nemotron-3-Nano": (4096, 8), "Nemotron-H-8B": (8192, 8), "Granite-4-H-small": (8192, 1)}
+    return [
+        AotCase(
+            kernel="gated_norm.gated_rms_norm",
+            shape=name,
+            dtype="bfloat16",
+            fn=jit(_gated_norm),
+            signature=dict.fromkeys(("x", "gate", "weight", "y"), "*bf16")
+            | {"x_stride": "i32", "gate_stride": "i32", "eps": "fp32"},
+            constexprs={"GROUPS": groups, "SIZE": channels // groups, "BLOCK": channels // groups},
+            num_warps=_num_warps(channels // groups, lanes),
+            num_stages=1,
+            bytes_per_program=channels // groups * 3 * 2,
+            divisible=("x_stride", "gate_stride"),
+        )
+        for name, (channels, groups) in shapes.items()
+    ]

@@ -1,0 +1,280 @@
+"""The verify step of a Mamba-2 layer in the `slots` scheme: read one state, write the one after every token.
+
+A row runs the last accepted token of a request and up to K drafts behind it. Each state that it passes is kept in a
+block of its own, so that the next step may start from any of them: (2 + K) states of traffic, one launch per layer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from hybrid_kv.kernels.common.launch import FLOATS, INTS, VECTOR_BYTES, AotCase, check, jit, next_power_of_2, warp_size
+from hybrid_kv.kernels.common.ragged import Ragged
+from hybrid_kv.kernels.ssd.reference import selective_state_update
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+TILE_BYTES = 4096
+
+
+def selective_state_update_slots_reference(
+    state: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    dt_bias: torch.Tensor,
+    A_log: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    source_indices: torch.Tensor,
+    state_indices: torch.Tensor,
+) -> torch.Tensor:
+    """`selective_state_update_slots` in plain torch; tokens of no row come out as zeros."""
+    y = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    lengths = cu_seqlens.diff()
+    active = lengths.nonzero()[:, 0]
+    if not len(active):
+        return y
+    rows = Ragged(lengths[active].cpu().long(), x.device)
+    tokens = int(cu_seqlens[-1])
+
+    def padded(values: torch.Tensor) -> torch.Tensor:
+        return rows.padded(values[:tokens].float())
+
+    sources = source_indices[active].long()
+    initial = state[sources].float().masked_fill((sources == 0)[:, None, None, None], 0)
+    step = F.softplus(padded(dt) + dt_bias.float())
+    A = -torch.exp(A_log.float())
+    out, states = selective_state_update(initial, padded(x), step, A, padded(B), padded(C), D.float())
+    y[:tokens] = rows.flat(out).to(y.dtype)
+    targets = state_indices[active, : rows.max_len].long()
+    owned = (torch.arange(rows.max_len, device=x.device) < rows.lengths[:, None]) & (targets != 0)
+    state.index_copy_(0, targets[owned], states[owned].to(state.dtype))
+    return y
+
+
+def _state_update(
+    state: tl.tensor,
+    x: tl.tensor,
+    dt: tl.tensor,
+    dt_bias: tl.tensor,
+    A_log: tl.tensor,
+    B: tl.tensor,
+    C: tl.tensor,
+    D: tl.tensor,
+    y: tl.tensor,
+    cu_seqlens: tl.tensor,
+    source_indices: tl.tensor,
+    state_indices: tl.tensor,
+    state_stride: tl.tensor,
+    x_stride: tl.tensor,
+    dt_stride: tl.tensor,
+    B_stride: tl.tensor,
+    C_stride: tl.tensor,
+    indices_stride: tl.tensor,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    STATE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TOGETHER: tl.constexpr,
+) -> None:
+    # A program owns BLOCK_P rows of one head's state, 4 KB, and one warp runs it: no barrier ties the loads of one warp
+    # to the stores of another, and the 12 to 32 warps that an SM holds have 48 KB and more under way, what its share of
+    # the bus takes. Half the tile would load B and C twice as often, twice the tile take twice the registers. The
+    # programs of a batch row are neighbours, so that they share its B and C in the caches.
+    tiles: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
+    row = tl.program_id(1)
+    head = tl.program_id(0) // tiles
+    start = (tl.program_id(0) % tiles) * BLOCK_P
+    channel = head * HEAD_DIM + start
+    group = head // (HEADS // GROUPS)
+    first = tl.load(cu_seqlens + row).to(tl.int64)
+    length = (tl.load(cu_seqlens + row + 1) - first).to(tl.int32)
+    # Block ids are widened before they are multiplied: a pool passes 2^31 elements.
+    source = tl.load(source_indices + row).to(tl.int64)
+
+    # The state's rows as [TOGETHER, BLOCK_P // TOGETHER], TOGETHER being those that a warp covers in one access of 16
+    # bytes a lane. B and C, repeated for as many, then have the state's own layout: without that the compiler keeps the
+    # state twice, in two layouts, and moves one into the other for every token.
+    p = tl.arange(0, TOGETHER)[:, None, None] * (BLOCK_P // TOGETHER)
+    n = tl.arange(0, BLOCK_N)[None, None, :] + p * 0
+    p += tl.arange(0, BLOCK_P // TOGETHER)[None, :, None]
+    # True where the sizes divide, so that no mask is left.
+    in_p = (p < HEAD_DIM - start) | (HEAD_DIM % BLOCK_P == 0)
+    in_n = (n < STATE) | (STATE == BLOCK_N)
+    inside = in_p & in_n
+    # Offsets in a tile are small and static, all that is not goes into the scalar base: they become immediates.
+    tile = p * STATE + n
+    state += channel * STATE
+
+    s = tl.load(state + source * state_stride + tile, mask=inside & (source != 0), other=0.0).to(tl.float32)
+    a = -tl.exp(tl.load(A_log + head).to(tl.float32))
+    bias = tl.load(dt_bias + head).to(tl.float32)
+    d = tl.load(D + head).to(tl.float32)
+    for j in range(length):
+        token = first + j
+        v = tl.load(dt + token * dt_stride + head).to(tl.float32) + bias
+        # softplus = log1p(exp(v)). log(1 + e) alone errs by 6e-5 of dt at v = -7, where time steps are: dividing by the
+        # rounded (1 + e) - 1 cancels the error of the sum. Above 20 it is v, as in torch.
+        e = tl.exp(tl.minimum(v, 20.0))
+        u = 1.0 + e
+        step = tl.where(u == 1.0, e, tl.log(u) * (e / (u - 1.0)))
+        step = tl.where(v > 20.0, v, step)
+        xt = tl.load(x + token * x_stride + channel + p, mask=in_p, other=0.0).to(tl.float32)
+        b = tl.load(B + token * B_stride + group * STATE + n, mask=in_n, other=0.0).to(tl.float32)
+        c = tl.load(C + token * C_stride + group * STATE + n, mask=in_n, other=0.0).to(tl.float32)
+        s = s * tl.exp(step * a) + (xt * step) * b
+        out = tl.sum(s * c, axis=2, keep_dims=True) + d * xt
+        tl.store(y + token * (HEADS * HEAD_DIM) + channel + p, out.to(y.dtype.element_ty), mask=in_p)
+        target = tl.load(state_indices + row * indices_stride + j).to(tl.int64)
+        # A program has read its tile before it writes one, and no other program touches that tile of these blocks.
+        if target != 0:
+            tl.store(state + target * state_stride + tile, s.to(state.dtype.element_ty), mask=inside)
+
+
+def _constexprs(heads: int, head_dim: int, size: int, groups: int, itemsize: int, lanes: int) -> dict[str, int]:
+    block_n = next_power_of_2(size)
+    block_p = min(max(1, TILE_BYTES // (block_n * itemsize)), next_power_of_2(head_dim))
+    together = lanes * VECTOR_BYTES // (block_n * itemsize)
+    return {
+        "HEADS": heads,
+        "HEAD_DIM": head_dim,
+        "STATE": size,
+        "GROUPS": groups,
+        "BLOCK_P": block_p,
+        "BLOCK_N": block_n,
+        "TOGETHER": max(1, min(together, block_p)),
+    }
+
+
+def selective_state_update_slots(
+    state: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    dt_bias: torch.Tensor,
+    A_log: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    source_indices: torch.Tensor,
+    state_indices: torch.Tensor,
+) -> torch.Tensor:
+    """Run the tokens of every row from the row's state, and store the state after each token; one launch.
+
+    Row r has the tokens `cu_seqlens[r] … cu_seqlens[r + 1] - 1`, at most as many as `state_indices` has columns. The
+    null block 0 reads as a state of zeros and is never written, so padding rows and rows without tokens do no harm.
+    A row may write the block that it starts from. No block may be written twice, nor by one row and read by another.
+
+    Args:
+        state: [num_blocks, heads, head_dim, state] float32, bfloat16 or float16, blocks at any stride; written.
+        x: [num_tokens, heads, head_dim]; B, C: [num_tokens, groups, state]; tokens at any stride.
+        dt: [num_tokens, heads] before bias and softplus, tokens at any stride.
+        dt_bias, A_log, D: [heads].
+        cu_seqlens: [num_rows + 1] int32 or int64 from 0, never falling.
+        source_indices: [num_rows] int32 or int64, the block that a row starts from.
+        state_indices: [num_rows, 1 + K] int32 or int64, the block for the state after token j; entries from the row's
+            length on are not read.
+
+    Returns:
+        y like x, contiguous; tokens of no row are not written.
+
+    Raises:
+        ValueError: a shape, dtype, device or stride is none of these.
+    """
+    device = x.device
+    if x.dim() != 3 or B.dim() != 3 or state.dim() != 4 or state_indices.dim() != 2:
+        dims = [tuple(tensor.shape) for tensor in (x, B, state, state_indices)]
+        raise ValueError(f"x, B, state and state_indices have shapes {dims}; they must have 3, 3, 4 and 2 dimensions")
+    tokens, heads, head_dim = x.shape
+    groups, size = B.shape[1:]
+    num_rows, columns = state_indices.shape
+    if groups < 1 or heads % groups:
+        raise ValueError(f"{groups} groups of B do not divide {heads} heads")
+    check("state", state, (len(state), heads, head_dim, size), FLOATS, device, free=1)
+    check("x", x, (tokens, heads, head_dim), FLOATS, device, free=1)
+    check("dt", dt, (tokens, heads), FLOATS, device, free=1)
+    for name, per_group in (("B", B), ("C", C)):
+        check(name, per_group, (tokens, groups, size), FLOATS, device, free=1)
+    for name, per_head in (("dt_bias", dt_bias), ("A_log", A_log), ("D", D)):
+        check(name, per_head, (heads,), FLOATS, device)
+    check("cu_seqlens", cu_seqlens, (num_rows + 1,), INTS, device)
+    check("source_indices", source_indices, (num_rows,), INTS, device)
+    check("state_indices", state_indices, (num_rows, columns), INTS, device, free=1)
+    constexprs = _constexprs(heads, head_dim, size, groups, state.element_size(), warp_size())
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    jit(_state_update)[(heads * -(-head_dim // constexprs["BLOCK_P"]), num_rows)](
+        state,
+        x,
+        dt,
+        dt_bias,
+        A_log,
+        B,
+        C,
+        D,
+        y,
+        cu_seqlens,
+        source_indices,
+        state_indices,
+        state.stride(0),
+        x.stride(0),
+        dt.stride(0),
+        B.stride(0),
+        C.stride(0),
+        state_indices.stride(0),
+        **constexprs,
+        num_warps=1,
+        num_stages=1,
+    )
+    return y
+
+
+def aot_cases(lanes: int = 32) -> list[AotCase]:
+    """What a launch compiles on GPUs with warps of `lanes`, for 16-bit activations."""
+    shapes = {
+        "Nemotron-3-Nano": (64, 64, 128, 8),
+        "Nemotron-H-8B": (128, 64, 128, 8),
+        "Granite-4-H-small": (128, 64, 128, 1),
+    }
+    nano = "Nemotron-3-Nano"
+    cases = [(nano, "float32", k) for k in (0, 1, 3, 5)] + [(name, "float32", 3) for name in shapes if name != nano]
+    cases += [(nano, "bfloat16", 3), (nano, "float16", 3)]
+    activations = dict.fromkeys(("x", "dt", "B", "C", "y"), "*bf16")
+    parameters = dict.fromkeys(("dt_bias", "A_log", "D"), "*fp32")
+    indices = dict.fromkeys(("cu_seqlens", "source_indices", "state_indices"), "*i64")
+    strides = tuple(f"{name}_stride" for name in ("state", "x", "dt", "B", "C"))
+    found = []
+    for name, dtype, k in cases:
+        heads, head_dim, size, groups = shapes[name]
+        element = getattr(torch, dtype)
+        constexprs = _constexprs(heads, head_dim, size, groups, element.itemsize, lanes)
+        rows = constexprs["BLOCK_P"]
+        found.append(
+            AotCase(
+                kernel="state_update.selective_state_update_slots",
+                shape=f"{name}, K={k}",
+                dtype=dtype,
+                fn=jit(_state_update),
+                signature={
+                    "state": {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}[dtype],
+                    **activations,
+                    **parameters,
+                    **indices,
+                    **dict.fromkeys((*strides, "indices_stride"), "i32"),
+                },
+                constexprs=constexprs | ({"indices_stride": 1} if k == 0 else {}),
+                num_warps=1,
+                num_stages=1,
+                bytes_per_program=(2 + k) * rows * size * element.itemsize + (1 + k) * 2 * rows * 2,
+                divisible=strides,
+                state_access=True,
+            )
+        )
+    return found

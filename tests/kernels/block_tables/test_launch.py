@@ -1,0 +1,324 @@
+"""The fused kernel, interpreted, against its reference and against `BlockTables`."""
+
+from __future__ import annotations
+
+import re
+from array import array
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+from hybrid_kv.cache.block_table import BlockTables
+from hybrid_kv.kernels.block_tables.launch import (
+    DeviceTables,
+    StagedBlocks,
+    StepBatch,
+    TableLayout,
+    aot_cases,
+    update_block_tables,
+    update_block_tables_reference,
+)
+from hybrid_kv.kernels.slot_mapping import PAD_SLOT
+from hybrid_kv.static.aot import compile_case
+from tests.kernels.interpreter import interpreted, share_memory_with_the_interpreter
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Step:
+    """`staged`: (row, overwrite, blocks per group); `batch`: (row, first position, number of tokens)."""
+
+    staged: list[tuple[int, bool, list[int]]]
+    batch: list[tuple[int, int, int]]
+    padding_rows: int = 0
+    padding_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Scenario:
+    layouts: list[TableLayout]
+    max_num_reqs: int
+    steps: list[Step]
+    cp: tuple[int, int, int] = (1, 0, 1)
+    max_num_tokens: int = 2048
+
+
+def first_difference(scenario: Scenario, device: torch.device = CPU) -> str:
+    """Run kernel, reference and `BlockTables` side by side; what differs first, or nothing."""
+    make = (scenario.layouts, scenario.max_num_reqs, scenario.max_num_tokens, device, *scenario.cp)
+    fused, plain = DeviceTables(*make), DeviceTables(*make)
+    layouts = scenario.layouts
+    engine = BlockTables(
+        [layout.block_size for layout in layouts],
+        [layout.block_size // layout.blocks_per_kv_block for layout in layouts],
+        scenario.max_num_reqs,
+        scenario.max_num_tokens,
+        [layout.width for layout in layouts],
+        device,
+        *scenario.cp,
+    )
+    rng = np.random.default_rng(0)
+    highest = (2**31 - 1) // max(layout.kernel_block_stride for layout in layouts)
+    for number, step in enumerate(scenario.steps):
+        ids = [rng.integers(1, highest, sum(counts)).astype(np.int32) for _, _, counts in step.staged]
+        for new, (row, overwrite, counts) in zip(ids, step.staged, strict=True):
+            engine.append_block_ids(row, new, array("i", counts), overwrite)
+        staged, batch = tensors(step, ids, len(layouts), device)
+        below = [out[batch.num_reqs_padded :].clone() for out in fused.input_tables]
+        update_block_tables(fused, staged, batch)
+        update_block_tables_reference(plain, staged, batch)
+        engine.apply_staged_writes()
+        gathered = engine.gather_block_tables(
+            batch.rows.cpu().numpy(), batch.num_reqs_padded, [layout.width for layout in layouts]
+        )
+        with_slots = [group for group, layout in enumerate(layouts) if layout.has_slots]
+        token_rows = batch.rows.repeat_interleave(batch.query_start_loc.diff())
+        engine.compute_slot_mappings(token_rows, batch.positions, batch.num_tokens_padded, with_slots)
+        for name in ("flat_tables", "num_blocks", "slot_mappings"):
+            expected = getattr(plain, name)
+            if not torch.equal(getattr(fused, name), expected):
+                return f"step {number}: {name}"
+            of_engine = engine._flat if name == "flat_tables" else getattr(engine, name)
+            if not torch.equal(of_engine, expected):
+                return f"step {number}: {name} of the reference"
+        for group, layout in enumerate(layouts):
+            out, bpk = fused.input_tables[group], layout.blocks_per_kv_block
+            for position, row in enumerate(batch.rows.tolist()):
+                length = int(plain.num_blocks[row, group]) * bpk
+                expected = plain.input_tables[group][position, :length]
+                if not torch.equal(out[position, :length], expected):
+                    return f"step {number}: group {group} position {position}"
+                if layout.kernel_block_stride == bpk and not torch.equal(gathered[group][position, :length], expected):
+                    return f"step {number}: group {group} position {position} of the reference"
+            if out[len(batch.rows) : batch.num_reqs_padded].any():
+                return f"step {number}: group {group}: a padding row is not null"
+            if not torch.equal(out[batch.num_reqs_padded :], below[group]):
+                return f"step {number}: group {group}: a row below the batch was written"
+    return ""
+
+
+def tensors(
+    step: Step, ids: list[np.ndarray[Any, Any]], num_groups: int, device: torch.device = CPU
+) -> tuple[StagedBlocks, StepBatch]:
+    flat = np.concatenate([*ids, np.empty(0, np.int32)])
+    staged = StagedBlocks(
+        ids=torch.from_numpy(flat).to(device),
+        rows=torch.tensor([row for row, _, _ in step.staged], dtype=torch.int32, device=device),
+        counts=torch.tensor([c for _, _, c in step.staged], dtype=torch.int32, device=device).view(-1, num_groups),
+        overwrite=torch.tensor([o for _, o, _ in step.staged], dtype=torch.bool, device=device),
+    )
+    starts = np.cumsum([0, *(length for _, _, length in step.batch)])
+    positions = np.concatenate([np.arange(p, p + n) for _, p, n in step.batch] + [np.empty(0, np.int64)])
+    return staged, StepBatch(
+        rows=torch.tensor([row for row, _, _ in step.batch], dtype=torch.int64, device=device),
+        query_start_loc=torch.tensor(starts, dtype=torch.int32, device=device),
+        positions=torch.tensor(positions, dtype=torch.int64, device=device),
+        num_reqs_padded=len(step.batch) + step.padding_rows,
+        num_tokens_padded=len(positions) + step.padding_tokens,
+    )
+
+
+@st.composite
+def scenarios(draw: st.DrawFn) -> Scenario:
+    interleave = draw(st.sampled_from([1, 1, 2]))
+    cp_size = draw(st.sampled_from([1, 1, 2, 3]))
+    cp = (cp_size, draw(st.integers(0, cp_size - 1)), interleave)
+    layouts = []
+    for _ in range(draw(st.integers(1, 3))):
+        bpk = draw(st.sampled_from([1, 2, 34]))
+        layouts.append(
+            TableLayout(
+                width=draw(st.sampled_from([1, 3, 20])),
+                block_size=bpk * interleave * draw(st.sampled_from([1, 4, 5])),
+                blocks_per_kv_block=bpk,
+                kernel_block_stride=bpk + draw(st.sampled_from([0, 0, 3])),
+                has_slots=draw(st.integers(0, 3)) > 0,
+            )
+        )
+    max_num_reqs = draw(st.integers(1, 5))
+    held: dict[int, list[int]] = {}
+    steps = []
+    for _ in range(draw(st.integers(1, 4))):
+        staged = []
+        for row in draw(st.permutations(range(max_num_reqs)))[: draw(st.integers(0, max_num_reqs))]:
+            overwrite = row not in held or draw(st.integers(0, 3)) == 0
+            before = [0] * len(layouts) if overwrite else held[row]
+            counts = [draw(st.integers(0, layout.width - n)) for layout, n in zip(layouts, before, strict=True)]
+            held[row] = [n + count for n, count in zip(before, counts, strict=True)]
+            staged.append((row, overwrite, counts))
+        # Any running rows in any order: they swap places, leave and come back, and need not be among the staged.
+        rows = draw(st.permutations(sorted(held)))[: draw(st.integers(0, len(held)))] if held else []
+        limit = max(layout.width * layout.block_size * cp_size for layout in layouts)
+        batch = [(row, draw(st.integers(0, limit + 3)), draw(st.sampled_from([1, 4, 33]))) for row in rows]
+        padding = (draw(st.integers(0, max_num_reqs - len(rows))), draw(st.sampled_from([0, 1, 600])))
+        steps.append(Step(staged, batch, *padding))
+    return Scenario(layouts, max_num_reqs, steps, cp)
+
+
+@given(scenarios())
+def test_random_steps_match_the_reference_and_the_engine(scenario: Scenario) -> None:
+    assert interpreted(first_difference, scenario) == ""
+
+
+ATTENTION = TableLayout(width=20, block_size=34 * 16, blocks_per_kv_block=34, kernel_block_stride=34)
+MAMBA = TableLayout(width=5, block_size=34 * 16, blocks_per_kv_block=1, kernel_block_stride=1, has_slots=False)
+
+
+@pytest.mark.parametrize(
+    ("layouts", "steps"),
+    [
+        pytest.param(
+            [ATTENTION, MAMBA],
+            [
+                Step([(row, True, [3, 2]) for row in (0, 1, 2)], [(row, 900, 4) for row in (2, 0, 1)]),
+                # Row 1 ends. Another request takes it over and is fourth in the batch, in front of nobody.
+                Step([(1, True, [2, 1])], [(1, 0, 1)]),
+                # It comes to the place of the one before it, whose three blocks still lie there.
+                Step([], [(0, 904, 1), (2, 904, 1), (1, 1, 1)]),
+            ],
+            id="another request in the same row",
+        ),
+        pytest.param(
+            [ATTENTION, MAMBA],
+            [
+                Step([(0, True, [2, 1]), (3, True, [4, 4])], [(0, 0, 700)]),
+                Step([(3, False, [1, 1])], [(0, 700, 1)]),
+                Step([], [(3, 2000, 3), (0, 701, 1)]),
+            ],
+            id="staged without being in the batch",
+        ),
+        pytest.param(
+            [ATTENTION, MAMBA],
+            [Step([(0, True, [2, 1])], []), Step([(0, False, [18, 4])], []), Step([], [(0, 0, 1)])],
+            id="no batch",
+        ),
+        pytest.param(
+            [ATTENTION, MAMBA],
+            [
+                Step([(row, True, [4, 1]) for row in range(4)], [(row, 0, 40) for row in range(4)]),
+                Step([], [(3, 40, 1)], 3, 3),
+                Step([], [(3, 41, 1), (2, 40, 1)], 2, 2),
+                Step([], [(0, 40, 1), (1, 40, 1), (2, 41, 1), (3, 42, 1)]),
+            ],
+            id="rows become padding and come back",
+        ),
+        pytest.param(
+            [replace(ATTENTION, kernel_block_stride=40), replace(ATTENTION, width=7, blocks_per_kv_block=2), MAMBA],
+            [Step([(0, True, [20, 7, 5]), (1, True, [1, 1, 1])], [(1, 500, 44), (0, 10_000, 600)])],
+            id="two expansions, one with a stride",
+        ),
+        pytest.param(
+            # The counts of 4 x 200 staged cells do not fit one vector, nor do 1,300 tokens or 680 kernel blocks.
+            [replace(ATTENTION, width=20)] + [replace(MAMBA, width=1)] * 139,
+            [Step([(row, True, [20] + [1] * 139) for row in (2, 0, 3, 1)], [(3, 0, 1300), (1, 9000, 1)])],
+            id="more than a vector of everything",
+        ),
+    ],
+)
+def test_steps_match(layouts: list[TableLayout], steps: list[Step]) -> None:
+    assert interpreted(first_difference, Scenario(layouts, 4, steps)) == ""
+
+
+def beyond_int32() -> list[list[int]]:
+    """A step whose tables and input tables begin 2**31 elements into their buffers, which are reserved, not written."""
+    share_memory_with_the_interpreter()
+    far = 2**31
+    tables = DeviceTables([replace(ATTENTION, width=2, blocks_per_kv_block=2, kernel_block_stride=2)], 2, 8, CPU)
+    for name in ("flat_tables", "flat_input_tables"):
+        size = len(getattr(tables, name))
+        buffer = torch.empty(far + size, dtype=torch.int32)
+        buffer[far:] = 0
+        setattr(tables, name, buffer)
+    tables.geometry[:, :2] += far
+    ids = [np.array([2**30 - 1, 5], np.int32)]
+    update_block_tables(tables, *tensors(Step([(1, True, [2])], [(1, 543, 2)]), ids, 1))
+    return [
+        tables.flat_tables[far:].tolist(),
+        tables.flat_input_tables[far:].tolist(),
+        tables.slot_mappings[0].tolist(),
+    ]
+
+
+def test_offsets_and_slots_beyond_int32() -> None:
+    block = 2**30 - 1
+    table, inputs, slots = interpreted(beyond_int32)
+    assert table == [0, 0, block, 5]
+    assert inputs == [2 * block, 2 * block + 1, 10, 11, 0, 0, 0, 0]
+    assert slots == [block * 544 + 543, 5 * 544] + [PAD_SLOT] * 6
+
+
+@pytest.mark.gpu
+@settings(max_examples=40)
+@given(scenarios())
+def test_random_steps_match_on_a_gpu(scenario: Scenario) -> None:
+    assert first_difference(scenario, torch.device("cuda")) == ""
+
+
+STEP = tensors(Step([(0, True, [1, 1])], [(0, 0, 3)]), [np.array([4, 5], np.int32)], 2)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("ids", torch.zeros(2, dtype=torch.int64), "staged.ids is torch.int64"),
+        ("ids", torch.zeros(4, dtype=torch.int32)[::2], "staged.ids has strides"),
+        ("rows", torch.zeros(3, dtype=torch.int32), r"staged.rows has shape \(3,\)"),
+        ("counts", torch.zeros(1, 3, dtype=torch.int32), r"staged.counts .* must be \(1, 2\)"),
+        ("overwrite", torch.zeros(2, dtype=torch.bool), r"staged.overwrite .* must be \(1,\)"),
+        ("rows", torch.zeros(1, dtype=torch.int32), "batch.rows is torch.int32"),
+        ("query_start_loc", torch.zeros(1, dtype=torch.int32), r"batch.query_start_loc .* must be \(2,\)"),
+        ("positions", torch.zeros(3), "batch.positions is torch.float32"),
+        ("num_reqs_padded", 3, "3 rows and 3 tokens exceed the tables' 2 and 4"),
+        ("num_reqs_padded", 0, r"batch.rows .* must be \(0,\)"),
+        ("num_tokens_padded", 5, "1 rows and 5 tokens exceed"),
+        ("num_tokens_padded", 2, r"batch.positions .* must be \(2,\)"),
+    ],
+)
+def test_wrong_tensors_are_refused(field: str, value: Any, message: str) -> None:
+    staged, batch = STEP
+    if "batch" in message or "exceed" in message:
+        batch = replace(batch, **{field: value})
+    else:
+        staged = replace(staged, **{field: value})
+    with pytest.raises(ValueError, match=message):
+        update_block_tables(DeviceTables([ATTENTION, MAMBA], 2, 4, CPU), staged, batch)
+
+
+def test_the_reference_refuses_a_row_beyond_its_width() -> None:
+    with pytest.raises(IndexError, match="group 1 row 0: 6 blocks exceed its width"):
+        update_block_tables_reference(
+            DeviceTables([ATTENTION, MAMBA], 2, 4, CPU),
+            *tensors(Step([(0, True, [0, 6])], []), [np.zeros(6, np.int32)], 2),
+        )
+
+
+def test_impossible_layouts_are_refused() -> None:
+    with pytest.raises(ValueError, match="manager blocks overlap"):
+        TableLayout(width=1, block_size=16, blocks_per_kv_block=4, kernel_block_stride=3)
+    with pytest.raises(ValueError, match="at least 1"):
+        TableLayout(width=0, block_size=16, blocks_per_kv_block=1, kernel_block_stride=1)
+
+
+def test_all_warps_read_a_counter_before_one_writes_it() -> None:
+    """Nothing else keeps a slow warp from reading what a fast one stored, and no interpreter shows it."""
+    ttir = compile_case(aot_cases()[0], "sm_90").asm["ttir"]
+    loaded: set[str] = set()
+    checked = []
+    for line in ttir.splitlines():
+        if "gpu.barrier" in line:
+            loaded.clear()
+        elif access := re.search(r"tt\.(load|store) (%\w+).* : !tt\.ptr<", line):
+            if access[1] == "load":
+                loaded.add(access[2])
+            else:
+                checked.append(access[2])
+                assert access[2] not in loaded, line
+    assert len(checked) == 5

@@ -1,0 +1,850 @@
+"""Runs of many steps in scheme `replay`, against the recurrence over the accepted tokens in float64.
+
+Tolerances are shares of the largest value of the head. Outputs: 1e-5 in float32 arithmetic; 6e-3 with bfloat16 inputs,
+whose products take operands of 8 bits and whose results are rounded to as many.
+Checkpoints that are carried on as float32: 5e-6 in the Frobenius norm, 5e-5 at most, after any number of flushes.
+Checkpoints of fewer bits: what one flush makes of the stored one, within half a unit in the last place.
+"""
+
+import contextlib
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from hybrid_kv.kernels.replay import launch as replay
+from hybrid_kv.kernels.replay.bytes import SHAPES, slots_bytes, step_bytes
+from hybrid_kv.kernels.replay.launch import (
+    ReplayCursors,
+    ReplayRing,
+    ReplayStep,
+    aot_cases,
+    commit,
+    commit_reference,
+    default_ring_len,
+    join_state,
+    read_states,
+    replay_flush,
+    replay_flush_reference,
+    replay_update,
+    replay_update_reference,
+    split_state,
+    write_states,
+)
+from hybrid_kv.kernels.ssd import selective_state_update_slots
+from hybrid_kv.static.aot import TARGETS, compile_case, read_metrics
+from hybrid_kv.static.counts import mean_traffic
+from tests.kernels.interpreter import count_bytes, interpreted, share_memory_with_the_interpreter
+from tests.kernels.ssd.test_reference import plain
+
+OUTPUTS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2.0**-11 + 1e-5, torch.bfloat16: 6e-3}
+ELEMENT, FROBENIUS = 5e-5, 5e-6
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+PLANES = "planes"  # of float32 states
+FIELDS = ("rows", "src", "dst", "ring_start", "n_hist", "n_flush")
+CURSORS = ("base_pos", "ring_start", "n_hist", "prev_t")
+CPU = torch.device("cpu")
+
+
+@contextlib.contextmanager
+def rounding_of_the_hardware():
+    """The interpreter cuts float32 off where hardware rounds it to the nearest bfloat16; and back it takes its time."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    cast = InterpreterBuilder.cast_impl
+
+    def nearest(self, source, kind):
+        types = source.dtype.scalar, kind.scalar
+        if types == (tl.float32, tl.bfloat16):
+            rounded = torch.from_numpy(np.ascontiguousarray(source.data)).bfloat16().view(torch.int16)
+            return TensorHandle(rounded.numpy().view(np.uint16), kind.scalar)
+        if types == (tl.bfloat16, tl.float32):
+            return TensorHandle((source.data.astype(np.uint32) << 16).view(np.float32), kind.scalar)
+        return cast(self, source, kind)
+
+    with patch.object(InterpreterBuilder, "cast_impl", nearest):
+        yield
+
+
+# ---- planes ----
+
+
+def patterns():
+    """Every upper half of a float32 with lower halves around where it is rounded: denormals, infinities and NaN too."""
+    high = torch.arange(2**16)[:, None]
+    low = torch.tensor([0, 1, 2, 0x5555, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xAAAA, 0xFFFE, 0xFFFF])
+    bits = (high << 16) + low
+    return torch.where(bits < 2**31, bits, bits - 2**32).int()
+
+
+def test_planes_lose_nothing():
+    bits = patterns()
+    planes = split_state(bits.view(torch.float32).unsqueeze(0))
+    assert planes.dtype == torch.int16 and planes.shape == (2, 1, *bits.shape)
+    assert torch.equal(join_state(planes).view(torch.int32)[0], bits)
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=6, max_size=6))
+def test_planes_lose_nothing_of_any_bits(values):
+    bits = torch.tensor(values, dtype=torch.int32).view(1, 1, 2, 3)
+    assert torch.equal(join_state(split_state(bits.view(torch.float32))).view(torch.int32), bits)
+
+
+def test_the_upper_plane_is_the_state_rounded_half_away():
+    bits = patterns()
+    values = bits.view(torch.float32)
+    upper = split_state(values.unsqueeze(0))[0, 0]
+    magnitude = (bits.long() & 0x7FFFFFFF) + 0x8000 >> 16
+    expected = torch.where(bits < 0, magnitude - 2**15, magnitude)
+    assert torch.equal(upper.long()[~values.isnan()], expected[~values.isnan()])
+
+
+@pytest.mark.parametrize("state", [PLANES, torch.float64, torch.bfloat16])
+def test_states_are_written_and_read_in_either_form(state):
+    shape = (2, 2, 3, 5) if state == PLANES else (2, 3, 5)
+    dtype = torch.int16 if state == PLANES else state
+    pool = torch.full((6, *shape, 2), 7, dtype=dtype)[..., 0]
+    values = torch.randn(4, 2, 3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    blocks = torch.tensor([3, 0, 5, 0])
+    write_states(pool, blocks, values)
+    stored = values.to(torch.float32 if state == PLANES else state)
+    assert torch.equal(read_states(pool, blocks[[0, 2]]), stored[[0, 2]])
+    assert bool((pool[[0, 1, 2, 4]] == 7).all()), "the null block or another was written"
+
+
+# ---- runs ----
+
+
+@dataclass(frozen=True)
+class Case:
+    """Everything that a process needs for a run.
+
+    Attributes:
+        starts: per request, tokens that its first state has seen. Requests with the same start at a block boundary
+            start from one cached block.
+        steps: of the run.
+        max_query_len: 1 + K.
+        slack: tokens that the rings are longer than they must be.
+        block_size: None in mode `none`.
+        gap: elements between pages, and between tokens, that are not the layer's.
+        extreme: time steps around every bend of softplus, else as models have them.
+        together: heads of a group share programs.
+    """
+
+    starts: tuple[int, ...]
+    steps: int = 12
+    max_query_len: int = 4
+    slack: int = 0
+    block_size: int | None = 8
+    groups: int = 1
+    per_group: int = 2
+    head_dim: int = 3
+    size: int = 5
+    gap: int = 3
+    state: object = PLANES
+    dtype: torch.dtype = torch.float32
+    parameters: torch.dtype = torch.float32
+    indices: torch.dtype = torch.int64
+    extreme: bool = False
+    together: bool = True
+    lanes: int = 32
+    seed: int = 0
+
+
+@st.composite
+def cases(draw, dtypes, states):
+    max_query_len = draw(st.sampled_from([1, 2, 4, 6, 10]))
+    block_size = draw(st.sampled_from([None, max_query_len, max_query_len + 1, 12, 16]))
+    if block_size is not None:
+        block_size = max(block_size, max_query_len)
+    boundary = 2 * (block_size or 3)
+    return Case(
+        starts=draw(st.sampled_from([(boundary, boundary), (1, boundary), (boundary + 1,), (boundary - 1, boundary)])),
+        max_query_len=max_query_len,
+        slack=draw(st.sampled_from([0, 1, 5, 14])),
+        block_size=block_size,
+        groups=draw(st.integers(1, 2)),
+        per_group=draw(st.integers(1, 3)),
+        head_dim=draw(st.sampled_from([1, 3, 8, 17])),
+        size=draw(st.sampled_from([1, 5, 16, 33])),
+        gap=draw(st.sampled_from([0, 5, 16])),
+        state=draw(st.sampled_from(states)),
+        dtype=draw(st.sampled_from(dtypes)),
+        parameters=draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        indices=draw(st.sampled_from([torch.int32, torch.int64])),
+        extreme=draw(st.booleans()),
+        together=draw(st.booleans()),
+        lanes=draw(st.sampled_from([32, 64])),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+@dataclass
+class Request:
+    """What the recurrence says of a request, in float64; tokens are (x, dt after softplus, B, C)."""
+
+    row: int
+    base_pos: int
+    base: torch.Tensor  # state after base_pos tokens
+    now: torch.Tensor  # state after those of the history, too
+    history: list
+    drafts: list  # of the last step
+    accepted: int = 1
+
+
+class Run:
+    """A pool, rings and cursors that hold NaN wherever nothing may be read, and the requests that use them."""
+
+    def __init__(self, case, device=CPU):
+        self.case, self.device = case, device
+        self.g = g = torch.Generator().manual_seed(case.seed)
+        self.heads = case.groups * case.per_group
+        shape = (self.heads, case.head_dim, case.size)
+        self.ring_len = 3 * case.max_query_len - 1 + case.slack
+        num_rows, num_reqs = len(case.starts) + 1, len(case.starts)
+        self.cursors = ReplayCursors.allocate(num_rows, self.ring_len, case.max_query_len, device)
+        self.ring = ReplayRing.allocate(num_rows, self.ring_len, *shape[:2], case.groups, case.size, case.dtype, device)
+        for part in (self.ring.x, self.ring.B, self.ring.dt):
+            part.fill_(torch.nan)
+        size = case.block_size
+        columns = 1 if size is None else (max(case.starts) + case.steps * case.max_query_len) // size + 1
+        ids = 1 + torch.randperm(num_reqs * columns, generator=g).view(num_reqs, columns)
+        for index, start in enumerate(case.starts):
+            same = case.starts.index(start)
+            if size is not None and start % size == 0:
+                ids[index, : start // size] = ids[same, : start // size]
+        self.table = torch.zeros(num_reqs + 1, columns, dtype=case.indices)
+        self.table[:num_reqs] = ids.to(case.indices)
+        planes = (2,) if case.state == PLANES else ()
+        dtype = torch.int16 if case.state == PLANES else case.state
+        elements = torch.Size((*planes, *shape)).numel()
+        blocks = 1 + num_reqs * columns
+        storage = torch.full((2 + blocks * (elements + case.gap),), 0x7F81, dtype=torch.int16)
+        storage = storage if dtype == torch.int16 else torch.full(storage.shape, torch.nan, dtype=dtype)
+        self.storage = storage.to(device)
+        strides = torch.empty(planes + shape).stride()
+        self.state = self.storage.as_strided((blocks, *planes, *shape), (elements + case.gap, *strides), 2)
+        self.dt_bias = torch.rand(self.heads, generator=g).sub(0.5).to(device, case.parameters)
+        self.A_log, self.D = (torch.randn(self.heads, generator=g).to(device, case.parameters) for _ in range(2))
+        self.requests, first = [], {}
+        for index, start in enumerate(case.starts):
+            state = torch.randn(shape, generator=g)
+            state[0, 0, 0] = -0.0  # Who writes a state with nothing added leaves 0.
+            if self.column(start) >= 0 and int(ids[index, self.column(start)]) in first:
+                state = first[int(ids[index, self.column(start)])]
+            first[int(ids[index, self.column(start)])] = state
+            block = ids[index, self.column(start)][None].to(device)
+            write_states(self.state, block, state[None].to(device))
+            stored = read_states(self.state, block)[0].double().cpu()
+            row = num_rows - 1 - index
+            self.cursors.restart(torch.tensor([row], device=device), torch.tensor([start], device=device))
+            self.requests.append(Request(row, start, stored, stored, [], []))
+        self.shared = [int(ids[i, self.column(s)]) for i, s in enumerate(case.starts) if case.starts.count(s) > 1]
+        self.shared = self.shared if size is not None and case.starts[0] % size == 0 else []
+        self.outputs, self.expected = [], []
+
+    def column(self, pos):
+        return 0 if self.case.block_size is None else (pos - 1) // self.case.block_size
+
+    def inputs(self, num_tokens):
+        """x, dt, B and C of tokens, NaN in the last, which is no row's."""
+        case, g = self.case, self.g
+        inner, shared = self.heads * case.head_dim, case.groups * case.size
+        conv = torch.randn(num_tokens + 1, inner + 2 * shared + case.gap, generator=g).to(case.dtype)
+        conv[num_tokens:] = torch.nan
+        x, B, C, _ = conv.to(self.device).split((inner, shared, shared, case.gap), dim=1)
+        bends = [-24.0, -16.7, -7.0, -3.0, 0.0, 2.0, 19.0, 21.0] if case.extreme else [-5.0, -4.0, -2.0, -1.0]
+        dt = torch.tensor(bends)[torch.randint(len(bends), (num_tokens + 1, self.heads + 1), generator=g)]
+        dt = (dt + torch.rand(dt.shape, generator=g)).to(case.dtype)[:, : self.heads].to(self.device)
+        x = x.unflatten(1, (self.heads, case.head_dim))
+        B, C = (part.unflatten(1, (case.groups, case.size)) for part in (B, C))
+        return x, dt, B, C
+
+    def step(self, run_commit, run_update):
+        """One step of some of the requests in some order, behind them a row of padding with a token of its own."""
+        case, g = self.case, self.g
+        order = torch.randperm(len(self.requests), generator=g)[
+            : torch.randint(1, len(self.requests) + 1, (1,), generator=g)
+        ]
+        # Now and then a row has no tokens.
+        lengths = [
+            int(torch.randint(0 if self.chance(0.1) else 1, case.max_query_len + 1, (1,), generator=g)) for _ in order
+        ]
+        chosen = [self.requests[int(i)] for i in order]
+        cu_seqlens = torch.tensor([0, *lengths, 1]).cumsum(0)
+        x, dt, B, C = self.inputs(int(cu_seqlens[-1]))
+        indices = (
+            torch.tensor([request.row for request in chosen] + [-1]),
+            torch.tensor([request.accepted for request in chosen] + [9]),
+            cu_seqlens,
+        )
+        rows, accepted, cu_seqlens = (part.to(self.device, case.indices) for part in indices)
+        table = self.table[[*order.tolist(), -1]].to(self.device)
+        step = run_commit(self.cursors, rows, accepted, cu_seqlens, table, case.block_size)
+        written, appended, flushed = [], [], []
+        for i, (request, length) in enumerate(zip(chosen, lengths, strict=True)):
+            request.history += request.drafts[: request.accepted]
+            held = len(request.history)
+            n_flush = self.due(request, length)
+            after = request.base_pos + n_flush
+            expected = [self.table[order[i], self.column(pos)] for pos in (request.base_pos, after)]
+            found = [int(getattr(step, name)[i]) for name in FIELDS]
+            assert found == [request.row, *map(int, expected), found[3], held, n_flush]
+            assert held + length <= self.ring_len > found[3] and after >= 1
+            request.base_pos = after
+            if n_flush:
+                written.append(found[2])
+                flushed.append((request, n_flush, found[2]))
+            appended += [(request.row, (found[3] + held + t) % self.ring_len) for t in range(length)]
+        assert [int(getattr(step, name)[-1]) for name in FIELDS[1:]] == [0] * 5
+
+        before = self.storage.clone()
+        rings = [part.clone() for part in (self.ring.x, self.ring.B, self.ring.dt)]
+        y = run_update(self.state, self.ring, step, x, dt, self.dt_bias, self.A_log, B, C, self.D, cu_seqlens)
+        assert y.shape == x.shape and y.dtype == x.dtype and y.is_contiguous()
+        tokens = sum(lengths)
+        assert bool((y[tokens] == 0).all()), "outputs of padding"
+        self.check_memory(before, written, rings, appended, x, B, dt)
+        self.follow(chosen, lengths, y.cpu(), *(part[:tokens].cpu() for part in (x, dt, B, C)))
+        for request, n_flush, block in flushed:
+            self.check_flush(request, n_flush, block)
+        assert set(written).isdisjoint(self.shared), "a cached block was written"
+
+    def chance(self, p):
+        return bool(torch.rand(1, generator=self.g) < p)
+
+    def due(self, request, length):
+        """Tokens that the step folds: those up to a boundary that has been reached, or all when room runs out."""
+        held, size = len(request.history), self.case.block_size
+        if size is not None and (request.base_pos + held) // size > request.base_pos // size:
+            return size - request.base_pos % size
+        worst = held + length + self.case.max_query_len
+        return held if worst > self.ring_len else 0
+
+    def check_memory(self, before, written, rings, appended, x, B, dt):
+        changed = self.storage.cpu().view(torch.uint8) != before.cpu().view(torch.uint8)
+        own = torch.zeros(len(before), dtype=torch.bool)
+        own.as_strided(self.state.shape, self.state.stride(), 2)[written] = True
+        assert not bool((changed.view(len(before), -1).any(1) & ~own).any()), "a block that is nobody's was written"
+        # Of small time steps too: log(1 + e) alone would err by 6e-5 of them.
+        steps = F.softplus(dt.double() + self.dt_bias.double())
+        for part, old, source in zip((self.ring.x, self.ring.B, self.ring.dt), rings, (x, B, steps), strict=True):
+            for token, (row, place) in enumerate(appended):
+                error = (part[row, :, place].double() - source[token].double()).abs()
+                assert bool((error <= (5e-6 * source[token] if source is steps else 0)).all()), "the ring is wrong"
+                old[row, :, place] = part[row, :, place]
+            bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[part.itemsize]
+            assert torch.equal(part.view(bits), old.view(bits)), "the ring changed elsewhere"
+
+    def follow(self, chosen, lengths, y, x, dt, B, C):
+        """Take the recurrence on; some of the tokens are accepted."""
+        first = 0
+        A, D = -self.A_log.cpu().double().exp(), self.D.cpu().double()
+        for request, length in zip(chosen, lengths, strict=True):
+            span = slice(first, first + length)
+            first += length
+            steps = F.softplus(dt[span].double() + self.dt_bias.cpu().double())
+            expected, passed = plain(request.now, x[span], steps, A, B[span], C[span], D)
+            self.outputs.append(y[span].double())
+            self.expected.append(expected)
+            request.drafts = list(zip(x[span], steps, B[span], strict=True))
+            request.accepted = int(torch.randint(1, length + 1, (1,), generator=self.g)) if length else 5
+            if length:
+                request.now = passed[request.accepted - 1]
+
+    def check_flush(self, request, n_flush, block):
+        folded, request.history = request.history[:n_flush], request.history[n_flush:]
+        expected = self.fold(request.base, folded)
+        found = read_states(self.state, torch.tensor([block], device=self.device))[0].cpu().double()
+        error, largest = (found - expected).abs(), expected.abs().amax((1, 2), keepdim=True)
+        if self.case.state in ROUNDING:
+            tiny = 2.0**-25 if self.case.state == torch.float16 else 0.0
+            assert bool((error <= ROUNDING[self.case.state] * found.abs() + ELEMENT * largest + tiny).all())
+            # What was lost is lost: a checkpoint of few bits is compared flush by flush.
+            request.base = found
+            drafts = request.drafts[: request.accepted]
+            request.now = self.fold(found, request.history + drafts)
+            return
+        double = self.case.state == self.case.dtype == torch.float64
+        assert bool((error <= (1e-12 if double else ELEMENT) * largest).all()), float((error / largest).max())
+        norms = [part.flatten(1).norm(dim=1) for part in (error, expected)]
+        assert bool((norms[0] <= (1e-12 if double else FROBENIUS) * norms[1]).all()), norms
+        request.base = expected
+
+    def fold(self, state, tokens):
+        if not tokens:
+            return state
+        x, steps, B = (torch.stack(part) for part in zip(*tokens, strict=True))
+        A = -self.A_log.cpu().double().exp()
+        return plain(state, x, steps, A, B, torch.zeros_like(B), self.D)[1][-1]
+
+    def finish(self):
+        outputs, expected = torch.cat(self.outputs), torch.cat(self.expected)
+        scale = expected.abs().amax((0, 2))[:, None]
+        single = self.case.dtype == torch.float64 and self.case.state != torch.float64
+        share = OUTPUTS[torch.float32 if single else self.case.dtype]
+        worst = float(((outputs - expected).abs() / scale).max())
+        assert worst <= share, worst
+
+
+def check_run(case, run_commit, run_update, device=CPU):
+    run = Run(case, device)
+    for _ in range(case.steps):
+        run.step(run_commit, run_update)
+    run.finish()
+
+
+def check(case, every=3):
+    """The interpreter is slow and the kernel's memory is the reference's, so they take turns."""
+    run, saturated = Run(case), 0 if case.together else 10**9
+    with rounding_of_the_hardware(), patch.multiple(replay, warp_size=lambda: case.lanes, SATURATED=saturated):
+        for index in range(case.steps):
+            run.step(commit, replay_update_reference if (index + 1) % every else replay_update)
+    run.finish()
+
+
+@given(cases([torch.float64, torch.float32, torch.bfloat16], [PLANES, torch.float64, torch.bfloat16, torch.float16]))
+@settings(max_examples=30)
+def test_the_reference_follows_the_recurrence(case):
+    check_run(replace(case, steps=25), commit_reference, replay_update_reference)
+
+
+SHORT_BLOCKS = Case((8, 8), max_query_len=4, block_size=4, groups=2, head_dim=17, size=33, gap=5)
+SAME_BLOCK = Case((8, 8), max_query_len=6, block_size=8, head_dim=8, size=16, dtype=torch.bfloat16, lanes=64)
+IN_PLACE = Case((5, 3), max_query_len=2, block_size=None, dtype=torch.bfloat16, together=False, extreme=True)
+LONG_STEPS = Case((1, 20, 33), max_query_len=10, block_size=16, per_group=3, dtype=torch.bfloat16, state=torch.bfloat16)
+
+
+@given(cases([torch.float32, torch.float16, torch.bfloat16, torch.bfloat16], [PLANES, torch.bfloat16, torch.float16]))
+@example(SHORT_BLOCKS)
+@example(replace(SHORT_BLOCKS, extreme=True, seed=1))
+@example(SAME_BLOCK)
+@example(IN_PLACE)
+@example(LONG_STEPS)
+@settings(max_examples=12)
+def test_the_kernels_follow_the_recurrence(case):
+    interpreted(check, case)
+
+
+def test_the_kernels_follow_the_recurrence_at_the_size_of_a_model():
+    """The heads of one group of Nemotron-3-Nano, with a ring of the usual length: it wraps, and boundaries pass."""
+    case = Case((16,), 30, 4, 25, 16, per_group=8, head_dim=64, size=128, dtype=torch.bfloat16)
+    interpreted(check, case)
+
+
+# ---- commit and flush by themselves ----
+
+
+def check_commit(seed, block_size, indices):
+    """Many steps of many requests, some of them absent, with rows between the tables': every tensor is the same."""
+    g = torch.Generator().manual_seed(seed)
+    num_rows, most, ring_len = 40, 5, 17
+    ours, theirs = (ReplayCursors.allocate(num_rows, ring_len, most, CPU) for _ in range(2))
+    starts = torch.randint(1, 30, (num_rows,), generator=g)
+    for cursors in (ours, theirs):
+        cursors.restart(torch.arange(num_rows), starts)
+    for _ in range(40):
+        num_reqs = int(torch.randint(1, num_rows + 1, (1,), generator=g))
+        rows = torch.randperm(num_rows, generator=g)[:num_reqs]
+        rows[torch.rand(num_reqs, generator=g) < 0.2] = -1
+        lengths = torch.randint(0, most + 1, (num_reqs,), generator=g)
+        cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        accepted = torch.randint(1, most + 1, (num_reqs,), generator=g)
+        table = torch.randint(0, 2**31 - 1, (num_reqs, 60), generator=g)
+        arguments = [part.to(indices) for part in (rows, accepted, cu_seqlens, table)]
+        arguments[3] = arguments[3][:, :50]
+        expected = commit_reference(theirs, *arguments, block_size)
+        step = commit(ours, *arguments, block_size)
+        for name in FIELDS:
+            assert torch.equal(getattr(step, name), getattr(expected, name)), name
+        assert step.max_query_len == expected.max_query_len == most
+        for name in CURSORS:
+            assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+
+
+@pytest.mark.parametrize("block_size", [None, 5, 8])
+@pytest.mark.parametrize("indices", [torch.int32, torch.int64])
+def test_commit_equals_its_reference(block_size, indices):
+    interpreted(check_commit, 7, block_size, indices)
+
+
+@given(st.integers(1, 8), st.integers(0, 20), st.booleans(), st.randoms(use_true_random=False))
+def test_a_step_never_reaches_the_history_that_it_reads(max_query_len, slack, boundaries, random):
+    """What the rule promises, with the most that may happen at any time: also that it flushes no earlier."""
+    ring_len = 3 * max_query_len - 1 + slack
+    cursors = ReplayCursors.allocate(1, ring_len, max_query_len, CPU)
+    row, table = torch.zeros(1, dtype=torch.int64), torch.ones(1, 200, dtype=torch.int64)
+    cursors.restart(row, row + 1)
+    block_size = max(max_query_len, random.randint(1, 12)) if boundaries else None
+    length = accepted = 0
+    for _ in range(60):
+        before = int(cursors.n_hist[0]) + min(accepted, length)
+        base = int(cursors.base_pos[0])
+        length = random.choice([1, max_query_len])
+        cu_seqlens = torch.tensor([0, length])
+        step = commit_reference(cursors, row, torch.tensor([accepted]), cu_seqlens, table, block_size)
+        held, flush = int(step.n_hist[0]), int(step.n_flush[0])
+        assert held == before <= ring_len - max_query_len
+        assert held + length <= ring_len
+        at_boundary = block_size is not None and (base + held) // block_size > base // block_size
+        if at_boundary:
+            assert (base + flush) % block_size == 0 and held - flush < max_query_len
+        elif flush:
+            assert flush == held and held + length + max_query_len > ring_len
+        else:
+            assert held + length + max_query_len <= ring_len
+        accepted = random.choice([1, length])
+
+
+def finalized(device=CPU):
+    """A run whose requests have just had a boundary accepted, and the step of their leaving."""
+    run = Run(Case((15, 13), max_query_len=6, block_size=16, dtype=torch.bfloat16), device)
+    order = torch.arange(2)
+    cu_seqlens = torch.tensor([0, 6, 12], device=device)
+    for tokens in (cu_seqlens, torch.zeros_like(cu_seqlens)):
+        rows = torch.tensor([request.row for request in run.requests], device=device)
+        table = run.table[order].to(device)
+        step = commit_reference(run.cursors, rows, torch.tensor([6, 2], device=device), tokens, table, 16)
+        if len(run.outputs) == 0:
+            x, dt, B, C = (part[:12] for part in run.inputs(12))
+            args = (x, dt, run.dt_bias, run.A_log, B, C, run.D, tokens)
+            run.outputs.append(replay_update_reference(run.state, run.ring, step, *args))
+    return run, step
+
+
+def check_finalize(flush):
+    run, step = finalized()
+    # 15 + 6 tokens pass the boundary at 16; 13 + 2 do not, and a request that leaves needs no more than boundaries.
+    assert step.n_flush.tolist() == [1, 0] and step.n_hist.tolist() == [6, 2]
+    before, rings = run.state.clone(), [part.clone() for part in (run.ring.x, run.ring.B, run.ring.dt)]
+    with rounding_of_the_hardware() if flush is replay_flush else contextlib.nullcontext():
+        flush(run.state, run.ring, step, run.A_log)
+    block = int(step.dst[0])
+    changed = [b for b in range(len(before)) if not torch.equal(run.state[b], before[b])]
+    assert changed == [block] == [int(run.table[0, 0])]
+    for part, old in zip((run.ring.x, run.ring.B, run.ring.dt), rings, strict=True):
+        assert torch.equal(part.nan_to_num(7.0), old.nan_to_num(7.0))
+    place = [(int(step.ring_start[0]) + i) % run.ring_len for i in range(1)]
+    row = run.requests[0].row
+    token = (run.ring.x[row, :, place[0]], run.ring.dt[row, :, place[0]], run.ring.B[row, :, place[0]])
+    run.requests[0].history = [tuple(part.double() for part in token)]
+    run.check_flush(run.requests[0], 1, block)
+
+
+@pytest.mark.parametrize("flush", [replay_flush, replay_flush_reference])
+def test_a_request_that_leaves_is_flushed_to_its_last_boundary(flush):
+    if flush is replay_flush:
+        interpreted(check_finalize, flush)
+    else:
+        check_finalize(flush)
+
+
+def check_null(update):
+    """A row without a block to read or to write does neither, whatever else its step says."""
+    run = Run(Case((9,), dtype=torch.bfloat16))
+    block, count, row = run.table[0, 1:2].long(), torch.tensor([3]), torch.tensor([1])
+    x, dt, B, C = (part[:4] for part in run.inputs(4))
+    args = (x, dt, run.dt_bias, run.A_log, B, C, run.D, torch.tensor([0, 4]))
+    memory = [run.storage, *(part.view(torch.int16) for part in (run.ring.x, run.ring.B, run.ring.dt))]
+    before = [part.clone() for part in memory]
+    for src, dst in ((block, block * 0), (block * 0, block)):
+        y = update(run.state, run.ring, ReplayStep(row, src, dst, count, count, count, 4), *args)
+        assert bool((y == 0).all())
+        assert all(torch.equal(part, old) for part, old in zip(memory, before, strict=True))
+
+
+@pytest.mark.parametrize("update", [replay_update, replay_update_reference])
+def test_a_row_of_padding_reads_and_writes_nothing(update):
+    if update is replay_update:
+        interpreted(check_null, update)
+    else:
+        check_null(update)
+
+
+def test_a_new_owner_of_a_row_starts_anew():
+    """Whatever the last one left there, and however many tokens it had accepted."""
+    cursors = ReplayCursors.allocate(3, 11, 4, CPU)
+    rows, table = torch.tensor([2]), torch.tensor([[5, 6, 7]])
+    cursors.restart(rows, torch.tensor([3]))
+    for accepted in (1, 4, 2):
+        commit_reference(cursors, rows, torch.tensor([accepted]), torch.tensor([0, 4]), table, 8)
+    cursors.restart(rows, torch.tensor([16]))
+    step = commit_reference(cursors, rows, torch.tensor([4]), torch.tensor([0, 4]), table, 8)
+    assert [int(getattr(step, name)) for name in FIELDS] == [2, 6, 6, 0, 0, 0]
+    assert [getattr(cursors, name).tolist() for name in CURSORS] == [[0, 0, 16], [0, 0, 0], [0, 0, 0], [0, 0, 4]]
+
+
+# ---- against scheme slots ----
+
+
+def check_slots(steps):
+    """Both schemes along the same accepted tokens: the outputs, and each state that replay writes."""
+    case = Case((9,), max_query_len=4, block_size=8, groups=2, head_dim=8, size=16)
+    run = Run(case)
+    shape = (run.heads, case.head_dim, case.size)
+    state = torch.zeros(2 + case.max_query_len, *shape)
+    state[1] = read_states(run.state, run.table[:1, 1].long())[0]
+    source, accepted, flushes = 1, 1, 0
+    passed = {9: state[1].clone()}
+    position, row = 9, torch.tensor([run.requests[0].row])
+    for _ in range(steps):
+        length = int(torch.randint(1, 5, (1,), generator=run.g))
+        cu_seqlens = torch.tensor([0, length])
+        x, dt, B, C = (part[:length] for part in run.inputs(length))
+        args = (x, dt, run.dt_bias, run.A_log, B, C, run.D, cu_seqlens)
+        step = commit(run.cursors, row, torch.tensor([accepted]), cu_seqlens, run.table[:1], 8)
+        y = replay_update(run.state, run.ring, step, *args)
+        targets = [block for block in range(1, len(state)) if block != source]
+        expected = selective_state_update_slots(state, *args, torch.tensor([source]), torch.tensor([targets[:4]]))
+        error = (y - expected).abs().amax((0, 2)) / expected.abs().amax((0, 2))
+        assert float(error.max()) <= OUTPUTS[torch.float32]
+        if int(step.n_flush[0]):
+            flushes += 1
+            wanted = passed[int(run.cursors.base_pos[row])]
+            found = read_states(run.state, step.dst)[0]
+            assert bool(((found - wanted).flatten(1).norm(dim=1) <= FROBENIUS * wanted.flatten(1).norm(dim=1)).all())
+        for j in range(length):
+            passed[position + 1 + j] = state[targets[j]].clone()
+        accepted = int(torch.randint(1, length + 1, (1,), generator=run.g))
+        source, position = targets[accepted - 1], position + accepted
+    assert flushes > 2
+
+
+def test_equals_scheme_slots_along_the_accepted_tokens():
+    interpreted(check_slots, 10)
+
+
+# ---- memory ----
+
+
+def check_far(update):
+    """Blocks and rows 2^31 elements and more behind the start of memory that is never committed as a whole."""
+    share_memory_with_the_interpreter()
+    num_rows = 2**31 // (3 * 11) + 2
+    near_run = Run(Case((9,), max_query_len=4, block_size=16, head_dim=3, size=5, per_group=1))
+    stride = 2**30 + 8
+    far = torch.empty(3 * stride, dtype=torch.int16).as_strided((3, 2, 1, 3, 5), (stride, 15, 15, 5, 1))
+    source = int(near_run.table[0, 0])
+    far[1:] = near_run.state[source]
+    far_ring = ReplayRing(
+        torch.empty(num_rows, 1, 11, 3), torch.empty(num_rows, 1, 11, 5), torch.empty(num_rows, 1, 11)
+    )
+    x, dt, B, C = (part[:4] for part in near_run.inputs(4))
+    args = (x, dt, near_run.dt_bias, near_run.A_log, B, C, near_run.D, torch.tensor([0, 4]))
+    row, last, zero = torch.tensor([1]), torch.tensor([num_rows - 1]), torch.tensor([0])
+    for held, flush in ((0, 0), (4, 3)):
+        counts = (zero, torch.tensor([held]), torch.tensor([flush]), 4)
+        near_step = ReplayStep(row, torch.tensor([source]), torch.tensor([source]), *counts)
+        far_step = ReplayStep(last, torch.tensor([2]), torch.tensor([2]), *counts)
+        near_y = update(near_run.state, near_run.ring, near_step, *args)
+        far_y = update(far, far_ring, far_step, *args)
+        assert torch.equal(near_y, far_y)
+    assert torch.equal(far[2], near_run.state[source]) and not torch.equal(far[1], far[2])
+    for part, other in ((far_ring.x, near_run.ring.x), (far_ring.B, near_run.ring.B), (far_ring.dt, near_run.ring.dt)):
+        assert torch.equal(part[-1, :, :8], other[1, :, :8])
+
+
+def test_offsets_pass_int32():
+    interpreted(check_far, replay_update)
+
+
+GROUP = (8, 64, 128, 1)  # heads of Nemotron-3-Nano that share B and C, an eighth of a layer
+
+
+def measure_rows(state, length, histories, dtype):
+    """Distinct bytes of each row of one launch; (n_hist, n_flush) each, in place or not."""
+    case = Case((1,) * len(histories), max_query_len=6, slack=21, block_size=None, per_group=8, head_dim=64, size=128)
+    run = Run(replace(case, state=state, dtype=dtype))
+    for part in (run.ring.x, run.ring.B, run.ring.dt):
+        part.fill_(0.1)
+    rows = torch.arange(len(histories))
+    blocks = run.table[:-1, 0].long()
+    held, flush = torch.tensor(histories).T.contiguous()
+    step = ReplayStep(rows, blocks, blocks, rows, held, flush, 6)
+    cu_seqlens = torch.arange(len(rows) + 1) * length
+    x, dt, B, C = (part[:-1] for part in run.inputs(length * len(rows)))
+    tensors = {"D": run.D, "dt_bias": run.dt_bias, "A_log": run.A_log}
+    for row in rows.tolist():
+        span = slice(row * length, (row + 1) * length)
+        tensors |= {f"state {row}": run.state[blocks[row]]}
+        tensors |= {f"ring {name} {row}": getattr(run.ring, name)[row] for name in ("x", "B", "dt")}
+        tensors |= {f"inputs {name} {row}": part[span] for name, part in (("x", x), ("dt", dt), ("B", B), ("C", C))}
+    args = (run.state, run.ring, step, x, dt, run.dt_bias, run.A_log, B, C, run.D, cu_seqlens)
+    with rounding_of_the_hardware(), patch.object(replay, "SATURATED", 0):
+        counted, y, launches = count_bytes(tensors, replay_update, *args)
+    assert launches == 1 and y[0] == 0 and y[1] == y[3]
+    found = [{"state": 0, "ring": 0, "inputs": 0, "outputs": y[1] // len(rows)} for _ in histories]
+    for name, (loaded, stored, *_) in counted.items():
+        if " " in name:
+            found[int(name.split()[-1])][name.split()[0]] += loaded + stored
+    return found, {name: counts[0] for name, counts in counted.items() if " " not in name}
+
+
+HISTORIES = ((0, 0), (1, 0), (17, 0), (32, 0), (32, 32), (20, 3))
+
+
+COUNTED = [(PLANES, 4, torch.bfloat16), (PLANES, 6, torch.bfloat16)]
+COUNTED += [(torch.bfloat16, 4, torch.bfloat16), (PLANES, 4, torch.float32)]
+
+
+@pytest.mark.parametrize(("state", "length", "activations"), COUNTED)
+def test_counted_bytes_are_those_of_the_model(state, length, activations):
+    """A step that does not flush reads half of a float32 state, one that does reads and writes it once."""
+    counted, parameters = interpreted(measure_rows, state, length, HISTORIES, activations)
+    dtype = torch.float32 if state == PLANES else state
+    for found, (n_hist, n_flush) in zip(counted, HISTORIES, strict=True):
+        assert found == step_bytes(GROUP, dtype, length, n_hist, n_flush > 0, activations)
+    assert set(parameters.values()) == {8 * 4}
+
+
+def count_slots(length):
+    run = Run(Case((1,), per_group=8, head_dim=64, size=128, dtype=torch.bfloat16))
+    state = torch.zeros(2 + length, *GROUP[:3])
+    x, dt, B, C = (part[:-1] for part in run.inputs(length))
+    targets = torch.arange(2, 2 + length)[None]
+    args = (state, x, dt, run.dt_bias, run.A_log, B, C, run.D, torch.tensor([0, length]), torch.tensor([1]), targets)
+    counted, y, _ = count_bytes({"state": state, "x": x, "dt": dt, "B": B, "C": C}, selective_state_update_slots, *args)
+    inputs = sum(counted[name][0] for name in ("x", "dt", "B", "C"))
+    return {"state": sum(counted["state"][:2]), "ring": 0, "inputs": inputs, "outputs": y[1]}
+
+
+@pytest.mark.parametrize(("drafts", "at_least"), [(3, 6.4), (5, 8.3)])
+def test_a_fifth_of_the_bytes_of_slots(drafts, at_least):
+    """At the shape of Nemotron-3-Nano, float32 states, three of four drafts accepted, flushes as the rule has them.
+
+    `step_bytes` is what the kernel was counted to move, for a group; a layer has eight of them.
+    """
+    nano = SHAPES["Nemotron-3-Nano"]
+    assert nano == tuple(8 * part if place in (0, 3) else part for place, part in enumerate(GROUP))
+    counted = interpreted(count_slots, 1 + drafts)
+    assert slots_bytes(nano, torch.float32, 1 + drafts) == {name: 8 * count for name, count in counted.items()}
+    group, layer = (sum(step_bytes(shape, torch.float32, 1 + drafts, 9, True).values()) for shape in (GROUP, nano))
+    assert layer == 8 * group
+    found = mean_traffic(nano, torch.float32, drafts)
+    assert found.slots == 8 * sum(counted.values())
+    assert found.ratio > at_least > 5, found
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_compiles_without_spills_to_128_bit_accesses(target):
+    """The configuration of a large batch; `hybrid-kv kernels` compiles all."""
+    for case in aot_cases(TARGETS[target].warp_size):
+        if case.shape == "Nemotron-3-Nano, K=3, 256 rows":
+            metrics = read_metrics(case, target, compile_case(case, target))
+            assert metrics.spill_bytes == 0 and (metrics.load_bits, metrics.store_bits) == (128, 128), (case, metrics)
+            assert metrics.blocks_per_sm >= 2, (case, metrics)
+
+
+# ---- what is refused ----
+
+
+def launch(**changes):
+    run = Run(Case((3, 4), groups=2, per_group=1, dtype=torch.bfloat16))
+    x, dt, B, C = run.inputs(2)
+    ones = torch.ones(2, dtype=torch.int64)
+    step = {name: ones for name in FIELDS} | {"max_query_len": 4}
+    ring = {name: getattr(run.ring, name) for name in ("x", "B", "dt")}
+    rest = {"x": x, "dt": dt, "dt_bias": run.dt_bias, "A_log": run.A_log, "B": B, "C": C, "D": run.D}
+    rest |= {"state": run.state, "cu_seqlens": torch.tensor([0, 1, 2])}
+    for name, change in changes.items():
+        kind, _, key = name.rpartition("__")
+        part = {"ring": ring, "step": step, "": rest}[kind]
+        part[key] = change(part[key])
+    state, cu_seqlens = rest.pop("state"), rest.pop("cu_seqlens")
+    replay_update(state, ReplayRing(**ring), ReplayStep(**step), **rest, cu_seqlens=cu_seqlens)
+
+
+BAD = {
+    "state": (lambda t: t[:, 0], r"has shape \(\d+, 2, 3, 5\); it must be \(\d+, 2, 2, 3, 5\)"),
+    "ring__x": (lambda t: t[0], "ring.x and ring.B have 3 and 4 dimensions"),
+    "ring__B": (lambda t: t[:, :0], "0 groups of ring.B do not divide 2 heads"),
+    "ring__dt": (lambda t: t.bfloat16(), "ring.dt is torch.bfloat16; it must be one of torch.float32"),
+    "step__rows": (lambda t: t.float(), "step.rows is torch.float32"),
+    "step__n_flush": (lambda t: t[:1], r"step.n_flush has shape \(1,\); it must be \(2,\)"),
+    "step__max_query_len": (lambda n: n + 1, "a ring of 11 tokens is too short for steps of 5"),
+    "x": (lambda t: t.float(), "x is torch.float32; it must be one of torch.bfloat16"),
+    "dt": (lambda t: t.double(), "torch.float64"),
+    "dt_bias": (lambda t: t[:-1], "must be"),
+    "A_log": (lambda t: t.to("meta"), "is on meta"),
+    "B": (lambda t: t[:, :1], "must be"),
+    "C": (lambda t: t.transpose(1, 2).contiguous().transpose(1, 2), "strides"),
+    "D": (lambda t: t[:, None], r"\(2, 1\)"),
+    "cu_seqlens": (lambda t: t[1:], r"has shape \(2,\); it must be \(3,\)"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refuses_what_the_kernel_would_misread(name):
+    change, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        launch(**{name: change})
+
+
+@pytest.mark.parametrize("state", [torch.float32, torch.float64])
+def test_refuses_states_that_are_neither_planes_nor_16_bit(state):
+    with pytest.raises(ValueError, match=f"ssm_state is {state}; it must be one of torch.int16"):
+        launch(state=lambda planes: read_states(planes, torch.arange(len(planes))).to(state))
+
+
+def commit_of(**changes):
+    one = torch.ones(1, dtype=torch.int64)
+    arguments = {
+        "rows": one,
+        "num_accepted_tokens": one,
+        "cu_seqlens": torch.tensor([0, 4]),
+        "block_table": torch.ones(1, 3, dtype=torch.int32),
+        "block_size": 8,
+    } | changes
+    for function in (commit, commit_reference):
+        if function is commit or "block_size" in changes:
+            with pytest.raises(ValueError) as caught:
+                function(ReplayCursors.allocate(2, 11, 4, CPU), **arguments)
+    return str(caught.value)
+
+
+def test_commit_refuses_what_the_kernel_would_misread():
+    assert "rows is torch.float32" in commit_of(rows=torch.ones(1))
+    assert "must be (1,)" in commit_of(num_accepted_tokens=torch.ones(2, dtype=torch.int64))
+    assert "must be (2,)" in commit_of(cu_seqlens=torch.tensor([0, 4, 8]))
+    assert "block_table has shape (3,); it must be [num_reqs, width]" in commit_of(block_table=torch.ones(3))
+    assert "must be (1, 3)" in commit_of(block_table=torch.ones(2, 3, dtype=torch.int32))
+    assert "strides" in commit_of(block_table=torch.ones(3, 2, dtype=torch.int32).T[:1, ::2])
+    assert commit_of(block_size=3) == "block_size=3 is shorter than a step of 4 tokens"
+
+
+def test_a_ring_that_is_too_short_is_refused():
+    with pytest.raises(ValueError, match="ring_len=10 is too short for steps of 4 tokens; use 11"):
+        ReplayCursors.allocate(1, 10, 4, CPU)
+    assert [default_ring_len(n) for n in (1, 4, 8, 20)] == [33, 36, 40, 59]
+
+
+def test_rings_have_one_type_and_time_steps_a_wide_one():
+    ring = ReplayRing.allocate(2, 11, 4, 3, 2, 5, torch.bfloat16, CPU)
+    assert (ring.x.shape, ring.B.shape, ring.dt.shape) == ((2, 4, 11, 3), (2, 2, 11, 5), (2, 4, 11))
+    assert (ring.x.dtype, ring.B.dtype, ring.dt.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
+    assert ring.ring_len == 11 and ring.nbytes == 2 * 11 * (4 * 3 * 2 + 2 * 5 * 2 + 4 * 4)
+    assert ReplayRing.allocate(2, 11, 4, 3, 2, 5, torch.float64, CPU).dt.dtype == torch.float64
+
+
+def test_imports_without_triton():
+    code = "import sys; sys.modules['triton'] = None; import hybrid_kv.kernels.replay"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("state", [PLANES, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_on_a_gpu(together, state, dtype):
+    case = Case((16, 16, 5), 40, 4, 25, 16, 8, 8, 64, 128, 16, state=state, dtype=dtype)
+    with patch.object(replay, "SATURATED", 0 if together else 10**9):
+        check_run(case, commit, replay_update, torch.device("cuda"))
