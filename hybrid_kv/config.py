@@ -229,3 +229,28 @@ class EngineConfig:
             raise ConfigError(f"captured_batch_sizes={self.captured_batch_sizes} must rise strictly")
         if self.captured_batch_sizes and self.captured_batch_sizes[0] < 1:
             raise ConfigError(f"captured_batch_sizes={self.captured_batch_sizes} must be >= 1")
+
+
+def engine_config(options: dict[str, Any]) -> EngineConfig:
+    """An `EngineConfig` from flat options such as `num_blocks=64, max_num_seqs=8, attention_backend="FLASH_ATTN"`.
+
+    Raises:
+        ConfigError: an option that no part of the configuration knows.
+    """
+    parts: tuple[tuple[str, type], ...] = (
+        ("cache", CacheConfig),
+        ("scheduler", SchedulerConfig),
+        ("speculative", SpeculativeConfig),
+    )
+    nested: dict[str, dict[str, Any]] = {"engine": {}, **{name: {} for name, _ in parts}}
+    for key, value in options.items():
+        owner = next((name for name, cls in parts if key in {f.name for f in fields(cls)}), "engine")
+        nested[owner][key] = value
+    engine = nested["engine"]
+    if given := sorted(engine.keys() & {name for name, _ in parts}):
+        raise ConfigError(f"give the options of {given[0]} by their own names, not as an object")
+    for name, cls in parts:
+        if nested[name]:
+            engine[name] = from_dict(cls, nested[name])
+    config: EngineConfig = from_dict(EngineConfig, engine)
+    return config

@@ -5,51 +5,21 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, fields, replace
-from hashlib import blake2b
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
-import torch
 from tqdm.auto import tqdm
 
-from hybrid_kv.cache.backend import BackendContext, get_backend
 from hybrid_kv.cache.columns import NO_HIT, PrefixHit
-from hybrid_kv.cache.manager import KVCacheManager
-from hybrid_kv.cache.offload import KVOffload, check_offloadable
-from hybrid_kv.cache.plan import CachePlan, apply_block_sizes, plan_cache, update_block_size_for_backend
-from hybrid_kv.cache.spec import KVCacheConfig, KVCacheSpec, MambaSpec, group_layers, replay_spec, with_speculation
-from hybrid_kv.config import (
-    CacheConfig,
-    ConfigError,
-    EngineConfig,
-    HybridKVError,
-    SchedulerConfig,
-    SpeculativeConfig,
-    from_dict,
-    is_int,
-)
-from hybrid_kv.engine.runner import Model, ModelRunner, Proposer, StepOutput
-from hybrid_kv.engine.scheduler import Scheduler
+from hybrid_kv.config import ConfigError, HybridKVError, engine_config, is_int
+from hybrid_kv.engine.build import build
+from hybrid_kv.engine.runner import Model, Proposer, StepOutput
+from hybrid_kv.engine.text import Tokenizer, may_stop, stop_position
 from hybrid_kv.request import Request, ScheduledRequest
 from hybrid_kv.sampling import SamplingParams
-from hybrid_kv.sanitizer import Sanitizer
-from hybrid_kv.spec_decode.propose import NgramProposer
-
-DEFAULT_CPU_CACHE_BYTES = 2**30
-TAIL_MARGIN = 8  # tokens and characters before a stop string that a tail may show otherwise than the whole text does
 
 LOGGER = logging.getLogger(__name__)
-
-
-class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that the engine uses."""
-
-    eos_token_id: int | None
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, token_ids: Sequence[int]) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -71,31 +41,6 @@ class RequestOutput:
     hit: PrefixHit = NO_HIT
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
-
-
-def engine_config(options: dict[str, Any]) -> EngineConfig:
-    """An `EngineConfig` from flat options such as `num_blocks=64, max_num_seqs=8, attention_backend="FLASH_ATTN"`.
-
-    Raises:
-        ConfigError: an option that no part of the configuration knows.
-    """
-    parts: tuple[tuple[str, type], ...] = (
-        ("cache", CacheConfig),
-        ("scheduler", SchedulerConfig),
-        ("speculative", SpeculativeConfig),
-    )
-    nested: dict[str, dict[str, Any]] = {"engine": {}, **{name: {} for name, _ in parts}}
-    for key, value in options.items():
-        owner = next((name for name, cls in parts if key in {f.name for f in fields(cls)}), "engine")
-        nested[owner][key] = value
-    engine = nested["engine"]
-    if given := sorted(engine.keys() & {name for name, _ in parts}):
-        raise ConfigError(f"give the options of {given[0]} by their own names, not as an object")
-    for name, cls in parts:
-        if nested[name]:
-            engine[name] = from_dict(cls, nested[name])
-    config: EngineConfig = from_dict(EngineConfig, engine)
-    return config
 
 
 class LLM:
@@ -120,165 +65,16 @@ class LLM:
         **options: Any,
     ) -> None:
         self.config = engine_config(options)
-        self._check_together(model, proposer)
-        self.device = _device(self.config.device)
-        self.eos_token_ids: frozenset[int] = frozenset()
-        if isinstance(model, str | Path):
-            from hybrid_kv.models.loader import load_eos_token_ids, load_model, load_tokenizer
-
-            tokenizer = tokenizer or load_tokenizer(model)
-            self.model: Model = load_model(model, self.config, self.device)
-            self.eos_token_ids |= load_eos_token_ids(model)
-        else:
-            self.model = model
-        self.tokenizer = tokenizer
-        if tokenizer is not None and tokenizer.eos_token_id is not None:
-            self.eos_token_ids |= {tokenizer.eos_token_id}
-        speculative = self.config.speculative
-        if proposer is None and speculative.speculative_method == "ngram":
-            proposer = NgramProposer(
-                speculative.num_speculative_tokens, speculative.prompt_lookup_max, speculative.prompt_lookup_min
-            )
-        head = self._load_head(model) if proposer is None and speculative.speculative_method == "mtp" else None
-        layers = self.model.layer_specs | (head.layer_specs if head is not None else {})
-        K, late = speculative.num_speculative_tokens, self.config.async_scheduling
-        replay = replay_spec(self.config.cache, K, late, list(layers.values()))
-        self.layer_specs = {name: with_speculation(spec, K, replay) for name, spec in layers.items()}
-        self.plan = self._plan()
-        limits, caching = self.config.scheduler, self.config.cache
-        self.manager = KVCacheManager(
-            self.plan.config,
-            caching.enable_prefix_caching,
-            num_lookahead_tokens=speculative.num_speculative_tokens if head is not None else 0,
-            max_model_len=limits.max_model_len,
-            num_uncertain_tokens=speculative.num_speculative_tokens if self.config.async_scheduling else 0,
-        )
-        if head is not None:
-            # Hits end at multiples of the block size. Without a cache too, so that the head drafts the same there.
-            head.grid = self.plan.sizes.block_size
-        is_aligned = caching.mamba_cache_mode == "align" and any(
-            isinstance(group.spec, MambaSpec) for group in self.plan.config.groups
-        )
-        has_offload = bool(caching.kv_offload_bytes) or caching.kv_offload_folder is not None
-        if has_offload:
-            check_offloadable(self.plan.config, self.plan.sizes.block_size)
-        self.runner = ModelRunner(
-            self.model, self.plan, self._backend, self._context, self.config, self.device, proposer, head
-        )
-        self.scheduler = Scheduler(
-            limits,
-            self.manager,
-            self.plan.sizes.mamba_block_size if is_aligned else None,
-            speculative.num_speculative_tokens,
-            self.runner.fold if replay is not None else None,
-        )
-        if has_offload:
-            self.manager.offload = offload = KVOffload(
-                self.plan.config,
-                self.runner.raw_buffers,
-                self.plan.sizes.block_size,
-                host_bytes=caching.kv_offload_bytes,
-                folder=caching.kv_offload_folder,
-                folder_bytes=caching.kv_offload_folder_bytes,
-                namespace=self._identity(model) if caching.kv_offload_folder is not None else "",
-            )
-            if 0 < caching.kv_offload_bytes < (largest := max(offload.block_bytes)):
-                LOGGER.warning(
-                    "kv_offload_bytes=%d is less than one block of %d B: host memory will restore nothing; raise it",
-                    caching.kv_offload_bytes,
-                    largest,
-                )
-        if self.config.sanitize:
-            is_private = caching.kv_offload_folder is None
-            sanitizer = Sanitizer(
-                self.manager.pool, self.runner.groups, self.runner.raw_buffers, limits, is_private, self.runner.rings
-            )
-            self.manager.sanitizer = self.runner.sanitizer = sanitizer
+        parts = build(model, tokenizer, proposer, self.config)
+        self.model, self.tokenizer, self.eos_token_ids = parts.model, parts.tokenizer, parts.eos_token_ids
+        self.plan, self.manager = parts.plan, parts.manager
+        self.runner, self.scheduler = parts.runner, parts.scheduler
         self.num_steps = 0
         self._num_requests = 0
         self._aborted: set[str] = set()
         self._unseen: StepOutput | None = None  # of the last step, with asynchronous scheduling
-        self._watches_lengths = caching.enable_prefix_caching  # until a prompt is long enough for a hit, or said so
-
-    def _check_together(self, model: str | Path | Model, proposer: Proposer | None) -> None:
-        """Refuse options that contradict the other arguments, before anything is loaded or allocated."""
-        speculative = self.config.speculative
-        if proposer is not None and speculative.speculative_method is not None:
-            raise ConfigError(
-                f"speculative_method={speculative.speculative_method!r} and proposer= are two sources of drafts; "
-                "give one of them"
-            )
-        if proposer is not None and not speculative.num_speculative_tokens:
-            raise ConfigError("a proposer needs num_speculative_tokens >= 1")
-        if speculative.num_speculative_tokens and proposer is None and speculative.speculative_method is None:
-            # Not refused: the columns of K drafts that nobody makes are a layout worth testing.
-            LOGGER.warning(
-                "num_speculative_tokens=%d takes cache, but nothing drafts; give speculative_method or proposer=",
-                speculative.num_speculative_tokens,
-            )
-        fingerprint = getattr(model, "fingerprint", None)
-        is_known = isinstance(model, str | Path | torch.nn.Module) or (isinstance(fingerprint, str) and fingerprint)
-        if self.config.cache.kv_offload_folder is not None and not is_known:
-            raise ConfigError(
-                "kv_offload_folder: files outlive this process, and nothing tells the weights of this "
-                f"{type(model).__name__} from another's; give it a text `fingerprint`, or use kv_offload_bytes alone"
-            )
-
-    def _load_head(self, model: str | Path | Model) -> Any:
-        from hybrid_kv.models.loader import load_mtp
-        from hybrid_kv.models.nemotron_h import NemotronH
-
-        if not isinstance(model, str | Path) or not isinstance(self.model, NemotronH):
-            raise ConfigError('speculative_method="mtp" needs a checkpoint folder; give LLM(..., proposer=...) instead')
-        return load_mtp(model, self.model)
-
-    def _identity(self, model: str | Path | Model) -> str:
-        """What a stored block depends on besides the plan: the weights, and how a page is laid out."""
-        layout = [self._backend.name, *(str(group.kernel_block_size) for group in self.runner.groups)]
-        if isinstance(model, str | Path):
-            from hybrid_kv.models.loader import fingerprint
-
-            # The dtype of the arithmetic is not always the cache's.
-            dtypes = {str(weight.dtype) for weight in cast(torch.nn.Module, self.model).parameters()}
-            return " ".join([*layout, str(self.model.vocab_size), *sorted(dtypes), fingerprint(model)])
-        if not isinstance(self.model, torch.nn.Module):
-            return " ".join([*layout, str(cast(Any, self.model).fingerprint)])  # _check_together has seen it
-        weights = blake2b(repr(self.model).encode())
-        for name, tensor in self.model.state_dict().items():
-            weights.update(name.encode() + tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        return " ".join([*layout, weights.hexdigest()])
-
-    def _plan(self) -> CachePlan:
-        config, model = self.config, self.model
-        platform = config.platform if config.platform != "auto" else self.device.type
-        self._backend = get_backend(config.attention_backend, platform)
-        self._context = BackendContext.for_layers(platform, self.layer_specs)
-        cache = config.cache
-        eight_bit = [name for name, spec in self.layer_specs.items() if any(d.itemsize == 1 for d in spec.cache_dtypes)]
-        if eight_bit:
-            raise ConfigError(
-                f"layer {eight_bit[0]} has an fp8 cache, which can be planned but not run yet; use bfloat16"
-            )
-        arguments = (self._backend, self._context, config.scheduler.max_model_len, model.mamba_chunk_size)
-        if cache.num_blocks is None and cache.memory_bytes is None:
-            cache = replace(cache, num_blocks=self._default_num_blocks(self.layer_specs, cache, arguments))
-        K, rows = config.speculative.num_speculative_tokens, config.scheduler.max_num_seqs
-        return plan_cache(self.layer_specs, cache, *arguments, K, rows)
-
-    def _default_num_blocks(self, specs: dict[str, KVCacheSpec], cache: CacheConfig, arguments: tuple[Any, ...]) -> int:
-        """Room for `max_num_seqs` requests of full length, within 1 GiB on a CPU or 90 % of a GPU's free memory."""
-        sizes = update_block_size_for_backend(specs, cache, *arguments)
-        num_speculative_tokens = self.config.speculative.num_speculative_tokens
-        groups = group_layers(apply_block_sizes(specs, sizes, cache.mamba_cache_mode, num_speculative_tokens))
-        scheduler = self.config.scheduler
-        wanted = 1 + scheduler.max_num_seqs * sum(
-            g.spec.max_blocks_per_request(scheduler.max_model_len) for g in groups
-        )
-        memory = DEFAULT_CPU_CACHE_BYTES
-        if self.device.type == "cuda":
-            memory = torch.cuda.mem_get_info(self.device)[0] * 9 // 10
-        memory -= scheduler.max_num_seqs * KVCacheConfig(0, groups).ring_bytes_per_row
-        return max(2, min(wanted, memory // (sizes.page_size_bytes * max(len(group.layer_names) for group in groups))))
+        # Until a prompt is long enough for a hit, or it was said that none is.
+        self._watches_lengths = self.config.cache.enable_prefix_caching
 
     def make_request(self, prompt: str | Sequence[int], params: SamplingParams) -> Request:
         """Tokenise a prompt and number it.
@@ -395,7 +191,7 @@ class LLM:
         params = request.params
         if token in params.stop_token_ids or (token in self.eos_token_ids and not params.ignore_eos):
             return "stop"
-        if params.stop and self._may_stop(request) and self._stop_position(request, self._text(request)) is not None:
+        if params.stop and self._has_stop_string(request):
             return "stop"
         if (
             len(request.output_token_ids) >= params.max_tokens
@@ -404,31 +200,19 @@ class LLM:
             return "length"
         return None
 
-    def _may_stop(self, request: Request) -> bool:
-        """Whether a stop string is in the end of the text, the part that the last token has changed.
-
-        The whole text at every token would be quadratic. Tokens without a character of their own make the tail longer.
-        """
+    def _has_stop_string(self, request: Request) -> bool:
         assert self.tokenizer is not None  # make_request has seen to it
-        token_ids, stops = request.output_token_ids, request.params.stop
-        wanted = max(map(len, stops)) + TAIL_MARGIN
-        length = wanted
-        while len(text := self.tokenizer.decode(token_ids[-length:])) < wanted and length < len(token_ids):
-            length *= 2
-        return any(stop in text for stop in stops)
-
-    @staticmethod
-    def _stop_position(request: Request, text: str) -> int | None:
-        """Where the first stop string begins in the generated text."""
-        found = [position for stop in request.params.stop if (position := text.find(stop)) >= 0]
-        return min(found, default=None)
+        stops = request.params.stop
+        if not may_stop(self.tokenizer, request.output_token_ids, stops):
+            return False
+        return stop_position(self._text(request), stops) is not None
 
     def _text(self, request: Request) -> str:
         return self.tokenizer.decode(request.output_token_ids) if self.tokenizer is not None else ""
 
     def _output(self, request: Request, prompt: str | None, reason: str) -> RequestOutput:
         text = self._text(request)
-        position = self._stop_position(request, text)
+        position = stop_position(text, request.params.stop)
         if position is not None:
             text = text[:position]
         elif reason == "stop" and self.tokenizer is not None and request.output_token_ids[-1] in self.eos_token_ids:
@@ -528,17 +312,3 @@ class LLM:
                 unit,
                 longest,
             )
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"device={name!r} is unknown; use auto, cpu or cuda") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device={name!r} is not supported; use auto, cpu or cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device={name!r}: torch sees no GPU here; use cpu")
-    return device

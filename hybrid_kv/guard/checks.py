@@ -82,7 +82,7 @@ class Differences:
 @contextmanager
 def unwarned() -> Iterator[None]:
     """Scenarios do on purpose what a user is warned of: room for drafts that nobody proposes, prompts below a block."""
-    logger = logging.getLogger("hybrid_kv.engine.llm")
+    logger = logging.getLogger("hybrid_kv.engine")
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from hybrid_kv.config import ConfigError, EngineConfig
 from hybrid_kv.models.nemotron_h import NemotronH, NemotronHConfig, join_qkv, layer_kinds
@@ -44,6 +43,8 @@ def fingerprint(model: str | Path) -> str:
 
 def load_tensors(folder: Path, mtp: bool = False) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint, on the CPU: those of the model, or those of its MTP head."""
+    from safetensors import SafetensorError, safe_open  # an extra: an engine around a model object needs none
+
     index = folder / "model.safetensors.index.json"
     if index.exists():
         files = [folder / name for name in sorted(set(read_json(index).get("weight_map", {}).values()))]

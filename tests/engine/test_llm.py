@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hybrid_kv.config import ConfigError, HybridKVError
-from hybrid_kv.engine import llm as llm_module
+from hybrid_kv.engine import build
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle
 from hybrid_kv.sampling import SamplingParams
@@ -180,7 +180,7 @@ def test_the_engine_is_as_good_as_new_after_an_interrupt():
     ],
 )
 def test_options_that_cannot_be_are_refused_before_memory_is_taken(options, match, monkeypatch):
-    monkeypatch.setattr(llm_module, "ModelRunner", lambda *_: pytest.fail("memory was taken"))
+    monkeypatch.setattr(build, "ModelRunner", lambda *_: pytest.fail("memory was taken"))
     with pytest.raises(ConfigError, match=match):
         engine(**options)
 

@@ -122,7 +122,7 @@ def test_rings_cost_what_the_plan_says(mode, monkeypatch):
     less = engine(mode, 3, max_num_seqs=5, num_blocks=None, memory_bytes=pages + allocated - 1)
     assert less.plan.config.num_blocks == llm.plan.config.num_blocks - 1
     page = pages // llm.plan.config.num_blocks
-    monkeypatch.setattr("hybrid_kv.engine.llm.DEFAULT_CPU_CACHE_BYTES", allocated + 20 * page - 1)
+    monkeypatch.setattr("hybrid_kv.engine.build.DEFAULT_CPU_CACHE_BYTES", allocated + 20 * page - 1)
     assert engine(mode, 3, max_num_seqs=5, num_blocks=None).plan.config.num_blocks == 19
 
 

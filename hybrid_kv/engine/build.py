@@ -1,0 +1,252 @@
+"""From a model and its options to the parts of an engine: check, load, plan, allocate, wire."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from hybrid_kv.cache.backend import AttentionBackend, BackendContext, get_backend
+from hybrid_kv.cache.manager import KVCacheManager
+from hybrid_kv.cache.offload import KVOffload, check_offloadable
+from hybrid_kv.cache.plan import CachePlan, apply_block_sizes, plan_cache, update_block_size_for_backend
+from hybrid_kv.cache.spec import KVCacheConfig, KVCacheSpec, MambaSpec, group_layers, replay_spec, with_speculation
+from hybrid_kv.config import CacheConfig, ConfigError, EngineConfig
+from hybrid_kv.engine.runner import Model, ModelRunner, Proposer
+from hybrid_kv.engine.scheduler import Scheduler
+from hybrid_kv.engine.text import Tokenizer
+from hybrid_kv.models.loader import fingerprint, load_eos_token_ids, load_model, load_mtp, load_tokenizer
+from hybrid_kv.models.nemotron_h import NemotronH
+from hybrid_kv.sanitizer import Sanitizer
+from hybrid_kv.spec_decode.propose import NgramProposer
+
+DEFAULT_CPU_CACHE_BYTES = 2**30
+
+LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an `LLM` is made of."""
+
+    model: Model
+    tokenizer: Tokenizer | None
+    eos_token_ids: frozenset[int]
+    plan: CachePlan
+    manager: KVCacheManager
+    runner: ModelRunner
+    scheduler: Scheduler
+
+
+def build(
+    model: str | Path | Model, tokenizer: Tokenizer | None, proposer: Proposer | None, config: EngineConfig
+) -> Parts:
+    """The parts of an engine, wired; the arguments are those of `engine.llm.LLM`.
+
+    Raises:
+        ConfigError: the model, an option or the cache plan cannot be used; no cache is allocated then.
+    """
+    _check_together(model, proposer, config)
+    device = _device(config.device)
+    target, tokenizer, eos_token_ids = _load(model, tokenizer, config, device)
+    proposer, head = _drafts(model, target, proposer, config)
+    layers = _layer_specs(target, head, config)
+    platform = config.platform if config.platform != "auto" else device.type
+    backend, context = get_backend(config.attention_backend, platform), BackendContext.for_layers(platform, layers)
+    plan = _plan(layers, config, backend, context, target.mamba_chunk_size, device)
+    manager = _manager(plan, config, head)
+    if head is not None:
+        # Hits end at multiples of the block size. Without a cache too, so that the head drafts the same there.
+        head.grid = plan.sizes.block_size
+    runner = ModelRunner(target, plan, backend, context, config, device, proposer, head)
+    if _has_offload(config.cache):
+        manager.offload = _offload(model, plan, runner, backend, config.cache)
+    if config.sanitize:
+        is_private = config.cache.kv_offload_folder is None
+        manager.sanitizer = runner.sanitizer = Sanitizer(
+            manager.pool, runner.groups, runner.raw_buffers, config.scheduler, is_private, runner.rings
+        )
+    return Parts(target, tokenizer, eos_token_ids, plan, manager, runner, _scheduler(plan, manager, runner, config))
+
+
+def _check_together(model: str | Path | Model, proposer: Proposer | None, config: EngineConfig) -> None:
+    """Refuse options that contradict the other arguments, before anything is loaded or allocated."""
+    speculative = config.speculative
+    if proposer is not None and speculative.speculative_method is not None:
+        raise ConfigError(
+            f"speculative_method={speculative.speculative_method!r} and proposer= are two sources of drafts; "
+            "give one of them"
+        )
+    if proposer is not None and not speculative.num_speculative_tokens:
+        raise ConfigError("a proposer needs num_speculative_tokens >= 1")
+    if speculative.num_speculative_tokens and proposer is None and speculative.speculative_method is None:
+        # Not refused: the columns of K drafts that nobody makes are a layout worth testing.
+        LOGGER.warning(
+            "num_speculative_tokens=%d takes cache, but nothing drafts; give speculative_method or proposer=",
+            speculative.num_speculative_tokens,
+        )
+    text = getattr(model, "fingerprint", None)
+    is_known = isinstance(model, str | Path | torch.nn.Module) or (isinstance(text, str) and text)
+    if config.cache.kv_offload_folder is not None and not is_known:
+        raise ConfigError(
+            "kv_offload_folder: files outlive this process, and nothing tells the weights of this "
+            f"{type(model).__name__} from another's; give it a text `fingerprint`, or use kv_offload_bytes alone"
+        )
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device={name!r} is unknown; use auto, cpu or cuda") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={name!r} is not supported; use auto, cpu or cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={name!r}: torch sees no GPU here; use cpu")
+    return device
+
+
+def _load(
+    model: str | Path | Model, tokenizer: Tokenizer | None, config: EngineConfig, device: torch.device
+) -> tuple[Model, Tokenizer | None, frozenset[int]]:
+    """The model, its tokenizer and the tokens that end a text."""
+    eos_token_ids: frozenset[int] = frozenset()
+    if isinstance(model, str | Path):
+        tokenizer = tokenizer or load_tokenizer(model)
+        eos_token_ids = load_eos_token_ids(model)
+        model = load_model(model, config, device)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        eos_token_ids |= {tokenizer.eos_token_id}
+    return model, tokenizer, eos_token_ids
+
+
+def _drafts(
+    model: str | Path | Model, target: Model, proposer: Proposer | None, config: EngineConfig
+) -> tuple[Proposer | None, Any]:
+    """Where drafts come from: a proposer, a head of the checkpoint, or neither."""
+    speculative = config.speculative
+    if proposer is not None or speculative.speculative_method is None:
+        return proposer, None
+    if speculative.speculative_method == "ngram":
+        lookup = speculative.prompt_lookup_max, speculative.prompt_lookup_min
+        return NgramProposer(speculative.num_speculative_tokens, *lookup), None
+    if not isinstance(model, str | Path) or not isinstance(target, NemotronH):
+        raise ConfigError('speculative_method="mtp" needs a checkpoint folder; give LLM(..., proposer=...) instead')
+    return None, load_mtp(model, target)
+
+
+def _layer_specs(target: Model, head: Any, config: EngineConfig) -> dict[str, KVCacheSpec]:
+    """Of the model's layers and the head's, with what their drafts need."""
+    layers = target.layer_specs | (head.layer_specs if head is not None else {})
+    K = config.speculative.num_speculative_tokens
+    replay = replay_spec(config.cache, K, config.async_scheduling, list(layers.values()))
+    return {name: with_speculation(spec, K, replay) for name, spec in layers.items()}
+
+
+def _plan(
+    layers: dict[str, KVCacheSpec],
+    config: EngineConfig,
+    backend: type[AttentionBackend],
+    context: BackendContext,
+    mamba_chunk_size: int | None,
+    device: torch.device,
+) -> CachePlan:
+    eight_bit = [name for name, spec in layers.items() if any(dtype.itemsize == 1 for dtype in spec.cache_dtypes)]
+    if eight_bit:
+        raise ConfigError(f"layer {eight_bit[0]} has an fp8 cache, which can be planned but not run yet; use bfloat16")
+    cache, arguments = config.cache, (backend, context, config.scheduler.max_model_len, mamba_chunk_size)
+    if cache.num_blocks is None and cache.memory_bytes is None:
+        cache = replace(cache, num_blocks=_default_num_blocks(layers, config, arguments, device))
+    K, rows = config.speculative.num_speculative_tokens, config.scheduler.max_num_seqs
+    plan = plan_cache(layers, cache, *arguments, K, rows)
+    if _has_offload(cache):
+        check_offloadable(plan.config, plan.sizes.block_size)
+    return plan
+
+
+def _default_num_blocks(
+    layers: dict[str, KVCacheSpec], config: EngineConfig, arguments: tuple[Any, ...], device: torch.device
+) -> int:
+    """Room for `max_num_seqs` requests of full length, within 1 GiB on a CPU or 90 % of a GPU's free memory."""
+    scheduler, K = config.scheduler, config.speculative.num_speculative_tokens
+    sizes = update_block_size_for_backend(layers, config.cache, *arguments)
+    groups = group_layers(apply_block_sizes(layers, sizes, config.cache.mamba_cache_mode, K))
+    wanted = 1 + scheduler.max_num_seqs * sum(g.spec.max_blocks_per_request(scheduler.max_model_len) for g in groups)
+    memory = DEFAULT_CPU_CACHE_BYTES
+    if device.type == "cuda":
+        memory = torch.cuda.mem_get_info(device)[0] * 9 // 10
+    memory -= scheduler.max_num_seqs * KVCacheConfig(0, groups).ring_bytes_per_row
+    return max(2, min(wanted, memory // (sizes.page_size_bytes * max(len(group.layer_names) for group in groups))))
+
+
+def _manager(plan: CachePlan, config: EngineConfig, head: Any) -> KVCacheManager:
+    K = config.speculative.num_speculative_tokens
+    return KVCacheManager(
+        plan.config,
+        config.cache.enable_prefix_caching,
+        num_lookahead_tokens=K if head is not None else 0,
+        max_model_len=config.scheduler.max_model_len,
+        num_uncertain_tokens=K if config.async_scheduling else 0,
+    )
+
+
+def _scheduler(plan: CachePlan, manager: KVCacheManager, runner: ModelRunner, config: EngineConfig) -> Scheduler:
+    specs = [spec for group in plan.config.groups if isinstance(spec := group.spec, MambaSpec)]
+    is_aligned = config.cache.mamba_cache_mode == "align" and bool(specs)
+    return Scheduler(
+        config.scheduler,
+        manager,
+        plan.sizes.mamba_block_size if is_aligned else None,
+        config.speculative.num_speculative_tokens,
+        runner.fold if any(spec.replay is not None for spec in specs) else None,
+    )
+
+
+def _has_offload(cache: CacheConfig) -> bool:
+    return bool(cache.kv_offload_bytes) or cache.kv_offload_folder is not None
+
+
+def _offload(
+    model: str | Path | Model,
+    plan: CachePlan,
+    runner: ModelRunner,
+    backend: type[AttentionBackend],
+    cache: CacheConfig,
+) -> KVOffload:
+    offload = KVOffload(
+        plan.config,
+        runner.raw_buffers,
+        plan.sizes.block_size,
+        host_bytes=cache.kv_offload_bytes,
+        folder=cache.kv_offload_folder,
+        folder_bytes=cache.kv_offload_folder_bytes,
+        namespace=_identity(model, runner, backend) if cache.kv_offload_folder is not None else "",
+    )
+    if 0 < cache.kv_offload_bytes < (largest := max(offload.block_bytes)):
+        LOGGER.warning(
+            "kv_offload_bytes=%d is less than one block of %d B: host memory will restore nothing; raise it",
+            cache.kv_offload_bytes,
+            largest,
+        )
+    return offload
+
+
+def _identity(model: str | Path | Model, runner: ModelRunner, backend: type[AttentionBackend]) -> str:
+    """What a stored block depends on besides the plan: the weights, and how a page is laid out."""
+    layout = [backend.name, *(str(group.kernel_block_size) for group in runner.groups)]
+    if isinstance(model, str | Path):
+        # The dtype of the arithmetic is not always the cache's.
+        dtypes = {str(weight.dtype) for weight in cast(torch.nn.Module, runner.model).parameters()}
+        return " ".join([*layout, str(runner.model.vocab_size), *sorted(dtypes), fingerprint(model)])
+    if not isinstance(model, torch.nn.Module):
+        return " ".join([*layout, str(cast(Any, model).fingerprint)])  # _check_together has seen it
+    weights = blake2b(repr(model).encode())
+    for name, tensor in model.state_dict().items():
+        weights.update(name.encode() + tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return " ".join([*layout, weights.hexdigest()])
