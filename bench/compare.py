@@ -1,6 +1,6 @@
 """`hybrid-kv compare`: is HEAD slower than BASE? Both versions run side by side, now, on this machine.
 
-Only `hybrid_kv/` differs between the sides: `bench/` and `accuracy/` are those of the working tree, for both.
+Only `hybrid_kv/` differs between the sides: `bench/` and `hybrid_kv/accuracy/` are those of the working tree, for both.
 
 How a time is compared. A *start* is a process that imports torch and forks *worker pairs*, one process per version,
 on one core, fed alternately in random order (`bench.worker`). One pair gives one log-ratio per cell, and pairs are the
@@ -137,16 +137,16 @@ def find_revision(root: Path, name: str) -> Revision:
 
 
 def place(root: Path, revision: Revision, folder: Path) -> None:
-    """Put the revision's `hybrid_kv/` into `folder`, beside copies of the working tree's `bench/` and `accuracy/`.
+    """Put the revision's `hybrid_kv/` into `folder`, with the working tree's `bench/` and `hybrid_kv/accuracy/`.
 
     Copies, so that an edit during the run cannot mix two versions.
 
     Raises:
         ConfigError: the revision has no folder `hybrid_kv`.
     """
-    copied = ["bench", "accuracy"]
+    copied = ["bench", "hybrid_kv/accuracy"]
     if revision.name == WORKING_TREE:
-        copied.append("hybrid_kv")
+        copied = ["bench", "hybrid_kv"]
     else:
         archive = _git(root, "archive", revision.commit, "hybrid_kv")
         if archive is None:
@@ -155,7 +155,8 @@ def place(root: Path, revision: Revision, folder: Path) -> None:
             files.extractall(folder, filter="data")
     for name in copied:
         if (root / name).is_dir():
-            shutil.copytree(root / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(root / name, folder / name, ignore=ignored, dirs_exist_ok=True)
 
 
 # ---- workers ----

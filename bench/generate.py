@@ -28,7 +28,6 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from itertools import chain
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -37,6 +36,7 @@ import torch
 from bench._reference import equal
 from bench.cases import Case, Cell, WrongResultError, grid
 from bench.measurement import ENGINE, Counted, Measurement, groups, measure_together
+from hybrid_kv.accuracy.guard_model import FOLDER as GUARD_MODEL
 from hybrid_kv.arguments import ArgumentParser
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.engine.llm import LLM
@@ -51,7 +51,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "cached": CACHED,
     "drafts": CACHED | {"speculative_method": "mtp", "num_speculative_tokens": 3},
 }
-GUARD_MODEL = Path(__file__).resolve().parents[1] / "accuracy" / "guard_model"
 # Large enough that most of a step goes into weights and states, small enough for nine rounds.
 RANDOM = {
     "vocab_size": 4096,
@@ -169,8 +168,8 @@ def greedy(seed: int, model: str, batch: int, prompt: int, subject: str) -> Case
 @cache
 def _questions(count: int) -> tuple[list[list[int]], int, list[list[int]]]:
     """Token ids of each prompt, the token that ends an answer, and the answers, that token included."""
-    from accuracy.guard_model.problems import dataset
-    from accuracy.guard_model.tokenizer import NEXT_QUESTION, encode, token_ids
+    from hybrid_kv.accuracy.guard_model.problems import dataset
+    from hybrid_kv.accuracy.guard_model.tokenizer import NEXT_QUESTION, encode, token_ids
 
     made = dataset(0, count, shots=5)
     shots = "".join(f"Question: {shot['question']}\nAnswer: {shot['answer']}\n\n" for shot in made.shots)

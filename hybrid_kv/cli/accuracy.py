@@ -33,9 +33,7 @@ def accuracy(
             "all of them if those do not decide."
         ),
     ] = None,
-    check_floor: Annotated[
-        bool, typer.Option("--check-floor", help="Fail below the floor in accuracy/thresholds.yaml.")
-    ] = False,
+    check_floor: Annotated[bool, typer.Option("--check-floor", help="Fail below the recorded floor.")] = False,
     answer_filter: Annotated[
         AnswerFilter, typer.Option("--filter", help="Decides, for --against and --check-floor, what is right.")
     ] = "strict-match",
@@ -134,7 +132,7 @@ def _accuracy_module(name: str) -> Any:
     from hybrid_kv.config import ConfigError
 
     try:
-        return importlib.import_module(f"accuracy.{name}")
+        return importlib.import_module(f"hybrid_kv.accuracy.{name}")
     except ImportError as error:
         raise ConfigError(f"{error}; pip install 'hybrid_kv[accuracy]'") from None
 
@@ -183,7 +181,7 @@ def accuracy_threshold(
     model: Annotated[str, typer.Option(help="Name of the model in the rows.")] = "guard_model",
     task: Annotated[str, typer.Option(help="Name of the task in the rows.")] = "gsm8k_synth",
     limit: Annotated[int, typer.Option(help="Questions of each run.")] = 250,
-    file: Annotated[Path | None, typer.Option(help="To write to; default: accuracy/thresholds.yaml.")] = None,
+    file: Annotated[Path | None, typer.Option(help="To write to; default: those of the package.")] = None,
 ) -> None:
     """Compute the floors for --check-floor from ten or more runs and write them down."""
     from hybrid_kv.results import read_rows

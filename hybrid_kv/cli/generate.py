@@ -39,7 +39,7 @@ def generate(
         raise ConfigError("no prompt: give one as an argument or on standard input")
     params = SamplingParams(max_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
     if model is None:
-        from accuracy.guard_model import FOLDER
+        from hybrid_kv.accuracy.guard_model import FOLDER
 
         model = str(FOLDER)
     llm = LLM(

@@ -71,7 +71,7 @@ class Cell:
 
 def questions(seed: int, count: int) -> list[str]:
     """Five-shot prompts that share their shots."""
-    from accuracy.guard_model.problems import dataset
+    from hybrid_kv.accuracy.guard_model.problems import dataset
 
     data = dataset(seed, count)
     shots = "\n\n".join(f"Question: {shot['question']}\nAnswer: {shot['answer']}" for shot in data.shots)
@@ -92,7 +92,7 @@ def run_cell(
     **options: Any,
 ) -> Cell:
     """Answer all questions in one configuration."""
-    from accuracy.guard_model import FOLDER
+    from hybrid_kv.accuracy.guard_model import FOLDER
 
     begin = time.perf_counter()
     llm = LLM(

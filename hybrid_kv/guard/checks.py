@@ -465,8 +465,8 @@ def check_guard_logits(
         shared: for those with one; they begin alike.
         device: of the engine; the plain pass runs on the CPU.
     """
-    from accuracy.guard_model import FOLDER
-    from accuracy.guard_model.model import load_checkpoint
+    from hybrid_kv.accuracy.guard_model import FOLDER
+    from hybrid_kv.accuracy.guard_model.model import load_checkpoint
 
     plain = load_checkpoint(FOLDER).eval().double()
     params = SamplingParams(max_tokens=48, stop=("Question:",))
@@ -543,10 +543,10 @@ def check_accuracy(limit: int, progress: Progress) -> list[CheckResult]:
     """
     from scipy.stats import binom
 
-    from accuracy.guard_model import FOLDER
-    from accuracy.run import evaluate_guard_model
+    from hybrid_kv.accuracy.guard_model import FOLDER
+    from hybrid_kv.accuracy.run import evaluate_guard_model
 
-    # Written by `hybrid-kv accuracy --limit 500 --json accuracy/guard_model/recorded.json`.
+    # Written by `hybrid-kv accuracy --limit 500 --json hybrid_kv/accuracy/guard_model/recorded.json`.
     recorded = json.loads((FOLDER / "recorded.json").read_text())
     begin = time.perf_counter()
     result = evaluate_guard_model(limit=limit, seed=recorded["params"]["seed"])

@@ -43,7 +43,7 @@ def run_guard(amount: dict[str, int], seed: int, progress: bool = True, device: 
         amount: QUICK, FULL or LONG.
         device: of the guard model; the exact one follows its integers on the CPU.
     """
-    from accuracy.guard_model.problems import eval_set
+    from hybrid_kv.accuracy.guard_model.problems import eval_set
 
     sections: dict[str, int] = {
         "layout": LAYOUT_TRIALS,

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from accuracy import compare, paired, run
-from accuracy.lm_eval_model import GUARD_MODEL
+from hybrid_kv.accuracy import compare, paired, run
+from hybrid_kv.accuracy.lm_eval_model import GUARD_MODEL
 from hybrid_kv.cli import main
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.results import read_rows
@@ -181,7 +181,7 @@ def test_a_real_run_of_lm_evals_hf_backend_agrees_with_the_engine(tmp_path: Path
     from lm_eval.loggers import EvaluationTracker
     from lm_eval.tasks import TaskManager
 
-    from accuracy import tasks
+    from hybrid_kv.accuracy import tasks
 
     manager = TaskManager(include_path=Path(tasks.__file__).parent, include_defaults=False)
     arguments = {"pretrained": str(GUARD_MODEL), "dtype": "float32"}

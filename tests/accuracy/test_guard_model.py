@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from accuracy.guard_model import model as guard
-from accuracy.guard_model import problems, tokenizer, train
+from accuracy import train
+from hybrid_kv.accuracy.guard_model import model as guard
+from hybrid_kv.accuracy.guard_model import problems, tokenizer
 
 PACKAGE = Path(problems.__file__).parent
 NUMBER = re.compile(r"\d+")

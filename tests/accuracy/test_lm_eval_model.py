@@ -12,8 +12,8 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 
-from accuracy.guard_model import problems
-from accuracy.lm_eval_model import GUARD_MODEL, REFUSED, HybridKVLM, UnsupportedRequestError
+from hybrid_kv.accuracy.guard_model import problems
+from hybrid_kv.accuracy.lm_eval_model import GUARD_MODEL, REFUSED, HybridKVLM, UnsupportedRequestError
 from hybrid_kv.config import ConfigError, HybridKVError
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.sampling import SamplingParams
@@ -115,7 +115,7 @@ def test_registered_and_made_from_the_command_lines_arguments() -> None:
 
 def test_registering_hides_no_model_of_lm_evals() -> None:
     # In a fresh process: here, other tests have filled the registry.
-    code = "import accuracy.lm_eval_model; from lm_eval.api import registry; print(*registry.model_registry)"
+    code = "import hybrid_kv.accuracy.lm_eval_model; from lm_eval.api import registry; print(*registry.model_registry)"
     done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True)
     assert {"hybrid_kv", "hf", "vllm"} <= set(done.stdout.split())
 

@@ -10,7 +10,7 @@ import pytest
 from scipy.optimize import minimize_scalar
 from scipy.stats import binomtest, multinomial
 
-from accuracy import paired
+from hybrid_kv.accuracy import paired
 
 
 @pytest.mark.parametrize(("lost", "gained"), [(0, 0), (0, 5), (5, 0), (7, 1), (8, 2), (30, 30), (90, 41), (600, 719)])

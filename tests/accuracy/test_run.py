@@ -15,8 +15,8 @@ import torch
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 
-from accuracy import run, tasks
-from accuracy.lm_eval_model import GUARD_MODEL, HybridKVLM
+from hybrid_kv.accuracy import run, tasks
+from hybrid_kv.accuracy.lm_eval_model import GUARD_MODEL, HybridKVLM
 from hybrid_kv.cli import main
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.engine.llm import LLM

@@ -9,8 +9,8 @@ import lm_eval.tasks
 import pytest
 from lm_eval.tasks._yaml_loader import load_yaml
 
-from accuracy import tasks
-from accuracy.guard_model import problems
+from hybrid_kv.accuracy import tasks
+from hybrid_kv.accuracy.guard_model import problems
 from hybrid_kv.config import ConfigError
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k"

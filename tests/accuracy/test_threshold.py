@@ -14,9 +14,9 @@ import pytest
 import yaml
 from scipy.stats import betabinom
 
-from accuracy import run, threshold
-from accuracy.threshold import Floor, floor_of
 from hybrid_kv import results
+from hybrid_kv.accuracy import run, threshold
+from hybrid_kv.accuracy.threshold import Floor, floor_of
 from hybrid_kv.cli import main
 from hybrid_kv.config import ConfigError, HybridKVError
 from tests.accuracy.test_compare import call, result_of
@@ -178,7 +178,7 @@ def test_a_file_that_no_tool_wrote_is_refused(tmp_path: Path, document: object, 
 
 
 def test_the_repositorys_floors_follow_from_its_own_rows() -> None:
-    frame = results.read_rows(threshold.FILE.parents[1] / "results" / "accuracy.csv")
+    frame = results.read_rows(threshold.FILE.parents[2] / "results" / "accuracy.csv")
     floors = threshold.read_floors()
     assert {(floor.model, floor.task, floor.filter) for floor in floors} >= {
         ("guard_model", "gsm8k_synth", name) for name in threshold.METRICS

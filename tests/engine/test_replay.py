@@ -320,8 +320,8 @@ def test_a_new_owner_of_a_row_finds_a_poisoned_ring():
 @pytest.mark.parametrize(("mode", "dtype", "limit"), [("align", "float64", 1e-9), ("all", "float32", 1e-3)])
 def test_logits_of_the_guard_model_are_those_of_slots(mode, dtype, limit):
     """The state of the second lies in two planes; `hybrid-kv guard` holds more cells against the plain model."""
-    from accuracy.guard_model import FOLDER
-    from accuracy.guard_model.problems import eval_set
+    from hybrid_kv.accuracy.guard_model import FOLDER
+    from hybrid_kv.accuracy.guard_model.problems import eval_set
 
     prompts, logits = [item.prompt for item in eval_set(3, 2)], {}
     for scheme in ("slots", "replay"):

@@ -242,7 +242,7 @@ class Mamba2(nn.Module):
         inner, n, heads = cfg.mamba_size, cfg.ssm_state_size, cfg.mamba_num_heads
         gate, mixed, dt = self.in_proj(x).split([inner, inner + 2 * n, heads], -1)
         padded = F.pad(mixed, (0, 0, cfg.conv_kernel - 1, 0))
-        mixed = F.silu(_DepthwiseConv.apply(padded, self.conv1d.weight[:, 0], self.conv1d.bias))
+        mixed = F.silu(_DepthwiseConv.apply(padded, self.conv1d.weight[:, 0], self.conv1d.bias))  # type: ignore[no-untyped-call]
         values, b, c = mixed.split([inner, n, n], -1)
         values = values.reshape(batch, t, heads, cfg.mamba_head_dim)
         dt = F.softplus(dt + self.dt_bias)
@@ -346,6 +346,7 @@ class MTP(nn.Module):
     def forward(self, hidden: Tensor, embedding: Tensor) -> Tensor:
         """hidden (b, t, d) at i and embedding (b, t, d) of i+1 -> hidden (b, t, d) for i+2."""
         first, last = self.layers
+        assert isinstance(first, MTPAttention) and isinstance(last, MTPMLP)
         x = last(first(first.join(hidden, embedding)))
         return last.final_layernorm(x)
 

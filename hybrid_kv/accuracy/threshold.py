@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy.stats import betabinom, norm
 
-from accuracy.run import FLEXIBLE, STRICT, AccuracyResult
+from hybrid_kv.accuracy.run import FLEXIBLE, STRICT, AccuracyResult
 from hybrid_kv.config import ConfigError, HybridKVError
 
 if TYPE_CHECKING:

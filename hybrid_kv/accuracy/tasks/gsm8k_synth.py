@@ -6,8 +6,8 @@ from typing import Any
 
 import datasets
 
-import accuracy.lm_eval_model  # noqa: F401 - a task named by its file makes the model known to a plain `lm_eval`
-from accuracy.guard_model import problems
+import hybrid_kv.accuracy.lm_eval_model  # noqa: F401 - a task named by its file makes the model known to a plain `lm_eval`
+from hybrid_kv.accuracy.guard_model import problems
 
 NUM_SHOTS = 5
 

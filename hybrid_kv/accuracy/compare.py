@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accuracy import paired
-from accuracy.run import NO_ANSWER, STRICT, AccuracyResult, sample_lines, wilson_interval
+from hybrid_kv.accuracy import paired
+from hybrid_kv.accuracy.run import NO_ANSWER, STRICT, AccuracyResult, sample_lines, wilson_interval
 from hybrid_kv.config import HybridKVError
 
 if TYPE_CHECKING:
@@ -105,7 +105,8 @@ def _answers(name: str, place: str, text: str, answer_filter: str) -> Answers:
         found = f"its filters are {', '.join(sorted(filters))}" if filters else "the file is empty"
         raise HybridKVError(f"{place} has no answers of filter {answer_filter!r}: {found}")
     first = lines[0][1]
-    params = first.get("params") if isinstance(first.get("params"), dict) else {}
+    noted = first.get("params")
+    params: dict[str, Any] = noted if isinstance(noted, dict) else {}
     commit = str(first.get("commit") or "")
     if not re.fullmatch(r"([0-9a-f]{40}(-dirty)?)?", commit):
         raise HybridKVError(f"{place}: commit {commit!r} is no full hash of a commit")

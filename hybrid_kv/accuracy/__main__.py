@@ -1,4 +1,4 @@
-"""`python -m accuracy …` is `lm_eval …` that knows the model hybrid_kv and the tasks of this package."""
+"""`python -m hybrid_kv.accuracy …` is `lm_eval …` that knows the model hybrid_kv and the tasks of this package."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def main() -> None:
     """Run lm-eval's command line. Exit code 2, with one line, when the engine cannot run what was asked."""
     from lm_eval.__main__ import cli_evaluate
 
-    import accuracy.lm_eval_model  # noqa: F401 - registers the model
+    import hybrid_kv.accuracy.lm_eval_model  # noqa: F401 - registers the model
     from hybrid_kv.config import HybridKVError
 
     if len(sys.argv) > 2 and not any(argument.startswith("--include_path") for argument in sys.argv):

@@ -1,6 +1,6 @@
 """Train the guard model.
 
-    python -m accuracy.guard_model.train --out .train/guard_model --install
+    python -m accuracy.train --out .train/guard_model --install
 
 The run is a function of its arguments (on one machine and torch version): data are drawn from
 (seed, step, sequence), the learning rate follows the step, never the clock. It checkpoints itself
@@ -32,13 +32,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast
 
-from . import problems, tokenizer
-from .model import GuardConfig, GuardModel, PathDropout, save_checkpoint
+from hybrid_kv.accuracy.guard_model import FOLDER, problems, tokenizer
+from hybrid_kv.accuracy.guard_model.model import GuardConfig, GuardModel, PathDropout, save_checkpoint
 
-PACKAGE = Path(__file__).parent
 WARMUP_STEPS = 40
 FLOOR = 0.02  # the learning rate never falls below this part of its top
 MTP_WEIGHTS = (0.3, 0.15, 0.1)  # loss weight of the 1st, 2nd and 3rd drafted token
@@ -308,7 +309,28 @@ def export(trainer: Trainer, folder: Path) -> None:
     """Write the loadable checkpoint with its tokenizer."""
     stop = [tokenizer.token_ids()[t] for t in (tokenizer.EOS, tokenizer.NEXT_QUESTION)]
     save_checkpoint(trainer.model, folder, stop)
-    tokenizer.save(folder)
+    save_tokenizer(folder)
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """`guard_model.tokenizer` as transformers knows it."""
+    core = Tokenizer(models.WordLevel(dict(tokenizer.token_ids()), unk_token=tokenizer.UNK))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(tokenizer.PATTERN), behavior="isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        unk_token=tokenizer.UNK,
+        eos_token=tokenizer.EOS,
+        bos_token=tokenizer.EOS,
+        pad_token=tokenizer.EOS,
+        clean_up_tokenization_spaces=False,
+        model_max_length=4096,
+    )
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Write tokenizer.json and its companions so that AutoTokenizer loads them."""
+    build_tokenizer().save_pretrained(folder)
 
 
 def run(rank: int, args: argparse.Namespace, world: int, rendezvous: str) -> None:
@@ -392,7 +414,7 @@ def main(argv: list[str] | None = None) -> None:
         else:
             mp.spawn(run, (args, world, rendezvous), nprocs=world)
     if args.install:
-        shutil.copytree(Path(args.out) / "checkpoint", PACKAGE, dirs_exist_ok=True)
+        shutil.copytree(Path(args.out) / "checkpoint", FOLDER, dirs_exist_ok=True)
 
 
 if __name__ == "__main__":

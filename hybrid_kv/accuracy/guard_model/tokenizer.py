@@ -8,10 +8,6 @@ outside the list become ``<unk>``: any text can be encoded, only known text deco
 
 import re
 from functools import cache
-from pathlib import Path
-
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from . import problems
 
@@ -66,24 +62,3 @@ def decode(ids: list[int]) -> str:
     """The text of ``ids``."""
     words = vocabulary()
     return "".join(words[i] for i in ids)
-
-
-def build() -> PreTrainedTokenizerFast:
-    """The tokenizer as transformers knows it."""
-    core = Tokenizer(models.WordLevel(dict(token_ids()), unk_token=UNK))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
-    core.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        unk_token=UNK,
-        eos_token=EOS,
-        bos_token=EOS,
-        pad_token=EOS,
-        clean_up_tokenization_spaces=False,
-        model_max_length=4096,
-    )
-
-
-def save(folder: Path) -> None:
-    """Write tokenizer.json and its companions so that AutoTokenizer loads them."""
-    build().save_pretrained(folder)

@@ -1,6 +1,6 @@
 """Measure the shipped checkpoint in transformers and write the figures into the model card.
 
-    python -m accuracy.guard_model.evaluate --n 300
+    python -m accuracy.evaluate --n 300
 
 Exact match is greedy, after five solved examples, on held-out numbers. The corruption table damages
 transformers' own cache object once, between two pieces of a prefill, and teacher-forces the rest
@@ -28,11 +28,10 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from . import problems
-from .model import GuardModel, load_checkpoint
-from .tokenizer import NEXT_QUESTION
+from hybrid_kv.accuracy.guard_model import FOLDER, problems
+from hybrid_kv.accuracy.guard_model.model import GuardModel, load_checkpoint
+from hybrid_kv.accuracy.guard_model.tokenizer import NEXT_QUESTION
 
-PACKAGE = Path(__file__).parent
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 BLOCK = 64  # tokens per cache block in the corruption table
 MAX_NEW_TOKENS = 64  # the longest reference answer has 40
@@ -475,7 +474,7 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--n", type=int, default=300, help="problems per kind")
     p.add_argument("--damaged", type=int, default=60, help="problems of the corruption table")
     p.add_argument("--drafted", type=int, default=100, help="problems of the MTP table")
-    p.add_argument("--folder", type=Path, default=PACKAGE, help="the checkpoint")
+    p.add_argument("--folder", type=Path, default=FOLDER, help="the checkpoint")
     # One token at a time leaves two threads mostly waiting for each other: 1 took 100 s where 2,
     # beside another process, would have taken 20 minutes.
     p.add_argument("--threads", type=int, default=1)
@@ -496,7 +495,7 @@ def main(argv: list[str] | None = None) -> None:
     cases = make_cases(runner, args.damaged)
     noise = measure_noise(runner, cases)
     clean, table = measure_corruption(runner, cases)
-    command = " ".join(["python -m accuracy.guard_model.evaluate", *(argv or sys.argv[1:])])
+    command = " ".join(["python -m accuracy.evaluate", *(argv or sys.argv[1:])])
     seconds = time.monotonic() - started
     lines = [
         f"`{command}`, {datetime.date.today().isoformat()}, {seconds:.0f} s.",
@@ -514,7 +513,7 @@ def main(argv: list[str] | None = None) -> None:
     text = "\n".join(lines)
     print(text)
     if not args.dry:
-        write_card(text, PACKAGE / "README.md")
+        write_card(text, FOLDER / "README.md")
 
 
 if __name__ == "__main__":

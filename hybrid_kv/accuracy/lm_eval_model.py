@@ -1,8 +1,8 @@
 """lm-eval's view of the engine: `lm_eval --model hybrid_kv --model_args pretrained=FOLDER,max_num_seqs=8`.
 
 lm-eval 0.4.13 has no plug-in point for models: this module has to be imported before the model is looked up.
-`python -m accuracy` is lm-eval's command line with that done; so is naming our task by its file (`--tasks
-accuracy/tasks/gsm8k_synth.yaml`), which lm-eval imports first. In Python, importing this module is enough.
+`python -m hybrid_kv.accuracy` is lm-eval's command line with that done; so is naming our task by its file (`--tasks
+hybrid_kv/accuracy/tasks/gsm8k_synth.yaml`), which lm-eval imports first. In Python, importing this module is enough.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""What a change does to the answers: lm-eval tasks, the embedded guard model, floors and paired comparisons."""
