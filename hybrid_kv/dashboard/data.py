@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -109,6 +108,11 @@ def _prepare(frame: pd.DataFrame) -> pd.DataFrame:
 
 def _case(params: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in sorted(params.items()) if name not in NO_IDENTITY)
+
+
+def column(rows: pd.DataFrame, name: str) -> pd.Series[Any]:
+    """One of the params of each row; None where it has none."""
+    return rows["parsed"].map(lambda params: params.get(name))
 
 
 def each(rows: pd.DataFrame) -> Iterator[Any]:
@@ -271,33 +275,3 @@ def thin(values: Floats, limit: int) -> npt.NDArray[np.int64]:
         part = values[start:end]
         kept |= {int(start + part.argmin()), int(start + part.argmax())}
     return np.array(sorted(kept), dtype=np.int64)
-
-
-def number(value: float, digits: int = 3) -> str:
-    """A figure with `digits` significant digits, thousands set apart: 15,122, 6.79, 1.1e-13."""
-    if math.isnan(value):
-        return "–"
-    if value == 0:
-        return "0"
-    size = math.floor(math.log10(abs(value)))
-    if size < -4 or size >= 12:
-        return f"{value:.{digits}g}"
-    text = f"{value:,.{max(0, digits - 1 - size)}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
-
-
-def about(value: float) -> str:
-    """Two significant digits: 1.9, 6,300."""
-    return number(float(f"{value:.2g}"))
-
-
-def time_unit(nanoseconds: float) -> tuple[str, float]:
-    """The unit in which a time has one to three digits before its point, and its size in nanoseconds."""
-    units = (("s", 1e9), ("ms", 1e6), ("µs", 1e3))
-    return next(((name, size) for name, size in units if nanoseconds >= size), ("ns", 1.0))
-
-
-def duration(nanoseconds: float) -> str:
-    """A time with its unit: 410 ns, 6.79 µs, 15.1 ms."""
-    unit, size = time_unit(nanoseconds)
-    return f"{number(nanoseconds / size)} {unit}"

@@ -9,11 +9,14 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 import pandas as pd
+
+from hybrid_kv.dashboard.data import each
+from hybrid_kv.dashboard.words import with_interval
 
 BLUE, ORANGE, GREEN, PINK, GREY, RED = "#2b7de0", "#d8690f", "#1f9e7a", "#c05ab8", "#7d848d", "#d9434f"
 LIGHT_PAGE, DARK_PAGE = "#ffffff", "#171a1f"  # what the figures lie on; page.css has the same
@@ -49,37 +52,6 @@ _SHAPES = {
 def marks(names: Iterable[str]) -> dict[str, Mark]:
     """A mark for each name, in order; beyond six they repeat."""
     return {name: MARKS[i % len(MARKS)] for i, name in enumerate(names)}
-
-
-@dataclass(frozen=True)
-class Section:
-    """One part of the page.
-
-    Attributes:
-        name: in the navigation.
-        finding: its title, what the rows say.
-        body: HTML.
-    """
-
-    name: str
-    finding: str
-    body: str
-
-    @property
-    def anchor(self) -> str:
-        return self.name.lower().replace(" ", "-")
-
-
-@dataclass
-class Missing:
-    """What no row was found for, and what makes the rows."""
-
-    notes: list[tuple[str, str]] = field(default_factory=list)
-
-    def note(self, what: str, command: str) -> str:
-        """Remember it for the list at the end; the same as HTML for the place where it is missed."""
-        self.notes.append((what, command))
-        return f'<p class="missing">Not measured yet: {escape(what)}. It takes {code(command)}.</p>'
 
 
 def code(text: str) -> str:
@@ -170,6 +142,36 @@ def plot(traces: Sequence[Any], caption: str, summary: str, height: int = 300, *
         f'<div class="canvas" role="img" aria-label="{escape(summary)}" style="height:{height}px"></div>'
         f'<script type="application/json">{in_script(figure.to_json())}</script></figure>'
     )
+
+
+def line_trace(
+    line: pd.DataFrame, name: str, looks: dict[str, Mark], x: str, what: str, scale: float = 1.0
+) -> dict[str, Any]:
+    look = looks[name]
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": escape(name),
+        "x": list(line[x]),
+        "y": list(line["value"] * scale),
+        "error_y": {**intervals(line, scale), "color": look.colour},
+        "line": {"color": look.colour, "dash": look.dash, "width": 2},
+        "marker": {"color": look.colour, "symbol": look.symbol, "size": 8},
+        "customdata": [f"{with_interval(row)}, n = {row.n}" for row in each(line)],
+        "hovertemplate": f"{escape(name)}<br>%{{x:,}} {what}: %{{customdata}}<extra></extra>",
+    }
+
+
+def limit_line(x: float) -> dict[str, Any]:
+    return {
+        "type": "line",
+        "x0": x,
+        "x1": x,
+        "yref": "paper",
+        "y0": 0,
+        "y1": 1,
+        "line": {"color": BLUE, "width": 2},
+    }
 
 
 def wrapped(label: str, width: int = 20) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from hybrid_kv.dashboard import sections
 from hybrid_kv.dashboard.data import Results, each, histories, verdicts
-from hybrid_kv.dashboard.page import change_text, title
+from hybrid_kv.dashboard.words import WORDS, change_text, day, suite_name, title, verdict_line, with_unit
 
 # A workflow finds its own comment again by this first line.
 MARKER = "<!-- hybrid-kv report -->"
@@ -23,21 +22,21 @@ def summary(results: Results, machine: str = "") -> str:
     found = verdicts(rows)
     if not found:
         return f"{MARKER}\n### hybrid-kv: no verdict\n\nNo check has run yet: `hybrid-kv guard`\n"
-    lines = [MARKER, f"### hybrid-kv: {sections.verdict_line(found)}", "", "| suite | | passed | commit | machine |"]
+    lines = [MARKER, f"### hybrid-kv: {verdict_line(found)}", "", "| suite | | passed | commit | machine |"]
     lines.append("|---|---|--:|---|---|")
     for verdict in found:
         row = verdict.newest
         commit = (f"`{row.commit[:7]}`" if row.commit else "–") + (" + changes" if row.dirty else "")
         count = f"{verdict.count('pass'):,} of {len(verdict.rows):,}"
-        word, place = sections.WORDS[verdict.word], cell(verdict.machine) or "any"
-        lines.append(f"| {cell(sections.suite_name(verdict))} | {word} | {count} | {commit} | {place} |")
+        word, place = WORDS[verdict.word], cell(verdict.machine) or "any"
+        lines.append(f"| {cell(suite_name(verdict))} | {word} | {count} | {commit} | {place} |")
     bad = [row for verdict in found for row in each(verdict.rows[verdict.rows["verdict"] != "pass"])]
     if bad:
         lines += ["", "| not passed | figure | limit | n |", "|---|--:|--:|--:|"]
         for row in bad[:MAX_LINES]:
             name = ", ".join(filter(None, [f"{row.suite}: {row.benchmark}", row.metric, row.case]))
             limit = cell(str(row.parsed.get("limit", "")))
-            lines.append(f"| {cell(name)} | {cell(sections.with_unit(row))} | {limit} | {row.n:,} |")
+            lines.append(f"| {cell(name)} | {cell(with_unit(row))} | {limit} | {row.n:,} |")
         lines += more(len(bad))
     worse = [(s, step) for s in histories(rows) for step in s.steps if s.judge(step) == "worse"]
     worse.sort(key=lambda pair: pair[0].step_row(pair[1]).time, reverse=True)
@@ -45,7 +44,7 @@ def summary(results: Results, machine: str = "") -> str:
         lines += ["", "| level changed for the worse | since | change |", "|---|---|--:|"]
         for series, step in worse[:MAX_LINES]:
             row = series.step_row(step)
-            lines.append(f"| {cell(title(series))} | `{row.commit[:7]}` {sections.day(row)} | {change_text(step)} |")
+            lines.append(f"| {cell(title(series))} | `{row.commit[:7]}` {day(row)} | {change_text(step)} |")
         lines += more(len(worse))
     return "\n".join(lines) + "\n"
 

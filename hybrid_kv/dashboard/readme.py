@@ -19,9 +19,13 @@ import pandas as pd
 
 from hybrid_kv.arguments import ArgumentParser
 from hybrid_kv.config import HybridKVError
-from hybrid_kv.dashboard.data import STATIC_SUITE, Results, about, each, fullest_run, last_words, load, number
+from hybrid_kv.dashboard.data import STATIC_SUITE, Results, column, each, fullest_run, last_words, load
 from hybrid_kv.dashboard.page import build_page, write_page
-from hybrid_kv.dashboard.sections import ENGINE, WHOLE, answers_table, column, curve_rows, static_table
+from hybrid_kv.dashboard.sections.answers import answers_table
+from hybrid_kv.dashboard.sections.block_ids import ENGINE
+from hybrid_kv.dashboard.sections.kernels import static_table
+from hybrid_kv.dashboard.sections.operating_curve import WHOLE, curve_rows
+from hybrid_kv.dashboard.words import about, number
 
 ROOT = Path(__file__).resolve().parents[2]
 _BLOCK = re.compile(r"(<!-- figures:([\w-]+) -->\n).*?(<!-- /figures -->)", re.DOTALL)

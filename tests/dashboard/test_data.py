@@ -11,20 +11,18 @@ import pytest
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.dashboard.data import (
     MAX_POINTS,
-    about,
-    duration,
     fullest_run,
     histories,
     last_words,
     load,
     newest_run,
     newest_series,
-    number,
     overall,
     points_per_series,
     thin,
     verdicts,
 )
+from hybrid_kv.dashboard.words import about, duration, number
 from tests.dashboard.rows import history, results, row, write
 
 # ---- reading ----

@@ -8,20 +8,22 @@ from typing import Any
 
 import pandas as pd
 
-from hybrid_kv.dashboard.data import NO_IDENTITY, Results, each, fullest_run
-from hybrid_kv.dashboard.draw import Section, table
-from hybrid_kv.dashboard.sections import by_machine, column, with_interval, with_unit
+from hybrid_kv.dashboard.data import NO_IDENTITY, column, each, fullest_run
+from hybrid_kv.dashboard.draw import table
+from hybrid_kv.dashboard.report import Report, Section
+from hybrid_kv.dashboard.words import with_interval, with_unit
 
+PLACE = 60
 SUITE = "gpu"
 OURS = ("slots", "replay", "replay_step", "replay_flush", "triton")
 HEAD = ["subject", "time", "bandwidth", "of a copy's", "times ours"]
 
 
-def gpu_section(results: Results) -> Section | None:
-    rows = results.of(SUITE)
+def section(report: Report) -> Section | None:
+    rows = report.results.of(SUITE)
     if rows.empty:
         return None
-    return Section("GPU", _finding(fullest_run(rows)), by_machine(results, rows, _tables))
+    return Section("GPU", _finding(fullest_run(rows)), report.by_machine(rows, _tables))
 
 
 def _finding(rows: pd.DataFrame) -> str:

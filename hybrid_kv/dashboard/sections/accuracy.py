@@ -1,0 +1,118 @@
+"""Shares of right answers, run by run, and paired tests of two versions."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+import pandas as pd
+
+from hybrid_kv.dashboard.data import each
+from hybrid_kv.dashboard.draw import BLUE, intervals, plot, table, wrapped
+from hybrid_kv.dashboard.report import MAX_LISTED, Report, Section
+from hybrid_kv.dashboard.words import WORDS, day, number
+
+PLACE = 70
+PAIRED = {
+    "paired_difference": "difference",
+    "questions_lost": "lost",
+    "questions_gained": "gained",
+    "mcnemar_p": "McNemar p, one-sided",
+    "detectable_loss": "smallest loss found with 80 % power",
+}
+MAX_LINES = 16  # of one figure
+
+
+def section(report: Report) -> Section | None:
+    rows = report.results.of("accuracy")
+    asked = rows[rows["metric"].str.contains("match|invalid") | rows["metric"].isin(PAIRED)]
+    if asked.empty:
+        report.missing.note("answers to the task's questions", "hybrid-kv accuracy")
+        return None
+    right = rows[rows["metric"] == "exact_match_strict"].drop_duplicates("benchmark", keep="last")
+    newest = [f"{100 * row.value:.1f} % of {row.n:,} questions of {row.benchmark}" for row in each(right)]
+    finding = f"Right answers: {', '.join(newest)}" if newest else "Answers to the task's questions"
+    body = report.by_machine(asked, lambda own: _shares(own) + _paired(own))
+    if not rows["metric"].isin(PAIRED).any():
+        body += report.missing.note("two versions on the same questions", "hybrid-kv accuracy compare A B")
+    return Section("Accuracy", finding, body)
+
+
+def _shares(rows: pd.DataFrame) -> str:
+    """One line per task, model, settings and metric with a point per run: runs of other seeds show the spread."""
+    rows = rows[~rows["metric"].isin(PAIRED)]
+    if rows.empty:
+        return ""
+    settings = [
+        ", ".join(
+            f"{k}={v}" for k, v in sorted(p.items()) if k not in ("seed", "limit", "task", "lm_eval", "num_fewshot")
+        )
+        for p in rows["parsed"]
+    ]
+    groups = list(rows.assign(settings=settings).groupby(["benchmark", "settings", "metric"], sort=False))[-MAX_LINES:]
+    labels, traces = [], []
+    for index, (_, line) in enumerate(groups):
+        newest = line.tail(1)
+        row = next(each(newest))
+        name = row.metric.replace("exact_match_", "").replace("_", " ")
+        count = f"{len(line)} runs of {row.n:,}" if len(line) > 1 else f"n = {row.n:,}"
+        labels.append(f"{row.benchmark}, {name}, {count}")
+        for points, size, symbol in ((line.iloc[:-1], 7, "circle-open"), (newest, 10, "circle")):
+            traces.append(
+                {
+                    "type": "scatter",
+                    "mode": "markers",
+                    "x": list(100 * points["value"]),
+                    "y": [index] * len(points),
+                    "error_x": {**intervals(points, 100.0), "color": BLUE, "visible": points is newest},
+                    "marker": {"color": BLUE, "size": size, "symbol": symbol},
+                    "customdata": [escape(f"{p.case}, {day(p)}, {p.commit[:7]}") for p in each(points)],
+                    "hovertemplate": "%{x:.1f} %<br>%{customdata}<extra></extra>",
+                }
+            )
+    return plot(
+        traces,
+        "Shares of the questions: the newest run with its 95 % interval, earlier runs hollow",
+        "; ".join(
+            f"{label}: {100 * line['value'].iloc[-1]:.1f} %" for label, (_, line) in zip(labels, groups, strict=True)
+        ),
+        80 + 40 * len(groups),
+        xaxis={"title": "share of the questions", "ticksuffix": " %", "range": [-5, 105]},
+        yaxis={
+            "tickvals": list(range(len(labels))),
+            "ticktext": [wrapped(label, 24) for label in labels],
+            "range": [len(labels) - 0.4, -0.6],
+            "showgrid": False,
+        },
+    )
+
+
+def _paired(rows: pd.DataFrame) -> str:
+    lines = []
+    for _, test in list(rows.groupby("run_id", sort=False))[::-1][:MAX_LISTED]:
+        by_metric = {row.metric: row for row in each(test)}
+        main = by_metric.get("paired_difference")
+        if main is None:
+            continue
+        commits = (
+            f"{main.baseline_commit[:7] or 'baseline'} to {str(main.parsed.get('candidate_commit') or main.commit)[:7]}"
+        )
+        figures = [_points(main), *(_paired_figure(by_metric.get(name)) for name in list(PAIRED)[1:])]
+        verdict = f'<b class="{main.verdict or "none"}">{WORDS[main.verdict or "none"]}</b>'
+        lines.append(
+            [f"{escape(main.benchmark)}<br><small>{escape(commits)}</small>", *figures, f"{main.n:,}", verdict]
+        )
+    return table(["paired test", *PAIRED.values(), "n", ""], lines) if lines else ""
+
+
+def _points(row: Any) -> str:
+    text = f"{100 * row.value:+.1f} points"
+    if pd.isna(row.ci_low) or pd.isna(row.ci_high):
+        return text
+    return f"{text} <small>({100 * row.ci_low:+.1f} to {100 * row.ci_high:+.1f})</small>"
+
+
+def _paired_figure(row: Any) -> str:
+    if row is None:
+        return "–"
+    return f"{100 * row.value:.1f} points" if row.metric == "detectable_loss" else number(row.value)

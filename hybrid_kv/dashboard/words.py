@@ -1,0 +1,90 @@
+"""How rows read in prose: verdicts, figures with their units and intervals, days."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+import pandas as pd
+
+from hybrid_kv.dashboard.data import STATIC_SUITE, Series, SuiteVerdict, overall
+from hybrid_kv.dashboard.steps import Step
+
+WORDS = {"pass": "✓ pass", "fail": "✕ fail", "void": "○ void", "none": "no verdict"}
+NANOSECONDS = {"ns": 1.0, "us": 1e3, "ms": 1e6, "s": 1e9}
+
+
+def suite_name(found: SuiteVerdict) -> str:
+    return "static kernel metrics" if found.suite == STATIC_SUITE else found.suite
+
+
+def verdict_line(found: Sequence[SuiteVerdict]) -> str:
+    """The overall verdict with its figures; page.js says the same of the machine that is chosen."""
+    passed, judged = sum(v.count("pass") for v in found), sum(len(v.rows) for v in found)
+    return f"{WORDS[overall(v.word for v in found)]}: {passed:,} of {judged:,} checks of the newest runs"
+
+
+def title(series: Series) -> str:
+    """A series in words."""
+    suite, benchmark, metric, case, _ = series.key
+    return f"{suite}: {benchmark}, {metric}" + (f" ({case})" if case else "")
+
+
+def change_text(step: Step) -> str:
+    """+12 %, or the difference where there was nothing before."""
+    return f"{100 * step.change:+.3g} %" if step.before else f"{step.after - step.before:+.3g}"
+
+
+def day(row: Any) -> str:
+    return str(row.time_utc)[:10]
+
+
+def with_unit(row: Any) -> str:
+    """A row's figure with its unit: 6.79 µs, 15.1×, 34, 100 %."""
+    if row.unit in NANOSECONDS:
+        return duration(row.value * NANOSECONDS[row.unit])
+    if row.unit == "time ratio":
+        return f"{number(row.value)}×"
+    if row.unit == "share":
+        return f"{100 * row.value:.1f} %"
+    return f"{number(row.value)} {escape(row.unit)}".strip()
+
+
+def with_interval(row: Any) -> str:
+    """A row's figure, its unit and its 95 % interval."""
+    if pd.isna(row.ci_low) or pd.isna(row.ci_high):
+        return with_unit(row)
+    ends = [with_unit(row._replace(value=end)) for end in (row.ci_low, row.ci_high)]
+    return f"{with_unit(row)} <small>({ends[0]} to {ends[1]})</small>"
+
+
+def number(value: float, digits: int = 3) -> str:
+    """A figure with `digits` significant digits, thousands set apart: 15,122, 6.79, 1.1e-13."""
+    if math.isnan(value):
+        return "–"
+    if value == 0:
+        return "0"
+    size = math.floor(math.log10(abs(value)))
+    if size < -4 or size >= 12:
+        return f"{value:.{digits}g}"
+    text = f"{value:,.{max(0, digits - 1 - size)}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def about(value: float) -> str:
+    """Two significant digits: 1.9, 6,300."""
+    return number(float(f"{value:.2g}"))
+
+
+def time_unit(nanoseconds: float) -> tuple[str, float]:
+    """The unit in which a time has one to three digits before its point, and its size in nanoseconds."""
+    units = (("s", 1e9), ("ms", 1e6), ("µs", 1e3))
+    return next(((name, size) for name, size in units if nanoseconds >= size), ("ns", 1.0))
+
+
+def duration(nanoseconds: float) -> str:
+    """A time with its unit: 410 ns, 6.79 µs, 15.1 ms."""
+    unit, size = time_unit(nanoseconds)
+    return f"{number(nanoseconds / size)} {unit}"
