@@ -24,7 +24,7 @@ bench: $(STAMP)
 	$(BIN)/python -m bench --out results/microbench.csv
 
 history: $(STAMP)
-	$(BIN)/python -m bench.history "$$N"
+	$(BIN)/python -m bench.harness.history "$$N"
 	if [ "$$RESULTS" != results ]; then mkdir -p "$$RESULTS/asv" && cp -r .asv/results/. "$$RESULTS/asv"; fi
 
 asv-page: $(STAMP)

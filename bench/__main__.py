@@ -5,8 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from bench.cases import SUITES, TIERS, Cell, WrongResultError, cells, unavailable
-from bench.measurement import (
+from bench.harness.registry import cells, suites, unavailable
+from hybrid_kv.arguments import ArgumentParser
+from hybrid_kv.config import HybridKVError
+from hybrid_kv.results import append_rows, check_writable
+from hybrid_kv.timing.cases import TIERS, Cell, WrongResultError
+from hybrid_kv.timing.measurement import (
     ENGINE,
     QUICK_ROUNDS,
     ROUNDS,
@@ -16,9 +20,6 @@ from bench.measurement import (
     measure_together,
     runs_here,
 )
-from hybrid_kv.arguments import ArgumentParser
-from hybrid_kv.config import HybridKVError
-from hybrid_kv.results import append_rows, check_writable
 
 Results = Sequence[Measurement] | Sequence[Counted]
 
@@ -70,21 +71,21 @@ def _print_table(benchmark: str, rows: Sequence[Results]) -> None:
     console.print(title + (f" (how many times that of {ENGINE})" if has_rivals else ""), table, sep="\n", markup=False)
 
 
-def _chosen(quick: bool, suites: Sequence[str], tiers: Sequence[str]) -> list[Cell]:
+def _chosen(quick: bool, chosen: Sequence[str], tiers: Sequence[str]) -> list[Cell]:
     """Cells to measure; what is left out is said.
 
     Raises:
         HybridKVError: nothing is left of what was asked for.
     """
-    found = [cell for cell in cells(quick) if cell.suite in (suites or SUITES) and cell.tier in (tiers or TIERS)]
+    found = [cell for cell in cells(quick) if cell.suite in (chosen or suites()) and cell.tier in (tiers or TIERS)]
     for suite, reason in unavailable().items():
-        if not suites or suite in suites:
+        if not chosen or suite in chosen:
             print(f"no {suite}: {reason}", file=sys.stderr)
     here = [cell for cell in found if runs_here(cell)]
     if len(here) < len(found):
         print(f"{len(found) - len(here)} cells need a GPU and are left out", file=sys.stderr)
     if not here:
-        raise HybridKVError(f"no cell of {', '.join([*suites, *tiers]) or 'any suite'} runs on this machine")
+        raise HybridKVError(f"no cell of {', '.join([*chosen, *tiers]) or 'any suite'} runs on this machine")
     return here
 
 
@@ -92,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, append. Returns 0, 1 (wrong result or broken promise) or 2 (could not run)."""
     parser = ArgumentParser("python -m bench")
     parser.add_argument("--quick", action="store_true", help="a few cells of every suite")
-    parser.add_argument("--suite", action="append", default=[], choices=SUITES, help="only this one; may be repeated")
+    parser.add_argument("--suite", action="append", default=[], choices=suites(), help="only this one; may be repeated")
     parser.add_argument("--tier", action="append", default=[], choices=TIERS, help="only this one; may be repeated")
     parser.add_argument("--out", metavar="CSV", help="append one row per measurement")
     options = parser.parse_args(arguments)

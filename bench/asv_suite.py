@@ -19,13 +19,14 @@ from typing import Any
 
 import torch
 
-from bench import cases
-from bench._timing import LaunchSubject, Stopwatch, Subject, calibrate
-from bench.measurement import checked, runs_here, subject_of
+from bench.harness import registry
+from hybrid_kv.timing.cases import Case, Cell
+from hybrid_kv.timing.clock import LaunchSubject, Stopwatch, Subject, calibrate
+from hybrid_kv.timing.measurement import checked, runs_here, subject_of
 
 torch.set_num_threads(1)  # A second thread makes the times of small tensors bimodal: 0.25 or 8 ms were seen.
 _WATCH = Stopwatch()
-_made: dict[str, tuple[cases.Case, dict[str, tuple[Subject, int]]]] = {}
+_made: dict[str, tuple[Case, dict[str, tuple[Subject, int]]]] = {}
 
 
 class Timed:
@@ -44,7 +45,7 @@ def _skip(reason: str) -> None:
     raise SkipNotImplemented(reason)
 
 
-def _sample(cell: cases.Cell, kind: str) -> None:
+def _sample(cell: Cell, kind: str) -> None:
     """One call as asv sees it."""
     if not runs_here(cell):
         _skip("no GPU")
@@ -62,7 +63,7 @@ def _sample(cell: cases.Cell, kind: str) -> None:
     _WATCH.run(*subjects[kind])
 
 
-def _timed(name: str, by_values: dict[tuple[Any, ...], cases.Cell], kind: str) -> Any:
+def _timed(name: str, by_values: dict[tuple[Any, ...], Cell], kind: str) -> Any:
     def time(self: Any, *values: Any) -> None:
         _sample(by_values[values], kind)
 
@@ -70,7 +71,7 @@ def _timed(name: str, by_values: dict[tuple[Any, ...], cases.Cell], kind: str) -
     return time
 
 
-def _tracked(name: str, unit: str, by_values: dict[tuple[Any, ...], cases.Cell], metric: str) -> Any:
+def _tracked(name: str, unit: str, by_values: dict[tuple[Any, ...], Cell], metric: str) -> Any:
     def track(self: Any, *values: Any) -> float:
         counts = by_values[values].make()
         return counts[metric].value if metric in counts else float("nan")
@@ -80,7 +81,7 @@ def _tracked(name: str, unit: str, by_values: dict[tuple[Any, ...], cases.Cell],
     return track
 
 
-def _checked_again(by_values: dict[tuple[Any, ...], cases.Cell]) -> Any:
+def _checked_again(by_values: dict[tuple[Any, ...], Cell]) -> Any:
     def teardown(self: Any, *values: Any) -> None:
         cell = by_values[values]
         if cell.key in _made:
@@ -89,24 +90,24 @@ def _checked_again(by_values: dict[tuple[Any, ...], cases.Cell]) -> Any:
     return teardown
 
 
-def class_name(cell: cases.Cell) -> str:
+def class_name(cell: Cell) -> str:
     """Of the class that has the cell's benchmark."""
     return "".join(part.capitalize() for part in f"{cell.suite}_{cell.benchmark}".split("_"))
 
 
-def method_names(cell: cases.Cell) -> list[str]:
+def method_names(cell: Cell) -> list[str]:
     """Of the benchmarks that asv has for the cell."""
     if cell.tier == "gpu":
         return [f"time_launch_{cell.benchmark}", f"time_{cell.benchmark}_sync"]
     return [f"track_{metric}" for metric in cell.units] if cell.tier == "count" else [f"time_{cell.benchmark}"]
 
 
-def asv_name(cell: cases.Cell, method: str) -> str:
+def asv_name(cell: Cell, method: str) -> str:
     """As asv's `--bench` sees it, parameters included."""
     return f"asv_suite.{class_name(cell)}.{method}({', '.join(map(repr, cell.params.values()))})"
 
 
-def _class(of: Sequence[cases.Cell]) -> type:
+def _class(of: Sequence[Cell]) -> type:
     first = of[0]
     by_values = {tuple(cell.params.values()): cell for cell in of}
     names = tuple(first.params)
@@ -129,8 +130,8 @@ def _class(of: Sequence[cases.Cell]) -> type:
 
 
 def _classes() -> Iterator[type]:
-    found: dict[tuple[str, str], list[cases.Cell]] = {}
-    for cell in cases.cells():
+    found: dict[tuple[str, str], list[Cell]] = {}
+    for cell in registry.cells():
         found.setdefault((cell.suite, cell.benchmark), []).append(cell)
     yield from map(_class, found.values())
 
@@ -144,7 +145,7 @@ class PeakMemory:
     def peakmem_process(self, what: str) -> None:
         if what != "reference":
             values = {"mode": what.split()[1], "num_reqs": 4}
-            of = [cell for cell in cases.cells() if cell.benchmark == "nemotron" and dict(cell.params) == values]
+            of = [cell for cell in registry.cells() if cell.benchmark == "nemotron" and dict(cell.params) == values]
             of[0].make().run()
 
 

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 
 from bench._reference import equal
-from bench.cases import Case, Cell, grid
 from hybrid_kv.cache.block_table import BlockTables
+from hybrid_kv.timing.cases import Case, Cell, grid
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import torch
 
 from bench._reference import Floats, convolution, near
 from bench._shapes import SHAPES
-from bench.cases import Case, Cell, grid
 from bench.ssd import equal_spans
 from hybrid_kv.kernels.causal_conv1d import (
     causal_conv1d,
@@ -20,6 +19,7 @@ from hybrid_kv.kernels.causal_conv1d import (
     causal_conv1d_update,
     causal_conv1d_update_reference,
 )
+from hybrid_kv.timing.cases import Case, Cell, grid
 
 TOLERANCE = 2e-6
 ROUNDED = 2.0**-7  # of bfloat16: half a unit in the last place of y, and its inputs are exact in the reference

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench._models import BLOCK_SIZE, Right, answers, exact_engine, tiny_nemotron, tiny_options
 from bench._reference import equal
 from bench._requests import prompts
-from bench.cases import Case, Cell, Count, Counts, grid
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.sampling import SamplingParams
+from hybrid_kv.timing.cases import Case, Cell, Count, Counts, grid
 
 PROMPT, BLOCKS = 24, 4
 OPERATIONS = {"operations": "operations"}

@@ -12,9 +12,9 @@ import torch
 
 from bench._reference import near, silu
 from bench._shapes import SHAPES
-from bench.cases import Case, Cell, grid
 from hybrid_kv.kernels.gated_norm import gated_rms_norm
 from hybrid_kv.models.layers import GatedRMSNorm
+from hybrid_kv.timing.cases import Case, Cell, grid
 
 TOLERANCE = 2e-6
 ROUNDED = 2.0**-7  # of bfloat16, as a share of the largest value

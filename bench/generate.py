@@ -34,14 +34,14 @@ from typing import Any
 import torch
 
 from bench._reference import equal
-from bench.cases import Case, Cell, WrongResultError, grid
-from bench.measurement import ENGINE, Counted, Measurement, groups, measure_together
 from hybrid_kv.accuracy.guard_model import FOLDER as GUARD_MODEL
 from hybrid_kv.arguments import ArgumentParser
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.results import append_rows, check_writable
 from hybrid_kv.sampling import SamplingParams
+from hybrid_kv.timing.cases import Case, Cell, WrongResultError, grid
+from hybrid_kv.timing.measurement import ENGINE, Counted, Measurement, groups, measure_together
 
 NUM_TOKENS = 32
 LONGEST_ANSWER = 64
@@ -251,7 +251,7 @@ def _promise(subject: str, batch: int = 0, variant: str = "", **_: Any) -> float
     return 3.0 if (batch, variant) == (8, "drafts") else 1.0
 
 
-def cells() -> list[Cell]:
+def contests() -> list[Cell]:
     """Equal prompts: the guard model, and 21 M random weights in ten layers. Questions: the guard model."""
     values: dict[str, tuple[Any, ...]]
     values = {"model": ("guard", "random"), "batch": (1, 8), "prompt": (32, 256), "subject": (ENGINE, "transformers")}
@@ -273,7 +273,7 @@ def run(quick: bool = False) -> Iterator[list[Measurement] | list[Counted]]:
     Raises:
         WrongResultError: one of them gave other tokens.
     """
-    for group in groups([cell for cell in cells() if cell.quick or not quick]):
+    for group in groups([cell for cell in contests() if cell.quick or not quick]):
         yield measure_together(group)
 
 

@@ -30,8 +30,6 @@ import torch
 from bench import block_tables, causal_conv1d, gated_norm, kernel_blocks, paged_attention, ssd, state_update
 from bench._reference import equal
 from bench._shapes import SHAPES
-from bench._timing import between_events, median, ratio
-from bench.cases import Case, Scalar, WrongResultError, nothing, seed
 from hybrid_kv.arguments import ArgumentParser
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.kernels.causal_conv1d import (
@@ -51,6 +49,8 @@ from hybrid_kv.kernels.ssd import (
 )
 from hybrid_kv.results import Receipt, Row, append_rows, check_writable, timing_row
 from hybrid_kv.static.counts import mean_traffic
+from hybrid_kv.timing.cases import Case, Scalar, WrongResultError, nothing, seed
+from hybrid_kv.timing.clock import between_events, median, ratio
 
 SUITE = "gpu"
 ROUNDS, QUICK_ROUNDS = 51, 15

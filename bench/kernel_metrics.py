@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from bench.cases import Cell, Count, Counts, grid
 from hybrid_kv.static.aot import cases_of, compile_case, kernel_modules, read_metrics
+from hybrid_kv.timing.cases import Cell, Count, Counts, grid
 
 KERNELS = {
     "state_update.selective_state_update_slots": "Nemotron-3-Nano, K=3",

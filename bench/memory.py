@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from bench._requests import manager, prompts, requests, scheduler, step
 from bench._shapes import CONFIGS
-from bench.cases import Cell, Count, Counts, grid
 from hybrid_kv.cache.backend import BackendContext, get_backend
 from hybrid_kv.cache.plan import plan_cache
 from hybrid_kv.cache.spec import with_speculation
 from hybrid_kv.config import CacheConfig
 from hybrid_kv.models.shapes import model_shape
+from hybrid_kv.timing.cases import Cell, Count, Counts, grid
 
 HELD = dict.fromkeys(("most", "prompt", "mamba", "attention", "published"), "blocks")
 PLAN = {

@@ -12,8 +12,8 @@ import torch
 
 from bench._reference import Floats, attention, near
 from bench._shapes import SHAPES
-from bench.cases import Case, Cell, grid
 from hybrid_kv.kernels.paged_attention import paged_attention, paged_attention_varlen, write_kv
+from hybrid_kv.timing.cases import Case, Cell, grid
 
 TOLERANCE = 1e-5
 ROUNDED = 2.0**-7  # of bfloat16, as a share of the largest value

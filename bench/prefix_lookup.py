@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bench._reference import equal
 from bench._requests import BLOCK_SIZE, manager, prompts
-from bench.cases import Case, Cell, WrongResultError, grid
 from hybrid_kv.cache.block_hash import BlockHashes
+from hybrid_kv.timing.cases import Case, Cell, WrongResultError, grid
 
 
 def hit(seed: int, mode: str, num_tokens: int, shared: str) -> Case:

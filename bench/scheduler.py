@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from bench._reference import equal
 from bench._requests import BLOCK_SIZE, manager, prompts, requests, scheduler, step
-from bench.cases import Case, Cell, WrongResultError, grid
 from hybrid_kv.engine.scheduler import Scheduler
+from hybrid_kv.timing.cases import Case, Cell, WrongResultError, grid
 
 PROMPT = 72
 BLOCKS = 8  # that a request decodes at most

@@ -12,9 +12,9 @@ import torch
 
 from bench._reference import Floats, near, recurrence, softplus
 from bench._shapes import SHAPES
-from bench.cases import Case, Cell, grid
 from hybrid_kv.kernels.common.spans import Spans
 from hybrid_kv.kernels.ssd import chunk_scan, chunk_scan_prefill
+from hybrid_kv.timing.cases import Case, Cell, grid
 
 TOLERANCE = 2e-5
 ROUNDED = 2.0**-7  # of bfloat16, as a share of the largest value

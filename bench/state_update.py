@@ -14,8 +14,8 @@ import torch
 
 from bench._reference import Floats, near, recurrence, softplus
 from bench._shapes import SHAPES
-from bench.cases import Case, Cell, grid
 from hybrid_kv.kernels.ssd import selective_state_update_slots, selective_state_update_slots_reference
+from hybrid_kv.timing.cases import Case, Cell, grid
 
 STATES, OUTPUTS, REPLAYED, ROUNDED = 5e-6, 1e-5, 2e-5, 2.0**-7
 HISTORY = 12  # tokens in the ring, of some 32 at most

@@ -39,12 +39,12 @@ def compare(
     trials: Annotated[int, typer.Option(help="With --self-test: comparisons per planted slowdown.")] = 20,
 ) -> None:
     """Say whether HEAD is slower than BASE, or counts otherwise: both run side by side, now, in a checkout."""
-    from bench import operating_curve, verdicts
-    from bench.cases import TIERS
-    from bench.compare import ROOT, Design
-    from bench.compare import compare as measure
+    from bench.harness import operating_curve, verdicts
+    from bench.harness.compare import ROOT, Design
+    from bench.harness.compare import compare as measure
     from hybrid_kv.config import ConfigError
     from hybrid_kv.results import append_rows, check_writable
+    from hybrid_kv.timing.cases import TIERS
 
     results = ROOT / "results"
     design = Design(pairs=pairs)

@@ -576,7 +576,7 @@ def check_expansion(progress: Progress) -> list[CheckResult]:
     A ratio must reach what the benchmark requires, and half of the best that `results/microbench.csv` has for this
     kind of machine: the other half is left to a busy one.
     """
-    from bench.kernel_blocks import quick_ratios, recorded_ratios, required_ratio
+    from hybrid_kv.timing.block_ids import quick_ratios, recorded_ratios, required_ratio
 
     begin = time.perf_counter()
     all_recorded = recorded_ratios()

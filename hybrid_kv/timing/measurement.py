@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from bench._timing import DeviceSubject, Interval, Subject, calibrate, measure, median, ratio
-from bench.cases import Case, Cell, Counts, WrongResultError
 from hybrid_kv.results import Receipt, Row, timing_row
+from hybrid_kv.timing.cases import Case, Cell, Counts, WrongResultError
+from hybrid_kv.timing.clock import DeviceSubject, Interval, Subject, calibrate, measure, median, ratio
 
 ENGINE = "engine"
 ROUNDS, QUICK_ROUNDS, FEWEST_ROUNDS = 25, 15, 9

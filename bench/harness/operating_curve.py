@@ -7,7 +7,7 @@ their rates is a lower bound of what it is for that one alone, since Holm's proc
 there are more suspects. What is not planted in such a trial is equal code, but no false alarm is counted there.
 
 Each trial is one row, so that a self-test can be stopped and continued. Rates with their exact intervals follow at the
-end; `bench.verdicts` reads from them which benchmarks are quarantined.
+end; `bench.harness.verdicts` reads from them which benchmarks are quarantined.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench import cases
-from bench.compare import Design, compare, find_revision
-from bench.inference import clopper_pearson
-from bench.verdicts import timed_outcomes
+from bench.harness import registry
+from bench.harness.compare import Design, compare, find_revision
+from bench.harness.inference import clopper_pearson
+from bench.harness.verdicts import timed_outcomes
 from hybrid_kv.results import Row, append_rows, provenance, read_rows
 
 SUITE = "operating_curve"
@@ -58,7 +58,7 @@ def keeps_its_rate(false_alarms: int, trials: int) -> bool:
 
 def timed_keys() -> list[str]:
     """The benchmarks that a trial measures."""
-    return [cell.key for cell in cases.cells(quick=True) if cell.tier == "cpu" and cell.promise is None]
+    return [cell.key for cell in registry.cells(quick=True) if cell.tier == "cpu" and cell.promise is None]
 
 
 def experiment_id(keys: Sequence[str], design: Design) -> str:

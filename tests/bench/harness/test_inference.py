@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 
-from bench import inference
-from bench.compare import Design, Measured, Times
-from bench.inference import clopper_pearson, estimate, holm, log_ratio, p_faster, p_slower, typical
-from bench.verdicts import confirmed
+from bench.harness import inference
+from bench.harness.compare import Design, Measured, Times
+from bench.harness.inference import clopper_pearson, estimate, holm, log_ratio, p_faster, p_slower, typical
+from bench.harness.verdicts import confirmed
 
 ALPHA = 0.05
 

@@ -3,8 +3,8 @@
 Only `hybrid_kv/` differs between the sides: `bench/` and `hybrid_kv/accuracy/` are those of the working tree, for both.
 
 How a time is compared. A *start* is a process that imports torch and forks *worker pairs*, one process per version,
-on one core, fed alternately in random order (`bench.worker`). One pair gives one log-ratio per cell, and pairs are the
-unit of inference (`bench.inference`): two processes of equal code differ by what memory they got, by 1 to 5 %, and no
+on one core, fed alternately in random order (`worker`). One pair gives one log-ratio per cell, and pairs are the
+unit of inference (`inference`): two processes of equal code differ by what memory they got, by 1 to 5 %, and no
 number of samples inside one pair averages that away. Forking from one start shares most of the layout: the spread
 between pairs of equal code fell from 2.2 to 1.6 % on average over 14 benchmarks, from 5.2 to 1.5 % for the worst. Over
 6 starts of 6 pairs no benchmark varied more between starts than its pairs do (F test, 5 %), so all pairs of a look come
@@ -43,10 +43,10 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from bench.inference import center, log_ratio, p_faster, p_slower, typical
+from bench.harness.inference import center, log_ratio, p_faster, p_slower, typical
 from hybrid_kv.config import ConfigError, HybridKVError
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 WORKING_TREE = "."
 SIDES = ("BASE", "HEAD")
 ANSWER_SECONDS = 600.0
@@ -73,7 +73,7 @@ class Design:
         pairs: worker pairs of the first look; the repeat has twice as many.
         samples: of each side in a worker pair; the repeat takes three times as many. They matter on a busy machine:
             with 10 processes on 2 cores the standard deviation between pairs of equal code was 3.1, 2.5 and 1.7 % for
-            8, 16 and 32, on average over the benchmarks that `bench.operating_curve` plants in.
+            8, 16 and 32, on average over the benchmarks that `bench.harness.operating_curve` plants in.
         sample_seconds: that one sample should take.
         cell_seconds: of samples of one side in a worker pair; a slow cell has fewer samples, at least 2.
         min_effect: a relative change that does not matter.
@@ -139,12 +139,13 @@ def find_revision(root: Path, name: str) -> Revision:
 def place(root: Path, revision: Revision, folder: Path) -> None:
     """Put the revision's `hybrid_kv/` into `folder`, with the working tree's `bench/` and `hybrid_kv/accuracy/`.
 
-    Copies, so that an edit during the run cannot mix two versions.
+    What measures, `hybrid_kv/timing`, is the working tree's as well: one clock for both sides. Copies, so that an edit
+    during the run cannot mix two versions.
 
     Raises:
         ConfigError: the revision has no folder `hybrid_kv`.
     """
-    copied = ["bench", "hybrid_kv/accuracy"]
+    copied = ["bench", "hybrid_kv/accuracy", "hybrid_kv/timing"]
     if revision.name == WORKING_TREE:
         copied = ["bench", "hybrid_kv"]
     else:
@@ -238,7 +239,7 @@ def start(folders: Sequence[Path], pairs: int, rng: random.Random) -> Iterator[l
         process = subprocess.Popen(
             [
                 sys.executable,
-                str(folders[0] / "bench" / "worker.py"),
+                str(folders[0] / "bench" / "harness" / "worker.py"),
                 json.dumps({"core": rng.choice(cores), "sides": sides}),
             ],
             # Hash seed and core are one start's: common to both sides of its pairs.
@@ -433,7 +434,7 @@ def compare(
     seed: int = 0,
     plants: Mapping[str, float] | None = None,
 ) -> Comparison:
-    """Measure two versions; `bench.verdicts` says what it means.
+    """Measure two versions; `bench.harness.verdicts` says what it means.
 
     Args:
         base, head: git revisions, or `.` for the working tree.

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from bench import _timing
-from bench._timing import Stopwatch, Subject, calibrate, measure, median, ratio
-from tests.bench.events import log_events
+from hybrid_kv.timing import clock as clock_module
+from hybrid_kv.timing.clock import Stopwatch, Subject, calibrate, measure, median, ratio
+from tests.timing.events import log_events
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def ticks(monkeypatch):
             return self.now
 
     clock = Clock()
-    monkeypatch.setattr(_timing, "clock", clock)
+    monkeypatch.setattr(clock_module, "clock", clock)
     return clock
 
 
@@ -87,21 +87,23 @@ def test_a_launch_is_enqueued_while_other_buffers_pass_through_the_cache(monkeyp
     """Nothing waits between them: on an idle device the time between the events would be that of Python."""
     log = []
     log_events(monkeypatch, log, 4000.0)
-    monkeypatch.setattr(_timing, "_passing", lambda: SimpleNamespace(sum=lambda: log.append("pass")))
-    subject = _timing.DeviceSubject(lambda: log.append("run"), lambda: log.append("reset"))
+    monkeypatch.setattr(clock_module, "_passing", lambda: SimpleNamespace(sum=lambda: log.append("pass")))
+    subject = clock_module.DeviceSubject(lambda: log.append("run"), lambda: log.append("reset"))
     assert subject.sample(2) == 4.0
     assert log == ["reset", *["wait", "pass", "event", "run", "event", "wait"] * 2]
 
 
 def test_what_passes_is_many_times_the_cache(monkeypatch):
     made = []
-    monkeypatch.setattr(_timing.torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(_timing.torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=4096))
-    zeros = _timing.torch.zeros
+    monkeypatch.setattr(clock_module.torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(
-        _timing.torch, "zeros", lambda size, dtype, device: made.append(device) or zeros(size, dtype=dtype)
+        clock_module.torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=4096)
     )
-    assert _timing._passing.__wrapped__().nbytes == 32 * 4096
+    zeros = clock_module.torch.zeros
+    monkeypatch.setattr(
+        clock_module.torch, "zeros", lambda size, dtype, device: made.append(device) or zeros(size, dtype=dtype)
+    )
+    assert clock_module._passing.__wrapped__().nbytes == 32 * 4096
     assert made == ["cuda"]
 
 
@@ -110,7 +112,7 @@ def test_gpu_subjects_time_the_device_and_the_host():
     import torch
 
     x = torch.randn(4096, 4096, device="cuda")
-    device = _timing.DeviceSubject(lambda: x @ x)
-    launch = _timing.LaunchSubject(lambda: x @ x)
+    device = clock_module.DeviceSubject(lambda: x @ x)
+    launch = clock_module.LaunchSubject(lambda: x @ x)
     assert device.sample(3) > 0
     assert launch.sample(3) > 0

@@ -1,19 +1,14 @@
-"""Every workload of the project, by name: asv, `python -m bench`, pytest-benchmark and `hybrid-kv compare` share it.
+"""What can be timed: a `Cell` is one benchmark with one set of parameters, and makes a `Case` or exact `Counts`.
 
-Contract. A suite is a module of `bench/` with `cells() -> list[Cell]`; `SUITES` names them. A *cell* is one benchmark
-with one set of parameters. It is cheap to list and builds its data in `make()`:
+A cell is cheap to list and builds its data in `make()`:
 
 - tier `cpu` or `gpu`: a `Case`. Its result is checked before and after it is timed; on a GPU `run` only launches, and
-  whoever times it synchronises (`bench._timing.DeviceSubject`).
+  whoever times it synchronises (`hybrid_kv.timing.clock.DeviceSubject`).
 - tier `count`: `Counts`, exact numbers (bytes, blocks, launches …) that no clock enters: equal code, equal numbers.
-
-Cells name what they need of `hybrid_kv` where they are imported or made, so HEAD's `bench/` runs with an older package:
-a suite that it cannot import has no cells there and a reason in `unavailable()`; a cell whose `make()` raises has none.
 """
 
 from __future__ import annotations
 
-import importlib
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,24 +16,6 @@ from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
-SUITES = (
-    "kernel_blocks",
-    "block_tables",
-    "slot_mapping",
-    "scheduler",
-    "prefix_lookup",
-    "causal_conv1d",
-    "state_update",
-    "ssd",
-    "gated_norm",
-    "paged_attention",
-    "engine_step",
-    "end_to_end",
-    "offload",
-    "memory",
-    "kernel_metrics",
-    "import_time",
-)
 TIERS = ("count", "cpu", "gpu")
 Scalar = str | int | float | bool
 
@@ -135,24 +112,3 @@ def grid(
         make = partial(build, seed(benchmark, params), **params)
         is_quick = any(combination[: len(start)] == start for start in quick)
         yield Cell(suite, benchmark, params, tier, make, is_quick, promise(**params), units or {})
-
-
-def _load() -> tuple[list[Cell], dict[str, str]]:
-    found: list[Cell] = []
-    reasons: dict[str, str] = {}
-    for suite in SUITES:
-        try:
-            found += importlib.import_module(f"bench.{suite}").cells()
-        except (ImportError, AttributeError) as error:  # this hybrid_kv is older, or lacks an optional dependency
-            reasons[suite] = f"{type(error).__name__}: {error}"
-    return found, reasons
-
-
-def cells(quick: bool = False) -> list[Cell]:
-    """All cells of all suites that this `hybrid_kv` has the code for, GPU cells also where there is no GPU."""
-    return [cell for cell in _load()[0] if cell.quick or not quick]
-
-
-def unavailable() -> dict[str, str]:
-    """Suites without cells, and why."""
-    return _load()[1]

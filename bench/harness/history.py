@@ -1,4 +1,4 @@
-"""`python -m bench.history N`: asv over the last N commits, quick cells only, and its pages.
+"""`python -m bench.harness.history N`: asv over the last N commits, quick cells only, and its pages.
 
 Each commit is built as a wheel, from a clone that asv makes: what is not committed is not measured. The benchmarks
 themselves are those of this folder. A commit that lacks an interface loses the benchmarks that need it and no others.
@@ -15,11 +15,12 @@ from pathlib import Path
 import torch
 
 from bench import asv_suite
-from bench.cases import Cell, cells
-from bench.measurement import runs_here
+from bench.harness.registry import cells
 from hybrid_kv.results import provenance
+from hybrid_kv.timing.cases import Cell
+from hybrid_kv.timing.measurement import runs_here
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PEAKS = r"^asv_suite\.PeakMemory\.peakmem_process\('(reference|generate all)'\)$"
 
 

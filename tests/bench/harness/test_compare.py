@@ -5,6 +5,7 @@ The toy's clock moves only by the work that it is told of, so equal code takes e
 
 import json
 import random
+import shutil
 import subprocess
 from collections import Counter
 from contextlib import suppress
@@ -12,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from bench import compare as driver
-from bench import operating_curve, verdicts, worker
-from bench.compare import CellInfo, Comparison, Design, Measured, Revision, Times, compare, find_revision
-from bench.verdicts import (
+from bench.harness import compare as driver
+from bench.harness import operating_curve, verdicts, worker
+from bench.harness.compare import CellInfo, Comparison, Design, Measured, Revision, Times, compare, find_revision
+from bench.harness.verdicts import (
     acknowledging_rows,
     cells_of_table,
     count_outcomes,
@@ -30,7 +31,7 @@ from hybrid_kv.cli import main
 from hybrid_kv.config import ConfigError
 from hybrid_kv.results import Row, append_rows, check_file, read_rows
 
-BENCH = Path(driver.__file__).parent
+BENCH = Path(driver.__file__).parents[1]
 SMALL = Design(pairs=3, samples=2)
 STEP, BIG, NEW, WRONG, HELD, RAISING, DYING, HANGING = (
     f"toy/{name}[size=1]" for name in ("step", "big", "new", "wrong", "held", "raising", "dying", "hanging")
@@ -52,7 +53,7 @@ def step():
 CASES = """
 import os, sys
 import hybrid_kv
-from bench.cases import Case, Cell, Count, WrongResultError
+from hybrid_kv.timing.cases import Case, Cell, Count, WrongResultError
 
 def work(times):
     hybrid_kv.ticks += times
@@ -120,7 +121,7 @@ def cells():
     ]
 """
 LATE = """
-from bench.cases import Case, Cell
+from hybrid_kv.timing.cases import Case, Cell
 from hybrid_kv import newer
 
 def cells():
@@ -207,20 +208,18 @@ def toy(tmp_path_factory):
     """A repository with a branch for each of `VERSIONS`, and one, `empty`, without the package."""
     folder = tmp_path_factory.mktemp("toy")
     git(folder, "init", "-q", "-b", "base")
-    (folder / "hybrid_kv").mkdir()
-    (folder / "bench").mkdir()
+    (folder / "bench" / "harness").mkdir(parents=True)
     (folder / "results").mkdir()
-    for name in ("__init__.py", "worker.py"):
+    for name in ("__init__.py", "harness/__init__.py", "harness/registry.py", "harness/worker.py"):
         (folder / "bench" / name).write_text((BENCH / name).read_text())
-    cases = (BENCH / "cases.py").read_text()
-    (folder / "bench" / "cases.py").write_text(cases + '\nSUITES = ("toy", "late")\n')
-    timing = (BENCH / "_timing.py").read_text()
-    assert "clock = time.thread_time" in timing
+    shutil.copytree(BENCH.parent / "hybrid_kv/timing", folder / "hybrid_kv/timing")
+    clock = folder / "hybrid_kv/timing" / "clock.py"
+    assert "clock = time.thread_time" in clock.read_text()
     fake = "import hybrid_kv\nclock = lambda: hybrid_kv.ticks * 1e-9"
-    (folder / "bench" / "_timing.py").write_text(timing.replace("clock = time.thread_time", fake))
+    clock.write_text(clock.read_text().replace("clock = time.thread_time", fake))
     (folder / "bench" / "toy.py").write_text(CASES)
     (folder / "bench" / "late.py").write_text(LATE)
-    (folder / ".gitignore").write_text("/bench\n/results\n")
+    (folder / ".gitignore").write_text("/bench\n/results\n/hybrid_kv/timing\n")
     for name, values in VERSIONS.items():
         if name != "base":
             git(folder, "checkout", "-q", "-b", name, "base")
@@ -523,7 +522,7 @@ def test_both_workers_of_a_pair_share_core_and_hash_seed(toy, tmp_path):
     for folder in folders:
         folder.mkdir()
         driver.place(toy, find_revision(toy, "base"), folder)
-        cases = folder / "bench" / "cases.py"
+        cases = folder / "bench" / "harness" / "registry.py"
         cases.write_text(cases.read_text() + f"\n{code}\ndef unavailable(): return {{'seen': ANSWER}}\n")
     seen = []
     with driver.start(folders, 2, random.Random(1)) as pairs:

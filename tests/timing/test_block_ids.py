@@ -5,14 +5,14 @@ import json
 
 import pytest
 
-from bench import kernel_blocks
-from bench._timing import Interval
-from bench.cases import WrongResultError
-from bench.measurement import Measurement
 from hybrid_kv import results
 from hybrid_kv.results import Receipt, timing_row
+from hybrid_kv.timing import block_ids
+from hybrid_kv.timing.cases import WrongResultError
+from hybrid_kv.timing.clock import Interval
+from hybrid_kv.timing.measurement import Measurement
 
-CELLS = kernel_blocks.cells()
+CELLS = block_ids.cells()
 STEPS = [cell for cell in CELLS if cell.benchmark == "step" and cell.params["blocks_per_kv_block"] == 8]
 
 
@@ -36,23 +36,23 @@ def test_verdicts(subject, high, verdict):
 
 
 def test_the_guard_gets_every_rival_of_the_quick_cells(monkeypatch):
-    monkeypatch.setattr(kernel_blocks, "QUICK_CELLS", ((16, 8),))
-    monkeypatch.setattr(kernel_blocks, "QUICK_SCENARIOS", ("decode, 16 of 256 append 1",))
-    found = kernel_blocks.quick_ratios()
+    monkeypatch.setattr(block_ids, "QUICK_CELLS", ((16, 8),))
+    monkeypatch.setattr(block_ids, "QUICK_SCENARIOS", ("decode, 16 of 256 append 1",))
+    found = block_ids.quick_ratios()
     assert [(benchmark, params["subject"]) for benchmark, params, *_ in found] == [
         *(("expand", name) for name in ("list", "numpy", "torch")),
         *(("step", name) for name in ("vllm 0.22 V1", "vllm 0.22 V2", "vllm 0.32 V2")),
     ]
     assert all(0 < low <= ratio <= high for _, _, ratio, low, high in found)
-    assert [kernel_blocks.required_ratio(benchmark, params) for benchmark, params, *_ in found] == [1, 1, 1, 1, 1, 2.5]
+    assert [block_ids.required_ratio(benchmark, params) for benchmark, params, *_ in found] == [1, 1, 1, 1, 1, 2.5]
 
 
 def test_a_wrong_rival_stops_the_guard(monkeypatch):
-    right = kernel_blocks.expand_torch
-    monkeypatch.setattr(kernel_blocks, "QUICK_CELLS", ((16, 8),))
-    monkeypatch.setattr(kernel_blocks, "expand_torch", lambda ids, offsets: right(ids, offsets) + 1)
+    right = block_ids.expand_torch
+    monkeypatch.setattr(block_ids, "QUICK_CELLS", ((16, 8),))
+    monkeypatch.setattr(block_ids, "expand_torch", lambda ids, offsets: right(ids, offsets) + 1)
     with pytest.raises(WrongResultError, match=r"kernel_blocks/expand\[.*subject=torch\]"):
-        kernel_blocks.quick_ratios()
+        block_ids.quick_ratios()
 
 
 def test_recorded_ratios_are_the_best_of_clean_rows(tmp_path, monkeypatch):
@@ -68,7 +68,7 @@ def test_recorded_ratios_are_the_best_of_clean_rows(tmp_path, monkeypatch):
         )
 
     file = tmp_path / "r.csv"
-    assert kernel_blocks.recorded_ratios(file) == {}
+    assert block_ids.recorded_ratios(file) == {}
     here = results.provenance()
     for dirty, machine, value in [
         (False, here.machine, 3.0),
@@ -78,9 +78,9 @@ def test_recorded_ratios_are_the_best_of_clean_rows(tmp_path, monkeypatch):
     ]:
         changed = dataclasses.replace(here, dirty=dirty, machine=machine)
         with monkeypatch.context() as patch:
-            patch.setattr(results, "provenance", lambda changed=changed: changed)
+            patch.setattr("hybrid_kv.results.append.provenance", lambda changed=changed: changed)
             results.append_rows(file, [row(value)])
-    assert kernel_blocks.recorded_ratios(file) == {("expand", '{"num_blocks": 1, "subject": "list"}'): 3.0}
+    assert block_ids.recorded_ratios(file) == {("expand", '{"num_blocks": 1, "subject": "list"}'): 3.0}
 
 
 def test_recorded_ratios_know_the_cells_of_today():
@@ -92,7 +92,7 @@ def test_recorded_ratios_know_the_cells_of_today():
 
 
 def _recorded_params():
-    frame = results.read_rows(kernel_blocks.RESULTS)
+    frame = results.read_rows(block_ids.RESULTS)
     frame = frame[(frame["suite"] == "kernel_blocks") & (frame["metric"] == "ratio_to_engine")]
     for row in frame.itertuples():
         params = {key: value for key, value in json.loads(row.params).items() if key != "receipt"}

@@ -1,7 +1,7 @@
 """What a comparison means: outcomes per benchmark, alarms, and how they are shown and kept.
 
 Exact counts: any change is an alarm until `results/acknowledged.csv` holds it with a reason; so is a count that HEAD
-no longer has. Times: see `bench.compare`. A benchmark whose false alarms exceed its rate in
+no longer has. Times: see `bench.harness.compare`. A benchmark whose false alarms exceed its rate in
 `results/operating_curve.csv` is *quarantined*: it is measured and shown, but raises no alarm.
 """
 
@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.compare import CellInfo, Comparison, Design, Failure, Measured, Times
-from bench.inference import Estimate, center, estimate, holm, p_faster, p_slower
+from bench.harness.compare import CellInfo, Comparison, Design, Failure, Measured, Times
+from bench.harness.inference import Estimate, center, estimate, holm, p_faster, p_slower
 from hybrid_kv.config import ConfigError
 from hybrid_kv.results import Receipt, Row, provenance, read_rows, timing_row
 

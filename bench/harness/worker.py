@@ -88,8 +88,9 @@ class Worker:
         os.environ["PYTHONPATH"] = str(folder)  # of processes that a case starts
         os.chdir(folder)
         self._torch = importlib.import_module("torch")
-        self._timing = importlib.import_module("bench._timing")
-        self._cases = importlib.import_module("bench.cases")
+        self._timing = importlib.import_module("hybrid_kv.timing.clock")
+        self._wrong = importlib.import_module("hybrid_kv.timing.cases").WrongResultError
+        self._registry = importlib.import_module("bench.harness.registry")
         self._case: Any = None
         self._subject: Any = None
         self._cells_of = cache(self._load)
@@ -105,9 +106,9 @@ class Worker:
         """What this version can run, and why it cannot run the rest."""
         names = ("suite", "benchmark", "params", "tier", "key")
         # Rivals are models of other engines in `bench/`, which is the same on both sides.
-        mine = [cell for cell in self._cases.cells(quick) if cell.promise is None]
+        mine = [cell for cell in self._registry.cells(quick) if cell.promise is None]
         cells = [{name: getattr(cell, name) for name in names} for cell in mine]
-        return {"cells": cells, "unavailable": self._cases.unavailable(), "cuda": self._torch.cuda.is_available()}
+        return {"cells": cells, "unavailable": self._registry.unavailable(), "cuda": self._torch.cuda.is_available()}
 
     def count(self, key: str) -> dict[str, Any]:
         """Exact numbers, as lists of value, unit and which direction is better."""
@@ -134,7 +135,7 @@ class Worker:
     def _checked(self) -> float:
         max_error = float(self._case.check())
         if not 0 <= max_error < float("inf"):
-            raise self._cases.WrongResultError(f"an error of {max_error} proves nothing")
+            raise self._wrong(f"an error of {max_error} proves nothing")
         return max_error
 
     def sample(self, repeats: int, blocks: int) -> dict[str, Any]:
@@ -166,7 +167,7 @@ class Worker:
             return getattr(self, arguments.pop("do"))(**arguments)
         except Exception as error:
             self._case = self._subject = None
-            kind = "wrong" if isinstance(error, self._cases.WrongResultError) else "failed"
+            kind = "wrong" if isinstance(error, self._wrong) else "failed"
             return {kind: f"{type(error).__name__}: {' '.join(str(error).split())}"}
 
 

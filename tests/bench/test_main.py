@@ -1,0 +1,93 @@
+"""What `python -m bench` prints, writes and returns."""
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bench import __main__
+from bench.__main__ import main
+from bench.harness.registry import cells
+from hybrid_kv.results import read_rows
+from hybrid_kv.timing.cases import Cell, Count, grid
+from tests.timing.test_measurement import cell, failing_after, steady
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    def use(*made):
+        monkeypatch.setattr(__main__, "cells", lambda quick: [one for one in made if one.quick or not quick])
+        monkeypatch.setattr(__main__, "unavailable", dict)
+
+    return use
+
+
+def test_the_command_prints_and_appends(registry, tmp_path, capsys):
+    rivals = grid("s", "rivals", "cpu", lambda seed, **_: steady(), {"subject": ("r", "engine")}, [()])
+    count = replace(cell(lambda: {"blocks": Count(1234, "blocks")}, "count", mode="all"), benchmark="held")
+    registry(
+        *(Cell("offload", "rivals", one.params, "cpu", one.make, True) for one in rivals), cell(steady, x=1), count
+    )
+    out = tmp_path / "r.csv"
+    assert main(["--quick", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "offload/rivals, cpu time (how many times that of engine)" in printed
+    assert "1,234" in printed and "blocks, blocks" in printed and "largest error" in printed
+    frame = read_rows(out)
+    assert list(frame["metric"]) == ["cpu_time", "ratio_to_engine", "cpu_time", "cpu_time", "blocks"]
+    timed = frame[frame["unit"].isin(["ns", "time ratio"])]
+    assert all(json.loads(text)["receipt"]["checked_after"] for text in timed["params"])
+
+
+def test_a_wrong_result_returns_1_and_writes_nothing_of_its_group(registry, tmp_path, capsys):
+    registry(cell(steady, x=1), cell(lambda: failing_after(1), x=2))
+    out = tmp_path / "r.csv"
+    assert main(["--out", str(out)]) == 1
+    assert "error: offload/b[x=2]: the planted mistake; nothing was timed" in capsys.readouterr().err
+    assert len(read_rows(out)) == 1
+
+
+def test_a_broken_promise_returns_1(registry, capsys):
+    registry(cell(steady, subject="engine"), cell(steady, promise=1e9, subject="rival"))
+    assert main([]) == 1
+    assert "needs 1000000000.0" in capsys.readouterr().out
+
+
+def test_suites_and_tiers_are_chosen(registry, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    registry(cell(steady, x=1), cell(lambda: {"blocks": Count(3, "blocks")}, "count", x=1), cell(None, "gpu", x=1))
+    assert main(["--tier", "count"]) == 0
+    assert "cpu time" not in capsys.readouterr().out
+    assert main(["--suite", "offload"]) == 0
+    assert "1 cells need a GPU" in capsys.readouterr().err
+    for arguments in (["--tier", "gpu"], ["--suite", "memory"]):
+        assert main(arguments) == 2
+        assert capsys.readouterr().err.endswith("runs on this machine\n")
+
+
+def test_what_cannot_be_measured_is_said(registry, monkeypatch, capsys):
+    registry(cell(steady, x=1))
+    monkeypatch.setattr(__main__, "unavailable", lambda: {"memory": "ImportError: no plan"})
+    assert main([]) == 0
+    assert "no memory: ImportError: no plan" in capsys.readouterr().err
+
+
+def test_an_unwritable_file_is_refused_before_the_work(registry, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    registry(cell(lambda: pytest.fail("ran"), x=1))
+    assert main(["--out", str(tmp_path / "file" / "r.csv")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_units_are_those_that_results_know():
+    known = sys.modules["hybrid_kv.results"].UNITS
+    assert {unit for one in cells() for unit in one.units.values()} <= known
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(2.5e-9, "2.50 ns"), (1.234e-6, "1.23 us"), (0.1234, "123 ms"), (12.0, "12.00 s")]
+)
+def test_times_for_readers(seconds, text):
+    assert __main__._time(seconds) == text
