@@ -32,7 +32,7 @@ def manager(mode: str, K: int, num_blocks: int) -> KVCacheManager:
 def scheduler(subject: KVCacheManager, mode: str, K: int, max_num_seqs: int, budget: int = 1 << 16) -> Scheduler:
     """The budget, in tokens of a step, holds every prompt of the suites unless a smaller one is given."""
     config = SchedulerConfig(max_num_seqs, budget, LIMIT)
-    return Scheduler(config, subject, BLOCK_SIZE if mode == "align" else None, K)
+    return Scheduler(config, subject, K)
 
 
 def prompts(seed: int, num_reqs: int, length: int) -> list[list[int]]:

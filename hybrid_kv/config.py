@@ -13,7 +13,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
-MambaCacheMode = Literal["none", "align", "all"]
+from hybrid_kv.cache.modes import MODES
+
 StateScheme = Literal["slots", "replay"]
 Kernels = Literal["auto", "torch", "triton"]
 
@@ -87,7 +88,7 @@ class CacheConfig:
 
     block_size: int | None = None
     mamba_block_size: int | None = None
-    mamba_cache_mode: MambaCacheMode = None  # type: ignore[assignment]  # resolved below
+    mamba_cache_mode: str = None  # type: ignore[assignment]  # resolved below
     state_scheme: StateScheme = "slots"
     replay_ring_len: int | None = None
     enable_prefix_caching: bool = None  # type: ignore[assignment]  # resolved below
@@ -104,9 +105,12 @@ class CacheConfig:
         require_bool(self, "enable_prefix_caching")
         if self.mamba_cache_mode is None:
             object.__setattr__(self, "mamba_cache_mode", "all" if self.enable_prefix_caching else "none")
+        if not isinstance(self.mamba_cache_mode, str) or self.mamba_cache_mode not in MODES:
+            raise ConfigError(f"mamba_cache_mode={self.mamba_cache_mode!r}; use one of {', '.join(MODES)}")
+        keeps_states = MODES[self.mamba_cache_mode].keeps_states
         if self.enable_prefix_caching is None:
-            object.__setattr__(self, "enable_prefix_caching", self.mamba_cache_mode != "none")
-        if self.mamba_cache_mode in ("align", "all") and not self.enable_prefix_caching:
+            object.__setattr__(self, "enable_prefix_caching", keeps_states)
+        if keeps_states and not self.enable_prefix_caching:
             raise ConfigError(
                 f"mamba_cache_mode={self.mamba_cache_mode!r} keeps states for the prefix cache, which "
                 "enable_prefix_caching=False turns off; use mode none"
@@ -128,8 +132,6 @@ class CacheConfig:
                 f"{name}={getattr(self, name)!r} keeps blocks of the prefix cache, which is off; "
                 "add enable_prefix_caching=True"
             )
-        if self.mamba_cache_mode not in get_args(MambaCacheMode):
-            raise ConfigError(f"mamba_cache_mode={self.mamba_cache_mode!r}; use one of none, align, all")
         if self.state_scheme not in get_args(StateScheme):
             raise ConfigError(f"state_scheme={self.state_scheme!r}; use slots or replay")
         if self.replay_ring_len is not None and self.state_scheme != "replay":

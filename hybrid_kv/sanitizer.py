@@ -98,7 +98,7 @@ class _Shadow:
         # In scheme `replay` [row of the engine, place in the ring].
         ring_len = spec.replay.ring_len if isinstance(spec, MambaSpec) and spec.replay is not None else 0
         self.ring = np.zeros((num_rows if ring_len else 0, ring_len, 3), dtype=np.int64)
-        self.keeps_boundaries = isinstance(spec, MambaSpec) and spec.mamba_cache_mode != "none"
+        self.keeps_boundaries = isinstance(spec, MambaSpec) and spec.mode.keeps_states
 
 
 class _Step:

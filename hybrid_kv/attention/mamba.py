@@ -210,7 +210,7 @@ class MambaMetadataBuilder:
         if common.num_prefills:
             prefill_rows = Ragged(torch.from_numpy(common.query_lens[split:]), device)
             initial = torch.from_numpy(common.num_computed_tokens[split:] > 0).to(device)
-            if self.spec.mamba_cache_mode == "all":
+            if self.spec.mode.keeps_inside:
                 row, column, offset = boundaries_inside(self.spec, common.num_computed_tokens[split:], anchors[split:])
                 if len(row):
                     boundary_rows = torch.from_numpy(row).to(device)
@@ -264,7 +264,7 @@ class MambaMetadataBuilder:
         device = block_table.device
         cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(query_lens)])).to(device)
         accepted = torch.from_numpy(num_accepted_tokens).to(device)
-        unit = None if self.spec.mamba_cache_mode == "none" else self.spec.block_size
+        unit = self.spec.block_size if self.spec.mode.keeps_states else None
         step = (commit if self.launches else commit_reference)(
             self.cursors, torch.from_numpy(rows).to(device), accepted, cu_seqlens, block_table, unit
         )
@@ -279,9 +279,7 @@ class MambaMetadataBuilder:
 
 def last_scheduled_column(spec: MambaSpec, num_computed_tokens: Ints, query_lens: Ints) -> Ints:
     """The anchor column of steps that run `query_lens` tokens after `num_computed_tokens`."""
-    if spec.mamba_cache_mode == "none":
-        return np.zeros_like(num_computed_tokens)
-    return (num_computed_tokens + query_lens - 1) // spec.block_size
+    return spec.mode.anchor(num_computed_tokens + query_lens - 1, spec.block_size)
 
 
 def boundaries_inside(spec: MambaSpec, num_computed_tokens: Ints, anchors: Ints) -> tuple[Ints, Ints, Ints]:
@@ -316,7 +314,7 @@ def boundary_copies(
         num_computed_tokens: [num_decodes], before the step.
         num_accepted_tokens: [num_decodes], in this step, bonus token included.
     """
-    if spec.mamba_cache_mode == "none":
+    if not spec.mode.keeps_states:
         none = np.empty(0, dtype=np.int64)
         return BoundaryCopies(none, none, none, none)
     anchors = last_scheduled_column(spec, num_computed_tokens, query_lens)

@@ -47,16 +47,12 @@ class HitLostError(Exception):
 class _Group:
     """What decides a group's columns, read off its spec once: a decode step asks for every request and group."""
 
-    __slots__ = ("block_size", "drafts", "fixed", "is_align", "is_state")
+    __slots__ = ("block_size", "drafts", "mode")
 
     def __init__(self, spec: KVCacheSpec) -> None:
         self.block_size = spec.block_size
-        self.is_state = isinstance(spec, MambaSpec)
-        self.drafts, self.is_align, self.fixed = 0, False, 0
-        if isinstance(spec, MambaSpec):
-            self.drafts = spec.num_speculative_blocks
-            self.is_align = spec.mamba_cache_mode == "align"
-            self.fixed = 1 + self.drafts if spec.mamba_cache_mode == "none" else 0
+        self.mode = spec.mode if isinstance(spec, MambaSpec) else None  # None: attention, a block for every column
+        self.drafts = spec.num_speculative_blocks if isinstance(spec, MambaSpec) else 0
 
 
 @dataclass(frozen=True)
@@ -102,21 +98,26 @@ class KVCacheManager:
         for spec in self._specs:
             if not isinstance(spec, MambaSpec):
                 continue
-            if enable_prefix_caching and spec.mamba_cache_mode == "none":
+            mode = spec.mode
+            if enable_prefix_caching and not mode.keeps_states:
                 raise ConfigError(
-                    "prefix caching with Mamba layers needs mamba_cache_mode align or all: mode none keeps no state"
+                    "prefix caching with Mamba layers needs mamba_cache_mode align or all: "
+                    f"mode {mode.name} keeps no state"
                 )
             # More, and a step could pass two boundaries.
             needed = 1 + spec.num_speculative_tokens
-            if spec.mamba_cache_mode == "align" and spec.replay is None:
+            if mode.gives_back and spec.replay is None:
                 needed += num_uncertain_tokens
-            if spec.mamba_cache_mode != "none" and spec.block_size < needed:
+            if mode.keeps_states and spec.block_size < needed:
                 raise ConfigError(
                     f"num_speculative_tokens={spec.num_speculative_tokens} needs Mamba blocks of at least {needed} "
                     f"tokens, not {spec.block_size}; raise block_size"
                 )
         self.hit_unit = lcm(*(spec.block_size for spec in self._specs)) if enable_prefix_caching else 1
         self._groups = [_Group(spec) for spec in self._specs]
+        self._giving_back = [i for i, g in enumerate(self._groups) if g.mode is not None and g.mode.gives_back]
+        # All groups of states have one mode, and one block size.
+        self._states = next((spec for spec in self._specs if isinstance(spec, MambaSpec)), None)
         self._nothing = NewBlocks(NO_IDS, array("i", [0] * len(self._specs)))
         self._refusal: _Refusal | None = None
         self._held: dict[str, list[Columns]] = {}
@@ -129,6 +130,18 @@ class KVCacheManager:
 
     def _with_lookahead(self, num_tokens: int) -> int:
         return min(num_tokens + self.num_lookahead_tokens, self.max_model_len or num_tokens)
+
+    @property
+    def keeps_inside(self) -> bool:
+        """Whether a prefill leaves something to hit at each boundary that it passes, not only at its end."""
+        return self._states is None or self._states.mode.keeps_inside
+
+    def chunk_end(self, start: int, end: int, num_tokens: int) -> int:
+        """Where a chunk from `start` that can reach `end` should end, in a request of `num_tokens` known tokens."""
+        states = self._states
+        if states is None:
+            return end
+        return states.mode.chunk_end(start, end, num_tokens, states.block_size, self.hit_unit)
 
     def find_longest_cache_hit(
         self, hashes: BlockHashes, token_ids: Sequence[int], use_offload: bool = True
@@ -220,13 +233,8 @@ class KVCacheManager:
         if rows is None:
             return self._admit(request_id, end, ahead, is_decode, hit)
         used = num_computed_tokens if num_flushed_tokens is None else num_flushed_tokens
-        passed = [
-            (row, first, group.block_size)
-            for group, row in zip(self._groups, rows, strict=True)
-            if group.is_align and (first := (used - 1) // group.block_size) > row.first
-        ]
-        if passed:
-            self._give_back(request_id, passed)
+        if self._giving_back:
+            self._give_back(request_id, rows, used)
         counts, needed = self._count_missing(rows, end, ahead, is_decode)
         if not any(counts):
             return self._nothing
@@ -249,7 +257,7 @@ class KVCacheManager:
                 continue
             ids = np.zeros(count, dtype=np.int32)
             # All blocks of attention, the last state of Mamba.
-            for column in range(count - 1 if group.is_state else 0, count):
+            for column in range(0 if group.mode is None else count - 1, count):
                 key = index, hit.chains[index][column]
                 block = self.pool.lookup(key)
                 if block is None:
@@ -306,14 +314,15 @@ class KVCacheManager:
         """Columns that each group lacks until token `end`, or `ahead` where steps write beyond it; blocks for them."""
         counts, needed = [], 0
         for group, row in zip(self._groups, rows, strict=True):
-            if group.fixed:
-                count = group.fixed - row.length
-            elif group.is_state:
-                count = max(0, cdiv(end, group.block_size) + (group.drafts if is_decode else 0) - row.length)
+            mode, block_size = group.mode, group.block_size
+            if mode is None:
+                count = num_blocks = max(0, cdiv(ahead, block_size) - row.length)
             else:
-                count = max(0, cdiv(ahead, group.block_size) - row.length)
+                drafts = group.drafts if is_decode or not mode.keeps_states else 0
+                count = max(0, mode.num_columns(end, block_size) + drafts - row.length)
+                num_blocks = mode.num_blocks(count, is_decode)
             counts.append(count)
-            needed += min(count, 1) if group.is_align and not is_decode else count
+            needed += num_blocks
         return counts, needed
 
     def _append(self, rows: Sequence[Columns], counts: Sequence[int], ids: BlockIds, is_decode: bool) -> NewBlocks:
@@ -324,19 +333,25 @@ class KVCacheManager:
             if not count:
                 continue
             if flat is not ids:
-                blocks = 1 if group.is_align and not is_decode else count
+                blocks = count if group.mode is None else group.mode.num_blocks(count, is_decode)
                 flat[begin + count - blocks : begin + count] = ids[used : used + blocks]
                 used += blocks
             row.extend(flat[begin : begin + count])
             begin += count
         return NewBlocks(flat, array("i", counts))
 
-    def _give_back(self, request_id: str, passed: Sequence[tuple[Columns, int, int]]) -> None:
-        """Each row's columns before the given one; with its block size. All at once: the pool's cost is per call."""
+    def _give_back(self, request_id: str, rows: Sequence[Columns], num_seen: int) -> None:
+        """What a state that has seen `num_seen` tokens makes needless. All at once: the pool's cost is per call."""
         depths: dict[int, int] = {}
-        for row, end, block_size in passed:
-            for block, column in row.give_back(end).items():
-                depths[block] = (column + 1) * block_size
+        for index in self._giving_back:
+            group, row = self._groups[index], rows[index]
+            assert group.mode is not None
+            first = group.mode.first_needed(num_seen, group.block_size)
+            if first > row.first:
+                for block, column in row.give_back(first).items():
+                    depths[block] = (column + 1) * group.block_size
+        if not depths:
+            return
         ids = np.array(list(depths), dtype=np.int32)
         if self.sanitizer is not None:
             self.sanitizer.on_free(request_id, ids)
@@ -346,7 +361,7 @@ class KVCacheManager:
     def completes_blocks(self, request_id: str, num_computed_tokens: int, num_flushed_tokens: int) -> bool:
         """Whether `cache_blocks` has anything to do."""
         return self.enable_prefix_caching and any(
-            row.published < (num_flushed_tokens if group.is_state else num_computed_tokens) // group.block_size
+            row.published < (num_computed_tokens if group.mode is None else num_flushed_tokens) // group.block_size
             for group, row in zip(self._groups, self._held[request_id], strict=True)
         )
 
@@ -371,19 +386,18 @@ class KVCacheManager:
             return
         flushed = num_computed_tokens if num_flushed_tokens is None else num_flushed_tokens
         published: list[tuple[BlockKey, int]] = []
-        for group, (spec, row) in enumerate(zip(self._specs, self._held[request_id], strict=True)):
-            is_state = isinstance(spec, MambaSpec)
-            first, end = row.published, (flushed if is_state else num_computed_tokens) // spec.block_size
+        for index, (group, row) in enumerate(zip(self._groups, self._held[request_id], strict=True)):
+            block_size, mode = group.block_size, group.mode
+            first, end = row.published, (num_computed_tokens if mode is None else flushed) // block_size
             if first >= end:
                 continue
-            chain = hashes.chain(spec.block_size, token_ids, num_computed_tokens)
-            if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align" and not is_decode:
-                # A chunk leaves a state at its end and nowhere else, on a boundary or not.
-                first = end - 1 if num_computed_tokens % spec.block_size == 0 else end
-            keys = [((group, chain[column]), row[column]) for column in range(first, end)]
+            chain = hashes.chain(block_size, token_ids, num_computed_tokens)
+            if mode is not None:
+                first = mode.first_published(first, end, num_computed_tokens, block_size, is_decode)
+            keys = [((index, chain[column]), row[column]) for column in range(first, end)]
             published += [(key, block) for key, block in keys if self.pool.publish(key, block)]
             if self.sanitizer is not None:
-                self.sanitizer.on_publish(request_id, group, first, keys)
+                self.sanitizer.on_publish(request_id, index, first, keys)
             row.published = end
         if self._refusal is not None and not self._refusal.keys.isdisjoint(key for key, _ in published):
             self._refusal = None

@@ -81,7 +81,7 @@ def check_offloadable(config: KVCacheConfig, hash_block_size: int) -> None:
     if hash_block_size < 1:
         raise ConfigError(f"hash_block_size={hash_block_size} must be an integer >= 1")
     for index, group in enumerate(config.groups):
-        if any(isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "none" for spec in group.layer_specs):
+        if any(isinstance(spec, MambaSpec) and not spec.mode.keeps_states for spec in group.layer_specs):
             raise ConfigError(
                 f"offload: the states of group {index} (Mamba) are overwritten at every step in "
                 'mamba_cache_mode="none", so nothing in them may be reused; use mamba_cache_mode="align" or "all"'

@@ -21,6 +21,7 @@ from hybrid_kv.cache.backend import (
     init_attn_backend,
     smallest,
 )
+from hybrid_kv.cache.modes import MODES
 from hybrid_kv.cache.spec import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -89,7 +90,8 @@ def update_block_size_for_backend(
                 f"--block-size {cache.block_size}: the model has no attention layer; use --mamba-block-size"
             )
         # No attention backend to ask: a state fills the page, and a block stands for the whole request in mode `none`.
-        block_size = cache.mamba_block_size or (max_model_len if cache.mamba_cache_mode == "none" else mamba_chunk_size)
+        mode = MODES[cache.mamba_cache_mode]
+        block_size = mode.lone_block_size(cache.mamba_block_size, mamba_chunk_size, max_model_len)
         if block_size is None:
             raise ConfigError("a model without a chunk size needs --mamba-block-size in this cache mode")
         return BlockSizes(block_size, block_size, state_bytes, state_bytes)
@@ -114,29 +116,24 @@ def _align_hybrid(
     max_model_len: int,
     mamba_chunk_size: int | None,
 ) -> BlockSizes:
-    mode = cache.mamba_cache_mode
+    mode = MODES[cache.mamba_cache_mode]
     state_bytes = max(spec.state_bytes for spec in mamba)
     alignment = max(min(map(smallest, backend.get_supported_kernel_block_sizes(context))), block_size)
     if context.platform == "xpu" and any(backend_of(spec, backend) is GDNBackend for spec in mamba):
         alignment = lcm(alignment, 64)
-    if mode == "all":
-        base = cache.mamba_block_size or mamba_chunk_size
-        if base is None:
-            raise ConfigError("mode all needs a chunk size in config.json or --mamba-block-size; or use mode align")
-        unit = lcm(base, alignment)
-        aligned = unit * cdiv(cdiv(state_bytes, token_bytes), unit)
-    else:
-        aligned = alignment * cdiv(state_bytes, alignment * token_bytes)
-    block_size = max(block_size, aligned)
-    mamba_block_size = {
-        "none": cache.mamba_block_size or max_model_len,
-        "align": block_size,
-        "all": aligned,
-    }[mode]
-    if mode == "align" and cache.mamba_block_size not in (None, block_size):
+    base = cache.mamba_block_size or mamba_chunk_size
+    if base is None and mode.needs_unit:
         raise ConfigError(
-            f"--mamba-block-size {cache.mamba_block_size} cannot be kept: mode align needs the attention block size "
-            f"{block_size}; drop the flag or use mode all"
+            f"mode {mode.name} needs a chunk size in config.json or --mamba-block-size; or use mode align"
+        )
+    unit = mode.unit(alignment, base)
+    aligned = unit * cdiv(cdiv(state_bytes, token_bytes), unit)
+    block_size = max(block_size, aligned)
+    mamba_block_size = mode.block_size(cache.mamba_block_size, aligned, block_size, max_model_len)
+    if cache.mamba_block_size is not None and not mode.may_replace(cache.mamba_block_size, mamba_block_size):
+        raise ConfigError(
+            f"--mamba-block-size {cache.mamba_block_size} cannot be kept: mode {mode.name} needs the attention block "
+            f"size {block_size}; drop the flag or use mode all"
         )
     return BlockSizes(block_size, mamba_block_size, block_size * token_bytes, state_bytes)
 
@@ -153,7 +150,7 @@ def apply_block_sizes(
                 spec,
                 block_size=sizes.mamba_block_size,
                 page_size_padded=sizes.page_size_bytes,
-                mamba_cache_mode=mode,  # type: ignore[arg-type]
+                mamba_cache_mode=mode,
                 num_speculative_blocks=0 if spec.replay is not None else num_speculative_blocks,
             )
         else:
@@ -267,9 +264,10 @@ def _notes(plan: CachePlan, cache: CacheConfig) -> list[str]:
             f"--block-size {cache.block_size} was raised to {sizes.block_size}: an attention page must hold one Mamba "
             f"state ({sizes.mamba_state_bytes} B)"
         )
-    if cache.mamba_block_size is not None and cache.mamba_cache_mode == "none":
+    mode = MODES[cache.mamba_cache_mode]
+    if cache.mamba_block_size is not None and not mode.keeps_states:
         notes.append(
-            f"--mamba-block-size {cache.mamba_block_size} changes nothing in mode none: a request has one state"
+            f"--mamba-block-size {cache.mamba_block_size} changes nothing in mode {mode.name}: a request has one state"
         )
     elif cache.mamba_block_size not in (None, sizes.mamba_block_size):
         notes.append(

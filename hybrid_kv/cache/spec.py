@@ -13,7 +13,8 @@ from math import prod
 
 import torch
 
-from hybrid_kv.config import CacheConfig, ConfigError, MambaCacheMode
+from hybrid_kv.cache.modes import MODES, Mode
+from hybrid_kv.config import CacheConfig, ConfigError
 from hybrid_kv.kernels.replay import default_ring_len
 
 
@@ -109,7 +110,7 @@ class MambaSpec(KVCacheSpec):
     dtypes: tuple[torch.dtype, ...]
     page_size_padded: int | None = None
     mamba_type: str = "mamba2"
-    mamba_cache_mode: MambaCacheMode = "none"
+    mamba_cache_mode: str = "none"
     num_speculative_blocks: int = 0  # of scheme `slots`, for the states of draft tokens
     input_shapes: tuple[tuple[int, ...], ...] = ()
     input_dtypes: tuple[torch.dtype, ...] = ()
@@ -128,6 +129,11 @@ class MambaSpec(KVCacheSpec):
                     f"{dtype.itemsize} B; give all state parts one dtype"
                 )
             offset += prod(shape) * dtype.itemsize
+
+    @property
+    def mode(self) -> Mode:
+        """The rules of its `mamba_cache_mode`."""
+        return MODES[self.mamba_cache_mode]
 
     @property
     def state_bytes(self) -> int:
@@ -162,18 +168,16 @@ class MambaSpec(KVCacheSpec):
         such states; in mode `align` it holds the base that it replays from until a later state is written, which with
         blocks longer than the ring is the last boundary's at most.
         """
-        columns = cdiv(max_model_len, self.block_size)
+        columns = self.mode.num_columns(max_model_len, self.block_size)
         behind = 1 if self.replay is None else self.replay.most_columns_behind(self.block_size)
-        held = {"none": 1, "align": min(1 + behind, columns), "all": columns}[self.mamba_cache_mode]
-        return held + self.num_speculative_blocks
+        return self.mode.held_at_most(columns, behind) + self.num_speculative_blocks
 
     def max_memory_usage_bytes(self, max_model_len: int) -> int:
         return super().max_memory_usage_bytes(max_model_len) + self.ring_bytes
 
     def block_table_width(self, max_model_len: int) -> int:
         """`align` and `all` index the row by position, so boundaries that are no longer held keep their column."""
-        columns = 1 if self.mamba_cache_mode == "none" else cdiv(max_model_len, self.block_size)
-        return columns + self.num_speculative_blocks
+        return self.mode.num_columns(max_model_len, self.block_size) + self.num_speculative_blocks
 
 
 @dataclass(frozen=True)

@@ -198,11 +198,9 @@ def _manager(plan: CachePlan, config: EngineConfig, head: Any) -> KVCacheManager
 
 def _scheduler(plan: CachePlan, manager: KVCacheManager, runner: ModelRunner, config: EngineConfig) -> Scheduler:
     specs = [spec for group in plan.config.groups if isinstance(spec := group.spec, MambaSpec)]
-    is_aligned = config.cache.mamba_cache_mode == "align" and bool(specs)
     return Scheduler(
         config.scheduler,
         manager,
-        plan.sizes.mamba_block_size if is_aligned else None,
         config.speculative.num_speculative_tokens,
         runner.fold if any(spec.replay is not None for spec in specs) else None,
     )

@@ -30,7 +30,6 @@ class Scheduler:
     """Owns the queues, the rows and, through the manager, the blocks.
 
     Args:
-        align_to: Mamba block size in cache mode `align`.
         num_speculative_tokens: drafts to leave room for when the step before is still under way.
         fold: in scheme `replay`, writes the state of a running request at the last block boundary of its tokens.
     """
@@ -39,7 +38,6 @@ class Scheduler:
         self,
         config: SchedulerConfig,
         manager: KVCacheManager,
-        align_to: int | None = None,
         num_speculative_tokens: int = 0,
         fold: Callable[[Request], None] | None = None,
     ) -> None:
@@ -47,7 +45,6 @@ class Scheduler:
         self.fold = fold
         self.num_speculative_tokens = num_speculative_tokens
         self.manager = manager
-        self.align_to = align_to
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
@@ -167,8 +164,7 @@ class Scheduler:
             shared = self.manager.shared_tokens(
                 request.block_hashes, request.token_ids, other.block_hashes, other.token_ids, end
             )
-            # In mode `align` a chunk leaves a state at its end alone.
-            if shared > num_cached and (self.align_to is None or shared == end):
+            if shared > num_cached and (self.manager.keeps_inside or shared == end):
                 return True
         return False
 
@@ -218,19 +214,7 @@ class Scheduler:
     def _chunk(self, request: Request, start: int, budget: int, overwrite: bool = False) -> ScheduledRequest:
         """Known tokens of a request from `start` on."""
         total = request.num_tokens
-        end = min(total, start + budget)
-        if self.align_to is not None:
-            # The state that a repeated prompt can use: its last token is always computed.
-            hit_unit = self.manager.hit_unit
-            last_boundary = (total - 1) // hit_unit * hit_unit
-            if start < last_boundary:
-                end = min(end, last_boundary)
-                # Where groups have other block sizes, a boundary of all is worth more than one of the states alone.
-                boundary = end // hit_unit * hit_unit
-                if boundary <= start:
-                    boundary = end // self.align_to * self.align_to
-                if boundary > start:
-                    end = boundary
+        end = self.manager.chunk_end(start, min(total, start + budget), total)
         return ScheduledRequest(request, end - start, start, NO_BLOCKS, overwrite, end == total)
 
     def preempt(self, request: Request) -> None:

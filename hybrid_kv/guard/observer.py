@@ -376,8 +376,8 @@ class Observer:
                         f"request {request.request_id} takes {begin} of {request.num_tokens} tokens from the cache, "
                         f"which has {limit} of them"
                     )
-            size = llm.scheduler.align_to
-            if size is not None and is_prefill(item):
+            size = llm.plan.sizes.mamba_block_size
+            if size is not None and llm.config.cache.mamba_cache_mode == "align" and is_prefill(item):
                 unit = lcm(*(group.spec.block_size for group in llm.plan.config.groups))
                 last = (request.num_tokens - 1) // unit * unit  # what a repetition of these tokens can use
                 passes = begin // size < min(end, last) // size

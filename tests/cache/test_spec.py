@@ -21,12 +21,12 @@ from hybrid_kv.cache.spec import (
     replay_spec,
     with_speculation,
 )
-from hybrid_kv.config import CacheConfig, ConfigError, MambaCacheMode
+from hybrid_kv.config import CacheConfig, ConfigError
 
 ATTENTION = FullAttentionSpec(16, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
 
 
-def mamba(mode: MambaCacheMode = "none", k: int = 0, block_size: int = 64, padded: int | None = None) -> MambaSpec:
+def mamba(mode: str = "none", k: int = 0, block_size: int = 64, padded: int | None = None) -> MambaSpec:
     shapes, dtypes = ((3, 10), (4, 8)), (torch.bfloat16, torch.float32)
     return MambaSpec(block_size, shapes, dtypes, padded, mamba_cache_mode=mode, num_speculative_blocks=k)
 
@@ -42,9 +42,7 @@ def test_page_bytes() -> None:
     ("mode", "k", "blocks", "width"),
     [("none", 0, 1, 1), ("none", 3, 4, 4), ("align", 0, 2, 4), ("align", 3, 5, 7), ("all", 0, 4, 4), ("all", 3, 7, 7)],
 )
-def test_blocks_of_one_request_with_speculative_ones_in_every_mode(
-    mode: MambaCacheMode, k: int, blocks: int, width: int
-) -> None:
+def test_blocks_of_one_request_with_speculative_ones_in_every_mode(mode: str, k: int, blocks: int, width: int) -> None:
     spec = mamba(mode, k, padded=256)
     assert spec.max_blocks_per_request(200) == blocks  # 200 tokens are four blocks of 64
     assert spec.block_table_width(200) == width
@@ -52,7 +50,7 @@ def test_blocks_of_one_request_with_speculative_ones_in_every_mode(
 
 
 @pytest.mark.parametrize(("mode", "blocks", "width"), [("none", 1, 1), ("align", 2, 4), ("all", 4, 4)])
-def test_replay_has_a_ring_in_place_of_speculative_blocks(mode: MambaCacheMode, blocks: int, width: int) -> None:
+def test_replay_has_a_ring_in_place_of_speculative_blocks(mode: str, blocks: int, width: int) -> None:
     inputs = {"input_shapes": ((4, 2), (1, 8), (4,)), "input_dtypes": (torch.bfloat16, torch.bfloat16, torch.float32)}
     layer = replace(mamba(mode, padded=2048), **inputs)
     spec = with_speculation(with_speculation(layer, 5), 3, ReplaySpec(3, 36))

@@ -56,7 +56,7 @@ class Simulation:
         self.manager = KVCacheManager(KVCacheConfig(num_blocks, groups), mode != "none", max_model_len=limit)
         self.pool = self.manager.pool
         config = SchedulerConfig(seqs, max(budget, seqs), limit)
-        self.scheduler = Scheduler(config, self.manager, mamba if mode == "align" else None, k)
+        self.scheduler = Scheduler(config, self.manager, k)
         self.texts, self.rows, self.stops = {}, {}, {}
         self.prefixes = {}
         self.content = np.full((num_blocks, max(sizes)), -1)
@@ -148,7 +148,7 @@ class Simulation:
                 assert item.num_computed_tokens < request.num_tokens
                 self.seen["resumed on a hit"] += item.num_computed_tokens > 0 and request.num_preemptions > 0
             if self.mode == "align" and not item.is_decode and item.drafts is not None:
-                size = scheduler.align_to
+                size = self.specs[0].block_size
                 start, end = item.num_computed_tokens, item.num_computed_tokens + item.num_tokens
                 unit = scheduler.manager.hit_unit
                 last = (request.num_tokens - 1) // unit * unit

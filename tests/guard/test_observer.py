@@ -120,21 +120,7 @@ def test_a_hit_of_what_was_never_computed(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_chunk_that_ends_beside_the_boundary(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Scheduler.__init__
-
-    def unaligned(self: Scheduler, *arguments: Any) -> None:
-        original(self, *arguments)
-        self.__class__ = Unaligned
-
-    class Unaligned(Scheduler):
-        def _chunk(self, request: Any, start: int, budget: int, overwrite: bool = False) -> Any:
-            align_to, self.align_to = self.align_to, None
-            try:
-                return super()._chunk(request, start, budget, overwrite)
-            finally:
-                self.align_to = align_to
-
-    monkeypatch.setattr(Scheduler, "__init__", unaligned)
+    monkeypatch.setattr(KVCacheManager, "chunk_end", lambda manager, start, end, num_tokens: end)
     assert "does not end on one" in wrong(run_scenario(scenario("align")))
 
 
