@@ -40,7 +40,7 @@ from hybrid_kv.kernels.causal_conv1d import (
 )
 from hybrid_kv.kernels.gated_norm import gated_rms_norm, gated_rms_norm_reference
 from hybrid_kv.kernels.kernel_blocks import expand_torch, expand_triton
-from hybrid_kv.kernels.replay import bytes as state_bytes
+from hybrid_kv.kernels.replay import state_bytes
 from hybrid_kv.kernels.ssd import (
     chunk_scan_prefill,
     chunk_scan_prefill_reference,

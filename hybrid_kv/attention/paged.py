@@ -23,8 +23,8 @@ from typing import Any, Protocol
 import torch
 
 from hybrid_kv.attention.common import CommonAttentionMetadata
-from hybrid_kv.cache.spec import cdiv
 from hybrid_kv.config import ConfigError
+from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.kernels.common.ragged import Ragged
 from hybrid_kv.kernels.common.strided import gather_tokens
 from hybrid_kv.kernels.paged_attention import (

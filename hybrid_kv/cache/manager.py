@@ -33,8 +33,9 @@ from hybrid_kv.cache.block_hash import BlockHashes
 from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockIds, BlockKey, BlockPool
 from hybrid_kv.cache.columns import NO_HIT, NO_IDS, Columns, NewBlocks, PrefixHit
 from hybrid_kv.cache.offload import KVOffload
-from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec, UniformTypeKVCacheSpecs, cdiv
+from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec, UniformTypeKVCacheSpecs
 from hybrid_kv.config import ConfigError
+from hybrid_kv.kernels.common.integers import cdiv
 
 if TYPE_CHECKING:
     from hybrid_kv.sanitizer import Sanitizer

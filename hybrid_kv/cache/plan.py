@@ -22,16 +22,9 @@ from hybrid_kv.cache.backend import (
     smallest,
 )
 from hybrid_kv.cache.modes import MODES
-from hybrid_kv.cache.spec import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheSpec,
-    MambaSpec,
-    cdiv,
-    group_layers,
-    with_block_size,
-)
+from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec, group_layers, with_block_size
 from hybrid_kv.config import CacheConfig, ConfigError
+from hybrid_kv.kernels.common.integers import cdiv
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,8 @@ import torch
 
 from hybrid_kv.cache.modes import MODES, Mode
 from hybrid_kv.config import CacheConfig, ConfigError
-from hybrid_kv.kernels.replay import default_ring_len
-
-
-def cdiv(a: int, b: int) -> int:
-    """Ceiling division."""
-    return -(-a // b)
+from hybrid_kv.kernels.common.integers import cdiv
+from hybrid_kv.kernels.replay import default_ring_len, shortest_ring_len
 
 
 @dataclass(frozen=True)
@@ -340,7 +336,7 @@ def replay_spec(
         raise ConfigError('state_scheme="replay": the model has no Mamba layer; use slots')
     longest = 1 + num_speculative_tokens
     ring_len = cache.replay_ring_len or default_ring_len(longest)
-    if ring_len < (least := 3 * longest - 1):  # see `kernels.replay`
+    if ring_len < (least := shortest_ring_len(longest)):
         raise ConfigError(
             f"replay_ring_len={ring_len} is too short for num_speculative_tokens={num_speculative_tokens}, which needs "
             f"{least}; raise it or leave it out"

@@ -9,6 +9,7 @@ import numpy as np
 
 from hybrid_kv.guard.patterns import COMMON
 from hybrid_kv.guard.scenario import Event, Scenario, SmallBlocksFirst, SmallKVFirst, answer_book, cache_options
+from hybrid_kv.kernels.replay import shortest_ring_len
 from hybrid_kv.sampling import SamplingParams
 
 BLOCK = 8
@@ -387,7 +388,7 @@ def _ring_emptied(seed: int, rng: np.random.Generator) -> Scenario:
     K = int(rng.integers(0, 5))
     return _scenario(
         seed, rng, _draw(rng, 5, 9, 14), _params(50, 50, 50), K=K, drafts="right" if K else "none", block_size=32,
-        replay_ring_len=3 * (1 + K) - 1 + int(rng.integers(3)), **REPLAY,
+        replay_ring_len=shortest_ring_len(1 + K) + int(rng.integers(3)), **REPLAY,
     )  # fmt: skip
 
 

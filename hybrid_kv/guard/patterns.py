@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hybrid_kv.cache.spec import MambaSpec, cdiv
+from hybrid_kv.cache.spec import MambaSpec
+from hybrid_kv.kernels.common.integers import cdiv
 
 if TYPE_CHECKING:
     from hybrid_kv.engine.llm import LLM, RequestOutput

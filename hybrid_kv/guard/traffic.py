@@ -17,6 +17,8 @@ import numpy as np
 
 from hybrid_kv.guard.forced import FORCED
 from hybrid_kv.guard.scenario import Event, Scenario, SmallBlocksFirst, SmallKVFirst, answer_book, cache_options
+from hybrid_kv.kernels.common.integers import cdiv
+from hybrid_kv.kernels.replay import shortest_ring_len
 from hybrid_kv.sampling import SamplingParams
 
 Cell = dict[str, Any]  # a level of each factor
@@ -202,13 +204,13 @@ def _random_scenario(seed: int, cell: Cell, rng: np.random.Generator, vocab_size
         options["kv_offload_bytes"] = int(rng.choice([600, 2000, 2**20]))
     if replays:
         options["state_scheme"] = "replay"
-        shortest = 3 * (1 + K) - 1
+        shortest = shortest_ring_len(1 + K)
         options["replay_ring_len"] = [None, shortest, shortest + 1, shortest + 5][int(rng.integers(4))]
     if seed % 8 == 3:
         options["sanitize"] = True
     # An upper bound: as if every layer were a group of its own.
     longest = min(max_model_len, max(len(p) + s.max_tokens for p, s in zip(prompts, params, strict=True)))
-    columns = -(-longest // block_size)
+    columns = cdiv(longest, block_size)
     state = {"none": 1, "align": 2, "all": columns, "attention": 0}[mode] + (2 * (mode == "align") if replays else K)
     per_request = layers.count("M") * state + (len(layers) - layers.count("M")) * columns
     factor = rng.uniform(1.0, 2.5) if cell["pool"] == "tight" else max_num_seqs

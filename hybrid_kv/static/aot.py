@@ -39,6 +39,7 @@ from typing import Any
 
 from hybrid_kv import kernels
 from hybrid_kv.config import HybridKVError
+from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.kernels.common.launch import AotCase
 from hybrid_kv.results import Row, provenance, read_rows
 
@@ -61,9 +62,9 @@ class Target:
 
     def blocks_per_sm(self, registers: int, shared_bytes: int, num_warps: int) -> int:
         """Thread blocks (workgroups) that one SM (CU) holds at once; 0: not even one."""
-        per_quarter = min(self.max_warps // 4, 512 // (-(-max(registers, 1) // 8) * 8))
+        per_quarter = min(self.max_warps // 4, 512 // (cdiv(max(registers, 1), 8) * 8))
         blocks = min(MAX_BLOCKS, 4 * per_quarter // num_warps)
-        per_block = -(-(shared_bytes + self.reserved_bytes) // 128) * 128
+        per_block = 128 * cdiv(shared_bytes + self.reserved_bytes, 128)
         return min(blocks, self.shared_bytes // per_block) if per_block else blocks
 
 

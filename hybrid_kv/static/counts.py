@@ -26,7 +26,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from hybrid_kv.kernels.replay import ReplayCursors, commit_reference, default_ring_len
-from hybrid_kv.kernels.replay.bytes import SHAPES, slots_bytes, step_bytes
+from hybrid_kv.kernels.replay.state_bytes import SHAPES, slots_bytes, step_bytes
 from hybrid_kv.results import Row, provenance
 from hybrid_kv.static.aot import Baseline, read_baseline
 

@@ -29,7 +29,7 @@ import torch
 
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.kernels.common.launch import AotCase
-from hybrid_kv.kernels.replay.bytes import SHAPES
+from hybrid_kv.kernels.replay.state_bytes import SHAPES
 
 PACKAGES = {"vllm": "vllm", "mamba_ssm": "mamba-ssm"}  # how they are imported and installed
 MODEL = "Nemotron-3-Nano"

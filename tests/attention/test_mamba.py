@@ -14,7 +14,8 @@ from hybrid_kv.attention.mamba import (
     postprocess_mamba,
 )
 from hybrid_kv.cache.block_pool import NULL_BLOCK
-from hybrid_kv.cache.spec import MambaSpec, cdiv
+from hybrid_kv.cache.spec import MambaSpec
+from hybrid_kv.kernels.common.integers import cdiv
 from tests.attention.test_paged import common
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ import torch
 from bench import gpu
 from bench._shapes import SHAPES, Shape
 from bench.gpu import COPY, Contest, Cuda, Rival, contests, main, race, rows
-from hybrid_kv.kernels.replay import bytes as state_bytes
+from hybrid_kv.kernels.replay import state_bytes
 from hybrid_kv.results import TIME_UNITS, check_file, read_rows
 from hybrid_kv.static.counts import mean_traffic
 from hybrid_kv.timing.cases import Case, WrongResultError

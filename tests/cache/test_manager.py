@@ -23,9 +23,9 @@ from hybrid_kv.cache.spec import (
     KVCacheSpec,
     MambaSpec,
     UniformTypeKVCacheSpecs,
-    cdiv,
 )
 from hybrid_kv.config import ConfigError
+from hybrid_kv.kernels.common.integers import cdiv
 
 TEXT = list(range(100, 180))
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from hybrid_kv.cache.block_pool import NULL_BLOCK
-from hybrid_kv.cache.spec import MambaSpec, cdiv
+from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.engine import runner as runner_module
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.engine.runner import ModelRunner
 from hybrid_kv.guard.traffic import SmallBlocksFirst, SmallKVFirst
+from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.kernels.slot_mapping import PAD_SLOT
 from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle
 from hybrid_kv.sampling import SamplingParams

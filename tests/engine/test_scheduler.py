@@ -12,9 +12,10 @@ from hybrid_kv.cache.block_pool import NULL_BLOCK
 from hybrid_kv.cache.manager import KVCacheManager
 from hybrid_kv.cache.offload import Page
 from hybrid_kv.cache.plan import plan_cache
-from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, cdiv
+from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 from hybrid_kv.config import CacheConfig, ConfigError, SchedulerConfig
 from hybrid_kv.engine.scheduler import Scheduler
+from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.models.exact import ExactConfig, ExactModel
 from hybrid_kv.request import Request
 from hybrid_kv.sampling import SamplingParams

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 import torch
 
 from hybrid_kv import cli
-from hybrid_kv.kernels.replay.bytes import slots_bytes, step_bytes
+from hybrid_kv.kernels.replay.state_bytes import slots_bytes, step_bytes
 from hybrid_kv.results import append_rows, check_file, provenance
 from hybrid_kv.static import aot, counts
 from hybrid_kv.static.aot import read_baseline
@@ -21,7 +21,7 @@ from tests.kernels.interpreter import interpreted
 KERNELS = {
     ("launches.mamba_layer", "decode, slots, K=0"): ["_conv_update", "_state_update", "_gated_norm"],
     ("launches.mamba_layer", "decode, slots, K=3"): ["_conv_update", "_state_update", "_gated_norm"],
-    ("launches.mamba_layer", "decode, replay, K=3"): ["_conv_update", "_replay", "_gated_norm"],
+    ("launches.mamba_layer", "decode, replay, K=3"): ["_conv_update", "replay_kernel", "_gated_norm"],
     ("launches.attention_layer", "decode, K=0"): ["_store_kv", "_attention"],
     ("launches.attention_layer", "decode, K=3"): ["_store_kv", "_attention"],
     ("launches.block_tables", "step, 3 groups"): ["_block_tables"],

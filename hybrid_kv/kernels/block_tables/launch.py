@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hybrid_kv.kernels.common.launch import AotCase, check, jit, next_power_of_2
+from hybrid_kv.kernels.common.integers import next_power_of_2
+from hybrid_kv.kernels.common.launch import AotCase, check, jit
 from hybrid_kv.kernels.kernel_blocks import gather_kernel_blocks
 from hybrid_kv.kernels.slot_mapping import PAD_SLOT, slot_mapping
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybrid_kv.kernels.causal_conv1d.reference import causal_conv1d, windows_at
+from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.kernels.common.launch import FLOATS, INTS, VECTOR_BYTES, AotCase, check, jit, warp_size
 from hybrid_kv.kernels.common.ragged import Ragged
 from hybrid_kv.kernels.common.spans import TILE, Spans
@@ -200,7 +201,7 @@ def causal_conv1d_prefill(
     block = _block(conv_state.element_size(), warp_size())
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if spans.num_tokens:
-        jit(_conv_prefill)[(len(spans.tiles) * -(-channels // block),)](
+        jit(_conv_prefill)[(len(spans.tiles) * cdiv(channels, block),)](
             conv_state,
             x,
             weight,

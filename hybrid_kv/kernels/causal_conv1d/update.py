@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybrid_kv.kernels.causal_conv1d.reference import causal_conv1d, windows_at
+from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.kernels.common.launch import FLOATS, INTS, VECTOR_BYTES, AotCase, check, jit, warp_size
 from hybrid_kv.kernels.common.ragged import Ragged
 
@@ -179,7 +180,7 @@ def causal_conv1d_update(
     check("state_indices", state_indices, (num_rows, columns), INTS, device, free=1)
     block = _block(conv_state.element_size(), warp_size())
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    jit(_conv_update)[(-(-channels // block), num_rows)](
+    jit(_conv_update)[(cdiv(channels, block), num_rows)](
         conv_state,
         x,
         weight,

@@ -54,11 +54,6 @@ def warp_size() -> int:
     return 64 if torch.version.hip else 32
 
 
-def next_power_of_2(n: int) -> int:
-    """The smallest power of two >= n >= 1."""
-    return 1 << (n - 1).bit_length()
-
-
 def check(
     name: str,
     tensor: torch.Tensor,

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.kernels.common.launch import VECTOR_BYTES
 
 TILE = 16  # tokens of the convolution's tiles
@@ -110,7 +111,7 @@ def _cut(bounds: _Ints, size: int) -> tuple[_Ints, _Ints, _Ints, _Ints]:
 def _upload(device: torch.device, *parts: _Ints) -> tuple[torch.Tensor, ...]:
     """All parts in int32 on the device by one copy, each flat, and aligned as a launch expects of its tensors."""
     unit = VECTOR_BYTES // 4
-    sizes = [-(-part.size // unit) * unit for part in parts]
+    sizes = [cdiv(part.size, unit) * unit for part in parts]
     staged = np.zeros(sum(sizes), dtype=np.int32)
     for part, end, size in zip(parts, np.cumsum(sizes), sizes, strict=True):
         staged[end - size : end - size + part.size] = part.reshape(-1)

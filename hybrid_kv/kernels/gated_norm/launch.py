@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from hybrid_kv.kernels.common.launch import FLOATS, AotCase, check, jit, next_power_of_2, warp_size
+from hybrid_kv.kernels.common.integers import next_power_of_2
+from hybrid_kv.kernels.common.launch import FLOATS, AotCase, check, jit, warp_size
 
 if TYPE_CHECKING:
     import triton.language as tl

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.kernels.common.launch import AotCase, check, jit
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def expand_triton(
     check("block_ids", block_ids, block_ids.shape, (torch.int32,), block_ids.device)
     out = block_ids.new_empty(*block_ids.shape[:-1], block_ids.shape[-1] * blocks_per_kv_block)
     if out.numel():
-        jit(_expand, _COUNTS)[(-(-out.numel() // BLOCK),)](
+        jit(_expand, _COUNTS)[(cdiv(out.numel(), BLOCK),)](
             block_ids,
             out,
             out.numel(),

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from hybrid_kv.kernels.common.launch import FLOATS, INTS, AotCase, check, jit, next_power_of_2
+from hybrid_kv.kernels.common.integers import cdiv, next_power_of_2
+from hybrid_kv.kernels.common.launch import FLOATS, INTS, AotCase, check, jit
 from hybrid_kv.kernels.common.strided import gather_tokens, spacing
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def token_index(
     _, per_block, per_token = spacing(cache)
     block_size = cache.shape[1]
     # By blocks: a division per key would cost as much as the gather.
-    starts = block_table[:, : -(-num_keys // block_size)].long() * per_block
+    starts = block_table[:, : cdiv(num_keys, block_size)].long() * per_block
     places = starts.unsqueeze(-1) + _multiples(block_size, per_token, last.device)
     read = torch.minimum(_keys(next_power_of_2(num_keys), grid, last.device)[:num_keys], last.unsqueeze(1))
     return places.flatten(1).gather(1, read).flatten()
@@ -478,7 +479,7 @@ def paged_attention_varlen(
     # The interpreter would multiply raw bits.
     upcast = query.dtype == torch.bfloat16 and device.type == "cpu"
     constexprs = _constexprs(heads, kv_heads, size, block_size, max_query_len, grid, upcast)
-    tiles = -(-max_query_len * constexprs["PER_KV"] // constexprs["BLOCK_M"])
+    tiles = cdiv(max_query_len * constexprs["PER_KV"], constexprs["BLOCK_M"])
     jit(_attention)[(tiles, kv_heads, rows)](
         query,
         key_cache,

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from hybrid_kv.kernels.common.launch import FLOATS, INTS, AotCase, check, jit, next_power_of_2, warp_size
+from hybrid_kv.kernels.common.integers import cdiv, next_power_of_2
+from hybrid_kv.kernels.common.launch import FLOATS, INTS, AotCase, check, jit, warp_size
 from hybrid_kv.kernels.common.ragged import Ragged
 from hybrid_kv.kernels.common.spans import Spans
 from hybrid_kv.kernels.ssd.reference import chunk_scan
@@ -339,7 +340,7 @@ def chunk_scan_prefill(
     of_states, of_outputs = _launches(heads, head_dim, size, groups, spans.chunk_size, x.element_size(), warp_size())
     chunk_states = torch.empty(num_chunks, heads, head_dim, size, dtype=x.dtype, device=device)
     times = torch.empty(3, heads, spans.num_tokens, dtype=torch.float32, device=device)
-    jit(_states, _COUNTS)[(heads * -(-head_dim // of_states["BLOCK_P"]), spans.num_rows)](
+    jit(_states, _COUNTS)[(heads * cdiv(head_dim, of_states["BLOCK_P"]), spans.num_rows)](
         state,
         x,
         dt,

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import torch
 
+from hybrid_kv.kernels.common.integers import cdiv
+
 
 def selective_state_update(
     state: torch.Tensor,
@@ -72,7 +74,7 @@ def chunk_scan(
     groups, size = B.shape[2:]
     per_group = heads // groups
     # Chunks of one size: a short one at the end would take as many operations as any other.
-    chunk_size = -(-length // max(1, round(length / chunk_size)))
+    chunk_size = cdiv(length, max(1, round(length / chunk_size)))
     scaled = x * dt.unsqueeze(-1)
     # Heads first: then all that follows are products of matrices.
     u, b_all, c_all = scaled.transpose(1, 2).contiguous(), B.transpose(1, 2), C.transpose(1, 2)

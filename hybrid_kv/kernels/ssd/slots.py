@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from hybrid_kv.kernels.common.launch import FLOATS, INTS, VECTOR_BYTES, AotCase, check, jit, next_power_of_2, warp_size
+from hybrid_kv.kernels.common.integers import cdiv, next_power_of_2
+from hybrid_kv.kernels.common.launch import FLOATS, INTS, VECTOR_BYTES, AotCase, check, jit, warp_size
 from hybrid_kv.kernels.common.ragged import Ragged
 from hybrid_kv.kernels.ssd.reference import selective_state_update
 
@@ -210,7 +211,7 @@ def selective_state_update_slots(
     check("state_indices", state_indices, (num_rows, columns), INTS, device, free=1)
     constexprs = _constexprs(heads, head_dim, size, groups, state.element_size(), warp_size())
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    jit(_state_update)[(heads * -(-head_dim // constexprs["BLOCK_P"]), num_rows)](
+    jit(_state_update)[(heads * cdiv(head_dim, constexprs["BLOCK_P"]), num_rows)](
         state,
         x,
         dt,

@@ -313,7 +313,7 @@ def test_all_warps_read_a_counter_before_one_writes_it() -> None:
     loaded: set[str] = set()
     checked = []
     for line in ttir.splitlines():
-        if "gpu.barrier" in line:
+        if "ttg.barrier" in line:
             loaded.clear()
         elif access := re.search(r"tt\.(load|store) (%\w+).* : !tt\.ptr<", line):
             if access[1] == "load":

@@ -20,13 +20,10 @@ import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hybrid_kv.kernels.replay import launch as replay
-from hybrid_kv.kernels.replay.bytes import SHAPES, slots_bytes, step_bytes
-from hybrid_kv.kernels.replay.launch import (
+from hybrid_kv.kernels.replay import (
     ReplayCursors,
     ReplayRing,
     ReplayStep,
-    aot_cases,
     commit,
     commit_reference,
     default_ring_len,
@@ -39,6 +36,8 @@ from hybrid_kv.kernels.replay.launch import (
     split_state,
     write_states,
 )
+from hybrid_kv.kernels.replay import launch as module
+from hybrid_kv.kernels.replay.state_bytes import SHAPES, slots_bytes, step_bytes
 from hybrid_kv.kernels.ssd import selective_state_update_slots
 from hybrid_kv.static.aot import TARGETS, compile_case, read_metrics
 from hybrid_kv.static.counts import mean_traffic
@@ -406,7 +405,7 @@ def check_run(case, run_commit, run_update, device=CPU):
 def check(case, every=3):
     """The interpreter is slow and the kernel's memory is the reference's, so they take turns."""
     run, saturated = Run(case), 0 if case.together else 10**9
-    with rounding_of_the_hardware(), patch.multiple(replay, warp_size=lambda: case.lanes, SATURATED=saturated):
+    with rounding_of_the_hardware(), patch.multiple(module, warp_size=lambda: case.lanes, SATURATED=saturated):
         for index in range(case.steps):
             run.step(commit, replay_update_reference if (index + 1) % every else replay_update)
     run.finish()
@@ -679,7 +678,7 @@ def measure_rows(state, length, histories, dtype):
         tensors |= {f"ring {name} {row}": getattr(run.ring, name)[row] for name in ("x", "B", "dt")}
         tensors |= {f"inputs {name} {row}": part[span] for name, part in (("x", x), ("dt", dt), ("B", B), ("C", C))}
     args = (run.state, run.ring, step, x, dt, run.dt_bias, run.A_log, B, C, run.D, cu_seqlens)
-    with rounding_of_the_hardware(), patch.object(replay, "SATURATED", 0):
+    with rounding_of_the_hardware(), patch.object(module, "SATURATED", 0):
         counted, y, launches = count_bytes(tensors, replay_update, *args)
     assert launches == 1 and y[0] == 0 and y[1] == y[3]
     found = [{"state": 0, "ring": 0, "inputs": 0, "outputs": y[1] // len(rows)} for _ in histories]
@@ -737,7 +736,7 @@ def test_a_fifth_of_the_bytes_of_slots(drafts, at_least):
 @pytest.mark.parametrize("target", TARGETS)
 def test_compiles_without_spills_to_128_bit_accesses(target):
     """The configuration of a large batch; `hybrid-kv kernels` compiles all."""
-    for case in aot_cases(TARGETS[target].warp_size):
+    for case in module.aot_cases(TARGETS[target].warp_size):
         if case.shape == "Nemotron-3-Nano, K=3, 256 rows":
             metrics = read_metrics(case, target, compile_case(case, target))
             assert metrics.spill_bytes == 0 and (metrics.load_bits, metrics.store_bits) == (128, 128), (case, metrics)
@@ -846,5 +845,5 @@ def test_imports_without_triton():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_on_a_gpu(together, state, dtype):
     case = Case((16, 16, 5), 40, 4, 25, 16, 8, 8, 64, 128, 16, state=state, dtype=dtype)
-    with patch.object(replay, "SATURATED", 0 if together else 10**9):
+    with patch.object(module, "SATURATED", 0 if together else 10**9):
         check_run(case, commit, replay_update, torch.device("cuda"))
