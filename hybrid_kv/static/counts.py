@@ -25,8 +25,9 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from hybrid_kv.kernels.common.shapes import NANO, SHAPES
 from hybrid_kv.kernels.replay import ReplayCursors, commit_reference, default_ring_len
-from hybrid_kv.kernels.replay.state_bytes import SHAPES, slots_bytes, step_bytes
+from hybrid_kv.kernels.replay.state_bytes import slots_bytes, step_bytes
 from hybrid_kv.results import Row, provenance
 from hybrid_kv.static.aot import Baseline, read_baseline
 
@@ -329,8 +330,8 @@ def mean_traffic(
 
 def count_bytes() -> list[Count]:
     """Of one request, layer and step, at the shape of Nemotron-3-Nano with float32 states."""
-    name, fp32, found = "Nemotron-3-Nano", torch.float32, []
-    shape = heads, head_dim, size, groups = SHAPES[name]
+    fp32, found = torch.float32, []
+    shape = heads, head_dim, size, groups = SHAPES[NANO].state
     for K in (3, 5):
         wrong = []
         for n_hist, flush in ((None, False), (9, False), (9, True)):
@@ -348,7 +349,7 @@ def count_bytes() -> list[Count]:
             wrong.append(f"slots moves {traffic.ratio:.2f} times the bytes of replay, it must be {FEWEST}")
         for scheme, value in (("slots", traffic.slots), ("replay", traffic.replay)):
             values = {"bytes": float(round(value))}
-            found.append(Count(f"bytes.{scheme}", f"{name}, K={K}", "float32", values, "; ".join(wrong)))
+            found.append(Count(f"bytes.{scheme}", f"{NANO}, K={K}", "float32", values, "; ".join(wrong)))
     return found
 
 

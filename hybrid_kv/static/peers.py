@@ -29,14 +29,13 @@ import torch
 
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.kernels.common.launch import AotCase
-from hybrid_kv.kernels.replay.state_bytes import SHAPES
+from hybrid_kv.kernels.common.shapes import NANO, SHAPES
 
 PACKAGES = {"vllm": "vllm", "mamba_ssm": "mamba-ssm"}  # how they are imported and installed
-MODEL = "Nemotron-3-Nano"
-HEADS, HEAD_DIM, SIZE, GROUPS = SHAPES[MODEL]
-CHANNELS = HEADS * HEAD_DIM + 2 * GROUPS * SIZE
-QUERY_HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 32, 2, 128, 16
-CHUNK = 128
+SHAPE = SHAPES[NANO]
+HEADS, HEAD_DIM, SIZE, GROUPS = SHAPE.state
+CHANNELS, CHUNK = SHAPE.channels, SHAPE.chunk_size
+QUERY_HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = SHAPE.query_heads, SHAPE.kv_heads, SHAPE.head_size, 16
 NUM_REQS, NUM_TOKENS = 24, 2048
 
 Bytes = Callable[[Mapping[str, Any]], int]  # that one program must move, by the values of its constants
@@ -237,37 +236,35 @@ def _conv_bytes(k: int) -> dict[str, Bytes]:
 _NORM_BYTES: dict[str, Bytes] = {"norm": lambda c: 3 * c["BLOCK_N"] * 2}
 _OPS, _ATTENTION = "vllm.model_executor.layers.mamba.ops", "vllm.v1.attention.ops"
 _MAMBA = "mamba_ssm.ops.triton"
-_CHUNKS = f"{MODEL}, chunks of {CHUNK}"
+_CHUNKS = f"{NANO}, chunks of {CHUNK}"
 
 PEERS: tuple[Peer, ...] = (
-    *(Peer(f"{_OPS}.mamba_ssm", f"{MODEL}, K={k}", "float32", _vllm_state_update(k), _state_bytes(k)) for k in (0, 3)),
+    *(Peer(f"{_OPS}.mamba_ssm", f"{NANO}, K={k}", "float32", _vllm_state_update(k), _state_bytes(k)) for k in (0, 3)),
     *(
-        Peer(f"{_OPS}.causal_conv1d", f"{MODEL}, K={k}", "bfloat16", _vllm_conv_update(k), _conv_bytes(k))
+        Peer(f"{_OPS}.causal_conv1d", f"{NANO}, K={k}", "bfloat16", _vllm_conv_update(k), _conv_bytes(k))
         for k in (0, 3)
     ),
     Peer(
         f"{_OPS}.causal_conv1d",
-        MODEL,
+        NANO,
         "bfloat16",
         _vllm_conv_prefill,
         {"fwd": lambda c: (c["BLOCK_M"] + 3 + c["BLOCK_M"]) * c["BLOCK_N"] * 2},
     ),
     Peer(f"{_OPS}.ssd_combined", _CHUNKS, "bfloat16", _vllm_chunk_scan, {}),
-    Peer(f"{_OPS}.layernorm_gated", MODEL, "bfloat16", _gated_norm, _NORM_BYTES),
-    Peer(f"{_ATTENTION}.triton_unified_attention", f"{MODEL}, K=0, split", "bfloat16", _vllm_attention(1, 16), {}),
-    Peer(f"{_ATTENTION}.triton_unified_attention", f"{MODEL}, K=3", "bfloat16", _vllm_attention(4, 0), {}),
+    Peer(f"{_OPS}.layernorm_gated", NANO, "bfloat16", _gated_norm, _NORM_BYTES),
+    Peer(f"{_ATTENTION}.triton_unified_attention", f"{NANO}, K=0, split", "bfloat16", _vllm_attention(1, 16), {}),
+    Peer(f"{_ATTENTION}.triton_unified_attention", f"{NANO}, K=3", "bfloat16", _vllm_attention(4, 0), {}),
     Peer(
         f"{_ATTENTION}.triton_reshape_and_cache_flash",
-        MODEL,
+        NANO,
         "bfloat16",
         _vllm_store,
         {"cache": lambda c: 4 * min(c["TILE_SIZE"], KV_HEADS * HEAD_SIZE) * 2},
     ),
-    Peer(
-        f"{_MAMBA}.selective_state_update", f"{MODEL}, K=0", "float32", lambda p: _state_update(p, 0), _state_bytes(0)
-    ),
+    Peer(f"{_MAMBA}.selective_state_update", f"{NANO}, K=0", "float32", lambda p: _state_update(p, 0), _state_bytes(0)),
     Peer(f"{_MAMBA}.ssd_combined", _CHUNKS, "bfloat16", _mamba_chunk_scan, {}),
-    Peer(f"{_MAMBA}.layernorm_gated", MODEL, "bfloat16", _gated_norm, _NORM_BYTES),
+    Peer(f"{_MAMBA}.layernorm_gated", NANO, "bfloat16", _gated_norm, _NORM_BYTES),
 )
 
 

@@ -11,45 +11,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hybrid_kv.kernels.causal_conv1d.reference import causal_conv1d, windows_at
 from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.kernels.common.launch import FLOATS, INTS, VECTOR_BYTES, AotCase, check, jit, warp_size
-from hybrid_kv.kernels.common.ragged import Ragged
+from hybrid_kv.kernels.common.shapes import NANO, SHAPES
 from hybrid_kv.kernels.common.spans import TILE, Spans
 
 if TYPE_CHECKING:
     import triton.language as tl
-
-
-def causal_conv1d_prefill_reference(
-    conv_state: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    spans: Spans,
-    window_indices: torch.Tensor,
-    num_accepted_tokens: torch.Tensor,
-    has_initial_state: torch.Tensor,
-) -> torch.Tensor:
-    """`causal_conv1d_prefill` in plain torch; tokens of no row come out as zeros."""
-    y = torch.zeros_like(x, memory_format=torch.contiguous_format)
-    lengths = spans.cu_seqlens.diff()
-    active = lengths.nonzero()[:, 0]
-    if not len(active):
-        return y
-    rows, size = Ragged(lengths[active].cpu().long(), x.device), weight.shape[1] - 1
-    sources, skip = window_indices[active].long(), num_accepted_tokens[active].long() - 1
-    readable = has_initial_state[active] & (sources > 0)
-    window = windows_at(conv_state, sources.clamp(min=0), skip, size).float().masked_fill(~readable[:, None, None], 0)
-    padded = rows.padded(x[: spans.num_tokens]).float()
-    out, inputs = causal_conv1d(padded, weight.float(), None if bias is None else bias.float(), window)
-    y[: spans.num_tokens] = rows.flat(out).to(y.dtype)
-    span_rows = torch.arange(len(active), device=x.device).repeat_interleave(spans.row_spans.diff()[active])
-    offsets = spans.cu_spans[1:] - spans.cu_seqlens[active][span_rows]
-    kept = spans.span_blocks > 0
-    windows = windows_at(inputs, span_rows, offsets.long(), size)
-    conv_state[:, :size].index_copy_(0, spans.span_blocks[kept], windows[kept].to(conv_state.dtype))
-    return y
 
 
 def _conv_prefill(
@@ -231,7 +199,6 @@ def causal_conv1d_prefill(
 
 def aot_cases(lanes: int = 32) -> list[AotCase]:
     """What a launch compiles on GPUs with warps of `lanes`, all in bfloat16, the weight tap by tap."""
-    channels = {"Nemotron-3-Nano": 6144}
     block = _block(2, lanes)
     strides = ("state_stride", "x_stride", "tap_stride")
     floats = dict.fromkeys(("conv_state", "x", "weight", "bias", "y"), "*bf16")
@@ -240,14 +207,14 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
     return [
         AotCase(
             kernel="conv_prefill.causal_conv1d_prefill",
-            shape=name,
+            shape=NANO,
             dtype="bfloat16",
             fn=jit(_conv_prefill),
             signature=floats | lists | indices | {"has_initial_state": "*i8"} | dict.fromkeys(strides, "i32"),
             constexprs={
                 "channel_stride": 1,
-                "CHANNELS": count,
-                "KERNEL": 4,
+                "CHANNELS": SHAPES[NANO].channels,
+                "KERNEL": SHAPES[NANO].kernel,
                 "HAS_BIAS": True,
                 "TILE": TILE,
                 "BLOCK": block,
@@ -259,5 +226,4 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
             divisible=strides,
             state_access=True,
         )
-        for name, count in channels.items()
     ]

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from hybrid_kv.kernels.common.ragged import Ragged
+from hybrid_kv.kernels.common.spans import Spans
 from hybrid_kv.kernels.common.strided import gather_tokens, token_places
 
 
@@ -53,3 +55,67 @@ def windows_at(inputs: torch.Tensor, rows: torch.Tensor, first: torch.Tensor, si
 def window_places(inputs: torch.Tensor, rows: torch.Tensor, first: torch.Tensor, size: int) -> torch.Tensor:
     """What `strided.gather_tokens` wants for the windows of `windows_at`, [M * size]."""
     return token_places(inputs, rows[:, None], first[:, None] + torch.arange(size, device=inputs.device)).flatten()
+
+
+def causal_conv1d_update_reference(
+    conv_state: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    window_indices: torch.Tensor,
+    num_accepted_tokens: torch.Tensor,
+    state_indices: torch.Tensor,
+) -> torch.Tensor:
+    """`causal_conv1d_update` in plain torch; tokens of no row come out as zeros."""
+    y = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    lengths = cu_seqlens.diff()
+    active = lengths.nonzero()[:, 0]
+    if not len(active):
+        return y
+    rows = Ragged(lengths[active].cpu().long(), x.device)
+    tokens, kernel = int(cu_seqlens[-1]), weight.shape[1]
+    sources, skip = window_indices[active].long(), num_accepted_tokens[active].long() - 1
+    # All rows are read before any is written: a row may write the block that it starts from.
+    window = windows_at(conv_state, sources, skip, kernel - 1).float().masked_fill((sources == 0)[:, None, None], 0)
+    padded = rows.padded(x[:tokens])
+    out, _ = causal_conv1d(padded.float(), weight.float(), None if bias is None else bias.float(), window)
+    y[:tokens] = rows.flat(out).to(y.dtype)
+    # What was convolved is not what is stored: an input may be rounded on its way into the block, never on its way out.
+    inputs = torch.cat([window.to(conv_state.dtype), padded.to(conv_state.dtype)], dim=1)[:, 1:]
+    targets = state_indices[active, 0].long()[:, None].expand(inputs.shape[:2])
+    steps = torch.arange(inputs.shape[1], device=x.device).expand(inputs.shape[:2])
+    owned = (steps < kernel - 2 + rows.lengths[:, None]) & (targets != 0)
+    conv_state[targets[owned], steps[owned]] = inputs[owned]
+    return y
+
+
+def causal_conv1d_prefill_reference(
+    conv_state: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    spans: Spans,
+    window_indices: torch.Tensor,
+    num_accepted_tokens: torch.Tensor,
+    has_initial_state: torch.Tensor,
+) -> torch.Tensor:
+    """`causal_conv1d_prefill` in plain torch; tokens of no row come out as zeros."""
+    y = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    lengths = spans.cu_seqlens.diff()
+    active = lengths.nonzero()[:, 0]
+    if not len(active):
+        return y
+    rows, size = Ragged(lengths[active].cpu().long(), x.device), weight.shape[1] - 1
+    sources, skip = window_indices[active].long(), num_accepted_tokens[active].long() - 1
+    readable = has_initial_state[active] & (sources > 0)
+    window = windows_at(conv_state, sources.clamp(min=0), skip, size).float().masked_fill(~readable[:, None, None], 0)
+    padded = rows.padded(x[: spans.num_tokens]).float()
+    out, inputs = causal_conv1d(padded, weight.float(), None if bias is None else bias.float(), window)
+    y[: spans.num_tokens] = rows.flat(out).to(y.dtype)
+    span_rows = torch.arange(len(active), device=x.device).repeat_interleave(spans.row_spans.diff()[active])
+    offsets = spans.cu_spans[1:] - spans.cu_seqlens[active][span_rows]
+    kept = spans.span_blocks > 0
+    windows = windows_at(inputs, span_rows, offsets.long(), size)
+    conv_state[:, :size].index_copy_(0, spans.span_blocks[kept], windows[kept].to(conv_state.dtype))
+    return y

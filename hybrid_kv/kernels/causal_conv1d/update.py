@@ -11,46 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hybrid_kv.kernels.causal_conv1d.reference import causal_conv1d, windows_at
 from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.kernels.common.launch import FLOATS, INTS, VECTOR_BYTES, AotCase, check, jit, warp_size
-from hybrid_kv.kernels.common.ragged import Ragged
+from hybrid_kv.kernels.common.shapes import NANO, SHAPES
 
 if TYPE_CHECKING:
     import triton.language as tl
-
-
-def causal_conv1d_update_reference(
-    conv_state: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    window_indices: torch.Tensor,
-    num_accepted_tokens: torch.Tensor,
-    state_indices: torch.Tensor,
-) -> torch.Tensor:
-    """`causal_conv1d_update` in plain torch; tokens of no row come out as zeros."""
-    y = torch.zeros_like(x, memory_format=torch.contiguous_format)
-    lengths = cu_seqlens.diff()
-    active = lengths.nonzero()[:, 0]
-    if not len(active):
-        return y
-    rows = Ragged(lengths[active].cpu().long(), x.device)
-    tokens, kernel = int(cu_seqlens[-1]), weight.shape[1]
-    sources, skip = window_indices[active].long(), num_accepted_tokens[active].long() - 1
-    # All rows are read before any is written: a row may write the block that it starts from.
-    window = windows_at(conv_state, sources, skip, kernel - 1).float().masked_fill((sources == 0)[:, None, None], 0)
-    padded = rows.padded(x[:tokens])
-    out, _ = causal_conv1d(padded.float(), weight.float(), None if bias is None else bias.float(), window)
-    y[:tokens] = rows.flat(out).to(y.dtype)
-    # What was convolved is not what is stored: an input may be rounded on its way into the block, never on its way out.
-    inputs = torch.cat([window.to(conv_state.dtype), padded.to(conv_state.dtype)], dim=1)[:, 1:]
-    targets = state_indices[active, 0].long()[:, None].expand(inputs.shape[:2])
-    steps = torch.arange(inputs.shape[1], device=x.device).expand(inputs.shape[:2])
-    owned = (steps < kernel - 2 + rows.lengths[:, None]) & (targets != 0)
-    conv_state[targets[owned], steps[owned]] = inputs[owned]
-    return y
 
 
 def _conv_update(
@@ -208,8 +174,7 @@ def causal_conv1d_update(
 
 def aot_cases(lanes: int = 32) -> list[AotCase]:
     """What a launch compiles on GPUs with warps of `lanes`, all in bfloat16, the weight tap by tap."""
-    channels = {"Nemotron-3-Nano": 6144, "Nemotron-H-8B": 10240, "Granite-4-H-small": 8448}
-    cases = [("Nemotron-3-Nano", k) for k in (0, 1, 3, 5)] + [("Nemotron-H-8B", 3), ("Granite-4-H-small", 3)]
+    cases = [(NANO, k) for k in (0, 1, 3, 5)] + [(name, 3) for name in SHAPES if name != NANO]
     block = _block(2, lanes)
     strides = ("state_stride", "x_stride", "tap_stride")
     floats = dict.fromkeys(("conv_state", "x", "weight", "bias", "y"), "*bf16")
@@ -223,8 +188,8 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
             signature=floats | dict.fromkeys(indices, "*i64") | dict.fromkeys((*strides, "indices_stride"), "i32"),
             constexprs={
                 "channel_stride": 1,
-                "CHANNELS": channels[name],
-                "KERNEL": 4,
+                "CHANNELS": SHAPES[name].channels,
+                "KERNEL": SHAPES[name].kernel,
                 "COLUMNS": 1 + k,
                 "HAS_BIAS": True,
                 "BLOCK": block,

@@ -1,30 +1,20 @@
-"""The output norm of a Mamba-2 layer: `weight * norm(x * silu(gate))`, group by group, in one pass over memory."""
+"""The gated norm in one launch, in one pass over memory."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
 from hybrid_kv.kernels.common.integers import next_power_of_2
 from hybrid_kv.kernels.common.launch import FLOATS, AotCase, check, jit, warp_size
+from hybrid_kv.kernels.common.shapes import SHAPES
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 PER_LANE = 16
 MAX_WARPS = 8
-
-
-def gated_rms_norm_reference(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, groups: int, eps: float
-) -> torch.Tensor:
-    """`gated_rms_norm` in plain torch."""
-    gated = x.float() * F.silu(gate.float())
-    grouped = gated.unflatten(-1, (groups, -1))
-    normed = F.rms_norm(grouped, grouped.shape[-1:], eps=eps).flatten(-2)
-    return (normed * weight.float()).to(gate.dtype)
 
 
 def _gated_norm(
@@ -102,7 +92,7 @@ def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, gr
 
 def aot_cases(lanes: int = 32) -> list[AotCase]:
     """What a launch compiles on GPUs with warps of `lanes`, all in bfloat16."""
-    shapes = {"Nemotron-3-Nano": (4096, 8), "Nemotron-H-8B": (8192, 8), "Granite-4-H-small": (8192, 1)}
+    widths = {name: (shape.groups, shape.inner // shape.groups) for name, shape in SHAPES.items()}
     return [
         AotCase(
             kernel="gated_norm.gated_rms_norm",
@@ -111,11 +101,11 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
             fn=jit(_gated_norm),
             signature=dict.fromkeys(("x", "gate", "weight", "y"), "*bf16")
             | {"x_stride": "i32", "gate_stride": "i32", "eps": "fp32"},
-            constexprs={"GROUPS": groups, "SIZE": channels // groups, "BLOCK": channels // groups},
-            num_warps=_num_warps(channels // groups, lanes),
+            constexprs={"GROUPS": groups, "SIZE": size, "BLOCK": size},
+            num_warps=_num_warps(size, lanes),
             num_stages=1,
-            bytes_per_program=channels // groups * 3 * 2,
+            bytes_per_program=3 * size * 2,
             divisible=("x_stride", "gate_stride"),
         )
-        for name, (channels, groups) in shapes.items()
+        for name, (groups, size) in widths.items()
     ]

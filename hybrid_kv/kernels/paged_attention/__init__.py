@@ -1,18 +1,22 @@
-"""K and V of tokens in blocks: storing them, and causal attention over the blocks of a row."""
+"""K and V of tokens in blocks: storing them in slots, and causal attention over the blocks of a row.
 
-from hybrid_kv.kernels.paged_attention.launch import (
+Caches are [num_kernel_blocks, kernel_block_size, num_kv_heads, head_size] views whose blocks and tokens lie at any
+stride, so that every layout of `cache.layout` is read where it is.
+"""
+
+from hybrid_kv.kernels.paged_attention.launch import paged_attention_varlen
+from hybrid_kv.kernels.paged_attention.reference import (
     SlotCells,
     attend_tokens,
     attention_mask,
     paged_attention,
-    paged_attention_varlen,
     paged_attention_varlen_reference,
     sees_nothing,
     slot_cells,
-    store_kv,
     token_index,
     write_kv,
 )
+from hybrid_kv.kernels.paged_attention.store import store_kv
 
 __all__ = [
     "SlotCells",

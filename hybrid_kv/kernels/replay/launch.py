@@ -10,6 +10,7 @@ import torch
 
 from hybrid_kv.kernels.common.integers import cdiv, next_power_of_2
 from hybrid_kv.kernels.common.launch import FLOATS, INTS, AotCase, check, jit, warp_size
+from hybrid_kv.kernels.common.shapes import NANO, SHAPES
 from hybrid_kv.kernels.replay.kernels import commit_kernel, replay_kernel
 from hybrid_kv.kernels.replay.ring import (
     ReplayCursors,
@@ -18,7 +19,7 @@ from hybrid_kv.kernels.replay.ring import (
     default_ring_len,
     shortest_ring_len,
 )
-from hybrid_kv.kernels.replay.state_bytes import SHAPES, step_bytes
+from hybrid_kv.kernels.replay.state_bytes import step_bytes
 
 HEADS_TOGETHER = 8  # in one program of a large batch …
 SATURATED = 1024  # … which has this many programs even so
@@ -248,10 +249,10 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
     """What launches compile on GPUs with warps of `lanes`, for bfloat16 activations."""
     # One tile of tokens serves up to seven drafts, so K moves only the length of the ring.
     cases = [
-        ("Nemotron-3-Nano", torch.float32, 3, 256, True),
-        ("Nemotron-3-Nano", torch.float32, 3, 1, True),
-        ("Nemotron-3-Nano", torch.bfloat16, 3, 256, True),
-        ("Nemotron-3-Nano", torch.float32, 3, 1, False),
+        (NANO, torch.float32, 3, 256, True),
+        (NANO, torch.float32, 3, 1, True),
+        (NANO, torch.bfloat16, 3, 256, True),
+        (NANO, torch.float32, 3, 1, False),
         ("Nemotron-H-8B", torch.float32, 5, 256, True),
     ]
     activations = dict.fromkeys(("x", "dt", "B", "C", "y"), "*bf16") | dict.fromkeys(("dt_bias", "D"), "*fp32")
@@ -259,7 +260,7 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
     update_only = activations | {"cu_seqlens": "*i64"} | dict.fromkeys(strides, "i32")
     found = []
     for name, dtype, k, num_reqs, update in cases:
-        heads, head_dim, size, groups = shape = SHAPES[name]
+        heads, head_dim, size, groups = shape = SHAPES[name].state
         ring_len = default_ring_len(1 + k)
         planes = torch.int16 if dtype == torch.float32 else dtype
         constexprs: dict[str, Any] = _constexprs(

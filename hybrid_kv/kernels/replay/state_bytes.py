@@ -1,10 +1,8 @@
-"""What a Mamba-2 layer's verify step must move, by formula; `kernels.counts` holds it against what kernels access."""
+"""What a Mamba-2 layer's verify step must move, by formula; `static.counts` holds it against what kernels access."""
 
 from __future__ import annotations
 
 import torch
-
-SHAPES = {"Nemotron-3-Nano": (64, 64, 128, 8), "Nemotron-H-8B": (128, 64, 128, 8)}  # heads, head_dim, state, groups
 
 
 def step_bytes(

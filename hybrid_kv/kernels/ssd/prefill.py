@@ -23,13 +23,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
 from hybrid_kv.kernels.common.integers import cdiv, next_power_of_2
 from hybrid_kv.kernels.common.launch import FLOATS, INTS, AotCase, check, jit, warp_size
-from hybrid_kv.kernels.common.ragged import Ragged
+from hybrid_kv.kernels.common.shapes import NANO, SHAPES
 from hybrid_kv.kernels.common.spans import Spans
-from hybrid_kv.kernels.ssd.reference import chunk_scan
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -41,49 +39,6 @@ BLOCK_P = 64  # of the states; with 128 of B a chunk of CHUNK_BYTES is 48 KB of 
 CHUNK_BYTES = 256  # of one channel
 MAX_TOKEN_STRIDE = 2**24
 TILE_BYTES = 128  # of one channel, tokens of a program of the outputs
-
-
-def chunk_scan_prefill_reference(
-    state: torch.Tensor,
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    dt_bias: torch.Tensor,
-    A_log: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor,
-    spans: Spans,
-    source_indices: torch.Tensor,
-    has_initial_state: torch.Tensor,
-) -> torch.Tensor:
-    """`chunk_scan_prefill` in plain torch; tokens of no row come out as zeros.
-
-    In float64, because `ssd.chunk_scan` takes differences of summed decays: in float32 they err by 2e-4 behind strong
-    decays.
-    """
-    y = torch.zeros_like(x, memory_format=torch.contiguous_format)
-    lengths = spans.cu_seqlens.diff()
-    active = lengths.nonzero()[:, 0]
-    if not len(active):
-        return y
-    rows = Ragged(lengths[active].cpu().long(), x.device)
-
-    def padded(values: torch.Tensor) -> torch.Tensor:
-        return rows.padded(values[: spans.num_tokens].double())
-
-    sources = source_indices[active].long()
-    readable = has_initial_state[active] & (sources > 0)
-    initial = state[sources.clamp(min=0)].double().masked_fill(~readable[:, None, None, None], 0)
-    step = F.softplus(padded(dt) + dt_bias.double())
-    A = -torch.exp(A_log.double())
-    span_rows = torch.arange(len(active), device=x.device).repeat_interleave(spans.row_spans.diff()[active])
-    offsets = (spans.cu_spans[1:] - spans.cu_seqlens[active][span_rows]).long()
-    inputs = (padded(x), step, A, padded(B), padded(C), D.double())
-    out, states = chunk_scan(*inputs, initial, spans.chunk_size, span_rows, offsets)
-    y[: spans.num_tokens] = rows.flat(out).to(y.dtype)
-    kept = spans.span_blocks > 0
-    state.index_copy_(0, spans.span_blocks[kept], states[kept].to(state.dtype))
-    return y
 
 
 def _states(
@@ -390,7 +345,7 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
     found = []
     for dtype, kind in (("bfloat16", "*bf16"), ("float32", "*fp32")):
         itemsize = getattr(torch, dtype).itemsize
-        launches = _launches(64, 64, 128, 8, CHUNK_BYTES // itemsize, itemsize, lanes)
+        launches = _launches(*SHAPES[NANO].state, CHUNK_BYTES // itemsize, itemsize, lanes)
         types |= dict.fromkeys(("x", "dt", "B", "C", "y", "chunk_states"), kind)
         for kernel, launch in zip((_states, _outputs), launches, strict=True):
             fn = jit(kernel, _COUNTS)
@@ -398,7 +353,7 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
             found.append(
                 AotCase(
                     kernel=f"ssd_prefill.{kernel.__name__.strip('_')}",
-                    shape=f"Nemotron-3-Nano, chunks of {launch['CHUNK']}",
+                    shape=f"{NANO}, chunks of {launch['CHUNK']}",
                     dtype=dtype,
                     fn=fn,
                     signature={name: types[name] for name in fn.arg_names if name in types},

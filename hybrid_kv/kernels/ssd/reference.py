@@ -10,8 +10,11 @@ states stagnate. Sums of log decays alone are in float64.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from hybrid_kv.kernels.common.integers import cdiv
+from hybrid_kv.kernels.common.ragged import Ragged
+from hybrid_kv.kernels.common.spans import Spans
 
 
 def selective_state_update(
@@ -129,3 +132,83 @@ def _advance(
     grouped = (scaled * decay.transpose(1, 2).unsqueeze(-1)).unflatten(2, (b.shape[1], -1)).flatten(3)
     added = (grouped.permute(0, 2, 3, 1) @ b).view(state.shape)
     return added.addcmul_(state, end.to(state.dtype).exp_().unsqueeze(-1))
+
+
+def selective_state_update_slots_reference(
+    state: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    dt_bias: torch.Tensor,
+    A_log: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    source_indices: torch.Tensor,
+    state_indices: torch.Tensor,
+) -> torch.Tensor:
+    """`selective_state_update_slots` in plain torch; tokens of no row come out as zeros."""
+    y = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    lengths = cu_seqlens.diff()
+    active = lengths.nonzero()[:, 0]
+    if not len(active):
+        return y
+    rows = Ragged(lengths[active].cpu().long(), x.device)
+    tokens = int(cu_seqlens[-1])
+
+    def padded(values: torch.Tensor) -> torch.Tensor:
+        return rows.padded(values[:tokens].float())
+
+    sources = source_indices[active].long()
+    initial = state[sources].float().masked_fill((sources == 0)[:, None, None, None], 0)
+    step = F.softplus(padded(dt) + dt_bias.float())
+    A = -torch.exp(A_log.float())
+    out, states = selective_state_update(initial, padded(x), step, A, padded(B), padded(C), D.float())
+    y[:tokens] = rows.flat(out).to(y.dtype)
+    targets = state_indices[active, : rows.max_len].long()
+    owned = (torch.arange(rows.max_len, device=x.device) < rows.lengths[:, None]) & (targets != 0)
+    state.index_copy_(0, targets[owned], states[owned].to(state.dtype))
+    return y
+
+
+def chunk_scan_prefill_reference(
+    state: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    dt_bias: torch.Tensor,
+    A_log: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor,
+    spans: Spans,
+    source_indices: torch.Tensor,
+    has_initial_state: torch.Tensor,
+) -> torch.Tensor:
+    """`chunk_scan_prefill` in plain torch; tokens of no row come out as zeros.
+
+    In float64, because `ssd.chunk_scan` takes differences of summed decays: in float32 they err by 2e-4 behind strong
+    decays.
+    """
+    y = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    lengths = spans.cu_seqlens.diff()
+    active = lengths.nonzero()[:, 0]
+    if not len(active):
+        return y
+    rows = Ragged(lengths[active].cpu().long(), x.device)
+
+    def padded(values: torch.Tensor) -> torch.Tensor:
+        return rows.padded(values[: spans.num_tokens].double())
+
+    sources = source_indices[active].long()
+    readable = has_initial_state[active] & (sources > 0)
+    initial = state[sources.clamp(min=0)].double().masked_fill(~readable[:, None, None, None], 0)
+    step = F.softplus(padded(dt) + dt_bias.double())
+    A = -torch.exp(A_log.double())
+    span_rows = torch.arange(len(active), device=x.device).repeat_interleave(spans.row_spans.diff()[active])
+    offsets = (spans.cu_spans[1:] - spans.cu_seqlens[active][span_rows]).long()
+    inputs = (padded(x), step, A, padded(B), padded(C), D.double())
+    out, states = chunk_scan(*inputs, initial, spans.chunk_size, span_rows, offsets)
+    y[: spans.num_tokens] = rows.flat(out).to(y.dtype)
+    kept = spans.span_blocks > 0
+    state.index_copy_(0, spans.span_blocks[kept], states[kept].to(state.dtype))
+    return y

@@ -9,54 +9,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
 from hybrid_kv.kernels.common.integers import cdiv, next_power_of_2
 from hybrid_kv.kernels.common.launch import FLOATS, INTS, VECTOR_BYTES, AotCase, check, jit, warp_size
-from hybrid_kv.kernels.common.ragged import Ragged
-from hybrid_kv.kernels.ssd.reference import selective_state_update
+from hybrid_kv.kernels.common.shapes import NANO, SHAPES
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 TILE_BYTES = 4096
-
-
-def selective_state_update_slots_reference(
-    state: torch.Tensor,
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    dt_bias: torch.Tensor,
-    A_log: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    source_indices: torch.Tensor,
-    state_indices: torch.Tensor,
-) -> torch.Tensor:
-    """`selective_state_update_slots` in plain torch; tokens of no row come out as zeros."""
-    y = torch.zeros_like(x, memory_format=torch.contiguous_format)
-    lengths = cu_seqlens.diff()
-    active = lengths.nonzero()[:, 0]
-    if not len(active):
-        return y
-    rows = Ragged(lengths[active].cpu().long(), x.device)
-    tokens = int(cu_seqlens[-1])
-
-    def padded(values: torch.Tensor) -> torch.Tensor:
-        return rows.padded(values[:tokens].float())
-
-    sources = source_indices[active].long()
-    initial = state[sources].float().masked_fill((sources == 0)[:, None, None, None], 0)
-    step = F.softplus(padded(dt) + dt_bias.float())
-    A = -torch.exp(A_log.float())
-    out, states = selective_state_update(initial, padded(x), step, A, padded(B), padded(C), D.float())
-    y[:tokens] = rows.flat(out).to(y.dtype)
-    targets = state_indices[active, : rows.max_len].long()
-    owned = (torch.arange(rows.max_len, device=x.device) < rows.lengths[:, None]) & (targets != 0)
-    state.index_copy_(0, targets[owned], states[owned].to(state.dtype))
-    return y
 
 
 def _state_update(
@@ -239,21 +200,15 @@ def selective_state_update_slots(
 
 def aot_cases(lanes: int = 32) -> list[AotCase]:
     """What a launch compiles on GPUs with warps of `lanes`, for 16-bit activations."""
-    shapes = {
-        "Nemotron-3-Nano": (64, 64, 128, 8),
-        "Nemotron-H-8B": (128, 64, 128, 8),
-        "Granite-4-H-small": (128, 64, 128, 1),
-    }
-    nano = "Nemotron-3-Nano"
-    cases = [(nano, "float32", k) for k in (0, 1, 3, 5)] + [(name, "float32", 3) for name in shapes if name != nano]
-    cases += [(nano, "bfloat16", 3), (nano, "float16", 3)]
+    cases = [(NANO, "float32", k) for k in (0, 1, 3, 5)] + [(name, "float32", 3) for name in SHAPES if name != NANO]
+    cases += [(NANO, "bfloat16", 3), (NANO, "float16", 3)]
     activations = dict.fromkeys(("x", "dt", "B", "C", "y"), "*bf16")
     parameters = dict.fromkeys(("dt_bias", "A_log", "D"), "*fp32")
     indices = dict.fromkeys(("cu_seqlens", "source_indices", "state_indices"), "*i64")
     strides = tuple(f"{name}_stride" for name in ("state", "x", "dt", "B", "C"))
     found = []
     for name, dtype, k in cases:
-        heads, head_dim, size, groups = shapes[name]
+        heads, head_dim, size, groups = SHAPES[name].state
         element = getattr(torch, dtype)
         constexprs = _constexprs(heads, head_dim, size, groups, element.itemsize, lanes)
         rows = constexprs["BLOCK_P"]

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_kv.kernels.causal_conv1d.reference import causal_conv1d, windows_at
+from hybrid_kv.kernels.causal_conv1d import causal_conv1d, windows_at
 
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-14}
 

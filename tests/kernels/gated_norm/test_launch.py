@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_kv.kernels.gated_norm.launch import aot_cases, gated_rms_norm, gated_rms_norm_reference
+from hybrid_kv.kernels.gated_norm import gated_rms_norm, gated_rms_norm_reference
+from hybrid_kv.kernels.gated_norm.launch import aot_cases
 from hybrid_kv.models.layers import GatedRMSNorm
 from hybrid_kv.static.aot import TARGETS, compile_case, read_metrics
 from tests.kernels.interpreter import count_bytes, interpreted, load_peer

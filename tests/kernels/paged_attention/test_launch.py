@@ -19,20 +19,21 @@ from hypothesis import strategies as st
 from hybrid_kv.cache.backend import FlashAttentionBackend, TorchBackend
 from hybrid_kv.cache.layout import attention_view, split_kv
 from hybrid_kv.cache.spec import FullAttentionSpec
-from hybrid_kv.kernels.paged_attention import launch as module
-from hybrid_kv.kernels.paged_attention.launch import (
-    FOLDED_QUERIES,
-    aot_cases,
+from hybrid_kv.kernels.paged_attention import (
     attend_tokens,
     attention_mask,
     paged_attention,
     paged_attention_varlen,
     paged_attention_varlen_reference,
     slot_cells,
+    store,
     store_kv,
     token_index,
     write_kv,
 )
+from hybrid_kv.kernels.paged_attention import launch as module
+from hybrid_kv.kernels.paged_attention.launch import aot_cases
+from hybrid_kv.kernels.paged_attention.reference import FOLDED_QUERIES
 from hybrid_kv.static.aot import TARGETS, compile_case, read_metrics
 from tests.kernels.interpreter import count_bytes, interpreted, share_memory_with_the_interpreter
 from tests.kernels.ssd.test_slots import ROUNDING, near, poisoned
@@ -398,11 +399,11 @@ def check_store(case, implementation=store_kv, device="cpu"):
     block = 2 * case.block_size * token + case.gap
     blocks = 1 + max(0, *case.slots) // case.block_size
     storages = [poisoned(blocks * block, case.dtype).to(device) for _ in range(2)]
-    for storage, store in zip(storages, (implementation, None), strict=True):
+    for storage, write in zip(storages, (implementation, None), strict=True):
         shape, strides = (blocks, case.block_size, case.heads, case.size), (block, token, case.size, 1)
         caches = [storage.as_strided(shape, strides, part * case.block_size * token) for part in (0, 1)]
-        if store is not None:
-            store(key, value, *caches, torch.tensor(case.slots, device=device))
+        if write is not None:
+            write(key, value, *caches, torch.tensor(case.slots, device=device))
             continue
         for i, slot in enumerate(case.slots):
             if slot >= 0:
@@ -445,7 +446,7 @@ def test_no_tokens_are_no_launch():
 @pytest.mark.parametrize("target", TARGETS)
 def test_compiles_without_spills(target):
     """The smallest and the largest tile, and the store; `hybrid-kv kernels` compiles all."""
-    for case in aot_cases():
+    for case in [*aot_cases(), *store.aot_cases()]:
         if case.shape.startswith("Nemotron-3-Nano"):
             metrics = read_metrics(case, target, compile_case(case, target))
             assert metrics.spill_bytes == 0 and metrics.blocks_per_sm >= 2, (case, metrics)

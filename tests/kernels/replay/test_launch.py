@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from hybrid_kv.kernels.common.shapes import NANO, SHAPES
 from hybrid_kv.kernels.replay import (
     ReplayCursors,
     ReplayRing,
@@ -37,7 +38,7 @@ from hybrid_kv.kernels.replay import (
     write_states,
 )
 from hybrid_kv.kernels.replay import launch as module
-from hybrid_kv.kernels.replay.state_bytes import SHAPES, slots_bytes, step_bytes
+from hybrid_kv.kernels.replay.state_bytes import slots_bytes, step_bytes
 from hybrid_kv.kernels.ssd import selective_state_update_slots
 from hybrid_kv.static.aot import TARGETS, compile_case, read_metrics
 from hybrid_kv.static.counts import mean_traffic
@@ -722,7 +723,7 @@ def test_a_fifth_of_the_bytes_of_slots(drafts, at_least):
 
     `step_bytes` is what the kernel was counted to move, for a group; a layer has eight of them.
     """
-    nano = SHAPES["Nemotron-3-Nano"]
+    nano = SHAPES[NANO].state
     assert nano == tuple(8 * part if place in (0, 3) else part for place, part in enumerate(GROUP))
     counted = interpreted(count_slots, 1 + drafts)
     assert slots_bytes(nano, torch.float32, 1 + drafts) == {name: 8 * count for name, count in counted.items()}

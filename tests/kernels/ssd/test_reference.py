@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_kv.kernels.ssd.reference import chunk_scan, selective_state_update
+from hybrid_kv.kernels.ssd import chunk_scan, selective_state_update
 
 RECURRENT, CHUNKED, DOUBLE = 1e-5, 2e-5, 1e-12
 
