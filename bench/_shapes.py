@@ -6,36 +6,17 @@ least one). On a CPU that brings a sample to 50 us … 20 ms; the cache's widths
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+from hybrid_kv.kernels.common import shapes
 
-@dataclass(frozen=True)
-class Shape:
-    """What the layers of one rank compute with; convolutions have 4 taps, attention heads 128 elements."""
-
-    heads: int
-    head_dim: int
-    state_size: int
-    groups: int
-    query_heads: int
-    kv_heads: int
-    chunk_size: int
-
-    kernel = 4
-    head_size = 128
-
-    @property
-    def channels(self) -> int:
-        """Of the convolution."""
-        return self.heads * self.head_dim + 2 * self.groups * self.state_size
-
+_NANO, _GRANITE = shapes.SHAPES["Nemotron-3-Nano"], shapes.SHAPES["Granite-4-H-small"]
 
 SHAPES = {
-    "nemotron-3-nano": Shape(64, 64, 128, 8, 32, 2, 128),
-    "nemotron-3-nano-tp8": Shape(8, 64, 128, 1, 4, 1, 128),
-    "granite-4-h-small": Shape(128, 64, 128, 1, 32, 8, 256),
-    "granite-4-h-small-tp8": Shape(16, 64, 128, 1, 4, 1, 256),
+    "nemotron-3-nano": _NANO,
+    "nemotron-3-nano-tp8": _NANO.of_rank(8),
+    "granite-4-h-small": _GRANITE,
+    "granite-4-h-small-tp8": _GRANITE.of_rank(8),
 }
 
 # config.json of the same models, cut down to the keys that decide their cache.
@@ -48,15 +29,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vocab_size": 131072,
         "num_hidden_layers": 52,
         "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
-        "num_attention_heads": 32,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "mamba_num_heads": 64,
-        "mamba_head_dim": 64,
-        "ssm_state_size": 128,
-        "n_groups": 8,
-        "conv_kernel": 4,
-        "chunk_size": 128,
+        "num_attention_heads": _NANO.query_heads,
+        "num_key_value_heads": _NANO.kv_heads,
+        "head_dim": _NANO.head_size,
+        "mamba_num_heads": _NANO.heads,
+        "mamba_head_dim": _NANO.head_dim,
+        "ssm_state_size": _NANO.state_size,
+        "n_groups": _NANO.groups,
+        "conv_kernel": _NANO.kernel,
+        "chunk_size": _NANO.chunk_size,
         "expand": 2,
     },
     "granite-4-h-small": {
@@ -67,14 +48,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vocab_size": 100352,
         "num_hidden_layers": 40,
         "layer_types": ["attention" if layer in (5, 15, 25, 35) else "mamba" for layer in range(40)],
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "mamba_n_heads": 128,
-        "mamba_d_head": 64,
-        "mamba_d_state": 128,
-        "mamba_n_groups": 1,
-        "mamba_d_conv": 4,
+        "num_attention_heads": _GRANITE.query_heads,
+        "num_key_value_heads": _GRANITE.kv_heads,
+        "mamba_n_heads": _GRANITE.heads,
+        "mamba_d_head": _GRANITE.head_dim,
+        "mamba_d_state": _GRANITE.state_size,
+        "mamba_n_groups": _GRANITE.groups,
+        "mamba_d_conv": _GRANITE.kernel,
         "mamba_expand": 2,
-        "mamba_chunk_size": 256,
+        "mamba_chunk_size": _GRANITE.chunk_size,
     },
 }

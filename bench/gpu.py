@@ -205,13 +205,13 @@ def _contest(
 @cache
 def flush_rate(K: int) -> float:
     """Share of the steps that flush, by the rule itself."""
-    return mean_traffic(state_bytes.SHAPES["Nemotron-3-Nano"], torch.float32, K).flush_rate
+    return mean_traffic(SHAPES["nemotron-3-nano"].state, torch.float32, K).flush_rate
 
 
 def state_updates(device: str, model: str, num_reqs: int, K: int) -> Contest:
     """One layer's step of 1 + K tokens a request: states of all of them, or one state and a ring."""
     shape, tokens = SHAPES[model], 1 + K
-    sizes, bf16 = (shape.heads, shape.head_dim, shape.state_size, shape.groups), torch.bfloat16
+    sizes, bf16 = shape.state, torch.bfloat16
     params = {"model": model, "num_reqs": num_reqs, "K": K}
     number = seed("state_update", params)
 

@@ -274,7 +274,7 @@ PLANTS = [
         "state_update/slots[model=nemotron-3-nano-tp8,num_reqs=2,K=3]",
     ),
     (
-        "hybrid_kv.kernels.replay.launch.replay_flush_reference",
+        "hybrid_kv.kernels.replay.reference.replay_flush_reference",
         lambda _: idle,
         "state_update/replay[model=nemotron-3-nano-tp8,num_reqs=2,K=3,flush=True]",
     ),

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from bench import gpu
-from bench._shapes import SHAPES, Shape
+from bench._shapes import SHAPES
 from bench.gpu import COPY, Contest, Cuda, Rival, contests, main, race, rows
+from hybrid_kv.kernels.common.shapes import LayerShape
 from hybrid_kv.kernels.replay import state_bytes
 from hybrid_kv.results import TIME_UNITS, check_file, read_rows
 from hybrid_kv.static.counts import mean_traffic
@@ -21,7 +22,7 @@ from tests.kernels.interpreter import interpreted, load_peer
 from tests.kernels.ssd.test_prefill import multiply_bfloat16
 from tests.timing.events import log_events
 
-TINY = Shape(4, 16, 16, 2, 4, 2, 32)
+TINY = LayerShape(4, 16, 16, 2, 4, 2, 32)
 FINE = {
     "state_update": lambda: gpu.state_updates("cpu", "tiny", 3, 1),
     "single token": lambda: gpu.state_updates("cpu", "tiny", 2, 0),
@@ -124,7 +125,7 @@ def test_bytes_are_those_of_the_model(everything):
     def one(benchmark, **params):
         return next(c for c in everything if c.benchmark == benchmark and params.items() <= c.params.items())
 
-    nano = state_bytes.SHAPES["Nemotron-3-Nano"]
+    nano = SHAPES["nemotron-3-nano"].state
     step = one("state_update", model="nemotron-3-nano", num_reqs=16, K=3)
     assert step.rivals["slots"].num_bytes == 16 * sum(state_bytes.slots_bytes(nano, torch.float32, 4).values())
     assert step.rivals["vllm"].num_bytes == step.rivals["slots"].num_bytes

@@ -69,7 +69,7 @@ def selective_state_update(state, *args, **kwargs):
 
 def forget() -> None:
     peers.find.cache_clear()
-    aot._cases.cache_clear()
+    aot.cases_of.cache_clear()
 
 
 @pytest.fixture
