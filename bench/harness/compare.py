@@ -1,6 +1,8 @@
 """`hybrid-kv compare`: is HEAD slower than BASE? Both versions run side by side, now, on this machine.
 
-Only `hybrid_kv/` differs between the sides: `bench/` and `hybrid_kv/accuracy/` are those of the working tree, for both.
+Only `hybrid_kv/` differs between the sides: the benchmarks are those of the working tree, for both. Where an older
+version lacks what one of them needs, it runs the benchmark of the same name that it came with, and the table says so;
+a benchmark that times something else than before therefore gets another name.
 
 How a time is compared. A *start* is a process that imports torch and forks *worker pairs*, one process per version,
 on one core, fed alternately in random order (`worker`). One pair gives one log-ratio per cell, and pairs are the
@@ -32,7 +34,7 @@ import signal
 import socket
 import subprocess
 import sys
-import tarfile
+import zipfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -43,6 +45,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from bench.harness import worker
 from bench.harness.inference import center, log_ratio, p_faster, p_slower, typical
 from hybrid_kv.config import ConfigError, HybridKVError
 
@@ -137,7 +140,7 @@ def find_revision(root: Path, name: str) -> Revision:
 
 
 def place(root: Path, revision: Revision, folder: Path) -> None:
-    """Put the revision's `hybrid_kv/` into `folder`, with the working tree's `bench/` and `hybrid_kv/accuracy/`.
+    """Put the revision's `hybrid_kv/` into `folder` with the working tree's `bench/`, and its own `bench/` into `own`.
 
     What measures, `hybrid_kv/timing`, is the working tree's as well: one clock for both sides. Copies, so that an edit
     during the run cannot mix two versions.
@@ -145,19 +148,27 @@ def place(root: Path, revision: Revision, folder: Path) -> None:
     Raises:
         ConfigError: the revision has no folder `hybrid_kv`.
     """
-    copied = ["bench", "hybrid_kv/accuracy", "hybrid_kv/timing"]
+    copied = ["bench", "hybrid_kv/timing"]
     if revision.name == WORKING_TREE:
         copied = ["bench", "hybrid_kv"]
     else:
-        archive = _git(root, "archive", revision.commit, "hybrid_kv")
-        if archive is None:
+        if not _extract(root, revision, "hybrid_kv", folder):
             raise ConfigError(f"revision {revision} has no folder hybrid_kv; give a later one")
-        with tarfile.open(fileobj=io.BytesIO(archive)) as files:
-            files.extractall(folder, filter="data")
+        _extract(root, revision, "bench", folder / worker.OWN)
     for name in copied:
         if (root / name).is_dir():
             ignored = shutil.ignore_patterns("__pycache__")
             shutil.copytree(root / name, folder / name, ignore=ignored, dirs_exist_ok=True)
+
+
+def _extract(root: Path, revision: Revision, name: str, folder: Path) -> bool:
+    """Put a folder of the revision into `folder`; False if it has none of that name."""
+    archive = _git(root, "archive", "--format=zip", revision.commit, name)
+    if archive is None:
+        return False
+    with zipfile.ZipFile(io.BytesIO(archive)) as files:
+        files.extractall(folder)
+    return True
 
 
 # ---- workers ----
@@ -284,6 +295,7 @@ class Times:
     seconds: list[tuple[float, float]] = field(default_factory=list)  # per call, of each side
     max_error: float = 0.0
     clock_mhz: list[tuple[int | None, int | None]] = field(default_factory=list)
+    own: str = ""  # see `own_benchmarks`
 
     def suspicious(self, design: Design) -> bool:
         """Whether a first look deserves a repeat; either direction."""
@@ -315,6 +327,15 @@ def _failure(answers: Sequence[Mapping[str, Any]]) -> Failure | None:
     return None
 
 
+def own_benchmarks(answers: Sequence[Mapping[str, Any]]) -> str:
+    """Which side ran the benchmark that its version came with, and why; empty if none did."""
+    return "; ".join(
+        f"{side} by its own benchmark, as today's fails there: {answer['own']}"
+        for side, answer in zip(SIDES, answers, strict=True)
+        if "own" in answer
+    )
+
+
 def measure_cell(pair: Pair, cell: CellInfo, design: Design, times: Times, plant: float = 0.0) -> Failure | None:
     """Add what one worker pair says about one cell to `times`, unless it fails; `plant` slows HEAD down."""
     made = pair.ask_both("make", key=cell.key, only_head={"plant": plant})
@@ -342,6 +363,7 @@ def measure_cell(pair: Pair, cell: CellInfo, design: Design, times: Times, plant
     times.log_ratios.append(log_ratio(*taken))
     times.seconds.append((typical(taken[0]), typical(taken[1])))
     times.max_error = max(times.max_error, *(one["max_error"] for one in (*made, *finished)))
+    times.own = own_benchmarks(made)
     times.clock_mhz.append((finished[0]["clock_mhz"], finished[1]["clock_mhz"]))
     return None
 
@@ -360,7 +382,9 @@ def _common_cells(pair: Pair, quick: bool, select: Sequence[str]) -> Measured:
             measured.failures[cell.key] = Failure("not comparable", "it needs a CUDA device")
             continue
         absent = [
-            {} if cell.key in has else {"failed": answer["unavailable"].get(cell.suite, "it has no such benchmark")}
+            {}
+            if cell.key in has or cell.key in answer["own"]
+            else {"failed": answer["unavailable"].get(cell.suite, "it has no such benchmark")}
             for has, answer in zip(listed, answers, strict=True)
         ]
         if failure := _failure(absent):
@@ -380,7 +404,7 @@ def _count(folders: Sequence[Path], measured: Measured, rng: random.Random) -> N
                 if failure := _failure(answers):
                     measured.failures[key] = failure
                 else:
-                    measured.counts[key] = (answers[0]["counts"], answers[1]["counts"])
+                    measured.counts[key] = answers
 
 
 def _look(

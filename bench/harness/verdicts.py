@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.harness.compare import CellInfo, Comparison, Design, Failure, Measured, Times
+from bench.harness.compare import CellInfo, Comparison, Design, Failure, Measured, Times, own_benchmarks
 from bench.harness.inference import Estimate, center, estimate, holm, p_faster, p_slower
 from hybrid_kv.config import ConfigError
 from hybrid_kv.results import Receipt, Row, provenance, read_rows, timing_row
@@ -108,6 +108,7 @@ def timed_outcomes(measured: Measured, design: Design, quarantined: Collection[s
             quarantined=cell.key in quarantined,
             max_error=times.max_error,
             clock_mhz=_clocks(times),
+            reason=times.own,
         )
 
 
@@ -161,7 +162,8 @@ def count_outcomes(measured: Measured, acknowledged: Mapping[Change, Steps]) -> 
     for cell in measured.cells:
         if cell.key not in measured.counts:
             continue
-        base, head = measured.counts[cell.key]
+        answers = measured.counts[cell.key]
+        base, head = (answer["counts"] for answer in answers)
         for metric in {**base, **head}:
             if metric not in base:
                 yield Outcome(cell, metric, "not comparable", "", reason="BASE: it has no such count")
@@ -172,7 +174,7 @@ def count_outcomes(measured: Measured, acknowledged: Mapping[Change, Steps]) -> 
             verdict = "same" if old == new else "acknowledged" if reason else "changed"
             if new is None:
                 reason = f"HEAD: it has no such count; {reason}" if reason else "HEAD: it has no such count"
-            yield Outcome(cell, metric, verdict, unit, old, new, reason=reason)
+            yield Outcome(cell, metric, verdict, unit, old, new, reason=reason or own_benchmarks(answers))
 
 
 def acknowledging_rows(outcomes: Sequence[Outcome], reason: str, base_commit: str) -> list[Row]:

@@ -18,7 +18,8 @@ import os
 import random
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -27,7 +28,11 @@ from typing import Any
 
 SLOW = 2e-3  # seconds per call from which the check has warmed a case enough
 PRELOADED = ("numpy", "torch")  # what both versions import anyway, for 1.5 s
-VERSIONED = ("hybrid_kv", "bench", "accuracy")
+OWN = "own"  # below a version's folder: the `bench/` that it came with
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def scatter(rng: random.Random) -> list[bytearray]:
@@ -58,68 +63,133 @@ def slowed(case: Any, fraction: float, timing: Any) -> Callable[[], object]:
 
 
 class OnlyFrom:
-    """Finds the modules of `VERSIONED` in `folder`, or nowhere.
+    """Finds a module of the packages in `folders` in the folder given there, or nowhere.
 
     An editable install has a finder of its own, which would quietly lend the checkout's module to a version that lacks
     it.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = str(folder)
+    def __init__(self, folders: dict[str, Path]) -> None:
+        self.folders = folders
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Raises `ModuleNotFoundError`, so that no later finder is asked."""
-        if name.partition(".")[0] not in VERSIONED:
+        folder = self.folders.get(name.partition(".")[0])
+        if folder is None:
             return None
-        spec = PathFinder.find_spec(name, [self._folder] if path is None else path, target)
+        spec = PathFinder.find_spec(name, [str(folder)] if path is None else path, target)
         if spec is None:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         return spec
+
+
+class Benchmarks:
+    """The suites of a folder `bench/`: today's, or those that the version came with.
+
+    Only one folder can be the package `bench` at a time. While this one is, the other's modules are set aside.
+    """
+
+    def __init__(self, finder: OnlyFrom, folder: Path) -> None:
+        self._finder = finder
+        self._folder = folder
+        self._modules: dict[str, ModuleType] = {}
+        self.cells_of = cache(self._load)
+
+    @contextmanager
+    def imported(self) -> Iterator[None]:
+        """Let `bench` be this folder."""
+        others, folder = _set_aside(), self._finder.folders["bench"]
+        sys.modules.update(self._modules)
+        self._finder.folders["bench"] = self._folder
+        try:
+            yield
+        finally:
+            self._modules = _set_aside()
+            sys.modules.update(others)
+            self._finder.folders["bench"] = folder
+
+    def _load(self, suite: str) -> dict[str, Any]:
+        """Cells by key; a repeat needs few suites, and the others need not be imported."""
+        with self.imported():
+            return {cell.key: cell for cell in importlib.import_module(f"bench.{suite}").cells()}
+
+    def cell(self, key: str) -> Any:
+        return self.cells_of(key.partition("/")[0])[key]
+
+
+def _set_aside() -> dict[str, ModuleType]:
+    return {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "bench"}
 
 
 class Worker:
     """Answers requests about the cells of the `hybrid_kv` and `bench` in `folder`."""
 
     def __init__(self, folder: Path) -> None:
-        sys.meta_path.insert(0, OnlyFrom(folder))
+        finder = OnlyFrom({"hybrid_kv": folder, "bench": folder})
+        sys.meta_path.insert(0, finder)
         sys.path.insert(0, str(folder))
         os.environ["PYTHONPATH"] = str(folder)  # of processes that a case starts
         os.chdir(folder)
         self._torch = importlib.import_module("torch")
         self._timing = importlib.import_module("hybrid_kv.timing.clock")
         self._wrong = importlib.import_module("hybrid_kv.timing.cases").WrongResultError
-        self._registry = importlib.import_module("bench.harness.registry")
+        self._today = Benchmarks(finder, folder)
+        self._own = Benchmarks(finder, folder / OWN)
         self._case: Any = None
         self._subject: Any = None
-        self._cells_of = cache(self._load)
-
-    def _load(self, suite: str) -> dict[str, Any]:
-        """Cells by key; a repeat needs few suites, and the others need not be imported."""
-        return {cell.key: cell for cell in importlib.import_module(f"bench.{suite}").cells()}
-
-    def _cell(self, key: str) -> Any:
-        return self._cells_of(key.partition("/")[0])[key]
 
     def cells(self, quick: bool) -> dict[str, Any]:
-        """What this version can run, and why it cannot run the rest."""
+        """What this version can run, and why it cannot run the rest; `own`: by its own benchmarks, if it must."""
         names = ("suite", "benchmark", "params", "tier", "key")
-        # Rivals are models of other engines in `bench/`, which is the same on both sides.
-        mine = [cell for cell in self._registry.cells(quick) if cell.promise is None]
-        cells = [{name: getattr(cell, name) for name in names} for cell in mine]
-        return {"cells": cells, "unavailable": self._registry.unavailable(), "cuda": self._torch.cuda.is_available()}
+        with self._today.imported():
+            registry = importlib.import_module("bench.harness.registry")
+            unavailable = registry.unavailable()
+            # Rivals are models of other engines in `bench/`, which is the same on both sides.
+            mine = [cell for cell in registry.cells(quick) if cell.promise is None]
+        return {
+            "cells": [{name: getattr(cell, name) for name in names} for cell in mine],
+            "own": [key for suite in unavailable for key in self._own_keys(suite)],
+            "unavailable": unavailable,
+            "cuda": self._torch.cuda.is_available(),
+        }
+
+    def _own_keys(self, suite: str) -> Sequence[str]:
+        try:
+            return [*self._own.cells_of(suite)]
+        except Exception:  # of whatever this version was like
+            return []
+
+    def _of_cell(self, key: str, work: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        """What `work` says of today's cell or, where this version lacks what that needs, of the version's own."""
+        try:
+            with self._today.imported():
+                return work(self._today.cell(key))
+        except AssertionError:  # A wrong result, which another benchmark does not mend.
+            raise
+        except Exception as error:
+            if key not in self._own_keys(key.partition("/")[0]):
+                raise
+            with self._own.imported():
+                return {**work(self._own.cell(key)), "own": _line(error)}
 
     def count(self, key: str) -> dict[str, Any]:
         """Exact numbers, as lists of value, unit and which direction is better."""
-        counts = self._cell(key).make()
-        if inexact := [name for name, count in counts.items() if type(count.value) is not int]:
-            raise TypeError(f"{', '.join(inexact)} of {key} must be int")
-        return {"counts": counts}
+
+        def work(cell: Any) -> dict[str, Any]:
+            counts = cell.make()
+            if inexact := [name for name, count in counts.items() if type(count.value) is not int]:
+                raise TypeError(f"{', '.join(inexact)} of {key} must be int")
+            return {"counts": counts}
+
+        return self._of_cell(key, work)
 
     def make(self, key: str, plant: float = 0.0) -> dict[str, Any]:
         """Build the case, check and warm it; `seconds` is its time per call."""
-        cell = self._cell(key)
+        return self._of_cell(key, lambda cell: self._made(cell, plant))
+
+    def _made(self, cell: Any, plant: float) -> dict[str, Any]:
         self._case = case = cell.make()
         max_error = self._checked()
         run = slowed(case, plant, self._timing) if plant else case.run
@@ -167,8 +237,7 @@ class Worker:
             return getattr(self, arguments.pop("do"))(**arguments)
         except Exception as error:
             self._case = self._subject = None
-            kind = "wrong" if isinstance(error, self._wrong) else "failed"
-            return {kind: f"{type(error).__name__}: {' '.join(str(error).split())}"}
+            return {"wrong" if isinstance(error, AssertionError) else "failed": _line(error)}
 
 
 def serve(folder: Path, connection: socket.socket, seed: int) -> None:
@@ -180,7 +249,7 @@ def serve(folder: Path, connection: socket.socket, seed: int) -> None:
                 worker = worker or Worker(folder)
                 answer = worker.answer(json.loads(line))
             except Exception as error:
-                answer = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+                answer = {"failed": _line(error)}
             stream.write(json.dumps(answer) + "\n")
             stream.flush()
     del held

@@ -4,6 +4,7 @@ The toy's clock moves only by the work that it is told of, so equal code takes e
 """
 
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -365,6 +366,61 @@ def test_what_base_lacks_is_not_comparable(toy):
     assert reasons["late/newer[]"][1].startswith("BASE: ImportError: cannot import name 'newer'")
 
 
+OWN_LATE = """
+from bench import work
+from bench.cases import Case, Cell
+
+def cells():
+    return [Cell(name, {}, "cpu", lambda: Case(work.step, lambda: 0.5)) for name in ("newer", "dropped")]
+"""
+OWN_CASES = """
+from collections import namedtuple
+
+Case = namedtuple("Case", "run check reset max_repeats", defaults=(lambda: None, 1000))
+
+class Cell(namedtuple("Cell", "benchmark params tier make")):
+    key = property(lambda self: f"late/{self.benchmark}[]")
+"""
+
+
+def commit_with(folder, parent, files):
+    """A commit that has these files as well, made without touching the working tree."""
+    environment = {**os.environ, "GIT_INDEX_FILE": str(folder / ".git" / "another-index")}
+
+    def plumbing(*arguments, text=None):
+        name = ("-c", "user.name=t", "-c", "user.email=t@example.com")
+        command = ("git", *name, *arguments)
+        done = subprocess.run(command, cwd=folder, env=environment, input=text, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    plumbing("read-tree", parent)
+    for path, text in files.items():
+        blob = plumbing("hash-object", "-w", "--stdin", text=text)
+        plumbing("update-index", "--add", "--cacheinfo", f"100644,{blob},{path}")
+    return plumbing("commit-tree", plumbing("write-tree"), "-p", parent, "-m", "with files")
+
+
+def test_an_older_version_runs_the_benchmark_that_it_came_with(toy):
+    """Today's `late` and `new` need `newer`; this version's own `late` times what it has, in the layout of its day."""
+    own = {"bench/__init__.py": "", "bench/late.py": OWN_LATE, "bench/cases.py": OWN_CASES}
+    own["bench/work.py"] = "import hybrid_kv\n\ndef step():\n    return hybrid_kv.step()\n"
+    old = commit_with(toy, "old", own)
+    comparison = compare(old, "slow", root=toy, select=["toy/new", "late", "toy/big"], design=SMALL)
+    found = {one.name: one for one in outcomes_of(comparison, toy / "results")}
+    assert {name: one.verdict for name, one in found.items()} == {
+        BIG: "same",
+        NEW: "not comparable",
+        "late/newer[]": "slower",
+    }
+    late = found["late/newer[]"]
+    assert late.estimate.ratio == pytest.approx(1.05)
+    assert late.max_error == 0.5
+    assert late.reason.startswith("BASE by its own benchmark, as today's fails there: ImportError: cannot import name")
+    turned = compare("slow", old, root=toy, select=["late"], design=SMALL)
+    assert verdicts_of(turned, toy) == {"late/newer[]": "faster"}
+
+
 def test_what_base_can_run_and_head_cannot_is_an_alarm(toy):
     comparison = compare("base", "old", root=toy, select=["toy/new", "late", "toy/big"], design=SMALL)
     found = {one.name: one for one in outcomes_of(comparison, toy / "results")}
@@ -508,7 +564,7 @@ def test_scatter_moves_memory_by_its_seed():
 def test_a_version_finds_its_own_modules_or_none(tmp_path):
     (tmp_path / "hybrid_kv").mkdir()
     (tmp_path / "hybrid_kv" / "__init__.py").write_text("")
-    finder = worker.OnlyFrom(tmp_path)
+    finder = worker.OnlyFrom({"hybrid_kv": tmp_path, "bench": tmp_path})
     assert finder.find_spec("hybrid_kv").origin == str(tmp_path / "hybrid_kv" / "__init__.py")
     assert finder.find_spec("json") is None  # ask the next finder
     for name, path in (("bench", None), ("hybrid_kv.config", [str(tmp_path / "hybrid_kv")])):
@@ -569,7 +625,8 @@ def test_acknowledged_steps_chain(old, new, expected):
 def test_a_count_that_only_one_side_has(tmp_path):
     """A new one has nothing to be compared with; one that is gone is watched no longer, which somebody must want."""
     cell = CellInfo("s", "b", {"size": 1}, "count", "s/b[size=1]")
-    measured = Measured([cell], counts={cell.key: ({"x": [3, "B", "lower"]}, {"y": [1, "B", "lower"]})})
+    counts = ({"counts": {"x": [3, "B", "lower"]}}, {"counts": {"y": [1, "B", "lower"]}})
+    measured = Measured([cell], counts={cell.key: counts})
     gone, new = count_outcomes(measured, {})
     assert (gone.metric, gone.verdict, gone.alarm, gone.base, gone.head) == ("x", "changed", True, 3, None)
     assert cells_of_table(gone)[1:] == ("3 B", "", "", "", "changed (HEAD: it has no such count)")
