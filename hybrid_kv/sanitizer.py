@@ -42,6 +42,7 @@ import torch
 from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockIds, BlockKey, BlockPool
 from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.kernels.slot_mapping import PAD_SLOT
+from hybrid_kv.watch import States, Watcher
 
 if TYPE_CHECKING:
     from hybrid_kv.attention.mamba import BoundaryCopies, MambaMetadata
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from hybrid_kv.request import Request, ScheduledRequest
 
 Array = npt.NDArray[Any]
-States = tuple[torch.Tensor, torch.Tensor | None]  # convolution windows and SSM states of a layer
 
 NUM_EVENTS = 4096  # kept for reports
 NUM_KEYS = 2**16  # the first ones, whose checksums are kept, to know them when they are loaded
@@ -140,8 +140,8 @@ class _Copy:
     checks: list[tuple[torch.Tensor, torch.Tensor]]
 
 
-class Sanitizer:
-    """Follows one engine, whose parts call `on_…` when blocks change hands and around each step.
+class Sanitizer(Watcher):
+    """Follows one engine: what its parts report is held against the requests' tokens.
 
     Args:
         buffers: the raw memory; buffer i belongs to the i-th layer of every group.

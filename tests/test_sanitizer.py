@@ -28,7 +28,7 @@ from hybrid_kv.guard.traffic import SmallBlocksFirst, SmallKVFirst
 from hybrid_kv.kernels import kernel_blocks
 from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle
 from hybrid_kv.sampling import SamplingParams
-from hybrid_kv.sanitizer import SanitizerError
+from hybrid_kv.sanitizer import Sanitizer, SanitizerError
 
 MAX_TOKENS = 12
 PATTERNS = ("M*", "M*MM*", "*M", "MMM*M", "**", "MM")
@@ -116,7 +116,7 @@ def test_a_right_engine_is_silent(start):
         requests, report = traffic.run(llm)
         assert report is None, f"seed {seed}: {report}"
         assert all(traffic.is_right(request) and request.is_finished for request in requests)
-        assert not llm.runner.sanitizer.references.any()
+        assert not llm.watchers[0].references.any()
         seen["hit"] += sum(request.hit.num_tokens > 0 for request in requests)
         seen["preempted"] += sum(request.num_preemptions for request in requests)
         seen["accepted"] += sum(request.num_accepted_draft_tokens for request in requests)
@@ -535,7 +535,7 @@ def test_loaded_bytes_that_nobody_published_are_named_where_no_other_engine_can_
     for seed in range(6):
         traffic = Traffic(seed, **options)
         llm = traffic.llm()
-        llm.runner.sanitizer.private_tier = not folder
+        llm.watchers[0].private_tier = not folder
         _, report = traffic.run(llm)
         rules.add(report and report.rule)
     assert rules <= {None, "load-bytes"}
@@ -593,7 +593,8 @@ def test_a_report_has_rule_request_group_block_step_and_history(monkeypatch):
 def test_the_environment_is_the_default(variable, option, on, monkeypatch):
     monkeypatch.setenv("HYBRID_KV_SANITIZE", variable)
     llm = Traffic(1, sanitize=option).llm()
-    assert (llm.runner.sanitizer is not None) == (llm.manager.sanitizer is not None) == on
+    assert llm.runner.watchers is llm.manager.watchers is llm.watchers
+    assert [type(watcher) for watcher in llm.watchers] == [Sanitizer] * on
 
 
 def test_fresh_blocks_are_poisoned():

@@ -25,7 +25,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -34,11 +33,9 @@ from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockIds, BlockKey, BlockPool
 from hybrid_kv.cache.columns import NO_HIT, NO_IDS, Columns, NewBlocks, PrefixHit
 from hybrid_kv.cache.offload import KVOffload
 from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec, UniformTypeKVCacheSpecs
+from hybrid_kv.cache.watch import CacheWatcher
 from hybrid_kv.config import ConfigError
 from hybrid_kv.kernels.common.integers import cdiv
-
-if TYPE_CHECKING:
-    from hybrid_kv.sanitizer import Sanitizer
 
 
 class HitLostError(Exception):
@@ -77,7 +74,7 @@ class KVCacheManager:
     Attributes:
         hit_unit: tokens; every hit is a multiple of it.
         offload: a further tier for published blocks; a hit may come from both.
-        sanitizer: told when blocks change hands.
+        watchers: told when blocks change hands.
     """
 
     def __init__(
@@ -94,7 +91,7 @@ class KVCacheManager:
         self.num_lookahead_tokens = num_lookahead_tokens
         self.max_model_len = max_model_len
         self.offload: KVOffload | None = None
-        self.sanitizer: Sanitizer | None = None
+        self.watchers: Sequence[CacheWatcher] = []
         self._specs: list[KVCacheSpec] = [_one_spec(group.spec) for group in config.groups]
         for spec in self._specs:
             if not isinstance(spec, MambaSpec):
@@ -243,8 +240,8 @@ class KVCacheManager:
         if ids is None:
             return None
         new = self._append(rows, counts, ids, is_decode)
-        if self.sanitizer is not None:
-            self.sanitizer.on_allocate(request_id, new.per_group())
+        for watcher in self.watchers:
+            watcher.on_allocate(request_id, new.per_group())
         return new
 
     def _admit(self, request_id: str, end: int, ahead: int, is_decode: bool, hit: PrefixHit) -> NewBlocks | None:
@@ -286,18 +283,19 @@ class KVCacheManager:
         assert own is not None
         # From here on all of it is the request's: whatever is raised, `free` finds it.
         self._held[request_id] = rows
-        restored = [row.all().copy() for row in rows] if self.sanitizer is not None else []
+        restored = [row.all().copy() for row in rows] if self.watchers else []
         loaded, fresh = own[: len(absent)], own[len(absent) :]
         for (row, column), block in zip(places, loaded.tolist(), strict=True):
             row.set(column, block)
         new = self._append(rows, counts, fresh, is_decode)
         try:
-            if self.sanitizer is not None:
+            for watcher in self.watchers:
                 if len(hit_ids):
-                    self.sanitizer.on_hit(request_id, restored)
-                self.sanitizer.on_allocate(request_id, new.per_group())
-                columns = [(key, column) for key, (_, column) in zip(absent, places, strict=True)]
-                self.sanitizer.on_load(request_id, columns, loaded)
+                    watcher.on_hit(request_id, restored)
+                watcher.on_allocate(request_id, new.per_group())
+                if absent:
+                    columns = [(key, column) for key, (_, column) in zip(absent, places, strict=True)]
+                    watcher.on_load(request_id, columns, loaded)
             if absent:
                 assert self.offload is not None
                 self.offload.load(pages, loaded.tolist())
@@ -354,8 +352,8 @@ class KVCacheManager:
         if not depths:
             return
         ids = np.array(list(depths), dtype=np.int32)
-        if self.sanitizer is not None:
-            self.sanitizer.on_free(request_id, ids)
+        for watcher in self.watchers:
+            watcher.on_free(request_id, ids)
         self.pool.free(ids)
         self._given_back.setdefault(request_id, {}).update(depths)
 
@@ -397,8 +395,8 @@ class KVCacheManager:
                 first = mode.first_published(first, end, num_computed_tokens, block_size, is_decode)
             keys = [((index, chain[column]), row[column]) for column in range(first, end)]
             published += [(key, block) for key, block in keys if self.pool.publish(key, block)]
-            if self.sanitizer is not None:
-                self.sanitizer.on_publish(request_id, index, first, keys)
+            for watcher in self.watchers:
+                watcher.on_publish(request_id, index, first, keys)
             row.published = end
         if self._refusal is not None and not self._refusal.keys.isdisjoint(key for key, _ in published):
             self._refusal = None
@@ -421,8 +419,8 @@ class KVCacheManager:
             return
         ids = np.concatenate([row.held() for row in rows])
         ends = np.concatenate([row.ends(spec.block_size) for spec, row in zip(self._specs, rows, strict=True)])
-        if self.sanitizer is not None:
-            self.sanitizer.on_free(request_id, ids, ended=True)
+        for watcher in self.watchers:
+            watcher.on_free(request_id, ids, ended=True)
         self.pool.free(ids[np.argsort(-ends, kind="stable")])
         if depths := self._given_back.pop(request_id, None):
             depths.update(zip(ids.tolist(), ends.tolist(), strict=True))
@@ -432,8 +430,8 @@ class KVCacheManager:
         """Forget all published blocks; running requests keep theirs."""
         self.pool.reset()
         self._refusal = None
-        if self.sanitizer is not None:
-            self.sanitizer.on_reset()
+        for watcher in self.watchers:
+            watcher.on_reset()
 
     def check_integrity(self, running: Sequence[str] = ()) -> None:
         """Raise AssertionError unless the pool is whole, every reference has an owner, and only `running` hold any."""

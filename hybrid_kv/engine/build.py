@@ -65,11 +65,13 @@ def build(
     runner = ModelRunner(target, plan, backend, context, config, device, proposer, head)
     if _has_offload(config.cache):
         manager.offload = _offload(model, plan, runner, backend, config.cache)
+    manager.watchers = runner.watchers
     if config.sanitize:
         is_private = config.cache.kv_offload_folder is None
-        manager.sanitizer = runner.sanitizer = Sanitizer(
+        sanitizer = Sanitizer(
             manager.pool, runner.groups, runner.raw_buffers, config.scheduler, is_private, runner.rings
         )
+        runner.watchers.append(sanitizer)
     return Parts(target, tokenizer, eos_token_ids, plan, manager, runner, _scheduler(plan, manager, runner, config))
 
 

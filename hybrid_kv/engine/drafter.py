@@ -23,7 +23,7 @@ from hybrid_kv.kernels.common.ragged import Ragged
 from hybrid_kv.kernels.slot_mapping import PAD_SLOT
 from hybrid_kv.models.layers import ForwardContext
 from hybrid_kv.request import ScheduledRequest
-from hybrid_kv.sanitizer import Sanitizer
+from hybrid_kv.watch import Watcher
 
 Ints = npt.NDArray[np.int64]
 
@@ -86,7 +86,7 @@ class MTPDrafter:
         batch: Sequence[ScheduledRequest],
         hidden: torch.Tensor,
         tokens: Sequence[list[int]],
-        sanitizer: Sanitizer | None = None,
+        watchers: Sequence[Watcher] = (),
     ) -> dict[str, list[int]]:
         """Drafts by request id.
 
@@ -94,7 +94,7 @@ class MTPDrafter:
             batch: of the step, in batch order.
             hidden: [num_tokens, hidden_size], the target's.
             tokens: what each request of the batch got; those tokens are in `token_ids` already.
-            sanitizer: is told where K and V will go.
+            watchers: told where K and V will go.
         """
         device = hidden.device
         scheduled = np.array([item.num_tokens for item in batch], dtype=np.int64)
@@ -117,8 +117,8 @@ class MTPDrafter:
         asked = np.concatenate([np.repeat(np.arange(len(batch)), lengths), np.tile(readers, self._num_passes - 1)])
         all_positions = np.concatenate([positions, further])
         all_places, all_slots = self._slots(rows[asked], all_positions)
-        if sanitizer is not None:
-            sanitizer.on_draft(self._group.group_id, asked, all_positions, all_slots)
+        for watcher in watchers:
+            watcher.on_draft(self._group.group_id, asked, all_positions, all_slots)
         counts = [len(positions)] + [len(readers)] * (self._num_passes - 1)
         places, slots = all_places.split(counts), all_slots.split(counts)
         wanted = torch.from_numpy(ends).to(device)

@@ -55,6 +55,9 @@ class LLM:
 
     Raises:
         ConfigError: the model, an option or the cache plan cannot be used; nothing is allocated then.
+
+    Attributes:
+        watchers: told what the engine does (`hybrid_kv.watch`), in this order; append your own.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class LLM:
         self.model, self.tokenizer, self.eos_token_ids = parts.model, parts.tokenizer, parts.eos_token_ids
         self.plan, self.manager = parts.plan, parts.manager
         self.runner, self.scheduler = parts.runner, parts.scheduler
+        self.watchers = parts.runner.watchers
         self.num_steps = 0
         self._num_requests = 0
         self._aborted: set[str] = set()
@@ -293,8 +297,9 @@ class LLM:
                 # After an error or an interrupt the engine must be as good as new.
                 self._unseen = None
                 self._aborted.clear()
-                if self.runner.sanitizer is not None and self.scheduler.has_requests:
-                    self.runner.sanitizer.on_failure()
+                if self.scheduler.has_requests:
+                    for watcher in self.watchers:
+                        watcher.on_failure()
                 for request in [*self.scheduler.running, *self.scheduler.waiting]:
                     self.scheduler.finish(request, publish=False)
         return [output for output in outputs if output is not None]

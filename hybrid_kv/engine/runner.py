@@ -37,8 +37,8 @@ from hybrid_kv.engine.drafter import DraftHead, MTPDrafter
 from hybrid_kv.kernels.common.launch import FLOATS, choose
 from hybrid_kv.models.layers import ForwardContext
 from hybrid_kv.request import Request, ScheduledRequest
-from hybrid_kv.sanitizer import Sanitizer
 from hybrid_kv.spec_decode.verify import verify
+from hybrid_kv.watch import Watcher
 
 
 class Model(Protocol):
@@ -172,7 +172,7 @@ class ModelRunner:
                 self._computes[group.group_id],
             )
         self.batch: list[ScheduledRequest] = []  # of the last step, in batch order
-        self.sanitizer: Sanitizer | None = None
+        self.watchers: list[Watcher] = []
 
     def _compute(self, group: AttentionGroup) -> Compute:
         """Of an attention group: what its backend names for the device, as far as `kernels` and its dtype allow."""
@@ -188,16 +188,20 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, scheduled: Sequence[ScheduledRequest]) -> StepOutput:
         """Run one step: sample where the last known token was computed, verify drafts, propose new ones."""
+        for watcher in self.watchers:
+            watcher.on_schedule(scheduled)
         resolved = [item if item.drafts is not None else self._resolve(item) for item in scheduled]
         self.batch = batch = sorted(resolved, key=lambda item: not item.is_decode)
+        for watcher in self.watchers:
+            watcher.on_prepare(batch)
         context, num_tokens_padded = self._prepare(batch)
-        if self.sanitizer is not None:
-            self.sanitizer.on_step(batch, self.input_ids, self.positions, context.metadata)
+        for watcher in self.watchers:
+            watcher.on_step(batch, self.input_ids, self.positions, context.metadata)
         hidden = self.model(self.input_ids[:num_tokens_padded], self.positions[:num_tokens_padded], context)
         tokens = self._sample(batch, hidden)
         self._postprocess(batch, [max(1, len(new)) for new in tokens])
-        if self.sanitizer is not None:
-            self.sanitizer.on_commit(tokens)
+        for watcher in self.watchers:
+            watcher.on_commit(tokens)
         drafts = self._propose(batch, hidden, tokens)
         sampled = {item.request.request_id: new for item, new in zip(batch, tokens, strict=True) if new}
         for item in batch:
@@ -222,8 +226,8 @@ class ModelRunner:
             table = self.block_tables.tables[group_id][request.row : request.row + 1]
             replay = builder.commit(rows, gained, np.zeros_like(rows), table)
             assert replay is not None
-            if self.sanitizer is not None:
-                self.sanitizer.on_fold(request, group_id, replay.step)
+            for watcher in self.watchers:
+                watcher.on_fold(request, group_id, replay.step)
             replays |= dict.fromkeys(self.groups[group_id].layer_names, replay)
         self.model.fold(replays, ForwardContext({}, self.views, self.rings, self.kernels))
 
@@ -297,8 +301,8 @@ class ModelRunner:
                 kernel = views[0][0].shape[1] + 1 - builder.spec.num_speculative_tokens
                 states = [(conv_state, ssm_state if spec.replay is None else None) for conv_state, ssm_state in views]
                 table = self.block_tables.input_tables[group_id]
-                if self.sanitizer is not None:
-                    self.sanitizer.on_copy(group_id, copies, table, states, kernel)
+                for watcher in self.watchers:
+                    watcher.on_copy(group_id, copies, table, states, kernel)
                 postprocess_mamba(copies, table, states, kernel)
             # Where the accepted tokens end on the boundary, the next step starts from the copy: it cost the window of
             # an anchor in the same block its first rows.
@@ -313,7 +317,7 @@ class ModelRunner:
         self, batch: Sequence[ScheduledRequest], hidden: torch.Tensor, tokens: Sequence[list[int]]
     ) -> dict[str, list[int]]:
         if self._drafter is not None:
-            return self._drafter.propose(batch, hidden, tokens, self.sanitizer)
+            return self._drafter.propose(batch, hidden, tokens, self.watchers)
         if self.proposer is None:
             return {}
         requests = [item.request for item, new in zip(batch, tokens, strict=True) if new]

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybrid_kv.engine.llm import LLM, RequestOutput
-from hybrid_kv.guard.checks import CheckResult, poison
+from hybrid_kv.guard.checks import CheckResult
+from hybrid_kv.guard.poison import poison
 from hybrid_kv.sampling import SamplingParams
 
 MODES = ("none", "align", "all")

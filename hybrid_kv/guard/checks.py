@@ -26,6 +26,7 @@ from hybrid_kv.config import CacheConfig
 from hybrid_kv.engine.llm import LLM, RequestOutput
 from hybrid_kv.guard.observer import Observer
 from hybrid_kv.guard.patterns import REQUIRED
+from hybrid_kv.guard.poison import poison
 from hybrid_kv.guard.scenario import Scenario, ScriptedProposer, answer_book
 from hybrid_kv.guard.traffic import (
     SCENARIOS_PER_RUN,
@@ -292,12 +293,6 @@ def _layout_errors(
                     f"{group.backend.name} with {num_blocks} blocks: page {block} is not bytes {block * page}…"
                 )
     return errors
-
-
-def poison(llm: LLM) -> None:
-    """Fill the cache with what no reader may use: NaN in every float format, -1 in integers."""
-    for buffer in llm.runner.raw_buffers:
-        buffer.fill_(-1)
 
 
 class HiddenRecorder:

@@ -12,16 +12,17 @@ from math import lcm
 from typing import Any
 
 import numpy as np
+import torch
 
-from hybrid_kv.attention.mamba import DecodeReplay
 from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
 from hybrid_kv.engine.llm import LLM, RequestOutput
-from hybrid_kv.engine.runner import StepOutput
 from hybrid_kv.guard.patterns import count_end, count_outputs, count_step
+from hybrid_kv.guard.poison import StaleColumns, poison_null_block
 from hybrid_kv.guard.scenario import Scenario
 from hybrid_kv.guard.traffic import Cell
 from hybrid_kv.kernels.replay import ReplayStep
 from hybrid_kv.request import Request, ScheduledRequest
+from hybrid_kv.watch import Watcher
 
 Prefix = tuple[str, bytes]
 
@@ -161,7 +162,7 @@ class Published:
         return best
 
 
-class Observer:
+class Observer(Watcher):
     """Watches one engine through a scenario, disturbs it, and raises AssertionError at the first broken rule.
 
     Args:
@@ -195,16 +196,11 @@ class Observer:
     def watch(self, llm: LLM) -> None:
         """Look at every step of an engine from here on."""
         self._llm = llm
-        self._execute = llm.runner.execute
-        llm.runner.execute = self._on_execute  # type: ignore[method-assign]
-        self._gather = llm.runner.block_tables._gather
-        llm.runner.block_tables._gather = self._on_gather  # type: ignore[method-assign, assignment]
+        self._stale = StaleColumns(llm.runner.block_tables)
+        # Of scheme `replay` the first group with states is looked at.
+        self._replayed = next(iter(llm.runner.builders), None) if llm.runner.rings else None
         self.replay: ReplayStep | None = None
-        if llm.runner.rings:
-            builder = next(iter(llm.runner.builders.values()))
-            self._commit = builder.commit
-            builder.commit = self._on_commit  # type: ignore[method-assign, assignment]
-            self._fold, llm.scheduler.fold = llm.runner.fold, self._on_fold
+        llm.watchers.append(self)
         self.published = Published(llm)
         sizes = llm.plan.sizes
         is_indexed = llm.config.cache.mamba_cache_mode != "none" and sizes.mamba_block_size is not None
@@ -276,33 +272,15 @@ class Observer:
                 self.published.add(ran)
                 ran.track.computed = ran.end
 
-    def _on_gather(self, *arguments: Any) -> None:
-        """Columns that a step does not gather hold what an earlier one did, often the right block by chance."""
-        manager, tables = self._llm.manager, self._llm.runner.block_tables
-        for table, split in zip(tables.input_tables, tables.blocks_per_kv_block, strict=True):
-            table.fill_(manager.pool.num_blocks * split)  # no such block
-        self._gather(*arguments)
-
-    def _poison_null_block(self) -> None:
-        """Who is led there writes and reads its own state, which is as good as a block as long as it is alone."""
-        for buffer in self._llm.runner.raw_buffers:
-            buffer[: len(buffer) // self._llm.manager.pool.num_blocks].fill_(-1)
-
-    def _on_commit(self, *arguments: Any) -> DecodeReplay | None:
-        found = self._commit(*arguments)
-        self.replay = None if found is None else found.step
-        return found
-
-    def _on_fold(self, request: Request) -> None:
-        self.replay = None
-        self._fold(request)
-        if self.replay is not None and int(self.replay.n_flush.max()):
+    def on_fold(self, request: Request, group: int, replay: ReplayStep) -> None:
+        """A state is written because its request gives up its row."""
+        if group == self._replayed and int(replay.n_flush.max()):
             aborted = request.request_id in self.aborted
             self.seen[f"folded_at_{'abort' if aborted else 'finish' if request.is_finished else 'preemption'}"] += 1
 
-    def _on_execute(self, scheduled: Sequence[ScheduledRequest]) -> StepOutput:
+    def on_schedule(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """Check what a step will run, and disturb it."""
         llm = self._llm
-        self.replay = None
         again = {item.request.request_id for item in scheduled if item.overwrite}
         for request_id in {str(number) for number in range(len(self.tracks))} - {
             request.request_id for request in llm.scheduler.running if request.request_id not in again
@@ -320,22 +298,37 @@ class Observer:
                 self.aborted_prompts.add(track.prefix(track.prompt))
                 self.seen["abort_in_flight"] += 1
                 llm.abort(victim.request_id)
-        self._poison_null_block()
-        output = self._execute(scheduled)
-        step = [
-            Ran(item, self._track(item.request), output.tokens.get(item.request.request_id, []))
-            for item in output.batch
-        ]
+        poison_null_block(llm)
+
+    def on_prepare(self, batch: Sequence[ScheduledRequest]) -> None:
+        """Columns that the step does not write must not be read."""
+        self._stale.poison(batch)
+
+    def on_step(
+        self,
+        batch: Sequence[ScheduledRequest],
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: dict[str, Any],
+    ) -> None:
+        """Keep what `on_commit` needs."""
+        self._batch, self.replay = batch, None
+        if self._replayed is not None:
+            replay = metadata[self._llm.runner.groups[self._replayed].layer_names[0]].replay
+            self.replay = None if replay is None else replay.step
+
+    def on_commit(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Check what a step has run, and count its patterns."""
+        step = [Ran(item, self._track(item.request), list(new)) for item, new in zip(self._batch, tokens, strict=True)]
         self._check_tokens(step)
         self._check_blocks(step)
-        count_step(self, llm, step)
+        count_step(self, self._llm, step)
         for ran in step:
             ran.track.previous_drafts = ran.item.num_drafts if ran.tokens else -1
             ran.track.accepted = max(0, len(ran.tokens) - 1)
             ran.track.reach = ran.item.num_computed_tokens + ran.item.num_tokens
         self.previous = step
         self._pending.append(step)
-        return output
 
     def _track(self, request: Request) -> Track:
         return self.tracks[int(request.request_id)]

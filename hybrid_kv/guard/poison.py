@@ -1,0 +1,63 @@
+"""Memory that nobody may read, filled with what everybody would notice.
+
+Stale memory often holds the right value by chance: a block that its last owner filled with the same tokens, a column
+of the block table that an earlier step gathered for another request with the same prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hybrid_kv.cache.block_pool import NULL_BLOCK
+from hybrid_kv.cache.block_table import BlockTables
+from hybrid_kv.engine.llm import LLM
+from hybrid_kv.request import ScheduledRequest
+
+
+def poison(llm: LLM) -> None:
+    """Fill the cache with what no reader may use: NaN in every float format, -1 in integers."""
+    for buffer in llm.runner.raw_buffers:
+        buffer.fill_(-1)
+
+
+def poison_null_block(llm: LLM) -> None:
+    """Who is led there writes and reads its own state, which is as good as a block as long as it is alone."""
+    for buffer in llm.runner.raw_buffers:
+        buffer[: len(buffer) // llm.manager.pool.num_blocks].fill_(-1)
+
+
+class StaleColumns:
+    """Makes null, before a step, every column of the block tables that the step must write before it reads it.
+
+    What may stay is what any implementation may keep from step to step: of a row its own blocks, and of a place in the
+    batch the blocks that were gathered there for the same request. All else is null, which is poisoned (above); an id
+    that does not exist would be no better, as readers may load columns that they mask. Padding rows are left alone:
+    null is what they must be.
+    """
+
+    def __init__(self, tables: BlockTables) -> None:
+        self._tables = tables
+        self._owners = [0] * tables.max_num_reqs  # how many requests each row has had
+        self._batch: list[tuple[int, int]] = []  # row and owner of each place in the last step
+        self._gathered: dict[int, tuple[tuple[int, int], list[int]]] = {}  # by place: for whom, blocks per group
+
+    def poison(self, batch: Sequence[ScheduledRequest]) -> None:
+        """Before anything of the step is staged. `batch` is in batch order."""
+        tables, held = self._tables, self._tables.num_blocks.numpy()
+        for place, key in enumerate(self._batch):
+            self._gathered[place] = key, held[key[0]].tolist()
+        kept = held.copy()
+        for item in batch:
+            if item.overwrite:
+                self._owners[item.request.row] += 1
+                kept[item.request.row] = 0
+        for group, table in enumerate(tables.tables):
+            table.numpy()[np.arange(table.shape[1]) >= kept[:, group, None]] = NULL_BLOCK
+        self._batch = [(item.request.row, self._owners[item.request.row]) for item in batch]
+        for place, key in enumerate(self._batch):
+            owner, counts = self._gathered.get(place, (None, []))
+            for group, table in enumerate(tables.input_tables):
+                end = counts[group] * tables.blocks_per_kv_block[group] if owner == key else 0
+                table[place, end:] = NULL_BLOCK
