@@ -53,8 +53,7 @@ check-results: $(STAMP)
 
 compare: export BASE ?= HEAD~1
 compare: $(STAMP)
-	mkdir -p out
-	$(BIN)/hybrid-kv compare "$$BASE" . --markdown out/summary.md --out out/compare.csv
+	$(BIN)/hybrid-kv compare "$$BASE" . --markdown out/summary.md
 
 step-summary:
 	if [ -e out/summary.md ]; then cat out/summary.md >>"$${GITHUB_STEP_SUMMARY:-/dev/stdout}"; fi

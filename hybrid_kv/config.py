@@ -31,6 +31,10 @@ class HybridKVError(Exception):
     """An error the user can act on: one line that names the value and the way out (exit code 2 on the command line)."""
 
 
+class CheckFailedError(Exception):
+    """A check found what should not be: the message is its report, line by line (exit code 1 on the command line)."""
+
+
 class ConfigError(HybridKVError, ValueError):
     """A setting, a model folder or a file that cannot be used."""
 

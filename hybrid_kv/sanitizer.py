@@ -41,6 +41,7 @@ import torch
 
 from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockIds, BlockKey, BlockPool
 from hybrid_kv.cache.spec import MambaSpec
+from hybrid_kv.config import CheckFailedError
 from hybrid_kv.kernels.slot_mapping import PAD_SLOT
 from hybrid_kv.watch import States, Watcher
 
@@ -59,7 +60,7 @@ NUM_KEYS = 2**16  # the first ones, whose checksums are kept, to know them when 
 HASH, TOKENS, ORIGIN = range(3)  # of an entry: what is there, how many tokens, and which step and request wrote it
 
 
-class SanitizerError(AssertionError):
+class SanitizerError(CheckFailedError, AssertionError):
     """The first broken `rule`; the message has the request, the group, the block and its history."""
 
     def __init__(self, rule: str, report: str) -> None:

@@ -291,7 +291,7 @@ def test_a_night_is_compared_with_the_last_that_passed(tmp_path):
         return done.returncode, calls, (tmp_path / "output").read_text()
 
     def compared(base, results="nightly"):
-        return f"compare --tier gpu --out {results}/compare.csv -- {base} .\n"
+        return f"compare --tier gpu --results {results} -- {base} .\n"
 
     code, said, output = night()
     assert (code, output) == (0, "base=\n") and "nothing to compare with" in said
@@ -415,8 +415,7 @@ def test_a_night_is_paired_with_the_first_one(tmp_path):
     code, calls = night("org/lost org/*")
     assert code == 1
     assert calls == [
-        "accuracy --model=org/lost --against=baseline/samples/org_lost.jsonl.gz --out nightly/accuracy.csv",
-        "accuracy --model=org/* --task=gsm8k --limit=1319 --samples=nightly/samples/org__.jsonl.gz"
-        " --out nightly/accuracy.csv",
+        "accuracy --model=org/lost --against=baseline/samples/org_lost.jsonl.gz --results nightly",
+        "accuracy --model=org/* --task=gsm8k --limit=1319 --samples=nightly/samples/org__.jsonl.gz --results nightly",
     ]
     assert night("org/new")[0] == 0

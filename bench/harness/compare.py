@@ -376,7 +376,8 @@ def _common_cells(pair: Pair, quick: bool, select: Sequence[str]) -> Measured:
             raise HybridKVError(f"{side}'s benchmarks cannot be loaded: {answer['failed']}")
     listed = [{cell["key"]: CellInfo(**cell) for cell in answer["cells"]} for answer in answers]
     listed_once = {**listed[0], **listed[1]}
-    measured = Measured([cell for key, cell in listed_once.items() if any(part in key for part in select)])
+    parts = [part.lower() for part in select]
+    measured = Measured([cell for key, cell in listed_once.items() if any(part in key.lower() for part in parts)])
     for cell in measured.cells:
         if cell.tier == "gpu" and not answers[0]["cuda"]:
             measured.failures[cell.key] = Failure("not comparable", "it needs a CUDA device")

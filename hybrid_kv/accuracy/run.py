@@ -12,7 +12,6 @@ import io
 import json
 import math
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from dataclasses import asdict, dataclass
@@ -20,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybrid_kv.accuracy.tasks import check_task, load_task, quiet_lm_eval
-from hybrid_kv.config import ConfigError, HybridKVError
+from hybrid_kv.config import HybridKVError
+from hybrid_kv.files import write_whole
 
 if TYPE_CHECKING:
     from hybrid_kv.accuracy.lm_eval_model import HybridKVLM
@@ -315,23 +315,6 @@ def rows(result: AccuracyResult) -> list[Row]:
     return made
 
 
-def check_outputs(*files: str | Path | None) -> None:
-    """Make the folders of the files and refuse those that cannot be written, before hours of work depend on them.
-
-    Raises:
-        ConfigError: a folder that cannot be made or written, or a file that cannot be replaced.
-    """
-    for file in (Path(file) for file in files if file is not None):
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=file.parent):
-                pass
-        except OSError as error:
-            raise ConfigError(f"{file.parent} cannot be written ({error.strerror}); choose another folder") from None
-        if file.exists() and (file.is_dir() or not os.access(file, os.W_OK)):
-            raise ConfigError(f"{file} is a folder or write-protected; choose another file")
-
-
 def sample_lines(result: AccuracyResult) -> str:
     """One JSON object per question and line, each with the run's `params` and the `commit` that made it."""
     from hybrid_kv.results import provenance
@@ -345,18 +328,7 @@ def write_samples(result: AccuracyResult, file: str | Path) -> None:
     """Write `sample_lines`; a name in .gz is compressed."""
     data = sample_lines(result).encode()
     # No time stamp inside: the same answers give the same bytes.
-    _replace(Path(file), gzip.compress(data, mtime=0) if str(file).endswith(".gz") else data)
-
-
-def write_summary(summary: dict[str, Any], file: str | Path) -> None:
-    """Write a summary, of a run or of a comparison, as JSON."""
-    _replace(Path(file), (json.dumps(summary, indent=2) + "\n").encode())
-
-
-def _replace(file: Path, data: bytes) -> None:
-    part = file.with_name(file.name + ".part")
-    part.write_bytes(data)
-    part.replace(file)
+    write_whole(file, gzip.compress(data, mtime=0) if str(file).endswith(".gz") else data)
 
 
 def print_result(result: AccuracyResult) -> None:

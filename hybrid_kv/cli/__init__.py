@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
-import sys
+from typing import Annotated
 
 import typer
 
 from hybrid_kv.cli import accuracy, compare, generate, guard, kernels, plan, report, results
-from hybrid_kv.cli.errors import leave
+from hybrid_kv.errors import INTERRUPTED, run_command
 
 app = typer.Typer(
     name="hybrid-kv",
     help="See, test and time the cache of hybrid (attention + Mamba) language models.",
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(f"hybrid-kv {version('hybrid_kv')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass  # Options of the program itself.
+
+
 app.command()(plan.plan)
 app.command()(guard.guard)
 app.command()(generate.generate)
@@ -28,7 +46,11 @@ app.command()(report.report)
 
 def main(args: list[str] | None = None) -> None:
     """Run the command line."""
-    try:
-        sys.exit(app(args=args, prog_name="hybrid-kv", standalone_mode=False) or 0)
-    except Exception as error:
-        leave(error)
+
+    def command() -> int:
+        try:
+            return app(args=args, prog_name="hybrid-kv", standalone_mode=False) or 0
+        except typer.Abort:  # Ctrl-C, in older versions of typer.
+            return INTERRUPTED
+
+    run_command(command)

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from hybrid_kv.cli.options import SCHEME_HELP, CacheMode, DraftMethod, StateScheme, require_at_least_one
+from hybrid_kv.cli.options import (
+    SCHEME_HELP,
+    AsJson,
+    CacheMode,
+    DraftMethod,
+    OutFile,
+    Record,
+    ResultsFolder,
+    StateScheme,
+    require_at_least_one,
+    rows_file,
+    show,
+)
 
 app = typer.Typer(invoke_without_command=True, help="Answer GSM8K-format questions; compare two runs.")
 AnswerFilter = Literal["strict-match", "flexible-extract"]
@@ -37,11 +49,9 @@ def accuracy(
     answer_filter: Annotated[
         AnswerFilter, typer.Option("--filter", help="Decides, for --against and --check-floor, what is right.")
     ] = "strict-match",
-    out: Annotated[str, typer.Option(help="CSV to which the averages are appended.")] = "results/accuracy.csv",
     samples: Annotated[
         str | None, typer.Option(help="Write one line per question to this .jsonl or .jsonl.gz file.")
     ] = None,
-    json_file: Annotated[str | None, typer.Option("--json", help="Write the summary to this file.")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Requests that run at once.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens per step.")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Tokens of the longest request.")] = None,
@@ -55,20 +65,27 @@ def accuracy(
     kv_offload_bytes: Annotated[int | None, typer.Option(help="Host memory for cached blocks.")] = None,
     kv_offload_folder: Annotated[str | None, typer.Option(help="Folder for cached blocks.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    as_json: AsJson = False,
+    out: OutFile = None,
+    results: ResultsFolder = None,
+    record: Record = False,
 ) -> None:
     """Answer GSM8K-format questions through lm-eval; append the averages to a CSV, keep every answer."""
     from hybrid_kv.config import ConfigError
-    from hybrid_kv.results import append_rows, check_writable
+    from hybrid_kv.errors import require
+    from hybrid_kv.files import check_outputs
+    from hybrid_kv.results import append_rows
 
     if context.invoked_subcommand is not None:
         if given := [name for name in context.params if _is_given(context, name)]:
             raise ConfigError(f"{given[0]} belongs to a run; give options after {context.invoked_subcommand!r}")
         return
-    run = _accuracy_module("run")
-    comparing, threshold = _accuracy_module("compare"), _accuracy_module("threshold")
-    require_at_least_one(limit=limit)
+    require("safetensors", "tokenizers", "transformers", "lm_eval", "datasets", "scipy")
+    from hybrid_kv.accuracy import compare as comparing
+    from hybrid_kv.accuracy import run, threshold
 
-    options = {
+    require_at_least_one(limit=limit)
+    options: dict[str, Any] = {
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,
         "max_model_len": max_model_len,
@@ -83,8 +100,8 @@ def accuracy(
         "kv_offload_folder": kv_offload_folder,
         "device": device,
     }
-    check_writable(out)
-    run.check_outputs(samples, json_file)
+    csv = rows_file("accuracy.csv", results, record)
+    check_outputs(samples, out)
     options = {name: value for name, value in options.items() if value is not None}
     baseline = None if against is None else comparing.read_answers(against, answer_filter)
     if baseline is not None:
@@ -108,33 +125,29 @@ def accuracy(
         (ask(asked), None) if baseline is None else comparing.compare_live(baseline, ask, answer_filter)
     )
 
-    run.print_result(result)  # Before writing: a full disk must not cost the result.
-    rows, document, passed = run.rows(result), result.summary(), True
+    rows, document, passed, line = run.rows(result), result.summary(), True, None
     if comparison is not None:
-        comparing.print_comparison(comparison)
         rows += comparing.rows(comparison)
         document["comparison"] = comparison.summary()
         passed = comparison.verdict != "worse"
     if floor is not None:
         passed, line = threshold.check(result, floor)
         rows = threshold.mark(rows, floor, passed)
-        print(line)
-    if samples is not None:
-        run.write_samples(result, samples)
-    if json_file is not None:
-        run.write_summary(document, json_file)
-    append_rows(out, rows)
+
+    def table() -> None:
+        run.print_result(result)
+        if comparison is not None:
+            comparing.print_comparison(comparison)
+        if line is not None:
+            print(line)
+
+    with ExitStack() as done:  # last first, and each of them even if one before it fails
+        done.callback(show, document, as_json, out, table)
+        if samples is not None:
+            done.callback(run.write_samples, result, samples)
+        done.callback(append_rows, csv, rows)
     if not passed:
         raise typer.Exit(1)
-
-
-def _accuracy_module(name: str) -> Any:
-    from hybrid_kv.config import ConfigError
-
-    try:
-        return importlib.import_module(f"hybrid_kv.accuracy.{name}")
-    except ImportError as error:
-        raise ConfigError(f"{error}; pip install 'hybrid_kv[accuracy]'") from None
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
@@ -155,41 +168,50 @@ def accuracy_compare(
     baseline: Annotated[str, typer.Argument(help="A --samples file, or a samples_*.jsonl of lm-eval.")],
     candidate: Annotated[str, typer.Argument(help="The same questions, answered by the changed version.")],
     answer_filter: Annotated[AnswerFilter, typer.Option("--filter", help="Decides what is right.")] = "strict-match",
-    out: Annotated[str, typer.Option(help="CSV to which the comparison is appended.")] = "results/accuracy.csv",
-    json_file: Annotated[str | None, typer.Option("--json", help="Write the comparison to this file.")] = None,
+    as_json: AsJson = False,
+    out: OutFile = None,
+    results: ResultsFolder = None,
+    record: Record = False,
 ) -> None:
     """Say whether the candidate lost answers: paired by question, exact McNemar. Exit code 1 when it did."""
-    from hybrid_kv.results import append_rows, check_writable
+    from hybrid_kv.errors import require
+    from hybrid_kv.files import check_outputs
+    from hybrid_kv.results import append_rows
 
-    run, comparing = _accuracy_module("run"), _accuracy_module("compare")
-    check_writable(out)
-    run.check_outputs(json_file)
+    require("scipy")
+    from hybrid_kv.accuracy import compare as comparing
+
+    csv = rows_file("accuracy.csv", results, record)
+    check_outputs(out)
     runs = (comparing.read_answers(file, answer_filter) for file in (baseline, candidate))
     comparison = comparing.compare(*runs, answer_filter=answer_filter)
-    rows = comparing.rows(comparison)  # Before writing: it may refuse what stands in a file.
-    comparing.print_comparison(comparison)
-    if json_file is not None:
-        run.write_summary(comparison.summary(), json_file)
-    append_rows(out, rows)
+    rows = comparing.rows(comparison)  # It may refuse what stands in a file.
+    try:
+        append_rows(csv, rows)
+    finally:
+        show(comparison.summary(), as_json, out, lambda: comparing.print_comparison(comparison))
     if comparison.verdict == "worse":
         raise typer.Exit(1)
 
 
 @app.command("threshold")
 def accuracy_threshold(
-    rows_file: Annotated[str, typer.Option("--rows", help="CSV with the runs.")] = "results/accuracy.csv",
+    rows: Annotated[str, typer.Option(help="CSV with the runs.")] = "results/accuracy.csv",
     model: Annotated[str, typer.Option(help="Name of the model in the rows.")] = "guard_model",
     task: Annotated[str, typer.Option(help="Name of the task in the rows.")] = "gsm8k_synth",
     limit: Annotated[int, typer.Option(help="Questions of each run.")] = 250,
     file: Annotated[Path | None, typer.Option(help="To write to; default: those of the package.")] = None,
 ) -> None:
     """Compute the floors for --check-floor from ten or more runs and write them down."""
+    from hybrid_kv.errors import require
     from hybrid_kv.results import read_rows
 
-    threshold = _accuracy_module("threshold")
+    require("scipy", "yaml")
+    from hybrid_kv.accuracy import threshold
+
     require_at_least_one(limit=limit)
     file = file or threshold.FILE
-    frame = read_rows(rows_file)
+    frame = read_rows(rows)
     floors = [threshold.floor_from_rows(frame, model, task, name, limit) for name in threshold.METRICS]
     for floor in floors:
         before = threshold.write_floor(floor, file)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from hybrid_kv.cli.options import require_at_least_one, require_folder
+from hybrid_kv.cli.options import AsJson, OutFile, Record, ResultsFolder, Select, require_at_least_one, rows_file, show
 
 Tier = Literal["count", "cpu", "gpu"]
 
@@ -18,16 +17,10 @@ def compare(
     base: Annotated[str, typer.Argument(help="A git revision; . is the working tree.")] = "HEAD",
     head: Annotated[str, typer.Argument(help="What may have become slower: a revision, or the working tree.")] = ".",
     every: Annotated[bool, typer.Option("--all", help="All benchmarks, not only the quick ones: minutes.")] = False,
-    suite: Annotated[
-        list[str] | None, typer.Option("--suite", "-k", help="Only benchmarks whose name contains this; repeatable.")
-    ] = None,
+    select: Select = None,
     tier: Annotated[Tier | None, typer.Option(help="Only counts, times of host code (cpu), or of a GPU.")] = None,
     pairs: Annotated[int, typer.Option(help="Pairs of processes of the first look; the repeat has twice as many.")] = 6,
     seed: Annotated[int | None, typer.Option(min=0, help="Of orders and memory layouts; default: a fresh one.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="CSV for the rows; default: results/compare.csv or operating_curve.csv.")
-    ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write everything measured here.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Also write a comment for a pull request here.")] = None,
     acknowledge: Annotated[
         str | None, typer.Option(help="Accept the changed counts for this reason: append to acknowledged.csv.")
@@ -37,46 +30,55 @@ def compare(
     ] = False,
     repetitions: Annotated[int, typer.Option(help="With --self-test: comparisons of equal code.")] = 50,
     trials: Annotated[int, typer.Option(help="With --self-test: comparisons per planted slowdown.")] = 20,
+    as_json: AsJson = False,
+    out: OutFile = None,
+    results: ResultsFolder = None,
+    record: Record = False,
 ) -> None:
     """Say whether HEAD is slower than BASE, or counts otherwise: both run side by side, now, in a checkout."""
     from bench.harness import operating_curve, verdicts
     from bench.harness.compare import ROOT, Design
     from bench.harness.compare import compare as measure
     from hybrid_kv.config import ConfigError
-    from hybrid_kv.results import append_rows, check_writable
+    from hybrid_kv.errors import require
+    from hybrid_kv.files import check_outputs, write_whole
+    from hybrid_kv.results import append_rows
     from hybrid_kv.timing.cases import TIERS
 
-    results = ROOT / "results"
+    require("scipy")
     design = Design(pairs=pairs)
-    out = out or results / ("operating_curve.csv" if self_test else "compare.csv")
-    acknowledged = results / "acknowledged.csv"
+    known = ROOT / "results"  # what is acknowledged, and each benchmark's rate of false alarms
     if acknowledge is not None and not acknowledge.strip():
         raise ConfigError("--acknowledge needs a reason, such as 'one block more per request'")
-    check_writable(out)
-    for file in (json_file, markdown):
-        if file is not None:
-            require_folder(file)
+    rows = rows_file("operating_curve.csv" if self_test else "compare.csv", results, record)
+    check_outputs(out, markdown)
     if self_test:
         require_at_least_one(repetitions=repetitions, trials=trials)
         operating_curve.print_rates(
-            operating_curve.self_test(base, out, root=ROOT, repetitions=repetitions, plants=trials, design=design)
+            operating_curve.self_test(base, rows, root=ROOT, repetitions=repetitions, plants=trials, design=design)
         )
         return
     seed = secrets.randbelow(2**31) if seed is None else seed
     tiers = TIERS if tier is None else (tier,)
     comparison = measure(
-        base, head, root=ROOT, quick=not every, select=suite or [""], tiers=tiers, design=design, seed=seed
+        base, head, root=ROOT, quick=not every, select=select or [""], tiers=tiers, design=design, seed=seed
     )
-    outcomes = verdicts.outcomes_of(comparison, results)
+    outcomes = verdicts.outcomes_of(comparison, known)
     if acknowledge is not None:
-        append_rows(acknowledged, verdicts.acknowledging_rows(outcomes, acknowledge, comparison.base.commit))
-        outcomes = verdicts.outcomes_of(comparison, results)
-    verdicts.print_table(outcomes)
-    print(verdicts.verdict_line(comparison, outcomes))
-    append_rows(out, list(verdicts.rows(comparison, outcomes)), commit=comparison.head.commit)
-    if json_file is not None:
-        json_file.write_text(json.dumps(verdicts.document(comparison, outcomes), indent=2) + "\n", encoding="utf-8")
-    if markdown is not None:
-        markdown.write_text(verdicts.markdown(comparison, outcomes), encoding="utf-8")
+        append_rows(
+            known / "acknowledged.csv", verdicts.acknowledging_rows(outcomes, acknowledge, comparison.base.commit)
+        )
+        outcomes = verdicts.outcomes_of(comparison, known)
+
+    def table() -> None:
+        verdicts.print_table(outcomes)
+        print(verdicts.verdict_line(comparison, outcomes))
+
+    try:
+        append_rows(rows, list(verdicts.rows(comparison, outcomes)), commit=comparison.head.commit)
+        if markdown is not None:
+            write_whole(markdown, verdicts.markdown(comparison, outcomes))
+    finally:
+        show(verdicts.document(comparison, outcomes), as_json, out, table)
     if any(one.alarm for one in outcomes):
         raise typer.Exit(1)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hybrid_kv.cli.options import SCHEME_HELP, CacheMode, DraftMethod, StateScheme
+from hybrid_kv.cli.options import SCHEME_HELP, AsJson, CacheMode, DraftMethod, OutFile, StateScheme, show
+
+if TYPE_CHECKING:
+    from hybrid_kv.engine.llm import RequestOutput
 
 
 def generate(
@@ -29,14 +33,18 @@ def generate(
     speculative_method: Annotated[DraftMethod | None, typer.Option(help="Where drafts come from.")] = None,
     num_speculative_tokens: Annotated[int, typer.Option(help="Draft tokens verified per step (K).")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    as_json: AsJson = False,
+    out: OutFile = None,
 ) -> None:
     """Continue prompts with a checkpoint, through paged block tables."""
     from hybrid_kv import LLM, SamplingParams
     from hybrid_kv.config import ConfigError
+    from hybrid_kv.errors import require
+    from hybrid_kv.files import check_outputs
 
-    texts = prompts or [line.rstrip("\n") for line in sys.stdin]
-    if not texts:
-        raise ConfigError("no prompt: give one as an argument or on standard input")
+    require("safetensors", "tokenizers", "transformers")
+    check_outputs(out)
+    texts = prompts or _lines_of_stdin()
     params = SamplingParams(max_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
     if model is None:
         from hybrid_kv.accuracy.guard_model import FOLDER
@@ -56,9 +64,33 @@ def generate(
         device=device,
     )
     outputs = llm.generate(texts, params, progress=len(texts) > 1)
-    for output in outputs:
-        if output.error is None:
-            print(f"{output.prompt}{output.text}")
+    show([_document(output) for output in outputs], as_json, out, lambda: _print_outputs(outputs))
     errors = [output.error for output in outputs if output.error is not None]
     if errors:
         raise ConfigError("; ".join(errors))
+
+
+def _lines_of_stdin() -> list[str]:
+    from hybrid_kv.config import ConfigError
+
+    if sys.stdin is None:
+        raise ConfigError("no prompt: none is given as an argument, and standard input is closed")
+    try:
+        # Whatever the locale says: a prompt is UTF-8.
+        text = sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"standard input is no text: byte {error.start} is not UTF-8") from None
+    if not text:
+        raise ConfigError("no prompt: give one as an argument or on standard input")
+    return text.replace("\r\n", "\n").removesuffix("\n").split("\n")
+
+
+def _document(output: RequestOutput) -> dict[str, Any]:
+    names = ("prompt", "text", "token_ids", "finish_reason", "error")
+    return {name: getattr(output, name) for name in names}
+
+
+def _print_outputs(outputs: Sequence[RequestOutput]) -> None:
+    for output in outputs:
+        if output.error is None:
+            print(f"{output.prompt}{output.text}")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hybrid_kv.cli.options import require_folder
+from hybrid_kv.cli.options import AsJson, OutFile, Select, show
 
 
 def kernels(
@@ -16,46 +16,55 @@ def kernels(
         Path | None, typer.Option(help="CSV to compare with; default: results/kernels.csv if there is one.")
     ] = None,
     update: Annotated[bool, typer.Option("--update", help="Accept what changed: append it to the baseline.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write every metric here.")] = None,
+    select: Select = None,
     with_peers: Annotated[
         bool, typer.Option("--peers", help="Also compile the Triton kernels of vLLM and mamba_ssm, for comparison.")
     ] = False,
+    as_json: AsJson = False,
+    out: OutFile = None,
 ) -> None:
     """Compile every kernel ahead of time and compare registers, spills, access and instructions. Needs no GPU.
 
     Also count, in Triton's interpreter, the launches of a decode step and the bytes of both state schemes.
     """
     from hybrid_kv.config import ConfigError
+    from hybrid_kv.errors import require
+    from hybrid_kv.files import check_outputs
     from hybrid_kv.results import append_rows, check_writable, provenance
     from hybrid_kv.static import aot, counts
 
+    require("triton")
     names = aot.parse_targets(targets)
     if baseline is not None and not update and not baseline.exists():
         raise ConfigError(f"{baseline} does not exist, so nothing would be compared; --update makes it")
     baseline = baseline or Path("results/kernels.csv")
     if update:
         check_writable(baseline)
-    if json_file is not None:
-        require_folder(json_file)
+    check_outputs(out)
     modules, absent = aot.kernel_modules(), []
     if with_peers:
         from hybrid_kv.static import peers
 
         absent = peers.find()[1]
-    verdicts = aot.run(modules, names, baseline, accept=update)
-    counted = counts.count_all()
+    verdicts = aot.run(modules, names, baseline, accept=update, select=select)
+    counted = [one for one in counts.count_all() if not select or any(part.lower() in one.name for part in select)]
     known = {} if update else aot.read_baseline(baseline, provenance().triton)
     wrong = [counts.failures(one, known) for one in counted]
-    aot.print_table(verdicts)
-    counts.print_counts(counted, wrong)
     others = aot.run_peers(names) if with_peers else []
-    if with_peers:
-        print("\nkernels of other packages, not gated:\n")
-        aot.print_table(others)
-        print(*absent, sep="\n")
-    if json_file is not None:
-        aot.write_json(verdicts, json_file, others)
-    if any(verdict.failures for verdict in verdicts) or any(wrong):
+    failed = any(verdict.failures for verdict in verdicts) or any(wrong)
+
+    def table() -> None:
+        aot.print_table(verdicts)
+        counts.print_counts(counted, wrong)
+        if with_peers:
+            print("\nkernels of other packages, not gated:\n")
+            aot.print_table(others)
+            print(*absent, sep="\n")
+
+    try:
+        if update and not failed:
+            append_rows(baseline, [*aot.changed_rows(verdicts, baseline), *counts.changed_rows(counted, baseline)])
+    finally:
+        show(aot.document(verdicts, others), as_json, out, table)
+    if failed:
         raise typer.Exit(1)
-    if update:
-        append_rows(baseline, [*aot.changed_rows(verdicts, baseline), *counts.changed_rows(counted, baseline)])

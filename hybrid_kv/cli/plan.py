@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from hybrid_kv.cli.options import SCHEME_HELP, CacheMode, StateScheme, require_at_least_one
+from hybrid_kv.cli.options import SCHEME_HELP, AsJson, CacheMode, OutFile, StateScheme, require_at_least_one, show
 
 if TYPE_CHECKING:
     from hybrid_kv.cache.plan import CachePlan
@@ -47,16 +46,19 @@ def plan(
     mamba_ssm_cache_dtype: Annotated[
         str, typer.Option(help="SSM state dtype; auto takes the config's or the family's.")
     ] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+    as_json: AsJson = False,
+    out: OutFile = None,
 ) -> None:
     """Print block sizes, padding, groups and capacity of a model's cache. Nothing is allocated."""
     from hybrid_kv.cache.backend import BackendContext, get_backend
     from hybrid_kv.cache.plan import describe, plan_cache
     from hybrid_kv.cache.spec import replay_spec, with_speculation
     from hybrid_kv.config import CacheConfig, ConfigError, SchedulerConfig
+    from hybrid_kv.files import check_outputs
     from hybrid_kv.models.shapes import model_shape
 
     require_at_least_one(max_model_len=max_model_len, max_num_seqs=max_num_seqs)
+    check_outputs(out)
     cache = CacheConfig(
         block_size=block_size,
         mamba_block_size=mamba_block_size,
@@ -89,10 +91,7 @@ def plan(
         **describe(result),
     }
     document["notes"] += _model_notes(result, shape.counts, mamba_cache_mode, max_num_seqs)
-    if as_json:
-        print(json.dumps(document, indent=2))
-    else:
-        _print_plan(document)
+    show(document, as_json, out, lambda: _print_plan(document))
 
 
 def parse_memory(text: str) -> int:

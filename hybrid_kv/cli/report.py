@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-from hybrid_kv.cli.options import require_folder
-
 
 def report(
     results: Annotated[Path, typer.Option(help="Folder with the CSVs.")] = Path("results"),
@@ -23,11 +21,13 @@ def report(
     from hybrid_kv.dashboard.data import load
     from hybrid_kv.dashboard.markdown import summary
     from hybrid_kv.dashboard.page import ASV_PAGES, build_page, write_page
+    from hybrid_kv.errors import require
+    from hybrid_kv.files import check_outputs, write_whole
 
-    if markdown is not None:
-        require_folder(markdown)
+    require("plotly")
+    check_outputs(out / "index.html", markdown)
     rows = load(results)
     page = write_page(build_page(rows, repository, machine, (out / ASV_PAGES).exists()), out)
     if markdown is not None:
-        markdown.write_text(summary(rows, machine), encoding="utf-8")
+        write_whole(markdown, summary(rows, machine))
     print(page)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hybrid_kv.config import HybridKVError
 
@@ -34,6 +34,7 @@ def result_files(places: Sequence[Path]) -> list[Path]:
 def select_rows(
     frame: pd.DataFrame,
     *,
+    select: Sequence[str] | None = None,
     equal: Mapping[str, str | None] | None = None,
     containing: Mapping[str, str | None] | None = None,
     commit: str | None = None,
@@ -44,6 +45,7 @@ def select_rows(
 
     Args:
         frame: rows of one or more files.
+        select: parts of `suite/benchmark`; one of them is enough.
         equal: column to its whole text.
         containing: column to a part of its text, in upper or lower case.
         commit: the start of a commit hash.
@@ -53,6 +55,9 @@ def select_rows(
     Raises:
         HybridKVError: `since` is no moment, or `last` is less than 1.
     """
+    if select:
+        names = (frame["suite"] + "/" + frame["benchmark"]).str.lower()
+        frame = frame[[any(part.lower() in name for part in select) for name in names]]
     for name, text in (equal or {}).items():
         if text is not None:
             frame = frame[frame[name] == text]
@@ -76,10 +81,10 @@ def select_rows(
     return frame
 
 
-def to_json(frame: pd.DataFrame) -> str:
-    """A list with an object per row; `params` is an object too, a bound that is not there is null."""
-    rows = frame.astype(object).where(frame.notna(), None).to_dict("records")
-    return json.dumps([{**row, "params": json.loads(row["params"])} for row in rows], indent=1)
+def documents(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """For JSON, an object per row; `params` is an object too, a bound that is not there is null."""
+    rows: list[Any] = frame.astype(object).where(frame.notna(), None).to_dict("records")
+    return [{**row, "params": json.loads(row["params"])} for row in rows]
 
 
 def print_rows(frame: pd.DataFrame) -> None:

@@ -356,13 +356,15 @@ def cases_of(module: str, target: str) -> list[AotCase]:
     return cases
 
 
-def measure(modules: Sequence[str], targets: Sequence[str]) -> Iterator[Measurement]:
+def measure(
+    modules: Sequence[str], targets: Sequence[str], select: Sequence[str] | None = None
+) -> Iterator[Measurement]:
     """Every case of the modules on every target, compiled in worker processes; in order, as they are ready.
 
     Raises:
         HybridKVError: a compiler process died.
     """
-    jobs = _jobs(modules, targets)
+    jobs = _jobs(modules, targets, select)
     # Spawned, not forked: a worker must import Triton itself, outside the interpreter that a test may have asked for.
     with ProcessPoolExecutor(NUM_WORKERS, get_context("spawn"), _leave_interpreter) as pool:
         futures = [pool.submit(_measure, *job) for job in jobs]
@@ -374,8 +376,16 @@ def measure(modules: Sequence[str], targets: Sequence[str]) -> Iterator[Measurem
                 raise HybridKVError(f"a compiler process died at or after {kernel} for {target}") from None
 
 
-def _jobs(modules: Sequence[str], targets: Sequence[str]) -> list[tuple[str, int, str]]:
-    found = [(m, index, target) for m in modules for target in targets for index in range(len(cases_of(m, target)))]
+def _jobs(
+    modules: Sequence[str], targets: Sequence[str], select: Sequence[str] | None = None
+) -> list[tuple[str, int, str]]:
+    found = [
+        (module, index, target)
+        for module in modules
+        for target in targets
+        for index, case in enumerate(cases_of(module, target))
+        if not select or any(part.lower() in case.kernel.lower() for part in select)
+    ]
     return sorted(found, key=lambda job: (modules.index(job[0]), job[1]))  # A case's targets stand together.
 
 
@@ -476,14 +486,22 @@ def result_rows(measurement: Measurement) -> list[Row]:
 # ---- the command ----
 
 
-def run(modules: Sequence[str], targets: Sequence[str], baseline: Path, accept: bool) -> list[Verdict]:
-    """Measure and judge every case, with a progress bar."""
+def run(
+    modules: Sequence[str], targets: Sequence[str], baseline: Path, accept: bool, select: Sequence[str] | None = None
+) -> list[Verdict]:
+    """Measure and judge every case whose kernel has one of `select` in its name, with a progress bar.
+
+    Raises:
+        HybridKVError: there is none.
+    """
     from tqdm.auto import tqdm
 
     known = read_baseline(baseline, provenance().triton)
-    total = len(_jobs(modules, targets))
+    total = len(_jobs(modules, targets, select))
+    if not total:
+        raise HybridKVError(f"no kernel has {' or '.join(select or ())!r} in its name")
     seconds = 0.1 if sys.stderr.isatty() else 10.0  # A log keeps every line that a terminal overwrites.
-    bar = tqdm(measure(modules, targets), "kernels", total, mininterval=seconds)
+    bar = tqdm(measure(modules, targets, select), "kernels", total, mininterval=seconds)
     return [judge(one, known, accept) for one in bar]
 
 
@@ -541,13 +559,13 @@ def print_table(verdicts: Sequence[Verdict]) -> None:
     console.print("\n" + "; ".join(notes))
 
 
-def write_json(verdicts: Sequence[Verdict], path: Path, peers: Sequence[Verdict] = ()) -> None:
-    """Every measurement with its metrics and verdict, those of other packages apart, and where the run comes from."""
-    document: dict[str, Any] = {
+def document(verdicts: Sequence[Verdict], peers: Sequence[Verdict] = ()) -> dict[str, Any]:
+    """For JSON: every measurement with its metrics and verdict, those of other packages apart, and their origin."""
+    found: dict[str, Any] = {
         "passed": not any(verdict.failures for verdict in verdicts),
         "provenance": asdict(provenance()),
         "kernels": [asdict(verdict) for verdict in verdicts],
     }
     if peers:
-        document["peers"] = [asdict(verdict.measurement) for verdict in peers]
-    path.write_text(json.dumps(document, indent=2) + "\n")
+        found["peers"] = [asdict(verdict.measurement) for verdict in peers]
+    return found

@@ -121,8 +121,8 @@ def test_five_percent_of_250_answers_are_significant_and_none_are_not(
     planted = [("invalid" if i % 40 == 1 else "wrong") if i % 20 == 1 else o for i, o in enumerate(whole)]
     a = write(tmp_path / "a.jsonl.gz", [record(i, o) for i, o in enumerate(whole)])
     b = write(tmp_path / "b.jsonl", [record(i, o) for i, o in enumerate(planted)])
-    out, summary = tmp_path / "rows.csv", tmp_path / "summary.json"
-    code, printed, _ = call(capsys, "compare", a, b, "--out", out, "--json", summary)
+    out, summary = tmp_path / "accuracy.csv", tmp_path / "summary.json"
+    code, printed, _ = call(capsys, "compare", a, b, "--results", tmp_path, "--out", summary)
     assert code == 1
     for part in ("225 of 250", "212 of 250", "lost 13 (7 of them invalid now), gained 0", "verdict: worse", "Tango"):
         assert part in printed
@@ -130,11 +130,11 @@ def test_five_percent_of_250_answers_are_significant_and_none_are_not(
     assert json.loads(summary.read_text())["p"] == 2**-13
     assert "detectable at 13 flips, with 80 % power: a loss of 5.3 points" in printed
 
-    code, printed, _ = call(capsys, "compare", a, a, "--out", out)
+    code, printed, _ = call(capsys, "compare", a, a, "--results", tmp_path)
     assert code == 0
     assert "lost 0" in printed and "tokens of 0 answers differ" in printed and "verdict: no loss shown" in printed
 
-    code, printed, _ = call(capsys, "compare", b, a, "--out", out)  # better is not worse
+    code, printed, _ = call(capsys, "compare", b, a, "--results", tmp_path)  # better is not worse
     assert code == 0 and "gained 13 (7 invalid before)" in printed
 
     frame = read_rows(out)
@@ -226,7 +226,7 @@ def test_parameters_that_no_row_can_hold_leave_nothing_behind(
 ) -> None:
     a = write(tmp_path / "a.jsonl", [record(0)])
     b = write(tmp_path / "b.jsonl", [record(0, params={**PARAMS, name: value})])
-    code, printed, error = call(capsys, "compare", a, b, "--out", tmp_path / "rows.csv", "--json", tmp_path / "c.json")
+    code, printed, error = call(capsys, "compare", a, b, "--results", tmp_path, "--out", tmp_path / "c.json")
     assert (code, printed, error.count("\n")) == (2, "", 1) and "b.jsonl cannot become rows" in error
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl"]
 
@@ -248,9 +248,9 @@ def test_what_cannot_be_compared_is_one_line_and_exit_code_2(
     a = write(tmp_path / "a.jsonl", lines)
     damage(lines)
     b = write(tmp_path / "b.jsonl", lines)
-    out = tmp_path / "rows.csv"
+    out = tmp_path / "accuracy.csv"
     for pair in ((a, b), (b, a)):
-        code, printed, error = call(capsys, "compare", *pair, "--out", out)
+        code, printed, error = call(capsys, "compare", *pair, "--results", tmp_path)
         assert (code, printed, error.count("\n")) == (2, "", 1)
     assert not out.exists()
     with pytest.raises(HybridKVError) as raised:
@@ -296,9 +296,9 @@ def test_broken_files(
     if data is not None:
         (tmp_path / name).write_bytes(data)
     good = write(tmp_path / "good.jsonl", [record(0)])
-    code, _, error = call(capsys, "compare", good, tmp_path / name, "--out", tmp_path / "rows.csv")
+    code, _, error = call(capsys, "compare", good, tmp_path / name, "--results", tmp_path)
     assert (code, error.count("\n")) == (2, 1) and message in error
-    assert not (tmp_path / "rows.csv").exists()
+    assert not (tmp_path / "accuracy.csv").exists()
 
 
 def test_options_of_a_run_are_refused_before_a_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -353,7 +353,7 @@ def test_against_on_the_command_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     baseline = write(tmp_path / "a.jsonl.gz", [record(i) for i in range(300)])
-    out, summary, samples = tmp_path / "rows.csv", tmp_path / "s.json", tmp_path / "b.jsonl"
+    out, summary, samples = tmp_path / "accuracy.csv", tmp_path / "s.json", tmp_path / "b.jsonl"
     calls: list[dict[str, Any]] = []
     outcomes = ["wrong"] * 11 + ["right"] * 289
 
@@ -362,7 +362,7 @@ def test_against_on_the_command_line(
         return result_of(outcomes[: options["limit"]])
 
     monkeypatch.setattr(run, "evaluate", evaluate)
-    given = ["--against", baseline, "--out", out, "--json", summary, "--samples", samples]
+    given = ["--against", baseline, "--results", tmp_path, "--out", summary, "--samples", samples]
     code, printed, _ = call(capsys, *given, "--num-blocks", "9")
     assert code == 1 and "verdict: worse" in printed and "239 of 250" in printed
     # The seed is the baseline's.
@@ -395,8 +395,11 @@ def test_against_on_the_command_line(
 
 
 def test_against_with_the_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    samples, out = tmp_path / "a.jsonl.gz", tmp_path / "rows.csv"
-    assert call(capsys, "--limit", "3", "--seed", "5", "--samples", samples, "--out", out, "--device", "cpu")[0] == 0
+    samples = tmp_path / "a.jsonl.gz"
+    assert (
+        call(capsys, "--limit", "3", "--seed", "5", "--samples", samples, "--results", tmp_path, "--device", "cpu")[0]
+        == 0
+    )
     options = ["--speculative-method", "mtp", "--num-speculative-tokens", "2", "--mamba-cache-mode", "all"]
-    code, printed, _ = call(capsys, "--against", samples, "--out", out, "--device", "cpu", *options)
+    code, printed, _ = call(capsys, "--against", samples, "--results", tmp_path, "--device", "cpu", *options)
     assert code == 0 and "3 of 3" in printed and "tokens of 0 answers differ" in printed

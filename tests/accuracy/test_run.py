@@ -180,11 +180,21 @@ def test_rows_do_not_say_where_a_folder_lies(tmp_path: Path) -> None:
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, samples, summary = tmp_path / "r" / "a.csv", tmp_path / "s" / "a.jsonl.gz", tmp_path / "a.json"
-    arguments = ["accuracy", "--limit", "2", "--max-num-seqs", "2", "--out", str(out), "--samples", str(samples)]
+    out, samples, summary = tmp_path / "r" / "accuracy.csv", tmp_path / "s" / "a.jsonl.gz", tmp_path / "a.json"
+    arguments = [
+        "accuracy",
+        "--limit",
+        "2",
+        "--max-num-seqs",
+        "2",
+        "--results",
+        str(out.parent),
+        "--samples",
+        str(samples),
+    ]
     for _ in range(2):
         with pytest.raises(SystemExit) as stop:
-            main([*arguments, "--json", str(summary), "--device", "cpu"])
+            main([*arguments, "--out", str(summary), "--device", "cpu"])
         assert stop.value.code in (None, 0)
     printed = capsys.readouterr().out
     assert "self-contained" in printed and "preemptions" in printed
@@ -211,9 +221,9 @@ def test_real_gsm8k_runs_offline() -> None:
         (["--task", "gsm8k", "--gsm8k-dir", "/nowhere"], "/nowhere/train.jsonl: No such file"),
         (["--limit", "0"], "limit=0 must be"),
         (["--attention-backend", "NOPE"], "NOPE"),
-        (["--out", "{file}/a.csv"], "cannot be written"),
+        (["--results", "{file}/a"], "cannot be written"),
         (["--samples", "{file}/a.jsonl"], "cannot be written"),
-        (["--json", "{folder}"], "is a folder"),
+        (["--out", "{folder}"], "is a folder"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

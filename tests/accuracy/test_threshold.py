@@ -199,7 +199,7 @@ def test_check_floor_on_the_command_line(
     passed: bool,
     answer_filter: str,
 ) -> None:
-    file, out = tmp_path / "t.yaml", tmp_path / "rows.csv"
+    file, out = tmp_path / "t.yaml", tmp_path / "accuracy.csv"
     floor = dataclasses.replace(FLOOR, filter=answer_filter)
     assert 205 / 250 < floor.floor == 206 / 250
     threshold.write_floor(floor, file)
@@ -207,7 +207,7 @@ def test_check_floor_on_the_command_line(
     word = {run.STRICT: "right", run.FLEXIBLE: "flexible"}[answer_filter]
     made = result_of([word] * right + ["wrong"] * (250 - right))
     monkeypatch.setattr(run, "evaluate", lambda *_, **__: made)
-    code, printed, _ = call(capsys, "--check-floor", "--filter", answer_filter, "--out", out)
+    code, printed, _ = call(capsys, "--check-floor", "--filter", answer_filter, "--results", tmp_path)
     assert code == (0 if passed else 1)
     assert f"{answer_filter} {right / 250:.2%} {'>=' if passed else '<'} floor" in printed
     verdicts = results.read_rows(out).set_index("metric")["verdict"].to_dict()
@@ -215,7 +215,7 @@ def test_check_floor_on_the_command_line(
     assert set(verdicts.values()) == {""}
     # Found before anything is asked; a run that had fewer questions than it should is not judged.
     monkeypatch.setattr(run, "evaluate", lambda *_, **__: pytest.fail("asked"))
-    code, _, error = call(capsys, "--check-floor", "--filter", answer_filter, "--limit", "50", "--out", out)
+    code, _, error = call(capsys, "--check-floor", "--filter", answer_filter, "--limit", "50", "--results", tmp_path)
     assert code == 2 and "there is one for --limit 250" in error
     with pytest.raises(ConfigError, match="for 250 questions, the run had 249"):
         threshold.check(result_of(["right"] * 249), floor)

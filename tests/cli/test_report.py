@@ -47,7 +47,7 @@ def test_it_links_asvs_pages_where_they_are(tmp_path: Path, capsys: pytest.Captu
         (("--results", "nowhere"), "nowhere is no folder with results"),
         (("--machine", "mars"), "no row is from machine 'mars'"),
         (("--repository", "example.org"), "'example.org' is no URL"),
-        (("--markdown", "nowhere/summary.md"), "the folder nowhere does not exist"),
+        (("--markdown", "/dev/null/summary.md"), "/dev/null cannot be written"),
         (("--markdown", "."), ". is a folder"),
     ],
 )

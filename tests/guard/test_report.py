@@ -37,7 +37,7 @@ def test_a_clean_run_exits_0_and_writes_a_row_per_check(
     monkeypatch.setitem(report.QUICK, "requests", 2000)  # all forced patterns and the whole design
     monkeypatch.setitem(report.QUICK, "trios", 3)
     out = tmp_path / "out.json"
-    assert run("--results", str(tmp_path / "results"), "--json", str(out)) == 0
+    assert run("--results", str(tmp_path / "results"), "--out", str(out)) == 0
     document = json.loads(out.read_text())
     rows = read_rows(tmp_path / "results" / "guard.csv")
     assert document["passed"]
@@ -86,7 +86,7 @@ def test_a_long_run_names_its_seed(
 ) -> None:
     seeds = []
 
-    def note(amount: dict[str, int], seed: int, device: str) -> list[CheckResult]:
+    def note(amount: dict[str, int], seed: int, device: str, select: object) -> list[CheckResult]:
         assert device == "cpu"
         assert amount["requests"] == 100_000
         seeds.append(seed)
@@ -95,7 +95,7 @@ def test_a_long_run_names_its_seed(
     monkeypatch.setattr(report, "run_guard", note)
     with pytest.raises(SystemExit):
         cli.main(["guard", "--long", "--results", str(tmp_path)])
-    assert f"--long --seed {seeds[0]}\n" in capsys.readouterr().out
+    assert f"--long --seed {seeds[0]}\n" in capsys.readouterr().err
 
 
 def test_an_unwritable_results_folder_is_refused_before_any_work(
@@ -110,7 +110,11 @@ def test_an_unwritable_results_folder_is_refused_before_any_work(
     assert captured.err.count("\n") == 1
 
 
-def test_a_missing_json_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--results", str(tmp_path), "--json", str(tmp_path / "no" / "out.json")) == 2
-    assert "does not exist" in capsys.readouterr().err
+def test_a_document_that_cannot_be_written_is_refused_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--results", str(tmp_path), "--out", "/dev/null/out.json") == 2
+    assert capsys.readouterr().err == (
+        "error: /dev/null/out.json: /dev/null cannot be written: Not a directory; choose another folder\n"
+    )
     assert not (tmp_path / "guard.csv").exists()

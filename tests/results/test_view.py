@@ -39,7 +39,9 @@ def folder(tmp_path, monkeypatch):
         ([], [1, 3, 2, 0]),  # by time; among equals in the order of the files
         (["--suite", "guard"], [3, 2, 0]),
         (["--suite", "guar"], []),
-        (["--benchmark", "oth"], [2]),
+        (["-k", "OTH"], [2]),
+        (["-k", "guard/b"], [3, 0]),
+        (["-k", "oth", "-k", "s/"], [1, 2]),
         (["--metric", "HELD"], [2, 0]),
         (["--metric", "."], []),
         (["--commit", "aaaa"], [3, 0]),
@@ -51,7 +53,7 @@ def folder(tmp_path, monkeypatch):
         (["--since", "2026-11-02T13:00:00+01:00"], [3, 2, 0]),
         (["--last", "2"], [2, 0]),
         (["--last", "9"], [1, 3, 2, 0]),
-        (["--suite", "guard", "--benchmark", "b", "--last", "1"], [0]),
+        (["--suite", "guard", "-k", "b", "--last", "1"], [0]),
     ],
 )
 def test_filters(folder, capsys, options, expected):

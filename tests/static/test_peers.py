@@ -121,14 +121,14 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
 def test_the_command_shows_them_apart_and_gates_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def measure_here(modules: Sequence[str], targets: Sequence[str]) -> Iterator[aot.Measurement]:
+    def measure_here(modules: Sequence[str], targets: Sequence[str], _: object = None) -> Iterator[aot.Measurement]:
         return (aot._measure(*job) for job in aot._jobs(modules, targets))
 
     monkeypatch.setattr(aot, "measure", measure_here)
     monkeypatch.setattr(counts, "count_all", list)
     monkeypatch.setattr(aot, "kernel_modules", lambda: ["hybrid_kv.kernels.block_tables.launch"])
     file, report = tmp_path / "kernels.csv", tmp_path / "kernels.json"
-    code, out, _ = run(capsys, "--update", "--baseline", str(file), "--json", str(report))
+    code, out, _ = run(capsys, "--update", "--baseline", str(file), "--out", str(report))
     assert code == 0
     ours, theirs = out.split("kernels of other packages, not gated:")
     assert "block_tables.update_block_tables" in ours and "vllm." not in ours

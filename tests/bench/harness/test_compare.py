@@ -248,11 +248,10 @@ def no_torch(tmp_path, monkeypatch):
 def command(toy, tmp_path, monkeypatch, capsys):
     """Runs `hybrid-kv compare` in the toy: exit code, stdout, stderr."""
     monkeypatch.setattr(driver, "ROOT", toy)
-    out = str(tmp_path / "rows.csv")
 
     def run(*arguments):
         with pytest.raises(SystemExit) as left:
-            main(["compare", *arguments, "--out", out, "--seed", "3", "--pairs", "3"])
+            main(["compare", *arguments, "--results", str(tmp_path), "--seed", "3", "--pairs", "3"])
         return left.value.code, *capsys.readouterr()
 
     return run
@@ -313,10 +312,10 @@ def test_a_launch_is_timed_by_the_device_and_what_became_slower_is_found(
 ):
     monkeypatch.setenv("TOY_GPU", "1")
     document = tmp_path / "out.json"
-    code, out, err = command("base", head, "--tier", "gpu", "-k", "toy/", "--json", str(document))
+    code, out, err = command("base", head, "--tier", "gpu", "-k", "toy/", "--out", str(document))
     assert (code, err) == (int(verdict == "slower"), "")
     assert f"1 {verdict}; {head} (" in out  # and nothing of another tier
-    (row,) = read_rows(tmp_path / "rows.csv").itertuples()
+    (row,) = read_rows(tmp_path / "compare.csv").itertuples()
     assert (row.benchmark, row.metric, row.verdict) == ("toy/device", "gpu_time_ratio", "fail" if code else "pass")
     assert row.value == pytest.approx(ratio)
     assert json.loads(row.params)["clock_mhz"] == [1980, 1980]
@@ -683,13 +682,13 @@ def test_a_quarantined_benchmark_is_shown_but_raises_no_alarm(toy, command):
 
 def test_the_command_prints_and_writes_everything(toy, command, tmp_path):
     json_file, comment = tmp_path / "out.json", tmp_path / "comment.md"
-    extra = ["-k", "step", "--suite", "held", "--json", str(json_file), "--markdown", str(comment)]
+    extra = ["-k", "step", "-k", "held", "--out", str(json_file), "--markdown", str(comment)]
     code, out, err = command("base", "slow", *extra)
     assert (code, err) == (1, "")
     assert out.splitlines()[0].split()[:3] == ["benchmark", "BASE", "HEAD"]
     assert "1.050" in out.splitlines()[1] and "slower" in out.splitlines()[1]
     assert out.splitlines()[-1].startswith("1 alarm: 1 slower, 1 same; slow (")
-    frame = read_rows(tmp_path / "rows.csv")
+    frame = read_rows(tmp_path / "compare.csv")
     assert set(frame["suite"]) == {"compare"}
     assert set(frame["baseline_commit"]) == {git(toy, "rev-parse", "base")}
     step, held = frame.itertuples()
@@ -723,7 +722,7 @@ def test_the_command_prints_and_writes_everything(toy, command, tmp_path):
         (("base", "base", "-k", "nothing"), "no benchmark's name contains 'nothing'"),
         (("old", "base", "-k", "late"), "nothing can be compared with old"),
         (("base", "--pairs", "2"), "fewer than 3 worker pairs"),
-        (("base", "--json", "nowhere/out.json"), "the folder nowhere does not exist"),
+        (("base", "--out", "/dev/null/out.json"), "/dev/null cannot be written"),
         (("base", "base", "--tier", "gpu", "-k", "toy/"), "nothing can be compared with base ("),
         (("base", "base", "--tier", "gpu", "-k", "toy/"), "it needs a CUDA device"),
     ],
@@ -733,11 +732,11 @@ def test_what_cannot_run_is_one_line_and_exit_2(toy, tmp_path, monkeypatch, caps
     monkeypatch.chdir(tmp_path)
     split = arguments.index("--") if "--" in arguments else len(arguments)
     with pytest.raises(SystemExit) as left:
-        main(["compare", "--out", "rows.csv", *arguments[:split], *arguments[split:]])
+        main(["compare", "--results", ".", *arguments[:split], *arguments[split:]])
     out, err = capsys.readouterr()
     assert (left.value.code, out, err.count("\n")) == (2, "", 1)
     assert message in err
-    assert not (tmp_path / "rows.csv").exists()
+    assert not (tmp_path / "compare.csv").exists()
 
 
 def test_a_folder_that_is_no_checkout(tmp_path):

@@ -1,0 +1,155 @@
+"""How a command ends: 0 fine, 1 a check failed, 2 it could not run, 130 Ctrl-C. An error is one line on stderr."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from importlib.util import find_spec
+from typing import Any, NoReturn
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+# Where a package comes from that an installation may lack; those that are always there are no extra's.
+EXTRAS = {
+    "transformers": "models",
+    "safetensors": "models",
+    "tokenizers": "models",
+    "huggingface_hub": "models",
+    "lm_eval": "accuracy",
+    "datasets": "accuracy",
+    "yaml": "accuracy",
+    "scipy": "accuracy",
+    "asv": "bench",
+    "asv_runner": "bench",
+    "virtualenv": "bench",
+    "plotly": "report",
+    "triton": "kernels",
+}
+
+
+def run_command(command: Callable[[], int | None]) -> NoReturn:
+    """Exit with what `command` returns or raises.
+
+    A sanitizer's report is a check that failed: it keeps its lines, and the exit code is 1. A reader that left, as
+    `head` does, needs no message.
+
+    Raises:
+        Exception: what is neither the user's nor the system's fault, but a bug, as it was raised.
+    """
+    _open_streams()
+    try:
+        code = _code(command)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except BrokenPipeError:
+        code = 2
+    except OSError as error:
+        code = _say(_told(error), 2)
+    except Exception as error:
+        code = _ending(error)
+    if code == INTERRUPTED:
+        _say("interrupted", code)
+    _let_go_of_streams()
+    sys.exit(code)
+
+
+def require(*packages: str) -> None:
+    """Raise for the first package that is not installed, before any work depends on it.
+
+    Raises:
+        ModuleNotFoundError: as an import of it would; `run_command` names the extra.
+    """
+    for name in packages:
+        # None in sys.modules: an import of it is forbidden.
+        if (name in sys.modules and sys.modules[name] is None) or (name not in sys.modules and not find_spec(name)):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def _open_streams() -> None:
+    """Every sign can be printed, and no file that is opened later becomes a standard stream that was closed."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (it stays)
+    if sys.stdout is None:
+        sys.exit(_say("standard output is closed; redirect it to a file or to /dev/null", 2))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _code(command: Callable[[], int | None]) -> int:
+    try:
+        return command() or 0
+    except SystemExit as left:
+        # typer makes exit code 1, a failed check, of a pipe whose reader left.
+        if isinstance(left.__context__, BrokenPipeError):
+            raise left.__context__ from None
+        return left.code if isinstance(left.code, int) else 0 if left.code is None else _say(str(left.code), 2)
+
+
+def _ending(error: Exception) -> int:
+    """Say what is wrong, or raise it again if it is a bug."""
+    # Wrong usage, known by its method: click's classes are typer's own in some versions and click's in others.
+    if hasattr(error, "format_message"):
+        return _usage(error)
+    from hybrid_kv.config import CheckFailedError, HybridKVError  # Imports torch: not for --help.
+
+    if isinstance(error, ModuleNotFoundError):
+        return _say(_missing(error), 2)
+    if isinstance(error, HybridKVError):
+        return _say(str(error), 2)
+    if isinstance(error, MemoryError):
+        return _say(f"out of memory: {error}".rstrip(": "), 2)
+    if isinstance(error, CheckFailedError):
+        print(error, file=sys.stderr)
+        return 1
+    raise error
+
+
+def _say(line: str, code: int) -> int:
+    with suppress(OSError):  # of a stream that nobody reads
+        print("error:", " ".join(line.split()), file=sys.stderr, flush=True)
+    return code
+
+
+def _told(error: OSError) -> str:
+    what = error.strerror or str(error) or type(error).__name__
+    return f"{os.fsdecode(error.filename)}: {what}" if isinstance(error.filename, str | bytes) else what
+
+
+def _missing(error: ModuleNotFoundError) -> str:
+    if not error.name:
+        return f"a package is not installed: {error}; run: pip install -e '.[all]' in a checkout"
+    package = error.name.partition(".")[0]
+    if package in ("bench", "hybrid_kv"):
+        return f"{error.name} is only in a checkout of the project; run this command there"
+    return f"{error.name} is not installed; run: pip install -e '.[{EXTRAS.get(package, 'all')}]' in a checkout"
+
+
+def _usage(error: Any) -> int:
+    """One line with the value and where the options are, but for a command without arguments: its help was printed."""
+    if message := " ".join(error.format_message().replace("Value error, ", "").split()).rstrip("."):
+        # What pydantic, which newer versions of typer ask, was given: not in its message.
+        for one in getattr(error.__cause__, "errors", list)():
+            if repr(one["input"]) not in message:
+                message += f", given {one['input']!r}"
+        command = error.ctx.command_path if error.ctx else "hybrid-kv"
+        _say(f"{message}; see {command} --help", 2)
+    return int(error.exit_code)
+
+
+def _let_go_of_streams() -> None:
+    """What cannot be written is dropped now: at its end the interpreter would try again, and exit with 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            devnull = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(devnull, stream.fileno())
+            os.close(devnull)

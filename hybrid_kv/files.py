@@ -1,0 +1,58 @@
+"""Files that a command makes: checked before the work, then whole or not there at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from hybrid_kv.config import ConfigError, HybridKVError
+
+
+def check_outputs(*files: str | Path | None) -> None:
+    """Refuse files that `write_whole` could not write, before hours of work depend on them. Nothing is made yet.
+
+    Raises:
+        ConfigError: a folder that cannot be made or written, or a file that cannot be replaced.
+    """
+    for file in (Path(file) for file in files if file is not None):
+        if file.is_dir():
+            raise ConfigError(f"{file} is a folder; name a file in it")
+        folder = next(folder for folder in file.absolute().parents if folder.exists())
+        try:
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise ConfigError(f"{file}: {folder} cannot be written: {error.strerror}; choose another folder") from None
+        if file.exists() and not os.access(file, os.W_OK):
+            raise ConfigError(f"{file} is write-protected; choose another file")
+
+
+def write_whole(file: str | Path, data: str | bytes) -> None:
+    """Write a file and its folders, or leave what was there before; text is UTF-8.
+
+    Raises:
+        HybridKVError: it cannot be written.
+    """
+    file = Path(file)
+    data = data.encode(errors="backslashreplace") if isinstance(data, str) else data
+    if file.exists() and not file.is_file():
+        # A device or a pipe, such as /dev/stdout, cannot be replaced.
+        try:
+            file.write_bytes(data)
+        except OSError as error:
+            raise HybridKVError(f"{file} cannot be written: {error.strerror}") from None
+        return
+    part = None
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=file.parent, prefix=".hybrid-kv.", suffix=".part", delete=False) as made:
+            part = made.name
+            made.write(data)
+        os.chmod(part, 0o644)
+        os.replace(part, file)
+    except OSError as error:
+        raise HybridKVError(f"{file} cannot be written: {error.strerror}") from None
+    finally:
+        if part is not None:
+            Path(part).unlink(missing_ok=True)
