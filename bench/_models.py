@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hybrid_kv.engine.llm import LLM
+from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.exact import ExactModel, ExactOracle
 from hybrid_kv.models.nemotron_h import NemotronH, NemotronHConfig
 from hybrid_kv.models.shapes import model_shape
@@ -75,7 +76,7 @@ def tiny_nemotron(seed: int, pattern: str) -> NemotronH:
         "chunk_size": 16,
         "torch_dtype": "float32",
     }
-    model = NemotronH(NemotronHConfig.from_hf(raw), model_shape(raw).layers).eval()
+    model = NemotronH(NemotronHConfig.read(ConfigFile.read(raw)), model_shape(raw).layers).eval()
     g = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=g)

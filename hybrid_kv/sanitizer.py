@@ -23,14 +23,14 @@ builders, nor the block hashes are trusted, and the first broken rule is named b
 - `allocate-held`, `free-held`, `free-unheld`, `free-leak`, `evict-findable`: the life of a block.
 
 Fresh blocks are poisoned: bytes 0xFF are NaN in every float format and -1 in integers. Layers of a drafting head
-(`mtp.`) write in passes of their own; only where they write is checked: `draft-slot` if the target has another token
-there, or none at that place of a block.
+write in passes of their own; only where they write is checked: `draft-slot` if the target has another token there, or
+none at that place of a block.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -86,10 +86,10 @@ class _Owner:
 class _Shadow:
     """What the blocks of one group hold. An entry of zeros: nothing that the request could want."""
 
-    def __init__(self, group: AttentionGroup, num_blocks: int, num_rows: int) -> None:
+    def __init__(self, group: AttentionGroup, num_blocks: int, num_rows: int, draft_layers: Collection[str]) -> None:
         spec = group.spec
         self.group, self.id, self.block_size = group, group.group_id, spec.block_size
-        self.layers = [i for i, name in enumerate(group.layer_names) if not name.startswith("mtp.")]
+        self.layers = [i for i, name in enumerate(group.layer_names) if name not in draft_layers]
         self.is_mamba = isinstance(spec, MambaSpec)
         width = 1 + spec.num_speculative_tokens if isinstance(spec, MambaSpec) else spec.block_size
         # [block, slot in the block]; of a Mamba group [block, row where a convolution window begins].
@@ -149,6 +149,7 @@ class Sanitizer(Watcher):
         private_tier: all that is loaded was published here. If others may have filed it, their bytes for the same
             tokens differ rightly (padding, rows of drafts, rounding), so only other tokens' bytes are an error.
         rings: of scheme `replay`, by layer; poisoned whenever a row gets a new owner.
+        draft_layers: names of a drafting head's layers.
     """
 
     _batch: _Step
@@ -161,9 +162,10 @@ class Sanitizer(Watcher):
         limits: SchedulerConfig,
         private_tier: bool = False,
         rings: Mapping[str, ReplayRing] | None = None,
+        draft_layers: Collection[str] = (),
     ) -> None:
         self.pool, self.num_blocks, self.private_tier = pool, pool.num_blocks, private_tier
-        self.shadows = [_Shadow(group, pool.num_blocks, limits.max_num_seqs) for group in groups]
+        self.shadows = [_Shadow(group, pool.num_blocks, limits.max_num_seqs, draft_layers) for group in groups]
         self.rings = [part for ring in (rings or {}).values() for part in (ring.x, ring.B, ring.dt)]
         self.pages = [buffer.view(pool.num_blocks, -1) for buffer in buffers]
         self.owners: dict[str, _Owner] = {}

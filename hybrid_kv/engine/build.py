@@ -16,11 +16,11 @@ from hybrid_kv.cache.offload import KVOffload, check_offloadable
 from hybrid_kv.cache.plan import CachePlan, apply_block_sizes, plan_cache, update_block_size_for_backend
 from hybrid_kv.cache.spec import KVCacheConfig, KVCacheSpec, MambaSpec, group_layers, replay_spec, with_speculation
 from hybrid_kv.config import CacheConfig, ConfigError, EngineConfig
-from hybrid_kv.engine.runner import Model, ModelRunner, Proposer
+from hybrid_kv.engine.runner import ModelRunner, Proposer
 from hybrid_kv.engine.scheduler import Scheduler
 from hybrid_kv.engine.text import Tokenizer
-from hybrid_kv.models.loader import fingerprint, load_eos_token_ids, load_model, load_mtp, load_tokenizer
-from hybrid_kv.models.nemotron_h import NemotronH
+from hybrid_kv.models.interface import DraftHead, Model
+from hybrid_kv.models.loader import fingerprint, load_eos_token_ids, load_head, load_model, load_tokenizer
 from hybrid_kv.sanitizer import Sanitizer
 from hybrid_kv.spec_decode.propose import NgramProposer
 
@@ -67,9 +67,14 @@ def build(
         manager.offload = _offload(model, plan, runner, backend, config.cache)
     manager.watchers = runner.watchers
     if config.sanitize:
-        is_private = config.cache.kv_offload_folder is None
         sanitizer = Sanitizer(
-            manager.pool, runner.groups, runner.raw_buffers, config.scheduler, is_private, runner.rings
+            manager.pool,
+            runner.groups,
+            runner.raw_buffers,
+            config.scheduler,
+            config.cache.kv_offload_folder is None,
+            runner.rings,
+            head.layer_specs if head is not None else (),
         )
         runner.watchers.append(sanitizer)
     return Parts(target, tokenizer, eos_token_ids, plan, manager, runner, _scheduler(plan, manager, runner, config))
@@ -130,7 +135,7 @@ def _load(
 
 def _drafts(
     model: str | Path | Model, target: Model, proposer: Proposer | None, config: EngineConfig
-) -> tuple[Proposer | None, Any]:
+) -> tuple[Proposer | None, DraftHead | None]:
     """Where drafts come from: a proposer, a head of the checkpoint, or neither."""
     speculative = config.speculative
     if proposer is not None or speculative.speculative_method is None:
@@ -138,12 +143,12 @@ def _drafts(
     if speculative.speculative_method == "ngram":
         lookup = speculative.prompt_lookup_max, speculative.prompt_lookup_min
         return NgramProposer(speculative.num_speculative_tokens, *lookup), None
-    if not isinstance(model, str | Path) or not isinstance(target, NemotronH):
+    if not isinstance(model, str | Path):
         raise ConfigError('speculative_method="mtp" needs a checkpoint folder; give LLM(..., proposer=...) instead')
-    return None, load_mtp(model, target)
+    return None, load_head(model, target)
 
 
-def _layer_specs(target: Model, head: Any, config: EngineConfig) -> dict[str, KVCacheSpec]:
+def _layer_specs(target: Model, head: DraftHead | None, config: EngineConfig) -> dict[str, KVCacheSpec]:
     """Of the model's layers and the head's, with what their drafts need."""
     layers = target.layer_specs | (head.layer_specs if head is not None else {})
     K = config.speculative.num_speculative_tokens
@@ -187,7 +192,7 @@ def _default_num_blocks(
     return max(2, min(wanted, memory // (sizes.page_size_bytes * max(len(group.layer_names) for group in groups))))
 
 
-def _manager(plan: CachePlan, config: EngineConfig, head: Any) -> KVCacheManager:
+def _manager(plan: CachePlan, config: EngineConfig, head: DraftHead | None) -> KVCacheManager:
     K = config.speculative.num_speculative_tokens
     return KVCacheManager(
         plan.config,

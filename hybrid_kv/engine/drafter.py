@@ -9,7 +9,6 @@ one position on.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,39 +17,14 @@ import torch
 from hybrid_kv.attention.paged import AttentionPart, Compute, PagedAttentionMetadata, SlotMapping
 from hybrid_kv.cache.backend import AttentionGroup
 from hybrid_kv.cache.block_table import BlockTables
-from hybrid_kv.cache.spec import KVCacheSpec
 from hybrid_kv.kernels.common.ragged import Ragged
 from hybrid_kv.kernels.slot_mapping import PAD_SLOT
+from hybrid_kv.models.interface import DraftHead
 from hybrid_kv.models.layers import ForwardContext
 from hybrid_kv.request import ScheduledRequest
 from hybrid_kv.watch import Watcher
 
 Ints = npt.NDArray[np.int64]
-
-
-class DraftHead(Protocol):
-    """A head whose pair (hidden state of token p - 1, token p) has position p; see `models.nemotron_h_mtp`."""
-
-    layer_specs: dict[str, KVCacheSpec]
-
-    def __call__(
-        self,
-        hidden: torch.Tensor,
-        next_token_ids: torch.Tensor,
-        context: ForwardContext,
-        wanted: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """[num_wanted, hidden_size], for `compute_logits` and the next pass.
-
-        Args:
-            wanted: [num_wanted] int64, the tokens that are the queries of the context's metadata; None: all.
-        """
-
-    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The target's hidden states as the head reads them, same shape."""
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, vocab_size]."""
 
 
 class MTPDrafter:

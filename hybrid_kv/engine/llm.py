@@ -14,8 +14,9 @@ from tqdm.auto import tqdm
 from hybrid_kv.cache.columns import NO_HIT, PrefixHit
 from hybrid_kv.config import ConfigError, HybridKVError, engine_config, is_int
 from hybrid_kv.engine.build import build
-from hybrid_kv.engine.runner import Model, Proposer, StepOutput
+from hybrid_kv.engine.runner import Proposer, StepOutput
 from hybrid_kv.engine.text import Tokenizer, may_stop, stop_position
+from hybrid_kv.models.interface import Model
 from hybrid_kv.request import Request, ScheduledRequest
 from hybrid_kv.sampling import SamplingParams
 
@@ -47,8 +48,8 @@ class LLM:
     """A model, its cache and a scheduler.
 
     Args:
-        model: a checkpoint folder, or a model object (see `engine.runner.Model`). For an offload folder an object that
-            is no `torch.nn.Module` needs a `fingerprint`, a text that differs whenever its weights do.
+        model: a checkpoint folder, or a model object (see `models.interface.Model`). For an offload folder an object
+            that is no `torch.nn.Module` needs a `fingerprint`, a text that differs whenever its weights do.
         tokenizer: overrides the checkpoint's own; None with a model object means token ids only.
         proposer: where drafts come from, instead of `speculative_method`.
         options: fields of `EngineConfig`, `CacheConfig`, `SchedulerConfig` and `SpeculativeConfig`.

@@ -31,34 +31,15 @@ from hybrid_kv.cache.backend import (
 from hybrid_kv.cache.block_table import BlockTables, LaunchedBlockTables
 from hybrid_kv.cache.layout import allocate_raw_buffers, allocate_rings, bind_views
 from hybrid_kv.cache.plan import CachePlan
-from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec
+from hybrid_kv.cache.spec import FullAttentionSpec, MambaSpec
 from hybrid_kv.config import EngineConfig
-from hybrid_kv.engine.drafter import DraftHead, MTPDrafter
+from hybrid_kv.engine.drafter import MTPDrafter
 from hybrid_kv.kernels.common.launch import FLOATS, choose
+from hybrid_kv.models.interface import DraftHead, Model
 from hybrid_kv.models.layers import ForwardContext
 from hybrid_kv.request import Request, ScheduledRequest
 from hybrid_kv.spec_decode.verify import verify
 from hybrid_kv.watch import Watcher
-
-
-class Model(Protocol):
-    """What the engine asks of a model. Layer names are the keys of `layer_specs`; their block sizes are ignored."""
-
-    vocab_size: int
-    mamba_chunk_size: int | None
-    layer_specs: dict[str, KVCacheSpec]
-
-    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """[num_tokens] int64 each; hidden states [num_tokens, …]."""
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, …] to [num_tokens, vocab_size]."""
-
-    def fold(self, replays: dict[str, DecodeReplay], context: ForwardContext) -> None:
-        """Scheme `replay`: run what is due of each layer's histories into its states; no tokens.
-
-        A model whose Mamba specs have no `input_shapes` needs none.
-        """
 
 
 class Proposer(Protocol):

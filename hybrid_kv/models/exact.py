@@ -255,7 +255,7 @@ class ExactModel:
         return torch.from_numpy(x)
 
     def fold(self, replays: dict[str, DecodeReplay], context: ForwardContext) -> None:
-        """See `engine.runner.Model`."""
+        """See `models.interface.Model`."""
         for layer in self.layers:
             if isinstance(layer, ExactMamba):
                 layer.fold(replays[layer.name], context)

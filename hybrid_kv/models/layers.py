@@ -428,5 +428,5 @@ class SquaredReluMLP(nn.Module):
         self.up_proj = Linear(hidden_size, intermediate_size, bias)
         self.down_proj = Linear(intermediate_size, hidden_size, bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         return self.down_proj(self.up_proj(x).relu_().square_())

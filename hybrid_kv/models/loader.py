@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 
 from hybrid_kv.config import ConfigError, EngineConfig
-from hybrid_kv.models.nemotron_h import NemotronH, NemotronHConfig, join_qkv, layer_kinds
-from hybrid_kv.models.nemotron_h_mtp import NemotronHMTP
-from hybrid_kv.models.shapes import model_shape, read_config
+from hybrid_kv.models.config_file import ConfigFile, read_config, read_json
+from hybrid_kv.models.interface import DraftHead, Model
+from hybrid_kv.models.registry import Tensors, family_of, head_of, runnable
+from hybrid_kv.models.shapes import model_shape
 
 
 def resolve_folder(model: str | Path) -> Path:
@@ -26,8 +28,7 @@ def resolve_folder(model: str | Path) -> Path:
         try:
             return Path(snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors", "tokenizer*"]))
         except Exception as error:  # the hub's client raises many unrelated types for "not there" and "no network"
-            first = (str(error).splitlines() or [""])[0]
-            raise ConfigError(f"model {model}: not a folder, and the hub says: {first[:160]}") from None
+            raise ConfigError(f"model {model}: not a folder, and the hub says: {_first_line(error)}") from None
     raise ConfigError(f"model folder {model} does not exist")
 
 
@@ -41,23 +42,85 @@ def fingerprint(model: str | Path) -> str:
     return blake2b(repr((read_config(folder), files)).encode(), digest_size=16).hexdigest()
 
 
-def load_tensors(folder: Path, mtp: bool = False) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint, on the CPU: those of the model, or those of its MTP head."""
+def load_eos_token_ids(model: str | Path) -> frozenset[int]:
+    """All tokens that end a text, of generation_config.json or else config.json; instruct models list several.
+
+    Raises:
+        ConfigError: they are no integers.
+    """
+    folder = resolve_folder(model)
+    for name in ("generation_config.json", "config.json"):
+        ids = (read_json(folder / name) or {}).get("eos_token_id")
+        if ids is None:
+            continue
+        listed = ids if isinstance(ids, list) else [ids]
+        if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in listed):
+            raise ConfigError(f"{folder / name}: eos_token_id={ids!r} must be a token id or a list of them")
+        return frozenset(listed)
+    return frozenset()
+
+
+def load_model(model: str | Path, config: EngineConfig, device: torch.device) -> Model:
+    """The model of a checkpoint folder, in evaluation mode, on `device`.
+
+    Raises:
+        ConfigError: an unknown family, a missing, surplus or misshapen tensor, weights that are no finite floats.
+    """
+    folder = resolve_folder(model)
+    file = ConfigFile.read(folder)
+    family, head = family_of(file), head_of(file)
+    if (build := family.build) is None:
+        raise file.fail(
+            f"model_type {file.model_type!r} can't be run; {', '.join(runnable())} can (others can only be planned)"
+        )
+    shape = model_shape(file, cache=config.cache, dtype=config.dtype)
+    built = _on_meta(file, lambda: build(file, shape.layers))
+    tensors = load_tensors(folder, lambda name: head is None or not name.startswith(head.prefix))
+    _assign(built, family.convert_weights(tensors), folder)
+    return cast(Model, built.to(device=device, dtype=shape.dtype).eval())
+
+
+def load_head(model: str | Path, target: Model) -> DraftHead:
+    """The draft head of `target`'s checkpoint folder, in the target's dtype, on its device.
+
+    Raises:
+        ConfigError: no such head, one of another kind, a missing, surplus or misshapen tensor.
+    """
+    folder = resolve_folder(model)
+    file = ConfigFile.read(folder)
+    if (head := head_of(file)) is None:
+        raise file.fail(f"{file.model_type} checkpoints have no draft head that can be run; draft with n-grams instead")
+    prefix, build = head.prefix, head.build
+    built = _on_meta(file, lambda: build(file, target))
+    _assign(built, head.convert_weights(load_tensors(folder, lambda name: name.startswith(prefix))), folder, prefix)
+    weight = next(cast(nn.Module, target).parameters())
+    return cast(DraftHead, built.to(device=weight.device, dtype=weight.dtype).eval())
+
+
+def _on_meta(file: ConfigFile, build: Callable[[], nn.Module]) -> nn.Module:
+    """A module whose parameters have shapes and no memory: a size that is wrong costs nothing, and is named below."""
+    try:
+        with torch.device("meta"):
+            return build()
+    except (RuntimeError, OverflowError) as error:
+        raise file.fail(f"no model can have these sizes ({_first_line(error)}); correct the file") from None
+
+
+def load_tensors(folder: Path, is_wanted: Callable[[str], bool]) -> Tensors:
+    """The tensors of a checkpoint whose names are wanted, on the CPU.
+
+    Raises:
+        ConfigError: a file is missing, damaged, or holds a tensor that another one holds, too.
+    """
     from safetensors import SafetensorError, safe_open  # an extra: an engine around a model object needs none
 
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        files = [folder / name for name in sorted(set(read_json(index).get("weight_map", {}).values()))]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"{folder} has no *.safetensors file; only that format is read")
-    tensors: dict[str, torch.Tensor] = {}
-    for file in files:
+    tensors: Tensors = {}
+    for file in _weight_files(folder):
         try:
             with safe_open(file, framework="pt") as opened:
-                names = [name for name in opened.keys() if name.startswith("mtp.") == mtp]  # noqa: SIM118 (no mapping)
-                loaded = {name: opened.get_tensor(name) for name in names}
+                loaded = {name: opened.get_tensor(name) for name in list(opened.keys()) if is_wanted(name)}
+        except FileNotFoundError:
+            raise ConfigError(f"{file} does not exist, but {folder}'s index names it; download it again") from None
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{file} cannot be read ({error}); it is truncated or no safetensors file") from None
         if twice := sorted(tensors.keys() & loaded.keys()):
@@ -66,76 +129,31 @@ def load_tensors(folder: Path, mtp: bool = False) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object; an absent file is an empty one."""
-    if not file.exists():
-        return {}
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{file} is not JSON ({error}); download it again") from None
-    return values if isinstance(values, dict) else {}
+def _weight_files(folder: Path) -> list[Path]:
+    """Those that the index names, or else all."""
+    index = folder / "model.safetensors.index.json"
+    names = (read_json(index) or {"weight_map": {}}).get("weight_map")
+    if not isinstance(names, dict) or not all(
+        isinstance(name, str) and Path(name).name == name for name in names.values()
+    ):
+        raise ConfigError(f"{index}: weight_map must map tensors to file names; download it again")
+    files = [folder / name for name in sorted(set(names.values()))] or sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{folder} has no *.safetensors file; only that format is read")
+    return files
 
 
-def load_eos_token_ids(model: str | Path) -> frozenset[int]:
-    """All tokens that end a text, of generation_config.json or else config.json; instruct models list several."""
-    folder = resolve_folder(model)
-    for name in ("generation_config.json", "config.json"):
-        ids = read_json(folder / name).get("eos_token_id")
-        if ids is not None:
-            return frozenset(ids if isinstance(ids, list) else [ids])
-    return frozenset()
+def _is_file_name(name: Any) -> bool:
+    return isinstance(name, str) and name not in ("", ".", "..") and Path(name).name == name and "\0" not in name
 
 
-def load_model(model: str | Path, config: EngineConfig, device: torch.device) -> NemotronH:
-    """The model of a checkpoint folder, in evaluation mode, on `device`.
-
-    Raises:
-        ConfigError: an unknown architecture, a missing, surplus or misshapen tensor.
-    """
-    folder = resolve_folder(model)
-    raw = read_config(folder)
-    if raw.get("model_type") != "nemotron_h":
-        raise ConfigError(
-            f"{folder}: model_type {raw.get('model_type')!r} can't be run; nemotron_h can (others can only be planned)"
-        )
-    shape = model_shape(raw, cache=config.cache, dtype=config.dtype)
-    built = NemotronH(NemotronHConfig.from_hf(raw), shape.layers)
-    _assign(built, NemotronH.convert_weights(load_tensors(folder)), folder)
-    return built.to(device=device, dtype=shape.dtype).eval()
-
-
-def load_mtp(model: str | Path, target: NemotronH) -> NemotronHMTP:
-    """The MTP head of `target`'s checkpoint folder, in the target's dtype, on its device.
-
-    Raises:
-        ConfigError: no such head, one of another kind, a missing, surplus or misshapen tensor.
-    """
-    folder = resolve_folder(model)
-    raw = read_config(folder)
-    if (count := raw.get("num_nextn_predict_layers", 0)) != 1:
-        raise ConfigError(
-            f"{folder}: config.json has num_nextn_predict_layers={count}, 1 is supported; draft with n-grams instead"
-        )
-    if (kinds := layer_kinds(raw, "mtp_")) != ("full_attention", "mlp"):
-        raise ConfigError(
-            f"{folder}: an MTP head of the layers {kinds} is not supported, ('full_attention', 'mlp') is; draft with "
-            "n-grams instead"
-        )
-    built = NemotronHMTP(NemotronHConfig.from_hf(raw), target)
-    tensors = join_qkv(load_tensors(folder, mtp=True))
-    # Inside a module of the name "mtp", so that messages name tensors as the checkpoint does.
-    _assign(torch.nn.ModuleDict({"mtp": built}), tensors, folder)
-    weight = target.embeddings.weight
-    return built.to(device=weight.device, dtype=weight.dtype).eval()
-
-
-def _assign(model: torch.nn.Module, tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    wanted = dict(model.named_parameters())
+def _assign(model: nn.Module, tensors: Tensors, folder: Path, prefix: str = "") -> None:
+    """Give every parameter its tensor, `prefix` and the parameter's name being that of the tensor."""
+    wanted = {prefix + name: parameter for name, parameter in model.named_parameters()}
     if missing := sorted(set(wanted) - set(tensors)):
         raise ConfigError(f"{folder} lacks {len(missing)} tensors, the first is {missing[0]}")
     names = {id(parameter): name for name, parameter in wanted.items()}
-    every = model.named_parameters(remove_duplicate=False)
+    every = [(prefix + name, parameter) for name, parameter in model.named_parameters(remove_duplicate=False)]
     tied = {name: names[id(parameter)] for name, parameter in every if name not in wanted}
     if surplus := sorted(set(tensors) - set(wanted) - set(tied)):
         raise ConfigError(
@@ -147,15 +165,31 @@ def _assign(model: torch.nn.Module, tensors: dict[str, torch.Tensor], folder: Pa
                 f"{folder}: config.json ties {name} to {source}, but they differ; set tie_word_embeddings to false"
             )
     for name, parameter in wanted.items():
-        if parameter.shape != tensors[name].shape:
-            raise ConfigError(
-                f"{folder}: {name} has shape {tuple(tensors[name].shape)}, config.json says {tuple(parameter.shape)}"
-            )
-        parameter.data = tensors[name]
+        _check(tensors[name], parameter, f"{folder}: {name}")
+    loaded = {id(parameter): nn.Parameter(tensors[name], requires_grad=False) for name, parameter in wanted.items()}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            setattr(module, name, loaded[id(parameter)])
+
+
+def _check(tensor: torch.Tensor, parameter: torch.Tensor, what: str) -> None:
+    if parameter.shape != tensor.shape:
+        raise ConfigError(f"{what} has shape {tuple(tensor.shape)}, config.json says {tuple(parameter.shape)}")
+    if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+        raise ConfigError(
+            f"{what} is of type {str(tensor.dtype).removeprefix('torch.')}: quantised weights can't be run; use a "
+            "checkpoint in bfloat16, float16 or float32"
+        )
+    if tensor.numel() and not all(bound.isfinite() for bound in tensor.aminmax()):  # one pass, without a copy
+        raise ConfigError(f"{what} holds NaN or infinity: every answer would be void; download the checkpoint again")
 
 
 def load_tokenizer(model: str | Path) -> Any:
-    """The checkpoint's tokenizer, through transformers."""
+    """The checkpoint's tokenizer, through transformers.
+
+    Raises:
+        ConfigError: there is none, or transformers cannot read it.
+    """
     from transformers import AutoTokenizer
 
     folder = resolve_folder(model)
@@ -165,5 +199,9 @@ def load_tokenizer(model: str | Path) -> Any:
         )
     try:
         return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{folder}: the tokenizer cannot be read ({str(error).splitlines()[0]})") from None
+    except Exception as error:  # of many unrelated types: it indexes and calls what a damaged file may hold as anything
+        raise ConfigError(f"{folder}: the tokenizer cannot be read ({_first_line(error)})") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]

@@ -7,8 +7,9 @@ when it runs a single token; here, as in vLLM, it is never clamped, so that a to
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -16,17 +17,10 @@ from torch import nn
 from hybrid_kv.attention.mamba import DecodeReplay
 from hybrid_kv.cache.spec import KVCacheSpec
 from hybrid_kv.config import ConfigError
+from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import ForwardContext, Linear, Mamba2Mixer, PagedAttention, RMSNorm, SquaredReluMLP, upcast
-
-_LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
-_ALIASES = {"mamba": "linear_attention", "attention": "full_attention"}
-
-
-def layer_kinds(raw: dict[str, Any], prefix: str = "") -> tuple[str, ...]:
-    """The mixer of every layer, from either spelling in config.json; `prefix` "mtp_" for those of the MTP head."""
-    letters = raw.get(f"{prefix}hybrid_override_pattern") or ""
-    kinds = raw.get(f"{prefix}layers_block_type") or [_LETTERS.get(letter, letter) for letter in letters]
-    return tuple(_ALIASES.get(kind, kind) for kind in kinds)
+from hybrid_kv.models.registry import Family, register
+from hybrid_kv.models.specs import ATTENTION, MAMBA, MLP, Mamba2Spec, caches, layer_kinds
 
 
 def join_qkv(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -51,7 +45,7 @@ class NemotronHConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    layers_block_type: tuple[str, ...]
+    kinds: tuple[str, ...]
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
@@ -68,28 +62,69 @@ class NemotronHConfig:
     tie_word_embeddings: bool
 
     @classmethod
-    def from_hf(cls, raw: dict[str, Any]) -> NemotronHConfig:
-        """From a parsed config.json; defaults are transformers'."""
-        defaults = {
-            "layer_norm_epsilon": 1e-5,
-            "use_conv_bias": True,
-            "use_bias": False,
-            "mlp_bias": False,
-            "tie_word_embeddings": False,
-            "conv_kernel": 4,
-            "chunk_size": 128,
-        }
-        values = {**defaults, **raw, "layers_block_type": layer_kinds(raw)}
-        names = cls.__dataclass_fields__
-        if missing := [name for name in names if name not in values]:
-            raise ConfigError(f"config.json lacks {', '.join(missing)}, which a nemotron_h model needs")
-        config = cls(**{name: values[name] for name in names})
-        if "moe" in config.layers_block_type:
-            raise ConfigError("nemotron_h with mixture-of-experts layers can be planned but not run yet")
-        activations = raw.get("mlp_hidden_act", "relu2"), raw.get("mamba_hidden_act", "silu")
+    def read(cls, file: ConfigFile) -> NemotronHConfig:
+        """From config.json; defaults are transformers'.
+
+        Raises:
+            ConfigError: a missing key, a value of a wrong type, or layers and activations that cannot be run.
+        """
+        activations = file.get("mlp_hidden_act") or "relu2", file.get("mamba_hidden_act") or "silu"
         if activations != ("relu2", "silu"):
-            raise ConfigError(f"nemotron_h with activations {activations} is not supported; ('relu2', 'silu') are")
-        return config
+            raise file.fail(f"activations {activations} are not supported; ('relu2', 'silu') are")
+        kinds = tuple(layer_kinds(file))
+        if unknown := sorted(set(kinds) - set(MIXERS)):
+            raise file.fail(
+                f"layers of kind {', '.join(unknown)} can be planned but not run yet; {', '.join(MIXERS)} can"
+            )
+        return cls(
+            vocab_size=file.size("vocab_size"),
+            hidden_size=file.size("hidden_size"),
+            intermediate_size=file.size("intermediate_size"),
+            kinds=kinds,
+            num_attention_heads=file.size("num_attention_heads"),
+            num_key_value_heads=file.size("num_key_value_heads"),
+            head_dim=file.size("head_dim", "attention_head_dim"),
+            mamba_num_heads=file.size("mamba_num_heads"),
+            mamba_head_dim=file.size("mamba_head_dim"),
+            ssm_state_size=file.size("ssm_state_size"),
+            n_groups=file.size("n_groups"),
+            conv_kernel=file.size("conv_kernel", default=4),
+            chunk_size=file.size("chunk_size", default=128),
+            layer_norm_epsilon=file.number("layer_norm_epsilon", 1e-5),
+            use_conv_bias=file.flag("use_conv_bias", True),
+            use_bias=file.flag("use_bias", False),
+            mlp_bias=file.flag("mlp_bias", False),
+            tie_word_embeddings=file.flag("tie_word_embeddings", False),
+        )
+
+
+def _mamba2(config: NemotronHConfig, name: str) -> nn.Module:
+    return Mamba2Mixer(
+        name,
+        config.hidden_size,
+        num_heads=config.mamba_num_heads,
+        head_dim=config.mamba_head_dim,
+        state_size=config.ssm_state_size,
+        groups=config.n_groups,
+        conv_kernel=config.conv_kernel,
+        chunk_size=config.chunk_size,
+        eps=config.layer_norm_epsilon,
+        conv_bias=config.use_conv_bias,
+        bias=config.use_bias,
+    )
+
+
+def _attention(config: NemotronHConfig, name: str) -> nn.Module:
+    heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+    return PagedAttention(name, config.hidden_size, *heads)
+
+
+def _mlp(config: NemotronHConfig, name: str) -> nn.Module:
+    return SquaredReluMLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
+
+
+# Kind of layer to its mixer, from the geometry and the layer's name; each is called with (x, context).
+MIXERS: dict[str, Callable[[NemotronHConfig, str], nn.Module]] = {MAMBA: _mamba2, ATTENTION: _attention, MLP: _mlp}
 
 
 class NemotronHBlock(nn.Module):
@@ -97,33 +132,12 @@ class NemotronHBlock(nn.Module):
 
     def __init__(self, config: NemotronHConfig, kind: str, name: str) -> None:
         super().__init__()
+        self.name = name
         self.norm = RMSNorm(config.hidden_size, config.layer_norm_epsilon)
-        self.mixer: nn.Module
-        if kind == "linear_attention":
-            self.mixer = Mamba2Mixer(
-                name,
-                config.hidden_size,
-                num_heads=config.mamba_num_heads,
-                head_dim=config.mamba_head_dim,
-                state_size=config.ssm_state_size,
-                groups=config.n_groups,
-                conv_kernel=config.conv_kernel,
-                chunk_size=config.chunk_size,
-                eps=config.layer_norm_epsilon,
-                conv_bias=config.use_conv_bias,
-                bias=config.use_bias,
-            )
-        elif kind == "full_attention":
-            heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-            self.mixer = PagedAttention(name, config.hidden_size, *heads)
-        else:
-            self.mixer = SquaredReluMLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
+        self.mixer = MIXERS[kind](config, name)
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        normed = self.norm(x)
-        if isinstance(self.mixer, SquaredReluMLP):
-            return x + self.mixer(normed)
-        return x + self.mixer(normed, context)
+        return x + self.mixer(self.norm(x), context)
 
 
 class NemotronH(nn.Module):
@@ -141,10 +155,7 @@ class NemotronH(nn.Module):
         self.mamba_chunk_size: int | None = config.chunk_size
         self.layer_specs = layer_specs
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
-        names = iter(layer_specs)
-        self.layers = nn.ModuleList(
-            NemotronHBlock(config, kind, next(names) if kind != "mlp" else "") for kind in config.layers_block_type
-        )
+        self.layers = nn.ModuleList(NemotronHBlock(config, kind, f"layers.{i}") for i, kind in enumerate(config.kinds))
         self.norm_f = RMSNorm(config.hidden_size, config.layer_norm_epsilon)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         if config.tie_word_embeddings:
@@ -157,7 +168,7 @@ class NemotronH(nn.Module):
         return x
 
     def fold(self, replays: dict[str, DecodeReplay], context: ForwardContext) -> None:
-        """See `engine.runner.Model`."""
+        """See `models.interface.Model`."""
         for block in self.layers:
             if isinstance(mixer := cast(NemotronHBlock, block).mixer, Mamba2Mixer):
                 mixer.fold(replays[mixer.name], context)
@@ -174,16 +185,37 @@ class NemotronH(nn.Module):
         """`logits` of the output of `forward`."""
         return self.logits(self.normed(hidden))
 
-    @staticmethod
-    def convert_weights(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Checkpoint names to ours: prefix dropped, q/k/v joined into one projection."""
-        converted: dict[str, torch.Tensor] = {}
-        for name, tensor in tensors.items():
-            name = name.removeprefix("backbone.").removeprefix("model.")
-            if ".conv1d." in name:
-                name = name.replace("conv1d.", "conv_")
-                tensor = tensor.squeeze(1) if tensor.dim() == 3 else tensor
-            if name in converted:
-                raise ConfigError(f"the checkpoint holds {name} under two prefixes; leave one of them")
-            converted[name] = tensor
-        return join_qkv(converted)
+
+def convert_weights(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Checkpoint names to ours: prefix dropped, q/k/v joined into one projection."""
+    converted: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        name = name.removeprefix("backbone.").removeprefix("model.")
+        if ".conv1d." in name:
+            name = name.replace("conv1d.", "conv_")
+            tensor = tensor.squeeze(1) if tensor.dim() == 3 else tensor
+        if name in converted:
+            raise ConfigError(f"the checkpoint holds {name} under two prefixes; leave one of them")
+        converted[name] = tensor
+    return join_qkv(converted)
+
+
+def _build(file: ConfigFile, layer_specs: dict[str, KVCacheSpec]) -> nn.Module:
+    return NemotronH(NemotronHConfig.read(file), layer_specs)
+
+
+register(
+    Family(
+        kinds=layer_kinds,
+        caches=caches(
+            # Its `expand` is not used: Nemotron-3-Nano has 64 * 64 channels at hidden size 2688.
+            Mamba2Spec(
+                "mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel", has_expand=False
+            )
+        ),
+        build=_build,
+        convert_weights=convert_weights,
+        default_ssm_dtype="float32",
+    ),
+    "nemotron_h",
+)

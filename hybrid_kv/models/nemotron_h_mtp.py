@@ -27,10 +27,14 @@ from torch import nn
 from hybrid_kv.attention.paged import TORCH, AttentionPart
 from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec
 from hybrid_kv.config import ConfigError
+from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import ForwardContext, Linear, PagedAttention, RMSNorm, SquaredReluMLP
-from hybrid_kv.models.nemotron_h import NemotronH, NemotronHConfig
+from hybrid_kv.models.nemotron_h import NemotronH, NemotronHConfig, join_qkv
+from hybrid_kv.models.registry import HeadFamily, register_head
+from hybrid_kv.models.specs import ATTENTION, MLP, layer_kinds
 
-NAME = "mtp.layers.0"  # of the one layer that keeps K and V
+PREFIX = "mtp."  # of the head's tensors and layers
+NAME = f"{PREFIX}layers.0"  # of the one layer that keeps K and V
 
 
 class GridAttention(PagedAttention):
@@ -74,8 +78,8 @@ class MTPMLPLayer(nn.Module):
         self.mixer = SquaredReluMLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
         self.final_layernorm = RMSNorm(config.hidden_size, config.layer_norm_epsilon)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.final_layernorm(x + self.mixer(self.norm(x)))
+    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        return self.final_layernorm(x + self.mixer(self.norm(x), context))
 
 
 class NemotronHMTP(nn.Module):
@@ -130,7 +134,7 @@ class NemotronHMTP(nn.Module):
             [num_wanted, hidden_size], from which `compute_logits` predicts token p+1.
         """
         attention, mlp = self.layers
-        return mlp(attention(hidden, self._target[0].embeddings(next_token_ids), context, wanted))
+        return mlp(attention(hidden, self._target[0].embeddings(next_token_ids), context, wanted), context)
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """What `forward` takes of the target: the output of its `forward` after `norm_f`, same shape."""
@@ -139,3 +143,16 @@ class NemotronHMTP(nn.Module):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[num_tokens, hidden_size] to [num_tokens, vocab_size], float32 or float64; no `norm_f` in between."""
         return self._target[0].logits(hidden)
+
+
+def _build(file: ConfigFile, target: NemotronH) -> nn.Module:
+    if (count := file.get("num_nextn_predict_layers") or 0) != 1:
+        raise file.fail(f"num_nextn_predict_layers={count!r}, 1 is supported; draft with n-grams instead")
+    if (kinds := tuple(layer_kinds(file, "mtp_"))) != (ATTENTION, MLP):
+        raise file.fail(
+            f"an MTP head of the layers {kinds} is not supported, {(ATTENTION, MLP)} is; draft with n-grams instead"
+        )
+    return NemotronHMTP(NemotronHConfig.read(file), target)
+
+
+register_head(HeadFamily(PREFIX, _build, join_qkv), "nemotron_h")

@@ -12,7 +12,8 @@ import torch
 
 from hybrid_kv.cache.spec import FullAttentionSpec, MambaSpec
 from hybrid_kv.config import CacheConfig, ConfigError
-from hybrid_kv.models.shapes import ModelShape, model_shape, read_config
+from hybrid_kv.models.config_file import read_config
+from hybrid_kv.models.shapes import ModelShape, model_shape
 from tests.model_configs import CONFIGS, NEMOTRON_3_NANO
 
 PUBLIC_SHAPES = Path(__file__).parents[3] / "shared" / "data" / "model_shapes.json"

@@ -1,0 +1,125 @@
+"""A model's config.json, its values checked where they are read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybrid_kv.config import ConfigError
+
+# No published shape comes near; above it, what torch would allocate no longer fits 64 bits.
+MAX_SIZE = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """The keys of a config.json and where it lies. A reader raises `ConfigError` that names file, key and value."""
+
+    values: dict[str, Any]
+    source: str
+
+    @classmethod
+    def read(cls, source: str | Path | dict[str, Any]) -> ConfigFile:
+        """From a file, the folder that holds one, or parsed JSON. A multimodal model's `text_config` comes first.
+
+        Raises:
+            ConfigError: no such file, or no JSON object in it.
+        """
+        values = read_config(source)
+        if isinstance(values.get("text_config"), dict):
+            values = {**values, **values["text_config"]}
+        return cls(values, "config.json" if isinstance(source, dict) else str(source))
+
+    @property
+    def model_type(self) -> str:
+        return self.text("model_type", default="") or ""
+
+    def fail(self, problem: str) -> ConfigError:
+        return ConfigError(f"{self.source}: {problem}")
+
+    def get(self, *names: str) -> Any:
+        """The first of `names` that is there and not null."""
+        return next((self.values[name] for name in names if self.values.get(name) is not None), None)
+
+    def maybe_size(self, *names: str) -> int | None:
+        """An integer from 1 to `MAX_SIZE`, or None where it is not given."""
+        value = self.get(*names)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise self.fail(f"{names[0]}={_shown(value)} must be an integer >= 1; correct the file")
+        if value is not None and value > MAX_SIZE:
+            raise self.fail(f"{names[0]}={_shown(value)} must be at most {MAX_SIZE}; correct the file")
+        return value
+
+    def size(self, *names: str, default: int | None = None) -> int:
+        """An integer from 1 to `MAX_SIZE`."""
+        value = self.maybe_size(*names)
+        if value is None and default is None:
+            raise self.fail(
+                f"{' or '.join(names)} is missing; a {self.model_type} config must give it as an integer >= 1"
+            )
+        return default if value is None else value  # type: ignore[return-value]  # one of them is there
+
+    def number(self, name: str, default: float) -> float:
+        """A positive, finite number."""
+        value = self.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+            raise self.fail(f"{name}={_shown(value)} must be a number above 0; correct the file")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false."""
+        value = self.get(name)
+        if not isinstance(value, bool | None):
+            raise self.fail(f"{name}={_shown(value)} must be true or false; correct the file")
+        return default if value is None else value
+
+    def text(self, *names: str, default: str | None = None) -> str | None:
+        """A string."""
+        value = self.get(*names)
+        if not isinstance(value, str | None):
+            raise self.fail(f"{names[0]}={_shown(value)} must be a text; correct the file")
+        return default if value is None else value
+
+
+def read_config(source: str | Path | dict[str, Any]) -> dict[str, Any]:
+    """The JSON object in a config.json, in the folder that holds one, or as given.
+
+    Raises:
+        ConfigError: no such file, or no JSON object in it.
+    """
+    if isinstance(source, dict):
+        return source
+    path = Path(source)
+    path = path / "config.json" if path.is_dir() else path
+    values = read_json(path)
+    if values is None:
+        raise ConfigError(f"{path} does not exist; give a config.json or the folder that holds it")
+    return values
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file of a checkpoint; None where there is no such file.
+
+    Raises:
+        ConfigError: it cannot be read, or holds something else.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); give a readable {path.name}") from None
+    except (ValueError, RecursionError) as error:  # a file name with a null character is a ValueError, too
+        raise ConfigError(f"{path} is not JSON ({error}); download it again") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds a {type(values).__name__}, not a JSON object; download it again")
+    return values
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,61 @@
+"""What the engine asks of a model and of a draft head."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from hybrid_kv.attention.mamba import DecodeReplay
+from hybrid_kv.cache.spec import KVCacheSpec
+from hybrid_kv.models.layers import ForwardContext
+
+
+class Model(Protocol):
+    """A model. Layer names are the keys of `layer_specs`; their block sizes are ignored."""
+
+    vocab_size: int
+    mamba_chunk_size: int | None
+    layer_specs: dict[str, KVCacheSpec]
+
+    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """[num_tokens] int64 each; hidden states [num_tokens, …]."""
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, …] to [num_tokens, vocab_size]."""
+
+    def fold(self, replays: dict[str, DecodeReplay], context: ForwardContext) -> None:
+        """Scheme `replay`: run what is due of each layer's histories into its states; no tokens.
+
+        A model whose Mamba specs have no `input_shapes` needs none.
+        """
+
+
+class DraftHead(Protocol):
+    """A head whose pair (hidden state of token p - 1, token p) has position p; see `models.nemotron_h_mtp`.
+
+    The keys of `layer_specs` are its own layers. Keys at multiples of `grid`, the tokens between two places where a
+    prefix hit can end, are attended by nobody; the engine sets it before the first step.
+    """
+
+    layer_specs: dict[str, KVCacheSpec]
+    grid: int | None
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        next_token_ids: torch.Tensor,
+        context: ForwardContext,
+        wanted: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[num_wanted, hidden_size], for `compute_logits` and the next pass.
+
+        Args:
+            wanted: [num_wanted] int64, the tokens that are the queries of the context's metadata; None: all.
+        """
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The target's hidden states as the head reads them, same shape."""
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, vocab_size]."""

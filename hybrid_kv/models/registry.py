@@ -1,0 +1,108 @@
+"""Families by `model_type`. A family is one module that calls `register` when it is imported.
+
+`hybrid_kv.models.families` imports those that come with the package; anybody else's needs only to be imported before
+its checkpoint is loaded. `docs/adding-a-family.md` walks through one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from hybrid_kv.cache.spec import KVCacheSpec
+from hybrid_kv.models.config_file import ConfigFile
+from hybrid_kv.models.specs import SpecReader
+
+T = TypeVar("T")
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Family:
+    """What one family knows that no other part of this package does.
+
+    Attributes:
+        kinds: the kind of every layer, in order, from config.json.
+        caches: kind to the caches that such a layer keeps, by the suffix that names them; none for an MLP, `""` where
+            there is one. Each reads its spec from config.json.
+        build: (config, specs by layer name) to a module that is a `models.interface.Model`; None where the family can
+            only be planned. Built on torch's meta device: parameters get their values from the checkpoint alone.
+        convert_weights: the checkpoint's tensors to the module's, by name; raises `ConfigError` for a wrong one.
+        default_ssm_dtype: of the states where neither the user nor config.json names one; None: the model's.
+    """
+
+    kinds: Callable[[ConfigFile], list[str]]
+    caches: Mapping[str, Mapping[str, SpecReader]]
+    build: Callable[[ConfigFile, dict[str, KVCacheSpec]], torch.nn.Module] | None = None
+    convert_weights: Callable[[Tensors], Tensors] = dict
+    default_ssm_dtype: str | None = None
+
+
+@dataclass(frozen=True)
+class HeadFamily:
+    """A multi-token-prediction head that lies in the target's own checkpoint.
+
+    Attributes:
+        prefix: of its tensors' names; the target has no use for these.
+        build: (config, target) to a module that is a `models.interface.DraftHead`; its parameters are named as in the
+            converted checkpoint, without the prefix. Raises `ConfigError` for a head of another kind.
+        convert_weights: the checkpoint's tensors of that prefix to the module's, the prefix kept.
+    """
+
+    prefix: str
+    build: Callable[[ConfigFile, Any], torch.nn.Module]
+    convert_weights: Callable[[Tensors], Tensors]
+
+
+_FAMILIES: dict[str, Family] = {}
+_HEADS: dict[str, HeadFamily] = {}
+
+
+def register(family: Family, *model_types: str) -> None:
+    """Make a family known under its `model_type`s.
+
+    Raises:
+        ValueError: one of them is registered already.
+    """
+    _add(_FAMILIES, family, model_types)
+
+
+def register_head(head: HeadFamily, *model_types: str) -> None:
+    """Make a draft head known for the checkpoints of these `model_type`s.
+
+    Raises:
+        ValueError: one of them has a head already.
+    """
+    _add(_HEADS, head, model_types)
+
+
+def family_of(config: ConfigFile) -> Family:
+    """The family of a config.json.
+
+    Raises:
+        ConfigError: no family has its `model_type`.
+    """
+    if config.model_type not in _FAMILIES:
+        raise config.fail(
+            f"model_type {config.get('model_type')!r} is not supported; supported are {', '.join(_FAMILIES)}"
+        )
+    return _FAMILIES[config.model_type]
+
+
+def head_of(config: ConfigFile) -> HeadFamily | None:
+    """The draft head that checkpoints of this `model_type` may have."""
+    return _HEADS.get(config.model_type)
+
+
+def runnable() -> list[str]:
+    """The `model_type`s that can be built, not only planned."""
+    return [name for name, family in _FAMILIES.items() if family.build is not None]
+
+
+def _add(known: dict[str, T], entry: T, model_types: tuple[str, ...]) -> None:
+    if taken := sorted(known.keys() & set(model_types)):
+        raise ValueError(f"model_type {taken[0]!r} is registered already")
+    known.update(dict.fromkeys(model_types, entry))

@@ -1,0 +1,163 @@
+"""Bricks of a family: the caches that its layers keep, read from config.json under the names that it uses.
+
+State shapes and dtypes are those of vLLM 0.22 for one rank (`model_executor/layers/mamba/mamba_utils.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec
+from hybrid_kv.models.config_file import ConfigFile
+
+# Kinds of layers: what each keeps of earlier tokens, or for an MLP and a mixture of experts that it keeps nothing.
+ATTENTION, MAMBA, HYBRID, MLP, MOE = "attention", "mamba", "hybrid", "mlp", "moe"
+
+_KINDS = {
+    **dict.fromkeys(("attention", "full_attention", "*"), ATTENTION),
+    **dict.fromkeys(("mamba", "mamba2", "linear_attention", "M"), MAMBA),
+    **dict.fromkeys(("mlp", "-"), MLP),
+    **dict.fromkeys(("moe", "E"), MOE),
+    "hybrid": HYBRID,
+}
+
+
+@dataclass(frozen=True)
+class SpecOptions:
+    """What the user and the family decide about every layer; K and dtypes."""
+
+    num_speculative_tokens: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    ssm_dtype: torch.dtype
+
+
+SpecReader = Callable[[ConfigFile, SpecOptions], KVCacheSpec]
+
+
+def layer_kinds(config: ConfigFile, prefix: str = "") -> list[str]:
+    """The kind of every layer, from whichever list or pattern the file has; `prefix` is that of the keys."""
+    keys = [prefix + key for key in ("layers_block_type", "layer_types", "hybrid_override_pattern")]
+    found = {key: kinds for key in keys if (kinds := _kinds_of(config, key)) is not None}
+    if not found:
+        raise config.fail(f"{' or '.join(keys)} is missing; it must name the layers one by one")
+    if any(kinds != next(iter(found.values())) for kinds in found.values()):
+        raise config.fail(f"{' and '.join(found)} name different layers; keep one of them")
+    return next(iter(found.values()))
+
+
+def _kinds_of(config: ConfigFile, key: str) -> list[str] | None:
+    listed = config.get(key)
+    if listed is None:
+        return None
+    if not isinstance(listed, list | str) or not listed:
+        raise config.fail(f"{key}={listed!r} must name the layers one by one")
+    if unknown := sorted({str(name) for name in listed if str(name) not in _KINDS}):
+        raise config.fail(f"{key} has layers of type {', '.join(unknown)}; supported are {', '.join(_KINDS)}")
+    return [_KINDS[str(name)] for name in listed]
+
+
+def caches(mamba: SpecReader, attention: SpecReader | None = None) -> Mapping[str, Mapping[str, SpecReader]]:
+    """The caches of each kind of layer in a hybrid model whose states are `mamba`'s; K and V as usual by default."""
+    attention = attention or attention_spec
+    return {
+        ATTENTION: {"": attention},
+        MAMBA: {"": mamba},
+        HYBRID: {".attention": attention, ".mamba": mamba},
+        MLP: {},
+        MOE: {},
+    }
+
+
+def attention_spec(config: ConfigFile, options: SpecOptions, num_inputs: int = 1) -> FullAttentionSpec:
+    """K and V of a layer that reads `num_inputs` hidden states side by side."""
+    num_heads = config.size("num_attention_heads")
+    head_size = config.maybe_size("head_dim", "attention_head_dim")
+    if head_size is None:
+        width = config.size("hidden_size") * num_inputs
+        if width % num_heads:
+            raise config.fail(f"{num_heads} attention heads do not divide {width} channels; give head_dim")
+        head_size = width // num_heads
+    num_kv_heads = config.maybe_size("num_key_value_heads") or num_heads
+    if num_heads % num_kv_heads:
+        raise config.fail(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}")
+    return FullAttentionSpec(block_size=1, num_kv_heads=num_kv_heads, head_size=head_size, dtype=options.kv_dtype)
+
+
+@dataclass(frozen=True)
+class Mamba2Spec:
+    """Window and state of a Mamba-2 layer, by the names that the family's config.json has for its sizes.
+
+    `has_expand`: the inner size follows from the hidden size, so that the head size may be left out.
+    """
+
+    heads: str
+    head_dim: str
+    state: str
+    groups: str
+    kernel: str
+    has_expand: bool = True
+
+    def __call__(self, config: ConfigFile, options: SpecOptions) -> MambaSpec:
+        num_heads, head_dim = config.size(self.heads), self._head_dim(config)
+        state_size, num_groups = config.size(self.state), config.size(self.groups, "mamba_n_groups")
+        kernel = config.size(self.kernel, "mamba_d_conv")
+        conv_dim = num_heads * head_dim + 2 * num_groups * state_size
+        return MambaSpec(
+            block_size=1,
+            shapes=((_conv_rows(kernel, options), conv_dim), (num_heads, head_dim, state_size)),
+            dtypes=(options.dtype, options.ssm_dtype),
+            num_speculative_blocks=options.num_speculative_tokens,
+            # x, B and dt, as `kernels.replay.ReplayRing` keeps them.
+            input_shapes=((num_heads, head_dim), (num_groups, state_size), (num_heads,)),
+            input_dtypes=(options.dtype, options.dtype, torch.promote_types(options.dtype, torch.float32)),
+        )
+
+    def _head_dim(self, config: ConfigFile) -> int:
+        inner = self._inner(config)
+        if inner is None:
+            return config.size(self.head_dim)
+        num_heads = config.size(self.heads)
+        derived = config.get(self.head_dim) in (None, "auto")
+        head_dim = inner // num_heads if derived else config.size(self.head_dim)
+        if num_heads * head_dim != inner:
+            raise config.fail(
+                f"{self.heads}={num_heads} times {self.head_dim}={head_dim} is not the inner size {inner}; correct the "
+                "file"
+            )
+        return head_dim
+
+    def _inner(self, config: ConfigFile) -> int | None:
+        if not self.has_expand:
+            return None
+        if (inner := config.maybe_size("mamba_d_ssm")) is not None:
+            return inner
+        expand = config.maybe_size("mamba_expand", "expand")
+        return None if expand is None else expand * config.size("hidden_size")
+
+
+def gdn_spec(config: ConfigFile, options: SpecOptions) -> MambaSpec:
+    """Window and state of a gated-delta-net layer (Qwen3-Next, Qwen3.5)."""
+    key_heads, value_heads = config.size("linear_num_key_heads"), config.size("linear_num_value_heads")
+    key_dim, value_dim = config.size("linear_key_head_dim"), config.size("linear_value_head_dim")
+    if value_heads % key_heads:
+        raise config.fail(f"linear_num_value_heads={value_heads} is not a multiple of {key_heads} key heads")
+    conv_dim = 2 * key_heads * key_dim + value_heads * value_dim
+    return MambaSpec(
+        block_size=1,
+        shapes=(
+            (_conv_rows(config.size("linear_conv_kernel_dim"), options), conv_dim),
+            (value_heads, value_dim, key_dim),
+        ),
+        dtypes=(options.dtype, options.ssm_dtype),
+        mamba_type="gdn_attention",
+        num_speculative_blocks=options.num_speculative_tokens,
+    )
+
+
+def _conv_rows(kernel: int, options: SpecOptions) -> int:
+    # K more rows than the kernel needs, so that a rejected draft can be undone.
+    return kernel - 1 + options.num_speculative_tokens
