@@ -164,7 +164,7 @@ def _can_pack(weight: torch.Tensor) -> bool:
 
 
 class PagedAttention(nn.Module):
-    """Grouped-query attention without positions of its own (NemotronH): order comes from the Mamba layers."""
+    """Grouped-query attention without positional encoding: order comes from the Mamba layers."""
 
     def __init__(self, name: str, hidden_size: int, num_heads: int, num_kv_heads: int, head_size: int) -> None:
         super().__init__()
