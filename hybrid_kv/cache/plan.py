@@ -8,6 +8,7 @@ page aligned for 16-token blocks is not divisible by the 64-token blocks that an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any
@@ -25,6 +26,8 @@ from hybrid_kv.cache.modes import MODES
 from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec, group_layers, with_block_size
 from hybrid_kv.config import CacheConfig, ConfigError
 from hybrid_kv.kernels.common.integers import cdiv
+
+MUCH_PADDING = 1.0  # of a Mamba state, relative to its bytes; beyond it half of the memory of states holds nothing
 
 
 @dataclass(frozen=True)
@@ -246,7 +249,12 @@ def plan_cache(
             f"the cache has {num_blocks} blocks of {bytes_per_block} B, one of them the null block, but a request of "
             f"one token needs {needed}: give it at least {way_out}"
         )
-    return replace(plan, notes=tuple(_notes(plan, cache)))
+
+    def sizes_in(mode: str) -> BlockSizes:
+        other = replace(cache, mamba_cache_mode=mode, mamba_block_size=None)
+        return update_block_size_for_backend(layers, other, backend, context, max_model_len, mamba_chunk_size)
+
+    return replace(plan, notes=(*_notes(plan, cache), *_padding_notes(sizes, cache, specs, sizes_in)))
 
 
 def _notes(plan: CachePlan, cache: CacheConfig) -> list[str]:
@@ -279,6 +287,25 @@ def _notes(plan: CachePlan, cache: CacheConfig) -> list[str]:
             "give the cache more memory"
         )
     return notes
+
+
+def _padding_notes(
+    sizes: BlockSizes, cache: CacheConfig, specs: dict[str, KVCacheSpec], sizes_in: Callable[[str], BlockSizes]
+) -> list[str]:
+    """Where most of a Mamba page is padding, the mode that also caches prefixes and pads least."""
+    if sizes.padding <= MUCH_PADDING or not MODES[cache.mamba_cache_mode].keeps_states:
+        return []
+    note = (
+        f"mode {cache.mamba_cache_mode} pads each Mamba state of {sizes.mamba_state_bytes} B by "
+        f"{100 * sizes.padding:.0f} %, to the {sizes.page_size_bytes} B of {sizes.block_size} tokens in attention"
+    )
+    others = {mode: sizes_in(mode).padding for mode, policy in MODES.items() if policy.keeps_states}
+    best = min(others, key=others.__getitem__)
+    if others[best] < sizes.padding:
+        note += f"; --mamba-cache-mode {best} caches prefixes too and pads by {100 * others[best]:.0f} %"
+    if any(isinstance(spec, MambaSpec) and spec.mamba_type == "gdn_attention" for spec in specs.values()):
+        note += " (vLLM 0.22 falls back to mode align for gated delta net layers)"
+    return [note]
 
 
 def _describe_rings(plan: CachePlan) -> dict[str, Any]:

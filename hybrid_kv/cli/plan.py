@@ -90,7 +90,7 @@ def plan(
         "num_speculative_tokens": num_speculative_tokens,
         **describe(result),
     }
-    document["notes"] += _model_notes(result, shape.counts, mamba_cache_mode, max_num_seqs)
+    document["notes"] += _model_notes(result, max_num_seqs)
     show(document, as_json, out, lambda: _print_plan(document))
 
 
@@ -109,10 +109,8 @@ def parse_memory(text: str) -> int:
     return int(number * _UNITS[match[2].upper()])
 
 
-def _model_notes(plan: CachePlan, counts: dict[str, int], mode: str, max_num_seqs: int | None) -> list[str]:
+def _model_notes(plan: CachePlan, max_num_seqs: int | None) -> list[str]:
     notes = []
-    if mode == "all" and "gdn_attention" in counts:
-        notes.append("vLLM 0.22 falls back to mode align for gated delta net layers, which have no mode all there")
     if max_num_seqs is not None and plan.max_concurrency < max_num_seqs:
         notes.append(
             f"{plan.max_concurrency:.2f} requests of {plan.max_model_len} tokens fit at once, not {max_num_seqs}; "

@@ -67,7 +67,13 @@ def test_a_mode_that_vllm_lacks_for_gated_delta_nets_is_noted(
     path = tmp_path / "qwen.json"
     path.write_text(json.dumps(CONFIGS["Qwen/Qwen3-Next-80B-A3B"]))
     plan = plan_json(capsys, str(path), "--num-blocks", "500", "--mamba-cache-mode", "all")
-    assert any("falls back to mode align" in note for note in plan["notes"])
+    (note,) = (note for note in plan["notes"] if "pads each Mamba state" in note)
+    assert f"by {plan['mamba_padding_percent']:.0f} %" in note
+    assert plan["mamba_padding_percent"] > 280
+    aligned = plan_json(capsys, str(path), "--num-blocks", "500", "--mamba-cache-mode", "align")
+    assert f"--mamba-cache-mode align caches prefixes too and pads by {aligned['mamba_padding_percent']:.0f} %" in note
+    assert "vLLM 0.22 falls back to mode align" in note
+    assert not any("pads each" in note for note in aligned["notes"])
 
 
 @pytest.mark.parametrize(
