@@ -25,7 +25,7 @@ from hybrid_kv.engine.llm import LLM
 from hybrid_kv.engine.runner import ModelRunner
 from hybrid_kv.engine.scheduler import Scheduler
 from hybrid_kv.guard.traffic import SmallBlocksFirst, SmallKVFirst
-from hybrid_kv.kernels import kernel_blocks
+from hybrid_kv.kernels.kernel_blocks import reference as kernel_blocks
 from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle
 from hybrid_kv.sampling import SamplingParams
 from hybrid_kv.sanitizer import Sanitizer, SanitizerError
@@ -116,7 +116,7 @@ def test_a_right_engine_is_silent(start):
         requests, report = traffic.run(llm)
         assert report is None, f"seed {seed}: {report}"
         assert all(traffic.is_right(request) and request.is_finished for request in requests)
-        assert not llm.watchers[0].references.any()
+        assert not llm.watchers[0].ledger.references.any()
         seen["hit"] += sum(request.hit.num_tokens > 0 for request in requests)
         seen["preempted"] += sum(request.num_preemptions for request in requests)
         seen["accepted"] += sum(request.num_accepted_draft_tokens for request in requests)

@@ -1,0 +1,249 @@
+"""Follows one engine: what its parts report is held against the requests' tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+
+from hybrid_kv.attention.mamba import BoundaryCopies
+from hybrid_kv.cache.backend import AttentionGroup
+from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockIds, BlockKey, BlockPool
+from hybrid_kv.config import SchedulerConfig
+from hybrid_kv.kernels.replay import ReplayRing, ReplayStep
+from hybrid_kv.request import Request, ScheduledRequest
+from hybrid_kv.sanitizer import rules_replay
+from hybrid_kv.sanitizer.ledger import Ledger
+from hybrid_kv.sanitizer.rules_attention import check_attention, check_drafts
+from hybrid_kv.sanitizer.rules_mamba import Copy, check_copy, check_mamba, expect_copy
+from hybrid_kv.sanitizer.shadow import Array, Owner, Shadow, Step, to_numpy
+from hybrid_kv.watch import States, Watcher
+
+NUM_KEYS = 2**16  # the first ones, whose checksums are kept, to know them when they are loaded
+
+
+class Sanitizer(Watcher):
+    """The watcher that raises at the first broken rule of the package's docstring.
+
+    Args:
+        buffers: the raw memory; buffer i belongs to the i-th layer of every group.
+        private_tier: all that is loaded was published here. If others may have filed it, their bytes for the same
+            tokens differ rightly (padding, rows of drafts, rounding), so only other tokens' bytes are an error.
+        rings: of scheme `replay`, by layer; poisoned whenever a row gets a new owner.
+        draft_layers: those of a drafting head, which writes in passes of its own.
+
+    Raises (from every method):
+        SanitizerError: a rule is broken.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        groups: Sequence[AttentionGroup],
+        buffers: Sequence[torch.Tensor],
+        limits: SchedulerConfig,
+        private_tier: bool = False,
+        rings: Mapping[str, ReplayRing] | None = None,
+        draft_layers: Collection[str] = (),
+    ) -> None:
+        self.private_tier = private_tier
+        self.shadows = [Shadow(group, pool.num_blocks, limits.max_num_seqs, draft_layers) for group in groups]
+        # Longer than the model allows, by the drafts of a step that passes its end.
+        self.ledger = Ledger(pool, self.shadows, buffers, limits.max_num_seqs, limits.max_model_len + 32)
+        self.rings = [part for ring in (rings or {}).values() for part in (ring.x, ring.B, ring.dt)]
+        self._published_bytes: dict[BlockKey, set[int]] = {}
+        self._all_bytes: set[int] = set()  # of all keys
+        self._copies: list[Copy] = []
+
+    # Blocks change hands.
+
+    def on_hit(self, request_id: str, columns: Sequence[BlockIds]) -> None:
+        """Its blocks must be published, and unchanged since."""
+        ledger, owner = self.ledger, self.ledger.owner(request_id)
+        for shadow, row in zip(self.shadows, columns, strict=True):
+            ids = row[row != NULL_BLOCK]
+            ledger.log(ledger.step + 1, "hit", shadow, ids, request_id)
+            for column, block in zip(np.flatnonzero(row).tolist(), ids.tolist(), strict=True):
+                if not ledger.published[block]:
+                    ledger.fail("hit-unpublished", "taken as a hit and not published", owner, shadow, block)
+                if ledger.keys[block][1] not in (None, ledger.checksum(shadow, block)):
+                    ledger.fail("hit-overwritten", "its bytes changed after it was published", owner, shadow, block)
+                owner.restored.append((shadow, column, block))
+            ledger.references[ids] += 1
+            ledger.held[owner.index, ids] = shadow.id + 1
+
+    def on_allocate(self, request_id: str, columns: Sequence[BlockIds]) -> None:
+        """Nobody else may hold or find the new blocks; they hold nothing."""
+        owner = self.ledger.owner(request_id)
+        for shadow, row in zip(self.shadows, columns, strict=True):
+            if len(ids := row[row != NULL_BLOCK]):
+                self.ledger.take(owner, shadow, ids, "allocate")
+
+    def on_load(self, request_id: str, columns: Sequence[tuple[BlockKey, int]], ids: BlockIds) -> None:
+        """Fresh blocks are published and filled from elsewhere before the next step."""
+        owner = self.ledger.owner(request_id)
+        for (key, column), block in zip(columns, ids.tolist(), strict=False):
+            shadow = self.shadows[key[0]]
+            self.ledger.take(owner, shadow, np.array([block]), "load")
+            self.ledger.published[block] = True
+            self.ledger.keys[block] = key, None
+            owner.loaded.append((shadow, column, block))
+
+    def on_publish(self, request_id: str, group: int, first: int, blocks: Sequence[tuple[BlockKey, int]]) -> None:
+        """What lookups find from now on must hold the request's tokens, all of them accepted."""
+        ledger, owner, shadow = self.ledger, self.ledger.owner(request_id), self.shadows[group]
+        accepted = min(owner.request.num_tokens if owner.request is not None else 0, owner.computed or 0)
+        for column, (key, block) in enumerate(blocks, first):
+            # Of two blocks with the same content, lookups find the first.
+            if ledger.pool.lookup(key) != block:
+                continue
+            ledger.log(ledger.step, "publish", shadow, np.array([block]), request_id)
+            if ledger.held[owner.index, block] != group + 1:
+                ledger.fail("publish-unheld", "published by a request that does not hold it", owner, shadow, block)
+            if (end := (column + 1) * shadow.block_size) > accepted:
+                what = f"published for {end} tokens, {accepted} of them are computed and accepted"
+                ledger.fail("publish-unaccepted", what, owner, shadow, block)
+            rules_replay.check_publish(ledger, shadow, owner, end, block)
+            rule = "publish-state" if shadow.is_mamba else "publish-slots"
+            ledger.check_prefix(rule, owner, shadow, column, block)
+            ledger.published[block] = True
+            ledger.keys[block] = key, (checksum := ledger.checksum(shadow, block))
+            # A key that went and came again would lack the bytes that a tier may still have.
+            if key in self._published_bytes or len(self._published_bytes) < NUM_KEYS:
+                self._published_bytes.setdefault(key, set()).add(checksum)
+                self._all_bytes.add(checksum)
+
+    def on_reset(self) -> None:
+        """Nothing is published any more."""
+        self.ledger.published[:] = False
+        self.ledger.keys.clear()
+
+    def on_free(self, request_id: str, ids: BlockIds, ended: bool = False) -> None:
+        """What a request gives back it must hold; a request that ended must give back all."""
+        ledger, owner = self.ledger, self.ledger.owner(request_id)
+        ledger.log(ledger.step, "free", None, ids, request_id)
+        # After a report the engine clears up, whatever state it is in.
+        if not ledger.has_failed and len(strange := ids[ledger.held[owner.index, ids] == 0]):
+            ledger.fail("free-unheld", "freed by a request that does not hold it", owner, None, int(strange[0]))
+        ledger.held[owner.index, ids] = 0
+        ledger.references[ids] -= 1
+        if ended:
+            if not ledger.has_failed:
+                self._check_end(owner)
+            ledger.forget(owner)
+
+    def _check_end(self, owner: Owner) -> None:
+        ledger = self.ledger
+        computed = min(owner.computed or 0, 0 if owner.request is None else owner.request.num_computed_tokens)
+        for shadow in self.shadows:
+            rules_replay.check_end(ledger, shadow, owner, computed)
+        if len(left := np.flatnonzero(ledger.held[owner.index])):
+            ledger.fail("free-leak", "its request ended and did not free it", owner, None, int(left[0]))
+
+    def on_failure(self) -> None:
+        """The engine clears up, whatever state it is in."""
+        self.ledger.has_failed = True
+
+    # Steps.
+
+    def on_step(
+        self,
+        batch: Sequence[ScheduledRequest],
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: dict[str, Any],
+    ) -> None:
+        """Hold tokens, positions and the metadata of every group against what the requests have."""
+        ledger = self.ledger
+        ledger.step += 1
+        ledger.has_failed = False
+        if len(lost := np.flatnonzero(ledger.pool.ref_count[1:] != ledger.references[1:])):
+            block = 1 + int(lost[0])
+            what = f"{ledger.references[block]} requests hold it, the pool counts {ledger.pool.ref_count[block]}"
+            ledger.fail("free-held", what, None, None, block)
+        owners = [ledger.owner(item.request.request_id) for item in batch]
+        for owner, item in zip(owners, batch, strict=True):
+            self._begin(owner, item)
+        for owner in owners:
+            for shadow, column, block in owner.restored:
+                ledger.check_prefix("hit-prefix", owner, shadow, column, block)
+            owner.restored.clear()
+        ledger.batch = step = Step(owners, batch, ledger.step)
+        pairs = ("input-token", input_ids, step.tokens), ("position", positions, step.positions)
+        for rule, given, expected in pairs:
+            actual, text = to_numpy(given)[: len(expected)], "position {}: the model gets {}, not {}"
+            ledger.require(actual == expected, rule, None, step.rows, None, text, step.positions, actual, expected)
+        for shadow in self.shadows:
+            parts = [metadata[shadow.group.layer_names[layer]] for layer in shadow.layers]
+            if any(part is not parts[0] for part in parts):
+                ledger.fail("layer-metadata", "layers of one group get different metadata", None, shadow)
+            if parts:
+                (check_mamba if shadow.is_mamba else check_attention)(ledger, shadow, parts[0], step)
+
+    def _begin(self, owner: Owner, item: ScheduledRequest) -> None:
+        """A request is in the step: new here, or where the last step left it."""
+        request = item.request
+        if owner.request is None:
+            owner.request, owner.computed = request, item.num_computed_tokens
+            salt = blake2b(request.params.cache_salt.encode(), digest_size=8).digest()
+            owner.prefix[0] = int.from_bytes(salt, "little", signed=True)
+            owner.known = self.ledger.learn(owner, request.token_ids)
+            for shadow in self.shadows:
+                shadow.ring[request.row : request.row + 1] = 0
+            for part in self.rings:
+                part[request.row].view(torch.int8).fill_(-1)
+        elif owner.computed != item.num_computed_tokens:
+            what = f"it continues after {item.num_computed_tokens} tokens, but {owner.computed} are in the cache"
+            self.ledger.fail("position", what, owner)
+        self.ledger.learn(owner, item.drafts or ())
+        self._restore(owner)
+
+    def _restore(self, owner: Owner) -> None:
+        """What is loaded is taken for what it should be, unless its bytes are known."""
+        ledger = self.ledger
+        for shadow, column, block in owner.loaded:
+            tokens = np.arange(column * shadow.block_size, (column + 1) * shadow.block_size) + 1
+            origin = np.full_like(tokens, (ledger.step << 32) + owner.serial)
+            entries = np.stack([owner.prefix[tokens], tokens, origin], axis=1)
+            shadow.state[block] = entries[-1]
+            shadow.cells[block] = 0 if shadow.is_mamba else entries
+            shadow.cells[block, 0] = entries[-1 if shadow.is_mamba else 0]
+            key, checksum = ledger.keys[block][0], ledger.checksum(shadow, block)
+            strange = checksum not in self._published_bytes.get(key, {checksum})
+            if strange and (self.private_tier or checksum in self._all_bytes):
+                what = "loaded bytes that were never published for its tokens"
+                ledger.fail("load-bytes", what, owner, shadow, block)
+            ledger.keys[block] = key, checksum
+        owner.loaded.clear()
+
+    def on_fold(self, request: Request, group: int, replay: ReplayStep) -> None:
+        """What is folded must be what the request's ring holds, and due."""
+        owner, computed = self.ledger.owner(request.request_id), np.array([request.num_computed_tokens])
+        rules_replay.check_replay(self.ledger, self.shadows[group], [owner], computed, replay, None)
+
+    def on_copy(
+        self, group: int, copies: BoundaryCopies, block_table: torch.Tensor, states: Sequence[States], kernel: int
+    ) -> None:
+        """Remember what will be copied; `on_commit` checks what has become of it."""
+        self._copies.append(expect_copy(self.shadows[group], copies, block_table, states, kernel))
+
+    def on_commit(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Right drafts must be accepted, all and only those; then the copies are checked."""
+        ledger, step = self.ledger, self.ledger.batch
+        for owner, drafts, end, new in zip(step.owners, step.drafts, step.ends.tolist(), tokens, strict=True):
+            pairs = enumerate(zip(drafts, new, strict=False))
+            count = next((j for j, (draft, token) in pairs if draft != token), len(drafts))
+            if len(new) != 1 + count and (new or drafts):
+                ledger.fail("accept", f"the drafts {list(drafts)} became the tokens {list(new)}", owner)
+            owner.computed = end - len(drafts) + count
+            owner.known = ledger.learn(owner, new)
+        for copy in self._copies:
+            check_copy(ledger, copy, step)
+        self._copies.clear()
+
+    def on_draft(self, group: int, rows: Array, positions: Array, slots: torch.Tensor) -> None:
+        """A head may write what is not computed yet, and the target's own slots."""
+        check_drafts(self.ledger, self.shadows[group], rows, positions, slots, self.ledger.batch)

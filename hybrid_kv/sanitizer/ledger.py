@@ -1,0 +1,189 @@
+"""Who holds which block, what is published, and the checks that the rules of all kinds of layers share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from hybrid_kv.cache.block_pool import BlockIds, BlockKey, BlockPool
+from hybrid_kv.sanitizer.report import History, SanitizerError
+from hybrid_kv.sanitizer.shadow import HASH, ORIGIN, Array, Owner, Shadow, Step, to_numpy
+
+
+class Ledger:
+    """The pool as it should be.
+
+    Args:
+        max_owners: requests that may hold blocks at the same time.
+        buffers: the raw memory; buffer i belongs to the i-th layer of every group.
+
+    Attributes:
+        held: [owner, block] int8, group + 1 or 0.
+        references: [block] int32, how many hold it.
+        published: [block] bool.
+        keys: of published blocks, with a checksum of their bytes once these are there.
+        batch: the step under way, or the last one.
+        has_failed: something was reported or raised; until the next step the engine clears up, whatever state it is in.
+    """
+
+    batch: Step
+
+    def __init__(
+        self, pool: BlockPool, shadows: Sequence[Shadow], buffers: Sequence[torch.Tensor], max_owners: int, length: int
+    ) -> None:
+        self.pool, self.num_blocks, self.shadows = pool, pool.num_blocks, shadows
+        self.pages = [buffer.view(pool.num_blocks, -1) for buffer in buffers]
+        self.owners: dict[str, Owner] = {}
+        self.held = np.zeros((max_owners, pool.num_blocks), dtype=np.int8)
+        self.references = np.zeros(pool.num_blocks, dtype=np.int32)
+        self.published = np.zeros(pool.num_blocks, dtype=bool)
+        self.keys: dict[int, tuple[BlockKey, int | None]] = {}
+        self.step = -1
+        self.has_failed = False
+        self.history = History()
+        self._max_tokens = length
+        # Odd, so that no bit of a token is lost.
+        self._factors = np.random.default_rng(0).integers(-(2**62), 2**62, length) * 2 + 1
+        self._free = list(range(max_owners))
+
+    # Requests.
+
+    def owner(self, name: str) -> Owner:
+        """The request of this id, new if it holds nothing."""
+        if name not in self.owners:
+            if not self._free:
+                what = f"request {name} gets blocks, but {len(self.owners)} others hold some"
+                self.fail("allocate-held", what, None)
+            names = self.history.names
+            self.owners[name] = Owner(name, self._free.pop(), len(names), self._max_tokens)
+            names.append(name)
+        return self.owners[name]
+
+    def forget(self, owner: Owner) -> None:
+        """A request holds nothing any more."""
+        self.held[owner.index] = 0
+        self._free.append(owner.index)
+        del self.owners[owner.name]
+
+    def learn(self, owner: Owner, tokens: Sequence[int]) -> int:
+        """Extend the prefixes of the known tokens; returns how many tokens they have now."""
+        begin, end = owner.known, owner.known + len(tokens)
+        if end > begin:
+            owner.tokens[begin:end] = tokens
+            terms = (owner.tokens[begin:end] + 1) * self._factors[begin:end]
+            owner.prefix[begin + 1 : end + 1] = owner.prefix[begin] + np.cumsum(terms)
+        return end
+
+    # Blocks.
+
+    def take(self, owner: Owner, shadow: Shadow, ids: BlockIds, kind: str) -> None:
+        """Blocks that hold nothing, whatever they held before."""
+        self.log(self.step + 1, kind, shadow, ids, owner.name)
+        if len(taken := ids[self.references[ids] > 0]):
+            self.fail("allocate-held", "handed out while somebody holds it", owner, shadow, int(taken[0]))
+        for block in ids[self.published[ids]].tolist():
+            if self.pool.lookup(self.keys.pop(block)[0]) == block:
+                self.fail("evict-findable", "evicted, and a lookup still finds it", owner, shadow, block)
+        self.published[ids] = False
+        self.references[ids] = 1
+        self.held[owner.index, ids] = shadow.id + 1
+        for other in self.shadows:
+            other.cells[ids] = 0
+            other.state[ids] = 0
+        for pages in self.pages:
+            pages.index_fill_(0, torch.from_numpy(ids).to(pages.device).long(), -1)
+
+    def checksum(self, shadow: Shadow, block: int) -> int:
+        """Of the block's bytes in all layers of the group; 64 bits, or chance would find it among all published."""
+        return hash(tuple(to_numpy(self.pages[layer][block]).tobytes() for layer in shadow.layers))
+
+    # Checks; `rows` are places in the batch.
+
+    def check_lengths(self, shadow: Shadow, parts: Sequence[torch.Tensor], step: Step) -> None:
+        """The rows of the metadata are as long as those of the batch."""
+        lengths = np.concatenate([to_numpy(part) for part in parts])[: len(step.owners)]
+        text = "the row has {} tokens and not {}"
+        self.require(lengths == step.lengths, "row-length", shadow, step.all_rows, None, text, lengths, step.lengths)
+
+    def check_range(self, shadow: Shadow, rows: Array, blocks: Array) -> None:
+        """There are such blocks."""
+        ok = (blocks >= 0) & (blocks < self.num_blocks)
+        self.require(ok, "index-range", shadow, rows, None, "there is no block {}", blocks)
+
+    def check_reads(
+        self, rule: str, shadow: Shadow, rows: Array, blocks: Array, entries: Array, expected: Array, *text: Any
+    ) -> None:
+        """What is read is what is expected, and from a block of the reader."""
+        self.require(entries[:, HASH] == expected, rule, shadow, rows, blocks, *text)
+        held = self.held[self.batch.index[rows], blocks] == shadow.id + 1
+        self.require(held, "read-unheld", shadow, rows, blocks, "read by a request that does not hold it")
+
+    def check_writes(self, shadow: Shadow, rows: Array, blocks: Array, step: Step) -> None:
+        """What is written is a block of the writer, and of nobody else."""
+        exclusive = (self.references[blocks] <= 1) & ~self.published[blocks]
+        self.require(exclusive, "write-shared", shadow, rows, blocks, "written though others may read it")
+        held = self.held[step.index[rows], blocks] == shadow.id + 1
+        self.require(held, "write-unheld", shadow, rows, blocks, "written by a request that does not hold it")
+
+    def check_once(self, shadow: Shadow, rows: Array, blocks: Array, entries: Array, index: Array) -> None:
+        """No two tokens write to one entry. Spoils the entries, which are overwritten in a moment."""
+        order = np.arange(len(index))
+        entries[index, ORIGIN] = order
+        ok = entries[index, ORIGIN] == order
+        self.require(ok, "write-twice", shadow, rows, blocks, "two tokens of the step write to {}", index)
+
+    def check_prefix(self, rule: str, owner: Owner, shadow: Shadow, column: int, block: int) -> None:
+        """A block must hold the request's tokens up to the end of `column`, or the state after them."""
+        begin, end = column * shadow.block_size, (column + 1) * shadow.block_size
+        if shadow.is_mamba:
+            entries, expected = np.stack([shadow.cells[block, 0], shadow.state[block]]), owner.prefix[[end, end]]
+        else:
+            entries, expected = shadow.cells[block], owner.prefix[begin + 1 : end + 1]
+        same = entries[:, HASH] == expected
+        if shadow.layers and not same.all():
+            i = int(np.argmin(same))
+            part = ("the window", "the state")[i] if shadow.is_mamba else f"slot {block * shadow.block_size + i}"
+            what = f"for tokens {begin} … {end - 1} of the request, {part} holds {self.history.holds(entries[i])}"
+            self.fail(rule, what, owner, shadow, block)
+
+    # Reports.
+
+    def log(self, step: int, kind: str, shadow: Shadow | None, ids: Array, name: str) -> None:
+        """One request did something to blocks."""
+        self.history.log(step, kind, shadow, ids, [name])
+
+    def log_rows(self, kind: str, shadow: Shadow, rows: Array, blocks: Array) -> None:
+        """The requests of `rows` did something to a block each."""
+        self.history.log(self.step, kind, shadow, blocks, [owner.name for owner in self.batch.owners], rows)
+
+    def require(
+        self, ok: Array, rule: str, shadow: Shadow | None, rows: Array, blocks: Array | None, text: str, *values: Any
+    ) -> None:
+        """All of `ok`, whose entries belong to `rows` of the batch and to `blocks`; `text` takes their `values`."""
+        if not ok.all():
+            i = int(np.argmin(ok))
+            given = [value[i] if np.ndim(value) < 2 else self.history.holds(value[i]) for value in values]
+            block = None if blocks is None else int(blocks[i])
+            self.fail(rule, text.format(*given), self.batch.owners[rows[i]], shadow, block)
+
+    def fail(
+        self, rule: str, what: str, owner: Owner | None, shadow: Shadow | None = None, block: int | None = None
+    ) -> NoReturn:
+        """Raise SanitizerError."""
+        self.has_failed = True
+        lines = [f"{rule} in step {self.step}: {f'block {block}: ' if block is not None else ''}{what}"]
+        if owner is not None:
+            row = "" if owner.request is None else f" in row {owner.request.row}"
+            lines.append(f"request {owner.name}{row}: {owner.known} tokens, {owner.computed or 0} of them in the cache")
+        if shadow is not None:
+            spec, layers = shadow.group.spec, ", ".join(shadow.group.layer_names)
+            lines.append(f"group {shadow.id}: {type(spec).__name__}, blocks of {shadow.block_size} tokens: {layers}")
+        if block is not None:
+            holders = [other.name for other in self.owners.values() if self.held[other.index, block]]
+            state = "published" if self.published[block] else "not published"
+            lines.append(f"block {block}: {state}, held by {', '.join(holders) or 'nobody'}; history:")
+            lines += [f"  {line}" for line in self.history.of(block)]
+        raise SanitizerError(rule, "\n".join(lines))

@@ -1,0 +1,67 @@
+"""The rules of attention layers: which slots a step writes and reads, and where a drafting head writes."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from hybrid_kv.attention.paged import PagedAttentionMetadata
+from hybrid_kv.cache.block_pool import NULL_BLOCK
+from hybrid_kv.kernels.slot_mapping import PAD_SLOT
+from hybrid_kv.sanitizer.ledger import Ledger
+from hybrid_kv.sanitizer.shadow import HASH, Array, Shadow, Step, to_numpy
+
+
+def check_attention(ledger: Ledger, shadow: Shadow, metadata: PagedAttentionMetadata, step: Step) -> None:
+    """A step of an attention group; its tokens are written before they are read."""
+    size, kernel_size, rows = shadow.block_size, shadow.group.kernel_block_size, step.rows
+    slots, padding = np.split(to_numpy(metadata.slot_mapping.slots), [len(rows)])
+    if (padding != PAD_SLOT).any():
+        ledger.fail("pad-slot", f"padding has the slots {padding.tolist()}", None, shadow)
+    blocks, entries = slots // size, shadow.slots
+    ledger.check_range(shadow, rows, blocks)
+    ledger.check_writes(shadow, rows, blocks, step)
+    ledger.check_once(shadow, rows, blocks, entries, slots)
+    entries[slots] = step.entries
+    ledger.log_rows("write", shadow, rows, blocks)
+
+    ledger.check_lengths(shadow, [part.rows.lengths for part in metadata.parts], step)
+    told = np.concatenate([to_numpy(part.rows.flat(part.positions)) for part in metadata.parts])[: len(rows)]
+    text = "attention is told position {} and not {}"
+    ledger.require(told == step.positions, "position", shadow, rows, blocks, text, told, step.positions)
+    table = np.concatenate([to_numpy(part.block_table) for part in metadata.parts]).astype(np.int64)
+    if table.shape[1] * kernel_size < step.ends.max():
+        what = f"{table.shape[1]} columns of {kernel_size} tokens for a row of {step.ends.max()}"
+        ledger.fail("index-range", what, None, shadow)
+    if ((table[len(step.owners) :] * kernel_size) // size != NULL_BLOCK).any():
+        ledger.fail("pad-row", "a padding row of the block table has live blocks", None, shadow)
+    rows, positions = step.seen_rows, step.seen_positions
+    slots = table[rows, positions // kernel_size] * kernel_size + positions % kernel_size
+    blocks = slots // size
+    ledger.check_range(shadow, rows, blocks)
+    text = "position {} is read from slot {}, which holds {}"
+    seen = entries[slots]
+    ledger.check_reads("read-slot", shadow, rows, blocks, seen, step.seen, text, positions, slots, seen)
+
+
+def check_drafts(
+    ledger: Ledger, shadow: Shadow, rows: Array, positions: Array, slots: torch.Tensor, step: Step
+) -> None:
+    """Where a drafting head writes, after the step is committed; `rows` of the batch."""
+    places = to_numpy(slots)
+    real = places != PAD_SLOT
+    rows, positions, places = rows[real], positions[real], places[real]
+    blocks = places // shadow.block_size
+    ledger.check_range(shadow, rows, blocks)
+    ledger.check_writes(shadow, rows, blocks, step)
+    text = "a head writes position {} into slot {}, which holds {}"
+    same = places % shadow.block_size == positions % shadow.block_size
+    ledger.require(same, "draft-slot", shadow, rows, blocks, text, positions, places, shadow.slots[places])
+    # Of tokens that the target has computed it is the target's slot.
+    known = positions < np.array([owner.computed for owner in step.owners])[rows]
+    rows, positions, places = rows[known], positions[known], places[known]
+    pairs = zip(rows.tolist(), positions.tolist(), strict=True)
+    expected = np.array([step.owners[row].prefix[position + 1] for row, position in pairs])
+    found = shadow.slots[places]
+    same = found[:, HASH] == expected
+    ledger.require(same, "draft-slot", shadow, rows, places // shadow.block_size, text, positions, places, found)

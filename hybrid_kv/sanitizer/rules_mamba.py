@@ -1,0 +1,159 @@
+"""The rules of Mamba layers: which windows and states a step reads and leaves, and copies of boundary states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hybrid_kv.attention.mamba import BoundaryCopies, MambaMetadata
+from hybrid_kv.cache.block_pool import NULL_BLOCK
+from hybrid_kv.sanitizer import rules_replay
+from hybrid_kv.sanitizer.ledger import Ledger
+from hybrid_kv.sanitizer.shadow import HASH, Array, Shadow, Step, to_numpy
+from hybrid_kv.watch import States
+
+
+def check_mamba(ledger: Ledger, shadow: Shadow, metadata: MambaMetadata, step: Step) -> None:
+    """A step of a Mamba group; its states are read before they are written."""
+    num_rows = len(step.owners)
+    windows, sources, states = (
+        to_numpy(part) for part in (metadata.window_indices, metadata.source_indices, metadata.state_indices)
+    )
+    for part in (windows, sources, *states.T):
+        if (part[num_rows:] != NULL_BLOCK).any():
+            ledger.fail("pad-row", f"padding has the blocks {part[num_rows:].tolist()}", None, shadow)
+        ledger.check_range(shadow, step.all_rows, part[:num_rows])
+    parts = [part.lengths for part in (metadata.decode_rows, metadata.prefill_rows) if part is not None]
+    ledger.check_lengths(shadow, parts, step)
+    _check_reads(ledger, shadow, metadata, windows, sources, step)
+    if len(shadow.ring):
+        rules_replay.check_step(ledger, shadow, metadata, step)
+    _check_writes(ledger, shadow, metadata, states[:num_rows], step)
+
+
+def _check_reads(
+    ledger: Ledger, shadow: Shadow, metadata: MambaMetadata, windows: Array, sources: Array, step: Step
+) -> None:
+    split, num_rows = metadata.num_decodes, len(step.owners)
+    initial = np.ones(num_rows, dtype=bool)
+    if metadata.has_initial_state is not None:
+        initial[split:] = to_numpy(metadata.has_initial_state)
+    text = "at position {}, a row has an initial state: {}"
+    ok = initial == (step.computed > 0)
+    args = step.all_rows, sources[:num_rows], text, step.computed, initial
+    ledger.require(ok, "initial-state", shadow, *args)
+    rows = np.flatnonzero(initial)
+    # Out of range is an error also where the value will be dropped.
+    first = to_numpy(metadata.num_accepted_tokens) - 1
+    if (wrong := first[(first < 0) | (first >= shadow.cells.shape[1])]).size:
+        ledger.fail("index-range", f"a window begins at row {wrong[0]}", None, shadow)
+    windows, sources, first = windows[rows], sources[rows], first[rows]
+    begin, computed = step.begin[rows], step.computed[rows]
+    cells, state = shadow.cells[windows, first], shadow.state[sources]
+    text = "row {2} of a window is read after {1} tokens; it holds {0}"
+    ledger.check_reads("read-window", shadow, rows, windows, cells, begin, text, cells, computed, first)
+    later = rows >= (split if len(shadow.ring) else 0)  # In scheme `replay` decodes are another matter.
+    text = "a state is read after {1} tokens; it holds {0}"
+    where = rows[later], sources[later], state[later], begin[later]
+    ledger.check_reads("read-state", shadow, *where, text, state[later], computed[later])
+
+
+def _check_writes(ledger: Ledger, shadow: Shadow, metadata: MambaMetadata, states: Array, step: Step) -> None:
+    """A decode leaves a state after each token; a prefill after its last, and at the boundaries that it passes.
+
+    In scheme `replay` a decode leaves none, but the windows of its tokens, in the block where they begin.
+    """
+    split, num_rows, every = metadata.num_decodes, len(step.owners), step.all_rows
+    counts = np.where(every < split, step.lengths if not len(shadow.ring) else 1, 1)
+    owned = np.arange(states.shape[1]) < counts[:, None]
+    ok = (counts <= states.shape[1]) & (owned | (states == NULL_BLOCK)).all(1)
+    text = "the states of {} tokens go to the {}"
+    rows = np.fromiter(states.tolist(), dtype=object)  # an entry of its own for each, printed if need be
+    ledger.require(ok, "write-padding", shadow, every, states[:, -1], text, counts, rows)
+    rows, drafts = np.nonzero(owned)
+    tokens = step.starts[rows] + np.where(rows < split, drafts, step.lengths[rows] - 1)
+    targets, anchors = states[owned], states[rows, 0]
+    replayed = rows < split if len(shadow.ring) else np.zeros(len(rows), dtype=bool)
+    if metadata.boundary_rows is not None:
+        assert metadata.boundary_offsets is not None and metadata.boundary_indices is not None
+        more, offsets = split + to_numpy(metadata.boundary_rows), to_numpy(metadata.boundary_offsets)
+        homes = to_numpy(metadata.boundary_indices)
+        inside = np.clip(more, split, num_rows - 1)
+        ok = (more == inside) & (offsets > 0) & (offsets <= step.lengths[inside])
+        ledger.require(ok, "index-range", shadow, inside, homes, "a boundary {} tokens into the row", offsets)
+        added = more, np.zeros_like(more), step.starts[more] + offsets - 1, homes, homes
+        rows, drafts, tokens, targets, anchors = map(
+            np.concatenate, zip((rows, drafts, tokens, targets, anchors), added, strict=True)
+        )
+        replayed = np.concatenate([replayed, np.zeros(len(more), dtype=bool)])
+        ledger.check_range(shadow, rows, targets)
+    ledger.check_writes(shadow, rows, targets, step)
+    before = shadow.state[targets[replayed]]
+    ledger.check_once(shadow, rows, targets, shadow.state, targets)
+    shadow.state[targets] = step.entries[tokens]
+    shadow.state[targets[replayed]] = before  # only their windows
+    shadow.cells[anchors] = 0
+    shadow.cells[anchors, drafts] = step.entries[tokens]
+    for row in range(min(split, num_rows) if len(shadow.ring) else 0):
+        window = step.entries[step.starts[row] : step.starts[row] + step.lengths[row]]
+        shadow.cells[states[row, 0], : len(window)] = window
+    ledger.log_rows("write", shadow, rows, targets)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Boundary states on their way home. `checks`: views, and what they must hold at `home`."""
+
+    shadow: Shadow
+    rows: Array  # of the batch
+    drafts: Array  # row of `window` where the window begins
+    ends: Array  # tokens up to the boundary
+    home: Array
+    window: Array
+    state: Array | None
+    checks: list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def expect_copy(
+    shadow: Shadow, copies: BoundaryCopies, block_table: torch.Tensor, states: Sequence[States], kernel: int
+) -> Copy:
+    """What must have become of the boundary states of a group once they are copied; see `Watcher.on_copy`."""
+    table, (rows, drafts) = to_numpy(block_table).astype(np.int64), (copies.rows, copies.drafts)
+    home, window = table[rows, copies.columns], table[rows, copies.anchors]
+    state = None
+    taps = torch.from_numpy(drafts[:, None] + np.arange(kernel - 1))
+    checks = []
+    for conv_state, ssm_state in states:
+        checks.append((conv_state[:, : kernel - 1], conv_state[torch.from_numpy(window)[:, None], taps]))
+        if ssm_state is not None:
+            state = table[rows, copies.anchors + drafts]
+            checks.append((ssm_state, ssm_state[torch.from_numpy(state)]))
+    ends = (copies.columns + 1) * shadow.block_size
+    return Copy(shadow, rows, drafts, ends, home, window, state, checks)
+
+
+def check_copy(ledger: Ledger, copy: Copy, step: Step) -> None:
+    """Copied boundary states, once it is known which drafts were accepted."""
+    shadow, rows, home, ends = copy.shadow, copy.rows, copy.home, copy.ends
+    owners = [step.owners[row] for row in rows.tolist()]
+    accepted = np.array([owner.computed for owner in owners])
+    text = "gets the state after {} tokens, {} are accepted"
+    ledger.require(ends <= accepted, "copy-rejected", shadow, rows, home, text, ends, accepted)
+    ledger.check_writes(shadow, rows, home, step)
+    parts = {"window": shadow.cells[copy.window, copy.drafts]}
+    if copy.state is not None:
+        parts["state"] = shadow.state[copy.state]
+    expected = [owner.prefix[end] for owner, end in zip(owners, ends.tolist(), strict=True)]
+    for what, entries in parts.items():
+        text = f"gets a {what} for the end of token {{1}} that holds {{0}}"
+        ledger.require(entries[:, HASH] == expected, "copy-state", shadow, rows, home, text, entries, ends - 1)
+    for view, content in copy.checks:
+        same = to_numpy((view[torch.from_numpy(home)] == content).flatten(1).all(1))
+        ledger.require(same, "copy-bytes", shadow, rows, home, "the copy did not arrive in every layer")
+    shadow.cells[home] = 0
+    shadow.cells[home, 0] = parts["window"]
+    shadow.state[home] = parts.get("state", shadow.state[home])
+    ledger.log_rows("copy", shadow, rows, home)

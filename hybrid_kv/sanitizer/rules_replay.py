@@ -1,0 +1,112 @@
+"""The rules of scheme `replay`: the state that a decode starts from, the ring behind it, and what of it is folded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hybrid_kv.attention.mamba import MambaMetadata
+from hybrid_kv.cache.block_pool import NULL_BLOCK
+from hybrid_kv.kernels.replay import ReplayStep
+from hybrid_kv.sanitizer.ledger import Ledger
+from hybrid_kv.sanitizer.shadow import HASH, TOKENS, Array, Owner, Shadow, Step, to_numpy
+
+
+def check_step(ledger: Ledger, shadow: Shadow, metadata: MambaMetadata, step: Step) -> None:
+    """What the decodes of a step replay; a prefill leaves its state at its end."""
+    split, num_decodes = metadata.num_decodes, min(metadata.num_decodes, len(step.owners))
+    if (metadata.replay is None) != (split == 0):
+        ledger.fail("history-length", f"{split} decodes, and nothing tells what they replay", None, shadow)
+    if metadata.replay is not None:
+        if (to_numpy(metadata.replay.step.src)[num_decodes:] != NULL_BLOCK).any():
+            ledger.fail("pad-row", "padding replays a live block", None, shadow)
+        check_replay(ledger, shadow, step.owners[:num_decodes], step.computed, metadata.replay.step, step)
+    for owner, end in zip(step.owners[num_decodes:], step.ends[num_decodes:].tolist(), strict=True):
+        owner.flushed = end
+
+
+def check_replay(
+    ledger: Ledger, shadow: Shadow, owners: Sequence[Owner], computed: Array, replay: ReplayStep, step: Step | None
+) -> None:
+    """The state that each decode starts from, its history, what of it is folded, and where its tokens go.
+
+    Args:
+        computed: [len(owners)], tokens in the cache.
+        step: whose tokens go into the ring; None: it only folds.
+    """
+    parts = (replay.rows, replay.src, replay.dst, replay.ring_start, replay.n_hist, replay.n_flush)
+    rows = np.stack([to_numpy(part)[: len(owners)] for part in parts], axis=1).tolist()
+    ring_len = shadow.ring.shape[1]
+    for i, (owner, (row, source, target, start, history, flush)) in enumerate(zip(owners, rows, strict=True)):
+        assert owner.request is not None
+        if row != owner.request.row:
+            ledger.fail("ring-row", f"it replays row {row}, which is not its own", owner, shadow)
+        if not (0 <= source < ledger.num_blocks and 0 <= target < ledger.num_blocks):
+            ledger.fail("index-range", f"there is no block {source} or {target}", owner, shadow)
+        end = int(computed[i])
+        base = _check_base(ledger, shadow, owner, source, end, history)
+        if flush > history or base + flush > end:
+            what = f"{flush} tokens are folded behind {base}, {end} are accepted"
+            ledger.fail("flush-unaccepted", what, owner, shadow, target)
+        if base + history != end:
+            what = f"{history} tokens are replayed behind {base}, {end} are in the cache"
+            ledger.fail("history-length", what, owner, shadow, source)
+        places = (start + np.arange(history)) % ring_len
+        wrong = np.flatnonzero(shadow.ring[row, places, HASH] != owner.prefix[base + 1 : end + 1])
+        if len(wrong):
+            place = int(places[wrong[0]])
+            what = f"token {base + int(wrong[0])} is replayed from place {place} of the ring, which holds "
+            ledger.fail("read-history", what + ledger.history.holds(shadow.ring[row, place]), owner, shadow)
+        if flush:
+            _check_fold(ledger, shadow, owner, target, base, flush)
+            shadow.state[target] = shadow.ring[row, places[flush - 1]]
+        elif source != target:
+            ledger.fail("read-state", f"nothing is folded, and block {target} is read", owner, shadow, source)
+        owner.flushed = base + flush
+        if step is None:
+            continue
+        new = step.entries[step.starts[i] : step.starts[i] + step.lengths[i]]
+        if history + len(new) > ring_len:
+            what = f"{len(new)} tokens behind {history} do not fit in a ring of {ring_len}"
+            ledger.fail("ring-full", what, owner, shadow)
+        shadow.ring[row, (start + history + np.arange(len(new))) % ring_len] = new
+
+
+def _check_base(ledger: Ledger, shadow: Shadow, owner: Owner, source: int, end: int, history: int) -> int:
+    """The state that a history follows; returns how many tokens it has seen."""
+    entry = shadow.state[source]
+    base = int(entry[TOKENS])
+    if ledger.held[owner.index, source] != shadow.id + 1:
+        ledger.fail("read-unheld", "read by a request that does not hold it", owner, shadow, source)
+    if not base or base > end or entry[HASH] != owner.prefix[base]:
+        what = f"a state is read after {end - history} tokens; it holds {ledger.history.holds(entry)}"
+        ledger.fail("read-state", what, owner, shadow, source)
+    return base
+
+
+def _check_fold(ledger: Ledger, shadow: Shadow, owner: Owner, target: int, base: int, flush: int) -> None:
+    """Where a state goes that has seen `flush` tokens behind `base`."""
+    ledger.log(ledger.step, "fold", shadow, np.array([target]), owner.name)
+    if ledger.held[owner.index, target] != shadow.id + 1:
+        ledger.fail("flush-unheld", "folded into by a request that does not hold it", owner, shadow, target)
+    if ledger.references[target] > 1 or ledger.published[target]:
+        ledger.fail("flush-shared", "folded into though others may read it", owner, shadow, target)
+    if shadow.keeps_boundaries and 0 < (base + flush) % shadow.block_size < flush:
+        what = f"{flush} tokens are folded behind {base}: past the end of a block, whose state is lost"
+        ledger.fail("flush-boundary", what, owner, shadow, target)
+
+
+def check_publish(ledger: Ledger, shadow: Shadow, owner: Owner, end: int, block: int) -> None:
+    """No block is published before its state is written."""
+    if len(shadow.ring) and owner.flushed < end:
+        what = f"published for {end} tokens, its states have seen {owner.flushed} of them"
+        ledger.fail("publish-unflushed", what, owner, shadow, block)
+
+
+def check_end(ledger: Ledger, shadow: Shadow, owner: Owner, computed: int) -> None:
+    """No block that a request has completed may be lost because its state is not written yet."""
+    end = computed // shadow.block_size * shadow.block_size
+    if len(shadow.ring) and shadow.keeps_boundaries and owner.flushed < end:
+        what = f"ends with the state after {end} tokens in its ring, its blocks have that after {owner.flushed}"
+        ledger.fail("finalize-lost", what, owner, shadow)

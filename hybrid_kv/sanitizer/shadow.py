@@ -1,0 +1,91 @@
+"""What the sanitizer keeps in mind: requests, blocks, the step under way.
+
+An *entry* is what one slot, window row or state holds: a hash of all tokens up to it, how many these are, and which
+step and request wrote it. An entry of zeros is nothing that a request could want.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hybrid_kv.cache.backend import AttentionGroup
+from hybrid_kv.cache.spec import MambaSpec
+from hybrid_kv.request import Request, ScheduledRequest
+
+Array = npt.NDArray[Any]
+
+HASH, TOKENS, ORIGIN = range(3)  # of an entry
+
+
+def to_numpy(tensor: torch.Tensor) -> Array:
+    """A tensor of any device."""
+    array: Array = tensor.cpu().numpy()
+    return array
+
+
+class Owner:
+    """A request that holds blocks."""
+
+    def __init__(self, name: str, index: int, serial: int, max_tokens: int) -> None:
+        self.name, self.index, self.serial = name, index, serial
+        self.request: Request | None = None  # from its first step on
+        self.known = 0  # tokens; behind them lie the step's drafts
+        self.computed: int | None = None  # of them in the cache
+        self.tokens = np.zeros(max_tokens, dtype=np.int64)
+        self.prefix = np.zeros(max_tokens + 1, dtype=np.int64)  # [n]: hash of the first n tokens
+        self.flushed = 0  # tokens that its last written states have seen
+        self.restored: list[tuple[Shadow, int, int]] = []  # column, block: what the first step does not compute …
+        self.loaded: list[tuple[Shadow, int, int]] = []  # … because it was a hit, or came from elsewhere
+
+
+class Shadow:
+    """What the blocks of one group hold.
+
+    Args:
+        draft_layers: those of a drafting head; they follow no step.
+    """
+
+    def __init__(self, group: AttentionGroup, num_blocks: int, num_rows: int, draft_layers: Collection[str]) -> None:
+        spec = group.spec
+        self.group, self.id, self.block_size = group, group.group_id, spec.block_size
+        self.layers = [i for i, name in enumerate(group.layer_names) if name not in draft_layers]
+        self.is_mamba = isinstance(spec, MambaSpec)
+        width = 1 + spec.num_speculative_tokens if isinstance(spec, MambaSpec) else spec.block_size
+        # [block, slot in the block]; of a Mamba group [block, row where a convolution window begins].
+        self.cells = np.zeros((num_blocks, width, 3), dtype=np.int64)
+        self.slots = self.cells.reshape(-1, 3)
+        self.state = np.zeros((num_blocks, 3), dtype=np.int64)
+        # In scheme `replay` [row of the engine, place in the ring].
+        ring_len = spec.replay.ring_len if isinstance(spec, MambaSpec) and spec.replay is not None else 0
+        self.ring = np.zeros((num_rows if ring_len else 0, ring_len, 3), dtype=np.int64)
+        self.keeps_boundaries = isinstance(spec, MambaSpec) and spec.mode.keeps_states
+
+
+class Step:
+    """A step's batch without padding, and what each of its tokens leaves in the cache."""
+
+    def __init__(self, owners: list[Owner], batch: Sequence[ScheduledRequest], number: int) -> None:
+        self.owners, self.drafts = owners, [item.drafts or () for item in batch]
+        self.lengths = np.array([item.num_tokens for item in batch])
+        self.computed = np.array([item.num_computed_tokens for item in batch])
+        self.ends = self.computed + self.lengths
+        self.starts = np.cumsum(self.lengths) - self.lengths
+        self.all_rows = np.arange(len(owners))
+        self.rows = np.repeat(self.all_rows, self.lengths)  # of each token
+        self.index = np.array([owner.index for owner in owners])
+        spans = list(zip(owners, self.computed.tolist(), self.ends.tolist(), strict=True))
+        self.begin = np.array([owner.prefix[begin] for owner, begin, _ in spans])
+        self.tokens = np.concatenate([owner.tokens[begin:end] for owner, begin, end in spans])
+        self.positions = np.arange(len(self.rows)) + (self.computed - self.starts)[self.rows]
+        hashes = np.concatenate([owner.prefix[begin + 1 : end + 1] for owner, begin, end in spans])
+        origin = (number << 32) + np.array([owner.serial for owner in owners])
+        self.entries = np.stack([hashes, self.positions + 1, origin[self.rows]], axis=1)
+        # Attention reads every position of a row.
+        self.seen = np.concatenate([owner.prefix[1 : end + 1] for owner, _, end in spans])
+        self.seen_rows = np.repeat(self.all_rows, self.ends)
+        self.seen_positions = np.arange(len(self.seen)) - np.repeat(np.cumsum(self.ends) - self.ends, self.ends)
