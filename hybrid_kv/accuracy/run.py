@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybrid_kv.accuracy.guard_model import FOLDER as GUARD_MODEL
 from hybrid_kv.accuracy.tasks import check_task, load_task, quiet_lm_eval
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.files import write_whole
@@ -186,7 +187,7 @@ def evaluate(
     import lm_eval
     from lm_eval.evaluator import evaluate as lm_eval_evaluate
 
-    from hybrid_kv.accuracy.lm_eval_model import GUARD_MODEL, HybridKVLM
+    from hybrid_kv.accuracy.lm_eval_model import HybridKVLM
 
     folder = GUARD_MODEL if model is None else model if isinstance(model, str | Path) else None
     # The model first: an unusable one is found in seconds, a task from the hub may take minutes.

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hybrid_kv.accuracy import compare, paired, run
-from hybrid_kv.accuracy.lm_eval_model import GUARD_MODEL
+from hybrid_kv.accuracy.guard_model import FOLDER as GUARD_MODEL
 from hybrid_kv.cli import main
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.results import read_rows

@@ -12,9 +12,10 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 
+from hybrid_kv.accuracy.guard_model import FOLDER as GUARD_MODEL
 from hybrid_kv.accuracy.guard_model import problems
-from hybrid_kv.accuracy.lm_eval_model import GUARD_MODEL, REFUSED, HybridKVLM, UnsupportedRequestError
-from hybrid_kv.config import ConfigError, HybridKVError
+from hybrid_kv.accuracy.lm_eval_model import REFUSED, HybridKVLM
+from hybrid_kv.config import ConfigError
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.sampling import SamplingParams
 
@@ -95,11 +96,7 @@ def test_refused_request_is_no_silent_answer(lm: HybridKVLM, caplog: pytest.LogC
     assert "1 of 2 requests could not run" in caplog.text and "max_model_len" in caplog.text
 
 
-def test_unsupported_requests_say_what_is_supported(lm: HybridKVLM) -> None:
-    for kind in (lm.loglikelihood, lm.loglikelihood_rolling):
-        with pytest.raises(UnsupportedRequestError, match=f"generate_until requests only, not {kind.__name__}"):
-            kind([])
-    assert issubclass(UnsupportedRequestError, HybridKVError)
+def test_an_unknown_generation_option_says_what_is_known(lm: HybridKVLM) -> None:
     with pytest.raises(ConfigError, match="num_beams not supported; use"):
         lm.sampling_params({"num_beams": 2}, 0)
 
@@ -124,7 +121,6 @@ def test_registering_hides_no_model_of_lm_evals() -> None:
     ("arguments", "message"),
     [
         ("max_num_seks=2", "does not know max_num_seks"),
-        ("batch_size=8", "max_num_seqs=N"),
         ("pretrained=/nowhere/at/all", "/nowhere/at/all does not exist"),
     ],
 )

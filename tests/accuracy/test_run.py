@@ -16,7 +16,8 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 from hybrid_kv.accuracy import run, tasks
-from hybrid_kv.accuracy.lm_eval_model import GUARD_MODEL, HybridKVLM
+from hybrid_kv.accuracy.guard_model import FOLDER as GUARD_MODEL
+from hybrid_kv.accuracy.lm_eval_model import HybridKVLM
 from hybrid_kv.cli import main
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.engine.llm import LLM

@@ -1,0 +1,99 @@
+"""Log-probabilities of given tokens, for tasks that choose among answers instead of writing one.
+
+A context and its continuation are one prompt. It goes through scheduler, cache and model like any other; the logits of
+the continuation are those that its prefill computes. The cache may serve the context, as it is the same for all answers
+to a question. A hit that reaches into the continuation would skip logits that are needed: such a prompt is asked once
+more, under a salt of its own, which nothing in the cache has.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from hybrid_kv.config import HybridKVError
+from hybrid_kv.engine.llm import LLM
+from hybrid_kv.engine.record import recorded
+from hybrid_kv.request import ScheduledRequest
+from hybrid_kv.sampling import SamplingParams
+
+ROWS = 64  # tokens whose logits are made at once: 64 of 131,072 words are 32 MiB in float32
+
+
+@dataclass(frozen=True)
+class Score:
+    """Of a continuation: the natural logarithm of its probability, and whether greedy decoding would write it."""
+
+    log_prob: float
+    is_greedy: bool
+
+
+@dataclass
+class _Target:
+    """`tokens`, the first of which follows position `first`; what is known of each so far, None before it ran."""
+
+    first: int
+    tokens: Sequence[int]
+    found: list[tuple[float, bool] | None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.found = [None] * len(self.tokens)
+
+
+def score(llm: LLM, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], progress: bool = False) -> list[Score]:
+    """Score every (context, continuation), both token ids and not empty, in the order given.
+
+    Raises:
+        HybridKVError: the engine refused a prompt; there is no score that could stand for that.
+    """
+    targets = [_Target(len(context) - 1, continuation) for context, continuation in pairs]
+    by_prompt: dict[tuple[int, ...], list[_Target]] = defaultdict(list)
+    for (context, continuation), target in zip(pairs, targets, strict=True):
+        by_prompt[(*context, *continuation[:-1])].append(target)  # nothing follows the last token
+    _run(llm, by_prompt, [SamplingParams(max_tokens=1)] * len(by_prompt), progress)
+    skipped = {prompt: own for prompt, own in by_prompt.items() if any(None in target.found for target in own)}
+    if skipped:
+        _run(llm, skipped, [SamplingParams(max_tokens=1, cache_salt=uuid.uuid4().hex) for _ in skipped], progress)
+    return [_sum(target) for target in targets]
+
+
+def _run(
+    llm: LLM, by_prompt: dict[tuple[int, ...], list[_Target]], params: Sequence[SamplingParams], progress: bool
+) -> None:
+    def seen(item: ScheduledRequest, hidden: torch.Tensor) -> None:
+        prompt = tuple(item.request.prompt_token_ids)
+        own = by_prompt[prompt]
+        offset = item.num_computed_tokens
+        begin = max(offset, min(target.first for target in own))
+        end = min(offset + item.num_tokens, len(prompt))
+        for start in range(begin, end, ROWS):
+            logits = llm.model.compute_logits(hidden[start - offset : min(start + ROWS, end) - offset])
+            _note(logits, start, own)
+
+    with recorded(llm, seen):
+        outputs = llm.generate(list(by_prompt), params, progress)
+    if refused := [output.error for output in outputs if output.error is not None]:
+        raise HybridKVError(f"{len(refused)} of {len(outputs)} prompts cannot be scored; the first: {refused[0]}")
+
+
+@torch.inference_mode()
+def _note(logits: torch.Tensor, start: int, targets: Sequence[_Target]) -> None:
+    """Keep what the logits [tokens, vocab_size] of the positions from `start` on say about the targets' tokens."""
+    log_probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    best = log_probs.argmax(-1)
+    for target in targets:
+        begin = max(0, start - target.first)  # in its tokens
+        end = max(begin, start + len(logits) - target.first)
+        wanted = torch.tensor(target.tokens[begin:end], dtype=torch.int64, device=logits.device)
+        rows = torch.arange(len(wanted), device=logits.device) + target.first + begin - start
+        target.found[begin:end] = zip(log_probs[rows, wanted].tolist(), (best[rows] == wanted).tolist(), strict=True)
+
+
+def _sum(target: _Target) -> Score:
+    found = [one for one in target.found if one is not None]
+    assert len(found) == len(target.tokens), "a prompt under a new salt has no hit"
+    return Score(sum(value for value, _ in found), all(is_best for _, is_best in found))
