@@ -1,4 +1,4 @@
-"""The suites of a package: asv, `python -m bench`, pytest-benchmark and `hybrid-kv compare` share them.
+"""The suites of `bench/`: asv, `python -m bench`, pytest-benchmark and `hybrid-kv compare` share them.
 
 A suite is a module that defines `cells() -> list[Cell]`. It is found by reading its source, not by importing it: what
 this `hybrid_kv` lacks the code for, or an optional dependency, is still known by name, and why it has no cells is said.
@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
-from types import ModuleType
 
 import bench
 from hybrid_kv.timing.cases import Cell
@@ -18,32 +17,32 @@ from hybrid_kv.timing.cases import Cell
 _DEFINES_CELLS = re.compile(r"^def cells\(", re.MULTILINE)
 
 
-def suites(package: ModuleType = bench) -> tuple[str, ...]:
-    """Names of the package's modules that define `cells()`, in alphabetical order."""
+def suites() -> tuple[str, ...]:
+    """Names of the modules of `bench` that define `cells()`, in alphabetical order."""
     found = []
-    for module in pkgutil.iter_modules(package.__path__):
+    for module in pkgutil.iter_modules(bench.__path__):
         source = module.module_finder.find_spec(module.name).loader.get_source(module.name)
         if not module.ispkg and _DEFINES_CELLS.search(source):
             found.append(module.name)
     return tuple(found)
 
 
-def _load(package: ModuleType) -> tuple[list[Cell], dict[str, str]]:
+def _load() -> tuple[list[Cell], dict[str, str]]:
     found: list[Cell] = []
     reasons: dict[str, str] = {}
-    for suite in suites(package):
+    for suite in suites():
         try:
-            found += importlib.import_module(f"{package.__name__}.{suite}").cells()
+            found += importlib.import_module(f"bench.{suite}").cells()
         except (ImportError, AttributeError) as error:
             reasons[suite] = f"{type(error).__name__}: {error}"
     return found, reasons
 
 
-def cells(quick: bool = False, package: ModuleType = bench) -> list[Cell]:
+def cells(quick: bool = False) -> list[Cell]:
     """All cells of all suites that this `hybrid_kv` has the code for, GPU cells also where there is no GPU."""
-    return [cell for cell in _load(package)[0] if cell.quick or not quick]
+    return [cell for cell in _load()[0] if cell.quick or not quick]
 
 
-def unavailable(package: ModuleType = bench) -> dict[str, str]:
+def unavailable() -> dict[str, str]:
     """Suites without cells, and why."""
-    return _load(package)[1]
+    return _load()[1]
