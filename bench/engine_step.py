@@ -23,8 +23,8 @@ PROMPT, BLOCKS = 24, 4
 OPERATIONS = {"operations": "operations"}
 
 
-def decode(seed: int, mode: str, K: int, num_reqs: int) -> Case:
-    """Every request decodes one block of tokens; all drafts are right."""
+def decode_block(seed: int, mode: str, K: int, num_reqs: int) -> Case:
+    """Every request decodes one block of tokens, in `BLOCK_SIZE // (1 + K)` steps; all drafts are right."""
     texts = [[token % 97 for token in prompt] for prompt in prompts(seed, num_reqs, PROMPT)]
     length = (BLOCKS + 1) * BLOCK_SIZE
     wanted = answers(texts, length)
@@ -89,11 +89,12 @@ def cells() -> list[Cell]:
     return [
         *grid(
             "engine_step",
-            "decode",
+            "decode_block",
             "cpu",
-            decode,
+            decode_block,
             {"mode": modes, "K": (0, 3), "num_reqs": (4, 16)},
             [("none", 0, 4), ("all", 3, 4)],
+            formerly="decode",
         ),
         *grid("engine_step", "operations", "count", operations, {"mode": modes}, [("all",)], units=OPERATIONS),
     ]

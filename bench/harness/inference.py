@@ -46,13 +46,18 @@ class Estimate:
     n: int
 
 
+def _num_dropped(n: int) -> int:
+    """Of the lowest values, and as many of the highest."""
+    return n // 6
+
+
 def _trimmed(values: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], int]:
     """Mean without the lowest and highest sixth along the last axis, its standard error, degrees of freedom.
 
     Yuen (1974): the spread is that of the values with the dropped ones replaced by the nearest kept one.
     """
     n = values.shape[-1]
-    dropped = n // 6
+    dropped = _num_dropped(n)
     kept = n - 2 * dropped
     ordered = np.sort(values, axis=-1)
     mean = ordered[..., dropped : n - dropped].mean(axis=-1)
@@ -65,6 +70,12 @@ def _trimmed(values: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], 
 def center(log_ratios: Sequence[float]) -> float:
     """Trimmed mean over worker pairs: now and then a pair is off by a factor, for all of its samples."""
     return float(_trimmed(np.asarray(log_ratios, dtype=np.float64))[0])
+
+
+def kept(log_ratios: Sequence[float]) -> npt.NDArray[np.intp]:
+    """Which worker pairs the trimmed mean is of."""
+    dropped = _num_dropped(len(log_ratios))
+    return np.argsort(log_ratios, kind="stable")[dropped : len(log_ratios) - dropped]
 
 
 def estimate(log_ratios: Sequence[float], seed: int = 0) -> Estimate:

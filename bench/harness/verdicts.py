@@ -10,17 +10,21 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.harness.compare import CellInfo, Comparison, Design, Failure, Measured, Times, own_benchmarks
-from bench.harness.inference import Estimate, center, estimate, holm, p_faster, p_slower
+import numpy as np
+
+from bench.harness.compare import CellInfo, Comparison, Failure, Measured, own_benchmarks
+from bench.harness.inference import Estimate, estimate, kept
+from bench.harness.judgement import Design, Times, confirmed, verdict
 from hybrid_kv.config import ConfigError
 from hybrid_kv.results import Receipt, Row, provenance, read_rows, timing_row
 
 METRICS = {"cpu": "cpu_time_ratio", "gpu": "gpu_time_ratio"}
 ALARMS = ("slower", "changed", "wrong result", "broken at HEAD")  # unless quarantined
+AT_BASE = "_at_base"  # behind a count's metric: its value at BASE
 Change = tuple[str, str, str, str]  # suite, benchmark, params as in a row, metric
 Steps = Mapping[int, Mapping[int | None, str]]  # reasons by old and new value; None: the count is gone
 
@@ -30,12 +34,13 @@ class Outcome:
     """One time, or one count, of BASE and HEAD.
 
     Attributes:
-        verdict: `same`, `slower`, `faster`, `changed`, `acknowledged`, `wrong result`, `broken at HEAD` (BASE can run
-            it) or `not comparable`.
-        base, head: seconds per call, or the count.
+        verdict: `same`, `slower`, `faster` or `inconclusive` of a time, `same`, `changed` or `acknowledged` of a count;
+            `wrong result`, `broken at HEAD` (BASE can run it) or `not comparable` of either.
+        base, head: seconds per call, or the count. Of times, `head / base` is the estimate's ratio.
         estimate: how many times as long HEAD takes, from the repeat if there was one.
         p: of the repeat, adjusted.
         reason: why there is no comparison, or why a change is fine.
+        own: why a side ran the benchmark that its version came with.
     """
 
     cell: CellInfo
@@ -51,6 +56,7 @@ class Outcome:
     reason: str = ""
     max_error: float = 0.0
     clock_mhz: tuple[int, int] | None = None
+    own: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def alarm(self) -> bool:
@@ -64,17 +70,11 @@ class Outcome:
 # ---- times ----
 
 
-def confirmed(measured: Measured, design: Design) -> dict[str, tuple[str, float]]:
-    """Of each suspect `slower`, `faster` or `same`, with its adjusted p-value.
-
-    The repeat tests the direction that the first look saw, so that it is one test per suspect.
-    """
-    p_values, directions = {}, {}
-    for key, times in measured.repeat.items():
-        slower = center(measured.first[key].log_ratios) > 0
-        directions[key] = "slower" if slower else "faster"
-        p_values[key] = (p_slower if slower else p_faster)(times.log_ratios, design.min_effect)
-    return {key: (directions[key] if p < design.alpha else "same", p) for key, p in holm(p_values).items()}
+def _kept(times: Times) -> tuple[float, float]:
+    """Seconds of BASE and HEAD: geometric means over the pairs that the ratio keeps, so that theirs is that ratio."""
+    logs = np.log(np.array(times.seconds)[kept(times.log_ratios)])
+    base, head = np.exp(logs.mean(axis=0))
+    return float(base), float(head)
 
 
 def _median(values: Sequence[float]) -> float:
@@ -90,25 +90,26 @@ def _clocks(times: Times) -> tuple[int, int] | None:
 
 def timed_outcomes(measured: Measured, design: Design, quarantined: Collection[str] = ()) -> Iterator[Outcome]:
     """Outcomes of the cells that have times."""
-    verdicts = confirmed(measured, design)
+    alarms = confirmed(measured.first, measured.repeat, design)
     for cell in measured.cells:
         if cell.key in measured.failures or cell.key not in measured.first:
             continue
         times = measured.repeat.get(cell.key, measured.first[cell.key])
-        verdict, p = verdicts.get(cell.key, ("same", None))
+        alarm, p = alarms.get(cell.key, ("", None))
+        base, head = _kept(times)
         yield Outcome(
             cell,
             METRICS[cell.tier],
-            verdict,
-            base=_median([base for base, _ in times.seconds]),
-            head=_median([head for _, head in times.seconds]),
+            verdict(times, alarm, design),
+            base=base,
+            head=head,
             estimate=estimate(times.log_ratios),
             p=p,
             suspect=cell.key in measured.repeat,
             quarantined=cell.key in quarantined,
             max_error=times.max_error,
             clock_mhz=_clocks(times),
-            reason=times.own,
+            own=times.own,
         )
 
 
@@ -174,7 +175,7 @@ def count_outcomes(measured: Measured, acknowledged: Mapping[Change, Steps]) -> 
             verdict = "same" if old == new else "acknowledged" if reason else "changed"
             if new is None:
                 reason = f"HEAD: it has no such count; {reason}" if reason else "HEAD: it has no such count"
-            yield Outcome(cell, metric, verdict, unit, old, new, reason=reason or own_benchmarks(answers))
+            yield Outcome(cell, metric, verdict, unit, old, new, reason=reason, own=own_benchmarks(answers))
 
 
 def acknowledging_rows(outcomes: Sequence[Outcome], reason: str, base_commit: str) -> list[Row]:
@@ -235,8 +236,10 @@ def verdict_line(comparison: Comparison, outcomes: Sequence[Outcome]) -> str:
     numbers: dict[str, int] = defaultdict(int)
     for one in outcomes:
         numbers["quarantined" if one.quarantined else one.verdict] += 1
-    parts = ", ".join(f"{number} {verdict}" for verdict, number in numbers.items())
-    head = f"{len(alarms)} alarm{'s' * (len(alarms) != 1)}" if alarms else "no regression"
+    parts = ", ".join(f"{number} {word}" for word, number in numbers.items())
+    if any(one.estimate is not None and one.verdict == "same" for one in outcomes):
+        parts += f" (the same: within ±{100 * comparison.design.threshold:g} %)"
+    head = f"{len(alarms)} alarm{'s' * (len(alarms) != 1)}" if alarms else "no regression found"
     return f"{head}: {parts}; {comparison.head} against {comparison.base}, seed {comparison.seed}"
 
 
@@ -246,19 +249,13 @@ def rows(comparison: Comparison, outcomes: Sequence[Outcome]) -> Iterator[Row]:
         shared: dict[str, Any] = {
             "suite": "compare",
             "benchmark": f"{one.cell.suite}/{one.cell.benchmark}",
-            "metric": one.metric,
-            "better": "lower",
-            "verdict": "fail" if one.alarm else "pass",
             "baseline_commit": comparison.base.commit,
         }
         params = {**one.cell.params, "outcome": one.verdict}
         if one.quarantined:
             params["quarantined"] = True
+        verdict = "fail" if one.alarm else "" if one.verdict == "inconclusive" else "pass"
         if one.estimate is not None:
-            if one.p is not None:
-                params["p"] = one.p
-            if one.clock_mhz is not None:
-                params["clock_mhz"] = list(one.clock_mhz)
             yield timing_row(
                 receipt=Receipt(True, True, one.max_error),
                 params=params,
@@ -267,10 +264,19 @@ def rows(comparison: Comparison, outcomes: Sequence[Outcome]) -> Iterator[Row]:
                 ci_high=one.estimate.high,
                 n=one.estimate.n,
                 unit="time ratio",
+                metric=one.metric,
+                better="lower",
+                verdict=verdict,
                 **shared,
             )
+            if one.p is not None:
+                yield Row(metric="p_value", value=one.p, params=one.cell.params, n=one.estimate.n, **shared)
+            for side, mhz in zip(("base", "head"), one.clock_mhz or (), strict=False):
+                yield Row(metric=f"clock_{side}", value=mhz, unit="MHz", params=one.cell.params, **shared)
         elif one.head is not None and one.base is not None:
-            yield Row(value=one.head, unit=one.unit, params={**params, "was": one.base}, **shared)
+            counted = {"unit": one.unit, **shared}
+            yield Row(metric=one.metric, value=one.head, better="lower", verdict=verdict, params=params, **counted)
+            yield Row(metric=f"{one.metric}{AT_BASE}", value=one.base, params=one.cell.params, **counted)
 
 
 def _time(seconds: float) -> str:
@@ -281,8 +287,9 @@ def _time(seconds: float) -> str:
 def cells_of_table(one: Outcome) -> tuple[str, str, str, str, str, str]:
     """Name, BASE, HEAD, their ratio, its interval, verdict."""
     verdict = f"{one.verdict}, quarantined" if one.quarantined else one.verdict
-    if one.reason:
-        verdict += f" ({one.reason})"
+    notes = [one.reason] * bool(one.reason) + [f"{side} by its own benchmark" for side in one.own]
+    if notes:
+        verdict += f" ({'; '.join(notes)})"
     if one.base is None:
         return one.name, "", "", "", "", verdict
     if one.head is None:
@@ -310,6 +317,8 @@ def print_table(outcomes: Sequence[Outcome]) -> None:
     for one in outcomes:
         table.add_row(*cells_of_table(one), style="red" if one.alarm else "green" if one.verdict == "faster" else None)
     console.print(table)
+    for side, why in sorted({item for one in outcomes for item in one.own.items()}):
+        console.print(f"{side} by its own benchmark where today's fails there: {why}")
 
 
 def markdown(comparison: Comparison, outcomes: Sequence[Outcome]) -> str:

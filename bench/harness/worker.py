@@ -142,7 +142,7 @@ class Worker:
 
     def cells(self, quick: bool) -> dict[str, Any]:
         """What this version can run, and why it cannot run the rest; `own`: by its own benchmarks, if it must."""
-        names = ("suite", "benchmark", "params", "tier", "key")
+        names = ("suite", "benchmark", "params", "tier", "key", "own_key")
         with self._today.imported():
             registry = importlib.import_module("bench.harness.registry")
             unavailable = registry.unavailable()
@@ -161,7 +161,7 @@ class Worker:
         except Exception:  # of whatever this version was like
             return []
 
-    def _of_cell(self, key: str, work: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+    def _of_cell(self, key: str, own_key: str, work: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         """What `work` says of today's cell or, where this version lacks what that needs, of the version's own."""
         try:
             with self._today.imported():
@@ -169,12 +169,12 @@ class Worker:
         except AssertionError:  # A wrong result, which another benchmark does not mend.
             raise
         except Exception as error:
-            if key not in self._own_keys(key.partition("/")[0]):
+            if own_key not in self._own_keys(own_key.partition("/")[0]):
                 raise
             with self._own.imported():
-                return {**work(self._own.cell(key)), "own": _line(error)}
+                return {**work(self._own.cell(own_key)), "own": _line(error)}
 
-    def count(self, key: str) -> dict[str, Any]:
+    def count(self, key: str, own_key: str) -> dict[str, Any]:
         """Exact numbers, as lists of value, unit and which direction is better."""
 
         def work(cell: Any) -> dict[str, Any]:
@@ -183,11 +183,11 @@ class Worker:
                 raise TypeError(f"{', '.join(inexact)} of {key} must be int")
             return {"counts": counts}
 
-        return self._of_cell(key, work)
+        return self._of_cell(key, own_key, work)
 
-    def make(self, key: str, plant: float = 0.0) -> dict[str, Any]:
+    def make(self, key: str, own_key: str, plant: float = 0.0) -> dict[str, Any]:
         """Build the case, check and warm it; `seconds` is its time per call."""
-        return self._of_cell(key, lambda cell: self._made(cell, plant))
+        return self._of_cell(key, own_key, lambda cell: self._made(cell, plant))
 
     def _made(self, cell: Any, plant: float) -> dict[str, Any]:
         self._case = case = cell.make()

@@ -19,7 +19,10 @@ def compare(
     every: Annotated[bool, typer.Option("--all", help="All benchmarks, not only the quick ones: minutes.")] = False,
     select: Select = None,
     tier: Annotated[Tier | None, typer.Option(help="Only counts, times of host code (cpu), or of a GPU.")] = None,
-    pairs: Annotated[int, typer.Option(help="Pairs of processes of the first look; the repeat has twice as many.")] = 6,
+    pairs: Annotated[
+        int, typer.Option(help="Pairs of processes of the first look. More are measured where a time is inconclusive.")
+    ] = 6,
+    threshold: Annotated[float, typer.Option(help="Call a time the same if its interval excludes this change.")] = 0.05,
     seed: Annotated[int | None, typer.Option(min=0, help="Of orders and memory layouts; default: a fresh one.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Also write a comment for a pull request here.")] = None,
     acknowledge: Annotated[
@@ -37,8 +40,9 @@ def compare(
 ) -> None:
     """Say whether HEAD is slower than BASE, or counts otherwise: both run side by side, now, in a checkout."""
     from bench.harness import operating_curve, verdicts
-    from bench.harness.compare import ROOT, Design
+    from bench.harness.compare import ROOT
     from bench.harness.compare import compare as measure
+    from bench.harness.judgement import Design
     from hybrid_kv.config import ConfigError
     from hybrid_kv.errors import require
     from hybrid_kv.files import check_outputs, write_whole
@@ -46,7 +50,7 @@ def compare(
     from hybrid_kv.timing.cases import TIERS
 
     require("scipy")
-    design = Design(pairs=pairs)
+    design = Design(pairs=pairs, threshold=threshold)
     known = ROOT / "results"  # what is acknowledged, and each benchmark's rate of false alarms
     if acknowledge is not None and not acknowledge.strip():
         raise ConfigError("--acknowledge needs a reason, such as 'one block more per request'")

@@ -46,6 +46,7 @@ UNITS = {
     "",
     "1/B",
     "B",
+    "MHz",
     "alarms",
     "answers",
     "bit",

@@ -67,6 +67,7 @@ class Cell:
         promise: set if the cell is a rival, there to be compared with the subject `engine` of the same parameters: how
             many times as long as that it must take. No history or comparison of versions needs rivals.
         units: of every metric, in tier `count`; a cell may lack one of them.
+        formerly: what the benchmark was called when it already timed the same.
     """
 
     suite: str
@@ -77,12 +78,21 @@ class Cell:
     quick: bool = False
     promise: float | None = None
     units: Mapping[str, str] = field(default_factory=dict, compare=False)
+    formerly: str = ""
 
     @property
     def key(self) -> str:
         """Stable name, such as `state_update/slots[model=nemotron-3-nano-tp8,K=3]`."""
+        return self._key(self.benchmark)
+
+    @property
+    def own_key(self) -> str:
+        """The key in older versions."""
+        return self._key(self.formerly or self.benchmark)
+
+    def _key(self, benchmark: str) -> str:
         params = ",".join(f"{name}={value}" for name, value in self.params.items())
-        return f"{self.suite}/{self.benchmark}[{params}]"
+        return f"{self.suite}/{benchmark}[{params}]"
 
 
 def seed(benchmark: str, params: Mapping[str, Scalar]) -> int:
@@ -99,16 +109,17 @@ def grid(
     quick: Collection[tuple[Scalar, ...]] = (),
     promise: Callable[..., float | None] = lambda **params: None,
     units: Mapping[str, str] | None = None,
+    formerly: str = "",
 ) -> Iterator[Cell]:
     """A cell for every combination of parameter values; `build(seed, **params)` makes its case or counts.
 
     Args:
         quick: beginnings of the combinations that belong to a quick run.
         promise: of each cell, from its parameters.
-        units: see `Cell`.
+        units, formerly: see `Cell`.
     """
     for combination in product(*values.values()):
         params = dict(zip(values, combination, strict=True))
         make = partial(build, seed(benchmark, params), **params)
         is_quick = any(combination[: len(start)] == start for start in quick)
-        yield Cell(suite, benchmark, params, tier, make, is_quick, promise(**params), units or {})
+        yield Cell(suite, benchmark, params, tier, make, is_quick, promise(**params), units or {}, formerly)

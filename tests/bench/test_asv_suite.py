@@ -194,7 +194,7 @@ def test_the_pattern_matches_the_chosen_and_nothing_else():
     ]
     found = [name for name in everything if pattern.search(name)]
     assert len(found) == sum(len(asv_suite.method_names(cell)) if cell.tier == "gpu" else 1 for cell in chosen)
-    assert "asv_suite.EngineStepDecode.time_decode('all', 3, 4)" in found
+    assert "asv_suite.EngineStepDecodeBlock.time_decode_block('all', 3, 4)" in found
     assert pattern.search("asv_suite.PeakMemory.peakmem_process('reference')")
 
 

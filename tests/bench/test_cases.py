@@ -312,7 +312,7 @@ PLANTS = [
                 self, common, table, prev, np.ones_like(accepted), *rest
             )
         ),
-        "engine_step/decode[mode=all,K=3,num_reqs=4]",
+        "engine_step/decode_block[mode=all,K=3,num_reqs=4]",
     ),
 ]
 
@@ -463,3 +463,9 @@ def test_bfloat16_tolerances_hold_for_the_reference():
 def test_a_case_without_a_check_cannot_be_written():
     with pytest.raises(TypeError, match="check"):
         Case(run=lambda: None)
+
+
+def test_a_renamed_benchmark_is_found_in_older_versions_by_its_former_name():
+    renamed = by_key("engine_step/decode_block[mode=all,K=3,num_reqs=4]")
+    assert renamed.own_key == "engine_step/decode[mode=all,K=3,num_reqs=4]"
+    assert by_key("memory/held[mode=all,K=3]").own_key == "memory/held[mode=all,K=3]"

@@ -148,18 +148,24 @@ def static_metrics() -> list[dict[str, Any]]:
     return made
 
 
+VERDICTS = {"slower": "fail", "inconclusive": ""}
+OUTCOMES = [(1.0, "same"), (1.08, "slower"), (0.9, "faster"), (1.01, "same"), (1.5, "inconclusive")]
+
+
 def comparison() -> list[dict[str, Any]]:
-    """Five times, one of them slower and one quarantined, and a count that changed."""
+    """Times, one of them slower, one quarantined and one inconclusive, and counts that changed, in both spellings."""
     made = []
     compared = {"suite": "compare", "baseline_commit": "f" * 40, "n": 6}
-    for index, (ratio, outcome) in enumerate([(1.0, "same"), (1.08, "slower"), (0.9, "faster"), (1.01, "same")]):
+    for index, (ratio, outcome) in enumerate(OUTCOMES):
         params = {**TIMED, "K": index, "outcome": outcome} | ({"quarantined": True} if index == 3 else {})
         same = {**compared, "metric": "cpu_time_ratio", "unit": "time ratio"}
-        same |= {"ci_low": ratio - 0.01, "ci_high": ratio + 0.01, "verdict": "fail" if outcome == "slower" else "pass"}
+        same |= {"ci_low": ratio - 0.01, "ci_high": ratio + 0.01, "verdict": VERDICTS.get(outcome, "pass")}
         made.append(row(42, params, benchmark="engine_step/decode", value=ratio, **same))
     changed = {"outcome": "changed", "was": 12, "K": 3}
     exact = {**compared, "benchmark": "memory/held", "metric": "mamba", "unit": "blocks", "verdict": "fail"}
-    return [*made, row(42, changed, value=14, **exact)]
+    made.append(row(42, changed, value=14, **exact))
+    made.append(row(42, {"outcome": "acknowledged", "K": 5}, value=17, **exact | {"verdict": "pass"}))
+    return [*made, row(42, {"K": 5}, value=16, **exact | {"metric": "mamba_at_base", "verdict": ""})]
 
 
 def operating_curve() -> list[dict[str, Any]]:

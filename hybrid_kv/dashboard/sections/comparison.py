@@ -13,7 +13,7 @@ from hybrid_kv.dashboard.report import MAX_LISTED, Report, Section
 from hybrid_kv.dashboard.words import day, number, with_interval, with_unit
 
 PLACE = 30
-OUTCOMES = {"slower": MARKS[5], "faster": MARKS[2], "same": MARKS[4]}
+OUTCOMES = {"slower": MARKS[5], "faster": MARKS[2], "same": MARKS[4], "inconclusive": MARKS[1]}
 MAX_COMPARED = 20
 
 
@@ -44,10 +44,12 @@ def _compared(rows: pd.DataFrame, report: Report) -> str:
         if len(timed) > len(far):
             text += paragraph(f"The {len(far)} largest changes of {len(timed)}.")
     counted = rows[(rows["unit"] != "time ratio") & (rows["outcome"] != "same")]
+    values = {(row.benchmark, row.case, row.metric): row.value for row in each(rows)}
     cells = [
         [
             escape(f"{row.benchmark}, {row.metric}") + (f"<br><small>{escape(row.case)}</small>" if row.case else ""),
-            number(float(row.was)),
+            # Until November 2026 a row's params held the value at BASE.
+            number(float(values.get((row.benchmark, row.case, f"{row.metric}_at_base"), row.was))),
             with_unit(row),
             f'<b class="{"fail" if row.verdict == "fail" else "changed"}">{escape(row.outcome)}</b>',
         ]

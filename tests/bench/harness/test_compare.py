@@ -16,7 +16,8 @@ import pytest
 
 from bench.harness import compare as driver
 from bench.harness import operating_curve, verdicts, worker
-from bench.harness.compare import CellInfo, Comparison, Design, Measured, Revision, Times, compare, find_revision
+from bench.harness import pairs as processes
+from bench.harness.compare import CellInfo, Comparison, Design, Measured, Times, compare
 from bench.harness.verdicts import (
     acknowledging_rows,
     cells_of_table,
@@ -27,6 +28,7 @@ from bench.harness.verdicts import (
     reason_for,
     timed_outcomes,
 )
+from bench.harness.versions import Revision, find_revision, place
 from hybrid_kv import results
 from hybrid_kv.cli import main
 from hybrid_kv.config import ConfigError
@@ -314,11 +316,12 @@ def test_a_launch_is_timed_by_the_device_and_what_became_slower_is_found(
     document = tmp_path / "out.json"
     code, out, err = command("base", head, "--tier", "gpu", "-k", "toy/", "--out", str(document))
     assert (code, err) == (int(verdict == "slower"), "")
-    assert f"1 {verdict}; {head} (" in out  # and nothing of another tier
-    (row,) = read_rows(tmp_path / "compare.csv").itertuples()
+    assert f": 1 {verdict}" in out.splitlines()[-1]  # and nothing of another tier
+    row, *more = read_rows(tmp_path / "compare.csv").itertuples()
     assert (row.benchmark, row.metric, row.verdict) == ("toy/device", "gpu_time_ratio", "fail" if code else "pass")
     assert row.value == pytest.approx(ratio)
-    assert json.loads(row.params)["clock_mhz"] == [1980, 1980]
+    assert [one.metric for one in more] == ["p_value"] * code + ["clock_base", "clock_head"]
+    assert (more[-1].value, more[-1].unit) == (1980, "MHz")
     (outcome,) = json.loads(document.read_text())["outcomes"]
     assert outcome["base"] == pytest.approx(2e-4)  # without what passes through the cache
 
@@ -415,7 +418,8 @@ def test_an_older_version_runs_the_benchmark_that_it_came_with(toy):
     late = found["late/newer[]"]
     assert late.estimate.ratio == pytest.approx(1.05)
     assert late.max_error == 0.5
-    assert late.reason.startswith("BASE by its own benchmark, as today's fails there: ImportError: cannot import name")
+    assert late.own["BASE"].startswith("ImportError: cannot import name 'newer'")
+    assert cells_of_table(late)[-1] == "slower (BASE by its own benchmark)"
     turned = compare("slow", old, root=toy, select=["late"], design=SMALL)
     assert verdicts_of(turned, toy) == {"late/newer[]": "faster"}
 
@@ -480,7 +484,7 @@ def states(groups):
 
 def test_a_worker_that_hangs_is_an_alarm_and_is_ended(toy, monkeypatch):
     started = []
-    popen = driver.subprocess.Popen
+    popen = processes.subprocess.Popen
 
     def kept(*arguments, **options):
         process = popen(*arguments, **options)
@@ -488,9 +492,9 @@ def test_a_worker_that_hangs_is_an_alarm_and_is_ended(toy, monkeypatch):
             started.append(process)
         return process
 
-    monkeypatch.setattr(driver.subprocess, "Popen", kept)
-    monkeypatch.setattr(driver, "ANSWER_SECONDS", 3.0)
-    monkeypatch.setattr(driver, "END_SECONDS", 0.1)
+    monkeypatch.setattr(processes.subprocess, "Popen", kept)
+    monkeypatch.setattr(processes, "ANSWER_SECONDS", 3.0)
+    monkeypatch.setattr(processes, "END_SECONDS", 0.1)
     comparison = compare("base", "hanging", root=toy, select=["toy/hanging"], design=SMALL)
     assert verdicts_of(comparison, toy) == {HANGING: "broken at HEAD"}
     assert comparison.measured.failures[HANGING].reason.endswith("did not answer within 3 s")
@@ -520,7 +524,7 @@ def test_a_seed_decides_everything_random(toy, monkeypatch):
             raise StartedError([side["seed"] for side in told["sides"]], env["PYTHONHASHSEED"])
 
         with monkeypatch.context() as patch, pytest.raises(StartedError) as started:
-            patch.setattr(driver.subprocess, "Popen", popen)
+            patch.setattr(processes.subprocess, "Popen", popen)
             patch.setattr(driver, "place", lambda *a: None)
             patch.setattr(driver, "find_revision", lambda root, name: Revision(name, "0"))
             compare("base", "base", root=toy, design=SMALL, seed=seed)
@@ -533,7 +537,7 @@ def test_a_seed_decides_everything_random(toy, monkeypatch):
 
 
 def test_order_is_random_and_even():
-    class Answering(driver.Pair):
+    class Answering(processes.Pair):
         def __init__(self):
             super().__init__((), random.Random(4))
             self.asked = []
@@ -576,7 +580,7 @@ def test_both_workers_of_a_pair_share_core_and_hash_seed(toy, tmp_path):
     folders = [tmp_path / "0", tmp_path / "1"]
     for folder in folders:
         folder.mkdir()
-        driver.place(toy, find_revision(toy, "base"), folder)
+        place(toy, find_revision(toy, "base"), folder)
         cases = folder / "bench" / "harness" / "registry.py"
         cases.write_text(cases.read_text() + f"\n{code}\ndef unavailable(): return {{'seen': ANSWER}}\n")
     seen = []
@@ -623,7 +627,7 @@ def test_acknowledged_steps_chain(old, new, expected):
 
 def test_a_count_that_only_one_side_has(tmp_path):
     """A new one has nothing to be compared with; one that is gone is watched no longer, which somebody must want."""
-    cell = CellInfo("s", "b", {"size": 1}, "count", "s/b[size=1]")
+    cell = CellInfo("s", "b", {"size": 1}, "count", "s/b[size=1]", "s/b[size=1]")
     counts = ({"counts": {"x": [3, "B", "lower"]}}, {"counts": {"y": [1, "B", "lower"]}})
     measured = Measured([cell], counts={cell.key: counts})
     gone, new = count_outcomes(measured, {})
@@ -673,7 +677,7 @@ def test_a_quarantined_benchmark_is_shown_but_raises_no_alarm(toy, command):
         (toy / "results" / "operating_curve.csv").unlink()
     assert code == 0
     assert "slower, quarantined" in out
-    assert "no regression: 1 quarantined" in out
+    assert "no regression found: 1 quarantined" in out
     assert command("base", "slow", "-k", "toy/step")[0] == 1
 
 
@@ -691,7 +695,7 @@ def test_the_command_prints_and_writes_everything(toy, command, tmp_path):
     frame = read_rows(tmp_path / "compare.csv")
     assert set(frame["suite"]) == {"compare"}
     assert set(frame["baseline_commit"]) == {git(toy, "rev-parse", "base")}
-    step, held = frame.itertuples()
+    step, p_value, held, at_base = frame.itertuples()
     assert (step.benchmark, step.metric, step.unit, step.verdict, step.n) == (
         "toy/step",
         "cpu_time_ratio",
@@ -704,7 +708,11 @@ def test_the_command_prints_and_writes_everything(toy, command, tmp_path):
     params = json.loads(step.params)
     assert params["receipt"] == {"checked_before": True, "checked_after": True, "max_error": 0.25}
     assert (params["size"], params["outcome"]) == (1, "slower")
-    assert (held.value, held.verdict, json.loads(held.params)["was"]) == (10, "pass", 10)
+    assert (p_value.metric, p_value.verdict, json.loads(p_value.params)) == ("p_value", "", {"size": 1})
+    assert 0 <= p_value.value < 0.01
+    assert (held.metric, held.value, held.verdict) == ("blocks", 10, "pass")
+    assert (at_base.metric, at_base.value, at_base.verdict) == ("blocks_at_base", 10, "")
+    assert json.loads(held.params) == {"size": 1, "outcome": "same"}
     document = json.loads(json_file.read_text())
     assert [one["alarm"] for one in document["outcomes"]] == [True, False]
     assert document["outcomes"][0]["log_ratios"]["first"] == pytest.approx([0.04879] * 3, abs=1e-4)
@@ -846,11 +854,14 @@ def test_times_are_short(seconds, text):
 
 
 def test_gpu_clocks_are_kept():
-    cell = CellInfo("s", "b", {}, "gpu", "s/b[]")
+    cell = CellInfo("s", "b", {}, "gpu", "s/b[]", "s/b[]")
     times = Times([0.0] * 3, [(1.0, 1.0)] * 3, 0.0, [(1900, 1800), (1980, 1980), (None, None)])
     measured = Measured([cell], {"s/b[]": times})
     (outcome,) = timed_outcomes(measured, SMALL)
     assert (outcome.metric, outcome.clock_mhz) == ("gpu_time_ratio", (1980, 1980))
     comparison = Comparison(Revision("a", "1"), Revision("b", "2"), 0, SMALL, measured)
-    (row,) = verdicts.rows(comparison, [outcome])
-    assert row.params["clock_mhz"] == [1980, 1980]
+    _, *clocks = verdicts.rows(comparison, [outcome])
+    assert [(row.metric, row.value, row.unit) for row in clocks] == [
+        ("clock_base", 1980, "MHz"),
+        ("clock_head", 1980, "MHz"),
+    ]

@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 
 from bench.harness import inference
-from bench.harness.compare import Design, Measured, Times
 from bench.harness.inference import clopper_pearson, estimate, holm, log_ratio, p_faster, p_slower, typical
-from bench.harness.verdicts import confirmed
 
 ALPHA = 0.05
 
@@ -116,59 +114,3 @@ def test_clopper_pearson_as_in_tables(hits, n, low, high):
 def test_impossible_rates_are_refused(hits, n):
     with pytest.raises(ValueError, match="is no rate"):
         clopper_pearson(hits, n)
-
-
-# ---- the whole decision ----
-
-
-def quiet(rng, n):
-    """As the pairs of most benchmarks of 0.1 ms and more: 1.5 %."""
-    return rng.normal(0, 0.015, n)
-
-
-def decide(rng, design, effects, draw):
-    """Verdicts of one simulated comparison of benchmarks with these effects."""
-    first, repeat = {}, {}
-    for i, effect in enumerate(effects):
-        times = Times(log_ratios=list(effect + draw(rng, design.pairs)))
-        first[str(i)] = times
-        if times.suspicious(design):
-            repeat[str(i)] = Times(log_ratios=list(effect + draw(rng, 2 * design.pairs)))
-    return confirmed(Measured([], first, repeat), design)
-
-
-@pytest.mark.parametrize("draw", [normal, heavy])
-def test_a_suite_of_equal_code_raises_almost_no_alarm(draw):
-    rng, design = np.random.default_rng(11), Design(alpha=0.05)  # a rate that a simulation can see
-    runs = [decide(rng, design, [0.0] * 30, draw) for _ in range(100)]
-    assert np.mean([len(run) for run in runs]) > 1  # there were suspects
-    false = sum(any(verdict != "same" for verdict, _ in run.values()) for run in runs)
-    assert clopper_pearson(false, 100, level=0.99)[0] <= design.alpha
-
-
-@pytest.mark.parametrize(("effect", "expected"), [(0.05, "slower"), (-0.05, "faster")])
-def test_one_changed_benchmark_among_many_is_found(effect, expected):
-    rng = np.random.default_rng(12)
-    found = [decide(rng, Design(), [effect] + [0.0] * 29, quiet).get("0") for _ in range(60)]
-    assert sum(one is not None and one[0] == expected for one in found) >= 57
-
-
-def test_the_first_look_alone_is_no_evidence():
-    first = {"a": Times(log_ratios=[0.3] * 6)}
-    repeat = {"a": Times(log_ratios=[-0.3] * 12)}
-    assert confirmed(Measured([], first, repeat), Design())["a"][0] == "same"
-
-
-def test_more_suspects_ask_more_of_each():
-    weak = [0.03, 0.06, 0.02, 0.05, 0.0, 0.07, 0.04, 0.01, 0.05, 0.03, 0.06, 0.02]
-    p = p_slower(weak, 0.01)
-    assert 0.001 < p < 0.009
-
-    def verdicts(others):
-        keys = ["a", *map(str, range(others))]
-        first = {key: Times(log_ratios=[0.05] * 6) for key in keys}
-        repeat = {key: Times(log_ratios=weak if key == "a" else [0.0, 0.01] * 6) for key in keys}
-        return confirmed(Measured([], first, repeat), Design())
-
-    assert verdicts(0)["a"] == ("slower", p)
-    assert verdicts(9)["a"] == ("same", pytest.approx(10 * p))

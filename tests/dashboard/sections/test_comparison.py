@@ -17,14 +17,20 @@ pytest.importorskip("plotly", reason="the report needs plotly: pip install -e '.
 def test_a_comparison_lists_changed_counts_and_marks_the_quarantined(full: str) -> None:
     own = section(full, "comparison")
     assert "memory/held, mamba" in own and "<td>12</td>" in own and "14 blocks" in own
+    assert "<td>16</td>" in own and "17 blocks" in own
     (figure,) = figures(own)
     symbols = [symbol for trace in figure["data"] for symbol in trace["marker"]["symbol"]]
     assert sum(symbol.endswith("-open") for symbol in symbols) == 1
     shown = {trace["hovertemplate"].split(":")[0]: trace["x"] for trace in figure["data"]}
-    assert shown == {"slower": pytest.approx([8]), "faster": pytest.approx([-10]), "same": pytest.approx([1, 0])}
+    assert shown == {
+        "slower": pytest.approx([8]),
+        "faster": pytest.approx([-10]),
+        "same": pytest.approx([1, 0]),
+        "inconclusive": pytest.approx([50]),
+    }
 
 
 def test_only_the_newest_comparison_counts(tmp_path: Path) -> None:
     old = [one | {"run_id": "old", "time_utc": "2025-01-01T00:00:00Z", "value": 3.0} for one in everything()]
     page = build_page(results(tmp_path, *[one for one in old if one["suite"] == "compare"], *everything()))
-    assert titles(page)["comparison"] == "1 of 4 benchmarks is slower than fffffff"
+    assert titles(page)["comparison"] == "1 of 5 benchmarks is slower than fffffff"
