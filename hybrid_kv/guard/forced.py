@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hybrid_kv.guard.patterns import COMMON
-from hybrid_kv.guard.scenario import Event, Scenario, SmallBlocksFirst, SmallKVFirst, answer_book, cache_options
+from hybrid_kv.guard.scenario import COMMON, Event, Scenario, SmallBlocksFirst, SmallKVFirst, answer_book, cache_options
 from hybrid_kv.kernels.replay import shortest_ring_len
 from hybrid_kv.sampling import SamplingParams
 

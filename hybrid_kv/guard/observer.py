@@ -1,13 +1,13 @@
 """What happens in a scenario: which patterns, and whether blocks, hits, drafts and steps are what they must be.
 
-The rules are formulated anew, from tokens and answers alone, not by asking the code that follows them.
+The rules are formulated anew, from tokens and answers alone, not by asking the code that follows them. So what is said
+here of modes and schemes is said a second time, on purpose: a check that shares code with what it checks shares its
+mistakes. A change of a rule changes both places, and the guard says so if one is forgotten.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from math import lcm
 from typing import Any
 
@@ -16,150 +16,15 @@ import torch
 
 from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
 from hybrid_kv.engine.llm import LLM, RequestOutput
-from hybrid_kv.guard.patterns import count_end, count_outputs, count_step
+from hybrid_kv.guard.patterns import Patterns
 from hybrid_kv.guard.poison import StaleColumns, poison_null_block
-from hybrid_kv.guard.scenario import Scenario
-from hybrid_kv.guard.traffic import Cell
+from hybrid_kv.guard.published import Published, states_behind
+from hybrid_kv.guard.scenario import Cell, Scenario
+from hybrid_kv.guard.step import Ran, Track, is_prefill
+from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.kernels.replay import ReplayStep
 from hybrid_kv.request import Request, ScheduledRequest
 from hybrid_kv.watch import Watcher
-
-Prefix = tuple[str, bytes]
-
-
-def cdiv(a: int, b: int) -> int:
-    """Ceiling division."""
-    return -(-a // b)
-
-
-@dataclass
-class Track:
-    """A running request as the rules see it. `most` and `columns` start anew with each admission."""
-
-    sequence: list[int]  # prompt and answer, stop tokens ignored
-    prompt: int
-    end: int  # tokens of prompt and answer, as far as it goes
-    salt: str
-    known: int = 0
-    admissions: int = 0
-    ended_before: int = 0  # requests, when this one started
-    known_before: int = 0  # generated tokens, when it was admitted last
-    hit: int = 0
-    most: list[int] = field(default_factory=list)  # per group, upper bound of the columns
-    columns: list[set[int]] = field(default_factory=list)  # mode align: those held
-    previous_drafts: int = -1  # scheduled in the step before; -1 before the first decode
-    accepted: int = 0  # in the step before
-    reach: int = 0  # tokens up to the last draft of the step before
-    base: int = 0  # scheme `replay`: tokens that the last written state has seen
-    computed: int = 0  # and those in the cache
-
-    def prefix(self, num_tokens: int) -> Prefix:
-        """The name of what the cache holds after so many tokens."""
-        return self.salt, bytes(self.sequence[:num_tokens])
-
-
-@dataclass(frozen=True)
-class Ran:
-    """One row of a step that has run."""
-
-    item: ScheduledRequest  # with its drafts filled in
-    track: Track
-    tokens: list[int]  # what it gave
-
-    @property
-    def end(self) -> int:
-        """Accepted tokens in the cache after the step."""
-        item = self.item
-        kept = min(len(self.tokens), self.track.end - item.num_computed_tokens - item.num_tokens + item.num_drafts)
-        return item.num_computed_tokens + item.num_tokens - item.num_drafts + max(0, kept - 1)
-
-    @property
-    def is_prefill(self) -> bool:
-        """Not just the last known token and drafts behind it."""
-        return is_prefill(self.item)
-
-
-def is_prefill(item: ScheduledRequest) -> bool:
-    """Whether a row runs other tokens than the last known one and drafts behind it."""
-    return item.num_computed_tokens == 0 or not item.samples or item.num_tokens > 1 + item.num_drafts
-
-
-def states_behind(spec: MambaSpec) -> int:
-    """Mode align: columns before a request's last one that may have a block."""
-    if spec.replay is None:
-        return 1
-    # The last token of a step is at most so far behind the state that the step, or the one under way, starts from.
-    T = 1 + spec.replay.num_speculative_tokens
-    furthest = min(spec.replay.ring_len, spec.block_size + 2 * T - 1) + (T if spec.replay.num_uncertain_tokens else 0)
-    return cdiv(furthest, spec.block_size)
-
-
-class Published:
-    """The prefixes that a cache without eviction has: K/V of each block, and the states that each mode keeps."""
-
-    def __init__(self, llm: LLM) -> None:
-        specs = [group.spec for group in llm.plan.config.groups]
-        self._specs = list(dict.fromkeys(specs))
-        self.late: set[Prefix] = set()  # of states that scheme `replay` wrote a step late, cleared or not
-        self._unit = lcm(*(spec.block_size for spec in specs))
-        self._seen: set[tuple[int, Prefix]] = set()
-
-    def clear(self) -> None:
-        """Nothing can be found any more."""
-        self._seen.clear()
-
-    def add(self, ran: Ran) -> None:
-        """A step has completed these blocks."""
-        for kind, spec in enumerate(self._specs):
-            first = ran.item.num_computed_tokens // spec.block_size
-            if isinstance(spec, MambaSpec) and spec.replay is not None:
-                if not ran.is_prefill:
-                    self._replay(ran, kind, spec)
-                    continue
-                ran.track.base = ran.end
-            ends = [spec.block_size * (column + 1) for column in range(first, ran.end // spec.block_size)]
-            if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align" and ran.is_prefill:
-                ends = [end for end in ends if end == ran.end]
-            self._seen.update((kind, ran.track.prefix(end)) for end in ends)
-
-    def _replay(self, ran: Ran, kind: int, spec: MambaSpec) -> None:
-        """A decode begins with writing the state at the boundary that it finds passed, or one that empties the ring."""
-        track, n, replay = ran.track, ran.item.num_computed_tokens, spec.replay
-        assert replay is not None
-        boundary = (track.base // spec.block_size + 1) * spec.block_size
-        if spec.mamba_cache_mode != "none" and n >= boundary:
-            self._write(track, kind, boundary)
-        elif n - track.base + ran.item.num_tokens + 1 + replay.num_speculative_tokens > replay.ring_len:
-            track.base = n
-
-    def _write(self, track: Track, kind: int, boundary: int) -> None:
-        track.base = boundary
-        self.late.add(track.prefix(boundary))
-        self._seen.add((kind, track.prefix(boundary)))
-
-    def end(self, track: Track, num_tokens: int) -> None:
-        """A request gives up its blocks after so many tokens: what it has completed is written first."""
-        for kind, spec in enumerate(self._specs):
-            if isinstance(spec, MambaSpec) and spec.replay is not None and spec.mamba_cache_mode != "none":
-                boundary = (track.base // spec.block_size + 1) * spec.block_size
-                if track.base and boundary <= num_tokens:
-                    self._write(track, kind, boundary)
-
-    def hit(self, track: Track, num_tokens: int) -> int:
-        """The longest prefix of the first `num_tokens` tokens that can be restored, the last token excluded."""
-        best = 0
-        for end in range(self._unit, num_tokens, self._unit):
-            missing = [
-                spec
-                for kind, spec in enumerate(self._specs)
-                for part in range(end - self._unit + spec.block_size, end + 1, spec.block_size)
-                if (part == end or not isinstance(spec, MambaSpec)) and (kind, track.prefix(part)) not in self._seen
-            ]
-            if any(not isinstance(spec, MambaSpec) for spec in missing):
-                break
-            if not missing:
-                best = end
-        return best
 
 
 class Observer(Watcher):
@@ -172,7 +37,6 @@ class Observer(Watcher):
 
     def __init__(self, scenario: Scenario, sequences: Sequence[list[int]], ends: Sequence[int]) -> None:
         self.scenario = scenario
-        self.seen: Counter[str] = Counter()
         self.cell: Cell | None = None  # of the scenario, once all that it is meant to exercise has happened
         self.aborted: set[str] = set()
         # Each step computes a token of the oldest request, and a request is preempted only for an older one.
@@ -184,14 +48,9 @@ class Observer(Watcher):
         requests = zip(sequences, scenario.prompts, ends, scenario.params, strict=True)
         self.tracks = [Track(sequence, len(prompt), end, p.cache_salt) for sequence, prompt, end, p in requests]
         self._pending: list[list[Ran]] = []  # steps whose results the engine has not taken yet
-        self.row_owner: dict[int, str] = {}
-        self.block_owner: dict[int, str] = {}
         self.previous: list[Ran] = []
-        self.block_size = 1  # of the boundaries
-        self.cut_prompts: set[Prefix] = set()
-        self.aborted_prompts: set[Prefix] = set()
-        self.salts: dict[bytes, set[str]] = {}
-        self.num_ended = 0
+        self.patterns = Patterns(scenario, self.tracks)
+        self.seen = self.patterns.seen
 
     def watch(self, llm: LLM) -> None:
         """Look at every step of an engine from here on."""
@@ -202,9 +61,7 @@ class Observer(Watcher):
         self.replay: ReplayStep | None = None
         llm.watchers.append(self)
         self.published = Published(llm)
-        sizes = llm.plan.sizes
-        is_indexed = llm.config.cache.mamba_cache_mode != "none" and sizes.mamba_block_size is not None
-        self.block_size = sizes.mamba_block_size or 1 if is_indexed else sizes.block_size
+        self.patterns.watch(llm, self.published.late)
         self._exact_hits = llm.manager.enable_prefix_caching
 
     def __call__(self, llm: LLM) -> None:
@@ -295,7 +152,7 @@ class Observer(Watcher):
                 victim = scheduled[len(scheduled) // 2].request
                 self.aborted.add(victim.request_id)
                 track = self._track(victim)
-                self.aborted_prompts.add(track.prefix(track.prompt))
+                self.patterns.aborted_prompts.add(track.prefix(track.prompt))
                 self.seen["abort_in_flight"] += 1
                 llm.abort(victim.request_id)
         poison_null_block(llm)
@@ -322,7 +179,7 @@ class Observer(Watcher):
         step = [Ran(item, self._track(item.request), list(new)) for item, new in zip(self._batch, tokens, strict=True)]
         self._check_tokens(step)
         self._check_blocks(step)
-        count_step(self, self._llm, step)
+        self.patterns.count_step(step, self.replay)
         for ran in step:
             ran.track.previous_drafts = ran.item.num_drafts if ran.tokens else -1
             ran.track.accepted = max(0, len(ran.tokens) - 1)
@@ -429,9 +286,7 @@ class Observer(Watcher):
             raise AssertionError(
                 f"request {request.request_id} holds {len(ids)} blocks of {type(spec).__name__}, {most} are planned"
             )
-        for block in ids.tolist():
-            self.seen["block_reuse"] += self.block_owner.get(block, request.request_id) != request.request_id
-            self.block_owner[block] = request.request_id
+        self.patterns.count_blocks(request.request_id, ids.tolist())
 
     def _check_tokens(self, step: Sequence[Ran]) -> None:
         """Right drafts are accepted, all and only those; what a step gives is the answer's next tokens."""
@@ -497,8 +352,8 @@ class Observer(Watcher):
     def finish(self, llm: LLM, outputs: Sequence[RequestOutput]) -> None:
         """Count what only the end shows."""
         llm.scheduler.check_integrity()
-        count_end(self, llm)
-        count_outputs(self, llm, outputs)
+        self.patterns.count_end()
+        self.patterns.count_outputs(outputs)
         cell = self.scenario.cell
         happened = {
             "none": True,

@@ -1,22 +1,22 @@
 """The request patterns that real cache bugs need, and how each is seen.
 
-`count_step`, `count_end` and `count_outputs` see that a pattern happened independently of what a scenario was built
-for. A run without one of `REQUIRED` says nothing about the bugs behind it, and is void.
+`Patterns` sees that a pattern happened independently of what a scenario was built for. A run without one of `REQUIRED`
+says nothing about the bugs behind it, and is void.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Sequence, Set
 
 import torch
 
 from hybrid_kv.cache.spec import MambaSpec
+from hybrid_kv.engine.llm import LLM, RequestOutput
+from hybrid_kv.guard.scenario import COMMON, Scenario
+from hybrid_kv.guard.step import Prefix, Ran, Track
 from hybrid_kv.kernels.common.integers import cdiv
-
-if TYPE_CHECKING:
-    from hybrid_kv.engine.llm import LLM, RequestOutput
-    from hybrid_kv.guard.observer import Observer, Ran
+from hybrid_kv.kernels.replay import ReplayStep
 
 # What a differential run must have seen, and what it means.
 REQUIRED = {
@@ -121,63 +121,6 @@ NOT_APPLICABLE = {
 
 WINDOW = 3  # tokens of a convolution window
 SCAN_CHUNK = 4
-COMMON = 7  # tokens that identical prompts share: with a whole block in common, they would wait for each other
-
-
-def count_step(observer: Observer, llm: LLM, step: Sequence[Ran]) -> None:
-    """The patterns of one step that has run, before the engine takes its results."""
-    seen, K = observer.seen, llm.config.speculative.num_speculative_tokens
-    items = [ran.item for ran in step]
-    decodes = sum(not ran.is_prefill for ran in step)
-    drafted = any(item.num_drafts for item in items)
-    seen["mixed_step"] += 0 < decodes < len(step)
-    padded = decodes == len(step) and llm.runner.padded_size(decodes) > decodes
-    seen["padded_rows"] += padded
-    seen["padded_drafts"] += padded and drafted
-    seen["full_pool"] += llm.manager.pool.num_free_blocks == 0
-    sampled = [ran.item.request.params.temperature > 0 for ran in step if ran.item.num_drafts and len(ran.tokens) > 1]
-    seen["mixed_sampling"] += any(sampled) and not all(item.request.params.temperature > 0 for item in items)
-    prefills = [ran for ran in step if ran.is_prefill]
-    seen["uneven_prefills"] += len(prefills) > 1 and prefills[0].item.num_tokens % SCAN_CHUNK > 0
-    with_drafts = [ran for ran in step if ran.item.num_drafts]
-    seen["whole_batch_rejected"] += len(with_drafts) > 1 and all(len(ran.tokens) == 1 for ran in with_drafts)
-    seen["lone_chunks"] += len(step) == 1 and _is_chunk(step[0]) and step[0].item.num_computed_tokens > 0
-    _count_replay(observer, llm)
-    if llm.config.cache.mamba_cache_mode != "none":
-        size, longest = observer.block_size, max(item.num_computed_tokens + item.num_tokens for item in items)
-        seen["window_ahead"] += any(cdiv(ran.track.reach, size) > cdiv(longest, size) for ran in step)
-    _count_admissions(observer, llm, [ran for ran in step if ran.item.overwrite])
-    for index, ran in enumerate(step):
-        _count_prompt(observer, llm, ran, [other for other in step if other is not ran])
-        if ran.tokens and not ran.is_prefill:
-            _count_drafts(observer, llm, ran, K)
-        if not _ends(ran):
-            continue
-        seen["long_lived"] += observer.num_ended - ran.track.ended_before > 7
-        observer.num_ended += 1
-        if 0 < index < len(step) - 1:
-            others = [other for other in (step[index - 1], step[index + 1]) if not _ends(other)]
-            seen["middle_row_ends"] += len({len(other.tokens) for other in others}) > 1
-
-
-def _count_replay(observer: Observer, llm: LLM) -> None:
-    """The patterns of scheme `replay`, in the first group that has states."""
-    seen, step, pool = observer.seen, observer.replay, llm.manager.pool
-    if step is None:
-        return
-    spec = next(iter(llm.runner.builders.values())).spec
-    assert spec.replay is not None
-    parts = (step.src, step.dst, step.ring_start, step.n_hist, step.n_flush)
-    for source, target, start, history, flush in torch.stack(parts, dim=1).tolist():
-        if not source:
-            continue
-        # What is left behind a boundary is less than a step; a full ring is folded whole.
-        seen["ring_emptied"] += flush > 0 and flush == history and flush + 2 * step.max_query_len > spec.replay.ring_len
-        seen["ring_wrapped"] += history > 0 and start < spec.replay.ring_len < start + history + step.max_query_len
-        seen["folded_at_boundary"] += 0 < flush < history
-        seen["folded_in_place"] += flush > 0 and source == target
-        is_shared = int(pool.ref_count[source]) > 1 or pool.key_of(source) is not None
-        seen["shared_base"] += history > 0 and is_shared
 
 
 def _ends(ran: Ran) -> bool:
@@ -189,130 +132,224 @@ def _is_chunk(ran: Ran) -> bool:
     return 0 < ran.item.num_tokens < ran.track.prompt and ran.item.num_computed_tokens < ran.track.prompt
 
 
-def _count_prompt(observer: Observer, llm: LLM, ran: Ran, others: Sequence[Ran]) -> None:
-    seen, item, track = observer.seen, ran.item, ran.track
-    n, end, prompt = item.num_computed_tokens, item.num_computed_tokens + item.num_tokens, track.prompt
-    beside_drafts = any(other.item.num_drafts for other in others)
-    K, size = llm.config.speculative.num_speculative_tokens, observer.block_size
-    seen["chunked_prefill"] += 0 < n < prompt and n != track.hit
-    seen["one_token_prefill"] += n == 0 and item.num_tokens == 1
-    last = n > 0 and end == prompt
-    seen["one_token_left"] += last and item.num_tokens == 1 and beside_drafts
-    seen["few_tokens_left"] += last and 2 <= item.num_tokens <= 1 + K and beside_drafts
-    budget = llm.config.scheduler.max_num_batched_tokens
-    seen["one_behind_chunk"] += last and item.num_tokens == 1 and prompt == budget + 1 and track.hit == 0
-    first_decode = n == prompt and not ran.is_prefill
-    seen["first_decode_beside_chunk"] += first_decode and any(_is_chunk(other) for other in others)
-    if K and others and size < prompt <= 2 * size and end < prompt and end % size:
-        observer.cut_prompts.add(track.prefix(prompt))
+class Patterns:
+    """Counts what happens in one scenario.
 
+    Args:
+        tracks: of each request, by number; the observer keeps them up to date.
 
-def _count_drafts(observer: Observer, llm: LLM, ran: Ran, K: int) -> None:
-    seen, item, track, size = observer.seen, ran.item, ran.track, observer.block_size
-    accepted, drafts = len(ran.tokens) - 1, item.num_drafts
-    end = item.num_computed_tokens + 1 + accepted
-    crossed = end // size > item.num_computed_tokens // size
-    seen["accepted_draft"] += accepted > 0
-    seen["rejected_draft"] += accepted < drafts
-    seen["all_accepted"] += drafts > 1 and accepted == drafts
-    seen["all_rejected"] += drafts > 1 and not accepted
-    seen["undrafted_after_accepts"] += track.accepted > 1 and not drafts
-    seen["number_of_drafts_varies"] += track.previous_drafts > 0 and drafts > 0 and track.previous_drafts != drafts
-    seen["accepted_to_boundary"] += accepted > 0 and end % size == 0
-    seen["rejected_at_boundary"] += accepted > 0 and end % size == 0 and accepted < drafts
-    seen["rejected_behind_boundary"] += crossed and end % size == 1 and 0 < accepted < drafts
-    seen["stop_inside_drafts"] += ran.end < item.num_computed_tokens + accepted
-    whole = llm.config.scheduler.max_model_len
-    seen["max_model_len_with_drafts"] += drafts > 0 and end + 1 == whole == track.end
+    Attributes:
+        seen: how often each pattern happened, those of `REQUIRED` and a few more.
+        block_size: of the boundaries.
+        aborted_prompts: of requests that were aborted while they ran.
+    """
 
+    def __init__(self, scenario: Scenario, tracks: Sequence[Track]) -> None:
+        self.seen: Counter[str] = Counter()
+        self.block_size = 1
+        self.aborted_prompts: set[Prefix] = set()
+        self._scenario, self._tracks = scenario, tracks
+        self._row_owner: dict[int, str] = {}
+        self._block_owner: dict[int, str] = {}
+        self._cut_prompts: set[Prefix] = set()
+        self._salts: dict[bytes, set[str]] = {}
+        self._num_ended = 0
 
-def _count_admissions(observer: Observer, llm: LLM, admitted: Sequence[Ran]) -> None:
-    """The patterns of requests that start, or start again."""
-    seen, size = observer.seen, observer.block_size
-    mode = llm.config.cache.mamba_cache_mode if "M" in observer.scenario.layers else "attention"
-    for ran in admitted:
-        item, track, request = ran.item, ran.track, ran.item.request
-        n, prompt, name = item.num_computed_tokens, track.prompt, request.request_id
-        recycled = observer.row_owner.get(request.row, name) != name
-        seen["row_reuse"] += recycled
-        observer.row_owner[request.row] = name
-        seen["one_token_of_new_request"] += recycled and n == 0 and item.num_tokens == 1 < prompt
-        seen["recomputed_output"] += bool(request.num_preemptions and len(request.output_token_ids) > 1)
-        seen["resumed_from_cache"] += bool(request.num_preemptions and n)
-        seen["repeated_after_cut_chunk"] += n > 0 and track.prefix(prompt) in observer.cut_prompts
-        seen["same_prompt_after_abort"] += track.prefix(prompt) in observer.aborted_prompts
-        if request.num_preemptions:
-            continue
-        track.ended_before = observer.num_ended
-        salts = observer.salts.setdefault(bytes(track.sequence[:size]), set())
-        seen["salts_apart"] += prompt > size and n == 0 and bool(salts - {track.salt})
-        salts.add(track.salt)
-        if n:
-            seen[f"hit_{mode}"] += 1
-            seen["hit_on_folded"] += track.prefix(n) in observer.published.late
-            seen["hit_of_several_blocks"] += n >= 2 * size
-            seen["unequal_blocks"] += len({group.spec.block_size for group in llm.plan.config.groups}) > 1
-            seen["hit_up_to_last_token"] += n == prompt - 1
-            seen["hit_before_last_block"] += n == prompt - size
-            seen[f"second_turn_{mode}"] += any(
-                other is not track and other.admissions and other.prompt < n and other.prefix(n) == track.prefix(n)
-                for other in observer.tracks
+    def watch(self, llm: LLM, late: Set[Prefix]) -> None:
+        """Count from here on. `late`: prefixes whose states scheme `replay` wrote a step late, as they come."""
+        self._llm, self._late = llm, late
+        sizes = llm.plan.sizes
+        is_indexed = llm.config.cache.mamba_cache_mode != "none" and sizes.mamba_block_size is not None
+        self.block_size = sizes.mamba_block_size or 1 if is_indexed else sizes.block_size
+
+    def count_blocks(self, request_id: str, blocks: Sequence[int]) -> None:
+        """Blocks that a request holds in a step."""
+        for block in blocks:
+            self.seen["block_reuse"] += self._block_owner.get(block, request_id) != request_id
+            self._block_owner[block] = request_id
+
+    def count_step(self, step: Sequence[Ran], replay: ReplayStep | None) -> None:
+        """The patterns of one step that has run, before the engine takes its results.
+
+        `replay`: what its decodes replay in scheme `replay`, in the first group that has states.
+        """
+        seen, K = self.seen, self._llm.config.speculative.num_speculative_tokens
+        items = [ran.item for ran in step]
+        decodes = sum(not ran.is_prefill for ran in step)
+        drafted = any(item.num_drafts for item in items)
+        seen["mixed_step"] += 0 < decodes < len(step)
+        padded = decodes == len(step) and self._llm.runner.padded_size(decodes) > decodes
+        seen["padded_rows"] += padded
+        seen["padded_drafts"] += padded and drafted
+        seen["full_pool"] += self._llm.manager.pool.num_free_blocks == 0
+        sampled = [
+            ran.item.request.params.temperature > 0 for ran in step if ran.item.num_drafts and len(ran.tokens) > 1
+        ]
+        seen["mixed_sampling"] += any(sampled) and not all(item.request.params.temperature > 0 for item in items)
+        prefills = [ran for ran in step if ran.is_prefill]
+        seen["uneven_prefills"] += len(prefills) > 1 and prefills[0].item.num_tokens % SCAN_CHUNK > 0
+        with_drafts = [ran for ran in step if ran.item.num_drafts]
+        seen["whole_batch_rejected"] += len(with_drafts) > 1 and all(len(ran.tokens) == 1 for ran in with_drafts)
+        seen["lone_chunks"] += len(step) == 1 and _is_chunk(step[0]) and step[0].item.num_computed_tokens > 0
+        if replay is not None:
+            self._count_replay(replay)
+        if self._llm.config.cache.mamba_cache_mode != "none":
+            size, longest = self.block_size, max(item.num_computed_tokens + item.num_tokens for item in items)
+            seen["window_ahead"] += any(cdiv(ran.track.reach, size) > cdiv(longest, size) for ran in step)
+        self._count_admissions([ran for ran in step if ran.item.overwrite])
+        for index, ran in enumerate(step):
+            self._count_prompt(ran, [other for other in step if other is not ran])
+            if ran.tokens and not ran.is_prefill:
+                self._count_drafts(ran, K)
+            if not _ends(ran):
+                continue
+            seen["long_lived"] += self._num_ended - ran.track.ended_before > 7
+            self._num_ended += 1
+            if 0 < index < len(step) - 1:
+                others = [other for other in (step[index - 1], step[index + 1]) if not _ends(other)]
+                seen["middle_row_ends"] += len({len(other.tokens) for other in others}) > 1
+
+    def _count_replay(self, step: ReplayStep) -> None:
+        seen, pool = self.seen, self._llm.manager.pool
+        spec = next(iter(self._llm.runner.builders.values())).spec
+        assert spec.replay is not None
+        parts = (step.src, step.dst, step.ring_start, step.n_hist, step.n_flush)
+        for source, target, start, history, flush in torch.stack(parts, dim=1).tolist():
+            if not source:
+                continue
+            # What is left behind a boundary is less than a step; a full ring is folded whole.
+            seen["ring_emptied"] += (
+                flush > 0 and flush == history and flush + 2 * step.max_query_len > spec.replay.ring_len
             )
-        specs = [group.spec for group in llm.plan.config.groups]
-        own = list(zip(specs, request.hit.group_tokens, strict=False))
-        states = [tokens for spec, tokens in own if isinstance(spec, MambaSpec)]
-        kv = [tokens for spec, tokens in own if not isinstance(spec, MambaSpec)]
-        seen["no_common_depth"] += bool(own) and min(tokens for _, tokens in own) > n
-        if states and kv:
-            seen["attention_deeper"] += min(kv) > n
-            seen["state_deeper"] += min(states) > n
-    started = [ran for ran in admitted if ran.item.num_computed_tokens == 0 and ran.item.num_tokens >= size]
-    fresh = [ran.track.sequence for ran in started]
-    seen["twins"] += len({bytes(sequence[:size]) for sequence in fresh}) < len(fresh)
-    seen["identical_prompts"] += (
-        any(sum(other[:COMMON] == sequence[:COMMON] for other in fresh) > 3 for sequence in fresh)
-        and len({bytes(sequence) for sequence in fresh}) > 3
-    )
-    if llm.manager.enable_prefix_caching and llm.scheduler.waiting and admitted:
-        head, has_row = llm.scheduler.waiting[0], len(llm.scheduler.running) < llm.config.scheduler.max_num_seqs
-        begins = {(ran.item.request.params.cache_salt, *ran.track.sequence[:size]) for ran in started}
-        seen["waits_for_prefix"] += has_row and (head.params.cache_salt, *head.token_ids[:size]) in begins
-    shared = [ran.track.prefix(size) for ran in admitted if ran.item.num_computed_tokens]
-    seen["shared_block"] += len(set(shared)) < len(shared)
+            seen["ring_wrapped"] += history > 0 and start < spec.replay.ring_len < start + history + step.max_query_len
+            seen["folded_at_boundary"] += 0 < flush < history
+            seen["folded_in_place"] += flush > 0 and source == target
+            is_shared = int(pool.ref_count[source]) > 1 or pool.key_of(source) is not None
+            seen["shared_base"] += history > 0 and is_shared
 
+    def _count_prompt(self, ran: Ran, others: Sequence[Ran]) -> None:
+        seen, item, track = self.seen, ran.item, ran.track
+        n, end, prompt = item.num_computed_tokens, item.num_computed_tokens + item.num_tokens, track.prompt
+        beside_drafts = any(other.item.num_drafts for other in others)
+        K, size = self._llm.config.speculative.num_speculative_tokens, self.block_size
+        seen["chunked_prefill"] += 0 < n < prompt and n != track.hit
+        seen["one_token_prefill"] += n == 0 and item.num_tokens == 1
+        last = n > 0 and end == prompt
+        seen["one_token_left"] += last and item.num_tokens == 1 and beside_drafts
+        seen["few_tokens_left"] += last and 2 <= item.num_tokens <= 1 + K and beside_drafts
+        budget = self._llm.config.scheduler.max_num_batched_tokens
+        seen["one_behind_chunk"] += last and item.num_tokens == 1 and prompt == budget + 1 and track.hit == 0
+        first_decode = n == prompt and not ran.is_prefill
+        seen["first_decode_beside_chunk"] += first_decode and any(_is_chunk(other) for other in others)
+        if K and others and size < prompt <= 2 * size and end < prompt and end % size:
+            self._cut_prompts.add(track.prefix(prompt))
 
-def count_end(observer: Observer, llm: LLM) -> None:
-    """The patterns of the whole scenario."""
-    seen, scenario = observer.seen, observer.scenario
-    pool, groups = llm.manager.pool, llm.runner.groups
-    attention = [group for group in groups if not group.backend.is_ssm()]
-    seen["attention_only"] += "M" not in scenario.layers
-    seen["mamba_only"] += "*" not in scenario.layers
-    seen["kernel_split"] += any(group.spec.block_size > group.kernel_block_size for group in attention)
-    for group in attention:
-        seen["kv_first" if group.backend.get_kv_dim() == 0 else "blocks_first"] += 1
-    seen["several_groups"] += len({group.spec for group in groups}) < len(groups)
-    seen["two_blocks"] += pool.num_blocks == 2
-    seen["all_blocks_used"] += len(observer.block_owner) == pool.num_blocks - 1
-    seen["eviction"] += pool.num_evictions
-    seen["one_step_late"] += llm.config.async_scheduling
-    seen["sanitized"] += bool(llm.config.sanitize)
-    if llm.manager.offload is not None:
-        seen["offload_hit"] += llm.manager.offload.stats.loaded_blocks
-    lengths = [len(prompt) for prompt in scenario.prompts]
-    seen["sampled"] += sum(params.temperature > 0 for params in scenario.params)
-    seen["short_prompt"] += sum(length < WINDOW for length in lengths)
-    seen["exact_block"] += sum(length % observer.block_size == 0 for length in lengths)
+    def _count_drafts(self, ran: Ran, K: int) -> None:
+        seen, item, track, size = self.seen, ran.item, ran.track, self.block_size
+        accepted, drafts = len(ran.tokens) - 1, item.num_drafts
+        end = item.num_computed_tokens + 1 + accepted
+        crossed = end // size > item.num_computed_tokens // size
+        seen["accepted_draft"] += accepted > 0
+        seen["rejected_draft"] += accepted < drafts
+        seen["all_accepted"] += drafts > 1 and accepted == drafts
+        seen["all_rejected"] += drafts > 1 and not accepted
+        seen["undrafted_after_accepts"] += track.accepted > 1 and not drafts
+        seen["number_of_drafts_varies"] += track.previous_drafts > 0 and drafts > 0 and track.previous_drafts != drafts
+        seen["accepted_to_boundary"] += accepted > 0 and end % size == 0
+        seen["rejected_at_boundary"] += accepted > 0 and end % size == 0 and accepted < drafts
+        seen["rejected_behind_boundary"] += crossed and end % size == 1 and 0 < accepted < drafts
+        seen["stop_inside_drafts"] += ran.end < item.num_computed_tokens + accepted
+        whole = self._llm.config.scheduler.max_model_len
+        seen["max_model_len_with_drafts"] += drafts > 0 and end + 1 == whole == track.end
 
+    def _count_admissions(self, admitted: Sequence[Ran]) -> None:
+        """The patterns of requests that start, or start again."""
+        seen, size = self.seen, self.block_size
+        mode = self._llm.config.cache.mamba_cache_mode if "M" in self._scenario.layers else "attention"
+        for ran in admitted:
+            item, track, request = ran.item, ran.track, ran.item.request
+            n, prompt, name = item.num_computed_tokens, track.prompt, request.request_id
+            recycled = self._row_owner.get(request.row, name) != name
+            seen["row_reuse"] += recycled
+            self._row_owner[request.row] = name
+            seen["one_token_of_new_request"] += recycled and n == 0 and item.num_tokens == 1 < prompt
+            seen["recomputed_output"] += bool(request.num_preemptions and len(request.output_token_ids) > 1)
+            seen["resumed_from_cache"] += bool(request.num_preemptions and n)
+            seen["repeated_after_cut_chunk"] += n > 0 and track.prefix(prompt) in self._cut_prompts
+            seen["same_prompt_after_abort"] += track.prefix(prompt) in self.aborted_prompts
+            if request.num_preemptions:
+                continue
+            track.ended_before = self._num_ended
+            salts = self._salts.setdefault(bytes(track.sequence[:size]), set())
+            seen["salts_apart"] += prompt > size and n == 0 and bool(salts - {track.salt})
+            salts.add(track.salt)
+            if n:
+                seen[f"hit_{mode}"] += 1
+                seen["hit_on_folded"] += track.prefix(n) in self._late
+                seen["hit_of_several_blocks"] += n >= 2 * size
+                seen["unequal_blocks"] += len({group.spec.block_size for group in self._llm.plan.config.groups}) > 1
+                seen["hit_up_to_last_token"] += n == prompt - 1
+                seen["hit_before_last_block"] += n == prompt - size
+                seen[f"second_turn_{mode}"] += any(
+                    other is not track and other.admissions and other.prompt < n and other.prefix(n) == track.prefix(n)
+                    for other in self._tracks
+                )
+            specs = [group.spec for group in self._llm.plan.config.groups]
+            own = list(zip(specs, request.hit.group_tokens, strict=False))
+            states = [tokens for spec, tokens in own if isinstance(spec, MambaSpec)]
+            kv = [tokens for spec, tokens in own if not isinstance(spec, MambaSpec)]
+            seen["no_common_depth"] += bool(own) and min(tokens for _, tokens in own) > n
+            if states and kv:
+                seen["attention_deeper"] += min(kv) > n
+                seen["state_deeper"] += min(states) > n
+        started = [ran for ran in admitted if ran.item.num_computed_tokens == 0 and ran.item.num_tokens >= size]
+        fresh = [ran.track.sequence for ran in started]
+        seen["twins"] += len({bytes(sequence[:size]) for sequence in fresh}) < len(fresh)
+        seen["identical_prompts"] += (
+            any(sum(other[:COMMON] == sequence[:COMMON] for other in fresh) > 3 for sequence in fresh)
+            and len({bytes(sequence) for sequence in fresh}) > 3
+        )
+        if self._llm.manager.enable_prefix_caching and self._llm.scheduler.waiting and admitted:
+            head, has_row = (
+                self._llm.scheduler.waiting[0],
+                len(self._llm.scheduler.running) < self._llm.config.scheduler.max_num_seqs,
+            )
+            begins = {(ran.item.request.params.cache_salt, *ran.track.sequence[:size]) for ran in started}
+            seen["waits_for_prefix"] += has_row and (head.params.cache_salt, *head.token_ids[:size]) in begins
+        shared = [ran.track.prefix(size) for ran in admitted if ran.item.num_computed_tokens]
+        seen["shared_block"] += len(set(shared)) < len(shared)
 
-def count_outputs(observer: Observer, llm: LLM, outputs: Sequence[RequestOutput]) -> None:
-    """The patterns that requests end with."""
-    seen = observer.seen
-    limit = llm.config.scheduler.max_model_len
-    seen["max_model_len"] += sum(len(o.prompt_token_ids) + len(o.token_ids) == limit for o in outputs)
-    seen["refused"] += sum(output.finish_reason == "error" for output in outputs)
-    seen["preemption"] += sum(output.num_preemptions for output in outputs)
-    seen["stop_token"] += sum(output.finish_reason == "stop" for output in outputs)
-    ran = [output for output in outputs if output.error is None]
-    if llm.manager.enable_prefix_caching and len(ran) > 3:
-        seen["no_reuse"] += not any(output.cached_tokens for output in ran)
+    def count_end(self) -> None:
+        """The patterns of the whole scenario."""
+        seen, scenario = self.seen, self._scenario
+        pool, groups = self._llm.manager.pool, self._llm.runner.groups
+        attention = [group for group in groups if not group.backend.is_ssm()]
+        seen["attention_only"] += "M" not in scenario.layers
+        seen["mamba_only"] += "*" not in scenario.layers
+        seen["kernel_split"] += any(group.spec.block_size > group.kernel_block_size for group in attention)
+        for group in attention:
+            seen["kv_first" if group.backend.get_kv_dim() == 0 else "blocks_first"] += 1
+        seen["several_groups"] += len({group.spec for group in groups}) < len(groups)
+        seen["two_blocks"] += pool.num_blocks == 2
+        seen["all_blocks_used"] += len(self._block_owner) == pool.num_blocks - 1
+        seen["eviction"] += pool.num_evictions
+        seen["one_step_late"] += self._llm.config.async_scheduling
+        seen["sanitized"] += bool(self._llm.config.sanitize)
+        if self._llm.manager.offload is not None:
+            seen["offload_hit"] += self._llm.manager.offload.stats.loaded_blocks
+        lengths = [len(prompt) for prompt in scenario.prompts]
+        seen["sampled"] += sum(params.temperature > 0 for params in scenario.params)
+        seen["short_prompt"] += sum(length < WINDOW for length in lengths)
+        seen["exact_block"] += sum(length % self.block_size == 0 for length in lengths)
+
+    def count_outputs(self, outputs: Sequence[RequestOutput]) -> None:
+        """The patterns that requests end with."""
+        seen = self.seen
+        limit = self._llm.config.scheduler.max_model_len
+        seen["max_model_len"] += sum(len(o.prompt_token_ids) + len(o.token_ids) == limit for o in outputs)
+        seen["refused"] += sum(output.finish_reason == "error" for output in outputs)
+        seen["preemption"] += sum(output.num_preemptions for output in outputs)
+        seen["stop_token"] += sum(output.finish_reason == "stop" for output in outputs)
+        ran = [output for output in outputs if output.error is None]
+        if self._llm.manager.enable_prefix_caching and len(ran) > 3:
+            seen["no_reuse"] += not any(output.cached_tokens for output in ran)

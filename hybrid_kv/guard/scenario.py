@@ -16,6 +16,10 @@ from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle
 from hybrid_kv.request import Request
 from hybrid_kv.sampling import SamplingParams, sample
 
+Cell = dict[str, Any]  # a level of each factor of `guard.traffic`
+
+COMMON = 7  # tokens that identical prompts share: with a whole block in common, they would wait for each other
+
 
 @register_backend
 class SmallBlocksFirst(TorchBackend):
@@ -70,7 +74,7 @@ class Scenario:
     drafts: str = "none"  # none, ngram, or a script of `ScriptedProposer`
     events: tuple[Event, ...] = ()
     forced: str = ""  # the pattern that it was built for
-    cell: dict[str, Any] = field(default_factory=dict)
+    cell: Cell = field(default_factory=dict)
 
     def __str__(self) -> str:
         options = ", ".join(f"{key}={value}" for key, value in self.options.items())

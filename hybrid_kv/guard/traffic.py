@@ -16,12 +16,10 @@ from typing import Any
 import numpy as np
 
 from hybrid_kv.guard.forced import FORCED
-from hybrid_kv.guard.scenario import Event, Scenario, SmallBlocksFirst, SmallKVFirst, answer_book, cache_options
+from hybrid_kv.guard.scenario import Cell, Event, Scenario, SmallBlocksFirst, SmallKVFirst, answer_book, cache_options
 from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.kernels.replay import shortest_ring_len
 from hybrid_kv.sampling import SamplingParams
-
-Cell = dict[str, Any]  # a level of each factor
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     # `attention`: prefix caching without Mamba layers.

@@ -12,7 +12,7 @@ from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.engine import runner as runner_module
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.engine.runner import ModelRunner
-from hybrid_kv.guard.traffic import SmallBlocksFirst, SmallKVFirst
+from hybrid_kv.guard.scenario import SmallBlocksFirst, SmallKVFirst
 from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.kernels.slot_mapping import PAD_SLOT
 from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle

@@ -24,7 +24,7 @@ from hybrid_kv.engine import runner
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.engine.runner import ModelRunner
 from hybrid_kv.engine.scheduler import Scheduler
-from hybrid_kv.guard.traffic import SmallBlocksFirst, SmallKVFirst
+from hybrid_kv.guard.scenario import SmallBlocksFirst, SmallKVFirst
 from hybrid_kv.kernels.kernel_blocks import reference as kernel_blocks
 from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle
 from hybrid_kv.sampling import SamplingParams

@@ -1,0 +1,88 @@
+"""Which prefixes a cache without eviction would have, said once more: not by asking the cache that is checked."""
+
+from __future__ import annotations
+
+from math import lcm
+
+from hybrid_kv.cache.spec import MambaSpec
+from hybrid_kv.engine.llm import LLM
+from hybrid_kv.guard.step import Prefix, Ran, Track
+from hybrid_kv.kernels.common.integers import cdiv
+
+
+def states_behind(spec: MambaSpec) -> int:
+    """Mode align: columns before a request's last one that may have a block."""
+    if spec.replay is None:
+        return 1
+    # The last token of a step is at most so far behind the state that the step, or the one under way, starts from.
+    T = 1 + spec.replay.num_speculative_tokens
+    furthest = min(spec.replay.ring_len, spec.block_size + 2 * T - 1) + (T if spec.replay.num_uncertain_tokens else 0)
+    return cdiv(furthest, spec.block_size)
+
+
+class Published:
+    """The prefixes that a cache without eviction has: K/V of each block, and the states that each mode keeps."""
+
+    def __init__(self, llm: LLM) -> None:
+        specs = [group.spec for group in llm.plan.config.groups]
+        self._specs = list(dict.fromkeys(specs))
+        self.late: set[Prefix] = set()  # of states that scheme `replay` wrote a step late, cleared or not
+        self._unit = lcm(*(spec.block_size for spec in specs))
+        self._seen: set[tuple[int, Prefix]] = set()
+
+    def clear(self) -> None:
+        """Nothing can be found any more."""
+        self._seen.clear()
+
+    def add(self, ran: Ran) -> None:
+        """A step has completed these blocks."""
+        for kind, spec in enumerate(self._specs):
+            first = ran.item.num_computed_tokens // spec.block_size
+            if isinstance(spec, MambaSpec) and spec.replay is not None:
+                if not ran.is_prefill:
+                    self._replay(ran, kind, spec)
+                    continue
+                ran.track.base = ran.end
+            ends = [spec.block_size * (column + 1) for column in range(first, ran.end // spec.block_size)]
+            if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align" and ran.is_prefill:
+                ends = [end for end in ends if end == ran.end]
+            self._seen.update((kind, ran.track.prefix(end)) for end in ends)
+
+    def _replay(self, ran: Ran, kind: int, spec: MambaSpec) -> None:
+        """A decode begins with writing the state at the boundary that it finds passed, or one that empties the ring."""
+        track, n, replay = ran.track, ran.item.num_computed_tokens, spec.replay
+        assert replay is not None
+        boundary = (track.base // spec.block_size + 1) * spec.block_size
+        if spec.mamba_cache_mode != "none" and n >= boundary:
+            self._write(track, kind, boundary)
+        elif n - track.base + ran.item.num_tokens + 1 + replay.num_speculative_tokens > replay.ring_len:
+            track.base = n
+
+    def _write(self, track: Track, kind: int, boundary: int) -> None:
+        track.base = boundary
+        self.late.add(track.prefix(boundary))
+        self._seen.add((kind, track.prefix(boundary)))
+
+    def end(self, track: Track, num_tokens: int) -> None:
+        """A request gives up its blocks after so many tokens: what it has completed is written first."""
+        for kind, spec in enumerate(self._specs):
+            if isinstance(spec, MambaSpec) and spec.replay is not None and spec.mamba_cache_mode != "none":
+                boundary = (track.base // spec.block_size + 1) * spec.block_size
+                if track.base and boundary <= num_tokens:
+                    self._write(track, kind, boundary)
+
+    def hit(self, track: Track, num_tokens: int) -> int:
+        """The longest prefix of the first `num_tokens` tokens that can be restored, the last token excluded."""
+        best = 0
+        for end in range(self._unit, num_tokens, self._unit):
+            missing = [
+                spec
+                for kind, spec in enumerate(self._specs)
+                for part in range(end - self._unit + spec.block_size, end + 1, spec.block_size)
+                if (part == end or not isinstance(spec, MambaSpec)) and (kind, track.prefix(part)) not in self._seen
+            ]
+            if any(not isinstance(spec, MambaSpec) for spec in missing):
+                break
+            if not missing:
+                best = end
+        return best

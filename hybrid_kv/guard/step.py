@@ -1,0 +1,61 @@
+"""A request and a step of the engine as the guard's rules see them: from tokens and answers alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hybrid_kv.request import ScheduledRequest
+
+Prefix = tuple[str, bytes]  # the salt and the tokens: the name of what the cache holds after them
+
+
+@dataclass
+class Track:
+    """A running request as the rules see it. `most` and `columns` start anew with each admission."""
+
+    sequence: list[int]  # prompt and answer, stop tokens ignored
+    prompt: int
+    end: int  # tokens of prompt and answer, as far as it goes
+    salt: str
+    known: int = 0
+    admissions: int = 0
+    ended_before: int = 0  # requests, when this one started
+    known_before: int = 0  # generated tokens, when it was admitted last
+    hit: int = 0
+    most: list[int] = field(default_factory=list)  # per group, upper bound of the columns
+    columns: list[set[int]] = field(default_factory=list)  # mode align: those held
+    previous_drafts: int = -1  # scheduled in the step before; -1 before the first decode
+    accepted: int = 0  # in the step before
+    reach: int = 0  # tokens up to the last draft of the step before
+    base: int = 0  # scheme `replay`: tokens that the last written state has seen
+    computed: int = 0  # and those in the cache
+
+    def prefix(self, num_tokens: int) -> Prefix:
+        """The name of what the cache holds after so many tokens."""
+        return self.salt, bytes(self.sequence[:num_tokens])
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One row of a step that has run."""
+
+    item: ScheduledRequest  # with its drafts filled in
+    track: Track
+    tokens: list[int]  # what it gave
+
+    @property
+    def end(self) -> int:
+        """Accepted tokens in the cache after the step."""
+        item = self.item
+        kept = min(len(self.tokens), self.track.end - item.num_computed_tokens - item.num_tokens + item.num_drafts)
+        return item.num_computed_tokens + item.num_tokens - item.num_drafts + max(0, kept - 1)
+
+    @property
+    def is_prefill(self) -> bool:
+        """Not just the last known token and drafts behind it."""
+        return is_prefill(self.item)
+
+
+def is_prefill(item: ScheduledRequest) -> bool:
+    """Whether a row runs other tokens than the last known one and drafts behind it."""
+    return item.num_computed_tokens == 0 or not item.samples or item.num_tokens > 1 + item.num_drafts
