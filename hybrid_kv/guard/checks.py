@@ -27,10 +27,9 @@ from hybrid_kv.engine.llm import LLM, RequestOutput
 from hybrid_kv.guard.observer import Observer
 from hybrid_kv.guard.patterns import REQUIRED
 from hybrid_kv.guard.poison import poison
-from hybrid_kv.guard.scenario import Scenario, ScriptedProposer, answer_book
+from hybrid_kv.guard.scenario import Cell, Scenario, ScriptedProposer, answer_book
 from hybrid_kv.guard.traffic import (
     SCENARIOS_PER_RUN,
-    Cell,
     combinations_of,
     draw_scenario,
     draw_trio,
