@@ -41,7 +41,7 @@ class ConfigError(HybridKVError, ValueError):
 
 def parse_dtype(name: str, what: str) -> torch.dtype:
     """The torch dtype called `name`; `what` names the setting in the error."""
-    if name not in DTYPES:
+    if not isinstance(name, str) or name not in DTYPES:
         raise ConfigError(f"{what}={name!r} is not a dtype; use one of {', '.join(DTYPES)}")
     return DTYPES[name]
 
@@ -64,6 +64,22 @@ def require_bool(config: Any, *names: str) -> None:
 def is_int(value: object) -> bool:
     """An integer, numpy's included, and no bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_path(value: object) -> bool:
+    """A path that an operating system takes: not empty, and without a null character."""
+    if not isinstance(value, str | os.PathLike):
+        return False
+    text = os.fspath(value)
+    return isinstance(text, str) and text != "" and "\0" not in text
+
+
+def parse_model_dtype(name: str, what: str = "dtype") -> torch.dtype:
+    """`parse_dtype` of what a model computes in: 8 bits can be stored, not computed with."""
+    dtype = parse_dtype(name, what)
+    if dtype.itemsize < 2:
+        raise ConfigError(f"{what}={name!r} can't be computed with; use bfloat16, float16, float32 or float64")
+    return dtype
 
 
 def from_dict(cls: type, values: dict[str, Any]) -> Any:
@@ -123,7 +139,7 @@ class CacheConfig:
         if not is_int(self.kv_offload_bytes) or self.kv_offload_bytes < 0:
             raise ConfigError(f"kv_offload_bytes={self.kv_offload_bytes!r} must be an integer >= 0")
         folder = self.kv_offload_folder
-        if folder is not None and (not isinstance(folder, str | os.PathLike) or not os.fspath(folder)):
+        if folder is not None and not is_path(folder):
             raise ConfigError(f"kv_offload_folder={folder!r} must be the path of a folder")
         if self.kv_offload_folder_bytes is not None and folder is None:
             raise ConfigError(
@@ -228,7 +244,7 @@ class EngineConfig:
         if self.sanitize is None:
             object.__setattr__(self, "sanitize", os.environ.get("HYBRID_KV_SANITIZE", "0") not in ("", "0"))
         if self.dtype != "auto":
-            parse_dtype(self.dtype, "dtype")
+            parse_model_dtype(self.dtype)
         if self.kernels not in get_args(Kernels):
             raise ConfigError(f"kernels={self.kernels!r}; use auto, torch or triton")
         if list(self.captured_batch_sizes) != sorted(set(self.captured_batch_sizes)):

@@ -8,6 +8,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import torch
 
 from hybrid_kv.cache.backend import AttentionBackend, BackendContext, get_backend
@@ -15,7 +16,7 @@ from hybrid_kv.cache.manager import KVCacheManager
 from hybrid_kv.cache.offload import KVOffload, check_offloadable
 from hybrid_kv.cache.plan import CachePlan, apply_block_sizes, plan_cache, update_block_size_for_backend
 from hybrid_kv.cache.spec import KVCacheConfig, KVCacheSpec, MambaSpec, group_layers, replay_spec, with_speculation
-from hybrid_kv.config import CacheConfig, ConfigError, EngineConfig
+from hybrid_kv.config import CacheConfig, ConfigError, EngineConfig, SchedulerConfig
 from hybrid_kv.engine.runner import ModelRunner, Proposer
 from hybrid_kv.engine.scheduler import Scheduler
 from hybrid_kv.engine.text import Tokenizer
@@ -25,6 +26,9 @@ from hybrid_kv.sanitizer import Sanitizer
 from hybrid_kv.spec_decode.propose import NgramProposer
 
 DEFAULT_CPU_CACHE_BYTES = 2**30
+# What the host keeps besides the cache, to tell sizes that can never fit: of a token its id, position or slot in 64
+# bits; of a table's entry the table, the input table and what is staged; of a block the pool's and the manager's part.
+TOKEN_BYTES, TABLE_BYTES, BLOCK_BYTES = 8, 12, 22
 
 LOGGER = logging.getLogger(__name__)
 
@@ -58,6 +62,7 @@ def build(
     platform = config.platform if config.platform != "auto" else device.type
     backend, context = get_backend(config.attention_backend, platform), BackendContext.for_layers(platform, layers)
     plan = _plan(layers, config, backend, context, target.mamba_chunk_size, device)
+    _check_memory(plan, config.scheduler, device)
     manager = _manager(plan, config, head)
     if head is not None:
         # Hits end at multiples of the block size. Without a cache too, so that the head drafts the same there.
@@ -175,6 +180,27 @@ def _plan(
     if _has_offload(cache):
         check_offloadable(plan.config, plan.sizes.block_size)
     return plan
+
+
+def _check_memory(plan: CachePlan, limits: SchedulerConfig, device: torch.device) -> None:
+    """Refuse what cannot be allocated before any of it is: zeroed memory is granted first and missed later."""
+    cache = plan.config.total_bytes + plan.ring_bytes
+    widths = [
+        group.spec.block_table_width(limits.max_model_len) * (group.spec.block_size // kernel_block_size)
+        for group, kernel_block_size in zip(plan.config.groups, plan.kernel_block_sizes, strict=True)
+    ]
+    rows = limits.max_num_seqs * (TOKEN_BYTES * limits.max_model_len + TABLE_BYTES * sum(widths))
+    steps = TOKEN_BYTES * (2 + len(widths)) * limits.max_num_batched_tokens
+    needed = cache + rows + steps + BLOCK_BYTES * plan.config.num_blocks
+    is_gpu = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if is_gpu else psutil.virtual_memory().available
+    if (cache if is_gpu else needed) > free:
+        raise ConfigError(
+            f"num_blocks={plan.config.num_blocks} ({cache} B), max_num_seqs={limits.max_num_seqs}, max_model_len="
+            f"{limits.max_model_len} and max_num_batched_tokens={limits.max_num_batched_tokens} take {needed} B "
+            f"({needed / 2**30:,.1f} GiB), {free} B ({free / 2**30:,.1f} GiB) are free on {device.type}; lower the "
+            "largest of them"
+        )
 
 
 def _default_num_blocks(

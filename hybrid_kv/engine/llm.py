@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,13 @@ class LLM:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ConfigError("this model has no tokenizer: give token ids, or LLM(..., tokenizer=...)")
+            try:
+                prompt.encode()
+            except UnicodeEncodeError as error:
+                raise ConfigError(
+                    f"character {error.start} of the prompt is {prompt[error.start]!r}, half of a surrogate pair; "
+                    "decode the input with errors='replace'"
+                ) from None
             return list(self.tokenizer.encode(prompt))
         try:
             if isinstance(prompt, bytes | Mapping | Set):
@@ -262,6 +269,8 @@ class LLM:
             raise HybridKVError(
                 "generate() while the engine has requests (from on_step, or added by hand): let them end first"
             )
+        if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | Mapping | Set):
+            raise ConfigError(f"generate() takes a list of prompts, not {type(prompts).__name__}")
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         if prompts and all(is_int(prompt) for prompt in prompts):
             raise ConfigError("generate() takes a list of prompts; of one prompt of token ids write [[1, 2, 3]]")

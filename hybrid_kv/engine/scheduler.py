@@ -47,14 +47,18 @@ class Scheduler:
         self.manager = manager
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self._ids: set[str] = set()  # of requests that wait or run
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
 
     def add(self, request: Request) -> None:
         """Queue a request.
 
         Raises:
-            ConfigError: it is empty, longer than `max_model_len`, or can never fit in the pool.
+            ConfigError: its id is in the queue already, it has ended, it is empty, longer than `max_model_len`, or can
+                never fit in the pool.
         """
+        if request.request_id in self._ids or request.is_finished:
+            raise ConfigError(f"request {request.request_id} was added before; make a new request for each run")
         length = len(request.prompt_token_ids)
         limit = self.config.max_model_len
         if length == 0:
@@ -71,6 +75,7 @@ class Scheduler:
                 f"request {request.request_id}: {longest} tokens never fit in {self.manager.pool.num_blocks - 1} cache "
                 "blocks; lower max_tokens or give the cache more memory"
             )
+        self._ids.add(request.request_id)
         self.waiting.append(request)
 
     @property
@@ -269,6 +274,7 @@ class Scheduler:
             publish: also the last block that it has completed, if that takes a last write; not after an error.
         """
         request.is_finished = True
+        self._ids.discard(request.request_id)
         if request.row >= 0:
             self._release(request, publish)
         else:

@@ -14,7 +14,7 @@ import torch
 
 import hybrid_kv.models.families  # noqa: F401  (registers them)
 from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
-from hybrid_kv.config import CacheConfig, ConfigError, parse_dtype
+from hybrid_kv.config import CacheConfig, ConfigError, parse_dtype, parse_model_dtype
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.registry import Family, family_of
 from hybrid_kv.models.specs import ATTENTION, SpecOptions
@@ -96,7 +96,7 @@ def _options(
     named = dtype if dtype != "auto" else config.text("dtype", "torch_dtype")
     if named is None:
         raise config.fail("dtype is missing; give --dtype")
-    model_dtype = parse_dtype(named.removeprefix("torch."), "dtype")
+    model_dtype = parse_model_dtype(named.removeprefix("torch."))
     ssm_dtype = cache.mamba_ssm_cache_dtype
     if ssm_dtype == "auto":
         own = family.default_ssm_dtype or "auto"

@@ -177,6 +177,14 @@ def test_the_engine_is_as_good_as_new_after_an_interrupt():
         ({"num_speculative_tokens": 17}, r"must be in \[0, 16\]"),
         ({"captured_batch_sizes": (4, 2)}, "must rise"),
         ({"attention_backend": "NOPE"}, "'NOPE'"),
+        ({"dtype": "fp8"}, "dtype='fp8' can't be computed with; use bfloat16"),
+        ({"dtype": ["float32"]}, r"dtype=\['float32'\] is not a dtype"),
+        ({"kv_offload_folder": "\0", "enable_prefix_caching": True}, r"kv_offload_folder='\\x00' must be the path"),
+        ({"kv_offload_folder": b"f", "enable_prefix_caching": True}, "must be the path of a folder"),
+        ({"num_blocks": 10**12}, r"num_blocks=1000000000000 \(\d+ B\), .* GiB\) are free on cpu; lower the largest"),
+        ({"max_model_len": 10**13}, r"max_model_len=10000000000000 .* are free on cpu"),
+        ({"max_num_seqs": 10**9, "max_num_batched_tokens": 10**9, "num_blocks": 60}, "max_num_seqs=1000000000"),
+        ({"max_num_batched_tokens": 10**13}, "max_num_batched_tokens=10000000000000 take"),
     ],
 )
 def test_options_that_cannot_be_are_refused_before_memory_is_taken(options, match, monkeypatch):
@@ -232,6 +240,40 @@ def test_generate_inside_a_step_is_refused_and_leaves_nothing_behind():
 def test_a_device_that_is_not_supported_is_refused(device):
     with pytest.raises(ConfigError, match="use auto, cpu or cuda"):
         LLM(ExactModel(), device=device)
+
+
+@pytest.mark.parametrize("prompts", [None, 7, b"text", {"a": 1}, {1, 2}])
+def test_prompts_that_are_no_list_are_refused(prompts):
+    with pytest.raises(ConfigError, match=f"takes a list of prompts, not {type(prompts).__name__}"):
+        engine().generate(prompts, progress=False)
+
+
+def test_half_a_surrogate_pair_is_an_error_of_its_prompt_alone():
+    class Strict(Letters):
+        def encode(self, text):
+            text.encode()  # as every real tokenizer does, in the middle of a batch
+            return super().encode(text)
+
+    outputs = engine(Strict()).generate(["ab", "c\ud800d", "ab"], SamplingParams(max_tokens=3), progress=False)
+    assert [output.finish_reason for output in outputs] == ["length", "error", "length"]
+    assert outputs[1].error == (
+        "character 1 of the prompt is '\\ud800', half of a surrogate pair; decode the input with errors='replace'"
+    )
+    assert outputs[0].token_ids == outputs[2].token_ids == oracle([97 % 97, 98 % 97], 3)
+
+
+def test_a_request_added_twice_is_refused_and_the_engine_goes_on():
+    llm = engine()
+    request = llm.make_request([1, 2, 3], SamplingParams(max_tokens=2))
+    llm.scheduler.add(request)
+    with pytest.raises(ConfigError, match="request 0 was added before; make a new request for each run"):
+        llm.scheduler.add(request)
+    while llm.scheduler.has_requests:
+        llm.step()
+    assert request.output_token_ids == oracle([1, 2, 3], 2)
+    with pytest.raises(ConfigError, match="request 0 was added before"):
+        llm.scheduler.add(request)
+    assert one(llm).error is None
 
 
 def test_stop_strings_without_a_tokenizer_are_an_error_of_that_request():
