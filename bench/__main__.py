@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from bench.harness.registry import cells, suites, unavailable
 from hybrid_kv.arguments import ArgumentParser
 from hybrid_kv.config import HybridKVError
+from hybrid_kv.errors import run_command
 from hybrid_kv.results import append_rows, check_writable
 from hybrid_kv.timing.cases import TIERS, Cell, WrongResultError
 from hybrid_kv.timing.measurement import (
@@ -126,4 +127,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

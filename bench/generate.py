@@ -38,6 +38,7 @@ from hybrid_kv.accuracy.guard_model import FOLDER as GUARD_MODEL
 from hybrid_kv.arguments import ArgumentParser
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.engine.llm import LLM
+from hybrid_kv.errors import run_command
 from hybrid_kv.results import append_rows, check_writable
 from hybrid_kv.sampling import SamplingParams
 from hybrid_kv.timing.cases import Case, Cell, WrongResultError, grid
@@ -314,4 +315,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -32,6 +32,7 @@ from bench._reference import equal
 from bench._shapes import SHAPES
 from hybrid_kv.arguments import ArgumentParser
 from hybrid_kv.config import HybridKVError
+from hybrid_kv.errors import run_command
 from hybrid_kv.kernels.causal_conv1d import (
     causal_conv1d_prefill,
     causal_conv1d_prefill_reference,
@@ -568,4 +569,4 @@ def main(arguments: Sequence[str] | None = None, machine: Callable[[], Device] =
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
@@ -67,6 +68,16 @@ def require(*packages: str) -> None:
         # None in sys.modules: an import of it is forbidden.
         if (name in sys.modules and sys.modules[name] is None) or (name not in sys.modules and not find_spec(name)):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+@contextmanager
+def deaf_to_ctrl_c() -> Iterator[None]:
+    """Processes that are started inside ignore Ctrl-C, so that their parent alone says so and ends them."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # an exec keeps what is ignored
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _open_streams() -> None:

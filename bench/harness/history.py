@@ -16,6 +16,7 @@ import torch
 
 from bench import asv_suite
 from bench.harness.registry import cells
+from hybrid_kv.errors import run_command
 from hybrid_kv.results import provenance
 from hybrid_kv.timing.cases import Cell
 from hybrid_kv.timing.measurement import runs_here
@@ -89,4 +90,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

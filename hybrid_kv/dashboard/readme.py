@@ -26,6 +26,7 @@ from hybrid_kv.dashboard.sections.block_ids import ENGINE
 from hybrid_kv.dashboard.sections.kernels import static_table
 from hybrid_kv.dashboard.sections.operating_curve import WHOLE, curve_rows
 from hybrid_kv.dashboard.words import about, number
+from hybrid_kv.errors import run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 _BLOCK = re.compile(r"(<!-- figures:([\w-]+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
@@ -304,4 +305,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

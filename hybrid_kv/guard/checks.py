@@ -24,6 +24,7 @@ from hybrid_kv.cache.plan import plan_cache
 from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec
 from hybrid_kv.config import CacheConfig
 from hybrid_kv.engine.llm import LLM, RequestOutput
+from hybrid_kv.errors import deaf_to_ctrl_c
 from hybrid_kv.guard.observer import Observer
 from hybrid_kv.guard.patterns import REQUIRED
 from hybrid_kv.guard.poison import poison
@@ -165,8 +166,9 @@ def _run_all(seeds: Iterator[int], workers: int) -> Generator[Differences]:
         under_way: deque[Future[list[Differences]]] = deque()
         try:
             while True:
-                while len(under_way) < 3 * workers:
-                    under_way.append(pool.submit(_run_batch, list(islice(seeds, 4))))
+                with deaf_to_ctrl_c():  # A submit may start a worker.
+                    while len(under_way) < 3 * workers:
+                        under_way.append(pool.submit(_run_batch, list(islice(seeds, 4))))
                 yield from under_way.popleft().result()
         finally:
             pool.shutdown(cancel_futures=True)

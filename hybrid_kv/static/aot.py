@@ -39,6 +39,7 @@ from typing import Any
 
 from hybrid_kv import kernels
 from hybrid_kv.config import HybridKVError
+from hybrid_kv.errors import deaf_to_ctrl_c
 from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.kernels.common.launch import AotCase
 from hybrid_kv.results import Row, provenance, read_rows
@@ -367,13 +368,17 @@ def measure(
     jobs = _jobs(modules, targets, select)
     # Spawned, not forked: a worker must import Triton itself, outside the interpreter that a test may have asked for.
     with ProcessPoolExecutor(NUM_WORKERS, get_context("spawn"), _leave_interpreter) as pool:
-        futures = [pool.submit(_measure, *job) for job in jobs]
-        for (module, index, target), future in zip(jobs, futures, strict=True):
-            try:
-                yield future.result()
-            except BrokenProcessPool:
-                kernel = cases_of(module, target)[index].kernel
-                raise HybridKVError(f"a compiler process died at or after {kernel} for {target}") from None
+        with deaf_to_ctrl_c():  # A submit may start a worker.
+            futures = [pool.submit(_measure, *job) for job in jobs]
+        try:
+            for (module, index, target), future in zip(jobs, futures, strict=True):
+                try:
+                    yield future.result()
+                except BrokenProcessPool:
+                    kernel = cases_of(module, target)[index].kernel
+                    raise HybridKVError(f"a compiler process died at or after {kernel} for {target}") from None
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _jobs(

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from hybrid_kv.errors import deaf_to_ctrl_c
 from hybrid_kv.kernels.common.shapes import NANO, SHAPES
 from hybrid_kv.kernels.replay import ReplayCursors, commit_reference, default_ring_len
 from hybrid_kv.kernels.replay.state_bytes import slots_bytes, step_bytes
@@ -365,6 +366,8 @@ def _interpret() -> None:
 def count_all() -> list[Count]:
     """Everything, in a process of its own: Triton decides once whether it compiles or interprets."""
     with ProcessPoolExecutor(1, get_context("spawn"), _interpret) as pool:
+        with deaf_to_ctrl_c():
+            pool.submit(int)  # The first submit starts the worker.
         return [*pool.submit(count_launches).result(), *pool.submit(count_bytes).result()]
 
 

@@ -1,0 +1,253 @@
+"""How a command ends, whichever it is: exit code, one line, and streams that cannot be used."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid_kv.cli import main
+from hybrid_kv.errors import EXTRAS, require, run_command
+from tests.cli.run import run
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        ("guard --quik", ["--quik", "--quick", "; see hybrid-kv guard --help"]),
+        ("plan --foo", ["--foo", "; see hybrid-kv plan --help"]),
+        ("plan", ["Missing argument 'config'", "; see hybrid-kv plan --help"]),
+        ("plan x --platform tpu", ["--platform': 'tpu'", "'cuda', 'xpu', 'cpu'"]),
+        ("plan x --block-size big", ["--block-size", "integer", "'big'"]),
+        ("plan x y z", ["y z", "; see hybrid-kv plan --help"]),
+        ("compare --seed -1", ["--seed", "0", "'-1'"]),
+        ("results --last", ["--last", "; see hybrid-kv"]),
+        ("results --since x", ["--since x is no moment"]),
+        ("accuracy compare one.jsonl", ["'candidate'", "; see hybrid-kv accuracy compare --help"]),
+        ("guerd", ["'guerd'", "'guard'", "; see hybrid-kv --help"]),
+    ],
+)
+def test_wrong_usage_is_one_line_on_stderr_and_exit_2(
+    capsys: pytest.CaptureFixture[str], line: str, parts: list[str]
+) -> None:
+    code, out, err = run(capsys, *line.split())
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("error: ")
+    assert not [part for part in parts if part not in err]
+
+
+def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys)
+    assert (code, err) == (2, "")
+    assert "guard" in out and "--help" in out
+
+
+def test_a_bug_is_not_dressed_up_as_a_users_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("hybrid_kv.models.shapes.model_shape", broken)
+    with pytest.raises(ZeroDivisionError):
+        main(["plan", "config.json", "--num-blocks", "9"])
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def fail(*_: object, **__: object) -> Any:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (PermissionError(13, "Permission denied", "some/file"), "some/file: Permission denied"),
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+        (OSError(errno.ENOSPC, "No space left on device", 7), "No space left on device"),
+        (OSError("no device"), "no device"),
+        (OSError(), "OSError"),
+        (MemoryError(), "out of memory"),
+        (
+            ModuleNotFoundError("No module named 'plotly'", name="plotly.io"),
+            "plotly.io is not installed; run: pip install -e '.[report]' in a checkout",
+        ),
+        (
+            ModuleNotFoundError("it went"),
+            "a package is not installed: it went; run: pip install -e '.[all]' in a checkout",
+        ),
+        (
+            ModuleNotFoundError("No module named 'bench'", name="bench.harness"),
+            "bench.harness is only in a checkout of the project; run this command there",
+        ),
+    ],
+)
+def test_what_the_system_refuses_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, said: str
+) -> None:
+    monkeypatch.setattr("hybrid_kv.models.shapes.model_shape", raising(error))
+    assert run(capsys, "plan", "config.json", "--num-blocks", "9") == (2, "", f"error: {said}\n")
+
+
+def test_an_interrupted_command_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("hybrid_kv.models.shapes.model_shape", raising(KeyboardInterrupt()))
+    assert run(capsys, "plan", "config.json", "--num-blocks", "9") == (130, "", "error: interrupted\n")
+
+
+def test_every_extra_that_is_named_exists() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has none")
+    root = Path(__file__).resolve().parents[1]
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = {"yaml": "PyYAML"}
+    for package, extra in EXTRAS.items():
+        wanted = " ".join([*extras[extra], *(extras["models"] if extra == "accuracy" else ())])
+        assert named.get(package, package).replace("_", "-") in wanted.replace("_", "-")
+
+
+def test_a_missing_package_is_found_before_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    require("json", "rich")
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
+        require("json", "no_such_package")
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    with pytest.raises(ModuleNotFoundError, match="scipy"):
+        require("scipy")
+
+
+@pytest.mark.parametrize(
+    ("command", "package", "extra"),
+    [
+        (["guard", "--quick", "--results", "{folder}"], "lm_eval", "accuracy"),
+        (["generate", "x"], "transformers", "models"),
+        (["accuracy", "--limit", "1", "--results", "{folder}"], "datasets", "accuracy"),
+        (["kernels"], "triton", "kernels"),
+        (["report", "--out", "{folder}"], "plotly", "report"),
+        (["compare", "--results", "{folder}"], "scipy", "accuracy"),
+    ],
+)
+def test_every_command_names_the_extra_that_it_lacks_before_it_works(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: list[str],
+    package: str,
+    extra: str,
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, package, None)
+    for work in ("hybrid_kv.guard.report.run_guard", "hybrid_kv.dashboard.data.load", "hybrid_kv.LLM"):
+        monkeypatch.setattr(work, raising(AssertionError("it worked before it looked")))
+    arguments = [argument.format(folder=tmp_path / "new") for argument in command]
+    said = f"error: {package} is not installed; run: pip install -e '.[{extra}]' in a checkout\n"
+    assert run(capsys, *arguments) == (2, "", said)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_sanitizers_report_is_a_failed_check(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from hybrid_kv.sanitizer import SanitizerError
+
+    def broken(*_: object, **__: object) -> None:
+        raise SanitizerError("owner", "block 3 has two owners\n  step 1: request 0\n  step 2: request 1")
+
+    monkeypatch.setattr("hybrid_kv.models.shapes.model_shape", broken)
+    code, out, err = run(capsys, "plan", "config.json", "--num-blocks", "9")
+    assert (code, out) == (1, "")
+    assert err == "block 3 has two owners\n  step 1: request 0\n  step 2: request 1\n"
+
+
+def test_help_needs_no_torch() -> None:
+    code = "import sys; from hybrid_kv import cli\ntry: cli.main(['plan', '--help'])\nexcept SystemExit: pass\n"
+    code += "assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--gpu-memory" in done.stdout
+
+
+# ---- standard streams ----
+
+
+def python(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run code after `from hybrid_kv.cli import main`; no output that a shell could not have redirected."""
+    command = [sys.executable, "-c", f"from hybrid_kv.cli import main\n{code}"]
+    options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    return subprocess.run(command, text=True, timeout=60, check=False, **options)
+
+
+VERSION = "main(['--version'])"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_full_standard_output_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        done = python(VERSION, stdout=full)
+        assert (done.returncode, done.stderr) == (2, "error: No space left on device\n")
+        assert python("main(['plan'])", stderr=full).returncode == 2  # nobody is left to tell
+
+
+def test_closed_streams_are_one_line_and_no_file_takes_their_place(tmp_path: Path) -> None:
+    done = python(VERSION, preexec_fn=lambda: os.close(1), stdout=None)
+    assert done.returncode == 2
+    assert done.stderr == "error: standard output is closed; redirect it to a file or to /dev/null\n"
+    assert python(VERSION, preexec_fn=lambda: os.close(2), stderr=None).returncode == 0
+    # The descriptor of the first file that is opened would be 2: what a library writes there would be in the file.
+    code = "from hybrid_kv.errors import run_command\nrun_command(lambda: print(open('file', 'w').fileno()))"
+    done = python(code, preexec_fn=lambda: os.close(2), stderr=None, cwd=tmp_path)
+    assert int(done.stdout) > 2
+
+
+def test_a_reader_that_left_is_neither_an_error_nor_a_failed_check() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = python(VERSION, stdout=write)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (2, "")
+
+
+@pytest.mark.parametrize("names", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}])
+def test_a_terminal_that_knows_only_ascii_gets_all_of_it(names: dict[str, str]) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUTF8"}
+    code = "from hybrid_kv.errors import run_command\nrun_command(lambda: print('2 \\u00d7 \\udcff \\u03bc'))"
+    done = python(code, env={**environment, **names, "PYTHONUTF8": "0"})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("2 ")
+    done = python("main(['results', '--since', '\\u00d7'])", env={**environment, **names, "PYTHONUTF8": "0"})
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+
+
+def test_a_process_that_is_interrupted_with_its_workers_says_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "work.py"
+    file.write_text(
+        "import sys, time\n"
+        "from concurrent.futures import ProcessPoolExecutor\n"
+        "from multiprocessing import get_context\n"
+        "from hybrid_kv.errors import deaf_to_ctrl_c, run_command\n"
+        "def work():\n"
+        "    with ProcessPoolExecutor(2, mp_context=get_context('spawn')) as pool:\n"
+        "        with deaf_to_ctrl_c():\n"
+        "            futures = [pool.submit(time.sleep, 1) for _ in range(2)]\n"
+        "        print('at work', flush=True)\n"
+        "        futures[0].result()\n"
+        "if __name__ == '__main__':\n"
+        "    run_command(work)\n"
+    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
+    with subprocess.Popen([sys.executable, str(file)], text=True, **pipes) as process:  # type: ignore[call-overload]
+        assert process.stdout.readline() == "at work\n"
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.communicate(timeout=60)[1] == "error: interrupted\n"
+    assert process.returncode == 130
+
+
+def test_a_command_that_exits_by_itself_keeps_its_code(capsys: pytest.CaptureFixture[str]) -> None:
+    for given, code, said in ((3, 3, ""), (None, 0, ""), ("no such thing", 2, "error: no such thing\n")):
+        with pytest.raises(SystemExit) as left:
+            run_command(raising(SystemExit(given)))
+        assert (left.value.code, capsys.readouterr().err) == (code, said)
