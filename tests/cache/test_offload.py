@@ -22,7 +22,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_kv.cache import offload
+from hybrid_kv.cache import folder_tier
 from hybrid_kv.cache.block_pool import BlockKey
 from hybrid_kv.cache.layout import allocate_raw_buffers
 from hybrid_kv.cache.offload import KVOffload
@@ -454,15 +454,15 @@ def damage(path: Path, how: str) -> None:
     elif how == "header cut":
         del data[20:]
     elif how == "checksum cut":
-        del data[offload.HEADER.size + 3 :]
+        del data[folder_tier.HEADER.size + 3 :]
     elif how == "payload cut":
         data.pop()
     elif how == "longer":
         data.append(0)
     elif how == "version":
-        data[len(offload.MAGIC)] ^= 2
+        data[len(folder_tier.MAGIC)] ^= 2
     elif how == "model":
-        data[len(offload.MAGIC) + 4] ^= 1
+        data[len(folder_tier.MAGIC) + 4] ^= 1
     elif how == "not ours":
         data = bytearray(b"#!/bin/sh\n" * 100)
     elif how == "wrong key":
@@ -565,7 +565,7 @@ def test_a_file_that_cannot_be_read_is_a_miss(
 ) -> None:
     store, _ = on_files(tmp_path)
     store.store([(key(1), 1)])
-    monkeypatch.setattr(offload, "open", raising(OSError(errno.EIO, "input/output error")), raising=False)
+    monkeypatch.setattr(folder_tier, "open", raising(OSError(errno.EIO, "input/output error")), raising=False)
     assert store.fetch([key(1)]) is None
     assert store.fetch([key(1)]) is None
     assert len(caplog.records) == 1
@@ -589,8 +589,8 @@ class FullDisk:
     def __init__(self, room: int, error: int = errno.ENOSPC) -> None:
         self.room, self.error = room, error
 
-    def __call__(self, path: Path, mode: str) -> Any:
-        file = builtins.open(path, mode)  # noqa: SIM115
+    def __call__(self, path: Path, mode: str, **options: Any) -> Any:
+        file = builtins.open(path, mode, **options)  # noqa: SIM115
         if "x" in mode:
             return FullFile(file, self.room, self.error)
         return file
@@ -619,7 +619,7 @@ def test_a_full_disk_ends_offload_to_the_folder_with_one_warning(
 ) -> None:
     store, buffers = make(folder=tmp_path)
     store.store([(key(1), 1)])
-    monkeypatch.setattr(offload, "open", FullDisk(room), raising=False)
+    monkeypatch.setattr(folder_tier, "open", FullDisk(room), raising=False)
     for number in (2, 3):
         store.store([(key(number), number), (key(number, 1), number)])
     assert len(caplog.records) == 1
@@ -655,7 +655,7 @@ def test_a_read_only_folder_still_serves_what_it_holds(
     (folder,) = tmp_path.iterdir()
     folder.chmod(0o555)
     if os.access(folder, os.W_OK):  # the superuser may write there all the same
-        monkeypatch.setattr(offload, "open", FullDisk(0, errno.EROFS), raising=False)
+        monkeypatch.setattr(folder_tier, "open", FullDisk(0, errno.EROFS), raising=False)
     reader, _ = on_files(tmp_path)
     reader.store([(key(2), 2)])
     reader.store([(key(3), 3)])
@@ -665,7 +665,7 @@ def test_a_read_only_folder_still_serves_what_it_holds(
     folder.chmod(0o755)
 
 
-FILE = offload.HEADER.size + 16 + 2 * PAGE  # bytes of a file of group 0
+FILE = folder_tier.HEADER.size + 16 + 2 * PAGE  # bytes of a file of group 0
 
 
 def test_the_folder_budget_evicts_the_least_recently_used_files(tmp_path: Path) -> None:
@@ -700,14 +700,14 @@ def test_the_folder_budget_counts_every_model_but_touches_no_other_file(tmp_path
 def test_the_folder_is_scanned_now_and_then_and_not_at_every_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scans: list[offload.FolderTier] = []
-    scan = offload.FolderTier._scan
+    scans: list[folder_tier.FolderTier] = []
+    scan = folder_tier.FolderTier._scan
 
-    def counted(tier: offload.FolderTier) -> None:
+    def counted(tier: folder_tier.FolderTier) -> None:
         scans.append(tier)
         scan(tier)
 
-    monkeypatch.setattr(offload.FolderTier, "_scan", counted)
+    monkeypatch.setattr(folder_tier.FolderTier, "_scan", counted)
     store, _ = on_files(tmp_path, folder_bytes=4 * FILE)
     for number in range(40):
         store.store([(key(number), number % 5 + 1)])
@@ -742,7 +742,7 @@ def test_the_bytes_in_the_folder_are_counted_without_files_that_others_delete(em
 
 def test_a_failed_write_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, _ = on_files(tmp_path, folder_bytes=3 * FILE)
-    monkeypatch.setattr(offload, "open", FullDisk(100), raising=False)
+    monkeypatch.setattr(folder_tier, "open", FullDisk(100), raising=False)
     for number in range(10):
         store.store([(key(number), 1)])
         assert not store.contains(key(number))
@@ -788,6 +788,76 @@ def test_strange_names_in_the_folder_are_no_blocks(tmp_path: Path) -> None:
     assert not again.contains(key(0))
 
 
+def test_a_link_to_a_folder_of_blocks_is_never_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither by reading nor by writing, nor to make room, nor to tidy up."""
+    there, here = tmp_path / "there", tmp_path / "here"
+    owner, _ = on_files(there)
+    owner.store([(key(1), 1), (key(2), 2)])
+    (folder,) = there.iterdir()
+    (folder / f"{socket.gethostname()}.{DEAD_PID}.ab.tmp").touch()
+    for path in folder.iterdir():
+        os.utime(path, (1, 1))
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    here.mkdir()
+    (here / folder.name).symlink_to(folder, target_is_directory=True)
+    stranger, _ = on_files(here, folder_bytes=2 * FILE)
+    assert not stranger.contains(key(1))
+    assert stranger.fetch([key(1)]) is None
+    stranger.store([(key(3), 3), (key(4), 4)])
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    assert stranger.stats.write_failures == 1
+    (record,) = caplog.records
+    assert "is a link" in record.getMessage()
+    other, _ = on_files(here, folder_bytes=FILE, namespace="other")  # of another model, in want of room
+    other.store([(key(5), 5)])
+    assert other.contains(key(5))
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling", "folder", "pipe"])
+def test_what_has_a_blocks_name_and_is_no_regular_file_is_left_alone(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, _ = on_files(tmp_path / "blocks", folder_bytes=2 * FILE)
+    store.store([(key(1), 1), (key(2), 2)])
+    path = store._folder.path(key(1))  # type: ignore[union-attr]
+    target = tmp_path / "target"
+    path.unlink() if kind == "dangling" else path.rename(target)
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(target)
+    before = path.lstat()
+    os.utime(path, (1, 1), follow_symlinks=False) if kind != "pipe" else None
+    for reader in (store, on_files(tmp_path / "blocks", folder_bytes=2 * FILE)[0]):
+        assert not reader.contains(key(1))
+        assert reader.fetch([key(1)]) is None
+        reader.store([(key(1), 1)])
+        reader.store([(key(3), 3), (key(4), 4)])
+        assert reader.contains(key(4))
+    assert (path.lstat().st_ino, path.lstat().st_mode) == (before.st_ino, before.st_mode)
+    assert target.exists() == (kind != "dangling")
+    assert not files(tmp_path / "blocks", "*.tmp")
+    assert all("no regular file" in record.getMessage() for record in caplog.records)
+
+
+def test_a_strangers_file_in_a_folder_of_blocks_is_neither_counted_nor_deleted(tmp_path: Path) -> None:
+    store, _ = on_files(tmp_path, folder_bytes=2 * FILE)
+    store.store([(key(1), 1)])
+    (folder,) = tmp_path.iterdir()
+    names = ("song.kv", f"0-{'ab' * 15}.kv", f"{'cd' * 16}.kv", "notes.tmp")
+    for name in names:
+        (folder / name).write_bytes(bytes(FILE))
+        os.utime(folder / name, (1, 1))
+    again, _ = on_files(tmp_path, folder_bytes=2 * FILE)
+    again.store([(key(2), 2)])
+    assert again.contains(key(1))
+    again.store([(key(3), 3), (key(4), 4)])
+    assert all((folder / name).exists() for name in names)
+
+
 def test_a_budget_below_one_block_takes_nothing_and_says_so_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -821,7 +891,7 @@ def child(code: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 STOPS = {
-    "before the first byte": "offload._checksum = lambda *_: stop()",
+    "before the first byte": "folder_tier._checksum = lambda *_: stop()",
     "in the payload": """
 class Half(FullFile):
     def write(self, data):
@@ -830,7 +900,7 @@ class Half(FullFile):
             self.file.flush()
             stop()
         self.file.write(data)
-offload.open = lambda path, mode: Half(builtins.open(path, mode))
+folder_tier.open = lambda path, mode: Half(builtins.open(path, mode))
 """,
     "before the rename": "os.replace = lambda *_: stop()",
 }
