@@ -16,7 +16,7 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -132,7 +132,7 @@ def _json_lines(text: str, place: str) -> Iterator[tuple[int, dict[str, Any]]]:
             continue
         try:
             value = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):  # the latter of 100,000 nested brackets
             value = None
         if not isinstance(value, dict):
             raise HybridKVError(f"{place} line {number} is no JSON object; was the file cut off?")
@@ -249,17 +249,7 @@ def compare(
         HybridKVError: they did not answer the same questions, asked in the same words.
     """
     ours, theirs = baseline.by_doc, candidate.by_doc
-    if ours.keys() != theirs.keys():
-        raise HybridKVError(
-            f"{baseline.name} has {len(ours)} questions, {candidate.name} {len(theirs)}, {len(ours.keys() & theirs)} "
-            "are in both; ask both runs the same (--limit)"
-        )
-    for place, (name, (what, why)) in enumerate(_HASHES.items()):
-        if differ := [doc_id for doc_id in sorted(ours) if ours[doc_id].hashes[place] != theirs[doc_id].hashes[place]]:
-            raise HybridKVError(
-                f"the {what} of {len(differ)} of {len(ours)} questions differ ({name} of question {differ[0]}): {why}; "
-                f"{baseline.name} and {candidate.name} cannot be compared"
-            )
+    check_questions(baseline, candidate.name, {doc_id: answer.hashes for doc_id, answer in theirs.items()})
     pairs = [(ours[doc_id], theirs[doc_id]) for doc_id in sorted(ours)]
     lost = [after for before, after in pairs if before.correct and not after.correct]
     gained = [before for before, after in pairs if after.correct and not before.correct]
@@ -279,6 +269,31 @@ def compare(
         alpha=alpha,
         final=final,
     )
+
+
+def check_questions(baseline: Answers, name: str, hashes: Mapping[int, tuple[str, ...]]) -> None:
+    """Whether another run is asked what the baseline was.
+
+    Args:
+        name: of the other run, for the message.
+        hashes: of its questions by doc_id, as many as are known: of document, prompt and target.
+
+    Raises:
+        HybridKVError: it is not.
+    """
+    ours = baseline.by_doc
+    if ours.keys() != hashes.keys():
+        raise HybridKVError(
+            f"{baseline.name} has {len(ours)} questions, {name} {len(hashes)}, {len(ours.keys() & hashes)} "
+            "are in both; ask both runs the same (--limit)"
+        )
+    for place, (hash_name, (what, why)) in enumerate(_HASHES.items()):
+        here = slice(place, place + 1)
+        if differ := [i for i in sorted(ours) if hashes[i][here] not in ((), ours[i].hashes[here])]:
+            raise HybridKVError(
+                f"the {what} of {len(differ)} of {len(ours)} questions differ ({hash_name} of question {differ[0]}): "
+                f"{why}; {baseline.name} and {name} cannot be compared"
+            )
 
 
 def compare_live(

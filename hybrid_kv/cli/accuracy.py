@@ -81,8 +81,8 @@ def accuracy(
             raise ConfigError(f"{given[0]} belongs to a run; give options after {context.invoked_subcommand!r}")
         return
     require("safetensors", "tokenizers", "transformers", "lm_eval", "datasets", "scipy")
-    from hybrid_kv.accuracy import compare as comparing
-    from hybrid_kv.accuracy import run, threshold
+    from hybrid_kv.accuracy.judge import judge
+    from hybrid_kv.accuracy.run import write_samples
 
     require_at_least_one(limit=limit)
     options: dict[str, Any] = {
@@ -103,64 +103,31 @@ def accuracy(
     csv = rows_file("accuracy.csv", results, record)
     check_outputs(samples, out)
     options = {name: value for name, value in options.items() if value is not None}
-    baseline = None if against is None else comparing.read_answers(against, answer_filter)
-    if baseline is not None:
-        baseline = baseline.first(len(baseline.by_doc) if limit is None else limit)
-        task = _same("task", task, baseline.task or None)
-        seed = _same("seed", seed, baseline.params.get("seed"))
-    task, seed = task or "gsm8k_synth", seed or 0
-
-    def ask(questions: int) -> Any:
-        return run.evaluate(model, task, limit=questions, seed=seed, gsm8k_dir=gsm8k_dir, **options)
-
-    asked = 250 if limit is None else limit
-    floor = None
-    if check_floor:
-        if baseline is not None:
-            raise ConfigError(
-                "--check-floor and --against exclude each other: a floor is for a fixed number of questions"
-            )
-        floor = threshold.find_floor(Path(model or "guard_model").name, task, answer_filter, asked)
-    result, comparison = (
-        (ask(asked), None) if baseline is None else comparing.compare_live(baseline, ask, answer_filter)
+    if samples is not None and against is not None and Path(samples).resolve() == Path(against).resolve():
+        raise ConfigError(f"--samples {samples} would replace the baseline; name another file")
+    judged = judge(
+        model,
+        task=task,
+        limit=limit,
+        seed=seed,
+        gsm8k_dir=gsm8k_dir,
+        against=against,
+        check_floor=check_floor,
+        answer_filter=answer_filter,
+        **options,
     )
-
-    rows, document, passed, line = run.rows(result), result.summary(), True, None
-    if comparison is not None:
-        rows += comparing.rows(comparison)
-        document["comparison"] = comparison.summary()
-        passed = comparison.verdict != "worse"
-    if floor is not None:
-        passed, line = threshold.check(result, floor)
-        rows = threshold.mark(rows, floor, passed)
-
-    def table() -> None:
-        run.print_result(result)
-        if comparison is not None:
-            comparing.print_comparison(comparison)
-        if line is not None:
-            print(line)
-
     with ExitStack() as done:  # last first, and each of them even if one before it fails
-        done.callback(show, document, as_json, out, table)
+        done.callback(show, judged.summary(), as_json, out, judged.print)
         if samples is not None:
-            done.callback(run.write_samples, result, samples)
-        done.callback(append_rows, csv, rows)
-    if not passed:
+            done.callback(write_samples, judged.result, samples)
+        done.callback(lambda: append_rows(csv, judged.rows()))
+    if not judged.passed:
         raise typer.Exit(1)
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
-
-
-def _same(name: str, given: Any, recorded: Any) -> Any:
-    from hybrid_kv.config import ConfigError
-
-    if given is not None and recorded is not None and given != recorded:
-        raise ConfigError(f"--{name} {given} does not fit --against, whose run had {recorded}; leave --{name} out")
-    return recorded if given is None else given
 
 
 @app.command("compare")

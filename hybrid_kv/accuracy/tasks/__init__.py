@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,17 +40,17 @@ def check_task(task: str, gsm8k_dir: str | Path | None = None, limit: int | None
 
 def _check_jsonl(file: Path) -> None:
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{file}: {reason}; the folder must hold {' and '.join(GSM8K_FILES)}") from None
-    if not lines:
+    if lines == [""]:
         raise ConfigError(f"{file} is empty")
     for number, line in enumerate(lines, 1):
         try:
             doc = json.loads(line)
             fine = isinstance(doc["question"], str) and isinstance(doc["answer"], str)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             fine = False
         if not fine:
             raise ConfigError(f"{file} line {number} is no JSON object with the texts question and answer")
@@ -85,6 +86,26 @@ def load_task(
             raise ConfigError(f"gsm8k cannot be loaded {where} ({first[:160]})") from None
     loaded.set_fewshot_seed(FEWSHOT_SEED + seed)
     return loaded
+
+
+def question_hashes(
+    task: str, seed: int, limit: int, gsm8k_dir: str | Path | None = None
+) -> dict[int, tuple[str, str]]:
+    """lm-eval's hashes of document and prompt of each question that a run would ask, by doc_id, without asking.
+
+    Raises:
+        ConfigError: as `load_task`.
+    """
+    from lm_eval.utils import handle_non_serializable, hash_string
+
+    loaded = load_task(task, seed, limit, gsm8k_dir)
+    with quiet_lm_eval(), redirect_stderr(io.StringIO()):  # its bar cannot be switched off
+        loaded.build_all_requests(limit=limit, rank=0, world_size=1)
+    hashes = {}
+    for request in loaded.instances:
+        doc = json.dumps(request.doc, indent=2, default=handle_non_serializable, ensure_ascii=False)
+        hashes[request.doc_id] = (hash_string(doc), hash_string(request.arguments[0]))
+    return hashes
 
 
 def _synth_config(seed: int, limit: int | None) -> dict[str, Any]:

@@ -1,0 +1,122 @@
+"""A run and what it is held against: the answers of an earlier run, or a recorded floor.
+
+What can be known before the first question is checked before it: that the earlier run was asked the same, and that the
+task has as many questions as the floor is for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybrid_kv.accuracy import compare, run, threshold
+from hybrid_kv.accuracy.compare import Answers, Comparison
+from hybrid_kv.accuracy.run import STRICT, AccuracyResult
+from hybrid_kv.accuracy.tasks import question_hashes
+from hybrid_kv.accuracy.threshold import Floor
+from hybrid_kv.config import ConfigError
+from hybrid_kv.results.row import Row
+
+QUESTIONS = 250  # as many as a first look at two runs takes (`paired.looks`)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A run, and the comparison or the floor that it was held against, if any."""
+
+    result: AccuracyResult
+    comparison: Comparison | None = None
+    floor: Floor | None = None
+
+    @property
+    def passed(self) -> bool:
+        """False where answers were lost, or the score is below the floor."""
+        if self.floor is not None:
+            return threshold.check(self.result, self.floor)[0]
+        return self.comparison is None or self.comparison.verdict != "worse"
+
+    def rows(self) -> list[Row]:
+        """The run as rows of the results file, and the comparison's."""
+        rows = run.rows(self.result)
+        if self.comparison is not None:
+            rows += compare.rows(self.comparison)
+        return rows if self.floor is None else threshold.mark(rows, self.floor, self.passed)
+
+    def summary(self) -> dict[str, Any]:
+        """Everything but the questions, ready for JSON."""
+        summary = self.result.summary()
+        if self.comparison is not None:
+            summary["comparison"] = self.comparison.summary()
+        return summary
+
+    def print(self) -> None:
+        """The tables for people, on stdout."""
+        run.print_result(self.result)
+        if self.comparison is not None:
+            compare.print_comparison(self.comparison)
+        if self.floor is not None:
+            print(threshold.check(self.result, self.floor)[1])
+
+
+def judge(
+    model: str | None = None,
+    *,
+    task: str | None = None,
+    limit: int | None = None,
+    seed: int | None = None,
+    gsm8k_dir: str | None = None,
+    against: str | None = None,
+    check_floor: bool = False,
+    answer_filter: str = STRICT,
+    **engine_options: Any,
+) -> Judgement:
+    """Ask a model and hold its answers against what is known.
+
+    Args:
+        model, gsm8k_dir, engine_options: as for `run.evaluate`.
+        task, seed: default: the baseline's, else gsm8k_synth and 0.
+        limit: ask the first so many questions; default: 250, with a baseline all of its own, as few as decide.
+        against: the baseline, a file of `run.write_samples`.
+        check_floor: hold the score against the floor recorded for so many questions.
+        answer_filter: decides for both what is right.
+
+    Raises:
+        ConfigError: the task, the model or an option cannot be used, or there is no such floor.
+        HybridKVError: the baseline cannot be read or was asked other questions; the engine refused every question.
+    """
+    if against is not None and check_floor:
+        raise ConfigError("--check-floor and --against exclude each other: a floor is for a fixed number of questions")
+    baseline = None if against is None else compare.read_answers(against, answer_filter)
+    if baseline is not None:
+        task = _same("task", task, baseline.task or None)
+        seed = _same("seed", seed, _seed_of(baseline))
+    task, seed = task or "gsm8k_synth", seed or 0
+
+    def ask(questions: int) -> AccuracyResult:
+        return run.evaluate(model, task, limit=questions, seed=seed, gsm8k_dir=gsm8k_dir, **engine_options)
+
+    if baseline is not None:
+        baseline = baseline.first(len(baseline.by_doc) if limit is None else limit)
+        hashes = question_hashes(task, seed, len(baseline.by_doc), gsm8k_dir)
+        compare.check_questions(baseline, "this run", hashes)
+        return Judgement(*compare.compare_live(baseline, ask, answer_filter))
+    asked, floor = limit or QUESTIONS, None
+    if check_floor:
+        floor = threshold.find_floor(Path(model or "guard_model").name, task, answer_filter, asked)
+        if (there := len(question_hashes(task, seed, asked, gsm8k_dir))) < asked:
+            raise ConfigError(f"the floor is for {asked} questions, the task has {there}")
+    return Judgement(ask(asked), floor=floor)
+
+
+def _same(name: str, given: Any, recorded: Any) -> Any:
+    if given is not None and recorded is not None and given != recorded:
+        raise ConfigError(f"--{name} {given} does not fit --against, whose run had {recorded}; leave --{name} out")
+    return recorded if given is None else given
+
+
+def _seed_of(baseline: Answers) -> int | None:
+    seed = baseline.params.get("seed")
+    if seed is not None and type(seed) is not int:
+        raise ConfigError(f"{baseline.name}: seed {seed!r} is no integer; make the file anew")
+    return seed

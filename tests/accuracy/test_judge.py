@@ -1,0 +1,169 @@
+"""A run held against an earlier one or a floor, on the command line: what is checked before it, what stays after it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid_kv.accuracy import judge, run, tasks
+from hybrid_kv.results import append, read_rows
+from tests.accuracy.test_compare import COMMIT, PARAMS, call, record, result_of, write
+
+
+@pytest.fixture
+def no_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that must not be asked."""
+    monkeypatch.setattr(run, "evaluate", lambda *_, **__: pytest.fail("asked"))
+
+
+def test_against_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    baseline = write(tmp_path / "a.jsonl.gz", [record(i) for i in range(300)])
+    out, summary, samples = tmp_path / "accuracy.csv", tmp_path / "s.json", tmp_path / "b.jsonl"
+    calls: list[dict[str, Any]] = []
+    outcomes = ["wrong"] * 11 + ["right"] * 289
+
+    def evaluate(model: object, task: str, **options: Any) -> run.AccuracyResult:
+        calls.append({"model": model, "task": task, **options})
+        return result_of(outcomes[: options["limit"]])
+
+    monkeypatch.setattr(run, "evaluate", evaluate)
+    monkeypatch.setattr(judge, "question_hashes", lambda _, __, limit, ___: {i: () for i in range(limit)})
+    given = ["--against", baseline, "--results", tmp_path, "--out", summary, "--samples", samples]
+    code, printed, _ = call(capsys, *given, "--num-blocks", "9")
+    assert code == 1 and "verdict: worse" in printed and "239 of 250" in printed
+    # The seed is the baseline's.
+    assert calls == [
+        {"model": None, "task": "gsm8k_synth", "limit": 250, "seed": 3, "gsm8k_dir": None, "num_blocks": 9}
+    ]
+    document = json.loads(summary.read_text())
+    assert document["n"] == 250 and document["comparison"]["lost"] == 11
+    assert len(samples.read_text().splitlines()) == 250
+    frame = read_rows(out)
+    assert {"exact_match_strict", "paired_difference"} <= set(frame["metric"])
+    assert set(frame.loc[frame["metric"] == "mcnemar_p", "baseline_commit"]) == {COMMIT}
+
+    outcomes[:] = ["right"] * 300
+    code, printed, _ = call(capsys, *given, "--limit", "100")
+    assert code == 0 and "100 of 100" in printed and calls[-1]["limit"] == 100
+    assert "so no more were asked" not in printed
+    code, printed, _ = call(capsys, *given)
+    assert code == 0 and "no question lost, so no more were asked: 95 % sure that fewer than 1.2% are lost" in printed
+
+    count = len(calls)
+    for more, message in (
+        (["--seed", "4"], "--seed 4 does not fit --against, whose run had 3"),
+        (["--task", "gsm8k"], "--task gsm8k does not fit --against, whose run had gsm8k_synth"),
+        (["--check-floor"], "exclude each other"),
+    ):
+        code, _, error = call(capsys, *given, *more)
+        assert code == 2 and message in error
+    assert len(calls) == count
+
+
+def test_against_with_the_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    samples = tmp_path / "a.jsonl.gz"
+    assert (
+        call(capsys, "--limit", "3", "--seed", "5", "--samples", samples, "--results", tmp_path, "--device", "cpu")[0]
+        == 0
+    )
+    options = ["--speculative-method", "mtp", "--num-speculative-tokens", "2", "--mamba-cache-mode", "all"]
+    code, printed, _ = call(capsys, "--against", samples, "--results", tmp_path, "--device", "cpu", *options)
+    assert code == 0 and "3 of 3" in printed and "tokens of 0 answers differ" in printed
+
+
+def test_other_questions_are_refused_before_one_is_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_questions: None
+) -> None:
+    hashes = tasks.question_hashes("gsm8k_synth", 3, 4)
+    good = [record(i, doc_hash=hashes[i][0], prompt_hash=hashes[i][1]) for i in range(4)]
+    for damage, message in (
+        ({"doc_hash": "x"}, "documents of 1 of 4 questions differ (doc_hash of question 2): another data set or seed"),
+        ({"prompt_hash": "x"}, "prompts of 1 of 4 questions differ (prompt_hash of question 2)"),
+        ({"doc_id": 7}, "a.jsonl has 4 questions, this run 4, 3 are in both"),
+    ):
+        a = write(tmp_path / "a.jsonl", [one | damage if one["doc_id"] == 2 else one for one in good])
+        code, printed, error = call(capsys, "--against", a, "--results", tmp_path)
+        assert (code, printed, error.count("\n")) == (2, "", 1) and message in error
+    assert not (tmp_path / "accuracy.csv").exists()
+
+
+def test_hashes_known_before_are_those_of_the_run() -> None:
+    hashes = tasks.question_hashes("gsm8k_synth", 2, 3)
+    result = run.evaluate_guard_model(3, seed=2, device="cpu", max_model_len=640)
+    assert hashes == {one.doc_id: (one.doc_hash, one.prompt_hash) for one in result.records}
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({**PARAMS, "seed": "abc"}, "seed 'abc' is no integer"),
+        ({**PARAMS, "seed": 1.5}, "seed 1.5 is no integer"),
+        ({**PARAMS, "seed": [1]}, "seed [1] is no integer"),
+        ({**PARAMS, "task": "mmlu"}, "task 'mmlu' is unknown"),
+        ({**PARAMS, "task": ["gsm8k_synth"]}, "is unknown; use one of gsm8k_synth, gsm8k"),
+    ],
+)
+def test_an_odd_baseline_is_refused_before_a_question_is_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_questions: None, params: dict[str, Any], message: str
+) -> None:
+    a = write(tmp_path / "a.jsonl", [record(i, params=params) for i in range(3)])
+    code, printed, error = call(capsys, "--against", a, "--results", tmp_path)
+    assert (code, printed, error.count("\n")) == (2, "", 1) and message in error
+
+
+def test_samples_do_not_replace_the_baseline(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_questions: None
+) -> None:
+    a = write(tmp_path / "a.jsonl", [record(0)])
+    (tmp_path / "link.jsonl").symlink_to(a)
+    before = a.read_bytes()
+    code, _, error = call(capsys, "--against", a, "--samples", tmp_path / "link.jsonl", "--results", tmp_path)
+    assert code == 2 and "would replace the baseline" in error and a.read_bytes() == before
+
+
+def test_a_floor_for_more_questions_than_there_are_is_refused_before_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, no_questions: None
+) -> None:
+    monkeypatch.setattr(judge.threshold, "find_floor", lambda *_: None)
+    for name, count in (("train", 8), ("test", 3)):
+        lines = [json.dumps({"question": f"{i}?", "answer": f"#### {i}"}) + "\n" for i in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    code, _, error = call(
+        capsys, "--task", "gsm8k", "--gsm8k-dir", tmp_path, "--limit", "5", "--check-floor", "--results", tmp_path
+    )
+    assert (code, error) == (2, "error: the floor is for 5 questions, the task has 3\n")
+
+
+@pytest.fixture
+def answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "evaluate", lambda *_, **__: result_of(["right"] * 4))
+
+
+@pytest.mark.parametrize("option", ["--samples", "--out"])
+def test_a_full_disk_keeps_rows_and_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], answered: None, option: str
+) -> None:
+    code, printed, error = call(capsys, "--limit", "4", "--results", tmp_path, option, "/dev/full")
+    assert (code, error.count("\n")) == (2, 1) and "/dev/full cannot be written: No space left on device" in error
+    assert "100.0%" in printed
+    assert "exact_match_strict" in set(read_rows(tmp_path / "accuracy.csv")["metric"])
+
+
+def test_rows_that_cannot_be_appended_cost_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, answered: None
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as the kernel has it: without a file's name
+
+    monkeypatch.setattr(append.os, "write", full)
+    samples = tmp_path / "a.jsonl"
+    code, printed, error = call(capsys, "--limit", "4", "--results", tmp_path, "--samples", samples)
+    assert (code, error.count("\n")) == (2, 1) and "accuracy.csv: No space left on device" in error
+    assert "100.0%" in printed and len(samples.read_text().splitlines()) == 4
