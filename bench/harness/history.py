@@ -6,7 +6,9 @@ themselves are those of this folder. A commit that lacks an interface loses the 
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -57,8 +59,16 @@ def pattern(chosen_cells: Sequence[Cell]) -> str:
     return "|".join([PEAKS, *(f"^{re.escape(name)}$" for name in names)])
 
 
-def _asv(*arguments: str, **options: object) -> int:
-    return subprocess.run((sys.executable, "-m", "asv", *arguments), cwd=ROOT, check=False, **options).returncode  # type: ignore[call-overload]
+def _asv(*arguments: str, given: str = "") -> int:
+    """Its exit code. Ctrl-C ends it with the processes that it started, which would otherwise go on."""
+    command = (sys.executable, "-m", "asv", *arguments)
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            process.communicate(given)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return process.returncode
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,17 +83,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {ROOT} is no git checkout with a commit; clone hybrid-kv and run this there", file=sys.stderr)
         return 2
     machine = machine_name()
-    steps = (
-        (("machine", "--yes", "--machine", machine), {}),
-        (
-            ("run", "--machine", machine, "--bench", pattern(chosen()), "-a", "rounds=1", "HASHFILE:-"),
-            {"input": log.stdout, "text": True},
-        ),
-        (("publish",), {}),
-    )
-    for step, options in steps:
+    run = ("run", "--machine", machine, "--bench", pattern(chosen()), "-a", "rounds=1", "HASHFILE:-")
+    for step in (("machine", "--yes", "--machine", machine), run, ("publish",)):
         # 2 is asv's word for a benchmark that failed.
-        if _asv(*step, **options) not in (0, 2):
+        if _asv(*step, given=log.stdout if step is run else "") not in (0, 2):
             return 2
     print(f"{ROOT / '.asv' / 'html'}: asv preview shows it")
     return 0

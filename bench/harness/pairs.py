@@ -77,13 +77,18 @@ def _close(stream: TextIO) -> None:
         stream.close()
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Wait for a start whose connections are closed; a worker that hangs in a case would never notice."""
+@contextmanager
+def _ending(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Wait for a start whose connections are closed. A worker that hangs in a case, or was interrupted, is killed."""
     try:
+        yield
         process.wait(timeout=END_SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+    except BaseException as error:
+        with suppress(ProcessLookupError):  # all of them ended meanwhile
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
 
 
 @contextmanager
@@ -111,9 +116,9 @@ def start(folders: Sequence[Path], pairs: int, rng: random.Random) -> Iterator[l
             env={**os.environ, **ENVIRONMENT, "PYTHONHASHSEED": str(rng.randrange(2**32))},
             pass_fds=[other.fileno() for other in theirs],
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # one group to kill; an interrupt reaches them as the end of their input
+            start_new_session=True,  # one group to kill; Ctrl-C reaches the driver alone
         )
-        processes.callback(_end, process)
+        processes.enter_context(_ending(process))
         for other in theirs:
             other.close()
         yield [Pair(streams[i : i + 2], rng) for i in range(0, len(streams), 2)]

@@ -215,8 +215,8 @@ def test_the_machine_name_tells_what_runs_on_it(monkeypatch):
 def test_history_runs_asv(monkeypatch, codes, expected, capsys):
     ran = []
 
-    def asv(*arguments, **options):
-        ran.append((arguments, options))
+    def asv(*arguments, given=""):
+        ran.append((arguments, given))
         return codes[len(ran) - 1]
 
     monkeypatch.setattr(history, "_asv", asv)
@@ -226,9 +226,9 @@ def test_history_runs_asv(monkeypatch, codes, expected, capsys):
     assert history.main(["2"]) == expected
     assert len(ran) == len(codes)
     if len(ran) > 1:
-        arguments, options = ran[1]
+        arguments, given = ran[1]
         assert arguments[0] == "run" and arguments[-1] == "HASHFILE:-"
-        assert options["input"] == "b\na\n"
+        assert given == "b\na\n"
         assert arguments[arguments.index("--machine") + 1] == ran[0][0][-1] == "here"
 
 

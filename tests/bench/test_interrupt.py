@@ -1,0 +1,94 @@
+"""Ctrl-C is one line, and nothing that was started goes on."""
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from bench.harness import history
+from tests.bench.harness.toy import write_toy
+
+STUCK = """
+import os
+from hybrid_kv.timing.cases import Case, Cell
+
+def hold():
+    # The test learns the process, which then waits for an end that does not come.
+    pipe = os.open(os.environ["FIFO"], os.O_WRONLY)
+    os.write(pipe, f"{os.getpid()}\\n".encode())
+    os.read(os.pipe()[0], 1)
+
+def cells():
+    return [Cell("stuck", "forever", {}, "cpu", lambda: Case(hold, lambda: 0.0), True)]
+"""
+
+
+def interrupted(command, fifo, **variables):
+    """Start, wait until a case runs, press Ctrl-C: the exit code, stderr, and the process of the case."""
+    os.mkfifo(fifo)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = {**os.environ, **variables, "FIFO": str(fifo)}
+    with subprocess.Popen(command, env=environment, start_new_session=True, **pipes) as process:
+        with open(fifo) as pipe:
+            at_work = int(pipe.readline())
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    return process.returncode, err, at_work
+
+
+def is_over(process):
+    """It ended, though its parent may not have asked for its exit code."""
+    with suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    return True
+
+
+def test_a_measurement_that_is_interrupted_says_one_line(tmp_path):
+    (tmp_path / "stuck.py").write_text(STUCK)
+    code = (
+        "import sys, bench; from bench.__main__ import main; from hybrid_kv.errors import run_command\n"
+        f"bench.__path__.append({str(tmp_path)!r})\n"
+        "run_command(lambda: main(['--suite', 'stuck']))"
+    )
+    assert interrupted([sys.executable, "-c", code], tmp_path / "fifo")[:2] == (130, "error: interrupted\n")
+
+
+def test_a_comparison_that_is_interrupted_says_one_line_and_ends_its_workers(tmp_path):
+    toy = tmp_path / "toy"
+    write_toy(toy)
+    (toy / "bench" / "stuck.py").write_text(STUCK)
+    code = (
+        "from pathlib import Path; from bench.harness import compare; from hybrid_kv.cli import main\n"
+        f"compare.ROOT = Path({str(toy)!r})\n"
+        f"main(['compare', 'HEAD', 'HEAD', '-k', 'stuck', '--results', {str(tmp_path / 'results')!r}])"
+    )
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    code, err, worker = interrupted([sys.executable, "-c", code], tmp_path / "fifo", TMPDIR=str(temporary))
+    assert (code, err) == (130, "error: interrupted\n")
+    assert is_over(worker)
+    assert list(temporary.iterdir()) == []
+    assert not (tmp_path / "results" / "compare.csv").exists()
+
+
+def test_a_history_that_is_interrupted_ends_asv(tmp_path, monkeypatch):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    (tmp_path / "asv.py").write_text(f"import os\nos.environ['FIFO'] = {str(fifo)!r}\n{STUCK}\nhold()\n")
+    monkeypatch.setattr(history, "ROOT", tmp_path)
+    seen = []
+
+    class Interrupted(subprocess.Popen):
+        def communicate(self, given):
+            with open(fifo) as pipe:
+                seen.append(int(pipe.readline()))
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(history.subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        history._asv("run")
+    assert is_over(seen[0])
