@@ -28,9 +28,8 @@ def guard(
     import torch
 
     from hybrid_kv.config import ConfigError
-    from hybrid_kv.errors import require
     from hybrid_kv.files import check_outputs
-    from hybrid_kv.guard.report import FULL, LONG, QUICK, document, print_results, result_rows, run_guard
+    from hybrid_kv.guard.report import amounts, document, print_results, result_rows, run_guard
     from hybrid_kv.results import append_rows
 
     if quick and long:
@@ -39,14 +38,13 @@ def guard(
         raise ConfigError("--record keeps the verdict of the whole guard; leave -k out")
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no GPU here; use cpu")
-    require("tokenizers", "safetensors", "transformers", "lm_eval", "scipy")
     rows = rows_file("guard.csv", results, record)
     check_outputs(out)
     if seed is None:
         seed = secrets.randbelow(2**31) if long else 0
     if long:
         print(f"the same run again: hybrid-kv guard --long --seed {seed}", file=sys.stderr)
-    checks = run_guard(QUICK if quick else LONG if long else FULL, seed, device=device, select=select)
+    checks = run_guard(amounts("quick" if quick else "long" if long else "full"), seed, device=device, select=select)
     try:
         append_rows(rows, result_rows(checks))
     finally:

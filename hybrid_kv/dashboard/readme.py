@@ -168,7 +168,7 @@ def hits_table(results: Results) -> str | None:
 
 def guard_table(results: Results) -> str | None:
     """What `make guard` printed in the newest full run."""
-    from hybrid_kv.guard.checks import CheckResult
+    from hybrid_kv.guard.registry import CheckResult
     from hybrid_kv.guard.report import print_results
 
     rows = results.of("guard")

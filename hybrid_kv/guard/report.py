@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,35 +16,14 @@ from rich.table import Table
 from tqdm.auto import tqdm
 
 from hybrid_kv.config import ConfigError
-from hybrid_kv.guard.answers import NUM_CELLS, check_answers, questions
-from hybrid_kv.guard.checks import (
-    LOGIT_CELLS,
-    CheckResult,
-    check_accuracy,
-    check_costs,
-    check_exact_model,
-    check_expansion,
-    check_guard_logits,
-    check_layout,
-)
+from hybrid_kv.errors import require
+from hybrid_kv.guard.registry import Check, CheckResult, Run, Size, load_checks
 from hybrid_kv.results import Receipt, Row, provenance, timing_row
 
-# How much of each check: on two cores the quick guard ends within a minute, the full one within five, the long one
-# within half an hour. All forced patterns and the covering design are the first 2,000 requests or so.
-QUICK = {"requests": 2500, "trios": 12, "prompts": 4, "answers": 0, "questions": 100}
-FULL = {"requests": 12_000, "trios": 48, "prompts": 16, "answers": 200, "questions": 250}
-LONG = FULL | {"requests": 100_000}
-LAYOUT_TRIALS = 200
-# Seconds per step of each section, measured on two cores: the bar's share is one of time, not of steps.
-_SECONDS = {
-    "layout": 0.0005,
-    "costs": 0.03,
-    "exact model": 0.0066,
-    "guard model": 0.125,
-    "answers": 4.0,
-    "accuracy": 0.026,
-    "block ids": 2.2,
-}
+
+def amounts(size: Size) -> dict[str, int]:
+    """How much of each section a guard of this size runs; 0 leaves it out."""
+    return {check.section: check.amounts[size] for check in load_checks()}
 
 
 def run_guard(
@@ -54,79 +33,58 @@ def run_guard(
     device: str = "cpu",
     select: Sequence[str] | None = None,
 ) -> list[CheckResult]:
-    """All checks, cheapest first, on one thread: on tensors this small a second one costs more than it brings.
+    """All checks, on one thread: on tensors this small a second one costs more than it brings.
 
     Args:
-        amount: QUICK, FULL or LONG.
+        amount: by section, such as `amounts("quick")`.
         device: of the guard model; the exact one follows its integers on the CPU.
         select: parts of sections' names; one of them is enough.
 
     Raises:
         ConfigError: no section is left.
+        ModuleNotFoundError: a section needs a package that is not installed; nothing has run.
     """
-    from hybrid_kv.accuracy.guard_model.problems import eval_set
-
-    sections: dict[str, int] = {
-        "layout": LAYOUT_TRIALS,
-        "costs": amount["trios"],
-        "exact model": amount["requests"],
-        "guard model": amount["prompts"] * len(LOGIT_CELLS),
-        "answers": NUM_CELLS if amount["answers"] else 0,
-        "accuracy": amount["questions"],
-        "block ids": 1,
-    }
-    if select:
-        sections = {name: steps for name, steps in sections.items() if any(part.lower() in name for part in select)}
-    if not any(sections.values()):
+    chosen = [
+        check
+        for check in load_checks()
+        if amount.get(check.section) and (not select or any(part.lower() in check.section for part in select))
+    ]
+    if not chosen:
         raise ConfigError(f"no section of this guard has {' or '.join(select or ())!r} in its name")
+    require(*dict.fromkeys(package for check in chosen for package in check.needs))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    prompts = [item.prompt for item in eval_set(seed + 7, amount["prompts"])]
-    shared = questions(seed + 7, amount["prompts"])
-    workers = min(8, os.cpu_count() or 1)
     results: list[CheckResult] = []
-    seconds = 0.1 if sys.stderr.isatty() else 10.0  # A log keeps every line that a terminal overwrites.
     with tqdm(
-        total=sum(steps * _SECONDS[name] for name, steps in sections.items()),
+        total=sum(amount[check.section] * check.seconds for check in chosen),
         disable=not progress,
         desc="guard",
-        mininterval=seconds,
+        mininterval=0.1 if sys.stderr.isatty() else 10.0,  # A log keeps every line that a terminal overwrites.
         smoothing=0,
         bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}",
     ) as bar:
-        section = ""
+        for check in chosen:
+            bar.set_postfix_str(check.section)
 
-        def advance(steps: int) -> None:
-            bar.update(steps * _SECONDS[section])
+            def advance(done: float, seconds: float = check.seconds) -> None:
+                bar.update(done * seconds)
 
-        checks: dict[str, Callable[[], list[CheckResult]]] = {
-            "layout": lambda: check_layout(seed, LAYOUT_TRIALS, advance),
-            "costs": lambda: check_costs(seed, amount["trios"], advance),
-            "exact model": lambda: check_exact_model(seed, amount["requests"], advance, workers),
-            "guard model": lambda: check_guard_logits(prompts, shared, advance, device),
-            "answers": lambda: check_answers(amount["answers"], advance, device=device),
-            "accuracy": lambda: check_accuracy(amount["questions"], advance),
-            "block ids": lambda: check_expansion(advance),
-        }
-        for section, check in checks.items():
-            if not sections.get(section):
-                continue
-            bar.set_postfix_str(section)
-            results += _run(section, check)
+            workers = min(8, os.cpu_count() or 1)
+            results += _run(check, Run(amount[check.section], seed, advance, workers, device))
     torch.set_num_threads(threads)
     return results
 
 
-def _run(section: str, check: Callable[[], list[CheckResult]]) -> list[CheckResult]:
+def _run(check: Check, run: Run) -> list[CheckResult]:
     """A check that crashes has found something; one whose library is missing could not run."""
     try:
-        return check()
+        return check.function(run)
     except ModuleNotFoundError:
         raise
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         detail = f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
-        return [CheckResult(section, "runs to its end", False, 0, "", "", 0, 0.0, detail)]
+        return [CheckResult(check.section, "runs to its end", False, 0, "", "", 0, 0.0, detail)]
 
 
 def result_rows(results: Sequence[CheckResult]) -> list[Row]:

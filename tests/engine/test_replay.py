@@ -9,8 +9,8 @@ import torch
 from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.config import ConfigError
 from hybrid_kv.engine.llm import LLM
-from hybrid_kv.guard.checks import record_logits
 from hybrid_kv.guard.poison import poison
+from hybrid_kv.guard.recorder import record_logits
 from hybrid_kv.guard.scenario import ScriptedProposer, answer_book
 from hybrid_kv.models.exact import ExactModel
 from hybrid_kv.sampling import SamplingParams

@@ -13,17 +13,12 @@ from hybrid_kv.cache.block_pool import BlockPool
 from hybrid_kv.cache.columns import Columns, PrefixHit
 from hybrid_kv.cache.manager import KVCacheManager
 from hybrid_kv.cache.spec import MambaSpec
-from hybrid_kv.engine.llm import LLM, RequestOutput
+from hybrid_kv.engine.llm import LLM
 from hybrid_kv.engine.scheduler import Scheduler
-from hybrid_kv.guard import checks
-from hybrid_kv.guard.checks import Differences, check_costs, run_scenario
+from hybrid_kv.guard.play import Differences, run_scenario
 from hybrid_kv.guard.scenario import Event, Scenario, SmallKVFirst, answer_book, cache_options
 from hybrid_kv.models.exact import ExactModel
 from hybrid_kv.sampling import SamplingParams
-
-
-def ignore(count: int) -> None:
-    """A progress bar that nobody watches."""
 
 
 def scenario(mode: str, K: int = 0, drafts: str = "none", **options: Any) -> Scenario:
@@ -179,28 +174,6 @@ def test_an_aborted_request_keeps_a_beginning_of_its_answer() -> None:
     result = run_scenario(aborting)
     assert result.wrong == []
     assert result.seen["abort_in_flight"]
-
-
-@pytest.mark.parametrize("name", ["cached_tokens", "num_accepted_draft_tokens"])
-def test_what_drafts_and_caching_cost_is_seen(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    assert check_costs(0, 3, ignore)[0].passed
-    play = checks._play
-
-    def dearer(scenario: Scenario) -> tuple[Differences, list[RequestOutput]]:
-        result, outputs = play(scenario)
-        if scenario.options["num_speculative_tokens"] and scenario.options["enable_prefix_caching"]:
-            outputs[-1] = replace(outputs[-1], **{name: getattr(outputs[-1], name) - 1})
-        return result, outputs
-
-    monkeypatch.setattr(checks, "_play", dearer)
-    result = check_costs(0, 3, ignore)[0]
-    assert not result.passed and result.value == 3
-
-
-def test_costs_without_hits_are_void(monkeypatch: pytest.MonkeyPatch) -> None:
-    play = checks._play
-    monkeypatch.setattr(checks, "_play", lambda s: (play(s)[0], [replace(o, cached_tokens=0) for o in play(s)[1]]))
-    assert check_costs(0, 3, ignore)[0].detail.startswith("void")
 
 
 def test_the_oracle_book_is_per_model() -> None:

@@ -7,9 +7,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from hybrid_kv.guard.checks import run_scenario
 from hybrid_kv.guard.forced import FORCED
 from hybrid_kv.guard.patterns import NOT_APPLICABLE, REQUIRED
+from hybrid_kv.guard.play import run_scenario
 from hybrid_kv.guard.scenario import Scenario
 from hybrid_kv.guard.traffic import SCENARIOS_PER_RUN, draw_scenario
 from hybrid_kv.sampling import SamplingParams

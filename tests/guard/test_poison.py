@@ -9,7 +9,7 @@ import pytest
 
 from hybrid_kv.cache.block_table import BlockTables, LaunchedBlockTables
 from hybrid_kv.engine.llm import LLM
-from hybrid_kv.guard.checks import run_scenario
+from hybrid_kv.guard.play import run_scenario
 from hybrid_kv.guard.poison import StaleColumns
 from hybrid_kv.guard.scenario import Scenario, SmallKVFirst, answer_book, cache_options
 from hybrid_kv.sampling import SamplingParams

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hybrid_kv import cli
 from hybrid_kv.guard import report
-from hybrid_kv.guard.checks import CheckResult, Progress
+from hybrid_kv.guard.registry import CHECKS, CheckResult, Run, load_checks
 from hybrid_kv.results import read_rows
 
 
@@ -17,12 +19,18 @@ from hybrid_kv.results import read_rows
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A guard of a few seconds, without its benchmark (which is tested in tests/bench)."""
 
-    def ratio(progress: Progress) -> list[CheckResult]:
+    def ratio(run: Run) -> list[CheckResult]:
         return [CheckResult("block ids", "list over the engine", True, 2.0, "time ratio", ">= 1", 1, 0.1)]
 
-    monkeypatch.setattr(report, "QUICK", {"requests": 20, "trios": 1, "prompts": 4, "answers": 0, "questions": 8})
-    monkeypatch.setattr(report, "LAYOUT_TRIALS", 8)
-    monkeypatch.setattr(report, "check_expansion", ratio)
+    load_checks()
+    few = {"layout": 8, "costs": 1, "exact model": 20, "guard model": 4, "accuracy": 8, "block ids": 1}
+    for section, count in few.items():
+        change(monkeypatch, section, amounts={"quick": count})
+    change(monkeypatch, "block ids", function=ratio)
+
+
+def change(monkeypatch: pytest.MonkeyPatch, section: str, **changes: Any) -> None:
+    monkeypatch.setitem(CHECKS, section, replace(CHECKS[section], **changes))
 
 
 def run(*arguments: str) -> int:
@@ -34,8 +42,8 @@ def run(*arguments: str) -> int:
 def test_a_clean_run_exits_0_and_writes_a_row_per_check(
     small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(report.QUICK, "requests", 2000)  # all forced patterns and the whole design
-    monkeypatch.setitem(report.QUICK, "trios", 3)
+    change(monkeypatch, "exact model", amounts={"quick": 2000})  # all forced patterns and the whole design
+    change(monkeypatch, "costs", amounts={"quick": 3})
     out = tmp_path / "out.json"
     assert run("--results", str(tmp_path / "results"), "--out", str(out)) == 0
     document = json.loads(out.read_text())
@@ -59,7 +67,7 @@ def test_a_failed_check_exits_1_and_says_what_is_wrong(
     small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed = CheckResult("layout", "views that leave their page", False, 3, "views", "0", 8, 0.1, "page 1 is elsewhere")
-    monkeypatch.setattr(report, "check_layout", lambda *arguments: [failed])
+    change(monkeypatch, "layout", function=lambda run: [failed])
     assert run("--results", str(tmp_path)) == 1
     assert "page 1 is elsewhere" in capsys.readouterr().out
     assert read_rows(tmp_path / "guard.csv")["verdict"].tolist()[0] == "fail"
@@ -71,7 +79,7 @@ def test_a_check_that_crashes_has_failed(
     def crash(*arguments: object) -> list[CheckResult]:
         raise IndexError("block 99 of 10")
 
-    monkeypatch.setattr(report, "check_guard_logits", crash)
+    change(monkeypatch, "guard model", function=crash)
     assert run("--results", str(tmp_path)) == 1
     assert "IndexError: block 99 of 10" in capsys.readouterr().out
 
@@ -88,7 +96,7 @@ def test_a_long_run_names_its_seed(
 
     def note(amount: dict[str, int], seed: int, device: str, select: object) -> list[CheckResult]:
         assert device == "cpu"
-        assert amount["requests"] == 100_000
+        assert amount["exact model"] == 100_000
         seeds.append(seed)
         return [CheckResult("layout", "views", True, 0, "views", "0", 1, 0.1)]
 

@@ -8,8 +8,8 @@ from math import comb
 import numpy as np
 import pytest
 
-from hybrid_kv.guard.checks import run_scenario
 from hybrid_kv.guard.forced import FORCED
+from hybrid_kv.guard.play import run_scenario
 from hybrid_kv.guard.scenario import Event, ScriptedProposer, answer_book
 from hybrid_kv.guard.traffic import (
     FACTORS,

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_kv.engine.llm import LLM
-from hybrid_kv.guard.checks import run_scenario
+from hybrid_kv.guard.play import run_scenario
 from hybrid_kv.guard.scenario import SmallKVFirst
 from hybrid_kv.guard.traffic import draw_scenario
 from hybrid_kv.models.exact import PRIME, ExactConfig, ExactModel, ExactOracle, _affine_scan

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybrid_kv.engine.llm import LLM, RequestOutput
-from hybrid_kv.guard.checks import CheckResult
 from hybrid_kv.guard.poison import poison
+from hybrid_kv.guard.prompts import five_shot
+from hybrid_kv.guard.registry import CheckResult, Run, check
 from hybrid_kv.sampling import SamplingParams
 
 MODES = ("none", "align", "all")
@@ -30,6 +31,7 @@ REPLAYED = (
 )  # also in state scheme `replay`
 NUM_CELLS = len(MODES) * len(DRAFTS) + 2 + len(REPLAYED)
 MTP_ACCEPTANCE = 0.9  # at K = 1; 99.8 % were measured when the model was trained
+QUESTIONS_SEED = 1  # the hit rates and acceptances in README are those of these questions
 FORGET_EVERY = 25  # steps: then the device forgets what it has cached, and only the offload tier still has it
 
 
@@ -68,15 +70,6 @@ class Cell:
         """Accepted and verified."""
         accepted = sum(output.num_accepted_draft_tokens for output in self.outputs)
         return accepted, sum(output.num_draft_tokens for output in self.outputs)
-
-
-def questions(seed: int, count: int) -> list[str]:
-    """Five-shot prompts that share their shots."""
-    from hybrid_kv.accuracy.guard_model.problems import dataset
-
-    data = dataset(seed, count)
-    shots = "\n\n".join(f"Question: {shot['question']}\nAnswer: {shot['answer']}" for shot in data.shots)
-    return [f"{shots}\n\nQuestion: {doc['question']}\nAnswer:" for doc in data.docs]
 
 
 def _forget(llm: LLM) -> None:
@@ -120,14 +113,13 @@ def cells(prompts: Sequence[str], device: str = "cpu") -> Iterator[Cell]:
         yield run_cell(prompts, "align", None, 0, kv_offload_folder=folder, device=device)
 
 
-def check_answers(
-    count: int, progress: Callable[[int], object], seed: int = 1, device: str = "cpu"
-) -> list[CheckResult]:
+@check("answers", quick=0, full=200, seconds=0.46, place=50, needs="safetensors tokenizers transformers")
+def check_answers(run: Run) -> list[CheckResult]:
     """One line per cell: how many answers differ from those of mode none without drafts."""
-    prompts = questions(seed, count)
+    prompts = five_shot(QUESTIONS_SEED, run.amount)
     seen: dict[str, Cell] = {}
     results = []
-    for cell in cells(prompts, device):
+    for cell in cells(prompts, run.device):
         seen[cell.name] = cell
         wrong = [i for i, (a, b) in enumerate(zip(cell.tokens, seen["none, no drafts"].tokens, strict=True)) if a != b]
         detail = f"question {wrong[0]} has another answer" if wrong else _other_faults(cell, seen)
@@ -146,7 +138,7 @@ def check_answers(
                 "answers", name, not detail, len(wrong), "answers", "0", len(prompts), cell.seconds, detail, params
             )
         )
-        progress(1)
+        run.progress(run.amount / NUM_CELLS)
     return results
 
 

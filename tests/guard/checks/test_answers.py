@@ -3,8 +3,9 @@
 import pytest
 
 from hybrid_kv.engine.llm import RequestOutput
-from hybrid_kv.guard import answers
-from hybrid_kv.guard.answers import Cell, check_answers, questions
+from hybrid_kv.guard.checks import answers
+from hybrid_kv.guard.checks.answers import Cell, check_answers
+from hybrid_kv.guard.registry import Run
 
 
 def output(tokens=(1, 2), cached=64, drafted=10, accepted=10):
@@ -20,7 +21,7 @@ def cell(mode="none", method=None, k=0, loads=None, scheme="slots", **figures):
 
 def checked(monkeypatch, *cells):
     monkeypatch.setattr(answers, "cells", lambda *arguments: iter(cells))
-    return check_answers(1, lambda count: None)
+    return check_answers(Run(1))
 
 
 PLAIN = cell(cached=0, drafted=0, accepted=0)
@@ -32,7 +33,7 @@ def test_a_clean_slice_passes_with_its_figures(monkeypatch):
     monkeypatch.setattr(answers, "DRAFTS", ((None, 0), ("mtp", 1)))
     monkeypatch.setattr(answers, "REPLAYED", (("all", "mtp", 1),))
     monkeypatch.setattr(answers, "FORGET_EVERY", 6)
-    results = check_answers(12, lambda count: None)
+    results = check_answers(Run(12))
     assert [result.name.split(":")[0] for result in results] == [
         "none, no drafts", "none, mtp 1", "all, no drafts", "all, mtp 1", "all, mtp 1, replay",
         "all, mtp 3, offload", "align, no drafts, offload",
@@ -42,12 +43,6 @@ def test_a_clean_slice_passes_with_its_figures(monkeypatch):
     assert results[3].params["hit_rate"] == results[2].params["hit_rate"] > 0
     assert results[4].params["hit_rate"] == results[3].params["hit_rate"]
     assert results[4].params["accepted"] == results[3].params["accepted"] == results[1].params["accepted"] > 0
-
-
-def test_all_prompts_share_their_examples():
-    first, second = questions(3, 2)
-    assert first != second
-    assert first[: first.rindex("Question:")] == second[: second.rindex("Question:")]
 
 
 @pytest.mark.parametrize(

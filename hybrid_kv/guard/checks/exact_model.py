@@ -1,0 +1,48 @@
+"""Engine against oracle on the integer model; void unless every pattern and every pair of settings happened."""
+
+from __future__ import annotations
+
+import time
+
+from hybrid_kv.guard.patterns import REQUIRED
+from hybrid_kv.guard.play import Differences, run_scenarios
+from hybrid_kv.guard.registry import CheckResult, Run, check
+from hybrid_kv.guard.traffic import SCENARIOS_PER_RUN, combinations_of, required_combinations
+
+
+# All forced patterns and the covering design are the first 2,000 requests or so.
+@check("exact model", quick=2500, full=12_000, long=100_000, seconds=0.0066, place=30)
+def check_exact_model(run: Run) -> list[CheckResult]:
+    """Engine against oracle on the integer model, until `run.amount` requests ran; tokens must be equal."""
+    begin = time.perf_counter()
+    total = Differences()
+    first = run.seed * SCENARIOS_PER_RUN
+    runs = run_scenarios(iter(range(first, first + SCENARIOS_PER_RUN)), run.workers)
+    while total.num_requests < run.amount:
+        result = next(runs)
+        run.progress(min(result.num_requests, run.amount - total.num_requests))
+        total += result
+    runs.close()
+    seconds = time.perf_counter() - begin
+    wrong = total.wrong
+    missing = [name for name in REQUIRED if not total.seen[name]]
+    wanted = required_combinations()
+    untried = sorted(wanted.difference(*map(combinations_of, total.cells)), key=repr)
+    params = {"seed": run.seed, "scenarios": total.num_scenarios}
+    return [
+        CheckResult(
+            "exact model", "scenarios and requests unlike the oracle", not wrong, len(wrong), "requests", "0",
+            total.num_requests, seconds, wrong[0] if wrong else "", params,
+        ),
+        CheckResult(
+            "exact model", "request patterns that happened", not missing, len(REQUIRED) - len(missing), "patterns",
+            str(len(REQUIRED)), total.num_scenarios, 0.0,
+            f"void: never happened: {', '.join(missing)}" if missing else "",
+            {**params, "seen": {name: total.seen[name] for name in REQUIRED}},
+        ),
+        CheckResult(
+            "exact model", "pairs and triples of settings that ran", not untried, len(wanted) - len(untried),
+            "settings", str(len(wanted)), total.num_scenarios, 0.0,
+            f"void: {len(untried)} never ran, such as {dict(untried[0])}" if untried else "", params,
+        ),
+    ]  # fmt: skip

@@ -1,0 +1,135 @@
+"""Plays scenarios: an engine under the observer's rules, its answers against the oracle's."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from multiprocessing import get_context
+
+import torch
+
+from hybrid_kv.engine.llm import LLM, RequestOutput
+from hybrid_kv.errors import deaf_to_ctrl_c
+from hybrid_kv.guard.observer import Observer
+from hybrid_kv.guard.poison import poison
+from hybrid_kv.guard.scenario import Cell, Scenario, ScriptedProposer, answer_book
+from hybrid_kv.guard.traffic import draw_scenario
+
+
+@dataclass
+class Differences:
+    """What scenarios had wrong (nothing, if all is well), and what happened in them."""
+
+    wrong: list[str] = field(default_factory=list)
+    seen: Counter[str] = field(default_factory=Counter)
+    cells: list[Cell] = field(default_factory=list)  # of the covering design, those that had their effect
+    num_requests: int = 0
+    num_scenarios: int = 0
+
+    def __iadd__(self, other: Differences) -> Differences:
+        self.wrong += other.wrong
+        self.seen += other.seen
+        self.cells += other.cells
+        self.num_requests += other.num_requests
+        self.num_scenarios += other.num_scenarios
+        return self
+
+
+@contextmanager
+def unwarned() -> Iterator[None]:
+    """Scenarios do on purpose what a user is warned of: room for drafts that nobody proposes, prompts below a block."""
+    logger = logging.getLogger("hybrid_kv.engine")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+@unwarned()
+def run_scenario(scenario: Scenario) -> Differences:
+    """Run one scenario against the oracle, every step under the observer's rules."""
+    return play(scenario)[0]
+
+
+def play(scenario: Scenario) -> tuple[Differences, list[RequestOutput]]:
+    """`run_scenario`, and the outputs."""
+    options, book = scenario.options, answer_book(scenario.layers)
+    limit = options["max_model_len"]
+    requests = list(zip(scenario.prompts, scenario.params, strict=True))
+    sequences = [[*prompt, *book.without_stop(prompt, params, limit)] for prompt, params in requests]
+    answers = [book.answer(prompt, params, limit) for prompt, params in requests]
+    ends = [len(prompt) + len(answer) for prompt, answer in zip(scenario.prompts, answers, strict=True)]
+    observer = Observer(scenario, sequences, ends)
+    result = Differences(seen=observer.seen, num_requests=len(requests), num_scenarios=1)
+    outputs: list[RequestOutput] = []
+    try:
+        llm = _engine(scenario, sequences)
+        poison(llm)
+        observer.watch(llm)
+        for wave in scenario.waves or (len(requests),):
+            part = slice(len(outputs), len(outputs) + wave)
+            prompts, params = scenario.prompts[part], scenario.params[part]
+            outputs += llm.generate(prompts, params, progress=False, on_step=observer)
+        observer.finish(llm, outputs)
+    except Exception as error:
+        result.wrong = [f"{scenario}: {type(error).__name__}: {error}"]
+        return result, outputs
+    result.cells = [observer.cell] if observer.cell is not None else []
+    for i, (output, expected) in enumerate(zip(outputs, answers, strict=True)):
+        if output.finish_reason == "abort" and str(i) in observer.aborted:
+            expected = expected[: len(output.token_ids)]
+        if output.finish_reason == "error" and observer.never_fits(llm, i):
+            expected = []
+        if output.token_ids != expected:
+            pairs = zip(output.token_ids, expected, strict=False)
+            first = next((j for j, (a, b) in enumerate(pairs) if a != b), min(len(output.token_ids), len(expected)))
+            result.wrong.append(
+                f"{scenario}: request {i} ({len(scenario.prompts[i])} prompt tokens) differs at output token {first}"
+                f"{': ' + output.error if output.error else ''}"
+            )
+    return result, outputs
+
+
+def _engine(scenario: Scenario, sequences: Sequence[Sequence[int]]) -> LLM:
+    model, options = answer_book(scenario.layers).model, scenario.options
+    if scenario.drafts in ("none", "ngram"):
+        return LLM(model, **options)
+    proposer = ScriptedProposer(
+        scenario.drafts,
+        options["num_speculative_tokens"],
+        sequences,
+        [len(prompt) for prompt in scenario.prompts],
+        options.get("block_size", options.get("mamba_block_size", 8)),
+        model.vocab_size,
+    )
+    return LLM(model, proposer=proposer, **options)
+
+
+def _run_batch(seeds: Sequence[int]) -> list[Differences]:
+    torch.set_num_threads(1)
+    return [run_scenario(draw_scenario(seed)) for seed in seeds]
+
+
+def run_scenarios(seeds: Iterator[int], workers: int) -> Generator[Differences]:
+    """Scenarios in the order of their seeds, whatever the number of processes."""
+    if workers == 1:
+        yield from (run_scenario(draw_scenario(seed)) for seed in seeds)
+        return
+    # Fork would hand on the locks of torch's threads.
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        under_way: deque[Future[list[Differences]]] = deque()
+        try:
+            while True:
+                with deaf_to_ctrl_c():  # A submit may start a worker.
+                    while len(under_way) < 3 * workers:
+                        under_way.append(pool.submit(_run_batch, list(islice(seeds, 4))))
+                yield from under_way.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)

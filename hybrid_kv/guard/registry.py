@@ -1,0 +1,96 @@
+"""What a check is, and where the guard finds them: every module of `guard.checks` registers its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any, Literal
+
+from hybrid_kv.guard import checks
+
+Size = Literal["quick", "full", "long"]
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One line of the guard's table.
+
+    `value` is the figure, `limit` what it was held against (empty if nothing), `detail` the first thing that is wrong.
+    """
+
+    section: str
+    name: str
+    passed: bool
+    value: float
+    unit: str
+    limit: str
+    n: int
+    seconds: float
+    detail: str = ""
+    params: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a check is given.
+
+    Attributes:
+        amount: how much to do, in the check's own unit.
+        progress: to be told what part of the amount is done, in the same unit.
+        workers: processes that it may use.
+        device: of the guard model; the exact one follows its integers on the CPU.
+    """
+
+    amount: int
+    seed: int = 0
+    progress: Callable[[float], object] = lambda done: None
+    workers: int = 1
+    device: str = "cpu"
+
+
+Function = Callable[[Run], list[CheckResult]]
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check as it registered itself, see `check`."""
+
+    section: str
+    function: Function
+    amounts: dict[Size, int]
+    seconds: float
+    place: int
+    needs: tuple[str, ...]
+
+
+CHECKS: dict[str, Check] = {}  # by section
+
+
+def check(
+    section: str, *, quick: int, full: int, long: int | None = None, seconds: float, place: int = 100, needs: str = ""
+) -> Callable[[Function], Function]:
+    """Register a function as a section of the guard.
+
+    Args:
+        quick, full, long: how much of it in each size of guard; 0 leaves it out, `long` is as `full` unless given. On
+            two cores the quick guard ends within a minute, the full one within five, the long one within half an hour.
+        seconds: for one of its amount, on two cores; the progress bar is one of time.
+        place: sections run and are printed in this order.
+        needs: packages that are an extra's, separated by spaces.
+    """
+
+    def register(function: Function) -> Function:
+        amounts: dict[Size, int] = {"quick": quick, "full": full, "long": full if long is None else long}
+        CHECKS[section] = Check(section, function, amounts, seconds, place, tuple(needs.split()))
+        return function
+
+    return register
+
+
+def load_checks() -> list[Check]:
+    """All checks, in the order in which they run."""
+    for module in iter_modules(checks.__path__):
+        import_module(f"{checks.__name__}.{module.name}")
+    return sorted(CHECKS.values(), key=lambda check: (check.place, check.section))

@@ -1,0 +1,74 @@
+"""A check is one file: it is found by being there, and runs, prints and counts like the others."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybrid_kv.guard import checks, registry
+from hybrid_kv.guard.registry import Size, load_checks
+from hybrid_kv.guard.report import amounts, run_guard
+
+TOY = """
+from hybrid_kv.guard.registry import CheckResult, Run, check
+
+
+@check("toy", quick=3, full=30, seconds=0.001)
+def check_toy(run: Run) -> list[CheckResult]:
+    run.progress(run.amount)
+    wrong = run.seed == 13
+    return [CheckResult("toy", "unlucky seeds", not wrong, int(wrong), "seeds", "0", run.amount, 0.0)]
+"""
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of checks with one file in it."""
+    (tmp_path / "toy.py").write_text(TOY)
+    load_checks()
+    monkeypatch.setattr(checks, "__path__", [*checks.__path__, str(tmp_path)])
+    monkeypatch.setattr(registry, "CHECKS", dict(registry.CHECKS))
+    monkeypatch.delitem(sys.modules, "hybrid_kv.guard.checks.toy", raising=False)
+
+
+def test_a_check_is_one_file(toy: None) -> None:
+    assert amounts("quick")["toy"] == 3 and amounts("full")["toy"] == amounts("long")["toy"] == 30
+    assert load_checks()[-1].section == "toy"  # behind those that say where they stand
+    (result,) = run_guard(amounts("quick"), seed=0, progress=False, select=["toy"])
+    assert (result.section, result.passed, result.n) == ("toy", True, 3)
+    (result,) = run_guard(amounts("full"), seed=13, progress=False, select=["toy"])
+    assert not result.passed and result.n == 30
+
+
+def test_a_new_check_runs_beside_the_others(toy: None) -> None:
+    few = {"layout": 4, "toy": 3}
+    assert [result.section for result in run_guard(few, seed=0, progress=False)] == ["layout", "toy"]
+
+
+@pytest.mark.parametrize("size", ["quick", "full", "long"])
+def test_without_the_file_there_is_no_such_section(size: Size) -> None:
+    assert list(amounts(size)) == [
+        "layout",
+        "costs",
+        "exact model",
+        "guard model",
+        "answers",
+        "accuracy",
+        "block ids",
+    ]
+
+
+def test_a_package_that_is_missing_is_named_before_anything_runs(toy: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    ran: list[float] = []
+    load_checks()
+    toy_check = registry.CHECKS["toy"]
+    monkeypatch.setitem(
+        registry.CHECKS, "toy", type(toy_check)(**vars(toy_check) | {"function": lambda run: ran.append(1) or []})
+    )
+    with pytest.raises(ModuleNotFoundError, match="scipy"):
+        run_guard({"toy": 1, "accuracy": 8}, seed=0, progress=False)
+    assert not ran
+    assert run_guard({"toy": 1, "accuracy": 8}, seed=0, progress=False, select=["toy"]) == [] and ran
