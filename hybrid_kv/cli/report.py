@@ -21,13 +21,17 @@ def report(
     from hybrid_kv.dashboard.data import load
     from hybrid_kv.dashboard.markdown import summary
     from hybrid_kv.dashboard.page import ASV_PAGES, build_page, write_page
+    from hybrid_kv.dashboard.verdicts import headline, verdicts
     from hybrid_kv.errors import require
     from hybrid_kv.files import check_outputs, write_whole
+    from hybrid_kv.results import head
 
     require("plotly")
     check_outputs(out / "index.html", markdown)
-    rows = load(results)
-    page = write_page(build_page(rows, repository, machine, (out / ASV_PAGES).exists()), out)
+    rows, checked_out = load(results), head()
+    page = write_page(build_page(rows, repository, machine, (out / ASV_PAGES).exists(), checked_out), out)
     if markdown is not None:
-        write_whole(markdown, summary(rows, machine))
-    print(page)
+        write_whole(markdown, summary(rows, machine, checked_out))
+    said = headline(verdicts(rows.of_machine(machine)), checked_out)
+    typer.secho(said.finding, fg={"fail": "red", "void": "yellow", "stale": "yellow"}.get(said.word))
+    print(*filter(None, [said.age, page]), sep="\n")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -56,6 +56,10 @@ class Results:
             wanted &= self.rows["metric"] == metric
         return self.rows[wanted]
 
+    def of_machine(self, machine: str) -> pd.DataFrame:
+        """Rows of a machine, and those that belong to none; all rows for an empty name."""
+        return self.rows[self.rows["machine"].isin([machine, ""])] if machine else self.rows
+
     @property
     def machines(self) -> list[str]:
         """Those with the newest rows first. What is the same on every machine belongs to none."""
@@ -82,10 +86,11 @@ def load(folder: Path) -> Results:
         if head.endswith(b"\n"):  # A header without its end has no rows.
             frames.append(read_rows(path))
     frame = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame({name: [] for name in COLUMNS})
-    return Results(_prepare(frame), files, foreign)
+    return Results(prepare(frame), files, foreign)
 
 
-def _prepare(frame: pd.DataFrame) -> pd.DataFrame:
+def prepare(frame: pd.DataFrame) -> pd.DataFrame:
+    """Rows of `results.COLUMNS`, in any order, as `Results` has them."""
     frame = frame.copy()
     # Parsed once per distinct text: a long history repeats the same few thousand.
     known = {text: json.loads(text) for text in frame["params"].unique()}
@@ -110,9 +115,10 @@ def _case(params: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in sorted(params.items()) if name not in NO_IDENTITY)
 
 
-def column(rows: pd.DataFrame, name: str) -> pd.Series[Any]:
-    """One of the params of each row; None where it has none."""
-    return rows["parsed"].map(lambda params: params.get(name))
+def column(rows: pd.DataFrame, name: str, *kinds: type) -> pd.Series[Any]:
+    """One of the params of each row; None where a row has none, or one that is of none of these types."""
+    values = [params.get(name) for params in rows["parsed"]]
+    return pd.Series([value if type(value) in kinds else None for value in values], rows.index, dtype=object)
 
 
 def each(rows: pd.DataFrame) -> Iterator[Any]:
@@ -137,50 +143,6 @@ def fullest_run(rows: pd.DataFrame) -> pd.DataFrame:
 def last_words(rows: pd.DataFrame) -> pd.DataFrame:
     """The last row of each series."""
     return rows.drop_duplicates(SERIES, keep="last")
-
-
-# ---- verdicts ----
-
-
-@dataclass(frozen=True)
-class SuiteVerdict:
-    """What the last run of a suite on a machine said. A void check did not see what it must see: it has not passed."""
-
-    suite: str
-    machine: str
-    rows: pd.DataFrame
-
-    @property
-    def newest(self) -> Any:
-        """The row that was measured last: commit, time, versions."""
-        return self.rows.iloc[-1]
-
-    def count(self, verdict: str) -> int:
-        return int((self.rows["verdict"] == verdict).sum())
-
-    @property
-    def word(self) -> str:
-        """`fail` if one row failed, else `void` if one was void, else `pass`."""
-        return next((word for word in ("fail", "void") if self.count(word)), "pass")
-
-
-def verdicts(rows: pd.DataFrame) -> list[SuiteVerdict]:
-    """Per suite and machine the rows with a verdict of the newest run, of `kernels` the last row of each series.
-
-    The operating curve judges the harness: who fails there is quarantined, and nothing else has failed.
-    """
-    judged = rows[(rows["verdict"] != "") & (rows["suite"] != CURVE)]
-    found = []
-    for key, group in judged.groupby(["suite", "machine"], sort=True):
-        suite, machine = map(str, key)
-        found.append(SuiteVerdict(suite, machine, last_words(group) if suite == STATIC_SUITE else newest_run(group)))
-    return found
-
-
-def overall(words: Iterable[str]) -> str:
-    """`fail` before `void` before `pass`; `none` without any."""
-    found = set(words)
-    return next((word for word in ("fail", "void", "pass") if word in found), "none")
 
 
 # ---- history ----

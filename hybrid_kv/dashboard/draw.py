@@ -103,6 +103,12 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], attributes: Sequen
     return f'<div class="scroll"><table><thead><tr>{names}</tr></thead><tbody{identity}>{lines}</tbody></table></div>'
 
 
+def with_small_interval(row: Any) -> str:
+    """A row's figure and its interval as HTML."""
+    figure, _, interval = with_interval(row).partition(" (")
+    return escape(figure) + (f" <small>({escape(interval)}</small>" if interval else "")
+
+
 def intervals(rows: pd.DataFrame, scale: float = 1.0) -> dict[str, Any]:
     """Plotly's error bars from `ci_low` and `ci_high`; a missing end has none, rounding makes none negative."""
     value = rows["value"]
@@ -157,7 +163,7 @@ def line_trace(
         "error_y": {**intervals(line, scale), "color": look.colour},
         "line": {"color": look.colour, "dash": look.dash, "width": 2},
         "marker": {"color": look.colour, "symbol": look.symbol, "size": 8},
-        "customdata": [f"{with_interval(row)}, n = {row.n}" for row in each(line)],
+        "customdata": [escape(f"{with_interval(row)}, n = {row.n}") for row in each(line)],
         "hovertemplate": f"{escape(name)}<br>%{{x:,}} {what}: %{{customdata}}<extra></extra>",
     }
 

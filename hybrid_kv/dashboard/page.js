@@ -4,7 +4,9 @@
   const history = JSON.parse(document.getElementById("history-data").textContent);
   const config = { displayModeBar: false, responsive: true };
   const machineSelect = document.getElementById("machine");
-  const words = { pass: "✓ pass", fail: "✕ fail", void: "○ void" };
+  const headlines = JSON.parse(document.getElementById("headlines")?.textContent ?? "{}");
+  // Plotly reads tags and entities in each text that it draws: a text of a row is none of them.
+  const plain = (text) => text.replace(/[&<>]/g, (sign) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;" })[sign]);
   const shows = (machine) => !machineSelect.value || !machine || machine === machineSelect.value;
 
   function element(tag, text, parent) {
@@ -25,9 +27,8 @@
   const caseSelect = document.getElementById("case");
   const chart = document.getElementById("history-chart");
   const runs = document.getElementById("history-runs");
-  const nameOf = (series) => `${series.suite}: ${series.benchmark}${series.metric ? ", " + series.metric : ""}`;
   const marks = history.marks;
-  const url = (commit) => (history.repository && commit ? `${history.repository}/commit/${commit}` : "");
+  const url = (commit) => (history.repository && /^[0-9a-f]{7,40}$/.test(commit) ? `${history.repository}/commit/${commit}` : "");
 
   function commitLink(commit, parent) {
     const short = commit ? commit.slice(0, 7) : "no commit";
@@ -51,23 +52,23 @@
 
   function fillBenchmarks() {
     if (!history.series.length) return;
-    fill(benchmarkSelect, unique(available().map(nameOf)), benchmarkSelect.value);
+    fill(benchmarkSelect, unique(available().map((series) => series.name)), benchmarkSelect.value);
     fillCases();
   }
 
   function fillCases() {
-    const found = available().filter((series) => nameOf(series) === benchmarkSelect.value);
+    const found = available().filter((series) => series.name === benchmarkSelect.value);
     fill(caseSelect, unique(found.map((series) => series.case)), caseSelect.value);
     drawHistory();
   }
 
   const seconds = { ns: 1e-9, us: 1e-6, ms: 1e-3, s: 1 };
-  const axisTitle = (unit) => (unit in seconds ? "time, s" : unit || "value");
-  const scaleOf = (unit) => seconds[unit] || 1;
+  const axisTitle = (unit) => (Object.hasOwn(seconds, unit) ? "time, s" : plain(unit) || "value");
+  const scaleOf = (unit) => (Object.hasOwn(seconds, unit) ? seconds[unit] : 1);
 
   function drawHistory() {
     const chosen = available().filter(
-      (series) => nameOf(series) === benchmarkSelect.value && series.case === caseSelect.value);
+      (series) => series.name === benchmarkSelect.value && series.case === caseSelect.value);
     const traces = [], shapes = [], annotations = [];
     for (const series of chosen) {
       const mark = marks[history.machines.indexOf(series.machine) % marks.length] || marks[0];
@@ -75,7 +76,7 @@
       const times = series.time.map((t) => new Date(t * 1000));
       const scaled = (values) => values.map((value, i) => Math.abs((value ?? series.value[i]) - series.value[i]) * scale);
       traces.push({
-        type: "scatter", mode: "lines+markers", name: series.machine || "any machine",
+        type: "scatter", mode: "lines+markers", name: plain(series.machine) || "any machine",
         meta: series.machine, x: times, y: series.value.map((value) => value * scale),
         error_y: { type: "data", array: scaled(series.high), arrayminus: scaled(series.low), color: mark.colour,
           thickness: 1.2, width: 3 },
@@ -83,7 +84,7 @@
         marker: { color: mark.colour, size: 8,
           symbol: series.dirty.map((dirty) => mark.symbol + (dirty ? "-open" : "")) },
         customdata: series.commit.map((c, i) =>
-          [history.commits[c].slice(0, 7) || "no commit", series.dirty[i] ? " + changes" : "", series.n[i],
+          [plain(history.commits[c].slice(0, 7)) || "no commit", series.dirty[i] ? " + changes" : "", series.n[i],
             history.commits[c]]),
         hovertemplate: "%{y:.4~s}<br>%{x|%Y-%m-%d %H:%M}, %{customdata[0]}%{customdata[1]}, n = %{customdata[2]}<extra></extra>",
       });
@@ -134,7 +135,7 @@
 
   function figure(value, unit) {
     let scaled = value, name = unit === "time ratio" ? "×" : unit;
-    if (unit in seconds) {
+    if (Object.hasOwn(seconds, unit)) {
       const size = [[1, "s"], [1e-3, "ms"], [1e-6, "µs"], [1e-9, "ns"]];
       const [factor, short] = size.find(([factor]) => Math.abs(value * seconds[unit]) >= factor) || size[3];
       [scaled, name] = [(value * seconds[unit]) / factor, short];
@@ -154,13 +155,13 @@
   // ---- filters ----
   function applyMachine() {
     for (const block of document.querySelectorAll("[data-machine]")) block.hidden = !shows(block.dataset.machine);
-    const tiles = [...document.querySelectorAll(".tile")].filter((tile) => !tile.hidden);
-    if (tiles.length) {
-      const word = ["fail", "void"].find((bad) => tiles.some((tile) => tile.dataset.word === bad)) || "pass";
-      const sum = (name) => tiles.reduce((total, tile) => total + Number(tile.dataset[name]), 0).toLocaleString("en");
-      const headline = document.querySelector("#verdict h2");
-      headline.textContent = `${words[word]}: ${sum("passed")} of ${sum("judged")} checks of the newest runs`;
-      headline.className = word;
+    const said = headlines[machineSelect.value];
+    if (said) {
+      const title = document.querySelector("#verdict h2"), age = document.querySelector("#verdict .age");
+      title.textContent = said.finding;
+      title.className = said.word;
+      age.textContent = said.age;
+      age.className = `age ${said.word}`;
     }
     fillBenchmarks();
   }
@@ -176,7 +177,7 @@
   }
 
   function choose(series) {
-    benchmarkSelect.value = nameOf(series);
+    benchmarkSelect.value = series.name;
     fillCases();
     caseSelect.value = series.case;
     drawHistory();

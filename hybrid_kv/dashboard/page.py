@@ -13,18 +13,22 @@ from hybrid_kv.dashboard.data import Results
 from hybrid_kv.dashboard.draw import code, table
 from hybrid_kv.dashboard.report import Report, Section
 from hybrid_kv.dashboard.sections import sections
+from hybrid_kv.results import NO_HEAD, Head
 
 _FOLDER = Path(__file__).parent
 ASV_PAGES = "asv/index.html"  # beside the page
 
 
-def build_page(results: Results, repository: str = "", machine: str = "", asv: bool = False) -> str:
+def build_page(
+    results: Results, repository: str = "", machine: str = "", asv: bool = False, head: Head = NO_HEAD
+) -> str:
     """The whole page as HTML.
 
     Args:
         repository: URL of a repository whose commits are at `URL/commit/SHA`; without one they are no links.
         machine: that the filter starts with; empty: all.
         asv: asv's own pages are in the folder `asv` beside it, to be linked.
+        head: what is checked out.
 
     Raises:
         ConfigError: `repository` is no http(s) URL, or no row is from `machine`.
@@ -37,7 +41,7 @@ def build_page(results: Results, repository: str = "", machine: str = "", asv: b
         raise ConfigError(f"no row is from machine {machine!r}; there are {', '.join(results.machines) or 'none'}")
     plotly = _plotly()
 
-    report = Report(results, repository)
+    report = Report(results, head, repository)
     found = [made for section in sections() if (made := section(report)) is not None]
     if report.missing.notes:
         rows = [[escape(what), code(command)] for what, command in report.missing.notes]
@@ -80,7 +84,8 @@ def _html(results: Results, found: list[Section], machine: str, plotly: str, asv
     )
     nav = "".join(f'<a href="#{s.anchor}">{escape(s.name)}</a>' for s in found)
     body = "".join(
-        f'<section id="{s.anchor}"><p class="kind">{escape(s.name)}</p><h2>{escape(s.finding)}</h2>{s.body}</section>'
+        f'<section id="{s.anchor}"><p class="kind">{escape(s.name)}</p>'
+        f'<h2 class="{s.word}">{escape(s.finding)}</h2>{s.body}</section>'
         for s in found
     )
     pages = f' By commit: <a href="{ASV_PAGES}">pages of asv</a>, which need the network.' if asv else ""

@@ -19,14 +19,15 @@ import pandas as pd
 
 from hybrid_kv.arguments import ArgumentParser
 from hybrid_kv.config import HybridKVError
-from hybrid_kv.dashboard.data import STATIC_SUITE, Results, column, each, fullest_run, last_words, load
+from hybrid_kv.dashboard.data import STATIC_SUITE, Results, each, last_words, load
 from hybrid_kv.dashboard.page import build_page, write_page
 from hybrid_kv.dashboard.sections.answers import answers_table
-from hybrid_kv.dashboard.sections.block_ids import ENGINE
+from hybrid_kv.dashboard.sections.block_ids import ENGINE, block_id_rows
 from hybrid_kv.dashboard.sections.kernels import static_table
 from hybrid_kv.dashboard.sections.operating_curve import WHOLE, curve_rows
 from hybrid_kv.dashboard.words import about, number
 from hybrid_kv.errors import run_command
+from hybrid_kv.results import head
 
 ROOT = Path(__file__).resolve().parents[2]
 _BLOCK = re.compile(r"(<!-- figures:([\w-]+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
@@ -58,10 +59,7 @@ def markdown_table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def _timed(results: Results, benchmark: str) -> pd.DataFrame:
-    rows = fullest_run(results.of("kernel_blocks", benchmark)).copy()
-    for name in ("subject", "scenario", "num_blocks", "blocks_per_kv_block"):
-        rows[name] = column(rows, name)
-    return rows
+    return block_id_rows(results.of("kernel_blocks", benchmark))
 
 
 STEP_SUBJECTS = ("vllm 0.22 V1", "vllm 0.22 V2", "vllm 0.32 V2")
@@ -298,7 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"docs/dashboard.png: left as it is, none of {', '.join(BROWSERS)} is installed")
         return
     with tempfile.TemporaryDirectory() as folder:
-        page = write_page(build_page(results), Path(folder))
+        page = write_page(build_page(results, head=head()), Path(folder))
         (ROOT / "docs").mkdir(exist_ok=True)
         screenshot(page, ROOT / "docs" / "dashboard.png", browser)
     print("docs/dashboard.png: made")

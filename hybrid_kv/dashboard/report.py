@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,6 +12,7 @@ import pandas as pd
 
 from hybrid_kv.dashboard.data import Results, Series, histories
 from hybrid_kv.dashboard.draw import code, of_machine
+from hybrid_kv.results import NO_HEAD, Head
 
 MAX_MACHINES = 6  # with figures of their own; the history has all of them
 MAX_LISTED = 50  # lines of a table
@@ -24,11 +26,13 @@ class Section:
         name: in the navigation.
         finding: its title, what the rows say.
         body: HTML.
+        word: the colour of its title: `pass`, `stale`, `void`, `fail`; empty: none.
     """
 
     name: str
     finding: str
     body: str
+    word: str = ""
 
     @property
     def anchor(self) -> str:
@@ -52,11 +56,13 @@ class Report:
     """What the page is made from.
 
     Attributes:
+        head: what is checked out; verdicts say how far their rows are from it.
         repository: URL of a repository whose commits are at `URL/commit/SHA`; empty: they are no links.
         missing: sections add to it what they found no row for.
     """
 
     results: Results
+    head: Head = NO_HEAD
     repository: str = ""
     missing: Missing = field(default_factory=Missing)
 
@@ -66,11 +72,13 @@ class Report:
         return histories(self.results.rows)
 
     def link(self, commit: str) -> str:
-        """A commit as HTML."""
+        """A commit as HTML, of a changed tree too; anything else that stands in its place is text."""
         short = escape(commit[:7]) or "no commit"
-        if not (self.repository and commit):
+        found = re.fullmatch(r"([0-9a-f]{7,40})(-dirty)?", commit)
+        if not found:
             return short
-        return f'<a href="{escape(self.repository)}/commit/{escape(commit)}">{short}</a>'
+        linked = f'<a href="{escape(self.repository)}/commit/{found[1]}">{short}</a>' if self.repository else short
+        return linked + (" + changes" if found[2] else "")
 
     def by_machine(self, rows: pd.DataFrame, block: Callable[[pd.DataFrame], str]) -> str:
         """A block per machine that has rows, those with the newest rows first."""

@@ -3,33 +3,65 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from html import escape
 from typing import Any
 
 import pandas as pd
 
-from hybrid_kv.dashboard.data import STATIC_SUITE, Series, SuiteVerdict, overall
+from hybrid_kv.dashboard.data import STATIC_SUITE, Series
 from hybrid_kv.dashboard.steps import Step
 
-WORDS = {"pass": "✓ pass", "fail": "✕ fail", "void": "○ void", "none": "no verdict"}
+WORDS = {"pass": "✓ pass", "fail": "✕ fail", "void": "○ void", "stale": "△ passed on other code", "none": "no verdict"}
 NANOSECONDS = {"ns": 1.0, "us": 1e3, "ms": 1e6, "s": 1e9}
 
 
-def suite_name(found: SuiteVerdict) -> str:
-    return "static kernel metrics" if found.suite == STATIC_SUITE else found.suite
+def suite_name(suite: str) -> str:
+    return "static kernel metrics" if suite == STATIC_SUITE else suite
 
 
-def verdict_line(found: Sequence[SuiteVerdict]) -> str:
-    """The overall verdict with its figures; page.js says the same of the machine that is chosen."""
-    passed, judged = sum(v.count("pass") for v in found), sum(len(v.rows) for v in found)
-    return f"{WORDS[overall(v.word for v in found)]}: {passed:,} of {judged:,} checks of the newest runs"
+def in_nanoseconds(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows that are a time, whatever its unit, in nanoseconds with their intervals."""
+    rows = rows[rows["unit"].isin(NANOSECONDS)].copy()
+    for name in ("value", "ci_low", "ci_high"):
+        rows[name] = rows[name].astype(float) * rows["unit"].map(NANOSECONDS)
+    rows["unit"] = "ns"
+    return rows
+
+
+# A metric is a key that never changes; what readers see is made of it here. Any other loses its underscores.
+METRICS = {
+    "cpu_time": "CPU time",
+    "gpu_time": "GPU time",
+    "cpu_time_ratio": "change of the CPU time",
+    "gpu_time_ratio": "change of the GPU time",
+    "ratio_to_engine": "times the engine's time",
+    "share_of_copy": "share of a copy's bandwidth",
+    "exact_match_strict": "right answers, strict",
+    "exact_match_flexible": "right answers, flexible",
+    "invalid_rate": "answers without a number",
+    "mcnemar_p": "McNemar p, one-sided",
+    "spill_bytes": "spilled bytes",
+    "shared_bytes": "shared memory",
+    "blocks_per_sm": "blocks per SM",
+    "load_bits": "bits per load",
+    "store_bits": "bits per store",
+}
+
+
+def metric_name(key: str) -> str:
+    """A metric in words."""
+    return METRICS.get(key, key.replace("_", " "))
+
+
+def benchmark_name(series: Series) -> str:
+    """What a series is of, without its case and machine."""
+    suite, benchmark, metric, _, _ = series.key
+    return f"{suite}: {benchmark}, {metric_name(metric)}"
 
 
 def title(series: Series) -> str:
-    """A series in words."""
-    suite, benchmark, metric, case, _ = series.key
-    return f"{suite}: {benchmark}, {metric}" + (f" ({case})" if case else "")
+    """A series in words, without its machine."""
+    case = series.key[3]
+    return benchmark_name(series) + (f" ({case})" if case else "")
 
 
 def change_text(step: Step) -> str:
@@ -49,7 +81,7 @@ def with_unit(row: Any) -> str:
         return f"{number(row.value)}×"
     if row.unit == "share":
         return f"{100 * row.value:.1f} %"
-    return f"{number(row.value)} {escape(row.unit)}".strip()
+    return f"{number(row.value)} {row.unit}".strip()
 
 
 def with_interval(row: Any) -> str:
@@ -57,7 +89,7 @@ def with_interval(row: Any) -> str:
     if pd.isna(row.ci_low) or pd.isna(row.ci_high):
         return with_unit(row)
     ends = [with_unit(row._replace(value=end)) for end in (row.ci_low, row.ci_high)]
-    return f"{with_unit(row)} <small>({ends[0]} to {ends[1]})</small>"
+    return f"{with_unit(row)} ({ends[0]} to {ends[1]})"
 
 
 def number(value: float, digits: int = 3) -> str:

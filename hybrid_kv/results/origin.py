@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import uuid
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
+_NO_CODE = (":!results", ":!docs", ":!*.md")  # A commit that appends rows and redraws them changes nothing measured.
 
 
 @dataclass(frozen=True)
@@ -75,3 +77,25 @@ def provenance() -> Provenance:
         torch=str(torch.__version__),
         triton=triton,
     )
+
+
+@dataclass(frozen=True)
+class Head:
+    """The commit that is checked out; empty for an installed package."""
+
+    commit: str
+
+    def distance(self, commit: str) -> int | None:
+        """Commits that changed code between a commit and this one, on either side; None: the checkout lacks it."""
+        if not self.commit or not re.fullmatch(r"[0-9a-f]{40}", commit):
+            return None
+        count = _git("rev-list", "--count", f"{commit}...{self.commit}", "--", ".", *_NO_CODE)
+        return None if count is None else int(count)
+
+
+NO_HEAD = Head("")
+
+
+def head() -> Head:
+    """HEAD of the checkout that this package lies in."""
+    return Head(_commit())

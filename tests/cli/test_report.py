@@ -24,7 +24,10 @@ def test_it_writes_the_page_and_the_summary(tmp_path: Path, capsys: pytest.Captu
     rows, site, text = write(tmp_path / "rows", everything()), tmp_path / "site", tmp_path / "summary.md"
     options = ("--repository", "https://example.org/a/b", "--machine", "rack, H200")
     code, out, err = run(capsys, "--results", rows, "--out", site, "--markdown", text, *options)
-    assert (code, out, err) == (0, f"{site / 'index.html'}\n", "")
+    assert (code, err) == (0, "")
+    said, age, page = out.splitlines()
+    assert said == "✕ fail: 28 of 29 checks of the newest runs" and page == str(site / "index.html")
+    assert age.endswith("2026-02-07. 29 rows are of a commit that this checkout does not have.")
     html = (site / "index.html").read_text()
     assert "https://example.org/a/b/commit/" in html
     assert "<option selected>rack, H200</option>" in html

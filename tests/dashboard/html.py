@@ -15,7 +15,7 @@ def section(html: str, anchor: str) -> str:
 
 
 def titles(html: str) -> dict[str, str]:
-    found = re.findall(r'<section id="([\w-]+)"><p class="kind">[^<]*</p><h2>(.*?)</h2>', html)
+    found = re.findall(r'<section id="([\w-]+)"><p class="kind">[^<]*</p><h2 class="\w*">(.*?)</h2>', html)
     return {anchor: unescape(title) for anchor, title in found}
 
 

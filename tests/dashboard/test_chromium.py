@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,41 +12,17 @@ from hybrid_kv.dashboard.data import MAX_POINTS, Results, load
 from hybrid_kv.dashboard.page import build_page, write_page
 from hybrid_kv.results import COLUMNS
 from tests.dashboard import chromium
+from tests.dashboard.conftest import Open
 from tests.dashboard.kinds import everything
 from tests.dashboard.rows import DEFAULTS, results
 
 pytest.importorskip("plotly", reason="the report needs plotly: pip install -e '.[report]'")
-BROWSER = chromium.find()
-pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(chromium.NAMES)} is on the PATH")
-
-Open = Callable[..., chromium.Page]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[chromium.Browser]:
-    assert BROWSER
-    running = chromium.Browser(BROWSER)
-    yield running
-    running.close()
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     return write_page(build_page(results(folder / "rows", *everything()), "https://example.org/a/b"), folder)
-
-
-@pytest.fixture
-def opened(browser: chromium.Browser) -> Iterator[Open]:
-    pages: list[chromium.Page] = []
-
-    def opening(file: Path, **how: object) -> chromium.Page:
-        pages.append(browser.open(file, **how))  # type: ignore[arg-type]
-        return pages[-1]
-
-    yield opening
-    for page in pages:
-        page.close()
 
 
 TRACES = "document.getElementById('history-chart').data"
@@ -79,7 +54,7 @@ def test_the_checks_of_this_file_can_fail(opened: Open, site: Path, tmp_path: Pa
 
 def test_the_machine_filter_changes_traces_verdict_and_blocks(opened: Open, site: Path) -> None:
     page = opened(site)
-    page.choose("#benchmark", "state_update: slots, cpu_time")
+    page.choose("#benchmark", "state_update: slots, CPU time")
     assert page.js(f"{TRACES}.map((t) => t.name).sort()") == ["box", "rack, H200"]
     assert page.js("document.querySelector('#verdict h2').textContent").startswith("✕ fail: 51 of 54")
     tiles = page.js(SHOWN.format(".tile"))
@@ -114,7 +89,7 @@ def test_a_step_is_chosen_with_a_click(opened: Open, site: Path) -> None:
     page.choose("#benchmark", "guard: layout, views")
     assert page.js("document.getElementById('history-chart').layout.annotations.length") == 0
     page.click("button[data-series]")
-    assert page.js("document.getElementById('benchmark').value") == "state_update: slots, cpu_time"
+    assert page.js("document.getElementById('benchmark').value") == "state_update: slots, CPU time"
     assert page.js("document.getElementById('history-chart').layout.annotations.map((a) => a.text)") == [
         "+19.8 % worse"
     ]
@@ -154,7 +129,7 @@ def test_a_target_is_chosen_with_a_click(opened: Open, site: Path) -> None:
 
 def test_times_have_units_in_the_chart_and_in_the_list(opened: Open, site: Path) -> None:
     page = opened(site)
-    page.choose("#benchmark", "state_update: slots, cpu_time")
+    page.choose("#benchmark", "state_update: slots, CPU time")
     assert page.js(f"{TRACES}[0].y[0]") == pytest.approx(100e-9)
     assert page.js("document.getElementById('history-chart').layout.yaxis.title.text") == "time, s"
     cells = page.js("[...document.querySelector('#history-runs tr').cells].map((c) => c.textContent)")
@@ -221,7 +196,7 @@ def test_a_hundred_thousand_rows(opened: Open, tmp_path: Path) -> None:
     assert page.js("document.documentElement.dataset.ready") == "true"
     assert page.problems == []
     assert page.js("document.querySelector('#history h2').textContent").startswith("10 of 100 series changed")
-    page.choose("#benchmark", "state_update: step0, cpu_time")
+    page.choose("#benchmark", "state_update: step0, CPU time")
     kept = page.js(f"{TRACES}[0].y.length")
     assert 390 <= kept <= 400 and 100 * kept <= MAX_POINTS
     assert page.js("document.getElementById('history-chart').layout.annotations.length") == 1

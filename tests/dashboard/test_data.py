@@ -17,11 +17,10 @@ from hybrid_kv.dashboard.data import (
     load,
     newest_run,
     newest_series,
-    overall,
     points_per_series,
     thin,
-    verdicts,
 )
+from hybrid_kv.dashboard.verdicts import verdicts
 from hybrid_kv.dashboard.words import about, duration, number
 from tests.dashboard.rows import history, results, row, write
 
@@ -114,40 +113,6 @@ def test_newest_and_fullest_run(tmp_path: Path) -> None:
 def test_the_last_word_of_each_series(tmp_path: Path) -> None:
     rows = results(tmp_path, row(0, {"i": 1}, value=1.0), row(1, {"i": 2}, value=2.0), row(2, {"i": 1}, value=3.0)).rows
     assert sorted(last_words(rows)["value"]) == [2, 3]
-
-
-def test_only_the_newest_run_judges(tmp_path: Path) -> None:
-    old = row(0, {"i": 1}, verdict="fail", suite="guard", benchmark="a", metric="m")
-    new = [row(1, verdict="pass", suite="guard", benchmark="a", metric=f"n{i}") for i in range(3)]
-    (verdict,) = verdicts(results(tmp_path, old, *new).rows)
-    assert (verdict.word, verdict.count("pass"), len(verdict.rows)) == ("pass", 3, 3)
-    assert verdict.newest.commit == "00001" * 8
-
-
-def test_a_static_metric_stands_until_it_is_replaced(tmp_path: Path) -> None:
-    static = {"suite": "kernels", "benchmark": "k", "unit": "", "metric": "registers"}
-    rows = [
-        row(0, {"target": "sm_80"}, verdict="fail", **static),
-        row(0, {"target": "sm_90"}, verdict="fail", **static),
-        row(1, {"target": "sm_90"}, verdict="pass", **static),
-    ]
-    (verdict,) = verdicts(results(tmp_path, *rows).rows)
-    assert (verdict.word, verdict.count("pass"), verdict.count("fail")) == ("fail", 1, 1)
-    assert verdict.machine == ""
-
-
-def test_each_machine_has_a_verdict_of_its_own(tmp_path: Path) -> None:
-    found = results(tmp_path, row(0, verdict="fail"), row(1, machine="b", verdict="pass"), row(2))
-    assert [(v.machine, v.word) for v in verdicts(found.rows)] == [("b", "pass"), ("box", "fail")]
-
-
-def test_void_is_not_passed(tmp_path: Path) -> None:
-    rows = [row(0, {"i": i}, verdict=word) for i, word in enumerate(["pass", "void", "pass"])]
-    (verdict,) = verdicts(results(tmp_path, *rows).rows)
-    assert verdict.word == "void"
-    assert overall(["pass", "void"]) == "void"
-    assert overall(["void", "fail", "pass"]) == "fail"
-    assert overall([]) == "none"
 
 
 # ---- history ----

@@ -33,12 +33,14 @@ def section(report: Report) -> Section | None:
 
 def answers_cells(results: Results) -> pd.DataFrame:
     """The newest full run of the guard's section *answers*: mode, method, K, hit_rate, acceptance of each cell."""
-    rows = fullest_run(results.of("guard", "answers")).copy()
-    for name in ("mode", "method", "K", "hit_rate", "loaded_blocks", "accepted", "drafted"):
-        rows[name] = column(rows, name)
+    rows = fullest_run(results.of("guard", "answers"))
+    rows = rows.assign(
+        **{name: column(rows, name, str) for name in ("mode", "method")},
+        **{name: column(rows, name, int) for name in ("K", "loaded_blocks", "accepted", "drafted")},
+        hit_rate=column(rows, "hit_rate", int, float).astype(float),
+    )
     rows = rows[rows["loaded_blocks"].isna() & rows["mode"].notna()]
-    rows["acceptance"] = [a / d if d else None for a, d in zip(rows["accepted"], rows["drafted"], strict=True)]
-    return rows
+    return rows.assign(acceptance=(rows["accepted"] / rows["drafted"].replace(0, None)).astype(float))
 
 
 def answers_table(results: Results) -> tuple[list[str], list[list[str]]] | None:
@@ -50,7 +52,7 @@ def answers_table(results: Results) -> tuple[list[str], list[list[str]]] | None:
     head = ["mode", "hit rate", *(f"{METHODS.get(m, m)} {k}" for m, k in drafts)]
     lines = []
     for mode, cell in rows.groupby("mode", sort=False):
-        rate = cell["hit_rate"].astype(float)
+        rate = cell["hit_rate"]
         same = rate.max() - rate.min() < 5e-4
         line = [str(mode), percent(rate.iloc[0]) if same else f"{percent(rate.min())} to {percent(rate.max())}"]
         for method, k in drafts:

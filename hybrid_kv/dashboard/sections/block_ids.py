@@ -21,7 +21,7 @@ from hybrid_kv.dashboard.draw import (
     wrapped,
 )
 from hybrid_kv.dashboard.report import Report, Section
-from hybrid_kv.dashboard.words import NANOSECONDS, about, duration, with_interval
+from hybrid_kv.dashboard.words import about, duration, in_nanoseconds, with_interval
 
 PLACE = 40
 ENGINE = "engine"
@@ -42,11 +42,18 @@ def section(report: Report) -> Section | None:
     return Section("Block ids", finding, body)
 
 
+_PARAMS = {"subject": str, "scenario": str, "num_blocks": int, "blocks_per_kv_block": int}
+
+
+def block_id_rows(rows: pd.DataFrame) -> pd.DataFrame:
+    """The fullest run with its params as columns."""
+    rows = fullest_run(rows)
+    return rows.assign(**{name: column(rows, name, kind) for name, kind in _PARAMS.items()})
+
+
 def _cells(rows: pd.DataFrame, *names: str) -> pd.DataFrame:
-    rows = fullest_run(rows).copy()
-    for name in ("subject", *names):
-        rows[name] = column(rows, name)
-    return rows.dropna(subset=["subject", *names])
+    rows = block_id_rows(rows).dropna(subset=["subject", *names])
+    return rows[rows["value"] > 0]  # Axes are logarithmic.
 
 
 def _append_finding(rows: pd.DataFrame) -> str:
@@ -61,18 +68,17 @@ def _append_finding(rows: pd.DataFrame) -> str:
 
 def _appends(rows: pd.DataFrame) -> str:
     timed = rows["metric"].isin(["cpu_time", "gpu_time"]) & (rows["benchmark"] == "expand")
-    rows = _cells(rows[timed], "num_blocks", "blocks_per_kv_block")
+    rows = _cells(in_nanoseconds(rows[timed]), "num_blocks", "blocks_per_kv_block")
     if rows.empty:
         return ""
     looks = marks([ENGINE, *sorted(set(rows["subject"]) - {ENGINE})])
-    scale = NANOSECONDS[rows["unit"].iloc[-1]]
-    ticks = powers(scale * rows["value"].min(), scale * rows["value"].max())
+    ticks = powers(rows["value"].min(), rows["value"].max())
     sizes = sorted(rows["num_blocks"].unique())[::2]
     figures = []
     for per_block, cell in rows.groupby("blocks_per_kv_block"):
         traces = []
         for subject, line in cell.sort_values("num_blocks").groupby("subject"):
-            traces.append(line_trace(line, str(subject), looks, "num_blocks", "blocks", scale))
+            traces.append(line_trace(line, str(subject), looks, "num_blocks", "blocks"))
         figures.append(
             plot(
                 traces,
@@ -123,7 +129,7 @@ def _steps(rows: pd.DataFrame) -> str:
                     "y": [scenarios.index(name) + 0.22 * (1 - index) for name in line["scenario"]],
                     "error_x": {**intervals(line), "color": look.colour},
                     "marker": {"color": look.colour, "symbol": look.symbol, "size": 9},
-                    "customdata": [f"{with_interval(row)}, n = {row.n}" for row in each(line)],
+                    "customdata": [escape(f"{with_interval(row)}, n = {row.n}") for row in each(line)],
                     "hovertemplate": f"{escape(str(subject))}<br>%{{customdata}}<extra></extra>",
                 }
             )

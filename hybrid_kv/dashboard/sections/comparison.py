@@ -34,8 +34,8 @@ def _compared(rows: pd.DataFrame, report: Report) -> str:
     newest = next(each(rows.tail(1)))
     head = str(newest.parsed.get("head_commit") or newest.commit)
     text = f"<p>{report.link(head)} against {report.link(newest.baseline_commit)}, {day(newest)}.</p>"
-    rows = rows.assign(outcome=column(rows, "outcome").fillna("same"), was=column(rows, "was"))
-    rows["calm"] = column(rows, "quarantined").eq(True)
+    rows = rows.assign(outcome=column(rows, "outcome", str).fillna("same"), was=column(rows, "was", int, float))
+    rows["calm"] = column(rows, "quarantined", bool).eq(True)
     timed = rows[rows["unit"] == "time ratio"]
     if len(timed):
         # The largest changes, slowest first.
@@ -49,8 +49,8 @@ def _compared(rows: pd.DataFrame, report: Report) -> str:
         [
             escape(f"{row.benchmark}, {row.metric}") + (f"<br><small>{escape(row.case)}</small>" if row.case else ""),
             # Until November 2026 a row's params held the value at BASE.
-            number(float(values.get((row.benchmark, row.case, f"{row.metric}_at_base"), row.was))),
-            with_unit(row),
+            number(float(values.get((row.benchmark, row.case, f"{row.metric}_at_base"), row.was or math.nan))),
+            escape(with_unit(row)),
             f'<b class="{"fail" if row.verdict == "fail" else "changed"}">{escape(row.outcome)}</b>',
         ]
         for row in each(counted.head(MAX_LISTED))
@@ -77,7 +77,9 @@ def _ratios(rows: pd.DataFrame) -> str:
                     "symbol": [look.symbol + ("-open" if calm else "") for calm in line["calm"]],
                     "size": 9,
                 },
-                "customdata": [f"{with_interval(r)}, n = {r.n}{', quarantined' if r.calm else ''}" for r in each(line)],
+                "customdata": [
+                    escape(f"{with_interval(r)}, n = {r.n}{', quarantined' if r.calm else ''}") for r in each(line)
+                ],
                 "hovertemplate": f"{name}: %{{customdata}}<extra></extra>",
             }
         )

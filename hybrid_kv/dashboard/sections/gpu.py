@@ -9,9 +9,9 @@ from typing import Any
 import pandas as pd
 
 from hybrid_kv.dashboard.data import NO_IDENTITY, column, each, fullest_run
-from hybrid_kv.dashboard.draw import table
+from hybrid_kv.dashboard.draw import table, with_small_interval
 from hybrid_kv.dashboard.report import Report, Section
-from hybrid_kv.dashboard.words import with_interval, with_unit
+from hybrid_kv.dashboard.words import with_unit
 
 PLACE = 60
 SUITE = "gpu"
@@ -27,7 +27,7 @@ def section(report: Report) -> Section | None:
 
 
 def _finding(rows: pd.DataFrame) -> str:
-    shares = rows[(rows["metric"] == "share_of_copy") & column(rows, "subject").isin(OURS)]["value"]
+    shares = rows[(rows["metric"] == "share_of_copy") & column(rows, "subject", str).isin(OURS)]["value"]
     if shares.empty:
         return "Kernels on a GPU"
     span = dict.fromkeys(f"{100 * share:.0f}" for share in (shares.min(), shares.max()))
@@ -55,8 +55,8 @@ def _lines(rows: pd.DataFrame) -> Iterator[list[str]]:
         share = of.get("share_of_copy")
         yield [
             f"{escape(subject)}<br><small>{escape(case)}</small>",
-            with_interval(of["gpu_time"]) if "gpu_time" in of else "",
-            with_unit(of["bandwidth"]) if "bandwidth" in of else "",
+            with_small_interval(of["gpu_time"]) if "gpu_time" in of else "",
+            escape(with_unit(of["bandwidth"])) if "bandwidth" in of else "",
             f"{100 * share.value:.0f} %" if share is not None else "",
-            with_interval(of["ratio"]) if "ratio" in of else "",
+            with_small_interval(of["ratio"]) if "ratio" in of else "",
         ]

@@ -16,7 +16,8 @@ from hybrid_kv.dashboard.data import Series, each, newest_series, points_per_ser
 from hybrid_kv.dashboard.draw import MARKS, in_script, paragraph, table
 from hybrid_kv.dashboard.report import Report, Section
 from hybrid_kv.dashboard.steps import ALPHA, MIN_CHANGE, MIN_SEGMENT, MIN_SPREADS
-from hybrid_kv.dashboard.words import change_text, day, title, with_unit
+from hybrid_kv.dashboard.words import benchmark_name, change_text, day, title, with_unit
+from hybrid_kv.results import TIME_UNITS
 
 PLACE = 20
 MAX_STEPS_LISTED = 20
@@ -45,7 +46,7 @@ def section(report: Report) -> Section:
             f'<button type="button" data-series="{index[s.key]}">{escape(title(s))}</button>',
             change_text(step),
             f'<b class="{s.judge(step)}">{s.judge(step)}</b>',
-            f"{with_unit(_at(s, step.before))} → {with_unit(_at(s, step.after))}",
+            escape(f"{with_unit(_at(s, step.before))} → {with_unit(_at(s, step.after))}"),
             day(s.step_row(step)),
             f"{report.link(s.row_before(step).commit)} … {report.link(s.step_row(step).commit)}",
         ]
@@ -88,16 +89,26 @@ def _at(series: Series, value: float) -> Any:
     return next(each(series.rows.tail(1)))._replace(value=value)
 
 
+def _tells(series: Series) -> tuple[bool, bool, bool, int, float]:
+    """How much a series says at first sight: speed and accuracy before counts, then what grew worse, then the longest.
+
+    Among equals the engine's own before its rivals', and the newest.
+    """
+    told = series.unit in TIME_UNITS or series.key[2].startswith("exact_match")
+    worse = any(series.judge(step) == "worse" for step in series.steps)
+    ours = "subject=" not in series.key[3] or "subject=engine" in series.key[3]
+    return told, worse, ours, len(series.rows), series.rows["time"].iloc[-1].timestamp()
+
+
 def _history_json(report: Report) -> str:
     series = report.series
     shown = newest_series(series)
     limit = points_per_series(shown)
     commits: dict[str, int] = {}
     documents = [_series_document(s, limit, commits) for s in shown]
-    longest = max(range(len(shown)), key=lambda i: (len(shown[i].steps), len(shown[i].rows)), default=0)
     document = {
         "series": documents,
-        "start": longest,
+        "start": shown.index(max(shown, key=_tells)) if shown else 0,
         "commits": list(commits),
         "machines": list(dict.fromkeys(s.key[4] for s in shown)),
         "marks": [asdict(mark) for mark in MARKS],
@@ -117,11 +128,9 @@ def _series_document(series: Series, limit: int, commits: dict[str, int]) -> dic
         for a, b in pairwise(edges)
         if series.steps
     ]
-    suite, benchmark, metric, case, machine = series.key
+    case, machine = series.key[3:]
     return {
-        "suite": suite,
-        "benchmark": benchmark,
-        "metric": metric,
+        "name": benchmark_name(series),
         "case": case,
         "machine": machine,
         "unit": series.unit,

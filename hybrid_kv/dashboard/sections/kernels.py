@@ -65,7 +65,7 @@ def static_table(results: Results) -> pd.DataFrame:
     rows = results.of(STATIC_SUITE)
     rows = rows.assign(
         name=rows["metric"].str.replace(r"^(sass|ptx|amdgcn)_", "", regex=True),
-        **{name: column(rows, name) for name in ("shape", "dtype", "target")},
+        **{name: column(rows, name, str) for name in ("shape", "dtype", "target")},
     )
     rows = rows[rows["name"].isin(STATIC_COLUMNS)].dropna(subset=["shape", "dtype", "target"])
     keys = ["benchmark", "shape", "dtype", "target"]

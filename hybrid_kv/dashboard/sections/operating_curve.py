@@ -26,7 +26,7 @@ def curve_rows(results: Results) -> pd.DataFrame:
     """The last rates of the newest self-test, with column `plant`: the planted slowdown in percent, 0 for none."""
     rows = results.of(CURVE)
     rows = rows[rows["metric"].isin(["false_alarm_rate", "detection_rate"])]
-    rows = rows.assign(plant=column(rows, "plant_percent"), experiment=column(rows, "experiment"))
+    rows = rows.assign(plant=column(rows, "plant_percent", int, float), experiment=column(rows, "experiment", str))
     if len(rows):
         rows = rows[rows["experiment"] == rows["experiment"].iloc[-1]]
     return rows.drop_duplicates(["benchmark", "metric", "plant", "machine"], keep="last")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from html import escape
 from typing import Any
 
 import pandas as pd
@@ -10,7 +11,7 @@ import pandas as pd
 from hybrid_kv.dashboard.data import NO_IDENTITY, STATIC_SUITE, each, last_words
 from hybrid_kv.dashboard.draw import MARKS, columns, legend, line_trace, plot
 from hybrid_kv.dashboard.report import Report, Section
-from hybrid_kv.dashboard.words import NANOSECONDS, about, time_unit
+from hybrid_kv.dashboard.words import NANOSECONDS, about, in_nanoseconds, time_unit
 
 PLACE = 50
 LIMIT = "limit"
@@ -21,17 +22,17 @@ _K = re.compile(r"\bK\s?=\s?(\d+)")
 
 def section(report: Report) -> Section | None:
     rows = scheme_rows(last_words(report.results.rows))
-    timed = rows["unit"].isin(NANOSECONDS)
+    moved, timed = rows[~rows["unit"].isin(NANOSECONDS)], in_nanoseconds(rows)
     parts, finding = "", "What a state update moves: slots and replay"
-    if (~timed).any():
-        parts += report.by_machine(rows[~timed], _scheme_figures)
-        finding = _scheme_finding(rows[~timed]) or finding
+    if len(moved):
+        parts += report.by_machine(moved, _scheme_figures)
+        finding = _scheme_finding(moved) or finding
         if not (rows["scheme"] == LIMIT).any():
             parts += report.missing.note("the least that any scheme must move", "hybrid-kv kernels --update")
     else:
         report.missing.note("bytes that a state update moves, slots against replay", "hybrid-kv kernels --update")
-    if timed.any():
-        parts += report.by_machine(rows[timed], _scheme_figures)
+    if len(timed):
+        parts += report.by_machine(timed, _scheme_figures)
     elif parts:
         parts += report.missing.note("time of the state update on a GPU", "make gpu-bench")
     return Section("Slots and replay", finding, parts) if parts else None
@@ -95,9 +96,9 @@ def _scheme_figures(rows: pd.DataFrame) -> str:
     for key, cell in list(rows.groupby(["model", "dtype", "of", "rest"], sort=False))[:MAX_LINES]:
         model, dtype, metric, rest = map(str, key)
         unit, scale = cell["unit"].iloc[-1], 1.0
-        if unit in NANOSECONDS:
-            name, size = time_unit(NANOSECONDS[unit] * cell["value"].max())
-            unit, scale = name, NANOSECONDS[unit] / size
+        if unit == "ns":
+            unit, size = time_unit(cell["value"].max())
+            scale = 1 / size
         traces = []
         for scheme in order:
             line = cell[cell["scheme"] == scheme].sort_values("K").drop_duplicates("K", keep="last")
@@ -113,7 +114,7 @@ def _scheme_figures(rows: pd.DataFrame) -> str:
                 f"{metric} by K for {', '.join(order)}",
                 260,
                 xaxis={"title": "draft tokens per step (K)", "dtick": 1},
-                yaxis={"title": unit, "rangemode": "tozero"},
+                yaxis={"title": escape(unit), "rangemode": "tozero"},
             )
         )
     return legend({name: looks[name] for name in order}) + columns(figures)

@@ -2,34 +2,47 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from html import escape
 
-from hybrid_kv.dashboard.data import SuiteVerdict, each, verdicts
-from hybrid_kv.dashboard.draw import paragraph, table
+from hybrid_kv.dashboard.data import each
+from hybrid_kv.dashboard.draw import in_script, paragraph, table
 from hybrid_kv.dashboard.report import MAX_LISTED, Report, Section
-from hybrid_kv.dashboard.words import WORDS, day, suite_name, verdict_line, with_unit
+from hybrid_kv.dashboard.verdicts import SuiteVerdict, age_of, distance_text, headline, verdicts
+from hybrid_kv.dashboard.words import WORDS, day, suite_name, with_unit
 
 PLACE = 10
 
 
 def section(report: Report) -> Section:
     found = verdicts(report.results.rows)
+    whole = headline(found, report.head)
     if not found:
-        note = report.missing.note("a verdict", "hybrid-kv guard")
-        return Section("Verdict", "No check has said pass or fail yet", note)
+        return Section("Verdict", whole.finding, report.missing.note("a verdict", "hybrid-kv guard"))
     tiles = "".join(_tile(report, v) for v in found)
-    return Section("Verdict", verdict_line(found), f'<ul class="tiles">{tiles}</ul>{_not_passed(found)}')
+    body = f"""<p class="age {whole.word}">{escape(whole.age)}</p>
+<script type="application/json" id="headlines">{in_script(json.dumps(_headlines(report, found)))}</script>
+<ul class="tiles">{tiles}</ul>{_not_passed(found)}"""
+    return Section("Verdict", whole.finding, body, whole.word)
+
+
+def _headlines(report: Report, found: Sequence[SuiteVerdict]) -> dict[str, dict[str, str]]:
+    """What the title says when only one machine is shown; by machine, "" for all of them."""
+    own = {machine: [v for v in found if v.machine in (machine, "")] for machine in report.results.machines}
+    return {machine: asdict(headline(some, report.head)) for machine, some in {"": found, **own}.items()}
 
 
 def _tile(report: Report, v: SuiteVerdict) -> str:
+    age, word = age_of([v], report.head), headline([v], report.head).word
     commit = report.link(v.newest.commit) + (" + changes" if v.newest.dirty else "")
+    far = f"<span class=where>{distance_text(age.nearest, age.farthest)} from HEAD</span>" if age.farthest else ""
     return (
-        f'<li class="tile" data-word="{v.word}" data-machine="{escape(v.machine)}" data-passed="{v.count("pass")}" '
-        f'data-judged="{len(v.rows)}"><b class="{v.word}">{WORDS[v.word]}</b>'
-        f'<span class="name">{escape(suite_name(v))}</span>'
+        f'<li class="tile" data-machine="{escape(v.machine)}"><b class="{word}">{WORDS[word]}</b>'
+        f'<span class="name">{escape(suite_name(v.suite))}</span>'
         f"<span>{v.count('pass'):,} of {len(v.rows):,} checks</span>"
-        f"<span class=where>{commit}, {day(v.newest)}</span>"
+        f"<span class=where>{commit}, {day(v.newest)}</span>{far}"
         f"<span class=where>{escape(v.machine) or 'any machine'}</span></li>"
     )
 
@@ -43,7 +56,7 @@ def _not_passed(found: Sequence[SuiteVerdict]) -> str:
             f"{escape(v.suite)}: {escape(row.benchmark)}"
             f"<br><small>{escape(', '.join(filter(None, [row.metric, row.case])))}</small>",
             f'<b class="{row.verdict}">{WORDS[row.verdict]}</b>',
-            with_unit(row),
+            escape(with_unit(row)),
             escape(str(row.parsed.get("limit", ""))),
             f"{row.n:,}",
         ]

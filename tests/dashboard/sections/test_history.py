@@ -27,7 +27,7 @@ def test_the_history_has_levels_steps_and_both_commits(full: str) -> None:
 
 
 def test_series_without_a_level_are_not_in_the_history(full: str) -> None:
-    assert {s["suite"] for s in data(full)["series"]} == {
+    assert {s["name"].split(":")[0] for s in data(full)["series"]} == {
         "guard",
         "state_update",
         "kernel_blocks",

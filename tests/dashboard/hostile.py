@@ -1,0 +1,94 @@
+"""Texts that want to be more than text: HTML, scripts, links, templates, Markdown, names that objects have."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pandas as pd
+
+from hybrid_kv.dashboard.data import Results, prepare
+from hybrid_kv.results import COLUMNS
+from tests.dashboard.kinds import everything
+from tests.dashboard.rows import history
+
+EVIL = "https://evil.example/"
+PAYLOADS = (
+    "<script>pwned=1</script>",
+    "</script><script>pwned=1</script>",
+    "<img src=x onerror=pwned=1>",
+    '"><img src=x onerror=pwned=1>',
+    "'><svg onload=pwned=1>",
+    "<svg><script>pwned=1</script></svg>",
+    f'<a href="{EVIL}">x</a>',
+    "<a href='javascript:pwned=1'>x</a>",
+    f'<a xlink:href="{EVIL}">x</a>',
+    f"&lt;a href='{EVIL}'&gt;x&lt;/a&gt;",
+    "&#60;img src=x onerror=pwned=1&#62;",
+    "&amp;lt;img src=x onerror=pwned=1&amp;gt;",
+    f'<iframe src="{EVIL}"></iframe>',
+    "<iframe srcdoc='<script>parent.pwned=1</script>'></iframe>",
+    f'<base href="{EVIL}">',
+    f'<meta http-equiv="refresh" content="0;url={EVIL}">',
+    f"<style>*{{background:url({EVIL})}}</style>",
+    f'<link rel="stylesheet" href="{EVIL}">',
+    f"<form action={EVIL}><button>x</button></form>",
+    f'<object data="{EVIL}"></object>',
+    '" onmouseover="pwned=1',
+    "' autofocus onfocus='pwned=1",
+    "` onclick=pwned=1 `",
+    "${pwned=1}",
+    "{{constructor.constructor('pwned=1')()}}",
+    f'%{{x}}<a href="{EVIL}">%{{y}}</a>%{{customdata}}',
+    "$\\href{javascript:pwned=1}{x}$",
+    "<!-- x",
+    "--><img src=x onerror=pwned=1>",
+    "]]><img src=x onerror=pwned=1>",
+    "<b style='position:fixed;inset:0'>x</b>",
+    "</textarea></title></head>",
+    "<details open ontoggle=pwned=1>",
+    EVIL,
+    "www.evil.example",
+    "javascript:pwned=1",
+    "../../../evil",
+    f"[x]({EVIL})",
+    f"![x]({EVIL}a.png)",
+    f"[x]: {EVIL}",
+    "@everyone",
+    "evil/repository#1 GH-1 #1",
+    "a | b",
+    "a \\| b \\",
+    "`x` ``y",
+    "a\n\n# b",
+    "__proto__",
+    "constructor",
+    "\u202eevil",
+)
+FREE = ("machine", "unit", "metric", "device", "benchmark", "commit", "suite", "baseline_commit", "run_id")
+FREE += ("python", "torch", "triton", "params")
+
+
+def hostile_rows(*columns: str) -> list[dict[str, Any]]:
+    """Rows of every kind with a payload in these columns, and a series with a step for each payload."""
+    rows = everything()
+    for index, one in enumerate(rows):
+        payload = PAYLOADS[index % len(PAYLOADS)]
+        for name in columns:
+            one[name] = with_payload(one["params"], payload) if name == "params" else one[name] + payload
+    for index, payload in enumerate(PAYLOADS):
+        texts = {name: with_payload("{}", payload) if name == "params" else payload for name in columns}
+        same = {"suite": "guard", "benchmark": f"series {index}", "verdict": "fail", "unit": "blocks", "metric": "held"}
+        rows += [{**one, **texts} for one in history([1.0, 2.0], **same)]
+    return rows
+
+
+def with_payload(params: str, payload: str) -> str:
+    """Params with the payload in each of their texts, and as a name and a value of their own."""
+    found = json.loads(params)
+    texts = {name: value + payload for name, value in found.items() if isinstance(value, str)}
+    return json.dumps({**found, **texts, "limit": payload, payload: payload})
+
+
+def results_of(rows: list[dict[str, Any]]) -> Results:
+    """Rows as the page gets them, past the reader of files: the page trusts no reader."""
+    return Results(prepare(pd.DataFrame(rows, columns=list(COLUMNS)).fillna({"verdict": ""})), ["made.csv"], [])

@@ -1,0 +1,127 @@
+"""Whose word counts, and of which code it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid_kv.dashboard.markdown import summary
+from hybrid_kv.dashboard.page import build_page
+from hybrid_kv.dashboard.verdicts import headline, overall, verdicts
+from hybrid_kv.results import NO_HEAD, Head
+from tests.dashboard.html import section
+from tests.dashboard.rows import results, row
+
+
+class Checkout(Head):
+    """HEAD is commit 9 of ten in a line; row 3's commit is six behind it."""
+
+    def distance(self, commit: str) -> int | None:
+        return 9 - int(commit[:5]) if commit[:5].isdigit() and int(commit[:5]) < 10 else None
+
+
+HEAD = Checkout("0000900009" * 4)
+
+
+def test_only_the_newest_run_judges(tmp_path: Path) -> None:
+    old = row(0, {"i": 1}, verdict="fail", suite="guard", benchmark="a", metric="m")
+    new = [row(1, verdict="pass", suite="guard", benchmark="a", metric=f"n{i}") for i in range(3)]
+    (verdict,) = verdicts(results(tmp_path, old, *new).rows)
+    assert (verdict.word, verdict.count("pass"), len(verdict.rows)) == ("pass", 3, 3)
+    assert verdict.newest.commit == "00001" * 8
+
+
+def test_a_static_metric_stands_until_it_is_replaced(tmp_path: Path) -> None:
+    static = {"suite": "kernels", "benchmark": "k", "unit": "", "metric": "registers"}
+    rows = [
+        row(0, {"target": "sm_80"}, verdict="fail", **static),
+        row(0, {"target": "sm_90"}, verdict="fail", **static),
+        row(1, {"target": "sm_90"}, verdict="pass", **static),
+    ]
+    (verdict,) = verdicts(results(tmp_path, *rows).rows)
+    assert (verdict.word, verdict.count("pass"), verdict.count("fail")) == ("fail", 1, 1)
+    assert verdict.machine == ""
+
+
+def test_each_machine_has_a_verdict_of_its_own(tmp_path: Path) -> None:
+    found = results(tmp_path, row(0, verdict="fail"), row(1, machine="b", verdict="pass"), row(2))
+    assert [(v.machine, v.word) for v in verdicts(found.rows)] == [("b", "pass"), ("box", "fail")]
+
+
+def test_void_is_not_passed(tmp_path: Path) -> None:
+    rows = [row(0, {"i": i}, verdict=word) for i, word in enumerate(["pass", "void", "pass"])]
+    (verdict,) = verdicts(results(tmp_path, *rows).rows)
+    assert verdict.word == "void"
+    assert overall(["pass", "void"]) == "void"
+    assert overall(["void", "fail", "pass"]) == "fail"
+    assert overall([]) == "none"
+
+
+# ---- of which code ----
+
+
+def said(folder: Path, *rows: dict[str, Any]) -> tuple[str, str]:
+    found = headline(verdicts(results(folder, *rows).rows), HEAD)
+    return found.word, found.age
+
+
+def test_rows_of_head_are_current(tmp_path: Path) -> None:
+    assert said(tmp_path, row(9, verdict="pass")) == ("pass", "Every row is of the code of HEAD (0000900).")
+
+
+@pytest.mark.parametrize(
+    ("rows", "age"),
+    [
+        (
+            [row(8, verdict="pass")],
+            "The oldest row is of 2026-01-09. Rows are 1 commit from HEAD (0000900).",
+        ),
+        (
+            [row(9, verdict="pass"), row(3, verdict="pass", suite="guard"), row(7, verdict="pass", machine="b")],
+            "The oldest row is of 2026-01-04. Rows are 0 to 6 commits from HEAD (0000900).",
+        ),
+        (
+            [row(9, {"i": i}, verdict="pass", dirty=i < 2) for i in range(3)],
+            "The oldest row is of 2026-01-10. 2 rows are of a changed tree.",
+        ),
+        (
+            [row(20, verdict="pass")],
+            "The oldest row is of 2026-01-21. 1 row is of a commit that this checkout does not have.",
+        ),
+        (
+            [row(9, verdict="pass", commit="")],
+            "The oldest row is of 2026-01-10. 1 row is of a commit that this checkout does not have.",
+        ),
+    ],
+)
+def test_rows_of_other_code_turn_the_verdict_amber(tmp_path: Path, rows: list[dict[str, Any]], age: str) -> None:
+    assert said(tmp_path, *rows) == ("stale", age)
+
+
+def test_a_failure_stays_a_failure_however_old(tmp_path: Path) -> None:
+    assert said(tmp_path, row(3, verdict="fail"))[0] == "fail"
+    assert said(tmp_path, row(3, verdict="void"))[0] == "void"
+
+
+def test_without_a_checkout_nothing_is_current(tmp_path: Path) -> None:
+    found = headline(verdicts(results(tmp_path, row(9, verdict="pass")).rows), NO_HEAD)
+    assert found.word == "stale"
+    assert found.age == "The oldest row is of 2026-01-10. There is no checkout to compare them with."
+
+
+def test_page_and_comment_say_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("plotly", reason="the report needs plotly: pip install -e '.[report]'")
+    found = results(tmp_path, row(9, verdict="pass"), row(3, verdict="pass", machine="b"))
+    page = section(build_page(found, head=HEAD), "verdict")
+    assert '<h2 class="stale">△ passed on other code: 2 of 2 checks of the newest runs</h2>' in page
+    age = "The oldest row is of 2026-01-04. Rows are 0 to 6 commits from HEAD (0000900)."
+    assert f'<p class="age stale">{age}</p>' in page
+    assert page.count('<b class="stale">') == page.count('<b class="pass">') == 1
+    assert "6 commits from HEAD</span>" in page
+    comment = summary(found, head=HEAD)
+    assert "### hybrid-kv: △ passed on other code: 2 of 2" in comment and f"> [!WARNING]\n> {age}\n" in comment
+    assert "| △ passed on other code | 1 of 1 | `0000300` | `b` |" in comment
+    current = summary(found, "box", head=HEAD)
+    assert "### hybrid-kv: ✓ pass: 1 of 1" in current and "WARNING" not in current
