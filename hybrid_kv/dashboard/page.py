@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import tempfile
 from html import escape
 from pathlib import Path
 
@@ -13,6 +11,7 @@ from hybrid_kv.dashboard.data import Results
 from hybrid_kv.dashboard.draw import code, table
 from hybrid_kv.dashboard.report import Report, Section
 from hybrid_kv.dashboard.sections import sections
+from hybrid_kv.files import write_whole
 from hybrid_kv.results import NO_HEAD, Head
 
 _FOLDER = Path(__file__).parent
@@ -64,14 +63,7 @@ def write_page(html: str, folder: Path) -> Path:
         HybridKVError: it cannot be written.
     """
     target = folder / "index.html"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False, encoding="utf-8") as file:
-            file.write(html)
-        os.chmod(file.name, 0o644)
-        os.replace(file.name, target)
-    except OSError as error:
-        raise HybridKVError(f"{target} cannot be written: {error.strerror}; choose another --out") from None
+    write_whole(target, html)
     return target
 
 

@@ -18,7 +18,7 @@ def test_it_is_short_and_starts_with_its_marker(tmp_path: Path) -> None:
     text = summary(results(tmp_path, *everything()))
     lines = text.splitlines()
     assert lines[0] == MARKER == "<!-- hybrid-kv report -->"
-    assert lines[1] == "### hybrid-kv: ✕ fail: 51 of 54 checks of the newest runs"
+    assert lines[1] == "### hybrid-kv: ✕ fail: 52 of 55 checks of the newest runs"
     assert len(lines) < 40
     assert "| `guard` | ✕ fail | 0 of 1 | `0004100` | `rack, H200` |" in lines
     assert "| `guard` | △ passed on other code | 10 of 10 | `0004000` | `box` |" in lines

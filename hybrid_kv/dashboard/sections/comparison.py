@@ -34,7 +34,9 @@ def _compared(rows: pd.DataFrame, report: Report) -> str:
     newest = next(each(rows.tail(1)))
     head = str(newest.parsed.get("head_commit") or newest.commit)
     text = f"<p>{report.link(head)} against {report.link(newest.baseline_commit)}, {day(newest)}.</p>"
-    rows = rows.assign(outcome=column(rows, "outcome", str).fillna("same"), was=column(rows, "was", int, float))
+    rows = rows.assign(
+        outcome=column(rows, "outcome", str).fillna("same"), was=column(rows, "was", int, float).astype(float)
+    )
     rows["calm"] = column(rows, "quarantined", bool).eq(True)
     timed = rows[rows["unit"] == "time ratio"]
     if len(timed):
@@ -49,7 +51,7 @@ def _compared(rows: pd.DataFrame, report: Report) -> str:
         [
             escape(f"{row.benchmark}, {row.metric}") + (f"<br><small>{escape(row.case)}</small>" if row.case else ""),
             # Until November 2026 a row's params held the value at BASE.
-            number(float(values.get((row.benchmark, row.case, f"{row.metric}_at_base"), row.was or math.nan))),
+            number(values.get((row.benchmark, row.case, f"{row.metric}_at_base"), row.was)),
             escape(with_unit(row)),
             f'<b class="{"fail" if row.verdict == "fail" else "changed"}">{escape(row.outcome)}</b>',
         ]
