@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,6 +114,12 @@ def test_each_watcher_is_told_in_the_order_of_the_list() -> None:
     llm.watchers += [Named("first"), Named("second")]
     llm.generate([[1, 2]], SamplingParams(max_tokens=2), progress=False)
     assert told == ["first", "second"] * 2
+
+
+def test_the_example_of_the_document_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    document = Path(__file__).resolve().parents[1] / "docs" / "debugging.md"
+    exec(document.read_text().split("```python\n")[1].split("```")[0], {})
+    assert "request 0 publishes [" in capsys.readouterr().out
 
 
 def test_by_default_nothing_happens() -> None:
