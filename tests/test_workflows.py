@@ -356,10 +356,10 @@ def test_asvs_pages_are_those_of_the_branch(tmp_path):
 
     def pages(results):
         command = ["bash", ".ci/asv-page", str(asv)]
-        variables = {**os.environ, "RESULTS": results}
+        variables = {**os.environ, "RESULTS": results, "REPOSITORY_URL": "https://example.com/o/r"}
         return subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
 
-    git("init", "-q")
+    git("init", "-q", "-b", "another")
     commits = []
     for text in "ab":
         (tmp_path / "file").write_text(text)
@@ -378,6 +378,12 @@ def test_asvs_pages_are_those_of_the_branch(tmp_path):
     done = pages("out/branch")
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "site/asv/index.html").exists()
+    shown = json.loads((tmp_path / "site/asv/index.json").read_text())
+    assert (shown["project_url"], shown["show_commit_url"]) == (
+        "https://example.com/o/r",
+        "https://example.com/o/r/commit/",
+    )
+    assert not (tmp_path / "asv.pages.json").exists()
     (graph,) = (tmp_path / "site/asv/graphs/summary").glob("*.json")
     assert [value for _, value in json.loads(graph.read_text())] == [0.5, 1.5]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from bench import asv_suite
+from bench.harness import asv_classes
 from bench.harness.registry import cells
 from hybrid_kv.errors import run_command
 from hybrid_kv.results import provenance
@@ -24,7 +24,7 @@ from hybrid_kv.timing.cases import Cell
 from hybrid_kv.timing.measurement import runs_here
 
 ROOT = Path(__file__).resolve().parents[2]
-PEAKS = r"^asv_suite\.PeakMemory\.peakmem_process\('(reference|generate all)'\)$"
+PEAKS = r"^end_to_end\.peakmem_generate\('(reference|all)'\)$"
 
 
 def machine_name() -> str:
@@ -52,9 +52,9 @@ def chosen() -> list[Cell]:
 def pattern(chosen_cells: Sequence[Cell]) -> str:
     """For asv's `--bench`; of exact numbers the first of a cell."""
     names = [
-        asv_suite.asv_name(cell, method)
+        asv_classes.asv_name(cell, method)
         for cell in chosen_cells
-        for method in asv_suite.method_names(cell)[: 1 if cell.tier == "count" else None]
+        for method in list(asv_classes.method_names(cell))[: 1 if cell.tier == "count" else None]
     ]
     return "|".join([PEAKS, *(f"^{re.escape(name)}$" for name in names)])
 

@@ -12,29 +12,45 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import asv_suite
-from bench.harness import history, registry
+from bench.harness import asv_classes, history, registry
 from hybrid_kv.timing import cases
 from hybrid_kv.timing.cases import Case, Cell, WrongResultError
 
-ROOT = Path(asv_suite.__file__).resolve().parents[1]
-CLASSES = {name: one for name, one in vars(asv_suite).items() if isinstance(one, type) and hasattr(one, "params")}
+ROOT = Path(asv_classes.__file__).resolve().parents[2]
+CLASSES = asv_classes.classes()
+
+
+def everything():
+    """Names of all that asv runs but the peaks, parameters included."""
+    return [
+        asv_classes.asv_name(cell, method) for cell in registry.cells() for method in asv_classes.method_names(cell)
+    ]
+
+
+def methods():
+    """Suite and method of each of asv's benchmarks but the peaks."""
+    found = {
+        (cell.suite, cell.benchmark, method): None
+        for cell in registry.cells()
+        for method in asv_classes.method_names(cell)
+    }
+    return [(suite, name) for suite, _, name in found]
 
 
 @pytest.fixture
 def registered(monkeypatch):
     """Make asv classes of other cells."""
-    monkeypatch.setattr(asv_suite, "_made", {})
+    monkeypatch.setattr(asv_classes, "_made", {})
 
     def use(make, tier="cpu"):
         units = {"blocks": "blocks"} if tier == "count" else {}
-        return asv_suite._class([Cell("offload", "some_thing", {"x": 1}, tier, make, True, None, units)])()
+        return asv_classes._class([Cell("offload", "some_thing", {"x": 1}, tier, make, True, None, units)])()
 
     return use
 
 
 def test_every_cell_is_a_parameter_combination_of_one_benchmark():
-    asked = {asv_suite.asv_name(cell, method) for cell in registry.cells() for method in asv_suite.method_names(cell)}
+    asked = set(everything())
     given = set()
     for name, one in CLASSES.items():
         if name == "PeakMemory":
@@ -42,21 +58,30 @@ def test_every_cell_is_a_parameter_combination_of_one_benchmark():
         methods = [method for method in vars(one) if re.match("time_|track_|peakmem_", method)]
         assert methods and len(one.params) == len(one.param_names)
         for method in methods:
-            given |= {f"asv_suite.{name}.{method}({', '.join(map(repr, values))})" for values in product(*one.params)}
+            name = vars(one)[method].benchmark_name
+            given |= {f"{name}({', '.join(map(repr, values))})" for values in product(*one.params)}
     assert given == asked
-    assert "asv_suite.SchedulerDecode.time_decode('all', 3, 16)" in given
+    assert "scheduler.time_decode('all', 3, 16)" in given
+
+
+def test_names_say_the_suite_once_and_are_unique():
+    """What stands before the dot is a group of asv's pages."""
+    names = [f"{suite}.{method}" for suite, method in methods()]
+    assert len(set(names)) == len(names)
+    assert {"kernel_metrics.track_registers", "engine_step.track_operations"} <= set(names)
+    assert "block_tables.time_step" in names
 
 
 def test_no_setup_no_wall_clock():
     for name, one in CLASSES.items():
         assert not hasattr(one, "setup"), name
         if name != "PeakMemory" and any(method.startswith("time_") for method in vars(one)):
-            assert one.timer() == asv_suite._WATCH.read()
+            assert one.timer() == asv_classes._WATCH.read()
             assert inspect.signature(one.teardown).parameters.keys() == {"self", "values"}
 
 
 def test_gpu_cells_have_a_launch_and_a_synchronised_time():
-    names = {method for cell in registry.cells() if cell.tier == "gpu" for method in asv_suite.method_names(cell)}
+    names = {method for cell in registry.cells() if cell.tier == "gpu" for method in asv_classes.method_names(cell)}
     assert {"time_launch_slots_kernel", "time_slots_kernel_sync"} <= names
     assert all(re.fullmatch("time_launch_.*|time_.*_sync", name) for name in names)
 
@@ -69,7 +94,7 @@ def test_a_call_is_a_sample_and_building_and_checking_do_not_count(registered, m
         return Case(lambda: None, lambda: calls.append("check") or 0.0, lambda: calls.append("reset"), 5)
 
     one = registered(make)
-    monkeypatch.setattr(asv_suite.Subject, "sample", lambda self, repeats: 0.5)
+    monkeypatch.setattr(asv_classes.Subject, "sample", lambda self, repeats: 0.5)
     before = one.timer()
     one.time_some_thing(1)
     one.time_some_thing(1)
@@ -95,7 +120,7 @@ def test_a_wrong_result_fails_before_and_after(registered):
     def wrong():
         raise WrongResultError("planted")
 
-    one = asv_suite._class([Cell("offload", "other", {"x": 1}, "cpu", lambda: Case(lambda: None, wrong))])()
+    one = asv_classes._class([Cell("offload", "other", {"x": 1}, "cpu", lambda: Case(lambda: None, wrong))])()
     with pytest.raises(WrongResultError, match="planted"):
         one.time_other(1)
     one.teardown(1)  # nothing was made
@@ -126,17 +151,17 @@ def test_tracked_numbers_have_units(registered):
 
 def test_an_edited_suite_starts_a_new_history(monkeypatch):
     cell = next(cell for cell in registry.cells() if cell.suite == "ssd")
-    before = asv_suite._class([cell]).version
-    assert before == CLASSES["SsdChunkScan"].version != CLASSES["OffloadStore"].version
+    before = asv_classes._class([cell]).version
+    assert before == CLASSES["ssd_chunk_scan"].version != CLASSES["offload_store"].version
     source = inspect.getsource
-    monkeypatch.setattr(asv_suite.inspect, "getsource", lambda module: source(module) + "#")
-    assert asv_suite._class([cell]).version != before
+    monkeypatch.setattr(asv_classes.inspect, "getsource", lambda module: source(module) + "#")
+    assert asv_classes._class([cell]).version != before
 
 
 def test_peak_memory_runs_an_engine(monkeypatch):
     ran = []
     monkeypatch.setattr(
-        asv_suite.registry,
+        asv_classes.registry,
         "cells",
         lambda: [
             Cell("end_to_end", "nemotron", {"mode": mode, "num_reqs": 4}, "cpu", lambda mode=mode: ran_case(mode))
@@ -147,23 +172,23 @@ def test_peak_memory_runs_an_engine(monkeypatch):
     def ran_case(mode):
         return Case(lambda: ran.append(mode), lambda: 0.0)
 
-    for what in asv_suite.PeakMemory.params[0]:
-        asv_suite.PeakMemory().peakmem_process(what)
+    for what in asv_classes.PeakMemory.params[0]:
+        asv_classes.PeakMemory().peakmem_generate(what)
     assert ran == ["none", "align", "all"]
 
 
 def test_asv_finds_the_benchmarks():
     """asv's own discovery, which imports every module of the folder, as it would in an environment of its own."""
     code = (
-        "import json; from asv_runner.discovery import disc_benchmarks\n"
-        "print(json.dumps([one.name for one in disc_benchmarks('bench')]))"
+        "import json, sys; from asv_runner.discovery import disc_benchmarks, update_sys_path\n"
+        "update_sys_path('bench/asv_suite'); sys.path.pop(0)\n"
+        "print(json.dumps([one.name for one in disc_benchmarks('bench/asv_suite')]))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    names = [name for name in json.loads(done.stdout.splitlines()[-1]) if name.startswith("asv_suite.")]
-    wanted = {f"asv_suite.{asv_suite.class_name(cell)}" for cell in registry.cells()}
-    assert {name.rpartition(".")[0] for name in names} == wanted | {"asv_suite.PeakMemory"}
-    assert "asv_suite.StateUpdateSlotsKernel.time_launch_slots_kernel" in names
+    wanted = {f"{suite}.{method}" for suite, method in methods()}
+    assert set(json.loads(done.stdout.splitlines()[-1])) == wanted | {"end_to_end.peakmem_generate"}
+    assert "state_update.time_launch_slots_kernel" in wanted
 
 
 # ---- history ----
@@ -189,13 +214,10 @@ def test_history_takes_no_rivals(monkeypatch):
 def test_the_pattern_matches_the_chosen_and_nothing_else():
     chosen = history.chosen()
     pattern = re.compile(history.pattern(chosen))
-    everything = [
-        asv_suite.asv_name(cell, method) for cell in registry.cells() for method in asv_suite.method_names(cell)
-    ]
-    found = [name for name in everything if pattern.search(name)]
-    assert len(found) == sum(len(asv_suite.method_names(cell)) if cell.tier == "gpu" else 1 for cell in chosen)
-    assert "asv_suite.EngineStepDecodeBlock.time_decode_block('all', 3, 4)" in found
-    assert pattern.search("asv_suite.PeakMemory.peakmem_process('reference')")
+    found = [name for name in everything() if pattern.search(name)]
+    assert len(found) == sum(len(asv_classes.method_names(cell)) if cell.tier == "gpu" else 1 for cell in chosen)
+    assert "engine_step.time_decode_block('all', 3, 4)" in found
+    assert pattern.search("end_to_end.peakmem_generate('reference')")
 
 
 def test_the_machine_name_tells_what_runs_on_it(monkeypatch):
@@ -248,8 +270,8 @@ def test_history_outside_a_checkout_is_one_line(monkeypatch, tmp_path, capsys):
 
 def test_thresholds_know_every_benchmark_once():
     config = json.loads((ROOT / "asv.conf.json").read_text())
-    names = {asv_suite.asv_name(cell, method) for cell in registry.cells() for method in asv_suite.method_names(cell)}
-    names.add("asv_suite.PeakMemory.peakmem_process('reference')")
+    names = set(everything())
+    names.add("end_to_end.peakmem_generate('reference')")
     for name in names:
         found = [pattern for pattern in config["regressions_thresholds"] if re.match(pattern, name)]
         assert len(found) == 1, (name, found)

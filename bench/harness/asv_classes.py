@@ -1,12 +1,12 @@
-"""What `asv run` times: the registry's cells, a class per benchmark.
+"""What `asv run` times: the registry's cells, a class per benchmark, under names that begin with the suite.
 
 There is no `setup`: with asv_runner >= 0.3 it would mean one cold call per sample. A cell is built, checked and warmed
 by the first call, which asv spends on warming up, and checked again behind every sample; none of that counts, since
 asv reads a clock that runs inside our own samples alone. asv's verdict on a shared machine is no evidence: it draws the
 history, `hybrid-kv compare` judges.
 
-Names: `time_X` is host code; `time_launch_X` what a launch costs the host and `time_X_sync` what it takes the device;
-`track_METRIC` an exact number; `peakmem_X` the peak of a process.
+Names: `SUITE.time_X` is host code; `SUITE.time_launch_X` what a launch costs the host and `SUITE.time_X_sync` what it
+takes the device; `SUITE.track_METRIC` an exact number; `SUITE.peakmem_X` the peak of a process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,20 +63,18 @@ def _sample(cell: Cell, kind: str) -> None:
     _WATCH.run(*subjects[kind])
 
 
-def _timed(name: str, by_values: dict[tuple[Any, ...], Cell], kind: str) -> Any:
+def _timed(by_values: dict[tuple[Any, ...], Cell], kind: str) -> Any:
     def time(self: Any, *values: Any) -> None:
         _sample(by_values[values], kind)
 
-    time.__name__ = name
     return time
 
 
-def _tracked(name: str, unit: str, by_values: dict[tuple[Any, ...], Cell], metric: str) -> Any:
+def _tracked(unit: str, by_values: dict[tuple[Any, ...], Cell], metric: str) -> Any:
     def track(self: Any, *values: Any) -> float:
         counts = by_values[values].make()
         return counts[metric].value if metric in counts else float("nan")
 
-    track.__name__ = name
     track.unit = unit
     return track
 
@@ -90,21 +88,19 @@ def _checked_again(by_values: dict[tuple[Any, ...], Cell]) -> Any:
     return teardown
 
 
-def class_name(cell: Cell) -> str:
-    """Of the class that has the cell's benchmark."""
-    return "".join(part.capitalize() for part in f"{cell.suite}_{cell.benchmark}".split("_"))
-
-
-def method_names(cell: Cell) -> list[str]:
-    """Of the benchmarks that asv has for the cell."""
+def method_names(cell: Cell) -> dict[str, str]:
+    """Of the benchmarks that asv has for the cell; of each the metric, or `device` or `launch` of a time."""
+    name = cell.benchmark
     if cell.tier == "gpu":
-        return [f"time_launch_{cell.benchmark}", f"time_{cell.benchmark}_sync"]
-    return [f"track_{metric}" for metric in cell.units] if cell.tier == "count" else [f"time_{cell.benchmark}"]
+        return {f"time_launch_{name}": "launch", f"time_{name}_sync": "device"}
+    if cell.tier == "cpu":
+        return {f"time_{name}": "device"}
+    return {f"track_{metric}": metric for metric in cell.units}
 
 
 def asv_name(cell: Cell, method: str) -> str:
     """As asv's `--bench` sees it, parameters included."""
-    return f"asv_suite.{class_name(cell)}.{method}({', '.join(map(repr, cell.params.values()))})"
+    return f"{cell.suite}.{method}({', '.join(map(repr, cell.params.values()))})"
 
 
 def _class(of: Sequence[Cell]) -> type:
@@ -118,35 +114,35 @@ def _class(of: Sequence[Cell]) -> type:
         "params": tuple(list(dict.fromkeys(cell.params[name] for cell in of)) for name in names),
         "version": f"{zlib.crc32(source.encode()):08x}",  # an edited suite starts a new history
     }
-    for method in method_names(first):
+    for method, of_what in method_names(first).items():
         if first.tier == "count":
-            metric = method.removeprefix("track_")
-            members[method] = _tracked(method, first.units[metric], by_values, metric)
+            members[method] = _tracked(first.units[of_what], by_values, of_what)
         else:
-            kind = "launch" if method.startswith("time_launch_") else "device"
-            members[method] = _timed(method, by_values, kind)
+            members[method] = _timed(by_values, of_what)
             members["teardown"] = _checked_again(by_values)
-    return type(class_name(first), (object if first.tier == "count" else Timed,), members)
-
-
-def _classes() -> Iterator[type]:
-    found: dict[tuple[str, str], list[Cell]] = {}
-    for cell in registry.cells():
-        found.setdefault((cell.suite, cell.benchmark), []).append(cell)
-    yield from map(_class, found.values())
+        members[method].__name__ = method
+        members[method].benchmark_name = f"{first.suite}.{method}"  # what stands before the dot is a group of its pages
+    return type(f"{first.suite}_{first.benchmark}", (object if first.tier == "count" else Timed,), members)
 
 
 class PeakMemory:
     """Peaks of a process; that of a process which only imports everything is there to be subtracted."""
 
-    params = (["reference", "generate none", "generate align", "generate all"],)
-    param_names = ("what",)
+    params = (["reference", "none", "align", "all"],)
+    param_names = ("mode",)
 
-    def peakmem_process(self, what: str) -> None:
-        if what != "reference":
-            values = {"mode": what.split()[1], "num_reqs": 4}
-            of = [cell for cell in registry.cells() if cell.benchmark == "nemotron" and dict(cell.params) == values]
-            of[0].make().run()
+    def peakmem_generate(self, mode: str) -> None:
+        values = {"mode": mode, "num_reqs": 4}
+        for cell in registry.cells():
+            if cell.benchmark == "nemotron" and dict(cell.params) == values:
+                cell.make().run()
+
+    peakmem_generate.benchmark_name = "end_to_end.peakmem_generate"
 
 
-globals().update({one.__name__: one for one in _classes()})
+def classes() -> dict[str, type]:
+    """By name, one for each benchmark of the registry and one for peaks."""
+    found: dict[tuple[str, str], list[Cell]] = {}
+    for cell in registry.cells():
+        found.setdefault((cell.suite, cell.benchmark), []).append(cell)
+    return {one.__name__: one for one in (*map(_class, found.values()), PeakMemory)}
