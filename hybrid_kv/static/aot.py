@@ -229,7 +229,8 @@ def compile_case(case: AotCase, target_name: str) -> Any:
     return triton_compile(
         source,
         target=GPUTarget(target.backend, target.arch, target.warp_size),
-        options={"num_warps": case.num_warps, "num_stages": case.num_stages},
+        options={"num_warps": case.num_warps, "num_stages": case.num_stages}
+        | ({} if case.maxnreg is None else {"maxnreg": case.maxnreg}),
     )
 
 

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybrid_kv.kernels.common.integers import cdiv
-from hybrid_kv.kernels.common.launch import FLOATS, INTS, VECTOR_BYTES, AotCase, check, jit, warp_size
+from hybrid_kv.kernels.common.launch import FLOATS, INTS, VECTOR_BYTES, AotCase, check, jit, register_limit, warp_size
 from hybrid_kv.kernels.common.shapes import NANO, SHAPES
 from hybrid_kv.kernels.common.spans import TILE, Spans
 
 if TYPE_CHECKING:
     import triton.language as tl
+
+REGISTERS = 184  # two warps of each quarter of an SM
 
 
 def _conv_prefill(
@@ -166,7 +168,8 @@ def causal_conv1d_prefill(
     check("window_indices", window_indices, rows, INTS, device)
     check("num_accepted_tokens", num_accepted_tokens, rows, INTS, device)
     check("has_initial_state", has_initial_state, rows, (torch.bool,), device)
-    block = _block(conv_state.element_size(), warp_size())
+    lanes = warp_size()
+    block = _block(conv_state.element_size(), lanes)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if spans.num_tokens:
         jit(_conv_prefill)[(len(spans.tiles) * cdiv(channels, block),)](
@@ -193,6 +196,7 @@ def causal_conv1d_prefill(
             BLOCK=block,
             num_warps=1,
             num_stages=1,
+            **register_limit(REGISTERS, lanes),
         )
     return y
 
@@ -221,6 +225,7 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
             },
             num_warps=1,
             num_stages=1,
+            **register_limit(REGISTERS, lanes),
             # The inputs and the three before them, and the outputs.
             bytes_per_program=(TILE + 3 + TILE) * block * 2,
             divisible=strides,

@@ -54,6 +54,15 @@ def warp_size() -> int:
     return 64 if torch.version.hip else 32
 
 
+def register_limit(registers: int, lanes: int) -> dict[str, int]:
+    """Options of a launch whose threads may have as many registers, on GPUs with warps of `lanes`.
+
+    Left alone, NVIDIA's assembler spills a few bytes where that lets one more block onto an SM. AMD's compiler takes no
+    such option.
+    """
+    return {"maxnreg": registers} if lanes == 32 else {}
+
+
 def check(
     name: str,
     tensor: torch.Tensor,
@@ -89,7 +98,7 @@ class AotCase:
         fn: the `triton.jit` function.
         signature: argument to type ("*fp32", "i32"); the names in `constexprs` may be left out.
         constexprs: argument to value. A launch folds integers that equal 1: put them here too.
-        num_warps, num_stages: of the launch.
+        num_warps, num_stages, maxnreg: of the launch.
         bytes_per_program: global bytes that one program must move, for instructions per byte; None if it depends on
             data.
         divisible: integer arguments that are multiples of 16 in such a launch. Pointers always are: torch aligns.
@@ -104,6 +113,7 @@ class AotCase:
     constexprs: Mapping[str, Any]
     num_warps: int
     num_stages: int
+    maxnreg: int | None = None
     bytes_per_program: int | None = None
     divisible: tuple[str, ...] = ()
     state_access: bool = False

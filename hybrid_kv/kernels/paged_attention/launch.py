@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybrid_kv.kernels.common.integers import cdiv, next_power_of_2
-from hybrid_kv.kernels.common.launch import FLOATS, INTS, AotCase, check, jit
+from hybrid_kv.kernels.common.launch import FLOATS, INTS, AotCase, check, jit, warp_size
 from hybrid_kv.kernels.common.shapes import NANO, SHAPES
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 64  # (query, head) pairs of a program
 BLOCK_N = 32  # keys that it looks at together; with 64 of them sm_80 and gfx942 spill
-NUM_STAGES = 3  # with two of them sm_80 spills
+NUM_STAGES = {32: 3, 64: 2}  # by the lanes of a warp: with two of them sm_80 spills, with three gfx942
 
 
 def _attention(
@@ -199,13 +199,13 @@ def paged_attention_varlen(
         value_cache.stride(1),
         **constexprs,
         num_warps=4,
-        num_stages=NUM_STAGES,
+        num_stages=NUM_STAGES[warp_size()],
     )
     return out
 
 
-def aot_cases() -> list[AotCase]:
-    """What a launch compiles for bfloat16 models with 16-token kernel blocks."""
+def aot_cases(lanes: int = 32) -> list[AotCase]:
+    """What a launch compiles on GPUs with warps of `lanes`, for bfloat16 models with 16-token kernel blocks."""
     strides = ("key_block_stride", "value_block_stride", "key_token_stride", "value_token_stride")
     # 16 heads of Nano share one of K and V: 4 tokens fill the largest tile, and a prefill compiles the same.
     step = {NANO: ((1, "K=0"), (4, "K=3")), "Granite-4-H-small": ((4, "K=3"), (2048, "prefill"))}
@@ -227,7 +227,7 @@ def aot_cases() -> list[AotCase]:
                     },
                     constexprs=_constexprs(shape.query_heads, shape.kv_heads, shape.head_size, 16, length, 0, False),
                     num_warps=4,
-                    num_stages=NUM_STAGES,
+                    num_stages=NUM_STAGES[lanes],
                     divisible=("query_stride", "table_stride", *strides),
                 )
             )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hybrid_kv.kernels.common.integers import cdiv, next_power_of_2
-from hybrid_kv.kernels.common.launch import FLOATS, INTS, AotCase, check, jit, warp_size
+from hybrid_kv.kernels.common.launch import FLOATS, INTS, AotCase, check, jit, register_limit, warp_size
 from hybrid_kv.kernels.common.shapes import NANO, SHAPES
 from hybrid_kv.kernels.replay.kernels import commit_kernel, replay_kernel
 from hybrid_kv.kernels.replay.ring import (
@@ -24,6 +24,7 @@ from hybrid_kv.kernels.replay.state_bytes import step_bytes
 HEADS_TOGETHER = 8  # in one program of a large batch …
 SATURATED = 1024  # … which has this many programs even so
 NUM_WARPS = 4
+REGISTERS = 168  # with several heads in a program: three of them on an SM
 COMMIT_BLOCK = 32
 COMMIT_RUNTIME = ("num_reqs", "table_stride")  # change with the batch: no kernel of their own for multiples of 16
 
@@ -65,6 +66,11 @@ def _constexprs(
         "KEYS": max(16, next_power_of_2(max_query_len)),
         "CHUNK": min(32, block_n),
     }
+
+
+def _options(heads_per_program: int, lanes: int) -> dict[str, int]:
+    limit = register_limit(REGISTERS, lanes) if heads_per_program > 1 else {}
+    return {"num_warps": NUM_WARPS, **limit}
 
 
 def commit(
@@ -214,6 +220,7 @@ def _launch(
     cu_seqlens: torch.Tensor | None,
     strides: tuple[int, int, int, int],
 ) -> None:
+    lanes = warp_size()
     constexprs = _constexprs(
         ring.x.shape[1:],
         ring.B.shape[1:],
@@ -222,7 +229,7 @@ def _launch(
         ssm_state.dtype,
         ring.x.dtype,
         cu_seqlens is not None,
-        warp_size(),
+        lanes,
         interpreted=ssm_state.device.type == "cpu",
     )
     jit(replay_kernel)[(constexprs["HEADS"] // constexprs["HEADS_PER_PROGRAM"], len(step.rows))](
@@ -241,7 +248,7 @@ def _launch(
         ssm_state.stride(0),
         *strides,
         **constexprs,
-        num_warps=NUM_WARPS,
+        **_options(constexprs["HEADS_PER_PROGRAM"], lanes),
     )
 
 
@@ -286,7 +293,7 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
                 fn=jit(replay_kernel),
                 signature={**pointers, **dict.fromkeys(indices, "*i64"), "state_stride": "i32", **update_only},
                 constexprs=constexprs | ({} if update else dict.fromkeys(update_only)),
-                num_warps=NUM_WARPS,
+                **_options(constexprs["HEADS_PER_PROGRAM"], lanes),
                 num_stages=1,
                 bytes_per_program=round(share * moved) if update else None,
                 divisible=("state_stride", *(strides if update else ())),

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybrid_kv.kernels.common.integers import cdiv, next_power_of_2
-from hybrid_kv.kernels.common.launch import FLOATS, INTS, AotCase, check, jit, warp_size
+from hybrid_kv.kernels.common.launch import FLOATS, INTS, AotCase, check, jit, register_limit, warp_size
 from hybrid_kv.kernels.common.shapes import NANO, SHAPES
 from hybrid_kv.kernels.common.spans import Spans
 
@@ -37,6 +37,7 @@ _COUNTS = ("num_tokens",)  # differs from step to step: specialised on, it would
 NARROWEST = 16
 BLOCK_P = 64  # of the states; with 128 of B a chunk of CHUNK_BYTES is 48 KB of shared memory
 CHUNK_BYTES = 256  # of one channel
+REGISTERS = 192  # of the states, for float32: shared memory leaves an SM one program anyway
 MAX_TOKEN_STRIDE = 2**24
 TILE_BYTES = 128  # of one channel, tokens of a program of the outputs
 
@@ -222,7 +223,9 @@ def _launches(
     # The states are a chain, so what counts is how soon a link is done: many warps, and the next chunk on its way. The
     # outputs need more than one program on an SM; on AMD, where a stage more is held in registers, that takes one.
     return (
-        shared | {"BLOCK_P": min(BLOCK_P, whole_p), "num_warps": 8, "num_stages": 2},
+        shared
+        | {"BLOCK_P": min(BLOCK_P, whole_p), "num_warps": 8, "num_stages": 2}
+        | (register_limit(REGISTERS, lanes) if itemsize == 4 else {}),
         shared
         | {"BLOCK_P": whole_p, "BLOCK_T": min(TILE_BYTES // itemsize, chunk_size)}
         | {"num_warps": 2 * itemsize, "num_stages": 2 if lanes == 32 else 1},
@@ -349,7 +352,7 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
         types |= dict.fromkeys(("x", "dt", "B", "C", "y", "chunk_states"), kind)
         for kernel, launch in zip((_states, _outputs), launches, strict=True):
             fn = jit(kernel, _COUNTS)
-            options = {name: launch.pop(name) for name in ("num_warps", "num_stages")}
+            options = {name: launch.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in launch}
             found.append(
                 AotCase(
                     kernel=f"ssd_prefill.{kernel.__name__.strip('_')}",

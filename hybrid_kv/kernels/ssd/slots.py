@@ -62,12 +62,12 @@ def _state_update(
     # Block ids are widened before they are multiplied: a pool passes 2^31 elements.
     source = tl.load(source_indices + row).to(tl.int64)
 
-    # The state's rows as [TOGETHER, BLOCK_P // TOGETHER], TOGETHER being those that a warp covers in one access of 16
+    # The state's rows as [BLOCK_P // TOGETHER, TOGETHER], TOGETHER being those that a warp covers in one access of 16
     # bytes a lane. B and C, repeated for as many, then have the state's own layout: without that the compiler keeps the
     # state twice, in two layouts, and moves one into the other for every token.
-    p = tl.arange(0, TOGETHER)[:, None, None] * (BLOCK_P // TOGETHER)
+    p = tl.arange(0, TOGETHER)[None, :, None]
     n = tl.arange(0, BLOCK_N)[None, None, :] + p * 0
-    p += tl.arange(0, BLOCK_P // TOGETHER)[None, :, None]
+    p += tl.arange(0, BLOCK_P // TOGETHER)[:, None, None] * TOGETHER
     # True where the sizes divide, so that no mask is left.
     in_p = (p < HEAD_DIM - start) | (HEAD_DIM % BLOCK_P == 0)
     in_n = (n < STATE) | (STATE == BLOCK_N)
