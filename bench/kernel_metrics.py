@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from hybrid_kv.static.aot import cases_of, compile_case, kernel_modules, read_metrics
+from hybrid_kv.static.compile import cases_of, compile_case, kernel_modules, read_metrics
 from hybrid_kv.timing.cases import Cell, Count, Counts, grid
 
 KERNELS = {

@@ -31,40 +31,40 @@ def kernels(
     from hybrid_kv.errors import require
     from hybrid_kv.files import check_outputs
     from hybrid_kv.results import append_rows, check_writable, provenance
-    from hybrid_kv.static import aot, counts
+    from hybrid_kv.static import compile, counts, gate, table
 
     require("triton")
-    names = aot.parse_targets(targets)
+    names = compile.parse_targets(targets)
     if baseline is not None and not update and not baseline.exists():
         raise ConfigError(f"{baseline} does not exist, so nothing would be compared; --update makes it")
     baseline = baseline or Path("results/kernels.csv")
     if update:
         check_writable(baseline)
     check_outputs(out)
-    modules, absent = aot.kernel_modules(), []
+    modules, absent = compile.kernel_modules(), []
     if with_peers:
         from hybrid_kv.static import peers
 
         absent = peers.find()[1]
-    verdicts = aot.run(modules, names, baseline, accept=update, select=select)
+    verdicts = gate.run(modules, names, baseline, accept=update, select=select)
     counted = [one for one in counts.count_all() if not select or any(part.lower() in one.name for part in select)]
-    known = {} if update else aot.read_baseline(baseline, provenance().triton)
+    known = {} if update else gate.read_baseline(baseline, provenance().triton)
     wrong = [counts.failures(one, known) for one in counted]
-    others = aot.run_peers(names) if with_peers else []
+    others = gate.run_peers(names) if with_peers else []
     failed = any(verdict.failures for verdict in verdicts) or any(wrong)
 
-    def table() -> None:
-        aot.print_table(verdicts)
+    def tables() -> None:
+        table.print_table(verdicts)
         counts.print_counts(counted, wrong)
         if with_peers:
             print("\nkernels of other packages, not gated:\n")
-            aot.print_table(others)
+            table.print_table(others)
             print(*absent, sep="\n")
 
     try:
         if update and not failed:
-            append_rows(baseline, [*aot.changed_rows(verdicts, baseline), *counts.changed_rows(counted, baseline)])
+            append_rows(baseline, [*gate.changed_rows(verdicts, baseline), *counts.changed_rows(counted, baseline)])
     finally:
-        show(aot.document(verdicts, others), as_json, out, table)
+        show(table.document(verdicts, others), as_json, out, tables)
     if failed:
         raise typer.Exit(1)

@@ -30,7 +30,7 @@ from hybrid_kv.kernels.common.shapes import NANO, SHAPES
 from hybrid_kv.kernels.replay import ReplayCursors, commit_reference, default_ring_len
 from hybrid_kv.kernels.replay.state_bytes import slots_bytes, step_bytes
 from hybrid_kv.results import Row, provenance
-from hybrid_kv.static.aot import Baseline, read_baseline
+from hybrid_kv.static.gate import Baseline, read_baseline
 
 TARGET = "any"
 UNITS = {"launches": "launches", "torch_operations": "operations", "bytes": "B"}

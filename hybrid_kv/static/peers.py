@@ -11,25 +11,20 @@ Nothing here is gated or goes into a baseline.
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock, patch
+from unittest.mock import patch
 
 import torch
 
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.kernels.common.launch import AotCase
 from hybrid_kv.kernels.common.shapes import NANO, SHAPES
+from hybrid_kv.static.stand_ins import loaded, root_of
 
 PACKAGES = {"vllm": "vllm", "mamba_ssm": "mamba-ssm"}  # how they are imported and installed
 SHAPE = SHAPES[NANO]
@@ -37,7 +32,6 @@ HEADS, HEAD_DIM, SIZE, GROUPS = SHAPE.state
 CHANNELS, CHUNK = SHAPE.channels, SHAPE.chunk_size
 QUERY_HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = SHAPE.query_heads, SHAPE.kv_heads, SHAPE.head_size, 16
 NUM_REQS, NUM_TOKENS = 24, 2048
-
 Bytes = Callable[[Mapping[str, Any]], int]  # that one program must move, by the values of its constants
 
 
@@ -61,9 +55,6 @@ class Peer:
     @property
     def package(self) -> str:
         return self.module.partition(".")[0]
-
-
-# ---- calls ----
 
 
 def _bf16(*shape: int) -> torch.Tensor:
@@ -237,7 +228,6 @@ _NORM_BYTES: dict[str, Bytes] = {"norm": lambda c: 3 * c["BLOCK_N"] * 2}
 _OPS, _ATTENTION = "vllm.model_executor.layers.mamba.ops", "vllm.v1.attention.ops"
 _MAMBA = "mamba_ssm.ops.triton"
 _CHUNKS = f"{NANO}, chunks of {CHUNK}"
-
 PEERS: tuple[Peer, ...] = (
     *(Peer(f"{_OPS}.mamba_ssm", f"{NANO}, K={k}", "float32", _vllm_state_update(k), _state_bytes(k)) for k in (0, 3)),
     *(
@@ -266,96 +256,6 @@ PEERS: tuple[Peer, ...] = (
     Peer(f"{_MAMBA}.ssd_combined", _CHUNKS, "bfloat16", _mamba_chunk_scan, {}),
     Peer(f"{_MAMBA}.layernorm_gated", NANO, "bfloat16", _gated_norm, _NORM_BYTES),
 )
-
-
-# ---- loading ----
-
-
-def _stand_ins() -> dict[str, Any]:
-    """What a peer's files import from elsewhere in their package and use on the way to a launch."""
-    import triton
-    import triton.language as tl
-
-    platform = MagicMock()
-    platform.is_rocm.return_value = platform.is_xpu.return_value = False
-    platform.fp8_dtype.return_value = torch.float8_e4m3fn
-    return {
-        "vllm.triton_utils.triton": triton,
-        "vllm.triton_utils.tl": tl,
-        "vllm.triton_utils.HAS_TRITON": True,
-        "vllm.platforms.current_platform": platform,
-        "vllm.envs.VLLM_BATCH_INVARIANT": False,
-        "vllm.envs.VLLM_TUNED_CONFIG_FOLDER": None,
-        "vllm.v1.attention.backends.utils.NULL_BLOCK_ID": 0,
-        "vllm.v1.attention.backends.utils.PAD_SLOT_ID": -1,
-        "vllm.v1.kv_cache_interface.KVQuantMode": SimpleNamespace(NONE=0, INT8_PER_TOKEN_HEAD=2, FP8_PER_TOKEN_HEAD=3),
-        "vllm.utils.torch_utils.is_quantized_kv_cache": lambda dtype: False,
-        "vllm.model_executor.layers.quantization.utils.quant_utils.get_fp8_min_max": lambda: (-448.0, 448.0),
-        "mamba_ssm.utils.determinism.autotune_configs": lambda configs: configs,
-        "mamba_ssm.utils.determinism.use_deterministic_mode": lambda: False,
-    }
-
-
-class _Elsewhere(MetaPathFinder, Loader):
-    """Finds the kernels' folder of a package; what else its files import from it is a stand-in."""
-
-    def __init__(self, folder: str, root: Path) -> None:
-        self._folder, self._root = folder, root
-        self._values = _stand_ins()
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        package = self._folder.partition(".")[0]
-        if name.partition(".")[0] != package or name.startswith(f"{self._folder}."):
-            return None
-        return ModuleSpec(name, self, is_package=True)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return ModuleType(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        name = module.__name__
-        module.__path__ = [str(self._root.joinpath(*name.split(".")[1:]))]
-
-        def attribute(item: str) -> Any:
-            if item.startswith("__"):
-                raise AttributeError(item)
-            return self._values.get(f"{name}.{item}", MagicMock())
-
-        module.__dict__["__getattr__"] = attribute
-
-
-def _root(package: str) -> Path | None:
-    spec = PathFinder.find_spec(package)
-    return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
-
-
-@contextmanager
-def loaded(name: str, interpreted: bool = False) -> Iterator[ModuleType]:
-    """A peer's module, its folder's files real; afterwards its package can be imported as ever.
-
-    Args:
-        name: of the module, in a package that is there.
-        interpreted: its kernels run in Triton's interpreter, if this process does that; else they can be compiled.
-    """
-    package, folder = name.partition(".")[0], name.rpartition(".")[0]
-    root = _root(package)
-    assert root is not None
-    outside = {key: sys.modules.pop(key) for key in list(sys.modules) if key.partition(".")[0] == package}
-    finder = _Elsewhere(folder, root)
-    sys.meta_path.insert(0, finder)
-    try:
-        with patch.dict(os.environ):
-            if not interpreted:
-                os.environ.pop("TRITON_INTERPRET", None)  # Triton asks for it at each kernel.
-            yield importlib.import_module(name)
-    finally:
-        sys.meta_path.remove(finder)
-        for key in [key for key in sys.modules if key.partition(".")[0] == package]:
-            del sys.modules[key]
-        sys.modules.update(outside)
-
-
-# ---- recording ----
 
 
 @contextmanager
@@ -428,22 +328,25 @@ def find() -> tuple[list[AotCase], list[str]]:
     Raises:
         HybridKVError: neither package is there.
     """
-    if not any(map(_root, PACKAGES)):
+    if not any(map(root_of, PACKAGES)):
         names = " nor ".join(PACKAGES)
         raise HybridKVError(
             f"--peers compiles the kernels of other packages, and neither {names} can be imported; "
             f"run: pip install --no-deps {' '.join(PACKAGES.values())} einops, or put their sources on PYTHONPATH"
         )
     cases: dict[tuple[str, str, str], AotCase] = {}
-    absent = [f"{package} is not installed" for package in PACKAGES if _root(package) is None]
+    absent = [f"{package} is not installed" for package in PACKAGES if root_of(package) is None]
     for peer in PEERS:
-        if _root(peer.package) is None:
+        if root_of(peer.package) is None:
             continue
         try:
             for case in _cases_of(peer):
                 cases.setdefault((case.kernel, case.shape, case.dtype), case)
         except Exception as error:  # Another version may lack a kernel, or call it otherwise.
-            absent.append(f"{peer.module} ({peer.shape}): {type(error).__name__}: {error}".splitlines()[0])
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] != peer.package:
+                reason = f"skipped, it needs the package {error.name}"
+            absent.append(f"{peer.module} ({peer.shape}): {reason}")
     return list(cases.values()), absent
 
 

@@ -24,19 +24,10 @@ from hybrid_kv.cli import main
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.kernels.common.launch import AotCase
 from hybrid_kv.results import append_rows, provenance
-from hybrid_kv.static import aot, counts
-from hybrid_kv.static.aot import (
-    TARGETS,
-    Measurement,
-    access_bits,
-    instruction_mix,
-    instructions,
-    judge,
-    measure,
-    parse_targets,
-    read_baseline,
-    result_rows,
-)
+from hybrid_kv.static import compile, counts, gate
+from hybrid_kv.static.compile import TARGETS, Measurement, measure, parse_targets
+from hybrid_kv.static.gate import judge, read_baseline, result_rows
+from hybrid_kv.static.isa import access_bits, instruction_mix, instructions
 
 # ---- planted kernels ----
 
@@ -90,7 +81,7 @@ def planted() -> dict[str, Measurement]:
 
 
 @pytest.fixture(scope="module")
-def baseline(planted: dict[str, Measurement], tmp_path_factory: pytest.TempPathFactory) -> aot.Baseline:
+def baseline(planted: dict[str, Measurement], tmp_path_factory: pytest.TempPathFactory) -> gate.Baseline:
     file = tmp_path_factory.mktemp("baseline") / "kernels.csv"
     append_rows(file, result_rows(planted["plain, warps of 32"]))
     return read_baseline(file, provenance().triton)
@@ -109,7 +100,7 @@ def baseline(planted: dict[str, Measurement], tmp_path_factory: pytest.TempPathF
     ],
 )
 def test_a_planted_regression_is_caught(
-    planted: dict[str, Measurement], baseline: aot.Baseline, shape: str, failures: list[str], warnings: list[str]
+    planted: dict[str, Measurement], baseline: gate.Baseline, shape: str, failures: list[str], warnings: list[str]
 ) -> None:
     verdict = judge(planted[shape], baseline)
     for found, expected in ((verdict.failures, failures), (verdict.warnings, warnings)):
@@ -118,7 +109,7 @@ def test_a_planted_regression_is_caught(
     assert verdict.word == ("FAILED" if failures else "warning" if warnings else "ok")
 
 
-def test_what_needs_no_baseline_fails_without_one(planted: dict[str, Measurement], baseline: aot.Baseline) -> None:
+def test_what_needs_no_baseline_fails_without_one(planted: dict[str, Measurement], baseline: gate.Baseline) -> None:
     """Nor does --update accept it."""
     for shape in ("narrow", "spilled", "broken"):
         assert judge(planted[shape], {}).word == judge(planted[shape], baseline, accept=True).word == "FAILED"
@@ -138,7 +129,7 @@ def test_metrics_of_a_kernel_that_can_be_counted_by_hand(planted: dict[str, Meas
     assert metrics.instructions_per_byte == metrics.instructions * 128 / (8 * 2048)
 
 
-def test_state_access_that_narrows_on_one_side_only(planted: dict[str, Measurement], baseline: aot.Baseline) -> None:
+def test_state_access_that_narrows_on_one_side_only(planted: dict[str, Measurement], baseline: gate.Baseline) -> None:
     plain = planted["plain, warps of 32"]
     assert plain.metrics is not None
     narrower = replace(plain, metrics=replace(plain.metrics, store_bits=64))
@@ -158,11 +149,11 @@ def test_the_newest_baseline_of_this_triton_counts(planted: dict[str, Measuremen
     assert judge(plain, read_baseline(file, provenance().triton)).word == "ok"
 
 
-def test_counts_of_different_code_are_not_compared(baseline: aot.Baseline, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_of_different_code_are_not_compared(baseline: gate.Baseline, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without NVIDIA's disassembler PTX is counted."""
-    monkeypatch.setattr(aot, "_disassemble", lambda cubin: None)
+    monkeypatch.setattr(compile, "_disassemble", lambda cubin: None)
     case = _case("planted", WORK=8)
-    metrics = aot.read_metrics(case, "sm_90", aot.compile_case(case, "sm_90"))
+    metrics = compile.read_metrics(case, "sm_90", compile.compile_case(case, "sm_90"))
     assert metrics.isa == "ptx" and metrics.mix.keys() == {"ptx"}
     one = Measurement("planted.centre", "planted", "float32", "sm_90", True, metrics)
     assert judge(one, baseline).word == "ok"
@@ -322,9 +313,9 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Starting workers takes longer than compiling. Counts have their own tests."""
 
     def measure_here(modules: Sequence[str], targets: Sequence[str], _: object = None) -> Iterator[Measurement]:
-        return (aot._measure(*job) for job in aot._jobs(modules, targets))
+        return (compile._measure(*job) for job in compile.jobs(modules, targets))
 
-    monkeypatch.setattr(aot, "measure", measure_here)
+    monkeypatch.setattr(gate, "measure", measure_here)
     monkeypatch.setattr(counts, "count_all", list)
 
 
@@ -342,7 +333,7 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
 def test_block_tables_pass_on_every_target_and_a_step_down_does_not(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(aot, "kernel_modules", lambda: ["hybrid_kv.kernels.block_tables.launch"])
+    monkeypatch.setattr(compile, "kernel_modules", lambda: ["hybrid_kv.kernels.block_tables.launch"])
     file, report = tmp_path / "kernels.csv", tmp_path / "kernels.json"
     code, out, _ = run(capsys, "--baseline", str(file), "--update", "--out", str(report))
     assert code in (0, None)
@@ -369,7 +360,7 @@ def test_block_tables_pass_on_every_target_and_a_step_down_does_not(
 
 
 def _measurement(key: tuple[str, str, str, str], **changes: int) -> Measurement:
-    metrics = aot.Metrics(32, 0, 0, 16, 128, 128, "sass", 100, None, {"sass": {}})
+    metrics = compile.Metrics(32, 0, 0, 16, 128, 128, "sass", 100, None, {"sass": {}})
     return Measurement(*key, state_access=False, metrics=replace(metrics, **changes))
 
 
@@ -377,7 +368,7 @@ def _measurement(key: tuple[str, str, str, str], **changes: int) -> Measurement:
 def test_a_failure_is_exit_1_and_never_becomes_the_baseline(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(aot, "kernel_modules", lambda: [__name__])
+    monkeypatch.setattr(compile, "kernel_modules", lambda: [__name__])
     file = tmp_path / "kernels.csv"
     code, out, _ = run(capsys, "--targets", "gfx942", "--baseline", str(file), "--update")
     assert code == 1 and not file.exists()
@@ -417,7 +408,7 @@ def test_missing_triton_is_one_line_and_exit_2() -> None:
 def test_hybrid_kv_imports_without_triton() -> None:
     code = (
         "import sys; sys.modules['triton'] = None; import hybrid_kv; from hybrid_kv import LLM; "
-        "from hybrid_kv.kernels import block_tables; from hybrid_kv.static import aot"
+        "from hybrid_kv.kernels import block_tables; from hybrid_kv.static import compile"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -425,7 +416,7 @@ def test_hybrid_kv_imports_without_triton() -> None:
 def test_cases_that_would_share_a_baseline_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "aot_cases", lambda: [_case("plain"), _case("plain")])
     with pytest.raises(ValueError, match="two cases have the same kernel, shape and dtype"):
-        aot.cases_of.__wrapped__(__name__, "sm_90")
+        compile.cases_of.__wrapped__(__name__, "sm_90")
 
 
 def test_targets_are_taken_once_and_in_order() -> None:
@@ -437,13 +428,13 @@ def die(*job: Any) -> None:
 
 
 def test_a_compiler_that_dies_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aot, "_measure", die)
+    monkeypatch.setattr(compile, "_measure", die)
     with pytest.raises(HybridKVError, match=r"a compiler process died at or after planted\.centre for sm_90"):
         list(measure([__name__], ["sm_90"]))
 
 
 def test_every_program_of_the_package_is_compiled() -> None:
-    cases = [case for module in aot.kernel_modules() for case in aot.cases_of(module, "sm_90")]
+    cases = [case for module in compile.kernel_modules() for case in compile.cases_of(module, "sm_90")]
     sources = "".join(path.read_text() for path in Path(kernels.__path__[0]).rglob("*.py"))
     programs = re.findall(r"^def (\w+)\(\n    \w+: tl\.tensor", sources, re.MULTILINE)
     assert {case.fn.__name__ for case in cases} == set(programs)

@@ -13,9 +13,9 @@ import torch
 from hybrid_kv import cli
 from hybrid_kv.kernels.replay.state_bytes import slots_bytes, step_bytes
 from hybrid_kv.results import append_rows, check_file, provenance
-from hybrid_kv.static import aot, counts
-from hybrid_kv.static.aot import read_baseline
+from hybrid_kv.static import compile, counts, gate
 from hybrid_kv.static.counts import CASES, Count, changed_rows, count_bytes, count_launches, counted, failures
+from hybrid_kv.static.gate import read_baseline
 from tests.kernels.interpreter import interpreted
 
 KERNELS = {
@@ -168,8 +168,8 @@ def test_only_changes_become_rows(file):
 
 
 def test_the_command_counts_and_fails(monkeypatch, capsys, tmp_path, file):
-    monkeypatch.setattr(aot, "kernel_modules", list)
-    monkeypatch.setattr(aot, "run", lambda *args, **options: [])
+    monkeypatch.setattr(compile, "kernel_modules", list)
+    monkeypatch.setattr(gate, "run", lambda *args, **options: [])
 
     def run(found, *arguments):
         monkeypatch.setattr(counts, "count_all", lambda: found)

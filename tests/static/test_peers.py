@@ -14,8 +14,8 @@ import pytest
 pytest.importorskip("triton")
 
 from hybrid_kv.cli import main
-from hybrid_kv.static import aot, counts, peers
-from hybrid_kv.static.aot import compile_case, read_metrics
+from hybrid_kv.static import compile, counts, gate, peers, stand_ins
+from hybrid_kv.static.compile import compile_case, read_metrics
 
 OPS = "vllm/model_executor/layers/mamba/ops"
 NORM = """
@@ -23,11 +23,16 @@ import torch
 import vllm.envs as envs
 from vllm import _custom_ops
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON, tl, triton
+from vllm.v1.kv_cache_interface import KVQuantMode
 from .helpers import twice
 
 logger = init_logger(__name__)
 assert HAS_TRITON
+# A kernel for CPUs would replace the one for GPUs.
+assert not current_platform.is_cpu() and not current_platform.is_xpu() and not current_platform.is_rocm()
+assert len({KVQuantMode.NONE, KVQuantMode.INT8_PER_TOKEN_HEAD, KVQuantMode.INT4_PER_TOKEN_HEAD}) == 3
 
 
 @triton.autotune([triton.Config({"BLOCK_N": 256}, num_warps=2), triton.Config({"BLOCK_N": 512}, num_warps=8)], key=[])
@@ -69,7 +74,7 @@ def selective_state_update(state, *args, **kwargs):
 
 def forget() -> None:
     peers.find.cache_clear()
-    aot.cases_of.cache_clear()
+    compile.cases_of.cache_clear()
 
 
 @pytest.fixture
@@ -78,11 +83,16 @@ def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     folder = tmp_path / "peer" / OPS
     folder.mkdir(parents=True)
     (tmp_path / "peer" / "vllm" / "__init__.py").write_text("raise ImportError('no extensions')\n")
-    for name, text in (("layernorm_gated", NORM), ("helpers", HELPERS), ("mamba_ssm", BROKEN)):
+    for name, text in (
+        ("layernorm_gated", NORM),
+        ("helpers", HELPERS),
+        ("mamba_ssm", BROKEN),
+        ("ssd_combined", "import made_up_package\n"),
+    ):
         (folder / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path / "peer")
-    root = peers._root
-    monkeypatch.setattr(peers, "_root", lambda package: root(package) if package == "vllm" else None)
+    root = peers.root_of
+    monkeypatch.setattr(peers, "root_of", lambda package: root(package) if package == "vllm" else None)
     forget()
     yield
     forget()
@@ -104,7 +114,7 @@ def test_a_launch_is_recorded_as_triton_would_compile_it(monkeypatch: pytest.Mon
     assert (metrics.load_bits, metrics.store_bits, metrics.spill_bytes) == (64, 64, 0)  # 4 of 256 numbers a thread
     # The package is as before: only the tests know of it.
     assert {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "vllm"} == before
-    assert not any(isinstance(finder, peers._Elsewhere) for finder in sys.meta_path)
+    assert not any(isinstance(finder, stand_ins._Elsewhere) for finder in sys.meta_path)
 
 
 def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
@@ -121,12 +131,12 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
 def test_the_command_shows_them_apart_and_gates_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def measure_here(modules: Sequence[str], targets: Sequence[str], _: object = None) -> Iterator[aot.Measurement]:
-        return (aot._measure(*job) for job in aot._jobs(modules, targets))
+    def measure_here(modules: Sequence[str], targets: Sequence[str], _: object = None) -> Iterator[compile.Measurement]:
+        return (compile._measure(*job) for job in compile.jobs(modules, targets))
 
-    monkeypatch.setattr(aot, "measure", measure_here)
+    monkeypatch.setattr(gate, "measure", measure_here)
     monkeypatch.setattr(counts, "count_all", list)
-    monkeypatch.setattr(aot, "kernel_modules", lambda: ["hybrid_kv.kernels.block_tables.launch"])
+    monkeypatch.setattr(compile, "kernel_modules", lambda: ["hybrid_kv.kernels.block_tables.launch"])
     file, report = tmp_path / "kernels.csv", tmp_path / "kernels.json"
     code, out, _ = run(capsys, "--update", "--baseline", str(file), "--out", str(report))
     assert code == 0
@@ -136,7 +146,9 @@ def test_the_command_shows_them_apart_and_gates_nothing(
     assert "vllm.selective_scan_update_kernel (Nemotron-3-Nano, K=0, float32) on sm_90: warning: does not" in theirs
     assert "FAILED" not in out and "ok\n" not in theirs
     assert "\nmamba_ssm is not installed\n" in theirs
-    assert "\nvllm.model_executor.layers.mamba.ops.ssd_combined (Nemotron-3-Nano, chunks of 128): Module" in theirs
+    chunks = "\nvllm.model_executor.layers.mamba.ops.ssd_combined (Nemotron-3-Nano, chunks of 128): "
+    assert f"{chunks}skipped, it needs the package made_up_package\n" in theirs
+    assert "\nvllm.model_executor.layers.mamba.ops.causal_conv1d (Nemotron-3-Nano, K=0): Module" in theirs
     assert file.exists() and "vllm" not in file.read_text()
     document = json.loads(report.read_text())
     assert document["passed"]
@@ -147,7 +159,7 @@ def test_the_command_shows_them_apart_and_gates_nothing(
 def test_without_any_it_is_one_line_and_exit_2(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "_root", lambda package: None)
+    monkeypatch.setattr(peers, "root_of", lambda package: None)
     forget()
     code, out, err = run(capsys)
     assert (code, out, err.count("\n")) == (2, "", 1)
@@ -160,6 +172,7 @@ def test_every_kernel_of_an_installed_peer_is_recorded(package: str) -> None:
         pytest.skip(f"{package} is not installed")
     forget()
     cases, absent = peers.find()
-    assert not [line for line in absent if line.startswith(f"{package}.")]
+    reasons = [line for line in absent if line.startswith(f"{package}.")]
+    assert not [line for line in reasons if not line.endswith("skipped, it needs the package einops")]
     assert {case.shape.split(",")[0] for case in cases if case.kernel.startswith(package)} == {"Nemotron-3-Nano"}
     assert not any(case.kernel.startswith("hybrid_kv") for case in cases)

@@ -26,7 +26,7 @@ from hybrid_kv.kernels.block_tables.launch import (
     update_block_tables_reference,
 )
 from hybrid_kv.kernels.slot_mapping import PAD_SLOT
-from hybrid_kv.static.aot import compile_case
+from hybrid_kv.static.compile import compile_case
 from tests.kernels.interpreter import interpreted, share_memory_with_the_interpreter
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hybrid_kv.kernels.causal_conv1d import causal_conv1d_prefill, causal_conv1d_prefill_reference
 from hybrid_kv.kernels.causal_conv1d import prefill as conv_prefill
 from hybrid_kv.kernels.causal_conv1d.prefill import aot_cases
-from hybrid_kv.static.aot import TARGETS, compile_case, read_metrics
+from hybrid_kv.static.compile import TARGETS, compile_case, read_metrics
 from tests.kernels.causal_conv1d.test_reference import plain
 from tests.kernels.causal_conv1d.test_update import OUTPUTS
 from tests.kernels.common.test_spans import Cut, Row, rows

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hybrid_kv.kernels.causal_conv1d import causal_conv1d_update, causal_conv1d_update_reference
 from hybrid_kv.kernels.causal_conv1d import update as conv_update
 from hybrid_kv.kernels.causal_conv1d.update import aot_cases
-from hybrid_kv.static.aot import TARGETS, compile_case, read_metrics
+from hybrid_kv.static.compile import TARGETS, compile_case, read_metrics
 from tests.kernels.causal_conv1d.test_reference import plain
 from tests.kernels.interpreter import count_bytes, interpreted, load_peer, share_memory_with_the_interpreter
 from tests.kernels.ssd.test_slots import ROUNDING, near, poisoned

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hybrid_kv.kernels.gated_norm import gated_rms_norm, gated_rms_norm_reference
 from hybrid_kv.kernels.gated_norm.launch import aot_cases
 from hybrid_kv.models.layers import GatedRMSNorm
-from hybrid_kv.static.aot import TARGETS, compile_case, read_metrics
+from hybrid_kv.static.compile import TARGETS, compile_case, read_metrics
 from tests.kernels.interpreter import count_bytes, interpreted, load_peer
 from tests.kernels.ssd.test_slots import ROUNDING
 

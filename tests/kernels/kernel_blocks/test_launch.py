@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hybrid_kv.kernels.kernel_blocks import expand_list, expand_numpy, expand_torch, expand_triton, gather_kernel_blocks
 from hybrid_kv.kernels.kernel_blocks.launch import aot_cases
-from hybrid_kv.static.aot import TARGETS, compile_case, read_metrics
+from hybrid_kv.static.compile import TARGETS, compile_case, read_metrics
 from tests.kernels.interpreter import count_bytes, interpreted, share_memory_with_the_interpreter
 from tests.kernels.programs import programs
 

@@ -34,7 +34,7 @@ from hybrid_kv.kernels.paged_attention import (
 from hybrid_kv.kernels.paged_attention import launch as module
 from hybrid_kv.kernels.paged_attention.launch import aot_cases
 from hybrid_kv.kernels.paged_attention.reference import FOLDED_QUERIES
-from hybrid_kv.static.aot import TARGETS, compile_case, read_metrics
+from hybrid_kv.static.compile import TARGETS, compile_case, read_metrics
 from tests.kernels.interpreter import count_bytes, interpreted, share_memory_with_the_interpreter
 from tests.kernels.ssd.test_slots import ROUNDING, near, poisoned
 

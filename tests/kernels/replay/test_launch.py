@@ -40,7 +40,7 @@ from hybrid_kv.kernels.replay import (
 from hybrid_kv.kernels.replay import launch as module
 from hybrid_kv.kernels.replay.state_bytes import slots_bytes, step_bytes
 from hybrid_kv.kernels.ssd import selective_state_update_slots
-from hybrid_kv.static.aot import TARGETS, compile_case, read_metrics
+from hybrid_kv.static.compile import TARGETS, compile_case, read_metrics
 from hybrid_kv.static.counts import mean_traffic
 from tests.kernels.interpreter import count_bytes, interpreted, share_memory_with_the_interpreter
 from tests.kernels.ssd.test_reference import plain

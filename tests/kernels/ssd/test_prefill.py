@@ -25,7 +25,7 @@ from hybrid_kv.kernels.common.spans import Spans
 from hybrid_kv.kernels.ssd import chunk_scan_prefill, chunk_scan_prefill_reference
 from hybrid_kv.kernels.ssd import prefill as ssd_prefill
 from hybrid_kv.kernels.ssd.prefill import aot_cases
-from hybrid_kv.static.aot import TARGETS, compile_case, read_metrics
+from hybrid_kv.static.compile import TARGETS, compile_case, read_metrics
 from tests.kernels.common.test_spans import Cut, Row, rows
 from tests.kernels.interpreter import count_bytes, interpreted, load_peer, share_memory_with_the_interpreter
 from tests.kernels.programs import backwards, programs

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from hybrid_kv.kernels.ssd import selective_state_update_slots, selective_state_update_slots_reference
 from hybrid_kv.kernels.ssd import slots as state_update
 from hybrid_kv.kernels.ssd.slots import aot_cases
-from hybrid_kv.static.aot import TARGETS, compile_case, read_metrics
+from hybrid_kv.static.compile import TARGETS, compile_case, read_metrics
 from tests.kernels.interpreter import count_bytes, interpreted, load_peer, share_memory_with_the_interpreter
 from tests.kernels.ssd.test_reference import plain
 
