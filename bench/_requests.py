@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from hybrid_kv.cache.manager import KVCacheManager
-from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, StatePart, UndoSpec
 from hybrid_kv.config import SchedulerConfig
 from hybrid_kv.engine.scheduler import Scheduler
 from hybrid_kv.request import Request
@@ -23,7 +23,7 @@ def manager(mode: str, K: int, num_blocks: int) -> KVCacheManager:
     """Mode `attention` has no Mamba groups."""
     specs: list[KVCacheGroupSpec] = []
     if mode != "attention":
-        state = MambaSpec(BLOCK_SIZE, ((1,),), (torch.int32,), mamba_cache_mode=mode, num_speculative_blocks=K)  # type: ignore[arg-type]
+        state = MambaSpec(BLOCK_SIZE, (StatePart("state", (1,), torch.int32),), mamba_cache_mode=mode, undo=UndoSpec(K))
         specs += [KVCacheGroupSpec((f"mamba {i}",), state) for i in range(MAMBA_GROUPS)]
     specs.append(KVCacheGroupSpec(("attention",), FullAttentionSpec(BLOCK_SIZE, 1, 1, torch.int32)))
     return KVCacheManager(KVCacheConfig(num_blocks, tuple(specs)), mode != "none", max_model_len=LIMIT)

@@ -71,7 +71,7 @@ def update(seed: int, model: str, num_reqs: int, K: int, implementation: Any, de
     wide = [part.double().numpy() for part in (windows, x.view(num_reqs, columns, -1), weight, bias)]
     expected = convolution(*wide)
     kept = np.concatenate(wide[:2], axis=1)[:, 1:]
-    on_device = [part.to(device) for part in (state, x, weight, bias, cu_seqlens, sources, accepted, targets)]
+    on_device = [part.to(device) for part in (state, x, weight, bias, cu_seqlens, sources, accepted - 1, targets)]
 
     def run() -> torch.Tensor:
         return implementation(*on_device)

@@ -170,7 +170,7 @@ def vllm_conv_update() -> Peer:
     """`causal_conv1d_update`, in place: in the block that ours only writes. It overwrites its input with its output."""
     function = importlib.import_module(f"{VLLM}.causal_conv1d").causal_conv1d_update
 
-    def prepare(state, x, weight, bias, cu_seqlens, sources, accepted, targets):  # type: ignore[no-untyped-def]
+    def prepare(state, x, weight, bias, cu_seqlens, sources, window_rows, targets):  # type: ignore[no-untyped-def]
         inputs = x.clone()
         state[targets[:, 0]] = state[sources]
         launch = partial(
@@ -181,7 +181,7 @@ def vllm_conv_update() -> Peer:
             bias,
             activation="silu",
             conv_state_indices=targets[:, 0].int().contiguous(),
-            num_accepted_tokens=accepted.int(),
+            num_accepted_tokens=window_rows.int() + 1,
             query_start_loc=cu_seqlens.int(),
             max_query_len=targets.shape[1],
             null_block_id=0,

@@ -16,7 +16,7 @@ def hit(seed: int, mode: str, num_tokens: int, shared: str) -> Case:
     subject = manager(mode, 0, 1 + 5 * (num_tokens // BLOCK_SIZE + 1))
     if subject.allocate_slots("earlier", 0, num_tokens) is None:
         raise WrongResultError("the pool is too small")
-    subject.cache_blocks("earlier", BlockHashes(), earlier, num_tokens, False)
+    subject.cache_blocks("earlier", BlockHashes(), earlier, num_tokens, False, num_tokens)
     subject.free("earlier")
     hashes = BlockHashes()
     # Mode align keeps the state at the end alone.

@@ -15,7 +15,6 @@ import torch
 
 from hybrid_kv.cache.modes import MODES
 
-StateScheme = Literal["slots", "replay"]
 Kernels = Literal["auto", "torch", "triton"]
 
 DTYPES: dict[str, torch.dtype] = {
@@ -109,7 +108,7 @@ class CacheConfig:
     block_size: int | None = None
     mamba_block_size: int | None = None
     mamba_cache_mode: str = None  # type: ignore[assignment]  # resolved below
-    state_scheme: StateScheme = "slots"
+    state_scheme: str = "slots"
     replay_ring_len: int | None = None
     enable_prefix_caching: bool = None  # type: ignore[assignment]  # resolved below
     cache_dtype: str = "auto"
@@ -152,13 +151,8 @@ class CacheConfig:
                 f"{name}={getattr(self, name)!r} keeps blocks of the prefix cache, which is off; "
                 "add enable_prefix_caching=True"
             )
-        if self.state_scheme not in get_args(StateScheme):
-            raise ConfigError(f"state_scheme={self.state_scheme!r}; use slots or replay")
-        if self.replay_ring_len is not None and self.state_scheme != "replay":
-            raise ConfigError(
-                f"replay_ring_len={self.replay_ring_len} sizes the ring of state_scheme replay, which is off; add "
-                'state_scheme="replay"'
-            )
+        if not isinstance(self.state_scheme, str):
+            raise ConfigError(f"state_scheme={self.state_scheme!r} must be a name, such as slots")
         for name in ("cache_dtype", "mamba_ssm_cache_dtype"):
             if (value := getattr(self, name)) != "auto":
                 parse_dtype(value, name)

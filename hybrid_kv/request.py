@@ -68,7 +68,7 @@ class ScheduledRequest:
 
     @property
     def is_decode(self) -> bool:
-        """Nothing but decodes follows a decode: scheme `replay` leaves their tokens to the next one."""
+        """True for a verify step: one known token plus its drafts. Nothing but decodes follows a decode."""
         return self.samples and self.num_computed_tokens > 0 and self.num_tokens == 1 + self.num_drafts
 
     @property

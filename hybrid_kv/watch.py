@@ -15,11 +15,9 @@ import numpy.typing as npt
 import torch
 
 from hybrid_kv.attention.mamba import BoundaryCopies
+from hybrid_kv.attention.undo import UndoStep
 from hybrid_kv.cache.watch import CacheWatcher
-from hybrid_kv.kernels.replay import ReplayStep
 from hybrid_kv.request import Request, ScheduledRequest
-
-States = tuple[torch.Tensor, torch.Tensor | None]  # convolution windows and SSM states of a layer
 
 
 class Watcher(CacheWatcher):
@@ -46,14 +44,19 @@ class Watcher(CacheWatcher):
         """
 
     def on_copy(
-        self, group: int, copies: BoundaryCopies, block_table: torch.Tensor, states: Sequence[States], kernel: int
+        self,
+        group: int,
+        copies: BoundaryCopies,
+        block_table: torch.Tensor,
+        layers: Sequence[tuple[torch.Tensor, ...]],
+        copies_states: bool,
     ) -> None:
         """Boundary states of a group are about to be copied.
 
         Args:
             block_table: [num_rows, num_columns] int32, in batch order.
-            states: of each layer; None where states need no copy.
-            kernel: taps of the convolution.
+            layers: of each layer the parts of its state.
+            copies_states: those that are no window are copied, too.
         """
 
     def on_commit(self, tokens: Sequence[Sequence[int]]) -> None:
@@ -68,7 +71,7 @@ class Watcher(CacheWatcher):
             rows, positions, slots: [num_tokens] int64 each, `rows` of the batch. `PAD_SLOT` writes nothing.
         """
 
-    def on_fold(self, request: Request, group: int, replay: ReplayStep) -> None:
+    def on_fold(self, request: Request, group: int, step: UndoStep) -> None:
         """A request is about to give up its row; what is due of its history will be folded into a state."""
 
     def on_failure(self) -> None:

@@ -10,14 +10,13 @@ and `all`, each with K more for the states of draft tokens. A step that runs the
 - A decode verifies `q - 1` drafts. It writes the state after its j-th token into column `anchor + j`, and all its
   convolution inputs into the anchor column alone: the window after the j-th token is rows `j … j + kernel - 2` of it.
 
-The next step reads what the accepted tokens left behind: the window from row `num_accepted_tokens - 1` of the
-*previous* anchor column, the SSM state from column `previous anchor + num_accepted_tokens - 1`. The previous anchor is
-remembered per request (`block_idx_last_scheduled_token_prev_step`): it cannot be had from `num_computed_tokens`, which
-does not tell how many drafts were scheduled beside those accepted (vllm!41233).
+The next step reads what the accepted tokens left behind: the window from row `window_row` of the *previous* anchor
+column, the SSM state from column `previous anchor + window_row`, where `window_row` is how many drafts were accepted.
+The previous anchor is remembered per request (`block_idx_last_scheduled_token_prev_step`): it cannot be had from
+`num_computed_tokens`, which does not tell how many drafts were scheduled beside those accepted (vllm!41233).
 
-In state scheme `replay` a row has no columns for drafts, and all of this holds for the convolution windows and for
-prefills alone. A decode's SSM state is that of `ReplayStep`: a state of some tokens ago and the inputs since, which
-`kernels.replay` folds into the state of a column when they reach its end, or when there are too many of them.
+That is scheme `slots`. The undo scheme decides what becomes of the states of decodes (`attention.undo`); one that
+writes none of them has no columns for drafts, and the rules above hold for the windows and for prefills alone.
 """
 
 from __future__ import annotations
@@ -25,30 +24,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from hybrid_kv.attention.common import CommonAttentionMetadata
+from hybrid_kv.attention.undo import NO_DECODES, SCHEMES, Undo, UndoStep
 from hybrid_kv.cache.block_pool import NULL_BLOCK
 from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.kernels.causal_conv1d import window_places
 from hybrid_kv.kernels.common.ragged import Ragged
 from hybrid_kv.kernels.common.spans import Spans
 from hybrid_kv.kernels.common.strided import gather_tokens
-from hybrid_kv.kernels.replay import ReplayCursors, ReplayStep, commit, commit_reference
 from hybrid_kv.kernels.ssd import CHUNK_BYTES
 
 Ints = npt.NDArray[np.int64]
-
-
-class DecodeReplay(NamedTuple):
-    """What the decodes of a step replay and fold, and where each one's tokens begin, [D + 1]."""
-
-    step: ReplayStep
-    cu_seqlens: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -62,17 +54,18 @@ class MambaMetadata:
     num_decode_tokens: int
     decode_rows: Ragged | None  # lengths 1 … 1 + K
     prefill_rows: Ragged | None
+    max_query_len: int  # 1 + K
+    undo: UndoStep  # of the decodes
     window_indices: torch.Tensor  # [R]: block with the convolution inputs to start from …
-    num_accepted_tokens: torch.Tensor  # [R]: … beginning at its row `num_accepted_tokens - 1`
-    source_indices: torch.Tensor  # [R]: block with the SSM state to start from; in scheme `replay` of prefills alone
-    # [R, 1 + K]: where the state after token j goes; null block from the row's length on. The first one gets the
-    # convolution inputs; in scheme `replay` [R, 1], and of a decode that is all it gets.
+    window_rows: torch.Tensor  # [R]: … beginning at this row of it
+    source_indices: torch.Tensor  # [R]: block with the SSM state to start from; of decodes only if `undo.reads_states`
+    # [R, 1 + blocks for drafts]: where the state after token j goes; null block from the row's length on. The first one
+    # gets the convolution inputs.
     state_indices: torch.Tensor
     has_initial_state: torch.Tensor | None  # [P] bool; a prefill without one must not read its blocks
     boundary_rows: torch.Tensor | None  # [M]: prefill row, 0 … P - 1
     boundary_offsets: torch.Tensor | None  # [M]: tokens of the row up to the boundary, 1 … length - 1
     boundary_indices: torch.Tensor | None  # [M]: block for the state there
-    replay: DecodeReplay | None = None  # of the decodes, in scheme `replay`
     spans: Spans | None = None  # of the prefills, for Triton kernels
     plans: dict[Any, torch.Tensor] = field(default_factory=dict, compare=False)  # what layers of one geometry share
 
@@ -82,7 +75,7 @@ class MambaMetadata:
             return conv_state.index_select(0, self.window_indices)
         key = *conv_state.stride()[:2], size
         if key not in self.plans:
-            self.plans[key] = window_places(conv_state, self.window_indices, self.num_accepted_tokens - 1, size)
+            self.plans[key] = window_places(conv_state, self.window_indices, self.window_rows, size)
         return gather_tokens(conv_state, self.plans[key]).unflatten(0, (-1, size))
 
     @cached_property
@@ -113,8 +106,8 @@ class MambaMetadata:
     @cached_property
     def cu_seqlens(self) -> torch.Tensor:
         """[D + 1] int64, first token of each decode."""
-        if self.replay is not None:
-            return self.replay.cu_seqlens
+        if self.undo.cu_seqlens is not None:
+            return self.undo.cu_seqlens
         assert self.decode_rows is not None
         return torch.nn.functional.pad(self.decode_rows.lengths.cumsum(0), (1, 0))
 
@@ -122,7 +115,7 @@ class MambaMetadata:
     def window_targets(self) -> torch.Tensor:
         """[D, 1 + K], blocks for the convolution inputs of the decodes as `causal_conv1d_update` takes them."""
         own = self.state_indices[: self.num_decodes]
-        return own if self.replay is None else own.repeat(1, self.replay.step.max_query_len)
+        return own if own.shape[1] == self.max_query_len else own[:, :1].repeat(1, self.max_query_len)
 
 
 class MambaMetadataBuilder:
@@ -137,7 +130,7 @@ class MambaMetadataBuilder:
         launches: for layers that launch Triton kernels.
 
     Attributes:
-        cursors: of scheme `replay`: where the state and the history of each row of the engine are.
+        undo: the group's scheme.
     """
 
     def __init__(self, spec: MambaSpec, max_num_seqs: int, device: torch.device, launches: bool = False) -> None:
@@ -150,23 +143,20 @@ class MambaMetadataBuilder:
         self._offsets = torch.arange(1 + spec.num_speculative_blocks, device=device)
         self.block_idx_last_scheduled_token = buffer()
         self.block_idx_last_scheduled_token_prev_step = buffer()
-        self.num_accepted_tokens = buffer().fill_(1)
+        self.window_rows = buffer()
         self.window_indices = buffer()
         self.source_indices = buffer()
         self.state_indices = buffer(1 + spec.num_speculative_blocks)
         self._built: tuple[tuple[object, ...], MambaMetadata] | None = None
-        self.cursors: ReplayCursors | None = None
-        if spec.replay is not None:
-            longest = 1 + spec.replay.num_speculative_tokens
-            self.cursors = ReplayCursors.allocate(max_num_seqs, spec.replay.ring_len, longest, device)
+        self.undo: Undo = SCHEMES[spec.undo.scheme](spec, max_num_seqs, device, launches)
 
     def build(
         self,
         common: CommonAttentionMetadata,
         block_table: torch.Tensor,
         prev_step: Ints,
-        num_accepted_tokens: Ints,
-        replay: DecodeReplay | None = None,
+        window_rows: Ints,
+        undo: UndoStep = NO_DECODES,
         num_gathers: int | None = None,
     ) -> MambaMetadata:
         """Metadata of one step; that of the step before where nothing of it would differ, as in most steps of decodes.
@@ -174,31 +164,28 @@ class MambaMetadataBuilder:
         Args:
             block_table: [num_reqs_padded, width] int32; padding rows hold the null block.
             prev_step: [num_reqs_padded], the previous step's anchor columns.
-            num_accepted_tokens: [num_reqs_padded], accepted in the previous step, bonus token included; 1 for padding.
-            replay: of the decodes, if there are any, in scheme `replay`: what `commit` gave.
+            window_rows: [num_reqs_padded], where the window begins there; 0 for padding.
+            undo: what the scheme's `prepare` gave.
             num_gathers: changes whenever `block_table` may (`BlockTables.num_gathers`); None: it may have.
         """
         num_rows, split, device = common.num_reqs_padded, common.num_decodes, block_table.device
         anchors = last_scheduled_column(self.spec, common.num_computed_tokens, common.query_lens)
         key: tuple[object, ...] | None = None
-        if num_gathers is not None and replay is None and not common.num_prefills:
-            arrays = common.query_lens, anchors, prev_step, num_accepted_tokens
+        if num_gathers is not None and undo.is_constant and not common.num_prefills:
+            arrays = common.query_lens, anchors, prev_step, window_rows
             key = num_gathers, *(values.tobytes() for values in arrays)
             if self._built is not None and self._built[0] == key:
                 return self._built[1]
         last = self.block_idx_last_scheduled_token[:num_rows]
         prev = self.block_idx_last_scheduled_token_prev_step[:num_rows]
-        accepted = self.num_accepted_tokens[:num_rows]
+        skipped = self.window_rows[:num_rows]
         windows, sources = self.window_indices[:num_rows], self.source_indices[:num_rows]
         states = self.state_indices[:num_rows]
-        for target, values in ((last, anchors), (prev, prev_step), (accepted, num_accepted_tokens)):
+        for target, values in ((last, anchors), (prev, prev_step), (skipped, window_rows)):
             target.copy_(torch.from_numpy(values))
         table = block_table.long()
         windows.copy_(table.gather(1, prev[:, None])[:, 0])
-        if self.cursors is None:
-            sources.copy_(table.gather(1, (prev + accepted - 1)[:, None])[:, 0])
-        else:
-            sources.copy_(windows)  # a prefill leaves its window beside its state
+        sources.copy_(table.gather(1, self.undo.source_columns(prev, skipped)[:, None])[:, 0])
         # A prefill has one state to write, whatever its length.
         num_states = np.where(np.arange(num_rows) < split, common.query_lens, 1)
         owned = self._offsets < torch.from_numpy(num_states).to(device)[:, None]
@@ -225,7 +212,7 @@ class MambaMetadataBuilder:
                 boundary_rows=cuts[0],
                 boundary_offsets=cuts[1],
                 boundary_indices=boundary_indices,
-                chunk_size=CHUNK_BYTES // self.spec.dtypes[0].itemsize,
+                chunk_size=CHUNK_BYTES // self.spec.parts[0].dtype.itemsize,
             )
         built = MambaMetadata(
             num_decodes=split,
@@ -233,48 +220,19 @@ class MambaMetadataBuilder:
             decode_rows=decode_rows,
             prefill_rows=prefill_rows,
             window_indices=windows,
-            num_accepted_tokens=accepted,
+            window_rows=skipped,
+            max_query_len=1 + self.spec.num_speculative_tokens,
+            undo=undo,
             source_indices=sources,
             state_indices=states,
             has_initial_state=initial,
             boundary_rows=boundary_rows,
             boundary_offsets=boundary_offsets,
             boundary_indices=boundary_indices,
-            replay=replay,
             spans=spans,
         )
         self._built = (key, built) if key is not None else None
         return built
-
-    def commit(
-        self, rows: Ints, num_accepted_tokens: Ints, query_lens: Ints, block_table: torch.Tensor
-    ) -> DecodeReplay | None:
-        """Scheme `replay`: decide what each decode of a step folds and replays, and move the cursors past it.
-
-        To be called once per step, before `build`. A row without tokens folds what a boundary demands, nothing else.
-
-        Args:
-            rows: [n], rows of the engine; -1 for padding.
-            num_accepted_tokens: [n], how many tokens the request has gained since the last step of its row began.
-            query_lens: [n].
-            block_table: [n, width] int32.
-        """
-        if self.cursors is None or not len(rows):
-            return None
-        device = block_table.device
-        cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(query_lens)])).to(device)
-        accepted = torch.from_numpy(num_accepted_tokens).to(device)
-        unit = self.spec.block_size if self.spec.mode.keeps_states else None
-        step = (commit if self.launches else commit_reference)(
-            self.cursors, torch.from_numpy(rows).to(device), accepted, cu_seqlens, block_table, unit
-        )
-        return DecodeReplay(step, cu_seqlens)
-
-    def restart(self, rows: Ints, num_computed_tokens: Ints) -> None:
-        """Scheme `replay`: these rows have no history behind so many tokens: new owners, and prefills that will run."""
-        assert self.cursors is not None
-        device = self.cursors.base_pos.device
-        self.cursors.restart(torch.from_numpy(rows).to(device), torch.from_numpy(num_computed_tokens).to(device))
 
 
 def last_scheduled_column(spec: MambaSpec, num_computed_tokens: Ints, query_lens: Ints) -> Ints:
@@ -327,16 +285,17 @@ def boundary_copies(
 def postprocess_mamba(
     copies: BoundaryCopies,
     block_table: torch.Tensor,
-    states: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
-    kernel: int,
+    layers: Sequence[tuple[torch.Tensor, ...]],
+    spec: MambaSpec,
+    copies_states: bool,
 ) -> None:
     """Bring boundary states home, in all layers of a group.
 
     Args:
         block_table: [num_reqs, width] int32, the group's rows of the step's batch.
-        states: of each layer, its convolution windows [num_blocks, kernel - 1 + K, …] and SSM states [num_blocks, …];
-            None in scheme `replay`, where the state at the boundary is not written yet.
-        kernel: width of the convolution.
+        layers: of each layer the parts of its state, [num_blocks, …] each.
+        spec: of the layers.
+        copies_states: also those that are no window (`Undo.copies_states`).
     """
     if not len(copies.rows):
         return
@@ -346,9 +305,13 @@ def postprocess_mamba(
     )
     home = block_table[rows, columns].long()
     window_from = block_table[rows, anchors].long()
-    window_rows = drafts[:, None] + torch.arange(kernel - 1, device=device)
-    for conv_state, ssm_state in states:
-        # Row by row: rows `j …` of a window are no contiguous range in every layout (vllm!45682).
-        conv_state[home, : kernel - 1] = conv_state[window_from[:, None], window_rows]
-        if ssm_state is not None:
-            ssm_state[home] = ssm_state[block_table[rows, anchors + drafts].long()]
+    state_from = block_table[rows, anchors + drafts].long() if copies_states else None
+    for parts in layers:
+        for part, kept in zip(spec.parts, parts, strict=True):
+            if part.role == "window":
+                size = kept.shape[1] - spec.num_speculative_tokens
+                window_rows = drafts[:, None] + torch.arange(size, device=device)
+                # Row by row: rows `j …` of a window are no contiguous range in every layout (vllm!45682).
+                kept[home, :size] = kept[window_from[:, None], window_rows]
+            elif state_from is not None:
+                kept[home] = kept[state_from]

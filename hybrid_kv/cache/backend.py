@@ -41,7 +41,7 @@ class BackendContext:
     def for_layers(cls, platform: str, layers: dict[str, KVCacheSpec]) -> BackendContext:
         """The context of a model whose layers are `layers`."""
         states = [spec for spec in layers.values() if isinstance(spec, MambaSpec)]
-        return cls(platform, any(torch.float32 in spec.dtypes for spec in states))
+        return cls(platform, any(torch.float32 in spec.cache_dtypes for spec in states))
 
 
 class CUDAGraphSupport(enum.IntEnum):
@@ -198,7 +198,7 @@ class _SSMBackend(AttentionBackend):
 
     @classmethod
     def get_kv_cache_shape(cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
-        raise NotImplementedError(f"{cls.name} has no K/V; its views come from MambaSpec.shapes")
+        raise NotImplementedError(f"{cls.name} has no K/V; its views come from MambaSpec.parts")
 
 
 class Mamba2Backend(_SSMBackend):

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
+from typing import Any
 
 import torch
 
 from hybrid_kv.cache.backend import AttentionBackend, AttentionGroup
 from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, MambaSpec, layer_specs
-from hybrid_kv.kernels.replay import ReplayRing
 
 
 def allocate_raw_buffers(config: KVCacheConfig, device: torch.device) -> list[torch.Tensor]:
@@ -51,31 +51,27 @@ def attention_view(
 def mamba_views(raw: torch.Tensor, num_blocks: int, spec: MambaSpec) -> tuple[torch.Tensor, ...]:
     """The parts of one layer's state, each `[num_blocks, *shape]`, one after the other at the start of each page.
 
-    Scheme `replay` keeps a float32 SSM state as two int16 planes of the same bytes, `[num_blocks, 2, *shape]` (see
-    `kernels.replay.split_state`).
+    The undo scheme may store a part as something else of the same bytes (`UndoSpec.stored`).
     """
     views = []
     offset = 0
-    for index, (shape, dtype) in enumerate(zip(spec.shapes, spec.dtypes, strict=True)):
-        if spec.replay is not None and index > 0 and dtype == torch.float32:
-            shape, dtype = (2, *shape), torch.int16
-        stride = (spec.page_size_bytes // dtype.itemsize, *contiguous_stride(shape))
-        views.append(raw.view(dtype).as_strided((num_blocks, *shape), stride, offset // dtype.itemsize))
-        offset += prod(shape) * dtype.itemsize
+    for part in map(spec.undo.stored, spec.parts):
+        stride = (spec.page_size_bytes // part.dtype.itemsize, *contiguous_stride(part.shape))
+        shape = (num_blocks, *part.shape)
+        views.append(raw.view(part.dtype).as_strided(shape, stride, offset // part.dtype.itemsize))
+        offset += part.nbytes
     return tuple(views)
 
 
-def allocate_rings(config: KVCacheConfig, num_rows: int, device: torch.device) -> dict[str, ReplayRing]:
-    """Of every layer in scheme `replay`: the inputs of the last tokens of each row of the engine."""
-    rings = {}
+def allocate_row_memory(config: KVCacheConfig, num_rows: int, device: torch.device) -> dict[str, Any]:
+    """By layer, what the undo scheme keeps for each row of the engine beside the blocks, if it keeps anything."""
+    memory = {}
     for group in config.groups:
         for name, spec in zip(group.layer_names, group.layer_specs, strict=True):
-            if isinstance(spec, MambaSpec) and spec.replay is not None:
-                (heads, head_dim), (groups, state_size), _ = spec.input_shapes
-                rings[name] = ReplayRing.allocate(
-                    num_rows, spec.replay.ring_len, heads, head_dim, groups, state_size, spec.input_dtypes[0], device
-                )
-    return rings
+            own = spec.undo.allocate(spec.inputs, num_rows, device) if isinstance(spec, MambaSpec) else None
+            if own is not None:
+                memory[name] = own
+    return memory
 
 
 def split_kv(view: torch.Tensor, backend: type[AttentionBackend]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,8 +9,8 @@ its running state (see `attention.mamba`). A column without a block holds the nu
   that a chunk jumps over never get a block: a request holds at most 2 + K.
 - Mode `all`: a state at every boundary, all kept until the request ends: `ceil(tokens / block_size) + K`.
 
-In state scheme `replay` no column is for drafts, and states are written some tokens late (`num_flushed_tokens`): only
-then is that of a column published, and are the columns before it given back.
+An undo scheme may write states some tokens late (`num_flushed_tokens`): only then is that of a column published, and
+are the columns before it given back.
 
 A block is *published* under the hash of all tokens up to its end once it holds exactly their K/V or the state after
 them: after the step that computed them, never when it is scheduled (vllm!56525), and only as far as tokens are known
@@ -32,7 +32,14 @@ from hybrid_kv.cache.block_hash import BlockHashes
 from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockIds, BlockKey, BlockPool
 from hybrid_kv.cache.columns import NO_HIT, NO_IDS, Columns, NewBlocks, PrefixHit
 from hybrid_kv.cache.offload import KVOffload
-from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec, UniformTypeKVCacheSpecs
+from hybrid_kv.cache.spec import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MambaSpec,
+    UndoSpec,
+    UniformTypeKVCacheSpecs,
+)
 from hybrid_kv.cache.watch import CacheWatcher
 from hybrid_kv.config import ConfigError
 from hybrid_kv.kernels.common.integers import cdiv
@@ -104,7 +111,7 @@ class KVCacheManager:
                 )
             # More, and a step could pass two boundaries.
             needed = 1 + spec.num_speculative_tokens
-            if mode.gives_back and spec.replay is None:
+            if mode.gives_back and not spec.undo.writes_late:
                 needed += num_uncertain_tokens
             if mode.keeps_states and spec.block_size < needed:
                 raise ConfigError(
@@ -128,6 +135,16 @@ class KVCacheManager:
 
     def _with_lookahead(self, num_tokens: int) -> int:
         return min(num_tokens + self.num_lookahead_tokens, self.max_model_len or num_tokens)
+
+    @property
+    def undo(self) -> UndoSpec:
+        """How the groups of states undo rejected drafts."""
+        return self._states.undo if self._states is not None else UndoSpec()
+
+    @property
+    def states_block_size(self) -> int | None:
+        """Tokens between the states that are kept; None if none are."""
+        return self._states.block_size if self._states is not None and self._states.mode.keeps_states else None
 
     @property
     def keeps_inside(self) -> bool:
@@ -209,7 +226,7 @@ class KVCacheManager:
         num_new_tokens: int,
         is_decode: bool = False,
         hit: PrefixHit = NO_HIT,
-        num_flushed_tokens: int | None = None,
+        num_seen_tokens: int = 0,
     ) -> NewBlocks | None:
         """Make room for `num_new_tokens` tokens behind `num_computed_tokens`.
 
@@ -220,7 +237,7 @@ class KVCacheManager:
             num_computed_tokens: confirmed ones; drafts that may still be rejected do not count (vllm!33997).
             is_decode: the step verifies drafts (possibly none), so it needs columns for 1 + K states.
             hit: of a request that starts; then `num_computed_tokens` is its length.
-            num_flushed_tokens: the state that the next step reads has seen so many; None: all that are computed.
+            num_seen_tokens: by the state that the next step reads (`UndoSpec.num_seen`); of a request that starts, any.
 
         Raises:
             HitLostError: what the hit needs of the offload tier is not there any more; look again without the tier.
@@ -230,9 +247,8 @@ class KVCacheManager:
         rows = self._held.get(request_id)
         if rows is None:
             return self._admit(request_id, end, ahead, is_decode, hit)
-        used = num_computed_tokens if num_flushed_tokens is None else num_flushed_tokens
         if self._giving_back:
-            self._give_back(request_id, rows, used)
+            self._give_back(request_id, rows, num_seen_tokens)
         counts, needed = self._count_missing(rows, end, ahead, is_decode)
         if not any(counts):
             return self._nothing
@@ -371,23 +387,21 @@ class KVCacheManager:
         token_ids: Sequence[int],
         num_computed_tokens: int,
         is_decode: bool,
-        num_flushed_tokens: int | None = None,
+        num_flushed_tokens: int,
     ) -> None:
         """Publish what a step has completed.
 
         Args:
             token_ids: of the request, at least `num_computed_tokens`.
             num_computed_tokens: accepted tokens in the cache after the step.
-            num_flushed_tokens: of them, those that the Mamba states have seen: in scheme `replay` a state is written
-                one step after its last token. None: all.
+            num_flushed_tokens: of them, those that the Mamba states in blocks have seen (`UndoSpec.num_flushed`).
         """
         if not self.enable_prefix_caching:
             return
-        flushed = num_computed_tokens if num_flushed_tokens is None else num_flushed_tokens
         published: list[tuple[BlockKey, int]] = []
         for index, (group, row) in enumerate(zip(self._groups, self._held[request_id], strict=True)):
             block_size, mode = group.block_size, group.mode
-            first, end = row.published, (num_computed_tokens if mode is None else flushed) // block_size
+            first, end = row.published, (num_computed_tokens if mode is None else num_flushed_tokens) // block_size
             if first >= end:
                 continue
             chain = hashes.chain(block_size, token_ids, num_computed_tokens)

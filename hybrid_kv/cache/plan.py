@@ -134,9 +134,7 @@ def _align_hybrid(
     return BlockSizes(block_size, mamba_block_size, block_size * token_bytes, state_bytes)
 
 
-def apply_block_sizes(
-    layers: dict[str, KVCacheSpec], sizes: BlockSizes, mode: str, num_speculative_blocks: int = 0
-) -> dict[str, KVCacheSpec]:
+def apply_block_sizes(layers: dict[str, KVCacheSpec], sizes: BlockSizes, mode: str) -> dict[str, KVCacheSpec]:
     """The same layers with the decided block sizes and the padded Mamba page."""
     result: dict[str, KVCacheSpec] = {}
     for name, spec in layers.items():
@@ -147,7 +145,6 @@ def apply_block_sizes(
                 block_size=sizes.mamba_block_size,
                 page_size_padded=sizes.page_size_bytes,
                 mamba_cache_mode=mode,
-                num_speculative_blocks=0 if spec.replay is not None else num_speculative_blocks,
             )
         else:
             token_bytes = with_block_size(spec, 1).page_size_bytes
@@ -163,7 +160,7 @@ class CachePlan:
     config: KVCacheConfig
     kernel_block_sizes: tuple[int, ...]
     max_model_len: int
-    max_num_seqs: int = 0  # rows with a ring in scheme `replay`
+    max_num_seqs: int = 0  # rows of the engine
     notes: tuple[str, ...] = ()
 
     @property
@@ -171,9 +168,9 @@ class CachePlan:
         return self.config.num_blocks - 1
 
     @property
-    def ring_bytes(self) -> int:
-        """Bytes of the rings of all rows, beside the blocks."""
-        return self.max_num_seqs * self.config.ring_bytes_per_row
+    def row_bytes(self) -> int:
+        """Bytes that the undo scheme keeps for all rows, beside the blocks."""
+        return self.max_num_seqs * self.config.bytes_per_row
 
     @property
     def blocks_per_request(self) -> int:
@@ -216,22 +213,22 @@ def plan_cache(
     context: BackendContext,
     max_model_len: int,
     mamba_chunk_size: int | None = None,
-    num_speculative_tokens: int = 0,
     max_num_seqs: int = 0,
 ) -> CachePlan:
     """Plan the pool: block sizes, groups, number of blocks.
 
     Args:
-        max_num_seqs: rows of the engine; `memory_bytes` pays for their rings in scheme `replay`.
+        layers: what undoing drafts takes is in them already (`cache.spec.with_undo`).
+        max_num_seqs: rows of the engine; `memory_bytes` pays for what the undo scheme keeps for them.
 
     Raises:
         ConfigError: the memory holds no whole request; the message names both sizes and a flag that helps.
     """
     sizes = update_block_size_for_backend(layers, cache, backend, context, max_model_len, mamba_chunk_size)
-    specs = apply_block_sizes(layers, sizes, cache.mamba_cache_mode, num_speculative_tokens)
+    specs = apply_block_sizes(layers, sizes, cache.mamba_cache_mode)
     groups = group_layers(specs)
     bytes_per_block = sizes.page_size_bytes * max(len(group.layer_names) for group in groups)
-    rings = max_num_seqs * KVCacheConfig(0, groups).ring_bytes_per_row
+    rings = max_num_seqs * KVCacheConfig(0, groups).bytes_per_row
     if cache.num_blocks is not None:
         num_blocks = cache.num_blocks
     elif cache.memory_bytes is not None:
@@ -308,17 +305,16 @@ def _padding_notes(
     return [note]
 
 
-def _describe_rings(plan: CachePlan) -> dict[str, Any]:
-    """The rings of scheme `replay`, if there are any."""
+def _describe_rows(plan: CachePlan) -> dict[str, Any]:
+    """What the undo scheme keeps beside the blocks, if it keeps anything."""
     specs = [spec for group in plan.config.groups for spec in group.layer_specs if isinstance(spec, MambaSpec)]
-    if not specs or specs[0].replay is None:
+    if not plan.config.bytes_per_row:
         return {}
-    return {
-        "ring_len": specs[0].replay.ring_len,
-        "ring_bytes_per_row_and_layer": specs[0].ring_bytes,
-        "ring_bytes_per_row": plan.config.ring_bytes_per_row,
+    return specs[0].undo.describe() | {
+        "ring_bytes_per_row_and_layer": specs[0].row_bytes,
+        "ring_bytes_per_row": plan.config.bytes_per_row,
         "ring_rows": plan.max_num_seqs,
-        "ring_total_bytes": plan.ring_bytes,
+        "ring_total_bytes": plan.row_bytes,
     }
 
 
@@ -346,7 +342,7 @@ def describe(plan: CachePlan) -> dict[str, Any]:
         "unused_layer_slots": plan.unused_layer_slots,
         "num_blocks": plan.config.num_blocks,
         "total_bytes": plan.config.total_bytes,
-        **_describe_rings(plan),
+        **_describe_rows(plan),
         "max_model_len": plan.max_model_len,
         "longest_request": plan.longest_request,
         "blocks_per_request": plan.blocks_per_request,

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from hybrid_kv.cache.modes import MODES, Mode
-from hybrid_kv.config import CacheConfig, ConfigError
+from hybrid_kv.config import ConfigError
 from hybrid_kv.kernels.common.integers import cdiv
-from hybrid_kv.kernels.replay import default_ring_len, shortest_ring_len
 
 
 @dataclass(frozen=True)
@@ -69,48 +69,113 @@ class FullAttentionSpec(KVCacheSpec):
 
 
 @dataclass(frozen=True)
-class ReplaySpec:
-    """State scheme `replay`: states are written now and then, the inputs of the tokens since are kept in a ring.
+class StatePart:
+    """One tensor of a layer's state in a block, or of what one token feeds to its recurrence.
 
-    `ring_len` tokens for each row of the engine. With asynchronous scheduling `num_uncertain_tokens` more of a step
-    that is under way are not known when columns are chosen.
+    Attributes:
+        role: `window`: rows of inputs, the oldest first; a rejected draft is undone by reading from an earlier row.
+            `state`: undone by the scheme (`UndoSpec`).
     """
 
-    num_speculative_tokens: int
-    ring_len: int
-    num_uncertain_tokens: int = 0
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    role: Literal["window", "state"] = "state"
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def window_and_states(
+    window: tuple[tuple[int, ...], torch.dtype], *states: tuple[tuple[int, ...], torch.dtype]
+) -> tuple[StatePart, ...]:
+    """The parts `conv`, `ssm`, `ssm1` … of a layer with a convolution, each from its shape and dtype."""
+    names = ["ssm", *(f"ssm{i}" for i in range(1, len(states)))]
+    return (
+        StatePart("conv", *window, role="window"),
+        *(StatePart(name, *state) for name, state in zip(names, states, strict=False)),
+    )
+
+
+@dataclass(frozen=True)
+class UndoSpec:
+    """What undoing rejected drafts takes of the cache. `attention.undo` has the schemes.
+
+    This one, scheme `slots`, takes blocks alone: one for the state after each draft.
+
+    Attributes:
+        num_speculative_tokens: K.
+        scheme: which one it is, a key of `attention.undo.SCHEMES`.
+        needs_inputs: it keeps what tokens feed to the recurrence, so the layer must say what that is.
+        writes_late: states are written some tokens after those were computed (`num_flushed_tokens`).
+    """
+
+    num_speculative_tokens: int = 0
+    scheme: ClassVar[str] = "slots"
+    needs_inputs: ClassVar[bool] = False
+    writes_late: ClassVar[bool] = False
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of a request for the states of drafts."""
+        return self.num_speculative_tokens
 
     def most_columns_behind(self, block_size: int) -> int:
-        """Mode align: how many columns before that of the last scheduled token a request may hold.
+        """Mode align: how many columns before that of the last scheduled token a request may hold."""
+        return 1
 
-        The oldest one is that of the base, the state that the last step started from. The tokens behind the base lie in
-        the ring, and so will the step's, and a step that finds a boundary passed folds them up to there: the one before
-        found less than a block behind the base, and left at most 1 + K more.
+    def bytes_per_row(self, inputs: Sequence[StatePart]) -> int:
+        """Bytes beside the blocks, for each row of the engine in one layer."""
+        return 0
+
+    def stored(self, part: StatePart) -> StatePart:
+        """What a part looks like in its block; the bytes are the same."""
+        return part
+
+    def allocate(self, inputs: Sequence[StatePart], num_rows: int, device: torch.device) -> Any:
+        """The memory of `bytes_per_row`, for all rows; None if there is none."""
+        return None
+
+    def describe(self) -> dict[str, Any]:
+        """Its own sizes, for the plan, in JSON types."""
+        return {}
+
+    def num_seen(self, num_flushed_tokens: int, num_computed_tokens: int) -> int:
+        """How many tokens the state that the next step starts from has seen."""
+        return num_computed_tokens
+
+    def num_flushed(
+        self, before: int, start: int, num_tokens: int, num_computed_tokens: int, block_size: int | None
+    ) -> int:
+        """How many tokens the states have seen after a decode.
+
+        Args:
+            before: the same before it.
+            start: where it began.
+            num_tokens: that it ran, drafts included.
+            num_computed_tokens: accepted ones in the cache after it.
+            block_size: of a column; None where no state is kept.
         """
-        longest = 1 + self.num_speculative_tokens
-        span = min(self.ring_len, block_size - 1 + 2 * longest) + self.num_uncertain_tokens
-        return cdiv(span, block_size)
+        return num_computed_tokens
 
 
 @dataclass(frozen=True)
 class MambaSpec(KVCacheSpec):
-    """One recurrent state a page: `shapes` and `dtypes` of its parts (convolution window first, then SSM state).
+    """One recurrent state a page: its parts, one after the other.
 
-    The convolution part has `conv_kernel - 1 + K` rows when K draft tokens are verified per step, so that a rejected
-    draft can be undone. `page_size_padded` is the attention page of the same pool.
+    A window has `kernel - 1 + K` rows when K draft tokens are verified per step, so that a rejected draft can be
+    undone. `page_size_padded` is the attention page of the same pool.
 
-    `input_shapes` and `input_dtypes` are what a token feeds to the recurrence; a layer without any cannot `replay`.
+    `inputs` are what a token feeds to the recurrence; a layer that does not say cannot be undone by running it again.
     """
 
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[torch.dtype, ...]
+    parts: tuple[StatePart, ...]
     page_size_padded: int | None = None
     mamba_type: str = "mamba2"
     mamba_cache_mode: str = "none"
-    num_speculative_blocks: int = 0  # of scheme `slots`, for the states of draft tokens
-    input_shapes: tuple[tuple[int, ...], ...] = ()
-    input_dtypes: tuple[torch.dtype, ...] = ()
-    replay: ReplaySpec | None = None  # None: scheme `slots`
+    undo: UndoSpec = UndoSpec()
+    inputs: tuple[StatePart, ...] = ()
 
     def __post_init__(self) -> None:
         if self.page_size_padded is not None and self.page_size_padded < self.state_bytes:
@@ -118,13 +183,14 @@ class MambaSpec(KVCacheSpec):
                 f"the padded Mamba page ({self.page_size_padded} B) is smaller than the state ({self.state_bytes} B)"
             )
         offset = 0
-        for shape, dtype in zip(self.shapes, self.dtypes, strict=True):
-            if offset % dtype.itemsize or (self.page_size_padded or 0) % dtype.itemsize:
+        for part in self.parts:
+            size = part.dtype.itemsize
+            if offset % size or (self.page_size_padded or 0) % size:
                 raise ConfigError(
-                    f"a {dtype} state part at byte {offset} of a {self.page_size_bytes} B page is not aligned to "
-                    f"{dtype.itemsize} B; give all state parts one dtype"
+                    f"a {part.dtype} state part at byte {offset} of a {self.page_size_bytes} B page is not aligned to "
+                    f"{size} B; give all state parts one dtype"
                 )
-            offset += prod(shape) * dtype.itemsize
+            offset += part.nbytes
 
     @property
     def mode(self) -> Mode:
@@ -134,24 +200,26 @@ class MambaSpec(KVCacheSpec):
     @property
     def state_bytes(self) -> int:
         """Bytes of the state itself, without padding."""
-        return sum(prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
+        return sum(part.nbytes for part in self.parts)
 
     @property
     def num_speculative_tokens(self) -> int:
-        """K: the convolution window has as many rows more."""
-        return self.num_speculative_blocks if self.replay is None else self.replay.num_speculative_tokens
+        """K: each window has as many rows more."""
+        return self.undo.num_speculative_tokens
 
     @property
-    def ring_bytes(self) -> int:
-        """Bytes of the ring of one row in scheme `replay`, beside the pages."""
-        if self.replay is None:
-            return 0
-        pairs = zip(self.input_shapes, self.input_dtypes, strict=True)
-        return self.replay.ring_len * sum(prod(shape) * dtype.itemsize for shape, dtype in pairs)
+    def num_speculative_blocks(self) -> int:
+        """Blocks of a request for the states of drafts."""
+        return self.undo.num_blocks
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that a row of the engine takes beside the pages."""
+        return self.undo.bytes_per_row(self.inputs)
 
     @property
     def cache_dtypes(self) -> tuple[torch.dtype, ...]:
-        return self.dtypes
+        return tuple(part.dtype for part in self.parts)
 
     @property
     def page_size_bytes(self) -> int:
@@ -160,16 +228,14 @@ class MambaSpec(KVCacheSpec):
     def max_blocks_per_request(self, max_model_len: int) -> int:
         """`none`: the running state. `align`: the running one and the last boundary's. `all`: one per boundary.
 
-        In each mode K more for the states of draft tokens (vllm!41233 added them to mode `all`). Scheme `replay` has no
-        such states; in mode `align` it holds the base that it replays from until a later state is written, which with
-        blocks longer than the ring is the last boundary's at most.
+        In each mode as many more as the undo scheme has for drafts (vllm!41233 added them to mode `all`).
         """
         columns = self.mode.num_columns(max_model_len, self.block_size)
-        behind = 1 if self.replay is None else self.replay.most_columns_behind(self.block_size)
+        behind = self.undo.most_columns_behind(self.block_size)
         return self.mode.held_at_most(columns, behind) + self.num_speculative_blocks
 
     def max_memory_usage_bytes(self, max_model_len: int) -> int:
-        return super().max_memory_usage_bytes(max_model_len) + self.ring_bytes
+        return super().max_memory_usage_bytes(max_model_len) + self.row_bytes
 
     def block_table_width(self, max_model_len: int) -> int:
         """`align` and `all` index the row by position, so boundaries that are no longer held keep their column."""
@@ -264,10 +330,10 @@ class KVCacheConfig:
         return self.num_blocks * sum(self.buffer_page_sizes)
 
     @property
-    def ring_bytes_per_row(self) -> int:
-        """Bytes that scheme `replay` keeps for each row of the engine beside the blocks, over all layers."""
+    def bytes_per_row(self) -> int:
+        """Bytes that the undo scheme keeps for each row of the engine beside the blocks, over all layers."""
         specs = (spec for group in self.groups for spec in group.layer_specs)
-        return sum(spec.ring_bytes for spec in specs if isinstance(spec, MambaSpec))
+        return sum(spec.row_bytes for spec in specs if isinstance(spec, MambaSpec))
 
     def max_blocks_per_request(self, max_model_len: int) -> int:
         """Blocks that one request of `max_model_len` tokens can hold at once, over all groups."""
@@ -303,42 +369,20 @@ def with_block_size(spec: KVCacheSpec, block_size: int) -> KVCacheSpec:
     return replace(spec, block_size=block_size)
 
 
-def with_speculation(spec: KVCacheSpec, num_speculative_tokens: int, replay: ReplaySpec | None = None) -> KVCacheSpec:
-    """The same layer when K drafts are verified per step: K more rows in the convolution window, and K more states.
-
-    With `replay` a ring in place of these states.
+def with_undo(spec: KVCacheSpec, undo: UndoSpec) -> KVCacheSpec:
+    """The same layer when drafts are undone so: as many rows more in each window as there are drafts.
 
     Raises:
-        ConfigError: the layer cannot replay.
+        ConfigError: the scheme keeps inputs, and the layer does not say what they are.
     """
     if not isinstance(spec, MambaSpec):
         return spec
-    if replay is not None and not spec.input_shapes:
-        raise ConfigError(f'state_scheme="replay" is for Mamba-2 layers, not {spec.mamba_type}; use slots')
-    (rows, *channels), *others = spec.shapes
-    more = num_speculative_tokens - spec.num_speculative_tokens
-    shapes = ((rows + more, *channels), *others)
-    blocks = num_speculative_tokens if replay is None else 0
-    return replace(spec, shapes=shapes, num_speculative_blocks=blocks, replay=replay)
+    if undo.needs_inputs and not spec.inputs and any(part.role == "state" for part in spec.parts):
+        raise ConfigError(f'state_scheme="{undo.scheme}" is for Mamba-2 layers, not {spec.mamba_type}; use slots')
+    more = undo.num_speculative_tokens - spec.num_speculative_tokens
 
+    def grown(part: StatePart) -> StatePart:
+        rows, *channels = part.shape
+        return replace(part, shape=(rows + more, *channels)) if part.role == "window" else part
 
-def replay_spec(
-    cache: CacheConfig, num_speculative_tokens: int, is_async: bool, specs: Sequence[KVCacheSpec]
-) -> ReplaySpec | None:
-    """What `cache` makes of the layers: None in scheme `slots`.
-
-    Raises:
-        ConfigError: the ring is too short, or no layer has a state.
-    """
-    if cache.state_scheme == "slots":
-        return None
-    if not any(isinstance(spec, MambaSpec) for spec in specs):
-        raise ConfigError('state_scheme="replay": the model has no Mamba layer; use slots')
-    longest = 1 + num_speculative_tokens
-    ring_len = cache.replay_ring_len or default_ring_len(longest)
-    if ring_len < (least := shortest_ring_len(longest)):
-        raise ConfigError(
-            f"replay_ring_len={ring_len} is too short for num_speculative_tokens={num_speculative_tokens}, which needs "
-            f"{least}; raise it or leave it out"
-        )
-    return ReplaySpec(num_speculative_tokens, ring_len, longest if is_async else 0)
+    return replace(spec, parts=tuple(map(grown, spec.parts)), undo=undo)

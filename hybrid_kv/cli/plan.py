@@ -50,9 +50,10 @@ def plan(
     out: OutFile = None,
 ) -> None:
     """Print block sizes, padding, groups and capacity of a model's cache. Nothing is allocated."""
+    from hybrid_kv.attention.undo import undo_spec
     from hybrid_kv.cache.backend import BackendContext, get_backend
     from hybrid_kv.cache.plan import describe, plan_cache
-    from hybrid_kv.cache.spec import replay_spec, with_speculation
+    from hybrid_kv.cache.spec import with_undo
     from hybrid_kv.config import CacheConfig, ConfigError, SchedulerConfig
     from hybrid_kv.files import check_outputs
     from hybrid_kv.models.shapes import model_shape
@@ -75,10 +76,10 @@ def plan(
         raise ConfigError(f"{config} names no max_position_embeddings; give --max-model-len")
     attention = get_backend(backend, platform)
     K, rows = num_speculative_tokens, max_num_seqs or SchedulerConfig().max_num_seqs
-    replay = replay_spec(cache, K, False, list(shape.layers.values()))
-    layers = {name: with_speculation(spec, K, replay) for name, spec in shape.layers.items()}
+    undo = undo_spec(cache, K, False, list(shape.layers.values()))
+    layers = {name: with_undo(spec, undo) for name, spec in shape.layers.items()}
     context = BackendContext.for_layers(platform, layers)
-    result = plan_cache(layers, cache, attention, context, model_len, shape.mamba_chunk_size, K, rows)
+    result = plan_cache(layers, cache, attention, context, model_len, shape.mamba_chunk_size, rows)
     document = {
         "model_type": shape.model_type,
         "num_hidden_layers": shape.num_hidden_layers,

@@ -11,17 +11,18 @@ from typing import Any, cast
 import psutil
 import torch
 
+from hybrid_kv.attention.undo import undo_spec
 from hybrid_kv.cache.backend import AttentionBackend, BackendContext, get_backend
 from hybrid_kv.cache.manager import KVCacheManager
 from hybrid_kv.cache.offload import KVOffload, check_offloadable
 from hybrid_kv.cache.plan import CachePlan, apply_block_sizes, plan_cache, update_block_size_for_backend
-from hybrid_kv.cache.spec import KVCacheConfig, KVCacheSpec, MambaSpec, group_layers, replay_spec, with_speculation
+from hybrid_kv.cache.spec import KVCacheConfig, KVCacheSpec, group_layers, with_undo
 from hybrid_kv.config import CacheConfig, ConfigError, EngineConfig, SchedulerConfig
 from hybrid_kv.engine.runner import ModelRunner, Proposer
 from hybrid_kv.engine.scheduler import Scheduler
 from hybrid_kv.engine.text import Tokenizer
 from hybrid_kv.models.interface import DraftHead, Model
-from hybrid_kv.models.loader import check_model, fingerprint, load_eos_token_ids, load_head, load_model, load_tokenizer
+from hybrid_kv.models.loader import fingerprint, load_eos_token_ids, load_head, load_model, load_tokenizer
 from hybrid_kv.sanitizer import Sanitizer
 from hybrid_kv.spec_decode.propose import NgramProposer
 
@@ -78,7 +79,7 @@ def build(
             runner.raw_buffers,
             config.scheduler,
             config.cache.kv_offload_folder is None,
-            runner.rings,
+            runner.row_memory,
             head.layer_specs if head is not None else (),
         )
         runner.watchers.append(sanitizer)
@@ -130,7 +131,6 @@ def _load(
     """The model, its tokenizer and the tokens that end a text."""
     eos_token_ids: frozenset[int] = frozenset()
     if isinstance(model, str | Path):
-        check_model(model, config)  # before transformers reads the same file, and says less
         tokenizer = tokenizer or load_tokenizer(model)
         eos_token_ids = load_eos_token_ids(model)
         model = load_model(model, config, device)
@@ -158,8 +158,8 @@ def _layer_specs(target: Model, head: DraftHead | None, config: EngineConfig) ->
     """Of the model's layers and the head's, with what their drafts need."""
     layers = target.layer_specs | (head.layer_specs if head is not None else {})
     K = config.speculative.num_speculative_tokens
-    replay = replay_spec(config.cache, K, config.async_scheduling, list(layers.values()))
-    return {name: with_speculation(spec, K, replay) for name, spec in layers.items()}
+    undo = undo_spec(config.cache, K, config.async_scheduling, list(layers.values()))
+    return {name: with_undo(spec, undo) for name, spec in layers.items()}
 
 
 def _plan(
@@ -176,8 +176,7 @@ def _plan(
     cache, arguments = config.cache, (backend, context, config.scheduler.max_model_len, mamba_chunk_size)
     if cache.num_blocks is None and cache.memory_bytes is None:
         cache = replace(cache, num_blocks=_default_num_blocks(layers, config, arguments, device))
-    K, rows = config.speculative.num_speculative_tokens, config.scheduler.max_num_seqs
-    plan = plan_cache(layers, cache, *arguments, K, rows)
+    plan = plan_cache(layers, cache, *arguments, config.scheduler.max_num_seqs)
     if _has_offload(cache):
         check_offloadable(plan.config, plan.sizes.block_size)
     return plan
@@ -185,7 +184,7 @@ def _plan(
 
 def _check_memory(plan: CachePlan, limits: SchedulerConfig, device: torch.device) -> None:
     """Refuse what cannot be allocated before any of it is: zeroed memory is granted first and missed later."""
-    cache = plan.config.total_bytes + plan.ring_bytes
+    cache = plan.config.total_bytes + plan.row_bytes
     widths = [
         group.spec.block_table_width(limits.max_model_len) * (group.spec.block_size // kernel_block_size)
         for group, kernel_block_size in zip(plan.config.groups, plan.kernel_block_sizes, strict=True)
@@ -208,14 +207,14 @@ def _default_num_blocks(
     layers: dict[str, KVCacheSpec], config: EngineConfig, arguments: tuple[Any, ...], device: torch.device
 ) -> int:
     """Room for `max_num_seqs` requests of full length, within 1 GiB on a CPU or 90 % of a GPU's free memory."""
-    scheduler, K = config.scheduler, config.speculative.num_speculative_tokens
+    scheduler = config.scheduler
     sizes = update_block_size_for_backend(layers, config.cache, *arguments)
-    groups = group_layers(apply_block_sizes(layers, sizes, config.cache.mamba_cache_mode, K))
+    groups = group_layers(apply_block_sizes(layers, sizes, config.cache.mamba_cache_mode))
     wanted = 1 + scheduler.max_num_seqs * sum(g.spec.max_blocks_per_request(scheduler.max_model_len) for g in groups)
     memory = DEFAULT_CPU_CACHE_BYTES
     if device.type == "cuda":
         memory = torch.cuda.mem_get_info(device)[0] * 9 // 10
-    memory -= scheduler.max_num_seqs * KVCacheConfig(0, groups).ring_bytes_per_row
+    memory -= scheduler.max_num_seqs * KVCacheConfig(0, groups).bytes_per_row
     return max(2, min(wanted, memory // (sizes.page_size_bytes * max(len(group.layer_names) for group in groups))))
 
 
@@ -231,12 +230,11 @@ def _manager(plan: CachePlan, config: EngineConfig, head: DraftHead | None) -> K
 
 
 def _scheduler(plan: CachePlan, manager: KVCacheManager, runner: ModelRunner, config: EngineConfig) -> Scheduler:
-    specs = [spec for group in plan.config.groups if isinstance(spec := group.spec, MambaSpec)]
     return Scheduler(
         config.scheduler,
         manager,
         config.speculative.num_speculative_tokens,
-        runner.fold if any(spec.replay is not None for spec in specs) else None,
+        runner.fold,
     )
 
 

@@ -176,15 +176,14 @@ class LLM:
             request.in_flight = None
             if request.is_finished or request.request_id in self._aborted:
                 continue
-            flushed = output.num_flushed_tokens.get(request.request_id)
-            reason = self._update(item, output.tokens.get(request.request_id, []), flushed)
+            reason = self._update(item, output.tokens.get(request.request_id, []))
             request.draft_token_ids = output.drafts.get(request.request_id, []) if not item.is_stale else []
             if reason is not None:
                 self.scheduler.finish(request)
                 finished.append((request, reason))
         return finished + self._drop_aborted()
 
-    def _update(self, item: ScheduledRequest, sampled: list[int], num_flushed_tokens: int | None) -> str | None:
+    def _update(self, item: ScheduledRequest, sampled: list[int]) -> str | None:
         """Take a step's tokens one by one, up to the one that ends the request, if any does."""
         request = item.request
         known = len(request.output_token_ids)
@@ -196,7 +195,7 @@ class LLM:
                 break
         kept = len(request.output_token_ids) - known
         del request.output_token_ids[known:]
-        self.scheduler.update(item, sampled, kept, num_flushed_tokens)
+        self.scheduler.update(item, sampled, kept)
         return reason
 
     def _finish_reason(self, request: Request, token: int) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any, Protocol
 
@@ -13,13 +13,13 @@ import torch
 
 from hybrid_kv.attention.common import CommonAttentionMetadata
 from hybrid_kv.attention.mamba import (
-    DecodeReplay,
     MambaMetadataBuilder,
     boundary_copies,
     last_scheduled_column,
     postprocess_mamba,
 )
 from hybrid_kv.attention.paged import Compute, build_paged_attention_metadata, compute_of
+from hybrid_kv.attention.undo import UndoStep
 from hybrid_kv.cache.backend import (
     AttentionBackend,
     AttentionGroup,
@@ -29,11 +29,12 @@ from hybrid_kv.cache.backend import (
     init_attn_backend,
 )
 from hybrid_kv.cache.block_table import BlockTables, LaunchedBlockTables
-from hybrid_kv.cache.layout import allocate_raw_buffers, allocate_rings, bind_views
+from hybrid_kv.cache.layout import allocate_raw_buffers, allocate_row_memory, bind_views
 from hybrid_kv.cache.plan import CachePlan
 from hybrid_kv.cache.spec import FullAttentionSpec, MambaSpec
 from hybrid_kv.config import EngineConfig
 from hybrid_kv.engine.drafter import MTPDrafter
+from hybrid_kv.engine.state_cursor import StateCursor
 from hybrid_kv.kernels.common.launch import FLOATS, choose
 from hybrid_kv.models.interface import DraftHead, Model
 from hybrid_kv.models.layers import ForwardContext
@@ -62,24 +63,19 @@ class Proposer(Protocol):
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What ran, and by request id: the tokens that it gave, and the drafts that follow them.
-
-    `num_flushed_tokens`, in scheme `replay`: how many tokens the last written state of each request has seen.
-    """
+    """What ran, and by request id: the tokens that it gave, and the drafts that follow them."""
 
     batch: list[ScheduledRequest]
     tokens: dict[str, list[int]]
     drafts: dict[str, list[int]]
-    num_flushed_tokens: dict[str, int] = field(default_factory=dict)
 
 
 class ModelRunner:
     """Owns the cache memory, the block tables and every buffer that a captured graph would read.
 
     A request's tokens live in row `request.row` of `token_ids` while it runs, and so does what the next step must know
-    of the last one: the anchor column of its Mamba states and how many tokens it accepted (see `attention.mamba`), and
-    in scheme `replay` the inputs of its last tokens, in `rings`. The batch is ordered decodes first; a pure decode step
-    is padded to a captured size with rows on the null block.
+    of the last one, in `cursors`, and what the undo scheme keeps of it, in `row_memory`. The batch is ordered decodes
+    first; a pure decode step is padded to a captured size with rows on the null block.
     """
 
     def __init__(
@@ -101,7 +97,7 @@ class ModelRunner:
         self.raw_buffers = allocate_raw_buffers(plan.config, device)
         self.views = bind_views(plan.config, self.groups, self.raw_buffers)
         max_num_seqs = config.scheduler.max_num_seqs
-        self.rings = allocate_rings(plan.config, max_num_seqs, device)
+        self.row_memory = allocate_row_memory(plan.config, max_num_seqs, device)
         max_model_len = config.scheduler.max_model_len
         self._captured = [size for size in config.captured_batch_sizes if size <= max_num_seqs]
         if get_attention_cg_support_info(self.groups) == CUDAGraphSupport.NEVER:
@@ -116,10 +112,9 @@ class ModelRunner:
             max_tokens,
             [group.spec.block_table_width(max_model_len) for group in self.groups],
             device,
-            self._slot_groups,
         )
         launches = self.kernels == "triton"
-        self.block_tables = LaunchedBlockTables(*sizes) if launches else BlockTables(*sizes)
+        self.block_tables = LaunchedBlockTables(*sizes, self._slot_groups) if launches else BlockTables(*sizes)
         self._computes = {group_id: self._compute(self.groups[group_id]) for group_id in self._slot_groups}
         self.builders = {
             group.group_id: MambaMetadataBuilder(group.spec, max_num_seqs, device, launches)
@@ -128,9 +123,7 @@ class ModelRunner:
         }
         # Mamba layers have one block size, so one anchor serves all of their groups.
         self._mamba_spec = next((builder.spec for builder in self.builders.values()), None)
-        self.block_idx_last_scheduled_token_prev_step = np.zeros(max_num_seqs, dtype=np.int64)
-        self.num_accepted_tokens = np.ones(max_num_seqs, dtype=np.int64)
-        self.num_computed_tokens_prev_step = np.zeros(max_num_seqs, dtype=np.int64)  # before that step
+        self.cursors = StateCursor(max_num_seqs)
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)  # known ones, in `token_ids`
         self._drafts: list[list[int]] = [[] for _ in range(max_num_seqs)]
@@ -188,42 +181,28 @@ class ModelRunner:
         sampled = {item.request.request_id: new for item, new in zip(batch, tokens, strict=True) if new}
         for item in batch:
             self._drafts[item.request.row] = drafts.get(item.request.request_id, [])
-        return StepOutput(batch, sampled, drafts, self._num_flushed_tokens(batch))
+        return StepOutput(batch, sampled, drafts)
 
     @torch.inference_mode()
     def fold(self, request: Request) -> None:
-        """Scheme `replay`: write the state at the last block boundary among a request's tokens, before it gives up its
-        row and its blocks.
+        """Write the state at the last block boundary among a request's tokens, before it gives up its row and blocks.
 
-        It is in the ring, unless a later step, whose tokens are not known yet, has seen the boundary already.
+        A later step, whose tokens are not known yet, has written it already if it began behind that boundary.
         """
-        rows = np.array([request.row], dtype=np.int64)
         spec = self._mamba_spec
         assert spec is not None
-        if self._base_pos()[request.row] >= request.num_computed_tokens // spec.block_size * spec.block_size:
+        if self.cursors.begin[request.row] >= request.num_computed_tokens // spec.block_size * spec.block_size:
             return
-        gained = request.num_computed_tokens - self.num_computed_tokens_prev_step[rows]
-        replays: dict[str, DecodeReplay] = {}
+        rows = np.array([request.row], dtype=np.int64)
+        gained = self.cursors.num_gained(rows, np.array([request.num_computed_tokens]))
+        steps: dict[str, UndoStep] = {}
         for group_id, builder in self.builders.items():
             table = self.block_tables.tables[group_id][request.row : request.row + 1]
-            replay = builder.commit(rows, gained, np.zeros_like(rows), table)
-            assert replay is not None
+            step = builder.undo.fold(rows, gained, table)
             for watcher in self.watchers:
-                watcher.on_fold(request, group_id, replay.step)
-            replays |= dict.fromkeys(self.groups[group_id].layer_names, replay)
-        self.model.fold(replays, ForwardContext({}, self.views, self.rings, self.kernels))
-
-    def _num_flushed_tokens(self, batch: Sequence[ScheduledRequest]) -> dict[str, int]:
-        base_pos = self._base_pos()
-        return {item.request.request_id: base_pos[item.request.row] for item in batch} if base_pos else {}
-
-    def _base_pos(self) -> list[int]:
-        """Scheme `replay`: how many tokens the last written state of each row has seen.
-
-        The groups' cursors are equal, but for the blocks that they mean.
-        """
-        builder = next(iter(self.builders.values()), None)
-        return [] if builder is None or builder.cursors is None else builder.cursors.base_pos.tolist()
+                watcher.on_fold(request, group_id, step)
+            steps |= dict.fromkeys(self.groups[group_id].layer_names, step)
+        self.model.fold(steps, ForwardContext({}, self.views, self.row_memory, self.kernels))
 
     def _resolve(self, item: ScheduledRequest) -> ScheduledRequest:
         """Fill in what the step before has left: how many tokens there are, and which drafts follow them.
@@ -274,26 +253,24 @@ class ModelRunner:
         computed = np.array([item.num_computed_tokens for item in batch], dtype=np.int64)
         lengths = np.array([item.num_tokens for item in batch], dtype=np.int64)
         accepted = np.array(num_accepted, dtype=np.int64)
+        window_rows = accepted - 1
         anchors = last_scheduled_column(spec, computed, lengths)
         decodes = sum(item.is_decode for item in batch)
         copies = boundary_copies(spec, computed[:decodes], lengths[:decodes], accepted[:decodes])
         if len(copies.rows):
             for group_id, builder in self.builders.items():
-                views = [self.views[name] for name in self.groups[group_id].layer_names]
-                kernel = views[0][0].shape[1] + 1 - builder.spec.num_speculative_tokens
-                states = [(conv_state, ssm_state if spec.replay is None else None) for conv_state, ssm_state in views]
+                layers = [self.views[name] for name in self.groups[group_id].layer_names]
                 table = self.block_tables.input_tables[group_id]
+                copies_states = builder.undo.copies_states
                 for watcher in self.watchers:
-                    watcher.on_copy(group_id, copies, table, states, kernel)
-                postprocess_mamba(copies, table, states, kernel)
+                    watcher.on_copy(group_id, copies, table, layers, copies_states)
+                postprocess_mamba(copies, table, layers, builder.spec, copies_states)
             # Where the accepted tokens end on the boundary, the next step starts from the copy: it cost the window of
             # an anchor in the same block its first rows.
             ended = copies.rows[copies.drafts + 1 == accepted[copies.rows]]
             anchors[ended] = computed[ended] // spec.block_size
-            accepted[ended] = 1
-        self.block_idx_last_scheduled_token_prev_step[rows] = anchors
-        self.num_accepted_tokens[rows] = accepted
-        self.num_computed_tokens_prev_step[rows] = computed
+            window_rows[ended] = 0
+        self.cursors.advance(rows, computed, anchors, window_rows)
 
     def _propose(
         self, batch: Sequence[ScheduledRequest], hidden: torch.Tensor, tokens: Sequence[list[int]]
@@ -320,7 +297,7 @@ class ModelRunner:
             if item.overwrite:
                 self.token_ids[request.row, : request.num_tokens] = request.token_ids
                 self.num_tokens[request.row] = request.num_tokens
-                self._cleanup_mamba_state_idx(item)
+                self.cursors.restart(request.row, item.num_computed_tokens, self._mamba_spec)
             if item.drafts:
                 first = item.num_computed_tokens + 1
                 self.token_ids[request.row, first : first + len(item.drafts)] = item.drafts
@@ -348,8 +325,18 @@ class ModelRunner:
         if padding:
             self.positions[num_tokens:num_tokens_padded] = 0
 
+        max_seq_len = int((query_lens + computed).max())
+        # The step before may have run as many drafts more, and left its window behind what this one reaches.
+        reach = min(max_seq_len + self._num_speculative_tokens, self._max_model_len)
+        columns = [group.spec.block_table_width(reach) for group in self.groups]
         tables, slots = self.block_tables.update(
-            rows, query_lens[:num_reqs], self.positions[:num_tokens], num_reqs_padded, num_tokens_padded
+            rows,
+            query_lens[:num_reqs],
+            self.positions[:num_tokens],
+            num_reqs_padded,
+            num_tokens_padded,
+            columns,
+            self._slot_groups,
         )
         common = CommonAttentionMetadata(
             num_reqs=num_reqs,
@@ -362,49 +349,22 @@ class ModelRunner:
             num_computed_tokens=computed,
             positions=self.positions[:num_tokens_padded],
         )
-        prev_step = np.zeros(num_reqs_padded, dtype=np.int64)
-        prev_step[:num_reqs] = self.block_idx_last_scheduled_token_prev_step[rows]
-        num_accepted = np.ones(num_reqs_padded, dtype=np.int64)
-        num_accepted[:num_reqs] = self.num_accepted_tokens[rows]
+        anchors, window_rows, gained = np.zeros((3, num_reqs_padded), dtype=np.int64)
+        anchors[:num_reqs], window_rows[:num_reqs] = self.cursors.anchor[rows], self.cursors.window_row[rows]
+        gained[:num_reqs] = self.cursors.num_gained(rows, computed[:num_reqs])
+        padded_rows = np.full(num_reqs_padded, -1)
+        padded_rows[:num_reqs] = rows
+        owned_anew = [i for i, item in enumerate(batch) if item.overwrite]
         metadata: dict[str, Any] = {}
         for group, table in zip(self.groups, tables, strict=True):
             built: Any
             if group.backend.is_ssm():
                 builder = self.builders[group.group_id]
-                replay = self._commit(builder, batch, common, table) if builder.cursors is not None else None
-                num_gathers = self.block_tables.num_gathers
-                built = builder.build(common, table, prev_step, num_accepted, replay, num_gathers)
+                undo = builder.undo.prepare(padded_rows, owned_anew, gained, common, table)
+                built = builder.build(common, table, anchors, window_rows, undo, self.block_tables.num_gathers)
             else:
                 built = build_paged_attention_metadata(
                     common, table, slots[group.group_id], group.kernel_block_size, self._computes[group.group_id]
                 )
             metadata.update(dict.fromkeys(group.layer_names, built))
-        return ForwardContext(metadata, self.views, self.rings, self.kernels), num_tokens_padded
-
-    def _commit(
-        self,
-        builder: MambaMetadataBuilder,
-        batch: Sequence[ScheduledRequest],
-        common: CommonAttentionMetadata,
-        table: torch.Tensor,
-    ) -> DecodeReplay | None:
-        """Scheme `replay`: what the decodes of a step fold and replay. Prefills start anew behind their last token."""
-        assert builder.cursors is not None
-        rows = np.full(common.num_reqs_padded, -1)
-        rows[: len(batch)] = [item.request.row for item in batch]
-        computed, split = common.num_computed_tokens, common.num_decodes
-        if new := [i for i, item in enumerate(batch) if item.overwrite]:
-            builder.restart(rows[new], computed[new])
-        gained = computed[:split] - self.num_computed_tokens_prev_step[rows[:split]]
-        replay = builder.commit(rows[:split], gained, common.query_lens[:split], table[:split])
-        if common.num_prefills:
-            builder.restart(rows[split:], (computed + common.query_lens)[split:])
-        return replay
-
-    def _cleanup_mamba_state_idx(self, item: ScheduledRequest) -> None:
-        """A new owner of a row starts from the end of its hit, whatever the last owner left there (vllm!41233)."""
-        row, spec = item.request.row, self._mamba_spec
-        hit = item.num_computed_tokens // spec.block_size if spec is not None else 0
-        self.block_idx_last_scheduled_token_prev_step[row] = max(0, hit - 1)
-        self.num_accepted_tokens[row] = 1
-        self.num_computed_tokens_prev_step[row] = item.num_computed_tokens
+        return ForwardContext(metadata, self.views, self.row_memory, self.kernels), num_tokens_padded

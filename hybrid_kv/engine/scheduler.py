@@ -31,7 +31,8 @@ class Scheduler:
 
     Args:
         num_speculative_tokens: drafts to leave room for when the step before is still under way.
-        fold: in scheme `replay`, writes the state of a running request at the last block boundary of its tokens.
+        fold: writes the state of a running request at the last block boundary of its tokens, if the undo scheme has
+            not written it yet.
     """
 
     def __init__(
@@ -43,6 +44,8 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.fold = fold
+        self.undo = manager.undo
+        self._states_block_size = manager.states_block_size
         self.num_speculative_tokens = num_speculative_tokens
         self.manager = manager
         self.waiting: deque[Request] = deque()
@@ -179,17 +182,17 @@ class Scheduler:
         if item.drafts is None:
             assert flight is not None
             end = min(end + flight.num_drafts, self.config.max_model_len)
-        flushed = None
-        if self.fold is not None:
-            is_prefill = flight is not None and not flight.is_decode
-            flushed = item.num_computed_tokens if is_prefill else request.num_flushed_tokens
+        # A prefill under way leaves a state behind its last token.
+        is_prefill = flight is not None and not flight.is_decode
+        start = item.num_computed_tokens
+        seen = start if is_prefill else self.undo.num_seen(request.num_flushed_tokens, start)
         return self.manager.allocate_slots(
             request.request_id,
             item.num_computed_tokens,
             end - item.num_computed_tokens,
             item.is_decode,
             hit,
-            flushed,
+            seen,
         )
 
     def _next(self, request: Request, budget: int, draft_budget: int) -> ScheduledRequest | None:
@@ -230,9 +233,7 @@ class Scheduler:
         request.num_preemptions += 1
         self.waiting.appendleft(request)
 
-    def update(
-        self, item: ScheduledRequest, sampled: list[int], num_kept: int, num_flushed_tokens: int | None = None
-    ) -> None:
+    def update(self, item: ScheduledRequest, sampled: list[int], num_kept: int) -> None:
         """Account for a step that has run, and publish the blocks that it completed.
 
         Drafts beyond `sampled` were rejected; the next step overwrites their K/V and states.
@@ -241,7 +242,6 @@ class Scheduler:
             sampled: the tokens that the step gave, accepted drafts first.
             num_kept: how many of them the request keeps: none after a stop token. Drafts that were right but are not
                 kept have saved no step: they do not count as accepted.
-            num_flushed_tokens: that the request's states have seen; None: all.
         """
         request = item.request
         request.output_token_ids += sampled[:num_kept]
@@ -249,9 +249,17 @@ class Scheduler:
         request.num_accepted_draft_tokens += max(0, min(len(sampled) - 1, num_kept))
         if not item.is_stale:
             request.num_computed_tokens += item.num_tokens - item.num_drafts + max(0, num_kept - 1)
-            if num_flushed_tokens is None:
-                num_flushed_tokens = request.num_computed_tokens
-            request.num_flushed_tokens = num_flushed_tokens
+            computed = request.num_computed_tokens
+            if item.is_decode:
+                request.num_flushed_tokens = self.undo.num_flushed(
+                    request.num_flushed_tokens,
+                    item.num_computed_tokens,
+                    item.num_tokens,
+                    computed,
+                    self._states_block_size,
+                )
+            else:
+                request.num_flushed_tokens = computed
             self._cache_blocks(request, item.is_decode)
 
     def _cache_blocks(self, request: Request, is_decode: bool) -> None:
@@ -282,7 +290,9 @@ class Scheduler:
 
     def _release(self, request: Request, publish: bool = True) -> None:
         computed = request.num_computed_tokens
-        if publish and self.fold is not None and self.manager.completes_blocks(request.request_id, computed, computed):
+        is_late = self.undo.writes_late and self.fold is not None
+        if publish and is_late and self.manager.completes_blocks(request.request_id, computed, computed):
+            assert self.fold is not None
             self.fold(request)
             request.num_flushed_tokens = computed
             self._cache_blocks(request, is_decode=True)

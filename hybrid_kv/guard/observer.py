@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from hybrid_kv.attention.undo import UndoStep
 from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
 from hybrid_kv.engine.llm import LLM, RequestOutput
 from hybrid_kv.guard.patterns import Patterns
 from hybrid_kv.guard.poison import StaleColumns, poison_null_block
-from hybrid_kv.guard.published import Published, states_behind
+from hybrid_kv.guard.published import Published, replay_of, states_behind
 from hybrid_kv.guard.scenario import Cell, Scenario
 from hybrid_kv.guard.step import Ran, Track, is_prefill
 from hybrid_kv.kernels.common.integers import cdiv
@@ -57,7 +58,7 @@ class Observer(Watcher):
         self._llm = llm
         self._stale = StaleColumns(llm.runner.block_tables)
         # Of scheme `replay` the first group with states is looked at.
-        self._replayed = next(iter(llm.runner.builders), None) if llm.runner.rings else None
+        self._replayed = next(iter(llm.runner.builders), None) if llm.runner.row_memory else None
         self.replay: ReplayStep | None = None
         llm.watchers.append(self)
         self.published = Published(llm)
@@ -129,9 +130,9 @@ class Observer(Watcher):
                 self.published.add(ran)
                 ran.track.computed = ran.end
 
-    def on_fold(self, request: Request, group: int, replay: ReplayStep) -> None:
+    def on_fold(self, request: Request, group: int, step: UndoStep) -> None:
         """A state is written because its request gives up its row."""
-        if group == self._replayed and int(replay.n_flush.max()):
+        if group == self._replayed and step.history is not None and int(step.history.n_flush.max()):
             aborted = request.request_id in self.aborted
             self.seen[f"folded_at_{'abort' if aborted else 'finish' if request.is_finished else 'preemption'}"] += 1
 
@@ -171,8 +172,7 @@ class Observer(Watcher):
         """Keep what `on_commit` needs."""
         self._batch, self.replay = batch, None
         if self._replayed is not None:
-            replay = metadata[self._llm.runner.groups[self._replayed].layer_names[0]].replay
-            self.replay = None if replay is None else replay.step
+            self.replay = metadata[self._llm.runner.groups[self._replayed].layer_names[0]].undo.history
 
     def on_commit(self, tokens: Sequence[Sequence[int]]) -> None:
         """Check what a step has run, and count its patterns."""
@@ -259,7 +259,7 @@ class Observer(Watcher):
                 if spec.mamba_cache_mode == "align":
                     own = track.columns[group]
                     used, flight = n, request.in_flight
-                    if spec.replay is not None and (flight is None or not is_prefill(flight)):
+                    if replay_of(spec) is not None and (flight is None or not is_prefill(flight)):
                         used = track.base
                     if item.overwrite:
                         before = track.hit // size
@@ -319,12 +319,12 @@ class Observer(Watcher):
                     split = size // group.kernel_block_size
                     blocks = table[row, begin // size * split : last // size * split + 1 : split] // split
                 elif spec.mamba_cache_mode == "none":
-                    blocks = table[row, : 1 if ran.is_prefill or spec.replay is not None else ran.item.num_tokens]
+                    blocks = table[row, : 1 if ran.is_prefill or replay_of(spec) is not None else ran.item.num_tokens]
                 else:
                     first = begin // size if spec.mamba_cache_mode == "all" else last // size
-                    if spec.replay is not None and not ran.is_prefill:
+                    if replay_of(spec) is not None and not ran.is_prefill:
                         first = last // size
-                    states = 1 if ran.is_prefill or spec.replay is not None else ran.item.num_tokens
+                    states = 1 if ran.is_prefill or replay_of(spec) is not None else ran.item.num_tokens
                     blocks = table[row, first : last // size + states]
                 if (pool.ref_count[blocks] != 1).any() or any(pool.key_of(block) for block in blocks.tolist()):
                     raise AssertionError(

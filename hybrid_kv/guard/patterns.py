@@ -212,16 +212,14 @@ class Patterns:
     def _count_replay(self, step: ReplayStep) -> None:
         seen, pool = self.seen, self._llm.manager.pool
         spec = next(iter(self._llm.runner.builders.values())).spec
-        assert spec.replay is not None
+        ring_len = spec.undo.describe()["ring_len"]
         parts = (step.src, step.dst, step.ring_start, step.n_hist, step.n_flush)
         for source, target, start, history, flush in torch.stack(parts, dim=1).tolist():
             if not source:
                 continue
             # What is left behind a boundary is less than a step; a full ring is folded whole.
-            seen["ring_emptied"] += (
-                flush > 0 and flush == history and flush + 2 * step.max_query_len > spec.replay.ring_len
-            )
-            seen["ring_wrapped"] += history > 0 and start < spec.replay.ring_len < start + history + step.max_query_len
+            seen["ring_emptied"] += flush > 0 and flush == history and flush + 2 * step.max_query_len > ring_len
+            seen["ring_wrapped"] += history > 0 and start < ring_len < start + history + step.max_query_len
             seen["folded_at_boundary"] += 0 < flush < history
             seen["folded_in_place"] += flush > 0 and source == target
             is_shared = int(pool.ref_count[source]) > 1 or pool.key_of(source) is not None

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from math import lcm
 
-from hybrid_kv.cache.spec import MambaSpec
+from hybrid_kv.attention.undo import ReplaySpec
+from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.guard.step import Prefix, Ran, Track
 from hybrid_kv.kernels.common.integers import cdiv
 
 
+def replay_of(spec: KVCacheSpec) -> ReplaySpec | None:
+    """The ring of a group of states in scheme `replay`."""
+    return spec.undo if isinstance(spec, MambaSpec) and isinstance(spec.undo, ReplaySpec) else None
+
+
 def states_behind(spec: MambaSpec) -> int:
     """Mode align: columns before a request's last one that may have a block."""
-    if spec.replay is None:
+    if (replay := replay_of(spec)) is None:
         return 1
     # The last token of a step is at most so far behind the state that the step, or the one under way, starts from.
-    T = 1 + spec.replay.num_speculative_tokens
-    furthest = min(spec.replay.ring_len, spec.block_size + 2 * T - 1) + (T if spec.replay.num_uncertain_tokens else 0)
+    T = 1 + replay.num_speculative_tokens
+    furthest = min(replay.ring_len, spec.block_size + 2 * T - 1) + (T if replay.num_uncertain_tokens else 0)
     return cdiv(furthest, spec.block_size)
 
 
@@ -36,11 +42,13 @@ class Published:
 
     def add(self, ran: Ran) -> None:
         """A step has completed these blocks."""
+        before = ran.track.base  # the same in all groups of states
         for kind, spec in enumerate(self._specs):
             first = ran.item.num_computed_tokens // spec.block_size
-            if isinstance(spec, MambaSpec) and spec.replay is not None:
+            if isinstance(spec, MambaSpec) and (replay := replay_of(spec)) is not None:
                 if not ran.is_prefill:
-                    self._replay(ran, kind, spec)
+                    ran.track.base = before
+                    self._replay(ran, kind, spec, replay)
                     continue
                 ran.track.base = ran.end
             ends = [spec.block_size * (column + 1) for column in range(first, ran.end // spec.block_size)]
@@ -48,10 +56,9 @@ class Published:
                 ends = [end for end in ends if end == ran.end]
             self._seen.update((kind, ran.track.prefix(end)) for end in ends)
 
-    def _replay(self, ran: Ran, kind: int, spec: MambaSpec) -> None:
+    def _replay(self, ran: Ran, kind: int, spec: MambaSpec, replay: ReplaySpec) -> None:
         """A decode begins with writing the state at the boundary that it finds passed, or one that empties the ring."""
-        track, n, replay = ran.track, ran.item.num_computed_tokens, spec.replay
-        assert replay is not None
+        track, n = ran.track, ran.item.num_computed_tokens
         boundary = (track.base // spec.block_size + 1) * spec.block_size
         if spec.mamba_cache_mode != "none" and n >= boundary:
             self._write(track, kind, boundary)
@@ -65,8 +72,10 @@ class Published:
 
     def end(self, track: Track, num_tokens: int) -> None:
         """A request gives up its blocks after so many tokens: what it has completed is written first."""
+        before = track.base
         for kind, spec in enumerate(self._specs):
-            if isinstance(spec, MambaSpec) and spec.replay is not None and spec.mamba_cache_mode != "none":
+            if isinstance(spec, MambaSpec) and replay_of(spec) is not None and spec.mamba_cache_mode != "none":
+                track.base = before
                 boundary = (track.base // spec.block_size + 1) * spec.block_size
                 if track.base and boundary <= num_tokens:
                     self._write(track, kind, boundary)

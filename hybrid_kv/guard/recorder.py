@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hybrid_kv.attention.mamba import DecodeReplay
+from hybrid_kv.attention.undo import UndoStep
 from hybrid_kv.engine.llm import LLM, RequestOutput
 from hybrid_kv.models.layers import ForwardContext
 from hybrid_kv.sampling import SamplingParams
@@ -32,9 +32,9 @@ class HiddenRecorder:
         logits: torch.Tensor = self._model.compute_logits(hidden)
         return logits
 
-    def fold(self, replays: dict[str, DecodeReplay], context: ForwardContext) -> None:
+    def fold(self, steps: dict[str, UndoStep], context: ForwardContext) -> None:
         """As the model's."""
-        self._model.fold(replays, context)
+        self._model.fold(steps, context)
 
 
 def record_logits(

@@ -16,16 +16,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from hybrid_kv.attention.mamba import DecodeReplay, MambaMetadata
+from hybrid_kv.attention.mamba import MambaMetadata
 from hybrid_kv.attention.paged import PagedAttentionMetadata
+from hybrid_kv.attention.undo import UndoStep
 from hybrid_kv.cache.block_pool import NULL_BLOCK
-from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec
+from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec, StatePart, UndoSpec
+from hybrid_kv.kernels.replay import ReplayStep
 from hybrid_kv.models.layers import ForwardContext
 
 Residues = npt.NDArray[np.int64]
@@ -33,12 +36,16 @@ Residues = npt.NDArray[np.int64]
 PRIME = 2**31 - 1  # int64 holds the product of a residue and the sum of two, and any residue more
 
 
+# Windows and states of a layer: Mamba has one of each, W is a short convolution, three and five are as in KDA.
+PARTS: dict[str, tuple[int, int]] = {"M": (1, 1), "W": (1, 0), "T": (1, 2), "V": (3, 2)}
+
+
 @dataclass(frozen=True)
 class ExactConfig:
     """Geometry: `width` residues per token, and a `pattern` with one letter per layer.
 
-    M is Mamba and * attention; + is attention with twice the K/V bytes per token, so that blocks of another size share
-    the pool.
+    * is attention; + is attention with twice the K/V bytes per token, so that blocks of another size share the pool.
+    The letters of `PARTS` are layers with states.
     """
 
     pattern: str = "M*MM*"
@@ -62,104 +69,169 @@ def _affine_scan(a: Residues, b: Residues) -> None:
         shift *= 2
 
 
+class _Tokens(NamedTuple):
+    """The tokens of a step's decodes, or of its prefills: one row each, padded."""
+
+    c: Residues  # [rows, len, width], behind the convolutions
+    lengths: Residues  # [rows]
+
+
 class ExactMamba:
-    """State `[state_size, width]` residues; window `[conv_kernel - 1, width]` residues."""
+    """`num_windows` windows `[conv_kernel - 1, width]` and `num_states` states `[state_size, width]`, all residues."""
 
-    def __init__(self, name: str, config: ExactConfig, generator: np.random.Generator) -> None:
+    def __init__(
+        self, name: str, config: ExactConfig, generator: np.random.Generator, num_windows: int = 1, num_states: int = 1
+    ) -> None:
         self.name = name
-        self.conv = _draw(generator, config.conv_kernel, config.width)
-        self.to_map = _draw(generator, 4, config.state_size, config.width)
-        self.out = _draw(generator, config.state_size, config.width)
+        draw = partial(_draw, generator)
+        self.conv = [draw(config.conv_kernel, config.width) for _ in range(num_windows)]
+        self.to_map = [draw(4, config.state_size, config.width) for _ in range(num_states)]
+        self.out = [draw(config.state_size, config.width) for _ in range(num_states)]
 
-    def convolve(self, taps: Residues) -> Residues:
-        """[..., kernel, width], a token behind its window, to [..., width]."""
-        y = ((taps + self.conv) * self.conv % PRIME).sum(-2) % PRIME
-        return y * y % PRIME
+    def convolve(self, taps: Sequence[Residues]) -> Residues:
+        """Of each window [..., kernel, width], a token behind it, to [..., width]."""
+        mixed = [((own + conv) * conv % PRIME).sum(-2) % PRIME for conv, own in zip(self.conv, taps, strict=True)]
+        y = mixed[0] * mixed[0] % PRIME
+        for other in mixed[1:]:
+            y = (y + other * other) % PRIME
+        return y
 
-    def maps(self, c: Residues) -> tuple[Residues, Residues]:
-        """The affine map of each token: a, b [..., state_size, width], a never zero."""
-        both = (c[..., None, None, :] * self.to_map[::2] + self.to_map[1::2]) % PRIME
+    def maps(self, c: Residues, i: int) -> tuple[Residues, Residues]:
+        """The affine map of each token for state i: a, b [..., state_size, width], a never zero."""
+        both = (c[..., None, None, :] * self.to_map[i][::2] + self.to_map[i][1::2]) % PRIME
         return np.maximum(both[..., 0, :, :], 1), both[..., 1, :, :]
 
-    def read(self, c: Residues, state: Residues) -> Residues:
-        """[..., width] from each token's convolution and the state after it."""
-        y = (state * self.out % PRIME).sum(-2) % PRIME
-        return (y + c) * y % PRIME
+    def inputs(self, x: Residues) -> list[Residues]:
+        """What each window sees of a token, [..., width] to the same."""
+        return [x, *((x * (i + 2) + i) % PRIME for i in range(len(self.conv) - 1))]
+
+    def read(self, c: Residues, states: Sequence[Residues]) -> Residues:
+        """[..., width] from each token's convolution and the states after it."""
+        y = c
+        for out, state in zip(self.out, states, strict=True):
+            mixed = (state * out % PRIME).sum(-2) % PRIME
+            y = (mixed + y) * mixed % PRIME
+        return y
 
     def __call__(self, x: Residues, context: ForwardContext) -> Residues:
         """[num_tokens, width] to the same, by the rules of `hybrid_kv.attention.mamba`.
 
-        Decodes and prefills run in one padded batch: they differ only in what they write.
+        Decodes and prefills are convolved in one padded batch: they differ in what becomes of their states.
         """
         metadata: MambaMetadata = context.metadata[self.name]
-        conv_state, ssm_state = (view.numpy() for view in context.views[self.name])
+        views = [view.numpy() for view in context.views[self.name]]
+        windows, states = views[: len(self.conv)], views[len(self.conv) :]
         indices, split = metadata.state_indices.numpy(), metadata.num_decodes
-        kernel = len(self.conv)
-        window_rows = np.arange(kernel - 1)
+        size = len(self.conv[0]) - 1
+        window_rows = np.arange(size)
         parts = [rows.lengths.numpy() for rows in (metadata.decode_rows, metadata.prefill_rows) if rows is not None]
         lengths = np.concatenate(parts)
         steps = np.arange(lengths.max())
         # Padding repeats the row's last token.
         tokens = (lengths.cumsum() - lengths)[:, None] + np.minimum(steps, lengths[:, None] - 1)
 
-        first = metadata.num_accepted_tokens.numpy()[:, None] - 1
-        window = conv_state[metadata.window_indices.numpy()[:, None], first + window_rows].astype(np.int64)
-        state = ssm_state[metadata.source_indices.numpy()].astype(np.int64)
-        if metadata.replay is not None:
-            state[:split] = self.fold(metadata.replay, context)
+        places = metadata.window_indices.numpy()[:, None], metadata.window_rows.numpy()[:, None] + window_rows
+        before = [window[places].astype(np.int64) for window in windows]
+        sources = metadata.source_indices.numpy()
+        start = [state[sources].astype(np.int64) for state in states]
         if metadata.has_initial_state is not None:
             fresh = split + np.flatnonzero(~metadata.has_initial_state.numpy())
-            window[fresh] = state[fresh] = 0
+            for part in (*before, *start):
+                part[fresh] = 0
 
-        inputs = np.concatenate([window, x[tokens]], axis=1)
-        c = self.convolve(inputs[:, steps[:, None] + np.arange(kernel)])
-        a, states = self.maps(c)
-        states[:, 0] = (a[:, 0] * state + states[:, 0]) % PRIME
-        _affine_scan(a, states)
-
+        taps = steps[:, None] + np.arange(size + 1)
+        inputs = [np.concatenate([old, new[tokens]], axis=1) for old, new in zip(before, self.inputs(x), strict=True)]
+        c = self.convolve([both[:, taps] for both in inputs])
+        outputs = []
         if split:
             width = int(lengths[:split].max())
-            conv_state[indices[:split, 0], : kernel - 2 + width] = inputs[:split, 1 : kernel - 1 + width]
-            if metadata.replay is None:
-                ssm_state[indices[:split, :width]] = states[:split, :width]
-            else:
-                self._append(metadata.replay, context, c[:split])
+            decodes = _Tokens(c[:split, :width], lengths[:split])
+            memory = context.row_memory.get(self.name)
+            outputs.append(metadata.undo.advance(self, decodes, [s[:split] for s in start], states, memory, metadata))
+            for window, both in zip(windows, inputs, strict=True):
+                window[indices[:split, 0], : size - 1 + width] = both[:split, 1 : size + width]
         if metadata.prefill_rows is not None:
-            rows, ends, blocks = np.arange(split, len(lengths)), lengths[split:], indices[split:, 0]
+            prefills = _Tokens(c[split:], lengths[split:])
+            y, after = self.scan(prefills, [s[split:] for s in start])
+            outputs.append(y)
+            rows, ends, blocks = np.arange(len(lengths) - split), lengths[split:], indices[split:, 0]
             if metadata.boundary_rows is not None:
                 assert metadata.boundary_offsets is not None and metadata.boundary_indices is not None
-                rows = np.concatenate([rows, split + metadata.boundary_rows.numpy()])
+                rows = np.concatenate([rows, metadata.boundary_rows.numpy()])
                 ends = np.concatenate([ends, metadata.boundary_offsets.numpy()])
                 blocks = np.concatenate([blocks, metadata.boundary_indices.numpy()])
-            ssm_state[blocks] = states[rows, ends - 1]
-            conv_state[blocks, : kernel - 1] = inputs[rows[:, None], ends[:, None] + window_rows]
-        return self.read(c, states)[steps < lengths[:, None]]
+            for state, own in zip(states, after, strict=True):
+                state[blocks] = own[rows, ends - 1]
+            for window, both in zip(windows, inputs, strict=True):
+                window[blocks, :size] = both[split + rows[:, None], ends[:, None] + window_rows]
+        return outputs[0] if len(outputs) == 1 else np.concatenate(outputs)
 
-    def fold(self, replay: DecodeReplay, context: ForwardContext) -> Residues:
-        """Scheme `replay`: write the states that are due; the states [D, state_size, width] after all of history."""
-        step, ssm_state = replay.step, context.views[self.name][1].numpy()
-        ring = context.rings[self.name].x.numpy()[:, 0]
+    # What `attention.undo` asks of a layer; its states are a list.
+
+    def scan(self, tokens: _Tokens, states: Sequence[Residues]) -> tuple[Residues, list[Residues]]:
+        """[num_tokens, width] outputs, and each state [rows, len, state_size, width] after every token."""
+        after = []
+        for i, state in enumerate(states):
+            a, b = self.maps(tokens.c, i)
+            b[:, 0] = (a[:, 0] * state + b[:, 0]) % PRIME
+            _affine_scan(a, b)
+            after.append(b)
+        real = np.arange(tokens.c.shape[1]) < tokens.lengths[:, None]
+        return self.read(tokens.c, after)[real], after
+
+    def write_states(self, state: Sequence[Residues], blocks: torch.Tensor, states: Sequence[Residues]) -> None:
+        """What padding leaves goes to the null block."""
+        for view, after in zip(state, states, strict=True):
+            view[blocks.numpy()] = after.reshape(-1, *after.shape[2:])
+
+    def scan_behind(
+        self, tokens: _Tokens, state: Sequence[Residues], memory: Any, step: ReplayStep, cu_seqlens: torch.Tensor
+    ) -> Residues:
+        """Outputs of tokens that see a state and, behind it, the inputs in a ring."""
+        if not state:
+            return self.scan(tokens, [])[0]
+        y, _ = self.scan(tokens, self._fold(state, memory, step))
+        ring = memory.x.numpy()[:, 0]
+        lengths = np.diff(cu_seqlens.numpy()) * (step.src.numpy() > NULL_BLOCK)
+        row, j = np.nonzero(np.arange(tokens.c.shape[1]) < lengths[:, None])
+        place = (step.ring_start.numpy() + step.n_hist.numpy())[row] + j
+        ring[step.rows.numpy()[row], place % ring.shape[1]] = tokens.c[row, j]
+        return y
+
+    def write_behind(self, state: Sequence[Residues], memory: Any, step: ReplayStep, launches: bool) -> None:
+        """The states that `step` makes due, from the inputs in a ring."""
+        if state:
+            self._fold(state, memory, step)
+
+    def launch_scan(self, tokens: Any, state: Any, sources: torch.Tensor, targets: torch.Tensor) -> Any:
+        raise NotImplementedError("integers have no kernel")
+
+    def launch_behind(self, tokens: Any, state: Any, memory: Any, step: ReplayStep) -> Any:
+        raise NotImplementedError("integers have no kernel")
+
+    def fold(self, step: UndoStep, context: ForwardContext) -> None:
+        """Write the states that are due in a step that runs no tokens."""
+        states = [view.numpy() for view in context.views[self.name][len(self.conv) :]]
+        step.fold(self, states, context.row_memory.get(self.name), launches=False)
+
+    def _fold(self, state: Sequence[Residues], memory: Any, step: ReplayStep) -> list[Residues]:
+        """Write the states that are due; each state [D, state_size, width] after all of the history."""
+        ring = memory.x.numpy()[:, 0]
         rows, src, dst, start, length, flush = (
             part.numpy() for part in (step.rows, step.src, step.dst, step.ring_start, step.n_hist, step.n_flush)
         )
         j = np.arange(1 + length.max())  # one more: the map after no token
         place = (start[:, None] + np.maximum(j - 1, 0)) % ring.shape[1]
-        a, b = self.maps(ring[rows[:, None], place].astype(np.int64))
-        none = (j == 0) | (j > length[:, None])
-        a[none], b[none] = 1, 0
-        _affine_scan(a, b)
-        states = (a * ssm_state[src][:, None] + b) % PRIME
-        due = flush > 0
-        ssm_state[dst[due]] = states[due, flush[due]]
-        return states[:, -1]
-
-    def _append(self, replay: DecodeReplay, context: ForwardContext, c: Residues) -> None:
-        """Put the tokens of a step, [D, len, width], behind the history of their rows."""
-        step, ring = replay.step, context.rings[self.name].x.numpy()[:, 0]
-        lengths = np.diff(replay.cu_seqlens.numpy()) * (step.src.numpy() > NULL_BLOCK)
-        row, j = np.nonzero(np.arange(c.shape[1]) < lengths[:, None])
-        place = (step.ring_start.numpy() + step.n_hist.numpy())[row] + j
-        ring[step.rows.numpy()[row], place % ring.shape[1]] = c[row, j]
+        history, none, due = ring[rows[:, None], place].astype(np.int64), (j == 0) | (j > length[:, None]), flush > 0
+        after = []
+        for i, view in enumerate(state):
+            a, b = self.maps(history, i)
+            a[none], b[none] = 1, 0
+            _affine_scan(a, b)
+            states = (a * view[src][:, None] + b) % PRIME
+            view[dst[due]] = states[due, flush[due]]
+            after.append(states[:, -1])
+        return after
 
 
 class ExactAttention:
@@ -207,6 +279,24 @@ class ExactAttention:
         return np.concatenate(outputs)
 
 
+def _state_spec(config: ExactConfig, K: int, num_windows: int, num_states: int) -> MambaSpec:
+    window, state = (config.conv_kernel - 1 + K, config.width), (config.state_size, config.width)
+    return MambaSpec(
+        block_size=1,
+        parts=(
+            *(StatePart(f"window{i}", window, torch.int32, "window") for i in range(num_windows)),
+            *(StatePart(f"state{i}", state, torch.int32) for i in range(num_states)),
+        ),
+        undo=UndoSpec(K),
+        # What `attention.undo.Replay` keeps, of which only x is used.
+        inputs=(
+            StatePart("x", (1, config.width), torch.int32),
+            StatePart("B", (1, 0), torch.int32),
+            StatePart("dt", (1,), torch.float32),
+        ),
+    )
+
+
 class ExactModel:
     """The model. `compute_logits` returns float64 residues: pseudo-random, and exactly equal wherever computed.
 
@@ -222,20 +312,14 @@ class ExactModel:
         self.vocab_size = config.vocab_size
         self.embedding = _draw(generator, config.vocab_size, config.width)
         self.logit_map = _draw(generator, 2, config.vocab_size, config.width)
-        self.layers = [
-            (ExactMamba if letter == "M" else ExactAttention)(f"layers.{i}", config, generator)
+        self.layers: list[ExactMamba | ExactAttention] = [
+            ExactMamba(f"layers.{i}", config, generator, *PARTS[letter])
+            if letter in PARTS
+            else ExactAttention(f"layers.{i}", config, generator)
             for i, letter in enumerate(config.pattern)
         ]
-        window = (config.conv_kernel - 1 + num_speculative_tokens, config.width)
         specs: dict[str, KVCacheSpec] = {
-            "M": MambaSpec(
-                block_size=1,
-                shapes=(window, (config.state_size, config.width)),
-                dtypes=(torch.int32, torch.int32),
-                num_speculative_blocks=num_speculative_tokens,
-                input_shapes=((1, config.width), (1, 0), (1,)),
-                input_dtypes=(torch.int32, torch.int32, torch.float32),
-            ),
+            **{letter: _state_spec(config, num_speculative_tokens, *counts) for letter, counts in PARTS.items()},
             "*": FullAttentionSpec(block_size=1, num_kv_heads=1, head_size=config.width, dtype=torch.int32),
             "+": FullAttentionSpec(block_size=1, num_kv_heads=2, head_size=config.width, dtype=torch.int32),
         }
@@ -254,11 +338,11 @@ class ExactModel:
             x = (x * 3 + y) % PRIME
         return torch.from_numpy(x)
 
-    def fold(self, replays: dict[str, DecodeReplay], context: ForwardContext) -> None:
+    def fold(self, steps: dict[str, UndoStep], context: ForwardContext) -> None:
         """See `models.interface.Model`."""
         for layer in self.layers:
             if isinstance(layer, ExactMamba):
-                layer.fold(replays[layer.name], context)
+                layer.fold(steps[layer.name], context)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[num_tokens, width] int64 to [num_tokens, vocab_size] float64."""
@@ -271,13 +355,22 @@ class ExactModel:
         return (mixed * mixed % PRIME).sum(-1) % PRIME
 
 
+def _plain(values: Any) -> Any:
+    """Arrays, and lists of them, as lists of integers."""
+    return [_plain(value) for value in values] if isinstance(values, list) else values.tolist()
+
+
+def _zeros(rows: int, width: int) -> list[list[int]]:
+    return [[0] * width for _ in range(rows)]
+
+
 class ExactOracle:
     """The same request alone: no batch, no cache, no paging, no chunk; a token at a time, in Python's integers."""
 
     def __init__(self, model: ExactModel) -> None:
         self.config = model.config
         self._embedding: list[list[int]] = model.embedding.tolist()
-        self._layers = [{k: v.tolist() for k, v in vars(layer).items() if k != "name"} for layer in model.layers]
+        self._layers = [{k: _plain(v) for k, v in vars(layer).items() if k != "name"} for layer in model.layers]
         self._logit_map = model.logit_map
 
     def generate(
@@ -293,8 +386,9 @@ class ExactOracle:
             choose: picks a token from the logits [vocab_size] and the position that it will have; greedy by default.
         """
         config, channels = self.config, range(self.config.width)
-        windows = [[[0] * config.width for _ in range(config.conv_kernel - 1)] for _ in config.pattern]
-        states = [[[0] * config.width for _ in range(config.state_size)] for _ in config.pattern]
+        counts = [PARTS.get(letter, (0, 0)) for letter in config.pattern]
+        windows = [[_zeros(config.conv_kernel - 1, config.width) for _ in range(n)] for n, _ in counts]
+        states = [[_zeros(config.state_size, config.width) for _ in range(n)] for _, n in counts]
         sums = [[[0] * config.width for _ in range(3)] for _ in config.pattern]
         output: list[int] = []
         tokens = list(prompt)
@@ -302,7 +396,7 @@ class ExactOracle:
         while position < len(tokens):
             x = self._embedding[tokens[position]]
             for i, letter in enumerate(config.pattern):
-                if letter == "M":
+                if letter in PARTS:
                     y = self._mamba(self._layers[i], x, windows[i], states[i])
                 else:
                     y = self._attention(self._layers[i], x, position, sums[i])
@@ -319,23 +413,32 @@ class ExactOracle:
         return output
 
     @staticmethod
-    def _mamba(weights: dict[str, Any], x: list[int], window: list[list[int]], state: list[list[int]]) -> list[int]:
-        conv, (a_scale, a_offset, b_scale, b_offset), out = weights["conv"], weights["to_map"], weights["out"]
-        window.append(x)
+    def _mamba(
+        weights: dict[str, Any], x: list[int], windows: list[list[list[int]]], states: list[list[list[int]]]
+    ) -> list[int]:
+        for j, window in enumerate(windows):
+            window.append([(value * (j + 1) + j - 1) % PRIME for value in x] if j else x)
         result = []
         for i in range(len(x)):
             c = 0
-            for inputs, weight in zip(window, conv, strict=True):
-                c += (inputs[i] + weight[i]) * weight[i]
-            c = c * c % PRIME
-            y = 0
-            for n, row in enumerate(state):
-                a = max((c * a_scale[n][i] + a_offset[n][i]) % PRIME, 1)
-                b = c * b_scale[n][i] + b_offset[n][i]
-                row[i] = (row[i] * a + b) % PRIME
-                y += row[i] * out[n][i]
-            result.append((y + c) * y % PRIME)
-        del window[0]
+            for window, conv in zip(windows, weights["conv"], strict=True):
+                mixed = 0
+                for inputs, weight in zip(window, conv, strict=True):
+                    mixed += (inputs[i] + weight[i]) * weight[i]
+                c += mixed * mixed
+            y = c = c % PRIME
+            for state, maps, out in zip(states, weights["to_map"], weights["out"], strict=True):
+                a_scale, a_offset, b_scale, b_offset = maps
+                total = 0
+                for n, row in enumerate(state):
+                    a = max((c * a_scale[n][i] + a_offset[n][i]) % PRIME, 1)
+                    b = c * b_scale[n][i] + b_offset[n][i]
+                    row[i] = (row[i] * a + b) % PRIME
+                    total += row[i] * out[n][i]
+                y = (total + y) * total % PRIME
+            result.append(y)
+        for window in windows:
+            del window[0]
         return result
 
     @staticmethod

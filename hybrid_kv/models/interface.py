@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from hybrid_kv.attention.mamba import DecodeReplay
+from hybrid_kv.attention.undo import UndoStep
 from hybrid_kv.cache.spec import KVCacheSpec
 from hybrid_kv.models.layers import ForwardContext
 
@@ -24,10 +24,10 @@ class Model(Protocol):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[num_tokens, …] to [num_tokens, vocab_size]."""
 
-    def fold(self, replays: dict[str, DecodeReplay], context: ForwardContext) -> None:
-        """Scheme `replay`: run what is due of each layer's histories into its states; no tokens.
+    def fold(self, steps: dict[str, UndoStep], context: ForwardContext) -> None:
+        """Write the states that are due, by layer name, in a step that runs no tokens.
 
-        A model whose Mamba specs have no `input_shapes` needs none.
+        A model whose Mamba specs have no `inputs` needs none.
         """
 
 

@@ -11,14 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hybrid_kv.attention.mamba import DecodeReplay, MambaMetadata
+from hybrid_kv.attention.mamba import MambaMetadata
 from hybrid_kv.attention.paged import AttentionPart, PagedAttentionMetadata
+from hybrid_kv.attention.undo import UndoStep
 from hybrid_kv.kernels.causal_conv1d import causal_conv1d, causal_conv1d_prefill, causal_conv1d_update, windows_at
 from hybrid_kv.kernels.common.launch import FLOATS
+from hybrid_kv.kernels.common.ragged import Ragged
 from hybrid_kv.kernels.common.strided import copy_blocks
 from hybrid_kv.kernels.gated_norm import gated_rms_norm
 from hybrid_kv.kernels.replay import (
     ReplayRing,
+    ReplayStep,
     read_states,
     replay_flush,
     replay_flush_reference,
@@ -35,14 +38,14 @@ PACKED_ROWS = 8  # that the packed layout is chosen for; it takes any number
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """Per layer name: this step's metadata, the views of the layer's cache, and its ring in scheme `replay`.
+    """Per layer name: this step's metadata, the views of the layer's cache, and what the undo scheme keeps for rows.
 
     `kernels`: what Mamba layers compute with; attention layers find it in their metadata.
     """
 
     metadata: dict[str, Any]
     views: dict[str, tuple[torch.Tensor, ...]]
-    rings: dict[str, ReplayRing] = field(default_factory=dict)
+    row_memory: dict[str, Any] = field(default_factory=dict)
     kernels: Literal["torch", "triton"] = "torch"
 
 
@@ -212,6 +215,17 @@ def _heads(
     return _Heads(-torch.exp(A_log.to(dtype)), D.to(dtype), upcast(dt_bias), conv_weight.T.contiguous().T)
 
 
+class _Tokens(NamedTuple):
+    """The tokens of a step's decodes, behind the convolution."""
+
+    rows: Ragged
+    conv_out: torch.Tensor  # [D, len, channels], padded; of kernels [num_tokens, channels]
+    raw_dt: torch.Tensor  # [num_tokens, heads], as projected …
+    dt: torch.Tensor  # … and behind the softplus; kernels do that themselves
+    heads: _Heads
+    cu_seqlens: torch.Tensor | None = None  # [D + 1], for kernels
+
+
 class Mamba2Mixer(nn.Module):
     """A Mamba-2 layer: projection, causal convolution, state-space recurrence, gated norm, projection."""
 
@@ -254,10 +268,10 @@ class Mamba2Mixer(nn.Module):
             mixed = self._launch(conv_in, raw_dt, context, metadata)
             return self.out_proj(gated_rms_norm(mixed, gate, self.norm.weight, self.groups, self.norm.eps))
         split, tokens = metadata.num_decodes, metadata.num_decode_tokens
-        replayed = split if metadata.replay is not None else 0  # rows whose states are read where they are needed
+        first = 0 if metadata.undo.reads_states else split  # row whose state is read here
         # All rows are read before any is written: a row may write the block that it, or another, starts from.
         windows = metadata.windows(cache[0], self.kernel - 1)
-        states = read_states(cache[1], metadata.source_indices[replayed:])
+        states = read_states(cache[1], metadata.source_indices[first:])
         raw_dt_wide = upcast(raw_dt)
         # The recurrence runs in the wider type of inputs and states, one type for all of its operands.
         dtype = torch.promote_types(raw_dt_wide.dtype, states.dtype)
@@ -265,27 +279,27 @@ class Mamba2Mixer(nn.Module):
         windows, states = windows.to(conv_in.dtype), states.to(dtype)
         dt = F.softplus(raw_dt_wide + heads.dt_bias).to(dtype)
         outputs = []
-        if metadata.replay is not None:
-            ring = context.rings[self.name]
-            outputs.append(
-                self._replay(conv_in[:tokens], raw_dt[:tokens], windows[:split], cache, ring, heads, metadata)
+        if (rows := metadata.decode_rows) is not None:
+            conv_out, inputs = causal_conv1d(
+                rows.padded(conv_in[:tokens]), heads.conv_weight, self.conv_bias, windows[:split]
             )
-        elif metadata.decode_rows is not None:
-            outputs.append(
-                self._decode(conv_in[:tokens], dt[:tokens], windows[:split], states[:split], cache, heads, metadata)
-            )
+            decodes = _Tokens(rows, conv_out, raw_dt[:tokens], dt[:tokens], heads)
+            memory = context.row_memory.get(self.name)
+            y = metadata.undo.advance(self, decodes, states[: split - first], cache[1], memory, metadata)
+            self._store_inputs(cache[0], metadata.state_indices[:split, 0], inputs[:, 1:])
+            outputs.append(y.flatten(1))
         if metadata.prefill_rows is not None:
-            first = split - replayed
             outputs.append(
-                self._prefill(conv_in[tokens:], dt[tokens:], windows[split:], states[first:], cache, heads, metadata)
+                self._prefill(
+                    conv_in[tokens:], dt[tokens:], windows[split:], states[split - first :], cache, heads, metadata
+                )
             )
         mixed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return self.out_proj(self.norm(mixed, gate))
 
-    def fold(self, replay: DecodeReplay, context: ForwardContext) -> None:
-        """Fold histories into states, as `replay` says, in a step that runs no tokens."""
-        ssm_state, ring = context.views[self.name][1], context.rings[self.name]
-        (replay_flush if self._launches(context) else replay_flush_reference)(ssm_state, ring, replay.step, self.A_log)
+    def fold(self, step: UndoStep, context: ForwardContext) -> None:
+        """Write the states that are due in a step that runs no tokens."""
+        step.fold(self, context.views[self.name][1], context.row_memory[self.name], self._launches(context))
 
     def _launches(self, context: ForwardContext) -> bool:
         """Whether kernels are chosen and take the layer's dtypes."""
@@ -301,31 +315,26 @@ class Mamba2Mixer(nn.Module):
         split, tokens = metadata.num_decodes, metadata.num_decode_tokens
         weights = self._heads(self.A_log, self.D, self.dt_bias, self.conv_weight, dtype=torch.float32)
         taps, heads = (weights.conv_weight, self.conv_bias), (self.dt_bias, self.A_log)
-        windows, accepted = metadata.window_indices, metadata.num_accepted_tokens
+        windows, window_rows = metadata.window_indices, metadata.window_rows
         outputs = []
-        if metadata.decode_rows is not None:
+        if (rows := metadata.decode_rows) is not None:
             conv_out = causal_conv1d_update(
                 conv_state,
                 conv_in[:tokens],
                 *taps,
                 metadata.cu_seqlens,
                 windows[:split],
-                accepted[:split],
+                window_rows[:split],
                 metadata.window_targets,
             )
-            x, B, C = self._parts(conv_out, conv_out.dtype)
-            step = (x, dt[:tokens], *heads, B, C, self.D, metadata.cu_seqlens)
-            if metadata.replay is not None:
-                y = replay_update(ssm_state, context.rings[self.name], metadata.replay.step, *step)
-            else:
-                own = metadata.source_indices[:split], metadata.state_indices[:split]
-                y = selective_state_update_slots(ssm_state, *step, *own)
-            outputs.append(y)
+            decodes = _Tokens(rows, conv_out, dt[:tokens], dt[:tokens], weights, metadata.cu_seqlens)
+            memory = context.row_memory.get(self.name)
+            outputs.append(metadata.undo.launch(self, decodes, ssm_state, memory, metadata))
         if metadata.prefill_rows is not None:
             spans, initial = metadata.spans, metadata.has_initial_state
             assert spans is not None and initial is not None
             conv_out = causal_conv1d_prefill(
-                conv_state, conv_in[tokens:], *taps, spans, windows[split:], accepted[split:], initial
+                conv_state, conv_in[tokens:], *taps, spans, windows[split:], window_rows[split:], initial
             )
             x, B, C = self._parts(conv_out, conv_out.dtype)
             sources, states = metadata.source_indices[split:], ssm_state
@@ -350,46 +359,48 @@ class Mamba2Mixer(nn.Module):
         groups = (*leading, self.groups, self.state_size)
         return x.view(*leading, self.num_heads, self.head_dim), B.view(groups), C.view(groups)
 
-    def _decode(
-        self,
-        conv_in: torch.Tensor,
-        dt: torch.Tensor,
-        window: torch.Tensor,
-        state: torch.Tensor,
-        cache: tuple[torch.Tensor, ...],
-        heads: _Heads,
-        metadata: MambaMetadata,
-    ) -> torch.Tensor:
-        rows, (conv_state, ssm_state) = metadata.decode_rows, cache
-        assert rows is not None
-        conv_out, inputs = causal_conv1d(rows.padded(conv_in), heads.conv_weight, self.conv_bias, window)
-        x, B, C = self._parts(conv_out, state.dtype)
-        y, states = selective_state_update(state, x, rows.padded(dt), heads.A, B, C, heads.D)
-        # What padding leaves goes to the null block.
-        copy_blocks(ssm_state, metadata.decode_targets, states.flatten(0, 1).to(ssm_state.dtype))
-        self._store_inputs(conv_state, metadata.state_indices[: metadata.num_decodes, 0], inputs[:, 1:])
-        return rows.flat(y).flatten(1)
+    # What `attention.undo` asks of a layer.
 
-    def _replay(
-        self,
-        conv_in: torch.Tensor,
-        dt: torch.Tensor,
-        window: torch.Tensor,
-        cache: tuple[torch.Tensor, ...],
-        ring: ReplayRing,
-        heads: _Heads,
-        metadata: MambaMetadata,
+    def scan(self, tokens: _Tokens, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[num_tokens, heads, head_dim] outputs, and the states [D, len, …] after each token of each row."""
+        x, B, C = self._parts(tokens.conv_out, states.dtype)
+        heads = tokens.heads
+        y, after = selective_state_update(states, x, tokens.rows.padded(tokens.dt), heads.A, B, C, heads.D)
+        return tokens.rows.flat(y), after.flatten(0, 1)
+
+    def write_states(self, state: torch.Tensor, blocks: torch.Tensor, states: torch.Tensor) -> None:
+        """What padding leaves goes to the null block."""
+        copy_blocks(state, blocks, states.to(state.dtype))
+
+    def scan_behind(
+        self, tokens: _Tokens, state: torch.Tensor, memory: ReplayRing, step: ReplayStep, cu_seqlens: torch.Tensor
     ) -> torch.Tensor:
-        """`_decode` in scheme `replay`; `dt` is what the projection gave."""
-        rows, (conv_state, ssm_state), replay = metadata.decode_rows, cache, metadata.replay
-        assert rows is not None and replay is not None
-        conv_out, inputs = causal_conv1d(rows.padded(conv_in), heads.conv_weight, self.conv_bias, window)
-        x, B, C = self._parts(rows.flat(conv_out), conv_in.dtype)
-        y = replay_update_reference(
-            ssm_state, ring, replay.step, x, dt, self.dt_bias, self.A_log, B, C, self.D, replay.cu_seqlens
+        """Outputs of tokens that see a state and, behind it, the inputs in a ring."""
+        x, B, C = self._parts(tokens.rows.flat(tokens.conv_out), tokens.raw_dt.dtype)
+        return replay_update_reference(
+            state, memory, step, x, tokens.raw_dt, self.dt_bias, self.A_log, B, C, self.D, cu_seqlens
         )
-        self._store_inputs(conv_state, metadata.state_indices[: metadata.num_decodes, 0], inputs[:, 1:])
-        return y.flatten(1)
+
+    def write_behind(self, state: torch.Tensor, memory: ReplayRing, step: ReplayStep, launches: bool) -> None:
+        """The states that `step` makes due, from the inputs in a ring."""
+        (replay_flush if launches else replay_flush_reference)(state, memory, step, self.A_log)
+
+    def launch_scan(
+        self, tokens: _Tokens, state: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
+    ) -> torch.Tensor:
+        """`scan` and `write_states` in one kernel."""
+        x, dt, dt_bias, A_log, B, C, D, cu_seqlens = self._operands(tokens)
+        return selective_state_update_slots(state, x, dt, dt_bias, A_log, B, C, D, cu_seqlens, sources, targets)
+
+    def launch_behind(self, tokens: _Tokens, state: torch.Tensor, memory: ReplayRing, step: ReplayStep) -> torch.Tensor:
+        """`scan_behind` in one kernel."""
+        x, dt, dt_bias, A_log, B, C, D, cu_seqlens = self._operands(tokens)
+        return replay_update(state, memory, step, x, dt, dt_bias, A_log, B, C, D, cu_seqlens)
+
+    def _operands(self, tokens: _Tokens) -> tuple[torch.Tensor, ...]:
+        assert tokens.cu_seqlens is not None
+        x, B, C = self._parts(tokens.conv_out, tokens.conv_out.dtype)
+        return x, tokens.raw_dt, self.dt_bias, self.A_log, B, C, self.D, tokens.cu_seqlens
 
     def _prefill(
         self,

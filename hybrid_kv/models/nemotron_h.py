@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from hybrid_kv.attention.mamba import DecodeReplay
+from hybrid_kv.attention.undo import UndoStep
 from hybrid_kv.cache.spec import KVCacheSpec
 from hybrid_kv.config import ConfigError
 from hybrid_kv.models.config_file import ConfigFile
@@ -68,7 +68,7 @@ class NemotronHConfig:
         Raises:
             ConfigError: a missing key, a value of a wrong type, or layers and activations that cannot be run.
         """
-        activations = file.text("mlp_hidden_act", default="relu2"), file.text("mamba_hidden_act", default="silu")
+        activations = file.get("mlp_hidden_act") or "relu2", file.get("mamba_hidden_act") or "silu"
         if activations != ("relu2", "silu"):
             raise file.fail(f"activations {activations} are not supported; ('relu2', 'silu') are")
         kinds = tuple(layer_kinds(file))
@@ -167,11 +167,11 @@ class NemotronH(nn.Module):
             x = layer(x, context)
         return x
 
-    def fold(self, replays: dict[str, DecodeReplay], context: ForwardContext) -> None:
+    def fold(self, steps: dict[str, UndoStep], context: ForwardContext) -> None:
         """See `models.interface.Model`."""
         for block in self.layers:
             if isinstance(mixer := cast(NemotronHBlock, block).mixer, Mamba2Mixer):
-                mixer.fold(replays[mixer.name], context)
+                mixer.fold(steps[mixer.name], context)
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """What `logits` and an MTP head read: the output of `forward` after the final norm, same shape."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec
+from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec, StatePart, UndoSpec, window_and_states
 from hybrid_kv.models.config_file import ConfigFile
 
 # Kinds of layers: what each keeps of earlier tokens, or for an MLP and a mixture of experts that it keeps nothing.
@@ -108,12 +108,17 @@ class Mamba2Spec:
         conv_dim = num_heads * head_dim + 2 * num_groups * state_size
         return MambaSpec(
             block_size=1,
-            shapes=((_conv_rows(kernel, options), conv_dim), (num_heads, head_dim, state_size)),
-            dtypes=(options.dtype, options.ssm_dtype),
-            num_speculative_blocks=options.num_speculative_tokens,
-            # x, B and dt, as `kernels.replay.ReplayRing` keeps them.
-            input_shapes=((num_heads, head_dim), (num_groups, state_size), (num_heads,)),
-            input_dtypes=(options.dtype, options.dtype, torch.promote_types(options.dtype, torch.float32)),
+            parts=window_and_states(
+                ((_conv_rows(kernel, options), conv_dim), options.dtype),
+                ((num_heads, head_dim, state_size), options.ssm_dtype),
+            ),
+            undo=UndoSpec(options.num_speculative_tokens),
+            # As `kernels.replay.ReplayRing` keeps them.
+            inputs=(
+                StatePart("x", (num_heads, head_dim), options.dtype),
+                StatePart("B", (num_groups, state_size), options.dtype),
+                StatePart("dt", (num_heads,), torch.promote_types(options.dtype, torch.float32)),
+            ),
         )
 
     def _head_dim(self, config: ConfigFile) -> int:
@@ -148,13 +153,12 @@ def gdn_spec(config: ConfigFile, options: SpecOptions) -> MambaSpec:
     conv_dim = 2 * key_heads * key_dim + value_heads * value_dim
     return MambaSpec(
         block_size=1,
-        shapes=(
-            (_conv_rows(config.size("linear_conv_kernel_dim"), options), conv_dim),
-            (value_heads, value_dim, key_dim),
+        parts=window_and_states(
+            ((_conv_rows(config.size("linear_conv_kernel_dim"), options), conv_dim), options.dtype),
+            ((value_heads, value_dim, key_dim), options.ssm_dtype),
         ),
-        dtypes=(options.dtype, options.ssm_dtype),
         mamba_type="gdn_attention",
-        num_speculative_blocks=options.num_speculative_tokens,
+        undo=UndoSpec(options.num_speculative_tokens),
     )
 
 

@@ -10,17 +10,17 @@ import numpy as np
 import torch
 
 from hybrid_kv.attention.mamba import BoundaryCopies
+from hybrid_kv.attention.undo import UndoStep
 from hybrid_kv.cache.backend import AttentionGroup
 from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockIds, BlockKey, BlockPool
 from hybrid_kv.config import SchedulerConfig
-from hybrid_kv.kernels.replay import ReplayRing, ReplayStep
 from hybrid_kv.request import Request, ScheduledRequest
 from hybrid_kv.sanitizer import rules_replay
 from hybrid_kv.sanitizer.ledger import Ledger
 from hybrid_kv.sanitizer.rules_attention import check_attention, check_drafts
 from hybrid_kv.sanitizer.rules_mamba import Copy, check_copy, check_mamba, expect_copy
 from hybrid_kv.sanitizer.shadow import Array, Owner, Shadow, Step, to_numpy
-from hybrid_kv.watch import States, Watcher
+from hybrid_kv.watch import Watcher
 
 NUM_KEYS = 2**16  # the first ones, whose checksums are kept, to know them when they are loaded
 
@@ -32,7 +32,7 @@ class Sanitizer(Watcher):
         buffers: the raw memory; buffer i belongs to the i-th layer of every group.
         private_tier: all that is loaded was published here. If others may have filed it, their bytes for the same
             tokens differ rightly (padding, rows of drafts, rounding), so only other tokens' bytes are an error.
-        rings: of scheme `replay`, by layer; poisoned whenever a row gets a new owner.
+        row_memory: of the undo scheme, by layer; tensors [num_rows, …], poisoned whenever a row gets a new owner.
         draft_layers: those of a drafting head, which writes in passes of its own.
 
     Raises (from every method):
@@ -46,14 +46,15 @@ class Sanitizer(Watcher):
         buffers: Sequence[torch.Tensor],
         limits: SchedulerConfig,
         private_tier: bool = False,
-        rings: Mapping[str, ReplayRing] | None = None,
+        row_memory: Mapping[str, Any] | None = None,
         draft_layers: Collection[str] = (),
     ) -> None:
         self.private_tier = private_tier
         self.shadows = [Shadow(group, pool.num_blocks, limits.max_num_seqs, draft_layers) for group in groups]
         # Longer than the model allows, by the drafts of a step that passes its end.
         self.ledger = Ledger(pool, self.shadows, buffers, limits.max_num_seqs, limits.max_model_len + 32)
-        self.rings = [part for ring in (rings or {}).values() for part in (ring.x, ring.B, ring.dt)]
+        memories = (row_memory or {}).values()
+        self.row_memory = [part for memory in memories for part in vars(memory).values() if torch.is_tensor(part)]
         self._published_bytes: dict[BlockKey, set[int]] = {}
         self._all_bytes: set[int] = set()  # of all keys
         self._copies: list[Copy] = []
@@ -193,7 +194,7 @@ class Sanitizer(Watcher):
             owner.known = self.ledger.learn(owner, request.token_ids)
             for shadow in self.shadows:
                 shadow.ring[request.row : request.row + 1] = 0
-            for part in self.rings:
+            for part in self.row_memory:
                 part[request.row].view(torch.int8).fill_(-1)
         elif owner.computed != item.num_computed_tokens:
             what = f"it continues after {item.num_computed_tokens} tokens, but {owner.computed} are in the cache"
@@ -219,16 +220,22 @@ class Sanitizer(Watcher):
             ledger.keys[block] = key, checksum
         owner.loaded.clear()
 
-    def on_fold(self, request: Request, group: int, replay: ReplayStep) -> None:
+    def on_fold(self, request: Request, group: int, step: UndoStep) -> None:
         """What is folded must be what the request's ring holds, and due."""
         owner, computed = self.ledger.owner(request.request_id), np.array([request.num_computed_tokens])
-        rules_replay.check_replay(self.ledger, self.shadows[group], [owner], computed, replay, None)
+        if step.history is not None:
+            rules_replay.check_replay(self.ledger, self.shadows[group], [owner], computed, step.history, None)
 
     def on_copy(
-        self, group: int, copies: BoundaryCopies, block_table: torch.Tensor, states: Sequence[States], kernel: int
+        self,
+        group: int,
+        copies: BoundaryCopies,
+        block_table: torch.Tensor,
+        layers: Sequence[tuple[torch.Tensor, ...]],
+        copies_states: bool,
     ) -> None:
         """Remember what will be copied; `on_commit` checks what has become of it."""
-        self._copies.append(expect_copy(self.shadows[group], copies, block_table, states, kernel))
+        self._copies.append(expect_copy(self.shadows[group], copies, block_table, layers, copies_states))
 
     def on_commit(self, tokens: Sequence[Sequence[int]]) -> None:
         """Right drafts must be accepted, all and only those; then the copies are checked."""

@@ -10,10 +10,10 @@ import torch
 
 from hybrid_kv.attention.mamba import BoundaryCopies, MambaMetadata
 from hybrid_kv.cache.block_pool import NULL_BLOCK
+from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.sanitizer import rules_replay
 from hybrid_kv.sanitizer.ledger import Ledger
 from hybrid_kv.sanitizer.shadow import HASH, Array, Shadow, Step, to_numpy
-from hybrid_kv.watch import States
 
 
 def check_mamba(ledger: Ledger, shadow: Shadow, metadata: MambaMetadata, step: Step) -> None:
@@ -47,7 +47,7 @@ def _check_reads(
     ledger.require(ok, "initial-state", shadow, *args)
     rows = np.flatnonzero(initial)
     # Out of range is an error also where the value will be dropped.
-    first = to_numpy(metadata.num_accepted_tokens) - 1
+    first = to_numpy(metadata.window_rows)
     if (wrong := first[(first < 0) | (first >= shadow.cells.shape[1])]).size:
         ledger.fail("index-range", f"a window begins at row {wrong[0]}", None, shadow)
     windows, sources, first = windows[rows], sources[rows], first[rows]
@@ -118,19 +118,27 @@ class Copy:
 
 
 def expect_copy(
-    shadow: Shadow, copies: BoundaryCopies, block_table: torch.Tensor, states: Sequence[States], kernel: int
+    shadow: Shadow,
+    copies: BoundaryCopies,
+    block_table: torch.Tensor,
+    layers: Sequence[tuple[torch.Tensor, ...]],
+    copies_states: bool,
 ) -> Copy:
     """What must have become of the boundary states of a group once they are copied; see `Watcher.on_copy`."""
     table, (rows, drafts) = to_numpy(block_table).astype(np.int64), (copies.rows, copies.drafts)
     home, window = table[rows, copies.columns], table[rows, copies.anchors]
-    state = None
-    taps = torch.from_numpy(drafts[:, None] + np.arange(kernel - 1))
+    state = table[rows, copies.anchors + drafts] if copies_states else None
+    spec = shadow.group.spec
+    assert isinstance(spec, MambaSpec)
     checks = []
-    for conv_state, ssm_state in states:
-        checks.append((conv_state[:, : kernel - 1], conv_state[torch.from_numpy(window)[:, None], taps]))
-        if ssm_state is not None:
-            state = table[rows, copies.anchors + drafts]
-            checks.append((ssm_state, ssm_state[torch.from_numpy(state)]))
+    for parts in layers:
+        for part, kept in zip(spec.parts, parts, strict=True):
+            if part.role == "window":
+                size = kept.shape[1] - spec.num_speculative_tokens
+                taps = torch.from_numpy(drafts[:, None] + np.arange(size))
+                checks.append((kept[:, :size], kept[torch.from_numpy(window)[:, None], taps]))
+            elif state is not None:
+                checks.append((kept, kept[torch.from_numpy(state)]))
     ends = (copies.columns + 1) * shadow.block_size
     return Copy(shadow, rows, drafts, ends, home, window, state, checks)
 

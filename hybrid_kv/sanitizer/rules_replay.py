@@ -16,12 +16,13 @@ from hybrid_kv.sanitizer.shadow import HASH, TOKENS, Array, Owner, Shadow, Step,
 def check_step(ledger: Ledger, shadow: Shadow, metadata: MambaMetadata, step: Step) -> None:
     """What the decodes of a step replay; a prefill leaves its state at its end."""
     split, num_decodes = metadata.num_decodes, min(metadata.num_decodes, len(step.owners))
-    if (metadata.replay is None) != (split == 0):
+    history = metadata.undo.history
+    if (history is None) != (split == 0):
         ledger.fail("history-length", f"{split} decodes, and nothing tells what they replay", None, shadow)
-    if metadata.replay is not None:
-        if (to_numpy(metadata.replay.step.src)[num_decodes:] != NULL_BLOCK).any():
+    if history is not None:
+        if (to_numpy(history.src)[num_decodes:] != NULL_BLOCK).any():
             ledger.fail("pad-row", "padding replays a live block", None, shadow)
-        check_replay(ledger, shadow, step.owners[:num_decodes], step.computed, metadata.replay.step, step)
+        check_replay(ledger, shadow, step.owners[:num_decodes], step.computed, history, step)
     for owner, end in zip(step.owners[num_decodes:], step.ends[num_decodes:].tolist(), strict=True):
         owner.flushed = end
 

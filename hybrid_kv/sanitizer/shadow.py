@@ -61,7 +61,7 @@ class Shadow:
         self.slots = self.cells.reshape(-1, 3)
         self.state = np.zeros((num_blocks, 3), dtype=np.int64)
         # In scheme `replay` [row of the engine, place in the ring].
-        ring_len = spec.replay.ring_len if isinstance(spec, MambaSpec) and spec.replay is not None else 0
+        ring_len = spec.undo.describe().get("ring_len", 0) if isinstance(spec, MambaSpec) else 0
         self.ring = np.zeros((num_rows if ring_len else 0, ring_len, 3), dtype=np.int64)
         self.keeps_boundaries = isinstance(spec, MambaSpec) and spec.mode.keeps_states
 

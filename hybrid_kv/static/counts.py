@@ -102,8 +102,10 @@ def _rows(num_reqs: int, query_len: int) -> Any:
 def mamba_layer(kernels: str, scheme: str, K: int) -> Callable[[], object]:
     """A second layer of a step of two decodes: what the first one prepared is there."""
     from hybrid_kv.attention.mamba import MambaMetadataBuilder
-    from hybrid_kv.cache.spec import MambaSpec, ReplaySpec, with_speculation
-    from hybrid_kv.kernels.replay import ReplayRing, default_ring_len, split_state
+    from hybrid_kv.attention.undo import undo_spec
+    from hybrid_kv.cache.layout import allocate_row_memory
+    from hybrid_kv.cache.spec import KVCacheConfig, KVCacheGroupSpec, MambaSpec, StatePart, window_and_states, with_undo
+    from hybrid_kv.config import CacheConfig
     from hybrid_kv.models.layers import ForwardContext, Mamba2Mixer
 
     heads, head_dim, size, groups, num_reqs, hidden = 4, 16, 16, 2, 2, 32
@@ -113,29 +115,29 @@ def mamba_layer(kernels: str, scheme: str, K: int) -> Callable[[], object]:
         parameter.data.fill_(0.1)
     spec = MambaSpec(
         block_size=64,
-        shapes=((3, channels), (heads, head_dim, size)),
-        dtypes=(dtype, dtype),
-        input_shapes=((heads, head_dim), (groups, size), (heads,)),
-        input_dtypes=(dtype, dtype, dtype),
+        parts=window_and_states(((3, channels), dtype), ((heads, head_dim, size), dtype)),
+        inputs=(
+            StatePart("x", (heads, head_dim), dtype),
+            StatePart("B", (groups, size), dtype),
+            StatePart("dt", (heads,), dtype),
+        ),
     )
-    ring_len = default_ring_len(1 + K)
-    replay = ReplaySpec(num_speculative_tokens=K, ring_len=ring_len) if scheme == "replay" else None
-    found = with_speculation(spec, K, replay)
+    found = with_undo(spec, undo_spec(CacheConfig(state_scheme=scheme), K, False, [spec]))
     assert isinstance(found, MambaSpec)
     builder = MambaMetadataBuilder(found, num_reqs, torch.device("cpu"), kernels == "triton")
     common, width = _rows(num_reqs, 1 + K), 1 + K
     table = torch.arange(1, 1 + num_reqs * width, dtype=torch.int32).view(num_reqs, width)
-    states = torch.zeros(1 + num_reqs * width, heads, head_dim, size)
-    pool = split_state(states) if scheme == "replay" else states
-    views: dict[str, tuple[torch.Tensor, ...]] = {"m": (torch.zeros(len(pool), 3 + K, channels), pool)}
-    rows = np.arange(num_reqs)
-    committed, rings = None, {}
-    if scheme == "replay":
-        rings["m"] = ReplayRing.allocate(num_reqs, ring_len, heads, head_dim, groups, size, dtype, torch.device("cpu"))
-        builder.restart(rows, common.num_computed_tokens)
-        committed = builder.commit(rows, np.ones_like(rows), common.query_lens, table)
-    metadata = builder.build(common, table, np.zeros_like(rows), np.ones_like(rows), committed)
-    context = ForwardContext({"m": metadata}, views, rings, "triton" if kernels == "triton" else "torch")
+    views: dict[str, tuple[torch.Tensor, ...]] = {
+        "m": tuple(
+            torch.zeros(1 + num_reqs * width, *part.shape, dtype=part.dtype)
+            for part in map(found.undo.stored, found.parts)
+        )
+    }
+    rows, config = np.arange(num_reqs), KVCacheConfig(2, (KVCacheGroupSpec(("m",), found),))
+    undo = builder.undo.prepare(rows, rows.tolist(), np.ones_like(rows), common, table)
+    metadata = builder.build(common, table, np.zeros_like(rows), np.zeros_like(rows), undo)
+    memory = allocate_row_memory(config, num_reqs, torch.device("cpu"))
+    context = ForwardContext({"m": metadata}, views, memory, "triton" if kernels == "triton" else "torch")
     x = torch.zeros(common.num_tokens, hidden)
     layer(x, context)
     return lambda: layer(x, context)
@@ -166,15 +168,15 @@ def block_tables(kernels: str) -> Callable[[], object]:
 
     from hybrid_kv.cache.block_table import BlockTables, LaunchedBlockTables
 
-    sizes = ([64, 64, 64], [64, 64, 16], 4, 16, [4, 4, 8], torch.device("cpu"), [2])
-    tables = LaunchedBlockTables(*sizes) if kernels == "triton" else BlockTables(*sizes)
+    sizes = ([64, 64, 64], [64, 64, 16], 4, 16, [4, 4, 8], torch.device("cpu"))
+    tables = LaunchedBlockTables(*sizes, [2]) if kernels == "triton" else BlockTables(*sizes)
     rows, ones = np.array([0, 1]), np.array([1, 1])
     positions = torch.zeros(2, dtype=torch.int64)
 
     def step() -> None:
         for row in (0, 1):
             tables.append_block_ids(row, np.arange(1, 4, dtype=np.int32), array("i", [1, 1, 1]))
-        tables.update(rows, ones, positions, 3, 3)
+        tables.update(rows, ones, positions, 3, 3, [1, 1, 1], [2])
 
     step()
     return step

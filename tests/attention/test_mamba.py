@@ -14,7 +14,7 @@ from hybrid_kv.attention.mamba import (
     postprocess_mamba,
 )
 from hybrid_kv.cache.block_pool import NULL_BLOCK
-from hybrid_kv.cache.spec import MambaSpec
+from hybrid_kv.cache.spec import MambaSpec, UndoSpec, window_and_states
 from hybrid_kv.kernels.common.integers import cdiv
 from tests.attention.test_paged import common
 
@@ -26,10 +26,9 @@ MODES = ("none", "align", "all")
 def spec(mode="all", k=0, block_size=4, kernel=4):
     return MambaSpec(
         block_size,
-        ((kernel - 1 + k, 1), (1,)),
-        (torch.int64, torch.int64),
+        window_and_states(((kernel - 1 + k, 1), torch.int64), ((1,), torch.int64)),
         mamba_cache_mode=mode,
-        num_speculative_blocks=k,
+        undo=UndoSpec(k),
     )
 
 
@@ -48,7 +47,7 @@ def build(subject, builder, computed, lens, num_decodes, prev, accepted, padding
     batch = common(computed, lens, num_decodes, padding)
     table = table_of(len(lens), width, padding)
     prev, accepted = ints(*prev, *[0] * padding), ints(*accepted, *[1] * padding)
-    return builder.build(batch, table, prev, accepted)
+    return builder.build(batch, table, prev, accepted - 1)
 
 
 @st.composite
@@ -84,7 +83,7 @@ def test_every_row_reads_and_writes_its_own_columns(step):
     subject, decodes, prefills, prev, accepted, padding = step
     batch = [*decodes, *prefills]
     builder = MambaMetadataBuilder(subject, 6, CPU)
-    for buffer in (builder.window_indices, builder.source_indices, builder.state_indices, builder.num_accepted_tokens):
+    for buffer in (builder.window_indices, builder.source_indices, builder.state_indices, builder.window_rows):
         buffer.fill_(-7)  # what a longer step left there
     metadata = build(
         subject, builder, [n for n, _ in batch], [q for _, q in batch], len(decodes), prev, accepted, padding
@@ -105,7 +104,7 @@ def test_every_row_reads_and_writes_its_own_columns(step):
     assert metadata.window_indices.tolist() == windows + [NULL_BLOCK] * padding
     assert metadata.source_indices.tolist() == sources + [NULL_BLOCK] * padding
     assert metadata.state_indices.tolist() == states + [[NULL_BLOCK] * (1 + k)] * padding
-    assert metadata.num_accepted_tokens.tolist() == accepted + [1] * padding
+    assert metadata.window_rows.tolist() == [count - 1 for count in accepted] + [0] * padding
     assert metadata.num_decodes == len(decodes) + padding
     assert metadata.num_decode_tokens == sum(q for _, q in decodes) + padding
     if decodes or padding:
@@ -150,10 +149,10 @@ def test_buffers_have_an_entry_per_request_and_keep_their_address():
         )
         rows = num_reqs + padding
         assert metadata.num_decode_tokens == 4 * num_reqs + padding
-        assert metadata.window_indices.shape == metadata.source_indices.shape == metadata.num_accepted_tokens.shape
+        assert metadata.window_indices.shape == metadata.source_indices.shape == metadata.window_rows.shape
         assert metadata.window_indices.shape == (rows,)
         assert metadata.state_indices.shape == (rows, 4)
-        assert metadata.num_accepted_tokens.tolist() == [3] * num_reqs + [1] * padding
+        assert metadata.window_rows.tolist() == [2] * num_reqs + [0] * padding
         for part in (metadata.window_indices, metadata.source_indices):
             assert (part[num_reqs:] == NULL_BLOCK).all()
             assert (part[:num_reqs] != NULL_BLOCK).all()
@@ -161,7 +160,7 @@ def test_buffers_have_an_entry_per_request_and_keep_their_address():
         buffers = (
             builder.block_idx_last_scheduled_token,
             builder.block_idx_last_scheduled_token_prev_step,
-            builder.num_accepted_tokens,
+            builder.window_rows,
             builder.window_indices,
             builder.source_indices,
             builder.state_indices,
@@ -171,7 +170,7 @@ def test_buffers_have_an_entry_per_request_and_keep_their_address():
         assert pointers[2:] == tuple(
             part.data_ptr()
             for part in (
-                metadata.num_accepted_tokens,
+                metadata.window_rows,
                 metadata.window_indices,
                 metadata.source_indices,
                 metadata.state_indices,
@@ -189,7 +188,7 @@ def test_metadata_is_built_again_when_something_changes_and_only_then():
 
     def built(computed=(8, 9), lens=(1, 1), prev=(1, 2), accepted=(1, 1), num_gathers=1, num_decodes=2):
         batch = common(list(computed), list(lens), num_decodes)
-        return builder.build(batch, table, ints(*prev), ints(*accepted), num_gathers=num_gathers)
+        return builder.build(batch, table, ints(*prev), ints(*accepted) - 1, num_gathers=num_gathers)
 
     first = built()
     assert built() is first
@@ -292,7 +291,7 @@ def test_home_gets_the_shifted_window_and_the_state_and_nothing_else_changes(mod
                 for (window, state), (old_window, old_state) in zip(expected, layers, strict=True):
                     window[table[i, home], : kernel - 1] = old_window[table[i, anchor], j : j + kernel - 1]
                     state[table[i, home]] = old_state[table[i, anchor + j]]
-    postprocess_mamba(boundary_copies(subject, computed, lengths, accepted), table, layers, kernel)
+    postprocess_mamba(boundary_copies(subject, computed, lengths, accepted), table, layers, subject, True)
     for (window, state), (right_window, right_state) in zip(layers, expected, strict=True):
         assert torch.equal(window, right_window)
         assert torch.equal(state, right_state)
@@ -313,6 +312,6 @@ def test_the_window_of_an_anchor_that_is_home_is_shifted_in_place():
     assert (copies.anchors.tolist(), copies.drafts.tolist(), copies.columns.tolist()) == ([1], [2], [1])
     window, state = torch.arange(60).view(10, 6, 1), torch.arange(10)[:, None]
     table = torch.tensor([[0, 4, 5, 6, 7]], dtype=torch.int32)
-    postprocess_mamba(copies, table, [(window, state)], 4)
+    postprocess_mamba(copies, table, [(window, state)], subject, True)
     assert window[4].flatten().tolist() == [26, 27, 28, 27, 28, 29]
     assert state[4].item() == 6

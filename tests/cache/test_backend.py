@@ -22,12 +22,20 @@ from hybrid_kv.cache.backend import (
     init_attn_backend,
     select_kernel_block_size,
 )
-from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from hybrid_kv.cache.spec import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    StatePart,
+    window_and_states,
+)
 from hybrid_kv.config import ConfigError
 
 CUDA, XPU = BackendContext("cuda"), BackendContext("xpu")
 FP32_STATE = BackendContext("cuda", float32_ssm_state=True)
-STATE = MambaSpec(64, ((3, 8), (4, 8)), (torch.float32, torch.float32))
+BYTE = StatePart("state", (1,), torch.int8)
+STATE = MambaSpec(64, window_and_states(((3, 8), torch.float32), ((4, 8), torch.float32)))
 ATTENTION = FullAttentionSpec(64, num_kv_heads=2, head_size=8, dtype=torch.float32)
 
 
@@ -85,8 +93,8 @@ def test_the_block_dimension_is_known_at_any_geometry(
 
 
 def test_the_context_knows_a_float32_state() -> None:
-    half = MambaSpec(64, ((3, 8), (4, 8)), (torch.bfloat16, torch.bfloat16))
-    mixed = MambaSpec(64, ((4, 8), (4, 8)), (torch.bfloat16, torch.float32))
+    half = MambaSpec(64, window_and_states(((3, 8), torch.bfloat16), ((4, 8), torch.bfloat16)))
+    mixed = MambaSpec(64, window_and_states(((4, 8), torch.bfloat16), ((4, 8), torch.float32)))
     assert BackendContext.for_layers("cuda", {"m": mixed}) == FP32_STATE
     assert BackendContext.for_layers("cuda", {"m": half, "a": ATTENTION}) == CUDA
 
@@ -101,9 +109,9 @@ def test_backends_are_found_by_name_platform_and_layer() -> None:
         get_backend("MAMBA2_ATTN", "cuda")
     assert backend_of(ATTENTION, FlashInferBackend) is FlashInferBackend
     assert backend_of(STATE, FlashInferBackend) is Mamba2Backend
-    assert backend_of(MambaSpec(1, ((1,),), (torch.int8,), mamba_type="gdn_attention"), TorchBackend) is GDNBackend
+    assert backend_of(MambaSpec(1, (BYTE,), mamba_type="gdn_attention"), TorchBackend) is GDNBackend
     with pytest.raises(ConfigError, match="'mamba1'"):
-        backend_of(MambaSpec(1, ((1,),), (torch.int8,), mamba_type="mamba1"), TorchBackend)
+        backend_of(MambaSpec(1, (BYTE,), mamba_type="mamba1"), TorchBackend)
 
 
 def test_groups_get_their_backend_and_a_state_is_never_split() -> None:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybrid_kv.attention.undo import ReplaySpec
 from hybrid_kv.cache.backend import (
     AttentionBackend,
     AttentionGroup,
@@ -18,14 +19,15 @@ from hybrid_kv.cache.backend import (
     TorchBackend,
     init_attn_backend,
 )
-from hybrid_kv.cache.layout import allocate_raw_buffers, allocate_rings, attention_view, bind_views, mamba_views
+from hybrid_kv.cache.layout import allocate_raw_buffers, allocate_row_memory, attention_view, bind_views, mamba_views
 from hybrid_kv.cache.spec import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
-    ReplaySpec,
+    StatePart,
     UniformTypeKVCacheSpecs,
+    window_and_states,
 )
 from hybrid_kv.kernels.replay import read_states, write_states
 
@@ -57,7 +59,9 @@ def hybrid_config(
 ) -> KVCacheConfig:
     attention = FullAttentionSpec(block_size, num_kv_heads, head_size, torch.float16)
     width = attention.page_size_bytes // 16
-    state = MambaSpec(64, ((2, width), (width,)), (torch.float16, torch.float32), attention.page_size_bytes)
+    state = MambaSpec(
+        64, window_and_states(((2, width), torch.float16), ((width,), torch.float32)), attention.page_size_bytes
+    )
     names = [tuple(f"{kind}{i}" for i in range(num_layers)) for kind in "ma"]
     return KVCacheConfig(num_blocks, (KVCacheGroupSpec(names[0], state), KVCacheGroupSpec(names[1], attention)))
 
@@ -178,8 +182,13 @@ def test_the_number_of_blocks_is_the_configurations() -> None:
 @pytest.mark.parametrize("window, state", [("float32", "float32"), ("bfloat16", "float32"), ("float64", "float64")])
 def test_replay_keeps_float32_states_as_two_planes_in_the_same_bytes(window: str, state: str) -> None:
     dtypes = getattr(torch, window), getattr(torch, state)
-    inputs = {"input_shapes": ((4, 2), (1, 6), (4,)), "input_dtypes": (*dtypes[:1] * 2, torch.float32)}
-    spec = MambaSpec(64, ((3, 20), (4, 2, 6)), dtypes, 1024, replay=ReplaySpec(1, 7), **inputs)  # type: ignore[arg-type]
+    inputs = (
+        StatePart("x", (4, 2), dtypes[0]),
+        StatePart("B", (1, 6), dtypes[0]),
+        StatePart("dt", (4,), torch.float32),
+    )
+    parts = window_and_states(((3, 20), dtypes[0]), ((4, 2, 6), dtypes[1]))
+    spec = MambaSpec(64, parts, 1024, undo=ReplaySpec(1, 7), inputs=inputs)
     raw = torch.zeros(3 * 1024, dtype=torch.int8)
     conv, ssm = mamba_views(raw, 3, spec)
     assert (conv.shape, conv.dtype) == ((3, 3, 20), dtypes[0])
@@ -190,7 +199,7 @@ def test_replay_keeps_float32_states_as_two_planes_in_the_same_bytes(window: str
     assert torch.equal(read_states(ssm, torch.tensor([1])), values)
     written = raw.nonzero().flatten() - 1024 - 60 * dtypes[0].itemsize
     assert written.min() >= 0 and written.max() < 48 * dtypes[1].itemsize
-    rings = allocate_rings(KVCacheConfig(3, (KVCacheGroupSpec(("m",), spec),)), 5, CPU)
+    rings = allocate_row_memory(KVCacheConfig(3, (KVCacheGroupSpec(("m",), spec),)), 5, CPU)
     assert rings["m"].x.shape == (5, 4, 7, 2)
     if window != "float64":
-        assert rings["m"].nbytes == 5 * spec.ring_bytes
+        assert rings["m"].nbytes == 5 * spec.row_bytes

@@ -22,6 +22,8 @@ from hybrid_kv.cache.spec import (
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
+    StatePart,
+    UndoSpec,
     UniformTypeKVCacheSpecs,
 )
 from hybrid_kv.config import ConfigError
@@ -35,7 +37,7 @@ def attention(block_size: int) -> FullAttentionSpec:
 
 
 def mamba(block_size: int, mode: str = "all", k: int = 0) -> MambaSpec:
-    return MambaSpec(block_size, ((8,),), (torch.float16,), mamba_cache_mode=mode, num_speculative_blocks=k)
+    return MambaSpec(block_size, (StatePart("state", (8,), torch.float16),), mamba_cache_mode=mode, undo=UndoSpec(k))
 
 
 def manager(
@@ -60,7 +62,7 @@ class Owner:
 
     def allocate(self, end: int, is_decode: bool = False, hit: PrefixHit = NO_HIT) -> NewBlocks | None:
         start = hit.num_tokens or self.computed
-        new = self.subject.allocate_slots(self.name, start, end - start, is_decode, hit)
+        new = self.subject.allocate_slots(self.name, start, end - start, is_decode, hit, start)
         if new is not None:
             self.computed = start
             for columns, part in zip(self.columns, new.per_group(), strict=True):
@@ -68,7 +70,7 @@ class Owner:
         return new
 
     def publish(self, end: int, is_decode: bool = False) -> None:
-        self.subject.cache_blocks(self.name, self.hashes, self.tokens, end, is_decode)
+        self.subject.cache_blocks(self.name, self.hashes, self.tokens, end, is_decode, end)
         self.computed = end
 
     def run(self, *ends: int, is_decode: bool = False) -> Owner:
@@ -114,7 +116,7 @@ def test_any_order_of_operations_keeps_ownership_whole(
         else:
             before = [list(ids) for ids in subject.block_ids(request)]
             free = subject.pool.num_free_blocks
-            new = subject.allocate_slots(request, known, max(0, number - known))
+            new = subject.allocate_slots(request, known, max(0, number - known), num_seen_tokens=known)
             if new is None:
                 assert subject.pool.num_free_blocks == free
                 assert [list(ids) for ids in subject.block_ids(request)] == before

@@ -33,6 +33,7 @@ from hybrid_kv.cache.spec import (
     KVCacheSpec,
     MambaSpec,
     UniformTypeKVCacheSpecs,
+    window_and_states,
 )
 from hybrid_kv.config import ConfigError
 
@@ -46,8 +47,8 @@ def attention(num_kv_heads: int = 1, block_size: int = BLOCK) -> FullAttentionSp
 
 
 def mamba(mode: str = "align", page: int = PAGE, block_size: int = BLOCK) -> MambaSpec:
-    shapes, dtypes = ((3, 4), (2, 5)), (torch.float16, torch.float32)
-    return MambaSpec(block_size, shapes, dtypes, page, mamba_cache_mode=mode)  # type: ignore[arg-type]
+    parts = window_and_states(((3, 4), torch.float16), ((2, 5), torch.float32))
+    return MambaSpec(block_size, parts, page, mamba_cache_mode=mode)
 
 
 def hybrid(num_blocks: int = 6, state: KVCacheSpec | None = None) -> KVCacheConfig:
@@ -427,7 +428,8 @@ def test_another_model_or_layout_does_not_see_the_blocks(tmp_path: Path) -> None
     store, _ = on_files(tmp_path, namespace="a")
     store.store([(key(1), 1)])
     wider = mamba(page=PAGE)
-    wider = MambaSpec(BLOCK, ((3, 4), (10,)), wider.dtypes, PAGE, mamba_cache_mode="align")
+    parts = window_and_states(((3, 4), torch.float16), ((10,), torch.float32))
+    wider = MambaSpec(BLOCK, parts, PAGE, mamba_cache_mode="align")
     others = [
         on_files(tmp_path, namespace="b")[0],
         on_files(tmp_path, namespace="a", config=hybrid(state=wider))[0],

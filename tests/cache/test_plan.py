@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hybrid_kv.cache.backend import BackendContext, FlashAttentionBackend, Mamba2Backend, _SSMBackend, get_backend
 from hybrid_kv.cache.plan import CachePlan, describe, plan_cache, update_block_size_for_backend
-from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec
+from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec, UndoSpec, window_and_states
 from hybrid_kv.config import CacheConfig, ConfigError
 from hybrid_kv.models.shapes import model_shape
 from tests.model_configs import CONFIGS, NEMOTRON_3_NANO
@@ -29,7 +29,7 @@ def plan_of(name: str, platform: str = "cuda", k: int = 0, backend: str = "auto"
     shape = model_shape(CONFIGS[name], cache=cache, num_speculative_tokens=k)
     context = BackendContext.for_layers(platform, shape.layers)
     attention = get_backend(backend, platform)
-    return plan_cache(shape.layers, cache, attention, context, MAX_MODEL_LEN, shape.mamba_chunk_size, k)
+    return plan_cache(shape.layers, cache, attention, context, MAX_MODEL_LEN, shape.mamba_chunk_size)
 
 
 def vllm_022_sizes(config: dict[str, Any], platform: str, mode: str, k: int) -> tuple[int, int, int, int]:
@@ -199,7 +199,7 @@ def attention(**changes: Any) -> FullAttentionSpec:
 
 
 def mamba(**changes: Any) -> MambaSpec:
-    return replace(MambaSpec(1, ((3, 16), (2, 8, 8)), (torch.float16, torch.float16)), **changes)
+    return replace(MambaSpec(1, window_and_states(((3, 16), torch.float16), ((2, 8, 8), torch.float16))), **changes)
 
 
 def sizes_of(layers: dict[str, KVCacheSpec], chunk_size: int | None = 16, **wishes: Any) -> Any:
@@ -261,11 +261,14 @@ def test_every_plan_fits_its_pages_and_kernel_blocks(
 ) -> None:
     layers: dict[str, KVCacheSpec] = {
         "a": attention(num_kv_heads=num_kv_heads),
-        "m": mamba(shapes=((rows + k, width), (rows, width))),
+        "m": mamba(
+            parts=window_and_states(((rows + k, width), torch.float16), ((rows, width), torch.float16)),
+            undo=UndoSpec(k),
+        ),
     }
     cache = CacheConfig(block_size, mamba_block_size if mode == "all" else None, mode, num_blocks=64)  # type: ignore[arg-type]
     attention_backend, context = get_backend(backend, platform), BackendContext.for_layers(platform, layers)
-    plan = plan_cache(layers, cache, attention_backend, context, 500, 32, k)
+    plan = plan_cache(layers, cache, attention_backend, context, 500, 32)
     sizes = plan.sizes
     assert sizes.page_size_bytes == sizes.block_size * 2 * num_kv_heads * 8 * 2
     assert sizes.page_size_bytes >= sizes.mamba_state_bytes

@@ -9,17 +9,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybrid_kv.attention.undo import ReplaySpec, undo_spec
 from hybrid_kv.cache.spec import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
-    ReplaySpec,
+    StatePart,
+    UndoSpec,
     UniformTypeKVCacheSpecs,
     group_layers,
-    replay_spec,
-    with_speculation,
+    window_and_states,
+    with_undo,
 )
 from hybrid_kv.config import CacheConfig, ConfigError
 
@@ -27,8 +29,8 @@ ATTENTION = FullAttentionSpec(16, num_kv_heads=2, head_size=128, dtype=torch.bfl
 
 
 def mamba(mode: str = "none", k: int = 0, block_size: int = 64, padded: int | None = None) -> MambaSpec:
-    shapes, dtypes = ((3, 10), (4, 8)), (torch.bfloat16, torch.float32)
-    return MambaSpec(block_size, shapes, dtypes, padded, mamba_cache_mode=mode, num_speculative_blocks=k)
+    parts = window_and_states(((3, 10), torch.bfloat16), ((4, 8), torch.float32))
+    return MambaSpec(block_size, parts, padded, mamba_cache_mode=mode, undo=UndoSpec(k))
 
 
 def test_page_bytes() -> None:
@@ -51,17 +53,21 @@ def test_blocks_of_one_request_with_speculative_ones_in_every_mode(mode: str, k:
 
 @pytest.mark.parametrize(("mode", "blocks", "width"), [("none", 1, 1), ("align", 2, 4), ("all", 4, 4)])
 def test_replay_has_a_ring_in_place_of_speculative_blocks(mode: str, blocks: int, width: int) -> None:
-    inputs = {"input_shapes": ((4, 2), (1, 8), (4,)), "input_dtypes": (torch.bfloat16, torch.bfloat16, torch.float32)}
-    layer = replace(mamba(mode, padded=2048), **inputs)
-    spec = with_speculation(with_speculation(layer, 5), 3, ReplaySpec(3, 36))
+    inputs = (
+        StatePart("x", (4, 2), torch.bfloat16),
+        StatePart("B", (1, 8), torch.bfloat16),
+        StatePart("dt", (4,), torch.float32),
+    )
+    layer = replace(mamba(mode, padded=2048), inputs=inputs)
+    spec = with_undo(with_undo(layer, UndoSpec(5)), ReplaySpec(3, 36))
     assert isinstance(spec, MambaSpec)
-    assert spec.shapes == ((3 + 3, 10), (4, 8))
+    assert [part.shape for part in spec.parts] == [(3 + 3, 10), (4, 8)]
     assert (spec.num_speculative_blocks, spec.num_speculative_tokens) == (0, 3)
     assert spec.max_blocks_per_request(200) == blocks
     assert spec.block_table_width(200) == width
-    assert spec.ring_bytes == 36 * (8 * 2 + 8 * 2 + 4 * 4)
-    assert spec.max_memory_usage_bytes(200) == blocks * 2048 + spec.ring_bytes
-    assert with_speculation(spec, 3) == with_speculation(layer, 3)
+    assert spec.row_bytes == 36 * (8 * 2 + 8 * 2 + 4 * 4)
+    assert spec.max_memory_usage_bytes(200) == blocks * 2048 + spec.row_bytes
+    assert with_undo(spec, UndoSpec(3)) == with_undo(layer, UndoSpec(3))
 
 
 def test_a_ring_longer_than_a_block_keeps_one_more_state() -> None:
@@ -72,16 +78,16 @@ def test_a_ring_longer_than_a_block_keeps_one_more_state() -> None:
 
 def test_the_ring_that_a_user_gets() -> None:
     layers = [mamba()]
-    assert replay_spec(CacheConfig(), 3, True, layers) is None
-    assert replay_spec(CacheConfig(state_scheme="replay"), 3, False, layers) == ReplaySpec(3, 36)
+    assert undo_spec(CacheConfig(), 3, True, layers) == UndoSpec(3)
+    assert undo_spec(CacheConfig(state_scheme="replay"), 3, False, layers) == ReplaySpec(3, 36)
     given = CacheConfig(state_scheme="replay", replay_ring_len=11)
-    assert replay_spec(given, 3, True, layers) == ReplaySpec(3, 11, 4)
+    assert undo_spec(given, 3, True, layers) == ReplaySpec(3, 11, 4)
     with pytest.raises(
         ConfigError, match="replay_ring_len=11 is too short for num_speculative_tokens=4, which needs 14"
     ):
-        replay_spec(given, 4, False, layers)
+        undo_spec(given, 4, False, layers)
     with pytest.raises(ConfigError, match="no Mamba layer"):
-        replay_spec(given, 3, False, [ATTENTION])
+        undo_spec(given, 3, False, [ATTENTION])
 
 
 def test_attention_blocks_of_one_request() -> None:
@@ -95,7 +101,7 @@ def test_a_state_must_fit_its_page_and_be_aligned() -> None:
     with pytest.raises(ConfigError, match="not aligned to 4 B"):
         mamba(padded=190)
     with pytest.raises(ConfigError, match="at byte 6"):
-        MambaSpec(1, ((3,), (1,)), (torch.bfloat16, torch.float32))
+        MambaSpec(1, window_and_states(((3,), torch.bfloat16), ((1,), torch.float32)))
 
 
 def test_layers_of_different_pages_may_share_a_table_when_they_are_of_one_type() -> None:

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybrid_kv.cache.spec import MambaSpec
+from hybrid_kv.attention.undo import ReplaySpec
+from hybrid_kv.cache.spec import MambaSpec, UndoSpec, window_and_states
 from hybrid_kv.config import ConfigError
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.guard.poison import poison
@@ -107,7 +108,7 @@ def test_the_longest_request_holds_what_the_plan_says(mode, block_size, k, ring_
         generate(llm, [TEXT[:start]], on_step=watch)
         spec = next(group.spec for group in llm.plan.config.groups if isinstance(group.spec, MambaSpec))
         assert spec.max_blocks_per_request(LIMIT) == most
-        assert spec.max_memory_usage_bytes(LIMIT) == most * spec.page_size_bytes + spec.ring_bytes
+        assert spec.max_memory_usage_bytes(LIMIT) == most * spec.page_size_bytes + spec.row_bytes
         assert spec.num_speculative_blocks == 0
     assert highest == most
 
@@ -115,8 +116,8 @@ def test_the_longest_request_holds_what_the_plan_says(mode, block_size, k, ring_
 @pytest.mark.parametrize("mode", MODES)
 def test_rings_cost_what_the_plan_says(mode, monkeypatch):
     llm = engine(mode, 3, max_num_seqs=5)
-    allocated = sum(ring.nbytes for ring in llm.runner.rings.values())
-    assert allocated == llm.plan.ring_bytes == 5 * llm.plan.config.ring_bytes_per_row > 0
+    allocated = sum(ring.nbytes for ring in llm.runner.row_memory.values())
+    assert allocated == llm.plan.row_bytes == 5 * llm.plan.config.bytes_per_row > 0
     pages = llm.plan.config.total_bytes
     paid = engine(mode, 3, max_num_seqs=5, num_blocks=None, memory_bytes=pages + allocated)
     assert paid.plan.config.num_blocks == llm.plan.config.num_blocks
@@ -140,7 +141,8 @@ def test_what_cannot_work_is_refused_with_the_numbers(options, message):
     arguments = {"state_scheme": "replay", "num_speculative_tokens": 3, "num_blocks": 50, "attention_backend": "TORCH"}
     model = ExactModel()
     specs = model.layer_specs.items()
-    model.layer_specs = {n: replace(s, shapes=((3, 1), (1, 1))) if isinstance(s, MambaSpec) else s for n, s in specs}
+    parts = window_and_states(((3, 1), torch.int32), ((1, 1), torch.int32))
+    model.layer_specs = {n: replace(s, parts=parts) if isinstance(s, MambaSpec) else s for n, s in specs}
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         LLM(model, device="cpu", **arguments | options)
 
@@ -150,7 +152,7 @@ def test_a_model_that_cannot_replay_is_refused():
         engine("none", book=answer_book("**"))
     model = ExactModel()
     specs = model.layer_specs.items()
-    model.layer_specs = {n: replace(s, input_shapes=()) if isinstance(s, MambaSpec) else s for n, s in specs}
+    model.layer_specs = {n: replace(s, inputs=()) if isinstance(s, MambaSpec) else s for n, s in specs}
     with pytest.raises(ConfigError, match="is for Mamba-2 layers, not mamba2; use slots"):
         LLM(model, num_blocks=50, state_scheme="replay", device="cpu")
 
@@ -231,20 +233,19 @@ def test_rejected_drafts_leave_a_window_that_the_next_step_finds(mode, monkeypat
     prompt, ahead = TEXT[:9], 0
     llm = engine(mode, 4, "lapses", [prompt], 8)
     tables, (builder, *_) = llm.runner.block_tables, llm.runner.builders.values()
-    update, build = tables.update, builder.build
+    gather, build = tables._gather, builder.build
 
     def poisoned(*arguments):
         for table in tables.input_tables:
             table.fill_(200)  # no such block
-        tables.forget()
-        return update(*arguments)
+        gather(*arguments)
 
     def watched(common, table, prev_step, *rest):
         nonlocal ahead
         ahead += int(prev_step[0]) > (int((common.num_computed_tokens + common.query_lens).max()) - 1) // 8
         return build(common, table, prev_step, *rest)
 
-    monkeypatch.setattr(tables, "update", poisoned)
+    monkeypatch.setattr(tables, "_gather", poisoned)
     monkeypatch.setattr(builder, "build", watched)
     assert generate(llm, [prompt], 40)[0].token_ids == answer(prompt, 40)
     assert ahead > 1
@@ -312,7 +313,7 @@ def test_a_hit_copies_no_state_and_several_requests_replay_from_it():
 def test_a_new_owner_of_a_row_finds_a_poisoned_ring():
     llm = engine("none", max_num_seqs=1, sanitize=True)
     generate(llm, [TEXT[:5]], 4)
-    (name, ring), *_ = llm.runner.rings.items()
+    (name, ring), *_ = llm.runner.row_memory.items()
     assert (ring.x[0, 0, :3] >= 0).all(), name
     assert (ring.x[0, 0, 3:] == -1).all()
     generate(llm, [TEXT[:5]], 2)
@@ -344,7 +345,7 @@ def test_logits_of_the_guard_model_are_those_of_slots(mode, dtype, limit):
 def test_the_sanitizer_names_a_state_that_is_published_too_early(monkeypatch):
     prompt = TEXT[:20]
     llm = engine("all", prompts=[prompt], sanitize=True)
-    plain = llm.scheduler.update
-    monkeypatch.setattr(llm.scheduler, "update", lambda item, new, kept, flushed: plain(item, new, kept))
+    # As if states were never late.
+    monkeypatch.setattr(ReplaySpec, "num_flushed", UndoSpec.num_flushed)
     with pytest.raises(SanitizerError, match=r"publish-unflushed in step .* published for 32 tokens, its states have"):
         generate(llm, [prompt])

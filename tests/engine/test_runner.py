@@ -11,7 +11,7 @@ from hybrid_kv.cache.block_pool import NULL_BLOCK
 from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.engine import runner as runner_module
 from hybrid_kv.engine.llm import LLM
-from hybrid_kv.engine.runner import ModelRunner
+from hybrid_kv.engine.state_cursor import StateCursor
 from hybrid_kv.guard.scenario import SmallBlocksFirst, SmallKVFirst
 from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.kernels.slot_mapping import PAD_SLOT
@@ -111,8 +111,8 @@ def test_buffers_keep_their_address(mode):
             tables.slot_mappings,
             *tables.input_tables,
             *tables.tables,
-            torch.from_numpy(runner.block_idx_last_scheduled_token_prev_step),
-            torch.from_numpy(runner.num_accepted_tokens),
+            torch.from_numpy(runner.cursors.anchor),
+            torch.from_numpy(runner.cursors.window_row),
         ]
         for builder in builders(llm):
             buffers += [value for value in vars(builder).values() if isinstance(value, torch.Tensor)]
@@ -149,7 +149,7 @@ def test_decode_steps_are_padded_with_neutral_rows(mode, k):
                 assert metadata.state_indices.shape == (8, 1 + k)
                 assert (metadata.state_indices[n:] == NULL_BLOCK).all()
                 assert (metadata.state_indices[:n, 0] != NULL_BLOCK).all()
-                assert metadata.num_accepted_tokens[n:].tolist() == [1] * (8 - n)
+                assert metadata.window_rows[n:].tolist() == [0] * (8 - n)
                 for indices in (metadata.window_indices, metadata.source_indices):
                     assert indices.shape == (8,)
                     assert (indices[:n] != NULL_BLOCK).all()
@@ -179,16 +179,16 @@ def test_stale_garbage_in_padded_rows_changes_nothing(captured, mode):
         tables.slot_mappings.fill_(9)
         for table in tables.input_tables:
             table.fill_(1)
-        tables.forget()  # what a step may reuse is no garbage; this one writes all of it anew
+        tables._gathered = ()  # what a step may reuse is no garbage; this one writes all of it anew
         for builder in builders(llm):
             builder.block_idx_last_scheduled_token.fill_(3)
             builder.block_idx_last_scheduled_token_prev_step.fill_(3)
-            builder.num_accepted_tokens.fill_(3)
+            builder.window_rows.fill_(3)
             for part in (builder.window_indices, builder.source_indices, builder.state_indices):
                 part.fill_(1)
         idle = np.setdiff1d(np.arange(8), [request.row for request in llm.scheduler.running])
-        runner.block_idx_last_scheduled_token_prev_step[idle] = 5
-        runner.num_accepted_tokens[idle] = 4
+        runner.cursors.anchor[idle] = 5
+        runner.cursors.window_row[idle] = 3
 
     assert run(llm, litter) == expected()
 
@@ -268,9 +268,9 @@ def test_the_metadata_reads_the_remembered_anchor(mode):
                 metadata = context.metadata[group.layer_names[0]]
                 table = runner.block_tables.tables[group.group_id][row]
                 prev = int(builder.block_idx_last_scheduled_token_prev_step[i])
-                assert prev == runner.block_idx_last_scheduled_token_prev_step[row]
+                assert prev == runner.cursors.anchor[row]
                 assert metadata.window_indices[i] == table[prev]
-                assert metadata.source_indices[i] == table[prev + int(metadata.num_accepted_tokens[i]) - 1]
+                assert metadata.source_indices[i] == table[prev + int(metadata.window_rows[i])]
             # The anchor of the step before, unless the state was brought home to the boundary where it ended.
             if (last := remembered.get(name)) is not None and item.num_computed_tokens % 8:
                 assert prev == last
@@ -286,7 +286,7 @@ def recomputed(llm):
     """The mistake of vllm!41233: the previous anchor had from the number of computed tokens."""
     for request in llm.scheduler.running:
         column = max(0, request.num_computed_tokens - 1) // llm.plan.sizes.mamba_block_size
-        llm.runner.block_idx_last_scheduled_token_prev_step[request.row] = column
+        llm.runner.cursors.anchor[request.row] = column
 
 
 @pytest.mark.parametrize("mode", ["align", "all"])
@@ -306,7 +306,7 @@ def nothing(*args):
 def test_a_new_owner_of_a_row_starts_from_its_own_hit(mode, cleaned, monkeypatch):
     """`cleanup_mamba_state_idx`: the anchor and the accepted tokens of a row die with its owner."""
     if not cleaned:
-        monkeypatch.setattr(ModelRunner, "_cleanup_mamba_state_idx", nothing)
+        monkeypatch.setattr(StateCursor, "restart", nothing)
     long = PROMPTS[2]
     prompts = [long, long[:10]]
     options = {"mamba_cache_mode": mode, "max_num_seqs": 1, "max_num_batched_tokens": 9, "num_blocks": 100}
@@ -321,7 +321,7 @@ def test_a_new_owner_of_a_row_starts_from_its_own_hit(mode, cleaned, monkeypatch
 @pytest.mark.parametrize("cleaned", [True, False])
 def test_a_resumed_request_starts_from_its_hit(mode, cleaned, monkeypatch):
     if not cleaned:
-        monkeypatch.setattr(ModelRunner, "_cleanup_mamba_state_idx", nothing)
+        monkeypatch.setattr(StateCursor, "restart", nothing)
     llm = drafting(3, lambda n, request: 2, mamba_cache_mode=mode)
 
     def preempt(llm):
@@ -341,13 +341,13 @@ def test_what_a_row_remembers_after_a_step():
     def note(llm):
         for request in llm.scheduler.running:
             n = request.num_computed_tokens
-            prev = int(runner.block_idx_last_scheduled_token_prev_step[request.row])
-            seen.append((n, prev, int(runner.num_accepted_tokens[request.row])))
+            prev = int(runner.cursors.anchor[request.row])
+            seen.append((n, prev, int(runner.cursors.window_row[request.row])))
 
     run(llm, note, [PROMPTS[2][:5]], SamplingParams(max_tokens=25))
     # Steps of 4 tokens that are all accepted: 5 … 9 crosses a boundary after its third token, so the anchor is 1; from
     # 23 on nothing is accepted, so that the anchor of token 24 + 3 … stays where the drafts were.
-    assert seen[:5] == [(5, 0, 1), (9, 1, 4), (13, 1, 4), (17, 2, 4), (21, 2, 4)]
+    assert seen[:5] == [(5, 0, 0), (9, 1, 3), (13, 1, 3), (17, 2, 3), (21, 2, 3)]
     assert all(prev == (n - 1 + 3) // 8 for n, prev, accepted in seen if n > 25 and accepted == 1 and n % 8 and n < 28)
 
 
@@ -357,10 +357,10 @@ def test_postprocessing_is_dispatched_by_mode(mode, monkeypatch):
     copied = []
     original = runner_module.postprocess_mamba
 
-    def record(copies, block_table, states, kernel):
+    def record(copies, block_table, layers, spec, copies_states):
         copied.extend(zip(copies.drafts.tolist(), copies.columns.tolist(), strict=True))
-        assert kernel == 4
-        original(copies, block_table, states, kernel)
+        assert copies_states
+        original(copies, block_table, layers, spec, copies_states)
 
     monkeypatch.setattr(runner_module, "postprocess_mamba", record)
     for right, some in ((0, 0), (3, 1)):

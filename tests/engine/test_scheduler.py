@@ -12,7 +12,7 @@ from hybrid_kv.cache.block_pool import NULL_BLOCK
 from hybrid_kv.cache.manager import KVCacheManager
 from hybrid_kv.cache.offload import Page
 from hybrid_kv.cache.plan import plan_cache
-from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, StatePart, UndoSpec
 from hybrid_kv.config import CacheConfig, ConfigError, SchedulerConfig
 from hybrid_kv.engine.scheduler import Scheduler
 from hybrid_kv.kernels.common.integers import cdiv
@@ -50,7 +50,7 @@ class Simulation:
         self.mode, self.k, self.late, self.check = mode, k, late, check
         mamba, attention = sizes
         self.specs = [
-            MambaSpec(mamba, ((1,),), (torch.int32,), mamba_cache_mode=mode, num_speculative_blocks=k),
+            MambaSpec(mamba, (StatePart("state", (1,), torch.int32),), mamba_cache_mode=mode, undo=UndoSpec(k)),
             FullAttentionSpec(attention, 1, 1, torch.int32),
         ]
         groups = tuple(KVCacheGroupSpec((str(i),), spec) for i, spec in enumerate(self.specs))
@@ -333,7 +333,7 @@ def random_traffic(seed, mode, late):
     alone = sum(
         spec.max_blocks_per_request(limit)
         for spec in (
-            MambaSpec(sizes[0], ((1,),), (torch.int32,), mamba_cache_mode=mode, num_speculative_blocks=k),
+            MambaSpec(sizes[0], (StatePart("state", (1,), torch.int32),), mamba_cache_mode=mode, undo=UndoSpec(k)),
             FullAttentionSpec(sizes[1], 1, 1, torch.int32),
         )
     )
@@ -373,7 +373,7 @@ def test_random_traffic(mode, late):
 def plan(mode, k, limit, block_size=4, num_blocks=200):
     specs = ExactModel(ExactConfig(pattern="M*"), k).layer_specs
     cache = CacheConfig(block_size=block_size, num_blocks=num_blocks, mamba_cache_mode=mode)
-    return plan_cache(specs, cache, TorchBackend, BackendContext(), limit, 4, k)
+    return plan_cache(specs, cache, TorchBackend, BackendContext(), limit, 4)
 
 
 @pytest.mark.parametrize("mode", MODES)

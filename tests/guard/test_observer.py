@@ -105,7 +105,9 @@ def test_a_hit_of_what_was_never_computed(monkeypatch: pytest.MonkeyPatch) -> No
         for item in items:
             request = item.request
             end = item.num_computed_tokens + item.num_tokens - item.num_drafts
-            self.manager.cache_blocks(request.request_id, request.block_hashes, request.token_ids, end, item.is_decode)
+            self.manager.cache_blocks(
+                request.request_id, request.block_hashes, request.token_ids, end, item.is_decode, end
+            )
         return items
 
     schedule = Scheduler.schedule

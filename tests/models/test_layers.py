@@ -24,7 +24,7 @@ from hybrid_kv.attention.mamba import (
     last_scheduled_column,
     postprocess_mamba,
 )
-from hybrid_kv.cache.spec import MambaSpec
+from hybrid_kv.cache.spec import MambaSpec, StatePart, UndoSpec, window_and_states
 from hybrid_kv.models import layers
 from hybrid_kv.models.exact import PRIME, ExactAttention, ExactConfig, ExactMamba, ExactOracle
 from hybrid_kv.models.layers import Derived, ForwardContext, GatedRMSNorm, Linear, Mamba2Mixer, RMSNorm
@@ -50,12 +50,12 @@ class Exact:
 
     def plain(self, x):
         """Outputs, and window and state after 0, 1, … tokens."""
-        weights = {name: getattr(self.layer, name).tolist() for name in ("conv", "to_map", "out")}
+        weights = {name: [part.tolist() for part in getattr(self.layer, name)] for name in ("conv", "to_map", "out")}
         window = [[0] * self.hidden for _ in range(self.config.conv_kernel - 1)]
         state = [[0] * self.hidden for _ in range(3)]
         outputs, windows, states = [], [torch.tensor(window)], [torch.tensor(state)]
         for token in x.tolist():
-            outputs.append(ExactOracle._mamba(weights, token, window, state))
+            outputs.append(ExactOracle._mamba(weights, token, [window], [state]))
             windows.append(torch.tensor(window))
             states.append(torch.tensor(state))
         return torch.tensor(outputs), windows, states
@@ -155,7 +155,12 @@ class Course:
         self.subject, self.mode, self.k, self.kernel, self.rng = subject, mode, k, kernel, rng
         self.window = kernel - 1
         shapes = ((self.window + k, subject.channels), subject.state_shape)
-        self.spec = MambaSpec(block_size, shapes, (subject.dtype,) * 2, mamba_cache_mode=mode, num_speculative_blocks=k)
+        self.spec = MambaSpec(
+            block_size,
+            window_and_states(*((shape, subject.dtype) for shape in shapes)),
+            mamba_cache_mode=mode,
+            undo=UndoSpec(k),
+        )
         lengths = rng.integers(1, 4 * block_size, (num_requests, 2))
         widths = [self.spec.block_table_width(int(sum(pair)) + k) for pair in lengths]
         num_blocks = 1 + sum(widths)
@@ -215,7 +220,7 @@ class Course:
             common,
             table,
             np.array([r.prev for r in rows] + neutral),
-            np.array([r.accepted for r in rows] + [1] * padding),
+            np.array([r.accepted - 1 for r in rows] + [0] * padding),
         )
         self.seen["boundary inside a chunk"] += 0 if metadata.boundary_rows is None else len(metadata.boundary_rows)
         before = self.raw.clone()
@@ -229,7 +234,7 @@ class Course:
         split = len(decodes)
         copies = boundary_copies(self.spec, computed[:split], np.array(lengths[:split]), np.array(accepted[:split]))
         before = self.raw.clone()
-        postprocess_mamba(copies, table, [self.views], self.kernel)
+        postprocess_mamba(copies, table, [self.views], self.spec, True)
         size = self.spec.block_size
         full = [r for r, count in zip(decodes, accepted, strict=False) if r.computed % size + count >= size]
         changed = self.changed(before).any(1).nonzero()[:, 0].tolist()
@@ -327,13 +332,13 @@ def test_half_precision_keeps_its_states_in_float32():
     layer = subject.layer.bfloat16()
     window = torch.zeros(3, 3 + 2, subject.channels, dtype=torch.bfloat16)
     state = torch.zeros(3, *subject.state_shape)
-    spec = MambaSpec(1, ((1,),), (torch.float32,), num_speculative_blocks=2)
+    spec = MambaSpec(1, (StatePart("state", (1,), torch.float32),), undo=UndoSpec(2))
     builder, table = MambaMetadataBuilder(spec, 1, CPU), torch.tensor([[1, 2, 0]], dtype=torch.int32)
     x = subject.draw(np.random.default_rng(1), 7).bfloat16()
     outputs = []
     for start, length in ((0, 5), (5, 2)):
         common = batch(np.array([start]), np.array([length]), int(start > 0))
-        metadata = builder.build(common, table, np.array([0]), np.array([1]))
+        metadata = builder.build(common, table, np.array([0]), np.array([0]))
         context = ForwardContext({NAME: metadata}, {NAME: (window, state)})
         outputs.append(layer(x[start : start + length], context))
     got = torch.cat(outputs)
@@ -352,12 +357,12 @@ def test_states_of_another_dtype(dtype, cached):
     layer = subject.layer.to(dtype)
     window = torch.zeros(3, 3 + 2, subject.channels, dtype=cached)
     state = torch.zeros(3, *subject.state_shape, dtype=cached)
-    spec = MambaSpec(1, ((1,),), (cached,), num_speculative_blocks=2)
+    spec = MambaSpec(1, (StatePart("state", (1,), cached),), undo=UndoSpec(2))
     builder, table = MambaMetadataBuilder(spec, 1, CPU), torch.tensor([[1, 2, 0]], dtype=torch.int32)
     x = subject.draw(np.random.default_rng(1), 7).to(dtype)
     outputs = []
     for start, length in ((0, 5), (5, 2)):
-        metadata = builder.build(batch([start], [length], int(start > 0)), table, np.array([0]), np.array([1]))
+        metadata = builder.build(batch([start], [length], int(start > 0)), table, np.array([0]), np.array([0]))
         outputs.append(layer(x[start : start + length], ForwardContext({NAME: metadata}, {NAME: (window, state)})))
     got = torch.cat(outputs)
     assert (got.dtype, state.dtype) == (dtype, cached)

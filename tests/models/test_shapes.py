@@ -20,6 +20,14 @@ PUBLIC_SHAPES = Path(__file__).parents[3] / "shared" / "data" / "model_shapes.js
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
+def shapes_of(spec: MambaSpec) -> tuple[tuple[int, ...], ...]:
+    return tuple(part.shape for part in spec.parts)
+
+
+def dtypes_of(spec: MambaSpec) -> tuple[torch.dtype, ...]:
+    return tuple(part.dtype for part in spec.parts)
+
+
 def mamba_of(shape: ModelShape) -> MambaSpec:
     return next(spec for spec in shape.layers.values() if isinstance(spec, MambaSpec))
 
@@ -49,8 +57,8 @@ def test_public_checkpoints_have_the_shapes_computed_by_hand(name: str, tmp_path
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
     shape = model_shape(tmp_path)
     conv, ssm, ssm_dtype, counts = HAND[name]
-    assert mamba_of(shape).shapes == (conv, ssm)
-    assert mamba_of(shape).dtypes == (BF16, ssm_dtype)
+    assert shapes_of(mamba_of(shape)) == (conv, ssm)
+    assert dtypes_of(mamba_of(shape)) == (BF16, ssm_dtype)
     assert shape.counts == counts
     assert list(shape.layers) == sorted(shape.layers, key=lambda layer: int(layer.split(".")[1]))
 
@@ -65,7 +73,7 @@ def test_configs_here_agree_with_the_published_shapes(name: str) -> None:
     assert (shape.num_hidden_layers, shape.hidden_size) == (want["layers"], want["hidden"])
     assert shape.counts["attention"] == want["attention"]
     assert (attention_of(shape).num_kv_heads, attention_of(shape).head_size) == (want["kv_heads"], want["head_dim"])
-    conv, ssm = mamba_of(shape).shapes
+    conv, ssm = shapes_of(mamba_of(shape))
     if "gated_delta_net" in want:
         keys = want["linear_key_heads"] * want["linear_key_head_dim"]
         values = want["linear_value_heads"] * want["linear_value_head_dim"]
@@ -76,20 +84,20 @@ def test_configs_here_agree_with_the_published_shapes(name: str) -> None:
         assert conv[1] == want["mamba_heads"] * want["mamba_head_dim"] + 2 * want["groups"] * want["state"]
         assert shape.counts["mamba2"] == want["mamba2"]
     assert conv[0] == want["conv"] - 1
-    assert mamba_of(shape).dtypes[1] == getattr(torch, want["ssm_dtype"])
+    assert dtypes_of(mamba_of(shape))[1] == getattr(torch, want["ssm_dtype"])
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_speculative_tokens_widen_only_the_convolution_window(name: str) -> None:
     plain, drafted = (mamba_of(model_shape(CONFIGS[name], num_speculative_tokens=k)) for k in (0, 3))
-    assert drafted.shapes[0] == (plain.shapes[0][0] + 3, plain.shapes[0][1])
-    assert drafted.shapes[1] == plain.shapes[1]
-    assert drafted.state_bytes - plain.state_bytes == 3 * plain.shapes[0][1] * 2
+    assert shapes_of(drafted)[0] == (shapes_of(plain)[0][0] + 3, shapes_of(plain)[0][1])
+    assert shapes_of(drafted)[1] == shapes_of(plain)[1]
+    assert drafted.state_bytes - plain.state_bytes == 3 * shapes_of(plain)[0][1] * 2
 
 
 def test_dtypes_come_from_the_flags_then_the_config_then_the_family() -> None:
     def ssm_dtype(config: dict[str, Any], wish: str = "auto") -> torch.dtype:
-        return mamba_of(model_shape(config, cache=CacheConfig(mamba_ssm_cache_dtype=wish))).dtypes[1]
+        return dtypes_of(mamba_of(model_shape(config, cache=CacheConfig(mamba_ssm_cache_dtype=wish))))[1]
 
     granite = "ibm-granite/granite-4.0-h-tiny"
     assert ssm_dtype(changed()) == FP32
@@ -123,7 +131,7 @@ def test_falcon_h1_keeps_attention_and_state_in_every_layer() -> None:
     granite = changed("ibm-granite/granite-4.0-h-small", layer_types=None, model_type="falcon_h1", num_hidden_layers=2)
     shape = model_shape({**granite, "mamba_d_ssm": 1536, "mamba_n_heads": 24})
     assert list(shape.layers) == ["layers.0.attention", "layers.0.mamba", "layers.1.attention", "layers.1.mamba"]
-    assert mamba_of(shape).shapes == ((3, 1536 + 256), (24, 64, 128))
+    assert shapes_of(mamba_of(shape)) == ((3, 1536 + 256), (24, 64, 128))
 
 
 def test_zamba2_derives_its_head_sizes() -> None:
@@ -142,7 +150,7 @@ def test_zamba2_derives_its_head_sizes() -> None:
         "torch_dtype": "bfloat16",
     }
     shape = model_shape(zamba)
-    assert mamba_of(shape).shapes == ((3, 5120 + 128), (80, 64, 64))
+    assert shapes_of(mamba_of(shape)) == ((3, 5120 + 128), (80, 64, 64))
     assert (attention_of(shape).num_kv_heads, attention_of(shape).head_size) == (32, 160)
     assert shape.mamba_chunk_size == 256
 
@@ -169,7 +177,7 @@ def test_a_text_config_is_read_where_the_top_level_is_multimodal() -> None:
     text = {**CONFIGS["Qwen/Qwen3-Next-80B-A3B"], "model_type": "qwen3_5_text", "mamba_ssm_dtype": "float32"}
     shape = model_shape({"model_type": "qwen3_5", "text_config": text, "vision_config": {"hidden_size": 8}})
     assert shape.hidden_size == 2048
-    assert mamba_of(shape).dtypes == (BF16, FP32)
+    assert dtypes_of(mamba_of(shape)) == (BF16, FP32)
 
 
 def test_transformers_writes_configs_that_read_the_same(tmp_path: Path) -> None:
@@ -227,4 +235,4 @@ def test_files_that_hold_no_config(tmp_path: Path) -> None:
 
 def test_state_bytes_follow_from_the_shapes() -> None:
     spec = mamba_of(model_shape(CONFIGS[NEMOTRON_3_NANO]))
-    assert spec.state_bytes == prod(spec.shapes[0]) * 2 + prod(spec.shapes[1]) * 4 == 36_864 + 2_097_152
+    assert spec.state_bytes == prod(shapes_of(spec)[0]) * 2 + prod(shapes_of(spec)[1]) * 4 == 36_864 + 2_097_152

@@ -13,17 +13,22 @@ import torch
 
 from hybrid_kv.attention import mamba
 from hybrid_kv.attention.mamba import MambaMetadataBuilder
+from hybrid_kv.attention.undo import Replay, ReplaySpec
+from hybrid_kv.cache import block_table
 from hybrid_kv.cache.block_hash import BlockHashes
 from hybrid_kv.cache.block_pool import BlockPool
+from hybrid_kv.cache.block_table import BlockTables
 from hybrid_kv.cache.columns import Columns
 from hybrid_kv.cache.manager import KVCacheManager
 from hybrid_kv.cache.offload import KVOffload
+from hybrid_kv.cache.spec import UndoSpec
 from hybrid_kv.engine import runner
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.engine.runner import ModelRunner
 from hybrid_kv.engine.scheduler import Scheduler
+from hybrid_kv.engine.state_cursor import StateCursor
 from hybrid_kv.guard.scenario import SmallBlocksFirst, SmallKVFirst
-from hybrid_kv.kernels.block_tables.host import HostTables, Stack
+from hybrid_kv.kernels.kernel_blocks import reference as kernel_blocks
 from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle
 from hybrid_kv.sampling import SamplingParams
 from hybrid_kv.sanitizer import Sanitizer, SanitizerError
@@ -181,12 +186,12 @@ def before(change):
 def recompute_anchor(_, self, batch, num_accepted):
     for item, accepted in zip(batch, num_accepted, strict=True):
         column = (item.num_computed_tokens + accepted - 1) // self._mamba_spec.block_size
-        self.block_idx_last_scheduled_token_prev_step[item.request.row] = column
+        self.cursors.anchor[item.request.row] = column
 
 
 def accept_one_less(_, self, batch, num_accepted):
     rows = [item.request.row for item in batch]
-    self.num_accepted_tokens[rows] = np.maximum(1, self.num_accepted_tokens[rows] - 1)
+    self.cursors.window_row[rows] = np.maximum(0, self.cursors.window_row[rows] - 1)
 
 
 def with_metadata(**changes):
@@ -222,16 +227,19 @@ def own_tokens_only(plain):
 def publish_when_scheduled(new, scheduler, item, *_):
     request, end = item.request, item.num_computed_tokens + item.num_tokens
     if new is not None and not item.num_drafts and item.drafts is not None:
-        scheduler.manager.cache_blocks(request.request_id, request.block_hashes, request.token_ids, end, item.is_decode)
+        scheduler.manager.cache_blocks(
+            request.request_id, request.block_hashes, request.token_ids, end, item.is_decode, end
+        )
     return new
 
 
 def keep_last_padding(plain):
-    def map_slots(self, rows, query_lens, positions, num_tokens_padded):
-        plain(self, rows, query_lens, positions, num_tokens_padded)
-        self.slot_mappings[:, len(positions) : num_tokens_padded] = self.slot_mappings[:, :1]
+    def compute(self, token_rows, positions, num_tokens_padded, groups):
+        slots = plain(self, token_rows, positions, num_tokens_padded, groups)
+        slots[:, len(positions) :] = slots[:, :1]
+        return slots
 
-    return map_slots
+    return compute
 
 
 def forget_to_unpublish(plain):
@@ -268,21 +276,14 @@ def give_back_more(self, request_id, rows, num_seen):
 def publish_inside(plain):
     def cache_blocks(self, request, is_decode):
         end = min(-(-request.num_computed_tokens // 8) * 8, request.num_tokens)
-        args = request.request_id, request.block_hashes, request.token_ids, end, is_decode
+        args = request.request_id, request.block_hashes, request.token_ids, end, is_decode, end
         self.manager.cache_blocks(*args)
 
     return cache_blocks
 
 
-def repeat_manager_blocks(_, self, *arguments):
-    self.stride, self.offsets, self._row_offsets = 1, self.offsets * 0, self._row_offsets * 0
-
-
-def shift_slots(by):
-    def shift(_, self, rows, query_lens, positions, num_tokens_padded):
-        self.slot_mappings[:, : len(positions)] += by
-
-    return around(shift)
+def repeat_manager_blocks(plain):
+    return lambda block_ids, offsets: block_ids.repeat_interleave(len(offsets), -1)
 
 
 def states_beyond_the_row(built, *_):
@@ -316,8 +317,8 @@ def swap_rows(self, rows, *rest):
     return self, rows[::-1].copy(), *rest
 
 
-def next_row(self, rows, *rest):
-    return self, (rows + 1) % self.max_num_reqs, *rest
+def next_row(self, token_rows, *rest):
+    return self, (token_rows + 1) % self.max_num_reqs, *rest
 
 
 def wrong_block(block, self, key):
@@ -351,14 +352,14 @@ BUGS = {
     "accepted off by one": (ModelRunner, "_postprocess", around(accept_one_less), ALL, "read-window"),
     "stale window row": (
         MambaMetadataBuilder, "build",
-        with_metadata(num_accepted_tokens=lambda m: torch.ones_like(m.num_accepted_tokens)), ALL, "read-window",
+        with_metadata(window_rows=lambda m: torch.zeros_like(m.window_rows)), ALL, "read-window",
     ),
     "stale source indices (C01)": (
         MambaMetadataBuilder, "build", with_metadata(source_indices=lambda m: m.window_indices), ALL, "read-state",
     ),
     "window row beyond the window": (
         MambaMetadataBuilder, "build",
-        with_metadata(num_accepted_tokens=lambda m: m.num_accepted_tokens + 4), ALL, "index-range",
+        with_metadata(window_rows=lambda m: m.window_rows + 4), ALL, "index-range",
     ),
     "initial states flipped": (
         MambaMetadataBuilder, "build",
@@ -378,23 +379,27 @@ BUGS = {
         around(lambda found, *_: (found[0], found[1], np.maximum(found[2] - 1, 1))), ALL, "publish-state",
     ),
     "row state of the last owner (C10)": (
-        ModelRunner, "_cleanup_mamba_state_idx", lambda plain: lambda *_: None, ALL, "read-window",
+        StateCursor, "restart", lambda plain: lambda *_: None, ALL, "read-window",
     ),
     "align publishes jumped columns": (
-        KVCacheManager, "cache_blocks", before(lambda *args: (*args[:5], True)), ALIGN, "publish-unheld publish-state",
+        KVCacheManager, "cache_blocks",
+        before(lambda *args: (*args[:5], True, *args[6:])), ALIGN, "publish-unheld publish-state",
     ),
     "align publishes inside a block (F32)": (Scheduler, "_cache_blocks", publish_inside, ALIGN, "publish-unaccepted"),
     "published when scheduled (vllm!56525)": (
         Scheduler, "_allocate", around(publish_when_scheduled), ALL, "publish-unaccepted",
     ),
-    "slot off by one": (HostTables, "map_slots", shift_slots(1), ATTENTION, "read-slot"),
-    "negative slot": (HostTables, "map_slots", shift_slots(-(2**20)), ATTENTION, "index-range"),
-    "two rows swapped": (HostTables, "place", before(swap_rows), ATTENTION, "read-slot"),
-    "slots of another row (C22)": (HostTables, "map_slots", before(next_row), ATTENTION, "write-unheld"),
-    "padding keeps slots (B06)": (HostTables, "map_slots", keep_last_padding, ATTENTION, "pad-slot"),
-    "kernel blocks not expanded (B01)": (Stack, "__init__", around(repeat_manager_blocks), ATTENTION, "read-slot"),
+    "slot off by one": (block_table, "slot_mapping", around(lambda slots, *_: slots + 1), ATTENTION, "read-slot"),
+    "negative slot": (block_table, "slot_mapping", around(lambda slots, *_: slots - 2**20), ATTENTION, "index-range"),
+    "two rows swapped": (BlockTables, "gather_block_tables", before(swap_rows), ATTENTION, "read-slot"),
+    "slots of another row (C22)": (BlockTables, "compute_slot_mappings", before(next_row), ATTENTION, "write-unheld"),
+    "padding keeps slots (B06)": (BlockTables, "compute_slot_mappings", keep_last_padding, ATTENTION, "pad-slot"),
+    "kernel blocks not expanded (B01)": (
+        kernel_blocks, "expand_torch", repeat_manager_blocks, ATTENTION, "read-slot",
+    ),
     "one table column too few": (
-        Stack, "copy", before(lambda self, rows, positions, width: (self, rows, positions, width - 1)),
+        BlockTables, "gather_block_tables",
+        before(lambda self, rows, padded, columns: (self, rows, padded, [c - 1 for c in columns])),
         ATTENTION, "read-slot",
     ),
     "a hit takes another block": (BlockPool, "lookup", around(wrong_block), ATTENTION | ROOMY, "hit-prefix"),
@@ -442,10 +447,8 @@ def with_replay(**changes):
     """Replace parts of the `ReplayStep` of every commit."""
 
     def change(found, *_):
-        if found is None:
-            return None
-        step = found.step
-        return found._replace(step=replace(step, **{name: part(step) for name, part in changes.items()}))
+        step = found.history
+        return replace(found, history=replace(step, **{name: part(step) for name, part in changes.items()}))
 
     return around(change)
 
@@ -457,38 +460,38 @@ def fold_nothing(plain):
 REPLAY = ALL | {"state_scheme": "replay", "replay_ring_len": 11}
 REPLAY_BUGS = {
     "drafts count as accepted": (
-        MambaMetadataBuilder, "commit",
+        Replay, "_step",
         before(lambda self, rows, accepted, lens, table: (self, rows, lens, lens, table)), REPLAY,
         "flush-unaccepted history-length read-state",
     ),
     "a token more is folded": (
-        MambaMetadataBuilder, "commit", with_replay(n_flush=lambda s: s.n_flush + (s.n_flush > 0)), REPLAY,
+        Replay, "_step", with_replay(n_flush=lambda s: s.n_flush + (s.n_flush > 0)), REPLAY,
         "flush-unaccepted flush-boundary",
     ),
     "all is folded past a boundary": (
-        MambaMetadataBuilder, "commit",
+        Replay, "_step",
         with_replay(n_flush=lambda s: torch.where(s.n_flush > 0, s.n_hist, 0)), REPLAY, "flush-boundary",
     ),
     "a token of history is lost": (
-        MambaMetadataBuilder, "commit",
+        Replay, "_step",
         with_replay(n_hist=lambda s: (s.n_hist - 1).clamp(min=0), n_flush=lambda s: 0 * s.n_flush, dst=lambda s: s.src),
         REPLAY, "history-length",
     ),
     "the ring begins elsewhere": (
-        MambaMetadataBuilder, "commit", with_replay(ring_start=lambda s: s.ring_start * 0), REPLAY, "read-history",
+        Replay, "_step", with_replay(ring_start=lambda s: s.ring_start * 0), REPLAY, "read-history",
     ),
     "the ring of another row": (
-        MambaMetadataBuilder, "commit", with_replay(rows=lambda s: (s.rows + 1) % 4), REPLAY, "ring-row",
+        Replay, "_step", with_replay(rows=lambda s: (s.rows + 1) % 4), REPLAY, "ring-row",
     ),
     "folded into the block that it starts from": (
-        MambaMetadataBuilder, "commit", with_replay(dst=lambda s: s.src), REPLAY, "flush-shared",
+        Replay, "_step", with_replay(dst=lambda s: s.src), REPLAY, "flush-shared",
     ),
     "folded into a block of nobody": (
-        MambaMetadataBuilder, "commit", with_replay(dst=lambda s: torch.where(s.n_flush > 0, 199, s.dst)),
+        Replay, "_step", with_replay(dst=lambda s: torch.where(s.n_flush > 0, 199, s.dst)),
         REPLAY | {"num_blocks": 200}, "flush-unheld",
     ),
     "a new owner keeps the cursors": (
-        MambaMetadataBuilder, "restart", before(lambda self, rows, ends: (self, rows[:0], ends[:0])), REPLAY,
+        Replay, "_restart", before(lambda self, rows, ends: (self, rows[:0], ends[:0])), REPLAY,
         "read-state read-unheld index-range history-length",
     ),
     "given back before the state has left it": (
@@ -499,8 +502,7 @@ REPLAY_BUGS = {
         REPLAY | {"mamba_cache_mode": "align"}, "read-unheld finalize-lost",
     ),
     "published before it is folded": (
-        Scheduler, "update", before(lambda self, item, new, kept, flushed: (self, item, new, kept)), REPLAY,
-        "publish-unflushed",
+        ReplaySpec, "num_flushed", lambda plain: UndoSpec.num_flushed, REPLAY, "publish-unflushed",
     ),
     "given up without a last write": (
         Scheduler, "_release", before(lambda self, request, *_: (self, request, False)), REPLAY, "finalize-lost",

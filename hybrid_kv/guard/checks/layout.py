@@ -10,7 +10,7 @@ import torch
 from hybrid_kv.cache.backend import BackendContext, FlashAttentionBackend, TorchBackend, init_attn_backend
 from hybrid_kv.cache.layout import allocate_raw_buffers, bind_views
 from hybrid_kv.cache.plan import plan_cache
-from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec
+from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec, window_and_states
 from hybrid_kv.config import CacheConfig
 from hybrid_kv.guard.registry import CheckResult, Run, check
 
@@ -41,7 +41,7 @@ def _layout_errors(
     # bf16 windows before float32 states, as in real checkpoints: parts of one page need not have one dtype.
     width, heads = 2 * int(rng.integers(1, 5)), int(rng.integers(1, 6))
     specs: dict[str, KVCacheSpec] = {
-        "mamba": MambaSpec(1, ((3, width), (heads, width)), (torch.bfloat16, torch.float32)),
+        "mamba": MambaSpec(1, window_and_states(((3, width), torch.bfloat16), ((heads, width), torch.float32))),
         "attention": FullAttentionSpec(1, heads, width, torch.bfloat16),
     }
     context = BackendContext()

@@ -33,7 +33,7 @@ def _conv_prefill(
     cu_spans: tl.tensor,
     span_blocks: tl.tensor,
     window_indices: tl.tensor,
-    num_accepted_tokens: tl.tensor,
+    window_rows: tl.tensor,
     has_initial_state: tl.tensor,
     state_stride: tl.tensor,
     x_stride: tl.tensor,
@@ -60,7 +60,7 @@ def _conv_prefill(
     # Block ids are widened before they are multiplied: a pool passes 2^31 elements.
     source = tl.load(window_indices + row).to(tl.int64)
     readable = is_first & (source > 0) & (tl.load(has_initial_state + row) != 0)
-    skip = tl.load(num_accepted_tokens + row) - 1
+    skip = tl.load(window_rows + row)
     c = tl.arange(0, BLOCK)
     # True where the size divides, so that no mask is left.
     inside = (c < CHANNELS - channel) | (CHANNELS % BLOCK == 0)
@@ -120,12 +120,12 @@ def causal_conv1d_prefill(
     bias: torch.Tensor | None,
     spans: Spans,
     window_indices: torch.Tensor,
-    num_accepted_tokens: torch.Tensor,
+    window_rows: torch.Tensor,
     has_initial_state: torch.Tensor,
 ) -> torch.Tensor:
     """`silu(bias + convolution)` of every row's tokens, and the window at the end of each span into its block.
 
-    The window before a row's first token begins at row `num_accepted_tokens - 1` of block `window_indices`. It is zero,
+    The window before a row's first token begins at row `window_rows` of block `window_indices`. It is zero,
     and not read, without an initial state, and for the null block 0 and negative ids, which are never written either.
     A window is stored into the first `kernel - 1` rows of its block; rows behind stay as they are. A row may write the
     block that it starts from. No block may be written twice, nor by one row and read by another.
@@ -137,7 +137,7 @@ def causal_conv1d_prefill(
             it is read 16 bytes a lane, otherwise one element.
         bias: [channels] or None.
         spans: of the rows, on the device of x.
-        window_indices, num_accepted_tokens: [num_rows] int32 or int64.
+        window_indices, window_rows: [num_rows] int32 or int64.
         has_initial_state: [num_rows] bool.
 
     Returns:
@@ -166,7 +166,7 @@ def causal_conv1d_prefill(
         check("bias", bias, (channels,), FLOATS, device)
     check("spans", spans.tiles, spans.tiles.shape, (torch.int32,), device)
     check("window_indices", window_indices, rows, INTS, device)
-    check("num_accepted_tokens", num_accepted_tokens, rows, INTS, device)
+    check("window_rows", window_rows, rows, INTS, device)
     check("has_initial_state", has_initial_state, rows, (torch.bool,), device)
     lanes = warp_size()
     block = _block(conv_state.element_size(), lanes)
@@ -183,7 +183,7 @@ def causal_conv1d_prefill(
             spans.cu_spans,
             spans.span_blocks,
             window_indices,
-            num_accepted_tokens,
+            window_rows,
             has_initial_state.view(torch.int8),
             conv_state.stride(0),
             x.stride(0),
@@ -207,7 +207,7 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
     strides = ("state_stride", "x_stride", "tap_stride")
     floats = dict.fromkeys(("conv_state", "x", "weight", "bias", "y"), "*bf16")
     lists = dict.fromkeys(("tiles", "row_spans", "cu_spans"), "*i32")
-    indices = dict.fromkeys(("span_blocks", "window_indices", "num_accepted_tokens"), "*i64")
+    indices = dict.fromkeys(("span_blocks", "window_indices", "window_rows"), "*i64")
     return [
         AotCase(
             kernel="conv_prefill.causal_conv1d_prefill",

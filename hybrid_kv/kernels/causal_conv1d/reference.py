@@ -64,7 +64,7 @@ def causal_conv1d_update_reference(
     bias: torch.Tensor | None,
     cu_seqlens: torch.Tensor,
     window_indices: torch.Tensor,
-    num_accepted_tokens: torch.Tensor,
+    window_rows: torch.Tensor,
     state_indices: torch.Tensor,
 ) -> torch.Tensor:
     """`causal_conv1d_update` in plain torch; tokens of no row come out as zeros."""
@@ -75,7 +75,7 @@ def causal_conv1d_update_reference(
         return y
     rows = Ragged(lengths[active].cpu().long(), x.device)
     tokens, kernel = int(cu_seqlens[-1]), weight.shape[1]
-    sources, skip = window_indices[active].long(), num_accepted_tokens[active].long() - 1
+    sources, skip = window_indices[active].long(), window_rows[active].long()
     # All rows are read before any is written: a row may write the block that it starts from.
     window = windows_at(conv_state, sources, skip, kernel - 1).float().masked_fill((sources == 0)[:, None, None], 0)
     padded = rows.padded(x[:tokens])
@@ -97,7 +97,7 @@ def causal_conv1d_prefill_reference(
     bias: torch.Tensor | None,
     spans: Spans,
     window_indices: torch.Tensor,
-    num_accepted_tokens: torch.Tensor,
+    window_rows: torch.Tensor,
     has_initial_state: torch.Tensor,
 ) -> torch.Tensor:
     """`causal_conv1d_prefill` in plain torch; tokens of no row come out as zeros."""
@@ -107,7 +107,7 @@ def causal_conv1d_prefill_reference(
     if not len(active):
         return y
     rows, size = Ragged(lengths[active].cpu().long(), x.device), weight.shape[1] - 1
-    sources, skip = window_indices[active].long(), num_accepted_tokens[active].long() - 1
+    sources, skip = window_indices[active].long(), window_rows[active].long()
     readable = has_initial_state[active] & (sources > 0)
     window = windows_at(conv_state, sources.clamp(min=0), skip, size).float().masked_fill(~readable[:, None, None], 0)
     padded = rows.padded(x[: spans.num_tokens]).float()

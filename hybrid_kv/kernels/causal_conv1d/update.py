@@ -1,8 +1,8 @@
 """The causal convolution of a verify step: 1 … 1 + K tokens a row, from a window that leaves rejected drafts out.
 
 A block holds the last inputs of a request, oldest first: the window before the step's first token begins at its row
-`num_accepted_tokens - 1`, counted in the step before. This step's inputs go into the row's own block from row 0 on, so
-that the next step can begin anywhere in them; nothing is ever undone. One launch per layer.
+`window_rows`, as many as drafts were accepted in the step before. This step's inputs go into the row's own block from
+row 0 on, so that the next step can begin anywhere in them; nothing is ever undone. One launch per layer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _conv_update(
     y: tl.tensor,
     cu_seqlens: tl.tensor,
     window_indices: tl.tensor,
-    num_accepted_tokens: tl.tensor,
+    window_rows: tl.tensor,
     state_indices: tl.tensor,
     state_stride: tl.tensor,
     x_stride: tl.tensor,
@@ -50,7 +50,7 @@ def _conv_update(
     # Block ids are widened before they are multiplied: a pool passes 2^31 elements.
     source = tl.load(window_indices + row).to(tl.int64)
     target = tl.load(state_indices + row * indices_stride).to(tl.int64)
-    skip = tl.load(num_accepted_tokens + row) - 1
+    skip = tl.load(window_rows + row)
     c = tl.arange(0, BLOCK)
     # True where the size divides, so that no mask is left.
     inside = (c < CHANNELS - start) | (CHANNELS % BLOCK == 0)
@@ -97,7 +97,7 @@ def causal_conv1d_update(
     bias: torch.Tensor | None,
     cu_seqlens: torch.Tensor,
     window_indices: torch.Tensor,
-    num_accepted_tokens: torch.Tensor,
+    window_rows: torch.Tensor,
     state_indices: torch.Tensor,
 ) -> torch.Tensor:
     """`silu(bias + convolution)` of every row's tokens, and their inputs into the row's block; one launch.
@@ -115,7 +115,7 @@ def causal_conv1d_update(
         bias: [channels] or None.
         cu_seqlens: [num_rows + 1] int32 or int64 from 0, never falling.
         window_indices: [num_rows] int32 or int64, the block that a row's window is in.
-        num_accepted_tokens: [num_rows] int32 or int64, 1 … 1 + K.
+        window_rows: [num_rows] int32 or int64, 0 … K.
         state_indices: [num_rows, 1 + K] int32 or int64, of which the first column is read.
 
     Returns:
@@ -142,7 +142,7 @@ def causal_conv1d_update(
         check("bias", bias, (channels,), FLOATS, device)
     check("cu_seqlens", cu_seqlens, (num_rows + 1,), INTS, device)
     check("window_indices", window_indices, (num_rows,), INTS, device)
-    check("num_accepted_tokens", num_accepted_tokens, (num_rows,), INTS, device)
+    check("window_rows", window_rows, (num_rows,), INTS, device)
     check("state_indices", state_indices, (num_rows, columns), INTS, device, free=1)
     block = _block(conv_state.element_size(), warp_size())
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -154,7 +154,7 @@ def causal_conv1d_update(
         y,
         cu_seqlens,
         window_indices,
-        num_accepted_tokens,
+        window_rows,
         state_indices,
         conv_state.stride(0),
         x.stride(0),
@@ -178,7 +178,7 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
     block = _block(2, lanes)
     strides = ("state_stride", "x_stride", "tap_stride")
     floats = dict.fromkeys(("conv_state", "x", "weight", "bias", "y"), "*bf16")
-    indices = ("cu_seqlens", "window_indices", "num_accepted_tokens", "state_indices")
+    indices = ("cu_seqlens", "window_indices", "window_rows", "state_indices")
     return [
         AotCase(
             kernel="conv_update.causal_conv1d_update",

@@ -14,7 +14,7 @@ def commit_kernel(
     n_hist: tl.tensor,
     prev_t: tl.tensor,
     rows: tl.tensor,
-    num_accepted_tokens: tl.tensor,
+    num_gained_tokens: tl.tensor,
     cu_seqlens: tl.tensor,
     block_table: tl.tensor,
     step: tl.tensor,
@@ -33,7 +33,7 @@ def commit_kernel(
     row = tl.where(active, row, 0)
     before = tl.load(cu_seqlens + i, mask=inside, other=0).to(tl.int64)
     length = tl.load(cu_seqlens + i + 1, mask=inside, other=0).to(tl.int64) - before
-    accepted = tl.load(num_accepted_tokens + i, mask=active, other=0).to(tl.int64)
+    accepted = tl.load(num_gained_tokens + i, mask=active, other=0).to(tl.int64)
     base = tl.load(base_pos + row, mask=active, other=0)
     start = tl.load(ring_start + row, mask=active, other=0)
     appended = tl.load(prev_t + row, mask=active, other=0)

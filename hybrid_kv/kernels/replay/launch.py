@@ -76,7 +76,7 @@ def _options(heads_per_program: int, lanes: int) -> dict[str, int]:
 def commit(
     cursors: ReplayCursors,
     rows: torch.Tensor,
-    num_accepted_tokens: torch.Tensor,
+    num_gained_tokens: torch.Tensor,
     cu_seqlens: torch.Tensor,
     block_table: torch.Tensor,
     block_size: int | None,
@@ -93,7 +93,7 @@ def commit(
     for name in ("base_pos", "ring_start", "n_hist", "prev_t"):
         check(f"cursors.{name}", getattr(cursors, name), (len(cursors.base_pos),), (torch.int64,), device)
     check("rows", rows, (num_reqs,), INTS, device)
-    check("num_accepted_tokens", num_accepted_tokens, (num_reqs,), INTS, device)
+    check("num_gained_tokens", num_gained_tokens, (num_reqs,), INTS, device)
     check("cu_seqlens", cu_seqlens, (num_reqs + 1,), INTS, device)
     if block_table.dim() != 2:
         raise ValueError(f"block_table has shape {tuple(block_table.shape)}; it must be [num_reqs, width]")
@@ -105,7 +105,7 @@ def commit(
         cursors.n_hist,
         cursors.prev_t,
         rows,
-        num_accepted_tokens,
+        num_gained_tokens,
         cu_seqlens,
         block_table,
         step,
@@ -300,7 +300,7 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
                 state_access=True,
             )
         )
-    ints = ("base_pos", "ring_start", "n_hist", "prev_t", "rows", "num_accepted_tokens", "cu_seqlens", "step")
+    ints = ("base_pos", "ring_start", "n_hist", "prev_t", "rows", "num_gained_tokens", "cu_seqlens", "step")
     found.append(
         AotCase(
             kernel="replay.commit",

@@ -17,7 +17,7 @@ from hybrid_kv.kernels.replay.ring import (
 def commit_reference(
     cursors: ReplayCursors,
     rows: torch.Tensor,
-    num_accepted_tokens: torch.Tensor,
+    num_gained_tokens: torch.Tensor,
     cu_seqlens: torch.Tensor,
     block_table: torch.Tensor,
     block_size: int | None,
@@ -29,7 +29,7 @@ def commit_reference(
     Args:
         cursors: of the group; written.
         rows: [num_reqs] int32 or int64, where each request's cursors and rings are, each at most once; -1: padding.
-        num_accepted_tokens: [num_reqs] int32 or int64, in the request's last decode step, bonus token included; any
+        num_gained_tokens: [num_reqs] int32 or int64, in the request's last decode step, bonus token included; any
             number if there was none since its `restart`.
         cu_seqlens: [num_reqs + 1] int32 or int64, tokens of this step; at most `max_query_len` each.
         block_table: [num_reqs, width] int32 or int64 in the order of the batch.
@@ -44,7 +44,7 @@ def commit_reference(
     row = rows.clamp(min=0).long()
     lengths = cu_seqlens.diff().long()
     base_pos, ring_start = cursors.base_pos[row], cursors.ring_start[row]
-    n_hist = cursors.n_hist[row] + torch.minimum(num_accepted_tokens, cursors.prev_t[row])
+    n_hist = cursors.n_hist[row] + torch.minimum(num_gained_tokens, cursors.prev_t[row])
     full = n_hist + lengths + cursors.max_query_len > cursors.ring_len
     n_flush = torch.where(full, n_hist, 0)
     column = torch.zeros_like(row)

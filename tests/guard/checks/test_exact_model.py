@@ -53,7 +53,7 @@ def test_a_window_that_begins_one_row_up_is_seen(monkeypatch: pytest.MonkeyPatch
 
     def one_row_up(self: mamba.MambaMetadataBuilder, *arguments: Any) -> mamba.MambaMetadata:
         built = build(self, *arguments)
-        return replace(built, num_accepted_tokens=(built.num_accepted_tokens - 1).clamp(min=1))
+        return replace(built, window_rows=(built.window_rows - 1).clamp(min=0))
 
     monkeypatch.setattr(mamba.MambaMetadataBuilder, "build", one_row_up)
     assert not exact_model_passes()

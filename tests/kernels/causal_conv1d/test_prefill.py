@@ -99,14 +99,14 @@ class Problem:
         self.weight = weight.t() if case.tap_major else weight
         self.bias = torch.randn(case.channels, generator=g).to(device, case.dtype) if case.bias else None
         self.spans = self.cut.spans
-        accepted = [row.accepted for row in case.rows]
-        self.sources, self.accepted = (
-            torch.tensor(part, dtype=case.index_dtype, device=device) for part in (self.cut.sources, accepted)
+        window_rows = [row.accepted - 1 for row in case.rows]
+        self.sources, self.window_rows = (
+            torch.tensor(part, dtype=case.index_dtype, device=device) for part in (self.cut.sources, window_rows)
         )
         self.initial = torch.tensor([row.initial for row in case.rows], dtype=torch.bool, device=device)
 
     def run(self, implementation):
-        per_row = (self.spans, self.sources, self.accepted, self.initial)
+        per_row = (self.spans, self.sources, self.window_rows, self.initial)
         return implementation(self.conv_state, self.x, self.weight, self.bias, *per_row)
 
 
@@ -287,7 +287,7 @@ BAD = {
     "weight": (lambda t: t[:, :1], "1 taps; there must be 2 to 17"),
     "bias": (lambda t: t.to("meta"), "is on meta"),
     "sources": (lambda t: t.double(), "torch.float64"),
-    "accepted": (lambda t: t[1:], r"has shape \(1,\); it must be \(2,\)"),
+    "window_rows": (lambda t: t[1:], r"has shape \(1,\); it must be \(2,\)"),
     "initial": (lambda t: t.long(), "it must be one of torch.bool"),
     "spans": (lambda s: Cut((Row(4), Row(4)), 16, torch.Generator()).spans, "x has 6 tokens"),
 }

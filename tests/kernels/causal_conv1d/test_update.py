@@ -110,14 +110,14 @@ class Problem:
         weight = torch.randn(*shape, generator=g).to(device, case.dtype)
         self.weight = weight.t() if case.tap_major else weight
         self.bias = torch.randn(case.channels, generator=g).to(device, case.dtype) if case.bias else None
-        accepted = torch.tensor([accepted for _, accepted, *_ in case.rows])
-        self.cu_seqlens, self.sources, self.accepted, self.targets = (
+        window_rows = torch.tensor([accepted - 1 for _, accepted, *_ in case.rows])
+        self.cu_seqlens, self.sources, self.window_rows, self.targets = (
             part.to(device, case.index_dtype)
-            for part in (torch.tensor([0, *lengths]).cumsum(0), sources, accepted, targets)
+            for part in (torch.tensor([0, *lengths]).cumsum(0), sources, window_rows, targets)
         )
 
     def run(self, implementation):
-        parameters = (self.weight, self.bias, self.cu_seqlens, self.sources, self.accepted, self.targets)
+        parameters = (self.weight, self.bias, self.cu_seqlens, self.sources, self.window_rows, self.targets)
         return implementation(self.conv_state, self.x, *parameters)
 
 
@@ -228,7 +228,7 @@ def check_vllm():
         theirs.bias,
         "silu",
         conv_state_indices=theirs.sources,
-        num_accepted_tokens=theirs.accepted,
+        num_accepted_tokens=theirs.window_rows + 1,
         query_start_loc=theirs.cu_seqlens,
         max_query_len=4,
         null_block_id=0,
@@ -253,7 +253,7 @@ BAD = {
     "bias": (lambda t: t.to("meta"), "is on meta"),
     "cu_seqlens": (lambda t: t[1:], r"has shape \(1,\); it must be \(2,\)"),
     "sources": (lambda t: t.double(), "torch.float64"),
-    "accepted": (lambda t: t[None], "must be"),
+    "window_rows": (lambda t: t[None], "must be"),
     "targets": (lambda t: t[:, 0], "dimensions"),
 }
 
