@@ -71,12 +71,14 @@ def load(folder: Path) -> Results:
     """Read every CSV of the schema in a folder; an empty file has no rows.
 
     Raises:
-        HybridKVError: there is no such folder, or a file of the schema is damaged.
+        HybridKVError: there is no such folder, no file of the schema in it, or one that is damaged.
     """
     if not folder.is_dir():
         raise HybridKVError(f"{folder} is no folder with results; `hybrid-kv guard` makes one, --results names another")
     frames, files, foreign = [], [], []
     for path in sorted(folder.glob("*.csv")):
+        if not path.is_file():  # A pipe would wait for its writer.
+            raise HybridKVError(f"{path} is no regular file; move it out of {folder}")
         with path.open("rb") as file:
             head = file.readline()
         if head[:7] != b"schema,"[: len(head)]:
@@ -85,6 +87,8 @@ def load(folder: Path) -> Results:
         files.append(path.name)
         if head.endswith(b"\n"):  # A header without its end has no rows.
             frames.append(read_rows(path))
+    if not files:
+        raise HybridKVError(f"{folder} has no CSV of results; `hybrid-kv guard --results {folder}` makes one")
     frame = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame({name: [] for name in COLUMNS})
     return Results(prepare(frame), files, foreign)
 

@@ -19,7 +19,7 @@ import pandas as pd
 
 from hybrid_kv.arguments import ArgumentParser
 from hybrid_kv.config import HybridKVError
-from hybrid_kv.dashboard.data import STATIC_SUITE, Results, each, last_words, load
+from hybrid_kv.dashboard.data import STATIC_SUITE, Results, column, each, last_words, load
 from hybrid_kv.dashboard.page import build_page, write_page
 from hybrid_kv.dashboard.sections.answers import answers_table
 from hybrid_kv.dashboard.sections.block_ids import ENGINE, block_id_rows
@@ -68,7 +68,7 @@ STEP_BLOCKS = 8
 
 def step_table(results: Results) -> str | None:
     """CPU time of a step's block ids, by scenario and subject."""
-    rows = _timed(results, "step")
+    rows = _timed(results, "step").dropna(subset=["subject", "scenario"])
     rows = rows[rows["blocks_per_kv_block"] == STEP_BLOCKS]
     if rows.empty:
         return None
@@ -95,7 +95,7 @@ def _round(value: float) -> str:
 
 def append_text(results: Results) -> str | None:
     """What one append costs, and the nearest rival."""
-    rows = _timed(results, "expand")
+    rows = _timed(results, "expand").dropna(subset=["subject", "num_blocks", "blocks_per_kv_block"])
     engine = rows[(rows["subject"] == ENGINE) & (rows["metric"] == "cpu_time")]
     rivals = rows[rows["metric"] == "ratio_to_engine"]
     if engine.empty or rivals.empty:
@@ -159,7 +159,7 @@ def hits_table(results: Results) -> str | None:
     head, lines = found
     for index, line in enumerate(lines):
         line[0] = f"`{line[0]}`"
-        if index == 0:
+        if index == 0 and len(line) > 2:
             line[2] += " accepted"
     return markdown_table(["", *head[1:]], lines)
 
@@ -174,6 +174,8 @@ def guard_table(results: Results) -> str | None:
     if full.empty:
         return None
     run = full[full["run_id"] == full["run_id"].iloc[-1]]
+    seconds = column(run, "seconds", int, float).astype(float).fillna(0.0)
+    run = run.assign(limit=column(run, "limit", str).fillna(""), seconds=seconds)
     checks = [_check(row, CheckResult) for row in each(run)]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -184,10 +186,7 @@ def guard_table(results: Results) -> str | None:
 
 def _check(row: Any, make: Callable[..., Any]) -> Any:
     value = int(row.value) if row.value == int(row.value) and row.unit != "share" else row.value
-    params = row.parsed
-    return make(
-        row.benchmark, row.check, row.verdict == "pass", value, row.unit, params["limit"], row.n, params["seconds"]
-    )
+    return make(row.benchmark, row.check, row.verdict == "pass", value, row.unit, str(row.limit), row.n, row.seconds)
 
 
 SCHEME_SHAPE = re.compile(r"Nemotron-3-Nano, K=(\d+)")
@@ -198,16 +197,17 @@ def bytes_table(results: Results) -> str | None:
     rows = last_words(results.of(STATIC_SUITE, metric="bytes"))
     found: dict[int, dict[str, float]] = {}
     for row in each(rows[rows["benchmark"].isin(["bytes.slots", "bytes.replay"])]):
-        if shape := SCHEME_SHAPE.fullmatch(row.parsed["shape"]):
+        if shape := SCHEME_SHAPE.fullmatch(str(row.parsed.get("shape"))):
             found.setdefault(int(shape[1]), {})[row.benchmark] = row.value
     lines = []
     for k, both in sorted(found.items()):
-        if len(both) == 2:
+        if len(both) == 2 and both["bytes.replay"] > 0:
             slots, replay = both["bytes.slots"], both["bytes.replay"]
             lines.append([f"K = {k}", f"{slots / 1024:,.0f}", f"{replay / 1024:,.0f}", f"{slots / replay:.1f}"])
     return markdown_table(["KiB", "`slots`", "`replay`", "times fewer"], lines) if lines else None
 
 
+MODELS = {"random": ", 21 M random weights"}
 VARIANTS = {"plain": "", "cached": ", prefix caching", "drafts": ", prefix caching and MTP drafts (K = 3)"}
 
 
@@ -215,14 +215,16 @@ def generate_table(results: Results) -> str | None:
     """How many times as long transformers takes as the engine, by workload and how many run at a time."""
     cells: dict[str, dict[int, str]] = {}
     rows = last_words(results.of("generate", metric="ratio_to_engine"))
-    for row in each(rows):
-        params = row.parsed
+    rows = rows.assign(
+        **{name: column(rows, name, str).fillna("") for name in ("model", "variant")},
+        **{name: column(rows, name, int) for name in ("prompt", "count", "batch")},
+    )
+    for row in each(rows.dropna(subset="batch")):
         if row.benchmark == "greedy":
-            model = {"guard": "", "random": ", 21 M random weights"}[params["model"]]
-            name = f"32 tokens after prompts of {params['prompt']}{model}"
+            name = f"32 tokens after prompts of {row.prompt}{MODELS.get(row.model, '')}"
         else:
-            name = f"{params['count']} five-shot questions{VARIANTS[params['variant']]}"
-        cells.setdefault(name, {})[params["batch"]] = f"{row.value:.2f} ({row.ci_low:.2f} to {row.ci_high:.2f})"
+            name = f"{row.count} five-shot questions{VARIANTS.get(row.variant, '')}"
+        cells.setdefault(name, {})[row.batch] = f"{row.value:.2f} ({row.ci_low:.2f} to {row.ci_high:.2f})"
     batches = sorted({batch for line in cells.values() for batch in line})
     head = ["", *(f"{batch} at a time" for batch in batches)]
     lines = [[name, *(line.get(batch, "") for batch in batches)] for name, line in cells.items()]

@@ -96,6 +96,8 @@ def number(value: float, digits: int = 3) -> str:
     """A figure with `digits` significant digits, thousands set apart: 15,122, 6.79, 1.1e-13."""
     if math.isnan(value):
         return "–"
+    if math.isinf(value):
+        return "∞" if value > 0 else "−∞"
     if value == 0:
         return "0"
     size = math.floor(math.log10(abs(value)))

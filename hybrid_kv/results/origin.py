@@ -49,7 +49,7 @@ def _commit() -> str:
 def _machine() -> str:
     """CPU model and cores, never the host's name; `HYBRID_KV_MACHINE` replaces it."""
     if name := os.environ.get("HYBRID_KV_MACHINE"):
-        return " ".join(name.split())
+        return "".join(letter for letter in " ".join(name.split()) if letter.isprintable())
     model = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

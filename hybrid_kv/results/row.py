@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from hybrid_kv.results.schema import TIME_UNITS
+from hybrid_kv.results.schema import BETTER, MAX_COUNT, TIME_UNITS, UNITS, VERDICTS, check_params
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,18 @@ class Row:
             raise ValueError(f"{self.benchmark} {self.metric}={self.value} is no measurement")
         if any(bound is not None and math.isinf(bound) for bound in (self.ci_low, self.ci_high)):
             raise ValueError(f"{self.benchmark} {self.metric}: {self.ci_low} to {self.ci_high} is no interval")
-        if self.better not in ("lower", "higher", "equal"):
+        if self.unit not in UNITS:
+            raise ValueError(f"unit={self.unit!r} is unknown; add it to hybrid_kv.results.UNITS if it is no time")
+        if self.better not in BETTER:
             raise ValueError(f"better={self.better!r}; use lower, higher or equal")
-        if self.verdict not in ("pass", "fail", "void", ""):
+        if self.verdict not in VERDICTS:
             raise ValueError(f"verdict={self.verdict!r}; use pass, fail, void or nothing")
-        for name in ("suite", "benchmark", "metric", "unit", "baseline_commit"):
+        if not 0 <= self.n <= MAX_COUNT:
+            raise ValueError(f"n={self.n} must be 0 to {MAX_COUNT}")
+        for name in ("suite", "benchmark", "metric", "baseline_commit"):
             if not (text := getattr(self, name)).isprintable():
                 raise ValueError(f"{name}={text!r} holds a line break or another sign that cannot be printed")
-        _ = self.params_json  # What no JSON can hold, such as NaN, is refused now and not when the row is written.
+        check_params(self.params_json)  # What no reader could hold is refused now, not when the row is read.
         if self.unit in TIME_UNITS:
             proof = self.params.get("receipt")
             if not isinstance(proof, Mapping):

@@ -69,15 +69,15 @@ def select_rows(
     if since is not None:
         try:
             moment = datetime.fromisoformat(since.replace("Z", "+00:00"))
-        except ValueError:
+            moment = moment.replace(tzinfo=timezone.utc) if moment.tzinfo is None else moment.astimezone(timezone.utc)
+        except (ValueError, OverflowError):  # A zone can lead out of the years 1 to 9999.
             raise HybridKVError(f"--since {since} is no moment; write 2026-11-21 or 2026-11-21T06:00:00Z") from None
-        moment = moment.replace(tzinfo=timezone.utc) if moment.tzinfo is None else moment.astimezone(timezone.utc)
         frame = frame[frame["time_utc"] >= moment.strftime("%Y-%m-%dT%H:%M:%SZ")]
     frame = frame.sort_values("time_utc", kind="stable")
     if last is not None:
         if last < 1:
             raise HybridKVError(f"--last {last} must be at least 1")
-        frame = frame.tail(last)
+        frame = frame.tail(min(last, len(frame)))
     return frame
 
 
@@ -85,6 +85,11 @@ def documents(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """For JSON, an object per row; `params` is an object too, a bound that is not there is null."""
     rows: list[Any] = frame.astype(object).where(frame.notna(), None).to_dict("records")
     return [{**row, "params": json.loads(row["params"])} for row in rows]
+
+
+def _shown(value: object) -> str:
+    """A value as it is, or as JSON if a terminal would obey it."""
+    return text if (text := str(value)).isprintable() else json.dumps(value)
 
 
 def print_rows(frame: pd.DataFrame) -> None:
@@ -95,7 +100,7 @@ def print_rows(frame: pd.DataFrame) -> None:
         params = {name: value for name, value in json.loads(first["params"]).items() if name != "receipt"}
         commit = (first["commit"][:10] or "no commit") + "*" * bool(first["dirty"])
         print(f"{first['time_utc']}  {commit}  {first['suite']}: {first['benchmark']}  {first['device']}")
-        print("  " + ", ".join(f"{name}={value}" for name, value in params.items()))
+        print("  " + ", ".join(f"{name}={_shown(value)}" for name, value in params.items()))
         width = max(map(len, group["metric"]))
         for row in group.to_dict("records"):
             bounds = "" if math.isnan(row["ci_low"]) else f"  {row['ci_low']:.4g} to {row['ci_high']:.4g}"

@@ -74,7 +74,7 @@ def block_ids() -> list[dict[str, Any]]:
 
 def schemes() -> list[dict[str, Any]]:
     """Bytes of slots, replay and the limit."""
-    bytes_of = {"suite": "kernels", "benchmark": "state_update", "metric": "bytes_per_request", "unit": "KiB"}
+    bytes_of = {"suite": "kernels", "benchmark": "state_update", "metric": "bytes_per_request", "unit": "B"}
     return [
         row(38, {"scheme": scheme, "shape": f"nano, K={k}", "dtype": "float32"}, value=value, **bytes_of)
         for k in (1, 3)

@@ -32,6 +32,11 @@ def test_a_receipt_proves_something(error):
         ({"benchmark": "a\r"}, "benchmark"),
         ({"ci_low": 0.0, "ci_high": float("inf")}, "0.0 to inf is no interval"),
         ({"params": {"limit": float("nan")}}, "JSON"),
+        ({"params": {"limit": 2**63}}, "64 bits"),
+        ({"params": {"a": "\ud800"}}, "surrogates not allowed"),
+        ({"unit": "seconds"}, "unit='seconds' is unknown"),
+        ({"n": -1}, "n=-1 must be 0 to"),
+        ({"n": 2**63}, "must be 0 to"),
     ],
 )
 def test_rows_refuse_nonsense(wrong, said):

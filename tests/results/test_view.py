@@ -53,6 +53,7 @@ def folder(tmp_path, monkeypatch):
         (["--since", "2026-11-02T13:00:00+01:00"], [3, 2, 0]),
         (["--last", "2"], [2, 0]),
         (["--last", "9"], [1, 3, 2, 0]),
+        (["--last", "9" * 30], [1, 3, 2, 0]),
         (["--suite", "guard", "-k", "b", "--last", "1"], [0]),
     ],
 )
@@ -94,10 +95,11 @@ def test_what_is_printed(folder, capsys):
 def test_check_on_the_command_line(folder, capsys):
     assert run("results", folder, "--check")[0] == 0
     assert "0 problems in 2 files" in capsys.readouterr().out
-    damaged(folder / "w.csv", 2, verdict="passed", n="-1")
+    damaged(folder / "w.csv", 2, commit="main", baseline_commit="main")
     assert run("results", folder, "--check")[0] == 1
     printed = capsys.readouterr().out
-    assert "w.csv line 2: n is -1\n" in printed and "verdict='passed'" in printed and "2 problems in 3 files" in printed
+    assert "w.csv line 2: commit holds 'main'\n" in printed and "baseline_commit holds 'main'" in printed
+    assert "2 problems in 3 files" in printed
 
 
 @pytest.mark.parametrize(
@@ -106,6 +108,8 @@ def test_check_on_the_command_line(folder, capsys):
         (["{folder}/none.csv"], "none.csv does not exist; name a CSV"),
         (["{folder}/.."], "no .csv in"),
         (["{folder}", "--since", "yesterday"], "--since yesterday is no moment"),
+        (["{folder}", "--since", "0001-01-01T00:00:00+14:00"], "is no moment"),
+        (["{folder}", "--since", "9999-12-31T23:59:59-14:00"], "is no moment"),
         (["{folder}", "--last", "0"], "--last 0 must be at least 1"),
         (["{folder}", "--json", "--csv"], "exclude each other"),
         (["{folder}", "--check", "--json"], "--check looks at every row"),
