@@ -1,4 +1,4 @@
-"""`make figures`: the tables of numbers in README, from the rows in `results/`.
+"""`make figures`: the tables of numbers in README and docs/, from the rows in `results/` and their schema.
 
 A block stands between `<!-- figures:NAME -->` and `<!-- /figures -->`; what is between is written here, nowhere else.
 """
@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,9 @@ from hybrid_kv.dashboard.sections.kernels import static_table
 from hybrid_kv.dashboard.sections.operating_curve import WHOLE, curve_rows
 from hybrid_kv.dashboard.words import about, number
 from hybrid_kv.errors import run_command
-from hybrid_kv.results import head
+from hybrid_kv.files import write_whole
+from hybrid_kv.results import TIME_UNITS, UNITS, head
+from hybrid_kv.results.schema import SCHEMA_COLUMNS
 
 ROOT = Path(__file__).resolve().parents[2]
 _BLOCK = re.compile(r"(<!-- figures:([\w-]+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
@@ -35,17 +38,17 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 
 
 def rewrite(text: str, results: Results) -> str:
-    """README with every block made anew; one whose rows are not there stays as it is.
+    """A page with every block made anew; one whose rows are not there stays as it is.
 
     Raises:
         HybridKVError: a block has a name that nothing here makes, or no end.
     """
     if len(re.findall(r"<!-- figures:", text)) != len(_BLOCK.findall(text)):
-        raise HybridKVError("README: a block that starts with <!-- figures:… --> has no end; add <!-- /figures -->")
+        raise HybridKVError("a block that starts with <!-- figures:… --> has no end; add <!-- /figures -->")
 
     def block(found: re.Match[str]) -> str:
         if found[2] not in BLOCKS:
-            raise HybridKVError(f"README: no figures are called {found[2]!r}; use one of {', '.join(BLOCKS)}")
+            raise HybridKVError(f"no figures are called {found[2]!r}; use one of {', '.join(BLOCKS)}")
         made = BLOCKS[found[2]](results)
         return found[0] if made is None else f"{found[1]}{made.strip()}\n{found[3]}"
 
@@ -250,6 +253,28 @@ def _of(row: Any) -> str:
     return f"{round(row.value * row.n)} of {row.n}"
 
 
+def columns_table(_: Results) -> str:
+    """The data dictionary of the rows."""
+    lines = [
+        [
+            f"`{column.name}`",
+            column.kind.takes if column.kind.name == "word" else column.kind.name,
+            column.unit or "–",
+            column.meaning,
+            f"`{column.example}`" if column.example else "–",
+        ]
+        for column in SCHEMA_COLUMNS
+    ]
+    head = "| column | type | unit | meaning | example |\n|---|---|---|---|---|"
+    return "\n".join([head, *(f"| {' | '.join(line)} |" for line in lines)])
+
+
+def units_text(_: Results) -> str:
+    """All units; those of a timing first."""
+    timed, other = (", ".join(f"`{u}`" for u in units) for units in (TIME_UNITS, sorted(UNITS - {*TIME_UNITS, ""})))
+    return textwrap.fill(f"A timing: {timed}. Anything else: {other}, or none.", 120)
+
+
 BLOCKS: dict[str, Callable[[Results], str | None]] = {
     "guard": guard_table,
     "step": step_table,
@@ -259,7 +284,14 @@ BLOCKS: dict[str, Callable[[Results], str | None]] = {
     "bytes": bytes_table,
     "generate": generate_table,
     "curve": curve_table,
+    "columns": columns_table,
+    "units": units_text,
 }
+
+
+def pages() -> list[Path]:
+    """README and the pages in docs."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def screenshot(page: Path, file: Path, browser: str) -> None:
@@ -284,22 +316,21 @@ def screenshot(page: Path, file: Path, browser: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Rewrite README, and docs/dashboard.png where a browser is found."""
+    """Rewrite README and docs/*.md, and docs/dashboard.png where a browser is found."""
     ArgumentParser("python -m hybrid_kv.dashboard.readme", main.__doc__).parse_args(arguments)
     results = load(ROOT / "results")
-    readme = ROOT / "README.md"
-    before = readme.read_text(encoding="utf-8")
-    after = rewrite(before, results)
-    if after != before:
-        readme.write_text(after, encoding="utf-8")
-    print("README.md: rewritten" if after != before else "README.md: up to date")
+    for page in pages():
+        before = page.read_text(encoding="utf-8")
+        after = rewrite(before, results)
+        if after != before:
+            write_whole(page, after)
+        print(f"{page.relative_to(ROOT)}: {'rewritten' if after != before else 'up to date'}")
     browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
     if browser is None:
         print(f"docs/dashboard.png: left as it is, none of {', '.join(BROWSERS)} is installed")
         return
     with tempfile.TemporaryDirectory() as folder:
         page = write_page(build_page(results, head=head()), Path(folder))
-        (ROOT / "docs").mkdir(exist_ok=True)
         screenshot(page, ROOT / "docs" / "dashboard.png", browser)
     print("docs/dashboard.png: made")
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
 from hybrid_kv.cli import main
 from tests.dashboard.kinds import everything
-from tests.dashboard.rows import write
+from tests.dashboard.rows import row, write
 
 pytest.importorskip("plotly", reason="the report needs plotly: pip install -e '.[report]'")
 
@@ -73,5 +75,61 @@ def test_a_damaged_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     rows = write(tmp_path / "rows", everything())
     with (rows / "made.csv").open("a") as file:
         file.write("1,2,3\n")
-    code, _, err = run(capsys, "--results", rows, "--out", tmp_path / "site")
-    assert code == 2 and "made.csv" in err and err.count("\n") == 1
+    assert "made.csv" in refused(tmp_path, capsys)
+
+
+def refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that `report` says of `rows` in a folder; nothing is written."""
+    code, out, err = run(capsys, "--results", folder / "rows", "--out", folder / "site", "--markdown", folder / "s.md")
+    assert (code, out, err.count("\n")) == (2, "", 1) and len(err) < 600
+    assert not [path for path in folder.rglob("*") if "site" in path.parts or path.suffix in (".md", ".part")]
+    return err
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"n": "nan"},
+        {"n": "9" * 30},
+        {"verdict": "passed"},
+        {"unit": "parsecs"},
+        {"time_utc": "0001-01-01T00:00:00Z"},
+        {"time_utc": "9999-12-31T23:59:59Z"},
+        {"params": '{"a":' + "[" * 60_000 + "]" * 60_000 + "}"},
+        {"params": '{"a":"\\ud800"}'},
+        {"machine": "\x1b[2J"},
+    ],
+    ids=lambda odd: next(iter(odd)),
+)
+def test_an_odd_cell_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], odd: dict[str, str]) -> None:
+    write(tmp_path / "rows", [row(0, verdict="pass"), row(1, verdict="pass") | odd])
+    line = refused(tmp_path, capsys)
+    assert f"made.csv line 3: column {next(iter(odd))!r} holds" in line and "it takes" in line
+
+
+def test_a_folder_without_results_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows").mkdir()
+    assert "rows has no CSV of results; `hybrid-kv guard --results" in refused(tmp_path, capsys)
+    (tmp_path / "rows" / "other.csv").write_text("a,b\n1,2\n")
+    assert "has no CSV of results" in refused(tmp_path, capsys)
+
+
+def test_a_pipe_among_the_results_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "rows", [row(0)])
+    os.mkfifo(tmp_path / "rows" / "pipe.csv")
+    assert "pipe.csv is no regular file" in refused(tmp_path, capsys)
+
+
+@pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+def test_a_report_that_cannot_be_finished_leaves_no_part(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, failure: BaseException
+) -> None:
+    write(tmp_path / "rows", [row(0, verdict="pass")])
+
+    def fails(*_: object) -> None:
+        raise failure
+
+    monkeypatch.setattr("hybrid_kv.files.os.replace", fails)
+    code, _, err = run(capsys, "--results", tmp_path / "rows", "--out", tmp_path / "site")
+    assert (code, err.count("\n")) == (130 if isinstance(failure, KeyboardInterrupt) else 2, 1)
+    assert not list((tmp_path / "site").iterdir())
