@@ -9,13 +9,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, fields
 from numbers import Integral
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 
 from hybrid_kv.cache.modes import MODES
-
-Kernels = Literal["auto", "torch", "triton"]
+from hybrid_kv.choices import DraftMethod, Kernels
 
 DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64,
@@ -183,15 +182,17 @@ class SpeculativeConfig:
     checkpoint's own multi-token-prediction head.
     """
 
-    speculative_method: Literal["ngram", "mtp"] | None = None
+    speculative_method: DraftMethod | None = None
     num_speculative_tokens: int = 0
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
 
     def __post_init__(self) -> None:
         require_positive(self, "prompt_lookup_min", "prompt_lookup_max")
-        if self.speculative_method not in (None, "ngram", "mtp"):
-            raise ConfigError(f"speculative_method={self.speculative_method!r}; use ngram or mtp")
+        if self.speculative_method not in (None, *get_args(DraftMethod)):
+            raise ConfigError(
+                f"speculative_method={self.speculative_method!r}; use {' or '.join(get_args(DraftMethod))}"
+            )
         if not is_int(self.num_speculative_tokens) or not 0 <= self.num_speculative_tokens <= 16:
             raise ConfigError(f"num_speculative_tokens={self.num_speculative_tokens!r} must be in [0, 16]")
         if self.speculative_method is not None and not self.num_speculative_tokens:
@@ -240,7 +241,7 @@ class EngineConfig:
         if self.dtype != "auto":
             parse_model_dtype(self.dtype)
         if self.kernels not in get_args(Kernels):
-            raise ConfigError(f"kernels={self.kernels!r}; use auto, torch or triton")
+            raise ConfigError(f"kernels={self.kernels!r}; use one of {', '.join(get_args(Kernels))}")
         if list(self.captured_batch_sizes) != sorted(set(self.captured_batch_sizes)):
             raise ConfigError(f"captured_batch_sizes={self.captured_batch_sizes} must rise strictly")
         if self.captured_batch_sizes and self.captured_batch_sizes[0] < 1:

@@ -8,15 +8,14 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from hybrid_kv.choices import DraftMethod, StateScheme
 from hybrid_kv.cli.options import (
     SCHEME_HELP,
     AsJson,
     CacheMode,
-    DraftMethod,
     OutFile,
     Record,
     ResultsFolder,
-    StateScheme,
     require_at_least_one,
     rows_file,
     show,

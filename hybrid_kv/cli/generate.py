@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hybrid_kv.cli.options import SCHEME_HELP, AsJson, CacheMode, DraftMethod, OutFile, StateScheme, show
+from hybrid_kv.choices import DraftMethod, StateScheme
+from hybrid_kv.cli.options import SCHEME_HELP, AsJson, CacheMode, OutFile, show
 
 if TYPE_CHECKING:
     from hybrid_kv.engine.llm import RequestOutput

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-CacheMode = Literal["none", "align", "all"]
-DraftMethod = Literal["ngram", "mtp"]
-StateScheme = Literal["slots", "replay"]
+from hybrid_kv.cache.modes import MODES
+
+if TYPE_CHECKING:
+    CacheMode = str
+else:
+    CacheMode = Literal[tuple(MODES)]
 SCHEME_HELP = "How drafts are undone: a state after each token (slots), or one state and a ring of inputs (replay)."
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]

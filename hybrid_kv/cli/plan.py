@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from hybrid_kv.cli.options import SCHEME_HELP, AsJson, CacheMode, OutFile, StateScheme, require_at_least_one, show
+from hybrid_kv.choices import StateScheme
+from hybrid_kv.cli.options import SCHEME_HELP, AsJson, CacheMode, OutFile, require_at_least_one, show
 
 if TYPE_CHECKING:
     from hybrid_kv.cache.plan import CachePlan

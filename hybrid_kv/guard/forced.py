@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from hybrid_kv.cache.modes import MODES
 from hybrid_kv.guard.scenario import COMMON, Event, Scenario, SmallBlocksFirst, SmallKVFirst, answer_book, cache_options
 from hybrid_kv.kernels.replay import shortest_ring_len
 from hybrid_kv.sampling import SamplingParams
@@ -29,7 +30,7 @@ def _scenario(
     prompts: list[list[int]],
     params: list[SamplingParams],
     *,
-    modes: Sequence[str] = ("none", "align", "all"),
+    modes: Sequence[str] = tuple(MODES),
     layers: str = "",
     K: int = 0,
     drafts: str = "none",
@@ -240,7 +241,7 @@ def _second_turn_all(seed: int, rng: np.random.Generator) -> Scenario:
 def _twins(seed: int, rng: np.random.Generator) -> Scenario:
     (text,) = _draw(rng, 20)
     params = [SamplingParams(max_tokens=6, cache_salt=salt) for salt in ("a", "b")]
-    return _scenario(seed, rng, [text, text], params, modes=("none", "align", "all", "attention"))
+    return _scenario(seed, rng, [text, text], params, modes=(*MODES, "attention"))
 
 
 @_forces("waits_for_prefix", "shared_block")
@@ -282,7 +283,7 @@ def _preempt(seed: int, rng: np.random.Generator) -> Scenario:
 @_forces("full_pool", "refused")
 def _full_pool(seed: int, rng: np.random.Generator) -> Scenario:
     K = int(rng.integers(0, 4))
-    mode = str(rng.choice(["none", "align", "all"]))
+    mode = str(rng.choice(list(MODES)))
     # 32 tokens are cached of the longest request that fits; the other one has a token more.
     states = {"none": 1, "align": 2, "all": 4}[mode] + K
     return _scenario(

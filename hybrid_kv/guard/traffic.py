@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from hybrid_kv.cache.modes import MODES
 from hybrid_kv.guard.forced import FORCED
 from hybrid_kv.guard.scenario import Cell, Event, Scenario, SmallBlocksFirst, SmallKVFirst, answer_book, cache_options
 from hybrid_kv.kernels.common.integers import cdiv
@@ -23,7 +24,7 @@ from hybrid_kv.sampling import SamplingParams
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     # `attention`: prefix caching without Mamba layers.
-    "mode": ("none", "align", "all", "attention"),
+    "mode": (*MODES, "attention"),
     "drafts": ("none", "ngram", "right", "wrong", "mixed", "boundary"),
     "K": (0, 1, 2, 3, 4, 5, 6, 7),
     "layers": ("M*", "M*MM*", "**M", "MMM*M", "*M", "**", "MM", "M+*M"),

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hybrid_kv.cache.modes import MODES
 from hybrid_kv.engine.llm import LLM, RequestOutput
 from hybrid_kv.guard.poison import poison
 from hybrid_kv.guard.prompts import five_shot
 from hybrid_kv.guard.registry import CheckResult, Run, check
 from hybrid_kv.sampling import SamplingParams
 
-MODES = ("none", "align", "all")
 DRAFTS = ((None, 0), ("ngram", 3), ("mtp", 1), ("mtp", 3), ("mtp", 5))
 REPLAYED = (
     ("none", "mtp", 3),

@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 import torch
 
-from hybrid_kv.config import ConfigError, Kernels
+from hybrid_kv.choices import Kernels
+from hybrid_kv.config import ConfigError
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTS = (torch.int32, torch.int64)
