@@ -6,6 +6,8 @@ least one). On a CPU that brings a sample to 50 us … 20 ms; the cache's widths
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from hybrid_kv.kernels.common import shapes
@@ -19,27 +21,10 @@ SHAPES = {
     "granite-4-h-small-tp8": _GRANITE.of_rank(8),
 }
 
+EXAMPLES = Path(__file__).parents[1] / "examples"
 # config.json of the same models, cut down to the keys that decide their cache.
 CONFIGS: dict[str, dict[str, Any]] = {
-    "nemotron-3-nano": {
-        "model_type": "nemotron_h",
-        "torch_dtype": "bfloat16",
-        "max_position_embeddings": 131072,
-        "hidden_size": 2688,
-        "vocab_size": 131072,
-        "num_hidden_layers": 52,
-        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
-        "num_attention_heads": _NANO.query_heads,
-        "num_key_value_heads": _NANO.kv_heads,
-        "head_dim": _NANO.head_size,
-        "mamba_num_heads": _NANO.heads,
-        "mamba_head_dim": _NANO.head_dim,
-        "ssm_state_size": _NANO.state_size,
-        "n_groups": _NANO.groups,
-        "conv_kernel": _NANO.kernel,
-        "chunk_size": _NANO.chunk_size,
-        "expand": 2,
-    },
+    "nemotron-3-nano": json.loads((EXAMPLES / "nemotron-3-nano" / "config.json").read_text(encoding="utf-8")),
     "granite-4-h-small": {
         "model_type": "granitemoehybrid",
         "torch_dtype": "bfloat16",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from bench._shapes import CONFIGS as SHAPES_OF_BENCHMARKS
+from bench._shapes import EXAMPLES
 
 _COMMON = {"torch_dtype": "bfloat16", "max_position_embeddings": 131072}
 
@@ -64,20 +66,5 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attn_layer_indices": [9, 18, 27],
         "mamba_d_head": "auto",
     },
-    "Qwen/Qwen3-Next-80B-A3B": {
-        **_COMMON,
-        "model_type": "qwen3_next",
-        "hidden_size": 2048,
-        "vocab_size": 151936,
-        "num_hidden_layers": 48,
-        "full_attention_interval": 4,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-    },
+    "Qwen/Qwen3-Next-80B-A3B": json.loads((EXAMPLES / "qwen3-next" / "config.json").read_text(encoding="utf-8")),
 }

@@ -1,0 +1,36 @@
+"""The example configs are what the documentation, the benchmarks and the kernels' shapes say they are."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from hybrid_kv.cli import main
+from hybrid_kv.kernels.common.shapes import NANO, SHAPES, LayerShape
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*/config.json"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("mode", ["none", "align", "all"])
+def test_every_example_can_be_planned(path, mode, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["plan", str(path), "--gpu-memory", "60GiB", "--mamba-cache-mode", mode, "--json"])
+    assert left.value.code == 0
+    assert json.loads(capsys.readouterr().out)["longest_request"] > 0
+
+
+def test_the_example_and_the_kernels_shapes_of_nemotron_3_nano_agree():
+    config = json.loads((ROOT / "examples" / "nemotron-3-nano" / "config.json").read_text())
+    names = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "num_attention_heads")
+    names += ("num_key_value_heads", "chunk_size", "conv_kernel", "head_dim")
+    assert SHAPES[NANO] == LayerShape(*(config[name] for name in names))
+
+
+def test_a_config_that_the_documentation_names_is_there():
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    named = {name for page in pages for name in re.findall(r"[\w./-]+/config\.json", page.read_text(encoding="utf-8"))}
+    assert named
+    assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
