@@ -250,3 +250,25 @@ def test_engine_cache_sanitizer_and_loader_name_no_family():
     words = ["nemotron_h", "NemotronH", "qwen3", "bamba", "zamba", "falcon_h1", '"mtp.']
     named = {path.name: [word for word in words if word in path.read_text(encoding="utf-8")] for path in files}
     assert {name: found for name, found in named.items() if found} == {}
+
+
+def test_the_family_of_the_documentation_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
+    page = (Path(__file__).parents[2] / "docs" / "adding-a-family.md").read_text(encoding="utf-8")
+    exec(page.split("```python\n")[1].split("```")[0], {})
+    sizes = {"heads": 2, "head_dim": 4, "state": 3, "groups": 1, "taps": 4, "hidden_size": 8, "vocab_size": 11}
+    config = {"model_type": "tiny_mamba", "num_hidden_layers": 2, "dtype": "float64", **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    file = ConfigFile.read(tmp_path)
+    model = registry.family_of(file).build(file, model_shape(file).layers)
+    g = torch.Generator().manual_seed(0)
+    shapes = {name: weight.shape for name, weight in model.named_parameters()}
+    tensors = {name: torch.randn(shape, generator=g, dtype=torch.float64) for name, shape in shapes.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    options = {"tokenizer": Characters(), "device": "cpu", "max_model_len": 64, "max_num_seqs": 2, "sanitize": True}
+    prompts = [[1, 2, 3] * 7, [4] * 5]
+    whole = LLM(tmp_path, **options)
+    chunks = LLM(tmp_path, **options, max_num_batched_tokens=5, mamba_cache_mode="all")
+    tokens = [[output.token_ids for output in llm.generate(prompts, progress=False)] for llm in (whole, chunks)]
+    assert tokens[0] == tokens[1]
+    assert len({*tokens[0][0], *tokens[0][1]}) > 1, "a model that repeats one token shows nothing"
