@@ -2,6 +2,9 @@
 
 A block whose content is *published* under a key can be found again until it is evicted, also while nobody references
 it. Blocks that nobody can find are handed out first; published ones follow, least recently used first.
+
+Of equal blocks of several requests lookups find one. The others are its *twins* as long as somebody holds them: when it
+is evicted, one of them takes its place.
 """
 
 from __future__ import annotations
@@ -96,6 +99,9 @@ class BlockPool:
         self._was_published = np.zeros(num_blocks, dtype=bool)
         self._keys: dict[int, BlockKey] = {}
         self._blocks: dict[BlockKey, int] = {}
+        self._is_twin = np.zeros(num_blocks, dtype=bool)
+        self._twins: dict[BlockKey, dict[int, None]] = {}  # in the order in which they came
+        self._twin_keys: dict[int, BlockKey] = {}
         self.num_evictions = 0
 
     @property
@@ -136,6 +142,8 @@ class BlockPool:
             raise AssertionError(f"freed a block that nobody holds: {wrong.tolist()}")
         self.ref_count[ids] = counts
         released = ids[counts == 0]
+        for block in released[self._is_twin[released]].tolist():
+            self._part(block)
         published = self._published[released]
         if published.any():
             self._lru.push(released[published])
@@ -150,8 +158,13 @@ class BlockPool:
         self._num_unpublished += len(ids)
 
     def publish(self, key: BlockKey, block: int) -> bool:
-        """Let lookups of `key` find a referenced block. The first block of a key stays; later ones are not needed."""
-        if key in self._blocks or block in self._keys:
+        """Let lookups of `key` find a referenced block; False if they find another one, whose twin it becomes."""
+        if block in self._keys or block in self._twin_keys:
+            return False
+        if key in self._blocks:
+            self._twins.setdefault(key, {})[block] = None
+            self._twin_keys[block] = key
+            self._is_twin[block] = True
             return False
         assert self.ref_count[block] > 0, f"block {block} is published but nobody holds it"
         self._blocks[key] = block
@@ -187,6 +200,8 @@ class BlockPool:
 
     def reset(self) -> None:
         """Forget every published content; blocks in use stay in use."""
+        for block in list(self._twin_keys):
+            self._part(block)
         idle = self._lru.ids()
         self._lru.discard(idle)
         self._unpublish(list(self._keys))
@@ -197,6 +212,17 @@ class BlockPool:
             key = self._keys.pop(int(block))
             del self._blocks[key]
             self._published[block] = False
+            if twins := self._twins.get(key):
+                heir = next(iter(twins))
+                self._part(heir)
+                self.publish(key, heir)
+
+    def _part(self, twin: int) -> None:
+        key = self._twin_keys.pop(twin)
+        self._is_twin[twin] = False
+        del self._twins[key][twin]
+        if not self._twins[key]:
+            del self._twins[key]
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless free and referenced blocks partition the pool and keys name live blocks."""
@@ -212,3 +238,10 @@ class BlockPool:
         assert held + len(free) == self._capacity, f"{held} held + {len(free)} free != {self._capacity}"
         assert {block: key for key, block in self._blocks.items()} == self._keys, "keys and blocks disagree"
         assert sorted(self._keys) == np.flatnonzero(self._published).tolist(), "published flags and keys disagree"
+        twins = sorted(self._twin_keys)
+        assert twins == np.flatnonzero(self._is_twin).tolist(), "twin flags and keys disagree"
+        assert {(key, block) for key, own in self._twins.items() for block in own} == {
+            (key, block) for block, key in self._twin_keys.items()
+        }, "twins and their keys disagree"
+        assert (self.ref_count[twins] > 0).all(), "a free block is a twin"
+        assert self._twins.keys() <= self._blocks.keys(), "a twin of nothing"

@@ -126,7 +126,8 @@ class KVCacheManager:
         self._nothing = NewBlocks(NO_IDS, array("i", [0] * len(self._specs)))
         self._refusal: _Refusal | None = None
         self._held: dict[str, list[Columns]] = {}
-        self._given_back: dict[str, dict[int, int]] = {}  # the block, and the end of its column
+        # Published blocks, the ends of their columns, and their keys: a block that was evicted since is another's.
+        self._given_back: dict[str, dict[int, tuple[int, BlockKey]]] = {}
 
     def can_ever_fit(self, num_tokens: int) -> bool:
         """Whether a request of `num_tokens` cached tokens fits in the pool when it is alone."""
@@ -370,8 +371,10 @@ class KVCacheManager:
         ids = np.array(list(depths), dtype=np.int32)
         for watcher in self.watchers:
             watcher.on_free(request_id, ids)
+        keys = [(block, depth, self.pool.key_of(block)) for block, depth in depths.items()]
         self.pool.free(ids)
-        self._given_back.setdefault(request_id, {}).update(depths)
+        given_back = self._given_back.setdefault(request_id, {})
+        given_back.update({block: (depth, key) for block, depth, key in keys if key is not None})
 
     def completes_blocks(self, request_id: str, num_computed_tokens: int, num_flushed_tokens: int) -> bool:
         """Whether `cache_blocks` has anything to do."""
@@ -436,7 +439,8 @@ class KVCacheManager:
         for watcher in self.watchers:
             watcher.on_free(request_id, ids, ended=True)
         self.pool.free(ids[np.argsort(-ends, kind="stable")])
-        if depths := self._given_back.pop(request_id, None):
+        if given_back := self._given_back.pop(request_id, None):
+            depths = {block: end for block, (end, key) in given_back.items() if self.pool.key_of(block) == key}
             depths.update(zip(ids.tolist(), ends.tolist(), strict=True))
             self.pool.refresh(np.array(sorted(depths, key=depths.__getitem__, reverse=True), dtype=np.int32))
 

@@ -98,9 +98,6 @@ class Sanitizer(Watcher):
         ledger, owner, shadow = self.ledger, self.ledger.owner(request_id), self.shadows[group]
         accepted = min(owner.request.num_tokens if owner.request is not None else 0, owner.computed or 0)
         for column, (key, block) in enumerate(blocks, first):
-            # Of two blocks with the same content, lookups find the first.
-            if ledger.pool.lookup(key) != block:
-                continue
             ledger.log(ledger.step, "publish", shadow, np.array([block]), request_id)
             if ledger.held[owner.index, block] != group + 1:
                 ledger.fail("publish-unheld", "published by a request that does not hold it", owner, shadow, block)

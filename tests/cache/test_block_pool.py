@@ -207,6 +207,32 @@ def test_the_first_block_of_a_key_stays() -> None:
     assert [int(b[0]) for b in (pool.allocate(1), pool.allocate(1), pool.allocate(1)) if b is not None] == [4, 2, 1]
 
 
+def test_a_twin_takes_the_place_of_an_evicted_block() -> None:
+    pool = BlockPool(4)
+    pool.allocate(3)
+    for block in (1, 2, 3):
+        assert pool.publish(key(1), block) == (block == 1)
+    pool.free(ids(2))  # given back: it may be overwritten
+    pool.free(ids(1))
+    pool.allocate(2)
+    assert pool.lookup(key(1)) == 3
+    pool.check_integrity()
+    pool.free(ids(3))
+    assert pool.lookup(key(1)) == 3
+    pool.allocate(1)
+    assert pool.lookup(key(1)) is None
+
+
+def test_a_reset_makes_no_twin_findable() -> None:
+    pool = BlockPool(4)
+    pool.allocate(2)
+    pool.publish(key(1), 1)
+    pool.publish(key(1), 2)
+    pool.reset()
+    assert pool.lookup(key(1)) is None
+    pool.check_integrity()
+
+
 def test_only_a_block_that_somebody_holds_is_published_and_only_a_published_one_touched() -> None:
     pool = BlockPool(4)
     with pytest.raises(AssertionError, match="nobody holds it"):

@@ -719,3 +719,41 @@ def test_integrity_sees_a_leak() -> None:
     subject.pool.allocate(1)
     with pytest.raises(AssertionError, match=r"blocks \[1\] have other reference counts than owners"):
         subject.check_integrity()
+
+
+def test_a_block_that_became_another_requests_is_not_refreshed_by_the_one_that_gave_it_back() -> None:
+    subject = manager(attention(4), mamba(4, "align"), num_blocks=30)
+    pool = subject.pool
+    long = Owner(subject, "a", TEXT[:30]).run(4, 8, 12)
+    idle = pool._lru.ids().tolist()  # states that it gave back
+    assert idle
+    taken = pool.allocate(pool.num_free_blocks)  # evicts them
+    assert taken is not None
+    pool.free(np.array(idle, dtype=np.int32))  # the next ones to be handed out
+    pool.free(taken[~np.isin(taken, idle)])
+    other = Owner(subject, "b", TEXT[40:45]).run(4, 5)
+    other.finish()
+    before = pool._lru.ids().tolist()
+    assert set(before) & set(idle)
+    long.finish()
+    assert pool._lru.ids().tolist()[: len(before)] == before, "the older request's blocks are no younger than they were"
+
+
+@pytest.mark.parametrize("mode", ["align", "all"])
+def test_a_prefix_lives_as_long_as_any_of_its_copies(mode: str) -> None:
+    subject = manager(attention(4), mamba(4, mode), num_blocks=40)
+    # Neither sees the other's blocks: both start before anything is published.
+    first, second = Owner(subject, "a", TEXT[:9]), Owner(subject, "b", TEXT[:9])
+    for end in (4, 8, 9):
+        for owner in (first, second):
+            assert owner.allocate(end) is not None
+        for owner in (first, second):
+            owner.publish(end)
+    first.finish()
+    own = [block for columns in second.columns for block in columns]
+    assert subject.pool.allocate(subject.pool.num_free_blocks) is not None  # evicts the first one's
+    assert Owner(subject, "c", TEXT[:9]).look().num_tokens == 8
+    assert {subject.pool.lookup(key) for key in subject.pool._blocks} <= set(own)
+    second.finish()
+    assert Owner(subject, "c", TEXT[:9]).look().num_tokens == 8
+    subject.pool.check_integrity()
