@@ -109,6 +109,16 @@ def test_real_gsm8k_from_a_folder() -> None:
     assert task.fewshot_context(task.test_docs()[0], 5).count("Question: ") == 6
 
 
+GOOD = '{"question": "a", "answer": "b"}\n'
+SURROGATE = GOOD.replace('"a"', r'"\ud800"')
+
+
+def test_a_line_is_not_cut_at_a_separator_in_its_text(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text(GOOD * 5)
+    (tmp_path / "test.jsonl").write_text(GOOD.replace('"a"', '"a\u2028b"'), encoding="utf-8")
+    assert list(tasks.load_task("gsm8k", gsm8k_dir=tmp_path).test_docs()["question"]) == ["a\u2028b"]
+
+
 @pytest.mark.parametrize(
     ("task", "content", "message"),
     [
@@ -116,11 +126,20 @@ def test_real_gsm8k_from_a_folder() -> None:
         ("gsm8k_synth", {}, "makes its own documents"),
         ("gsm8k", {}, "train.jsonl: No such file"),
         ("gsm8k", {"train.jsonl": ""}, "train.jsonl is empty"),
-        ("gsm8k", {"train.jsonl": '{"question": "a", "answer": "b"}\n{"question": 1}\n'}, "train.jsonl line 2"),
+        ("gsm8k", {"train.jsonl": GOOD + '{"question": 1}\n'}, "train.jsonl line 2"),
+        ("gsm8k", {"train.jsonl": GOOD + "\n" + GOOD}, "train.jsonl line 2"),
+        ("gsm8k", {"train.jsonl": "[" * 100_000}, "train.jsonl line 1"),
+        ("gsm8k", {"train.jsonl": GOOD * 5, "test.jsonl": "\udcff"}, "test.jsonl: 'utf-8' codec"),
+        (
+            "gsm8k",
+            {"train.jsonl": GOOD * 5, "test.jsonl": GOOD + SURROGATE},
+            "cannot be loaded from",
+        ),
+        ("gsm8k", {"train.jsonl": GOOD * 4, "test.jsonl": GOOD}, "train.jsonl has 4 questions, a prompt shows 5"),
     ],
 )
 def test_bad_tasks_are_refused(tmp_path: Path, task: str, content: dict[str, str] | None, message: str) -> None:
     for name, text in (content or {}).items():
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(text, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(ConfigError, match=message):
         tasks.load_task(task, gsm8k_dir=None if content is None else tmp_path)

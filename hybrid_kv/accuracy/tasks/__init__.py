@@ -84,6 +84,9 @@ def load_task(
             first = (str(error).splitlines() or [type(error).__name__])[0]
             where = f"from {gsm8k_dir}" if gsm8k_dir is not None else "from the hub; offline, give --gsm8k-dir"
             raise ConfigError(f"gsm8k cannot be loaded {where} ({first[:160]})") from None
+    shots = loaded.config.num_fewshot
+    if gsm8k_dir is not None and (there := len(loaded.training_docs())) < shots:
+        raise ConfigError(f"{gsm8k_dir}: train.jsonl has {there} questions, a prompt shows {shots} of them")
     loaded.set_fewshot_seed(FEWSHOT_SEED + seed)
     return loaded
 
