@@ -84,12 +84,12 @@ def step(seed: int, model: str, step: str) -> Case:
         8192,
         [layout.width + 3] * mamba + [layout.width],
         torch.device("cpu"),
+        [last],
     )
     new_ids = [np.ascontiguousarray(data.ids[i, :, data.held :]).reshape(-1) for i in range(len(data.staged))]
     counts = array("i", [data.count] * data.groups)
-    token_rows = torch.from_numpy(np.repeat(data.rows, data.tokens_each))
     positions = torch.from_numpy(data.positions)
-    rows, columns = data.rows.astype(np.int64), [data.held + data.count] * data.groups
+    rows, query_lens = data.rows.astype(np.int64), np.full(data.num_reqs, data.tokens_each)
     for group, table in enumerate(tables.tables):
         table[torch.from_numpy(rows), : data.held] = torch.from_numpy(data.ids[:, group, : data.held])
 
@@ -99,15 +99,14 @@ def step(seed: int, model: str, step: str) -> Case:
     def run() -> tuple[list[torch.Tensor], torch.Tensor]:
         for row, ids in zip(data.staged.tolist(), new_ids, strict=True):
             tables.append_block_ids(row, ids, counts, data.is_new)
-        tables.apply_staged_writes()
-        gathered = tables.gather_block_tables(rows, data.num_reqs, columns)
-        return gathered, tables.compute_slot_mappings(token_rows, positions, data.num_tokens, [last])
+        return tables.update(rows, query_lens, positions, data.num_reqs, data.num_tokens)
 
     def check() -> float:
         reset()
         for table in (*tables.input_tables, *(table[:, data.held :] for table in tables.tables)):
             table.zero_()
         tables.slot_mappings.zero_()
+        tables.forget()
         gathered, slots = run()
         return data.check(gathered, slots[last])
 

@@ -112,9 +112,10 @@ class ModelRunner:
             max_tokens,
             [group.spec.block_table_width(max_model_len) for group in self.groups],
             device,
+            self._slot_groups,
         )
         launches = self.kernels == "triton"
-        self.block_tables = LaunchedBlockTables(*sizes, self._slot_groups) if launches else BlockTables(*sizes)
+        self.block_tables = LaunchedBlockTables(*sizes) if launches else BlockTables(*sizes)
         self._computes = {group_id: self._compute(self.groups[group_id]) for group_id in self._slot_groups}
         self.builders = {
             group.group_id: MambaMetadataBuilder(group.spec, max_num_seqs, device, launches)
@@ -325,18 +326,8 @@ class ModelRunner:
         if padding:
             self.positions[num_tokens:num_tokens_padded] = 0
 
-        max_seq_len = int((query_lens + computed).max())
-        # The step before may have run as many drafts more, and left its window behind what this one reaches.
-        reach = min(max_seq_len + self._num_speculative_tokens, self._max_model_len)
-        columns = [group.spec.block_table_width(reach) for group in self.groups]
         tables, slots = self.block_tables.update(
-            rows,
-            query_lens[:num_reqs],
-            self.positions[:num_tokens],
-            num_reqs_padded,
-            num_tokens_padded,
-            columns,
-            self._slot_groups,
+            rows, query_lens[:num_reqs], self.positions[:num_tokens], num_reqs_padded, num_tokens_padded
         )
         common = CommonAttentionMetadata(
             num_reqs=num_reqs,

@@ -168,15 +168,15 @@ def block_tables(kernels: str) -> Callable[[], object]:
 
     from hybrid_kv.cache.block_table import BlockTables, LaunchedBlockTables
 
-    sizes = ([64, 64, 64], [64, 64, 16], 4, 16, [4, 4, 8], torch.device("cpu"))
-    tables = LaunchedBlockTables(*sizes, [2]) if kernels == "triton" else BlockTables(*sizes)
+    sizes = ([64, 64, 64], [64, 64, 16], 4, 16, [4, 4, 8], torch.device("cpu"), [2])
+    tables = LaunchedBlockTables(*sizes) if kernels == "triton" else BlockTables(*sizes)
     rows, ones = np.array([0, 1]), np.array([1, 1])
     positions = torch.zeros(2, dtype=torch.int64)
 
     def step() -> None:
         for row in (0, 1):
             tables.append_block_ids(row, np.arange(1, 4, dtype=np.int32), array("i", [1, 1, 1]))
-        tables.update(rows, ones, positions, 3, 3, [1, 1, 1], [2])
+        tables.update(rows, ones, positions, 3, 3)
 
     step()
     return step

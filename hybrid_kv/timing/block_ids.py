@@ -72,6 +72,7 @@ def required_ratio(benchmark: str, params: Mapping[str, Any]) -> float:
     return 1.0
 
 
+ONE, FIRST = np.ones(1, dtype=np.int64), torch.zeros(1, dtype=torch.int64)  # a request's first token
 RESULTS = Path(__file__).resolve().parents[2] / "results" / "microbench.csv"
 
 
@@ -155,8 +156,7 @@ def _engine_append(ids: npt.NDArray[np.int32], expected: npt.NDArray[np.int32], 
         forget_staged(tables)
         tables.tables[0].zero_()
         run()
-        tables.apply_staged_writes()
-        (table,) = tables.gather_block_tables(np.array([(next_row() - 1) % rows]), 1, [n])
+        (table,), _ = tables.update(np.array([(next_row() - 1) % rows]), ONE, FIRST, 1, 1)
         return _must_equal(table[0].numpy(), expected)
 
     return Case(run, check, partial(forget_staged, tables), rows)
@@ -281,7 +281,7 @@ def step(seed: int, scenario: str, blocks_per_kv_block: int, num_groups: int, su
         [KERNEL_BLOCK_SIZE * bpk] * NUM_GROUPS,
         [KERNEL_BLOCK_SIZE] * NUM_GROUPS,
         spare * num_reqs,
-        1,
+        num_reqs,
         [width] * NUM_GROUPS,
         torch.device("cpu"),
     )
@@ -290,35 +290,34 @@ def step(seed: int, scenario: str, blocks_per_kv_block: int, num_groups: int, su
         forget_staged(tables)
         tables.num_blocks[:] = held
 
-    # Each repeat of a step has rows of its own, since a row is staged once between two writes.
+    # Each repeat of a step has rows of its own, since a row is staged once between two updates.
     all_rows = cycle([[row + i * num_reqs for row in row_list] for i in range(spare)])
+    batch, ones, positions = np.arange(num_reqs), np.ones(num_reqs, dtype=np.int64), FIRST.expand(num_reqs)
 
-    def stage() -> None:
-        for row, ids in zip(next(all_rows), flat, strict=True):
+    def stage(rows: list[int]) -> None:
+        for row, ids in zip(rows, flat, strict=True):
             tables.append_block_ids(row, ids, counts, new_rows)
 
-    batch = np.arange(num_reqs)
+    def run() -> None:
+        stage(next(all_rows))
 
     def run_device() -> None:
-        stage()
-        tables.apply_staged_writes()
-        tables.gather_block_tables(batch, num_reqs, [held + count] * NUM_GROUPS)
-
-    run = stage if subject == ENGINE else run_device
+        stage(row_list)
+        tables.update(batch, ones, positions, num_reqs, num_reqs)
 
     def check() -> float:
         reset()
-        for table in tables.tables:
-            table.zero_()
-        run()
-        tables.apply_staged_writes()
-        (written,) = {row // num_reqs for row in np.flatnonzero(tables.num_blocks[:, 0].numpy() - held)}
-        gathered = torch.stack(
-            tables.gather_block_tables(rows + written * num_reqs, n, [held + count] * NUM_GROUPS)
-        ).numpy()
+        if subject == ENGINE:
+            stage(written := next(all_rows))
+            tables.update(np.array(written), ones[:n], positions[:n], n, n)
+            places = list(range(n))
+        else:
+            run_device()
+            places = row_list
+        gathered = torch.stack([table[places] for table in tables.input_tables]).numpy()
         return _must_equal(gathered[:, :, held * bpk : (held + count) * bpk], expected)
 
-    return Case(run, check, reset, spare)
+    return Case(run if subject == ENGINE else run_device, check, reset, spare)
 
 
 # ---- the cells, and what the guard asks ----

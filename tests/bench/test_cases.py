@@ -237,13 +237,13 @@ PLANTS = [
         "kernel_blocks/expand[num_blocks=16,blocks_per_kv_block=8,subject=engine]",
     ),
     (
-        "hybrid_kv.cache.block_table.BlockTables.apply_staged_writes",
+        "hybrid_kv.cache.block_table.BlockTables._apply_staged",
         lambda _: idle,
         "block_tables/step[model=nemotron-3-nano,step=decode 64]",
     ),
     (
-        "hybrid_kv.cache.block_table.slot_mapping",
-        shifted,
+        "hybrid_kv.kernels.block_tables.host.HostTables.map_slots",
+        lambda _: idle,
         "block_tables/step[model=nemotron-3-nano,step=prefill 4]",
     ),
     ("bench.slot_mapping.slot_mapping", shifted, "slot_mapping/tokens[num_tokens=8192,cp_size=2]"),

@@ -1,12 +1,14 @@
-"""Block tables against plain lists."""
+"""Block tables, kept up to date step by step, against tables made from lists each time."""
 
 from array import array
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from hybrid_kv.cache.block_pool import NULL_BLOCK
 from hybrid_kv.cache.block_table import BlockTables
@@ -15,10 +17,11 @@ from hybrid_kv.kernels.slot_mapping import PAD_SLOT
 
 ROWS, WIDTHS, BPK = 5, [7, 3, 12], [1, 34, 4]
 CPU = torch.device("cpu")
+UNTOUCHED = -7
 
 
-def make(rows=ROWS, widths=WIDTHS, bpk=BPK, tokens=64, **cp):
-    return BlockTables([16 * n for n in bpk], [16] * len(bpk), rows, tokens, widths, CPU, **cp)
+def make(rows=ROWS, widths=WIDTHS, bpk=BPK, tokens=64, **options):
+    return BlockTables([16 * n for n in bpk], [16] * len(bpk), rows, tokens, widths, CPU, **options)
 
 
 def ids_of(*values):
@@ -31,65 +34,212 @@ def stage(tables, row, new, overwrite=False):
     tables.append_block_ids(row, flat, array("i", [len(ids) for ids in new]), overwrite)
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.data())
-def test_random_steps_match_lists(data):
-    tables = make()
-    model = {}  # row -> per group the ids
-    next_id = 1
-    for _ in range(data.draw(st.integers(1, 8))):
-        batch = data.draw(st.permutations(range(ROWS)))[: data.draw(st.integers(1, ROWS))]
-        for row in batch:
-            fresh = row not in model or data.draw(st.booleans())
-            held = [[] for _ in WIDTHS] if fresh else model[row]
-            new = []
-            for group, width in enumerate(WIDTHS):
-                count = data.draw(st.integers(0, min(4, width - len(held[group]))))
-                new.append(list(range(next_id, next_id + count)))
-                next_id += count
-            model[row] = [old + more for old, more in zip(held, new, strict=True)]
-            stage(tables, row, new, overwrite=fresh)
-        tables.apply_staged_writes()
-        # The step's batch is any order of any running rows: rows swap places between steps.
-        order = data.draw(st.permutations(sorted(model)))[: data.draw(st.integers(1, len(model)))]
-        padded = data.draw(st.integers(len(order), ROWS))
-        gathered = tables.gather_block_tables(np.array(order, dtype=np.int64), padded, WIDTHS)
-        for group, table in enumerate(gathered):
-            assert table.shape == (padded, WIDTHS[group] * BPK[group])
+def update(tables, batch, padded=None, num_tokens_padded=None):
+    """`batch`: row, first position and number of tokens of each request."""
+    rows, firsts, lens = (np.array(part, dtype=np.int64) for part in zip(*batch, strict=True))
+    positions = np.concatenate([np.arange(first, first + n) for first, n in zip(firsts, lens, strict=True)])
+    count = len(positions) if num_tokens_padded is None else num_tokens_padded
+    return tables.update(rows, lens, torch.from_numpy(positions), padded or len(batch), count)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """`bpk` and `kernel` of each group: kernel blocks of a manager block and tokens of a kernel block."""
+
+    widths: tuple[int, ...]
+    bpk: tuple[int, ...]
+    kernel: tuple[int, ...]
+    slot_groups: tuple[int, ...]
+    rows: int
+    cp: tuple[int, int, int]
+
+    def slot(self, group, blocks, position):
+        """Of a token of a request with these blocks, by definition."""
+        cp_size, rank, interleave = self.cp
+        size = self.bpk[group] * self.kernel[group]
+        column, offset = divmod(position, size * cp_size)
+        run, place = divmod(offset, interleave)
+        if column >= self.widths[group] or run % cp_size != rank:
+            return PAD_SLOT
+        return blocks[column] * size + run // cp_size * interleave + place
+
+
+SHAPES = (
+    Shape((7, 3, 12), (1, 34, 4), (16, 16, 4), (0, 1, 2), 5, (1, 0, 1)),
+    Shape((9, 9, 9, 70), (1, 1, 1, 8), (8, 8, 8, 1), (3,), 6, (1, 0, 1)),  # three Mamba groups in one stack
+    Shape((70, 70), (2, 2), (4, 4), (0, 1), 4, (1, 0, 1)),
+    Shape((4, 4, 6), (2, 2, 2), (6, 6, 6), (0, 1, 2), 4, (2, 1, 3)),
+    Shape((20, 5), (3, 1), (5, 15), (0, 1), 3, (3, 0, 1)),
+)
+
+
+class Steps(RuleBasedStateMachine):
+    """Requests come, grow, end, are preempted and resume, and run in any order and company."""
+
+    @initialize(shape=st.sampled_from(SHAPES))
+    def begin(self, shape):
+        self.shape = shape
+        sizes = [b * k for b, k in zip(shape.bpk, shape.kernel, strict=True)]
+        tokens = 600
+        cp = dict(zip(("cp_size", "cp_rank", "cp_interleave"), shape.cp, strict=True))
+        self.tables = BlockTables(
+            sizes, shape.kernel, shape.rows, tokens, shape.widths, CPU, slot_groups=shape.slot_groups, **cp
+        )
+        self.held = {}  # row -> per group the ids
+        self.staged = set()
+        self.next_id = 1
+        self.last_seen = None  # what readers saw in the step before, and its number of gathers
+
+    def new_ids(self, data, held, most):
+        new = []
+        for blocks, width in zip(held, self.shape.widths, strict=True):
+            count = data.draw(st.integers(0, min(most, width - len(blocks))))
+            new.append(list(range(self.next_id, self.next_id + count)))
+            self.next_id += count
+        return new
+
+    def stage(self, row, held, new, overwrite):
+        self.held[row] = [old + more for old, more in zip(held, new, strict=True)]
+        self.staged.add(row)
+        stage(self.tables, row, new, overwrite)
+
+    @precondition(lambda self: len(set(self.held) | self.staged) < self.shape.rows)
+    @rule(data=st.data(), most=st.sampled_from([1, 3, 70]))
+    def start(self, data, most):
+        """A new request, or one that resumes: in any row that is free."""
+        free = sorted(set(range(self.shape.rows)) - set(self.held) - self.staged)
+        nothing = [[] for _ in self.shape.widths]
+        self.stage(data.draw(st.sampled_from(free)), nothing, self.new_ids(data, nothing, most), True)
+
+    @precondition(lambda self: set(self.held) - self.staged)
+    @rule(data=st.data(), most=st.sampled_from([1, 1, 4, 40]))
+    def grow(self, data, most):
+        row = data.draw(st.sampled_from(sorted(set(self.held) - self.staged)))
+        self.stage(row, self.held[row], self.new_ids(data, self.held[row], most), False)
+
+    @precondition(lambda self: set(self.held) - self.staged)
+    @rule(data=st.data())
+    def replace(self, data):
+        """A request ends or is preempted, and before the next step another one has its row."""
+        row = data.draw(st.sampled_from(sorted(set(self.held) - self.staged)))
+        nothing = [[] for _ in self.shape.widths]
+        self.stage(row, nothing, self.new_ids(data, nothing, 4), True)
+
+    @precondition(lambda self: set(self.held) - self.staged)
+    @rule(data=st.data())
+    def end(self, data):
+        del self.held[data.draw(st.sampled_from(sorted(set(self.held) - self.staged)))]
+
+    @rule()
+    def forget(self):
+        self.tables.forget()
+        for table in self.tables.input_tables:
+            table.fill_(UNTOUCHED)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), repeats=st.integers(1, 3))
+    def step(self, data, repeats):
+        order = data.draw(st.permutations(sorted(self.held)))[: data.draw(st.integers(1, len(self.held)))]
+        padded = data.draw(st.integers(len(order), self.shape.rows))
+        for _ in range(repeats):
+            self.run(data, order, padded)
+
+    def run(self, data, order, padded):
+        reach = max(w * b * k for w, b, k in zip(self.shape.widths, self.shape.bpk, self.shape.kernel, strict=True))
+        lens = data.draw(st.sampled_from([(1,), (1, 3), (64,), (1, 40)]))
+        batch = [
+            (row, data.draw(st.integers(0, reach * self.shape.cp[0] + 3)), data.draw(st.sampled_from(lens)))
+            for row in order
+        ]
+        num_tokens = sum(n for *_, n in batch)
+        num_tokens_padded = num_tokens + data.draw(st.sampled_from([0, 1, 200]))
+        tables, slots = update(self.tables, batch, padded, num_tokens_padded)
+        self.staged.clear()
+        seen = []
+        for group, (table, width, bpk) in enumerate(zip(tables, self.shape.widths, self.shape.bpk, strict=True)):
+            assert table.shape == (padded, width * bpk)
             for position, row in enumerate(order):
-                expected = expand_list(model[row][group], BPK[group])
+                expected = expand_list(self.held[row][group], bpk)
                 assert table[position, : len(expected)].tolist() == expected, (group, row)
+                seen.append(expected)
             assert not table[len(order) :].any()
-    for row, groups in model.items():
-        assert tables.num_blocks[row].tolist() == [len(ids) for ids in groups]
+        for group in range(len(self.shape.widths)):
+            expected = [PAD_SLOT] * num_tokens_padded
+            if group in self.shape.slot_groups:
+                tokens = [(row, position) for row, first, n in batch for position in range(first, first + n)]
+                for i, (row, position) in enumerate(tokens):
+                    blocks = self.held[row][group] + [None] * self.shape.widths[group]
+                    column = position // (self.shape.bpk[group] * self.shape.kernel[group] * self.shape.cp[0])
+                    known = column >= self.shape.widths[group] or blocks[column] is not None
+                    # A position without a block has the slot of what lies there, which no reader may use.
+                    expected[i] = self.shape.slot(group, blocks, position) if known else int(slots[group, i])
+            assert slots[group].tolist() == expected, group
+        for row, groups in self.held.items():
+            assert self.tables.num_blocks[row].tolist() == [len(ids) for ids in groups]
+            for group, ids in enumerate(groups):
+                assert self.tables.tables[group][row, : len(ids)].tolist() == ids
+        if self.last_seen is not None and (padded, seen) != self.last_seen[0]:
+            assert self.tables.num_gathers != self.last_seen[1]
+        self.last_seen = (padded, seen), self.tables.num_gathers
 
 
-def test_vllm_38831_each_group_has_kernel_blocks_of_its_own_size():
-    """A kernel of 16-token blocks must find a 544-token manager block as 34 of them, and slots must not move."""
-    tables = make(widths=[2, 2, 2], bpk=[1, 34, 4])
-    stage(tables, 0, [[3, 5], [3, 5], [3, 5]])
-    tables.apply_staged_writes()
-    gathered = tables.gather_block_tables(np.array([0]), 1, [2, 2, 2])
-    assert [table.shape[1] for table in gathered] == [2, 68, 8]
-    assert gathered[0][0].tolist() == [3, 5]
-    assert gathered[1][0].tolist() == [*range(3 * 34, 4 * 34), *range(5 * 34, 6 * 34)]
-    assert gathered[2][0].tolist() == [12, 13, 14, 15, 20, 21, 22, 23]
-    positions = torch.tensor([0, 15, 16])
-    slots = tables.compute_slot_mappings(torch.zeros(3, dtype=torch.int64), positions, 3, [0, 1, 2])
-    for group, table in enumerate(gathered):
-        # Through the kernel's blocks and through the manager's a token has one slot.
-        through_kernel_blocks = table[0].long()[positions // 16] * 16 + positions % 16
-        assert slots[group].tolist() == through_kernel_blocks.tolist()
+TestSteps = Steps.TestCase
+TestSteps.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
 
 
-def test_tables_are_gathered_again_when_something_changes_and_only_then():
+# ---- what does not change costs nothing ----
+
+
+def written(tables, batch, padded=None):
+    """How many entries of each input table, and how many slots, an update writes."""
+    for table in (*tables.input_tables, tables.slot_mappings):
+        table.fill_(UNTOUCHED)
+    update(tables, batch, padded)
+    *inputs, slots = (int((table != UNTOUCHED).sum()) for table in (*tables.input_tables, tables.slot_mappings))
+    return inputs, slots
+
+
+def test_a_step_writes_what_changed():
+    tables = make(rows=8, widths=[20, 20], bpk=[1, 4])
+    for row in range(8):
+        stage(tables, row, [[10 * row + i for i in range(1, 9)]] * 2, overwrite=True)
+    decodes = [(row, 5, 1) for row in range(6)]
+    assert written(tables, decodes) == ([6 * 8, 6 * 8 * 4], 2 * 6)
+    assert written(tables, decodes) == ([0, 0], 12)
+    for row in (1, 4):
+        stage(tables, row, [[99], [98]])
+    assert written(tables, decodes) == ([2, 2 * 4], 12), "one new block each"
+    stage(tables, 2, [[97, 96], []])
+    stage(tables, 7, [[95], [94]])
+    assert written(tables, decodes) == ([2, 0], 12), "row 7 is not in the batch"
+    assert written(tables, [decodes[1], decodes[0], *decodes[2:]]) == ([2 * 9, 4 * 2 * 9], 12), "two rows swapped"
+    stage(tables, 5, [[93], [92]], overwrite=True)
+    assert written(tables, [decodes[1], decodes[0], *decodes[2:]]) == ([1, 4], 12), "a new owner"
+    assert written(tables, [decodes[1], *decodes[2:5]], 6) == (
+        [3 * 10 + 2 * 20, 4 * (3 * 9 + 2 * 20)],
+        8,
+    ), "a request ends: three move up, as wide as the longest, and two positions become padding"
+    assert written(tables, [decodes[1], *decodes[2:5]], 6) == ([0, 0], 8)
+
+
+def test_rows_of_any_length_move_for_twice_their_bytes_at_most():
+    widths, lengths = 4096, [1, 2, 3, 5, 9, 100, 130, 4000]
+    tables = make(rows=9, widths=[widths], bpk=[2])
+    for row, length in enumerate(lengths):
+        stage(tables, row, [list(range(1, length + 1))], overwrite=True)
+    order = [(row, 0, 1) for row in range(8)]
+    assert written(tables, order)[0][0] <= 2 * 2 * sum(lengths)
+    assert written(tables, order[1:])[0][0] <= 2 * 2 * sum(lengths[1:])
+    assert written(tables, order)[0][0] <= 2 * 2 * sum(lengths)
+
+
+def test_num_gathers_changes_when_an_input_table_may_and_only_then():
     tables = make()
     for row in (0, 1):
         stage(tables, row, [[10 + row], [20 + row], [30 + row]], overwrite=True)
 
-    def gathered(rows, padded, columns=(1, 1, 1)):
-        tables.apply_staged_writes()
-        found = tables.gather_block_tables(np.array(rows, dtype=np.int64), padded, columns)
+    def gathered(rows, padded):
+        found, _ = update(tables, [(row, 0, 1) for row in rows], padded)
         return tables.num_gathers, [table[:, 0].tolist() for table in found]
 
     both = [[10, 11], [20 * 34, 21 * 34], [30 * 4, 31 * 4]]
@@ -98,21 +248,37 @@ def test_tables_are_gathered_again_when_something_changes_and_only_then():
     assert gathered([1, 0], 2) == (2, [part[::-1] for part in both])
     assert gathered([1], 2) == (3, [[part[1], NULL_BLOCK] for part in both])
     assert gathered([1], 1) == (4, [part[1:] for part in both])
-    assert gathered([1], 1, (2, 1, 1))[0] == 5
     stage(tables, 1, [[12], [], []])
-    assert gathered([1], 1, (2, 1, 1))[0] == 6
+    assert gathered([1], 1)[0] == 5
     assert tables.input_tables[0][0, :2].tolist() == [11, 12]
     stage(tables, 1, [[13], [23], [33]], overwrite=True)
-    assert gathered([1], 1, (2, 1, 1)) == (7, [[13], [23 * 34], [33 * 4]])
+    assert gathered([1], 1) == (6, [[13], [23 * 34], [33 * 4]])
+
+
+# ---- one thing at a time ----
+
+
+def test_vllm_38831_each_group_has_kernel_blocks_of_its_own_size():
+    """A kernel of 16-token blocks must find a 544-token manager block as 34 of them, and slots must not move."""
+    tables = make(widths=[2, 2, 2], bpk=[1, 34, 4])
+    stage(tables, 0, [[3, 5], [3, 5], [3, 5]], overwrite=True)
+    gathered, slots = update(tables, [(0, 0, 17)])
+    assert [table.shape[1] for table in gathered] == [2, 68, 8]
+    assert gathered[0][0].tolist() == [3, 5]
+    assert gathered[1][0].tolist() == [*range(3 * 34, 4 * 34), *range(5 * 34, 6 * 34)]
+    assert gathered[2][0].tolist() == [12, 13, 14, 15, 20, 21, 22, 23]
+    positions = torch.arange(17)
+    for group, table in enumerate(gathered):
+        # Through the kernel's blocks and through the manager's a token has one slot.
+        through_kernel_blocks = table[0].long()[positions // 16] * 16 + positions % 16
+        assert slots[group].tolist() == through_kernel_blocks.tolist()
 
 
 def test_input_tables_keep_their_address():
     tables = make()
     before = [table.data_ptr() for table in (*tables.input_tables, tables.slot_mappings)]
     stage(tables, 1, [[3], [4], [5]], overwrite=True)
-    tables.apply_staged_writes()
-    gathered = tables.gather_block_tables(np.array([1]), 2, WIDTHS)
-    slots = tables.compute_slot_mappings(torch.tensor([1]), torch.tensor([0]), 2, [0])
+    gathered, slots = update(tables, [(1, 0, 1)], 2, 2)
     assert [table.data_ptr() for table in (*gathered, slots)] == before
 
 
@@ -121,7 +287,7 @@ def test_a_full_staging_buffer_is_written_early():
     for _ in range(3):  # 3 x 2 x 4 ids for a buffer of 8
         for row in range(2):
             stage(tables, row, [[10 * row + i for i in range(1, 5)]], overwrite=True)
-    tables.apply_staged_writes()
+    update(tables, [(0, 0, 1)])
     assert tables.tables[0].tolist() == [[1, 2, 3, 4], [11, 12, 13, 14]]
 
 
@@ -129,9 +295,9 @@ def test_a_row_beyond_the_staging_buffer_is_written_early():
     tables = make(rows=1, widths=[9, 9], bpk=[1, 1])
     for block in range(1, 10):  # one row a call, for room for one
         stage(tables, 0, [[block], [block + 10]])
-    tables.apply_staged_writes()
-    assert tables.tables[0].tolist() == [list(range(1, 10))]
-    assert tables.tables[1].tolist() == [list(range(11, 20))]
+    (first, second), _ = update(tables, [(0, 0, 1)])
+    assert tables.tables[0].tolist() == first.tolist() == [list(range(1, 10))]
+    assert tables.tables[1].tolist() == second.tolist() == [list(range(11, 20))]
 
 
 def test_a_row_staged_twice_raises():
@@ -139,38 +305,48 @@ def test_a_row_staged_twice_raises():
     stage(tables, 2, [[1], [], []], overwrite=True)
     stage(tables, 2, [[2], [], []])
     with pytest.raises(ValueError, match="staged twice"):
-        tables.apply_staged_writes()
+        update(tables, [(2, 0, 1)])
 
 
 def test_too_many_blocks_for_the_row_raise():
     tables = make(rows=2, widths=[2, 3], bpk=[1, 2])
-    stage(tables, 0, [[1, 2], [3]])
-    tables.apply_staged_writes()
+    stage(tables, 0, [[1, 2], [3]], overwrite=True)
+    update(tables, [(0, 0, 1)])
     stage(tables, 1, [[5], [6]], overwrite=True)
     stage(tables, 0, [[9], []])
     with pytest.raises(IndexError, match="group 0 row 0: 3 blocks exceed the width 2"):
-        tables.apply_staged_writes()
+        update(tables, [(0, 0, 1)])
     assert tables.num_blocks.tolist() == [[2, 1], [0, 0]]  # a refused step leaves nothing behind
     assert tables.tables[0].tolist() == [[1, 2], [0, 0]]
+    assert update(tables, [(0, 0, 1)])[0][1].tolist() == [[6, 7, 0, 0, 0, 0]]
 
 
-def test_ids_that_do_not_match_the_counts_raise():
+@pytest.mark.parametrize("counts", [[2, 0, 0], [0, 0, 0], [1, 1, 1]])
+def test_ids_that_do_not_match_the_counts_raise(counts):
     tables = make()
-    tables.append_block_ids(0, ids_of(1), array("i", [2, 0, 0]))
-    with pytest.raises(ValueError, match="1 block ids were staged for 2 columns"):
-        tables.apply_staged_writes()
+    tables.append_block_ids(0, ids_of(1), array("i", counts))
+    with pytest.raises(ValueError, match=f"1 block ids were staged for {sum(counts)} columns"):
+        update(tables, [(0, 0, 1)])
 
 
 def test_slots_left_by_a_longer_step_become_pad():
     """vllm!36580."""
-    tables = make()
-    stage(tables, 0, [[3, 4], [1], [2]])
-    tables.apply_staged_writes()
-    tables.compute_slot_mappings(torch.zeros(20, dtype=torch.int64), torch.arange(20), 20, [0, 2])
-    slots = tables.compute_slot_mappings(torch.zeros(3, dtype=torch.int64), torch.arange(17, 20), 8, [0, 2])
+    tables = make(slot_groups=[0, 2])
+    stage(tables, 0, [[3, 4], [1], [2]], overwrite=True)
+    update(tables, [(0, 0, 20)])
+    _, slots = update(tables, [(0, 17, 3)], num_tokens_padded=8)
     assert slots[0].tolist() == [4 * 16 + 1, 4 * 16 + 2, 4 * 16 + 3] + [PAD_SLOT] * 5
     assert slots[2].tolist() == [2 * 64 + 17, 2 * 64 + 18, 2 * 64 + 19] + [PAD_SLOT] * 5
     assert slots[1].tolist() == [PAD_SLOT] * 8
+
+
+def test_a_position_beyond_the_row_has_no_slot():
+    """Instead of one in the next row's first block (vllm!54296)."""
+    tables = make(rows=2, widths=[2], bpk=[1])
+    for row in (0, 1):
+        stage(tables, row, [[3 + 2 * row, 4 + 2 * row]], overwrite=True)
+    assert update(tables, [(0, 30, 4)])[1].tolist() == [[78, 79, PAD_SLOT, PAD_SLOT]]
+    assert update(tables, [(0, 32, 1), (1, 31, 1)])[1].tolist() == [[PAD_SLOT, 6 * 16 + 15]]
 
 
 def test_impossible_shapes_are_refused():

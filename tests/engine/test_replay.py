@@ -233,19 +233,20 @@ def test_rejected_drafts_leave_a_window_that_the_next_step_finds(mode, monkeypat
     prompt, ahead = TEXT[:9], 0
     llm = engine(mode, 4, "lapses", [prompt], 8)
     tables, (builder, *_) = llm.runner.block_tables, llm.runner.builders.values()
-    gather, build = tables._gather, builder.build
+    update, build = tables.update, builder.build
 
     def poisoned(*arguments):
         for table in tables.input_tables:
             table.fill_(200)  # no such block
-        gather(*arguments)
+        tables.forget()
+        return update(*arguments)
 
     def watched(common, table, prev_step, *rest):
         nonlocal ahead
         ahead += int(prev_step[0]) > (int((common.num_computed_tokens + common.query_lens).max()) - 1) // 8
         return build(common, table, prev_step, *rest)
 
-    monkeypatch.setattr(tables, "_gather", poisoned)
+    monkeypatch.setattr(tables, "update", poisoned)
     monkeypatch.setattr(builder, "build", watched)
     assert generate(llm, [prompt], 40)[0].token_ids == answer(prompt, 40)
     assert ahead > 1

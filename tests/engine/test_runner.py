@@ -179,7 +179,7 @@ def test_stale_garbage_in_padded_rows_changes_nothing(captured, mode):
         tables.slot_mappings.fill_(9)
         for table in tables.input_tables:
             table.fill_(1)
-        tables._gathered = ()  # what a step may reuse is no garbage; this one writes all of it anew
+        tables.forget()  # what a step may reuse is no garbage; this one writes all of it anew
         for builder in builders(llm):
             builder.block_idx_last_scheduled_token.fill_(3)
             builder.block_idx_last_scheduled_token_prev_step.fill_(3)

@@ -14,10 +14,8 @@ import torch
 from hybrid_kv.attention import mamba
 from hybrid_kv.attention.mamba import MambaMetadataBuilder
 from hybrid_kv.attention.undo import Replay, ReplaySpec
-from hybrid_kv.cache import block_table
 from hybrid_kv.cache.block_hash import BlockHashes
 from hybrid_kv.cache.block_pool import BlockPool
-from hybrid_kv.cache.block_table import BlockTables
 from hybrid_kv.cache.columns import Columns
 from hybrid_kv.cache.manager import KVCacheManager
 from hybrid_kv.cache.offload import KVOffload
@@ -28,7 +26,7 @@ from hybrid_kv.engine.runner import ModelRunner
 from hybrid_kv.engine.scheduler import Scheduler
 from hybrid_kv.engine.state_cursor import StateCursor
 from hybrid_kv.guard.scenario import SmallBlocksFirst, SmallKVFirst
-from hybrid_kv.kernels.kernel_blocks import reference as kernel_blocks
+from hybrid_kv.kernels.block_tables.host import HostTables, Stack
 from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle
 from hybrid_kv.sampling import SamplingParams
 from hybrid_kv.sanitizer import Sanitizer, SanitizerError
@@ -234,12 +232,11 @@ def publish_when_scheduled(new, scheduler, item, *_):
 
 
 def keep_last_padding(plain):
-    def compute(self, token_rows, positions, num_tokens_padded, groups):
-        slots = plain(self, token_rows, positions, num_tokens_padded, groups)
-        slots[:, len(positions) :] = slots[:, :1]
-        return slots
+    def map_slots(self, rows, query_lens, positions, num_tokens_padded):
+        plain(self, rows, query_lens, positions, num_tokens_padded)
+        self.slot_mappings[:, len(positions) : num_tokens_padded] = self.slot_mappings[:, :1]
 
-    return compute
+    return map_slots
 
 
 def forget_to_unpublish(plain):
@@ -282,8 +279,15 @@ def publish_inside(plain):
     return cache_blocks
 
 
-def repeat_manager_blocks(plain):
-    return lambda block_ids, offsets: block_ids.repeat_interleave(len(offsets), -1)
+def repeat_manager_blocks(_, self, *arguments):
+    self.stride, self.offsets, self._row_offsets = 1, self.offsets * 0, self._row_offsets * 0
+
+
+def shift_slots(by):
+    def shift(_, self, rows, query_lens, positions, num_tokens_padded):
+        self.slot_mappings[:, : len(positions)] += by
+
+    return around(shift)
 
 
 def states_beyond_the_row(built, *_):
@@ -317,8 +321,8 @@ def swap_rows(self, rows, *rest):
     return self, rows[::-1].copy(), *rest
 
 
-def next_row(self, token_rows, *rest):
-    return self, (token_rows + 1) % self.max_num_reqs, *rest
+def next_row(self, rows, *rest):
+    return self, (rows + 1) % self.max_num_reqs, *rest
 
 
 def wrong_block(block, self, key):
@@ -389,17 +393,14 @@ BUGS = {
     "published when scheduled (vllm!56525)": (
         Scheduler, "_allocate", around(publish_when_scheduled), ALL, "publish-unaccepted",
     ),
-    "slot off by one": (block_table, "slot_mapping", around(lambda slots, *_: slots + 1), ATTENTION, "read-slot"),
-    "negative slot": (block_table, "slot_mapping", around(lambda slots, *_: slots - 2**20), ATTENTION, "index-range"),
-    "two rows swapped": (BlockTables, "gather_block_tables", before(swap_rows), ATTENTION, "read-slot"),
-    "slots of another row (C22)": (BlockTables, "compute_slot_mappings", before(next_row), ATTENTION, "write-unheld"),
-    "padding keeps slots (B06)": (BlockTables, "compute_slot_mappings", keep_last_padding, ATTENTION, "pad-slot"),
-    "kernel blocks not expanded (B01)": (
-        kernel_blocks, "expand_torch", repeat_manager_blocks, ATTENTION, "read-slot",
-    ),
+    "slot off by one": (HostTables, "map_slots", shift_slots(1), ATTENTION, "read-slot"),
+    "negative slot": (HostTables, "map_slots", shift_slots(-(2**20)), ATTENTION, "index-range"),
+    "two rows swapped": (HostTables, "place", before(swap_rows), ATTENTION, "read-slot"),
+    "slots of another row (C22)": (HostTables, "map_slots", before(next_row), ATTENTION, "write-unheld"),
+    "padding keeps slots (B06)": (HostTables, "map_slots", keep_last_padding, ATTENTION, "pad-slot"),
+    "kernel blocks not expanded (B01)": (Stack, "__init__", around(repeat_manager_blocks), ATTENTION, "read-slot"),
     "one table column too few": (
-        BlockTables, "gather_block_tables",
-        before(lambda self, rows, padded, columns: (self, rows, padded, [c - 1 for c in columns])),
+        Stack, "copy", before(lambda self, rows, positions, width: (self, rows, positions, width - 1)),
         ATTENTION, "read-slot",
     ),
     "a hit takes another block": (BlockPool, "lookup", around(wrong_block), ATTENTION | ROOMY, "hit-prefix"),

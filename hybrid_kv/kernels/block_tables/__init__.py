@@ -1,19 +1,17 @@
-"""Block tables of all groups in one launch per step."""
+"""Block tables of all groups: on a host in numpy, on a device in one launch per step."""
 
-from hybrid_kv.kernels.block_tables.launch import (
-    DeviceTables,
-    StagedBlocks,
-    StepBatch,
-    TableLayout,
-    update_block_tables,
-    update_block_tables_reference,
-)
+from hybrid_kv.kernels.block_tables.host import HostTables
+from hybrid_kv.kernels.block_tables.launch import update_block_tables
+from hybrid_kv.kernels.block_tables.reference import update_block_tables_reference
+from hybrid_kv.kernels.block_tables.tables import DeviceTables, StagedBlocks, StepBatch, TableLayout, Tables
 
 __all__ = [
     "DeviceTables",
+    "HostTables",
     "StagedBlocks",
     "StepBatch",
     "TableLayout",
+    "Tables",
     "update_block_tables",
     "update_block_tables_reference",
 ]

@@ -1,11 +1,11 @@
 """Block tables of all groups in one launch per step.
 
-Contract. `update_block_tables` does what `cache.block_table.BlockTables` does in three calls: it appends staged manager
-block ids to the persistent tables, brings the batch's rows into the input tables as kernel blocks, and maps the step's
-tokens to slots. One kernel, grid (groups, batch rows + staged requests + 1). The host computes no index, copies nothing
-back and waits for nothing: each program finds its row's staged ids itself. No program reads a table entry that this
-launch writes (new ids come from the staging buffer), and each has its own counters, so programs need no order among
-themselves. `update_block_tables_reference` is the same in plain torch.
+Contract. `update_block_tables` does what `HostTables` does in three calls: it appends staged manager block ids to the
+persistent tables, brings the batch's rows into the input tables as kernel blocks, and maps the step's tokens to slots.
+One kernel, grid (groups, batch rows + staged requests + 1). The host computes no index, copies nothing back and waits
+for nothing: each program finds its row's staged ids itself. No program reads a table entry that this launch writes (new
+ids come from the staging buffer), and each has its own counters, so programs need no order among themselves.
+`update_block_tables_reference` is the same in plain torch.
 
 An input row remembers which request's blocks it holds and how many. As long as a request keeps its place in the batch
 only its new blocks are written, so a decode step writes a few bytes whatever the context length.
@@ -19,16 +19,14 @@ before it. This is (c).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hybrid_kv.kernels.block_tables.tables import DeviceTables, StagedBlocks, StepBatch
 from hybrid_kv.kernels.common.integers import next_power_of_2
 from hybrid_kv.kernels.common.launch import AotCase, check, jit
-from hybrid_kv.kernels.kernel_blocks import gather_kernel_blocks
-from hybrid_kv.kernels.slot_mapping import PAD_SLOT, slot_mapping
+from hybrid_kv.kernels.slot_mapping import PAD_SLOT
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -36,165 +34,6 @@ if TYPE_CHECKING:
 BLOCK = 512
 NUM_WARPS = 4
 _COUNTS = ("num_staged", "num_reqs", "num_reqs_padded", "num_tokens", "num_tokens_padded")
-
-
-@dataclass(frozen=True)
-class TableLayout:
-    """The table of one group.
-
-    Attributes:
-        width: manager blocks of a row.
-        block_size: tokens of a manager block.
-        blocks_per_kv_block: kernel blocks of a manager block.
-        kernel_block_stride: kernel blocks from one manager block to the next; more than `blocks_per_kv_block` where
-            pages of other layers lie between. Slots do not know it: they count tokens of manager blocks.
-        has_slots: attention; a Mamba group has no token slots.
-    """
-
-    width: int
-    block_size: int
-    blocks_per_kv_block: int
-    kernel_block_stride: int
-    has_slots: bool = True
-
-    def __post_init__(self) -> None:
-        if min(self.width, self.block_size, self.blocks_per_kv_block) < 1:
-            raise ValueError(f"{self}: widths and sizes must be at least 1")
-        if self.kernel_block_stride < self.blocks_per_kv_block:
-            raise ValueError(f"{self}: manager blocks overlap; the stride must be at least blocks_per_kv_block")
-
-
-class DeviceTables:
-    """The persistent tensors of all groups; a captured graph reads them, so they keep their address.
-
-    Args:
-        layouts: one per group.
-        max_num_reqs: rows of every table.
-        max_num_batched_tokens: length of the slot mappings, padding included.
-        cp_size, cp_rank, cp_interleave: context parallelism, see `kernels.slot_mapping`.
-
-    Attributes:
-        tables: per group [max_num_reqs, width] int32, manager blocks; views of one buffer.
-        input_tables: per group [max_num_reqs, width * blocks_per_kv_block] int32, kernel blocks in batch order; views
-            of one buffer. Columns beyond a row's own blocks hold stale ids.
-        num_blocks: [max_num_reqs, num_groups] int64, manager blocks in each row of each table.
-        slot_mappings: [num_groups, max_num_batched_tokens] int64.
-    """
-
-    def __init__(
-        self,
-        layouts: Sequence[TableLayout],
-        max_num_reqs: int,
-        max_num_batched_tokens: int,
-        device: torch.device,
-        cp_size: int = 1,
-        cp_rank: int = 0,
-        cp_interleave: int = 1,
-    ) -> None:
-        self.layouts = list(layouts)
-        self.max_num_reqs = max_num_reqs
-        self.cp = (cp_size, cp_rank, cp_interleave)
-        num_groups = len(self.layouts)
-        sizes = [max_num_reqs * layout.width for layout in self.layouts]
-        input_sizes = [size * layout.blocks_per_kv_block for size, layout in zip(sizes, self.layouts, strict=True)]
-        self.flat_tables = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        self.flat_input_tables = torch.zeros(sum(input_sizes), dtype=torch.int32, device=device)
-        self.tables = [part.view(max_num_reqs, -1) for part in self.flat_tables.split(sizes)]
-        self.input_tables = [part.view(max_num_reqs, -1) for part in self.flat_input_tables.split(input_sizes)]
-        self.num_blocks = torch.zeros(max_num_reqs, num_groups, dtype=torch.int64, device=device)
-        self.slot_mappings = torch.full(
-            (num_groups, max_num_batched_tokens), PAD_SLOT, dtype=torch.int64, device=device
-        )
-        # [num_groups, 6] int64: what a program must know of its group. A block size of 0: no slots.
-        fields = [
-            [
-                sum(sizes[:group]),
-                sum(input_sizes[:group]),
-                layout.width,
-                layout.blocks_per_kv_block,
-                layout.kernel_block_stride,
-                layout.block_size if layout.has_slots else 0,
-            ]
-            for group, layout in enumerate(self.layouts)
-        ]
-        self.geometry = torch.tensor(fields, dtype=torch.int64, device=device)
-        # [num_groups, max_num_reqs] each, one cell per program, so that no two programs share one. A row's key changes
-        # when another request moves in: `row + max_num_reqs * (how many did)`.
-        self.row_keys = torch.arange(max_num_reqs, device=device).repeat(num_groups, 1)
-        self.held_keys = torch.full((num_groups, max_num_reqs), -1, dtype=torch.int64, device=device)
-        self.held_blocks = torch.zeros(num_groups, max_num_reqs, dtype=torch.int32, device=device)
-        # What the kernel divides by, if the groups agree; else 0.
-        expanding = {layout.blocks_per_kv_block for layout in self.layouts} - {1} or {1}
-        with_slots = {layout.block_size for layout in self.layouts if layout.has_slots} or {1}
-        self.common_blocks_per_kv_block = expanding.pop() if len(expanding) == 1 else 0
-        self.common_block_size = with_slots.pop() if len(with_slots) == 1 else 0
-
-
-@dataclass(frozen=True)
-class StagedBlocks:
-    """New manager block ids of some requests, each row at most once, as `BlockTables.append_block_ids` stages them.
-
-    Attributes:
-        ids: [sum(counts)] int32, request by request, group by group.
-        rows: [num_staged] int32, the row of each request.
-        counts: [num_staged, num_groups] int32.
-        overwrite: [num_staged] int8 or bool, the request is new in its row: it starts at column 0.
-    """
-
-    ids: torch.Tensor
-    rows: torch.Tensor
-    counts: torch.Tensor
-    overwrite: torch.Tensor
-
-
-@dataclass(frozen=True)
-class StepBatch:
-    """The rows of a step, without repetition and in batch order, and their tokens.
-
-    Attributes:
-        rows: [num_reqs] int64, row of each batch position.
-        query_start_loc: [num_reqs + 1] int32, first token of each batch position, and the number of tokens.
-        positions: [num_tokens] int64, of each token in its request.
-        num_reqs_padded: batch positions up to here become rows of null blocks.
-        num_tokens_padded: tokens up to here become `PAD_SLOT`, in all groups.
-    """
-
-    rows: torch.Tensor
-    query_start_loc: torch.Tensor
-    positions: torch.Tensor
-    num_reqs_padded: int
-    num_tokens_padded: int
-
-
-def update_block_tables_reference(tables: DeviceTables, staged: StagedBlocks, batch: StepBatch) -> None:
-    """`update_block_tables` in plain torch.
-
-    Raises:
-        IndexError: a row would become longer than its group's width.
-    """
-    first = 0
-    for row, counts, overwrite in zip(staged.rows.tolist(), staged.counts.tolist(), staged.overwrite, strict=True):
-        for group, count in enumerate(counts):
-            start = 0 if overwrite else int(tables.num_blocks[row, group])
-            if start + count > tables.layouts[group].width:
-                raise IndexError(f"group {group} row {row}: {start + count} blocks exceed its width")
-            tables.tables[group][row, start : start + count] = staged.ids[first : first + count]
-            tables.num_blocks[row, group] = start + count
-            first += count
-
-    num_reqs, num_tokens = len(batch.rows), len(batch.positions)
-    token_rows = batch.rows.repeat_interleave(batch.query_start_loc.diff())
-    for group, layout in enumerate(tables.layouts):
-        table, out, bpk = tables.tables[group], tables.input_tables[group], layout.blocks_per_kv_block
-        offsets = torch.arange(bpk, dtype=torch.int32, device=table.device)
-        gather_kernel_blocks(table, batch.rows, layout.width, offsets, out[:num_reqs])
-        if layout.kernel_block_stride != bpk:
-            out[:num_reqs] += out[:num_reqs] // bpk * (layout.kernel_block_stride - bpk)
-        out[num_reqs : batch.num_reqs_padded] = 0
-        if layout.has_slots:
-            slots = slot_mapping(table, token_rows, batch.positions, layout.block_size, *tables.cp)
-            tables.slot_mappings[group, :num_tokens] = slots
-    tables.slot_mappings[:, num_tokens : batch.num_tokens_padded] = PAD_SLOT
 
 
 def _block_tables(
