@@ -54,7 +54,10 @@ def test_a_layer_is_its_kernels_and_its_two_projections():
         wanted = {"launches": len(kernels), "torch_operations": PROJECTIONS.get(key[0], 2)}
         assert of[(*key, "triton")] == wanted
         plain = of[(*key, "torch")]
-        assert plain["launches"] == 0 and plain["torch_operations"] > 5 * sum(wanted.values()) / 3
+        if key[0] == "launches.block_tables":
+            assert plain == {"launches": 0, "torch_operations": 0}, "the host's path is numpy"
+        else:
+            assert plain["launches"] == 0 and plain["torch_operations"] > 5 * sum(wanted.values()) / 3
 
 
 def what_counts():
