@@ -1,10 +1,11 @@
-"""`python -m bench [--quick] [--suite NAME] [--tier gpu] [--out results/microbench.csv]`."""
+"""`python -m bench [--quick] [--suite NAME] [--tier gpu] [--peers FOLDER …] [--out results/microbench.csv]`."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 
+from bench import peers
 from bench.harness.registry import cells, suites, unavailable
 from hybrid_kv.arguments import ArgumentParser
 from hybrid_kv.config import HybridKVError
@@ -97,12 +98,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--suite", action="append", default=[], choices=suites(), help="only this one; may be repeated")
     parser.add_argument("--tier", action="append", default=[], choices=TIERS, help="only this one; may be repeated")
     parser.add_argument("--out", metavar="CSV", help="append one row per measurement")
+    parser.add_argument("--peers", nargs="+", default=[], metavar="FOLDER", help="unpacked wheels to compare with")
     options = parser.parse_args(arguments)
     failed: list[Measurement] = []
     by_benchmark: dict[tuple[str, str], list[Results]] = {}
     try:
         if options.out:
             check_writable(options.out)
+        peers.use(options.peers)
         together = groups(_chosen(options.quick, options.suite, options.tier))
         for position, group in enumerate(together):
             results = measure_together(group, QUICK_ROUNDS if options.quick else ROUNDS)

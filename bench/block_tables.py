@@ -1,11 +1,18 @@
-"""A step's block tables: ids staged and applied, the batch gathered as kernel blocks, its tokens mapped to slots.
+"""A step's block tables: ids staged and applied, the batch's rows as kernel blocks, its tokens mapped to slots.
 
-`step` is what the engine calls; `update_kernel` is the same as one launch, on the same requests.
+`total` is all of that on a CPU, in two equal groups of 8 kernel blocks per block, beside the real code of vLLM's V1
+runner where `--peers` names installs of it (`bench.peers`): host and device part together, as on a CPU both are the
+host's. Every subject starts from ids in the form in which its engine holds them (lists in vLLM, arrays here) and ends
+with tables in kernel blocks and slots, which are compared with tables made from the ids by numpy.
+
+`step` is the same for two models' groups; `update_kernel` is that as one launch. `written` counts the bytes that a
+step writes, on the host and by the kernel: whatever lies in the output buffers and is not written stays there.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +21,10 @@ import numpy.typing as npt
 import torch
 
 from bench._reference import equal
+from bench.peers import Install, installs
 from hybrid_kv.cache.block_table import BlockTables
-from hybrid_kv.timing.cases import Case, Cell, grid
+from hybrid_kv.timing.cases import Case, Cell, Scalar, grid
+from hybrid_kv.timing.measurement import ENGINE
 
 
 @dataclass(frozen=True)
@@ -162,11 +171,193 @@ def update_kernel(seed: int, model: str, step: str, device: str = "cuda") -> Cas
     return Case(run, check, reset, (layout.width - data.held) // data.count)
 
 
+# ---- a whole step, beside other engines ----
+
+NUM_GROUPS, BLOCK_SIZE, KERNEL_BLOCK_SIZE = 2, 128, 16
+MAX_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class Total:
+    """One step, several times over: `appends` of `num_reqs` requests get `blocks` blocks in each group.
+
+    `held`: before the first. 0: new requests, whose last `tokens` tokens run.
+    """
+
+    num_reqs: int
+    appends: int
+    blocks: int
+    held: int
+    width: int
+    tokens: int = 1
+
+
+TOTALS = {
+    "16 of 256 append, width 40": Total(256, 16, 1, 32, 40),
+    "256 of 256 append, width 40": Total(256, 256, 1, 32, 40),
+    "0 of 256 append, width 40": Total(256, 0, 1, 32, 40),
+    "16 of 256 append, width 1024": Total(256, 16, 1, 32, 1024),
+    "256 of 256 append, width 1024": Total(256, 256, 1, 32, 1024),
+    "0 of 256 append, width 1024": Total(256, 0, 1, 32, 1024),
+    "16 of 256 append, 1000 held": Total(256, 16, 1, 1000, 1024),
+    "8 prefills x 64 blocks": Total(8, 8, 64, 0, 64, 1024),
+    "32 prefills x 256 blocks, width 256": Total(32, 32, 256, 0, 256, 256),
+    "32 prefills x 256 blocks, width 1024": Total(32, 32, 256, 0, 1024, 256),
+}
+STEPS_IN_A_ROW = 8
+
+
+class Steps:
+    """`STEPS_IN_A_ROW` steps, and what tables and slots must be after each."""
+
+    def __init__(self, seed: int, scenario: str) -> None:
+        rng = np.random.default_rng(seed)
+        self.shape = shape = TOTALS[scenario]
+        self.rows = np.sort(rng.permutation(shape.num_reqs)[: shape.appends])
+        self.held = rng.integers(1, 1 << 20, (shape.num_reqs, NUM_GROUPS, shape.held)).astype(np.int32)
+        size = (STEPS_IN_A_ROW, shape.appends, NUM_GROUPS, shape.blocks)
+        self.new = rng.integers(1, 1 << 20, size).astype(np.int32)
+        self.positions = []
+        for step in range(STEPS_IN_A_ROW):
+            ends = self.num_blocks(step) * BLOCK_SIZE - shape.tokens
+            if not self.is_new:
+                ends -= rng.integers(0, BLOCK_SIZE, shape.num_reqs)
+            self.positions.append(torch.from_numpy((ends[:, None] + np.arange(shape.tokens)).reshape(-1)))
+
+    @property
+    def is_new(self) -> bool:
+        return self.shape.held == 0
+
+    def num_blocks(self, step: int) -> npt.NDArray[np.int64]:
+        """[num_reqs], after a step."""
+        counts = np.full(self.shape.num_reqs, self.shape.held)
+        counts[self.rows] += self.shape.blocks * (1 if self.is_new else step + 1)
+        return counts
+
+    def check(self, step: int, tables: Sequence[torch.Tensor], slots: Sequence[torch.Tensor]) -> None:
+        new = self.new[step : step + 1] if self.is_new else self.new[: step + 1]
+        added = np.concatenate(list(new), axis=2)  # [appends, groups, blocks]
+        split, counts = BLOCK_SIZE // KERNEL_BLOCK_SIZE, self.num_blocks(step)
+        for group, (table, found) in enumerate(zip(tables, slots, strict=True)):
+            ids = np.zeros((self.shape.num_reqs, self.shape.held + added.shape[2]), dtype=np.int64)
+            ids[:, : self.shape.held] = self.held[:, group]
+            ids[self.rows, self.shape.held :] = added[:, group]
+            wanted = (ids[..., None] * split + np.arange(split)).reshape(len(ids), -1)
+            wanted = wanted[:, : split * counts.max()]
+            is_own = np.arange(wanted.shape[1]) < split * counts[:, None]
+            kernel_blocks = table[: len(ids), : wanted.shape[1]].numpy()
+            equal(f"group {group}", np.where(is_own, kernel_blocks, 0), np.where(is_own, wanted, 0))
+            positions = self.positions[step].numpy().reshape(len(ids), -1)
+            blocks = np.take_along_axis(ids, positions // BLOCK_SIZE, axis=1)
+            of_tokens = (blocks * BLOCK_SIZE + positions % BLOCK_SIZE).reshape(-1)
+            equal(f"slots of group {group}", found[: len(of_tokens)].numpy(), of_tokens)
+
+
+Found = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
+
+
+def _engine_step(data: Steps) -> tuple[Callable[[], object], Callable[[int], Found]]:
+    shape = data.shape
+    tables = BlockTables(
+        [BLOCK_SIZE] * NUM_GROUPS,
+        [KERNEL_BLOCK_SIZE] * NUM_GROUPS,
+        shape.num_reqs,
+        MAX_TOKENS,
+        [shape.width] * NUM_GROUPS,
+        torch.device("cpu"),
+    )
+    rows, batch = data.rows.tolist(), np.arange(shape.num_reqs)
+    held = [np.ascontiguousarray(ids).reshape(-1) for ids in data.held]
+    new = [[np.ascontiguousarray(ids).reshape(-1) for ids in step] for step in data.new]
+    counts, held_counts = (array("i", [count] * NUM_GROUPS) for count in (shape.blocks, shape.held))
+    query_lens, ones = np.full(shape.num_reqs, shape.tokens), np.ones(shape.num_reqs, dtype=np.int64)
+    nothing, is_new = torch.zeros(shape.num_reqs, dtype=torch.int64), data.is_new
+
+    def reset() -> None:
+        if not is_new:
+            for row, ids in enumerate(held):
+                tables.append_block_ids(row, ids, held_counts, True)
+            tables.update(batch, ones, nothing, len(batch), len(batch))
+
+    def run(step: int) -> Found:
+        for row, ids in zip(rows, new[step], strict=True):
+            tables.append_block_ids(row, ids, counts, is_new)
+        positions = data.positions[step]
+        found, slots = tables.update(batch, query_lens, positions, len(batch), len(positions))
+        return found, slots  # type: ignore[return-value]  # a tensor of slots, a row for each group
+
+    return reset, run
+
+
+def _peer_step(data: Steps, install: Install) -> tuple[Callable[[], object], Callable[[int], Found]]:
+    from bench.peers.vllm_v1 import V1Tables
+
+    shape = data.shape
+    tables = V1Tables(install, NUM_GROUPS, BLOCK_SIZE, KERNEL_BLOCK_SIZE, shape.width, shape.num_reqs, MAX_TOKENS)
+    rows, num_reqs = data.rows.tolist(), shape.num_reqs
+    held = [tuple(ids.tolist() for ids in request) for request in data.held]
+    new = [[tuple(ids.tolist() for ids in request) for request in step] for step in data.new]
+    query_start_loc = torch.arange(num_reqs + 1, dtype=torch.int32) * shape.tokens
+    bring = tables.add if data.is_new else tables.append
+
+    def reset() -> None:
+        if not data.is_new:
+            for row, ids in enumerate(held):
+                tables.add(ids, row)
+
+    def run(step: int) -> Found:
+        for row, ids in zip(rows, new[step], strict=True):
+            bring(ids, row)
+        return tables.finish(num_reqs, query_start_loc, data.positions[step])
+
+    return reset, run
+
+
+def total(seed: int, scenario: str, subject: str) -> Case:
+    """A whole step; `reset` goes back to the first of `STEPS_IN_A_ROW`."""
+    data, step = Steps(seed, scenario), 0
+    if subject == ENGINE:
+        restore, one = _engine_step(data)
+    else:
+        (install,) = (install for install in installs() if subject == _name(install))
+        restore, one = _peer_step(data, install)
+
+    def reset() -> None:
+        nonlocal step
+        restore()
+        step = 0
+
+    def run() -> Found:
+        nonlocal step
+        step += 1
+        return one(step - 1)
+
+    def check() -> float:
+        reset()
+        for done in range(STEPS_IN_A_ROW):
+            data.check(done, *run())
+        return 0.0
+
+    return Case(run, check, reset, STEPS_IN_A_ROW)
+
+
+def _name(install: Install) -> str:
+    return f"vllm {install.version} V1"
+
+
+def _promise(scenario: str, subject: str) -> float | None:
+    """Twice as fast where ids change, and never slower."""
+    return None if subject == ENGINE else 2.0 if TOTALS[scenario].appends else 1.0
+
+
 def cells() -> list[Cell]:
-    """Both ways, for two models."""
-    values = {"model": tuple(LAYOUTS), "step": tuple(STEPS)}
+    """Whole steps beside others; a step and a launch for two models."""
+    values: dict[str, tuple[Scalar, ...]] = {"model": tuple(LAYOUTS), "step": tuple(STEPS)}
     quick = [("nemotron-3-nano",)]
+    subjects = (ENGINE, *(_name(install) for install in installs()))
+    totals: dict[str, tuple[Scalar, ...]] = {"scenario": tuple(TOTALS), "subject": subjects}
     return [
+        *grid("block_tables", "total", "cpu", total, totals, [("16 of 256 append, width 40",)], _promise),
         *grid("block_tables", "step", "cpu", step, values, quick),
         *grid("block_tables", "update_kernel", "gpu", update_kernel, values, quick),
     ]
