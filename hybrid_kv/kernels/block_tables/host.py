@@ -154,22 +154,23 @@ class HostTables(Tables):
             IndexError: a row would become longer than its group's width.
             ValueError: a row was staged twice, or ids do not match the counts. Nothing is written in either case.
         """
-        first = self._num_blocks.take(rows, axis=0)
+        known: Ints = rows.astype(np.int64)  # by which numpy indexes twice as fast
+        first = self._num_blocks.take(known, axis=0)
         if has_new := _any(overwrite):
             first[overwrite] = 0
         ends = first + counts
-        is_single = len(ids) == _any(counts == 1) == counts.size
-        self._check(len(ids), rows, counts, ends, is_single)
-        self._num_blocks[rows] = ends
-        cells = self._row_starts.take(rows, axis=0) + first
+        is_single = len(ids) == counts.size and _any(counts == 1) == counts.size
+        self._check(len(ids), known, counts, ends, is_single)
+        self._num_blocks[known] = ends
+        cells = self._row_starts.take(known, axis=0) + first
         self._write(ids, cells.ravel(), counts.ravel(), is_single)
         if has_new:
-            self._position_of[rows[overwrite]] = self.max_num_reqs
+            self._position_of[known[overwrite]] = self.max_num_reqs
             self._placed = None
-        positions = self._position_of.take(rows)
-        held = self._row_at.take(positions) == rows
+        positions = self._position_of.take(known)
+        held = self._row_at.take(positions) == known
         num_held = _any(held)
-        if num_held < len(rows):
+        if num_held < len(known):
             if not num_held:
                 return
             cells, first, counts, positions = cells[held], first[held], counts[held], positions[held]
@@ -178,7 +179,7 @@ class HostTables(Tables):
             targets = stack.row_starts.take(positions, axis=0) + first[:, groups]
             self._extend(stack, cells[:, groups].ravel(), targets.ravel(), counts[:, groups].ravel(), is_single)
 
-    def _check(self, num_ids: int, rows: Int32s, counts: Int32s, ends: Ints, is_single: bool) -> None:
+    def _check(self, num_ids: int, rows: Ints, counts: Int32s, ends: Ints, is_single: bool) -> None:
         if _any(ends > self._widths):
             i, group = np.argwhere(ends > self._widths)[0].tolist()
             raise IndexError(
@@ -228,8 +229,8 @@ class HostTables(Tables):
         num_reqs = len(rows)
         here = self._position_of.take(rows) == self._positions[:num_reqs]
         here &= self._row_at[:num_reqs] == rows
-        if _any(here) < num_reqs:
-            moved = np.flatnonzero(~here)
+        if (num_here := _any(here)) < num_reqs:
+            moved = np.flatnonzero(~here) if num_here else self._positions[:num_reqs]
             moving = rows[moved]
             self._row_at[moved], self._position_of[moving] = moving, moved
             lengths = self._num_blocks.take(moving, axis=0)
