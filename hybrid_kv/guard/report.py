@@ -55,8 +55,9 @@ def run_guard(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     results: list[CheckResult] = []
+    total = sum(amount[check.section] * check.seconds for check in chosen)
     with tqdm(
-        total=sum(amount[check.section] * check.seconds for check in chosen),
+        total=total,
         disable=not progress,
         desc="guard",
         mininterval=0.1 if sys.stderr.isatty() else 10.0,  # A log keeps every line that a terminal overwrites.
@@ -67,7 +68,7 @@ def run_guard(
             bar.set_postfix_str(check.section)
 
             def advance(done: float, seconds: float = check.seconds) -> None:
-                bar.update(done * seconds)
+                bar.update(min(done * seconds, total - bar.n))  # A sum of floats may pass their total.
 
             workers = min(8, os.cpu_count() or 1)
             results += _run(check, Run(amount[check.section], seed, advance, workers, device))

@@ -15,10 +15,10 @@ from hybrid_kv.cache.backend import AttentionGroup
 from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockIds, BlockKey, BlockPool
 from hybrid_kv.config import SchedulerConfig
 from hybrid_kv.request import Request, ScheduledRequest
-from hybrid_kv.sanitizer import rules_replay
 from hybrid_kv.sanitizer.ledger import Ledger
 from hybrid_kv.sanitizer.rules_attention import check_attention, check_drafts
 from hybrid_kv.sanitizer.rules_mamba import Copy, check_copy, check_mamba, expect_copy
+from hybrid_kv.sanitizer.rules_undo import undo_rules
 from hybrid_kv.sanitizer.shadow import Array, Owner, Shadow, Step, to_numpy
 from hybrid_kv.watch import Watcher
 
@@ -50,9 +50,10 @@ class Sanitizer(Watcher):
         draft_layers: Collection[str] = (),
     ) -> None:
         self.private_tier = private_tier
-        self.shadows = [Shadow(group, pool.num_blocks, limits.max_num_seqs, draft_layers) for group in groups]
+        self.shadows = [Shadow(group, pool.num_blocks, draft_layers) for group in groups]
         # Longer than the model allows, by the drafts of a step that passes its end.
         self.ledger = Ledger(pool, self.shadows, buffers, limits.max_num_seqs, limits.max_model_len + 32)
+        self.undo = [undo_rules(self.ledger, shadow, limits.max_num_seqs) for shadow in self.shadows]
         memories = (row_memory or {}).values()
         self.row_memory = [part for memory in memories for part in vars(memory).values() if torch.is_tensor(part)]
         self._published_bytes: dict[BlockKey, set[int]] = {}
@@ -104,7 +105,7 @@ class Sanitizer(Watcher):
             if (end := (column + 1) * shadow.block_size) > accepted:
                 what = f"published for {end} tokens, {accepted} of them are computed and accepted"
                 ledger.fail("publish-unaccepted", what, owner, shadow, block)
-            rules_replay.check_publish(ledger, shadow, owner, end, block)
+            self.undo[group].check_publish(owner, end, block)
             rule = "publish-state" if shadow.is_mamba else "publish-slots"
             ledger.check_prefix(rule, owner, shadow, column, block)
             ledger.published[block] = True
@@ -136,8 +137,8 @@ class Sanitizer(Watcher):
     def _check_end(self, owner: Owner) -> None:
         ledger = self.ledger
         computed = min(owner.computed or 0, 0 if owner.request is None else owner.request.num_computed_tokens)
-        for shadow in self.shadows:
-            rules_replay.check_end(ledger, shadow, owner, computed)
+        for undo in self.undo:
+            undo.check_end(owner, computed)
         if len(left := np.flatnonzero(ledger.held[owner.index])):
             ledger.fail("free-leak", "its request ended and did not free it", owner, None, int(left[0]))
 
@@ -174,12 +175,14 @@ class Sanitizer(Watcher):
         for rule, given, expected in pairs:
             actual, text = to_numpy(given)[: len(expected)], "position {}: the model gets {}, not {}"
             ledger.require(actual == expected, rule, None, step.rows, None, text, step.positions, actual, expected)
-        for shadow in self.shadows:
+        for shadow, undo in zip(self.shadows, self.undo, strict=True):
             parts = [metadata[shadow.group.layer_names[layer]] for layer in shadow.layers]
             if any(part is not parts[0] for part in parts):
                 ledger.fail("layer-metadata", "layers of one group get different metadata", None, shadow)
-            if parts:
-                (check_mamba if shadow.is_mamba else check_attention)(ledger, shadow, parts[0], step)
+            if parts and shadow.is_mamba:
+                check_mamba(ledger, shadow, parts[0], step, undo)
+            elif parts:
+                check_attention(ledger, shadow, parts[0], step)
 
     def _begin(self, owner: Owner, item: ScheduledRequest) -> None:
         """A request is in the step: new here, or where the last step left it."""
@@ -189,8 +192,8 @@ class Sanitizer(Watcher):
             salt = blake2b(request.params.cache_salt.encode(), digest_size=8).digest()
             owner.prefix[0] = int.from_bytes(salt, "little", signed=True)
             owner.known = self.ledger.learn(owner, request.token_ids)
-            for shadow in self.shadows:
-                shadow.ring[request.row : request.row + 1] = 0
+            for undo in self.undo:
+                undo.restart(request.row)
             for part in self.row_memory:
                 part[request.row].view(torch.int8).fill_(-1)
         elif owner.computed != item.num_computed_tokens:
@@ -218,10 +221,9 @@ class Sanitizer(Watcher):
         owner.loaded.clear()
 
     def on_fold(self, request: Request, group: int, step: UndoStep) -> None:
-        """What is folded must be what the request's ring holds, and due."""
-        owner, computed = self.ledger.owner(request.request_id), np.array([request.num_computed_tokens])
-        if step.history is not None:
-            rules_replay.check_replay(self.ledger, self.shadows[group], [owner], computed, step.history, None)
+        """What is written must be what the request has, and due."""
+        owner = self.ledger.owner(request.request_id)
+        self.undo[group].check_fold(owner, request.num_computed_tokens, step)
 
     def on_copy(
         self,

@@ -11,12 +11,12 @@ import torch
 from hybrid_kv.attention.mamba import BoundaryCopies, MambaMetadata
 from hybrid_kv.cache.block_pool import NULL_BLOCK
 from hybrid_kv.cache.spec import MambaSpec
-from hybrid_kv.sanitizer import rules_replay
 from hybrid_kv.sanitizer.ledger import Ledger
+from hybrid_kv.sanitizer.rules_undo import UndoRules
 from hybrid_kv.sanitizer.shadow import HASH, Array, Shadow, Step, to_numpy
 
 
-def check_mamba(ledger: Ledger, shadow: Shadow, metadata: MambaMetadata, step: Step) -> None:
+def check_mamba(ledger: Ledger, shadow: Shadow, metadata: MambaMetadata, step: Step, undo: UndoRules) -> None:
     """A step of a Mamba group; its states are read before they are written."""
     num_rows = len(step.owners)
     windows, sources, states = (
@@ -28,15 +28,21 @@ def check_mamba(ledger: Ledger, shadow: Shadow, metadata: MambaMetadata, step: S
         ledger.check_range(shadow, step.all_rows, part[:num_rows])
     parts = [part.lengths for part in (metadata.decode_rows, metadata.prefill_rows) if part is not None]
     ledger.check_lengths(shadow, parts, step)
-    _check_reads(ledger, shadow, metadata, windows, sources, step)
-    if len(shadow.ring):
-        rules_replay.check_step(ledger, shadow, metadata, step)
-    _check_writes(ledger, shadow, metadata, states[:num_rows], step)
+    _check_reads(ledger, shadow, metadata, windows, sources, step, 0 if undo.in_blocks else metadata.num_decodes)
+    undo.check_step(metadata, step)
+    _check_writes(ledger, shadow, metadata, states[:num_rows], step, undo.in_blocks)
 
 
 def _check_reads(
-    ledger: Ledger, shadow: Shadow, metadata: MambaMetadata, windows: Array, sources: Array, step: Step
+    ledger: Ledger,
+    shadow: Shadow,
+    metadata: MambaMetadata,
+    windows: Array,
+    sources: Array,
+    step: Step,
+    first_source: int,
 ) -> None:
+    """All rows read windows, those from `first_source` on states."""
     split, num_rows = metadata.num_decodes, len(step.owners)
     initial = np.ones(num_rows, dtype=bool)
     if metadata.has_initial_state is not None:
@@ -55,19 +61,21 @@ def _check_reads(
     cells, state = shadow.cells[windows, first], shadow.state[sources]
     text = "row {2} of a window is read after {1} tokens; it holds {0}"
     ledger.check_reads("read-window", shadow, rows, windows, cells, begin, text, cells, computed, first)
-    later = rows >= (split if len(shadow.ring) else 0)  # In scheme `replay` decodes are another matter.
+    later = rows >= first_source
     text = "a state is read after {1} tokens; it holds {0}"
     where = rows[later], sources[later], state[later], begin[later]
     ledger.check_reads("read-state", shadow, *where, text, state[later], computed[later])
 
 
-def _check_writes(ledger: Ledger, shadow: Shadow, metadata: MambaMetadata, states: Array, step: Step) -> None:
+def _check_writes(
+    ledger: Ledger, shadow: Shadow, metadata: MambaMetadata, states: Array, step: Step, in_blocks: bool
+) -> None:
     """A decode leaves a state after each token; a prefill after its last, and at the boundaries that it passes.
 
-    In scheme `replay` a decode leaves none, but the windows of its tokens, in the block where they begin.
+    Unless `in_blocks` a decode leaves none, but the windows of its tokens, in the block where they begin.
     """
     split, num_rows, every = metadata.num_decodes, len(step.owners), step.all_rows
-    counts = np.where(every < split, step.lengths if not len(shadow.ring) else 1, 1)
+    counts = np.where(every < split, step.lengths if in_blocks else 1, 1)
     owned = np.arange(states.shape[1]) < counts[:, None]
     ok = (counts <= states.shape[1]) & (owned | (states == NULL_BLOCK)).all(1)
     text = "the states of {} tokens go to the {}"
@@ -76,7 +84,7 @@ def _check_writes(ledger: Ledger, shadow: Shadow, metadata: MambaMetadata, state
     rows, drafts = np.nonzero(owned)
     tokens = step.starts[rows] + np.where(rows < split, drafts, step.lengths[rows] - 1)
     targets, anchors = states[owned], states[rows, 0]
-    replayed = rows < split if len(shadow.ring) else np.zeros(len(rows), dtype=bool)
+    stateless = (rows < split) & (not in_blocks)
     if metadata.boundary_rows is not None:
         assert metadata.boundary_offsets is not None and metadata.boundary_indices is not None
         more, offsets = split + to_numpy(metadata.boundary_rows), to_numpy(metadata.boundary_offsets)
@@ -88,16 +96,16 @@ def _check_writes(ledger: Ledger, shadow: Shadow, metadata: MambaMetadata, state
         rows, drafts, tokens, targets, anchors = map(
             np.concatenate, zip((rows, drafts, tokens, targets, anchors), added, strict=True)
         )
-        replayed = np.concatenate([replayed, np.zeros(len(more), dtype=bool)])
+        stateless = np.concatenate([stateless, np.zeros(len(more), dtype=bool)])
         ledger.check_range(shadow, rows, targets)
     ledger.check_writes(shadow, rows, targets, step)
-    before = shadow.state[targets[replayed]]
+    before = shadow.state[targets[stateless]]
     ledger.check_once(shadow, rows, targets, shadow.state, targets)
     shadow.state[targets] = step.entries[tokens]
-    shadow.state[targets[replayed]] = before  # only their windows
+    shadow.state[targets[stateless]] = before  # only their windows
     shadow.cells[anchors] = 0
     shadow.cells[anchors, drafts] = step.entries[tokens]
-    for row in range(min(split, num_rows) if len(shadow.ring) else 0):
+    for row in range(0 if in_blocks else min(split, num_rows)):
         window = step.entries[step.starts[row] : step.starts[row] + step.lengths[row]]
         shadow.cells[states[row, 0], : len(window)] = window
     ledger.log_rows("write", shadow, rows, targets)

@@ -50,7 +50,7 @@ class Shadow:
         draft_layers: those of a drafting head; they follow no step.
     """
 
-    def __init__(self, group: AttentionGroup, num_blocks: int, num_rows: int, draft_layers: Collection[str]) -> None:
+    def __init__(self, group: AttentionGroup, num_blocks: int, draft_layers: Collection[str]) -> None:
         spec = group.spec
         self.group, self.id, self.block_size = group, group.group_id, spec.block_size
         self.layers = [i for i, name in enumerate(group.layer_names) if name not in draft_layers]
@@ -60,9 +60,6 @@ class Shadow:
         self.cells = np.zeros((num_blocks, width, 3), dtype=np.int64)
         self.slots = self.cells.reshape(-1, 3)
         self.state = np.zeros((num_blocks, 3), dtype=np.int64)
-        # In scheme `replay` [row of the engine, place in the ring].
-        ring_len = spec.undo.describe().get("ring_len", 0) if isinstance(spec, MambaSpec) else 0
-        self.ring = np.zeros((num_rows if ring_len else 0, ring_len, 3), dtype=np.int64)
         self.keeps_boundaries = isinstance(spec, MambaSpec) and spec.mode.keeps_states
 
 
