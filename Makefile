@@ -10,7 +10,7 @@ export N ?= 5
 
 .PHONY: guard guard-quick test bench lint lint-workflows kernels check-results compare step-summary comment
 .PHONY: report figures history asv-page
-.PHONY: gpu-test gpu-guard gpu-bench gpu-compare gpu-accuracy push-results alarm wheel announce clean
+.PHONY: gpu-test gpu-guard gpu-bench gpu-compare gpu-accuracy merge-results push-results alarm wheel announce clean
 guard: $(STAMP)
 	$(BIN)/hybrid-kv guard
 
@@ -76,8 +76,11 @@ gpu-compare: $(STAMP)
 gpu-accuracy: $(STAMP)
 	bash .ci/accuracy $(BIN)/hybrid-kv
 
-push-results: $(STAMP)
-	bash .ci/push-results $(BIN)/hybrid-kv
+merge-results: $(STAMP)
+	bash .ci/merge-results $(BIN)/hybrid-kv
+
+push-results:
+	bash .ci/push-results
 
 alarm:
 	bash .ci/alarm

@@ -25,7 +25,7 @@ JOBS = [
 # Which job may write, and what.
 WRITES = {
     ("bench-pr.yml", "comment"): {"pull-requests"},
-    ("nightly-gpu.yml", "rows"): {"contents"},
+    ("nightly-gpu.yml", "push"): {"contents"},
     ("nightly-gpu.yml", "pages"): {"pages", "id-token"},
     ("nightly-gpu.yml", "alarm"): {"issues"},
     ("release.yml", "publish"): {"id-token"},
@@ -88,6 +88,69 @@ def test_the_cpu_jobs_run_here(file, name, job, tmp_path):
         done = make(*arguments, GITHUB_STEP_SUMMARY=str(tmp_path / "summary.md"))
         assert done.returncode == 0, done.stdout + done.stderr
     assert ran or name == "workflows"
+
+
+def recipe(arguments):
+    """What a make target runs when nothing is installed yet, with the text of the scripts that it calls."""
+    command = ["make", "-n", "--always-make", *arguments]
+    text = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return text + "".join((ROOT / name).read_text() for name in re.findall(r"bash (\.ci/[\w-]+)", text))
+
+
+INSTALLS = re.compile(r"\.ci/install|\bpip\b|\bnpx\b|\buv\b")
+
+
+def test_installing_is_recognised():
+    assert INSTALLS.search(recipe(["merge-results"])) and INSTALLS.search(recipe(["lint-workflows"]))
+    assert not INSTALLS.search(recipe(["step-summary"]))
+
+
+@pytest.mark.parametrize(("file", "name", "job"), JOBS)
+def test_what_may_write_installs_nothing(file, name, job):
+    """A package runs code where it is installed and wherever Python starts: no token that writes is near it."""
+    workflow = yaml.safe_load((ROOT / ".github/workflows" / file).read_text())
+    for where in (workflow, job):
+        assert "token" not in json.dumps(where.get("env", {})).lower() and "secrets." not in json.dumps(
+            where.get("env")
+        )
+    writes = (file, name) in WRITES
+    for step in job["steps"]:
+        has_token = re.search(r"github\.token|secrets\.", json.dumps(step.get("env", {})))
+        assert writes or not has_token
+        if "run" in step and (writes or has_token):
+            assert not INSTALLS.search(recipe(step["run"].removeprefix("make ").split()))
+
+
+def test_one_script_writes_what_later_steps_read_as_lines():
+    """A line break in a value would be a second output: see `test_a_line_break_is_no_second_output`."""
+    writers = {path.name for path in SCRIPTS if re.search("GITHUB_(OUTPUT|ENV|PATH|STATE)", path.read_text())}
+    assert writers == {"gpu-compare"}
+    for path in WORKFLOWS:
+        assert "GITHUB_" not in path.read_text()  # a step runs a make target and nothing else
+
+
+@pytest.mark.parametrize("base", ["abc\nhistory=success", "abc\rx", "abc\x1b[2J"])
+@pytest.mark.parametrize("source", ["input", "branch"])
+def test_a_line_break_is_no_second_output(tmp_path, base, source):
+    variables = {
+        **os.environ,
+        "RESULTS": "nightly",
+        "BASE": base if source == "input" else "",
+        "GITHUB_OUTPUT": "output",
+    }
+    if source == "branch":
+        (tmp_path / "baseline").mkdir()
+        (tmp_path / "baseline/gpu-passed").write_text(base)
+    command = ["bash", ROOT / ".ci/gpu-compare", "false"]
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not (tmp_path / "output").exists()
+
+
+def test_a_line_break_reaches_no_summary(tmp_path):
+    summary = tmp_path / "summary.md"
+    command = [BIN / "hybrid-kv", "compare", "HEAD\n# alarm", ".", "--markdown", summary]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not summary.exists()
 
 
 SCRIPTS = [ROOT / "Makefile", *(path for path in sorted((ROOT / ".ci").iterdir()) if path.is_file())]
@@ -217,33 +280,43 @@ def test_rows_are_appended_to_their_branch(tmp_path):
     (checkout / "results/accuracy.csv").write_text(header + rows[0])
     (checkout / "nightly").mkdir()
 
-    def push(**files):
+    def night(**files):
         for old in (checkout / "nightly").iterdir():
             old.unlink()
         for name, text in files.items():
             (checkout / f"nightly/{name}.csv").write_text(text)
-        return push_once()
+        return merge() or push()
 
-    def push_once():
+    def script(*command):
         variables = {**os.environ, "RESULTS": "nightly", "REMOTE": str(remote), "GH_TOKEN": "secret"}
-        command = ["bash", ".ci/push-results", str(BIN / "hybrid-kv")]
-        done = subprocess.run(command, cwd=checkout, env=variables, capture_output=True, text=True)
+        done = subprocess.run(["bash", *command], cwd=checkout, env=variables, capture_output=True, text=True)
         assert "secret" not in done.stdout + done.stderr
         return done
+
+    def merge():
+        """Beside a checkout of the branch, if there is one; None, or how it failed."""
+        shutil.rmtree(checkout / "baseline", ignore_errors=True)
+        if subprocess.run(["git", "-C", remote, "rev-parse", "-q", "--verify", "results"], capture_output=True).stdout:
+            subprocess.run(["git", "clone", "-q", "-b", "results", remote, checkout / "baseline"], check=True)
+        done = script(".ci/merge-results", str(BIN / "hybrid-kv"))
+        return done if done.returncode else None
+
+    def push():
+        return script(".ci/push-results")
 
     def branch(name):
         command = ["git", "-C", remote, "show", f"results:results/{name}.csv"]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
-    assert push(accuracy=header + rows[1], gpu=header + rows[2]).returncode == 0
+    assert night(accuracy=header + rows[1], gpu=header + rows[2]).returncode == 0
     assert branch("accuracy") == header + rows[0] + rows[1]
     assert branch("gpu") == header + rows[2]
-    assert push(accuracy=header + rows[3]).returncode == 0
+    assert night(accuracy=header + rows[3]).returncode == 0
     assert branch("accuracy") == header + rows[0] + rows[1] + rows[3]
     for again in ({}, {"accuracy": header + rows[3]}, {"accuracy": header + "1,torn"}):
-        done = push(**again)
+        done = night(**again)
         assert done.returncode == 0 and "no new rows" in done.stdout
-    assert push(accuracy=header + "1,broken\n").returncode != 0
+    assert night(accuracy=header + "1,broken\n").returncode != 0
     assert branch("accuracy") == header + rows[0] + rows[1] + rows[3]
 
     # What has been committed to the checkout since, and what asv measured.
@@ -253,12 +326,28 @@ def test_rows_are_appended_to_their_branch(tmp_path):
     (checkout / "nightly/gpu-passed").write_text("abc\n")
     for old in (checkout / "nightly").glob("*.csv"):
         old.unlink()
-    assert push_once().returncode == 0
+    assert (merge() or push()).returncode == 0
     assert branch("accuracy") == header + rows[0] + rows[1] + rows[3] + rows[4]
     shown = ["git", "-C", remote, "show", "results:asv/box/abc.json"]
     assert subprocess.run(shown, check=True, capture_output=True, text=True).stdout == "{}"
     shown[-1] = "results:gpu-passed"
     assert subprocess.run(shown, check=True, capture_output=True, text=True).stdout == "abc\n"
+
+    # Nothing is taken away, and nothing comes that is no result.
+    (checkout / "out/branch/results/accuracy.csv").write_text(header + rows[5])
+    done = push()
+    assert (
+        done.returncode == 1 and "results/accuracy.csv on the branch is not the beginning of the new one" in done.stderr
+    )
+    assert merge() is None
+    (checkout / "out/branch/.github").mkdir()
+    (checkout / "out/branch/.github/workflow.yml").touch()
+    (checkout / "out/branch/gpu-passed").write_text("def\n")
+    assert push().returncode == 0
+    files = subprocess.run(
+        ["git", "-C", remote, "ls-tree", "-r", "--name-only", "results"], capture_output=True, text=True
+    )
+    assert files.stdout.split() == ["asv/box/abc.json", "gpu-passed", "results/accuracy.csv", "results/gpu.csv"]
 
 
 def test_a_night_is_compared_with_the_last_that_passed(tmp_path):
@@ -314,7 +403,7 @@ def test_every_step_of_a_night_that_can_fail_reaches_the_alarm():
     assert all(step["run"].split()[:2] == ["make", name] for name, step in ran.items())
     assert set(outputs) - set(ran) == {"base"}
     assert sum(step["timeout-minutes"] for step in ran.values()) < jobs["gpu"]["timeout-minutes"]
-    assert jobs["alarm"]["env"]["OUTCOMES"] == "${{ toJSON(needs.gpu.outputs) }}"
+    assert jobs["alarm"]["steps"][-1]["env"]["OUTCOMES"] == "${{ toJSON(needs.gpu.outputs) }}"
 
 
 def asv_results(commits):
@@ -389,12 +478,12 @@ def test_asvs_pages_are_those_of_the_branch(tmp_path):
 
 
 def test_the_night_publishes_asvs_pages():
-    """From the whole history, behind the push that makes the branch, before the report that links them."""
+    """From the whole history, behind the merge that makes the branch, before the report that links them."""
     steps = yaml.safe_load((ROOT / ".github/workflows/nightly-gpu.yml").read_text())["jobs"]["rows"]["steps"]
     (checkout,) = [step for step in steps if step.get("uses", "").startswith("actions/checkout@")]
     assert checkout["with"]["fetch-depth"] == 0
     ran = [step["run"] for step in steps if "run" in step]
-    assert ran == ["make push-results", "make asv-page RESULTS=out/branch", "make report RESULTS=out/branch/results"]
+    assert ran == ["make merge-results", "make asv-page RESULTS=out/branch", "make report RESULTS=out/branch/results"]
 
 
 def test_a_change_of_what_makes_a_comparison_is_compared():
