@@ -70,7 +70,29 @@ STEP_BLOCKS = 8
 
 
 def step_table(results: Results) -> str | None:
-    """CPU time of a step's block ids, by scenario and subject."""
+    """CPU time of a whole block-table step, host and device part, beside the real code of other engines."""
+    rows = block_id_rows(results.of("block_tables", "total")).dropna(subset=["subject", "scenario"])
+    peers = sorted(set(rows["subject"]) - {ENGINE})
+    if not peers:
+        return None
+    found = {(row.scenario, row.subject, row.metric): row for row in each(rows)}
+    lines = []
+    for scenario in dict.fromkeys(rows["scenario"]):
+        line = [scenario.replace(" x ", " × ").replace("1024", "1,024").replace("1000", "1,000")]
+        for peer in peers:
+            time, ratio = (found.get((scenario, peer, metric)) for metric in ("cpu_time", "ratio_to_engine"))
+            if time is None or ratio is None:
+                line.append("–")
+                continue
+            times = f"{ratio.value:.1f}; {ratio.ci_low:.1f} to {ratio.ci_high:.1f}"
+            line.append(f"{_round(time.value / 1000)} ({times})")
+        own = found.get((scenario, ENGINE, "cpu_time"))
+        lines.append([*line, "–" if own is None else f"**{_round(own.value / 1000)}**"])
+    return markdown_table(["step", *(peer.replace("vllm", "vLLM") for peer in peers), "engine"], lines)
+
+
+def staging_table(results: Results) -> str | None:
+    """CPU time of what the host does with a step's block ids, by scenario and subject."""
     rows = _timed(results, "step").dropna(subset=["subject", "scenario"])
     rows = rows[rows["blocks_per_kv_block"] == STEP_BLOCKS]
     if rows.empty:
@@ -278,6 +300,7 @@ def units_text(_: Results) -> str:
 BLOCKS: dict[str, Callable[[Results], str | None]] = {
     "guard": guard_table,
     "step": step_table,
+    "staging": staging_table,
     "append": append_text,
     "kernels": kernels_table,
     "hits": hits_table,

@@ -94,6 +94,16 @@ def readme_rows() -> list[dict[str, Any]]:
     for batch, value in ((8, 1.2), (1, 1.25), (8, 1.5)):
         params = {**TIMED, "model": "random", "batch": batch, "prompt": 256, "subject": "transformers"}
         made.append(row(38, params, benchmark="greedy", value=value, ci_low=value - 0.1, ci_high=value + 0.1, **same))
+    total = {"suite": "block_tables", "benchmark": "total"}
+    for subject, value, ratio in (
+        ("engine", 52e3, None),
+        ("vllm 0.32.0 V1", 463e3, 8.9),
+        ("vllm 0.22.0 V1", 157e3, 3.0),
+    ):
+        params = {**TIMED, "scenario": "16 of 256 append, width 1024", "subject": subject}
+        made.append(row(38, params, metric="cpu_time", unit="ns", value=value, **total))
+        if ratio is not None:
+            made.append(row(38, params, value=ratio, ci_low=ratio - 0.1, ci_high=ratio + 0.1, **(same | total)))
     params = {**TIMED, "count": 24, "batch": 8, "variant": "cached", "subject": "transformers"}
     return [*made, row(38, params, benchmark="questions", value=3.1, ci_low=3.0, ci_high=3.2, **same)]
 

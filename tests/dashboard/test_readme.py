@@ -76,7 +76,14 @@ def test_wrong_markers_are_one_line(tmp_path: Path) -> None:
 def test_the_tables(tmp_path: Path) -> None:
     found = results(tmp_path, *everything(), *readme_rows())
     made = {name: block(found) or "" for name, block in readme.BLOCKS.items()}
-    assert made["step"].splitlines()[2] == "| 8 prefills × 64 blocks | 102 (15) | 68 (10) | 29 (4.3) | **6.8** | 272 |"
+    assert made["step"].splitlines() == [
+        "| step | vLLM 0.22.0 V1 | vLLM 0.32.0 V1 | engine |",
+        "|---|--:|--:|--:|",
+        "| 16 of 256 append, width 1,024 | 157 (3.0; 2.9 to 3.1) | 463 (8.9; 8.8 to 9.0) | **52** |",
+    ]
+    assert (
+        made["staging"].splitlines()[2] == "| 8 prefills × 64 blocks | 102 (15) | 68 (10) | 29 (4.3) | **6.8** | 272 |"
+    )
     assert made["append"].endswith("(torch, 1 block of 8 kernel blocks) takes 2 times as long.")
     assert "any of the 3 cells" in made["append"]
     assert made["hits"].splitlines()[2:] == [

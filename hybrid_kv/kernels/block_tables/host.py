@@ -165,6 +165,7 @@ class HostTables(Tables):
         cells = self._row_starts.take(known, axis=0) + first
         self._write(ids, cells.ravel(), counts.ravel(), is_single)
         if has_new:
+            # What a new request has is copied whole: that costs less than an index for each block.
             self._position_of[known[overwrite]] = self.max_num_reqs
             self._placed = None
         positions = self._position_of.take(known)

