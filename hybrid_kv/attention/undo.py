@@ -106,6 +106,7 @@ class Undo(Protocol):
     """A scheme, bound to one group of layers. See the module's first paragraph."""
 
     copies_states: ClassVar[bool]
+    spec_type: ClassVar[type[UndoSpec]]  # of what `memory` returns
 
     def __init__(self, spec: MambaSpec, max_num_seqs: int, device: torch.device, launches: bool) -> None: ...
 
@@ -167,6 +168,7 @@ class Slots:
     """Scheme `slots`: 1 + K states are written per step, and the next step picks one."""
 
     copies_states: ClassVar[bool] = True
+    spec_type: ClassVar[type[UndoSpec]] = UndoSpec
     _STEP = SlotsStep()
 
     def __init__(self, spec: MambaSpec, max_num_seqs: int, device: torch.device, launches: bool) -> None:
@@ -286,6 +288,7 @@ class Replay:
     """
 
     copies_states: ClassVar[bool] = False  # the state at a boundary is not written yet
+    spec_type: ClassVar[type[UndoSpec]] = ReplaySpec
 
     def __init__(self, spec: MambaSpec, max_num_seqs: int, device: torch.device, launches: bool) -> None:
         undo = spec.undo

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from hybrid_kv.cache import modes as cache_modes
 from hybrid_kv.cache.modes import MODES
 from hybrid_kv.guard.scenario import COMMON, Event, Scenario, SmallBlocksFirst, SmallKVFirst, answer_book, cache_options
 from hybrid_kv.kernels.replay import shortest_ring_len
@@ -285,7 +286,8 @@ def _full_pool(seed: int, rng: np.random.Generator) -> Scenario:
     K = int(rng.integers(0, 4))
     mode = str(rng.choice(list(MODES)))
     # 32 tokens are cached of the longest request that fits; the other one has a token more.
-    states = {"none": 1, "align": 2, "all": 4}[mode] + K
+    policy = cache_modes.MODES[mode]
+    states = policy.held_at_most(policy.num_columns(32, 8), 1) + K
     return _scenario(
         seed, rng, _draw(rng, 20, 21), _params(13, 13), modes=(mode,), layers="M*", K=K, num_blocks=1 + states + 4
     )

@@ -11,6 +11,7 @@ from collections.abc import Sequence, Set
 
 import torch
 
+from hybrid_kv.cache.modes import MODES
 from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.engine.llm import LLM, RequestOutput
 from hybrid_kv.guard.scenario import COMMON, Scenario
@@ -159,7 +160,7 @@ class Patterns:
         """Count from here on. `late`: prefixes whose states scheme `replay` wrote a step late, as they come."""
         self._llm, self._late = llm, late
         sizes = llm.plan.sizes
-        is_indexed = llm.config.cache.mamba_cache_mode != "none" and sizes.mamba_block_size is not None
+        is_indexed = MODES[llm.config.cache.mamba_cache_mode].keeps_states and sizes.mamba_block_size is not None
         self.block_size = sizes.mamba_block_size or 1 if is_indexed else sizes.block_size
 
     def count_blocks(self, request_id: str, blocks: Sequence[int]) -> None:
@@ -193,7 +194,7 @@ class Patterns:
         seen["lone_chunks"] += len(step) == 1 and _is_chunk(step[0]) and step[0].item.num_computed_tokens > 0
         if replay is not None:
             self._count_replay(replay)
-        if self._llm.config.cache.mamba_cache_mode != "none":
+        if MODES[self._llm.config.cache.mamba_cache_mode].keeps_states:
             size, longest = self.block_size, max(item.num_computed_tokens + item.num_tokens for item in items)
             seen["window_ahead"] += any(cdiv(ran.track.reach, size) > cdiv(longest, size) for ran in step)
         self._count_admissions([ran for ran in step if ran.item.overwrite])

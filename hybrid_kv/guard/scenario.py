@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from hybrid_kv.cache.backend import BackendContext, FlashAttentionBackend, MultipleOf, TorchBackend, register_backend
+from hybrid_kv.cache.modes import MODES
 from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle
 from hybrid_kv.request import Request
 from hybrid_kv.sampling import SamplingParams, sample
@@ -191,7 +192,7 @@ def cache_options(mode: str, K: int, drafts: str) -> dict[str, Any]:
     """Engine options of the levels of three factors."""
     options: dict[str, Any] = {
         "mamba_cache_mode": "none" if mode == "attention" else mode,
-        "enable_prefix_caching": mode != "none",
+        "enable_prefix_caching": mode not in MODES or MODES[mode].keeps_states,
         "num_speculative_tokens": K,
     }
     if drafts == "ngram":

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from hybrid_kv.attention.undo import SCHEMES
 from hybrid_kv.cache.modes import MODES
 from hybrid_kv.guard.forced import FORCED
 from hybrid_kv.guard.scenario import Cell, Event, Scenario, SmallBlocksFirst, SmallKVFirst, answer_book, cache_options
@@ -56,13 +57,14 @@ _BLOCK_SIZES = {
 def allowed(cell: Cell) -> bool:
     """Whether the engine has such a configuration; factors that `cell` lacks may be anything."""
     mode, layers = cell.get("mode"), cell.get("layers")
-    if layers is not None and mode is not None and (mode == "attention") != ("M" not in layers) and mode != "none":
+    has_states = layers is None or "M" in layers
+    if layers is not None and mode is not None and not _is_stateless(mode) and (mode != "attention") != has_states:
         return False
-    if cell.get("scheme") == "replay" and (mode == "attention" or (layers is not None and "M" not in layers)):
+    if _is_late(cell.get("scheme")) and (mode == "attention" or not has_states):
         return False
     if cell.get("K") == 0 and cell.get("drafts", "none") != "none":
         return False
-    if mode == "none" and cell.get("offload") == "host":
+    if _is_stateless(mode) and cell.get("offload") == "host":
         return False
     backend, split = cell.get("backend"), cell.get("split")
     if layers == "MM" and split == "several":
@@ -71,17 +73,31 @@ def allowed(cell: Cell) -> bool:
         return False
     K = cell.get("K", 0)
     small = backend in (SmallBlocksFirst.name, SmallKVFirst.name) and split == "one" and layers != "MM"
-    hybrid = mode in ("align", "all") or (layers is not None and "M" in layers)
+    hybrid = _keeps_states(mode) or (layers is not None and "M" in layers)
     if small and hybrid and _smallest_block(mode, K, cell.get("schedule"), cell.get("scheme")) > 4:
         return False
     # A state of K drafts outgrows a page of four tokens, and the block is raised to two kernel blocks.
     return not (small and hybrid and K > 3)
 
 
+def _keeps_states(mode: str | None) -> bool:
+    return mode in MODES and MODES[mode].keeps_states
+
+
+def _is_stateless(mode: str | None) -> bool:
+    """A mode of states that keeps none; attention alone is no such mode."""
+    return mode in MODES and not MODES[mode].keeps_states
+
+
+def _is_late(scheme: str | None) -> bool:
+    return scheme is not None and SCHEMES[scheme].spec_type.writes_late
+
+
 def _smallest_block(mode: str | None, K: int, schedule: str | None, scheme: str | None) -> int:
-    """A verify step must not pass two boundaries, nor two steps whose drafts are under way in mode align of slots."""
-    late = K if (mode, schedule) == ("align", "async") and scheme != "replay" else 0
-    return 1 + K + late if mode in ("align", "all") else 1
+    """A verify step must not pass two boundaries; where columns are given back, nor may two steps under way."""
+    gives_back = mode in MODES and MODES[mode].gives_back
+    late = K if gives_back and schedule == "async" and not _is_late(scheme) else 0
+    return 1 + K + late if _keeps_states(mode) else 1
 
 
 def _complete(cell: Cell, rng: np.random.Generator, order: Iterable[str] | None = None) -> Cell | None:
@@ -156,7 +172,7 @@ SCENARIOS_PER_RUN = 2**20
 def _random_scenario(seed: int, cell: Cell, rng: np.random.Generator, vocab_size: int) -> Scenario:
     layers, mode, K = cell["layers"], cell["mode"], cell["K"]
     sizes = (8, 12, 16) if layers == "MM" else _BLOCK_SIZES[cell["backend"], cell["split"]]
-    smallest, replays = _smallest_block(mode, K, cell["schedule"], cell["scheme"]), cell["scheme"] == "replay"
+    smallest, replays = _smallest_block(mode, K, cell["schedule"], cell["scheme"]), _is_late(cell["scheme"])
     block_size = int(rng.choice([size for size in sizes if size >= smallest]))
     prompts = _prompts(rng, int(rng.integers(6, 13)), block_size, vocab_size)
     greedy, salts = cell["sampling"] == "greedy", cell["salts"]
@@ -197,12 +213,12 @@ def _random_scenario(seed: int, cell: Cell, rng: np.random.Generator, vocab_size
     }
     if layers == "MM":
         del options["block_size"]  # There is no attention block to size.
-        if mode != "none":
+        if not _is_stateless(mode):
             options["mamba_block_size"] = block_size
     if cell["offload"] == "host":
         options["kv_offload_bytes"] = int(rng.choice([600, 2000, 2**20]))
     if replays:
-        options["state_scheme"] = "replay"
+        options["state_scheme"] = cell["scheme"]
         shortest = shortest_ring_len(1 + K)
         options["replay_ring_len"] = [None, shortest, shortest + 1, shortest + 5][int(rng.integers(4))]
     if seed % 8 == 3:
@@ -210,7 +226,10 @@ def _random_scenario(seed: int, cell: Cell, rng: np.random.Generator, vocab_size
     # An upper bound: as if every layer were a group of its own.
     longest = min(max_model_len, max(len(p) + s.max_tokens for p, s in zip(prompts, params, strict=True)))
     columns = cdiv(longest, block_size)
-    state = {"none": 1, "align": 2, "all": columns, "attention": 0}[mode] + (2 * (mode == "align") if replays else K)
+    state = 0
+    if policy := MODES.get(mode):
+        state = policy.held_at_most(policy.num_columns(longest, block_size), 1)
+    state += 2 * (policy is not None and policy.gives_back) if replays else K
     per_request = layers.count("M") * state + (len(layers) - layers.count("M")) * columns
     factor = rng.uniform(1.0, 2.5) if cell["pool"] == "tight" else max_num_seqs
     options["num_blocks"] = 1 + int(per_request * factor)
@@ -219,7 +238,7 @@ def _random_scenario(seed: int, cell: Cell, rng: np.random.Generator, vocab_size
         events.append(Event("preempt", 3, int(rng.choice([4, 5, 9]))))
     if rng.random() < 0.3:
         events.append(Event(("abort", "drop")[int(rng.integers(2))], int(rng.integers(2, 9)), 13))
-    if mode != "none" and rng.random() < 0.1:
+    if not _is_stateless(mode) and rng.random() < 0.1:
         events.append(Event("reset", int(rng.integers(2, 20))))
     return Scenario(seed, layers, options, prompts, params, waves, cell["drafts"], tuple(events), cell=cell)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybrid_kv.cache.modes import MODES
+from hybrid_kv.config import CacheConfig
 from hybrid_kv.engine.llm import LLM, RequestOutput
 from hybrid_kv.guard.poison import poison
 from hybrid_kv.guard.prompts import five_shot
@@ -29,6 +30,7 @@ REPLAYED = (
     ("all", "mtp", 1),
     ("all", "mtp", 5),
 )  # also in state scheme `replay`
+DEFAULT_SCHEME = CacheConfig().state_scheme
 NUM_CELLS = len(MODES) * len(DRAFTS) + 2 + len(REPLAYED)
 MTP_ACCEPTANCE = 0.9  # at K = 1; 99.8 % were measured when the model was trained
 QUESTIONS_SEED = 1  # the hit rates and acceptances in README are those of these questions
@@ -45,12 +47,12 @@ class Cell:
     outputs: list[RequestOutput]
     seconds: float
     num_loaded_blocks: int | None = None  # from the offload tier, where there is one
-    scheme: str = "slots"
+    scheme: str = DEFAULT_SCHEME
 
     @property
     def name(self) -> str:
         drafts = f"{self.method} {self.num_speculative_tokens}" if self.method else "no drafts"
-        scheme = ", replay" if self.scheme == "replay" else ""
+        scheme = "" if self.scheme == DEFAULT_SCHEME else f", {self.scheme}"
         return f"{self.mode}, {drafts}{scheme}{', offload' if self.num_loaded_blocks is not None else ''}"
 
     @property
@@ -124,7 +126,7 @@ def check_answers(run: Run) -> list[CheckResult]:
         wrong = [i for i, (a, b) in enumerate(zip(cell.tokens, seen["none, no drafts"].tokens, strict=True)) if a != b]
         detail = f"question {wrong[0]} has another answer" if wrong else _other_faults(cell, seen)
         accepted, drafted = cell.drafts
-        figures = [f"hits {cell.hit_rate:.1%}"] if cell.mode != "none" else []
+        figures = [f"hits {cell.hit_rate:.1%}"] if MODES[cell.mode].keeps_states else []
         figures += [f"accepted {accepted / drafted:.1%}"] if drafted else []
         figures += [f"{cell.num_loaded_blocks} loads"] if cell.num_loaded_blocks is not None else []
         params = {
@@ -144,7 +146,7 @@ def check_answers(run: Run) -> list[CheckResult]:
 
 def _other_faults(cell: Cell, seen: dict[str, Cell]) -> str:
     accepted, drafted = cell.drafts
-    if cell.mode != "none" and not cell.hit_rate:
+    if MODES[cell.mode].keeps_states and not cell.hit_rate:
         return "void: no prompt token came from the cache"
     if cell.num_loaded_blocks == 0:
         return "void: no block came from the offload tier"
@@ -154,8 +156,8 @@ def _other_faults(cell: Cell, seen: dict[str, Cell]) -> str:
         return f"{accepted} of {drafted} drafts accepted, {MTP_ACCEPTANCE:.0%} are due"
     if cell.num_loaded_blocks is not None:
         return ""  # another cache, another schedule: the counts below are not comparable
-    if cell.scheme == "replay":
-        slots = seen[cell.name.replace(", replay", "")]
+    if cell.scheme != DEFAULT_SCHEME:
+        slots = seen[cell.name.replace(f", {cell.scheme}", "")]
         return f"{cell.drafts} drafts accepted and verified, {slots.drafts} with slots" * (cell.drafts != slots.drafts)
     uncached = seen[cell.name.replace(cell.mode, "none", 1)]
     if cell.drafts != uncached.drafts:

@@ -177,5 +177,5 @@ def _features(cell: dict[str, Any]) -> list[str]:
     """What a cell has beyond paging."""
     drafts = [f"{cell['speculative_method']} {cell['num_speculative_tokens']}"] if "speculative_method" in cell else []
     late = ["async"] if cell.get("async_scheduling") else []
-    late += ["replay"] if cell.get("state_scheme") == "replay" else []
+    late += [cell["state_scheme"]] if "state_scheme" in cell else []
     return [*([cell["mamba_cache_mode"]] if "mamba_cache_mode" in cell else []), *drafts, *late]

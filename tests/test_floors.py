@@ -1,0 +1,161 @@
+"""The house: each room imports only from the rooms below it, and a concept is asked about only in its own room."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "hybrid_kv"
+
+# From the ground up. A module belongs to the longest name that it begins with; rooms of one line are on one floor, and
+# may not import each other. `cache.modes` imports nothing, so that the configuration can ask it, too.
+FLOORS = [
+    ["arguments", "cache.modes", "choices"],
+    ["config"],
+    ["errors", "files"],
+    ["kernels", "results", "sampling"],
+    ["cache"],
+    ["timing"],
+    ["request"],
+    ["attention"],
+    ["watch"],
+    ["models", "sanitizer", "spec_decode"],
+    ["static"],
+    ["engine"],
+    ["accuracy"],
+    ["guard"],
+    ["dashboard"],
+    ["cli"],
+]
+# `hybrid_kv/__init__.py` names the classes that a user imports; it imports them when they are asked for.
+DOOR = ""
+
+
+def modules() -> dict[str, Path]:
+    """All modules below `hybrid_kv`, without that name."""
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every module of the house that a file imports, nested and for typing alone too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            package = (ROOT.name, *path.relative_to(ROOT).parts)[: -node.level] if node.level else ()
+            names = [".".join((*package, node.module or "", alias.name)) for alias in node.names]
+        else:
+            continue
+        yield from (name.removeprefix("hybrid_kv.") for name in names if name.startswith("hybrid_kv."))
+
+
+def graph() -> dict[str, set[str]]:
+    """Each module and those that it imports; of `from a import b`, b if that is a module, else a."""
+    known = modules()
+
+    def module_of(name: str) -> str:
+        while name not in known:
+            name = name.rpartition(".")[0]
+        return name
+
+    return {name: {module_of(target) for target in imports(path)} - {name, DOOR} for name, path in known.items()}
+
+
+def room_of(module: str) -> str:
+    rooms = [room for floor in FLOORS for room in floor if module == room or module.startswith(f"{room}.")]
+    assert rooms, f"{module} is on no floor: add its room to FLOORS"
+    return max(rooms, key=len)
+
+
+FLOOR_OF = {room: number for number, floor in enumerate(FLOORS) for room in floor}
+
+
+def test_no_room_imports_from_a_floor_above() -> None:
+    upward = [
+        f"{module} imports {target}"
+        for module, targets in graph().items()
+        if module != DOOR
+        for target in targets
+        if room_of(target) != room_of(module) and FLOOR_OF[room_of(target)] >= FLOOR_OF[room_of(module)]
+    ]
+    assert not upward
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    edges = graph()
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        if module in path:
+            raise AssertionError(" -> ".join((*path[path.index(module) :], module)))
+        if module not in done:
+            for target in sorted(edges[module]):
+                visit(target, (*path, module))
+            done.add(module)
+
+    for module in edges:
+        visit(module, ())
+
+
+# The guard's observer repeats the rules of the cache in its own words: it must not ask the code that it checks.
+OBSERVER = {"guard.observer", "guard.published"}
+CONCEPTS = {
+    "mode": ({"mamba_cache_mode", "mode", "cache_mode"}, {"cache.modes"}),
+    "scheme": ({"state_scheme", "scheme", "replay"}, {"attention.undo"}),
+}
+
+
+def branches(path: Path, names: set[str], values: set[str]) -> list[str]:
+    """Conditions that compare a variable, attribute or key of these names with one of `values`, or look it up there."""
+
+    def named(node: ast.expr) -> bool:
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            return node.slice.value in names
+        if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            return node.args[0].value in names
+        return (node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", None)) in names
+
+    def valued(node: ast.expr) -> bool:
+        parts = node.elts if isinstance(node, ast.Tuple | ast.List | ast.Set) else [node]
+        return any(isinstance(part, ast.Constant) and part.value in values for part in parts)
+
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            if any(map(named, sides)) and any(map(valued, sides)):
+                found.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
+        elif isinstance(node, ast.Subscript) and isinstance(node.value, ast.Dict) and named(node.slice):
+            found.append(f"{path.name}:{node.lineno}: {ast.unparse(node)[:80]}")
+    return found
+
+
+@pytest.mark.parametrize("concept", CONCEPTS)
+def test_a_concept_is_asked_about_only_in_its_own_room(concept: str) -> None:
+    from hybrid_kv.attention.undo import SCHEMES
+    from hybrid_kv.cache.modes import MODES
+
+    names, rooms = CONCEPTS[concept]
+    values = set(MODES if concept == "mode" else SCHEMES)
+    outside = {name: path for name, path in modules().items() if name not in rooms | OBSERVER}
+    assert not [line for path in outside.values() for line in branches(path, names, values)]
+
+
+def test_the_count_of_branches_sees_each_way_to_write_one(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(
+        "a = spec.mamba_cache_mode == 'align'\n"
+        "b = mode in ('all', 'align')\n"
+        "c = {'none': 1, 'all': 2}[mode]\n"
+        "d = 'none' != cell['mode']\n"
+        "e = cell.get('mode') == 'all'\n"
+        "f = mode == other\n"
+    )
+    assert len(branches(path, {"mode", "mamba_cache_mode"}, {"none", "align", "all"})) == 5
