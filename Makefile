@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 export RESULTS ?= results
 export N ?= 5
 
-.PHONY: guard guard-quick test bench lint lint-workflows kernels check-results compare step-summary comment
+.PHONY: guard guard-quick test fuzz bench lint lint-workflows kernels check-results compare step-summary comment
 .PHONY: report figures history asv-page
 .PHONY: gpu-test gpu-guard gpu-bench gpu-compare gpu-accuracy merge-results push-results alarm wheel announce clean
 guard: $(STAMP)
@@ -19,6 +19,9 @@ guard-quick: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2
+
+fuzz: $(STAMP)
+	$(BIN)/python -m tests.fuzz --cases 2000 --seed "$$(date -u +%Y%m%d)"
 
 bench: $(STAMP)
 	$(BIN)/python -m bench --out results/microbench.csv

@@ -132,12 +132,18 @@ def change_of(cell: CellInfo, metric: str) -> Change:
 
 
 def read_acknowledged(file: Path) -> dict[Change, Steps]:
-    """Reasons by count, old value and new value."""
+    """Reasons by count, old value and new value.
+
+    Raises:
+        ConfigError: a row that `--acknowledge` did not write.
+    """
     found: dict[Change, dict[int, dict[int | None, str]]] = defaultdict(lambda: defaultdict(dict))
     if file.exists():
         for row in read_rows(file).itertuples():
             params = json.loads(str(row.params))
-            old, reason, gone = params.pop("was"), params.pop("reason"), params.pop("gone", False)
+            old, reason, gone = params.pop("was", None), params.pop("reason", None), params.pop("gone", False)
+            if not isinstance(old, int | float) or not isinstance(reason, str):
+                raise ConfigError(f"{file}: the row of {row.benchmark} has no 'was' and 'reason'; restore the file")
             change = (str(row.suite), str(row.benchmark), json.dumps(params, sort_keys=True), str(row.metric))
             found[change][int(old)][None if gone else int(row.value)] = reason
     return found

@@ -104,9 +104,9 @@ def parse_memory(text: str) -> int:
     """
     from hybrid_kv.config import ConfigError
 
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS:
-        raise ConfigError(f"{text!r} is not a memory size; write 80GiB, 80GB, 512MiB or a number of bytes")
+        raise ConfigError(f"{text[:50]!r} is not a memory size; write 80GiB, 80GB, 512MiB or a number of bytes")
     number = float(match[1]) if "." in match[1] else int(match[1])
     return int(number * _UNITS[match[2].upper()])
 
