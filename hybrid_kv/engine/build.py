@@ -22,7 +22,7 @@ from hybrid_kv.engine.runner import ModelRunner, Proposer
 from hybrid_kv.engine.scheduler import Scheduler
 from hybrid_kv.engine.text import Tokenizer
 from hybrid_kv.models.interface import DraftHead, Model
-from hybrid_kv.models.loader import fingerprint, load_eos_token_ids, load_head, load_model, load_tokenizer
+from hybrid_kv.models.loader import check_model, fingerprint, load_eos_token_ids, load_head, load_model, load_tokenizer
 from hybrid_kv.sanitizer import Sanitizer
 from hybrid_kv.spec_decode.propose import NgramProposer
 
@@ -131,6 +131,7 @@ def _load(
     """The model, its tokenizer and the tokens that end a text."""
     eos_token_ids: frozenset[int] = frozenset()
     if isinstance(model, str | Path):
+        check_model(model, config)  # before transformers reads the same file, and says less
         tokenizer = tokenizer or load_tokenizer(model)
         eos_token_ids = load_eos_token_ids(model)
         model = load_model(model, config, device)

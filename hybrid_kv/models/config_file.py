@@ -41,15 +41,19 @@ class ConfigFile:
 
     def get(self, *names: str) -> Any:
         """The first of `names` that is there and not null."""
-        return next((self.values[name] for name in names if self.values.get(name) is not None), None)
+        return self._found(*names)[1]
+
+    def _found(self, *names: str) -> tuple[str, Any]:
+        found = ((name, value) for name in names if (value := self.values.get(name)) is not None)
+        return next(found, (names[0], None))
 
     def maybe_size(self, *names: str) -> int | None:
         """An integer from 1 to `MAX_SIZE`, or None where it is not given."""
-        value = self.get(*names)
+        name, value = self._found(*names)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise self.fail(f"{names[0]}={_shown(value)} must be an integer >= 1; correct the file")
+            raise self.fail(f"{name}={_shown(value)} must be an integer >= 1; correct the file")
         if value is not None and value > MAX_SIZE:
-            raise self.fail(f"{names[0]}={_shown(value)} must be at most {MAX_SIZE}; correct the file")
+            raise self.fail(f"{name}={_shown(value)} must be at most {MAX_SIZE}; correct the file")
         return value
 
     def size(self, *names: str, default: int | None = None) -> int:
@@ -79,9 +83,9 @@ class ConfigFile:
 
     def text(self, *names: str, default: str | None = None) -> str | None:
         """A string."""
-        value = self.get(*names)
+        name, value = self._found(*names)
         if not isinstance(value, str | None):
-            raise self.fail(f"{names[0]}={_shown(value)} must be a text; correct the file")
+            raise self.fail(f"{name}={_shown(value)} must be a text; correct the file")
         return default if value is None else value
 
 

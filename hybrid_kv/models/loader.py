@@ -60,6 +60,15 @@ def load_eos_token_ids(model: str | Path) -> frozenset[int]:
     return frozenset()
 
 
+def check_model(model: str | Path, config: EngineConfig) -> None:
+    """Read config.json as `load_model` does, and no weight.
+
+    Raises:
+        ConfigError: an unknown family, or a value that its model cannot have.
+    """
+    _build(resolve_folder(model), config)
+
+
 def load_model(model: str | Path, config: EngineConfig, device: torch.device) -> Model:
     """The model of a checkpoint folder, in evaluation mode, on `device`.
 
@@ -67,17 +76,22 @@ def load_model(model: str | Path, config: EngineConfig, device: torch.device) ->
         ConfigError: an unknown family, a missing, surplus or misshapen tensor, weights that are no finite floats.
     """
     folder = resolve_folder(model)
+    file, built, dtype = _build(folder, config)
+    head = head_of(file)
+    tensors = load_tensors(folder, lambda name: head is None or not name.startswith(head.prefix))
+    _assign(built, family_of(file).convert_weights(tensors), folder)
+    return cast(Model, built.to(device=device, dtype=dtype).eval())
+
+
+def _build(folder: Path, config: EngineConfig) -> tuple[ConfigFile, nn.Module, torch.dtype]:
+    """config.json, the model that it describes, still without weights, and the dtype to compute in."""
     file = ConfigFile.read(folder)
-    family, head = family_of(file), head_of(file)
-    if (build := family.build) is None:
+    if (build := family_of(file).build) is None:
         raise file.fail(
             f"model_type {file.model_type!r} can't be run; {', '.join(runnable())} can (others can only be planned)"
         )
     shape = model_shape(file, cache=config.cache, dtype=config.dtype)
-    built = _on_meta(file, lambda: build(file, shape.layers))
-    tensors = load_tensors(folder, lambda name: head is None or not name.startswith(head.prefix))
-    _assign(built, family.convert_weights(tensors), folder)
-    return cast(Model, built.to(device=device, dtype=shape.dtype).eval())
+    return file, _on_meta(file, lambda: build(file, shape.layers)), shape.dtype
 
 
 def load_head(model: str | Path, target: Model) -> DraftHead:
@@ -130,14 +144,16 @@ def load_tensors(folder: Path, is_wanted: Callable[[str], bool]) -> Tensors:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Those that the index names, or else all."""
+    """Those that the index names, or without one all."""
     index = folder / "model.safetensors.index.json"
-    names = (read_json(index) or {"weight_map": {}}).get("weight_map")
-    if not isinstance(names, dict) or not all(
-        isinstance(name, str) and Path(name).name == name for name in names.values()
-    ):
-        raise ConfigError(f"{index}: weight_map must map tensors to file names; download it again")
-    files = [folder / name for name in sorted(set(names.values()))] or sorted(folder.glob("*.safetensors"))
+    listed = read_json(index)
+    if listed is None:
+        files = sorted(folder.glob("*.safetensors"))
+    else:
+        names = listed.get("weight_map")
+        if not isinstance(names, dict) or not names or not all(_is_file_name(name) for name in names.values()):
+            raise ConfigError(f"{index}: weight_map must map tensors to names of files beside it; download it again")
+        files = [folder / name for name in sorted(set(names.values()))]
     if not files:
         raise ConfigError(f"{folder} has no *.safetensors file; only that format is read")
     return files
@@ -191,16 +207,28 @@ def load_tokenizer(model: str | Path) -> Any:
         ConfigError: there is none, or transformers cannot read it.
     """
     from transformers import AutoTokenizer
+    from transformers.utils import logging
 
     folder = resolve_folder(model)
-    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+    files = [folder / name for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")]
+    if not any(file.exists() for file in files):
         raise ConfigError(
             f"{folder} has no tokenizer; add tokenizer.json or pass token ids and LLM(..., tokenizer=...)"
         )
+    for file in files[:2]:
+        read_json(file)  # says what is wrong where transformers only stumbles
+    level = logging.get_verbosity()
+    # It warns of what it finds in config.json, which the model reads by itself.
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         return AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # of many unrelated types: it indexes and calls what a damaged file may hold as anything
-        raise ConfigError(f"{folder}: the tokenizer cannot be read ({_first_line(error)})") from None
+        raise ConfigError(
+            f"{folder}: transformers cannot read the tokenizer ({type(error).__name__}: {_first_line(error)}); "
+            "download its files again"
+        ) from None
+    finally:
+        logging.set_verbosity(level)
 
 
 def _first_line(error: Exception) -> str:

@@ -68,7 +68,7 @@ class NemotronHConfig:
         Raises:
             ConfigError: a missing key, a value of a wrong type, or layers and activations that cannot be run.
         """
-        activations = file.get("mlp_hidden_act") or "relu2", file.get("mamba_hidden_act") or "silu"
+        activations = file.text("mlp_hidden_act", default="relu2"), file.text("mamba_hidden_act", default="silu")
         if activations != ("relu2", "silu"):
             raise file.fail(f"activations {activations} are not supported; ('relu2', 'silu') are")
         kinds = tuple(layer_kinds(file))

@@ -1,13 +1,19 @@
 """A checkpoint that cannot be used is one ConfigError of one line that names the value."""
 
 import json
+import random
+import shutil
+import struct
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hybrid_kv.config import ConfigError
+from hybrid_kv.accuracy.guard_model import FOLDER as GUARD_MODEL
+from hybrid_kv.config import ConfigError, EngineConfig
 from hybrid_kv.engine.llm import LLM
+from hybrid_kv.models.config_file import ConfigFile
+from hybrid_kv.models.loader import load_head, load_model
 from tests.models.tiny_nemotron import Characters, build
 
 
@@ -133,3 +139,140 @@ def test_every_listed_eos_token_ends_a_text(folder):
 def test_fp8_is_planned_but_not_run(folder):
     with pytest.raises(ConfigError, match="fp8 cache, which can be planned but not run yet"):
         LLM(folder, tokenizer=Characters(), device="cpu", dtype="float32", cache_dtype="fp8", max_model_len=32)
+
+
+class Recorded(dict):
+    """A config.json that remembers which keys were asked for."""
+
+    def __init__(self, values):
+        super().__init__(values)
+        self.asked = set()
+
+    def get(self, key, default=None):
+        self.asked.add(key)
+        return super().get(key, default)
+
+
+def keys_that_are_read(monkeypatch):
+    """Of the guard model's config.json, by everything that loads it and its draft head."""
+    values = Recorded(json.loads((GUARD_MODEL / "config.json").read_text()))
+    with monkeypatch.context() as patch:
+        patch.setattr(ConfigFile, "read", classmethod(lambda cls, source: cls(values, str(source))))
+        load_head(GUARD_MODEL, load_model(GUARD_MODEL, EngineConfig(), torch.device("cpu")))
+    return sorted(values.asked)
+
+
+def test_a_value_of_a_wrong_type_under_any_key_is_one_line_that_names_the_key(tmp_path, monkeypatch):
+    """Whatever is read is refused; a key that a later version reads is tested as soon as it does."""
+    keys = keys_that_are_read(monkeypatch)
+    assert len(keys) >= 29
+    shutil.copytree(GUARD_MODEL, tmp_path, dirs_exist_ok=True)
+    values = json.loads((tmp_path / "config.json").read_text())
+    for key in keys:
+        for wrong in ({"wrong": 1}, [["wrong"]]):
+            (tmp_path / "config.json").write_text(json.dumps({**values, key: wrong}))
+            with pytest.raises(ConfigError) as caught:
+                load_head(tmp_path, load_model(tmp_path, EngineConfig(), torch.device("cpu")))
+            assert key in str(caught.value)
+            assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [-1, 0, 1.5, True, "many", 10**30, 2**31 - 1])
+@pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "mamba_num_heads", "chunk_size", "head_dim"])
+def test_a_size_that_cannot_be_is_refused_without_taking_memory(folder, key, value):
+    if (key, value) == ("chunk_size", 2**31 - 1):
+        return  # a chunk may be as long as it likes
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, key: value}))
+    refused(folder, r"must be an integer >= 1|must be at most 2147483647|has shape|no model can have these sizes")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.uint8, torch.float8_e4m3fn, torch.bool])
+def test_weights_that_are_no_floats_are_refused(folder, dtype):
+    edit(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].to(dtype)}))
+    name = str(dtype).removeprefix("torch.")
+    refused(folder, f"lm_head.weight is of type {name}: quantised weights can't be run; use a checkpoint in bfloat16")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_not_finite_are_refused(folder, value):
+    def spoil(tensors):
+        tensors["lm_head.weight"][3, 1] = value
+
+    edit(folder, spoil)
+    refused(folder, r"lm_head\.weight holds NaN or infinity: every answer would be void")
+
+
+BROKEN = ("[]", "null", "3", '"text"', "", "garbage", "[" * 100_000, '{"a":' * 100_000, "\ud800", '{"weight_map": 3}')
+
+
+@pytest.mark.parametrize("text", BROKEN, ids=lambda text: repr(text[:10]))
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "index"]
+)
+def test_a_broken_file_is_one_line(tmp_path, capfd, name, text):
+    shutil.copytree(GUARD_MODEL, tmp_path, dirs_exist_ok=True)
+    name = "model.safetensors.index.json" if name == "index" else name
+    (tmp_path / name).write_text(text, encoding="utf-8", errors="surrogatepass")
+    if text == BROKEN[-1] and name in ("generation_config.json", "tokenizer_config.json"):
+        assert LLM(tmp_path, device="cpu", max_model_len=32).eos_token_ids  # an object without the keys that we ask for
+    else:
+        with pytest.raises(ConfigError) as caught:
+            LLM(tmp_path, device="cpu", max_model_len=32)
+        assert "\n" not in str(caught.value)
+        assert "again" in str(caught.value) or "is not supported" in str(caught.value)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("section", ["added_tokens", "normalizer", "pre_tokenizer", "decoder", "model"])
+def test_a_tokenizer_with_a_broken_section_is_one_line(tmp_path, section):
+    shutil.copytree(GUARD_MODEL, tmp_path, dirs_exist_ok=True)
+    values = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**values, section: 3}))
+    with pytest.raises(ConfigError, match=r"cannot read the tokenizer .*; download its files again") as caught:
+        LLM(tmp_path, device="cpu", max_model_len=32)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_damaged_header_is_one_line(folder):
+    """Or no damage at all: a changed name of a file's metadata is still a name."""
+    whole = (folder / "model.safetensors").read_bytes()
+    size = struct.unpack("<Q", whole[:8])[0]
+    chance, refusals = random.Random(0), 0
+    for _ in range(150):
+        data = bytearray(whole)
+        what = chance.randrange(4)
+        if what == 0:
+            del data[chance.randrange(len(data)) :]
+        elif what == 1:
+            data[:8] = struct.pack("<Q", chance.choice([0, size - 1, 10**9, 2**63, 2**64 - 1]))
+        elif what == 2:
+            data[8 + chance.randrange(size)] = chance.choice(b'{}[],:"0123456789\xff')
+        else:
+            data = bytearray(chance.randbytes(chance.randrange(2000)))
+        (folder / "model.safetensors").write_bytes(data)
+        try:
+            LLM(folder, tokenizer=Characters(), device="cpu", dtype="float32", max_model_len=32)
+        except ConfigError as error:
+            assert "\n" not in str(error)
+            refusals += 1
+    assert refusals > 140
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "", "..", "a\0b", 3, None])
+def test_an_index_names_files_beside_it_and_no_others(folder, name):
+    index = {"weight_map": {"lm_head.weight": name}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(folder, "weight_map must map tensors to names of files beside it; download it again")
+
+
+def test_a_file_that_the_index_names_and_nobody_has(folder):
+    index = {"weight_map": {"lm_head.weight": "model-2-of-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(folder, r"model-2-of-2\.safetensors does not exist, but .*'s index names it; download it again")
+
+
+@pytest.mark.parametrize("ids", ["end", [1, "end"], [True], -1, {"a": 1}])
+def test_ends_of_a_text_that_are_no_tokens(folder, ids):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    refused(folder, r"generation_config\.json: eos_token_id=.* must be a token id or a list of them")
