@@ -221,7 +221,9 @@ def load_tokenizer(model: str | Path) -> Any:
     # It warns of what it finds in config.json, which the model reads by itself.
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer.decode(tokenizer.encode("a b"))  # some settings are only looked at when there is a text
+        return tokenizer
     except Exception as error:  # of many unrelated types: it indexes and calls what a damaged file may hold as anything
         raise ConfigError(
             f"{folder}: transformers cannot read the tokenizer ({type(error).__name__}: {_first_line(error)}); "
