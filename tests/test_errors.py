@@ -146,7 +146,7 @@ def test_every_command_names_the_extra_that_it_lacks_before_it_works(
     arguments = [argument.format(folder=tmp_path / "new") for argument in command]
     said = f"error: {package} is not installed; run: pip install -e '.[{extra}]' in a checkout\n"
     assert run(capsys, *arguments) == (2, "", said)
-    assert not list(tmp_path.iterdir())
+    assert not [file for file in tmp_path.rglob("*") if file.is_file()]
 
 
 def test_a_sanitizers_report_is_a_failed_check(
