@@ -87,7 +87,11 @@ def build(
 
 
 def _check_together(model: str | Path | Model, proposer: Proposer | None, config: EngineConfig) -> None:
-    """Refuse options that contradict the other arguments, before anything is loaded or allocated."""
+    """Refuse what is no model, and options that contradict the other arguments, before anything is loaded."""
+    if not isinstance(model, str | Path) and not hasattr(model, "layer_specs"):
+        raise ConfigError(
+            f"a model of type {type(model).__name__} is neither a checkpoint folder nor a model with layer_specs"
+        )
     speculative = config.speculative
     if proposer is not None and speculative.speculative_method is not None:
         raise ConfigError(

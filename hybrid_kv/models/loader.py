@@ -20,8 +20,11 @@ from hybrid_kv.models.shapes import model_shape
 def resolve_folder(model: str | Path) -> Path:
     """A local checkpoint folder; a name that is no folder is looked up on the hub."""
     folder = Path(model)
-    if folder.is_dir():
-        return folder
+    try:
+        if folder.is_dir():
+            return folder
+    except OSError as error:
+        raise ConfigError(f"model folder {str(model)[:80]!r} cannot be read: {error.strerror}") from None
     if str(model).count("/") == 1 and not str(model).startswith((".", "/", "~")):
         from huggingface_hub import snapshot_download
 
@@ -29,7 +32,7 @@ def resolve_folder(model: str | Path) -> Path:
             return Path(snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors", "tokenizer*"]))
         except Exception as error:  # the hub's client raises many unrelated types for "not there" and "no network"
             raise ConfigError(f"model {model}: not a folder, and the hub says: {_first_line(error)}") from None
-    raise ConfigError(f"model folder {model} does not exist")
+    raise ConfigError(f"model folder {model} does not exist; give one with config.json and *.safetensors")
 
 
 def fingerprint(model: str | Path) -> str:

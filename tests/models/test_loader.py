@@ -177,6 +177,35 @@ def test_a_value_of_a_wrong_type_under_any_key_is_one_line_that_names_the_key(tm
             assert "\n" not in str(caught.value)
 
 
+def test_without_any_one_key_it_loads_or_one_line_names_the_key(tmp_path, monkeypatch):
+    shutil.copytree(GUARD_MODEL, tmp_path, dirs_exist_ok=True)
+    values = json.loads((tmp_path / "config.json").read_text())
+    needed = set()
+    for key in keys_that_are_read(monkeypatch):
+        (tmp_path / "config.json").write_text(
+            json.dumps({name: value for name, value in values.items() if name != key})
+        )
+        try:
+            load_head(tmp_path, load_model(tmp_path, EngineConfig(), torch.device("cpu")))
+        except ConfigError as error:
+            needed.add(key)
+            assert key in str(error) or "shape" in str(error)  # a default that the weights contradict
+            assert "\n" not in str(error)
+    assert {"vocab_size", "hidden_size", "head_dim", "n_groups", "layers_block_type", "dtype"} <= needed
+    assert not needed & {"layer_norm_epsilon", "use_bias", "tie_word_embeddings", "num_hidden_layers"}
+
+
+@pytest.mark.parametrize("model", [None, 3, b"folder", {}, object()])
+def test_what_is_no_model_is_refused(model):
+    with pytest.raises(ConfigError, match=f"a model of type {type(model).__name__} is neither a checkpoint folder nor"):
+        LLM(model, device="cpu")
+
+
+def test_a_folder_whose_name_no_disk_takes():
+    with pytest.raises(ConfigError, match="cannot be read: File name too long"):
+        LLM("a" * 5000, device="cpu")
+
+
 @pytest.mark.parametrize("value", [-1, 0, 1.5, True, "many", 10**30, 2**31 - 1])
 @pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "mamba_num_heads", "chunk_size", "head_dim"])
 def test_a_size_that_cannot_be_is_refused_without_taking_memory(folder, key, value):
