@@ -59,11 +59,11 @@
   function fillCases() {
     const found = available().filter((series) => series.name === benchmarkSelect.value);
     fill(caseSelect, unique(found.map((series) => series.case)), caseSelect.value);
+    caseSelect.parentElement.hidden = caseSelect.options.length === 1 && !caseSelect.value;
     drawHistory();
   }
 
   const seconds = { ns: 1e-9, us: 1e-6, ms: 1e-3, s: 1 };
-  const axisTitle = (unit) => (Object.hasOwn(seconds, unit) ? "time, s" : plain(unit) || "value");
   const scaleOf = (unit) => (Object.hasOwn(seconds, unit) ? seconds[unit] : 1);
 
   function drawHistory() {
@@ -105,11 +105,11 @@
     const unit = chosen.length ? chosen[0].unit : "";
     const axis = { fixedrange: true, gridcolor: grid, linecolor: grey, showline: true, zeroline: false };
     Plotly.react(chart, traces, {
-      height: 340, margin: { l: 64, r: 16, t: 42, b: 46 }, paper_bgcolor: "rgba(0,0,0,0)",
+      height: 340, margin: { l: 64, r: 16, t: annotations.length ? 42 : 10, b: 46 }, paper_bgcolor: "rgba(0,0,0,0)",
       plot_bgcolor: "rgba(0,0,0,0)", font: { family: "system-ui, sans-serif", size: 13, color: grey },
       showlegend: traces.length > 1, legend: { orientation: "h", y: -0.22 }, dragmode: false, hovermode: "closest",
       shapes, annotations, xaxis: { ...axis, type: "date", nticks: 5, tickangle: 0 },
-      yaxis: { ...axis, title: { text: axisTitle(unit), font: { size: 13 } }, tickformat: unit === "share" ? ".1%" : "~s" },
+      yaxis: { ...axis, title: { text: plain(chosen.length ? chosen[0].axis : ""), font: { size: 13 } }, tickformat: unit === "share" ? ".1%" : "~s" },
     }, config);
     listRuns(chosen);
   }

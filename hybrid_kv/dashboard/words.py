@@ -47,9 +47,17 @@ METRICS = {
 }
 
 
+AXES = {"": "value", "time ratio": "ratio of two times", "share": "share, %", "1/B": "per byte", "B": "bytes"}
+
+
 def metric_name(key: str) -> str:
     """A metric in words."""
     return METRICS.get(key, key.replace("_", " "))
+
+
+def axis_name(unit: str) -> str:
+    """What stands beside an axis of a unit; times are drawn in seconds."""
+    return "time, s" if unit in NANOSECONDS else AXES.get(unit, unit)
 
 
 def benchmark_name(series: Series) -> str:

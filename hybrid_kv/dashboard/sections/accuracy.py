@@ -55,7 +55,8 @@ def _shares(rows: pd.DataFrame) -> str:
         newest = line.tail(1)
         row = next(each(newest))
         name = row.metric.replace("exact_match_", "").replace("_", " ")
-        count = f"{len(line)} runs of {row.n:,}" if len(line) > 1 else f"n = {row.n:,}"
+        # Spaces that no line ends at.
+        count = f"{len(line)} runs of\u00a0{row.n:,}" if len(line) > 1 else f"n\u00a0=\u00a0{row.n:,}"
         labels.append(f"{row.benchmark}, {name}, {count}")
         for points, size, symbol in ((line.iloc[:-1], 7, "circle-open"), (newest, 10, "circle")):
             traces.append(

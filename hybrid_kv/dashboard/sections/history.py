@@ -16,7 +16,7 @@ from hybrid_kv.dashboard.data import Series, each, newest_series, points_per_ser
 from hybrid_kv.dashboard.draw import MARKS, in_script, paragraph, table
 from hybrid_kv.dashboard.report import Report, Section
 from hybrid_kv.dashboard.steps import ALPHA, MIN_CHANGE, MIN_SEGMENT, MIN_SPREADS
-from hybrid_kv.dashboard.words import benchmark_name, change_text, day, title, with_unit
+from hybrid_kv.dashboard.words import axis_name, benchmark_name, change_text, day, title, with_unit
 from hybrid_kv.results import TIME_UNITS
 
 PLACE = 20
@@ -36,7 +36,7 @@ def section(report: Report) -> Section:
     finding = f"No level changed in {len(series):,} series of at most {runs:,} {'run' if runs == 1 else 'runs'}"
     if stepped:
         changed = len({s.key for s, _ in stepped})
-        times = "once" if worse == 1 else f"{worse:,} times"
+        times = {0: "none", 1: "once"}.get(worse, f"{worse:,} times")
         finding = f"{changed:,} of {len(series):,} series changed their level, {times} for the worse"
     shown = newest_series(series)
     index = {s.key: i for i, s in enumerate(shown)}
@@ -134,6 +134,7 @@ def _series_document(series: Series, limit: int, commits: dict[str, int]) -> dic
         "case": case,
         "machine": machine,
         "unit": series.unit,
+        "axis": axis_name(series.unit),
         "time": _seconds(rows["time"]).tolist(),
         "value": [_short(v) for v in rows["value"]],
         "low": [_short(v) for v in rows["ci_low"].astype(float)],

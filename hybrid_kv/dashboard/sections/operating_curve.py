@@ -27,6 +27,7 @@ def curve_rows(results: Results) -> pd.DataFrame:
     rows = results.of(CURVE)
     rows = rows[rows["metric"].isin(["false_alarm_rate", "detection_rate"])]
     rows = rows.assign(plant=column(rows, "plant_percent", int, float), experiment=column(rows, "experiment", str))
+    rows = rows.dropna(subset=["plant", "experiment"])
     if len(rows):
         rows = rows[rows["experiment"] == rows["experiment"].iloc[-1]]
     return rows.drop_duplicates(["benchmark", "metric", "plant", "machine"], keep="last")

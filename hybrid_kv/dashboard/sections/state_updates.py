@@ -11,7 +11,7 @@ import pandas as pd
 from hybrid_kv.dashboard.data import NO_IDENTITY, STATIC_SUITE, each, last_words
 from hybrid_kv.dashboard.draw import MARKS, columns, legend, line_trace, plot
 from hybrid_kv.dashboard.report import Report, Section
-from hybrid_kv.dashboard.words import NANOSECONDS, about, in_nanoseconds, time_unit
+from hybrid_kv.dashboard.words import NANOSECONDS, about, in_nanoseconds, metric_name, time_unit
 
 PLACE = 50
 LIMIT = "limit"
@@ -110,7 +110,7 @@ def _scheme_figures(rows: pd.DataFrame) -> str:
         figures.append(
             plot(
                 traces,
-                ", ".join(filter(None, [model, dtype, rest])) + f": {metric.replace('_', ' ')}",
+                ", ".join(filter(None, [model, dtype, rest])) + f": {metric_name(metric)}",
                 f"{metric} by K for {', '.join(order)}",
                 260,
                 xaxis={"title": "draft tokens per step (K)", "dtick": 1},

@@ -42,7 +42,7 @@ def _tile(report: Report, v: SuiteVerdict) -> str:
         f'<li class="tile" data-machine="{escape(v.machine)}"><b class="{word}">{WORDS[word]}</b>'
         f'<span class="name">{escape(suite_name(v.suite))}</span>'
         f"<span>{v.count('pass'):,} of {len(v.rows):,} checks</span>"
-        f"<span class=where>{commit}, {day(v.newest)}</span>{far}"
+        f"<span class=where>{commit}, <time>{day(v.newest)}</time></span>{far}"
         f"<span class=where>{escape(v.machine) or 'any machine'}</span></li>"
     )
 
