@@ -9,7 +9,7 @@ export RESULTS ?= results
 export N ?= 5
 
 .PHONY: guard guard-quick test fuzz bench lint lint-workflows kernels check-results compare step-summary comment
-.PHONY: report figures history asv-page
+.PHONY: report figures docs history asv-page
 .PHONY: gpu-test gpu-guard gpu-bench gpu-compare gpu-accuracy merge-results push-results alarm wheel announce clean
 guard: $(STAMP)
 	$(BIN)/hybrid-kv guard
@@ -38,6 +38,9 @@ report: $(STAMP)
 
 figures: $(STAMP)
 	$(BIN)/python -m hybrid_kv.dashboard.readme
+
+docs: $(STAMP)
+	$(BIN)/mkdocs build --quiet --strict
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

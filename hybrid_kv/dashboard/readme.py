@@ -209,6 +209,20 @@ def guard_table(results: Results) -> str | None:
     return f"```console\n$ make guard\n{text}\n```"
 
 
+def guard_short(results: Results) -> str | None:
+    """The same, one line of each section."""
+    table = guard_table(results)
+    if table is None:
+        return None
+    lines, sections = table.splitlines(), set[str]()
+    shown = lines[:3]
+    for line in lines[3:]:
+        if line.endswith(("  ok", "  FAILED")) and line[:12] not in sections:
+            sections.add(line[:12])
+            shown.append(line)
+    return "\n".join([*shown, "…", *lines[-3:]])
+
+
 def _check(row: Any, make: Callable[..., Any]) -> Any:
     value = int(row.value) if row.value == int(row.value) and row.unit != "share" else row.value
     return make(row.benchmark, row.check, row.verdict == "pass", value, row.unit, str(row.limit), row.n, row.seconds)
@@ -299,6 +313,7 @@ def units_text(_: Results) -> str:
 
 BLOCKS: dict[str, Callable[[Results], str | None]] = {
     "guard": guard_table,
+    "guard_short": guard_short,
     "step": step_table,
     "staging": staging_table,
     "append": append_text,

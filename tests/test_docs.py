@@ -1,0 +1,116 @@
+"""README and docs: every console block is printed again, every Python block runs, every command and link exists."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from typer.main import get_command
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+GENERATED = re.compile(r"<!-- figures:[\w-]+ -->.*?<!-- /figures -->", re.DOTALL)  # tests/dashboard holds these
+LINK = re.compile(r"\]\(([^)#\s]+)(#[^)]*)?\)")
+
+
+class Block(NamedTuple):
+    page: str
+    language: str
+    text: str
+
+
+BLOCKS = [
+    Block(str(page.relative_to(ROOT)), language, text)
+    for page in PAGES
+    for language, text in FENCE.findall(GENERATED.sub("", page.read_text(encoding="utf-8")))
+]
+
+
+def of(*languages: str) -> list[object]:
+    chosen = [block for block in BLOCKS if block.language in languages]
+    return [pytest.param(block, id=f"{block.page}: {block.text.strip().splitlines()[0][:60]}") for block in chosen]
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, encoding="utf-8")
+
+
+def commands(text: str) -> list[str]:
+    """The command lines of a block, comments and continuations taken out."""
+    lines = text.replace("\\\n", " ").splitlines()
+    return [line.removeprefix("$ ").split("  #")[0].strip() for line in lines if line.strip()]
+
+
+@pytest.mark.parametrize("block", of("console"))
+def test_a_console_block_is_what_its_command_prints(block: Block) -> None:
+    """A line `…` stands for any number of lines."""
+    command, _, expected = block.text.partition("\n")
+    while command.endswith("\\"):
+        more, _, expected = expected.partition("\n")
+        command = command[:-1] + more
+    assert command.startswith("$ hybrid-kv "), "a block without its output is `sh`"
+    words = shlex.split(command.split("  #")[0].removeprefix("$ hybrid-kv "))
+    found = run(sys.executable, "-m", "hybrid_kv.cli", *words)
+    assert found.returncode == 0, found.stderr
+    printed = "\n".join(line.rstrip() for line in found.stdout.splitlines())
+    pattern = ".*".join(re.escape(part.strip("\n")) for part in expected.strip("\n").split("\n…\n"))
+    assert re.fullmatch(pattern, printed, re.DOTALL), printed
+
+
+@pytest.mark.parametrize("block", of("python"))
+def test_a_python_block_runs(block: Block) -> None:
+    found = run(sys.executable, "-c", block.text)
+    assert found.returncode == 0, found.stderr
+
+
+@pytest.mark.parametrize("block", of("sh"))
+def test_the_commands_of_a_shell_block_exist(block: Block) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for line in commands(block.text):
+        words = [word for word in shlex.split(line) if not re.fullmatch(r"[A-Z_]+=.*", word)]
+        if words[0] == "make":
+            assert words[1] in targets, line
+        elif words[:2] == ["python", "-m"]:
+            assert find_spec(words[2]) is not None, line
+        elif words[0] == "hybrid-kv":
+            check_options(words[1:], line)
+        else:
+            assert words[0] in ("lm_eval", "pip", "cd", "git", "bash"), f"{line}: nothing here knows {words[0]}"
+
+
+def check_options(words: list[str], line: str) -> None:
+    """The command is there, and so is every option that the line gives it."""
+    from hybrid_kv.cli import app
+
+    command = get_command(app)
+    while words and words[0] in getattr(command, "commands", {}):
+        command = command.commands[words.pop(0)]  # type: ignore[attr-defined]
+    assert not hasattr(command, "commands") or not words or words[0].startswith("-"), line
+    known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    given = {word.split("=")[0] for word in words if re.match(r"--?[A-Za-z]", word)}
+    assert given <= known | {"--help"}, f"{line}: no {sorted(given - known)}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+    targets = [target for target, _ in LINK.findall(page.read_text(encoding="utf-8")) if "://" not in target]
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_the_readme_is_read_in_a_minute() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+
+
+def test_the_pages_build_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="mkdocs-material is not installed")
+    found = run(sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path))
+    assert found.returncode == 0, found.stderr
+    text = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert "fonts.googleapis.com" not in text
