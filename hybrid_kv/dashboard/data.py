@@ -74,7 +74,9 @@ def load(folder: Path) -> Results:
         HybridKVError: there is no such folder, no file of the schema in it, or one that is damaged.
     """
     if not folder.is_dir():
-        raise HybridKVError(f"{folder} is no folder with results; `hybrid-kv guard` makes one, --results names another")
+        raise HybridKVError(
+            f"{folder} is no folder with results; `hybrid-kv guard --record` makes one, --results names another"
+        )
     frames, files, foreign = [], [], []
     for path in sorted(folder.glob("*.csv")):
         if not path.is_file():  # A pipe would wait for its writer.

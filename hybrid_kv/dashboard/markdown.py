@@ -29,7 +29,7 @@ def summary(results: Results, machine: str = "", head: Head = NO_HEAD) -> str:
     rows = results.of_machine(machine)
     found = verdicts(rows)
     if not found:
-        return f"{MARKER}\n### hybrid-kv: no verdict\n\nNo check has run yet: `hybrid-kv guard`\n"
+        return f"{MARKER}\n### hybrid-kv: no verdict\n\nNo check has run yet: `hybrid-kv guard --record`\n"
     whole = headline(found, head)
     # GitHub draws a warning in amber.
     age = [f"> [!WARNING]\n> {whole.age}"] if whole.word == "stale" else [whole.age]

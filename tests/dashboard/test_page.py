@@ -45,7 +45,12 @@ def test_commits_are_linked_only_where_the_user_says(full: str, tmp_path: Path) 
 def test_what_is_missing_names_its_command(full: str, tmp_path: Path) -> None:
     page = build_page(results(tmp_path))
     commands = re.findall(r"<td><code>(.*?)</code>", section(page, "missing"))
-    assert {"hybrid-kv guard", "make bench", "hybrid-kv accuracy", "hybrid-kv compare --self-test"} <= set(commands)
+    assert {
+        "hybrid-kv guard --record",
+        "make bench",
+        "hybrid-kv accuracy --record",
+        "hybrid-kv compare --self-test",
+    } <= set(commands)
     assert set(titles(page)) == {"verdict", "history", "missing"}
     assert "no rows yet" in page
     assert "missing" not in titles(full)

@@ -27,14 +27,14 @@ def section(report: Report) -> Section | None:
     rows = report.results.of("accuracy")
     asked = rows[rows["metric"].str.contains("match|invalid") | rows["metric"].isin(PAIRED)]
     if asked.empty:
-        report.missing.note("answers to the task's questions", "hybrid-kv accuracy")
+        report.missing.note("answers to the task's questions", "hybrid-kv accuracy --record")
         return None
     right = rows[rows["metric"] == "exact_match_strict"].drop_duplicates("benchmark", keep="last")
     newest = [f"{100 * row.value:.1f} % of {row.n:,} questions of {row.benchmark}" for row in each(right)]
     finding = f"Right answers: {', '.join(newest)}" if newest else "Answers to the task's questions"
     body = report.by_machine(asked, lambda own: _shares(own) + _paired(own))
     if not rows["metric"].isin(PAIRED).any():
-        body += report.missing.note("two versions on the same questions", "hybrid-kv accuracy compare A B")
+        body += report.missing.note("two versions on the same questions", "hybrid-kv accuracy compare A B --record")
     return Section("Accuracy", finding, body)
 
 

@@ -17,7 +17,7 @@ METHODS = {"ngram": "n-gram", "mtp": "MTP"}
 def section(report: Report) -> Section | None:
     found = answers_table(report.results)
     if found is None:
-        report.missing.note("prefix hits and accepted drafts", "hybrid-kv guard")
+        report.missing.note("prefix hits and accepted drafts", "hybrid-kv guard --record")
         return None
     head, lines = found
     accepted = [line[2:] for line in lines]

@@ -20,7 +20,7 @@ MAX_COMPARED = 20
 def section(report: Report) -> Section | None:
     rows = report.results.of(COMPARE)
     if rows.empty:
-        report.missing.note("a paired comparison of two versions", "hybrid-kv compare HEAD~1 HEAD")
+        report.missing.note("a paired comparison of two versions", "hybrid-kv compare HEAD~1 HEAD --record")
         return None
     newest = newest_run(rows)
     slower = newest[(newest["verdict"] == "fail") & (newest["unit"] == "time ratio")]

@@ -27,7 +27,7 @@ def section(report: Report) -> Section:
     series = report.series
     data = f'<script type="application/json" id="history-data">{in_script(_history_json(report))}</script>'
     if not series:
-        report.missing.note("any history", "hybrid-kv guard")
+        report.missing.note("any history", "hybrid-kv guard --record")
         return Section("History", "There is no row yet", data)
     stepped = [(s, step) for s in series for step in s.steps]
     stepped.sort(key=lambda pair: pair[0].step_row(pair[1]).time, reverse=True)

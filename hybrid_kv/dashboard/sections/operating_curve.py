@@ -17,7 +17,9 @@ WHOLE = "any benchmark"  # the row that is about a whole comparison
 def section(report: Report) -> Section | None:
     rows = curve_rows(report.results)
     if rows.empty:
-        report.missing.note("false alarms and detection of the harness itself", "hybrid-kv compare --self-test")
+        report.missing.note(
+            "false alarms and detection of the harness itself", "hybrid-kv compare --self-test --record"
+        )
         return None
     return Section("Operating curve", _curve_finding(rows), report.by_machine(rows, _curve))
 

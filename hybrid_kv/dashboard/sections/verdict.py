@@ -20,7 +20,7 @@ def section(report: Report) -> Section:
     found = verdicts(report.results.rows)
     whole = headline(found, report.head)
     if not found:
-        return Section("Verdict", whole.finding, report.missing.note("a verdict", "hybrid-kv guard"))
+        return Section("Verdict", whole.finding, report.missing.note("a verdict", "hybrid-kv guard --record"))
     tiles = "".join(_tile(report, v) for v in found)
     body = f"""<p class="age {whole.word}">{escape(whole.age)}</p>
 <script type="application/json" id="headlines">{in_script(json.dumps(_headlines(report, found)))}</script>

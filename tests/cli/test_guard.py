@@ -1,0 +1,85 @@
+"""`hybrid-kv guard`: where its rows go, and what it prints as JSON. What it runs is tested in tests/guard."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid_kv.guard import report
+from hybrid_kv.guard.registry import CheckResult
+from tests.cli.run import run
+
+
+@pytest.fixture(autouse=True)
+def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
+    """In an empty folder, a guard that notes what it was asked for."""
+    calls: list[dict[str, Any]] = []
+
+    def note(amount: dict[str, int], seed: int, **options: Any) -> list[CheckResult]:
+        calls.append({"seed": seed, **options})
+        return [CheckResult("layout", "views", True, 0, "views", "0", 1, 0.1)]
+
+    monkeypatch.setattr(report, "run_guard", note)
+    monkeypatch.chdir(tmp_path)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("options", "place"),
+    [([], "out"), (["--record"], "results"), (["--results", "nightly"], "nightly")],
+)
+def test_rows_are_ignored_by_git_unless_they_are_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], place: str
+) -> None:
+    assert run(capsys, "guard", "--quick", *options)[0] == 0
+    assert [str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*.csv")] == [f"{place}/guard.csv"]
+    if place == "out":
+        ignored = (Path(__file__).resolve().parents[2] / ".gitignore").read_text().splitlines()
+        assert "/out/" in ignored
+
+
+def test_json_is_all_that_is_printed_and_the_same_as_in_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "guard", "--long", "--seed", "7", "--json", "--out", "deep/guard.json")
+    assert (code, err) == (0, "the same run again: hybrid-kv guard --long --seed 7\n")
+    document = json.loads(out)
+    assert document["passed"] and document["seed"] == 7 and document["checks"][0]["section"] == "layout"
+    assert json.loads(Path("deep/guard.json").read_text()) == document
+    code, out, _ = run(capsys, "guard", "--out", "guard.json")
+    assert "1 of 1 checks passed" in out and json.loads(Path("guard.json").read_text())["passed"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--record", "--results", "x"], "--record and --results x exclude each other; give one of them"),
+        (["--record", "-k", "layout"], "--record keeps the verdict of the whole guard; leave -k out"),
+        (["--out", "/dev/null/x"], "/dev/null/x: /dev/null cannot be written: Not a directory; choose another folder"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_before_the_run(
+    capsys: pytest.CaptureFixture[str], ran: list[dict[str, Any]], options: list[str], said: str
+) -> None:
+    assert run(capsys, "guard", *options) == (2, "", f"error: {said}\n")
+    assert not ran
+
+
+def test_sections_are_chosen_by_a_part_of_their_name(
+    capsys: pytest.CaptureFixture[str], ran: list[dict[str, Any]]
+) -> None:
+    assert run(capsys, "guard", "-k", "lay", "-k", "cost")[0] == 0
+    assert ran == [{"seed": 0, "device": "cpu", "select": ["lay", "cost"]}]
+
+
+def test_rows_that_cannot_be_kept_do_not_cost_the_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hybrid_kv.results.append_rows", full)
+    code, out, err = run(capsys, "guard")
+    assert (code, err) == (2, "error: No space left on device\n")
+    assert "1 of 1 checks passed" in out
