@@ -56,8 +56,9 @@ class StaleColumns:
         for group, table in enumerate(tables.tables):
             table.numpy()[np.arange(table.shape[1]) >= kept[:, group, None]] = NULL_BLOCK
         self._batch = [(item.request.row, self._owners[item.request.row]) for item in batch]
+        inputs, nothing = [table.numpy() for table in tables.input_tables], [0] * len(tables.input_tables)
         for place, key in enumerate(self._batch):
-            owner, counts = self._gathered.get(place, (None, []))
-            for group, table in enumerate(tables.input_tables):
-                end = counts[group] * tables.blocks_per_kv_block[group] if owner == key else 0
-                table[place, end:] = NULL_BLOCK
+            owner, counts = self._gathered.get(place, (None, nothing))
+            kept_there = counts if owner == key else nothing
+            for table, count, per_block in zip(inputs, kept_there, tables.blocks_per_kv_block, strict=True):
+                table[place, count * per_block :] = NULL_BLOCK
