@@ -49,7 +49,7 @@ def test_what_is_missing_names_its_command(full: str, tmp_path: Path) -> None:
         "hybrid-kv guard --record",
         "make bench",
         "hybrid-kv accuracy --record",
-        "hybrid-kv compare --self-test",
+        "hybrid-kv compare --self-test --record",
     } <= set(commands)
     assert set(titles(page)) == {"verdict", "history", "missing"}
     assert "no rows yet" in page
