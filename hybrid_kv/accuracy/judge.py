@@ -13,7 +13,7 @@ from typing import Any
 from hybrid_kv.accuracy import compare, run, threshold
 from hybrid_kv.accuracy.compare import Answers, Comparison
 from hybrid_kv.accuracy.run import STRICT, AccuracyResult
-from hybrid_kv.accuracy.tasks import question_hashes
+from hybrid_kv.accuracy.tasks import load_task, question_hashes
 from hybrid_kv.accuracy.threshold import Floor
 from hybrid_kv.config import ConfigError
 from hybrid_kv.results.row import Row
@@ -104,7 +104,7 @@ def judge(
     asked, floor = limit or QUESTIONS, None
     if check_floor:
         floor = threshold.find_floor(Path(model or "guard_model").name, task, answer_filter, asked)
-        if (there := len(question_hashes(task, seed, asked, gsm8k_dir))) < asked:
+        if (there := len(load_task(task, seed, asked, gsm8k_dir).eval_docs)) < asked:
             raise ConfigError(f"the floor is for {asked} questions, the task has {there}")
     return Judgement(ask(asked), floor=floor)
 
