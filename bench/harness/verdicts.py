@@ -21,6 +21,7 @@ from bench.harness.inference import Estimate, estimate, kept
 from bench.harness.judgement import Design, Times, confirmed, verdict
 from hybrid_kv.config import ConfigError
 from hybrid_kv.results import Receipt, Row, provenance, read_rows, timing_row
+from hybrid_kv.results.markdown import plain
 
 METRICS = {"cpu": "cpu_time_ratio", "gpu": "gpu_time_ratio"}
 ALARMS = ("slower", "changed", "wrong result", "broken at HEAD")  # unless quarantined
@@ -238,6 +239,10 @@ def outcomes_of(comparison: Comparison, results: Path) -> list[Outcome]:
 
 def verdict_line(comparison: Comparison, outcomes: Sequence[Outcome]) -> str:
     """The verdict in one line."""
+    return f"{_counted(comparison, outcomes)}; {comparison.head} against {comparison.base}, seed {comparison.seed}"
+
+
+def _counted(comparison: Comparison, outcomes: Sequence[Outcome]) -> str:
     alarms = [one for one in outcomes if one.alarm]
     numbers: dict[str, int] = defaultdict(int)
     for one in outcomes:
@@ -246,7 +251,7 @@ def verdict_line(comparison: Comparison, outcomes: Sequence[Outcome]) -> str:
     if any(one.estimate is not None and one.verdict == "same" for one in outcomes):
         parts += f" (the same: within ±{100 * comparison.design.threshold:g} %)"
     head = f"{len(alarms)} alarm{'s' * (len(alarms) != 1)}" if alarms else "no regression found"
-    return f"{head}: {parts}; {comparison.head} against {comparison.base}, seed {comparison.seed}"
+    return f"{head}: {parts}"
 
 
 def rows(comparison: Comparison, outcomes: Sequence[Outcome]) -> Iterator[Row]:
@@ -332,11 +337,15 @@ def markdown(comparison: Comparison, outcomes: Sequence[Outcome]) -> str:
 
     def table(some: Sequence[Outcome]) -> list[str]:
         lines = [f"| {' | '.join(HEADINGS)} |", "|---|--:|--:|--:|--:|---|"]
-        return lines + [f"| {' | '.join(cell.replace('|', '/') for cell in cells_of_table(one))} |" for one in some]
+        for name, *figures, word in map(cells_of_table, some):
+            # With a reason, which is anybody's text, it is more than a word.
+            lines.append(f"| {' | '.join([plain(name), *figures, word if word.isalpha() else plain(word)])} |")
+        return lines
 
     changed = [one for one in outcomes if one.verdict not in ("same", "not comparable")]
     rest = [one for one in outcomes if one not in changed]
-    lines = [f"**{verdict_line(comparison, outcomes)}**", ""]
+    versions = f"{plain(str(comparison.head))} against {plain(str(comparison.base))}, seed {comparison.seed}"
+    lines = [f"**{_counted(comparison, outcomes)}**; {versions}", ""]
     if changed:
         lines += [*table(changed), ""]
     if rest:

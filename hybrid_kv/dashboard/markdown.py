@@ -1,7 +1,4 @@
-"""The same rows as a short comment on a pull request.
-
-Whatever a row holds is put into code spans: there GitHub starts no link, mentions nobody and reads no HTML.
-"""
+"""The same rows as a short comment on a pull request."""
 
 from __future__ import annotations
 
@@ -12,11 +9,11 @@ from hybrid_kv.dashboard.steps import Step
 from hybrid_kv.dashboard.verdicts import SuiteVerdict, headline, verdicts
 from hybrid_kv.dashboard.words import WORDS, change_text, day, suite_name, title, with_unit
 from hybrid_kv.results import NO_HEAD, Head
+from hybrid_kv.results.markdown import plain
 
 # A workflow finds its own comment again by this first line.
 MARKER = "<!-- hybrid-kv report -->"
 MAX_LINES = 10
-MAX_LETTERS = 120  # of one text
 
 
 def summary(results: Results, machine: str = "", head: Head = NO_HEAD) -> str:
@@ -72,13 +69,3 @@ def _step_line(series: Series, step: Step) -> str:
 def more(count: int) -> list[str]:
     """How many lines were left out."""
     return [f"\nand {count - MAX_LINES:,} more"] if count > MAX_LINES else []
-
-
-def plain(text: str) -> str:
-    """Text as a code span that fits a cell: nothing in it is a link, a mention, HTML, or the end of the cell."""
-    text = " ".join(text.split())
-    if len(text) > MAX_LETTERS:
-        text = text[: MAX_LETTERS - 1] + "…"
-    # A bar ends a cell, also in a code span; a backslash before it is read in two ways. Neither has an escape.
-    text = text.replace("`", "ˋ").replace("|", "¦")
-    return f"`{''.join(letter if letter.isprintable() else '�' for letter in text)}`" if text else "–"

@@ -57,6 +57,7 @@ PAYLOADS = (
     "@everyone",
     "evil/repository#1 GH-1 #1",
     "a | b",
+    f"a | {EVIL} | @everyone",
     "a \\| b \\",
     "`x` ``y",
     "a\n\n# b",
@@ -66,6 +67,10 @@ PAYLOADS = (
 )
 FREE = ("machine", "unit", "metric", "device", "benchmark", "commit", "suite", "baseline_commit", "run_id")
 FREE += ("python", "torch", "triton", "params")
+
+# Those of a group may be hostile at once: only their texts are shown, none decides what is drawn.
+GROUPS = [["machine", "device"], ["unit"], ["metric"], ["benchmark"], ["suite"], ["params"]]
+GROUPS += [["commit", "baseline_commit", "run_id", "python", "torch", "triton"]]
 
 
 def hostile_rows(*columns: str) -> list[dict[str, Any]]:

@@ -57,15 +57,10 @@ TOUR = f"""
 
 def test_there_are_payloads_enough() -> None:
     assert len(set(hostile.PAYLOADS)) >= 27
-    assert sorted(name for group in GROUPS for name in group) == sorted(hostile.FREE)
+    assert sorted(name for group in hostile.GROUPS for name in group) == sorted(hostile.FREE)
 
 
-# Those of a group are hostile at once: only their texts are shown, none decides what is drawn.
-GROUPS = [["machine", "device"], ["unit"], ["metric"], ["benchmark"], ["suite"], ["params"]]
-GROUPS += [["commit", "baseline_commit", "run_id", "python", "torch", "triton"]]
-
-
-@pytest.mark.parametrize("columns", GROUPS, ids="+".join)
+@pytest.mark.parametrize("columns", hostile.GROUPS, ids="+".join)
 def test_a_hostile_cell_stays_text(opened: Open, tmp_path: Path, columns: list[str]) -> None:
     page = opened(write_page(build_page(hostile.results_of(hostile.hostile_rows(*columns)), REPOSITORY), tmp_path))
     drawn, links = page.js(TOUR)

@@ -526,7 +526,7 @@ def test_the_command_prints_and_writes_everything(toy, command, tmp_path):
     assert [one["alarm"] for one in document["outcomes"]] == [True, False]
     assert document["outcomes"][0]["log_ratios"]["first"] == pytest.approx([0.04879] * 3, abs=1e-4)
     text = comment.read_text()
-    assert text.startswith("**1 alarm: 1 slower, 1 same")
+    assert text.startswith("**1 alarm: 1 slower, 1 same") and "**; `slow (" in text and "\n| `toy/step" in text
     assert text.index("slower |") < text.index("<details>") < text.index("held")
 
 
