@@ -9,7 +9,7 @@ export RESULTS ?= results
 export N ?= 5
 
 .PHONY: guard guard-quick test fuzz bench lint lint-workflows kernels check-results compare step-summary comment
-.PHONY: report figures docs history asv-page
+.PHONY: report figures docs titles history asv-page
 .PHONY: gpu-test gpu-guard gpu-bench gpu-compare gpu-accuracy merge-results push-results alarm wheel announce clean
 guard: $(STAMP)
 	$(BIN)/hybrid-kv guard
@@ -38,6 +38,10 @@ report: $(STAMP)
 
 figures: $(STAMP)
 	$(BIN)/python -m hybrid_kv.dashboard.readme
+
+titles: export BASE ?= origin/main
+titles:
+	bash .ci/titles "$$BASE"
 
 docs: $(STAMP)
 	$(BIN)/mkdocs build --quiet --strict

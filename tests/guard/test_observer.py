@@ -181,3 +181,13 @@ def test_an_aborted_request_keeps_a_beginning_of_its_answer() -> None:
 def test_the_oracle_book_is_per_model() -> None:
     assert isinstance(answer_book("M*").model, ExactModel)
     assert answer_book("M*") is answer_book("M*") is not answer_book("*M")
+
+
+@pytest.mark.parametrize("scheme", ["slots", "replay"])
+@pytest.mark.parametrize("mode", ["none", "align", "all"])
+@pytest.mark.parametrize("layers", ["W*W", "T*M", "V*W"])
+def test_layers_of_one_three_and_five_parts_keep_every_rule(layers: str, mode: str, scheme: str) -> None:
+    """A short convolution, a window and two states, three windows and two states."""
+    for drafts in ("mixed", "right"):
+        found = scenario(mode, 3, drafts, state_scheme=scheme, sanitize=True)
+        assert run_scenario(replace(found, layers=layers)).wrong == []

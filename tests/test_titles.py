@@ -1,0 +1,32 @@
+"""`.ci/titles`: what a pull request's commits are called."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent.parent / ".ci" / "titles"
+
+
+@pytest.mark.parametrize(
+    "title, fault",
+    [
+        ("block_table: stage a step in one call", ""),
+        ("cache, request: move what watchers need", ""),
+        ("stage a step in one call", "no scope"),
+        ("block_table: " + "x" * 60, "longer than 72 characters"),
+    ],
+)
+def test_a_title_has_a_scope_and_fits_a_line(tmp_path: Path, title: str, fault: str) -> None:
+    def git(*words: str) -> None:
+        identity = ("-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false")
+        subprocess.run(["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    git("init", "-q", "-b", "main")
+    git("commit", "-q", "--allow-empty", "-m", "Whatever came before")
+    git("commit", "-q", "--allow-empty", "-m", title)
+    found = subprocess.run(["bash", str(SCRIPT), "HEAD~1"], cwd=tmp_path, capture_output=True, text=True)
+    assert found.returncode == bool(fault)
+    assert fault in found.stdout
