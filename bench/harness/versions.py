@@ -14,6 +14,7 @@ from bench.harness import worker
 from hybrid_kv.config import ConfigError
 
 WORKING_TREE = "."
+BENCHMARKS = ("bench", "examples")  # the suites, and the configs that they read
 
 
 @dataclass(frozen=True)
@@ -64,13 +65,14 @@ def place(root: Path, revision: Revision, folder: Path) -> None:
     Raises:
         ConfigError: the revision has no folder `hybrid_kv`.
     """
-    copied = ["bench", "hybrid_kv/timing"]
+    copied = [*BENCHMARKS, "hybrid_kv/timing"]
     if revision.name == WORKING_TREE:
-        copied = ["bench", "hybrid_kv"]
+        copied = [*BENCHMARKS, "hybrid_kv"]
     else:
         if not _extract(root, revision, "hybrid_kv", folder):
             raise ConfigError(f"revision {revision} has no folder hybrid_kv; give a later one")
-        _extract(root, revision, "bench", folder / worker.OWN)
+        for name in BENCHMARKS:
+            _extract(root, revision, name, folder / worker.OWN)
     for name in copied:
         if (root / name).is_dir():
             ignored = shutil.ignore_patterns("__pycache__")

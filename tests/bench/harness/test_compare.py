@@ -7,6 +7,7 @@ import json
 import os
 import random
 import subprocess
+import sys
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -674,3 +675,17 @@ def test_gpu_clocks_are_kept():
         ("clock_base", 1980, "MHz"),
         ("clock_head", 1980, "MHz"),
     ]
+
+
+def test_a_placed_version_has_all_that_its_benchmarks_read(tmp_path):
+    """Today's suites are listed in a copy of this checkout's own files, away from the checkout."""
+    if not (driver.ROOT / ".git").exists():
+        pytest.skip("this is no git checkout")
+    folder = tmp_path / "placed"
+    folder.mkdir()
+    place(driver.ROOT, find_revision(driver.ROOT, "."), folder)
+    code = "from bench.harness import registry; print(registry.unavailable())"
+    command = [sys.executable, "-c", code]
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "{}\n"), done.stderr
