@@ -16,8 +16,10 @@ import os
 import subprocess
 import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -25,9 +27,10 @@ import numpy.typing as npt
 import torch
 
 from bench._reference import equal
+from bench.harness.contest import Contest, Rival, models
 from bench.peers import Install, installs
 from hybrid_kv.cache.block_table import BlockTables, LaunchedBlockTables
-from hybrid_kv.timing.cases import Case, Cell, Count, Counts, Scalar, grid
+from hybrid_kv.timing.cases import Case, Cell, Count, Counts, Scalar, grid, seed
 from hybrid_kv.timing.measurement import ENGINE
 
 
@@ -388,6 +391,19 @@ def written(seed: int, scenario: str, implementation: str) -> Counts:
         done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
         found = json.loads(done.stdout.splitlines()[-1])
     return {name: Count(found[name], unit) for name, unit in WRITTEN.items()}
+
+
+def table_updates(device: str, model: str, step: str) -> Contest:
+    """All groups' block tables of a step in one launch: a few bytes, so only its time says anything."""
+    params = {"model": model, "step": step}
+    make = partial(update_kernel, seed("block_tables", params), model, step, device)
+    return Contest("block_tables", params, {"triton": Rival(make, 0)})
+
+
+def gpu_contests(quick: bool, device: str) -> Iterator[Contest]:
+    """Every kind of step."""
+    for model, step in product(models(quick), STEPS):
+        yield table_updates(device, model, step)
 
 
 def cells() -> list[Cell]:

@@ -5,6 +5,10 @@ Inputs are float32 and of order 1; a sum of 4 products and SiLU err by a few 1e-
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -12,14 +16,16 @@ import torch
 
 from bench._reference import Floats, convolution, near
 from bench._shapes import SHAPES
+from bench.harness.contest import MODELS, VLLM, Contest, Peer, Rival, models
 from bench.ssd import equal_spans
 from hybrid_kv.kernels.causal_conv1d import (
     causal_conv1d,
     causal_conv1d_prefill,
+    causal_conv1d_prefill_reference,
     causal_conv1d_update,
     causal_conv1d_update_reference,
 )
-from hybrid_kv.timing.cases import Case, Cell, grid
+from hybrid_kv.timing.cases import Case, Cell, grid, seed
 
 TOLERANCE = 2e-6
 ROUNDED = 2.0**-7  # of bfloat16: half a unit in the last place of y, and its inputs are exact in the reference
@@ -112,7 +118,7 @@ def prompts(seed: int, model: str, num_tokens: int, num_reqs: int, implementatio
     rows = x.view(num_reqs, -1, shape.channels)
     wide = [part.double().numpy() for part in (state[sources.cpu()], rows, weight, bias)]
     expected, kept = convolution(*wide), wide[1][:, -(shape.kernel - 1) :]
-    first, initial = torch.ones_like(sources), torch.ones_like(sources, dtype=torch.bool)
+    first, initial = torch.zeros_like(sources), torch.ones_like(sources, dtype=torch.bool)
     on_device = [part.to(device) for part in (state, x, weight, bias)]
 
     def run() -> torch.Tensor:
@@ -131,6 +137,82 @@ def prompts(seed: int, model: str, num_tokens: int, num_reqs: int, implementatio
 def prompts_gpu(seed: int, model: str, num_tokens: int, num_reqs: int) -> Case:
     """`prompts` as one launch."""
     return prompts(seed, model, num_tokens, num_reqs, causal_conv1d_prefill, "cuda")
+
+
+def vllm_conv_update() -> Peer:
+    """`causal_conv1d_update`, in place: in the block that ours only writes. It overwrites its input with its output."""
+    function = importlib.import_module(f"{VLLM}.causal_conv1d").causal_conv1d_update
+
+    def prepare(state, x, weight, bias, cu_seqlens, sources, window_rows, targets):  # type: ignore[no-untyped-def]
+        inputs = x.clone()
+        state[targets[:, 0]] = state[sources]
+        launch = partial(
+            function,
+            inputs,
+            state.transpose(1, 2),
+            weight.contiguous(),
+            bias,
+            activation="silu",
+            conv_state_indices=targets[:, 0].int().contiguous(),
+            num_accepted_tokens=window_rows.int() + 1,
+            query_start_loc=cu_seqlens.int(),
+            max_query_len=targets.shape[1],
+            null_block_id=0,
+        )
+        return launch, lambda: inputs
+
+    return Peer(prepare)
+
+
+def conv_updates(device: str, model: str, num_reqs: int, K: int, dtype: torch.dtype = torch.bfloat16) -> Contest:
+    """One layer's convolution of such a step."""
+    shape, tokens = SHAPES[model], 1 + K
+    params = {"model": model, "num_reqs": num_reqs, "K": K}
+    number = seed("conv_update", params)
+    # The window and the tokens in, the tokens and their inputs out.
+    moved = num_reqs * shape.channels * 2 * (shape.kernel - 1 + 2 * tokens + shape.kernel - 2 + tokens)
+
+    def build(implementation: Any) -> Case:
+        return update(number, model, num_reqs, K, implementation, device, dtype)
+
+    return Contest(
+        "conv_update",
+        params,
+        {
+            "triton": Rival(lambda: build(causal_conv1d_update), moved),
+            "vllm": Rival(lambda: vllm_conv_update().case(build), moved),
+            "torch": Rival(lambda: build(causal_conv1d_update_reference), moved, graph=False),
+        },
+    )
+
+
+def conv_prefills(device: str, model: str, num_tokens: int, num_reqs: int) -> Contest:
+    """One layer's convolution of a prefill."""
+    params = {"model": model, "num_tokens": num_tokens, "num_reqs": num_reqs}
+    number = seed("conv_prefill", params)
+    moved = 2 * num_tokens * SHAPES[model].channels * 2
+
+    def build(implementation: Any) -> Case:
+        return prompts(number, model, num_tokens, num_reqs, implementation, device)
+
+    return Contest(
+        "conv_prefill",
+        params,
+        {
+            "triton": Rival(lambda: build(causal_conv1d_prefill), moved),
+            "torch": Rival(lambda: build(causal_conv1d_prefill_reference), moved, graph=False),
+        },
+    )
+
+
+def gpu_contests(quick: bool, device: str) -> Iterator[Contest]:
+    """Of verify steps, as `bench.state_update` has them, and of prefills."""
+    for model in models(quick):
+        batches = (128,) if quick else (1, 16, 128) if model == MODELS[0] else (16,)
+        for num_reqs, K in product(batches, (0, 3) if quick else (0, 1, 3, 5, 7)):
+            yield conv_updates(device, model, num_reqs, K)
+        for num_tokens in (2048,) if quick else (2048, 8192):
+            yield conv_prefills(device, model, num_tokens, 4)
 
 
 def cells() -> list[Cell]:

@@ -5,6 +5,8 @@ Its arithmetic is float32, which errs by a few 1e-7 of the largest value; bfloat
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -12,9 +14,10 @@ import torch
 
 from bench._reference import near, silu
 from bench._shapes import SHAPES
-from hybrid_kv.kernels.gated_norm import gated_rms_norm
+from bench.harness.contest import Contest, Rival, models
+from hybrid_kv.kernels.gated_norm import gated_rms_norm, gated_rms_norm_reference
 from hybrid_kv.models.layers import GatedRMSNorm
-from hybrid_kv.timing.cases import Case, Cell, grid
+from hybrid_kv.timing.cases import Case, Cell, grid, seed
 
 TOLERANCE = 2e-6
 ROUNDED = 2.0**-7  # of bfloat16, as a share of the largest value
@@ -59,6 +62,31 @@ def norm_cpu(seed: int, model: str, num_tokens: int) -> Case:
 def norm_gpu(seed: int, model: str, num_tokens: int) -> Case:
     """`norm` as one launch, bfloat16."""
     return norm(seed, model, num_tokens, gated_rms_norm, "cuda", torch.bfloat16)
+
+
+def norms(device: str, model: str, num_tokens: int) -> Contest:
+    """The output norm of a layer, `weight * norm(x * silu(gate))`."""
+    params = {"model": model, "num_tokens": num_tokens}
+    shape, number = SHAPES[model], seed("gated_norm", params)
+    moved = 3 * num_tokens * shape.heads * shape.head_dim * 2
+
+    def build(implementation: Any) -> Case:
+        return norm(number, model, num_tokens, implementation, device, torch.bfloat16)
+
+    return Contest(
+        "gated_norm",
+        params,
+        {
+            "triton": Rival(lambda: build(gated_rms_norm), moved),
+            "torch": Rival(lambda: build(gated_rms_norm_reference), moved),
+        },
+    )
+
+
+def gpu_contests(quick: bool, device: str) -> Iterator[Contest]:
+    """The tokens of a prefill."""
+    for model, num_tokens in product(models(quick), (2048,) if quick else (2048, 8192)):
+        yield norms(device, model, num_tokens)
 
 
 def cells() -> list[Cell]:

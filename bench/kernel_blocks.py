@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
 from bench._reference import equal
-from hybrid_kv.kernels.kernel_blocks import expand_triton
+from bench.harness.contest import Contest, Rival
+from hybrid_kv.kernels.kernel_blocks import expand_torch, expand_triton
 from hybrid_kv.timing import block_ids
-from hybrid_kv.timing.cases import Case, Cell, grid
+from hybrid_kv.timing.cases import Case, Cell, grid, seed
 
 
 def table_expansion(seed: int, num_rows: int, width: int, bpk: int, implementation: Any, device: str) -> Case:
@@ -29,6 +31,31 @@ def table_expansion_gpu(seed: int, num_rows: int, width: int, blocks_per_kv_bloc
     """`table_expansion` as one launch."""
     bpk = blocks_per_kv_block
     return table_expansion(seed, num_rows, width, bpk, lambda ids, _: expand_triton(ids, bpk), "cuda")
+
+
+def expansions(device: str, num_rows: int, width: int, bpk: int) -> Contest:
+    """The expansion alone, as other engines do it each step for whole tables."""
+    params = {"num_rows": num_rows, "width": width, "blocks_per_kv_block": bpk}
+    number = seed("expansion", params)
+    moved = 4 * num_rows * width * (1 + bpk)
+
+    def build(implementation: Any) -> Case:
+        return table_expansion(number, num_rows, width, bpk, implementation, device)
+
+    return Contest(
+        "expansion",
+        params,
+        {
+            "triton": Rival(lambda: build(lambda ids, _: expand_triton(ids, bpk)), moved),
+            "torch": Rival(lambda: build(expand_torch), moved),
+        },
+    )
+
+
+def gpu_contests(quick: bool, device: str) -> Iterator[Contest]:
+    """Tables of one width, by the kernel blocks of a block."""
+    for bpk in (34,) if quick else (2, 8, 34):
+        yield expansions(device, 256, 241, bpk)
 
 
 def cells() -> list[Cell]:

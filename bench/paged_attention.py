@@ -5,6 +5,8 @@ A float32 softmax over n keys errs by about 1e-6 of its largest output; 1e-5 lea
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,9 @@ import torch
 
 from bench._reference import Floats, attention, near
 from bench._shapes import SHAPES
+from bench.harness.contest import Contest, Rival, models
 from hybrid_kv.kernels.paged_attention import paged_attention, paged_attention_varlen, write_kv
-from hybrid_kv.timing.cases import Case, Cell, grid
+from hybrid_kv.timing.cases import Case, Cell, grid, seed
 
 TOLERANCE = 1e-5
 ROUNDED = 2.0**-7  # of bfloat16, as a share of the largest value
@@ -126,6 +129,33 @@ def by_torch(query, block_table, positions, starts, totals, key_cache, value_cac
 def pages_gpu(seed: int, model: str, num_reqs: int, length: int, context: int) -> Case:
     """`pages` by the kernel."""
     return pages(seed, model, num_reqs, length, context, by_kernel, "cuda")
+
+
+def attentions(device: str, model: str, num_reqs: int, length: int, context: int) -> Contest:
+    """Paged attention of a decode or of a chunk behind a context."""
+    params = {"model": model, "num_reqs": num_reqs, "length": length, "context": context}
+    shape, number = SHAPES[model], seed("attention", params)
+
+    def build(implementation: Any) -> Case:
+        return pages(number, model, num_reqs, length, context, implementation, device)
+
+    per_token = shape.head_size * 2
+    moved = num_reqs * per_token * 2 * (context * shape.kv_heads + length * shape.query_heads)
+    return Contest(
+        "paged_attention",
+        params,
+        {
+            "triton": Rival(lambda: build(by_kernel), moved),
+            "torch": Rival(lambda: build(by_torch), moved, graph=False),
+        },
+    )
+
+
+def gpu_contests(quick: bool, device: str) -> Iterator[Contest]:
+    """Decodes, and a chunk behind a context."""
+    decodes = ((128, 1, 2048), (128, 4, 2048), (1, 2048, 4096))
+    for model, (num_reqs, length, context) in product(models(quick), decodes[:1] if quick else decodes):
+        yield attentions(device, model, num_reqs, length, context)
 
 
 def cells() -> list[Cell]:

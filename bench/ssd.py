@@ -5,6 +5,8 @@ Quadratic and recurrent arithmetic differ by 2e-5 of the largest value in float3
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -12,9 +14,10 @@ import torch
 
 from bench._reference import Floats, near, recurrence, softplus
 from bench._shapes import SHAPES
+from bench.harness.contest import Contest, Rival, models
 from hybrid_kv.kernels.common.spans import Spans
-from hybrid_kv.kernels.ssd import chunk_scan, chunk_scan_prefill
-from hybrid_kv.timing.cases import Case, Cell, grid
+from hybrid_kv.kernels.ssd import chunk_scan, chunk_scan_prefill, chunk_scan_prefill_reference
+from hybrid_kv.timing.cases import Case, Cell, grid, seed
 
 TOLERANCE = 2e-5
 ROUNDED = 2.0**-7  # of bfloat16, as a share of the largest value
@@ -110,6 +113,32 @@ def prompts(seed: int, model: str, num_tokens: int, num_reqs: int, implementatio
 def prompts_gpu(seed: int, model: str, num_tokens: int, num_reqs: int) -> Case:
     """`prompts` as launches."""
     return prompts(seed, model, num_tokens, num_reqs, chunk_scan_prefill, "cuda")
+
+
+def chunk_scans(device: str, model: str, num_tokens: int, num_reqs: int) -> Contest:
+    """One layer's scan of a prefill."""
+    params = {"model": model, "num_tokens": num_tokens, "num_reqs": num_reqs}
+    shape, number = SHAPES[model], seed("chunk_scan", params)
+
+    def build(implementation: Any) -> Case:
+        return prompts(number, model, num_tokens, num_reqs, implementation, device)
+
+    inner, state = shape.heads * shape.head_dim, shape.heads * shape.head_dim * shape.state_size
+    moved = num_tokens * 2 * (2 * inner + 2 * shape.groups * shape.state_size + shape.heads) + num_reqs * 2 * 4 * state
+    return Contest(
+        "chunk_scan",
+        params,
+        {
+            "triton": Rival(lambda: build(chunk_scan_prefill), moved),
+            "torch": Rival(lambda: build(chunk_scan_prefill_reference), moved, graph=False),
+        },
+    )
+
+
+def gpu_contests(quick: bool, device: str) -> Iterator[Contest]:
+    """Prefills of four requests."""
+    for model, num_tokens in product(models(quick), (2048,) if quick else (2048, 8192)):
+        yield chunk_scans(device, model, num_tokens, 4)
 
 
 def cells() -> list[Cell]:

@@ -7,6 +7,10 @@ bfloat16 outputs are rounded by 2^-8 at most, and again what they are computed f
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Iterator
+from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -14,8 +18,11 @@ import torch
 
 from bench._reference import Floats, near, recurrence, softplus
 from bench._shapes import SHAPES
+from bench.harness.contest import MODELS, VLLM, Contest, Peer, Rival, models, per_head
+from hybrid_kv.kernels.replay import state_bytes
 from hybrid_kv.kernels.ssd import selective_state_update_slots, selective_state_update_slots_reference
-from hybrid_kv.timing.cases import Case, Cell, grid
+from hybrid_kv.static.counts import mean_traffic
+from hybrid_kv.timing.cases import Case, Cell, grid, seed
 
 STATES, OUTPUTS, REPLAYED, ROUNDED = 5e-6, 1e-5, 2e-5, 2.0**-7
 HISTORY = 12  # tokens in the ring, of some 32 at most
@@ -142,6 +149,103 @@ def replay_cpu(seed: int, model: str, num_reqs: int, K: int, flush: bool) -> Cas
 def replay_gpu(seed: int, model: str, num_reqs: int, K: int, flush: bool) -> Case:
     """`replay` as one launch, bfloat16 activations."""
     return replay(seed, model, num_reqs, K, flush, "replay_update", "cuda", torch.bfloat16)
+
+
+def vllm_state_update() -> Peer:
+    """`selective_state_update` with a destination per token."""
+    function = importlib.import_module(f"{VLLM}.mamba_ssm").selective_state_update
+
+    def prepare(state, x, dt, dt_bias, A_log, B, C, D, cu_seqlens, sources, targets):  # type: ignore[no-untyped-def]
+        head_dim, size = state.shape[2:]
+        y = torch.empty_like(x)
+        launch = partial(
+            function,
+            state,
+            x,
+            dt.unsqueeze(-1).expand(-1, -1, head_dim),
+            per_head(-A_log.exp(), head_dim, size),
+            B,
+            C,
+            per_head(D, head_dim),
+            per_head(dt_bias, head_dim),
+            dt_softplus=True,
+            state_batch_indices=sources[:, None].expand(-1, targets.shape[1]).int().contiguous(),
+            dst_state_batch_indices=targets.int(),
+            null_block_id=0,
+            out=y,
+            num_accepted_tokens=torch.ones_like(sources, dtype=torch.int32),
+            cu_seqlens=cu_seqlens.int(),
+        )
+        return launch, lambda: y
+
+    return Peer(prepare)
+
+
+def mamba_ssm_state_update() -> Peer:
+    """One token, in place: in the block that ours only writes."""
+    function = importlib.import_module("mamba_ssm.ops.triton.selective_state_update").selective_state_update
+
+    def prepare(state, x, dt, dt_bias, A_log, B, C, D, cu_seqlens, sources, targets):  # type: ignore[no-untyped-def]
+        head_dim, size = state.shape[2:]
+        state[targets[:, 0]] = state[sources]
+        outputs: list[torch.Tensor] = []
+        arguments = (
+            state,
+            x,
+            dt.unsqueeze(-1).expand(-1, -1, head_dim),
+            per_head(-A_log.exp(), head_dim, size),
+            B,
+            C,
+            per_head(D, head_dim),
+        )
+        options = {"dt_bias": per_head(dt_bias, head_dim), "dt_softplus": True}
+        options["state_batch_indices"] = targets[:, 0].int().contiguous()
+        return lambda: outputs.append(function(*arguments, **options)), lambda: outputs.pop()
+
+    return Peer(prepare)
+
+
+@cache
+def flush_rate(K: int) -> float:
+    """Share of the steps that flush, by the rule itself."""
+    return mean_traffic(SHAPES["nemotron-3-nano"].state, torch.float32, K).flush_rate
+
+
+def state_updates(device: str, model: str, num_reqs: int, K: int) -> Contest:
+    """One layer's step of 1 + K tokens a request: states of all of them, or one state and a ring."""
+    shape, tokens = SHAPES[model], 1 + K
+    sizes, bf16 = shape.state, torch.bfloat16
+    params = {"model": model, "num_reqs": num_reqs, "K": K}
+    number = seed("state_update", params)
+
+    def build(implementation: Any) -> Case:
+        return slots(number, model, num_reqs, K, implementation, device, bf16)
+
+    def replayed(flush: bool) -> Rival:
+        moved = state_bytes.step_bytes(sizes, torch.float32, tokens, HISTORY, flush)
+        make = partial(replay, number, model, num_reqs, K, flush, "replay_update", device=device, dtype=bf16)
+        return Rival(make, num_reqs * sum(moved.values()))
+
+    moved = num_reqs * sum(state_bytes.slots_bytes(sizes, torch.float32, tokens).values())
+    rivals = {
+        "slots": Rival(lambda: build(selective_state_update_slots), moved),
+        "replay_step": replayed(False),
+        "replay_flush": replayed(True),
+        "vllm": Rival(lambda: vllm_state_update().case(build), moved),
+        "torch": Rival(lambda: build(selective_state_update_slots_reference), moved, graph=False),
+    }
+    if not K:
+        rivals["mamba_ssm"] = Rival(lambda: mamba_ssm_state_update().case(build), moved)
+    rate = flush_rate(K)
+    return Contest("state_update", params, rivals, {"replay": {"replay_step": 1 - rate, "replay_flush": rate}})
+
+
+def gpu_contests(quick: bool, device: str) -> Iterator[Contest]:
+    """Batches by drafts; the reference of a large batch of the larger model would take 40 GB."""
+    for model in models(quick):
+        batches = (128,) if quick else (1, 16, 128) if model == MODELS[0] else (16,)
+        for num_reqs, K in product(batches, (0, 3) if quick else (0, 1, 3, 5, 7)):
+            yield state_updates(device, model, num_reqs, K)
 
 
 def cells() -> list[Cell]:

@@ -14,15 +14,13 @@ import re
 import bench
 from hybrid_kv.timing.cases import Cell
 
-_DEFINES_CELLS = re.compile(r"^def cells\(", re.MULTILINE)
 
-
-def suites() -> tuple[str, ...]:
-    """Names of the modules of `bench` that define `cells()`, in alphabetical order."""
+def suites(defining: str = "cells") -> tuple[str, ...]:
+    """Names of the modules of `bench` that define a function `cells`, or another, in alphabetical order."""
     found = []
     for module in pkgutil.iter_modules(bench.__path__):
         source = module.module_finder.find_spec(module.name).loader.get_source(module.name)
-        if not module.ispkg and _DEFINES_CELLS.search(source):
+        if not module.ispkg and re.search(rf"^def {defining}\(", source, re.MULTILINE):
             found.append(module.name)
     return tuple(found)
 

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from bench import gpu
+from bench import block_tables, causal_conv1d, gated_norm, gpu, kernel_blocks, paged_attention, ssd, state_update
 from bench._shapes import SHAPES
-from bench.gpu import COPY, Contest, Cuda, Rival, contests, main, race, rows
+from bench.gpu import COPY, Cuda, contests, main, race, rows
+from bench.harness.contest import VLLM, Contest, Rival
 from hybrid_kv.kernels.common.shapes import LayerShape
 from hybrid_kv.kernels.replay import state_bytes
 from hybrid_kv.results import TIME_UNITS, check_file, read_rows
@@ -24,15 +25,15 @@ from tests.timing.events import log_events
 
 TINY = LayerShape(4, 16, 16, 2, 4, 2, 32)
 FINE = {
-    "state_update": lambda: gpu.state_updates("cpu", "tiny", 3, 1),
-    "single token": lambda: gpu.state_updates("cpu", "tiny", 2, 0),
-    "conv_update": lambda: gpu.conv_updates("cpu", "tiny", 3, 2),
-    "conv_prefill": lambda: gpu.conv_prefills("cpu", "tiny", 40, 2),
-    "chunk_scan": lambda: gpu.chunk_scans("cpu", "tiny", 96, 2),
-    "block_tables": lambda: gpu.table_updates("cpu", "nemotron-3-nano", "prefill 4"),
-    "expansion": lambda: gpu.expansions("cpu", 3, 5, 34),
-    "paged_attention": lambda: gpu.attentions("cpu", "tiny", 2, 3, 48),
-    "gated_norm": lambda: gpu.norms("cpu", "tiny", 5),
+    "state_update": lambda: state_update.state_updates("cpu", "tiny", 3, 1),
+    "single token": lambda: state_update.state_updates("cpu", "tiny", 2, 0),
+    "conv_update": lambda: causal_conv1d.conv_updates("cpu", "tiny", 3, 2),
+    "conv_prefill": lambda: causal_conv1d.conv_prefills("cpu", "tiny", 40, 2),
+    "chunk_scan": lambda: ssd.chunk_scans("cpu", "tiny", 96, 2),
+    "block_tables": lambda: block_tables.table_updates("cpu", "nemotron-3-nano", "prefill 4"),
+    "expansion": lambda: kernel_blocks.expansions("cpu", 3, 5, 34),
+    "paged_attention": lambda: paged_attention.attentions("cpu", "tiny", 2, 3, 48),
+    "gated_norm": lambda: gated_norm.norms("cpu", "tiny", 5),
 }
 
 
@@ -74,13 +75,13 @@ def test_contests_are_right_in_the_interpreter(name):
 def check_peer(package):
     SHAPES["tiny"] = TINY
     if package == "vllm":
-        load_peer(f"{gpu.VLLM}.mamba_ssm").try_get_optimal_ssm_config = lambda *_: (4, 4)
+        load_peer(f"{VLLM}.mamba_ssm").try_get_optimal_ssm_config = lambda *_: (4, 4)
     else:
         load_peer("mamba_ssm.ops.triton.selective_state_update")
-    single = gpu.state_updates("cpu", "tiny", 2, 0)
-    drafts = gpu.state_updates("cpu", "tiny", 2, 3)
+    single = state_update.state_updates("cpu", "tiny", 2, 0)
+    drafts = state_update.state_updates("cpu", "tiny", 2, 3)
     # Its arithmetic is that of its inputs, which the interpreter would do on the raw bits of bfloat16.
-    conv = gpu.conv_updates("cpu", "tiny", 2, 3, torch.float32)
+    conv = causal_conv1d.conv_updates("cpu", "tiny", 2, 3, torch.float32)
     raced = (single, drafts, conv) if package == "vllm" else (single,)
     cases = [contest.rivals[package].make() for contest in raced]
     errors = []
@@ -370,7 +371,7 @@ def test_what_passes_through_the_cache_is_larger_than_it(monkeypatch):
 @pytest.mark.gpu
 def test_on_a_gpu():
     device = Cuda()
-    contest = gpu.norms("cuda", "nemotron-3-nano", 512)
+    contest = gated_norm.norms("cuda", "nemotron-3-nano", 512)
     results, _ = race(contest, device, 5, random.Random(0))
     assert all((one.seconds > 0).all() for one in results)
     assert {row.metric for row in rows(contest, results)} >= {"gpu_time", "bandwidth", "share_of_copy"}

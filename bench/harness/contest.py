@@ -1,0 +1,73 @@
+"""A contest: one task on a GPU and its rivals, the first of which is what the others are compared with.
+
+A benchmark file with `gpu_contests(quick, device)` has some; `bench.gpu` finds them and races them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hybrid_kv.timing.cases import Case, Scalar, nothing
+
+MODELS = ("nemotron-3-nano", "granite-4-h-small")
+VLLM = "vllm.model_executor.layers.mamba.ops"
+
+
+def models(quick: bool) -> tuple[str, ...]:
+    """Whose shapes are raced: of all of them, in a quick run the first one's."""
+    return MODELS[:1] if quick else MODELS
+
+
+@dataclass(frozen=True)
+class Rival:
+    """One way to do a task.
+
+    Attributes:
+        make: its case; raises ImportError where its package is missing.
+        num_bytes: that a call must move at least; 0 if nobody would call it bound by memory.
+        graph: it can be captured: it launches, and never waits for the device.
+    """
+
+    make: Callable[[], Case]
+    num_bytes: int
+    graph: bool = True
+
+
+@dataclass(frozen=True)
+class Contest:
+    """A task and its rivals by name; `means` are rivals that take turns, by name the weight of each."""
+
+    benchmark: str
+    params: Mapping[str, Scalar]
+    rivals: Mapping[str, Rival]
+    means: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+
+class Peer:
+    """A function of another project behind the arguments of ours.
+
+    `prepare(*arguments)` gives the launch and a function that reads its result. It may copy: it runs in checks alone.
+    """
+
+    def __init__(self, prepare: Callable[..., tuple[Callable[[], Any], Callable[[], torch.Tensor]]]) -> None:
+        self._prepare = prepare
+        self._launch: Callable[[], Any] = nothing
+
+    def __call__(self, *arguments: Any) -> torch.Tensor:
+        self._launch, result = self._prepare(*arguments)
+        self._launch()
+        return result()
+
+    def case(self, build: Callable[[Any], Case]) -> Case:
+        """The case that `build` makes of an implementation, timed without what `prepare` does."""
+        built = build(self)
+        return Case(lambda: self._launch(), built.check)
+
+
+def per_head(values: torch.Tensor, *shape: int) -> torch.Tensor:
+    """One value a head, as a tensor of `[heads, *shape]` without strides."""
+    return values.view(-1, *[1] * len(shape)).expand(-1, *shape)
