@@ -1,0 +1,77 @@
+"""The pins agree with what packages publish: a dry run, which reads metadata and installs nothing.
+
+On every machine the newest requirements of torch's CUDA build count, also where a CPU build is installed or configured.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.test_repository import PINS, ROOT
+
+UV = Path(sys.executable).parent / "uv"
+NO_INDEX = re.compile(r"error sending request|dns error|\(Connect\)|timed out", re.IGNORECASE)
+HERE = f"{sys.version_info.major}.{sys.version_info.minor}"  # a folder of wheels has one Python's
+INSTALLED = f"hybrid_kv[all] @ {ROOT.as_uri()}"
+ASV = [
+    f"{name}=={versions[0]}"
+    for name, versions in json.loads((ROOT / "asv.conf.json").read_text())["matrix"]["req"].items()
+]
+
+
+def resolve(requirements, python="3.13", cpu=False, constraints=ROOT / "constraints.txt"):
+    """Versions by package for x86-64 Linux, or what stands in their way; skips where no index answers."""
+    if not UV.exists():
+        pytest.skip("uv is not installed")
+    command = [UV, "pip", "compile", "-", "--quiet", "--no-header", "--no-annotate", "--constraints", constraints]
+    command += ["--python-version", python, "--python-platform", "x86_64-unknown-linux-gnu"]
+    if cpu:
+        requirements = [*requirements, f"torch=={PINS['torch']}+cpu"]
+        # Where a folder of wheels is configured, as .ci/install tries first; else where torch publishes CPU builds.
+        folder = os.environ.get("PIP_FIND_LINKS")
+        command += ["--find-links", folder] if folder else ["--torch-backend", "cpu"]
+    done = subprocess.run(command, input="\n".join(requirements), capture_output=True, text=True, cwd=ROOT)
+    if done.returncode:
+        if NO_INDEX.search(done.stderr):
+            pytest.skip("no package index can be reached")
+        return done.stderr
+    return dict(re.findall(r"^([\w.-]+)==([^\s;]+)", done.stdout, re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    ("requirements", "cpu", "python"),
+    [
+        pytest.param([INSTALLED], False, "3.10", id="all-cuda-3.10"),
+        pytest.param([INSTALLED], False, "3.13", id="all-cuda-3.13"),
+        pytest.param([INSTALLED], True, HERE, id="all-cpu"),
+        pytest.param(ASV, False, "3.13", id="asv-cuda-3.13"),
+        pytest.param(ASV, True, HERE, id="asv-cpu"),
+    ],
+)
+def test_the_pins_can_be_installed_together(requirements, cpu, python):
+    found = resolve(requirements, python, cpu)
+    assert isinstance(found, dict), found
+    wanted = {name: PINS[name] for name in ("torch", "triton", "numpy")}
+    assert {name: found[name].removesuffix("+cpu") for name in wanted} == wanted
+    assert any(name.startswith("nvidia-") for name in found) == (not cpu)
+
+
+def test_another_triton_is_refused(tmp_path):
+    """The dry run sees what it is there for: torch 2.13.0 requires triton 3.7.1."""
+    other = tmp_path / "constraints.txt"
+    text = (ROOT / "constraints.txt").read_text()
+    other.write_text(re.sub(r"^triton==\S+", "triton==3.6.0", text, flags=re.MULTILINE))
+    reason = resolve([INSTALLED], constraints=other)
+    assert isinstance(reason, str) and "triton" in reason
+
+
+def test_uv_is_pinned_where_it_is_installed():
+    script = (ROOT / ".ci/install").read_text()
+    assert "uv" in PINS
+    assert re.search(r"pip install -q -c constraints\.txt uv\b", script)
+    assert not re.search(r"pip install (?!-q -c constraints\.txt)[^&|\n]*\buv\b", script)
