@@ -39,7 +39,7 @@ report: $(STAMP)
 figures: $(STAMP)
 	$(BIN)/python -m hybrid_kv.dashboard.readme
 
-titles: export BASE ?= origin/main
+titles: export BASE ?= HEAD~1
 titles:
 	bash .ci/titles "$$BASE"
 
