@@ -9,6 +9,16 @@ from pathlib import Path
 from hybrid_kv.config import ConfigError, HybridKVError
 
 
+def refuse_device(file: Path) -> None:
+    """Refuse a file such as /dev/zero, which has no end to be read to; a pipe has one.
+
+    Raises:
+        ConfigError: it is a device.
+    """
+    if file.is_char_device() and file != Path(os.devnull):  # which ends at once
+        raise ConfigError(f"{file} is a device; name a file")
+
+
 def check_outputs(*files: str | Path | None) -> None:
     """Refuse files that `write_whole` could not write, before hours of work depend on them. Nothing is made yet.
 

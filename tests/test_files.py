@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hybrid_kv.config import ConfigError, HybridKVError
-from hybrid_kv.files import check_outputs, write_whole
+from hybrid_kv.files import check_outputs, refuse_device, write_whole
 
 
 def test_a_file_is_written_whole_with_its_folders(tmp_path: Path) -> None:
@@ -64,3 +64,10 @@ def test_a_device_is_written_to_and_not_replaced() -> None:
     with pytest.raises(HybridKVError, match="/dev/full cannot be written: No space left"):
         write_whole("/dev/full", "x" * 100_000)
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+def test_a_device_is_not_read_to_an_end_that_it_does_not_have() -> None:
+    refuse_device(Path("/dev/null"))
+    refuse_device(Path("nowhere"))
+    with pytest.raises(ConfigError, match="/dev/zero is a device; name a file"):
+        refuse_device(Path("/dev/zero"))

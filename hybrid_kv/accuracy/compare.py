@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from hybrid_kv.accuracy import paired
 from hybrid_kv.accuracy.run import NO_ANSWER, STRICT, AccuracyResult, sample_lines, wilson_interval
 from hybrid_kv.config import HybridKVError
+from hybrid_kv.files import refuse_device
 
 if TYPE_CHECKING:
     from hybrid_kv.results import Row
@@ -69,6 +70,7 @@ def read_answers(file: str | Path, answer_filter: str = STRICT) -> Answers:
         HybridKVError: the file is broken, has no answers of the filter, or questions that the engine refused.
     """
     file = Path(file)
+    refuse_device(file)
     try:
         data = file.read_bytes()
         text = (gzip.decompress(data) if file.suffix == ".gz" else data).decode()

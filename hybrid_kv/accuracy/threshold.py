@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from hybrid_kv.results import Row
 
 FILE = Path(__file__).with_name("thresholds.yaml")
+MAX_QUESTIONS = 10**6  # a floor takes memory for each
 MIN_RUNS = 10
 NUM_SD = 4
 METRICS = {STRICT: "exact_match_strict", FLEXIBLE: "exact_match_flexible"}
@@ -66,6 +67,9 @@ class Floor:
                 raise ConfigError(f"{field.name}: {value!r} is not of type {field.type}")
         if self.runs < MIN_RUNS:
             raise ConfigError(f"runs: {self.runs} are too few for a floor; it takes {MIN_RUNS}")
+        for name in ("questions", "distinct"):
+            if not 1 <= (count := getattr(self, name)) <= MAX_QUESTIONS:
+                raise ConfigError(f"{name}: {count} must be 1 to {MAX_QUESTIONS:,}")
         expected = floor_of(self.mean, self.sd, self.questions, self.distinct)
         if not math.isclose(self.floor, expected, abs_tol=1e-9):
             raise ConfigError(f"floor: {self.floor} does not follow from the runs ({expected:.6g}); was it edited?")
@@ -113,7 +117,7 @@ def floor_from_rows(frame: pd.DataFrame, model: str, task: str, answer_filter: s
     commit = str(sizes[sizes >= MIN_RUNS].index[-1])
     used = runs.get_group(commit)
     scores = [float(score) for score in used["value"]]
-    seeds = {params[index].get("seed") for index in used.index}
+    seeds = {repr(params[index].get("seed")) for index in used.index}
     mean, sd = statistics.fmean(scores), statistics.stdev(scores)
     # A seed of gsm8k chooses the shots; the questions stay.
     distinct = questions * (len(seeds) if task == "gsm8k_synth" else 1)

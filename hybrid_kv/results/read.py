@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybrid_kv.config import HybridKVError
+from hybrid_kv.files import refuse_device
 from hybrid_kv.results.row import Row
 from hybrid_kv.results.schema import COLUMNS, check_header, parsed
 
@@ -25,6 +26,7 @@ _log = logging.getLogger("hybrid_kv.results")
 
 def _read_lines(path: Path) -> Iterator[tuple[int, list[str]]]:
     """Number and fields of every line but the header; a torn last line is left out with a warning."""
+    refuse_device(path)
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH)  # No line of a writer that is at work looks torn.
@@ -33,8 +35,6 @@ def _read_lines(path: Path) -> Iterator[tuple[int, list[str]]]:
         raise HybridKVError(f"results cannot be read from {path}: {error.strerror}") from None
     check_header(path, data[:4096])
     whole = data[: data.rfind(b"\n") + 1]
-    if len(whole) < len(data):
-        _log.warning("%s: a last line without an end is left out; the next append cuts it off", path)
     if not whole:
         raise HybridKVError(f"{path} is empty: column 1 must be {COLUMNS[0]!r}; is it another file?")
     try:
@@ -44,6 +44,8 @@ def _read_lines(path: Path) -> Iterator[tuple[int, list[str]]]:
         raise HybridKVError(f"{path} is no text: byte {error.start} is not UTF-8") from None
     except csv.Error as error:
         raise HybridKVError(f"{path} line {number}: {error}") from None
+    if len(whole) < len(data):
+        _log.warning("%s: a last line without an end is left out; the next append cuts it off", path)
 
 
 def read_rows(path: str | Path) -> pd.DataFrame:

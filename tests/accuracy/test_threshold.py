@@ -226,7 +226,7 @@ def test_the_tool_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixt
     frame = rows([0.9, 0.92] * 6)
     for column in results.COLUMNS:
         frame[column] = frame.get(column, 1 if column == "schema" else "")
-    frame["ci_low"] = frame["ci_high"] = ""
+    frame["ci_low"], frame["ci_high"], frame["better"] = "", "", "higher"
     frame[list(results.COLUMNS)].to_csv(csv, index=False)
     code, printed, _ = call(capsys, "threshold", "--rows", csv, "--file", file)
     assert code == 0 and printed.count("12 runs") == 2 and "was" not in printed
@@ -239,3 +239,10 @@ def test_the_tool_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit) as stop:
         main(["accuracy", "threshold", "--rows", str(tmp_path / "nowhere.csv")])
     assert stop.value.code == 2
+
+
+@pytest.mark.parametrize("name", ["questions", "distinct"])
+@pytest.mark.parametrize("count", [0, 10**18])
+def test_a_floor_for_more_questions_than_there_are_is_refused(name: str, count: int) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: {count} must be 1 to 1,000,000"):
+        dataclasses.replace(FLOOR, **{name: count})

@@ -66,12 +66,12 @@ def test_what_a_command_may_not_do_is_seen(code: Any, err: str, raised: str, fou
 def test_what_a_command_may_not_leave_is_seen(tmp_path: Path) -> None:
     (tmp_path / "taken.txt").write_text("taken")
     (tmp_path / "new.json").write_text("{}")
-    assert fuzz.left_over(tmp_path) == []
+    assert fuzz.left_over(tmp_path, set()) == []
     (tmp_path / "new.json").write_text('{"half')
     (tmp_path / "x.part").touch()
     (tmp_path / "taken.txt").write_text("")
     (tmp_path / "index.html").write_text("<html>")
-    assert set(fuzz.left_over(tmp_path)) == {
+    assert set(fuzz.left_over(tmp_path, set())) == {
         "new.json is half-written",
         "x.part was left behind",
         "taken.txt was emptied",
