@@ -21,6 +21,7 @@ from hybrid_kv.results import TIME_UNITS
 
 PLACE = 20
 MAX_STEPS_LISTED = 20
+MAX_STEPS_UNFOLDED = 5  # More would push the chart out of sight.
 
 
 def section(report: Report) -> Section:
@@ -56,6 +57,8 @@ def section(report: Report) -> Section:
     steps = table(["steps", "change", "", "median", "since", "between"], rows, attributes) if rows else ""
     if len(stepped) > len(listed):
         steps += paragraph(f"and {len(stepped) - len(listed):,} older ones")
+    if len(listed) > MAX_STEPS_UNFOLDED:
+        steps = f"<details><summary>{len(stepped):,} steps, newest first</summary>{steps}</details>"
     body = f"""{steps}
 <div class="pick"><label>benchmark <select id="benchmark"></select></label>
 <label>case <select id="case"></select></label></div>
