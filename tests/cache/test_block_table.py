@@ -349,6 +349,22 @@ def test_a_position_beyond_the_row_has_no_slot():
     assert update(tables, [(0, 32, 1), (1, 31, 1)])[1].tolist() == [[PAD_SLOT, 6 * 16 + 15]]
 
 
+@pytest.mark.gpu
+def test_tables_on_a_gpu_follow_those_of_the_host():
+    here = make()
+    there = BlockTables([16 * n for n in BPK], [16] * len(BPK), ROWS, 64, WIDTHS, torch.device("cuda"))
+    for step in range(3):
+        for tables in (here, there):
+            stage(tables, step, [[5 + step], [6, 7 + step], [8]], overwrite=True)
+        rows, lens = np.arange(step + 1), np.full(step + 1, 2)
+        positions = torch.arange(2 * (step + 1)) % 2
+        found, wanted = (tables.update(rows, lens, positions.to(tables.device), ROWS, 20) for tables in (there, here))
+        for got, expected in zip(
+            (*found[0], found[1], *there.tables), (*wanted[0], wanted[1], *here.tables), strict=True
+        ):
+            assert torch.equal(got.cpu(), expected)
+
+
 def test_impossible_shapes_are_refused():
     with pytest.raises(ValueError, match="does not divide"):
         BlockTables([24], [16], 1, 1, [1], CPU)
