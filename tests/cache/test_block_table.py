@@ -349,6 +349,17 @@ def test_a_position_beyond_the_row_has_no_slot():
     assert update(tables, [(0, 32, 1), (1, 31, 1)])[1].tolist() == [[PAD_SLOT, 6 * 16 + 15]]
 
 
+def test_a_row_that_lost_its_place_is_not_extended_there():
+    tables = make(rows=2, widths=[4], bpk=[1])
+    stage(tables, 0, [[1, 2]], overwrite=True)
+    stage(tables, 1, [[11, 12, 13]], overwrite=True)
+    update(tables, [(0, 0, 1)])
+    update(tables, [(1, 0, 1)])
+    stage(tables, 0, [[3]])
+    assert update(tables, [(1, 0, 1)])[0][0][0, :3].tolist() == [11, 12, 13]
+    assert update(tables, [(0, 0, 1)])[0][0][0, :3].tolist() == [1, 2, 3]
+
+
 @pytest.mark.gpu
 def test_tables_on_a_gpu_follow_those_of_the_host():
     here = make()
