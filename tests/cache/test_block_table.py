@@ -360,6 +360,34 @@ def test_a_row_that_lost_its_place_is_not_extended_there():
     assert update(tables, [(0, 0, 1)])[0][0][0, :3].tolist() == [1, 2, 3]
 
 
+def test_a_row_comes_back_to_a_place_that_was_padding():
+    tables = make(rows=2, widths=[4], bpk=[1])
+    for row in (0, 1):
+        stage(tables, row, [[10 * row + 1, 10 * row + 2]], overwrite=True)
+    both = [(0, 0, 1), (1, 0, 1)]
+    update(tables, both)
+    update(tables, both[:1], 2)
+    assert update(tables, both)[0][0][:, :2].tolist() == [[1, 2], [11, 12]]
+
+
+def test_forgotten_tables_are_written_anew_for_the_same_batch():
+    tables = make(rows=2, widths=[4], bpk=[1])
+    stage(tables, 0, [[1, 2]], overwrite=True)
+    update(tables, [(0, 0, 1)])
+    tables.forget()
+    tables.input_tables[0].fill_(UNTOUCHED)
+    assert update(tables, [(0, 0, 1)])[0][0][0, :2].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("lens", [1, 24])
+def test_a_token_of_another_rank_has_no_slot(lens):
+    tables = make(rows=1, widths=[2], bpk=[1], cp_size=2, cp_rank=1, cp_interleave=2)
+    stage(tables, 0, [[5, 6]], overwrite=True)
+    wanted = [5 * 16 + p // 4 * 2 + p % 2 if p % 4 >= 2 else PAD_SLOT for p in range(24)]
+    for first in range(0, 24, lens):
+        assert update(tables, [(0, first, lens)])[1].tolist() == [wanted[first : first + lens]]
+
+
 @pytest.mark.gpu
 def test_tables_on_a_gpu_follow_those_of_the_host():
     here = make()
