@@ -18,7 +18,7 @@ from bench._reference import equal
 from bench._shapes import SHAPES
 from hybrid_kv.cache.layout import allocate_raw_buffers
 from hybrid_kv.cache.offload import KVOffload
-from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, window_and_states
 from hybrid_kv.timing.cases import Case, Cell, WrongResultError, grid
 
 NUM_BLOCKS = 33
@@ -39,8 +39,7 @@ class Pool:
         window, state = (3, shape.channels), (shape.heads, shape.head_dim, shape.state_size)
         mamba = MambaSpec(
             BLOCK_SIZE,
-            (window, state),
-            (torch.bfloat16, torch.float32),
+            window_and_states((window, torch.bfloat16), (state, torch.float32)),
             page_size_padded=attention.page_size_bytes,
             mamba_cache_mode="align",
         )

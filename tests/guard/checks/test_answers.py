@@ -29,7 +29,7 @@ MTP = cell(method="mtp", k=1, cached=0)
 
 
 def test_a_clean_slice_passes_with_its_figures(monkeypatch):
-    monkeypatch.setattr(answers, "MODES", {mode: answers.MODES[mode] for mode in ("none", "all")})
+    monkeypatch.setattr(answers, "TRIED", ("none", "all"))
     monkeypatch.setattr(answers, "DRAFTS", ((None, 0), ("mtp", 1)))
     monkeypatch.setattr(answers, "REPLAYED", (("all", "mtp", 1),))
     monkeypatch.setattr(answers, "FORGET_EVERY", 6)
