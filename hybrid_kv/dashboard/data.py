@@ -15,7 +15,7 @@ import pandas as pd
 
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.dashboard.steps import Floats, Step, find_steps
-from hybrid_kv.results import COLUMNS, TIME_UNITS, read_rows
+from hybrid_kv.results import COLUMNS, TIME_UNITS, metric_key, read_rows
 
 # A series is one check or benchmark on one machine. Of `params` these say how a number came about, not what it is of.
 SERIES = ["suite", "benchmark", "metric", "case", "machine"]
@@ -104,10 +104,7 @@ def prepare(frame: pd.DataFrame) -> pd.DataFrame:
     frame["parsed"] = frame["params"].map(known)
     frame["case"] = frame["params"].map({text: _case(parsed) for text, parsed in known.items()})
     frame["check"] = frame["metric"]
-    guard = frame["suite"] == "guard"
-    # A check of the guard is named by its metric; its params are counts and limits.
-    frame.loc[guard, "case"] = ""
-    frame.loc[guard, "metric"] = frame.loc[guard, "metric"].str.split(": ", n=1).str[0]
+    frame = _fold_guard(frame)
     on_device = ~frame["device"].isin(["", "cpu"]) & ~static
     frame.loc[on_device, "machine"] += ", " + frame.loc[on_device, "device"]
     frame.loc[static, "machine"] = ""
@@ -115,6 +112,36 @@ def prepare(frame: pd.DataFrame) -> pd.DataFrame:
     frame["value"] = frame["value"].astype(float)
     frame["time"] = pd.to_datetime(frame["time_utc"], format="ISO8601", utc=True)
     return frame.sort_values("time", kind="stable", ignore_index=True)
+
+
+def _fold_guard(frame: pd.DataFrame) -> pd.DataFrame:
+    """Checks of the guard by their keys, with the numbers behind each (`CHECK:NUMBER`) among its parsed params.
+
+    Until November 2026 a check's metric was its name with figures, and its params held the numbers.
+    """
+    guard = frame["suite"] == "guard"
+    old = guard & frame["metric"].str.contains(" ")
+    behind = guard & ~old & frame["metric"].str.contains(":")
+    numbers: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in each(frame[behind]):
+        check, _, name = row.metric.partition(":")
+        value = int(row.value) if float(row.value).is_integer() else float(row.value)
+        numbers.setdefault((row.run_id, row.benchmark, check), {})[name] = value
+    parsed = list(frame["parsed"])
+    for position, row in enumerate(each(frame)):
+        found = numbers.get((row.run_id, row.benchmark, row.metric))
+        if row.suite == "guard" and found is not None:
+            parsed[position] = {**row.parsed, **found, "limit": _limit(found)}
+    frame["parsed"] = parsed
+    frame.loc[guard, "case"] = ""  # The key says it.
+    frame.loc[old, "metric"] = frame.loc[old, "metric"].map(metric_key)
+    return frame[~behind].reset_index(drop=True)
+
+
+def _limit(numbers: dict[str, Any]) -> str:
+    """As the guard prints it."""
+    signs = {"at_least": ">= ", "at_most": "<= ", "limit": ""}
+    return next((f"{sign}{numbers[name]:.3g}" for name, sign in signs.items() if name in numbers), "")
 
 
 def _case(params: dict[str, Any]) -> str:

@@ -26,7 +26,7 @@ from hybrid_kv.dashboard.sections.answers import answers_table
 from hybrid_kv.dashboard.sections.block_ids import ENGINE, block_id_rows
 from hybrid_kv.dashboard.sections.kernels import static_table
 from hybrid_kv.dashboard.sections.operating_curve import WHOLE, curve_rows
-from hybrid_kv.dashboard.words import about, number
+from hybrid_kv.dashboard.words import about, metric_name, number
 from hybrid_kv.errors import run_command
 from hybrid_kv.files import write_whole
 from hybrid_kv.results import TIME_UNITS, UNITS, head
@@ -223,9 +223,24 @@ def guard_short(results: Results) -> str | None:
     return "\n".join([*shown, "…", *lines[-3:]])
 
 
+def _check_name(row: Any) -> str:
+    """As the guard printed it; a row of an older guard has it as it was."""
+    from hybrid_kv.guard.checks.answers import figures_in_words
+
+    if " " in row.check:
+        return str(row.check)
+    name = metric_name(row.check)
+    if row.benchmark != "answers":
+        return name
+    hit_rate, accepted, drafted = (row.parsed[figure] for figure in ("hit_rate", "accepted", "drafted"))
+    shown = figures_in_words(row.parsed["mode"], hit_rate, accepted, drafted, row.parsed.get("loaded_blocks"))
+    return f"{name}: {shown}" if shown else name
+
+
 def _check(row: Any, make: Callable[..., Any]) -> Any:
     value = int(row.value) if row.value == int(row.value) and row.unit != "share" else row.value
-    return make(row.benchmark, row.check, row.verdict == "pass", value, row.unit, str(row.limit), row.n, row.seconds)
+    limit = str(row.limit)
+    return make(row.benchmark, _check_name(row), row.verdict == "pass", value, row.unit, limit, row.n, row.seconds)
 
 
 SCHEME_SHAPE = re.compile(r"Nemotron-3-Nano, K=(\d+)")

@@ -52,7 +52,7 @@ AXES = {"": "value", "time ratio": "ratio of two times", "share": "share, %", "1
 
 def metric_name(key: str) -> str:
     """A metric in words."""
-    return METRICS.get(key, key.replace("_", " "))
+    return METRICS.get(key, key.replace("/", ", ").replace("_", " "))
 
 
 def axis_name(unit: str) -> str:

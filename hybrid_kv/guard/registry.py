@@ -17,7 +17,8 @@ Size = Literal["quick", "full", "long"]
 class CheckResult:
     """One line of the guard's table.
 
-    `value` is the figure, `limit` what it was held against (empty if nothing), `detail` the first thing that is wrong.
+    `value` is the figure, `limit` what it was held against (empty if nothing), `detail` the first thing that is wrong;
+    `params` say what was run, `figures` what else was counted, `interval` is the 95 % interval of `value`.
     """
 
     section: str
@@ -30,6 +31,8 @@ class CheckResult:
     seconds: float
     detail: str = ""
     params: dict[str, Any] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=dict)
+    interval: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from hybrid_kv.config import ConfigError
 from hybrid_kv.errors import require
 from hybrid_kv.guard.registry import Check, CheckResult, Run, Size, load_checks
-from hybrid_kv.results import Receipt, Row, provenance, timing_row
+from hybrid_kv.results import Receipt, Row, metric_key, provenance, timing_row
 
 
 def amounts(size: Size) -> dict[str, int]:
@@ -88,27 +88,39 @@ def _run(check: Check, run: Run) -> list[CheckResult]:
         return [CheckResult(check.section, "runs to its end", False, 0, "", "", 0, 0.0, detail)]
 
 
+LIMITS = {">=": "at_least", "<=": "at_most", "": "limit"}
+
+
 def result_rows(results: Sequence[CheckResult]) -> list[Row]:
-    """One row per check. Times stay in `params`: a guard's duration is no benchmark."""
+    """A row for each check, and behind it one for each of its other numbers, whose metric is `CHECK:NUMBER`.
+
+    `params` say what was run, and nothing of what came out: they are the same in every run. Seconds have no unit of
+    time, since a guard's duration is no benchmark.
+    """
     rows = []
     for result in results:
+        key = metric_key(result.name)
+        shared: dict[str, Any] = {"suite": "guard", "benchmark": result.section, "n": result.n}
         verdict = "pass" if result.passed else ("void" if result.detail.startswith("void") else "fail")
-        params = {**result.params, "limit": result.limit, "seconds": round(result.seconds, 3)}
-        values: dict[str, Any] = {
-            "suite": "guard",
-            "benchmark": result.section,
-            "metric": result.name,
-            "value": result.value,
-            "unit": result.unit,
-            "n": result.n,
-            "verdict": verdict,
-        }
-        if result.unit == "time ratio":
-            # The benchmark raises unless all subjects agreed before and after the timing.
-            rows.append(timing_row(receipt=Receipt(True, True, 0.0), params=params, **values))
-        else:
-            rows.append(Row(params=params, **values))
+        low, high = result.interval or (None, None)
+        values = {"metric": key, "value": result.value, "unit": result.unit, "verdict": verdict, **shared}
+        values |= {"params": result.params, "ci_low": low, "ci_high": high}
+        # The benchmark raises unless all subjects agreed before and after the timing.
+        timed = result.unit == "time ratio"
+        rows.append(timing_row(receipt=Receipt(True, True, 0.0), **values) if timed else Row(**values))
+        numbers = {**_limit(result.limit), "seconds": round(result.seconds, 3), **result.figures}
+        rows += [
+            Row(metric=f"{key}:{name}", value=value, params=result.params, **shared)
+            for name, value in numbers.items()
+            if isinstance(value, int | float)
+        ]
     return rows
+
+
+def _limit(text: str) -> dict[str, float]:
+    """A limit as a number, by what it means: at least, at most, or the value that is due."""
+    sign, _, number = text.rpartition(" ")
+    return {LIMITS[sign]: float(number)} if text else {}
 
 
 def print_results(results: Sequence[CheckResult]) -> None:

@@ -9,11 +9,17 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hybrid_kv.results.schema import BETTER, MAX_COUNT, TIME_UNITS, UNITS, VERDICTS, check_params
+
+
+def metric_key(name: str) -> str:
+    """A stable key of a metric's name: `all, mtp 3: hits 70 %` is `all/mtp_3`; what follows a colon is a figure."""
+    return re.sub(r"[^a-z0-9./]+", "_", name.partition(": ")[0].lower().replace(", ", "/")).strip("_")
 
 
 @dataclass(frozen=True)

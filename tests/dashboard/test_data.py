@@ -92,10 +92,34 @@ def test_a_check_of_the_guard_keeps_its_name_when_its_figures_change(tmp_path: P
         row(1, {"hit_rate": 0.8}, metric="all, mtp 3: hits 80%, accepted 92%", **guard),
         row(1, {"hit_rate": 0.1}, metric="none, mtp 3: accepted 92%", **guard),
     )
-    assert [(s.key[2], len(s.rows)) for s in histories(found.rows)] == [("all, mtp 3", 2), ("none, mtp 3", 1)]
+    assert [(s.key[2], len(s.rows)) for s in histories(found.rows)] == [("all/mtp_3", 2), ("none/mtp_3", 1)]
     assert found.rows["check"].iloc[0] == "all, mtp 3: hits 70%, accepted 91%"
     other = results(tmp_path, row(0, metric="p: q"))
     assert list(other.rows["metric"]) == ["p: q"]
+
+
+def test_the_numbers_behind_a_check_are_read_with_it(tmp_path: Path) -> None:
+    """Written as rows of their own since November 2026, in params before: both are one series."""
+    guard = {"suite": "guard", "benchmark": "answers", "unit": "answers", "verdict": "pass", "value": 0.0}
+    number = {**guard, "unit": "", "verdict": ""}
+    found = results(
+        tmp_path,
+        row(
+            0,
+            {"mode": "all", "hit_rate": 0.7, "limit": ">= 0.5", "accepted": 3},
+            metric="all, mtp 3: hits 70%",
+            **guard,
+        ),
+        row(1, {"mode": "all"}, metric="all/mtp_3", **guard),
+        row(1, {"mode": "all"}, metric="all/mtp_3:at_least", **number | {"value": 0.5}),
+        row(1, {"mode": "all"}, metric="all/mtp_3:hit_rate", **number | {"value": 0.8}),
+        row(1, {"mode": "all"}, metric="all/mtp_3:accepted", **number | {"value": 4.0}),
+    )
+    assert [(s.key[2], len(s.rows)) for s in histories(found.rows)] == [("all/mtp_3", 2)]
+    old, new = (one.parsed for one in found.rows.itertuples())
+    assert old == {"mode": "all", "hit_rate": 0.7, "limit": ">= 0.5", "accepted": 3}
+    assert new == {"mode": "all", "hit_rate": 0.8, "limit": ">= 0.5", "accepted": 4, "at_least": 0.5}
+    assert type(new["accepted"]) is int
 
 
 # ---- which rows ----

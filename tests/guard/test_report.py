@@ -12,7 +12,7 @@ import pytest
 from hybrid_kv import cli
 from hybrid_kv.guard import report
 from hybrid_kv.guard.registry import CHECKS, CheckResult, Run, load_checks
-from hybrid_kv.results import read_rows
+from hybrid_kv.results import Row, metric_key, read_rows
 
 
 @pytest.fixture
@@ -33,6 +33,30 @@ def change(monkeypatch: pytest.MonkeyPatch, section: str, **changes: Any) -> Non
     monkeypatch.setitem(CHECKS, section, replace(CHECKS[section], **changes))
 
 
+# Histories hang on these: a new name for a check is a new key for its rows.
+KEYS = [
+    "views_that_leave_their_page",
+    "hits_lost_to_drafts/drafts_lost_to_caching",
+    "scenarios_and_requests_unlike_the_oracle",
+    "request_patterns_that_happened",
+    "pairs_and_triples_of_settings_that_ran",
+    "largest_logit_difference/float64/torch",
+    "largest_logit_difference/float64/flash_attn",
+    "largest_logit_difference/float64/flashinfer",
+    "largest_logit_difference/float32/torch",
+    "largest_logit_difference/float64/torch/align",
+    "largest_logit_difference/float64/flashinfer/all/ngram_3",
+    "largest_logit_difference/float64/flash_attn/align/mtp_3/async",
+    "largest_logit_difference/float64/torch/align/ngram_3/replay",
+    "largest_logit_difference/float64/flashinfer/all/mtp_3/async/replay",
+    "largest_logit_difference/float32/torch/replay",
+    "tokens_that_the_plain_forward_pass_would_not_choose",
+    "correct_answers_to_gsm8k_synth",
+    "answers_without_a_number",
+    "list_over_the_engine",
+]
+
+
 def run(*arguments: str) -> int:
     with pytest.raises(SystemExit) as exit_:
         cli.main(["guard", "--quick", *arguments])
@@ -49,8 +73,13 @@ def test_a_clean_run_exits_0_and_writes_a_row_per_check(
     document = json.loads(out.read_text())
     rows = read_rows(tmp_path / "results" / "guard.csv")
     assert document["passed"]
-    assert [check["name"] for check in document["checks"]] == rows["metric"].tolist()
+    numbers = rows[rows["metric"].str.contains(":")]
+    rows = rows[~rows["metric"].str.contains(":")]
+    assert [metric_key(check["name"]) for check in document["checks"]] == rows["metric"].tolist()
     assert [check["value"] for check in document["checks"]] == pytest.approx(rows["value"].tolist())
+    assert rows["metric"].tolist() == KEYS
+    assert {"views_that_leave_their_page:limit", "views_that_leave_their_page:seconds"} <= set(numbers["metric"])
+    assert (numbers["verdict"] == "").all()
     assert {check["section"] for check in document["checks"]} == {
         "layout",
         "exact model",
@@ -82,6 +111,33 @@ def test_a_check_that_crashes_has_failed(
     change(monkeypatch, "guard model", function=crash)
     assert run("--results", str(tmp_path)) == 1
     assert "IndexError: block 99 of 10" in capsys.readouterr().out
+
+
+def test_params_say_what_was_run_and_nothing_of_what_came_out() -> None:
+    """They are the identity of a series: equal in every run."""
+
+    def rows_of(value: float, seconds: float) -> list[Row]:
+        params, figures = {"mode": "all", "K": 3}, {"hit_rate": value, "loaded_blocks": None, "seen": {"a": 1}}
+        check = CheckResult(
+            "answers", f"all, mtp 3: hits {value:.0%}", True, 0, "answers", ">= 0.5", 9, seconds, "", params, figures
+        )
+        return report.result_rows([check])
+
+    one, other = rows_of(0.7, 1.25), rows_of(0.8, 2.5)
+    assert [(row.metric, row.params_json) for row in one] == [(row.metric, row.params_json) for row in other]
+    assert {row.metric: row.value for row in one} == {
+        "all/mtp_3": 0,
+        "all/mtp_3:at_least": 0.5,
+        "all/mtp_3:seconds": 1.25,
+        "all/mtp_3:hit_rate": 0.7,
+    }
+    assert json.loads(one[0].params_json) == {"K": 3, "mode": "all"}
+
+
+def test_an_interval_has_its_columns() -> None:
+    check = CheckResult("block ids", "r", True, 2.0, "time ratio", "", 1, 0.1, interval=(1.5, 2.5))
+    row, _ = report.result_rows([check])
+    assert (row.ci_low, row.value, row.ci_high) == (1.5, 2.0, 2.5)
 
 
 def test_quick_and_long_exclude_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,16 +32,18 @@ def check_accuracy(run: Run) -> list[CheckResult]:
     correct = sum(record.correct for record in result.records)
     invalid = sum(record.invalid for record in result.records)
     floor = int(binom.ppf(0.001, limit, recorded["accuracy_ci"][0]))
-    params = {"recorded_accuracy": recorded["accuracy"], "recorded_n": recorded["n"], "floor": floor}
+    params = {"seed": recorded["params"]["seed"]}
+    figures = {"recorded_accuracy": recorded["accuracy"], "recorded_n": recorded["n"], "floor": floor}
     wrong = f"{correct} of {limit} correct, recorded were {recorded['accuracy']:.1%}"
     return [
         CheckResult(
             "accuracy", "correct answers to gsm8k_synth", correct >= floor, correct / limit, "share",
             f">= {floor / limit:.3f}", limit, seconds, "" if correct >= floor else wrong, params,
+            figures,
         ),
         CheckResult(
             "accuracy", "answers without a number", invalid <= limit - floor, invalid / limit, "share",
             f"<= {1 - floor / limit:.3f}", limit, 0.0, f"{invalid} invalid answers" if invalid > limit - floor else "",
-            params,
+            params, figures,
         ),
     ]  # fmt: skip

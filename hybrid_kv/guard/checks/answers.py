@@ -127,22 +127,38 @@ def check_answers(run: Run) -> list[CheckResult]:
         wrong = [i for i, (a, b) in enumerate(zip(cell.tokens, seen["none, no drafts"].tokens, strict=True)) if a != b]
         detail = f"question {wrong[0]} has another answer" if wrong else _other_faults(cell, seen)
         accepted, drafted = cell.drafts
-        figures = [f"hits {cell.hit_rate:.1%}"] if MODES[cell.mode].keeps_states else []
-        figures += [f"accepted {accepted / drafted:.1%}"] if drafted else []
-        figures += [f"{cell.num_loaded_blocks} loads"] if cell.num_loaded_blocks is not None else []
         params = {
             "mode": cell.mode, "scheme": cell.scheme, "method": cell.method, "K": cell.num_speculative_tokens,
-            "hit_rate": cell.hit_rate,
-            "accepted": accepted, "drafted": drafted, "loaded_blocks": cell.num_loaded_blocks,
         }  # fmt: skip
-        name = f"{cell.name}{': ' if figures else ''}{', '.join(figures)}"
+        loaded = cell.num_loaded_blocks
+        figures = {"hit_rate": cell.hit_rate, "accepted": accepted, "drafted": drafted, "loaded_blocks": loaded}
+        shown = figures_in_words(cell.mode, cell.hit_rate, accepted, drafted, loaded)
+        name = f"{cell.name}{': ' if shown else ''}{shown}"
         results.append(
             CheckResult(
-                "answers", name, not detail, len(wrong), "answers", "0", len(prompts), cell.seconds, detail, params
+                "answers",
+                name,
+                not detail,
+                len(wrong),
+                "answers",
+                "0",
+                len(prompts),
+                cell.seconds,
+                detail,
+                params,
+                figures,
             )
         )
         run.progress(run.amount / NUM_CELLS)
     return results
+
+
+def figures_in_words(mode: str, hit_rate: float, accepted: int, drafted: int, loaded_blocks: int | None) -> str:
+    """What a line of the table says behind its name."""
+    shown = [f"hits {hit_rate:.1%}"] if MODES[mode].keeps_states else []
+    shown += [f"accepted {accepted / drafted:.1%}"] if drafted else []
+    shown += [f"{loaded_blocks} loads"] if loaded_blocks is not None else []
+    return ", ".join(shown)
 
 
 def _other_faults(cell: Cell, seen: dict[str, Cell]) -> str:

@@ -36,7 +36,7 @@ def check_expansion(run: Run) -> list[CheckResult]:
         results.append(
             CheckResult(
                 "block ids", f"{name}, over the engine", not detail, ratio, "time ratio", f">= {required:.3g}",
-                len(own), seconds, detail, {**params, "ci_low": low, "ci_high": high},
+                len(own), seconds, detail, figures=params, interval=(low, high),
             )
         )  # fmt: skip
         seconds = 0.0

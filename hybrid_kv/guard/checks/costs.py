@@ -35,10 +35,10 @@ def check_costs(run: Run) -> list[CheckResult]:
         wrong += errors
         run.progress(1)
     detail = wrong[0] if wrong else "" if num_cached and num_accepted else "void: no hit, or no accepted draft"
-    params = {"seed": run.seed, "cached_tokens": num_cached, "accepted_drafts": num_accepted}
+    counted = {"cached_tokens": num_cached, "accepted_drafts": num_accepted}
     return [
         CheckResult(
             "exact model", "hits lost to drafts, drafts lost to caching", not detail, len(wrong),
-            "requests", "0", run.amount, time.perf_counter() - begin, detail, params,
+            "requests", "0", run.amount, time.perf_counter() - begin, detail, {"seed": run.seed}, counted,
         )
     ]  # fmt: skip

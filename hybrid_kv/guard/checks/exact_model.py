@@ -28,21 +28,21 @@ def check_exact_model(run: Run) -> list[CheckResult]:
     missing = [name for name in REQUIRED if not total.seen[name]]
     wanted = required_combinations()
     untried = sorted(wanted.difference(*map(combinations_of, total.cells)), key=repr)
-    params = {"seed": run.seed, "scenarios": total.num_scenarios}
+    params, figures = {"seed": run.seed}, {"scenarios": total.num_scenarios}
     return [
         CheckResult(
             "exact model", "scenarios and requests unlike the oracle", not wrong, len(wrong), "requests", "0",
-            total.num_requests, seconds, wrong[0] if wrong else "", params,
+            total.num_requests, seconds, wrong[0] if wrong else "", params, figures,
         ),
         CheckResult(
             "exact model", "request patterns that happened", not missing, len(REQUIRED) - len(missing), "patterns",
             str(len(REQUIRED)), total.num_scenarios, 0.0,
             f"void: never happened: {', '.join(missing)}" if missing else "",
-            {**params, "seen": {name: total.seen[name] for name in REQUIRED}},
+            params, {**figures, "seen": {name: total.seen[name] for name in REQUIRED}},
         ),
         CheckResult(
             "exact model", "pairs and triples of settings that ran", not untried, len(wanted) - len(untried),
             "settings", str(len(wanted)), total.num_scenarios, 0.0,
-            f"void: {len(untried)} never ran, such as {dict(untried[0])}" if untried else "", params,
+            f"void: {len(untried)} never ran, such as {dict(untried[0])}" if untried else "", params, figures,
         ),
     ]  # fmt: skip

@@ -157,7 +157,8 @@ def check_guard_logits(run: Run) -> list[CheckResult]:
         results.append(
             CheckResult(
                 "guard model", f"largest logit difference, {', '.join(features)}", not detail, worst, "logit",
-                f"{limit:.1g}", num_tokens, seconds, detail, {**cell, "cached_tokens": cached, "accepted": accepted},
+                f"{limit:.1g}", num_tokens, seconds, detail, {**cell, "seed": run.seed},
+                {"cached_tokens": cached, "accepted": accepted},
             )
         )  # fmt: skip
     void = "" if num_preemptions else "void: no request was preempted"
@@ -169,7 +170,9 @@ def check_guard_logits(run: Run) -> list[CheckResult]:
     name = "tokens that the plain forward pass would not choose"
     return [
         *results,
-        CheckResult("guard model", name, not detail, num_wrong, "tokens", "0", num_all, 0.0, detail, used),
+        CheckResult(
+            "guard model", name, not detail, num_wrong, "tokens", "0", num_all, 0.0, detail, {"seed": run.seed}, used
+        ),
     ]
 
 

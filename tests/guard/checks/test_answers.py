@@ -40,9 +40,9 @@ def test_a_clean_slice_passes_with_its_figures(monkeypatch):
     ]  # fmt: skip
     assert [result.detail for result in results] == [""] * 7
     assert [result.params["scheme"] for result in results] == [*["slots"] * 4, "replay", "slots", "slots"]
-    assert results[3].params["hit_rate"] == results[2].params["hit_rate"] > 0
-    assert results[4].params["hit_rate"] == results[3].params["hit_rate"]
-    assert results[4].params["accepted"] == results[3].params["accepted"] == results[1].params["accepted"] > 0
+    assert results[3].figures["hit_rate"] == results[2].figures["hit_rate"] > 0
+    assert results[4].figures["hit_rate"] == results[3].figures["hit_rate"]
+    assert results[4].figures["accepted"] == results[3].figures["accepted"] == results[1].figures["accepted"] > 0
 
 
 @pytest.mark.parametrize(
