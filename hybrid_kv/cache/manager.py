@@ -126,6 +126,7 @@ class KVCacheManager:
         self._nothing = NewBlocks(NO_IDS, array("i", [0] * len(self._specs)))
         self._refusal: _Refusal | None = None
         self._held: dict[str, list[Columns]] = {}
+        self._covered: dict[str, int] = {}  # tokens that a decode may reach before it needs a column more
         # Published blocks, the ends of their columns, and their keys: a block that was evicted since is another's.
         self._given_back: dict[str, dict[int, tuple[int, BlockKey]]] = {}
 
@@ -250,8 +251,12 @@ class KVCacheManager:
             return self._admit(request_id, end, ahead, is_decode, hit)
         if self._giving_back:
             self._give_back(request_id, rows, num_seen_tokens)
+        if is_decode and ahead <= self._covered.get(request_id, 0):
+            return self._nothing
         counts, needed = self._count_missing(rows, end, ahead, is_decode)
         if not any(counts):
+            if is_decode:
+                self._covered[request_id] = self._num_covered(rows)
             return self._nothing
         ids = self.pool.allocate(needed)
         if ids is None:
@@ -340,6 +345,15 @@ class KVCacheManager:
             counts.append(count)
             needed += num_blocks
         return counts, needed
+
+    def _num_covered(self, rows: Sequence[Columns]) -> int:
+        """How far a decode of a request with these columns may reach: most steps need no more than this look."""
+        return min(
+            row.length * group.block_size
+            if group.mode is None
+            else group.mode.num_covered(row.length - group.drafts, group.block_size)
+            for group, row in zip(self._groups, rows, strict=True)
+        )
 
     def _append(self, rows: Sequence[Columns], counts: Sequence[int], ids: BlockIds, is_decode: bool) -> NewBlocks:
         """Give each row as many columns more; the blocks are for all of them, or for the last one of an align chunk."""
@@ -434,6 +448,7 @@ class KVCacheManager:
         rows = self._held.pop(request_id, None)
         if rows is None:
             return
+        self._covered.pop(request_id, None)
         ids = np.concatenate([row.held() for row in rows])
         ends = np.concatenate([row.ends(spec.block_size) for spec, row in zip(self._specs, rows, strict=True)])
         for watcher in self.watchers:

@@ -14,6 +14,7 @@ can ask, too. All sizes are in tokens unless a name says otherwise.
 
 from __future__ import annotations
 
+import sys
 from math import lcm
 from typing import Any, ClassVar, TypeVar
 
@@ -40,6 +41,10 @@ class Mode:
     def num_columns(self, num_tokens: int, block_size: int) -> int:
         """Columns that a row of `num_tokens` tokens has, those for drafts not counted."""
         return -(-num_tokens // block_size)
+
+    def num_covered(self, num_columns: int, block_size: int) -> int:
+        """The inverse of `num_columns`: how many tokens so many columns are enough for."""
+        return num_columns * block_size
 
     def anchor(self, last_token: Ints, block_size: int) -> Ints:
         """The column for the running state of a step whose last scheduled token has position `last_token`."""
@@ -110,6 +115,9 @@ class NoStates(Mode):
 
     def num_columns(self, num_tokens: int, block_size: int) -> int:
         return 1
+
+    def num_covered(self, num_columns: int, block_size: int) -> int:
+        return sys.maxsize
 
     def anchor(self, last_token: Ints, block_size: int) -> Ints:
         return last_token * 0

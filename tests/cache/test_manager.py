@@ -609,6 +609,9 @@ def test_a_step_that_needs_no_block_gets_none() -> None:
     new = owner.allocate(8, is_decode=True)
     assert new is not None
     assert (len(new.ids), list(new.counts)) == (0, [0, 0, 0])
+    subject._count_missing = None  # type: ignore[method-assign, assignment]
+    again = owner.allocate(8, is_decode=True)  # nor are the columns counted again
+    assert again is not None and not len(again.ids)
 
 
 # What is evicted first.
