@@ -425,7 +425,7 @@ def cells() -> list[Cell]:
         ),
         *grid(
             "block_tables",
-            "written",
+            "written_by_kernel",
             "count",
             written,
             {"scenario": BY_KERNEL, "implementation": ("kernel",)},

@@ -308,8 +308,8 @@ PLANTS = [
     (
         "hybrid_kv.attention.mamba.MambaMetadataBuilder.build",
         lambda f: (
-            lambda self, common, table, prev, accepted, *rest: f(
-                self, common, table, prev, np.ones_like(accepted), *rest
+            lambda self, common, table, prev, window_rows, *rest: f(
+                self, common, table, prev, np.zeros_like(window_rows), *rest
             )
         ),
         "engine_step/decode_block[mode=all,K=3,num_reqs=4]",

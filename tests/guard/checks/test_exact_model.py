@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from hybrid_kv.attention import mamba
-from hybrid_kv.cache import block_table
 from hybrid_kv.guard.checks.exact_model import check_exact_model
 from hybrid_kv.guard.registry import Run
-from hybrid_kv.kernels import slot_mapping
+from hybrid_kv.kernels.block_tables import host
 
 
 def exact_model_passes() -> bool:
@@ -26,25 +26,25 @@ def test_clean_code_passes() -> None:
     assert exact_model_passes()
 
 
-def test_a_block_table_with_the_wrong_stride_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = block_table.gather_kernel_blocks
+def test_a_block_table_that_is_a_column_late_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = host.Stack.copy
 
-    def one_column_short(
-        table: torch.Tensor, rows: torch.Tensor, num: int, offsets: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        width = table.shape[1]
-        shifted = table.reshape(-1)[: len(table) * (width - 1)].view(len(table), width - 1) if width > 1 else table
-        original(shifted, rows, min(num, shifted.shape[1]), offsets, out)
+    def late(self: host.Stack, rows: Any, positions: Any, width: int) -> None:
+        original(self, rows, positions, width)
+        self.inputs[:, positions] = np.roll(self.inputs[:, positions], 1, axis=-1)
 
-    monkeypatch.setattr(block_table, "gather_kernel_blocks", one_column_short)
+    monkeypatch.setattr(host.Stack, "copy", late)
     assert not exact_model_passes()
 
 
 def test_slots_that_are_one_too_far_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def off_by_one(*args: torch.Tensor | int) -> torch.Tensor:
-        return slot_mapping.slot_mapping(*args) + 1  # type: ignore[arg-type]
+    original = host.HostTables._map_stack
 
-    monkeypatch.setattr(block_table, "slot_mapping", off_by_one)
+    def off_by_one(self: host.HostTables, *arguments: Any) -> None:
+        original(self, *arguments)
+        arguments[-1][...] += 1
+
+    monkeypatch.setattr(host.HostTables, "_map_stack", off_by_one)
     assert not exact_model_passes()
 
 

@@ -799,7 +799,7 @@ def commit_of(**changes):
     one = torch.ones(1, dtype=torch.int64)
     arguments = {
         "rows": one,
-        "num_accepted_tokens": one,
+        "num_gained_tokens": one,
         "cu_seqlens": torch.tensor([0, 4]),
         "block_table": torch.ones(1, 3, dtype=torch.int32),
         "block_size": 8,
@@ -813,7 +813,7 @@ def commit_of(**changes):
 
 def test_commit_refuses_what_the_kernel_would_misread():
     assert "rows is torch.float32" in commit_of(rows=torch.ones(1))
-    assert "must be (1,)" in commit_of(num_accepted_tokens=torch.ones(2, dtype=torch.int64))
+    assert "must be (1,)" in commit_of(num_gained_tokens=torch.ones(2, dtype=torch.int64))
     assert "must be (2,)" in commit_of(cu_seqlens=torch.tensor([0, 4, 8]))
     assert "block_table has shape (3,); it must be [num_reqs, width]" in commit_of(block_table=torch.ones(3))
     assert "must be (1, 3)" in commit_of(block_table=torch.ones(2, 3, dtype=torch.int32))
