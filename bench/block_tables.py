@@ -362,6 +362,7 @@ def _promise(scenario: str, subject: str) -> float | None:
 # ---- bytes, by count ----
 
 WRITTEN = dict.fromkeys(("table_bytes", "input_table_bytes", "slot_bytes"), "B")
+WRITTEN_BY_KERNEL = {f"kernel_{name}": unit for name, unit in WRITTEN.items()}
 _UNTOUCHED = -7  # neither a block nor a slot
 # Interpreted, a program takes 10 ms.
 BY_KERNEL = ("16 of 256 append, width 40", "8 prefills x 64 blocks")
@@ -390,7 +391,8 @@ def written(seed: int, scenario: str, implementation: str) -> Counts:
         environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
         found = json.loads(done.stdout.splitlines()[-1])
-    return {name: Count(found[name], unit) for name, unit in WRITTEN.items()}
+    names = WRITTEN if implementation == "host" else WRITTEN_BY_KERNEL
+    return {name: Count(found[name.removeprefix("kernel_")], unit) for name, unit in names.items()}
 
 
 def table_updates(device: str, model: str, step: str) -> Contest:
@@ -429,7 +431,7 @@ def cells() -> list[Cell]:
             "count",
             written,
             {"scenario": BY_KERNEL, "implementation": ("kernel",)},
-            units=WRITTEN,
+            units=WRITTEN_BY_KERNEL,
         ),
         *grid("block_tables", "step", "cpu", step, values, quick),
         *grid("block_tables", "update_kernel", "gpu", update_kernel, values, quick),
