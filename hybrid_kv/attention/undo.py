@@ -11,8 +11,9 @@ seen the draft. Two schemes:
 
 The interface. `memory` says what the scheme takes of the cache (an `UndoSpec`, which the cache asks without knowing the
 scheme). An instance serves one group: `prepare` decides, once per step and before the layers run, what its decodes
-read and write, and returns a *step* that the layers are given; `settle` brings the states at block boundaries to their
-own blocks behind a verify step, when the accepted tokens are known; `fold` writes the state of a request that leaves.
+read and write, and returns a *step* that the layers are given; `copies_states` says whether the states at block
+boundaries are brought to their own blocks behind a verify step (`mamba.postprocess_mamba`) or only the windows; `fold`
+writes the state of a request that leaves.
 
 A third scheme is a class and an entry in `SCHEMES`.
 """
