@@ -300,11 +300,11 @@ def init_attn_backend(
     """Find the attention groups of a cache: which backend reads which layers, at which kernel block size.
 
     A list, not a generator: the layout pass and the metadata builders both iterate over it (review of vllm!38831).
-    A Mamba group's kernel block is its block: a state is never split.
+    A Mamba group's kernel block is its block: a state is never split. The layers of a group are of one type.
     """
     groups = []
     for group_id, group in enumerate(config.groups):
-        backend = backend_of(group.spec, attention)
+        backend = backend_of(group.layer_specs[0], attention)
         size = group.spec.block_size
         if not backend.is_ssm():
             size = select_kernel_block_size(size, [backend], context)

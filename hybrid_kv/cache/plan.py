@@ -32,7 +32,10 @@ MUCH_PADDING = 1.0  # of a Mamba state, relative to its bytes; beyond it half of
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """The decided sizes. Tokens, except `page_size_bytes`; `mamba_block_size` is None without Mamba layers."""
+    """The decided sizes. Tokens, except `page_size_bytes`; `mamba_block_size` is None without Mamba layers.
+
+    Without Mamba layers a page may be smaller than `page_size_bytes`, which is that of the widest layer.
+    """
 
     block_size: int
     mamba_block_size: int | None
@@ -46,12 +49,17 @@ class BlockSizes:
 
 
 def _attention_token_bytes(layers: dict[str, KVCacheSpec]) -> int:
-    """Bytes per token of the widest attention layers; narrower ones have more tokens in a page of the same bytes."""
+    """Bytes per token of the widest attention layers.
+
+    Beside Mamba layers narrower ones have more tokens in a page of the same bytes; without, smaller pages.
+    """
     sizes = {with_block_size(s, 1).page_size_bytes for s in layers.values() if isinstance(s, FullAttentionSpec)}
     widest = max(sizes, default=0)
-    if any(widest % size for size in sizes):
+    has_states = any(isinstance(spec, MambaSpec) for spec in layers.values())
+    if has_states and any(widest % size for size in sizes):
         raise ConfigError(
-            f"attention layers with {sorted(sizes)} bytes per token cannot share one pool: no multiple fits the other"
+            f"attention layers with {sorted(sizes)} bytes per token cannot share one pool with Mamba layers: no "
+            "multiple fits the other"
         )
     return widest
 
@@ -135,7 +143,10 @@ def _align_hybrid(
 
 
 def apply_block_sizes(layers: dict[str, KVCacheSpec], sizes: BlockSizes, mode: str) -> dict[str, KVCacheSpec]:
-    """The same layers with the decided block sizes and the padded Mamba page."""
+    """The same layers with the decided block sizes and the padded Mamba page.
+
+    Attention layers alone share their blocks with no state: they all have the same block size, whatever that takes.
+    """
     result: dict[str, KVCacheSpec] = {}
     for name, spec in layers.items():
         if isinstance(spec, MambaSpec):
@@ -146,6 +157,8 @@ def apply_block_sizes(layers: dict[str, KVCacheSpec], sizes: BlockSizes, mode: s
                 page_size_padded=sizes.page_size_bytes,
                 mamba_cache_mode=mode,
             )
+        elif sizes.mamba_block_size is None:
+            result[name] = with_block_size(spec, sizes.block_size)
         else:
             token_bytes = with_block_size(spec, 1).page_size_bytes
             result[name] = with_block_size(spec, sizes.page_size_bytes // token_bytes)
@@ -227,7 +240,7 @@ def plan_cache(
     sizes = update_block_size_for_backend(layers, cache, backend, context, max_model_len, mamba_chunk_size)
     specs = apply_block_sizes(layers, sizes, cache.mamba_cache_mode)
     groups = group_layers(specs)
-    bytes_per_block = sizes.page_size_bytes * max(len(group.layer_names) for group in groups)
+    bytes_per_block = KVCacheConfig(0, groups).block_bytes
     rings = max_num_seqs * KVCacheConfig(0, groups).bytes_per_row
     if cache.num_blocks is not None:
         num_blocks = cache.num_blocks
@@ -326,6 +339,7 @@ def describe(plan: CachePlan) -> dict[str, Any]:
             "num_layers": len(group.layer_names),
             "layers": list(group.layer_names),
             "block_size": group.spec.block_size,
+            "page_sizes_bytes": [spec.page_size_bytes for spec in group.layer_specs],
             "kernel_block_size": kernel_block_size,
             "blocks_per_request": group.spec.max_blocks_per_request(plan.max_model_len),
         }

@@ -244,7 +244,7 @@ class MambaSpec(KVCacheSpec):
 
 @dataclass(frozen=True)
 class UniformTypeKVCacheSpecs(KVCacheSpec):
-    """Layers of one type and block size whose pages differ in bytes; they share one block table, not one page size."""
+    """Layers of one type and block size whose pages differ in bytes: one block table, a page size for each layer."""
 
     specs: tuple[tuple[str, KVCacheSpec], ...]
 
@@ -326,8 +326,13 @@ class KVCacheConfig:
         return tuple(sizes[i] for i in range(len(sizes)))
 
     @property
+    def block_bytes(self) -> int:
+        """What one block takes in all buffers."""
+        return sum(self.buffer_page_sizes)
+
+    @property
     def total_bytes(self) -> int:
-        return self.num_blocks * sum(self.buffer_page_sizes)
+        return self.num_blocks * self.block_bytes
 
     @property
     def bytes_per_row(self) -> int:
@@ -343,6 +348,9 @@ class KVCacheConfig:
 def group_layers(specs: dict[str, KVCacheSpec]) -> tuple[KVCacheGroupSpec, ...]:
     """Split layers into groups of one spec each and (nearly) equal length, in layer order.
 
+    Layers of one type and block size whose pages differ become one group, each with pages of its own size (vLLM's
+    `UniformTypeKVCacheSpecs`): no other group wants their blocks. All else needs pages of one size.
+
     The group length is the smallest number of layers of any spec, or the largest when that is less than 1.5 times the
     smallest (vLLM's rule: 12 + 13 layers are better padded to 13 + 13 than split into 12 + 12 + 1). Layers are dealt
     round-robin, so a short group lacks its last layer.
@@ -350,6 +358,10 @@ def group_layers(specs: dict[str, KVCacheSpec]) -> tuple[KVCacheGroupSpec, ...]:
     if not specs:
         raise ConfigError("the model has no layer that keeps anything in the cache")
     if len({spec.page_size_bytes for spec in specs.values()}) > 1:
+        kinds = {(type(spec), spec.block_size) for spec in specs.values()}
+        if len(kinds) == 1:
+            ((_, block_size),) = kinds
+            return (KVCacheGroupSpec(tuple(specs), UniformTypeKVCacheSpecs(block_size, tuple(specs.items()))),)
         sizes = sorted({spec.page_size_bytes for spec in specs.values()})
         raise ConfigError(f"layers of one pool need one page size, got {sizes} bytes; plan the block sizes first")
     by_spec: dict[KVCacheSpec, list[str]] = {}

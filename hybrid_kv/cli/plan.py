@@ -134,7 +134,7 @@ def _print_plan(document: dict[str, Any]) -> None:
         f"K={document['num_speculative_tokens']}",
         "block size": f"{document['block_size']:,} tokens",
         "Mamba block size": _or_none(document["mamba_block_size"], "tokens"),
-        "page": f"{document['page_size_bytes']:,} B",
+        "page": _pages(document),
         "Mamba state": f"{document['mamba_state_bytes']:,} B, padded by {document['mamba_padding_percent']:.2f} %",
         "blocks": f"{document['num_blocks']:,}, one of them the null block",
         "memory": f"{document['total_bytes']:,} B ({document['total_bytes'] / 2**30:.2f} GiB)",
@@ -161,6 +161,12 @@ def _print_plan(document: dict[str, Any]) -> None:
     console.print(groups)
     for note in document["notes"]:
         console.print(f"note: {note}", soft_wrap=True)
+
+
+def _pages(document: dict[str, Any]) -> str:
+    """The page, or the smallest and largest where layers have pages of their own."""
+    sizes = sorted({size for group in document["groups"] for size in group["page_sizes_bytes"]})
+    return f"{sizes[0]:,} B" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,} B, each layer its own"
 
 
 def _or_none(value: int | None, unit: str) -> str:

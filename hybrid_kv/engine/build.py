@@ -219,8 +219,9 @@ def _default_num_blocks(
     memory = DEFAULT_CPU_CACHE_BYTES
     if device.type == "cuda":
         memory = torch.cuda.mem_get_info(device)[0] * 9 // 10
-    memory -= scheduler.max_num_seqs * KVCacheConfig(0, groups).bytes_per_row
-    return max(2, min(wanted, memory // (sizes.page_size_bytes * max(len(group.layer_names) for group in groups))))
+    empty = KVCacheConfig(0, groups)
+    memory -= scheduler.max_num_seqs * empty.bytes_per_row
+    return max(2, min(wanted, memory // empty.block_bytes))
 
 
 def _manager(plan: CachePlan, config: EngineConfig, head: DraftHead | None) -> KVCacheManager:

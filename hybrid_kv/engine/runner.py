@@ -31,7 +31,7 @@ from hybrid_kv.cache.backend import (
 from hybrid_kv.cache.block_table import BlockTables, LaunchedBlockTables
 from hybrid_kv.cache.layout import allocate_raw_buffers, allocate_row_memory, bind_views
 from hybrid_kv.cache.plan import CachePlan
-from hybrid_kv.cache.spec import FullAttentionSpec, MambaSpec
+from hybrid_kv.cache.spec import MambaSpec, layer_specs
 from hybrid_kv.config import EngineConfig
 from hybrid_kv.engine.drafter import MTPDrafter
 from hybrid_kv.engine.state_cursor import StateCursor
@@ -152,8 +152,8 @@ class ModelRunner:
 
     def _compute(self, group: AttentionGroup) -> Compute:
         """Of an attention group: what its backend names for the device, as far as `kernels` and its dtype allow."""
-        spec = group.spec
-        if self.kernels == "torch" or not isinstance(spec, FullAttentionSpec) or spec.dtype not in FLOATS:
+        dtypes = {dtype for spec in layer_specs(group.layer_names, group.spec) for dtype in spec.cache_dtypes}
+        if self.kernels == "torch" or not dtypes <= set(FLOATS):
             return compute_of("torch")
         return compute_of("triton" if self.device.type == "cpu" else group.backend.get_compute(self.device.type))
 

@@ -38,14 +38,16 @@ PRIME = 2**31 - 1  # int64 holds the product of a residue and the sum of two, an
 
 # Windows and states of a layer: Mamba has one of each, W is a short convolution, three and five are as in KDA.
 PARTS: dict[str, tuple[int, int]] = {"M": (1, 1), "W": (1, 0), "T": (1, 2), "V": (3, 2)}
+# K/V heads of an attention layer, all but the last one unused: bytes per token alone tell these layers apart.
+KV_HEADS = {"*": 1, "+": 2, "#": 3}
 
 
 @dataclass(frozen=True)
 class ExactConfig:
     """Geometry: `width` residues per token, and a `pattern` with one letter per layer.
 
-    * is attention; + is attention with twice the K/V bytes per token, so that blocks of another size share the pool.
-    The letters of `PARTS` are layers with states.
+    The letters of `PARTS` are layers with states, those of `KV_HEADS` attention with one, two or three times the bytes
+    per token: beside states that makes blocks of other sizes share the pool, alone pages of other sizes share a table.
     """
 
     pattern: str = "M*MM*"
@@ -320,8 +322,7 @@ class ExactModel:
         ]
         specs: dict[str, KVCacheSpec] = {
             **{letter: _state_spec(config, num_speculative_tokens, *counts) for letter, counts in PARTS.items()},
-            "*": FullAttentionSpec(block_size=1, num_kv_heads=1, head_size=config.width, dtype=torch.int32),
-            "+": FullAttentionSpec(block_size=1, num_kv_heads=2, head_size=config.width, dtype=torch.int32),
+            **{letter: FullAttentionSpec(1, heads, config.width, torch.int32) for letter, heads in KV_HEADS.items()},
         }
         self.layer_specs = {f"layers.{i}": specs[letter] for i, letter in enumerate(config.pattern)}
 

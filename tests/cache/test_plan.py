@@ -219,8 +219,8 @@ def test_models_of_one_kind_of_layer() -> None:
         sizes_of({"a": attention()}, mamba_block_size=16)
     with pytest.raises(ConfigError, match="no attention layer"):
         sizes_of({"m": mamba()}, block_size=16)
-    with pytest.raises(ConfigError, match="bytes per token"):
-        sizes_of({"a": attention(num_kv_heads=3), "b": attention(num_kv_heads=2)})
+    with pytest.raises(ConfigError, match=r"\[64, 96\] bytes per token cannot share one pool with Mamba layers"):
+        sizes_of({"a": attention(num_kv_heads=3), "b": attention(num_kv_heads=2), "m": mamba()})
     for layers in ({"m": mamba()}, {"m": mamba(), "a": attention()}):
         with pytest.raises(ConfigError, match="chunk size"):
             sizes_of(layers, chunk_size=None, mamba_cache_mode="all")
@@ -235,6 +235,19 @@ def test_narrower_attention_layers_get_longer_blocks_of_the_same_page() -> None:
     assert sizes["wide"] == sizes["m"] == plan.sizes.block_size
     assert sizes["narrow"] == 4 * sizes["wide"]
     assert len({group.spec.page_size_bytes for group in plan.config.groups}) == 1
+
+
+def test_attention_layers_alone_have_one_block_size_and_pages_of_their_own() -> None:
+    layers = {name: attention(num_kv_heads=heads) for name, heads in (("a", 2), ("b", 3), ("c", 2))}
+    backend, context = get_backend("FLASH_ATTN", "cuda"), BackendContext("cuda")
+    plan = plan_cache(layers, CacheConfig(memory_bytes=100_000), backend, context, 1000)
+    (group,) = describe(plan)["groups"]
+    assert (group["layers"], group["block_size"], group["kernel_block_size"]) == (["a", "b", "c"], 16, 16)
+    assert group["page_sizes_bytes"] == [16 * 64, 16 * 96, 16 * 64]
+    assert (plan.sizes.block_size, plan.sizes.page_size_bytes) == (16, 16 * 96)
+    assert plan.config.num_blocks == 100_000 // (16 * (64 + 96 + 64))
+    assert plan.config.total_bytes == plan.config.num_blocks * 16 * (64 + 96 + 64)
+    assert plan.unused_layer_slots == 0
 
 
 @given(

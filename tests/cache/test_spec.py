@@ -170,3 +170,12 @@ def test_groups_need_layers_of_one_page_size() -> None:
         group_layers({})
     with pytest.raises(ConfigError, match="one page size"):
         group_layers({"a": ATTENTION, "m": mamba()})
+
+
+def test_layers_of_one_type_and_unequal_pages_are_one_group() -> None:
+    wide = replace(ATTENTION, num_kv_heads=3)
+    (group,) = group_layers({"a": ATTENTION, "b": wide, "c": ATTENTION})
+    assert group.layer_names == ("a", "b", "c")
+    assert group.layer_specs == (ATTENTION, wide, ATTENTION)
+    with pytest.raises(ConfigError, match="one page size"):
+        group_layers({"a": ATTENTION, "b": replace(wide, block_size=32)})

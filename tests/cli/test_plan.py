@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from hybrid_kv.cache.spec import FullAttentionSpec
 from hybrid_kv.cli.plan import parse_memory
 from hybrid_kv.config import ConfigError
+from hybrid_kv.models import registry
 from tests.cli.run import run
 from tests.model_configs import CONFIGS, NEMOTRON_3_NANO
 
@@ -133,3 +136,22 @@ def test_memory_sizes(text: str, size: int) -> None:
 def test_memory_sizes_that_mean_nothing(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a memory size"):
         parse_memory(text)
+
+
+def test_layers_with_pages_of_their_own_are_listed_one_by_one(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
+    widths = {kind: FullAttentionSpec(1, heads, 8, torch.float32) for kind, heads in (("two", 2), ("three", 3))}
+    caches = {kind: {"": lambda config, options, spec=spec: spec} for kind, spec in widths.items()}
+    registry.register(registry.Family(lambda config: config.get("order"), caches), "uneven")
+    sizes = {"hidden_size": 8, "vocab_size": 9, "dtype": "float32", "max_position_embeddings": 100}
+    config = {"model_type": "uneven", "order": ["three", "two", "three"], **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plan = plan_json(capsys, str(tmp_path), "--num-blocks", "10")
+    (group,) = plan["groups"]
+    assert group["page_sizes_bytes"] == [16 * 2 * 4 * 8 * heads for heads in (3, 2, 3)]
+    assert plan["total_bytes"] == 10 * 16 * 2 * 4 * 8 * (3 + 2 + 3)
+    code, out, err = run(capsys, "plan", str(tmp_path), "--num-blocks", "10")
+    assert (code, err) == (0, "")
+    assert "2,048 to 3,072 B, each layer its own" in out
