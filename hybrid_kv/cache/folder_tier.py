@@ -85,6 +85,14 @@ def _is_file(path: str | Path) -> bool:
         return False
 
 
+def _is_strange(path: str | Path) -> bool:
+    """Something else than a regular file. One look: a file that another process deletes meanwhile is nothing."""
+    try:
+        return not stat.S_ISREG(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        return False
+
+
 def _open_no_link(path: str, flags: int) -> int:
     # A pipe would block, and Windows has neither flag.
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
@@ -233,7 +241,7 @@ class FolderTier:
             with open(temporary, "xb") as file:
                 file.write(header + _checksum(header, data))
                 file.write(data.numpy())
-            if os.path.lexists(self.path(key)) and not _is_file(self.path(key)):
+            if _is_strange(self.path(key)):
                 raise OSError(f"{self.path(key)} is no regular file")
             os.replace(temporary, self.path(key))
         except BaseException:

@@ -983,6 +983,34 @@ def test_two_stores_in_one_folder_never_see_half_a_block(tmp_path: Path, caplog:
     assert faults == [(0, 0, 0)] * 2
 
 
+def test_a_file_that_goes_while_it_is_looked_at_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another process may evict it after any look at it, the last one before the new file takes its place included."""
+    store, _ = on_files(tmp_path)
+    store.store([(key(7), 1)])
+    (path,) = files(tmp_path, "*.kv")
+    aside, looks, look = tmp_path / "aside", [0], os.lstat
+    for gone_after in (1, 2, 3):
+        looks[0] = 0
+
+        def lstat(name: Any, *, after: int = gone_after) -> os.stat_result:
+            status = look(name)
+            looks[0] += Path(name) == path
+            if Path(name) == path and looks[0] == after:
+                path.rename(aside)
+            return status
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "lstat", lstat)
+            tier = store._folder
+            assert tier is not None
+            tier.write([(key(7), torch.zeros(store.block_bytes[0], dtype=torch.uint8))])
+        assert path.exists() and looks[0]
+    assert store.stats.write_failures == 0
+    assert not caplog.records
+
+
 def test_two_processes_share_a_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     code = """
 store, _ = on_files(folder, folder_bytes=6 * FILE)
