@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from hybrid_kv.engine.llm import LLM
+from hybrid_kv.models.causal_lm import CausalLM
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.exact import ExactModel, ExactOracle
-from hybrid_kv.models.nemotron_h import NemotronH, NemotronHConfig
+from hybrid_kv.models.registry import family_of
 from hybrid_kv.models.shapes import model_shape
 
 BLOCK_SIZE = 16
@@ -52,7 +53,7 @@ def exact_engine(mode: str, K: int, num_reqs: int, proposer: Any, **options: Any
     )
 
 
-def tiny_nemotron(seed: int, pattern: str) -> NemotronH:
+def tiny_nemotron(seed: int, pattern: str) -> CausalLM:
     """Random weights with healthy margins between the best two tokens, float32.
 
     Args:
@@ -76,7 +77,10 @@ def tiny_nemotron(seed: int, pattern: str) -> NemotronH:
         "chunk_size": 16,
         "torch_dtype": "float32",
     }
-    model = NemotronH(NemotronHConfig.read(ConfigFile.read(raw)), model_shape(raw).layers).eval()
+    file = ConfigFile.read(raw)
+    build = family_of(file).build
+    assert build is not None
+    model = cast(CausalLM, build(file, model_shape(raw).layers)).eval()
     g = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=g)
@@ -86,7 +90,7 @@ def tiny_nemotron(seed: int, pattern: str) -> NemotronH:
             value = torch.rand(weight.shape, generator=g) * 2 - 2
         elif name.endswith(".D") or "norm" in name:
             value = 1 + 0.1 * noise
-        elif weight.dim() == 2 and "conv" not in name and "embeddings" not in name:
+        elif weight.dim() == 2 and "conv" not in name and "embed_tokens" not in name:
             value = noise * 1.2 / weight.shape[1] ** 0.5
         else:
             value = noise

@@ -241,6 +241,12 @@ def compute_of(name: str) -> Compute:
 TORCH = TorchCompute()
 
 
+class Rotary(Protocol):
+    """A rotary embedding, hashable by what it computes (`models.rope.Rope`)."""
+
+    def rotation(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
 class SlotMapping:
     """Slots of a step's tokens [num_tokens] int64, and what a kernel block size makes of them, computed once."""
 
@@ -304,15 +310,23 @@ class AttentionPart:
 
 @dataclass(frozen=True)
 class PagedAttentionMetadata:
-    """Slots of all tokens, [num_tokens_padded], and what each part reads."""
+    """Slots and positions of all tokens, [num_tokens_padded] int64, and what each part reads."""
 
     slot_mapping: SlotMapping
     parts: tuple[AttentionPart, ...]
+    positions: torch.Tensor
+    rotations: dict[Any, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, compare=False)
 
     @property
     def compute(self) -> Compute:
         """Of all parts."""
         return self.parts[0].compute
+
+    def rotation(self, rope: Rotary, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines at the positions, computed once for all layers of the step."""
+        if (rope, dtype) not in self.rotations:
+            self.rotations[rope, dtype] = rope.rotation(self.positions, dtype)
+        return self.rotations[rope, dtype]
 
 
 def build_paged_attention_metadata(
@@ -342,4 +356,4 @@ def build_paged_attention_metadata(
         positions = rows.padded(common.positions[start : start + num_tokens])
         table, num_keys = block_table[first:last, :used], int(totals[first:last].max())
         parts.append(AttentionPart(start, num_tokens, rows, positions, table, num_keys, compute))
-    return PagedAttentionMetadata(SlotMapping(slots), tuple(parts))
+    return PagedAttentionMetadata(SlotMapping(slots), tuple(parts), common.positions)

@@ -105,7 +105,7 @@ class MTPDrafter:
             place = places[i] if i else places[0][wanted]
             num_keys = min(longest + i, self._max_model_len)
             part = AttentionPart(0, len(readers), queries, place.unsqueeze(1), table, num_keys, self._compute)
-            metadata = PagedAttentionMetadata(SlotMapping(slots[i]), (part,))
+            metadata = PagedAttentionMetadata(SlotMapping(slots[i]), (part,), places[i])
             context = ForwardContext(dict.fromkeys(self._head.layer_specs, metadata), self._views)
             out = self._head(out, drafts[-1], context) if i else self._head(known, next_ids, context, wanted)
             if not len(chosen):

@@ -2,6 +2,5 @@
 
 from hybrid_kv.models import (
     nemotron_h,  # noqa: F401
-    nemotron_h_mtp,  # noqa: F401
     planned,  # noqa: F401
 )

@@ -106,7 +106,8 @@ def mamba_layer(kernels: str, scheme: str, K: int) -> Callable[[], object]:
     from hybrid_kv.cache.layout import allocate_row_memory
     from hybrid_kv.cache.spec import KVCacheConfig, KVCacheGroupSpec, MambaSpec, StatePart, window_and_states, with_undo
     from hybrid_kv.config import CacheConfig
-    from hybrid_kv.models.layers import ForwardContext, Mamba2Mixer
+    from hybrid_kv.models.layers import ForwardContext
+    from hybrid_kv.models.mixers.mamba2 import Mamba2Mixer
 
     heads, head_dim, size, groups, num_reqs, hidden = 4, 16, 16, 2, 2, 32
     channels, dtype = heads * head_dim + 2 * groups * size, torch.float32
@@ -146,7 +147,8 @@ def mamba_layer(kernels: str, scheme: str, K: int) -> Callable[[], object]:
 def attention_layer(kernels: str, K: int) -> Callable[[], object]:
     """A second layer of a step of two decodes."""
     from hybrid_kv.attention.paged import build_paged_attention_metadata, compute_of
-    from hybrid_kv.models.layers import ForwardContext, PagedAttention
+    from hybrid_kv.models.attention import PagedAttention
+    from hybrid_kv.models.layers import ForwardContext
 
     layer = PagedAttention("a", 32, 4, 2, 16)
     for parameter in layer.parameters():

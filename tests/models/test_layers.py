@@ -27,7 +27,9 @@ from hybrid_kv.attention.mamba import (
 from hybrid_kv.cache.spec import MambaSpec, StatePart, UndoSpec, window_and_states
 from hybrid_kv.models import layers
 from hybrid_kv.models.exact import PRIME, ExactAttention, ExactConfig, ExactMamba, ExactOracle
-from hybrid_kv.models.layers import Derived, ForwardContext, GatedRMSNorm, Linear, Mamba2Mixer, RMSNorm
+from hybrid_kv.models.layers import Derived, ForwardContext, GatedRMSNorm, Linear, RMSNorm
+from hybrid_kv.models.mixers import conv, mamba2
+from hybrid_kv.models.mixers.mamba2 import Mamba2Mixer
 
 NAME, CPU = "mamba", torch.device("cpu")
 
@@ -507,18 +509,25 @@ def test_what_weights_give_is_computed_once_until_one_changes():
 
 def test_a_mixer_whose_weights_change_computes_with_the_new_ones():
     g = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(shape, generator=g) for shape in ((4,), (4,), (4,), (12, 3))]
-    derived = Derived(layers._heads)
+    tensors = [torch.randn(4, generator=g) for _ in range(3)]
+    derived = Derived(mamba2._heads)
     for tensor in tensors:
         derived(*tensors, dtype=torch.float64)
         tensor.add_(1)
-        A_log, D, dt_bias, conv_weight = tensors
+        A_log, D, dt_bias = tensors
         found = derived(*tensors, dtype=torch.float64)
         assert found.A.dtype == found.D.dtype == torch.float64
         torch.testing.assert_close(found.A, -A_log.double().exp())
         torch.testing.assert_close(found.D, D.double())
-        assert torch.equal(found.dt_bias, dt_bias) and torch.equal(found.conv_weight, conv_weight)
-        assert found.conv_weight[:, 0].is_contiguous()
+        assert torch.equal(found.dt_bias, dt_bias)
+
+
+def test_taps_of_all_channels_lie_together():
+    weight = torch.randn(12, 3)
+    derived = Derived(conv._taps)
+    assert torch.equal(derived(weight), weight) and derived(weight)[:, 0].is_contiguous()
+    weight.add_(1)
+    assert torch.equal(derived(weight), weight)
 
 
 @pytest.mark.parametrize("groups", [1, 2])

@@ -110,10 +110,10 @@ def test_no_config(folder):
 def test_tied_embeddings(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
-    refused(folder, r"ties lm_head\.weight to embeddings\.weight, but they differ")
+    refused(folder, r"ties lm_head\.weight to embed_tokens\.weight, but they differ")
     edit(folder, lambda tensors: tensors.pop("lm_head.weight"))
     model = LLM(folder, tokenizer=Characters(), device="cpu", dtype="float32", max_model_len=32).model
-    assert torch.equal(model.lm_head.weight, model.embeddings.weight)
+    assert torch.equal(model.lm_head.weight, model.embed_tokens.weight)
 
 
 def test_a_tensor_in_two_files(folder):

@@ -20,7 +20,7 @@ from hybrid_kv.config import CacheConfig, ConfigError, EngineConfig
 from hybrid_kv.kernels.common.ragged import Ragged
 from hybrid_kv.models.layers import ForwardContext
 from hybrid_kv.models.loader import load_head, load_model
-from hybrid_kv.models.nemotron_h_mtp import NAME
+from hybrid_kv.models.mtp import NAME
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-9
@@ -104,7 +104,7 @@ class Paged:
             table = self.table[[row for row, *_ in ordered[part]], :used]
             parts.append(AttentionPart(token, len(flat), rows, rows.padded(flat), table, int(flat.max()) + 1))
             token += len(flat)
-        metadata = PagedAttentionMetadata(SlotMapping(torch.cat(slots).long()), tuple(parts))
+        metadata = PagedAttentionMetadata(SlotMapping(torch.cat(slots).long()), tuple(parts), torch.cat(positions))
         hidden, ids = torch.cat([c[2] for c in ordered]), torch.cat([c[3] for c in ordered])
         with torch.no_grad():
             out = self.head(hidden, ids, ForwardContext({NAME: metadata}, self.views))
@@ -203,7 +203,7 @@ def test_a_query_without_a_key_is_no_nan(head, requests, monkeypatch, kernel):
     (out,) = paged.step([(0, 0, hidden[:1], ids[:1])])
     assert not out.isnan().any()
     head.grid = 1
-    alone = head.layers[0].mixer(hidden[:1], _context(paged, 0))
+    alone = head.layer.mixer(hidden[:1], _context(paged, 0))
     assert not alone.any()
 
 
@@ -211,7 +211,7 @@ def _context(paged, position):
     rows = Ragged(torch.tensor([1]), CPU)
     part = AttentionPart(0, 1, rows, torch.tensor([[position]]), paged.table[:1, :1], position + 1)
     slots = paged.table[0, :1].long() * paged.block_size + position
-    return ForwardContext({NAME: PagedAttentionMetadata(SlotMapping(slots), (part,))}, paged.views)
+    return ForwardContext({NAME: PagedAttentionMetadata(SlotMapping(slots), (part,), part.positions[0])}, paged.views)
 
 
 def test_the_grid_must_be_set(head, requests):
@@ -251,9 +251,9 @@ def test_other_dtypes(reference, requests, dtype):
     ids, hidden = requests[0]
     expected = reference.lm_head(dense(reference, hidden[:-1], ids[1:], 16))
     paged = Paged(head, 1, dtype=target.layer_specs["layers.3"].dtype)
-    before, next_ids = pairs((ids, hidden.to(target.embeddings.weight.dtype)), 0, len(ids))
+    before, next_ids = pairs((ids, hidden.to(target.embed_tokens.weight.dtype)), 0, len(ids))
     (out,) = paged.step([(0, 0, before, next_ids)])
-    assert out.dtype == target.embeddings.weight.dtype
+    assert out.dtype == target.embed_tokens.weight.dtype
     logits = head.compute_logits(out[1:])
     assert logits.dtype == torch.float32
     relative = float((logits - expected).abs().max() / expected.abs().max())
@@ -318,14 +318,14 @@ def test_a_head_of_other_layers(folder, target):
 def test_tensors_that_lack_or_do_not_fit(folder, target):
     prefix = "mtp.layers.0."
     edit_tensors(folder, lambda tensors: tensors.pop(prefix + "hnorm.weight"))
-    refused(folder, target, r"lacks 1 tensors, the first is mtp\.layers\.0\.hnorm\.weight")
+    refused(folder, target, r"lacks 1 tensors, the first is mtp\.hnorm\.weight")
     edit_tensors(folder, lambda tensors: tensors.update({prefix + "hnorm.weight": torch.ones(3)}))
-    refused(folder, target, r"mtp\.layers\.0\.hnorm\.weight has shape \(3,\), config\.json says \(128,\)")
+    refused(folder, target, r"mtp\.hnorm\.weight has shape \(3,\), config\.json says \(128,\)")
     edit_tensors(folder, lambda tensors: tensors.update({prefix + "hnorm.weight": torch.ones(128)}))
     edit_tensors(folder, lambda tensors: tensors.update({"mtp.layers.2.norm.weight": torch.ones(3)}))
     refused(folder, target, r"does not know, the first is mtp\.layers\.2\.norm\.weight")
     edit_tensors(folder, lambda tensors: tensors.pop(prefix + "mixer.v_proj.weight"))
-    refused(folder, target, r"has mtp\.layers\.0\.mixer\.q_proj\.weight but lacks mtp\.layers\.0\.mixer\.v_proj")
+    refused(folder, target, r"has mtp\.layer\.mixer\.q_proj\.weight but lacks mtp\.layer\.mixer\.v_proj")
     load_model(folder, EngineConfig(dtype="float32"), CPU)  # which has no use for the head
 
 
@@ -335,7 +335,7 @@ def test_a_checkpoint_whose_head_was_left_out(folder, target):
             del tensors[name]
 
     edit_tensors(folder, drop)
-    refused(folder, target, r"lacks 10 tensors, the first is mtp\.layers\.0\.eh_proj\.weight")
+    refused(folder, target, r"lacks 10 tensors, the first is mtp\.enorm\.weight")
 
 
 def test_a_target_without_attention(folder, target):

@@ -28,7 +28,9 @@ FAMILY = '''
     import torch.nn.functional as F
     from torch import nn
 
-    from hybrid_kv.models.layers import Linear, Mamba2Mixer, PagedAttention, RMSNorm, upcast
+    from hybrid_kv.models.attention import PagedAttention
+    from hybrid_kv.models.layers import Linear, RMSNorm, upcast
+    from hybrid_kv.models.mixers.mamba2 import Mamba2Mixer
     from hybrid_kv.models.registry import Family, register
     from hybrid_kv.models.specs import Mamba2Spec, attention_spec
 

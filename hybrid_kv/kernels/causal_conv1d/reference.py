@@ -1,7 +1,8 @@
 """Depthwise causal convolution over time, with a window carried between steps.
 
-`y[t] = silu(bias + sum_j weight[:, j] * x[t - (kernel - 1) + j])`, as in Mamba-2 (Dao and Gu, 2024). The window is the
-last `kernel - 1` inputs. Shifted multiply-adds: torch's depthwise `conv1d` takes 15-40 ms a call on two cores here.
+`y[t] = silu(bias + sum_j weight[:, j] * x[t - (kernel - 1) + j])`, as in Mamba-2 (Dao and Gu, 2024); LFM2 has no SiLU.
+The window is the last `kernel - 1` inputs. Shifted multiply-adds: torch's depthwise `conv1d` takes 15-40 ms a
+call on two cores here.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from hybrid_kv.kernels.common.strided import gather_tokens, token_places
 
 
 def causal_conv1d(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, window: torch.Tensor
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, window: torch.Tensor, silu: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Convolve some tokens of each row; no token sees what comes after it, so padding at the end does no harm.
 
@@ -25,19 +26,20 @@ def causal_conv1d(
         window: [num_rows, kernel - 1, channels], the inputs before them (zeros at the start of a request).
 
     Returns:
-        y [num_rows, len, channels] after SiLU, and all inputs [num_rows, kernel - 1 + len, channels]: the window after
-        the first n tokens begins at row n of them, see `windows_at`.
+        y [num_rows, len, channels], after SiLU if `silu`, and all inputs [num_rows, kernel - 1 + len, channels]: the
+        window after the first n tokens begins at row n of them, see `windows_at`.
     """
     length, kernel = x.shape[1], weight.shape[1]
     inputs = torch.cat([window, x], dim=1)
     if length == 1:
         y = (inputs * weight.T).sum(1, keepdim=True)
-        return F.silu(y if bias is None else y.add_(bias), inplace=True), inputs
+        y = y if bias is None else y.add_(bias)
+        return F.silu(y, inplace=True) if silu else y, inputs
     first = inputs[:, :length], weight[:, 0]
     y = torch.mul(*first) if bias is None else torch.addcmul(bias, *first)
     for j in range(1, kernel):
         y.addcmul_(inputs[:, j : j + length], weight[:, j])
-    return F.silu(y, inplace=True), inputs
+    return F.silu(y, inplace=True) if silu else y, inputs
 
 
 def windows_at(inputs: torch.Tensor, rows: torch.Tensor, first: torch.Tensor, size: int) -> torch.Tensor:

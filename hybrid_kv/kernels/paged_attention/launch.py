@@ -151,7 +151,7 @@ def paged_attention_varlen(
         query_start_loc: [num_rows + 1] int32 or int64 from 0, never falling.
         seq_lens: [num_rows] int32 or int64, tokens after this step.
         max_query_len: of all rows; a larger number costs programs without work.
-        grid: keys at its multiples are seen by nobody (`models.nemotron_h_mtp`); a query that sees no key gets zeros.
+        grid: keys at its multiples are seen by nobody (`models.mtp`); a query that sees no key gets zeros.
             0: there is no grid.
 
     Returns:

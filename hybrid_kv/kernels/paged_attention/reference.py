@@ -163,7 +163,7 @@ def paged_attention(
         block_table: [num_rows, num_blocks] int32, kernel blocks; must cover every position.
         positions: [num_rows, len] int64; a query sees the tokens at positions up to its own. Padding may have any
             position >= 0: it then sees at least one key, so that no row of the softmax is empty.
-        grid: nobody sees the tokens at multiples of it, see `models.nemotron_h_mtp`.
+        grid: nobody sees the tokens at multiples of it, see `models.mtp`.
 
     Returns:
         [num_rows, len, num_heads, head_size]; zeros for a query that sees no token.

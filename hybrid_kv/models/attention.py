@@ -1,0 +1,111 @@
+"""Attention layers over the paged cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hybrid_kv.attention.paged import TORCH, AttentionPart, PagedAttentionMetadata
+from hybrid_kv.models.layers import ForwardContext, Linear, RMSNorm
+from hybrid_kv.models.rope import Rope, rotate
+
+
+class PagedAttention(nn.Module):
+    """Grouped-query attention.
+
+    Args:
+        name: of the layer's cache.
+        hidden_size: of the input, and of the output where `size_out` names no other.
+        bias: of the projections; `out_bias` of the last one, if it differs.
+        rope: rotates queries and keys; None: order comes from the Mamba layers.
+        norms: of queries and of keys before the rotation; over each head, or over all of them at once, as their size
+            says.
+        gated: `q_proj` gives each head a gate behind its query; outputs are multiplied by its sigmoid (Qwen3-Next).
+        scale: of the scores; None: `head_size ** -0.5`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        *,
+        bias: bool = False,
+        out_bias: bool | None = None,
+        rope: Rope | None = None,
+        norms: tuple[RMSNorm, RMSNorm] | None = None,
+        gated: bool = False,
+        scale: float | None = None,
+        size_out: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.name, self.rope, self.gated = name, rope, gated
+        self.heads = (num_heads, num_kv_heads, num_kv_heads)
+        self.head_size = head_size
+        self.scale = head_size**-0.5 if scale is None else scale
+        self.widths = [(num_heads + num_heads * gated) * head_size, *[num_kv_heads * head_size] * 2]
+        self.qkv_proj = Linear(hidden_size, sum(self.widths), bias)
+        self.q_norm: RMSNorm | None
+        self.k_norm: RMSNorm | None
+        self.q_norm, self.k_norm = norms or (None, None)
+        self.o_proj = Linear(num_heads * head_size, size_out or hidden_size, bias if out_bias is None else out_bias)
+
+    def forward(self, x: torch.Tensor, context: ForwardContext, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """Stores K and V of all tokens; attends for those at `wanted`, the queries of the metadata. None: all."""
+        metadata: PagedAttentionMetadata = context.metadata[self.name]
+        key_cache, value_cache = context.views[self.name]
+        query, key, value, gate = self._project(x)
+        if self.rope is not None:
+            rotation = metadata.rotation(self.rope, query.dtype)
+            query, key = rotate(query, rotation), rotate(key, rotation)
+        dtype = key_cache.dtype
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        metadata.compute.store(key, value, key_cache, value_cache, metadata.slot_mapping)
+        if wanted is not None:
+            query, gate = query[wanted], None if gate is None else gate[wanted]
+        outputs = []
+        for part in metadata.parts:
+            rows = part.rows.padded(query[part.start : part.start + part.num_tokens])
+            outputs.append(part.rows.flat(self.attend(rows, key_cache, value_cache, part)))
+        mixed = (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).flatten(1).to(x.dtype)
+        return self.o_proj(mixed if gate is None else mixed * gate.sigmoid())
+
+    def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Queries, keys and values [num_tokens, heads, head_size], normed, and the gates [num_tokens, channels]."""
+        projected, gate = self.qkv_proj(x), None
+        if self.gated:
+            queries, keys, values = projected.split(self.widths, dim=1)
+            query, gate = queries.unflatten(1, (self.heads[0], 2, self.head_size)).unbind(2)
+            key, value = (part.unflatten(1, (-1, self.head_size)) for part in (keys, values))
+            gate = gate.flatten(1)
+        else:
+            query, key, value = projected.view(len(x), -1, self.head_size).split(self.heads, dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = _normed(query, self.q_norm), _normed(key, self.k_norm)
+        return query, key, value, gate
+
+    def attend(
+        self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, part: AttentionPart
+    ) -> torch.Tensor:
+        """[num_rows, len, num_heads, head_size] to the same, over every earlier token and the query's own."""
+        return part.compute.attend(query, key_cache, value_cache, part, self.scale)
+
+
+class GridAttention(PagedAttention):
+    """`PagedAttention` over the keys beside the grid (`models.mtp`)."""
+
+    grid: int | None = None
+
+    def attend(
+        self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, part: AttentionPart
+    ) -> torch.Tensor:
+        if self.grid is None:
+            raise ValueError("set the draft head's grid to the tokens between two possible ends of a prefix hit")
+        return TORCH.attend(query, key_cache, value_cache, part, self.scale, self.grid)
+
+
+def _normed(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+    size = norm.weight.shape[0]
+    return norm(x) if size == x.shape[-1] else norm(x.flatten(1)).view(x.shape)

@@ -1,0 +1,128 @@
+"""What all families share: a decoder around its layers, and the two shapes that a layer has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import cast
+
+import torch
+from torch import nn
+
+from hybrid_kv.attention.undo import UndoStep
+from hybrid_kv.cache.spec import KVCacheSpec
+from hybrid_kv.models.config_file import ConfigFile
+from hybrid_kv.models.layers import ForwardContext, Linear, RMSNorm, upcast
+from hybrid_kv.models.mixers.conv import RecurrentMixer
+
+
+class MixerBlock(nn.Module):
+    """`x + mixer(norm(x))`."""
+
+    def __init__(self, norm: nn.Module, mixer: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.mixer = norm, mixer
+
+    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        return x + self.mixer(self.norm(x), context)
+
+
+class DecoderBlock(nn.Module):
+    """`x += scale * mixer(norm(x))`, then `x += scale * mlp(mlp_norm(x))`.
+
+    With `wanted`, which only an attention mixer takes, all tokens are stored and those alone go on.
+    """
+
+    def __init__(
+        self, norm: nn.Module, mixer: nn.Module, mlp_norm: nn.Module, mlp: nn.Module, scale: float = 1.0
+    ) -> None:
+        super().__init__()
+        self.norm, self.mixer, self.mlp_norm, self.mlp, self.scale = norm, mixer, mlp_norm, mlp, scale
+
+    def forward(self, x: torch.Tensor, context: ForwardContext, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        if wanted is None:
+            x = self._add(x, self.mixer(self.norm(x), context))
+        else:
+            x = self._add(x[wanted], self.mixer(self.norm(x), context, wanted))
+        return self._add(x, self.mlp(self.mlp_norm(x), context))
+
+    def _add(self, x: torch.Tensor, branch: torch.Tensor) -> torch.Tensor:
+        return x + branch if self.scale == 1.0 else x + branch * self.scale
+
+
+class CausalLM(nn.Module):
+    """Embedding, layers, norm, head.
+
+    Args:
+        file: config.json; `vocab_size`, `hidden_size` and `tie_word_embeddings` are read here.
+        layer_specs: the cache of every layer that keeps one, by name, in layer order. They come from `models.shapes`,
+            the one place that computes state shapes (vllm!47635: two places disagreed).
+        layers: each called with (x, context).
+        norm: before the head.
+        mamba_chunk_size: tokens that a scan takes at a time; prefills of a planned size are multiples of it.
+        embedding_scale, logits_scale: multiply the embeddings and the logits.
+        tied: the default of `tie_word_embeddings`, transformers' for the family.
+    """
+
+    def __init__(
+        self,
+        file: ConfigFile,
+        layer_specs: dict[str, KVCacheSpec],
+        layers: Iterable[nn.Module],
+        norm: nn.Module,
+        *,
+        mamba_chunk_size: int | None = None,
+        embedding_scale: float = 1.0,
+        logits_scale: float = 1.0,
+        tied: bool = False,
+    ) -> None:
+        super().__init__()
+        self.vocab_size, hidden_size = file.size("vocab_size"), file.size("hidden_size")
+        self.mamba_chunk_size, self.layer_specs = mamba_chunk_size, layer_specs
+        self.embedding_scale, self.logits_scale = embedding_scale, logits_scale
+        self.embed_tokens = nn.Embedding(self.vocab_size, hidden_size)
+        self.layers = nn.ModuleList(layers)
+        self.norm = norm
+        self.lm_head = Linear(hidden_size, self.vocab_size)
+        if file.flag("tie_word_embeddings", tied):
+            self.lm_head.weight = cast(nn.Parameter, self.embed_tokens.weight)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[num_tokens] int64 to [num_tokens, hidden_size]."""
+        x: torch.Tensor = self.embed_tokens(token_ids)
+        return x if self.embedding_scale == 1.0 else x * self.embedding_scale
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x, context)
+        return x
+
+    def fold(self, steps: dict[str, UndoStep], context: ForwardContext) -> None:
+        """See `models.interface.Model`."""
+        for mixer in self.modules():
+            if isinstance(mixer, RecurrentMixer):
+                mixer.fold(steps[mixer.name], context)
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What `logits` and a draft head read: the output of `forward` after the final norm, same shape."""
+        normed: torch.Tensor = self.norm(hidden)
+        return normed
+
+    def logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, hidden_size] after the final norm to [num_tokens, vocab_size], float32 or float64."""
+        logits = upcast(self.lm_head(normed))
+        return logits if self.logits_scale == 1.0 else logits * self.logits_scale
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`logits` of the output of `forward`."""
+        return self.logits(self.normed(hidden))
+
+
+def rms_norm(file: ConfigFile, key: str = "rms_norm_eps", default: float = 1e-6, centred: bool = False) -> RMSNorm:
+    """A norm over the hidden size.
+
+    Args:
+        key, default: of its epsilon.
+        centred: the weight is kept as its distance from 1.
+    """
+    return RMSNorm(file.size("hidden_size"), file.number(key, default), centred)

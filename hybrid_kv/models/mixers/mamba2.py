@@ -1,0 +1,193 @@
+"""A Mamba-2 layer (Dao and Gu, 2024): projection, convolution, state-space recurrence, gated norm, projection."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from hybrid_kv.attention.mamba import MambaMetadata
+from hybrid_kv.kernels.causal_conv1d import causal_conv1d_prefill, causal_conv1d_update
+from hybrid_kv.kernels.common.launch import FLOATS
+from hybrid_kv.kernels.gated_norm import gated_rms_norm
+from hybrid_kv.kernels.replay import (
+    ReplayRing,
+    ReplayStep,
+    read_states,
+    replay_flush,
+    replay_flush_reference,
+    replay_update,
+    replay_update_reference,
+    write_states,
+)
+from hybrid_kv.kernels.ssd import chunk_scan, chunk_scan_prefill, selective_state_update, selective_state_update_slots
+from hybrid_kv.models.layers import Derived, ForwardContext, GatedRMSNorm, Linear, empty, upcast
+from hybrid_kv.models.mixers.conv import Projected, RecurrentMixer, Tensors, Tokens
+
+
+class _Heads(NamedTuple):
+    """What the recurrence computes with, in its own dtype, [heads] each."""
+
+    A: torch.Tensor
+    D: torch.Tensor
+    dt_bias: torch.Tensor
+
+
+def _heads(A_log: torch.Tensor, D: torch.Tensor, dt_bias: torch.Tensor, dtype: torch.dtype) -> _Heads:
+    return _Heads(-torch.exp(A_log.to(dtype)), D.to(dtype), upcast(dt_bias))
+
+
+class Mamba2Mixer(RecurrentMixer):
+    """The layer; `groups` heads share B and C, and are normed together."""
+
+    def __init__(
+        self,
+        name: str,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        state_size: int,
+        groups: int,
+        conv_kernel: int,
+        chunk_size: int,
+        eps: float,
+        conv_bias: bool,
+        bias: bool,
+    ) -> None:
+        inner = num_heads * head_dim
+        conv_dim = inner + 2 * groups * state_size
+        super().__init__(name, conv_dim, conv_kernel, conv_bias)
+        self.num_heads, self.head_dim, self.state_size, self.groups = num_heads, head_dim, state_size, groups
+        self.chunk_size = chunk_size
+        self.splits = (inner, conv_dim, num_heads)
+        self.in_proj = Linear(hidden_size, sum(self.splits), bias)
+        self.dt_bias = empty(num_heads)
+        self.A_log = empty(num_heads)
+        self.D = empty(num_heads)
+        self._heads = Derived(_heads)
+        self.norm = GatedRMSNorm(inner, groups, eps)
+        self.out_proj = Linear(inner, hidden_size, bias)
+
+    def project(self, x: torch.Tensor) -> Projected:
+        gate, conv_in, raw_dt = self.in_proj(x).split(self.splits, dim=-1)
+        return Projected(conv_in, (raw_dt,), (gate,))
+
+    def finish(self, mixed: torch.Tensor, rest: Tensors) -> torch.Tensor:
+        return self.out_proj(self.norm(mixed, rest[0]))
+
+    def operands(self, conv_out: torch.Tensor, inputs: Tensors, dtype: torch.dtype) -> Tensors:
+        """x, dt behind the softplus, A, B, C, D."""
+        A, D, dt_bias = self._heads(self.A_log, self.D, self.dt_bias, dtype=dtype)
+        x, B, C = self._parts(conv_out, dtype)
+        dt = F.softplus(upcast(inputs[0]) + dt_bias).to(dtype)
+        return x, dt, A, B, C, D
+
+    def step(self, states: torch.Tensor, operands: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        return selective_state_update(states, *operands)
+
+    def chunk(
+        self, states: torch.Tensor, operands: Tensors, rows: torch.Tensor, offsets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, dt, A, B, C, D = operands
+        return chunk_scan(x, dt, A, B, C, D, states, self.chunk_size, rows, offsets)
+
+    def _parts(self, conv_out: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x, B and C of the tokens, in `dtype`."""
+        leading, shared = conv_out.shape[:-1], self.groups * self.state_size
+        x, B, C = conv_out.to(dtype).split((self.splits[0], shared, shared), dim=-1)
+        groups = (*leading, self.groups, self.state_size)
+        return x.view(*leading, self.num_heads, self.head_dim), B.view(groups), C.view(groups)
+
+    # Scheme `replay`.
+
+    def scan_behind(
+        self, tokens: Tokens, state: torch.Tensor, memory: ReplayRing, step: ReplayStep, cu_seqlens: torch.Tensor
+    ) -> torch.Tensor:
+        """Outputs of tokens that see a state and, behind it, the inputs in a ring."""
+        raw_dt = tokens.inputs[0]
+        x, B, C = self._parts(tokens.rows.flat(tokens.conv_out), raw_dt.dtype)
+        return replay_update_reference(
+            state, memory, step, x, raw_dt, self.dt_bias, self.A_log, B, C, self.D, cu_seqlens
+        )
+
+    def write_behind(self, state: torch.Tensor, memory: ReplayRing, step: ReplayStep, launches: bool) -> None:
+        """The states that `step` makes due, from the inputs in a ring."""
+        (replay_flush if launches else replay_flush_reference)(state, memory, step, self.A_log)
+
+    # Triton kernels.
+
+    def launches(self, context: ForwardContext) -> bool:
+        """Kernels are chosen, and take the layer's dtypes."""
+        if context.kernels != "triton":
+            return False
+        return {part.dtype for part in context.views[self.name]} <= {*FLOATS, torch.int16}
+
+    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        if not self.launches(context):
+            return super().forward(x, context)
+        conv_in, (raw_dt,), (gate,) = self.project(x)
+        mixed = self._launch(conv_in, raw_dt, context, context.metadata[self.name])
+        return self.out_proj(gated_rms_norm(mixed, gate, self.norm.weight, self.groups, self.norm.eps))
+
+    def _launch(
+        self, conv_in: torch.Tensor, dt: torch.Tensor, context: ForwardContext, metadata: MambaMetadata
+    ) -> torch.Tensor:
+        """Convolution and recurrence: [num_tokens, channels] to [num_tokens, inner]."""
+        conv_state, ssm_state = context.views[self.name]
+        split, tokens = metadata.num_decodes, metadata.num_decode_tokens
+        taps, heads = (self._taps(self.conv_weight), self.conv_bias), (self.dt_bias, self.A_log)
+        windows, window_rows = metadata.window_indices, metadata.window_rows
+        outputs = []
+        if (rows := metadata.decode_rows) is not None:
+            conv_out = causal_conv1d_update(
+                conv_state,
+                conv_in[:tokens],
+                *taps,
+                metadata.cu_seqlens,
+                windows[:split],
+                window_rows[:split],
+                metadata.window_targets,
+            )
+            decodes = Tokens(rows, conv_out, (dt[:tokens],), torch.float32, metadata.cu_seqlens)
+            memory = context.row_memory.get(self.name)
+            outputs.append(metadata.undo.launch(self, decodes, ssm_state, memory, metadata))
+        if metadata.prefill_rows is not None:
+            spans, initial = metadata.spans, metadata.has_initial_state
+            assert spans is not None and initial is not None
+            conv_out = causal_conv1d_prefill(
+                conv_state, conv_in[tokens:], *taps, spans, windows[split:], window_rows[split:], initial
+            )
+            x, B, C = self._parts(conv_out, conv_out.dtype)
+            sources, states = metadata.source_indices[split:], ssm_state
+            if is_split := ssm_state.dtype == torch.int16:
+                # The scan knows no planes: it gets the states that it starts from, and room for those it leaves.
+                count, blocks = len(sources), spans.span_blocks
+                places = torch.arange(1, 1 + count + len(blocks), device=x.device)
+                states = torch.empty(1 + len(places), *ssm_state.shape[2:], dtype=torch.float32, device=x.device)
+                states[1 : 1 + count] = read_states(ssm_state, sources)
+                spans, sources = copy(spans), places[:count]
+                spans.span_blocks = places[count:]
+            outputs.append(chunk_scan_prefill(states, x, dt[tokens:], *heads, B, C, self.D, spans, sources, initial))
+            if is_split:
+                write_states(ssm_state, blocks, states[1 + count :])
+        mixed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return mixed.flatten(1)
+
+    def launch_scan(
+        self, tokens: Tokens, state: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
+    ) -> torch.Tensor:
+        """`scan` and `write_states` in one kernel."""
+        x, dt, dt_bias, A_log, B, C, D, cu_seqlens = self._launched(tokens)
+        return selective_state_update_slots(state, x, dt, dt_bias, A_log, B, C, D, cu_seqlens, sources, targets)
+
+    def launch_behind(self, tokens: Tokens, state: torch.Tensor, memory: ReplayRing, step: ReplayStep) -> torch.Tensor:
+        """`scan_behind` in one kernel."""
+        x, dt, dt_bias, A_log, B, C, D, cu_seqlens = self._launched(tokens)
+        return replay_update(state, memory, step, x, dt, dt_bias, A_log, B, C, D, cu_seqlens)
+
+    def _launched(self, tokens: Tokens) -> Tensors:
+        assert tokens.cu_seqlens is not None
+        x, B, C = self._parts(tokens.conv_out, tokens.conv_out.dtype)
+        return x, tokens.inputs[0], self.dt_bias, self.A_log, B, C, self.D, tokens.cu_seqlens

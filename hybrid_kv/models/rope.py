@@ -1,0 +1,88 @@
+"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864) of the first channels of each head.
+
+The two halves of the rotated channels are pairs ("NeoX style"), as in every family here. Frequencies of the scaled
+variants are transformers' (`modeling_rope_utils`). Variants whose frequencies change with the length of a request
+(`dynamic`, `longrope`) are refused: keys in the cache were rotated by others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hybrid_kv.models.config_file import ConfigFile
+
+_FIXED = ("linear", "llama3", "yarn")  # variants whose frequencies are the same for every request
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Channel i of the first half turns by `position * frequencies[i]`; cosine and sine are multiplied by `scale`."""
+
+    frequencies: tuple[float, ...]
+    scale: float = 1.0
+
+    def rotation(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """[num_tokens] int64 to cosines and sines [num_tokens, 1, len(frequencies)]; angles are in float32."""
+        frequencies = torch.tensor(self.frequencies, dtype=torch.float32, device=positions.device)
+        angles = (positions.float()[:, None] * frequencies).unsqueeze(1)
+        return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
+
+
+def rotate(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """[num_tokens, num_heads, head_size] to the same; channels behind the rotated ones stay as they are."""
+    cos, sin = rotation
+    half = cos.shape[-1]
+    first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat((*turned, rest) if rest.shape[-1] else turned, dim=-1)
+
+
+def read_rope(file: ConfigFile, head_size: int, theta: float = 10_000.0) -> Rope:
+    """From `rope_parameters`, or the older `rope_theta`, `rope_scaling` and `partial_rotary_factor`.
+
+    Args:
+        theta: where the file names none.
+
+    Raises:
+        ConfigError: values of a wrong type, or a variant whose frequencies change with the length of a request.
+    """
+    given = file.get("rope_parameters", "rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise file.fail(f"rope_parameters={given!r} must be an object; correct the file")
+    own = ConfigFile({**file.values, **given}, file.source)
+    size = int(head_size * own.number("partial_rotary_factor", 1.0)) // 2 * 2
+    base, kind = own.number("rope_theta", theta), own.text("rope_type", "type", default="default")
+    if not 0 < size <= head_size:
+        raise file.fail(f"partial_rotary_factor={own.get('partial_rotary_factor')!r} leaves no channel of {head_size}")
+    if kind in ("default", "mrope"):  # of text alone: the three positions of a token are one
+        exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
+        return Rope(tuple((1.0 / base**exponents).tolist()))
+    if kind not in _FIXED:
+        raise file.fail(
+            f"rope_type={kind!r} is not supported; supported are default, {', '.join(_FIXED)} (keys in a cache cannot "
+            "be rotated anew when a request grows)"
+        )
+    return _scaled(file, own, kind, given, base, head_size)
+
+
+def _scaled(file: ConfigFile, own: ConfigFile, kind: str, given: dict[str, Any], base: float, head_size: int) -> Rope:
+    from transformers import PreTrainedConfig  # an extra: only a checkpoint folder comes here
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    sizes: dict[str, Any] = {
+        "head_dim": head_size,
+        "hidden_size": file.size("hidden_size"),
+        "num_attention_heads": file.size("num_attention_heads"),
+        "max_position_embeddings": file.size("max_position_embeddings", default=2048),
+    }
+    known = PreTrainedConfig(**sizes)
+    factor = own.number("partial_rotary_factor", 1.0)
+    known.rope_parameters = given | {"rope_type": kind, "rope_theta": base, "partial_rotary_factor": factor}
+    try:
+        frequencies, scale = ROPE_INIT_FUNCTIONS[kind](known, torch.device("cpu"))
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise file.fail(f"rope_parameters={given!r} cannot be used ({error}); correct the file") from None
+    return Rope(tuple(frequencies.tolist()), float(scale))
