@@ -7,7 +7,7 @@ its checkpoint is loaded. `docs/adding-a-family.md` walks through one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +32,8 @@ class Family:
             only be planned. Built on torch's meta device: parameters get their values from the checkpoint alone.
         convert_weights: the checkpoint's tensors to the module's, by name; raises `ConfigError` for a wrong one.
         default_ssm_dtype: of the states where neither the user nor config.json names one; None: the model's.
+        sizes: `tiny` and `small` to keys of transformers' config class of the family, for checkpoints with random
+            weights.
     """
 
     kinds: Callable[[ConfigFile], list[str]]
@@ -39,6 +41,7 @@ class Family:
     build: Callable[[ConfigFile, dict[str, KVCacheSpec]], torch.nn.Module] | None = None
     convert_weights: Callable[[Tensors], Tensors] = dict
     default_ssm_dtype: str | None = None
+    sizes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
