@@ -99,6 +99,30 @@ def _convert_head(tensors: Tensors) -> Tensors:
     return join_qkv(renamed(tensors, (), _HEAD_NAMES))
 
 
+_TINY = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 12,
+    "n_groups": 2,
+    "conv_kernel": 4,
+    "chunk_size": 16,
+    "expand": 1,
+}
+_SMALL = _TINY | {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "mamba_num_heads": 32,
+    "chunk_size": 64,
+}
+
 register(
     Family(
         kinds=layer_kinds,
@@ -111,6 +135,7 @@ register(
         build=_build,
         convert_weights=_convert,
         default_ssm_dtype="float32",
+        sizes={"tiny": _TINY, "small": _SMALL},
     ),
     "nemotron_h",
 )

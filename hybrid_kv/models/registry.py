@@ -53,11 +53,14 @@ class HeadFamily:
         build: (config, target) to a module that is a `models.interface.DraftHead`; its parameters are named as in the
             converted checkpoint, without the prefix. Raises `ConfigError` for a head of another kind.
         convert_weights: the checkpoint's tensors of that prefix to the module's, the prefix kept.
+        shapes: of the checkpoint's tensors, by name without the prefix, for checkpoints with random weights; none
+            where config.json has no head.
     """
 
     prefix: str
     build: Callable[[ConfigFile, Any], torch.nn.Module]
     convert_weights: Callable[[Tensors], Tensors]
+    shapes: Callable[[ConfigFile], Mapping[str, tuple[int, ...]]] = lambda file: {}
 
 
 _FAMILIES: dict[str, Family] = {}
@@ -103,6 +106,11 @@ def head_of(config: ConfigFile) -> HeadFamily | None:
 def runnable() -> list[str]:
     """The `model_type`s that can be built, not only planned."""
     return [name for name, family in _FAMILIES.items() if family.build is not None]
+
+
+def sized() -> dict[str, list[str]]:
+    """The sizes in which checkpoints with random weights can be written, by `model_type`."""
+    return {name: list(family.sizes) for name, family in _FAMILIES.items() if family.sizes}
 
 
 def _add(known: dict[str, T], entry: T, model_types: tuple[str, ...]) -> None:

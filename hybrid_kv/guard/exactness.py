@@ -1,0 +1,196 @@
+"""A model with random weights in engines of every kind, against each request alone: uncached, undrafted, in one piece.
+
+In float64 the two differ by rounding alone, 1e-13 on logits of about ten; a stale state, a wrong slot or a position
+off by one moves a logit by more than 1e-3. What transformers says is not asked: that is the parity tests' part.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybrid_kv.cache.spec import MambaSpec
+from hybrid_kv.engine.llm import LLM, RequestOutput
+from hybrid_kv.guard.poison import poison
+from hybrid_kv.guard.recorder import record_logits
+from hybrid_kv.guard.scenario import ScriptedProposer, SmallBlocksFirst, SmallKVFirst
+from hybrid_kv.models.config_file import ConfigFile
+from hybrid_kv.models.registry import head_of
+from hybrid_kv.sampling import SamplingParams
+
+LIMIT = 1e-9
+LARGEST = 1e300
+NUM_NEW = 12  # tokens of each answer
+K = 3
+
+Cell = dict[str, Any]  # engine options; `script` of drafts, `preempts`
+SLOTS_CELLS: tuple[Cell, ...] = (
+    {"max_num_batched_tokens": 17, "preempts": True, "async_scheduling": True},
+    {"script": "mixed", "attention_backend": SmallKVFirst.name, "captured_batch_sizes": (3,), "preempts": True},
+    {"mamba_cache_mode": "align", "max_num_batched_tokens": 41, "kv_offload_bytes": 1 << 24, "preempts": True},
+    {"mamba_cache_mode": "align", "script": "rotate", "async_scheduling": True, "max_num_batched_tokens": 90},
+    {"mamba_cache_mode": "all", "script": "mixed", "attention_backend": SmallBlocksFirst.name, "preempts": True},
+    {"mamba_cache_mode": "all", "max_num_batched_tokens": 29, "kv_offload_bytes": 1 << 24, "async_scheduling": True},
+)
+REPLAY_CELLS: tuple[Cell, ...] = (
+    {"state_scheme": "replay", "mamba_cache_mode": "align", "script": "mixed", "replay_ring_len": 11, "preempts": True},
+    {"state_scheme": "replay", "mamba_cache_mode": "all", "script": "rotate", "async_scheduling": True},
+)
+MTP_CELLS: tuple[Cell, ...] = (
+    {"speculative_method": "mtp", "mamba_cache_mode": "none", "preempts": True, "max_num_batched_tokens": 33},
+    {"speculative_method": "mtp", "mamba_cache_mode": "align", "async_scheduling": True},
+    {"speculative_method": "mtp", "mamba_cache_mode": "all", "max_num_batched_tokens": 57, "preempts": True},
+)
+
+
+@dataclass(frozen=True)
+class Exactness:
+    """What one cell gave.
+
+    Attributes:
+        worst: largest difference of a logit; `where`: the request and token that it belongs to.
+        num_wrong: requests whose tokens differ from those that they get alone.
+        void: why the cell showed nothing, or empty.
+    """
+
+    cell: Cell
+    worst: float
+    where: str
+    num_wrong: int
+    num_tokens: int
+    cached_tokens: int
+    accepted: int
+    preemptions: int
+    void: str
+
+    @property
+    def problem(self) -> str:
+        """What is wrong, in a line; empty if nothing is."""
+        if self.worst > LIMIT:
+            return f"a logit differs by {self.worst:.2g} at {self.where}"
+        return f"{self.num_wrong} requests got other tokens" if self.num_wrong else self.void
+
+
+class Alone:
+    """Every request by itself in a new engine's words: no cache, no drafts, one chunk. Answers are remembered.
+
+    Args:
+        folder: a checkpoint.
+        seed: of the prompts.
+    """
+
+    def __init__(self, folder: str | Path, seed: int = 0) -> None:
+        self.folder = folder
+        self._llm = self._engine()
+        unit = max(group.spec.block_size for group in self._engine(mamba_cache_mode="all").plan.config.groups)
+        self.max_model_len, self.vocab_size = self._llm.config.scheduler.max_model_len, self._llm.model.vocab_size
+        self.prompts = _prompts(random.Random(seed), unit, self.max_model_len - NUM_NEW, self.vocab_size)
+        self.block_size = unit
+        params = SamplingParams(max_tokens=NUM_NEW)
+        self._known = [next(iter(record_logits(self._llm, [prompt], params))) for prompt in self.prompts]
+
+    def cells(self) -> list[Cell]:
+        """Those that the model can be run in."""
+        mamba = [spec for spec in self._llm.model.layer_specs.values() if isinstance(spec, MambaSpec)]
+        replays = all(spec.inputs or all(part.role != "state" for part in spec.parts) for spec in mamba)
+        file = ConfigFile.read(self.folder)
+        head = head_of(file)
+        has_head = head is not None and bool(head.shapes(file))
+        return [*SLOTS_CELLS, *(REPLAY_CELLS if replays else ()), *(MTP_CELLS if has_head else ())]
+
+    def _engine(self, **options: Any) -> LLM:
+        return LLM(
+            self.folder,
+            device="cpu",
+            dtype="float64",
+            mamba_ssm_cache_dtype="float64",
+            **{"max_num_seqs": 4, "max_model_len": 512, **options},
+        )
+
+    def check(self, cell: Cell) -> Exactness:
+        """All requests at once in an engine of this kind, and half of them again behind the others."""
+        options = {key: value for key, value in cell.items() if key not in ("script", "preempts")}
+        sequences = [[*output.prompt_token_ids, *output.token_ids] for output, _ in self._known]
+        order = [*range(len(self.prompts)), *range(0, len(self.prompts), 2)]
+        if "script" in cell:
+            lengths = [len(self.prompts[i]) for i in order]
+            own = [sequences[i] for i in order]
+            options["num_speculative_tokens"] = K
+            options["proposer"] = ScriptedProposer(cell["script"], K, own, lengths, self.block_size, self.vocab_size)
+        elif "speculative_method" in cell:
+            options["num_speculative_tokens"] = K
+        llm = self._engine(**options)
+        poison(llm)
+        worst, where, num_wrong, num_tokens, cached, accepted, preemptions = 0.0, "", 0, 0, 0, 0, 0
+        for i, output, logits in self._run(llm, order, _preempt if cell.get("preempts") else None):
+            alone, expected = self._known[i]
+            num_wrong += output.token_ids != alone.token_ids
+            if output.token_ids == alone.token_ids:
+                difference = (logits - expected[-len(logits) :]).abs().nan_to_num(nan=LARGEST, posinf=LARGEST).amax(-1)
+                if float(difference.max()) > worst:
+                    token = int(difference.argmax()) + len(expected) - len(logits)
+                    worst, where = float(difference.max()), f"request {output.request_id}, token {token}"
+            num_tokens += len(logits)
+            cached += output.cached_tokens
+            accepted += output.num_accepted_draft_tokens
+            preemptions += output.num_preemptions
+        void = "; ".join(_void(cell, llm, cached, accepted, preemptions))
+        return Exactness(cell, worst, where, num_wrong, num_tokens, cached, accepted, preemptions, void)
+
+    def _run(
+        self, llm: LLM, order: Sequence[int], disturb: Callable[[LLM], None] | None
+    ) -> Iterator[tuple[int, RequestOutput, torch.Tensor]]:
+        """Every prompt, then the second helping; in between nothing is left on the device if the host has a copy."""
+        params, first = SamplingParams(max_tokens=NUM_NEW), len(self.prompts)
+        for wave in (order[:first], order[first:]):
+            outputs = record_logits(llm, [self.prompts[i] for i in wave], params, disturb)
+            yield from ((i, *found) for i, found in zip(wave, outputs, strict=True))
+            if llm.manager.offload is not None:
+                llm.reset_prefix_cache()
+
+
+def _prompts(rng: random.Random, unit: int, longest: int, vocab_size: int) -> list[list[int]]:
+    """Unrelated ones, and some that begin alike, on block boundaries and beside them."""
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(1, vocab_size) for _ in range(count)]
+
+    shared = tokens(2 * unit + 1)
+    lengths = (2 * unit + 1, 2 * unit, unit + 3)
+    found = [[*shared[:n], *tokens(extra)] for n, extra in zip(lengths, (5, unit, 2 * unit), strict=True)]
+    found += [tokens(1), tokens(unit), tokens(unit + unit // 2), shared[: 2 * unit]]
+    return [prompt[:longest] for prompt in found]
+
+
+def _preempt(llm: LLM) -> None:
+    if llm.num_steps % 5 == 4 and len(llm.scheduler.running) > 1:
+        llm.scheduler.preempt(llm.scheduler.running[-1])
+
+
+def _void(cell: Cell, llm: LLM, cached: int, accepted: int, preemptions: int) -> Iterator[str]:
+    if llm.manager.offload is not None and not llm.manager.offload.stats.loaded_blocks:
+        yield "void: no block came from the host"
+    if llm.manager.enable_prefix_caching and not cached:
+        yield "void: no prompt token came from the cache"
+    if "script" in cell and not accepted:
+        yield "void: no draft was accepted"
+    if cell.get("preempts") and not preemptions:
+        yield "void: no request was preempted"
+
+
+def describe(cell: Cell) -> str:
+    """A cell in a few words, as a key of rows."""
+    words: Sequence[str] = (
+        cell.get("mamba_cache_mode", "none"),
+        *([f"drafts {cell['script']}"] if "script" in cell else []),
+        *([cell["speculative_method"]] if "speculative_method" in cell else []),
+        *([cell["state_scheme"]] if "state_scheme" in cell else []),
+        *(["offload"] if "kv_offload_bytes" in cell else []),
+        *(["async"] if cell.get("async_scheduling") else []),
+    )
+    return ", ".join(words)

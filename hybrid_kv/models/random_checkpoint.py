@@ -1,0 +1,137 @@
+"""Checkpoints with random weights, of any family that runs here: for tests, and for other engines.
+
+Written by transformers from its own config class, so that every engine that reads the Hugging Face format loads them.
+Its own start would give nearly flat logits and states that forget: here logits have wide margins between the best two
+tokens, and a state remembers for tens of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import hybrid_kv.models.families  # noqa: F401  (registers them)
+from hybrid_kv.config import ConfigError
+from hybrid_kv.models.config_file import ConfigFile
+from hybrid_kv.models.registry import family_of, head_of, sized
+
+EOS = 0  # what `generate` stops at
+
+
+def write_checkpoint(
+    model_type: str,
+    folder: str | Path,
+    size: str = "tiny",
+    seed: int = 0,
+    keys: Mapping[str, Any] | None = None,
+    max_shard_size: str = "5GB",
+) -> nn.Module:
+    """config.json, weights, those of the draft head too, and a tokenizer of one token a word.
+
+    Args:
+        size: of `Family.sizes`.
+        keys: replace some of that size's.
+
+    Returns:
+        transformers' model.
+
+    Raises:
+        ConfigError: the family has no such size, or cannot be built from these keys.
+    """
+    folder = Path(folder)
+    model = random_model(model_type, size, seed, keys)
+    _save(model, folder, max_shard_size)
+    file = ConfigFile.read(folder)
+    if (head := head_of(file)) is not None and (shapes := head.shapes(file)):
+        _save_head({head.prefix + name: shape for name, shape in shapes.items()}, folder, seed)
+    _tokenizer(file.size("vocab_size")).save_pretrained(folder)
+    return model
+
+
+def random_model(model_type: str, size: str = "tiny", seed: int = 0, keys: Mapping[str, Any] | None = None) -> Any:
+    """transformers' model with random weights, float32, in evaluation mode."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    family = family_of(ConfigFile({"model_type": model_type}, "checkpoint"))
+    if size not in family.sizes:
+        known = ", ".join(f"{name} ({'|'.join(sizes)})" for name, sizes in sized().items())
+        raise ConfigError(f"no checkpoint of {model_type} in size {size!r}; there are {known}")
+    values = {**family.sizes[size], **(keys or {}), "dtype": "float32"}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **values)).eval()
+    fill(model, seed)
+    return model
+
+
+def fill(model: nn.Module, seed: int) -> None:
+    """Random values for every weight and every buffer that is saved; see `_value`."""
+    g = torch.Generator().manual_seed(seed)
+    saved = model.state_dict(keep_vars=True)
+    done = set[int]()
+    for name, tensor in saved.items():
+        if tensor.is_floating_point() and id(tensor) not in done:
+            done.add(id(tensor))
+            tensor.data.copy_(_value(name, tensor.data, g))
+
+
+def _value(name: str, start: torch.Tensor, g: torch.Generator) -> torch.Tensor:
+    """By what the weight is for; what is not known to be a projection stays near the start that its class gave it."""
+    noise, last = torch.randn(start.shape, generator=g), name.split(".")[-1]
+    if last == "A_log":
+        return torch.rand(start.shape, generator=g).mul_(3.5).add_(0.5).log_()
+    if last == "dt_bias" or name.endswith("dt_proj.bias"):
+        return torch.rand(start.shape, generator=g).mul_(2).sub_(2)
+    if "embed" in name:
+        return noise
+    if "conv" in name and start.dim() == 3:
+        return 0.5 * noise
+    if start.dim() >= 2:
+        return noise * (1.2 / start.shape[-1] ** 0.5)
+    return start + 0.1 * noise
+
+
+def _save(model: Any, folder: Path, max_shard_size: str) -> None:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
+    finally:
+        if shown:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _save_head(shapes: dict[str, tuple[int, ...]], folder: Path, seed: int) -> None:
+    """In the file of the model's weights, since transformers leaves a head's out."""
+    from safetensors.torch import load_file, save_file
+
+    g = torch.Generator().manual_seed(seed + 1)
+    path = min(folder.glob("*.safetensors"))
+    own = {name: _value(name, _start(name, shape), g) for name, shape in shapes.items()}
+    save_file({**load_file(path), **own}, path, metadata={"format": "pt"})
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        import json
+
+        listed = json.loads(index.read_text())
+        listed["weight_map"] |= dict.fromkeys(own, path.name)
+        index.write_text(json.dumps(listed, indent=2))
+
+
+def _start(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.ones(shape) if "norm" in name else torch.zeros(shape)
+
+
+def _tokenizer(vocab_size: int) -> Any:
+    """One token a word: "w7 w8" is [7, 8]."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token=f"w{EOS}"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=f"w{EOS}")
