@@ -7,7 +7,8 @@ tokens, and a state remembers for tens of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ def write_checkpoint(
     """
     folder = Path(folder)
     model = random_model(model_type, size, seed, keys)
-    _save(model, folder, max_shard_size)
+    with _quiet():
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
     file = ConfigFile.read(folder)
     if (head := head_of(file)) is not None and (shapes := head.shapes(file)):
         _save_head({head.prefix + name: shape for name, shape in shapes.items()}, folder, seed)
@@ -61,7 +63,9 @@ def random_model(model_type: str, size: str = "tiny", seed: int = 0, keys: Mappi
         known = ", ".join(f"{name} ({'|'.join(sizes)})" for name, sizes in sized().items())
         raise ConfigError(f"no checkpoint of {model_type} in size {size!r}; there are {known}")
     values = {**family.sizes[size], **(keys or {}), "dtype": "float32"}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **values)).eval()
+    with _quiet():
+        config = AutoConfig.for_model(model_type, **values)
+        model = AutoModelForCausalLM.from_config(config).eval()  # type: ignore[no-untyped-call]
     fill(model, seed)
     return model
 
@@ -93,14 +97,18 @@ def _value(name: str, start: torch.Tensor, g: torch.Generator) -> torch.Tensor:
     return start + 0.1 * noise
 
 
-def _save(model: Any, folder: Path, max_shard_size: str) -> None:
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' progress bars, and its warnings of kernels that are not installed."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()  # type: ignore[no-untyped-call]
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
-        model.save_pretrained(folder, max_shard_size=max_shard_size)
+        yield
     finally:
+        logging.set_verbosity(level)
         if shown:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
@@ -134,4 +142,6 @@ def _tokenizer(vocab_size: int) -> Any:
     words = {f"w{i}": i for i in range(vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token=f"w{EOS}"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=f"w{EOS}")
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer, eos_token=f"w{EOS}"
+    )
