@@ -1,0 +1,133 @@
+"""A mixture of experts: routers of today's families, and the experts of each token.
+
+| family | router |
+|---|---|
+| Qwen3-Next, Qwen3.5 | `route_softmax`, renormalised |
+| Jamba | `route_softmax`, as it is |
+| Granite-4-H | `route_topk_softmax` |
+| DeepSeek-V3, Kimi-Linear, Nemotron-3 | `route_sigmoid` with bias, groups and scale |
+| LFM2-MoE | `route_sigmoid` with bias or without, one group, `epsilon=1e-6` |
+
+Routers take logits in any dtype and work in float32, or float64 if the logits are. A shared expert is no part of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+
+def route_softmax(logits: torch.Tensor, top_k: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `top_k` most probable experts of each token, weighted by their probability.
+
+    Args:
+        logits: [num_tokens, num_experts].
+        renormalise: to weights that add up to 1.
+
+    Returns:
+        Weights [num_tokens, top_k] and expert ids of that shape, int64.
+    """
+    if renormalise:
+        return route_topk_softmax(logits, top_k)  # the same quotient; the sum over all experts cancels
+    weights, ids = _wide(logits).softmax(-1).topk(top_k)
+    return weights, ids
+
+
+def route_topk_softmax(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts of the `top_k` largest logits, weighted by a softmax over those: see `route_softmax`."""
+    largest, ids = _wide(logits).topk(top_k)
+    return largest.softmax(-1), ids
+
+
+def route_sigmoid(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    num_groups: int,
+    top_k_groups: int,
+    renormalise: bool,
+    scale: float,
+    epsilon: float = 1e-20,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The router of DeepSeek-V3 (arXiv 2412.19437): scores are sigmoids, and a bias that balances load only chooses.
+
+    Args:
+        logits: [num_tokens, num_experts].
+        bias: [num_experts], added to the scores for the choice alone; None for none.
+        num_groups: of neighbouring experts, equally large. Only those in the `top_k_groups` best ones can be chosen; a
+            group is as good as the sum of its best two.
+        renormalise: to weights that add up to `scale`.
+        epsilon: added to the sum that is divided by; it shows where all scores are small.
+
+    Returns:
+        Weights [num_tokens, top_k] and expert ids of that shape, int64.
+    """
+    scores = _wide(logits).sigmoid()
+    choice = scores if bias is None else scores + bias.to(scores.dtype)
+    if top_k_groups < num_groups:
+        groups = choice.unflatten(-1, (num_groups, -1))
+        best = groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(-1).topk(top_k_groups, sorted=False).indices
+        # Not 0, below which a bias can bring every expert of a group that is allowed.
+        out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+        choice = groups.masked_fill(out.unsqueeze(-1), -torch.inf).flatten(-2)
+    ids = choice.topk(top_k).indices
+    weights = scores.gather(-1, ids)
+    if renormalise:
+        weights /= weights.sum(-1, keepdim=True) + epsilon
+    return weights.mul_(scale), ids
+
+
+def apply_experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    activation: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """The weighted sum of what its experts make of each token, `down(activation(up(x)))` each.
+
+    No expert is read that no token chose. A token's outputs are added in the order of its ids, whatever the batch.
+
+    Args:
+        x: [num_tokens, in].
+        ids: [num_tokens, top_k] int64, distinct in a row; weights: the same shape, in the dtype to add up in.
+        up: [num_experts, up_out, in]; down: [num_experts, out, down_in].
+        activation: [n, up_out] to [n, down_in], row by row: of a gated expert it halves the size.
+
+    Returns:
+        [num_tokens, out] in the dtype of `x`.
+    """
+    tokens, top_k = ids.shape
+    if tokens == 1:
+        # Weights are not gathered for one product: to copy them takes longer than to multiply with them.
+        outputs = torch.cat([F.linear(activation(F.linear(x, up[e])), down[e]) for e in ids[0].tolist()])
+    else:
+        chosen, order = ids.flatten().sort(stable=True)
+        inputs = x.index_select(0, order // top_k)
+        counts = torch.bincount(chosen, minlength=len(up))
+        # Not for few tokens: on a CPU a grouped product takes 2.5 us for an expert without any.
+        if len(chosen) >= len(up) and _takes_groups(up) and _takes_groups(down):
+            ends = counts.cumsum(0, dtype=torch.int32)
+            hidden = activation(F.grouped_mm(inputs, up.mT, offs=ends))
+            by_expert = F.grouped_mm(hidden, down.mT, offs=ends)
+        else:
+            parts = enumerate(inputs.split(counts.tolist()))
+            by_expert = torch.cat(
+                [F.linear(activation(F.linear(part, up[e])), down[e]) for e, part in parts if len(part)]
+            )
+        outputs = torch.empty_like(by_expert).index_copy_(0, order, by_expert)
+    shares = outputs.to(weights.dtype).unflatten(0, (tokens, top_k))
+    return torch.matmul(weights.unsqueeze(1), shares).squeeze(1).to(x.dtype)
+
+
+def _takes_groups(weight: torch.Tensor) -> bool:
+    """Whether `grouped_mm` multiplies with `weight` [num_experts, out, in]: its dtype, and rows of whole 16 bytes."""
+    dtypes = (torch.bfloat16,) if weight.is_cuda else (torch.bfloat16, torch.float16, torch.float32)
+    return weight.dtype in dtypes and not any(size * weight.element_size() % 16 for size in weight.shape[1:])
+
+
+def _wide(logits: torch.Tensor) -> torch.Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
