@@ -58,7 +58,8 @@ def read_rope(file: ConfigFile, head_size: int, theta: float = 10_000.0) -> Rope
     if not 0 < size <= head_size:
         raise file.fail(f"partial_rotary_factor={own.get('partial_rotary_factor')!r} leaves no channel of {head_size}")
     if kind in ("default", "mrope"):  # of text alone: the three positions of a token are one
-        exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
+        # Models are built on the meta device, where no number can be read.
+        exponents = torch.arange(0, size, 2, dtype=torch.int64, device="cpu").float() / size
         return Rope(tuple((1.0 / base**exponents).tolist()))
     if kind not in _FIXED:
         raise file.fail(
@@ -82,7 +83,8 @@ def _scaled(file: ConfigFile, own: ConfigFile, kind: str, given: dict[str, Any],
     factor = own.number("partial_rotary_factor", 1.0)
     known.rope_parameters = given | {"rope_type": kind, "rope_theta": base, "partial_rotary_factor": factor}
     try:
-        frequencies, scale = ROPE_INIT_FUNCTIONS[kind](known, torch.device("cpu"))
+        with torch.device("cpu"):
+            frequencies, scale = ROPE_INIT_FUNCTIONS[kind](known, torch.device("cpu"))
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise file.fail(f"rope_parameters={given!r} cannot be used ({error}); correct the file") from None
     return Rope(tuple(frequencies.tolist()), float(scale))
