@@ -94,7 +94,7 @@ class Mamba2Mixer(RecurrentMixer):
         return self.out_proj(self.gated(mixed, rest[0], launches=False))
 
     def gated(self, mixed: torch.Tensor, gate: torch.Tensor, launches: bool) -> torch.Tensor:
-        """Gate and norm behind the recurrence, [num_tokens, channels] in the dtype of the gate; a kernel's or torch's."""
+        """Gate and norm behind the recurrence: [num_tokens, channels], in the dtype of the gate."""
         if launches:
             return gated_rms_norm(mixed, gate, self.norm.weight, self.norm.groups, self.norm.eps)
         return self.norm(mixed, gate)
