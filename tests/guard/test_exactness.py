@@ -3,9 +3,12 @@
 import pytest
 import torch
 
+from hybrid_kv.accuracy.guard_model import FOLDER
 from hybrid_kv.attention.mamba import MambaMetadata
 from hybrid_kv.attention.undo import SlotsStep
-from hybrid_kv.guard.exactness import LIMIT, Alone, describe
+from hybrid_kv.engine.drafter import MTPDrafter
+from hybrid_kv.guard.exactness import LIMIT, MTP_CELLS, Alone, describe
+from hybrid_kv.kernels.slot_mapping import PAD_SLOT
 from hybrid_kv.models.mixers import mamba2
 from hybrid_kv.models.random_checkpoint import write_checkpoint
 
@@ -65,6 +68,32 @@ def test_the_state_behind_the_wrong_draft_is_seen_under_slots(alone, monkeypatch
     found = problems(alone)
     assert all(bool(problem) == ("replay" not in cell) for cell, problem in found.items()), found
     assert original is not SlotsStep.advance
+
+
+@pytest.fixture(scope="module")
+def drafting():
+    return Alone(FOLDER)
+
+
+@pytest.mark.parametrize("cell", MTP_CELLS, ids=describe)
+def test_drafts_of_a_head_are_those_that_a_request_gets_alone(drafting, cell):
+    found = drafting.check(cell)
+    assert found.problem == "" and found.num_drafts > 40
+
+
+def test_a_slot_that_a_later_pass_of_the_head_misses_changes_drafts(drafting, monkeypatch):
+    """No token is wrong then: it costs acceptance alone."""
+    drafting.check(MTP_CELLS[0])
+    original = MTPDrafter._slots
+
+    def missed(self, rows, positions):
+        places, slots = original(self, rows, positions)
+        slots[-1] = PAD_SLOT
+        return places, slots
+
+    monkeypatch.setattr(MTPDrafter, "_slots", missed)
+    found = drafting.check(MTP_CELLS[0])
+    assert found.num_wrong == 0 and "got other drafts than alone" in found.problem
 
 
 def test_a_cell_that_shows_nothing_is_void(alone):
