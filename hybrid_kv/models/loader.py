@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
@@ -15,6 +16,8 @@ from hybrid_kv.models.config_file import ConfigFile, read_config, read_json
 from hybrid_kv.models.interface import DraftHead, Model
 from hybrid_kv.models.registry import Tensors, family_of, head_of, runnable
 from hybrid_kv.models.shapes import model_shape
+
+LOGGER = logging.getLogger(__name__)
 
 
 def resolve_folder(model: str | Path) -> Path:
@@ -80,9 +83,21 @@ def load_model(model: str | Path, config: EngineConfig, device: torch.device) ->
     """
     folder = resolve_folder(model)
     file, built, dtype = _build(folder, config)
-    head = head_of(file)
-    tensors = load_tensors(folder, lambda name: head is None or not name.startswith(head.prefix))
-    _assign(built, family_of(file).convert_weights(tensors), folder)
+    family, head = family_of(file), head_of(file)
+    skipped: list[str] = []
+
+    def is_wanted(name: str) -> bool:
+        if name.startswith(family.skips):
+            skipped.append(name)
+            return False
+        return head is None or not name.startswith(head.prefix)
+
+    tensors = load_tensors(folder, is_wanted)
+    if skipped:
+        LOGGER.warning(
+            "%s: its language model is loaded, %d tensors such as %s are not", folder, len(skipped), skipped[0]
+        )
+    _assign(built, family.convert_weights(tensors), folder)
     return cast(Model, built.to(device=device, dtype=dtype).eval())
 
 

@@ -40,11 +40,11 @@ def rotate(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torc
     return torch.cat((*turned, rest) if rest.shape[-1] else turned, dim=-1)
 
 
-def read_rope(file: ConfigFile, head_size: int, theta: float = 10_000.0) -> Rope:
+def read_rope(file: ConfigFile, head_size: int, theta: float = 10_000.0, share: float = 1.0) -> Rope:
     """From `rope_parameters`, or the older `rope_theta`, `rope_scaling` and `partial_rotary_factor`.
 
     Args:
-        theta: where the file names none.
+        theta, share: base, and share of the channels that turn, where the file names none.
 
     Raises:
         ConfigError: values of a wrong type, or a variant whose frequencies change with the length of a request.
@@ -53,12 +53,13 @@ def read_rope(file: ConfigFile, head_size: int, theta: float = 10_000.0) -> Rope
     if not isinstance(given, dict):
         raise file.fail(f"rope_parameters={given!r} must be an object; correct the file")
     own = ConfigFile({**file.values, **given}, file.source)
-    size = int(head_size * own.number("partial_rotary_factor", 1.0)) // 2 * 2
+    factor = own.number("partial_rotary_factor", share)
+    size = int(head_size * factor) // 2 * 2
     base, kind = own.number("rope_theta", theta), own.text("rope_type", "type", default="default")
     if not 0 < size <= head_size:
-        raise file.fail(f"partial_rotary_factor={own.get('partial_rotary_factor')!r} leaves no channel of {head_size}")
+        raise file.fail(f"partial_rotary_factor={factor} leaves no channel of {head_size}")
     if kind in ("default", "mrope"):  # of text alone: the three positions of a token are one
-        # Models are built on the meta device, where no number can be read.
+        # Not on the meta device, on which models are built.
         exponents = torch.arange(0, size, 2, dtype=torch.int64, device="cpu").float() / size
         return Rope(tuple((1.0 / base**exponents).tolist()))
     if kind not in _FIXED:
@@ -66,10 +67,13 @@ def read_rope(file: ConfigFile, head_size: int, theta: float = 10_000.0) -> Rope
             f"rope_type={kind!r} is not supported; supported are default, {', '.join(_FIXED)} (keys in a cache cannot "
             "be rotated anew when a request grows)"
         )
-    return _scaled(file, own, kind, given, base, head_size)
+    with torch.device("cpu"):
+        return _scaled(
+            file, given | {"rope_type": kind, "rope_theta": base, "partial_rotary_factor": factor}, head_size
+        )
 
 
-def _scaled(file: ConfigFile, own: ConfigFile, kind: str, given: dict[str, Any], base: float, head_size: int) -> Rope:
+def _scaled(file: ConfigFile, parameters: dict[str, Any], head_size: int) -> Rope:
     from transformers import PreTrainedConfig  # an extra: only a checkpoint folder comes here
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -80,11 +84,9 @@ def _scaled(file: ConfigFile, own: ConfigFile, kind: str, given: dict[str, Any],
         "max_position_embeddings": file.size("max_position_embeddings", default=2048),
     }
     known = PreTrainedConfig(**sizes)
-    factor = own.number("partial_rotary_factor", 1.0)
-    known.rope_parameters = given | {"rope_type": kind, "rope_theta": base, "partial_rotary_factor": factor}
+    known.rope_parameters = parameters
     try:
-        with torch.device("cpu"):
-            frequencies, scale = ROPE_INIT_FUNCTIONS[kind](known, torch.device("cpu"))
+        frequencies, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](known, torch.device("cpu"))
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise file.fail(f"rope_parameters={given!r} cannot be used ({error}); correct the file") from None
+        raise file.fail(f"rope_parameters={parameters!r} cannot be used ({error}); correct the file") from None
     return Rope(tuple(frequencies.tolist()), float(scale))

@@ -17,10 +17,8 @@ from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
 from hybrid_kv.config import CacheConfig, ConfigError, parse_dtype, parse_model_dtype
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.registry import Family, family_of
-from hybrid_kv.models.specs import ATTENTION, SpecOptions
+from hybrid_kv.models.specs import ATTENTION, SpecOptions, chunk_size
 
-# vLLM 0.22's `get_mamba_chunk_size` for a config that names none.
-_DEFAULT_CHUNK_SIZE = 2048
 _MAX_LAYERS = 10_000  # above it the file is wrong, and a list of its layers would take the memory of the machine
 
 
@@ -77,14 +75,13 @@ def model_shape(
     options = _options(config, family, cache or CacheConfig(), num_speculative_tokens, dtype)
     specs = {kind: {end: read(config, options) for end, read in family.caches[kind].items()} for kind in set(kinds)}
     layers = {f"layers.{i}{end}": spec for i, kind in enumerate(kinds) for end, spec in specs[kind].items()}
-    chunk_size = config.maybe_size("mamba_chunk_size", "chunk_size") or _DEFAULT_CHUNK_SIZE
     return ModelShape(
         model_type=config.model_type,
         hidden_size=config.size("hidden_size"),
         vocab_size=config.size("vocab_size"),
         dtype=options.dtype,
         max_position_embeddings=config.maybe_size("max_position_embeddings"),
-        mamba_chunk_size=chunk_size if any(isinstance(spec, MambaSpec) for spec in layers.values()) else None,
+        mamba_chunk_size=chunk_size(config) if any(isinstance(spec, MambaSpec) for spec in layers.values()) else None,
         num_hidden_layers=len(kinds),
         layers=layers,
     )

@@ -16,6 +16,8 @@ from hybrid_kv.models.config_file import ConfigFile
 # Kinds of layers: what each keeps of earlier tokens, or for an MLP and a mixture of experts that it keeps nothing.
 ATTENTION, MAMBA, HYBRID, MLP, MOE = "attention", "mamba", "hybrid", "mlp", "moe"
 
+_DEFAULT_CHUNK_SIZE = 2048  # vLLM 0.22's `get_mamba_chunk_size` for a config that names none
+
 _KINDS = {
     **dict.fromkeys(("attention", "full_attention", "*"), ATTENTION),
     **dict.fromkeys(("mamba", "mamba2", "linear_attention", "M"), MAMBA),
@@ -36,6 +38,11 @@ class SpecOptions:
 
 
 SpecReader = Callable[[ConfigFile, SpecOptions], KVCacheSpec]
+
+
+def chunk_size(config: ConfigFile) -> int:
+    """Tokens of which the Mamba blocks of mode `all` are multiples, where the user names no size."""
+    return config.size("mamba_chunk_size", "chunk_size", default=_DEFAULT_CHUNK_SIZE)
 
 
 def layer_kinds(config: ConfigFile, prefix: str = "") -> list[str]:

@@ -1,0 +1,147 @@
+"""Qwen3.5 and Qwen3.6: gated delta nets, every fourth layer gated attention, an MLP behind each; draft head.
+
+Source: Qwen3.5 (2026) and its implementation in transformers, which is the oracle of the tests; it has no draft head,
+whose form is that of vLLM 0.32 (`qwen3_5_mtp.py`). The functions that are public here are those that Qwen3-Next shares.
+
+A multimodal checkpoint (`qwen3_5`) is run as its language model. Without images the three positions of a token, of
+which its RoPE turns interleaved channels, are one and the same: the plain rotation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+
+from torch import nn
+
+from hybrid_kv.cache.spec import KVCacheSpec
+from hybrid_kv.models.attention import PagedAttention
+from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock, rms_norm
+from hybrid_kv.models.config_file import ConfigFile
+from hybrid_kv.models.layers import GatedMLP, RMSNorm
+from hybrid_kv.models.mixers.gated_delta import GatedDeltaMixer
+from hybrid_kv.models.registry import Family, register
+from hybrid_kv.models.rope import read_rope
+from hybrid_kv.models.specs import ATTENTION, MAMBA, SpecReader, attention_spec, chunk_size, gdn_spec, layer_kinds
+from hybrid_kv.models.weights import Tensors, join_gate_up, join_qkv, joined, renamed
+
+Build = Callable[[ConfigFile, str], nn.Module]
+MLP = Callable[[ConfigFile, int], nn.Module]  # of a layer by its number
+SCAN_CHUNK = 64  # tokens; flash-linear-attention's
+CACHES: Mapping[str, Mapping[str, SpecReader]] = {ATTENTION: {"": attention_spec}, MAMBA: {"": gdn_spec}}
+SKIPS = ("model.visual.",)  # the vision tower
+
+norm = partial(rms_norm, centred=True)
+
+
+def kinds(file: ConfigFile) -> list[str]:
+    """`layer_types`, or attention in each `full_attention_interval`-th layer."""
+    if file.get("layer_types") is not None:
+        return layer_kinds(file)
+    interval = file.size("full_attention_interval", default=4)
+    return [MAMBA if (i + 1) % interval else ATTENTION for i in range(file.size("num_hidden_layers"))]
+
+
+def attention(file: ConfigFile, name: str, kind: type[PagedAttention] = PagedAttention) -> nn.Module:
+    """Gated, with norms of each query and key, and RoPE of a quarter of the channels."""
+    if not file.flag("attn_output_gate", True):
+        raise file.fail("attn_output_gate=False is not supported; true is")
+    head_size, eps = file.size("head_dim"), file.number("rms_norm_eps", 1e-6)
+    return kind(
+        name,
+        file.size("hidden_size"),
+        file.size("num_attention_heads"),
+        file.size("num_key_value_heads"),
+        head_size,
+        bias=file.flag("attention_bias", False),
+        rope=read_rope(file, head_size, share=0.25),
+        norms=(RMSNorm(head_size, eps, centred=True), RMSNorm(head_size, eps, centred=True)),
+        gated=True,
+    )
+
+
+def delta_net(file: ConfigFile, name: str, kind: type[GatedDeltaMixer] = GatedDeltaMixer) -> nn.Module:
+    """The gated delta net."""
+    return kind(
+        name,
+        file.size("hidden_size"),
+        key_heads=file.size("linear_num_key_heads"),
+        value_heads=file.size("linear_num_value_heads"),
+        key_dim=file.size("linear_key_head_dim"),
+        value_dim=file.size("linear_value_head_dim"),
+        conv_kernel=file.size("linear_conv_kernel_dim"),
+        chunk_size=min(SCAN_CHUNK, chunk_size(file)),
+        eps=file.number("rms_norm_eps", 1e-6),
+    )
+
+
+def build(
+    file: ConfigFile,
+    layer_specs: dict[str, KVCacheSpec],
+    mlp: MLP,
+    delta_net: Build = delta_net,
+) -> CausalLM:
+    """The decoder; `mlp` gets the number of its layer."""
+    if (activation := file.text("hidden_act", default="silu")) != "silu":
+        raise file.fail(f"hidden_act={activation!r} is not supported; 'silu' is")
+    mixers: dict[str, Build] = {MAMBA: delta_net, ATTENTION: attention}
+    layers = [
+        DecoderBlock(norm(file), mixers[kind](file, f"layers.{i}"), norm(file), mlp(file, i))
+        for i, kind in enumerate(kinds(file))
+    ]
+    return CausalLM(file, layer_specs, layers, norm(file), mamba_chunk_size=chunk_size(file))
+
+
+_NAMES = {
+    ".linear_attn.": ".mixer.",
+    ".self_attn.": ".mixer.",
+    ".input_layernorm.": ".norm.",
+    ".post_attention_layernorm.": ".mlp_norm.",
+}
+
+
+def convert(
+    tensors: Tensors, projections: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+) -> Tensors:
+    """`projections`: of a delta net, in the order of `GatedDeltaMixer.in_proj`."""
+    tensors = join_gate_up(join_qkv(renamed(tensors, ("model.language_model.", "model."), _NAMES)))
+    return joined(tensors, projections, "in_proj")
+
+
+def dense_mlp(file: ConfigFile, layer: int) -> nn.Module:
+    """`down(silu(gate(x)) * up(x))`."""
+    return GatedMLP(file.size("hidden_size"), file.size("intermediate_size"))
+
+
+_TINY = {
+    "vocab_size": 101,
+    "hidden_size": 40,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "full_attention_interval": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "chunk_size": 16,
+    "mtp_num_hidden_layers": 1,
+}
+_SMALL = _TINY | {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 8,
+    "full_attention_interval": 4,
+    "head_dim": 64,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 48,
+    "chunk_size": 64,
+}
+
+_FAMILY = Family(kinds, CACHES, partial(build, mlp=dense_mlp), convert, SKIPS, sizes={"tiny": _TINY, "small": _SMALL})
+register(_FAMILY, "qwen3_5_text")
+register(replace(_FAMILY, sizes={}), "qwen3_5")
