@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import sys
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import typer
@@ -18,6 +19,10 @@ def guard(
     ] = False,
     seed: Annotated[int | None, typer.Option(min=0, help="Another seed is other traffic; default: 0.")] = None,
     select: Select = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FACTOR=LEVEL", help="Only engines with this setting, as mode=align; may be repeated."),
+    ] = None,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="What the guard model runs on.")] = "cpu",
     as_json: AsJson = False,
     out: OutFile = None,
@@ -34,8 +39,9 @@ def guard(
 
     if quick and long:
         raise ConfigError("--quick and --long exclude each other; give one of them")
-    if record and select:
-        raise ConfigError("--record keeps the verdict of the whole guard; leave -k out")
+    if record and (select or only):
+        raise ConfigError("--record keeps the verdict of the whole guard; leave -k and --only out")
+    levels = _levels(only or ())
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no GPU here; use cpu")
     rows = rows_file("guard.csv", results, record)
@@ -44,10 +50,20 @@ def guard(
         seed = secrets.randbelow(2**31) if long else 0
     if long:
         print(f"the same run again: hybrid-kv guard --long --seed {seed}", file=sys.stderr)
-    checks = run_guard(amounts("quick" if quick else "long" if long else "full"), seed, device=device, select=select)
+    checks = run_guard(
+        amounts("quick" if quick else "long" if long else "full"), seed, device=device, select=select, only=levels
+    )
     try:
         append_rows(rows, result_rows(checks))
     finally:
         show(document(checks, seed), as_json, out, lambda: print_results(checks))
     if not all(check.passed for check in checks):
         raise typer.Exit(1)
+
+
+def _levels(only: Sequence[str]) -> dict[str, str]:
+    from hybrid_kv.config import ConfigError
+
+    if wrong := [one for one in only if "=" not in one]:
+        raise ConfigError(f"--only {wrong[0]}: write FACTOR=LEVEL, such as mode=align")
+    return dict(one.split("=", 1) for one in only)

@@ -14,7 +14,7 @@ import torch
 from hybrid_kv.cache.modes import MODES
 from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.engine.llm import LLM, RequestOutput
-from hybrid_kv.guard.scenario import COMMON, Scenario
+from hybrid_kv.guard.scenario import COMMON, Scenario, has_attention, num_states
 from hybrid_kv.guard.step import Prefix, Ran, Track
 from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.kernels.replay import ReplayStep
@@ -74,6 +74,7 @@ REQUIRED = {
     "hit_all": "a prefix restored in mode all",
     "hit_attention": "a prefix restored without Mamba layers",
     "unequal_blocks": "a prefix restored over groups of unequal block sizes",
+    "unequal_pages": "a prefix restored over layers of one group whose pages differ",
     "hit_of_several_blocks": "a hit of two blocks and more",
     "hit_up_to_last_token": "a hit that leaves one token",
     "hit_before_last_block": "a repeated prompt of whole blocks, whose last one is computed again",
@@ -264,7 +265,7 @@ class Patterns:
     def _count_admissions(self, admitted: Sequence[Ran]) -> None:
         """The patterns of requests that start, or start again."""
         seen, size = self.seen, self.block_size
-        mode = self._llm.config.cache.mamba_cache_mode if "M" in self._scenario.layers else "attention"
+        mode = self._llm.config.cache.mamba_cache_mode if num_states(self._scenario.layers) else "attention"
         for ran in admitted:
             item, track, request = ran.item, ran.track, ran.item.request
             n, prompt, name = item.num_computed_tokens, track.prompt, request.request_id
@@ -287,6 +288,7 @@ class Patterns:
                 seen["hit_on_folded"] += track.prefix(n) in self._late
                 seen["hit_of_several_blocks"] += n >= 2 * size
                 seen["unequal_blocks"] += len({group.spec.block_size for group in self._llm.plan.config.groups}) > 1
+                seen["unequal_pages"] += len(set(self._llm.plan.config.buffer_page_sizes)) > 1
                 seen["hit_up_to_last_token"] += n == prompt - 1
                 seen["hit_before_last_block"] += n == prompt - size
                 seen[f"second_turn_{mode}"] += any(
@@ -323,8 +325,8 @@ class Patterns:
         seen, scenario = self.seen, self._scenario
         pool, groups = self._llm.manager.pool, self._llm.runner.groups
         attention = [group for group in groups if not group.backend.is_ssm()]
-        seen["attention_only"] += "M" not in scenario.layers
-        seen["mamba_only"] += "*" not in scenario.layers
+        seen["attention_only"] += not num_states(scenario.layers)
+        seen["mamba_only"] += not has_attention(scenario.layers)
         seen["kernel_split"] += any(group.spec.block_size > group.kernel_block_size for group in attention)
         for group in attention:
             seen["kv_first" if group.backend.get_kv_dim() == 0 else "blocks_first"] += 1

@@ -118,7 +118,7 @@ def _run_batch(seeds: Sequence[int]) -> list[Differences]:
 
 
 def run_scenarios(seeds: Iterator[int], workers: int) -> Generator[Differences]:
-    """Scenarios in the order of their seeds, whatever the number of processes."""
+    """Scenarios in the order of their seeds, which may be without end, whatever the number of processes."""
     if workers == 1:
         yield from (run_scenario(draw_scenario(seed)) for seed in seeds)
         return
@@ -128,8 +128,10 @@ def run_scenarios(seeds: Iterator[int], workers: int) -> Generator[Differences]:
         try:
             while True:
                 with deaf_to_ctrl_c():  # A submit may start a worker.
-                    while len(under_way) < 3 * workers:
-                        under_way.append(pool.submit(_run_batch, list(islice(seeds, 4))))
+                    while len(under_way) < 3 * workers and (batch := list(islice(seeds, 4))):
+                        under_way.append(pool.submit(_run_batch, batch))
+                if not under_way:
+                    return
                 yield from under_way.popleft().result()
         finally:
             pool.shutdown(cancel_futures=True)

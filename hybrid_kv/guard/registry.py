@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pkgutil import iter_modules
@@ -44,6 +44,7 @@ class Run:
         progress: to be told what part of the amount is done, in the same unit.
         workers: processes that it may use.
         device: of the guard model; the exact one follows its integers on the CPU.
+        only: levels by factor of `guard.traffic`: run all engines that have them, whatever the amount.
     """
 
     amount: int
@@ -51,6 +52,7 @@ class Run:
     progress: Callable[[float], object] = lambda done: None
     workers: int = 1
     device: str = "cpu"
+    only: Mapping[str, str] = field(default_factory=dict)
 
 
 Function = Callable[[Run], list[CheckResult]]
@@ -66,13 +68,22 @@ class Check:
     seconds: float
     place: int
     needs: tuple[str, ...]
+    narrows: bool
 
 
 CHECKS: dict[str, Check] = {}  # by section
 
 
 def check(
-    section: str, *, quick: int, full: int, long: int | None = None, seconds: float, place: int = 100, needs: str = ""
+    section: str,
+    *,
+    quick: int,
+    full: int,
+    long: int | None = None,
+    seconds: float,
+    place: int = 100,
+    needs: str = "",
+    narrows: bool = False,
 ) -> Callable[[Function], Function]:
     """Register a function as a section of the guard.
 
@@ -82,11 +93,12 @@ def check(
         seconds: for one of its amount, on two cores; the progress bar is one of time.
         place: sections run and are printed in this order.
         needs: packages that are an extra's, separated by spaces.
+        narrows: it keeps to `Run.only`.
     """
 
     def register(function: Function) -> Function:
         amounts: dict[Size, int] = {"quick": quick, "full": full, "long": full if long is None else long}
-        CHECKS[section] = Check(section, function, amounts, seconds, place, tuple(needs.split()))
+        CHECKS[section] = Check(section, function, amounts, seconds, place, tuple(needs.split()), narrows)
         return function
 
     return register

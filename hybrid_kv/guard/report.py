@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 from hybrid_kv.config import ConfigError
 from hybrid_kv.errors import require
 from hybrid_kv.guard.registry import Check, CheckResult, Run, Size, load_checks
+from hybrid_kv.guard.traffic import rows_with
 from hybrid_kv.results import Receipt, Row, metric_key, provenance, timing_row
 
 
@@ -32,6 +33,7 @@ def run_guard(
     progress: bool = True,
     device: str = "cpu",
     select: Sequence[str] | None = None,
+    only: Mapping[str, str] | None = None,
 ) -> list[CheckResult]:
     """All checks, on one thread: on tensors this small a second one costs more than it brings.
 
@@ -39,18 +41,23 @@ def run_guard(
         amount: by section, such as `amounts("quick")`.
         device: of the guard model; the exact one follows its integers on the CPU.
         select: parts of sections' names; one of them is enough.
+        only: levels by factor of `guard.traffic`; only sections that keep to them run.
 
     Raises:
-        ConfigError: no section is left.
+        ConfigError: no section is left, or no engine has these levels; nothing has run.
         ModuleNotFoundError: a section needs a package that is not installed; nothing has run.
     """
     chosen = [
         check
         for check in load_checks()
-        if amount.get(check.section) and (not select or any(part.lower() in check.section for part in select))
+        if amount.get(check.section)
+        and (not select or any(part.lower() in check.section for part in select))
+        and (not only or check.narrows)
     ]
     if not chosen:
         raise ConfigError(f"no section of this guard has {' or '.join(select or ())!r} in its name")
+    if only:
+        rows_with(only)
     require(*dict.fromkeys(package for check in chosen for package in check.needs))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -71,7 +78,7 @@ def run_guard(
                 bar.update(min(done * seconds, total - bar.n))  # A sum of floats may pass their total.
 
             workers = min(8, os.cpu_count() or 1)
-            results += _run(check, Run(amount[check.section], seed, advance, workers, device))
+            results += _run(check, Run(amount[check.section], seed, advance, workers, device, only or {}))
     torch.set_num_threads(threads)
     return results
 

@@ -13,7 +13,7 @@ import torch
 
 from hybrid_kv.cache.backend import BackendContext, FlashAttentionBackend, MultipleOf, TorchBackend, register_backend
 from hybrid_kv.cache.modes import MODES
-from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle
+from hybrid_kv.models.exact import KV_HEADS, PARTS, ExactConfig, ExactModel, ExactOracle
 from hybrid_kv.request import Request
 from hybrid_kv.sampling import SamplingParams, sample
 
@@ -115,6 +115,16 @@ class AnswerBook:
         tokens = self.without_stop(prompt, params, max_model_len)
         stops = (i + 1 for i, token in enumerate(tokens) if token in params.stop_token_ids)
         return tokens[: next(stops, len(tokens))]
+
+
+def num_states(layers: str) -> int:
+    """How many of a pattern's layers have states."""
+    return sum(letter in PARTS for letter in layers)
+
+
+def has_attention(layers: str) -> bool:
+    """Whether any of a pattern's layers is attention."""
+    return any(letter in KV_HEADS for letter in layers)
 
 
 @cache

@@ -4,31 +4,50 @@ A *scenario* is one engine configuration, its requests in waves (each sent when 
 disturbances beside them. Scenario 0, 1, … of a run are, in this order: the *forced* ones of `guard.forced`, each
 built so that one pattern must happen; a covering design of `FACTORS`, in which every pair of levels occurs, and every
 triple of `TRIPLES`; and random draws for ever.
+
+Modes, schemes and layouts of states are those that are registered when this module is imported: one that is new is
+drawn without a change here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from itertools import combinations, product
 from typing import Any
 
 import numpy as np
 
-from hybrid_kv.attention.undo import SCHEMES
+from hybrid_kv.attention.undo import SCHEMES, undo_spec
 from hybrid_kv.cache.modes import MODES
+from hybrid_kv.cache.spec import FullAttentionSpec, MambaSpec, UndoSpec, with_block_size, with_undo
+from hybrid_kv.config import CacheConfig, ConfigError
 from hybrid_kv.guard.forced import FORCED
-from hybrid_kv.guard.scenario import Cell, Event, Scenario, SmallBlocksFirst, SmallKVFirst, answer_book, cache_options
+from hybrid_kv.guard.scenario import (
+    Cell,
+    Event,
+    Scenario,
+    SmallBlocksFirst,
+    SmallKVFirst,
+    answer_book,
+    cache_options,
+    has_attention,
+    num_states,
+)
 from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.kernels.replay import shortest_ring_len
+from hybrid_kv.models.exact import PARTS
 from hybrid_kv.sampling import SamplingParams
+
+# "*#+": layers of one group whose pages differ.
+_LAYERS = ("M*", "M*MM*", "**M", "MMM*M", "*M", "**", "MM", "M+*M", "*#+")
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     # `attention`: prefix caching without Mamba layers.
     "mode": (*MODES, "attention"),
     "drafts": ("none", "ngram", "right", "wrong", "mixed", "boundary"),
     "K": (0, 1, 2, 3, 4, 5, 6, 7),
-    "layers": ("M*", "M*MM*", "**M", "MMM*M", "*M", "**", "MM", "M+*M"),
+    "layers": (*_LAYERS, *(f"{letter}*" for letter in PARTS if letter not in "".join(_LAYERS))),
     "backend": (SmallBlocksFirst.name, SmallKVFirst.name, "TORCH", "FLASH_ATTN", "FLASHINFER"),
     "split": ("one", "several"),  # kernel blocks per manager block
     "budget": ("tiny", "small", "large"),  # tokens per step
@@ -39,7 +58,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "salts": (1, 2),
     "schedule": ("sync", "async"),
     "offload": ("off", "host"),
-    "scheme": ("slots", "replay"),
+    "scheme": tuple(SCHEMES),
 }
 TRIPLES = ("mode", "drafts", "preemption", "budget", "scheme")
 _BLOCK_SIZES = {
@@ -57,27 +76,50 @@ _BLOCK_SIZES = {
 def allowed(cell: Cell) -> bool:
     """Whether the engine has such a configuration; factors that `cell` lacks may be anything."""
     mode, layers = cell.get("mode"), cell.get("layers")
-    has_states = layers is None or "M" in layers
+    has_states = layers is None or num_states(layers) > 0
     if layers is not None and mode is not None and not _is_stateless(mode) and (mode != "attention") != has_states:
         return False
-    if _is_late(cell.get("scheme")) and (mode == "attention" or not has_states):
+    if not _takes(cell.get("scheme", "slots"), mode, has_states):
         return False
     if cell.get("K") == 0 and cell.get("drafts", "none") != "none":
         return False
     if _is_stateless(mode) and cell.get("offload") == "host":
         return False
     backend, split = cell.get("backend"), cell.get("split")
-    if layers == "MM" and split == "several":
+    is_lone = layers is not None and not has_attention(layers)
+    if is_lone and split == "several":
         return False
     if backend is not None and split is not None and (backend, split) not in _BLOCK_SIZES:
         return False
     K = cell.get("K", 0)
-    small = backend in (SmallBlocksFirst.name, SmallKVFirst.name) and split == "one" and layers != "MM"
-    hybrid = _keeps_states(mode) or (layers is not None and "M" in layers)
+    small = backend in (SmallBlocksFirst.name, SmallKVFirst.name) and split == "one" and not is_lone
+    hybrid = _keeps_states(mode) or (layers is not None and has_states)
     if small and hybrid and _smallest_block(mode, K, cell.get("schedule"), cell.get("scheme")) > 4:
         return False
-    # A state of K drafts outgrows a page of four tokens, and the block is raised to two kernel blocks.
-    return not (small and hybrid and K > 3)
+    # Else the block is raised to two kernel blocks.
+    return not (small and hybrid and not _fits(layers or "M*", K, 4))
+
+
+@cache
+def _fits(layers: str, K: int, block_size: int) -> bool:
+    """Whether an attention page of so many tokens holds a state of K drafts."""
+    specs = answer_book(layers).model.layer_specs.values()
+    states = [with_undo(spec, UndoSpec(K)).page_size_bytes for spec in specs if isinstance(spec, MambaSpec)]
+    pages = [with_block_size(s, block_size).page_size_bytes for s in specs if isinstance(s, FullAttentionSpec)]
+    return max(states, default=0) <= max(pages)
+
+
+@cache
+def _takes(scheme: str, mode: str | None, has_states: bool) -> bool:
+    """Whether a scheme can be used in a mode: it says so itself."""
+    specs = answer_book("M*" if has_states and mode != "attention" else "**").model.layer_specs.values()
+    try:
+        undo_spec(
+            CacheConfig(mamba_cache_mode=mode if mode in MODES else "none", state_scheme=scheme), 0, False, [*specs]
+        )
+    except ConfigError:
+        return False
+    return True
 
 
 def _keeps_states(mode: str | None) -> bool:
@@ -153,6 +195,32 @@ def design() -> tuple[Cell, ...]:
     return tuple(rows)
 
 
+def rows_with(levels: Mapping[str, str]) -> list[int]:
+    """The scenarios of a run that are rows of the design with these levels, by number.
+
+    Args:
+        levels: as text, by factor.
+
+    Raises:
+        ConfigError: no such factor or level, or none of the rows has them all.
+    """
+    for name, level in levels.items():
+        if name not in FACTORS:
+            raise ConfigError(f"--only {name}={level}: there is no such factor; use one of {', '.join(FACTORS)}")
+        if level not in map(str, FACTORS[name]):
+            raise ConfigError(f"--only {name}={level}: use one of {', '.join(map(str, FACTORS[name]))}")
+    rows = [i for i, cell in enumerate(design(), len(FORCED)) if has_levels(cell, levels)]
+    if not rows:
+        asked = ", ".join(f"{name}={level}" for name, level in levels.items())
+        raise ConfigError(f"--only {asked}: no engine has all of these settings; leave one out")
+    return rows
+
+
+def has_levels(cell: Cell, levels: Mapping[str, str]) -> bool:
+    """Whether a cell, or part of one, has all of these levels."""
+    return all(str(cell.get(name)) == level for name, level in levels.items())
+
+
 def draw_scenario(seed: int, vocab_size: int = 97) -> Scenario:
     """Scenario number `seed % SCENARIOS_PER_RUN` of run `seed // SCENARIOS_PER_RUN`."""
     number = seed % SCENARIOS_PER_RUN
@@ -171,8 +239,9 @@ SCENARIOS_PER_RUN = 2**20
 
 def _random_scenario(seed: int, cell: Cell, rng: np.random.Generator, vocab_size: int) -> Scenario:
     layers, mode, K = cell["layers"], cell["mode"], cell["K"]
-    sizes = (8, 12, 16) if layers == "MM" else _BLOCK_SIZES[cell["backend"], cell["split"]]
-    smallest, replays = _smallest_block(mode, K, cell["schedule"], cell["scheme"]), _is_late(cell["scheme"])
+    is_lone, late = not has_attention(layers), _is_late(cell["scheme"])
+    sizes = (8, 12, 16) if is_lone else _BLOCK_SIZES[cell["backend"], cell["split"]]
+    smallest = _smallest_block(mode, K, cell["schedule"], cell["scheme"])
     block_size = int(rng.choice([size for size in sizes if size >= smallest]))
     prompts = _prompts(rng, int(rng.integers(6, 13)), block_size, vocab_size)
     greedy, salts = cell["sampling"] == "greedy", cell["salts"]
@@ -210,15 +279,15 @@ def _random_scenario(seed: int, cell: Cell, rng: np.random.Generator, vocab_size
         "device": "cpu",
         **cache_options(mode, K, cell["drafts"]),
         "async_scheduling": cell["schedule"] == "async",
+        "state_scheme": cell["scheme"],
     }
-    if layers == "MM":
+    if is_lone:
         del options["block_size"]  # There is no attention block to size.
         if not _is_stateless(mode):
             options["mamba_block_size"] = block_size
     if cell["offload"] == "host":
         options["kv_offload_bytes"] = int(rng.choice([600, 2000, 2**20]))
-    if replays:
-        options["state_scheme"] = cell["scheme"]
+    if late:
         shortest = shortest_ring_len(1 + K)
         options["replay_ring_len"] = [None, shortest, shortest + 1, shortest + 5][int(rng.integers(4))]
     if seed % 8 == 3:
@@ -229,8 +298,8 @@ def _random_scenario(seed: int, cell: Cell, rng: np.random.Generator, vocab_size
     state = 0
     if policy := MODES.get(mode):
         state = policy.held_at_most(policy.num_columns(longest, block_size), 1)
-    state += 2 * (policy is not None and policy.gives_back) if replays else K
-    per_request = layers.count("M") * state + (len(layers) - layers.count("M")) * columns
+    state += 2 * (policy is not None and policy.gives_back) if late else K
+    per_request = num_states(layers) * state + (len(layers) - num_states(layers)) * columns
     factor = rng.uniform(1.0, 2.5) if cell["pool"] == "tight" else max_num_seqs
     options["num_blocks"] = 1 + int(per_request * factor)
     events = []

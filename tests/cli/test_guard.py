@@ -41,6 +41,11 @@ def test_rows_are_ignored_by_git_unless_they_are_recorded(
         assert "/out/" in ignored
 
 
+def test_levels_reach_the_guard(capsys: pytest.CaptureFixture[str], ran: list[dict[str, Any]]) -> None:
+    assert run(capsys, "guard", "--only", "mode=align", "--only", "layers=M*")[0] == 0
+    assert ran[0]["only"] == {"mode": "align", "layers": "M*"}
+
+
 def test_json_is_all_that_is_printed_and_the_same_as_in_the_file(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "guard", "--long", "--seed", "7", "--json", "--out", "deep/guard.json")
     assert (code, err) == (0, "the same run again: hybrid-kv guard --long --seed 7\n")
@@ -55,7 +60,9 @@ def test_json_is_all_that_is_printed_and_the_same_as_in_the_file(capsys: pytest.
     ("options", "said"),
     [
         (["--record", "--results", "x"], "--record and --results x exclude each other; give one of them"),
-        (["--record", "-k", "layout"], "--record keeps the verdict of the whole guard; leave -k out"),
+        (["--record", "-k", "layout"], "--record keeps the verdict of the whole guard; leave -k and --only out"),
+        (["--record", "--only", "K=3"], "--record keeps the verdict of the whole guard; leave -k and --only out"),
+        (["--only", "align"], "--only align: write FACTOR=LEVEL, such as mode=align"),
         (["--out", "/dev/null/x"], "/dev/null/x: /dev/null cannot be written: Not a directory; choose another folder"),
     ],
 )

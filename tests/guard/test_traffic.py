@@ -8,9 +8,10 @@ from math import comb
 import numpy as np
 import pytest
 
+from hybrid_kv.config import ConfigError
 from hybrid_kv.guard.forced import FORCED
 from hybrid_kv.guard.play import run_scenario
-from hybrid_kv.guard.scenario import Event, ScriptedProposer, answer_book
+from hybrid_kv.guard.scenario import Event, ScriptedProposer, answer_book, num_states
 from hybrid_kv.guard.traffic import (
     FACTORS,
     SCENARIOS_PER_RUN,
@@ -20,8 +21,11 @@ from hybrid_kv.guard.traffic import (
     design,
     draw_scenario,
     draw_trio,
+    has_levels,
     required_combinations,
+    rows_with,
 )
+from hybrid_kv.models.exact import PARTS
 from hybrid_kv.sampling import SamplingParams
 
 
@@ -41,22 +45,52 @@ def test_the_design_covers_what_is_required_and_nothing_else_is_left_out() -> No
         for levels in product(*(FACTORS[name] for name in names))
         if (chosen := tuple(zip(names, levels, strict=True))) not in required_combinations()
     }
-    hybrid = [layers for layers in FACTORS["layers"] if "M" in layers]
+    hybrid = [layers for layers in FACTORS["layers"] if num_states(layers)]
+    lone = [layers for layers in FACTORS["layers"] if not num_states(layers)]
     assert impossible == {
         *((("mode", "attention"), ("layers", layers)) for layers in hybrid),
-        *((("mode", mode), ("layers", "**")) for mode in ("align", "all")),
+        *((("mode", mode), ("layers", layers)) for mode in ("align", "all") for layers in lone),
         *((("drafts", script), ("K", 0)) for script in FACTORS["drafts"] if script != "none"),
         (("mode", "none"), ("offload", "host")),
         (("layers", "MM"), ("split", "several")),
         (("backend", "TORCH"), ("split", "several")),
         (("backend", "FLASH_ATTN"), ("split", "several")),
-        *((*layers, ("scheme", "replay")) for layers in [(("mode", "attention"),), (("layers", "**"),)]),
+        *(
+            (*layers, ("scheme", "replay"))
+            for layers in [(("mode", "attention"),), *((("layers", name),) for name in lone)]
+        ),
         *(
             (("mode", "attention"), (name, level), ("scheme", "replay"))
             for name in set(TRIPLES) - {"mode", "scheme"}
             for level in FACTORS[name]
         ),
     }
+
+
+def test_every_layout_of_states_is_drawn() -> None:
+    assert set(PARTS) <= set("".join(FACTORS["layers"]))
+
+
+def test_the_rows_with_a_level_try_all_that_goes_with_it() -> None:
+    levels = {"mode": "align", "scheme": "replay"}
+    rows = rows_with(levels)
+    cells = [draw_scenario(number).cell for number in rows]
+    assert len(rows) > 5 and all(has_levels(cell, levels) for cell in cells)
+    rest = [cell for number, cell in enumerate(design(), len(FORCED)) if number not in rows]
+    assert not any(has_levels(cell, levels) for cell in rest)
+
+
+@pytest.mark.parametrize(
+    ("levels", "message"),
+    [
+        ({"colour": "red"}, "--only colour=red: there is no such factor; use one of mode, drafts, K"),
+        ({"mode": "sparse"}, "--only mode=sparse: use one of none, align, all, attention"),
+        ({"mode": "attention", "scheme": "replay"}, "--only mode=attention, scheme=replay: no engine has all"),
+    ],
+)
+def test_levels_that_nothing_has_are_refused(levels: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        rows_with(levels)
 
 
 def test_a_cell_counts_all_its_pairs_and_triples() -> None:
