@@ -150,7 +150,7 @@ def test_a_long_run_names_its_seed(
 ) -> None:
     seeds = []
 
-    def note(amount: dict[str, int], seed: int, device: str, select: object) -> list[CheckResult]:
+    def note(amount: dict[str, int], seed: int, device: str, **_: object) -> list[CheckResult]:
         assert device == "cpu"
         assert amount["exact model"] == 100_000
         seeds.append(seed)
