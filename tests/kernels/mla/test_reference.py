@@ -1,0 +1,116 @@
+"""Attention over a latent cache against a loop over queries and heads in float64, and against transformers.
+
+Tolerances, of max|latent|. float32: softmax weights sum to one, and scores of order ten carry an error of about 1e-6,
+so 5e-6, as for paged attention; float64: 1e-13; bfloat16: 2e-2, since torch keeps weights and outputs in it.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybrid_kv.kernels.mla import latent_attention, store_latent
+from hybrid_kv.kernels.paged_attention import slot_cells
+from hybrid_kv.kernels.paged_attention.reference import FOLDED_QUERIES
+
+TOLERANCE = {torch.float32: 5e-6, torch.float64: 1e-13, torch.bfloat16: 2e-2}
+
+
+def strided_cache(num_blocks, block_size, width, dtype=torch.float32):
+    """A layer's view with the gaps of other layers' pages, NaN everywhere."""
+    raw = torch.full((num_blocks * (block_size * width + 3) + 1,), torch.nan, dtype=dtype)
+    return raw.as_strided((num_blocks, block_size, width), (block_size * width + 3, width, 1), 1)
+
+
+def stored(latents, block_size, g):
+    """A cache with the rows' latents in blocks of any order, and its block table."""
+    columns = -(-max(map(len, latents)) // block_size)
+    cache = strided_cache(1 + columns * len(latents), block_size, latents[0].shape[1], latents[0].dtype)
+    table = (1 + torch.randperm(len(cache) - 1, generator=g)).view(len(latents), columns).int()
+    for row, latent in enumerate(latents):
+        place = torch.arange(len(latent))
+        slots = table[row].long()[place // block_size] * block_size + place % block_size
+        store_latent(latent, cache, slot_cells(slots, block_size))
+    return cache, table
+
+
+@st.composite
+def problems(draw):
+    totals = draw(st.lists(st.integers(1, FOLDED_QUERIES + 4), min_size=1, max_size=3))
+    decodes = draw(st.booleans())
+    new = [1 if decodes else draw(st.integers(1, total)) for total in totals]
+    sizes = [draw(st.integers(1, most)) for most in (5, 3, 6, 4)]  # block, heads, rank, rope
+    dtype = draw(st.sampled_from(list(TOLERANCE)))
+    return totals, new, *sizes, dtype, torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+
+
+@given(problems())
+def test_rows_read_their_own_blocks_whatever_lies_in_unused_slots(problem):
+    totals, new, block_size, heads, rank, rope, dtype, g = problem
+    latents = [torch.randn(total, rank + rope, generator=g).to(dtype) for total in totals]
+    cache, table = stored(latents, block_size, g)
+    query = torch.randn(len(totals), max(new), heads, rank + rope, generator=g).to(dtype)
+    steps = torch.minimum(torch.arange(max(new)), torch.tensor(new)[:, None] - 1)
+    positions = (torch.tensor(totals) - torch.tensor(new))[:, None] + steps
+    before = [part.clone() for part in (query, cache)]
+    out = latent_attention(query, cache, table, positions, 0.7, rank)
+    assert all(
+        torch.equal(part.nan_to_num(), old.nan_to_num()) for part, old in zip((query, cache), before, strict=True)
+    )
+    assert out.shape == (*query.shape[:3], rank) and out.dtype == dtype
+    for row, latent in enumerate(latents):
+        wide = latent.double()
+        for i in range(new[row]):
+            seen = wide[: int(positions[row, i]) + 1]
+            for h in range(heads):
+                expected = torch.softmax(seen @ query[row, i, h].double() * 0.7, 0) @ seen[:, :rank]
+                difference = (out[row, i, h].double() - expected).abs().max()
+                assert float(difference) <= TOLERANCE[dtype] * max(1.0, float(wide.abs().max()))
+
+
+@given(st.lists(st.integers(-2, 11), min_size=1, max_size=8, unique_by=lambda slot: slot if slot >= 0 else object()))
+def test_a_negative_slot_stores_nothing(slots):
+    cache = strided_cache(3, 4, 2).zero_()
+    latent = torch.arange(1, 1 + len(slots) * 2, dtype=torch.float32).view(-1, 2)
+    store_latent(latent, cache, slot_cells(torch.tensor(slots), 4))
+    expected = torch.zeros(12, 2)
+    for slot, token in zip(slots, latent, strict=True):
+        if slot >= 0:
+            expected[slot] = token
+    assert torch.equal(cache.reshape(12, 2), expected)
+
+
+@pytest.mark.parametrize("length", [1, 5, FOLDED_QUERIES + 9])
+def test_absorbed_queries_see_what_expanded_keys_show_in_transformers(length):
+    kimi = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
+    heads, rank, nope, rope, value_size = 3, 8, 6, 4, 5
+    config = SimpleNamespace(
+        attention_dropout=0.0,
+        hidden_size=16,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        q_lora_rank=None,
+        qk_rope_head_dim=rope,
+        kv_lora_rank=rank,
+        v_head_dim=value_size,
+        qk_nope_head_dim=nope,
+        attention_bias=False,
+        _attn_implementation="eager",
+    )
+    layer, g = kimi.KimiLinearAttention(config, 0).requires_grad_(False), torch.Generator().manual_seed(0)
+    for weight in layer.parameters():
+        weight.copy_(torch.randn(weight.shape, generator=g) / 2)
+    hidden = torch.randn(1, length, 16, generator=g)
+    causal = torch.full((length, length), -torch.inf).triu_(1)[None, None]
+    expected, _ = layer(hidden, causal)
+
+    latent, shared = layer.kv_a_proj_with_mqa(hidden[0]).split([rank, rope], -1)
+    cache, table = stored([torch.cat([layer.kv_a_layernorm(latent), shared], -1)], 4, g)
+    up_k, up_v = layer.kv_b_proj.weight.view(heads, nope + value_size, rank).split([nope, value_size], 1)
+    q, rotated = layer.q_proj(hidden).unflatten(-1, (heads, -1)).split([nope, rope], -1)
+    query = torch.cat([torch.einsum("blhn,hnr->blhr", q, up_k), rotated], -1)
+    summed = latent_attention(query, cache, table, torch.arange(length)[None], layer.scaling, rank)
+    got = layer.o_proj(torch.einsum("blhr,hvr->blhv", summed, up_v).flatten(2))
+    assert float((got - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
