@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any, Literal
 
+from hybrid_kv.config import ConfigError
 from hybrid_kv.guard import checks
 
 Size = Literal["quick", "full", "long"]
@@ -44,7 +45,7 @@ class Run:
         progress: to be told what part of the amount is done, in the same unit.
         workers: processes that it may use.
         device: of the guard model; the exact one follows its integers on the CPU.
-        only: levels by factor of `guard.traffic`: run all engines that have them, whatever the amount.
+        only: levels by factor: run all that has them and nothing else, whatever the amount.
     """
 
     amount: int
@@ -68,7 +69,7 @@ class Check:
     seconds: float
     place: int
     needs: tuple[str, ...]
-    narrows: bool
+    factors: Callable[[], Mapping[str, Sequence[Any]]]
 
 
 CHECKS: dict[str, Check] = {}  # by section
@@ -83,7 +84,7 @@ def check(
     seconds: float,
     place: int = 100,
     needs: str = "",
-    narrows: bool = False,
+    factors: Callable[[], Mapping[str, Sequence[Any]]] = dict,
 ) -> Callable[[Function], Function]:
     """Register a function as a section of the guard.
 
@@ -93,15 +94,28 @@ def check(
         seconds: for one of its amount, on two cores; the progress bar is one of time.
         place: sections run and are printed in this order.
         needs: packages that are an extra's, separated by spaces.
-        narrows: it keeps to `Run.only`.
+        factors: what `Run.only` may name, with all levels of each; asked once it is needed.
     """
 
     def register(function: Function) -> Function:
         amounts: dict[Size, int] = {"quick": quick, "full": full, "long": full if long is None else long}
-        CHECKS[section] = Check(section, function, amounts, seconds, place, tuple(needs.split()), narrows)
+        CHECKS[section] = Check(section, function, amounts, seconds, place, tuple(needs.split()), factors)
         return function
 
     return register
+
+
+def refuse_unknown_levels(only: Mapping[str, str], checks: Sequence[Check]) -> None:
+    """
+    Raises:
+        ConfigError: no check has such a factor, or the factor no such level.
+    """
+    known = {name: [str(level) for level in levels] for check in checks for name, levels in check.factors().items()}
+    for name, level in only.items():
+        if name not in known:
+            raise ConfigError(f"--only {name}={level}: there is no such factor; use one of {', '.join(known)}")
+        if level not in known[name]:
+            raise ConfigError(f"--only {name}={level}: use one of {', '.join(known[name])}")
 
 
 def load_checks() -> list[Check]:

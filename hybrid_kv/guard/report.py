@@ -17,8 +17,7 @@ from tqdm.auto import tqdm
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.errors import require
-from hybrid_kv.guard.registry import Check, CheckResult, Run, Size, load_checks
-from hybrid_kv.guard.traffic import rows_with
+from hybrid_kv.guard.registry import Check, CheckResult, Run, Size, load_checks, refuse_unknown_levels
 from hybrid_kv.results import Receipt, Row, metric_key, provenance, timing_row
 
 
@@ -41,23 +40,24 @@ def run_guard(
         amount: by section, such as `amounts("quick")`.
         device: of the guard model; the exact one follows its integers on the CPU.
         select: parts of sections' names; one of them is enough.
-        only: levels by factor of `guard.traffic`; only sections that keep to them run.
+        only: levels by factor; only sections that have these factors run.
 
     Raises:
-        ConfigError: no section is left, or no engine has these levels; nothing has run.
+        ConfigError: no section is left, or none has these levels; nothing has run.
         ModuleNotFoundError: a section needs a package that is not installed; nothing has run.
     """
+    known = load_checks()
+    refuse_unknown_levels(only or {}, known)
     chosen = [
         check
-        for check in load_checks()
+        for check in known
         if amount.get(check.section)
         and (not select or any(part.lower() in check.section for part in select))
-        and (not only or check.narrows)
+        and (not only or only.keys() <= check.factors().keys())
     ]
     if not chosen:
-        raise ConfigError(f"no section of this guard has {' or '.join(select or ())!r} in its name")
-    if only:
-        rows_with(only)
+        asked = [*(select or ()), *(only or ())]
+        raise ConfigError(f"no section of this guard has {' or '.join(asked)!r}; leave -k or --only out")
     require(*dict.fromkeys(package for check in chosen for package in check.needs))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hybrid_kv.config import ConfigError
 from hybrid_kv.guard import checks, registry
 from hybrid_kv.guard.registry import Size, load_checks
 from hybrid_kv.guard.report import amounts, run_guard
@@ -53,6 +54,26 @@ def test_the_check_of_the_document_passes(toy: None) -> None:
 def test_a_new_check_runs_beside_the_others(toy: None) -> None:
     few = {"layout": 4, "toy": 3}
     assert [result.section for result in run_guard(few, seed=0, progress=False)] == ["layout", "toy"]
+
+
+@pytest.mark.parametrize(
+    ("only", "message"),
+    [
+        ({"colour": "red"}, "--only colour=red: there is no such factor; use one of mode, drafts, K"),
+        ({"mode": "sparse"}, "--only mode=sparse: use one of none, align, all, attention"),
+    ],
+)
+def test_levels_that_no_section_has_are_refused(only: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run_guard(amounts("quick"), seed=0, progress=False, only=only)
+
+
+def test_levels_leave_the_sections_that_have_them() -> None:
+    with pytest.raises(ConfigError, match="no section of this guard has 'layout or mode'"):
+        run_guard(amounts("quick"), seed=0, progress=False, select=["layout"], only={"mode": "all"})
+    results = run_guard(amounts("quick"), seed=0, progress=False, only={"layers": "MM", "mode": "none"})
+    assert {result.section for result in results} == {"exact model"}
+    assert results[0].passed and results[0].params == {"seed": 0, "layers": "MM", "mode": "none"}
 
 
 @pytest.mark.parametrize("size", ["quick", "full", "long"])

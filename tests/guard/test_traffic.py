@@ -8,7 +8,6 @@ from math import comb
 import numpy as np
 import pytest
 
-from hybrid_kv.config import ConfigError
 from hybrid_kv.guard.forced import FORCED
 from hybrid_kv.guard.play import run_scenario
 from hybrid_kv.guard.scenario import Event, ScriptedProposer, answer_book, num_states
@@ -80,17 +79,8 @@ def test_the_rows_with_a_level_try_all_that_goes_with_it() -> None:
     assert not any(has_levels(cell, levels) for cell in rest)
 
 
-@pytest.mark.parametrize(
-    ("levels", "message"),
-    [
-        ({"colour": "red"}, "--only colour=red: there is no such factor; use one of mode, drafts, K"),
-        ({"mode": "sparse"}, "--only mode=sparse: use one of none, align, all, attention"),
-        ({"mode": "attention", "scheme": "replay"}, "--only mode=attention, scheme=replay: no engine has all"),
-    ],
-)
-def test_levels_that_nothing_has_are_refused(levels: dict[str, str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        rows_with(levels)
+def test_settings_that_exclude_each_other_have_no_row() -> None:
+    assert rows_with({"mode": "attention", "scheme": "replay"}) == []
 
 
 def test_a_cell_counts_all_its_pairs_and_triples() -> None:

@@ -77,6 +77,11 @@ def test_the_result_does_not_depend_on_the_number_of_processes() -> None:
     assert [replace(result, seconds=0.0) for result in alone] == [replace(result, seconds=0.0) for result in together]
 
 
+def test_settings_that_exclude_each_other_are_void() -> None:
+    unlike, settings = check_exact_model(Run(20, only={"mode": "attention", "scheme": "replay"}))
+    assert unlike.n == 0 and not settings.passed and settings.detail.startswith("void: no row")
+
+
 def test_a_run_without_a_pattern_is_void() -> None:
     _, patterns, settings = check_exact_model(Run(20))
     assert not patterns.passed and patterns.detail.startswith("void: never happened: ")
