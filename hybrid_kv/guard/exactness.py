@@ -21,13 +21,16 @@ from hybrid_kv.guard.recorder import record_logits
 from hybrid_kv.guard.scenario import ScriptedProposer, SmallBlocksFirst, SmallKVFirst
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.registry import head_of
+from hybrid_kv.request import ScheduledRequest
 from hybrid_kv.sampling import SamplingParams
+from hybrid_kv.watch import Watcher
 
 LIMIT = 1e-9
 LARGEST = 1e300
 NUM_NEW = 12  # tokens of each answer
 K = 3
 
+Drafts = dict[tuple[int, int], list[int]]  # by prompt and known tokens
 Cell = dict[str, Any]  # engine options; `script` of drafts, `preempts`
 SLOTS_CELLS: tuple[Cell, ...] = (
     {"max_num_batched_tokens": 17, "preempts": True, "async_scheduling": True},
@@ -55,6 +58,7 @@ class Exactness:
     Attributes:
         worst: largest difference of a logit; `where`: the request and token that it belongs to.
         num_wrong: requests whose tokens differ from those that they get alone.
+        wrong_drafts: places where a head's drafts differ from those that the request gets alone, of `num_drafts`.
         void: why the cell showed nothing, or empty.
     """
 
@@ -66,6 +70,8 @@ class Exactness:
     cached_tokens: int
     accepted: int
     preemptions: int
+    num_drafts: int
+    wrong_drafts: int
     void: str
 
     @property
@@ -73,7 +79,28 @@ class Exactness:
         """What is wrong, in a line; empty if nothing is."""
         if self.worst > LIMIT:
             return f"a logit differs by {self.worst:.2g} at {self.where}"
-        return f"{self.num_wrong} requests got other tokens" if self.num_wrong else self.void
+        if self.num_wrong:
+            return f"{self.num_wrong} requests got other tokens"
+        if self.wrong_drafts:
+            return f"{self.wrong_drafts} of {self.num_drafts} times a request got other drafts than alone"
+        return self.void
+
+
+class _DraftRecorder(Watcher):
+    """The drafts that steps verify."""
+
+    def __init__(self, order: Sequence[int]) -> None:
+        self._order = order
+        self.found: Drafts = {}
+
+    def on_step(self, batch: Sequence[ScheduledRequest], input_ids: torch.Tensor, *_: Any) -> None:
+        start = 0
+        for item in batch:
+            if item.num_drafts:
+                known = item.num_computed_tokens + item.num_tokens - item.num_drafts
+                drafts = input_ids[start + item.num_tokens - item.num_drafts : start + item.num_tokens].tolist()
+                self.found[self._order[int(item.request.request_id)], known] = drafts
+            start += item.num_tokens
 
 
 class Alone:
@@ -92,6 +119,7 @@ class Alone:
         self.prompts = _prompts(random.Random(seed), unit, self.max_model_len - NUM_NEW, self.vocab_size)
         self.block_size = unit
         params = SamplingParams(max_tokens=NUM_NEW)
+        self._drafts: dict[str, Drafts] = {}
         self._known = [next(iter(record_logits(self._llm, [prompt], params))) for prompt in self.prompts]
 
     def cells(self) -> list[Cell]:
@@ -126,6 +154,8 @@ class Alone:
             options["num_speculative_tokens"] = K
         llm = self._engine(**options)
         poison(llm)
+        recorder = _DraftRecorder(order)
+        llm.watchers.append(recorder)
         worst, where, num_wrong, num_tokens, cached, accepted, preemptions = 0.0, "", 0, 0, 0, 0, 0
         for i, output, logits in self._run(llm, order, _preempt if cell.get("preempts") else None):
             alone, expected = self._known[i]
@@ -140,7 +170,37 @@ class Alone:
             accepted += output.num_accepted_draft_tokens
             preemptions += output.num_preemptions
         void = "; ".join(_void(cell, llm, cached, accepted, preemptions))
-        return Exactness(cell, worst, where, num_wrong, num_tokens, cached, accepted, preemptions, void)
+        wrong_drafts = 0
+        if "speculative_method" in cell:
+            alone_drafts = self._drafts_alone(cell.get("mamba_cache_mode", "none"))
+            pairs = [(drafts, alone_drafts[key]) for key, drafts in recorder.found.items() if key in alone_drafts]
+            wrong_drafts = sum(a[: len(b)] != b[: len(a)] for a, b in pairs)
+            void = void or "void: no drafts to compare" * (not pairs)
+        return Exactness(
+            cell,
+            worst,
+            where,
+            num_wrong,
+            num_tokens,
+            cached,
+            accepted,
+            preemptions,
+            len(recorder.found),
+            wrong_drafts,
+            void,
+        )
+
+    def _drafts_alone(self, mode: str) -> Drafts:
+        """The head's, of each request by itself. The mode decides which keys the head sees (`models.mtp`)."""
+        if mode not in self._drafts:
+            llm = self._engine(mamba_cache_mode=mode, speculative_method="mtp", num_speculative_tokens=K)
+            recorder = _DraftRecorder(range(len(self.prompts)))
+            llm.watchers.append(recorder)
+            for prompt in self.prompts:
+                llm.generate([prompt], SamplingParams(max_tokens=NUM_NEW), progress=False)
+                llm.reset_prefix_cache()
+            self._drafts[mode] = recorder.found
+        return self._drafts[mode]
 
     def _run(
         self, llm: LLM, order: Sequence[int], disturb: Callable[[LLM], None] | None

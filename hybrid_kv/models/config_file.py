@@ -74,6 +74,20 @@ class ConfigFile:
             raise self.fail(f"{name}={_shown(value)} must be a number above 0; correct the file")
         return float(value)
 
+    def numbers(self, name: str, count: int) -> list[float]:
+        """`count` positive, finite numbers in a list; ones where it is not given."""
+        values = self.get(name)
+        if values is None:
+            return [1.0] * count
+        if not isinstance(values, list) or len(values) != count:
+            raise self.fail(f"{name}={_shown(values)} must be a list of {count} numbers; correct the file")
+        return [ConfigFile({name: value}, self.source).number(name, 1.0) for value in values]
+
+    def only(self, name: str, supported: Any) -> None:
+        """Refuse every other value than the one that can be run; None where it is not given."""
+        if (value := self.get(name)) not in (None, supported):
+            raise self.fail(f"{name}={_shown(value)} can't be run, {supported!r} can; use another checkpoint")
+
     def flag(self, name: str, default: bool) -> bool:
         """True or false."""
         value = self.get(name)

@@ -1,6 +1,7 @@
 """The families that come with this package and their draft heads: importing this module registers them."""
 
 from hybrid_kv.models import (
+    bamba,  # noqa: F401
     nemotron_h,  # noqa: F401
     planned,  # noqa: F401
     qwen3_5,  # noqa: F401

@@ -10,14 +10,6 @@ from hybrid_kv.models.registry import Family, register
 from hybrid_kv.models.specs import ATTENTION, HYBRID, MAMBA, Mamba2Spec, attention_spec, caches, layer_kinds
 
 
-def _indexed(config: ConfigFile) -> list[str]:
-    num_layers = config.size("num_hidden_layers")
-    indices = config.get("attn_layer_indices")
-    if not isinstance(indices, list) or any(index not in range(num_layers) for index in indices):
-        raise config.fail(f"attn_layer_indices={indices!r} must list layers below {num_layers}")
-    return [ATTENTION if index in indices else MAMBA for index in range(num_layers)]
-
-
 def _all_hybrid(config: ConfigFile) -> list[str]:
     return [HYBRID] * config.size("num_hidden_layers")
 
@@ -37,7 +29,6 @@ _ZAMBA2 = Mamba2Spec("n_mamba_heads", "mamba_headdim", "mamba_d_state", "mamba_n
 _PURE_MAMBA2 = Mamba2Spec("num_heads", "head_dim", "state_size", "n_groups", "conv_kernel")
 
 register(Family(layer_kinds, caches(_MAMBA2)), "granitemoehybrid")
-register(Family(_indexed, caches(_MAMBA2)), "bamba")
 register(Family(_all_hybrid, caches(_MAMBA2)), "falcon_h1")
 # Its attention reads the hidden state and the embedding side by side.
 register(Family(layer_kinds, caches(_ZAMBA2, partial(attention_spec, num_inputs=2))), "zamba2")

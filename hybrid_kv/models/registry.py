@@ -35,6 +35,7 @@ class Family:
         default_ssm_dtype: of the states where neither the user nor config.json names one; None: the model's.
         sizes: `tiny` and `small` to keys of transformers' config class of the family, for checkpoints with random
             weights.
+        checked_against: what its logits were compared with, for people.
     """
 
     kinds: Callable[[ConfigFile], list[str]]
@@ -44,6 +45,7 @@ class Family:
     skips: tuple[str, ...] = ()
     default_ssm_dtype: str | None = None
     sizes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    checked_against: str = "transformers: whole, in chunks, token by token"
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,21 @@ def runnable() -> list[str]:
 def sized() -> dict[str, list[str]]:
     """The sizes in which checkpoints with random weights can be written, by `model_type`."""
     return {name: list(family.sizes) for name, family in _FAMILIES.items() if family.sizes}
+
+
+def overview() -> list[dict[str, Any]]:
+    """Every `model_type`, those that run first: what it has, and what it was checked against."""
+    found = [
+        {
+            "model_type": name,
+            "runs": family.build is not None,
+            "draft_head": name in _HEADS,
+            "sizes": list(family.sizes),
+            "checked_against": family.checked_against if family.build is not None else "",
+        }
+        for name, family in _FAMILIES.items()
+    ]
+    return sorted(found, key=lambda entry: (not entry["runs"], entry["model_type"]))
 
 
 def _add(known: dict[str, T], entry: T, model_types: tuple[str, ...]) -> None:

@@ -59,7 +59,7 @@ def read_rope(file: ConfigFile, head_size: int, theta: float = 10_000.0, share: 
     if not 0 < size <= head_size:
         raise file.fail(f"partial_rotary_factor={factor} leaves no channel of {head_size}")
     if kind in ("default", "mrope"):  # of text alone: the three positions of a token are one
-        # Not on the meta device, on which models are built.
+        # Models are built on the meta device, where no number can be read.
         exponents = torch.arange(0, size, 2, dtype=torch.int64, device="cpu").float() / size
         return Rope(tuple((1.0 / base**exponents).tolist()))
     if kind not in _FIXED:
@@ -67,10 +67,7 @@ def read_rope(file: ConfigFile, head_size: int, theta: float = 10_000.0, share: 
             f"rope_type={kind!r} is not supported; supported are default, {', '.join(_FIXED)} (keys in a cache cannot "
             "be rotated anew when a request grows)"
         )
-    with torch.device("cpu"):
-        return _scaled(
-            file, given | {"rope_type": kind, "rope_theta": base, "partial_rotary_factor": factor}, head_size
-        )
+    return _scaled(file, given | {"rope_type": kind, "rope_theta": base, "partial_rotary_factor": factor}, head_size)
 
 
 def _scaled(file: ConfigFile, parameters: dict[str, Any], head_size: int) -> Rope:
@@ -86,7 +83,8 @@ def _scaled(file: ConfigFile, parameters: dict[str, Any], head_size: int) -> Rop
     known = PreTrainedConfig(**sizes)
     known.rope_parameters = parameters
     try:
-        frequencies, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](known, torch.device("cpu"))
+        with torch.device("cpu"):
+            frequencies, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](known, torch.device("cpu"))
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise file.fail(f"rope_parameters={parameters!r} cannot be used ({error}); correct the file") from None
     return Rope(tuple(frequencies.tolist()), float(scale))

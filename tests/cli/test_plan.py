@@ -111,7 +111,7 @@ def test_impossible_plans_are_one_line_on_stderr_and_exit_2(
     [
         ("missing.json", None, "does not exist"),
         ("broken.json", "{", "is not JSON"),
-        ("other.json", '{"model_type": "rwkv"}', "supported are nemotron_h"),
+        ("other.json", '{"model_type": "rwkv"}', "supported are bamba, "),
     ],
 )
 def test_unusable_files_are_one_line_on_stderr_and_exit_2(

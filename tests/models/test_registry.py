@@ -231,7 +231,7 @@ def test_a_family_without_a_head_says_so(toy):
 
 
 def test_a_family_that_is_not_registered_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="model_type 'toy' is not supported; supported are nemotron_h"):
+    with pytest.raises(ConfigError, match="model_type 'toy' is not supported; supported are bamba"):
         model_shape(CONFIG)
 
 

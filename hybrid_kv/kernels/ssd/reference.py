@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.kernels.common.ragged import Ragged
 from hybrid_kv.kernels.common.spans import Spans
+from hybrid_kv.kernels.common.wanted import WantedStates
 
 
 def selective_state_update(
@@ -82,9 +83,9 @@ def chunk_scan(
     # Heads first: then all that follows are products of matrices.
     u, b_all, c_all = scaled.transpose(1, 2).contiguous(), B.transpose(1, 2), C.transpose(1, 2)
     log_decay = (dt * A).transpose(1, 2)
-    chunk_of = ((offsets - 1) // chunk_size).tolist()
+    wanted = WantedStates(rows, offsets, chunk_size)
     state = initial_state
-    outputs, order, found = [], list[int](), []
+    outputs = []
     for start in range(0, length, chunk_size):
         stop = min(start + chunk_size, length)
         width = stop - start
@@ -98,23 +99,15 @@ def chunk_scan(
         carried = (c @ state.view(num_rows, groups, -1, size).mT).transpose(1, 2).reshape(inside.shape)
         outputs.append(torch.addcmul(inside, carried, total.to(x.dtype).exp().transpose(1, 2).unsqueeze(-1)))
 
-        if here := [m for m, chunk in enumerate(chunk_of) if chunk == start // chunk_size]:
-            order += here
-            chosen = slice(None) if len(here) == len(chunk_of) else torch.tensor(here, device=x.device)
-            row, last = rows[chosen], offsets[chosen] - 1 - start
+        if (here := wanted.inside(start)) is not None:
+            row, last = here
             inputs = scaled[:, start:stop].index_select(0, row)
-            found.append(_advance(state[row], inputs, b.index_select(0, row), total[row], last))
+            wanted.add(_advance(state[row], inputs, b.index_select(0, row), total[row], last))
         if stop < length:
             last = rows.new_full((num_rows,), width - 1)
             state = _advance(state, scaled[:, start:stop], b, total, last)
     y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
-    if not found:
-        wanted = state.new_empty(0, *state.shape[1:])
-    elif len(found) == 1:
-        wanted = found[0]
-    else:
-        wanted = torch.cat(found)[torch.tensor(order, device=x.device).argsort()]
-    return y.addcmul_(x, D[:, None]), wanted
+    return y.addcmul_(x, D[:, None]), wanted.gather(state)
 
 
 def _advance(

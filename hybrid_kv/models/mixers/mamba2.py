@@ -23,8 +23,16 @@ from hybrid_kv.kernels.replay import (
     write_states,
 )
 from hybrid_kv.kernels.ssd import chunk_scan, chunk_scan_prefill, selective_state_update, selective_state_update_slots
+from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import Derived, ForwardContext, GatedRMSNorm, Linear, empty, upcast
 from hybrid_kv.models.mixers.conv import Projected, RecurrentMixer, Tensors, Tokens
+
+
+def check_time_steps(file: ConfigFile) -> None:
+    """Refuse limits of the time step: engines and transformers differ in where they apply them."""
+    endless = ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}])  # JSON's spelling, and transformers' own
+    if (limit := file.get("time_step_limit")) is not None and limit not in endless:
+        raise file.fail(f"time_step_limit={limit!r} can't be run, [0.0, Infinity] can; use another checkpoint")
 
 
 class _Heads(NamedTuple):
@@ -40,7 +48,13 @@ def _heads(A_log: torch.Tensor, D: torch.Tensor, dt_bias: torch.Tensor, dtype: t
 
 
 class Mamba2Mixer(RecurrentMixer):
-    """The layer; `groups` heads share B and C, and are normed together."""
+    """The layer.
+
+    Args:
+        groups: sets of heads; those of one share B and C.
+        norm_groups: slices that the output norm takes by themselves; None: `groups`.
+        bias: of both projections; `out_bias` of the last one, if it differs.
+    """
 
     def __init__(
         self,
@@ -55,6 +69,8 @@ class Mamba2Mixer(RecurrentMixer):
         eps: float,
         conv_bias: bool,
         bias: bool,
+        norm_groups: int | None = None,
+        out_bias: bool | None = None,
     ) -> None:
         inner = num_heads * head_dim
         conv_dim = inner + 2 * groups * state_size
@@ -67,15 +83,21 @@ class Mamba2Mixer(RecurrentMixer):
         self.A_log = empty(num_heads)
         self.D = empty(num_heads)
         self._heads = Derived(_heads)
-        self.norm = GatedRMSNorm(inner, groups, eps)
-        self.out_proj = Linear(inner, hidden_size, bias)
+        self.norm = GatedRMSNorm(inner, norm_groups or groups, eps)
+        self.out_proj = Linear(inner, hidden_size, bias if out_bias is None else out_bias)
 
     def project(self, x: torch.Tensor) -> Projected:
         gate, conv_in, raw_dt = self.in_proj(x).split(self.splits, dim=-1)
         return Projected(conv_in, (raw_dt,), (gate,))
 
     def finish(self, mixed: torch.Tensor, rest: Tensors) -> torch.Tensor:
-        return self.out_proj(self.norm(mixed, rest[0]))
+        return self.out_proj(self.gated(mixed, rest[0], launches=False))
+
+    def gated(self, mixed: torch.Tensor, gate: torch.Tensor, launches: bool) -> torch.Tensor:
+        """Gate and norm behind the recurrence: [num_tokens, channels], in the dtype of the gate."""
+        if launches:
+            return gated_rms_norm(mixed, gate, self.norm.weight, self.norm.groups, self.norm.eps)
+        return self.norm(mixed, gate)
 
     def operands(self, conv_out: torch.Tensor, inputs: Tensors, dtype: torch.dtype) -> Tensors:
         """x, dt behind the softplus, A, B, C, D."""
@@ -129,7 +151,7 @@ class Mamba2Mixer(RecurrentMixer):
             return super().forward(x, context)
         conv_in, (raw_dt,), (gate,) = self.project(x)
         mixed = self._launch(conv_in, raw_dt, context, context.metadata[self.name])
-        return self.out_proj(gated_rms_norm(mixed, gate, self.norm.weight, self.groups, self.norm.eps))
+        return self.out_proj(self.gated(mixed, gate, launches=True))
 
     def _launch(
         self, conv_in: torch.Tensor, dt: torch.Tensor, context: ForwardContext, metadata: MambaMetadata

@@ -1,0 +1,144 @@
+"""Bamba: Mamba-2 or attention over half of each head's channels rotated, and a gated MLP behind either.
+
+Source: IBM's Bamba (2024) and its implementation in transformers, which is the oracle of the tests. Granite-4-H and
+Falcon-H1 name their layers' sizes as it does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, TypeVar, cast
+
+from torch import nn
+
+from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec
+from hybrid_kv.models.attention import PagedAttention
+from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock, rms_norm
+from hybrid_kv.models.config_file import ConfigFile
+from hybrid_kv.models.layers import GatedMLP
+from hybrid_kv.models.mixers.mamba2 import Mamba2Mixer, check_time_steps
+from hybrid_kv.models.registry import Family, register
+from hybrid_kv.models.rope import Rope, read_rope
+from hybrid_kv.models.specs import ATTENTION, MAMBA, Mamba2Spec, caches
+from hybrid_kv.models.weights import Tensors, join_gate_up, join_qkv, renamed
+
+Mixer = TypeVar("Mixer", bound=Mamba2Mixer)
+Specs = dict[str, KVCacheSpec]
+
+MAMBA2 = Mamba2Spec("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
+
+
+def mamba2(file: ConfigFile, name: str, specs: Specs, kind: type[Mixer], eps: float, **options: Any) -> Mixer:
+    """A Mamba-2 layer, of the sizes of its cache.
+
+    Args:
+        kind: `Mamba2Mixer`, or a family's own.
+        eps: of its norm, where the file names none.
+        options: of the mixer.
+    """
+    file.only("hidden_act", "silu")
+    check_time_steps(file)
+    x, B, _ = cast(MambaSpec, specs[name]).inputs
+    return kind(
+        name,
+        file.size("hidden_size"),
+        num_heads=x.shape[0],
+        head_dim=x.shape[1],
+        state_size=B.shape[1],
+        groups=B.shape[0],
+        conv_kernel=file.size("mamba_d_conv"),
+        chunk_size=file.size("mamba_chunk_size", default=256),
+        eps=file.number("rms_norm_eps", eps),
+        conv_bias=file.flag("mamba_conv_bias", True),
+        bias=file.flag("mamba_proj_bias", False),
+        **options,
+    )
+
+
+def attention(
+    file: ConfigFile, name: str, specs: Specs, rope: Rope | None, scale: float | None = None
+) -> PagedAttention:
+    """An attention layer, of the sizes of its cache."""
+    spec = cast(FullAttentionSpec, specs[name])
+    heads = file.size("num_attention_heads"), spec.num_kv_heads, spec.head_size
+    bias = file.flag("attention_bias", False)
+    return PagedAttention(name, file.size("hidden_size"), *heads, bias=bias, rope=rope, scale=scale)
+
+
+def _kinds(file: ConfigFile) -> list[str]:
+    num_layers = file.size("num_hidden_layers")
+    indices = file.get("attn_layer_indices") or []
+    if not isinstance(indices, list) or any(index not in range(num_layers) for index in indices):
+        raise file.fail(f"attn_layer_indices={indices!r} must list layers below {num_layers}")
+    return [ATTENTION if index in indices else MAMBA for index in range(num_layers)]
+
+
+def _rope(file: ConfigFile, head_size: int) -> Rope:
+    # Whatever the older key of this name says, transformers takes a half; `rope_parameters` may say another.
+    rope = read_rope(replace(file, values={**file.values, "partial_rotary_factor": 0.5}), head_size)
+    if (channels := file.maybe_size("attn_rotary_emb")) not in (None, 2 * len(rope.frequencies)):
+        raise file.fail(f"attn_rotary_emb={channels}, but {2 * len(rope.frequencies)} channels are rotated; remove it")
+    return rope
+
+
+def _build(file: ConfigFile, specs: Specs) -> nn.Module:
+    size, inner, bias = file.size("hidden_size"), file.size("intermediate_size"), file.flag("mlp_bias", False)
+
+    def layer(name: str, kind: str) -> nn.Module:
+        mixer: nn.Module
+        if kind == MAMBA:
+            mixer = mamba2(file, name, specs, Mamba2Mixer, 1e-5, norm_groups=1)
+        else:
+            mixer = attention(file, name, specs, _rope(file, cast(FullAttentionSpec, specs[name]).head_size))
+        norms = (rms_norm(file, default=1e-5) for _ in range(2))
+        return DecoderBlock(next(norms), mixer, next(norms), GatedMLP(size, inner, bias))
+
+    layers = [layer(f"layers.{i}", kind) for i, kind in enumerate(_kinds(file))]
+    chunk_size = file.size("mamba_chunk_size", default=256)
+    return CausalLM(file, specs, layers, rms_norm(file, default=1e-5), mamba_chunk_size=chunk_size)
+
+
+NAMES = {
+    "final_layernorm.": "norm.",
+    "feed_forward.": "mlp.",
+    "pre_ff_layernorm.": "mlp_norm.",
+    "input_layernorm.": "norm.",
+    "self_attn.": "mixer.",
+    "mamba.": "mixer.",
+}
+
+
+def _convert(tensors: Tensors) -> Tensors:
+    return join_gate_up(join_qkv(renamed(tensors, ("model.",), NAMES)))
+
+
+_TINY = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "intermediate_size": 52,
+    "num_hidden_layers": 5,
+    "attn_layer_indices": [1, 4],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "mamba_chunk_size": 16,
+    "max_position_embeddings": 512,
+}
+_SMALL = _TINY | {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "mamba_n_heads": 16,
+    "mamba_d_state": 32,
+    "mamba_chunk_size": 64,
+    "max_position_embeddings": 4096,
+}
+
+register(
+    Family(_kinds, caches(MAMBA2), _build, _convert, sizes={"tiny": _TINY, "small": _SMALL}),
+    "bamba",
+)

@@ -1,0 +1,82 @@
+"""A mixture of experts in the place of an MLP: each token runs through a few of many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hybrid_kv.kernels.moe import apply_experts
+from hybrid_kv.models.layers import ForwardContext, Linear, empty, upcast
+
+# Router logits [num_tokens, experts] in float32 to weights and ids of the chosen experts, [num_tokens, k] each.
+Route = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def gated_silu(x: torch.Tensor) -> torch.Tensor:
+    """[…, 2 * size], gate first, to [..., size]."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def relu2(x: torch.Tensor) -> torch.Tensor:
+    """Squared ReLU."""
+    return F.relu(x).square()
+
+
+class Experts(nn.Module):
+    """Weights of all experts.
+
+    `up_proj` [experts, size, hidden_size], of a gated expert twice as many rows, the gate's first; `down_proj`
+    [experts, hidden_size, size].
+    """
+
+    def __init__(self, num_experts: int, hidden_size: int, size: int, activation: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.activation = activation
+        self.up_proj = empty(num_experts, size * (2 if activation is gated_silu else 1), hidden_size)
+        self.down_proj = empty(num_experts, hidden_size, size)
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return apply_experts(x, ids, weights, self.up_proj, self.down_proj, self.activation)
+
+
+class MixtureOfExperts(nn.Module):
+    """`sum_k weights_k * expert_k(x)`, and a shared expert that sees every token.
+
+    Args:
+        size: of an expert.
+        route: see `kernels.moe`.
+        shared: an MLP, called with (x, context); `shared_gate`: its output is multiplied by a sigmoid of x.
+        correction_bias: the router has one bias for each expert, which only counts for the choice; `route` gets it.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        size: int,
+        route: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+        activation: Callable[[torch.Tensor], torch.Tensor] = gated_silu,
+        shared: nn.Module | None = None,
+        shared_gate: bool = False,
+        correction_bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.route = route
+        self.gate = Linear(hidden_size, num_experts)
+        self.correction_bias = empty(num_experts) if correction_bias else None
+        self.experts = Experts(num_experts, hidden_size, size, activation)
+        self.shared_expert = shared
+        self.shared_expert_gate = Linear(hidden_size, 1) if shared_gate else None
+
+    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        bias = () if self.correction_bias is None else (upcast(self.correction_bias),)
+        weights, ids = self.route(upcast(self.gate(x)), *bias)
+        y = self.experts(x, weights.to(x.dtype), ids)
+        if self.shared_expert is None:
+            return y
+        shared = self.shared_expert(x, context)
+        return y + (shared if self.shared_expert_gate is None else shared * self.shared_expert_gate(x).sigmoid())

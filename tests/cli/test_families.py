@@ -1,0 +1,33 @@
+"""`hybrid-kv families` and `hybrid-kv checkpoint`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.run import run
+
+
+def test_a_checkpoint_is_written_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    code, out, err = run(capsys, "checkpoint", "nemotron_h", str(folder), "--seed", "4")
+    assert (code, err) == (0, "") and out.startswith(f"{folder}: nemotron_h, tiny, ") and out.endswith("seed 4\n")
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
+    code, out, err = run(capsys, "checkpoint", "nemotron_h", str(folder))
+    assert (code, out, err) == (2, "", f"error: {folder} is there and not an empty folder; give another one\n")
+
+
+def test_an_unknown_family_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, err = run(capsys, "checkpoint", "bert", str(tmp_path / "made"))
+    assert (code, out) == (2, "") and err.startswith("error: checkpoint: model_type 'bert' is not supported")
+    assert err.count("\n") == 1 and not (tmp_path / "made").exists()
+
+
+def test_families_that_run_come_first(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "families", "--json")
+    found = json.loads(out)
+    assert code == 0 and found[0]["runs"] and not found[-1]["runs"]
+    code, out, _ = run(capsys, "families")
+    assert code == 0 and "planned only" in out and "nemotron_h" in out

@@ -1,0 +1,105 @@
+"""Damage of every kind moves a logit, or changes a token, in the cells that can meet it."""
+
+import pytest
+import torch
+
+from hybrid_kv.accuracy.guard_model import FOLDER
+from hybrid_kv.attention.mamba import MambaMetadata
+from hybrid_kv.attention.undo import SlotsStep
+from hybrid_kv.engine.drafter import MTPDrafter
+from hybrid_kv.guard.exactness import LIMIT, MTP_CELLS, Alone, describe
+from hybrid_kv.kernels.slot_mapping import PAD_SLOT
+from hybrid_kv.models.mixers import mamba2
+from hybrid_kv.models.random_checkpoint import write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("nemotron_h")
+    write_checkpoint("nemotron_h", folder, keys={"layers_block_type": ["linear_attention", "full_attention"] * 2})
+    return Alone(folder)
+
+
+def problems(alone):
+    return {describe(cell): alone.check(cell).problem for cell in alone.cells()}
+
+
+def test_a_sound_engine_is_exact_in_every_cell(alone):
+    found = [alone.check(cell) for cell in alone.cells()]
+    assert [one.problem for one in found] == [""] * len(found) and len(found) == 8
+    assert 0 < max(one.worst for one in found) < LIMIT / 100
+
+
+def zeroed(x, dt, A, B, C, D, state, *rest):
+    return ORIGINAL_SCAN(x, dt, A, B, C, D, torch.zeros_like(state), *rest)
+
+
+ORIGINAL_SCAN = mamba2.chunk_scan
+
+
+def test_states_that_a_hit_does_not_bring_are_missed(alone, monkeypatch):
+    monkeypatch.setattr(mamba2, "chunk_scan", zeroed)
+    found = problems(alone)
+    in_one_piece = "none, drafts mixed"  # nothing is cached, and every prompt is one chunk
+    assert all(bool(problem) == (cell != in_one_piece) for cell, problem in found.items()), found
+
+
+def test_a_window_one_row_off_is_seen_where_drafts_are(alone, monkeypatch):
+    original = MambaMetadata.windows
+
+    def shifted(self, conv_state, size):
+        self.window_rows.sub_(1).clamp_(min=0)
+        return original(self, conv_state, size)
+
+    monkeypatch.setattr(MambaMetadata, "windows", shifted)
+    found = problems(alone)
+    assert all(bool(problem) == ("drafts" in cell) for cell, problem in found.items()), found
+
+
+def test_the_state_behind_the_wrong_draft_is_seen_under_slots(alone, monkeypatch):
+    original = SlotsStep.advance
+
+    def off_by_one(self, layer, tokens, states, state, memory, metadata):
+        y, after = layer.scan(tokens, states)
+        layer.write_states(state, metadata.decode_targets.roll(1), after)
+        return y
+
+    monkeypatch.setattr(SlotsStep, "advance", off_by_one)
+    found = problems(alone)
+    assert all(bool(problem) == ("replay" not in cell) for cell, problem in found.items()), found
+    assert original is not SlotsStep.advance
+
+
+@pytest.fixture(scope="module")
+def drafting():
+    return Alone(FOLDER)
+
+
+@pytest.mark.parametrize("cell", MTP_CELLS, ids=describe)
+def test_drafts_of_a_head_are_those_that_a_request_gets_alone(drafting, cell):
+    found = drafting.check(cell)
+    assert found.problem == "" and found.num_drafts > 40
+
+
+def test_a_slot_that_a_later_pass_of_the_head_misses_changes_drafts(drafting, monkeypatch):
+    """No token is wrong then: it costs acceptance alone."""
+    drafting.check(MTP_CELLS[0])
+    original = MTPDrafter._slots
+
+    def missed(self, rows, positions):
+        places, slots = original(self, rows, positions)
+        slots[-1] = PAD_SLOT
+        return places, slots
+
+    monkeypatch.setattr(MTPDrafter, "_slots", missed)
+    found = drafting.check(MTP_CELLS[0])
+    assert found.num_wrong == 0 and "got other drafts than alone" in found.problem
+
+
+def test_a_cell_that_shows_nothing_is_void(alone):
+    assert alone.check({"max_num_seqs": 1, "preempts": True}).problem == "void: no request was preempted"
+    assert alone.check({"script": "wrong"}).problem == "void: no draft was accepted"
+    assert (
+        alone.check({"mamba_cache_mode": "all", "block_size": 256}).problem
+        == "void: no prompt token came from the cache"
+    )

@@ -1,0 +1,73 @@
+"""Checkpoints with random weights: what is written loads here and in transformers, and a state matters in it."""
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hybrid_kv.config import ConfigError
+from hybrid_kv.engine.llm import LLM
+from hybrid_kv.models.random_checkpoint import random_model, write_checkpoint
+from hybrid_kv.models.registry import overview, sized
+from hybrid_kv.sampling import SamplingParams
+
+
+@pytest.mark.parametrize("model_type", sorted(sized()))
+def test_every_family_loads_and_answers_alike(tmp_path, model_type):
+    model = write_checkpoint(model_type, tmp_path, seed=3)
+    llm = LLM(tmp_path, device="cpu", max_model_len=64, max_num_seqs=1, dtype="float32")
+    (output,) = llm.generate(["w7 w8 w9"], SamplingParams(max_tokens=4), progress=False)
+    assert output.prompt_token_ids == [7, 8, 9] and len(output.token_ids) in range(1, 5)
+    with torch.inference_mode():
+        logits = model(torch.tensor([[7, 8, 9]]), use_cache=False).logits[0, -1]
+    assert int(logits.argmax()) == output.token_ids[0]
+    assert AutoTokenizer.from_pretrained(tmp_path).decode([7, 8]) == "w7 w8"
+
+
+@pytest.mark.parametrize("model_type", sorted(sized()))
+def test_margins_are_wide_and_earlier_tokens_count(model_type):
+    """A token 40 places back moves the logits by more than any rounding."""
+    model = random_model(model_type, seed=5)
+    ids = torch.arange(1, 61).remainder(97).add(2).repeat(2, 1)
+    ids[1, 20] = 1
+    with torch.inference_mode():
+        first, second = model(ids, use_cache=False).logits[:, -20:]
+    top = first.topk(2).values
+    assert float((top[:, 0] - top[:, 1]).median()) > 0.02 * float(first.abs().max())
+    assert float((first - second).abs().max()) > 1e-3
+
+
+def test_the_same_seed_writes_the_same_weights(tmp_path):
+    weights = []
+    for seed, name in ((1, "a"), (1, "b"), (2, "c")):
+        write_checkpoint("nemotron_h", tmp_path / name, seed=seed)
+        with safe_open(tmp_path / name / "model.safetensors", "pt") as opened:
+            weights.append({key: opened.get_tensor(key) for key in opened.keys()})  # noqa: SIM118  (no mapping)
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+    assert not any(torch.equal(weights[0][key], weights[2][key]) for key in weights[0])
+
+
+def test_weights_may_be_sharded(tmp_path):
+    written = write_checkpoint("nemotron_h", tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    read = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(written.parameters(), read.parameters(), strict=True))
+    LLM(tmp_path, device="cpu", max_model_len=64)
+
+
+def test_a_family_without_such_a_size_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"no checkpoint of llama in size 'tiny'; there are .*nemotron_h \(tiny\|small"
+    ):
+        random_model("llama")
+
+
+def test_the_overview_lists_every_family_once():
+    found = overview()
+    names = [entry["model_type"] for entry in found]
+    assert len(set(names)) == len(names) and [entry["runs"] for entry in found] == sorted(
+        (entry["runs"] for entry in found), reverse=True
+    )
+    nemotron = next(entry for entry in found if entry["model_type"] == "nemotron_h")
+    assert nemotron["runs"] and nemotron["draft_head"] and nemotron["sizes"] == ["tiny", "small"]
+    assert next(entry for entry in found if entry["model_type"] == "llama")["checked_against"] == ""
