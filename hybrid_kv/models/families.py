@@ -2,6 +2,7 @@
 
 from hybrid_kv.models import (
     bamba,  # noqa: F401
+    granitemoehybrid,  # noqa: F401
     nemotron_h,  # noqa: F401
     planned,  # noqa: F401
     qwen3_5,  # noqa: F401

@@ -28,7 +28,6 @@ _MAMBA2 = Mamba2Spec("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_
 _ZAMBA2 = Mamba2Spec("n_mamba_heads", "mamba_headdim", "mamba_d_state", "mamba_ngroups", "mamba_d_conv")
 _PURE_MAMBA2 = Mamba2Spec("num_heads", "head_dim", "state_size", "n_groups", "conv_kernel")
 
-register(Family(layer_kinds, caches(_MAMBA2)), "granitemoehybrid")
 register(Family(_all_hybrid, caches(_MAMBA2)), "falcon_h1")
 # Its attention reads the hidden state and the embedding side by side.
 register(Family(layer_kinds, caches(_ZAMBA2, partial(attention_spec, num_inputs=2))), "zamba2")

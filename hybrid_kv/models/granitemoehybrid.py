@@ -1,0 +1,131 @@
+"""Granite-4-H: Mamba-2 or attention, then an MLP that sees every token and, in a mixture, experts beside it.
+
+Four numbers scale embeddings, branches, scores and logits. Source: IBM's Granite 4 (2025) and its implementation in
+transformers, which is the oracle of the tests.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import cast
+
+from torch import nn
+
+from hybrid_kv.cache.spec import FullAttentionSpec
+from hybrid_kv.kernels.moe import route_topk_softmax
+from hybrid_kv.models.bamba import MAMBA2, Specs, attention, mamba2
+from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock, rms_norm
+from hybrid_kv.models.config_file import ConfigFile
+from hybrid_kv.models.layers import GatedMLP
+from hybrid_kv.models.mixers.mamba2 import Mamba2Mixer
+from hybrid_kv.models.moe import MixtureOfExperts
+from hybrid_kv.models.registry import Family, register
+from hybrid_kv.models.rope import read_rope
+from hybrid_kv.models.specs import MAMBA, caches, layer_kinds
+from hybrid_kv.models.weights import Tensors, join_qkv, renamed
+
+
+def _kinds(file: ConfigFile) -> list[str]:
+    return layer_kinds(file) if file.get("layer_types") else [MAMBA] * file.size("num_hidden_layers")
+
+
+def _mlp(file: ConfigFile) -> nn.Module:
+    size = file.size("hidden_size")
+    shared = GatedMLP(size, file.size("shared_intermediate_size", default=1024))
+    if file.get("num_local_experts") == 0:
+        return shared
+    num_experts = file.size("num_local_experts", default=8)
+    chosen = file.size("num_experts_per_tok", default=2)
+    if chosen > num_experts:
+        raise file.fail(f"num_experts_per_tok={chosen}, but there are {num_experts} experts; correct the file")
+    route = partial(route_topk_softmax, top_k=chosen)
+    return MixtureOfExperts(size, num_experts, file.size("intermediate_size"), route, shared=shared)
+
+
+def _mixer(file: ConfigFile, name: str, kind: str, specs: Specs) -> nn.Module:
+    if kind == MAMBA:
+        return mamba2(file, name, specs, Mamba2Mixer, 1e-6, norm_groups=1)
+    rotates = file.text("position_embedding_type") == "rope"
+    rope = read_rope(file, cast(FullAttentionSpec, specs[name]).head_size) if rotates else None
+    return attention(file, name, specs, rope, scale=file.number("attention_multiplier", 1.0))
+
+
+def _build(file: ConfigFile, specs: Specs) -> nn.Module:
+    scale = file.number("residual_multiplier", 1.0)
+    layers = [
+        DecoderBlock(rms_norm(file), _mixer(file, f"layers.{i}", kind, specs), rms_norm(file), _mlp(file), scale)
+        for i, kind in enumerate(_kinds(file))
+    ]
+    return CausalLM(
+        file,
+        specs,
+        layers,
+        rms_norm(file),
+        mamba_chunk_size=file.size("mamba_chunk_size", default=256),
+        embedding_scale=file.number("embedding_multiplier", 1.0),
+        logits_scale=1 / file.number("logits_scaling", 1.0),
+    )
+
+
+_NAMES = {
+    "post_attention_layernorm.": "mlp_norm.",
+    "input_layernorm.": "norm.",
+    "self_attn.": "mixer.",
+    "mamba.": "mixer.",
+    # Experts as published, and as transformers names them in memory.
+    "block_sparse_moe.router.layer.": "mlp.gate.",
+    "block_sparse_moe.router.": "mlp.gate.",
+    "block_sparse_moe.input_linear.weight": "mlp.experts.up_proj",
+    "block_sparse_moe.output_linear.weight": "mlp.experts.down_proj",
+    "block_sparse_moe.experts.gate_up_proj": "mlp.experts.up_proj",
+    "block_sparse_moe.experts.down_proj": "mlp.experts.down_proj",
+    "input_linear.": "gate_up_proj.",
+    "output_linear.": "down_proj.",
+}
+
+
+def _convert(tensors: Tensors) -> Tensors:
+    is_mixture = any(".block_sparse_moe." in name for name in tensors)
+    shared = "mlp.shared_expert." if is_mixture else "mlp."
+    return join_qkv(renamed(tensors, ("model.",), {**_NAMES, "shared_mlp.": shared}))
+
+
+_TINY = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "intermediate_size": 20,
+    "shared_intermediate_size": 36,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 10,
+    "mamba_chunk_size": 16,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.7,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 2.5,
+}
+_SMALL = _TINY | {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 128,
+    "shared_intermediate_size": 384,
+    "num_hidden_layers": 6,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+    "num_attention_heads": 8,
+    "num_local_experts": 16,
+    "num_experts_per_tok": 4,
+    "mamba_n_heads": 16,
+    "mamba_d_state": 32,
+    "mamba_chunk_size": 64,
+}
+
+register(
+    Family(_kinds, caches(MAMBA2), _build, _convert, sizes={"tiny": _TINY, "small": _SMALL}),
+    "granitemoehybrid",
+)
