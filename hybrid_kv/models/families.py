@@ -2,7 +2,9 @@
 
 from hybrid_kv.models import (
     bamba,  # noqa: F401
+    falcon_h1,  # noqa: F401
     granitemoehybrid,  # noqa: F401
+    mamba2,  # noqa: F401
     nemotron_h,  # noqa: F401
     planned,  # noqa: F401
     qwen3_5,  # noqa: F401

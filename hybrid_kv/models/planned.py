@@ -7,15 +7,7 @@ from functools import partial
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.qwen3_5 import CACHES, kinds
 from hybrid_kv.models.registry import Family, register
-from hybrid_kv.models.specs import ATTENTION, HYBRID, MAMBA, Mamba2Spec, attention_spec, caches, layer_kinds
-
-
-def _all_hybrid(config: ConfigFile) -> list[str]:
-    return [HYBRID] * config.size("num_hidden_layers")
-
-
-def _all_mamba(config: ConfigFile) -> list[str]:
-    return [MAMBA] * config.size("num_hidden_layers")
+from hybrid_kv.models.specs import ATTENTION, Mamba2Spec, attention_spec, caches, layer_kinds
 
 
 def _all_attention(config: ConfigFile) -> list[str]:
@@ -24,14 +16,10 @@ def _all_attention(config: ConfigFile) -> list[str]:
     return layer_kinds(config) if config.get("layer_types") else [ATTENTION] * config.size("num_hidden_layers")
 
 
-_MAMBA2 = Mamba2Spec("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
 _ZAMBA2 = Mamba2Spec("n_mamba_heads", "mamba_headdim", "mamba_d_state", "mamba_ngroups", "mamba_d_conv")
-_PURE_MAMBA2 = Mamba2Spec("num_heads", "head_dim", "state_size", "n_groups", "conv_kernel")
 
-register(Family(_all_hybrid, caches(_MAMBA2)), "falcon_h1")
 # Its attention reads the hidden state and the embedding side by side.
 register(Family(layer_kinds, caches(_ZAMBA2, partial(attention_spec, num_inputs=2))), "zamba2")
-register(Family(_all_mamba, caches(_PURE_MAMBA2)), "mamba2")
 register(Family(kinds, CACHES), "qwen3_next", "qwen3_5_moe_text")
 register(
     Family(_all_attention, {ATTENTION: {"": attention_spec}}),

@@ -1,0 +1,142 @@
+"""Falcon-H1: Mamba-2 and attention side by side in every layer, on one normed input; then a gated MLP.
+
+Multipliers stand at every projection. Source: TII's Falcon-H1 (2025) and its implementation in transformers, which is
+the oracle of the tests.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hybrid_kv.cache.spec import FullAttentionSpec
+from hybrid_kv.models.bamba import MAMBA2, NAMES, Specs, attention, mamba2
+from hybrid_kv.models.causal_lm import CausalLM, rms_norm
+from hybrid_kv.models.config_file import ConfigFile
+from hybrid_kv.models.layers import ForwardContext, GatedMLP
+from hybrid_kv.models.mixers.scaled_mamba2 import Order, ScaledMamba2Mixer
+from hybrid_kv.models.registry import Family, register
+from hybrid_kv.models.rope import read_rope
+from hybrid_kv.models.specs import HYBRID, caches
+from hybrid_kv.models.weights import Tensors, join_gate_up, join_qkv, renamed
+
+
+class ScaledMLP(GatedMLP):
+    """A gated MLP with multipliers of its gate and of its output."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool, scales: list[float]) -> None:
+        super().__init__(hidden_size, intermediate_size, bias)
+        self.scales = scales
+
+    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate * self.scales[0]).mul_(up)) * self.scales[1]
+
+
+class HybridBlock(nn.Module):
+    """`x += scale * mamba(norm(x)) + scale * attention(scale * norm(x))`, then `x += mlp(mlp_norm(x))`."""
+
+    def __init__(self, file: ConfigFile, name: str, specs: Specs) -> None:
+        super().__init__()
+        eps = 1e-5
+        order: Order = "norm_first" if file.flag("mamba_norm_before_gate", True) else "gate_first"
+        self.norm, self.mlp_norm = rms_norm(file, default=eps), rms_norm(file, default=eps)
+        self.mamba = mamba2(
+            file,
+            f"{name}.mamba",
+            specs,
+            ScaledMamba2Mixer,
+            eps,
+            out_bias=file.flag("projectors_bias", False),
+            scale_in=file.number("ssm_in_multiplier", 1.0),
+            scales=file.numbers("ssm_multipliers", 5),
+            order=order if file.flag("mamba_rms_norm", False) else "none",
+        )
+        head_size = cast(FullAttentionSpec, specs[f"{name}.attention"]).head_size
+        # A multiple of all keys is a multiple of all scores.
+        scale = head_size**-0.5 * file.number("key_multiplier", 1.0)
+        self.attention = attention(file, f"{name}.attention", specs, read_rope(file, head_size), scale)
+        self.mlp = ScaledMLP(
+            file.size("hidden_size"),
+            file.size("intermediate_size"),
+            file.flag("mlp_bias", False),
+            file.numbers("mlp_multipliers", 2),
+        )
+        number = partial(file.number, default=1.0)
+        self.scale_in, self.scale_out = number("attention_in_multiplier"), number("attention_out_multiplier")
+        self.scale_mamba = number("ssm_out_multiplier")
+
+    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        normed = self.norm(x)
+        attended = self.attention(normed * self.scale_in, context) * self.scale_out
+        x = x + (self.mamba(normed, context) * self.scale_mamba + attended)
+        return x + self.mlp(self.mlp_norm(x), context)
+
+
+def _kinds(file: ConfigFile) -> list[str]:
+    return [HYBRID] * file.size("num_hidden_layers")
+
+
+def _build(file: ConfigFile, specs: Specs) -> nn.Module:
+    layers = [HybridBlock(file, f"layers.{i}", specs) for i in range(file.size("num_hidden_layers"))]
+    return CausalLM(
+        file,
+        specs,
+        layers,
+        rms_norm(file, default=1e-5),
+        mamba_chunk_size=file.size("mamba_chunk_size", default=256),
+        embedding_scale=file.number("embedding_multiplier", 1.0),
+        logits_scale=file.number("lm_head_multiplier", 1.0),
+    )
+
+
+def _convert(tensors: Tensors) -> Tensors:
+    names = NAMES | {"self_attn.": "attention.", "mamba.": "mamba."}
+    return join_gate_up(join_qkv(renamed(tensors, ("model.",), names)))
+
+
+_TINY = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "intermediate_size": 52,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 14,
+    "mamba_d_ssm": 80,
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "mamba_chunk_size": 16,
+    "mamba_rms_norm": True,
+    "embedding_multiplier": 2.5,
+    "lm_head_multiplier": 0.6,
+    "key_multiplier": 0.8,
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.9,
+    "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.7,
+    "ssm_multipliers": [0.9, 1.1, 1.3, 0.8, 1.2],
+    "mlp_multipliers": [1.4, 0.6],
+}
+_SMALL = _TINY | {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "head_dim": 32,
+    "mamba_d_ssm": 384,
+    "mamba_n_heads": 12,
+    "mamba_d_state": 32,
+    "mamba_chunk_size": 64,
+}
+
+register(
+    Family(_kinds, caches(MAMBA2), _build, _convert, sizes={"tiny": _TINY, "small": _SMALL}),
+    "falcon_h1",
+)

@@ -1,0 +1,94 @@
+"""Mamba-2 alone: no attention, no MLP, and so no cache that grows.
+
+Source: Dao and Gu (2024) and transformers' implementation, which is the oracle of the tests. Where transformers keeps
+the sum of the layers in float32 (`residual_in_fp32`), it is kept here, as in vLLM, in the model's dtype.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import nn
+
+from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
+from hybrid_kv.models.causal_lm import CausalLM, MixerBlock, rms_norm
+from hybrid_kv.models.config_file import ConfigFile
+from hybrid_kv.models.layers import RMSNorm
+from hybrid_kv.models.mixers.mamba2 import Mamba2Mixer, check_time_steps
+from hybrid_kv.models.registry import Family, register
+from hybrid_kv.models.specs import MAMBA, Mamba2Spec
+from hybrid_kv.models.weights import Tensors, renamed
+
+
+def _norm(file: ConfigFile) -> RMSNorm:
+    return rms_norm(file, "layer_norm_epsilon", 1e-5)
+
+
+def _kinds(file: ConfigFile) -> list[str]:
+    return [MAMBA] * file.size("num_hidden_layers")
+
+
+def _build(file: ConfigFile, specs: dict[str, KVCacheSpec]) -> nn.Module:
+    file.only("hidden_act", "silu")
+    check_time_steps(file)
+    chunk_size = file.size("chunk_size", default=256)
+
+    def mixer(name: str) -> nn.Module:
+        x, B, _ = cast(MambaSpec, specs[name]).inputs
+        return Mamba2Mixer(
+            name,
+            file.size("hidden_size"),
+            num_heads=x.shape[0],
+            head_dim=x.shape[1],
+            state_size=B.shape[1],
+            groups=B.shape[0],
+            conv_kernel=file.size("conv_kernel"),
+            chunk_size=chunk_size,
+            eps=file.number("layer_norm_epsilon", 1e-5),
+            conv_bias=file.flag("use_conv_bias", True),
+            bias=file.flag("use_bias", False),
+            norm_groups=1,
+        )
+
+    layers = [MixerBlock(_norm(file), mixer(name)) for name in specs]
+    return CausalLM(file, specs, layers, _norm(file), mamba_chunk_size=chunk_size)
+
+
+def _convert(tensors: Tensors) -> Tensors:
+    # Older files name the embedding in the singular.
+    names = {"embeddings.": "embed_tokens.", "embedding.": "embed_tokens.", "norm_f.": "norm."}
+    return renamed(tensors, ("backbone.",), names)
+
+
+_TINY = {
+    "vocab_size": 101,
+    "hidden_size": 40,
+    "num_hidden_layers": 4,
+    "num_heads": 8,
+    "head_dim": 10,
+    "expand": 2,
+    "state_size": 12,
+    "n_groups": 2,
+    "conv_kernel": 4,
+    "chunk_size": 16,
+}
+_SMALL = _TINY | {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "num_hidden_layers": 8,
+    "num_heads": 16,
+    "head_dim": 32,
+    "state_size": 32,
+    "chunk_size": 64,
+}
+
+register(
+    Family(
+        _kinds,
+        {MAMBA: {"": Mamba2Spec("num_heads", "head_dim", "state_size", "n_groups", "conv_kernel")}},
+        _build,
+        _convert,
+        sizes={"tiny": _TINY, "small": _SMALL},
+    ),
+    "mamba2",
+)
