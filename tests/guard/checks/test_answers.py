@@ -52,10 +52,18 @@ def test_a_clean_slice_passes_with_its_figures(monkeypatch):
         (cell("all", cached=0, drafted=0, accepted=0), "void: no prompt token came from the cache"),
         (cell("all", loads=0, drafted=0, accepted=0), "void: no block came from the offload tier"),
         (cell("none", "ngram", 3, accepted=0), "void: no draft was accepted"),
-        (cell("none", "mtp", 1, accepted=8), "8 of 10 drafts accepted, 90% are due"),
+        (cell("none", "mtp", 1, accepted=8), r"8 of 10 drafts accepted, 98\.4% are due"),
+        (cell("none", "mtp", 3, accepted=5), r"5 of 10 drafts accepted, 56\.8% are due"),
+        (cell("none", "mtp", 5, accepted=2), r"2 of 10 drafts accepted, 24\.2% are due"),
         (cell("none", "mtp", 1, cached=0, scheme="replay", tokens=(2, 2)), "question 0 has another answer"),
-        (cell("none", "mtp", 1, scheme="replay", accepted=9), r"\(9, 10\) drafts accepted and verified, \(10, 10\)"),
-        (cell("align", "mtp", 1, accepted=9), r"\(9, 10\) drafts accepted and verified, \(10, 10\) without a cache"),
+        (
+            cell("none", "mtp", 1, scheme="replay", drafted=1000, accepted=990),
+            r"\(990, 1000\) drafts accepted and verified, \(10, 10\)",
+        ),
+        (
+            cell("align", "mtp", 1, drafted=1000, accepted=990),
+            r"\(990, 1000\) drafts accepted and verified, \(10, 10\) without a cache",
+        ),
     ],
 )
 def test_each_fault_is_named(monkeypatch, wrong, fault):
