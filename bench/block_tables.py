@@ -106,11 +106,14 @@ def step(seed: int, model: str, step: str) -> Case:
     counts = array("i", [data.count] * data.groups)
     positions = torch.from_numpy(data.positions)
     rows, query_lens = data.rows.astype(np.int64), np.full(data.num_reqs, data.tokens_each)
-    for group, table in enumerate(tables.tables):
-        table[torch.from_numpy(rows), : data.held] = torch.from_numpy(data.ids[:, group, : data.held])
+    held = [np.ascontiguousarray(ids[:, : data.held]).reshape(-1) for ids in data.ids]
+    held_counts = array("i", [data.held] * data.groups)
+    ones, nothing = np.ones(data.num_reqs, dtype=np.int64), torch.zeros(data.num_reqs, dtype=torch.int64)
 
     def reset() -> None:
-        tables.num_blocks[:] = data.held
+        for row, ids in zip(rows.tolist(), held, strict=True):
+            tables.append_block_ids(row, ids, held_counts, True)
+        tables.update(rows, ones, nothing, data.num_reqs, data.num_reqs)
 
     def run() -> tuple[list[torch.Tensor], torch.Tensor]:
         for row, ids in zip(data.staged.tolist(), new_ids, strict=True):

@@ -95,7 +95,8 @@ def loaded(root: Path, real: Collection[str], values: Mapping[str, Any]) -> Iter
         real: full names of the modules whose files are run.
         values: what attributes of stand-ins are, by full name; all others are mocks.
     """
-    names = root.name, "uvloop"
+    # vLLM looks at every attribute of every module, and llvmlite's library says that it has any attribute.
+    names = root.name, "uvloop", "llvmlite"
     outside = {key: sys.modules.pop(key) for key in list(sys.modules) if key.partition(".")[0] in names}
     finder = _Finder(root, real, values)
     sys.meta_path.insert(0, finder)

@@ -166,9 +166,8 @@ class BlockTables:
             IndexError: a row would become longer than its group's width.
             ValueError: a row was staged twice, or ids do not match the counts. Nothing is written in either case.
         """
-        is_new = self._num_staged > 0
         self._apply_staged()
-        self.num_gathers += self._host.place(rows, num_reqs_padded) or is_new
+        self.num_gathers += self._host.place(rows, num_reqs_padded)
         on_host = positions if self._mirror is None else positions.cpu()
         self._host.map_slots(rows, query_lens, on_host.numpy(), num_tokens_padded)
         if self._mirror is not None:

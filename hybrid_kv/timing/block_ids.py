@@ -230,7 +230,7 @@ def step(seed: int, scenario: str, blocks_per_kv_block: int, num_groups: int, su
     flat = [groups.reshape(-1) for groups in blocks]
     lists = [tuple(ids.tolist() for ids in groups) for groups in arrays]
     row_list = rows.tolist()
-    counts = array("i", [count] * NUM_GROUPS)
+    counts, held_counts = (array("i", [number] * NUM_GROUPS) for number in (count, held))
     # [NUM_GROUPS, n, count * bpk]
     expected = (blocks.transpose(1, 0, 2)[..., None] * bpk + np.arange(bpk, dtype=np.int32)).reshape(NUM_GROUPS, n, -1)
 
@@ -286,9 +286,14 @@ def step(seed: int, scenario: str, blocks_per_kv_block: int, num_groups: int, su
         torch.device("cpu"),
     )
 
+    held_ids = np.ones(held * NUM_GROUPS, dtype=np.int32)
+
     def reset() -> None:
         forget_staged(tables)
-        tables.num_blocks[:] = held
+        if subject == "device":
+            for row in range(num_reqs):
+                tables.append_block_ids(row, held_ids, held_counts, True)
+            tables.update(batch, ones, positions, num_reqs, num_reqs)
 
     # Each repeat of a step has rows of its own, since a row is staged once between two updates.
     all_rows = cycle([[row + i * num_reqs for row in row_list] for i in range(spare)])
@@ -308,6 +313,8 @@ def step(seed: int, scenario: str, blocks_per_kv_block: int, num_groups: int, su
     def check() -> float:
         reset()
         if subject == ENGINE:
+            tables.num_blocks[:] = held
+            tables.forget()
             stage(written := next(all_rows))
             tables.update(np.array(written), ones[:n], positions[:n], n, n)
             places = list(range(n))

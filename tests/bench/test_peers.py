@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -40,6 +41,15 @@ def test_named_files_are_real_and_the_rest_stands_in(wheel: Path) -> None:
     assert table.__file__ == str(wheel / "vllm/worker/table.py")
     assert {name for name in sys.modules if name.startswith("vllm")} == {n for n in before if n.startswith("vllm")}
     assert not any(isinstance(finder, peers._Finder) for finder in sys.meta_path)
+
+
+def test_a_module_that_claims_any_attribute_is_out_of_their_sight(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Theirs walk through all modules; llvmlite, which compiles the engine's tables, has a library that answers all."""
+    library = ModuleType("llvmlite")
+    monkeypatch.setitem(sys.modules, "llvmlite", library)
+    with peers.loaded(wheel / "vllm", {"vllm.maths"}, {}):
+        assert "llvmlite" not in sys.modules
+    assert sys.modules["llvmlite"] is library
 
 
 def cells() -> list[Cell]:

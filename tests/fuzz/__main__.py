@@ -106,6 +106,9 @@ def work(seed: int, numbers: range, log: Path) -> None:
         "scipy.stats",
     ):
         importlib.import_module(late)  # A slow disk is no hang.
+    from hybrid_kv.kernels.block_tables import HostTables, TableLayout
+
+    HostTables([TableLayout(1, 1, 1, 1)], 1, 1)  # Nor is a compiler.
     root = Path(tempfile.mkdtemp())
     try:
         for number in numbers:

@@ -26,7 +26,7 @@ from hybrid_kv.engine.runner import ModelRunner
 from hybrid_kv.engine.scheduler import Scheduler
 from hybrid_kv.engine.state_cursor import StateCursor
 from hybrid_kv.guard.scenario import SmallBlocksFirst, SmallKVFirst
-from hybrid_kv.kernels.block_tables.host import HostTables, Stack
+from hybrid_kv.kernels.block_tables.host import HostTables
 from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle
 from hybrid_kv.sampling import SamplingParams
 from hybrid_kv.sanitizer import Sanitizer, SanitizerError
@@ -280,7 +280,17 @@ def publish_inside(plain):
 
 
 def repeat_manager_blocks(_, self, *arguments):
-    self.stride, self.offsets, self._row_offsets = 1, self.offsets * 0, self._row_offsets * 0
+    self.geometry[:, 4] = 1
+
+
+def one_column_less(plain):
+    def place(self, *arguments):
+        self.num_blocks -= 1
+        is_changed = plain(self, *arguments)
+        self.num_blocks += 1
+        return is_changed
+
+    return place
 
 
 def shift_slots(by):
@@ -398,11 +408,8 @@ BUGS = {
     "two rows swapped": (HostTables, "place", before(swap_rows), ATTENTION, "read-slot"),
     "slots of another row (C22)": (HostTables, "map_slots", before(next_row), ATTENTION, "write-unheld"),
     "padding keeps slots (B06)": (HostTables, "map_slots", keep_last_padding, ATTENTION, "pad-slot"),
-    "kernel blocks not expanded (B01)": (Stack, "__init__", around(repeat_manager_blocks), ATTENTION, "read-slot"),
-    "one table column too few": (
-        Stack, "copy", before(lambda self, rows, positions, width: (self, rows, positions, width - 1)),
-        ATTENTION, "read-slot",
-    ),
+    "kernel blocks not expanded (B01)": (HostTables, "__init__", around(repeat_manager_blocks), ATTENTION, "read-slot"),
+    "one table column too few": (HostTables, "place", one_column_less, ATTENTION, "read-slot"),
     "a hit takes another block": (BlockPool, "lookup", around(wrong_block), ATTENTION | ROOMY, "hit-prefix"),
     "a hash of the last token only": (BlockHashes, "chain", own_tokens_only, ATTENTION | ROOMY, "hit-prefix"),
     "a hit is computed again in place": (Scheduler, "_chunk", one_token_back, ATTENTION | ROOMY, "write-shared"),

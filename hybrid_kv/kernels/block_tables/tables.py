@@ -54,6 +54,8 @@ class Tables:
             of one buffer. Columns beyond a row's own blocks hold stale ids.
         num_blocks: [max_num_reqs, num_groups] int64, manager blocks in each row of each table.
         slot_mappings: [num_groups, max_num_batched_tokens] int64.
+        geometry: [num_groups, 6] int64: where a group's table and input table begin, width, kernel blocks of a block,
+            stride, and block size (0: no slots).
     """
 
     def __init__(
@@ -73,6 +75,18 @@ class Tables:
         input_sizes = [size * layout.blocks_per_kv_block for size, layout in zip(sizes, self.layouts, strict=True)]
         self.starts = list(accumulate(sizes[:-1], initial=0))  # of each group, in `flat_tables`
         self.input_starts = list(accumulate(input_sizes[:-1], initial=0))
+        fields = [
+            [
+                start,
+                input_start,
+                layout.width,
+                layout.blocks_per_kv_block,
+                layout.kernel_block_stride,
+                layout.block_size if layout.has_slots else 0,
+            ]
+            for start, input_start, layout in zip(self.starts, self.input_starts, self.layouts, strict=True)
+        ]
+        self.geometry = torch.tensor(fields, dtype=torch.int64, device=device)
         self.flat_tables = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         self.flat_input_tables = torch.zeros(sum(input_sizes), dtype=torch.int32, device=device)
         self.tables = [part.view(max_num_reqs, -1) for part in self.flat_tables.split(sizes)]
@@ -104,19 +118,6 @@ class DeviceTables(Tables):
     ) -> None:
         super().__init__(layouts, max_num_reqs, max_num_batched_tokens, device, cp_size, cp_rank, cp_interleave)
         num_groups = len(self.layouts)
-        # [num_groups, 6] int64: what a program must know of its group. A block size of 0: no slots.
-        fields = [
-            [
-                start,
-                input_start,
-                layout.width,
-                layout.blocks_per_kv_block,
-                layout.kernel_block_stride,
-                layout.block_size if layout.has_slots else 0,
-            ]
-            for start, input_start, layout in zip(self.starts, self.input_starts, self.layouts, strict=True)
-        ]
-        self.geometry = torch.tensor(fields, dtype=torch.int64, device=device)
         self.row_keys = torch.arange(max_num_reqs, device=device).repeat(num_groups, 1)
         self.held_keys = torch.full((num_groups, max_num_reqs), -1, dtype=torch.int64, device=device)
         self.held_blocks = torch.zeros(num_groups, max_num_reqs, dtype=torch.int32, device=device)

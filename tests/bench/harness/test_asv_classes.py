@@ -276,5 +276,5 @@ def test_thresholds_know_every_benchmark_once():
         found = [pattern for pattern in config["regressions_thresholds"] if re.match(pattern, name)]
         assert len(found) == 1, (name, found)
     assert config["regressions_thresholds"][r".*\.track_"] == 0.0
-    assert set(config["matrix"]["req"]) == {"asv_runner", "numpy", "torch", "tqdm", "triton"}
+    assert set(config["matrix"]["req"]) == {"asv_runner", "numba", "numpy", "torch", "tqdm", "triton"}
     assert config["environment_type"] == "virtualenv"
