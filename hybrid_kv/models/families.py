@@ -6,6 +6,7 @@ from hybrid_kv.models import (
     granitemoehybrid,  # noqa: F401
     mamba2,  # noqa: F401
     nemotron_h,  # noqa: F401
+    nemotron_h_mtp,  # noqa: F401
     planned,  # noqa: F401
     qwen3_5,  # noqa: F401
     qwen3_mtp,  # noqa: F401

@@ -51,6 +51,9 @@ class MixtureOfExperts(nn.Module):
         route: see `kernels.moe`.
         shared: an MLP, called with (x, context); `shared_gate`: its output is multiplied by a sigmoid of x.
         correction_bias: the router has one bias for each expert, which only counts for the choice; `route` gets it.
+        wide_gate: the router multiplies in float32 at least; else in the dtype of x.
+        latent_size: the experts' input is a projection of x to this size, and their output one back; `latent_bias`: of
+            these.
     """
 
     def __init__(
@@ -63,19 +66,26 @@ class MixtureOfExperts(nn.Module):
         shared: nn.Module | None = None,
         shared_gate: bool = False,
         correction_bias: bool = False,
+        wide_gate: bool = False,
+        latent_size: int | None = None,
+        latent_bias: bool = False,
     ) -> None:
         super().__init__()
-        self.route = route
+        self.route, self.wide_gate = route, wide_gate
         self.gate = Linear(hidden_size, num_experts)
         self.correction_bias = empty(num_experts) if correction_bias else None
-        self.experts = Experts(num_experts, hidden_size, size, activation)
+        self.experts = Experts(num_experts, latent_size or hidden_size, size, activation)
+        self.latent_in = Linear(hidden_size, latent_size, latent_bias) if latent_size else None
+        self.latent_out = Linear(latent_size, hidden_size, latent_bias) if latent_size else None
         self.shared_expert = shared
         self.shared_expert_gate = Linear(hidden_size, 1) if shared_gate else None
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         bias = () if self.correction_bias is None else (upcast(self.correction_bias),)
-        weights, ids = self.route(upcast(self.gate(x)), *bias)
-        y = self.experts(x, weights.to(x.dtype), ids)
+        logits = F.linear(upcast(x), upcast(self.gate.weight)) if self.wide_gate else upcast(self.gate(x))
+        weights, ids = self.route(logits, *bias)
+        y = self.experts(x if self.latent_in is None else self.latent_in(x), weights.to(x.dtype), ids)
+        y = y if self.latent_out is None else self.latent_out(y)
         if self.shared_expert is None:
             return y
         shared = self.shared_expert(x, context)

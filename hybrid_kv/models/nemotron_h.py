@@ -1,4 +1,4 @@
-"""NemotronH: pre-normed layers with one mixer each (Mamba-2, attention or squared-ReLU MLP).
+"""NemotronH: pre-normed layers with one mixer each (Mamba-2, attention, squared-ReLU MLP or experts of such MLPs).
 
 Source: NVIDIA Nemotron-H (2025) and its implementation in transformers, which is the oracle of the tests. One
 deliberate difference: transformers clamps the time step from below by `time_step_min` when it runs a chunk, but not
@@ -8,22 +8,24 @@ when it runs a single token; here, as in vLLM, it is never clamped, so that a to
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import nn
 
 from hybrid_kv.cache.spec import KVCacheSpec
-from hybrid_kv.models.attention import GridAttention, PagedAttention
-from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock, MixerBlock, rms_norm
+from hybrid_kv.kernels.moe import route_sigmoid
+from hybrid_kv.models.attention import PagedAttention
+from hybrid_kv.models.causal_lm import CausalLM, MixerBlock, rms_norm
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import RMSNorm, SquaredReluMLP
 from hybrid_kv.models.mixers.mamba2 import Mamba2Mixer
-from hybrid_kv.models.mtp import NAME, PREFIX, MTPHead
-from hybrid_kv.models.registry import Family, HeadFamily, register, register_head
-from hybrid_kv.models.specs import ATTENTION, MAMBA, MLP, Mamba2Spec, caches, layer_kinds
-from hybrid_kv.models.weights import Tensors, join_qkv, renamed
+from hybrid_kv.models.moe import MixtureOfExperts, relu2
+from hybrid_kv.models.registry import Family, register
+from hybrid_kv.models.specs import ATTENTION, MAMBA, MLP, MOE, Mamba2Spec, caches, layer_kinds
+from hybrid_kv.models.weights import Tensors, join_qkv, renamed, stacked
 
 
-def _norm(file: ConfigFile) -> RMSNorm:
+def norm(file: ConfigFile) -> RMSNorm:
     return rms_norm(file, "layer_norm_epsilon", 1e-5)
 
 
@@ -43,7 +45,7 @@ def _mamba2(file: ConfigFile, name: str) -> nn.Module:
     )
 
 
-def _attention(file: ConfigFile, name: str, kind: type[PagedAttention] = PagedAttention) -> nn.Module:
+def attention(file: ConfigFile, name: str, kind: type[PagedAttention] = PagedAttention) -> nn.Module:
     heads = file.size("num_attention_heads"), file.size("num_key_value_heads")
     return kind(name, file.size("hidden_size"), *heads, file.size("head_dim", "attention_head_dim"))
 
@@ -52,75 +54,77 @@ def _mlp(file: ConfigFile, name: str) -> nn.Module:
     return SquaredReluMLP(file.size("hidden_size"), file.size("intermediate_size"), file.flag("mlp_bias", False))
 
 
+def _moe(file: ConfigFile, name: str) -> nn.Module:
+    size, bias, num_experts = file.size("hidden_size"), file.flag("mlp_bias", False), file.size("n_routed_experts")
+    file.only("n_shared_experts", 1)
+    top_k, groups = file.size("num_experts_per_tok"), file.size("n_group", default=1)
+    top_k_groups = file.size("topk_group", default=1)
+    if num_experts % groups or top_k_groups > groups or top_k > num_experts // groups * top_k_groups:
+        raise file.fail(
+            f"num_experts_per_tok={top_k} of topk_group={top_k_groups} out of n_group={groups} groups can't be chosen "
+            f"from n_routed_experts={num_experts}; correct the file"
+        )
+    return MixtureOfExperts(
+        size,
+        num_experts,
+        file.size("moe_intermediate_size"),
+        partial(
+            route_sigmoid,
+            top_k=top_k,
+            num_groups=groups,
+            top_k_groups=top_k_groups,
+            renormalise=file.flag("norm_topk_prob", True),
+            scale=file.number("routed_scaling_factor", 1.0),
+        ),
+        relu2,
+        SquaredReluMLP(size, file.size("moe_shared_expert_intermediate_size"), bias),
+        correction_bias=True,
+        wide_gate=True,
+        latent_size=file.maybe_size("moe_latent_size"),
+        latent_bias=bias,
+    )
+
+
 # Kind of layer to its mixer, from config.json and the layer's name; each is called with (x, context).
-MIXERS: dict[str, Callable[[ConfigFile, str], nn.Module]] = {MAMBA: _mamba2, ATTENTION: _attention, MLP: _mlp}
+MIXERS: dict[str, Callable[[ConfigFile, str], nn.Module]] = {MAMBA: _mamba2, ATTENTION: attention, MLP: _mlp, MOE: _moe}
 
 
 def _build(file: ConfigFile, layer_specs: dict[str, KVCacheSpec]) -> nn.Module:
     activations = file.text("mlp_hidden_act", default="relu2"), file.text("mamba_hidden_act", default="silu")
     if activations != ("relu2", "silu"):
         raise file.fail(f"activations {activations} are not supported; ('relu2', 'silu') are")
-    kinds = layer_kinds(file)
-    if unknown := sorted(set(kinds) - set(MIXERS)):
-        raise file.fail(f"layers of kind {', '.join(unknown)} can be planned but not run yet; {', '.join(MIXERS)} can")
-    layers = [MixerBlock(_norm(file), MIXERS[kind](file, f"layers.{i}")) for i, kind in enumerate(kinds)]
+    layers = [MixerBlock(norm(file), MIXERS[kind](file, f"layers.{i}")) for i, kind in enumerate(layer_kinds(file))]
     chunk_size = file.size("chunk_size", default=128)
-    return CausalLM(file, layer_specs, layers, _norm(file), mamba_chunk_size=chunk_size)
+    return CausalLM(file, layer_specs, layers, norm(file), mamba_chunk_size=chunk_size)
 
 
-def _convert(tensors: Tensors) -> Tensors:
-    return join_qkv(renamed(tensors, ("backbone.", "model."), {"embeddings.": "embed_tokens.", "norm_f.": "norm."}))
-
-
-def _build_head(file: ConfigFile, target: CausalLM) -> nn.Module:
-    if (count := file.get("num_nextn_predict_layers") or 0) != 1:
-        raise file.fail(f"num_nextn_predict_layers={count!r}, 1 is supported; draft with n-grams instead")
-    if (kinds := tuple(layer_kinds(file, "mtp_"))) != (ATTENTION, MLP):
-        raise file.fail(
-            f"an MTP head of the layers {kinds} is not supported, {(ATTENTION, MLP)} is; draft with n-grams instead"
-        )
-    layer = DecoderBlock(_norm(file), _attention(file, NAME, GridAttention), _norm(file), _mlp(file, ""))
-    return MTPHead(target, _norm(file), _norm(file), layer, _norm(file))
-
-
-# The checkpoint counts the head's attention and its MLP as two layers.
-_HEAD_NAMES = {
-    "layers.0.eh_proj.": "fc.",
-    "layers.0.enorm.": "enorm.",
-    "layers.0.hnorm.": "hnorm.",
-    "layers.1.final_layernorm.": "norm.",
-    "layers.1.norm.": "layer.mlp_norm.",
-    "layers.1.mixer.": "layer.mlp.",
-    "layers.0.": "layer.",
+_NAMES = {
+    "embeddings.": "embed_tokens.",
+    "norm_f.": "norm.",
+    "gate.e_score_correction_bias": "correction_bias",
+    "shared_experts.": "shared_expert.",
+    "fc1_latent_proj.": "latent_in.",
+    "fc2_latent_proj.": "latent_out.",
 }
 
 
-def _convert_head(tensors: Tensors) -> Tensors:
-    return join_qkv(renamed(tensors, (), _HEAD_NAMES))
+def convert(tensors: Tensors) -> Tensors:
+    """See `Family.convert_weights`."""
+    return stacked(join_qkv(renamed(tensors, ("backbone.", "model."), _NAMES)))
 
 
 _TINY = {
-    "vocab_size": 101,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention"],
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "mamba_num_heads": 4,
-    "mamba_head_dim": 8,
-    "ssm_state_size": 12,
-    "n_groups": 2,
-    "conv_kernel": 4,
-    "chunk_size": 16,
-    "expand": 1,
+    **{"vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "time_step_min": 1e-9},
+    "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "moe"],
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    **{"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 12, "n_groups": 2, "chunk_size": 16},
+    **{"n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.5},
+    **{"moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 28},
+    **{"num_nextn_predict_layers": 1, "mtp_layers_block_type": ["full_attention", "moe"]},
 }
 _SMALL = _TINY | {
-    "vocab_size": 1024,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "mamba_num_heads": 32,
-    "chunk_size": 64,
+    **{"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "mamba_num_heads": 32, "chunk_size": 64},
+    **{"n_routed_experts": 12, "moe_intermediate_size": 96, "moe_shared_expert_intermediate_size": 160},
 }
 
 register(
@@ -133,10 +137,9 @@ register(
             )
         ),
         build=_build,
-        convert_weights=_convert,
+        convert_weights=convert,
         default_ssm_dtype="float32",
         sizes={"tiny": _TINY, "small": _SMALL},
     ),
     "nemotron_h",
 )
-register_head(HeadFamily(PREFIX, _build_head, _convert_head), "nemotron_h")

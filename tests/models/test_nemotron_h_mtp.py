@@ -260,8 +260,8 @@ def test_a_checkpoint_without_a_head(folder, target, count):
 
 
 def test_a_head_of_other_layers(folder, target):
-    edit_config(folder, mtp_layers_block_type=["full_attention", "moe"])
-    refused(folder, target, "'moe'")
+    edit_config(folder, mtp_layers_block_type=["linear_attention", "moe"])
+    refused(folder, target, r"\('mamba', 'moe'\) is not supported")
     edit_config(folder, mtp_layers_block_type=None)
     refused(folder, target, "mtp_hybrid_override_pattern is missing")
     edit_config(folder, mtp_hybrid_override_pattern="*-")
