@@ -239,7 +239,9 @@ class ReplaySpec(UndoSpec):
             return part
         return StatePart(part.name, (2, *part.shape), torch.int16)
 
-    def allocate(self, inputs: Sequence[StatePart], num_rows: int, device: torch.device) -> ReplayRing:
+    def allocate(self, inputs: Sequence[StatePart], num_rows: int, device: torch.device) -> ReplayRing | None:
+        if not inputs:
+            return None  # a layer of windows alone
         (heads, head_dim), (groups, state_size) = inputs[0].shape, inputs[1].shape
         return ReplayRing.allocate(
             num_rows, self.ring_len, heads, head_dim, groups, state_size, inputs[0].dtype, device

@@ -19,6 +19,12 @@ from hybrid_kv.kernels.replay import ReplayCursors, commit_reference
 from hybrid_kv.models.exact import ExactConfig, ExactModel
 
 
+def test_a_layer_of_windows_alone_keeps_no_inputs() -> None:
+    undo = ReplaySpec(3, ring_len=13)
+    assert undo.allocate((), 4, torch.device("cpu")) is None
+    assert undo.bytes_per_row(()) == 0
+
+
 @pytest.mark.parametrize("block_size", [None, 8])
 def test_the_host_counts_written_states_as_the_device_does(block_size: int | None) -> None:
     """One request, random accepted drafts: `num_flushed` is `ReplayCursors.base_pos`, without reading that back."""
