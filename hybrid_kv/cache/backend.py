@@ -213,6 +213,18 @@ class GDNBackend(_SSMBackend):
     name = "GDN_ATTN"
 
 
+class Mamba1Backend(_SSMBackend):
+    """Mamba-1 layers: convolution window and SSM state."""
+
+    name = "MAMBA1_ATTN"
+
+
+class ShortConvBackend(_SSMBackend):
+    """Short convolutions (LFM2): a window alone."""
+
+    name = "SHORT_CONV_ATTN"
+
+
 _BACKENDS: dict[str, type[AttentionBackend]] = {
     backend.name: backend
     for backend in (
@@ -222,9 +234,16 @@ _BACKENDS: dict[str, type[AttentionBackend]] = {
         CPUAttentionBackend,
         Mamba2Backend,
         GDNBackend,
+        Mamba1Backend,
+        ShortConvBackend,
     )
 }
-_SSM_BY_TYPE = {"mamba2": Mamba2Backend, "gdn_attention": GDNBackend}
+_SSM_BY_TYPE = {
+    "mamba1": Mamba1Backend,
+    "mamba2": Mamba2Backend,
+    "gdn_attention": GDNBackend,
+    "short_conv": ShortConvBackend,
+}
 _DEFAULT_BY_PLATFORM = {"cuda": FlashAttentionBackend, "xpu": FlashAttentionBackend, "cpu": TorchBackend}
 
 

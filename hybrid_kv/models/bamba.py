@@ -19,7 +19,7 @@ from hybrid_kv.models.layers import GatedMLP
 from hybrid_kv.models.mixers.mamba2 import Mamba2Mixer, check_time_steps
 from hybrid_kv.models.registry import Family, register
 from hybrid_kv.models.rope import Rope, read_rope
-from hybrid_kv.models.specs import ATTENTION, MAMBA, Mamba2Spec, caches
+from hybrid_kv.models.specs import MAMBA, Mamba2Spec, caches, indexed_kinds
 from hybrid_kv.models.weights import Tensors, join_gate_up, join_qkv, renamed
 
 Mixer = TypeVar("Mixer", bound=Mamba2Mixer)
@@ -66,11 +66,7 @@ def attention(
 
 
 def _kinds(file: ConfigFile) -> list[str]:
-    num_layers = file.size("num_hidden_layers")
-    indices = file.get("attn_layer_indices") or []
-    if not isinstance(indices, list) or any(index not in range(num_layers) for index in indices):
-        raise file.fail(f"attn_layer_indices={indices!r} must list layers below {num_layers}")
-    return [ATTENTION if index in indices else MAMBA for index in range(num_layers)]
+    return indexed_kinds(file, "attn_layer_indices")
 
 
 def _rope(file: ConfigFile, head_size: int) -> Rope:

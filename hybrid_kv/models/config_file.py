@@ -49,9 +49,17 @@ class ConfigFile:
 
     def maybe_size(self, *names: str) -> int | None:
         """An integer from 1 to `MAX_SIZE`, or None where it is not given."""
+        return self._integer(1, *names)
+
+    def count(self, name: str, default: int) -> int:
+        """An integer from 0 to `MAX_SIZE`."""
+        value = self._integer(0, name)
+        return default if value is None else value
+
+    def _integer(self, least: int, *names: str) -> int | None:
         name, value = self._found(*names)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise self.fail(f"{name}={_shown(value)} must be an integer >= 1; correct the file")
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            raise self.fail(f"{name}={_shown(value)} must be an integer >= {least}; correct the file")
         if value is not None and value > MAX_SIZE:
             raise self.fail(f"{name}={_shown(value)} must be at most {MAX_SIZE}; correct the file")
         return value

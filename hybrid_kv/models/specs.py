@@ -20,7 +20,7 @@ _DEFAULT_CHUNK_SIZE = 2048  # vLLM 0.22's `get_mamba_chunk_size` for a config th
 
 _KINDS = {
     **dict.fromkeys(("attention", "full_attention", "*"), ATTENTION),
-    **dict.fromkeys(("mamba", "mamba2", "linear_attention", "M"), MAMBA),
+    **dict.fromkeys(("mamba", "mamba2", "linear_attention", "conv", "M"), MAMBA),
     **dict.fromkeys(("mlp", "-"), MLP),
     **dict.fromkeys(("moe", "E"), MOE),
     "hybrid": HYBRID,
@@ -65,6 +65,14 @@ def _kinds_of(config: ConfigFile, key: str) -> list[str] | None:
     if unknown := sorted({str(name) for name in listed if str(name) not in _KINDS}):
         raise config.fail(f"{key} has layers of type {', '.join(unknown)}; supported are {', '.join(_KINDS)}")
     return [_KINDS[str(name)] for name in listed]
+
+
+def indexed_kinds(config: ConfigFile, key: str) -> list[str]:
+    """The kind of every layer where `key` lists the attention layers, from 0; all others keep a state."""
+    num_layers, indices = config.size("num_hidden_layers"), config.get(key) or []
+    if not isinstance(indices, list) or any(index not in range(num_layers) for index in indices):
+        raise config.fail(f"{key}={indices!r} must list layers below {num_layers}")
+    return [ATTENTION if index in indices else MAMBA for index in range(num_layers)]
 
 
 def caches(mamba: SpecReader, attention: SpecReader | None = None) -> Mapping[str, Mapping[str, SpecReader]]:
@@ -116,7 +124,7 @@ class Mamba2Spec:
         return MambaSpec(
             block_size=1,
             parts=window_and_states(
-                ((_conv_rows(kernel, options), conv_dim), options.dtype),
+                ((conv_rows(kernel, options), conv_dim), options.dtype),
                 ((num_heads, head_dim, state_size), options.ssm_dtype),
             ),
             undo=UndoSpec(options.num_speculative_tokens),
@@ -161,7 +169,7 @@ def gdn_spec(config: ConfigFile, options: SpecOptions) -> MambaSpec:
     return MambaSpec(
         block_size=1,
         parts=window_and_states(
-            ((_conv_rows(config.size("linear_conv_kernel_dim"), options), conv_dim), options.dtype),
+            ((conv_rows(config.size("linear_conv_kernel_dim"), options), conv_dim), options.dtype),
             ((value_heads, value_dim, key_dim), options.ssm_dtype),
         ),
         mamba_type="gdn_attention",
@@ -169,6 +177,6 @@ def gdn_spec(config: ConfigFile, options: SpecOptions) -> MambaSpec:
     )
 
 
-def _conv_rows(kernel: int, options: SpecOptions) -> int:
-    # K more rows than the kernel needs, so that a rejected draft can be undone.
+def conv_rows(kernel: int, options: SpecOptions) -> int:
+    """Rows of a window: K more than the kernel needs, so that a rejected draft can be undone."""
     return kernel - 1 + options.num_speculative_tokens
