@@ -14,7 +14,9 @@ from hybrid_kv.cache.backend import (
     FlashAttentionBackend,
     FlashInferBackend,
     GDNBackend,
+    Mamba1Backend,
     Mamba2Backend,
+    ShortConvBackend,
     TorchBackend,
     backend_of,
     get_attention_cg_support_info,
@@ -110,8 +112,10 @@ def test_backends_are_found_by_name_platform_and_layer() -> None:
     assert backend_of(ATTENTION, FlashInferBackend) is FlashInferBackend
     assert backend_of(STATE, FlashInferBackend) is Mamba2Backend
     assert backend_of(MambaSpec(1, (BYTE,), mamba_type="gdn_attention"), TorchBackend) is GDNBackend
-    with pytest.raises(ConfigError, match="'mamba1'"):
-        backend_of(MambaSpec(1, (BYTE,), mamba_type="mamba1"), TorchBackend)
+    assert backend_of(MambaSpec(1, (BYTE,), mamba_type="mamba1"), TorchBackend) is Mamba1Backend
+    assert backend_of(MambaSpec(1, (BYTE,), mamba_type="short_conv"), TorchBackend) is ShortConvBackend
+    with pytest.raises(ConfigError, match="'rwkv'"):
+        backend_of(MambaSpec(1, (BYTE,), mamba_type="rwkv"), TorchBackend)
 
 
 def test_groups_get_their_backend_and_a_state_is_never_split() -> None:

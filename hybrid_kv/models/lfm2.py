@@ -1,0 +1,146 @@
+"""LFM2 and LFM2-MoE: attention with normed heads and, in most layers, a gated short convolution.
+
+Source: Liquid AI's LFM2 (2025) and its implementation in transformers, which is the oracle of the tests. A convolution
+keeps the last inputs and no state: undoing a draft is reading them from an earlier row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec, UndoSpec, window_and_states
+from hybrid_kv.kernels.moe import route_sigmoid
+from hybrid_kv.models.attention import PagedAttention
+from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock, rms_norm
+from hybrid_kv.models.config_file import ConfigFile
+from hybrid_kv.models.layers import GatedMLP, Linear, RMSNorm
+from hybrid_kv.models.mixers.conv import ConvMixer, Projected
+from hybrid_kv.models.moe import MixtureOfExperts
+from hybrid_kv.models.registry import Family, register
+from hybrid_kv.models.rope import read_rope
+from hybrid_kv.models.specs import SpecOptions, caches, chunk_size, conv_rows, indexed_kinds, layer_kinds
+from hybrid_kv.models.weights import Tensors, join_gate_up, join_qkv, renamed, stacked
+
+
+class ShortConv(ConvMixer):
+    """`out_proj(C * conv(B * x))`; `in_proj` gives B, C and x."""
+
+    def __init__(self, name: str, hidden_size: int, kernel: int, bias: bool) -> None:
+        super().__init__(name, hidden_size, kernel, bias, silu=False)
+        self.in_proj = Linear(hidden_size, 3 * hidden_size, bias)
+        self.out_proj = Linear(hidden_size, hidden_size, bias)
+
+    def project(self, x: torch.Tensor) -> Projected:
+        before, behind, x = self.in_proj(x).chunk(3, dim=-1)
+        return Projected(before * x, (), (behind,))
+
+    def finish(self, mixed: torch.Tensor, rest: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return self.out_proj(mixed * rest[0])
+
+
+def _kinds(file: ConfigFile) -> list[str]:
+    return indexed_kinds(file, "full_attn_idxs") if file.get("layer_types") is None else layer_kinds(file)
+
+
+def _window(file: ConfigFile, options: SpecOptions) -> MambaSpec:
+    if (kernel := file.size("conv_L_cache", default=3)) < 2:
+        raise file.fail(f"conv_L_cache={kernel} leaves a convolution nothing to keep; it must be at least 2")
+    return MambaSpec(
+        block_size=1,
+        parts=window_and_states(((conv_rows(kernel, options), file.size("hidden_size")), options.dtype)),
+        mamba_type="short_conv",
+        undo=UndoSpec(options.num_speculative_tokens),
+    )
+
+
+def _attention(file: ConfigFile, name: str, spec: FullAttentionSpec) -> PagedAttention:
+    heads, size, eps = file.size("num_attention_heads"), spec.head_size, file.number("norm_eps", 1e-5)
+    norms, rope = (RMSNorm(size, eps), RMSNorm(size, eps)), read_rope(file, size, 1e6)
+    return PagedAttention(name, file.size("hidden_size"), heads, spec.num_kv_heads, size, rope=rope, norms=norms)
+
+
+def _dense_size(file: ConfigFile) -> int:
+    """Of an MLP: some checkpoints name it before it was cut to two thirds and rounded up."""
+    size = file.size("block_ff_dim", "intermediate_size")
+    if file.model_type == "lfm2_moe" or not file.flag("block_auto_adjust_ff_dim", True):
+        return size
+    multiple = file.size("block_multiple_of", default=256)
+    return -(-int(file.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3)) // multiple) * multiple
+
+
+def _experts(file: ConfigFile) -> MixtureOfExperts:
+    has_bias = file.flag("use_expert_bias", True)
+    route = partial(
+        route_sigmoid,
+        top_k=file.size("num_experts_per_tok", default=4),
+        num_groups=1,
+        top_k_groups=1,
+        renormalise=file.flag("norm_topk_prob", True),
+        scale=file.number("routed_scaling_factor", 1.0),
+        epsilon=1e-6,
+    )
+    hidden_size, num_experts, size = map(file.size, ("hidden_size", "num_experts", "moe_intermediate_size"))
+    return MixtureOfExperts(
+        hidden_size, num_experts, size, route if has_bias else partial(route, bias=None), correction_bias=has_bias
+    )
+
+
+def _build(file: ConfigFile, layer_specs: dict[str, KVCacheSpec]) -> nn.Module:
+    hidden_size, norm = file.size("hidden_size"), partial(rms_norm, file, "norm_eps", 1e-5)
+    num_dense = file.count("num_dense_layers", 2) if file.model_type == "lfm2_moe" else len(layer_specs)
+    layers = []
+    for i, (name, spec) in enumerate(layer_specs.items()):
+        mixer: nn.Module
+        if isinstance(spec, FullAttentionSpec):
+            mixer = _attention(file, name, spec)
+        else:
+            mixer = ShortConv(name, hidden_size, file.size("conv_L_cache", default=3), file.flag("conv_bias", False))
+        mlp = GatedMLP(hidden_size, _dense_size(file)) if i < num_dense else _experts(file)
+        layers.append(DecoderBlock(norm(), mixer, norm(), mlp))
+    tied = file.flag("tie_embedding", True)
+    return CausalLM(file, layer_specs, layers, norm(), mamba_chunk_size=chunk_size(file), tied=tied)
+
+
+_NAMES = {
+    "embedding_norm.": "norm.",
+    ".operator_norm.": ".norm.",
+    ".ffn_norm.": ".mlp_norm.",
+    ".conv.conv.": ".mixer.conv1d.",
+    ".conv.": ".mixer.",
+    ".self_attn.out_proj.": ".mixer.o_proj.",
+    ".self_attn.": ".mixer.",
+    "_layernorm.": "_norm.",
+    ".feed_forward.expert_bias": ".mlp.correction_bias",
+    ".feed_forward.": ".mlp.",
+    ".w1.": ".gate_proj.",
+    ".w2.": ".down_proj.",
+    ".w3.": ".up_proj.",
+}
+
+
+def _convert(tensors: Tensors) -> Tensors:
+    """The hub has a tensor for each expert, transformers one for all."""
+    joined = join_gate_up(join_qkv(renamed(tensors, ("model.",), _NAMES)))
+    return renamed(stacked(joined), (), {".experts.gate_up_proj": ".experts.up_proj"})
+
+
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "chunk_size": 16}
+_TINY_LAYERS = {"num_hidden_layers": 5, "layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"]}
+_SMALL_LAYERS = {"num_hidden_layers": 6, "layer_types": ["conv", "conv", "full_attention"] * 2}
+_TINY = _HEADS | _TINY_LAYERS | {"hidden_size": 40, "vocab_size": 101, "conv_L_cache": 4, "intermediate_size": 48}
+_SMALL = _HEADS | _SMALL_LAYERS | {"hidden_size": 256, "vocab_size": 1024, "intermediate_size": 768}
+_FEW = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 1}
+_MANY = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
+_FAMILY = Family(
+    _kinds,
+    caches(_window),
+    _build,
+    _convert,
+    sizes={"tiny": _TINY | {"block_multiple_of": 8}, "small": _SMALL},
+)
+register(_FAMILY, "lfm2")
+register(replace(_FAMILY, sizes={"tiny": _TINY | _FEW, "small": _SMALL | _MANY}), "lfm2_moe")
