@@ -19,8 +19,9 @@ from typing import Any
 import pandas as pd
 
 from hybrid_kv.arguments import ArgumentParser
+from hybrid_kv.cache.modes import MODES
 from hybrid_kv.config import HybridKVError
-from hybrid_kv.dashboard.data import STATIC_SUITE, Results, column, each, last_words, load
+from hybrid_kv.dashboard.data import STATIC_SUITE, Results, column, each, fullest_run, last_words, load
 from hybrid_kv.dashboard.page import build_page, write_page
 from hybrid_kv.dashboard.sections.answers import answers_table
 from hybrid_kv.dashboard.sections.block_ids import ENGINE, block_id_rows
@@ -112,6 +113,29 @@ def staging_table(results: Results) -> str | None:
         lines.append([*line, f"**{time(scenario, ENGINE)}**", time(scenario, "device")])
     head = ["step", *(s.replace("vllm", "vLLM") for s in STEP_SUBJECTS), "engine", "engine with device (CPU)"]
     return markdown_table(head, lines)
+
+
+def families_table(results: Results) -> str | None:
+    """What the newest full guard found of each family: its distance from transformers, and its cells in float64."""
+    rows = fullest_run(results.of("guard", "families"))
+    rows = rows.assign(family=column(rows, "family", str)).dropna(subset=["family"])
+    lines = []
+    for family in sorted(set(rows["family"].map(str))):
+        own = {row.metric.partition("/")[0]: row for row in each(rows[rows["family"] == family])}
+        exact, distance = own["largest_logit_difference"], own["distance_from_transformers"]
+        cells = [name for name in exact.parsed if name.split("_")[0] in MODES]
+        words = {word for name in cells for word in name.split("_")}
+        lines.append([
+            f"`{family}`",
+            f"{distance.value:.1e}",
+            f"{exact.value:.1e}",
+            ", ".join(mode for mode in MODES if mode in words),
+            "scripted, MTP" if "mtp" in words else "scripted",
+            "slots, replay" if "replay" in words else "slots",
+            str(len(cells)),
+        ])  # fmt: skip
+    head = ["family", "from transformers", "exact", "modes", "drafts", "schemes", "cells"]
+    return markdown_table(head, lines) if lines else None
 
 
 def _round(value: float) -> str:
@@ -338,6 +362,7 @@ BLOCKS: dict[str, Callable[[Results], str | None]] = {
     "generate": generate_table,
     "curve": curve_table,
     "columns": columns_table,
+    "families": families_table,
     "units": units_text,
 }
 

@@ -214,6 +214,23 @@ class Alone:
                 llm.reset_prefix_cache()
 
 
+def difference_from(reference: Any, folder: str | Path, prompts: Sequence[Sequence[int]]) -> tuple[float, int]:
+    """The largest difference of a logit in float32 from transformers' model, over its largest logit, and the tokens.
+
+    The engine runs in chunks and then token by token, transformers each text as a whole.
+    """
+    llm = LLM(folder, device="cpu", dtype="float32", max_num_seqs=4, max_model_len=512, max_num_batched_tokens=37)
+    poison(llm)
+    worst, num_tokens = 0.0, 0
+    for output, logits in record_logits(llm, prompts, SamplingParams(max_tokens=NUM_NEW)):
+        ids = torch.tensor([[*output.prompt_token_ids, *output.token_ids]])
+        with torch.inference_mode():
+            expected = reference(ids, use_cache=False).logits[0, :-1]
+        difference = (logits - expected).abs().nan_to_num(nan=LARGEST, posinf=LARGEST).max() / expected.abs().max()
+        worst, num_tokens = max(worst, float(difference)), num_tokens + len(logits)
+    return worst, num_tokens
+
+
 def _prompts(rng: random.Random, unit: int, longest: int, vocab_size: int) -> list[list[int]]:
     """Unrelated ones, and some that begin alike, on block boundaries and beside them."""
 
@@ -244,7 +261,7 @@ def _void(cell: Cell, llm: LLM, cached: int, accepted: int, preemptions: int) ->
 
 
 def describe(cell: Cell) -> str:
-    """A cell in a few words, as a key of rows."""
+    """A cell in a few words."""
     words: Sequence[str] = (
         cell.get("mamba_cache_mode", "none"),
         *([f"drafts {cell['script']}"] if "script" in cell else []),

@@ -14,7 +14,7 @@ from hybrid_kv.config import HybridKVError
 from hybrid_kv.dashboard import readme
 from hybrid_kv.dashboard.data import load
 from tests.dashboard.kinds import everything, readme_rows
-from tests.dashboard.rows import results
+from tests.dashboard.rows import results, row
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -109,6 +109,16 @@ def test_the_tables(tmp_path: Path) -> None:
         "| `calm/step[K=3]` | | 19 of 20 | 20 of 20 |",
     ]
     assert "layout" in made["guard"] and "10 of 10 checks passed" in made["guard"]
+
+
+def test_families_are_told_by_the_cells_that_they_were_run_in(tmp_path: Path) -> None:
+    same = {"suite": "guard", "benchmark": "families", "unit": "logit", "params": {"family": "bamba"}, "value": 2e-14}
+    cells = ("none_async", "align_drafts_mixed_replay", "align_mtp")
+    made = [row(**same, metric=f"largest_logit_difference/bamba:{name}") for name in (*cells, "cached_tokens")]
+    made += [row(**same, metric="largest_logit_difference/bamba")]
+    made += [row(**{**same, "value": 3e-6}, metric="distance_from_transformers/bamba")]
+    (line,) = (readme.families_table(results(tmp_path, *made)) or "").splitlines()[2:]
+    assert line == "| `bamba` | 3.0e-06 | 2.0e-14 | none, align | scripted, MTP | slots, replay | 3 |"
 
 
 def test_a_quick_run_does_not_replace_the_full_ones_tables(tmp_path: Path) -> None:

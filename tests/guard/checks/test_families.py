@@ -21,11 +21,12 @@ def one_family(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_family_and_the_trained_head_pass_with_their_figures() -> None:
     told: list[float] = []
-    family, head = check_families(Run(2, progress=told.append))
-    assert family.passed and head.passed and sum(told) == 2
+    family, distance, head = check_families(Run(2, progress=told.append))
+    assert family.passed and distance.passed and head.passed and sum(told) == 2
+    assert distance.name == "distance from transformers, qwen3_5_text" and 1e-8 < distance.value < 2e-5
     assert family.name == "largest logit difference, qwen3_5_text" and 0 < family.value < 1e-11
     assert family.params == {"family": "qwen3_5_text", "seed": 0}
-    assert {"none, async", "align, offload", "all, drafts mixed", "cached_tokens"} <= family.figures.keys()
+    assert {"none_async", "align_offload", "all_drafts_mixed", "cached_tokens"} <= family.figures.keys()
     assert (head.value, head.unit) == (0, "drafts") and head.n > 100 and head.figures["accepted"] > 20
 
 
@@ -38,8 +39,8 @@ def test_a_rotation_that_starts_anew_in_every_chunk_is_seen(monkeypatch: pytest.
 
     monkeypatch.setattr(attention.PagedAttentionMetadata, "rotation", anew)
     monkeypatch.setattr(families, "_trained_head", lambda seed: None)
-    family, _ = check_families(Run(1))
-    assert not family.passed and family.detail.startswith("none, async: ")
+    family, distance, _ = check_families(Run(1))
+    assert not family.passed and not distance.passed and family.detail.startswith("none, async: ")
 
 
 def test_slots_of_later_drafts_that_are_lost_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
