@@ -110,6 +110,8 @@ def refuse_unknown_levels(only: Mapping[str, str], checks: Sequence[Check]) -> N
     Raises:
         ConfigError: no check has such a factor, or the factor no such level.
     """
+    if not only:
+        return
     known = {name: [str(level) for level in levels] for check in checks for name, levels in check.factors().items()}
     for name, level in only.items():
         if name not in known:

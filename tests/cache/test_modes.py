@@ -62,7 +62,7 @@ class PromptsOnly(All):
 
 
 @pytest.mark.parametrize("scheme", ["slots", "replay"])
-def test_a_fourth_mode_is_one_class(monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+def test_a_fourth_mode_decides_what_is_found_again(monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
     monkeypatch.setitem(MODES, PromptsOnly.name, PromptsOnly())
     K, layers = 2, "M*M"
     rng = np.random.default_rng(0)

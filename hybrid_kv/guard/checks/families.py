@@ -20,12 +20,22 @@ from hybrid_kv.models import registry
 TRANSFORMERS_LIMIT = 2e-5
 
 
-@check("families", quick=2, full=99, seconds=2.5, place=45, needs="safetensors tokenizers transformers")
+def known() -> list[str]:
+    """The families that have a tiny checkpoint."""
+    import hybrid_kv.models.families  # noqa: F401  (registers them)
+
+    return sorted(name for name, sizes in registry.sized().items() if "tiny" in sizes)
+
+
+@check(
+    "families", quick=2, full=99, seconds=2.5, place=45, needs="safetensors tokenizers transformers",
+    factors=lambda: {"family": known()},
+)  # fmt: skip
 def check_families(run: Run) -> list[CheckResult]:
     """Logits in engines of every kind against each request alone, in float64; the quick guard draws its families."""
     from hybrid_kv.models.random_checkpoint import write_checkpoint
 
-    results, chosen = [], draw(run)
+    results, chosen = [], [run.only["family"]] if run.only else draw(run)
     for model_type in chosen:
         begin = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
@@ -54,13 +64,13 @@ def check_families(run: Run) -> list[CheckResult]:
             ),
         ]  # fmt: skip
         run.progress(run.amount / len(chosen))
-    return [*results, _trained_head(run.seed)]
+    return results if run.only else [*results, _trained_head(run.seed)]
 
 
 def draw(run: Run) -> list[str]:
     """The families of a run, as many as its amount."""
-    known = sorted(name for name, sizes in registry.sized().items() if "tiny" in sizes)
-    return sorted(random.Random(run.seed).sample(known, min(run.amount, len(known))))
+    names = known()
+    return sorted(random.Random(run.seed).sample(names, min(run.amount, len(names))))
 
 
 def _texts() -> list[list[int]]:

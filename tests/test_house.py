@@ -1,0 +1,234 @@
+"""Everything that the house has a room for can be added as one file and one line, and the quick guard then runs it.
+
+Each test writes a module `toy` into an empty folder. The line is its import, in a script that is the command line of
+this project otherwise: what an import adds is there in the guard's processes, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from hybrid_kv.results import read_rows
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = """
+from {module} import main
+from hybrid_kv.errors import run_command
+
+{line}
+
+if __name__ == "__main__":
+    run_command(main)
+"""
+Guard = Callable[..., list[dict[str, Any]]]
+
+
+def example(page: str) -> str:
+    """The first module of Python in a page of the documentation."""
+    return (ROOT / "docs" / page).read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Writes the toy, adds the line and runs a command in the folder of both."""
+
+    def run(
+        toy: str, *arguments: str, name: str = "toy", line: str = "import toy", module: str = "hybrid_kv.cli"
+    ) -> subprocess.CompletedProcess[str]:
+        (tmp_path / f"{name}.py").write_text(dedent(toy))
+        (tmp_path / "script.py").write_text(SCRIPT.format(module=module, line=line))
+        path = os.pathsep.join([str(ROOT), *sys.path])
+        return subprocess.run(
+            [sys.executable, "script.py", *arguments], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+
+    return run
+
+
+@pytest.fixture
+def guard(command: Callable[..., subprocess.CompletedProcess[str]]) -> Guard:
+    """The checks of a quick guard that knows a toy and keeps to what is asked for; all of them passed."""
+
+    def run(toy: str, *arguments: str) -> list[dict[str, Any]]:
+        ran = command(toy, "guard", "--quick", "--json", *arguments)
+        assert ran.returncode == 0, ran.stderr[-2000:] + ran.stdout[-5000:]
+        checks: list[dict[str, Any]] = json.loads(ran.stdout)["checks"]
+        return checks
+
+    return run
+
+
+def drawn(checks: list[dict[str, Any]]) -> dict[str, int]:
+    """How often each pattern happened in exact traffic that had a toy in every engine, in all its pairs."""
+    unlike, settings = checks
+    assert unlike["name"] == "scenarios and requests unlike the oracle" and unlike["n"] > 100
+    assert settings["name"] == "pairs and triples of settings that ran" and settings["value"] > 20
+    return dict(settings["figures"]["seen"])
+
+
+SCHEME = """
+    from dataclasses import dataclass, field
+
+    import numpy as np
+
+    from hybrid_kv.attention.undo import SCHEMES
+    from hybrid_kv.cache.modes import MODES
+    from hybrid_kv.cache.spec import UndoSpec
+    from hybrid_kv.config import ConfigError
+    from hybrid_kv.sanitizer.rules_undo import RULES, UndoRules
+
+
+    @dataclass
+    class Memory:  # of a layer: by row of the engine, the states after every token of its last step
+        rows: dict = field(default_factory=dict)
+
+
+    class ScratchSpec(UndoSpec):
+        scheme = "scratch"
+        num_blocks = 0
+
+        def allocate(self, inputs, num_rows, device):
+            return Memory()
+
+
+    @dataclass(frozen=True)
+    class ScratchStep:
+        rows: np.ndarray
+        is_kept: np.ndarray  # the state is in the memory, not in the block
+        index: np.ndarray
+        reads_states, is_constant, cu_seqlens, history = True, False, None, None
+
+        def advance(self, layer, tokens, states, state, memory, metadata):
+            for i in np.flatnonzero(self.is_kept):
+                for before, kept in zip(states, memory.rows[self.rows[i]], strict=True):
+                    before[i] = kept[self.index[i]]
+            y, after = layer.scan(tokens, states)
+            for i, row in enumerate(self.rows):
+                memory.rows[row] = [part[i].copy() for part in after]
+            return y
+
+        def fold(self, layer, state, memory, launches):
+            pass
+
+
+    class Scratch:
+        "Keeps the states of a verify step beside the pool; the next step picks one. Nothing in it can be published."
+        copies_states, spec_type = False, ScratchSpec
+
+        def __init__(self, spec, max_num_seqs, device, launches):
+            self.is_kept = np.zeros(max_num_seqs + 1, dtype=bool)  # the last one is padding's
+
+        @staticmethod
+        def memory(cache, num_speculative_tokens, is_async, specs):
+            if MODES[cache.mamba_cache_mode].keeps_states:
+                raise ConfigError("scheme scratch publishes nothing; use mode none")
+            return ScratchSpec(num_speculative_tokens)
+
+        def source_columns(self, anchors, window_rows):
+            return anchors
+
+        def prepare(self, rows, new, num_gained, common, table):
+            split = common.num_decodes
+            self.is_kept[rows[list(new)]] = self.is_kept[-1] = False
+            step = ScratchStep(rows[:split].copy(), self.is_kept[rows[:split]], num_gained[:split] - 1)
+            self.is_kept[rows[:split]] = True
+            self.is_kept[rows[split:]] = False
+            return step
+
+
+    class ScratchRules(UndoRules):
+        in_blocks = False
+
+
+    SCHEMES["scratch"], RULES["scratch"] = Scratch, ScratchRules
+"""
+
+SIZES = {"heads": 2, "head_dim": 4, "state": 3, "groups": 1, "taps": 4, "hidden_size": 8, "vocab_size": 101}
+TINY = {**SIZES, "num_hidden_layers": 2}
+WRITER = """
+    from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+    from hybrid_kv.models.config_file import ConfigFile
+    from hybrid_kv.models.shapes import model_shape
+
+
+    class TinyConfig(PretrainedConfig):
+        model_type = "tiny_mamba"
+
+
+    class TinyForCausalLM(PreTrainedModel):
+        config_class = TinyConfig
+
+        def __init__(self, config):
+            super().__init__(config)
+            file = ConfigFile({**config.to_dict(), "dtype": "float32"}, "config.json")
+            for name, part in Tiny(file, model_shape(file).layers).named_children():
+                self.add_module(name, part)
+            for weight in self.parameters():
+                nn.init.ones_(weight)
+            self.post_init()
+
+
+    AutoConfig.register("tiny_mamba", TinyConfig)
+    AutoModelForCausalLM.register(TinyConfig, TinyForCausalLM)
+"""
+
+
+def test_a_mode_is_one_file_and_one_line(guard: Guard) -> None:
+    seen = drawn(guard(example("adding-a-mode.md"), "--only", "mode=prompts only"))
+    assert seen["hit_prompts only"] and seen["accepted_draft"] and seen["preemption"] and seen["sanitized"]
+
+
+def test_an_undo_scheme_is_one_file_and_one_line(guard: Guard) -> None:
+    seen = drawn(guard(SCHEME, "--only", "scheme=scratch"))
+    assert seen["accepted_draft"] and seen["rejected_draft"] and seen["preemption"] and seen["sanitized"]
+
+
+def test_a_layout_of_states_is_one_file_and_one_line(guard: Guard) -> None:
+    toy = """
+        from hybrid_kv.models.exact import PARTS
+
+        PARTS["Q"] = (2, 3)  # windows, states
+    """
+    seen = drawn(guard(toy, "--only", "layers=Q*"))
+    assert seen["hit_align"] and seen["hit_all"] and seen["accepted_draft"] and seen["offload_hit"]
+
+
+def test_a_family_is_one_file_and_one_line(guard: Guard) -> None:
+    """The family of the documentation, which transformers must know too before it can write a checkpoint."""
+    toy = example("adding-a-family.md").replace("build=Tiny,", f"build=Tiny, sizes={{'tiny': {TINY}}},") + dedent(
+        WRITER
+    )
+    (result,) = guard(toy, "--only", "family=tiny_mamba")
+    assert result["name"] == "largest logit difference, tiny_mamba" and result["n"] > 1000
+    assert all(result["figures"][what] for what in ("cached_tokens", "accepted", "preemptions"))
+
+
+def test_a_check_is_one_file_and_one_line(guard: Guard) -> None:
+    (result,) = guard(example("adding-a-check.md"), "-k", "pool")
+    assert (result["section"], result["n"]) == ("pool", 100)
+
+
+def test_a_benchmark_is_one_file_and_one_line(
+    command: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    """Its guard is the check of each case, before and after it is timed: a wrong result has no time."""
+    suite = example("adding-a-benchmark.md")
+    added = {"name": "sums", "line": "import bench; bench.__path__.append('.')", "module": "bench.__main__"}
+    ran = command(suite, "--quick", "--suite", "sums", "--out", "rows.csv", **added)
+    assert ran.returncode == 0, ran.stderr
+    (row,) = read_rows(tmp_path / "rows.csv").to_dict("records")
+    assert (row["suite"], row["benchmark"]) == ("sums", "total") and "checked_after" in row["params"]
+    wrong = suite.replace("// 2", "// 3")
+    ran = command(wrong, "--quick", "--suite", "sums", **added)
+    assert (ran.returncode, ran.stderr) == (1, "error: sums/total[count=10]: another total; nothing was timed\n")
