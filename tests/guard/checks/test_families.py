@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -10,7 +12,9 @@ from hybrid_kv.guard.checks import families
 from hybrid_kv.guard.checks.families import check_families
 from hybrid_kv.guard.registry import Run
 from hybrid_kv.kernels.slot_mapping import PAD_SLOT
-from hybrid_kv.models import attention
+from hybrid_kv.models import attention, moe
+from hybrid_kv.models.mixers import conv, gated_delta
+from hybrid_kv.models.mixers.conv import RecurrentMixer
 from hybrid_kv.models.registry import sized
 
 
@@ -41,6 +45,71 @@ def test_a_rotation_that_starts_anew_in_every_chunk_is_seen(monkeypatch: pytest.
     monkeypatch.setattr(families, "_trained_head", lambda seed: None)
     family, distance, _ = check_families(Run(1))
     assert not family.passed and not distance.passed and family.detail.startswith("none, async: ")
+
+
+def no_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = RecurrentMixer._read
+    monkeypatch.setattr(RecurrentMixer, "_read", lambda *arguments: torch.zeros_like(original(*arguments)))
+
+
+def next_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = moe.apply_experts
+    monkeypatch.setattr(
+        moe, "apply_experts", lambda x, ids, weights, up, *rest: original(x, (ids + 1) % len(up), weights, up, *rest)
+    )
+
+
+def transposed_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = gated_delta.gated_delta_update
+
+    def update(*operands: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y, states = original(*operands)
+        return y, states.mT.reshape(states.shape)
+
+    monkeypatch.setattr(gated_delta, "gated_delta_update", update)
+
+
+def decay_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = gated_delta.gated_delta_update
+
+    def update(state: torch.Tensor, *operands: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v, g, b = operands
+        found, outputs = [], []
+        for t in range(q.shape[1]):
+            one = slice(t, t + 1)
+            y, after = original(state, q[:, one], k[:, one], v[:, one], torch.zeros_like(g[:, one]), b[:, one])
+            state = after[:, 0] * g[:, t].exp()[..., None, None]
+            found.append(state)
+            outputs.append(y)
+        return torch.cat(outputs, 1), torch.stack(found, 1)
+
+    monkeypatch.setattr(gated_delta, "gated_delta_update", update)
+
+
+def late_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = conv.windows_at
+    monkeypatch.setattr(
+        conv, "windows_at", lambda inputs, rows, first, size: original(inputs, rows, (first - 1).clamp(min=0), size)
+    )
+
+
+@pytest.mark.parametrize(
+    ("damage", "family"),
+    [
+        (no_states, "qwen3_5_text"),
+        (next_expert, "granitemoehybrid"),
+        (transposed_state, "qwen3_5_text"),
+        (decay_behind, "qwen3_5_text"),
+        (late_window, "lfm2"),
+    ],
+)
+def test_damage_is_seen(monkeypatch: pytest.MonkeyPatch, damage: Callable[..., None], family: str) -> None:
+    monkeypatch.setattr("hybrid_kv.models.registry.sized", lambda: {family: ["tiny"]})
+    monkeypatch.setattr(families, "_trained_head", lambda seed: None)
+    damage(monkeypatch)
+    exact, distance, _ = check_families(Run(1))
+    assert not (exact.passed and distance.passed)
+    assert max(exact.value, distance.value) > 1e-3 or "other tokens" in exact.detail
 
 
 def test_slots_of_later_drafts_that_are_lost_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
