@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.guard import checks
+from hybrid_kv.results import UNITS
 
 Size = Literal["quick", "full", "long"]
 
@@ -20,6 +21,9 @@ class CheckResult:
 
     `value` is the figure, `limit` what it was held against (empty if nothing), `detail` the first thing that is wrong;
     `params` say what was run, `figures` what else was counted, `interval` is the 95 % interval of `value`.
+
+    Raises:
+        ValueError: no row may have this unit.
     """
 
     section: str
@@ -34,6 +38,10 @@ class CheckResult:
     params: dict[str, Any] = field(default_factory=dict)
     figures: dict[str, Any] = field(default_factory=dict)
     interval: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.unit not in UNITS:
+            raise ValueError(f"unit={self.unit!r} of {self.name!r} is not one of hybrid_kv.results.UNITS")
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ UNITS = {
     "answers",
     "bit",
     "blocks",
+    "drafts",
     "instructions",
     "launches",
     "logit",

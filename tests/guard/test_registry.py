@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from hybrid_kv.guard.registry import CheckResult, Run, check
 def check_toy(run: Run) -> list[CheckResult]:
     run.progress(run.amount)
     wrong = run.seed == 13
-    return [CheckResult("toy", "unlucky seeds", not wrong, int(wrong), "seeds", "0", run.amount, 0.0)]
+    return [CheckResult("toy", "unlucky seeds", not wrong, int(wrong), "settings", "0", run.amount, 0.0)]
 """
 
 
@@ -41,6 +42,18 @@ def test_a_check_is_one_file(toy: None) -> None:
     assert (result.section, result.passed, result.n) == ("toy", True, 3)
     (result,) = run_guard(amounts("full"), seed=13, progress=False, select=["toy"])
     assert not result.passed and result.n == 30
+
+
+def test_a_unit_that_no_row_may_have_is_a_failed_check_and_not_the_end_of_the_guard(
+    toy: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pools(run: registry.Run) -> list[registry.CheckResult]:
+        return [registry.CheckResult("toy", "pools", True, 0, "pools", "0", 1, 0.0)]
+
+    load_checks()
+    monkeypatch.setitem(registry.CHECKS, "toy", replace(registry.CHECKS["toy"], function=pools))
+    (result,) = run_guard({"toy": 1}, seed=0, progress=False)
+    assert not result.passed and "unit='pools' of 'pools' is not one of hybrid_kv.results.UNITS" in result.detail
 
 
 def test_a_new_check_runs_beside_the_others(toy: None) -> None:

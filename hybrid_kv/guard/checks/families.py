@@ -58,7 +58,7 @@ def check_families(run: Run) -> list[CheckResult]:
             ),
             CheckResult(
                 "families", f"distance from transformers, {model_type}", far <= TRANSFORMERS_LIMIT,
-                far, "of the largest logit", f"<= {TRANSFORMERS_LIMIT:.0e}", num_tokens, 0.0,
+                far, "share", f"<= {TRANSFORMERS_LIMIT:.0e}", num_tokens, 0.0,
                 "" if far <= TRANSFORMERS_LIMIT else "logits of whole texts differ in float32",
                 {"family": model_type},
             ),
