@@ -10,5 +10,7 @@ from hybrid_kv.models import (
     nemotron_h_mtp,  # noqa: F401
     planned,  # noqa: F401
     qwen3_5,  # noqa: F401
+    qwen3_5_moe,  # noqa: F401
     qwen3_mtp,  # noqa: F401
+    qwen3_next,  # noqa: F401
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 from hybrid_kv.models.config_file import ConfigFile
-from hybrid_kv.models.qwen3_5 import CACHES, kinds
 from hybrid_kv.models.registry import Family, register
 from hybrid_kv.models.specs import ATTENTION, Mamba2Spec, attention_spec, caches, layer_kinds
 
@@ -20,7 +19,6 @@ _ZAMBA2 = Mamba2Spec("n_mamba_heads", "mamba_headdim", "mamba_d_state", "mamba_n
 
 # Its attention reads the hidden state and the embedding side by side.
 register(Family(layer_kinds, caches(_ZAMBA2, partial(attention_spec, num_inputs=2))), "zamba2")
-register(Family(kinds, CACHES), "qwen3_next", "qwen3_5_moe_text")
 register(
     Family(_all_attention, {ATTENTION: {"": attention_spec}}),
     *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "granite", "granitemoe"),

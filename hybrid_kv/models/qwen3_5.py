@@ -24,7 +24,7 @@ from hybrid_kv.models.mixers.gated_delta import GatedDeltaMixer
 from hybrid_kv.models.registry import Family, register
 from hybrid_kv.models.rope import read_rope
 from hybrid_kv.models.specs import ATTENTION, MAMBA, SpecReader, attention_spec, chunk_size, gdn_spec, layer_kinds
-from hybrid_kv.models.weights import Tensors, join_gate_up, join_qkv, joined, renamed
+from hybrid_kv.models.weights import Tensors, join_gate_up, join_qkv, joined, renamed, stacked
 
 Build = Callable[[ConfigFile, str], nn.Module]
 MLP = Callable[[ConfigFile, int], nn.Module]  # of a layer by its number
@@ -105,8 +105,10 @@ def convert(
     tensors: Tensors, projections: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 ) -> Tensors:
     """`projections`: of a delta net, in the order of `GatedDeltaMixer.in_proj`."""
-    tensors = join_gate_up(join_qkv(renamed(tensors, ("model.language_model.", "model."), _NAMES)))
-    return joined(tensors, projections, "in_proj")
+    tensors = joined(renamed(tensors, ("model.language_model.", "model."), _NAMES), projections, "in_proj")
+    # Experts one by one or, in Qwen3.5's own checkpoints, together.
+    together = stacked(join_gate_up(join_qkv(tensors)))
+    return renamed(together, (), {".experts.gate_up_proj": ".experts.up_proj"})
 
 
 def dense_mlp(file: ConfigFile, layer: int) -> nn.Module:
@@ -114,7 +116,7 @@ def dense_mlp(file: ConfigFile, layer: int) -> nn.Module:
     return GatedMLP(file.size("hidden_size"), file.size("intermediate_size"))
 
 
-_TINY = {
+TINY = {
     "vocab_size": 101,
     "hidden_size": 40,
     "intermediate_size": 48,
@@ -127,10 +129,11 @@ _TINY = {
     "linear_num_value_heads": 6,
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 20,
+    "rms_norm_eps": 1e-4,  # a head's output is small where q and k are random: with 1e-6 its norm magnifies rounding
     "chunk_size": 16,
     "mtp_num_hidden_layers": 1,
 }
-_SMALL = _TINY | {
+SMALL = TINY | {
     "vocab_size": 1024,
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -142,6 +145,6 @@ _SMALL = _TINY | {
     "chunk_size": 64,
 }
 
-_FAMILY = Family(kinds, CACHES, partial(build, mlp=dense_mlp), convert, SKIPS, sizes={"tiny": _TINY, "small": _SMALL})
+_FAMILY = Family(kinds, CACHES, partial(build, mlp=dense_mlp), convert, SKIPS, sizes={"tiny": TINY, "small": SMALL})
 register(_FAMILY, "qwen3_5_text")
 register(replace(_FAMILY, sizes={}), "qwen3_5")

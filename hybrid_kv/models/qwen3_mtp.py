@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import nn
 
+from hybrid_kv.models import qwen3_5_moe, qwen3_next
 from hybrid_kv.models.attention import GridAttention
 from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock
 from hybrid_kv.models.config_file import ConfigFile
+from hybrid_kv.models.moe import MixtureOfExperts
 from hybrid_kv.models.mtp import NAME, PREFIX, MTPHead
 from hybrid_kv.models.qwen3_5 import MLP, attention, convert, dense_mlp, norm
 from hybrid_kv.models.registry import HeadFamily, register_head
@@ -39,7 +42,7 @@ def _convert(tensors: Tensors) -> Tensors:
     return convert(renamed(tensors, (), _NAMES))
 
 
-def _shapes(file: ConfigFile, count: str, is_sparse: bool) -> dict[str, tuple[int, ...]]:
+def _shapes(file: ConfigFile, count: str, mlp: MLP) -> dict[str, tuple[int, ...]]:
     if file.maybe_size(count) is None:
         return {}
     size, head = file.size("hidden_size"), file.size("head_dim")
@@ -54,6 +57,8 @@ def _shapes(file: ConfigFile, count: str, is_sparse: bool) -> dict[str, tuple[in
         "layers.0.self_attn.o_proj": (size, queries),
     }
     widths = {"mlp": "intermediate_size"}
+    with torch.device("meta"):
+        is_sparse = isinstance(mlp(file, 0), MixtureOfExperts)
     if is_sparse:
         experts = file.size("num_experts")
         shapes |= {"layers.0.mlp.gate": (experts, size), "layers.0.mlp.shared_expert_gate": (1, size)}
@@ -66,10 +71,10 @@ def _shapes(file: ConfigFile, count: str, is_sparse: bool) -> dict[str, tuple[in
     return {f"{name}.weight": shape for name, shape in shapes.items()}
 
 
-def _head(count: str, mlp: MLP, is_sparse: bool) -> HeadFamily:
-    return HeadFamily(
-        PREFIX, partial(_build, count=count, mlp=mlp), _convert, partial(_shapes, count=count, is_sparse=is_sparse)
-    )
+def _head(count: str, mlp: MLP) -> HeadFamily:
+    return HeadFamily(PREFIX, partial(_build, count=count, mlp=mlp), _convert, partial(_shapes, count=count, mlp=mlp))
 
 
-register_head(_head("mtp_num_hidden_layers", dense_mlp, is_sparse=False), "qwen3_5_text", "qwen3_5")
+register_head(_head("num_nextn_predict_layers", qwen3_next.mlp), "qwen3_next")
+register_head(_head("mtp_num_hidden_layers", dense_mlp), "qwen3_5_text", "qwen3_5")
+register_head(_head("mtp_num_hidden_layers", qwen3_5_moe.mlp), "qwen3_5_moe_text", "qwen3_5_moe")

@@ -1,0 +1,91 @@
+"""Qwen3-Next: as Qwen3.5 with a mixture of experts behind each layer, or behind some; draft head.
+
+Source: Qwen3-Next (2025) and its implementation in transformers, which is the oracle of the tests. Its delta nets have
+two projections, in which what belongs to one key head lies together.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import nn
+
+from hybrid_kv.cache.spec import KVCacheSpec
+from hybrid_kv.kernels.moe import route_softmax
+from hybrid_kv.models.config_file import ConfigFile
+from hybrid_kv.models.layers import GatedMLP
+from hybrid_kv.models.mixers.conv import Projected
+from hybrid_kv.models.mixers.gated_delta import GatedDeltaMixer
+from hybrid_kv.models.moe import MixtureOfExperts
+from hybrid_kv.models.qwen3_5 import CACHES, SMALL, TINY, build, convert, delta_net, dense_mlp, kinds
+from hybrid_kv.models.registry import Family, register
+
+
+class ByKeyHead(GatedDeltaMixer):
+    """`in_proj` gives, key head by key head, query, key, values and gates; behind them betas and time steps."""
+
+    def project(self, x: torch.Tensor) -> Projected:
+        shared = self.value_heads // self.key_heads
+        widths = (self.key_dim, self.key_dim, shared * self.value_dim, shared * self.value_dim)
+        both = self.in_proj(x)
+        qkvz, rest = both.split((self.key_heads * sum(widths), 2 * self.value_heads), dim=-1)
+        *qkv, gate = (part.flatten(1) for part in qkvz.unflatten(1, (self.key_heads, -1)).split(widths, dim=-1))
+        raw_beta, raw_dt = (part.flatten(1) for part in rest.unflatten(1, (self.key_heads, 2, -1)).unbind(2))
+        return Projected(torch.cat(qkv, 1), (raw_beta, raw_dt), (gate,))
+
+
+def experts(file: ConfigFile, renormalise: bool = True) -> nn.Module:
+    """A mixture of experts beside one that sees every token, behind a gate of its own."""
+    size, count, chosen = (file.size(key) for key in ("hidden_size", "num_experts", "num_experts_per_tok"))
+    if chosen > count:
+        raise file.fail(f"num_experts_per_tok={chosen} must be at most num_experts={count}; correct the file")
+    return MixtureOfExperts(
+        size,
+        count,
+        file.size("moe_intermediate_size"),
+        partial(route_softmax, top_k=chosen, renormalise=renormalise),
+        shared=GatedMLP(size, file.size("shared_expert_intermediate_size")),
+        shared_gate=True,
+    )
+
+
+def mlp(file: ConfigFile, layer: int) -> nn.Module:
+    """That of a layer: experts in each `decoder_sparse_step`-th, but not in `mlp_only_layers`."""
+    dense = file.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(number) is int for number in dense):
+        raise file.fail(f"mlp_only_layers={dense!r} must list layers by their number; correct the file")
+    if layer in dense or (layer + 1) % file.size("decoder_sparse_step", default=1) or file.get("num_experts") == 0:
+        return dense_mlp(file, layer)
+    return experts(file, file.flag("norm_topk_prob", True))
+
+
+def _build(file: ConfigFile, layer_specs: dict[str, KVCacheSpec]) -> nn.Module:
+    return build(file, layer_specs, mlp, partial(delta_net, kind=ByKeyHead))
+
+
+# A mixture's, for the dense sizes of Qwen3.5.
+TINY_EXPERTS = {
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 28,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+}
+SMALL_EXPERTS = {
+    "moe_intermediate_size": 96,
+    "shared_expert_intermediate_size": 160,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+}
+_OWN = {"decoder_sparse_step": 2, "num_nextn_predict_layers": 1}
+
+register(
+    Family(
+        kinds,
+        CACHES,
+        _build,
+        partial(convert, projections=("in_proj_qkvz", "in_proj_ba")),
+        sizes={"tiny": TINY | TINY_EXPERTS | _OWN, "small": SMALL | SMALL_EXPERTS | _OWN | {"decoder_sparse_step": 1}},
+    ),
+    "qwen3_next",
+)
