@@ -46,7 +46,7 @@ class PagedAttention(nn.Module):
         self.head_size = head_size
         self.scale = head_size**-0.5 if scale is None else scale
         self.widths = [(num_heads + num_heads * gated) * head_size, *[num_kv_heads * head_size] * 2]
-        self.qkv_proj = Linear(hidden_size, sum(self.widths), bias)
+        self.qkv_proj: nn.Module = Linear(hidden_size, sum(self.widths), bias)
         self.q_norm: RMSNorm | None
         self.k_norm: RMSNorm | None
         self.q_norm, self.k_norm = norms or (None, None)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 from torch import nn
 
-from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec
+from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec
 from hybrid_kv.models.attention import PagedAttention
 from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock, rms_norm
 from hybrid_kv.models.config_file import ConfigFile
@@ -38,15 +38,10 @@ def mamba2(file: ConfigFile, name: str, specs: Specs, kind: type[Mixer], eps: fl
     """
     file.only("hidden_act", "silu")
     check_time_steps(file)
-    x, B, _ = cast(MambaSpec, specs[name]).inputs
-    return kind(
+    return kind.sized(
         name,
         file.size("hidden_size"),
-        num_heads=x.shape[0],
-        head_dim=x.shape[1],
-        state_size=B.shape[1],
-        groups=B.shape[0],
-        conv_kernel=file.size("mamba_d_conv"),
+        specs[name],
         chunk_size=file.size("mamba_chunk_size", default=256),
         eps=file.number("rms_norm_eps", eps),
         conv_bias=file.flag("mamba_conv_bias", True),

@@ -13,4 +13,5 @@ from hybrid_kv.models import (
     qwen3_5_moe,  # noqa: F401
     qwen3_mtp,  # noqa: F401
     qwen3_next,  # noqa: F401
+    zamba2,  # noqa: F401
 )

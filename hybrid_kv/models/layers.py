@@ -151,6 +151,23 @@ def _can_pack(weight: torch.Tensor) -> bool:
     return weight.dtype == torch.float32 and torch.backends.mkldnn.is_available() and not weight.is_inference()
 
 
+class Adapted(nn.Module):
+    """A projection that other layers have, too, and to each of its equal parts a product of low rank of its own."""
+
+    def __init__(self, shared: Linear, num_parts: int, rank: int) -> None:
+        super().__init__()
+        self._shared = (shared,)  # in a tuple: its weights are not this module's
+        size_out, size_in = shared.weight.shape
+        self.num_parts = num_parts
+        self.down = Linear(size_in, num_parts * rank)
+        self.up = Linear(rank, size_out)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        low = self.down(x).unflatten(-1, (self.num_parts, -1))
+        up = self.up.weight.unflatten(0, (self.num_parts, -1))
+        return self._shared[0](x) + torch.einsum("tpr,por->tpo", low, up).flatten(1)
+
+
 class SquaredReluMLP(nn.Module):
     """`down(relu(up(x)) ** 2)`."""
 

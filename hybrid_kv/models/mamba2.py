@@ -6,11 +6,9 @@ the sum of the layers in float32 (`residual_in_fp32`), it is kept here, as in vL
 
 from __future__ import annotations
 
-from typing import cast
-
 from torch import nn
 
-from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
+from hybrid_kv.cache.spec import KVCacheSpec
 from hybrid_kv.models.causal_lm import CausalLM, MixerBlock, rms_norm
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import RMSNorm
@@ -34,15 +32,10 @@ def _build(file: ConfigFile, specs: dict[str, KVCacheSpec]) -> nn.Module:
     chunk_size = file.size("chunk_size", default=256)
 
     def mixer(name: str) -> nn.Module:
-        x, B, _ = cast(MambaSpec, specs[name]).inputs
-        return Mamba2Mixer(
+        return Mamba2Mixer.sized(
             name,
             file.size("hidden_size"),
-            num_heads=x.shape[0],
-            head_dim=x.shape[1],
-            state_size=B.shape[1],
-            groups=B.shape[0],
-            conv_kernel=file.size("conv_kernel"),
+            specs[name],
             chunk_size=chunk_size,
             eps=file.number("layer_norm_epsilon", 1e-5),
             conv_bias=file.flag("use_conv_bias", True),

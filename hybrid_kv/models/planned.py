@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.registry import Family, register
-from hybrid_kv.models.specs import ATTENTION, Mamba2Spec, attention_spec, caches, layer_kinds
+from hybrid_kv.models.specs import ATTENTION, attention_spec, layer_kinds
 
 
 def _all_attention(config: ConfigFile) -> list[str]:
@@ -15,10 +13,6 @@ def _all_attention(config: ConfigFile) -> list[str]:
     return layer_kinds(config) if config.get("layer_types") else [ATTENTION] * config.size("num_hidden_layers")
 
 
-_ZAMBA2 = Mamba2Spec("n_mamba_heads", "mamba_headdim", "mamba_d_state", "mamba_ngroups", "mamba_d_conv")
-
-# Its attention reads the hidden state and the embedding side by side.
-register(Family(layer_kinds, caches(_ZAMBA2, partial(attention_spec, num_inputs=2))), "zamba2")
 register(
     Family(_all_attention, {ATTENTION: {"": attention_spec}}),
     *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "granite", "granitemoe"),

@@ -92,6 +92,8 @@ def _value(name: str, start: torch.Tensor, g: torch.Generator) -> torch.Tensor:
         return noise
     if "conv" in name and start.dim() == 3:
         return 0.5 * noise
+    if start.dim() >= 2 and "adapter" in name:
+        return noise * (0.5 / start.shape[-1] ** 0.5)  # as large as what they adapt, they would sharpen every softmax
     if start.dim() >= 2:
         return noise * (1.2 / start.shape[-1] ** 0.5)
     return start + 0.1 * noise

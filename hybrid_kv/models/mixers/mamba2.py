@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from copy import copy
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 
 from hybrid_kv.attention.mamba import MambaMetadata
+from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
 from hybrid_kv.kernels.causal_conv1d import causal_conv1d_prefill, causal_conv1d_update
 from hybrid_kv.kernels.common.launch import FLOATS
 from hybrid_kv.kernels.gated_norm import gated_rms_norm
@@ -85,6 +86,16 @@ class Mamba2Mixer(RecurrentMixer):
         self._heads = Derived(_heads)
         self.norm = GatedRMSNorm(inner, norm_groups or groups, eps)
         self.out_proj = Linear(inner, hidden_size, bias if out_bias is None else out_bias)
+
+    @classmethod
+    def sized(cls, name: str, hidden_size: int, spec: KVCacheSpec, **options: Any) -> Self:
+        """A layer of the sizes of its cache; `options`: the other arguments."""
+        assert isinstance(spec, MambaSpec)
+        window, (x, B, _) = spec.parts[0], spec.inputs
+        kernel = window.shape[0] + 1 - spec.num_speculative_tokens
+        num_heads, head_dim = x.shape
+        groups, state_size = B.shape
+        return cls(name, hidden_size, num_heads, head_dim, state_size, groups, kernel, **options)
 
     def project(self, x: torch.Tensor) -> Projected:
         gate, conv_in, raw_dt = self.in_proj(x).split(self.splits, dim=-1)

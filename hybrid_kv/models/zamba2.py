@@ -1,0 +1,150 @@
+"""Zamba2: Mamba-2 layers, and before some of them a transformer block whose weights several layers share.
+
+The block reads the hidden state and the embedding side by side; what it makes of them is added to the input of its
+Mamba-2 layer alone. Each layer adapts the shared projections by products of low rank. Source: Zyphra's Zamba2 (2024,
+arXiv 2411.15242) and its implementation in transformers, which is the oracle of the tests. As in `models.nemotron_h`
+the time step is never clamped.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec
+from hybrid_kv.models.attention import PagedAttention
+from hybrid_kv.models.causal_lm import CausalLM, MixerBlock, rms_norm
+from hybrid_kv.models.config_file import ConfigFile
+from hybrid_kv.models.layers import Adapted, ForwardContext, Linear, RMSNorm
+from hybrid_kv.models.mixers.mamba2 import Mamba2Mixer
+from hybrid_kv.models.registry import Family, register
+from hybrid_kv.models.rope import read_rope
+from hybrid_kv.models.specs import HYBRID, Mamba2Spec, attention_spec, caches, layer_kinds
+from hybrid_kv.models.weights import Tensors, join_qkv, joined, renamed
+
+Specs = dict[str, KVCacheSpec]
+_norm = partial(rms_norm, default=1e-5)
+
+
+class Shared(nn.Module):
+    """The weights of a block that several layers run."""
+
+    def __init__(self, file: ConfigFile, spec: FullAttentionSpec) -> None:
+        super().__init__()
+        size, inner = file.size("hidden_size"), file.size("intermediate_size", default=4 * file.size("hidden_size"))
+        heads, bias = file.size("num_attention_heads"), file.flag("add_bias_linear", False)
+        self.norm = RMSNorm(2 * size, file.number("rms_norm_eps", 1e-5))
+        self.qkv_proj = Linear(2 * size, (heads + 2 * spec.num_kv_heads) * spec.head_size)
+        self.o_proj = Linear(heads * spec.head_size, size)
+        self.mlp_norm = _norm(file)
+        self.gate_up_proj = Linear(size, 2 * inner, bias)
+        self.down_proj = Linear(inner, size, bias)
+
+
+class HybridBlock(nn.Module):
+    """`x += mamba(norm(x + linear(block([x, embedding]))))`; the block has no residual of its own."""
+
+    def __init__(self, file: ConfigFile, name: str, specs: Specs, shared: Shared) -> None:
+        super().__init__()
+        spec, size = cast(FullAttentionSpec, specs[f"{name}.attention"]), file.size("hidden_size")
+        heads, rank = file.size("num_attention_heads"), file.size("adapter_rank", default=128)
+        rope = read_rope(file, spec.head_size) if file.flag("use_mem_rope", False) else None
+        # Half of the input is the embedding, so scores are scaled as if heads had half their channels.
+        scale = (spec.head_size / 2) ** -0.5
+        self.shared = shared
+        sizes = 2 * size, heads, spec.num_kv_heads, spec.head_size
+        self.attention = PagedAttention(f"{name}.attention", *sizes, rope=rope, scale=scale)
+        self.attention.qkv_proj, self.attention.o_proj = shared.qkv_proj, shared.o_proj
+        if file.flag("use_shared_attention_adapter", False):
+            if spec.num_kv_heads != heads:
+                raise file.fail(f"num_key_value_heads={spec.num_kv_heads} must be {heads} where attention has adapters")
+            self.attention.qkv_proj = Adapted(shared.qkv_proj, 3, rank)
+        self.gate_up = Adapted(shared.gate_up_proj, 1, rank)
+        self.linear, self.norm = Linear(size, size), _norm(file)
+        self.mixer = _mamba2(file, f"{name}.mamba", specs)
+
+    def forward(self, x: torch.Tensor, context: ForwardContext, embedding: torch.Tensor) -> torch.Tensor:
+        attended = self.attention(self.shared.norm(torch.cat([x, embedding], dim=-1)), context)
+        gate, up = self.gate_up(self.shared.mlp_norm(attended)).chunk(2, dim=-1)
+        block = self.linear(self.shared.down_proj(F.gelu(gate) * up))
+        return x + self.mixer(self.norm(x + block), context)
+
+
+def _mamba2(file: ConfigFile, name: str, specs: Specs) -> nn.Module:
+    chunk_size, bias = file.size("chunk_size", default=256), file.flag("add_bias_linear", False)
+    options = {"chunk_size": chunk_size, "eps": 1e-5, "conv_bias": True, "bias": bias}
+    return Mamba2Mixer.sized(name, file.size("hidden_size"), specs[name], **options)
+
+
+class Zamba2(CausalLM):
+    """A causal model whose layers see the embedding, too."""
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        x = embedding = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x, context, embedding) if isinstance(layer, HybridBlock) else layer(x, context)
+        return x
+
+
+def _build(file: ConfigFile, specs: Specs) -> nn.Module:
+    for key, value in (("hidden_act", "gelu"), ("use_conv_bias", True), ("use_long_context", False)):
+        file.only(key, value)
+    kinds = layer_kinds(file)
+    first = next((cast(FullAttentionSpec, spec) for name, spec in specs.items() if name.endswith(".attention")), None)
+    blocks = [Shared(file, first) for _ in range(file.size("num_mem_blocks", default=1))] if first else []
+    layers: list[nn.Module] = []
+    for i, kind in enumerate(kinds):
+        if kind == HYBRID:
+            layers.append(HybridBlock(file, f"layers.{i}", specs, blocks[kinds[:i].count(HYBRID) % len(blocks)]))
+        else:
+            layers.append(MixerBlock(_norm(file), _mamba2(file, f"layers.{i}", specs)))
+    return Zamba2(file, specs, layers, _norm(file), mamba_chunk_size=file.size("chunk_size", default=256), tied=True)
+
+
+_NAMES = {
+    **{"final_layernorm.": "norm.", "shared_transformer.": "shared.", "self_attn.": "", "feed_forward.": ""},
+    **{"pre_ff_layernorm.": "mlp_norm.", "mamba_decoder.": "", "input_layernorm.": "norm.", "mamba.": "mixer."},
+}
+_ADAPTER = re.compile(r"layers\.\d+\.shared\.(?:linear_([qkv])|gate_up_proj)_adapter_list\.(\d+)\.([01])\.weight")
+
+
+def _convert(tensors: Tensors) -> Tensors:
+    # The adapters of a block lie with the first layer that runs it; they are numbered by the layers that run any.
+    named = renamed(tensors, ("model.",), _NAMES)
+    hybrid = sorted(int(name.split(".")[1]) for name in named if name.endswith(".linear.weight"))
+    result: Tensors = {}
+    for name, tensor in named.items():
+        if (found := _ADAPTER.fullmatch(name)) and int(found[2]) < len(hybrid):
+            half = ("down", "up")[int(found[3])]
+            part = f"attention.qkv_proj.{found[1]}_{half}" if found[1] else f"gate_up.{half}"
+            result[f"layers.{hybrid[int(found[2])]}.{part}.weight"] = tensor
+        else:
+            result[name] = tensor
+    for half in ("down", "up"):
+        result = joined(result, [f"{letter}_{half}" for letter in "qkv"], half)
+    return join_qkv(result)
+
+
+_TINY = {
+    **{"vocab_size": 101, "hidden_size": 36, "intermediate_size": 44, "num_attention_heads": 4, "chunk_size": 16},
+    "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid", "hybrid"],
+    **{"num_hidden_layers": 5, "num_mem_blocks": 2, "adapter_rank": 6},
+    **{"use_shared_attention_adapter": True, "use_mem_rope": True, "time_step_min": 1e-9},
+    **{"n_mamba_heads": 6, "mamba_ngroups": 2, "mamba_d_state": 10, "mamba_expand": 2},
+}
+_SMALL = _TINY | {
+    **{"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "chunk_size": 64},
+    "layers_block_type": ["linear_attention", "linear_attention", "hybrid"] * 2,
+    **{"num_hidden_layers": 6, "adapter_rank": 16, "n_mamba_heads": 16, "mamba_d_state": 32},
+}
+_CACHES = caches(
+    Mamba2Spec("n_mamba_heads", "mamba_headdim", "mamba_d_state", "mamba_ngroups", "mamba_d_conv"),
+    partial(attention_spec, num_inputs=2),
+)
+
+register(Family(layer_kinds, _CACHES, _build, _convert, sizes={"tiny": _TINY, "small": _SMALL}), "zamba2")
