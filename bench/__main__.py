@@ -1,132 +1,17 @@
-"""`python -m bench [--quick] [--suite NAME] [--tier gpu] [--peers FOLDER …] [--out results/microbench.csv]`."""
+"""`python -m bench [--quick] [--suite NAME] [-k PART] [--tier gpu] [--peers FOLDER …] [--json] [--out FILE.csv]`."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
-from bench import peers
-from bench.harness.registry import cells, suites, unavailable
-from hybrid_kv.arguments import ArgumentParser
-from hybrid_kv.config import HybridKVError
 from hybrid_kv.errors import run_command
-from hybrid_kv.results import append_rows, check_writable
-from hybrid_kv.timing.cases import TIERS, Cell, WrongResultError
-from hybrid_kv.timing.measurement import (
-    ENGINE,
-    QUICK_ROUNDS,
-    ROUNDS,
-    Counted,
-    Measurement,
-    groups,
-    measure_together,
-    runs_here,
-)
-
-Results = Sequence[Measurement] | Sequence[Counted]
-
-
-def _time(seconds: float) -> str:
-    scale, unit = next(
-        s for s in ((1, "s"), (1e3, "ms"), (1e6, "us"), (1e9, "ns")) if seconds * s[0] >= 1 or s[0] == 1e9
-    )
-    return f"{seconds * scale:,.{2 if seconds * scale < 100 else 0}f} {unit}"
-
-
-def _columns(results: Results) -> dict[str, str]:
-    """What stands behind the parameters of a group of cells."""
-    shown: dict[str, str] = {}
-    for one in results:
-        if isinstance(one, Counted):
-            shown |= {f"{name}, {count.unit}": f"{count.value:,}" for name, count in one.counts.items()}
-        elif "subject" in one.cell.params:
-            ratio = f" ({one.ratio.value:.1f})" if one.ratio else ""
-            shown[str(one.cell.params["subject"])] = _time(one.time.value) + ratio
-        else:
-            half = (one.time.high - one.time.low) / 2 / one.time.value
-            error = one.receipt.max_error
-            shown |= {"time": _time(one.time.value), "± %": f"{100 * half:.1f}", "largest error": f"{error:.1g}"}
-    return shown
-
-
-def _print_table(benchmark: str, rows: Sequence[Results]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    first = rows[0][0].cell
-    has_rivals = "subject" in first.params
-    title = f"{first.suite}/{benchmark}, {'exact' if first.tier == 'count' else first.tier + ' time'}"
-    table = Table()
-    where = [name for name in first.params if name != "subject"]
-    measured = list(dict.fromkeys(name for results in rows for name in _columns(results)))
-    for name in where:
-        table.add_column(name)
-    for name in measured:
-        table.add_column(name, justify="right")
-    for results in rows:
-        shown = _columns(results)
-        table.add_row(
-            *(str(results[0].cell.params[name]) for name in where), *(shown.get(name, "") for name in measured)
-        )
-    console = Console(width=None if sys.stdout.isatty() else 150)
-    # A table's own title is broken where the table ends.
-    console.print(title + (f" (how many times that of {ENGINE})" if has_rivals else ""), table, sep="\n", markup=False)
-
-
-def _chosen(quick: bool, chosen: Sequence[str], tiers: Sequence[str]) -> list[Cell]:
-    """Cells to measure; what is left out is said.
-
-    Raises:
-        HybridKVError: nothing is left of what was asked for.
-    """
-    found = [cell for cell in cells(quick) if cell.suite in (chosen or suites()) and cell.tier in (tiers or TIERS)]
-    for suite, reason in unavailable().items():
-        if not chosen or suite in chosen:
-            print(f"no {suite}: {reason}", file=sys.stderr)
-    here = [cell for cell in found if runs_here(cell)]
-    if len(here) < len(found):
-        print(f"{len(found) - len(here)} cells need a GPU and are left out", file=sys.stderr)
-    if not here:
-        raise HybridKVError(f"no cell of {', '.join([*chosen, *tiers]) or 'any suite'} runs on this machine")
-    return here
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, append. Returns 0, 1 (wrong result or broken promise) or 2 (could not run)."""
-    parser = ArgumentParser("python -m bench")
-    parser.add_argument("--quick", action="store_true", help="a few cells of every suite")
-    parser.add_argument("--suite", action="append", default=[], choices=suites(), help="only this one; may be repeated")
-    parser.add_argument("--tier", action="append", default=[], choices=TIERS, help="only this one; may be repeated")
-    parser.add_argument("--out", metavar="CSV", help="append one row per measurement")
-    parser.add_argument("--peers", nargs="+", default=[], metavar="FOLDER", help="unpacked wheels to compare with")
-    options = parser.parse_args(arguments)
-    failed: list[Measurement] = []
-    by_benchmark: dict[tuple[str, str], list[Results]] = {}
-    try:
-        if options.out:
-            check_writable(options.out)
-        peers.use(options.peers)
-        together = groups(_chosen(options.quick, options.suite, options.tier))
-        for position, group in enumerate(together):
-            results = measure_together(group, QUICK_ROUNDS if options.quick else ROUNDS)
-            if options.out:
-                append_rows(options.out, [row for one in results for row in one.rows()])
-            failed += [one for one in results if isinstance(one, Measurement) and one.verdict == "fail"]
-            name = group[0].suite, group[0].benchmark
-            by_benchmark.setdefault(name, []).append(results)
-            following = together[position + 1 :][:1]
-            if not following or (following[0][0].suite, following[0][0].benchmark) != name:
-                _print_table(name[1], by_benchmark[name])
-    except HybridKVError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except WrongResultError as error:
-        print(f"error: {error}; nothing was timed", file=sys.stderr)
-        return 1
-    for one in failed:
-        assert one.ratio is not None
-        print(f"fail: {one.cell.key}: {one.ratio.value:.2f} times the engine path, needs {one.cell.promise}")
-    return 1 if failed else 0
+    """See `bench.harness.command`, whose imports take seconds: here Ctrl-C is one line in them, too."""
+    from bench.harness import command
+
+    return command.main(arguments)
 
 
 if __name__ == "__main__":

@@ -12,18 +12,20 @@ import pytest
 from bench.harness import history
 from tests.bench.harness.toy import write_toy
 
-STUCK = """
+HOLD = """
 import os
-from hybrid_kv.timing.cases import Case, Cell
 
 def hold():
     # The test learns the process, which then waits for an end that does not come.
     pipe = os.open(os.environ["FIFO"], os.O_WRONLY)
     os.write(pipe, f"{os.getpid()}\\n".encode())
     os.read(os.pipe()[0], 1)
+"""
+STUCK = f"""{HOLD}
+from hybrid_kv.timing.cases import Case, Cell
 
 def cells():
-    return [Cell("stuck", "forever", {}, "cpu", lambda: Case(hold, lambda: 0.0), True)]
+    return [Cell("stuck", "forever", {{}}, "cpu", lambda: Case(hold, lambda: 0.0), True)]
 """
 
 
@@ -38,6 +40,13 @@ def interrupted(command, fifo, **variables):
         os.killpg(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=60)
     return process.returncode, err, at_work
+
+
+def test_ctrl_c_while_modules_are_imported_is_one_line(tmp_path):
+    (tmp_path / "torch.py").write_text(HOLD + "hold()\n")
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).resolve().parents[2])])
+    command = [sys.executable, "-m", "bench", "--quick"]
+    assert interrupted(command, tmp_path / "fifo", PYTHONPATH=path)[:2] == (130, "error: interrupted\n")
 
 
 def is_over(process):

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench import __main__
 from bench.__main__ import main
+from bench.harness import command
 from bench.harness.registry import cells
 from hybrid_kv.results import read_rows
 from hybrid_kv.timing.cases import Cell, Count, grid
@@ -18,8 +18,8 @@ from tests.timing.test_measurement import cell, failing_after, steady
 @pytest.fixture
 def registry(monkeypatch):
     def use(*made):
-        monkeypatch.setattr(__main__, "cells", lambda quick: [one for one in made if one.quick or not quick])
-        monkeypatch.setattr(__main__, "unavailable", dict)
+        monkeypatch.setattr(command, "cells", lambda quick: [one for one in made if one.quick or not quick])
+        monkeypatch.setattr(command, "unavailable", dict)
 
     return use
 
@@ -69,7 +69,7 @@ def test_suites_and_tiers_are_chosen(registry, monkeypatch, capsys):
 
 def test_what_cannot_be_measured_is_said(registry, monkeypatch, capsys):
     registry(cell(steady, x=1))
-    monkeypatch.setattr(__main__, "unavailable", lambda: {"memory": "ImportError: no plan"})
+    monkeypatch.setattr(command, "unavailable", lambda: {"memory": "ImportError: no plan"})
     assert main([]) == 0
     assert "no memory: ImportError: no plan" in capsys.readouterr().err
 
@@ -90,4 +90,20 @@ def test_units_are_those_that_results_know():
     ("seconds", "text"), [(2.5e-9, "2.50 ns"), (1.234e-6, "1.23 us"), (0.1234, "123 ms"), (12.0, "12.00 s")]
 )
 def test_times_for_readers(seconds, text):
-    assert __main__._time(seconds) == text
+    assert command._time(seconds) == text
+
+
+def test_cells_are_chosen_by_a_part_of_their_name_and_printed_as_json(registry, capsys):
+    registry(cell(steady, x=1), cell(steady, x=22))
+    assert main(["-k", "X=22", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["suite"], row["metric"], row["params"]["x"]) == ("offload", "cpu_time", 22)
+    assert main(["-k", "nobody"]) == 2
+    assert capsys.readouterr().err == "error: no cell of nobody runs on this machine\n"
+
+
+def test_a_broken_promise_leaves_the_json_whole(registry, capsys):
+    registry(cell(steady, subject="engine"), cell(steady, promise=1e9, subject="rival"))
+    assert main(["--json"]) == 1
+    printed = capsys.readouterr()
+    assert len(json.loads(printed.out)) == 3 and "needs 1000000000.0" in printed.err
