@@ -8,6 +8,7 @@ from hybrid_kv.models import (
     mamba2,  # noqa: F401
     nemotron_h,  # noqa: F401
     nemotron_h_mtp,  # noqa: F401
+    olmo_hybrid,  # noqa: F401
     planned,  # noqa: F401
     qwen3_5,  # noqa: F401
     qwen3_5_moe,  # noqa: F401

@@ -1,0 +1,148 @@
+"""OLMo-Hybrid: gated delta nets that may forget the other way, every fourth layer attention with norms behind it.
+
+Source: Ai2's OLMo-Hybrid (2026) and its implementation in transformers, which is the oracle of the tests. Layers with a
+delta net have their norms in front. Queries and keys are normed over all heads at once. Published models have no RoPE.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import nn
+
+from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec
+from hybrid_kv.models.attention import PagedAttention
+from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock, rms_norm
+from hybrid_kv.models.config_file import ConfigFile
+from hybrid_kv.models.layers import ForwardContext, GatedMLP, RMSNorm
+from hybrid_kv.models.mixers.gated_delta import GatedDeltaMixer
+from hybrid_kv.models.registry import Family, register
+from hybrid_kv.models.rope import Rope, read_rope
+from hybrid_kv.models.specs import ATTENTION, MAMBA, attention_spec, chunk_size, gdn_spec, layer_kinds
+from hybrid_kv.models.weights import Tensors, join_gate_up, join_qkv, joined, renamed
+
+
+class PostNormBlock(nn.Module):
+    """`x += norm(mixer(x))`, then `x += mlp_norm(mlp(x))`."""
+
+    def __init__(self, mixer: nn.Module, norm: nn.Module, mlp: nn.Module, mlp_norm: nn.Module) -> None:
+        super().__init__()
+        self.mixer, self.norm, self.mlp, self.mlp_norm = mixer, norm, mlp, mlp_norm
+
+    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        x = x + self.norm(self.mixer(x, context))
+        return x + self.mlp_norm(self.mlp(x, context))
+
+
+def _rope(file: ConfigFile, head_size: int) -> Rope | None:
+    parameters = file.get("rope_parameters") or {}
+    has_base = file.get("rope_theta") is not None or (isinstance(parameters, dict) and parameters.get("rope_theta"))
+    return read_rope(file, head_size) if has_base else None
+
+
+def _attention(file: ConfigFile, name: str, spec: FullAttentionSpec) -> nn.Module:
+    heads, kv_heads, size = file.size("num_attention_heads"), spec.num_kv_heads, spec.head_size
+    eps = file.number("rms_norm_eps", 1e-6)
+    return PagedAttention(
+        name,
+        file.size("hidden_size"),
+        heads,
+        kv_heads,
+        size,
+        bias=file.flag("attention_bias", False),
+        rope=_rope(file, size),
+        norms=(RMSNorm(heads * size, eps), RMSNorm(kv_heads * size, eps)),
+    )
+
+
+def _delta_net(file: ConfigFile, name: str) -> nn.Module:
+    return GatedDeltaMixer(
+        name,
+        file.size("hidden_size"),
+        key_heads=file.size("linear_num_key_heads"),
+        value_heads=file.size("linear_num_value_heads"),
+        key_dim=file.size("linear_key_head_dim"),
+        value_dim=file.size("linear_value_head_dim"),
+        conv_kernel=file.size("linear_conv_kernel_dim"),
+        chunk_size=chunk_size(file),
+        eps=1e-5,  # whatever `rms_norm_eps` says
+        beta_scale=2.0 if file.flag("linear_allow_neg_eigval", True) else 1.0,
+    )
+
+
+def _build(file: ConfigFile, layer_specs: dict[str, KVCacheSpec]) -> nn.Module:
+    if (activation := file.text("hidden_act", default="silu")) != "silu":
+        raise file.fail(f"hidden_act={activation!r} is not supported; 'silu' is")
+    layers: list[nn.Module] = []
+    for i, kind in enumerate(layer_kinds(file)):
+        name, norms = f"layers.{i}", (rms_norm(file), rms_norm(file))
+        mlp = GatedMLP(file.size("hidden_size"), file.size("intermediate_size"))
+        if kind == MAMBA:
+            layers.append(DecoderBlock(norms[0], _delta_net(file, name), norms[1], mlp))
+        else:
+            attention = _attention(file, name, cast(FullAttentionSpec, layer_specs[name]))
+            layers.append(PostNormBlock(attention, norms[0], mlp, norms[1]))
+    return CausalLM(file, layer_specs, layers, rms_norm(file), mamba_chunk_size=chunk_size(file))
+
+
+_PROJECTIONS = tuple(f"delta_{part}" for part in "qkvgba")  # in the order of `GatedDeltaMixer.in_proj`
+_NAMES = {
+    **{f".linear_attn.{part}_proj.": f".mixer.delta_{part}." for part in "qkvgba"},
+    ".linear_attn.o_proj.": ".mixer.out_proj.",
+    ".linear_attn.o_norm.": ".mixer.norm.",
+    ".linear_attn.": ".mixer.",
+    ".self_attn.": ".mixer.",
+    ".input_layernorm.": ".norm.",
+    ".post_attention_layernorm.": ".mlp_norm.",
+    ".post_feedforward_layernorm.": ".mlp_norm.",
+}
+# Of Ai2's checkpoints; transformers writes the second one for attention layers, too.
+_OLDER = {".attention_layer_norm.": ".input_layernorm.", ".feedforward_layer_norm.": ".post_attention_layernorm."}
+
+
+def _convert(tensors: Tensors) -> Tensors:
+    tensors = joined(renamed(tensors, ("model.",), _OLDER), ("q_conv1d", "k_conv1d", "v_conv1d"), "conv1d")
+    attend = {name.partition(".self_attn.")[0] for name in tensors if ".self_attn." in name}
+    own = {f"{layer}.post_attention_layernorm.": f"{layer}.norm." for layer in sorted(attend)}
+    tensors = joined(renamed(tensors, (), own | _NAMES), _PROJECTIONS, "in_proj")
+    return join_gate_up(join_qkv(tensors))
+
+
+_TINY = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "chunk_size": 16,
+    "pad_token_id": None,
+    "eos_token_id": 0,
+}
+_SMALL = _TINY | {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 8,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 48,
+    "chunk_size": 64,
+}
+
+register(
+    Family(
+        layer_kinds,
+        {ATTENTION: {"": attention_spec}, MAMBA: {"": gdn_spec}},
+        _build,
+        _convert,
+        sizes={"tiny": _TINY, "small": _SMALL},
+    ),
+    "olmo_hybrid",
+)
