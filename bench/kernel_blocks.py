@@ -1,4 +1,8 @@
-"""Block ids to kernel blocks: the host's cost (`hybrid_kv.timing.block_ids`), and a whole table on a GPU."""
+"""Block ids to kernel blocks: the host's cost (`hybrid_kv.timing.block_ids`), and a whole table on a GPU.
+
+`model_without_kernels` holds the models of vLLM that stand in there against the real code of the same version, where
+`--peers` names an install: both stage a step's ids, and neither runs what the device does with them.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from bench._reference import equal
 from bench.harness.contest import Contest, Rival
+from bench.peers import installs
 from hybrid_kv.kernels.kernel_blocks import expand_torch, expand_triton
 from hybrid_kv.timing import block_ids
 from hybrid_kv.timing.cases import Case, Cell, grid, seed
@@ -58,10 +64,83 @@ def gpu_contests(quick: bool, device: str) -> Iterator[Contest]:
         yield expansions(device, 256, 241, bpk)
 
 
+# ---- the models of vLLM, and vLLM ----
+
+MODEL, REAL = "model", "real"
+STAGED_BLOCKS = 8  # kernel blocks of a block
+
+
+def _models() -> dict[str, str]:
+    """Each model that an install is there for, and the version of that."""
+    versions = {install.version.rpartition(".")[0]: install.version for install in installs()}
+    named = {model: versions.get(model.split()[1]) for model in block_ids.STAGINGS if model.startswith("vllm")}
+    return {model: version for model, version in named.items() if version}
+
+
+def staging(seed: int, scenario: str, model: str, version: str, subject: str) -> Case:
+    """A step's ids handed over by a model of vLLM, or by what it is a model of."""
+    if subject == MODEL:
+        return block_ids.step(seed, scenario, STAGED_BLOCKS, block_ids.NUM_GROUPS, model)
+    (install,) = (install for install in installs() if install.version == version)
+    shape, groups = block_ids.SCENARIOS[scenario], block_ids.NUM_GROUPS
+    count, is_new, held = shape.num_blocks, shape.new_rows, 0 if shape.new_rows else block_ids.HELD_BLOCKS
+    repeats = 50
+    rng = np.random.default_rng(seed)
+    rows = rng.permutation(shape.num_reqs)[: shape.num_appends].tolist()
+    blocks = rng.integers(1, 1 << 20, (len(rows), groups, count)).astype(np.int32)
+    lists = [tuple(ids.tolist() for ids in request) for request in blocks]
+    size = block_ids.KERNEL_BLOCK_SIZE
+    sizes = groups, size * STAGED_BLOCKS, size, held + count * (1 if is_new else repeats), shape.num_reqs
+    expanded = (blocks.swapaxes(0, 1)[..., None] * STAGED_BLOCKS + np.arange(STAGED_BLOCKS)).reshape(groups, -1)
+
+    if model.endswith("V1"):
+        from bench.peers.vllm_v1 import V1Tables
+
+        tables = V1Tables(install, *sizes, tokens=1)
+        bring = tables.add if is_new else tables.append
+
+        def run() -> None:
+            for row, ids in zip(rows, lists, strict=True):
+                bring(ids, row)
+
+        def handed_over() -> npt.NDArray[np.int32]:
+            new = slice(held * STAGED_BLOCKS, (held + count) * STAGED_BLOCKS)
+            return np.stack([table.block_table.np[rows, new].reshape(-1) for table in tables.groups])
+
+        wanted = expanded
+    else:
+        from bench.peers.vllm_v2 import V2Staging
+
+        tables = V2Staging(install, *sizes)
+
+        def run() -> None:
+            for row, ids in zip(rows, lists, strict=True):
+                tables.append(row, ids, is_new)
+            tables.finish()
+
+        handed_over = tables.handed_over
+        wanted = expanded if tables.expands else blocks.swapaxes(0, 1).reshape(groups, -1)
+
+    def check() -> float:
+        tables.rewind(held)
+        run()
+        return equal("handed over", handed_over(), wanted)
+
+    return Case(run, check, lambda: tables.rewind(held), repeats)
+
+
+def _comparisons() -> Iterator[Cell]:
+    for model, version in _models().items():
+        values = {"scenario": tuple(block_ids.SCENARIOS), "model": (model,), "version": (version,)}
+        subjects = {"subject": (MODEL, REAL)}
+        yield from grid(block_ids.SUITE, "model_without_kernels", "cpu", staging, values | subjects, base=REAL)
+
+
 def cells() -> list[Cell]:
     """The engine and its rivals on the host; and on a GPU a table as others expand it each step."""
     tables = {"num_rows": (256,), "width": (241,), "blocks_per_kv_block": block_ids.BLOCKS_PER_KV_BLOCK}
     return [
         *block_ids.cells(),
+        *_comparisons(),
         *grid(block_ids.SUITE, "expand_kernel", "gpu", table_expansion_gpu, tables, [(256, 241, 34)]),
     ]

@@ -15,7 +15,6 @@ from hybrid_kv.config import HybridKVError
 from hybrid_kv.results import append_rows, check_writable
 from hybrid_kv.timing.cases import TIERS, Cell, WrongResultError
 from hybrid_kv.timing.measurement import (
-    ENGINE,
     QUICK_ROUNDS,
     ROUNDS,
     Counted,
@@ -71,8 +70,10 @@ def _print_table(benchmark: str, rows: Sequence[Results]) -> None:
             *(str(results[0].cell.params[name]) for name in where), *(shown.get(name, "") for name in measured)
         )
     console = Console(width=None if sys.stdout.isatty() else 150)
+    if has_rivals:
+        title += f" (how many times that of {first.base})"
     # A table's own title is broken where the table ends.
-    console.print(title + (f" (how many times that of {ENGINE})" if has_rivals else ""), table, sep="\n", markup=False)
+    console.print(title, table, sep="\n", markup=False)
 
 
 def _chosen(quick: bool, chosen: Sequence[str], tiers: Sequence[str], select: Sequence[str] = ()) -> list[Cell]:

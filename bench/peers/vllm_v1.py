@@ -127,6 +127,12 @@ class V1Tables:
             for buffer in (table.block_table, table.slot_mapping):
                 buffer.gpu = buffer.cpu
         self.append, self.add = self._tables.append_row, self._tables.add_row
+        self.groups: Sequence[Any] = self._tables.block_tables
+
+    def rewind(self, held: int) -> None:
+        """Every row has as many blocks."""
+        for table in self._tables.block_tables:
+            table.num_blocks_per_row[:] = held * getattr(table, "blocks_per_kv_block", 1)
 
     def finish(
         self, num_reqs: int, query_start_loc: torch.Tensor, positions: torch.Tensor

@@ -138,6 +138,24 @@ def families_table(results: Results) -> str | None:
     return markdown_table(head, lines) if lines else None
 
 
+def models_table(results: Results) -> str | None:
+    """How many times as long a model of vLLM takes to stage a step's ids as the real code."""
+    rows = block_id_rows(results.of("kernel_blocks", "model_without_kernels", metric="ratio_to_real"))
+    rows = rows.dropna(subset=["model", "scenario"])
+    if rows.empty:
+        return None
+    found = {(row.scenario, row.model): row for row in each(rows)}
+    models = list(dict.fromkeys(rows["model"]))
+    lines = []
+    for scenario in dict.fromkeys(rows["scenario"]):
+        line = [re.sub(r" x (\d+)$", r" × \1 blocks", scenario)]
+        for model in models:
+            row = found.get((scenario, model))
+            line.append("–" if row is None else f"{row.value:.2f} ({row.ci_low:.2f} to {row.ci_high:.2f})")
+        lines.append(line)
+    return markdown_table(["step", *(model.replace("vllm", "vLLM") for model in models)], lines)
+
+
 def _round(value: float) -> str:
     return f"{value:.1f}" if value < 10 else f"{value:,.0f}"
 
@@ -355,6 +373,7 @@ BLOCKS: dict[str, Callable[[Results], str | None]] = {
     "guard_short": guard_short,
     "step": step_table,
     "staging": staging_table,
+    "models": models_table,
     "append": append_text,
     "kernels": kernels_table,
     "hits": hits_table,

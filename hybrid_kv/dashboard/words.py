@@ -34,6 +34,7 @@ METRICS = {
     "cpu_time_ratio": "change of the CPU time",
     "gpu_time_ratio": "change of the GPU time",
     "ratio_to_engine": "times the engine's time",
+    "ratio_to_real": "times the time of the real code",
     "share_of_copy": "share of a copy's bandwidth",
     "exact_match_strict": "right answers, strict",
     "exact_match_flexible": "right answers, flexible",

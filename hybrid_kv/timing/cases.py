@@ -68,6 +68,7 @@ class Cell:
             many times as long as that it must take. No history or comparison of versions needs rivals.
         units: of every metric, in tier `count`; a cell may lack one of them.
         formerly: what the benchmark was called when it already timed the same.
+        base: the value of the parameter `subject` that rivals are compared with.
     """
 
     suite: str
@@ -79,6 +80,7 @@ class Cell:
     promise: float | None = None
     units: Mapping[str, str] = field(default_factory=dict, compare=False)
     formerly: str = ""
+    base: str = "engine"
 
     @property
     def key(self) -> str:
@@ -110,16 +112,17 @@ def grid(
     promise: Callable[..., float | None] = lambda **params: None,
     units: Mapping[str, str] | None = None,
     formerly: str = "",
+    base: str = "engine",
 ) -> Iterator[Cell]:
     """A cell for every combination of parameter values; `build(seed, **params)` makes its case or counts.
 
     Args:
         quick: beginnings of the combinations that belong to a quick run.
         promise: of each cell, from its parameters.
-        units, formerly: see `Cell`.
+        units, formerly, base: see `Cell`.
     """
     for combination in product(*values.values()):
         params = dict(zip(values, combination, strict=True))
         make = partial(build, seed(benchmark, params), **params)
         is_quick = any(combination[: len(start)] == start for start in quick)
-        yield Cell(suite, benchmark, params, tier, make, is_quick, promise(**params), units or {}, formerly)
+        yield Cell(suite, benchmark, params, tier, make, is_quick, promise(**params), units or {}, formerly, base)

@@ -1,7 +1,8 @@
 """Cells to numbers with receipts: what `python -m bench` prints and `results/` keeps.
 
-Rivals, cells that differ in the parameter `subject` alone, are timed interleaved and compared with the one named
-`engine`, round by round. Every case is checked before and after it is timed; what is wrong has no time.
+Rivals, cells that differ in the parameter `subject` alone, are timed interleaved and compared with one of them, the
+engine unless the cells name another, round by round. Every case is checked before and after it is timed; what is wrong
+has no time.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ METRICS = {"cpu": "cpu_time", "gpu": "gpu_time"}
 
 @dataclass(frozen=True)
 class Measurement:
-    """The time of one cell, in seconds, and how many times as long as its engine it takes."""
+    """The time of one cell, in seconds, and how many times as long as its base it takes."""
 
     cell: Cell
     time: Interval
@@ -61,12 +62,12 @@ class Measurement:
         )
         if self.ratio is not None:
             yield timing_row(
-                metric="ratio_to_engine",
+                metric=f"ratio_to_{cell.base}",
                 value=self.ratio.value,
                 ci_low=self.ratio.low,
                 ci_high=self.ratio.high,
                 unit="time ratio",
-                better="higher",
+                better="higher" if cell.base == ENGINE else "equal",
                 verdict=self.verdict,
                 **common,
             )
@@ -142,7 +143,8 @@ def measure_together(cells: Sequence[Cell], rounds: int = ROUNDS) -> list[Measur
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        cases = {str(cell.params.get("subject", ENGINE)): (cell, cell.make()) for cell in cells}
+        base = cells[0].base
+        cases = {str(cell.params.get("subject", base)): (cell, cell.make()) for cell in cells}
         before = {name: checked(cell, case) for name, (cell, case) in cases.items()}
         subjects = {name: subject_of(cell, case) for name, (cell, case) in cases.items()}
         round_seconds = sum(calibrate(one) * one.sample(1) for one in subjects.values())
@@ -156,7 +158,7 @@ def measure_together(cells: Sequence[Cell], rounds: int = ROUNDS) -> list[Measur
         Measurement(
             cell,
             median(samples[name]),
-            ratio(samples[name], samples[ENGINE]) if name != ENGINE else None,
+            ratio(samples[name], samples[base]) if name != base else None,
             rounds,
             Receipt(True, True, max(before[name], after[name])),
         )

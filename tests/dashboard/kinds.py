@@ -69,6 +69,11 @@ def block_ids() -> list[dict[str, Any]]:
         made.append(row(39, value=6800.0 * factor, **step))
         if subject != "engine":
             made.append(row(39, value=factor, metric="ratio_to_engine", unit="time ratio", better="higher", **step))
+    for model, value in (("vllm 0.22 V1", 0.91), ("vllm 0.32 V2", 0.5)):
+        params = {**TIMED, "scenario": "8 prefills x 64", "model": model, "version": "0.0.1", "subject": "model"}
+        compared = {"suite": "kernel_blocks", "benchmark": "model_without_kernels", "params": params}
+        same = {"metric": "ratio_to_real", "unit": "time ratio", "better": "equal"}
+        made.append(row(39, value=value, ci_low=value - 0.1, ci_high=value + 0.1, **compared, **same))
     return made
 
 

@@ -84,6 +84,11 @@ def test_the_tables(tmp_path: Path) -> None:
     assert (
         made["staging"].splitlines()[2] == "| 8 prefills × 64 blocks | 102 (15) | 68 (10) | 29 (4.3) | **6.8** | 272 |"
     )
+    assert made["models"].splitlines() == [
+        "| step | vLLM 0.22 V1 | vLLM 0.32 V2 |",
+        "|---|--:|--:|",
+        "| 8 prefills × 64 blocks | 0.91 (0.81 to 1.01) | 0.50 (0.40 to 0.60) |",
+    ]
     assert made["append"].endswith("(torch, 1 block of 8 kernel blocks) takes 2 times as long.")
     assert "any of the 3 cells" in made["append"]
     assert made["hits"].splitlines()[2:] == [

@@ -42,7 +42,7 @@ def section(report: Report) -> Section | None:
     return Section("Block ids", finding, body)
 
 
-_PARAMS = {"subject": str, "scenario": str, "num_blocks": int, "blocks_per_kv_block": int}
+_PARAMS = {"subject": str, "scenario": str, "model": str, "num_blocks": int, "blocks_per_kv_block": int}
 
 
 def block_id_rows(rows: pd.DataFrame) -> pd.DataFrame:
