@@ -3,7 +3,9 @@
 from hybrid_kv.models import (
     bamba,  # noqa: F401
     falcon_h1,  # noqa: F401
+    falcon_mamba,  # noqa: F401
     granitemoehybrid,  # noqa: F401
+    jamba,  # noqa: F401
     lfm2,  # noqa: F401
     mamba2,  # noqa: F401
     nemotron_h,  # noqa: F401

@@ -159,6 +159,32 @@ class Mamba2Spec:
         return None if expand is None else expand * config.size("hidden_size")
 
 
+@dataclass(frozen=True)
+class Mamba1Spec:
+    """Window and state of a Mamba-1 layer, by the names that the family's config.json has for its sizes.
+
+    `inner`: of the channels, where a file names their number beside `expand`, how many times the hidden size they are.
+    """
+
+    state: str
+    kernel: str
+    expand: str
+    inner: str | None = None
+
+    def __call__(self, config: ConfigFile, options: SpecOptions) -> MambaSpec:
+        channels = None if self.inner is None else config.maybe_size(self.inner)
+        if channels is None:
+            channels = config.size(self.expand, default=2) * config.size("hidden_size")
+        rows = conv_rows(config.size(self.kernel, default=4), options)
+        state = channels, config.size(self.state, default=16)
+        return MambaSpec(
+            block_size=1,
+            parts=window_and_states(((rows, channels), options.dtype), (state, options.ssm_dtype)),
+            mamba_type="mamba1",
+            undo=UndoSpec(options.num_speculative_tokens),
+        )
+
+
 def gdn_spec(config: ConfigFile, options: SpecOptions) -> MambaSpec:
     """Window and state of a gated-delta-net layer (Qwen3-Next, Qwen3.5)."""
     key_heads, value_heads = config.size("linear_num_key_heads"), config.size("linear_num_value_heads")

@@ -1,0 +1,87 @@
+"""Falcon-Mamba: Mamba-1 alone, with B, C and the time step normed without a weight.
+
+Source: TII's Falcon Mamba (2024, arXiv 2410.05355) and transformers' implementation, which is the oracle of the tests,
+but not in chunks on a cache: there it forgets the state. Where transformers keeps the sum of the layers in float32
+(`residual_in_fp32`), it is kept here, as in vLLM, in the model's dtype.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import nn
+
+from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
+from hybrid_kv.models.causal_lm import CausalLM, MixerBlock, rms_norm
+from hybrid_kv.models.config_file import ConfigFile
+from hybrid_kv.models.layers import RMSNorm
+from hybrid_kv.models.mixers.mamba1 import Mamba1Mixer, dt_rank
+from hybrid_kv.models.registry import Family, register
+from hybrid_kv.models.specs import MAMBA, Mamba1Spec, chunk_size
+from hybrid_kv.models.weights import Tensors, renamed
+
+
+def _kinds(file: ConfigFile) -> list[str]:
+    return [MAMBA] * file.size("num_hidden_layers")
+
+
+def _norm(file: ConfigFile) -> RMSNorm:
+    return rms_norm(file, "layer_norm_epsilon", 1e-5)
+
+
+def _build(file: ConfigFile, specs: dict[str, KVCacheSpec]) -> nn.Module:
+    file.only("hidden_act", "silu")
+    rank, eps = dt_rank(file, "time_step_rank"), file.number("mixer_rms_eps", 1e-6)
+
+    def mixer(name: str) -> nn.Module:
+        spec = cast(MambaSpec, specs[name])
+        state_size = spec.parts[1].shape[1]
+        return Mamba1Mixer(
+            name,
+            file.size("hidden_size"),
+            spec,
+            file.size("conv_kernel", default=4),
+            rank,
+            [nn.RMSNorm(size, eps, elementwise_affine=False) for size in (rank, state_size, state_size)],
+            conv_bias=file.flag("use_conv_bias", True),
+            bias=file.flag("use_bias", False),
+        )
+
+    layers = [MixerBlock(_norm(file), mixer(name)) for name in specs]
+    return CausalLM(file, specs, layers, _norm(file), mamba_chunk_size=chunk_size(file), tied=True)
+
+
+def _convert(tensors: Tensors) -> Tensors:
+    return renamed(tensors, ("backbone.",), {"embeddings.": "embed_tokens.", "norm_f.": "norm."})
+
+
+_TINY = {
+    "vocab_size": 101,
+    "hidden_size": 40,
+    "num_hidden_layers": 4,
+    "expand": 2,
+    "state_size": 6,
+    "time_step_rank": 5,
+    "conv_kernel": 4,
+    "chunk_size": 16,
+}
+_SMALL = _TINY | {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "num_hidden_layers": 8,
+    "state_size": 16,
+    "time_step_rank": "auto",
+    "chunk_size": 64,
+}
+
+register(
+    Family(
+        _kinds,
+        {MAMBA: {"": Mamba1Spec("state_size", "conv_kernel", "expand", "intermediate_size")}},
+        _build,
+        _convert,
+        sizes={"tiny": _TINY, "small": _SMALL},
+        checked_against="transformers: whole and token by token",
+    ),
+    "falcon_mamba",
+)

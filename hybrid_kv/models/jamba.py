@@ -1,0 +1,135 @@
+"""Jamba: Mamba-1 layers, here and there attention without positions, and behind either an MLP or experts.
+
+Source: AI21's Jamba (2024, arXiv 2403.19887) and transformers' implementation, which is the oracle of the tests, but
+not in chunks on a cache: there its Mamba layers forget the state.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import cast
+
+from torch import nn
+
+from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec
+from hybrid_kv.kernels.moe import route_softmax
+from hybrid_kv.models.attention import PagedAttention
+from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock, rms_norm
+from hybrid_kv.models.config_file import ConfigFile
+from hybrid_kv.models.layers import GatedMLP, RMSNorm
+from hybrid_kv.models.mixers.mamba1 import Mamba1Mixer, dt_rank
+from hybrid_kv.models.moe import MixtureOfExperts
+from hybrid_kv.models.registry import Family, register
+from hybrid_kv.models.specs import ATTENTION, MAMBA, Mamba1Spec, caches, chunk_size
+from hybrid_kv.models.weights import Tensors, join_gate_up, join_qkv, renamed, stacked
+
+
+def _every(file: ConfigFile, what: str, period: int, offset: int) -> list[bool]:
+    """Of each layer whether it is one of those that come every so many."""
+    period, offset = file.size(f"{what}_period", default=period), file.count(f"{what}_offset", offset)
+    if offset >= period:
+        raise file.fail(f"{what}_offset={offset} must be below {what}_period={period}; correct the file")
+    return [i % period == offset for i in range(file.size("num_hidden_layers"))]
+
+
+def _kinds(file: ConfigFile) -> list[str]:
+    return [ATTENTION if here else MAMBA for here in _every(file, "attn_layer", 8, 4)]
+
+
+def _mixer(file: ConfigFile, name: str, spec: KVCacheSpec) -> nn.Module:
+    size = file.size("hidden_size")
+    if isinstance(spec, FullAttentionSpec):
+        return PagedAttention(name, size, file.size("num_attention_heads"), spec.num_kv_heads, spec.head_size)
+    own = cast(MambaSpec, spec)
+    rank, state_size, eps = dt_rank(file, "mamba_dt_rank"), own.parts[1].shape[1], file.number("rms_norm_eps", 1e-6)
+    return Mamba1Mixer(
+        name,
+        size,
+        own,
+        file.size("mamba_d_conv", default=4),
+        rank,
+        [RMSNorm(size, eps) for size in (rank, state_size, state_size)],
+        conv_bias=file.flag("mamba_conv_bias", True),
+        bias=file.flag("mamba_proj_bias", False),
+    )
+
+
+def _build(file: ConfigFile, specs: dict[str, KVCacheSpec]) -> nn.Module:
+    for key, supported in (("hidden_act", "silu"), ("mamba_inner_layernorms", True), ("sliding_window", None)):
+        file.only(key, supported)
+    hidden_size, size = file.size("hidden_size"), file.size("intermediate_size")
+    num_experts = file.size("num_experts", default=16)
+    route = partial(route_softmax, top_k=file.size("num_experts_per_tok", default=2), renormalise=False)
+    has_experts = _every(file, "expert_layer", 2, 1)
+
+    def layer(i: int, name: str) -> nn.Module:
+        mlp: nn.Module
+        if num_experts > 1 and has_experts[i]:
+            mlp = MixtureOfExperts(hidden_size, num_experts, size, route)
+        else:
+            mlp = GatedMLP(hidden_size, size)
+        return DecoderBlock(rms_norm(file), _mixer(file, name, specs[name]), rms_norm(file), mlp)
+
+    layers = [layer(i, name) for i, name in enumerate(specs)]
+    return CausalLM(file, specs, layers, rms_norm(file), mamba_chunk_size=chunk_size(file))
+
+
+_NAMES = {
+    "final_layernorm.": "norm.",
+    "pre_ff_layernorm.": "mlp_norm.",
+    "input_layernorm.": "norm.",
+    "mamba.dt_layernorm.": "mixer.dt_norm.",
+    "mamba.b_layernorm.": "mixer.B_norm.",
+    "mamba.c_layernorm.": "mixer.C_norm.",
+    "mamba.": "mixer.",
+    "self_attn.": "mixer.",
+    "feed_forward.router.": "mlp.gate.",
+    "feed_forward.": "mlp.",
+}
+
+
+def _convert(tensors: Tensors) -> Tensors:
+    """The hub has a tensor for each expert, transformers one for all."""
+    joined = join_gate_up(join_qkv(renamed(tensors, ("model.",), _NAMES)))
+    return renamed(stacked(joined), (), {".experts.gate_up_proj": ".experts.up_proj"})
+
+
+_TINY = {
+    "vocab_size": 101,
+    "hidden_size": 40,
+    "intermediate_size": 44,
+    "num_hidden_layers": 6,
+    "attn_layer_period": 3,
+    "attn_layer_offset": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts": 5,
+    "mamba_d_state": 6,
+    "mamba_dt_rank": 7,
+    "chunk_size": 16,
+}
+_SMALL = _TINY | {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 8,
+    "attn_layer_period": 4,
+    "attn_layer_offset": 2,
+    "num_attention_heads": 8,
+    "num_experts": 8,
+    "mamba_d_state": 16,
+    "mamba_dt_rank": "auto",
+    "chunk_size": 64,
+}
+
+register(
+    Family(
+        _kinds,
+        caches(Mamba1Spec("mamba_d_state", "mamba_d_conv", "mamba_expand")),
+        _build,
+        _convert,
+        sizes={"tiny": _TINY, "small": _SMALL},
+        checked_against="transformers: whole and token by token",
+    ),
+    "jamba",
+)

@@ -1,0 +1,86 @@
+"""A Mamba-1 layer (Gu and Dao, 2023, arXiv 2312.00752): projection, convolution, selective scan, gate, projection."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hybrid_kv.cache.spec import MambaSpec
+from hybrid_kv.kernels.common.integers import cdiv
+from hybrid_kv.kernels.selective_scan import selective_scan, selective_scan_update
+from hybrid_kv.models.config_file import ConfigFile
+from hybrid_kv.models.layers import Derived, Linear, empty, upcast
+from hybrid_kv.models.mixers.conv import Projected, RecurrentMixer, Tensors
+
+_SCAN_CHUNK = 16  # tokens whose states are held at a time: with 8,192 channels of 16 in float32, 8 MiB each
+
+
+def _rates(A_log: torch.Tensor, D: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    return -A_log.to(dtype).exp(), D.to(dtype)
+
+
+class Mamba1Mixer(RecurrentMixer):
+    """The layer.
+
+    Args:
+        spec: of its cache, whose state is [channels, state_size].
+        conv_kernel: of the convolution.
+        dt_rank: size of a time step before it is projected to one for each channel.
+        norms: of that, of B and of C.
+        conv_bias: of the convolution; `bias`: of the first and the last projection.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        hidden_size: int,
+        spec: MambaSpec,
+        conv_kernel: int,
+        dt_rank: int,
+        norms: Sequence[nn.Module],
+        conv_bias: bool,
+        bias: bool,
+    ) -> None:
+        channels, state_size = spec.parts[1].shape
+        super().__init__(name, channels, conv_kernel, conv_bias)
+        self.splits = (dt_rank, state_size, state_size)
+        self.in_proj = Linear(hidden_size, 2 * channels, bias)
+        self.x_proj = Linear(channels, sum(self.splits))
+        self.dt_norm, self.B_norm, self.C_norm = norms
+        self.dt_proj = Linear(dt_rank, channels, bias=True)
+        self.A_log = empty(channels, state_size)
+        self.D = empty(channels)
+        self._rates = Derived(_rates)
+        self.out_proj = Linear(channels, hidden_size, bias)
+
+    def project(self, x: torch.Tensor) -> Projected:
+        conv_in, gate = self.in_proj(x).chunk(2, dim=-1)
+        return Projected(conv_in, (), (gate,))
+
+    def finish(self, mixed: torch.Tensor, rest: Tensors) -> torch.Tensor:
+        (gate,) = rest
+        return self.out_proj((mixed * F.silu(upcast(gate))).to(gate.dtype))
+
+    def operands(self, conv_out: torch.Tensor, inputs: Tensors, dtype: torch.dtype) -> Tensors:
+        """x, dt behind the softplus, A, B, C, D."""
+        A, D = self._rates(self.A_log, self.D, dtype=dtype)
+        dt, B, C = self.x_proj(conv_out).split(self.splits, dim=-1)
+        dt = F.softplus(self.dt_proj(self.dt_norm(dt)).to(dtype))
+        return conv_out.to(dtype), dt, A, self.B_norm(B).to(dtype), self.C_norm(C).to(dtype), D
+
+    def step(self, states: torch.Tensor, operands: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        return selective_scan_update(states, *operands)
+
+    def chunk(
+        self, states: torch.Tensor, operands: Tensors, rows: torch.Tensor, offsets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, dt, A, B, C, D = operands
+        return selective_scan(x, dt, A, B, C, D, states, rows, offsets, _SCAN_CHUNK)
+
+
+def dt_rank(file: ConfigFile, key: str) -> int:
+    """Size of a time step before its projection; `auto`: a sixteenth of the hidden size."""
+    return cdiv(file.size("hidden_size"), 16) if file.get(key) in (None, "auto") else file.size(key)
