@@ -1,29 +1,41 @@
-"""Hidden states of every token that the engine computes, for whoever wants more logits than the sampled ones."""
+"""Hidden states and logits of every token that the engine computes, not only of those that it samples from."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from hybrid_kv.engine.llm import LLM
+from hybrid_kv.engine.llm import LLM, RequestOutput
+from hybrid_kv.models.interface import Model
 from hybrid_kv.request import ScheduledRequest
+from hybrid_kv.sampling import SamplingParams
 from hybrid_kv.watch import Watcher
 
 Seen = Callable[[ScheduledRequest, torch.Tensor], None]
 
 
-class _Recorder(Watcher):
-    def __init__(self, seen: Seen) -> None:
-        self._seen = seen
-        self._batch: Sequence[ScheduledRequest] = ()
-        self._hidden = torch.empty(0)
+class _Kept:
+    """A model that keeps the hidden states of its last step. Any model: the exact one is no `torch.nn.Module`."""
 
-    def keep(self, model: torch.nn.Module, inputs: Any, hidden: torch.Tensor) -> None:
-        """The model's forward hook."""
-        self._hidden = hidden
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self.hidden = torch.empty(0)
+
+    def __call__(self, *arguments: Any) -> torch.Tensor:
+        self.hidden = self._model(*arguments)
+        return self.hidden
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+class _Recorder(Watcher):
+    def __init__(self, kept: _Kept, seen: Seen) -> None:
+        self._kept, self._seen = kept, seen
+        self._batch: Sequence[ScheduledRequest] = ()
 
     def on_step(self, batch: Sequence[ScheduledRequest], *_: Any) -> None:
         self._batch = batch
@@ -31,7 +43,7 @@ class _Recorder(Watcher):
     def on_commit(self, tokens: Sequence[Sequence[int]]) -> None:
         start = 0
         for item in self._batch:
-            self._seen(item, self._hidden[start : start + item.num_tokens])
+            self._seen(item, self._kept.hidden[start : start + item.num_tokens])
             start += item.num_tokens
 
 
@@ -45,12 +57,42 @@ def recorded(llm: LLM, seen: Seen) -> Iterator[None]:
         seen: called at the end of a step for each of its requests, with the hidden states [item.num_tokens, …] of the
             tokens from `item.num_computed_tokens` on; `llm.model.compute_logits` makes logits of them.
     """
-    assert isinstance(llm.model, torch.nn.Module)
-    recorder = _Recorder(seen)
-    hook = llm.model.register_forward_hook(recorder.keep)
+    plain = llm.runner.model
+    kept = _Kept(plain)
+    recorder = _Recorder(kept, seen)
+    llm.runner.model = cast(Model, kept)
     llm.watchers.append(recorder)
     try:
         yield
     finally:
         llm.watchers.remove(recorder)
-        hook.remove()
+        llm.runner.model = plain
+
+
+def record_logits(
+    llm: LLM,
+    prompts: Sequence[str] | Sequence[Sequence[int]],
+    params: SamplingParams,
+    disturb: Callable[[LLM], None] | None = None,
+) -> Iterator[tuple[RequestOutput, torch.Tensor]]:
+    """Each request's output, and the logits [num_computed, vocab_size] that the engine computed for its tokens.
+
+    They are those of its last tokens but one: what came from the cache has none, and nothing follows the last token. A
+    token that was computed twice (after a preemption, or first as another token's draft) keeps its last logits.
+
+    Args:
+        disturb: called before every step.
+    """
+    rows: dict[str, dict[int, torch.Tensor]] = {}
+
+    def seen(item: ScheduledRequest, hidden: torch.Tensor) -> None:
+        own = rows.setdefault(item.request.request_id, {})
+        own.update(enumerate(llm.model.compute_logits(hidden), item.num_computed_tokens))
+
+    with recorded(llm, seen):
+        outputs = llm.generate(prompts, params, progress=False, on_step=disturb)
+    for output in outputs:
+        own = rows[output.request_id]
+        # Behind the last computed token lie drafts that were rejected.
+        end = len(output.prompt_token_ids) + len(output.token_ids) - 1
+        yield output, torch.stack([own[i] for i in range(min(own), end)])

@@ -16,8 +16,8 @@ import torch
 
 from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.engine.llm import LLM, RequestOutput
+from hybrid_kv.engine.record import record_logits
 from hybrid_kv.guard.poison import poison
-from hybrid_kv.guard.recorder import record_logits
 from hybrid_kv.guard.scenario import ScriptedProposer, SmallBlocksFirst, SmallKVFirst
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.registry import head_of

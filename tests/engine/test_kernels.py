@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hybrid_kv.engine.llm import LLM
+from hybrid_kv.engine.record import record_logits
 from hybrid_kv.guard.poison import poison
-from hybrid_kv.guard.recorder import record_logits
 from hybrid_kv.guard.scenario import ScriptedProposer
 from hybrid_kv.sampling import SamplingParams
 from tests.kernels.interpreter import interpreted

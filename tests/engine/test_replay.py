@@ -10,8 +10,8 @@ from hybrid_kv.attention.undo import ReplaySpec
 from hybrid_kv.cache.spec import MambaSpec, UndoSpec, window_and_states
 from hybrid_kv.config import ConfigError
 from hybrid_kv.engine.llm import LLM
+from hybrid_kv.engine.record import record_logits
 from hybrid_kv.guard.poison import poison
-from hybrid_kv.guard.recorder import record_logits
 from hybrid_kv.guard.scenario import ScriptedProposer, answer_book
 from hybrid_kv.models.exact import ExactModel
 from hybrid_kv.sampling import SamplingParams

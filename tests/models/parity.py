@@ -7,9 +7,9 @@ tests/kernels/ssd/test_reference.py). Greedy tokens are compared too, where marg
 import torch
 
 from hybrid_kv.engine.llm import LLM
+from hybrid_kv.engine.record import record_logits
 from hybrid_kv.guard.exactness import Alone, describe
 from hybrid_kv.guard.poison import poison
-from hybrid_kv.guard.recorder import record_logits
 from hybrid_kv.guard.scenario import SmallKVFirst
 from hybrid_kv.models.random_checkpoint import write_checkpoint
 from hybrid_kv.sampling import SamplingParams

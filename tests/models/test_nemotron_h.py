@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hybrid_kv.engine.llm import LLM
-from hybrid_kv.guard.recorder import record_logits
+from hybrid_kv.engine.record import record_logits
 from hybrid_kv.guard.scenario import SmallKVFirst
 from hybrid_kv.sampling import SamplingParams
 from tests.models.tiny_nemotron import VOCAB, Characters, build

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 import hybrid_kv
 from hybrid_kv.config import ConfigError
 from hybrid_kv.engine.llm import LLM
-from hybrid_kv.guard.recorder import record_logits
+from hybrid_kv.engine.record import record_logits
 from hybrid_kv.models import registry
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.shapes import model_shape

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from hybrid_kv.engine.llm import LLM
+from hybrid_kv.engine.record import record_logits
 from hybrid_kv.guard.poison import poison
 from hybrid_kv.guard.prompts import five_shot
-from hybrid_kv.guard.recorder import record_logits
 from hybrid_kv.guard.registry import CheckResult, Run, check
 from hybrid_kv.sampling import SamplingParams
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hybrid_kv.engine.llm import LLM
-from hybrid_kv.guard.recorder import record_logits
+from hybrid_kv.engine.record import record_logits
 from hybrid_kv.models import exact
 from hybrid_kv.sampling import SamplingParams
 
