@@ -21,7 +21,6 @@ the state at the end. The last token of a request is never taken from the cache:
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
@@ -32,14 +31,8 @@ from hybrid_kv.cache.block_hash import BlockHashes
 from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockIds, BlockKey, BlockPool
 from hybrid_kv.cache.columns import NO_HIT, NO_IDS, Columns, NewBlocks, PrefixHit
 from hybrid_kv.cache.offload import KVOffload
-from hybrid_kv.cache.spec import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheSpec,
-    MambaSpec,
-    UndoSpec,
-    UniformTypeKVCacheSpecs,
-)
+from hybrid_kv.cache.prefix import longest_hit, shared_tokens
+from hybrid_kv.cache.spec import KVCacheConfig, KVCacheSpec, MambaSpec, UndoSpec
 from hybrid_kv.cache.watch import CacheWatcher
 from hybrid_kv.config import ConfigError
 from hybrid_kv.kernels.common.integers import cdiv
@@ -99,7 +92,8 @@ class KVCacheManager:
         self.max_model_len = max_model_len
         self.offload: KVOffload | None = None
         self.watchers: Sequence[CacheWatcher] = []
-        self._specs: list[KVCacheSpec] = [_one_spec(group.spec) for group in config.groups]
+        # What decides a group's columns: its layers may differ in bytes, never in that.
+        self._specs: list[KVCacheSpec] = [group.layer_specs[0] for group in config.groups]
         for spec in self._specs:
             if not isinstance(spec, MambaSpec):
                 continue
@@ -172,42 +166,11 @@ class KVCacheManager:
         self, hashes: BlockHashes, token_ids: Sequence[int], other: BlockHashes, other_ids: Sequence[int], end: int
     ) -> int:
         """How many tokens a request could take from the first `end` of another one, if all of them were cached."""
-        block_size, unit = self._specs[0].block_size, self.hit_unit
-        limit = min(end, len(token_ids) - 1)
-        own, others = hashes.chain(block_size, token_ids, limit), other.chain(block_size, other_ids, limit)
-        # Chained hashes are equal up to the first difference of the texts, and never again.
-        equal = bisect_left(range(limit // block_size), True, key=lambda i: own[i] != others[i])
-        return equal * block_size // unit * unit
+        texts = (hashes, token_ids), (other, other_ids)
+        return shared_tokens(self._specs[0].block_size, self.hit_unit, *texts, end)
 
     def _find(self, hashes: BlockHashes, token_ids: Sequence[int], offload: KVOffload | None) -> PrefixHit:
-        limit = len(token_ids) - 1
-        chains = [hashes.chain(spec.block_size, token_ids, limit) for spec in self._specs]
-
-        def has(group: int, column: int) -> bool:
-            key = (group, chains[group][column])
-            return self.pool.lookup(key) is not None or (offload is not None and offload.contains(key))
-
-        own: list[int] = []
-
-        def lacks(tokens: int) -> int | None:
-            """The first group that cannot restore a prefix of `tokens` tokens."""
-            columns = [tokens // spec.block_size - 1 for spec in self._specs]
-            lost = (group for group, column in enumerate(columns) if own[group] < tokens or not has(group, column))
-            return next(lost, None)
-
-        for group, spec in enumerate(self._specs):
-            candidates = range(limit // spec.block_size)
-            if isinstance(spec, MambaSpec):
-                found = next((i + 1 for i in reversed(candidates) if has(group, i)), 0)
-            else:
-                found = next((i for i in candidates if not has(group, i)), len(candidates))
-            own.append(found * spec.block_size)
-        unit = self.hit_unit
-        tokens = min(own) // unit * unit
-        while tokens and lacks(tokens) is not None:
-            tokens -= unit
-        vetoed_by = lacks(tokens + unit) if max(own) >= tokens + unit else None
-        return PrefixHit(tokens, tuple(own), vetoed_by, tuple(chains))
+        return longest_hit(self._specs, self.hit_unit, self.pool, offload, hashes, token_ids)
 
     def may_fit(self, request_id: str) -> bool:
         """Whether asking for a request again may end otherwise than the last time, when it was refused.
@@ -479,11 +442,3 @@ class KVCacheManager:
         shared = np.flatnonzero(counts > 1)
         unpublished = shared[~self.pool.may_be_shared(shared)]
         assert not len(unpublished), f"blocks {unpublished.tolist()} have two owners but were never published"
-
-
-def _one_spec(spec: KVCacheSpec) -> KVCacheSpec:
-    """What decides a group's columns: its layers may differ in bytes, never in that."""
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        return spec.specs[0][1]
-    assert isinstance(spec, FullAttentionSpec | MambaSpec)
-    return spec

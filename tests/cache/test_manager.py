@@ -690,7 +690,7 @@ def test_without_caching_nothing_is_published_or_found() -> None:
 
 
 def test_layers_of_one_type_that_differ_in_bytes_share_their_columns() -> None:
-    states = UniformTypeKVCacheSpecs(4, (("m", mamba(4, "align", 1)), ("n", mamba(4, "align", 1))))
+    states = UniformTypeKVCacheSpecs(4, (("1", mamba(4, "align", 1)), ("2", mamba(4, "align", 1))))
     subject = manager(attention(4), states)
     owner = Owner(subject, "a", TEXT[:13]).run(8, 13)
     assert [bool(block) for block in owner.columns[1]] == [False, True, False, True]
