@@ -113,7 +113,7 @@ _TINY = {
     "num_key_value_heads": 2,
     "mamba_n_heads": 8,
     "mamba_n_groups": 2,
-    "mamba_d_state": 12,
+    "mamba_d_state": 10,
     "mamba_chunk_size": 16,
     "max_position_embeddings": 512,
 }

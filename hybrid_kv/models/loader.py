@@ -98,7 +98,7 @@ def load_model(model: str | Path, config: EngineConfig, device: torch.device) ->
             "%s: its language model is loaded, %d tensors such as %s are not", folder, len(skipped), skipped[0]
         )
     _assign(built, family.convert_weights(tensors), folder)
-    return cast(Model, built.to(device=device, dtype=dtype).eval())
+    return cast(Model, _placed(built, device, dtype))
 
 
 def _build(folder: Path, config: EngineConfig) -> tuple[ConfigFile, nn.Module, torch.dtype]:
@@ -126,7 +126,16 @@ def load_head(model: str | Path, target: Model) -> DraftHead:
     built = _on_meta(file, lambda: build(file, target))
     _assign(built, head.convert_weights(load_tensors(folder, lambda name: name.startswith(prefix))), folder, prefix)
     weight = next(cast(nn.Module, target).parameters())
-    return cast(DraftHead, built.to(device=weight.device, dtype=weight.dtype).eval())
+    return cast(DraftHead, _placed(built, weight.device, weight.dtype))
+
+
+def _placed(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """In evaluation mode on `device`, in `dtype` but for what a module names in `as_stored`."""
+    for module in model.modules():
+        kept = getattr(module, "as_stored", ())
+        for name, parameter in module.named_parameters(recurse=False):
+            parameter.data = parameter.data.to(device=device, dtype=None if name in kept else dtype)
+    return model.eval()
 
 
 def _on_meta(file: ConfigFile, build: Callable[[], nn.Module]) -> nn.Module:

@@ -56,6 +56,8 @@ class MixtureOfExperts(nn.Module):
             these.
     """
 
+    as_stored = ("correction_bias",)  # in half precision neighbouring scores would become one
+
     def __init__(
         self,
         hidden_size: int,

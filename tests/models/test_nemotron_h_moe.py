@@ -107,16 +107,19 @@ def test_the_draft_head_equals_a_dense_one(tmp_path_factory, grid, keys):
 
 
 def test_the_router_is_wide_where_the_model_is_not(tmp_path_factory):
-    """In bfloat16 neighbouring scores round to one: transformers multiplies in float32, and so does the layer here."""
-    model, folder = checkpoint(tmp_path_factory, "nemotron_h", seed=3)
-    theirs = model.model.layers[4].mixer.bfloat16()
+    """In bfloat16 neighbouring scores round to one: transformers multiplies in float32, and keeps the bias so."""
+    model, folder = checkpoint(tmp_path_factory, "nemotron_h", {"n_routed_experts": 48}, seed=3)
+    theirs = model.model.layers[4].mixer.gate
+    bias = theirs.e_score_correction_bias.add_(4).clone()
+    model.save_pretrained(folder)
+    theirs.bfloat16().e_score_correction_bias = bias
     ours = load_model(folder, EngineConfig(dtype="bfloat16"), CPU).layers[4].mixer
     x = torch.randn(500, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
     routed = []
     ours.experts.forward = lambda x, weights, ids: routed.append(ids) or x
     with torch.no_grad():
         ours(x, None)
-        _, _, ids = theirs.gate(x)
+        _, _, ids = theirs(x)
     assert torch.equal(routed[0].sort(-1).values, ids.sort(-1).values)
 
 
