@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from hybrid_kv.config import ConfigError, HybridKVError
@@ -66,3 +68,25 @@ def write_whole(file: str | Path, data: str | bytes) -> None:
     finally:
         if part is not None:
             Path(part).unlink(missing_ok=True)
+
+
+@contextmanager
+def new_folder(folder: str | Path) -> Iterator[Path]:
+    """A folder to fill, which gets its name when it is full; after an error nothing is there.
+
+    Raises:
+        ConfigError: something is there already; an empty folder may be.
+        HybridKVError: it cannot be written.
+    """
+    folder = Path(folder)
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ConfigError(f"{folder} is there and not an empty folder; give another one")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".hybrid-kv.", suffix=".part") as part:
+            made = Path(part) / "made"
+            made.mkdir()
+            yield made
+            os.replace(made, folder)
+    except OSError as error:
+        raise HybridKVError(f"{folder} cannot be written: {error.strerror}") from None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hybrid_kv.config import ConfigError, HybridKVError
-from hybrid_kv.files import check_outputs, refuse_device, write_whole
+from hybrid_kv.files import check_outputs, new_folder, refuse_device, write_whole
 
 
 def test_a_file_is_written_whole_with_its_folders(tmp_path: Path) -> None:
@@ -71,3 +71,32 @@ def test_a_device_is_not_read_to_an_end_that_it_does_not_have() -> None:
     refuse_device(Path("nowhere"))
     with pytest.raises(ConfigError, match="/dev/zero is a device; name a file"):
         refuse_device(Path("/dev/zero"))
+
+
+def test_a_folder_gets_its_name_when_it_is_full(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "deep" / "made") as folder:
+        (folder / "file").write_text("1")
+        assert not (tmp_path / "deep" / "made").exists()
+    assert (tmp_path / "deep" / "made" / "file").read_text() == "1"
+    with (
+        pytest.raises(ConfigError, match="made is there and not an empty folder; give another one"),
+        new_folder(tmp_path / "deep" / "made"),
+    ):
+        raise AssertionError
+    (tmp_path / "empty").mkdir()
+    with new_folder(tmp_path / "empty") as folder:
+        (folder / "file").touch()
+    assert [path.name for path in sorted(tmp_path.rglob("*"))] == ["deep", "made", "file", "empty", "file"]
+
+
+def test_a_folder_that_is_not_filled_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no"), new_folder(tmp_path / "made") as folder:
+        (folder / "file").touch()
+        raise ValueError("no")
+    with pytest.raises(HybridKVError, match="made cannot be written: No such"), new_folder(tmp_path / "made"):
+        raise FileNotFoundError(2, "No such file")
+    with pytest.raises(HybridKVError, match="file/made cannot be written: File exists"):
+        (tmp_path / "file").touch()
+        with new_folder(tmp_path / "file" / "made"):
+            raise AssertionError
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -48,14 +48,13 @@ def checkpoint(
 
     Margins between the best two tokens are wide, and states remember: a wrong one shows.
     """
-    from hybrid_kv.config import ConfigError
     from hybrid_kv.errors import require
 
     require("safetensors", "tokenizers", "transformers")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} is there and not an empty folder; give another one")
+    from hybrid_kv.files import new_folder
     from hybrid_kv.models.random_checkpoint import write_checkpoint
 
-    model = write_checkpoint(family, folder, size, seed)
+    with new_folder(folder) as made:
+        model = write_checkpoint(family, made, size, seed)
     weights = sum(parameter.numel() for parameter in model.parameters())
     print(f"{folder}: {family}, {size}, {weights:,} weights in float32, seed {seed}")

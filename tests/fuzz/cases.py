@@ -7,6 +7,7 @@ replaced by a short result in `stubs`: what is tried is all that stands before a
 
 from __future__ import annotations
 
+import atexit
 import csv
 import io
 import json
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from inspect import unwrap
 from pathlib import Path
+from tempfile import mkdtemp
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 from unittest.mock import patch
@@ -28,6 +30,8 @@ import yaml
 from hybrid_kv.accuracy.guard_model import FOLDER as GUARD_MODEL
 from hybrid_kv.accuracy.threshold import FILE as FLOORS
 from hybrid_kv.cli import app
+from hybrid_kv.models.random_checkpoint import write_checkpoint
+from hybrid_kv.models.registry import sized
 from hybrid_kv.results import COLUMNS
 from tests.accuracy.test_compare import logged, record
 from tests.dashboard.kinds import everything
@@ -195,6 +199,28 @@ def generate(rng: random.Random, folder: Path) -> list[str]:
     return ["generate", *given, "--", *prompts]
 
 
+@cache
+def tiny(model_type: str) -> Path:
+    """A checkpoint of a family, written once a process."""
+    folder = Path(mkdtemp(prefix="hybrid-kv-fuzz-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    write_checkpoint(model_type, folder)
+    return folder
+
+
+def family(rng: random.Random, folder: Path) -> list[str]:
+    """A tiny checkpoint of any family with an odd config or odd weights; or an odd one is asked for."""
+    if rng.random() < 0.1:
+        kind = rng.choice((*sized(), values.argument(rng)))
+        return ["checkpoint", *options(rng, ("checkpoint",)), "--", kind, place(rng)]
+    shutil.copytree(tiny(rng.choice(sorted(sized()))), folder, dirs_exist_ok=True)
+    name = rng.choice(("config.json", "config.json", "config.json", "model.safetensors"))
+    data = (folder / name).read_bytes()
+    odd = values.odd_file(rng, json.loads(data)) if name.endswith("json") else values.odd_safetensors(rng, data)
+    (folder / name).write_bytes(odd)
+    return ["generate", "--max-tokens", "3", "--device", "cpu", "--model", ".", "--", "w7 w8 w9"]
+
+
 # ---- results ----
 
 
@@ -297,7 +323,8 @@ KINDS: dict[str, tuple[int, Make]] = {
     "anything": (18, anything),
     "plan": (12, plan),
     "plan_config": (18, plan_config),
-    "generate": (16, generate),
+    "generate": (10, generate),
+    "family": (20, family),
     "results": (12, results),
     "report": (4, report),
     "kernels": (4, kernels),
