@@ -138,11 +138,14 @@ def _start(name: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 def _tokenizer(vocab_size: int) -> Any:
     """One token a word: "w7 w8" is [7, 8]."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = {f"w{i}": i for i in range(vocab_size)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token=f"w{EOS}"))
+    words = [f"w{i}" for i in range(vocab_size)]
+    # Qwen3.5's class, which transformers takes whatever the files say, cuts a text by itself, but not at added tokens.
+    model = models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], unk_token=words[EOS], fuse_unk=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer, eos_token=f"w{EOS}"

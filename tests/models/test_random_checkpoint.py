@@ -21,7 +21,8 @@ def test_every_family_loads_and_answers_alike(tmp_path, model_type):
     with torch.inference_mode():
         logits = model(torch.tensor([[7, 8, 9]]), use_cache=False).logits[0, -1]
     assert int(logits.argmax()) == output.token_ids[0]
-    assert AutoTokenizer.from_pretrained(tmp_path).decode([7, 8]) == "w7 w8"
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.encode(tokenizer.decode([7, 70])) == [7, 70]
 
 
 @pytest.mark.parametrize("model_type", sorted(sized()))
