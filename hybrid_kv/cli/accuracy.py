@@ -167,21 +167,30 @@ def accuracy_threshold(
     task: Annotated[str, typer.Option(help="Name of the task in the rows.")] = "gsm8k_synth",
     limit: Annotated[int, typer.Option(help="Questions of each run.")] = 250,
     file: Annotated[Path | None, typer.Option(help="To write to; default: those of the package.")] = None,
+    as_json: AsJson = False,
+    out: OutFile = None,
 ) -> None:
     """Compute the floors for --check-floor from ten or more runs and write them down."""
+    from dataclasses import asdict
+
     from hybrid_kv.errors import require
+    from hybrid_kv.files import check_outputs
     from hybrid_kv.results import read_rows
 
     require("scipy", "yaml")
     from hybrid_kv.accuracy import threshold
 
     require_at_least_one(limit=limit)
+    check_outputs(out)
     file = file or threshold.FILE
     frame = read_rows(rows)
     floors = [threshold.floor_from_rows(frame, model, task, name, limit) for name in threshold.METRICS]
-    for floor in floors:
-        before = threshold.write_floor(floor, file)
-        was = "" if before is None else f" (was {before.floor:.2%})"
-        print(
-            f"{floor.filter}: floor {floor.floor:.2%}{was}, mean {floor.mean:.2%}, sd {floor.sd:.2%}, {floor.runs} runs"
-        )
+    before = [threshold.write_floor(floor, file) for floor in floors]
+
+    def lines() -> None:
+        for floor, old in zip(floors, before, strict=True):
+            was = "" if old is None else f" (was {old.floor:.2%})"
+            spread = f"mean {floor.mean:.2%}, sd {floor.sd:.2%}, {floor.runs} runs"
+            print(f"{floor.filter}: floor {floor.floor:.2%}{was}, {spread}")
+
+    show({"floors": [asdict(floor) for floor in floors]}, as_json, out, lines)

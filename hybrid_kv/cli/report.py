@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from hybrid_kv.cli.options import AsJson, show
+
 
 def report(
     results: Annotated[Path, typer.Option(help="Folder with the CSVs.")] = Path("results"),
@@ -16,6 +18,7 @@ def report(
     repository: Annotated[
         str, typer.Option(help="URL to which commits are linked, such as https://HOST/OWNER/NAME.")
     ] = "",
+    as_json: AsJson = False,
 ) -> None:
     """Draw all results as one page that opens offline."""
     from hybrid_kv.dashboard.data import load
@@ -33,5 +36,9 @@ def report(
     if markdown is not None:
         write_whole(markdown, summary(rows, machine, checked_out))
     said = headline(verdicts(rows.of_machine(machine)), checked_out)
-    typer.secho(said.finding, fg={"fail": "red", "void": "yellow", "stale": "yellow"}.get(said.word))
-    print(*filter(None, [said.age, page]), sep="\n")
+
+    def lines() -> None:
+        typer.secho(said.finding, fg={"fail": "red", "void": "yellow", "stale": "yellow"}.get(said.word))
+        print(*filter(None, [said.age, page]), sep="\n")
+
+    show({"verdict": said.word, "finding": said.finding, "age": said.age, "page": str(page)}, as_json, None, lines)

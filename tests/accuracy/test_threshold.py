@@ -234,6 +234,10 @@ def test_the_tool_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixt
     before = file.read_bytes()
     code, printed, _ = call(capsys, "threshold", "--rows", csv, "--file", file)
     assert code == 0 and f"(was {FLOOR.floor:.2%})" in printed and file.read_bytes() == before
+    code, printed, _ = call(capsys, "threshold", "--rows", csv, "--file", file, "--json", "--out", tmp_path / "t.json")
+    floors = json.loads(printed)["floors"]
+    assert {one["filter"] for one in floors} == {run.STRICT, run.FLEXIBLE} and {one["runs"] for one in floors} == {12}
+    assert json.loads((tmp_path / "t.json").read_text())["floors"] == floors
     code, printed, error = call(capsys, "threshold", "--rows", csv, "--file", file, "--limit", "100")
     assert (code, printed, error.count("\n")) == (2, "", 1) and "0 clean runs" in error
     with pytest.raises(SystemExit) as stop:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
 
@@ -36,6 +37,14 @@ def test_it_writes_the_page_and_the_summary(tmp_path: Path, capsys: pytest.Captu
     assert "28 of 29 checks" in text.read_text()
     assert [file.name for file in site.iterdir()] == ["index.html"]
     assert "asv/index.html" not in html
+
+
+def test_its_headline_is_json_if_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, site = write(tmp_path / "rows", everything()), tmp_path / "site"
+    code, out, err = run(capsys, "--results", rows, "--out", site, "--json")
+    said = json.loads(out)
+    assert (code, err, said["verdict"], said["page"]) == (0, "", "fail", str(site / "index.html"))
+    assert said["finding"].endswith("checks of the newest runs")
 
 
 def test_it_links_asvs_pages_where_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
