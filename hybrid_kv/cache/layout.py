@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hybrid_kv.cache.backend import AttentionBackend, AttentionGroup
-from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, MambaSpec, layer_specs
+from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, MambaSpec, MLAAttentionSpec, layer_specs
 
 
 def allocate_raw_buffers(config: KVCacheConfig, device: torch.device) -> list[torch.Tensor]:
@@ -46,6 +46,12 @@ def attention_view(
     stride[kv_dim] = prod(geometry)
     stride[block_dim] = 2 * stride[kv_dim]
     return raw.view(spec.dtype).as_strided(shape, [stride[dim] for dim in range(len(shape))])
+
+
+def latent_view(raw: torch.Tensor, num_blocks: int, spec: MLAAttentionSpec, kernel_block_size: int) -> torch.Tensor:
+    """One vector per token of one layer, `[num_kernel_blocks, kernel_block_size, head_size]`, whatever the backend."""
+    num_kernel_blocks = num_blocks * (spec.block_size // kernel_block_size)
+    return raw.view(spec.dtype).view(num_kernel_blocks, kernel_block_size, spec.head_size)
 
 
 def mamba_views(raw: torch.Tensor, num_blocks: int, spec: MambaSpec) -> tuple[torch.Tensor, ...]:
@@ -83,7 +89,7 @@ def split_kv(view: torch.Tensor, backend: type[AttentionBackend]) -> tuple[torch
 def bind_views(
     config: KVCacheConfig, groups: Sequence[AttentionGroup], raw_buffers: Sequence[torch.Tensor]
 ) -> dict[str, tuple[torch.Tensor, ...]]:
-    """For every layer `(key, value)` or the parts of its Mamba state.
+    """For every layer `(key, value)`, its latents, or the parts of its Mamba state.
 
     The i-th layer of every group shares raw buffer i; the number of blocks is the configuration's, never a shape's.
     """
@@ -93,6 +99,8 @@ def bind_views(
         for name, spec, raw in zip(group.layer_names, specs, raw_buffers, strict=False):
             if isinstance(spec, MambaSpec):
                 views[name] = mamba_views(raw, config.num_blocks, spec)
+            elif isinstance(spec, MLAAttentionSpec):
+                views[name] = (latent_view(raw, config.num_blocks, spec, group.kernel_block_size),)
             else:
                 assert isinstance(spec, FullAttentionSpec)
                 view = attention_view(raw, config.num_blocks, spec, group.kernel_block_size, group.backend)

@@ -8,7 +8,7 @@ Names follow vLLM's `v1/kv_cache_interface.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, ClassVar, Literal
 
@@ -66,6 +66,17 @@ class FullAttentionSpec(KVCacheSpec):
 
     def max_blocks_per_request(self, max_model_len: int) -> int:
         return cdiv(max_model_len, self.block_size)
+
+
+@dataclass(frozen=True)
+class MLAAttentionSpec(FullAttentionSpec):
+    """One vector per token, from which all heads take K and V: `block_size * head_size` elements a page."""
+
+    num_kv_heads: int = field(default=1, init=False)
+
+    @property
+    def page_size_bytes(self) -> int:
+        return self.block_size * self.head_size * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

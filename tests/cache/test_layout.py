@@ -25,6 +25,7 @@ from hybrid_kv.cache.spec import (
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
+    MLAAttentionSpec,
     StatePart,
     UniformTypeKVCacheSpecs,
     window_and_states,
@@ -203,3 +204,20 @@ def test_replay_keeps_float32_states_as_two_planes_in_the_same_bytes(window: str
     assert rings["m"].x.shape == (5, 4, 7, 2)
     if window != "float64":
         assert rings["m"].nbytes == 5 * spec.row_bytes
+
+
+@pytest.mark.parametrize("backend", [AnyTorch, AnyFlash])
+def test_a_latent_cache_is_one_view_whatever_the_backend(backend: type[AnyTorch] | type[AnyFlash]) -> None:
+    """One vector per token, in the token's block and slot, over kernel blocks."""
+    spec = MLAAttentionSpec(6, 5, torch.float32)
+    config = KVCacheConfig(4, (KVCacheGroupSpec(("a",), spec),))
+    backend.size = 3
+    groups = init_attn_backend(config, backend, BackendContext())
+    (raw,) = allocate_raw_buffers(config, CPU)
+    assert len(raw) == 4 * 6 * 5 * 4
+    (latents,) = bind_views(config, groups, [raw])["a"]
+    assert latents.shape == (8, 3, 5)
+    latents[5, 1] = torch.arange(5.0)  # token 4 of block 2
+    page = raw[2 * spec.page_size_bytes : 3 * spec.page_size_bytes].view(torch.float32).view(6, 5)
+    assert page[4].tolist() == [0, 1, 2, 3, 4]
+    assert int(latents.count_nonzero()) == 4

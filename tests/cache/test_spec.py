@@ -16,11 +16,13 @@ from hybrid_kv.cache.spec import (
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
+    MLAAttentionSpec,
     StatePart,
     UndoSpec,
     UniformTypeKVCacheSpecs,
     group_layers,
     window_and_states,
+    with_block_size,
     with_undo,
 )
 from hybrid_kv.config import CacheConfig, ConfigError
@@ -179,3 +181,11 @@ def test_layers_of_one_type_and_unequal_pages_are_one_group() -> None:
     assert group.layer_specs == (ATTENTION, wide, ATTENTION)
     with pytest.raises(ConfigError, match="one page size"):
         group_layers({"a": ATTENTION, "b": replace(wide, block_size=32)})
+
+
+def test_a_latent_page_has_one_vector_per_token() -> None:
+    """Half of what one head of K and V of that size takes (vLLM's `MLAAttentionSpec`)."""
+    spec = MLAAttentionSpec(16, 576, torch.bfloat16)
+    assert spec.page_size_bytes == 16 * 576 * 2
+    assert spec.max_blocks_per_request(33) == 3
+    assert with_block_size(spec, 8).page_size_bytes == spec.page_size_bytes // 2
