@@ -20,11 +20,27 @@ def _rates(A_log: torch.Tensor, dt_bias: torch.Tensor, dtype: torch.dtype) -> tu
     return -A_log.to(dtype).exp(), dt_bias.to(dtype)
 
 
-def _unit(x: torch.Tensor) -> torch.Tensor:
+def unit(x: torch.Tensor) -> torch.Tensor:
+    """Of length 1, or a little less: [..., size] to the same."""
     return x * (x.square().sum(-1, keepdim=True) + _EPS).rsqrt()
 
 
-class GatedDeltaMixer(RecurrentMixer):
+class DeltaRuleMixer(RecurrentMixer):
+    """What layers with a delta rule share; `chunk_size`: tokens that a scan takes at a time."""
+
+    chunk_size: int
+
+    def step(self, states: torch.Tensor, operands: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        return gated_delta_update(states, *operands)
+
+    def chunk(
+        self, states: torch.Tensor, operands: Tensors, rows: torch.Tensor, offsets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v, g, beta = operands
+        return gated_delta_chunk(q, k, v, g, beta, states, self.chunk_size, rows, offsets)
+
+
+class GatedDeltaMixer(DeltaRuleMixer):
     """The layer; `value_heads / key_heads` heads share a query and a key.
 
     Args:
@@ -75,17 +91,8 @@ class GatedDeltaMixer(RecurrentMixer):
         raw_beta, raw_dt = (part.to(dtype) for part in inputs)
         A, dt_bias = self._rates(self.A_log, self.dt_bias, dtype=dtype)
         q, k, v = conv_out.to(dtype).split(self.widths, dim=-1)
-        q, k = (_unit(part.unflatten(-1, (self.key_heads, self.key_dim))) for part in (q, k))
+        q, k = (unit(part.unflatten(-1, (self.key_heads, self.key_dim))) for part in (q, k))
         if (shared := self.value_heads // self.key_heads) > 1:
             q, k = q.repeat_interleave(shared, -2), k.repeat_interleave(shared, -2)
         v = v.unflatten(-1, (self.value_heads, self.value_dim))
         return q * self.key_dim**-0.5, k, v, A * F.softplus(raw_dt + dt_bias), raw_beta.sigmoid() * self.beta_scale
-
-    def step(self, states: torch.Tensor, operands: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        return gated_delta_update(states, *operands)
-
-    def chunk(
-        self, states: torch.Tensor, operands: Tensors, rows: torch.Tensor, offsets: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k, v, g, beta = operands
-        return gated_delta_chunk(q, k, v, g, beta, states, self.chunk_size, rows, offsets)

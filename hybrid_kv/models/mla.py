@@ -1,0 +1,104 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) over a paged cache of one vector per token.
+
+`kernels.mla` says what that vector is, and why nothing is expanded per cached token. It runs in plain torch, on any
+device and whatever the attention backend.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hybrid_kv.attention.paged import PagedAttentionMetadata
+from hybrid_kv.cache.spec import MLAAttentionSpec
+from hybrid_kv.kernels.common.strided import gather_tokens
+from hybrid_kv.kernels.mla import attend_latent, store_latent
+from hybrid_kv.models.config_file import ConfigFile
+from hybrid_kv.models.layers import ForwardContext, Linear, RMSNorm
+from hybrid_kv.models.specs import SpecOptions
+
+_EPS = 1e-6  # of the norms of latents, whatever the file says of the others
+
+
+def latent_spec(file: ConfigFile, options: SpecOptions) -> MLAAttentionSpec:
+    """Its cache, by the names that DeepSeek-V2 gave the sizes."""
+    return MLAAttentionSpec(1, file.size("kv_lora_rank") + file.size("qk_rope_head_dim"), options.kv_dtype)
+
+
+def latent_attention(file: ConfigFile, name: str) -> LatentAttention:
+    """The layer, by the same names; what is called `rope` there is shared by the heads, and not rotated."""
+    num_heads = file.size("num_attention_heads")
+    file.only("num_key_value_heads", num_heads)
+    return LatentAttention(
+        name,
+        file.size("hidden_size"),
+        num_heads,
+        key_dim=file.size("qk_nope_head_dim"),
+        shared_dim=file.size("qk_rope_head_dim"),
+        value_dim=file.size("v_head_dim"),
+        rank=file.size("kv_lora_rank"),
+        query_rank=file.maybe_size("q_lora_rank"),
+        bias=file.flag("attention_bias", False),
+    )
+
+
+class LatentAttention(nn.Module):
+    """The layer, without positions (Kimi-Linear).
+
+    Args:
+        name: of the layer's cache, [rank + shared_dim] a token.
+        key_dim: channels of a head's K that come from the latent.
+        shared_dim: channels of K that all heads share.
+        value_dim: of a head.
+        rank: of the latents of K and V; `query_rank`: of those of the queries, None where they are projected at once.
+        bias: of the projections from and to `hidden_size`, but not of queries without latents.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        hidden_size: int,
+        num_heads: int,
+        key_dim: int,
+        shared_dim: int,
+        value_dim: int,
+        rank: int,
+        query_rank: int | None,
+        bias: bool,
+    ) -> None:
+        super().__init__()
+        self.name, self.num_heads, self.rank = name, num_heads, rank
+        self.key_splits, self.value_splits = (key_dim, shared_dim), (key_dim, value_dim)
+        self.scale = (key_dim + shared_dim) ** -0.5
+        self.q_a_proj = None if query_rank is None else Linear(hidden_size, query_rank, bias)
+        self.q_a_norm = None if query_rank is None else RMSNorm(query_rank, _EPS)
+        self.query_proj = Linear(query_rank or hidden_size, num_heads * (key_dim + shared_dim))
+        self.kv_a_proj = Linear(hidden_size, rank + shared_dim, bias)
+        self.kv_a_norm = RMSNorm(rank, _EPS)
+        self.kv_b_proj = Linear(rank, num_heads * (key_dim + value_dim))
+        self.o_proj = Linear(num_heads * value_dim, hidden_size, bias)
+
+    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """[num_tokens, hidden_size] to the same; stores the vectors of all tokens."""
+        metadata: PagedAttentionMetadata = context.metadata[self.name]
+        (cache,) = context.views[self.name]
+        to_keys, to_values = self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1)).split(self.value_splits, dim=1)
+        latent, shared = self.kv_a_proj(x).split((self.rank, self.key_splits[1]), dim=-1)
+        vectors = torch.cat([self.kv_a_norm(latent), shared], dim=-1).to(cache.dtype)
+        store_latent(vectors, cache, metadata.slot_mapping.cells(cache.shape[1]))
+        own, rest = self._queries(x).split(self.key_splits, dim=-1)
+        query = torch.cat([torch.einsum("thk,hkr->thr", own, to_keys), rest], dim=-1).to(cache.dtype)
+        outputs = []
+        for part in metadata.parts:
+            rows = part.rows.padded(query[part.start : part.start + part.num_tokens])
+            seen = gather_tokens(cache, part.token_index(cache)).unflatten(0, (-1, part.num_keys))
+            mixed = attend_latent(rows, seen, part.mask(self.num_heads, query.dtype), self.scale, self.rank)
+            outputs.append(part.rows.flat(mixed))
+        mixed = (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).to(x.dtype)
+        return self.o_proj(torch.einsum("thr,hvr->thv", mixed, to_values).flatten(1))
+
+    def _queries(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, num_heads, key_dim + shared_dim]."""
+        if self.q_a_proj is not None and self.q_a_norm is not None:
+            x = self.q_a_norm(self.q_a_proj(x))
+        return self.query_proj(x).unflatten(1, (self.num_heads, -1))
