@@ -6,6 +6,7 @@ from hybrid_kv.models import (
     falcon_mamba,  # noqa: F401
     granitemoehybrid,  # noqa: F401
     jamba,  # noqa: F401
+    kimi_linear,  # noqa: F401
     lfm2,  # noqa: F401
     mamba2,  # noqa: F401
     nemotron_h,  # noqa: F401

@@ -1,0 +1,150 @@
+"""Kimi-Linear: Kimi Delta Attention, in every fourth layer latent attention, and experts behind all but the first.
+
+Source: Moonshot AI's Kimi Linear (2025, arXiv 2510.26692) and transformers' implementation, which is the oracle of the
+tests. Order comes from the recurrent layers alone.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec, UndoSpec, window_and_states
+from hybrid_kv.kernels.moe import route_sigmoid
+from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock, rms_norm
+from hybrid_kv.models.config_file import ConfigFile
+from hybrid_kv.models.layers import GatedMLP
+from hybrid_kv.models.mixers.kda import KDAMixer
+from hybrid_kv.models.mla import latent_attention, latent_spec
+from hybrid_kv.models.moe import MixtureOfExperts
+from hybrid_kv.models.registry import Family, register
+from hybrid_kv.models.specs import ATTENTION, MAMBA, SpecOptions, caches, chunk_size, conv_rows, layer_kinds
+from hybrid_kv.models.weights import Tensors, join_gate_up, joined, renamed, stacked
+
+_FIXED = {"hidden_act": "silu", "mla_use_nope": True, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1}
+
+
+def _linear(file: ConfigFile) -> ConfigFile:
+    """The keys of the recurrent layers, without `linear_`; the hub keeps them in an object of their own."""
+    own = file.get("linear_attn_config")
+    if own is None:
+        own = {key.removeprefix("linear_"): value for key, value in file.values.items() if key.startswith("linear_")}
+    if not isinstance(own, dict):
+        raise file.fail(f"linear_attn_config={own!r} must be an object; correct the file")
+    return ConfigFile(own, file.source)
+
+
+def _kinds(file: ConfigFile) -> list[str]:
+    if (listed := _linear(file).get("full_attn_layers")) is None or file.get("layer_types") is not None:
+        return layer_kinds(file)
+    num_layers = file.size("num_hidden_layers")
+    if not isinstance(listed, list) or any(number not in range(1, 1 + num_layers) for number in listed):
+        raise file.fail(f"full_attn_layers={listed!r} must list layers from 1 to {num_layers}")
+    return [ATTENTION if i + 1 in listed else MAMBA for i in range(num_layers)]
+
+
+def _state(file: ConfigFile, options: SpecOptions) -> MambaSpec:
+    own = _linear(file)
+    heads, size = own.size("num_heads", default=32), own.size("head_dim", default=128)
+    window = conv_rows(own.size("conv_kernel_dim", "short_conv_kernel_size", default=4), options), 3 * heads * size
+    return MambaSpec(
+        block_size=1,
+        parts=window_and_states((window, options.dtype), ((heads, size, size), options.ssm_dtype)),
+        mamba_type="gdn_attention",
+        undo=UndoSpec(options.num_speculative_tokens),
+    )
+
+
+def _mixer(file: ConfigFile, name: str, spec: KVCacheSpec) -> nn.Module:
+    if not isinstance(spec, MambaSpec):
+        return latent_attention(file, name)
+    heads, size, _ = spec.parts[1].shape
+    kernel, eps = 1 + spec.parts[0].shape[0] - spec.num_speculative_tokens, file.number("rms_norm_eps", 1e-5)
+    return KDAMixer(name, file.size("hidden_size"), heads, size, kernel, chunk_size(file), eps)
+
+
+def _experts(file: ConfigFile) -> MixtureOfExperts:
+    size, hidden_size = file.size("moe_intermediate_size"), file.size("hidden_size")
+    num_experts = file.size("num_local_experts", "num_experts")
+    num_groups = file.size("n_group", "num_expert_group", default=1)
+    if num_experts % num_groups:
+        raise file.fail(f"{num_experts} experts cannot be in {num_groups} groups; correct num_experts or n_group")
+    route = partial(
+        route_sigmoid,
+        top_k=file.size("num_experts_per_tok", "num_experts_per_token"),
+        num_groups=num_groups,
+        top_k_groups=file.size("topk_group", default=1),
+        renormalise=file.flag("norm_topk_prob", file.flag("moe_renormalize", True)),
+        scale=file.number("routed_scaling_factor", 1.0),
+    )
+    shared = GatedMLP(hidden_size, size * file.size("n_shared_experts", "num_shared_experts", default=1))
+    return MixtureOfExperts(hidden_size, num_experts, size, route, shared=shared, correction_bias=True)
+
+
+def _dense(file: ConfigFile, num_layers: int) -> list[bool]:
+    """Of each layer whether an MLP is behind it, not experts."""
+    kinds = file.get("mlp_layer_types")
+    if kinds is None:
+        return [i < file.count("first_k_dense_replace", 1) for i in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not {*kinds} <= {"dense", "sparse"}:
+        raise file.fail(f"mlp_layer_types={kinds!r} must name {num_layers} layers, each dense or sparse")
+    return [kind == "dense" for kind in kinds]
+
+
+def _build(file: ConfigFile, specs: dict[str, KVCacheSpec]) -> nn.Module:
+    for fixed in _FIXED.items():
+        file.only(*fixed)
+    hidden_size, norm = file.size("hidden_size"), partial(rms_norm, file, default=1e-5)
+    layers = []
+    for (name, spec), dense in zip(specs.items(), _dense(file, len(specs)), strict=True):
+        mlp = GatedMLP(hidden_size, file.size("intermediate_size")) if dense else _experts(file)
+        layers.append(DecoderBlock(norm(), _mixer(file, name, spec), norm(), mlp))
+    return CausalLM(file, specs, layers, norm(), mamba_chunk_size=chunk_size(file))
+
+
+_NAMES = {
+    "post_attention_layernorm.": "mlp_norm.",
+    "input_layernorm.": "norm.",
+    "self_attn.forget_gate.": "mixer.",
+    "self_attn.o_norm.": "mixer.norm.",
+    "self_attn.": "mixer.",
+    "_a_layernorm.": "_a_norm.",
+    "kv_a_proj_with_mqa.": "kv_a_proj.",
+    "q_b_proj.": "query_proj.",
+    "block_sparse_moe.": "mlp.",
+    "gate.e_score_correction_bias": "correction_bias",
+    "shared_experts.": "shared_expert.",
+    ".w1.": ".gate_proj.",
+    ".w2.": ".down_proj.",
+    ".w3.": ".up_proj.",
+}
+_IN = ("q_proj", "k_proj", "v_proj", "f_a_proj", "b_proj", "g_a_proj")
+
+
+def _convert(tensors: Tensors) -> Tensors:
+    """The hub has a tensor for each convolution and each expert, transformers one for all."""
+    named = renamed(joined(tensors, ("q_conv1d", "k_conv1d", "v_conv1d"), "conv1d"), ("model.",), _NAMES)
+    latent = tuple(name.removesuffix("kv_a_proj.weight") for name in named if name.endswith(".kv_a_proj.weight"))
+    own: Tensors = {}
+    for name, tensor in named.items():
+        own[name.replace(".q_proj.", ".query_proj.") if name.startswith(latent) else name] = tensor
+        if name.endswith(".A_log"):
+            own[name] = tensor.flatten()  # [1, 1, heads, 1]
+    experts = stacked(join_gate_up(joined(own, _IN, "in_proj")))
+    return renamed(experts, (), {".experts.gate_up_proj": ".experts.up_proj"})
+
+
+_LAYERS = ["linear_attention", "full_attention", "linear_attention"]
+_TINY: dict[str, Any] = {"vocab_size": 101, "hidden_size": 40, "intermediate_size": 52, "moe_intermediate_size": 20}
+_TINY |= {"num_hidden_layers": 5, "layer_types": [*_LAYERS, *_LAYERS[:2]], "chunk_size": 16, "pad_token_id": 0}
+_TINY |= {"num_attention_heads": 4, "num_key_value_heads": 4, "linear_num_heads": 3, "linear_head_dim": 8}
+_TINY |= {"kv_lora_rank": 14, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 12}
+_TINY |= {"num_local_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2}
+_SMALL = _TINY | {"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128}
+_SMALL |= {"num_hidden_layers": 6, "layer_types": _LAYERS * 2, "chunk_size": 64, "num_local_experts": 16}
+_SMALL |= {"num_attention_heads": 8, "num_key_value_heads": 8, "linear_num_heads": 8, "linear_head_dim": 32}
+_SMALL |= {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+_SIZES = {"tiny": _TINY, "small": _SMALL}
+register(Family(_kinds, caches(_state, latent_spec), _build, _convert, sizes=_SIZES), "kimi_linear")
