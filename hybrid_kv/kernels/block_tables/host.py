@@ -5,7 +5,7 @@ brings the batch's rows into the input tables. `map_slots` gives each token its 
 `update_block_tables` does in one launch, and in the same way: an input row remembers which request's blocks it holds
 and how many, so that a request which keeps its place, or comes back to it, brings only its new blocks.
 
-Each part is one loop, compiled where numba is installed. Shapes considered, at 8 prefills of 64 blocks and 8,192
+Each part is one loop, compiled by numba. Shapes considered, at 8 prefills of 64 blocks and 8,192
 tokens, two groups, on a core that has done something else before, as in an engine: (a) numpy for what changed, some 65
 calls: 80 us on warm caches, 140 to 220 on cold ones, as each call runs code that nothing else does. (b) One call for
 each part and no temporaries: 45 us. This is (b).

@@ -1,7 +1,7 @@
-"""Loops over numpy arrays as machine code, by numba where it is installed.
+"""Loops over numpy arrays as machine code, by numba.
 
-A loop is a plain function until its first use, so that its module imports without numba. Elsewhere Python runs it: the
-results are the same, an entry costs 100 ns in place of 1.
+A loop is a plain function until its first use: commands without an engine do not load numba. It trails new versions of
+numpy and Python by some weeks; where it cannot be imported Python runs the loop, with the same results.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def compiled(loop: Loop, signature: str) -> Loop:
     """
     try:
         import numba
-    except ImportError:  # it is missing, or does not know a numpy that is newer
+    except ImportError:  # a numpy or a Python that is newer than it
         return loop
     njit: Any = numba.njit
     try:
