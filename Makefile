@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PEERS := .venv-vllm
 
 # What the workflows set for these is read by the shell, never expanded here.
 export RESULTS ?= results
 export N ?= 5
 
 .PHONY: guard guard-quick test fuzz bench lint lint-workflows kernels check-results compare step-summary comment
-.PHONY: report figures docs titles history asv-page
+.PHONY: report figures docs titles history asv-page peers
 .PHONY: gpu-test gpu-guard gpu-bench gpu-compare gpu-accuracy merge-results push-results alarm wheel announce clean
 guard: $(STAMP)
 	$(BIN)/hybrid-kv guard
@@ -32,6 +33,9 @@ history: $(STAMP)
 
 asv-page: $(STAMP)
 	bash .ci/asv-page $(BIN)/asv
+
+peers: $(STAMP) $(PEERS)/.installed
+	$(BIN)/python -m bench.families
 
 report: $(STAMP)
 	$(BIN)/hybrid-kv report --results "$$RESULTS" --out site --repository "$${REPOSITORY_URL:-}"
@@ -106,5 +110,10 @@ $(STAMP): pyproject.toml constraints.txt .ci/install
 	@bash .ci/install $(BIN)/python
 	@touch $@
 
+$(PEERS)/.installed: constraints-peers.txt .ci/install-peers
+	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	@bash .ci/install-peers $(PEERS)/bin/python
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .asv .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks build dist out site *.egg-info
+	rm -rf $(VENV) $(PEERS) .asv .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks build dist out site *.egg-info

@@ -113,10 +113,10 @@ def _transformers(model: str) -> Any:
 def _engine(model: str) -> LLM:
     _transformers(model)  # writes the checkpoint
     folder = GUARD_MODEL if model == "guard" else _random_checkpoint().name
-    return LLM(folder, tokenizer=_NoText(), device="cpu", dtype="float32", max_num_seqs=8, max_model_len=512)
+    return LLM(folder, tokenizer=NoText(), device="cpu", dtype="float32", max_num_seqs=8, max_model_len=512)
 
 
-class _NoText:
+class NoText:
     """The prompts are token ids."""
 
     eos_token_id = None
@@ -209,7 +209,7 @@ def _in_batches(texts: list[list[int]], batch: int, stop: int) -> list[list[int]
 def _configured(variant: str, batch: int) -> LLM:
     return LLM(
         GUARD_MODEL,
-        tokenizer=_NoText(),
+        tokenizer=NoText(),
         device="cpu",
         dtype="float32",
         max_num_seqs=batch,

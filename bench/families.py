@@ -1,0 +1,257 @@
+"""The engine beside vLLM and transformers: one checkpoint of each family, greedy, float32, one core.
+
+Each family's is the one that `hybrid-kv checkpoint FAMILY FOLDER` writes; `guard` is the guard model. Nothing is cached
+or drafted, prompts have one length. All three get the same token ids, and every run's tokens are compared with those of
+transformers. Where they differ, transformers in float64 says by how much the better token is the better one, and a side
+whose tokens differ has no time.
+
+The time of one new token is the prefill's; that of all, less that, is the decode's. A ratio is how many times as long a
+rival takes as the engine: tokens per second of the engine over those of the rival. vLLM runs in a process of its own
+(`bench.peers.vllm_process`), and what its other threads do is not counted.
+
+`make peers` makes the environment with vLLM and runs `python -m bench.families`.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench._reference import equal
+from bench.generate import NoText
+from bench.peers.vllm_process import VLLMProcess, check_installed
+from hybrid_kv.accuracy.guard_model import FOLDER as GUARD_MODEL
+from hybrid_kv.arguments import ArgumentParser
+from hybrid_kv.config import HybridKVError
+from hybrid_kv.engine.llm import LLM
+from hybrid_kv.errors import run_command
+from hybrid_kv.models.random_checkpoint import write_checkpoint
+from hybrid_kv.models.registry import sized
+from hybrid_kv.results import Receipt, Row, append_rows, check_writable
+from hybrid_kv.sampling import SamplingParams
+from hybrid_kv.timing.cases import Cell, WrongResultError, nothing
+from hybrid_kv.timing.clock import clock, median, ratio
+from hybrid_kv.timing.measurement import ENGINE, Measurement
+
+SUITE = "families"
+RIVALS = ("transformers", "vllm")
+BATCHES = (1, 8)
+PROMPT, NEW_TOKENS = 256, 32
+ROUNDS = 7
+Tokens = list[list[int]]
+Side = Callable[[Tokens, int], tuple[Tokens, float]]  # (prompts, new tokens of each) to those, and seconds
+
+
+@dataclass
+class Family:
+    """What one family's checkpoint showed.
+
+    Attributes:
+        refusals: by subject, why it does not run the checkpoint.
+        equal: by batch and subject, how many of the requests got transformers' tokens.
+        differences: in words, the first of each batch and subject.
+        measured: the times of those whose tokens are equal.
+    """
+
+    name: str
+    refusals: dict[str, str] = field(default_factory=dict)
+    equal: dict[tuple[int, str], int] = field(default_factory=dict)
+    differences: list[str] = field(default_factory=list)
+    measured: list[Measurement] = field(default_factory=list)
+
+    def rows(self) -> Iterator[Row]:
+        """For `hybrid_kv.results`."""
+        for subject, reason in self.refusals.items():
+            yield Row(SUITE, "runs", "runs", 0, "", {"family": self.name, "subject": subject, "reason": reason})
+        for (batch, subject), requests in self.equal.items():
+            params = {"family": self.name, "batch": batch, "subject": subject}
+            yield Row(SUITE, "tokens", "equal_requests", requests / batch, "share", params, n=batch, better="higher")
+        for one in self.measured:
+            yield from one.rows()
+
+
+def _engine(folder: Path) -> Side:
+    llm = LLM(folder, tokenizer=NoText(), device="cpu", dtype="float32", max_num_seqs=max(BATCHES), max_model_len=512)
+
+    def generate(prompts: Tokens, max_tokens: int) -> tuple[Tokens, float]:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        start = clock()
+        outputs = llm.generate(prompts, params, progress=False)
+        return [output.token_ids for output in outputs], clock() - start
+
+    return generate
+
+
+def _transformers(folder: Path) -> tuple[Any, Side]:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+
+    def generate(prompts: Tokens, max_tokens: int) -> tuple[Tokens, float]:
+        start = clock()
+        ids = torch.tensor(prompts)
+        with torch.inference_mode():
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_tokens,
+                do_sample=False,
+                use_cache=True,
+                pad_token_id=0,
+            )
+        return out[:, ids.shape[1] :].tolist(), clock() - start
+
+    return model, generate
+
+
+def compare(name: str, rivals: Sequence[str], size: str, rounds: int = ROUNDS) -> Family:
+    """One family: who loads its checkpoint, whose tokens are whose, and how long each takes."""
+    found = Family(name)
+    with ExitStack() as stack:
+        folder = GUARD_MODEL
+        if name != "guard":
+            folder = Path(stack.enter_context(TemporaryDirectory()))
+            write_checkpoint(name, folder, size)
+        model, reference = _transformers(folder)
+        sides: dict[str, Side] = {ENGINE: _engine(folder)}
+        if "transformers" in rivals:
+            sides[f"transformers {version('transformers')}"] = reference
+        if "vllm" in rivals:
+            try:
+                process = stack.enter_context(VLLMProcess(folder, max(BATCHES), 512))
+                sides[f"vllm {process.version}"] = process.generate
+            except HybridKVError as error:
+                found.refusals["vllm"] = str(error)
+        for batch in BATCHES:
+            g = torch.Generator().manual_seed(batch)
+            prompts = torch.randint(1, model.config.vocab_size, (batch, PROMPT), generator=g).tolist()
+            wanted, _ = reference(prompts, NEW_TOKENS)
+            right = {}
+            for subject, side in sides.items():
+                tokens, _ = side(prompts, NEW_TOKENS)
+                found.equal[batch, subject] = sum(map(list.__eq__, tokens, wanted))
+                if tokens == wanted:
+                    right[subject] = side
+                else:
+                    found.differences.append(f"{name}, {batch}: {difference(model, prompts, wanted, tokens, subject)}")
+            found.measured += measure(name, right, prompts, wanted, rounds)
+    return found
+
+
+def measure(name: str, sides: Mapping[str, Side], prompts: Tokens, wanted: Tokens, rounds: int) -> list[Measurement]:
+    """Prefill and decode of sides that are right, interleaved; a side that is wrong once is none of them.
+
+    Raises:
+        WrongResultError: a side's tokens have changed.
+    """
+    seconds: dict[str, list[tuple[float, float]]] = {subject: [] for subject in sides}
+    order, rng = list(sides), random.Random(0)
+    for _ in range(rounds):
+        rng.shuffle(order)
+        for subject in order:
+            first, prefill = sides[subject](prompts, 1)
+            tokens, whole = sides[subject](prompts, NEW_TOKENS)
+            equal(f"tokens of {subject}", tokens, wanted)
+            equal(f"first tokens of {subject}", first, [row[:1] for row in wanted])
+            seconds[subject].append((prefill, whole - prefill))
+    found = []
+    for phase, label in enumerate(("prefill", "decode")):
+        times = {subject: np.array([one[phase] for one in each]) for subject, each in seconds.items()}
+        for subject, own in times.items():
+            params = {"family": name, "batch": len(prompts), "prompt": PROMPT, "new": NEW_TOKENS, "subject": subject}
+            times_engine = ratio(own, times[ENGINE]) if subject != ENGINE and ENGINE in times else None
+            cell = Cell(SUITE, label, params, "cpu", nothing)
+            found.append(Measurement(cell, median(own), times_engine, rounds, Receipt(True, True, 0.0)))
+    return found
+
+
+def difference(model: Any, prompts: Tokens, wanted: Tokens, tokens: Tokens, subject: str) -> str:
+    """The first token that differs, and how far apart the two are for transformers in float64."""
+    row = next(i for i, (own, other) in enumerate(zip(tokens, wanted, strict=True)) if own != other)
+    place = next(i for i, (own, other) in enumerate(zip(tokens[row], wanted[row], strict=True)) if own != other)
+    own, other = tokens[row][place], wanted[row][place]
+    model.double()
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompts[row] + wanted[row][:place]]), use_cache=False).logits[0, -1]
+    model.float()
+    margin = float((logits[other] - logits[own]) / logits.abs().max())
+    return (
+        f"request {row}, token {place}: {subject} has {own}, transformers {other}; in float64 {other} is "
+        f"{margin:+.1e} of the largest logit above {own}"
+    )
+
+
+def lines(found: Family) -> Iterator[list[str]]:
+    """The table's lines of one family, one for each rival."""
+    cells = [(one.cell.params["subject"], one.cell.params["batch"], one.cell.benchmark) for one in found.measured]
+    measured = dict(zip(cells, found.measured, strict=True))
+    for subject in dict.fromkeys(subject for _, subject in found.equal):
+        shown = [found.name, subject, " ".join(f"{found.equal[batch, subject]}/{batch}" for batch in BATCHES)]
+        for phase, tokens in (("prefill", PROMPT), ("decode", NEW_TOKENS - 1)):
+            for batch in BATCHES:
+                one = measured.get((subject, batch, phase))
+                speed = "" if one is None else f"{batch * tokens / one.time.value:,.0f}"
+                shown.append(f"{speed} ({one.ratio.value:.2f})" if one and one.ratio else speed)
+        yield shown
+    for subject, reason in found.refusals.items():
+        yield [found.name, subject, reason]
+
+
+HEAD = ["family", "side", "equal", *(f"{phase}, {batch}" for phase in ("prefill", "decode") for batch in BATCHES)]
+WIDTHS = (17, 20, 8, 16, 16, 16, 16)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table. Returns 1 if tokens of the engine differ, 2 if it cannot run or write, else 0."""
+    names = ("guard", *sized())
+    parser = ArgumentParser("python -m bench.families")
+    parser.add_argument("--family", action="append", default=[], choices=names, help="only this one; may be repeated")
+    parser.add_argument("--rival", action="append", default=[], choices=RIVALS, help="only this one; may be repeated")
+    parser.add_argument("--size", default="small", help="of the checkpoints (default: small)")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"that are timed (default: {ROUNDS})")
+    parser.add_argument("--out", metavar="CSV", help="append one row per measurement")
+    options = parser.parse_args(arguments)
+    rivals = options.rival or RIVALS
+    torch.set_num_threads(1)
+    wrong = False
+    try:
+        if options.out:
+            check_writable(options.out)
+        if "vllm" in rivals:
+            check_installed()
+        print("tokens/s of each, in brackets those of the engine over it\n" + _line(HEAD))
+        for name in options.family or names:
+            found = compare(name, rivals, options.size, options.rounds)
+            if options.out:
+                append_rows(options.out, [*found.rows()])
+            print("\n".join([*map(_line, lines(found)), *found.differences]), flush=True)
+            wrong |= any(found.equal[batch, ENGINE] < batch for batch in BATCHES)
+    except WrongResultError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except HybridKVError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return int(wrong)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "".join(cell.ljust(width) for cell, width in zip(cells, WIDTHS, strict=False)).rstrip()
+
+
+if __name__ == "__main__":
+    run_command(main)
