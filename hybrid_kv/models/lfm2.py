@@ -140,7 +140,11 @@ _FAMILY = Family(
     caches(_window),
     _build,
     _convert,
-    sizes={"tiny": _TINY | {"block_multiple_of": 8}, "small": _SMALL},
+    # Liquid's own files have these two widths, and vLLM asks for them; transformers has the hidden size alone.
+    sizes={
+        "tiny": _TINY | {"block_multiple_of": 8, "block_dim": 40, "conv_dim": 40},
+        "small": _SMALL | {"block_dim": 256, "conv_dim": 256},
+    },
 )
 register(_FAMILY, "lfm2")
 register(replace(_FAMILY, sizes={"tiny": _TINY | _FEW, "small": _SMALL | _MANY}), "lfm2_moe")
