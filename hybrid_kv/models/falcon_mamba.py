@@ -81,7 +81,7 @@ register(
         _build,
         _convert,
         sizes={"tiny": _TINY, "small": _SMALL},
-        checked_against="transformers: whole and token by token",
+        checked_against="transformers as a whole; in chunks on a cache it is wrong",
     ),
     "falcon_mamba",
 )
