@@ -56,17 +56,17 @@ class ConfigFile:
         value = self._integer(0, name)
         return default if value is None else value
 
-    def _integer(self, least: int, *names: str) -> int | None:
+    def _integer(self, least: int, *names: str, most: int = MAX_SIZE) -> int | None:
         name, value = self._found(*names)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             raise self.fail(f"{name}={_shown(value)} must be an integer >= {least}; correct the file")
-        if value is not None and value > MAX_SIZE:
-            raise self.fail(f"{name}={_shown(value)} must be at most {MAX_SIZE}; correct the file")
+        if value is not None and value > most:
+            raise self.fail(f"{name}={_shown(value)} must be at most {most}; correct the file")
         return value
 
-    def size(self, *names: str, default: int | None = None) -> int:
-        """An integer from 1 to `MAX_SIZE`."""
-        value = self.maybe_size(*names)
+    def size(self, *names: str, default: int | None = None, most: int = MAX_SIZE) -> int:
+        """An integer from 1 to `most`."""
+        value = self._integer(1, *names, most=most)
         if value is None and default is None:
             raise self.fail(
                 f"{' or '.join(names)} is missing; a {self.model_type} config must give it as an integer >= 1"

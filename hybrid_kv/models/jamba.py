@@ -59,12 +59,13 @@ def _build(file: ConfigFile, specs: dict[str, KVCacheSpec]) -> nn.Module:
         file.only(key, supported)
     hidden_size, size = file.size("hidden_size"), file.size("intermediate_size")
     num_experts = file.size("num_experts", default=16)
-    route = partial(route_softmax, top_k=file.size("num_experts_per_tok", default=2), renormalise=False)
     has_experts = _every(file, "expert_layer", 2, 1)
 
     def layer(i: int, name: str) -> nn.Module:
         mlp: nn.Module
         if num_experts > 1 and has_experts[i]:
+            top_k = file.size("num_experts_per_tok", default=2, most=num_experts)
+            route = partial(route_softmax, top_k=top_k, renormalise=False)
             mlp = MixtureOfExperts(hidden_size, num_experts, size, route)
         else:
             mlp = GatedMLP(hidden_size, size)

@@ -73,14 +73,14 @@ def _experts(file: ConfigFile) -> MixtureOfExperts:
         raise file.fail(f"{num_experts} experts cannot be in {num_groups} groups; correct num_experts or n_group")
     route = partial(
         route_sigmoid,
-        top_k=file.size("num_experts_per_tok", "num_experts_per_token"),
+        top_k=file.size("num_experts_per_tok", "num_experts_per_token", most=num_experts),
         num_groups=num_groups,
-        top_k_groups=file.size("topk_group", default=1),
+        top_k_groups=file.size("topk_group", default=1, most=num_groups),
         renormalise=file.flag("norm_topk_prob", file.flag("moe_renormalize", True)),
         scale=file.number("routed_scaling_factor", 1.0),
     )
     shared = GatedMLP(hidden_size, size * file.size("n_shared_experts", "num_shared_experts", default=1))
-    return MixtureOfExperts(hidden_size, num_experts, size, route, shared=shared, correction_bias=True)
+    return MixtureOfExperts(hidden_size, num_experts, size, route, shared=shared, correction_bias=True, wide_gate=True)
 
 
 def _dense(file: ConfigFile, num_layers: int) -> list[bool]:

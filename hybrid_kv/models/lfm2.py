@@ -73,17 +73,17 @@ def _dense_size(file: ConfigFile) -> int:
 
 
 def _experts(file: ConfigFile) -> MixtureOfExperts:
+    hidden_size, num_experts, size = map(file.size, ("hidden_size", "num_experts", "moe_intermediate_size"))
     has_bias = file.flag("use_expert_bias", True)
     route = partial(
         route_sigmoid,
-        top_k=file.size("num_experts_per_tok", default=4),
+        top_k=file.size("num_experts_per_tok", default=4, most=num_experts),
         num_groups=1,
         top_k_groups=1,
         renormalise=file.flag("norm_topk_prob", True),
         scale=file.number("routed_scaling_factor", 1.0),
         epsilon=1e-6,
     )
-    hidden_size, num_experts, size = map(file.size, ("hidden_size", "num_experts", "moe_intermediate_size"))
     return MixtureOfExperts(
         hidden_size, num_experts, size, route if has_bias else partial(route, bias=None), correction_bias=has_bias
     )

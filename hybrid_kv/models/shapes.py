@@ -80,7 +80,7 @@ def model_shape(
         hidden_size=config.size("hidden_size"),
         vocab_size=config.size("vocab_size"),
         dtype=options.dtype,
-        max_position_embeddings=config.maybe_size("max_position_embeddings"),
+        max_position_embeddings=config.maybe_size("max_position_embeddings", "model_max_length"),
         mamba_chunk_size=chunk_size(config) if any(isinstance(spec, MambaSpec) for spec in layers.values()) else None,
         num_hidden_layers=len(kinds),
         layers=layers,

@@ -64,6 +64,7 @@ def test_layers_come_in_periods(tmp_path_factory):
     [
         ({"hidden_act": "relu"}, "hidden_act='relu' can't be run, 'silu' can"),
         ({"mamba_inner_layernorms": False}, "mamba_inner_layernorms=False can't be run"),
+        ({"num_experts_per_tok": 6}, "num_experts_per_tok=6 must be at most 5"),
         ({"sliding_window": 8}, "sliding_window=8 can't be run"),
         ({"attn_layer_offset": 3}, "attn_layer_offset=3 must be below attn_layer_period=3"),
         ({"expert_layer_offset": -1}, "expert_layer_offset=-1 must be an integer >= 0"),

@@ -65,7 +65,9 @@ def test_the_names_that_transformers_runs_with(tmp_path_factory):
 
 def test_a_token_takes_one_vector_in_the_latent_cache(tmp_path_factory):
     _, folder = checkpoint(tmp_path_factory, "kimi_linear")
-    layers = model_shape(folder, num_speculative_tokens=2).layers
+    shape = model_shape(folder, num_speculative_tokens=2)
+    layers = shape.layers
+    assert shape.max_position_embeddings == 1048576
     spec = layers["layers.1"]
     assert isinstance(spec, MLAAttentionSpec)
     assert spec.page_size_bytes == (14 + 6) * 4
@@ -96,6 +98,8 @@ def test_half_precision_runs(tmp_path_factory):
         ({"mla_use_nope": False}, "mla_use_nope=False can't be run"),
         ({"num_key_value_heads": 2}, "num_key_value_heads=2 can't be run, 4 can"),
         ({"mlp_layer_types": ["dense"]}, "must name 5 layers"),
+        ({"num_experts_per_token": 9}, "num_experts_per_token=9 must be at most 8"),
+        ({"topk_group": 5}, "topk_group=5 must be at most 4"),
         ({"n_group": 3}, "8 experts cannot be in 3 groups"),
         ({"linear_attn_config": 3}, "linear_attn_config=3 must be an object"),
         (

@@ -10,6 +10,7 @@ from hybrid_kv.config import ConfigError
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.shapes import model_shape
 from tests.models.parity import check_exactness, check_parity, checkpoint, load
+from tests.models.refusals import check_refused
 
 CASES = {
     "dense": ("lfm2", {}),
@@ -110,9 +111,12 @@ def test_a_wrong_key_is_one_line(keys, words):
         model_shape(file)
 
 
-def test_a_number_of_dense_layers_below_zero_is_one_line(tmp_path_factory):
-    _, folder = checkpoint(tmp_path_factory, "lfm2_moe")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "num_dense_layers": -1}))
-    with pytest.raises(ConfigError, match="num_dense_layers=-1 must be an integer >= 0"):
-        load(folder)
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"num_dense_layers": -1}, "num_dense_layers=-1 must be an integer >= 0"),
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok=7 must be at most 6"),
+    ],
+)
+def test_experts_that_cannot_be_are_refused(tmp_path_factory, keys, message):
+    check_refused(checkpoint(tmp_path_factory, "lfm2_moe")[1], keys, message)
