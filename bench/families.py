@@ -147,7 +147,7 @@ def compare(name: str, rivals: Sequence[str], size: str, rounds: int = ROUNDS) -
                 if tokens == wanted:
                     right[subject] = side
                 else:
-                    found.differences.append(f"{name}, {batch}: {difference(model, prompts, wanted, tokens, subject)}")
+                    found.differences.append(f"{name}, {batch}: {difference(folder, prompts, wanted, tokens, subject)}")
             found.measured += measure(name, right, prompts, wanted, rounds)
     return found
 
@@ -179,15 +179,17 @@ def measure(name: str, sides: Mapping[str, Side], prompts: Tokens, wanted: Token
     return found
 
 
-def difference(model: Any, prompts: Tokens, wanted: Tokens, tokens: Tokens, subject: str) -> str:
+def difference(folder: Path, prompts: Tokens, wanted: Tokens, tokens: Tokens, subject: str) -> str:
     """The first token that differs, and how far apart the two are for transformers in float64."""
+    from transformers import AutoModelForCausalLM
+
     row = next(i for i, (own, other) in enumerate(zip(tokens, wanted, strict=True)) if own != other)
     place = next(i for i, (own, other) in enumerate(zip(tokens[row], wanted[row], strict=True)) if own != other)
     own, other = tokens[row][place], wanted[row][place]
-    model.double()
+    # "eager": its default for experts has no float64.
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager").eval()
     with torch.inference_mode():
         logits = model(torch.tensor([prompts[row] + wanted[row][:place]]), use_cache=False).logits[0, -1]
-    model.float()
     margin = float((logits[other] - logits[own]) / logits.abs().max())
     return (
         f"request {row}, token {place}: {subject} has {own}, transformers {other}; in float64 {other} is "
