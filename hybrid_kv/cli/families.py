@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -35,7 +36,8 @@ def _print(found: list[dict[str, Any]]) -> None:
             ", ".join(entry["sizes"]),
             entry["checked_against"],
         )
-    Console().print(table)
+    # Into a file rich would fold the table at 80 columns.
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 
 def checkpoint(
