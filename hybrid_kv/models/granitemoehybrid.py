@@ -121,6 +121,7 @@ _SMALL = _TINY | {
     "num_local_experts": 16,
     "num_experts_per_tok": 4,
     "mamba_n_heads": 16,
+    "mamba_n_groups": 1,  # as in every published one; vLLM would norm each group by itself, transformers does not
     "mamba_d_state": 32,
     "mamba_chunk_size": 64,
 }

@@ -66,6 +66,7 @@ _TINY = {
     "chunk_size": 16,
 }
 _SMALL = _TINY | {
+    "n_groups": 1,  # vLLM norms each group by itself, transformers all of them together
     "vocab_size": 1024,
     "hidden_size": 256,
     "num_hidden_layers": 8,
