@@ -126,6 +126,21 @@ def test_families_are_told_by_the_cells_that_they_were_run_in(tmp_path: Path) ->
     assert line == "| `bamba` | 3.0e-06 | 2.0e-14 | none, align | scripted, MTP | slots, replay | 3 |"
 
 
+def test_a_rival_has_ratios_or_what_keeps_it_from_them(tmp_path: Path) -> None:
+    common = {"suite": "families", "unit": "share", "benchmark": "tokens", "metric": "equal_requests"}
+    who = {"family": "lfm2", "batch": 1}
+    made = [row(**common, value=1.0, params={**who, "subject": subject}) for subject in ("engine", "transformers 5")]
+    made += [row(**common, value=0.0, params={**who, "subject": "vllm 1"})]
+    ratio = {"suite": "families", "unit": "time ratio", "metric": "ratio_to_engine", "benchmark": "decode"}
+    made += [row(**ratio, value=1.25, params={**who, "subject": "transformers 5"})]
+    refused = {"family": "bamba", "subject": "vllm", "reason": "ValueError: no"}
+    made += [row(suite="families", benchmark="runs", metric="runs", unit="", value=0.0, params=refused)]
+    lines = (readme.BLOCKS["beside"](results(tmp_path, *made)) or "").splitlines()[2:]
+    assert lines[0] == "| `bamba` | vLLM | does not run: ValueError: no | – | – | – | – |"
+    assert lines[1].startswith("| `lfm2` | transformers 5 | equal | – | – | 1.25 (")
+    assert lines[2] == "| `lfm2` | vLLM 1 | differ | – | – | – | – |"
+
+
 def test_a_quick_run_does_not_replace_the_full_ones_tables(tmp_path: Path) -> None:
     quick = [one | {"run_id": "quick", "time_utc": "2030-01-01T00:00:00Z"} for one in everything()]
     chosen = [one for one in quick if one["benchmark"] in ("layout", "expand")][:4]
