@@ -1,9 +1,9 @@
 """The engine beside vLLM and transformers: one checkpoint of each family, greedy, float32, one core.
 
 Each family's is the one that `hybrid-kv checkpoint FAMILY FOLDER` writes; `guard` is the guard model. Nothing is cached
-or drafted, prompts have one length. All three get the same token ids, and every run's tokens are compared with those of
-transformers. Where they differ, transformers in float64 says by how much the better token is the better one, and a side
-whose tokens differ has no time.
+or drafted, prompts have one length. All three get the same token ids, and every run's tokens are compared with those
+that transformers gives for each prompt alone. Where they differ, transformers in float64 says by how much the better
+token is the better one, and a side whose tokens differ has no time.
 
 The time of one new token is the prefill's; that of all, less that, is the decode's. A ratio is how many times as long a
 rival takes as the engine: tokens per second of the engine over those of the rival. vLLM runs in a process of its own
@@ -139,7 +139,7 @@ def compare(name: str, rivals: Sequence[str], size: str, rounds: int = ROUNDS) -
         for batch in BATCHES:
             g = torch.Generator().manual_seed(batch)
             prompts = torch.randint(1, model.config.vocab_size, (batch, PROMPT), generator=g).tolist()
-            wanted, _ = reference(prompts, NEW_TOKENS)
+            wanted = [reference([prompt], NEW_TOKENS)[0][0] for prompt in prompts]
             right = {}
             for subject, side in sides.items():
                 tokens, _ = side(prompts, NEW_TOKENS)
