@@ -156,6 +156,9 @@ SCHEME = """
 SIZES = {"heads": 2, "head_dim": 4, "state": 3, "groups": 1, "taps": 4, "hidden_size": 8, "vocab_size": 101}
 TINY = {**SIZES, "num_hidden_layers": 2}
 WRITER = """
+    from types import SimpleNamespace
+
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
     from hybrid_kv.models.config_file import ConfigFile
@@ -177,6 +180,22 @@ WRITER = """
             for weight in self.parameters():
                 nn.init.ones_(weight)
             self.post_init()
+
+        def forward(self, input_ids, use_cache):
+            x = self.embed(input_ids[0])
+            for norm, mixer in zip(self.norms, self.mixers):
+                gate, conv_in, dt = mixer.in_proj(norm(x)).split(mixer.splits, dim=-1)
+                seen = F.pad(conv_in, (0, 0, mixer.kernel - 1, 0)).unfold(0, mixer.kernel, 1)
+                conv_out = F.silu((seen * mixer.conv_weight).sum(-1) + mixer.conv_bias)
+                heads, B, C = mixer._parts(conv_out, conv_out.dtype)
+                B, C = (part.repeat_interleave(mixer.num_heads // mixer.groups, 1).unsqueeze(2) for part in (B, C))
+                dt = F.softplus(dt + mixer.dt_bias).unsqueeze(-1)
+                decay, state, outputs = (-dt * mixer.A_log.exp()[:, None]).exp(), 0, []
+                for t in range(len(x)):
+                    state = decay[t][..., None] * state + (dt[t] * heads[t]).unsqueeze(-1) * B[t]
+                    outputs.append((state * C[t]).sum(-1) + mixer.D[:, None] * heads[t])
+                x = x + mixer.out_proj(mixer.norm(torch.stack(outputs).flatten(1), gate))
+            return SimpleNamespace(logits=upcast(F.linear(x, self.embed.weight))[None])
 
 
     AutoConfig.register("tiny_mamba", TinyConfig)
@@ -209,7 +228,8 @@ def test_a_family_is_one_file_and_one_line(guard: Guard) -> None:
     toy = example("adding-a-family.md").replace("build=Tiny,", f"build=Tiny, sizes={{'tiny': {TINY}}},") + dedent(
         WRITER
     )
-    (result,) = guard(toy, "--only", "family=tiny_mamba")
+    result, distance = guard(toy, "--only", "family=tiny_mamba")
+    assert distance["name"] == "distance from transformers, tiny_mamba" and 0 < distance["value"] < 2e-5
     assert result["name"] == "largest logit difference, tiny_mamba" and result["n"] > 1000
     assert all(result["figures"][what] for what in ("cached_tokens", "accepted", "preemptions"))
 

@@ -21,7 +21,7 @@ pytest.importorskip("plotly", reason="the report needs plotly: pip install -e '.
 def test_each_section_says_what_it_found(full: str) -> None:
     assert titles(full) == {
         "verdict": "✕ fail: 52 of 55 checks of the newest runs",
-        "history": "1 of 116 series changed their level, once for the worse",
+        "history": "1 of 118 series changed their level, once for the worse",
         "comparison": "1 of 5 benchmarks is slower than fffffff",
         "block-ids": "One append of block ids takes 2 to 4 times as long without staging",
         "slots-and-replay": "Replay moves 4 to 6.7 times fewer bytes than slots",

@@ -23,7 +23,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         return [CheckResult("block ids", "list over the engine", True, 2.0, "time ratio", ">= 1", 1, 0.1)]
 
     load_checks()
-    few = {"layout": 8, "costs": 1, "exact model": 20, "guard model": 4, "accuracy": 8, "block ids": 1}
+    few = {"layout": 8, "costs": 1, "exact model": 20, "guard model": 4, "families": 0, "accuracy": 8, "block ids": 1}
     for section, count in few.items():
         change(monkeypatch, section, amounts={"quick": count})
     change(monkeypatch, "block ids", function=ratio)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -27,24 +26,27 @@ def test_clean_code_passes() -> None:
 
 
 def test_a_block_table_that_is_a_column_late_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = host.Stack.copy
+    original = host.HostTables.place
 
-    def late(self: host.Stack, rows: Any, positions: Any, width: int) -> None:
-        original(self, rows, positions, width)
-        self.inputs[:, positions] = np.roll(self.inputs[:, positions], 1, axis=-1)
+    def late(self: host.HostTables, rows: Any, num_reqs_padded: int) -> bool:
+        self.forget()
+        is_changed = original(self, rows, num_reqs_padded)
+        for table in self.input_tables:
+            table[: len(rows)] = table[: len(rows)].roll(1, dims=1)
+        return is_changed
 
-    monkeypatch.setattr(host.Stack, "copy", late)
+    monkeypatch.setattr(host.HostTables, "place", late)
     assert not exact_model_passes()
 
 
 def test_slots_that_are_one_too_far_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = host.HostTables._map_stack
+    original = host.HostTables.map_slots
 
-    def off_by_one(self: host.HostTables, *arguments: Any) -> None:
-        original(self, *arguments)
-        arguments[-1][...] += 1
+    def off_by_one(self: host.HostTables, rows: Any, query_lens: Any, positions: Any, *rest: Any) -> None:
+        original(self, rows, query_lens, positions, *rest)
+        self.slot_mappings[:, : len(positions)] += 1
 
-    monkeypatch.setattr(host.HostTables, "_map_stack", off_by_one)
+    monkeypatch.setattr(host.HostTables, "map_slots", off_by_one)
     assert not exact_model_passes()
 
 
