@@ -45,7 +45,7 @@ def write_checkpoint(
     """
     folder = Path(folder)
     model = random_model(model_type, size, seed, keys)
-    with _quiet():
+    with quiet():
         model.save_pretrained(folder, max_shard_size=max_shard_size)
     file = ConfigFile.read(folder)
     if (head := head_of(file)) is not None and (shapes := head.shapes(file)):
@@ -63,7 +63,7 @@ def random_model(model_type: str, size: str = "tiny", seed: int = 0, keys: Mappi
         known = ", ".join(f"{name} ({'|'.join(sizes)})" for name, sizes in sized().items())
         raise ConfigError(f"no checkpoint of {model_type} in size {size!r}; there are {known}")
     values = {**family.sizes[size], **(keys or {}), "dtype": "float32"}
-    with _quiet():
+    with quiet():
         config = AutoConfig.for_model(model_type, **values)
         model = AutoModelForCausalLM.from_config(config).eval()  # type: ignore[no-untyped-call]
     fill(model, seed)
@@ -100,7 +100,7 @@ def _value(name: str, start: torch.Tensor, g: torch.Generator) -> torch.Tensor:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without transformers' progress bars, and its warnings of kernels that are not installed."""
     from transformers.utils import logging
 

@@ -33,7 +33,7 @@ def known() -> list[str]:
 )  # fmt: skip
 def check_families(run: Run) -> list[CheckResult]:
     """Logits in engines of every kind against each request alone, in float64; the quick guard draws its families."""
-    from hybrid_kv.models.random_checkpoint import write_checkpoint
+    from hybrid_kv.models.random_checkpoint import quiet, write_checkpoint
 
     results, chosen = [], [run.only["family"]] if run.only else draw(run)
     for model_type in chosen:
@@ -42,7 +42,8 @@ def check_families(run: Run) -> list[CheckResult]:
             reference = write_checkpoint(model_type, Path(folder), "tiny")
             alone = Alone(folder, run.seed)
             found = [alone.check(cell) for cell in alone.cells()]
-            far, num_tokens = difference_from(reference, folder, _texts())
+            with quiet():
+                far, num_tokens = difference_from(reference, folder, _texts())
         problem = next((f"{describe(one.cell)}: {one.problem}" for one in found if one.problem), "")
         figures: dict[str, float] = {
             **{describe(one.cell).replace(", ", "_").replace(" ", "_"): one.worst for one in found},
