@@ -138,7 +138,7 @@ def read_floors(file: str | Path = FILE) -> list[Floor]:
 
     try:
         document = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = getattr(error, "strerror", None) or getattr(error, "problem", None) or error
         raise ConfigError(f"{file} cannot be read: {reason}") from None
     if not isinstance(document, dict) or set(document) != {"floors"} or not isinstance(document["floors"], list):

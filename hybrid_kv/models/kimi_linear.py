@@ -88,7 +88,7 @@ def _dense(file: ConfigFile, num_layers: int) -> list[bool]:
     kinds = file.get("mlp_layer_types")
     if kinds is None:
         return [i < file.count("first_k_dense_replace", 1) for i in range(num_layers)]
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not {*kinds} <= {"dense", "sparse"}:
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(k not in ("dense", "sparse") for k in kinds):
         raise file.fail(f"mlp_layer_types={kinds!r} must name {num_layers} layers, each dense or sparse")
     return [kind == "dense" for kind in kinds]
 

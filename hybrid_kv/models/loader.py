@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
@@ -250,6 +251,7 @@ def load_tokenizer(model: str | Path) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         tokenizer.decode(tokenizer.encode("a b"))  # some settings are only looked at when there is a text
+        tokenizer.model_max_length = sys.maxsize  # the engine refuses what is too long; the tokenizer only warns
         return tokenizer
     except Exception as error:  # of many unrelated types: it indexes and calls what a damaged file may hold as anything
         raise ConfigError(

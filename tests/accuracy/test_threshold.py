@@ -156,6 +156,7 @@ ENTRY = dataclasses.asdict(FLOOR)
     ("document", "message"),
     [
         ("floors: [", "cannot be read"),
+        ("[" * 100_000, "cannot be read: maximum recursion depth"),
         ("", "must hold a list 'floors' and nothing else"),
         ({"floors": {}}, "must hold a list"),
         ({"floors": [], "tolerance": 0.08}, "must hold a list 'floors' and nothing else"),

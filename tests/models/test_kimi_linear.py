@@ -98,6 +98,7 @@ def test_half_precision_runs(tmp_path_factory):
         ({"mla_use_nope": False}, "mla_use_nope=False can't be run"),
         ({"num_key_value_heads": 2}, "num_key_value_heads=2 can't be run, 4 can"),
         ({"mlp_layer_types": ["dense"]}, "must name 5 layers"),
+        ({"mlp_layer_types": [["dense"]] * 5}, "must name 5 layers, each dense or sparse"),
         ({"num_experts_per_token": 9}, "num_experts_per_token=9 must be at most 8"),
         ({"topk_group": 5}, "topk_group=5 must be at most 4"),
         ({"n_group": 3}, "8 experts cannot be in 3 groups"),

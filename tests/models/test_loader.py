@@ -13,7 +13,8 @@ from hybrid_kv.accuracy.guard_model import FOLDER as GUARD_MODEL
 from hybrid_kv.config import ConfigError, EngineConfig
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.models.config_file import ConfigFile
-from hybrid_kv.models.loader import load_head, load_model
+from hybrid_kv.models.loader import load_head, load_model, load_tokenizer
+from hybrid_kv.models.random_checkpoint import write_checkpoint
 from tests.models.tiny_nemotron import Characters, build
 
 
@@ -305,3 +306,14 @@ def test_a_file_that_the_index_names_and_nobody_has(folder):
 def test_ends_of_a_text_that_are_no_tokens(folder, ids):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
     refused(folder, r"generation_config\.json: eos_token_id=.* must be a token id or a list of them")
+
+
+def test_a_text_longer_than_the_tokenizer_knows_is_the_engines_business(tmp_path, capfd):
+    """transformers would warn, on a line of its own beside the engine's error."""
+    write_checkpoint("nemotron_h", tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"model_max_length": 4}))
+    tokenizer = load_tokenizer(tmp_path)
+    capfd.readouterr()
+    assert len(tokenizer.encode("w1 w2 w3 w4 w5 w6")) == 6
+    assert capfd.readouterr().err == "" and tokenizer.model_max_length > 10**9
