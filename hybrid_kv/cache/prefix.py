@@ -60,8 +60,11 @@ def longest_hit(
 
 def shared_tokens(block_size: int, unit: int, text: Text, other: Text, end: int) -> int:
     """How many tokens a text could take from the first `end` of another one, if all of them were cached."""
-    limit = min(end, len(text[1]) - 1)
-    own, others = (hashes.chain(block_size, token_ids, limit) for hashes, token_ids in (text, other))
+    (hashes, token_ids), (other_hashes, other_ids) = text, other
+    limit = min(end, len(token_ids) - 1)
+    own, others = hashes.chain(block_size, token_ids, limit), other_hashes.chain(block_size, other_ids, limit)
+    if limit < block_size or own[0] != others[0]:
+        return 0  # as for most pairs: every waiting prompt is compared with every prefill under way
     # Chained hashes are equal up to the first difference of the texts, and never again.
     equal = bisect_left(range(limit // block_size), True, key=lambda i: own[i] != others[i])
     return equal * block_size // unit * unit
