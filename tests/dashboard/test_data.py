@@ -282,6 +282,7 @@ def test_durations_and_round_figures() -> None:
 def test_the_repositorys_own_rows_are_read() -> None:
     found = load(Path(__file__).resolve().parents[2] / "results")
     assert len(found.rows) > 1000
-    assert all(
-        json.loads(text) == parsed for text, parsed in zip(found.rows["params"], found.rows["parsed"], strict=True)
-    )
+    for one in found.rows.itertuples():
+        params = json.loads(one.params)
+        assert {name: one.parsed[name] for name in params} == params
+        assert one.suite == "guard" or len(one.parsed) == len(params)  # the guard's numbers are folded in
