@@ -11,8 +11,9 @@ from torch import nn
 from hybrid_kv.kernels.moe import apply_experts
 from hybrid_kv.models.layers import ForwardContext, Linear, empty, upcast
 
-# Router logits [num_tokens, experts] in float32 to weights and ids of the chosen experts, [num_tokens, k] each.
-Route = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+# Router logits [num_tokens, experts] in float32, and biases where there are any, to weights and ids [num_tokens, k] of
+# the chosen experts.
+Route = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def gated_silu(x: torch.Tensor) -> torch.Tensor:
@@ -63,7 +64,7 @@ class MixtureOfExperts(nn.Module):
         hidden_size: int,
         num_experts: int,
         size: int,
-        route: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+        route: Route,
         activation: Callable[[torch.Tensor], torch.Tensor] = gated_silu,
         shared: nn.Module | None = None,
         shared_gate: bool = False,

@@ -16,7 +16,7 @@ from hybrid_kv.models.attention import PagedAttention
 from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock, rms_norm
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import ForwardContext, GatedMLP, RMSNorm
-from hybrid_kv.models.mixers.gated_delta import GatedDeltaMixer
+from hybrid_kv.models.qwen3_5 import delta_net
 from hybrid_kv.models.registry import Family, register
 from hybrid_kv.models.rope import Rope, read_rope
 from hybrid_kv.models.specs import ATTENTION, MAMBA, attention_spec, chunk_size, gdn_spec, layer_kinds
@@ -57,23 +57,13 @@ def _attention(file: ConfigFile, name: str, spec: FullAttentionSpec) -> nn.Modul
 
 
 def _delta_net(file: ConfigFile, name: str) -> nn.Module:
-    return GatedDeltaMixer(
-        name,
-        file.size("hidden_size"),
-        key_heads=file.size("linear_num_key_heads"),
-        value_heads=file.size("linear_num_value_heads"),
-        key_dim=file.size("linear_key_head_dim"),
-        value_dim=file.size("linear_value_head_dim"),
-        conv_kernel=file.size("linear_conv_kernel_dim"),
-        chunk_size=chunk_size(file),
-        eps=1e-5,  # whatever `rms_norm_eps` says
-        beta_scale=2.0 if file.flag("linear_allow_neg_eigval", True) else 1.0,
-    )
+    # The norm's epsilon is fixed, whatever `rms_norm_eps` says.
+    beta_scale = 2.0 if file.flag("linear_allow_neg_eigval", True) else 1.0
+    return delta_net(file, name, eps=1e-5, beta_scale=beta_scale)
 
 
 def _build(file: ConfigFile, layer_specs: dict[str, KVCacheSpec]) -> nn.Module:
-    if (activation := file.text("hidden_act", default="silu")) != "silu":
-        raise file.fail(f"hidden_act={activation!r} is not supported; 'silu' is")
+    file.only("hidden_act", "silu")
     layers: list[nn.Module] = []
     for i, kind in enumerate(layer_kinds(file)):
         name, norms = f"layers.{i}", (rms_norm(file), rms_norm(file))

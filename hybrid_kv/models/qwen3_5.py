@@ -3,8 +3,7 @@
 Source: Qwen3.5 (2026) and its implementation in transformers, which is the oracle of the tests; it has no draft head,
 whose form is that of vLLM 0.32 (`qwen3_5_mtp.py`). The functions that are public here are those that Qwen3-Next shares.
 
-A multimodal checkpoint (`qwen3_5`) is run as its language model. Without images the three positions of a token, of
-which its RoPE turns interleaved channels, are one and the same: the plain rotation.
+A multimodal checkpoint (`qwen3_5`) runs as its language model: without images a token's three positions are one.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ def kinds(file: ConfigFile) -> list[str]:
 
 def attention(file: ConfigFile, name: str, kind: type[PagedAttention] = PagedAttention) -> nn.Module:
     """Gated, with norms of each query and key, and RoPE of a quarter of the channels."""
-    if not file.flag("attn_output_gate", True):
-        raise file.fail("attn_output_gate=False is not supported; true is")
+    file.only("attn_output_gate", True)
     head_size, eps = file.size("head_dim"), file.number("rms_norm_eps", 1e-6)
     return kind(
         name,
@@ -61,8 +59,10 @@ def attention(file: ConfigFile, name: str, kind: type[PagedAttention] = PagedAtt
     )
 
 
-def delta_net(file: ConfigFile, name: str, kind: type[GatedDeltaMixer] = GatedDeltaMixer) -> nn.Module:
-    """The gated delta net."""
+def delta_net(
+    file: ConfigFile, name: str, kind: type = GatedDeltaMixer, eps: float | None = None, beta_scale: float = 1.0
+) -> nn.Module:
+    """The gated delta net; `eps` is `rms_norm_eps` unless given."""
     return kind(
         name,
         file.size("hidden_size"),
@@ -72,7 +72,8 @@ def delta_net(file: ConfigFile, name: str, kind: type[GatedDeltaMixer] = GatedDe
         value_dim=file.size("linear_value_head_dim"),
         conv_kernel=file.size("linear_conv_kernel_dim"),
         chunk_size=min(SCAN_CHUNK, chunk_size(file)),
-        eps=file.number("rms_norm_eps", 1e-6),
+        eps=file.number("rms_norm_eps", 1e-6) if eps is None else eps,
+        beta_scale=beta_scale,
     )
 
 
@@ -83,8 +84,7 @@ def build(
     delta_net: Build = delta_net,
 ) -> CausalLM:
     """The decoder; `mlp` gets the number of its layer."""
-    if (activation := file.text("hidden_act", default="silu")) != "silu":
-        raise file.fail(f"hidden_act={activation!r} is not supported; 'silu' is")
+    file.only("hidden_act", "silu")
     mixers: dict[str, Build] = {MAMBA: delta_net, ATTENTION: attention}
     layers = [
         DecoderBlock(norm(file), mixers[kind](file, f"layers.{i}"), norm(file), mlp(file, i))

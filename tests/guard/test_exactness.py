@@ -7,10 +7,21 @@ from hybrid_kv.accuracy.guard_model import FOLDER
 from hybrid_kv.attention.mamba import MambaMetadata
 from hybrid_kv.attention.undo import SlotsStep
 from hybrid_kv.engine.drafter import MTPDrafter
-from hybrid_kv.guard.exactness import LIMIT, MTP_CELLS, Alone, describe
+from hybrid_kv.engine.llm import LLM
+from hybrid_kv.guard.exactness import (
+    FLOAT32_LIMIT,
+    FLOAT64_LIMIT,
+    LARGEST,
+    MTP_CELLS,
+    Alone,
+    beside_transformers,
+    describe,
+    logit_difference,
+)
 from hybrid_kv.kernels.slot_mapping import PAD_SLOT
 from hybrid_kv.models.mixers import mamba2
 from hybrid_kv.models.random_checkpoint import write_checkpoint
+from hybrid_kv.sampling import SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +38,7 @@ def problems(alone):
 def test_a_sound_engine_is_exact_in_every_cell(alone):
     found = [alone.check(cell) for cell in alone.cells()]
     assert [one.problem for one in found] == [""] * len(found) and len(found) == 11
-    assert 0 < max(one.worst for one in found) < LIMIT / 100
+    assert 0 < max(one.worst for one in found) < FLOAT64_LIMIT / 100
 
 
 def zeroed(x, dt, A, B, C, D, state, *rest):
@@ -103,3 +114,20 @@ def test_a_cell_that_shows_nothing_is_void(alone):
         alone.check({"mamba_cache_mode": "all", "block_size": 256}).problem
         == "void: no prompt token came from the cache"
     )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_logit_that_is_no_number_is_the_largest_difference(value):
+    logits = torch.zeros(3, 4, dtype=torch.float64)
+    logits[1, 2] = value
+    assert logit_difference(logits, torch.zeros(3, 4, dtype=torch.float64)).tolist() == [0, LARGEST, 0]
+
+
+@pytest.mark.parametrize("side", ["engine", "transformers"])
+def test_a_side_that_is_no_number_is_far_away(tmp_path, monkeypatch, side):
+    model = write_checkpoint("nemotron_h", tmp_path)
+    llm = LLM(tmp_path, device="cpu", max_model_len=64, max_num_seqs=1)
+    damaged = llm.model.lm_head.weight if side == "engine" else model.lm_head.weight
+    damaged.data[5, 0] = float("nan")
+    params = SamplingParams(max_tokens=2)
+    assert [far for *_, far in beside_transformers(model, llm, [[1, 2, 3]], params)] > [FLOAT32_LIMIT]

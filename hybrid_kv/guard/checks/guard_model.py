@@ -9,17 +9,11 @@ import torch
 
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.engine.record import record_logits
+from hybrid_kv.guard.exactness import FLOAT32_LIMIT, FLOAT64_LIMIT, logit_difference
 from hybrid_kv.guard.poison import poison
 from hybrid_kv.guard.prompts import five_shot
 from hybrid_kv.guard.registry import CheckResult, Run, check
 from hybrid_kv.sampling import SamplingParams
-
-# In float64 the engine and the plain forward pass differ by 2e-13 on logits of up to 40, and the mildest damage of the
-# guard model's card (an SSM state one token behind) moves a logit by 0.018: any limit in between will do.
-FLOAT64_LIMIT = 1e-9
-# In float32 both round: 3.4e-6 of the largest logit was measured, and 2e-5 is what transformers is held to.
-FLOAT32_LIMIT = 2e-5
-LARGEST = 1e300
 
 # Engine settings in which the guard model's logits are held against its plain forward pass. Those with a cache get
 # prompts that share their examples.
@@ -94,11 +88,6 @@ LOGIT_CELLS: tuple[dict[str, Any], ...] = (
 def _preempt_now_and_then(llm: LLM) -> None:
     if llm.num_steps % 11 == 10 and len(llm.scheduler.running) > 1:
         llm.scheduler.preempt(llm.scheduler.running[-1])
-
-
-def logit_difference(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """The largest difference of each token's logits; NaN and infinity are the largest there is, never unseen."""
-    return (logits - expected).abs().nan_to_num(nan=LARGEST, posinf=LARGEST).amax(-1)
 
 
 @check("guard model", quick=4, full=16, seconds=1.25, place=40, needs="safetensors tokenizers transformers")
