@@ -25,7 +25,7 @@ FLOORS = [
     ["models", "sanitizer", "spec_decode"],
     ["static"],
     ["engine"],
-    ["accuracy"],
+    ["accuracy", "targets"],
     ["guard"],
     ["dashboard"],
     ["cli"],

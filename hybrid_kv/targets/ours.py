@@ -1,0 +1,179 @@
+"""This engine: the control whose every bug can be planted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+import hybrid_kv
+from hybrid_kv.config import ConfigError
+from hybrid_kv.engine.llm import LLM
+from hybrid_kv.engine.record import recorded
+from hybrid_kv.request import Request, ScheduledRequest
+from hybrid_kv.sampling import SamplingParams
+from hybrid_kv.targets.target import CAPABILITIES, Answer, Ask
+
+NAME = "ours"
+LEVELS: dict[str, dict[str, dict[str, Any]]] = {
+    "prefix": {
+        "off": {},
+        "align": {"mamba_cache_mode": "align"},
+        "all": {"mamba_cache_mode": "all"},
+    },
+    "spec": {
+        "none": {},
+        "ngram3": {"speculative_method": "ngram", "num_speculative_tokens": 3},
+        "mtp1": {"speculative_method": "mtp", "num_speculative_tokens": 1},
+        "mtp3": {"speculative_method": "mtp", "num_speculative_tokens": 3},
+    },
+    "chunk": {"whole": {}, "17": {"max_num_batched_tokens": 17}},
+    "blocks": {"ample": {}, "tight": {"tight": True}},
+    "scheme": {"slots": {}, "replay": {"state_scheme": "replay"}},
+    "async": {"off": {}, "on": {"async_scheduling": True}},
+    "dtype": {"float32": {"dtype": "float32"}, "bfloat16": {"dtype": "bfloat16"}},
+}
+FACTORS = {factor: tuple(levels) for factor, levels in LEVELS.items()}
+NUM_LIKELIEST = 5
+MAX_MODEL_LEN = 2048
+ROOM = 640  # tokens that a tight pool holds: two of the longest requests, where six run
+
+
+def start(folder: str, settings: Mapping[str, str]) -> Ours:
+    """See `targets.target.Kind`."""
+    return Ours(folder, settings)
+
+
+class Ours:
+    """See `targets.target.Target`."""
+
+    name, version, can = NAME, hybrid_kv.__version__, frozenset(CAPABILITIES)
+
+    def __init__(self, folder: str, settings: Mapping[str, str]) -> None:
+        self.settings, self._folder = dict(settings), folder
+        options: dict[str, Any] = {
+            "device": "cpu",
+            "dtype": "float32",
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 512,
+        }
+        for factor, levels in LEVELS.items():
+            options |= levels[settings.get(factor, next(iter(levels)))]
+        tight = options.pop("tight", False)
+        self._llm = LLM(folder, max_model_len=MAX_MODEL_LEN, **options)
+        if tight:
+            least = 1 + self._llm.plan.config.max_blocks_per_request(ROOM)
+            self._llm = LLM(folder, max_model_len=ROOM, num_blocks=least, **options)
+        self._alone: LLM | None = None
+        self._counts: Counter[str] = Counter()
+
+    def ask(self, asks: Sequence[Ask], preempt_every: int = 0) -> list[Answer]:
+        """See `Target.ask`."""
+        llm, logits = self._llm, _Logits()
+        requests: dict[int, list[Request]] = {}
+        errors: dict[int, str] = {}
+        waiting, undisturbed = list(range(len(asks))), 0
+        with recorded(llm, logits.see):
+            while True:
+                complete = len(errors) + sum(all(one.is_finished for one in group) for group in requests.values())
+                for i in [i for i in waiting if asks[i].after <= complete]:
+                    waiting.remove(i)
+                    try:
+                        requests[i] = self._send(asks[i])
+                    except ConfigError as error:
+                        errors[i] = str(error)
+                if not llm.scheduler.has_requests:
+                    if not waiting:
+                        break
+                    continue
+                known = sum(len(request.output_token_ids) for group in requests.values() for request in group)
+                if preempt_every and known - undisturbed >= preempt_every:
+                    undisturbed = known
+                    llm.reset_prefix_cache()
+                    for request in llm.scheduler.running[::-1]:
+                        llm.scheduler.preempt(request)
+                for i, group in requests.items():
+                    if (limit := asks[i].abort_after) is not None:
+                        for request in group:
+                            if len(request.output_token_ids) >= limit:
+                                llm.abort(request.request_id)
+                llm.step()
+        return [
+            self._answer(ask, requests[i], llm, logits) if i in requests else Answer((), error=errors[i])
+            for i, ask in enumerate(asks)
+        ]
+
+    def _send(self, ask: Ask) -> list[Request]:
+        group = []
+        for i in range(ask.n):
+            seed = None if ask.seed is None else ask.seed + i
+            params = SamplingParams(ask.max_tokens, ask.temperature, seed=seed, cache_salt=ask.salt, ignore_eos=True)
+            request = self._llm.make_request(ask.prompt, params)
+            self._llm.scheduler.add(request)
+            group.append(request)
+        return group
+
+    def _answer(self, ask: Ask, group: list[Request], llm: LLM, logits: _Logits) -> Answer:
+        for request in group:
+            self._counts["hits"] += request.hit.num_tokens
+            self._counts["drafts"] += request.num_draft_tokens
+            self._counts["accepted"] += request.num_accepted_draft_tokens
+            self._counts["preemptions"] += request.num_preemptions
+        first, *others = group
+        return Answer(
+            tuple(first.output_token_ids),
+            first.hit.num_tokens,
+            logits.of(llm, first) if ask.logprobs else (),
+            tuple(tuple(one.output_token_ids) for one in others),
+        )
+
+    def score(self, token_ids: Sequence[int]) -> list[float]:
+        """See `Target.score`; by an engine without a cache."""
+        if self._alone is None:
+            self._alone = LLM(self._folder, device="cpu", dtype=self._llm.config.dtype, max_model_len=MAX_MODEL_LEN)
+        logits = _Logits()
+        with recorded(self._alone, logits.see):
+            self._alone.generate([list(token_ids)], SamplingParams(max_tokens=1), progress=False)
+        (rows,) = logits.rows.values()
+        hidden = torch.stack([rows[i] for i in range(len(token_ids) - 1)])
+        chosen = torch.tensor(token_ids[1:])[:, None]
+        scores: list[float] = self._alone.model.compute_logits(hidden).log_softmax(-1).gather(1, chosen)[:, 0].tolist()
+        return scores
+
+    def counters(self) -> Mapping[str, float]:
+        """See `Target.counters`."""
+        return {name: float(self._counts[name]) for name in ("hits", "drafts", "accepted", "preemptions")}
+
+    def reset(self) -> None:
+        """See `Target.reset`."""
+        self._llm.reset_prefix_cache()
+
+    def close(self) -> None:
+        """See `Target.close`."""
+        self._alone = None
+
+
+class _Logits:
+    """Hidden states by request and position."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, dict[int, torch.Tensor]] = {}
+
+    def see(self, item: ScheduledRequest, hidden: torch.Tensor) -> None:
+        rows = self.rows.setdefault(item.request.request_id, {})
+        rows |= enumerate(hidden.clone(), item.num_computed_tokens)
+
+    def of(self, llm: LLM, request: Request) -> tuple[Mapping[int, float], ...]:
+        rows, start = self.rows[request.request_id], len(request.prompt_token_ids) - 1
+        hidden = torch.stack([rows[start + i] for i in range(len(request.output_token_ids))])
+        found = []
+        for token, logprobs in zip(
+            request.output_token_ids, llm.model.compute_logits(hidden).log_softmax(-1), strict=True
+        ):
+            best = logprobs.topk(NUM_LIKELIEST)
+            found.append(
+                {**dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)), token: float(logprobs[token])}
+            )
+        return tuple(found)

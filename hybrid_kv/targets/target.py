@@ -1,0 +1,149 @@
+"""What the guard asks of an engine that it did not write: five verbs, token ids in and token ids out.
+
+A target says what it can do (`can`) and what it can be started with (`Kind.factors`); nothing else is assumed of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+# What a target may be able to do beyond greedy answers; a check that needs more than there is "cannot be asked here".
+CAPABILITIES = {
+    "cached": "says how many tokens of a prompt came from its cache",
+    "logprobs": "gives the log-probabilities of its answer's tokens and of the likeliest others",
+    "score": "gives the log-probability of each token of a text, computed anew",
+    "reset": "forgets its prefix cache on request",
+    "preempt": "preempts what runs on request",
+    "salt": "shares cached prefixes only among requests of one salt",
+    "seed": "samples reproducibly",
+    "n": "gives several answers to one prompt",
+    "abort": "ends a request early on request",
+    "batch": "runs several requests at once",
+}
+# What `counters` may hold, summed since the start. A check that saw none of what it is about is void.
+COUNTERS = ("hits", "drafts", "accepted", "preemptions")
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request.
+
+    Attributes:
+        prompt: token ids.
+        max_tokens: of the answer.
+        temperature: 0 is greedy.
+        n: answers wanted.
+        logprobs: give them too.
+        salt: whose prefixes it may share; empty: everybody's.
+        after: it is sent once so many answers of its batch are complete; 0: at once.
+        abort_after: it is ended once it has so many tokens; None: not.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int = 12
+    temperature: float = 0.0
+    seed: int | None = None
+    n: int = 1
+    logprobs: bool = False
+    salt: str = ""
+    after: int = 0
+    abort_after: int | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of it.
+
+    Attributes:
+        token_ids: the answer, without the prompt; with the end-of-text token if that ended it. It ends nothing where
+            the engine can be told so: every answer is then as long as it may be.
+        cached_tokens: of the prompt, from the prefix cache; None if the target does not say.
+        logprobs: for each token of the answer, log-probabilities by token id: its own and those of the likeliest.
+        others: the answers behind the first, where `n` > 1.
+        error: one line; `token_ids` is then what there was.
+    """
+
+    token_ids: tuple[int, ...]
+    cached_tokens: int | None = None
+    logprobs: tuple[Mapping[int, float], ...] = ()
+    others: tuple[tuple[int, ...], ...] = ()
+    error: str = ""
+
+
+class TargetError(Exception):
+    """The engine died, hangs or says nothing that can be read: a finding, one line."""
+
+
+class Target(Protocol):
+    """A running engine with one model.
+
+    Attributes:
+        name, version: of the engine.
+        can: of `CAPABILITIES`.
+        settings: what it was started with, of its kind's factors.
+    """
+
+    name: str
+    version: str
+    can: frozenset[str]
+    settings: Mapping[str, str]
+
+    def ask(self, asks: Sequence[Ask], preempt_every: int = 0) -> list[Answer]:
+        """All at once but for `after`, until the last is complete; answers in the order of the asks.
+
+        Args:
+            preempt_every: preempt all that runs, and forget the prefix cache, whenever the answers have so many more
+                tokens. 0: never.
+        """
+
+    def score(self, token_ids: Sequence[int]) -> list[float]:
+        """The log-probability of each token behind the first, [len(token_ids) - 1], without the prefix cache."""
+
+    def counters(self) -> Mapping[str, float]:
+        """Those of `COUNTERS` that the engine has, since its start."""
+
+    def reset(self) -> None:
+        """Forget the prefix cache."""
+
+    def close(self) -> None:
+        """End it and free what it holds. A closed target may be closed again."""
+
+
+class Kind(Protocol):
+    """An engine that can be started.
+
+    Attributes:
+        name: as `--target` has it.
+        factors: levels by factor, the plainest first. Common ones: `prefix` (off, on, or modes), `spec` (none, ngram3,
+            mtp1 …), `chunk` (whole, or tokens of a step), `blocks` (ample, tight).
+    """
+
+    name: str
+    factors: Mapping[str, Sequence[str]]
+
+    def start(self, folder: str, settings: Mapping[str, str]) -> Target:
+        """
+        Args:
+            folder: a checkpoint.
+            settings: levels by factor; a factor that is missing has its plainest level.
+
+        Raises:
+            ConfigError: it is not installed, or does not know the setting or the model.
+            TargetError: it does not start.
+        """
+
+
+@dataclass(frozen=True)
+class Usage:
+    """How counters moved between two moments."""
+
+    moved: Mapping[str, float] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> float:
+        return self.moved.get(name, 0.0)
+
+
+def used(before: Mapping[str, float], after: Mapping[str, float]) -> Usage:
+    return Usage({name: value - before.get(name, 0.0) for name, value in after.items()})
