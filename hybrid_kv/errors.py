@@ -28,6 +28,9 @@ EXTRAS = {
     "virtualenv": "bench",
     "plotly": "report",
     "triton": "kernels",
+    "fastapi": "serve",
+    "uvicorn": "serve",
+    "prometheus_client": "serve",
 }
 
 

@@ -25,7 +25,7 @@ FLOORS = [
     ["models", "sanitizer", "spec_decode"],
     ["static"],
     ["engine"],
-    ["accuracy", "targets"],
+    ["accuracy", "serve", "targets"],
     ["guard"],
     ["dashboard"],
     ["cli"],

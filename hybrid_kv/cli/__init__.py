@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from hybrid_kv.cli import accuracy, compare, families, generate, guard, kernels, plan, report, results
+from hybrid_kv.cli import accuracy, compare, families, generate, guard, kernels, plan, report, results, serve
 from hybrid_kv.errors import INTERRUPTED, run_command
 
 app = typer.Typer(
@@ -37,6 +37,7 @@ def _root(
 app.command()(plan.plan)
 app.command()(guard.guard)
 app.command()(generate.generate)
+app.command()(serve.serve)
 app.command()(families.families)
 app.command()(families.checkpoint)
 app.add_typer(accuracy.app, name="accuracy")

@@ -89,6 +89,16 @@ class LLM:
         """
         return self._request(self._next_number(), self._token_ids(prompt), params)
 
+    def add_request(self, prompt: str | Sequence[int], params: SamplingParams) -> Request:
+        """Queue a prompt for the steps to come.
+
+        Raises:
+            ConfigError: it can never run, and is not queued.
+        """
+        request = self.make_request(prompt, params)
+        self.scheduler.add(request)
+        return request
+
     def _next_number(self) -> int:
         self._num_requests += 1
         return self._num_requests - 1
@@ -153,8 +163,14 @@ class LLM:
         if any(request.request_id == request_id for request in (*self.scheduler.running, *self.scheduler.waiting)):
             self._aborted.add(request_id)
 
-    def reset_prefix_cache(self) -> None:
-        """Forget what the device has cached for other requests; the offload tier keeps what it has."""
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> None:
+        """Forget what the device has cached for other requests; the offload tier keeps what it has.
+
+        Args:
+            reset_running_requests: preempt them, so that their prefixes are computed anew, too.
+        """
+        if reset_running_requests:
+            self.scheduler.preempt_all()
         self.manager.reset_prefix_cache()
 
     def _drop_aborted(self) -> list[tuple[Request, str]]:
@@ -221,7 +237,8 @@ class LLM:
     def _text(self, request: Request) -> str:
         return self.tokenizer.decode(request.output_token_ids) if self.tokenizer is not None else ""
 
-    def _output(self, request: Request, prompt: str | None, reason: str) -> RequestOutput:
+    def output(self, request: Request, reason: str, prompt: str | None = None) -> RequestOutput:
+        """What became of a request that a step has finished, for `reason`."""
         text = self._text(request)
         position = stop_position(text, request.params.stop)
         if position is not None:
@@ -300,7 +317,7 @@ class LLM:
                         on_step(self)
                     for request, reason in self.step():
                         i = index[request.request_id]
-                        outputs[i] = self._output(request, texts[i], reason)
+                        outputs[i] = self.output(request, reason, texts[i])
                         bar.update()
             finally:
                 # After an error or an interrupt the engine must be as good as new.

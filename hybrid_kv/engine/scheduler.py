@@ -233,6 +233,11 @@ class Scheduler:
         request.num_preemptions += 1
         self.waiting.appendleft(request)
 
+    def preempt_all(self) -> None:
+        """Preempt every running request; they start again in the order in which they came."""
+        for request in reversed(self.running.copy()):
+            self.preempt(request)
+
     def update(self, item: ScheduledRequest, sampled: list[int], num_kept: int) -> None:
         """Account for a step that has run, and publish the blocks that it completed.
 

@@ -33,3 +33,36 @@ def may_stop(tokenizer: Tokenizer, token_ids: Sequence[int], stops: Sequence[str
 def stop_position(text: str, stops: Sequence[str]) -> int | None:
     """Where the first stop string begins in a text."""
     return min((position for stop in stops if (position := text.find(stop)) >= 0), default=None)
+
+
+class TextStream:
+    """The text of a growing answer, piece by piece, without what a later token may change or a stop string may end.
+
+    A character of several tokens ends no piece. Decoding starts at the last piece but one: the whole text at every
+    token would be quadratic, and a token alone may read otherwise than behind its neighbour.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+        self._tokenizer, self._stops = tokenizer, stops
+        self._token_ids: list[int] = []
+        self._begin = self._end = 0  # of the tokens of the last piece
+        self._held = ""
+        self.num_characters = 0  # of the pieces so far
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        """The piece that these tokens complete; it may be empty."""
+        self._token_ids += token_ids
+        known = self._tokenizer.decode(self._token_ids[self._begin : self._end])
+        text = self._tokenizer.decode(self._token_ids[self._begin :])
+        if len(text) > len(known) and not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            self._held += text[len(known) :]
+            self._begin, self._end = self._end, len(self._token_ids)
+        piece = self._held[: len(self._held) - self._num_uncertain()]
+        self._held = self._held[len(piece) :]
+        self.num_characters += len(piece)
+        return piece
+
+    def _num_uncertain(self) -> int:
+        """Characters at the end with which a stop string may begin."""
+        lengths = range(min(len(self._held), max(map(len, self._stops), default=1) - 1), 0, -1)
+        return next((n for n in lengths if any(stop.startswith(self._held[-n:]) for stop in self._stops)), 0)

@@ -342,6 +342,7 @@ def stubs(folder: Path, rng: random.Random) -> ExitStack:
     from hybrid_kv.accuracy import run, threshold
     from hybrid_kv.guard import report as guard_report
     from hybrid_kv.guard.registry import CheckResult
+    from hybrid_kv.serve import server
     from hybrid_kv.static import compile, counts, gate
     from tests.accuracy.test_threshold import result_of
 
@@ -367,6 +368,7 @@ def stubs(folder: Path, rng: random.Random) -> ExitStack:
             "evaluate",
             lambda *_, limit=None, **__: result_of(["right" if passed else "wrong"] * min(limit or 250, 300)),
         ),
+        (server.Server, "run", lambda *_, **__: None),
         (threshold, "FILE", folder / "floors.yaml"),
         (threshold.find_floor, "__defaults__", (folder / "floors.yaml",)),
     ):

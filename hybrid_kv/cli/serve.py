@@ -1,0 +1,81 @@
+"""`hybrid-kv serve`: the engine behind an OpenAI-compatible HTTP API."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from hybrid_kv.choices import DraftMethod, StateScheme
+from hybrid_kv.cli.options import SCHEME_HELP, CacheMode
+
+API_KEY = "HYBRID_KV_API_KEY"
+
+
+def serve(
+    model: Annotated[str | None, typer.Option(help="Checkpoint folder; default: the embedded guard model.")] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="In the API; default: the folder's name.")] = None,
+    chat_template: Annotated[Path | None, typer.Option(help="Jinja file, instead of the checkpoint's own.")] = None,
+    host: Annotated[str, typer.Option(help=f"Other than this machine only with {API_KEY}.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    max_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait; more are answered 429.")] = 256,
+    max_body_bytes: Annotated[int, typer.Option(min=1, help="Of a request; a longer one is answered 413.")] = 2**22,
+    grace: Annotated[int, typer.Option(min=0, help="Seconds to finish what is open when told to end.")] = 10,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Requests that run at once.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens per step.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Tokens of prompt and answer at most.")] = None,
+    attention_backend: Annotated[str | None, typer.Option(help="Layout and kernel block sizes to use.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Tokens per attention block.")] = None,
+    num_blocks: Annotated[int | None, typer.Option(help="Blocks in the pool; few of them force preemptions.")] = None,
+    mamba_cache_mode: Annotated[CacheMode | None, typer.Option(help="align and all turn prefix caching on.")] = None,
+    state_scheme: Annotated[StateScheme | None, typer.Option(help=SCHEME_HELP)] = None,
+    speculative_method: Annotated[DraftMethod | None, typer.Option(help="Where drafts come from.")] = None,
+    num_speculative_tokens: Annotated[int | None, typer.Option(help="Draft tokens verified per step (K).")] = None,
+    kv_offload_bytes: Annotated[int | None, typer.Option(help="Host memory for cached blocks.")] = None,
+    kv_offload_folder: Annotated[str | None, typer.Option(help="Folder for cached blocks.")] = None,
+    async_scheduling: Annotated[
+        Literal["on", "off"] | None, typer.Option(help="Schedule a step before the last one's tokens are known.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of the arithmetic; float64 leaves no noise to hide in.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+) -> None:
+    """Serve a checkpoint over HTTP, in the way of OpenAI's API; ends with Ctrl-C or SIGTERM."""
+    from hybrid_kv.errors import require
+
+    require("safetensors", "tokenizers", "transformers", "fastapi", "uvicorn", "prometheus_client")
+    from hybrid_kv import LLM
+    from hybrid_kv.serve.app import Access
+    from hybrid_kv.serve.server import Server, open_socket
+
+    options: dict[str, Any] = {
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "max_model_len": max_model_len,
+        "attention_backend": attention_backend,
+        "block_size": block_size,
+        "num_blocks": num_blocks,
+        "mamba_cache_mode": mamba_cache_mode,
+        "state_scheme": state_scheme,
+        "speculative_method": speculative_method,
+        "num_speculative_tokens": num_speculative_tokens,
+        "kv_offload_bytes": kv_offload_bytes,
+        "kv_offload_folder": kv_offload_folder,
+        "async_scheduling": None if async_scheduling is None else async_scheduling == "on",
+        "dtype": dtype,
+        "device": device,
+    }
+    api_key = os.environ.get(API_KEY) or None
+    template = chat_template.read_text(encoding="utf-8") if chat_template is not None else None
+    if model is None:
+        from hybrid_kv.accuracy.guard_model import FOLDER
+
+        model = str(FOLDER)
+    name = served_model_name or Path(model).resolve().name
+    with open_socket(host, port, api_key is not None) as opened:
+        llm = LLM(model, **{name: value for name, value in options.items() if value is not None})
+        server = Server(llm, Access(name, api_key, max_body_bytes, template), max_waiting, grace)
+        url = f"http://{f'[{host}]' if ':' in host else host}:{opened.getsockname()[1]}/v1"
+        print(f"{name} at {url}; Ctrl-C ends it", flush=True)
+        server.run(sockets=[opened])

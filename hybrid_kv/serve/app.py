@@ -1,0 +1,270 @@
+"""The front: routes, access, limits and errors, in an asyncio loop; what the engine does is asked of its thread."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from jinja2 import TemplateError
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+
+from hybrid_kv.config import ConfigError, HybridKVError
+from hybrid_kv.engine.llm import RequestOutput
+from hybrid_kv.serve.answers import ChatAnswer, CompletionAnswer, Json
+from hybrid_kv.serve.engine import BusyError, Engine, Piece, StoppedError, Submission
+from hybrid_kv.serve.metrics import Metrics
+from hybrid_kv.serve.schema import Asked, BadRequestError, ChatRequest, CompletionRequest, parse
+
+CLIENT_CLOSED_REQUEST = 499  # nginx's number; nobody reads it
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may ask, and how much at once. Without `api_key` everybody may."""
+
+    model: str
+    api_key: str | None = None
+    max_body_bytes: int = 2**22
+    chat_template: str | None = None
+
+
+class ApiError(HybridKVError):
+    """An answer other than 200, in OpenAI's form."""
+
+    def __init__(self, status: int, message: str, kind: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.kind, self.code = status, kind, code
+
+
+class Front:
+    """The routes of one engine."""
+
+    def __init__(self, engine: Engine, metrics: Metrics, access: Access) -> None:
+        self.engine, self.metrics, self.access = engine, metrics, access
+        self.started = int(time.time())
+        self.app = FastAPI(title="hybrid-kv", docs_url=None, redoc_url=None, openapi_url=None)
+        add = self.app.add_api_route
+        add("/v1/completions", self.completions, methods=["POST"], response_model=None)
+        add("/v1/chat/completions", self.chat_completions, methods=["POST"], response_model=None)
+        add("/v1/models", self.models, methods=["GET"], response_model=None)
+        add("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"], response_model=None)
+        add("/metrics", self.prometheus, methods=["GET"], response_model=None)
+        add("/health", self.health, methods=["GET"], response_model=None)
+        self.app.exception_handler(HybridKVError)(_refused)
+        self.app.exception_handler(HTTPException)(_no_route)
+        self.app.exception_handler(Exception)(_refused)  # a bug: uvicorn logs it
+
+    # ---- routes ----
+
+    async def completions(self, request: Request) -> Response:
+        """Continue prompts."""
+        asked = await self._asked(request, CompletionRequest)
+        answer = CompletionAnswer(asked, self.access.model, self.engine.llm.tokenizer)
+        max_tokens = 16 if asked.max_tokens is None else asked.max_tokens  # OpenAI's default
+        params = [asked.sampling_params(max_tokens, choice) for choice in range(asked.num_choices)]
+        sequences = [(prompt, one) for prompt in asked.prompts for one in params]
+        return await self._answer(request, answer, Submission(sequences, bool(asked.stream)))
+
+    async def chat_completions(self, request: Request) -> Response:
+        """Continue a conversation, by the checkpoint's own template."""
+        asked = await self._asked(request, ChatRequest)
+        answer = ChatAnswer(asked, self.access.model, self.engine.llm.tokenizer)
+        prompt = self._conversation(asked)
+        given = asked.max_completion_tokens or asked.max_tokens
+        max_tokens = given or max(1, self.engine.llm.config.scheduler.max_model_len - len(prompt))
+        sequences = [(prompt, asked.sampling_params(max_tokens, choice)) for choice in range(asked.num_choices)]
+        return await self._answer(request, answer, Submission(sequences, bool(asked.stream)))
+
+    async def models(self, request: Request) -> Response:
+        """The one that there is."""
+        self._authorize(request)
+        limit = self.engine.llm.config.scheduler.max_model_len
+        card = {"id": self.access.model, "object": "model", "created": self.started, "owned_by": "hybrid-kv"}
+        return JSONResponse({"object": "list", "data": [card | {"max_model_len": limit}]})
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        """Forget cached prefixes; with `reset_running_requests=true` preempt those that run first."""
+        self._authorize(request)
+        value = request.query_params.get("reset_running_requests", "false").lower()
+        if value not in ("true", "false"):
+            raise BadRequestError(f"reset_running_requests={value} must be true or false", "reset_running_requests")
+        await self.engine.call(lambda: self.engine.llm.reset_prefix_cache(value == "true"))
+        return Response()
+
+    async def prometheus(self, request: Request) -> Response:
+        """Counters."""
+        self._authorize(request)
+        return Response(self.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    async def health(self) -> Response:
+        """200 as long as the engine takes requests."""
+        if not self.engine.is_alive:
+            raise StoppedError("the engine has stopped")
+        return Response()
+
+    # ---- requests ----
+
+    def _authorize(self, request: Request) -> None:
+        if self.access.api_key is None:
+            return
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        # In constant time: how long a wrong key is compared must not tell how much of it is right.
+        is_right = hmac.compare_digest(key.encode(), self.access.api_key.encode())
+        if scheme.lower() != "bearer" or not is_right:
+            raise ApiError(
+                401,
+                "no valid API key: send it as Authorization: Bearer KEY",
+                "invalid_request_error",
+                "invalid_api_key",
+            )
+
+    async def _asked(self, request: Request, kind: type[Asked]) -> Asked:
+        self._authorize(request)
+        asked = parse(kind, await self._body(request))
+        if asked.model is not None and asked.model != self.access.model:
+            raise ApiError(
+                404,
+                f"the model {asked.model!r} is not here, {self.access.model!r} is",
+                "invalid_request_error",
+                "model_not_found",
+            )
+        return asked
+
+    def _conversation(self, asked: ChatRequest) -> list[int]:
+        """The prompt that a template makes of messages; a template writes the special tokens itself."""
+        tokenizer: Any = self.engine.llm.tokenizer
+        template = self.access.chat_template or getattr(tokenizer, "chat_template", None)
+        if template is None:
+            raise BadRequestError(
+                f"{self.access.model} has no chat template: start the server with --chat-template, or ask "
+                "/v1/completions",
+                "messages",
+            )
+        messages = [message.as_template_input() for message in asked.messages]
+        try:
+            text = tokenizer.apply_chat_template(
+                messages, chat_template=template, tokenize=False, add_generation_prompt=True
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise BadRequestError(f"the chat template refuses these messages: {error}", "messages") from None
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    async def _body(self, request: Request) -> bytes:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise ApiError(415, f"content-type is {kind!r}; send JSON as application/json", "invalid_request_error")
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > self.access.max_body_bytes:
+                raise ApiError(
+                    413, f"the body is longer than {self.access.max_body_bytes} bytes", "invalid_request_error"
+                )
+        return bytes(body)
+
+    async def _answer(
+        self, request: Request, answer: CompletionAnswer | ChatAnswer, submission: Submission
+    ) -> Response:
+        if submission.wants_steps:
+            await self.engine.submit(submission)  # what is wrong with it is said with a status of its own
+            return _Stream(self._events(answer, submission), self.engine, submission)
+        work = asyncio.ensure_future(self._document(answer, submission))
+        gone = asyncio.ensure_future(_disconnected(request))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            return JSONResponse(work.result()) if work.done() else Response(status_code=CLIENT_CLOSED_REQUEST)
+        finally:
+            work.cancel()
+            gone.cancel()
+            self.engine.abort(submission)
+
+    async def _document(self, answer: CompletionAnswer | ChatAnswer, submission: Submission) -> Json:
+        await self.engine.submit(submission)
+        outputs: dict[int, RequestOutput] = {}
+        async for piece in self._pieces(submission):
+            assert piece.output is not None
+            outputs[piece.index] = piece.output
+        return answer.document(submission, [outputs[index] for index in sorted(outputs)])
+
+    async def _events(self, answer: CompletionAnswer | ChatAnswer, submission: Submission) -> AsyncIterator[str]:
+        begun: set[int] = set()
+        try:
+            async for piece in self._pieces(submission):
+                for event in answer.events(submission, piece, piece.index not in begun):
+                    yield _event(event)
+                begun.add(piece.index)
+        except HybridKVError as error:
+            yield _event(_error(error)[1])
+            return
+        if (last := answer.last_event(submission)) is not None:
+            yield _event(last)
+        yield "data: [DONE]\n\n"
+
+    async def _pieces(self, submission: Submission) -> AsyncIterator[Piece]:
+        """Until all sequences have ended."""
+        left = len(submission.sequences)
+        while left:
+            piece = await submission.pieces.get()
+            if isinstance(piece, StoppedError):
+                raise piece
+            left -= piece.output is not None
+            yield piece
+
+
+class _Stream(StreamingResponse):
+    """Server-sent events. Sequences that outlive it are aborted: their reader has gone."""
+
+    def __init__(self, events: AsyncIterator[str], engine: Engine, submission: Submission) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self.engine, self.submission = engine, submission
+
+    async def __call__(self, *arguments: Any) -> None:
+        try:
+            await super().__call__(*arguments)
+        finally:
+            self.engine.abort(self.submission)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _event(document: Json) -> str:
+    return f"data: {json.dumps(document, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+def _error(error: Exception) -> tuple[int, Json]:
+    """The status and the document of what went wrong, in OpenAI's form and one line."""
+    status, kind, code = 500, "server_error", None
+    if isinstance(error, ApiError):
+        status, kind, code = error.status, error.kind, error.code
+    elif isinstance(error, BusyError):
+        status, kind, code = 429, "rate_limit_error", "too_many_requests"
+    elif isinstance(error, StoppedError):
+        status = 503
+    elif isinstance(error, ConfigError):
+        status, kind = 400, "invalid_request_error"
+    param = error.param if isinstance(error, BadRequestError) else None
+    is_ours = isinstance(error, HybridKVError)
+    message = " ".join(str(error).split()) if is_ours else f"internal error: {type(error).__name__}"
+    return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    status, document = _error(error)
+    headers = {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(status)
+    return JSONResponse(document, status, headers)
+
+
+async def _no_route(request: Request, error: Any) -> Response:
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return await _refused(request, ApiError(error.status_code, message, "invalid_request_error"))

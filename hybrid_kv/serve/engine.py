@@ -1,0 +1,271 @@
+"""One thread owns the engine. The front gives it commands through a queue and hears of its steps through others.
+
+A sequence is *waiting for the thread* (its command is queued), then *open* (the scheduler has it, waiting or running),
+then *ended*: by itself, by an abort that the next step carries out, or because the engine failed. Commands run between
+steps, in the order in which they were given, so an abort follows the submission that it is for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from hybrid_kv.config import HybridKVError
+from hybrid_kv.engine.llm import LLM, RequestOutput
+from hybrid_kv.engine.text import TextStream
+from hybrid_kv.request import Request
+from hybrid_kv.sampling import SamplingParams
+from hybrid_kv.serve.schema import Prompt
+
+T = TypeVar("T")
+
+
+class BusyError(HybridKVError):
+    """There is no room for more sequences now; there will be."""
+
+
+class StoppedError(HybridKVError):
+    """The engine takes no commands any more."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a step gave sequence number `index` of a submission; `output` comes with the last piece of a sequence."""
+
+    index: int
+    token_ids: Sequence[int]
+    text: str
+    output: RequestOutput | None = None
+
+
+@dataclass(eq=False)
+class Submission:
+    """The sequences of one HTTP request, and what they have got so far.
+
+    Args:
+        wants_steps: a piece for every step that gives tokens; else one piece per sequence, when it ends.
+    """
+
+    sequences: Sequence[tuple[Prompt, SamplingParams]]
+    wants_steps: bool = False
+    requests: list[Request] = field(default_factory=list)  # once they are open
+    pieces: asyncio.Queue[Piece | StoppedError] = field(default_factory=asyncio.Queue)
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+
+    def put(self, piece: Piece | StoppedError) -> None:
+        """From the engine's thread; nobody hears it when the front has gone."""
+        with suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self.pieces.put_nowait, piece)
+
+
+@dataclass(eq=False)
+class _Open:
+    """A sequence that the scheduler has."""
+
+    request: Request
+    submission: Submission
+    index: int
+    stream: TextStream | None
+    num_told: int = 0  # of its tokens
+
+    def piece(self, output: RequestOutput | None) -> Piece | None:
+        """What is new, if its reader wants to know."""
+        if output is None and not self.submission.wants_steps:
+            return None
+        new = self.request.output_token_ids[self.num_told :]
+        if output is None and not new:
+            return None
+        self.num_told += len(new)
+        if output is not None:
+            told = self.stream.num_characters if self.stream is not None else 0
+            return Piece(self.index, new, output.text[told:], output)
+        return Piece(self.index, new, self.stream.add(new) if self.stream is not None else "")
+
+
+class Engine:
+    """An `LLM` and the thread that owns it from `start` to `stop`.
+
+    Args:
+        max_waiting: sequences that may be open beyond those that run at once.
+        on_end: called from the thread when a sequence has ended.
+        on_failure: called from the thread when a step raised; the engine has stopped then.
+
+    Attributes:
+        failure: what a step raised.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        max_waiting: int,
+        on_end: Callable[[RequestOutput], None],
+        on_failure: Callable[[], None],
+    ) -> None:
+        self.llm = llm
+        self.max_open = llm.config.scheduler.max_num_seqs + max_waiting
+        self.on_end, self.on_failure = on_end, on_failure
+        self.failure: BaseException | None = None
+        self._open: dict[str, _Open] = {}
+        self._commands: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        self._closing = threading.Lock()  # between the last command and the end of the thread
+        self._is_closed = False
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # ---- for the front ----
+
+    def start(self) -> None:
+        """Begin to take commands."""
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether commands are taken."""
+        return self._thread.is_alive() and not self._is_closed
+
+    async def submit(self, submission: Submission) -> None:
+        """Open all sequences of a submission, or none.
+
+        Raises:
+            ConfigError: one of them can never run.
+            BusyError: too many are open.
+            StoppedError: the engine has stopped.
+        """
+        try:
+            await self.call(lambda: self._submit(submission))
+        except asyncio.CancelledError:
+            self.abort(submission)
+            raise
+
+    def abort(self, submission: Submission) -> None:
+        """End those sequences of a submission that have not ended; their blocks return at the next step."""
+
+        def aborting() -> None:
+            for request in submission.requests:
+                self.llm.abort(request.request_id)
+
+        with suppress(StoppedError):
+            self._give(aborting)
+
+    def abort_all(self) -> None:
+        """End every open sequence; their readers get what they have, as aborted."""
+        with suppress(StoppedError):
+            self._give(self._abort_all)
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Run a function between two steps.
+
+        Raises:
+            StoppedError: the engine has stopped.
+            Exception: what the function raises.
+        """
+        return await asyncio.wrap_future(self._give(function))
+
+    def stop(self) -> None:
+        """End what is open, and the thread."""
+
+        def stopping() -> None:
+            self._abort_all()
+            self._is_stopping = True
+
+        with suppress(StoppedError):
+            self._give(stopping)
+        self._thread.join()
+
+    # ---- the thread ----
+
+    def _give(self, function: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        with self._closing:
+            if self._is_closed:
+                raise StoppedError(self._why())
+            self._commands.put((function, future))
+        return future
+
+    def _why(self, failure: BaseException | None = None) -> str:
+        failure = failure or self.failure
+        if failure is None:
+            return "the server is shutting down"
+        return f"the engine has failed, the server's log says how: {type(failure).__name__}"
+
+    def _run(self) -> None:
+        try:
+            while not self._is_stopping or self._open:
+                self._take_commands()
+                if self.llm.scheduler.has_requests:
+                    self._step()
+        except BaseException as error:
+            self.failure = error
+        finally:
+            self._close()
+        if self.failure is not None:
+            self.on_failure()
+
+    def _take_commands(self) -> None:
+        """Those that are there; without a request, wait for one."""
+        while not self._commands.empty() or not (self.llm.scheduler.has_requests or self._is_stopping):
+            function, future = self._commands.get()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(function())
+            except HybridKVError as error:  # the command's fault; anything else leaves an engine in an unknown state
+                future.set_exception(error)
+            except BaseException as error:
+                future.set_exception(StoppedError(self._why(error)))
+                raise
+
+    def _submit(self, submission: Submission) -> None:
+        llm, count = self.llm, len(submission.sequences)
+        if self._is_stopping:
+            raise StoppedError(self._why())
+        if len(self._open) + count > self.max_open:
+            raise BusyError(
+                f"{len(self._open)} of {self.max_open} sequences are open, {count} more do not fit; try again later"
+            )
+        try:
+            for prompt, params in submission.sequences:
+                submission.requests.append(llm.add_request(prompt, params))
+        except BaseException:
+            for request in submission.requests:
+                llm.scheduler.finish(request)
+            submission.requests.clear()
+            raise
+        for index, request in enumerate(submission.requests):
+            stream = TextStream(llm.tokenizer, request.params.stop) if llm.tokenizer is not None else None
+            self._open[request.request_id] = _Open(request, submission, index, stream)
+
+    def _step(self) -> None:
+        ended = {request.request_id: reason for request, reason in self.llm.step()}
+        for request_id, one in list(self._open.items()):
+            reason = ended.get(request_id)
+            output = self.llm.output(one.request, reason) if reason is not None else None
+            if output is not None:
+                del self._open[request_id]
+                self.on_end(output)
+            piece = one.piece(output)
+            if piece is not None:
+                one.submission.put(piece)
+
+    def _abort_all(self) -> None:
+        for request_id in self._open:
+            self.llm.abort(request_id)
+
+    def _close(self) -> None:
+        """Tell everybody who still waits."""
+        with self._closing:
+            self._is_closed = True
+        error = StoppedError(self._why())
+        for submission in {id(one.submission): one.submission for one in self._open.values()}.values():
+            submission.put(error)
+        self._open.clear()
+        while not self._commands.empty():
+            _, future = self._commands.get()
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)

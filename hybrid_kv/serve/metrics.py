@@ -1,0 +1,110 @@
+"""What the engine counts, for Prometheus: vLLM's names and meanings under the prefix `hybrid_kv:`.
+
+Counts of the cache and of drafts come from watching the engine, so that a guard outside can ask whether what it wanted
+to test has happened. vLLM's `num_gpu_blocks` keeps its name on a CPU, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+
+from hybrid_kv.engine.llm import LLM, RequestOutput
+from hybrid_kv.request import ScheduledRequest
+from hybrid_kv.watch import Watcher
+
+
+class Metrics(Watcher):
+    """Counters of one engine. Append it to `llm.watchers`; it may be read from any thread."""
+
+    def __init__(self, llm: LLM, model: str) -> None:
+        self.registry = CollectorRegistry()
+        self._batch: Sequence[ScheduledRequest] = ()
+
+        def counter(name: str, said: str) -> Counter:
+            return Counter(f"hybrid_kv:{name}", said, ["model_name"], registry=self.registry).labels(model)
+
+        def gauge(name: str, said: str) -> Gauge:
+            return Gauge(f"hybrid_kv:{name}", said, ["model_name"], registry=self.registry).labels(model)
+
+        self.queries = counter("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache.")
+        self.hits = counter("prefix_cache_hits", "Prompt tokens that were taken from the prefix cache.")
+        self.drafts = counter("spec_decode_num_drafts", "Steps of a request that verified drafts.")
+        self.draft_tokens = counter("spec_decode_num_draft_tokens", "Drafts that were verified.")
+        self.accepted = counter("spec_decode_num_accepted_tokens", "Drafts that were right.")
+        self.preemptions = counter("num_preemptions", "Requests that lost their blocks, and run again.")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that have ended.")
+        self.generation_tokens = counter(
+            "generation_tokens", "Tokens that were generated for requests that have ended."
+        )
+        self.running = gauge("num_requests_running", "Requests that run.")
+        self.waiting = gauge("num_requests_waiting", "Requests that wait to run.")
+        self.usage = gauge("kv_cache_usage_perc", "Blocks that requests hold; 1 is all of them.")
+        self._success = Counter(
+            "hybrid_kv:request_success", "Requests that have ended.", ["model_name", "finished_reason"],
+            registry=self.registry,
+        )  # fmt: skip
+        self._accepted_per_pos = Counter(
+            "hybrid_kv:spec_decode_num_accepted_tokens_per_pos", "Drafts that were right, by their place in the draft.",
+            ["model_name", "position"], registry=self.registry,
+        )  # fmt: skip
+        self._model, self._scheduler, self._pool = model, llm.scheduler, llm.manager.pool
+        self._caches = llm.config.cache.enable_prefix_caching
+        self._describe(llm)
+
+    def _describe(self, llm: LLM) -> None:
+        cache, plan = llm.config.cache, llm.plan
+        description = {
+            "block_size": plan.sizes.block_size,
+            "mamba_block_size": plan.sizes.mamba_block_size,
+            "hit_unit": llm.manager.hit_unit,
+            "num_gpu_blocks": plan.config.num_blocks,
+            "enable_prefix_caching": cache.enable_prefix_caching,
+            "mamba_cache_mode": cache.mamba_cache_mode,
+            "state_scheme": cache.state_scheme,
+            "num_speculative_tokens": llm.config.speculative.num_speculative_tokens,
+            "max_num_batched_tokens": llm.config.scheduler.max_num_batched_tokens,
+        }
+        # An `Info` would add a second `_info` to vLLM's name.
+        labels = {name: str(value) for name, value in description.items()}
+        Gauge("hybrid_kv:cache_config_info", "The cache.", list(labels), registry=self.registry).labels(**labels).set(1)
+
+    # ---- what the engine does ----
+
+    def on_schedule(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """A request is admitted: for the first time, so that it asks the cache for its prompt, or again."""
+        for item in scheduled:
+            if item.overwrite and item.request.num_preemptions:
+                self.preemptions.inc()
+            elif item.overwrite and self._caches:
+                self.queries.inc(len(item.request.prompt_token_ids))
+                self.hits.inc(item.num_computed_tokens)
+
+    def on_prepare(self, batch: Sequence[ScheduledRequest]) -> None:
+        """Keep the batch: its drafts are known now."""
+        self._batch = batch
+
+    def on_commit(self, tokens: Sequence[Sequence[int]]) -> None:
+        """All tokens of a step but the last are drafts that were right."""
+        for item, new in zip(self._batch, tokens, strict=True):
+            if item.num_drafts:
+                self.drafts.inc()
+                self.draft_tokens.inc(item.num_drafts)
+                self.accepted.inc(len(new) - 1)
+                for position in range(len(new) - 1):
+                    self._accepted_per_pos.labels(self._model, position).inc()
+
+    def ended(self, output: RequestOutput) -> None:
+        """A request has ended."""
+        self.prompt_tokens.inc(len(output.prompt_token_ids))
+        self.generation_tokens.inc(len(output.token_ids))
+        self._success.labels(self._model, output.finish_reason).inc()
+
+    def text(self) -> bytes:
+        """In Prometheus' text format."""
+        self.running.set(len(self._scheduler.running))
+        self.waiting.set(len(self._scheduler.waiting))
+        size = self._pool.num_blocks - 1  # without the null block
+        self.usage.set(1 - self._pool.num_free_blocks / size)
+        return generate_latest(self.registry)

@@ -1,0 +1,107 @@
+"""From an engine and a socket to a server that ends in order: told to, by a signal, or because its engine failed."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+from hybrid_kv.config import ConfigError
+from hybrid_kv.engine.llm import LLM
+from hybrid_kv.serve.app import Access, Front
+from hybrid_kv.serve.engine import Engine
+from hybrid_kv.serve.metrics import Metrics
+
+HARD_LIMIT = 10  # seconds beyond the grace until a reader that does not read is dropped
+
+
+def open_socket(host: str, port: int, has_key: bool) -> socket.socket:
+    """An address of our own; nobody can connect before the server runs.
+
+    Args:
+        port: 0 takes a free one.
+        has_key: others need one, so others than this machine are let in only then.
+
+    Raises:
+        ConfigError: it cannot be had, or would serve everybody.
+    """
+    if not _is_loopback(host) and not has_key:
+        raise ConfigError(f"--host {host} can be reached from other machines: set HYBRID_KV_API_KEY, or use 127.0.0.1")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        opened = socket.socket(family, kind, protocol)
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        opened.bind(address)
+    except (OSError, OverflowError, UnicodeError) as error:
+        said = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"--host {host} --port {port}: {said}; give another") from None
+    return opened
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class Server(uvicorn.Server):
+    """Serves an `LLM` over HTTP. `run(sockets=[…])` returns when it has ended.
+
+    Args:
+        max_waiting: sequences that may wait beyond those that run at once.
+        grace: seconds that open requests get when the server is told to end; then they are aborted.
+    """
+
+    def __init__(self, llm: LLM, access: Access, max_waiting: int = 256, grace: int = 10) -> None:
+        metrics = Metrics(llm, access.model)
+        llm.watchers.append(metrics)
+        self.engine = Engine(llm, max_waiting, metrics.ended, self._end)
+        self.grace = grace
+        app = Front(self.engine, metrics, access).app
+        limits: dict[str, Any] = {"timeout_graceful_shutdown": grace + HARD_LIMIT}
+        super().__init__(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", **limits))
+
+    def _end(self) -> None:
+        self.should_exit = True
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Until a signal; raises what a step raised."""
+        self.engine.start()
+        try:
+            with _signals(self):
+                super().run(sockets)
+        finally:
+            self.engine.stop()
+        if self.engine.failure is not None:
+            raise self.engine.failure
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take no more requests, and end those that are open in time."""
+        timer = asyncio.get_running_loop().call_later(self.grace, self.engine.abort_all)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+
+@contextmanager
+def _signals(server: Server) -> Iterator[None]:
+    """Ctrl-C and SIGTERM end the server, and nothing else: uvicorn raises them again for who had them before."""
+    ending = (signal.SIGINT, signal.SIGTERM)
+    try:
+        before = [signal.signal(one, lambda *_: server._end()) for one in ending]
+    except ValueError:  # not the main thread: signals are somebody else's
+        yield
+        return
+    try:
+        yield
+    finally:
+        for one, handler in zip(ending, before, strict=True):
+            signal.signal(one, handler)
