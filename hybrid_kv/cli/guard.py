@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -23,6 +24,12 @@ def guard(
         list[str] | None,
         typer.Option(metavar="FACTOR=LEVEL", help="Only engines with this setting, as mode=align; may be repeated."),
     ] = None,
+    replay: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Play one scenario that failed, and nothing else.")
+    ] = None,
+    repro: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Where a scenario that fails is written, as small as it gets.")
+    ] = Path("repro"),
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="What the guard model runs on.")] = "cpu",
     as_json: AsJson = False,
     out: OutFile = None,
@@ -34,9 +41,15 @@ def guard(
 
     from hybrid_kv.config import ConfigError
     from hybrid_kv.files import check_outputs
+    from hybrid_kv.guard.replay import read_scenario
+    from hybrid_kv.guard.replay import replay as replay_scenario
     from hybrid_kv.guard.report import amounts, document, print_results, result_rows, run_guard
     from hybrid_kv.results import append_rows
 
+    if replay is not None:
+        if quick or long or select or only:
+            raise ConfigError(f"--replay {replay} plays one scenario; leave --quick, --long, -k and --only out")
+        raise typer.Exit(replay_scenario(read_scenario(replay)))
     if quick and long:
         raise ConfigError("--quick and --long exclude each other; give one of them")
     if record and (select or only):
@@ -45,13 +58,18 @@ def guard(
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no GPU here; use cpu")
     rows = rows_file("guard.csv", results, record)
-    check_outputs(out)
+    check_outputs(out, repro / "scenario.json")
     if seed is None:
         seed = secrets.randbelow(2**31) if long else 0
     if long:
         print(f"the same run again: hybrid-kv guard --long --seed {seed}", file=sys.stderr)
     checks = run_guard(
-        amounts("quick" if quick else "long" if long else "full"), seed, device=device, select=select, only=levels
+        amounts("quick" if quick else "long" if long else "full"),
+        seed,
+        device=device,
+        select=select,
+        only=levels,
+        repro=repro,
     )
     try:
         append_rows(rows, result_rows(checks))

@@ -33,8 +33,16 @@ from hybrid_kv.watch import Watcher
 SAID_AGAIN = ("none", "align", "all")  # modes whose rules are formulated here and in `guard.published`
 
 
+class RuleError(AssertionError):
+    """The first broken `rule`, and what the engine did."""
+
+    def __init__(self, rule: str, report: str) -> None:
+        super().__init__(f"{rule}: {report}")
+        self.rule = rule
+
+
 class Observer(Watcher):
-    """Watches one engine through a scenario, disturbs it, and raises AssertionError at the first broken rule.
+    """Watches one engine through a scenario, disturbs it, and raises `RuleError` at the first broken rule.
 
     Args:
         sequences: prompt and answer of each request, by number; stop tokens ignored.
@@ -77,13 +85,13 @@ class Observer(Watcher):
         scheduler.check_integrity()
         queue = [int(request.request_id) for request in (*scheduler.running, *scheduler.waiting)]
         if queue != sorted(queue):
-            raise AssertionError(f"first come, first served is broken: {queue}")
+            raise RuleError("queue-order", f"first come, first served is broken: {queue}")
         self._publish(any(request.in_flight is not None for request in (*scheduler.running, *scheduler.waiting)))
         self._check_progress()
         self._due += [event.what for event in self.scenario.events if event.is_due(llm.num_steps)]
         self._due = [what for what in self._due if not self._disturb(what)]
         if llm.num_steps > self._limit:
-            raise AssertionError(f"no end after {self._limit} steps: livelock")
+            raise RuleError("livelock", f"no end after {self._limit} steps")
 
     def _disturb(self, what: str) -> bool:
         """Whether it could be done: if not, it is tried again before the next step."""
@@ -208,14 +216,14 @@ class Observer(Watcher):
         waits = self._llm.config.async_scheduling and left == youngest and left != self._waited
         self._waited = left if waits else []
         if left and self.previous and not waits:
-            raise AssertionError(f"running requests {left} were left out of a step")
+            raise RuleError("left-out", f"running requests {left} were left out of a step")
 
     def _check_schedule(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Budget, hits and chunk ends of a step that is about to run."""
         llm = self._llm
         budget = llm.config.scheduler.max_num_batched_tokens
         if (total := sum(item.num_tokens for item in scheduled)) > budget:
-            raise AssertionError(f"a step of {total} tokens is over the budget of {budget}")
+            raise RuleError("over-budget", f"a step of {total} tokens is over the budget of {budget}")
         self._exact_hits &= llm.manager.pool.num_evictions == 0
         for item in scheduled:
             track, request = self._track(item.request), item.request
@@ -228,9 +236,10 @@ class Observer(Watcher):
                 track.columns = [set() for _ in track.most]
                 limit = self.published.hit(track, request.num_tokens) if llm.manager.enable_prefix_caching else 0
                 if begin > limit or (self._exact_hits and begin < limit):
-                    raise AssertionError(
+                    raise RuleError(
+                        "hit-length",
                         f"request {request.request_id} takes {begin} of {request.num_tokens} tokens from the cache, "
-                        f"which has {limit} of them"
+                        f"which has {limit} of them",
                     )
             size = llm.plan.sizes.mamba_block_size
             if size is not None and llm.config.cache.mamba_cache_mode == "align" and is_prefill(item):
@@ -238,9 +247,10 @@ class Observer(Watcher):
                 last = (request.num_tokens - 1) // unit * unit  # what a repetition of these tokens can use
                 passes = begin // size < min(end, last) // size
                 if begin < last < end or (passes and end % size):
-                    raise AssertionError(
+                    raise RuleError(
+                        "chunk-end",
                         f"request {request.request_id}: a chunk of tokens {begin} to {end} of {request.num_tokens} "
-                        f"passes a boundary of {size} tokens and does not end on one, the last one being {last}"
+                        f"passes a boundary of {size} tokens and does not end on one, the last one being {last}",
                     )
             for group, spec in enumerate(group.spec for group in llm.plan.config.groups):
                 self._account(request, track, item, group, spec)
@@ -277,20 +287,22 @@ class Observer(Watcher):
                     own |= set(range(first, track.most[group]))
                     due = len(own)
                     if due > 1 + states_behind(spec) + drafts:
-                        raise AssertionError(f"request {request.request_id} is due {due} states in mode align")
+                        raise RuleError("states-due", f"request {request.request_id} is due {due} states in mode align")
         else:
             ahead = min(end + self._llm.manager.num_lookahead_tokens, self._llm.config.scheduler.max_model_len)
             due = track.most[group] = max(track.most[group], cdiv(ahead, size))
         ids = self._llm.manager.block_ids(request.request_id)[group]
         if len(ids) != due and (self._knows_mode or not isinstance(spec, MambaSpec)):
-            raise AssertionError(
+            raise RuleError(
+                "blocks-held",
                 f"request {request.request_id} holds {len(ids)} blocks of {type(spec).__name__} in a step of "
-                f"{item.num_tokens} tokens after {n}; {due} are due"
+                f"{item.num_tokens} tokens after {n}; {due} are due",
             )
         most = spec.max_blocks_per_request(self._llm.config.scheduler.max_model_len)
         if len(ids) > most:
-            raise AssertionError(
-                f"request {request.request_id} holds {len(ids)} blocks of {type(spec).__name__}, {most} are planned"
+            raise RuleError(
+                "blocks-planned",
+                f"request {request.request_id} holds {len(ids)} blocks of {type(spec).__name__}, {most} are planned",
             )
         self.patterns.count_blocks(request.request_id, ids.tolist())
 
@@ -307,9 +319,10 @@ class Observer(Watcher):
                 (j for j, (a, b) in enumerate(zip(drafts, rest, strict=False)) if a != b), min(len(drafts), len(rest))
             )
             if len(rest) > right and new != rest[: right + 1]:
-                raise AssertionError(
+                raise RuleError(
+                    "step-tokens",
                     f"request {item.request.request_id} gets {new} after {first} tokens with drafts {list(drafts)}; "
-                    f"{rest[: right + 1]} are due"
+                    f"{rest[: right + 1]} are due",
                 )
 
     def _check_blocks(self, step: Sequence[Ran]) -> None:
@@ -333,9 +346,10 @@ class Observer(Watcher):
                     states = 1 if ran.is_prefill or replay_of(spec) is not None else ran.item.num_tokens
                     blocks = table[row, first : last // size + states]
                 if (pool.ref_count[blocks] != 1).any() or any(pool.key_of(block) for block in blocks.tolist()):
-                    raise AssertionError(
+                    raise RuleError(
+                        "write-findable",
                         f"request {ran.item.request.request_id} writes blocks {blocks.tolist()} of group "
-                        f"{group.group_id}, which others may read"
+                        f"{group.group_id}, which others may read",
                     )
 
     def never_fits(self, llm: LLM, number: int) -> bool:

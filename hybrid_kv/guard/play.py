@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections import Counter, deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -15,17 +16,35 @@ import torch
 
 from hybrid_kv.engine.llm import LLM, RequestOutput
 from hybrid_kv.errors import deaf_to_ctrl_c
-from hybrid_kv.guard.observer import Observer
+from hybrid_kv.guard.observer import Observer, RuleError
 from hybrid_kv.guard.poison import poison
 from hybrid_kv.guard.scenario import Cell, Scenario, ScriptedProposer, answer_book
 from hybrid_kv.guard.traffic import draw_scenario
+from hybrid_kv.sanitizer import SanitizerError
+from hybrid_kv.watch import Watcher
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A scenario that went wrong: the first `rule` that it broke, and how.
+
+    The rule is one of the sanitizer's or of the observer's, `tokens` for a request that differs from the oracle, or,
+    if the engine failed by itself, the kind of error and the function that raised it.
+    """
+
+    scenario: Scenario
+    rule: str
+    report: str
+
+    def __str__(self) -> str:
+        return f"{self.scenario}: {self.report}"
 
 
 @dataclass
 class Differences:
     """What scenarios had wrong (nothing, if all is well), and what happened in them."""
 
-    wrong: list[str] = field(default_factory=list)
+    wrong: list[Failure] = field(default_factory=list)
     seen: Counter[str] = field(default_factory=Counter)
     cells: list[Cell] = field(default_factory=list)  # of the covering design, those that had their effect
     num_requests: int = 0
@@ -58,8 +77,8 @@ def run_scenario(scenario: Scenario) -> Differences:
     return play(scenario)[0]
 
 
-def play(scenario: Scenario) -> tuple[Differences, list[RequestOutput]]:
-    """`run_scenario`, and the outputs."""
+def play(scenario: Scenario, watchers: Sequence[Watcher] = ()) -> tuple[Differences, list[RequestOutput]]:
+    """`run_scenario`, and the outputs. `watchers` see each step before the observer does."""
     options, book = scenario.options, answer_book(scenario.layers)
     limit = options["max_model_len"]
     requests = list(zip(scenario.prompts, scenario.params, strict=True))
@@ -72,14 +91,19 @@ def play(scenario: Scenario) -> tuple[Differences, list[RequestOutput]]:
     try:
         llm = _engine(scenario, sequences)
         poison(llm)
+        llm.watchers[:0] = watchers
         observer.watch(llm)
         for wave in scenario.waves or (len(requests),):
             part = slice(len(outputs), len(outputs) + wave)
             prompts, params = scenario.prompts[part], scenario.params[part]
             outputs += llm.generate(prompts, params, progress=False, on_step=observer)
         observer.finish(llm, outputs)
+    except (RuleError, SanitizerError) as error:
+        result.wrong = [Failure(scenario, error.rule, str(error))]
+        return result, outputs
     except Exception as error:
-        result.wrong = [f"{scenario}: {type(error).__name__}: {error}"]
+        place = traceback.extract_tb(error.__traceback__)[-1].name
+        result.wrong = [Failure(scenario, f"{type(error).__name__} in {place}", f"{type(error).__name__}: {error}")]
         return result, outputs
     result.cells = [observer.cell] if observer.cell is not None else []
     for i, (output, expected) in enumerate(zip(outputs, answers, strict=True)):
@@ -90,10 +114,9 @@ def play(scenario: Scenario) -> tuple[Differences, list[RequestOutput]]:
         if output.token_ids != expected:
             pairs = zip(output.token_ids, expected, strict=False)
             first = next((j for j, (a, b) in enumerate(pairs) if a != b), min(len(output.token_ids), len(expected)))
-            result.wrong.append(
-                f"{scenario}: request {i} ({len(scenario.prompts[i])} prompt tokens) differs at output token {first}"
-                f"{': ' + output.error if output.error else ''}"
-            )
+            report = f"request {i} ({len(scenario.prompts[i])} prompt tokens) differs at output token {first}"
+            error_text = f": {output.error}" if output.error else ""
+            result.wrong.append(Failure(scenario, "tokens", report + error_text))
     return result, outputs
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any, Literal
 
@@ -54,6 +55,7 @@ class Run:
         workers: processes that it may use.
         device: of the guard model; the exact one follows its integers on the CPU.
         only: levels by factor: run all that has them and nothing else, whatever the amount.
+        repro: folder for a small case of what failed; None writes none.
     """
 
     amount: int
@@ -62,6 +64,7 @@ class Run:
     workers: int = 1
     device: str = "cpu"
     only: Mapping[str, str] = field(default_factory=dict)
+    repro: Path | None = None
 
 
 Function = Callable[[Run], list[CheckResult]]

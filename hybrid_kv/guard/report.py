@@ -33,6 +33,7 @@ def run_guard(
     device: str = "cpu",
     select: Sequence[str] | None = None,
     only: Mapping[str, str] | None = None,
+    repro: Path | None = None,
 ) -> list[CheckResult]:
     """All checks, on one thread: on tensors this small a second one costs more than it brings.
 
@@ -41,6 +42,7 @@ def run_guard(
         device: of the guard model; the exact one follows its integers on the CPU.
         select: parts of sections' names; one of them is enough.
         only: levels by factor; only sections that have these factors run.
+        repro: folder for small cases of what failed; it is made when there is one.
 
     Raises:
         ConfigError: no section is left, or none has these levels; nothing has run.
@@ -78,7 +80,7 @@ def run_guard(
                 bar.update(min(done * seconds, total - bar.n))  # A sum of floats may pass their total.
 
             workers = min(8, os.cpu_count() or 1)
-            results += _run(check, Run(amount[check.section], seed, advance, workers, device, only or {}))
+            results += _run(check, Run(amount[check.section], seed, advance, workers, device, only or {}, repro))
     torch.set_num_threads(threads)
     return results
 

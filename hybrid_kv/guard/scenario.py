@@ -19,6 +19,8 @@ from hybrid_kv.sampling import SamplingParams, sample
 
 Cell = dict[str, Any]  # a level of each factor of `guard.traffic`
 
+# Drafts: none, those of n-grams, and the scripts of `ScriptedProposer`.
+SCRIPTS = ("none", "ngram", "right", "wrong", "mixed", "ragged", "lapses", "boundary", "beyond", "rotate")
 COMMON = 7  # tokens that identical prompts share: with a whole block in common, they would wait for each other
 
 
@@ -72,7 +74,7 @@ class Scenario:
     prompts: list[list[int]]
     params: list[SamplingParams]
     waves: tuple[int, ...] = ()  # requests sent together; () is all at once
-    drafts: str = "none"  # none, ngram, or a script of `ScriptedProposer`
+    drafts: str = "none"  # one of `SCRIPTS`
     events: tuple[Event, ...] = ()
     forced: str = ""  # the pattern that it was built for
     cell: Cell = field(default_factory=dict)

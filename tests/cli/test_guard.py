@@ -77,7 +77,7 @@ def test_sections_are_chosen_by_a_part_of_their_name(
     capsys: pytest.CaptureFixture[str], ran: list[dict[str, Any]]
 ) -> None:
     assert run(capsys, "guard", "-k", "lay", "-k", "cost")[0] == 0
-    assert ran == [{"seed": 0, "device": "cpu", "select": ["lay", "cost"], "only": {}}]
+    assert ran == [{"seed": 0, "device": "cpu", "select": ["lay", "cost"], "only": {}, "repro": Path("repro")}]
 
 
 def test_rows_that_cannot_be_kept_do_not_cost_the_table(

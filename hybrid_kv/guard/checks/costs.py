@@ -21,7 +21,7 @@ def check_costs(run: Run) -> list[CheckResult]:
     for trial in range(run.amount):
         trio = draw_trio(run.seed * SCENARIOS_PER_RUN + trial)
         results, outputs = zip(*map(play, trio), strict=True)
-        errors = [error for result in results for error in result.wrong]
+        errors = [str(error) for result in results for error in result.wrong]
         for i, (both, cached, drafted) in enumerate(zip(*outputs, strict=not errors)):
             num_cached += both.cached_tokens
             num_accepted += both.num_accepted_draft_tokens

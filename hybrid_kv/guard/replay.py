@@ -1,0 +1,229 @@
+"""A scenario as a file, as a script, and played again with its story told.
+
+The file is JSON: what `Scenario` has, a request a line, and the rule that it broke when it was written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from hybrid_kv.config import ConfigError, engine_config
+from hybrid_kv.files import refuse_device, write_whole
+from hybrid_kv.guard.play import Failure, play, unwarned
+from hybrid_kv.guard.scenario import SCRIPTS, Event, Scenario
+from hybrid_kv.models.exact import KV_HEADS, PARTS, ExactConfig
+from hybrid_kv.request import ScheduledRequest
+from hybrid_kv.sampling import SamplingParams
+from hybrid_kv.watch import Watcher
+
+FORMAT, VERSION = "hybrid-kv scenario", 1
+NUM_STEPS = 12  # of a story, the last ones
+
+SCRIPT = '''\
+"""{rule}, exit code 1 while the bug lives. Written by `hybrid-kv guard`, scenario {seed}."""
+
+from hybrid_kv.guard.replay import replay
+from hybrid_kv.guard.scenario import Event, Scenario
+from hybrid_kv.sampling import SamplingParams
+
+scenario = Scenario(
+    {seed},
+    {layers!r},
+    {options!r},
+    {prompts},
+    {params},
+    waves={waves!r},
+    drafts={drafts!r},
+    events={events},
+)
+
+if __name__ == "__main__":
+    raise SystemExit(replay(scenario))
+'''
+
+
+def to_json(scenario: Scenario, rule: str = "") -> str:
+    """The text of a scenario's file; `rule` is for the reader."""
+    parts = asdict(scenario)
+    prompts, params = parts.pop("prompts"), parts.pop("params")
+    requests = [
+        {"prompt": prompt, **_changed(SamplingParams(**own))} for prompt, own in zip(prompts, params, strict=True)
+    ]
+    lines = {key: json.dumps(value) for key, value in {"format": FORMAT, "version": VERSION, "rule": rule}.items()}
+    lines |= {key: json.dumps(value) for key, value in parts.items()}
+    lines["requests"] = "[\n  " + ",\n  ".join(map(json.dumps, requests)) + "\n ]"
+    return "{\n" + ",\n".join(f' "{key}": {text}' for key, text in lines.items()) + "\n}\n"
+
+
+def from_json(text: str, name: str = "scenario") -> Scenario:
+    """The scenario of a file's text; `name` is the file's, for the error.
+
+    Raises:
+        ConfigError: it is no scenario, of another version, or has a value that no scenario can have.
+    """
+    try:
+        return _scenario(json.loads(text))
+    except KeyError as error:
+        problem = f"{error} is missing"
+    except (TypeError, ValueError, AttributeError, RecursionError) as error:
+        problem = str(error)
+    raise ConfigError(f"{name} is no scenario of this version: {problem}; write it anew with hybrid-kv guard")
+
+
+def read_scenario(file: Path) -> Scenario:
+    """
+    Raises:
+        ConfigError: as `from_json`, or the file is a device.
+        OSError: it cannot be read.
+    """
+    refuse_device(file)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{file} is no scenario: it is no text") from None
+    return from_json(text, str(file))
+
+
+def _scenario(document: Any) -> Scenario:
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise ValueError(f"format {FORMAT!r} is not named")
+    parts = dict(document)
+    del parts["format"], parts["rule"]
+    if (version := parts.pop("version")) != VERSION:
+        raise ValueError(f"version {version!r}, not {VERSION}")
+    requests = [dict(request) for request in parts.pop("requests")]
+    prompts = [request.pop("prompt") for request in requests]
+    known = {field.name for field in fields(Scenario)} - {"prompts", "params"}
+    if strange := sorted(parts.keys() ^ known):
+        raise ValueError(f"{strange[0]!r} is unknown or missing")
+    seed, layers, drafts, forced = (parts[key] for key in ("seed", "layers", "drafts", "forced"))
+    options, cell = _tuples(parts["options"]), _tuples(parts["cell"])
+    waves = tuple(parts["waves"])
+    numbers = [seed, *waves, *(token for prompt in prompts for token in prompt)]
+    if strange := [number for number in numbers if type(number) is not int]:
+        raise ValueError(f"{strange[0]!r} is no integer")
+    vocab_size = ExactConfig.vocab_size
+    if strange := [token for prompt in prompts for token in prompt if not 0 <= token < vocab_size]:
+        raise ValueError(f"token {strange[0]} is outside the vocabulary of {vocab_size}")
+    if not prompts or (waves and (sum(waves) != len(prompts) or min(waves) < 1)):
+        raise ValueError(f"waves of {list(waves)} requests, but {len(prompts)} requests")
+    if not isinstance(layers, str) or not layers or set(layers) - set(PARTS) - set(KV_HEADS):
+        raise ValueError(f"layers {layers!r} are not of {''.join((*PARTS, *KV_HEADS))}")
+    if drafts not in SCRIPTS:
+        raise ValueError(f"drafts {drafts!r} are none of {', '.join(SCRIPTS)}")
+    engine_config(options)
+    if type(options.get("max_model_len")) is not int:
+        raise ValueError("options have no max_model_len")
+    if drafts not in ("none", "ngram") and type(options.get("num_speculative_tokens")) is not int:
+        raise ValueError("options have no num_speculative_tokens")
+    events = tuple(_event(**event) for event in parts["events"])
+    params = [SamplingParams(**request) for request in requests]
+    return Scenario(seed, layers, options, prompts, params, waves, drafts, events, str(forced), cell)
+
+
+def _event(what: Any, first: int, every: int = 0) -> Event:
+    known = get_args(get_type_hints(Event)["what"])
+    if what not in known or type(first) is not int or type(every) is not int or min(first, every) < 0:
+        raise ValueError(f"event {what!r} at step {first!r} and every {every!r} is none of {', '.join(known)}")
+    return Event(what, first, every)
+
+
+def _tuples(parts: dict[str, Any]) -> dict[str, Any]:
+    """JSON has lists only."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in parts.items()}
+
+
+def _changed(params: SamplingParams) -> dict[str, Any]:
+    """What differs from the default."""
+    usual = vars(SamplingParams())
+    return {key: value for key, value in vars(params).items() if key == "max_tokens" or value != usual[key]}
+
+
+def to_script(scenario: Scenario, rule: str) -> str:
+    """A program of at most 30 lines that plays the scenario; it needs nothing but this package."""
+    params = [
+        f"SamplingParams({', '.join(f'{key}={value!r}' for key, value in _changed(own).items())})"
+        for own in scenario.params
+    ]
+    events = "".join(f"Event({event.what!r}, {event.first}, {event.every}), " for event in scenario.events)
+    return SCRIPT.format(
+        rule=rule,
+        seed=scenario.seed,
+        layers=scenario.layers,
+        options=scenario.options,
+        prompts=_rows([str(prompt) for prompt in scenario.prompts]),
+        params=_rows(params),
+        waves=scenario.waves,
+        drafts=scenario.drafts,
+        events=f"({events.rstrip()})",
+    )
+
+
+def _rows(values: Sequence[str]) -> str:
+    """A list, an entry per line if there are few."""
+    if len(values) > 3:
+        return f"[{', '.join(values)}]"
+    return "[\n        " + ",\n        ".join(values) + ",\n    ]"
+
+
+def write_files(failure: Failure, folder: Path) -> tuple[Path, Path]:
+    """The JSON file and the script of a failure: `<rule>-<hash>.json` and `.py`.
+
+    Raises:
+        HybridKVError: they cannot be written.
+    """
+    text = to_json(failure.scenario, failure.rule)
+    rule = re.sub(r"[^a-z0-9]+", "-", failure.rule.lower()).strip("-")
+    name = f"{rule}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    file, script = folder / f"{name}.json", folder / f"{name}.py"
+    write_whole(file, text)
+    write_whole(script, to_script(failure.scenario, failure.rule))
+    return file, script
+
+
+class _Story(Watcher):
+    """What ran in each step, in words."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def on_prepare(self, batch: Sequence[ScheduledRequest]) -> None:
+        self.lines.append(f"step {len(self.lines)}: " + "; ".join(map(_in_words, batch)))
+
+    def on_commit(self, tokens: Sequence[Sequence[int]]) -> None:
+        given = ", ".join(str(len(new)) for new in tokens)
+        self.lines[-1] += f" -> {given} tokens"
+
+
+def _in_words(item: ScheduledRequest) -> str:
+    name, start, end = item.request.request_id, item.num_computed_tokens, item.num_computed_tokens + item.num_tokens
+    if item.is_decode:
+        return f"request {name} decodes token {start} and {item.num_drafts} drafts"
+    hit = f" behind {start} cached ones" if item.overwrite and start else ""
+    return f"request {name} prefills tokens {start} to {end - 1} of {item.request.num_tokens}{hit}"
+
+
+@unwarned()
+def tell(scenario: Scenario) -> tuple[Failure | None, str]:
+    """Play a scenario: what broke first, if anything did, and the story of it."""
+    story = _Story()
+    wrong = play(scenario, [story])[0].wrong
+    lines = [f"{scenario}", *(f"request {i}: {p}" for i, p in enumerate(scenario.prompts) if len(p) <= 64)]
+    lines += story.lines[-NUM_STEPS:]
+    return (wrong[0] if wrong else None), "\n".join([*lines, *([wrong[0].report] if wrong else [])])
+
+
+def replay(scenario: Scenario) -> int:
+    """Play a scenario and print its story; the exit code is 1 while it breaks a rule, else 0."""
+    failure, story = tell(scenario)
+    print(story)
+    print("no rule is broken" if failure is None else f"broken rule: {failure.rule}")
+    sys.stdout.flush()
+    return int(failure is not None)

@@ -1,0 +1,322 @@
+"""Makes a failing scenario small: what can go without another rule being the first to break, goes.
+
+This is delta debugging (Zeller and Hildebrandt 2002), greedy, over requests, disturbances, layers, engine options,
+prompt tokens and sampling parameters, again and again until nothing more can go. The shrinker of `hypothesis` works on
+the choices of its own strategies, and a scenario is drawn from a seed; it would also be needed at run time. So the
+twelve lines of `_Shrinker.minimize` are our own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hybrid_kv.guard.play import Failure, run_scenario
+from hybrid_kv.guard.replay import tell, write_files
+from hybrid_kv.guard.scenario import SCRIPTS, Scenario, SmallBlocksFirst, SmallKVFirst, answer_book
+from hybrid_kv.sampling import SamplingParams
+
+T = TypeVar("T")
+
+# Without these an engine would choose by itself, or the sanitizer would have no story to tell.
+_KEPT = ("block_size", "device", "mamba_block_size", "max_model_len", "num_blocks", "sanitize")
+# The simpler, the earlier. What an option has is not tried, nor what comes behind it.
+_SIMPLER: dict[str, tuple[Any, ...]] = {
+    "attention_backend": (SmallBlocksFirst.name, SmallKVFirst.name),
+    "block_size": (4, 8),
+    "mamba_block_size": (4, 8),
+    "captured_batch_sizes": ((), (4,)),
+    "max_model_len": (32, 64, 96),
+    "max_num_batched_tokens": (256, 64, 32, 16),
+    "max_num_seqs": (1, 2, 3, 4),
+    "num_blocks": (400, 50),
+    "num_speculative_tokens": (1, 2, 3, 4, 5, 6),
+}
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """A failure as small as it got. `is_minimal`: nothing more could go; else the time was up."""
+
+    failure: Failure
+    num_plays: int
+    seconds: float
+    is_minimal: bool
+
+
+def reproduce(failures: Sequence[Failure], folder: Path) -> str:
+    """Shrink the shortest of the scenarios that failed and write its files; what became of it, and its story.
+
+    Raises:
+        HybridKVError: the files cannot be written.
+    """
+    shortest = min(failures, key=lambda failure: sum(map(len, failure.scenario.prompts)))
+    shrunk = shrink(shortest)
+    scenario = shrunk.failure.scenario
+    file, script = write_files(shrunk.failure, folder)
+    count = f"{len(scenario.prompts)} requests with {sum(map(len, scenario.prompts))} prompt tokens"
+    effort = f"{shrunk.num_plays} plays in {shrunk.seconds:.1f} s{'' if shrunk.is_minimal else ', the time was up'}"
+    story = tell(scenario)[1]
+    return f"shrunk to {count} ({effort}): hybrid-kv guard --replay {file}, or python {script}\n{story}"
+
+
+class _TimeUpError(Exception):
+    pass
+
+
+def shrink(failure: Failure, seconds: float = 60.0) -> Shrunk:
+    """The smallest scenario that could be found in the time, and that breaks the same rule first.
+
+    The sanitizer is turned on if the scenario still fails then, since it names the first thing that is wrong; what is
+    kept is the rule that breaks first with it. The same failure gives the same scenario, as long as time is left.
+    """
+    begin = time.perf_counter()
+    sanitized = replace(failure.scenario, options={**failure.scenario.options, "sanitize": True}, cell={})
+    seen = run_scenario(sanitized).wrong
+    shrinker = _Shrinker(seen[0] if seen else failure, begin + seconds)
+    is_minimal = True
+    try:
+        shrinker.run()
+    except _TimeUpError:
+        is_minimal = False
+    return Shrunk(shrinker.best, shrinker.num_plays, time.perf_counter() - begin, is_minimal)
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A prompt: `num_answer` tokens of what request `parent` got behind that one's prompt, then its own tokens.
+
+    A second turn stays one when the first becomes shorter and gets another answer.
+    """
+
+    own: list[int]
+    parent: int | None = None
+    num_answer: int = 0
+
+
+def _texts(scenario: Scenario) -> list[_Text]:
+    found = []
+    for i, prompt in enumerate(scenario.prompts):
+        text = _Text(prompt)
+        for parent in range(i):
+            known = [*scenario.prompts[parent], *_answer(scenario, parent)]
+            first = len(scenario.prompts[parent])
+            same = next((j for j, (a, b) in enumerate(zip(prompt, known, strict=False)) if a != b), None)
+            same = min(len(prompt), len(known)) if same is None else same
+            if same > first + text.num_answer:
+                text = _Text(prompt[same:], parent, same - first)
+        found.append(text)
+    return found
+
+
+def _answer(scenario: Scenario, i: int) -> list[int]:
+    limit = scenario.options["max_model_len"]
+    return answer_book(scenario.layers).answer(scenario.prompts[i], scenario.params[i], limit)
+
+
+def _with_texts(scenario: Scenario, texts: Sequence[_Text]) -> Scenario:
+    """With these prompts; an empty one gets a token."""
+    made = replace(scenario, prompts=[])
+    for text in texts:
+        before: list[int] = []
+        if text.parent is not None:
+            before = [*made.prompts[text.parent], *_answer(made, text.parent)[: text.num_answer]]
+        made.prompts.append([*before, *text.own] or [0])
+    return made
+
+
+class _Shrinker:
+    def __init__(self, failure: Failure, deadline: float) -> None:
+        self.best = failure
+        self.num_plays = 0
+        self._deadline = deadline
+        self._tried: set[str] = set()
+
+    @property
+    def scenario(self) -> Scenario:
+        return self.best.scenario
+
+    def fails(self, scenario: Scenario) -> bool:
+        """Whether this one breaks the same rule first; then it is the best so far."""
+        if (key := repr(scenario)) in self._tried:
+            return False
+        if time.perf_counter() > self._deadline:
+            raise _TimeUpError
+        self._tried.add(key)
+        self.num_plays += 1
+        wrong = run_scenario(scenario).wrong
+        if not wrong or wrong[0].rule != self.best.rule:
+            return False
+        self.best = wrong[0]
+        return True
+
+    def minimize(self, items: Sequence[T], build: Callable[[Sequence[T]], Scenario | None]) -> None:
+        """Leave out as many of the items as can be missed: half of them, then quarters, then one by one."""
+        size = (len(items) + 1) // 2
+        while size:
+            start = 0
+            while start < len(items):
+                rest = [*items[:start], *items[start + size :]]
+                made = build(rest)
+                if made is not None and self.fails(made):
+                    items = rest
+                else:
+                    start += size
+            size //= 2
+
+    def run(self) -> None:
+        """All passes until none helps."""
+        self._tried.add(repr(self.scenario))
+        before = None
+        while before is not self.scenario:
+            before = self.scenario
+            for one_pass in (self._requests, self._disturbances, self._options, self._blocks, self._tokens):
+                one_pass()
+            self._params()
+
+    def _requests(self) -> None:
+        scenario = self.scenario
+        ends = [*accumulate(scenario.waves or (len(scenario.prompts),))]
+        wave_of = [sum(i >= end for end in ends) for i in range(len(scenario.prompts))]
+
+        def keep(kept: Sequence[int]) -> Scenario | None:
+            if not kept:
+                return None
+            counts = [sum(wave_of[i] == wave for i in kept) for wave in range(len(ends))]
+            waves = tuple(count for count in counts if count)
+            return replace(
+                scenario, prompts=[scenario.prompts[i] for i in kept], params=[scenario.params[i] for i in kept],
+                waves=waves if len(waves) > 1 else (),
+            )  # fmt: skip
+
+        self.minimize(range(len(scenario.prompts)), keep)
+        if self.scenario.waves:
+            self.fails(replace(self.scenario, waves=()))
+
+    def _disturbances(self) -> None:
+        scenario = self.scenario
+        self.minimize(scenario.events, lambda kept: replace(scenario, events=tuple(kept)))
+        for i, event in enumerate(self.scenario.events):
+            events = [*self.scenario.events]
+            for first in {0, event.first}:
+                events[i] = replace(event, first=first, every=0)
+                if self.fails(replace(self.scenario, events=tuple(events))):
+                    break
+
+    def _options(self) -> None:
+        texts, scenario = _texts(self.scenario), self.scenario
+        self.minimize(
+            scenario.layers,
+            lambda kept: _with_texts(replace(scenario, layers="".join(kept)), texts) if kept else None,
+        )
+        for drafts in SCRIPTS[: SCRIPTS.index(self.scenario.drafts)]:
+            options = dict(self.scenario.options)
+            if drafts == "ngram":
+                continue
+            if drafts == "none":
+                options["num_speculative_tokens"] = 0
+            if self.fails(replace(self.scenario, drafts=drafts, options=options)):
+                break
+        for key in self.scenario.options:
+            if key not in _KEPT:
+                self._option(key, None)
+        for key, values in _SIMPLER.items():
+            for value in values:
+                if key not in self.scenario.options or value == self.scenario.options[key]:
+                    break
+                if self._option(key, value):
+                    break
+
+    def _option(self, key: str, value: Any) -> bool:
+        """Set an option; None leaves it out."""
+        options = {**self.scenario.options, key: value}
+        if value is None:
+            del options[key]
+        is_needed = key == "num_speculative_tokens" and value is None and self.scenario.drafts != "none"
+        return not is_needed and self.fails(replace(self.scenario, options=options))
+
+    def _blocks(self) -> None:
+        """Smaller blocks: of each block of tokens the first ones are kept, or some from everywhere."""
+        key = "block_size" if "block_size" in self.scenario.options else "mamba_block_size"
+        size = self.scenario.options.get(key, 0)
+        for smaller in (4, 8, 16):
+            if smaller < size and any(map(self.fails, self._in_blocks_of(key, size, smaller))):
+                return
+
+    def _in_blocks_of(self, key: str, size: int, smaller: int) -> Iterator[Scenario]:
+        scenario = self.scenario
+        backends: tuple[dict[str, str], ...] = (
+            {"attention_backend": SmallBlocksFirst.name},
+            {"attention_backend": SmallKVFirst.name},
+            {},
+        )
+        for keeps in (lambda i: i < smaller, lambda i: i * smaller % size < smaller):
+            texts = _kept(_texts(scenario), scenario, lambda i, keeps=keeps: keeps(i % size))  # type: ignore[misc]
+            for scale in (smaller / size, 1):
+                params = [replace(own, max_tokens=max(1, round(own.max_tokens * scale))) for own in scenario.params]
+                budget = scenario.options.get("max_num_batched_tokens", 256)
+                for backend in backends:
+                    options = {**scenario.options, key: smaller, **backend}
+                    options["max_num_batched_tokens"] = max(len(texts), round(budget * scale))
+                    yield _with_texts(replace(scenario, options=options, params=params), texts)
+
+    def _tokens(self) -> None:
+        """The same tokens of all prompts, so that what they share they share still; then those of each one."""
+        scenario, texts = self.scenario, _texts(self.scenario)
+
+        def keep(kept: Sequence[int]) -> Scenario:
+            positions = set(kept)
+            return _with_texts(scenario, _kept(texts, scenario, positions.__contains__))
+
+        self.minimize(range(max(map(len, scenario.prompts))), keep)
+        for i in range(len(texts)):
+            texts = _texts(self.scenario)
+            own, scenario = texts[i], self.scenario
+
+            def shorten(kept: Sequence[int], i: int = i, own: _Text = own) -> Scenario:
+                return _with_texts(scenario, [*texts[:i], replace(own, own=list(kept)), *texts[i + 1 :]])  # noqa: B023
+
+            self.minimize(own.own, shorten)
+            texts, scenario = _texts(self.scenario), self.scenario
+            own = texts[i]
+
+            def answer(kept: Sequence[int], i: int = i, own: _Text = own) -> Scenario:
+                fewer = replace(own, num_answer=len(kept))
+                return _with_texts(scenario, [*texts[:i], fewer, *texts[i + 1 :]])  # noqa: B023
+
+            if own.parent is not None:
+                self.minimize(range(own.num_answer), answer)
+
+    def _params(self) -> None:
+        for i in range(len(self.scenario.params)):
+            own = self.scenario.params[i]
+            self._param(i, SamplingParams(max_tokens=own.max_tokens))
+            for name, default in vars(SamplingParams()).items():
+                if name != "max_tokens":
+                    self._param(i, replace(self.scenario.params[i], **{name: default}))
+
+            def shorter(kept: Sequence[int], i: int = i) -> Scenario | None:
+                own = self.scenario.params[i]
+                return self._with_param(i, replace(own, max_tokens=len(kept))) if kept else None
+
+            self.minimize(range(own.max_tokens), shorter)
+
+    def _param(self, i: int, params: SamplingParams) -> bool:
+        return params != self.scenario.params[i] and self.fails(self._with_param(i, params))
+
+    def _with_param(self, i: int, params: SamplingParams) -> Scenario:
+        scenario = self.scenario
+        return replace(scenario, params=[*scenario.params[:i], params, *scenario.params[i + 1 :]])
+
+
+def _kept(texts: Sequence[_Text], scenario: Scenario, keeps: Callable[[int], bool]) -> list[_Text]:
+    """The tokens at these positions, counted in the prompts as they are."""
+    starts = [len(prompt) - len(text.own) for prompt, text in zip(scenario.prompts, texts, strict=True)]
+    return [
+        replace(text, own=[token for i, token in enumerate(text.own, start) if keeps(i)])
+        for text, start in zip(texts, starts, strict=True)
+    ]

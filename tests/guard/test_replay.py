@@ -1,0 +1,123 @@
+"""A scenario survives as a file and as a script, and a broken file is one clear error."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid_kv.attention import mamba
+from hybrid_kv.config import ConfigError
+from hybrid_kv.engine import runner
+from hybrid_kv.guard.forced import FORCED
+from hybrid_kv.guard.play import run_scenario
+from hybrid_kv.guard.replay import from_json, read_scenario, replay, to_json, to_script, write_files
+from hybrid_kv.guard.traffic import draw_scenario
+from tests.cli.run import run
+
+ROOT = Path(__file__).resolve().parents[2]
+BOUNDARY = list(FORCED).index("accepted_to_boundary, rejected_at_boundary")
+
+
+@pytest.fixture
+def damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Boundary states stay where a draft left them."""
+    monkeypatch.setattr(runner, "postprocess_mamba", lambda *_: None)
+    assert mamba.postprocess_mamba is not runner.postprocess_mamba
+
+
+@pytest.mark.parametrize("number", [0, 4, BOUNDARY, *range(20, 400, 37)])
+def test_a_scenario_is_the_same_behind_its_file(number: int) -> None:
+    scenario = draw_scenario(number)
+    assert from_json(to_json(scenario, "tokens")) == scenario
+
+
+def test_the_script_is_short_and_exits_0_where_nothing_is_wrong(tmp_path: Path) -> None:
+    scenario = draw_scenario(BOUNDARY)
+    script = tmp_path / "script.py"
+    script.write_text(to_script(scenario, "tokens"))
+    assert len(script.read_text().splitlines()) <= 30
+    ran = subprocess.run(
+        [sys.executable, str(script)], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.endswith("no rule is broken\n")
+
+
+def test_a_replay_tells_what_ran_and_what_broke(damage: None, capsys: pytest.CaptureFixture[str]) -> None:
+    scenario = draw_scenario(BOUNDARY)
+    assert replay(scenario) == 1
+    told = capsys.readouterr().out
+    assert "step 0: request 0 prefills tokens 0 to 4 of 5" in told and "drafts" in told
+    assert told.endswith("broken rule: step-tokens\n")
+
+
+def test_the_command_replays_a_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "postprocess_mamba", lambda *_: None)
+        (failure, *_) = run_scenario(draw_scenario(BOUNDARY)).wrong
+        file, script = write_files(failure, tmp_path / "deep" / "repro")
+        assert file.name.startswith("step-tokens-") and script.stem == file.stem
+        code, out, _ = run(capsys, "guard", "--replay", str(file))
+        assert code == 1 and failure.report in out
+    code, out, _ = run(capsys, "guard", "--replay", str(file))
+    assert code == 0 and out.endswith("no rule is broken\n")
+    assert list(file.parent.iterdir()) in ([file, script], [script, file])
+
+
+def test_a_replay_is_the_only_thing_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "guard", "--replay", "x.json", "--quick")
+    assert (code, out) == (2, "") and "--replay x.json plays one scenario; leave" in err
+
+
+def changed(**values: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda document: document.update(values)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (changed(format="something"), "format 'hybrid-kv scenario' is not named"),
+        (changed(version=2), "version 2, not 1"),
+        (lambda document: document.pop("events"), "'events' is unknown or missing"),
+        (lambda document: document.pop("requests"), "'requests' is missing"),
+        (changed(colour="red"), "'colour' is unknown or missing"),
+        (changed(layers="M*Q"), "layers 'M*Q' are not of"),
+        (changed(drafts="clever"), "drafts 'clever' are none of none, ngram"),
+        (changed(waves=[1]), "waves of [1] requests, but 4 requests"),
+        (changed(options={"colour": "red"}), "EngineConfig does not know colour"),
+        (changed(options={}), "options have no max_model_len"),
+        (changed(events=[{"what": "explode", "first": 1}]), "event 'explode' at step 1 and every 0 is none of preempt"),
+        (changed(requests=[{"prompt": [1, 97]}], waves=[]), "token 97 is outside the vocabulary of 97"),
+        (changed(requests=[{"prompt": [1, 2.5]}], waves=[]), "2.5 is no integer"),
+        (changed(requests=[{"prompt": [1], "max_tokens": 0}]), "max_tokens=0 must be >= 1"),
+        (changed(requests=[{"prompt": [1], "tokens": 0}]), "unexpected keyword argument 'tokens'"),
+    ],
+)
+def test_a_broken_file_is_one_clear_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Callable[[dict[str, Any]], None], problem: str
+) -> None:
+    document = json.loads(to_json(draw_scenario(BOUNDARY)))
+    change(document)
+    file = tmp_path / "broken.json"
+    file.write_text(json.dumps(document))
+    code, out, err = run(capsys, "guard", "--replay", str(file))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"error: {file} is no scenario of this version: ") and problem in err
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\x00", b"null", b"[" * 100_000])
+def test_what_is_no_scenario_at_all_is_refused(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match="is no scenario"):
+        read_scenario(file)

@@ -1,0 +1,101 @@
+"""A failing scenario becomes small, stays wrong in the same way, and the same each time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid_kv.cache.block_hash import BlockHashes
+from hybrid_kv.cache.manager import KVCacheManager
+from hybrid_kv.engine import runner
+from hybrid_kv.guard import shrink as module
+from hybrid_kv.guard.checks.exact_model import check_exact_model
+from hybrid_kv.guard.forced import FORCED
+from hybrid_kv.guard.play import Failure, run_scenario
+from hybrid_kv.guard.registry import Run
+from hybrid_kv.guard.replay import read_scenario
+from hybrid_kv.guard.scenario import answer_book
+from hybrid_kv.guard.shrink import shrink
+from hybrid_kv.guard.traffic import draw_scenario
+
+
+def forced(name: str) -> int:
+    """The number of the scenario that a pattern is forced in."""
+    return next(number for number, names in enumerate(FORCED) if name in names.split(", "))
+
+
+def failure(number: int) -> Failure:
+    return run_scenario(draw_scenario(number)).wrong[0]
+
+
+def num_prompt_tokens(found: Failure) -> int:
+    return sum(map(len, found.scenario.prompts))
+
+
+def no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "postprocess_mamba", lambda *_: None)
+
+
+def no_salt(monkeypatch: pytest.MonkeyPatch) -> None:
+    init = BlockHashes.__init__
+    monkeypatch.setattr(BlockHashes, "__init__", lambda self, salt="": init(self, ""))
+
+
+def chunks_beside_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVCacheManager, "chunk_end", lambda manager, start, end, num_tokens: end)
+
+
+@pytest.mark.parametrize(
+    ("plant", "pattern", "rule", "num_requests", "num_tokens"),
+    [
+        (no_copies, "rejected_at_boundary", "copy-bytes", 1, 4),
+        (no_salt, "salts_apart", "hit-length", 2, 12),
+        (chunks_beside_boundaries, "attention_deeper", "chunk-end", 1, 16),
+    ],
+)
+def test_little_is_left_of_a_failing_scenario(
+    monkeypatch: pytest.MonkeyPatch, plant: Any, pattern: str, rule: str, num_requests: int, num_tokens: int
+) -> None:
+    with monkeypatch.context() as patch:
+        plant(patch)
+        found = shrink(failure(forced(pattern)))
+        small = found.failure
+        assert found.is_minimal and small.rule == rule
+        assert len(small.scenario.prompts) <= num_requests and num_prompt_tokens(small) <= num_tokens
+        assert len(small.scenario.options) <= 8
+        assert [one.rule for one in run_scenario(small.scenario).wrong] == [rule]
+        assert replace(shrink(failure(forced(pattern))), seconds=0.0) == replace(found, seconds=0.0)
+    assert run_scenario(small.scenario).wrong == []
+
+
+def test_when_the_time_is_up_the_best_so_far_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_copies(monkeypatch)
+    before = failure(forced("rejected_at_boundary"))
+    found = shrink(before, seconds=0)
+    assert not found.is_minimal and found.failure.scenario.prompts == before.scenario.prompts
+    assert run_scenario(found.failure.scenario).wrong
+
+
+def test_a_second_turn_stays_one_while_the_first_becomes_shorter() -> None:
+    scenario = draw_scenario(forced("second_turn_all"))
+    text, again = module._texts(scenario)
+    assert again.parent == 0 and again.num_answer >= 12
+    text.own[:4] = []
+    made = module._with_texts(scenario, [text, again])
+    first, second = made.prompts
+    answer = answer_book(scenario.layers).answer(first, scenario.params[0], 96)
+    assert len(first) == 8 and second == [*first, *answer[: again.num_answer], *again.own]
+
+
+def test_a_failing_section_names_its_reproducer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = tmp_path / "repro"
+    assert check_exact_model(Run(10, repro=folder))[0].passed and not folder.exists()
+    no_copies(monkeypatch)
+    unlike = check_exact_model(Run(10, repro=folder))[0]
+    (file,) = folder.glob("copy-bytes-*.json")
+    (script,) = folder.glob("copy-bytes-*.py")
+    assert not unlike.passed and f"hybrid-kv guard --replay {file}, or python {script}" in unlike.detail
+    assert run_scenario(read_scenario(file)).wrong[0].report in unlike.detail
