@@ -27,6 +27,7 @@ FLOORS = [
     ["engine"],
     ["accuracy", "serve", "targets"],
     ["guard"],
+    ["probes"],
     ["dashboard"],
     ["cli"],
 ]

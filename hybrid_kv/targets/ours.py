@@ -16,7 +16,7 @@ from hybrid_kv.request import Request, ScheduledRequest
 from hybrid_kv.sampling import SamplingParams
 from hybrid_kv.targets.target import CAPABILITIES, Answer, Ask
 
-NAME = "ours"
+name = "ours"
 LEVELS: dict[str, dict[str, dict[str, Any]]] = {
     "prefix": {
         "off": {},
@@ -35,7 +35,7 @@ LEVELS: dict[str, dict[str, dict[str, Any]]] = {
     "async": {"off": {}, "on": {"async_scheduling": True}},
     "dtype": {"float32": {"dtype": "float32"}, "bfloat16": {"dtype": "bfloat16"}},
 }
-FACTORS = {factor: tuple(levels) for factor, levels in LEVELS.items()}
+factors = {factor: tuple(levels) for factor, levels in LEVELS.items()}
 NUM_LIKELIEST = 5
 MAX_MODEL_LEN = 2048
 ROOM = 640  # tokens that a tight pool holds: two of the longest requests, where six run
@@ -49,7 +49,7 @@ def start(folder: str, settings: Mapping[str, str]) -> Ours:
 class Ours:
     """See `targets.target.Target`."""
 
-    name, version, can = NAME, hybrid_kv.__version__, frozenset(CAPABILITIES)
+    name, version, can = name, hybrid_kv.__version__, frozenset(CAPABILITIES)
 
     def __init__(self, folder: str, settings: Mapping[str, str]) -> None:
         self.settings, self._folder = dict(settings), folder
@@ -62,7 +62,8 @@ class Ours:
         for factor, levels in LEVELS.items():
             options |= levels[settings.get(factor, next(iter(levels)))]
         tight = options.pop("tight", False)
-        self._llm = LLM(folder, max_model_len=MAX_MODEL_LEN, **options)
+        self.longest = ROOM if tight else MAX_MODEL_LEN
+        self._llm = LLM(folder, max_model_len=self.longest, **options)
         if tight:
             least = 1 + self._llm.plan.config.max_blocks_per_request(ROOM)
             self._llm = LLM(folder, max_model_len=ROOM, num_blocks=least, **options)

@@ -79,6 +79,7 @@ class Remote:
             raise
         self.version: str = about["version"]
         self.can = frozenset(about["can"])
+        self.longest: int = about["longest"]
 
     def ask(self, asks: Sequence[Ask], preempt_every: int = 0) -> list[Answer]:
         plain = [asdict(one) for one in asks]

@@ -6,7 +6,7 @@ A target says what it can do (`can`) and what it can be started with (`Kind.fact
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 # What a target may be able to do beyond greedy answers; a check that needs more than there is "cannot be asked here".
@@ -83,12 +83,14 @@ class Target(Protocol):
         name, version: of the engine.
         can: of `CAPABILITIES`.
         settings: what it was started with, of its kind's factors.
+        longest: tokens that a prompt and its answer may have together.
     """
 
     name: str
     version: str
     can: frozenset[str]
     settings: Mapping[str, str]
+    longest: int
 
     def ask(self, asks: Sequence[Ask], preempt_every: int = 0) -> list[Answer]:
         """All at once but for `after`, until the last is complete; answers in the order of the asks.
@@ -133,17 +135,3 @@ class Kind(Protocol):
             ConfigError: it is not installed, or does not know the setting or the model.
             TargetError: it does not start.
         """
-
-
-@dataclass(frozen=True)
-class Usage:
-    """How counters moved between two moments."""
-
-    moved: Mapping[str, float] = field(default_factory=dict)
-
-    def __getitem__(self, name: str) -> float:
-        return self.moved.get(name, 0.0)
-
-
-def used(before: Mapping[str, float], after: Mapping[str, float]) -> Usage:
-    return Usage({name: value - before.get(name, 0.0) for name, value in after.items()})

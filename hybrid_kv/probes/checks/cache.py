@@ -1,0 +1,90 @@
+"""One request at a time: what the prefix cache gives back, and what it must not."""
+
+from __future__ import annotations
+
+from hybrid_kv.probes.registry import Round, Rounds, probe
+from hybrid_kv.probes.traffic import Traffic
+
+
+@probe("alone", place=0)
+def alone(traffic: Traffic) -> Rounds:
+    """Each prompt by itself and cold: what the oracle says."""
+    for prompt in traffic.mixed(6 + 2 * traffic.amount):
+        yield Round((traffic.ask(prompt),))
+
+
+@probe("repeat", place=10, moves="cached", when="prefix")
+def repeat(traffic: Traffic) -> Rounds:
+    """A prompt again and again."""
+    for prompt in traffic.mixed(6 + 2 * traffic.amount):
+        for _ in range(3):
+            yield Round((traffic.ask(prompt),))
+
+
+@probe("ends at a cached entry", place=11, moves="cached", when="prefix")
+def cached_end(traffic: Traffic) -> Rounds:
+    """Prompts that end where what is cached ends, a token before and a token behind."""
+    for _ in range(traffic.amount):
+        whole = traffic.prompt(3 * traffic.unit + 5)
+        yield Round((traffic.ask(whole),))
+        for end in (len(whole), 3 * traffic.unit, 2 * traffic.unit, traffic.unit):
+            for length in (end - 1, end, end + 1):
+                yield Round((traffic.ask((*whole, *traffic.prompt(1))[:length]),))
+
+
+@probe("extended and branched", place=12, moves="cached", when="prefix")
+def conversations(traffic: Traffic) -> Rounds:
+    """Turn after turn on the answers given, and other continuations of each turn."""
+    for _ in range(traffic.amount):
+        text = traffic.prompt(traffic.unit + 3)
+        for _ in range(3):
+            (answer,) = yield Round((traffic.ask(text),))
+            other = (*text, *traffic.prompt(traffic.unit // 2 + 1))
+            yield Round((traffic.ask(other),))
+            text = (*text, *answer.token_ids, *traffic.prompt(traffic.unit // 2))
+            yield Round((traffic.ask((*text[: traffic.unit], *traffic.prompt(3))),))
+            if len(text) + traffic.unit + traffic.num_new > traffic.longest:
+                break
+
+
+@probe("block boundaries", place=13, moves="cached", when="prefix")
+def boundaries(traffic: Traffic) -> Rounds:
+    """Prompts of every multiple of the block, and up to three tokens (as many as there may be drafts) off it, twice."""
+    most = min(3, (traffic.longest - traffic.num_new) // traffic.unit)
+    for blocks in range(1, most + 1):
+        for off in (-3, -2, -1, 0, 1, 2, 3):
+            prompt = traffic.prompt(blocks * traffic.unit + off)
+            for _ in range(2):
+                yield Round((traffic.ask(prompt),))
+
+
+@probe("answers across a boundary", place=14, moves="cached", when="prefix")
+def answers_across(traffic: Traffic) -> Rounds:
+    """The answer fills a block; then a prompt goes on from what it left."""
+    for off in range(1, 5):
+        prompt = traffic.prompt(traffic.unit - off)
+        (answer,) = yield Round((traffic.ask(prompt, max_tokens=2 * traffic.num_new),))
+        text = (*prompt, *answer.token_ids)
+        for cut in (0, 1, 2):
+            yield Round((traffic.ask((*text[: len(text) - cut], *traffic.prompt(2))),))
+
+
+@probe("salts isolate", place=15, needs="salt cached", moves="cached", when="prefix")
+def salts(traffic: Traffic) -> Rounds:
+    """A salt finds nothing of another's, and all of its own."""
+    for _ in range(traffic.amount):
+        prompt = traffic.prompt(3 * traffic.unit + 1)
+        yield Round((traffic.ask(prompt, salt="a"),))
+        yield Round((traffic.ask(prompt, salt="b"),), cached=(0,))
+        yield Round((traffic.ask(prompt),), cached=(0,))
+        yield Round((traffic.ask(prompt, salt="a"),))
+
+
+@probe("abort, then the same prompt", place=16, needs="abort")
+def aborted(traffic: Traffic) -> Rounds:
+    """Cut off after a few tokens, asked again at once, extended."""
+    for tokens in (1, 2, 5):
+        prompt = traffic.prompt(2 * traffic.unit + tokens)
+        yield Round((traffic.ask(prompt, abort_after=tokens), traffic.ask(traffic.prompt(traffic.unit))))
+        yield Round((traffic.ask(prompt),))
+        yield Round((traffic.ask((*prompt, *traffic.prompt(3))),))

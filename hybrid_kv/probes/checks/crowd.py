@@ -1,0 +1,123 @@
+"""Requests beside one another: a batch, a crowd, a pool too small, and the same questions after all of it."""
+
+from __future__ import annotations
+
+from hybrid_kv.probes.registry import Round, Rounds, probe
+from hybrid_kv.probes.traffic import Traffic
+
+
+@probe("batch", place=20, needs="batch")
+def batch(traffic: Traffic) -> Rounds:
+    """Mixed lengths together, answers of unequal length: requests leave one by one."""
+    for _ in range(traffic.amount):
+        prompts = traffic.mixed(8)
+        yield Round(tuple(traffic.ask(prompt, max_tokens=2 + 3 * i) for i, prompt in enumerate(prompts)))
+
+
+@probe("joining and leaving", place=21, needs="batch")
+def joining(traffic: Traffic) -> Rounds:
+    """Requests arrive as others end, into the rows that these leave."""
+    for _ in range(traffic.amount):
+        asks = [
+            traffic.ask(prompt, max_tokens=3 + i % 5 * 4, after=max(0, i - 3))
+            for i, prompt in enumerate(traffic.mixed(12))
+        ]
+        yield Round(tuple(asks))
+
+
+@probe("identical at once", place=22, needs="batch", moves="cached", when="prefix")
+def identical(traffic: Traffic) -> Rounds:
+    """One prompt six times in one batch, and once more behind them."""
+    for length in (1, traffic.unit, 2 * traffic.unit + 3):
+        prompt = traffic.prompt(length)
+        yield Round(tuple(traffic.ask(prompt) for _ in range(6)))
+        yield Round((traffic.ask(prompt),))
+
+
+@probe("shared beginnings", place=23, needs="batch", moves="cached", when="prefix")
+def shared(traffic: Traffic) -> Rounds:
+    """Prompts with one beginning, together and again in another order."""
+    for _ in range(traffic.amount):
+        begin = traffic.prompt(2 * traffic.unit + 1)
+        prompts = [(*begin[: len(begin) - i], *traffic.prompt(1 + 5 * i)) for i in range(6)]
+        yield Round(tuple(traffic.ask(prompt) for prompt in prompts))
+        traffic.rng.shuffle(prompts)
+        yield Round(tuple(traffic.ask(prompt) for prompt in prompts))
+
+
+@probe("long among short", place=24, needs="batch")
+def long_lived(traffic: Traffic) -> Rounds:
+    """One long answer while short requests come and go."""
+    long = traffic.ask(traffic.prompt(traffic.unit + 1), max_tokens=6 * traffic.num_new)
+    short = [traffic.ask(prompt, max_tokens=4, after=max(0, i - 2)) for i, prompt in enumerate(traffic.mixed(10))]
+    yield Round((long, *short))
+
+
+@probe("drafts", place=30, moves="drafts", when="spec")
+def drafts(traffic: Traffic) -> Rounds:
+    """Texts that repeat themselves, alone and together: drafts are made, some right and some not."""
+    prompts = [traffic.repetitive(length) for length in (20, traffic.unit + 2, 2 * traffic.unit)]
+    for prompt in prompts:
+        yield Round((traffic.ask(prompt, max_tokens=2 * traffic.num_new),))
+    asks = tuple(traffic.ask(prompt, max_tokens=2 * traffic.num_new) for prompt in prompts)
+    for _ in range(traffic.amount):
+        yield Round(asks)
+
+
+@probe("preempted", place=40, needs="preempt batch", moves="preemptions")
+def preempted(traffic: Traffic) -> Rounds:
+    """All that runs is preempted every few tokens, and resumes."""
+    for every in (3, 7, 20):
+        prompts = [*traffic.mixed(5), traffic.repetitive(traffic.unit + 4)]
+        yield Round(
+            tuple(traffic.ask(prompt, max_tokens=2 * traffic.num_new) for prompt in prompts), preempt_every=every
+        )
+
+
+@probe("a pool too small", place=41, needs="batch", moves="preemptions", when="blocks")
+def pressure(traffic: Traffic) -> Rounds:
+    """More long requests than the pool holds; then the same again."""
+    length = traffic.longest // 2
+    for _ in range(traffic.amount):
+        prompts = [traffic.prompt(length - i) for i in range(6)]
+        for _ in range(2):
+            yield Round(tuple(traffic.ask(prompt, max_tokens=4 * traffic.num_new) for prompt in prompts))
+
+
+@probe("seeds", place=50, needs="seed batch")
+def seeds(traffic: Traffic) -> Rounds:
+    """Sampled answers with a seed: alone, and among others."""
+    asks = [traffic.ask(prompt, temperature=1.0, seed=1000 + i) for i, prompt in enumerate(traffic.mixed(6))]
+    for ask in asks:
+        yield Round((ask,))
+    yield Round(tuple(asks))
+
+
+@probe("several answers", place=51, needs="n batch")
+def several(traffic: Traffic) -> Rounds:
+    """n greedy answers to one prompt, among others."""
+    prompts = traffic.mixed(6)
+    yield Round(tuple(traffic.ask(prompt, n=1 + i % 3) for i, prompt in enumerate(prompts)))
+    yield Round(tuple(traffic.ask(prompt, n=3) for prompt in prompts[2:4]))
+
+
+@probe("logprobs among others", place=52, needs="logprobs batch")
+def logprobs(traffic: Traffic) -> Rounds:
+    """One client wants log-probabilities, its neighbours do not."""
+    for which in range(3):
+        asks = [traffic.ask(prompt, logprobs=i == which) for i, prompt in enumerate(traffic.mixed(6))]
+        yield Round(tuple(asks))
+        yield Round(tuple(asks))
+
+
+@probe("again after a crowd", place=90, needs="batch")
+def churned(traffic: Traffic) -> Rounds:
+    """Questions, a crowd (100 requests for each amount), and the questions again, one by one."""
+    prompts = traffic.mixed(6)
+    for prompt in prompts:
+        yield Round((traffic.ask(prompt),))
+    for _ in range(10 * traffic.amount):
+        crowd = [traffic.prompt(traffic.rng.randrange(1, 2 * traffic.unit)) for _ in range(10)]
+        yield Round(tuple(traffic.ask(prompt, max_tokens=3, after=max(0, i - 6)) for i, prompt in enumerate(crowd)))
+    for prompt in prompts:
+        yield Round((traffic.ask(prompt),))

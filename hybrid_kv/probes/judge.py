@@ -1,0 +1,144 @@
+"""From an answer to a verdict: wrong only where more than rounding, measured in the same run, stands behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hybrid_kv.probes.oracle import Oracle
+from hybrid_kv.probes.registry import Verdict
+from hybrid_kv.targets.target import Answer, Ask
+
+# Kernels that sum in other orders than transformers differ from it as it differs from float64, a few times over.
+MARGIN = 8.0
+# A seeded draw is turned by rounding about as often as rounding is large; a difference is put down to it from here on.
+CHANCE = 0.01
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Of one answer.
+
+    Attributes:
+        problem: what is wrong or unclear, one line; empty if nothing is.
+        position: of the first token, counted from the answer's first, that differs.
+        margin: how much likelier the right token is, as a difference of log-probabilities.
+    """
+
+    verdict: Verdict = "right"
+    problem: str = ""
+    position: int = 0
+    expected: tuple[int, ...] = ()
+    margin: float = 0.0
+
+
+RIGHT = Judgement()
+
+
+class Judge:
+    """Holds answers against the oracle, or, once that disagrees with the plain engine itself, against the latter.
+
+    Args:
+        oracle: None where no other engine reads the model.
+
+    Attributes:
+        trusted: the oracle and the plain engine, asked alone and cold, agree.
+        repeated: the largest difference of a log-probability between two equal requests, each alone and cold.
+    """
+
+    def __init__(self, oracle: Oracle | None) -> None:
+        self.oracle, self.trusted, self.repeated = oracle, oracle is not None, 0.0
+
+    @property
+    def limit(self) -> float:
+        """What a log-probability may differ by."""
+        return MARGIN * max(self.repeated, self.oracle.rounding if self.oracle is not None else 0.0)
+
+    def needs_alone(self, ask: Ask) -> bool:
+        """Whether `judge` has to be told what the plain engine answers alone."""
+        return not self.trusted or ask.temperature > 0
+
+    def judge(self, ask: Ask, answer: Answer, alone: Answer | None) -> Judgement:
+        """One answer and those beside it, where several were asked for."""
+        if answer.error:
+            return Judgement("wrong", f"error: {answer.error}")
+        if len(answer.others) != ask.n - 1:
+            return Judgement("wrong", f"{1 + len(answer.others)} answers for n={ask.n}")
+        if ask.temperature > 0:
+            assert alone is not None
+            return self._sampled(ask, answer, alone)
+        found = [self._greedy(ask, answer.token_ids, answer.logprobs, alone)]
+        found += [self._greedy(ask, other, (), alone) for other in answer.others]
+        return next(
+            (one for one in found if one.verdict == "wrong"), next((one for one in found if one.problem), RIGHT)
+        )
+
+    def _greedy(
+        self, ask: Ask, tokens: tuple[int, ...], logprobs: Sequence[Mapping[int, float]], alone: Answer | None
+    ) -> Judgement:
+        least = ask.max_tokens if ask.abort_after is None else min(ask.abort_after, ask.max_tokens)
+        expected = alone.token_ids if alone is not None else ()
+        if not self.trusted:
+            assert alone is not None
+            least = min(least, len(alone.token_ids))
+        elif tokens and tokens[-1] == 0:
+            least = min(least, len(tokens))  # the end-of-text token of the checkpoints that we write
+        if len(tokens) < least:
+            return Judgement("wrong", f"ends after {len(tokens)} of {least} tokens", len(tokens), expected)
+        if not tokens:
+            return RIGHT
+        if self.trusted:
+            return self._by_oracle(ask, tokens, logprobs)
+        assert alone is not None
+        return self._by_alone(tokens, logprobs, alone)
+
+    def _by_oracle(self, ask: Ask, tokens: tuple[int, ...], logprobs: Sequence[Mapping[int, float]]) -> Judgement:
+        assert self.oracle is not None
+        rows = self.oracle.logprobs([*ask.prompt, *tokens])[len(ask.prompt) - 1 : -1]
+        for i, token in enumerate(tokens):
+            best = int(rows[i].argmax())
+            margin = float(rows[i, best] - rows[i, token])
+            if margin > self.limit:
+                said = f"token {i} is {token}; the oracle has {best}, likelier by {margin:.3g} (limit {self.limit:.2g})"
+                return Judgement("wrong", said, i, (*tokens[:i], best), margin)
+        for i, one in enumerate(logprobs):
+            off = abs(one[tokens[i]] - float(rows[i, tokens[i]]))
+            if not off <= self.limit:
+                said = (
+                    f"the log-probability of token {i} is off by {off:.3g} (limit {self.limit:.2g}), though it is right"
+                )
+                return Judgement("wrong", said, i, tokens, off)
+        return RIGHT
+
+    def _by_alone(self, tokens: tuple[int, ...], logprobs: Sequence[Mapping[int, float]], alone: Answer) -> Judgement:
+        expected = alone.token_ids
+        i = first_difference(tokens, expected)
+        if i is None:
+            pairs = [(one[t], other[t]) for one, other, t in zip(logprobs, alone.logprobs, tokens, strict=False)]
+            off = max((abs(a - b) for a, b in pairs), default=0.0)
+            if not off <= self.limit:
+                said = f"a log-probability is {off:.3g} off from the same request alone, though all tokens are equal"
+                return Judgement("wrong", said, 0, expected, off)
+            return RIGHT
+        if i < len(alone.logprobs):
+            there = alone.logprobs[i]
+            margin = there[expected[i]] - there.get(tokens[i], min(there.values()))
+            if margin > self.limit:
+                said = f"token {i} is {tokens[i]}; alone it was {expected[i]}, likelier by {margin:.3g}"
+                return Judgement("wrong", said, i, expected, margin)
+        said = f"token {i} is {tokens[i]}, alone {expected[i]}: log-probabilities there, or an oracle, would decide"
+        return Judgement("inconclusive", said, i, expected)
+
+    def _sampled(self, ask: Ask, answer: Answer, alone: Answer) -> Judgement:
+        for tokens, expected in zip((answer.token_ids, *answer.others), (alone.token_ids, *alone.others), strict=True):
+            if (i := first_difference(tokens, expected)) is not None:
+                by_chance = self.limit * ask.max_tokens
+                verdict: Verdict = "wrong" if by_chance < CHANCE else "inconclusive"
+                said = f"token {i} of the draw with seed {ask.seed} differs from the same request alone"
+                return Judgement(verdict, said, i, expected)
+        return RIGHT
+
+
+def first_difference(tokens: Sequence[int], expected: Sequence[int]) -> int | None:
+    """The first index at which two answers differ, as far as both go."""
+    return next((i for i, (one, other) in enumerate(zip(tokens, expected, strict=False)) if one != other), None)

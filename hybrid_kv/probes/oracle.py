@@ -1,0 +1,65 @@
+"""What the model says of a text, computed as a whole by transformers: no cache, no batch, no chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from hybrid_kv.config import ConfigError, parse_model_dtype
+from hybrid_kv.models.random_checkpoint import quiet
+
+
+class Oracle:
+    """Log-probabilities in float64, and how far the target's own dtype alone moves them.
+
+    Args:
+        folder: a checkpoint that transformers loads.
+        dtype: what the target computes in.
+
+    Attributes:
+        rounding: the largest difference of a likely token's log-probability between the two dtypes, of all texts so
+            far that `rounds` was asked about.
+
+    Raises:
+        ConfigError: transformers does not load it.
+    """
+
+    # A log-probability of -20 is moved by rounding that moves no answer.
+    LIKELY = -8.0
+
+    def __init__(self, folder: str | Path, dtype: str = "float32") -> None:
+        from transformers import AutoModelForCausalLM
+
+        try:
+            with quiet():
+                exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+                rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=parse_model_dtype(dtype))
+        except (ValueError, OSError, KeyError) as error:
+            raise ConfigError(f"transformers does not load {folder}: {str(error).splitlines()[0]}") from None
+        self._exact, self._rounded = exact.double().train(False), rounded.train(False)
+        self.vocab_size: int = self._exact.config.get_text_config().vocab_size
+        self.rounding = 0.0
+        self._known: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Of the token behind each one: [len(token_ids), vocab_size], float64."""
+        key = tuple(token_ids)
+        if key not in self._known:
+            if len(self._known) >= 512:
+                self._known.pop(next(iter(self._known)))
+            self._known[key] = self._whole(self._exact, key)
+        return self._known[key]
+
+    def rounds(self, token_ids: Sequence[int]) -> None:
+        """Measure on this text how far rounding goes."""
+        exact, rounded = self.logprobs(token_ids), self._whole(self._rounded, token_ids)
+        likely = exact > self.LIKELY
+        self.rounding = max(self.rounding, float((exact - rounded).abs()[likely].max()))
+
+    @staticmethod
+    def _whole(model: torch.nn.Module, token_ids: Sequence[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            logits = model(torch.tensor([list(token_ids)]), use_cache=False).logits[0]
+        return logits.double().log_softmax(-1)

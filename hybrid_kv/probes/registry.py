@@ -1,0 +1,76 @@
+"""What a probe is: a generator of rounds, which registers itself. Every module of `probes.checks` is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING, Literal
+
+from hybrid_kv.probes import checks
+from hybrid_kv.targets.target import Answer, Ask
+
+if TYPE_CHECKING:
+    from hybrid_kv.probes.traffic import Traffic
+
+Verdict = Literal["right", "wrong", "inconclusive", "void", "cannot be asked here"]
+
+
+@dataclass(frozen=True)
+class Round:
+    """Requests that are sent together, and what is expected of the cache.
+
+    Attributes:
+        asks: each is held against the same request alone, cold, in the plainest engine.
+        preempt_every: see `Target.ask`.
+        cached: by ask, the most tokens that may come from the cache; None: any.
+    """
+
+    asks: tuple[Ask, ...]
+    preempt_every: int = 0
+    cached: tuple[int | None, ...] = ()
+
+
+Rounds = Generator[Round, list[Answer], None]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """See `probe`."""
+
+    name: str
+    rounds: Callable[[Traffic], Rounds]
+    needs: tuple[str, ...]
+    moves: str
+    when: tuple[str, ...]
+    place: int
+
+
+PROBES: dict[str, Probe] = {}
+
+
+def probe(
+    name: str, *, place: int, needs: str = "", moves: str = "", when: str = ""
+) -> Callable[[Callable[[Traffic], Rounds]], Callable[[Traffic], Rounds]]:
+    """Register a generator of rounds; it is sent the answers of each.
+
+    Args:
+        place: probes run in this order.
+        needs: capabilities of the target, separated by spaces.
+        moves: a counter that must have moved, or the probe is void; "cached": some answer must have cached tokens.
+        when: factors, separated by spaces; `moves` is asked for only where one of them is not at its plainest level.
+    """
+
+    def register(rounds: Callable[[Traffic], Rounds]) -> Callable[[Traffic], Rounds]:
+        PROBES[name] = Probe(name, rounds, tuple(needs.split()), moves, tuple(when.split()), place)
+        return rounds
+
+    return register
+
+
+def load_probes() -> list[Probe]:
+    """All probes, in the order in which they run."""
+    for module in iter_modules(checks.__path__):
+        import_module(f"{checks.__name__}.{module.name}")
+    return sorted(PROBES.values(), key=lambda one: (one.place, one.name))

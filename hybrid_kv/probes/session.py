@@ -1,0 +1,223 @@
+"""One engine with one setting: its probes, what it was asked, and what became of it."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from hybrid_kv.config import ConfigError
+from hybrid_kv.probes.judge import Judge, Judgement
+from hybrid_kv.probes.registry import Probe, Round, Verdict
+from hybrid_kv.probes.traffic import Traffic
+from hybrid_kv.targets.target import Answer, Ask, Kind, Target, TargetError
+
+DEFAULT_UNIT = 16
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What was asked, from an empty cache on, until an answer was wrong: the last round's ask `index`."""
+
+    probe: str
+    settings: Mapping[str, str]
+    rounds: tuple[Round, ...]
+    index: int
+    answer: Answer
+    judgement: Judgement
+
+
+@dataclass
+class Outcome:
+    """A probe in one setting."""
+
+    probe: str
+    settings: Mapping[str, str]
+    verdict: Verdict = "right"
+    detail: str = ""
+    num_answers: int = 0
+    num_tokens: int = 0
+    moved: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    failures: list[Failure] = field(default_factory=list)
+
+
+class References:
+    """What the plainest engine answers to each request, alone and cold. It is started once somebody asks."""
+
+    def __init__(self, kind: Kind, folder: str, settings: Mapping[str, str]) -> None:
+        self._kind, self._folder, self._settings = kind, folder, settings
+        self._target: Target | None = None
+        self._known: dict[Ask, Answer] = {}
+
+    def alone(self, ask: Ask) -> Answer:
+        """
+        Raises:
+            TargetError: it died.
+        """
+        key = replace(ask, salt="", after=0, abort_after=None, logprobs=True, n=ask.n if ask.temperature else 1)
+        if key not in self._known:
+            if self._target is None:
+                self._target = self._kind.start(self._folder, self._settings)
+            if "reset" in self._target.can:
+                self._target.reset()
+            asked = key if "logprobs" in self._target.can else replace(key, logprobs=False)
+            (self._known[key],) = self._target.ask([asked])
+        return self._known[key]
+
+    def close(self) -> None:
+        if self._target is not None:
+            self._target.close()
+
+
+class Session:
+    """A target that is started again when it dies.
+
+    Args:
+        judge: shared by all settings of one dtype.
+        references: for what the oracle can't say.
+
+    Raises:
+        ConfigError: the engine does not know the setting or the model.
+        TargetError: it does not start.
+    """
+
+    def __init__(
+        self,
+        kind: Kind,
+        folder: str,
+        settings: Mapping[str, str],
+        judge: Judge,
+        references: References,
+        seed: int = 0,
+        amount: int = 1,
+    ) -> None:
+        self.kind, self.folder, self.settings = kind, folder, dict(settings)
+        self.judge, self.references, self.seed, self.amount = judge, references, seed, amount
+        self.target = kind.start(folder, settings)
+        self.unit = 0
+
+    def is_plain(self, factor: str) -> bool:
+        """Whether a factor, if the kind has it, is at its plainest level."""
+        levels = self.kind.factors.get(factor)
+        return levels is None or self.settings.get(factor, levels[0]) == levels[0]
+
+    def traffic(self, name: str, vocab_size: int) -> Traffic:
+        """A probe's own, the same in every setting of the same block size."""
+        if not self.unit:
+            self.unit = self._discover(vocab_size)
+        # Three blocks and an answer behind them must fit; longer prompts only take longer.
+        longest = min(self.target.longest, max(256, 5 * self.unit))
+        return Traffic(random.Random(f"{self.seed}/{name}"), vocab_size, self.unit, longest, amount=self.amount)
+
+    def _discover(self, vocab_size: int) -> int:
+        """The block size: what all numbers of cached tokens are multiples of."""
+        if "cached" not in self.target.can or self.is_plain("prefix"):
+            return DEFAULT_UNIT
+        traffic = Traffic(random.Random(f"{self.seed}/unit"), vocab_size, DEFAULT_UNIT, self.target.longest, num_new=1)
+        seen = list[int]()
+        for share in (0.11, 0.23, 0.41, 0.73, 0.95):
+            prompt = traffic.prompt(int(share * self.target.longest))
+            for _ in range(2):
+                (answer,) = self.target.ask([Ask(prompt, max_tokens=1)])
+                seen += [answer.cached_tokens or 0]
+        return math.gcd(*seen) or DEFAULT_UNIT
+
+    def run(self, probe: Probe, vocab_size: int) -> Outcome:
+        """Ask everything that a probe asks; the first wrong answer ends it."""
+        begin, outcome = time.perf_counter(), Outcome(probe.name, self.settings)
+        if missing := [name for name in probe.needs if name not in self.target.can]:
+            outcome.verdict = "cannot be asked here"
+            outcome.detail = f"the target offers no {', '.join(missing)}"
+            return outcome
+        try:
+            self._play(probe, vocab_size, outcome)
+        except TargetError as error:
+            outcome.verdict, outcome.detail = "wrong", str(error)
+            self.target.close()
+            self.target = self.kind.start(self.folder, self.settings)
+        outcome.seconds = time.perf_counter() - begin
+        return outcome
+
+    def _play(self, probe: Probe, vocab_size: int, outcome: Outcome) -> None:
+        rounds = probe.rounds(self.traffic(probe.name, vocab_size))
+        if "reset" in self.target.can:
+            self.target.reset()
+        before, asked, unclear = self.target.counters(), list[Round](), ""
+        answers: list[Answer] | None = None
+        while True:
+            try:
+                one = rounds.send(answers) if answers is not None else next(rounds)
+            except StopIteration:
+                break
+            one = self._possible(one)
+            asked.append(one)
+            answers = self.target.ask(one.asks, one.preempt_every)
+            outcome.num_answers += len(answers)
+            outcome.num_tokens += sum(
+                len(ask.prompt) + len(answer.token_ids) for ask, answer in zip(one.asks, answers, strict=True)
+            )
+            outcome.moved["cached"] = outcome.moved.get("cached", 0) + sum(
+                answer.cached_tokens or 0 for answer in answers
+            )
+            for i, judgement in enumerate(self.judgements(one, answers)):
+                if judgement.verdict == "wrong":
+                    outcome.verdict, outcome.detail = "wrong", judgement.problem
+                    outcome.failures.append(Failure(probe.name, self.settings, tuple(asked), i, answers[i], judgement))
+                    return
+                unclear = unclear or judgement.problem
+        after = self.target.counters()
+        outcome.moved |= {name: after[name] - before.get(name, 0.0) for name in after}
+        if unclear:
+            outcome.verdict, outcome.detail = "inconclusive", unclear
+        elif problem := self._unmoved(probe, outcome.moved):
+            outcome.verdict, outcome.detail = problem
+
+    def judgements(self, one: Round, answers: Iterable[Answer]) -> list[Judgement]:
+        """Of each answer of a round."""
+        found = []
+        for i, (ask, answer) in enumerate(zip(one.asks, answers, strict=True)):
+            alone = self.references.alone(ask) if self.judge.needs_alone(ask) else None
+            judgement = self.judge.judge(ask, answer, alone)
+            most = one.cached[i] if i < len(one.cached) else None
+            if judgement.verdict == "right" and most is not None and (answer.cached_tokens or 0) > most:
+                said = f"{answer.cached_tokens} cached tokens, where at most {most} may be"
+                judgement = Judgement("wrong", said)
+            found.append(judgement)
+        return found
+
+    def _possible(self, one: Round) -> Round:
+        """Without the extras that the target does not have; none of them is what the probe is about."""
+        can = self.target.can
+        asks = tuple(replace(ask, logprobs=ask.logprobs and "logprobs" in can) for ask in one.asks)
+        return replace(one, asks=asks)
+
+    def _unmoved(self, probe: Probe, moved: Mapping[str, float]) -> tuple[Verdict, str] | None:
+        if not probe.moves or (probe.when and all(self.is_plain(factor) for factor in probe.when)):
+            return None
+        name = "hits" if probe.moves == "cached" and "cached" not in self.target.can else probe.moves
+        if name not in moved:
+            return "inconclusive", f"all answers are right, but no counter of {name} shows that it was at work"
+        if not moved[name]:
+            return "void", f"{name} stayed 0: nothing of what this probe is about happened"
+        return None
+
+
+def calibrate(session: Session, vocab_size: int) -> None:
+    """Measure rounding and repetition, each prompt alone and cold, and see whether the oracle can be trusted."""
+    judge, target = session.judge, session.target
+    for prompt in session.traffic("calibrate", vocab_size).mixed(8):
+        answers = []
+        for _ in range(2):
+            if "reset" in target.can:
+                target.reset()
+            answers += target.ask([Ask(prompt, logprobs="logprobs" in target.can)])
+        first, second = answers
+        for one, other, token in zip(first.logprobs, second.logprobs, first.token_ids, strict=False):
+            judge.repeated = max(judge.repeated, abs(one[token] - other.get(token, math.inf)))
+        if judge.oracle is not None:
+            judge.oracle.rounds([*prompt, *first.token_ids])
+    if judge.oracle is None and "logprobs" not in target.can:
+        raise ConfigError("neither an oracle nor log-probabilities: no difference could be told from rounding")
