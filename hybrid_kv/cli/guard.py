@@ -30,6 +30,16 @@ def guard(
     repro: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Where a scenario that fails is written, as small as it gets.")
     ] = Path("repro"),
+    target: Annotated[str | None, typer.Option(metavar="ENGINE", help="Guard another engine, from outside.")] = None,
+    model: Annotated[
+        str, typer.Option(metavar="FAMILY|FOLDER|HUB", help="What the target runs; a family's weights are made.")
+    ] = "qwen3_5_text",
+    against: Annotated[
+        str | None, typer.Option(metavar="ENGINE", help="Whose answers are right, instead of transformers' float64.")
+    ] = None,
+    matrix: Annotated[
+        list[str] | None, typer.Option(metavar="FACTOR=LEVEL,…", help="Settings of the target; may be repeated.")
+    ] = None,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="What the guard model runs on.")] = "cpu",
     as_json: AsJson = False,
     out: OutFile = None,
@@ -39,6 +49,7 @@ def guard(
     """Say whether the cache is right and fast: engine against oracles, accuracy, cost of block ids. Needs no GPU."""
     import torch
 
+    from hybrid_kv.cli.target import guard_target, is_case, replay_case
     from hybrid_kv.config import ConfigError
     from hybrid_kv.files import check_outputs
     from hybrid_kv.guard.replay import read_scenario
@@ -47,11 +58,19 @@ def guard(
     from hybrid_kv.results import append_rows
 
     if replay is not None:
-        if quick or long or select or only:
-            raise ConfigError(f"--replay {replay} plays one scenario; leave --quick, --long, -k and --only out")
-        raise typer.Exit(replay_scenario(read_scenario(replay)))
+        if quick or long or select or only or target:
+            raise ConfigError(f"--replay {replay} plays one scenario; leave --quick, --long, --target, -k, --only out")
+        raise typer.Exit(replay_case(replay) if is_case(replay) else replay_scenario(read_scenario(replay)))
     if quick and long:
         raise ConfigError("--quick and --long exclude each other; give one of them")
+    if target is not None:
+        if only or record or results or device != "cpu":
+            raise ConfigError(f"--target {target}: leave --only, --record, --results and --device out")
+        check_outputs(out, repro / "case.json")
+        amount = 10 if long else 1 if quick else 3
+        raise typer.Exit(guard_target(target, model, against, matrix, select, seed or 0, amount, repro, as_json, out))
+    if against or matrix:
+        raise ConfigError("--against and --matrix are about another engine; name it with --target")
     if record and (select or only):
         raise ConfigError("--record keeps the verdict of the whole guard; leave -k and --only out")
     levels = _levels(only or ())

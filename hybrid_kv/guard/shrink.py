@@ -3,7 +3,7 @@
 This is delta debugging (Zeller and Hildebrandt 2002), greedy, over requests, disturbances, layers, engine options,
 prompt tokens and sampling parameters, again and again until nothing more can go. The shrinker of `hypothesis` works on
 the choices of its own strategies, and a scenario is drawn from a seed; it would also be needed at run time. So the
-twelve lines of `_Shrinker.minimize` are our own.
+twelve lines of `minimize` are our own.
 """
 
 from __future__ import annotations
@@ -129,6 +129,21 @@ def _with_texts(scenario: Scenario, texts: Sequence[_Text]) -> Scenario:
     return made
 
 
+def minimize(items: Sequence[T], fails: Callable[[Sequence[T]], bool]) -> Sequence[T]:
+    """Those of the items that can't be missed: half of them is left out, then quarters, then one by one."""
+    size = (len(items) + 1) // 2
+    while size:
+        start = 0
+        while start < len(items):
+            rest = [*items[:start], *items[start + size :]]
+            if fails(rest):
+                items = rest
+            else:
+                start += size
+        size //= 2
+    return items
+
+
 class _Shrinker:
     def __init__(self, failure: Failure, deadline: float) -> None:
         self.best = failure
@@ -155,18 +170,13 @@ class _Shrinker:
         return True
 
     def minimize(self, items: Sequence[T], build: Callable[[Sequence[T]], Scenario | None]) -> None:
-        """Leave out as many of the items as can be missed: half of them, then quarters, then one by one."""
-        size = (len(items) + 1) // 2
-        while size:
-            start = 0
-            while start < len(items):
-                rest = [*items[:start], *items[start + size :]]
-                made = build(rest)
-                if made is not None and self.fails(made):
-                    items = rest
-                else:
-                    start += size
-            size //= 2
+        """Leave out as many of the items as can be missed."""
+
+        def fails(kept: Sequence[T]) -> bool:
+            made = build(kept)
+            return made is not None and self.fails(made)
+
+        minimize(items, fails)
 
     def run(self) -> None:
         """All passes until none helps."""

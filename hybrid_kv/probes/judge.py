@@ -22,7 +22,9 @@ class Judgement:
     Attributes:
         problem: what is wrong or unclear, one line; empty if nothing is.
         position: of the first token, counted from the answer's first, that differs.
+        expected: the right answer up to there.
         margin: how much likelier the right token is, as a difference of log-probabilities.
+        logprob: the right log-probability of the token at `position`, where that is what is wrong.
     """
 
     verdict: Verdict = "right"
@@ -30,6 +32,7 @@ class Judgement:
     position: int = 0
     expected: tuple[int, ...] = ()
     margin: float = 0.0
+    logprob: float | None = None
 
 
 RIGHT = Judgement()
@@ -44,10 +47,12 @@ class Judge:
     Attributes:
         trusted: the oracle and the plain engine, asked alone and cold, agree.
         repeated: the largest difference of a log-probability between two equal requests, each alone and cold.
+        is_calibrated: that and the oracle's rounding were measured.
     """
 
     def __init__(self, oracle: Oracle | None) -> None:
         self.oracle, self.trusted, self.repeated = oracle, oracle is not None, 0.0
+        self.is_calibrated = False
 
     @property
     def limit(self) -> float:
@@ -114,20 +119,19 @@ class Judge:
         expected = alone.token_ids
         i = first_difference(tokens, expected)
         if i is None:
-            pairs = [(one[t], other[t]) for one, other, t in zip(logprobs, alone.logprobs, tokens, strict=False)]
-            off = max((abs(a - b) for a, b in pairs), default=0.0)
-            if not off <= self.limit:
-                said = f"a log-probability is {off:.3g} off from the same request alone, though all tokens are equal"
-                return Judgement("wrong", said, 0, expected, off)
+            for j, (one, other, token) in enumerate(zip(logprobs, alone.logprobs, tokens, strict=False)):
+                if not (off := abs(one[token] - other[token])) <= self.limit:
+                    said = f"token {j} is the same alone, its log-probability off by {off:.3g} (limit {self.limit:.2g})"
+                    return Judgement("wrong", said, j, tokens[: j + 1], off, other[token])
             return RIGHT
         if i < len(alone.logprobs):
             there = alone.logprobs[i]
             margin = there[expected[i]] - there.get(tokens[i], min(there.values()))
             if margin > self.limit:
                 said = f"token {i} is {tokens[i]}; alone it was {expected[i]}, likelier by {margin:.3g}"
-                return Judgement("wrong", said, i, expected, margin)
+                return Judgement("wrong", said, i, expected[: i + 1], margin)
         said = f"token {i} is {tokens[i]}, alone {expected[i]}: log-probabilities there, or an oracle, would decide"
-        return Judgement("inconclusive", said, i, expected)
+        return Judgement("inconclusive", said, i, expected[: i + 1])
 
     def _sampled(self, ask: Ask, answer: Answer, alone: Answer) -> Judgement:
         for tokens, expected in zip((answer.token_ids, *answer.others), (alone.token_ids, *alone.others), strict=True):
@@ -135,7 +139,7 @@ class Judge:
                 by_chance = self.limit * ask.max_tokens
                 verdict: Verdict = "wrong" if by_chance < CHANCE else "inconclusive"
                 said = f"token {i} of the draw with seed {ask.seed} differs from the same request alone"
-                return Judgement(verdict, said, i, expected)
+                return Judgement(verdict, said, i, expected[: i + 1])
         return RIGHT
 
 

@@ -39,7 +39,6 @@ class Oracle:
         except (ValueError, OSError, KeyError) as error:
             raise ConfigError(f"transformers does not load {folder}: {str(error).splitlines()[0]}") from None
         self._exact, self._rounded = exact.double().train(False), rounded.train(False)
-        self.vocab_size: int = self._exact.config.get_text_config().vocab_size
         self.rounding = 0.0
         self._known: dict[tuple[int, ...], torch.Tensor] = {}
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 
 from hybrid_kv.config import ConfigError
+from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.probes.judge import Judge
 from hybrid_kv.probes.oracle import Oracle
-from hybrid_kv.probes.registry import load_probes
+from hybrid_kv.probes.registry import Verdict, load_probes
 from hybrid_kv.probes.session import Outcome, References, Session, calibrate
 from hybrid_kv.targets.target import Kind, TargetError
 
@@ -45,68 +46,93 @@ def matrix_of(kind: Kind, text: Sequence[str]) -> list[Settings]:
     return [{}, *(cell for cell in cells if cell not in plain)]
 
 
-def run_probes(
-    kind: Kind,
-    folder: str,
+class Guarded:
+    """An engine and a model, and what their sessions share.
+
+    Args:
+        kind: the engine.
+        folder: the checkpoint.
+        against: an engine to take answers from, instead of the oracle.
+        amount: how much each probe asks; 1 is a quick look.
+
+    Attributes:
+        version: of the engine, once one was started.
+
+    Raises:
+        ConfigError: the oracle does not read the model.
+    """
+
+    def __init__(self, kind: Kind, folder: str, against: Kind | None = None, seed: int = 0, amount: int = 1) -> None:
+        self.kind, self.folder, self.seed, self.amount = kind, folder, seed, amount
+        self.references = References(against or kind, folder)
+        self.version = "?"
+        self._has_oracle = against is None
+        self._judges: dict[str, Judge] = {}
+        self.vocab_size = ConfigFile.read(folder).size("vocab_size")
+
+    def judge_of(self, settings: Mapping[str, str]) -> Judge:
+        """That of the setting's dtype."""
+        dtype = settings.get("dtype", self.kind.factors.get("dtype", ("float32",))[0])
+        if dtype not in self._judges:
+            self._judges[dtype] = Judge(Oracle(self.folder, dtype) if self._has_oracle else None)
+        return self._judges[dtype]
+
+    def session(self, settings: Mapping[str, str]) -> Session:
+        """A new one.
+
+        Raises:
+            ConfigError: the engine does not know the setting or the model.
+            TargetError: it does not start.
+        """
+        judge = self.judge_of(settings)
+        session = Session(self.kind, self.folder, settings, judge, self.references, self.seed, self.amount)
+        self.version = session.target.version
+        if not judge.is_calibrated:
+            calibrate(session, self.vocab_size)
+        return session
+
+
+def guard(
+    guarded: Guarded,
     matrix: Sequence[Settings],
-    against: Kind | None = None,
     select: Sequence[str] = (),
-    seed: int = 0,
-    amount: int = 1,
     told: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
     """Every probe in every setting; a setting that cannot be started is an outcome, too.
 
     Args:
-        against: an engine to take answers from, instead of the oracle.
         select: only probes that have one of these in their name; `alone` is always run.
         told: called with each outcome.
 
     Raises:
-        ConfigError: the model is not read by the oracle nor by the engine, or no probe is selected.
+        ConfigError: no probe is selected.
     """
-    probes = [one for one in load_probes() if not select or any(part in one.name for part in select)]
-    if not probes:
+    known = load_probes()
+    if not any(part in one.name for part in select or [""] for one in known):
         raise ConfigError(f"-k {', '.join(select)}: no probe has this in its name")
-    if probes[0].name != "alone":
-        probes = [one for one in load_probes() if one.name == "alone"] + probes
-    references = References(against or kind, folder, matrix[0] if against is None else {})
-    judges: dict[str, Judge] = {}
+    probes = [one for one in known if one.name == "alone" or not select or any(part in one.name for part in select)]
     outcomes: list[Outcome] = []
 
     def tell(outcome: Outcome) -> None:
         outcomes.append(outcome)
         told(outcome)
 
-    vocab_size = Oracle(folder).vocab_size if against is None else _vocab_size(folder)
     try:
         for settings in matrix:
-            dtype = settings.get("dtype", kind.factors.get("dtype", ("float32",))[0])
-            if new := dtype not in judges:
-                judges[dtype] = Judge(Oracle(folder, dtype) if against is None else None)
-            judge = judges[dtype]
             try:
-                session = Session(kind, folder, settings, judge, references, seed, amount)
+                session = guarded.session(settings)
             except (ConfigError, TargetError) as error:
-                verdict = "cannot be asked here" if isinstance(error, ConfigError) else "wrong"
-                tell(Outcome("start", settings, verdict, str(error)))  # type: ignore[arg-type]
+                verdict: Verdict = "cannot be asked here" if isinstance(error, ConfigError) else "wrong"
+                tell(Outcome("start", settings, verdict, str(error)))
                 continue
             try:
-                if new:
-                    calibrate(session, vocab_size)
                 for probe in probes:
-                    outcome = session.run(probe, vocab_size)
-                    if new and probe.name == "alone" and outcome.verdict == "wrong":
-                        judge.trusted = False
+                    outcome = session.run(probe, guarded.vocab_size)
+                    if probe.name == "alone" and settings == matrix[0] and outcome.verdict == "wrong":
+                        session.judge.trusted = False
                     tell(outcome)
             finally:
                 session.target.close()
     finally:
-        references.close()
+        guarded.references.close()
     return outcomes
-
-
-def _vocab_size(folder: str) -> int:
-    from hybrid_kv.models.config_file import ConfigFile
-
-    return ConfigFile.read(folder).size("vocab_size")

@@ -47,8 +47,8 @@ class Outcome:
 class References:
     """What the plainest engine answers to each request, alone and cold. It is started once somebody asks."""
 
-    def __init__(self, kind: Kind, folder: str, settings: Mapping[str, str]) -> None:
-        self._kind, self._folder, self._settings = kind, folder, settings
+    def __init__(self, kind: Kind, folder: str) -> None:
+        self._kind, self._folder = kind, folder
         self._target: Target | None = None
         self._known: dict[Ask, Answer] = {}
 
@@ -60,7 +60,7 @@ class References:
         key = replace(ask, salt="", after=0, abort_after=None, logprobs=True, n=ask.n if ask.temperature else 1)
         if key not in self._known:
             if self._target is None:
-                self._target = self._kind.start(self._folder, self._settings)
+                self._target = self._kind.start(self._folder, {})
             if "reset" in self._target.can:
                 self._target.reset()
             asked = key if "logprobs" in self._target.can else replace(key, logprobs=False)
@@ -219,5 +219,6 @@ def calibrate(session: Session, vocab_size: int) -> None:
             judge.repeated = max(judge.repeated, abs(one[token] - other.get(token, math.inf)))
         if judge.oracle is not None:
             judge.oracle.rounds([*prompt, *first.token_ids])
+    judge.is_calibrated = True
     if judge.oracle is None and "logprobs" not in target.can:
         raise ConfigError("neither an oracle nor log-probabilities: no difference could be told from rounding")

@@ -178,3 +178,38 @@ class _Logits:
                 {**dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)), token: float(logprobs[token])}
             )
         return tuple(found)
+
+
+def script(case: Any) -> str:
+    """Plays a `probes.reproducer.Case` again."""
+    rounds = "\n".join(f"    ({list(one.asks)}, {one.preempt_every})," for one in case.rounds)
+    return f'''"""{case.probe}: {case.problem}.
+
+Exit code 1 while the bug lives.
+"""
+
+from hybrid_kv.targets.models import model_folder
+from hybrid_kv.targets.ours import start
+from hybrid_kv.targets.target import Ask
+
+rounds = [
+{rounds}
+]
+with model_folder({case.model!r}) as folder:
+    target = start(folder, {dict(case.settings)!r})
+    for asks, preempt_every in rounds:
+        answers = target.ask(asks, preempt_every)
+got, expected = answers[{case.index}], {case.expected!r}
+print("got     ", got.token_ids[: len(expected)], f"{{got.cached_tokens}} cached")
+print("expected", expected, "likelier by {case.margin:.3g}")
+raise SystemExit(int({_condition(case)}))
+'''
+
+
+def _condition(case: Any) -> str:
+    last = len(case.expected) - 1
+    if case.logprob is not None:
+        return f"abs(got.logprobs[{last}][expected[-1]] - {case.logprob}) > {case.limit}"
+    if (cached := case.rounds[-1].cached) and cached[case.index] is not None:
+        return f"got.cached_tokens > {cached[case.index]}"
+    return "got.token_ids[: len(expected)] != expected"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 # What a target may be able to do beyond greedy answers; a check that needs more than there is "cannot be asked here".
 CAPABILITIES = {
@@ -26,7 +26,7 @@ CAPABILITIES = {
 COUNTERS = ("hits", "drafts", "accepted", "preemptions")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Ask:
     """One request.
 
@@ -50,6 +50,14 @@ class Ask:
     salt: str = ""
     after: int = 0
     abort_after: int | None = None
+
+    def __repr__(self) -> str:
+        return f"Ask({', '.join([str(list(self.prompt)), *(f'{k}={v!r}' for k, v in self.extras().items())])})"
+
+    def extras(self) -> dict[str, Any]:
+        """What is not at its default, without the prompt."""
+        plain = vars(Ask(()))
+        return {key: value for key, value in vars(self).items() if key != "prompt" and value != plain[key]}
 
 
 @dataclass(frozen=True)

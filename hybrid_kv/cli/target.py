@@ -1,0 +1,126 @@
+"""`hybrid-kv guard --target`: probes of another engine, and their failures played again."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from hybrid_kv.cli.options import show
+from hybrid_kv.errors import require
+from hybrid_kv.probes.reproducer import FORMAT, case_of, from_json, replay, write_files
+from hybrid_kv.probes.run import Guarded, default_matrix, guard, matrix_of
+from hybrid_kv.probes.session import Outcome
+from hybrid_kv.probes.shrink import shrink
+from hybrid_kv.targets.kinds import kind_of
+from hybrid_kv.targets.models import model_folder
+from hybrid_kv.targets.target import TargetError
+
+STYLES = {
+    "right": "green",
+    "wrong": "bold red",
+    "inconclusive": "yellow",
+    "void": "yellow",
+    "cannot be asked here": "dim",
+}
+
+
+def guard_target(
+    target: str,
+    model: str,
+    against: str | None,
+    matrix: Sequence[str] | None,
+    select: Sequence[str] | None,
+    seed: int,
+    amount: int,
+    repro: Path,
+    as_json: bool,
+    out: Path | None,
+) -> int:
+    """Returns the exit code: 0 only if every probe that could be asked was shown to be right."""
+    require("safetensors", "tokenizers", "transformers")
+    kind, other = kind_of(target), kind_of(against) if against is not None else None
+    cells = matrix_of(kind, matrix) if matrix else default_matrix(kind)
+    console = Console(stderr=True)
+    with model_folder(model) as folder:
+        guarded = Guarded(kind, folder, other, seed, amount)
+
+        def told(outcome: Outcome) -> None:
+            style = STYLES[outcome.verdict]
+            line = f"{_setting(outcome.settings)}: {outcome.probe}"
+            console.print(f"{line} [{style}]{outcome.verdict}[/] {outcome.detail}", highlight=False, soft_wrap=True)
+
+        outcomes = guard(guarded, cells, select or (), told)
+        files = []
+        for failure in [failure for outcome in outcomes for failure in outcome.failures]:
+            shrunk = shrink(failure, lambda failure=failure: guarded.session(failure.settings))  # type: ignore[misc]
+            case = case_of(shrunk.failure, target, guarded.version, model, guarded.judge_of(failure.settings).limit)
+            files += write_files(case, kind, repro)
+            size = f"{shrunk.num_requests} requests, {shrunk.num_prompt_tokens} prompt tokens"
+            console.print(f"{failure.probe}: shrunk to {size} in {shrunk.seconds:.0f} s: {files[-1]}", soft_wrap=True)
+    document = {
+        "target": target, "version": guarded.version, "model": model, "seed": seed,
+        "outcomes": [_document(one) for one in outcomes], "files": list(map(str, files)),
+    }  # fmt: skip
+    show(document, as_json, out, lambda: _print(f"{target} {guarded.version}, {model}", outcomes))
+    return int(any(one.verdict not in ("right", "cannot be asked here") for one in outcomes))
+
+
+def is_case(file: Path) -> bool:
+    """Whether a file to be played is a failure of a target."""
+    try:
+        return bool(json.loads(file.read_text())["format"] == FORMAT)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def replay_case(file: Path) -> int:
+    """Play a failure of a target again; 1 while the bug lives."""
+    case = from_json(file.read_text(), str(file))
+    kind = kind_of(case.target)
+    with model_folder(case.model) as folder:
+        target = kind.start(folder, case.settings)
+        try:
+            answer = replay(case, target)
+        except TargetError as error:
+            print(error)
+            return 1
+        finally:
+            target.close()
+    wrong = case.is_wrong(answer)
+    print(f"{case.target} {target.version}, {_setting(case.settings)}: {'still wrong' if wrong else 'right'}")
+    print(f"expected {list(case.expected)}, likelier by {case.margin:.3g} (rounding goes to {case.limit:.2g})")
+    print(f"got      {list(answer.token_ids[: len(case.expected)])}")
+    return int(wrong)
+
+
+def _setting(settings: Mapping[str, str]) -> str:
+    return " ".join(f"{factor}={level}" for factor, level in settings.items()) or "plain"
+
+
+def _document(outcome: Outcome) -> dict[str, Any]:
+    return {key: value for key, value in vars(outcome).items() if key != "failures"}
+
+
+def _print(title: str, outcomes: Sequence[Outcome]) -> None:
+    settings = list(dict.fromkeys(_setting(one.settings) for one in outcomes))
+    probes = list(dict.fromkeys(one.probe for one in outcomes))
+    found = {(one.probe, _setting(one.settings)): one for one in outcomes}
+    table = Table("probe", *settings, box=box.SIMPLE, title=title)
+    for probe in probes:
+        cells = [found.get((probe, setting)) for setting in settings]
+        table.add_row(probe, *("" if one is None else f"[{STYLES[one.verdict]}]{_cell(one)}[/]" for one in cells))
+    Console(width=None if sys.stdout.isatty() else 30 + 22 * len(settings)).print(table)
+    for one in outcomes:
+        if one.verdict not in ("right", "cannot be asked here"):
+            print(f"{one.verdict}: {one.probe}, {_setting(one.settings)}: {one.detail}")
+
+
+def _cell(one: Outcome) -> str:
+    return f"right, {one.num_answers}" if one.verdict == "right" else one.verdict

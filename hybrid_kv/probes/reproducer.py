@@ -1,0 +1,163 @@
+"""A failure as files: JSON that is played again, a script that needs the engine alone, a text for its issue tracker."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybrid_kv.config import ConfigError
+from hybrid_kv.files import write_whole
+from hybrid_kv.probes.registry import Round
+from hybrid_kv.probes.session import Failure
+from hybrid_kv.probes.shrink import told
+from hybrid_kv.targets.target import Answer, Ask, Kind, Target
+
+FORMAT, VERSION = "hybrid-kv target failure", 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a file of a failure says.
+
+    Attributes:
+        model: how the checkpoint is made or where it is: a family's name, a folder or a hub's id.
+        expected: the answer's tokens up to the first that was wrong, with what was right there.
+        margin: how much likelier that was, as a difference of log-probabilities.
+        logprob: the right log-probability of the last of them, if it is not the tokens that were wrong.
+        limit: what a log-probability may differ by.
+    """
+
+    target: str
+    version: str
+    model: str
+    settings: Mapping[str, str]
+    probe: str
+    problem: str
+    rounds: tuple[Round, ...]
+    index: int
+    expected: tuple[int, ...]
+    got: tuple[int, ...]
+    margin: float
+    logprob: float | None
+    limit: float
+
+    def is_wrong(self, answer: Answer) -> bool:
+        """Whether an answer to the last round's ask is as wrong as this one was."""
+        tokens = answer.token_ids[: len(self.expected)]
+        if answer.error or tokens != self.expected:
+            return True
+        last = len(self.expected) - 1
+        if self.logprob is not None:
+            return not abs(answer.logprobs[last][tokens[last]] - self.logprob) <= self.limit
+        most = self.rounds[-1].cached[self.index] if self.rounds[-1].cached else None
+        return most is not None and (answer.cached_tokens or 0) > most
+
+
+def case_of(failure: Failure, target: str, version: str, model: str, limit: float) -> Case:
+    """The failure of an engine on a model."""
+    judgement = failure.judgement
+    return Case(
+        target, version, model, dict(failure.settings), failure.probe, judgement.problem, failure.rounds, failure.index,
+        judgement.expected, failure.answer.token_ids[: judgement.position + 1], judgement.margin, judgement.logprob,
+        limit,
+    )  # fmt: skip
+
+
+def replay(case: Case, target: Target) -> Answer:
+    """The answer that was wrong, asked for again in the same way.
+
+    Raises:
+        TargetError: the engine died.
+    """
+    answers: list[Answer] = []
+    for one in case.rounds:
+        answers = target.ask(one.asks, one.preempt_every)
+    return answers[case.index]
+
+
+def to_json(case: Case) -> str:
+    parts = {
+        "format": FORMAT,
+        "version": VERSION,
+        **{k: v for k, v in vars(case).items() if k not in ("rounds", "version")},
+    }
+    lines = [f' "{key}": {json.dumps(value)}' for key, value in parts.items()]
+    lines.append(f' "engine": {json.dumps(case.version)}')
+    rounds = ",\n  ".join(map(json.dumps, told(case.rounds)))
+    return "{\n" + ",\n".join(lines) + f',\n "rounds": [\n  {rounds}\n ]\n}}\n'
+
+
+def from_json(text: str, name: str) -> Case:
+    """
+    Raises:
+        ConfigError: it is no failure of this version.
+    """
+    try:
+        found = json.loads(text)
+        if found.pop("format") != FORMAT or found.pop("version") != VERSION:
+            raise ValueError(f"it is not of the format {FORMAT!r}, version {VERSION}")
+        found["version"] = found.pop("engine")
+        found["rounds"] = tuple(_round(one) for one in found["rounds"])
+        for key in ("expected", "got"):
+            found[key] = tuple(found[key])
+        return Case(**found)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{name} can't be played: {error!s}; write it anew with hybrid-kv guard --target") from None
+
+
+def _round(told: dict[str, Any]) -> Round:
+    asks = tuple(Ask(tuple(one.pop("prompt")), **one) for one in told.pop("asks"))
+    return Round(asks, told.pop("preempt_every", 0), tuple(told.pop("cached", ())))
+
+
+def write_files(case: Case, kind: Kind, folder: Path) -> list[Path]:
+    """The JSON, the text, and, if the kind has one, the script."""
+    text = to_json(case)
+    slug = re.sub(r"\W+", "-", case.probe).strip("-")
+    stem = folder / f"{case.target}-{slug}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    script = getattr(kind, "script", None)
+    contents = {".json": text, ".md": _markdown(case, script(case) if script else None, stem)}
+    if script:
+        contents[".py"] = script(case)
+    written = []
+    for suffix, content in contents.items():
+        path = stem.with_name(stem.name + suffix)
+        write_whole(path, content)
+        written.append(path)
+    return written
+
+
+def _markdown(case: Case, script: str | None, stem: Path) -> str:
+    settings = ", ".join(f"{key}={value}" for key, value in case.settings.items()) or "defaults"
+    lines = [
+        f"# {case.target} {case.version}: a wrong answer ({case.probe})",
+        "",
+        f"Model: `{case.model}`. Settings: {settings}.",
+        "",
+        f"- What is wrong: {case.problem}.",
+        f"- Expected: `{list(case.expected)}`",
+        f"- Got: `{list(case.got)}`",
+        f"- The right token is likelier by {case.margin:.3g} (log-probability); rounding goes to {case.limit:.2g}.",
+        "",
+        f"`{sum(len(one.asks) for one in case.rounds)}` requests lead to it:",
+        "",
+        *_requests(case.rounds),
+    ]
+    if script:
+        lines += ["", "It exits with 1 while the bug lives:", "", "```python", script.rstrip(), "```"]
+    return "\n".join([*lines, "", f"Again: `hybrid-kv guard --replay {stem.name}.json`", ""])
+
+
+def _requests(rounds: Sequence[Round]) -> list[str]:
+    lines = []
+    for number, one in enumerate(rounds, 1):
+        for ask in one.asks:
+            extras = ", ".join(f"{key} {value}" for key, value in ask.extras().items())
+            lines.append(f"{number}. `{list(ask.prompt)}` {extras}".rstrip())
+    return lines

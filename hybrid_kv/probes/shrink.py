@@ -1,0 +1,184 @@
+"""Makes what was asked until an answer was wrong small: rounds, requests, tokens and settings that can be missed go."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hybrid_kv.guard.shrink import minimize
+from hybrid_kv.probes.registry import Round
+from hybrid_kv.probes.session import Failure, Session
+from hybrid_kv.targets.target import Ask, TargetError
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """`num_plays`: how often the engine was asked. `is_minimal`: nothing more could go; else the time was up."""
+
+    failure: Failure
+    num_plays: int
+    seconds: float
+    is_minimal: bool
+
+    @property
+    def num_requests(self) -> int:
+        return sum(len(one.asks) for one in self.failure.rounds)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(ask.prompt) for one in self.failure.rounds for ask in one.asks)
+
+
+class _TimeUpError(Exception):
+    pass
+
+
+def shrink(failure: Failure, start: Callable[[], Session], seconds: float = 120.0) -> Shrunk:
+    """The least that is still answered wrongly, as far as the time goes.
+
+    Args:
+        start: a session of the failure's settings, which has asked nothing yet. One that can forget its cache is asked
+            again and again; another is started for every try.
+    """
+    begin = time.perf_counter()
+    shrinker = _Shrinker(failure, start, begin + seconds)
+    is_minimal = True
+    try:
+        shrinker.run()
+    except _TimeUpError:
+        is_minimal = False
+    finally:
+        shrinker.close()
+    return Shrunk(shrinker.best, shrinker.num_plays, time.perf_counter() - begin, is_minimal)
+
+
+def play(session: Session, rounds: Sequence[Round], failure: Failure) -> Failure | None:
+    """The first wrong answer to these rounds; `failure` names where they come from. A death is one, too.
+
+    Raises:
+        TargetError: the engine died, where the failure is another.
+    """
+    for i, one in enumerate(rounds):
+        answers = session.target.ask(one.asks, one.preempt_every)
+        for index, judgement in enumerate(session.judgements(one, answers)):
+            if judgement.verdict == "wrong":
+                return replace(
+                    failure, rounds=tuple(rounds[: i + 1]), index=index, answer=answers[index], judgement=judgement
+                )
+    return None
+
+
+class _Shrinker:
+    def __init__(self, failure: Failure, start: Callable[[], Session], deadline: float) -> None:
+        self.best, self.num_plays = failure, 0
+        self._start, self._deadline = start, deadline
+        self._session: Session | None = None
+        self._tried: set[tuple[Round, ...]] = set()
+
+    def close(self) -> None:
+        if self._session is not None:
+            self._session.target.close()
+
+    def fails(self, rounds: Sequence[Round]) -> bool:
+        """Whether these are still answered wrongly; then they are the best so far."""
+        rounds = tuple(one for one in rounds if one.asks)
+        if not rounds or rounds in self._tried:
+            return False
+        if time.perf_counter() > self._deadline:
+            raise _TimeUpError
+        self._tried.add(rounds)
+        self.num_plays += 1
+        try:
+            found = play(self._fresh(), rounds, self.best)
+        except TargetError:
+            self.close()
+            self._session = None
+            return False
+        if found is None:
+            return False
+        self.best = found
+        self._tried.add(found.rounds)
+        return True
+
+    def _fresh(self) -> Session:
+        if self._session is not None and "reset" in self._session.target.can:
+            self._session.target.reset()
+            return self._session
+        self.close()
+        self._session = self._start()
+        return self._session
+
+    def run(self) -> None:
+        """All passes until none helps."""
+        before: tuple[Round, ...] = ()
+        while before != self.best.rounds:
+            before = self.best.rounds
+            minimize(before[:-1], lambda kept: self.fails([*kept, self.best.rounds[-1]]))
+            for i in range(len(self.best.rounds) - 1, -1, -1):
+                self._asks(i)
+            self._fields()
+            self._tokens()
+
+    def _asks(self, i: int) -> None:
+        if i >= len(self.best.rounds):
+            return
+        rounds = self.best.rounds
+
+        def keep(kept: Sequence[Ask]) -> bool:
+            return self.fails([*rounds[:i], replace(rounds[i], asks=tuple(kept), cached=()), *rounds[i + 1 :]])
+
+        if len(rounds[i].asks) > 1 and not any(rounds[i].cached):
+            minimize(rounds[i].asks, keep)
+
+    def _fields(self) -> None:
+        """Every field at its default, every answer as short as can be."""
+        plain = Ask(())
+        for name in ("logprobs", "salt", "after", "abort_after", "temperature", "n"):
+            self._each(lambda ask, name=name: replace(ask, **{name: getattr(plain, name)}))  # type: ignore[misc]
+        self.fails([replace(one, preempt_every=0) for one in self.best.rounds])
+        for most in (1, 2, 3, 4, 6, 8):
+            self._each(lambda ask, most=most: replace(ask, max_tokens=min(ask.max_tokens, most)))  # type: ignore[misc]
+
+    def _each(self, change: Callable[[Ask], Ask]) -> None:
+        """All requests at once, or else one by one."""
+        rounds = self.best.rounds
+        if self.fails([replace(one, asks=tuple(map(change, one.asks))) for one in rounds]):
+            return
+        for i in range(len(rounds)):
+            for j in range(len(rounds[i].asks)):
+                now = self.best.rounds
+                if i < len(now) and j < len(now[i].asks):
+                    asks = [*now[i].asks]
+                    asks[j] = change(asks[j])
+                    self.fails([*now[:i], replace(now[i], asks=tuple(asks)), *now[i + 1 :]])
+
+    def _tokens(self) -> None:
+        """The same positions of all prompts, so that what they share they share still; then the end of each."""
+        rounds = self.best.rounds
+        longest = max(len(ask.prompt) for one in rounds for ask in one.asks)
+
+        def keep(kept: Sequence[int]) -> bool:
+            positions = set(kept)
+            return self.fails(_with_prompts(rounds, lambda prompt: [t for i, t in enumerate(prompt) if i in positions]))
+
+        minimize(range(longest), keep)
+
+
+def _with_prompts(rounds: Sequence[Round], change: Callable[[Sequence[int]], Sequence[int]]) -> list[Round]:
+    def changed(ask: Ask) -> Ask:
+        return replace(ask, prompt=tuple(change(ask.prompt)) or ask.prompt[:1])
+
+    return [replace(one, asks=tuple(map(changed, one.asks))) for one in rounds]
+
+
+def told(rounds: Sequence[Round]) -> list[dict[str, Any]]:
+    """As JSON has them: fields that are at their default are left out."""
+    plain = Round(())
+    found = []
+    for one in rounds:
+        asks = [{"prompt": ask.prompt, **ask.extras()} for ask in one.asks]
+        rest = {k: v for k, v in vars(one).items() if k != "asks" and v != getattr(plain, k)}
+        found.append({"asks": asks, **rest})
+    return found
