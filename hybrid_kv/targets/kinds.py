@@ -8,14 +8,19 @@ from typing import cast
 from hybrid_kv.config import ConfigError
 from hybrid_kv.targets.target import Kind
 
-KINDS = ("ours",)  # a file of `targets` each
+KINDS = ("ours", "serve")  # a file of `targets` each
 
 
 def kind_of(name: str) -> Kind:
-    """
+    """The engine of that name, or the server at that address.
+
     Raises:
         ConfigError: there is no such engine.
     """
+    if name.startswith(("http://", "https://")):
+        from hybrid_kv.targets.server import Address
+
+        return Address(name)
     if name not in KINDS:
-        raise ConfigError(f"--target {name}: there is no such engine; use one of {', '.join(KINDS)}")
+        raise ConfigError(f"--target {name}: there is no such engine; use one of {', '.join(KINDS)}, or a server's URL")
     return cast(Kind, import_module(f"hybrid_kv.targets.{name}"))

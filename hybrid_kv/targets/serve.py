@@ -1,0 +1,85 @@
+"""`hybrid-kv serve` in a process of its own, asked over HTTP alone: the control of everything that asks servers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from hybrid_kv.config import ConfigError
+from hybrid_kv.errors import deaf_to_ctrl_c
+from hybrid_kv.targets.server import Server
+
+name = "serve"
+LEVELS: dict[str, dict[str, tuple[str, ...]]] = {
+    "prefix": {
+        "off": (),
+        "align": ("--mamba-cache-mode", "align"),
+        "all": ("--mamba-cache-mode", "all"),
+    },
+    "spec": {
+        "none": (),
+        "ngram3": ("--speculative-method", "ngram", "--num-speculative-tokens", "3"),
+        "mtp1": ("--speculative-method", "mtp", "--num-speculative-tokens", "1"),
+        "mtp3": ("--speculative-method", "mtp", "--num-speculative-tokens", "3"),
+    },
+    "chunk": {"whole": (), "17": ("--max-num-batched-tokens", "17")},
+    "scheme": {"slots": (), "replay": ("--state-scheme", "replay")},
+    "async": {"off": (), "on": ("--async-scheduling", "on")},
+}
+factors: Mapping[str, Sequence[str]] = {factor: tuple(levels) for factor, levels in LEVELS.items()}
+FIXED = ("--dtype", "float32", "--device", "cpu", "--max-num-seqs", "8", "--max-model-len", "2048", "--port", "0")
+
+
+def start(folder: str, settings: Mapping[str, str], environment: Mapping[str, str] | None = None) -> Served:
+    """See `targets.target.Kind`.
+
+    Args:
+        environment: added to the server's; `PYTHONPATH` may name another copy of this package.
+    """
+    return Served(folder, settings, environment or {})
+
+
+class Served(Server):
+    """See `targets.target.Target`."""
+
+    def __init__(self, folder: str, settings: Mapping[str, str], environment: Mapping[str, str]) -> None:
+        options = [
+            word for factor, levels in LEVELS.items() for word in levels[settings.get(factor, next(iter(levels)))]
+        ]
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (lives as long as the server)
+        with deaf_to_ctrl_c():
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "hybrid_kv.cli", "serve", "--model", folder, *FIXED, *options],
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                text=True,
+                env={**os.environ, **environment},
+            )
+        assert self._process.stdout is not None
+        try:
+            line = self._process.stdout.readline()
+            if " at http" not in line:
+                self._process.wait(timeout=60)
+                self._log.seek(0)
+                words = [one.strip() for one in self._log if one.strip()] or ["nothing"]
+                raise ConfigError(f"hybrid-kv serve does not start; it said: {words[-1]}")
+            super().__init__(line.split(" at ")[1].split(";")[0], settings)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """See `Target.close`."""
+        self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=20)
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._log.close()

@@ -1,0 +1,198 @@
+"""Any server that speaks OpenAI's API, by its address; what it can do is found out by asking."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx2
+from prometheus_client.parser import text_string_to_metric_families
+
+from hybrid_kv.config import ConfigError
+from hybrid_kv.targets.dialects import COUNTERS, Dialect, dialect_of
+from hybrid_kv.targets.target import Answer, Ask, Target, TargetError
+
+KEY = "HYBRID_KV_TARGET_KEY"
+SECONDS = 300.0  # for one answer
+TRIAL = tuple(range(3, 93)) * 6  # longer than most blocks
+
+
+@dataclass
+class Address:
+    """A server that somebody else started. See `targets.target.Kind`."""
+
+    name: str
+    factors: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def start(self, folder: str, settings: Mapping[str, str]) -> Target:
+        """See `targets.target.Kind`; `folder` is for the oracle alone."""
+        return Server(self.name, settings)
+
+
+class Server:
+    """See `targets.target.Target`.
+
+    Args:
+        url: with or without `/v1`.
+
+    Raises:
+        ConfigError: nothing answers there, or not in token ids.
+    """
+
+    def __init__(self, url: str, settings: Mapping[str, str]) -> None:
+        self.settings = dict(settings)
+        key = os.environ.get(KEY)
+        self._url = url.removesuffix("/").removesuffix("/v1")
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        try:
+            (card,) = self._get("/v1/models").json()["data"][:1]
+        except (httpx2.HTTPError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"--target {url}: no model is served there: {error or type(error).__name__}") from None
+        self.name = str(card.get("owned_by") or "server")
+        self.longest = int(card.get("max_model_len") or (card.get("meta") or {}).get("n_ctx") or 2048)
+        self._model, self._dialect = str(card["id"]), dialect_of(self.name)
+        self.version = self._version()
+        self.can: frozenset[str] = frozenset()
+        self.can = frozenset(self._found_out(url))
+
+    def _found_out(self, url: str) -> list[str]:
+        prompt = TRIAL[: max(1, min(len(TRIAL), self.longest // 2))]
+        first = self._one(Ask(prompt, max_tokens=2))
+        if first.error or not first.token_ids:
+            raise ConfigError(f"--target {url}: it answers without token ids: {first.error or 'none came'}")
+        can = ["batch", "abort"]
+        if self._can_post(self._dialect.reset):
+            can.append("reset")
+        if self._can_post(self._dialect.preempt):
+            can.append("preempt")
+        again = self._one(Ask(prompt, max_tokens=2))
+        if again.cached_tokens is not None:
+            can.append("cached")
+            other = self._one(Ask(prompt, max_tokens=2, salt="trial"))
+            if not other.error and not other.cached_tokens:
+                can.append("salt")
+        if self._one(Ask(prompt[:9], max_tokens=2, logprobs=True)).logprobs:
+            can.append("logprobs")
+        if len(self._one(Ask(prompt[:9], max_tokens=2, n=2)).others) == 1:
+            can.append("n")
+        draws = [self._one(Ask(prompt[:9], max_tokens=8, temperature=1.0, seed=7)).token_ids for _ in range(2)]
+        if draws[0] == draws[1] != ():
+            can.append("seed")
+        if "reset" in can:
+            self.reset()
+        return can
+
+    def ask(self, asks: Sequence[Ask], preempt_every: int = 0) -> list[Answer]:
+        """See `Target.ask`."""
+        try:
+            return asyncio.run(self._ask(asks, preempt_every))
+        except httpx2.HTTPError as error:
+            raise TargetError(f"{self.name} does not answer: {type(error).__name__} {error}") from None
+
+    def _one(self, ask: Ask) -> Answer:
+        return self.ask([ask])[0]
+
+    async def _ask(self, asks: Sequence[Ask], preempt_every: int) -> list[Answer]:
+        async with httpx2.AsyncClient(base_url=self._url, headers=self._headers, timeout=SECONDS) as client:
+            crowd = _Crowd(client, self._dialect, self._model, preempt_every)
+            return list(await asyncio.gather(*(crowd.ask(ask) for ask in asks)))
+
+    def score(self, token_ids: Sequence[int]) -> list[float]:
+        """See `Target.score`; not over HTTP, where prompts are scored in too many ways."""
+        raise NotImplementedError
+
+    def counters(self) -> Mapping[str, float]:
+        """See `Target.counters`."""
+        found: dict[str, float] = {}
+        with suppress(httpx2.HTTPError, ValueError):
+            reply = self._get("/metrics")
+            for family in text_string_to_metric_families(reply.text if reply.is_success else ""):
+                name = COUNTERS.get(family.name.rpartition(":")[2].removesuffix("_total"))
+                if name is not None:
+                    totals = (one.value for one in family.samples if not one.name.endswith("_created"))
+                    found[name] = found.get(name, 0.0) + sum(totals)
+        return found
+
+    def reset(self) -> None:
+        """See `Target.reset`."""
+        self._post(self._dialect.reset)
+
+    def close(self) -> None:
+        """See `Target.close`; the server is not ours to end."""
+
+    def _get(self, path: str) -> httpx2.Response:
+        with httpx2.Client(base_url=self._url, headers=self._headers, timeout=SECONDS) as client:
+            return client.get(path)
+
+    def _post(self, path: str) -> httpx2.Response:
+        with httpx2.Client(base_url=self._url, headers=self._headers, timeout=SECONDS) as client:
+            return client.post(path)
+
+    def _can_post(self, path: str) -> bool:
+        return bool(path) and self._post(path).is_success
+
+    def _version(self) -> str:
+        with suppress(httpx2.HTTPError, ValueError, KeyError, TypeError):
+            return str(self._get("/version").json()["version"])
+        return "of unknown version"
+
+
+class _Crowd:
+    """Requests of one batch, which wait for one another and are preempted together."""
+
+    def __init__(self, client: httpx2.AsyncClient, dialect: Dialect, model: str, preempt_every: int) -> None:
+        self._client, self._dialect, self._model, self._every = client, dialect, model, preempt_every
+        self._complete, self._tokens, self._undisturbed = 0, 0, 0
+        self._changed = asyncio.Condition()
+
+    async def ask(self, ask: Ask) -> Answer:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._complete >= ask.after)
+        try:
+            is_streamed = ask.abort_after is not None or (self._every > 0 and ask.n == 1 and not ask.logprobs)
+            return await (self._stream(ask) if is_streamed else self._whole(ask))
+        finally:
+            async with self._changed:
+                self._complete += 1
+                self._changed.notify_all()
+
+    async def _whole(self, ask: Ask) -> Answer:
+        reply = await self._client.post(self._dialect.path, json=self._dialect.body(ask, self._model, False))
+        if not reply.is_success:
+            return Answer((), error=f"HTTP {reply.status_code}: {reply.text[:200]}")
+        try:
+            return self._dialect.answer(reply.json())
+        except (KeyError, TypeError, ValueError) as error:
+            return Answer((), error=f"no token ids: {type(error).__name__} {error}")
+
+    async def _stream(self, ask: Ask) -> Answer:
+        tokens: list[int] = []
+        body = self._dialect.body(ask, self._model, True)
+        async with self._client.stream("POST", self._dialect.path, json=body) as reply:
+            if not reply.is_success:
+                return Answer((), error=f"HTTP {reply.status_code}: {(await reply.aread()).decode()[:200]}")
+            async for told in _events(reply):
+                piece = self._dialect.piece(told)
+                tokens += piece
+                await self._count(len(piece))
+                if ask.abort_after is not None and len(tokens) >= ask.abort_after:
+                    break
+        return Answer(tuple(tokens))
+
+    async def _count(self, num_tokens: int) -> None:
+        self._tokens += num_tokens
+        if self._every and self._tokens - self._undisturbed >= self._every:
+            self._undisturbed = self._tokens
+            await self._client.post(self._dialect.preempt)
+
+
+async def _events(reply: httpx2.Response) -> AsyncIterator[dict[str, Any]]:
+    async for line in reply.aiter_lines():
+        text = line.removeprefix("data:").strip()
+        if line.startswith("data:") and text != "[DONE]":
+            yield json.loads(text)
