@@ -45,7 +45,7 @@ class Server:
     """
 
     def __init__(self, url: str, settings: Mapping[str, str]) -> None:
-        self.settings = dict(settings)
+        self.settings: Mapping[str, str] = dict(settings)
         key = os.environ.get(KEY)
         self._url = url.removesuffix("/").removesuffix("/v1")
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
