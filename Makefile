@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS := .venv-vllm
+MLX := .venv-mlx
 
 # What the workflows set for these is read by the shell, never expanded here.
 export RESULTS ?= results
@@ -34,7 +35,7 @@ history: $(STAMP)
 asv-page: $(STAMP)
 	bash .ci/asv-page $(BIN)/asv
 
-peers: $(STAMP) $(PEERS)/.installed
+peers: $(STAMP) $(PEERS)/.installed $(MLX)/.installed
 	$(BIN)/python -m bench.families
 
 report: $(STAMP)
@@ -115,5 +116,10 @@ $(PEERS)/.installed: constraints-peers.txt .ci/install-peers
 	@bash .ci/install-peers $(PEERS)/bin/python
 	@touch $@
 
+$(MLX)/.installed: constraints-mlx.txt .ci/install-mlx
+	@test -x $(MLX)/bin/python || $(PYTHON) -m venv $(MLX)
+	@bash .ci/install-mlx $(MLX)/bin/python
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(PEERS) .asv .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks build dist out site *.egg-info
+	rm -rf $(VENV) $(PEERS) $(MLX) .asv .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks build dist out site *.egg-info

@@ -1,0 +1,21 @@
+"""mlx-lm, in an environment of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hybrid_kv.targets.remote import Remote, python_of
+
+name = "mlx"
+factors = {
+    # kept: a caller goes on with a request's cache; saved: through a file; lru: what the server does.
+    "prefix": ("off", "kept", "saved", "lru"),
+    "spec": ("none", "draft2"),  # drafts by the same model with a little noise on its weights
+    "chunk": ("whole", "17"),  # prefill_step_size
+    "batch": ("one", "together"),  # generate_step one after another, or BatchGenerator
+}
+
+
+def start(folder: str, settings: Mapping[str, str]) -> Remote:
+    """See `targets.target.Kind`."""
+    return Remote(name, python_of(name, "mlx_lm"), folder, settings)
