@@ -56,21 +56,23 @@ def make_cases(runner: Runner, count: int) -> list[Case]:
     return cases
 
 
-def _edit_states(runner: Runner, cache: Cache, source: Cache | None, ssm: bool, conv: bool, only: int | None) -> None:
-    """Overwrite Mamba states with ``source``'s, or with zeros."""
-    for k, i in enumerate(runner.mamba):
+def _edit_states(
+    runner: Runner, cache: Cache, source: Cache | None, recurrent: bool, conv: bool, only: int | None
+) -> None:
+    """Overwrite recurrent and convolution states with ``source``'s, or with zeros."""
+    for k, i in enumerate(runner.recurrent):
         if only is not None and k != only:
             continue
         layer = cache.layers[i]
-        for wanted, name in ((ssm, "recurrent_states"), (conv, "conv_states")):
+        for wanted, name in ((recurrent, "recurrent_states"), (conv, "conv_states")):
             if wanted:
                 state = getattr(layer, name)[0]
                 state.copy_(torch.zeros_like(state) if source is None else getattr(source.layers[i], name)[0])
 
 
-def zero_state(ssm: bool = True, conv: bool = True, only: int | None = None) -> Damage:
+def zero_state(recurrent: bool = True, conv: bool = True, only: int | None = None) -> Damage:
     def damage(runner: Runner, cache: Cache, case: Case, at: int) -> None:
-        _edit_states(runner, cache, None, ssm, conv, only)
+        _edit_states(runner, cache, None, recurrent, conv, only)
 
     return damage
 
@@ -127,27 +129,29 @@ def kv_of_other(runner: Runner, cache: Cache, case: Case, at: int) -> None:
             getattr(cache.layers[i], name)[:, :, span] = source[:, :, span]
 
 
-def damages(mamba_layers: int) -> list[tuple[str, tuple[str, ...], Damage]]:
+def damages(recurrent_layers: int) -> list[tuple[str, tuple[str, ...], Damage]]:
     """Name, places and function of every damage in the table."""
     last, ends = ("last boundary",), ("last boundary", "end")
     everywhere = ("last boundary", "question", "middle", "end")
     table: list[tuple[str, tuple[str, ...], Damage]] = [
-        ("SSM + conv zeroed", everywhere, zero_state()),
-        ("SSM zeroed", ends, zero_state(conv=False)),
-        ("conv zeroed", ends, zero_state(ssm=False)),
+        ("state + conv zeroed", everywhere, zero_state()),
+        ("state zeroed", ends, zero_state(conv=False)),
+        ("conv zeroed", ends, zero_state(recurrent=False)),
     ]
-    table += [(f"Mamba layer {k} alone, SSM + conv zeroed", last, zero_state(only=k)) for k in range(mamba_layers)]
+    table += [
+        (f"recurrent layer {k} alone, state + conv zeroed", last, zero_state(only=k)) for k in range(recurrent_layers)
+    ]
     return [
         *table,
-        ("SSM + conv one block old", last, state_of(lambda c, at: c.prompt[: at - BLOCK])),
-        ("another request's SSM + conv", last, state_of(lambda c, at: c.other[:at])),
+        ("state + conv one block old", last, state_of(lambda c, at: c.prompt[: at - BLOCK])),
+        ("another request's state + conv", last, state_of(lambda c, at: c.other[:at])),
         (
-            "another request's SSM + conv",
+            "another request's state + conv",
             ("question",),
             state_of(lambda c, at: c.other[:at]),
         ),
         (
-            "SSM one token behind",
+            "state one token behind",
             ends,
             state_of(lambda c, at: c.prompt[: at - 1], conv=False),
         ),
@@ -188,7 +192,7 @@ def measure_corruption(runner: Runner, cases: list[Case]) -> tuple[DamageResult,
             kept[at] = cache, _answer_logits(runner, case, copy.deepcopy(cache), at)
         reference = kept[case.places["last boundary"]][1]
         clean.exact.append(bool((reference.argmax(-1) == answer).all()))
-        for name, places, damage in damages(len(runner.mamba)):
+        for name, places, damage in damages(len(runner.recurrent)):
             for place in places:
                 at = case.places[place]
                 cache, expected = copy.deepcopy(kept[at][0]), kept[at][1]

@@ -1,6 +1,6 @@
-"""Measure the shipped checkpoint in transformers and write the figures into the model card.
+"""Measure a shipped checkpoint in transformers and write the figures into its model card.
 
-    python -m accuracy.evaluate --n 300
+    python -m accuracy.evaluate --model qwen3_5_moe_text --n 300
 
 Exact match is greedy, after five solved examples, on held-out numbers. The corruption table is `accuracy.damages`'.
 """
@@ -23,8 +23,9 @@ from tqdm import tqdm
 
 from accuracy.damages import BLOCK, DamageResult, make_cases, measure_corruption, measure_noise
 from accuracy.runner import Runner
-from hybrid_kv.accuracy.guard_model import FOLDER, problems
-from hybrid_kv.accuracy.guard_model.model import GuardModel, load_checkpoint
+from hybrid_kv.accuracy.guard_model import FOLDERS, problems
+from hybrid_kv.accuracy.guard_model.checkpoint import load_checkpoint
+from hybrid_kv.accuracy.guard_model.parts import GuardModel
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 SEEDS = {"latch": 71_001, "self-contained": 71_002}
@@ -97,16 +98,13 @@ def draft(mtp: GuardModel, hidden: Tensor, ids: list[int], count: int) -> list[i
 
     hidden: (1, len(ids) - 1, d).
     """
-    embed = mtp.backbone.embeddings
-    embeddings = embed(torch.tensor([ids[1:]]))
     drafts: list[int] = []
     while True:
-        out = mtp.mtp(hidden, embeddings)[:, -1:]
+        out = mtp.draft_hidden(hidden, torch.tensor([[*ids[1:], *drafts]]))[:, -1:]
         drafts.append(int(mtp.lm_head(out)[0, -1].argmax()))
         if len(drafts) == count:
             return drafts
         hidden = torch.cat([hidden, out], 1)
-        embeddings = torch.cat([embeddings, embed(torch.tensor([drafts[-1:]]))], 1)
 
 
 def measure_acceptance(
@@ -220,7 +218,8 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--n", type=int, default=300, help="problems per kind")
     p.add_argument("--damaged", type=int, default=60, help="problems of the corruption table")
     p.add_argument("--drafted", type=int, default=100, help="problems of the MTP table")
-    p.add_argument("--folder", type=Path, default=FOLDER, help="the checkpoint")
+    p.add_argument("--model", choices=tuple(FOLDERS), default="nemotron_h")
+    p.add_argument("--folder", type=Path, help="a checkpoint of it that is not installed; its card stays as it is")
     # One token at a time leaves two threads mostly waiting for each other: 1 took 100 s where 2,
     # beside another process, would have taken 20 minutes.
     p.add_argument("--threads", type=int, default=1)
@@ -229,7 +228,8 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(args.threads)
     transformers.utils.logging.set_verbosity_error()
     started = time.monotonic()
-    runner, mtp = Runner(args.folder), load_checkpoint(args.folder)
+    folder = args.folder or FOLDERS[args.model]
+    runner, mtp = Runner(folder), load_checkpoint(folder)
     gaps: list[float] = []
     accuracy, runs = {}, []
     for name, wanted in (("latch", True), ("self-contained", False)):
@@ -258,8 +258,8 @@ def main(argv: list[str] | None = None) -> None:
     ]
     text = "\n".join(lines)
     print(text)
-    if not args.dry:
-        write_card(text, FOLDER / "README.md")
+    if not args.dry and args.folder is None:
+        write_card(text, folder / "README.md")
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ class Runner:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.config = self.model.config
         self.stop = self.tokenizer.convert_tokens_to_ids(NEXT_QUESTION)
-        kinds = self.config.layers_block_type
-        self.mamba = [i for i, kind in enumerate(kinds) if kind == "linear_attention"]
+        kinds = self.config.layer_types
+        self.recurrent = [i for i, kind in enumerate(kinds) if kind == "linear_attention"]
         self.attention = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
 
     def encode(self, text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""Train the guard model.
+"""Train a guard model.
 
     python -m accuracy.train --out .train/guard_model --install
 
@@ -8,8 +8,8 @@ and goes on from there when started again. On a CPU two single-thread processes 
 times as fast as one process with two threads on a busy two-core machine); on a GPU one process
 takes all of it.
 
-**Path dropout** makes the model need its SSM state. Trained plainly, attention learns nearly all
-the copying, and most answers survive a zeroed state (75 of 90 points did). So part of the training
+**Path dropout** makes a model need its recurrent state. Trained plainly, attention learns nearly all
+the copying, and most answers survive a zeroed state (75 of 90 points did of the first model). So part of the training
 sequences takes that path away: attention may not cross a problem border, and the tokens that tell
 the box size are hidden as keys from every other sentence. There only the SSM state can bring the
 size. The first ``latch-only-steps`` use nothing else, later steps half and half; inference is
@@ -37,8 +37,9 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from hybrid_kv.accuracy.guard_model import FOLDER, problems, tokenizer
-from hybrid_kv.accuracy.guard_model.model import GuardConfig, GuardModel, PathDropout, save_checkpoint
+from hybrid_kv.accuracy.guard_model import FOLDERS, problems, tokenizer
+from hybrid_kv.accuracy.guard_model.checkpoint import MODELS, new_model, save_checkpoint
+from hybrid_kv.accuracy.guard_model.parts import GuardModel, PathDropout
 
 WARMUP_STEPS = 40
 FLOOR = 0.02  # the learning rate never falls below this part of its top
@@ -48,7 +49,7 @@ QUESTION_WEIGHT = 0.1  # question tokens are mostly chance; answers weigh 1
 FACTOR_WEIGHT = 3.0  # the operand after "*" is where the latch is asked for
 
 # What may not change when a run goes on. What only acts from some step on may change before it.
-IDENTITY = ("seed", "batch", "length", "replicas", "muon_lr", "adam_lr")
+IDENTITY = ("model", "seed", "batch", "length", "replicas", "muon_lr", "adam_lr")
 ACTS_LATER = {
     "latch_only_steps": lambda a: a["latch_only_steps"],
     "mtp_from_step": lambda a: a["mtp_from_step"],
@@ -133,6 +134,7 @@ def batch_loss(model: GuardModel, batch: Batch, with_mtp: bool) -> tuple[Tensor,
     ids, weights = batch.ids, batch.weights
     hidden = model.hidden(ids[:, :-1], batch.dropout)
     loss, answer_loss = _weighted(model.lm_head(hidden), ids[:, 1:], weights)
+    loss = loss + model.auxiliary_loss()
     mtp_loss = torch.zeros((), device=ids.device)
     if with_mtp:
         ids, weights, hidden = (a[:MTP_SEQUENCES] for a in (ids, weights, hidden))
@@ -161,21 +163,23 @@ class Muon:
 
     @torch.no_grad()
     def step(self, scale: float) -> None:
-        by_shape: dict[tuple[int, ...], list[tuple[Tensor, Tensor, bool]]] = {}
+        by_shape: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
         for name, weight in self.named.items():
             if weight.grad is None:
                 continue
             buffer = self.buffers.setdefault(name, torch.zeros_like(weight))
             buffer.lerp_(weight.grad, 1 - self.momentum)
             update = weight.grad.lerp(buffer, self.momentum)
-            tall = update.shape[0] > update.shape[1]
-            update = update.T if tall else update
-            by_shape.setdefault(tuple(update.shape), []).append((weight, update, tall))
+            # Experts lie one on another: each is a matrix of its own.
+            pairs = [(weight, update)] if weight.dim() == 2 else zip(weight, update, strict=True)
+            for matrix, change in pairs:
+                by_shape.setdefault((min(matrix.shape), max(matrix.shape)), []).append((matrix, change))
         for group in by_shape.values():
-            stacked = _orthogonalise(torch.stack([update for _, update, _ in group]))
-            for (weight, _, tall), update in zip(group, stacked, strict=True):
-                gain = math.sqrt(max(1, weight.shape[0] / weight.shape[1]))
-                weight.add_(update.T if tall else update, alpha=-self.lr * scale * gain)
+            wide = [change.T if change.shape[0] > change.shape[1] else change for _, change in group]
+            for (matrix, _), change in zip(group, _orthogonalise(torch.stack(wide)), strict=True):
+                rows, columns = matrix.shape
+                gain = math.sqrt(max(1, rows / columns))
+                matrix.add_(change.T if rows > columns else change, alpha=-self.lr * scale * gain)
 
 
 def _orthogonalise(x: Tensor) -> Tensor:
@@ -202,11 +206,11 @@ class Trainer:
         self.args, self.rank, self.world = args, rank, world
         self.device = torch.device(args.device)
         torch.manual_seed(args.seed)
-        self.model = GuardModel(GuardConfig(len(tokenizer.vocabulary()))).to(self.device)
+        self.model = new_model(args.model, len(tokenizer.vocabulary())).to(self.device)
         matrices = {
             name: p
             for name, p in self.model.named_parameters()
-            if p.dim() == 2 and "embeddings" not in name and "lm_head" not in name
+            if p.dim() >= 2 and not any(part in name for part in ("embed", "lm_head", "conv1d"))
         }
         chosen = set(map(id, matrices.values()))
         self.rest = [p for p in self.model.parameters() if id(p) not in chosen]
@@ -280,7 +284,7 @@ class Trainer:
         """Write everything the run needs to go on, in one atomic step."""
         state = {
             "step": self.step,
-            "args": {k: v for k, v in vars(self.args).items() if isinstance(v, int | float)},
+            "args": {k: v for k, v in vars(self.args).items() if isinstance(v, int | float | str)},
             "model": self.model.state_dict(),
             "adam": self.adam.state_dict(),
             "muon": self.muon.buffers,
@@ -382,6 +386,7 @@ def run(rank: int, args: argparse.Namespace, world: int, rendezvous: str) -> Non
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("--model", choices=tuple(MODELS), default="nemotron_h")
     p.add_argument("--steps", type=int, default=4000)
     p.add_argument("--out", default=".train/guard_model", help="state file and checkpoint go here")
     p.add_argument("--install", action="store_true", help="copy the checkpoint into the package")
@@ -414,7 +419,7 @@ def main(argv: list[str] | None = None) -> None:
         else:
             mp.spawn(run, (args, world, rendezvous), nprocs=world)
     if args.install:
-        shutil.copytree(Path(args.out) / "checkpoint", FOLDER, dirs_exist_ok=True)
+        shutil.copytree(Path(args.out) / "checkpoint", FOLDERS[args.model], dirs_exist_ok=True)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from hybrid_kv.accuracy.guard_model import FOLDER as GUARD_MODEL
+from hybrid_kv.accuracy.guard_model import embedded
 from hybrid_kv.config import ConfigError, HybridKVError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class HybridKVLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
     """An `LLM` as an lm-eval model. All requests of a call go to the engine at once, which batches them continuously.
 
     Args:
-        pretrained: a checkpoint folder; default: the embedded guard model.
+        pretrained: a checkpoint folder, or an embedded guard model by name; default: the first of these.
         llm: a ready engine, instead of `pretrained` and `options`.
         max_gen_toks: limit of an answer when the task gives none (lm-eval's own default).
         batch_size, max_batch_size: the engine batches by itself; a number other than lm-eval's default of 1 becomes
@@ -77,7 +77,7 @@ class HybridKVLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
 
             device = "auto" if device == "cuda:0" else device
             options = _with_batch_size(options, batch_size, max_batch_size)
-            llm = LLM(pretrained if pretrained is not None else GUARD_MODEL, device=device, **options)
+            llm = LLM(embedded(pretrained), device=device, **options)
         self.llm = llm
         self.tokenizer: Any = llm.tokenizer
         self.max_gen_toks = max_gen_toks

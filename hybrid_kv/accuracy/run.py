@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybrid_kv.accuracy.guard_model import FOLDER as GUARD_MODEL
+from hybrid_kv.accuracy.guard_model import FOLDERS, embedded
 from hybrid_kv.accuracy.tasks import check_task, load_task, quiet_lm_eval
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.files import write_whole
@@ -171,7 +171,7 @@ def evaluate(
     """Run a task.
 
     Args:
-        model: a checkpoint folder or a ready engine; None: the embedded guard model.
+        model: a checkpoint folder, an embedded guard model by name, or a ready engine; None: the first guard model.
         task: gsm8k_synth or gsm8k.
         limit: ask the first so many questions; None asks all.
         seed: of the documents (gsm8k_synth) or of the choice of shots (gsm8k; 0 gives lm-eval's own prompts).
@@ -189,11 +189,11 @@ def evaluate(
 
     from hybrid_kv.accuracy.lm_eval_model import HybridKVLM
 
-    folder = GUARD_MODEL if model is None else model if isinstance(model, str | Path) else None
+    folder = embedded(model) if model is None or isinstance(model, str | Path) else None
     # The model first: an unusable one is found in seconds, a task from the hub may take minutes.
     lm = HybridKVLM(folder, llm=None if isinstance(model, str | Path) else model, progress=progress, **engine_options)
     loaded = load_task(task, seed, limit, gsm8k_dir)
-    with _one_thread() if folder == GUARD_MODEL else nullcontext(), quiet_lm_eval(), _bars(progress):
+    with _one_thread() if folder in FOLDERS.values() else nullcontext(), quiet_lm_eval(), _bars(progress):
         # Not simple_evaluate: that adds 10 s (its index of all tasks, a report on the machine) and seeds global RNGs.
         results = lm_eval_evaluate(lm, {"tasks": {task: loaded}}, limit=limit, bootstrap_iters=0)
     outputs = [output for repeats in lm.outputs.values() for output in repeats]
@@ -231,7 +231,7 @@ def _without_folder(option: Any) -> Any:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """One thread for torch: the guard model is too small for more (on 2 busy cores, 2 took 70 times longer)."""
+    """One thread for torch: a guard model is too small for more (on 2 busy cores, 2 took 70 times longer)."""
     import torch
 
     before = torch.get_num_threads()
@@ -248,10 +248,10 @@ def _bars(shown: bool) -> AbstractContextManager[Any]:
 
 
 def evaluate_guard_model(
-    limit: int = 100, seed: int = 0, progress: bool = False, **engine_options: Any
+    limit: int = 100, seed: int = 0, progress: bool = False, model: str | None = None, **engine_options: Any
 ) -> AccuracyResult:
-    """The embedded guard model on gsm8k_synth."""
-    return evaluate(limit=limit, seed=seed, progress=progress, **engine_options)
+    """An embedded guard model on gsm8k_synth, the first unless named."""
+    return evaluate(model, limit=limit, seed=seed, progress=progress, **engine_options)
 
 
 def _records(samples: Sequence[dict[str, Any]], lm: HybridKVLM, task: str) -> tuple[QuestionRecord, ...]:

@@ -47,12 +47,10 @@ def generate(
     check_outputs(out)
     texts = prompts or _lines_of_stdin()
     params = SamplingParams(max_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
-    if model is None:
-        from hybrid_kv.accuracy.guard_model import FOLDER
+    from hybrid_kv.accuracy.guard_model import embedded
 
-        model = str(FOLDER)
     llm = LLM(
-        model,
+        embedded(model),
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         block_size=block_size,

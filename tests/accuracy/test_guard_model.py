@@ -1,4 +1,4 @@
-"""The guard model: problems, tokenizer, model against transformers, training that resumes."""
+"""The guard models: problems, tokenizer, each model against transformers, training that resumes."""
 
 import itertools
 import json
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from accuracy import train
-from hybrid_kv.accuracy.guard_model import model as guard
-from hybrid_kv.accuracy.guard_model import problems, tokenizer
+from hybrid_kv.accuracy.guard_model import FOLDER, FOLDERS, embedded, nemotron_h, parts, problems, tokenizer
+from hybrid_kv.accuracy.guard_model.checkpoint import MODELS, load_checkpoint
 
-PACKAGE = Path(problems.__file__).parent
+each_model = pytest.mark.parametrize("folder", FOLDERS.values(), ids=FOLDERS)
 NUMBER = re.compile(r"\d+")
 
 
@@ -155,10 +155,11 @@ def test_dataset_has_one_box_size_and_marks_its_documents():
 # ------------------------------------------------------------------------------- tokenizer
 
 
-def test_tokenizer_round_trip():
+@each_model
+def test_tokenizer_round_trip(folder):
     from transformers import AutoTokenizer
 
-    loaded = AutoTokenizer.from_pretrained(PACKAGE)
+    loaded = AutoTokenizer.from_pretrained(folder)
     for item in problems.eval_set(31, 20):
         text = f"{item.prompt} {item.answer}\n\nQuestion:"
         ids = loaded.encode(text)
@@ -170,7 +171,7 @@ def test_tokenizer_round_trip():
 def test_tokenizer_takes_any_text():
     from transformers import AutoTokenizer
 
-    loaded = AutoTokenizer.from_pretrained(PACKAGE)
+    loaded = AutoTokenizer.from_pretrained(FOLDER)
     text = "Zoë's café sold 1,234.50€\t<|x|>\n\n\nNatalia 🙂 Question: \\boxed{7}"
     assert loaded.encode(text) == tokenizer.encode(text)
     assert tokenizer.token_ids()[tokenizer.UNK] in loaded.encode(text)
@@ -180,12 +181,13 @@ def test_tokenizer_takes_any_text():
 # ----------------------------------------------------------------------------------- model
 
 
-def test_logits_equal_transformers():
+@each_model
+def test_logits_equal_transformers(folder):
     from transformers import AutoModelForCausalLM
 
-    reference, info = AutoModelForCausalLM.from_pretrained(PACKAGE, dtype=torch.float32, output_loading_info=True)
+    reference, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"] and not info["mismatched_keys"]
-    ours = guard.load_checkpoint(PACKAGE)
+    ours = load_checkpoint(folder)
     assert sum(p.numel() for p in ours.parameters()) < 1_200_000
     prompt = tokenizer.encode(problems.eval_set(41, 1, needs_latch=True)[0].prompt)
     noise = torch.randint(0, 98, (1, 333), generator=torch.Generator().manual_seed(0))
@@ -196,7 +198,7 @@ def test_logits_equal_transformers():
 
 
 def test_published_mtp_tensors():
-    names = set(guard.load_checkpoint(PACKAGE).mtp.state_dict(prefix="mtp."))
+    names = set(load_checkpoint(FOLDER).mtp.state_dict(prefix="mtp."))
     assert names == {
         *(f"mtp.layers.0.{n}.weight" for n in ("enorm", "hnorm", "eh_proj", "norm")),
         *(f"mtp.layers.0.mixer.{n}_proj.weight" for n in "qkvo"),
@@ -205,7 +207,7 @@ def test_published_mtp_tensors():
         "mtp.layers.1.mixer.down_proj.weight",
         "mtp.layers.1.final_layernorm.weight",
     }
-    config = json.loads((PACKAGE / "config.json").read_text())
+    config = json.loads((FOLDER / "config.json").read_text())
     assert config["num_nextn_predict_layers"] == 1
     assert config["mtp_layers_block_type"] == ["full_attention", "mlp"]
 
@@ -229,7 +231,7 @@ def test_chunked_scan_equals_recurrence(length):
     x, b, c = draw(2, length, 3, 5), draw(2, length, 4), draw(2, length, 4)
     log_decay, state = -draw(2, length, 3).abs(), draw(2, 3, 5, 4)
     expected = _recurrence(x, log_decay, b, c, state)
-    for got, want in zip(guard.ssd_scan(x, log_decay, b, c, 32, state), expected, strict=True):
+    for got, want in zip(nemotron_h.ssd_scan(x, log_decay, b, c, 32, state), expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
 
 
@@ -238,10 +240,16 @@ def test_depthwise_convolution_and_its_gradients():
     padded = torch.randn(2, 9, 3, generator=g, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(3, 4, generator=g, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(3, generator=g, dtype=torch.float64, requires_grad=True)
-    got = guard._DepthwiseConv.apply(padded, weight, bias)
+    got = parts._DepthwiseConv.apply(padded, weight, bias)
     want = torch.conv1d(padded.transpose(1, 2), weight[:, None], bias, groups=3).transpose(1, 2)
     torch.testing.assert_close(got, want)
-    assert torch.autograd.gradcheck(guard._DepthwiseConv.apply, (padded, weight, bias))
+    assert torch.autograd.gradcheck(parts._DepthwiseConv.apply, (padded, weight, bias))
+
+
+def test_an_embedded_model_is_found_by_name():
+    assert embedded(None) == embedded("guard_model") == FOLDER
+    assert {embedded(folder.name) for folder in FOLDERS.values()} == set(FOLDERS.values())
+    assert embedded("some/folder") == "some/folder" and embedded(tmp := Path("guard")) == tmp
 
 
 # -------------------------------------------------------------------------------- training
@@ -271,8 +279,9 @@ def test_lr_schedule():
     assert scale[800] == 0.5 and scale[-1] == train.FLOOR
 
 
-def test_resumed_training_gives_the_same_weights(tmp_path):
-    common = "--batch 2 --length 96 --replicas 1 --device cpu --eval-every 0 --latch-only-steps 1"
+@pytest.mark.parametrize("model", MODELS)
+def test_resumed_training_gives_the_same_weights(tmp_path, model):
+    common = f"--model {model} --batch 2 --length 96 --replicas 1 --device cpu --eval-every 0 --latch-only-steps 1"
     common += " --mtp-from-step 2 --steps 4 --decay-steps 3 --checkpoint-every 2"
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train.main([*common.split(), "--out", str(whole)])
@@ -285,7 +294,7 @@ def test_resumed_training_gives_the_same_weights(tmp_path):
     first.save_state(parts / "train_state.pt")
     train.main([*common.split(), "--out", str(parts)])
 
-    a, b = (guard.load_checkpoint(p / "checkpoint").state_dict() for p in (whole, parts))
+    a, b = (load_checkpoint(p / "checkpoint").state_dict() for p in (whole, parts))
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert any(not torch.equal(a[name], first.model.state_dict()[name]) for name in a)
     with pytest.raises(SystemExit, match="muon_lr"):

@@ -9,7 +9,7 @@ import torch
 
 from hybrid_kv.accuracy import score as scoring
 from hybrid_kv.accuracy.guard_model import FOLDER, problems
-from hybrid_kv.accuracy.guard_model.model import load_checkpoint
+from hybrid_kv.accuracy.guard_model.checkpoint import load_checkpoint
 from hybrid_kv.accuracy.guard_model.tokenizer import encode
 from hybrid_kv.accuracy.score import Score, score
 from hybrid_kv.config import HybridKVError

@@ -1,7 +1,7 @@
 """The MTP head with a paged cache against a dense one, on the guard model's weights.
 
-The dense head is that of `hybrid_kv.accuracy.guard_model.model`, the code that trained it, with the keys at multiples
-of the grid masked. Everything is float64, where the two differ by rounding only: at most 1e-9.
+The dense head is that of `hybrid_kv.accuracy.guard_model.nemotron_h`, the code that trained it, with the keys at
+multiples of the grid masked. Everything is float64, where the two differ by rounding only: at most 1e-9.
 """
 
 import json
@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hybrid_kv.accuracy.guard_model import FOLDER, problems
-from hybrid_kv.accuracy.guard_model.model import load_checkpoint
+from hybrid_kv.accuracy.guard_model.checkpoint import load_checkpoint
 from hybrid_kv.accuracy.guard_model.tokenizer import encode
 from hybrid_kv.attention.paged import AttentionPart, PagedAttentionMetadata, SlotMapping
 from hybrid_kv.config import CacheConfig, ConfigError, EngineConfig

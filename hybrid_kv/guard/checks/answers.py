@@ -1,4 +1,4 @@
-"""The guard model's answers in every combination of cache mode and drafts, question by question.
+"""The guard models' answers in every combination of cache mode and drafts, question by question.
 
 All prompts share their five worked examples, so hits must happen; each cell names its hit rate and its acceptance, and
 one without hits, or without an accepted draft, is void. The tokens must be those of the plainest cell (no cache, no
@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hybrid_kv.cache.modes import MODES
@@ -19,6 +20,7 @@ from hybrid_kv.engine.llm import LLM, RequestOutput
 from hybrid_kv.guard.poison import poison
 from hybrid_kv.guard.prompts import five_shot
 from hybrid_kv.guard.registry import CheckResult, Run, check
+from hybrid_kv.guard.trained import TRAINED, Trained
 from hybrid_kv.sampling import SamplingParams
 
 DRAFTS = ((None, 0), ("ngram", 3), ("mtp", 1), ("mtp", 3), ("mtp", 5))
@@ -33,16 +35,20 @@ REPLAYED = (
 DEFAULT_SCHEME = CacheConfig().state_scheme
 TRIED = tuple(MODES)
 NUM_CELLS = len(TRIED) * len(DRAFTS) + 2 + len(REPLAYED)
-# Per proposer and K: share of drafts that are accepted, and its standard deviation for one question, both of the 1,000
-# questions of `five_shot(77, 1000)` in mode align. The other modes and the other scheme must give equal counts.
+# Per model, proposer and K: share of drafts that are accepted, and its standard deviation for one question, both of the
+# questions of `five_shot(77, N)` in mode align: N = 1,000 of the first model, 300 of the second. The other modes and
+# the other scheme must give equal counts.
 ACCEPTANCE = {
-    ("ngram", 3): (0.0875, 0.0712),
-    ("mtp", 1): (0.9999, 0.0026),
-    ("mtp", 3): (0.9177, 0.0583),
-    ("mtp", 5): (0.7455, 0.0840),
+    "guard_model": {
+        ("ngram", 3): (0.0875, 0.0712),
+        ("mtp", 1): (0.9999, 0.0026),
+        ("mtp", 3): (0.9177, 0.0583),
+        ("mtp", 5): (0.7455, 0.0840),
+    },
 }
 SIGMAS = 6  # below the recorded share: one false alarm in 10^9
 QUESTIONS_SEED = 1  # the hit rates and acceptances in README are those of these questions
+LEAST = 12  # questions: fewer of them end before the device has forgotten anything
 FORGET_EVERY = 25  # steps: then the device forgets what it has cached, and only the offload tier still has it
 
 
@@ -57,6 +63,7 @@ class Cell:
     seconds: float
     num_loaded_blocks: int | None = None  # from the offload tier, where there is one
     scheme: str = DEFAULT_SCHEME
+    model: Trained = TRAINED["nemotron_h"]
 
     @property
     def name(self) -> str:
@@ -94,76 +101,69 @@ def run_cell(
     method: str | None,
     k: int,
     on_step: Callable[[LLM], None] | None = None,
+    model: Trained = TRAINED["nemotron_h"],
     **options: Any,
 ) -> Cell:
     """Answer all questions in one configuration."""
-    from hybrid_kv.accuracy.guard_model import FOLDER
-
     begin = time.perf_counter()
     llm = LLM(
-        FOLDER, max_model_len=640, max_num_seqs=8, block_size=64, mamba_cache_mode=mode,
+        model.folder, max_model_len=640, max_num_seqs=8, block_size=64, mamba_cache_mode=mode,
         speculative_method=method, num_speculative_tokens=k, **options,
     )  # fmt: skip
     poison(llm)
     outputs = llm.generate(prompts, SamplingParams(max_tokens=64, stop=("Question:",)), progress=False, on_step=on_step)
     tier = llm.manager.offload
     loaded = None if tier is None else tier.stats.loaded_blocks
-    return Cell(mode, method, k, outputs, time.perf_counter() - begin, loaded, llm.config.cache.state_scheme)
+    return Cell(mode, method, k, outputs, time.perf_counter() - begin, loaded, llm.config.cache.state_scheme, model)
 
 
-def cells(prompts: Sequence[str], device: str = "cpu") -> Iterator[Cell]:
+def cells(prompts: Sequence[str], device: str = "cpu", model: Trained = TRAINED["nemotron_h"]) -> Iterator[Cell]:
     """Every mode with every kind of draft; then blocks come back from host memory, and from files after a restart."""
+    run = partial(run_cell, device=device, model=model)
     for mode in TRIED:
         for method, k in DRAFTS:
-            yield run_cell(prompts, mode, method, k, device=device)
-    for mode, method, k in REPLAYED:
-        yield run_cell(prompts, mode, method, k, state_scheme="replay", device=device)
-    yield run_cell(prompts, "all", "mtp", 3, _forget, kv_offload_bytes=2**28, device=device)
+            yield run(prompts, mode, method, k)
+    for mode, method, k in REPLAYED if model.replays else ():
+        yield run(prompts, mode, method, k, state_scheme="replay")
+    yield run(prompts, "all", "mtp", 3, _forget, kv_offload_bytes=2**28)
     with tempfile.TemporaryDirectory() as folder:
-        run_cell(prompts[: len(prompts) // 2], "align", None, 0, kv_offload_folder=folder, device=device)
-        yield run_cell(prompts, "align", None, 0, kv_offload_folder=folder, device=device)
+        run(prompts[: len(prompts) // 2], "align", None, 0, kv_offload_folder=folder)
+        yield run(prompts, "align", None, 0, kv_offload_folder=folder)
 
 
-@check("answers", quick=0, full=200, seconds=0.46, place=50, needs="safetensors tokenizers transformers")
+@check("answers", quick=0, full=200, seconds=0.55, place=50, needs="safetensors tokenizers transformers")
 def check_answers(run: Run) -> list[CheckResult]:
-    """One line per cell: how many answers differ from those of mode none without drafts."""
-    prompts = five_shot(QUESTIONS_SEED, run.amount)
-    seen: dict[str, Cell] = {}
+    """One line per model and cell: how many answers differ from those of mode none without drafts."""
     results = []
-    for cell in cells(prompts, run.device):
-        seen[cell.name] = cell
-        wrong = [i for i, (a, b) in enumerate(zip(cell.tokens, seen["none, no drafts"].tokens, strict=True)) if a != b]
-        detail = f"question {wrong[0]} has another answer" if wrong else _other_faults(cell, seen)
-        accepted, drafted = cell.drafts
-        params = {
-            "mode": cell.mode, "scheme": cell.scheme, "method": cell.method, "K": cell.num_speculative_tokens,
-        }  # fmt: skip
-        loaded = cell.num_loaded_blocks
-        figures = {"hit_rate": cell.hit_rate, "accepted": accepted, "drafted": drafted, "loaded_blocks": loaded}
-        shown = figures_in_words(cell.mode, cell.hit_rate, accepted, drafted, loaded)
-        name = f"{cell.name}{': ' if shown else ''}{shown}"
-        results.append(
-            CheckResult(
-                "answers",
-                name,
-                not detail,
-                len(wrong),
-                "answers",
-                "0",
-                len(prompts),
-                cell.seconds,
-                detail,
-                params,
-                figures,
-            )
-        )
-        run.progress(run.amount / NUM_CELLS)
+    for model in TRAINED.values():
+        prompts = five_shot(QUESTIONS_SEED, model.amount(run.amount, LEAST))
+        seen: dict[str, Cell] = {}
+        for cell in cells(prompts, run.device, model):
+            seen[cell.name] = cell
+            results.append(_result(cell, seen))
+            run.progress(run.amount / NUM_CELLS / len(TRAINED))
     return results
+
+
+def _result(cell: Cell, seen: dict[str, Cell]) -> CheckResult:
+    pairs = zip(cell.tokens, seen["none, no drafts"].tokens, strict=True)
+    wrong = [i for i, (own, plain) in enumerate(pairs) if own != plain]
+    detail = f"question {wrong[0]} has another answer" if wrong else _other_faults(cell, seen)
+    accepted, drafted = cell.drafts
+    params = {"mode": cell.mode, "scheme": cell.scheme, "method": cell.method, "K": cell.num_speculative_tokens}
+    loaded = cell.num_loaded_blocks
+    figures = {"hit_rate": cell.hit_rate, "accepted": accepted, "drafted": drafted, "loaded_blocks": loaded}
+    shown = figures_in_words(cell.mode, cell.hit_rate, accepted, drafted, loaded)
+    name = f"{cell.name}{cell.model.suffix}{': ' if shown else ''}{shown}"
+    return CheckResult(
+        "answers", name, not detail, len(wrong), "answers", "0", len(cell.outputs), cell.seconds, detail,
+        params | cell.model.params, figures,
+    )  # fmt: skip
 
 
 def acceptance_floor(cell: Cell) -> float:
     """The least share of accepted drafts in a cell, from the recorded one and the number of its questions."""
-    share, deviation = ACCEPTANCE[cell.method or "", cell.num_speculative_tokens]
+    share, deviation = ACCEPTANCE[cell.model.folder.name][cell.method or "", cell.num_speculative_tokens]
     return max(0.0, share - SIGMAS * deviation / len(cell.outputs) ** 0.5)
 
 

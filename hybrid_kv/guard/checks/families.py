@@ -1,7 +1,7 @@
 """One tiny model with random weights per family: a change to what they share is seen in all of them.
 
-And the trained head of the guard model: a wrong slot of a draft changes no token, only the next draft, and the head of
-a random model is hardly ever right.
+And the trained heads of the guard models: a wrong slot of a draft changes no token, only the next draft, and the head
+of a random model is hardly ever right.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from hybrid_kv.guard.exactness import (
 )
 from hybrid_kv.guard.poison import poison
 from hybrid_kv.guard.registry import CheckResult, Run, check
+from hybrid_kv.guard.trained import TRAINED, Trained
 from hybrid_kv.models import registry
 from hybrid_kv.sampling import SamplingParams
 
@@ -73,7 +74,7 @@ def check_families(run: Run) -> list[CheckResult]:
             ),
         ]  # fmt: skip
         run.progress(run.amount / len(chosen))
-    return results if run.only else [*results, _trained_head(run.seed)]
+    return results if run.only else [*results, *(_trained_head(model, run.seed) for model in TRAINED.values())]
 
 
 def draw(run: Run) -> list[str]:
@@ -96,16 +97,16 @@ def _distance(reference: Any, folder: str) -> tuple[float, int]:
     return max(far for *_, far in found), sum(len(logits) for _, logits, *_ in found)
 
 
-def _trained_head(seed: int) -> CheckResult:
-    from hybrid_kv.accuracy.guard_model import FOLDER
-
+def _trained_head(model: Trained, seed: int) -> CheckResult:
     begin = time.perf_counter()
-    alone = Alone(FOLDER, seed)
-    found = [alone.check(cell) for cell in MTP_CELLS]
+    alone = Alone(model.folder, seed)
+    # All but the first model get one of the cells, by the seed.
+    cells = MTP_CELLS if model.share == 1.0 else MTP_CELLS[seed % len(MTP_CELLS) :][:1]
+    found = [alone.check(cell) for cell in cells]
     problem = next((f"{describe(one.cell)}: {one.problem}" for one in found if one.problem), "")
     accepted = {"accepted": sum(one.accepted for one in found), "cells": len(found)}
     return CheckResult(
-        "families", "drafts of the trained head unlike those alone", not problem,
+        "families", f"drafts of the trained head unlike those alone{model.suffix}", not problem,
         sum(one.wrong_drafts for one in found), "drafts", "0", sum(one.num_drafts for one in found),
-        time.perf_counter() - begin, problem, {"seed": seed}, accepted,
+        time.perf_counter() - begin, problem, {"seed": seed, **model.params}, accepted,
     )  # fmt: skip

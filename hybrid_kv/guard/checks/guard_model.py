@@ -1,21 +1,26 @@
-"""The trained model's logits, in engines of every kind, against its plain forward pass in float64."""
+"""The trained models' logits, in engines of every kind, against their plain forward pass in float64."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from hybrid_kv.engine.llm import LLM
+from hybrid_kv.engine.llm import LLM, RequestOutput
 from hybrid_kv.engine.record import record_logits
 from hybrid_kv.guard.exactness import FLOAT32_LIMIT, FLOAT64_LIMIT, logit_difference
 from hybrid_kv.guard.poison import poison
 from hybrid_kv.guard.prompts import five_shot
 from hybrid_kv.guard.registry import CheckResult, Run, check
+from hybrid_kv.guard.trained import TRAINED, Trained
 from hybrid_kv.sampling import SamplingParams
 
-# Engine settings in which the guard model's logits are held against its plain forward pass. Those with a cache get
+PARAMS = SamplingParams(max_tokens=48, stop=("Question:",))
+LEAST = 3  # prompts: two run at once where a cell has a cache, and only what comes behind them can hit
+# Engine settings in which a guard model's logits are held against its plain forward pass. Those with a cache get
 # prompts that share their examples.
 LOGIT_CELLS: tuple[dict[str, Any], ...] = (
     {"dtype": "float64", "attention_backend": "TORCH"},
@@ -90,79 +95,119 @@ def _preempt_now_and_then(llm: LLM) -> None:
         llm.scheduler.preempt(llm.scheduler.running[-1])
 
 
-@check("guard model", quick=4, full=16, seconds=1.25, place=40, needs="safetensors tokenizers transformers")
+@check("guard model", quick=4, full=16, seconds=1.6, place=40, needs="safetensors tokenizers transformers")
 def check_guard_logits(run: Run) -> list[CheckResult]:
     """Logits of every computed prompt and answer token, engine against the plain forward pass in float64.
 
     Tokens of a trained model hide damage (a state one token behind changes no answer); logits do not. Cells with a
     cache get prompts that begin alike. The plain pass runs on the CPU, whatever `run.device`.
     """
-    from hybrid_kv.accuracy.guard_model import FOLDER
-    from hybrid_kv.accuracy.guard_model.model import load_checkpoint
-    from hybrid_kv.accuracy.guard_model.problems import eval_set
-
-    prompts = [item.prompt for item in eval_set(run.seed + 7, run.amount)]
-    shared = five_shot(run.seed + 7, run.amount)
-    plain = load_checkpoint(FOLDER).eval().double()
-    params = SamplingParams(max_tokens=48, stop=("Question:",))
     results = []
-    num_preemptions = num_wrong = num_all = num_cached = num_accepted = 0
-    for cell in LOGIT_CELLS:
+    for model in TRAINED.values():
+        cells = [cell for cell in LOGIT_CELLS if model.replays or "state_scheme" not in cell]
+        if model.share < 1.0:
+            cells = cells[run.seed % 2 :: 2]  # every other, by the seed
+        asked = Questions(model, run.seed + 7, model.amount(run.amount, LEAST))
+        found = []
+        for cell in cells:
+            found.append(asked.run(cell, run.device))
+            run.progress(run.amount / len(TRAINED) / len(cells))
+        results += [*(one.result(model, run.seed) for one in found), _tokens(model, found, asked, run.seed)]
+    return results
+
+
+class Questions:
+    """What a trained model is asked, and its plain forward pass.
+
+    Args:
+        seed, count: of the questions.
+    """
+
+    def __init__(self, model: Trained, seed: int, count: int) -> None:
+        from hybrid_kv.accuracy.guard_model.checkpoint import load_checkpoint
+        from hybrid_kv.accuracy.guard_model.problems import eval_set
+
+        self.model = model
+        self.own = [item.prompt for item in eval_set(seed, count)]
+        self.shared = five_shot(seed, count)
+        self.plain = load_checkpoint(model.folder).double()
+
+    def run(self, cell: dict[str, Any], device: str) -> Found:
+        """Answer all of them in one engine."""
         begin = time.perf_counter()
         options = {"max_model_len": 512, "max_num_seqs": 8, "mamba_ssm_cache_dtype": cell["dtype"], **cell}
-        llm = LLM(FOLDER, device=run.device, **options)
+        llm = LLM(self.model.folder, device=device, **options)
         poison(llm)
-        worst, largest, where, num_tokens, cached, accepted = 0.0, 0.0, "", 0, 0, 0
-        own = shared if llm.manager.enable_prefix_caching else prompts
-        for output, logits in record_logits(llm, own, params, _preempt_now_and_then):
+        found = Found(cell, llm.manager.enable_prefix_caching)
+        prompts = self.shared if found.caches else self.own
+        for output, logits in record_logits(llm, prompts, PARAMS, _preempt_now_and_then):
             ids = torch.tensor([output.prompt_token_ids + output.token_ids])
             with torch.inference_mode():
-                whole = plain(ids)[0, :-1]
-            expected = whole[-len(logits) :]
-            difference = logit_difference(logits.cpu(), expected)
-            largest = max(largest, float(expected.abs().max()))
-            if float(difference.max()) > worst:
-                worst = float(difference.max())
-                token = int(difference.argmax()) + len(whole) - len(logits)
-                where = f"{cell}, request {output.request_id}, token {token} of {len(whole)}"
-            start = len(output.prompt_token_ids) - 1
-            num_wrong += int((whole[start:].argmax(-1) != ids[0, start + 1 :]).sum())
-            num_tokens += len(logits)
-            num_preemptions += output.num_preemptions
-            cached += output.cached_tokens
-            accepted += output.num_accepted_draft_tokens
-            run.progress(1 / len(LOGIT_CELLS))
-        limit = FLOAT64_LIMIT if cell["dtype"] == "float64" else FLOAT32_LIMIT * largest
-        features = [cell["dtype"], cell["attention_backend"], *_features(cell)]
-        detail = where if worst > limit else ""
-        if llm.manager.enable_prefix_caching and not cached:
+                found.add(output, logits.cpu(), self.plain(ids)[0, :-1])
+        found.seconds = time.perf_counter() - begin
+        return found
+
+
+@dataclass
+class Found:
+    """What one cell gave; `largest` logit, and the `worst` difference of one with the place where it is."""
+
+    cell: dict[str, Any]
+    caches: bool
+    worst: float = 0.0
+    largest: float = 0.0
+    where: str = ""
+    num_tokens: int = 0
+    num_wrong: int = 0
+    cached: int = 0
+    accepted: int = 0
+    preemptions: int = 0
+    seconds: float = 0.0
+
+    def add(self, output: RequestOutput, logits: torch.Tensor, whole: torch.Tensor) -> None:
+        """One request's logits, and those of the plain pass for all its tokens but the last."""
+        expected = whole[-len(logits) :]
+        difference = logit_difference(logits, expected)
+        self.largest = max(self.largest, float(expected.abs().max()))
+        if float(difference.max()) > self.worst:
+            self.worst = float(difference.max())
+            token = int(difference.argmax()) + len(whole) - len(logits)
+            self.where = f"{self.cell}, request {output.request_id}, token {token} of {len(whole)}"
+        chosen = whole[len(output.prompt_token_ids) - 1 :].argmax(-1)
+        self.num_wrong += int((chosen != torch.tensor(output.token_ids)).sum())
+        self.num_tokens += len(logits)
+        self.cached += output.cached_tokens
+        self.accepted += output.num_accepted_draft_tokens
+        self.preemptions += output.num_preemptions
+
+    def result(self, model: Trained, seed: int) -> CheckResult:
+        limit = FLOAT64_LIMIT if self.cell["dtype"] == "float64" else FLOAT32_LIMIT * self.largest
+        features = [self.cell["dtype"], self.cell["attention_backend"], *_features(self.cell)]
+        detail = self.where if self.worst > limit else ""
+        if self.caches and not self.cached:
             detail = detail or "void: no prompt token came from the cache"
-        if "num_speculative_tokens" in cell and not accepted:
+        if "num_speculative_tokens" in self.cell and not self.accepted:
             detail = detail or "void: no draft was accepted"
-        seconds = time.perf_counter() - begin
-        num_all += num_tokens
-        num_cached += cached
-        num_accepted += accepted
-        results.append(
-            CheckResult(
-                "guard model", f"largest logit difference, {', '.join(features)}", not detail, worst, "logit",
-                f"{limit:.1g}", num_tokens, seconds, detail, {**cell, "seed": run.seed},
-                {"cached_tokens": cached, "accepted": accepted},
-            )
+        return CheckResult(
+            "guard model", f"largest logit difference, {', '.join(features)}{model.suffix}", not detail, self.worst,
+            "logit", f"{limit:.1g}", self.num_tokens, self.seconds, detail,
+            {**self.cell, "seed": seed, **model.params},
+            {"cached_tokens": self.cached, "accepted": self.accepted},
         )  # fmt: skip
-    void = "" if num_preemptions else "void: no request was preempted"
+
+
+def _tokens(model: Trained, found: Sequence[Found], asked: Questions, seed: int) -> CheckResult:
+    num_wrong, preemptions = sum(one.num_wrong for one in found), sum(one.preemptions for one in found)
+    void = "" if preemptions else "void: no request was preempted"
     detail = f"{num_wrong} tokens differ" if num_wrong else void
     used = {
-        "cells": len(LOGIT_CELLS), "prompts": len(prompts), "preemptions": num_preemptions,
-        "cached_tokens": num_cached, "accepted": num_accepted,
+        "cells": len(found), "prompts": len(asked.own), "preemptions": preemptions,
+        "cached_tokens": sum(one.cached for one in found), "accepted": sum(one.accepted for one in found),
     }  # fmt: skip
-    name = "tokens that the plain forward pass would not choose"
-    return [
-        *results,
-        CheckResult(
-            "guard model", name, not detail, num_wrong, "tokens", "0", num_all, 0.0, detail, {"seed": run.seed}, used
-        ),
-    ]
+    return CheckResult(
+        "guard model", f"tokens that the plain forward pass would not choose{model.suffix}", not detail, num_wrong,
+        "tokens", "0", sum(one.num_tokens for one in found), 0.0, detail, {"seed": seed, **model.params}, used,
+    )  # fmt: skip
 
 
 def _features(cell: dict[str, Any]) -> list[str]:

@@ -42,7 +42,7 @@ def test_a_rotation_that_starts_anew_in_every_chunk_is_seen(monkeypatch: pytest.
         return original(self, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(attention.PagedAttentionMetadata, "rotation", anew)
-    monkeypatch.setattr(families, "_trained_head", lambda seed: None)
+    monkeypatch.setattr(families, "_trained_head", lambda *arguments: None)
     family, distance, _ = check_families(Run(1))
     assert not family.passed and not distance.passed and family.detail.startswith("none, async: ")
 
@@ -105,7 +105,7 @@ def late_window(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_damage_is_seen(monkeypatch: pytest.MonkeyPatch, damage: Callable[..., None], family: str) -> None:
     monkeypatch.setattr("hybrid_kv.models.registry.sized", lambda: {family: ["tiny"]})
-    monkeypatch.setattr(families, "_trained_head", lambda seed: None)
+    monkeypatch.setattr(families, "_trained_head", lambda *arguments: None)
     damage(monkeypatch)
     exact, distance, _ = check_families(Run(1))
     assert not (exact.passed and distance.passed)

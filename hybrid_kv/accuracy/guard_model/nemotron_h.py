@@ -1,4 +1,4 @@
-"""The guard model as a trainable module: NemotronH blocks and an MTP head, in plain torch.
+"""The first guard model as a trainable module: NemotronH blocks and an MTP head, in plain torch.
 
 It computes what transformers' ``NemotronHForCausalLM`` computes (float32), and its parameters
 carry the names of a published NemotronH checkpoint, so ``state_dict()`` *is* the checkpoint.
@@ -21,22 +21,21 @@ position i (token i+1 is known):
 Shapes: b batch, t tokens, d hidden, h heads, p head size, n state size.
 """
 
-import json
 import math
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+
+from .parts import GuardModel, PathDropout, attend, conv_weight, depthwise_conv
 
 LAYER_NAMES = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
 
 
 @dataclass(frozen=True)
-class GuardConfig:
+class NemotronHConfig:
     """Sizes of the model; ``to_hf`` gives the published config.json."""
 
     vocab_size: int
@@ -94,22 +93,12 @@ class GuardConfig:
         }
 
     @classmethod
-    def from_hf(cls, config: dict[str, Any]) -> "GuardConfig":
+    def from_hf(cls, config: dict[str, Any]) -> "NemotronHConfig":
         """The sizes in a config.json that ``to_hf`` wrote."""
         letters = {name: letter for letter, name in LAYER_NAMES.items()}
         sizes = {k: v for k, v in config.items() if k in cls.__dataclass_fields__}
         pattern = "".join(letters[name] for name in config["layers_block_type"])
         return cls(pattern=pattern, **sizes)
-
-
-@dataclass
-class PathDropout:
-    """What one training batch may not use, to leave the SSM state as the only path.
-
-    attention: (b, 1, t, t) bool, True where a query may read a key.
-    """
-
-    attention: Tensor
 
 
 class RMSNorm(nn.Module):
@@ -120,39 +109,6 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
-
-
-class _DepthwiseConv(torch.autograd.Function):
-    """Causal depthwise convolution as shifted multiply-adds.
-
-    torch's grouped ``conv1d`` takes 15 to 40 ms a call on a CPU at these sizes; this takes one
-    pass over the data per tap.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, padded: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """padded (b, k-1+t, c), weight (c, k), bias (c) -> (b, t, c)."""
-        taps = weight.shape[1]
-        t = padded.shape[1] - taps + 1
-        out = torch.addcmul(bias, padded[:, :t], weight[:, 0])
-        for i in range(1, taps):
-            out.addcmul_(padded[:, i : i + t], weight[:, i])
-        ctx.save_for_backward(padded, weight)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        padded, weight = ctx.saved_tensors
-        grad = grads[0].contiguous()
-        t = grad.shape[1]
-        d_padded = torch.zeros_like(padded)
-        d_weight = torch.empty_like(weight)
-        product = torch.empty_like(grad)
-        for i in range(weight.shape[1]):
-            d_padded[:, i : i + t].addcmul_(grad, weight[:, i])
-            torch.mul(grad, padded[:, i : i + t], out=product)
-            d_weight[:, i] = product.sum((0, 1))
-        return d_padded, d_weight, grad.sum((0, 1))
 
 
 def ssd_scan(
@@ -211,16 +167,14 @@ class _ConvWeights(nn.Module):
 
     def __init__(self, channels: int, taps: int) -> None:
         super().__init__()
-        weight = torch.randn(channels, 1, taps) * 0.3
-        weight[:, :, -1] += 0.5  # start near "pass the current token on"
-        self.weight = nn.Parameter(weight)
+        self.weight = conv_weight(channels, taps)
         self.bias = nn.Parameter(torch.zeros(channels))
 
 
 class Mamba2(nn.Module):
     """Mamba-2 mixer with gated RMSNorm, one group."""
 
-    def __init__(self, config: GuardConfig) -> None:
+    def __init__(self, config: NemotronHConfig) -> None:
         super().__init__()
         self.config = config
         d, inner, heads = config.hidden_size, config.mamba_size, config.mamba_num_heads
@@ -241,8 +195,7 @@ class Mamba2(nn.Module):
         batch, t, _ = x.shape
         inner, n, heads = cfg.mamba_size, cfg.ssm_state_size, cfg.mamba_num_heads
         gate, mixed, dt = self.in_proj(x).split([inner, inner + 2 * n, heads], -1)
-        padded = F.pad(mixed, (0, 0, cfg.conv_kernel - 1, 0))
-        mixed = F.silu(_DepthwiseConv.apply(padded, self.conv1d.weight[:, 0], self.conv1d.bias))  # type: ignore[no-untyped-call]
+        mixed = F.silu(depthwise_conv(mixed, self.conv1d.weight, self.conv1d.bias))
         values, b, c = mixed.split([inner, n, n], -1)
         values = values.reshape(batch, t, heads, cfg.mamba_head_dim)
         dt = F.softplus(dt + self.dt_bias)
@@ -254,7 +207,7 @@ class Mamba2(nn.Module):
 class Attention(nn.Module):
     """Causal grouped-query attention without position encoding."""
 
-    def __init__(self, config: GuardConfig) -> None:
+    def __init__(self, config: NemotronHConfig) -> None:
         super().__init__()
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.size = config.head_dim
@@ -269,19 +222,13 @@ class Attention(nn.Module):
         weight = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
         qkv = F.linear(x, weight).view(batch, t, -1, self.size).transpose(1, 2)
         q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], 1)
-        k = k.repeat_interleave(self.heads // self.kv_heads, 1)
-        v = v.repeat_interleave(self.heads // self.kv_heads, 1)
-        if dropout is None:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=dropout.attention)
-        return self.o_proj(y.transpose(1, 2).reshape(batch, t, -1))
+        return self.o_proj(attend(q, k, v, dropout))
 
 
 class MLP(nn.Module):
     """Squared-ReLU MLP."""
 
-    def __init__(self, config: GuardConfig) -> None:
+    def __init__(self, config: NemotronHConfig) -> None:
         super().__init__()
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
@@ -294,7 +241,7 @@ MIXERS = {"M": Mamba2, "*": Attention, "-": MLP}
 
 
 class Block(nn.Module):
-    def __init__(self, config: GuardConfig, letter: str) -> None:
+    def __init__(self, config: NemotronHConfig, letter: str) -> None:
         super().__init__()
         self.norm = RMSNorm(config.hidden_size, config.layer_norm_epsilon)
         self.mixer = MIXERS[letter](config)
@@ -304,7 +251,7 @@ class Block(nn.Module):
 
 
 class Backbone(nn.Module):
-    def __init__(self, config: GuardConfig) -> None:
+    def __init__(self, config: NemotronHConfig) -> None:
         super().__init__()
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, letter) for letter in config.pattern)
@@ -320,7 +267,7 @@ class Backbone(nn.Module):
 class MTPAttention(Block):
     """First MTP layer: joins embedding and hidden state, then attention."""
 
-    def __init__(self, config: GuardConfig) -> None:
+    def __init__(self, config: NemotronHConfig) -> None:
         super().__init__(config, "*")
         d, eps = config.hidden_size, config.layer_norm_epsilon
         self.enorm, self.hnorm = RMSNorm(d, eps), RMSNorm(d, eps)
@@ -333,13 +280,13 @@ class MTPAttention(Block):
 class MTPMLP(Block):
     """Last MTP layer: MLP, then the norm in front of the shared head."""
 
-    def __init__(self, config: GuardConfig) -> None:
+    def __init__(self, config: NemotronHConfig) -> None:
         super().__init__(config, "-")
         self.final_layernorm = RMSNorm(config.hidden_size, config.layer_norm_epsilon)
 
 
 class MTP(nn.Module):
-    def __init__(self, config: GuardConfig) -> None:
+    def __init__(self, config: NemotronHConfig) -> None:
         super().__init__()
         self.layers = nn.ModuleList([MTPAttention(config), MTPMLP(config)])
 
@@ -351,8 +298,8 @@ class MTP(nn.Module):
         return last.final_layernorm(x)
 
 
-class GuardModel(nn.Module):
-    def __init__(self, config: GuardConfig) -> None:
+class NemotronH(GuardModel):
+    def __init__(self, config: NemotronHConfig) -> None:
         super().__init__()
         self.config = config
         self.backbone = Backbone(config)
@@ -375,36 +322,7 @@ class GuardModel(nn.Module):
             nn.init.normal_(weight, std=1 / math.sqrt(fan_in))
 
     def hidden(self, ids: Tensor, dropout: PathDropout | None = None) -> Tensor:
-        """ids (b, t) -> hidden states after ``norm_f`` (b, t, d)."""
         return self.backbone(ids, dropout)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """ids (b, t) -> logits (b, t, vocab)."""
-        return self.lm_head(self.hidden(ids))
-
     def draft_hidden(self, hidden: Tensor, next_ids: Tensor) -> Tensor:
-        """One MTP pass: hidden (b, t, d) and the ids one further (b, t) -> (b, t, d)."""
         return self.mtp(hidden, self.backbone.embeddings(next_ids))
-
-
-def save_checkpoint(model: GuardModel, folder: Path, stop_ids: list[int]) -> None:
-    """Write config.json, generation_config.json and model.safetensors."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {k: v.detach().float().cpu().contiguous() for k, v in model.state_dict().items()}
-    partial = folder / "model.safetensors.partial"
-    save_file(tensors, partial, metadata={"format": "pt"})
-    partial.replace(folder / "model.safetensors")
-    generation = {"do_sample": False, "eos_token_id": stop_ids, "pad_token_id": 0}
-    for name, content in (
-        ("config.json", model.config.to_hf()),
-        ("generation_config.json", generation),
-    ):
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
-
-
-def load_checkpoint(folder: Path) -> GuardModel:
-    """The model in ``folder``, with its MTP head."""
-    config = GuardConfig.from_hf(json.loads((folder / "config.json").read_text()))
-    model = GuardModel(config)
-    model.load_state_dict(load_file(folder / "model.safetensors"))
-    return model.eval()

@@ -1,0 +1,36 @@
+"""The trained models of the guard: what its lines call them, and how much of a check each of them gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybrid_kv.accuracy.guard_model import FOLDERS
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One of them.
+
+    Attributes:
+        suffix: behind the name of a line; `params`: what its rows have besides. The first model has neither: its rows
+            go back to the time when it was the only one.
+        share: of the first model's amount of a check.
+        replays: it can run in state scheme `replay`, which is for Mamba-2.
+    """
+
+    folder: Path
+    suffix: str = ""
+    share: float = 1.0
+    replays: bool = True
+
+    @property
+    def params(self) -> dict[str, str]:
+        return {"model": self.folder.name} if self.suffix else {}
+
+    def amount(self, amount: int, least: int) -> int:
+        """Its part of a check's amount, but no less than what the check needs to show anything."""
+        return amount if self.share == 1.0 else max(least, round(amount * self.share))
+
+
+TRAINED = {"nemotron_h": Trained(FOLDERS["nemotron_h"])}

@@ -1,0 +1,110 @@
+"""The second guard model as its training sees it, with random weights, and as everyone else does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from accuracy.train import save_tokenizer
+from hybrid_kv.accuracy.guard_model.checkpoint import load_checkpoint, save_checkpoint
+from hybrid_kv.accuracy.guard_model.qwen3_5_moe import MixtureOfExperts, Qwen35Moe, Qwen35MoeConfig, delta_scan
+from hybrid_kv.config import EngineConfig
+from hybrid_kv.engine.llm import LLM
+from hybrid_kv.engine.record import record_logits
+from hybrid_kv.kernels.gated_delta import gated_delta_update
+from hybrid_kv.models.loader import load_head, load_model
+from hybrid_kv.sampling import SamplingParams
+from tests.models.paged_head import CPU, Paged, pairs
+
+VOCABULARY = 98
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights in all that training would move: norms, gates, a head that is not zero."""
+    torch.manual_seed(0)
+    model = Qwen35Moe(Qwen35MoeConfig(VOCABULARY))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+        model.lm_head.weight.normal_(std=0.1)
+    folder = tmp_path_factory.mktemp("qwen")
+    save_checkpoint(model, folder, [0, 2])
+    save_tokenizer(folder)
+    return folder
+
+
+def tokens(length: int) -> list[int]:
+    return torch.randint(0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
+@torch.no_grad()
+def test_logits_equal_transformers_on_random_weights(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    reference, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not info["missing_keys"] and not info["mismatched_keys"] and not info["unexpected_keys"]
+    ids = torch.tensor([tokens(203)])
+    expected = reference(ids).logits
+    assert (load_checkpoint(folder)(ids) - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+@torch.no_grad()
+def test_logits_equal_the_engine(folder: Path) -> None:
+    llm = LLM(folder, dtype="float64", mamba_ssm_cache_dtype="float64", max_num_batched_tokens=90, max_model_len=512)
+    plain = load_checkpoint(folder).double()
+    outputs = record_logits(llm, [tokens(203), tokens(5)], SamplingParams(max_tokens=8, ignore_eos=True))
+    for output, logits in outputs:
+        expected = plain(torch.tensor([output.prompt_token_ids + output.token_ids]))[0, :-1]
+        assert (logits - expected).abs().max() <= 1e-12
+
+
+@torch.no_grad()
+def test_drafts_equal_the_engine_s_head(folder: Path) -> None:
+    plain, target = load_checkpoint(folder).double(), load_model(folder, EngineConfig(dtype="float64"), CPU)
+    head = load_head(folder, target)
+    head.grid = 10**6
+    ids = torch.tensor(tokens(60))
+    hidden = plain.hidden(ids[None])[0]
+    expected = plain.draft_hidden(hidden[None, :-1], ids[None, 1:])[0]
+    (out,) = Paged(head, 1, 16).step([(0, 0, *pairs((ids, hidden), 0, 60))])
+    assert (out[1:] - expected).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("length", [1, 31, 32, 77])
+def test_chunked_scan_equals_the_recurrence(length: int) -> None:
+    g = torch.Generator().manual_seed(length)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(2, length, 3, *shape, generator=g, dtype=torch.float64)
+
+    q, k, v = draw(5), torch.nn.functional.normalize(draw(5), dim=-1), draw(4)
+    log_decay, beta = -draw().abs(), draw().sigmoid()
+    state = torch.zeros(2, 3, 4, 5, dtype=torch.float64)
+    expected, _ = gated_delta_update(state, q, k, v, log_decay, beta)
+    torch.testing.assert_close(delta_scan(q, k, v, log_decay, beta, 32), expected, rtol=1e-11, atol=1e-11)
+
+
+@torch.no_grad()
+def test_two_experts_of_four_are_chosen_and_their_balance_is_known() -> None:
+    torch.manual_seed(0)
+    experts = MixtureOfExperts(Qwen35MoeConfig(VOCABULARY)).train()
+    weights = experts._route(torch.randn(3, 50, 128))
+    assert ((weights > 0).sum(-1) == 2).all() and torch.allclose(weights.sum(-1), torch.ones(3, 50))
+    assert 0.9 < float(experts.balance) < 1.1
+    experts.gate.weight[:2] += 1.0
+    experts._route(torch.rand(3, 50, 128))
+    assert float(experts.balance) > 1.9  # two experts do all the work
+
+
+@torch.no_grad()
+def test_half_lives_lie_between_7_and_700_tokens() -> None:
+    model = Qwen35Moe(Qwen35MoeConfig(VOCABULARY))
+    nets = [layer.linear_attn for layer in model.model.layers if hasattr(layer, "linear_attn")]
+    for net in nets:
+        steps = torch.nn.functional.softplus(net.dt_bias) * net.A_log.exp()
+        lives = (torch.log(torch.tensor(2.0)) / steps).sort().values
+        assert len(nets) == 3 and 6.9 < lives[0] < 20 and 250 < lives[-1] < 694
