@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from hybrid_kv.cli.options import AsJson, OutFile, Record, ResultsFolder, Select, rows_file, show
+from hybrid_kv.cli.options import AsJson, OutFile, Record, ResultsFolder, rows_file, show
 
 
 def guard(
@@ -19,10 +18,18 @@ def guard(
         bool, typer.Option("--long", help="100,000 requests, of a fresh seed unless one is given.")
     ] = False,
     seed: Annotated[int | None, typer.Option(min=0, help="Another seed is other traffic; default: 0.")] = None,
-    select: Select = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="FACTOR=LEVEL", help="Only engines with this setting, as mode=align; may be repeated."),
+        typer.Option(
+            "--only",
+            "-k",
+            metavar="SECTION|FACTOR=LEVEL",
+            help="Only sections with this in their name, or engines with this setting, as mode=align; may be repeated.",
+        ),
+    ] = None,
+    fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first section that fails.")] = False,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Processes at a time; default: one per core, at most 8.")
     ] = None,
     replay: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Play one scenario that failed, and nothing else.")
@@ -54,26 +61,28 @@ def guard(
     from hybrid_kv.files import check_outputs
     from hybrid_kv.guard.replay import read_scenario
     from hybrid_kv.guard.replay import replay as replay_scenario
-    from hybrid_kv.guard.report import amounts, document, print_results, result_rows, run_guard
+    from hybrid_kv.guard.report import document, print_results, result_rows
+    from hybrid_kv.guard.run import amounts, run_guard
     from hybrid_kv.results import append_rows
 
     if replay is not None:
-        if quick or long or select or only or target:
-            raise ConfigError(f"--replay {replay} plays one scenario; leave --quick, --long, --target, -k, --only out")
+        if quick or long or only or target:
+            raise ConfigError(f"--replay {replay} plays one scenario; leave --quick, --long, --target and --only out")
         raise typer.Exit(replay_case(replay) if is_case(replay) else replay_scenario(read_scenario(replay)))
+    select = [one for one in only or () if "=" not in one]
+    levels = dict(one.split("=", 1) for one in only or () if "=" in one)
     if quick and long:
         raise ConfigError("--quick and --long exclude each other; give one of them")
     if target is not None:
-        if only or record or results or device != "cpu":
-            raise ConfigError(f"--target {target}: leave --only, --record, --results and --device out")
+        if levels or record or results or device != "cpu":
+            raise ConfigError(f"--target {target}: leave --only FACTOR=LEVEL, --record, --results and --device out")
         check_outputs(out, repro / "case.json")
         amount = 10 if long else 1 if quick else 3
         raise typer.Exit(guard_target(target, model, against, matrix, select, seed or 0, amount, repro, as_json, out))
     if against or matrix:
         raise ConfigError("--against and --matrix are about another engine; name it with --target")
-    if record and (select or only):
-        raise ConfigError("--record keeps the verdict of the whole guard; leave -k and --only out")
-    levels = _levels(only or ())
+    if record and only:
+        raise ConfigError("--record keeps the verdict of the whole guard; leave --only out")
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no GPU here; use cpu")
     rows = rows_file("guard.csv", results, record)
@@ -89,6 +98,8 @@ def guard(
         select=select,
         only=levels,
         repro=repro,
+        fail_fast=fail_fast,
+        jobs=jobs,
     )
     try:
         append_rows(rows, result_rows(checks))
@@ -96,11 +107,3 @@ def guard(
         show(document(checks, seed), as_json, out, lambda: print_results(checks))
     if not all(check.passed for check in checks):
         raise typer.Exit(1)
-
-
-def _levels(only: Sequence[str]) -> dict[str, str]:
-    from hybrid_kv.config import ConfigError
-
-    if wrong := [one for one in only if "=" not in one]:
-        raise ConfigError(f"--only {wrong[0]}: write FACTOR=LEVEL, such as mode=align")
-    return dict(one.split("=", 1) for one in only)

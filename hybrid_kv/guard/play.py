@@ -6,11 +6,10 @@ import logging
 import traceback
 from collections import Counter, deque
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
-from multiprocessing import get_context
 
 import torch
 
@@ -140,21 +139,20 @@ def _run_batch(seeds: Sequence[int]) -> list[Differences]:
     return [run_scenario(draw_scenario(seed)) for seed in seeds]
 
 
-def run_scenarios(seeds: Iterator[int], workers: int) -> Generator[Differences]:
+def run_scenarios(seeds: Iterator[int], pool: Executor | None, workers: int) -> Generator[Differences]:
     """Scenarios in the order of their seeds, which may be without end, whatever the number of processes."""
-    if workers == 1:
+    if pool is None:
         yield from (run_scenario(draw_scenario(seed)) for seed in seeds)
         return
-    # Fork would hand on the locks of torch's threads.
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        under_way: deque[Future[list[Differences]]] = deque()
-        try:
-            while True:
-                with deaf_to_ctrl_c():  # A submit may start a worker.
-                    while len(under_way) < 3 * workers and (batch := list(islice(seeds, 4))):
-                        under_way.append(pool.submit(_run_batch, batch))
-                if not under_way:
-                    return
-                yield from under_way.popleft().result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+    under_way: deque[Future[list[Differences]]] = deque()
+    try:
+        while True:
+            with deaf_to_ctrl_c():  # A submit may start a worker.
+                while len(under_way) < 3 * workers and (batch := list(islice(seeds, 4))):
+                    under_way.append(pool.submit(_run_batch, batch))
+            if not under_way:
+                return
+            yield from under_way.popleft().result()
+    finally:
+        for future in under_way:
+            future.cancel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -14,6 +15,7 @@ from hybrid_kv.guard import checks
 from hybrid_kv.results import UNITS
 
 Size = Literal["quick", "full", "long"]
+Runs = Literal["beside", "spread", "alone"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,8 @@ class CheckResult:
 
     `value` is the figure, `limit` what it was held against (empty if nothing), `detail` the first thing that is wrong;
     `params` say what was run, `figures` what else was counted, `interval` is the 95 % interval of `value`.
+    `failed_after` is when the first thing was wrong, in seconds since its section began; in the guard's results since
+    the guard did.
 
     Raises:
         ValueError: no row may have this unit.
@@ -39,10 +43,15 @@ class CheckResult:
     params: dict[str, Any] = field(default_factory=dict)
     figures: dict[str, Any] = field(default_factory=dict)
     interval: tuple[float, float] | None = None
+    failed_after: float | None = None
 
     def __post_init__(self) -> None:
         if self.unit not in UNITS:
             raise ValueError(f"unit={self.unit!r} of {self.name!r} is not one of hybrid_kv.results.UNITS")
+
+
+def untold(done: float) -> None:
+    """A progress that nobody follows; a lambda could not go to another process."""
 
 
 @dataclass(frozen=True)
@@ -52,19 +61,22 @@ class Run:
     Attributes:
         amount: how much to do, in the check's own unit.
         progress: to be told what part of the amount is done, in the same unit.
-        workers: processes that it may use.
+        workers: processes that it may use, those of `pool`; without a pool this one alone.
         device: of the guard model; the exact one follows its integers on the CPU.
         only: levels by factor: run all that has them and nothing else, whatever the amount.
         repro: folder for a small case of what failed; None writes none.
+        fail_fast: nothing that comes behind the first thing that is wrong is asked for.
     """
 
     amount: int
     seed: int = 0
-    progress: Callable[[float], object] = lambda done: None
+    progress: Callable[[float], object] = untold
     workers: int = 1
     device: str = "cpu"
     only: Mapping[str, str] = field(default_factory=dict)
     repro: Path | None = None
+    fail_fast: bool = False
+    pool: Executor | None = None
 
 
 Function = Callable[[Run], list[CheckResult]]
@@ -81,6 +93,7 @@ class Check:
     place: int
     needs: tuple[str, ...]
     factors: Callable[[], Mapping[str, Sequence[Any]]]
+    runs: Runs
 
 
 CHECKS: dict[str, Check] = {}  # by section
@@ -96,21 +109,24 @@ def check(
     place: int = 100,
     needs: str = "",
     factors: Callable[[], Mapping[str, Sequence[Any]]] = dict,
+    runs: Runs = "beside",
 ) -> Callable[[Function], Function]:
     """Register a function as a section of the guard.
 
     Args:
         quick, full, long: how much of it in each size of guard; 0 leaves it out, `long` is as `full` unless given. On
             two cores the quick guard ends within a minute, the full one within five, the long one within half an hour.
-        seconds: for one of its amount, on two cores; the progress bar is one of time.
-        place: sections run and are printed in this order.
+        seconds: for one of its amount; the progress bar is one of time.
+        place: sections are printed in this order, and run in it where they run one by one.
         needs: packages that are an extra's, separated by spaces.
         factors: what `Run.only` may name, with all levels of each; asked once it is needed.
+        runs: in one process beside others, or over all of them (`spread`), or with nothing beside it (`alone`), as
+            what measures time must.
     """
 
     def register(function: Function) -> Function:
         amounts: dict[Size, int] = {"quick": quick, "full": full, "long": full if long is None else long}
-        CHECKS[section] = Check(section, function, amounts, seconds, place, tuple(needs.split()), factors)
+        CHECKS[section] = Check(section, function, amounts, seconds, place, tuple(needs.split()), factors, runs)
         return function
 
     return register

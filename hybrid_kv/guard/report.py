@@ -1,101 +1,17 @@
-"""What `hybrid-kv guard` runs, prints and writes."""
+"""What `hybrid-kv guard` prints and writes."""
 
 from __future__ import annotations
 
-import os
 import sys
-import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
-from tqdm.auto import tqdm
 
-from hybrid_kv.config import ConfigError
-from hybrid_kv.errors import require
-from hybrid_kv.guard.registry import Check, CheckResult, Run, Size, load_checks, refuse_unknown_levels
+from hybrid_kv.guard.registry import CheckResult
 from hybrid_kv.results import Receipt, Row, metric_key, provenance, timing_row
-
-
-def amounts(size: Size) -> dict[str, int]:
-    """How much of each section a guard of this size runs; 0 leaves it out."""
-    return {check.section: check.amounts[size] for check in load_checks()}
-
-
-def run_guard(
-    amount: dict[str, int],
-    seed: int,
-    progress: bool = True,
-    device: str = "cpu",
-    select: Sequence[str] | None = None,
-    only: Mapping[str, str] | None = None,
-    repro: Path | None = None,
-) -> list[CheckResult]:
-    """All checks, on one thread: on tensors this small a second one costs more than it brings.
-
-    Args:
-        amount: by section, such as `amounts("quick")`.
-        device: of the guard model; the exact one follows its integers on the CPU.
-        select: parts of sections' names; one of them is enough.
-        only: levels by factor; only sections that have these factors run.
-        repro: folder for small cases of what failed; it is made when there is one.
-
-    Raises:
-        ConfigError: no section is left, or none has these levels; nothing has run.
-        ModuleNotFoundError: a section needs a package that is not installed; nothing has run.
-    """
-    known = load_checks()
-    refuse_unknown_levels(only or {}, known)
-    chosen = [
-        check
-        for check in known
-        if amount.get(check.section)
-        and (not select or any(part.lower() in check.section for part in select))
-        and (not only or only.keys() <= check.factors().keys())
-    ]
-    if not chosen:
-        asked = [*(select or ()), *(only or ())]
-        raise ConfigError(f"no section of this guard has {' or '.join(asked)!r}; leave -k or --only out")
-    require(*dict.fromkeys(package for check in chosen for package in check.needs))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    results: list[CheckResult] = []
-    total = sum(amount[check.section] * check.seconds for check in chosen)
-    with tqdm(
-        total=total,
-        disable=not progress,
-        desc="guard",
-        mininterval=0.1 if sys.stderr.isatty() else 10.0,  # A log keeps every line that a terminal overwrites.
-        smoothing=0,
-        bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}",
-    ) as bar:
-        for check in chosen:
-            bar.set_postfix_str(check.section)
-
-            def advance(done: float, seconds: float = check.seconds) -> None:
-                bar.update(min(done * seconds, total - bar.n))  # A sum of floats may pass their total.
-
-            workers = min(8, os.cpu_count() or 1)
-            results += _run(check, Run(amount[check.section], seed, advance, workers, device, only or {}, repro))
-    torch.set_num_threads(threads)
-    return results
-
-
-def _run(check: Check, run: Run) -> list[CheckResult]:
-    """A check that crashes has found something; one whose library is missing could not run."""
-    try:
-        return check.function(run)
-    except ModuleNotFoundError:
-        raise
-    except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        detail = f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
-        return [CheckResult(check.section, "runs to its end", False, 0, "", "", 0, 0.0, detail)]
-
 
 LIMITS = {">=": "at_least", "<=": "at_most", "": "limit"}
 
@@ -117,7 +33,8 @@ def result_rows(results: Sequence[CheckResult]) -> list[Row]:
         # The benchmark raises unless all subjects agreed before and after the timing.
         timed = result.unit == "time ratio"
         rows.append(timing_row(receipt=Receipt(True, True, 0.0), **values) if timed else Row(**values))
-        numbers = {**_limit(result.limit), "seconds": round(result.seconds, 3), **result.figures}
+        moment = {} if result.failed_after is None else {"failed_after": round(result.failed_after, 3)}
+        numbers = {**_limit(result.limit), "seconds": round(result.seconds, 3), **moment, **result.figures}
         rows += [
             Row(metric=f"{key}:{name}", value=value, params=result.params, **shared)
             for name, value in numbers.items()
@@ -150,10 +67,24 @@ def print_results(results: Sequence[CheckResult]) -> None:
     for result in results:
         if not result.passed:
             console.print(f"\n{result.section}, {result.name}: {result.detail}")
+    if (first := first_failure(results)) is not None:
+        exact = f" and {first['exact_requests']} exact requests" if first["exact_requests"] else ""
+        console.print(f"\nfirst failure: {first['section']}, after {first['seconds']:.1f} s{exact}")
     failed = sum(not result.passed for result in results)
     console.print(
         f"\n{len(results) - failed} of {len(results)} checks passed" + (f", {failed} failed" if failed else "")
     )
+
+
+def first_failure(results: Sequence[CheckResult]) -> dict[str, Any] | None:
+    """The check that failed first, the seconds until then, and the exact requests if it counts them."""
+    failed = [result for result in results if result.failed_after is not None]
+    if not failed:
+        return None
+    first = min(failed, key=lambda result: result.failed_after or 0.0)
+    requests = first.figures.get("requests_to_failure")
+    found = {"section": first.section, "check": first.name, "seconds": first.failed_after, "exact_requests": requests}
+    return found
 
 
 def document(results: Sequence[CheckResult], seed: int) -> dict[str, Any]:
@@ -161,6 +92,7 @@ def document(results: Sequence[CheckResult], seed: int) -> dict[str, Any]:
     return {
         "passed": all(result.passed for result in results),
         "seed": seed,
+        "first_failure": first_failure(results),
         "provenance": asdict(provenance()),
         "checks": [asdict(result) for result in results],
     }

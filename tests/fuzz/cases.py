@@ -340,7 +340,7 @@ def stubs(folder: Path, rng: random.Random) -> ExitStack:
     from bench.harness import operating_curve
     from bench.harness.versions import find_revision
     from hybrid_kv.accuracy import run, threshold
-    from hybrid_kv.guard import report as guard_report
+    from hybrid_kv.guard import run as guard_run
     from hybrid_kv.guard.registry import CheckResult
     from hybrid_kv.serve import server
     from hybrid_kv.static import compile, counts, gate
@@ -356,7 +356,7 @@ def stubs(folder: Path, rng: random.Random) -> ExitStack:
 
     stack = ExitStack()
     for target, name, value in (
-        (guard_report, "run_guard", lambda *_, **__: [CheckResult("layout", "views", passed, 0, "views", "0", 1, 0.1)]),
+        (guard_run, "run_guard", lambda *_, **__: [CheckResult("layout", "views", passed, 0, "views", "0", 1, 0.1)]),
         (gate, "measure", lambda *_: iter(measured)),
         (gate, "jobs", lambda *_: [None]),
         (counts, "count_all", list),

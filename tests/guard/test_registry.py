@@ -11,7 +11,7 @@ import pytest
 from hybrid_kv.config import ConfigError
 from hybrid_kv.guard import checks, registry
 from hybrid_kv.guard.registry import Size, load_checks
-from hybrid_kv.guard.report import amounts, run_guard
+from hybrid_kv.guard.run import amounts, run_guard
 
 TOY = """
 from hybrid_kv.guard.registry import CheckResult, Run, check
@@ -38,9 +38,9 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_check_is_one_file(toy: None) -> None:
     assert amounts("quick")["toy"] == 3 and amounts("full")["toy"] == amounts("long")["toy"] == 30
     assert load_checks()[-1].section == "toy"  # behind those that say where they stand
-    (result,) = run_guard(amounts("quick"), seed=0, progress=False, select=["toy"])
+    (result,) = run_guard(amounts("quick"), seed=0, progress=False, jobs=1, select=["toy"])
     assert (result.section, result.passed, result.n) == ("toy", True, 3)
-    (result,) = run_guard(amounts("full"), seed=13, progress=False, select=["toy"])
+    (result,) = run_guard(amounts("full"), seed=13, progress=False, jobs=1, select=["toy"])
     assert not result.passed and result.n == 30
 
 
@@ -52,13 +52,13 @@ def test_a_unit_that_no_row_may_have_is_a_failed_check_and_not_the_end_of_the_gu
 
     load_checks()
     monkeypatch.setitem(registry.CHECKS, "toy", replace(registry.CHECKS["toy"], function=pools))
-    (result,) = run_guard({"toy": 1}, seed=0, progress=False)
+    (result,) = run_guard({"toy": 1}, seed=0, progress=False, jobs=1)
     assert not result.passed and "unit='pools' of 'pools' is not one of hybrid_kv.results.UNITS" in result.detail
 
 
 def test_a_new_check_runs_beside_the_others(toy: None) -> None:
     few = {"layout": 4, "toy": 3}
-    assert [result.section for result in run_guard(few, seed=0, progress=False)] == ["layout", "toy"]
+    assert [result.section for result in run_guard(few, seed=0, progress=False, jobs=1)] == ["layout", "toy"]
 
 
 @pytest.mark.parametrize(
@@ -70,13 +70,13 @@ def test_a_new_check_runs_beside_the_others(toy: None) -> None:
 )
 def test_levels_that_no_section_has_are_refused(only: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        run_guard(amounts("quick"), seed=0, progress=False, only=only)
+        run_guard(amounts("quick"), seed=0, progress=False, jobs=1, only=only)
 
 
 def test_levels_leave_the_sections_that_have_them() -> None:
     with pytest.raises(ConfigError, match="no section of this guard has 'layout or mode'"):
-        run_guard(amounts("quick"), seed=0, progress=False, select=["layout"], only={"mode": "all"})
-    results = run_guard(amounts("quick"), seed=0, progress=False, only={"layers": "MM", "mode": "none"})
+        run_guard(amounts("quick"), seed=0, progress=False, jobs=1, select=["layout"], only={"mode": "all"})
+    results = run_guard(amounts("quick"), seed=0, progress=False, jobs=1, only={"layers": "MM", "mode": "none"})
     assert {result.section for result in results} == {"exact model"}
     assert results[0].passed and results[0].params == {"seed": 0, "layers": "MM", "mode": "none"}
 
@@ -85,8 +85,8 @@ def test_levels_leave_the_sections_that_have_them() -> None:
 def test_without_the_file_there_is_no_such_section(size: Size) -> None:
     assert list(amounts(size)) == [
         "layout",
-        "costs",
         "exact model",
+        "costs",
         "guard model",
         "families",
         "answers",
@@ -104,6 +104,6 @@ def test_a_package_that_is_missing_is_named_before_anything_runs(toy: None, monk
         registry.CHECKS, "toy", type(toy_check)(**vars(toy_check) | {"function": lambda run: ran.append(1) or []})
     )
     with pytest.raises(ModuleNotFoundError, match="scipy"):
-        run_guard({"toy": 1, "accuracy": 8}, seed=0, progress=False)
+        run_guard({"toy": 1, "accuracy": 8}, seed=0, progress=False, jobs=1)
     assert not ran
-    assert run_guard({"toy": 1, "accuracy": 8}, seed=0, progress=False, select=["toy"]) == [] and ran
+    assert run_guard({"toy": 1, "accuracy": 8}, seed=0, progress=False, jobs=1, select=["toy"]) == [] and ran

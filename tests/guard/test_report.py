@@ -11,6 +11,7 @@ import pytest
 
 from hybrid_kv import cli
 from hybrid_kv.guard import report
+from hybrid_kv.guard import run as guard_run
 from hybrid_kv.guard.registry import CHECKS, CheckResult, Run, load_checks
 from hybrid_kv.results import Row, metric_key, read_rows
 
@@ -59,7 +60,7 @@ KEYS = [
 
 def run(*arguments: str) -> int:
     with pytest.raises(SystemExit) as exit_:
-        cli.main(["guard", "--quick", *arguments])
+        cli.main(["guard", "--quick", "--jobs", "1", *arguments])
     return int(exit_.value.code or 0)
 
 
@@ -156,7 +157,7 @@ def test_a_long_run_names_its_seed(
         seeds.append(seed)
         return [CheckResult("layout", "views", True, 0, "views", "0", 1, 0.1)]
 
-    monkeypatch.setattr(report, "run_guard", note)
+    monkeypatch.setattr(guard_run, "run_guard", note)
     with pytest.raises(SystemExit):
         cli.main(["guard", "--long", "--results", str(tmp_path)])
     assert f"--long --seed {seeds[0]}\n" in capsys.readouterr().err

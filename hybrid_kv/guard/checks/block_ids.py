@@ -8,7 +8,7 @@ import time
 from hybrid_kv.guard.registry import CheckResult, Run, check
 
 
-@check("block ids", quick=1, full=1, seconds=2.2, place=70)
+@check("block ids", quick=1, full=1, seconds=2.2, place=70, runs="alone")
 def check_expansion(run: Run) -> list[CheckResult]:
     """The engine's block-id path against the alternatives, as ratios in one run.
 

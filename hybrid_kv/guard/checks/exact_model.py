@@ -20,7 +20,16 @@ from hybrid_kv.guard.traffic import (
 
 
 # All forced patterns and the covering design are the first 2,300 requests or so.
-@check("exact model", quick=2500, full=12_000, long=100_000, seconds=0.0066, place=30, factors=lambda: FACTORS)
+@check(
+    "exact model",
+    quick=2500,
+    full=12_000,
+    long=100_000,
+    seconds=0.0066,
+    place=30,
+    factors=lambda: FACTORS,
+    runs="spread",
+)
 def check_exact_model(run: Run) -> list[CheckResult]:
     """Engine against oracle on the integer model, until `run.amount` requests ran; tokens must be equal.
 
@@ -29,13 +38,17 @@ def check_exact_model(run: Run) -> list[CheckResult]:
     """
     begin = time.perf_counter()
     total = Differences()
+    failed_after, requests = None, dict[str, int]()
     first = run.seed * SCENARIOS_PER_RUN
     numbers = rows_with(run.only) if run.only else range(SCENARIOS_PER_RUN)
-    runs = run_scenarios((first + number for number in numbers), run.workers)
+    runs = run_scenarios((first + number for number in numbers), run.pool, run.workers)
     for result in runs:
         run.progress(min(result.num_requests, max(0, run.amount - total.num_requests)))
         total += result
-        if total.num_requests >= run.amount and not run.only:
+        if result.wrong and failed_after is None:
+            failed_after = time.perf_counter() - begin
+            requests = {"requests_to_failure": total.num_requests}
+        if (total.num_requests >= run.amount and not run.only) or (total.wrong and run.fail_fast):
             break
     runs.close()
     seconds = time.perf_counter() - begin
@@ -50,7 +63,8 @@ def check_exact_model(run: Run) -> list[CheckResult]:
     unlike, patterns, settings = [
         CheckResult(
             "exact model", "scenarios and requests unlike the oracle", not wrong, len(wrong), "requests", "0",
-            total.num_requests, seconds, detail, params, figures,
+            total.num_requests, seconds, detail, params, {**figures, **requests},
+            failed_after=failed_after,
         ),
         CheckResult(
             "exact model", "request patterns that happened", not missing, len(REQUIRED) - len(missing), "patterns",
@@ -64,6 +78,8 @@ def check_exact_model(run: Run) -> list[CheckResult]:
             f"void: {len(untried)} never ran, such as {dict(untried[0])}" if untried else "", params, figures,
         ),
     ]  # fmt: skip
+    if wrong and run.fail_fast:
+        return [unlike]
     if run.only:
         settings = replace(settings, figures={**figures, "seen": dict(total.seen)})
         if not total.cells:

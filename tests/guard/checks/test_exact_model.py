@@ -5,13 +5,16 @@ They are of the kinds that README's "What it finds" lists.
 
 from __future__ import annotations
 
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
 import torch
 
 from hybrid_kv.attention import mamba
+from hybrid_kv.engine import runner
 from hybrid_kv.guard.checks.exact_model import check_exact_model
 from hybrid_kv.guard.registry import Run
 from hybrid_kv.kernels.block_tables import host
@@ -75,8 +78,18 @@ def test_a_stuck_initial_state_flag_is_seen(monkeypatch: pytest.MonkeyPatch, val
 
 
 def test_the_result_does_not_depend_on_the_number_of_processes() -> None:
-    alone, together = check_exact_model(Run(150)), check_exact_model(Run(150, workers=2))
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        alone, together = check_exact_model(Run(150)), check_exact_model(Run(150, workers=2, pool=pool))
     assert [replace(result, seconds=0.0) for result in alone] == [replace(result, seconds=0.0) for result in together]
+
+
+def test_the_first_failure_is_counted_and_can_end_the_section(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "postprocess_mamba", lambda *_: None)
+    unlike, *others = check_exact_model(Run(60))
+    requests = unlike.figures["requests_to_failure"]
+    assert len(others) == 2 and 0 < requests < unlike.n and 0 < unlike.failed_after < unlike.seconds
+    (first,) = check_exact_model(Run(60, fail_fast=True))
+    assert first.n == requests == first.figures["requests_to_failure"] and not first.passed
 
 
 def test_settings_that_exclude_each_other_are_void() -> None:

@@ -1,0 +1,212 @@
+"""Runs the chosen sections so that no core is idle, the most telling first.
+
+The exact model spreads over all cores and comes first: it finds most in least time. Then sections of one process each
+run beside each other, the longest first. What measures time comes last, alone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from multiprocessing import active_children, get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from hybrid_kv.config import ConfigError
+from hybrid_kv.errors import deaf_to_ctrl_c, require
+from hybrid_kv.guard.registry import CHECKS, Check, CheckResult, Run, Size, load_checks, refuse_unknown_levels
+
+MOST_WORKERS = 8
+Advance = Callable[[str, float], object]  # told a section, and how much of its amount is done
+Ended = tuple[Check, list[CheckResult], float]  # and the seconds that it took
+
+
+def amounts(size: Size) -> dict[str, int]:
+    """How much of each section a guard of this size runs; 0 leaves it out."""
+    return {check.section: check.amounts[size] for check in load_checks()}
+
+
+def run_guard(
+    amount: dict[str, int],
+    seed: int,
+    progress: bool = True,
+    device: str = "cpu",
+    select: Sequence[str] | None = None,
+    only: Mapping[str, str] | None = None,
+    repro: Path | None = None,
+    fail_fast: bool = False,
+    jobs: int | None = None,
+) -> list[CheckResult]:
+    """All checks, each process on one thread: on tensors this small a second one costs more than it brings.
+
+    Args:
+        amount: by section, such as `amounts("quick")`.
+        device: of the guard model; the exact one follows its integers on the CPU.
+        select: parts of sections' names; one of them is enough.
+        only: levels by factor; only sections that have these factors run.
+        repro: folder for small cases of what failed; it is made when there is one.
+        fail_fast: end with the first section that fails, and what is under way beside it.
+        jobs: processes at a time; None: one per core, at most `MOST_WORKERS`.
+
+    Raises:
+        ConfigError: no section is left, or none has these levels; nothing has run.
+        ModuleNotFoundError: a section needs a package that is not installed; nothing has run.
+    """
+    known = load_checks()
+    refuse_unknown_levels(only or {}, known)
+    chosen = [
+        check
+        for check in known
+        if amount.get(check.section)
+        and (not select or any(part.lower() in check.section for part in select))
+        and (not only or only.keys() <= check.factors().keys())
+    ]
+    if not chosen:
+        asked = [*(select or ()), *(only or ())]
+        raise ConfigError(f"no section of this guard has {' or '.join(asked)!r}; leave --only out")
+    require(*dict.fromkeys(package for check in chosen for package in check.needs))
+    workers = jobs or min(MOST_WORKERS, os.cpu_count() or 1)
+    run = Run(0, seed, workers=workers, device=device, only=only or {}, repro=repro, fail_fast=fail_fast)
+    runs = {check.section: replace(run, amount=amount[check.section]) for check in chosen}
+    results: dict[str, list[CheckResult]] = {}
+    begin = time.perf_counter()
+    with _one_thread(), _bar(chosen, runs, progress) as advance, _pool(workers, chosen) as pool:
+        for check, found, seconds in _sections(chosen, runs, advance, pool):
+            started = time.perf_counter() - begin - seconds
+            results[check.section] = [_with_moment(result, started, seconds) for result in found]
+            if fail_fast and not all(result.passed for result in found):
+                break
+    return [result for check in known for result in results.get(check.section, [])]
+
+
+def _sections(
+    chosen: Sequence[Check], runs: Mapping[str, Run], advance: Advance, pool: Executor | None
+) -> Iterator[Ended]:
+    """Each section as it ends."""
+    beside = [check for check in chosen if check.runs == "beside"] if pool is not None else []
+    first = [check for check in chosen if check not in beside and check.runs != "alone"]
+    for check in first:
+        yield _here(check, runs, advance, pool)
+    if len(beside) == 1:
+        yield _here(beside[0], runs, advance, pool)
+    elif pool is not None and beside:
+        yield from _beside(beside, runs, advance, pool)
+    for check in chosen:
+        if check.runs == "alone":
+            yield _here(check, runs, advance, None)
+
+
+def _here(check: Check, runs: Mapping[str, Run], advance: Advance, pool: Executor | None) -> Ended:
+    begin = time.perf_counter()
+    run = replace(runs[check.section], progress=partial(advance, check.section), pool=pool)
+    return check, _run(check, run), time.perf_counter() - begin
+
+
+def _beside(checks: Sequence[Check], runs: Mapping[str, Run], advance: Advance, pool: Executor) -> Iterator[Ended]:
+    """One process for each section, as many at a time as there are workers; the longest go first."""
+    ordered = sorted(checks, key=lambda check: -check.seconds * runs[check.section].amount)
+    with deaf_to_ctrl_c():  # A submit may start a worker.
+        futures = {pool.submit(_in_worker, check.section, runs[check.section]): check for check in ordered}
+    while futures:
+        done, _ = wait(futures, timeout=0.2, return_when=FIRST_COMPLETED)
+        while not _ticks.empty():
+            advance(*_ticks.get())
+        for future in done:
+            check = futures.pop(future)
+            found, seconds = future.result()
+            yield check, found, seconds
+
+
+_ticks: Any = None  # the queue of what workers have done; each process has its end of it
+
+
+def _start_worker(ticks: Any) -> None:
+    global _ticks
+    _ticks = ticks
+    torch.set_num_threads(1)
+
+
+def _in_worker(section: str, run: Run) -> tuple[list[CheckResult], float]:
+    load_checks()
+    begin = time.perf_counter()
+    found = _run(CHECKS[section], replace(run, progress=lambda done: _ticks.put((section, done))))
+    return found, time.perf_counter() - begin
+
+
+@contextmanager
+def _pool(workers: int, chosen: Sequence[Check]) -> Iterator[Executor | None]:
+    """Processes for sections and exact scenarios; none where this one is enough. They end with the block."""
+    if workers == 1 or (len(chosen) == 1 and chosen[0].runs != "spread"):
+        yield None
+        return
+    # Fork would hand on the locks of torch's threads.
+    context, before = get_context("spawn"), set(active_children())
+    _start_worker(context.SimpleQueue())
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(_ticks,))
+    try:
+        yield pool
+    finally:
+        # Workers hear no Ctrl-C, and a section takes minutes: nobody waits for what nobody will look at.
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in set(active_children()) - before:
+            child.terminate()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def _bar(chosen: Sequence[Check], runs: Mapping[str, Run], progress: bool) -> Iterator[Advance]:
+    """A bar of time."""
+    seconds = {check.section: check.seconds for check in chosen}
+    total = sum(runs[section].amount * each for section, each in seconds.items())
+    with tqdm(
+        total=total,
+        disable=not progress,
+        desc="guard",
+        mininterval=0.1 if sys.stderr.isatty() else 10.0,  # A log keeps every line that a terminal overwrites.
+        smoothing=0,
+        bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}",
+    ) as bar:
+
+        def advance(section: str, done: float) -> None:
+            bar.set_postfix_str(section, refresh=False)
+            bar.update(min(done * seconds[section], total - bar.n))  # A sum of floats may pass their total.
+
+        yield advance
+
+
+def _run(check: Check, run: Run) -> list[CheckResult]:
+    """A check that crashes has found something; one whose library is missing could not run."""
+    try:
+        return check.function(run)
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        detail = f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
+        return [CheckResult(check.section, "runs to its end", False, 0, "", "", 0, 0.0, detail)]
+
+
+def _with_moment(result: CheckResult, started: float, seconds: float) -> CheckResult:
+    """When it was known to fail, counted from the guard's beginning: at the section's end, if it does not say."""
+    if result.passed:
+        return result
+    return replace(result, failed_after=started + (seconds if result.failed_after is None else result.failed_after))

@@ -1,0 +1,66 @@
+"""Sections side by side, in turn, and no further than the first failure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing import active_children
+
+import pytest
+
+from hybrid_kv.guard import run as module
+from hybrid_kv.guard.registry import CHECKS, CheckResult, Run, load_checks
+from hybrid_kv.guard.report import document, first_failure, print_results
+from hybrid_kv.guard.run import run_guard
+
+FEW = {"layout": 4, "exact model": 8, "costs": 1, "accuracy": 4}
+
+
+def test_processes_change_when_a_section_runs_and_nothing_else() -> None:
+    one, two = (run_guard(FEW, seed=3, progress=False, jobs=jobs) for jobs in (1, 2))
+    same = [replace(result, seconds=0.0, failed_after=None) for result in one]
+    assert [replace(result, seconds=0.0, failed_after=None) for result in two] == same
+    assert [result.section for result in one] == ["layout", *["exact model"] * 4, *["accuracy"] * 2]
+
+
+def result(name: str, passed: bool = True, **values: float) -> Callable[[Run], list[CheckResult]]:
+    return lambda run: [CheckResult(name, "toy", passed, 0, "settings", "0", 1, 0.0, **values)]  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def toys(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Three sections; the second one fails, and knew it after a quarter of a second."""
+    load_checks()
+    functions = {"layout": result("layout"), "costs": result("costs", False, failed_after=0.25)}
+    functions["accuracy"] = result("accuracy", False, failed_after=9.0)
+    for section, function in functions.items():
+        monkeypatch.setitem(CHECKS, section, replace(CHECKS[section], function=function))
+    return dict.fromkeys(functions, 1)
+
+
+def test_the_first_failure_is_a_figure(toys: dict[str, int], capsys: pytest.CaptureFixture[str]) -> None:
+    results = run_guard(toys, seed=0, progress=False, jobs=1)
+    first = first_failure(results)
+    assert first is not None and first["section"] == "costs" and 0.25 <= first["seconds"] < 0.5
+    assert document(results, 0)["first_failure"] == first
+    print_results(results)
+    assert f"first failure: costs, after {first['seconds']:.1f} s\n" in capsys.readouterr().out
+    assert first_failure(results[:1]) is None
+
+
+def test_a_guard_that_fails_fast_runs_no_section_behind_the_failure(toys: dict[str, int]) -> None:
+    assert [one.section for one in run_guard(toys, 0, progress=False, jobs=1)] == ["layout", "costs", "accuracy"]
+    assert [one.section for one in run_guard(toys, 0, progress=False, jobs=1, fail_fast=True)] == ["layout", "costs"]
+
+
+def test_nobody_waits_for_workers_after_an_interrupt() -> None:
+    before = set(active_children())
+    with pytest.raises(KeyboardInterrupt), module._pool(2, load_checks()) as pool:
+        assert pool is not None
+        pool.submit(time.sleep, 600)
+        started = set(active_children()) - before
+        raise KeyboardInterrupt
+    for child in started:
+        child.join(60)
+    assert started and all(child.exitcode not in (None, 0) for child in started)
