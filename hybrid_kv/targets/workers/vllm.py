@@ -1,0 +1,243 @@
+"""vLLM in its own process, driven a step at a time: `python vllm.py`, spoken to as `pipe` says; for vLLM 0.32.
+
+A setting that vLLM refuses, or takes and then overrides, is a `ValueError` in its own words: it cannot be asked here.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+DEFAULTS = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else it takes every core
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a step returns when its tokens are there
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+NUM_LIKELIEST = 5
+MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 2048, 8, 2048
+ROOM = 640  # tokens of the one request that a tight pool holds for sure, where eight may run
+CAN = ["cached", "logprobs", "score", "reset", "preempt", "salt", "seed", "n", "abort", "batch"]
+COUNTERS = {
+    "vllm:prefix_cache_hits": "hits",
+    "vllm:spec_decode_num_draft_tokens": "drafts",
+    "vllm:spec_decode_num_accepted_tokens": "accepted",
+    "vllm:num_preemptions": "preemptions",
+}
+
+
+def arguments(settings: dict[str, str]) -> dict[str, Any]:
+    """vLLM's engine arguments of levels by factor.
+
+    Raises:
+        ValueError: no such factor or level.
+    """
+    found: dict[str, Any] = {
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": MAX_NUM_SEQS,
+        "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
+        "enable_prefix_caching": False,
+        "async_scheduling": False,
+        "dtype": "float32",
+    }
+    for factor, level in settings.items():
+        digits = level.lstrip("abcdefghijklmnopqrstuvwxyz")
+        word, number = level[: len(level) - len(digits)], int(digits) if digits.isdecimal() else 0
+        match factor, word, number:
+            case ("prefix", "off", 0) | ("spec", "none", 0) | ("chunk", "whole", 0) | ("blocks", "ample" | "tight", 0):
+                pass
+            case ("block", "own", 0) | ("match", "block", 0) | ("retain", "last", 0) | ("async", "off", 0):
+                pass
+            case ("prefix", "on", 0):
+                found["enable_prefix_caching"] = True
+            case "prefix", mode, 0:
+                found |= {"enable_prefix_caching": True, "mamba_cache_mode": mode}
+            case "spec", method, 1 | 2 | 3 | 4 | 5 | 6 | 7:
+                found["speculative_config"] = {"method": method, "num_speculative_tokens": number}
+                if method == "ngram":
+                    found["speculative_config"] |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
+            case "chunk", "", number if number:
+                found["max_num_batched_tokens"] = number
+            case "block", "", number if number:
+                found["block_size"] = number
+            case "match", "", number if number:
+                found["prefix_match_unit"] = number
+            case "retain", "all", 0:
+                found["prefix_cache_retention_interval"] = None
+            case "async", "on", 0:
+                found["async_scheduling"] = True
+            case "dtype", _, _:
+                found["dtype"] = level
+            case _:
+                raise ValueError(f"{factor}={level} is not a setting of vLLM that is known here")
+    if settings.get("blocks") == "tight":
+        found["max_model_len"] = ROOM
+    return found
+
+
+class Engine:
+    """What `pipe.serve` asks; fields as in `hybrid_kv.targets.target`."""
+
+    def start(self, folder: str, settings: dict[str, str]) -> dict[str, Any]:
+        os.environ |= {name: value for name, value in DEFAULTS.items() if name not in os.environ}
+        options = arguments(settings)
+        import torch
+        from vllm.exceptions import VLLMClientError
+
+        # torchvision as it is published has no operators for a CPU build of torch, and asks for these two when models
+        # that could see import it.
+        vision = torch.library.Library("torchvision", "DEF")
+        for name in ("nms", "qnms"):
+            vision.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        try:
+            self._start(folder, options, settings.get("blocks") == "tight")
+        except (ValueError, NotImplementedError, VLLMClientError) as error:
+            raise ValueError(_line(error)) from error
+        import vllm
+
+        return {"version": vllm.__version__, "can": CAN}
+
+    def _start(self, folder: str, options: dict[str, Any], tight: bool) -> None:
+        import vllm
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        # Known as a class, not by name, a model is not looked at in another process first, which lacks the operators.
+        (architecture,) = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))["architectures"]
+        if (lazy := vllm.ModelRegistry.models.get(architecture)) is not None:
+            vllm.ModelRegistry.register_model(architecture, lazy.load_model_cls())
+        if tight:
+            _make_tight()
+        engine_arguments = vllm.EngineArgs(
+            folder, enforce_eager=True, skip_tokenizer_init=True, disable_log_stats=False, **options
+        )
+        self._llm = LLMEngine.from_engine_args(engine_arguments)
+        self._sent = 0
+        config = self._llm.vllm_config
+        taken = {
+            "enable_prefix_caching": config.cache_config.enable_prefix_caching,
+            "async_scheduling": config.scheduler_config.async_scheduling,
+            "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+        }
+        for name, value in taken.items():
+            if options[name] != value:
+                raise ValueError(f"vLLM took {name}={options[name]} and made it {value}")
+        # What a model cannot do may show in its first steps only.
+        self.ask([{"prompt": [1, 2, 3], "max_tokens": 3, "salt": "start"}], 0)
+
+    def ask(self, asks: list[dict[str, Any]], preempt_every: int) -> list[dict[str, Any]]:
+        from vllm.exceptions import VLLMClientError
+
+        told: list[dict[str, Any]] = [{} for _ in asks]
+        parts: list[dict[int, Any]] = [{} for _ in asks]  # of n answers, an output tells of one
+        running: dict[str, int] = {}
+        waiting, undisturbed = list(range(len(asks))), 0
+        while waiting or running:
+            for i in [i for i in waiting if asks[i].get("after", 0) <= len(asks) - len(waiting) - len(running)]:
+                waiting.remove(i)
+                try:
+                    running[self._send(asks[i])] = i
+                except (ValueError, VLLMClientError) as error:
+                    told[i]["error"] = _line(error)
+            known = sum(len(one.token_ids) for each in parts for one in each.values())
+            if preempt_every and known - undisturbed >= preempt_every:
+                undisturbed = known
+                self._llm.reset_prefix_cache(reset_running_requests=True)
+            for output in self._llm.step():
+                if (i := running.get(output.request_id, -1)) < 0:
+                    continue
+                told[i]["cached_tokens"] = output.num_cached_tokens
+                parts[i] |= {one.index: one for one in output.outputs}
+                limit = asks[i].get("abort_after")
+                if limit is not None and not output.finished:
+                    lengths = [len(one.token_ids) for one in parts[i].values()]
+                    if len(lengths) < asks[i].get("n", 1) or min(lengths) < limit:
+                        continue
+                    self._llm.abort_request([output.request_id])
+                elif not output.finished:
+                    continue
+                del running[output.request_id]
+        return [one | _texts(each) for one, each in zip(told, parts, strict=True)]
+
+    def _send(self, ask: dict[str, Any], **more: Any) -> str:
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            max_tokens=ask["max_tokens"],
+            temperature=ask.get("temperature", 0.0),
+            seed=ask.get("seed"),
+            n=ask.get("n", 1),
+            logprobs=NUM_LIKELIEST if ask.get("logprobs") else None,
+            ignore_eos=True,
+            detokenize=False,
+            **more,
+        )
+        prompt = {"prompt_token_ids": list(ask["prompt"])}
+        if ask.get("salt"):
+            prompt["cache_salt"] = ask["salt"]
+        self._sent += 1
+        name = str(self._sent)
+        self._llm.add_request(name, prompt, params)
+        return name
+
+    def score(self, token_ids: list[int]) -> list[float]:
+        """A request for log-probabilities of its prompt does not read the cache; its salt keeps others from it."""
+        self._send({"prompt": token_ids, "max_tokens": 1, "salt": f"score {self._sent}"}, prompt_logprobs=0)
+        found: Any = None
+        while self._llm.has_unfinished_requests():
+            for output in self._llm.step():
+                found = output.prompt_logprobs or found
+        return [found[i][token].logprob for i, token in enumerate(token_ids) if i]
+
+    def counters(self) -> dict[str, float]:
+        found = dict.fromkeys(COUNTERS.values(), 0.0)
+        for metric in self._llm.get_metrics():
+            if metric.name in COUNTERS:
+                found[COUNTERS[metric.name]] += metric.value
+        return found
+
+    def reset(self) -> None:
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("reset_prefix_cache says that it did not")
+
+
+def _make_tight() -> None:
+    """The pool of the next engine holds what its longest request takes, for which vLLM has no option."""
+    import vllm.v1.engine.core as core
+    from vllm.v1.core import kv_cache_utils
+
+    plan: Callable[..., Any] = core.get_kv_cache_configs
+
+    def tight(config: Any, specs: Any, memory: list[int]) -> Any:
+        groups = kv_cache_utils.get_kv_cache_groups(config, dict(specs[0]))
+        needed = kv_cache_utils._max_memory_usage_bytes_from_groups(config, groups)
+        block = kv_cache_utils._pool_bytes_per_block(config, groups)
+        config.cache_config.num_gpu_blocks_override = 1 + -(-needed // block)  # the first one is nobody's
+        return plan(config, specs, memory)
+
+    core.get_kv_cache_configs = tight
+
+
+def _texts(parts: dict[int, Any]) -> dict[str, Any]:
+    texts = [list(parts[i].token_ids) for i in sorted(parts)]
+    found: dict[str, Any] = {"token_ids": texts[0] if texts else [], "others": texts[1:]}
+    if texts and parts[0].logprobs:
+        found["logprobs"] = [{token: one.logprob for token, one in step.items()} for step in parts[0].logprobs]
+    return found
+
+
+def _line(error: Exception) -> str:
+    """What went wrong, in one line; pydantic's first is only a heading."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:3])
+
+
+if __name__ == "__main__":
+    import pipe
+
+    sys.path.pop(0)  # this folder: in it, `vllm` is this file
+    pipe.serve(Engine())
