@@ -6,13 +6,17 @@ from collections.abc import Mapping
 
 from hybrid_kv.targets.remote import Remote, python_of
 
-NAME = "vllm"
-FACTORS = {
-    "prefix": ("off", "on", "align", "all"),  # on: the mode that vLLM takes by itself
+name = "vllm"
+factors = {
+    "prefix": (
+        "off",
+        "all",
+        "on",
+    ),  # on: the mode that vLLM takes by itself; all: a `mamba_cache_mode` of some versions
     "spec": ("none", "ngram3", "mtp1", "mtp3"),
-    "chunk": ("whole", "17", "64"),
+    "chunk": ("whole", "17"),
     "blocks": ("ample", "tight"),
-    "block": ("own", "16", "32"),  # tokens; a hybrid's grow until a Mamba state fits
+    "block": ("own", "32"),  # tokens; a hybrid's grow until a Mamba state fits
     "match": ("block", "32"),  # prefix_match_unit: hits may end inside a block
     "retain": ("last", "all"),  # prefix_cache_retention_interval: which Mamba states stay
     "async": ("off", "on"),
@@ -22,4 +26,4 @@ FACTORS = {
 
 def start(folder: str, settings: Mapping[str, str]) -> Remote:
     """See `targets.target.Kind`."""
-    return Remote(NAME, python_of(NAME, "vllm"), folder, settings)
+    return Remote(name, python_of(name, "vllm"), folder, settings)

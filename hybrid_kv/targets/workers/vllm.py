@@ -100,7 +100,7 @@ class Engine:
             raise ValueError(_line(error)) from error
         import vllm
 
-        return {"version": vllm.__version__, "can": CAN}
+        return {"version": vllm.__version__, "can": CAN, "longest": options["max_model_len"]}
 
     def _start(self, folder: str, options: dict[str, Any], tight: bool) -> None:
         import vllm
@@ -166,11 +166,14 @@ class Engine:
     def _send(self, ask: dict[str, Any], **more: Any) -> str:
         from vllm import SamplingParams
 
+        temperature, n = ask.get("temperature", 0.0), ask.get("n", 1)
+        if n > 1 and not temperature:  # refused; with one token to draw from, a draw is greedy
+            temperature, more["top_k"] = 1.0, 1
         params = SamplingParams(
             max_tokens=ask["max_tokens"],
-            temperature=ask.get("temperature", 0.0),
+            temperature=temperature,
             seed=ask.get("seed"),
-            n=ask.get("n", 1),
+            n=n,
             logprobs=NUM_LIKELIEST if ask.get("logprobs") else None,
             ignore_eos=True,
             detokenize=False,
