@@ -8,7 +8,7 @@ from typing import cast
 from hybrid_kv.config import ConfigError
 from hybrid_kv.targets.target import Kind
 
-KINDS = ("ours", "serve", "mlx", "vllm")  # a file of `targets` each
+KINDS = ("ours", "serve", "mlx", "vllm", "transformers")  # a file of `targets` each
 
 
 def kind_of(name: str) -> Kind:

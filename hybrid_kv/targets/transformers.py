@@ -1,0 +1,246 @@
+"""transformers' own `generate` and its continuous batching, in this process: an engine like any other, not the oracle.
+
+Padding on the right is left out: `generate` warns that it gives other answers, and it does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hybrid_kv.config import ConfigError
+from hybrid_kv.models.random_checkpoint import quiet
+from hybrid_kv.targets.target import Answer, Ask
+
+name = "transformers"
+factors = {
+    "prefix": ("off", "kept"),  # kept: a caller goes on with the cache that `generate` returned
+    "cache": ("dynamic", "static", "offloaded", "offloaded_static"),
+    "chunk": ("whole", "17"),  # prefill_chunk_size
+    "spec": ("none", "lookup3", "draft2"),  # of the prompt; of the same model with a little noise on its weights
+    "batch": ("one", "left", "continuous"),  # one after another, padded on the left, paged
+}
+NUM_LIKELIEST = 5
+MAX_MODEL_LEN = 2048
+NOISE = 0.05  # of a weight's own size: a draft model that is right often, not always
+# `generate` moves an offloaded cache by CUDA's streams alone.
+REFUSALS = ("ValueError", "NotImplementedError", "AssertionError: Torch not compiled with CUDA")
+Kept = dict[tuple[int, ...], Any]  # caches by the tokens that they hold
+
+
+def start(folder: str, settings: Mapping[str, str]) -> Transformers:
+    """See `targets.target.Kind`."""
+    return Transformers(folder, settings)
+
+
+class Transformers:
+    """See `targets.target.Target`."""
+
+    name, longest = name, MAX_MODEL_LEN
+
+    def __init__(self, folder: str, settings: Mapping[str, str]) -> None:
+        import transformers
+
+        self.version, self.settings = transformers.__version__, dict(settings)
+        self._level = {factor: settings.get(factor, levels[0]) for factor, levels in factors.items()}
+        batch = self._level["batch"]
+        if batch != "one" and (self._level["prefix"], self._level["spec"]) != ("off", "none"):
+            raise ConfigError(f"batch={batch}: caches are kept and drafts are made for one request; use batch=one")
+        self._model = _load(folder)
+        self._drafting: dict[str, Any] = {}
+        if self._level["spec"] == "lookup3":
+            self._drafting = {"prompt_lookup_num_tokens": 3}
+        elif self._level["spec"] == "draft2":
+            draft = _noisy(_load(folder))
+            draft.generation_config.num_assistant_tokens = 2
+            draft.generation_config.num_assistant_tokens_schedule = "constant"
+            self._drafting = {"assistant_model": draft}
+        self._kept: Kept = {}
+        self._counts: Counter[str] = Counter()
+        alone = batch == "one"
+        self.can = frozenset({"cached", "score", "reset", *(["logprobs", "seed", "n"] if alone else ["batch"])})
+        self._ask_once()
+
+    def _ask_once(self) -> None:
+        """Refusals come with the first request."""
+        (answer,) = self.ask([Ask((1, 2, 3, 4), max_tokens=2)])
+        self._kept, self._counts = {}, Counter()
+        if answer.error.startswith(REFUSALS):
+            raise ConfigError(f"{self.name}: {answer.error}")
+
+    def ask(self, asks: Sequence[Ask], preempt_every: int = 0) -> list[Answer]:
+        """See `Target.ask`; a batch is complete before the next one starts."""
+        together = {"one": self._one, "left": self._padded, "continuous": self._continuous}[self._level["batch"]]
+        answers: dict[int, Answer] = {}
+        waiting = list(range(len(asks)))
+        while waiting:
+            ready = [i for i in waiting if asks[i].after <= len(answers)] or waiting[:1]
+            ready = ready[:1] if self._level["batch"] == "one" else ready
+            waiting = [i for i in waiting if i not in ready]
+            try:
+                with quiet():
+                    found = together([asks[i] for i in ready])
+            except Exception as error:
+                text = str(error).strip().splitlines() or [""]
+                found = [Answer((), error=f"{type(error).__name__}: {text[0][:300]}")] * len(ready)
+            answers |= zip(ready, found, strict=True)
+        return [answers[i] for i in range(len(asks))]
+
+    def _one(self, asks: Sequence[Ask]) -> list[Answer]:
+        (ask,) = asks
+        cache, num_cached = self._take(ask.prompt)
+        if ask.seed is not None:
+            torch.manual_seed(ask.seed)
+        prompts = torch.tensor([ask.prompt])
+        with self._counted_drafts():
+            done = self._generate(prompts, torch.ones_like(prompts), ask, past_key_values=cache, **self._drafting)
+        rows = [tuple(row) for row in done.sequences[:, len(ask.prompt) :].tolist()]
+        if self._level["prefix"] == "kept" and ask.n == 1:
+            self._kept[(*ask.prompt, *rows[0][:-1])] = done.past_key_values
+        self._counts["hits"] += num_cached
+        return [Answer(rows[0], num_cached, _logprobs(ask, rows[0], done.logits), tuple(rows[1:]))]
+
+    def _padded(self, asks: Sequence[Ask]) -> list[Answer]:
+        longest = max(len(ask.prompt) for ask in asks)
+        rows = [[0] * (longest - len(ask.prompt)) + list(ask.prompt) for ask in asks]
+        mask = [[0] * (longest - len(ask.prompt)) + [1] * len(ask.prompt) for ask in asks]
+        most = max(asks, key=lambda ask: ask.max_tokens)
+        done = self._generate(torch.tensor(rows), torch.tensor(mask), most)
+        new = done.sequences[:, longest:].tolist()
+        return [Answer(tuple(row[: ask.max_tokens]), 0) for ask, row in zip(asks, new, strict=True)]
+
+    def _continuous(self, asks: Sequence[Ask]) -> list[Answer]:
+        from transformers import ContinuousBatchingConfig, GenerationConfig
+
+        done = self._model.generate_batch(
+            [list(ask.prompt) for ask in asks],
+            GenerationConfig(  # type: ignore[no-untyped-call]
+                max_new_tokens=max(ask.max_tokens for ask in asks), do_sample=False, eos_token_id=-1
+            ),
+            ContinuousBatchingConfig(page_size=16, num_blocks=256, max_batch_tokens=self._chunk or 512),
+        )
+        outputs = list(done.values())
+        return [
+            Answer(tuple(one.generated_tokens[: ask.max_tokens]), error=one.error or "")
+            for ask, one in zip(asks, outputs, strict=True)
+        ]
+
+    @property
+    def _chunk(self) -> int | None:
+        return None if self._level["chunk"] == "whole" else int(self._level["chunk"])
+
+    def _generate(self, prompts: torch.Tensor, mask: torch.Tensor, ask: Ask, **extra: Any) -> Any:
+        from transformers import GenerationConfig
+
+        sampled = {"do_sample": True, "temperature": ask.temperature, "num_return_sequences": ask.n, "top_k": 0}
+        own = self._level["cache"] == "dynamic" or extra.get("past_key_values") is not None
+        config = GenerationConfig(  # type: ignore[no-untyped-call]
+            max_new_tokens=ask.max_tokens,
+            pad_token_id=0,
+            prefill_chunk_size=self._chunk,
+            cache_implementation=None if own else self._level["cache"],
+            return_dict_in_generate=True,
+            output_logits=ask.logprobs,
+            **(sampled if ask.temperature else {"do_sample": False}),
+        )
+        if extra.get("past_key_values") is None:
+            extra.pop("past_key_values", None)
+        return self._model.generate(prompts, attention_mask=mask, generation_config=config, **extra)
+
+    def _take(self, prompt: tuple[int, ...]) -> tuple[Any, int]:
+        """The cache that holds most of a prompt, without its last token; it can be gone on with once."""
+        held = [tokens for tokens in self._kept if len(tokens) < len(prompt) and tokens == prompt[: len(tokens)]]
+        if held:
+            tokens = max(held, key=len)
+            return self._kept.pop(tokens), len(tokens)
+        if self._level["prefix"] == "kept" and "static" in self._level["cache"]:
+            # The cache of one call is as long as that call; a caller who goes on brings a longer one.
+            from transformers import StaticCache
+
+            offloading = self._level["cache"].startswith("offloaded")
+            return StaticCache(self._model.config, max_cache_len=MAX_MODEL_LEN, offloading=offloading), 0
+        return None, 0
+
+    @contextmanager
+    def _counted_drafts(self) -> Iterator[None]:
+        """Counts what candidate generators propose, and how much of it is accepted."""
+        made: Callable[..., Any] = self._model._get_candidate_generator
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            generator = made(*args, **kwargs)
+            propose, learn = generator.get_candidates, generator.update_candidate_strategy
+
+            def get_candidates(input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+                candidates, logits = propose(input_ids, *args, **kwargs)
+                self._counts["drafts"] += candidates.shape[1] - input_ids.shape[1]
+                return candidates, logits
+
+            def update(input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
+                self._counts["accepted"] += int(num_matches)
+                learn(input_ids, scores, num_matches)
+
+            generator.get_candidates, generator.update_candidate_strategy = get_candidates, update
+            return generator
+
+        self._model._get_candidate_generator = counted
+        try:
+            yield
+        finally:
+            del self._model._get_candidate_generator
+
+    def score(self, token_ids: Sequence[int]) -> list[float]:
+        """See `Target.score`."""
+        with torch.inference_mode():
+            logprobs = self._model(torch.tensor([list(token_ids)]), use_cache=False).logits[0].log_softmax(-1)
+        scores: list[float] = logprobs[:-1].gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0].tolist()
+        return scores
+
+    def counters(self) -> Mapping[str, float]:
+        """See `Target.counters`."""
+        return {counter: float(self._counts[counter]) for counter in ("hits", "drafts", "accepted")}
+
+    def reset(self) -> None:
+        """See `Target.reset`."""
+        self._kept = {}
+
+    def close(self) -> None:
+        """See `Target.close`."""
+        self._kept = {}
+
+
+def _load(folder: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with quiet():
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()  # type: ignore[no-untyped-call]
+    except (ValueError, OSError, KeyError) as error:
+        raise ConfigError(f"transformers does not load {folder}: {str(error).splitlines()[0]}") from None
+    model.generation_config.eos_token_id = None  # answers are as long as they may be
+    return model
+
+
+def _noisy(model: torch.nn.Module) -> Any:
+    """These weights, a little off."""
+    g = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn(weight.shape, generator=g), alpha=NOISE * float(weight.abs().mean()))
+    return model
+
+
+def _logprobs(
+    ask: Ask, tokens: Sequence[int], logits: Sequence[torch.Tensor] | None
+) -> tuple[Mapping[int, float], ...]:
+    found = []
+    for token, row in zip(tokens, logits or (), strict=False):
+        logprobs = row[0].log_softmax(-1)
+        best = logprobs.topk(NUM_LIKELIEST)
+        found.append(
+            {**dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)), token: float(logprobs[token])}
+        )
+    return tuple(found)
