@@ -25,6 +25,7 @@ class Judgement:
         expected: the right answer up to there.
         margin: how much likelier the right token is, as a difference of log-probabilities.
         logprob: the right log-probability of the token at `position`, where that is what is wrong.
+        most_cached: of the prompt, where more of it is said to come from the cache.
     """
 
     verdict: Verdict = "right"
@@ -33,6 +34,7 @@ class Judgement:
     expected: tuple[int, ...] = ()
     margin: float = 0.0
     logprob: float | None = None
+    most_cached: int | None = None
 
 
 RIGHT = Judgement()

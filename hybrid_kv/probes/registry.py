@@ -19,17 +19,10 @@ Verdict = Literal["right", "wrong", "inconclusive", "void", "cannot be asked her
 
 @dataclass(frozen=True)
 class Round:
-    """Requests that are sent together, and what is expected of the cache.
-
-    Attributes:
-        asks: each is held against the same request alone, cold, in the plainest engine.
-        preempt_every: see `Target.ask`.
-        cached: by ask, the most tokens that may come from the cache; None: any.
-    """
+    """Requests that are sent together; `preempt_every`: see `Target.ask`."""
 
     asks: tuple[Ask, ...]
     preempt_every: int = 0
-    cached: tuple[int | None, ...] = ()
 
 
 Rounds = Generator[Round, list[Answer], None]

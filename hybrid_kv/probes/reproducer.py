@@ -29,6 +29,7 @@ class Case:
         expected: the answer's tokens up to the first that was wrong, with what was right there.
         margin: how much likelier that was, as a difference of log-probabilities.
         logprob: the right log-probability of the last of them, if it is not the tokens that were wrong.
+        most_cached: tokens of the prompt that may come from the cache, if it is that.
         limit: what a log-probability may differ by.
     """
 
@@ -44,6 +45,7 @@ class Case:
     got: tuple[int, ...]
     margin: float
     logprob: float | None
+    most_cached: int | None
     limit: float
 
     def is_wrong(self, answer: Answer) -> bool:
@@ -54,8 +56,7 @@ class Case:
         last = len(self.expected) - 1
         if self.logprob is not None:
             return not abs(answer.logprobs[last][tokens[last]] - self.logprob) <= self.limit
-        most = self.rounds[-1].cached[self.index] if self.rounds[-1].cached else None
-        return most is not None and (answer.cached_tokens or 0) > most
+        return self.most_cached is not None and (answer.cached_tokens or 0) > self.most_cached
 
 
 def case_of(failure: Failure, target: str, version: str, model: str, limit: float) -> Case:
@@ -64,7 +65,7 @@ def case_of(failure: Failure, target: str, version: str, model: str, limit: floa
     return Case(
         target, version, model, dict(failure.settings), failure.probe, judgement.problem, failure.rounds, failure.index,
         judgement.expected, failure.answer.token_ids[: judgement.position + 1], judgement.margin, judgement.logprob,
-        limit,
+        judgement.most_cached, limit,
     )  # fmt: skip
 
 
@@ -112,7 +113,7 @@ def from_json(text: str, name: str) -> Case:
 
 def _round(told: dict[str, Any]) -> Round:
     asks = tuple(Ask(tuple(one.pop("prompt")), **one) for one in told.pop("asks"))
-    return Round(asks, told.pop("preempt_every", 0), tuple(told.pop("cached", ())))
+    return Round(asks, told.pop("preempt_every", 0))
 
 
 def write_files(case: Case, kind: Kind, folder: Path) -> list[Path]:

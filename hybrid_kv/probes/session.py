@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hybrid_kv.config import ConfigError
@@ -19,7 +19,10 @@ DEFAULT_UNIT = 16
 
 @dataclass(frozen=True)
 class Failure:
-    """What was asked, from an empty cache on, until an answer was wrong: the last round's ask `index`."""
+    """What was asked, from an empty cache on, until an answer was wrong: the last round's ask `index`.
+
+    `unit`: tokens of a cached block.
+    """
 
     probe: str
     settings: Mapping[str, str]
@@ -27,6 +30,7 @@ class Failure:
     index: int
     answer: Answer
     judgement: Judgement
+    unit: int = DEFAULT_UNIT
 
 
 @dataclass
@@ -42,6 +46,31 @@ class Outcome:
     moved: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     failures: list[Failure] = field(default_factory=list)
+
+
+class Seen:
+    """Texts that a cache may know, by salt: nothing else may be found in it."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, list[tuple[int, ...]]] = {}
+
+    def add(self, one: Round, answers: Sequence[Answer]) -> None:
+        for ask, answer in zip(one.asks, answers, strict=True):
+            for tokens in (answer.token_ids, *answer.others):
+                self._texts.setdefault(ask.salt, []).append((*ask.prompt, *tokens))
+
+    def shared(self, one: Round, index: int) -> int:
+        """The most tokens that a round's ask begins with as another text of its salt does, known or of that round."""
+        ask = one.asks[index]
+        # One that is preempted, or asked for several answers, finds itself.
+        finds_itself = one.preempt_every > 0 or ask.n > 1
+        beside = [other for i, other in enumerate(one.asks) if i != index or finds_itself]
+        texts = [other.prompt for other in beside if other.salt == ask.salt]
+        return max((_common(text, ask.prompt) for text in (*texts, *self._texts.get(ask.salt, ()))), default=0)
+
+
+def _common(text: Sequence[int], prompt: Sequence[int]) -> int:
+    return next((i for i, (a, b) in enumerate(zip(text, prompt, strict=False)) if a != b), min(len(text), len(prompt)))
 
 
 class References:
@@ -97,7 +126,7 @@ class Session:
         self.kind, self.folder, self.settings = kind, folder, dict(settings)
         self.judge, self.references, self.seed, self.amount = judge, references, seed, amount
         self.target = kind.start(folder, settings)
-        self.unit = 0
+        self.unit, self.seen = 0, Seen()
 
     def is_plain(self, factor: str) -> bool:
         """Whether a factor, if the kind has it, is at its plainest level."""
@@ -121,7 +150,7 @@ class Session:
         for share in (0.11, 0.23, 0.41, 0.73, 0.95):
             prompt = traffic.prompt(int(share * self.target.longest))
             for _ in range(2):
-                (answer,) = self.target.ask([Ask(prompt, max_tokens=1)])
+                ((answer,), _) = self.play(Round((Ask(prompt, max_tokens=1),)))
                 seen += [answer.cached_tokens or 0]
         return math.gcd(*seen) or DEFAULT_UNIT
 
@@ -137,14 +166,13 @@ class Session:
         except TargetError as error:
             outcome.verdict, outcome.detail = "wrong", str(error)
             self.target.close()
-            self.target = self.kind.start(self.folder, self.settings)
+            self.target, self.seen = self.kind.start(self.folder, self.settings), Seen()
         outcome.seconds = time.perf_counter() - begin
         return outcome
 
     def _play(self, probe: Probe, vocab_size: int, outcome: Outcome) -> None:
         rounds = probe.rounds(self.traffic(probe.name, vocab_size))
-        if "reset" in self.target.can:
-            self.target.reset()
+        self.reset()
         before, asked, unclear = self.target.counters(), list[Round](), ""
         answers: list[Answer] | None = None
         while True:
@@ -154,7 +182,7 @@ class Session:
                 break
             one = self._possible(one)
             asked.append(one)
-            answers = self.target.ask(one.asks, one.preempt_every)
+            answers, judgements = self.play(one)
             outcome.num_answers += len(answers)
             outcome.num_tokens += sum(
                 len(ask.prompt) + len(answer.token_ids) for ask, answer in zip(one.asks, answers, strict=True)
@@ -162,10 +190,12 @@ class Session:
             outcome.moved["cached"] = outcome.moved.get("cached", 0) + sum(
                 answer.cached_tokens or 0 for answer in answers
             )
-            for i, judgement in enumerate(self.judgements(one, answers)):
+            for i, judgement in enumerate(judgements):
                 if judgement.verdict == "wrong":
                     outcome.verdict, outcome.detail = "wrong", judgement.problem
-                    outcome.failures.append(Failure(probe.name, self.settings, tuple(asked), i, answers[i], judgement))
+                    outcome.failures.append(
+                        Failure(probe.name, self.settings, tuple(asked), i, answers[i], judgement, self.unit)
+                    )
                     return
                 unclear = unclear or judgement.problem
         after = self.target.counters()
@@ -175,18 +205,26 @@ class Session:
         elif problem := self._unmoved(probe, outcome.moved):
             outcome.verdict, outcome.detail = problem
 
-    def judgements(self, one: Round, answers: Iterable[Answer]) -> list[Judgement]:
-        """Of each answer of a round."""
+    def reset(self) -> None:
+        """Forget the prefix cache, if the target can."""
+        if "reset" in self.target.can:
+            self.target.reset()
+            self.seen = Seen()
+
+    def play(self, one: Round) -> tuple[list[Answer], list[Judgement]]:
+        """The answers to a round, and whether they are right."""
+        answers = self.target.ask(one.asks, one.preempt_every)
         found = []
         for i, (ask, answer) in enumerate(zip(one.asks, answers, strict=True)):
             alone = self.references.alone(ask) if self.judge.needs_alone(ask) else None
             judgement = self.judge.judge(ask, answer, alone)
-            most = one.cached[i] if i < len(one.cached) else None
-            if judgement.verdict == "right" and most is not None and (answer.cached_tokens or 0) > most:
-                said = f"{answer.cached_tokens} cached tokens, where at most {most} may be"
-                judgement = Judgement("wrong", said)
+            most = self.seen.shared(one, i)
+            if judgement.verdict == "right" and (answer.cached_tokens or 0) > most:
+                said = f"{answer.cached_tokens} cached tokens, but no text of its salt shares more than {most} with it"
+                judgement = Judgement("wrong", said, most_cached=most)
             found.append(judgement)
-        return found
+        self.seen.add(one, answers)
+        return answers, found
 
     def _possible(self, one: Round) -> Round:
         """Without the extras that the target does not have; none of them is what the probe is about."""
@@ -211,9 +249,8 @@ def calibrate(session: Session, vocab_size: int) -> None:
     for prompt in session.traffic("calibrate", vocab_size).mixed(8):
         answers = []
         for _ in range(2):
-            if "reset" in target.can:
-                target.reset()
-            answers += target.ask([Ask(prompt, logprobs="logprobs" in target.can)])
+            session.reset()
+            answers += session.play(Round((Ask(prompt, logprobs="logprobs" in target.can),)))[0]
         first, second = answers
         for one, other, token in zip(first.logprobs, second.logprobs, first.token_ids, strict=False):
             judge.repeated = max(judge.repeated, abs(one[token] - other.get(token, math.inf)))

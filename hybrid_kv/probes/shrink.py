@@ -61,8 +61,8 @@ def play(session: Session, rounds: Sequence[Round], failure: Failure) -> Failure
         TargetError: the engine died, where the failure is another.
     """
     for i, one in enumerate(rounds):
-        answers = session.target.ask(one.asks, one.preempt_every)
-        for index, judgement in enumerate(session.judgements(one, answers)):
+        answers, judgements = session.play(one)
+        for index, judgement in enumerate(judgements):
             if judgement.verdict == "wrong":
                 return replace(
                     failure, rounds=tuple(rounds[: i + 1]), index=index, answer=answers[index], judgement=judgement
@@ -75,6 +75,7 @@ class _Shrinker:
         self.best, self.num_plays = failure, 0
         self._start, self._deadline = start, deadline
         self._session: Session | None = None
+        self._always_new = False
         self._tried: set[tuple[Round, ...]] = set()
 
     def close(self) -> None:
@@ -103,15 +104,29 @@ class _Shrinker:
         return True
 
     def _fresh(self) -> Session:
-        if self._session is not None and "reset" in self._session.target.can:
-            self._session.target.reset()
+        if self._session is not None and "reset" in self._session.target.can and not self._always_new:
+            self._session.reset()
             return self._session
         self.close()
         self._session = self._start()
         return self._session
 
     def run(self) -> None:
-        """All passes until none helps."""
+        """As small as it gets in an engine that is asked again and again, if that fails in a new one, too.
+
+        What an engine keeps besides its cache may be what is wrong with it: then each try has an engine of its own.
+        """
+        original = self.best
+        self._passes()
+        smallest = self.best
+        self.close()
+        self._session, self._tried = None, set()
+        if self.fails(smallest.rounds):
+            return
+        self.best, self._always_new = original, True
+        self._passes()
+
+    def _passes(self) -> None:
         before: tuple[Round, ...] = ()
         while before != self.best.rounds:
             before = self.best.rounds
@@ -127,9 +142,9 @@ class _Shrinker:
         rounds = self.best.rounds
 
         def keep(kept: Sequence[Ask]) -> bool:
-            return self.fails([*rounds[:i], replace(rounds[i], asks=tuple(kept), cached=()), *rounds[i + 1 :]])
+            return self.fails([*rounds[:i], replace(rounds[i], asks=tuple(kept)), *rounds[i + 1 :]])
 
-        if len(rounds[i].asks) > 1 and not any(rounds[i].cached):
+        if len(rounds[i].asks) > 1:
             minimize(rounds[i].asks, keep)
 
     def _fields(self) -> None:
@@ -155,15 +170,20 @@ class _Shrinker:
                     self.fails([*now[:i], replace(now[i], asks=tuple(asks)), *now[i + 1 :]])
 
     def _tokens(self) -> None:
-        """The same positions of all prompts, so that what they share they share still; then the end of each."""
-        rounds = self.best.rounds
-        longest = max(len(ask.prompt) for one in rounds for ask in one.asks)
+        """The same positions of all prompts, whole blocks first, so that what they share they share still."""
+        for size in (self.best.unit, 1):
+            rounds = self.best.rounds
+            longest = max(len(ask.prompt) for one in rounds for ask in one.asks)
 
-        def keep(kept: Sequence[int]) -> bool:
-            positions = set(kept)
-            return self.fails(_with_prompts(rounds, lambda prompt: [t for i, t in enumerate(prompt) if i in positions]))
+            def keep(kept: Sequence[int], rounds: Sequence[Round] = rounds, size: int = size) -> bool:
+                pieces = set(kept)
+                return self.fails(
+                    _with_prompts(rounds, lambda prompt: [t for i, t in enumerate(prompt) if i // size in pieces])
+                )
 
-        minimize(range(longest), keep)
+            minimize(range(-(-longest // size)), keep)
+        for cut in (self.best.unit, 4, 1):
+            self._each(lambda ask, cut=cut: replace(ask, prompt=ask.prompt[:-cut] or ask.prompt[:1]))  # type: ignore[misc]
 
 
 def _with_prompts(rounds: Sequence[Round], change: Callable[[Sequence[int]], Sequence[int]]) -> list[Round]:
@@ -175,10 +195,8 @@ def _with_prompts(rounds: Sequence[Round], change: Callable[[Sequence[int]], Seq
 
 def told(rounds: Sequence[Round]) -> list[dict[str, Any]]:
     """As JSON has them: fields that are at their default are left out."""
-    plain = Round(())
-    found = []
+    found: list[dict[str, Any]] = []
     for one in rounds:
         asks = [{"prompt": ask.prompt, **ask.extras()} for ask in one.asks]
-        rest = {k: v for k, v in vars(one).items() if k != "asks" and v != getattr(plain, k)}
-        found.append({"asks": asks, **rest})
+        found.append({"asks": asks} | ({"preempt_every": one.preempt_every} if one.preempt_every else {}))
     return found

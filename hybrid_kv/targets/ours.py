@@ -210,6 +210,6 @@ def _condition(case: Any) -> str:
     last = len(case.expected) - 1
     if case.logprob is not None:
         return f"abs(got.logprobs[{last}][expected[-1]] - {case.logprob}) > {case.limit}"
-    if (cached := case.rounds[-1].cached) and cached[case.index] is not None:
-        return f"got.cached_tokens > {cached[case.index]}"
+    if case.most_cached is not None:
+        return f"got.cached_tokens > {case.most_cached}"
     return "got.token_ids[: len(expected)] != expected"

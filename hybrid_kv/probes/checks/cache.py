@@ -71,12 +71,12 @@ def answers_across(traffic: Traffic) -> Rounds:
 
 @probe("salts isolate", place=15, needs="salt cached", moves="cached", when="prefix")
 def salts(traffic: Traffic) -> Rounds:
-    """A salt finds nothing of another's, and all of its own."""
+    """A salt finds nothing of another's, and all of its own. (No probe may find more than was asked: `Seen`.)"""
     for _ in range(traffic.amount):
         prompt = traffic.prompt(3 * traffic.unit + 1)
         yield Round((traffic.ask(prompt, salt="a"),))
-        yield Round((traffic.ask(prompt, salt="b"),), cached=(0,))
-        yield Round((traffic.ask(prompt),), cached=(0,))
+        yield Round((traffic.ask(prompt, salt="b"),))
+        yield Round((traffic.ask(prompt),))
         yield Round((traffic.ask(prompt, salt="a"),))
 
 

@@ -1,0 +1,71 @@
+import pytest
+
+from hybrid_kv.probes.judge import Judge, first_difference
+from hybrid_kv.targets.target import Answer, Ask
+from tests.probes.toy import Toy, ToyOracle
+
+
+def answer(**fields):
+    (plain,) = Toy().ask([ASK])
+    return Answer(**{**vars(plain), **fields})
+
+
+ASK = Ask((1, 2, 3), max_tokens=4, logprobs=True)
+
+
+def test_the_greedy_answer_is_right():
+    assert Judge(ToyOracle()).judge(ASK, answer(), None).verdict == "right"
+
+
+def test_the_first_wrong_token_is_named_with_what_is_right_and_how_much_likelier_it_is():
+    tokens = answer().token_ids
+    found = Judge(ToyOracle()).judge(ASK, answer(token_ids=(*tokens[:2], (tokens[2] + 1) % 50, 1)), None)
+    assert found.verdict == "wrong" and found.position == 2 and found.expected == tokens[:3]
+    assert found.margin > 0 and f"the oracle has {tokens[2]}" in found.problem
+
+
+def test_a_token_behind_by_no_more_than_rounding_is_right():
+    judge, tokens = Judge(ToyOracle()), answer().token_ids
+    turned = answer(token_ids=((tokens[0] + 1) % 50, *tokens[1:]), logprobs=())
+    judge.repeated = 1e9
+    assert judge.judge(ASK, turned, None).verdict == "right"
+
+
+def test_nan_is_no_log_probability():
+    one = answer()
+    logprobs = ({**one.logprobs[0], one.token_ids[0]: float("nan")}, *one.logprobs[1:])
+    assert Judge(ToyOracle()).judge(ASK, answer(logprobs=logprobs), None).verdict == "wrong"
+
+
+def test_against_the_engine_alone_a_difference_needs_a_margin():
+    judge, tokens = Judge(None), answer().token_ids
+    other = answer(token_ids=((tokens[0] + 1) % 50, *tokens[1:]))
+    assert judge.judge(ASK, other, answer()).verdict == "wrong"
+    assert judge.judge(ASK, other, answer(logprobs=())).verdict == "inconclusive"
+    judge.repeated = 1e9
+    assert judge.judge(ASK, other, answer()).verdict == "inconclusive"
+
+
+@pytest.mark.parametrize("repeated, verdict", [(0.0, "wrong"), (1.0, "inconclusive")])
+def test_a_seeded_draw_is_wrong_unless_rounding_may_have_turned_it(repeated, verdict):
+    judge, ask = Judge(ToyOracle()), Ask((1,), max_tokens=4, temperature=1.0, seed=3)
+    judge.repeated = repeated
+    assert judge.judge(ask, Answer((1, 2, 3, 4)), Answer((1, 2, 9, 4))).verdict == verdict
+
+
+def test_an_error_and_a_missing_answer_are_wrong():
+    judge = Judge(ToyOracle())
+    assert judge.judge(ASK, Answer((), error="HTTP 500: oops"), None).problem == "error: HTTP 500: oops"
+    assert "1 answers for n=2" in judge.judge(Ask((1,), n=2), Answer((1,)), None).problem
+
+
+def test_an_answer_that_was_cut_off_may_be_short():
+    tokens = answer().token_ids
+    cut = Ask((1, 2, 3), max_tokens=4, abort_after=2)
+    assert Judge(ToyOracle()).judge(cut, Answer(tokens[:2]), None).verdict == "right"
+    assert "ends after 1 of 2" in Judge(ToyOracle()).judge(cut, Answer(tokens[:1]), None).problem
+
+
+def test_the_first_difference_of_two_answers():
+    assert first_difference((1, 2, 3), (1, 2, 4)) == 2
+    assert first_difference((1, 2), (1, 2, 4)) is None

@@ -1,0 +1,85 @@
+import pytest
+
+from hybrid_kv.config import ConfigError
+from hybrid_kv.models.random_checkpoint import write_checkpoint
+from hybrid_kv.probes import run
+from hybrid_kv.probes.oracle import Oracle
+from hybrid_kv.probes.run import Guarded, default_matrix, guard, matrix_of
+from hybrid_kv.targets import ours
+from tests.probes.toy import ToyKind, ToyOracle
+
+
+def test_all_combinations_with_the_plainest_engine_first():
+    assert matrix_of(ToyKind(), ["prefix=on,off chunk=whole,no"]) == [
+        {},
+        {"prefix": "on", "chunk": "whole"},
+        {"prefix": "on", "chunk": "no"},
+        {"prefix": "off", "chunk": "no"},
+    ]
+
+
+def test_by_default_each_level_is_met_once_with_the_cache_on():
+    assert default_matrix(ToyKind()) == [
+        {},
+        {"prefix": "on"},
+        {"prefix": "on", "chunk": "no"},
+        {"prefix": "on", "chunk": "broken"},
+    ]
+
+
+@pytest.mark.parametrize(
+    "text, said", [("prefix", "write FACTOR=LEVEL"), ("size=1", "toy has prefix, chunk"), ("prefix=1", "off, on")]
+)
+def test_an_unknown_factor_or_level_is_refused(text, said):
+    with pytest.raises(ConfigError, match=said):
+        matrix_of(ToyKind(), [text])
+
+
+@pytest.fixture
+def guarded(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text('{"model_type": "toy", "vocab_size": 50}')
+    monkeypatch.setattr(run, "Oracle", lambda folder, dtype: ToyOracle())
+    return lambda **how: Guarded(ToyKind(**how), str(tmp_path))
+
+
+def test_a_setting_that_does_not_start_is_an_outcome(guarded):
+    found = guard(guarded(), [{}, {"chunk": "no"}, {"chunk": "broken"}], ["repeat"])
+    assert [(one.probe, one.verdict) for one in found] == [
+        ("alone", "right"),
+        ("repeat", "right"),
+        ("start", "cannot be asked here"),
+        ("start", "wrong"),
+    ]
+
+
+def test_once_the_plain_engine_errs_alone_the_rest_is_held_against_itself(guarded):
+    found = guard(guarded(bug="a tie"), [{}, {"prefix": "on"}])
+    assert [one.probe for one in found if one.verdict == "wrong"] == ["alone"]
+
+
+def test_a_probe_that_is_not_there_is_refused(guarded):
+    with pytest.raises(ConfigError, match="no probe has this in its name"):
+        guard(guarded(), [{}], ["nothing"])
+
+
+def test_this_engine_is_right_by_the_real_oracle(tmp_path):
+    write_checkpoint("lfm2", tmp_path)
+    found = guard(Guarded(ours, str(tmp_path)), [{}, {"prefix": "align"}], ["salts"])
+    assert {(one.probe, one.verdict) for one in found} == {("alone", "right"), ("salts isolate", "right")}
+    assert found[-1].moved["cached"] > 0
+
+
+def test_the_oracle_measures_the_rounding_of_the_dtype(tmp_path):
+    write_checkpoint("lfm2", tmp_path)
+    far = []
+    for dtype in ("float32", "bfloat16"):
+        oracle = Oracle(tmp_path, dtype)
+        oracle.rounds(range(1, 60))
+        far.append(oracle.rounding)
+    assert 1e-8 < far[0] < 1e-4 < far[1] < 1
+
+
+def test_what_transformers_does_not_read_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "no such family"}')
+    with pytest.raises(ConfigError, match="transformers does not load"):
+        Oracle(tmp_path)

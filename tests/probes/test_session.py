@@ -1,0 +1,100 @@
+import pytest
+
+from hybrid_kv.config import ConfigError
+from hybrid_kv.probes.judge import Judge
+from hybrid_kv.probes.registry import load_probes
+from hybrid_kv.probes.session import References, Session, calibrate
+from hybrid_kv.targets.target import CAPABILITIES
+from tests.probes.toy import UNIT, VOCAB, Toy, ToyKind, ToyOracle
+
+# Who finds what, first of all probes in their order.
+FINDS = {
+    "hit": "repeat",
+    "hit of two blocks": "repeat",
+    "ends with the hit": "ends at a cached entry",
+    "salts": "salts isolate",
+    "abort": "abort, then the same prompt",
+    "crowd": "batch",
+    "preempted": "preempted",
+    "n": "several answers",
+    "other answers": "several answers",
+    "logprobs": "alone",
+    "ends early": "alone",
+    "churn": "again after a crowd",
+    "dies": "batch",
+}
+
+
+def outcomes(prefix="on", oracle=True, **how):
+    kind = ToyKind(**how)
+    judge = Judge(ToyOracle() if oracle else None)
+    session = Session(kind, "folder", {"prefix": prefix}, judge, References(ToyKind(), "folder"))
+    calibrate(session, VOCAB)
+    return {probe.name: session.run(probe, VOCAB) for probe in load_probes()}, session
+
+
+@pytest.mark.parametrize("oracle", [True, False])
+def test_a_sound_engine_is_right_everywhere(oracle):
+    found, session = outcomes(oracle=oracle)
+    assert {name: one.detail for name, one in found.items() if one.verdict != "right"} == {}
+    assert session.unit == UNIT
+    assert found["repeat"].moved["cached"] > 0 and found["preempted"].moved["preemptions"] > 0
+
+
+@pytest.mark.parametrize("bug", FINDS)
+@pytest.mark.parametrize("oracle", [True, False])
+def test_a_bug_is_found_by_the_probe_that_is_about_it(bug, oracle):
+    found, _ = outcomes(bug=bug, oracle=oracle)
+    wrong = [name for name, one in found.items() if one.verdict == "wrong"]
+    assert FINDS[bug] in wrong
+
+
+def test_what_is_off_is_not_asked_to_move():
+    found, _ = outcomes(prefix="off")
+    assert {one.verdict for one in found.values()} == {"right"}
+
+
+def test_a_cache_that_never_hits_is_void():
+    found, _ = outcomes(prefix="on", can=frozenset(CAPABILITIES))
+    kind = ToyKind()
+    session = Session(kind, "folder", {"prefix": "on"}, Judge(ToyOracle()), References(kind, "folder"))
+    session.target.caches = False
+    probe = next(probe for probe in load_probes() if probe.name == "repeat")
+    assert session.run(probe, VOCAB).verdict == "void"
+    assert found["repeat"].verdict == "right"
+
+
+def test_what_the_target_does_not_offer_is_not_asked():
+    found, _ = outcomes(can=frozenset(CAPABILITIES) - {"salt", "preempt", "batch"})
+    for name in ("salts isolate", "preempted", "batch"):
+        assert found[name].verdict == "cannot be asked here"
+    assert found["salts isolate"].detail == "the target offers no salt"
+
+
+def test_right_answers_without_a_counter_are_no_pass(monkeypatch):
+    monkeypatch.setattr(ToyKind, "start", lambda *_: Silent({"prefix": "on"}, can=frozenset({"reset", "batch"})))
+    found, _ = outcomes()
+    assert found["repeat"].verdict == "inconclusive" and "no counter of hits" in found["repeat"].detail
+
+
+class Silent(Toy):
+    def counters(self):
+        return {}
+
+
+def test_without_an_oracle_and_logprobs_nothing_can_be_told():
+    with pytest.raises(ConfigError, match="neither an oracle nor log-probabilities"):
+        outcomes(oracle=False, can=frozenset({"reset"}))
+
+
+def test_a_target_that_died_is_started_again():
+    found, _ = outcomes(bug="dies")
+    assert "toy died" in found["batch"].detail
+    assert found["several answers"].verdict == "right"
+
+
+def test_the_failure_has_all_rounds_since_the_cache_was_empty():
+    found, _ = outcomes(bug="hit")
+    (failure,) = found["repeat"].failures
+    assert failure.rounds[-1].asks[failure.index].prompt == failure.rounds[-2].asks[0].prompt
+    assert failure.judgement.margin > 0 and failure.judgement.expected != failure.answer.token_ids

@@ -1,0 +1,78 @@
+import pytest
+
+from hybrid_kv.config import ConfigError
+from hybrid_kv.probes.judge import Judge
+from hybrid_kv.probes.registry import load_probes
+from hybrid_kv.probes.reproducer import case_of, from_json, replay, to_json, write_files
+from hybrid_kv.probes.session import References, Session
+from hybrid_kv.probes.shrink import shrink
+from hybrid_kv.targets import ours
+from tests.probes.toy import UNIT, VOCAB, ToyKind, ToyOracle
+
+
+def session(bug, settings=None):
+    kind = ToyKind(bug=bug)
+    return Session(kind, "folder", settings or {"prefix": "on"}, Judge(ToyOracle()), References(ToyKind(), "folder"))
+
+
+def failure_of(bug, probe_name):
+    probe = next(probe for probe in load_probes() if probe.name == probe_name)
+    (failure,) = session(bug).run(probe, VOCAB).failures
+    return failure
+
+
+@pytest.mark.parametrize(
+    "bug, probe, requests, tokens",
+    [
+        ("hit", "repeat", 2, 2 * (UNIT + 1)),
+        ("ends with the hit", "ends at a cached entry", 2, 2 * (UNIT + 1)),
+        ("salts", "salts isolate", 2, 2 * (UNIT + 1)),
+        ("preempted", "preempted", 1, 1),
+        ("n", "several answers", 1, 1),
+        ("abort", "abort, then the same prompt", 2, 2),
+    ],
+)
+def test_nothing_that_can_be_missed_is_left(bug, probe, requests, tokens):
+    shrunk = shrink(failure_of(bug, probe), lambda: session(bug))
+    assert shrunk.num_requests == requests and shrunk.num_prompt_tokens <= tokens
+    assert shrunk.is_minimal
+
+
+def test_what_was_found_when_the_time_is_up_still_fails():
+    failure = failure_of("hit", "repeat")
+    shrunk = shrink(failure, lambda: session("hit"), seconds=0)
+    assert not shrunk.is_minimal and shrunk.failure == failure
+
+
+def case(bug="hit", probe="repeat"):
+    failure = shrink(failure_of(bug, probe), lambda: session(bug)).failure
+    return case_of(failure, "ours", "1.0", "qwen3_5_text", 1e-6)
+
+
+@pytest.mark.parametrize("bug, probe", [("hit", "repeat"), ("salts", "salts isolate"), ("preempted", "preempted")])
+def test_a_file_is_played_again_and_tells_the_bug_from_its_mend(bug, probe):
+    one = from_json(to_json(case(bug, probe)), "file")
+    assert one == case(bug, probe)
+    assert one.is_wrong(replay(one, session(bug).target))
+    assert not one.is_wrong(replay(one, session("").target))
+
+
+def test_the_script_is_short_and_the_text_has_all_requests(tmp_path):
+    files = {file.suffix: file.read_text() for file in write_files(case(), ours, tmp_path / "repro")}
+    compile(files[".py"], "script", "exec")
+    assert len(files[".py"].splitlines()) <= 30
+    assert files[".md"].count("1. `[") == 1 and "Exit code 1 while the bug lives" in files[".md"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"format": "other", "version": 1}', to_json(case()).replace("rounds", "x")]
+)
+def test_another_file_is_refused_in_one_line(text):
+    with pytest.raises(ConfigError, match=r"file can't be played: .*write it anew"):
+        from_json(text, "file")
+
+
+def test_what_only_fails_in_an_engine_that_was_asked_before_is_made_small_in_new_ones():
+    """The bug comes with the 21st request, whatever the cache holds."""
+    shrunk = shrink(failure_of("churn", "again after a crowd"), lambda: session("churn"), seconds=20)
+    assert shrunk.num_requests == 21 and shrunk.num_prompt_tokens <= 21 + 30

@@ -1,0 +1,141 @@
+"""An engine and an oracle of one formula, so that every probe runs in milliseconds, with bugs to be found."""
+
+import math
+from collections import Counter
+
+import torch
+
+from hybrid_kv.config import ConfigError
+from hybrid_kv.targets.target import CAPABILITIES, Answer, TargetError
+
+VOCAB, UNIT = 50, 16
+IDS = torch.arange(1, VOCAB + 1, dtype=torch.float64)
+
+
+def logprobs(state):
+    """Of the next token, after a text with this number."""
+    rows = torch.sin(IDS * (state % 9973 + 1)) * 6
+    return rows.log_softmax(-1)
+
+
+def states(token_ids, start=7):
+    found = []
+    for token in token_ids:
+        start = (start * 31 + token + 1) % (2**31 - 1)
+        found.append(start)
+    return found
+
+
+class ToyOracle:
+    rounding = 1e-9
+
+    def logprobs(self, token_ids):
+        return logprobs(torch.tensor(states(token_ids))[:, None])
+
+    def rounds(self, token_ids):
+        pass
+
+
+class Toy:
+    """`bug` is one of those that are asked about below; `can` what it offers."""
+
+    name, version, longest = "toy", "1.0", 512
+
+    def __init__(self, settings=None, bug="", can=frozenset(CAPABILITIES), rows=8):
+        self.settings, self.bug, self.can = dict(settings or {}), bug, can
+        self.caches = self.settings.get("prefix", "off") == "on"
+        self.cached, self.aborted, self.counts = set(), set(), Counter(hits=0, drafts=0, accepted=0, preemptions=0)
+        self.num_asked = 0
+
+    def ask(self, asks, preempt_every=0):
+        if self.bug == "dies" and len(asks) > 6:
+            raise TargetError("toy died at ask; its last words: Error")
+        order = sorted(range(len(asks)), key=lambda i: asks[i].after)
+        answers = {i: self._answer(asks[i], len(asks), bool(preempt_every)) for i in order}
+        return [answers[i] for i in range(len(asks))]
+
+    def _answer(self, ask, crowd, preempted):
+        self.num_asked += 1
+        self.counts["preemptions"] += preempted
+        hit, own = 0, "" if self.bug == "salts" else ask.salt
+        if self.caches:
+            ends = range(UNIT, len(ask.prompt), UNIT)
+            hit = max((end for end in ends if (own, ask.prompt[:end]) in self.cached), default=0)
+        *_, state = states(ask.prompt)
+        wrong = {
+            "hit": hit > 0,
+            "hit of two blocks": hit >= 2 * UNIT,
+            "ends with the hit": hit > 0 and len(ask.prompt) == hit + 1,
+            "crowd": crowd > 5 and len(ask.prompt) == 1,
+            "preempted": preempted,
+            "abort": ask.prompt in self.aborted,
+            "churn": self.num_asked > 20 and len(ask.prompt) > 30,
+            "n": ask.n > 1,
+        }
+        if wrong.get(self.bug):
+            state += 1
+        self.counts["hits"] += hit
+        if ask.abort_after is not None:
+            self.aborted.add(ask.prompt)
+        tokens, likely = self._go_on(ask, state)
+        if self.caches:
+            text = (*ask.prompt, *tokens)
+            self.cached |= {(own, text[:end]) for end in range(UNIT, len(text), UNIT)}
+        said = hit if "cached" in self.can else None
+        others = ((1,) * ask.max_tokens,) * (ask.n - 1) if self.bug == "other answers" else (tokens,) * (ask.n - 1)
+        return Answer(tokens, said, likely if ask.logprobs else (), others)
+
+    def _go_on(self, ask, state):
+        tokens, likely = [], []
+        least = ask.max_tokens if ask.abort_after is None else min(ask.abort_after, ask.max_tokens)
+        for i in range(least):
+            row = logprobs(state)
+            token = int(row.argmax()) if not ask.temperature else int((row + _noise(ask.seed, i)).argmax())
+            if self.bug == "a tie" and len(ask.prompt) == 1 and i == 3:
+                token = int(row.topk(2).indices[1])
+            tokens.append(token)
+            best = row.topk(3)
+            likely.append(
+                dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)) | {token: float(row[token])}
+            )
+            if self.bug == "logprobs":
+                likely[-1][token] += 0.3
+            (state,) = states([token], state)
+        if self.bug == "ends early" and len(ask.prompt) == UNIT:
+            del tokens[-1], likely[-1]
+        return tuple(tokens), tuple(likely)
+
+    def score(self, token_ids):
+        raise NotImplementedError
+
+    def counters(self):
+        return dict(self.counts)
+
+    def reset(self):
+        self.cached.clear()
+        self.aborted.clear()
+
+    def close(self):
+        pass
+
+
+def _noise(seed, i):
+    return -torch.log(-torch.log(torch.rand(VOCAB, generator=torch.Generator().manual_seed(seed * 1000 + i)).double()))
+
+
+class ToyKind:
+    name = "toy"
+
+    def __init__(self, **how):
+        self.how = how
+        self.factors = {"prefix": ("off", "on"), "chunk": ("whole", "no", "broken")}
+
+    def start(self, folder, settings):
+        if settings.get("chunk") == "no":
+            raise ConfigError("toy, start: no chunks here")
+        if settings.get("chunk") == "broken":
+            raise TargetError("toy died at start; it said nothing")
+        return Toy(settings, **self.how)
+
+
+assert math.isclose(float(logprobs(5).exp().sum()), 1)

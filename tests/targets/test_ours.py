@@ -1,0 +1,79 @@
+import pytest
+import torch
+
+from hybrid_kv import LLM, SamplingParams
+from hybrid_kv.models.random_checkpoint import write_checkpoint
+from hybrid_kv.targets import ours
+from hybrid_kv.targets.target import CAPABILITIES, COUNTERS, Ask
+
+PROMPT = tuple((i * 7) % 90 + 1 for i in range(120))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    write_checkpoint("lfm2", folder)
+    return str(folder)
+
+
+def alone(folder, prompt, **params):
+    llm = LLM(folder, device="cpu", dtype="float32", max_model_len=512)
+    return llm.generate([list(prompt)], SamplingParams(ignore_eos=True, **params), progress=False)[0].token_ids
+
+
+def test_answers_are_those_of_generate(folder):
+    target = ours.start(folder, {"prefix": "align", "spec": "ngram3", "chunk": "17", "async": "on"})
+    asks = [Ask(PROMPT), Ask(PROMPT[:9], max_tokens=3), Ask(PROMPT[:50], temperature=1.0, seed=5)]
+    answers = target.ask(asks)
+    assert list(answers[0].token_ids) == alone(folder, PROMPT, max_tokens=12)
+    assert list(answers[1].token_ids) == alone(folder, PROMPT[:9], max_tokens=3)
+    assert list(answers[2].token_ids) == alone(folder, PROMPT[:50], max_tokens=12, temperature=1.0, seed=5)
+    assert set(target.counters()) == set(COUNTERS) and target.can == set(CAPABILITIES)
+
+
+def test_a_second_time_comes_from_the_cache_until_it_is_reset(folder):
+    target = ours.start(folder, {"prefix": "align"})
+    found = [target.ask([Ask(PROMPT, max_tokens=2)])[0].cached_tokens for _ in range(2)]
+    target.reset()
+    found += [target.ask([Ask(PROMPT, max_tokens=2)])[0].cached_tokens]
+    assert found[0] == found[2] == 0 < found[1] == target.counters()["hits"]
+
+
+def test_preempted_requests_get_the_same_answers(folder):
+    target = ours.start(folder, {})
+    asks = [Ask(PROMPT), Ask(PROMPT[:20])]
+    assert target.ask(asks, preempt_every=4) == target.ask(asks)
+    assert target.counters()["preemptions"] >= 4
+
+
+def test_a_tight_pool_preempts(folder):
+    target = ours.start(folder, {"blocks": "tight"})
+    target.ask([Ask(PROMPT * 2, max_tokens=40) for _ in range(6)])
+    assert target.counters()["preemptions"] > 0
+
+
+def test_an_aborted_request_keeps_the_tokens_it_has(folder):
+    target = ours.start(folder, {})
+    whole, cut = target.ask([Ask(PROMPT), Ask(PROMPT, abort_after=3)])
+    assert cut.token_ids == whole.token_ids[:3]
+
+
+def test_a_request_can_wait_for_others(folder):
+    target = ours.start(folder, {"prefix": "align"})
+    first, second = target.ask([Ask(PROMPT, max_tokens=2), Ask(PROMPT, max_tokens=2, after=1)])
+    assert (first.cached_tokens, first.token_ids) == (0, second.token_ids) and second.cached_tokens > 0
+
+
+def test_logprobs_are_those_of_the_whole_text(folder):
+    target = ours.start(folder, {"spec": "ngram3"})
+    (answer,) = target.ask([Ask(PROMPT, logprobs=True)])
+    scores = target.score([*PROMPT, *answer.token_ids])[-len(answer.token_ids) :]
+    own = [row[token] for row, token in zip(answer.logprobs, answer.token_ids, strict=True)]
+    assert torch.allclose(torch.tensor(own), torch.tensor(scores), atol=1e-4)
+    assert all(row[token] == max(row.values()) for row, token in zip(answer.logprobs, answer.token_ids, strict=True))
+
+
+def test_a_prompt_that_does_not_fit_is_an_error_of_its_own(folder):
+    target = ours.start(folder, {})
+    long, short = target.ask([Ask((1,) * 3000), Ask((1,))])
+    assert "3000" in long.error and len(short.token_ids) == 12

@@ -1,0 +1,147 @@
+import json
+
+import httpx2
+import pytest
+
+from hybrid_kv.config import ConfigError
+from hybrid_kv.models.random_checkpoint import write_checkpoint
+from hybrid_kv.targets import ours, serve, server
+from hybrid_kv.targets.dialects import Completions, LlamaCpp, SGLang, dialect_of
+from hybrid_kv.targets.kinds import kind_of
+from hybrid_kv.targets.target import Ask, TargetError
+
+PROMPT = tuple((i * 7) % 90 + 1 for i in range(120))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    write_checkpoint("lfm2", folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def served(folder):
+    target = serve.start(folder, {"prefix": "align"})
+    yield target
+    target.close()
+
+
+def test_over_http_answers_are_those_of_the_engine(served, folder):
+    target = ours.start(folder, {"prefix": "align"})
+    asks = [Ask(PROMPT), Ask(PROMPT[:9], max_tokens=3, n=2), Ask(PROMPT[:50], temperature=1.0, seed=5)]
+    tokens = [(one.token_ids, one.others) for one in served.ask(asks)]
+    greedy = [(one.token_ids, one.others) for one in target.ask(asks)]
+    assert tokens[:2] == greedy[:2] and len(tokens[2][0]) == 12
+
+
+def test_what_it_can_do_is_found_out(served):
+    assert served.can >= {"batch", "abort", "reset", "preempt", "cached", "salt", "seed", "n"}
+    assert served.longest == 2048
+
+
+def test_aborts_preemptions_and_resets_reach_the_engine(served):
+    served.reset()
+    (whole,) = served.ask([Ask(PROMPT)])
+    (cut,) = served.ask([Ask(PROMPT, abort_after=3)])
+    assert cut.token_ids == whole.token_ids[:3]
+    before = served.counters()
+    (again,) = served.ask([Ask(PROMPT)], preempt_every=4)
+    after = served.counters()
+    assert again.token_ids == whole.token_ids
+    assert after["preemptions"] > before["preemptions"] and after["hits"] > before["hits"]
+    served.reset()
+    assert served.ask([Ask(PROMPT)])[0].cached_tokens == 0
+
+
+def test_a_request_that_is_refused_is_an_error_of_its_own(served):
+    long, short = served.ask([Ask((1,) * 3000), Ask((1,))])
+    assert long.error.startswith("HTTP 400") and len(short.token_ids) == 12
+
+
+def test_another_server_at_the_address_can_be_attached(served):
+    attached = kind_of(served._url + "/v1").start("", {})
+    assert attached.ask([Ask(PROMPT)])[0].token_ids == served.ask([Ask(PROMPT)])[0].token_ids
+
+
+def test_nobody_at_the_address_is_said_in_one_line():
+    with pytest.raises(ConfigError, match=r"^--target http://127.0.0.1:9: no model is served there: [^\n]*$"):
+        kind_of("http://127.0.0.1:9").start("", {})
+
+
+def test_a_server_that_is_gone_is_a_finding(served):
+    attached = kind_of(served._url).start("", {})
+    attached._url = "http://127.0.0.1:9"
+    with pytest.raises(TargetError, match="does not answer"):
+        attached.ask([Ask(PROMPT)])
+
+
+# What other servers say, by their sources.
+SGLANG = {
+    "output_ids": [4, 5],
+    "meta_info": {
+        "cached_tokens": 3,
+        "output_token_logprobs": [[-0.1, 4, None], [-0.2, 5, None]],
+        "output_top_logprobs": [[[-0.1, 4, None], [-3.0, 9, None]], [[-0.2, 5, None], [-2.0, 8, None]]],
+    },
+}
+LLAMA = {
+    "tokens": [4, 5],
+    "timings": {"cache_n": 3},
+    "completion_probabilities": [
+        {"id": 4, "logprob": -0.1, "top_logprobs": [{"id": 4, "logprob": -0.1}, {"id": 9, "logprob": -3.0}]},
+        {"id": 5, "logprob": -0.2, "top_logprobs": [{"id": 5, "logprob": -0.2}, {"id": 8, "logprob": -2.0}]},
+    ],
+}
+VLLM = {
+    "choices": [
+        {
+            "index": 0,
+            "token_ids": [4, 5],
+            "logprobs": {
+                "token_logprobs": [-0.1, -0.2],
+                "top_logprobs": [{"token_id:4": -0.1, "token_id:9": -3.0}, {"token_id:5": -0.2, "token_id:8": -2.0}],
+            },
+        }
+    ],
+    "usage": {"prompt_tokens_details": {"cached_tokens": 3}},
+}
+
+
+@pytest.mark.parametrize("dialect, told", [(SGLang(), SGLANG), (LlamaCpp(), LLAMA), (Completions(), VLLM)])
+def test_an_answer_in_each_dialect(dialect, told):
+    answer = dialect.answer(json.loads(json.dumps(told)))
+    assert answer.token_ids == (4, 5) and answer.cached_tokens == 3
+    assert answer.logprobs == ({4: -0.1, 9: -3.0}, {5: -0.2, 8: -2.0})
+
+
+@pytest.mark.parametrize(
+    "owner, kind", [("sglang", SGLang), ("llamacpp", LlamaCpp), ("vllm", Completions), ("?", Completions)]
+)
+def test_the_owner_of_the_model_says_which_dialect(owner, kind):
+    assert type(dialect_of(owner)) is kind
+
+
+@pytest.mark.parametrize(
+    "dialect, prompt", [(SGLang(), "input_ids"), (LlamaCpp(), "prompt"), (Completions(), "prompt")]
+)
+def test_a_request_in_each_dialect_has_everything_that_was_asked(dialect, prompt):
+    body = json.dumps(dialect.body(Ask((1, 2), max_tokens=77, temperature=0.5, seed=99, logprobs=True), "m", False))
+    assert json.loads(body)[prompt] == [1, 2]
+    for value in ("77", "0.5", "99", "5"):
+        assert value in body
+
+
+def test_an_answer_without_token_ids_is_refused(monkeypatch):
+    def reply(request):
+        if request.url.path == "/v1/models":
+            return httpx2.Response(200, json={"data": [{"id": "m", "owned_by": "other"}]})
+        return httpx2.Response(200, json={"choices": [{"index": 0, "text": "hi"}]})
+
+    for name in ("Client", "AsyncClient"):
+        kind = getattr(httpx2, name)
+        monkeypatch.setattr(
+            server.httpx2, name, lambda kind=kind, **how: kind(transport=httpx2.MockTransport(reply), **how)
+        )
+    with pytest.raises(ConfigError, match="answers without token ids"):
+        kind_of("http://server").start("", {})
