@@ -34,7 +34,10 @@ class Oracle:
 
         try:
             with quiet():
-                exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+                # Grouped products, which experts are computed with by default, know no float64.
+                exact = AutoModelForCausalLM.from_pretrained(
+                    folder, dtype=torch.float32, experts_implementation="eager"
+                )
                 rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=parse_model_dtype(dtype))
         except (ValueError, OSError, KeyError) as error:
             raise ConfigError(f"transformers does not load {folder}: {str(error).splitlines()[0]}") from None
