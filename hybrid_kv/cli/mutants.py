@@ -1,0 +1,55 @@
+"""`hybrid-kv mutants`: known bugs of other engines, planted, and what catches them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from hybrid_kv.cli.options import AsJson, OutFile, show
+
+Way = Literal["quick", "sanitizer", "full", "probes"]
+
+
+def mutants(
+    ids: Annotated[list[str] | None, typer.Option("--id", help="Only this bug, as F16; may be repeated.")] = None,
+    by: Annotated[Way, typer.Option(help="What hunts them: a guard, or one from outside (probes).")] = "quick",
+    jobs: Annotated[int, typer.Option(min=1, help="Bugs at a time, a process each.")] = 1,
+    limit: Annotated[int, typer.Option(min=1, help="Seconds for one bug.")] = 300,
+    folder: Annotated[Path | None, typer.Option(help="Of the bugs; default: mutants/ of the checkout.")] = None,
+    as_json: AsJson = False,
+    out: OutFile = None,
+) -> None:
+    """Plant bugs of other engines in copies of this one, one by one, and say which check sees each first."""
+    from dataclasses import asdict
+
+    from tqdm.auto import tqdm
+
+    from hybrid_kv.errors import require
+    from hybrid_kv.files import check_outputs
+    from hybrid_kv.mutation.hunt import hunt_all
+    from hybrid_kv.mutation.mutant import FOLDER, read_mutants
+
+    require("yaml", "safetensors", "tokenizers", "transformers", "lm_eval", "scipy")
+    check_outputs(out)
+    chosen = read_mutants(folder or FOLDER, ids or ())
+    rows = list(tqdm(hunt_all(chosen, by, jobs, limit), total=len(chosen), unit="bug", desc="mutants"))
+    rows.sort(key=lambda row: row.id)
+    document = {"by": by, "mutants": [asdict(row) for row in rows]}
+
+    def print_table() -> None:
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table("id", "caught by", "rule", "requests", "seconds", "", box=None, pad_edge=False)
+        for row in rows:
+            verdict = "" if row.caught else "not caught" if row.executed else "not reached"
+            requests = str(row.requests) if row.requests else ""
+            table.add_row(row.id, row.section, row.rule, requests, f"{row.seconds:.1f}", verdict)
+        Console(width=140, highlight=False).print(table)
+        print(f"{sum(row.caught for row in rows)} of {len(rows)} caught")
+
+    show(document, as_json, out, print_table)
+    if not all(row.caught for row in rows):
+        raise typer.Exit(1)

@@ -1,0 +1,139 @@
+"""A known bug of another engine as a change of this one's code.
+
+A file of the folder `mutants/` is one bug. Its name is the bug's id. It is YAML:
+
+    references: [vllm!33997]
+    mechanism: What went wrong, in a sentence or two.
+    settings: prefix=align spec=ngram3   # in which the bug acts, for a guard from outside
+    changes:
+      - file: cache/manager.py
+        old: the text to replace, which occurs exactly once
+        new: what replaces it
+
+Further lines of `old` and `new` are indented as in the code, relative to the line in which `old` begins.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybrid_kv.config import ConfigError
+
+PACKAGE = Path(__file__).parents[1]
+FOLDER = PACKAGE.parent / "mutants"
+ID = re.compile(r"[A-L]\d\d")
+# What judges the engine: a bug there would be one of the judge.
+JUDGES = ("accuracy", "cli", "guard", "mutation", "probes", "sanitizer", "targets")
+
+
+@dataclass(frozen=True)
+class Change:
+    """Replace `old` by `new` in a file of the package."""
+
+    file: str
+    old: str
+    new: str
+
+    def apply(self, text: str, name: str) -> tuple[str, range]:
+        """The changed text, and the numbers of its changed lines.
+
+        Raises:
+            ConfigError: `old` does not occur exactly once.
+        """
+        first, *_ = self.old.split("\n")
+        found = []
+        for match in re.finditer(re.escape(first), text):
+            begin = text.rfind("\n", 0, match.start()) + 1
+            line = text[begin:]
+            indent = "\n" + line[: len(line) - len(line.lstrip(" "))]
+            if text.startswith(old := self.old.replace("\n", indent), match.start()):
+                found.append((match.start(), old, self.new.replace("\n", indent)))
+        if len(found) != 1:
+            raise ConfigError(
+                f"{name}: {first!r} occurs {len(found)} times in {self.file}, not once: the code has moved; write the "
+                "mutant anew"
+            )
+        ((start, old, new),) = found
+        number = text.count("\n", 0, start) + 1
+        return text[:start] + new + text[start + len(old) :], range(number, number + new.count("\n") + 1)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One bug. `settings`: the model and levels of the factors of `targets.ours` in which it acts."""
+
+    id: str
+    references: tuple[str, ...]
+    mechanism: str
+    settings: dict[str, str]
+    changes: tuple[Change, ...]
+
+    def changed(self) -> dict[str, tuple[str, list[int]]]:
+        """The text of each changed file, by its path in the package, and the numbers of its changed lines.
+
+        Raises:
+            ConfigError: the code has moved, or a file is none of the engine's.
+        """
+        found: dict[str, tuple[str, list[int]]] = {}
+        for change in self.changes:
+            path = PACKAGE / change.file
+            if change.file.split("/")[0] in JUDGES or not path.is_file():
+                raise ConfigError(f"{self.id}: {change.file} is no file of the engine")
+            text, lines = found.get(change.file) or (path.read_text(encoding="utf-8"), [])
+            text, more = change.apply(text, self.id)
+            found[change.file] = text, [*lines, *more]
+        return found
+
+    def plant(self, root: Path) -> dict[str, list[int]]:
+        """Copy the package into `root` and change it there.
+
+        Returns:
+            The changed lines of each changed file of the copy.
+
+        Raises:
+            ConfigError: as `changed`; nothing is copied.
+        """
+        found = self.changed()
+        copy = root / PACKAGE.name
+        # With what Python and numba have compiled; they know files by time and size.
+        shutil.copytree(PACKAGE, copy)
+        for file, (text, _) in found.items():
+            path = copy / file
+            for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
+                compiled.unlink()
+            path.write_text(text, encoding="utf-8")
+        return {str(copy / file): lines for file, (_, lines) in found.items()}
+
+
+def read_mutants(folder: Path = FOLDER, ids: Sequence[str] = ()) -> list[Mutant]:
+    """The mutants of a folder in the order of their ids, or those asked for.
+
+    Raises:
+        ConfigError: there is no such folder or id, or a file is no mutant.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: there are no mutants; run this in a checkout")
+    files = {file.stem: file for file in sorted(folder.glob("*.yaml"))}
+    if unknown := [name for name in ids if name not in files]:
+        raise ConfigError(f"--id {unknown[0]}: there is no such mutant; {folder} has {', '.join(files)}")
+    return [_read(files[name]) for name in (ids or files)]
+
+
+def _read(file: Path) -> Mutant:
+    import yaml
+
+    try:
+        parts: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
+        settings = dict(part.split("=") for part in parts.pop("settings").split())
+        changes = tuple(Change(**change) for change in parts.pop("changes"))
+        mutant = Mutant(file.stem, tuple(parts.pop("references")), parts.pop("mechanism"), settings, changes)
+    except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{file} is no mutant: {type(error).__name__}: {error}") from None
+    if not ID.fullmatch(mutant.id) or not changes or parts:
+        raise ConfigError(f"{file} is no mutant: its id is none, it changes nothing, or {list(parts)} is unknown")
+    return mutant

@@ -1,0 +1,143 @@
+"""Each planted bug is one change of the code as it is; a few of them are caught end to end."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from hybrid_kv.config import ConfigError
+from hybrid_kv.mutation.catch import Trace
+from hybrid_kv.mutation.hunt import hunt
+from hybrid_kv.mutation.mutant import FOLDER, PACKAGE, Change, Mutant, read_mutants
+from hybrid_kv.targets.ours import LEVELS
+
+TEXT = "def f(x):\n    if x:\n        return 1\n    return 2\n"
+WHOLE = """
+references: [vllm!1]
+mechanism: Something is off by one.
+settings: prefix=align
+changes:
+  - file: cache/manager.py
+    old: a
+    new: b
+"""
+
+
+def mutant(*changes: Change) -> Mutant:
+    return Mutant("Z01", ("vllm!1",), "Something is off by one.", {}, changes)
+
+
+@pytest.mark.parametrize("known", read_mutants(), ids=lambda known: known.id)
+def test_each_mutant_changes_the_code_as_it_is_and_leaves_it_python(known: Mutant) -> None:
+    for text, _ in known.changed().values():
+        ast.parse(text)
+    assert known.references and known.mechanism.endswith(".")
+
+
+@pytest.mark.parametrize("known", read_mutants(), ids=lambda known: known.id)
+def test_the_settings_of_a_mutant_are_levels_of_our_target(known: Mutant) -> None:
+    for factor, level in known.settings.items():
+        assert factor == "model" or level in LEVELS[factor]
+
+
+def test_no_two_mutants_are_the_same() -> None:
+    changes = [known.changes for known in read_mutants()]
+    assert len(set(changes)) == len(changes)
+
+
+def test_text_that_has_moved_or_occurs_twice_is_refused() -> None:
+    for old, count in (("return 3", 0), ("return", 2)):
+        with pytest.raises(ConfigError, match=f"Z01: '{old}' occurs {count} times in f.py, not once"):
+            Change("f.py", old, "pass").apply(TEXT, "Z01")
+
+
+def test_further_lines_are_indented_as_the_first_one() -> None:
+    changed, lines = Change("f.py", "if x:\n    return 1", "if not x:\n    return 1\nx = 0").apply(TEXT, "Z01")
+    assert changed == "def f(x):\n    if not x:\n        return 1\n    x = 0\n    return 2\n"
+    assert list(lines) == [2, 3, 4]
+
+
+def test_a_planted_bug_is_in_the_copy_alone(tmp_path: Path) -> None:
+    before = (PACKAGE / "cache/manager.py").read_text()
+    change = Change("cache/manager.py", "class KVCacheManager:", "class KVCacheManager:  # here")
+    ((file, lines),) = mutant(change).plant(tmp_path).items()
+    assert (PACKAGE / "cache/manager.py").read_text() == before
+    assert Path(file).read_text().splitlines()[lines[0] - 1] == "class KVCacheManager:  # here"
+    assert not list(Path(file).parent.glob("__pycache__/manager.*")), "Python would run what it compiled before"
+
+
+@pytest.mark.parametrize("file", ["guard/observer.py", "cache/nothing.py"])
+def test_a_bug_is_planted_in_the_engine_alone(file: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"Z01: {file} is no file of the engine"):
+        mutant(Change(file, "a", "b")).plant(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name, text, problem",
+    [
+        ("F99", WHOLE.replace("mechanism", "reason"), "KeyError: 'mechanism'"),
+        ("F99", WHOLE.replace("prefix=align", "align"), "ValueError"),
+        ("F99", WHOLE + "more: 1\n", "its id is none, it changes nothing, or \\['more'\\] is unknown"),
+        ("nine", WHOLE, "its id is none"),
+        ("F99", "[", "ParserError"),
+        ("F99", "", "TypeError|AttributeError"),
+    ],
+)
+def test_a_file_that_is_no_mutant_is_refused(name: str, text: str, problem: str, tmp_path: Path) -> None:
+    (tmp_path / f"{name}.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=f"is no mutant: .*{problem}".replace(".*its", "its")):
+        read_mutants(tmp_path)
+
+
+def test_an_id_that_no_mutant_has_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--id F98: there is no such mutant"):
+        read_mutants(FOLDER, ["F98"])
+    with pytest.raises(ConfigError, match="there are no mutants; run this in a checkout"):
+        read_mutants(tmp_path / "nothing")
+
+
+def test_a_line_that_is_not_reached_is_told_from_one_that_is() -> None:
+    def reached(number: int) -> bool:
+        import sys
+
+        trace = Trace({__file__: [number]})
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            _branch(False)
+        finally:
+            sys.settrace(before)
+        return trace.reached
+
+    first = _branch.__code__.co_firstlineno
+    assert [reached(first + i) for i in (1, 2, 3)] == [True, False, True]
+
+
+def _branch(x: bool) -> int:
+    if x:
+        return 1
+    return 2
+
+
+@pytest.mark.parametrize("id, section, rule", [("B07", "exact model", "step-tokens"), ("L09", "exact model", "")])
+def test_the_quick_guard_catches_a_planted_bug(id: str, section: str, rule: str) -> None:
+    (known,) = read_mutants(ids=[id])
+    row = hunt(known, "quick", 300)
+    assert (row.caught, row.executed, row.section) == (True, True, section)
+    assert rule in row.rule and 0 < row.requests < 1000
+
+
+def test_probes_catch_a_planted_bug_by_the_answers_alone() -> None:
+    (known,) = read_mutants(ids=["G13"])
+    row = hunt(known, "probes", 300)
+    assert (row.caught, row.executed, row.section, row.rule) == (True, True, "probes", "batch")
+
+
+def test_what_takes_too_long_or_dies_is_no_catch() -> None:
+    begin = "from __future__ import annotations"
+    row = hunt(mutant(Change("config.py", begin, begin)), "quick", 0.01)
+    assert (row.section, row.caught) == ("time limit", False)
+    row = hunt(mutant(Change("config.py", begin, f"{begin}\n\nimport os\n\nos._exit(3)")), "sanitizer", 300)
+    assert (row.section, row.caught) == ("no answer", False)
