@@ -18,6 +18,7 @@ from hybrid_kv.cache.offload import KVOffload, check_offloadable
 from hybrid_kv.cache.plan import CachePlan, apply_block_sizes, plan_cache, update_block_size_for_backend
 from hybrid_kv.cache.spec import KVCacheConfig, KVCacheSpec, group_layers, with_undo
 from hybrid_kv.config import CacheConfig, ConfigError, EngineConfig, SchedulerConfig
+from hybrid_kv.engine.host_memory import keep_freed_memory
 from hybrid_kv.engine.runner import ModelRunner, Proposer
 from hybrid_kv.engine.scheduler import Scheduler
 from hybrid_kv.engine.text import Tokenizer
@@ -57,6 +58,8 @@ def build(
     """
     _check_together(model, proposer, config)
     device = _device(config.device)
+    if device.type == "cpu":
+        keep_freed_memory()
     target, tokenizer, eos_token_ids = _load(model, tokenizer, config, device)
     proposer, head = _drafts(model, target, proposer, config)
     layers = _layer_specs(target, head, config)
