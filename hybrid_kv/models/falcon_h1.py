@@ -134,6 +134,7 @@ _SMALL = _TINY | {
     "mamba_n_heads": 12,
     "mamba_d_state": 32,
     "mamba_chunk_size": 64,
+    "mamba_norm_before_gate": False,  # as in published ones; vLLM reads no such key, and always norms behind the gate
 }
 
 register(

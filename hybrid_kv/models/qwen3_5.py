@@ -140,8 +140,8 @@ SMALL = TINY | {
     "num_hidden_layers": 8,
     "full_attention_interval": 4,
     "head_dim": 64,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 48,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,  # as large, as in published ones; vLLM takes no others on a CPU
     "chunk_size": 64,
 }
 

@@ -7,15 +7,17 @@ numpy and Python by some weeks; where it cannot be imported Python runs the loop
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 Loop = TypeVar("Loop", bound=Callable[..., Any])
 
 
 @cache
-def compiled(loop: Loop, signature: str) -> Loop:
+def compiled(loop: Loop, signature: str, reorder: bool = False) -> Loop:
     """A loop for arguments of exactly these types; it calls no other function of the project.
+
+    `reorder`: sums may be taken in another order, and a product and a sum rounded once; NaN and infinities stay.
 
     With a signature all of it is compiled here: without, in the middle of a step, and again for each new layout of an
     argument. It takes seconds, once: numba keeps the code beside the source, or else in the user's cache.
@@ -24,7 +26,7 @@ def compiled(loop: Loop, signature: str) -> Loop:
         import numba
     except ImportError:  # a numpy or a Python that is newer than it
         return loop
-    njit: Any = numba.njit
+    njit: Any = partial(numba.njit, fastmath={"reassoc", "contract"} if reorder else False)
     try:
         return njit(signature, cache=True)(loop)
     except (RuntimeError, OSError):  # it cannot keep it: no folder, or a full one

@@ -16,6 +16,7 @@ from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.kernels.common.ragged import Ragged
 from hybrid_kv.kernels.common.spans import Spans
 from hybrid_kv.kernels.common.wanted import WantedStates
+from hybrid_kv.kernels.ssd.host import scan_loop, scan_tokens
 
 
 def selective_state_update(
@@ -63,6 +64,8 @@ def chunk_scan(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """All tokens of each row, about `chunk_size` at a time: quadratic inside a chunk, recurrent between chunks.
 
+    On one or two cores of a CPU token by token instead, see `host`.
+
     Chunks are cut from the start of each row, block boundaries from the start of its request: an offset may lie
     anywhere in a chunk, and its state is that after exactly so many tokens (sgl#31833 and vllm!34587 took a chunk's).
 
@@ -74,6 +77,8 @@ def chunk_scan(
     Returns:
         y [num_rows, len, heads, head_dim] and the wanted states [M, heads, head_dim, state].
     """
+    if (loop := scan_loop(x)) is not None:
+        return scan_tokens(loop, (x, dt, A, B, C, D), initial_state, rows, offsets)
     num_rows, length, heads, _ = x.shape
     groups, size = B.shape[2:]
     per_group = heads // groups

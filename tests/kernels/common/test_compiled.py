@@ -38,7 +38,7 @@ def test_code_that_cannot_be_kept_is_compiled_all_the_same(monkeypatch: pytest.M
     numba = pytest.importorskip("numba")
     kept = []
 
-    def njit(signature: str, cache: bool = False) -> Any:
+    def njit(signature: str, cache: bool = False, fastmath: Any = False) -> Any:
         kept.append(cache)
         if cache:
             raise error

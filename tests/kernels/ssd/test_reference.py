@@ -1,4 +1,4 @@
-"""The recurrence and its chunked form against a loop over tokens and heads in float64.
+"""The recurrence, its chunked form and its compiled loop against a loop over tokens and heads in float64.
 
 Tolerances are shares of max|ref| (relative error of single elements is unbounded under cancellation). In float32:
 recurrent 1e-5, chunked 2e-5; a chunk of 256 tokens erred by 4.8e-6 over 3000 tokens, and a chunk sums in another order.
@@ -10,9 +10,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_kv.kernels.ssd import chunk_scan, selective_state_update
+from hybrid_kv.kernels.ssd import chunk_scan, host, selective_state_update
 
 RECURRENT, CHUNKED, DOUBLE = 1e-5, 2e-5, 1e-12
+
+
+@pytest.fixture(autouse=True, params=["in chunks", "in the compiled loop"], scope="module")
+def way(request):
+    """What `chunk_scan` takes: chunks where torch has more than `MAX_THREADS`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "MAX_THREADS", 0 if request.param == "in chunks" else torch.get_num_threads())
+        yield request.param
+
+
+def test_the_compiled_loop_is_taken_on_few_cores_of_a_cpu(way):
+    assert (host.scan_loop(torch.empty(1)) is None) == (way == "in chunks")
+    assert host.scan_loop(torch.empty(1, dtype=torch.bfloat16)) is None
+    assert host.scan_loop(torch.empty(1, device="meta")) is None
 
 
 def plain(state, x, dt, A, B, C, D):
