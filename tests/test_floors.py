@@ -106,7 +106,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 # The guard's observer repeats the rules of the cache in its own words: it must not ask the code that it checks.
-OBSERVER = {"guard.observer", "guard.published"}
+OBSERVER = {"guard.observer", "guard.published", "guard.waiting"}
 CONCEPTS = {
     "mode": ({"mamba_cache_mode", "mode", "cache_mode"}, {"cache.modes"}),
     "scheme": ({"state_scheme", "scheme", "replay"}, {"attention.undo"}),

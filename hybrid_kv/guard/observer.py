@@ -18,27 +18,22 @@ import numpy as np
 import torch
 
 from hybrid_kv.attention.undo import UndoStep
+from hybrid_kv.cache.block_pool import BlockIds, BlockKey
 from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
 from hybrid_kv.engine.llm import LLM, RequestOutput
+from hybrid_kv.guard.figures import Figures
 from hybrid_kv.guard.patterns import Patterns
 from hybrid_kv.guard.poison import StaleColumns, poison_null_block
 from hybrid_kv.guard.published import Published, replay_of, states_behind
 from hybrid_kv.guard.scenario import Cell, Scenario
-from hybrid_kv.guard.step import Ran, Track, is_prefill
+from hybrid_kv.guard.step import Ran, RuleError, Track, is_prefill
+from hybrid_kv.guard.waiting import Waiting
 from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.kernels.replay import ReplayStep
 from hybrid_kv.request import Request, ScheduledRequest
 from hybrid_kv.watch import Watcher
 
 SAID_AGAIN = ("none", "align", "all")  # modes whose rules are formulated here and in `guard.published`
-
-
-class RuleError(AssertionError):
-    """The first broken `rule`, and what the engine did."""
-
-    def __init__(self, rule: str, report: str) -> None:
-        super().__init__(f"{rule}: {report}")
-        self.rule = rule
 
 
 class Observer(Watcher):
@@ -64,6 +59,7 @@ class Observer(Watcher):
         self._pending: list[list[Ran]] = []  # steps whose results the engine has not taken yet
         self.previous: list[Ran] = []
         self.patterns = Patterns(scenario, self.tracks)
+        self._figures = Figures(len(self.tracks))
         self.seen = self.patterns.seen
 
     def watch(self, llm: LLM) -> None:
@@ -78,6 +74,7 @@ class Observer(Watcher):
         self.patterns.watch(llm, self.published.late)
         self._knows_mode = llm.config.cache.mamba_cache_mode in SAID_AGAIN
         self._exact_hits = llm.manager.enable_prefix_caching and self._knows_mode
+        self._waiting = Waiting(llm, self._track, self.published)
 
     def __call__(self, llm: LLM) -> None:
         """Before every step."""
@@ -90,6 +87,7 @@ class Observer(Watcher):
         self._check_progress()
         self._due += [event.what for event in self.scenario.events if event.is_due(llm.num_steps)]
         self._due = [what for what in self._due if not self._disturb(what)]
+        self._waiting.before_step()
         if llm.num_steps > self._limit:
             raise RuleError("livelock", f"no end after {self._limit} steps")
 
@@ -144,6 +142,10 @@ class Observer(Watcher):
                 self.published.add(ran)
                 ran.track.computed = ran.end
 
+    def on_load(self, request_id: str, columns: Sequence[tuple[BlockKey, int]], ids: BlockIds) -> None:
+        """Blocks came from the offload tier."""
+        self._figures.num_loads += len(columns)
+
     def on_fold(self, request: Request, group: int, step: UndoStep) -> None:
         """A state is written because its request gives up its row."""
         if group == self._replayed and step.history is not None and int(step.history.n_flush.max()):
@@ -161,6 +163,8 @@ class Observer(Watcher):
             self.published.end(track, track.computed)
             track.base = track.computed = track.reach = 0
         self._check_schedule(scheduled)
+        if self._knows_mode:
+            self._waiting.check(scheduled, self._exact_hits)
         self.seen["waiting"] += bool(llm.scheduler.waiting)
         for event in self.scenario.events:
             if event.what == "abort" and event.is_due(llm.num_steps):
@@ -195,6 +199,7 @@ class Observer(Watcher):
         self._check_blocks(step)
         self.patterns.count_step(step, self.replay)
         for ran in step:
+            self._figures.ran(int(ran.item.request.request_id), ran)
             ran.track.previous_drafts = ran.item.num_drafts if ran.tokens else -1
             ran.track.accepted = max(0, len(ran.tokens) - 1)
             ran.track.reach = ran.item.num_computed_tokens + ran.item.num_tokens
@@ -230,6 +235,7 @@ class Observer(Watcher):
             begin, end = item.num_computed_tokens, item.num_computed_tokens + item.num_tokens - item.num_drafts
             if item.overwrite:
                 track.admissions += 1
+                self._figures.admitted(int(request.request_id), begin)
                 track.hit, track.known_before = begin, len(request.output_token_ids)
                 track.base = track.computed = begin
                 track.most = [0] * len(llm.plan.config.groups)
@@ -371,6 +377,7 @@ class Observer(Watcher):
     def finish(self, llm: LLM, outputs: Sequence[RequestOutput]) -> None:
         """Count what only the end shows."""
         llm.scheduler.check_integrity()
+        self._figures.check(llm, outputs)
         self.patterns.count_end()
         self.patterns.count_outputs(outputs)
         cell = self.scenario.cell

@@ -15,9 +15,10 @@ import torch
 
 from hybrid_kv.engine.llm import LLM, RequestOutput
 from hybrid_kv.errors import deaf_to_ctrl_c
-from hybrid_kv.guard.observer import Observer, RuleError
+from hybrid_kv.guard.observer import Observer
 from hybrid_kv.guard.poison import poison
 from hybrid_kv.guard.scenario import Cell, Scenario, ScriptedProposer, answer_book
+from hybrid_kv.guard.step import RuleError
 from hybrid_kv.guard.traffic import draw_scenario
 from hybrid_kv.sanitizer import SanitizerError
 from hybrid_kv.watch import Watcher

@@ -8,20 +8,24 @@ twelve lines of `minimize` are our own.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from hybrid_kv.guard.play import Failure, run_scenario
+from hybrid_kv.guard.play import Failure, play, run_scenario, unwarned
 from hybrid_kv.guard.replay import tell, write_files
-from hybrid_kv.guard.scenario import SCRIPTS, Scenario, SmallBlocksFirst, SmallKVFirst, answer_book
+from hybrid_kv.guard.scenario import SCRIPTS, Event, Scenario, SmallBlocksFirst, SmallKVFirst, answer_book
+from hybrid_kv.request import ScheduledRequest
 from hybrid_kv.sampling import SamplingParams
+from hybrid_kv.watch import Watcher
 
 T = TypeVar("T")
 
+ROOMY = 400  # blocks: no scenario of the guard fills them
 # Without these an engine would choose by itself, or the sanitizer would have no story to tell.
 _KEPT = ("block_size", "device", "mamba_block_size", "max_model_len", "num_blocks", "sanitize")
 # The simpler, the earlier. What an option has is not tried, nor what comes behind it.
@@ -33,14 +37,14 @@ _SIMPLER: dict[str, tuple[Any, ...]] = {
     "max_model_len": (32, 64, 96),
     "max_num_batched_tokens": (256, 64, 32, 16),
     "max_num_seqs": (1, 2, 3, 4),
-    "num_blocks": (400, 50),
+    "num_blocks": (ROOMY, 50),
     "num_speculative_tokens": (1, 2, 3, 4, 5, 6),
 }
 
 
 @dataclass(frozen=True)
 class Shrunk:
-    """A failure as small as it got. `is_minimal`: nothing more could go; else the time was up."""
+    """A failure as small as it got. `seconds` are of one core; `is_minimal`: nothing more could go in that time."""
 
     failure: Failure
     num_plays: int
@@ -68,22 +72,35 @@ class _TimeUpError(Exception):
     pass
 
 
+class _Steps(Watcher):
+    """Counts steps; a play that goes on for much longer than the best one is not waited for."""
+
+    def __init__(self, most: int) -> None:
+        self.count, self._most = 0, most
+
+    def on_schedule(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        self.count += 1
+        if self.count > self._most:
+            raise _TimeUpError
+
+
 def shrink(failure: Failure, seconds: float = 60.0) -> Shrunk:
     """The smallest scenario that could be found in the time, and that breaks the same rule first.
 
     The sanitizer is turned on if the scenario still fails then, since it names the first thing that is wrong; what is
     kept is the rule that breaks first with it. The same failure gives the same scenario, as long as time is left.
     """
-    begin = time.perf_counter()
+    begin = time.process_time()
     sanitized = replace(failure.scenario, options={**failure.scenario.options, "sanitize": True}, cell={})
     seen = run_scenario(sanitized).wrong
     shrinker = _Shrinker(seen[0] if seen else failure, begin + seconds)
     is_minimal = True
     try:
-        shrinker.run()
+        with unwarned():
+            shrinker.run()
     except _TimeUpError:
         is_minimal = False
-    return Shrunk(shrinker.best, shrinker.num_plays, time.perf_counter() - begin, is_minimal)
+    return Shrunk(shrinker.best, shrinker.num_plays, time.process_time() - begin, is_minimal)
 
 
 @dataclass(frozen=True)
@@ -148,6 +165,7 @@ class _Shrinker:
     def __init__(self, failure: Failure, deadline: float) -> None:
         self.best = failure
         self.num_plays = 0
+        self._most_steps = sys.maxsize
         self._deadline = deadline
         self._tried: set[str] = set()
 
@@ -159,14 +177,15 @@ class _Shrinker:
         """Whether this one breaks the same rule first; then it is the best so far."""
         if (key := repr(scenario)) in self._tried:
             return False
-        if time.perf_counter() > self._deadline:
+        if time.process_time() > self._deadline:
             raise _TimeUpError
         self._tried.add(key)
         self.num_plays += 1
-        wrong = run_scenario(scenario).wrong
+        steps = _Steps(self._most_steps)
+        wrong = play(scenario, [steps])[0].wrong
         if not wrong or wrong[0].rule != self.best.rule:
             return False
-        self.best = wrong[0]
+        self.best, self._most_steps = wrong[0], steps.count + 8
         return True
 
     def minimize(self, items: Sequence[T], build: Callable[[Sequence[T]], Scenario | None]) -> None:
@@ -180,7 +199,7 @@ class _Shrinker:
 
     def run(self) -> None:
         """All passes until none helps."""
-        self._tried.add(repr(self.scenario))
+        self.fails(self.scenario)
         before = None
         while before is not self.scenario:
             before = self.scenario
@@ -210,12 +229,24 @@ class _Shrinker:
     def _disturbances(self) -> None:
         scenario = self.scenario
         self.minimize(scenario.events, lambda kept: replace(scenario, events=tuple(kept)))
+        if self.scenario.options.get("num_blocks", ROOMY) < ROOMY:
+            self._make_room()
         for i, event in enumerate(self.scenario.events):
             events = [*self.scenario.events]
             for first in {0, event.first}:
                 events[i] = replace(event, first=first, every=0)
                 if self.fails(replace(self.scenario, events=tuple(events))):
                     break
+
+    def _make_room(self) -> None:
+        """What a full pool does, done on purpose in one with room."""
+        options = {**self.scenario.options, "num_blocks": ROOMY}
+        whats: tuple[Literal["preempt", "evict"], ...] = ("preempt", "evict")
+        for what in whats:
+            for step in range(10):
+                event = Event(what, step)
+                if self.fails(replace(self.scenario, options=options, events=(*self.scenario.events, event))):
+                    return
 
     def _options(self) -> None:
         texts, scenario = _texts(self.scenario), self.scenario

@@ -9,6 +9,14 @@ from hybrid_kv.request import ScheduledRequest
 Prefix = tuple[str, bytes]  # the salt and the tokens: the name of what the cache holds after them
 
 
+class RuleError(AssertionError):
+    """The first broken `rule`, and what the engine did."""
+
+    def __init__(self, rule: str, report: str) -> None:
+        super().__init__(f"{rule}: {report}")
+        self.rule = rule
+
+
 @dataclass
 class Track:
     """A running request as the rules see it. `most` and `columns` start anew with each admission."""

@@ -12,11 +12,14 @@ import pytest
 from hybrid_kv.cache.block_pool import BlockPool
 from hybrid_kv.cache.columns import Columns, PrefixHit
 from hybrid_kv.cache.manager import KVCacheManager
+from hybrid_kv.cache.offload import KVOffload
 from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.engine.scheduler import Scheduler
+from hybrid_kv.guard.forced import FORCED
 from hybrid_kv.guard.play import Differences, run_scenario
 from hybrid_kv.guard.scenario import Event, Scenario, SmallKVFirst, answer_book, cache_options
+from hybrid_kv.guard.traffic import draw_scenario
 from hybrid_kv.models.exact import ExactModel
 from hybrid_kv.sampling import SamplingParams
 
@@ -142,6 +145,59 @@ def test_a_running_request_that_starves(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(Scheduler, "schedule", skip)
     assert "left out of a step" in wrong(run_scenario(scenario("none")))
+
+
+def test_a_request_that_waits_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    admit: Callable[..., Any] = Scheduler._admit
+
+    def one_by_one(self: Scheduler, *arguments: Any) -> Any:
+        return None if self.running else admit(self, *arguments)
+
+    monkeypatch.setattr(Scheduler, "_admit", one_by_one)
+    for mode in ("none", "attention"):
+        assert "left-waiting: request 1 waits with" in wrong(run_scenario(scenario(mode, max_num_batched_tokens=64)))
+
+
+@pytest.mark.parametrize("mode", ["align", "all", "attention"])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_request_that_does_not_wait_for_its_prefix(
+    monkeypatch: pytest.MonkeyPatch, mode: str, is_async: bool
+) -> None:
+    (prompt,) = scenario(mode).prompts[2:3]
+    twins = replace(scenario(mode, async_scheduling=is_async, max_num_batched_tokens=64), prompts=[prompt] * 6)
+    assert run_scenario(twins).wrong == []
+    monkeypatch.setattr(Scheduler, "_is_under_way", lambda *_: False)
+    assert "did-not-wait: request 1 starts after 0 tokens" in wrong(run_scenario(twins))
+
+
+def test_figures_of_an_output_that_did_not_happen(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads = draw_scenario(list(FORCED).index("offload_hit"))
+    assert run_scenario(loads).wrong == run_scenario(deeper()).wrong == []
+    output, load = LLM.output, KVOffload.load
+    for lie in (
+        lambda o: {"cached_tokens": max((o.cached_tokens, *o.hit.group_tokens))},  # of one group alone
+        lambda o: {"num_draft_tokens": o.num_draft_tokens + 1},
+        lambda o: {"num_accepted_draft_tokens": o.num_draft_tokens},
+        lambda o: {"num_preemptions": o.num_preemptions + 1},
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(LLM, "output", lambda *given, lie=lie: replace(found := output(*given), **lie(found)))
+            assert "figures: request" in wrong(run_scenario(deeper()))
+
+    def twice(self: KVOffload, pages: Any, ids: Any) -> None:
+        load(self, pages, ids)
+        self.stats.loaded_blocks += 1
+
+    monkeypatch.setattr(KVOffload, "load", twice)
+    assert "blocks are said to be loaded" in wrong(run_scenario(loads))
+
+
+def deeper() -> Scenario:
+    """Its K/V are cached beyond the last state."""
+    found = scenario("align", 3, "mixed", max_num_batched_tokens=64)
+    shared = found.prompts[2]
+    prompts = [shared, [*shared[:20], 1, 2, 3], *found.prompts[2:]]
+    return replace(found, prompts=prompts, waves=(1, 5))
 
 
 def test_a_livelock(monkeypatch: pytest.MonkeyPatch) -> None:

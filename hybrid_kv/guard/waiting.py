@@ -1,0 +1,103 @@
+"""When a waiting request must be in the next step, and when it must not: said once more, from tokens and lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from math import lcm
+
+from hybrid_kv.cache.spec import MambaSpec
+from hybrid_kv.engine.llm import LLM
+from hybrid_kv.guard.published import Published
+from hybrid_kv.guard.step import RuleError, Track, is_prefill
+from hybrid_kv.kernels.common.integers import cdiv
+from hybrid_kv.request import Request, ScheduledRequest
+
+KEEPS_INSIDE = ("all",)  # modes in which a prefill leaves something to hit at each boundary that it passes
+
+
+class Waiting:
+    """The queue of one engine.
+
+    The first waiting request is in the step if a row and budget are free, the pool has all blocks that it could ever
+    ask for, no running request went without, and no prefill under way makes its hit longer. If one does, it waits.
+    """
+
+    def __init__(self, llm: LLM, track_of: Callable[[Request], Track], published: Published) -> None:
+        self._llm, self._track, self._published = llm, track_of, published
+        self._specs = [group.spec for group in llm.plan.config.groups]
+        self._unit = lcm(*(spec.block_size for spec in self._specs))
+        states = [spec for spec in self._specs if isinstance(spec, MambaSpec)]
+        self._keeps_inside = all(spec.mamba_cache_mode in KEEPS_INSIDE for spec in states)
+        self._num_preemptions = 0
+
+    def before_step(self) -> None:
+        """Nothing has been preempted for the next step yet."""
+        self._num_preemptions = self._count_preemptions()
+
+    def check(self, scheduled: Sequence[ScheduledRequest], is_exact: bool) -> None:
+        """
+        Args:
+            is_exact: hits are exactly those of `published`.
+
+        Raises:
+            RuleError: `left-waiting` or `did-not-wait`.
+        """
+        llm = self._llm
+        if is_exact:
+            for i, item in enumerate(scheduled):
+                if item.overwrite and any(self._helps(item.request, item.num_computed_tokens, scheduled[:i])):
+                    raise RuleError(
+                        "did-not-wait",
+                        f"request {item.request.request_id} starts after {item.num_computed_tokens} tokens though a "
+                        "prefill under way computes more of its prefix",
+                    )
+        if not llm.scheduler.waiting:
+            return
+        head, limits = llm.scheduler.waiting[0], llm.config.scheduler
+        budget = limits.max_num_batched_tokens - sum(item.num_tokens for item in scheduled)
+        in_step = {item.request.request_id for item in scheduled}
+        left_out = [request for request in llm.scheduler.running if request.request_id not in in_step]
+        if budget <= 0 or len(llm.scheduler.running) == limits.max_num_seqs or head.in_flight is not None:
+            return
+        if left_out or self._count_preemptions() > self._num_preemptions:
+            return  # The pool was too full for those who run.
+        if llm.manager.pool.num_free_blocks < self._most_blocks(head):
+            return
+        known = self._published.hit(self._track(head), head.num_tokens) if is_exact else 0
+        if llm.manager.enable_prefix_caching and any(self._helps(head, known, scheduled)):
+            return
+        raise RuleError(
+            "left-waiting",
+            f"request {head.request_id} waits with {budget} tokens of budget, a row and "
+            f"{llm.manager.pool.num_free_blocks} blocks free; it can ask for {self._most_blocks(head)} at most",
+        )
+
+    def _count_preemptions(self) -> int:
+        scheduler = self._llm.scheduler
+        return sum(request.num_preemptions for request in (*scheduler.running, *scheduler.waiting))
+
+    def _most_blocks(self, request: Request) -> int:
+        """With every column of all its tokens, shared ones too."""
+        ahead = min(
+            request.num_tokens + self._llm.manager.num_lookahead_tokens, self._llm.config.scheduler.max_model_len
+        )
+        due = 0
+        for spec in self._specs:
+            drafts = spec.num_speculative_blocks if isinstance(spec, MambaSpec) else 0
+            due += cdiv(ahead, spec.block_size) + drafts
+        return due
+
+    def _helps(self, request: Request, num_known: int, others: Sequence[ScheduledRequest]) -> Iterator[bool]:
+        """Of each prefill under way, whether it makes a hit of `num_known` tokens longer."""
+        own = self._track(request)
+        flights = [other.in_flight for other in self._llm.scheduler.running if other.in_flight is not None]
+        for item in (*flights, *others):
+            if item.request is request or not is_prefill(item):
+                continue
+            other, end = self._track(item.request), item.num_computed_tokens + item.num_tokens
+            if own.salt != other.salt:
+                continue
+            most = min(end, request.num_tokens - 1)
+            same = next((i for i in range(most) if own.sequence[i] != other.sequence[i]), most)
+            shared = same // self._unit * self._unit
+            yield shared > num_known and (self._keeps_inside or shared == end)
