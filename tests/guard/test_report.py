@@ -24,7 +24,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         return [CheckResult("block ids", "list over the engine", True, 2.0, "time ratio", ">= 1", 1, 0.1)]
 
     load_checks()
-    few = {"layout": 8, "costs": 1, "exact model": 20, "guard model": 4, "families": 0, "accuracy": 8, "block ids": 1}
+    few = {"layout": 8, "costs": 1, "exact model": 20, "guard model": 4, "accuracy": 8, "block ids": 1}
+    few |= dict.fromkeys(("refusals", "folders", "families"), 0)
     for section, count in few.items():
         change(monkeypatch, section, amounts={"quick": count})
     change(monkeypatch, "block ids", function=ratio)
@@ -37,10 +38,10 @@ def change(monkeypatch: pytest.MonkeyPatch, section: str, **changes: Any) -> Non
 # Histories hang on these: a new name for a check is a new key for its rows.
 KEYS = [
     "views_that_leave_their_page",
-    "hits_lost_to_drafts/drafts_lost_to_caching",
     "scenarios_and_requests_unlike_the_oracle",
     "request_patterns_that_happened",
     "pairs_and_triples_of_settings_that_ran",
+    "hits_lost_to_drafts/drafts_lost_to_caching",
     "largest_logit_difference/float64/torch",
     "largest_logit_difference/float64/flash_attn",
     "largest_logit_difference/float64/flashinfer",

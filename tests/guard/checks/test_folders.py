@@ -1,0 +1,36 @@
+"""A folder's identity that leaves something out is seen."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from hybrid_kv.cache import offload
+from hybrid_kv.engine import build
+from hybrid_kv.guard.checks.folders import OTHERS, check_folders
+from hybrid_kv.guard.registry import Run
+
+
+def test_every_engine_finds_its_own_blocks_and_no_others() -> None:
+    (result,) = check_folders(Run(len(OTHERS)))
+    assert result.passed and result.figures["loaded_blocks"] > 100
+
+
+@pytest.mark.parametrize(("forgotten", "seen"), [(r"^GUARD_\w+ ", "attention_backend"), (r" ExactModel.*", "weights")])
+def test_an_identity_without_a_part_is_seen(monkeypatch: pytest.MonkeyPatch, forgotten: str, seen: str) -> None:
+    identity = build._identity
+
+    def shorter(*given: object) -> str:
+        # The kernel blocks go with their backend.
+        return re.sub(r"^[\d ]+", "", re.sub(forgotten, "", identity(*given)))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(build, "_identity", shorter)
+    (result,) = check_folders(Run(len(OTHERS)))
+    assert not result.passed and f"engines that differ in {seen}" in result.detail and "wrong answers" in result.detail
+
+
+def test_an_engine_that_does_not_find_its_own_blocks_is_void(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload.KVOffload, "contains", lambda self, key: False)
+    (result,) = check_folders(Run(1))
+    assert not result.passed and result.detail.startswith("void: ")

@@ -1,0 +1,37 @@
+"""A border that has moved, to either side, is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from hybrid_kv.attention import undo
+from hybrid_kv.cache.manager import KVCacheManager
+from hybrid_kv.guard.checks.refusals import check_refusals
+from hybrid_kv.guard.registry import Run
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_allowed_runs_and_what_is_not_is_refused(seed: int) -> None:
+    (result,) = check_refusals(Run(1, seed))
+    assert result.passed, result.detail
+
+
+@pytest.mark.parametrize(
+    ("least", "said"),
+    [(lambda T: T, "must be refused because 'is too short"), (lambda T: 99, "is refused: replay_ring_len=")],
+)
+def test_a_ring_limit_that_has_moved_is_seen(
+    monkeypatch: pytest.MonkeyPatch, least: Callable[[int], int], said: str
+) -> None:
+    monkeypatch.setattr(undo, "shortest_ring_len", least)
+    (result,) = check_refusals(Run(1))
+    assert not result.passed and said in result.detail
+
+
+def test_a_request_that_is_refused_a_block_too_early_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    fits = KVCacheManager.can_ever_fit
+    monkeypatch.setattr(KVCacheManager, "can_ever_fit", lambda self, num_tokens: fits(self, num_tokens + 8))
+    (result,) = check_refusals(Run(1))
+    assert not result.passed and "the last block of a request, mode none" in result.detail
