@@ -1,4 +1,4 @@
-"""The engine beside vLLM and transformers: one checkpoint of each family, greedy, float32, one core.
+"""The engine beside vLLM and transformers: one checkpoint of each family, greedy, one core, float32 or another dtype.
 
 Each family's is the one that `hybrid-kv checkpoint FAMILY FOLDER` writes; `guard` is the guard model. Nothing is cached
 or drafted, prompts have one length. All three get the same token ids, and every run's tokens are compared with those
@@ -64,6 +64,7 @@ class Family:
     """
 
     name: str
+    dtype: str = "float32"
     refusals: dict[str, str] = field(default_factory=dict)
     equal: dict[tuple[int, str], int] = field(default_factory=dict)
     differences: list[str] = field(default_factory=list)
@@ -71,17 +72,18 @@ class Family:
 
     def rows(self) -> Iterator[Row]:
         """For `hybrid_kv.results`."""
+        common = {"family": self.name, "dtype": self.dtype}
         for subject, reason in self.refusals.items():
-            yield Row(SUITE, "runs", "runs", 0, "", {"family": self.name, "subject": subject, "reason": reason})
+            yield Row(SUITE, "runs", "runs", 0, "", {**common, "subject": subject, "reason": reason})
         for (batch, subject), requests in self.equal.items():
-            params = {"family": self.name, "batch": batch, "subject": subject}
+            params = {**common, "batch": batch, "subject": subject}
             yield Row(SUITE, "tokens", "equal_requests", requests / batch, "share", params, n=batch, better="higher")
         for one in self.measured:
             yield from one.rows()
 
 
-def _engine(folder: Path) -> Side:
-    llm = LLM(folder, tokenizer=NoText(), device="cpu", dtype="float32", max_num_seqs=max(BATCHES), max_model_len=512)
+def _engine(folder: Path, dtype: str) -> Side:
+    llm = LLM(folder, tokenizer=NoText(), device="cpu", dtype=dtype, max_num_seqs=max(BATCHES), max_model_len=512)
 
     def generate(prompts: Tokens, max_tokens: int) -> tuple[Tokens, float]:
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
@@ -92,13 +94,13 @@ def _engine(folder: Path) -> Side:
     return generate
 
 
-def _transformers(folder: Path) -> tuple[Any, Side]:
+def _transformers(folder: Path, dtype: str) -> tuple[Any, Side]:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     model.generation_config.eos_token_id = None
 
     def generate(prompts: Tokens, max_tokens: int) -> tuple[Tokens, float]:
@@ -118,21 +120,21 @@ def _transformers(folder: Path) -> tuple[Any, Side]:
     return model, generate
 
 
-def compare(name: str, rivals: Sequence[str], size: str, rounds: int = ROUNDS) -> Family:
+def compare(name: str, rivals: Sequence[str], size: str, rounds: int = ROUNDS, dtype: str = "float32") -> Family:
     """One family: who loads its checkpoint, whose tokens are whose, and how long each takes."""
-    found = Family(name)
+    found = Family(name, dtype)
     with ExitStack() as stack:
         folder = GUARD_MODEL
         if name != "guard":
             folder = Path(stack.enter_context(TemporaryDirectory()))
             write_checkpoint(name, folder, size)
-        model, reference = _transformers(folder)
-        sides: dict[str, Side] = {ENGINE: _engine(folder)}
+        model, reference = _transformers(folder, dtype)
+        sides: dict[str, Side] = {ENGINE: _engine(folder, dtype)}
         if "transformers" in rivals:
             sides[f"transformers {version('transformers')}"] = reference
         if "vllm" in rivals:
             try:
-                process = stack.enter_context(VLLMProcess(folder, max(BATCHES), 512))
+                process = stack.enter_context(VLLMProcess(folder, max(BATCHES), 512, dtype))
                 sides[f"vllm {process.version}"] = process.generate
             except HybridKVError as error:
                 found.refusals["vllm"] = str(error)
@@ -148,11 +150,13 @@ def compare(name: str, rivals: Sequence[str], size: str, rounds: int = ROUNDS) -
                     right[subject] = side
                 else:
                     found.differences.append(f"{name}, {batch}: {difference(folder, prompts, wanted, tokens, subject)}")
-            found.measured += measure(name, right, prompts, wanted, rounds)
+            found.measured += measure(name, right, prompts, wanted, rounds, dtype)
     return found
 
 
-def measure(name: str, sides: Mapping[str, Side], prompts: Tokens, wanted: Tokens, rounds: int) -> list[Measurement]:
+def measure(
+    name: str, sides: Mapping[str, Side], prompts: Tokens, wanted: Tokens, rounds: int, dtype: str = "float32"
+) -> list[Measurement]:
     """Prefill and decode of sides that are right, interleaved; a side that is wrong once is none of them.
 
     Raises:
@@ -172,7 +176,8 @@ def measure(name: str, sides: Mapping[str, Side], prompts: Tokens, wanted: Token
     for phase, label in enumerate(("prefill", "decode")):
         times = {subject: np.array([one[phase] for one in each]) for subject, each in seconds.items()}
         for subject, own in times.items():
-            params = {"family": name, "batch": len(prompts), "prompt": PROMPT, "new": NEW_TOKENS, "subject": subject}
+            params = {"family": name, "dtype": dtype, "batch": len(prompts), "prompt": PROMPT, "new": NEW_TOKENS}
+            params["subject"] = subject
             times_engine = ratio(own, times[ENGINE]) if subject != ENGINE and ENGINE in times else None
             cell = Cell(SUITE, label, params, "cpu", nothing)
             found.append(Measurement(cell, median(own), times_engine, rounds, Receipt(True, True, 0.0)))
@@ -224,6 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--family", action="append", default=[], choices=names, help="only this one; may be repeated")
     parser.add_argument("--rival", action="append", default=[], choices=RIVALS, help="only this one; may be repeated")
     parser.add_argument("--size", default="small", help="of the checkpoints (default: small)")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="default: float32")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"that are timed (default: {ROUNDS})")
     parser.add_argument("--out", metavar="CSV", help="append one row per measurement")
     options = parser.parse_args(arguments)
@@ -237,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_installed()
         print("tokens/s of each, in brackets those of the engine over it\n" + _line(HEAD))
         for name in options.family or names:
-            found = compare(name, rivals, options.size, options.rounds)
+            found = compare(name, rivals, options.size, options.rounds, options.dtype)
             if options.out:
                 append_rows(options.out, [*found.rows()])
             print("\n".join([*map(_line, lines(found)), *found.differences]), flush=True)

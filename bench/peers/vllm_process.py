@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from tempfile import TemporaryFile
 from types import TracebackType
 from typing import Any
 
+from bench.harness.pairs import ENVIRONMENT
 from hybrid_kv.config import ConfigError, HybridKVError
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
@@ -33,14 +35,15 @@ class VLLMProcess:
         version: of vLLM.
     """
 
-    def __init__(self, folder: str | Path, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(self, folder: str | Path, max_num_seqs: int, max_model_len: int, dtype: str = "float32") -> None:
         check_installed()
         self._said = TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (closed by `close`)
         self._process = subprocess.Popen(
-            [str(PYTHON), str(WORKER), str(folder), str(max_num_seqs), str(max_model_len)],
+            [str(PYTHON), str(WORKER), str(folder), str(max_num_seqs), str(max_model_len), dtype],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,
+            env=os.environ | ENVIRONMENT,  # freed memory stays with it, as with the engine
             encoding="utf-8",
         )
         try:

@@ -1,6 +1,6 @@
 """One `vllm.LLM`, asked by lines of JSON: run by the Python of an environment that has vLLM, without a file of ours.
 
-`python vllm_worker.py FOLDER MAX_NUM_SEQS MAX_MODEL_LEN` answers `{"version": …}` when the checkpoint runs. Each
+`python vllm_worker.py FOLDER MAX_NUM_SEQS MAX_MODEL_LEN DTYPE` answers `{"version": …}` when the checkpoint runs. Each
 line `{"prompts": [[1, 2]], "max_tokens": 8}` is then answered with `{"tokens": [[3, …]], "seconds": …}`: greedy, and
 the CPU time of the thread that calls vLLM. `{"error": …}` instead of either is the last answer. What else is printed
 goes to stderr.
@@ -34,7 +34,7 @@ def main() -> None:
         answers.write(json.dumps(values) + "\n")
 
     os.environ.update(SETTINGS)
-    folder, max_num_seqs, max_model_len = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    folder, max_num_seqs, max_model_len, dtype = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     try:
         import torch
 
@@ -52,7 +52,7 @@ def main() -> None:
             vllm.ModelRegistry.register_model(architecture, lazy.load_model_cls())
         llm = vllm.LLM(
             folder,
-            dtype="float32",
+            dtype=dtype,
             enforce_eager=True,
             enable_prefix_caching=False,
             skip_tokenizer_init=True,

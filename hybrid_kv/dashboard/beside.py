@@ -17,12 +17,14 @@ def beside_table(results: Results) -> tuple[list[str], list[list[str]]] | None:
     rows = results.of("families")
     if rows.empty:
         return None
-    rows = rows.assign(**{name: column(rows, name, str) for name in ("family", "subject", "reason")})
+    rows = rows.assign(**{name: column(rows, name, str) for name in ("family", "subject", "reason", "dtype")})
     rows = rows.assign(batch=column(rows, "batch", int))
+    rows = rows.assign(dtype=rows["dtype"].fillna("float32"))  # the first rows do not name it
     lines = []
-    for family, group in rows.groupby("family"):
+    for (family, dtype), group in rows.groupby(["family", "dtype"]):
+        name = f"`{family}`" + ("" if dtype == "float32" else f" in {dtype}")
         newest = group[(group["run_id"] == group["run_id"].iloc[-1]) & (group["subject"] != ENGINE)]
-        lines += [[f"`{family}`", *_cells(subject, own)] for subject, own in newest.groupby("subject")]
+        lines += [[name, *_cells(subject, own)] for subject, own in newest.groupby("subject")]
     return ["family", "beside", "tokens", *(f"{phase}, {batch}" for phase in PHASES for batch in BATCHES)], lines
 
 

@@ -81,11 +81,11 @@ def test_the_real_worker_keeps_chatter_from_its_answers(checkpoint: Path, monkey
     (checkpoint / "vllm.py").write_text(VLLM)
     monkeypatch.setenv("PYTHONPATH", str(checkpoint))
     monkeypatch.setattr(vllm_process, "PYTHON", Path(sys.executable))
-    with VLLMProcess(checkpoint, 8, 512) as process:
+    with VLLMProcess(checkpoint, 8, 512, "bfloat16") as process:
         tokens, seconds = process.generate([[5, 6], [7]], 3)
         assert tokens == [[6, 6, 6], [7, 7, 7]] and seconds >= 0
         process._said.seek(0)
-        assert "chatter float32 True False" in process._said.read()
+        assert "chatter bfloat16 True False" in process._said.read()
     broken = checkpoint / "broken"
     broken.mkdir()
     (broken / "config.json").write_text('{"architectures": ["Stub"]}')
