@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from hybrid_kv.cache.block_hash import BlockHashes
 from hybrid_kv.cache.columns import NO_HIT, NewBlocks, PrefixHit
-from hybrid_kv.sampling import SamplingParams
+from hybrid_kv.sampling import SamplingParams, TokenLogprobs
 
 
 @dataclass(eq=False)
@@ -18,6 +18,8 @@ class Request:
     params: SamplingParams
     seed: int
     output_token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each output token, if they are asked for
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each prompt token but the first, likewise
     draft_token_ids: list[int] = field(default_factory=list)  # proposals for the tokens after the last known one
     num_computed_tokens: int = 0
     num_flushed_tokens: int = 0  # of them; its Mamba states have seen these, and will be read until they see more

@@ -1,4 +1,4 @@
-"""From logits to tokens."""
+"""From logits to tokens, and how likely these are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +22,10 @@ class SamplingParams:
     `seed` makes the request reproducible whatever runs beside it; without one it is derived from the engine's seed and
     the request's number. `stop` strings end the text before their first occurrence. Cached prefixes are shared only
     among requests of one `cache_salt` (an adapter's name, a tenant).
+
+    `logprobs` and `prompt_logprobs` ask for the log-probability of each token of the answer and of the prompt, and of
+    so many of the likeliest beside it. What comes from the prefix cache has no logits, so a request with
+    `prompt_logprobs` does not read it (as in vLLM).
     """
 
     max_tokens: int = 16
@@ -33,6 +37,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     cache_salt: str = ""
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         # Types too: what a request asks for must not fail in a step, where it would take the other requests along.
@@ -40,6 +46,10 @@ class SamplingParams:
             value = getattr(self, name)
             if not is_int(value) and not (name == "seed" and value is None):
                 raise ConfigError(f"{name}={value!r} must be an integer")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and (not is_int(value) or value < 0):
+                raise ConfigError(f"{name}={value!r} must be an integer >= 0")
         for name in ("temperature", "top_p"):
             if not isinstance(value := getattr(self, name), Real):
                 raise ConfigError(f"{name}={value!r} must be a number")
@@ -72,6 +82,35 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Temperatures below 1e-5 only differ from the limit by overflow (vLLM's `_SAMPLING_EPS`)."""
         return self.temperature < 1e-5
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Whether a hit may spare the request a part of its prompt."""
+        return self.prompt_logprobs is None
+
+
+class TokenLogprobs(NamedTuple):
+    """Of one token the natural logarithm of its probability, and the likeliest tokens with theirs, best first.
+
+    Of the model's own distribution: before temperature, top-k and top-p.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+    """How likely each token was, in float32 or the logits' own wider dtype.
+
+    Args:
+        logits: [num_tokens, vocab_size], those that each token was drawn from.
+        num_top: of the likeliest tokens; all of a smaller vocabulary.
+    """
+    logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    chosen = torch.tensor(token_ids, device=logits.device)[:, None]
+    best = logprobs.topk(min(num_top, logits.shape[-1]))
+    rows = zip(logprobs.gather(1, chosen)[:, 0].tolist(), best.indices.tolist(), best.values.tolist(), strict=True)
+    return [TokenLogprobs(value, tuple(zip(ids, values, strict=True))) for value, ids, values in rows]
 
 
 def _entries(name: str, value: object) -> tuple[Any, ...]:

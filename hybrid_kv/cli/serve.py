@@ -39,6 +39,7 @@ def serve(
         Literal["on", "off"] | None, typer.Option(help="Schedule a step before the last one's tokens are known.")
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="Of the arithmetic; float64 leaves no noise to hide in.")] = None,
+    mamba_ssm_cache_dtype: Annotated[str | None, typer.Option(help="Of the states; float64 to go with it.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
 ) -> None:
     """Serve a checkpoint over HTTP, in the way of OpenAI's API; ends with Ctrl-C or SIGTERM."""
@@ -64,6 +65,7 @@ def serve(
         "kv_offload_folder": kv_offload_folder,
         "async_scheduling": None if async_scheduling is None else async_scheduling == "on",
         "dtype": dtype,
+        "mamba_ssm_cache_dtype": mamba_ssm_cache_dtype,
         "device": device,
     }
     api_key = os.environ.get(API_KEY) or None

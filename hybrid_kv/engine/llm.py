@@ -18,7 +18,7 @@ from hybrid_kv.engine.runner import Proposer, StepOutput
 from hybrid_kv.engine.text import Tokenizer, may_stop, stop_position
 from hybrid_kv.models.interface import Model
 from hybrid_kv.request import Request, ScheduledRequest
-from hybrid_kv.sampling import SamplingParams
+from hybrid_kv.sampling import SamplingParams, TokenLogprobs
 
 LOGGER = logging.getLogger(__name__)
 
@@ -42,6 +42,8 @@ class RequestOutput:
     hit: PrefixHit = NO_HIT
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+    logprobs: list[TokenLogprobs] | None = None  # [len(token_ids)], if the request asked for them
+    prompt_logprobs: list[TokenLogprobs] | None = None  # [len(prompt_token_ids) - 1], likewise: the first has none
 
 
 class LLM:
@@ -193,11 +195,20 @@ class LLM:
             if request.is_finished or request.request_id in self._aborted:
                 continue
             reason = self._update(item, output.tokens.get(request.request_id, []))
+            if output.logprobs or output.prompt_logprobs:
+                self._keep_logprobs(item, output)
             request.draft_token_ids = output.drafts.get(request.request_id, []) if not item.is_stale else []
             if reason is not None:
                 self.scheduler.finish(request)
                 finished.append((request, reason))
         return finished + self._drop_aborted()
+
+    def _keep_logprobs(self, item: ScheduledRequest, output: StepOutput) -> None:
+        request, start = item.request, item.num_computed_tokens
+        request.logprobs += output.logprobs.get(request.request_id, [])
+        del request.logprobs[len(request.output_token_ids) :]  # those behind the token that ended it
+        new = output.prompt_logprobs.get(request.request_id, [])
+        request.prompt_logprobs[start : start + len(new)] = new  # a second time after a preemption
 
     def _update(self, item: ScheduledRequest, sampled: list[int]) -> str | None:
         """Take a step's tokens one by one, up to the one that ends the request, if any does."""
@@ -257,6 +268,8 @@ class LLM:
             hit=request.hit,
             num_draft_tokens=request.num_draft_tokens,
             num_accepted_draft_tokens=request.num_accepted_draft_tokens,
+            logprobs=request.logprobs if request.params.logprobs is not None else None,
+            prompt_logprobs=request.prompt_logprobs if request.params.prompt_logprobs is not None else None,
         )
 
     def generate(

@@ -39,8 +39,11 @@ from hybrid_kv.kernels.common.launch import FLOATS, choose
 from hybrid_kv.models.interface import DraftHead, Model
 from hybrid_kv.models.layers import ForwardContext
 from hybrid_kv.request import Request, ScheduledRequest
+from hybrid_kv.sampling import TokenLogprobs, token_logprobs
 from hybrid_kv.spec_decode.verify import verify
 from hybrid_kv.watch import Watcher
+
+LOGITS_ROWS = 64  # prompt tokens whose logits are made at once: 64 of 131,072 words are 32 MiB in float32
 
 
 class Proposer(Protocol):
@@ -63,11 +66,16 @@ class Proposer(Protocol):
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What ran, and by request id: the tokens that it gave, and the drafts that follow them."""
+    """What ran, and by request id: the tokens that it gave, and the drafts that follow them.
+
+    For requests that ask for it also how likely the tokens are, and those of the prompt that follow the step's.
+    """
 
     batch: list[ScheduledRequest]
     tokens: dict[str, list[int]]
     drafts: dict[str, list[int]]
+    logprobs: dict[str, list[TokenLogprobs]]
+    prompt_logprobs: dict[str, list[TokenLogprobs]]
 
 
 class ModelRunner:
@@ -174,7 +182,8 @@ class ModelRunner:
         for watcher in self.watchers:
             watcher.on_step(batch, self.input_ids, self.positions, context.metadata)
         hidden = self.model(self.input_ids[:num_tokens_padded], self.positions[:num_tokens_padded], context)
-        tokens = self._sample(batch, hidden)
+        tokens, logprobs = self._sample(batch, hidden)
+        prompt_logprobs = self._prompt_logprobs(batch, hidden)
         self._postprocess(batch, [max(1, len(new)) for new in tokens])
         for watcher in self.watchers:
             watcher.on_commit(tokens)
@@ -182,7 +191,7 @@ class ModelRunner:
         sampled = {item.request.request_id: new for item, new in zip(batch, tokens, strict=True) if new}
         for item in batch:
             self._drafts[item.request.row] = drafts.get(item.request.request_id, [])
-        return StepOutput(batch, sampled, drafts)
+        return StepOutput(batch, sampled, drafts, logprobs, prompt_logprobs)
 
     @torch.inference_mode()
     def fold(self, request: Request) -> None:
@@ -216,9 +225,12 @@ class ModelRunner:
         drafts = tuple(self._drafts[row][: max(0, min(item.num_drafts, room - 1))])
         return replace(item, num_computed_tokens=known - 1, num_tokens=1 + len(drafts), drafts=drafts)
 
-    def _sample(self, batch: Sequence[ScheduledRequest], hidden: torch.Tensor) -> list[list[int]]:
+    def _sample(
+        self, batch: Sequence[ScheduledRequest], hidden: torch.Tensor
+    ) -> tuple[list[list[int]], dict[str, list[TokenLogprobs]]]:
         """What each request of the batch gets: nothing, a token, or its accepted drafts and one token more."""
         tokens: list[list[int]] = [[] for _ in batch]
+        logprobs: dict[str, list[TokenLogprobs]] = {}
         samples, read, end = [], list[int](), 0
         for i, item in enumerate(batch):
             end += item.num_tokens
@@ -226,7 +238,7 @@ class ModelRunner:
                 samples.append(i)
                 read += range(end - 1 - item.num_drafts, end)
         if not samples:
-            return tokens
+            return tokens, logprobs
         # Mostly decodes alone: then every token counts.
         last = hidden[:end] if len(read) == end else hidden[torch.tensor(read, device=self.device)]
         logits = self.model.compute_logits(last)
@@ -239,11 +251,33 @@ class ModelRunner:
             [request.seed for request in requests],
             known,
         )
+        row = 0
         for i, request, first, new in zip(samples, requests, known, verified, strict=True):
             tokens[i] = new
             self.token_ids[request.row, first : first + len(new)] = new
             self.num_tokens[request.row] = first + len(new)
-        return tokens
+            if (num_top := request.params.logprobs) is not None:
+                logprobs[request.request_id] = token_logprobs(logits[row : row + len(new)], new, num_top)
+            row += 1 + batch[i].num_drafts
+        return tokens, logprobs
+
+    def _prompt_logprobs(
+        self, batch: Sequence[ScheduledRequest], hidden: torch.Tensor
+    ) -> dict[str, list[TokenLogprobs]]:
+        """Of each prompt token whose predecessor the step has computed."""
+        found: dict[str, list[TokenLogprobs]] = {}
+        start = 0
+        for item in batch:
+            if (num_top := item.request.params.prompt_logprobs) is not None:
+                first = item.num_computed_tokens + 1
+                wanted = item.request.prompt_token_ids[first : first + item.num_tokens]
+                own = found[item.request.request_id] = []
+                for begin in range(0, len(wanted), LOGITS_ROWS):
+                    part = wanted[begin : begin + LOGITS_ROWS]
+                    logits = self.model.compute_logits(hidden[start + begin : start + begin + len(part)])
+                    own += token_logprobs(logits, part, num_top)
+            start += item.num_tokens
+        return found
 
     def _postprocess(self, batch: Sequence[ScheduledRequest], num_accepted: Sequence[int]) -> None:
         """Remember where each request's state is, and bring boundary states to their own blocks."""

@@ -140,9 +140,11 @@ class Scheduler:
     def _try_to_admit(
         self, request: Request, budget: int, scheduled: Sequence[ScheduledRequest], use_offload: bool = True
     ) -> ScheduledRequest | None:
-        hit = self.manager.find_longest_cache_hit(request.block_hashes, request.token_ids, use_offload)
-        if self._is_under_way(request, hit.num_tokens, scheduled):
-            return None
+        hit = NO_HIT
+        if request.params.reads_prefix_cache:
+            hit = self.manager.find_longest_cache_hit(request.block_hashes, request.token_ids, use_offload)
+            if self._is_under_way(request, hit.num_tokens, scheduled):
+                return None
         item = self._chunk(request, hit.num_tokens, budget, overwrite=True)
         new = self._allocate(item, hit)
         if new is None:

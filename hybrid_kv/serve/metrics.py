@@ -77,7 +77,7 @@ class Metrics(Watcher):
         for item in scheduled:
             if item.overwrite and item.request.num_preemptions:
                 self.preemptions.inc()
-            elif item.overwrite and self._caches:
+            elif item.overwrite and self._caches and item.request.params.reads_prefix_cache:
                 self.queries.inc(len(item.request.prompt_token_ids))
                 self.hits.inc(item.num_computed_tokens)
 
