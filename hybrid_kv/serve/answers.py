@@ -7,87 +7,140 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hybrid_kv.engine.llm import RequestOutput
 from hybrid_kv.engine.text import Tokenizer
 from hybrid_kv.request import Request
+from hybrid_kv.sampling import TokenLogprobs
 from hybrid_kv.serve.engine import Piece, Submission
 from hybrid_kv.serve.schema import ChatRequest, CompletionRequest
 
 Json = dict[str, Any]
 
-
-def usage(requests: Sequence[Request], num_choices: int) -> Json:
-    """Tokens of all choices of all prompts; a prompt counts once, with the hit of its first choice."""
-    prompts = requests[::num_choices]
-    prompt_tokens = sum(len(request.prompt_token_ids) for request in prompts)
-    completion_tokens = sum(len(request.output_token_ids) for request in requests)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(request.hit.num_tokens for request in prompts)},
-    }
+LEAST_LOGPROB = -9999.0  # JSON has no infinity; vLLM's number for it
 
 
 class _Answer:
-    """What both endpoints say in the same way."""
+    """What both endpoints say alike. A choice is made of pieces: one if the answer is whole, else one per event."""
 
     id_prefix: str
-    whole, event = "", ""  # the `object` of an answer, and of an event of a stream
+    whole: str  # the `object` of an answer …
+    event: str  # … and of an event of a stream
 
     def __init__(self, asked: CompletionRequest | ChatRequest, model: str, tokenizer: Tokenizer | None) -> None:
-        self.asked, self.tokenizer = asked, tokenizer
+        self.asked, self._tokenizer = asked, tokenizer
         self._head = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._begun: set[int] = set()  # choices of which something was said
 
-    def document(self, submission: Submission, outputs: Sequence[RequestOutput]) -> Json:
-        """All choices, in order."""
-        choices = [
-            self._choice(Piece(index, output.token_ids, output.text, output), request, is_first=True)
-            for index, (request, output) in enumerate(zip(submission.requests, outputs, strict=True))
-        ]
-        numbers = usage(submission.requests, self.asked.num_choices)
-        return self._head | {"object": self.whole, "choices": choices, "usage": numbers} | self._beside(submission)
+    def document(self, submission: Submission, pieces: Sequence[Piece]) -> Json:
+        """All choices, in order, of a piece each."""
+        choices = [self._choice(piece, submission.requests[piece.index]) for piece in pieces]
+        usage = self._usage(submission.requests)
+        return self._head | {"object": self.whole, "choices": choices, "usage": usage} | self._beside(submission)
 
-    def events(self, submission: Submission, piece: Piece, is_first: bool) -> Iterable[Json]:
-        """What a piece is to a stream; `is_first`: of its choice."""
-        raise NotImplementedError
+    def events(self, submission: Submission, piece: Piece) -> Iterable[Json]:
+        """What a piece is to a stream."""
+        yield self._event(self._choice(piece, submission.requests[piece.index]))
 
     def last_event(self, submission: Submission) -> Json | None:
         """The usage, if it was asked for."""
         options = self.asked.stream_options
         if options is None or not options.include_usage:
             return None
-        return self._head | {
-            "object": self.event, "choices": [], "usage": usage(submission.requests, self.asked.num_choices),
-        }  # fmt: skip
+        return self._head | {"object": self.event, "choices": [], "usage": self._usage(submission.requests)}
+
+    def _event(self, choice: Json) -> Json:
+        return self._head | {"object": self.event, "choices": [choice]}
+
+    def _usage(self, requests: Sequence[Request]) -> Json:
+        """Tokens of all choices of all prompts; a prompt counts once, with the hit of its first choice."""
+        prompts = requests[:: self.asked.num_choices]
+        prompt_tokens = sum(len(request.prompt_token_ids) for request in prompts)
+        completion_tokens = sum(len(request.output_token_ids) for request in requests)
+        if self.asked.max_tokens == 0:
+            completion_tokens = 0  # the engine gives one to each; nobody asked for it
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(request.hit.num_tokens for request in prompts)},
+        }
 
     def _beside(self, submission: Submission) -> Json:
+        """Fields of the answer as a whole."""
         return {}
 
-    def _choice(self, piece: Piece, request: Request, is_first: bool) -> Json:
-        raise NotImplementedError
-
-    def _common(self, piece: Piece) -> Json:
+    def _choice(self, piece: Piece, request: Request) -> Json:
+        """What both endpoints say of a choice."""
         ids = {"token_ids": list(piece.token_ids)} if self.asked.return_token_ids else {}
         reason = piece.output.finish_reason if piece.output is not None else None
-        return {"index": piece.index, "logprobs": None, "finish_reason": reason} | ids
+        return {"index": piece.index, "finish_reason": reason, "logprobs": None} | ids
+
+    def _token(self, token: int) -> str:
+        """A token as a key or a text: its own characters, or its number, which no other token has."""
+        if self._tokenizer is None or self.asked.return_tokens_as_token_ids:
+            return f"token_id:{token}"
+        return self._tokenizer.decode([token])
 
 
 class CompletionAnswer(_Answer):
-    """To `/v1/completions`."""
+    """To `/v1/completions`. With `echo` the first piece of a choice begins with the prompt."""
 
     id_prefix, whole, event = "cmpl", "text_completion", "text_completion"
     asked: CompletionRequest
 
-    def events(self, submission: Submission, piece: Piece, is_first: bool) -> Iterable[Json]:
-        choice = self._choice(piece, submission.requests[piece.index], is_first)
-        yield self._head | {"object": self.event, "choices": [choice]}
+    def __init__(self, asked: CompletionRequest, model: str, tokenizer: Tokenizer | None) -> None:
+        super().__init__(asked, model, tokenizer)
+        self._ends: dict[int, int] = {}  # of each choice's tokens so far, in characters
 
-    def _choice(self, piece: Piece, request: Request, is_first: bool) -> Json:
-        choice = self._common(piece) | {"text": piece.text}
-        if is_first and self.asked.return_token_ids:
-            choice["prompt_token_ids"] = request.prompt_token_ids
-        return choice
+    def _choice(self, piece: Piece, request: Request) -> Json:
+        asked, is_first = self.asked, piece.index not in self._begun
+        self._begun.add(piece.index)
+        token_ids, text = list(piece.token_ids), piece.text
+        logprobs: list[TokenLogprobs | None] = list(piece.logprobs)
+        if asked.max_tokens == 0:
+            token_ids, text, logprobs = [], "", []
+        choice = super()._choice(piece, request)
+        if asked.return_token_ids:
+            choice["token_ids"] = token_ids
+            choice |= {"prompt_token_ids": request.prompt_token_ids} if is_first else {}
+        if asked.echo and is_first:
+            prompt = request.prompt_token_ids
+            text = self._prompt_text(piece.index, prompt) + text
+            token_ids = prompt + token_ids
+            logprobs = [None, *request.prompt_logprobs, *logprobs]  # nothing stands before the first token
+        if asked.logprobs is not None:
+            choice["logprobs"] = self._logprobs(piece.index, token_ids, logprobs)
+        return choice | {"text": text}
+
+    def _prompt_text(self, index: int, token_ids: Sequence[int]) -> str:
+        prompt = self.asked.prompts[index // self.asked.num_choices]
+        if isinstance(prompt, str):
+            return prompt
+        return self._tokenizer.decode(token_ids) if self._tokenizer is not None else ""
+
+    def _logprobs(self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> Json:
+        tokens = [self._token(token) for token in token_ids]
+        offsets, end = [], self._ends.get(index, 0)
+        for token in tokens:
+            offsets.append(end)
+            end += len(token)
+        self._ends[index] = end
+        return {
+            "text_offset": offsets,
+            "token_logprobs": [None if one is None else max(LEAST_LOGPROB, one.logprob) for one in logprobs],
+            "tokens": tokens,
+            "top_logprobs": [
+                None if one is None else self._likeliest(token, one)
+                for token, one in zip(tokens, logprobs, strict=True)
+            ],
+        }
+
+    def _likeliest(self, token: str, logprobs: TokenLogprobs) -> dict[str, float]:
+        """By token, the chosen one too; of tokens with the same characters the likelier one is kept."""
+        found: dict[str, float] = {}
+        for other, value in logprobs.top:
+            found.setdefault(self._token(other), max(LEAST_LOGPROB, value))
+        found.setdefault(token, max(LEAST_LOGPROB, logprobs.logprob))
+        return found
 
 
 class ChatAnswer(_Answer):
@@ -96,15 +149,30 @@ class ChatAnswer(_Answer):
     id_prefix, whole, event = "chatcmpl", "chat.completion", "chat.completion.chunk"
     asked: ChatRequest
 
-    def events(self, submission: Submission, piece: Piece, is_first: bool) -> Iterable[Json]:
-        if is_first:
-            choice = {"index": piece.index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-            yield self._head | {"object": self.event, "choices": [choice]} | self._beside(submission)
-        choice = self._common(piece) | {"delta": {"content": piece.text}}
-        yield self._head | {"object": self.event, "choices": [choice]}
+    def events(self, submission: Submission, piece: Piece) -> Iterable[Json]:
+        """Before the first piece of a choice: who speaks."""
+        if piece.index not in self._begun:
+            self._begun.add(piece.index)
+            delta = {"role": "assistant", "content": ""}
+            yield self._event({"index": piece.index, "delta": delta, "finish_reason": None}) | self._beside(submission)
+        choice = self._choice(piece, submission.requests[piece.index])
+        choice["delta"] = {"content": choice.pop("message")["content"]}
+        yield self._event(choice)
 
     def _beside(self, submission: Submission) -> Json:
         return {"prompt_token_ids": submission.requests[0].prompt_token_ids} if self.asked.return_token_ids else {}
 
-    def _choice(self, piece: Piece, request: Request, is_first: bool) -> Json:
-        return self._common(piece) | {"message": {"role": "assistant", "content": piece.text}}
+    def _choice(self, piece: Piece, request: Request) -> Json:
+        choice = super()._choice(piece, request) | {"message": {"role": "assistant", "content": piece.text}}
+        if self.asked.logprobs:
+            rows = zip(piece.token_ids, piece.logprobs, strict=True)
+            content = [
+                self._entry(token, one.logprob) | {"top_logprobs": [self._entry(*other) for other in one.top]}
+                for token, one in rows
+            ]
+            choice["logprobs"] = {"content": content}
+        return choice
+
+    def _entry(self, token: int, logprob: float) -> Json:
+        text = self._token(token)
+        return {"token": text, "logprob": max(LEAST_LOGPROB, logprob), "bytes": list(text.encode())}

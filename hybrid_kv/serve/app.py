@@ -17,7 +17,6 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from hybrid_kv.config import ConfigError, HybridKVError
-from hybrid_kv.engine.llm import RequestOutput
 from hybrid_kv.serve.answers import ChatAnswer, CompletionAnswer, Json
 from hybrid_kv.serve.engine import BusyError, Engine, Piece, StoppedError, Submission
 from hybrid_kv.serve.metrics import Metrics
@@ -68,8 +67,9 @@ class Front:
         """Continue prompts."""
         asked = await self._asked(request, CompletionRequest)
         answer = CompletionAnswer(asked, self.access.model, self.engine.llm.tokenizer)
-        max_tokens = 16 if asked.max_tokens is None else asked.max_tokens  # OpenAI's default
-        params = [asked.sampling_params(max_tokens, choice) for choice in range(asked.num_choices)]
+        max_tokens = 16 if asked.max_tokens is None else max(1, asked.max_tokens)  # OpenAI's default; 0 with echo
+        more = {"logprobs": asked.logprobs, "prompt_logprobs": asked.logprobs if asked.echo else None}
+        params = [asked.sampling_params(max_tokens, choice, **more) for choice in range(asked.num_choices)]
         sequences = [(prompt, one) for prompt in asked.prompts for one in params]
         return await self._answer(request, answer, Submission(sequences, bool(asked.stream)))
 
@@ -80,7 +80,9 @@ class Front:
         prompt = self._conversation(asked)
         given = asked.max_completion_tokens or asked.max_tokens
         max_tokens = given or max(1, self.engine.llm.config.scheduler.max_model_len - len(prompt))
-        sequences = [(prompt, asked.sampling_params(max_tokens, choice)) for choice in range(asked.num_choices)]
+        num_top = (asked.top_logprobs or 0) if asked.logprobs else None
+        params = [asked.sampling_params(max_tokens, i, logprobs=num_top) for i in range(asked.num_choices)]
+        sequences = [(prompt, one) for one in params]
         return await self._answer(request, answer, Submission(sequences, bool(asked.stream)))
 
     async def models(self, request: Request) -> Response:
@@ -188,19 +190,14 @@ class Front:
 
     async def _document(self, answer: CompletionAnswer | ChatAnswer, submission: Submission) -> Json:
         await self.engine.submit(submission)
-        outputs: dict[int, RequestOutput] = {}
-        async for piece in self._pieces(submission):
-            assert piece.output is not None
-            outputs[piece.index] = piece.output
-        return answer.document(submission, [outputs[index] for index in sorted(outputs)])
+        pieces = [piece async for piece in self._pieces(submission)]
+        return answer.document(submission, sorted(pieces, key=lambda piece: piece.index))
 
     async def _events(self, answer: CompletionAnswer | ChatAnswer, submission: Submission) -> AsyncIterator[str]:
-        begun: set[int] = set()
         try:
             async for piece in self._pieces(submission):
-                for event in answer.events(submission, piece, piece.index not in begun):
+                for event in answer.events(submission, piece):
                     yield _event(event)
-                begun.add(piece.index)
         except HybridKVError as error:
             yield _event(_error(error)[1])
             return

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from hybrid_kv.config import HybridKVError
+from hybrid_kv.config import ConfigError, HybridKVError
 from hybrid_kv.engine.llm import LLM, RequestOutput
 from hybrid_kv.engine.text import TextStream
 from hybrid_kv.request import Request
-from hybrid_kv.sampling import SamplingParams
+from hybrid_kv.sampling import SamplingParams, TokenLogprobs
 from hybrid_kv.serve.schema import Prompt
 
 T = TypeVar("T")
@@ -36,11 +36,15 @@ class StoppedError(HybridKVError):
 
 @dataclass(frozen=True)
 class Piece:
-    """What a step gave sequence number `index` of a submission; `output` comes with the last piece of a sequence."""
+    """What a step gave sequence number `index` of a submission; `output` comes with the last piece of a sequence.
+
+    `logprobs` are as many as tokens, or none where nobody asked.
+    """
 
     index: int
     token_ids: Sequence[int]
     text: str
+    logprobs: Sequence[TokenLogprobs]
     output: RequestOutput | None = None
 
 
@@ -81,11 +85,12 @@ class _Open:
         new = self.request.output_token_ids[self.num_told :]
         if output is None and not new:
             return None
+        logprobs = self.request.logprobs[self.num_told :]
         self.num_told += len(new)
-        if output is not None:
-            told = self.stream.num_characters if self.stream is not None else 0
-            return Piece(self.index, new, output.text[told:], output)
-        return Piece(self.index, new, self.stream.add(new) if self.stream is not None else "")
+        text = ""
+        if self.stream is not None:
+            text = self.stream.add(new) if output is None else output.text[self.stream.num_characters :]
+        return Piece(self.index, new, text, logprobs, output)
 
 
 class Engine:
@@ -231,7 +236,9 @@ class Engine:
             )
         try:
             for prompt, params in submission.sequences:
-                submission.requests.append(llm.add_request(prompt, params))
+                request = llm.add_request(prompt, params)
+                submission.requests.append(request)
+                self._check_length(request)
         except BaseException:
             for request in submission.requests:
                 llm.scheduler.finish(request)
@@ -240,6 +247,15 @@ class Engine:
         for index, request in enumerate(submission.requests):
             stream = TextStream(llm.tokenizer, request.params.stop) if llm.tokenizer is not None else None
             self._open[request.request_id] = _Open(request, submission, index, stream)
+
+    def _check_length(self, request: Request) -> None:
+        """An answer that `max_model_len` would cut is refused: a client could not tell it from a whole one."""
+        length, limit = len(request.prompt_token_ids), self.llm.config.scheduler.max_model_len
+        if length + request.params.max_tokens > limit:
+            raise ConfigError(
+                f"the prompt's {length} tokens and max_tokens={request.params.max_tokens} are more than max_model_len="
+                f"{limit}; lower max_tokens or shorten the prompt"
+            )
 
     def _step(self) -> None:
         ended = {request.request_id: reason for request, reason in self.llm.step()}
