@@ -119,7 +119,8 @@ class Front:
             return
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         # In constant time: how long a wrong key is compared must not tell how much of it is right.
-        is_right = hmac.compare_digest(key.encode(), self.access.api_key.encode())
+        wanted = self.access.api_key.encode(errors="surrogateescape")  # as the environment had it
+        is_right = hmac.compare_digest(key.encode("latin-1"), wanted)
         if scheme.lower() != "bearer" or not is_right:
             raise ApiError(
                 401,
@@ -143,7 +144,9 @@ class Front:
     def _conversation(self, asked: ChatRequest) -> list[int]:
         """The prompt that a template makes of messages; a template writes the special tokens itself."""
         tokenizer: Any = self.engine.llm.tokenizer
-        template = self.access.chat_template or getattr(tokenizer, "chat_template", None)
+        template = self.access.chat_template
+        if template is None:
+            template = getattr(tokenizer, "chat_template", None)
         if template is None:
             raise BadRequestError(
                 f"{self.access.model} has no chat template: start the server with --chat-template, or ask "

@@ -230,6 +230,8 @@ class Engine:
         llm, count = self.llm, len(submission.sequences)
         if self._is_stopping:
             raise StoppedError(self._why())
+        if count > self.max_open:
+            raise ConfigError(f"{count} sequences in one request, {self.max_open} may be open; ask for fewer at once")
         if len(self._open) + count > self.max_open:
             raise BusyError(
                 f"{len(self._open)} of {self.max_open} sequences are open, {count} more do not fit; try again later"

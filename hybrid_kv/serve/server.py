@@ -60,11 +60,11 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, llm: LLM, access: Access, max_waiting: int = 256, grace: int = 10) -> None:
-        metrics = Metrics(llm, access.model)
-        llm.watchers.append(metrics)
-        self.engine = Engine(llm, max_waiting, metrics.ended, self._end)
+        self.metrics = Metrics(llm, access.model)
+        llm.watchers.append(self.metrics)
+        self.engine = Engine(llm, max_waiting, self.metrics.ended, self._end)
         self.grace = grace
-        app = Front(self.engine, metrics, access).app
+        app = Front(self.engine, self.metrics, access).app
         limits: dict[str, Any] = {"timeout_graceful_shutdown": grace + HARD_LIMIT}
         super().__init__(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", **limits))
 

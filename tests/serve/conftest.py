@@ -33,7 +33,8 @@ class Served:
     """A server that runs in a thread, and clients of it."""
 
     def __init__(self, server: Server, port: int, key: str | None) -> None:
-        self.server, self.llm = server, server.engine.llm
+        self.server, self.engine, self.metrics = server, server.engine, server.metrics
+        self.llm = server.engine.llm
         self.url = f"http://127.0.0.1:{port}"
         arguments: dict[str, Any] = {"base_url": f"{self.url}/v1", "api_key": key or "none", "max_retries": 0}
         self.client = openai.OpenAI(**arguments)
@@ -41,11 +42,23 @@ class Served:
 
 
 @contextmanager
-def served(llm: LLM, access: Access | None = None, **limits: int) -> Iterator[Served]:
+def served(
+    llm: LLM, access: Access | None = None, failures: list[BaseException] | None = None, **limits: int
+) -> Iterator[Served]:
+    """Args: `failures` gets what ended the server, where that is meant."""
     access = access or Access("guard_model", chat_template=TEMPLATE)
     opened = open_socket("127.0.0.1", 0, access.api_key is not None)
     server = Server(llm, access, **limits)
-    thread = threading.Thread(target=server.run, args=([opened],))
+
+    def run() -> None:
+        try:
+            server.run([opened])
+        except BaseException as error:
+            if failures is None:
+                raise
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
     opened.listen()  # clients that come before the loop runs wait
     thread.start()
     try:

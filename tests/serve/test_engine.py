@@ -1,0 +1,170 @@
+"""The engine's thread: who leaves is aborted, who is too many is sent away, and what breaks is said to all."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx2
+import pytest
+
+from hybrid_kv import LLM, SamplingParams
+from hybrid_kv.accuracy.guard_model import FOLDER
+from hybrid_kv.config import CheckFailedError
+from hybrid_kv.request import ScheduledRequest
+from hybrid_kv.serve.engine import BusyError, Engine, StoppedError, Submission
+from hybrid_kv.watch import Watcher
+from tests.serve.conftest import OPTIONS, QUESTION, Served, served
+from tests.serve.test_metrics import counters
+
+LONG = {"prompt": QUESTION, "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+
+
+class Gate(Watcher):
+    """Lets steps through one by one; `entered` is set while one waits."""
+
+    def __init__(self) -> None:
+        self.steps, self.entered = threading.Semaphore(0), threading.Event()
+
+    def on_schedule(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        self.entered.set()
+        assert self.steps.acquire(timeout=60)
+        self.entered.clear()
+
+    def open(self) -> None:
+        self.steps.release(10**6)
+
+
+@pytest.fixture
+def gate(server: Served) -> Iterator[Gate]:
+    gate = Gate()
+    server.llm.watchers.append(gate)
+    yield gate
+    gate.open()
+    server.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})  # no step is in it any more
+    server.llm.watchers.remove(gate)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_is_aborted_and_its_blocks_return(
+    server: Served, gate: Gate, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    before = counters(server)
+    aborted, abort = threading.Event(), server.engine.abort
+
+    def told(submission: Submission) -> None:
+        abort(submission)
+        aborted.set()
+
+    monkeypatch.setattr(server.engine, "abort", told)
+    gate.steps.release(3)
+    client = httpx2.Client(base_url=server.url)
+    with ThreadPoolExecutor(1) as pool:
+        if stream:
+            with client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as events:
+                assert next(events.iter_lines()).startswith("data: ")
+        else:
+            asking = pool.submit(client.post, "/v1/completions", json=LONG, timeout=0.5)
+            assert gate.entered.wait(60)
+            assert isinstance(asking.exception(60), httpx2.ReadTimeout)
+        client.close()
+        assert aborted.wait(60)
+    gate.open()
+    assert server.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+    after = counters(server)
+    assert after["request_success_total abort"] == before.get("request_success_total abort", 0) + 1
+    assert after["kv_cache_usage_perc"] == 0
+    server.llm.scheduler.check_integrity()
+
+
+def test_sequences_beyond_the_limit_are_sent_away(server: Served, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.engine, "max_open", 3)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(server.http.post, "/v1/completions", json=LONG | {"max_tokens": 40, "n": 2})
+        assert gate.entered.wait(60)
+        second = pool.submit(server.http.post, "/v1/completions", json=LONG | {"max_tokens": 1, "n": 2})
+        while not second.done():  # commands run between steps
+            gate.steps.release()
+        refused = second.result()
+        assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+        assert refused.json()["error"]["message"] == "2 of 3 sequences are open, 2 more do not fit; try again later"
+        assert not first.done()
+        gate.open()
+        assert first.result().status_code == 200
+    never = server.http.post("/v1/completions", json=LONG | {"n": 4})
+    assert never.status_code == 400 and "4 sequences in one request, 3 may be open" in never.json()["error"]["message"]
+
+
+def test_a_reset_preempts_what_runs_and_changes_no_token(server: Served, gate: Gate, alone: LLM) -> None:
+    (expected,) = alone.generate([QUESTION * 5], SamplingParams(30, ignore_eos=True), progress=False)
+    before = counters(server)
+    with ThreadPoolExecutor(2) as pool:
+        body = LONG | {"prompt": QUESTION * 5, "max_tokens": 30, "return_token_ids": True}
+        asking = pool.submit(server.http.post, "/v1/completions", json=body)
+        assert gate.entered.wait(60)
+        resetting = pool.submit(server.http.post, "/reset_prefix_cache?reset_running_requests=true")
+        while not resetting.done():
+            gate.steps.release()
+        assert resetting.result().status_code == 200 and not asking.done()
+        gate.open()
+        (choice,) = asking.result().json()["choices"]
+    assert choice["token_ids"] == expected.token_ids
+    assert counters(server)["num_preemptions_total"] == before["num_preemptions_total"] + 1
+
+
+def test_all_prompts_of_a_request_run_or_none(server: Served) -> None:
+    before = counters(server)
+    answer = server.http.post("/v1/completions", json={"prompt": ["a", "b", ""], "max_tokens": 2})
+    assert answer.status_code == 400
+    assert not server.llm.scheduler.has_requests
+    assert counters(server) == before
+    server.llm.scheduler.check_integrity()
+
+
+class Broken(Watcher):
+    """A check that fails in the fifth step."""
+
+    num_steps = 0
+
+    def on_schedule(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        self.num_steps += 1
+        if self.num_steps == 5:
+            raise CheckFailedError("a block\nholds what it should not")
+
+
+def test_a_step_that_fails_ends_the_server_and_everybody_hears_of_it() -> None:
+    llm = LLM(str(FOLDER), **OPTIONS)
+    llm.watchers.append(Broken())
+    failures: list[BaseException] = []
+    with served(llm, failures=failures) as one, ThreadPoolExecutor(3) as pool:
+        asked = [pool.submit(one.http.post, "/v1/completions", json=LONG | {"stream": i == 2}) for i in range(3)]
+        answers = [future.result(60) for future in asked]
+    said = "the engine has failed, the server's log says how: CheckFailedError"
+    for answer in answers[:2]:
+        assert (answer.status_code, answer.json()["error"]["message"]) == (503, said)
+    assert answers[2].status_code in (200, 503) and said in answers[2].text and "[DONE]" not in answers[2].text
+    assert [str(failure) for failure in failures] == ["a block\nholds what it should not"]
+
+
+def test_an_engine_that_has_stopped_takes_nothing_more() -> None:
+    llm = LLM(str(FOLDER), **OPTIONS)
+    engine = Engine(llm, 0, lambda _: None, lambda: None)
+    engine.start()
+
+    async def ask() -> list[Any]:
+        submission = Submission([(QUESTION, SamplingParams(400, ignore_eos=True))])
+        await engine.submit(submission)
+        with pytest.raises(BusyError):
+            await engine.submit(Submission([(QUESTION, SamplingParams())] * 4))
+        await asyncio.get_running_loop().run_in_executor(None, engine.stop)
+        with pytest.raises(StoppedError, match="the server is shutting down"):
+            await engine.submit(Submission([(QUESTION, SamplingParams())]))
+        return [await submission.pieces.get()]
+
+    (piece,) = asyncio.run(ask())
+    assert piece.output.finish_reason == "abort" and len(piece.output.token_ids) < 400
+    assert not engine.is_alive and not llm.scheduler.has_requests
+    llm.scheduler.check_integrity()

@@ -1,0 +1,80 @@
+"""Counters: they parse, and they move by as much as happened."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.serve.conftest import Served
+
+PROMPT = [9 + 5 * i % 70 for i in range(200)]
+
+
+def counters(server: Served) -> dict[str, float]:
+    """By name, and by the label that tells samples of one name apart."""
+    answer = server.http.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    found = {}
+    for family in text_string_to_metric_families(answer.text):
+        for sample in family.samples:
+            label = sample.labels.get("finished_reason", sample.labels.get("position", ""))
+            found[f"{sample.name}{label and ' '}{label}"] = sample.value
+    return {name.removeprefix("hybrid_kv:"): value for name, value in found.items() if not name.endswith("_created")}
+
+
+def ask(server: Served, **more: object) -> dict[str, float]:
+    """What a request moves."""
+    before = counters(server)
+    body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "ignore_eos": True} | more
+    assert server.http.post("/v1/completions", json=body).status_code == 200
+    return {name: value - before.get(name, 0) for name, value in counters(server).items() if value != before.get(name)}
+
+
+def test_a_hit_is_counted_in_tokens(server: Served) -> None:
+    server.http.post("/reset_prefix_cache")
+    first, again = ask(server), ask(server)
+    assert (first["prefix_cache_queries_total"], first.get("prefix_cache_hits_total")) == (200, None)
+    assert (again["prefix_cache_queries_total"], again["prefix_cache_hits_total"]) == (200, 192)
+    assert (again["prompt_tokens_total"], again["generation_tokens_total"]) == (200, 20)
+    assert again["request_success_total length"] == 1
+    scored = ask(server, echo=True, logprobs=0)
+    assert "prefix_cache_queries_total" not in scored
+
+
+def test_drafts_are_counted_step_by_step(server: Served) -> None:
+    moved = ask(server, prompt=[7, 8, 9] * 20, max_tokens=40)
+    assert moved["spec_decode_num_drafts_total"] > 0
+    assert moved["spec_decode_num_draft_tokens_total"] >= moved["spec_decode_num_drafts_total"]
+    per_position = [moved.get(f"spec_decode_num_accepted_tokens_per_pos_total {i}", 0) for i in range(3)]
+    assert sum(per_position) == moved.get("spec_decode_num_accepted_tokens_total", 0)
+    assert per_position == sorted(per_position, reverse=True)
+
+
+def test_the_cache_is_described_so_that_a_guard_finds_its_boundaries(server: Served) -> None:
+    text = server.http.get("/metrics").text
+    (sample,) = [
+        sample
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "hybrid_kv:cache_config_info"
+    ]
+    plan = server.llm.plan
+    assert sample.labels["block_size"] == str(plan.sizes.block_size)
+    assert sample.labels["hit_unit"] == "96" and sample.labels["mamba_cache_mode"] == "all"
+    assert sample.labels["num_gpu_blocks"] == "64" and sample.labels["num_speculative_tokens"] == "3"
+
+
+def test_nothing_is_held_when_nobody_asks(server: Served) -> None:
+    ask(server)
+    found = counters(server)
+    assert found["kv_cache_usage_perc"] == found["num_requests_running"] == found["num_requests_waiting"] == 0
+
+
+@pytest.mark.parametrize(
+    ("query", "status"), [("", 200), ("?reset_running_requests=false", 200), ("?reset_running_requests=1", 400)]
+)
+def test_a_reset_forgets_what_was_cached(server: Served, query: str, status: int) -> None:
+    ask(server)
+    answer = server.http.post(f"/reset_prefix_cache{query}")
+    assert answer.status_code == status
+    assert ("prefix_cache_hits_total" in ask(server)) == (status != 200)
