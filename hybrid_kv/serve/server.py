@@ -7,7 +7,7 @@ import ipaddress
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import uvicorn
@@ -33,14 +33,16 @@ def open_socket(host: str, port: int, has_key: bool) -> socket.socket:
     """
     if not _is_loopback(host) and not has_key:
         raise ConfigError(f"--host {host} can be reached from other machines: set HYBRID_KV_API_KEY, or use 127.0.0.1")
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        opened = socket.socket(family, kind, protocol)
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        opened.bind(address)
-    except (OSError, OverflowError, UnicodeError) as error:
-        said = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"--host {host} --port {port}: {said}; give another") from None
+    with ExitStack() as closing:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            opened = closing.enter_context(socket.socket(family, kind, protocol))
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            opened.bind(address)
+        except (OSError, UnicodeError) as error:
+            said = error.strerror if isinstance(error, OSError) else str(error)
+            raise ConfigError(f"--host {host} --port {port}: {said}; give another") from None
+        closing.pop_all()
     return opened
 
 
@@ -60,7 +62,7 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, llm: LLM, access: Access, max_waiting: int = 256, grace: int = 10) -> None:
-        self.metrics = Metrics(llm, access.model)
+        self.access, self.metrics = access, Metrics(llm, access.model)
         llm.watchers.append(self.metrics)
         self.engine = Engine(llm, max_waiting, self.metrics.ended, self._end)
         self.grace = grace
