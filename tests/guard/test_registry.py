@@ -88,6 +88,7 @@ def test_without_the_file_there_is_no_such_section(size: Size) -> None:
         "refusals",
         "exact model",
         "costs",
+        "eviction",
         "folders",
         "guard model",
         "families",
