@@ -135,10 +135,12 @@ def test_a_rival_has_ratios_or_what_keeps_it_from_them(tmp_path: Path) -> None:
     made += [row(**ratio, value=1.25, params={**who, "subject": "transformers 5"})]
     refused = {"family": "bamba", "subject": "vllm", "reason": "ValueError: no"}
     made += [row(suite="families", benchmark="runs", metric="runs", unit="", value=0.0, params=refused)]
+    made += [row(2, **common, value=1.0, params={**who, "subject": "vllm 1", "dtype": "bfloat16"})]
     lines = (readme.BLOCKS["beside"](results(tmp_path, *made)) or "").splitlines()[2:]
     assert lines[0] == "| `bamba` | vLLM | does not run: ValueError: no | – | – | – | – |"
-    assert lines[1].startswith("| `lfm2` | transformers 5 | equal | – | – | 1.25 (")
-    assert lines[2] == "| `lfm2` | vLLM 1 | differ | – | – | – | – |"
+    assert lines[1] == "| `lfm2` in bfloat16 | vLLM 1 | equal | – | – | – | – |", "it replaces no line in float32"
+    assert lines[2].startswith("| `lfm2` | transformers 5 | equal | – | – | 1.25 (")
+    assert lines[3] == "| `lfm2` | vLLM 1 | differ | – | – | – | – |"
 
 
 def test_a_quick_run_does_not_replace_the_full_ones_tables(tmp_path: Path) -> None:
