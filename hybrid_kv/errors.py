@@ -28,6 +28,7 @@ EXTRAS = {
     "virtualenv": "bench",
     "plotly": "report",
     "triton": "kernels",
+    "aiohttp": "targets",
     "fastapi": "serve",
     "uvicorn": "serve",
     "prometheus_client": "serve",

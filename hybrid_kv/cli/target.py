@@ -112,7 +112,9 @@ def _print(title: str, outcomes: Sequence[Outcome]) -> None:
     settings = list(dict.fromkeys(_setting(one.settings) for one in outcomes))
     probes = list(dict.fromkeys(one.probe for one in outcomes))
     found = {(one.probe, _setting(one.settings)): one for one in outcomes}
-    table = Table("probe", *settings, box=box.SIMPLE, title=title)
+    table = Table(
+        "probe", *settings, box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False, show_edge=False
+    )
     for probe in probes:
         cells = [found.get((probe, setting)) for setting in settings]
         table.add_row(probe, *("" if one is None else f"[{STYLES[one.verdict]}]{_cell(one)}[/]" for one in cells))

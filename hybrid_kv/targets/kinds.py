@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import cast
 
 from hybrid_kv.config import ConfigError
+from hybrid_kv.errors import require
 from hybrid_kv.targets.target import Kind
 
 KINDS = ("ours", "serve", "mlx", "vllm", "transformers")  # a file of `targets` each
@@ -17,6 +18,8 @@ def kind_of(name: str) -> Kind:
     Raises:
         ConfigError: there is no such engine.
     """
+    if name == "serve" or name.startswith(("http://", "https://")):
+        require("aiohttp", "prometheus_client")
     if name.startswith(("http://", "https://")):
         from hybrid_kv.targets.server import Address
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from urllib.parse import urlsplit
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.errors import deaf_to_ctrl_c
@@ -31,6 +34,7 @@ LEVELS: dict[str, dict[str, tuple[str, ...]]] = {
     "async": {"off": (), "on": ("--async-scheduling", "on")},
 }
 factors: Mapping[str, Sequence[str]] = {factor: tuple(levels) for factor, levels in LEVELS.items()}
+START_SECONDS = 60.0
 FIXED = ("--dtype", "float32", "--device", "cpu", "--max-num-seqs", "8", "--max-model-len", "2048", "--port", "0")
 
 
@@ -67,10 +71,21 @@ class Served(Server):
                 self._log.seek(0)
                 words = [one.strip() for one in self._log if one.strip()] or ["nothing"]
                 raise ConfigError(f"hybrid-kv serve does not start; it said: {words[-1]}")
-            super().__init__(line.split(" at ")[1].split(";")[0], settings)
+            url = line.split(" at ")[1].split(";")[0]
+            self._until_it_listens(url)
+            super().__init__(url, settings)
         except BaseException:
             self.close()
             raise
+
+    def _until_it_listens(self, url: str) -> None:
+        """The line with the address comes before the first connection can be made."""
+        address = urlsplit(url)
+        end = time.monotonic() + START_SECONDS
+        while self._process.poll() is None and time.monotonic() < end:
+            with suppress(OSError), socket.create_connection((address.hostname, address.port), timeout=1):
+                return
+            time.sleep(0.02)
 
     def close(self) -> None:
         """See `Target.close`."""

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx2
+import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from hybrid_kv.config import ConfigError
@@ -19,6 +19,7 @@ from hybrid_kv.targets.target import Answer, Ask, Target, TargetError
 
 KEY = "HYBRID_KV_TARGET_KEY"
 SECONDS = 300.0  # for one answer
+OK = 200
 TRIAL = tuple(range(3, 93)) * 6  # longer than most blocks
 
 
@@ -50,8 +51,8 @@ class Server:
         self._url = url.removesuffix("/").removesuffix("/v1")
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
-            (card,) = self._get("/v1/models").json()["data"][:1]
-        except (httpx2.HTTPError, ValueError, KeyError, TypeError) as error:
+            (card,) = json.loads(self._request("GET", "/v1/models")[1])["data"][:1]
+        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"--target {url}: no model is served there: {error or type(error).__name__}") from None
         self.name = str(card.get("owned_by") or "server")
         self.longest = int(card.get("max_model_len") or (card.get("meta") or {}).get("n_ctx") or 2048)
@@ -91,15 +92,15 @@ class Server:
         """See `Target.ask`."""
         try:
             return asyncio.run(self._ask(asks, preempt_every))
-        except httpx2.HTTPError as error:
+        except (aiohttp.ClientError, TimeoutError) as error:
             raise TargetError(f"{self.name} does not answer: {type(error).__name__} {error}") from None
 
     def _one(self, ask: Ask) -> Answer:
         return self.ask([ask])[0]
 
     async def _ask(self, asks: Sequence[Ask], preempt_every: int) -> list[Answer]:
-        async with httpx2.AsyncClient(base_url=self._url, headers=self._headers, timeout=SECONDS) as client:
-            crowd = _Crowd(client, self._dialect, self._model, preempt_every)
+        async with self._session() as session:
+            crowd = _Crowd(session, self._dialect, self._model, preempt_every)
             return list(await asyncio.gather(*(crowd.ask(ask) for ask in asks)))
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
@@ -109,9 +110,9 @@ class Server:
     def counters(self) -> Mapping[str, float]:
         """See `Target.counters`."""
         found: dict[str, float] = {}
-        with suppress(httpx2.HTTPError, ValueError):
-            reply = self._get("/metrics")
-            for family in text_string_to_metric_families(reply.text if reply.is_success else ""):
+        with suppress(aiohttp.ClientError, TimeoutError, ValueError):
+            status, text = self._request("GET", "/metrics")
+            for family in text_string_to_metric_families(text if status == OK else ""):
                 name = COUNTERS.get(family.name.rpartition(":")[2].removesuffix("_total"))
                 if name is not None:
                     totals = (one.value for one in family.samples if not one.name.endswith("_created"))
@@ -120,33 +121,37 @@ class Server:
 
     def reset(self) -> None:
         """See `Target.reset`."""
-        self._post(self._dialect.reset)
+        self._request("POST", self._dialect.reset)
 
     def close(self) -> None:
         """See `Target.close`; the server is not ours to end."""
 
-    def _get(self, path: str) -> httpx2.Response:
-        with httpx2.Client(base_url=self._url, headers=self._headers, timeout=SECONDS) as client:
-            return client.get(path)
+    def _session(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(self._url, headers=self._headers, timeout=aiohttp.ClientTimeout(SECONDS))
 
-    def _post(self, path: str) -> httpx2.Response:
-        with httpx2.Client(base_url=self._url, headers=self._headers, timeout=SECONDS) as client:
-            return client.post(path)
+    def _request(self, method: str, path: str) -> tuple[int, str]:
+        """Status and text."""
+
+        async def request() -> tuple[int, str]:
+            async with self._session() as session, session.request(method, path) as reply:
+                return reply.status, await reply.text()
+
+        return asyncio.run(request())
 
     def _can_post(self, path: str) -> bool:
-        return bool(path) and self._post(path).is_success
+        return bool(path) and self._request("POST", path)[0] == OK
 
     def _version(self) -> str:
-        with suppress(httpx2.HTTPError, ValueError, KeyError, TypeError):
-            return str(self._get("/version").json()["version"])
+        with suppress(aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError):
+            return str(json.loads(self._request("GET", "/version")[1])["version"])
         return "of unknown version"
 
 
 class _Crowd:
     """Requests of one batch, which wait for one another and are preempted together."""
 
-    def __init__(self, client: httpx2.AsyncClient, dialect: Dialect, model: str, preempt_every: int) -> None:
-        self._client, self._dialect, self._model, self._every = client, dialect, model, preempt_every
+    def __init__(self, session: aiohttp.ClientSession, dialect: Dialect, model: str, preempt_every: int) -> None:
+        self._session, self._dialect, self._model, self._every = session, dialect, model, preempt_every
         self._complete, self._tokens, self._undisturbed = 0, 0, 0
         self._changed = asyncio.Condition()
 
@@ -162,25 +167,28 @@ class _Crowd:
                 self._changed.notify_all()
 
     async def _whole(self, ask: Ask) -> Answer:
-        reply = await self._client.post(self._dialect.path, json=self._dialect.body(ask, self._model, False))
-        if not reply.is_success:
-            return Answer((), error=f"HTTP {reply.status_code}: {reply.text[:200]}")
+        body = self._dialect.body(ask, self._model, False)
+        async with self._session.post(self._dialect.path, json=body) as reply:
+            text = await reply.text()
+            if reply.status != OK:
+                return Answer((), error=f"HTTP {reply.status}: {text[:200]}")
         try:
-            return self._dialect.answer(reply.json())
+            return self._dialect.answer(json.loads(text))
         except (KeyError, TypeError, ValueError) as error:
             return Answer((), error=f"no token ids: {type(error).__name__} {error}")
 
     async def _stream(self, ask: Ask) -> Answer:
         tokens: list[int] = []
         body = self._dialect.body(ask, self._model, True)
-        async with self._client.stream("POST", self._dialect.path, json=body) as reply:
-            if not reply.is_success:
-                return Answer((), error=f"HTTP {reply.status_code}: {(await reply.aread()).decode()[:200]}")
+        async with self._session.post(self._dialect.path, json=body) as reply:
+            if reply.status != OK:
+                return Answer((), error=f"HTTP {reply.status}: {(await reply.text())[:200]}")
             async for told in _events(reply):
                 piece = self._dialect.piece(told)
                 tokens += piece
                 await self._count(len(piece))
                 if ask.abort_after is not None and len(tokens) >= ask.abort_after:
+                    reply.close()  # or what is left of the answer would be read
                     break
         return Answer(tuple(tokens))
 
@@ -188,11 +196,13 @@ class _Crowd:
         self._tokens += num_tokens
         if self._every and self._tokens - self._undisturbed >= self._every:
             self._undisturbed = self._tokens
-            await self._client.post(self._dialect.preempt)
+            async with self._session.post(self._dialect.preempt):
+                pass
 
 
-async def _events(reply: httpx2.Response) -> AsyncIterator[dict[str, Any]]:
-    async for line in reply.aiter_lines():
+async def _events(reply: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+    async for raw in reply.content:
+        line = raw.decode()
         text = line.removeprefix("data:").strip()
         if line.startswith("data:") and text != "[DONE]":
             yield json.loads(text)

@@ -1,11 +1,12 @@
 import json
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
 
-import httpx2
 import pytest
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.models.random_checkpoint import write_checkpoint
-from hybrid_kv.targets import ours, serve, server
+from hybrid_kv.targets import ours, serve
 from hybrid_kv.targets.dialects import Completions, LlamaCpp, SGLang, dialect_of
 from hybrid_kv.targets.kinds import kind_of
 from hybrid_kv.targets.target import Ask, TargetError
@@ -132,16 +133,24 @@ def test_a_request_in_each_dialect_has_everything_that_was_asked(dialect, prompt
         assert value in body
 
 
-def test_an_answer_without_token_ids_is_refused(monkeypatch):
-    def reply(request):
-        if request.url.path == "/v1/models":
-            return httpx2.Response(200, json={"data": [{"id": "m", "owned_by": "other"}]})
-        return httpx2.Response(200, json={"choices": [{"index": 0, "text": "hi"}]})
+class _WithoutIds(BaseHTTPRequestHandler):
+    def _reply(self):
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        model = {"data": [{"id": "m", "owned_by": "other"}]}
+        told = model if self.path == "/v1/models" else {"choices": [{"index": 0, "text": "hi"}]}
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(told).encode())
 
-    for name in ("Client", "AsyncClient"):
-        kind = getattr(httpx2, name)
-        monkeypatch.setattr(
-            server.httpx2, name, lambda kind=kind, **how: kind(transport=httpx2.MockTransport(reply), **how)
-        )
-    with pytest.raises(ConfigError, match="answers without token ids"):
-        kind_of("http://server").start("", {})
+    do_GET = do_POST = _reply
+
+    def log_message(self, *_):
+        pass
+
+
+def test_an_answer_without_token_ids_is_refused():
+    with HTTPServer(("127.0.0.1", 0), _WithoutIds) as http:
+        Thread(target=http.serve_forever, daemon=True).start()
+        with pytest.raises(ConfigError, match="answers without token ids"):
+            kind_of(f"http://127.0.0.1:{http.server_port}").start("", {})
+        http.shutdown()

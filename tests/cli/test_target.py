@@ -1,0 +1,70 @@
+"""`hybrid-kv guard --target`: what it prints, writes and refuses. What is asked is tested in tests/probes."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+
+import pytest
+
+from hybrid_kv.cli import target
+from hybrid_kv.probes import run as probes_run
+from hybrid_kv.targets import ours
+from tests.cli.run import run
+from tests.probes.toy import ToyKind, ToyOracle
+
+
+@pytest.fixture(autouse=True)
+def toy(monkeypatch, tmp_path):
+    """The toy engine, with the script of ours."""
+    kinds = {"toy": ToyKind(), "broken": ToyKind(bug="hit")}
+    for kind in kinds.values():
+        kind.script = ours.script
+    known = target.kind_of
+    monkeypatch.setattr(target, "kind_of", lambda name: kinds.get(name) or known(name))
+    monkeypatch.setattr(target, "model_folder", lambda model: nullcontext(str(tmp_path)))
+    monkeypatch.setattr(probes_run, "Oracle", lambda folder, dtype: ToyOracle())
+    (tmp_path / "config.json").write_text('{"model_type": "toy", "vocab_size": 50}')
+    monkeypatch.chdir(tmp_path)
+
+
+QUICK = ("guard", "--quick", "--matrix", "prefix=on", "-k", "repeat")
+
+
+def test_a_sound_engine_ends_with_0_and_writes_nothing(capsys, tmp_path):
+    code, out, _ = run(capsys, *QUICK, "--target", "toy")
+    assert code == 0 and "toy 1.0, qwen3_5_text" in out and "right, 24" in out
+    assert not (tmp_path / "repro").exists()
+
+
+def test_a_wrong_answer_ends_with_1_and_can_be_played_again(capsys, tmp_path):
+    code, out, err = run(capsys, *QUICK, "--target", "broken", "--json", "--out", "found.json")
+    found = json.loads(out)
+    assert code == 1 and found == json.loads((tmp_path / "found.json").read_text())
+    wrong = [one for one in found["outcomes"] if one["verdict"] == "wrong"]
+    assert [(one["probe"], one["settings"]) for one in wrong] == [("repeat", {"prefix": "on"})]
+    assert "shrunk to 2 requests" in err
+    (played,) = (tmp_path / "repro").glob("*.json")
+    code, out, _ = run(capsys, "guard", "--replay", str(played))
+    assert code == 1 and "still wrong" in out
+    played.write_text(played.read_text().replace('"broken"', '"toy"'))
+    code, out, _ = run(capsys, "guard", "--replay", str(played))
+    assert code == 0 and ": right" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--target", "nobody"], "--target nobody: there is no such engine; use one of ours"),
+        (["--target", "toy", "--matrix", "prefix=1"], "--matrix prefix=1: use one of off, on"),
+        (["--target", "toy", "--against", "nobody"], "there is no such engine"),
+        (["--target", "toy", "-k", "nothing"], "no probe has this in its name"),
+        (["--target", "toy", "--record"], "--record, --results and --device out"),
+        (["--against", "toy"], "name it with --target"),
+        (["--replay", "config.json", "--target", "toy"], "plays one scenario"),
+        (["--replay", "config.json"], "config.json is no scenario"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_one_line(capsys, options, said):
+    code, _, err = run(capsys, "guard", *options)
+    assert code == 2 and said in err and len(err.strip().splitlines()) == 1
