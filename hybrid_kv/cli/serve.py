@@ -69,7 +69,7 @@ def serve(
         "device": device,
     }
     api_key = os.environ.get(API_KEY) or None
-    template = chat_template.read_text(encoding="utf-8") if chat_template is not None else None
+    template = _text(chat_template) if chat_template is not None else None
     if model is None:
         from hybrid_kv.accuracy.guard_model import FOLDER
 
@@ -81,3 +81,14 @@ def serve(
         url = f"http://{f'[{host}]' if ':' in host else host}:{opened.getsockname()[1]}/v1"
         print(f"{name} at {url}; Ctrl-C ends it", flush=True)
         server.run(sockets=[opened])
+
+
+def _text(file: Path) -> str:
+    from hybrid_kv.config import ConfigError
+    from hybrid_kv.files import refuse_device
+
+    refuse_device(file)
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is no text: byte {error.start} is not UTF-8") from None

@@ -73,6 +73,8 @@ def test_without_the_extra_one_line_names_it(
     [
         (["--host", "0.0.0.0"], "can be reached from other machines: set HYBRID_KV_API_KEY"),
         (["--chat-template", "no.jinja"], "no.jinja: No such file or directory"),
+        (["--chat-template", "/dev/zero"], "/dev/zero is a device; name a file"),
+        (["--chat-template", sys.executable], "is no text: byte"),
         (["--port", "65536"], "65536"),
         (["--model", "no/such/folder", "--port", "0"], "no/such/folder"),
         (["--async-scheduling", "maybe", "--port", "0"], "maybe"),
