@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
@@ -316,9 +316,15 @@ def export(trainer: Trainer, folder: Path) -> None:
     save_tokenizer(folder)
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """`guard_model.tokenizer` as transformers knows it."""
+def build_tokenizer(rigid: bool) -> PreTrainedTokenizerFast:
+    """`guard_model.tokenizer` as transformers knows it.
+
+    transformers gives a Qwen3.5 checkpoint a pre-tokenizer of its own, whatever tokenizer.json says. A ``rigid``
+    tokenizer has its words as added tokens, too: these are cut out of a text before that, the longest first.
+    """
     core = Tokenizer(models.WordLevel(dict(tokenizer.token_ids()), unk_token=tokenizer.UNK))
+    if rigid:
+        core.add_tokens([AddedToken(token, normalized=False) for token in tokenizer.vocabulary()])
     core.pre_tokenizer = pre_tokenizers.Split(Regex(tokenizer.PATTERN), behavior="isolated")
     core.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
@@ -333,8 +339,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """Write tokenizer.json and its companions so that AutoTokenizer loads them."""
-    build_tokenizer().save_pretrained(folder)
+    """Write tokenizer.json and its companions so that AutoTokenizer loads them; config.json is there."""
+    model_type = json.loads((folder / "config.json").read_text())["model_type"]
+    build_tokenizer(rigid=model_type.startswith("qwen")).save_pretrained(folder)
 
 
 def run(rank: int, args: argparse.Namespace, world: int, rendezvous: str) -> None:

@@ -28,7 +28,10 @@ AnswerFilter = Literal["strict-match", "flexible-extract"]
 @app.callback()
 def accuracy(
     context: typer.Context,
-    model: Annotated[str | None, typer.Option(help="A checkpoint folder; default: the embedded guard model.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="A checkpoint folder, guard_model (the default) or guard_model_qwen3_5, which are embedded."),
+    ] = None,
     task: Annotated[str | None, typer.Option(help="gsm8k_synth (generated, offline; the default) or gsm8k.")] = None,
     gsm8k_dir: Annotated[
         str | None, typer.Option(help="Folder with train.jsonl and test.jsonl for gsm8k; default: the hub.")

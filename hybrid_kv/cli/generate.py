@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; without any, one per line of stdin.")] = None,
-    model: Annotated[str | None, typer.Option(help="Checkpoint folder; default: the embedded guard model.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="A checkpoint folder, guard_model (the default) or guard_model_qwen3_5, which are embedded."),
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens per answer at most.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,

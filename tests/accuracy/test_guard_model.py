@@ -188,7 +188,7 @@ def test_logits_equal_transformers(folder):
     reference, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"] and not info["mismatched_keys"]
     ours = load_checkpoint(folder)
-    assert sum(p.numel() for p in ours.parameters()) < 1_200_000
+    assert sum(p.numel() for p in ours.parameters()) * 4 <= 5_000_000
     prompt = tokenizer.encode(problems.eval_set(41, 1, needs_latch=True)[0].prompt)
     noise = torch.randint(0, 98, (1, 333), generator=torch.Generator().manual_seed(0))
     for ids in (torch.tensor([prompt]), noise):

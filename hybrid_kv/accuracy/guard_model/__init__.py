@@ -5,6 +5,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 FOLDERS = {  # by the ``model_type`` of their config.json; the first is the default everywhere
     "nemotron_h": FOLDER,
+    "qwen3_5_moe_text": FOLDER.with_name("guard_model_qwen3_5"),
 }
 
 

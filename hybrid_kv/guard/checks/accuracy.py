@@ -30,7 +30,7 @@ def _check(model: Trained, limit: int) -> list[CheckResult]:
 
     from hybrid_kv.accuracy.run import evaluate_guard_model
 
-    # Written by `hybrid-kv accuracy --limit 500 --json`, with `--model` and its name for all but the first.
+    # Written by `hybrid-kv accuracy --model NAME --limit 500 --out FOLDER/recorded.json`.
     recorded = json.loads((model.folder / "recorded.json").read_text())
     begin = time.perf_counter()
     result = evaluate_guard_model(limit, recorded["params"]["seed"], model=model.folder.name)

@@ -34,12 +34,18 @@ def test_a_clean_slice_passes_with_its_figures(monkeypatch):
     monkeypatch.setattr(answers, "REPLAYED", (("all", "mtp", 1),))
     monkeypatch.setattr(answers, "FORGET_EVERY", 6)
     results = check_answers(Run(12))
-    assert [result.name.split(":")[0] for result in results] == [
+    names = [result.name.split(":")[0] for result in results]
+    first, second = results[:7], results[7:]
+    assert names[:7] == [
         "none, no drafts", "none, mtp 1", "all, no drafts", "all, mtp 1", "all, mtp 1, replay",
         "all, mtp 3, offload", "align, no drafts, offload",
     ]  # fmt: skip
-    assert [result.detail for result in results] == [""] * 7
-    assert [result.params["scheme"] for result in results] == [*["slots"] * 4, "replay", "slots", "slots"]
+    assert names[7:] == [f"{name}, qwen3.5 moe" for name in names[:7] if "replay" not in name]
+    assert [result.detail for result in results] == [""] * 13
+    assert [result.params["scheme"] for result in first] == [*["slots"] * 4, "replay", "slots", "slots"]
+    assert second[3].figures["hit_rate"] == second[2].figures["hit_rate"] > 0
+    assert second[3].figures["accepted"] == second[1].figures["accepted"] > 0
+    assert all(result.params["model"] == "guard_model_qwen3_5" for result in second)
     assert results[3].figures["hit_rate"] == results[2].figures["hit_rate"] > 0
     assert results[4].figures["hit_rate"] == results[3].figures["hit_rate"]
     assert results[4].figures["accepted"] == results[3].figures["accepted"] == results[1].figures["accepted"] > 0
