@@ -9,12 +9,12 @@ import typer
 
 from hybrid_kv.cli.options import AsJson, OutFile, show
 
-Way = Literal["quick", "sanitizer", "full", "probes"]
+Way = Literal["quick", "sanitizer", "full", "http"]
 
 
 def mutants(
     ids: Annotated[list[str] | None, typer.Option("--id", help="Only this bug, as F16; may be repeated.")] = None,
-    by: Annotated[Way, typer.Option(help="What hunts them: a guard, or one from outside (probes).")] = "quick",
+    by: Annotated[Way, typer.Option(help="What hunts them; http: probes of a server.")] = "quick",
     jobs: Annotated[int, typer.Option(min=1, help="Bugs at a time, a process each.")] = 1,
     limit: Annotated[int, typer.Option(min=1, help="Seconds for one bug.")] = 300,
     folder: Annotated[Path | None, typer.Option(help="Of the bugs; default: mutants/ of the checkout.")] = None,
@@ -32,6 +32,8 @@ def mutants(
     from hybrid_kv.mutation.mutant import FOLDER, read_mutants
 
     require("yaml", "safetensors", "tokenizers", "transformers", "lm_eval", "scipy")
+    if by == "http":
+        require("fastapi", "uvicorn", "prometheus_client", "httpx2")
     check_outputs(out)
     chosen = read_mutants(folder or FOLDER, ids or ())
     rows = list(tqdm(hunt_all(chosen, by, jobs, limit), total=len(chosen), unit="bug", desc="mutants"))
@@ -44,7 +46,7 @@ def mutants(
 
         table = Table("id", "caught by", "rule", "requests", "seconds", "", box=None, pad_edge=False)
         for row in rows:
-            verdict = "" if row.caught else "not caught" if row.executed else "not reached"
+            verdict = "" if row.caught else "not reached" if row.executed is False else "not caught"
             requests = str(row.requests) if row.requests else ""
             table.add_row(row.id, row.section, row.rule, requests, f"{row.seconds:.1f}", verdict)
         Console(width=140, highlight=False).print(table)

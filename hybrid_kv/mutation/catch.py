@@ -2,7 +2,7 @@
 
     python -m hybrid_kv.mutation.catch TASK.json
 
-The task names the way, the settings and the changed lines; the answer is written beside it.
+The task names the way and the changed lines; the answer is written beside it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -19,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hybrid_kv.guard.registry import Size
-    from hybrid_kv.probes.session import Outcome
 
 
 @dataclass
@@ -91,28 +89,6 @@ def by_guard(size: Size) -> Catch:
     return catch
 
 
-def by_probes(target: str, settings: dict[str, str]) -> Catch:
-    """What the engine answers, and nothing else: the probes of `guard --target` in one setting."""
-    from hybrid_kv.probes.run import Guarded, guard
-    from hybrid_kv.targets.kinds import kind_of
-    from hybrid_kv.targets.models import model_folder
-
-    catch = Catch()
-
-    class Caught(Exception):
-        pass
-
-    def told(outcome: Outcome) -> None:
-        catch.requests += outcome.num_answers
-        if outcome.verdict == "wrong":
-            catch.section, catch.rule, catch.detail = "probes", outcome.probe, outcome.detail
-            raise Caught
-
-    with model_folder(settings.pop("model", "qwen3_5_text")) as folder, suppress(Caught):
-        guard(Guarded(kind_of(target), folder), [settings], told=told)
-    return catch
-
-
 def run(task: Mapping[str, Any]) -> dict[str, Any]:
     """Carry out a task; an engine that fails by itself has been caught, too."""
     begin = time.perf_counter()
@@ -123,12 +99,7 @@ def run(task: Mapping[str, Any]) -> dict[str, Any]:
     sys.settrace(trace)
     try:
         by = task["by"]
-        if by == "sanitizer":
-            catch = by_scenarios(task["amount"], sanitize=True)
-        elif by in ("quick", "full"):
-            catch = by_guard(by)
-        else:
-            catch = by_probes("ours", dict(task["settings"]))
+        catch = by_scenarios(task["amount"], sanitize=True) if by == "sanitizer" else by_guard(by)
     except Exception as error:
         catch = Catch("crash", type(error).__name__, str(error))
     sys.settrace(None)
