@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -36,7 +37,10 @@ def mutants(
         require("fastapi", "uvicorn", "prometheus_client", "httpx2")
     check_outputs(out)
     chosen = read_mutants(folder or FOLDER, ids or ())
-    rows = list(tqdm(hunt_all(chosen, by, jobs, limit), total=len(chosen), unit="bug", desc="mutants"))
+    rows = []
+    for row in (bar := tqdm(hunt_all(chosen, by, jobs, limit), total=len(chosen), unit="bug", desc="mutants")):
+        rows.append(row)  # an hour's work is told as it comes
+        bar.write(f"{row.id}: {row.section or 'nothing'} {row.rule} after {row.seconds:.1f} s", file=sys.stderr)
     rows.sort(key=lambda row: row.id)
     document = {"by": by, "mutants": [asdict(row) for row in rows]}
 
