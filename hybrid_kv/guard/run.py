@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing import active_children, get_context
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import torch
@@ -130,10 +131,16 @@ def _beside(checks: Sequence[Check], runs: Mapping[str, Run], advance: Advance, 
 _ticks: Any = None  # the queue of what workers have done; each process has its end of it
 
 
-def _start_worker(ticks: Any) -> None:
+def _hear(ticks: Any) -> None:
     global _ticks
     _ticks = ticks
+
+
+def _start_worker(ticks: Any) -> None:
+    _hear(ticks)
     torch.set_num_threads(1)
+    # Its own lock is one of the system's, which a process that is terminated leaves behind.
+    tqdm.set_lock(RLock())
 
 
 def _in_worker(section: str, run: Run) -> tuple[list[CheckResult], float]:
@@ -151,15 +158,16 @@ def _pool(workers: int, chosen: Sequence[Check]) -> Iterator[Executor | None]:
         return
     # Fork would hand on the locks of torch's threads.
     context, before = get_context("spawn"), set(active_children())
-    _start_worker(context.SimpleQueue())
+    _hear(context.SimpleQueue())
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(_ticks,))
     try:
         yield pool
     finally:
         # Workers hear no Ctrl-C, and a section takes minutes: nobody waits for what nobody will look at.
-        pool.shutdown(wait=False, cancel_futures=True)
         for child in set(active_children()) - before:
             child.terminate()
+        pool.shutdown(cancel_futures=True)
+        _hear(None)
 
 
 @contextmanager

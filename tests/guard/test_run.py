@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import active_children
+from pathlib import Path
 
 import pytest
 
@@ -64,3 +67,12 @@ def test_nobody_waits_for_workers_after_an_interrupt() -> None:
     for child in started:
         child.join(60)
     assert started and all(child.exitcode not in (None, 0) for child in started)
+
+
+def test_workers_leave_nothing_behind(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hybrid_kv.cli", "guard", "--quick", "--only", "layout", "--only", "evict"]
+    ran = subprocess.run(
+        [*command, "--jobs", "2", "--results", str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0 and "2 of 2 checks passed" in ran.stdout
+    assert "leaked" not in ran.stderr
