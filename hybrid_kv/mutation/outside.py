@@ -35,7 +35,7 @@ class Planted:
 
     def start(self, folder: str, settings: Mapping[str, str]) -> Target:
         """See `targets.target.Kind`."""
-        return serve.start(folder, settings, {"PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"})
+        return serve.start(folder, settings, self.root)
 
 
 @cache

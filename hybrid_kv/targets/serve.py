@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from hybrid_kv.config import ConfigError
@@ -38,30 +39,33 @@ START_SECONDS = 60.0
 FIXED = ("--dtype", "float32", "--device", "cpu", "--max-num-seqs", "8", "--max-model-len", "2048", "--port", "0")
 
 
-def start(folder: str, settings: Mapping[str, str], environment: Mapping[str, str] | None = None) -> Served:
+def start(folder: str, settings: Mapping[str, str], root: Path | None = None) -> Served:
     """See `targets.target.Kind`.
 
     Args:
-        environment: added to the server's; `PYTHONPATH` may name another copy of this package.
+        root: folder of another copy of this package, which the server runs instead.
     """
-    return Served(folder, settings, environment or {})
+    return Served(folder, settings, root)
 
 
 class Served(Server):
     """See `targets.target.Target`."""
 
-    def __init__(self, folder: str, settings: Mapping[str, str], environment: Mapping[str, str]) -> None:
+    def __init__(self, folder: str, settings: Mapping[str, str], root: Path | None) -> None:
         options = [
             word for factor, levels in LEVELS.items() for word in levels[settings.get(factor, next(iter(levels)))]
         ]
+        model = str(Path(folder).absolute())
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (lives as long as the server)
         with deaf_to_ctrl_c():
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "hybrid_kv.cli", "serve", "--model", folder, *FIXED, *options],
+                [sys.executable, "-m", "hybrid_kv.cli", "serve", "--model", model, *FIXED, *options],
                 stdout=subprocess.PIPE,
                 stderr=self._log,
                 text=True,
-                env={**os.environ, **environment},
+                # `-m` looks into the working folder before it looks into PYTHONPATH.
+                cwd=root,
+                env={**os.environ, **({"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"} if root else {})},
             )
         assert self._process.stdout is not None
         try:
