@@ -3,11 +3,9 @@
 A setting that vLLM refuses, or takes and then overrides, is a `ValueError` in its own words: it cannot be asked here.
 """
 
-import json
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 DEFAULTS = {
@@ -104,12 +102,10 @@ class Engine:
 
     def _start(self, folder: str, options: dict[str, Any], tight: bool) -> None:
         import vllm
+        from vllm.model_executor.models import registry
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        # Known as a class, not by name, a model is not looked at in another process first, which lacks the operators.
-        (architecture,) = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))["architectures"]
-        if (lazy := vllm.ModelRegistry.models.get(architecture)) is not None:
-            vllm.ModelRegistry.register_model(architecture, lazy.load_model_cls())
+        registry._run_in_subprocess = lambda function: function()  # another process lacks those operators
         if tight:
             _make_tight()
         engine_arguments = vllm.EngineArgs(
