@@ -147,8 +147,9 @@ class Transformers:
             output_logits=ask.logprobs,
             **(sampled if ask.temperature else {"do_sample": False}),
         )
-        if extra.get("past_key_values") is None:
-            extra.pop("past_key_values", None)
+        if (cache := extra.pop("past_key_values", None)) is not None:
+            # The name of it is by the class's, as `generate` itself has it.
+            extra["cache_params" if "mamba" in type(self._model).__name__.lower() else "past_key_values"] = cache
         return self._model.generate(prompts, attention_mask=mask, generation_config=config, **extra)
 
     def _take(self, prompt: tuple[int, ...]) -> tuple[Any, int]:

@@ -71,6 +71,16 @@ def test_a_second_turn_goes_on_with_the_cache_of_the_first(hybrid, cache):
     assert target.ask([Ask(again)])[0].cached_tokens == 0
 
 
+def test_a_second_turn_of_a_model_without_attention(tmp_path):
+    """Its cache has another name."""
+    model = write_checkpoint("mamba2", tmp_path)
+    target = transformers.start(str(tmp_path), {"prefix": "kept"})
+    (first,) = target.ask([Ask(PROMPTS[1])])
+    again = (*PROMPTS[1], *first.token_ids, 5, 6, 7)
+    (second,) = target.ask([Ask(again)])
+    assert (second.token_ids, second.cached_tokens) == (continued(model, again), len(PROMPTS[1]) + 11)
+
+
 def test_drafts_of_a_model_are_accepted_and_rejected(attention):
     folder, model = attention
     target = transformers.start(folder, {"spec": "draft2"})
