@@ -87,6 +87,9 @@ def run_guard(
             results[check.section] = [_with_moment(result, started, seconds) for result in found]
             if fail_fast and not all(result.passed for result in found):
                 break
+        else:
+            if pool is not None:
+                pool.shutdown()  # Workers that are done end by themselves, and clear up.
     return [result for check in known for result in results.get(check.section, [])]
 
 
