@@ -25,13 +25,14 @@ def one_family(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_family_and_the_trained_head_pass_with_their_figures() -> None:
     told: list[float] = []
-    family, distance, head = check_families(Run(2, progress=told.append))
-    assert family.passed and distance.passed and head.passed and sum(told) == 2
+    family, distance, head, second = check_families(Run(2, progress=told.append))
+    assert family.passed and distance.passed and head.passed and second.passed and sum(told) == 2
     assert distance.name == "distance from transformers, qwen3_5_text" and 1e-8 < distance.value < 2e-5
     assert family.name == "largest logit difference, qwen3_5_text" and 0 < family.value < 1e-11
     assert family.params == {"family": "qwen3_5_text", "seed": 0}
     assert {"none_async", "align_offload", "all_drafts_mixed", "cached_tokens"} <= family.figures.keys()
     assert (head.value, head.unit) == (0, "drafts") and head.n > 100 and head.figures["accepted"] > 20
+    assert second.name == f"{head.name}, qwen3.5 moe" and second.n > 20 and second.figures["accepted"] > 10
 
 
 def test_a_rotation_that_starts_anew_in_every_chunk_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +44,7 @@ def test_a_rotation_that_starts_anew_in_every_chunk_is_seen(monkeypatch: pytest.
 
     monkeypatch.setattr(attention.PagedAttentionMetadata, "rotation", anew)
     monkeypatch.setattr(families, "_trained_head", lambda *arguments: None)
-    family, distance, _ = check_families(Run(1))
+    family, distance, *_ = check_families(Run(1))
     assert not family.passed and not distance.passed and family.detail.startswith("none, async: ")
 
 
@@ -107,7 +108,7 @@ def test_damage_is_seen(monkeypatch: pytest.MonkeyPatch, damage: Callable[..., N
     monkeypatch.setattr("hybrid_kv.models.registry.sized", lambda: {family: ["tiny"]})
     monkeypatch.setattr(families, "_trained_head", lambda *arguments: None)
     damage(monkeypatch)
-    exact, distance, _ = check_families(Run(1))
+    exact, distance, *_ = check_families(Run(1))
     assert not (exact.passed and distance.passed)
     assert max(exact.value, distance.value) > 1e-3 or "other tokens" in exact.detail
 
@@ -121,8 +122,8 @@ def test_slots_of_later_drafts_that_are_lost_are_seen(monkeypatch: pytest.Monkey
         return places, slots
 
     monkeypatch.setattr(MTPDrafter, "_slots", lost)
-    (head,) = check_families(Run(0))
-    assert not head.passed and head.value > 0 and "other drafts than alone" in head.detail
+    for head in check_families(Run(0)):
+        assert not head.passed and head.value > 0 and "other drafts than alone" in head.detail
 
 
 def test_the_seed_draws_the_families(monkeypatch: pytest.MonkeyPatch) -> None:
