@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from hybrid_kv.cli.options import AsJson, OutFile, Record, ResultsFolder, rows_file, show
+from hybrid_kv.cli.options import AsJson, OutFile, Record, ResultsFolder, Select, rows_file, show
 
 
 def guard(
@@ -18,13 +18,12 @@ def guard(
         bool, typer.Option("--long", help="100,000 requests, of a fresh seed unless one is given.")
     ] = False,
     seed: Annotated[int | None, typer.Option(min=0, help="Another seed is other traffic; default: 0.")] = None,
+    select: Select = None,
     only: Annotated[
         list[str] | None,
         typer.Option(
-            "--only",
-            "-k",
             metavar="SECTION|FACTOR=LEVEL",
-            help="Only sections with this in their name, or engines with this setting, as mode=align; may be repeated.",
+            help="As -k, or only engines with this setting, as mode=align; may be repeated.",
         ),
     ] = None,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first section that fails.")] = False,
@@ -66,10 +65,10 @@ def guard(
     from hybrid_kv.results import append_rows
 
     if replay is not None:
-        if quick or long or only or target:
-            raise ConfigError(f"--replay {replay} plays one scenario; leave --quick, --long, --target and --only out")
+        if quick or long or select or only or target:
+            raise ConfigError(f"--replay {replay} plays one scenario; leave --quick, --long, --target, -k, --only out")
         raise typer.Exit(replay_case(replay) if is_case(replay) else replay_scenario(read_scenario(replay)))
-    select = [one for one in only or () if "=" not in one]
+    select = [*(select or ()), *(one for one in only or () if "=" not in one)]
     levels = dict(one.split("=", 1) for one in only or () if "=" in one)
     if quick and long:
         raise ConfigError("--quick and --long exclude each other; give one of them")
@@ -81,8 +80,8 @@ def guard(
         raise typer.Exit(guard_target(target, model, against, matrix, select, seed or 0, amount, repro, as_json, out))
     if against or matrix:
         raise ConfigError("--against and --matrix are about another engine; name it with --target")
-    if record and only:
-        raise ConfigError("--record keeps the verdict of the whole guard; leave --only out")
+    if record and (select or levels):
+        raise ConfigError("--record keeps the verdict of the whole guard; leave -k and --only out")
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no GPU here; use cpu")
     rows = rows_file("guard.csv", results, record)

@@ -60,8 +60,8 @@ def test_json_is_all_that_is_printed_and_the_same_as_in_the_file(capsys: pytest.
     ("options", "said"),
     [
         (["--record", "--results", "x"], "--record and --results x exclude each other; give one of them"),
-        (["--record", "-k", "layout"], "--record keeps the verdict of the whole guard; leave --only out"),
-        (["--record", "--only", "K=3"], "--record keeps the verdict of the whole guard; leave --only out"),
+        (["--record", "-k", "layout"], "--record keeps the verdict of the whole guard; leave -k and --only out"),
+        (["--record", "--only", "K=3"], "--record keeps the verdict of the whole guard; leave -k and --only out"),
         (["--out", "/dev/null/x"], "/dev/null/x: /dev/null cannot be written: Not a directory; choose another folder"),
     ],
 )
@@ -77,7 +77,7 @@ def test_sections_are_chosen_by_a_part_of_their_name(
 ) -> None:
     assert run(capsys, "guard", "--only", "lay", "-k", "cost")[0] == 0
     rest = {"repro": Path("repro"), "fail_fast": False, "jobs": None}
-    assert ran == [{"seed": 0, "device": "cpu", "select": ["lay", "cost"], "only": {}, **rest}]
+    assert ran == [{"seed": 0, "device": "cpu", "select": ["cost", "lay"], "only": {}, **rest}]
 
 
 def test_rows_that_cannot_be_kept_do_not_cost_the_table(
