@@ -34,3 +34,14 @@ def test_a_config_that_the_documentation_names_is_there():
     named = {name for page in pages for name in re.findall(r"[\w./-]+/config\.json", page.read_text(encoding="utf-8"))}
     assert named
     assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
+
+
+FOUND = sorted((ROOT / "examples" / "found").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", FOUND, ids=lambda path: path.stem)
+def test_a_reproducer_is_named_where_it_is_explained_and_needs_nothing_of_ours(path):
+    text = path.read_text(encoding="utf-8")
+    compile(text, path.name, "exec")
+    assert not re.search(r"^(from|import) hybrid_kv", text, re.MULTILINE)
+    assert f"`{path.name}`" in (ROOT / "docs" / "found.md").read_text(encoding="utf-8")
