@@ -1,4 +1,4 @@
-"""mlx-lm: a prompt's answer depends on longer ones beside it. python mlx_batch.py FOLDER (jamba, falcon_mamba, nemotron_h)"""
+"""mlx-lm: an answer depends on longer prompts beside it. python mlx_batch.py FOLDER (jamba, nemotron_h …)"""
 
 import sys
 from pathlib import Path
