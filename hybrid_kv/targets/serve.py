@@ -35,6 +35,8 @@ LEVELS: dict[str, dict[str, tuple[str, ...]]] = {
     "async": {"off": (), "on": ("--async-scheduling", "on")},
 }
 factors: Mapping[str, Sequence[str]] = {factor: tuple(levels) for factor, levels in LEVELS.items()}
+# Not only if asking shows it: salts that are mixed up look like no salts.
+PROMISED = frozenset({"salt", "cached", "n", "seed", "reset", "preempt", "logprobs"})
 START_SECONDS = 60.0
 FIXED = ("--dtype", "float32", "--device", "cpu", "--max-num-seqs", "8", "--max-model-len", "2048", "--port", "0")
 
@@ -78,6 +80,7 @@ class Served(Server):
             url = line.split(" at ")[1].split(";")[0]
             self._until_it_listens(url)
             super().__init__(url, settings)
+            self.can |= PROMISED
         except BaseException:
             self.close()
             raise

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
@@ -16,6 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from hybrid_kv.config import ConfigError
 from hybrid_kv.targets.dialects import COUNTERS, Dialect, dialect_of
 from hybrid_kv.targets.target import Answer, Ask, Target, TargetError
+
+T = TypeVar("T")
 
 KEY = "HYBRID_KV_TARGET_KEY"
 SECONDS = 300.0  # for one answer
@@ -52,7 +54,7 @@ class Server:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
             (card,) = json.loads(self._request("GET", "/v1/models")[1])["data"][:1]
-        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
+        except (TargetError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"--target {url}: no model is served there: {error or type(error).__name__}") from None
         self.name = str(card.get("owned_by") or "server")
         self.longest = int(card.get("max_model_len") or (card.get("meta") or {}).get("n_ctx") or 2048)
@@ -90,10 +92,7 @@ class Server:
 
     def ask(self, asks: Sequence[Ask], preempt_every: int = 0) -> list[Answer]:
         """See `Target.ask`."""
-        try:
-            return asyncio.run(self._ask(asks, preempt_every))
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise TargetError(f"{self.name} does not answer: {type(error).__name__} {error}") from None
+        return _answered(self._ask(asks, preempt_every))
 
     def _one(self, ask: Ask) -> Answer:
         return self.ask([ask])[0]
@@ -110,7 +109,7 @@ class Server:
     def counters(self) -> Mapping[str, float]:
         """See `Target.counters`."""
         found: dict[str, float] = {}
-        with suppress(aiohttp.ClientError, TimeoutError, ValueError):
+        with suppress(TargetError, ValueError):
             status, text = self._request("GET", "/metrics")
             for family in text_string_to_metric_families(text if status == OK else ""):
                 name = COUNTERS.get(family.name.rpartition(":")[2].removesuffix("_total"))
@@ -136,15 +135,26 @@ class Server:
             async with self._session() as session, session.request(method, path) as reply:
                 return reply.status, await reply.text()
 
-        return asyncio.run(request())
+        return _answered(request())
 
     def _can_post(self, path: str) -> bool:
         return bool(path) and self._request("POST", path)[0] == OK
 
     def _version(self) -> str:
-        with suppress(aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError):
+        with suppress(TargetError, ValueError, KeyError, TypeError):
             return str(json.loads(self._request("GET", "/version")[1])["version"])
         return "of unknown version"
+
+
+def _answered(work: Coroutine[Any, Any, T]) -> T:
+    """
+    Raises:
+        TargetError: the server is gone, or hangs.
+    """
+    try:
+        return asyncio.run(work)
+    except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+        raise TargetError(f"the server does not answer: {type(error).__name__} {error}") from None
 
 
 class _Crowd:

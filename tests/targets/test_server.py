@@ -55,6 +55,13 @@ def test_aborts_preemptions_and_resets_reach_the_engine(served):
     assert served.ask([Ask(PROMPT)])[0].cached_tokens == 0
 
 
+def test_what_ours_promises_is_asked_for_even_if_it_looks_missing(folder, monkeypatch):
+    monkeypatch.setattr(serve.Server, "_found_out", lambda self, url: ["batch", "abort"])
+    target = serve.start(folder, {})
+    target.close()
+    assert target.can >= serve.PROMISED
+
+
 def test_a_request_that_is_refused_is_an_error_of_its_own(served):
     long, short = served.ask([Ask((1,) * 3000), Ask((1,))])
     assert long.error.startswith("HTTP 400") and len(short.token_ids) == 12
@@ -75,6 +82,9 @@ def test_a_server_that_is_gone_is_a_finding(served):
     attached._url = "http://127.0.0.1:9"
     with pytest.raises(TargetError, match="does not answer"):
         attached.ask([Ask(PROMPT)])
+    with pytest.raises(TargetError, match="does not answer"):
+        attached.reset()
+    assert attached.counters() == {}
 
 
 # What other servers say, by their sources.
