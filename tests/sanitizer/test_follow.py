@@ -257,11 +257,11 @@ def one_token_back(plain):
 
 def write_elsewhere(plain):
     def sample(self, batch, hidden):
-        tokens = plain(self, batch, hidden)
+        tokens, logprobs = plain(self, batch, hidden)
         for item, new in zip(batch, tokens, strict=True):
             if new:
                 self.token_ids[item.request.row, item.request.num_tokens] = 0
-        return tokens
+        return tokens, logprobs
 
     return sample
 
