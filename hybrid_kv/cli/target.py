@@ -95,8 +95,8 @@ def replay_case(file: Path) -> int:
             target.close()
     wrong = case.is_wrong(answer)
     print(f"{case.target} {target.version}, {_setting(case.settings)}: {'still wrong' if wrong else 'right'}")
-    print(f"expected {list(case.expected)}, likelier by {case.margin:.3g} (rounding goes to {case.limit:.2g})")
-    print(f"got      {list(answer.token_ids[: len(case.expected)])}")
+    if wrong:
+        print(answer.error or f"{case.problem}; now {list(answer.token_ids[: len(case.expected)])}")
     return int(wrong)
 
 

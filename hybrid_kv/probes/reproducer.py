@@ -48,6 +48,15 @@ class Case:
     most_cached: int | None
     limit: float
 
+    def comparison(self) -> list[str]:
+        """What was expected and what came, where it is tokens that are wrong."""
+        if not self.expected:
+            return []
+        return [
+            f"expected {list(self.expected)}, likelier by {self.margin:.3g} (rounding goes to {self.limit:.2g})",
+            f"got {list(self.got)}",
+        ]
+
     def is_wrong(self, answer: Answer) -> bool:
         """Whether an answer to the last round's ask is as wrong as this one was."""
         tokens = answer.token_ids[: len(self.expected)]
@@ -141,10 +150,8 @@ def _markdown(case: Case, script: str | None, stem: Path) -> str:
         "",
         f"Model: `{case.model}`. Settings: {settings}.",
         "",
-        f"- What is wrong: {case.problem}.",
-        f"- Expected: `{list(case.expected)}`",
-        f"- Got: `{list(case.got)}`",
-        f"- The right token is likelier by {case.margin:.3g} (log-probability); rounding goes to {case.limit:.2g}.",
+        f"- What is wrong: {case.problem.rstrip('.')}.",
+        *(f"- {line[0].upper()}{line[1:]}" for line in case.comparison()),
         "",
         f"`{sum(len(one.asks) for one in case.rounds)}` requests lead to it:",
         "",
