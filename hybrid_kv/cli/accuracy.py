@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -66,6 +66,7 @@ def accuracy(
     num_speculative_tokens: Annotated[int | None, typer.Option(help="Draft tokens verified per step (K).")] = None,
     kv_offload_bytes: Annotated[int | None, typer.Option(help="Host memory for cached blocks.")] = None,
     kv_offload_folder: Annotated[str | None, typer.Option(help="Folder for cached blocks.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of the arithmetic; auto takes the config's.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     as_json: AsJson = False,
     out: OutFile = None,
@@ -83,8 +84,10 @@ def accuracy(
             raise ConfigError(f"{given[0]} belongs to a run; give options after {context.invoked_subcommand!r}")
         return
     require("safetensors", "tokenizers", "transformers", "lm_eval", "datasets", "scipy")
+    from hybrid_kv.accuracy.guard_model import FOLDERS, embedded
     from hybrid_kv.accuracy.judge import judge
     from hybrid_kv.accuracy.run import write_samples
+    from hybrid_kv.cli.plan import tell_memory
 
     require_at_least_one(limit=limit)
     options: dict[str, Any] = {
@@ -100,6 +103,7 @@ def accuracy(
         "num_speculative_tokens": num_speculative_tokens,
         "kv_offload_bytes": kv_offload_bytes,
         "kv_offload_folder": kv_offload_folder,
+        "dtype": dtype,
         "device": device,
     }
     csv = rows_file("accuracy.csv", results, record)
@@ -107,6 +111,9 @@ def accuracy(
     options = {name: value for name, value in options.items() if value is not None}
     if samples is not None and against is not None and Path(samples).resolve() == Path(against).resolve():
         raise ConfigError(f"--samples {samples} would replace the baseline; name another file")
+    if model is not None and (folder := embedded(model)) not in FOLDERS.values():
+        with suppress(ConfigError):  # what is wrong with the task is said first
+            tell_memory(str(folder), options)
     judged = judge(
         model,
         task=task,

@@ -36,12 +36,15 @@ def generate(
     state_scheme: Annotated[StateScheme, typer.Option(help=SCHEME_HELP)] = "slots",
     speculative_method: Annotated[DraftMethod | None, typer.Option(help="Where drafts come from.")] = None,
     num_speculative_tokens: Annotated[int, typer.Option(help="Draft tokens verified per step (K).")] = 0,
+    dtype: Annotated[str, typer.Option(help="Of the arithmetic; auto takes the config's.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     as_json: AsJson = False,
     out: OutFile = None,
 ) -> None:
     """Continue prompts with a checkpoint, through paged block tables."""
     from hybrid_kv import LLM, SamplingParams
+    from hybrid_kv.accuracy.guard_model import FOLDERS, embedded
+    from hybrid_kv.cli.plan import tell_memory
     from hybrid_kv.config import ConfigError
     from hybrid_kv.errors import require
     from hybrid_kv.files import check_outputs
@@ -50,21 +53,23 @@ def generate(
     check_outputs(out)
     texts = prompts or _lines_of_stdin()
     params = SamplingParams(max_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
-    from hybrid_kv.accuracy.guard_model import embedded
-
-    llm = LLM(
-        embedded(model),
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        block_size=block_size,
-        num_blocks=num_blocks,
-        attention_backend=attention_backend,
-        mamba_cache_mode=mamba_cache_mode,
-        state_scheme=state_scheme,
-        speculative_method=speculative_method,
-        num_speculative_tokens=num_speculative_tokens,
-        device=device,
-    )
+    options: dict[str, Any] = {
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "block_size": block_size,
+        "num_blocks": num_blocks,
+        "attention_backend": attention_backend,
+        "mamba_cache_mode": mamba_cache_mode,
+        "state_scheme": state_scheme,
+        "speculative_method": speculative_method,
+        "num_speculative_tokens": num_speculative_tokens,
+        "device": device,
+        "dtype": dtype,
+    }
+    folder = embedded(model)
+    if folder not in FOLDERS.values():
+        tell_memory(str(folder), options)
+    llm = LLM(folder, **options)
     outputs = llm.generate(texts, params, progress=len(texts) > 1)
     show([_document(output) for output in outputs], as_json, out, lambda: _print_outputs(outputs))
     errors = [output.error for output in outputs if output.error is not None]

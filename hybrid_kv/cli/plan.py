@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,6 +14,8 @@ from hybrid_kv.cli.options import SCHEME_HELP, AsJson, CacheMode, OutFile, requi
 
 if TYPE_CHECKING:
     from hybrid_kv.cache.plan import CachePlan
+    from hybrid_kv.config import CacheConfig
+    from hybrid_kv.models.shapes import ModelShape
 
 Platform = Literal["cuda", "xpu", "cpu"]
 
@@ -51,13 +54,10 @@ def plan(
     out: OutFile = None,
 ) -> None:
     """Print block sizes, padding, groups and capacity of a model's cache. Nothing is allocated."""
-    from hybrid_kv.attention.undo import undo_spec
-    from hybrid_kv.cache.backend import BackendContext, get_backend
-    from hybrid_kv.cache.plan import describe, plan_cache
-    from hybrid_kv.cache.spec import with_undo
-    from hybrid_kv.config import CacheConfig, ConfigError, SchedulerConfig
+    from hybrid_kv.cache.backend import get_backend
+    from hybrid_kv.cache.plan import describe
+    from hybrid_kv.config import CacheConfig
     from hybrid_kv.files import check_outputs
-    from hybrid_kv.models.shapes import model_shape
 
     require_at_least_one(max_model_len=max_model_len, max_num_seqs=max_num_seqs)
     check_outputs(out)
@@ -71,16 +71,10 @@ def plan(
         num_blocks=num_blocks,
         memory_bytes=None if gpu_memory is None else parse_memory(gpu_memory),
     )
-    shape = model_shape(config, cache=cache, num_speculative_tokens=num_speculative_tokens, dtype=dtype)
-    model_len = max_model_len or shape.max_position_embeddings
-    if model_len is None:
-        raise ConfigError(f"{config} names no max_position_embeddings; give --max-model-len")
+    shape, result = planned(
+        config, cache, num_speculative_tokens, dtype, backend, platform, max_model_len, max_num_seqs
+    )
     attention = get_backend(backend, platform)
-    K, rows = num_speculative_tokens, max_num_seqs or SchedulerConfig().max_num_seqs
-    undo = undo_spec(cache, K, False, list(shape.layers.values()))
-    layers = {name: with_undo(spec, undo) for name, spec in shape.layers.items()}
-    context = BackendContext.for_layers(platform, layers)
-    result = plan_cache(layers, cache, attention, context, model_len, shape.mamba_chunk_size, rows)
     document = {
         "model_type": shape.model_type,
         "num_hidden_layers": shape.num_hidden_layers,
@@ -94,6 +88,63 @@ def plan(
     }
     document["notes"] += _model_notes(result, max_num_seqs)
     show(document, as_json, out, lambda: _print_plan(document))
+
+
+def planned(
+    model: str,
+    cache: CacheConfig,
+    num_speculative_tokens: int = 0,
+    dtype: str = "auto",
+    backend: str = "auto",
+    platform: str = "cpu",
+    max_model_len: int | None = None,
+    max_num_seqs: int | None = None,
+) -> tuple[ModelShape, CachePlan]:
+    """What a config.json describes, and the plan of its cache; nothing is loaded.
+
+    Raises:
+        ConfigError: it can't be planned.
+    """
+    from hybrid_kv.attention.undo import undo_spec
+    from hybrid_kv.cache.backend import BackendContext, get_backend
+    from hybrid_kv.cache.plan import plan_cache
+    from hybrid_kv.cache.spec import with_undo
+    from hybrid_kv.config import ConfigError, SchedulerConfig
+    from hybrid_kv.models.shapes import model_shape
+
+    shape = model_shape(model, cache=cache, num_speculative_tokens=num_speculative_tokens, dtype=dtype)
+    model_len = max_model_len or shape.max_position_embeddings
+    if model_len is None:
+        raise ConfigError(f"{model} names no max_position_embeddings; give --max-model-len")
+    rows = max_num_seqs or SchedulerConfig().max_num_seqs
+    undo = undo_spec(cache, num_speculative_tokens, False, list(shape.layers.values()))
+    layers = {name: with_undo(spec, undo) for name, spec in shape.layers.items()}
+    context = BackendContext.for_layers(platform, layers)
+    attention = get_backend(backend, platform)
+    return shape, plan_cache(layers, cache, attention, context, model_len, shape.mamba_chunk_size, rows)
+
+
+def tell_memory(model: str, options: dict[str, Any]) -> None:
+    """One line on stderr before a checkpoint is loaded: its weights, and what a request of full length takes."""
+    from dataclasses import replace
+
+    from hybrid_kv.config import engine_config
+    from hybrid_kv.models.loader import resolve_folder
+
+    config = engine_config(options)
+    cache, folder = config.cache, resolve_folder(model)
+    if cache.num_blocks is None and cache.memory_bytes is None:
+        cache = replace(cache, memory_bytes=2**40)  # how many fit is not asked
+    shape, plan = planned(
+        str(folder), cache, config.speculative.num_speculative_tokens, config.dtype, config.attention_backend,
+        max_model_len=config.scheduler.max_model_len, max_num_seqs=config.scheduler.max_num_seqs,
+    )  # fmt: skip
+    weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    length = config.scheduler.max_model_len
+    blocks = plan.config.max_blocks_per_request(length)
+    dtype = str(shape.dtype).removeprefix("torch.")
+    takes = f"a request of {length:,} tokens takes {blocks:,} blocks, {blocks * plan.config.block_bytes:,} B"
+    print(f"{shape.model_type} in {dtype}: {weights:,} B of weights on disk; {takes}", file=sys.stderr)
 
 
 def parse_memory(text: str) -> int:

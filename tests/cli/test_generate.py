@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hybrid_kv.models.random_checkpoint import write_checkpoint
 from tests.cli.run import run
 
 
@@ -43,3 +45,18 @@ def test_every_line_of_standard_input_is_a_prompt(
     assert [output["prompt"] for output in outputs] == ["Question:", "\u00fc"]
     assert all(len(output["token_ids"]) <= 2 for output in outputs)
     assert json.loads(file.read_text()) == outputs
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_a_checkpoint_takes_is_told_before_it_is_loaded(capsys, tmp_path, monkeypatch, dtype):
+    write_checkpoint("qwen3_5_text", tmp_path)
+    options = ("generate", "w5 w6", "--model", str(tmp_path), "--max-tokens", "2", "--dtype", dtype)
+    code, out, err = run(capsys, *options)
+    assert code == 0 and out.startswith("w5 w6")
+    assert re.search(
+        rf"^qwen3_5_text in {dtype}: [\d,]+ B of weights on disk; a request of 2,048 tokens takes", err, re.M
+    )
+    monkeypatch.setattr("hybrid_kv.engine.build.load_model", None)  # it is told, though nothing could be loaded
+    with pytest.raises(TypeError):
+        run(capsys, *options)
+    assert "B of weights on disk" in capsys.readouterr().err
