@@ -125,14 +125,19 @@ def planned(
 
 
 def tell_memory(model: str, options: dict[str, Any]) -> None:
-    """One line on stderr before a checkpoint is loaded: its weights, and what a request of full length takes."""
+    """One line on stderr before a checkpoint is loaded: its weights, and what a request of full length takes.
+
+    Raises:
+        ConfigError: config.json cannot be run; then nothing is told.
+    """
     from dataclasses import replace
 
     from hybrid_kv.config import engine_config
-    from hybrid_kv.models.loader import resolve_folder
+    from hybrid_kv.models.loader import check_model, resolve_folder
 
     config = engine_config(options)
     cache, folder = config.cache, resolve_folder(model)
+    check_model(folder, config)
     if cache.num_blocks is None and cache.memory_bytes is None:
         cache = replace(cache, memory_bytes=2**40)  # how many fit is not asked
     shape, plan = planned(
@@ -144,7 +149,7 @@ def tell_memory(model: str, options: dict[str, Any]) -> None:
     blocks = plan.config.max_blocks_per_request(length)
     dtype = str(shape.dtype).removeprefix("torch.")
     takes = f"a request of {length:,} tokens takes {blocks:,} blocks, {blocks * plan.config.block_bytes:,} B"
-    print(f"{shape.model_type} in {dtype}: {weights:,} B of weights on disk; {takes}", file=sys.stderr)
+    print(f"loading {shape.model_type} in {dtype}: {weights:,} B of weights on disk; {takes}", file=sys.stderr)
 
 
 def parse_memory(text: str) -> int:

@@ -54,7 +54,7 @@ def test_what_a_checkpoint_takes_is_told_before_it_is_loaded(capsys, tmp_path, m
     code, out, err = run(capsys, *options)
     assert code == 0 and out.startswith("w5 w6")
     assert re.search(
-        rf"^qwen3_5_text in {dtype}: [\d,]+ B of weights on disk; a request of 2,048 tokens takes", err, re.M
+        rf"^loading qwen3_5_text in {dtype}: [\d,]+ B of weights on disk; a request of 2,048 tokens takes", err, re.M
     )
     monkeypatch.setattr("hybrid_kv.engine.build.load_model", None)  # it is told, though nothing could be loaded
     with pytest.raises(TypeError):

@@ -1,6 +1,7 @@
 """`python -m tests.fuzz --cases N [--seed S]`: odd input for every command, and what must hold whatever it is.
 
-Exit code 0, 1 or 2; with 2 one line on standard error that begins with `error:`, else at most one line beside progress;
+Exit code 0, 1 or 2; with 2 one line on standard error that begins with `error:`, else at most one line, both beside
+progress: a bar, or the line that says what is loaded and what it takes;
 no traceback, no hang, nothing half-written. A case depends on the seed and its number alone: `--only N` repeats it.
 
 The cases run in a process of their own, whose memory is limited: one that dies is a violation, and the next begins with
@@ -32,7 +33,7 @@ from typing import Any
 
 LIMIT_SECONDS = 20
 LIMIT_BYTES = 12 * 2**30  # of address space; torch's libraries alone take several
-_PROGRESS = re.compile(r"^.{0,40}:\s+\d+%\||^\s*$|^.{0,40}: \d+it \[")
+_PROGRESS = re.compile(r"^.{0,40}:\s+\d+%\||^\s*$|^.{0,40}: \d+it \[|^loading \w+ in \w+: [\d,]+ B of weights on disk;")
 _LEFT_OVER = re.compile(r"\.part$|^\.hybrid-kv\.|^tmp")
 
 

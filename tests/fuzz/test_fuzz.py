@@ -51,6 +51,7 @@ def test_a_case_depends_on_its_number_alone(tmp_path: Path) -> None:
         (0, "", "", []),
         (0, "plan:  40%|####      | 2/5\rplan: 100%|#####| 5/5\na warning\n", "", []),
         (2, "error: no\n", "", []),
+        (2, "loading bamba in float32: 455,120 B of weights on disk; a request of ...\nerror: no\n", "", []),
         (2, "", "", []),  # a reader that left, or help
         (3, "", "", ["exit code 3"]),
         (None, "", "Traceback", ["a traceback"]),
