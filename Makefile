@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS := .venv-vllm
 MLX := .venv-mlx
+# vLLM runs these on a CPU in bfloat16 alone.
+DELTA_NETS := qwen3_5_text qwen3_5_moe_text qwen3_next
 
 # What the workflows set for these is read by the shell, never expanded here.
 export RESULTS ?= results
@@ -37,6 +39,7 @@ asv-page: $(STAMP)
 
 peers: $(STAMP) $(PEERS)/.installed $(MLX)/.installed
 	$(BIN)/python -m bench.families
+	$(BIN)/python -m bench.families --dtype bfloat16 $(DELTA_NETS:%=--family %)
 
 report: $(STAMP)
 	$(BIN)/hybrid-kv report --results "$$RESULTS" --out site --repository "$${REPOSITORY_URL:-}"

@@ -31,7 +31,9 @@ def beside_table(results: Results) -> tuple[list[str], list[list[str]]] | None:
 def _cells(subject: Any, rows: pd.DataFrame) -> list[str]:
     refused = list(each(rows[rows["metric"] == "runs"]))
     equal = (rows[rows["metric"] == "equal_requests"]["value"] == 1).all()
-    tokens = f"does not run: {refused[0].reason}" if refused else "equal" if equal else "differ"
+    rounded = rows[rows["metric"] == "rounded_of_unequal"]["value"]
+    unequal = "differ by rounding" if len(rounded) and (rounded == 1).all() else "differ"
+    tokens = f"does not run: {refused[0].reason}" if refused else "equal" if equal else unequal
     found = {(row.benchmark, row.batch): row for row in each(rows[rows["metric"] == "ratio_to_engine"])}
     shown = [found.get((phase, batch)) for phase in PHASES for batch in BATCHES]
     ratios = [f"{row.value:.2f} ({row.ci_low:.2f} to {row.ci_high:.2f})" if row else "–" for row in shown]

@@ -120,13 +120,15 @@ def test_a_rival_with_other_tokens_has_no_time_and_its_difference_is_explained(
     out = tmp_path / "rows.csv"
     assert families.main(["--family", "guard", "--rounds", "2", "--out", str(out)]) == 0
     printed = capsys.readouterr().out
-    assert "request 0, token 0: vllm 9.9 has 1, transformers" in printed and "of the largest logit above 1" in printed
+    assert "guard, 1, vllm 9.9: 1 differ, token 0 is 1, transformers has" in printed
+    assert printed.count(": more than rounding") == 2
     assert "guard            vllm 9.9            0/1 0/2\n" in printed
     rows = read_rows(out)
     timed = rows[rows["metric"] == "ratio_to_engine"]
     assert len(timed) == 4 and timed["params"].str.contains("transformers").all()
     equal = rows[rows["metric"] == "equal_requests"]
     assert sorted(equal["value"]) == [0, 0, 1, 1, 1, 1]
+    assert [*rows[rows["metric"] == "rounded_of_unequal"]["value"]] == [0, 0]
 
 
 @pytest.mark.usefixtures("short")
@@ -161,6 +163,20 @@ def test_a_token_that_changes_while_it_is_timed_is_no_time(monkeypatch: pytest.M
     monkeypatch.setattr(families, "NEW_TOKENS", 2)
     with pytest.raises(WrongResultError, match="tokens of engine"):
         families.measure("guard", {ENGINE: fixed(wrong, 1.0, 1.0)}, [[9]], [[1, 2]], 1)
+
+
+@pytest.mark.parametrize(("margin", "is_rounding"), [(0.019, True), (-0.019, True), (0.021, False)])
+def test_a_difference_is_rounding_up_to_twice_what_the_dtype_costs(margin: float, is_rounding: bool) -> None:
+    one = families.Difference(0, 1, 2, margin, 0.01)
+    assert one.is_rounding is is_rounding and str(one).endswith(": rounding") is is_rounding
+
+
+def test_tokens_that_leave_by_rounding_are_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = families.Family("guard", "bfloat16", equal={(1, ENGINE): 1, (8, ENGINE): 6}, rounded={(8, ENGINE): 2})
+    monkeypatch.setattr(families, "compare", lambda *_: found)
+    assert families.main(["--family", "guard", "--rival", "transformers"]) == 0
+    found.rounded[8, ENGINE] = 1
+    assert families.main(["--family", "guard", "--rival", "transformers"]) == 1
 
 
 def test_other_tokens_of_the_engine_are_a_failure(

@@ -143,6 +143,15 @@ def test_a_rival_has_ratios_or_what_keeps_it_from_them(tmp_path: Path) -> None:
     assert lines[3] == "| `lfm2` | vLLM 1 | differ | – | – | – | – |"
 
 
+@pytest.mark.parametrize(("share", "tokens"), [(1.0, "differ by rounding"), (0.5, "differ")])
+def test_tokens_that_differ_by_rounding_alone_are_called_so(tmp_path: Path, share: float, tokens: str) -> None:
+    common = {"suite": "families", "unit": "share", "benchmark": "tokens"}
+    params = {"family": "lfm2", "batch": 8, "subject": "vllm 1"}
+    made = [row(**common, metric="equal_requests", value=0.5, params=params)]
+    made += [row(**common, metric="rounded_of_unequal", value=share, params=params)]
+    assert f"| vLLM 1 | {tokens} |" in (readme.BLOCKS["beside"](results(tmp_path, *made)) or "")
+
+
 def test_a_quick_run_does_not_replace_the_full_ones_tables(tmp_path: Path) -> None:
     quick = [one | {"run_id": "quick", "time_utc": "2030-01-01T00:00:00Z"} for one in everything()]
     chosen = [one for one in quick if one["benchmark"] in ("layout", "expand")][:4]
