@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ def guard_target(
     require("safetensors", "tokenizers", "transformers")
     kind, other = kind_of(target), kind_of(against) if against is not None else None
     cells = matrix_of(kind, matrix) if matrix else default_matrix(kind)
-    console = Console(stderr=True)
+    console, begin = Console(stderr=True), time.perf_counter()
     with model_folder(model) as folder:
         guarded = Guarded(kind, folder, other, seed, amount)
 
@@ -57,6 +58,7 @@ def guard_target(
             console.print(f"{line} [{style}]{outcome.verdict}[/] {outcome.detail}", highlight=False, soft_wrap=True)
 
         outcomes = guard(guarded, cells, select or (), told)
+        seconds = time.perf_counter() - begin
         files = []
         for failure in [failure for outcome in outcomes for failure in outcome.failures]:
             shrunk = shrink(failure, lambda failure=failure: guarded.session(failure.settings))  # type: ignore[misc]
@@ -65,7 +67,8 @@ def guard_target(
             size = f"{shrunk.num_requests} requests, {shrunk.num_prompt_tokens} prompt tokens"
             console.print(f"{failure.probe}: shrunk to {size} in {shrunk.seconds:.0f} s: {files[-1]}", soft_wrap=True)
     document = {
-        "target": target, "version": guarded.version, "model": model, "seed": seed,
+        "target": target, "version": guarded.version, "model": model, "seed": seed, "amount": amount,
+        **_asked(outcomes), "seconds": round(seconds, 1),
         "outcomes": [_document(one) for one in outcomes], "files": list(map(str, files)),
     }  # fmt: skip
     show(document, as_json, out, lambda: _print(f"{target} {guarded.version}, {model}", outcomes))
@@ -108,6 +111,11 @@ def _document(outcome: Outcome) -> dict[str, Any]:
     return {key: value for key, value in vars(outcome).items() if key != "failures"}
 
 
+def _asked(outcomes: Sequence[Outcome]) -> dict[str, int]:
+    """Sums over all probes; what calibration and references ask is left out."""
+    return {key: sum(getattr(one, key) for one in outcomes) for key in ("num_answers", "num_tokens", "num_judged")}
+
+
 def _print(title: str, outcomes: Sequence[Outcome]) -> None:
     settings = list(dict.fromkeys(_setting(one.settings) for one in outcomes))
     probes = list(dict.fromkeys(one.probe for one in outcomes))
@@ -122,6 +130,9 @@ def _print(title: str, outcomes: Sequence[Outcome]) -> None:
     for one in outcomes:
         if one.verdict not in ("right", "cannot be asked here"):
             print(f"{one.verdict}: {one.probe}, {_setting(one.settings)}: {one.detail}")
+    asked = _asked(outcomes)
+    said = f"{asked['num_answers']:,} answers, {asked['num_tokens']:,} tokens with their prompts"
+    print(f"{said}; {asked['num_judged']:,} judged right or wrong")
 
 
 def _cell(one: Outcome) -> str:

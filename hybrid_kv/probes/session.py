@@ -35,7 +35,15 @@ class Failure:
 
 @dataclass
 class Outcome:
-    """A probe in one setting."""
+    """A probe in one setting.
+
+    Attributes:
+        detail: the reason of a verdict that is not "right".
+        num_answers: that came, several to one prompt counted each.
+        num_tokens: of prompts and answers.
+        num_judged: answers that were found to be right or wrong, not unclear.
+        moved: by how much the target's counters did, and "cached", the cached tokens of all answers.
+    """
 
     probe: str
     settings: Mapping[str, str]
@@ -43,6 +51,7 @@ class Outcome:
     detail: str = ""
     num_answers: int = 0
     num_tokens: int = 0
+    num_judged: int = 0
     moved: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     failures: list[Failure] = field(default_factory=list)
@@ -164,7 +173,7 @@ class Session:
         try:
             self._play(probe, vocab_size, outcome)
         except TargetError as error:
-            outcome.verdict, outcome.detail = "wrong", str(error)
+            outcome.verdict, outcome.detail = "wrong", outcome.detail or str(error)
             self.target.close()
             self.target, self.seen = self.kind.start(self.folder, self.settings), Seen()
         outcome.seconds = time.perf_counter() - begin
@@ -183,23 +192,21 @@ class Session:
             one = self._possible(one)
             asked.append(one)
             answers, judgements = self.play(one)
-            outcome.num_answers += len(answers)
-            outcome.num_tokens += sum(
-                len(ask.prompt) + len(answer.token_ids) for ask, answer in zip(one.asks, answers, strict=True)
-            )
-            outcome.moved["cached"] = outcome.moved.get("cached", 0) + sum(
-                answer.cached_tokens or 0 for answer in answers
-            )
+            _count(outcome, one, answers, judgements)
             for i, judgement in enumerate(judgements):
                 if judgement.verdict == "wrong":
                     outcome.verdict, outcome.detail = "wrong", judgement.problem
                     outcome.failures.append(
                         Failure(probe.name, self.settings, tuple(asked), i, answers[i], judgement, self.unit)
                     )
-                    return
+                    break
                 unclear = unclear or judgement.problem
+            if outcome.failures:
+                break
         after = self.target.counters()
         outcome.moved |= {name: after[name] - before.get(name, 0.0) for name in after}
+        if outcome.failures:
+            return
         if unclear:
             outcome.verdict, outcome.detail = "inconclusive", unclear
         elif problem := self._unmoved(probe, outcome.moved):
@@ -241,6 +248,15 @@ class Session:
         if not moved[name]:
             return "void", f"{name} stayed 0: nothing of what this probe is about happened"
         return None
+
+
+def _count(outcome: Outcome, one: Round, answers: Sequence[Answer], judgements: Sequence[Judgement]) -> None:
+    for ask, answer, judgement in zip(one.asks, answers, judgements, strict=True):
+        texts = (answer.token_ids, *answer.others)
+        outcome.num_answers += len(texts)
+        outcome.num_tokens += len(ask.prompt) + sum(map(len, texts))
+        outcome.num_judged += len(texts) if judgement.verdict in ("right", "wrong") else 0
+        outcome.moved["cached"] = outcome.moved.get("cached", 0) + (answer.cached_tokens or 0)
 
 
 def calibrate(session: Session, vocab_size: int) -> None:

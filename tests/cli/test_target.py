@@ -34,7 +34,18 @@ QUICK = ("guard", "--quick", "--matrix", "prefix=on", "-k", "repeat")
 def test_a_sound_engine_ends_with_0_and_writes_nothing(capsys, tmp_path):
     code, out, _ = run(capsys, *QUICK, "--target", "toy")
     assert code == 0 and "toy 1.0, qwen3_5_text" in out and "right, 24" in out
+    assert out.splitlines()[-1] == "64 answers, 1,958 tokens with their prompts; 64 judged right or wrong"
     assert not (tmp_path / "repro").exists()
+
+
+def test_the_document_says_what_backs_each_verdict(capsys):
+    _, out, _ = run(capsys, *QUICK, "--target", "broken", "--json")
+    found = json.loads(out)
+    plain, _, _, wrong = found["outcomes"]
+    assert (plain["verdict"], plain["num_answers"], plain["num_judged"]) == ("right", 8, 8)
+    assert wrong["verdict"] == "wrong" and "the oracle has" in wrong["detail"] and wrong["moved"]["hits"] > 0
+    assert found["num_tokens"] == sum(one["num_tokens"] for one in found["outcomes"]) > 0
+    assert found["seconds"] > 0 and found["seed"] == 0
 
 
 def test_a_wrong_answer_ends_with_1_and_can_be_played_again(capsys, tmp_path):

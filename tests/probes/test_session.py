@@ -1,7 +1,7 @@
 import pytest
 
 from hybrid_kv.config import ConfigError
-from hybrid_kv.probes.judge import Judge
+from hybrid_kv.probes.judge import Judge, Judgement
 from hybrid_kv.probes.registry import load_probes
 from hybrid_kv.probes.session import References, Session, calibrate
 from hybrid_kv.targets.target import CAPABILITIES
@@ -98,3 +98,14 @@ def test_the_failure_has_all_rounds_since_the_cache_was_empty():
     (failure,) = found["repeat"].failures
     assert failure.rounds[-1].asks[failure.index].prompt == failure.rounds[-2].asks[0].prompt
     assert failure.judgement.margin > 0 and failure.judgement.expected != failure.answer.token_ids
+
+
+def test_an_unclear_answer_is_asked_but_not_judged(monkeypatch):
+    _, session = outcomes()
+    probe = next(probe for probe in load_probes() if probe.name == "several answers")
+    judged = session.run(probe, VOCAB)
+    assert judged.num_answers == judged.num_judged == 18
+    monkeypatch.setattr(Judge, "judge", lambda *_: Judgement("inconclusive", "a log-probability would decide"))
+    unclear = session.run(probe, VOCAB)
+    assert (unclear.verdict, unclear.num_answers, unclear.num_judged) == ("inconclusive", 18, 0)
+    assert unclear.num_tokens == judged.num_tokens
