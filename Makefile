@@ -14,7 +14,7 @@ export N ?= 5
 
 .PHONY: guard guard-quick test fuzz bench lint lint-workflows kernels check-results compare step-summary comment
 .PHONY: report figures docs titles history asv-page peers
-.PHONY: gpu-test gpu-guard gpu-bench gpu-compare gpu-accuracy merge-results push-results alarm wheel announce clean
+.PHONY: gpu-test gpu-guard gpu-bench gpu-compare gpu-accuracy guard-engine merge-results push-results alarm wheel announce clean
 guard: $(STAMP)
 	$(BIN)/hybrid-kv guard
 
@@ -93,6 +93,9 @@ gpu-compare: $(STAMP)
 
 gpu-accuracy: $(STAMP)
 	bash .ci/accuracy $(BIN)/hybrid-kv
+
+guard-engine: $(STAMP)
+	bash .ci/guard-engine $(BIN)/hybrid-kv
 
 merge-results: $(STAMP)
 	bash .ci/merge-results $(BIN)/hybrid-kv

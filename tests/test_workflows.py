@@ -516,3 +516,37 @@ def test_a_night_is_paired_with_the_first_one(tmp_path):
         "accuracy --model=org/* --task=gsm8k --limit=1319 --samples=nightly/samples/org__.jsonl.gz --results nightly",
     ]
     assert night("org/new")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("engine", "model", "served", "how"),
+    [
+        ("vllm", "lfm2", "vllm image serve /model --enable-prefix-caching", "checkpoint lfm2"),
+        ("sglang", "org/name", "python3 image -m sglang.launch_server --model-path /model", "download org/name"),
+    ],
+)
+def test_an_engine_is_served_from_its_image_and_asked_there(tmp_path, engine, model, served, how):
+    for name in ("docker", "curl", "hf", "hybrid-kv"):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho "{name} $@" >>"$CALLS"\n')
+        (tmp_path / name).chmod(0o755)
+    calls = tmp_path / "calls"
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    given = {"PATH": path, "CALLS": str(calls), "RESULTS": str(tmp_path / "out"), "MODEL": model, "ENGINE": engine}
+    command = ["bash", ROOT / ".ci/guard-engine", tmp_path / "hybrid-kv"]
+    subprocess.run(command, env={**os.environ, **given, "IMAGE": "image"}, check=True)
+    made, ran, asked, guarded, removed = calls.read_text().splitlines()
+    assert how in made and served in ran and (" --dtype float32 " in ran) is (model == "lfm2")
+    assert asked.endswith("http://127.0.0.1:8000/v1/models")
+    assert guarded.startswith("hybrid-kv guard --target http://127.0.0.1:8000 --model /")
+    assert removed.startswith(f"docker rm --force hybrid-kv-{engine}-")
+
+
+def test_an_engine_without_an_image_is_left_out_and_an_unknown_one_refused(tmp_path):
+    given = {**os.environ, "RESULTS": str(tmp_path), "MODEL": "lfm2", "IMAGE": ""}
+    command = ["bash", ROOT / ".ci/guard-engine", "hybrid-kv"]
+    for engine, code, text in (
+        ("vllm", 0, "no image of vllm is named"),
+        ("tgi", 2, "error: ENGINE=tgi: use vllm or sglang"),
+    ):
+        done = subprocess.run(command, env={**given, "ENGINE": engine}, capture_output=True, text=True)
+        assert done.returncode == code and text in done.stdout + done.stderr

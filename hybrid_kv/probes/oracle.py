@@ -16,7 +16,7 @@ class Oracle:
 
     Args:
         folder: a checkpoint that transformers loads.
-        dtype: what the target computes in.
+        dtype: what the target computes in; auto: what the checkpoint names.
 
     Attributes:
         rounding: the largest difference of a likely token's log-probability between the two dtypes, of all texts so
@@ -38,7 +38,8 @@ class Oracle:
                 exact = AutoModelForCausalLM.from_pretrained(
                     folder, dtype=torch.float32, experts_implementation="eager"
                 )
-                rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=parse_model_dtype(dtype))
+                chosen = dtype if dtype == "auto" else parse_model_dtype(dtype)
+                rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=chosen)
         except (ValueError, OSError, KeyError) as error:
             raise ConfigError(f"transformers does not load {folder}: {str(error).splitlines()[0]}") from None
         self._exact, self._rounded = exact.double().train(False), rounded.train(False)

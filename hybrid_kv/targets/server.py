@@ -27,10 +27,13 @@ TRIAL = tuple(range(3, 93)) * 6  # longer than most blocks
 
 @dataclass
 class Address:
-    """A server that somebody else started. See `targets.target.Kind`."""
+    """A server that somebody else started. See `targets.target.Kind`.
+
+    It is taken to compute in the dtype that the checkpoint names, as servers do when they are told nothing.
+    """
 
     name: str
-    factors: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    factors: Mapping[str, Sequence[str]] = field(default_factory=lambda: {"dtype": ("auto",)})
 
     def start(self, folder: str, settings: Mapping[str, str]) -> Target:
         """See `targets.target.Kind`; `folder` is for the oracle alone."""

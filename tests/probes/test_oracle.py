@@ -1,5 +1,7 @@
 """The oracle of models of every kind."""
 
+import json
+
 import pytest
 
 from hybrid_kv.models.random_checkpoint import write_checkpoint
@@ -13,3 +15,17 @@ def test_rounding_of_float32_is_measured_with_and_without_experts(family, tmp_pa
     oracle.rounds((5, 6, 7, 8, 9))
     assert oracle.logprobs((5, 6)).shape == (2, 101)
     assert 0 < oracle.rounding < 1e-3
+
+
+def test_a_servers_dtype_is_the_one_that_the_checkpoint_names(tmp_path):
+    write_checkpoint("lfm2", tmp_path)
+    text, config = (5, 6, 7, 8, 9), tmp_path / "config.json"
+    rounding = {}
+    for dtype in ("float32", "bfloat16"):
+        config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": dtype}))
+        for told in (dtype, "auto"):
+            oracle = Oracle(tmp_path, told)
+            oracle.rounds(text)
+            rounding[dtype, told] = oracle.rounding
+        assert rounding[dtype, dtype] == rounding[dtype, "auto"]
+    assert rounding["bfloat16", "auto"] > 1e3 * rounding["float32", "auto"]
