@@ -44,7 +44,8 @@ def guard(
         str | None, typer.Option(metavar="ENGINE", help="Whose answers are right, instead of transformers' float64.")
     ] = None,
     matrix: Annotated[
-        list[str] | None, typer.Option(metavar="FACTOR=LEVEL,…", help="Settings of the target; may be repeated.")
+        list[str] | None,
+        typer.Option(metavar="FACTOR=LEVEL,…", help="Settings: all combinations in a text; may be repeated."),
     ] = None,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="What the guard model runs on.")] = "cpu",
     as_json: AsJson = False,

@@ -23,6 +23,7 @@ from hybrid_kv.targets.kinds import kind_of
 from hybrid_kv.targets.models import model_folder
 from hybrid_kv.targets.target import TargetError
 
+SHRINK_SECONDS = 300.0  # for all failures of a run: one bug makes many
 STYLES = {
     "right": "green",
     "wrong": "bold red",
@@ -60,8 +61,11 @@ def guard_target(
         outcomes = guard(guarded, cells, select or (), told)
         seconds = time.perf_counter() - begin
         files = []
-        for failure in [failure for outcome in outcomes for failure in outcome.failures]:
-            shrunk = shrink(failure, lambda failure=failure: guarded.session(failure.settings))  # type: ignore[misc]
+        failures = [failure for outcome in outcomes for failure in outcome.failures]
+        end = time.perf_counter() + SHRINK_SECONDS
+        for i, failure in enumerate(failures):
+            share = min(120.0, (end - time.perf_counter()) / (len(failures) - i))
+            shrunk = shrink(failure, lambda failure=failure: guarded.session(failure.settings), share)  # type: ignore[misc]
             case = case_of(shrunk.failure, target, guarded.version, model, guarded.judge_of(failure.settings).limit)
             files += write_files(case, kind, repro)
             size = f"{shrunk.num_requests} requests, {shrunk.num_prompt_tokens} prompt tokens"

@@ -10,6 +10,9 @@ import torch
 from hybrid_kv.config import ConfigError, parse_model_dtype
 from hybrid_kv.models.random_checkpoint import quiet
 
+# Of the texts that are remembered: thousands with a vocabulary of 100, a few with one of 150,000.
+KEPT_BYTES = 2**29
+
 
 class Oracle:
     """Log-probabilities in float64, and how far the target's own dtype alone moves them.
@@ -45,14 +48,16 @@ class Oracle:
         self._exact, self._rounded = exact.double().train(False), rounded.train(False)
         self.rounding = 0.0
         self._known: dict[tuple[int, ...], torch.Tensor] = {}
+        self._num_bytes = 0
 
     def logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Of the token behind each one: [len(token_ids), vocab_size], float64."""
         key = tuple(token_ids)
         if key not in self._known:
-            if len(self._known) >= 512:
-                self._known.pop(next(iter(self._known)))
             self._known[key] = self._whole(self._exact, key)
+            self._num_bytes += self._known[key].nbytes
+            while self._num_bytes > KEPT_BYTES and len(self._known) > 1:
+                self._num_bytes -= self._known.pop(next(iter(self._known))).nbytes
         return self._known[key]
 
     def rounds(self, token_ids: Sequence[int]) -> None:

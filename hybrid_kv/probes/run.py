@@ -17,33 +17,44 @@ Settings = dict[str, str]
 
 
 def default_matrix(kind: Kind) -> list[Settings]:
-    """The plainest engine, each level of the prefix cache, and with the last of these each other level by itself."""
+    """The plainest engine, each level of the prefix cache, and with the last of these each other level by itself.
+
+    Factors in the kind's `apart`, if it has that, exclude the prefix cache: their levels are met without it.
+    """
     prefixes = kind.factors.get("prefix", ())
     cells: list[Settings] = [{}, *({"prefix": level} for level in prefixes[1:])]
-    cached: Settings = {"prefix": prefixes[-1]} if len(prefixes) > 1 else {}
     for factor, levels in kind.factors.items():
         if factor != "prefix":
+            is_cached = len(prefixes) > 1 and factor not in getattr(kind, "apart", ())
+            cached = {"prefix": prefixes[-1]} if is_cached else {}
             cells += [{**cached, factor: level} for level in levels[1:]]
     return cells
 
 
-def matrix_of(kind: Kind, text: Sequence[str]) -> list[Settings]:
-    """All combinations of `factor=level,level` texts; the plainest engine is always the first.
+def matrix_of(kind: Kind, texts: Sequence[str]) -> list[Settings]:
+    """All combinations of the `factor=level,level` of each text; the plainest engine is always the first.
 
     Raises:
         ConfigError: no such factor or level.
     """
-    wanted: dict[str, list[str]] = {}
-    for part in " ".join(text).split():
-        factor, separator, levels = part.partition("=")
-        if not separator or factor not in kind.factors:
-            raise ConfigError(f"--matrix {part}: write FACTOR=LEVEL,…; {kind.name} has {', '.join(kind.factors)}")
-        wanted[factor] = levels.split(",")
-        if unknown := [level for level in wanted[factor] if level not in kind.factors[factor]]:
-            raise ConfigError(f"--matrix {factor}={unknown[0]}: use one of {', '.join(kind.factors[factor])}")
-    cells = [dict(zip(wanted, levels, strict=True)) for levels in product(*wanted.values())]
-    plain = [cell for cell in cells if all(level == kind.factors[factor][0] for factor, level in cell.items())]
-    return [{}, *(cell for cell in cells if cell not in plain)]
+    cells: list[Settings] = [{}]
+    for text in texts:
+        wanted = dict(_levels(kind, part) for part in text.split())
+        for levels in product(*wanted.values()):
+            cell = dict(zip(wanted, levels, strict=True))
+            is_plain = all(level == kind.factors[f][0] for f, level in cell.items())
+            cells += [cell] if not is_plain and cell not in cells else []
+    return cells
+
+
+def _levels(kind: Kind, part: str) -> tuple[str, list[str]]:
+    factor, separator, levels = part.partition("=")
+    if not separator or factor not in kind.factors:
+        raise ConfigError(f"--matrix {part}: write FACTOR=LEVEL,…; {kind.name} has {', '.join(kind.factors)}")
+    wanted = levels.split(",")
+    if unknown := [level for level in wanted if level not in kind.factors[factor]]:
+        raise ConfigError(f"--matrix {factor}={unknown[0]}: use one of {', '.join(kind.factors[factor])}")
+    return factor, wanted
 
 
 class Guarded:

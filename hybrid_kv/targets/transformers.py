@@ -24,6 +24,7 @@ factors = {
     "spec": ("none", "lookup3", "draft2"),  # of the prompt; of the same model with a little noise on its weights
     "batch": ("one", "left", "continuous"),  # one after another, padded on the left, paged
 }
+apart = ("batch",)
 NUM_LIKELIEST = 5
 MAX_MODEL_LEN = 2048
 NOISE = 0.05  # of a weight's own size: a draft model that is right often, not always

@@ -27,6 +27,21 @@ def test_by_default_each_level_is_met_once_with_the_cache_on():
     ]
 
 
+def test_several_texts_are_met_one_after_another():
+    assert matrix_of(ToyKind(), ["prefix=on", "prefix=off,on chunk=no"]) == [
+        {},
+        {"prefix": "on"},
+        {"prefix": "off", "chunk": "no"},
+        {"prefix": "on", "chunk": "no"},
+    ]
+
+
+def test_what_excludes_the_cache_is_met_without_it():
+    kind = ToyKind()
+    kind.apart = ("chunk",)
+    assert default_matrix(kind) == [{}, {"prefix": "on"}, {"chunk": "no"}, {"chunk": "broken"}]
+
+
 @pytest.mark.parametrize(
     "text, said", [("prefix", "write FACTOR=LEVEL"), ("size=1", "toy has prefix, chunk"), ("prefix=1", "off, on")]
 )
