@@ -28,7 +28,7 @@ FLOORS = [
     ["accuracy", "serve", "targets"],
     ["guard"],
     ["probes"],
-    ["dashboard", "mutation"],
+    ["bisect", "dashboard", "mutation"],
     ["cli"],
 ]
 # `hybrid_kv/__init__.py` names the classes that a user imports; it imports them when they are asked for.

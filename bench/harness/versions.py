@@ -39,15 +39,18 @@ def _git(root: Path, *arguments: str) -> bytes | None:
     return done.stdout
 
 
-def find_revision(root: Path, name: str) -> Revision:
+def find_revision(root: Path, name: str, by: str = "compare") -> Revision:
     """Look a revision up.
+
+    Args:
+        by: the command that asks, for the error.
 
     Raises:
         ConfigError: git does not know it, or `root` is no checkout.
     """
     top = _git(root, "rev-parse", "--show-toplevel")
     if top is None or Path(os.fsdecode(top.strip())).resolve() != root.resolve():
-        raise ConfigError("compare needs a git checkout of hybrid-kv; clone it and run pip install -e . there")
+        raise ConfigError(f"{by} needs a git checkout of hybrid-kv; clone it and run pip install -e . there")
     wanted = "HEAD" if name == WORKING_TREE else name
     commit = _git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{wanted}^{{commit}}")
     if commit is None:
@@ -69,19 +72,19 @@ def place(root: Path, revision: Revision, folder: Path) -> None:
     if revision.name == WORKING_TREE:
         copied = [*BENCHMARKS, "hybrid_kv"]
     else:
-        if not _extract(root, revision, "hybrid_kv", folder):
+        if not extract(root, revision.commit, "hybrid_kv", folder):
             raise ConfigError(f"revision {revision} has no folder hybrid_kv; give a later one")
         for name in BENCHMARKS:
-            _extract(root, revision, name, folder / worker.OWN)
+            extract(root, revision.commit, name, folder / worker.OWN)
     for name in copied:
         if (root / name).is_dir():
             ignored = shutil.ignore_patterns("__pycache__")
             shutil.copytree(root / name, folder / name, ignore=ignored, dirs_exist_ok=True)
 
 
-def _extract(root: Path, revision: Revision, name: str, folder: Path) -> bool:
-    """Put a folder of the revision into `folder`; False if it has none of that name."""
-    archive = _git(root, "archive", "--format=zip", revision.commit, name)
+def extract(root: Path, commit: str, name: str, folder: Path) -> bool:
+    """Put a folder of the commit into `folder`; False if it has none of that name."""
+    archive = _git(root, "archive", "--format=zip", commit, name)
     if archive is None:
         return False
     with zipfile.ZipFile(io.BytesIO(archive)) as files:

@@ -6,7 +6,20 @@ from typing import Annotated
 
 import typer
 
-from hybrid_kv.cli import accuracy, compare, families, generate, guard, kernels, mutants, plan, report, results, serve
+from hybrid_kv.cli import (
+    accuracy,
+    bisect,
+    compare,
+    families,
+    generate,
+    guard,
+    kernels,
+    mutants,
+    plan,
+    report,
+    results,
+    serve,
+)
 from hybrid_kv.errors import INTERRUPTED, run_command
 
 app = typer.Typer(
@@ -44,6 +57,7 @@ app.add_typer(accuracy.app, name="accuracy")
 app.command()(results.results)
 app.command()(kernels.kernels)
 app.command()(compare.compare)
+app.command()(bisect.bisect)
 app.command()(mutants.mutants)
 app.command()(report.report)
 
