@@ -12,7 +12,11 @@ class Question(Protocol):
     """Something that was right, or fast, at GOOD and is not at BAD."""
 
     def ends(self, good: str, bad: str) -> Outcome:
-        """`bad` if the two differ as they should. Else there is nothing to look for, and the detail says why."""
+        """`bad` if the two differ as they should. Else there is nothing to look for, and the detail says why.
+
+        Raises:
+            HybridKVError: one of them cannot be asked.
+        """
 
     def ask(self, commit: str, known: Mapping[str, Outcome]) -> Outcome:
         """Whether a commit is bad; `known` has what was answered before, `ENDS` among it."""

@@ -68,9 +68,11 @@ def workplace(cache: Path, question: Mapping[str, str]) -> Iterator[Path]:
         try:
             shutil.rmtree(place / "trees", ignore_errors=True)
             yield place
+            shutil.rmtree(place)
         finally:
             shutil.rmtree(place / "trees", ignore_errors=True)
-        shutil.rmtree(place)
+            if place.exists() and not any(place.iterdir()):
+                place.rmdir()
 
 
 def _remove_left(cache: Path, mine: Path) -> None:

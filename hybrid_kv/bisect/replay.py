@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hybrid_kv.bisect.history import Trees
 from hybrid_kv.bisect.memory import ENDS, Outcome
-from hybrid_kv.config import ConfigError
+from hybrid_kv.config import ConfigError, HybridKVError
 
 LIMIT = 600.0  # seconds; a shrunk scenario takes less than one, the imports before it ten
 BROKEN, FINE = "broken rule: ", "no rule is broken"
@@ -45,11 +45,11 @@ class Replay:
         first, last = self._play(good), self._play(bad)
         for name, one in (("GOOD", first), ("BAD", last)):
             if one.answer == "skip":
-                return Outcome("skip", f"{name} cannot play {self.file}: {one.detail}")
+                raise HybridKVError(f"{name}: {self.file.name} {one.detail}")
         if first.answer == "bad":
-            return Outcome("good", f"{self.file} fails at GOOD as well: {first.detail}; give an earlier GOOD")
+            return Outcome("good", f"{self.file.name} fails at GOOD as well: {first.detail}; give an earlier GOOD")
         if last.answer == "good":
-            return Outcome("good", f"{self.file} breaks no rule at BAD")
+            return Outcome("good", f"{self.file.name} breaks no rule at BAD")
         return last
 
     def ask(self, commit: str, known: Mapping[str, Outcome]) -> Outcome:
@@ -65,7 +65,7 @@ class Replay:
 
     def _play(self, commit: str) -> Outcome:
         try:
-            ran = run_tree(self.trees.of(commit), "guard", "--replay", str(self.file))
+            ran = run_tree(self.trees.of(commit), "guard", "--replay", str(self.file.absolute()))
         except subprocess.TimeoutExpired:
             return Outcome("skip", f"still at it after {LIMIT:.0f} s")
         except ConfigError as error:

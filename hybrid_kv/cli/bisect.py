@@ -49,7 +49,7 @@ def bisect(
         memory = Memory(place / "state.json")
         if num_known := len(memory.outcomes.keys() - {ENDS}):
             print(f"goes on: {num_known} commits have answered before", file=sys.stderr)
-        question = Replay(Trees(place / "trees", fill_package(ROOT)), replay.absolute())
+        question = Replay(Trees(place / "trees", fill_package(ROOT)), replay)
         finding = find(history.good.commit, history.commits, question, memory, tell)
     show(document(history, finding), as_json, out, lambda: print_finding(history, finding))
     if finding.verdict != "found":

@@ -1,0 +1,147 @@
+"""`hybrid-kv bisect` on toy histories: who did it, what it prints, how it stops and goes on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from bench.harness import compare
+from hybrid_kv.bisect import replay
+from hybrid_kv.guard.replay import to_json
+from hybrid_kv.guard.traffic import draw_scenario
+from tests.bisect.toy import checkout, commit, git
+from tests.cli.run import run
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty checkout, the working folder beside it, and a scenario in that."""
+    root, work = tmp_path / "root", tmp_path / "work"
+    root.mkdir()
+    work.mkdir()
+    monkeypatch.chdir(work)
+    monkeypatch.setattr(compare, "ROOT", root)
+    Path("scenario.json").write_text(to_json(draw_scenario(0), "tokens"))
+    return root
+
+
+def test_the_commit_that_broke_a_rule_is_named_with_its_evidence(root: Path, capsys: Capture) -> None:
+    commits = checkout(root, ["", "", "raise", "", "tokens", "tokens", "raise", "tokens"])
+    code, out, err = run(capsys, "bisect", commits[0], "--replay", "scenario.json", "--out", "found.json")
+    assert code == 0
+    assert out.startswith(f"{commits[4][:9]} is the first bad commit (7 commits that change hybrid_kv/, ")
+    for line in (
+        "author    n <e@example.org>", "title     toy: number 4", "hybrid_kv/ANSWER", "step 0: request 0",
+        "evidence  before: no rule is broken; with it: broken rule: tokens", "packages  -torch==3, +torch==4",
+    ):  # fmt: skip
+        assert line in out
+    assert "ends: bad, broken rule: tokens" in err
+    document = json.loads(Path("found.json").read_text())
+    assert (document["verdict"], document["culprit"]["commit"]) == ("found", commits[4])
+    assert not list(Path("out/bisect").iterdir()) and git(root, "status", "--porcelain") == ""
+
+
+def test_a_culprit_that_cannot_run_is_one_of_several(root: Path, capsys: Capture) -> None:
+    commits = checkout(root, ["", "", "raise", "another rule", "tokens", "tokens"])
+    code, out, err = run(capsys, "bisect", commits[0], "HEAD", "--replay", "scenario.json")
+    assert code == 0
+    assert out.startswith("one of 3 commits, the last of which is bad for sure")
+    assert "toy: number 2, which did not say" in out and "toy: number 3, which did not say" in out
+    assert "cannot run: ImportError: half a change" in err and "broken rule: another rule, not tokens" in err
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        (["", "", ""], "nothing to blame: scenario.json breaks no rule at BAD"),
+        (["tokens", "", "tokens"], "nothing to blame: scenario.json fails at GOOD as well"),
+    ],
+)
+def test_ends_that_do_not_differ_blame_nobody(root: Path, capsys: Capture, answers: list[str], said: str) -> None:
+    commits = checkout(root, answers)
+    code, out, _ = run(capsys, "bisect", commits[0], "--replay", "scenario.json")
+    assert code == 1 and out.startswith(said) and len(out.splitlines()) == 1
+
+
+def test_a_commit_that_leaves_the_package_alone_is_not_asked(root: Path, capsys: Capture) -> None:
+    good = checkout(root, [""])[0]
+    for number in range(5):
+        commit(root, {"README.md": str(number)}, "docs: more")
+    culprit = commit(root, {"hybrid_kv/ANSWER": "tokens"}, "cache: break it")
+    commit(root, {"README.md": "last"}, "docs: last")
+    code, out, _ = run(capsys, "bisect", good, "--replay", "scenario.json")
+    assert code == 0 and out.startswith(f"{culprit[:9]} is the first bad commit (1 commits that change")
+
+
+def test_a_merge_is_one_commit(root: Path, capsys: Capture) -> None:
+    good = checkout(root, [""])[0]
+    git(root, "checkout", "-q", "-b", "side")
+    commit(root, {"hybrid_kv/ANSWER": "tokens"}, "side: break it")
+    git(root, "checkout", "-q", "main")
+    commit(root, {"hybrid_kv/OTHER": "1"}, "main: go on")
+    git(root, "merge", "-q", "--no-ff", "-m", "merge: side", "side")
+    code, out, _ = run(capsys, "bisect", good, "--replay", "scenario.json")
+    assert code == 0 and "title     merge: side" in out and "hybrid_kv/ANSWER" in out
+
+
+@pytest.mark.parametrize("wrong", ["unknown", "backwards", "same", "apart", "no git", "no file", "no scenario", "BAD"])
+def test_what_cannot_run_is_one_line_and_leaves_nothing(root: Path, capsys: Capture, wrong: str) -> None:
+    commits = checkout(root, ["", "tokens"])
+    ends, file = [commits[0], commits[1]], "scenario.json"
+    if wrong == "unknown":
+        ends, said = ["v0", commits[1]], "git knows no revision 'v0'"
+    elif wrong == "backwards":
+        ends, said = ends[::-1], "is no ancestor of BAD"
+    elif wrong == "same":
+        ends, said = [commits[1], "HEAD"], "no commit after"
+    elif wrong == "apart":
+        git(root, "checkout", "-q", "--orphan", "other")
+        ends, said = [commits[0], commit(root, {}, "other")], "they have no commit in common"
+    elif wrong == "no git":
+        shutil.rmtree(root / ".git")
+        said = "bisect needs a git checkout of hybrid-kv"
+    elif wrong == "no file":
+        file, said = "none.json", "none.json"
+    elif wrong == "BAD":
+        commit(root, {"hybrid_kv/ANSWER": "raise"})
+        ends, said = [commits[0]], "BAD: scenario.json cannot run: ImportError: half a change"
+    else:
+        Path("broken.json").write_text("{}")
+        file, said = "broken.json", "broken.json is no scenario of this version"
+    code, out, err = run(capsys, "bisect", *ends, "--replay", file)
+    assert (code, out) == (2, "") and said in err and len(err.splitlines()) == 1
+    assert not [*Path("out").rglob("*/*")]
+
+
+def test_without_a_question_it_says_which_there_are(root: Path, capsys: Capture) -> None:
+    commits = checkout(root, ["", "tokens"])
+    code, _, err = run(capsys, "bisect", commits[0])
+    assert code == 2 and "--replay FILE" in err
+
+
+def test_it_goes_on_where_it_was_interrupted(root: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    commits = checkout(root, ["", *[""] * 9, *["tokens"] * 9])
+    asked: list[str] = []
+    usual = replay.run_tree
+
+    def counted(tree: Path, *words: str) -> object:
+        asked.append(tree.name)
+        if len(asked) == 5:
+            raise KeyboardInterrupt
+        return usual(tree, *words)
+
+    monkeypatch.setattr(replay, "run_tree", counted)
+    code, out, err = run(capsys, "bisect", commits[0], "--replay", "scenario.json")
+    assert (code, out) == (130, "") and err.endswith("interrupted\n")
+    (place,) = Path("out/bisect").iterdir()
+    assert [file.name for file in place.iterdir()] == ["state.json"]
+    asked.clear()
+    code, out, err = run(capsys, "bisect", commits[0], "--replay", "scenario.json")
+    assert code == 0 and out.startswith(commits[10][:9])
+    assert err.startswith("goes on: 2 commits have answered before")
+    assert not list(Path("out/bisect").iterdir())
