@@ -84,7 +84,7 @@ class _Shrinker:
 
     def fails(self, rounds: Sequence[Round]) -> bool:
         """Whether these are still answered wrongly; then they are the best so far."""
-        rounds = tuple(one for one in rounds if one.asks)
+        rounds = tuple(_startable(one) for one in rounds if one.asks)
         if not rounds or rounds in self._tried:
             return False
         if time.perf_counter() > self._deadline:
@@ -184,6 +184,14 @@ class _Shrinker:
             minimize(range(-(-longest // size)), keep)
         for cut in (self.best.unit, 4, 1):
             self._each(lambda ask, cut=cut: replace(ask, prompt=ask.prompt[:-cut] or ask.prompt[:1]))  # type: ignore[misc]
+
+
+def _startable(one: Round) -> Round:
+    """Nobody waits for more answers than the others give: an engine would wait with it."""
+    asks = list(one.asks)
+    for place, i in enumerate(sorted(range(len(asks)), key=lambda i: asks[i].after)):
+        asks[i] = replace(asks[i], after=min(asks[i].after, place))
+    return replace(one, asks=tuple(asks))
 
 
 def _with_prompts(rounds: Sequence[Round], change: Callable[[Sequence[int]], Sequence[int]]) -> list[Round]:

@@ -51,6 +51,7 @@ class Toy:
         if self.bug == "dies" and len(asks) > 6:
             raise TargetError("toy died at ask; its last words: Error")
         order = sorted(range(len(asks)), key=lambda i: asks[i].after)
+        assert all(asks[i].after <= place for place, i in enumerate(order)), "an engine would wait forever"
         answers = {i: self._answer(asks[i], len(asks), bool(preempt_every)) for i in order}
         return [answers[i] for i in range(len(asks))]
 
