@@ -4,18 +4,30 @@ from __future__ import annotations
 
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from hybrid_kv.choices import DraftMethod, StateScheme
 from hybrid_kv.cli.options import (
-    SCHEME_HELP,
     AsJson,
-    CacheMode,
+    AttentionBackendName,
+    BlockSize,
+    Device,
+    Dtype,
+    KVOffloadBytes,
+    KVOffloadFolder,
+    MambaCacheMode,
+    MaxModelLen,
+    MaxNumBatchedTokens,
+    MaxNumSeqs,
+    NumBlocks,
+    NumSpeculativeTokens,
     OutFile,
     Record,
     ResultsFolder,
+    Scheme,
+    SpeculativeMethod,
+    engine_options,
     require_at_least_one,
     rows_file,
     show,
@@ -54,20 +66,20 @@ def accuracy(
     samples: Annotated[
         str | None, typer.Option(help="Write one line per question to this .jsonl or .jsonl.gz file.")
     ] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(help="Requests that run at once.")] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens per step.")] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Tokens of the longest request.")] = None,
-    attention_backend: Annotated[str | None, typer.Option(help="Such as FLASH_ATTN or FLASHINFER.")] = None,
-    block_size: Annotated[int | None, typer.Option(help="Tokens per attention block.")] = None,
-    num_blocks: Annotated[int | None, typer.Option(help="Blocks in the pool; few of them force preemptions.")] = None,
-    mamba_cache_mode: Annotated[CacheMode | None, typer.Option(help="align and all turn prefix caching on.")] = None,
-    state_scheme: Annotated[StateScheme | None, typer.Option(help=SCHEME_HELP)] = None,
-    speculative_method: Annotated[DraftMethod | None, typer.Option(help="Where drafts come from.")] = None,
-    num_speculative_tokens: Annotated[int | None, typer.Option(help="Draft tokens verified per step (K).")] = None,
-    kv_offload_bytes: Annotated[int | None, typer.Option(help="Host memory for cached blocks.")] = None,
-    kv_offload_folder: Annotated[str | None, typer.Option(help="Folder for cached blocks.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Of the arithmetic; auto takes the config's.")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    max_num_seqs: MaxNumSeqs = None,
+    max_num_batched_tokens: MaxNumBatchedTokens = None,
+    max_model_len: MaxModelLen = None,
+    attention_backend: AttentionBackendName = None,
+    block_size: BlockSize = None,
+    num_blocks: NumBlocks = None,
+    mamba_cache_mode: MambaCacheMode = None,
+    state_scheme: Scheme = None,
+    speculative_method: SpeculativeMethod = None,
+    num_speculative_tokens: NumSpeculativeTokens = None,
+    kv_offload_bytes: KVOffloadBytes = None,
+    kv_offload_folder: KVOffloadFolder = None,
+    dtype: Dtype = None,
+    device: Device = None,
     as_json: AsJson = False,
     out: OutFile = None,
     results: ResultsFolder = None,
@@ -90,25 +102,9 @@ def accuracy(
     from hybrid_kv.cli.plan import tell_memory
 
     require_at_least_one(limit=limit)
-    options: dict[str, Any] = {
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "max_model_len": max_model_len,
-        "attention_backend": attention_backend,
-        "block_size": block_size,
-        "num_blocks": num_blocks,
-        "mamba_cache_mode": mamba_cache_mode,
-        "state_scheme": state_scheme,
-        "speculative_method": speculative_method,
-        "num_speculative_tokens": num_speculative_tokens,
-        "kv_offload_bytes": kv_offload_bytes,
-        "kv_offload_folder": kv_offload_folder,
-        "dtype": dtype,
-        "device": device,
-    }
+    options = engine_options(locals())
     csv = rows_file("accuracy.csv", results, record)
     check_outputs(samples, out)
-    options = {name: value for name, value in options.items() if value is not None}
     if samples is not None and against is not None and Path(samples).resolve() == Path(against).resolve():
         raise ConfigError(f"--samples {samples} would replace the baseline; name another file")
     if model is not None and (folder := embedded(model)) not in FOLDERS.values():

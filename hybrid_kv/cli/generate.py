@@ -8,8 +8,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hybrid_kv.choices import DraftMethod, StateScheme
-from hybrid_kv.cli.options import SCHEME_HELP, AsJson, CacheMode, OutFile, show
+from hybrid_kv.cli.options import (
+    AsJson,
+    AttentionBackendName,
+    BlockSize,
+    Device,
+    Dtype,
+    MambaCacheMode,
+    MaxModelLen,
+    MaxNumSeqs,
+    NumBlocks,
+    NumSpeculativeTokens,
+    OutFile,
+    Scheme,
+    SpeculativeMethod,
+    engine_options,
+    show,
+)
 
 if TYPE_CHECKING:
     from hybrid_kv.engine.llm import RequestOutput
@@ -27,17 +42,17 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this probability.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling reproducible.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End the answer before this text; may be repeated.")] = None,
-    max_model_len: Annotated[int, typer.Option(help="Tokens of prompt and answer at most.")] = 2048,
-    max_num_seqs: Annotated[int, typer.Option(help="Requests that run at once.")] = 16,
-    block_size: Annotated[int | None, typer.Option(help="Tokens per attention block.")] = None,
-    num_blocks: Annotated[int | None, typer.Option(help="Blocks in the pool.")] = None,
-    attention_backend: Annotated[str, typer.Option(help="Layout and kernel block sizes to use.")] = "auto",
-    mamba_cache_mode: Annotated[CacheMode, typer.Option(help="align and all turn prefix caching on.")] = "none",
-    state_scheme: Annotated[StateScheme, typer.Option(help=SCHEME_HELP)] = "slots",
-    speculative_method: Annotated[DraftMethod | None, typer.Option(help="Where drafts come from.")] = None,
-    num_speculative_tokens: Annotated[int, typer.Option(help="Draft tokens verified per step (K).")] = 0,
-    dtype: Annotated[str, typer.Option(help="Of the arithmetic; auto takes the config's.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    max_model_len: MaxModelLen = 2048,
+    max_num_seqs: MaxNumSeqs = 16,
+    block_size: BlockSize = None,
+    num_blocks: NumBlocks = None,
+    attention_backend: AttentionBackendName = "auto",
+    mamba_cache_mode: MambaCacheMode = "none",
+    state_scheme: Scheme = "slots",
+    speculative_method: SpeculativeMethod = None,
+    num_speculative_tokens: NumSpeculativeTokens = 0,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
     as_json: AsJson = False,
     out: OutFile = None,
 ) -> None:
@@ -53,19 +68,7 @@ def generate(
     check_outputs(out)
     texts = prompts or _lines_of_stdin()
     params = SamplingParams(max_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
-    options: dict[str, Any] = {
-        "max_model_len": max_model_len,
-        "max_num_seqs": max_num_seqs,
-        "block_size": block_size,
-        "num_blocks": num_blocks,
-        "attention_backend": attention_backend,
-        "mamba_cache_mode": mamba_cache_mode,
-        "state_scheme": state_scheme,
-        "speculative_method": speculative_method,
-        "num_speculative_tokens": num_speculative_tokens,
-        "device": device,
-        "dtype": dtype,
-    }
+    options = engine_options(locals())
     folder = embedded(model)
     if folder not in FOLDERS.values():
         tell_memory(str(folder), options)

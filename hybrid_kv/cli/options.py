@@ -3,19 +3,41 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from hybrid_kv.cache.modes import MODES
+from hybrid_kv.choices import DraftMethod, StateScheme
 
 if TYPE_CHECKING:
     CacheMode = str
 else:
     CacheMode = Literal[tuple(MODES)]
 SCHEME_HELP = "How drafts are undone: a state after each token (slots), or one state and a ring of inputs (replay)."
+
+# What an engine is started with; None leaves it at the engine's own default.
+MaxNumSeqs = Annotated[int | None, typer.Option(help="Requests that run at once.")]
+MaxNumBatchedTokens = Annotated[int | None, typer.Option(help="Tokens per step.")]
+MaxModelLen = Annotated[int | None, typer.Option(help="Tokens of prompt and answer at most.")]
+AttentionBackendName = Annotated[str | None, typer.Option(help="Layout and kernel block sizes, such as FLASH_ATTN.")]
+BlockSize = Annotated[int | None, typer.Option(help="Tokens per attention block.")]
+NumBlocks = Annotated[int | None, typer.Option(help="Blocks in the pool; few of them force preemptions.")]
+MambaCacheMode = Annotated[CacheMode | None, typer.Option(help="align and all turn prefix caching on.")]
+Scheme = Annotated[StateScheme | None, typer.Option(help=SCHEME_HELP)]
+SpeculativeMethod = Annotated[DraftMethod | None, typer.Option(help="Where drafts come from.")]
+NumSpeculativeTokens = Annotated[int | None, typer.Option(help="Draft tokens verified per step (K).")]
+KVOffloadBytes = Annotated[int | None, typer.Option(help="Host memory for cached blocks.")]
+KVOffloadFolder = Annotated[str | None, typer.Option(help="Folder for cached blocks.")]
+Dtype = Annotated[str | None, typer.Option(help="Of the arithmetic; auto takes the config's.")]
+Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]
+_ENGINE = (
+    "max_num_seqs", "max_num_batched_tokens", "max_model_len", "attention_backend", "block_size", "num_blocks",
+    "mamba_cache_mode", "state_scheme", "speculative_method", "num_speculative_tokens", "kv_offload_bytes",
+    "kv_offload_folder", "dtype", "mamba_ssm_cache_dtype", "device",
+)  # fmt: skip
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 OutFile = Annotated[Path | None, typer.Option("--out", help="Also write the JSON to this file.")]
@@ -24,6 +46,11 @@ ResultsFolder = Annotated[
     Path | None, typer.Option("--results", help="Folder whose CSV gets the rows; default: out, which git ignores.")
 ]
 Record = Annotated[bool, typer.Option("--record", help="Append the rows to the project's own, in results.")]
+
+
+def engine_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a command's arguments that go to the engine and are not None."""
+    return {name: arguments[name] for name in _ENGINE if arguments.get(name) is not None}
 
 
 def require_at_least_one(**options: int | None) -> None:

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from hybrid_kv.choices import DraftMethod, StateScheme
-from hybrid_kv.cli.options import SCHEME_HELP, CacheMode
+from hybrid_kv.cli.options import (
+    AttentionBackendName,
+    BlockSize,
+    Device,
+    Dtype,
+    KVOffloadBytes,
+    KVOffloadFolder,
+    MambaCacheMode,
+    MaxModelLen,
+    MaxNumBatchedTokens,
+    MaxNumSeqs,
+    NumBlocks,
+    NumSpeculativeTokens,
+    Scheme,
+    SpeculativeMethod,
+    engine_options,
+)
 
 API_KEY = "HYBRID_KV_API_KEY"
 
@@ -23,24 +38,24 @@ def serve(
     max_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait; more are answered 429.")] = 256,
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Of a request; a longer one is answered 413.")] = 2**22,
     grace: Annotated[int, typer.Option(min=0, help="Seconds to finish what is open when told to end.")] = 10,
-    max_num_seqs: Annotated[int | None, typer.Option(help="Requests that run at once.")] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens per step.")] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Tokens of prompt and answer at most.")] = None,
-    attention_backend: Annotated[str | None, typer.Option(help="Layout and kernel block sizes to use.")] = None,
-    block_size: Annotated[int | None, typer.Option(help="Tokens per attention block.")] = None,
-    num_blocks: Annotated[int | None, typer.Option(help="Blocks in the pool; few of them force preemptions.")] = None,
-    mamba_cache_mode: Annotated[CacheMode | None, typer.Option(help="align and all turn prefix caching on.")] = None,
-    state_scheme: Annotated[StateScheme | None, typer.Option(help=SCHEME_HELP)] = None,
-    speculative_method: Annotated[DraftMethod | None, typer.Option(help="Where drafts come from.")] = None,
-    num_speculative_tokens: Annotated[int | None, typer.Option(help="Draft tokens verified per step (K).")] = None,
-    kv_offload_bytes: Annotated[int | None, typer.Option(help="Host memory for cached blocks.")] = None,
-    kv_offload_folder: Annotated[str | None, typer.Option(help="Folder for cached blocks.")] = None,
+    max_num_seqs: MaxNumSeqs = None,
+    max_num_batched_tokens: MaxNumBatchedTokens = None,
+    max_model_len: MaxModelLen = None,
+    attention_backend: AttentionBackendName = None,
+    block_size: BlockSize = None,
+    num_blocks: NumBlocks = None,
+    mamba_cache_mode: MambaCacheMode = None,
+    state_scheme: Scheme = None,
+    speculative_method: SpeculativeMethod = None,
+    num_speculative_tokens: NumSpeculativeTokens = None,
+    kv_offload_bytes: KVOffloadBytes = None,
+    kv_offload_folder: KVOffloadFolder = None,
     async_scheduling: Annotated[
         Literal["on", "off"] | None, typer.Option(help="Schedule a step before the last one's tokens are known.")
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="Of the arithmetic; float64 leaves no noise to hide in.")] = None,
+    dtype: Dtype = None,
     mamba_ssm_cache_dtype: Annotated[str | None, typer.Option(help="Of the states; float64 to go with it.")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    device: Device = None,
 ) -> None:
     """Serve a checkpoint over HTTP, in the way of OpenAI's API; ends with Ctrl-C or SIGTERM."""
     from hybrid_kv.errors import require
@@ -50,24 +65,9 @@ def serve(
     from hybrid_kv.serve.app import Access
     from hybrid_kv.serve.server import Server, open_socket
 
-    options: dict[str, Any] = {
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "max_model_len": max_model_len,
-        "attention_backend": attention_backend,
-        "block_size": block_size,
-        "num_blocks": num_blocks,
-        "mamba_cache_mode": mamba_cache_mode,
-        "state_scheme": state_scheme,
-        "speculative_method": speculative_method,
-        "num_speculative_tokens": num_speculative_tokens,
-        "kv_offload_bytes": kv_offload_bytes,
-        "kv_offload_folder": kv_offload_folder,
-        "async_scheduling": None if async_scheduling is None else async_scheduling == "on",
-        "dtype": dtype,
-        "mamba_ssm_cache_dtype": mamba_ssm_cache_dtype,
-        "device": device,
-    }
+    options = engine_options(locals())
+    if async_scheduling is not None:
+        options["async_scheduling"] = async_scheduling == "on"
     api_key = os.environ.get(API_KEY) or None
     template = _text(chat_template) if chat_template is not None else None
     if model is None:
@@ -76,7 +76,7 @@ def serve(
         model = str(FOLDER)
     name = served_model_name or Path(model).resolve().name
     with open_socket(host, port, api_key is not None) as opened:
-        llm = LLM(model, **{name: value for name, value in options.items() if value is not None})
+        llm = LLM(model, **options)
         server = Server(llm, Access(name, api_key, max_body_bytes, template), max_waiting, grace)
         url = f"http://{f'[{host}]' if ':' in host else host}:{opened.getsockname()[1]}/v1"
         print(f"{name} at {url}; Ctrl-C ends it", flush=True)
