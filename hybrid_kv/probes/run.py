@@ -75,18 +75,31 @@ class Guarded:
 
     def __init__(self, kind: Kind, folder: str, against: Kind | None = None, seed: int = 0, amount: int = 1) -> None:
         self.kind, self.folder, self.seed, self.amount = kind, folder, seed, amount
-        self.references = References(against or kind, folder)
         self.version = "?"
-        self._has_oracle = against is None
+        self._against = against
         self._judges: dict[str, Judge] = {}
+        self._references: dict[str, References] = {}
         self.vocab_size = ConfigFile.read(folder).size("vocab_size")
 
     def judge_of(self, settings: Mapping[str, str]) -> Judge:
         """That of the setting's dtype."""
         dtype = settings.get("dtype", self.kind.factors.get("dtype", ("float32",))[0])
         if dtype not in self._judges:
-            self._judges[dtype] = Judge(Oracle(self.folder, dtype) if self._has_oracle else None)
+            self._judges[dtype] = Judge(Oracle(self.folder, dtype) if self._against is None else None)
         return self._judges[dtype]
+
+    def references_of(self, settings: Mapping[str, str]) -> References:
+        """Those of the setting's dtype, if the engine that gives them has it."""
+        kind, dtype = self._against or self.kind, settings.get("dtype", "")
+        if dtype not in self._references:
+            has_it = dtype in kind.factors.get("dtype", ())
+            self._references[dtype] = References(kind, self.folder, {"dtype": dtype} if has_it else {})
+        return self._references[dtype]
+
+    def close(self) -> None:
+        """End the engines that gave references."""
+        for references in self._references.values():
+            references.close()
 
     def session(self, settings: Mapping[str, str]) -> Session:
         """A new one.
@@ -96,7 +109,8 @@ class Guarded:
             TargetError: it does not start.
         """
         judge = self.judge_of(settings)
-        session = Session(self.kind, self.folder, settings, judge, self.references, self.seed, self.amount)
+        references = self.references_of(settings)
+        session = Session(self.kind, self.folder, settings, judge, references, self.seed, self.amount)
         self.version = session.target.version
         if not judge.is_calibrated:
             calibrate(session, self.vocab_size)
@@ -139,11 +153,12 @@ def guard(
             try:
                 for probe in probes:
                     outcome = session.run(probe, guarded.vocab_size)
-                    if probe.name == "alone" and settings == matrix[0] and outcome.verdict == "wrong":
+                    is_plain = all(session.is_plain(factor) for factor in settings if factor != "dtype")
+                    if probe.name == "alone" and is_plain and outcome.failures:
                         session.judge.trusted = False
                     tell(outcome)
             finally:
                 session.target.close()
     finally:
-        guarded.references.close()
+        guarded.close()
     return outcomes

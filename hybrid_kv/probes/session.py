@@ -83,10 +83,10 @@ def _common(text: Sequence[int], prompt: Sequence[int]) -> int:
 
 
 class References:
-    """What the plainest engine answers to each request, alone and cold. It is started once somebody asks."""
+    """What the plainest engine of a dtype answers to each request, alone and cold. It is started once somebody asks."""
 
-    def __init__(self, kind: Kind, folder: str) -> None:
-        self._kind, self._folder = kind, folder
+    def __init__(self, kind: Kind, folder: str, settings: Mapping[str, str] | None = None) -> None:
+        self._kind, self._folder, self._settings = kind, folder, dict(settings or {})
         self._target: Target | None = None
         self._known: dict[Ask, Answer] = {}
 
@@ -98,20 +98,25 @@ class References:
         key = replace(ask, salt="", after=0, abort_after=None, logprobs=True, n=ask.n if ask.temperature else 1)
         if key not in self._known:
             if self._target is None:
-                self._target = self._kind.start(self._folder, {})
-            if "reset" in self._target.can:
-                self._target.reset()
-            asked = key if "logprobs" in self._target.can else replace(key, logprobs=False)
-            (self._known[key],) = self._target.ask([asked])
+                self._target = self._kind.start(self._folder, self._settings)
+            try:
+                if "reset" in self._target.can:
+                    self._target.reset()
+                asked = key if "logprobs" in self._target.can else replace(key, logprobs=False)
+                (self._known[key],) = self._target.ask([asked])
+            except TargetError:
+                self.close()
+                raise
         return self._known[key]
 
     def close(self) -> None:
         if self._target is not None:
             self._target.close()
+            self._target = None
 
 
 class Session:
-    """A target that is started again when it dies.
+    """A target that is started again when it dies. If the shortest prompt killed it, the next ones are longer.
 
     Args:
         judge: shared by all settings of one dtype.
@@ -136,6 +141,7 @@ class Session:
         self.judge, self.references, self.seed, self.amount = judge, references, seed, amount
         self.target = kind.start(folder, settings)
         self.unit, self.seen = 0, Seen()
+        self._shortest, self._asked = 1, Round(())
 
     def is_plain(self, factor: str) -> bool:
         """Whether a factor, if the kind has it, is at its plainest level."""
@@ -148,7 +154,8 @@ class Session:
             self.unit = self._discover(vocab_size)
         # Three blocks and an answer behind them must fit; longer prompts only take longer.
         longest = min(self.target.longest, max(256, 5 * self.unit))
-        return Traffic(random.Random(f"{self.seed}/{name}"), vocab_size, self.unit, longest, amount=self.amount)
+        rng = random.Random(f"{self.seed}/{name}")
+        return Traffic(rng, vocab_size, self.unit, longest, amount=self.amount, shortest=self._shortest)
 
     def _discover(self, vocab_size: int) -> int:
         """The block size: what all numbers of cached tokens are multiples of."""
@@ -174,8 +181,10 @@ class Session:
             self._play(probe, vocab_size, outcome)
         except TargetError as error:
             outcome.verdict, outcome.detail = "wrong", outcome.detail or str(error)
-            self.target.close()
-            self.target, self.seen = self.kind.start(self.folder, self.settings), Seen()
+            if [len(ask.prompt) for ask in self._asked.asks] == [self._shortest]:
+                outcome.detail = f"a prompt of length {self._shortest}: {outcome.detail}"
+                self._shortest += 1
+            self.restart()
         outcome.seconds = time.perf_counter() - begin
         return outcome
 
@@ -212,6 +221,15 @@ class Session:
         elif problem := self._unmoved(probe, outcome.moved):
             outcome.verdict, outcome.detail = problem
 
+    def restart(self) -> None:
+        """Start a target that died.
+
+        Raises:
+            TargetError: it does not start.
+        """
+        self.target.close()
+        self.target, self.seen = self.kind.start(self.folder, self.settings), Seen()
+
     def reset(self) -> None:
         """Forget the prefix cache, if the target can."""
         if "reset" in self.target.can:
@@ -220,6 +238,7 @@ class Session:
 
     def play(self, one: Round) -> tuple[list[Answer], list[Judgement]]:
         """The answers to a round, and whether they are right."""
+        self._asked = one
         answers = self.target.ask(one.asks, one.preempt_every)
         found = []
         for i, (ask, answer) in enumerate(zip(one.asks, answers, strict=True)):
@@ -260,13 +279,26 @@ def _count(outcome: Outcome, one: Round, answers: Sequence[Answer], judgements: 
 
 
 def calibrate(session: Session, vocab_size: int) -> None:
-    """Measure rounding and repetition, each prompt alone and cold, and see whether the oracle can be trusted."""
-    judge, target = session.judge, session.target
-    for prompt in session.traffic("calibrate", vocab_size).mixed(8):
+    """Measure rounding and repetition, each prompt alone and cold; one that kills the target is left to the probes.
+
+    Raises:
+        ConfigError: there is neither an oracle nor log-probabilities.
+        TargetError: every prompt kills it.
+    """
+    judge, target, deaths = session.judge, session.target, list[TargetError]()
+    prompts = session.traffic("calibrate", vocab_size).mixed(8)
+    for prompt in prompts:
         answers = []
-        for _ in range(2):
-            session.reset()
-            answers += session.play(Round((Ask(prompt, logprobs="logprobs" in target.can),)))[0]
+        try:
+            for _ in range(2):
+                session.reset()
+                answers += session.play(Round((Ask(prompt, logprobs="logprobs" in target.can),)))[0]
+        except TargetError as error:
+            deaths.append(error)
+            if len(deaths) == len(prompts):
+                raise
+            session.restart()
+            continue
         first, second = answers
         for one, other, token in zip(first.logprobs, second.logprobs, first.token_ids, strict=False):
             judge.repeated = max(judge.repeated, abs(one[token] - other.get(token, math.inf)))

@@ -17,6 +17,7 @@ class Traffic:
         longest: tokens that a request may have.
         num_new: tokens of an answer.
         amount: 1 for a quick look; how often probes that repeat something do so.
+        shortest: tokens that a prompt has at least.
     """
 
     rng: random.Random
@@ -25,10 +26,11 @@ class Traffic:
     longest: int
     num_new: int = 12
     amount: int = 1
+    shortest: int = 1
 
     def prompt(self, length: int) -> tuple[int, ...]:
         """Token 0 ends texts in many checkpoints, so it is left out."""
-        length = max(1, min(length, self.longest - self.num_new))
+        length = max(self.shortest, min(length, self.longest - self.num_new))
         return tuple(self.rng.randrange(1, self.vocab_size) for _ in range(length))
 
     def repetitive(self, length: int) -> tuple[int, ...]:

@@ -126,7 +126,8 @@ class Remote:
             raise TargetError(f"{self.name} died at {op}; {self._last_words()}")
         reply = json.loads(line)
         if "error" in reply:
-            raise (ConfigError if reply["usage"] else TargetError)(f"{self.name}, {op}: {reply['error']}")
+            kind = ConfigError if reply["usage"] and op == "start" else TargetError
+            raise kind(f"{self.name}, {op}: {reply['error']}")
         return reply["result"]
 
     def _last_words(self) -> str:

@@ -6,6 +6,7 @@ from hybrid_kv.probes import run
 from hybrid_kv.probes.oracle import Oracle
 from hybrid_kv.probes.run import Guarded, default_matrix, guard, matrix_of
 from hybrid_kv.targets import ours
+from hybrid_kv.targets.target import Ask
 from tests.probes.toy import ToyKind, ToyOracle
 
 
@@ -70,6 +71,15 @@ def test_a_setting_that_does_not_start_is_an_outcome(guarded):
 def test_once_the_plain_engine_errs_alone_the_rest_is_held_against_itself(guarded):
     found = guard(guarded(bug="a tie"), [{}, {"prefix": "on"}])
     assert [one.probe for one in found if one.verdict == "wrong"] == ["alone"]
+
+
+def test_references_have_the_dtype_of_what_they_are_held_against(guarded):
+    some = guarded()
+    some.kind.factors["dtype"] = ("float32", "bfloat16")
+    coarse = some.session({"prefix": "on", "dtype": "bfloat16"}).references
+    assert coarse.alone(Ask((3,))) and coarse._target.settings == {"dtype": "bfloat16"}
+    fine = some.session({"prefix": "on"}).references
+    assert fine.alone(Ask((3,))) and fine._target.settings == {}
 
 
 def test_a_probe_that_is_not_there_is_refused(guarded):

@@ -4,7 +4,7 @@ from hybrid_kv.config import ConfigError
 from hybrid_kv.probes.judge import Judge, Judgement
 from hybrid_kv.probes.registry import load_probes
 from hybrid_kv.probes.session import References, Session, calibrate
-from hybrid_kv.targets.target import CAPABILITIES
+from hybrid_kv.targets.target import CAPABILITIES, Ask, TargetError
 from tests.probes.toy import UNIT, VOCAB, Toy, ToyKind, ToyOracle
 
 # Who finds what, first of all probes in their order.
@@ -22,6 +22,7 @@ FINDS = {
     "ends early": "alone",
     "churn": "again after a crowd",
     "dies": "batch",
+    "dies of one token": "alone",
 }
 
 
@@ -91,6 +92,28 @@ def test_a_target_that_died_is_started_again():
     found, _ = outcomes(bug="dies")
     assert "toy died" in found["batch"].detail
     assert found["several answers"].verdict == "right"
+
+
+def test_an_engine_that_dies_of_the_shortest_prompt_is_asked_longer_ones():
+    found, _ = outcomes(bug="dies of one token")
+    assert found["alone"].detail.startswith("a prompt of length 1: toy died") and found["alone"].num_answers == 7
+    assert [name for name, one in found.items() if one.verdict != "right"] == ["alone"]
+
+
+def test_an_engine_that_dies_of_every_prompt_is_not_calibrated(monkeypatch):
+    def die(*_):
+        raise TargetError("toy died")
+
+    monkeypatch.setattr(Toy, "ask", die)
+    with pytest.raises(TargetError, match="toy died"):
+        outcomes()
+
+
+def test_an_engine_that_gives_references_is_started_again():
+    references = References(ToyKind(bug="dies of one token"), "folder")
+    with pytest.raises(TargetError):
+        references.alone(Ask((3,)))
+    assert references.alone(Ask((3, 4))).token_ids
 
 
 def test_the_failure_has_all_rounds_since_the_cache_was_empty():

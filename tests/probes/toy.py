@@ -50,6 +50,8 @@ class Toy:
     def ask(self, asks, preempt_every=0):
         if self.bug == "dies" and len(asks) > 6:
             raise TargetError("toy died at ask; its last words: Error")
+        if self.bug == "dies of one token" and [len(ask.prompt) for ask in asks] == [1]:
+            raise TargetError("toy died at ask; its last words: Error")
         order = sorted(range(len(asks)), key=lambda i: asks[i].after)
         assert all(asks[i].after <= place for place, i in enumerate(order)), "an engine would wait forever"
         answers = {i: self._answer(asks[i], len(asks), bool(preempt_every)) for i in order}

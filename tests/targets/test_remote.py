@@ -115,3 +115,10 @@ def test_the_python_of_an_engine_is_the_one_that_is_named(tmp_path: Path, monkey
     monkeypatch.setenv("HYBRID_KV_PYTHON_TOY", "/nowhere/python")
     with pytest.raises(ConfigError, match="/nowhere/python: there is no such file"):
         python_of("toy", "no_such_package")
+
+
+def test_a_bad_value_inside_the_engine_is_its_own(start: Start) -> None:
+    target = start("raise ValueError('shapes differ')")
+    with pytest.raises(TargetError, match="toy, ask: ValueError: shapes differ"):
+        target.ask([Ask((1,))])
+    target.close()

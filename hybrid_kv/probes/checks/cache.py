@@ -8,8 +8,8 @@ from hybrid_kv.probes.traffic import Traffic
 
 @probe("alone", place=0)
 def alone(traffic: Traffic) -> Rounds:
-    """Each prompt by itself and cold: what the oracle says."""
-    for prompt in traffic.mixed(6 + 2 * traffic.amount):
+    """Each prompt by itself and cold: what the oracle says. The shortest, which may end an engine, come last."""
+    for prompt in reversed(traffic.mixed(6 + 2 * traffic.amount)):
         yield Round((traffic.ask(prompt),))
 
 

@@ -13,7 +13,7 @@ def serve(engine: Any) -> None:
     Args:
         engine: has `start(folder, settings)` -> {"version", "can", "longest"}, `ask(asks, preempt_every)`,
             `score(token_ids)`, `counters()` and `reset()`, with the fields of `targets.target` as plain JSON. A
-            `ValueError` is the user's to mend.
+            `ValueError` in `start` is the user's to mend.
     """
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # engines print; what they print is no answer
