@@ -2,58 +2,41 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from hybrid_kv.bisect.history import Trees
 from hybrid_kv.bisect.memory import ENDS, Outcome
-from hybrid_kv.config import ConfigError, HybridKVError
+from hybrid_kv.bisect.own_code import NotMeasurableError, cannot_run, last_line, run_own
+from hybrid_kv.config import HybridKVError
 
-LIMIT = 600.0  # seconds; a shrunk scenario takes less than one, the imports before it ten
 BROKEN, FINE = "broken rule: ", "no rule is broken"
 
 
-def run_tree(tree: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """`hybrid-kv WORDS` by a commit's own code, in its folder.
-
-    Raises:
-        subprocess.TimeoutExpired: it was still at it after `LIMIT` seconds.
-    """
-    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-    command = (sys.executable, "-m", "hybrid_kv.cli", *words)
-    return subprocess.run(
-        command, cwd=tree, env=environment, timeout=LIMIT, capture_output=True, text=True, errors="backslashreplace"
-    )
-
-
-def last_line(text: str) -> str:
-    return next((line for line in reversed(text.splitlines()) if line.strip()), "")
+Play = Callable[[str], Outcome]  # of a commit; its figures name the `rule` that is broken
 
 
 @dataclass(frozen=True)
 class Replay:
     """See `kinds.Question`. A commit that breaks another rule first than BAD does says nothing of BAD's."""
 
-    trees: Trees
-    file: Path
+    play: Play
+    name: str  # of the scenario, for people
 
     def ends(self, good: str, bad: str) -> Outcome:
-        first, last = self._play(good), self._play(bad)
+        first, last = self.play(good), self.play(bad)
         for name, one in (("GOOD", first), ("BAD", last)):
             if one.answer == "skip":
-                raise HybridKVError(f"{name}: {self.file.name} {one.detail}")
+                raise HybridKVError(f"{name}: {self.name} {one.detail}")
         if first.answer == "bad":
-            return Outcome("good", f"{self.file.name} fails at GOOD as well: {first.detail}; give an earlier GOOD")
+            return Outcome("good", f"{self.name} fails at GOOD as well: {first.detail}; give an earlier GOOD")
         if last.answer == "good":
-            return Outcome("good", f"{self.file.name} breaks no rule at BAD")
+            return Outcome("good", f"{self.name} breaks no rule at BAD")
         return last
 
     def ask(self, commit: str, known: Mapping[str, Outcome]) -> Outcome:
-        played, wanted = self._play(commit), known[ENDS].figures["rule"]
+        played, wanted = self.play(commit), known[ENDS].figures["rule"]
         if played.answer == "bad" and played.figures["rule"] != wanted:
             return Outcome("skip", f"{played.detail}, not {wanted}")
         return played
@@ -63,12 +46,14 @@ class Replay:
         is_so = (first.answer, last.answer) == ("good", "bad")
         return Outcome("bad" if is_so else "skip", f"before: {first.detail}; with it: {last.detail}", last.figures)
 
-    def _play(self, commit: str) -> Outcome:
+
+def played_by(trees: Trees, file: Path) -> Play:
+    """The guard of each commit."""
+
+    def play(commit: str) -> Outcome:
         try:
-            ran = run_tree(self.trees.of(commit), "guard", "--replay", str(self.file.absolute()))
-        except subprocess.TimeoutExpired:
-            return Outcome("skip", f"still at it after {LIMIT:.0f} s")
-        except ConfigError as error:
+            ran = run_own(trees, commit, "guard", "--replay", str(file.absolute()))
+        except NotMeasurableError as error:
             return Outcome("skip", str(error))
         told = last_line(ran.stdout)
         if ran.returncode == 1 and told.startswith(BROKEN):
@@ -76,4 +61,6 @@ class Replay:
             return Outcome("bad", told, {"rule": told.removeprefix(BROKEN), "story": story})
         if ran.returncode == 0 and told == FINE:
             return Outcome("good", told)
-        return Outcome("skip", f"cannot run: {last_line(ran.stderr) or told or f'exit code {ran.returncode}'}")
+        return Outcome("skip", cannot_run(ran))
+
+    return play

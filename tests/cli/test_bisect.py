@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.harness import compare
-from hybrid_kv.bisect import replay
+from hybrid_kv.bisect.history import Trees
 from hybrid_kv.guard.replay import to_json
 from hybrid_kv.guard.traffic import draw_scenario
 from tests.bisect.toy import checkout, commit, git
@@ -127,15 +127,15 @@ def test_without_a_question_it_says_which_there_are(root: Path, capsys: Capture)
 def test_it_goes_on_where_it_was_interrupted(root: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     commits = checkout(root, ["", *[""] * 9, *["tokens"] * 9])
     asked: list[str] = []
-    usual = replay.run_tree
+    usual = Trees.of
 
-    def counted(tree: Path, *words: str) -> object:
-        asked.append(tree.name)
+    def counted(trees: Trees, name: str) -> Path:
+        asked.append(name)
         if len(asked) == 5:
             raise KeyboardInterrupt
-        return usual(tree, *words)
+        return usual(trees, name)
 
-    monkeypatch.setattr(replay, "run_tree", counted)
+    monkeypatch.setattr(Trees, "of", counted)
     code, out, err = run(capsys, "bisect", commits[0], "--replay", "scenario.json")
     assert (code, out) == (130, "") and err.endswith("interrupted\n")
     (place,) = Path("out/bisect").iterdir()

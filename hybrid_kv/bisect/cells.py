@@ -1,0 +1,91 @@
+"""Benchmarks of `bench/`, run at one commit or at two side by side, by the workers of `hybrid-kv compare`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.harness import registry
+from bench.harness.compare import CellInfo, measure_cell
+from bench.harness.compare import Times as Taken
+from bench.harness.judgement import Design
+from bench.harness.pairs import start
+from bench.harness.versions import Revision, place
+from hybrid_kv.bisect.history import Trees
+from hybrid_kv.bisect.own_code import NotMeasurableError
+from hybrid_kv.config import ConfigError
+
+AT_ONCE = 4  # worker pairs of a start; most commits have answered after one or two starts
+CLOSER = Design().closer  # of a repeat: with fewer samples the spread between pairs is twice as large
+
+
+def find_cell(name: str) -> CellInfo:
+    """The benchmark whose key is `name`, or the only one whose key contains it.
+
+    Raises:
+        ConfigError: there is none, or there are several.
+    """
+    cells = [cell for cell in registry.cells() if cell.promise is None]
+    found = [cell for cell in cells if cell.key == name] or [cell for cell in cells if name.lower() in cell.key.lower()]
+    if not found:
+        raise ConfigError(f"no benchmark's name contains {name!r}; hybrid-kv compare HEAD --all lists them")
+    if len(found) > 1:
+        some = ", ".join(cell.key for cell in found[:3])
+        raise ConfigError(f"-k {name} names {len(found)} benchmarks, such as {some}; give one whole name")
+    (cell,) = found
+    return CellInfo(cell.suite, cell.benchmark, cell.params, cell.tier, cell.key, cell.own_key)
+
+
+def fill_benchmarks(root: Path) -> Callable[[str, Path], None]:
+    """For `Trees`: the commit's package under the working tree's benchmarks and clock."""
+
+    def fill(commit: str, folder: Path) -> None:
+        place(root, Revision(commit, commit), folder)
+
+    return fill
+
+
+@dataclass(frozen=True)
+class Runs:
+    """One benchmark at any commits."""
+
+    trees: Trees
+    cell: CellInfo
+    rng: random.Random
+
+    def measure(self, base: str, head: str) -> Generator[float, None, None]:
+        """Log-ratios of HEAD over BASE, one of each worker pair, without end.
+
+        Raises:
+            NotMeasurableError: one of them cannot run the benchmark, or its result is wrong.
+        """
+        folders = self._folders(base, head)
+        while True:
+            with start(folders, AT_ONCE, self.rng) as pairs:
+                for pair in pairs:
+                    taken = Taken()
+                    if failure := measure_cell(pair, self.cell, CLOSER, taken):
+                        raise NotMeasurableError(f"cannot run: {failure.reason}")
+                    pair.close()
+                    yield taken.log_ratios[0]
+
+    def count(self, commit: str) -> dict[str, int]:
+        """The exact numbers by metric.
+
+        Raises:
+            NotMeasurableError: as `measure`.
+        """
+        (folder,) = self._folders(commit)
+        with start([folder, folder], 1, self.rng) as (pair,):
+            answer = pair.ask(0, "count", key=self.cell.key, own_key=self.cell.own_key)
+        if "counts" not in answer:
+            raise NotMeasurableError(f"cannot run: {answer.get('wrong') or answer['failed']}")
+        return {name: value for name, (value, *_) in answer["counts"].items()}
+
+    def _folders(self, *commits: str) -> list[Path]:
+        try:
+            return [self.trees.of(commit) for commit in commits]
+        except ConfigError as error:
+            raise NotMeasurableError(str(error)) from None
