@@ -47,13 +47,18 @@ def fill_benchmarks(root: Path) -> Callable[[str, Path], None]:
     return fill
 
 
-@dataclass(frozen=True)
+@dataclass
 class Runs:
-    """One benchmark at any commits."""
+    """One benchmark at any commits.
+
+    Attributes:
+        max_error: largest one of the results, which are checked before and after each time.
+    """
 
     trees: Trees
     cell: CellInfo
     rng: random.Random
+    max_error: float = 0.0
 
     def measure(self, base: str, head: str) -> Generator[float, None, None]:
         """Log-ratios of HEAD over BASE, one of each worker pair, without end.
@@ -69,6 +74,7 @@ class Runs:
                     if failure := measure_cell(pair, self.cell, CLOSER, taken):
                         raise NotMeasurableError(f"cannot run: {failure.reason}")
                     pair.close()
+                    self.max_error = max(self.max_error, taken.max_error)
                     yield taken.log_ratios[0]
 
     def count(self, commit: str) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 One number is one worker pair of `hybrid-kv compare`: the log-ratio of two processes that run side by side on a core.
 
-The ends. BAD must be slower than GOOD by Yuen's test over pairs, in at most three looks that share `ALPHA`. Their pairs
+The ends. BAD must be slower than GOOD by Yuen's test over pairs, in at most four looks that share `ALPHA`. Their pairs
 also say how large the change is (`shift`) and how far pairs of equal code lie apart (`spread`).
 
 A commit. It is as fast as GOOD or as slow as BAD: Wald's sequential test (1945) adds the logarithm of how much likelier
@@ -29,7 +29,7 @@ from hybrid_kv.bisect.own_code import NotMeasurableError
 from hybrid_kv.bisect.search import Answer
 
 ALPHA = 0.01
-LOOKS = (12, 24, 48)
+LOOKS = (12, 24, 48, 96)
 MIN_EFFECT = 0.01  # a smaller change does not matter: that of `compare`
 ERROR = 0.001  # of one commit's answer; a search over 200 commits asks for 8
 CLIP = 2.0  # of 1.5, 2 and 3, at a spread of 1.2 to 5 % and 5 % slower, 2 errs least for its number of pairs
@@ -96,12 +96,8 @@ class Times:
 
     def confirm(self, before: str, culprit: str, known: Mapping[str, Outcome]) -> Outcome:
         answer, log_ratios = self._is_slower(before, culprit)
-        is_so = answer == "bad"
-        return Outcome(
-            "bad" if is_so else "skip",
-            f"it takes {in_words(log_ratios)} as the commit before it",
-            {"log_ratios": log_ratios},
-        )
+        detail = f"against the commit before it, it takes {in_words(log_ratios)}"
+        return Outcome("bad" if answer == "bad" else "skip", detail, {"log_ratios": log_ratios})
 
     def _is_slower(self, base: str, head: str) -> tuple[Answer, list[float]]:
         log_ratios: list[float] = []

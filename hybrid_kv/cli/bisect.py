@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hybrid_kv.cli.options import AsJson, OutFile, show
+from hybrid_kv.cli.options import AsJson, OutFile, Record, ResultsFolder, require_at_least_one, rows_file, show
 
 if TYPE_CHECKING:
     from hybrid_kv.bisect.kinds import Question
@@ -36,8 +36,15 @@ def bisect(
     cache: Annotated[
         Path, typer.Option(metavar="FOLDER", help="For what was answered so far: the same command again goes on.")
     ] = Path("out/bisect"),
+    self_test: Annotated[
+        bool, typer.Option("--self-test", help="Bisect histories with a known culprit: rates of errors. Hours.")
+    ] = False,
+    repetitions: Annotated[int, typer.Option(help="With --self-test: histories of each kind that are drawn.")] = 100,
+    trials: Annotated[int, typer.Option(help="With --self-test: histories of each kind that are made in git.")] = 5,
     as_json: AsJson = False,
     out: OutFile = None,
+    results: ResultsFolder = None,
+    record: Record = False,
 ) -> None:
     """Name the commit that broke something, or made it slower: halves the commits between GOOD and BAD."""
     from bench.harness.compare import ROOT
@@ -50,6 +57,13 @@ def bisect(
     from hybrid_kv.files import check_outputs
 
     require("scipy")
+    if self_test:
+        from hybrid_kv.bisect import self_test as tests
+
+        require_at_least_one(repetitions=repetitions)
+        rows = rows_file("bisect.csv", results, record)
+        tests.print_rates(tests.self_test(ROOT, rows, repetitions, trials))
+        return
     if [replay is not None, benchmark is not None, accuracy].count(True) != 1:
         raise ConfigError("say what went red, one of: --replay FILE, -k BENCHMARK, --accuracy")
     if options and not accuracy:

@@ -1,0 +1,363 @@
+"""How often `hybrid-kv bisect` is right: `--self-test` lets it loose on histories of 200 commits with a known culprit.
+
+Two ways. *Drawn*: what a commit answers comes out of a model of it, all else is what a user runs: the search, the
+tests, the last check. Tokens and counts are exact. A time is a pair of equal code that was measured on this machine, by
+`measure_noise`, drawn with replacement and moved by the planted 5 %; each trial keeps to one benchmark. Answers are 500
+questions, of which one in a hundred flips with a commit in fifty; the culprit loses one in twenty. One commit in twenty
+cannot run. Equal code has no culprit: whoever is blamed there is innocent.
+
+*Planted*: a clone of this checkout with 200 commits (`generated`), and the command's own way through them. A commit is
+asked by processes of its own; CPU seconds and seconds are those of the whole bisect.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.harness.inference import center, clopper_pearson, estimate
+from bench.harness.operating_curve import PLANTED
+from hybrid_kv.bisect.answers import Answered, Answers
+from hybrid_kv.bisect.cells import Runs, fill_benchmarks, find_cell
+from hybrid_kv.bisect.counts import Counts
+from hybrid_kv.bisect.generated import Edit, broken, generate
+from hybrid_kv.bisect.history import Trees, fill_package, git
+from hybrid_kv.bisect.kinds import Question
+from hybrid_kv.bisect.memory import Memory, Outcome
+from hybrid_kv.bisect.own_code import NotMeasurableError, run_own
+from hybrid_kv.bisect.replay import Replay, played_by
+from hybrid_kv.bisect.run import Finding, find
+from hybrid_kv.bisect.times import Times, typical_spread
+from hybrid_kv.config import HybridKVError
+from hybrid_kv.results import Receipt, Row, append_rows, provenance, read_rows, timing_row
+
+SUITE = "bisect"
+COMMITS = 200
+SLOWER = 0.05
+NOISE_PAIRS = 48
+QUESTIONS = 500
+# Bugs of `mutants/` that the guard's exact traffic finds at once.
+BUGS = ("B01", "D03", "F16")
+COUNTED = "engine_step/operations[mode=all]"
+TIMED = "scheduler/decode[mode=none,K=0,num_reqs=16]"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One bisect of a history whose culprit is known.
+
+    Attributes:
+        outcome: `right`, `wrong` (an innocent commit was blamed) or `open`: nobody was.
+        questions: commits that were asked between the ends.
+        pairs: worker pairs that were measured.
+        seconds, cpu_seconds: of the whole bisect; of a drawn time, its pairs times what one took.
+    """
+
+    kind: str
+    way: str
+    number: int
+    outcome: str
+    questions: int
+    pairs: int
+    seconds: float
+    cpu_seconds: float
+
+
+def judge(finding: Finding, culprit: str | None) -> str:
+    """A culprit among several that could not run is not blamed: `open`."""
+    if finding.verdict != "found" or finding.between:
+        return "open"
+    return "right" if finding.culprit == culprit else "wrong"
+
+
+# ---- drawn ----
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Worker pairs of equal code: log-ratios around 0, and what one of them took."""
+
+    log_ratios: tuple[float, ...]
+    seconds: float
+
+
+class _Drawn:
+    """A history of which every answer is known; commits are called by their numbers, GOOD is -1."""
+
+    def __init__(self, rng: random.Random, is_equal: bool = False) -> None:
+        self.rng = rng
+        self.culprit = COMMITS if is_equal else rng.randrange(COMMITS)
+        self.broken = broken(COMMITS, self.culprit, rng)
+        self.num_pairs = 0
+
+    def is_bad(self, commit: str) -> bool:
+        if int(commit) >= 0 and self.broken[int(commit)]:
+            raise NotMeasurableError("cannot run")
+        return int(commit) >= self.culprit
+
+    def play(self, commit: str) -> Outcome:
+        try:
+            is_bad = self.is_bad(commit)
+        except NotMeasurableError as error:
+            return Outcome("skip", str(error))
+        return Outcome("bad" if is_bad else "good", "", {"rule": "tokens"} if is_bad else {})
+
+    def count(self, commit: str) -> dict[str, int]:
+        return {"blocks": 12 + 2 * self.is_bad(commit), "bytes": 100}
+
+    def measured(self, noise: Noise) -> Callable[[str, str], Generator[float, None, None]]:
+        def measure(base: str, head: str) -> Generator[float, None, None]:
+            shift = (self.is_bad(head) - self.is_bad(base)) * math.log1p(SLOWER)
+            while True:
+                self.num_pairs += 1
+                yield shift + self.rng.choice(noise.log_ratios)
+
+        return measure
+
+    def answered(self) -> Callable[[str, int], Answered]:
+        """The answers of all commits to two sets of questions."""
+        answers: dict[tuple[str, int], str] = {}
+        for seed in (0, 1):
+            right = [self.rng.random() < 0.9 for _ in range(QUESTIONS)]
+            for number in range(-1, COMMITS):
+                if number >= 0 and self.rng.random() < 0.02:
+                    right = [one ^ (self.rng.random() < 0.01) for one in right]
+                if number == self.culprit:
+                    right = [one and self.rng.random() >= SLOWER / 0.9 for one in right]
+                answers[str(number), seed] = "".join(str(int(one)) for one in right)
+
+        def ask(commit: str, seed: int) -> Answered:
+            self.is_bad(commit)
+            return Answered(answers[commit, seed], str(seed))
+
+        return ask
+
+
+KINDS = ("tokens", "counts", "time", "equal time", "answers")
+
+
+def draw(kind: str, number: int, noises: Sequence[Noise]) -> Trial:
+    """One drawn trial; the same number is the same history."""
+    drawn = _Drawn(random.Random(f"{kind} {number}"), is_equal=kind == "equal time")
+    noise = noises[number % len(noises)] if noises else Noise((0.0,), 0.0)
+    questions: dict[str, Callable[[], Question]] = {
+        "tokens": lambda: Replay(drawn.play, "scenario"),
+        "counts": lambda: Counts(drawn.count),
+        "time": lambda: Times(drawn.measured(noise)),
+        "equal time": lambda: Times(drawn.measured(noise)),
+        "answers": lambda: Answers(drawn.answered(), 0),
+    }
+    begin = time.process_time()
+    finding = find("-1", tuple(map(str, range(COMMITS))), questions[kind](), Memory(), lambda *_: None)
+    seconds = drawn.num_pairs * noise.seconds
+    return Trial(
+        kind, "drawn", number, judge(finding, str(drawn.culprit)), finding.asked, drawn.num_pairs, seconds,
+        time.process_time() - begin,
+    )  # fmt: skip
+
+
+def measure_noise(root: Path, file: Path, folder: Path) -> list[Noise]:
+    """Pairs of equal code of the benchmarks that `compare` tests itself with; those that `file` has not are measured.
+
+    Their rows are appended, the log-ratios in `params`, around their trimmed mean.
+    """
+    commit = git(root, "rev-parse", "HEAD")
+    found = {}
+    if file.exists():
+        frame = read_rows(file)
+        frame = frame[(frame["metric"] == "equal_code") & (frame["machine"] == provenance().machine)]
+        found = {row.benchmark: json.loads(row.params) for row in frame.itertuples()}
+    for key in PLANTED:
+        if key in found:
+            continue
+        runs = Runs(Trees(folder / key.partition("/")[0], fill_benchmarks(root)), find_cell(key), random.Random(key))
+        begin = time.perf_counter()
+        pairs = [*itertools.islice(runs.measure(commit, commit), NOISE_PAIRS)]
+        seconds = (time.perf_counter() - begin) / NOISE_PAIRS
+        middle = center(pairs)
+        params: dict[str, Any] = {
+            "log_ratios": [round(pair - middle, 5) for pair in pairs],
+            "seconds_per_pair": round(seconds, 3),
+            "spread": round(typical_spread([pairs]), 5),
+        }
+        told = estimate(pairs)
+        row = timing_row(
+            receipt=Receipt(True, True, runs.max_error), suite=SUITE, benchmark=key, metric="equal_code",
+            value=told.ratio, unit="time ratio", ci_low=told.low, ci_high=told.high, n=told.n, params=params,
+        )  # fmt: skip
+        append_rows(file, [row], commit=commit)
+        print(f"equal code, {key}: spread {params['spread']:.2%}, {seconds:.1f} s a pair", flush=True)
+        found[key] = params
+    return [Noise(tuple(found[key]["log_ratios"]), found[key]["seconds_per_pair"]) for key in PLANTED]
+
+
+# ---- planted ----
+
+
+def _bug(name: str) -> dict[str, Edit]:
+    from hybrid_kv.mutation.mutant import read_mutants
+
+    (mutant,) = read_mutants(ids=[name])
+
+    def edit(file: str) -> Edit:
+        def apply(text: str) -> str:
+            for change in mutant.changes:
+                if change.file == file:
+                    text = change.apply(text, mutant.id)[0]
+            return text
+
+        return apply
+
+    return {f"hybrid_kv/{change.file}": edit(change.file) for change in mutant.changes}
+
+
+def _replaced(old: str, new: str) -> Edit:
+    def edit(text: str) -> str:
+        if text.count(old) != 1:
+            raise HybridKVError(f"{old!r} occurs {text.count(old)} times, not once: the code has moved; plant anew")
+        return text.replace(old, new)
+
+    return edit
+
+
+def _more_operations() -> dict[str, Edit]:
+    """One tensor operation more per step."""
+    return {"hybrid_kv/sampling.py": _replaced("greedy = logits.argmax(-1)", "greedy = logits.clone().argmax(-1)")}
+
+
+def _slower_steps(loops: int) -> dict[str, Edit]:
+    """A loop that does nothing in each step of the scheduler."""
+    line = "budget = self.config.max_num_batched_tokens\n"
+    loop = f"for _ in range({loops}):\n            pass\n        "
+    return {"hybrid_kv/engine/scheduler.py": _replaced(line, loop + line)}
+
+
+def _loops(root: Path, folder: Path) -> int:
+    """How many loops are `SLOWER` of a call of `TIMED`, measured once."""
+    loops = 4000
+    made = generate(root, folder / "clone", _slower_steps(loops), num=1, culprit=0, rng=random.Random(0))
+    runs = Runs(Trees(folder / "trees", fill_benchmarks(made.root)), find_cell(TIMED), random.Random(0))
+    pairs = [*itertools.islice(runs.measure(made.good, made.commits[0]), 12)]
+    return round(loops * math.log1p(SLOWER) / center(pairs))
+
+
+def plant(kind: str, number: int, root: Path, folder: Path, loops: int) -> Trial:
+    """One planted trial: a history in `folder`, and its bisect.
+
+    Args:
+        loops: of `_slower_steps`.
+    """
+    rng = random.Random(f"planted {kind} {number}")
+    culprit = rng.randrange(1, COMMITS)
+    bug = BUGS[number % len(BUGS)]
+    edits = {"tokens": lambda: _bug(bug), "counts": _more_operations, "time": lambda: _slower_steps(loops)}[kind]()
+    made = generate(root, folder / "clone", edits, num=COMMITS, culprit=culprit, rng=rng)
+    package = Trees(folder / "trees", fill_package(made.root))
+    benchmarks = Trees(folder / "benchmarks", fill_benchmarks(made.root))
+    if kind == "tokens":
+        (scenario,) = _scenarios(package, made.commits[culprit], folder / bug)
+        question: Question = Replay(played_by(package, scenario), scenario.name)
+    else:
+        runs = Runs(benchmarks, find_cell(COUNTED if kind == "counts" else TIMED), rng)
+        question = Counts(runs.count) if kind == "counts" else Times(runs.measure)
+    memory = Memory()
+    begin, cpu = time.perf_counter(), _cpu_seconds()
+    finding = find(made.good, made.commits, question, memory, lambda *_: None)
+    seconds, cpu = time.perf_counter() - begin, _cpu_seconds() - cpu
+    pairs = sum(len(one.figures.get("log_ratios", ())) for one in memory.outcomes.values())
+    outcome = judge(finding, made.commits[culprit])
+    return Trial(kind, "planted", number, outcome, finding.asked, pairs, round(seconds, 1), round(cpu, 1))
+
+
+def _scenarios(trees: Trees, commit: str, folder: Path) -> list[Path]:
+    """What the commit's own guard writes when it fails."""
+    run_own(trees, commit, "guard", "--quick", "-k", "exact model", "--fail-fast", "--jobs", "1",
+            "--repro", str(folder), "--results", str(folder))  # fmt: skip
+    found = sorted(folder.glob("*.json"))[:1]
+    if not found:
+        raise HybridKVError(f"the guard of {commit[:9]} finds nothing wrong; plant another bug")
+    return found
+
+
+def _cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime + time.process_time()
+
+
+# ---- both ----
+
+
+def self_test(root: Path, file: Path, repetitions: int, trials: int) -> list[Row]:
+    """Draw `repetitions` histories of each kind, plant `trials` real ones; append a row for each planted one and rates.
+
+    Planted trials that `file` has are not run again.
+    """
+    with tempfile.TemporaryDirectory(prefix="hybrid-kv-bisect-") as temporary:
+        place = Path(temporary)
+        noises = measure_noise(root, file, place / "noise") if repetitions else []
+        done = [draw(kind, number, noises) for kind in KINDS for number in range(repetitions)]
+        known = _read_trials(file)
+        loops = 0
+        for number in range(trials):
+            for kind in ("tokens", "counts", "time"):
+                if any((one.kind, one.number) == (kind, number) for one in known):
+                    continue
+                if kind == "time" and not loops:
+                    loops = _loops(root, place / "loops")
+                with tempfile.TemporaryDirectory(dir=place) as folder:
+                    trial = plant(kind, number, root, Path(folder), loops)
+                row = Row(SUITE, trial.kind, "trial", float(trial.outcome == "right"), params=asdict(trial))
+                append_rows(file, [row])
+                print(f"planted {kind} {number}: {trial.outcome}, {trial.seconds:.0f} s", flush=True)
+                known.append(trial)
+    summary = list(rates([*done, *known]))
+    append_rows(file, summary)
+    return summary
+
+
+def _read_trials(file: Path) -> list[Trial]:
+    if not file.exists():
+        return []
+    frame = read_rows(file)
+    frame = frame[(frame["metric"] == "trial") & (frame["machine"] == provenance().machine)]
+    return [Trial(**json.loads(text)) for text in frame["params"]]
+
+
+def rates(trials: Sequence[Trial]) -> Iterator[Row]:
+    """Of each kind and way: how many were right and how many blamed an innocent, with exact 95 % intervals."""
+    for way, kind in itertools.product(("drawn", "planted"), KINDS):
+        own = [trial for trial in trials if (trial.way, trial.kind) == (way, kind)]
+        if not own:
+            continue
+        params = {
+            "way": way,
+            "commits": COMMITS,
+            "questions": round(statistics.mean(trial.questions for trial in own), 1),
+            "pairs": round(statistics.mean(trial.pairs for trial in own)),
+            "longest_minutes": round(max(trial.seconds for trial in own) / 60, 1),
+            "longest_cpu_minutes": round(max(trial.cpu_seconds for trial in own) / 60, 1),
+        }
+        for outcome, better in (("right", "higher"), ("wrong", "lower")):
+            hits = sum(trial.outcome == outcome for trial in own)
+            low, high = clopper_pearson(hits, len(own))
+            yield Row(SUITE, kind, f"{outcome}_rate", hits / len(own), "", params, low, high, len(own), better)
+
+
+def print_rates(summary: Sequence[Row]) -> None:
+    """A line for each kind and way."""
+    for right, wrong in zip(summary[::2], summary[1::2], strict=True):
+        print(
+            f"{right.params['way']:8} {right.benchmark:11} right {right.value * right.n:.0f} of {right.n}, "
+            f"an innocent blamed in {wrong.value * wrong.n:.0f}; {right.params['questions']} commits asked, "
+            f"{right.params['pairs']} pairs, the longest {right.params['longest_minutes']} min"
+        )
