@@ -176,7 +176,7 @@ def measure_noise(root: Path, file: Path, folder: Path) -> list[Noise]:
     if file.exists():
         frame = read_rows(file)
         frame = frame[(frame["metric"] == "equal_code") & (frame["machine"] == provenance().machine)]
-        found = {row.benchmark: json.loads(row.params) for row in frame.itertuples()}
+        found = dict(zip(frame["benchmark"], map(json.loads, frame["params"]), strict=True))
     for key in PLANTED:
         if key in found:
             continue
