@@ -260,8 +260,10 @@ def plant(kind: str, number: int, root: Path, folder: Path, loops: int) -> Trial
     rng = random.Random(f"planted {kind} {number}")
     culprit = rng.randrange(1, COMMITS)
     bug = BUGS[number % len(BUGS)]
-    edits = {"tokens": lambda: _bug(bug), "counts": _more_operations, "time": lambda: _slower_steps(loops)}[kind]()
-    made = generate(root, folder / "clone", edits, num=COMMITS, culprit=culprit, rng=rng)
+    plants: dict[str, Callable[[], dict[str, Edit]]] = {
+        "tokens": lambda: _bug(bug), "counts": _more_operations, "time": lambda: _slower_steps(loops)
+    }  # fmt: skip
+    made = generate(root, folder / "clone", plants[kind](), num=COMMITS, culprit=culprit, rng=rng)
     package = Trees(folder / "trees", fill_package(made.root))
     benchmarks = Trees(folder / "benchmarks", fill_benchmarks(made.root))
     if kind == "tokens":
