@@ -28,7 +28,8 @@ FLOORS = [
     ["accuracy", "serve", "targets"],
     ["guard"],
     ["probes"],
-    ["bisect", "dashboard", "mutation"],
+    ["dashboard", "mutation"],
+    ["bisect"],
     ["cli"],
 ]
 # `hybrid_kv/__init__.py` names the classes that a user imports; it imports them when they are asked for.
