@@ -15,6 +15,9 @@ import torch
 
 from hybrid_kv.cache.modes import MODES
 from hybrid_kv.choices import DraftMethod, Kernels
+from hybrid_kv.errors import CheckFailedError as CheckFailedError  # Named here, too: whoever configures meets them.
+from hybrid_kv.errors import ConfigError as ConfigError
+from hybrid_kv.errors import HybridKVError as HybridKVError
 
 DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64,
@@ -23,18 +26,6 @@ DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "fp8": torch.float8_e4m3fn,
 }
-
-
-class HybridKVError(Exception):
-    """An error the user can act on: one line that names the value and the way out (exit code 2 on the command line)."""
-
-
-class CheckFailedError(Exception):
-    """A check found what should not be: the message is its report, line by line (exit code 1 on the command line)."""
-
-
-class ConfigError(HybridKVError, ValueError):
-    """A setting, a model folder or a file that cannot be used."""
 
 
 def parse_dtype(name: str, what: str) -> torch.dtype:

@@ -11,6 +11,19 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
+
+class HybridKVError(Exception):
+    """An error the user can act on: one line that names the value and the way out (exit code 2 on the command line)."""
+
+
+class CheckFailedError(Exception):
+    """A check found what should not be: the message is its report, line by line (exit code 1 on the command line)."""
+
+
+class ConfigError(HybridKVError, ValueError):
+    """A setting, a model folder or a file that cannot be used."""
+
+
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 # Where a package comes from that an installation may lack; those that are always there are no extra's.
@@ -113,8 +126,6 @@ def _ending(error: Exception) -> int:
     # Wrong usage, known by its method: click's classes are typer's own in some versions and click's in others.
     if hasattr(error, "format_message"):
         return _usage(error)
-    from hybrid_kv.config import CheckFailedError, HybridKVError  # Imports torch: not for --help.
-
     if isinstance(error, ModuleNotFoundError):
         return _say(_missing(error), 2)
     if isinstance(error, HybridKVError):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hybrid_kv.config import ConfigError, HybridKVError
+from hybrid_kv.errors import ConfigError, HybridKVError
 
 
 def refuse_device(file: Path) -> None:

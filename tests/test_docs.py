@@ -92,6 +92,7 @@ def check_options(words: list[str], line: str) -> None:
     command = get_command(app)
     while words and words[0] in getattr(command, "commands", {}):
         command = command.commands[words.pop(0)]  # type: ignore[attr-defined]
+    command = getattr(command, "default", command)  # `hybrid-kv results` lists
     assert not hasattr(command, "commands") or not words or words[0].startswith("-"), line
     known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
     given = {word.split("=")[0] for word in words if re.match(r"--?[A-Za-z]", word)}

@@ -54,7 +54,7 @@ def engine_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_at_least_one(**options: int | None) -> None:
-    from hybrid_kv.config import ConfigError
+    from hybrid_kv.errors import ConfigError
 
     for name, value in options.items():
         if value is not None and value < 1:
@@ -67,7 +67,7 @@ def rows_file(name: str, folder: Path | None, record: bool) -> Path:
     Raises:
         HybridKVError: it cannot, or both `--results` and `--record` were given.
     """
-    from hybrid_kv.config import ConfigError
+    from hybrid_kv.errors import ConfigError
     from hybrid_kv.results import check_writable
 
     if record and folder is not None:

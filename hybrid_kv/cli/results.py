@@ -1,17 +1,32 @@
-"""`hybrid-kv results`: rows of the CSVs, printed or checked."""
+"""`hybrid-kv results`: rows of CSVs and Parquet, printed, checked, merged."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from hybrid_kv.cli.options import AsJson, OutFile, Select, show
 
 
-def results(
-    places: Annotated[list[Path] | None, typer.Argument(help="CSVs, or folders of them; default: results.")] = None,
+class _ListByDefault(typer.core.TyperGroup):
+    @property
+    def default(self) -> Any:
+        return self.commands["list"]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, args if args and args[0] in (*self.commands, "--help") else ["list", *args])
+
+
+app = typer.Typer(cls=_ListByDefault, help="Print rows of results, check them, or make Parquet of them.")
+Places = Annotated[list[Path] | None, typer.Argument(help="CSVs, data sets, or folders of them; default: results.")]
+Target = Annotated[Path, typer.Option("--to", help="The data set, a folder whose name ends in .parquet.")]
+
+
+@app.command(name="list")
+def list_rows(
+    places: Places = None,
     suite: Annotated[str | None, typer.Option(help="The whole name of a suite, such as accuracy.")] = None,
     select: Select = None,
     metric: Annotated[str | None, typer.Option(help="A part of a metric's name.")] = None,
@@ -25,13 +40,12 @@ def results(
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV only.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Check every row of the files instead.")] = False,
 ) -> None:
-    """Print rows of results/, or check that they are what later readers rely on."""
-    import pandas as pd
-
-    from hybrid_kv.config import ConfigError
+    """Print rows, or check that they are what later readers rely on: the command without a name."""
+    from hybrid_kv.errors import ConfigError
     from hybrid_kv.files import check_outputs
-    from hybrid_kv.results import check_file, read_rows
-    from hybrid_kv.results.view import documents, print_rows, result_files, select_rows
+    from hybrid_kv.results import check_file
+    from hybrid_kv.results.store import opened
+    from hybrid_kv.results.view import documents, print_csv, print_rows, result_files, select_rows
 
     if as_json and as_csv:
         raise ConfigError("--json and --csv exclude each other; give one of them")
@@ -43,20 +57,39 @@ def results(
         problems = [problem for file in files for problem in check_file(file)]
         print(*problems, f"{len(problems)} problem{'s' * (len(problems) != 1)} in {len(files)} files", sep="\n")
         raise typer.Exit(1 if problems else 0)
-    frame = select_rows(
-        pd.concat([read_rows(file) for file in files], ignore_index=True),
-        equal={"suite": suite},
-        select=select,
-        containing={"metric": metric, "machine": machine, "device": device},
-        commit=commit,
-        since=since,
-        last=last,
-    )
-
-    def table() -> None:
-        if as_csv:
-            print(frame.to_csv(index=False, lineterminator="\n"), end="")
+    with opened(files) as store:
+        rows = select_rows(
+            store,
+            equal={"suite": suite},
+            select=select,
+            containing={"metric": metric, "machine": machine, "device": device},
+            commit=commit,
+            since=since,
+            last=last,
+        )
+        table = print_csv if as_csv else print_rows
+        if as_json or out is not None:
+            found = list(rows)
+            show(documents(found), as_json, out, lambda: table(found))
         else:
-            print_rows(frame)
+            table(rows)
 
-    show(documents(frame) if as_json or out is not None else None, as_json, out, table)
+
+@app.command()
+def export(to: Target, places: Places = None) -> None:
+    """Make a data set of Parquet files, one per suite and month, that holds each row once."""
+    from hybrid_kv.results.dataset import export_rows
+    from hybrid_kv.results.view import result_files
+
+    count = export_rows(result_files(places or [Path("results")]), to)
+    print(f"{to}: {count:,} rows")
+
+
+@app.command()
+def merge(to: Target, places: Places = None) -> None:
+    """Add the rows that a data set lacks, such as those of other machines; those that it has stay as they are."""
+    from hybrid_kv.results.dataset import merge_rows
+    from hybrid_kv.results.view import result_files
+
+    count = merge_rows(result_files(places or [Path("results")]), to)
+    print(f"{to}: {count:,} new rows")

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from hybrid_kv.config import HybridKVError
 from hybrid_kv.dashboard.steps import Floats, Step, find_steps
+from hybrid_kv.errors import HybridKVError
 from hybrid_kv.results import COLUMNS, TIME_UNITS, metric_key, read_rows
 
 # A series is one check or benchmark on one machine. Of `params` these say how a number came about, not what it is of.

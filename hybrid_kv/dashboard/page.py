@@ -6,11 +6,11 @@ import re
 from html import escape
 from pathlib import Path
 
-from hybrid_kv.config import ConfigError, HybridKVError
 from hybrid_kv.dashboard.data import Results
 from hybrid_kv.dashboard.draw import code, table
 from hybrid_kv.dashboard.report import Report, Section
 from hybrid_kv.dashboard.sections import sections
+from hybrid_kv.errors import ConfigError, HybridKVError
 from hybrid_kv.files import write_whole
 from hybrid_kv.results import NO_HEAD, Head
 

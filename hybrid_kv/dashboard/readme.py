@@ -20,7 +20,6 @@ import pandas as pd
 
 from hybrid_kv.arguments import ArgumentParser
 from hybrid_kv.cache.modes import MODES
-from hybrid_kv.config import HybridKVError
 from hybrid_kv.dashboard.beside import beside_table
 from hybrid_kv.dashboard.data import STATIC_SUITE, Results, column, each, fullest_run, last_words, load
 from hybrid_kv.dashboard.page import build_page, write_page
@@ -29,7 +28,7 @@ from hybrid_kv.dashboard.sections.block_ids import ENGINE, block_id_rows
 from hybrid_kv.dashboard.sections.kernels import static_table
 from hybrid_kv.dashboard.sections.operating_curve import WHOLE, curve_rows
 from hybrid_kv.dashboard.words import about, metric_name, number
-from hybrid_kv.errors import run_command
+from hybrid_kv.errors import HybridKVError, run_command
 from hybrid_kv.files import write_whole
 from hybrid_kv.results import TIME_UNITS, UNITS, head
 from hybrid_kv.results.schema import SCHEMA_COLUMNS

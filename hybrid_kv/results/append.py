@@ -21,7 +21,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from hybrid_kv.config import HybridKVError
+from hybrid_kv.errors import HybridKVError
 from hybrid_kv.results.origin import provenance
 from hybrid_kv.results.row import Row
 from hybrid_kv.results.schema import COLUMNS, HEADER, SCHEMA, check_header

@@ -12,8 +12,6 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-import torch
-
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _NO_CODE = (":!results", ":!docs", ":!*.md")  # A commit that appends rows and redraws them changes nothing measured.
 
@@ -62,6 +60,8 @@ def _machine() -> str:
 @cache
 def provenance() -> Provenance:
     """Gathered once per process, so that a run has one `run_id`."""
+    import torch  # Seconds and 100 MiB, which a reader of rows does not need.
+
     commit = _commit()
     try:
         triton = metadata.version("triton")

@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from hybrid_kv.config import HybridKVError
+from hybrid_kv.errors import HybridKVError
 
 SCHEMA = 1
 TIME_UNITS = ("ns", "us", "ms", "s", "time ratio", "GB/s")

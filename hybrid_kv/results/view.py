@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import csv
 import json
-import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hybrid_kv.config import HybridKVError
+from hybrid_kv.errors import HybridKVError
+from hybrid_kv.results.schema import COLUMNS
+from hybrid_kv.results.store import DATASET, NAMES, Store
 
-if TYPE_CHECKING:
-    import pandas as pd
+Record = dict[str, Any]  # a row by its columns; a bound that is not there is None
 
 
 def result_files(places: Sequence[Path]) -> list[Path]:
-    """The files among `places` and the CSVs of the folders among them.
+    """The CSVs and data sets among `places`, and those in the folders among them.
 
     Raises:
         HybridKVError: a place does not exist, or there is no file at all.
@@ -25,14 +27,17 @@ def result_files(places: Sequence[Path]) -> list[Path]:
     for place in places:
         if not place.exists():
             raise HybridKVError(f"{place} does not exist; name a CSV or a folder of them")
-        files += sorted(place.glob("*.csv")) if place.is_dir() else [place]
+        if place.is_dir() and place.suffix != DATASET:
+            files += sorted([*place.glob("*.csv"), *place.glob(f"*{DATASET}")])
+        else:
+            files.append(place)
     if not files:
         raise HybridKVError(f"no .csv in {', '.join(map(str, places))}")
     return files
 
 
 def select_rows(
-    frame: pd.DataFrame,
+    store: Store,
     *,
     select: Sequence[str] | None = None,
     equal: Mapping[str, str | None] | None = None,
@@ -40,11 +45,10 @@ def select_rows(
     commit: str | None = None,
     since: str | None = None,
     last: int | None = None,
-) -> pd.DataFrame:
+) -> Iterator[Record]:
     """Rows that fit everything that is not None, oldest first.
 
     Args:
-        frame: rows of one or more files.
         select: parts of `suite/benchmark`; one of them is enough.
         equal: column to its whole text.
         containing: column to a part of its text, in upper or lower case.
@@ -55,35 +59,40 @@ def select_rows(
     Raises:
         HybridKVError: `since` is no moment, or `last` is less than 1.
     """
+    wanted: list[tuple[str, list[str]]] = []  # conditions, and the texts for their question marks
     if select:
-        names = (frame["suite"] + "/" + frame["benchmark"]).str.lower()
-        frame = frame[[any(part.lower() in name for part in select) for name in names]]
-    for name, text in (equal or {}).items():
-        if text is not None:
-            frame = frame[frame[name] == text]
-    for name, text in (containing or {}).items():
-        if text is not None:
-            frame = frame[frame[name].str.lower().str.contains(text.lower(), regex=False)]
+        parts = ["contains(lower(suite || '/' || benchmark), lower(?))"] * len(select)
+        wanted.append((f"({' OR '.join(parts)})", list(select)))
+    wanted += [(f"{name} = ?", [text]) for name, text in (equal or {}).items() if text is not None]
+    wanted += [
+        (f"contains(lower({name}), lower(?))", [text]) for name, text in (containing or {}).items() if text is not None
+    ]
     if commit is not None:
-        frame = frame[frame["commit"].str.startswith(commit.lower())]
+        wanted.append(("starts_with(commit, lower(?))", [commit]))
     if since is not None:
-        try:
-            moment = datetime.fromisoformat(since.replace("Z", "+00:00"))
-            moment = moment.replace(tzinfo=timezone.utc) if moment.tzinfo is None else moment.astimezone(timezone.utc)
-        except (ValueError, OverflowError):  # A zone can lead out of the years 1 to 9999.
-            raise HybridKVError(f"--since {since} is no moment; write 2026-11-21 or 2026-11-21T06:00:00Z") from None
-        frame = frame[frame["time_utc"] >= moment.strftime("%Y-%m-%dT%H:%M:%SZ")]
-    frame = frame.sort_values("time_utc", kind="stable")
-    if last is not None:
-        if last < 1:
-            raise HybridKVError(f"--last {last} must be at least 1")
-        frame = frame.tail(min(last, len(frame)))
-    return frame
+        wanted.append(("time_utc >= ?", [_moment(since)]))
+    if last is not None and last < 1:
+        raise HybridKVError(f"--last {last} must be at least 1")
+    where = " AND ".join(["true", *(condition for condition, _ in wanted)])
+    # First only the places of the newest rows, then all their columns: few of many row groups are read whole.
+    newest = "" if last is None else f"ORDER BY time_utc DESC, place DESC, line DESC LIMIT {min(last, 2**62)}"
+    chosen = f"SELECT place, line FROM rows WHERE {where} {newest}"
+    source = f"rows WHERE {where}" if last is None else f"rows JOIN ({chosen}) USING (place, line)"
+    texts = [text for _, own in wanted for text in own]
+    return store.records(f"SELECT {NAMES} FROM {source} ORDER BY time_utc, place, line", texts)
 
 
-def documents(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """For JSON, an object per row; `params` is an object too, a bound that is not there is null."""
-    rows: list[Any] = frame.astype(object).where(frame.notna(), None).to_dict("records")
+def _moment(text: str) -> str:
+    try:
+        moment = datetime.fromisoformat(text.replace("Z", "+00:00"))
+        moment = moment.replace(tzinfo=timezone.utc) if moment.tzinfo is None else moment.astimezone(timezone.utc)
+    except (ValueError, OverflowError):  # A zone can lead out of the years 1 to 9999.
+        raise HybridKVError(f"--since {text} is no moment; write 2026-11-21 or 2026-11-21T06:00:00Z") from None
+    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def documents(rows: Iterable[Record]) -> list[Record]:
+    """For JSON, an object per row; `params` is an object too."""
     return [{**row, "params": json.loads(row["params"])} for row in rows]
 
 
@@ -92,19 +101,30 @@ def _shown(value: object) -> str:
     return text if (text := str(value)).isprintable() else json.dumps(value)
 
 
-def print_rows(frame: pd.DataFrame) -> None:
+def print_csv(rows: Iterable[Record]) -> None:
+    """The rows as a CSV of the schema, on stdout."""
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    writer.writerows(row.values() for row in rows)
+
+
+def print_rows(rows: Iterable[Record]) -> None:
     """The rows for people, on stdout: a paragraph for each benchmark of a run, a line for each metric."""
-    keys = ["run_id", "suite", "benchmark", "params"]
-    for _, group in frame.groupby(keys, sort=False):
-        first = group.iloc[0]
+    groups: dict[tuple[str, ...], list[Record]] = {}
+    for row in rows:
+        groups.setdefault((row["run_id"], row["suite"], row["benchmark"], row["params"]), []).append(row)
+    for group in groups.values():
+        first = group[0]
         params = {name: value for name, value in json.loads(first["params"]).items() if name != "receipt"}
-        commit = (first["commit"][:10] or "no commit") + "*" * bool(first["dirty"])
+        commit = (first["commit"][:10] or "no commit") + "*" * first["dirty"]
         print(f"{first['time_utc']}  {commit}  {first['suite']}: {first['benchmark']}  {first['device']}")
         print("  " + ", ".join(f"{name}={_shown(value)}" for name, value in params.items()))
-        width = max(map(len, group["metric"]))
-        for row in group.to_dict("records"):
-            bounds = "" if math.isnan(row["ci_low"]) else f"  {row['ci_low']:.4g} to {row['ci_high']:.4g}"
+        width = max(len(row["metric"]) for row in group)
+        for row in group:
+            ends = row["ci_low"], row["ci_high"]
+            bounds = "" if None in ends else f"  {ends[0]:.4g} to {ends[1]:.4g}"
             value = f"{row['value']:.6g} {row['unit']}".rstrip()
             verdict = f"  {row['verdict']}" if row["verdict"] else ""
             print(f"  {row['metric']:<{width}}  {value}{bounds}  (n={row['n']}){verdict}")
-    print(f"{len(frame)} row{'s' * (len(frame) != 1)}")
+    count = sum(map(len, groups.values()))
+    print(f"{count} row{'s' * (count != 1)}")

@@ -62,7 +62,7 @@ def commands() -> dict[tuple[str, ...], list[Option]]:
     found: dict[tuple[str, ...], list[Option]] = {}
 
     def add(words: tuple[str, ...], command: Any) -> None:
-        hints = get_type_hints(unwrap(command.callback))
+        hints = get_type_hints(unwrap(command.callback)) if command.callback else {}
         given = [p for p in command.params if p.param_type_name == "option" and p.name in hints]
         found[words] = [Option(p.name, tuple(p.opts), p.is_flag, hints[p.name]) for p in given]
         for name, inner in getattr(command, "commands", {}).items():
@@ -249,7 +249,9 @@ def results(rng: random.Random, folder: Path) -> list[str]:
     """Odd rows, listed and checked."""
     rows_folder(rng, folder)
     places = rng.choice(([], ["results"], ["rows.csv"], ["rows.csv", "results"]))
-    return ["results", *rng.choice(([], [], ["--check"])), *options(rng, ("results",), most=2), *places]
+    if rng.random() < 0.3:
+        return ["results", rng.choice(("export", "merge")), "--to", rng.choice(("new.parquet", place(rng))), *places]
+    return ["results", *rng.choice(([], [], ["--check"])), *options(rng, ("results", "list"), most=2), *places]
 
 
 def report(rng: random.Random, folder: Path) -> list[str]:

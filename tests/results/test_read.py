@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hybrid_kv.config import HybridKVError
-from hybrid_kv.results import COLUMNS, append_rows, check_file, check_writable, read_rows, schema
+from hybrid_kv.results import COLUMNS, append_rows, check_file, check_writable, read_rows, schema, store
 from tests.results.command import run
 from tests.results.rows import GOOD, RECEIPT, ROW, damaged
 
@@ -34,7 +34,8 @@ def test_missing_and_additional_columns_are_refused(tmp_path, names):
 def test_another_schema_is_refused(tmp_path, monkeypatch):
     path = tmp_path / "r.csv"
     append_rows(path, [ROW])
-    monkeypatch.setattr(schema, "SCHEMA", 2)
+    for module in (schema, store):
+        monkeypatch.setattr(module, "SCHEMA", 2)
     with pytest.raises(HybridKVError, match="line 2: column 'schema' holds 1, this version reads 2"):
         read_rows(path)
 

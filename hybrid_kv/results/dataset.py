@@ -1,0 +1,100 @@
+"""A data set: rows as Parquet, `NAME.parquet/schema=1/suite=SUITE/month=2026-11/rows.parquet`, each row once.
+
+Two rows are the same if all their cells are: what was merged before adds nothing, in whatever order the rows of many
+machines come. A file is replaced as a whole, so a merge that is killed leaves each file old or new, and is repeated.
+Writers take turns by `flock` on the folder, and wait for readers.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import quote
+
+from hybrid_kv.errors import ConfigError, HybridKVError
+from hybrid_kv.files import new_folder
+from hybrid_kv.results.schema import SCHEMA
+from hybrid_kv.results.store import AS_PARQUET, DATASET, NAMES, Store, opened, parquet_files
+
+
+def export_rows(files: Sequence[Path], target: Path) -> int:
+    """Make a data set of the rows of CSVs and other data sets, whole or not at all; returns how many rows it has.
+
+    Raises:
+        HybridKVError: a file cannot be read, or the data set not be written.
+        ConfigError: there is something at `target`, or it is no name of a data set.
+    """
+    _check_name(files, target)
+    with opened(files, believe=False) as store, new_folder(target) as made:
+        return _add(store, made)
+
+
+def merge_rows(files: Sequence[Path], target: Path) -> int:
+    """Add the rows of CSVs and other data sets that a data set lacks; returns how many those were.
+
+    Raises:
+        HybridKVError: a file cannot be read, or the data set not be written.
+        ConfigError: there is no data set.
+    """
+    _check_name(files, target)
+    if not target.is_dir():
+        raise ConfigError(f"{target} is no data set; `hybrid-kv results export` makes one")
+    with opened(files, believe=False) as store, _locked(target):
+        parquet_files(target)
+        return _add(store, target)
+
+
+def _check_name(files: Sequence[Path], target: Path) -> None:
+    if target.suffix != DATASET:
+        raise ConfigError(f"{target} must end in {DATASET}, by which a data set is known")
+    for file in files:
+        if file.resolve() == target.resolve():
+            raise ConfigError(f"{target} is among what is to be added to it; leave it out")
+
+
+@contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    try:
+        descriptor = os.open(target, os.O_RDONLY)
+    except OSError as error:
+        raise HybridKVError(f"{target} cannot be written: {error.strerror}") from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _add(store: Store, target: Path) -> int:
+    added = 0
+    months = store.run("SELECT DISTINCT suite, left(time_utc, 7) FROM rows ORDER BY ALL").fetchall()
+    for suite, month in months:
+        folder = target / f"schema={SCHEMA}" / f"suite={quote(suite, safe='')}" / f"month={month}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            added += _add_month(store, folder, suite, month)
+        except OSError as error:
+            raise HybridKVError(f"{folder} cannot be written: {error.strerror}") from None
+    return added
+
+
+def _add_month(store: Store, folder: Path, suite: str, month: str) -> int:
+    """Sort the rows of a suite and month into its file: by time, then what was there, then as they came."""
+    file, part = folder / f"rows{DATASET}", folder / ".part"
+    new = f"SELECT {NAMES}, 1 AS source, place, line FROM rows WHERE suite = $suite AND left(time_utc, 7) = $month"
+    source, before = new, 0
+    if file.exists():
+        old = f"read_parquet({store.name(file)}, file_row_number=true, hive_partitioning=false)"
+        (before,) = store.run(f"SELECT count(*) FROM {old}").fetchall()[0]
+        source = f"SELECT {NAMES}, 0 AS source, '' AS place, file_row_number AS line FROM {old} UNION ALL {new}"
+    query = f"SELECT {NAMES} FROM ({source}) GROUP BY {NAMES} ORDER BY time_utc, min(ROW(source, place, line))"
+    copied = store.run(f"COPY ({query}) TO {store.name(part)} ({AS_PARQUET})", {"suite": suite, "month": month})
+    (after,) = copied.fetchall()[0]
+    if after > before:
+        os.replace(part, file)
+    else:
+        part.unlink()
+    return int(after - before)

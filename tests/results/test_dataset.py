@@ -1,0 +1,188 @@
+"""A data set has each row once, whoever merges when; CSVs and Parquet give the same answers."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from hybrid_kv.errors import ConfigError, HybridKVError
+from hybrid_kv.results import append_rows, check_file, dataset, read_rows
+from hybrid_kv.results.dataset import export_rows, merge_rows
+from tests.dashboard.kinds import everything
+from tests.dashboard.rows import row, write
+from tests.results.command import run
+from tests.results.rows import GOOD, damaged
+
+
+def shards(folder: Path, count: int) -> list[Path]:
+    """CSVs of as many machines; neighbours share their last and first row."""
+    rows = [row(run, {"K": run}, machine=f"box {run % count}", suite=f"s{run % 3}") for run in range(60)]
+    size = len(rows) // count
+    for i in range(count):
+        write(folder, rows[max(0, i * size - 1) : (i + 1) * size], f"{i}.csv")
+    return sorted(folder.glob("*.csv"))
+
+
+def cells(path: Path) -> list[tuple[object, ...]]:
+    return sorted(read_rows(path).fillna(-1).itertuples(index=False, name=None))
+
+
+def test_csv_and_parquet_give_the_same_answers(tmp_path, capsys):
+    files = write(tmp_path / "rows", everything())
+    assert run("results", "export", files, "--to", tmp_path / "all.parquet")[0] == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'all.parquet'}: {len(everything())} rows\n"
+    for options in ([], ["--last", "3"], ["--suite", "guard", "--json"], ["--metric", "time", "--csv"]):
+        printed = []
+        for place in (files, tmp_path / "all.parquet"):
+            assert run("results", place, *options)[0] == 0
+            printed.append(sorted(capsys.readouterr().out.splitlines()))
+        assert printed[0] == printed[1]
+    assert check_file(files / "made.csv") != [] and len(check_file(tmp_path / "all.parquet")) == len(
+        check_file(files / "made.csv")
+    )
+
+
+def test_rows_of_one_moment_keep_their_order(tmp_path):
+    names = [f"b{i * 7 % 50}" for i in range(50)]
+    files = write(tmp_path / "rows", [row(0, benchmark=name) for name in names])
+    export_rows([files / "made.csv"], tmp_path / "all.parquet")
+    assert read_rows(tmp_path / "all.parquet")["benchmark"].tolist() == names
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_shards_merge_without_loss_or_doubles(tmp_path, order):
+    files = shards(tmp_path / "rows", 4)[::order]
+    whole = tmp_path / "whole.parquet"
+    assert export_rows(files[:1], whole) + sum(merge_rows([file], whole) for file in files[1:]) == 60
+    assert merge_rows(files, whole) == 0
+    assert export_rows([whole, *files], tmp_path / "again.parquet") == 60
+    assert cells(whole) == cells(tmp_path / "again.parquet")
+    assert read_rows(whole).groupby("suite")["time_utc"].is_monotonic_increasing.all()
+
+
+def test_writers_at_once_lose_and_double_nothing(tmp_path):
+    first, *files = shards(tmp_path / "rows", 6)
+    whole = tmp_path / "whole.parquet"
+    export_rows([first], whole)
+    with ThreadPoolExecutor(5) as pool:
+        added = list(pool.map(lambda file: merge_rows([file], whole), files))
+    assert sum(added) == 50
+    assert len(set(cells(whole))) == len(cells(whole)) == 60
+
+
+def test_a_merge_that_is_killed_is_repeated(tmp_path, monkeypatch):
+    first, *files = shards(tmp_path / "rows", 3)
+    whole, replace, calls = tmp_path / "whole.parquet", os.replace, []
+    export_rows([first], whole)
+
+    def dies(*places):
+        calls.append(places)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        replace(*places)
+
+    monkeypatch.setattr(dataset.os, "replace", dies)
+    with pytest.raises(KeyboardInterrupt):
+        merge_rows(files, whole)
+    assert 20 < len(cells(whole)) < 60
+    monkeypatch.undo()
+    merge_rows(files, whole)
+    assert len(set(cells(whole))) == len(cells(whole)) == 60
+
+
+def test_names_that_mean_something_to_a_query_or_a_folder(tmp_path):
+    folder = tmp_path / "it's [a] *place? é"
+    suites = ["../up", "a=b/c", "it's", "*", "é", "%2e"]
+    write(folder, [row(i, suite=suite) for i, suite in enumerate(suites)])
+    export_rows([folder / "made.csv"], folder / "all.parquet")
+    merge_rows([folder / "made.csv"], folder / "all.parquet")
+    assert sorted(read_rows(folder / "all.parquet")["suite"]) == sorted(suites)
+    assert sorted(path.name for path in folder.iterdir()) == ["all.parquet", "made.csv"]
+
+
+def test_a_folder_may_hold_both_kinds(tmp_path, capsys):
+    append_rows(tmp_path / "rows" / "a.csv", GOOD)
+    append_rows(tmp_path / "b.csv", GOOD[:1])
+    export_rows([tmp_path / "b.csv"], tmp_path / "rows" / "b.parquet")
+    assert run("results", tmp_path / "rows")[0] == 0
+    assert capsys.readouterr().out.endswith("3 rows\n")
+
+
+def truncated(place: Path) -> None:
+    (file,) = place.rglob("rows.parquet")
+    file.write_bytes(file.read_bytes()[:-9])
+
+
+def other_schema(place: Path) -> None:
+    (place / "schema=1").rename(place / "schema=2")
+
+
+def foreign(place: Path) -> None:
+    import duckdb
+
+    (file,) = place.rglob("rows.parquet")
+    duckdb.sql("SELECT 1 AS a").write_parquet(str(file))
+
+
+def empty(place: Path) -> None:
+    (file,) = place.rglob("rows.parquet")
+    file.write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("break_it", "said"),
+    [
+        (truncated, "rows.parquet'"),
+        (other_schema, "holds schema=2; this version reads schema=1"),
+        (foreign, "rows.parquet holds no rows of `hybrid-kv results export`; this version reads schema 1"),
+        (empty, "rows.parquet' too small to be a Parquet file"),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_a_damaged_data_set_is_one_line(tmp_path, capsys, break_it, said):
+    place = tmp_path / "all.parquet"
+    append_rows(tmp_path / "a.csv", GOOD[:1])
+    export_rows([tmp_path / "a.csv"], place)
+    break_it(place)
+    for words in (["--last", "1"], ["--check"]):
+        assert run("results", place, *words)[0] == 2
+        printed = capsys.readouterr()
+        assert printed.out == "" and printed.err.count("\n") == 1 and len(printed.err) < 600
+        assert str(place) in printed.err, printed.err
+        assert said in printed.err, printed.err
+
+
+def test_cells_of_another_hand_are_looked_at_before_they_are_merged(tmp_path, monkeypatch):
+    file, place = tmp_path / "a.csv", tmp_path / "all.parquet"
+    append_rows(file, GOOD)
+    export_rows([file], place)
+    import duckdb
+
+    odd = tmp_path / "odd.parquet"
+    source = f"SELECT * REPLACE ('\x1b[2J' AS machine) FROM read_parquet('{place}/*/*/*/rows.parquet')"
+    duckdb.sql(f"COPY ({source}) TO '{odd}' (FORMAT parquet, KV_METADATA {{hybrid_kv_schema: '1'}})")
+    with pytest.raises(HybridKVError, match=r"odd.parquet: a cell does not fit; .* --check"):
+        merge_rows([odd], place)
+    assert "line 1: column 'machine' holds" in check_file(odd)[0]
+    assert len(read_rows(place)) == 2
+
+
+def test_what_cannot_be_written_leaves_nothing(tmp_path, capsys):
+    append_rows(tmp_path / "a.csv", GOOD)
+    damaged(tmp_path / "bad.csv", 2, value="fast")
+    for words, said in (
+        (["export", "--to", tmp_path / "x"], "must end in .parquet"),
+        (["merge", "--to", tmp_path / "x.parquet"], "is no data set; `hybrid-kv results export` makes one"),
+        (["export", tmp_path / "bad.csv", "--to", tmp_path / "x.parquet"], "line 2: column 'value' holds 'fast'"),
+        (["export", "--to", "/dev/null/x.parquet"], "/dev/null/x.parquet"),
+    ):
+        place = [] if len(words) == 4 else [tmp_path / "a.csv"]
+        assert run("results", *words, *place)[0] == 2
+        printed = capsys.readouterr()
+        assert printed.out == "" and printed.err.count("\n") == 1 and said in printed.err
+    with pytest.raises(ConfigError, match="leave it out"):
+        export_rows([tmp_path / "x.parquet"], tmp_path / "x.parquet")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.csv", "bad.csv"]
