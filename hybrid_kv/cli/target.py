@@ -16,7 +16,7 @@ from rich.table import Table
 from hybrid_kv.cli.options import show
 from hybrid_kv.errors import require
 from hybrid_kv.probes.reproducer import FORMAT, case_of, from_json, replay, write_files
-from hybrid_kv.probes.run import Guarded, default_matrix, guard, matrix_of
+from hybrid_kv.probes.run import Guarded, check_level, default_matrix, guard, matrix_of
 from hybrid_kv.probes.session import Outcome
 from hybrid_kv.probes.shrink import shrink
 from hybrid_kv.targets.kinds import kind_of
@@ -83,14 +83,17 @@ def is_case(file: Path) -> bool:
     """Whether a file to be played is a failure of a target."""
     try:
         return bool(json.loads(file.read_text())["format"] == FORMAT)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
 
 
 def replay_case(file: Path) -> int:
     """Play a failure of a target again; 1 while the bug lives."""
+    require("safetensors", "tokenizers", "transformers", "pydantic")
     case = from_json(file.read_text(), str(file))
     kind = kind_of(case.target)
+    for factor, level in case.settings.items():
+        check_level(kind, factor, level)
     with model_folder(case.model) as folder:
         target = kind.start(folder, case.settings)
         try:

@@ -8,14 +8,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.files import write_whole
 from hybrid_kv.probes.registry import Round
 from hybrid_kv.probes.session import Failure
 from hybrid_kv.probes.shrink import told
-from hybrid_kv.targets.target import Answer, Ask, Kind, Target
+from hybrid_kv.targets.target import Answer, Kind, Target
 
 FORMAT, VERSION = "hybrid-kv target failure", 1
 
@@ -105,24 +104,42 @@ def to_json(case: Case) -> str:
 def from_json(text: str, name: str) -> Case:
     """
     Raises:
-        ConfigError: it is no failure of this version.
+        ConfigError: it is no failure of this version, or has a value that no failure has.
     """
+    from pydantic import TypeAdapter, ValidationError
+
     try:
         found = json.loads(text)
         if found.pop("format") != FORMAT or found.pop("version") != VERSION:
             raise ValueError(f"it is not of the format {FORMAT!r}, version {VERSION}")
         found["version"] = found.pop("engine")
-        found["rounds"] = tuple(_round(one) for one in found["rounds"])
-        for key in ("expected", "got"):
-            found[key] = tuple(found[key])
-        return Case(**found)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{name} can't be played: {error!s}; write it anew with hybrid-kv guard --target") from None
+        case = TypeAdapter(Case).validate_json(json.dumps(found), strict=True)
+        _check(case)
+        return case
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    except KeyError as error:
+        problem = f"{error} is missing"
+    except (TypeError, ValueError, AttributeError, RecursionError) as error:
+        problem = str(error)
+    raise ConfigError(f"{name} can't be played: {problem}; write it anew with hybrid-kv guard --target") from None
 
 
-def _round(told: dict[str, Any]) -> Round:
-    asks = tuple(Ask(tuple(one.pop("prompt")), **one) for one in told.pop("asks"))
-    return Round(asks, told.pop("preempt_every", 0))
+def _check(case: Case) -> None:
+    if not case.rounds or not all(one.asks and one.preempt_every >= 0 for one in case.rounds):
+        raise ValueError("a round asks nothing")
+    for one in case.rounds:
+        for ask in one.asks:
+            if not ask.prompt or min(ask.prompt) < 0:
+                raise ValueError(f"prompt {list(ask.prompt)[:8]} has no token ids")
+            if min(ask.max_tokens, ask.n) < 1 or not 0 <= ask.after < len(one.asks):
+                raise ValueError(f"of {len(one.asks)} requests one cannot have {ask.extras()}")
+    last = case.rounds[-1].asks
+    if not 0 <= case.index < len(last):
+        raise ValueError(f"index {case.index} is none of the {len(last)} requests of the last round")
+    if case.logprob is not None and not (case.expected and last[case.index].logprobs):
+        raise ValueError("logprob is of no token, or was not asked for")
 
 
 def write_files(case: Case, kind: Kind, folder: Path) -> list[Path]:

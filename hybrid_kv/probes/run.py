@@ -48,13 +48,22 @@ def matrix_of(kind: Kind, texts: Sequence[str]) -> list[Settings]:
 
 
 def _levels(kind: Kind, part: str) -> tuple[str, list[str]]:
-    factor, separator, levels = part.partition("=")
-    if not separator or factor not in kind.factors:
-        raise ConfigError(f"--matrix {part}: write FACTOR=LEVEL,…; {kind.name} has {', '.join(kind.factors)}")
+    factor, _, levels = part.partition("=")
     wanted = levels.split(",")
-    if unknown := [level for level in wanted if level not in kind.factors[factor]]:
-        raise ConfigError(f"--matrix {factor}={unknown[0]}: use one of {', '.join(kind.factors[factor])}")
+    for level in wanted:
+        check_level(kind, factor, level)
     return factor, wanted
+
+
+def check_level(kind: Kind, factor: str, level: str) -> None:
+    """
+    Raises:
+        ConfigError: the engine has no such factor, or the factor no such level.
+    """
+    if factor not in kind.factors:
+        raise ConfigError(f"{factor}={level}: write FACTOR=LEVEL,…; {kind.name} has {', '.join(kind.factors)}")
+    if level not in kind.factors[factor]:
+        raise ConfigError(f"{factor}={level}: use one of {', '.join(kind.factors[factor])}")
 
 
 class Guarded:

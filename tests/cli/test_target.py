@@ -67,7 +67,7 @@ def test_a_wrong_answer_ends_with_1_and_can_be_played_again(capsys, tmp_path):
     ("options", "said"),
     [
         (["--target", "nobody"], "--target nobody: there is no such engine; use one of ours"),
-        (["--target", "toy", "--matrix", "prefix=1"], "--matrix prefix=1: use one of off, on"),
+        (["--target", "toy", "--matrix", "prefix=1"], "prefix=1: use one of off, on"),
         (["--target", "toy", "--against", "nobody"], "there is no such engine"),
         (["--target", "toy", "-k", "nothing"], "no probe has this in its name"),
         (["--target", "toy", "--record"], "--record, --results and --device out"),

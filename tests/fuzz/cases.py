@@ -32,7 +32,11 @@ from hybrid_kv.accuracy.threshold import FILE as FLOORS
 from hybrid_kv.cli import app
 from hybrid_kv.models.random_checkpoint import write_checkpoint
 from hybrid_kv.models.registry import sized
+from hybrid_kv.mutation.mutant import FOLDER as MUTANTS
+from hybrid_kv.probes.registry import Round
+from hybrid_kv.probes.reproducer import Case, to_json
 from hybrid_kv.results import COLUMNS
+from hybrid_kv.targets.target import Ask
 from tests.accuracy.test_compare import logged, record
 from tests.dashboard.kinds import everything
 from tests.dashboard.rows import write
@@ -321,6 +325,37 @@ def answers(rng: random.Random, folder: Path) -> list[str]:
     return ["accuracy", "compare", "a.jsonl", "b.jsonl", *options(rng, ("accuracy", "compare"), most=2)]
 
 
+# ---- other engines ----
+
+
+def target(rng: random.Random, folder: Path) -> list[str]:
+    """Odd engines, models and settings."""
+    kind = rng.choice(("ours", "ours", "transformers", "vllm", "mlx", "http://127.0.0.1:9", values.argument(rng)))
+    factors = ("prefix=align", "spec=ngram3,none", "chunk=17", "prefix=", "prefix", "=", "x=y", values.argument(rng))
+    given = ["--matrix", " ".join(rng.sample(factors, rng.choice((1, 1, 2))))] if rng.random() < 0.7 else []
+    model = rng.choice((str(tiny("lfm2")), "lfm2:small", "lfm2:huge", ".", values.argument(rng)))
+    wanted = options(rng, ("guard",), leave_out=("target", "model", "matrix", "replay"), most=3)
+    return ["guard", "--target", kind, "--model", model, *given, *wanted]
+
+
+def failure(rng: random.Random, folder: Path) -> list[str]:
+    """An odd file of a target's failure, played again on our own engine."""
+    asks = (Ask((3, 4, 5), 3), Ask((3, 4), 2, logprobs=True, after=1))
+    parts = {"settings": {"prefix": "align"}, "probe": "repeat", "problem": "token 1 is 5; alone it was 6"}
+    ends = {"expected": (7, 8), "got": (7, 9), "margin": 0.5, "logprob": -1.0, "most_cached": 0, "limit": 1e-4}
+    case = Case("ours", "0.1.0", str(tiny("lfm2")), rounds=(Round(asks),), index=1, **parts, **ends)  # type: ignore[arg-type]
+    (folder / "case.json").write_bytes(values.odd_file(rng, json.loads(to_json(case))))
+    return ["guard", "--replay", "case.json"]
+
+
+def mutant(rng: random.Random, folder: Path) -> list[str]:
+    """Odd files of planted bugs."""
+    found = yaml.safe_load(rng.choice(sorted(MUTANTS.glob("*.yaml"))).read_text())
+    (folder / "mutants").mkdir()
+    (folder / "mutants/A01.yaml").write_bytes(values.odd_file(rng, found))
+    return ["mutants", "--folder", "mutants", *options(rng, ("mutants",), leave_out=("folder",), most=2)]
+
+
 KINDS: dict[str, tuple[int, Make]] = {
     "anything": (18, anything),
     "plan": (12, plan),
@@ -333,6 +368,9 @@ KINDS: dict[str, tuple[int, Make]] = {
     "guard": (4, guard),
     "compare": (4, compare),
     "answers": (8, answers),
+    "target": (6, target),
+    "failure": (8, failure),
+    "mutant": (4, mutant),
 }
 
 
@@ -342,8 +380,10 @@ def stubs(folder: Path, rng: random.Random) -> ExitStack:
     from bench.harness import operating_curve
     from bench.harness.versions import find_revision
     from hybrid_kv.accuracy import run, threshold
+    from hybrid_kv.cli import target as guard_target
     from hybrid_kv.guard import run as guard_run
     from hybrid_kv.guard.registry import CheckResult
+    from hybrid_kv.mutation import hunt
     from hybrid_kv.serve import server
     from hybrid_kv.static import compile, counts, gate
     from tests.accuracy.test_threshold import result_of
@@ -359,6 +399,8 @@ def stubs(folder: Path, rng: random.Random) -> ExitStack:
     stack = ExitStack()
     for target, name, value in (
         (guard_run, "run_guard", lambda *_, **__: [CheckResult("layout", "views", passed, 0, "views", "0", 1, 0.1)]),
+        (guard_target, "guard", lambda *_: []),
+        (hunt, "hunt_all", lambda *_: iter(())),
         (gate, "measure", lambda *_: iter(measured)),
         (gate, "jobs", lambda *_: [None]),
         (counts, "count_all", list),

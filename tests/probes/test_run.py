@@ -44,7 +44,8 @@ def test_what_excludes_the_cache_is_met_without_it():
 
 
 @pytest.mark.parametrize(
-    "text, said", [("prefix", "write FACTOR=LEVEL"), ("size=1", "toy has prefix, chunk"), ("prefix=1", "off, on")]
+    "text, said",
+    [("prefix", "prefix=: use one of off, on"), ("size=1", "toy has prefix, chunk"), ("prefix=1", "off, on")],
 )
 def test_an_unknown_factor_or_level_is_refused(text, said):
     with pytest.raises(ConfigError, match=said):

@@ -1,0 +1,51 @@
+"""Files of failures: what is written is read again, and nothing else is."""
+
+import json
+
+import pytest
+
+from hybrid_kv.config import ConfigError
+from hybrid_kv.probes.registry import Round
+from hybrid_kv.probes.reproducer import Case, from_json, to_json
+from hybrid_kv.targets.target import Ask
+
+CASE = Case(
+    "ours", "0.1.0", "lfm2", {"prefix": "align"}, "repeat", "token 1 is 5; alone it was 6",
+    (Round((Ask((3, 4), 2),)), Round((Ask((3, 4, 5), 3), Ask((3, 4), 2, logprobs=True, after=1)), 7)), 1,
+    (7, 8), (7, 9), 0.5, -1.0, 0, 1e-4,
+)  # fmt: skip
+
+
+def test_a_failure_comes_back_as_it_was_written() -> None:
+    assert from_json(to_json(CASE), "case.json") == CASE
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "problem"),
+    [
+        (("index",), 2, "index 2 is none of the 2 requests of the last round"),
+        (("index",), 0.5, "index: Input should be a valid integer"),
+        (("index",), -1, "index -1 is none"),
+        (("settings",), "abc", "settings: Input should be"),
+        (("rounds",), [], "a round asks nothing"),
+        (("rounds", 1, "asks"), [], "a round asks nothing"),
+        (("rounds", 0, "asks", 0, "prompt"), [], "has no token ids"),
+        (("rounds", 0, "asks", 0, "prompt"), [3, -1], "has no token ids"),
+        (("rounds", 0, "asks", 0, "prompt"), ["3"], "rounds.0.asks.0.prompt.0: Input should be a valid integer"),
+        (("rounds", 1, "asks", 1, "after"), 2, "of 2 requests one cannot have {'max_tokens': 2, 'logprobs'"),
+        (("rounds", 0, "asks", 0, "max_tokens"), 0, "of 1 requests one cannot have"),
+        (("rounds", 1, "asks", 1, "logprobs"), False, "logprob is of no token, or was not asked for"),
+        (("version",), 2, "it is not of the format"),
+        (("engine",), None, "version: Input should be a valid string"),
+    ],
+)
+def test_what_no_failure_says_is_one_line(keys: tuple[str | int, ...], value: object, problem: str) -> None:
+    document = json.loads(to_json(CASE))
+    place = document
+    for key in keys[:-1]:
+        place = place[key]
+    place[keys[-1]] = value
+    with pytest.raises(ConfigError) as told:
+        from_json(json.dumps(document), "case.json")
+    assert str(told.value).startswith("case.json can't be played: ") and problem in str(told.value)
+    assert "\n" not in str(told.value)
