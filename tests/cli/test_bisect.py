@@ -118,10 +118,22 @@ def test_what_cannot_run_is_one_line_and_leaves_nothing(root: Path, capsys: Capt
     assert not [*Path("out").rglob("*/*")]
 
 
-def test_without_a_question_it_says_which_there_are(root: Path, capsys: Capture) -> None:
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "say what went red, one of: --replay FILE, -k BENCHMARK, --accuracy"),
+        (["--replay", "scenario.json", "--accuracy"], "say what went red, one of"),
+        (["HEAD", "HEAD", "--replay", "scenario.json"], "'HEAD' is a third revision; options after -- are for"),
+        (["HEAD", "--accuracy", "--", "--seed", "3"], "--seed after --: the bisect sets it itself"),
+        (["-k", "no such benchmark"], "no benchmark's name contains 'no such benchmark'"),
+        (["--self-test", "--repetitions", "0"], "repetitions=0 must be an integer >= 1"),
+    ],
+)
+def test_a_question_that_is_none_is_one_line(root: Path, capsys: Capture, words: list[str], said: str) -> None:
     commits = checkout(root, ["", "tokens"])
-    code, _, err = run(capsys, "bisect", commits[0])
-    assert code == 2 and "--replay FILE" in err
+    code, out, err = run(capsys, "bisect", commits[0], *words)
+    assert (code, out) == (2, "") and said in err and len(err.splitlines()) == 1
+    assert not Path("out").exists()
 
 
 def test_it_goes_on_where_it_was_interrupted(root: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

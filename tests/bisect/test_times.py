@@ -1,0 +1,106 @@
+"""Times: the sequential test's errors, the ends, the last check, and what a pair that is far off may do."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Generator
+
+import pytest
+
+from hybrid_kv.bisect import times
+from hybrid_kv.bisect.memory import ENDS, Memory, Outcome
+from hybrid_kv.bisect.own_code import NotMeasurableError
+from hybrid_kv.bisect.run import Finding, find
+from hybrid_kv.bisect.times import LOOKS, MOST_PAIRS, Times, decide, typical_spread
+
+SHIFT = math.log(1.05)
+Measured = Callable[[str, str], Generator[float, None, None]]
+
+
+def history(levels: dict[str, float], spread: float, seed: int = 0) -> tuple[Measured, list[tuple[str, str]]]:
+    """Pairs of commits whose times differ by `levels`; and which pairs were measured."""
+    rng, asked = random.Random(seed), list[tuple[str, str]]()
+
+    def measure(base: str, head: str) -> Generator[float, None, None]:
+        while True:
+            asked.append((base, head))
+            if math.isnan(levels[head]):
+                raise NotMeasurableError("cannot run: ImportError")
+            yield levels[head] - levels[base] + rng.gauss(0, spread)
+
+    return measure, asked
+
+
+def bisected(levels: dict[str, float], spread: float = 0.015) -> tuple[Finding, list[tuple[str, str]]]:
+    measure, asked = history(levels, spread)
+    good, *commits = levels
+    return find(good, tuple(commits), Times(measure), Memory(), lambda *_: None), asked
+
+
+def row(culprit: int, num: int = 30, shift: float = SHIFT) -> dict[str, float]:
+    return {str(number): shift * (number >= culprit) for number in range(num)}
+
+
+def test_a_slower_commit_is_found_with_few_pairs() -> None:
+    for culprit in (1, 7, 29):
+        finding, asked = bisected(row(culprit))
+        assert (finding.verdict, finding.culprit) == ("found", str(culprit))
+        assert "against the commit before it, it takes 1.0" in finding.evidence.detail
+        assert len(asked) < 60
+
+
+def test_equal_code_blames_nobody_after_the_last_look() -> None:
+    finding, asked = bisected(row(99))
+    assert (finding.verdict, finding.culprit) == ("nothing", "") and len(asked) == LOOKS[-1]
+    assert finding.evidence.detail.startswith("BAD is not shown to be slower than GOOD: it takes ")
+
+
+def test_what_became_faster_is_no_culprit() -> None:
+    assert bisected(row(7, shift=-SHIFT))[0].verdict == "nothing"
+
+
+def test_a_commit_that_cannot_run_is_skipped() -> None:
+    levels = row(9)
+    levels |= dict.fromkeys(("7", "8", "15", "14"), math.nan)
+    finding, _ = bisected(levels)
+    assert (finding.culprit, finding.before, finding.between) == ("9", "6", ("7", "8"))
+
+
+def test_an_innocent_that_the_search_ends_at_is_not_blamed() -> None:
+    """It creeps: each commit is a little slower, none by as much as matters."""
+    finding, _ = bisected({str(number): 0.004 * number for number in range(20)})
+    assert finding.verdict == "undecided" and finding.evidence.answer == "skip"
+
+
+@pytest.mark.parametrize("truth", [0.0, SHIFT])
+def test_the_sequential_test_keeps_its_error_rate_with_pairs_that_are_far_off(truth: float) -> None:
+    rng, wrong, num_pairs = random.Random(1), 0, 0
+    for _ in range(1000):
+        log_ratios: list[float] = []
+        while (answer := decide(log_ratios, SHIFT, 0.02)) is None:
+            far_off = 1.0 if rng.random() < 0.03 else 0.0
+            log_ratios.append(rng.gauss(truth + far_off, 0.02))
+        wrong += answer != ("bad" if truth else "good")
+        num_pairs += len(log_ratios)
+    assert wrong <= 6 and num_pairs < 8000
+
+
+def test_one_pair_cannot_decide() -> None:
+    assert decide([10.0, 10.0, 10.0], SHIFT, 0.01) is None
+    assert decide([10.0] * 4, SHIFT, 0.01) == "bad" and decide([-10.0] * 4, SHIFT, 0.01) == "good"
+
+
+def test_a_commit_half_way_stays_open() -> None:
+    measure, asked = history({"good": 0.0, "half": SHIFT / 2}, 0.05, seed=4)
+    ends = Outcome("bad", "", {"log_ratios": [SHIFT - 0.1, SHIFT, SHIFT + 0.1] * 4, "shift": SHIFT, "good": "good"})
+    outcome = Times(measure).ask("half", {ENDS: ends})
+    assert outcome.answer == "skip" and len(asked) == MOST_PAIRS
+
+
+def test_the_spread_is_that_of_most_pairs_around_their_own_commit() -> None:
+    rng = random.Random(2)
+    groups = [[rng.gauss(level, 0.02) for _ in range(40)] for level in (0.0, 0.05, 1.0)]
+    groups[0][0] = 5.0
+    assert typical_spread([*groups, [3.0]]) == pytest.approx(0.02, rel=0.2)
+    assert typical_spread([[0.0] * 12]) == times.MIN_SPREAD
