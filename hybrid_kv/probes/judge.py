@@ -109,12 +109,12 @@ class Judge:
                 said = f"token {i} is {token}; the oracle has {best}, likelier by {margin:.3g} (limit {self.limit:.2g})"
                 return Judgement("wrong", said, i, (*tokens[:i], best), margin)
         for i, one in enumerate(logprobs):
-            off = abs(one[tokens[i]] - float(rows[i, tokens[i]]))
-            if not off <= self.limit:
+            right = float(rows[i, tokens[i]])
+            if not (off := abs(one[tokens[i]] - right)) <= self.limit:
                 said = (
                     f"the log-probability of token {i} is off by {off:.3g} (limit {self.limit:.2g}), though it is right"
                 )
-                return Judgement("wrong", said, i, tokens, off)
+                return Judgement("wrong", said, i, tokens[: i + 1], off, right)
         return RIGHT
 
     def _by_alone(self, tokens: tuple[int, ...], logprobs: Sequence[Mapping[int, float]], alone: Answer) -> Judgement:

@@ -148,10 +148,10 @@ def write_files(case: Case, kind: Kind, folder: Path) -> list[Path]:
     slug = re.sub(r"\W+", "-", case.probe).strip("-")
     stem = folder / f"{case.target}-{slug}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
     folder.mkdir(parents=True, exist_ok=True)
-    script = getattr(kind, "script", None)
-    contents = {".json": text, ".md": _markdown(case, script(case) if script else None, stem)}
+    script: str | None = kind.script(case) if hasattr(kind, "script") else None
+    contents = {".json": text, ".md": _markdown(case, script, stem)}
     if script:
-        contents[".py"] = script(case)
+        contents[".py"] = script
     written = []
     for suffix, content in contents.items():
         path = stem.with_name(stem.name + suffix)

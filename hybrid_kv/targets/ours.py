@@ -14,6 +14,7 @@ from hybrid_kv.engine.llm import LLM
 from hybrid_kv.engine.record import recorded
 from hybrid_kv.request import Request, ScheduledRequest
 from hybrid_kv.sampling import SamplingParams
+from hybrid_kv.targets.script import beginning, ending
 from hybrid_kv.targets.target import CAPABILITIES, Answer, Ask
 
 name = "ours"
@@ -183,11 +184,7 @@ class _Logits:
 def script(case: Any) -> str:
     """Plays a `probes.reproducer.Case` again."""
     rounds = "\n".join(f"    ({list(one.asks)}, {one.preempt_every})," for one in case.rounds)
-    return f'''"""{case.probe}: {case.problem}.
-
-Exit code 1 while the bug lives.
-"""
-
+    return f"""{beginning(case, "")}
 from hybrid_kv.targets.models import model_folder
 from hybrid_kv.targets.ours import start
 from hybrid_kv.targets.target import Ask
@@ -199,17 +196,6 @@ with model_folder({case.model!r}) as folder:
     target = start(folder, {dict(case.settings)!r})
     for asks, preempt_every in rounds:
         answers = target.ask(asks, preempt_every)
-got, expected = answers[{case.index}], {case.expected!r}
-print("got     ", got.token_ids[: len(expected)], f"{{got.cached_tokens}} cached")
-print("expected", expected, "likelier by {case.margin:.3g}")
-raise SystemExit(int({_condition(case)}))
-'''
-
-
-def _condition(case: Any) -> str:
-    last = len(case.expected) - 1
-    if case.logprob is not None:
-        return f"abs(got.logprobs[{last}][expected[-1]] - {case.logprob}) > {case.limit}"
-    if case.most_cached is not None:
-        return f"got.cached_tokens > {case.most_cached}"
-    return "got.token_ids[: len(expected)] != expected"
+answer = answers[{case.index}]
+got = answer.error or list(answer.token_ids)
+{ending(case, "answer.logprobs[len(expected) - 1][expected[-1]]", "answer.cached_tokens")}"""

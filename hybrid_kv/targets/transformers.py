@@ -14,6 +14,7 @@ import torch
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.models.random_checkpoint import quiet
+from hybrid_kv.targets.script import beginning, ending, in_turns, turns_of
 from hybrid_kv.targets.target import Answer, Ask
 
 name = "transformers"
@@ -77,11 +78,7 @@ class Transformers:
         """See `Target.ask`; a batch is complete before the next one starts."""
         together = {"one": self._one, "left": self._padded, "continuous": self._continuous}[self._level["batch"]]
         answers: dict[int, Answer] = {}
-        waiting = list(range(len(asks)))
-        while waiting:
-            ready = [i for i in waiting if asks[i].after <= len(answers)] or waiting[:1]
-            ready = ready[:1] if self._level["batch"] == "one" else ready
-            waiting = [i for i in waiting if i not in ready]
+        for ready in in_turns(asks, self._level["batch"] == "one"):
             try:
                 with quiet():
                     found = together([asks[i] for i in ready])
@@ -246,3 +243,101 @@ def _logprobs(
             {**dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)), token: float(logprobs[token])}
         )
     return tuple(found)
+
+
+def script(case: Any) -> str | None:
+    """Plays a `probes.reproducer.Case` again; None for caches that only a GPU has."""
+    level = {factor: case.settings.get(factor, levels[0]) for factor, levels in factors.items()}
+    if level["cache"].startswith("offloaded"):
+        return None
+    calls = {"one": _script_of_one, "left": _script_of_padded, "continuous": _script_of_continuous}[level["batch"]]
+    turns = "\n".join(f"    {turn}," for turn in turns_of(case, level["batch"] == "one"))
+    return f"""{beginning(case, f"hybrid-kv checkpoint {case.model} FOLDER; python SCRIPT FOLDER. ")}
+import sys
+
+import torch
+import transformers
+
+turns = [
+{turns}
+]
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
+model.generation_config.eos_token_id = None
+{calls(case, level)}{ending(case, "done.logits[len(expected) - 1][0].log_softmax(-1)[expected[-1]]", "len(held)")}"""
+
+
+def _options(case: Any, level: Mapping[str, str]) -> dict[str, Any]:
+    options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    if level["chunk"] != "whole":
+        options["prefill_chunk_size"] = int(level["chunk"])
+    if level["spec"] == "lookup3":
+        options["prompt_lookup_num_tokens"] = 3
+    if level["cache"] != "dynamic" and level["prefix"] == "off":
+        options["cache_implementation"] = level["cache"]
+    if case.logprob is not None:
+        options["output_logits"] = True
+    return options
+
+
+_DRAFT = f"""draft = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
+g = torch.Generator().manual_seed(0)
+for weight in draft.parameters():
+    noise = torch.randn(weight.shape, generator=g)
+    weight.data += {NOISE} * weight.data.abs().mean() * noise
+draft.generation_config.num_assistant_tokens, draft.generation_config.num_assistant_tokens_schedule = 2, "constant"
+options["assistant_model"] = draft
+"""
+
+
+def _script_of_one(case: Any, level: Mapping[str, str]) -> str:
+    lines = [f"options = {_options(case, level)}\n", _DRAFT if level["spec"] == "draft2" else ""]
+    call = "done = model.generate(text, attention_mask=torch.ones_like(text), max_new_tokens=most, **options)"
+    if level["prefix"] == "off":
+        lines.append(f"""for [(prompt, most)] in turns:
+    text = torch.tensor([prompt])
+    {call}
+    got = done.sequences[0, len(prompt) :].tolist()
+""")
+    else:
+        cold = "transformers.StaticCache(model.config, max_cache_len=2048)" if level["cache"] == "static" else "None"
+        lines.append(f"""kept, name = {{}}, ("past_key_values", "cache_params")["Mamba" in type(model).__name__]
+for [(prompt, most)] in turns:
+    text = torch.tensor([prompt])
+    begins = [one for one in kept if len(one) < len(prompt) and list(one) == prompt[: len(one)]]
+    held = max(begins, key=len, default=())
+    options[name] = kept.pop(held) if held else {cold}
+    {call}
+    got = done.sequences[0, len(prompt) :].tolist()
+    kept[(*prompt, *got[:-1])] = done.past_key_values
+""")
+    return "".join(lines)
+
+
+def _script_of_padded(case: Any, level: Mapping[str, str]) -> str:
+    return f"""for turn in turns:
+    longest = max(len(prompt) for prompt, _ in turn)
+    texts = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in turn])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in turn])
+    done = model.generate(
+        texts, attention_mask=mask, max_new_tokens=max(most for _, most in turn), **{_options(case, level)}
+    )
+got = done.sequences[{_place(case)}, longest:].tolist()
+"""
+
+
+def _script_of_continuous(case: Any, level: Mapping[str, str]) -> str:
+    tokens = 512 if level["chunk"] == "whole" else int(level["chunk"])
+    return f"""for turn in turns:
+    done = model.generate_batch(
+        [prompt for prompt, _ in turn],
+        transformers.GenerationConfig(max_new_tokens=max(most for _, most in turn), do_sample=False, eos_token_id=-1),
+        transformers.ContinuousBatchingConfig(page_size=16, num_blocks=256, max_batch_tokens={tokens}),
+    )
+got = list(done.values())[{_place(case)}].generated_tokens
+"""
+
+
+def _place(case: Any) -> int:
+    """Of the answer that fails among those of its turn."""
+    (turn,) = [turn for turn in in_turns(case.rounds[-1].asks, one_by_one=False) if case.index in turn]
+    return turn.index(case.index)

@@ -11,6 +11,7 @@ from tests.probes.toy import UNIT, VOCAB, Toy, ToyKind, ToyOracle
 FINDS = {
     "hit": "repeat",
     "hit of two blocks": "repeat",
+    "long hit": "a tree of texts",
     "ends with the hit": "ends at a cached entry",
     "salts": "salts isolate",
     "abort": "abort, then the same prompt",

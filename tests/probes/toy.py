@@ -68,6 +68,7 @@ class Toy:
         wrong = {
             "hit": hit > 0,
             "hit of two blocks": hit >= 2 * UNIT,
+            "long hit": hit >= 8 * UNIT,
             "ends with the hit": hit > 0 and len(ask.prompt) == hit + 1,
             "crowd": crowd > 5 and len(ask.prompt) == 1,
             "preempted": preempted,

@@ -1,12 +1,17 @@
 """transformers as an engine: its caches, batches and drafts, what it refuses, and what it gets wrong."""
 
 import random
+import runpy
+import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.models.random_checkpoint import fill, quiet, write_checkpoint
+from hybrid_kv.probes.registry import Round
+from hybrid_kv.probes.reproducer import Case
 from hybrid_kv.targets import transformers
 from hybrid_kv.targets.target import Ask
 
@@ -132,3 +137,67 @@ def test_an_error_of_one_request_is_its_answer(hybrid):
     bad, good = transformers.start(hybrid[0], {}).ask([Ask((5, 100_000)), Ask(PROMPTS[1])])
     assert bad.error.startswith("IndexError") and not bad.token_ids
     assert good.token_ids == continued(hybrid[1], PROMPTS[1])
+
+
+def second_turn(model, settings, **fields):
+    """A case of a prompt that goes on with an answer; `expected` is what is right."""
+    first, begin = PROMPTS[1], continued(model, PROMPTS[1])
+    again = (*first, *begin, 5, 6, 7)
+    rounds = (Round((Ask(first),)), Round((Ask(PROMPTS[3]), Ask(again, max_tokens=7))))
+    told = {"index": 1, "expected": continued(model, again, 7), "got": (), "margin": 0.1, "logprob": None}
+    told |= {"most_cached": None, "limit": 1e-3, "problem": 'a "wrong" token.'} | fields
+    return Case("transformers", "5", "lfm2", settings, "repeat", rounds=rounds, **told)
+
+
+def run_script(case, folder, tmp_path, monkeypatch, capsys):
+    """Exit code, and what it prints."""
+    text = transformers.script(case)
+    assert len(text.splitlines()) <= 36
+    path = tmp_path / "script.py"
+    path.write_text(text)
+    monkeypatch.setattr(sys, "argv", [str(path), folder])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(path), run_name="__main__")
+    return int(left.value.code), capsys.readouterr().out
+
+
+def test_the_script_of_a_known_bug_ends_with_1(hybrid, tmp_path, monkeypatch, capsys):
+    """Chunks compute what a kept cache holds a second time."""
+    folder, model = hybrid
+    case = second_turn(model, {"prefix": "kept", "chunk": "17"})
+    assert len(transformers.script(case).splitlines()) <= 30
+    code, out = run_script(case, folder, tmp_path, monkeypatch, capsys)
+    assert code == 1 and f"expected {list(case.expected)}" in out
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"prefix": "kept"},
+        {"prefix": "kept", "cache": "static"},
+        {"batch": "left", "cache": "static"},
+        {"batch": "continuous"},
+        {"spec": "draft2"},
+        {"spec": "lookup3", "chunk": "17"},
+    ],
+    ids=lambda settings: "-".join(settings.values()) or "plain",
+)
+def test_the_script_of_what_is_right_ends_with_0(hybrid, attention, settings, tmp_path, monkeypatch, capsys):
+    folder, model = attention if settings.get("batch") == "continuous" else hybrid
+    code, out = run_script(second_turn(model, settings), folder, tmp_path, monkeypatch, capsys)
+    assert code == 0 and "got" in out
+
+
+def test_a_script_tells_a_wrong_log_probability_and_too_many_cached_tokens(hybrid, tmp_path, monkeypatch, capsys):
+    folder, model = hybrid
+    (answer,) = transformers.start(folder, {}).ask([Ask(PROMPTS[0], logprobs=True)])
+    fields = {"rounds": (Round((Ask(PROMPTS[0]),)),), "index": 0, "expected": answer.token_ids[:1]}
+    right = answer.logprobs[0][answer.token_ids[0]]
+    for logprob, expected in ((right, 0), (right + 0.1, 1)):
+        case = replace(second_turn(model, {}), logprob=logprob, **fields)
+        assert run_script(case, folder, tmp_path, monkeypatch, capsys)[0] == expected
+    for most, expected in ((18, 0), (17, 1)):
+        case = second_turn(model, {"prefix": "kept"}, most_cached=most)
+        assert run_script(case, folder, tmp_path, monkeypatch, capsys)[0] == expected
+    assert transformers.script(second_turn(model, {"cache": "offloaded"})) is None

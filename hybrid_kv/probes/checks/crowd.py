@@ -121,3 +121,19 @@ def churned(traffic: Traffic) -> Rounds:
         yield Round(tuple(traffic.ask(prompt, max_tokens=3, after=max(0, i - 6)) for i, prompt in enumerate(crowd)))
     for prompt in prompts:
         yield Round((traffic.ask(prompt),))
+
+
+@probe("a tree of texts", place=91, needs="batch", moves="cached", when="prefix")
+def tree(traffic: Traffic) -> Rounds:
+    """Prompts of every length that begin as an earlier text does, cut anywhere: long hits, beside one another."""
+    texts, rng = [traffic.prompt(traffic.longest)], traffic.rng
+    for _ in range(4 * traffic.amount):
+        asks = []
+        for i in range(8):
+            fresh, known = traffic.prompt(rng.randint(1, traffic.longest)), rng.choice(texts)
+            cut = rng.randint(0, min(len(fresh) - 1, len(known)))
+            new = rng.randint(1, traffic.num_new)
+            asks.append(traffic.ask((*known[:cut], *fresh[cut:]), max_tokens=new, after=max(0, i - 5)))
+        answers = yield Round(tuple(asks))
+        found = [(*ask.prompt, *answer.token_ids) for ask, answer in zip(asks, answers, strict=True)]
+        texts = [*texts, *found][-16:]
