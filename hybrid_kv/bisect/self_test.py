@@ -37,7 +37,7 @@ from hybrid_kv.bisect.memory import Memory, Outcome
 from hybrid_kv.bisect.own_code import NotMeasurableError, run_own
 from hybrid_kv.bisect.replay import Replay, played_by
 from hybrid_kv.bisect.run import Finding, find
-from hybrid_kv.bisect.times import Times, typical_spread
+from hybrid_kv.bisect.times import Times
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.results import Receipt, Row, append_rows, provenance, read_rows, timing_row
 
@@ -60,7 +60,7 @@ class Trial:
         outcome: `right`, `wrong` (an innocent commit was blamed) or `open`: nobody was.
         questions: commits that were asked between the ends.
         pairs: worker pairs that were measured.
-        seconds, cpu_seconds: of the whole bisect; of a drawn time, its pairs times what one took.
+        seconds, cpu_seconds: of the whole bisect; of a drawn time the latter, its pairs times what one took.
     """
 
     kind: str
@@ -85,7 +85,7 @@ def judge(finding: Finding, culprit: str | None) -> str:
 
 @dataclass(frozen=True)
 class Noise:
-    """Worker pairs of equal code: log-ratios around 0, and what one of them took."""
+    """Worker pairs of equal code: log-ratios around 0, and the CPU seconds that one of them took."""
 
     log_ratios: tuple[float, ...]
     seconds: float
@@ -157,12 +157,10 @@ def draw(kind: str, number: int, noises: Sequence[Noise]) -> Trial:
         "equal time": lambda: Times(drawn.measured(noise)),
         "answers": lambda: Answers(drawn.answered(), 0),
     }
-    begin = time.process_time()
     finding = find("-1", tuple(map(str, range(COMMITS))), questions[kind](), Memory(), lambda *_: None)
-    seconds = drawn.num_pairs * noise.seconds
     return Trial(
-        kind, "drawn", number, judge(finding, str(drawn.culprit)), finding.asked, drawn.num_pairs, seconds,
-        time.process_time() - begin,
+        kind, "drawn", number, judge(finding, str(drawn.culprit)), finding.asked, drawn.num_pairs, 0.0,
+        drawn.num_pairs * noise.seconds,
     )  # fmt: skip
 
 
@@ -181,14 +179,14 @@ def measure_noise(root: Path, file: Path, folder: Path) -> list[Noise]:
         if key in found:
             continue
         runs = Runs(Trees(folder / key.partition("/")[0], fill_benchmarks(root)), find_cell(key), random.Random(key))
-        begin = time.perf_counter()
+        begin = _cpu_seconds()
         pairs = [*itertools.islice(runs.measure(commit, commit), NOISE_PAIRS)]
-        seconds = (time.perf_counter() - begin) / NOISE_PAIRS
+        seconds = (_cpu_seconds() - begin) / NOISE_PAIRS
         middle = center(pairs)
         params: dict[str, Any] = {
             "log_ratios": [round(pair - middle, 5) for pair in pairs],
-            "seconds_per_pair": round(seconds, 3),
-            "spread": round(typical_spread([pairs]), 5),
+            "cpu_seconds_per_pair": round(seconds, 2),
+            "spread": round(statistics.stdev(pairs), 5),
         }
         told = estimate(pairs)
         row = timing_row(
@@ -196,9 +194,9 @@ def measure_noise(root: Path, file: Path, folder: Path) -> list[Noise]:
             value=told.ratio, unit="time ratio", ci_low=told.low, ci_high=told.high, n=told.n, params=params,
         )  # fmt: skip
         append_rows(file, [row], commit=commit)
-        print(f"equal code, {key}: spread {params['spread']:.2%}, {seconds:.1f} s a pair", flush=True)
+        print(f"equal code, {key}: spread {params['spread']:.2%}, {seconds:.1f} CPU s a pair", flush=True)
         found[key] = params
-    return [Noise(tuple(found[key]["log_ratios"]), found[key]["seconds_per_pair"]) for key in PLANTED]
+    return [Noise(tuple(found[key]["log_ratios"]), found[key]["cpu_seconds_per_pair"]) for key in PLANTED]
 
 
 # ---- planted ----
@@ -361,5 +359,5 @@ def print_rates(summary: Sequence[Row]) -> None:
         print(
             f"{right.params['way']:8} {right.benchmark:11} right {right.value * right.n:.0f} of {right.n}, "
             f"an innocent blamed in {wrong.value * wrong.n:.0f}; {right.params['questions']} commits asked, "
-            f"{right.params['pairs']} pairs, the longest {right.params['longest_minutes']} min"
+            f"{right.params['pairs']} pairs, at most {right.params['longest_cpu_minutes']} CPU minutes"
         )

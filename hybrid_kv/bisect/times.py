@@ -2,7 +2,7 @@
 
 One number is one worker pair of `hybrid-kv compare`: the log-ratio of two processes that run side by side on a core.
 
-The ends. BAD must be slower than GOOD by Yuen's test over pairs, in at most four looks that share `ALPHA`. Their pairs
+The ends. BAD must be slower than GOOD by Yuen's test over pairs, in at most three looks that share `ALPHA`. Their pairs
 also say how large the change is (`shift`) and how far pairs of equal code lie apart (`spread`).
 
 A commit. It is as fast as GOOD or as slow as BAD: Wald's sequential test (1945) adds the logarithm of how much likelier
@@ -29,23 +29,27 @@ from hybrid_kv.bisect.own_code import NotMeasurableError
 from hybrid_kv.bisect.search import Answer
 
 ALPHA = 0.01
-LOOKS = (12, 24, 48, 96)
+LOOKS = (24, 48, 96)
 MIN_EFFECT = 0.01  # a smaller change does not matter: that of `compare`
 ERROR = 0.001  # of one commit's answer; a search over 200 commits asks for 8
 CLIP = 2.0  # of 1.5, 2 and 3, at a spread of 1.2 to 5 % and 5 % slower, 2 errs least for its number of pairs
 MOST_PAIRS = 100
 MIN_SPREAD = 0.002
+CAUTION = 1.2  # times the spread that was seen: 24 pairs may show too little of it
 
 # The log-ratios of one commit over another, as many as are asked for; closed as soon as no more are.
 Measure = Callable[[str, str], Generator[float, None, None]]
 
 
 def typical_spread(groups: Sequence[Sequence[float]]) -> float:
-    """Standard deviation of pairs of the same two commits, by the median distance from each group's own median."""
+    """Standard deviation of pairs of the same two commits, by the median distance from each group's own median.
+
+    A little more than that: see `CAUTION`.
+    """
     usable = [np.asarray(group) for group in groups if len(group) > 1]
     distances = np.concatenate([np.abs(group - np.median(group)) for group in usable])
     freedom = len(distances) / (len(distances) - len(usable))
-    return max(MIN_SPREAD, 1.4826 * float(np.median(distances)) * math.sqrt(freedom))
+    return max(MIN_SPREAD, CAUTION * 1.4826 * float(np.median(distances)) * math.sqrt(freedom))
 
 
 def decide(log_ratios: Sequence[float], shift: float, spread: float) -> Answer | None:

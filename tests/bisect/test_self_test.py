@@ -34,7 +34,7 @@ def test_drawn_histories_are_bisected_rightly(kind: str) -> None:
 
 def test_a_number_is_a_history() -> None:
     first, second = draw("time", 3, QUIET), draw("time", 3, QUIET)
-    assert (first.questions, first.pairs, first.seconds) == (second.questions, second.pairs, 2.0 * second.pairs)
+    assert (first.questions, first.pairs, first.cpu_seconds) == (second.questions, second.pairs, 2.0 * second.pairs)
 
 
 def test_a_search_that_blames_the_neighbour_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
