@@ -15,7 +15,8 @@ import pandas as pd
 
 from hybrid_kv.dashboard.steps import Floats, Step, find_steps
 from hybrid_kv.errors import HybridKVError
-from hybrid_kv.results import COLUMNS, TIME_UNITS, metric_key, read_rows
+from hybrid_kv.results import TIME_UNITS, metric_key
+from hybrid_kv.results.store import DATASET, NAMES, Store, opened
 
 # A series is one check or benchmark on one machine. Of `params` these say how a number came about, not what it is of.
 SERIES = ["suite", "benchmark", "metric", "case", "machine"]
@@ -25,7 +26,8 @@ COMPARE, CURVE = "compare", "operating_curve"
 NO_LEVEL = (COMPARE, CURVE)  # Ratios to some baseline, and rates of the harness: these have no level over time.
 STATIC_SUITE = "kernels"  # Compiled ahead of time: the same on every machine, and only what changed is appended.
 
-# A page holds this much; its rule is `thin`.
+# A page is made of this much; the rules are `choose_rows`, `newest_series` and `thin`.
+MAX_ROWS = 300_000
 MAX_SERIES = 2000
 MAX_POINTS = 40_000
 MAX_POINTS_PER_SERIES = 400
@@ -41,11 +43,15 @@ class Results:
             `metric` is without the figures that the guard adds after a colon, `check` is with them.
         files: names of the files that were read.
         foreign: names of CSV files of another kind, which were not.
+        total: how many measurements the files have.
+        rule: which of them `rows` holds, in words; empty: all.
     """
 
     rows: pd.DataFrame
     files: list[str]
     foreign: list[str]
+    total: int
+    rule: str = ""
 
     def of(self, suite: str, benchmark: str | None = None, metric: str | None = None) -> pd.DataFrame:
         """Rows of a suite, in order of time."""
@@ -77,8 +83,13 @@ def load(folder: Path) -> Results:
         raise HybridKVError(
             f"{folder} is no folder with results; `hybrid-kv guard --record` makes one, --results names another"
         )
-    frames, files, foreign = [], [], []
-    for path in sorted(folder.glob("*.csv")):
+    read: list[Path] = []
+    files, foreign = [], []
+    for path in sorted([*folder.glob("*.csv"), *folder.glob(f"*{DATASET}")]):
+        if path.suffix == DATASET:
+            files.append(path.name)
+            read.append(path)
+            continue
         if not path.is_file():  # A pipe would wait for its writer.
             raise HybridKVError(f"{path} is no regular file; move it out of {folder}")
         with path.open("rb") as file:
@@ -88,11 +99,68 @@ def load(folder: Path) -> Results:
             continue
         files.append(path.name)
         if head.endswith(b"\n"):  # A header without its end has no rows.
-            frames.append(read_rows(path))
+            read.append(path)
     if not files:
         raise HybridKVError(f"{folder} has no CSV of results; `hybrid-kv guard --results {folder}` makes one")
-    frame = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame({name: [] for name in COLUMNS})
-    return Results(prepare(frame), files, foreign)
+    with opened(read) as store:
+        chosen = choose_rows(store)
+        frame = store.frame(f"SELECT {NAMES} FROM {chosen.source} ORDER BY place, line")
+    return Results(prepare(frame), files, foreign, chosen.total, chosen.rule)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Which of all rows become Python objects.
+
+    Attributes:
+        total: how many measurements there are, without the numbers behind a check of the guard.
+        source: the chosen ones, for a query.
+        rule: the same for the reader; empty: all.
+    """
+
+    total: int
+    source: str = "rows"
+    rule: str = ""
+
+
+def choose_rows(store: Store, limit: int = MAX_ROWS) -> Chosen:
+    """All rows, or whole runs: the newest of each suite on each machine, its fullest, and others at equal distances.
+
+    Of what is compiled ahead of time, of which only changes are appended, the last row of each series is there, too.
+    """
+    behind = "suite = 'guard' AND contains(metric, ':') AND NOT contains(metric, ' ')"  # as `_fold_guard` has it
+    ((size, total),) = store.run(f"SELECT count(*), count(*) FILTER (NOT ({behind})) FROM rows").fetchall()
+    if size <= limit:
+        return Chosen(total)
+    store.run(
+        """CREATE TEMP TABLE runs AS SELECT *,
+            row_number() OVER (of_one ORDER BY ended DESC, run_id) AS age,
+            row_number() OVER (of_one ORDER BY size DESC, ended DESC, run_id) AS smallness
+        FROM (SELECT suite, machine, device, run_id, max(time_utc) AS ended, count(*) AS size FROM rows GROUP BY ALL)
+        WINDOW of_one AS (PARTITION BY suite, machine, device)"""
+    )
+
+    def fits(newest: int, step: int, share: float) -> bool:
+        kept = f"sum(size) FILTER (age <= {newest} OR smallness = 1 OR age % {step} = 0)"
+        ((size,),) = store.run(f"SELECT {kept} FROM runs").fetchall()
+        return bool((size or 0) <= share * limit)
+
+    never = 1 << 40
+    newest = next((n for n in (64, 32, 16, 8, 4, 2) if fits(n, never, 0.5)), 1)
+    step = next((1 << n for n in range(1, 30) if fits(newest, 1 << n, 1.0)), never)
+    store.run(f"DELETE FROM runs WHERE NOT (age <= {newest} OR smallness = 1 OR age % {step} = 0)")
+    store.run(
+        f"""CREATE TEMP TABLE chosen AS
+        SELECT place, line FROM rows SEMI JOIN runs USING (suite, machine, device, run_id)
+        UNION SELECT unnest(last) FROM (
+            SELECT max(ROW(time_utc, place, line)) AS found, {{'place': found[2], 'line': found[3]}} AS last
+            FROM rows WHERE suite = '{STATIC_SUITE}' GROUP BY benchmark, metric, params, triton
+        )"""
+    )
+    rule = f"the newest {'run' if newest == 1 else f'{newest} runs'} of each suite on each machine, its fullest"
+    if step < never:
+        rule += f", and each {step}th of the others"
+    return Chosen(total, "rows SEMI JOIN chosen USING (place, line)", rule)
 
 
 def prepare(frame: pd.DataFrame) -> pd.DataFrame:
@@ -223,19 +291,29 @@ class Series:
 def histories(rows: pd.DataFrame) -> list[Series]:
     """All series with their steps, in order of their names."""
     once = rows[~rows["suite"].isin(NO_LEVEL)].drop_duplicates([*SERIES, "run_id"], keep="last")
+    if once.empty:
+        return []
+    number = once.groupby(SERIES, sort=True).ngroup().to_numpy()
+    order = np.argsort(number, kind="stable")
+    once = once.iloc[order]
+    starts = np.flatnonzero(np.diff(number[order], prepend=-1))
+    # Arrays, not frames: with ten thousand series a frame for each test would cost more than all the tests.
+    usable = (~once["dirty"] & (once["verdict"] != "void")).to_numpy()
+    values, exact = once["value"].to_numpy(), _is_exact(once, starts)
+    keys = once[SERIES].iloc[starts].itertuples(index=False, name=None)
     found = []
-    for key, group in once.groupby(SERIES, sort=True):
-        clean = np.flatnonzero((~group["dirty"] & (group["verdict"] != "void")).to_numpy())
-        values = group["value"].to_numpy()[clean]
-        found.append(Series(tuple(map(str, key)), group, clean, find_steps(values, _is_exact(group))))
+    for key, is_exact, (start, end) in zip(keys, exact, pairwise([*starts, len(once)]), strict=True):
+        clean = np.flatnonzero(usable[start:end])
+        steps = find_steps(values[start:end][clean], bool(is_exact))
+        found.append(Series(tuple(map(str, key)), once.iloc[start:end], clean, steps))
     return found
 
 
-def _is_exact(rows: pd.DataFrame) -> bool:
-    if (rows["suite"] == STATIC_SUITE).any():
-        return True
-    counted = not rows["unit"].isin(TIME_UNITS).any() and rows["ci_low"].isna().all()
-    return bool(counted and (rows["value"] == rows["value"].round()).all())
+def _is_exact(rows: pd.DataFrame, starts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Of each series, whose rows begin at `starts`: static, or whole numbers without an interval that are no times."""
+    counted = ~rows["unit"].isin(TIME_UNITS) & rows["ci_low"].isna() & (rows["value"] == rows["value"].round())
+    static = np.logical_or.reduceat((rows["suite"] == STATIC_SUITE).to_numpy(), starts)
+    return np.asarray(static | np.logical_and.reduceat(counted.to_numpy(), starts))
 
 
 def newest_series(series: list[Series], limit: int = MAX_SERIES) -> list[Series]:

@@ -80,6 +80,11 @@ def _html(results: Results, found: list[Section], machine: str, plotly: str, asv
         f'<h2 class="{s.word}">{escape(s.finding)}</h2>{s.body}</section>'
         for s in found
     )
+    held = (
+        f" Of {results.total:,} measurements the page holds {len(results.rows):,}: {results.rule}."
+        if results.rule
+        else ""
+    )
     pages = f' By commit: <a href="{ASV_PAGES}">pages of asv</a>, which need the network.' if asv else ""
     # Nothing may be fetched: the page is whole, and stays so.
     policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
@@ -95,11 +100,11 @@ def _html(results: Results, found: list[Section], machine: str, plotly: str, asv
 </head>
 <body>
 <header><h1>hybrid-kv</h1>
-<p>Is the cache still right, and still fast? {len(results.rows):,} measurements, {newest}.</p></header>
+<p>Is the cache still right, and still fast? {results.total:,} measurements, {newest}.</p></header>
 <div class="bar"><div><nav aria-label="sections">{nav}</nav>
 <label>machine <select id="machine"><option value="">all</option>{options}</select></label></div></div>
 <main>{body}</main>
-<footer><p>Drawn from {escape(files)}.{escape(foreign)}{pages}</p></footer>
+<footer><p>Drawn from {escape(files)}.{escape(foreign)}{held}{pages}</p></footer>
 <script>{plotly}</script>
 <script>{_text("page.js")}</script>
 </body>

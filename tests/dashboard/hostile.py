@@ -96,4 +96,6 @@ def with_payload(params: str, payload: str) -> str:
 
 def results_of(rows: list[dict[str, Any]]) -> Results:
     """Rows as the page gets them, past the reader of files: the page trusts no reader."""
-    return Results(prepare(pd.DataFrame(rows, columns=list(COLUMNS)).fillna({"verdict": ""})), ["made.csv"], [])
+    return Results(
+        prepare(pd.DataFrame(rows, columns=list(COLUMNS)).fillna({"verdict": ""})), ["made.csv"], [], len(rows)
+    )

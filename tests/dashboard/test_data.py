@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.dashboard.data import (
     MAX_POINTS,
+    Chosen,
+    choose_rows,
     fullest_run,
     histories,
     last_words,
@@ -22,6 +25,8 @@ from hybrid_kv.dashboard.data import (
 )
 from hybrid_kv.dashboard.verdicts import verdicts
 from hybrid_kv.dashboard.words import about, duration, number
+from hybrid_kv.results.dataset import export_rows
+from hybrid_kv.results.store import NAMES, opened
 from tests.dashboard.rows import history, results, row, write
 
 # ---- reading ----
@@ -286,3 +291,48 @@ def test_the_repositorys_own_rows_are_read() -> None:
         params = json.loads(one.params)
         assert {name: one.parsed[name] for name in params} == params
         assert one.suite == "guard" or len(one.parsed) == len(params)  # the guard's numbers are folded in
+
+
+# ---- more rows than a page is made of ----
+
+
+def chosen(folder: Path, rows: list[dict[str, object]], limit: int) -> tuple[list[int], Chosen]:
+    """The runs whose rows are chosen, by number, and the choice."""
+    with opened([write(folder, rows) / "made.csv"]) as store:
+        found = choose_rows(store, limit)
+        runs = store.run(f"SELECT DISTINCT run_id FROM {found.source} ORDER BY ALL").fetchall()
+    return [int(run.removeprefix("run")) for (run,) in runs], found
+
+
+def test_what_fits_is_all_there(tmp_path: Path) -> None:
+    assert chosen(tmp_path, history(range(50)), 50) == (list(range(50)), Chosen(50))
+
+
+def test_of_more_rows_the_newest_runs_and_some_of_the_others_are_chosen(tmp_path: Path) -> None:
+    runs, found = chosen(tmp_path, history(range(200)), 20)
+    assert runs[-8:] == list(range(192, 200)) and 10 < len(runs) <= 20
+    older = runs[:-8]
+    assert older[0] < 40 and len({after - before for before, after in itertools.pairwise(older[1:])}) == 1
+    assert found.total == 200 and "the newest 8 runs of each suite on each machine" in found.rule
+
+
+def test_each_suite_and_machine_keeps_its_newest_and_its_fullest_run(tmp_path: Path) -> None:
+    rows = history(range(90)) + [row(3, {"K": k}) for k in range(5)] + [row(0, machine="old"), row(1, suite="rare")]
+    runs, _ = chosen(tmp_path, rows, 20)
+    assert {0, 1, 3, 89} <= set(runs)
+
+
+def test_the_last_word_of_a_static_series_is_always_there(tmp_path: Path) -> None:
+    rows = [row(i, {"shape": i % 7}, suite="kernels", value=i) for i in range(7)]
+    rows += [row(20 + i, {"shape": 0}, suite="kernels", value=i) for i in range(60)]
+    with opened([write(tmp_path, rows) / "made.csv"]) as store:
+        found = store.frame(f"SELECT {NAMES} FROM {choose_rows(store, 16).source} ORDER BY place, line")
+    assert len(found) < 60 and set(found["params"]) == {f'{{"shape": {i}}}' for i in range(7)}
+    assert found["value"].iloc[-1] == 59
+
+
+def test_parquet_and_csv_make_one_frame(tmp_path: Path) -> None:
+    export_rows([write(tmp_path / "csv", history(range(9))) / "made.csv"], tmp_path / "set" / "all.parquet")
+    from_csv, from_parquet = load(tmp_path / "csv"), load(tmp_path / "set")
+    assert from_csv.rows.equals(from_parquet.rows)
+    assert from_parquet.files == ["all.parquet"]
