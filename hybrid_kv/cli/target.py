@@ -18,7 +18,7 @@ from hybrid_kv.errors import require
 from hybrid_kv.probes.reproducer import FORMAT, case_of, from_json, replay, write_files
 from hybrid_kv.probes.run import Guarded, check_level, default_matrix, guard, matrix_of
 from hybrid_kv.probes.session import Outcome
-from hybrid_kv.probes.shrink import shrink
+from hybrid_kv.probes.shrink import distinct, shrink
 from hybrid_kv.targets.kinds import kind_of
 from hybrid_kv.targets.models import model_folder
 from hybrid_kv.targets.target import TargetError
@@ -61,7 +61,7 @@ def guard_target(
         outcomes = guard(guarded, cells, select or (), told)
         seconds = time.perf_counter() - begin
         files = []
-        failures = [failure for outcome in outcomes for failure in outcome.failures]
+        failures = distinct([failure for outcome in outcomes for failure in outcome.failures])
         end = time.perf_counter() + SHRINK_SECONDS
         for i, failure in enumerate(failures):
             share = min(120.0, (end - time.perf_counter()) / (len(failures) - i))

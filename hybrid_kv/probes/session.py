@@ -21,7 +21,7 @@ DEFAULT_UNIT = 16
 class Failure:
     """What was asked, from an empty cache on, until an answer was wrong: the last round's ask `index`.
 
-    `unit`: tokens of a cached block.
+    `unit`: tokens of a cached block. `died`: there is no answer; the target died of the last round.
     """
 
     probe: str
@@ -31,6 +31,7 @@ class Failure:
     answer: Answer
     judgement: Judgement
     unit: int = DEFAULT_UNIT
+    died: bool = False
 
 
 @dataclass
@@ -141,7 +142,8 @@ class Session:
         self.judge, self.references, self.seed, self.amount = judge, references, seed, amount
         self.target = kind.start(folder, settings)
         self.unit, self.seen = 0, Seen()
-        self._shortest, self._asked = 1, Round(())
+        self.asked = list[Round]()  # since the cache was empty
+        self._shortest = 1
 
     def is_plain(self, factor: str) -> bool:
         """Whether a factor, if the kind has it, is at its plainest level."""
@@ -181,17 +183,26 @@ class Session:
             self._play(probe, vocab_size, outcome)
         except TargetError as error:
             outcome.verdict, outcome.detail = "wrong", outcome.detail or str(error)
-            if [len(ask.prompt) for ask in self._asked.asks] == [self._shortest]:
+            if not outcome.failures and self.asked:
+                outcome.failures.append(self._death(probe, error))
+            if self.asked and [len(ask.prompt) for ask in self.asked[-1].asks] == [self._shortest]:
                 outcome.detail = f"a prompt of length {self._shortest}: {outcome.detail}"
                 self._shortest += 1
             self.restart()
         outcome.seconds = time.perf_counter() - begin
         return outcome
 
+    def _death(self, probe: Probe, error: TargetError) -> Failure:
+        said = str(error)
+        return Failure(
+            probe.name, self.settings, tuple(self.asked), 0, Answer((), error=said), Judgement("wrong", said),
+            self.unit or DEFAULT_UNIT, died=True,
+        )  # fmt: skip
+
     def _play(self, probe: Probe, vocab_size: int, outcome: Outcome) -> None:
         rounds = probe.rounds(self.traffic(probe.name, vocab_size))
         self.reset()
-        before, asked, unclear = self.target.counters(), list[Round](), ""
+        before, unclear = self.target.counters(), ""
         answers: list[Answer] | None = None
         while True:
             try:
@@ -199,14 +210,13 @@ class Session:
             except StopIteration:
                 break
             one = self._possible(one)
-            asked.append(one)
             answers, judgements = self.play(one)
             _count(outcome, one, answers, judgements)
             for i, judgement in enumerate(judgements):
                 if judgement.verdict == "wrong":
                     outcome.verdict, outcome.detail = "wrong", judgement.problem
                     outcome.failures.append(
-                        Failure(probe.name, self.settings, tuple(asked), i, answers[i], judgement, self.unit)
+                        Failure(probe.name, self.settings, tuple(self.asked), i, answers[i], judgement, self.unit)
                     )
                     break
                 unclear = unclear or judgement.problem
@@ -229,16 +239,18 @@ class Session:
         """
         self.target.close()
         self.target, self.seen = self.kind.start(self.folder, self.settings), Seen()
+        self.asked = []
 
     def reset(self) -> None:
         """Forget the prefix cache, if the target can."""
+        self.asked = []
         if "reset" in self.target.can:
             self.target.reset()
             self.seen = Seen()
 
     def play(self, one: Round) -> tuple[list[Answer], list[Judgement]]:
         """The answers to a round, and whether they are right."""
-        self._asked = one
+        self.asked.append(one)
         answers = self.target.ask(one.asks, one.preempt_every)
         found = []
         for i, (ask, answer) in enumerate(zip(one.asks, answers, strict=True)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from typing import Any
 from hybrid_kv.guard.shrink import minimize
 from hybrid_kv.probes.registry import Round
 from hybrid_kv.probes.session import Failure, Session
-from hybrid_kv.targets.target import Ask, TargetError
+from hybrid_kv.targets.target import Answer, Ask, TargetError
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,10 @@ def shrink(failure: Failure, start: Callable[[], Session], seconds: float = 120.
 
 
 def play(session: Session, rounds: Sequence[Round], failure: Failure) -> Failure | None:
-    """The first wrong answer to these rounds; `failure` names where they come from. A death is one, too.
+    """The first wrong answer to these rounds; `failure` names where they come from.
 
     Raises:
-        TargetError: the engine died, where the failure is another.
+        TargetError: the engine died.
     """
     for i, one in enumerate(rounds):
         answers, judgements = session.play(one)
@@ -93,15 +94,23 @@ class _Shrinker:
         self.num_plays += 1
         try:
             found = play(self._fresh(), rounds, self.best)
-        except TargetError:
+        except TargetError as error:
+            found = self._died(error)
             self.close()
             self._session = None
-            return False
         if found is None:
             return False
         self.best = found
         self._tried.add(found.rounds)
         return True
+
+    def _died(self, error: TargetError) -> Failure | None:
+        """What killed the session, if a death is what is made small; the same one, whatever numbers it names."""
+        if not self.best.died or self._session is None:
+            return None
+        now = replace(self.best, rounds=tuple(self._session.asked), answer=Answer((), error=str(error)))
+        now = replace(now, judgement=replace(now.judgement, problem=str(error)))
+        return now if _nameless(now) == _nameless(self.best) else None
 
     def _fresh(self) -> Session:
         if self._session is not None and "reset" in self._session.target.can and not self._always_new:
@@ -192,6 +201,17 @@ def _startable(one: Round) -> Round:
     for place, i in enumerate(sorted(range(len(asks)), key=lambda i: asks[i].after)):
         asks[i] = replace(asks[i], after=min(asks[i].after, place))
     return replace(one, asks=tuple(asks))
+
+
+def distinct(failures: Sequence[Failure]) -> list[Failure]:
+    """Without deaths like an earlier one: an engine may die of one bug in most probes, and is slow to start."""
+    known = {_nameless(one): one for one in reversed(failures) if one.died}
+    return [one for one in failures if not one.died or known[_nameless(one)] is one]
+
+
+def _nameless(death: Failure) -> str:
+    """Its last words without their numbers: an index, a shape, a token."""
+    return re.sub(r"\d+", "#", death.judgement.problem)
 
 
 def _with_prompts(rounds: Sequence[Round], change: Callable[[Sequence[int]], Sequence[int]]) -> list[Round]:

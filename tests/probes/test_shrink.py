@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from hybrid_kv.config import ConfigError
@@ -5,7 +7,7 @@ from hybrid_kv.probes.judge import Judge
 from hybrid_kv.probes.registry import load_probes
 from hybrid_kv.probes.reproducer import case_of, from_json, replay, to_json, write_files
 from hybrid_kv.probes.session import References, Session
-from hybrid_kv.probes.shrink import shrink
+from hybrid_kv.probes.shrink import distinct, shrink
 from hybrid_kv.targets import ours
 from tests.probes.toy import UNIT, VOCAB, ToyKind, ToyOracle
 
@@ -30,6 +32,8 @@ def failure_of(bug, probe_name):
         ("preempted", "preempted", 1, 1),
         ("n", "several answers", 1, 1),
         ("abort", "abort, then the same prompt", 2, 2),
+        ("dies", "batch", 7, 7),
+        ("dies of one token", "alone", 1, 1),
     ],
 )
 def test_nothing_that_can_be_missed_is_left(bug, probe, requests, tokens):
@@ -62,6 +66,13 @@ def test_the_script_is_short_and_the_text_has_all_requests(tmp_path):
     compile(files[".py"], "script", "exec")
     assert len(files[".py"].splitlines()) <= 30
     assert files[".md"].count("1. `[") == 1 and "Exit code 1 while the bug lives" in files[".md"]
+
+
+def test_deaths_of_one_kind_are_made_small_once():
+    one, wrong = failure_of("dies", "batch"), failure_of("hit", "repeat")
+    again = replace(one, judgement=replace(one.judgement, problem="toy died at index 7"))
+    like = replace(one, judgement=replace(one.judgement, problem="toy died at index 31"))
+    assert distinct([one, wrong, again, like, wrong]) == [one, wrong, again, wrong]
 
 
 @pytest.mark.parametrize(

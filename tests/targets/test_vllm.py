@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from hybrid_kv.accuracy.guard_model import FOLDER
 from hybrid_kv.config import ConfigError
-from hybrid_kv.targets import vllm
+from hybrid_kv.probes.registry import Round
+from hybrid_kv.probes.reproducer import Case
+from hybrid_kv.targets import ours, vllm
 from hybrid_kv.targets.kinds import kind_of
-from hybrid_kv.targets.remote import Remote
+from hybrid_kv.targets.remote import Remote, python_of
 from hybrid_kv.targets.target import Ask
 from hybrid_kv.targets.workers.vllm import MAX_MODEL_LEN, ROOM, arguments
 
@@ -40,13 +44,62 @@ def test_an_unknown_setting_is_refused(setting: tuple[str, str]) -> None:
         arguments(dict([setting]))
 
 
+def case(*asks: Ask, preempt_every: int = 0, expected: tuple[int, ...] = (5,), **settings: str) -> Case:
+    said = "token 0 is 4; the oracle has 5"
+    rounds = (Round(asks, preempt_every),)
+    return Case("vllm", "0.32.0", str(FOLDER), settings, "drafts", said, rounds, 0, expected, (), 0.5, None, None, 1e-4)
+
+
+@pytest.mark.parametrize("found", sorted(Path("examples/found").glob("vllm_*.py")), ids=lambda path: path.stem)
+def test_scripts_have_one_heading_and_are_short(found: Path) -> None:
+    text = found.read_text()
+    assert vllm.HEADING in text
+    assert len(text.splitlines()) - len(vllm.HEADING.splitlines()) <= 30
+
+
+def test_a_script_asks_what_the_worker_asks() -> None:
+    asks = Ask((1, 2), n=2, salt="a"), Ask((3,), temperature=1.0, seed=7, logprobs=True)
+    text = vllm.script(case(*asks, prefix="on")) or ""
+    assert "{'prompt_token_ids': [1, 2], 'cache_salt': 'a'}, {'max_tokens': 12, 'temperature': 1.0, 'top_k': 1" in text
+    assert "{'max_tokens': 12, 'temperature': 1.0, 'seed': 7, 'logprobs': 5}" in text
+    assert "'enable_prefix_caching': True" in text and vllm.HEADING in text
+    assert len(text.splitlines()) - len(vllm.HEADING.splitlines()) <= 30
+
+
+@pytest.mark.parametrize(
+    "steered",
+    [
+        case(Ask((1,)), preempt_every=3),
+        case(Ask((1,)), Ask((2,), after=1)),
+        case(Ask((1,), abort_after=2)),
+        case(Ask((1,)), blocks="tight"),
+    ],
+)
+def test_what_vllm_alone_cannot_be_told_has_no_script(steered: Case) -> None:
+    assert vllm.script(steered) is None
+
+
 def started(**settings: str) -> Remote:
+    installed()
+    return vllm.start(str(FOLDER), settings)
+
+
+def installed() -> str:
     try:
-        return vllm.start(str(FOLDER), settings)
+        return python_of("vllm", "vllm")
     except ConfigError as error:
-        if "is not installed" in str(error):
-            pytest.skip(str(error))
-        raise
+        pytest.skip(str(error))
+
+
+def test_a_script_ends_with_1_while_the_bug_lives(tmp_path: Path) -> None:
+    """Drafts of a Mamba-2 hybrid: `examples/found/vllm_drafts_of_a_hybrid.py`."""
+    python, ask = installed(), Ask(tuple(3 + i % 7 * 11 for i in range(60)))
+    (right,) = ours.start(str(FOLDER), {}).ask([ask])
+    file = tmp_path / "script.py"
+    for spec, code in (("ngram3", 1), ("none", 0)):
+        file.write_text(vllm.script(case(ask, expected=right.token_ids, spec=spec)) or "")
+        ran = subprocess.run([python, file, FOLDER], capture_output=True, text=True, timeout=300)
+        assert ran.returncode == code and f"expected {list(right.token_ids)}" in ran.stdout, ran.stderr[-2000:]
 
 
 @pytest.fixture(scope="module")
