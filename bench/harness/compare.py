@@ -221,13 +221,18 @@ def take_times(measured: Measured, timed: Sequence[CellInfo], design: Design, ta
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was compared, and what was measured of it."""
+    """What was compared, and what was measured of it.
+
+    Attributes:
+        unfit: why times of this machine prove nothing; empty: they do.
+    """
 
     base: Revision
     head: Revision
     seed: int
     design: Design
     measured: Measured
+    unfit: str = ""
 
 
 def compare(

@@ -251,7 +251,7 @@ def _counted(comparison: Comparison, outcomes: Sequence[Outcome]) -> str:
     if any(one.estimate is not None and one.verdict == "same" for one in outcomes):
         parts += f" (the same: within ±{100 * comparison.design.threshold:g} %)"
     head = f"{len(alarms)} alarm{'s' * (len(alarms) != 1)}" if alarms else "no regression found"
-    return f"{head}: {parts}"
+    return f"{head}: {parts}" + (f"; unfit machine: {comparison.unfit}" if comparison.unfit else "")
 
 
 def rows(comparison: Comparison, outcomes: Sequence[Outcome]) -> Iterator[Row]:
@@ -265,6 +265,8 @@ def rows(comparison: Comparison, outcomes: Sequence[Outcome]) -> Iterator[Row]:
         params = {**one.cell.params, "outcome": one.verdict}
         if one.quarantined:
             params["quarantined"] = True
+        if comparison.unfit and one.estimate is not None:
+            params["unfit"] = comparison.unfit
         verdict = "fail" if one.alarm else "" if one.verdict == "inconclusive" else "pass"
         if one.estimate is not None:
             yield timing_row(
@@ -364,6 +366,7 @@ def document(comparison: Comparison, outcomes: Sequence[Outcome]) -> dict[str, A
 
     return {
         "verdict": verdict_line(comparison, outcomes),
+        "unfit": comparison.unfit,
         "base": asdict(comparison.base),
         "head": asdict(comparison.head),
         "seed": comparison.seed,

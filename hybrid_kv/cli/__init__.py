@@ -10,6 +10,7 @@ from hybrid_kv.cli import (
     accuracy,
     bisect,
     compare,
+    doctor,
     families,
     generate,
     guard,
@@ -60,6 +61,7 @@ app.command()(compare.compare)
 app.command()(bisect.bisect)
 app.command()(mutants.mutants)
 app.command()(report.report)
+app.command()(doctor.doctor)
 
 
 def main(args: list[str] | None = None) -> None:

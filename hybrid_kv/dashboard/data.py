@@ -21,7 +21,17 @@ from hybrid_kv.results.store import DATASET, NAMES, Store, opened
 # A series is one check or benchmark on one machine. Of `params` these say how a number came about, not what it is of.
 SERIES = ["suite", "benchmark", "metric", "case", "machine"]
 NO_IDENTITY = frozenset({"receipt", "mix", "seconds", "baseline", "candidate", "candidate_commit"})
-NO_IDENTITY |= {"outcome", "was", "p", "clock_mhz", "head_commit", "quarantined", "reason", "gone"}  # of a comparison
+NO_IDENTITY |= {
+    "outcome",
+    "was",
+    "p",
+    "clock_mhz",
+    "head_commit",
+    "quarantined",
+    "reason",
+    "gone",
+    "unfit",
+}  # of a comparison
 COMPARE, CURVE = "compare", "operating_curve"
 NO_LEVEL = (COMPARE, CURVE)  # Ratios to some baseline, and rates of the harness: these have no level over time.
 STATIC_SUITE = "kernels"  # Compiled ahead of time: the same on every machine, and only what changed is appended.

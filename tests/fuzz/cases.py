@@ -42,6 +42,7 @@ from tests.dashboard.kinds import everything
 from tests.dashboard.rows import write
 from tests.fuzz import values
 from tests.model_configs import CONFIGS
+from tests.timing.test_fitness import QUIET
 
 Make = Callable[[random.Random, Path], list[str]]
 ROOT = Path(__file__).resolve().parents[2]
@@ -386,6 +387,7 @@ def stubs(folder: Path, rng: random.Random) -> ExitStack:
     from hybrid_kv.mutation import hunt
     from hybrid_kv.serve import server
     from hybrid_kv.static import compile, counts, gate
+    from hybrid_kv.timing import fitness
     from tests.accuracy.test_threshold import result_of
 
     passed = rng.random() < 0.7
@@ -406,6 +408,7 @@ def stubs(folder: Path, rng: random.Random) -> ExitStack:
         (counts, "count_all", list),
         (driver, "ROOT", folder),
         (driver, "compare", no_measurement),
+        (fitness, "examine", lambda *_: QUIET),
         (operating_curve, "self_test", lambda *_, **__: []),
         (
             run,

@@ -34,6 +34,9 @@ def _compared(rows: pd.DataFrame, report: Report) -> str:
     newest = next(each(rows.tail(1)))
     head = str(newest.parsed.get("head_commit") or newest.commit)
     text = f"<p>{report.link(head)} against {report.link(newest.baseline_commit)}, {day(newest)}.</p>"
+    unfit = next((text for text in column(rows, "unfit", str) if text), None)
+    if unfit:
+        text += paragraph(f"Measured on a machine that was not fit for times: {unfit}.")
     rows = rows.assign(
         outcome=column(rows, "outcome", str).fillna("same"), was=column(rows, "was", int, float).astype(float)
     )

@@ -677,6 +677,19 @@ def test_gpu_clocks_are_kept():
     ]
 
 
+def test_a_verdict_from_an_unfit_machine_carries_the_mark():
+    timed, counted = (CellInfo("s", name, {}, tier, name, name) for name, tier in (("t", "cpu"), ("c", "count")))
+    answers = ({"counts": {"blocks": (3, "blocks")}}, {"counts": {"blocks": (3, "blocks")}})
+    measured = Measured([timed, counted], {"t": Times([0.0] * 3, [(1.0, 1.0)] * 3)}, counts={"c": answers})
+    outcomes = [*timed_outcomes(measured, SMALL), *verdicts.count_outcomes(measured, {})]
+    comparison = Comparison(Revision("a", "1"), Revision("b", "2"), 0, SMALL, measured, "others took 33% of a core")
+    marks = {row.metric: row.params.get("unfit") for row in verdicts.rows(comparison, outcomes)}
+    assert marks == {"cpu_time_ratio": "others took 33% of a core", "blocks": None, "blocks_at_base": None}
+    assert "; unfit machine: others took 33% of a core" in verdicts.verdict_line(comparison, outcomes)
+    assert "; unfit machine: others took 33% of a core" in verdicts.markdown(comparison, outcomes)
+    assert verdicts.document(comparison, outcomes)["unfit"] == "others took 33% of a core"
+
+
 def test_a_placed_version_has_all_that_its_benchmarks_read(tmp_path):
     """Today's suites are listed in a copy of this checkout's own files, away from the checkout."""
     if not (driver.ROOT / ".git").exists():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,13 @@ def test_only_the_newest_comparison_counts(tmp_path: Path) -> None:
     old = [one | {"run_id": "old", "time_utc": "2025-01-01T00:00:00Z", "value": 3.0} for one in everything()]
     page = build_page(results(tmp_path, *[one for one in old if one["suite"] == "compare"], *everything()))
     assert titles(page)["comparison"] == "1 of 5 benchmarks is slower than fffffff"
+
+
+def test_a_comparison_on_an_unfit_machine_says_so(tmp_path: Path) -> None:
+    rows = [one for one in everything() if one["suite"] == "compare"]
+    assert "not fit for times" not in build_page(results(tmp_path / "fit", *rows))
+    marked = [
+        one | {"params": json.dumps({**json.loads(one["params"]), "unfit": "others took 33% <b>"})} for one in rows
+    ]
+    page = build_page(results(tmp_path / "unfit", *marked))
+    assert "Measured on a machine that was not fit for times: others took 33% &lt;b&gt;." in page

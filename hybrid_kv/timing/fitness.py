@@ -1,0 +1,161 @@
+"""Is this machine fit for timing? What `hybrid-kv doctor` says, and the mark on a verdict from a machine that is not.
+
+The same work is timed as two subjects for a few seconds: an A/A test. Their ratio is 1; how far it strays is the noise
+of every comparison here. Meanwhile the thread always has work: what it does not get of the wall clock, others took.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from hybrid_kv.results import provenance
+from hybrid_kv.timing.clock import Interval, Subject, median
+
+CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints.txt"
+SECONDS = 5.0
+# Beyond these a machine is unfit. An idle one waits less than 1 % and strays less than 1 %; a busy process per core
+# takes a third of the time or more.
+MAX_WAITED = 0.05
+MAX_STOLEN = 0.02
+MAX_NOISE = 0.03
+_CPU = Path("/sys/devices/system/cpu")
+
+
+@dataclass(frozen=True)
+class Fitness:
+    """What was seen in a few seconds.
+
+    Attributes:
+        waited: share of the wall clock in which the thread had work and no core.
+        stolen: share of all cores' time that the hypervisor gave to others; None: not known.
+        ratio: of the two equal subjects, with its 95 % interval.
+        governor, turbo: of the first core; empty: not known, as in most virtual machines.
+        gpu: name and clock of the current GPU; empty: none.
+        versions: packages that are not of constraints.txt's version; None: there is no such file here.
+    """
+
+    waited: float
+    stolen: float | None
+    ratio: Interval
+    governor: str
+    turbo: str
+    gpu: str
+    versions: tuple[str, ...] | None
+
+    @property
+    def noise(self) -> float:
+        """How far the interval of equal work strays from 1."""
+        return max(self.ratio.high - 1, 1 - self.ratio.low)
+
+    @property
+    def unfit(self) -> str:
+        """Why times of this machine prove nothing now; empty: they do."""
+        found = []
+        if self.waited > MAX_WAITED:
+            found.append(f"others took {self.waited:.0%} of a core")
+        if self.stolen is not None and self.stolen > MAX_STOLEN:
+            found.append(f"the hypervisor took {self.stolen:.0%}")
+        if self.noise > MAX_NOISE:
+            found.append(f"equal work differed by {self.noise:.1%}")
+        return ", ".join(found)
+
+    def lines(self) -> list[str]:
+        """Six lines for people."""
+        stolen = "not known" if self.stolen is None else f"{self.stolen:.1%}"
+        trust = f"times that differ by more than {self.noise:.1%}, and counts"
+        if self.unfit:
+            trust = f"counts only: {self.unfit}"
+        versions = "no constraints.txt here"
+        if self.versions is not None:
+            versions = "as in constraints.txt" if not self.versions else ", ".join(self.versions)
+        return [
+            f"cores     {provenance().machine}; others took {self.waited:.1%}, the hypervisor {stolen}",
+            f"clock     governor {self.governor or 'not known'}, turbo {self.turbo or 'not known'}",
+            f"noise     equal work: {self.ratio.low:.4f} to {self.ratio.high:.4f} times as long, 95 %",
+            f"GPU       {self.gpu or 'none'}",
+            f"versions  {versions}",
+            f"trust     {trust}",
+        ]
+
+
+def examine(seconds: float = SECONDS) -> Fitness:
+    """Look at this machine, on a thread that is busy for so many seconds."""
+    before, began, cpu = _stat(), time.perf_counter(), time.thread_time()
+    ratio = _equal_work(began + seconds)
+    waited = 1 - (time.thread_time() - cpu) / (time.perf_counter() - began)
+    return Fitness(
+        waited=max(0.0, waited),
+        stolen=_stolen(before, _stat()),
+        ratio=ratio,
+        governor=_read(_CPU / "cpu0/cpufreq/scaling_governor"),
+        turbo=_turbo(),
+        gpu=_gpu(),
+        versions=_versions(CONSTRAINTS) if CONSTRAINTS.exists() else None,
+    )
+
+
+def _equal_work(end: float) -> Interval:
+    """How many times as long one of two equal subjects takes, in turns until the clock shows `end`."""
+    values = np.random.default_rng(0).integers(0, 1 << 40, 20_000)
+    pair = (Subject(lambda: np.sort(values)), Subject(lambda: np.sort(values)))
+    ratios: list[float] = []
+    while time.perf_counter() < end or len(ratios) < 9:
+        turn = 1 if len(ratios) % 2 else -1
+        first, second = (subject.sample(2) for subject in pair[::turn])
+        ratios.append((first / second) ** turn)
+    return median(np.array(ratios))
+
+
+def _stat() -> list[int]:
+    """Jiffies of all cores by kind; empty where there is no such file."""
+    return [int(word) for word in _read(Path("/proc/stat")).partition("\n")[0].split()[1:9]]
+
+
+def _stolen(before: list[int], after: list[int]) -> float | None:
+    passed = [b - a for a, b in zip(before, after, strict=True)]
+    total = sum(passed)
+    return passed[7] / total if len(passed) == 8 and total else None
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _turbo() -> str:
+    if off := _read(_CPU / "intel_pstate/no_turbo"):
+        return "off" if off == "1" else "on"
+    return {"0": "off", "1": "on"}.get(_read(_CPU / "cpufreq/boost"), "")
+
+
+def _gpu() -> str:
+    if not torch.cuda.is_available():
+        return ""
+    try:
+        clock = f"{torch.cuda.clock_rate()} MHz"
+    except (ImportError, RuntimeError):
+        clock = "clock not known: install nvidia-ml-py"
+    return f"{torch.cuda.get_device_name()}, {clock}"
+
+
+def _versions(file: Path) -> tuple[str, ...]:
+    def differing() -> Iterator[str]:
+        for name, wanted in re.findall(r"^([\w.-]+)==([^\s;]+)", file.read_text(), re.MULTILINE):
+            try:
+                version = metadata.version(name)
+            except metadata.PackageNotFoundError:
+                continue  # An extra that is not used here.
+            if version.partition("+")[0] != wanted:
+                yield f"{name} {version}, not {wanted}"
+
+    return tuple(differing())

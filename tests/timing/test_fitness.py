@@ -1,0 +1,73 @@
+"""Whether times of this machine can be trusted now: what was seen, in six lines, and why not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hybrid_kv.timing import fitness
+from hybrid_kv.timing.clock import Interval
+from hybrid_kv.timing.fitness import Fitness, examine
+from tests.cli.run import run
+
+QUIET = Fitness(0.004, 0.001, Interval(1.0, 0.994, 1.005), "performance", "off", "", ())
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({}, ""),
+        ({"waited": 0.33}, "others took 33% of a core"),
+        ({"stolen": 0.08}, "the hypervisor took 8%"),
+        ({"stolen": None}, ""),
+        ({"ratio": Interval(1.0, 0.9, 1.01)}, "equal work differed by 10.0%"),
+        ({"waited": 0.1, "stolen": 0.1}, "others took 10% of a core, the hypervisor took 10%"),
+    ],
+)
+def test_what_makes_a_machine_unfit_is_named(change, why):
+    found = replace(QUIET, **change)
+    assert found.unfit == why
+    assert len(found.lines()) == 6
+    assert found.lines()[-1].startswith("trust     counts only: " + why if why else "trust     times that differ by")
+
+
+def test_a_thread_that_gets_half_of_the_clock_is_on_a_loaded_machine(monkeypatch):
+    clock = [0.0]
+
+    def seconds() -> float:
+        clock[0] += 0.001
+        return clock[0]
+
+    monkeypatch.setattr(fitness.time, "perf_counter", seconds)
+    for share, loaded in ((1.0, False), (0.5, True)):
+        monkeypatch.setattr(fitness.time, "thread_time", lambda share=share: share * clock[0])
+        found = examine(0.02)
+        assert ("others took" in found.unfit) == loaded
+
+
+def test_the_hypervisors_share_is_of_all_time(monkeypatch, tmp_path):
+    before, after = [100, 0, 0, 100, 0, 0, 0, 10], [140, 0, 0, 150, 0, 0, 0, 20]
+    assert fitness._stolen(before, after) == 0.1
+    assert fitness._stolen([], []) is None
+
+
+def test_versions_that_differ_are_named(tmp_path):
+    file = tmp_path / "constraints.txt"
+    file.write_text('# pins\npytest==0.1 ; python_version >= "3.11"\nno-such-package==1\n')
+    (found,) = fitness._versions(file)
+    assert found.startswith("pytest ") and found.endswith(", not 0.1")
+
+
+def test_the_command_fails_where_times_prove_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(fitness, "examine", lambda seconds: QUIET)
+    code, out, _ = run(capsys, "doctor")
+    assert (code, out.count("\n")) == (0, 6)
+    monkeypatch.setattr(fitness, "examine", lambda seconds: replace(QUIET, waited=0.5))
+    code, out, _ = run(capsys, "doctor", "--json", "--out", str(tmp_path / "seen.json"))
+    assert code == 1 and json.loads(out)["unfit"] == "others took 50% of a core"
+    assert json.loads((tmp_path / "seen.json").read_text()) == json.loads(out)
