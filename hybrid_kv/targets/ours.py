@@ -184,7 +184,7 @@ class _Logits:
 def script(case: Any) -> str:
     """Plays a `probes.reproducer.Case` again."""
     rounds = "\n".join(f"    ({list(one.asks)}, {one.preempt_every})," for one in case.rounds)
-    return f"""{beginning(case, "")}
+    return f"""{beginning(case)}
 from hybrid_kv.targets.models import model_folder
 from hybrid_kv.targets.ours import start
 from hybrid_kv.targets.target import Ask

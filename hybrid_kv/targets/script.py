@@ -5,17 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from hybrid_kv.models.registry import sized
 from hybrid_kv.targets.target import Ask
 
 
-def beginning(case: Any, uses: str) -> str:
-    """What fails, and how it is run; `uses`: what the command line takes."""
+def beginning(case: Any, uses: str = "") -> str:
+    """What fails; `uses`: how the script is run, where it takes anything."""
     settings = " ".join(f"{factor}={level}" for factor, level in case.settings.items()) or "plain"
     problem = case.problem.replace("\\", "/").replace('"', "'").rstrip(".")
     return f'''"""{case.target} {case.version}, {settings}, {case.probe}: {problem}.
-{uses}Exit code 1 while the bug lives.
-"""
+{uses}Exit code 1 while the bug lives."""
 '''
+
+
+def with_folder(model: str) -> str:
+    """How a script is run that takes a checkpoint's folder."""
+    family, _, size = model.partition(":")
+    if family not in sized():
+        return f"python SCRIPT FOLDER, with a folder of {model}. "
+    made = f"hybrid-kv checkpoint {family} FOLDER" + (f" --size {size}" if size else "")
+    return f"{made}; python SCRIPT FOLDER. "
 
 
 def ending(case: Any, logprob: str, cached: str) -> str:
@@ -31,8 +40,7 @@ def ending(case: Any, logprob: str, cached: str) -> str:
     if case.most_cached is not None:
         wrong = f"{cached} > {case.most_cached}"
     return f"""expected = {list(case.expected)}
-print("got     ", got)
-print("expected", expected, "likelier by {case.margin:.3g}")
+print("got     ", got, "\\nexpected", expected, "likelier by {case.margin:.3g}")
 raise SystemExit({wrong})
 """
 

@@ -14,7 +14,7 @@ import torch
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.models.random_checkpoint import quiet
-from hybrid_kv.targets.script import beginning, ending, in_turns, turns_of
+from hybrid_kv.targets.script import beginning, ending, in_turns, turns_of, with_folder
 from hybrid_kv.targets.target import Answer, Ask
 
 name = "transformers"
@@ -252,7 +252,7 @@ def script(case: Any) -> str | None:
         return None
     calls = {"one": _script_of_one, "left": _script_of_padded, "continuous": _script_of_continuous}[level["batch"]]
     turns = "\n".join(f"    {turn}," for turn in turns_of(case, level["batch"] == "one"))
-    return f"""{beginning(case, f"hybrid-kv checkpoint {case.model} FOLDER; python SCRIPT FOLDER. ")}
+    return f"""{beginning(case, with_folder(case.model))}
 import sys
 
 import torch

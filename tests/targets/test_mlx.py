@@ -1,12 +1,15 @@
 """mlx-lm in its own environment: its caches, its batches, its drafts, and what it refuses."""
 
 import random
+import subprocess
 
 import pytest
 import torch
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.models.random_checkpoint import fill, quiet, write_checkpoint
+from hybrid_kv.probes.registry import Round
+from hybrid_kv.probes.reproducer import Case
 from hybrid_kv.targets import mlx
 from hybrid_kv.targets.remote import python_of
 from hybrid_kv.targets.target import Ask
@@ -154,3 +157,45 @@ def test_infinity_is_a_number_again():
     limit = [0.0, {"__float__": "Infinity"}]
     config = {"model_type": "mamba2", "expand": 2, "hidden_size": 8, "time_step_limit": limit}
     assert as_on_the_hub(config)["time_step_limit"] == [0.0, float("inf")]
+
+
+def case_of(settings, rounds, expected=(), **fields):
+    told = {"index": 0, "got": (), "margin": 0.1, "logprob": None, "most_cached": None, "limit": 1e-3} | fields
+    told |= {"problem": "an error", "expected": expected, "rounds": tuple(Round((Ask(p, n),)) for p, n in rounds)}
+    return Case("mlx", "0.32.2", "lfm2", settings, "repeat", **told)
+
+
+def run_script(case, folder, tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(mlx.script(case))
+    done = subprocess.run(
+        [python_of("mlx", "mlx_lm"), str(path), str(folder)], capture_output=True, text=True, timeout=120
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_the_script_of_a_known_bug_ends_with_1(hybrid, tmp_path):
+    """A prompt that is a cached one leaves nothing to compute."""
+    prompt = PROMPTS[1]
+    case = case_of({"prefix": "lru", "batch": "together"}, [(prompt, 1), (prompt[:-1], 1)])
+    assert len(mlx.script(case).splitlines()) <= 30
+    code, out = run_script(case, hybrid[0], tmp_path)
+    assert code == 1 and "has an empty prompt" in out
+
+
+@pytest.mark.parametrize("settings", [{"prefix": "kept"}, {"prefix": "lru", "batch": "together"}])
+def test_the_script_of_what_is_right_ends_with_0(hybrid, turns, settings, tmp_path):
+    firsts, seconds, right = turns
+    rounds = [(firsts[0], 12), (seconds[0], 6)]
+    case = case_of(settings, rounds, right[seconds[0]][:6], most_cached=None)
+    code, out = run_script(case, hybrid[0], tmp_path)
+    assert code == 0 and f"expected {list(case.expected)}" in out
+    case = case_of(settings, rounds, (*right[seconds[0]][:5], 0))
+    assert run_script(case, hybrid[0], tmp_path)[0] == 1
+
+
+def test_what_a_script_cannot_play_has_none():
+    plain = case_of({}, [(PROMPTS[0], 1)])
+    assert mlx.script(plain)
+    for settings in ({"spec": "draft2"}, {"prefix": "saved"}):
+        assert mlx.script(case_of(settings, [(PROMPTS[0], 1)])) is None
