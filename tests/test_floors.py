@@ -28,7 +28,7 @@ FLOORS = [
     ["guard"],
     ["probes"],
     ["dashboard", "mutation"],
-    ["bisect"],
+    ["bisect", "study"],
     ["cli"],
 ]
 # `hybrid_kv/__init__.py` names the classes that a user imports; it imports them when they are asked for.

@@ -20,6 +20,7 @@ from hybrid_kv.cli import (
     report,
     results,
     serve,
+    study,
 )
 from hybrid_kv.errors import INTERRUPTED, run_command
 
@@ -60,6 +61,7 @@ app.command()(kernels.kernels)
 app.command()(compare.compare)
 app.command()(bisect.bisect)
 app.command()(mutants.mutants)
+app.command()(study.study)
 app.command()(report.report)
 app.command()(doctor.doctor)
 

@@ -1,0 +1,75 @@
+"""`hybrid-kv study`: a matrix of runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hybrid_kv.cli.options import AsJson, OutFile, show
+
+if TYPE_CHECKING:
+    from hybrid_kv.study.cell import Done
+    from hybrid_kv.study.matrix import Cell
+
+
+def study(
+    file: Annotated[Path, typer.Argument(help="A YAML file of runs and axes.")],
+    folder: Annotated[
+        Path | None, typer.Option(help="Of what was run: the same command again goes on; default: out/study/NAME.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Cells at a time on this machine.")] = 1,
+    ray: Annotated[str | None, typer.Option(metavar="ADDRESS|auto", help="Run them on this cluster instead.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Seconds for one cell.")] = 3600,
+    retries: Annotated[int, typer.Option(min=0, help="For a cell that could not run, or was lost.")] = 2,
+    dry: Annotated[bool, typer.Option("--dry", help="List the cells, and run none.")] = False,
+    as_json: AsJson = False,
+    out: OutFile = None,
+) -> None:
+    """Run every combination that a file declares, and gather the rows in one data set."""
+    from tqdm.auto import tqdm
+
+    from hybrid_kv.errors import require
+    from hybrid_kv.files import check_outputs
+
+    require("yaml", "duckdb", *(("ray",) if ray is not None else ()))
+    from hybrid_kv.study.matrix import read_study
+    from hybrid_kv.study.pool import locally, over_ray
+    from hybrid_kv.study.run import gather, run_study
+
+    check_outputs(out)
+    cells = read_study(file)
+    if dry:
+        listed = [{"id": cell.id, "command": cell.text} for cell in cells]
+        show(listed, as_json, out, lambda: print(*(f"{cell.id}  {cell.text}" for cell in cells), sep="\n"))
+        return
+    place = folder or Path("out/study") / file.stem
+    pool = locally(jobs, limit) if ray is None else over_ray(ray, limit, retries)
+    with tqdm(total=len(cells), unit="cell", desc="study") as bar:
+
+        def tell(cell: Cell, done: Done) -> None:
+            bar.update(done.is_result)
+            word = {0: "fine", 1: "failed", None: "lost"}.get(done.code, f"could not run ({done.code})")
+            bar.write(f"{cell.text}: {word} after {done.seconds:.0f} s", file=sys.stderr)
+
+        known = run_study(cells, place, pool, retries, tell)
+    count = gather(place, cells)
+    document = {"folder": str(place), "new_rows": count, "cells": known}
+    show(document, as_json, out, lambda: _print(cells, known, place, count))
+    codes = [one.get("code") for one in known.values()]
+    if any(code not in (0, 1) for code in codes):
+        raise typer.Exit(2)
+    if 1 in codes:
+        raise typer.Exit(1)
+
+
+def _print(cells: list[Cell], known: dict[str, dict[str, Any]], place: Path, count: int) -> None:
+    codes = [known[cell.id].get("code") for cell in cells]
+    for cell, code in zip(cells, codes, strict=True):
+        if code != 0:
+            last = (known[cell.id].get("said") or "it was not run").strip().splitlines()[-1:]
+            print(f"{'failed' if code == 1 else 'could not run'}: {cell.text}: {' '.join(last)[:200]}")
+    print(f"{codes.count(0)} of {len(cells)} cells fine, {codes.count(1)} failed")
+    print(f"{count:,} new rows in {place / 'rows.parquet'}: hybrid-kv results {place / 'rows.parquet'}")

@@ -1,0 +1,83 @@
+"""A study from its first cell to its rows.
+
+A cell's folder, `FOLDER/cells/ID`, is renamed into place whole: it is the only state. What has one is not run again,
+and the data set holds each row once: a study may be stopped and begun anew at any time, even on another machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybrid_kv.errors import HybridKVError
+from hybrid_kv.results.dataset import export_rows, merge_rows
+from hybrid_kv.study.cell import Done
+from hybrid_kv.study.matrix import Cell
+from hybrid_kv.study.pool import Pool
+
+DONE = "done.json"
+REFUSED = 2
+
+
+def run_study(
+    cells: Sequence[Cell], folder: Path, pool: Pool, retries: int, tell: Callable[[Cell, Done], None]
+) -> dict[str, dict[str, Any]]:
+    """Run what has not been run; by cell what is known of it.
+
+    A cell without a result is tried again `retries` times; not if it said, with exit code 2, that it cannot run.
+
+    Raises:
+        HybridKVError: the folder cannot be written.
+    """
+    place = folder / "cells"
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HybridKVError(f"{place} cannot be written: {error.strerror}") from None
+    lost: dict[str, Done] = {}
+    for _ in range(1 + retries):
+        refused = {name for name, done in lost.items() if done.code == REFUSED}
+        left = [cell for cell in cells if cell.id not in refused and not (place / cell.id / DONE).exists()]
+        if not left:
+            break
+        for cell, done in pool(left):
+            tell(cell, done)
+            if done.is_result:
+                _keep(cell, done, place)
+            else:
+                lost[cell.id] = done
+    known = {}
+    for cell in cells:
+        file = place / cell.id / DONE
+        said = {"code": lost[cell.id].code, "said": lost[cell.id].said} if cell.id in lost else {}
+        known[cell.id] = json.loads(file.read_text()) if file.exists() else {"command": cell.text, **said}
+    return known
+
+
+def _keep(cell: Cell, done: Done, place: Path) -> None:
+    made = Path(tempfile.mkdtemp(dir=place, prefix=".part-"))
+    try:
+        for name, data in done.files.items():
+            (made / name).write_bytes(data)
+        about = {"command": cell.text, "levels": dict(cell.levels), "code": done.code, "seconds": done.seconds}
+        (made / DONE).write_text(json.dumps({**about, "host": done.host, "said": done.said}, indent=1))
+        made.chmod(0o755)
+        os.rename(made, place / cell.id)
+    except OSError as error:
+        shutil.rmtree(made, ignore_errors=True)
+        if not (place / cell.id / DONE).exists():  # another driver of the same study was first
+            raise HybridKVError(f"{place / cell.id} cannot be written: {error.strerror}") from None
+
+
+def gather(folder: Path, cells: Sequence[Cell]) -> int:
+    """Bring the rows of all cells into `FOLDER/rows.parquet`; returns how many were new."""
+    files = [file for cell in cells for file in sorted((folder / "cells" / cell.id).glob("*.csv"))]
+    target = folder / "rows.parquet"
+    if not files:
+        return 0
+    return merge_rows(files, target) if target.exists() else export_rows(files, target)

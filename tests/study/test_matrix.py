@@ -1,0 +1,87 @@
+"""What a study's file declares."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hybrid_kv.config import ConfigError
+from hybrid_kv.study import matrix
+from hybrid_kv.study.matrix import read_study
+
+STUDY = {
+    "runs": ["accuracy --limit 2 --model {model} --num-speculative-tokens {K} {drafts}", "guard --quick -k layout"],
+    "axes": {"model": ["guard_model", "guard_model_qwen3_5"], "K": [0, 3], "mode": ["none", "align"]},
+    "where": {"drafts": {"K=3": "--speculative-method ngram"}},
+    "without": [{"model": "guard_model_qwen3_5", "K": 0}],
+}
+
+
+def cells(folder: Path, **parts: object) -> list[matrix.Cell]:
+    file = folder / "study.yaml"
+    file.write_text(yaml.safe_dump({k: v for k, v in {**STUDY, **parts}.items() if v is not None}, sort_keys=False))
+    return read_study(file)
+
+
+def test_a_run_stands_for_each_combination_of_the_axes_that_it_names(tmp_path: Path) -> None:
+    assert [cell.text for cell in cells(tmp_path)] == [
+        "accuracy --limit 2 --model guard_model --num-speculative-tokens 0",
+        "accuracy --limit 2 --model guard_model --num-speculative-tokens 3 --speculative-method ngram",
+        "accuracy --limit 2 --model guard_model_qwen3_5 --num-speculative-tokens 3 --speculative-method ngram",
+        "guard --quick -k layout",
+    ]
+
+
+def test_a_cell_says_what_is_run_and_where_rows_go(tmp_path: Path) -> None:
+    first, *_, last = cells(tmp_path, gpus=1)
+    assert first.levels == {"model": "guard_model", "K": "0"} and first.gpus == last.gpus == 1
+    assert last.command("rows")[1:] == ["-m", "hybrid_kv.cli", "guard", "--quick", "-k", "layout", "--results", "rows/"]
+    (bench,) = cells(tmp_path, runs=["bench --quick"], axes=None, where=None, without=None)
+    assert bench.command("rows")[1:] == ["-m", "bench", "--quick", "--out", "rows/microbench.csv"]
+
+
+def test_a_words_condition_is_an_axis_of_the_run_too(tmp_path: Path) -> None:
+    found = cells(tmp_path, runs=["guard --quick {drafts}"], where={"drafts": {"K=3 mode=align": "-k x"}}, without=None)
+    assert [cell.text for cell in found] == ["guard --quick", "guard --quick -k x"], "equal commands are one cell"
+
+
+def test_a_cells_name_changes_with_the_code_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = [cell.id for cell in cells(tmp_path)]
+    assert before == [cell.id for cell in cells(tmp_path)] and len(set(before)) == 4
+    monkeypatch.setattr(matrix, "code_digest", lambda: "other code")
+    assert not set(before) & {cell.id for cell in cells(tmp_path)}
+
+
+@pytest.mark.parametrize(
+    ("parts", "problem"),
+    [
+        ({"runs": None}, "runs must be a list of commands"),
+        ({"runs": ["accuracy {size}"]}, "names {size}, which is no axis; there are model, K, mode"),
+        ({"runs": ["rm -rf {model}"]}, "begins with none of accuracy, bench, guard, kernels"),
+        ({"runs": ["guard --results={model}"]}, "has --results=guard_model; the study says itself where rows go"),
+        ({"runs": ["guard '{model}"]}, "No closing quotation"),
+        ({"runs": ["guard {model"]}, "expected '}' before end of string"),
+        ({"axes": {"model": "a"}}, "axis model must be a list of levels"),
+        ({"axes": ["model"]}, "axes must be a table"),
+        ({"where": {"drafts": {"K=7": "x"}}}, "K=7 is no level of an axis"),
+        ({"without": [{"k": 0}]}, "k=0 is no level of an axis"),
+        ({"without": [{"K": 0}, {"K": 3}], "runs": STUDY["runs"][:1]}, "'without' leaves nothing to run"),
+        ({"gpus": "two"}, "gpus='two' is no number of GPUs"),
+        ({"axis": {}}, "it has 'axis'"),
+    ],
+)
+def test_what_cannot_be_run_is_one_line(tmp_path: Path, parts: dict[str, object], problem: str) -> None:
+    with pytest.raises(ConfigError) as told:
+        cells(tmp_path, **parts)
+    assert problem in str(told.value) and str(told.value).startswith(f"study {tmp_path / 'study.yaml'}: ")
+
+
+@pytest.mark.parametrize(("text", "problem"), [("a: [", "is no YAML"), ("- a", "it names no runs")])
+def test_a_file_that_is_no_study_is_one_line(tmp_path: Path, text: str, problem: str) -> None:
+    file = tmp_path / "study.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=problem) as told:
+        read_study(file)
+    assert "\n" not in str(told.value)
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        read_study(tmp_path / "none.yaml")

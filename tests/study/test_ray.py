@@ -1,0 +1,53 @@
+"""A study on two nodes of Ray on this machine, one of which is killed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid_kv.results.store import read_rows
+from hybrid_kv.study.pool import locally, over_ray
+from hybrid_kv.study.run import gather, run_study
+from tests.study.test_run import study  # noqa: F401
+
+ray = pytest.importorskip("ray", reason="ray is not installed: pip install .[cluster]")
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=":")
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 10**8})
+    try:
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+def test_a_node_that_is_killed_loses_and_doubles_no_row(study: Any, cluster: Any, tmp_path: Path) -> None:  # noqa: F811
+    second = cluster.add_node(num_cpus=1, object_store_memory=10**8)
+    cells = study("guard --n={n}", levels=range(40))
+    told: list[str] = []
+    killed = threading.Event()
+
+    def tell(cell: Any, done: Any) -> None:
+        told.append(cell.id)
+        if len(told) == 5:
+            cluster.remove_node(second, allow_graceful=False)
+            killed.set()
+
+    pool = over_ray(cluster.address, 60, retries=3)
+    known = run_study(cells, tmp_path / "ray", pool, 3, tell)
+    assert killed.is_set() and [one["code"] for one in known.values()] == [0] * 40
+    assert gather(tmp_path / "ray", cells) == 40
+    run_study(cells[:4], tmp_path / "here", locally(2, 60), 0, lambda *_: None)
+    gather(tmp_path / "here", cells)
+    rows, here = (sorted(read_rows(tmp_path / name / "rows.parquet")["value"]) for name in ("ray", "here"))
+    assert rows == [n**2 for n in range(40)] and here == rows[:4]
