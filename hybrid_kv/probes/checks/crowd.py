@@ -125,13 +125,14 @@ def churned(traffic: Traffic) -> Rounds:
 
 @probe("a tree of texts", place=91, needs="batch", moves="cached", when="prefix")
 def tree(traffic: Traffic) -> Rounds:
-    """Prompts of every length that begin as an earlier text does, cut anywhere: long hits, beside one another."""
+    """Prompts of every length that begin as an earlier text does, whole or cut: long hits, beside one another."""
     texts, rng = [traffic.prompt(traffic.longest)], traffic.rng
     for _ in range(4 * traffic.amount):
         asks = []
         for i in range(8):
             fresh, known = traffic.prompt(rng.randint(1, traffic.longest)), rng.choice(texts)
-            cut = rng.randint(0, min(len(fresh) - 1, len(known)))
+            most = min(len(fresh) - 1, len(known))
+            cut = rng.choice((most, rng.randint(0, most)))  # some caches serve whole texts alone
             new = rng.randint(1, traffic.num_new)
             asks.append(traffic.ask((*known[:cut], *fresh[cut:]), max_tokens=new, after=max(0, i - 5)))
         answers = yield Round(tuple(asks))

@@ -1,0 +1,95 @@
+"""Documents of `hybrid-kv guard --target … --out FILE` as one Markdown table for each engine.
+
+    python -m hybrid_kv.probes.table FILE…
+
+A row is a model in one setting. What several documents say of it is taken together: the worst verdict, the sum of what
+was asked.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybrid_kv.config import ConfigError
+
+WORST_FIRST = ("wrong", "inconclusive", "void", "right", "cannot be asked here")
+NUMBERS = ("cached", "drafts", "accepted", "preemptions", "answers", "tokens")
+HEAD = ("model", "setting", "right", "not right", *NUMBERS)
+
+
+class Row:
+    """A model in one setting."""
+
+    def __init__(self) -> None:
+        self.verdicts: dict[str, str] = {}
+        self.counts: Counter[str] = Counter()
+        self.refusal = ""
+
+    def add(self, outcome: dict[str, Any]) -> None:
+        probe, verdict = outcome["probe"], outcome["verdict"]
+        self.verdicts[probe] = min(verdict, self.verdicts.get(probe, verdict), key=WORST_FIRST.index)
+        if probe == "start":
+            self.refusal = outcome["detail"]
+        self.counts.update({name: outcome["moved"].get(name, 0) for name in NUMBERS[:4]})
+        self.counts.update(answers=outcome["num_answers"], tokens=outcome["num_tokens"])
+
+    def not_right(self) -> str:
+        probes = defaultdict(list)
+        for probe, verdict in self.verdicts.items():
+            probes[verdict].append(probe)
+        told = [f"{verdict}: {', '.join(probes[verdict])}" for verdict in WORST_FIRST[:3] if verdict in probes]
+        return "; ".join([*told, *([self.refusal] if self.refusal else [])])
+
+    def cells(self) -> list[str]:
+        num_right = sum(verdict == "right" for verdict in self.verdicts.values())
+        asked = sum(verdict != "cannot be asked here" for verdict in self.verdicts.values())
+        right = f"{num_right} of {asked}" if asked else "cannot be asked here"
+        return [right, self.not_right(), *(f"{int(self.counts[name]):,}" for name in NUMBERS)]
+
+
+def tables(documents: Iterable[dict[str, Any]]) -> str:
+    """Markdown.
+
+    Args:
+        documents: as `hybrid-kv guard --target` writes them.
+    """
+    engines: dict[str, dict[tuple[str, str], Row]] = {}
+    for document in documents:
+        rows = engines.setdefault(f"{document['target']} {document['version']}", {})
+        for outcome in document["outcomes"]:
+            setting = " ".join(f"{factor}={level}" for factor, level in outcome["settings"].items()) or "plain"
+            rows.setdefault((document["model"], setting), Row()).add(outcome)
+    return "\n".join(_table(engine, rows) for engine, rows in engines.items())
+
+
+def _table(engine: str, rows: dict[tuple[str, str], Row]) -> str:
+    lines = [HEAD, ["---"] * 4 + ["--:"] * len(NUMBERS)]
+    lines += [[*key, *(cell.replace("|", "\\|") for cell in row.cells())] for key, row in rows.items()]
+    total = {name: sum(row.counts[name] for row in rows.values()) for name in ("answers", "tokens")}
+    said = f"{engine}: {total['answers']:,} answers, {total['tokens']:,} tokens with their prompts."
+    return "\n".join([said, "", *(f"| {' | '.join(line)} |" for line in lines), ""])
+
+
+def main(files: Sequence[str]) -> int:
+    """Print the tables of these documents."""
+    documents = []
+    try:
+        for file in files:
+            found = json.loads(Path(file).read_text())
+            if not isinstance(found, dict) or not {"target", "model", "outcomes"} <= found.keys():
+                raise ConfigError("it is no document of `hybrid-kv guard --target … --out FILE`")
+            documents.append(found)
+    except (OSError, ValueError, ConfigError) as error:
+        print(f"{file}: {error}", file=sys.stderr)
+        return 2
+    print(tables(documents), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
