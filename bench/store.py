@@ -67,7 +67,7 @@ def write_piece(file: Path, first: int, count: int) -> None:
     """A CSV of rows `first` to `first + count` of the endless history."""
     columns = ", ".join(f"{MADE.get(name, name)} AS {name}" for name in COLUMNS)
     with opened(result_files([ROOT / "results"])) as store:
-        ((size,),) = store.run("SELECT count(*) FROM rows").fetchall()
+        ((size,),) = store.run("SELECT count(*) FROM rows")
         visits = f"range({first // size}, {(first + count) // size + 1}) AS visits(visit)"
         query = f"""SELECT {columns} FROM (
             SELECT *, visit // {MACHINES} AS night, visit % {MACHINES} AS box, visit * {size} + number AS nth

@@ -22,7 +22,7 @@ from bench.harness import registry
 from bench.harness.compare import Design, compare, find_revision
 from bench.harness.inference import clopper_pearson
 from bench.harness.verdicts import timed_outcomes
-from hybrid_kv.results import Row, append_rows, provenance, read_rows
+from hybrid_kv.results import Row, append_rows, provenance, read_beside
 
 SUITE = "operating_curve"
 WHOLE = "any benchmark"
@@ -68,9 +68,7 @@ def experiment_id(keys: Sequence[str], design: Design) -> str:
 
 def read_trials(file: Path, experiment: str) -> list[Trial]:
     """Trials of this experiment on this machine."""
-    if not file.exists():
-        return []
-    frame = read_rows(file)
+    frame = read_beside(file)
     frame = frame[(frame["metric"] == "alarms") & (frame["machine"] == provenance().machine)]
     found = []
     for text in frame["params"]:

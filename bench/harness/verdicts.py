@@ -20,7 +20,7 @@ from bench.harness.compare import CellInfo, Comparison, Failure, Measured, own_b
 from bench.harness.inference import Estimate, estimate, kept
 from bench.harness.judgement import Design, Times, confirmed, verdict
 from hybrid_kv.config import ConfigError
-from hybrid_kv.results import Receipt, Row, provenance, read_rows, timing_row
+from hybrid_kv.results import Receipt, Row, provenance, read_beside, timing_row
 from hybrid_kv.results.markdown import plain
 
 METRICS = {"cpu": "cpu_time_ratio", "gpu": "gpu_time_ratio"}
@@ -116,9 +116,7 @@ def timed_outcomes(measured: Measured, design: Design, quarantined: Collection[s
 
 def read_quarantine(file: Path) -> set[str]:
     """Keys of the benchmarks that could not keep their false-alarm rate on this machine."""
-    if not file.exists():
-        return set()
-    frame = read_rows(file)
+    frame = read_beside(file)
     frame = frame[(frame["metric"] == "false_alarm_rate") & (frame["machine"] == provenance().machine)]
     newest = frame.drop_duplicates("benchmark", keep="last")
     return set(newest.loc[newest["verdict"] == "fail", "benchmark"])
@@ -139,14 +137,13 @@ def read_acknowledged(file: Path) -> dict[Change, Steps]:
         ConfigError: a row that `--acknowledge` did not write.
     """
     found: dict[Change, dict[int, dict[int | None, str]]] = defaultdict(lambda: defaultdict(dict))
-    if file.exists():
-        for row in read_rows(file).itertuples():
-            params = json.loads(str(row.params))
-            old, reason, gone = params.pop("was", None), params.pop("reason", None), params.pop("gone", False)
-            if not isinstance(old, int | float) or not isinstance(reason, str):
-                raise ConfigError(f"{file}: the row of {row.benchmark} has no 'was' and 'reason'; restore the file")
-            change = (str(row.suite), str(row.benchmark), json.dumps(params, sort_keys=True), str(row.metric))
-            found[change][int(old)][None if gone else int(row.value)] = reason
+    for row in read_beside(file).itertuples():
+        params = json.loads(str(row.params))
+        old, reason, gone = params.pop("was", None), params.pop("reason", None), params.pop("gone", False)
+        if not isinstance(old, int | float) or not isinstance(reason, str):
+            raise ConfigError(f"{file}: the row of {row.benchmark} has no 'was' and 'reason'; restore the file")
+        change = (str(row.suite), str(row.benchmark), json.dumps(params, sort_keys=True), str(row.metric))
+        found[change][int(old)][None if gone else int(row.value)] = reason
     return found
 
 

@@ -83,39 +83,57 @@ class Results:
         return list(dict.fromkeys(timed["machine"].iloc[::-1]))
 
 
-def load(folder: Path) -> Results:
-    """Read every CSV of the schema in a folder; an empty file has no rows.
+@dataclass(frozen=True)
+class Files:
+    """The files of a folder: those with rows, all names that are of the schema, CSVs of another kind."""
+
+    read: list[Path]
+    names: list[str]
+    foreign: list[str]
+
+
+def find_files(folder: Path) -> Files:
+    """CSVs of the schema and data sets in a folder; an empty file has no rows.
 
     Raises:
-        HybridKVError: there is no such folder, no file of the schema in it, or one that is damaged.
+        HybridKVError: there is no such folder, or no file of the schema in it.
     """
     if not folder.is_dir():
         raise HybridKVError(
             f"{folder} is no folder with results; `hybrid-kv guard --record` makes one, --results names another"
         )
-    read: list[Path] = []
-    files, foreign = [], []
+    found = Files([], [], [])
     for path in sorted([*folder.glob("*.csv"), *folder.glob(f"*{DATASET}")]):
         if path.suffix == DATASET:
-            files.append(path.name)
-            read.append(path)
+            found.names.append(path.name)
+            found.read.append(path)
             continue
         if not path.is_file():  # A pipe would wait for its writer.
             raise HybridKVError(f"{path} is no regular file; move it out of {folder}")
         with path.open("rb") as file:
             head = file.readline()
         if head[:7] != b"schema,"[: len(head)]:
-            foreign.append(path.name)
+            found.foreign.append(path.name)
             continue
-        files.append(path.name)
+        found.names.append(path.name)
         if head.endswith(b"\n"):  # A header without its end has no rows.
-            read.append(path)
-    if not files:
+            found.read.append(path)
+    if not found.names:
         raise HybridKVError(f"{folder} has no CSV of results; `hybrid-kv guard --results {folder}` makes one")
-    with opened(read) as store:
+    return found
+
+
+def load(folder: Path) -> Results:
+    """Read the rows of a folder, or, of millions, those that `choose_rows` takes.
+
+    Raises:
+        HybridKVError: as `find_files`, or a file is damaged.
+    """
+    files = find_files(folder)
+    with opened(files.read) as store:
         chosen = choose_rows(store)
         frame = store.frame(f"SELECT {NAMES} FROM {chosen.source} ORDER BY place, line")
-    return Results(prepare(frame), files, foreign, chosen.total, chosen.rule)
+    return Results(prepare(frame), files.names, files.foreign, chosen.total, chosen.rule)
 
 
 @dataclass(frozen=True)
@@ -139,7 +157,7 @@ def choose_rows(store: Store, limit: int = MAX_ROWS) -> Chosen:
     Of what is compiled ahead of time, of which only changes are appended, the last row of each series is there, too.
     """
     behind = "suite = 'guard' AND contains(metric, ':') AND NOT contains(metric, ' ')"  # as `_fold_guard` has it
-    ((size, total),) = store.run(f"SELECT count(*), count(*) FILTER (NOT ({behind})) FROM rows").fetchall()
+    ((size, total),) = store.run(f"SELECT count(*), count(*) FILTER (NOT ({behind})) FROM rows")
     if size <= limit:
         return Chosen(total)
     store.run(
@@ -152,7 +170,7 @@ def choose_rows(store: Store, limit: int = MAX_ROWS) -> Chosen:
 
     def fits(newest: int, step: int, share: float) -> bool:
         kept = f"sum(size) FILTER (age <= {newest} OR smallness = 1 OR age % {step} = 0)"
-        ((size,),) = store.run(f"SELECT {kept} FROM runs").fetchall()
+        ((size,),) = store.run(f"SELECT {kept} FROM runs")
         return bool((size or 0) <= share * limit)
 
     never = 1 << 40

@@ -16,10 +16,16 @@ from hybrid_kv.results import NO_HEAD, Head
 
 _FOLDER = Path(__file__).parent
 ASV_PAGES = "asv/index.html"  # beside the page
+ALL_ROWS = "rows.parquet"
 
 
 def build_page(
-    results: Results, repository: str = "", machine: str = "", asv: bool = False, head: Head = NO_HEAD
+    results: Results,
+    repository: str = "",
+    machine: str = "",
+    asv: bool = False,
+    head: Head = NO_HEAD,
+    download: bool = False,
 ) -> str:
     """The whole page as HTML.
 
@@ -28,6 +34,7 @@ def build_page(
         machine: that the filter starts with; empty: all.
         asv: asv's own pages are in the folder `asv` beside it, to be linked.
         head: what is checked out.
+        download: `rows.parquet` is beside it, to be linked.
 
     Raises:
         ConfigError: `repository` is no http(s) URL, or no row is from `machine`.
@@ -45,7 +52,7 @@ def build_page(
     if report.missing.notes:
         rows = [[escape(what), code(command)] for what, command in report.missing.notes]
         found.append(Section("Missing", "What has not been measured yet", table(["what", "makes its rows"], rows)))
-    return _html(results, found, machine, plotly, asv)
+    return _html(report, found, machine, plotly, asv, download)
 
 
 def _plotly() -> str:
@@ -67,7 +74,8 @@ def write_page(html: str, folder: Path) -> Path:
     return target
 
 
-def _html(results: Results, found: list[Section], machine: str, plotly: str, asv: bool) -> str:
+def _html(report: Report, found: list[Section], machine: str, plotly: str, asv: bool, download: bool) -> str:
+    results, repository = report.results, report.repository
     newest = f"rows up to {results.rows['time'].iloc[-1]:%Y-%m-%d %H:%M} UTC" if len(results.rows) else "no rows yet"
     files = ", ".join(results.files) or "no file"
     foreign = f" Of another kind, not read: {', '.join(results.foreign)}." if results.foreign else ""
@@ -85,6 +93,8 @@ def _html(results: Results, found: list[Section], machine: str, plotly: str, asv
         if results.rule
         else ""
     )
+    columns = f'; <a href="{escape(repository)}/blob/HEAD/docs/results.md">their columns</a>' if repository else ""
+    rows = f' Download: <a href="{ALL_ROWS}" download>all rows as Parquet</a>{columns}.' if download else ""
     pages = f' By commit: <a href="{ASV_PAGES}">pages of asv</a>, which need the network.' if asv else ""
     # Nothing may be fetched: the page is whole, and stays so.
     policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
@@ -104,7 +114,7 @@ def _html(results: Results, found: list[Section], machine: str, plotly: str, asv
 <div class="bar"><div><nav aria-label="sections">{nav}</nav>
 <label>machine <select id="machine"><option value="">all</option>{options}</select></label></div></div>
 <main>{body}</main>
-<footer><p>Drawn from {escape(files)}.{escape(foreign)}{held}{pages}</p></footer>
+<footer><p>Drawn from {escape(files)}.{escape(foreign)}{held}{rows}{pages}</p></footer>
 <script>{plotly}</script>
 <script>{_text("page.js")}</script>
 </body>

@@ -32,6 +32,7 @@ from hybrid_kv.errors import HybridKVError, run_command
 from hybrid_kv.files import write_whole
 from hybrid_kv.results import TIME_UNITS, UNITS, head
 from hybrid_kv.results.schema import SCHEMA_COLUMNS
+from hybrid_kv.results.store import PARQUET_TYPES
 
 ROOT = Path(__file__).resolve().parents[2]
 _BLOCK = re.compile(r"(<!-- figures:([\w-]+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
@@ -352,13 +353,14 @@ def columns_table(_: Results) -> str:
         [
             f"`{column.name}`",
             column.kind.takes if column.kind.name == "word" else column.kind.name,
+            f"`{PARQUET_TYPES[column.name]}`",
             column.unit or "–",
             column.meaning,
             f"`{column.example}`" if column.example else "–",
         ]
         for column in SCHEMA_COLUMNS
     ]
-    head = "| column | type | unit | meaning | example |\n|---|---|---|---|---|"
+    head = "| column | type | in Parquet | unit | meaning | example |\n|---|---|---|---|---|---|"
     return "\n".join([head, *(f"| {' | '.join(line)} |" for line in lines)])
 
 

@@ -10,7 +10,7 @@ from hybrid_kv.results.check import check_file
 from hybrid_kv.results.origin import NO_HEAD, Head, Provenance, head, provenance
 from hybrid_kv.results.row import Receipt, Row, metric_key, timing_row
 from hybrid_kv.results.schema import COLUMNS, SCHEMA, TIME_UNITS, UNITS
-from hybrid_kv.results.store import read_rows
+from hybrid_kv.results.store import read_beside, read_rows
 
 __all__ = [
     "COLUMNS",
@@ -28,6 +28,7 @@ __all__ = [
     "head",
     "metric_key",
     "provenance",
+    "read_beside",
     "read_rows",
     "timing_row",
 ]

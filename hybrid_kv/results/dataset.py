@@ -47,6 +47,24 @@ def merge_rows(files: Sequence[Path], target: Path) -> int:
         return _add(store, target)
 
 
+def export_file(files: Sequence[Path], target: Path) -> None:
+    """Write the rows of CSVs and data sets as one Parquet file, whole or not at all; equal rows stay as many.
+
+    Raises:
+        HybridKVError: a file cannot be read, or the new one not be written.
+    """
+    part = target.with_name(f".{target.name}.part")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with opened(files) as store:
+            store.run(f"COPY (SELECT {NAMES} FROM rows) TO {store.name(part)} ({AS_PARQUET})")
+        os.replace(part, target)
+    except OSError as error:
+        raise HybridKVError(f"{target} cannot be written: {error.strerror}") from None
+    finally:
+        part.unlink(missing_ok=True)
+
+
 def _check_name(files: Sequence[Path], target: Path) -> None:
     if target.suffix != DATASET:
         raise ConfigError(f"{target} must end in {DATASET}, by which a data set is known")
@@ -70,7 +88,7 @@ def _locked(target: Path) -> Iterator[None]:
 
 def _add(store: Store, target: Path) -> int:
     added = 0
-    months = store.run("SELECT DISTINCT suite, left(time_utc, 7) FROM rows ORDER BY ALL").fetchall()
+    months = store.run("SELECT DISTINCT suite, left(time_utc, 7) FROM rows ORDER BY ALL")
     for suite, month in months:
         folder = target / f"schema={SCHEMA}" / f"suite={quote(suite, safe='')}" / f"month={month}"
         try:
@@ -88,11 +106,11 @@ def _add_month(store: Store, folder: Path, suite: str, month: str) -> int:
     source, before = new, 0
     if file.exists():
         old = f"read_parquet({store.name(file)}, file_row_number=true, hive_partitioning=false)"
-        (before,) = store.run(f"SELECT count(*) FROM {old}").fetchall()[0]
+        (before,) = store.run(f"SELECT count(*) FROM {old}")[0]
         source = f"SELECT {NAMES}, 0 AS source, '' AS place, file_row_number AS line FROM {old} UNION ALL {new}"
     query = f"SELECT {NAMES} FROM ({source}) GROUP BY {NAMES} ORDER BY time_utc, min(ROW(source, place, line))"
     copied = store.run(f"COPY ({query}) TO {store.name(part)} ({AS_PARQUET})", {"suite": suite, "month": month})
-    (after,) = copied.fetchall()[0]
+    (after,) = copied[0]
     if after > before:
         os.replace(part, file)
     else:

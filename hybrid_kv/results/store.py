@@ -42,6 +42,7 @@ _NUMBER = f"CASE WHEN {_IS_NUMBER} THEN {{0}}::DOUBLE ELSE error({{0}}) END"
 _BOUND = f"CASE WHEN {{0}} != '' THEN {_NUMBER} END"
 _KINDS = {COUNT: ("BIGINT", _COUNT), FLAG: ("BOOLEAN", _FLAG), NUMBER: ("DOUBLE", _NUMBER), BOUND: ("DOUBLE", _BOUND)}
 _SQL = {column.name: _KINDS.get(column.kind, ("VARCHAR", "{0}")) for column in SCHEMA_COLUMNS}
+PARQUET_TYPES = {name: kind for name, (kind, _) in _SQL.items()}
 _TEXTS = [column for column in SCHEMA_COLUMNS if _SQL[column.name][0] == "VARCHAR"]
 
 NAMES = ", ".join(COLUMNS)
@@ -85,16 +86,22 @@ class Store:
         self._warnings: list[str] = []  # said when all files are read: an error of one of them is a single line
         self.run(f"COPY (SELECT {_NOTHING} LIMIT 0) TO '{self._next(Path())}' ({AS_PARQUET})")
 
-    def run(self, query: str, parameters: Sequence[Any] | dict[str, Any] | None = None) -> duckdb.DuckDBPyConnection:
-        """The answer to a query.
+    def run(self, query: str, parameters: dict[str, Any] | None = None) -> list[tuple[Any, ...]]:
+        """All rows of an answer.
 
         Raises:
             HybridKVError: a file is damaged, or there is no space for what is too large for the memory.
         """
+        with self._one_line():
+            return self._connection.execute(query, parameters).fetchall()
+
+    @contextmanager
+    def _one_line(self) -> Iterator[None]:
+        """Errors of DuckDB, which come with a query or with a part of its answer."""
         import duckdb
 
         try:
-            return self._connection.execute(query, parameters)
+            yield
         except duckdb.InterruptException:
             raise KeyboardInterrupt from None
         except duckdb.Error as error:
@@ -111,21 +118,27 @@ class Store:
 
     def records(self, query: str, parameters: Sequence[Any] | None = None) -> Iterator[dict[str, Any]]:
         """The rows of an answer, not all at once."""
-        answer = self.run(query, parameters)
-        names = [name for name, *_ in answer.description]
-        while rows := answer.fetchmany(4096):
+        with self._one_line():
+            answer = self._connection.execute(query, parameters)
+            names = [name for name, *_ in answer.description]
+            rows = answer.fetchmany(4096)
+        while rows:
             for row in rows:
                 yield dict(zip(names, row, strict=True))
+            with self._one_line():
+                rows = answer.fetchmany(4096)
 
     def frame(self, query: str = f"SELECT {NAMES} FROM rows ORDER BY place, line") -> pd.DataFrame:
         """An answer with the columns of the schema; equal texts are one object, which many rows share."""
         import pandas as pd
 
-        answer, known, parts = self.run(query), dict[str, str](), list[pd.DataFrame]()
-        while not (part := answer.fetch_df_chunk(24)).empty or not parts:
-            for column in _TEXTS:
-                part[column.name] = pd.Series([known.setdefault(t, t) for t in part[column.name]], dtype="object")
-            parts.append(part)
+        known, parts = dict[str, str](), list[pd.DataFrame]()
+        with self._one_line():
+            answer = self._connection.execute(query)
+            while not (part := answer.fetch_df_chunk(24)).empty or not parts:
+                for column in _TEXTS:
+                    part[column.name] = pd.Series([known.setdefault(t, t) for t in part[column.name]], dtype="object")
+                parts.append(part)
         types = {"BIGINT": "int64", "DOUBLE": "float64", "BOOLEAN": "bool", "VARCHAR": "object"}
         return pd.concat(parts, ignore_index=True).astype({name: types[kind] for name, (kind, _) in _SQL.items()})
 
@@ -225,14 +238,9 @@ class Store:
         return int(found[0])
 
     def _refuse_odd(self, file: Path, link: Path) -> None:
-        import duckdb
-
         try:
-            self.check(str(link))
-        except duckdb.InterruptException:
-            raise KeyboardInterrupt from None
-        except duckdb.Error as error:
-            raise HybridKVError(self._told(error)) from None
+            with self._one_line():
+                self.check(str(link))
         except (ValueError, KeyError, RecursionError):
             raise HybridKVError(f"{file}: a cell does not fit; `hybrid-kv results --check` names it") from None
 
@@ -241,7 +249,7 @@ class Store:
         for warning in self._warnings:
             _log.warning("%s", warning)
         every = f"{self._folder}/*.parquet"
-        marks = self.run(f"SELECT file_name, value FROM parquet_kv_metadata('{every}') WHERE key = '{MARK}'").fetchall()
+        marks = self.run(f"SELECT file_name, value FROM parquet_kv_metadata('{every}') WHERE key = '{MARK}'")
         known = {Path(os.fsdecode(name)).stem: bytes(value).decode() for name, value in marks}
         for number, place in enumerate(self._places):
             if (schema := known.get(f"{number:08}")) != str(SCHEMA):
@@ -292,4 +300,14 @@ def read_rows(path: str | Path) -> pd.DataFrame:
         HybridKVError: the file cannot be read, has another header, or a line that does not fit the schema.
     """
     with opened([Path(path)]) as store:
+        return store.frame()
+
+
+def read_beside(path: Path) -> pd.DataFrame:
+    """All rows of the data set that is called like a CSV, then of that CSV; none where there is neither.
+
+    Raises:
+        HybridKVError: as `read_rows`.
+    """
+    with opened([place for place in (path.with_suffix(DATASET), path) if place.exists()]) as store:
         return store.frame()

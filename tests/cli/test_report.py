@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hybrid_kv.cli import main
+from hybrid_kv.results import read_rows
 from tests.dashboard.kinds import everything
 from tests.dashboard.rows import row, write
 
@@ -35,7 +36,9 @@ def test_it_writes_the_page_and_the_summary(tmp_path: Path, capsys: pytest.Captu
     assert "https://example.org/a/b/commit/" in html
     assert "<option selected>rack, H200</option>" in html
     assert "28 of 29 checks" in text.read_text()
-    assert [file.name for file in site.iterdir()] == ["index.html"]
+    assert sorted(file.name for file in site.iterdir()) == ["index.html", "rows.parquet"]
+    assert '<a href="rows.parquet" download>' in html and "https://example.org/a/b/blob/HEAD/docs/results.md" in html
+    assert len(read_rows(site / "rows.parquet")) == len(everything())
     assert "asv/index.html" not in html
 
 

@@ -300,7 +300,7 @@ def chosen(folder: Path, rows: list[dict[str, object]], limit: int) -> tuple[lis
     """The runs whose rows are chosen, by number, and the choice."""
     with opened([write(folder, rows) / "made.csv"]) as store:
         found = choose_rows(store, limit)
-        runs = store.run(f"SELECT DISTINCT run_id FROM {found.source} ORDER BY ALL").fetchall()
+        runs = store.run(f"SELECT DISTINCT run_id FROM {found.source} ORDER BY ALL")
     return [int(run.removeprefix("run")) for (run,) in runs], found
 
 

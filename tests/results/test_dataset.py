@@ -112,7 +112,7 @@ def test_a_folder_may_hold_both_kinds(tmp_path, capsys):
 
 
 def truncated(place: Path) -> None:
-    (file,) = place.rglob("rows.parquet")
+    file = sorted(place.rglob("rows.parquet"))[-1]
     file.write_bytes(file.read_bytes()[:-9])
 
 
@@ -123,12 +123,12 @@ def other_schema(place: Path) -> None:
 def foreign(place: Path) -> None:
     import duckdb
 
-    (file,) = place.rglob("rows.parquet")
+    file = sorted(place.rglob("rows.parquet"))[-1]
     duckdb.sql("SELECT 1 AS a").write_parquet(str(file))
 
 
 def empty(place: Path) -> None:
-    (file,) = place.rglob("rows.parquet")
+    file = sorted(place.rglob("rows.parquet"))[-1]
     file.write_bytes(b"")
 
 
@@ -144,7 +144,7 @@ def empty(place: Path) -> None:
 )
 def test_a_damaged_data_set_is_one_line(tmp_path, capsys, break_it, said):
     place = tmp_path / "all.parquet"
-    append_rows(tmp_path / "a.csv", GOOD[:1])
+    write(tmp_path, [row(0, suite=f"s{i}") for i in range(40)], "a.csv")  # enough files for several threads
     export_rows([tmp_path / "a.csv"], place)
     break_it(place)
     for words in (["--last", "1"], ["--check"]):

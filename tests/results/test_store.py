@@ -16,7 +16,7 @@ def copied(store, file):
     if not store._vouched(file, target):
         return False
     query = f"SELECT {NAMES} FROM read_parquet('{target}', file_row_number=true) ORDER BY file_row_number"
-    assert store.run(query).fetchall() == by_lines(file)
+    assert store.run(query) == by_lines(file)
     return True
 
 
