@@ -85,6 +85,19 @@ class HybridKVLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
         self.outputs: dict[tuple[str | None, int | None], list[RequestOutput]] = defaultdict(list)
         self.seconds = 0.0
 
+    @property
+    def model_name(self) -> str:
+        """Of a model without a folder."""
+        return type(self.llm.model).__name__
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether tokens of a prompt may come from the cache."""
+        return self.llm.config.cache.enable_prefix_caching
+
+    def close(self) -> None:
+        """Nothing outlives this object."""
+
     # ---- between text and tokens ----
 
     @property

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid_kv.accuracy.guard_model import FOLDERS, embedded
 from hybrid_kv.accuracy.tasks import check_task, load_task, quiet_lm_eval
-from hybrid_kv.config import HybridKVError
+from hybrid_kv.config import ConfigError, HybridKVError
 from hybrid_kv.files import write_whole
 
 if TYPE_CHECKING:
     from hybrid_kv.accuracy.lm_eval_model import HybridKVLM
+    from hybrid_kv.accuracy.target_model import TargetLM
     from hybrid_kv.engine.llm import LLM
     from hybrid_kv.results import Row
 
@@ -162,6 +163,7 @@ def evaluate(
     model: str | Path | LLM | None = None,
     task: str = "gsm8k_synth",
     *,
+    target: str | None = None,
     limit: int | None = 250,
     seed: int = 0,
     gsm8k_dir: str | Path | None = None,
@@ -173,6 +175,8 @@ def evaluate(
     Args:
         model: a checkpoint folder, an embedded guard model by name, or a ready engine; None: the first guard model.
         task: gsm8k_synth or gsm8k.
+        target: another engine or a server's address, as for `hybrid-kv guard`, that is asked instead of ours; `model`
+            is what it has loaded.
         limit: ask the first so many questions; None asks all.
         seed: of the documents (gsm8k_synth) or of the choice of shots (gsm8k; 0 gives lm-eval's own prompts).
         gsm8k_dir: train.jsonl and test.jsonl for task gsm8k; None takes the hub's.
@@ -181,31 +185,33 @@ def evaluate(
 
     Raises:
         ConfigError: the task, the model or an option cannot be used.
-        HybridKVError: the engine refused every question.
+        HybridKVError: the engine refused every question, or died.
     """
     check_task(task, gsm8k_dir, limit)
     import lm_eval
     from lm_eval.evaluator import evaluate as lm_eval_evaluate
 
-    from hybrid_kv.accuracy.lm_eval_model import HybridKVLM
-
     folder = embedded(model) if model is None or isinstance(model, str | Path) else None
     # The model first: an unusable one is found in seconds, a task from the hub may take minutes.
-    lm = HybridKVLM(folder, llm=None if isinstance(model, str | Path) else model, progress=progress, **engine_options)
-    loaded = load_task(task, seed, limit, gsm8k_dir)
-    with _one_thread() if folder in FOLDERS.values() else nullcontext(), quiet_lm_eval(), _bars(progress):
-        # Not simple_evaluate: that adds 10 s (its index of all tasks, a report on the machine) and seeds global RNGs.
-        results = lm_eval_evaluate(lm, {"tasks": {task: loaded}}, limit=limit, bootstrap_iters=0)
+    lm = _lm(model, folder, target, progress, engine_options)
+    try:
+        loaded = load_task(task, seed, limit, gsm8k_dir)
+        with _one_thread() if folder in FOLDERS.values() else nullcontext(), quiet_lm_eval(), _bars(progress):
+            # Not simple_evaluate: that adds 10 s (an index of tasks, a report on the machine) and seeds global RNGs.
+            results = lm_eval_evaluate(lm, {"tasks": {task: loaded}}, limit=limit, bootstrap_iters=0)
+    finally:
+        lm.close()
     outputs = [output for repeats in lm.outputs.values() for output in repeats]
     if all(output.error is not None for output in outputs):
         raise HybridKVError(f"the engine refused all {len(outputs)} questions; the first: {outputs[0].error}")
     params = {
-        "model": type(lm.llm.model).__name__ if folder is None else Path(folder).name,
+        "model": lm.model_name if folder is None else Path(folder).name,
         "task": task,
         "seed": seed,
         "limit": limit,
         "num_fewshot": loaded.config.num_fewshot,
         "lm_eval": lm_eval.__version__,
+        **({} if target is None else {"target": lm.model_name}),
         **{name: _without_folder(value) for name, value in engine_options.items()},
     }
     return AccuracyResult(
@@ -219,8 +225,29 @@ def evaluate(
         num_cached_tokens=sum(output.cached_tokens for output in outputs),
         num_draft_tokens=sum(output.num_draft_tokens for output in outputs),
         num_accepted_draft_tokens=sum(output.num_accepted_draft_tokens for output in outputs),
-        caches_prefixes=lm.llm.config.cache.enable_prefix_caching,
+        caches_prefixes=lm.caches_prefixes,
     )
+
+
+def _lm(
+    model: str | Path | LLM | None,
+    folder: str | Path | None,
+    target: str | None,
+    progress: bool,
+    engine_options: dict[str, Any],
+) -> HybridKVLM | TargetLM:
+    """What lm-eval asks."""
+    if target is None:
+        from hybrid_kv.accuracy.lm_eval_model import HybridKVLM
+
+        llm = None if isinstance(model, str | Path) else model
+        return HybridKVLM(folder, llm=llm, progress=progress, **engine_options)
+    if folder is None or engine_options:
+        what = next(iter(engine_options), "a ready engine")
+        raise ConfigError(f"target {target}: {what} is for this engine alone; leave it out")
+    from hybrid_kv.accuracy.target_model import TargetLM
+
+    return TargetLM(target, folder)
 
 
 def _without_folder(option: Any) -> Any:
@@ -254,7 +281,7 @@ def evaluate_guard_model(
     return evaluate(model, limit=limit, seed=seed, progress=progress, **engine_options)
 
 
-def _records(samples: Sequence[dict[str, Any]], lm: HybridKVLM, task: str) -> tuple[QuestionRecord, ...]:
+def _records(samples: Sequence[dict[str, Any]], lm: HybridKVLM | TargetLM, task: str) -> tuple[QuestionRecord, ...]:
     """Join lm-eval's samples, one per question and filter, with the engine's outputs."""
     by_filter: dict[str, dict[int, dict[str, Any]]] = {STRICT: {}, FLEXIBLE: {}}
     for sample in samples:

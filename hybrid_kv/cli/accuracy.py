@@ -44,6 +44,9 @@ def accuracy(
         str | None,
         typer.Option(help="A checkpoint folder, guard_model (the default) or guard_model_qwen3_5, which are embedded."),
     ] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Ask another engine, or a server at this URL, which has loaded --model.")
+    ] = None,
     task: Annotated[str | None, typer.Option(help="gsm8k_synth (generated, offline; the default) or gsm8k.")] = None,
     gsm8k_dir: Annotated[
         str | None, typer.Option(help="Folder with train.jsonl and test.jsonl for gsm8k; default: the hub.")
@@ -103,11 +106,13 @@ def accuracy(
 
     require_at_least_one(limit=limit)
     options = engine_options(locals())
+    if target is not None:
+        options["target"] = target
     csv = rows_file("accuracy.csv", results, record)
     check_outputs(samples, out)
     if samples is not None and against is not None and Path(samples).resolve() == Path(against).resolve():
         raise ConfigError(f"--samples {samples} would replace the baseline; name another file")
-    if model is not None and (folder := embedded(model)) not in FOLDERS.values():
+    if target is None and model is not None and (folder := embedded(model)) not in FOLDERS.values():
         with suppress(ConfigError):  # what is wrong with the task is said first
             tell_memory(str(folder), options)
     judged = judge(

@@ -61,9 +61,11 @@ class Completions:
             "temperature": ask.temperature,
             "n": ask.n,
             "stream": stream,
-            "ignore_eos": True,
+            "ignore_eos": not ask.stop,
             "return_token_ids": True,
         }
+        if ask.stop:
+            body["stop"] = list(ask.stop)
         if ask.seed is not None:
             body["seed"] = ask.seed
         if ask.salt:
@@ -104,8 +106,10 @@ class SGLang:
 
     def body(self, ask: Ask, model: str, stream: bool) -> Json:
         sampling: Json = {
-            "max_new_tokens": ask.max_tokens, "temperature": ask.temperature, "ignore_eos": True, "n": ask.n,
+            "max_new_tokens": ask.max_tokens, "temperature": ask.temperature, "ignore_eos": not ask.stop, "n": ask.n,
         }  # fmt: skip
+        if ask.stop:
+            sampling["stop"] = list(ask.stop)
         if ask.seed is not None:
             sampling["sampling_seed"] = ask.seed
         body: Json = {"input_ids": list(ask.prompt), "sampling_params": sampling, "stream": stream}
@@ -139,8 +143,10 @@ class LlamaCpp:
     def body(self, ask: Ask, model: str, stream: bool) -> Json:
         body: Json = {
             "prompt": list(ask.prompt), "n_predict": ask.max_tokens, "temperature": ask.temperature, "stream": stream,
-            "cache_prompt": True, "return_tokens": True, "ignore_eos": True,
+            "cache_prompt": True, "return_tokens": True, "ignore_eos": not ask.stop,
         }  # fmt: skip
+        if ask.stop:
+            body["stop"] = list(ask.stop)
         if ask.seed is not None:
             body["seed"] = ask.seed
         if ask.logprobs:

@@ -46,6 +46,9 @@ class Server:
     Args:
         url: with or without `/v1`.
 
+    Attributes:
+        model: as the server calls it.
+
     Raises:
         ConfigError: nothing answers there, or not in token ids.
     """
@@ -61,7 +64,7 @@ class Server:
             raise ConfigError(f"--target {url}: no model is served there: {error or type(error).__name__}") from None
         self.name = str(card.get("owned_by") or "server")
         self.longest = int(card.get("max_model_len") or (card.get("meta") or {}).get("n_ctx") or 2048)
-        self._model, self._dialect = str(card["id"]), dialect_of(self.name)
+        self.model, self._dialect = str(card["id"]), dialect_of(self.name)
         self.version = self._version()
         self.can: frozenset[str] = frozenset()
         self.can = frozenset(self._found_out(url))
@@ -102,7 +105,7 @@ class Server:
 
     async def _ask(self, asks: Sequence[Ask], preempt_every: int) -> list[Answer]:
         async with self._session() as session:
-            crowd = _Crowd(session, self._dialect, self._model, preempt_every)
+            crowd = _Crowd(session, self._dialect, self.model, preempt_every)
             return list(await asyncio.gather(*(crowd.ask(ask) for ask in asks)))
 
     def score(self, token_ids: Sequence[int]) -> list[float]:

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from hybrid_kv.config import HybridKVError
+
 # What a target may be able to do beyond greedy answers; a check that needs more than there is "cannot be asked here".
 CAPABILITIES = {
     "cached": "says how many tokens of a prompt came from its cache",
@@ -39,6 +41,7 @@ class Ask:
         salt: whose prefixes it may share; empty: everybody's.
         after: it is sent once so many answers of its batch are complete; 0: at once.
         abort_after: it is ended once it has so many tokens; None: not.
+        stop: texts that end the answer, as the end-of-text token then does; a target without a tokenizer goes on.
     """
 
     prompt: tuple[int, ...]
@@ -50,6 +53,7 @@ class Ask:
     salt: str = ""
     after: int = 0
     abort_after: int | None = None
+    stop: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"Ask({', '.join([str(list(self.prompt)), *(f'{k}={v!r}' for k, v in self.extras().items())])})"
@@ -80,7 +84,7 @@ class Answer:
     error: str = ""
 
 
-class TargetError(Exception):
+class TargetError(HybridKVError):
     """The engine died, hangs or says nothing that can be read: a finding, one line."""
 
 

@@ -1,0 +1,133 @@
+"""lm-eval's view of a target: any engine or server that `hybrid_kv.targets` asks, in token ids."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lm_eval.api.model import LM
+from lm_eval.models.utils import normalize_gen_kwargs
+
+from hybrid_kv.config import ConfigError
+from hybrid_kv.engine.llm import RequestOutput
+from hybrid_kv.engine.text import may_stop, stop_position
+from hybrid_kv.models.loader import load_eos_token_ids, load_tokenizer, resolve_folder
+from hybrid_kv.targets.kinds import kind_of
+from hybrid_kv.targets.target import Answer, Ask
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+REFUSED = "[invalid]"
+MAX_GEN_TOKS = 256  # lm-eval's own default
+AT_ONCE = 32  # requests; a server refuses more than it lets wait
+
+
+class TargetLM(LM):  # type: ignore[misc]  # lm-eval is not typed
+    """
+    Args:
+        target: as `targets.kinds.kind_of` has it; an engine is started in its plainest setting.
+        folder: the checkpoint; behind an address, the one that is served: its tokenizer makes the prompts.
+
+    Attributes:
+        outputs: what came back, by (task, doc_id), one entry per repeat.
+        seconds: from the first request to the last answer.
+        caches_prefixes: some answer said how many tokens came from a cache.
+
+    Raises:
+        ConfigError: there is no such engine, nobody answers at the address, or it serves another model.
+        TargetError: the engine does not start.
+    """
+
+    def __init__(self, target: str, folder: str | Path) -> None:
+        super().__init__()
+        kind, resolved = kind_of(target), resolve_folder(folder)
+        self.tokenizer, self._ends = load_tokenizer(resolved), load_eos_token_ids(resolved)
+        self.target = kind.start(str(resolved), {})
+        served, wanted = getattr(self.target, "model", None), Path(folder).name
+        if served is not None and Path(served).name != wanted:
+            self.target.close()
+            raise ConfigError(f"--target {target} serves {served}, not {wanted}; name its checkpoint with --model")
+        self.outputs: dict[tuple[str | None, int | None], list[RequestOutput]] = defaultdict(list)
+        self.seconds, self.caches_prefixes = 0.0, False
+
+    @property
+    def model_name(self) -> str:
+        """The engine; not its address, which is nobody's business where rows are published."""
+        return f"{self.target.name} {self.target.version}"
+
+    def close(self) -> None:
+        """End an engine that was started."""
+        self.target.close()
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Continue every prompt greedily. A request that failed yields `REFUSED`.
+
+        Raises:
+            ConfigError: the task samples.
+            TargetError: the engine died, or says nothing that can be read.
+        """
+        asked = [self._ask(request, index) for index, request in enumerate(requests)]
+        start = time.perf_counter()
+        answers = self.target.ask(asked)
+        self.seconds += time.perf_counter() - start
+        texts = []
+        for request, ask, answer in zip(requests, asked, answers, strict=True):
+            output = self._output(request.args[0], ask, answer)
+            self.outputs[request.task_name, request.doc_id].append(output)
+            texts.append(output.text if output.error is None else REFUSED)
+        return texts
+
+    def _ask(self, request: Instance, index: int) -> Ask:
+        text, told = request.args
+        kwargs: dict[str, Any] = normalize_gen_kwargs(told, MAX_GEN_TOKS)
+        if kwargs["do_sample"]:
+            raise ConfigError("a task that samples cannot be asked of a target; leave do_sample out")
+        stop = tuple(one for one in kwargs["until"] if one)
+        prompt = tuple(self.tokenizer.encode(text))
+        room = max(1, self.target.longest - len(prompt))  # our engine ends an answer there, a server refuses it
+        return Ask(prompt, min(kwargs["max_gen_toks"], room), stop=stop, after=max(0, index - AT_ONCE + 1))
+
+    def _output(self, prompt: str, ask: Ask, answer: Answer) -> RequestOutput:
+        """As the engine tells it: a target may know nothing of what ends an answer, and go on."""
+        self.caches_prefixes |= answer.cached_tokens is not None
+        tokens, reason = self._ended(answer.token_ids, ask.stop)
+        text = self._text(tokens)
+        position = stop_position(text, ask.stop)
+        if position is not None:
+            text = text[:position]
+        elif tokens and tokens[-1] in self._ends:
+            text = self._text(tokens[:-1])
+        return RequestOutput(
+            "", prompt, list(ask.prompt), tokens, text, "error" if answer.error else reason,
+            error=answer.error or None, cached_tokens=answer.cached_tokens or 0,
+        )  # fmt: skip
+
+    def _ended(self, token_ids: Sequence[int], stops: tuple[str, ...]) -> tuple[list[int], str]:
+        """The tokens to the first that ends the answer, that one included."""
+        tokens: list[int] = []
+        for token in token_ids:
+            tokens.append(token)
+            if token in self._ends:
+                return tokens, "stop"
+            if (
+                stops
+                and may_stop(self.tokenizer, tokens, stops)
+                and stop_position(self._text(tokens), stops) is not None
+            ):
+                return tokens, "stop"
+        return tokens, "length"
+
+    def _text(self, token_ids: list[int]) -> str:
+        return str(self.tokenizer.decode(token_ids))
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Not asked: servers score prompts in too many ways."""
+        raise ConfigError("a target is asked to write, not to score; use a task that generates")
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """See `loglikelihood`."""
+        raise ConfigError("a target is asked to write, not to score; use a task that generates")
