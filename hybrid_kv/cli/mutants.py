@@ -8,19 +8,23 @@ from typing import Annotated, Literal
 
 import typer
 
-from hybrid_kv.cli.options import AsJson, OutFile, show
+from hybrid_kv.cli.options import AsJson, OutFile, Record, ResultsFolder, rows_file, show
 
 Way = Literal["quick", "sanitizer", "full", "http"]
 
 
 def mutants(
-    ids: Annotated[list[str] | None, typer.Option("--id", help="Only this bug, as F16; may be repeated.")] = None,
+    ids: Annotated[
+        list[str] | None, typer.Option("--id", help="Only this bug, as F16, or none; may be repeated.")
+    ] = None,
     by: Annotated[Way, typer.Option(help="What hunts them; http: probes of a server.")] = "quick",
     jobs: Annotated[int, typer.Option(min=1, help="Bugs at a time, a process each.")] = 1,
     limit: Annotated[int, typer.Option(min=1, help="Seconds for one bug.")] = 300,
     folder: Annotated[Path | None, typer.Option(help="Of the bugs; default: mutants/ of the checkout.")] = None,
     as_json: AsJson = False,
     out: OutFile = None,
+    results: ResultsFolder = None,
+    record: Record = False,
 ) -> None:
     """Plant bugs of other engines in copies of this one, one by one, and say which check sees each first."""
     from dataclasses import asdict
@@ -30,16 +34,19 @@ def mutants(
     from hybrid_kv.errors import require
     from hybrid_kv.files import check_outputs
     from hybrid_kv.mutation.hunt import hunt_all
-    from hybrid_kv.mutation.mutant import FOLDER, read_mutants
+    from hybrid_kv.mutation.mutant import FOLDER, UNCHANGED, read_mutants
+    from hybrid_kv.results import append_rows
 
     require("yaml", "safetensors", "tokenizers", "transformers", "lm_eval", "scipy")
     if by == "http":
         require("fastapi", "uvicorn", "prometheus_client", "httpx2")
+    csv = rows_file("mutants.csv", results, record)
     check_outputs(out)
     chosen = read_mutants(folder or FOLDER, ids or ())
     rows = []
     for row in (bar := tqdm(hunt_all(chosen, by, jobs, limit), total=len(chosen), unit="bug", desc="mutants")):
-        rows.append(row)  # an hour's work is told as it comes
+        rows.append(row)  # an hour's work is told and kept as it comes
+        append_rows(csv, [row.record(by)])
         bar.write(f"{row.id}: {row.section or 'nothing'} {row.rule} after {row.seconds:.1f} s", file=sys.stderr)
     rows.sort(key=lambda row: row.id)
     document = {"by": by, "mutants": [asdict(row) for row in rows]}
@@ -50,12 +57,14 @@ def mutants(
 
         table = Table("id", "caught by", "rule", "requests", "seconds", "", box=None, pad_edge=False)
         for row in rows:
-            verdict = "" if row.caught else "not reached" if row.executed is False else "not caught"
+            missed = "not reached" if row.executed is False else "not caught"
+            verdict = "" if row.is_fine else "false alarm" if row.id == UNCHANGED else missed
             requests = str(row.requests) if row.requests else ""
             table.add_row(row.id, row.section, row.rule, requests, f"{row.seconds:.1f}", verdict)
         Console(width=140, highlight=False).print(table)
-        print(f"{sum(row.caught for row in rows)} of {len(rows)} caught")
+        bugs = [row for row in rows if row.id != UNCHANGED]
+        print(f"{sum(row.caught for row in bugs)} of {len(bugs)} caught")
 
     show(document, as_json, out, print_table)
-    if not all(row.caught for row in rows):
+    if not all(row.is_fine for row in rows):
         raise typer.Exit(1)

@@ -14,7 +14,8 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from hybrid_kv.kernels.block_tables import HostTables, TableLayout
-from hybrid_kv.mutation.mutant import Mutant
+from hybrid_kv.mutation.mutant import UNCHANGED, Mutant
+from hybrid_kv.results import Row as Record
 
 REQUESTS = 2500  # of the sanitizer's scenarios, as many as the quick guard has
 FAILED = ("time limit", "no answer")  # of the run, which is no catch
@@ -29,6 +30,7 @@ class Row:
         section, rule: what caught it first; empty if nothing did.
         requests: until then, where the section counts them.
         seconds: until then, imports included.
+        cell, is_first: see `outside.Found`.
     """
 
     id: str
@@ -38,10 +40,30 @@ class Row:
     detail: str
     requests: int
     seconds: float
+    cell: str = ""
+    is_first: bool | None = None
 
     @property
     def caught(self) -> bool:
         return bool(self.section) and self.section not in FAILED
+
+    @property
+    def is_fine(self) -> bool:
+        """A bug was caught; where there is none, nothing was found."""
+        return not self.section if self.id == UNCHANGED else self.caught
+
+    def record(self, by: str) -> Record:
+        """As a row of the results file."""
+        told = {"by": by, "section": self.section, "rule": self.rule, "cell": self.cell, "is_first": self.is_first}
+        return Record(
+            suite="mutants",
+            benchmark=self.id,
+            metric="caught",
+            value=int(self.caught),
+            params={name: value for name, value in told.items() if value not in ("", None)},
+            n=self.requests,
+            better="higher",
+        )
 
 
 def hunt(mutant: Mutant, by: str, limit: float) -> Row:
@@ -56,8 +78,8 @@ def hunt(mutant: Mutant, by: str, limit: float) -> Row:
         if by == "http":
             from hybrid_kv.mutation.outside import ask  # with transformers, which the others do not need
 
-            catch, seconds = ask(mutant, root)
-            return Row(mutant.id, None, **asdict(catch), seconds=seconds)
+            found, seconds = ask(root)
+            return Row(mutant.id, None, **asdict(found), seconds=seconds)
         task = root / "task.json"
         task.write_text(json.dumps({"by": by, "lines": lines, "amount": REQUESTS}), encoding="utf-8")
         # A loop that numba has compiled tells nobody which lines it reaches.

@@ -4,7 +4,7 @@ A file of the folder `mutants/` is one bug. Its name is the bug's id. It is YAML
 
     references: [vllm!33997]
     mechanism: What went wrong, in a sentence or two.
-    settings: prefix=align spec=ngram3   # in which the bug acts, for a guard from outside
+    settings: prefix=align spec=ngram3   # in which the bug acts, for who wants to see it
     changes:
       - file: cache/manager.py
         old: the text to replace, which occurs exactly once
@@ -27,6 +27,7 @@ from hybrid_kv.config import ConfigError
 PACKAGE = Path(__file__).parents[1]
 FOLDER = PACKAGE.parent / "mutants"
 ID = re.compile(r"[A-L]\d\d")
+UNCHANGED = "none"  # the id of a copy without a bug, in which nothing may be found
 # What judges the engine: a bug there would be one of the judge.
 JUDGES = ("accuracy", "cli", "guard", "mutation", "probes", "sanitizer", "targets")
 
@@ -65,7 +66,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Mutant:
-    """One bug. `settings`: the model and levels of the factors of `targets.ours` in which it acts."""
+    """One bug. `settings`: the model and levels of the factors of `targets.ours` in which it acts; no hunt is told."""
 
     id: str
     references: tuple[str, ...]
@@ -111,7 +112,7 @@ class Mutant:
 
 
 def read_mutants(folder: Path = FOLDER, ids: Sequence[str] = ()) -> list[Mutant]:
-    """The mutants of a folder in the order of their ids, or those asked for.
+    """The mutants of a folder in the order of their ids, or those asked for; `UNCHANGED` is one only if it is.
 
     Raises:
         ConfigError: there is no such folder or id, or a file is no mutant.
@@ -119,9 +120,9 @@ def read_mutants(folder: Path = FOLDER, ids: Sequence[str] = ()) -> list[Mutant]
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there are no mutants; run this in a checkout")
     files = {file.stem: file for file in sorted(folder.glob("*.yaml"))}
-    if unknown := [name for name in ids if name not in files]:
+    if unknown := [name for name in ids if name not in files and name != UNCHANGED]:
         raise ConfigError(f"--id {unknown[0]}: there is no such mutant; {folder} has {', '.join(files)}")
-    return [_read(files[name]) for name in (ids or files)]
+    return [_read(files[name]) if name in files else Mutant(name, (), "", {}, ()) for name in (ids or files)]
 
 
 def _read(file: Path) -> Mutant:

@@ -1,27 +1,51 @@
-"""What finds a planted bug by asking a server: probes, and a changed copy of the engine behind `hybrid-kv serve`."""
+"""What finds a planted bug by asking a server: probes, and a changed copy of the engine behind `hybrid-kv serve`.
+
+Nothing is told to them of the bug: every one is asked about in the same settings, on the embedded trained models, whose
+drafts are accepted now and then.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from hybrid_kv.accuracy.guard_model import FOLDERS
 from hybrid_kv.config import ConfigError
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.mutation.catch import Catch
-from hybrid_kv.mutation.mutant import Mutant
-from hybrid_kv.probes.judge import Judge
+from hybrid_kv.probes.judge import Judge, first_difference
 from hybrid_kv.probes.oracle import Oracle
 from hybrid_kv.probes.registry import load_probes
-from hybrid_kv.probes.session import References, Session, calibrate
-from hybrid_kv.targets import serve
-from hybrid_kv.targets.models import model_folder
-from hybrid_kv.targets.target import Target, TargetError
+from hybrid_kv.probes.session import Failure, References, Session, calibrate
+from hybrid_kv.targets import ours, serve
+from hybrid_kv.targets.target import Ask, Target, TargetError
 
-MODEL = "qwen3_5_text"
-_FOLDERS = ExitStack()  # until the process ends
+# A model and a setting each, those first in which most bugs act: drafts, a history of inputs instead of states, states
+# at boundaries inside a chunk, evictions and what comes back from host memory, blocks that another dtype has written.
+CELLS: tuple[tuple[str, dict[str, str]], ...] = (
+    ("qwen3_5_moe_text", {"prefix": "align", "spec": "mtp3"}),
+    ("nemotron_h", {"prefix": "align", "spec": "mtp3", "scheme": "replay"}),
+    ("qwen3_5_moe_text", {"prefix": "all", "spec": "ngram3", "chunk": "17"}),
+    ("qwen3_5_moe_text", {"prefix": "align", "chunk": "17", "blocks": "tight", "offload": "host"}),
+    ("qwen3_5_moe_text", {"prefix": "align", "dtype": "bfloat16"}),
+)
+
+
+@dataclass
+class Found(Catch):
+    """
+    Attributes:
+        cell: the model and the setting.
+        is_first: whether the token that is named is the one at which the answer leaves that of the unchanged engine;
+            None: none is named.
+    """
+
+    cell: str = ""
+    is_first: bool | None = None
 
 
 class Planted:
@@ -38,39 +62,91 @@ class Planted:
         return serve.start(folder, settings, self.root)
 
 
+# No mutant changes what these say: one of each for all of them.
+_oracle, _unchanged = cache(Oracle), cache(lambda folder, dtype: ours.start(folder, {"dtype": dtype}))
+
+
 @cache
-def _oracle(model: str) -> tuple[str, Oracle]:
-    """A checkpoint and what transformers says of it, which no mutant changes: one for all of them."""
-    folder = _FOLDERS.enter_context(model_folder(model))
-    return folder, Oracle(folder)
+def _sound(model: str, levels: tuple[tuple[str, str], ...]) -> tuple[Judge, int]:
+    """What the server without a bug says of rounding and of the size of a block, in this setting."""
+    folder, settings = str(FOLDERS[model]), dict(levels)
+    judge = Judge(_oracle(folder, settings.get("dtype", "float32")))
+    session = Session(serve, folder, settings, judge, References(serve, folder))
+    try:
+        calibrate(session, ConfigFile.read(folder).size("vocab_size"))
+    finally:
+        session.target.close()
+    return judge, session.unit
 
 
-def ask(mutant: Mutant, root: Path) -> tuple[Catch, float]:
-    """The probes of one setting, in their order, to the first wrong answer; and the seconds until then.
+def ask(root: Path) -> tuple[Found, float]:
+    """The probes in each setting, in their order, to the first wrong answer; and the seconds until then.
 
     Args:
-        root: where the mutant was planted.
+        root: where a bug was planted.
     """
-    settings = dict(mutant.settings)
-    folder, oracle = _oracle(settings.pop("model", MODEL))
-    kind, vocab_size = Planted(root), ConfigFile.read(folder).size("vocab_size")
-    catch, begin = Catch(), time.perf_counter()
-    references = References(kind, folder)
-    session: Session | None = None
-    try:
-        known = {factor: level for factor, level in settings.items() if factor in kind.factors}
-        session = Session(kind, folder, known, Judge(oracle), references)
-        calibrate(session, vocab_size)
+    found, begin, kind = Found(), time.perf_counter(), Planted(root)
+    with ExitStack() as stack:
+        references = {model: References(kind, str(FOLDERS[model])) for model, _ in CELLS}
+        for one in references.values():
+            stack.callback(one.close)
+        for model, settings in CELLS:
+            _ask(kind, model, settings, references[model], found)
+            if found.section:
+                found.cell = " ".join([FOLDERS[model].name, *(f"{name}={level}" for name, level in settings.items())])
+                break
+    return found, time.perf_counter() - begin
+
+
+def _ask(kind: Planted, model: str, settings: Mapping[str, str], references: References, found: Found) -> None:
+    folder, dtype = str(FOLDERS[model]), settings.get("dtype", "float32")
+    judge, unit = _sound(model, tuple(settings.items()))
+    vocab_size = ConfigFile.read(folder).size("vocab_size")
+    with _started(kind, folder, settings, judge, references, found) as session:
+        session.unit = unit
         for probe in load_probes():
             outcome = session.run(probe, vocab_size)
-            catch.requests += outcome.num_answers
+            found.requests += outcome.num_answers
             if outcome.verdict == "wrong":
-                catch.section, catch.rule, catch.detail = "probes", probe.name, outcome.detail
-                break
+                found.section, found.rule, found.detail = "probes", probe.name, outcome.detail
+                for failure in outcome.failures:
+                    found.is_first = is_first(failure, judge.limit, _unchanged(folder, dtype))
+                return
+
+
+@contextmanager
+def _started(
+    kind: Planted, folder: str, settings: Mapping[str, str], judge: Judge, references: References, found: Found
+) -> Iterator[Session]:
+    """A session; that it does not start, or dies, has found something."""
+    session: Session | None = None
+    try:
+        session = Session(kind, folder, settings, judge, references)
+        yield session
     except (ConfigError, TargetError) as error:
-        catch.section, catch.rule, catch.detail = "probes", "start", str(error)
+        found.section, found.rule, found.detail = "probes", "start" if session is None else "death", str(error)
     finally:
-        references.close()
         if session is not None:
             session.target.close()
-    return catch, time.perf_counter() - begin
+
+
+def is_first(failure: Failure, limit: float, unchanged: Target) -> bool | None:
+    """Whether the token that a failure names is the first that differs from an unchanged engine's answer.
+
+    Args:
+        limit: what a log-probability may differ by.
+
+    Returns:
+        None if no token is named, or it is not known in which of several answers.
+    """
+    asked, told, position = failure.rounds[-1].asks[failure.index], failure.answer, failure.judgement.position
+    if told.error or told.others or not failure.judgement.expected:
+        return None
+    plain = Ask(asked.prompt, asked.max_tokens, asked.temperature, asked.seed, logprobs=True)
+    (right,) = unchanged.ask([plain])
+    i = first_difference(told.token_ids, right.token_ids)
+    if failure.judgement.expected[position : position + 1] != told.token_ids[position : position + 1]:
+        return i == position
+    values = zip(told.logprobs, right.logprobs, told.token_ids, strict=False)
+    off = (j for j, (one, other, token) in enumerate(values) if not abs(one[token] - other[token]) <= limit)
+    return next(off, None) == position

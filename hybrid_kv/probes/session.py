@@ -156,20 +156,23 @@ class Session:
             self.unit = self._discover(vocab_size)
         # Three blocks and an answer behind them must fit; longer prompts only take longer.
         longest = min(self.target.longest, max(256, 5 * self.unit))
-        rng = random.Random(f"{self.seed}/{name}")
-        return Traffic(rng, vocab_size, self.unit, longest, amount=self.amount, shortest=self._shortest)
+        rng, limit = random.Random(f"{self.seed}/{name}"), self.target.longest
+        return Traffic(rng, vocab_size, self.unit, longest, limit, amount=self.amount, shortest=self._shortest)
 
     def _discover(self, vocab_size: int) -> int:
         """The block size: what all numbers of cached tokens are multiples of."""
         if "cached" not in self.target.can or self.is_plain("prefix"):
             return DEFAULT_UNIT
-        traffic = Traffic(random.Random(f"{self.seed}/unit"), vocab_size, DEFAULT_UNIT, self.target.longest, num_new=1)
+        rng, longest = random.Random(f"{self.seed}/unit"), self.target.longest
+        traffic = Traffic(rng, vocab_size, DEFAULT_UNIT, longest, longest, num_new=1)
         seen = list[int]()
         for share in (0.11, 0.23, 0.41, 0.73, 0.95):
             prompt = traffic.prompt(int(share * self.target.longest))
             for _ in range(2):
                 ((answer,), _) = self.play(Round((Ask(prompt, max_tokens=1),)))
                 seen += [answer.cached_tokens or 0]
+            if sum(map(bool, seen)) == 3 and math.gcd(*seen) <= 4 * DEFAULT_UNIT:
+                break  # longer prompts would find no other unit, only take longer
         return math.gcd(*seen) or DEFAULT_UNIT
 
     def run(self, probe: Probe, vocab_size: int) -> Outcome:
@@ -222,6 +225,9 @@ class Session:
                 unclear = unclear or judgement.problem
             if outcome.failures:
                 break
+        if not self.asked:
+            outcome.verdict, outcome.detail = "cannot be asked here", "its requests would be too long"
+            return
         after = self.target.counters()
         outcome.moved |= {name: after[name] - before.get(name, 0.0) for name in after}
         if outcome.failures:
@@ -242,11 +248,12 @@ class Session:
         self.asked = []
 
     def reset(self) -> None:
-        """Forget the prefix cache, if the target can."""
+        """Forget the prefix cache, if the target can; what was moved to a further tier may still come back."""
         self.asked = []
         if "reset" in self.target.can:
             self.target.reset()
-            self.seen = Seen()
+            if self.is_plain("offload"):
+                self.seen = Seen()
 
     def play(self, one: Round) -> tuple[list[Answer], list[Judgement]]:
         """The answers to a round, and whether they are right."""

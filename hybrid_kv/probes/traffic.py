@@ -14,7 +14,8 @@ class Traffic:
 
     Attributes:
         unit: tokens of a cached block; a hit is a multiple of it.
-        longest: tokens that a request may have.
+        longest: tokens that a request of a probe may have.
+        limit: tokens that a request of the target may have.
         num_new: tokens of an answer.
         amount: 1 for a quick look; how often probes that repeat something do so.
         shortest: tokens that a prompt has at least.
@@ -24,6 +25,7 @@ class Traffic:
     vocab_size: int
     unit: int
     longest: int
+    limit: int
     num_new: int = 12
     amount: int = 1
     shortest: int = 1

@@ -35,6 +35,7 @@ LEVELS: dict[str, dict[str, dict[str, Any]]] = {
     "scheme": {"slots": {}, "replay": {"state_scheme": "replay"}},
     "async": {"off": {}, "on": {"async_scheduling": True}},
     "dtype": {"float32": {"dtype": "float32"}, "bfloat16": {"dtype": "bfloat16"}},
+    "offload": {"none": {}, "host": {"kv_offload_bytes": 2**26}},
 }
 factors = {factor: tuple(levels) for factor, levels in LEVELS.items()}
 NUM_LIKELIEST = 5
@@ -47,27 +48,37 @@ def start(folder: str, settings: Mapping[str, str]) -> Ours:
     return Ours(folder, settings)
 
 
+def options_of(folder: str, settings: Mapping[str, str]) -> dict[str, Any]:
+    """The arguments of `LLM`, besides the checkpoint, with which a setting is asked.
+
+    Raises:
+        ConfigError: the engine does not know the setting or the model.
+    """
+    options: dict[str, Any] = {
+        "device": "cpu",
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 512,
+        "max_model_len": MAX_MODEL_LEN,
+    }
+    for factor, levels in LEVELS.items():
+        options |= levels[settings.get(factor, next(iter(levels)))]
+    if options.pop("tight", False):
+        options["max_model_len"] = ROOM
+        options["num_blocks"] = 1 + LLM(folder, **options).plan.config.max_blocks_per_request(ROOM)
+    return options
+
+
 class Ours:
     """See `targets.target.Target`."""
 
     name, version, can = name, hybrid_kv.__version__, frozenset(CAPABILITIES)
 
     def __init__(self, folder: str, settings: Mapping[str, str]) -> None:
-        self.settings, self._folder = dict(settings), folder
-        options: dict[str, Any] = {
-            "device": "cpu",
-            "dtype": "float32",
-            "max_num_seqs": 8,
-            "max_num_batched_tokens": 512,
-        }
-        for factor, levels in LEVELS.items():
-            options |= levels[settings.get(factor, next(iter(levels)))]
-        tight = options.pop("tight", False)
-        self.longest = ROOM if tight else MAX_MODEL_LEN
-        self._llm = LLM(folder, max_model_len=self.longest, **options)
-        if tight:
-            least = 1 + self._llm.plan.config.max_blocks_per_request(ROOM)
-            self._llm = LLM(folder, max_model_len=ROOM, num_blocks=least, **options)
+        self.settings: Mapping[str, str] = dict(settings)
+        self._folder = folder
+        options = options_of(folder, settings)
+        self.longest: int = options["max_model_len"]
+        self._llm = LLM(folder, **options)
         self._alone: LLM | None = None
         self._counts: Counter[str] = Counter()
 
@@ -111,7 +122,9 @@ class Ours:
         group = []
         for i in range(ask.n):
             seed = None if ask.seed is None else ask.seed + i
-            params = SamplingParams(ask.max_tokens, ask.temperature, seed=seed, cache_salt=ask.salt, ignore_eos=True)
+            params = SamplingParams(
+                ask.max_tokens, ask.temperature, seed=seed, stop=ask.stop, cache_salt=ask.salt, ignore_eos=not ask.stop
+            )
             request = self._llm.make_request(ask.prompt, params)
             self._llm.scheduler.add(request)
             group.append(request)

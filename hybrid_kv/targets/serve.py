@@ -15,30 +15,14 @@ from urllib.parse import urlsplit
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.errors import deaf_to_ctrl_c
+from hybrid_kv.targets import ours
 from hybrid_kv.targets.server import Server
 
 name = "serve"
-LEVELS: dict[str, dict[str, tuple[str, ...]]] = {
-    "prefix": {
-        "off": (),
-        "align": ("--mamba-cache-mode", "align"),
-        "all": ("--mamba-cache-mode", "all"),
-    },
-    "spec": {
-        "none": (),
-        "ngram3": ("--speculative-method", "ngram", "--num-speculative-tokens", "3"),
-        "mtp1": ("--speculative-method", "mtp", "--num-speculative-tokens", "1"),
-        "mtp3": ("--speculative-method", "mtp", "--num-speculative-tokens", "3"),
-    },
-    "chunk": {"whole": (), "17": ("--max-num-batched-tokens", "17")},
-    "scheme": {"slots": (), "replay": ("--state-scheme", "replay")},
-    "async": {"off": (), "on": ("--async-scheduling", "on")},
-}
-factors: Mapping[str, Sequence[str]] = {factor: tuple(levels) for factor, levels in LEVELS.items()}
+factors: Mapping[str, Sequence[str]] = ours.factors
 # Not only if asking shows it: salts that are mixed up look like no salts.
 PROMISED = frozenset({"salt", "cached", "n", "seed", "reset", "preempt", "logprobs"})
 START_SECONDS = 60.0
-FIXED = ("--dtype", "float32", "--device", "cpu", "--max-num-seqs", "8", "--max-model-len", "2048", "--port", "0")
 
 
 def start(folder: str, settings: Mapping[str, str], root: Path | None = None) -> Served:
@@ -55,13 +39,14 @@ class Served(Server):
 
     def __init__(self, folder: str, settings: Mapping[str, str], root: Path | None) -> None:
         options = [
-            word for factor, levels in LEVELS.items() for word in levels[settings.get(factor, next(iter(levels)))]
+            f"--{name.replace('_', '-')}={'on' if value is True else value}"
+            for name, value in ours.options_of(folder, settings).items()
         ]
         model = str(Path(folder).absolute())
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (lives as long as the server)
         with deaf_to_ctrl_c():
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "hybrid_kv.cli", "serve", "--model", model, *FIXED, *options],
+                [sys.executable, "-m", "hybrid_kv.cli", "serve", "--model", model, "--port=0", *options],
                 stdout=subprocess.PIPE,
                 stderr=self._log,
                 text=True,

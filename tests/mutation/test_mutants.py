@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from hybrid_kv.accuracy.guard_model import FOLDERS
 from hybrid_kv.config import ConfigError
+from hybrid_kv.mutation import outside
 from hybrid_kv.mutation.catch import Trace
-from hybrid_kv.mutation.hunt import hunt
-from hybrid_kv.mutation.mutant import FOLDER, PACKAGE, Change, Mutant, read_mutants
+from hybrid_kv.mutation.hunt import Row, hunt
+from hybrid_kv.mutation.mutant import FOLDER, PACKAGE, UNCHANGED, Change, Mutant, read_mutants
+from hybrid_kv.probes.judge import Judgement
+from hybrid_kv.probes.registry import Round
+from hybrid_kv.probes.session import Failure
+from hybrid_kv.results import read_rows
 from hybrid_kv.targets.ours import LEVELS
+from hybrid_kv.targets.target import Answer, Ask
+from tests.cli.run import run
 
 TEXT = "def f(x):\n    if x:\n        return 1\n    return 2\n"
 WHOLE = """
@@ -146,7 +155,74 @@ def test_the_quick_guard_catches_a_planted_bug(id: str, section: str, rule: str)
 def test_probes_find_a_planted_bug_by_the_answers_of_a_server() -> None:
     (known,) = read_mutants(ids=["G13"])
     row = hunt(known, "http", 300)
-    assert (row.caught, row.section, row.rule) == (True, "probes", "batch")
+    assert (row.caught, row.section, row.rule, row.is_first) == (True, "probes", "batch", True)
+    assert row.cell == "guard_model_qwen3_5 prefix=align spec=mtp3"
+
+
+class Unchanged:
+    """An engine with one right answer."""
+
+    def ask(self, asks: Sequence[Ask]) -> list[Answer]:
+        return [Answer((4, 5, 6), logprobs=({4: -0.1}, {5: -0.2}, {6: -0.3}))]
+
+
+@pytest.mark.parametrize(
+    "told, position, expected, is_first",
+    [
+        (Answer((4, 7, 6)), 1, (4, 5), True),
+        (Answer((4, 7, 8)), 2, (4, 7, 6), False),
+        (Answer((4, 5, 6), logprobs=({4: -0.1}, {5: -0.9}, {6: -0.9})), 1, (4, 5, 6), True),
+        (Answer((4, 5, 6), logprobs=({4: -0.1}, {5: -0.9}, {6: -0.9})), 2, (4, 5, 6), False),
+        (Answer((4, 5, 6)), 0, (), None),
+        (Answer((), error="gone"), 0, (4,), None),
+        (Answer((4, 7, 6), others=((4, 5, 6),)), 1, (4, 5), None),
+    ],
+)
+def test_the_token_that_is_named_is_held_against_the_unchanged_engine(
+    told: Answer, position: int, expected: tuple[int, ...], is_first: bool | None
+) -> None:
+    judgement = Judgement("wrong", "something", position, expected)
+    failure = Failure("alone", {}, (Round((Ask((1, 2)),)),), 0, told, judgement)
+    assert outside.is_first(failure, 1e-3, Unchanged()) is is_first  # type: ignore[arg-type]
+
+
+def test_every_setting_that_is_asked_about_is_one_of_our_server() -> None:
+    for model, settings in outside.CELLS:
+        assert model in FOLDERS
+        for factor, level in settings.items():
+            assert level in LEVELS[factor]
+
+
+def test_without_a_bug_the_copy_is_the_package(tmp_path: Path) -> None:
+    (known,) = read_mutants(ids=[UNCHANGED])
+    assert known.plant(tmp_path) == {}
+    for file in ("engine/runner.py", "cache/manager.py"):
+        assert (tmp_path / "hybrid_kv" / file).read_text() == (PACKAGE / file).read_text()
+    assert UNCHANGED not in {one.id for one in read_mutants()}
+
+
+@pytest.mark.parametrize(
+    "rows, code, said",
+    [
+        ([("A01", "probes"), (UNCHANGED, "")], 0, "1 of 1 caught"),
+        ([("A01", "probes"), (UNCHANGED, "probes")], 1, "false alarm"),
+        ([("A01", "probes"), ("A04", "")], 1, "1 of 2 caught"),
+        ([("A01", "time limit")], 1, "0 of 1 caught"),
+    ],
+)
+def test_every_bug_must_be_caught_and_nothing_where_there_is_none(
+    rows: list[tuple[str, str]], code: int, said: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    made = [Row(id, None, section, "batch", "", 7, 1.0, "somewhere", True) for id, section in rows]
+    monkeypatch.setattr("hybrid_kv.mutation.hunt.hunt_all", lambda *_: iter(made))
+    ids = [word for id, _ in rows for word in ("--id", id)]
+    found, out, _ = run(capsys, "mutants", "--by", "http", *ids, "--results", str(tmp_path))
+    assert found == code and said in out
+    recorded = read_rows(tmp_path / "mutants.csv")
+    assert list(recorded["benchmark"]) == [id for id, _ in rows]
+    assert list(recorded["value"]) == [made_row.caught for made_row in made]
+    assert '"cell":"somewhere"' in recorded["params"][0] and '"is_first":true' in recorded["params"][0]
 
 
 def test_what_takes_too_long_or_dies_is_no_catch() -> None:

@@ -2,7 +2,7 @@ import pytest
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.probes.judge import Judge, Judgement
-from hybrid_kv.probes.registry import load_probes
+from hybrid_kv.probes.registry import Round, load_probes
 from hybrid_kv.probes.session import References, Session, calibrate
 from hybrid_kv.targets.target import CAPABILITIES, Ask, TargetError
 from tests.probes.toy import UNIT, VOCAB, Toy, ToyKind, ToyOracle
@@ -22,6 +22,8 @@ FINDS = {
     "logprobs": "alone",
     "ends early": "alone",
     "churn": "again after a crowd",
+    "limit": "up to the limit",
+    "rows": "a crowd is cut off",
     "dies": "batch",
     "dies of one token": "alone",
 }
@@ -82,6 +84,24 @@ def test_right_answers_without_a_counter_are_no_pass(monkeypatch):
 class Silent(Toy):
     def counters(self):
         return {}
+
+
+def test_what_would_take_too_long_is_not_asked(monkeypatch):
+    monkeypatch.setattr(Toy, "longest", 10**5)
+    found, _ = outcomes()
+    assert found["up to the limit"].verdict == "cannot be asked here"
+    assert {one.verdict for name, one in found.items() if name != "up to the limit"} == {"right"}
+
+
+def test_what_a_reset_leaves_in_a_further_tier_is_still_known():
+    def known(**settings):
+        session = Session(ToyKind(), "folder", settings, Judge(ToyOracle()), References(ToyKind(), "folder"))
+        session.kind.factors = {**session.kind.factors, "offload": ("none", "host")}
+        session.play(Round((Ask((1, 2, 3)),)))
+        session.reset()
+        return session.seen.shared(Round((Ask((1, 2, 3, 4)),)), 0)
+
+    assert (known(), known(offload="none"), known(offload="host")) == (0, 0, 3)
 
 
 def test_without_an_oracle_and_logprobs_nothing_can_be_told():

@@ -45,7 +45,7 @@ class Toy:
         self.settings, self.bug, self.can = dict(settings or {}), bug, can
         self.caches = self.settings.get("prefix", "off") == "on"
         self.cached, self.aborted, self.counts = set(), set(), Counter(hits=0, drafts=0, accepted=0, preemptions=0)
-        self.num_asked = 0
+        self.num_asked = self.num_aborted = 0
 
     def ask(self, asks, preempt_every=0):
         if self.bug == "dies" and len(asks) > 6:
@@ -59,6 +59,7 @@ class Toy:
 
     def _answer(self, ask, crowd, preempted):
         self.num_asked += 1
+        self.num_aborted += ask.abort_after is not None
         self.counts["preemptions"] += preempted
         hit, own = 0, "" if self.bug == "salts" else ask.salt
         if self.caches:
@@ -75,6 +76,8 @@ class Toy:
             "abort": ask.prompt in self.aborted,
             "churn": self.num_asked > 20 and len(ask.prompt) > 30,
             "n": ask.n > 1,
+            "limit": len(ask.prompt) + ask.max_tokens == self.longest,
+            "rows": self.num_aborted > 8 and ask.abort_after is None,
         }
         if wrong.get(self.bug):
             state += 1
@@ -118,6 +121,7 @@ class Toy:
     def reset(self):
         self.cached.clear()
         self.aborted.clear()
+        self.num_aborted = 0
 
     def close(self):
         pass

@@ -1,7 +1,10 @@
+import inspect
+
 import pytest
 import torch
 
 from hybrid_kv import LLM, SamplingParams
+from hybrid_kv.cli.serve import serve
 from hybrid_kv.models.random_checkpoint import write_checkpoint
 from hybrid_kv.targets import ours
 from hybrid_kv.targets.target import CAPABILITIES, COUNTERS, Ask
@@ -50,6 +53,30 @@ def test_a_tight_pool_preempts(folder):
     target = ours.start(folder, {"blocks": "tight"})
     target.ask([Ask(PROMPT * 2, max_tokens=40) for _ in range(6)])
     assert target.counters()["preemptions"] > 0
+
+
+def test_every_setting_is_one_of_the_server_too(folder):
+    known = set(inspect.signature(serve).parameters)
+    for factor, levels in ours.LEVELS.items():
+        for level in levels:
+            prefix = {"prefix": "align"} if factor == "offload" else {}
+            assert set(ours.options_of(folder, {**prefix, factor: level})) <= known
+
+
+def test_what_a_tight_pool_drops_comes_back_from_host_memory(folder):
+    target = ours.start(folder, {"prefix": "align", "blocks": "tight", "offload": "host"})
+    target.ask([Ask(PROMPT, max_tokens=2)])
+    target.reset()
+    (again,) = target.ask([Ask(PROMPT, max_tokens=2)])
+    assert again.cached_tokens > 0 and target.longest == ours.ROOM
+
+
+def test_a_text_that_ends_the_answer_does_so(folder):
+    target = ours.start(folder, {})
+    (whole,) = target.ask([Ask(PROMPT, max_tokens=6)])
+    text = target._llm.tokenizer.decode(whole.token_ids[1:2])
+    (cut,) = target.ask([Ask(PROMPT, max_tokens=6, stop=(text,))])
+    assert 0 < len(cut.token_ids) <= 2 and cut.token_ids == whole.token_ids[: len(cut.token_ids)]
 
 
 def test_an_aborted_request_keeps_the_tokens_it_has(folder):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from hybrid_kv.probes.registry import Round, Rounds, probe
 from hybrid_kv.probes.traffic import Traffic
 
+LONG = 4096  # tokens; what is longer takes a CPU a minute
+
 
 @probe("alone", place=0)
 def alone(traffic: Traffic) -> Rounds:
@@ -47,7 +49,7 @@ def conversations(traffic: Traffic) -> Rounds:
                 break
 
 
-@probe("block boundaries", place=13, moves="cached", when="prefix")
+@probe("block boundaries", place=18, moves="cached", when="prefix")
 def boundaries(traffic: Traffic) -> Rounds:
     """Prompts of every multiple of the block, and up to three tokens (as many as there may be drafts) off it, twice."""
     most = min(3, (traffic.longest - traffic.num_new) // traffic.unit)
@@ -69,7 +71,17 @@ def answers_across(traffic: Traffic) -> Rounds:
             yield Round((traffic.ask((*text[: len(text) - cut], *traffic.prompt(2))),))
 
 
-@probe("salts isolate", place=15, needs="salt cached", moves="cached", when="prefix")
+@probe("up to the limit", place=17)
+def to_the_limit(traffic: Traffic) -> Rounds:
+    """Requests that end at the last position that there is, where drafts would go beyond it; and once more."""
+    length = traffic.limit - traffic.num_new
+    if traffic.limit <= LONG:
+        prompt = tuple(traffic.rng.randrange(1, traffic.vocab_size) for _ in range(length))
+        yield Round((traffic.ask(prompt), traffic.ask(traffic.prompt(traffic.unit))))
+        yield Round((traffic.ask(prompt),))
+
+
+@probe("salts isolate", place=8, needs="salt cached", moves="cached", when="prefix")
 def salts(traffic: Traffic) -> Rounds:
     """A salt finds nothing of another's, and all of its own. (No probe may find more than was asked: `Seen`.)"""
     for _ in range(traffic.amount):

@@ -6,7 +6,7 @@ from hybrid_kv.probes.registry import Round, Rounds, probe
 from hybrid_kv.probes.traffic import Traffic
 
 
-@probe("batch", place=20, needs="batch")
+@probe("batch", place=5, needs="batch")
 def batch(traffic: Traffic) -> Rounds:
     """Mixed lengths together, answers of unequal length: requests leave one by one."""
     for _ in range(traffic.amount):
@@ -25,7 +25,7 @@ def joining(traffic: Traffic) -> Rounds:
         yield Round(tuple(asks))
 
 
-@probe("identical at once", place=22, needs="batch", moves="cached", when="prefix")
+@probe("identical at once", place=6, needs="batch", moves="cached", when="prefix")
 def identical(traffic: Traffic) -> Rounds:
     """One prompt six times in one batch, and once more behind them."""
     for length in (1, traffic.unit, 2 * traffic.unit + 3):
@@ -34,7 +34,7 @@ def identical(traffic: Traffic) -> Rounds:
         yield Round((traffic.ask(prompt),))
 
 
-@probe("shared beginnings", place=23, needs="batch", moves="cached", when="prefix")
+@probe("shared beginnings", place=7, needs="batch", moves="cached", when="prefix")
 def shared(traffic: Traffic) -> Rounds:
     """Prompts with one beginning, together and again in another order."""
     for _ in range(traffic.amount):
@@ -45,6 +45,16 @@ def shared(traffic: Traffic) -> Rounds:
         yield Round(tuple(traffic.ask(prompt) for prompt in prompts))
 
 
+@probe("together across a boundary", place=9, needs="batch", moves="cached", when="prefix")
+def together_across(traffic: Traffic) -> Rounds:
+    """Answers fill a block, each at another token of a step with drafts; then prompts go on from what they left."""
+    for _ in range(2 * traffic.amount):
+        prompts = [traffic.prompt(traffic.unit - i) for i in range(1, 9)]
+        answers = yield Round(tuple(traffic.ask(prompt, max_tokens=2 * traffic.num_new) for prompt in prompts))
+        texts = [(*prompt, *answer.token_ids) for prompt, answer in zip(prompts, answers, strict=True)]
+        yield Round(tuple(traffic.ask((*text, *traffic.prompt(2))) for text in texts))
+
+
 @probe("long among short", place=24, needs="batch")
 def long_lived(traffic: Traffic) -> Rounds:
     """One long answer while short requests come and go."""
@@ -53,13 +63,24 @@ def long_lived(traffic: Traffic) -> Rounds:
     yield Round((long, *short))
 
 
+@probe("a crowd is cut off", place=25, needs="abort batch")
+def crowd_cut_off(traffic: Traffic) -> Rounds:
+    """More requests are ended early than run at once, some of them while they wait; then as many run to their end."""
+    prompts = traffic.mixed(12)
+    yield Round(tuple(traffic.ask(prompt, abort_after=1 + i % 4) for i, prompt in enumerate(prompts)))
+    yield Round(tuple(traffic.ask(prompt, max_tokens=4) for prompt in prompts))
+
+
 @probe("drafts", place=30, moves="drafts", when="spec")
 def drafts(traffic: Traffic) -> Rounds:
-    """Texts that repeat themselves, alone and together: drafts are made, some right and some not."""
+    """Texts that repeat themselves, alone and together: drafts are made, some right and some not.
+
+    Answers are long, as n-grams are found in them only once they repeat themselves.
+    """
     prompts = [traffic.repetitive(length) for length in (20, traffic.unit + 2, 2 * traffic.unit)]
     for prompt in prompts:
-        yield Round((traffic.ask(prompt, max_tokens=2 * traffic.num_new),))
-    asks = tuple(traffic.ask(prompt, max_tokens=2 * traffic.num_new) for prompt in prompts)
+        yield Round((traffic.ask(prompt, max_tokens=6 * traffic.num_new),))
+    asks = tuple(traffic.ask(prompt, max_tokens=6 * traffic.num_new) for prompt in prompts)
     for _ in range(traffic.amount):
         yield Round(asks)
 
