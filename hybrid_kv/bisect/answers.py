@@ -1,9 +1,9 @@
 """Answers lost: the same questions at each commit, paired with those of both ends by McNemar's exact test.
 
-A commit is bad if it is worse than GOOD, good if it is better than BAD, each at `ALPHA`; one that is neither lies
-between them and is skipped. The engine is greedy: a commit gives the same answers twice, and what is left to chance is
-which questions it is asked. So the culprit and the commit before it are asked others, of the next seed, before it is
-blamed.
+A commit is bad if it is worse than GOOD, good if it is better than BAD, each at `ALPHA`; one that is both or neither
+lies between them and is skipped. The engine is greedy: a commit gives the same answers twice, and what is left to
+chance is which questions it is asked. So the culprit and the commit before it are asked others, of the next seed,
+before it is blamed.
 """
 
 from __future__ import annotations
@@ -75,10 +75,9 @@ class Answers:
         if own.questions != ends["questions"]:
             return Outcome("skip", "it asks other questions")
         detail = in_words(ends["good"], own.right)
-        if mcnemar_p(*flips(ends["good"], own.right)) <= ALPHA:
-            return Outcome("bad", detail)
+        is_worse = mcnemar_p(*flips(ends["good"], own.right)) <= ALPHA
         is_better = mcnemar_p(*flips(own.right, ends["bad"])) <= ALPHA
-        return Outcome("good" if is_better else "skip", detail)
+        return Outcome("skip" if is_worse == is_better else "bad" if is_worse else "good", detail)
 
     def confirm(self, before: str, culprit: str, known: Mapping[str, Outcome]) -> Outcome:
         first, last = self.answers(before, self.seed + 1), self.answers(culprit, self.seed + 1)

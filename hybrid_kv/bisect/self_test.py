@@ -3,7 +3,8 @@
 Two ways. *Drawn*: what a commit answers comes out of a model of it, all else is what a user runs: the search, the
 tests, the last check. Tokens and counts are exact. A time is a pair of equal code that was measured on this machine, by
 `measure_noise`, drawn with replacement and moved by the planted 5 %; each trial keeps to one benchmark. Answers are 500
-questions, of which one in a hundred flips with a commit in fifty; the culprit loses one in twenty. One commit in twenty
+questions, nine in ten right; one commit in fifty changes one in a hundred, as often to right as to wrong, and the
+culprit loses one in twenty. One commit in twenty
 cannot run. Equal code has no culprit: whoever is blamed there is innocent.
 
 *Planted*: a clone of this checkout with 200 commits (`generated`), and the command's own way through them. A commit is
@@ -26,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.inference import center, clopper_pearson, estimate
-from bench.harness.operating_curve import PLANTED
 from hybrid_kv.bisect.answers import Answered, Answers
 from hybrid_kv.bisect.cells import Runs, fill_benchmarks, find_cell
 from hybrid_kv.bisect.counts import Counts
@@ -44,7 +44,14 @@ from hybrid_kv.results import Receipt, Row, append_rows, provenance, read_rows, 
 SUITE = "bisect"
 COMMITS = 200
 SLOWER = 0.05
-NOISE_PAIRS = 48
+NOISE_PAIRS = 24
+# Host code in Python, in numpy and in torch.
+NOISY = (
+    "slot_mapping/tokens[num_tokens=8192,cp_size=2]",
+    "scheduler/decode[mode=none,K=0,num_reqs=16]",
+    "causal_conv1d/prefill[model=nemotron-3-nano-tp8,num_tokens=256]",
+    "state_update/slots[model=nemotron-3-nano-tp8,num_reqs=2,K=3]",
+)
 QUESTIONS = 500
 # Bugs of `mutants/` that the guard's exact traffic finds at once.
 BUGS = ("B01", "D03", "F16")
@@ -128,12 +135,12 @@ class _Drawn:
         """The answers of all commits to two sets of questions."""
         answers: dict[tuple[str, int], str] = {}
         for seed in (0, 1):
-            right = [self.rng.random() < 0.9 for _ in range(QUESTIONS)]
+            right = [number < 0.9 * QUESTIONS for number in range(QUESTIONS)]
             for number in range(-1, COMMITS):
                 if number >= 0 and self.rng.random() < 0.02:
-                    right = [one ^ (self.rng.random() < 0.01) for one in right]
+                    self._flip(right, 0.005 * QUESTIONS, 0.005 * QUESTIONS)
                 if number == self.culprit:
-                    right = [one and self.rng.random() >= SLOWER / 0.9 for one in right]
+                    self._flip(right, SLOWER * QUESTIONS, 0)
                 answers[str(number), seed] = "".join(str(int(one)) for one in right)
 
         def ask(commit: str, seed: int) -> Answered:
@@ -141,6 +148,12 @@ class _Drawn:
             return Answered(answers[commit, seed], str(seed))
 
         return ask
+
+    def _flip(self, right: list[bool], lost: float, gained: float) -> None:
+        """Change some answers, on average so many each way."""
+        chances = {True: lost / right.count(True), False: gained / right.count(False)}
+        for number, one in enumerate(right):
+            right[number] = one ^ (self.rng.random() < chances[one])
 
 
 KINDS = ("tokens", "counts", "time", "equal time", "answers")
@@ -165,7 +178,7 @@ def draw(kind: str, number: int, noises: Sequence[Noise]) -> Trial:
 
 
 def measure_noise(root: Path, file: Path, folder: Path) -> list[Noise]:
-    """Pairs of equal code of the benchmarks that `compare` tests itself with; those that `file` has not are measured.
+    """Pairs of equal code of some benchmarks; those that `file` has not are measured.
 
     Their rows are appended, the log-ratios in `params`, around their trimmed mean.
     """
@@ -175,7 +188,7 @@ def measure_noise(root: Path, file: Path, folder: Path) -> list[Noise]:
         frame = read_rows(file)
         frame = frame[(frame["metric"] == "equal_code") & (frame["machine"] == provenance().machine)]
         found = dict(zip(frame["benchmark"], map(json.loads, frame["params"]), strict=True))
-    for key in PLANTED:
+    for key in NOISY:
         if key in found:
             continue
         runs = Runs(Trees(folder / key.partition("/")[0], fill_benchmarks(root)), find_cell(key), random.Random(key))
@@ -196,7 +209,7 @@ def measure_noise(root: Path, file: Path, folder: Path) -> list[Noise]:
         append_rows(file, [row], commit=commit)
         print(f"equal code, {key}: spread {params['spread']:.2%}, {seconds:.1f} CPU s a pair", flush=True)
         found[key] = params
-    return [Noise(tuple(found[key]["log_ratios"]), found[key]["cpu_seconds_per_pair"]) for key in PLANTED]
+    return [Noise(tuple(found[key]["log_ratios"]), found[key]["cpu_seconds_per_pair"]) for key in NOISY]
 
 
 # ---- planted ----

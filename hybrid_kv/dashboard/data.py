@@ -32,8 +32,9 @@ NO_IDENTITY |= {
     "gone",
     "unfit",
 }  # of a comparison
-COMPARE, CURVE = "compare", "operating_curve"
-NO_LEVEL = (COMPARE, CURVE)  # Ratios to some baseline, and rates of the harness: these have no level over time.
+COMPARE, CURVE, BISECT = "compare", "operating_curve", "bisect"
+# Ratios to some baseline, and rates of the harness: these have no level over time.
+NO_LEVEL = (COMPARE, CURVE, BISECT)
 STATIC_SUITE = "kernels"  # Compiled ahead of time: the same on every machine, and only what changed is appended.
 
 # A page is made of this much; the rules are `choose_rows`, `newest_series` and `thin`.

@@ -21,6 +21,7 @@ import pandas as pd
 from hybrid_kv.arguments import ArgumentParser
 from hybrid_kv.cache.modes import MODES
 from hybrid_kv.dashboard.beside import beside_table
+from hybrid_kv.dashboard.bisected import bisected_table
 from hybrid_kv.dashboard.data import STATIC_SUITE, Results, column, each, fullest_run, last_words, load
 from hybrid_kv.dashboard.page import build_page, write_page
 from hybrid_kv.dashboard.sections.answers import answers_table
@@ -385,6 +386,7 @@ BLOCKS: dict[str, Callable[[Results], str | None]] = {
     "columns": columns_table,
     "families": families_table,
     "beside": lambda results: markdown_table(*found) if (found := beside_table(results)) else None,
+    "bisected": lambda results: markdown_table(*found) if (found := bisected_table(results)) else None,
     "units": units_text,
 }
 
