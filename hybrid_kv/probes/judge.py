@@ -50,16 +50,22 @@ class Judge:
         trusted: the oracle and the plain engine, asked alone and cold, agree.
         repeated: the largest difference of a log-probability between two equal requests, each alone and cold.
         is_calibrated: that and the oracle's rounding were measured.
+        hidden: of all tokens, the share that may stand where another is right, since they are no further off than the
+            limit: what an answer of random tokens would be taken for right by.
     """
 
     def __init__(self, oracle: Oracle | None) -> None:
         self.oracle, self.trusted, self.repeated = oracle, oracle is not None, 0.0
-        self.is_calibrated = False
+        self.is_calibrated, self.hidden = False, 0.0
 
     @property
     def limit(self) -> float:
         """What a log-probability may differ by."""
         return MARGIN * max(self.repeated, self.oracle.rounding if self.oracle is not None else 0.0)
+
+    def hides(self, num_tokens: int) -> bool:
+        """Whether so many random tokens would too often be taken for right: then no answer is shown to be right."""
+        return self.trusted and self.hidden**num_tokens > CHANCE
 
     def needs_alone(self, ask: Ask) -> bool:
         """Whether `judge` has to be told what the plain engine answers alone."""

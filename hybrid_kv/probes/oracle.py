@@ -66,6 +66,11 @@ class Oracle:
         likely = exact > self.LIKELY
         self.rounding = max(self.rounding, float((exact - rounded).abs()[likely].max()))
 
+    def within(self, token_ids: Sequence[int], limit: float) -> float:
+        """Of all tokens that could follow those of a text, the share that is no further than a limit from the best."""
+        rows = self.logprobs(token_ids)
+        return float((rows.amax(-1, keepdim=True) - rows <= limit).double().mean())
+
     @staticmethod
     def _whole(model: torch.nn.Module, token_ids: Sequence[int]) -> torch.Tensor:
         with torch.inference_mode():

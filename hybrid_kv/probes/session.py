@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.probes.judge import Judge, Judgement
@@ -234,6 +235,11 @@ class Session:
             return
         if unclear:
             outcome.verdict, outcome.detail = "inconclusive", unclear
+        elif self.judge.hides(Traffic.num_new):
+            outcome.verdict = "inconclusive"
+            outcome.detail = (
+                f"rounding goes to {self.judge.limit:.2g}, which {self.judge.hidden:.0%} of all tokens are within"
+            )
         elif problem := self._unmoved(probe, outcome.moved):
             outcome.verdict, outcome.detail = problem
 
@@ -305,7 +311,7 @@ def calibrate(session: Session, vocab_size: int) -> None:
         TargetError: every prompt kills it.
     """
     judge, target, deaths = session.judge, session.target, list[TargetError]()
-    prompts = session.traffic("calibrate", vocab_size).mixed(8)
+    prompts, texts = session.traffic("calibrate", vocab_size).mixed(8), list[list[int]]()
     for prompt in prompts:
         answers = []
         try:
@@ -322,7 +328,10 @@ def calibrate(session: Session, vocab_size: int) -> None:
         for one, other, token in zip(first.logprobs, second.logprobs, first.token_ids, strict=False):
             judge.repeated = max(judge.repeated, abs(one[token] - other.get(token, math.inf)))
         if judge.oracle is not None:
-            judge.oracle.rounds([*prompt, *first.token_ids])
+            texts.append([*prompt, *first.token_ids])
+            judge.oracle.rounds(texts[-1])
     judge.is_calibrated = True
+    if judge.oracle is not None:
+        judge.hidden = fmean(judge.oracle.within(text, judge.limit) for text in texts)
     if judge.oracle is None and "logprobs" not in target.can:
         raise ConfigError("neither an oracle nor log-probabilities: no difference could be told from rounding")

@@ -53,6 +53,15 @@ def test_a_bug_is_found_by_the_probe_that_is_about_it(bug, oracle):
     assert FINDS[bug] in wrong
 
 
+def test_where_rounding_would_hide_a_wrong_answer_nothing_is_right(monkeypatch):
+    """The toy's log-probabilities lie between 0 and -12: random tokens are within 10 of the best as a rule."""
+    monkeypatch.setattr(ToyOracle, "rounding", 10 / 8)
+    found, session = outcomes()
+    assert 0.7 < session.judge.hidden < 1
+    assert {one.verdict for one in found.values()} == {"inconclusive"}
+    assert found["batch"].detail.startswith("rounding goes to 10, which ")
+
+
 def test_what_is_off_is_not_asked_to_move():
     found, _ = outcomes(prefix="off")
     assert {one.verdict for one in found.values()} == {"right"}

@@ -6,6 +6,7 @@ from collections import Counter
 import torch
 
 from hybrid_kv.config import ConfigError
+from hybrid_kv.probes.oracle import Oracle
 from hybrid_kv.targets.target import CAPABILITIES, Answer, TargetError
 
 VOCAB, UNIT = 50, 16
@@ -34,6 +35,8 @@ class ToyOracle:
 
     def rounds(self, token_ids):
         pass
+
+    within = Oracle.within
 
 
 class Toy:
