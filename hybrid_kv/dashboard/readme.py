@@ -24,6 +24,7 @@ from hybrid_kv.dashboard.beside import beside_table
 from hybrid_kv.dashboard.bisected import bisected_table
 from hybrid_kv.dashboard.data import STATIC_SUITE, Results, column, each, fullest_run, last_words, load
 from hybrid_kv.dashboard.page import build_page, write_page
+from hybrid_kv.dashboard.planted import planted_table
 from hybrid_kv.dashboard.sections.answers import answers_table
 from hybrid_kv.dashboard.sections.block_ids import ENGINE, block_id_rows
 from hybrid_kv.dashboard.sections.kernels import static_table
@@ -388,6 +389,7 @@ BLOCKS: dict[str, Callable[[Results], str | None]] = {
     "beside": lambda results: markdown_table(*found) if (found := beside_table(results)) else None,
     "bisected": lambda results: markdown_table(*found) if (found := bisected_table(results)) else None,
     "units": units_text,
+    "planted": planted_table,
 }
 
 

@@ -152,6 +152,19 @@ def test_tokens_that_differ_by_rounding_alone_are_called_so(tmp_path: Path, shar
     assert f"| vLLM 1 | {tokens} |" in (readme.BLOCKS["beside"](results(tmp_path, *made)) or "")
 
 
+def test_a_planted_bug_is_told_by_its_newest_row(tmp_path: Path) -> None:
+    def of(run: int, bug: str, rule: str = "", **more: object) -> dict[str, object]:
+        params = {"by": "http", **({"rule": rule} if rule else {}), **more}
+        return row(run, params, suite="mutants", benchmark=bug, metric="caught", unit="", value=float(bool(rule)))
+
+    made = [of(1, "C01"), of(2, "C01", "batch", is_first=True), of(1, "A01", "alone", is_first=False)]
+    made += [of(1, "L09", "alone"), of(1, "F52"), of(1, "none")]
+    made += [row(3, {"by": "quick"}, suite="mutants", benchmark="A01", metric="caught", unit="", value=0.0)]
+    text = readme.BLOCKS["planted"](results(tmp_path, *made)) or ""
+    assert text.startswith("3 of 4 that were tried are found;") and "differs in 1 of 2:" in text
+    assert text.splitlines()[4:] == ["| alone | A01 L09 |", "| batch | C01 |", "| nothing | F52 |"]
+
+
 def test_a_quick_run_does_not_replace_the_full_ones_tables(tmp_path: Path) -> None:
     quick = [one | {"run_id": "quick", "time_utc": "2030-01-01T00:00:00Z"} for one in everything()]
     chosen = [one for one in quick if one["benchmark"] in ("layout", "expand")][:4]
