@@ -1,0 +1,20 @@
+"""`python -m bench.store` makes rows that a reader takes, each once, whichever pieces they are made in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bench.store import write_piece
+from hybrid_kv.results import read_rows
+
+
+def test_pieces_join_without_a_gap_or_a_double(tmp_path: Path) -> None:
+    write_piece(tmp_path / "whole.csv", 6500, 300)
+    for first in (6500, 6600, 6700):
+        write_piece(tmp_path / f"{first}.csv", first, 100)
+    whole = read_rows(tmp_path / "whole.csv")
+    parts = [read_rows(tmp_path / f"{first}.csv") for first in (6500, 6600, 6700)]
+    assert [len(part) for part in parts] == [100] * 3
+    assert whole.iloc[100:200].reset_index(drop=True).equals(parts[1])
+    assert len(whole.drop_duplicates()) == 300 and set(whole["machine"]) == {"box 0", "box 1"}
+    assert (whole["ci_low"].isna() | (whole["ci_low"] <= whole["ci_high"])).all()
