@@ -1,4 +1,8 @@
 import json
+import os
+import select
+import subprocess
+import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 
@@ -12,6 +16,29 @@ from hybrid_kv.targets.kinds import kind_of
 from hybrid_kv.targets.target import Ask, TargetError
 
 PROMPT = tuple((i * 7) % 90 + 1 for i in range(120))
+
+
+GUARD = """
+import subprocess, sys
+from hybrid_kv.targets.serve import _end_with_parent
+waiting = [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"]
+server = subprocess.Popen(waiting, stdin=0, preexec_fn=_end_with_parent)
+print(server.pid, flush=True)
+server.wait()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a child with its parent")
+def test_a_server_ends_with_a_guard_that_is_killed():
+    with subprocess.Popen(
+        [sys.executable, "-c", GUARD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as guard:
+        server = os.pidfd_open(int(guard.stdout.readline()))
+        guard.kill()
+        guard.wait()
+        # This end of the pipe that it reads from is still open: nothing else ends it.
+        assert select.select([server], [], [], 60)[0], "the server is still there"
+        os.close(server)
 
 
 @pytest.fixture(scope="module")

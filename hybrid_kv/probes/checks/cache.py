@@ -40,7 +40,8 @@ def conversations(traffic: Traffic) -> Rounds:
     for _ in range(traffic.amount):
         text = traffic.prompt(traffic.unit + 3)
         for _ in range(3):
-            (answer,) = yield Round((traffic.ask(text),))
+            # A state that is a little off turns few tokens, and every log-probability.
+            (answer,) = yield Round((traffic.ask(text, logprobs=True),))
             other = (*text, *traffic.prompt(traffic.unit // 2 + 1))
             yield Round((traffic.ask(other),))
             text = (*text, *answer.token_ids, *traffic.prompt(traffic.unit // 2))
