@@ -90,6 +90,8 @@ def check_options(words: list[str], line: str) -> None:
     from hybrid_kv.cli import app
 
     command = get_command(app)
+    if "--" in words:  # what follows is another command's
+        words = words[: words.index("--")]
     while words and words[0] in getattr(command, "commands", {}):
         command = command.commands[words.pop(0)]  # type: ignore[attr-defined]
     command = getattr(command, "default", command)  # `hybrid-kv results` lists
