@@ -31,9 +31,9 @@ class Generated:
 
 
 def generate(
-    root: Path, folder: Path, plant: Mapping[str, Edit], *, num: int, culprit: int, rng: random.Random
+    root: Path, good: str, folder: Path, plant: Mapping[str, Edit], *, num: int, culprit: int, rng: random.Random
 ) -> Generated:
-    """Clone `root` into `folder` and add `num` commits; number `culprit` applies `plant`, by file.
+    """Clone `root` into `folder` and add `num` commits to commit `good`; number `culprit` applies `plant`, by file.
 
     Raises:
         ConfigError: git refuses, or a file of the plant is not there.
@@ -42,7 +42,7 @@ def generate(
         subprocess.run(("git", "clone", "-q", "--shared", str(root), str(folder)), check=True, capture_output=True)
     except subprocess.CalledProcessError as error:
         raise ConfigError(f"{root} cannot be cloned: {error.stderr.decode(errors='replace').strip()}") from None
-    good = git(folder, "rev-parse", "HEAD")
+    git(folder, "checkout", "-q", "--detach", good)
     names = [name for name in git(folder, "ls-files", "hybrid_kv/*.py").split("\n") if name != DOOR]
     texts = {name: (folder / name).read_text(encoding="utf-8") for name in (*names, DOOR)}
     stream = b"".join(_stream(good, texts, names, plant, num, culprit, rng))

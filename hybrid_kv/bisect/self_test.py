@@ -31,7 +31,7 @@ from hybrid_kv.bisect.answers import Answered, Answers
 from hybrid_kv.bisect.cells import Runs, fill_benchmarks, find_cell
 from hybrid_kv.bisect.counts import Counts
 from hybrid_kv.bisect.generated import Edit, broken, generate
-from hybrid_kv.bisect.history import Trees, fill_package, git
+from hybrid_kv.bisect.history import Trees, fill_package
 from hybrid_kv.bisect.kinds import Question
 from hybrid_kv.bisect.memory import Memory, Outcome
 from hybrid_kv.bisect.own_code import NotMeasurableError, run_own
@@ -177,12 +177,11 @@ def draw(kind: str, number: int, noises: Sequence[Noise]) -> Trial:
     )  # fmt: skip
 
 
-def measure_noise(root: Path, file: Path, folder: Path) -> list[Noise]:
+def measure_noise(root: Path, commit: str, file: Path, folder: Path) -> list[Noise]:
     """Pairs of equal code of some benchmarks; those that `file` has not are measured.
 
     Their rows are appended, the log-ratios in `params`, around their trimmed mean.
     """
-    commit = git(root, "rev-parse", "HEAD")
     found = {}
     if file.exists():
         frame = read_rows(file)
@@ -253,17 +252,17 @@ def _slower_steps(loops: int) -> dict[str, Edit]:
     return {"hybrid_kv/engine/scheduler.py": _replaced(line, loop + line)}
 
 
-def _loops(root: Path, folder: Path) -> int:
+def _loops(root: Path, commit: str, folder: Path) -> int:
     """How many loops are `SLOWER` of a call of `TIMED`, measured once."""
     loops = 4000
-    made = generate(root, folder / "clone", _slower_steps(loops), num=1, culprit=0, rng=random.Random(0))
+    made = generate(root, commit, folder / "clone", _slower_steps(loops), num=1, culprit=0, rng=random.Random(0))
     runs = Runs(Trees(folder / "trees", fill_benchmarks(made.root)), find_cell(TIMED), random.Random(0))
     pairs = [*itertools.islice(runs.measure(made.good, made.commits[0]), 12)]
     return round(loops * math.log1p(SLOWER) / center(pairs))
 
 
-def plant(kind: str, number: int, root: Path, folder: Path, loops: int) -> Trial:
-    """One planted trial: a history in `folder`, and its bisect.
+def plant(kind: str, number: int, root: Path, commit: str, folder: Path, loops: int) -> Trial:
+    """One planted trial: a history on top of `commit` in `folder`, and its bisect.
 
     Args:
         loops: of `_slower_steps`.
@@ -274,7 +273,7 @@ def plant(kind: str, number: int, root: Path, folder: Path, loops: int) -> Trial
     plants: dict[str, Callable[[], dict[str, Edit]]] = {
         "tokens": lambda: _bug(bug), "counts": _more_operations, "time": lambda: _slower_steps(loops)
     }  # fmt: skip
-    made = generate(root, folder / "clone", plants[kind](), num=COMMITS, culprit=culprit, rng=rng)
+    made = generate(root, commit, folder / "clone", plants[kind](), num=COMMITS, culprit=culprit, rng=rng)
     package = Trees(folder / "trees", fill_package(made.root))
     benchmarks = Trees(folder / "benchmarks", fill_benchmarks(made.root))
     if kind == "tokens":
@@ -310,14 +309,14 @@ def _cpu_seconds() -> float:
 # ---- both ----
 
 
-def self_test(root: Path, file: Path, repetitions: int, trials: int) -> list[Row]:
+def self_test(root: Path, commit: str, file: Path, repetitions: int, trials: int) -> list[Row]:
     """Draw `repetitions` histories of each kind, plant `trials` real ones; append a row for each planted one and rates.
 
     Planted trials that `file` has are not run again.
     """
     with tempfile.TemporaryDirectory(prefix="hybrid-kv-bisect-") as temporary:
         place = Path(temporary)
-        noises = measure_noise(root, file, place / "noise") if repetitions else []
+        noises = measure_noise(root, commit, file, place / "noise") if repetitions else []
         done = [draw(kind, number, noises) for kind in KINDS for number in range(repetitions)]
         known = _read_trials(file)
         loops = 0
@@ -326,15 +325,15 @@ def self_test(root: Path, file: Path, repetitions: int, trials: int) -> list[Row
                 if any((one.kind, one.number) == (kind, number) for one in known):
                     continue
                 if kind == "time" and not loops:
-                    loops = _loops(root, place / "loops")
+                    loops = _loops(root, commit, place / "loops")
                 with tempfile.TemporaryDirectory(dir=place) as folder:
-                    trial = plant(kind, number, root, Path(folder), loops)
+                    trial = plant(kind, number, root, commit, Path(folder), loops)
                 row = Row(SUITE, trial.kind, "trial", float(trial.outcome == "right"), params=asdict(trial))
-                append_rows(file, [row])
+                append_rows(file, [row], commit=commit)
                 print(f"planted {kind} {number}: {trial.outcome}, {trial.seconds:.0f} s", flush=True)
                 known.append(trial)
     summary = list(rates([*done, *known]))
-    append_rows(file, summary)
+    append_rows(file, summary, commit=commit)
     return summary
 
 

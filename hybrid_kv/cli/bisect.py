@@ -48,6 +48,7 @@ def bisect(
 ) -> None:
     """Name the commit that broke something, or made it slower: halves the commits between GOOD and BAD."""
     from bench.harness.compare import ROOT
+    from bench.harness.versions import find_revision
     from hybrid_kv.bisect.history import describe, read_history
     from hybrid_kv.bisect.memory import ENDS, Memory, Outcome, workplace
     from hybrid_kv.bisect.run import find
@@ -62,7 +63,9 @@ def bisect(
 
         require_at_least_one(repetitions=repetitions)
         rows = rows_file("bisect.csv", results, record)
-        tests.print_rates(tests.self_test(ROOT, rows, repetitions, trials))
+        tests.print_rates(
+            tests.self_test(ROOT, find_revision(ROOT, good, by="bisect").commit, rows, repetitions, trials)
+        )
         return
     if [replay is not None, benchmark is not None, accuracy].count(True) != 1:
         raise ConfigError("say what went red, one of: --replay FILE, -k BENCHMARK, --accuracy")

@@ -95,9 +95,9 @@ def test_a_name_is_one_benchmark() -> None:
 def test_a_generated_history_has_its_culprit_and_commits_that_cannot_run(tmp_path: Path) -> None:
     root = tmp_path / "root"
     root.mkdir()
-    checkout(root, [""])
+    good, _ = checkout(root, ["", "later"])
     plant = {"hybrid_kv/cli/__main__.py": lambda text: text.replace("import sys", "import sys, wave")}
-    made = generate(root, tmp_path / "clone", plant, num=60, culprit=40, rng=random.Random(5))
+    made = generate(root, good, tmp_path / "clone", plant, num=60, culprit=40, rng=random.Random(5))
     assert len(made.commits) == 60 and git(made.root, "rev-parse", "HEAD") == made.commits[-1]
 
     def text(number: int, file: str) -> str:

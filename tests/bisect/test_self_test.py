@@ -61,7 +61,7 @@ def test_planted_trials_are_not_run_twice(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(self_test, "_loops", lambda *_: 1)
     monkeypatch.setattr(self_test, "measure_noise", lambda *_: QUIET)
     for _ in range(2):
-        summary = self_test.self_test(tmp_path, tmp_path / "bisect.csv", 1, 1)
+        summary = self_test.self_test(tmp_path, "0" * 40, tmp_path / "bisect.csv", 1, 1)
     assert ran == [("tokens", 0), ("counts", 0), ("time", 0)]
     assert [row.params["way"] for row in summary] == ["drawn"] * 10 + ["planted"] * 6
     assert len(read_rows(tmp_path / "bisect.csv")) == 3 + 2 * 16

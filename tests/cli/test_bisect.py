@@ -136,6 +136,11 @@ def test_a_question_that_is_none_is_one_line(root: Path, capsys: Capture, words:
     assert not Path("out").exists()
 
 
+def test_a_self_test_without_git_is_one_line(root: Path, capsys: Capture) -> None:
+    code, out, err = run(capsys, "bisect", "HEAD", "--self-test")
+    assert (code, out) == (2, "") and "bisect needs a git checkout" in err and len(err.splitlines()) == 1
+
+
 def test_it_goes_on_where_it_was_interrupted(root: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     commits = checkout(root, ["", *[""] * 9, *["tokens"] * 9])
     asked: list[str] = []

@@ -381,6 +381,7 @@ def stubs(folder: Path, rng: random.Random) -> ExitStack:
     from bench.harness import operating_curve
     from bench.harness.versions import find_revision
     from hybrid_kv.accuracy import run, threshold
+    from hybrid_kv.bisect import self_test as bisect_test
     from hybrid_kv.cli import target as guard_target
     from hybrid_kv.guard import run as guard_run
     from hybrid_kv.guard.registry import CheckResult
@@ -410,6 +411,7 @@ def stubs(folder: Path, rng: random.Random) -> ExitStack:
         (driver, "compare", no_measurement),
         (fitness, "examine", lambda *_: QUIET),
         (operating_curve, "self_test", lambda *_, **__: []),
+        (bisect_test, "self_test", lambda *_: []),
         (
             run,
             "evaluate",
