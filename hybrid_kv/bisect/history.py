@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.harness.versions import Revision, extract, find_revision
+from bench.harness.versions import WORKING_TREE, Revision, extract, find_revision
 from hybrid_kv.config import ConfigError
 
 MOST_TREES = 6  # of 11 MB each; GOOD's is asked for again and again
@@ -44,8 +44,11 @@ def read_history(root: Path, good: str, bad: str) -> History:
     changed an answer, and is left out.
 
     Raises:
-        ConfigError: an unknown revision, `good` is not an ancestor of `bad`, or nothing lies between them.
+        ConfigError: the working tree or an unknown revision; `good` is not an ancestor of `bad`; or nothing lies
+            between them.
     """
+    if WORKING_TREE in (good, bad):
+        raise ConfigError("bisect asks commits, not the working tree; commit it and give HEAD")
     first, last = find_revision(root, good, by="bisect"), find_revision(root, bad, by="bisect")
     try:
         base = git(root, "merge-base", first.commit, last.commit)
@@ -53,6 +56,8 @@ def read_history(root: Path, good: str, bad: str) -> History:
         base = ""
     if base != first.commit:
         common = f"they part at {base[:9]}: try that one as GOOD" if base else "they have no commit in common"
+        if base == last.commit:
+            common = "it is the other way round; swap them"
         raise ConfigError(f"GOOD {first} is no ancestor of BAD {last}; {common}")
     listed = git(
         root, "rev-list", "--reverse", "--first-parent", f"{first.commit}..{last.commit}", "--", "hybrid_kv"

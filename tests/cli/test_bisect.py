@@ -89,14 +89,18 @@ def test_a_merge_is_one_commit(root: Path, capsys: Capture) -> None:
     assert code == 0 and "title     merge: side" in out and "hybrid_kv/ANSWER" in out
 
 
-@pytest.mark.parametrize("wrong", ["unknown", "backwards", "same", "apart", "no git", "no file", "no scenario", "BAD"])
+@pytest.mark.parametrize(
+    "wrong", ["unknown", "tree", "backwards", "same", "apart", "no git", "no file", "no scenario", "BAD"]
+)
 def test_what_cannot_run_is_one_line_and_leaves_nothing(root: Path, capsys: Capture, wrong: str) -> None:
     commits = checkout(root, ["", "tokens"])
     ends, file = [commits[0], commits[1]], "scenario.json"
     if wrong == "unknown":
         ends, said = ["v0", commits[1]], "git knows no revision 'v0'"
+    elif wrong == "tree":
+        ends, said = [commits[0], "."], "bisect asks commits, not the working tree; commit it and give HEAD"
     elif wrong == "backwards":
-        ends, said = ends[::-1], "is no ancestor of BAD"
+        ends, said = ends[::-1], "it is the other way round; swap them"
     elif wrong == "same":
         ends, said = [commits[1], "HEAD"], "no commit after"
     elif wrong == "apart":
