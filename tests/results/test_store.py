@@ -48,3 +48,13 @@ def test_odd_fields_are_copied_as_they_are_read_or_not_at_all(tmp_path):
         for field in FIELDS:
             file.write_bytes(whole.replace(b"PLACE", field.encode()))
             copied(store, file)
+
+
+def test_a_file_with_an_empty_line_is_not_copied(tmp_path):
+    file = damaged(tmp_path / "r.csv", 2)
+    whole = file.read_bytes()
+    with opened([]) as store:
+        assert copied(store, file)
+        for odd in (whole + b"\n", whole.replace(b"\n", b"\n\n", 1), b"\n" + whole):
+            file.write_bytes(odd)
+            assert not copied(store, file)
