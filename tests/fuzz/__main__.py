@@ -103,6 +103,7 @@ def work(seed: int, numbers: range, log: Path) -> None:
         "transformers.models.auto.tokenization_auto",
         "hybrid_kv.accuracy.run",
         "pandas",
+        "duckdb",
         "plotly",
         "scipy.stats",
     ):
