@@ -74,12 +74,11 @@ def select_rows(
     if last is not None and last < 1:
         raise HybridKVError(f"--last {last} must be at least 1")
     where = " AND ".join(["true", *(condition for condition, _ in wanted)])
-    # First only the places of the newest rows, then all their columns: few of many row groups are read whole.
-    newest = "" if last is None else f"ORDER BY time_utc DESC, place DESC, line DESC LIMIT {min(last, 2**62)}"
-    chosen = f"SELECT place, line FROM rows WHERE {where} {newest}"
-    source = f"rows WHERE {where}" if last is None else f"rows JOIN ({chosen}) USING (place, line)"
+    chosen = f"SELECT * FROM rows WHERE {where}"
+    if last is not None:
+        chosen += f" ORDER BY time_utc DESC, place DESC, line DESC LIMIT {min(last, 2**62)}"
     texts = [text for _, own in wanted for text in own]
-    return store.records(f"SELECT {NAMES} FROM {source} ORDER BY time_utc, place, line", texts)
+    return store.records(f"SELECT {NAMES} FROM ({chosen}) ORDER BY time_utc, place, line", texts)
 
 
 def _moment(text: str) -> str:
