@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybrid_kv.targets.remote import Remote, python_of
-from hybrid_kv.targets.script import beginning, ending
+from hybrid_kv.targets.script import beginning, ending, with_folder
 from hybrid_kv.targets.target import Ask
 from hybrid_kv.targets.workers.vllm import NUM_LIKELIEST, arguments
 
@@ -56,7 +56,7 @@ def script(case: Any) -> str | None:
     if steered or case.settings.get("blocks") == "tight":
         return None
     rounds = "\n".join(f"    {[_request(ask) for ask in one.asks]}," for one in case.rounds)
-    return f"""{beginning(case, f"hybrid-kv checkpoint {case.model} FOLDER; python SCRIPT FOLDER. ")}
+    return f"""{beginning(case, with_folder(case.model))}
 {HEADING}
 llm = vllm.LLM(sys.argv[1], enforce_eager=True, skip_tokenizer_init=True, **{arguments(dict(case.settings))})
 rounds = [  # prompts that are sent together, and their sampling

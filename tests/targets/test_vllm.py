@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,11 @@ def test_levels_become_arguments() -> None:
 def test_an_unknown_setting_is_refused(setting: tuple[str, str]) -> None:
     with pytest.raises(ValueError, match="is not a setting of vLLM"):
         arguments(dict([setting]))
+
+
+def test_a_script_says_how_it_is_run() -> None:
+    text = vllm.script(replace(case(Ask((1,))), model="lfm2:small")) or ""
+    assert "hybrid-kv checkpoint lfm2 FOLDER --size small; python SCRIPT FOLDER." in text
 
 
 def case(*asks: Ask, preempt_every: int = 0, expected: tuple[int, ...] = (5,), **settings: str) -> Case:
