@@ -29,7 +29,8 @@ def bisect(
         Path | None, typer.Option(metavar="FILE", help="Who broke this scenario, which the guard wrote?")
     ] = None,
     benchmark: Annotated[
-        str | None, typer.Option("-k", metavar="NAME", help="Who made this benchmark slower, or changed its counts?")
+        str | None,
+        typer.Option("--benchmark", metavar="NAME", help="Who made this benchmark slower, or changed its counts?"),
     ] = None,
     accuracy: Annotated[bool, typer.Option("--accuracy", help="Who lost answers?")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of the order of measurements, or of the questions.")] = 0,
@@ -68,7 +69,7 @@ def bisect(
         )
         return
     if [replay is not None, benchmark is not None, accuracy].count(True) != 1:
-        raise ConfigError("say what went red, one of: --replay FILE, -k BENCHMARK, --accuracy")
+        raise ConfigError("say what went red, one of: --replay FILE, --benchmark NAME, --accuracy")
     if options and not accuracy:
         raise ConfigError(f"{options[0]!r} is a third revision; options after -- are for --accuracy")
     if taken := [word for word in options or () if word.split("=")[0] in TAKEN]:

@@ -125,11 +125,11 @@ def test_what_cannot_run_is_one_line_and_leaves_nothing(root: Path, capsys: Capt
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "say what went red, one of: --replay FILE, -k BENCHMARK, --accuracy"),
+        ([], "say what went red, one of: --replay FILE, --benchmark NAME, --accuracy"),
         (["--replay", "scenario.json", "--accuracy"], "say what went red, one of"),
         (["HEAD", "HEAD", "--replay", "scenario.json"], "'HEAD' is a third revision; options after -- are for"),
         (["HEAD", "--accuracy", "--", "--seed", "3"], "--seed after --: the bisect sets it itself"),
-        (["-k", "no such benchmark"], "no benchmark's name contains 'no such benchmark'"),
+        (["--benchmark", "no such benchmark"], "no benchmark's name contains 'no such benchmark'"),
         (["--self-test", "--repetitions", "0"], "repetitions=0 must be an integer >= 1"),
     ],
 )
