@@ -39,7 +39,7 @@ asv-page: $(STAMP)
 
 peers: $(STAMP) $(PEERS)/.installed $(MLX)/.installed
 	$(BIN)/python -m bench.families
-	$(BIN)/python -m bench.families --dtype bfloat16 $(DELTA_NETS:%=--family %)
+	$(BIN)/python -m bench.families --dtype bfloat16 --all-experts $(DELTA_NETS:%=--family %)
 
 report: $(STAMP)
 	$(BIN)/hybrid-kv report --results "$$RESULTS" --out site --repository "$${REPOSITORY_URL:-}"

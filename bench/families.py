@@ -10,11 +10,15 @@ The time of one new token is the prefill's; that of all, less that, is the decod
 rival takes as the engine: tokens per second of the engine over those of the rival. vLLM runs in a process of its own
 (`bench.peers.vllm_process`), and what its other threads do is not counted.
 
+Where rounding turns which experts a token goes to, logits leave each other by a third, and to differ by rounding says
+little. `--all-experts` sends every token to all of them.
+
 `make peers` makes the environment with vLLM and runs `python -m bench.families`.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -126,7 +130,22 @@ def _transformers(folder: Path, dtype: str) -> tuple[Any, Side]:
     return model, generate
 
 
-def compare(name: str, rivals: Sequence[str], size: str, rounds: int = ROUNDS, dtype: str = "float32") -> Family:
+def send_to_all_experts(folder: Path) -> None:
+    """Rewrite config.json, if its model chooses among experts."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    if "num_experts_per_tok" in config:
+        file.write_text(json.dumps({**config, "num_experts_per_tok": config["num_experts"]}))
+
+
+def compare(
+    name: str,
+    rivals: Sequence[str],
+    size: str,
+    rounds: int = ROUNDS,
+    dtype: str = "float32",
+    all_experts: bool = False,
+) -> Family:
     """One family: who loads its checkpoint, whose tokens are whose, and how long each takes."""
     found = Family(name, dtype)
     with ExitStack() as stack:
@@ -134,6 +153,8 @@ def compare(name: str, rivals: Sequence[str], size: str, rounds: int = ROUNDS, d
         if name != "guard":
             folder = Path(stack.enter_context(TemporaryDirectory()))
             write_checkpoint(name, folder, size)
+            if all_experts:
+                send_to_all_experts(folder)
         model, reference = _transformers(folder, dtype)
         # "eager": its default for experts has no float64.
         exact = type(model).from_pretrained(folder, dtype=torch.float64, experts_implementation="eager").eval()
@@ -268,6 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rival", action="append", default=[], choices=RIVALS, help="only this one; may be repeated")
     parser.add_argument("--size", default="small", help="of the checkpoints (default: small)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="default: float32")
+    parser.add_argument("--all-experts", action="store_true", help="every token goes to all of them")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"that are timed (default: {ROUNDS})")
     parser.add_argument("--out", metavar="CSV", help="append one row per measurement")
     options = parser.parse_args(arguments)
@@ -281,7 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_installed()
         print("tokens/s of each, in brackets those of the engine over it\n" + _line(HEAD))
         for name in options.family or names:
-            found = compare(name, rivals, options.size, options.rounds, options.dtype)
+            found = compare(name, rivals, options.size, options.rounds, options.dtype, options.all_experts)
             if options.out:
                 append_rows(options.out, [*found.rows()])
             print("\n".join([*map(_line, lines(found)), *found.differences]), flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from bench import families
 from bench.peers import vllm_process
 from bench.peers.vllm_process import VLLMProcess
 from hybrid_kv.config import ConfigError, HybridKVError
+from hybrid_kv.models.random_checkpoint import write_checkpoint
 from hybrid_kv.results import read_rows
 from hybrid_kv.timing.cases import WrongResultError
 from hybrid_kv.timing.measurement import ENGINE
@@ -28,6 +30,7 @@ for line in sys.stdin:
     print(json.dumps({"tokens": tokens, "seconds": task["max_tokens"] - 0.5}), flush=True)
 """
 VLLM = """
+import json
 import sys
 __version__ = "9.9"
 class LLM:
@@ -141,6 +144,16 @@ def test_a_checkpoint_that_vllm_refuses_has_its_reason(
     assert "guard            vllm                ValueError: no head of 16\n" in capsys.readouterr().out
     (reason,) = read_rows(out).query("metric == 'runs'")["params"]
     assert "no head of 16" in reason
+
+
+@pytest.mark.parametrize(("family", "chosen"), [("qwen3_next", True), ("lfm2", False)])
+def test_every_token_can_be_sent_to_all_experts(tmp_path: Path, family: str, chosen: bool) -> None:
+    write_checkpoint(family, tmp_path)
+    before = json.loads((tmp_path / "config.json").read_text())
+    families.send_to_all_experts(tmp_path)
+    after = json.loads((tmp_path / "config.json").read_text())
+    assert (after != before) is chosen
+    assert after.get("num_experts_per_tok") == after.get("num_experts")
 
 
 def fixed(tokens: list[list[int]], prefill: float, each: float) -> families.Side:
