@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from hybrid_kv.errors import HybridKVError, run_command
 from hybrid_kv.results import COLUMNS
 from hybrid_kv.results.store import opened
 from hybrid_kv.results.view import result_files
+from hybrid_kv.timing.clock import wall_clock
 
 ROOT = Path(__file__).parents[1]
 MACHINES = 4
@@ -52,7 +52,7 @@ def cost(arguments: Sequence[object], output: Path) -> Cost:
     Raises:
         HybridKVError: it failed.
     """
-    began = time.perf_counter()
+    began = wall_clock()
     command = [sys.executable, "-m", "hybrid_kv.cli", *map(str, arguments)]
     with output.open("w") as out:
         to_file = [(os.POSIX_SPAWN_DUP2, out.fileno(), 1)]
@@ -60,7 +60,7 @@ def cost(arguments: Sequence[object], output: Path) -> Cost:
         _, status, used = os.wait4(child, 0)
     if status:
         raise HybridKVError(f"hybrid-kv {' '.join(map(str, arguments))} failed: {output.read_text()[-300:]}")
-    return Cost(time.perf_counter() - began, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024)
+    return Cost(wall_clock() - began, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024)
 
 
 def write_piece(file: Path, first: int, count: int) -> None:

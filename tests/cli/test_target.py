@@ -45,7 +45,7 @@ def test_the_document_says_what_backs_each_verdict(capsys):
     assert (plain["verdict"], plain["num_answers"], plain["num_judged"]) == ("right", 8, 8)
     assert wrong["verdict"] == "wrong" and "the oracle has" in wrong["detail"] and wrong["moved"]["hits"] > 0
     assert found["num_tokens"] == sum(one["num_tokens"] for one in found["outcomes"]) > 0
-    assert found["seconds"] > 0 and found["seed"] == 0
+    assert found["seconds"] >= 0 and found["seed"] == 0
 
 
 def test_a_wrong_answer_ends_with_1_and_can_be_played_again(capsys, tmp_path):

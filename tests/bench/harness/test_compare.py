@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -33,6 +34,7 @@ from hybrid_kv import results
 from hybrid_kv.cli import main
 from hybrid_kv.config import ConfigError
 from hybrid_kv.results import Row, append_rows, check_file, read_rows
+from hybrid_kv.timing import fitness
 from tests.bench.harness.toy import TORCH, git, write_package, write_toy
 
 BENCH = Path(driver.__file__).parents[1]
@@ -60,6 +62,7 @@ def no_torch(tmp_path, monkeypatch):
 def command(toy, tmp_path, monkeypatch, capsys):
     """Runs `hybrid-kv compare` in the toy: exit code, stdout, stderr."""
     monkeypatch.setattr(driver, "ROOT", toy)
+    monkeypatch.setattr(fitness, "examine", lambda _: SimpleNamespace(unfit=""))
 
     def run(*arguments):
         with pytest.raises(SystemExit) as left:
