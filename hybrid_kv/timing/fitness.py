@@ -7,7 +7,6 @@ of every comparison here. Meanwhile the thread always has work: what it does not
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 
 from hybrid_kv.results import provenance
-from hybrid_kv.timing.clock import Interval, Subject, median
+from hybrid_kv.timing.clock import Interval, Subject, clock, median, wall_clock
 
 CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints.txt"
 SECONDS = 5.0
@@ -88,9 +87,9 @@ class Fitness:
 
 def examine(seconds: float = SECONDS) -> Fitness:
     """Look at this machine, on a thread that is busy for so many seconds."""
-    before, began, cpu = _stat(), time.perf_counter(), time.thread_time()
+    before, began, cpu = _stat(), wall_clock(), clock()
     ratio = _equal_work(began + seconds)
-    waited = 1 - (time.thread_time() - cpu) / (time.perf_counter() - began)
+    waited = 1 - (clock() - cpu) / (wall_clock() - began)
     return Fitness(
         waited=max(0.0, waited),
         stolen=_stolen(before, _stat()),
@@ -107,7 +106,7 @@ def _equal_work(end: float) -> Interval:
     values = np.random.default_rng(0).integers(0, 1 << 40, 20_000)
     pair = (Subject(lambda: np.sort(values)), Subject(lambda: np.sort(values)))
     ratios: list[float] = []
-    while time.perf_counter() < end or len(ratios) < 9:
+    while wall_clock() < end or len(ratios) < 9:
         turn = 1 if len(ratios) % 2 else -1
         first, second = (subject.sample(2) for subject in pair[::turn])
         ratios.append((first / second) ** turn)
@@ -142,10 +141,10 @@ def _gpu() -> str:
     if not torch.cuda.is_available():
         return ""
     try:
-        clock = f"{torch.cuda.clock_rate()} MHz"
+        speed = f"{torch.cuda.clock_rate()} MHz"
     except (ImportError, RuntimeError):
-        clock = "clock not known: install nvidia-ml-py"
-    return f"{torch.cuda.get_device_name()}, {clock}"
+        speed = "clock not known: install nvidia-ml-py"
+    return f"{torch.cuda.get_device_name()}, {speed}"
 
 
 def _versions(file: Path) -> tuple[str, ...]:
