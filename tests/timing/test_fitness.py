@@ -41,9 +41,9 @@ def test_a_thread_that_gets_half_of_the_clock_is_on_a_loaded_machine(monkeypatch
         clock[0] += 0.001
         return clock[0]
 
-    monkeypatch.setattr(fitness.time, "perf_counter", seconds)
+    monkeypatch.setattr(fitness, "wall_clock", seconds)
     for share, loaded in ((1.0, False), (0.5, True)):
-        monkeypatch.setattr(fitness.time, "thread_time", lambda share=share: share * clock[0])
+        monkeypatch.setattr(fitness, "clock", lambda share=share: share * clock[0])
         found = examine(0.02)
         assert ("others took" in found.unfit) == loaded
 
