@@ -197,11 +197,11 @@ def prepare(frame: pd.DataFrame) -> pd.DataFrame:
     frame = frame.copy()
     # Parsed once per distinct text: a long history repeats the same few thousand.
     known = {text: json.loads(text) for text in frame["params"].unique()}
-    static = frame["suite"] == STATIC_SUITE
     frame["parsed"] = frame["params"].map(known)
     frame["case"] = frame["params"].map({text: _case(parsed) for text, parsed in known.items()})
     frame["check"] = frame["metric"]
     frame = _fold_guard(frame)
+    static = frame["suite"] == STATIC_SUITE  # of the rows that are left
     on_device = ~frame["device"].isin(["", "cpu"]) & ~static
     frame.loc[on_device, "machine"] += ", " + frame.loc[on_device, "device"]
     frame.loc[static, "machine"] = ""

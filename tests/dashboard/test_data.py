@@ -77,6 +77,16 @@ def test_static_metrics_belong_to_no_machine(tmp_path: Path) -> None:
     assert found.machines == ["other"]
 
 
+def test_the_numbers_behind_a_check_move_no_machine_to_another_row(tmp_path: Path) -> None:
+    guard = [row(0, suite="guard", benchmark="layout", metric=name) for name in ("views", "views:at_most", "views:n")]
+    found = results(tmp_path, *guard, row(1, suite="kernels"), row(2, machine="other"))
+    assert list(zip(found.rows["suite"], found.rows["machine"], strict=True)) == [
+        ("guard", "box"),
+        ("kernels", ""),
+        ("state_update", "other"),
+    ]
+
+
 def test_how_a_number_came_about_is_not_what_it_is_of(tmp_path: Path) -> None:
     same = {"K": 3, "model": "nano"}
     found = results(
