@@ -6,10 +6,14 @@ import os
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 TAIL = 2000  # characters of what a process said that are kept
 
@@ -38,20 +42,66 @@ class Done:
         return self.code in (0, 1)
 
 
-def run_cell(command: Callable[[str], Sequence[str]], limit: float, threads: int) -> Done:
-    """Run a command, and end it with all of its children when `limit` seconds are over.
+class Running:
+    """The processes of cells that run in threads, which hear no Ctrl-C: they are ended together."""
+
+    def __init__(self) -> None:
+        self._processes: set[subprocess.Popen[bytes]] = set()
+        self._is_over = False
+        self._lock = threading.Lock()
+
+    def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+        """A process with a group of its own.
+
+        Raises:
+            CancelledError: all have been ended.
+        """
+        with self._lock:
+            if self._is_over:
+                raise CancelledError
+            process = subprocess.Popen(command, start_new_session=True, **options)
+            self._processes.add(process)
+        return process
+
+    def end(self, process: subprocess.Popen[bytes]) -> None:
+        """End one, if it has not ended by itself, with all of its children."""
+        with self._lock:
+            self._processes.discard(process)
+        _kill(process)
+        process.wait()
+
+    def end_all(self) -> None:
+        """No other starts from here on."""
+        with self._lock:
+            self._is_over = True
+            for process in self._processes:
+                _kill(process)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        with suppress(ProcessLookupError):  # Another thread saw it end meanwhile.
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def run_cell(
+    command: Callable[[str], Sequence[str]], limit: float, threads: int, running: Running | None = None
+) -> Done:
+    """Run a command, and end it with all of its children when `limit` seconds are over, or `running` is ended.
 
     Args:
         command: the words, given the folder for the rows.
+
+    Raises:
+        CancelledError: `running` was ended before.
     """
-    start = time.monotonic()
+    start, running = time.monotonic(), running or Running()
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as said:
-        process = subprocess.Popen(
+        process = running.start(
             command(folder),
             stdin=subprocess.DEVNULL,
             stdout=said,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
             env={**os.environ, "OMP_NUM_THREADS": str(threads)},
         )
         try:
@@ -60,9 +110,7 @@ def run_cell(command: Callable[[str], Sequence[str]], limit: float, threads: int
             code = -signal.SIGKILL
         finally:
             # Also where this process is told to end: a cell without its study would go on for an hour.
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            running.end(process)
         said.seek(max(0, said.seek(0, os.SEEK_END) - 4 * TAIL))
         text = said.read().decode(errors="replace")[-TAIL:]
         files = {path.name: path.read_bytes() for path in Path(folder).glob("*.csv")}

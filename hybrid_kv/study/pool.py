@@ -3,67 +3,53 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from hybrid_kv.study.cell import Done, run_cell
+from hybrid_kv.study import work
+from hybrid_kv.study.cell import Done, Running, run_cell
 from hybrid_kv.study.matrix import Cell
+from hybrid_kv.study.work import Lost, Task
 
 Pool = Callable[[Sequence[Cell]], Iterator[tuple[Cell, Done]]]
 
 
 def locally(jobs: int, limit: float) -> Pool:
-    """`jobs` cells at a time; each has its share of the cores."""
+    """`jobs` cells at a time; each has its share of the cores. Nobody waits for cells that nobody will look at."""
     threads = max(1, (os.cpu_count() or 1) // jobs)
 
     def run(cells: Sequence[Cell]) -> Iterator[tuple[Cell, Done]]:
-        with ThreadPoolExecutor(jobs) as pool:
-            open_cells: dict[Future[Done], Cell] = {
-                pool.submit(run_cell, cell.command, limit, threads): cell for cell in cells
-            }
+        running = Running()
+        with ThreadPoolExecutor(jobs) as executor:
             try:
-                while open_cells:
-                    for future in wait(open_cells, return_when=FIRST_COMPLETED).done:
-                        yield open_cells.pop(future), future.result()
+                yield from _done(cells, lambda give: work.in_executor(executor, jobs, give), (limit, threads, running))
             finally:
-                pool.shutdown(wait=False, cancel_futures=True)
+                running.end_all()
 
     return run
 
 
 def over_ray(address: str, limit: float, retries: int) -> Pool:
-    """One task a cell, with a core and the GPUs that it needs; a task that is lost with its node starts on another.
-
-    No more tasks are open than twice the cluster's cores: a driver that ends leaves little behind, and a list of a
-    million cells stays here.
-    """
+    """Each cell is a task; one that is lost with its node starts on another, `retries` times."""
 
     def run(cells: Sequence[Cell]) -> Iterator[tuple[Cell, Done]]:
-        import ray
-
-        started = not ray.is_initialized()
-        if started:
-            ray.init(address=address, log_to_driver=False, logging_level="error")
-        try:
-            task = ray.remote(run_cell)
-            open_cells: dict[Any, Cell] = {}
-            waiting = list(reversed(cells))
-            while waiting or open_cells:
-                most = max(2, 2 * int(ray.cluster_resources().get("CPU", 1)))
-                while waiting and len(open_cells) < most:
-                    cell = waiting.pop()
-                    wanted = task.options(num_cpus=1, num_gpus=cell.gpus, max_retries=retries)
-                    open_cells[wanted.remote(cell.command, limit, 1)] = cell
-                (reference,), _ = ray.wait(list(open_cells), num_returns=1)
-                cell = open_cells.pop(reference)
-                try:
-                    done = ray.get(reference)
-                except ray.exceptions.RayError as error:
-                    done = Done(None, {}, str(error).splitlines()[0], 0.0)
-                yield cell, done
-        finally:
-            if started:
-                ray.shutdown()
+        yield from _done(cells, work.over_ray(address, retries), (limit, 1))
 
     return run
+
+
+def _done(cells: Sequence[Cell], pool: work.Pool, how: tuple[Any, ...]) -> Iterator[tuple[Cell, Done]]:
+    waiting, open_cells = deque(cells), dict[Task, Cell]()
+
+    def give() -> Task | None:
+        if not waiting:
+            return None
+        cell = waiting.popleft()
+        task = Task(run_cell, (cell.command, *how), cell.gpus)
+        open_cells[task] = cell
+        return task
+
+    for task, done in pool(give):
+        yield open_cells.pop(task), Done(None, {}, done.said, 0.0) if isinstance(done, Lost) else done

@@ -1,5 +1,6 @@
 """Stands for a program of a study: appends one row whose value is made of its words, or does as one of them says."""
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ append.provenance = lambda: Provenance("study", "", False, "cpu", "stub", "3", "
 *words, option, folder = sys.argv[1:]
 assert option == "--results"
 if "sleep" in words:
+    Path(words[-1]).write_text(str(os.getpid()))
     time.sleep(600)
 if "refused" in words:
     print("error: no such thing", file=sys.stderr)

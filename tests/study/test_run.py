@@ -1,7 +1,9 @@
 """A study that is stopped, whose cells fail or are lost: each row is there once at the end."""
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import yaml
 from hybrid_kv.cli import main
 from hybrid_kv.results.store import read_rows
 from hybrid_kv.study import matrix
-from hybrid_kv.study.cell import Done, run_cell
+from hybrid_kv.study.cell import Done, Running, run_cell
 from hybrid_kv.study.matrix import Cell, read_study
 from hybrid_kv.study.pool import locally
 from hybrid_kv.study.run import gather, run_study
@@ -63,8 +65,35 @@ def test_a_cell_that_died_is_tried_again_and_one_that_refused_is_not(study: Stud
     assert "error: no such thing" in known[cells[1].id]["said"]
 
 
-def test_a_cell_ends_when_its_time_is_up(study: Study) -> None:
-    (cell,) = study("guard sleep")
+def test_nobody_waits_for_cells_after_an_interrupt(study: Study, tmp_path: Path) -> None:
+    marker = tmp_path / "pid"
+    cells = study(f"guard sleep {marker}", "guard --n={n}", levels=(1, 2))
+
+    def tell(cell: Cell, done: Done) -> None:
+        if cell.text == "guard --n=2":
+            while not (
+                marker.exists() and marker.read_text()
+            ):  # Until the first cell, which sleeps for ten minutes, has begun to.
+                pass
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_study(cells, tmp_path, locally(2, 600), 0, tell)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(marker.read_text()), 0)
+    assert gather(tmp_path, cells) == 1
+
+
+def test_what_was_ended_starts_no_more_cells(study: Study) -> None:
+    (cell,) = study("guard --n=1")
+    running = Running()
+    running.end_all()
+    with pytest.raises(CancelledError):
+        run_cell(cell.command, 60, 1, running)
+
+
+def test_a_cell_ends_when_its_time_is_up(study: Study, tmp_path: Path) -> None:
+    (cell,) = study(f"guard sleep {tmp_path / 'pid'}")
     done = run_cell(cell.command, 1, 1)
     assert done.code == -9 and not done.is_result and not done.files
 

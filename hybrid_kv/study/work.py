@@ -1,0 +1,104 @@
+"""Tasks without end over threads, processes or Ray: as many under way as there is room for, each given back as it ends.
+
+Whoever has the tasks is asked for the next one when there is room, and again after each result, which may bring new
+ones. So a million tasks are no list, and a result decides what comes next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """A call, and the GPUs that it needs for itself. For another machine its function must be one of a module."""
+
+    call: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    gpus: float = 0
+
+
+@dataclass(frozen=True)
+class Lost:
+    """What came of a task whose worker is gone, or that raised there; `said` is why."""
+
+    said: str
+
+
+Give = Callable[[], Task | None]  # None: nothing now
+Pool = Callable[[Give], Iterator[tuple[Task, Any]]]
+
+
+def in_executor(executor: Executor, room: int, give: Give) -> Iterator[tuple[Task, Any]]:
+    """In threads or processes of this machine, `room` tasks at a time.
+
+    Raises:
+        Exception: what a task raised.
+    """
+
+    def first_of(futures: Collection[Future[Any]]) -> Iterable[Future[Any]]:
+        return wait(futures, return_when=FIRST_COMPLETED).done
+
+    for task, future in _as_they_end(give, lambda: room, lambda task: executor.submit(task.call, *task.args), first_of):
+        yield task, future.result()
+
+
+def over_ray(address: str, retries: int) -> Pool:
+    """One task of Ray each, with a core and the GPUs that it needs; one that is lost with its node starts on another.
+
+    No more tasks are open than twice the cluster's cores: a driver that ends leaves little behind.
+    """
+
+    def run(give: Give) -> Iterator[tuple[Task, Any]]:
+        import ray
+
+        started = not ray.is_initialized()
+        if started:
+            ray.init(address=address, log_to_driver=False, logging_level="error")
+        remote: dict[Callable[..., Any], Any] = {}
+
+        def start(task: Task) -> Any:
+            if task.call not in remote:
+                remote[task.call] = ray.remote(task.call)
+            options = {"num_cpus": 1, "num_gpus": task.gpus, "max_retries": retries}
+            return remote[task.call].options(**options).remote(*task.args)
+
+        def room() -> int:
+            return max(2, 2 * int(ray.cluster_resources().get("CPU", 1)))
+
+        def first_of(references: Collection[Any]) -> Iterable[Any]:
+            ended: list[Any] = ray.wait(list(references), num_returns=1)[0]
+            return ended
+
+        try:
+            for task, reference in _as_they_end(give, room, start, first_of):
+                try:
+                    done = ray.get(reference)
+                except ray.exceptions.RayError as error:
+                    done = Lost(str(error).splitlines()[0])
+                yield task, done
+        finally:
+            if started:
+                ray.shutdown()
+
+    return run
+
+
+def _as_they_end(
+    give: Give, room: Callable[[], int], start: Callable[[Task], T], first_of: Callable[[Collection[T]], Iterable[T]]
+) -> Iterator[tuple[Task, T]]:
+    under_way: dict[T, Task] = {}
+    while True:
+        free = room() - len(under_way)
+        while free > 0 and (task := give()) is not None:
+            under_way[start(task)] = task
+            free -= 1
+        if not under_way:
+            return
+        for handle in first_of(under_way):
+            yield under_way.pop(handle), handle
