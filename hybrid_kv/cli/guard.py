@@ -36,6 +36,13 @@ def guard(
     repro: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Where a scenario that fails is written, as small as it gets.")
     ] = Path("repro"),
+    swarm: Annotated[
+        float | None,
+        typer.Option(metavar="HOURS", help="Random scenarios of the exact model, for so long, or to Ctrl-C."),
+    ] = None,
+    ray: Annotated[
+        str | None, typer.Option(metavar="ADDRESS|auto", help="With --swarm: on this cluster, not on --jobs processes.")
+    ] = None,
     target: Annotated[str | None, typer.Option(metavar="ENGINE", help="Guard another engine, from outside.")] = None,
     model: Annotated[
         str, typer.Option(metavar="FAMILY|FOLDER|HUB", help="What the target runs; a family's weights are made.")
@@ -56,6 +63,7 @@ def guard(
     """Say whether the cache is right and fast: engine against oracles, accuracy, cost of block ids. Needs no GPU."""
     import torch
 
+    from hybrid_kv.cli.swarm import guard_swarm
     from hybrid_kv.cli.target import guard_target, is_case, replay_case
     from hybrid_kv.config import ConfigError
     from hybrid_kv.files import check_outputs
@@ -66,11 +74,24 @@ def guard(
     from hybrid_kv.results import append_rows
 
     if replay is not None:
-        if quick or long or select or only or target:
-            raise ConfigError(f"--replay {replay} plays one scenario; leave --quick, --long, --target, -k, --only out")
+        if quick or long or select or only or target or swarm is not None:
+            raise ConfigError(
+                f"--replay {replay} plays one scenario; leave --quick, --long, --swarm, --target, -k, --only out"
+            )
         raise typer.Exit(replay_case(replay) if is_case(replay) else replay_scenario(read_scenario(replay)))
     select = [*(select or ()), *(one for one in only or () if "=" not in one)]
     levels = dict(one.split("=", 1) for one in only or () if "=" in one)
+    if swarm is not None:
+        if quick or long or select or levels or fail_fast or target or device != "cpu":
+            raise ConfigError(
+                f"--swarm {swarm:g} is a run of its own; leave --quick, --long, -k, --only, --fail-fast, --target, "
+                "--device out"
+            )
+        raise typer.Exit(
+            guard_swarm(swarm, seed, jobs, ray, repro, as_json, out, rows_file("swarm.csv", results, record))
+        )
+    if ray is not None:
+        raise ConfigError(f"--ray {ray} is for --swarm")
     if quick and long:
         raise ConfigError("--quick and --long exclude each other; give one of them")
     if target is not None:

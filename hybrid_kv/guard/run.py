@@ -6,18 +6,15 @@ run beside each other, the longest first. What measures time comes last, alone.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from multiprocessing import active_children, get_context
 from pathlib import Path
-from threading import RLock
 from typing import Any
 
 import torch
@@ -26,8 +23,8 @@ from tqdm.auto import tqdm
 from hybrid_kv.config import ConfigError
 from hybrid_kv.errors import deaf_to_ctrl_c, require
 from hybrid_kv.guard.registry import CHECKS, Check, CheckResult, Run, Size, load_checks, refuse_unknown_levels
+from hybrid_kv.guard.workers import CONTEXT, num_workers, processes
 
-MOST_WORKERS = 8
 Advance = Callable[[str, float], object]  # told a section, and how much of its amount is done
 Ended = tuple[Check, list[CheckResult], float]  # and the seconds that it took
 
@@ -57,7 +54,7 @@ def run_guard(
         only: levels by factor; only sections that have these factors run.
         repro: folder for small cases of what failed; it is made when there is one.
         fail_fast: end with the first section that fails, and what is under way beside it.
-        jobs: processes at a time; None: one per core, at most `MOST_WORKERS`.
+        jobs: processes at a time; None: see `num_workers`.
 
     Raises:
         ConfigError: no section is left, or none has these levels; nothing has run.
@@ -76,7 +73,7 @@ def run_guard(
         asked = [*(select or ()), *(only or ())]
         raise ConfigError(f"no section of this guard has {' or '.join(asked)!r}; leave --only out")
     require(*dict.fromkeys(package for check in chosen for package in check.needs))
-    workers = jobs or min(MOST_WORKERS, os.cpu_count() or 1)
+    workers = num_workers(jobs)
     run = Run(0, seed, workers=workers, device=device, only=only or {}, repro=repro, fail_fast=fail_fast)
     runs = {check.section: replace(run, amount=amount[check.section]) for check in chosen}
     results: dict[str, list[CheckResult]] = {}
@@ -139,13 +136,6 @@ def _hear(ticks: Any) -> None:
     _ticks = ticks
 
 
-def _start_worker(ticks: Any) -> None:
-    _hear(ticks)
-    torch.set_num_threads(1)
-    # Its own lock is one of the system's, which a process that is terminated leaves behind.
-    tqdm.set_lock(RLock())
-
-
 def _in_worker(section: str, run: Run) -> tuple[list[CheckResult], float]:
     load_checks()
     begin = time.perf_counter()
@@ -159,17 +149,11 @@ def _pool(workers: int, chosen: Sequence[Check]) -> Iterator[Executor | None]:
     if workers == 1 or (len(chosen) == 1 and chosen[0].runs != "spread"):
         yield None
         return
-    # Fork would hand on the locks of torch's threads.
-    context, before = get_context("spawn"), set(active_children())
-    _hear(context.SimpleQueue())
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(_ticks,))
+    _hear(CONTEXT.SimpleQueue())
     try:
-        yield pool
+        with processes(workers, _hear, _ticks) as pool:
+            yield pool
     finally:
-        # Workers hear no Ctrl-C, and a section takes minutes: nobody waits for what nobody will look at.
-        for child in set(active_children()) - before:
-            child.terminate()
-        pool.shutdown(cancel_futures=True)
         _hear(None)
 
 

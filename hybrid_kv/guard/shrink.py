@@ -59,13 +59,21 @@ def reproduce(failures: Sequence[Failure], folder: Path) -> str:
         HybridKVError: the files cannot be written.
     """
     shortest = min(failures, key=lambda failure: sum(map(len, failure.scenario.prompts)))
-    shrunk = shrink(shortest)
+    return filed(shrink(shortest), folder)[1]
+
+
+def filed(shrunk: Shrunk, folder: Path) -> tuple[Path, str]:
+    """Write the files of what was shrunk; the one to be replayed, and what became of it, with its story.
+
+    Raises:
+        HybridKVError: the files cannot be written.
+    """
     scenario = shrunk.failure.scenario
     file, script = write_files(shrunk.failure, folder)
     count = f"{len(scenario.prompts)} requests with {sum(map(len, scenario.prompts))} prompt tokens"
     effort = f"{shrunk.num_plays} plays in {shrunk.seconds:.1f} s{'' if shrunk.is_minimal else ', the time was up'}"
     story = tell(scenario)[1]
-    return f"shrunk to {count} ({effort}): hybrid-kv guard --replay {file}, or python {script}\n{story}"
+    return file, f"shrunk to {count} ({effort}): hybrid-kv guard --replay {file}, or python {script}\n{story}"
 
 
 class _TimeUpError(Exception):

@@ -5,14 +5,18 @@ disturbances beside them. Scenario 0, 1, … of a run are, in this order: the *f
 built so that one pattern must happen; a covering design of `FACTORS`, in which every pair of levels occurs, and every
 triple of `TRIPLES`; and random draws for ever.
 
+A *swarm* has no forced ones and no design. Each batch of its seeds has a random half of all levels, and of what happens
+beside them (Groce et al. 2012, Swarm Testing): what is left meets more often, and what would hide a bug is often away.
+
 Modes, schemes and layouts of states are those that are registered when this module is imported: one that is new is
 drawn without a change here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from functools import cache
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from itertools import combinations, product
 from typing import Any
 
@@ -61,6 +65,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "scheme": tuple(SCHEMES),
 }
 TRIPLES = ("mode", "drafts", "preemption", "budget", "scheme")
+# Beside a cell: how often to a request (the first three), or in a scenario.
+CHANCES = {"stop": 0.3, "shared": 0.7, "second turn": 0.5, "long": 0.3, "abort": 0.3, "reset": 0.1}
 _BLOCK_SIZES = {
     (SmallBlocksFirst.name, "one"): (4,),
     (SmallKVFirst.name, "one"): (4,),
@@ -71,6 +77,14 @@ _BLOCK_SIZES = {
     ("FLASHINFER", "one"): (16, 32),
     ("FLASHINFER", "several"): (48,),
 }
+
+
+@dataclass(frozen=True)
+class Features:
+    """What random scenarios are drawn from: levels by factor, and how often what happens beside them."""
+
+    levels: Mapping[str, tuple[Any, ...]]
+    chances: Mapping[str, float]
 
 
 def allowed(cell: Cell) -> bool:
@@ -142,11 +156,11 @@ def _smallest_block(mode: str | None, K: int, schedule: str | None, scheme: str 
     return 1 + K + late if _keeps_states(mode) else 1
 
 
-def _complete(cell: Cell, rng: np.random.Generator, order: Iterable[str] | None = None) -> Cell | None:
-    """A random allowed cell that agrees with `cell`, if there is one."""
+def _complete(cell: Cell, rng: np.random.Generator, factors: Mapping[str, tuple[Any, ...]] = FACTORS) -> Cell | None:
+    """A random allowed cell of these levels that agrees with `cell`, if there is one."""
     cell = dict(cell)
-    for name in rng.permutation([name for name in FACTORS if name not in cell]).tolist() if order is None else order:
-        levels = [level for level in FACTORS[name] if allowed({**cell, name: level})]
+    for name in rng.permutation([name for name in FACTORS if name not in cell]).tolist():
+        levels = [level for level in factors[name] if allowed({**cell, name: level})]
         if not levels:
             return None
         cell[name] = levels[int(rng.integers(len(levels)))]
@@ -225,18 +239,45 @@ def draw_scenario(seed: int, vocab_size: int = 97) -> Scenario:
 SCENARIOS_PER_RUN = 2**20
 
 
-def _random_scenario(seed: int, cell: Cell, rng: np.random.Generator, vocab_size: int) -> Scenario:
+def draw_swarm_scenario(seed: int, vocab_size: int = 97) -> Scenario:
+    """Scenario number `seed` of all swarms; its features are those of batch `seed // SEEDS_PER_BATCH`."""
+    features, rng = draw_features(seed // SEEDS_PER_BATCH), np.random.default_rng((seed, 1))
+    cell = None
+    while cell is None:
+        cell = _complete({}, rng, features.levels)
+    return _random_scenario(seed, cell, rng, vocab_size, features.chances)
+
+
+SEEDS_PER_BATCH = 16
+
+
+@lru_cache(maxsize=1)
+def draw_features(batch: int) -> Features:
+    """The features of a batch of a swarm: half of all levels, one of each factor at least, that some engine can have.
+
+    What happens beside them happens never, or twice as often.
+    """
+    rng = np.random.default_rng((batch, 2))
+    while True:
+        levels = {name: tuple(level for level in FACTORS[name] if rng.random() < 0.5) for name in FACTORS}
+        if all(levels.values()) and any(_complete({}, rng, levels) for _ in range(20)):
+            return Features(levels, {name: min(1.0, 2 * rng.integers(2) * chance) for name, chance in CHANCES.items()})
+
+
+def _random_scenario(
+    seed: int, cell: Cell, rng: np.random.Generator, vocab_size: int, chances: Mapping[str, float] = CHANCES
+) -> Scenario:
     layers, mode, K = cell["layers"], cell["mode"], cell["K"]
     is_lone, late = not has_attention(layers), _is_late(cell["scheme"])
     sizes = (8, 12, 16) if is_lone else _BLOCK_SIZES[cell["backend"], cell["split"]]
     smallest = _smallest_block(mode, K, cell["schedule"], cell["scheme"])
     block_size = int(rng.choice([size for size in sizes if size >= smallest]))
-    prompts = _prompts(rng, int(rng.integers(6, 13)), block_size, vocab_size)
-    greedy, salts = cell["sampling"] == "greedy", cell["salts"]
+    prompts = _prompts(rng, int(rng.integers(6, 13)), block_size, vocab_size, chances["shared"])
+    greedy, salts, stop = cell["sampling"] == "greedy", cell["salts"], chances["stop"]
     params = [
         SamplingParams(
             max_tokens=int(rng.integers(1, 24)),
-            stop_token_ids=tuple(rng.integers(0, vocab_size, size=8).tolist()) if rng.random() < 0.3 else (),
+            stop_token_ids=tuple(rng.integers(0, vocab_size, size=8).tolist()) if rng.random() < stop else (),
             # Residues are logits of up to 2^31; this temperature leaves a few hundred million of them in play.
             temperature=0.0 if greedy or i % 2 else 2e8,
             seed=int(rng.integers(-(2**63), 2**63)),
@@ -248,10 +289,10 @@ def _random_scenario(seed: int, cell: Cell, rng: np.random.Generator, vocab_size
         params[0] = SamplingParams(max_tokens=12, temperature=2e8, seed=seed)
     params[-1] = SamplingParams(max_tokens=20, seed=0)  # long enough for drafts, whatever the draw
     max_model_len = max(max(map(len, prompts)) + 1, int(rng.integers(62, 96)))
-    if rng.random() < 0.3:
+    if rng.random() < chances["long"]:
         prompts[2] = rng.integers(0, vocab_size, size=max_model_len).tolist()
     waves = (len(prompts), len(prompts))
-    prompts, params = _twice(rng, layers, prompts, params, max_model_len)
+    prompts, params = _twice(rng, layers, prompts, params, max_model_len, chances["second turn"])
 
     max_num_seqs = int(rng.choice([2, 3, 5, 8, 16]))
     budget = {"tiny": int(rng.choice([4, 5, 7, 9])), "small": int(rng.choice([16, 33])), "large": 256}[cell["budget"]]
@@ -293,9 +334,9 @@ def _random_scenario(seed: int, cell: Cell, rng: np.random.Generator, vocab_size
     events = []
     if cell["preemption"] == "forced":
         events.append(Event("preempt", 3, int(rng.choice([4, 5, 9]))))
-    if rng.random() < 0.3:
+    if rng.random() < chances["abort"]:
         events.append(Event(("abort", "drop")[int(rng.integers(2))], int(rng.integers(2, 9)), 13))
-    if not _is_stateless(mode) and rng.random() < 0.1:
+    if not _is_stateless(mode) and rng.random() < chances["reset"]:
         events.append(Event("reset", int(rng.integers(2, 20))))
     return Scenario(seed, layers, options, prompts, params, waves, cell["drafts"], tuple(events), cell=cell)
 
@@ -337,21 +378,24 @@ def _twice(
     prompts: list[list[int]],
     params: list[SamplingParams],
     max_model_len: int,
+    chance: float = CHANCES["second turn"],
 ) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Everything comes again, in another order, when much of it is in the cache; half of it as a second turn."""
+    """Everything comes again, in another order, when much of it is in the cache; some of it as a second turn."""
     book = answer_book(layers)
     order = rng.permutation(len(prompts)).tolist()
     again = []
     for i in order:
         prompt = prompts[i]
-        if rng.random() < 0.5 and len(prompt) < max_model_len:
+        if rng.random() < chance and len(prompt) < max_model_len:
             answer = book.answer(prompt, params[i], max_model_len)
             prompt = [*prompt, *answer[: rng.integers(len(answer) + 1)], *rng.integers(0, 97, 3).tolist()]
         again.append(prompt[: max(len(prompts[i]), max_model_len - 1)])
     return prompts + again, params + [params[i] for i in order]
 
 
-def _prompts(rng: np.random.Generator, count: int, block_size: int, vocab_size: int) -> list[list[int]]:
+def _prompts(
+    rng: np.random.Generator, count: int, block_size: int, vocab_size: int, chance: float = CHANCES["shared"]
+) -> list[list[int]]:
     """Prompts of 1 to 60 tokens: prefixes of one text with tails of their own, some of them on the edges of blocks."""
     base = rng.integers(0, vocab_size, size=60)
     base[20:40] = np.tile(base[20:24], 5)  # for n-grams to find
@@ -363,7 +407,7 @@ def _prompts(rng: np.random.Generator, count: int, block_size: int, vocab_size: 
     lengths[-1] = max(40, lengths[-1])  # several chunks of every budget but the largest
     prompts = []
     for length in lengths:
-        shared = int(rng.integers(0, length + 1)) if rng.random() < 0.7 else 0
+        shared = int(rng.integers(0, length + 1)) if rng.random() < chance else 0
         tail = rng.integers(0, vocab_size, size=length - shared)
         prompts.append([*base[:shared].tolist(), *tail.tolist()])
     return prompts

@@ -6,10 +6,12 @@ ones. So a million tasks are no list, and a result decides what comes next.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from hybrid_kv.errors import deaf_to_ctrl_c
 
 T = TypeVar("T")
 
@@ -31,10 +33,11 @@ class Lost:
 
 
 Give = Callable[[], Task | None]  # None: nothing now
-Pool = Callable[[Give], Iterator[tuple[Task, Any]]]
+Results = Generator[tuple[Task, Any]]
+Pool = Callable[[Give], Results]
 
 
-def in_executor(executor: Executor, room: int, give: Give) -> Iterator[tuple[Task, Any]]:
+def in_executor(executor: Executor, room: int, give: Give) -> Results:
     """In threads or processes of this machine, `room` tasks at a time.
 
     Raises:
@@ -44,7 +47,11 @@ def in_executor(executor: Executor, room: int, give: Give) -> Iterator[tuple[Tas
     def first_of(futures: Collection[Future[Any]]) -> Iterable[Future[Any]]:
         return wait(futures, return_when=FIRST_COMPLETED).done
 
-    for task, future in _as_they_end(give, lambda: room, lambda task: executor.submit(task.call, *task.args), first_of):
+    def start(task: Task) -> Future[Any]:
+        with deaf_to_ctrl_c():  # A submit may start a process.
+            return executor.submit(task.call, *task.args)
+
+    for task, future in _as_they_end(give, lambda: room, start, first_of):
         yield task, future.result()
 
 
@@ -54,7 +61,7 @@ def over_ray(address: str, retries: int) -> Pool:
     No more tasks are open than twice the cluster's cores: a driver that ends leaves little behind.
     """
 
-    def run(give: Give) -> Iterator[tuple[Task, Any]]:
+    def run(give: Give) -> Results:
         import ray
 
         started = not ray.is_initialized()

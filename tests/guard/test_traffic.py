@@ -12,13 +12,17 @@ from hybrid_kv.guard.forced import FORCED
 from hybrid_kv.guard.play import run_scenario
 from hybrid_kv.guard.scenario import Event, ScriptedProposer, answer_book, num_states
 from hybrid_kv.guard.traffic import (
+    CHANCES,
     FACTORS,
     SCENARIOS_PER_RUN,
+    SEEDS_PER_BATCH,
     TRIPLES,
     allowed,
     combinations_of,
     design,
+    draw_features,
     draw_scenario,
+    draw_swarm_scenario,
     draw_trio,
     has_levels,
     required_combinations,
@@ -132,3 +136,24 @@ def test_answers_are_computed_once_and_cut() -> None:
 def test_events_are_due_once_or_again() -> None:
     assert [step for step in range(12) if Event("evict", 3).is_due(step)] == [3]
     assert [step for step in range(12) if Event("preempt", 3, 4).is_due(step)] == [3, 7, 11]
+
+
+def test_a_batch_of_a_swarm_has_half_of_the_features() -> None:
+    features = [draw_features(batch) for batch in range(200)]
+    for name, levels in FACTORS.items():
+        kept = np.mean([len(one.levels[name]) / len(levels) for one in features])
+        assert 0.4 < kept < 0.8, name  # above half, since a factor keeps a level at least
+    for name in CHANCES:
+        assert {one.chances[name] for one in features} == {0.0, min(1.0, 2 * CHANCES[name])}
+    assert draw_features(7) == features[7] != features[8]
+
+
+def test_a_seed_of_a_swarm_has_the_features_of_its_batch() -> None:
+    for seed in range(0, 16 * SEEDS_PER_BATCH, 5):
+        scenario, features = draw_swarm_scenario(seed), draw_features(seed // SEEDS_PER_BATCH)
+        assert scenario == draw_swarm_scenario(seed) and allowed(scenario.cell)
+        assert all(scenario.cell[name] in features.levels[name] for name in FACTORS)
+        assert features.chances["stop"] or not any(params.stop_token_ids for params in scenario.params)
+        happened = {event.what for event in scenario.events}
+        assert features.chances["reset"] or "reset" not in happened
+        assert features.chances["abort"] or not happened & {"abort", "drop"}

@@ -1,15 +1,17 @@
-"""A study on two nodes of Ray on this machine, one of which is killed."""
+"""A study on two nodes of Ray on this machine, one of which is killed; and a swarm."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hybrid_kv.results.store import read_rows
+from hybrid_kv.study import swarm, work
 from hybrid_kv.study.pool import locally, over_ray
 from hybrid_kv.study.run import gather, run_study
 from tests.study.test_run import study  # noqa: F401
@@ -51,3 +53,16 @@ def test_a_node_that_is_killed_loses_and_doubles_no_row(study: Any, cluster: Any
     gather(tmp_path / "here", cells)
     rows, here = (sorted(read_rows(tmp_path / name / "rows.parquet")["value"]) for name in ("ray", "here"))
     assert rows == [n**2 for n in range(40)] and here == rows[:4]
+
+
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+def test_a_swarm_on_ray_sees_what_it_sees_here(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swarm, "SEEDS_PER_BATCH", 2)
+
+    def play(pool: work.Pool) -> swarm.Tally:
+        clock = iter(range(100))
+        made = swarm.Swarm(30, 3, tmp_path, lambda _: None, lambda *_: None, lambda: float(next(clock)))
+        return replace(made.run(pool), cpu_seconds=0.0)
+
+    there, here = play(work.over_ray(cluster.address, 0)), play(swarm.here)
+    assert there == here and here.seeds == 4 and here.settings

@@ -1,0 +1,105 @@
+"""`hybrid-kv guard --swarm`: seeds without end."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybrid_kv.cli.options import show
+
+if TYPE_CHECKING:
+    from hybrid_kv.study.swarm import Tally
+
+MOST_HOURS = 24 * 366
+MAX_SEED = 2**53  # beyond it, a number in a row is no integer
+
+
+def guard_swarm(
+    hours: float,
+    seed: int | None,
+    jobs: int | None,
+    ray: str | None,
+    repro: Path,
+    as_json: bool,
+    out: Path | None,
+    csv: Path,
+) -> int:
+    """Play random scenarios until the time is over or Ctrl-C, and say what failed; returns the exit code.
+
+    Raises:
+        HybridKVError: an option that no swarm can have, or nothing could be played.
+    """
+    from tqdm.auto import tqdm
+
+    from hybrid_kv.config import ConfigError
+    from hybrid_kv.errors import require
+    from hybrid_kv.files import check_outputs
+    from hybrid_kv.guard.traffic import SEEDS_PER_BATCH
+    from hybrid_kv.guard.workers import num_workers
+    from hybrid_kv.results import append_rows
+    from hybrid_kv.study.swarm import SEEDS_FILE, Swarm, here, in_processes
+    from hybrid_kv.study.work import over_ray
+
+    if not 0 < hours <= MOST_HOURS:
+        raise ConfigError(f"--swarm {hours:g} must be more than 0 hours, and {MOST_HOURS:,} at most")
+    if seed is not None and seed >= MAX_SEED:
+        raise ConfigError(f"--seed {seed} of a swarm must be below 2**53")
+    if ray is not None:
+        require("ray")
+    check_outputs(out, repro / SEEDS_FILE)
+    first = secrets.randbelow(2**31) * SEEDS_PER_BATCH if seed is None else seed
+    print(f"the same seeds again: hybrid-kv guard --swarm {hours:g} --seed {first}", file=sys.stderr)
+    workers = num_workers(jobs)
+    pool = over_ray(ray, retries=2) if ray is not None else here if workers == 1 else in_processes(workers)
+    seconds = 3600 * hours
+    with tqdm(
+        total=seconds,
+        desc="swarm",
+        mininterval=0.1 if sys.stderr.isatty() else 60.0,
+        bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}{postfix}",
+    ) as bar:
+
+        def tell(tally: Tally) -> None:
+            bar.set_postfix_str(f"{tally.requests:,} requests, {len(tally.findings)} rules broken", refresh=False)
+            bar.update(min(bar.format_dict["elapsed"], seconds) - bar.n)
+
+        def keep(tally: Tally, is_over: bool) -> None:
+            append_rows(csv, tally.rows(is_over))
+
+        tally = Swarm(first, seconds, repro, tell, keep).run(pool)
+    show(_document(tally, first), as_json, out, lambda: _print(tally, first, repro / SEEDS_FILE))
+    return int(bool(tally.findings))
+
+
+def _document(tally: Tally, first: int) -> dict[str, Any]:
+    findings = [{**asdict(one), "file": str(one.file)} for one in tally.findings.values()]
+    return {
+        "passed": not findings,
+        "first_seed": first,
+        "seeds": tally.seeds,
+        "requests": tally.requests,
+        "requests_per_cpu_second": tally.requests_per_cpu_second,
+        "patterns": tally.num_patterns,
+        "settings": tally.num_settings,
+        "lost_batches": tally.lost,
+        "findings": findings,
+    }
+
+
+def _print(tally: Tally, first: int, seeds: Path) -> None:
+    from hybrid_kv.guard.patterns import REQUIRED
+    from hybrid_kv.guard.traffic import required_combinations
+
+    for one in tally.findings.values():
+        print(f"{one.rule}: {one.seeds:,} scenarios, the first is {one.first_seed}\n{one.story}\n")
+    print(f"{tally.seeds:,} scenarios from {first} on, {tally.requests:,} requests, ", end="")
+    print(f"{tally.requests_per_cpu_second:.1f} per CPU second")
+    print(f"{tally.num_patterns} of {len(REQUIRED)} request patterns, ", end="")
+    print(f"{tally.num_settings:,} of {len(required_combinations()):,} pairs and triples of settings")
+    if tally.lost:
+        print(f"{tally.lost:,} batches were lost with their workers")
+    failed = sum(one.seeds for one in tally.findings.values())
+    print(f"{failed:,} scenarios failed, {len(tally.findings)} rules broken" + (f": {seeds}" if failed else ""))
