@@ -18,7 +18,7 @@ import sys
 from math import lcm
 from typing import Any, ClassVar, TypeVar
 
-# A position or column: an int, or an int64 array of them.
+# A position, column or number of tokens: an int, or an int64 array of them.
 Ints = TypeVar("Ints", int, Any)
 
 
@@ -38,7 +38,7 @@ class Mode:
     gives_back: ClassVar[bool] = False
     needs_unit: ClassVar[bool] = False
 
-    def num_columns(self, num_tokens: int, block_size: int) -> int:
+    def num_columns(self, num_tokens: Ints, block_size: int) -> Ints:
         """Columns that a row of `num_tokens` tokens has, those for drafts not counted."""
         return -(-num_tokens // block_size)
 
@@ -54,9 +54,9 @@ class Mode:
         """How many of a step's new columns get a block: the last ones."""
         return num_columns
 
-    def first_needed(self, num_seen: int, block_size: int) -> int:
+    def first_needed(self, num_seen: Ints, block_size: int) -> Ints:
         """Columns before it are given back, once the state to go on from has seen `num_seen` >= 1 tokens."""
-        return 0
+        return num_seen * 0
 
     def held_at_most(self, num_columns: int, num_behind: int) -> int:
         """The most blocks that a row of `num_columns` columns holds at once.
@@ -113,8 +113,8 @@ class NoStates(Mode):
     keeps_states = False
     keeps_inside = False
 
-    def num_columns(self, num_tokens: int, block_size: int) -> int:
-        return 1
+    def num_columns(self, num_tokens: Ints, block_size: int) -> Ints:
+        return num_tokens * 0 + 1
 
     def num_covered(self, num_columns: int, block_size: int) -> int:
         return sys.maxsize
@@ -139,7 +139,7 @@ class Align(Mode):
     def num_blocks(self, num_columns: int, is_decode: bool) -> int:
         return num_columns if is_decode else min(num_columns, 1)
 
-    def first_needed(self, num_seen: int, block_size: int) -> int:
+    def first_needed(self, num_seen: Ints, block_size: int) -> Ints:
         return (num_seen - 1) // block_size
 
     def held_at_most(self, num_columns: int, num_behind: int) -> int:

@@ -8,7 +8,7 @@ page aligned for 16-token blocks is not divisible by the 64-token blocks that an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any
@@ -23,6 +23,7 @@ from hybrid_kv.cache.backend import (
     smallest,
 )
 from hybrid_kv.cache.modes import MODES
+from hybrid_kv.cache.ranks import of_stage, over_context
 from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec, group_layers, with_block_size
 from hybrid_kv.config import CacheConfig, ConfigError
 from hybrid_kv.kernels.common.integers import cdiv
@@ -167,7 +168,11 @@ def apply_block_sizes(layers: dict[str, KVCacheSpec], sizes: BlockSizes, mode: s
 
 @dataclass(frozen=True)
 class CachePlan:
-    """A whole plan, before anything is allocated. Counts exclude the null block."""
+    """A whole plan, before anything is allocated. Counts exclude the null block.
+
+    `config` has the layers of all pipeline stages, with one tensor and context parallel rank's pages; `stages` has what
+    each of them keeps.
+    """
 
     sizes: BlockSizes
     config: KVCacheConfig
@@ -175,20 +180,32 @@ class CachePlan:
     max_model_len: int
     max_num_seqs: int = 0  # rows of the engine
     notes: tuple[str, ...] = ()
+    stages: tuple[KVCacheConfig, ...] = ()
+    context_parallel: int = 1
 
     @property
     def usable_blocks(self) -> int:
         return self.config.num_blocks - 1
 
     @property
+    def fullest(self) -> KVCacheConfig:
+        """What the stage keeps that needs most memory."""
+        return max(self.stages, key=lambda stage: stage.total_bytes + self.max_num_seqs * stage.bytes_per_row)
+
+    @property
     def row_bytes(self) -> int:
-        """Bytes that the undo scheme keeps for all rows, beside the blocks."""
-        return self.max_num_seqs * self.config.bytes_per_row
+        """Bytes that the undo scheme keeps for all rows of the fullest stage, beside the blocks."""
+        return self.max_num_seqs * self.fullest.bytes_per_row
+
+    @property
+    def counted(self) -> KVCacheConfig:
+        """The groups as the block manager counts: see `over_context`."""
+        return over_context(self.config, self.context_parallel)
 
     @property
     def blocks_per_request(self) -> int:
         """Blocks that one request of `max_model_len` tokens holds."""
-        return self.config.max_blocks_per_request(self.max_model_len)
+        return self.counted.max_blocks_per_request(self.max_model_len)
 
     @property
     def max_concurrency(self) -> float:
@@ -198,10 +215,10 @@ class CachePlan:
     @property
     def longest_request(self) -> int:
         """Tokens of the longest request that fits alone, at most `max_model_len`."""
-        low, high = 0, self.max_model_len
+        low, high, counted = 0, self.max_model_len, self.counted
         while low < high:
             middle = (low + high + 1) // 2
-            if self.config.max_blocks_per_request(middle) <= self.usable_blocks:
+            if counted.max_blocks_per_request(middle) <= self.usable_blocks:
                 low = middle
             else:
                 high = middle - 1
@@ -211,7 +228,7 @@ class CachePlan:
     def token_capacity(self) -> int:
         """Tokens that requests of the longest length hold together when the pool is full."""
         longest = self.longest_request
-        return longest * self.usable_blocks // self.config.max_blocks_per_request(longest)
+        return longest * self.usable_blocks // self.counted.max_blocks_per_request(longest)
 
     @property
     def unused_layer_slots(self) -> int:
@@ -227,36 +244,42 @@ def plan_cache(
     max_model_len: int,
     mamba_chunk_size: int | None = None,
     max_num_seqs: int = 0,
+    stages: Sequence[Iterable[str]] | None = None,
+    context_parallel: int = 1,
 ) -> CachePlan:
     """Plan the pool: block sizes, groups, number of blocks.
 
     Args:
-        layers: what undoing drafts takes is in them already (`cache.spec.with_undo`).
+        layers: of all pipeline stages, with one tensor parallel rank's heads; what undoing drafts takes is in them
+            already (`cache.spec.with_undo`).
         max_num_seqs: rows of the engine; `memory_bytes` pays for what the undo scheme keeps for them.
+        stages: the names of each pipeline stage's layers; default: one stage. `memory_bytes` is that of one rank.
+        context_parallel: ranks that the tokens of an attention block lie on.
 
     Raises:
         ConfigError: the memory holds no whole request; the message names both sizes and a flag that helps.
     """
+    if context_parallel > 1 and not any(isinstance(spec, FullAttentionSpec) for spec in layers.values()):
+        raise ConfigError(f"--context-parallel {context_parallel}: the model has no attention layer; drop the flag")
     sizes = update_block_size_for_backend(layers, cache, backend, context, max_model_len, mamba_chunk_size)
     specs = apply_block_sizes(layers, sizes, cache.mamba_cache_mode)
     groups = group_layers(specs)
-    bytes_per_block = KVCacheConfig(0, groups).block_bytes
-    rings = max_num_seqs * KVCacheConfig(0, groups).bytes_per_row
-    if cache.num_blocks is not None:
-        num_blocks = cache.num_blocks
-    elif cache.memory_bytes is not None:
-        num_blocks = max(0, cache.memory_bytes - rings) // bytes_per_block
-    else:
-        raise ConfigError("the pool has no size: give --num-blocks or --gpu-memory (num_blocks or memory_bytes)")
-    config = KVCacheConfig(num_blocks, groups)
+    whole = KVCacheConfig(0, groups)
+    parts = (whole,) if stages is None else tuple(of_stage(whole, names) for names in stages)
+    num_blocks = min(_num_blocks(part, cache, max_num_seqs) for part in parts if part.block_bytes)
+    config = replace(whole, num_blocks=num_blocks)
     kernel_sizes = tuple(group.kernel_block_size for group in init_attn_backend(config, backend, context))
-    plan = CachePlan(sizes, config, kernel_sizes, max_model_len, max_num_seqs)
-    needed = config.max_blocks_per_request(1)
+    parts = tuple(replace(part, num_blocks=num_blocks) for part in parts)
+    plan = CachePlan(
+        sizes, config, kernel_sizes, max_model_len, max_num_seqs, stages=parts, context_parallel=context_parallel
+    )
+    needed = plan.counted.max_blocks_per_request(1)
     if plan.usable_blocks < needed:
-        memory = (needed + 1) * bytes_per_block + rings
+        block_bytes = max(part.block_bytes for part in parts)
+        memory = max((needed + 1) * part.block_bytes + max_num_seqs * part.bytes_per_row for part in parts)
         way_out = f"{memory} B of memory" if cache.num_blocks is None else f"{needed + 1} blocks"
         raise ConfigError(
-            f"the cache has {num_blocks} blocks of {bytes_per_block} B, one of them the null block, but a request of "
+            f"the cache has {num_blocks} blocks of {block_bytes} B, one of them the null block, but a request of "
             f"one token needs {needed}: give it at least {way_out}"
         )
 
@@ -265,6 +288,15 @@ def plan_cache(
         return update_block_size_for_backend(layers, other, backend, context, max_model_len, mamba_chunk_size)
 
     return replace(plan, notes=(*_notes(plan, cache), *_padding_notes(sizes, cache, specs, sizes_in)))
+
+
+def _num_blocks(rank: KVCacheConfig, cache: CacheConfig, max_num_seqs: int) -> int:
+    """The blocks that a rank can afford."""
+    if cache.num_blocks is not None:
+        return cache.num_blocks
+    if cache.memory_bytes is None:
+        raise ConfigError("the pool has no size: give --num-blocks or --gpu-memory (num_blocks or memory_bytes)")
+    return max(0, cache.memory_bytes - max_num_seqs * rank.bytes_per_row) // rank.block_bytes
 
 
 def _notes(plan: CachePlan, cache: CacheConfig) -> list[str]:
@@ -325,7 +357,7 @@ def _describe_rows(plan: CachePlan) -> dict[str, Any]:
         return {}
     return specs[0].undo.describe() | {
         "ring_bytes_per_row_and_layer": specs[0].row_bytes,
-        "ring_bytes_per_row": plan.config.bytes_per_row,
+        "ring_bytes_per_row": plan.fullest.bytes_per_row,
         "ring_rows": plan.max_num_seqs,
         "ring_total_bytes": plan.row_bytes,
     }
@@ -341,9 +373,11 @@ def describe(plan: CachePlan) -> dict[str, Any]:
             "block_size": group.spec.block_size,
             "page_sizes_bytes": [spec.page_size_bytes for spec in group.layer_specs],
             "kernel_block_size": kernel_block_size,
-            "blocks_per_request": group.spec.max_blocks_per_request(plan.max_model_len),
+            "blocks_per_request": counted.spec.max_blocks_per_request(plan.max_model_len),
         }
-        for group, kernel_block_size in zip(plan.config.groups, plan.kernel_block_sizes, strict=True)
+        for group, counted, kernel_block_size in zip(
+            plan.config.groups, plan.counted.groups, plan.kernel_block_sizes, strict=True
+        )
     ]
     return {
         "block_size": plan.sizes.block_size,
@@ -355,7 +389,15 @@ def describe(plan: CachePlan) -> dict[str, Any]:
         "num_buffers": plan.config.num_buffers,
         "unused_layer_slots": plan.unused_layer_slots,
         "num_blocks": plan.config.num_blocks,
-        "total_bytes": plan.config.total_bytes,
+        "total_bytes": plan.fullest.total_bytes,
+        "stages": [
+            {
+                "layers": [name for group in stage.groups for name in group.layer_names],
+                "block_bytes": stage.block_bytes,
+                "total_bytes": stage.total_bytes,
+            }
+            for stage in plan.stages
+        ],
         **_describe_rows(plan),
         "max_model_len": plan.max_model_len,
         "longest_request": plan.longest_request,

@@ -47,7 +47,8 @@ def _kinds(file: ConfigFile) -> list[str]:
 
 def _state(file: ConfigFile, options: SpecOptions) -> MambaSpec:
     own = _linear(file)
-    heads, size = own.size("num_heads", default=32), own.size("head_dim", default=128)
+    heads = options.share(file, "linear_attn_config.num_heads", own.size("num_heads", default=32))
+    size = own.size("head_dim", default=128)
     window = conv_rows(own.size("conv_kernel_dim", "short_conv_kernel_size", default=4), options), 3 * heads * size
     return MambaSpec(
         block_size=1,

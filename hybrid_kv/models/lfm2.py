@@ -49,9 +49,10 @@ def _kinds(file: ConfigFile) -> list[str]:
 def _window(file: ConfigFile, options: SpecOptions) -> MambaSpec:
     if (kernel := file.size("conv_L_cache", default=3)) < 2:
         raise file.fail(f"conv_L_cache={kernel} leaves a convolution nothing to keep; it must be at least 2")
+    channels = options.share(file, "hidden_size", file.size("hidden_size"))
     return MambaSpec(
         block_size=1,
-        parts=window_and_states(((conv_rows(kernel, options), file.size("hidden_size")), options.dtype)),
+        parts=window_and_states(((conv_rows(kernel, options), channels), options.dtype)),
         mamba_type="short_conv",
         undo=UndoSpec(options.num_speculative_tokens),
     )

@@ -21,7 +21,8 @@ _EPS = 1e-6  # of the norms of latents, whatever the file says of the others
 
 
 def latent_spec(file: ConfigFile, options: SpecOptions) -> MLAAttentionSpec:
-    """Its cache, by the names that DeepSeek-V2 gave the sizes."""
+    """Its cache, by the names that DeepSeek-V2 gave the sizes; all heads of every rank read the whole of it."""
+    options.share(file, "num_attention_heads", file.size("num_attention_heads"))
     return MLAAttentionSpec(1, file.size("kv_lora_rank") + file.size("qk_rope_head_dim"), options.kv_dtype)
 
 

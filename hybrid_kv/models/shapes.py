@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import hybrid_kv.models.families  # noqa: F401  (registers them)
+from hybrid_kv.cache.ranks import Ranks
 from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
 from hybrid_kv.config import CacheConfig, ConfigError, parse_dtype, parse_model_dtype
 from hybrid_kv.models.config_file import ConfigFile
@@ -41,6 +42,11 @@ class ModelShape:
         kinds = (spec.mamba_type if isinstance(spec, MambaSpec) else ATTENTION for spec in self.layers.values())
         return dict(Counter(kinds))
 
+    def stages(self, ranks: Ranks) -> list[list[str]]:
+        """The names of the layers with a cache in each pipeline stage."""
+        parts = ranks.stages(self.num_hidden_layers)
+        return [[name for name in self.layers if int(name.split(".")[1]) in part] for part in parts]
+
 
 def model_shape(
     source: str | Path | dict[str, Any] | ConfigFile,
@@ -48,6 +54,7 @@ def model_shape(
     cache: CacheConfig | None = None,
     num_speculative_tokens: int = 0,
     dtype: str = "auto",
+    ranks: Ranks | None = None,
 ) -> ModelShape:
     """The shape of the model that `source` (file, folder or parsed config) describes.
 
@@ -57,9 +64,11 @@ def model_shape(
             the model's for the others).
         num_speculative_tokens: K; widens each convolution window by K rows.
         dtype: model dtype; `auto` takes the config's.
+        ranks: the specs are those of one tensor parallel rank; default: of the only one.
 
     Raises:
-        ConfigError: an unknown family, a missing key, or keys that contradict each other.
+        ConfigError: an unknown family, a missing key, keys that contradict each other, or heads that the ranks can't
+            divide.
     """
     if num_speculative_tokens < 0:
         raise ConfigError(f"num_speculative_tokens={num_speculative_tokens} must be >= 0")
@@ -72,8 +81,10 @@ def model_shape(
         raise config.fail(f"a {config.model_type} model has no layers of kind {', '.join(unknown)}; correct the file")
     if num_layers not in (0, len(kinds)):
         raise config.fail(f"num_hidden_layers={num_layers}, but {len(kinds)} layers are named; correct one of them")
-    options = _options(config, family, cache or CacheConfig(), num_speculative_tokens, dtype)
-    specs = {kind: {end: read(config, options) for end, read in family.caches[kind].items()} for kind in set(kinds)}
+    options = _options(config, family, cache or CacheConfig(), num_speculative_tokens, dtype, ranks or Ranks())
+    specs = {
+        kind: {end: read(config, options) for end, read in family.caches[kind].items()} for kind in dict.fromkeys(kinds)
+    }
     layers = {f"layers.{i}{end}": spec for i, kind in enumerate(kinds) for end, spec in specs[kind].items()}
     return ModelShape(
         model_type=config.model_type,
@@ -88,7 +99,7 @@ def model_shape(
 
 
 def _options(
-    config: ConfigFile, family: Family, cache: CacheConfig, num_speculative_tokens: int, dtype: str
+    config: ConfigFile, family: Family, cache: CacheConfig, num_speculative_tokens: int, dtype: str, ranks: Ranks
 ) -> SpecOptions:
     named = dtype if dtype != "auto" else config.text("dtype", "torch_dtype")
     if named is None:
@@ -103,4 +114,5 @@ def _options(
         dtype=model_dtype,
         kv_dtype=model_dtype if cache.cache_dtype == "auto" else parse_dtype(cache.cache_dtype, "cache_dtype"),
         ssm_dtype=model_dtype if ssm_dtype == "auto" else parse_dtype(ssm_dtype, "mamba_ssm_cache_dtype"),
+        ranks=ranks,
     )

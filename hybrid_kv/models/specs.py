@@ -1,6 +1,7 @@
 """Bricks of a family: the caches that its layers keep, read from config.json under the names that it uses.
 
-State shapes and dtypes are those of vLLM 0.22 for one rank (`model_executor/layers/mamba/mamba_utils.py`).
+State shapes and dtypes are those of vLLM 0.22 (`model_executor/layers/mamba/mamba_utils.py`). A reader gives one tensor
+parallel rank's: it asks `SpecOptions.share` for every number of heads or channels.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hybrid_kv.cache.ranks import Ranks
 from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec, StatePart, UndoSpec, window_and_states
 from hybrid_kv.models.config_file import ConfigFile
 
@@ -29,12 +31,38 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class SpecOptions:
-    """What the user and the family decide about every layer; K and dtypes."""
+    """What the user and the family decide about every layer: K, dtypes, and how many ranks share it."""
 
     num_speculative_tokens: int
     dtype: torch.dtype
     kv_dtype: torch.dtype
     ssm_dtype: torch.dtype
+    ranks: Ranks
+
+    def share(self, config: ConfigFile, name: str, count: int) -> int:
+        """Of `count` heads or channels, those of one tensor parallel rank.
+
+        Raises:
+            ConfigError: they can't be divided.
+        """
+        ranks = self.ranks.tensor_parallel
+        if count % ranks:
+            raise config.fail(f"{name}={count} can't be divided over --tensor-parallel {ranks}; use a divisor of it")
+        return count // ranks
+
+    def share_repeated(self, config: ConfigFile, name: str, count: int) -> int:
+        """The same where fewer than ranks are repeated.
+
+        Raises:
+            ConfigError: they can't be divided, and not be repeated equally often.
+        """
+        ranks = self.ranks.tensor_parallel
+        if max(count, ranks) % min(count, ranks):
+            raise config.fail(
+                f"{name}={count} can't be divided over --tensor-parallel {ranks}, nor repeated equally often; use a "
+                "divisor or a multiple of it"
+            )
+        return max(1, count // ranks)
 
 
 SpecReader = Callable[[ConfigFile, SpecOptions], KVCacheSpec]
@@ -99,7 +127,16 @@ def attention_spec(config: ConfigFile, options: SpecOptions, num_inputs: int = 1
     num_kv_heads = config.maybe_size("num_key_value_heads") or num_heads
     if num_heads % num_kv_heads:
         raise config.fail(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}")
-    return FullAttentionSpec(block_size=1, num_kv_heads=num_kv_heads, head_size=head_size, dtype=options.kv_dtype)
+    options.share(config, "num_attention_heads", num_heads)
+    own = options.share_repeated(config, "num_key_value_heads", num_kv_heads)
+    copies, context = own * options.ranks.tensor_parallel // num_kv_heads, options.ranks.context_parallel
+    if copies % context:
+        raise config.fail(
+            f"num_key_value_heads={num_kv_heads} are kept {copies} times by --tensor-parallel "
+            f"{options.ranks.tensor_parallel}: only these copies can divide the tokens; use a --context-parallel that "
+            f"divides {copies}, not {context}, or more tensor parallel ranks"
+        )
+    return FullAttentionSpec(block_size=1, num_kv_heads=own, head_size=head_size, dtype=options.kv_dtype)
 
 
 @dataclass(frozen=True)
@@ -117,8 +154,10 @@ class Mamba2Spec:
     has_expand: bool = True
 
     def __call__(self, config: ConfigFile, options: SpecOptions) -> MambaSpec:
-        num_heads, head_dim = config.size(self.heads), self._head_dim(config)
+        num_heads, head_dim = options.share(config, self.heads, config.size(self.heads)), self._head_dim(config)
         state_size, num_groups = config.size(self.state), config.size(self.groups, "mamba_n_groups")
+        # vLLM repeats a single group for the heads of every rank, and no other number of them (`MambaMixer2`).
+        num_groups = 1 if num_groups == 1 else options.share(config, self.groups, num_groups)
         kernel = config.size(self.kernel, "mamba_d_conv")
         conv_dim = num_heads * head_dim + 2 * num_groups * state_size
         return MambaSpec(
@@ -175,6 +214,7 @@ class Mamba1Spec:
         channels = None if self.inner is None else config.maybe_size(self.inner)
         if channels is None:
             channels = config.size(self.expand, default=2) * config.size("hidden_size")
+        channels = options.share(config, "Mamba channels", channels)
         rows = conv_rows(config.size(self.kernel, default=4), options)
         state = channels, config.size(self.state, default=16)
         return MambaSpec(
@@ -191,6 +231,8 @@ def gdn_spec(config: ConfigFile, options: SpecOptions) -> MambaSpec:
     key_dim, value_dim = config.size("linear_key_head_dim"), config.size("linear_value_head_dim")
     if value_heads % key_heads:
         raise config.fail(f"linear_num_value_heads={value_heads} is not a multiple of {key_heads} key heads")
+    key_heads = options.share(config, "linear_num_key_heads", key_heads)
+    value_heads = options.share(config, "linear_num_value_heads", value_heads)
     conv_dim = 2 * key_heads * key_dim + value_heads * value_dim
     return MambaSpec(
         block_size=1,

@@ -155,3 +155,83 @@ def test_layers_with_pages_of_their_own_are_listed_one_by_one(
     code, out, err = run(capsys, "plan", str(tmp_path), "--num-blocks", "10")
     assert (code, err) == (0, "")
     assert "2,048 to 3,072 B, each layer its own" in out
+
+
+def test_ranks_divide_what_one_gpu_keeps(capsys: pytest.CaptureFixture[str], config: str) -> None:
+    """The numbers are those of tests/cache/test_ranks.py."""
+    ranks = ["--tensor-parallel", "8", "--context-parallel", "4", "--pipeline-parallel", "3"]
+    flags = [config, "--gpu-memory", "1GB", "--mamba-cache-mode", "align", *ranks]
+    plan = plan_json(capsys, *flags)
+    assert (plan["tensor_parallel"], plan["pipeline_parallel"], plan["context_parallel"]) == (8, 3, 4)
+    assert (plan["block_size"], plan["blocks_per_request"]) == (528, 63 + 8)
+    assert [stage["block_bytes"] for stage in plan["stages"]] == [pages * 270_336 for pages in (2, 3, 2)]
+    assert plan["num_blocks"] == 10**9 // (3 * 270_336)
+    assert plan["total_bytes"] == plan["stages"][1]["total_bytes"] == plan["num_blocks"] * 3 * 270_336
+    assert sorted(name for stage in plan["stages"] for name in stage["layers"]) == sorted(
+        name for group in plan["groups"] for name in group["layers"]
+    )
+    code, out, err = run(capsys, "plan", *flags)
+    assert (code, err) == (0, "")
+    assert "24: 8 tensor × 3 pipeline, context 4" in out
+    assert "528 tokens on each of 4 GPUs" in out
+    assert " 1      10                   811,008" in out
+
+
+@pytest.mark.parametrize(("context", "copies"), [("1", 4), ("2", 2), ("4", None)])
+def test_copies_of_kv_heads_are_noted(
+    capsys: pytest.CaptureFixture[str], config: str, context: str, copies: int | None
+) -> None:
+    flags = ["--num-blocks", "5000", "--tensor-parallel", "8", "--context-parallel", context]
+    notes = "\n".join(plan_json(capsys, config, *flags)["notes"])
+    if copies is None:
+        assert "are kept" not in notes
+    else:
+        assert f"are kept {copies} times" in notes
+        assert "--context-parallel 4 divides the tokens instead" in notes
+
+
+def test_requests_of_given_lengths_are_counted(capsys: pytest.CaptureFixture[str], config: str, tmp_path: Path) -> None:
+    """Blocks of 2,096 tokens; five groups, four of them states in mode align.
+
+    3,000 + 1,193 - 1 = 4,192 tokens are 2 blocks of attention, and with two states in each group 10 at most: 100 usable
+    blocks hold ten such requests. The last chunk holds 2 + 4 * 2; each of 1,192 decodes 2 + 4, but the one behind 4,192
+    tokens, which would cross, does not come.
+    """
+    (tmp_path / "some.csv").write_text("prompt_tokens,output_tokens\n3000,1193\n200000,1\n")
+    flags = [config, "--num-blocks", "101", "--mamba-cache-mode", "align", "--requests", str(tmp_path / "some.csv")]
+    plan = plan_json(capsys, *flags)
+    running = (10 + 1192 * 6) / 1193
+    assert plan["requests"] == {
+        "num_given": 2,
+        "num_refused": 1,
+        "num_fit": 10,
+        "most_blocks": 10.0,
+        "num_fit_running": round(100 / running, 2),
+        "running_blocks": round(running, 2),
+    }
+    assert any(note.startswith("1 of 2 requests are left out") for note in plan["notes"])
+    code, out, _ = run(capsys, "plan", *flags)
+    assert code == 0
+    assert "10 of 10.0 blocks at most, or 16.66 of 6.0 on average" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tensor-parallel", "3"], "mamba_num_heads=64 can't be divided over --tensor-parallel 3"),
+        (["--tensor-parallel", "0"], "tensor_parallel=0 must be an integer >= 1"),
+        (["--context-parallel", "2"], "--context-parallel 2 must divide --tensor-parallel 1"),
+        (["--pipeline-parallel", "53"], "--pipeline-parallel 53: the model has 52 layers"),
+        (["--requests", "lengths.txt"], "neither a .csv or .jsonl file nor lognormal"),
+        (
+            ["--requests", "lognormal:prompt=200000/200000,output=1/1"],
+            "none of 10000 requests has a prompt below 131072",
+        ),
+    ],
+)
+def test_ranks_and_requests_that_cannot_be_planned(
+    capsys: pytest.CaptureFixture[str], config: str, flags: list[str], message: str
+) -> None:
+    code, out, err = run(capsys, "plan", config, "--num-blocks", "500", *flags)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err

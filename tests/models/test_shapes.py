@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from hybrid_kv.cache.ranks import Ranks
 from hybrid_kv.cache.spec import FullAttentionSpec, MambaSpec
 from hybrid_kv.config import CacheConfig, ConfigError
+from hybrid_kv.models import registry
 from hybrid_kv.models.config_file import read_config
 from hybrid_kv.models.shapes import ModelShape, model_shape
 from tests.model_configs import CONFIGS, NEMOTRON_3_NANO
@@ -241,3 +243,77 @@ def test_files_that_hold_no_config(tmp_path: Path) -> None:
 def test_state_bytes_follow_from_the_shapes() -> None:
     spec = mamba_of(model_shape(CONFIGS[NEMOTRON_3_NANO]))
     assert spec.state_bytes == prod(shapes_of(spec)[0]) * 2 + prod(shapes_of(spec)[1]) * 4 == 36_864 + 2_097_152
+
+
+# One of so many tensor parallel ranks, by hand: the convolution's channels, the state, KV heads.
+OF_A_RANK = [
+    (NEMOTRON_3_NANO, 4, 16 * 64 + 2 * 2 * 128, (16, 64, 128), 1),
+    (NEMOTRON_3_NANO, 2, 32 * 64 + 2 * 4 * 128, (32, 64, 128), 1),
+    ("ibm-granite/granite-4.0-h-small", 8, 16 * 64 + 2 * 128, (16, 64, 128), 1),  # its one group is on every rank
+    ("ibm-granite/granite-4.0-h-small", 2, 64 * 64 + 2 * 128, (64, 64, 128), 4),
+    ("Qwen/Qwen3-Next-80B-A3B", 8, 2 * 2 * 128 + 4 * 128, (4, 128, 128), 1),
+    ("Qwen/Qwen3-Next-80B-A3B", 2, 2 * 8 * 128 + 16 * 128, (16, 128, 128), 1),
+]
+
+
+@pytest.mark.parametrize(("name", "count", "channels", "state", "kv_heads"), OF_A_RANK)
+def test_tensor_parallel_ranks_divide_heads_and_repeat_what_is_fewer(
+    name: str, count: int, channels: int, state: tuple[int, ...], kv_heads: int
+) -> None:
+    shape = model_shape(CONFIGS[name], ranks=Ranks(count))
+    assert shapes_of(mamba_of(shape)) == ((3, channels), state)
+    assert attention_of(shape).num_kv_heads == kv_heads
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("count", [2, 4])
+def test_ranks_together_keep_what_one_gpu_keeps_but_for_what_is_repeated(name: str, count: int) -> None:
+    if not PUBLIC_SHAPES.exists():
+        pytest.skip(f"{PUBLIC_SHAPES} is not there")
+    want, shape = json.loads(PUBLIC_SHAPES.read_text())[name], model_shape(CONFIGS[name], ranks=Ranks(count))
+    (_, channels), state = shapes_of(mamba_of(shape))
+    whole = shapes_of(mamba_of(model_shape(CONFIGS[name])))
+    assert count * state[0] == whole[1][0]
+    repeated = 2 * (count - 1) * want["state"] if want.get("groups") == 1 else 0
+    assert count * channels == whole[0][1] + repeated
+    assert attention_of(shape).num_kv_heads == max(1, want["kv_heads"] // count)
+
+
+def test_mamba_1_short_convolutions_and_delta_attention_divide_their_channels() -> None:
+    def parts(model_type: str, count: int) -> tuple[tuple[int, ...], ...]:
+        config = {**registry._FAMILIES[model_type].sizes["small"], "model_type": model_type, "dtype": "float32"}
+        return shapes_of(mamba_of(model_shape(config, ranks=Ranks(count))))
+
+    for model_type in ("jamba", "lfm2", "kimi_linear", "falcon_mamba"):
+        for whole, half in zip(parts(model_type, 1), parts(model_type, 2), strict=True):
+            places = [i for i, (a, b) in enumerate(zip(whole, half, strict=True)) if a != b]
+            assert len(places) == 1
+            assert whole[places[0]] == 2 * half[places[0]]
+
+
+def test_a_latent_vector_is_on_every_rank() -> None:
+    config = {**registry._FAMILIES["kimi_linear"].sizes["small"], "model_type": "kimi_linear", "dtype": "float32"}
+    one, two = (attention_of(model_shape(config, ranks=Ranks(count))) for count in (1, 2))
+    assert one.page_size_bytes == two.page_size_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "message"),
+    [
+        (NEMOTRON_3_NANO, (3, 1, 1), "mamba_num_heads=64 can't be divided over --tensor-parallel 3; use a divisor"),
+        (NEMOTRON_3_NANO, (16, 1, 1), "n_groups=8 can't be divided over --tensor-parallel 16; use a divisor"),
+        (NEMOTRON_3_NANO, (8, 1, 8), "kept 4 times by --tensor-parallel 8.* use a --context-parallel that divides 4"),
+        ("ibm-granite/granite-4.0-h-tiny", (8, 1, 1), "num_attention_heads=12 can't be divided over"),
+        ("Qwen/Qwen3-Next-80B-A3B", (32, 1, 1), "linear_num_key_heads=16 can't be divided over --tensor-parallel 32"),
+    ],
+)
+def test_ranks_that_heads_cannot_be_divided_over(name: str, ranks: tuple[int, int, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        model_shape(CONFIGS[name], ranks=Ranks(*ranks))
+
+
+def test_kv_heads_are_repeated_equally_often_or_not_at_all() -> None:
+    config = changed(num_attention_heads=12, num_key_value_heads=6, mamba_num_heads=12, n_groups=12)
+    assert attention_of(model_shape(config, ranks=Ranks(12))).num_kv_heads == 1
+    with pytest.raises(ConfigError, match="num_key_value_heads=6 can't be divided over --tensor-parallel 4, nor"):
+        model_shape(config, ranks=Ranks(4))

@@ -1,0 +1,140 @@
+"""How many requests of given lengths a pool holds at once: the blocks that the manager gives them, counted ahead.
+
+A request of p prompt and n output tokens computes `p + n - 1`: the last token is sampled, never cached. It gets its
+first output token from the last chunk of its prompt, and one from each decode, which schedules K drafts beside it, as
+far as outputs are left; no draft is accepted, so that it runs as long as it can. Prompts share no prefix. Offload,
+asynchronous scheduling and a draft head's own layers are not counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import lcm
+
+import numpy as np
+import numpy.typing as npt
+
+from hybrid_kv.cache.spec import KVCacheConfig, KVCacheSpec, MambaSpec
+from hybrid_kv.config import ConfigError
+from hybrid_kv.kernels.common.integers import cdiv
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Of requests that come one after the other, and again from the first when all have come.
+
+    Attributes:
+        num_refused: of the given ones, those that the engine refuses; they are left out of all else.
+        num_fit: how many, from the first on, fit at once when each holds the most that it ever will: none of so many is
+            preempted, whenever they started.
+        most_blocks: what one of them holds then, on average.
+        running_blocks: what one of them holds at a random moment, averaged over the steps of all.
+    """
+
+    num_refused: int
+    num_fit: int
+    most_blocks: float
+    running_blocks: float
+
+
+def capacity(config: KVCacheConfig, prompts: Ints, outputs: Ints, max_model_len: int, num_drafts: int = 0) -> Capacity:
+    """What fits of requests of these lengths into `config.num_blocks` blocks, one of them the null block.
+
+    Args:
+        config: the groups as the manager counts (`CachePlan.counted`).
+        prompts, outputs: [N], tokens, each at least 1. An answer ends where the request has `max_model_len` tokens; a
+            prompt of so many is refused, and so is a request that never fits.
+        num_drafts: K.
+
+    Raises:
+        ConfigError: all are refused.
+    """
+    usable, num_given = config.num_blocks - 1, len(prompts)
+    short = prompts < max_model_len
+    prompts, outputs = prompts[short], np.minimum(outputs, max_model_len - prompts)[short]
+    most = most_blocks(config, prompts, outputs)
+    fits = most <= usable
+    if not fits.any():
+        raise ConfigError(
+            f"none of {num_given} requests has a prompt below {max_model_len} tokens and fits in {usable} blocks; "
+            "raise --max-model-len or give the cache more memory"
+        )
+    prompts, outputs, most = prompts[fits], outputs[fits], most[fits]
+    ends = np.cumsum(most)
+    rounds, left = divmod(usable, int(ends[-1]))
+    return Capacity(
+        num_refused=num_given - len(most),
+        num_fit=rounds * len(most) + int(np.searchsorted(ends, left, side="right")),
+        most_blocks=float(most.mean()),
+        running_blocks=int(block_steps(config, prompts, outputs, num_drafts).sum()) / int(outputs.sum()),
+    )
+
+
+def most_blocks(config: KVCacheConfig, prompts: Ints, outputs: Ints) -> Ints:
+    """[N], the most blocks that each request ever holds: what the manager asks when it decides whether one can fit."""
+    lengths, places = np.unique(prompts + outputs - 1, return_inverse=True)
+    return np.array([config.max_blocks_per_request(length) for length in lengths.tolist()], dtype=np.int64)[places]
+
+
+def block_steps(config: KVCacheConfig, prompts: Ints, outputs: Ints, num_drafts: int) -> Ints:
+    """[N], the blocks that each request holds, summed over the steps that give it its outputs.
+
+    Exact but for scheme `replay` in mode `align`: when a state is written there depends on the accepted drafts, so its
+    columns are counted as given back at the latest.
+    """
+    specs = [group.layer_specs[0] for group in config.groups]
+    unit = lcm(*(spec.block_size for spec in specs))
+    starts, places = np.unique(prompts, return_inverse=True)
+    in_prefill = [sum(_held_in_prefill(spec, start, unit) for spec in specs) for start in starts.tolist()]
+    total = np.array(in_prefill, dtype=np.int64)[places]
+    for spec in specs:
+        total += _held_in_decodes(spec, prompts, outputs - 1, num_drafts)
+    return total
+
+
+def _held_in_prefill(spec: KVCacheSpec, num_tokens: int, unit: int) -> int:
+    """In the last chunk of a prompt, which begins at the last boundary that a hit of the same prompt could reach."""
+    if not isinstance(spec, MambaSpec):
+        return cdiv(num_tokens, spec.block_size)
+    mode, block_size = spec.mode, spec.block_size
+    columns = mode.num_columns(num_tokens, block_size)
+    if not mode.keeps_states:
+        return columns + spec.num_speculative_blocks
+    start = (num_tokens - 1) // unit * unit
+    before = start // block_size
+    kept = before - mode.first_needed(start, block_size) if start else 0
+    return kept + mode.num_blocks(columns - before, is_decode=False)
+
+
+def _held_in_decodes(spec: KVCacheSpec, prompts: Ints, decodes: Ints, num_drafts: int) -> Ints:
+    """[N], summed over `decodes` steps behind each prompt: the one behind c tokens ends at `min(c + 1 + K, last)`.
+
+    What a step holds depends on c and its end alone, so that a sum over steps is a difference of sums over lengths.
+    """
+    last = prompts + decodes
+    lengths = np.arange(int(last.max()) + 1)
+    columns = _columns(spec, lengths)
+    up_to = np.cumsum(columns)
+    total = up_to[last] - up_to[np.minimum(prompts + num_drafts, last)]
+    total += np.minimum(num_drafts, decodes) * columns[last]
+    if isinstance(spec, MambaSpec):
+        given_back = np.cumsum(_given_back(spec, lengths))
+        total += spec.num_speculative_blocks * decodes - given_back[last - 1] + given_back[prompts - 1]
+    return total
+
+
+def _columns(spec: KVCacheSpec, lengths: Ints) -> Ints:
+    if isinstance(spec, MambaSpec):
+        return spec.mode.num_columns(lengths, spec.block_size)
+    return -(-lengths // spec.block_size)
+
+
+def _given_back(spec: MambaSpec, computed: Ints) -> Ints:
+    """Columns that a decode behind `computed` tokens has given back."""
+    mode, undo, block_size = spec.mode, spec.undo, spec.block_size
+    if mode.gives_back and undo.writes_late:
+        behind = undo.most_columns_behind(block_size)
+        return np.maximum(mode.num_columns(computed + 1, block_size) - 1 - behind, 0)
+    return mode.first_needed(np.maximum(computed, 1), block_size)

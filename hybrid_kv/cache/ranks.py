@@ -1,0 +1,98 @@
+"""How a deployment of several GPUs divides a model's cache: the rules of vLLM 0.32.
+
+- Tensor parallel ranks divide the heads and channels of every layer (`models.specs`, where these have names). What is
+  fewer than the ranks is repeated: a KV head, a group of Mamba-2, MLA's one vector.
+- Pipeline stages divide the layers. One scheduler hands out the same block ids on every rank, so groups are those of
+  the whole model, each stage keeps its own layers of them, and the pool has the blocks of the stage that affords least
+  (`get_kv_cache_configs`).
+- Context parallel ranks divide the tokens. They are tensor parallel ranks that would repeat a KV head: a block of n
+  tokens on each of them stands for n tokens times their number. A state has no tokens to divide.
+
+Expert parallelism divides weights alone, and on which node a rank runs changes nothing that it keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+
+from hybrid_kv.cache.spec import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    UniformTypeKVCacheSpecs,
+    with_block_size,
+)
+from hybrid_kv.config import ConfigError
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """How many ranks each way of dividing has; context parallel ranks are among the tensor parallel ones."""
+
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    context_parallel: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if (value := getattr(self, field.name)) < 1:
+                raise ConfigError(f"{field.name}={value} must be an integer >= 1")
+        if self.tensor_parallel % self.context_parallel:
+            raise ConfigError(
+                f"--context-parallel {self.context_parallel} must divide --tensor-parallel {self.tensor_parallel}: its "
+                "ranks are among those"
+            )
+
+    @property
+    def num_gpus(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel
+
+    def stages(self, num_layers: int) -> list[range]:
+        """The layers of each pipeline stage (`get_pp_indices`).
+
+        What does not divide goes to the stages before the last, from the back: the last one has the logits to compute.
+
+        Raises:
+            ConfigError: fewer layers than stages.
+        """
+        each, left = divmod(num_layers, self.pipeline_parallel)
+        if not each:
+            raise ConfigError(
+                f"--pipeline-parallel {self.pipeline_parallel}: the model has {num_layers} layers; use at most as many "
+                "stages"
+            )
+        begins = [0]
+        for place in range(self.pipeline_parallel, 0, -1):
+            begins.append(begins[-1] + each + (2 <= place <= left + 1))
+        return [range(*ends) for ends in pairwise(begins)]
+
+
+def of_stage(config: KVCacheConfig, layer_names: Iterable[str]) -> KVCacheConfig:
+    """The same groups with those of their layers alone that a pipeline stage has; a group may have none there."""
+    own = set(layer_names)
+    groups = (
+        KVCacheGroupSpec(tuple(name for name in group.layer_names if name in own), group.spec)
+        for group in config.groups
+    )
+    return KVCacheConfig(config.num_blocks, tuple(groups))
+
+
+def over_context(config: KVCacheConfig, context_parallel: int) -> KVCacheConfig:
+    """The groups as a block manager counts: an attention block's tokens on all context parallel ranks together.
+
+    Its pages are of no rank; ask the config of one for bytes.
+    """
+    groups = (replace(group, spec=_over_context(group.spec, context_parallel)) for group in config.groups)
+    return replace(config, groups=tuple(groups))
+
+
+def _over_context(spec: KVCacheSpec, context_parallel: int) -> KVCacheSpec:
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        layers = tuple((name, _over_context(layer, context_parallel)) for name, layer in spec.specs)
+        return UniformTypeKVCacheSpecs(layers[0][1].block_size, layers)
+    if not isinstance(spec, FullAttentionSpec):
+        return spec
+    return with_block_size(spec, spec.block_size * context_parallel)

@@ -1,0 +1,104 @@
+"""Prompt and output lengths of requests, from a file or a distribution."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Iterator
+from math import log, sqrt
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hybrid_kv.errors import ConfigError
+from hybrid_kv.files import refuse_device
+
+Ints = npt.NDArray[np.int64]
+
+NUM_DRAWN = 10_000
+_COLUMNS = ("prompt_tokens", "output_tokens")
+_LOGNORMAL = re.compile(r"lognormal:prompt=(\d{1,9})/(\d{1,9}),output=(\d{1,9})/(\d{1,9})")
+_MOST = 2**31 - 1  # tokens; no model's positions come near
+
+
+def read_lengths(text: str) -> tuple[Ints, Ints]:
+    """Prompt and output tokens of each request, [N] and [N].
+
+    `lognormal:prompt=MEAN/P99,output=MEAN/P99` stands for 10,000 requests whose lengths are the quantiles of two
+    lognormal distributions, each shuffled with a fixed seed. All else is a .csv with the columns prompt_tokens and
+    output_tokens, or a .jsonl with these keys on each line.
+
+    Raises:
+        ConfigError: neither, or a length that is none.
+    """
+    if text.startswith("lognormal:"):
+        if (match := _LOGNORMAL.fullmatch(text)) is None:
+            raise ConfigError(
+                f"--requests {text[:80]!r} can't be read; write lognormal:prompt=MEAN/P99,output=MEAN/P99 in whole "
+                "tokens, as in lognormal:prompt=1000/8000,output=200/1000"
+            )
+        mean, p99, output_mean, output_p99 = map(int, match.groups())
+        shuffle = np.random.default_rng(0).permutation
+        return shuffle(_quantiles("prompt", mean, p99)), shuffle(_quantiles("output", output_mean, output_p99))
+    file = Path(text)
+    if file.suffix not in (".csv", ".jsonl"):
+        raise ConfigError(f"--requests {text[:80]!r} is neither a .csv or .jsonl file nor lognormal:…; name one")
+    refuse_device(file)
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as lines:
+            rows = _csv_rows(lines, file) if file.suffix == ".csv" else _jsonl_rows(lines, file)
+            pairs = [[_length(file, number, row, name) for name in _COLUMNS] for number, row in rows]
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read ({error.strerror}); name a readable file") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{file} cannot be read ({error}); write it as UTF-8 text") from None
+    if not pairs:
+        raise ConfigError(f"{file} has no requests; write at least one")
+    prompts, outputs = np.array(pairs, dtype=np.int64).T
+    return prompts, outputs
+
+
+def _quantiles(name: str, mean: int, p99: int) -> Ints:
+    """The mean is `exp(m + s^2 / 2)`, the 99th percentile `exp(m + z s)`: so `s^2 / 2 - z s + ln(p99 / mean) = 0`."""
+    z = NormalDist().inv_cdf(0.99)
+    if not (0 < mean <= p99 and (square := z * z - 2 * log(p99 / mean)) >= 0):
+        raise ConfigError(
+            f"--requests: {name}={mean}/{p99} is no lognormal distribution: a 99th percentile is 1 to 14.9 times the "
+            "mean; correct them, or give the lengths in a file"
+        )
+    sigma = z - sqrt(square)
+    places = [NormalDist().inv_cdf((i + 0.5) / NUM_DRAWN) for i in range(NUM_DRAWN)]
+    return np.maximum(1, np.rint(mean * np.exp(sigma * np.array(places) - sigma * sigma / 2))).astype(np.int64)
+
+
+def _csv_rows(lines: Any, file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    reader = csv.DictReader(lines)
+    if missing := [name for name in _COLUMNS if name not in (reader.fieldnames or ())]:
+        raise ConfigError(f"{file} has no column {missing[0]}; its first line must name {' and '.join(_COLUMNS)}")
+    for row in reader:
+        yield reader.line_num, row
+
+
+def _jsonl_rows(lines: Any, file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if not isinstance(row, dict):
+            raise ConfigError(f"{file}:{number} is no JSON object; write one with {' and '.join(_COLUMNS)} a line")
+        yield number, row
+
+
+def _length(file: Path, number: int, row: dict[str, Any], name: str) -> int:
+    value = row.get(name)
+    text = str(value) if isinstance(value, int | str) and not isinstance(value, bool) else ""
+    if not re.fullmatch(r"\s*\d{1,10}\s*", text) or not 1 <= int(text) <= _MOST:
+        raise ConfigError(f"{file}:{number}: {name}={str(value)[:40]!r} must be an integer from 1 to {_MOST}")
+    return int(text)

@@ -1,0 +1,173 @@
+"""What fits is what the manager gives: every count is repeated by a manager that allocates step by step."""
+
+from __future__ import annotations
+
+from math import lcm
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybrid_kv.attention.undo import ReplaySpec
+from hybrid_kv.cache.capacity import block_steps, capacity, most_blocks
+from hybrid_kv.cache.manager import KVCacheManager
+from hybrid_kv.cache.ranks import over_context
+from hybrid_kv.cache.spec import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    StatePart,
+    UndoSpec,
+)
+from hybrid_kv.config import ConfigError
+
+PARTS = (StatePart("state", (8,), torch.float16),)
+
+
+def attention(block_size: int) -> FullAttentionSpec:
+    return FullAttentionSpec(block_size, num_kv_heads=1, head_size=8, dtype=torch.float16)
+
+
+def mamba(block_size: int, mode: str, k: int = 0) -> MambaSpec:
+    return MambaSpec(block_size, PARTS, mamba_cache_mode=mode, undo=UndoSpec(k))
+
+
+def config_of(*specs: KVCacheSpec, num_blocks: int = 1000) -> KVCacheConfig:
+    return KVCacheConfig(num_blocks, tuple(KVCacheGroupSpec((str(i),), spec) for i, spec in enumerate(specs)))
+
+
+def ints(*values: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    return np.array(values, dtype=np.int64)
+
+
+class Served:
+    """A request at a manager, from its first chunk to its last token."""
+
+    def __init__(self, manager: KVCacheManager, name: str, prompt: int, output: int, k: int) -> None:
+        self.manager, self.name, self.k = manager, name, k
+        self.prompt, self.last = prompt, prompt + output - 1
+        self.computed = 0
+        self.held: list[int] = []  # after each step that gave a token
+
+    def step(self) -> bool:
+        """The next chunk or decode; False if the pool is too full for it."""
+        is_decode = self.computed >= self.prompt
+        if is_decode:
+            end = min(self.computed + 1 + self.k, self.last)
+        else:
+            end = self.manager.chunk_end(self.computed, self.prompt, self.prompt)
+        made = self.manager.allocate_slots(
+            self.name, self.computed, end - self.computed, is_decode, num_seen_tokens=self.computed
+        )
+        if made is None:
+            return False
+        self.computed = self.computed + 1 if is_decode else end
+        if self.computed >= self.prompt:
+            self.held.append(sum(int(np.count_nonzero(ids)) for ids in self.manager.block_ids(self.name)))
+        return True
+
+    def run(self) -> bool:
+        while self.computed < self.last:
+            if not self.step():
+                return False
+        return True
+
+
+MODES = st.sampled_from(["none", "align", "all"])
+
+
+@given(
+    mode=MODES,
+    k=st.integers(0, 3),
+    sizes=st.tuples(st.sampled_from([4, 8, 12]), st.sampled_from([4, 8])),
+    lengths=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40)), min_size=1, max_size=4),
+)
+def test_blocks_of_all_steps_are_those_that_a_manager_gives(
+    mode: str, k: int, sizes: tuple[int, int], lengths: list[tuple[int, int]]
+) -> None:
+    config = config_of(attention(sizes[0]), attention(sizes[0]), mamba(sizes[1], mode, k))
+    held = []
+    for prompt, output in lengths:
+        request = Served(KVCacheManager(config, mode != "none"), "a", prompt, output, k)
+        assert request.run()
+        held.append(request.held)
+    assert [len(steps) for steps in held] == [output for _, output in lengths]
+    prompts, outputs = ints(*(prompt for prompt, _ in lengths)), ints(*(output for _, output in lengths))
+    assert block_steps(config, prompts, outputs, k).tolist() == [sum(steps) for steps in held]
+    most = most_blocks(config, prompts, outputs).tolist()
+    for steps, bound in zip(held, most, strict=True):
+        assert max(steps) <= bound
+        # In mode `align` only a decode across a boundary meets it, in the others the last one.
+        assert mode == "align" or len(steps) == 1 or steps[-1] == bound
+
+
+@pytest.mark.parametrize("mode", ["none", "all"])
+@pytest.mark.parametrize("k", [0, 2])
+def test_a_pool_takes_as_many_requests_to_their_ends_as_counted(mode: str, k: int) -> None:
+    lengths = [(10, 20), (37, 5), (8, 3), (64, 2), (21, 30)]
+    prompts, outputs = ints(*(p for p, _ in lengths)), ints(*(o for _, o in lengths))
+    for num_blocks in range(20, 60):
+        config = config_of(attention(8), mamba(8, mode, k), num_blocks=num_blocks)
+        manager, served = KVCacheManager(config, mode != "none"), 0
+        while Served(manager, str(served), *lengths[served % len(lengths)], k).run():
+            served += 1
+        assert capacity(config, prompts, outputs, 1000, k).num_fit == served
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_equal_requests_in_step_meet_their_most_in_mode_align_too(k: int) -> None:
+    for num_blocks in range(9, 40):
+        config = config_of(attention(8), mamba(8, "align", k), num_blocks=num_blocks)
+        found = capacity(config, ints(10), ints(20), 1000, k)
+
+        def all_run(count: int, config: KVCacheConfig = config) -> bool:
+            manager = KVCacheManager(config, True)
+            requests = [Served(manager, str(i), 10, 20, k) for i in range(count)]
+            return all(request.step() for _ in range(21) for request in requests if request.computed < request.last)
+
+        assert all_run(found.num_fit)
+        assert not all_run(found.num_fit + 1)
+
+
+def test_counts_by_hand() -> None:
+    """Blocks of 4 tokens; one request of 5 prompt and 4 output tokens computes 8, after 5, 6, 7 and 8 of them.
+
+    Attention holds 2 blocks at each of the four steps. Mode `align`: 2 at the prefill (its boundary at 4, and its end),
+    then 2 - 1 = 1, 1, 1. Together 8 + 5 = 13 in 4 steps. At most 2 + 2 = 4, so 9 usable blocks hold two requests.
+    """
+    config = config_of(attention(4), mamba(4, "align"), num_blocks=10)
+    found = capacity(config, ints(5), ints(4), 100)
+    assert (found.num_fit, found.most_blocks, found.running_blocks) == (2, 4.0, 13 / 4)
+    assert found.num_refused == 0
+
+
+def test_requests_that_the_engine_refuses_are_left_out_and_long_answers_cut() -> None:
+    """Limit 12: a prompt of 12 is refused, one of 10 gets 2 of its 90 tokens: 11 computed, 3 blocks of 4."""
+    config = config_of(attention(4), num_blocks=10)
+    found = capacity(config, ints(12, 10), ints(1, 90), 12)
+    assert (found.num_refused, found.num_fit, found.most_blocks) == (1, 3, 3.0)
+    # 9 blocks hold 36 tokens; the second computes 37.
+    found = capacity(config, ints(4, 30), ints(1, 8), 1000)
+    assert (found.num_refused, found.num_fit) == (1, 9)
+    with pytest.raises(ConfigError, match="none of 2 requests has a prompt below 4 tokens and fits in 9 blocks"):
+        capacity(config, ints(4, 30), ints(1, 8), 4)
+
+
+def test_context_parallel_ranks_divide_tokens_and_no_states() -> None:
+    """Blocks of 8 tokens on each of 2 ranks stand for 16: 33 tokens are 3 of them, and 5 states as ever."""
+    config = over_context(config_of(attention(8), mamba(8, "all")), 2)
+    assert most_blocks(config, ints(30), ints(4)).tolist() == [3 + 5]
+    assert lcm(*(group.spec.block_size for group in config.groups)) == 16
+
+
+def test_replay_in_mode_align_is_counted_at_the_latest() -> None:
+    """A ring of 11 tokens, K = 3, blocks of 32: states lag by up to one column, so 2 of them and not 1."""
+    spec = MambaSpec(32, PARTS, mamba_cache_mode="align", undo=ReplaySpec(3, 11))
+    assert spec.undo.most_columns_behind(32) == 1
+    # 100 tokens of prompt: 2 in its last chunk; then 3 steps behind 100, 101 and 102 tokens, in the fourth column.
+    assert block_steps(config_of(spec), ints(100), ints(4), 3).tolist() == [2 + 3 * 2]
+    assert most_blocks(config_of(spec), ints(100), ints(4)).tolist() == [2]
