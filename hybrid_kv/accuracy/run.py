@@ -12,8 +12,8 @@ import io
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from hybrid_kv.accuracy.guard_model import FOLDERS, embedded
 from hybrid_kv.accuracy.tasks import check_task, load_task, quiet_lm_eval
 from hybrid_kv.config import ConfigError, HybridKVError
 from hybrid_kv.files import write_whole
+from hybrid_kv.threads import one_thread
 
 if TYPE_CHECKING:
     from hybrid_kv.accuracy.lm_eval_model import HybridKVLM
@@ -196,7 +197,7 @@ def evaluate(
     lm = _lm(model, folder, target, progress, engine_options)
     try:
         loaded = load_task(task, seed, limit, gsm8k_dir)
-        with _one_thread() if folder in FOLDERS.values() else nullcontext(), quiet_lm_eval(), _bars(progress):
+        with one_thread() if folder in FOLDERS.values() else nullcontext(), quiet_lm_eval(), _bars(progress):
             # Not simple_evaluate: that adds 10 s (an index of tasks, a report on the machine) and seeds global RNGs.
             results = lm_eval_evaluate(lm, {"tasks": {task: loaded}}, limit=limit, bootstrap_iters=0)
     finally:
@@ -254,19 +255,6 @@ def _without_folder(option: Any) -> Any:
     """A path's last part: rows are published, where a folder lies on this machine is nobody's business."""
     is_path = isinstance(option, Path) or (isinstance(option, str) and os.sep in option)
     return Path(option).name if is_path else option
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """One thread for torch: a guard model is too small for more (on 2 busy cores, 2 took 70 times longer)."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _bars(shown: bool) -> AbstractContextManager[Any]:

@@ -22,6 +22,7 @@ from hybrid_kv.probes.shrink import distinct, shrink
 from hybrid_kv.targets.kinds import kind_of
 from hybrid_kv.targets.models import model_folder
 from hybrid_kv.targets.target import TargetError
+from hybrid_kv.threads import threads_for
 
 SHRINK_SECONDS = 300.0  # for all failures of a run: one bug makes many
 STYLES = {
@@ -50,7 +51,7 @@ def guard_target(
     kind, other = kind_of(target), kind_of(against) if against is not None else None
     cells = matrix_of(kind, matrix) if matrix else default_matrix(kind)
     console, begin = Console(stderr=True), time.perf_counter()
-    with model_folder(model) as folder:
+    with model_folder(model) as folder, threads_for(folder):
         guarded = Guarded(kind, folder, other, seed, amount)
 
         def told(outcome: Outcome) -> None:
@@ -94,7 +95,7 @@ def replay_case(file: Path) -> int:
     kind = kind_of(case.target)
     for factor, level in case.settings.items():
         check_level(kind, factor, level)
-    with model_folder(case.model) as folder:
+    with model_folder(case.model) as folder, threads_for(folder):
         target = kind.start(folder, case.settings)
         try:
             answer = replay(case, target)

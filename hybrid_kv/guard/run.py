@@ -17,13 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm.auto import tqdm
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.errors import deaf_to_ctrl_c, require
 from hybrid_kv.guard.registry import CHECKS, Check, CheckResult, Run, Size, load_checks, refuse_unknown_levels
 from hybrid_kv.guard.workers import CONTEXT, num_workers, processes
+from hybrid_kv.threads import one_thread
 
 Advance = Callable[[str, float], object]  # told a section, and how much of its amount is done
 Ended = tuple[Check, list[CheckResult], float]  # and the seconds that it took
@@ -78,7 +78,7 @@ def run_guard(
     runs = {check.section: replace(run, amount=amount[check.section]) for check in chosen}
     results: dict[str, list[CheckResult]] = {}
     begin = time.perf_counter()
-    with _one_thread(), _bar(chosen, runs, progress) as advance, _pool(workers, chosen) as pool:
+    with one_thread(), _bar(chosen, runs, progress) as advance, _pool(workers, chosen) as pool:
         for check, found, seconds in _sections(chosen, runs, advance, pool):
             started = time.perf_counter() - begin - seconds
             results[check.section] = [_with_moment(result, started, seconds) for result in found]
@@ -155,16 +155,6 @@ def _pool(workers: int, chosen: Sequence[Check]) -> Iterator[Executor | None]:
             yield pool
     finally:
         _hear(None)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from hybrid_kv.probes.registry import load_probes
 from hybrid_kv.probes.session import Failure, References, Session, calibrate
 from hybrid_kv.targets import ours, serve
 from hybrid_kv.targets.target import Ask, Target, TargetError
+from hybrid_kv.threads import one_thread
 
 # A model and a setting each, those first in which most bugs act: drafts, a history of inputs instead of states, states
 # at boundaries inside a chunk, evictions and what comes back from host memory, blocks that another dtype has written.
@@ -86,7 +87,7 @@ def ask(root: Path) -> tuple[Found, float]:
         root: where a bug was planted.
     """
     found, begin, kind = Found(), time.perf_counter(), Planted(root)
-    with ExitStack() as stack:
+    with one_thread(), ExitStack() as stack:
         references = {model: References(kind, str(FOLDERS[model])) for model, _ in CELLS}
         for one in references.values():
             stack.callback(one.close)

@@ -55,7 +55,12 @@ class Served(Server):
                 # `-m` looks into the working folder before it looks into PYTHONPATH.
                 cwd=root,
                 preexec_fn=_end_with_parent if sys.platform == "linux" else None,
-                env={**os.environ, **({"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"} if root else {})},
+                # The oracle of who asks may work beside it; a small model needs no second thread.
+                env={
+                    "OMP_NUM_THREADS": "1",
+                    **os.environ,
+                    **({"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"} if root else {}),
+                },
             )
         assert self._process.stdout is not None
         try:

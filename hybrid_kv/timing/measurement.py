@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from hybrid_kv.results import Receipt, Row, timing_row
+from hybrid_kv.threads import one_thread
 from hybrid_kv.timing.cases import Case, Cell, Counts, WrongResultError
 from hybrid_kv.timing.clock import DeviceSubject, Interval, Subject, calibrate, measure, median, ratio
 
@@ -140,9 +141,7 @@ def measure_together(cells: Sequence[Cell], rounds: int = ROUNDS) -> list[Measur
         return [Counted(cell, cell.make()) for cell in cells]
     # One thread, as the clock sees only one, and a scheduler's process has no core to spare for others. A second one
     # also makes the times of small tensors bimodal: 0.25 or 8 ms were seen.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         base = cells[0].base
         cases = {str(cell.params.get("subject", base)): (cell, cell.make()) for cell in cells}
         before = {name: checked(cell, case) for name, (cell, case) in cases.items()}
@@ -152,8 +151,6 @@ def measure_together(cells: Sequence[Cell], rounds: int = ROUNDS) -> list[Measur
         gc.collect()
         samples = measure(subjects, rounds)
         after = {name: checked(cell, case) for name, (cell, case) in cases.items()}
-    finally:
-        torch.set_num_threads(threads)
     return [
         Measurement(
             cell,

@@ -18,6 +18,7 @@ from hybrid_kv.accuracy.guard_model import FOLDER as GUARD_MODEL
 from hybrid_kv.cli import main
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.results import read_rows
+from hybrid_kv.threads import one_thread
 
 COMMIT = "ab" * 20
 PARAMS = {"model": "guard_model", "task": "gsm8k_synth", "seed": 3, "limit": 250, "num_fewshot": 5}
@@ -185,7 +186,7 @@ def test_a_real_run_of_lm_evals_hf_backend_agrees_with_the_engine(tmp_path: Path
 
     manager = TaskManager(include_path=Path(tasks.__file__).parent, include_defaults=False)
     arguments = {"pretrained": str(GUARD_MODEL), "dtype": "float32"}
-    with run._one_thread(), tasks.quiet_lm_eval():
+    with one_thread(), tasks.quiet_lm_eval():
         results = simple_evaluate(
             "hf", arguments, tasks=["gsm8k_synth"], task_manager=manager, limit=4, bootstrap_iters=0, device="cpu"
         )

@@ -6,6 +6,7 @@ import json
 from contextlib import nullcontext
 
 import pytest
+import torch
 
 from hybrid_kv.cli import target
 from hybrid_kv.probes import run as probes_run
@@ -36,6 +37,15 @@ def test_a_sound_engine_ends_with_0_and_writes_nothing(capsys, tmp_path):
     assert code == 0 and "toy 1.0, qwen3_5_text" in out and "right, 24" in out
     assert out.splitlines()[-1] == "64 answers, 1,958 tokens with their prompts; 64 judged right or wrong"
     assert not (tmp_path / "repro").exists()
+
+
+def test_a_small_model_is_asked_about_with_one_thread(capsys, monkeypatch):
+    threads = []
+    monkeypatch.setattr(
+        probes_run, "Oracle", lambda folder, dtype: threads.append(torch.get_num_threads()) or ToyOracle()
+    )
+    assert run(capsys, *QUICK, "--target", "toy")[0] == 0
+    assert threads == [1]
 
 
 def test_the_document_says_what_backs_each_verdict(capsys):
