@@ -12,18 +12,21 @@ from hybrid_kv.cli.options import AsJson, show
 
 def report(
     results: Annotated[Path, typer.Option(help="Folder with CSVs or data sets.")] = Path("results"),
-    out: Annotated[Path, typer.Option(help="Folder that gets index.html and rows.parquet.")] = Path("site"),
+    out: Annotated[Path, typer.Option(help="Folder that gets index.html, commits and rows.parquet.")] = Path("site"),
     machine: Annotated[str, typer.Option(help="Start with this machine's rows; default: all.")] = "",
     markdown: Annotated[Path | None, typer.Option(help="Also write a short summary for a pull request here.")] = None,
     repository: Annotated[
         str, typer.Option(help="URL to which commits are linked, such as https://HOST/OWNER/NAME.")
     ] = "",
+    site: Annotated[str, typer.Option(help="URL that OUT is served from, to which the summary links commits.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Draw all results as one page that opens offline, with all rows beside it."""
+    """Draw all results as one page that opens offline, with all rows and a page for each commit beside it."""
+    from hybrid_kv.dashboard.commit import write_commits
     from hybrid_kv.dashboard.data import find_files, load
     from hybrid_kv.dashboard.markdown import summary
-    from hybrid_kv.dashboard.page import ALL_ROWS, ASV_PAGES, build_page, write_page
+    from hybrid_kv.dashboard.page import ALL_ROWS, ASV_PAGES, build_page
+    from hybrid_kv.dashboard.report import COMMITS, Report
     from hybrid_kv.dashboard.verdicts import headline, verdicts
     from hybrid_kv.errors import require
     from hybrid_kv.files import check_outputs, write_whole
@@ -31,13 +34,16 @@ def report(
     from hybrid_kv.results.dataset import export_file
 
     require("plotly")
-    check_outputs(out / "index.html", out / ALL_ROWS, markdown)
+    page = out / "index.html"
+    check_outputs(page, out / ALL_ROWS, out / COMMITS / "any", markdown)
     rows, checked_out = load(results), head()
-    html = build_page(rows, repository, machine, (out / ASV_PAGES).exists(), checked_out, download=True)
+    drawn = Report(rows, checked_out, repository, site)
+    html = build_page(drawn, machine, (out / ASV_PAGES).exists(), download=True)
     export_file(find_files(results).read, out / ALL_ROWS)
-    page = write_page(html, out)
+    write_commits(drawn, out / COMMITS)
+    write_whole(page, html)
     if markdown is not None:
-        write_whole(markdown, summary(rows, machine, checked_out))
+        write_whole(markdown, summary(drawn, machine))
     said = headline(verdicts(rows.of_machine(machine)), checked_out)
 
     def lines() -> None:

@@ -80,7 +80,7 @@ class Results:
     @property
     def machines(self) -> list[str]:
         """Those with the newest rows first. What is the same on every machine belongs to none."""
-        timed = self.rows[self.rows["suite"] != STATIC_SUITE]
+        timed = self.rows[self.rows["machine"] != ""]
         return list(dict.fromkeys(timed["machine"].iloc[::-1]))
 
 
@@ -270,6 +270,11 @@ def fullest_run(rows: pd.DataFrame) -> pd.DataFrame:
     return newest_run(full)
 
 
+def is_ours(case: str) -> bool:
+    """The case is of the engine's own code, not of a rival that is measured beside it."""
+    return "subject=" not in case or "subject=engine" in case
+
+
 def last_words(rows: pd.DataFrame) -> pd.DataFrame:
     """The last row of each series."""
     return rows.drop_duplicates(SERIES, keep="last")
@@ -304,11 +309,15 @@ class Series:
 
     def step_row(self, step: Step) -> Any:
         """The first run of the new level."""
-        return self.rows.iloc[int(self.clean[step.index])]
+        return self._row(step.index)
 
     def row_before(self, step: Step) -> Any:
         """The last run of the old level: the cause lies between both commits."""
-        return self.rows.iloc[int(self.clean[step.index - 1])]
+        return self._row(step.index - 1)
+
+    def _row(self, index: int) -> Any:
+        place = int(self.clean[index])
+        return next(each(self.rows.iloc[place : place + 1]))
 
     def judge(self, step: Step) -> str:
         """`worse`, `better` or `changed`, by what the rows call better."""

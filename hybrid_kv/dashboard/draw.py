@@ -16,7 +16,7 @@ from typing import Any
 import pandas as pd
 
 from hybrid_kv.dashboard.data import each
-from hybrid_kv.dashboard.words import with_interval
+from hybrid_kv.dashboard.words import benchmark_name, with_interval
 
 BLUE, ORANGE, GREEN, PINK, GREY, RED = "#2b7de0", "#d8690f", "#1f9e7a", "#c05ab8", "#7d848d", "#d9434f"
 LIGHT_PAGE, DARK_PAGE = "#ffffff", "#171a1f"  # what the figures lie on; page.css has the same
@@ -101,6 +101,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], attributes: Sequen
         for row, extra in zip(rows, attributes or [""] * len(rows), strict=True)
     )
     return f'<div class="scroll"><table><thead><tr>{names}</tr></thead><tbody{identity}>{lines}</tbody></table></div>'
+
+
+def with_small_case(key: Sequence[str]) -> str:
+    """A series, by its values of `SERIES`, as HTML: its case below, without its machine."""
+    return escape(benchmark_name(key)) + (f"<br><small>{escape(key[3])}</small>" if key[3] else "")
 
 
 def with_small_interval(row: Any) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from hybrid_kv.dashboard.data import Results, Series, each, histories
-from hybrid_kv.dashboard.steps import Step
+from hybrid_kv.dashboard.red import Red
+from hybrid_kv.dashboard.report import COMMITS, Report
 from hybrid_kv.dashboard.verdicts import SuiteVerdict, headline, verdicts
-from hybrid_kv.dashboard.words import WORDS, change_text, day, suite_name, title, with_unit
-from hybrid_kv.results import NO_HEAD, Head
+from hybrid_kv.dashboard.words import WORDS, change_text, day, levels_text, suite_name, title, with_unit
 from hybrid_kv.results.markdown import plain
 
 # A workflow finds its own comment again by this first line.
@@ -16,54 +16,61 @@ MARKER = "<!-- hybrid-kv report -->"
 MAX_LINES = 10
 
 
-def summary(results: Results, machine: str = "", head: Head = NO_HEAD) -> str:
-    """Verdicts, what failed and steps for the worse, as GitHub's Markdown with `MARKER` first.
+def summary(report: Report, machine: str = "") -> str:
+    """Verdicts and what is red, as GitHub's Markdown with `MARKER` first.
 
     Args:
         machine: only rows of this one, and those that belong to none; empty: all.
-        head: what is checked out.
     """
-    rows = results.of_machine(machine)
-    found = verdicts(rows)
+    found = verdicts(report.results.of_machine(machine))
     if not found:
         return f"{MARKER}\n### hybrid-kv: no verdict\n\nNo check has run yet: `hybrid-kv guard --record`\n"
-    whole = headline(found, head)
+    whole = headline(found, report.head)
     # GitHub draws a warning in amber.
     age = [f"> [!WARNING]\n> {whole.age}"] if whole.word == "stale" else [whole.age]
-    lines = [MARKER, f"### hybrid-kv: {whole.finding}", "", *age, "", *_verdict_lines(found, head)]
-    bad = [row for verdict in found for row in each(verdict.rows[verdict.rows["verdict"] != "pass"])]
-    if bad:
-        lines += ["", "| not passed | figure | limit | n |", "|---|--:|--:|--:|", *map(_failed_line, bad[:MAX_LINES])]
-        lines += more(len(bad))
-    worse = [(s, step) for s in histories(rows) for step in s.steps if s.judge(step) == "worse"]
-    worse.sort(key=lambda pair: pair[0].step_row(pair[1]).time, reverse=True)
-    if worse:
-        lines += ["", "| level changed for the worse | since | change |", "|---|---|--:|"]
-        lines += [_step_line(*pair) for pair in worse[:MAX_LINES]]
-        lines += more(len(worse))
+    lines = [MARKER, f"### hybrid-kv: {whole.finding}", "", *age, "", *_verdict_lines(report, found)]
+    red = [one for one in report.red if not machine or one.key[4] in (machine, "")]
+    if red:
+        lines += ["", *red_lines(report, red)]
     return "\n".join(lines) + "\n"
 
 
-def _verdict_lines(found: list[SuiteVerdict], head: Head) -> list[str]:
+def red_lines(report: Report, red: Sequence[Red]) -> list[str]:
+    """Some of what is red, since when and by whom, as a table; at least one."""
+    lines = ["| red | figure | limit | since | by | last green |", "|---|--:|--:|---|---|---|"]
+    for one in red[:MAX_LINES]:
+        figure = f"{change_text(one.step)}, {levels_text(one.newest, one.step)}" if one.step else with_unit(one.newest)
+        told = report.told.get(one.first.commit)
+        cells = [plain(title(one.key)), plain(figure), plain(str(one.newest.parsed.get("limit", "")))]
+        cells += [
+            _run(report, one.first),
+            plain(told.author if told else ""),
+            _run(report, one.green) if one.green else "never",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, *more(len(red))]
+
+
+def _run(report: Report, row: Any) -> str:
+    return f"{_commit(report, row)} {day(row)}"
+
+
+def _commit(report: Report, row: Any) -> str:
+    """Linked to its page, if the report is on a site."""
+    own, short = report.commits.get(row.commit), plain(row.commit[:7])
+    linked = f"[{short}]({report.site}/{COMMITS}{own.file})" if own and report.site else short
+    return linked + (" + changes" if row.dirty else "")
+
+
+def _verdict_lines(report: Report, found: list[SuiteVerdict]) -> list[str]:
     lines = ["| suite | | passed | commit | machine |", "|---|---|--:|---|---|"]
     for verdict in found:
-        row = verdict.newest
-        commit = plain(row.commit[:7]) + (" + changes" if row.dirty else "")
+        commit = _commit(report, verdict.newest)
         count = f"{verdict.count('pass'):,} of {len(verdict.rows):,}"
         place = plain(verdict.machine or "any")
-        word = WORDS[headline([verdict], head).word]
+        word = WORDS[headline([verdict], report.head).word]
         lines.append(f"| {plain(suite_name(verdict.suite))} | {word} | {count} | {commit} | {place} |")
     return lines
-
-
-def _failed_line(row: Any) -> str:
-    name = ", ".join(filter(None, [f"{row.suite}: {row.benchmark}", row.metric, row.case]))
-    return f"| {plain(name)} | {plain(with_unit(row))} | {plain(str(row.parsed.get('limit', '')))} | {row.n:,} |"
-
-
-def _step_line(series: Series, step: Step) -> str:
-    row = series.step_row(step)
-    return f"| {plain(title(series))} | {plain(row.commit[:7])} {day(row)} | {change_text(step)} |"
 
 
 def more(count: int) -> list[str]:

@@ -28,7 +28,7 @@
   const chart = document.getElementById("history-chart");
   const runs = document.getElementById("history-runs");
   const marks = history.marks;
-  const url = (commit) => (history.repository && /^[0-9a-f]{7,40}$/.test(commit) ? `${history.repository}/commit/${commit}` : "");
+  const url = (commit) => Object.hasOwn(history.pages, commit) ? history.pages[commit] : (history.repository && /^[0-9a-f]{7,40}$/.test(commit) ? `${history.repository}/commit/${commit}` : "");
 
   function commitLink(commit, parent) {
     const short = commit ? commit.slice(0, 7) : "no commit";

@@ -23,8 +23,9 @@ from hybrid_kv.cache.modes import MODES
 from hybrid_kv.dashboard.beside import beside_table
 from hybrid_kv.dashboard.bisected import bisected_table
 from hybrid_kv.dashboard.data import STATIC_SUITE, Results, column, each, fullest_run, last_words, load
-from hybrid_kv.dashboard.page import build_page, write_page
+from hybrid_kv.dashboard.page import build_page
 from hybrid_kv.dashboard.planted import planted_table
+from hybrid_kv.dashboard.report import Report
 from hybrid_kv.dashboard.sections.answers import answers_table
 from hybrid_kv.dashboard.sections.block_ids import ENGINE, block_id_rows
 from hybrid_kv.dashboard.sections.kernels import static_table
@@ -434,7 +435,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"docs/dashboard.png: left as it is, none of {', '.join(BROWSERS)} is installed")
         return
     with tempfile.TemporaryDirectory() as folder:
-        page = write_page(build_page(results, head=head()), Path(folder))
+        page = Path(folder) / "index.html"
+        write_whole(page, build_page(Report(results, head())))
         screenshot(page, ROOT / "docs" / "dashboard.png", browser)
     print("docs/dashboard.png: made")
 

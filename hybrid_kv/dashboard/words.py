@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 
-from hybrid_kv.dashboard.data import STATIC_SUITE, Series
+from hybrid_kv.dashboard.data import STATIC_SUITE
 from hybrid_kv.dashboard.steps import Step
 
 WORDS = {"pass": "✓ pass", "fail": "✕ fail", "void": "○ void", "stale": "△ passed on other code", "none": "no verdict"}
@@ -61,21 +62,32 @@ def axis_name(unit: str) -> str:
     return "time, s" if unit in NANOSECONDS else AXES.get(unit, unit)
 
 
-def benchmark_name(series: Series) -> str:
-    """What a series is of, without its case and machine."""
-    suite, benchmark, metric, _, _ = series.key
+def benchmark_name(key: Sequence[str]) -> str:
+    """What a series is of, by its values of `SERIES`, without its case and machine."""
+    suite, benchmark, metric, *_ = key
     return f"{suite}: {benchmark}, {metric_name(metric)}"
 
 
-def title(series: Series) -> str:
+def title(key: Sequence[str]) -> str:
     """A series in words, without its machine."""
-    case = series.key[3]
-    return benchmark_name(series) + (f" ({case})" if case else "")
+    case = key[3]
+    return benchmark_name(key) + (f" ({case})" if case else "")
+
+
+def levels_text(row: Any, step: Step) -> str:
+    """Both levels of a step, in the unit of a row of its series."""
+    return " → ".join(with_unit(row._replace(value=level)) for level in (step.before, step.after))
 
 
 def change_text(step: Step) -> str:
     """+12 %, or the difference where there was nothing before."""
     return f"{100 * step.change:+.3g} %" if step.before else f"{step.after - step.before:+.3g}"
+
+
+def percent_change(row: Any) -> str:
+    """A time ratio as a change with its interval: +8 % (+7 to +9)."""
+    change, low, high = (f"{100 * (ratio - 1):+.3g}" for ratio in (row.value, row.ci_low, row.ci_high))
+    return f"{change} %" if pd.isna(row.ci_low) or pd.isna(row.ci_high) else f"{change} % ({low} to {high})"
 
 
 def day(row: Any) -> str:

@@ -7,7 +7,7 @@ what people choose and see.
 
 from hybrid_kv.results.append import append_rows, check_writable
 from hybrid_kv.results.check import check_file
-from hybrid_kv.results.origin import NO_HEAD, Head, Provenance, head, provenance
+from hybrid_kv.results.origin import NO_HEAD, Head, Provenance, Told, head, provenance
 from hybrid_kv.results.row import Receipt, Row, metric_key, timing_row
 from hybrid_kv.results.schema import COLUMNS, SCHEMA, TIME_UNITS, UNITS
 from hybrid_kv.results.store import read_beside, read_rows
@@ -22,6 +22,7 @@ __all__ = [
     "Provenance",
     "Receipt",
     "Row",
+    "Told",
     "append_rows",
     "check_file",
     "check_writable",

@@ -7,6 +7,7 @@ import platform
 import re
 import subprocess
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -32,10 +33,10 @@ class Provenance:
 
 def _git(*arguments: str) -> str | None:
     try:
-        done = subprocess.run(("git", *arguments), cwd=_REPOSITORY, capture_output=True, text=True, check=True)
+        done = subprocess.run(("git", *arguments), cwd=_REPOSITORY, capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return done.stdout.strip()
+    return done.stdout.decode(errors="replace").strip()  # Git keeps whatever bytes a name was given in.
 
 
 def _commit() -> str:
@@ -80,6 +81,15 @@ def provenance() -> Provenance:
 
 
 @dataclass(frozen=True)
+class Told:
+    """What git says of a commit: its author's name, the day it was made, the first line of its message."""
+
+    author: str
+    day: str
+    subject: str
+
+
+@dataclass(frozen=True)
 class Head:
     """The commit that is checked out; empty for an installed package."""
 
@@ -91,6 +101,15 @@ class Head:
             return None
         count = _git("rev-list", "--count", f"{commit}...{self.commit}", "--", ".", *_NO_CODE)
         return None if count is None else int(count)
+
+    def tell(self, commits: Iterable[str]) -> dict[str, Told]:
+        """What git says of those commits that the checkout has."""
+        wanted = [commit for commit in dict.fromkeys(commits) if re.fullmatch(r"[0-9a-f]{40}", commit)]
+        if not self.commit or not wanted:
+            return {}
+        text = _git("log", "--no-walk", "--ignore-missing", "--format=%H%x00%an%x00%cs%x00%s", *wanted) or ""
+        lines = [line.split("\0") for line in text.split("\n") if line.count("\0") == 3]
+        return {commit: Told(*told) for commit, *told in lines if commit in wanted}
 
 
 NO_HEAD = Head("")

@@ -26,7 +26,8 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
 
 def test_it_writes_the_page_and_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows, site, text = write(tmp_path / "rows", everything()), tmp_path / "site", tmp_path / "summary.md"
-    options = ("--repository", "https://example.org/a/b", "--machine", "rack, H200")
+    options = ("--repository", "https://example.org/a/b", "--site", "https://a.example.org/b/")
+    options += ("--machine", "rack, H200")
     code, out, err = run(capsys, "--results", rows, "--out", site, "--markdown", text, *options)
     assert (code, err) == (0, "")
     said, age, page = out.splitlines()
@@ -36,7 +37,10 @@ def test_it_writes_the_page_and_the_summary(tmp_path: Path, capsys: pytest.Captu
     assert "https://example.org/a/b/commit/" in html
     assert "<option selected>rack, H200</option>" in html
     assert "28 of 29 checks" in text.read_text()
-    assert sorted(file.name for file in site.iterdir()) == ["index.html", "rows.parquet"]
+    assert "[`0004100`](https://a.example.org/b/commits/000410004100.html)" in text.read_text()
+    assert sorted(file.name for file in site.iterdir()) == ["commits", "index.html", "rows.parquet"]
+    assert len(list((site / "commits").iterdir())) == 44
+    assert "https://example.org/a/b/commit/" in (site / "commits" / "000410004100.html").read_text()
     assert '<a href="rows.parquet" download>' in html and "https://example.org/a/b/blob/HEAD/docs/results.md" in html
     assert len(read_rows(site / "rows.parquet")) == len(everything())
     assert "asv/index.html" not in html
@@ -63,7 +67,8 @@ def test_it_links_asvs_pages_where_they_are(tmp_path: Path, capsys: pytest.Captu
     [
         (("--results", "nowhere"), "nowhere is no folder with results"),
         (("--machine", "mars"), "no row is from machine 'mars'"),
-        (("--repository", "example.org"), "'example.org' is no URL"),
+        (("--repository", "example.org"), "'example.org' is no URL of a repository"),
+        (("--site", "https://x/)["), "'https://x/)[' is no URL of a site"),
         (("--markdown", "/dev/null/summary.md"), "/dev/null cannot be written"),
         (("--markdown", "."), ". is a folder"),
     ],

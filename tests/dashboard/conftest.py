@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_kv.dashboard.page import build_page
 from tests.dashboard import chromium
+from tests.dashboard.html import page_of
 from tests.dashboard.kinds import everything
 from tests.dashboard.rows import results
 
@@ -17,7 +17,7 @@ Open = Callable[..., chromium.Page]
 def full(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A page with every section, of a repository."""
     pytest.importorskip("plotly", reason="the report needs plotly: pip install -e '.[report]'")
-    return build_page(results(tmp_path_factory.mktemp("rows"), *everything()), "https://example.org/a/b/")
+    return page_of(results(tmp_path_factory.mktemp("rows"), *everything()), "https://example.org/a/b/")
 
 
 @pytest.fixture(scope="session")

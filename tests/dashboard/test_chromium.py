@@ -9,10 +9,10 @@ import pandas as pd
 import pytest
 
 from hybrid_kv.dashboard.data import MAX_POINTS, Results, load
-from hybrid_kv.dashboard.page import build_page, write_page
 from hybrid_kv.results import COLUMNS
 from tests.dashboard import chromium
 from tests.dashboard.conftest import Open
+from tests.dashboard.html import page_of, written
 from tests.dashboard.kinds import everything
 from tests.dashboard.rows import DEFAULTS, results
 
@@ -22,7 +22,7 @@ pytest.importorskip("plotly", reason="the report needs plotly: pip install -e '.
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    return write_page(build_page(results(folder / "rows", *everything()), "https://example.org/a/b"), folder)
+    return written(page_of(results(folder / "rows", *everything()), "https://example.org/a/b"), folder)
 
 
 TRACES = "document.getElementById('history-chart').data"
@@ -45,11 +45,11 @@ def test_everything_is_drawn_without_a_complaint(opened: Open, site: Path) -> No
 def test_the_checks_of_this_file_can_fail(opened: Open, site: Path, tmp_path: Path) -> None:
     text = site.read_text()
     broken = text.replace("Plotly.newPlot(", "Plotly.noPlot(")
-    page = opened(write_page(broken, tmp_path / "broken"))
+    page = opened(written(broken, tmp_path / "broken"))
     assert not is_drawn(page)
     assert any("noPlot" in problem for problem in page.problems)
     fetching = text.replace("</head>", '<script src="https://example.org/plotly.js"></script></head>')
-    assert opened(write_page(fetching, tmp_path / "fetching")).problems
+    assert opened(written(fetching, tmp_path / "fetching")).problems
 
 
 def test_the_machine_filter_changes_traces_verdict_and_blocks(opened: Open, site: Path) -> None:
@@ -97,9 +97,7 @@ def test_a_step_is_chosen_with_a_click(opened: Open, site: Path) -> None:
     symbols = page.js(f"{TRACES}.find((t) => t.name !== 'box').marker.symbol")
     assert [i for i, symbol in enumerate(symbols) if symbol.endswith("-open")] == [5]
     assert page.js("document.querySelectorAll('#history-runs tr').length") == 10
-    assert page.js("document.querySelector('#history-runs a').href").startswith(
-        "https://example.org/a/b/commit/0003900"
-    )
+    assert page.js("document.querySelector('#history-runs a').href").endswith("/commits/000390003900.html")
     assert page.problems == []
 
 
@@ -162,7 +160,7 @@ def test_a_phone_needs_no_sideways_scrolling(opened: Open, site: Path, width: in
 
 
 def test_no_rows_at_all(opened: Open, tmp_path: Path) -> None:
-    page = opened(write_page(build_page(results(tmp_path / "rows")), tmp_path))
+    page = opened(written(page_of(results(tmp_path / "rows")), tmp_path))
     assert page.js("document.documentElement.dataset.ready") == "true"
     assert page.problems == []
     assert "has said pass or fail yet" in page.js("document.body.innerText")
@@ -190,9 +188,9 @@ def hundred_thousand(folder: Path) -> Results:
 def test_a_hundred_thousand_rows(opened: Open, tmp_path: Path) -> None:
     found = hundred_thousand(tmp_path / "rows")
     assert len(found.rows) == 100_000
-    html = build_page(found)
+    html = page_of(found)
     assert len(html) < 9_000_000  # 4.8 of them are plotly
-    page = opened(write_page(html, tmp_path))
+    page = opened(written(html, tmp_path))
     assert page.js("document.documentElement.dataset.ready") == "true"
     assert page.problems == []
     assert page.js("document.querySelector('#history h2').textContent").startswith("10 of 100 series changed")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_kv.dashboard.page import build_page, write_page
 from tests.dashboard import hostile
 from tests.dashboard.conftest import Open
+from tests.dashboard.html import page_of, written
 from tests.dashboard.rows import history
 
 pytest.importorskip("plotly", reason="the report needs plotly: pip install -e '.[report]'")
@@ -20,10 +20,11 @@ FOREIGN = """
   "svg script, [onerror], [onload], [onclick], [onfocus], [onmouseover], [ontoggle], section style")]
   .map((e) => e.outerHTML)
 """
-LINKS = """
+OWN = "#[a-z-]+|commits[/][0-9a-f]{12}[.]html|https:[/][/]example.org[/]a[/]b[/]commit[/][0-9a-f]{7,40}"
+LINKS = f"""
 [...document.querySelectorAll("a")].map((a) => [a.getAttribute("href"), a.getAttribute("xlink:href"), a.target])
   .flat()
-  .filter((to) => to && !/^(#[a-z-]+|https:[/][/]example.org[/]a[/]b[/]commit[/][0-9a-f]{7,40})$/.test(to))
+  .filter((to) => to && !/^({OWN})$/.test(to))
 """
 # Each series drawn, each trace of each figure hovered over; links are collected on the way.
 TOUR = f"""
@@ -62,7 +63,7 @@ def test_there_are_payloads_enough() -> None:
 
 @pytest.mark.parametrize("columns", hostile.GROUPS, ids="+".join)
 def test_a_hostile_cell_stays_text(opened: Open, tmp_path: Path, columns: list[str]) -> None:
-    page = opened(write_page(build_page(hostile.results_of(hostile.hostile_rows(*columns)), REPOSITORY), tmp_path))
+    page = opened(written(page_of(hostile.results_of(hostile.hostile_rows(*columns)), REPOSITORY), tmp_path))
     drawn, links = page.js(TOUR)
     assert links == []
     assert drawn >= len(hostile.PAYLOADS)
@@ -76,18 +77,18 @@ def test_a_hostile_cell_stays_text(opened: Open, tmp_path: Path, columns: list[s
 def test_a_payload_is_shown_as_it_is(opened: Open, tmp_path: Path) -> None:
     link = f'<a href="{hostile.EVIL}">x</a>'
     rows = [{**one, "machine": link} for one in history([1.0, 2.0], unit=link)]
-    page = opened(write_page(build_page(hostile.results_of(rows), REPOSITORY), tmp_path))
+    page = opened(written(page_of(hostile.results_of(rows), REPOSITORY), tmp_path))
     assert page.js("document.querySelector('#history-chart .ytitle').textContent") == link
     assert page.js("document.querySelector('#machine').options[1].textContent") == link
     assert link in page.js("document.querySelector('#history-runs').textContent")
 
 
 def test_the_checks_of_this_file_can_fail(opened: Open, tmp_path: Path) -> None:
-    html = build_page(hostile.results_of(hostile.hostile_rows("unit")), REPOSITORY)
+    html = page_of(hostile.results_of(hostile.hostile_rows("unit")), REPOSITORY)
     leaking = html.replace("const plain = (text) => ", "const plain = (text) => text || ")
     assert leaking != html
-    assert hostile.EVIL in opened(write_page(leaking, tmp_path / "links")).js(TOUR)[1]
+    assert hostile.EVIL in opened(written(leaking, tmp_path / "links")).js(TOUR)[1]
     running = html.replace("<footer>", f"<img src=x onerror=pwned=1><a href={hostile.EVIL}>x</a><footer>")
-    page = opened(write_page(running, tmp_path / "running"))
+    page = opened(written(running, tmp_path / "running"))
     page.wait("typeof pwned === 'number'")
     assert page.js(FOREIGN) and page.js(LINKS) == [hostile.EVIL]

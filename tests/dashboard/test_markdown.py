@@ -8,41 +8,43 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 
-from hybrid_kv.dashboard.markdown import MARKER, summary
+from hybrid_kv.dashboard.markdown import MARKER
 from tests.dashboard import hostile
+from tests.dashboard.html import comment_of
 from tests.dashboard.kinds import everything
 from tests.dashboard.rows import history, results, row
 
 
 def test_it_is_short_and_starts_with_its_marker(tmp_path: Path) -> None:
-    text = summary(results(tmp_path, *everything()))
+    text = comment_of(results(tmp_path, *everything()))
     lines = text.splitlines()
     assert lines[0] == MARKER == "<!-- hybrid-kv report -->"
     assert lines[1] == "### hybrid-kv: ✕ fail: 52 of 55 checks of the newest runs"
     assert len(lines) < 40
     assert "| `guard` | ✕ fail | 0 of 1 | `0004100` | `rack, H200` |" in lines
     assert "| `guard` | △ passed on other code | 10 of 10 | `0004000` | `box` |" in lines
-    assert "| `guard: layout, views` | `3 requests` | `0` | 100 |" in lines
-    assert "| `state_update: slots, CPU time (K=3, model=nano)` | `0002000` 2026-01-21 | +19.8 % |" in lines
+    assert "| `guard: layout, views` | `3 requests` | `0` | `0004100` 2026-02-11 | – | never |" in lines
+    level = "`state_update: slots, CPU time (K=3, model=nano)` | `+19.8 %, 101 ns → 121 ns`"
+    assert f"| {level} | – | `0002000` 2026-01-21 | – | `0001900` 2026-01-20 |" in lines
 
 
 def test_one_machine_leaves_the_others_out(tmp_path: Path) -> None:
     found = results(tmp_path, *everything())
-    assert "rack" not in summary(found, "box")
-    rack = summary(found, "rack, H200")
+    assert "rack" not in comment_of(found, "box")
+    rack = comment_of(found, "rack, H200")
     assert "box" not in rack
     assert "static kernel metrics" in rack
-    assert "state_update: slots" in rack and "state_update: slots" not in summary(found, "box")
+    assert "state_update: slots" in rack and "state_update: slots" not in comment_of(found, "box")
 
 
 def test_no_rows_no_verdict(tmp_path: Path) -> None:
-    text = summary(results(tmp_path))
+    text = comment_of(results(tmp_path))
     assert text.startswith(f"{MARKER}\n### hybrid-kv: no verdict\n")
     assert "hybrid-kv guard" in text
 
 
 def test_when_all_is_well_only_verdicts_are_listed(tmp_path: Path) -> None:
-    text = summary(results(tmp_path, row(0, verdict="pass")))
+    text = comment_of(results(tmp_path, row(0, verdict="pass")))
     assert "△ passed on other code: 1 of 1" in text
     assert text.count("\n|---") == 1
     assert "not passed" not in text and "worse" not in text
@@ -50,12 +52,12 @@ def test_when_all_is_well_only_verdicts_are_listed(tmp_path: Path) -> None:
 
 def test_steps_for_the_better_are_not_listed(tmp_path: Path) -> None:
     rows = history([2.0, 1.0], unit="B", verdict="pass") + history([1.0, 2.0], unit="B", better="equal", metric="m")
-    assert "worse" not in summary(results(tmp_path, *rows))
+    assert "worse" not in comment_of(results(tmp_path, *rows))
 
 
 def test_long_lists_are_cut_and_say_so(tmp_path: Path) -> None:
     rows = [row(0, {"i": i}, verdict="fail", unit="B") for i in range(25)]
-    text = summary(results(tmp_path, *rows))
+    text = comment_of(results(tmp_path, *rows))
     assert text.count("| `state_update: slots") == 10
     assert "and 15 more" in text
 
@@ -80,13 +82,13 @@ def outside_of_code(text: str) -> str:
 
 @pytest.mark.parametrize("columns", hostile.GROUPS, ids="+".join)
 def test_whatever_a_row_holds_stays_in_its_code_span(columns: list[str]) -> None:
-    made = [row(0, verdict="fail", unit="B"), *history([1.0, 2.0], unit="B", verdict="pass", metric="m")]
+    made = [row(1, verdict="fail", unit="B"), *history([1.0, 2.0], unit="B", verdict="pass", metric="m")]
     for payload in hostile.PAYLOADS:
         texts = {name: hostile.with_payload("{}", payload) if name == "params" else payload for name in columns}
-        comment = summary(hostile.results_of([{**one, **texts} for one in made]))
+        comment = comment_of(hostile.results_of([{**one, **texts} for one in made]))
         kinds, cells = rendered(comment.removeprefix(MARKER))
         assert kinds <= {"softbreak"}, (payload, comment)
-        assert set(cells) <= {3, 4, 5} and len(cells) == sum(line.startswith("| ") for line in comment.splitlines())
+        assert set(cells) == {5, 6} and len(cells) == sum(line.startswith("| ") for line in comment.splitlines())
         said = outside_of_code(comment.removeprefix(MARKER))
         assert not re.search(r"evil|pwned|@|#\d|GH-|<|&|`", said), (payload, said)
 

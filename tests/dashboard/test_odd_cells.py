@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.dashboard.data import load
-from hybrid_kv.dashboard.markdown import summary
 from hybrid_kv.dashboard.readme import BLOCKS
 from hybrid_kv.dashboard.report import Report
 from hybrid_kv.dashboard.sections import sections
 from hybrid_kv.results import COLUMNS
+from tests.dashboard.html import comment_of
 from tests.dashboard.kinds import everything, readme_rows
 from tests.dashboard.rows import write
 
@@ -79,6 +79,6 @@ def test_odd_cells_are_drawn_or_refused(rows: list[dict[str, Any]]) -> None:
         for section in sections():
             if made := section(report):
                 (made.finding + made.body).encode()
-        summary(found).encode()
+        comment_of(found).encode()
         for block in BLOCKS.values():
             block(found)

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
-from hybrid_kv.dashboard.markdown import summary
-from hybrid_kv.dashboard.page import build_page
 from hybrid_kv.dashboard.verdicts import headline, overall, verdicts
 from hybrid_kv.results import NO_HEAD, Head
-from tests.dashboard.html import section
+from tests.dashboard.html import comment_of, page_of, section
 from tests.dashboard.rows import results, row
 
 
@@ -114,14 +112,14 @@ def test_without_a_checkout_nothing_is_current(tmp_path: Path) -> None:
 def test_page_and_comment_say_the_same(tmp_path: Path) -> None:
     pytest.importorskip("plotly", reason="the report needs plotly: pip install -e '.[report]'")
     found = results(tmp_path, row(9, verdict="pass"), row(3, verdict="pass", machine="b"))
-    page = section(build_page(found, head=HEAD), "verdict")
+    page = section(page_of(found, head=HEAD), "verdict")
     assert '<h2 class="stale">△ passed on other code: 2 of 2 checks of the newest runs</h2>' in page
     age = "The oldest row is of 2026-01-04. Rows are 0 to 6 commits from HEAD (0000900)."
     assert f'<p class="age stale">{age}</p>' in page
     assert page.count('<b class="stale">') == page.count('<b class="pass">') == 1
     assert "6 commits from HEAD</span>" in page
-    comment = summary(found, head=HEAD)
+    comment = comment_of(found, head=HEAD)
     assert "### hybrid-kv: △ passed on other code: 2 of 2" in comment and f"> [!WARNING]\n> {age}\n" in comment
     assert "| △ passed on other code | 1 of 1 | `0000300` | `b` |" in comment
-    current = summary(found, "box", head=HEAD)
+    current = comment_of(found, "box", head=HEAD)
     assert "### hybrid-kv: ✓ pass: 1 of 1" in current and "WARNING" not in current

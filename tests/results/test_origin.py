@@ -1,6 +1,7 @@
 """Where numbers come from, without the host's name."""
 
 import os
+import re
 import subprocess
 
 from hybrid_kv.results import origin
@@ -18,7 +19,7 @@ def test_no_git_gives_an_empty_commit(monkeypatch):
     assert origin._commit() == ""
 
 
-def test_the_distance_from_head_counts_commits_that_change_code(tmp_path, monkeypatch):
+def test_git_tells_the_distance_from_head_in_commits_that_change_code_and_who_made_them(tmp_path, monkeypatch):
     def git(*arguments):
         identity = ["-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false"]
         done = subprocess.run(["git", *identity, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True)
@@ -43,3 +44,9 @@ def test_the_distance_from_head_counts_commits_that_change_code(tmp_path, monkey
     for unknown in ("a" * 40, "", "HEAD", "--all", made[0] + "-dirty"):
         assert head.distance(unknown) is None
     assert origin.NO_HEAD.distance(made[0]) is None
+
+    told = head.tell([made[3], "a" * 40, made[0], "HEAD", "--all", made[3]])
+    assert set(told) == {made[0], made[3]}
+    assert (told[made[3]].author, told[made[3]].subject) == ("n", "README.md")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", told[made[3]].day)
+    assert head.tell(["a" * 40]) == head.tell([]) == origin.NO_HEAD.tell(made) == {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from html import escape
 
 import pandas as pd
@@ -30,17 +31,25 @@ def section(report: Report) -> Section | None:
     return Section("Comparison", finding, report.by_machine(rows, lambda own: _compared(newest_run(own), report)))
 
 
-def _compared(rows: pd.DataFrame, report: Report) -> str:
+def introduction(rows: pd.DataFrame, link: Callable[[str], str]) -> str:
+    """What was compared with what, and whether the machine was fit for it.
+
+    Args:
+        rows: of one comparison.
+        link: a commit as HTML.
+    """
     newest = next(each(rows.tail(1)))
     head = str(newest.parsed.get("head_commit") or newest.commit)
-    text = f"<p>{report.link(head)} against {report.link(newest.baseline_commit)}, {day(newest)}.</p>"
+    text = f"<p>{link(head)} against {link(newest.baseline_commit)}, {day(newest)}.</p>"
     unfit = next((text for text in column(rows, "unfit", str) if text), None)
-    if unfit:
-        text += paragraph(f"Measured on a machine that was not fit for times: {unfit}.")
+    return text + (paragraph(f"Measured on a machine that was not fit for times: {unfit}.") if unfit else "")
+
+
+def _compared(rows: pd.DataFrame, report: Report) -> str:
+    text = introduction(rows, report.link)
     rows = rows.assign(
-        outcome=column(rows, "outcome", str).fillna("same"), was=column(rows, "was", int, float).astype(float)
+        outcome=column(rows, "outcome", str).fillna("same"), calm=column(rows, "quarantined", bool).eq(True)
     )
-    rows["calm"] = column(rows, "quarantined", bool).eq(True)
     timed = rows[rows["unit"] == "time ratio"]
     if len(timed):
         # The largest changes, slowest first.
@@ -48,6 +57,14 @@ def _compared(rows: pd.DataFrame, report: Report) -> str:
         text += _ratios(far.sort_values("value", ascending=False))
         if len(timed) > len(far):
             text += paragraph(f"The {len(far)} largest changes of {len(timed)}.")
+    return text + exact_figures(rows)
+
+
+def exact_figures(rows: pd.DataFrame) -> str:
+    """The counts of one comparison that changed, as a table; empty without any."""
+    rows = rows.assign(
+        outcome=column(rows, "outcome", str).fillna("same"), was=column(rows, "was", int, float).astype(float)
+    )
     counted = rows[(rows["unit"] != "time ratio") & (rows["outcome"] != "same")]
     values = {(row.benchmark, row.case, row.metric): row.value for row in each(rows)}
     cells = [
@@ -60,7 +77,7 @@ def _compared(rows: pd.DataFrame, report: Report) -> str:
         ]
         for row in each(counted.head(MAX_LISTED))
     ]
-    return text + (table(["exact figure", "was", "is", ""], cells) if cells else "")
+    return table(["exact figure", "was", "is", ""], cells) if cells else ""
 
 
 def _ratios(rows: pd.DataFrame) -> str:

@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from hybrid_kv.dashboard.data import Series, each, newest_series, points_per_series, thin
+from hybrid_kv.dashboard.data import Series, is_ours, newest_series, points_per_series, thin
 from hybrid_kv.dashboard.draw import MARKS, in_script, paragraph, table
-from hybrid_kv.dashboard.report import Report, Section
+from hybrid_kv.dashboard.report import COMMITS, Report, Section
 from hybrid_kv.dashboard.steps import ALPHA, MIN_CHANGE, MIN_SEGMENT, MIN_SPREADS
-from hybrid_kv.dashboard.words import axis_name, benchmark_name, change_text, day, title, with_unit
+from hybrid_kv.dashboard.words import axis_name, benchmark_name, change_text, day, levels_text, title
 from hybrid_kv.results import TIME_UNITS
 
 PLACE = 20
@@ -44,10 +44,10 @@ def section(report: Report) -> Section:
     listed = [(s, step) for s, step in stepped if s.key in index][:MAX_STEPS_LISTED]
     rows = [
         [
-            f'<button type="button" data-series="{index[s.key]}">{escape(title(s))}</button>',
+            f'<button type="button" data-series="{index[s.key]}">{escape(title(s.key))}</button>',
             change_text(step),
             f'<b class="{s.judge(step)}">{s.judge(step)}</b>',
-            escape(f"{with_unit(_at(s, step.before))} → {with_unit(_at(s, step.after))}"),
+            escape(levels_text(s.step_row(step), step)),
             day(s.step_row(step)),
             f"{report.link(s.row_before(step).commit)} … {report.link(s.step_row(step).commit)}",
         ]
@@ -88,10 +88,6 @@ def _kept(series: list[Series], shown: list[Series]) -> str:
     return text
 
 
-def _at(series: Series, value: float) -> Any:
-    return next(each(series.rows.tail(1)))._replace(value=value)
-
-
 def _tells(series: Series) -> tuple[bool, bool, bool, int, float]:
     """How much a series says at first sight: speed and accuracy before counts, then what grew worse, then the longest.
 
@@ -99,8 +95,7 @@ def _tells(series: Series) -> tuple[bool, bool, bool, int, float]:
     """
     told = series.unit in TIME_UNITS or series.key[2].startswith("exact_match")
     worse = any(series.judge(step) == "worse" for step in series.steps)
-    ours = "subject=" not in series.key[3] or "subject=engine" in series.key[3]
-    return told, worse, ours, len(series.rows), series.rows["time"].iloc[-1].timestamp()
+    return told, worse, is_ours(series.key[3]), len(series.rows), series.rows["time"].iloc[-1].timestamp()
 
 
 def _history_json(report: Report) -> str:
@@ -116,6 +111,7 @@ def _history_json(report: Report) -> str:
         "machines": list(dict.fromkeys(s.key[4] for s in shown)),
         "marks": [asdict(mark) for mark in MARKS],
         "repository": report.repository,
+        "pages": {commit: COMMITS + one.file for commit, one in report.commits.items()},
     }
     return json.dumps(document, separators=(",", ":"), allow_nan=False)
 
@@ -133,7 +129,7 @@ def _series_document(series: Series, limit: int, commits: dict[str, int]) -> dic
     ]
     case, machine = series.key[3:]
     return {
-        "name": benchmark_name(series),
+        "name": benchmark_name(series.key),
         "case": case,
         "machine": machine,
         "unit": series.unit,

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from html import escape
 
-from hybrid_kv.dashboard.data import each
-from hybrid_kv.dashboard.draw import in_script, paragraph, table
+from hybrid_kv.dashboard.data import SERIES, each
+from hybrid_kv.dashboard.draw import in_script, paragraph, table, with_small_case
 from hybrid_kv.dashboard.report import MAX_LISTED, Report, Section
 from hybrid_kv.dashboard.verdicts import SuiteVerdict, age_of, distance_text, headline, verdicts
 from hybrid_kv.dashboard.words import WORDS, day, suite_name, with_unit
@@ -24,7 +24,7 @@ def section(report: Report) -> Section:
     tiles = "".join(_tile(report, v) for v in found)
     body = f"""<p class="age {whole.word}">{escape(whole.age)}</p>
 <script type="application/json" id="headlines">{in_script(json.dumps(_headlines(report, found)))}</script>
-<ul class="tiles">{tiles}</ul>{_not_passed(found)}"""
+<ul class="tiles">{tiles}</ul>"""
     return Section("Verdict", whole.finding, body, whole.word)
 
 
@@ -47,14 +47,14 @@ def _tile(report: Report, v: SuiteVerdict) -> str:
     )
 
 
-def _not_passed(found: Sequence[SuiteVerdict]) -> str:
+def not_passed(found: Sequence[SuiteVerdict]) -> str:
+    """Checks with another verdict than `pass`, as a table; empty without any."""
     bad = [(v, row) for v in found for row in each(v.rows[v.rows["verdict"] != "pass"])]
     if not bad:
         return ""
     rows = [
         [
-            f"{escape(v.suite)}: {escape(row.benchmark)}"
-            f"<br><small>{escape(', '.join(filter(None, [row.metric, row.case])))}</small>",
+            with_small_case([getattr(row, name) for name in SERIES]),
             f'<b class="{row.verdict}">{WORDS[row.verdict]}</b>',
             escape(with_unit(row)),
             escape(str(row.parsed.get("limit", ""))),
@@ -62,8 +62,7 @@ def _not_passed(found: Sequence[SuiteVerdict]) -> str:
         ]
         for v, row in bad[:MAX_LISTED]
     ]
-    attributes = [f'data-machine="{escape(v.machine)}"' for v, _ in bad[:MAX_LISTED]]
-    listed = table(["what did not pass", "", "figure", "limit", "n"], rows, attributes)
+    listed = table(["what did not pass", "", "figure", "limit", "n"], rows)
     if len(bad) > MAX_LISTED:
         listed += paragraph(f"and {len(bad) - MAX_LISTED:,} more")
     return listed

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_kv.dashboard.page import build_page
-from tests.dashboard.html import figures, section
+from tests.dashboard.html import figures, page_of, section
 from tests.dashboard.rows import results, row
 
 pytest.importorskip("plotly", reason="the report needs plotly: pip install -e '.[report]'")
@@ -16,7 +15,7 @@ pytest.importorskip("plotly", reason="the report needs plotly: pip install -e '.
 
 def test_rounding_makes_no_negative_interval(tmp_path: Path) -> None:
     same = {"suite": "accuracy", "benchmark": "t", "metric": "exact_match_strict", "unit": "", "n": 250}
-    page = build_page(results(tmp_path, row(0, value=1.0, ci_low=0.98, ci_high=0.9999999999999999, **same)))
+    page = page_of(results(tmp_path, row(0, value=1.0, ci_low=0.98, ci_high=0.9999999999999999, **same)))
     bars = [trace["error_x"] for figure in figures(page) for trace in figure["data"] if trace["x"]]
     assert bars[0]["array"] == [0]
     assert bars[0]["arrayminus"] == pytest.approx([2])

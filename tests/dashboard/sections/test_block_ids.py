@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_kv.dashboard.page import build_page
-from tests.dashboard.html import figures, section, titles
+from tests.dashboard.html import figures, page_of, section, titles
 from tests.dashboard.kinds import everything
 from tests.dashboard.rows import results
 
@@ -28,5 +27,5 @@ def test_a_beaten_engine_is_said_so(tmp_path: Path) -> None:
         one | {"value": 0.5} if one["metric"] == "ratio_to_engine" and '"list"' in one["params"] else one
         for one in everything()
     ]
-    title = titles(build_page(results(tmp_path, *rows)))["block-ids"]
+    title = titles(page_of(results(tmp_path, *rows)))["block-ids"]
     assert title == "The engine is beaten in 3 of 9 comparisons of one append"

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_kv.dashboard.page import build_page
-from tests.dashboard.html import figures, section, titles
+from tests.dashboard.html import figures, page_of, section, titles
 from tests.dashboard.kinds import everything
 from tests.dashboard.rows import results
 
@@ -33,15 +32,15 @@ def test_a_comparison_lists_changed_counts_and_marks_the_quarantined(full: str) 
 
 def test_only_the_newest_comparison_counts(tmp_path: Path) -> None:
     old = [one | {"run_id": "old", "time_utc": "2025-01-01T00:00:00Z", "value": 3.0} for one in everything()]
-    page = build_page(results(tmp_path, *[one for one in old if one["suite"] == "compare"], *everything()))
+    page = page_of(results(tmp_path, *[one for one in old if one["suite"] == "compare"], *everything()))
     assert titles(page)["comparison"] == "1 of 5 benchmarks is slower than fffffff"
 
 
 def test_a_comparison_on_an_unfit_machine_says_so(tmp_path: Path) -> None:
     rows = [one for one in everything() if one["suite"] == "compare"]
-    assert "not fit for times" not in build_page(results(tmp_path / "fit", *rows))
+    assert "not fit for times" not in page_of(results(tmp_path / "fit", *rows))
     marked = [
         one | {"params": json.dumps({**json.loads(one["params"]), "unfit": "others took 33% <b>"})} for one in rows
     ]
-    page = build_page(results(tmp_path / "unfit", *marked))
+    page = page_of(results(tmp_path / "unfit", *marked))
     assert "Measured on a machine that was not fit for times: others took 33% &lt;b&gt;." in page

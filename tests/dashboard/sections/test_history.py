@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_kv.dashboard.page import build_page
-from tests.dashboard.html import data, section
+from tests.dashboard.html import data, page_of, section
 from tests.dashboard.rows import history, results
 
 pytest.importorskip("plotly", reason="the report needs plotly: pip install -e '.[report]'")
@@ -43,6 +42,6 @@ def test_series_without_a_level_are_not_in_the_history(full: str) -> None:
 @pytest.mark.parametrize(("count", "folded"), [(5, False), (6, True)])
 def test_many_steps_are_folded_so_that_the_chart_is_seen(tmp_path: Path, count: int, folded: bool) -> None:
     rows = [one for i in range(count) for one in history([1.0, 2.0], unit="B", metric=f"m{i}")]
-    own = section(build_page(results(tmp_path, *rows)), "history")
+    own = section(page_of(results(tmp_path, *rows)), "history")
     assert (f"<details><summary>{count} steps, newest first</summary>" in own) == folded
     assert own.count("data-series=") == count

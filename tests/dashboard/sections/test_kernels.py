@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_kv.dashboard.page import build_page
-from tests.dashboard.html import titles
+from tests.dashboard.html import page_of, titles
 from tests.dashboard.kinds import everything
 from tests.dashboard.rows import results
 
@@ -16,4 +15,4 @@ pytest.importorskip("plotly", reason="the report needs plotly: pip install -e '.
 
 def test_a_spill_is_said_so(tmp_path: Path) -> None:
     rows = [one | {"value": 8} if one["metric"] == "spill_bytes" else one for one in everything()]
-    assert titles(build_page(results(tmp_path, *rows)))["kernels"] == "4 of 4 compiled cases spill registers"
+    assert titles(page_of(results(tmp_path, *rows)))["kernels"] == "4 of 4 compiled cases spill registers"

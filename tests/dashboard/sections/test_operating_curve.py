@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_kv.dashboard.page import build_page
-from tests.dashboard.html import figures, titles
+from tests.dashboard.html import figures, page_of, titles
 from tests.dashboard.kinds import everything
 from tests.dashboard.rows import results
 
@@ -17,6 +16,6 @@ pytest.importorskip("plotly", reason="the report needs plotly: pip install -e '.
 
 def test_a_quarantined_benchmark_fails_nothing(tmp_path: Path) -> None:
     rows = [one for one in everything() if one["suite"] == "operating_curve"]
-    page = build_page(results(tmp_path, *rows))
+    page = page_of(results(tmp_path, *rows))
     assert titles(page)["verdict"] == "No check has said pass or fail yet"
     assert "wild/step [K=3] (quarantined)" in json.dumps(figures(page)).replace("<br>", " ")

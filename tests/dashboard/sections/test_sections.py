@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from hybrid_kv.dashboard import sections
-from hybrid_kv.dashboard.page import build_page
-from tests.dashboard.html import titles
+from tests.dashboard.html import page_of, titles
 from tests.dashboard.kinds import everything
 from tests.dashboard.rows import results
 
@@ -29,6 +28,6 @@ def test_a_new_section_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "toy.py").write_text(TOY)
     monkeypatch.setattr(sections, "__path__", [*sections.__path__, str(tmp_path)])
     rows = everything()
-    found = titles(build_page(results(tmp_path / "rows", *rows)))
-    assert list(found)[1:4] == ["history", "toy-section", "comparison"]
+    found = titles(page_of(results(tmp_path / "rows", *rows)))
+    assert list(found)[2:6] == ["history", "commits", "toy-section", "comparison"]
     assert found["toy-section"] == f"{len(rows)} rows"

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_kv.dashboard.page import build_page
-from tests.dashboard.html import figures, section, titles
+from tests.dashboard.html import figures, page_of, section, titles
 from tests.dashboard.kinds import everything
 from tests.dashboard.rows import RECEIPT, results, row
 
@@ -39,7 +38,7 @@ def test_times_of_both_schemes_are_drawn_in_one_unit(tmp_path: Path) -> None:
         for n in (16, 128)
         for scheme, value in (("slots", 9.0 * k), ("replay", 3.0 + n / 1000))
     ]
-    found = figures(section(build_page(results(tmp_path, *rows)), "slots-and-replay"))
+    found = figures(section(page_of(results(tmp_path, *rows)), "slots-and-replay"))
     assert len(found) == 2
     first = {trace["name"]: trace["y"] for trace in found[0]["data"]}
     assert first == {"slots": [9, 27], "replay": [3.016, 3.016]}
@@ -48,6 +47,6 @@ def test_times_of_both_schemes_are_drawn_in_one_unit(tmp_path: Path) -> None:
 
 def test_more_bytes_for_replay_are_said_so(tmp_path: Path) -> None:
     rows = [one | {"value": 9e9} if "replay" in one["params"] else one for one in everything()]
-    assert titles(build_page(results(tmp_path, *rows)))["slots-and-replay"] == (
+    assert titles(page_of(results(tmp_path, *rows)))["slots-and-replay"] == (
         "Replay moves more bytes than slots in 2 of 2 cases"
     )
