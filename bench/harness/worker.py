@@ -28,6 +28,8 @@ from typing import Any
 
 SLOW = 2e-3  # seconds per call from which the check has warmed a case enough
 PRELOADED = ("numpy", "torch")  # what both versions import anyway, for 1.5 s
+PROFILE_INTERVAL = 1e-3  # seconds
+BUILTIN = "\0<built-in>"  # in what pyinstrument calls a frame: name, file and line between zeros
 OWN = "own"  # below a version's folder: the `bench/` that it came with
 
 
@@ -60,6 +62,14 @@ def slowed(case: Any, fraction: float, timing: Any) -> Callable[[], object]:
         busy_work(times)
 
     return run_and_work
+
+
+def _function(frame: str, folder: Path) -> str:
+    """`file function` of a frame; of a file outside of `folder` the last two parts."""
+    name, file, *_ = frame.split("\0")
+    path = Path(file)
+    path = path.relative_to(folder) if path.is_relative_to(folder) else Path(*path.parts[-2:])
+    return f"{path.as_posix()} {name}"
 
 
 class OnlyFrom:
@@ -127,6 +137,7 @@ class Worker:
     """Answers requests about the cells of the `hybrid_kv` and `bench` in `folder`."""
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         finder = OnlyFrom({"hybrid_kv": folder, "bench": folder})
         sys.meta_path.insert(0, finder)
         sys.path.insert(0, str(folder))
@@ -214,6 +225,22 @@ class Worker:
         seconds = sum(self._subject.sample(repeats) for _ in range(blocks)) / blocks
         gc.enable()
         return {"seconds": seconds}
+
+    def profile(self, calls: int) -> dict[str, Any]:
+        """Seconds per call of each function by itself, with the builtins that it calls; a profiler samples them."""
+        from pyinstrument import Profiler
+
+        # A thread that ticks: looking at the clock takes some machines 12 us.
+        profiler = Profiler(interval=PROFILE_INTERVAL, use_timing_thread=True, async_mode="disabled")
+        most = max(1, self._case.max_repeats)
+        profiler.start()
+        for begin in range(0, calls, most):
+            self._subject.sample(min(most, calls - begin))
+        seconds: dict[str, float] = {}
+        for stack, time in profiler.stop().frame_records:
+            name = next((_function(frame, self._folder) for frame in reversed(stack) if BUILTIN not in frame), "")
+            seconds[name] = seconds.get(name, 0.0) + time / calls
+        return {"functions": seconds}
 
     def finish(self) -> dict[str, Any]:
         """Check again and let go of the case."""

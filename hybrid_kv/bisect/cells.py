@@ -11,10 +11,11 @@ from bench.harness import registry
 from bench.harness.compare import CellInfo, measure_cell
 from bench.harness.compare import Times as Taken
 from bench.harness.judgement import Design
-from bench.harness.pairs import start
+from bench.harness.pairs import Answers, start
 from bench.harness.versions import Revision, place
 from hybrid_kv.bisect.history import Trees
 from hybrid_kv.bisect.own_code import NotMeasurableError
+from hybrid_kv.bisect.profile import TURN_SECONDS, TURNS, Profiles
 from hybrid_kv.config import ConfigError
 
 AT_ONCE = 4  # worker pairs of a start; most commits have answered after one or two starts
@@ -77,6 +78,21 @@ class Runs:
                     self.max_error = max(self.max_error, taken.max_error)
                     yield taken.log_ratios[0]
 
+    def profile(self, base: str, head: str) -> tuple[Profiles, Profiles]:
+        """Turns of both commits under a profiler; see `profile`.
+
+        Raises:
+            NotMeasurableError: as `measure`, or there is no profiler.
+        """
+        turns: tuple[list[dict[str, float]], list[dict[str, float]]] = ([], [])
+        with start(self._folders(base, head), 1, self.rng) as (pair,):
+            made = _answered(pair.ask_both("make", key=self.cell.key, own_key=self.cell.own_key))
+            calls = max(1, round(TURN_SECONDS / max(one["seconds"] for one in made)))
+            for _ in range(TURNS):
+                for side, answer in zip(turns, _answered(pair.ask_both("profile", calls=calls)), strict=True):
+                    side.append(answer["functions"])
+        return turns
+
     def count(self, commit: str) -> dict[str, int]:
         """The exact numbers by metric.
 
@@ -95,3 +111,10 @@ class Runs:
             return [self.trees.of(commit) for commit in commits]
         except ConfigError as error:
             raise NotMeasurableError(str(error)) from None
+
+
+def _answered(answers: Answers) -> Answers:
+    for one in answers:
+        if failed := one.get("wrong") or one.get("failed"):
+            raise NotMeasurableError(f"no profile: {failed}")
+    return answers

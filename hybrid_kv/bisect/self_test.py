@@ -281,7 +281,7 @@ def plant(kind: str, number: int, root: Path, commit: str, folder: Path, loops: 
         question: Question = Replay(played_by(package, scenario), scenario.name)
     else:
         runs = Runs(benchmarks, find_cell(COUNTED if kind == "counts" else TIMED), rng)
-        question = Counts(runs.count) if kind == "counts" else Times(runs.measure)
+        question = Counts(runs.count) if kind == "counts" else Times(runs.measure, runs.profile)
     memory = Memory()
     begin, cpu = time.perf_counter(), _cpu_seconds()
     finding = find(made.good, made.commits, question, memory, lambda *_: None)

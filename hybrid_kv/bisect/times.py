@@ -20,12 +20,14 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from bench.harness.inference import center, estimate, p_slower
 from hybrid_kv.bisect.memory import CONFIRMED, ENDS, Outcome
 from hybrid_kv.bisect.own_code import NotMeasurableError
+from hybrid_kv.bisect.profile import Profile, story
 from hybrid_kv.bisect.search import Answer
 
 ALPHA = 0.01
@@ -72,6 +74,7 @@ class Times:
     """See `kinds.Question`."""
 
     measure: Measure
+    profile: Profile | None = None
 
     def ends(self, good: str, bad: str) -> Outcome:
         answer, log_ratios = self._is_slower(good, bad)
@@ -101,7 +104,13 @@ class Times:
     def confirm(self, before: str, culprit: str, known: Mapping[str, Outcome]) -> Outcome:
         answer, log_ratios = self._is_slower(before, culprit)
         detail = f"against the commit before it, it takes {in_words(log_ratios)}"
-        return Outcome("bad" if answer == "bad" else "skip", detail, {"log_ratios": log_ratios})
+        figures: dict[str, Any] = {"log_ratios": log_ratios}
+        if answer == "bad" and self.profile is not None:
+            try:
+                figures["story"] = story(self.profile, before, culprit)
+            except NotMeasurableError as error:  # the culprit is found, with or without
+                figures["story"] = [str(error)]
+        return Outcome("bad" if answer == "bad" else "skip", detail, figures)
 
     def _is_slower(self, base: str, head: str) -> tuple[Answer, list[float]]:
         log_ratios: list[float] = []

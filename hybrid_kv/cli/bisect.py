@@ -117,7 +117,7 @@ def _question(
 
         def timed(trees: Path) -> Question:
             runs = Runs(Trees(trees, fill_benchmarks(root)), cell, random.Random(seed))
-            return Counts(runs.count) if cell.tier == "count" else Times(runs.measure)
+            return Counts(runs.count) if cell.tier == "count" else Times(runs.measure, runs.profile)
 
         return timed
     from hybrid_kv.bisect.answers import Answers, answers_of
