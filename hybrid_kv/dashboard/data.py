@@ -32,9 +32,9 @@ NO_IDENTITY |= {
     "gone",
     "unfit",
 }  # of a comparison
-COMPARE, CURVE, BISECT = "compare", "operating_curve", "bisect"
-# Ratios to some baseline, and rates of the harness: these have no level over time.
-NO_LEVEL = (COMPARE, CURVE, BISECT)
+COMPARE, CURVE, BISECT, SWARM = "compare", "operating_curve", "bisect", "swarm"
+# Ratios to some baseline, rates of the harness, and counts that grow: these have no level over time.
+NO_LEVEL = (COMPARE, CURVE, BISECT, SWARM)
 STATIC_SUITE = "kernels"  # Compiled ahead of time: the same on every machine, and only what changed is appended.
 
 # A page is made of this much; the rules are `choose_rows`, `newest_series` and `thin`.

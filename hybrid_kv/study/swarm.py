@@ -92,14 +92,15 @@ class Tally:
     def rows(self, is_over: bool) -> list[Row]:
         """Rows of everything so far; those at the end have the verdict."""
         same: dict[str, Any] = {"suite": SUITE, "benchmark": BENCHMARK, "n": self.seeds}
+        patterns, settings = {"n": len(REQUIRED)}, {"n": len(required_combinations())}
         verdicts = ("fail", "pass") if is_over else ("", "")
         return [
             Row(metric="seeds", value=self.seeds, **same),
             Row(metric="requests", value=self.requests, unit="requests", **same),
             # A count over seconds, and no timing: each request was held against its oracle.
             Row(metric="requests_per_cpu_second", value=self.requests_per_cpu_second, unit="requests", **same),
-            Row(metric="patterns", value=self.num_patterns, unit="patterns", better="higher", **same),
-            Row(metric="settings", value=self.num_settings, unit="settings", better="higher", **same),
+            Row(metric="patterns", value=self.num_patterns, unit="patterns", better="higher", **same | patterns),
+            Row(metric="settings", value=self.num_settings, unit="settings", better="higher", **same | settings),
             Row(metric="rules_broken", value=len(self.findings), verdict=verdicts[not self.findings], **same),
             *(
                 Row(metric="failures", value=one.seeds, params={"rule": one.rule}, verdict=verdicts[0], **same)

@@ -9,7 +9,7 @@ import pandas as pd
 
 from hybrid_kv.dashboard.data import Results, prepare
 from hybrid_kv.results import COLUMNS
-from tests.dashboard.kinds import everything
+from tests.dashboard.kinds import everything, swarms
 from tests.dashboard.rows import history
 
 EVIL = "https://evil.example/"
@@ -75,7 +75,7 @@ GROUPS += [["commit", "baseline_commit", "run_id", "python", "torch", "triton"]]
 
 def hostile_rows(*columns: str) -> list[dict[str, Any]]:
     """Rows of every kind with a payload in these columns, and a series with a step for each payload."""
-    rows = everything()
+    rows = [*everything(), *swarms()]
     for index, one in enumerate(rows):
         payload = PAYLOADS[index % len(PAYLOADS)]
         for name in columns:

@@ -209,3 +209,27 @@ def operating_curve() -> list[dict[str, Any]]:
         rate("calm/step[K=3]", "detection_rate", 5, 19, 20),
         rate("calm/step[K=3]", "detection_rate", 10, 20, 20),
     ]
+
+
+def swarms() -> list[dict[str, Any]]:
+    """One that was kept twice on its way and broke no rule, and one on the other machine that broke two."""
+    made = []
+    for day, (seeds, patterns, verdict) in enumerate(((1000, 80, ""), (5000, 86, "pass"))):
+        own = {"run_id": "swarm", "time_utc": f"2026-02-{day + 1:02}T00:00:00Z", **BOX}
+        made += swarm(44, seeds, patterns, 0, verdict, **own)
+    made += swarm(45, 300, 70, 2, "fail", **GPU)
+    same = {"suite": "swarm", "benchmark": "exact model", "metric": "failures", "unit": "", "verdict": "fail"}
+    return made + [row(45, {"rule": rule}, value=n, **same | GPU) for rule, n in (("copy-bytes", 7), ("<b>tokens", 1))]
+
+
+def swarm(run: int, seeds: int, patterns: int, broken: int, verdict: str, **own: Any) -> list[dict[str, Any]]:
+    """What a swarm has counted."""
+    same = {"suite": "swarm", "benchmark": "exact model", "better": "equal", "unit": "", "n": seeds, **own}
+    return [
+        row(run, metric="seeds", value=seeds, **same),
+        row(run, metric="requests", value=18 * seeds, **same | {"unit": "requests"}),
+        row(run, metric="requests_per_cpu_second", value=74.5, **same | {"unit": "requests"}),
+        row(run, metric="patterns", value=patterns, **same | {"unit": "patterns", "n": 87}),
+        row(run, metric="settings", value=1700, **same | {"unit": "settings", "n": 1814}),
+        row(run, metric="rules_broken", value=broken, **same | {"verdict": verdict}),
+    ]

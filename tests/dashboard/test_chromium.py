@@ -13,7 +13,7 @@ from hybrid_kv.results import COLUMNS
 from tests.dashboard import chromium
 from tests.dashboard.conftest import Open
 from tests.dashboard.html import page_of, written
-from tests.dashboard.kinds import everything
+from tests.dashboard.kinds import everything, swarms
 from tests.dashboard.rows import DEFAULTS, results
 
 pytest.importorskip("plotly", reason="the report needs plotly: pip install -e '.[report]'")
@@ -22,7 +22,7 @@ pytest.importorskip("plotly", reason="the report needs plotly: pip install -e '.
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    return written(page_of(results(folder / "rows", *everything()), "https://example.org/a/b"), folder)
+    return written(page_of(results(folder / "rows", *everything(), *swarms()), "https://example.org/a/b"), folder)
 
 
 TRACES = "document.getElementById('history-chart').data"
@@ -56,14 +56,14 @@ def test_the_machine_filter_changes_traces_verdict_and_blocks(opened: Open, site
     page = opened(site)
     page.choose("#benchmark", "state_update: slots, CPU time")
     assert page.js(f"{TRACES}.map((t) => t.name).sort()") == ["box", "rack, H200"]
-    assert page.js("document.querySelector('#verdict h2').textContent").startswith("✕ fail: 52 of 55")
+    assert page.js("document.querySelector('#verdict h2').textContent").startswith("✕ fail: 53 of 59")
     tiles = page.js(SHOWN.format(".tile"))
 
     page.choose("#machine", "rack, H200")
     assert page.js(f"{TRACES}.map((t) => t.name)") == ["rack, H200"]
     headline = page.js("document.querySelector('#verdict h2').textContent")
-    assert headline == "✕ fail: 28 of 29 checks of the newest runs"
-    assert page.js(SHOWN.format(".tile")) == 2 < tiles
+    assert headline == "✕ fail: 28 of 32 checks of the newest runs"
+    assert page.js(SHOWN.format(".tile")) == 3 < tiles
     assert page.js(SHOWN.format("#accuracy table, #block-ids figure")) == 0
     assert page.js("document.querySelectorAll('#history tbody tr')[0].hidden") is False
 

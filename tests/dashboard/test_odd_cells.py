@@ -18,12 +18,12 @@ from hybrid_kv.dashboard.report import Report
 from hybrid_kv.dashboard.sections import sections
 from hybrid_kv.results import COLUMNS
 from tests.dashboard.html import comment_of
-from tests.dashboard.kinds import everything, readme_rows
+from tests.dashboard.kinds import everything, readme_rows, swarms
 from tests.dashboard.rows import write
 
 pytest.importorskip("plotly", reason="the report needs plotly: pip install -e '.[report]'")
 
-ROWS = [*everything(), *readme_rows()]
+ROWS = [*everything(), *readme_rows(), *swarms()]
 SUITES = sorted({one["suite"] for one in ROWS})
 CELLS = ["", " ", "0", "-0", "-1", "1e308", "-1e308", "1e-320", "nan", "inf", "1e999", "9" * 18, "9" * 19, "9" * 400]
 CELLS += ["True", "true", "pass", "passed", "void", "fail", "ns", "s", "GB/s", "time ratio", "parsecs", "share", "B"]
