@@ -13,7 +13,7 @@ export RESULTS ?= results
 export N ?= 5
 
 .PHONY: guard guard-quick test fuzz bench lint lint-workflows kernels check-results compare step-summary comment
-.PHONY: report figures docs titles history asv-page peers
+.PHONY: report red figures docs titles history asv-page peers
 .PHONY: gpu-test gpu-guard gpu-bench gpu-compare gpu-accuracy guard-engine merge-results push-results alarm wheel announce clean
 guard: $(STAMP)
 	$(BIN)/hybrid-kv guard
@@ -43,6 +43,9 @@ peers: $(STAMP) $(PEERS)/.installed $(MLX)/.installed
 
 report: $(STAMP)
 	$(BIN)/hybrid-kv report --results "$$RESULTS" --out site --repository "$${REPOSITORY_URL:-}"
+
+red: $(STAMP)
+	$(BIN)/hybrid-kv red --results "$$RESULTS" --markdown out/red.md $$(test ! -d baseline/results || echo --before baseline/results)
 
 figures: $(STAMP)
 	$(BIN)/python -m hybrid_kv.dashboard.readme
@@ -104,7 +107,7 @@ push-results:
 	bash .ci/push-results
 
 alarm:
-	bash .ci/alarm
+	bash .ci/alarm out/red.md
 
 wheel: $(STAMP)
 	bash .ci/wheel $(BIN)/python

@@ -271,6 +271,20 @@ def test_an_alarm_without_a_failed_step_names_the_first_ones(gh):
     assert "Nightly run failed: a job died" in created
 
 
+def test_an_alarm_shows_what_became_red(gh, tmp_path):
+    where = {"REPOSITORY": "owner/name", "COMMIT": "abc", "RUN_URL": "run/1", "RED": "failure"}
+    table = tmp_path / "red.md"
+    table.write_text("| red | figure |\n|---|--:|\n| `guard $(id)` | `3` |\n")
+    created, (body,) = gh(".ci/alarm", str(table), OUTCOMES='{"gpu-test": "success"}', **where)[-1]
+    assert "Nightly run failed: something became red" in created
+    assert body.endswith("run/1\n\n" + table.read_text())
+    created, (body,) = gh(".ci/alarm", str(table), OUTCOMES='{"gpu-test": "failure"}', **where)[-1]
+    assert "Nightly run failed: gpu-test, something became red" in created
+    assert table.read_text() in body and body.endswith("make gpu-test\n```\n")
+    _, (body,) = gh(".ci/alarm", str(tmp_path / "none"), OUTCOMES="{}", **where)[-1]
+    assert "could not be told" in body
+
+
 def test_rows_are_appended_to_their_branch(tmp_path):
     remote = tmp_path / "remote.git"
     subprocess.run(["git", "init", "-q", "--bare", remote], check=True)
@@ -407,6 +421,15 @@ def test_every_step_of_a_night_that_can_fail_reaches_the_alarm():
     assert jobs["alarm"]["steps"][-1]["env"]["OUTCOMES"] == "${{ toJSON(needs.gpu.outputs) }}"
 
 
+def test_what_became_red_stops_no_rows_and_reaches_the_alarm():
+    jobs = yaml.safe_load((ROOT / ".github/workflows/nightly-gpu.yml").read_text())["jobs"]
+    (step,) = [step for step in jobs["rows"]["steps"] if step.get("id") == "red"]
+    assert step["continue-on-error"] is True
+    assert jobs["rows"]["outputs"] == {"red": "${{ steps.red.outcome }}"}
+    assert "needs.rows.outputs.red == 'failure'" in jobs["alarm"]["if"]
+    assert jobs["alarm"]["steps"][-1]["env"]["RED"] == "${{ needs.rows.outputs.red }}"
+
+
 def asv_results(commits):
     """What `asv run` leaves: one benchmark, measured on each of the commits."""
     benchmark = {"name": "suite.time_it", "code": "", "type": "time", "unit": "seconds", "params": [], "version": "1"}
@@ -485,7 +508,12 @@ def test_the_night_publishes_asvs_pages():
     (checkout,) = [step for step in checkouts if "ref" not in step["with"]]
     assert checkout["with"]["fetch-depth"] == 0
     ran = [step["run"] for step in steps if "run" in step]
-    made = ["make merge-results", "make asv-page RESULTS=out/branch", "make report RESULTS=out/branch/results"]
+    made = [
+        "make merge-results",
+        "make red RESULTS=out/branch/results",
+        "make asv-page RESULTS=out/branch",
+        "make report RESULTS=out/branch/results",
+    ]
     assert ran == [*made, "make docs"]
 
 

@@ -17,6 +17,7 @@ from hybrid_kv.cli import (
     kernels,
     mutants,
     plan,
+    red,
     report,
     results,
     serve,
@@ -63,6 +64,7 @@ app.command()(bisect.bisect)
 app.command()(mutants.mutants)
 app.command()(study.study)
 app.command()(report.report)
+app.command()(red.red)
 app.command()(doctor.doctor)
 
 

@@ -21,7 +21,7 @@ from hybrid_kv.dashboard.report import MAX_LISTED, Report, Section
 from hybrid_kv.dashboard.sections.accuracy import PAIRED
 from hybrid_kv.dashboard.sections.comparison import exact_figures, introduction
 from hybrid_kv.dashboard.sections.verdict import not_passed
-from hybrid_kv.dashboard.verdicts import overall, verdicts
+from hybrid_kv.dashboard.verdicts import overall
 from hybrid_kv.dashboard.words import WORDS, change_text, day, levels_text, percent_change, suite_name
 from hybrid_kv.files import write_whole
 
@@ -74,7 +74,7 @@ def _header(report: Report, one: Measured, before: Measured | None, after: Measu
 
 
 def _verdict(one: Measured) -> Section:
-    found = verdicts(one.rows)
+    found = one.verdicts
     word = overall(v.word for v in found)
     if word == "none":
         return Section("Verdict", "No check ran on it", "")
@@ -103,7 +103,7 @@ def _steps(report: Report, one: Measured) -> Section | None:
             with_small_case(series.key),
             change_text(step),
             f'<b class="{word}">{word}</b>',
-            escape(levels_text(series.step_row(step), step)),
+            escape(levels_text(series.unit, step)),
             report.link(series.row_before(step).commit, folder=""),
             escape(series.key[4]) or "any",
         ]

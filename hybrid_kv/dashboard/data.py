@@ -309,15 +309,11 @@ class Series:
 
     def step_row(self, step: Step) -> Any:
         """The first run of the new level."""
-        return self._row(step.index)
+        return self.rows.iloc[int(self.clean[step.index])]
 
     def row_before(self, step: Step) -> Any:
         """The last run of the old level: the cause lies between both commits."""
-        return self._row(step.index - 1)
-
-    def _row(self, index: int) -> Any:
-        place = int(self.clean[index])
-        return next(each(self.rows.iloc[place : place + 1]))
+        return self.rows.iloc[int(self.clean[step.index - 1])]
 
     def judge(self, step: Step) -> str:
         """`worse`, `better` or `changed`, by what the rows call better."""

@@ -39,7 +39,9 @@ def red_lines(report: Report, red: Sequence[Red]) -> list[str]:
     """Some of what is red, since when and by whom, as a table; at least one."""
     lines = ["| red | figure | limit | since | by | last green |", "|---|--:|--:|---|---|---|"]
     for one in red[:MAX_LINES]:
-        figure = f"{change_text(one.step)}, {levels_text(one.newest, one.step)}" if one.step else with_unit(one.newest)
+        figure = (
+            f"{change_text(one.step)}, {levels_text(one.newest.unit, one.step)}" if one.step else with_unit(one.newest)
+        )
         told = report.told.get(one.first.commit)
         cells = [plain(title(one.key)), plain(figure), plain(str(one.newest.parsed.get("limit", "")))]
         cells += [

@@ -10,12 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import pandas as pd
 
 from hybrid_kv.dashboard.data import NO_LEVEL, SERIES, Series
 from hybrid_kv.dashboard.steps import Step
+from hybrid_kv.dashboard.verdicts import SuiteVerdict, verdicts
 from hybrid_kv.results import TIME_UNITS
 
 # 50 nights, or 4 MB of pages beside the report.
@@ -43,6 +45,11 @@ class Measured:
     def file(self) -> str:
         """Of its page."""
         return f"{self.commit[:12]}.html"
+
+    @cached_property
+    def verdicts(self) -> list[SuiteVerdict]:
+        """What its newest run of each suite on each machine said."""
+        return verdicts(self.rows)
 
     def count(self, change: str) -> int:
         return int((self.changes["change"] == change).sum())

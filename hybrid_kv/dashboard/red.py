@@ -102,5 +102,7 @@ def _level(series: Series) -> Red | None:
     ]
     if not stands:
         return None
-    step, newest = stands[-1], next(each(series.rows.tail(1)))
-    return Red(series.key, "worse", newest, series.step_row(step), series.row_before(step), step, len(stands))
+    step = stands[-1]
+    places = [len(series.rows) - 1, *series.clean[[step.index, step.index - 1]]]
+    newest, first, green = each(series.rows.iloc[places])
+    return Red(series.key, "worse", newest, first, green, step, len(stands))

@@ -74,9 +74,9 @@ def title(key: Sequence[str]) -> str:
     return benchmark_name(key) + (f" ({case})" if case else "")
 
 
-def levels_text(row: Any, step: Step) -> str:
-    """Both levels of a step, in the unit of a row of its series."""
-    return " → ".join(with_unit(row._replace(value=level)) for level in (step.before, step.after))
+def levels_text(unit: str, step: Step) -> str:
+    """Both levels of a step: 100 ns → 120 ns."""
+    return f"{figure(step.before, unit)} → {figure(step.after, unit)}"
 
 
 def change_text(step: Step) -> str:
@@ -95,14 +95,19 @@ def day(row: Any) -> str:
 
 
 def with_unit(row: Any) -> str:
-    """A row's figure with its unit: 6.79 µs, 15.1×, 34, 100 %."""
-    if row.unit in NANOSECONDS:
-        return duration(row.value * NANOSECONDS[row.unit])
-    if row.unit == "time ratio":
-        return f"{number(row.value)}×"
-    if row.unit == "share":
-        return f"{100 * row.value:.1f} %"
-    return f"{number(row.value)} {row.unit}".strip()
+    """A row's figure with its unit."""
+    return figure(row.value, row.unit)
+
+
+def figure(value: float, unit: str) -> str:
+    """A figure with its unit: 6.79 µs, 15.1×, 34, 100 %."""
+    if unit in NANOSECONDS:
+        return duration(value * NANOSECONDS[unit])
+    if unit == "time ratio":
+        return f"{number(value)}×"
+    if unit == "share":
+        return f"{100 * value:.1f} %"
+    return f"{number(value)} {unit}".strip()
 
 
 def with_interval(row: Any) -> str:

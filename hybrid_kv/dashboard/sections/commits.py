@@ -7,7 +7,7 @@ from html import escape
 from hybrid_kv.dashboard.draw import paragraph, table
 from hybrid_kv.dashboard.measured import MAX_COMMITS, Measured
 from hybrid_kv.dashboard.report import Report, Section
-from hybrid_kv.dashboard.verdicts import overall, verdicts
+from hybrid_kv.dashboard.verdicts import overall
 from hybrid_kv.dashboard.words import WORDS, day
 
 PLACE = 22
@@ -35,10 +35,10 @@ def section(report: Report) -> Section | None:
 def _line(report: Report, one: Measured) -> list[str]:
     told = report.told.get(one.commit)
     about = f"<br><small>{escape(f'{told.subject} ({told.author})')}</small>" if told else ""
-    word = overall(v.word for v in verdicts(one.rows))
+    word = overall(v.word for v in one.verdicts)
     return [
         report.link(one.commit) + about,
-        day(next(one.rows.itertuples())),
+        day(one.rows.iloc[0]),
         f'<b class="{word}">{WORDS[word]}</b>' if word != "none" else "–",
         *(f"{one.count(change):,}" if len(one.changes) else "–" for change in ("worse", "better", "changed", "same")),
     ]

@@ -47,7 +47,7 @@ def section(report: Report) -> Section:
             f'<button type="button" data-series="{index[s.key]}">{escape(title(s.key))}</button>',
             change_text(step),
             f'<b class="{s.judge(step)}">{s.judge(step)}</b>',
-            escape(levels_text(s.step_row(step), step)),
+            escape(levels_text(s.unit, step)),
             day(s.step_row(step)),
             f"{report.link(s.row_before(step).commit)} … {report.link(s.step_row(step).commit)}",
         ]

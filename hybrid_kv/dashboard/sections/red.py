@@ -36,7 +36,7 @@ RULE = (
 
 def _line(report: Report, one: Red) -> list[str]:
     if one.step:
-        word, figure = f"{change_text(one.step)} worse", levels_text(one.newest, one.step)
+        word, figure = f"{change_text(one.step)} worse", levels_text(one.newest.unit, one.step)
     else:
         word, figure = WORDS[one.word], with_unit(one.newest)
     told = report.told.get(one.first.commit)

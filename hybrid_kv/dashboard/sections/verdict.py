@@ -49,7 +49,7 @@ def _tile(report: Report, v: SuiteVerdict) -> str:
 
 def not_passed(found: Sequence[SuiteVerdict]) -> str:
     """Checks with another verdict than `pass`, as a table; empty without any."""
-    bad = [(v, row) for v in found for row in each(v.rows[v.rows["verdict"] != "pass"])]
+    bad = [(v, row) for v in found if v.word != "pass" for row in each(v.rows[v.rows["verdict"] != "pass"])]
     if not bad:
         return ""
     rows = [
