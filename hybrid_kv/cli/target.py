@@ -15,6 +15,7 @@ from rich.table import Table
 
 from hybrid_kv.cli.options import show
 from hybrid_kv.errors import require
+from hybrid_kv.files import write_whole
 from hybrid_kv.probes.reproducer import FORMAT, case_of, from_json, replay, write_files
 from hybrid_kv.probes.run import Guarded, check_level, default_matrix, guard, matrix_of
 from hybrid_kv.probes.session import Outcome
@@ -60,22 +61,23 @@ def guard_target(
             console.print(f"{line} [{style}]{outcome.verdict}[/] {outcome.detail}", highlight=False, soft_wrap=True)
 
         outcomes = guard(guarded, cells, select or (), told)
-        seconds = time.perf_counter() - begin
-        files = []
+        document: dict[str, Any] = {
+            "target": target, "version": guarded.version, "model": model, "seed": seed, "amount": amount,
+            **_asked(outcomes), "seconds": round(time.perf_counter() - begin, 1),
+            "outcomes": [_document(one) for one in outcomes], "files": list[str](),
+        }  # fmt: skip
+        if out is not None:  # what was found outlives a Ctrl-C while it is made small
+            write_whole(out, json.dumps(document, indent=2) + "\n")
         failures = distinct([failure for outcome in outcomes for failure in outcome.failures])
         end = time.perf_counter() + SHRINK_SECONDS
         for i, failure in enumerate(failures):
             share = min(120.0, (end - time.perf_counter()) / (len(failures) - i))
             shrunk = shrink(failure, lambda failure=failure: guarded.session(failure.settings), share)  # type: ignore[misc]
             case = case_of(shrunk.failure, target, guarded.version, model, guarded.judge_of(failure.settings).limit)
-            files += write_files(case, kind, repro)
+            document["files"] += map(str, write_files(case, kind, repro))
             size = f"{shrunk.num_requests} requests, {shrunk.num_prompt_tokens} prompt tokens"
-            console.print(f"{failure.probe}: shrunk to {size} in {shrunk.seconds:.0f} s: {files[-1]}", soft_wrap=True)
-    document = {
-        "target": target, "version": guarded.version, "model": model, "seed": seed, "amount": amount,
-        **_asked(outcomes), "seconds": round(seconds, 1),
-        "outcomes": [_document(one) for one in outcomes], "files": list(map(str, files)),
-    }  # fmt: skip
+            last = document["files"][-1]
+            console.print(f"{failure.probe}: shrunk to {size} in {shrunk.seconds:.0f} s: {last}", soft_wrap=True)
     show(document, as_json, out, lambda: _print(f"{target} {guarded.version}, {model}", outcomes))
     return int(any(one.verdict not in ("right", "cannot be asked here") for one in outcomes))
 

@@ -139,7 +139,7 @@ def guard(
         told: called with each outcome.
 
     Raises:
-        ConfigError: no probe is selected.
+        ConfigError: no probe is selected; or none could be asked, in any setting.
     """
     known = load_probes()
     if not any(part in one.name for part in select or [""] for one in known):
@@ -170,4 +170,6 @@ def guard(
                 session.target.close()
     finally:
         guarded.close()
+    if all(one.verdict == "cannot be asked here" for one in outcomes):
+        raise ConfigError(f"nothing could be asked: {outcomes[0].detail}")
     return outcomes

@@ -89,32 +89,41 @@ class References:
 
     def __init__(self, kind: Kind, folder: str, settings: Mapping[str, str] | None = None) -> None:
         self._kind, self._folder, self._settings = kind, folder, dict(settings or {})
-        self._target: Target | None = None
-        self._known: dict[Ask, Answer] = {}
+        self._targets: dict[str, Target] = {}  # by the drafts that they make
+        self._known: dict[tuple[Ask, str], Answer] = {}
 
-    def alone(self, ask: Ask) -> Answer:
+    def alone(self, ask: Ask, drafts: str = "") -> Answer:
         """
+        Args:
+            drafts: a level of `spec`, with which a sampled answer is asked for: equal seeds need not give equal draws
+                with other drafts. Greedy ones are always asked for without.
+
         Raises:
             TargetError: it died.
         """
-        key = replace(ask, salt="", after=0, abort_after=None, logprobs=True, n=ask.n if ask.temperature else 1)
-        if key not in self._known:
-            if self._target is None:
-                self._target = self._kind.start(self._folder, self._settings)
+        drafts = drafts if ask.temperature and drafts in self._kind.factors.get("spec", ()) else ""
+        asked = replace(ask, salt="", after=0, abort_after=None, logprobs=True, n=ask.n if ask.temperature else 1)
+        if (asked, drafts) not in self._known:
+            target = self._target(drafts)
             try:
-                if "reset" in self._target.can:
-                    self._target.reset()
-                asked = key if "logprobs" in self._target.can else replace(key, logprobs=False)
-                (self._known[key],) = self._target.ask([asked])
+                if "reset" in target.can:
+                    target.reset()
+                sent = asked if "logprobs" in target.can else replace(asked, logprobs=False)
+                (self._known[asked, drafts],) = target.ask([sent])
             except TargetError:
                 self.close()
                 raise
-        return self._known[key]
+        return self._known[asked, drafts]
+
+    def _target(self, drafts: str) -> Target:
+        if drafts not in self._targets:
+            more = {"spec": drafts} if drafts else {}
+            self._targets[drafts] = self._kind.start(self._folder, {**self._settings, **more})
+        return self._targets[drafts]
 
     def close(self) -> None:
-        if self._target is not None:
-            self._target.close()
-            self._target = None
+        while self._targets:
+            self._targets.popitem()[1].close()
 
 
 class Session:
@@ -267,7 +276,7 @@ class Session:
         answers = self.target.ask(one.asks, one.preempt_every)
         found = []
         for i, (ask, answer) in enumerate(zip(one.asks, answers, strict=True)):
-            alone = self.references.alone(ask) if self.judge.needs_alone(ask) else None
+            alone = self.references.alone(ask, self._drafts()) if self.judge.needs_alone(ask) else None
             judgement = self.judge.judge(ask, answer, alone)
             most = self.seen.shared(one, i)
             if judgement.verdict == "right" and (answer.cached_tokens or 0) > most:
@@ -276,6 +285,11 @@ class Session:
             found.append(judgement)
         self.seen.add(one, answers)
         return answers, found
+
+    def _drafts(self) -> str:
+        """Those that a sampled answer depends on."""
+        steady = "seed through drafts" in self.target.can or self.is_plain("spec")
+        return "" if steady else self.settings["spec"]
 
     def _possible(self, one: Round) -> Round:
         """Without the extras that the target does not have; none of them is what the probe is about."""

@@ -16,6 +16,7 @@ from jinja2 import TemplateError
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
+from hybrid_kv import __version__
 from hybrid_kv.config import ConfigError, HybridKVError
 from hybrid_kv.serve.answers import ChatAnswer, CompletionAnswer, Json
 from hybrid_kv.serve.engine import BusyError, Engine, Piece, StoppedError, Submission
@@ -56,6 +57,7 @@ class Front:
         add("/v1/models", self.models, methods=["GET"], response_model=None)
         add("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"], response_model=None)
         add("/metrics", self.prometheus, methods=["GET"], response_model=None)
+        add("/version", self.version, methods=["GET"], response_model=None)
         add("/health", self.health, methods=["GET"], response_model=None)
         self.app.exception_handler(HybridKVError)(_refused)
         self.app.exception_handler(HTTPException)(_no_route)
@@ -105,6 +107,10 @@ class Front:
         """Counters."""
         self._authorize(request)
         return Response(self.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    async def version(self) -> Response:
+        """Of this package."""
+        return JSONResponse({"version": __version__})
 
     async def health(self) -> Response:
         """200 as long as the engine takes requests."""

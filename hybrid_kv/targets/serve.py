@@ -23,7 +23,7 @@ from hybrid_kv.targets.server import Server
 name = "serve"
 factors: Mapping[str, Sequence[str]] = ours.factors
 # Not only if asking shows it: salts that are mixed up look like no salts.
-PROMISED = frozenset({"salt", "cached", "n", "seed", "reset", "preempt", "logprobs"})
+PROMISED = frozenset({"salt", "cached", "n", "seed", "seed through drafts", "reset", "preempt", "logprobs"})
 START_SECONDS = 60.0
 
 

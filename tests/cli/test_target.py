@@ -58,6 +58,17 @@ def test_the_document_says_what_backs_each_verdict(capsys):
     assert found["seconds"] >= 0 and found["seed"] == 0
 
 
+def test_what_was_found_is_kept_if_making_it_small_is_interrupted(capsys, monkeypatch, tmp_path):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(target, "shrink", interrupted)
+    code, _, err = run(capsys, *QUICK, "--target", "broken", "--out", "found.json")
+    assert code != 0 and "interrupted" in err
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [one["probe"] for one in found["outcomes"] if one["verdict"] == "wrong"] == ["repeat"]
+
+
 def test_a_wrong_answer_ends_with_1_and_can_be_played_again(capsys, tmp_path):
     code, out, err = run(capsys, *QUICK, "--target", "broken", "--json", "--out", "found.json")
     found = json.loads(out)

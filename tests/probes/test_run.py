@@ -69,6 +69,11 @@ def test_a_setting_that_does_not_start_is_an_outcome(guarded):
     ]
 
 
+def test_an_engine_that_can_be_asked_nothing_has_not_passed(guarded):
+    with pytest.raises(ConfigError, match="nothing could be asked: toy, start: no chunks here"):
+        guard(guarded(), [{"chunk": "no"}])
+
+
 def test_once_the_plain_engine_errs_alone_the_rest_is_held_against_itself(guarded):
     found = guard(guarded(bug="a tie"), [{}, {"prefix": "on"}])
     assert [one.probe for one in found if one.verdict == "wrong"] == ["alone"]
@@ -78,9 +83,9 @@ def test_references_have_the_dtype_of_what_they_are_held_against(guarded):
     some = guarded()
     some.kind.factors["dtype"] = ("float32", "bfloat16")
     coarse = some.session({"prefix": "on", "dtype": "bfloat16"}).references
-    assert coarse.alone(Ask((3,))) and coarse._target.settings == {"dtype": "bfloat16"}
+    assert coarse.alone(Ask((3,))) and coarse._targets[""].settings == {"dtype": "bfloat16"}
     fine = some.session({"prefix": "on"}).references
-    assert fine.alone(Ask((3,))) and fine._target.settings == {}
+    assert fine.alone(Ask((3,))) and fine._targets[""].settings == {}
 
 
 def test_a_probe_that_is_not_there_is_refused(guarded):

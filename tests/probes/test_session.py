@@ -62,6 +62,16 @@ def test_where_rounding_would_hide_a_wrong_answer_nothing_is_right(monkeypatch):
     assert found["batch"].detail.startswith("rounding goes to 10, which ")
 
 
+@pytest.mark.parametrize(("promised", "verdict"), [(True, "wrong"), (False, "right")])
+def test_draws_with_drafts_are_held_against_those_without_only_where_that_is_promised(promised, verdict):
+    kind = ToyKind(can=frozenset(CAPABILITIES) - (set() if promised else {"seed through drafts"}))
+    kind.factors["spec"] = ("none", "ngram3")
+    session = Session(kind, "folder", {"spec": "ngram3"}, Judge(ToyOracle()), References(kind, "folder"))
+    calibrate(session, VOCAB)
+    (seeds,) = [session.run(probe, VOCAB) for probe in load_probes() if probe.name == "seeds"]
+    assert (seeds.verdict, seeds.num_answers > 0) == (verdict, True)
+
+
 def test_what_is_off_is_not_asked_to_move():
     found, _ = outcomes(prefix="off")
     assert {one.verdict for one in found.values()} == {"right"}

@@ -40,12 +40,13 @@ class ToyOracle:
 
 
 class Toy:
-    """`bug` is one of those that are asked about below; `can` what it offers."""
+    """`bug` is one of those that are asked about below; `can` what it offers. Its drafts turn what is drawn."""
 
     name, version, longest = "toy", "1.0", 512
 
     def __init__(self, settings=None, bug="", can=frozenset(CAPABILITIES), rows=8):
         self.settings, self.bug, self.can = dict(settings or {}), bug, can
+        self.drafts = self.settings.get("spec", "none") != "none"
         self.caches = self.settings.get("prefix", "off") == "on"
         self.cached, self.aborted, self.counts = set(), set(), Counter(hits=0, drafts=0, accepted=0, preemptions=0)
         self.num_asked = self.num_aborted = 0
@@ -100,7 +101,9 @@ class Toy:
         least = ask.max_tokens if ask.abort_after is None else min(ask.abort_after, ask.max_tokens)
         for i in range(least):
             row = logprobs(state)
-            token = int(row.argmax()) if not ask.temperature else int((row + _noise(ask.seed, i)).argmax())
+            token = (
+                int(row.argmax()) if not ask.temperature else int((row + _noise(ask.seed + self.drafts, i)).argmax())
+            )
             if self.bug == "a tie" and len(ask.prompt) == 1 and i == 3:
                 token = int(row.topk(2).indices[1])
             tokens.append(token)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
+from hybrid_kv import __version__
 from hybrid_kv.serve.app import Access, Front
 from tests.serve.conftest import Served
 
@@ -50,6 +51,7 @@ def test_with_the_key_everything_is_answered(front: Callable[..., TestClient]) -
     assert client.post("/v1/completions", json=ASK, headers=headers).status_code == 200
     assert client.get("/metrics", headers=headers).status_code == 200
     assert client.get("/health").status_code == 200  # it tells nothing
+    assert client.get("/version").json() == {"version": __version__}  # nor does it need a key
 
 
 def test_a_body_that_is_too_long_is_not_read_to_its_end(front: Callable[..., TestClient]) -> None:
