@@ -11,7 +11,6 @@ import typer
 from hybrid_kv.cli.options import AsJson, OutFile, Record, ResultsFolder, Select, require_at_least_one, rows_file, show
 
 Tier = Literal["count", "cpu", "gpu"]
-FITNESS_SECONDS = 1.0  # enough for a mark on the verdict; `hybrid-kv doctor` looks longer
 
 
 def compare(
@@ -51,7 +50,7 @@ def compare(
     from hybrid_kv.files import check_outputs, write_whole
     from hybrid_kv.results import append_rows
     from hybrid_kv.timing.cases import TIERS
-    from hybrid_kv.timing.fitness import examine
+    from hybrid_kv.timing.fitness import MARK_SECONDS, examine
 
     require("scipy")
     design = Design(pairs=pairs, threshold=threshold)
@@ -71,7 +70,7 @@ def compare(
     comparison = measure(
         base, head, root=ROOT, quick=not every, select=select or [""], tiers=tiers, design=design, seed=seed
     )
-    comparison = replace(comparison, unfit=examine(FITNESS_SECONDS).unfit)
+    comparison = replace(comparison, unfit=examine(MARK_SECONDS).unfit)
     outcomes = verdicts.outcomes_of(comparison, known)
     if acknowledge is not None:
         append_rows(

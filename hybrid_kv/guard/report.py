@@ -71,9 +71,13 @@ def print_results(results: Sequence[CheckResult]) -> None:
         exact = f" and {first['exact_requests']} exact requests" if first["exact_requests"] else ""
         console.print(f"\nfirst failure: {first['section']}, after {first['seconds']:.1f} s{exact}")
     failed = sum(not result.passed for result in results)
-    console.print(
-        f"\n{len(results) - failed} of {len(results)} checks passed" + (f", {failed} failed" if failed else "")
-    )
+    passed = f"\n{len(results) - failed} of {len(results)} checks passed" + (f", {failed} failed" if failed else "")
+    console.print(passed + (f"; unfit machine: {unfit}" if (unfit := unfit_machine(results)) else ""))
+
+
+def unfit_machine(results: Sequence[CheckResult]) -> str:
+    """Why the times among them prove nothing; empty: they do, or there are none."""
+    return next((result.params["unfit"] for result in results if "unfit" in result.params), "")
 
 
 def first_failure(results: Sequence[CheckResult]) -> dict[str, Any] | None:
@@ -92,6 +96,7 @@ def document(results: Sequence[CheckResult], seed: int) -> dict[str, Any]:
     return {
         "passed": all(result.passed for result in results),
         "seed": seed,
+        "unfit": unfit_machine(results),
         "first_failure": first_failure(results),
         "provenance": asdict(provenance()),
         "checks": [asdict(result) for result in results],

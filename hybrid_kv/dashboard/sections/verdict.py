@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from html import escape
 
-from hybrid_kv.dashboard.data import SERIES, each
+from hybrid_kv.dashboard.data import SERIES, column, each
 from hybrid_kv.dashboard.draw import in_script, paragraph, table, with_small_case
 from hybrid_kv.dashboard.report import MAX_LISTED, Report, Section
 from hybrid_kv.dashboard.verdicts import SuiteVerdict, age_of, distance_text, headline, verdicts
@@ -38,12 +38,14 @@ def _tile(report: Report, v: SuiteVerdict) -> str:
     age, word = age_of([v], report.head), headline([v], report.head).word
     commit = report.link(v.newest.commit) + (" + changes" if v.newest.dirty else "")
     far = f"<span class=where>{distance_text(age.nearest, age.farthest)} from HEAD</span>" if age.farthest else ""
+    mark = next((text for text in column(v.rows, "unfit", str) if text), None)
+    unfit = f"<span class=where>not fit for times: {escape(mark)}</span>" if mark else ""
     return (
         f'<li class="tile" data-machine="{escape(v.machine)}"><b class="{word}">{WORDS[word]}</b>'
         f'<span class="name">{escape(suite_name(v.suite))}</span>'
         f"<span>{v.count('pass'):,} of {len(v.rows):,} checks</span>"
         f"<span class=where>{commit}, <time>{day(v.newest)}</time></span>{far}"
-        f"<span class=where>{escape(v.machine) or 'any machine'}</span></li>"
+        f"<span class=where>{escape(v.machine) or 'any machine'}</span>{unfit}</li>"
     )
 
 

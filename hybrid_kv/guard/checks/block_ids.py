@@ -13,9 +13,10 @@ def check_expansion(run: Run) -> list[CheckResult]:
     """The engine's block-id path against the alternatives, as ratios in one run.
 
     A ratio must reach what the benchmark requires, and half of the best that `results/microbench.csv` has for this
-    kind of machine: the other half is left to a busy one.
+    kind of machine: the other half is left to a busy one. What a machine says that is unfit for times carries the mark.
     """
     from hybrid_kv.timing.block_ids import quick_ratios, recorded_ratios, required_ratio
+    from hybrid_kv.timing.fitness import MARK_SECONDS, examine
 
     begin = time.perf_counter()
     all_recorded = recorded_ratios()
@@ -26,6 +27,7 @@ def check_expansion(run: Run) -> list[CheckResult]:
         rival = f"{params['scenario']}, {params['subject']}" if benchmark == "step" else "one append, fastest rival"
         cells.append((rival, ratio / required, ratio, low, high, required, params))
     run.progress(1)
+    unfit = examine(MARK_SECONDS).unfit
     seconds = time.perf_counter() - begin
     results = []
     for name in dict.fromkeys(cell[0] for cell in cells):
@@ -36,7 +38,7 @@ def check_expansion(run: Run) -> list[CheckResult]:
         results.append(
             CheckResult(
                 "block ids", f"{name}, over the engine", not detail, ratio, "time ratio", f">= {required:.3g}",
-                len(own), seconds, detail, figures=params, interval=(low, high),
+                len(own), seconds, detail, {"unfit": unfit} if unfit else {}, params, (low, high),
             )
         )  # fmt: skip
         seconds = 0.0
