@@ -317,3 +317,6 @@ def test_kv_heads_are_repeated_equally_often_or_not_at_all() -> None:
     assert attention_of(model_shape(config, ranks=Ranks(12))).num_kv_heads == 1
     with pytest.raises(ConfigError, match="num_key_value_heads=6 can't be divided over --tensor-parallel 4, nor"):
         model_shape(config, ranks=Ranks(4))
+    # Six copies of a head: four ranks that follow each other would divide the tokens of two heads.
+    with pytest.raises(ConfigError, match="use a --context-parallel that divides 6, not 4"):
+        model_shape(config | {"num_key_value_heads": 2}, ranks=Ranks(12, 1, 4))
