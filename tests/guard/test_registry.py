@@ -85,6 +85,7 @@ def test_levels_leave_the_sections_that_have_them() -> None:
 def test_without_the_file_there_is_no_such_section(size: Size) -> None:
     assert list(amounts(size)) == [
         "layout",
+        "plan",
         "refusals",
         "exact model",
         "costs",
