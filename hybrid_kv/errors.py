@@ -45,6 +45,7 @@ EXTRAS = {
     "fastapi": "serve",
     "uvicorn": "serve",
     "prometheus_client": "serve",
+    "ray": "cluster",
 }
 
 

@@ -79,13 +79,18 @@ def over_ray(address: str, retries: int) -> Pool:
             return max(2, 2 * int(ray.cluster_resources().get("CPU", 1)))
 
         def first_of(references: Collection[Any]) -> Iterable[Any]:
-            ended: list[Any] = ray.wait(list(references), num_returns=1)[0]
+            every = list(references)
+            ray.wait(every, num_returns=1)
+            # All that have ended, since a look at twenty thousand costs as much for one of them.
+            ended: list[Any] = ray.wait(every, num_returns=len(every), timeout=0)[0]
             return ended
 
         try:
             for task, reference in _as_they_end(give, room, start, first_of):
                 try:
                     done = ray.get(reference)
+                except ray.exceptions.RayTaskError as error:
+                    done = Lost(str(error).strip().splitlines()[-1])  # behind its traceback
                 except ray.exceptions.RayError as error:
                     done = Lost(str(error).splitlines()[0])
                 yield task, done
