@@ -113,9 +113,10 @@ def test_a_case_is_chosen_among_those_of_its_benchmark(opened: Open, site: Path)
 
 def test_a_target_is_chosen_with_a_click(opened: Open, site: Path) -> None:
     page = opened(site)
-    visible = (
-        "[...document.querySelectorAll('tr[data-target]')].filter((r) => r.offsetParent).map((r) => r.dataset.target)"
-    )
+    rows = "[...document.querySelectorAll('tr[data-target]')].filter((r) => r.checkVisibility())"
+    visible = f"{rows}.map((r) => r.dataset.target)"
+    assert page.js(visible) == []  # folded
+    page.click("#kernels summary")
     assert set(page.js(visible)) == {"sm_90"}
     page.click("button[data-target=gfx942]")
     assert set(page.js(visible)) == {"gfx942"}

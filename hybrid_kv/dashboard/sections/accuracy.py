@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from html import escape
 from typing import Any
 
 import pandas as pd
 
 from hybrid_kv.dashboard.data import each
-from hybrid_kv.dashboard.draw import BLUE, intervals, plot, table, wrapped
+from hybrid_kv.dashboard.draw import BLUE, columns, intervals, paragraph, plot, table, wrapped
 from hybrid_kv.dashboard.report import MAX_LISTED, Report, Section
 from hybrid_kv.dashboard.words import WORDS, day, number
 
@@ -21,6 +22,7 @@ PAIRED = {
     "detectable_loss": "smallest loss found with 80 % power",
 }
 MAX_LINES = 16  # of one figure
+NO_SETTING = ("seed", "limit", "task", "lm_eval", "num_fewshot")
 
 
 def section(report: Report) -> Section | None:
@@ -39,25 +41,30 @@ def section(report: Report) -> Section | None:
 
 
 def _shares(rows: pd.DataFrame) -> str:
-    """One line per task, model, settings and metric with a point per run: runs of other seeds show the spread."""
+    """A figure for the right answers of each task, and one for those without a number, each on an axis of its own."""
     rows = rows[~rows["metric"].isin(PAIRED)]
-    if rows.empty:
-        return ""
-    settings = [
-        ", ".join(
-            f"{k}={v}" for k, v in sorted(p.items()) if k not in ("seed", "limit", "task", "lm_eval", "num_fewshot")
-        )
-        for p in rows["parsed"]
-    ]
-    groups = list(rows.assign(settings=settings).groupby(["benchmark", "settings", "metric"], sort=False))[-MAX_LINES:]
+    settings = [{k: v for k, v in p.items() if k not in NO_SETTING} for p in rows["parsed"]]
+    rows = rows.assign(
+        settings=[json.dumps(one, sort_keys=True) for one in settings], invalid=rows["metric"].str.contains("invalid")
+    )
+    figures = [_figure(own) for _, own in rows.groupby(["benchmark", "invalid"], sort=False)]
+    note = "Full: the newest run with its 95 % interval; hollow: earlier runs."
+    return columns(figures) + paragraph(note) if figures else ""
+
+
+def _figure(rows: pd.DataFrame) -> str:
+    """One line per model, settings and metric with a point per run: runs of other seeds show the spread."""
+    groups = [line for _, line in rows.groupby(["settings", "metric"], sort=False)][-MAX_LINES:]
+    rows = pd.concat(groups)
+    apart = _differing([json.loads(line["settings"].iloc[-1]) for line in groups])
     labels, traces = [], []
-    for index, (_, line) in enumerate(groups):
+    for index, (line, setting) in enumerate(zip(groups, apart, strict=True)):
         newest = line.tail(1)
         row = next(each(newest))
         name = row.metric.replace("exact_match_", "").replace("_", " ")
         # Spaces that no line ends at.
         count = f"{len(line)} runs of\u00a0{row.n:,}" if len(line) > 1 else f"n\u00a0=\u00a0{row.n:,}"
-        labels.append(f"{row.benchmark}, {name}, {count}")
+        labels.append(", ".join(filter(None, [setting, name, count])))
         for points, size, symbol in ((line.iloc[:-1], 7, "circle-open"), (newest, 10, "circle")):
             traces.append(
                 {
@@ -71,14 +78,16 @@ def _shares(rows: pd.DataFrame) -> str:
                     "hovertemplate": "%{x:.1f} %<br>%{customdata}<extra></extra>",
                 }
             )
+    shown = pd.concat([rows["value"], rows["ci_low"].dropna(), rows["ci_high"].dropna()]).astype(float)
+    low, high = axis_ends(100 * shown.min(), 100 * shown.max())
+    what = "answers without a number" if rows["invalid"].iloc[0] else "right answers"
+    cut = "" if low <= 0 and high >= 100 else f"; the axis is cut: {number(max(low, 0))} to {number(min(high, 100))} %"
     return plot(
         traces,
-        "Shares of the questions: the newest run with its 95 % interval, earlier runs hollow",
-        "; ".join(
-            f"{label}: {100 * line['value'].iloc[-1]:.1f} %" for label, (_, line) in zip(labels, groups, strict=True)
-        ),
+        f"{rows['benchmark'].iloc[0]}, {what}{cut}",
+        "; ".join(f"{label}: {100 * line['value'].iloc[-1]:.1f} %" for label, line in zip(labels, groups, strict=True)),
         80 + 40 * len(groups),
-        xaxis={"title": "share of the questions", "ticksuffix": " %", "range": [-5, 105]},
+        xaxis={"title": "share of the questions", "ticksuffix": " %", "range": [low, high], "nticks": 4},
         yaxis={
             "tickvals": list(range(len(labels))),
             "ticktext": [wrapped(label, 24) for label in labels],
@@ -86,6 +95,25 @@ def _shares(rows: pd.DataFrame) -> str:
             "showgrid": False,
         },
     )
+
+
+def axis_ends(low: float, high: float) -> tuple[float, float]:
+    """Of an axis in % on which figures from `low` to `high` differ: a fifth wider, 2 points at least.
+
+    Nothing lies below 0 or above 100 %, but half of a mark there does.
+    """
+    span = max(1.2 * (high - low), 2.0)
+    start = min(max((low + high - span) / 2, 0.0), max(0.0, 100.0 - span))
+    end = min(start + span, 100.0)
+    room = 0.04 * (end - start)
+    return start - room if start == 0 else start, end + room if end == 100 else end
+
+
+def _differing(settings: list[dict[str, Any]]) -> list[str]:
+    """What each of some settings says that not all of them do."""
+    names = sorted({name for one in settings for name in one})
+    names = [name for name in names if any(one.get(name) != settings[0].get(name) for one in settings)]
+    return [", ".join(f"{name}={one[name]}" for name in names if name in one) for one in settings]
 
 
 def _paired(rows: pd.DataFrame) -> str:

@@ -57,7 +57,8 @@ def section(report: Report) -> Section | None:
         f"Compiled ahead of time, no GPU: exact for one version of Triton ({versions}). Each instruction counts once, "
         "however often it runs."
     )
-    return Section("Kernels", finding, body + paragraph(note))
+    summary = f"<summary>{len(lines):,} compiled cases, target by target</summary>"
+    return Section("Kernels", finding, f"<details>{summary}{body}{paragraph(note)}</details>")
 
 
 def static_table(results: Results) -> pd.DataFrame:

@@ -14,7 +14,8 @@ from hybrid_kv.dashboard.report import Report, Section
 from hybrid_kv.dashboard.words import NANOSECONDS, about, in_nanoseconds, metric_name, time_unit
 
 PLACE = 50
-LIMIT = "limit"
+LIMIT, FLUSH = "limit", "replay, a step that flushes"
+LOOKS = {"replay": MARKS[0], FLUSH: MARKS[3], "slots": MARKS[1], LIMIT: MARKS[4]}
 MAX_LINES = 16  # of one figure
 _SCHEME = re.compile(r"slots|replay|limit")
 _K = re.compile(r"\bK\s?=\s?(\d+)")
@@ -39,21 +40,23 @@ def section(report: Report) -> Section | None:
 
 
 def scheme_rows(rows: pd.DataFrame) -> pd.DataFrame:
-    """Bytes and times of a state update, with columns `scheme`, `K`, `model`, `dtype`, `of`, `rest`.
+    """Bytes and times of a state update, with columns `scheme`, `line`, `K`, `model`, `dtype`, `of`, `rest`.
 
     A row belongs here if its scheme (`slots`, `replay`, `limit`: the least that any scheme must move) is in `params`,
     the metric's or the benchmark's name, on a GPU the subject's, and K in `params` or in their `shape`. `of` is the
-    metric without a scheme, and `rest` what else the params say: each combination is a figure.
+    metric without a scheme, and `rest` what else the params say: each combination is a figure. `line` is the scheme, or
+    `FLUSH`: what replay does in some steps, on the same axis as both.
     """
     states = rows["suite"].isin([STATIC_SUITE, "state_update", "replay", "kernel_metrics", "memory", "gpu"])
     moved = rows["metric"].str.contains("bytes") & ~rows["metric"].str.contains("spill|shared|instructions")
     rows = rows[states & (moved | rows["unit"].isin(NANOSECONDS))].copy()
     rows["scheme"] = [_scheme(row) for row in each(rows)]
+    rows["line"] = [FLUSH if p.get("flush") is True else s for s, p in zip(rows["scheme"], rows["parsed"], strict=True)]
     rows["of"] = rows["metric"].str.replace(r"_?(slots|replay|limit)_?", "", regex=True)
     rows["K"] = [_num_drafts(params) for params in rows["parsed"]]
     rows["model"] = [_K.sub("", str(p.get("model") or p.get("shape") or "")).strip(", ") for p in rows["parsed"]]
     rows["dtype"] = [str(p.get("dtype") or "") for p in rows["parsed"]]
-    apart = {*NO_IDENTITY, "scheme", "subject", "launch", "K", "model", "shape", "dtype", "target"}
+    apart = {*NO_IDENTITY, "scheme", "flush", "subject", "launch", "K", "model", "shape", "dtype", "target"}
     rows["rest"] = [", ".join(f"{k}={v}" for k, v in sorted(p.items()) if k not in apart) for p in rows["parsed"]]
     return rows[(rows["scheme"] != "") & rows["K"].notna()]
 
@@ -90,8 +93,7 @@ def _scheme_finding(rows: pd.DataFrame) -> str:
 
 
 def _scheme_figures(rows: pd.DataFrame) -> str:
-    order = [name for name in ("replay", "slots", LIMIT) if (rows["scheme"] == name).any()]
-    looks = {"replay": MARKS[0], "slots": MARKS[1], LIMIT: MARKS[4]}
+    order = [name for name in LOOKS if (rows["line"] == name).any()]
     figures = []
     for key, cell in list(rows.groupby(["model", "dtype", "of", "rest"], sort=False))[:MAX_LINES]:
         model, dtype, metric, rest = map(str, key)
@@ -100,11 +102,11 @@ def _scheme_figures(rows: pd.DataFrame) -> str:
             unit, size = time_unit(cell["value"].max())
             scale = 1 / size
         traces = []
-        for scheme in order:
-            line = cell[cell["scheme"] == scheme].sort_values("K").drop_duplicates("K", keep="last")
+        for name in order:
+            line = cell[cell["line"] == name].sort_values("K").drop_duplicates("K", keep="last")
             if len(line):
-                trace = line_trace(line, scheme, looks, "K", "drafts", scale)
-                if scheme == LIMIT:
+                trace = line_trace(line, name, LOOKS, "K", "drafts", scale)
+                if name == LIMIT:
                     trace |= {"mode": "lines"}
                 traces.append(trace)
         figures.append(
@@ -117,4 +119,4 @@ def _scheme_figures(rows: pd.DataFrame) -> str:
                 yaxis={"title": escape(unit), "rangemode": "tozero"},
             )
         )
-    return legend({name: looks[name] for name in order}) + columns(figures)
+    return legend({name: LOOKS[name] for name in order}) + columns(figures)

@@ -45,6 +45,24 @@ def test_times_of_both_schemes_are_drawn_in_one_unit(tmp_path: Path) -> None:
     assert found[0]["layout"]["yaxis"]["title"]["text"] == "µs"
 
 
+def test_a_step_that_flushes_is_on_the_axis_of_both_schemes(tmp_path: Path) -> None:
+    rows = [
+        row(0, {"receipt": RECEIPT, "model": "nano", "K": k} | flush, benchmark=scheme, value=value + k, unit="us")
+        for k in (1, 3)
+        for scheme, flush, value in (
+            ("slots", {}, 9.0),
+            ("replay", {"flush": False}, 3.0),
+            ("replay", {"flush": True}, 4.0),
+        )
+    ]
+    (figure,) = figures(section(page_of(results(tmp_path, *rows)), "slots-and-replay"))
+    assert {trace["name"]: trace["y"] for trace in figure["data"]} == {
+        "replay": [4, 6],
+        "replay, a step that flushes": [5, 7],
+        "slots": [10, 12],
+    }
+
+
 def test_more_bytes_for_replay_are_said_so(tmp_path: Path) -> None:
     rows = [one | {"value": 9e9} if "replay" in one["params"] else one for one in everything()]
     assert titles(page_of(results(tmp_path, *rows)))["slots-and-replay"] == (
