@@ -134,14 +134,14 @@ def _compared(rows: pd.DataFrame, report: Report) -> str:
     lines = [
         [
             with_small_case([getattr(row, name) for name in SERIES]),
-            percent_change(row),
             f'<b class="{OUTCOMES.get(row.outcome, "changed")}">{escape(row.outcome)}</b>',
+            percent_change(row),
             f"{row.n:,}",
         ]
         for row in each(far[:MAX_LISTED])
     ]
     text = introduction(rows, partial(report.link, folder=""))
-    text += table(["time", "change", "", "n"], lines) if lines else paragraph("Every time is the same.")
+    text += table(["time", "", "change", "n"], lines) if lines else paragraph("Every time is the same.")
     return text + _more(len(far)) + exact_figures(rows)
 
 

@@ -16,6 +16,20 @@ from typing import Any
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 PATIENCE = 60.0  # seconds for any answer; a machine that is slower than that is stuck
 
+# Text that a reader of the page cannot get at: beyond its edge, or its figure's, and in no box that scrolls.
+CUT = """
+[...document.querySelectorAll("body *")].filter((e) => {
+  const text = [...e.childNodes].some((node) => node.nodeType === Node.TEXT_NODE && node.textContent.trim());
+  if (!text || !e.checkVisibility() || e.closest("script, option, .scroll, nav")) return false;
+  const range = document.createRange();
+  range.selectNodeContents(e);
+  const own = range.getBoundingClientRect(), figure = e.closest("svg.main-svg")?.getBoundingClientRect();
+  const left = figure?.left ?? 0, right = figure?.right ?? innerWidth;
+  const hidden = !figure && getComputedStyle(e).overflowX === "hidden" && e.scrollWidth > e.clientWidth;
+  return hidden || own.left < left - 0.5 || own.right > right + 0.5;
+}).map((e) => e.textContent.trim().slice(0, 60))
+"""
+
 
 def find() -> str | None:
     """The browser's path, or None."""
@@ -101,8 +115,12 @@ class Page:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[scheme])
         self._call("Page.navigate", url=file.resolve().as_uri())
-        while not any(event.get("method") == "Page.loadEventFired" for event in browser.events):
-            browser.events.append(browser.message())
+        self._loaded()
+
+    def _loaded(self) -> None:
+        events = self._browser.events
+        while not any(event.get("method") == "Page.loadEventFired" for event in events):
+            events.append(self._browser.message())
 
     def _call(self, method: str, **params: Any) -> dict[str, Any]:
         return self._browser.call(method, self._session, **params)
@@ -143,6 +161,12 @@ class Page:
         )
         for kind in ("mousePressed", "mouseReleased"):
             self._call("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
+
+    def follow(self, selector: str) -> None:
+        """Click a link and wait for what it leads to; `problems` are those of the new page."""
+        self._browser.events.clear()
+        self.click(selector)
+        self._loaded()
 
     def choose(self, selector: str, value: str) -> None:
         """Choose an option of a select element, as a hand would: its change event fires."""

@@ -64,6 +64,9 @@ PAYLOADS = (
     "__proto__",
     "constructor",
     "\u202eevil",
+    "w" * 300,
+    "\x00\x07\x1b[31m\x7f\x85",
+    "漢字🙂e\u0301\u200b\u2028",
 )
 FREE = ("machine", "unit", "metric", "device", "benchmark", "commit", "suite", "baseline_commit", "run_id")
 FREE += ("python", "torch", "triton", "params")

@@ -8,7 +8,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from hybrid_kv.dashboard.commit import write_commits
 from hybrid_kv.dashboard.data import MAX_POINTS, Results, load
+from hybrid_kv.dashboard.page import build_page
+from hybrid_kv.dashboard.report import Report
 from hybrid_kv.results import COLUMNS
 from tests.dashboard import chromium
 from tests.dashboard.conftest import Open
@@ -22,7 +25,9 @@ pytest.importorskip("plotly", reason="the report needs plotly: pip install -e '.
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    return written(page_of(results(folder / "rows", *everything(), *swarms()), "https://example.org/a/b"), folder)
+    report = Report(results(folder / "rows", *everything(), *swarms()), repository="https://example.org/a/b")
+    write_commits(report, folder / "commits")
+    return written(build_page(report), folder)
 
 
 TRACES = "document.getElementById('history-chart').data"
@@ -150,14 +155,44 @@ def test_dark_mode_is_dark_and_its_text_light(opened: Open, site: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [320, 390])
-def test_a_phone_needs_no_sideways_scrolling(opened: Open, site: Path, width: int) -> None:
-    page = opened(site, width=width, height=844)
-    assert is_drawn(page)
+@pytest.mark.parametrize("name", ["index", "commits/000420004200", "commits/000200002000"])
+def test_on_a_phone_nothing_is_cut(opened: Open, site: Path, name: str, width: int) -> None:
+    page = opened(site.parent / f"{name}.html", width=width, height=844)
+    page.js("document.querySelectorAll('details').forEach((one) => { one.open = true })")
     assert page.js("document.documentElement.scrollWidth") == width
-    wide = "[...document.querySelectorAll('section, figure, .canvas, .main-svg, h2, p, select')]"
+    if width == 390:  # on a narrower one an axis may have a longer name than its figure
+        assert page.js(chromium.CUT) == []
+    wide = "[...document.querySelectorAll('section, figure, .canvas, .main-svg, h1, h2, p, select, .scroll')]"
     assert page.js(f"{wide}.filter((e) => e.getBoundingClientRect().right > innerWidth + 0.5).length") == 0
-    # Touch scrolls the page, also where a finger starts on a figure.
-    assert page.js("document.getElementById('history-chart').layout.dragmode") is False
+    scrolling = "[...document.querySelectorAll('.scroll')].filter((e) => e.scrollWidth > e.clientWidth)"
+    assert page.js(f"{scrolling}.length") > 0
+    assert page.js(f"{scrolling}.every((e) => getComputedStyle(e).overflowX === 'auto')")
+    assert page.problems == []
+    if name == "index":
+        assert is_drawn(page)
+        # Touch scrolls the page, also where a finger starts on a figure.
+        assert page.js("document.getElementById('history-chart').layout.dragmode") is False
+
+
+def test_the_check_of_what_is_cut_can_fail(opened: Open, site: Path, tmp_path: Path) -> None:
+    title = '"title":{"text":"share of the questions"'
+    html = site.read_text()
+    assert title in html
+    page = opened(written(html.replace(title, title[:-1] + " and more" * 4 + '"'), tmp_path), width=390, height=844)
+    assert len(page.js(chromium.CUT)) == 1
+    long = html.replace("<h2", f"<p style='overflow: hidden; white-space: nowrap'>{'long ' * 40}</p><h2", 1)
+    assert opened(written(long, tmp_path / "long"), width=390, height=844).js(chromium.CUT)
+
+
+def test_a_commits_page_is_a_click_away_and_leads_back(opened: Open, site: Path) -> None:
+    page = opened(site)
+    page.follow("#commits a[href$='000420004200.html']")
+    assert page.js("location.pathname").endswith("/commits/000420004200.html")
+    assert page.js("[...document.querySelectorAll('section')].map((s) => s.id)") == ["verdict", "comparison", "figures"]
+    assert page.js("document.querySelector('#verdict h2').textContent") == "✕ fail: 4 of 6 checks"
+    assert page.problems == []
+    page.follow("header a[href$='index.html']")
+    assert is_drawn(page)
 
 
 def test_no_rows_at_all(opened: Open, tmp_path: Path) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-from tests.dashboard import hostile
+from hybrid_kv.dashboard.commit import build_commits
+from hybrid_kv.dashboard.page import build_page
+from hybrid_kv.dashboard.report import Report
+from hybrid_kv.results import Head, Told
+from tests.dashboard import chromium, hostile
 from tests.dashboard.conftest import Open
 from tests.dashboard.html import page_of, written
 from tests.dashboard.rows import history
@@ -20,7 +25,8 @@ FOREIGN = """
   "svg script, [onerror], [onload], [onclick], [onfocus], [onmouseover], [ontoggle], section style")]
   .map((e) => e.outerHTML)
 """
-OWN = "#[a-z-]+|commits[/][0-9a-f]{12}[.]html|https:[/][/]example.org[/]a[/]b[/]commit[/][0-9a-f]{7,40}"
+OWN = "#[a-z-]+|[.]{2}[/]index[.]html|(commits[/])?[0-9a-f]{12}[.]html"
+OWN += "|https:[/][/]example.org[/]a[/]b[/]commit[/][0-9a-f]{7,40}"
 LINKS = f"""
 [...document.querySelectorAll("a")].map((a) => [a.getAttribute("href"), a.getAttribute("xlink:href"), a.target])
   .flat()
@@ -63,7 +69,8 @@ def test_there_are_payloads_enough() -> None:
 
 @pytest.mark.parametrize("columns", hostile.GROUPS, ids="+".join)
 def test_a_hostile_cell_stays_text(opened: Open, tmp_path: Path, columns: list[str]) -> None:
-    page = opened(written(page_of(hostile.results_of(hostile.hostile_rows(*columns)), REPOSITORY), tmp_path))
+    found = Report(hostile.results_of(hostile.hostile_rows(*columns)), repository=REPOSITORY)
+    page = opened(written(build_page(found), tmp_path))
     drawn, links = page.js(TOUR)
     assert links == []
     assert drawn >= len(hostile.PAYLOADS)
@@ -72,6 +79,30 @@ def test_a_hostile_cell_stays_text(opened: Open, tmp_path: Path, columns: list[s
     assert page.js("location.href").startswith("file:") and page.js("document.title") == "hybrid-kv report"
     assert page.js("document.documentElement.dataset.ready") == "true"
     assert page.problems == []
+
+
+@pytest.mark.parametrize("columns", hostile.GROUPS, ids="+".join)
+def test_a_hostile_cell_stays_text_on_the_page_of_a_commit(opened: Open, tmp_path: Path, columns: list[str]) -> None:
+    """On the largest, at a phone's width: no text makes it wider."""
+    rows = hostile.hostile_rows(*[name for name in columns if name != "commit"])
+    made = build_commits(Report(hostile.results_of(rows), AUTHOR, REPOSITORY))
+    page = opened(written(max((html for _, html in made), key=len), tmp_path), width=390, height=844)
+    assert page.js(FOREIGN) == [] and page.js(LINKS) == []
+    assert page.js("typeof pwned") == "undefined" and page.js("document.scripts.length") == 0
+    assert page.js("document.title").startswith("hybrid-kv 0")
+    assert page.js("document.querySelector('h1').textContent") == hostile.PAYLOADS[0]
+    assert page.js("document.documentElement.scrollWidth") == 390 and page.js(chromium.CUT) == []
+    assert page.problems == []
+
+
+class _Author(Head):
+    """Git says nothing but payloads."""
+
+    def tell(self, commits: Iterable[str]) -> dict[str, Told]:
+        return dict.fromkeys(commits, Told(hostile.PAYLOADS[1], "2026-01-01", hostile.PAYLOADS[0]))
+
+
+AUTHOR = _Author("a" * 40)
 
 
 def test_a_payload_is_shown_as_it_is(opened: Open, tmp_path: Path) -> None:

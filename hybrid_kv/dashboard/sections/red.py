@@ -20,7 +20,7 @@ def section(report: Report) -> Section | None:
         return Section("Red now", counted(red), paragraph(NOTHING)) if judged else None
     rows = [_line(report, one) for one in red[:MAX_LISTED]]
     attributes = [f'data-machine="{escape(one.key[4])}"' for one in red[:MAX_LISTED]]
-    body = table(["what is red", "", "figure", "limit", "n", "since", "last green"], rows, attributes)
+    body = table(["what is red", "", "since", "last green", "figure", "limit", "n"], rows, attributes)
     if len(red) > MAX_LISTED:
         body += paragraph(f"and {len(red) - MAX_LISTED:,} more")
     return Section("Red now", counted(red), body + paragraph(RULE), red[0].word)
@@ -44,11 +44,11 @@ def _line(report: Report, one: Red) -> list[str]:
     return [
         with_small_case(one.key),
         f'<b class="{one.word}">{escape(word)}</b>',
+        _run(report, one.first) + by,
+        _run(report, one.green) if one.green else "never",
         escape(figure),
         escape(str(one.newest.parsed.get("limit", ""))),
         f"{one.newest.n:,}",
-        _run(report, one.first) + by,
-        _run(report, one.green) if one.green else "never",
     ]
 
 
