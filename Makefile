@@ -12,7 +12,7 @@ DELTA_NETS := qwen3_5_text qwen3_5_moe_text qwen3_next
 export RESULTS ?= results
 export N ?= 5
 
-.PHONY: guard guard-quick test fuzz bench lint lint-workflows kernels check-results compare step-summary comment
+.PHONY: guard guard-quick test fuzz bench lint lint-workflows kernels check-results compare commit-page may-bench step-summary comment
 .PHONY: report red figures docs titles history asv-page peers
 .PHONY: gpu-test gpu-guard gpu-bench gpu-compare gpu-accuracy guard-engine merge-results push-results alarm wheel announce clean
 guard: $(STAMP)
@@ -75,6 +75,16 @@ check-results: $(STAMP)
 compare: export BASE ?= HEAD~1
 compare: $(STAMP)
 	$(BIN)/hybrid-kv compare "$$BASE" . --markdown out/summary.md
+
+# Beside the committed rows, so that figures are held against commits measured before.
+commit-page: $(STAMP)
+	mkdir -p out/rows
+	cp results/*.csv out/rows
+	if [ -e out/compare.csv ]; then cp out/compare.csv out/rows; fi
+	$(BIN)/hybrid-kv report --results out/rows --out out/site --repository "$${REPOSITORY_URL:-}"
+
+may-bench:
+	bash .ci/may-bench
 
 step-summary:
 	if [ -e out/summary.md ]; then cat out/summary.md >>"$${GITHUB_STEP_SUMMARY:-/dev/stdout}"; fi

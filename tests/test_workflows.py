@@ -24,6 +24,7 @@ JOBS = [
 ]
 # Which job may write, and what.
 WRITES = {
+    ("bench-comment.yml", "comment"): {"pull-requests"},
     ("bench-pr.yml", "comment"): {"pull-requests"},
     ("nightly-gpu.yml", "push"): {"contents"},
     ("nightly-gpu.yml", "pages"): {"pages", "id-token"},
@@ -31,8 +32,21 @@ WRITES = {
     ("release.yml", "publish"): {"id-token"},
     ("release.yml", "announce"): {"contents"},
 }
+# Which job has a token that may only read, to ask GitHub a question.
+ASKS = {("bench-comment.yml", "allow")}
 # They take minutes, or are this suite.
-SLOW = {"test", "guard", "guard-quick", "kernels", "compare", "history", "wheel", "report", "lint-workflows"}
+SLOW = {
+    "test",
+    "guard",
+    "guard-quick",
+    "kernels",
+    "compare",
+    "commit-page",
+    "history",
+    "wheel",
+    "report",
+    "lint-workflows",
+}
 
 
 def make(*arguments, **environment):
@@ -113,7 +127,7 @@ def test_what_may_write_installs_nothing(file, name, job):
         assert "token" not in json.dumps(where.get("env", {})).lower() and "secrets." not in json.dumps(
             where.get("env")
         )
-    writes = (file, name) in WRITES
+    writes = (file, name) in {*WRITES, *ASKS}
     for step in job["steps"]:
         has_token = re.search(r"github\.token|secrets\.", json.dumps(step.get("env", {})))
         assert writes or not has_token
@@ -121,10 +135,10 @@ def test_what_may_write_installs_nothing(file, name, job):
             assert not INSTALLS.search(recipe(step["run"].removeprefix("make ").split()))
 
 
-def test_one_script_writes_what_later_steps_read_as_lines():
-    """A line break in a value would be a second output: see `test_a_line_break_is_no_second_output`."""
+def test_two_scripts_write_what_later_steps_read_as_lines():
+    """A line break in a value would be a second output: see the tests of both."""
     writers = {path.name for path in SCRIPTS if re.search("GITHUB_(OUTPUT|ENV|PATH|STATE)", path.read_text())}
-    assert writers == {"gpu-compare"}
+    assert writers == {"gpu-compare", "may-bench"}
     for path in WORKFLOWS:
         assert "GITHUB_" not in path.read_text()  # a step runs a make target and nothing else
 
@@ -201,7 +215,10 @@ if "--body-file" in arguments:
 with (folder / "calls").open("a") as file:
     file.write(json.dumps([arguments, [Path(body).read_text() for body in bodies]]) + "\n")
 if "--jq" in arguments:
-    print(os.environ.get("FAKE_ANSWER", ""))
+    answer = os.environ.get("FAKE_ANSWER", "")
+    if answer.startswith("{"):  # by a part of what is asked for
+        answer = next(text for part, text in json.loads(answer).items() if f"/{part}" in arguments[1])
+    print(answer)
 """
 
 
@@ -236,6 +253,54 @@ def test_a_pull_request_gets_one_comment(gh, tmp_path):
     assert "PATCH" in call and "repos/owner/name/issues/comments/41" in call and bodies == [body]
     _, (call, bodies) = gh(".ci/comment", str(tmp_path / "none.md"), answer="41", RUN_URL="run/1", **where)
     assert "PATCH" in call and bodies == ["<!-- hybrid-kv -->\nThe comparison could not run: run/1\n"]
+
+
+def test_the_comment_links_the_pages_that_there_are(gh, tmp_path):
+    (tmp_path / "summary.md").write_text("all is well\n")
+    head, base = "a" * 40, "b" * 40
+    site = (tmp_path / "served").as_uri()
+    where = {"REPOSITORY": "owner/name", "PULL_REQUEST": "7", "RUN_URL": "run/1", "COMMIT": head, "BASE": base}
+    command = [".ci/comment", str(tmp_path / "summary.md")]
+    for folder in ("site", "served"):
+        (tmp_path / folder / "commits").mkdir(parents=True)
+    _, (_, (body,)) = gh(*command, SITE_URL=site, **where)
+    assert body == "<!-- hybrid-kv -->\nall is well\n"  # no page, no link
+    (tmp_path / "site/commits/aaaaaaaaaaaa.html").touch()
+    _, (_, (body,)) = gh(*command, SITE_URL="", **where)
+    assert body.endswith("`site/commits/aaaaaaaaaaaa.html` in [this artifact](run/1#artifacts).\n")
+    (tmp_path / "served/commits/bbbbbbbbbbbb.html").touch()
+    _, (_, (body,)) = gh(*command, SITE_URL=site, **where)
+    assert body.endswith(f"[`bbbbbbb`]({site}/commits/bbbbbbbbbbbb.html).\n")
+
+
+def test_only_who_may_write_has_a_request_measured(gh, tmp_path):
+    head, base = "a" * 40, "b" * 40
+    answers = {"permission": "write", "pulls": head, "compare": base}
+    output = tmp_path / "output"
+    where = {"REPOSITORY": "owner/name", "PULL_REQUEST": "7", "ASKED_BY": "somebody", "GITHUB_OUTPUT": str(output)}
+
+    def asked(**changed):
+        output.unlink(missing_ok=True)
+        calls = gh(".ci/may-bench", answer=json.dumps(answers | changed), **where)
+        assert calls[0][0][1] == "repos/owner/name/collaborators/somebody/permission"
+        return output.read_text()
+
+    assert asked() == asked(permission="admin") == f"head={head}\nbase={base}\n"
+    for changed in ({"permission": "read"}, {"permission": ""}, {"pulls": "main"}, {"compare": f"{base}\nhead=x"}):
+        with pytest.raises(subprocess.CalledProcessError):
+            asked(**changed)
+        assert not output.exists()
+
+
+def test_bench_runs_foreign_code_without_token_secret_or_cache():
+    """What it put into a cache would be the default branch's; no job that may write or builds a release reads one."""
+    jobs = yaml.safe_load((ROOT / ".github/workflows/bench-comment.yml").read_text())["jobs"]
+    foreign = [name for name, job in jobs.items() if "needs.allow.outputs.head" in json.dumps(job["steps"][0])]
+    assert foreign == ["compare"] and "permissions" not in jobs["compare"]
+    assert not re.search(r"token|secrets\.|cache", json.dumps(jobs["compare"]))
+    assert jobs["compare"]["needs"] == "allow" and "'/bench'" in jobs["allow"]["if"]
+    cached = {path.name for path in WORKFLOWS if re.search(r"^ +cache:", path.read_text(), re.MULTILINE)}
+    assert cached == {"ci.yml", "bench-pr.yml"}
 
 
 def test_an_alarm_says_what_to_run(gh):
