@@ -47,15 +47,17 @@ def read_lengths(text: str) -> tuple[Ints, Ints]:
     file = Path(text)
     if file.suffix not in (".csv", ".jsonl"):
         raise ConfigError(f"--requests {text[:80]!r} is neither a .csv or .jsonl file nor lognormal:…; name one")
-    refuse_device(file)
     try:
+        refuse_device(file)
         with file.open(encoding="utf-8-sig", newline="") as lines:
             rows = _csv_rows(lines, file) if file.suffix == ".csv" else _jsonl_rows(lines, file)
             pairs = [[_length(file, number, row, name) for name in _COLUMNS] for number, row in rows]
+    except ConfigError:
+        raise
     except OSError as error:
         raise ConfigError(f"{file} cannot be read ({error.strerror}); name a readable file") from None
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"{file} cannot be read ({error}); write it as UTF-8 text") from None
+    except (ValueError, csv.Error) as error:  # a file name with a null character is one, too
+        raise ConfigError(f"--requests {text[:80]!r} cannot be read ({error}); write it as UTF-8 text") from None
     if not pairs:
         raise ConfigError(f"{file} has no requests; write at least one")
     prompts, outputs = np.array(pairs, dtype=np.int64).T

@@ -54,6 +54,7 @@ def test_equal_mean_and_percentile_are_one_length() -> None:
         ("lognormal:prompt=10/20,output=10/150", "output=10/150 is no lognormal distribution"),
         ("lognormal:prompt=0/0,output=1/1", "prompt=0/0 is no lognormal distribution"),
         ("uniform", "neither a .csv or .jsonl file nor lognormal"),
+        ("a\0.csv", "embedded null byte"),
         ("missing.csv", r"missing.csv cannot be read \(No such file"),
     ],
 )
@@ -80,5 +81,6 @@ def test_what_is_no_distribution_and_no_file(text: str, message: str) -> None:
 )
 def test_a_file_that_is_wrong_says_where(tmp_path: Path, name: str, text: str | bytes, message: str) -> None:
     (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as told:
         read_lengths(str(tmp_path / name))
+    assert "cannot be read" not in str(told.value) or "UTF-8" in message
