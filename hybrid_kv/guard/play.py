@@ -61,8 +61,8 @@ class Differences:
 
 @contextmanager
 def unwarned() -> Iterator[None]:
-    """Scenarios do on purpose what a user is warned of: room for drafts that nobody proposes, prompts below a block."""
-    logger = logging.getLogger("hybrid_kv.engine")
+    """A guard does on purpose what a user is warned of: drafts that nobody proposes, short prompts, damaged files."""
+    logger = logging.getLogger("hybrid_kv")
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:

@@ -1,16 +1,21 @@
-"""One folder of stored blocks, two engines that differ in one setting: nobody reads what is not his."""
+"""One folder of stored blocks, two engines that differ in one setting: nobody reads what is not his.
+
+And a folder whose files are damaged: what is lost with them is computed again, and no block is held for it.
+"""
 
 from __future__ import annotations
 
 import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hybrid_kv.cache.backend import BackendContext, MultipleOf, register_backend
 from hybrid_kv.engine.llm import LLM
+from hybrid_kv.guard.play import unwarned
 from hybrid_kv.guard.poison import poison
 from hybrid_kv.guard.registry import CheckResult, Run, check
 from hybrid_kv.guard.scenario import SmallBlocksFirst, SmallKVFirst
@@ -60,6 +65,34 @@ def _play(folder: str, setting: dict[str, Any], prompts: Sequence[list[int]]) ->
     return wrong, llm.manager.offload.stats.loaded_blocks
 
 
+@unwarned()
+def _play_damaged(
+    folder: str, mode: str, num_blocks: int, prompts: Sequence[list[int]], rng: np.random.Generator
+) -> tuple[str, int]:
+    """What is wrong, and how many blocks were found damaged: before each round a bit of half the files is flipped."""
+    model = ExactModel(ExactConfig(pattern="M*"))
+    llm = LLM(
+        model, device="cpu", num_blocks=num_blocks, max_num_seqs=1, max_model_len=96, kv_offload_folder=folder,
+        attention_backend=SmallBlocksFirst.name, block_size=8, mamba_cache_mode=mode,
+    )  # fmt: skip
+    poison(llm)
+    oracle, tier = ExactOracle(model), llm.manager.offload
+    assert tier is not None
+    for _ in range(8):
+        for file in sorted(file for file in Path(folder).rglob("*") if file.is_file()):
+            if rng.random() < 0.5:
+                data = file.read_bytes()
+                file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=NUM_NEW), progress=False)
+        if any(output.token_ids != oracle.generate(output.prompt_token_ids, NUM_NEW) for output in outputs):
+            return f"mode {mode}: an answer behind damaged files is wrong", tier.stats.misses
+        try:
+            llm.manager.check_integrity()
+        except AssertionError as error:
+            return f"mode {mode}, behind damaged files: {error}", tier.stats.misses
+    return "", tier.stats.misses
+
+
 @check("folders", quick=len(OTHERS), full=len(OTHERS), seconds=0.1, place=38)
 def check_folders(run: Run) -> list[CheckResult]:
     """Both engines write and both read again, in turn: every answer is right, and each finds its own blocks."""
@@ -78,9 +111,23 @@ def check_folders(run: Run) -> list[CheckResult]:
                 elif turn > 1 and not loaded:
                     wrong.append(f"void: {who} finds none of its own blocks")
         run.progress(1)
+    damaged, num_lost = list[str](), 0
+    for mode, num_blocks in (("align", 14), ("all", 18)):  # room for one request and some of another
+        with tempfile.TemporaryDirectory() as folder:
+            error, lost = _play_damaged(folder, mode, num_blocks, prompts, rng)
+        num_lost += lost
+        if error:
+            damaged.append(error)
+    if not num_lost:
+        damaged.append("void: no damaged block was wanted")
+    seconds = time.perf_counter() - begin
     return [
         CheckResult(
             "folders", "engines that read another one's blocks", not wrong, len(wrong), "settings", "0", run.amount,
-            time.perf_counter() - begin, wrong[0] if wrong else "", {"seed": run.seed}, {"loaded_blocks": num_loaded},
-        )
+            seconds, wrong[0] if wrong else "", {"seed": run.seed}, {"loaded_blocks": num_loaded},
+        ),
+        CheckResult(
+            "folders", "engines that damaged files disturb", not damaged, len(damaged), "settings", "0", 2,
+            0.0, damaged[0] if damaged else "", {"seed": run.seed}, {"lost_blocks": num_lost},
+        ),
     ]  # fmt: skip

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
 from hybrid_kv.cache import offload
+from hybrid_kv.cache.manager import HitLostError, KVCacheManager
 from hybrid_kv.engine import build
 from hybrid_kv.guard.checks.folders import OTHERS, check_folders
 from hybrid_kv.guard.registry import Run
 
 
 def test_every_engine_finds_its_own_blocks_and_no_others() -> None:
-    (result,) = check_folders(Run(len(OTHERS)))
+    result, damaged = check_folders(Run(len(OTHERS)))
     assert result.passed and result.figures["loaded_blocks"] > 100
+    assert damaged.passed, damaged.detail
+    assert damaged.figures["lost_blocks"] > 5
 
 
 @pytest.mark.parametrize(("forgotten", "seen"), [(r"^GUARD_\w+ ", "attention_backend"), (r" ExactModel.*", "weights")])
@@ -26,11 +30,25 @@ def test_an_identity_without_a_part_is_seen(monkeypatch: pytest.MonkeyPatch, for
         return re.sub(r"^[\d ]+", "", re.sub(forgotten, "", identity(*given)))  # type: ignore[arg-type]
 
     monkeypatch.setattr(build, "_identity", shorter)
-    (result,) = check_folders(Run(len(OTHERS)))
+    result, _ = check_folders(Run(len(OTHERS)))
     assert not result.passed and f"engines that differ in {seen}" in result.detail and "wrong answers" in result.detail
 
 
 def test_an_engine_that_does_not_find_its_own_blocks_is_void(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload.KVOffload, "contains", lambda self, key: False)
-    (result,) = check_folders(Run(1))
+    result, _ = check_folders(Run(1))
     assert not result.passed and result.detail.startswith("void: ")
+
+
+def test_a_block_that_is_held_for_a_hit_that_was_lost_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Forgetful(KVCacheManager):
+        def allocate_slots(self, *given: Any, **options: Any) -> Any:
+            try:
+                return super().allocate_slots(*given, **options)
+            except HitLostError:
+                self.pool.allocate(1)
+                raise
+
+    monkeypatch.setattr(build, "KVCacheManager", Forgetful)
+    _, damaged = check_folders(Run(0))
+    assert not damaged.passed and "other reference counts than owners" in damaged.detail
