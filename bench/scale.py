@@ -92,7 +92,7 @@ def ray_costs(count: int) -> Iterator[Cost]:
     import psutil
     import ray
 
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
     try:
 
         def tasks(number: int) -> None:

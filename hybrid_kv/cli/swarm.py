@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hybrid_kv.study.swarm import Tally
 
 MOST_HOURS = 24 * 366
-MAX_SEED = 2**53  # beyond it, a number in a row is no integer
+MAX_SEED = 2**62  # a request has one of 64 bits
 
 
 def guard_swarm(
@@ -46,7 +46,7 @@ def guard_swarm(
     if not 0 < hours <= MOST_HOURS:
         raise ConfigError(f"--swarm {hours:g} must be more than 0 hours, and {MOST_HOURS:,} at most")
     if seed is not None and seed >= MAX_SEED:
-        raise ConfigError(f"--seed {seed} of a swarm must be below 2**53")
+        raise ConfigError(f"--seed {seed} of a swarm must be below 2**62")
     if ray is not None:
         require("ray")
     check_outputs(out, repro / SEEDS_FILE)
@@ -84,7 +84,7 @@ def _document(tally: Tally, first: int) -> dict[str, Any]:
         "requests_per_cpu_second": tally.requests_per_cpu_second,
         "patterns": tally.num_patterns,
         "settings": tally.num_settings,
-        "lost_batches": tally.lost,
+        "lost_tasks": tally.lost,
         "findings": findings,
     }
 
@@ -100,6 +100,6 @@ def _print(tally: Tally, first: int, seeds: Path) -> None:
     print(f"{tally.num_patterns} of {len(REQUIRED)} request patterns, ", end="")
     print(f"{tally.num_settings:,} of {len(required_combinations()):,} pairs and triples of settings")
     if tally.lost:
-        print(f"{tally.lost:,} batches were lost with their workers")
+        print(f"{tally.lost:,} tasks were lost with their workers")
     failed = sum(one.seeds for one in tally.findings.values())
     print(f"{failed:,} scenarios failed, {len(tally.findings)} rules broken" + (f": {seeds}" if failed else ""))

@@ -65,7 +65,7 @@ class Finding:
 
 @dataclass
 class Tally:
-    """What a swarm has seen so far. `lost`: batches whose worker was gone, or could not play."""
+    """What a swarm has seen so far. `lost`: tasks whose worker was gone, or could not do them."""
 
     seeds: int = 0
     requests: int = 0
@@ -90,10 +90,10 @@ class Tally:
         return len(self.settings & required_combinations())
 
     def rows(self, is_over: bool) -> list[Row]:
-        """Rows of everything so far; those at the end have the verdict."""
+        """Rows of everything so far; those at the end have the verdict, which is void if nothing was played."""
         same: dict[str, Any] = {"suite": SUITE, "benchmark": BENCHMARK, "n": self.seeds}
         patterns, settings = {"n": len(REQUIRED)}, {"n": len(required_combinations())}
-        verdicts = ("fail", "pass") if is_over else ("", "")
+        verdict = ("fail" if self.findings else "pass" if self.seeds else "void") if is_over else ""
         return [
             Row(metric="seeds", value=self.seeds, **same),
             Row(metric="requests", value=self.requests, unit="requests", **same),
@@ -101,9 +101,9 @@ class Tally:
             Row(metric="requests_per_cpu_second", value=self.requests_per_cpu_second, unit="requests", **same),
             Row(metric="patterns", value=self.num_patterns, unit="patterns", better="higher", **same | patterns),
             Row(metric="settings", value=self.num_settings, unit="settings", better="higher", **same | settings),
-            Row(metric="rules_broken", value=len(self.findings), verdict=verdicts[not self.findings], **same),
+            Row(metric="rules_broken", value=len(self.findings), verdict=verdict, **same),
             *(
-                Row(metric="failures", value=one.seeds, params={"rule": one.rule}, verdict=verdicts[0], **same)
+                Row(metric="failures", value=one.seeds, params={"rule": one.rule}, verdict=verdict, **same)
                 for one in self.findings.values()
             ),
         ]

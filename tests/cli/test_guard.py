@@ -64,7 +64,7 @@ def test_json_is_all_that_is_printed_and_the_same_as_in_the_file(capsys: pytest.
         (["--record", "--only", "K=3"], "--record keeps the verdict of the whole guard; leave -k and --only out"),
         (["--swarm", "0"], "--swarm 0 must be more than 0 hours, and 8,784 at most"),
         (["--swarm", "nan"], "--swarm nan must be more than 0 hours, and 8,784 at most"),
-        (["--swarm", "1", "--seed", str(2**53)], f"--seed {2**53} of a swarm must be below 2**53"),
+        (["--swarm", "1", "--seed", str(2**62)], f"--seed {2**62} of a swarm must be below 2**62"),
         (
             ["--swarm", "0.5", "--fail-fast"],
             "--swarm 0.5 is a run of its own; leave --quick, --long, -k, --only, --fail-fast, --target, --device out",

@@ -180,5 +180,6 @@ def test_a_worker_forgets_what_it_played() -> None:
     assert answer_book.cache_info().currsize == 0
 
 
-def test_an_empty_tally_has_rows() -> None:
-    assert {row.metric: row.value for row in Tally().rows(is_over=True)}["requests_per_cpu_second"] == 0
+def test_a_swarm_that_played_nothing_is_void() -> None:
+    rows = {row.metric: row for row in Tally().rows(is_over=True)}
+    assert rows["requests_per_cpu_second"].value == 0 and rows["rules_broken"].verdict == "void"
