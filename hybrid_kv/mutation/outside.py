@@ -7,8 +7,8 @@ drafts are accepted now and then.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,12 +26,12 @@ from hybrid_kv.targets.target import Ask, Target, TargetError
 from hybrid_kv.threads import one_thread
 
 # A model and a setting each, those first in which most bugs act: drafts, a history of inputs instead of states, states
-# at boundaries inside a chunk, evictions and what comes back from host memory, blocks that another dtype has written.
+# at boundaries inside a chunk, chunks of more than a block in a pool that evicts and loads, another dtype.
 CELLS: tuple[tuple[str, dict[str, str]], ...] = (
     ("qwen3_5_moe_text", {"prefix": "align", "spec": "mtp3"}),
     ("nemotron_h", {"prefix": "align", "spec": "mtp3", "scheme": "replay"}),
     ("qwen3_5_moe_text", {"prefix": "all", "spec": "ngram3", "chunk": "17"}),
-    ("qwen3_5_moe_text", {"prefix": "align", "chunk": "17", "blocks": "tight", "offload": "host"}),
+    ("qwen3_5_moe_text", {"prefix": "align", "chunk": "100", "blocks": "tight", "offload": "host"}),
     ("qwen3_5_moe_text", {"prefix": "align", "dtype": "bfloat16"}),
 )
 
@@ -103,32 +103,28 @@ def _ask(kind: Planted, model: str, settings: Mapping[str, str], references: Ref
     folder, dtype = str(FOLDERS[model]), settings.get("dtype", "float32")
     judge, unit = _sound(model, tuple(settings.items()))
     vocab_size = ConfigFile.read(folder).size("vocab_size")
-    with _started(kind, folder, settings, judge, references, found) as session:
+    found.section, found.rule = "probes", "start"
+    try:
+        session = Session(kind, folder, settings, judge, references)
+    except (ConfigError, TargetError) as error:
+        found.detail = str(error)
+        return
+    found.rule = "death"
+    try:
         session.unit = unit
         for probe in load_probes():
             outcome = session.run(probe, vocab_size)
             found.requests += outcome.num_answers
             if outcome.verdict == "wrong":
-                found.section, found.rule, found.detail = "probes", probe.name, outcome.detail
+                found.rule, found.detail = probe.name, outcome.detail
                 for failure in outcome.failures:
                     found.is_first = is_first(failure, judge.limit, _unchanged(folder, dtype))
                 return
-
-
-@contextmanager
-def _started(
-    kind: Planted, folder: str, settings: Mapping[str, str], judge: Judge, references: References, found: Found
-) -> Iterator[Session]:
-    """A session; that it does not start, or dies, has found something."""
-    session: Session | None = None
-    try:
-        session = Session(kind, folder, settings, judge, references)
-        yield session
+        found.section = found.rule = ""
     except (ConfigError, TargetError) as error:
-        found.section, found.rule, found.detail = "probes", "start" if session is None else "death", str(error)
+        found.detail = str(error)
     finally:
-        if session is not None:
-            session.target.close()
+        session.target.close()
 
 
 def is_first(failure: Failure, limit: float, unchanged: Target) -> bool | None:

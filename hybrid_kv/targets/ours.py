@@ -30,7 +30,7 @@ LEVELS: dict[str, dict[str, dict[str, Any]]] = {
         "mtp1": {"speculative_method": "mtp", "num_speculative_tokens": 1},
         "mtp3": {"speculative_method": "mtp", "num_speculative_tokens": 3},
     },
-    "chunk": {"whole": {}, "17": {"max_num_batched_tokens": 17}},
+    "chunk": {"whole": {}} | {size: {"max_num_batched_tokens": int(size)} for size in ("17", "100")},
     "blocks": {"ample": {}, "tight": {"tight": True}},
     "scheme": {"slots": {}, "replay": {"state_scheme": "replay"}},
     "async": {"off": {}, "on": {"async_scheduling": True}},

@@ -231,3 +231,27 @@ def test_what_takes_too_long_or_dies_is_no_catch() -> None:
     assert (row.section, row.caught) == ("time limit", False)
     row = hunt(mutant(Change("config.py", begin, f"{begin}\n\nimport os\n\nos._exit(3)")), "sanitizer", 300)
     assert (row.section, row.caught) == ("no answer", False)
+
+
+def test_a_server_that_does_not_start_or_that_dies_was_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from hybrid_kv.mutation import outside
+    from hybrid_kv.targets.target import TargetError
+
+    def refuse(*_: object) -> None:
+        raise TargetError("hybrid-kv serve does not start; it said: planted")
+
+    monkeypatch.setattr(outside, "_sound", lambda model, levels: (None, 64))
+    monkeypatch.setattr(outside.Planted, "start", refuse)
+    found, _ = outside.ask(tmp_path)
+    assert (found.section, found.rule) == ("probes", "start") and "planted" in found.detail
+    assert found.cell.startswith("guard_model")
+
+    class Dying:
+        target = type("Target", (), {"close": lambda self: None})()
+
+        def run(self, *_: object) -> None:
+            raise TargetError("died")
+
+    monkeypatch.setattr(outside, "Session", lambda *_: Dying())
+    found, _ = outside.ask(tmp_path)
+    assert (found.section, found.rule, found.detail) == ("probes", "death", "died")

@@ -23,6 +23,7 @@ FINDS = {
     "ends early": "alone",
     "churn": "again after a crowd",
     "limit": "up to the limit",
+    "what a crowd leaves": "boundaries behind a crowd",
     "rows": "a crowd is cut off",
     "dies": "batch",
     "dies of one token": "alone",

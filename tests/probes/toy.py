@@ -48,7 +48,8 @@ class Toy:
         self.settings, self.bug, self.can = dict(settings or {}), bug, can
         self.drafts = self.settings.get("spec", "none") != "none"
         self.caches = self.settings.get("prefix", "off") == "on"
-        self.cached, self.aborted, self.counts = set(), set(), Counter(hits=0, drafts=0, accepted=0, preemptions=0)
+        self.cached, self.crowded, self.aborted = set(), set(), set()
+        self.counts = Counter(hits=0, drafts=0, accepted=0, preemptions=0)
         self.num_asked = self.num_aborted = 0
 
     def ask(self, asks, preempt_every=0):
@@ -74,6 +75,7 @@ class Toy:
             "hit": hit > 0,
             "hit of two blocks": hit >= 2 * UNIT,
             "long hit": hit >= 8 * UNIT,
+            "what a crowd leaves": (own, ask.prompt[:hit]) in self.crowded,
             "ends with the hit": hit > 0 and len(ask.prompt) == hit + 1,
             "crowd": crowd > 5 and len(ask.prompt) == 1,
             "preempted": preempted,
@@ -91,7 +93,10 @@ class Toy:
         tokens, likely = self._go_on(ask, state)
         if self.caches:
             text = (*ask.prompt, *tokens)
-            self.cached |= {(own, text[:end]) for end in range(UNIT, len(text), UNIT)}
+            new = {(own, text[:end]) for end in range(UNIT, len(text), UNIT)} - self.cached
+            self.cached |= new
+            if crowd > 5:
+                self.crowded |= new
         said = hit if "cached" in self.can else None
         others = ((1,) * ask.max_tokens,) * (ask.n - 1) if self.bug == "other answers" else (tokens,) * (ask.n - 1)
         return Answer(tokens, said, likely if ask.logprobs else (), others)

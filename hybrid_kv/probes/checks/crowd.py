@@ -14,6 +14,19 @@ def batch(traffic: Traffic) -> Rounds:
         yield Round(tuple(traffic.ask(prompt, max_tokens=2 + 3 * i) for i, prompt in enumerate(prompts)))
 
 
+@probe("boundaries behind a crowd", place=21, needs="batch", moves="cached", when="prefix")
+def behind_a_crowd(traffic: Traffic) -> Rounds:
+    """Long prompts share steps, so that their chunks end anywhere; then each boundary in them, with another end."""
+    for _ in range(traffic.amount):
+        long = [traffic.prompt(4 * traffic.unit - 9 * i) for i in range(4)]
+        short = [traffic.prompt(traffic.unit // 2 + i) for i in range(2)]
+        crowd = (short[0], *long[:2], short[1], *long[2:])
+        yield Round(tuple(traffic.ask(prompt, max_tokens=4) for prompt in crowd))
+        cuts = [prompt[:end] for prompt in long for end in range(traffic.unit, len(prompt), traffic.unit)]
+        # A state that is a little off turns few tokens, and every log-probability.
+        yield Round(tuple(traffic.ask((*cut, *traffic.prompt(3)), max_tokens=4, logprobs=True) for cut in cuts))
+
+
 @probe("joining and leaving", place=21, needs="batch")
 def joining(traffic: Traffic) -> Rounds:
     """Requests arrive as others end, into the rows that these leave."""
