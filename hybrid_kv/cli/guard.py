@@ -82,10 +82,10 @@ def guard(
     select = [*(select or ()), *(one for one in only or () if "=" not in one)]
     levels = dict(one.split("=", 1) for one in only or () if "=" in one)
     if swarm is not None:
-        if quick or long or select or levels or fail_fast or target or device != "cpu":
+        if quick or long or select or levels or fail_fast or target or against or matrix or device != "cpu":
             raise ConfigError(
-                f"--swarm {swarm:g} is a run of its own; leave --quick, --long, -k, --only, --fail-fast, --target, "
-                "--device out"
+                f"--swarm {swarm:g} is a run of its own; leave --quick, --long, -k, --only, --fail-fast, --device, "
+                "--target, --against, --matrix out"
             )
         raise typer.Exit(
             guard_swarm(swarm, seed, jobs, ray, repro, as_json, out, rows_file("swarm.csv", results, record))

@@ -66,8 +66,9 @@ def test_json_is_all_that_is_printed_and_the_same_as_in_the_file(capsys: pytest.
         (["--swarm", "nan"], "--swarm nan must be more than 0 hours, and 8,784 at most"),
         (["--swarm", "1", "--seed", str(2**62)], f"--seed {2**62} of a swarm must be below 2**62"),
         (
-            ["--swarm", "0.5", "--fail-fast"],
-            "--swarm 0.5 is a run of its own; leave --quick, --long, -k, --only, --fail-fast, --target, --device out",
+            ["--swarm", "0.5", "--against", "vllm"],
+            "--swarm 0.5 is a run of its own; leave --quick, --long, -k, --only, --fail-fast, --device, --target, "
+            "--against, --matrix out",
         ),
         (["--ray", "auto"], "--ray auto is for --swarm"),
         (["--out", "/dev/null/x"], "/dev/null/x: /dev/null cannot be written: Not a directory; choose another folder"),

@@ -388,6 +388,7 @@ def stubs(folder: Path, rng: random.Random) -> ExitStack:
     from hybrid_kv.mutation import hunt
     from hybrid_kv.serve import server
     from hybrid_kv.static import compile, counts, gate
+    from hybrid_kv.study import swarm
     from hybrid_kv.timing import fitness
     from tests.accuracy.test_threshold import result_of
 
@@ -403,6 +404,7 @@ def stubs(folder: Path, rng: random.Random) -> ExitStack:
     for target, name, value in (
         (guard_run, "run_guard", lambda *_, **__: [CheckResult("layout", "views", passed, 0, "views", "0", 1, 0.1)]),
         (guard_target, "guard", lambda *_: []),
+        (swarm.Swarm, "run", lambda one, _: one.tally),
         (hunt, "hunt_all", lambda *_: iter(())),
         (gate, "measure", lambda *_: iter(measured)),
         (gate, "jobs", lambda *_: [None]),
