@@ -42,7 +42,7 @@ def swarm_costs(count: int) -> Iterator[Cost]:
     yield "its result: counts, patterns, settings", count, _told([batch] * count)
     failure = Failure(draw_swarm_scenario(0), "tokens", "request 0 differs at output token 0")
     one = Batch(Differences([failure]), 0.0)
-    yield "a failure: is its rule known? its seed is kept", count, _told([one] * count) - _told([one])
+    yield "a failure: is its rule known? its seed is kept", count, max(0.0, _told([one] * (1 + count)) - _told([one]))
 
 
 def _told(results: Sequence[Batch]) -> float:
