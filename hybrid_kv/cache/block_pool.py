@@ -188,6 +188,10 @@ class BlockPool:
         """Which of the ids are published and free: taking them uses up free blocks."""
         return (self.ref_count[ids] == 0) & self._published[ids]
 
+    def idle_blocks(self) -> BlockIds:
+        """Free published blocks, the next to be lost first."""
+        return self._lru.ids()
+
     def touch(self, ids: BlockIds) -> None:
         """Add a reference to published blocks, free or not."""
         assert self._published[ids].all(), f"not all of {ids.tolist()} are published"
@@ -202,7 +206,7 @@ class BlockPool:
         """Forget every published content; blocks in use stay in use."""
         for block in list(self._twin_keys):
             self._part(block)
-        idle = self._lru.ids()
+        idle = self.idle_blocks()
         self._lru.discard(idle)
         self._unpublish(list(self._keys))
         self._push_unpublished(idle)
@@ -227,7 +231,7 @@ class BlockPool:
     def check_integrity(self) -> None:
         """Raise AssertionError unless free and referenced blocks partition the pool and keys name live blocks."""
         positions = (self._head + np.arange(self._num_unpublished)) % self._capacity
-        plain, idle = self._ring[positions], self._lru.ids()
+        plain, idle = self._ring[positions], self.idle_blocks()
         free = np.concatenate([plain, idle])
         assert len(idle) == self._lru.size, f"{len(idle)} published blocks are free, {self._lru.size} are counted"
         assert len(np.unique(free)) == len(free), "a block is free twice"

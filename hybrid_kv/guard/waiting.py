@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from math import lcm
 
+import numpy as np
+
+from hybrid_kv.cache.columns import NO_IDS
 from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.guard.published import Published
@@ -20,6 +23,7 @@ class Waiting:
 
     The first waiting request is in the step if a row and budget are free, the pool has all blocks that it could ever
     ask for, no running request went without, and no prefill under way makes its hit longer. If one does, it waits.
+    A request that does not get in leaves its prefix as old as it was.
     """
 
     def __init__(self, llm: LLM, track_of: Callable[[Request], Track], published: Published) -> None:
@@ -29,10 +33,12 @@ class Waiting:
         states = [spec for spec in self._specs if isinstance(spec, MambaSpec)]
         self._keeps_inside = all(spec.mamba_cache_mode in KEEPS_INSIDE for spec in states)
         self._num_preemptions = 0
+        self._idle = NO_IDS
 
     def before_step(self) -> None:
         """Nothing has been preempted for the next step yet."""
         self._num_preemptions = self._count_preemptions()
+        self._idle = self._llm.manager.pool.idle_blocks() if self._llm.scheduler.waiting else NO_IDS
 
     def check(self, scheduled: Sequence[ScheduledRequest], is_exact: bool) -> None:
         """
@@ -40,7 +46,7 @@ class Waiting:
             is_exact: hits are exactly those of `published`.
 
         Raises:
-            RuleError: `left-waiting` or `did-not-wait`.
+            RuleError: `left-waiting`, `did-not-wait` or `used-by-nobody`.
         """
         llm = self._llm
         if is_exact:
@@ -53,6 +59,8 @@ class Waiting:
                     )
         if not llm.scheduler.waiting:
             return
+        if self._count_preemptions() == self._num_preemptions:
+            self._check_order()
         head, limits = llm.scheduler.waiting[0], llm.config.scheduler
         budget = limits.max_num_batched_tokens - sum(item.num_tokens for item in scheduled)
         in_step = {item.request.request_id for item in scheduled}
@@ -71,6 +79,14 @@ class Waiting:
             f"request {head.request_id} waits with {budget} tokens of budget, a row and "
             f"{llm.manager.pool.num_free_blocks} blocks free; it can ask for {self._most_blocks(head)} at most",
         )
+
+    def _check_order(self) -> None:
+        """What was free before the step and is so still is lost in the order in which it was."""
+        now = self._llm.manager.pool.idle_blocks()
+        now = now[np.isin(now, self._idle)]
+        before = self._idle[np.isin(self._idle, now)]
+        if moved := before[before != now].tolist():
+            raise RuleError("used-by-nobody", f"free blocks {moved} count as used later, though nobody took them")
 
     def _count_preemptions(self) -> int:
         scheduler = self._llm.scheduler

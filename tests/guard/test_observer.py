@@ -170,6 +170,22 @@ def test_a_request_that_does_not_wait_for_its_prefix(
     assert "did-not-wait: request 1 starts after 0 tokens" in wrong(run_scenario(twins))
 
 
+def test_a_prefix_that_counts_as_used_though_its_request_did_not_get_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = KVCacheManager.find_longest_cache_hit
+
+    def use(self: KVCacheManager, *given: Any) -> PrefixHit:
+        hit = find(self, *given)
+        columns = range(hit.num_tokens // self.config.groups[0].spec.block_size)
+        blocks = [self.pool.lookup((0, hit.chains[0][column])) for column in columns]
+        self.pool.refresh(np.array([block for block in blocks if block is not None], dtype=np.int32))
+        return hit
+
+    full = scenario("attention", num_blocks=9)
+    assert run_scenario(full).wrong == []
+    monkeypatch.setattr(KVCacheManager, "find_longest_cache_hit", use)
+    assert "used-by-nobody: free blocks" in wrong(run_scenario(full))
+
+
 def test_figures_of_an_output_that_did_not_happen(monkeypatch: pytest.MonkeyPatch) -> None:
     loads = draw_scenario(list(FORCED).index("offload_hit"))
     assert run_scenario(loads).wrong == run_scenario(deeper()).wrong == []
