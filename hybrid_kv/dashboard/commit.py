@@ -14,10 +14,10 @@ import numpy as np
 import pandas as pd
 
 from hybrid_kv.dashboard.data import COMPARE, SERIES, column, each, is_ours, newest_run
-from hybrid_kv.dashboard.draw import paragraph, table, with_small_case, with_small_interval
+from hybrid_kv.dashboard.draw import name_of, paragraph, table, with_small_case, with_small_interval
 from hybrid_kv.dashboard.frame import document, framed
 from hybrid_kv.dashboard.measured import Measured
-from hybrid_kv.dashboard.report import MAX_LISTED, Report, Section
+from hybrid_kv.dashboard.report import MAX_LISTED, MAX_MACHINES, Report, Section
 from hybrid_kv.dashboard.sections.accuracy import PAIRED
 from hybrid_kv.dashboard.sections.comparison import exact_figures, introduction
 from hybrid_kv.dashboard.sections.verdict import not_passed
@@ -62,14 +62,17 @@ def _header(report: Report, one: Measured, before: Measured | None, after: Measu
     said = [f'<a href="{url}">{name}</a>' if url else name]
     if told:
         said.append(f"{escape(told.author)}, {told.day}")
-    machines = ", ".join(dict.fromkeys(one.rows["machine"][one.rows["machine"] != ""]))
+    machines = list(dict.fromkeys(one.rows["machine"][one.rows["machine"] != ""]))
+    places = ", ".join(machines[:MAX_MACHINES])
+    if len(machines) > MAX_MACHINES:
+        places += f" and {len(machines) - MAX_MACHINES:,} more machines"
     first, last = one.rows["time_utc"].iloc[0][:10], one.rows["time_utc"].iloc[-1][:10]
     said.append(f"{len(one.rows):,} measurements of {first}{f' to {last}' if last != first else ''}")
     around = ['<a href="../index.html">all commits</a>']
     around += [f'before: <a href="{before.file}">{before.commit[:7]}</a>'] if before else []
     around += [f'after: <a href="{after.file}">{after.commit[:7]}</a>'] if after else []
     return f"""<header><h1>{escape(told.subject) if told and told.subject else f"Commit {one.commit[:7]}"}</h1>
-<p class="commit">{"<br>".join([*said, escape(machines)])}</p><p>{" · ".join(around)}</p></header>
+<p class="commit">{"<br>".join([*said, escape(places)])}</p><p>{" · ".join(around)}</p></header>
 """
 
 
@@ -85,7 +88,7 @@ def _verdict(one: Measured) -> Section:
             f'<b class="{v.word}">{WORDS[v.word]}</b>',
             f"{v.count('pass'):,} of {len(v.rows):,}",
             day(v.newest),
-            escape(v.machine) or "any",
+            name_of(v.machine or "any"),
         ]
         for v in found
     ]
@@ -105,7 +108,7 @@ def _steps(report: Report, one: Measured) -> Section | None:
             f'<b class="{word}">{word}</b>',
             escape(levels_text(series.unit, step)),
             report.link(series.row_before(step).commit, folder=""),
-            escape(series.key[4]) or "any",
+            name_of(series.key[4] or "any"),
         ]
         for word, series, step in judged[:MAX_LISTED]
     ]
@@ -189,7 +192,7 @@ def _change(report: Report, row: Any) -> list[str]:
         with_small_interval(was),
         with_small_interval(row),
         report.link(row.was_commit, folder=""),
-        escape(row.machine) or "any",
+        name_of(row.machine or "any"),
     ]
 
 

@@ -108,6 +108,11 @@ def with_small_case(key: Sequence[str]) -> str:
     return escape(benchmark_name(key)) + (f"<br><small>{escape(key[3])}</small>" if key[3] else "")
 
 
+def name_of(text: str) -> str:
+    """A machine, a limit: text of any length in a cell of a table."""
+    return f'<span class="name-of">{escape(text)}</span>' if text else ""
+
+
 def with_small_interval(row: Any) -> str:
     """A row's figure and its interval as HTML."""
     figure, _, interval = with_interval(row).partition(" (")

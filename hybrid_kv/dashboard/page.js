@@ -128,7 +128,7 @@
       const interval = ends.includes(null) ? "–" : ends.map((end) => figure(end, series.unit)).join(" to ");
       element("td", interval, row);
       element("td", series.n[i].toLocaleString("en"), row);
-      element("td", series.machine || "any", row);
+      element("span", series.machine || "any", element("td", undefined, row)).className = "name-of";
       return row;
     }));
   }

@@ -108,7 +108,7 @@ def test_hostile_texts_stay_text(columns: list[str]) -> None:
 
 
 TAGS = {"a", "b", "body", "br", "code", "div", "h1", "h2", "h3", "header", "html", "main", "p", "section", "small"}
-TAGS |= {"table", "tbody", "td", "th", "thead", "tr"}
+TAGS |= {"span", "table", "tbody", "td", "th", "thead", "tr"}
 LINK = r"\.\./index\.html|[0-9a-f]{12}\.html|https://example\.org/a/b/commit/[0-9a-f]{40}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from hybrid_kv.dashboard.draw import paragraph, table, with_small_case
+from hybrid_kv.dashboard.draw import name_of, paragraph, table, with_small_case
 from hybrid_kv.dashboard.red import Red, counted
 from hybrid_kv.dashboard.report import MAX_LISTED, Report, Section
 from hybrid_kv.dashboard.words import WORDS, change_text, day, levels_text, with_unit
@@ -47,7 +47,7 @@ def _line(report: Report, one: Red) -> list[str]:
         _run(report, one.first) + by,
         _run(report, one.green) if one.green else "never",
         escape(figure),
-        escape(str(one.newest.parsed.get("limit", ""))),
+        name_of(str(one.newest.parsed.get("limit", ""))),
         f"{one.newest.n:,}",
     ]
 

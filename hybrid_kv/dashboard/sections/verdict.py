@@ -8,7 +8,7 @@ from dataclasses import asdict
 from html import escape
 
 from hybrid_kv.dashboard.data import SERIES, column, each
-from hybrid_kv.dashboard.draw import in_script, paragraph, table, with_small_case
+from hybrid_kv.dashboard.draw import in_script, name_of, paragraph, table, with_small_case
 from hybrid_kv.dashboard.report import MAX_LISTED, Report, Section
 from hybrid_kv.dashboard.verdicts import SuiteVerdict, age_of, distance_text, headline, verdicts
 from hybrid_kv.dashboard.words import WORDS, day, suite_name, with_unit
@@ -59,7 +59,7 @@ def not_passed(found: Sequence[SuiteVerdict]) -> str:
             with_small_case([getattr(row, name) for name in SERIES]),
             f'<b class="{row.verdict}">{WORDS[row.verdict]}</b>',
             escape(with_unit(row)),
-            escape(str(row.parsed.get("limit", ""))),
+            name_of(str(row.parsed.get("limit", ""))),
             f"{row.n:,}",
         ]
         for v, row in bad[:MAX_LISTED]

@@ -32,7 +32,12 @@ def test_it_is_the_first_section_and_lists_checks_and_levels(full: str) -> None:
     assert len(failed) == 4
     assert any("compare: engine_step/decode" in name and "1.08×" in cells for name, *cells in failed)
     layout = next(cells for name, *cells in failed if name == "guard: layout, views")
-    assert layout[0] == '<b class="fail">✕ fail</b>' and layout[2:] == ["never", "3 requests", "0", "100"]
+    assert layout[0] == '<b class="fail">✕ fail</b>' and layout[2:] == [
+        "never",
+        "3 requests",
+        '<span class="name-of">0</span>',
+        "100",
+    ]
     _, word, since, green, figure, *_ = failed[-1]
     assert (word, figure) == ('<b class="worse">+19.8 % worse</b>', "101 ns → 121 ns")
     assert ">0002000</a>, <time>2026-01-21</time>" in since and ">0001900</a>" in green
