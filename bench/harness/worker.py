@@ -227,20 +227,24 @@ class Worker:
         return {"seconds": seconds}
 
     def profile(self, calls: int) -> dict[str, Any]:
-        """Seconds per call of each function by itself, with the builtins that it calls; a profiler samples them."""
+        """Seconds per call of each function by itself, with the builtins that it calls; a profiler samples them.
+
+        The profiler's are those on the wall, whoever else is on the core: they share out what the clock has measured.
+        """
         from pyinstrument import Profiler
 
         # A thread that ticks: looking at the clock takes some machines 12 us.
         profiler = Profiler(interval=PROFILE_INTERVAL, use_timing_thread=True, async_mode="disabled")
-        most = max(1, self._case.max_repeats)
+        most, spent = max(1, self._case.max_repeats), 0.0
         profiler.start()
         for begin in range(0, calls, most):
-            self._subject.sample(min(most, calls - begin))
-        seconds: dict[str, float] = {}
+            repeats = min(most, calls - begin)
+            spent += self._subject.sample(repeats) * repeats / calls
+        shares: dict[str, float] = {}
         for stack, time in profiler.stop().frame_records:
             name = next((_function(frame, self._folder) for frame in reversed(stack) if BUILTIN not in frame), "")
-            seconds[name] = seconds.get(name, 0.0) + time / calls
-        return {"functions": seconds}
+            shares[name] = shares.get(name, 0.0) + time
+        return {"functions": {name: spent * time / sum(shares.values()) for name, time in shares.items()}}
 
     def finish(self) -> dict[str, Any]:
         """Check again and let go of the case."""

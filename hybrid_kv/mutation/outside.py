@@ -1,11 +1,12 @@
 """What finds a planted bug by asking a server: probes, and a changed copy of the engine behind `hybrid-kv serve`.
 
-Nothing is told to them of the bug: every one is asked about in the same settings, on the embedded trained models, whose
-drafts are accepted now and then.
+Nothing is told to them of the bug: every one is asked about in the same settings. Most are of the embedded trained
+models, whose drafts are accepted now and then. Their states forget within a hundred tokens; random ones do not.
 """
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -16,6 +17,7 @@ from pathlib import Path
 from hybrid_kv.accuracy.guard_model import FOLDERS
 from hybrid_kv.config import ConfigError
 from hybrid_kv.models.config_file import ConfigFile
+from hybrid_kv.models.random_checkpoint import write_checkpoint
 from hybrid_kv.mutation.catch import Catch
 from hybrid_kv.probes.judge import Judge, first_difference
 from hybrid_kv.probes.oracle import Oracle
@@ -26,13 +28,13 @@ from hybrid_kv.targets.target import Ask, Target, TargetError
 from hybrid_kv.threads import one_thread
 
 # A model and a setting each, those first in which most bugs act: drafts, a history of inputs instead of states, states
-# at boundaries inside a chunk, chunks of more than a block in a pool that evicts and loads, another dtype.
+# at boundaries inside a chunk, chunks of more than a block in a pool that evicts and loads, random weights.
 CELLS: tuple[tuple[str, dict[str, str]], ...] = (
     ("qwen3_5_moe_text", {"prefix": "align", "spec": "mtp3"}),
     ("nemotron_h", {"prefix": "align", "spec": "mtp3", "scheme": "replay"}),
     ("qwen3_5_moe_text", {"prefix": "all", "spec": "ngram3", "chunk": "17"}),
     ("qwen3_5_moe_text", {"prefix": "align", "chunk": "100", "blocks": "tight", "offload": "host"}),
-    ("qwen3_5_moe_text", {"prefix": "align", "dtype": "bfloat16"}),
+    ("bamba", {"prefix": "align", "spec": "ngram3", "scheme": "replay"}),
 )
 
 
@@ -63,6 +65,18 @@ class Planted:
         return serve.start(folder, settings, self.root)
 
 
+@cache
+def _made(model: str) -> tempfile.TemporaryDirectory[str]:
+    made = tempfile.TemporaryDirectory()
+    write_checkpoint(model, made.name, "tiny")
+    return made
+
+
+def _folder(model: str) -> str:
+    """Of an embedded model, or of a family with random weights, which lives as long as this process."""
+    return str(FOLDERS[model]) if model in FOLDERS else _made(model).name
+
+
 # No mutant changes what these say: one of each for all of them.
 _oracle, _unchanged = cache(Oracle), cache(lambda folder, dtype: ours.start(folder, {"dtype": dtype}))
 
@@ -70,7 +84,7 @@ _oracle, _unchanged = cache(Oracle), cache(lambda folder, dtype: ours.start(fold
 @cache
 def _sound(model: str, levels: tuple[tuple[str, str], ...]) -> tuple[Judge, int]:
     """What the server without a bug says of rounding and of the size of a block, in this setting."""
-    folder, settings = str(FOLDERS[model]), dict(levels)
+    folder, settings = _folder(model), dict(levels)
     judge = Judge(_oracle(folder, settings.get("dtype", "float32")))
     session = Session(serve, folder, settings, judge, References(serve, folder))
     try:
@@ -88,19 +102,20 @@ def ask(root: Path) -> tuple[Found, float]:
     """
     found, begin, kind = Found(), time.perf_counter(), Planted(root)
     with one_thread(), ExitStack() as stack:
-        references = {model: References(kind, str(FOLDERS[model])) for model, _ in CELLS}
+        references = {model: References(kind, _folder(model)) for model, _ in CELLS}
         for one in references.values():
             stack.callback(one.close)
         for model, settings in CELLS:
             _ask(kind, model, settings, references[model], found)
             if found.section:
-                found.cell = " ".join([FOLDERS[model].name, *(f"{name}={level}" for name, level in settings.items())])
+                name = FOLDERS[model].name if model in FOLDERS else model
+                found.cell = " ".join([name, *(f"{name}={level}" for name, level in settings.items())])
                 break
     return found, time.perf_counter() - begin
 
 
 def _ask(kind: Planted, model: str, settings: Mapping[str, str], references: References, found: Found) -> None:
-    folder, dtype = str(FOLDERS[model]), settings.get("dtype", "float32")
+    folder, dtype = _folder(model), settings.get("dtype", "float32")
     judge, unit = _sound(model, tuple(settings.items()))
     vocab_size = ConfigFile.read(folder).size("vocab_size")
     found.section, found.rule = "probes", "start"

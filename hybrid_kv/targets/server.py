@@ -199,8 +199,11 @@ class _Crowd:
         async with self._session.post(self._dialect.path, json=body) as reply:
             if reply.status != OK:
                 return Answer((), error=f"HTTP {reply.status}: {(await reply.text())[:200]}")
-            async for told in _events(reply):
-                piece = self._dialect.piece(told)
+            async for text in _events(reply):
+                try:
+                    piece = self._dialect.piece(json.loads(text))
+                except (KeyError, TypeError, ValueError):  # an error in the middle of an answer, as a rule
+                    return Answer(tuple(tokens), error=f"an event without token ids: {text[:200]}")
                 tokens += piece
                 await self._count(len(piece))
                 if ask.abort_after is not None and len(tokens) >= ask.abort_after:
@@ -216,9 +219,9 @@ class _Crowd:
                 pass
 
 
-async def _events(reply: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+async def _events(reply: aiohttp.ClientResponse) -> AsyncIterator[str]:
     async for raw in reply.content:
         line = raw.decode()
         text = line.removeprefix("data:").strip()
         if line.startswith("data:") and text != "[DONE]":
-            yield json.loads(text)
+            yield text

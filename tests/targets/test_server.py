@@ -104,6 +104,33 @@ def test_nobody_at_the_address_is_said_in_one_line():
         kind_of("http://127.0.0.1:9").start("", {})
 
 
+class DiesInTheMiddle(BaseHTTPRequestHandler):
+    EVENTS = ({"choices": [{"index": 0, "token_ids": [5, 6]}]}, {"error": {"message": "the engine has stopped"}})
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        body = "".join(f"data: {json.dumps(event)}\n\n" for event in self.EVENTS).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_an_error_in_the_middle_of_an_answer_is_one(served):
+    server = HTTPServer(("127.0.0.1", 0), DiesInTheMiddle)
+    Thread(target=server.serve_forever, daemon=True).start()
+    attached = kind_of(served._url).start("", {})
+    attached._url = f"http://127.0.0.1:{server.server_port}"
+    (answer,) = attached.ask([Ask(PROMPT, abort_after=9)])
+    server.shutdown()
+    server.server_close()
+    assert answer.token_ids == (5, 6)
+    assert answer.error == 'an event without token ids: {"error": {"message": "the engine has stopped"}}'
+
+
 def test_a_server_that_is_gone_is_a_finding(served):
     attached = kind_of(served._url).start("", {})
     attached._url = "http://127.0.0.1:9"
