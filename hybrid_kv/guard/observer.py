@@ -142,6 +142,11 @@ class Observer(Watcher):
                 self.published.add(ran)
                 ran.track.computed = ran.end
 
+    def on_free(self, request_id: str, ids: BlockIds, ended: bool = False) -> None:
+        """A request ends or is preempted, or columns are given back."""
+        if ended:
+            self._waiting.on_end()
+
     def on_load(self, request_id: str, columns: Sequence[tuple[BlockKey, int]], ids: BlockIds) -> None:
         """Blocks came from the offload tier."""
         self._figures.num_loads += len(columns)

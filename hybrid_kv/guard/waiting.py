@@ -40,6 +40,10 @@ class Waiting:
         self._num_preemptions = self._count_preemptions()
         self._idle = self._llm.manager.pool.idle_blocks() if self._llm.scheduler.waiting else NO_IDS
 
+    def on_end(self) -> None:
+        """A request gives all up, and what it gave back before counts as used now, too."""
+        self._idle = NO_IDS
+
     def check(self, scheduled: Sequence[ScheduledRequest], is_exact: bool) -> None:
         """
         Args:
@@ -59,8 +63,7 @@ class Waiting:
                     )
         if not llm.scheduler.waiting:
             return
-        if self._count_preemptions() == self._num_preemptions:
-            self._check_order()
+        self._check_order()
         head, limits = llm.scheduler.waiting[0], llm.config.scheduler
         budget = limits.max_num_batched_tokens - sum(item.num_tokens for item in scheduled)
         in_step = {item.request.request_id for item in scheduled}
