@@ -176,8 +176,8 @@ def _figures(report: Report, one: Measured) -> Section:
     lines = [_change(report, row) for row in each(first)]
     body = table(["figure", "change", "", "was", "is", "beside", "machine"], lines) if lines else ""
     note = (
-        f"{one.count('same'):,} are the same: equal, or their 95 % intervals overlap. Both runs had their own day and "
-        "machine load; a time that matters is measured again side by side by hybrid-kv compare."
+        f"{one.count('same'):,} are the same: equal, or their 95 % intervals overlap, or neither a count nor with an "
+        "interval. Each run had its own day and load: hybrid-kv compare measures a time that matters side by side."
     )
     return Section("Figures", finding, body + _more(len(rows)) + paragraph(note))
 

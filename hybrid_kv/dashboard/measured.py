@@ -1,8 +1,8 @@
 """What a commit changed, as far as rows can say: its figures beside those of the commit that was measured before it.
 
 Only rows of the commit itself count, none of a tree with changes. Commits are in the order in which each was first
-measured. A figure with a 95 % interval has changed if its interval and the one before do not overlap; a time without
-one says nothing; any other figure has changed if it differs.
+measured. A figure with a 95 % interval has changed if its interval and the one before do not overlap. Without one, a
+whole number that is no time and a static kernel metric have changed if they differ; the rest may be rounding.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 import pandas as pd
 
-from hybrid_kv.dashboard.data import NO_LEVEL, SERIES, Series
+from hybrid_kv.dashboard.data import NO_LEVEL, SERIES, STATIC_SUITE, Series
 from hybrid_kv.dashboard.steps import Step
 from hybrid_kv.dashboard.verdicts import SuiteVerdict, verdicts
 from hybrid_kv.results import TIME_UNITS
@@ -90,7 +90,8 @@ def _judged(rows: pd.DataFrame) -> list[str]:
     now, before = rows["value"], rows["was_value"].astype(float)
     ends = rows[["ci_low", "ci_high", "was_ci_low", "was_ci_high"]].astype(float)
     apart = (ends["ci_low"] > ends["was_ci_high"]) | (ends["ci_high"] < ends["was_ci_low"])
-    exact = ends.isna().any(axis=1) & ~rows["unit"].isin(TIME_UNITS) & (now != before)
+    whole = (now == now.round()) & (before == before.round()) & ~rows["unit"].isin(TIME_UNITS)
+    exact = ends.isna().any(axis=1) & (whole | (rows["suite"] == STATIC_SUITE)) & (now != before)
     lower, higher = rows["better"] == "lower", rows["better"] == "higher"
     worse = (lower & (now > before)) | (higher & (now < before))
     words = np.select([~(apart | exact), worse, lower | higher], ["same", "worse", "better"], "changed")

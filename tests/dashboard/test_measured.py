@@ -48,6 +48,8 @@ def test_a_commit_that_is_measured_again_keeps_its_place_and_gets_its_newest_fig
         ((10, None, None), (12, None, None), {"unit": "B", "better": "higher"}, "better"),
         ((10, None, None), (12, None, None), {"unit": "B", "better": "equal"}, "changed"),
         ((10, None, None), (10, None, None), {"unit": "B"}, "same"),
+        ((1e-13, None, None), (2e-13, None, None), {"unit": "logit"}, "same"),  # rounding
+        ((1.5, None, None), (2.5, None, None), {"unit": "1/B", "suite": "kernels"}, "worse"),
     ],
 )
 def test_what_counts_as_a_change(
