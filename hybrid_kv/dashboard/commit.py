@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -20,9 +20,8 @@ from hybrid_kv.dashboard.measured import Measured
 from hybrid_kv.dashboard.report import MAX_LISTED, MAX_MACHINES, Report, Section
 from hybrid_kv.dashboard.sections.accuracy import PAIRED
 from hybrid_kv.dashboard.sections.comparison import exact_figures, introduction
-from hybrid_kv.dashboard.sections.verdict import not_passed
-from hybrid_kv.dashboard.verdicts import overall
-from hybrid_kv.dashboard.words import WORDS, change_text, day, levels_text, percent_change, suite_name
+from hybrid_kv.dashboard.verdicts import SuiteVerdict, overall
+from hybrid_kv.dashboard.words import WORDS, change_text, day, levels_text, percent_change, suite_name, with_unit
 from hybrid_kv.files import write_whole
 
 OUTCOMES = {"slower": "worse", "faster": "better", "inconclusive": "void"}
@@ -72,7 +71,7 @@ def _header(report: Report, one: Measured, before: Measured | None, after: Measu
     around += [f'before: <a href="{before.file}">{before.commit[:7]}</a>'] if before else []
     around += [f'after: <a href="{after.file}">{after.commit[:7]}</a>'] if after else []
     return f"""<header><h1>{escape(told.subject) if told and told.subject else f"Commit {one.commit[:7]}"}</h1>
-<p class="commit">{"<br>".join([*said, escape(places)])}</p><p>{" · ".join(around)}</p></header>
+<p>{"<br>".join([*said, escape(places)])}</p><p>{" · ".join(around)}</p></header>
 """
 
 
@@ -92,8 +91,26 @@ def _verdict(one: Measured) -> Section:
         ]
         for v in found
     ]
-    body = table(["suite", "", "passed", "on", "machine"], rows) + not_passed(found)
+    body = table(["suite", "", "passed", "on", "machine"], rows) + _not_passed(found)
     return Section("Verdict", f"{WORDS[word]}: {passed:,} of {judged:,} checks", body, word)
+
+
+def _not_passed(found: Sequence[SuiteVerdict]) -> str:
+    """Checks with another verdict than `pass`, as a table; empty without any."""
+    bad = [row for v in found if v.word != "pass" for row in each(v.rows[v.rows["verdict"] != "pass"])]
+    if not bad:
+        return ""
+    rows = [
+        [
+            with_small_case([getattr(row, name) for name in SERIES]),
+            f'<b class="{row.verdict}">{WORDS[row.verdict]}</b>',
+            escape(with_unit(row)),
+            name_of(str(row.parsed.get("limit", ""))),
+            f"{row.n:,}",
+        ]
+        for row in bad[:MAX_LISTED]
+    ]
+    return table(["what did not pass", "", "figure", "limit", "n"], rows) + _more(len(bad))
 
 
 def _steps(report: Report, one: Measured) -> Section | None:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from html import escape
 
-from hybrid_kv.dashboard.data import SERIES, column, each
-from hybrid_kv.dashboard.draw import in_script, name_of, paragraph, table, with_small_case
-from hybrid_kv.dashboard.report import MAX_LISTED, Report, Section
+from hybrid_kv.dashboard.data import column
+from hybrid_kv.dashboard.draw import in_script
+from hybrid_kv.dashboard.report import Report, Section
 from hybrid_kv.dashboard.verdicts import SuiteVerdict, age_of, distance_text, headline, verdicts
-from hybrid_kv.dashboard.words import WORDS, day, suite_name, with_unit
+from hybrid_kv.dashboard.words import WORDS, day, suite_name
 
 PLACE = 10
 
@@ -47,24 +47,3 @@ def _tile(report: Report, v: SuiteVerdict) -> str:
         f"<span class=where>{commit}, <time>{day(v.newest)}</time></span>{far}"
         f"<span class=where>{escape(v.machine) or 'any machine'}</span>{unfit}</li>"
     )
-
-
-def not_passed(found: Sequence[SuiteVerdict]) -> str:
-    """Checks with another verdict than `pass`, as a table; empty without any."""
-    bad = [(v, row) for v in found if v.word != "pass" for row in each(v.rows[v.rows["verdict"] != "pass"])]
-    if not bad:
-        return ""
-    rows = [
-        [
-            with_small_case([getattr(row, name) for name in SERIES]),
-            f'<b class="{row.verdict}">{WORDS[row.verdict]}</b>',
-            escape(with_unit(row)),
-            name_of(str(row.parsed.get("limit", ""))),
-            f"{row.n:,}",
-        ]
-        for v, row in bad[:MAX_LISTED]
-    ]
-    listed = table(["what did not pass", "", "figure", "limit", "n"], rows)
-    if len(bad) > MAX_LISTED:
-        listed += paragraph(f"and {len(bad) - MAX_LISTED:,} more")
-    return listed
