@@ -26,11 +26,11 @@ def section(report: Report) -> Section | None:
     return Section("Red now", counted(red), body + paragraph(RULE), red[0].word)
 
 
-NOTHING = "Every check of the newest runs passed, and no level is worse than it was."
+NOTHING = "Every check of the newest runs passed, and of what no check judges no level is worse than it was."
 RULE = (
     "A check is red since the first of its last runs in a row that did not pass, a level since a step for the worse "
-    "that no later level undid. The cause lies between the last green commit and the first red one, whose author is "
-    "named: hybrid-kv bisect GREEN RED finds it."
+    "that no later level undid; where a check judges the level, its word counts. The cause lies between the last green "
+    "commit and the first red one, whose author is named: hybrid-kv bisect GREEN RED finds it."
 )
 
 
