@@ -51,34 +51,39 @@ def guard_target(
     require("safetensors", "tokenizers", "transformers")
     kind, other = kind_of(target), kind_of(against) if against is not None else None
     cells = matrix_of(kind, matrix) if matrix else default_matrix(kind)
-    console, begin = Console(stderr=True), time.perf_counter()
+    console = Console(stderr=True)
     with model_folder(model) as folder, threads_for(folder):
         guarded = Guarded(kind, folder, other, seed, amount)
+
+        def document(seen: Sequence[Outcome], files: Sequence[str] = ()) -> dict[str, Any]:
+            return {
+                "target": target, "version": guarded.version, "model": model, "seed": seed, "amount": amount,
+                **_asked(seen), "seconds": round(sum(one.seconds for one in seen), 1),
+                "outcomes": [_document(one) for one in seen], "files": list(files),
+            }  # fmt: skip
 
         def told(outcome: Outcome) -> None:
             style = STYLES[outcome.verdict]
             line = f"{_setting(outcome.settings)}: {outcome.probe}"
             console.print(f"{line} [{style}]{outcome.verdict}[/] {outcome.detail}", highlight=False, soft_wrap=True)
+            seen.append(outcome)
+            if out is not None:  # an hour's work outlives what ends it
+                write_whole(out, json.dumps(document(seen), indent=2) + "\n")
 
+        seen: list[Outcome] = []
         outcomes = guard(guarded, cells, select or (), told)
-        document: dict[str, Any] = {
-            "target": target, "version": guarded.version, "model": model, "seed": seed, "amount": amount,
-            **_asked(outcomes), "seconds": round(time.perf_counter() - begin, 1),
-            "outcomes": [_document(one) for one in outcomes], "files": list[str](),
-        }  # fmt: skip
-        if out is not None:  # what was found outlives a Ctrl-C while it is made small
-            write_whole(out, json.dumps(document, indent=2) + "\n")
+        files: list[str] = []
         failures = distinct([failure for outcome in outcomes for failure in outcome.failures])
         end = time.perf_counter() + SHRINK_SECONDS
         for i, failure in enumerate(failures):
             share = min(120.0, (end - time.perf_counter()) / (len(failures) - i))
             shrunk = shrink(failure, lambda failure=failure: guarded.session(failure.settings), share)  # type: ignore[misc]
             case = case_of(shrunk.failure, target, guarded.version, model, guarded.judge_of(failure.settings).limit)
-            document["files"] += map(str, write_files(case, kind, repro))
+            files += map(str, write_files(case, kind, repro))
             size = f"{shrunk.num_requests} requests, {shrunk.num_prompt_tokens} prompt tokens"
-            last = document["files"][-1]
-            console.print(f"{failure.probe}: shrunk to {size} in {shrunk.seconds:.0f} s: {last}", soft_wrap=True)
-    show(document, as_json, out, lambda: _print(f"{target} {guarded.version}, {model}", outcomes))
+            console.print(f"{failure.probe}: shrunk to {size} in {shrunk.seconds:.0f} s: {files[-1]}", soft_wrap=True)
+    title = f"{target} {guarded.version}, {model}"
+    show(document(outcomes, files), as_json, out, lambda: _print(title, outcomes))
     return int(any(one.verdict not in ("right", "cannot be asked here") for one in outcomes))
 
 

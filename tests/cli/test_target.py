@@ -10,6 +10,7 @@ import torch
 
 from hybrid_kv.cli import target
 from hybrid_kv.probes import run as probes_run
+from hybrid_kv.probes.session import Session
 from hybrid_kv.targets import ours
 from tests.cli.run import run
 from tests.probes.toy import ToyKind, ToyOracle
@@ -67,6 +68,20 @@ def test_what_was_found_is_kept_if_making_it_small_is_interrupted(capsys, monkey
     assert code != 0 and "interrupted" in err
     found = json.loads((tmp_path / "found.json").read_text())
     assert [one["probe"] for one in found["outcomes"] if one["verdict"] == "wrong"] == ["repeat"]
+
+
+def test_what_has_an_answer_is_kept_if_the_next_probe_is_interrupted(capsys, monkeypatch, tmp_path):
+    left = [Session.run] * 2
+
+    def interrupted(*arguments):
+        if not left:
+            raise KeyboardInterrupt
+        return left.pop()(*arguments)
+
+    monkeypatch.setattr(Session, "run", interrupted)
+    assert run(capsys, *QUICK, "--target", "toy", "--out", "found.json")[0] != 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [one["probe"] for one in found["outcomes"]] == ["alone", "repeat"]
 
 
 def test_a_wrong_answer_ends_with_1_and_can_be_played_again(capsys, tmp_path):
