@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybrid_kv.targets.target import Ask
 
@@ -41,7 +41,9 @@ class Traffic:
         return tuple(period[i % 7] for i in range(min(length, self.longest - self.num_new)))
 
     def ask(self, prompt: tuple[int, ...], **fields: object) -> Ask:
-        return Ask(prompt, **{"max_tokens": self.num_new, "logprobs": self.rng.random() < 0.5, **fields})  # type: ignore[arg-type]
+        """No longer than the target lets it be: a text that is cut there is not wrong."""
+        made = Ask(prompt, **{"max_tokens": self.num_new, "logprobs": self.rng.random() < 0.5, **fields})  # type: ignore[arg-type]
+        return replace(made, max_tokens=max(1, min(made.max_tokens, self.limit - len(prompt))))
 
     def mixed(self, count: int) -> list[tuple[int, ...]]:
         """Prompts of one token to four blocks."""

@@ -73,6 +73,20 @@ def test_draws_with_drafts_are_held_against_those_without_only_where_that_is_pro
     assert (seeds.verdict, seeds.num_answers > 0) == (verdict, True)
 
 
+def test_no_request_is_longer_than_the_target_lets_it_be(monkeypatch):
+    monkeypatch.setattr(Toy, "longest", 100)
+    _, session = outcomes()
+    asks = [ask for one in session.asked for ask in one.asks]
+    traffic = session.traffic("batch", VOCAB)
+    assert [traffic.ask(traffic.prompt(length), max_tokens=23).max_tokens for length in (50, 77, 78, 88)] == [
+        23,
+        23,
+        22,
+        12,
+    ]
+    assert all(len(ask.prompt) + ask.max_tokens <= 100 for ask in asks)
+
+
 def test_what_is_off_is_not_asked_to_move():
     found, _ = outcomes(prefix="off")
     assert {one.verdict for one in found.values()} == {"right"}
