@@ -38,6 +38,7 @@ def change(monkeypatch: pytest.MonkeyPatch, section: str, **changes: Any) -> Non
 # Histories hang on these: a new name for a check is a new key for its rows.
 KEYS = [
     "views_that_leave_their_page",
+    "sizes_that_a_state/the_memory_or_a_manager_refutes",
     "scenarios_and_requests_unlike_the_oracle",
     "request_patterns_that_happened",
     "pairs_and_triples_of_settings_that_ran",
@@ -89,6 +90,7 @@ def test_a_clean_run_exits_0_and_writes_a_row_per_check(
     assert (numbers["verdict"] == "").all()
     assert {check["section"] for check in document["checks"]} == {
         "layout",
+        "plan",
         "exact model",
         "guard model",
         "accuracy",
