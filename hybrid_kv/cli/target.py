@@ -54,12 +54,14 @@ def guard_target(
     console = Console(stderr=True)
     with model_folder(model) as folder, threads_for(folder):
         guarded = Guarded(kind, folder, other, seed, amount)
+        seen: list[Outcome] = []
+        files: list[str] = []
 
-        def document(seen: Sequence[Outcome], files: Sequence[str] = ()) -> dict[str, Any]:
+        def document() -> dict[str, Any]:
             return {
                 "target": target, "version": guarded.version, "model": model, "seed": seed, "amount": amount,
                 **_asked(seen), "seconds": round(sum(one.seconds for one in seen), 1),
-                "outcomes": [_document(one) for one in seen], "files": list(files),
+                "outcomes": [_document(one) for one in seen], "files": files,
             }  # fmt: skip
 
         def told(outcome: Outcome) -> None:
@@ -68,12 +70,10 @@ def guard_target(
             console.print(f"{line} [{style}]{outcome.verdict}[/] {outcome.detail}", highlight=False, soft_wrap=True)
             seen.append(outcome)
             if out is not None:  # an hour's work outlives what ends it
-                write_whole(out, json.dumps(document(seen), indent=2) + "\n")
+                write_whole(out, json.dumps(document(), indent=2) + "\n")
 
-        seen: list[Outcome] = []
-        outcomes = guard(guarded, cells, select or (), told)
-        files: list[str] = []
-        failures = distinct([failure for outcome in outcomes for failure in outcome.failures])
+        guard(guarded, cells, select or (), told)
+        failures = distinct([failure for outcome in seen for failure in outcome.failures])
         end = time.perf_counter() + SHRINK_SECONDS
         for i, failure in enumerate(failures):
             share = min(120.0, (end - time.perf_counter()) / (len(failures) - i))
@@ -83,8 +83,8 @@ def guard_target(
             size = f"{shrunk.num_requests} requests, {shrunk.num_prompt_tokens} prompt tokens"
             console.print(f"{failure.probe}: shrunk to {size} in {shrunk.seconds:.0f} s: {files[-1]}", soft_wrap=True)
     title = f"{target} {guarded.version}, {model}"
-    show(document(outcomes, files), as_json, out, lambda: _print(title, outcomes))
-    return int(any(one.verdict not in ("right", "cannot be asked here") for one in outcomes))
+    show(document(), as_json, out, lambda: _print(title, seen))
+    return int(any(one.verdict not in ("right", "cannot be asked here") for one in seen))
 
 
 def is_case(file: Path) -> bool:
