@@ -98,6 +98,22 @@ def drafts(traffic: Traffic) -> Rounds:
         yield Round(asks)
 
 
+@probe("turned down at a boundary", place=31, moves="drafts", when="spec")
+def turned_down(traffic: Traffic) -> Rounds:
+    """The last draft of an answer is the first token of a block, and wrong; the token behind it has no drafts.
+
+    The prompt begins with its own last token, the answer's first, and one that does not follow: what a lookup of
+    n-grams finds. The first token is asked for again until the new beginning does not change it.
+    """
+    for blocks in (1, 2, 3):
+        for off in (1, 2):
+            text = traffic.prompt(blocks * traffic.unit - off)
+            for _ in range(3):
+                (answer,) = yield Round((traffic.ask(text, max_tokens=1),))
+                text = (text[-1], *answer.token_ids[:1], *traffic.prompt(1), *text[3:])
+            yield Round((traffic.ask(text, max_tokens=2 + off, logprobs=True),))
+
+
 @probe("preempted", place=40, needs="preempt batch", moves="preemptions")
 def preempted(traffic: Traffic) -> Rounds:
     """All that runs is preempted every few tokens, and resumes."""
