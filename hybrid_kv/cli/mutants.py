@@ -46,7 +46,7 @@ def mutants(
     rows = []
     for row in (bar := tqdm(hunt_all(chosen, by, jobs, limit), total=len(chosen), unit="bug", desc="mutants")):
         rows.append(row)  # an hour's work is told and kept as it comes
-        append_rows(csv, [row.record(by)])
+        append_rows(csv, row.records(by))
         bar.write(f"{row.id}: {row.section or 'nothing'} {row.rule} after {row.seconds:.1f} s", file=sys.stderr)
     rows.sort(key=lambda row: row.id)
     document = {"by": by, "mutants": [asdict(row) for row in rows]}

@@ -32,9 +32,10 @@ NO_IDENTITY |= {
     "gone",
     "unfit",
 }  # of a comparison
-COMPARE, CURVE, BISECT, SWARM = "compare", "operating_curve", "bisect", "swarm"
-# Ratios to some baseline, rates of the harness, and counts that grow: these have no level over time.
-NO_LEVEL = (COMPARE, CURVE, BISECT, SWARM)
+COMPARE, CURVE, BISECT, SWARM, MUTANTS = "compare", "operating_curve", "bisect", "swarm", "mutants"
+# Ratios to some baseline, rates of the harness, counts that grow, and figures of an engine that is wrong on purpose:
+# these have no level over time.
+NO_LEVEL = (COMPARE, CURVE, BISECT, SWARM, MUTANTS)
 STATIC_SUITE = "kernels"  # Compiled ahead of time: the same on every machine, and only what changed is appended.
 
 # A page is made of this much; the rules are `choose_rows`, `newest_series` and `thin`.

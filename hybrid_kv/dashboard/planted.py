@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from hybrid_kv.dashboard.data import Results, column, each
+from hybrid_kv.dashboard.data import MUTANTS, Results, column, each
 
 NOTHING = "nothing"
 
 
 def planted_table(results: Results) -> str | None:
     """Each bug that was tried under the probe that found it first, in its newest row; and how many there are."""
-    rows = results.of("mutants", metric="caught")
+    rows = results.of(MUTANTS, metric="caught")
     rows = rows[column(rows, "by", str) == "http"].drop_duplicates("benchmark", keep="last")
     rows = rows[rows["benchmark"] != "none"]
     if rows.empty:

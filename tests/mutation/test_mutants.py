@@ -215,15 +215,18 @@ def test_every_bug_must_be_caught_and_nothing_where_there_is_none(
     rows: list[tuple[str, str]], code: int, said: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    made = [Row(id, None, section, "batch", "", 7, 1.0, "somewhere", True) for id, section in rows]
+    made = [Row(id, False, section, "batch", "", 7, 1.23, "somewhere", True) for id, section in rows]
     monkeypatch.setattr("hybrid_kv.mutation.hunt.hunt_all", lambda *_: iter(made))
     ids = [word for id, _ in rows for word in ("--id", id)]
     found, out, _ = run(capsys, "mutants", "--by", "http", *ids, "--results", str(tmp_path))
     assert found == code and said in out
     recorded = read_rows(tmp_path / "mutants.csv")
-    assert list(recorded["benchmark"]) == [id for id, _ in rows]
-    assert list(recorded["value"]) == [made_row.caught for made_row in made]
-    assert '"cell":"somewhere"' in recorded["params"][0] and '"is_first":true' in recorded["params"][0]
+    caught, seconds = (recorded[recorded["metric"] == metric] for metric in ("caught", "seconds"))
+    assert list(caught["benchmark"]) == list(seconds["benchmark"]) == [id for id, _ in rows]
+    assert list(caught["value"]) == [made_row.caught for made_row in made] and set(seconds["value"]) == {1.2}
+    assert set(caught["params"]) == set(seconds["params"])
+    for said in ('"cell":"somewhere"', '"is_first":true', '"executed":false'):
+        assert said in recorded["params"][0]
 
 
 def test_what_takes_too_long_or_dies_is_no_catch() -> None:
