@@ -1,17 +1,121 @@
-"""What found the planted bugs over HTTP, by probe: a table for the page about them."""
+"""What found the planted bugs: by class of bug, and over HTTP by probe. Tables for the page about them."""
 
 from __future__ import annotations
+
+from collections import Counter
+
+import pandas as pd
 
 from hybrid_kv.dashboard.data import MUTANTS, Results, column, each
 
 NOTHING = "nothing"
+SOON = 30  # seconds of one core, in which the quick guard is to see a bug
+HUNTS = ("quick", "sanitizer", "full")  # from inside; a later one counts where none before it saw the bug
+# By the first letter of an id: the name, and what of such bugs the guard does not see.
+CLASSES = {
+    "A": (
+        "geometry, page sizes, planning",
+        "What a backend says that it supports is believed: a wrong kernel block size in its list.",
+    ),
+    "B": (
+        "block tables, slots, units of a block",
+        "Slots beyond 2³¹: the pools that run have at most a few thousand blocks.",
+    ),
+    "C": (
+        "metadata, persistent buffers, padding",
+        "What only a captured CUDA graph keeps: capture is simulated on a CPU.",
+    ),
+    "D": (
+        "prefill or decode, first states, batches",
+        "What needs more than 16 rows in a step, the most that a scenario has.",
+    ),
+    "E": (
+        "drafts: accepted tokens, rollback",
+        "Acceptance that falls by little: its floor is six standard deviations below what was recorded.",
+    ),
+    "F": (
+        "prefix cache: what is kept, what a hit restores",
+        "Fewer hits in other traffic than the one whose hits are counted.",
+    ),
+    "G": (
+        "lifetime: stale memory, preemption, leaks",
+        "Memory that is freed while a device still reads it: on a CPU all runs in one order.",
+    ),
+    "H": (
+        "kernels: scans, offsets, dtypes",
+        "Triton's kernels: without a GPU the guard runs torch, and unit tests the interpreter.",
+    ),
+    "I": (
+        "admission, capacity, liveness",
+        "Starvation under load that never ends: a scenario's queue runs empty.",
+    ),
+    "J": (
+        "offload, other tiers, several devices",
+        "Ranks, and copies that arrive late: one process waits for its host memory and its folder.",
+    ),
+    "K": (
+        "metrics, speed",
+        "Most of speed: only the cost of block ids is held against a clock, the rest belongs to `bench/`.",
+    ),
+    "L": (
+        "reported in November 2026",
+        "Errors of a coarse state that grow over thousands of tokens: prompts here have hundreds.",
+    ),
+}
+
+
+def classes_table(results: Results) -> str | None:
+    """A line for each class of bugs: what sees them first, how many, how soon; and what is not seen at all."""
+    rows = _first_catches(results)
+    if rows.empty:
+        return None
+    lines = [
+        _class(letter, *texts, rows[rows["benchmark"].str.startswith(letter)]) for letter, texts in CLASSES.items()
+    ]
+    quick = rows[(rows["value"] == 1) & (rows["by"] == "quick")]
+    told = (
+        f"{_caught(rows)} are caught, {len(quick)} of them by the quick guard, {sum(quick['seconds'] <= SOON)} in "
+        f"{SOON} s of one core at most; the median takes {quick['seconds'].median():.1f} s."
+    )
+    if missed := sorted(rows[rows["value"] == 0]["benchmark"]):
+        told += f" Not caught: {' '.join(missed)}."
+    head = ["| | class | first seen by | caught | s | what the guard does not see |", "|---|---|---|--:|--:|---|"]
+    return "\n".join([told, "", *head, *lines])
+
+
+def _class(letter: str, name: str, unseen: str, rows: pd.DataFrame) -> str:
+    found = rows[rows["value"] == 1]
+    seen = ", ".join(f"{section} {count}" for section, count in Counter(found["first"]).most_common())
+    seconds = "–" if found["seconds"].isna().all() else f"{found['seconds'].median():.1f}"
+    return f"| {letter} | {name} | {seen or '–'} | {_caught(rows)} | {seconds} | {unseen} |"
+
+
+def _caught(rows: pd.DataFrame) -> str:
+    return f"{int(rows['value'].sum())} of {len(rows)}"
+
+
+def _first_catches(results: Results) -> pd.DataFrame:
+    """A row for each known bug: of the first hunt that caught it, if one did. Of each hunt its newest row counts."""
+    rows = _newest(results, "caught")
+    rows = rows[rows["by"].isin(HUNTS)]
+    seconds = _newest(results, "seconds").set_index(["benchmark", "by"])["value"]
+    keys = pd.MultiIndex.from_frame(rows[["benchmark", "by"]])
+    rows = rows.assign(seconds=seconds.reindex(keys).to_numpy(), first=column(rows, "section", str))
+    late = rows["by"].map(HUNTS.index) + len(HUNTS) * (rows["value"] == 0)
+    return rows.assign(late=late).sort_values("late", kind="stable").drop_duplicates("benchmark")
+
+
+def _newest(results: Results, metric: str) -> pd.DataFrame:
+    """The newest row of each known bug and hunt."""
+    rows = results.of(MUTANTS, metric=metric)
+    rows = rows[rows["benchmark"].str.fullmatch(r"[A-L]\d\d")]
+    return rows.assign(by=column(rows, "by", str)).drop_duplicates(["benchmark", "by"], keep="last")
 
 
 def planted_table(results: Results) -> str | None:
     """Each bug that was tried under the probe that found it first, in its newest row; and how many there are."""
-    rows = results.of(MUTANTS, metric="caught")
-    rows = rows[column(rows, "by", str) == "http"].drop_duplicates("benchmark", keep="last")
-    rows = rows[rows["benchmark"] != "none"]
+    rows = _newest(results, "caught")
+    rows = rows[rows["by"] == "http"]
     if rows.empty:
         return None
     rows = rows.assign(rule=column(rows, "rule", str).fillna(NOTHING), is_first=column(rows, "is_first", bool))

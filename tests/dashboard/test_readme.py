@@ -165,6 +165,32 @@ def test_a_planted_bug_is_told_by_its_newest_row(tmp_path: Path) -> None:
     assert text.splitlines()[4:] == ["| alone | A01 L09 |", "| batch | C01 |", "| nothing | F52 |"]
 
 
+def test_a_class_of_bugs_is_told_by_what_caught_each_first(tmp_path: Path) -> None:
+    def of(run: int, bug: str, by: str, section: str = "", seconds: float | None = None) -> list[dict[str, object]]:
+        params = {"by": by, **({"section": section} if section else {})}
+        values = {"caught": float(bool(section)), **({} if seconds is None else {"seconds": seconds})}
+        common = {"suite": "mutants", "benchmark": bug, "unit": ""}
+        return [row(run, params, metric=metric, value=value, **common) for metric, value in values.items()]
+
+    made = of(1, "A01", "quick") + of(2, "A01", "quick", "plan", 4.0) + of(3, "A01", "full", "layout", 90.0)
+    made += (
+        of(1, "A02", "quick", "plan", 40.0)
+        + of(1, "A04", "quick", "", 50.0)
+        + of(2, "A04", "sanitizer", "sanitizer", 6.0)
+    )
+    made += of(1, "B01", "quick") + of(2, "B01", "full") + of(1, "B02", "http", "probes", 9.0) + of(1, "none", "quick")
+    made += of(1, "runner.py:17", "quick") + of(1, "C01", "quick", "exact model")
+    lines = (readme.BLOCKS["planted_classes"](results(tmp_path, *made)) or "").splitlines()
+    assert lines[0] == (
+        "4 of 5 are caught, 3 of them by the quick guard, 1 in 30 s of one core at most; the median takes 22.0 s. "
+        "Not caught: B01."
+    )
+    shown = {line[2]: line.split(" | ")[2:5] for line in lines[4:]}
+    assert shown["A"] == ["plan 2, sanitizer 1", "3 of 3", "6.0"] and shown["B"] == ["–", "0 of 1", "–"]
+    assert shown["C"] == ["exact model 1", "1 of 1", "–"] and shown["D"] == ["–", "0 of 0", "–"]
+    assert {path.stem[0] for path in (ROOT / "mutants").glob("[A-Z]*.yaml")} == set(shown)
+
+
 def test_a_quick_run_does_not_replace_the_full_ones_tables(tmp_path: Path) -> None:
     quick = [one | {"run_id": "quick", "time_utc": "2030-01-01T00:00:00Z"} for one in everything()]
     chosen = [one for one in quick if one["benchmark"] in ("layout", "expand")][:4]
