@@ -20,6 +20,9 @@ def mutants(
     by: Annotated[Way, typer.Option(help="What hunts them; http: probes of a server.")] = "quick",
     jobs: Annotated[int, typer.Option(min=1, help="Bugs at a time, a process each.")] = 1,
     limit: Annotated[int, typer.Option(min=1, help="Seconds for one bug.")] = 300,
+    repro: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Make each case that caught one small, and keep it here.")
+    ] = None,
     folder: Annotated[Path | None, typer.Option(help="Of the bugs; default: mutants/ of the checkout.")] = None,
     as_json: AsJson = False,
     out: OutFile = None,
@@ -44,10 +47,11 @@ def mutants(
     check_outputs(out)
     chosen = read_mutants(folder or FOLDER, ids or ())
     rows = []
-    for row in (bar := tqdm(hunt_all(chosen, by, jobs, limit), total=len(chosen), unit="bug", desc="mutants")):
+    for row in (bar := tqdm(hunt_all(chosen, by, jobs, limit, repro), total=len(chosen), unit="bug", desc="mutants")):
         rows.append(row)  # an hour's work is told and kept as it comes
         append_rows(csv, row.records(by))
-        bar.write(f"{row.id}: {row.section or 'nothing'} {row.rule} after {row.seconds:.1f} s", file=sys.stderr)
+        small = f"; {row.small}" if row.small else ""
+        bar.write(f"{row.id}: {row.section or 'nothing'} {row.rule} after {row.seconds:.1f} s{small}", file=sys.stderr)
     rows.sort(key=lambda row: row.id)
     document = {"by": by, "mutants": [asdict(row) for row in rows]}
 
@@ -55,16 +59,15 @@ def mutants(
         from rich.console import Console
         from rich.table import Table
 
-        table = Table("id", "caught by", "rule", "requests", "seconds", "", box=None, pad_edge=False)
+        table = Table("id", "caught by", "rule", "requests", "seconds", "made small", "", box=None, pad_edge=False)
         for row in rows:
-            missed = "not reached" if row.executed is False else "not caught"
-            verdict = "" if row.is_fine else "false alarm" if row.id == UNCHANGED else missed
             requests = str(row.requests) if row.requests else ""
-            table.add_row(row.id, row.section, row.rule, requests, f"{row.seconds:.1f}", verdict)
-        Console(width=140, highlight=False).print(table)
+            small = str(row.small or "")
+            table.add_row(row.id, row.section, row.rule, requests, f"{row.seconds:.1f}", small, row.problem)
+        Console(width=160, highlight=False).print(table)
         bugs = [row for row in rows if row.id != UNCHANGED]
         print(f"{sum(row.caught for row in bugs)} of {len(bugs)} caught")
 
     show(document, as_json, out, print_table)
-    if not all(row.is_fine for row in rows):
+    if any(row.problem for row in rows):
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""What found the planted bugs: by class of bug, and over HTTP by probe. Tables for the page about them."""
+"""What found the planted bugs: by class of bug, as small cases, and over HTTP by probe. Tables for their page."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from hybrid_kv.dashboard.data import MUTANTS, Results, column, each
 NOTHING = "nothing"
 SOON = 30  # seconds of one core, in which the quick guard is to see a bug
 HUNTS = ("quick", "sanitizer", "full")  # from inside; a later one counts where none before it saw the bug
+# Of a small case at most: the metric of its rows, in words, and the figure.
+SIZES = {"small_requests": ("requests", 3), "small_tokens": ("prompt tokens", 64), "small_seconds": ("seconds", 60)}
 # By the first letter of an id: the name, and what of such bugs the guard does not see.
 CLASSES = {
     "A": (
@@ -110,6 +112,29 @@ def _newest(results: Results, metric: str) -> pd.DataFrame:
     rows = results.of(MUTANTS, metric=metric)
     rows = rows[rows["benchmark"].str.fullmatch(r"[A-L]\d\d")]
     return rows.assign(by=column(rows, "by", str)).drop_duplicates(["benchmark", "by"], keep="last")
+
+
+def small_table(results: Results) -> str | None:
+    """How small the cases got that caught a bug, the newest of each bug; how many fail each time and only with it."""
+    rows = {metric: _newest(results, metric) for metric in (*SIZES, "small_held", "small_passes_unchanged")}
+    rows = {metric: own.drop_duplicates("benchmark", keep="last") for metric, own in rows.items()}
+    held, passed = rows["small_held"], rows["small_passes_unchanged"]
+    if held.empty:
+        return None
+    lines = []
+    for metric, (name, most) in SIZES.items():
+        own = rows[metric].sort_values("value")
+        worst, inside = own.iloc[-1], own[own["value"] <= most]
+        line = [name, f"{own['value'].median():g}", f"{worst['value']:g} ({worst['benchmark']})"]
+        lines.append(f"| {' | '.join(line)} | {len(inside)} of {len(own)} have at most {most} |")
+    return "\n".join([
+        f"Of {len(held)} small cases {sum(held['value'] == 1)} fail {held['n'].iloc[-1]} of {held['n'].iloc[-1]} times "
+        f"with the bug, and {int(passed['value'].sum())} pass without it.",
+        "",
+        "| of a case | median | worst | |",
+        "|---|--:|--:|---|",
+        *lines,
+    ])  # fmt: skip
 
 
 def planted_table(results: Results) -> str | None:

@@ -2,7 +2,7 @@
 
     python -m hybrid_kv.mutation.catch TASK.json
 
-The task names the way and the changed lines; the answer is written beside it.
+The task names the way and the changed lines; the answer is written beside it, and the case, where there is one.
 """
 
 from __future__ import annotations
@@ -48,10 +48,15 @@ class Trace:
         return self
 
 
-def by_scenarios(amount: int, sanitize: bool) -> Catch:
-    """The exact model's scenarios one after the other, to the first that is wrong; then what never happened."""
+def by_scenarios(amount: int, sanitize: bool, case: Path) -> Catch:
+    """The exact model's scenarios one after the other, to the first that is wrong; then what never happened.
+
+    Args:
+        case: where the one that is wrong is written.
+    """
     from hybrid_kv.guard.patterns import REQUIRED
     from hybrid_kv.guard.play import Differences, run_scenario
+    from hybrid_kv.guard.replay import to_json
     from hybrid_kv.guard.traffic import draw_scenario
 
     total = Differences()
@@ -64,6 +69,7 @@ def by_scenarios(amount: int, sanitize: bool) -> Catch:
         total += run_scenario(scenario)
         if total.wrong:
             first = total.wrong[0]
+            case.write_text(to_json(first.scenario, first.rule))
             return Catch(section, first.rule, str(first), total.num_requests)
         number += 1
     missing = [name for name in REQUIRED if not total.seen[name]]
@@ -71,7 +77,7 @@ def by_scenarios(amount: int, sanitize: bool) -> Catch:
     return Catch(section if missing else "", rule, ", ".join(missing), total.num_requests)
 
 
-def by_guard(size: Size) -> Catch:
+def by_guard(size: Size, case: Path) -> Catch:
     """The exact model, then the guard's other sections, to the first that fails.
 
     Block ids are left out: they are held against a clock, which says nothing of a bug.
@@ -79,7 +85,7 @@ def by_guard(size: Size) -> Catch:
     from hybrid_kv.guard.run import amounts, run_guard
 
     amount = amounts(size)
-    catch = by_scenarios(amount["exact model"], sanitize=False)
+    catch = by_scenarios(amount["exact model"], sanitize=False, case=case)
     if catch.section:
         return catch
     others = {**amount, "exact model": 0, "block ids": 0}
@@ -89,8 +95,8 @@ def by_guard(size: Size) -> Catch:
     return catch
 
 
-def run(task: Mapping[str, Any]) -> dict[str, Any]:
-    """Carry out a task; an engine that fails by itself has been caught, too."""
+def run(task: Mapping[str, Any], case: Path) -> dict[str, Any]:
+    """Carry out a task and write the case that fails; an engine that fails by itself has been caught, too."""
     import torch  # before the trace, which would cost it seconds
 
     torch.set_num_threads(1)
@@ -98,7 +104,7 @@ def run(task: Mapping[str, Any]) -> dict[str, Any]:
     sys.settrace(trace)
     try:
         by = task["by"]
-        catch = by_scenarios(task["amount"], sanitize=True) if by == "sanitizer" else by_guard(by)
+        catch = by_scenarios(task["amount"], True, case) if by == "sanitizer" else by_guard(by, case)
     except Exception as error:
         catch = Catch("crash", type(error).__name__, str(error))
     sys.settrace(None)
@@ -107,4 +113,5 @@ def run(task: Mapping[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     file = Path(sys.argv[1])
-    file.with_suffix(".answer").write_text(json.dumps(run(json.loads(file.read_text()))))
+    found = run(json.loads(file.read_text()), file.with_suffix(".case"))
+    file.with_suffix(".answer").write_text(json.dumps(found))

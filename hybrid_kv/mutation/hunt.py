@@ -9,12 +9,14 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 from hybrid_kv.kernels.block_tables import HostTables, TableLayout
 from hybrid_kv.mutation.mutant import UNCHANGED, Mutant
+from hybrid_kv.mutation.small import PLAYS, Small, broken
 from hybrid_kv.results import Row as Record
 
 REQUESTS = 2500  # of the sanitizer's scenarios, as many as the quick guard has
@@ -31,6 +33,7 @@ class Row:
         requests: until then, where the section counts them.
         seconds: until then, imports included; of one core, but for `http`, which waits for a server.
         cell, is_first: see `outside.Found`.
+        small: the case that caught it, if it was to be made small.
     """
 
     id: str
@@ -42,15 +45,20 @@ class Row:
     seconds: float
     cell: str = ""
     is_first: bool | None = None
+    small: Small | None = None
 
     @property
     def caught(self) -> bool:
         return bool(self.section) and self.section not in FAILED
 
     @property
-    def is_fine(self) -> bool:
-        """A bug was caught; where there is none, nothing was found."""
-        return not self.section if self.id == UNCHANGED else self.caught
+    def problem(self) -> str:
+        """Why this is not as it should be, for a column; empty: it is."""
+        if self.id == UNCHANGED:
+            return "false alarm" if self.section else ""
+        if not self.caught:
+            return "not reached" if self.executed is False else "not caught"
+        return "" if self.small is None or self.small.is_right else "the small case is wrong"
 
     def records(self, by: str) -> list[Record]:
         """As rows of the results file. Seconds have no unit of time: they are of an engine that is wrong."""
@@ -59,15 +67,27 @@ class Row:
             "executed": self.executed,
         }  # fmt: skip
         params = {name: value for name, value in told.items() if value not in ("", None)}
-        values = {"caught": (int(self.caught), "higher"), "seconds": (round(self.seconds, 1), "lower")}
-        return [
-            Record("mutants", self.id, metric, value, params=params, n=self.requests, better=better)
-            for metric, (value, better) in values.items()
-        ]
+
+        def record(metric: str, value: float, better: str, unit: str = "", n: int = self.requests) -> Record:
+            return Record("mutants", self.id, metric, value, unit, params, n=n, better=better)
+
+        records = [record("caught", int(self.caught), "higher"), record("seconds", round(self.seconds, 1), "lower")]
+        if (small := self.small) is not None:
+            records += [
+                record("small_requests", small.requests, "lower", "requests", 1),
+                record("small_tokens", small.tokens, "lower", "tokens", 1),
+                record("small_seconds", round(small.seconds, 1), "lower", "", 1),
+                record("small_held", small.held, "higher", "share", PLAYS),
+                record("small_passes_unchanged", int(small.passes is True), "higher", "", 1),
+            ]
+        return records
 
 
-def hunt(mutant: Mutant, by: str, limit: float) -> Row:
+def hunt(mutant: Mutant, by: str, limit: float, repro: Path | None = None) -> Row:
     """Plant one mutant and run what may catch it, but for `http` at most `limit` seconds.
+
+    Args:
+        repro: a folder in which the case that caught it is kept, as small as it gets in as many seconds.
 
     Raises:
         ConfigError: the code has moved.
@@ -80,32 +100,59 @@ def hunt(mutant: Mutant, by: str, limit: float) -> Row:
 
             found, seconds = ask(root)
             return Row(mutant.id, None, **asdict(found), seconds=seconds)
-        task = root / "task.json"
-        task.write_text(json.dumps({"by": by, "lines": lines, "amount": REQUESTS}), encoding="utf-8")
         # A loop that numba has compiled tells nobody which lines it reaches.
         is_loop = any("import compiled" in Path(file).read_text(encoding="utf-8") for file in lines)
-        environment = {
-            **os.environ, "PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1",
-            "NUMBA_DISABLE_JIT": str(int(is_loop)),
-        }  # fmt: skip
-        command = [sys.executable, "-m", "hybrid_kv.mutation.catch", str(task)]
         try:
-            run = subprocess.run(command, cwd=folder, env=environment, timeout=limit, capture_output=True, text=True)
-        except subprocess.TimeoutExpired:
-            return Row(mutant.id, False, "time limit", "", f"still at it after {limit:.0f} s", 0, limit)
-        answer = task.with_suffix(".answer")
-        if not answer.exists():
-            last = run.stderr.strip().splitlines()[-1:]
-            return Row(mutant.id, False, "no answer", "", " ".join(last), 0, 0.0)
-        return Row(mutant.id, **json.loads(answer.read_text(encoding="utf-8")))
+            answer = _in_copy(root, "catch", {"by": by, "lines": lines, "amount": REQUESTS}, limit, not is_loop)
+        except _FailedError as error:
+            return Row(mutant.id, False, str(error), "", error.detail, 0, limit)
+        row, case = Row(mutant.id, **answer), root / "catch.case"
+        if repro is None or not case.exists():
+            return row
+        try:
+            small = Small(**_in_copy(root, "small", [str(case), str(repro / mutant.id)], limit))
+        except _FailedError as error:
+            return replace(row, detail=f"{row.detail}; making it small failed: {error}: {error.detail}")
+        return replace(row, small=replace(small, passes=not broken(Path(small.file))))
 
 
-def hunt_all(mutants: Sequence[Mutant], by: str, jobs: int, limit: float) -> Iterator[Row]:
-    """A row for each mutant, as they come."""
+class _FailedError(Exception):
+    """One of `FAILED`."""
+
+    def __init__(self, what: str, detail: str) -> None:
+        super().__init__(what)
+        self.detail = detail
+
+
+def _in_copy(root: Path, module: str, task: Any, limit: float, compiled: bool = True) -> Any:
+    """What a module of `mutation` answers in a fresh process that imports the copy.
+
+    Raises:
+        _FailedError: it took longer than the limit, or died.
+    """
+    file = root / f"{module}.json"
+    file.write_text(json.dumps(task), encoding="utf-8")
+    environment = {
+        **os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1",
+        "NUMBA_DISABLE_JIT": str(int(not compiled)),
+    }  # fmt: skip
+    command = [sys.executable, "-m", f"hybrid_kv.mutation.{module}", str(file)]
+    try:
+        run = subprocess.run(command, cwd=root, env=environment, timeout=limit, capture_output=True, text=True)
+    except subprocess.TimeoutExpired:
+        raise _FailedError(FAILED[0], f"still at it after {limit:.0f} s") from None
+    answer = file.with_suffix(".answer")
+    if not answer.exists():
+        raise _FailedError(FAILED[1], " ".join(run.stderr.strip().splitlines()[-1:]))
+    return json.loads(answer.read_text(encoding="utf-8"))
+
+
+def hunt_all(mutants: Sequence[Mutant], by: str, jobs: int, limit: float, repro: Path | None = None) -> Iterator[Row]:
+    """A row for each mutant, as they come. See `hunt`."""
     # Copies find the loops that numba has compiled here, which takes it five seconds.
     HostTables([TableLayout(1, 1, 1, 1)], 1, 1)
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        tasks = [pool.submit(hunt, mutant, by, limit) for mutant in mutants]
+        tasks = [pool.submit(hunt, mutant, by, limit, repro) for mutant in mutants]
         try:
             for task in as_completed(tasks):
                 yield task.result()

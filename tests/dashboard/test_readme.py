@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hybrid_kv.config import HybridKVError
-from hybrid_kv.dashboard import readme
+from hybrid_kv.dashboard import planted, readme
 from hybrid_kv.dashboard.data import load
 from tests.dashboard.kinds import everything, readme_rows
 from tests.dashboard.rows import results, row
@@ -189,6 +189,25 @@ def test_a_class_of_bugs_is_told_by_what_caught_each_first(tmp_path: Path) -> No
     assert shown["A"] == ["plan 2, sanitizer 1", "3 of 3", "6.0"] and shown["B"] == ["–", "0 of 1", "–"]
     assert shown["C"] == ["exact model 1", "1 of 1", "–"] and shown["D"] == ["–", "0 of 0", "–"]
     assert {path.stem[0] for path in (ROOT / "mutants").glob("[A-Z]*.yaml")} == set(shown)
+
+
+def test_small_cases_are_told_by_their_median_and_the_worst_of_them(tmp_path: Path) -> None:
+    def of(run: int, bug: str, *values: float) -> list[dict[str, object]]:
+        metrics = [*planted.SIZES, "small_held", "small_passes_unchanged"]
+        common = {"suite": "mutants", "benchmark": bug, "unit": "", "n": 20}
+        return [
+            row(run, {"by": "quick"}, metric=m, value=value, **common) for m, value in zip(metrics, values, strict=True)
+        ]
+
+    made = of(1, "A01", 9, 900, 90, 0, 0) + of(2, "A01", 1, 4, 2.5, 1, 1) + of(2, "A02", 3, 64, 7, 0.95, 1)
+    made += of(2, "B01", 2, 65, 61.2, 1, 0)
+    lines = (readme.BLOCKS["planted_small"](results(tmp_path, *made)) or "").splitlines()
+    assert lines[0] == "Of 3 small cases 2 fail 20 of 20 times with the bug, and 2 pass without it."
+    assert lines[4:] == [
+        "| requests | 2 | 3 (A02) | 3 of 3 have at most 3 |",
+        "| prompt tokens | 64 | 65 (B01) | 2 of 3 have at most 64 |",
+        "| seconds | 7 | 61.2 (B01) | 2 of 3 have at most 60 |",
+    ]
 
 
 def test_a_quick_run_does_not_replace_the_full_ones_tables(tmp_path: Path) -> None:

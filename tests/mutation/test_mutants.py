@@ -16,6 +16,7 @@ from hybrid_kv.mutation import outside
 from hybrid_kv.mutation.catch import Trace
 from hybrid_kv.mutation.hunt import Row, hunt
 from hybrid_kv.mutation.mutant import FOLDER, PACKAGE, UNCHANGED, Change, Mutant, read_mutants
+from hybrid_kv.mutation.small import Small
 from hybrid_kv.probes.judge import Judgement
 from hybrid_kv.probes.registry import Round
 from hybrid_kv.probes.session import Failure
@@ -146,11 +147,16 @@ def _branch(x: bool) -> int:
 
 
 @pytest.mark.parametrize("id, section, rule", [("B07", "exact model", "step-tokens"), ("L09", "exact model", "")])
-def test_the_quick_guard_catches_a_planted_bug(id: str, section: str, rule: str) -> None:
+def test_the_quick_guard_catches_a_planted_bug_and_makes_its_case_small(
+    id: str, section: str, rule: str, tmp_path: Path
+) -> None:
     (known,) = read_mutants(ids=[id])
-    row = hunt(known, "quick", 300)
+    row = hunt(known, "quick", 300, tmp_path)
     assert (row.caught, row.executed, row.section) == (True, True, section)
     assert rule in row.rule and 0 < row.requests < 1000
+    assert row.small is not None and row.small.is_right and row.small.held == 1
+    assert row.small.requests <= 3 and row.small.tokens <= 64
+    assert Path(row.small.file).parent == tmp_path / id and Path(row.small.file).with_suffix(".py").exists()
 
 
 def test_probes_find_a_planted_bug_by_the_answers_of_a_server() -> None:
@@ -209,13 +215,20 @@ def test_without_a_bug_the_copy_is_the_package(tmp_path: Path) -> None:
         ([("A01", "probes"), (UNCHANGED, "probes")], 1, "false alarm"),
         ([("A01", "probes"), ("A04", "")], 1, "1 of 2 caught"),
         ([("A01", "time limit")], 1, "0 of 1 caught"),
+        ([("A01", "a case that fails 19 of 20 times")], 1, "the small case is wrong"),
     ],
 )
 def test_every_bug_must_be_caught_and_nothing_where_there_is_none(
     rows: list[tuple[str, str]], code: int, said: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    made = [Row(id, False, section, "batch", "", 7, 1.23, "somewhere", True) for id, section in rows]
+    small = Small("small.json", "batch", 2, 40, 8.04, 0.95, True)
+    made = [
+        Row(
+            id, False, section, "batch", "", 7, 1.23, "somewhere", True, small if section.startswith("a case") else None
+        )
+        for id, section in rows
+    ]
     monkeypatch.setattr("hybrid_kv.mutation.hunt.hunt_all", lambda *_: iter(made))
     ids = [word for id, _ in rows for word in ("--id", id)]
     found, out, _ = run(capsys, "mutants", "--by", "http", *ids, "--results", str(tmp_path))
@@ -225,8 +238,11 @@ def test_every_bug_must_be_caught_and_nothing_where_there_is_none(
     assert list(caught["benchmark"]) == list(seconds["benchmark"]) == [id for id, _ in rows]
     assert list(caught["value"]) == [made_row.caught for made_row in made] and set(seconds["value"]) == {1.2}
     assert set(caught["params"]) == set(seconds["params"])
-    for said in ('"cell":"somewhere"', '"is_first":true', '"executed":false'):
-        assert said in recorded["params"][0]
+    sizes = dict(recorded[recorded["metric"].str.startswith("small_")][["metric", "value"]].itertuples(index=False))
+    expected = {"requests": 2.0, "tokens": 40.0, "seconds": 8.0, "held": 0.95, "passes_unchanged": 1.0}
+    assert sizes == ({f"small_{name}": value for name, value in expected.items()} if "small" in said else {})
+    for part in ('"cell":"somewhere"', '"is_first":true', '"executed":false'):
+        assert part in recorded["params"][0]
 
 
 def test_what_takes_too_long_or_dies_is_no_catch() -> None:

@@ -1,0 +1,105 @@
+"""Makes the case that caught a planted bug small: run by a fresh process that imports the changed copy of the package.
+
+    python -m hybrid_kv.mutation.small TASK.json
+
+The task names the case and the folder for its files; the answer is written beside it. The small case is played `PLAYS`
+times, each in a process of its own in which nothing was played before: it is forked from one that has only imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybrid_kv.guard.play import Failure
+from hybrid_kv.guard.replay import read_scenario, tell, write_files
+from hybrid_kv.guard.shrink import shrink
+from hybrid_kv.kernels.block_tables import HostTables, TableLayout
+
+PLAYS = 20
+
+
+@dataclass(frozen=True)
+class Small:
+    """A case as small as it got.
+
+    Attributes:
+        file: to be played by `hybrid-kv guard --replay`.
+        rule: the first that it breaks.
+        tokens: of all prompts.
+        seconds: of one core, of making it small.
+        held: the share of its plays that broke this rule first.
+        passes: without the bug no rule is broken; None: nobody has looked.
+    """
+
+    file: str
+    rule: str
+    requests: int
+    tokens: int
+    seconds: float
+    held: float
+    passes: bool | None = None
+
+    def __str__(self) -> str:
+        return (
+            f"{self.requests} req, {self.tokens} tok, {self.seconds:.0f} s, fails {round(self.held * PLAYS)} of {PLAYS}"
+        )
+
+    @property
+    def is_right(self) -> bool:
+        """It fails each time with the bug, and never without."""
+        return self.held == 1 and self.passes is True
+
+
+def broken(file: Path) -> str:
+    """The rule that a case breaks first; empty: none."""
+    failure, _ = tell(read_scenario(file))
+    return "" if failure is None else failure.rule
+
+
+def _shrink(file: Path, folder: Path) -> dict[str, Any]:
+    shrunk = shrink(Failure(read_scenario(file), json.loads(file.read_text())["rule"], ""))
+    scenario = shrunk.failure.scenario
+    written, _ = write_files(shrunk.failure, folder)
+    sizes = {"requests": len(scenario.prompts), "tokens": sum(map(len, scenario.prompts))}
+    return {"file": str(written), "rule": shrunk.failure.rule, **sizes, "seconds": shrunk.seconds}
+
+
+def _forked(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function answers in a process that is forked for it; None: that process died."""
+    receiver, sender = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            torch.set_num_threads(1)
+            with os.fdopen(sender, "w") as answer:
+                json.dump(function(*arguments), answer)
+        finally:
+            os._exit(0)
+    os.close(sender)
+    with os.fdopen(receiver) as answer:
+        text = answer.read()
+    os.waitpid(child, 0)
+    return json.loads(text) if text else None
+
+
+def made_small(file: Path, folder: Path) -> dict[str, Any]:
+    """Make a case small and play it again and again; a `Small` as it is written."""
+    with suppress(Exception):  # The loops that numba has compiled take half a second to load, in each process anew.
+        HostTables([TableLayout(1, 1, 1, 1)], 1, 1)
+    small: dict[str, Any] = _forked(_shrink, file, folder)
+    plays = [_forked(broken, Path(small["file"])) for _ in range(PLAYS)]
+    return {**small, "held": plays.count(small["rule"]) / PLAYS}
+
+
+if __name__ == "__main__":
+    task = Path(sys.argv[1])
+    case, folder = json.loads(task.read_text())
+    task.with_suffix(".answer").write_text(json.dumps(made_small(Path(case), Path(folder))))
