@@ -112,9 +112,10 @@ class Judge:
         text = [*ask.prompt, *tokens]
         rows = self.oracle.logprobs(text)[len(ask.prompt) - 1 : -1]
         found = _beyond(self.limit, rows, tokens, logprobs)
-        # Rounding grows with the length of a text, and the limit comes from short ones.
-        if found.problem and (limit := MARGIN * self.oracle.rounding_of(text)) > self.limit:
-            found = _beyond(limit, rows, tokens, logprobs)
+        if found.problem:
+            # The limit comes from short texts. Rounding grows with their length, and may turn a choice of experts.
+            limit = MARGIN * self.oracle.rounding_of(text) + self.oracle.moved(text, MARGIN)
+            found = _beyond(max(limit, self.limit), rows, tokens, logprobs)
             if not found.problem and (share := self.oracle.within(text, limit)) ** len(tokens) > CHANCE:
                 said = f"in this text rounding goes to {limit:.2g}, which {share:.0%} of all tokens are within"
                 return Judgement("inconclusive", said)

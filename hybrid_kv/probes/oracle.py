@@ -12,6 +12,7 @@ from hybrid_kv.models.random_checkpoint import quiet
 
 # Of the texts that are remembered: thousands with a vocabulary of 100, a few with one of 150,000.
 KEPT_BYTES = 2**29
+NUM_DRAWS = 4  # of them one in sixteen misses what each second one shows
 
 
 class Oracle:
@@ -66,8 +67,32 @@ class Oracle:
 
     def rounding_of(self, token_ids: Sequence[int]) -> float:
         """How far rounding goes in this text."""
-        exact, rounded = self.logprobs(token_ids), self._whole(self._rounded, token_ids)
-        return float((exact - rounded).abs()[exact > self.LIKELY].max())
+        return self._off(token_ids, self._whole(self._rounded, token_ids))
+
+    def moved(self, token_ids: Sequence[int], roundings: float) -> float:
+        """How far the log-probabilities of this text go if each number of its embeddings is off by some roundings.
+
+        A router that is about to choose another expert does so by the least of them, and then they go far. The largest
+        of a few draws, which are the same every time (Monte Carlo arithmetic: Parker, 1997).
+
+        Args:
+            roundings: standard deviation of the relative error, in half units in the last place of the target's dtype.
+        """
+        spread = roundings * torch.finfo(self._rounded.dtype).eps / 2
+        rng = torch.Generator().manual_seed(0)
+
+        def move(_: torch.nn.Module, __: object, embedded: torch.Tensor) -> torch.Tensor:
+            return embedded * (1 + spread * torch.randn(embedded.shape, generator=rng, dtype=embedded.dtype))
+
+        handle = self._exact.get_input_embeddings().register_forward_hook(move)
+        try:
+            return max(self._off(token_ids, self._whole(self._exact, token_ids)) for _ in range(NUM_DRAWS))
+        finally:
+            handle.remove()
+
+    def _off(self, token_ids: Sequence[int], logprobs: torch.Tensor) -> float:
+        exact = self.logprobs(token_ids)
+        return float((exact - logprobs).abs()[exact > self.LIKELY].max())
 
     def within(self, token_ids: Sequence[int], limit: float) -> float:
         """Of all tokens that could follow those of a text, the share that is no further than a limit from the best."""

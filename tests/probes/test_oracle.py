@@ -41,3 +41,22 @@ def test_a_text_is_computed_once_as_long_as_there_is_room(tmp_path, monkeypatch)
     for text in ((5, 6), (7, 8), (5, 6), (9, 9), (7, 8), (5, 6)):
         oracle.logprobs(text)
     assert computed == [(5, 6), (7, 8), (9, 9), (5, 6)]
+
+
+def test_a_router_that_is_about_to_choose_another_expert_is_seen(tmp_path):
+    write_checkpoint("lfm2_moe", tmp_path)
+    oracle, text, inputs = Oracle(tmp_path), tuple(range(5, 60)), []
+    apart = oracle.moved(text, 8)
+    assert oracle.moved(text, 8) == apart
+    gate = oracle._exact.get_submodule("model.layers.1.feed_forward.gate")
+    handle = gate.register_forward_hook(lambda _, given, __: inputs.append(given[0].reshape(-1, given[0].shape[-1])))
+    oracle._whole(oracle._exact, text)
+    handle.remove()
+    (last,) = (rows[-1] for rows in inputs)
+    bias = oracle._exact.get_buffer("model.layers.1.feed_forward.expert_bias")
+    found = (gate.weight.data @ last).sigmoid() + bias
+    second, third = found.argsort(descending=True)[1:3]  # two are chosen
+    tie = (found[second] - bias[third]).logit()
+    gate.weight.data[third] += last * (tie - gate.weight.data[third] @ last) / (last @ last)
+    oracle._known.clear()
+    assert oracle.moved(text, 8) > 10 * apart
