@@ -31,10 +31,10 @@ def guard(
         int | None, typer.Option(min=1, help="Processes at a time; default: one per core, at most 8.")
     ] = None,
     replay: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Play one scenario that failed, and nothing else.")
+        Path | None, typer.Option(metavar="FILE", help="Play one case that failed, and nothing else.")
     ] = None,
     repro: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Where a scenario that fails is written, as small as it gets.")
+        Path, typer.Option(metavar="FOLDER", help="Where a case that fails is written, as small as it gets.")
     ] = Path("repro"),
     swarm: Annotated[
         float | None,
@@ -67,8 +67,7 @@ def guard(
     from hybrid_kv.cli.target import guard_target, is_case, replay_case
     from hybrid_kv.config import ConfigError
     from hybrid_kv.files import check_outputs
-    from hybrid_kv.guard.replay import read_scenario
-    from hybrid_kv.guard.replay import replay as replay_scenario
+    from hybrid_kv.guard.cases import replay as replay_own
     from hybrid_kv.guard.report import document, print_results, result_rows
     from hybrid_kv.guard.run import amounts, run_guard
     from hybrid_kv.results import append_rows
@@ -76,9 +75,9 @@ def guard(
     if replay is not None:
         if quick or long or select or only or target or swarm is not None:
             raise ConfigError(
-                f"--replay {replay} plays one scenario; leave --quick, --long, --swarm, --target, -k, --only out"
+                f"--replay {replay} plays one case; leave --quick, --long, --swarm, --target, -k, --only out"
             )
-        raise typer.Exit(replay_case(replay) if is_case(replay) else replay_scenario(read_scenario(replay)))
+        raise typer.Exit(replay_case(replay) if is_case(replay) else replay_own(replay))
     select = [*(select or ()), *(one for one in only or () if "=" not in one)]
     levels = dict(one.split("=", 1) for one in only or () if "=" in one)
     if swarm is not None:

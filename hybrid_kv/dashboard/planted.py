@@ -121,6 +121,9 @@ def small_table(results: Results) -> str | None:
     held, passed = rows["small_held"], rows["small_passes_unchanged"]
     if held.empty:
         return None
+    caught = _newest(results, "caught")
+    caught = caught[caught["run_id"].isin(held["run_id"]) & (caught["value"] == 1)]
+    others = caught[~caught["benchmark"].isin(held["benchmark"])]
     lines = []
     for metric, (name, most) in SIZES.items():
         own = rows[metric].sort_values("value")
@@ -129,12 +132,19 @@ def small_table(results: Results) -> str | None:
         lines.append(f"| {' | '.join(line)} | {len(inside)} of {len(own)} have at most {most} |")
     return "\n".join([
         f"Of {len(held)} small cases {sum(held['value'] == 1)} fail {held['n'].iloc[-1]} of {held['n'].iloc[-1]} times "
-        f"with the bug, and {int(passed['value'].sum())} pass without it.",
+        f"with the bug, and {int(passed['value'].sum())} pass without it.{_without(others)}",
         "",
         "| of a case | median | worst | |",
         "|---|--:|--:|---|",
         *lines,
     ])  # fmt: skip
+
+
+def _without(others: pd.DataFrame) -> str:
+    """What has no small case, by the section that caught it."""
+    sections = Counter(column(others, "section", str)).most_common()
+    listed = ", ".join(f"{section} {count}" for section, count in sections)
+    return f" {len(others)} more were caught without such a case: {listed}." if len(others) else ""
 
 
 def planted_table(results: Results) -> str | None:

@@ -17,6 +17,7 @@ import torch
 from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.engine.llm import LLM, RequestOutput
 from hybrid_kv.engine.record import record_logits
+from hybrid_kv.guard.play import rule_of
 from hybrid_kv.guard.poison import poison
 from hybrid_kv.guard.scenario import ScriptedProposer, SmallBlocksFirst, SmallKVFirst
 from hybrid_kv.models.config_file import ConfigFile
@@ -38,23 +39,23 @@ K = 3
 
 Drafts = dict[tuple[int, int], list[int]]  # by prompt and known tokens
 Disturb = Callable[[LLM], None]  # before every step
-Cell = dict[str, Any]  # engine options; `script` of drafts, `preempts`
+Cell = dict[str, Any]  # engine options; `script` of drafts; `preempts`: the youngest request every so many steps
 SLOTS_CELLS: tuple[Cell, ...] = (
-    {"max_num_batched_tokens": 17, "preempts": True, "async_scheduling": True},
-    {"script": "mixed", "attention_backend": SmallKVFirst.name, "captured_batch_sizes": (3,), "preempts": True},
-    {"mamba_cache_mode": "align", "max_num_batched_tokens": 41, "kv_offload_bytes": 1 << 24, "preempts": True},
+    {"max_num_batched_tokens": 17, "preempts": 5, "async_scheduling": True},
+    {"script": "mixed", "attention_backend": SmallKVFirst.name, "captured_batch_sizes": (3,), "preempts": 5},
+    {"mamba_cache_mode": "align", "max_num_batched_tokens": 41, "kv_offload_bytes": 1 << 24, "preempts": 5},
     {"mamba_cache_mode": "align", "script": "rotate", "async_scheduling": True, "max_num_batched_tokens": 90},
-    {"mamba_cache_mode": "all", "script": "mixed", "attention_backend": SmallBlocksFirst.name, "preempts": True},
+    {"mamba_cache_mode": "all", "script": "mixed", "attention_backend": SmallBlocksFirst.name, "preempts": 5},
     {"mamba_cache_mode": "all", "max_num_batched_tokens": 29, "kv_offload_bytes": 1 << 24, "async_scheduling": True},
 )
 REPLAY_CELLS: tuple[Cell, ...] = (
-    {"state_scheme": "replay", "mamba_cache_mode": "align", "script": "mixed", "replay_ring_len": 11, "preempts": True},
+    {"state_scheme": "replay", "mamba_cache_mode": "align", "script": "mixed", "replay_ring_len": 11, "preempts": 5},
     {"state_scheme": "replay", "mamba_cache_mode": "all", "script": "rotate", "async_scheduling": True},
 )
 MTP_CELLS: tuple[Cell, ...] = (
-    {"speculative_method": "mtp", "mamba_cache_mode": "none", "preempts": True, "max_num_batched_tokens": 33},
+    {"speculative_method": "mtp", "mamba_cache_mode": "none", "preempts": 5, "max_num_batched_tokens": 33},
     {"speculative_method": "mtp", "mamba_cache_mode": "align", "async_scheduling": True},
-    {"speculative_method": "mtp", "mamba_cache_mode": "all", "max_num_batched_tokens": 57, "preempts": True},
+    {"speculative_method": "mtp", "mamba_cache_mode": "all", "max_num_batched_tokens": 57, "preempts": 5},
 )
 
 
@@ -67,30 +68,41 @@ class Exactness:
         num_wrong: requests whose tokens differ from those that they get alone.
         wrong_drafts: places where a head's drafts differ from those that the request gets alone, of `num_drafts`.
         void: why the cell showed nothing, or empty.
+        error: what the engine itself failed with: its rule and its text.
     """
 
     cell: Cell
-    worst: float
-    where: str
-    num_wrong: int
-    num_tokens: int
-    cached_tokens: int
-    accepted: int
-    preemptions: int
-    num_drafts: int
-    wrong_drafts: int
-    void: str
+    worst: float = 0.0
+    where: str = ""
+    num_wrong: int = 0
+    num_tokens: int = 0
+    cached_tokens: int = 0
+    accepted: int = 0
+    preemptions: int = 0
+    num_drafts: int = 0
+    wrong_drafts: int = 0
+    void: str = ""
+    error: tuple[str, str] = ("", "")
+
+    @property
+    def rule(self) -> str:
+        """The first that is broken: `logits`, `tokens`, `drafts` or the engine's error; empty if none."""
+        if self.error[0]:
+            return self.error[0]
+        if self.worst > FLOAT64_LIMIT:
+            return "logits"
+        return "tokens" if self.num_wrong else "drafts" if self.wrong_drafts else ""
 
     @property
     def problem(self) -> str:
         """What is wrong, in a line; empty if nothing is."""
-        if self.worst > FLOAT64_LIMIT:
-            return f"a logit differs by {self.worst:.2g} at {self.where}"
-        if self.num_wrong:
-            return f"{self.num_wrong} requests got other tokens"
-        if self.wrong_drafts:
-            return f"{self.wrong_drafts} of {self.num_drafts} times a request got other drafts than alone"
-        return self.void
+        words = {
+            "": self.void,
+            "logits": f"a logit differs by {self.worst:.2g} at {self.where}",
+            "tokens": f"{self.num_wrong} requests got other tokens",
+            "drafts": f"{self.wrong_drafts} of {self.num_drafts} times a request got other drafts than alone",
+        }
+        return words.get(self.rule, self.error[1])
 
 
 class _DraftRecorder(Watcher):
@@ -115,19 +127,30 @@ class Alone:
 
     Args:
         folder: a checkpoint.
-        seed: of the prompts.
+        seed: of the prompts, if none are given.
+        again: of the prompts those that are asked again behind all others; None: every other.
+        max_tokens: of each answer.
     """
 
-    def __init__(self, folder: str | Path, seed: int = 0) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        seed: int = 0,
+        prompts: Sequence[list[int]] = (),
+        again: Sequence[int] | None = None,
+        max_tokens: int = NUM_NEW,
+    ) -> None:
         self.folder = folder
+        self._params = SamplingParams(max_tokens=max_tokens)
         self._llm = self._engine()
         unit = max(group.spec.block_size for group in self._engine(mamba_cache_mode="all").plan.config.groups)
         self.max_model_len, self.vocab_size = self._llm.config.scheduler.max_model_len, self._llm.model.vocab_size
-        self.prompts = _prompts(random.Random(seed), unit, self.max_model_len - NUM_NEW, self.vocab_size)
+        longest = self.max_model_len - NUM_NEW
+        self.prompts = [*prompts] or _prompts(random.Random(seed), unit, longest, self.vocab_size)
+        self.again = tuple(range(0, len(self.prompts), 2) if again is None else again)
         self.block_size = unit
-        params = SamplingParams(max_tokens=NUM_NEW)
         self._drafts: dict[str, Drafts] = {}
-        self._known = [next(iter(record_logits(self._llm, [prompt], params))) for prompt in self.prompts]
+        self._known = [next(iter(record_logits(self._llm, [prompt], self._params))) for prompt in self.prompts]
 
     def cells(self) -> list[Cell]:
         """Those that the model can be run in."""
@@ -148,10 +171,16 @@ class Alone:
         )
 
     def check(self, cell: Cell) -> Exactness:
-        """All requests at once in an engine of this kind, and half of them again behind the others."""
+        """All requests at once in an engine of this kind, and some of them again behind the others."""
+        try:
+            return self._check(cell)
+        except Exception as error:
+            return Exactness(cell, error=(rule_of(error), f"{type(error).__name__}: {error}"))
+
+    def _check(self, cell: Cell) -> Exactness:
         options = {key: value for key, value in cell.items() if key not in ("script", "preempts")}
         sequences = [[*output.prompt_token_ids, *output.token_ids] for output, _ in self._known]
-        order = [*range(len(self.prompts)), *range(0, len(self.prompts), 2)]
+        order = [*range(len(self.prompts)), *self.again]
         if "script" in cell:
             lengths = [len(self.prompts[i]) for i in order]
             own = [sequences[i] for i in order]
@@ -164,7 +193,7 @@ class Alone:
         recorder = _DraftRecorder(order)
         llm.watchers.append(recorder)
         worst, where, num_wrong, num_tokens, cached, accepted, preemptions = 0.0, "", 0, 0, 0, 0, 0
-        for i, output, logits in self._run(llm, order, _preempt if cell.get("preempts") else None):
+        for i, output, logits in self._run(llm, order, preempting(cell.get("preempts", 0))):
             alone, expected = self._known[i]
             num_wrong += output.token_ids != alone.token_ids
             if output.token_ids == alone.token_ids:
@@ -204,7 +233,7 @@ class Alone:
             recorder = _DraftRecorder(range(len(self.prompts)))
             llm.watchers.append(recorder)
             for prompt in self.prompts:
-                llm.generate([prompt], SamplingParams(max_tokens=NUM_NEW), progress=False)
+                llm.generate([prompt], self._params, progress=False)
                 llm.reset_prefix_cache()
             self._drafts[mode] = recorder.found
         return self._drafts[mode]
@@ -213,9 +242,9 @@ class Alone:
         self, llm: LLM, order: Sequence[int], disturb: Disturb | None
     ) -> Iterator[tuple[int, RequestOutput, torch.Tensor]]:
         """Every prompt, then the second helping; in between nothing is left on the device if the host has a copy."""
-        params, first = SamplingParams(max_tokens=NUM_NEW), len(self.prompts)
+        first = len(self.prompts)
         for wave in (order[:first], order[first:]):
-            outputs = record_logits(llm, [self.prompts[i] for i in wave], params, disturb)
+            outputs = record_logits(llm, [self.prompts[i] for i in wave], self._params, disturb)
             yield from ((i, *found) for i, found in zip(wave, outputs, strict=True))
             if llm.manager.offload is not None:
                 llm.reset_prefix_cache()
@@ -256,9 +285,14 @@ def _prompts(rng: random.Random, unit: int, longest: int, vocab_size: int) -> li
     return [prompt[:longest] for prompt in found]
 
 
-def _preempt(llm: LLM) -> None:
-    if llm.num_steps % 5 == 4 and len(llm.scheduler.running) > 1:
-        llm.scheduler.preempt(llm.scheduler.running[-1])
+def preempting(every: int) -> Disturb | None:
+    """Preempts the youngest of several running requests every so many steps; 0: never."""
+
+    def preempt(llm: LLM) -> None:
+        if llm.num_steps % every == every - 1 and len(llm.scheduler.running) > 1:
+            llm.scheduler.preempt(llm.scheduler.running[-1])
+
+    return preempt if every else None
 
 
 def _void(cell: Cell, llm: LLM, cached: int, accepted: int, preemptions: int) -> Iterator[str]:

@@ -59,6 +59,11 @@ class Differences:
         return self
 
 
+def rule_of(error: Exception) -> str:
+    """What an engine that failed by itself has broken: the kind of error and the function that raised it."""
+    return f"{type(error).__name__} in {traceback.extract_tb(error.__traceback__)[-1].name}"
+
+
 @contextmanager
 def unwarned() -> Iterator[None]:
     """A guard does on purpose what a user is warned of: drafts that nobody proposes, short prompts, damaged files."""
@@ -102,8 +107,7 @@ def play(scenario: Scenario, watchers: Sequence[Watcher] = ()) -> tuple[Differen
         result.wrong = [Failure(scenario, error.rule, str(error))]
         return result, outputs
     except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1].name
-        result.wrong = [Failure(scenario, f"{type(error).__name__} in {place}", f"{type(error).__name__}: {error}")]
+        result.wrong = [Failure(scenario, rule_of(error), f"{type(error).__name__}: {error}")]
         return result, outputs
     result.cells = [observer.cell] if observer.cell is not None else []
     for i, (output, expected) in enumerate(zip(outputs, answers, strict=True)):

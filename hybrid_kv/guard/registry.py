@@ -24,6 +24,7 @@ class CheckResult:
 
     `value` is the figure, `limit` what it was held against (empty if nothing), `detail` the first thing that is wrong;
     `params` say what was run, `figures` what else was counted, `interval` is the 95 % interval of `value`.
+    `case` is the text of a file that plays the first failure again, see `guard.cases`; empty: there is none.
     `failed_after` is when the first thing was wrong, in seconds since its section began; in the guard's results since
     the guard did.
 
@@ -44,6 +45,7 @@ class CheckResult:
     figures: dict[str, Any] = field(default_factory=dict)
     interval: tuple[float, float] | None = None
     failed_after: float | None = None
+    case: str = ""
 
     def __post_init__(self) -> None:
         if self.unit not in UNITS:

@@ -9,10 +9,10 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from hybrid_kv.config import ConfigError, engine_config
 from hybrid_kv.files import refuse_device, write_whole
@@ -22,6 +22,8 @@ from hybrid_kv.models.exact import KV_HEADS, PARTS, ExactConfig
 from hybrid_kv.request import ScheduledRequest
 from hybrid_kv.sampling import SamplingParams
 from hybrid_kv.watch import Watcher
+
+T = TypeVar("T")
 
 FORMAT, VERSION = "hybrid-kv scenario", 1
 NUM_STEPS = 12  # of a story, the last ones
@@ -68,8 +70,17 @@ def from_json(text: str, name: str = "scenario") -> Scenario:
     Raises:
         ConfigError: it is no scenario, of another version, or has a value that no scenario can have.
     """
+    return from_text(text, name, from_document)
+
+
+def from_text(text: str, name: str, read: Callable[[Any], T]) -> T:
+    """What a file's JSON is read as.
+
+    Raises:
+        ConfigError: it cannot be.
+    """
     try:
-        return _scenario(json.loads(text))
+        return read(json.loads(text))
     except KeyError as error:
         problem = f"{error} is missing"
     except (TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -83,15 +94,28 @@ def read_scenario(file: Path) -> Scenario:
         ConfigError: as `from_json`, or the file is a device.
         OSError: it cannot be read.
     """
+    return from_json(read_text(file), str(file))
+
+
+def read_text(file: Path) -> str:
+    """
+    Raises:
+        ConfigError: the file is a device, or no text.
+        OSError: it cannot be read.
+    """
     refuse_device(file)
     try:
-        text = file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ConfigError(f"{file} is no scenario: it is no text") from None
-    return from_json(text, str(file))
 
 
-def _scenario(document: Any) -> Scenario:
+def from_document(document: Any) -> Scenario:
+    """The scenario of a file's JSON.
+
+    Raises:
+        ConfigError, KeyError, TypeError, ValueError, AttributeError: as `from_json`.
+    """
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise ValueError(f"format {FORMAT!r} is not named")
     parts = dict(document)
@@ -174,18 +198,29 @@ def _rows(values: Sequence[str]) -> str:
 
 
 def write_files(failure: Failure, folder: Path) -> tuple[Path, Path]:
-    """The JSON file and the script of a failure: `<rule>-<hash>.json` and `.py`.
+    """The JSON file and the script of a failure; see `write_pair`."""
+    text = to_json(failure.scenario, failure.rule)
+    return write_pair(text, to_script(failure.scenario, failure.rule), failure.rule, folder)
+
+
+def write_pair(text: str, script: str, rule: str, folder: Path) -> tuple[Path, Path]:
+    """Both files of a case: `<rule>-<hash>.json` and `.py`.
 
     Raises:
         HybridKVError: they cannot be written.
     """
-    text = to_json(failure.scenario, failure.rule)
-    rule = re.sub(r"[^a-z0-9]+", "-", failure.rule.lower()).strip("-")
-    name = f"{rule}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-    file, script = folder / f"{name}.json", folder / f"{name}.py"
+    name = re.sub(r"[^a-z0-9]+", "-", rule.lower()).strip("-")
+    file = folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
     write_whole(file, text)
-    write_whole(script, to_script(failure.scenario, failure.rule))
-    return file, script
+    write_whole(file.with_suffix(".py"), script)
+    return file, file.with_suffix(".py")
+
+
+def announce(requests: int, tokens: int, plays: int, seconds: float, is_minimal: bool, file: Path) -> str:
+    """How small a case got, and how it is played."""
+    effort = f"{plays} plays in {seconds:.1f} s{'' if is_minimal else ', the time was up'}"
+    command = f"hybrid-kv guard --replay {file}, or python {file.with_suffix('.py')}"
+    return f"shrunk to {requests} requests with {tokens} prompt tokens ({effort}): {command}"
 
 
 class _Story(Watcher):

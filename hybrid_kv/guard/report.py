@@ -99,5 +99,5 @@ def document(results: Sequence[CheckResult], seed: int) -> dict[str, Any]:
         "unfit": unfit_machine(results),
         "first_failure": first_failure(results),
         "provenance": asdict(provenance()),
-        "checks": [asdict(result) for result in results],
+        "checks": [{key: value for key, value in asdict(result).items() if key != "case"} for result in results],
     }

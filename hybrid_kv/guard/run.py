@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.errors import deaf_to_ctrl_c, require
+from hybrid_kv.guard.cases import reproduce
 from hybrid_kv.guard.registry import CHECKS, Check, CheckResult, Run, Size, load_checks, refuse_unknown_levels
 from hybrid_kv.guard.workers import CONTEXT, num_workers, processes
 from hybrid_kv.threads import one_thread
@@ -179,15 +180,26 @@ def _bar(chosen: Sequence[Check], runs: Mapping[str, Run], progress: bool) -> It
 
 
 def _run(check: Check, run: Run) -> list[CheckResult]:
-    """A check that crashes has found something; one whose library is missing could not run."""
+    """A check that crashes has found something; one whose library is missing could not run.
+
+    Of each section the first failure that has a case is made small.
+    """
+    begin = time.perf_counter()
     try:
-        return check.function(run)
+        results = check.function(run)
     except ModuleNotFoundError:
         raise
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         detail = f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
         return [CheckResult(check.section, "runs to its end", False, 0, "", "", 0, 0.0, detail)]
+    first = next((i for i, result in enumerate(results) if result.case), None)
+    if first is not None and run.repro is not None:
+        found, seconds = results[first], time.perf_counter() - begin
+        story = reproduce(found.case, run.repro).story
+        moment = seconds if found.failed_after is None else found.failed_after
+        results[first] = replace(found, detail=f"{found.detail}\n\n{story}", failed_after=moment)
+    return results
 
 
 def _with_moment(result: CheckResult, started: float, seconds: float) -> CheckResult:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from hybrid_kv.guard.play import Failure, play, run_scenario, unwarned
-from hybrid_kv.guard.replay import tell, write_files
+from hybrid_kv.guard.replay import announce, tell, write_files
 from hybrid_kv.guard.scenario import SCRIPTS, Event, Scenario, SmallBlocksFirst, SmallKVFirst, answer_book
 from hybrid_kv.request import ScheduledRequest
 from hybrid_kv.sampling import SamplingParams
@@ -52,16 +52,6 @@ class Shrunk:
     is_minimal: bool
 
 
-def reproduce(failures: Sequence[Failure], folder: Path) -> str:
-    """Shrink the shortest of the scenarios that failed and write its files; what became of it, and its story.
-
-    Raises:
-        HybridKVError: the files cannot be written.
-    """
-    shortest = min(failures, key=lambda failure: sum(map(len, failure.scenario.prompts)))
-    return filed(shrink(shortest), folder)[1]
-
-
 def filed(shrunk: Shrunk, folder: Path) -> tuple[Path, str]:
     """Write the files of what was shrunk; the one to be replayed, and what became of it, with its story.
 
@@ -69,11 +59,10 @@ def filed(shrunk: Shrunk, folder: Path) -> tuple[Path, str]:
         HybridKVError: the files cannot be written.
     """
     scenario = shrunk.failure.scenario
-    file, script = write_files(shrunk.failure, folder)
-    count = f"{len(scenario.prompts)} requests with {sum(map(len, scenario.prompts))} prompt tokens"
-    effort = f"{shrunk.num_plays} plays in {shrunk.seconds:.1f} s{'' if shrunk.is_minimal else ', the time was up'}"
-    story = tell(scenario)[1]
-    return file, f"shrunk to {count} ({effort}): hybrid-kv guard --replay {file}, or python {script}\n{story}"
+    file, _ = write_files(shrunk.failure, folder)
+    sizes = len(scenario.prompts), sum(map(len, scenario.prompts))
+    told = announce(*sizes, shrunk.num_plays, shrunk.seconds, shrunk.is_minimal, file)
+    return file, f"{told}\n{tell(scenario)[1]}"
 
 
 class _TimeUpError(Exception):

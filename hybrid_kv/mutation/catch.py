@@ -91,6 +91,8 @@ def by_guard(size: Size, case: Path) -> Catch:
     others = {**amount, "exact model": 0, "block ids": 0}
     for result in run_guard(others, 0, progress=False, fail_fast=True, jobs=1):
         if not result.passed:
+            if result.case:
+                case.write_text(result.case)
             return Catch(result.section, result.name, result.detail)
     return catch
 

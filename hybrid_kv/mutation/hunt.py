@@ -14,9 +14,10 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from hybrid_kv.guard.cases import broken_rule
 from hybrid_kv.kernels.block_tables import HostTables, TableLayout
 from hybrid_kv.mutation.mutant import UNCHANGED, Mutant
-from hybrid_kv.mutation.small import PLAYS, Small, broken
+from hybrid_kv.mutation.small import PLAYS, Small
 from hybrid_kv.results import Row as Record
 
 REQUESTS = 2500  # of the sanitizer's scenarios, as many as the quick guard has
@@ -113,7 +114,7 @@ def hunt(mutant: Mutant, by: str, limit: float, repro: Path | None = None) -> Ro
             small = Small(**_in_copy(root, "small", [str(case), str(repro / mutant.id)], limit))
         except _FailedError as error:
             return replace(row, detail=f"{row.detail}; making it small failed: {error}: {error.detail}")
-        return replace(row, small=replace(small, passes=not broken(Path(small.file))))
+        return replace(row, small=replace(small, passes=not broken_rule(Path(small.file))))
 
 
 class _FailedError(Exception):

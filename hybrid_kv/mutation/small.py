@@ -13,15 +13,13 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hybrid_kv.guard.play import Failure
-from hybrid_kv.guard.replay import read_scenario, tell, write_files
-from hybrid_kv.guard.shrink import shrink
+from hybrid_kv.guard.cases import broken_rule, reproduce
 from hybrid_kv.kernels.block_tables import HostTables, TableLayout
 
 PLAYS = 20
@@ -59,18 +57,10 @@ class Small:
         return self.held == 1 and self.passes is True
 
 
-def broken(file: Path) -> str:
-    """The rule that a case breaks first; empty: none."""
-    failure, _ = tell(read_scenario(file))
-    return "" if failure is None else failure.rule
-
-
-def _shrink(file: Path, folder: Path) -> dict[str, Any]:
-    shrunk = shrink(Failure(read_scenario(file), json.loads(file.read_text())["rule"], ""))
-    scenario = shrunk.failure.scenario
-    written, _ = write_files(shrunk.failure, folder)
-    sizes = {"requests": len(scenario.prompts), "tokens": sum(map(len, scenario.prompts))}
-    return {"file": str(written), "rule": shrunk.failure.rule, **sizes, "seconds": shrunk.seconds}
+def _small(file: Path, folder: Path) -> dict[str, Any]:
+    made = asdict(reproduce(file.read_text(), folder))
+    del made["story"]
+    return made
 
 
 def _forked(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -94,8 +84,8 @@ def made_small(file: Path, folder: Path) -> dict[str, Any]:
     """Make a case small and play it again and again; a `Small` as it is written."""
     with suppress(Exception):  # The loops that numba has compiled take half a second to load, in each process anew.
         HostTables([TableLayout(1, 1, 1, 1)], 1, 1)
-    small: dict[str, Any] = _forked(_shrink, file, folder)
-    plays = [_forked(broken, Path(small["file"])) for _ in range(PLAYS)]
+    small: dict[str, Any] = _forked(_small, file, folder)
+    plays = [_forked(broken_rule, Path(small["file"])) for _ in range(PLAYS)]
     return {**small, "held": plays.count(small["rule"]) / PLAYS}
 
 

@@ -201,8 +201,14 @@ def test_small_cases_are_told_by_their_median_and_the_worst_of_them(tmp_path: Pa
 
     made = of(1, "A01", 9, 900, 90, 0, 0) + of(2, "A01", 1, 4, 2.5, 1, 1) + of(2, "A02", 3, 64, 7, 0.95, 1)
     made += of(2, "B01", 2, 65, 61.2, 1, 0)
+    alone = {"suite": "mutants", "metric": "caught", "unit": "", "value": 1.0}
+    made += [row(2, {"by": "quick", "section": "plan"}, benchmark=bug, **alone) for bug in ("A07", "A12", "B01")]
+    made += [row(9, {"by": "quick", "section": "plan"}, benchmark="A13", **alone)]
     lines = (readme.BLOCKS["planted_small"](results(tmp_path, *made)) or "").splitlines()
-    assert lines[0] == "Of 3 small cases 2 fail 20 of 20 times with the bug, and 2 pass without it."
+    assert lines[0] == (
+        "Of 3 small cases 2 fail 20 of 20 times with the bug, and 2 pass without it. "
+        "2 more were caught without such a case: plan 2."
+    )
     assert lines[4:] == [
         "| requests | 2 | 3 (A02) | 3 of 3 have at most 3 |",
         "| prompt tokens | 64 | 65 (B01) | 2 of 3 have at most 64 |",

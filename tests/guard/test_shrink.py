@@ -12,11 +12,11 @@ from hybrid_kv.cache.block_hash import BlockHashes
 from hybrid_kv.cache.manager import KVCacheManager
 from hybrid_kv.engine import runner
 from hybrid_kv.guard import shrink as module
-from hybrid_kv.guard.checks.exact_model import check_exact_model
 from hybrid_kv.guard.forced import FORCED
 from hybrid_kv.guard.play import Failure, run_scenario
-from hybrid_kv.guard.registry import Run
+from hybrid_kv.guard.registry import CheckResult
 from hybrid_kv.guard.replay import read_scenario
+from hybrid_kv.guard.run import run_guard
 from hybrid_kv.guard.scenario import answer_book
 from hybrid_kv.guard.shrink import shrink
 from hybrid_kv.guard.traffic import draw_scenario
@@ -92,9 +92,13 @@ def test_a_second_turn_stays_one_while_the_first_becomes_shorter() -> None:
 
 def test_a_failing_section_names_its_reproducer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = tmp_path / "repro"
-    assert check_exact_model(Run(10, repro=folder))[0].passed and not folder.exists()
+
+    def unlike_the_oracle() -> CheckResult:
+        return run_guard({"exact model": 10}, 0, progress=False, repro=folder, jobs=1)[0]
+
+    assert unlike_the_oracle().passed and not folder.exists()
     no_copies(monkeypatch)
-    unlike = check_exact_model(Run(10, repro=folder))[0]
+    unlike = unlike_the_oracle()
     (file,) = folder.glob("copy-bytes-*.json")
     (script,) = folder.glob("copy-bytes-*.py")
     assert not unlike.passed and f"hybrid-kv guard --replay {file}, or python {script}" in unlike.detail

@@ -8,7 +8,7 @@ from dataclasses import replace
 from hybrid_kv.guard.patterns import REQUIRED
 from hybrid_kv.guard.play import Differences, run_scenarios
 from hybrid_kv.guard.registry import CheckResult, Run, check
-from hybrid_kv.guard.shrink import reproduce
+from hybrid_kv.guard.replay import to_json
 from hybrid_kv.guard.traffic import (
     FACTORS,
     SCENARIOS_PER_RUN,
@@ -57,14 +57,16 @@ def check_exact_model(run: Run) -> list[CheckResult]:
     wanted = {chosen for chosen in required_combinations() if has_levels(dict(chosen), run.only)}
     untried = sorted(wanted.difference(*map(combinations_of, total.cells)), key=repr)
     detail = str(wrong[0]) if wrong else ""
-    if wrong and run.repro is not None:
-        detail += "\n\n" + reproduce(wrong, run.repro)
+    case = ""
+    if wrong:  # the shortest is soonest made small
+        shortest = min(wrong, key=lambda failure: sum(map(len, failure.scenario.prompts)))
+        case = to_json(shortest.scenario, shortest.rule)
     params, figures = {"seed": run.seed, **run.only}, {"scenarios": total.num_scenarios}
     unlike, patterns, settings = [
         CheckResult(
             "exact model", "scenarios and requests unlike the oracle", not wrong, len(wrong), "requests", "0",
             total.num_requests, seconds, detail, params, {**figures, **requests},
-            failed_after=failed_after,
+            failed_after=failed_after, case=case,
         ),
         CheckResult(
             "exact model", "request patterns that happened", not missing, len(REQUIRED) - len(missing), "patterns",

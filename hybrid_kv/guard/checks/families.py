@@ -9,24 +9,14 @@ from __future__ import annotations
 import random
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from hybrid_kv.engine.llm import LLM
-from hybrid_kv.guard.exactness import (
-    FLOAT32_LIMIT,
-    FLOAT64_LIMIT,
-    MTP_CELLS,
-    NUM_NEW,
-    Alone,
-    beside_transformers,
-    describe,
-)
-from hybrid_kv.guard.poison import poison
+from hybrid_kv.guard.exactness import FLOAT32_LIMIT, FLOAT64_LIMIT, MTP_CELLS, Alone, Exactness, describe
+from hybrid_kv.guard.logits import LogitCase, from_transformers, to_json
 from hybrid_kv.guard.registry import CheckResult, Run, check
 from hybrid_kv.guard.trained import TRAINED, Trained
 from hybrid_kv.models import registry
-from hybrid_kv.sampling import SamplingParams
 
 
 def known() -> list[str]:
@@ -51,9 +41,10 @@ def check_families(run: Run) -> list[CheckResult]:
             reference = write_checkpoint(model_type, Path(folder), "tiny")
             alone = Alone(folder, run.seed)
             found = [alone.check(cell) for cell in alone.cells()]
+            whole = LogitCase("transformers", model_type, {"max_num_batched_tokens": 37}, _texts())
             with quiet():
-                far, num_tokens = _distance(reference, folder)
-        problem = next((f"{describe(one.cell)}: {one.problem}" for one in found if one.problem), "")
+                far, num_tokens = from_transformers(reference, folder, whole)
+        problem, case = _first_problem(model_type, alone, found)
         figures: dict[str, float] = {
             **{describe(one.cell).replace(", ", "_").replace(" ", "_"): one.worst for one in found},
             "cached_tokens": sum(one.cached_tokens for one in found),
@@ -64,13 +55,13 @@ def check_families(run: Run) -> list[CheckResult]:
             CheckResult(
                 "families", f"largest logit difference, {model_type}", not problem,
                 max(one.worst for one in found), "logit", f"{FLOAT64_LIMIT:.0g}", sum(one.num_tokens for one in found),
-                time.perf_counter() - begin, problem, {"family": model_type, "seed": run.seed}, figures,
+                time.perf_counter() - begin, problem, {"family": model_type, "seed": run.seed}, figures, case=case,
             ),
             CheckResult(
                 "families", f"distance from transformers, {model_type}", far <= FLOAT32_LIMIT,
                 far, "share", f"<= {FLOAT32_LIMIT:.0e}", num_tokens, 0.0,
                 "" if far <= FLOAT32_LIMIT else "logits of whole texts differ in float32",
-                {"family": model_type},
+                {"family": model_type}, case="" if far <= FLOAT32_LIMIT else to_json(whole, "logits"),
             ),
         ]  # fmt: skip
         run.progress(run.amount / len(chosen))
@@ -89,12 +80,13 @@ def _texts() -> list[list[int]]:
     return [[rng.randrange(1, 100) for _ in range(length)] for length in (100, 61, 1, 33)]
 
 
-def _distance(reference: Any, folder: str) -> tuple[float, int]:
-    """From transformers, in chunks and then token by token: of the largest logit, and how many tokens were computed."""
-    llm = LLM(folder, device="cpu", dtype="float32", max_num_seqs=4, max_model_len=512, max_num_batched_tokens=37)
-    poison(llm)
-    found = list(beside_transformers(reference, llm, _texts(), SamplingParams(max_tokens=NUM_NEW)))
-    return max(far for *_, far in found), sum(len(logits) for _, logits, *_ in found)
+def _first_problem(model: str, alone: Alone, found: Sequence[Exactness]) -> tuple[str, str]:
+    """What is wrong in the first cell in which something is, and its case."""
+    for one in found:
+        if one.problem:
+            case = LogitCase("alone", model, one.cell, alone.prompts, alone.again)
+            return f"{describe(one.cell)}: {one.problem}", to_json(case, one.rule) if one.rule else ""
+    return "", ""
 
 
 def _trained_head(model: Trained, seed: int) -> CheckResult:
@@ -103,10 +95,10 @@ def _trained_head(model: Trained, seed: int) -> CheckResult:
     # All but the first model get one of the cells, by the seed.
     cells = MTP_CELLS if model.share == 1.0 else MTP_CELLS[seed % len(MTP_CELLS) :][:1]
     found = [alone.check(cell) for cell in cells]
-    problem = next((f"{describe(one.cell)}: {one.problem}" for one in found if one.problem), "")
+    problem, case = _first_problem(model.folder.name, alone, found)
     accepted = {"accepted": sum(one.accepted for one in found), "cells": len(found)}
     return CheckResult(
         "families", f"drafts of the trained head unlike those alone{model.suffix}", not problem,
         sum(one.wrong_drafts for one in found), "drafts", "0", sum(one.num_drafts for one in found),
-        time.perf_counter() - begin, problem, {"seed": seed, **model.params}, accepted,
+        time.perf_counter() - begin, problem, {"seed": seed, **model.params}, accepted, case=case,
     )  # fmt: skip

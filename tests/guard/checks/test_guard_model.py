@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hybrid_kv.guard.checks.guard_model import LOGIT_CELLS, Questions
+from hybrid_kv.guard.checks.guard_model import LOGIT_CELLS, Questions, result_of
 from hybrid_kv.guard.trained import TRAINED
 from tests.guard.checks import test_families as planted
 
@@ -21,7 +21,7 @@ def asked() -> Questions:
 @pytest.mark.parametrize("cell", LOGIT_CELLS[:2])
 def test_a_sound_engine_passes(asked: Questions, cell: dict[str, object]) -> None:
     found = asked.run(cell, "cpu")
-    result = found.result(MODEL, 0)
+    result = result_of(found, MODEL, 0)
     assert result.passed and 0 < result.value < 1e-11 and not found.num_wrong and found.num_tokens > 200
     assert result.name.endswith(", qwen3.5 moe") and result.params["model"] == "guard_model_qwen3_5"
 
@@ -32,5 +32,5 @@ def test_a_sound_engine_passes(asked: Questions, cell: dict[str, object]) -> Non
 )
 def test_damage_is_seen(asked: Questions, monkeypatch: pytest.MonkeyPatch, damage: Callable[..., None]) -> None:
     damage(monkeypatch)
-    result = asked.run(LOGIT_CELLS[1], "cpu").result(MODEL, 0)
+    result = result_of(asked.run(LOGIT_CELLS[1], "cpu"), MODEL, 0)
     assert not result.passed and result.value > 1e-3

@@ -1,0 +1,92 @@
+"""Cases as files: made small, written, played again. One is a scenario of the exact model, or a cell of logits."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybrid_kv.guard import logits
+from hybrid_kv.guard import replay as scenarios
+from hybrid_kv.guard.play import Failure
+from hybrid_kv.guard.scenario import Scenario
+from hybrid_kv.guard.shrink import filed, shrink
+
+SECONDS = 60.0  # of one core, for making one case small
+
+
+@dataclass(frozen=True)
+class Reproducer:
+    """A case as small as it got.
+
+    Attributes:
+        file: to be played by `hybrid-kv guard --replay`.
+        rule: the first that it breaks.
+        tokens: of all prompts.
+        seconds: of one core, of making it small.
+        story: what became of it, and what it does.
+    """
+
+    file: str
+    rule: str
+    requests: int
+    tokens: int
+    seconds: float
+    story: str
+
+
+def reproduce(text: str, folder: Path) -> Reproducer:
+    """Make the case of a file's text small and write its files; see `replay.write_pair`.
+
+    Raises:
+        ConfigError: it is no case.
+        HybridKVError: the files cannot be written.
+    """
+    case, rule = _read(text, "case"), json.loads(text)["rule"]
+    if isinstance(case, Scenario):
+        shrunk = shrink(Failure(case, rule, ""), SECONDS)
+        file, story = filed(shrunk, folder)
+        prompts = shrunk.failure.scenario.prompts
+        sizes = len(prompts), sum(map(len, prompts))
+        return Reproducer(str(file), shrunk.failure.rule, *sizes, shrunk.seconds, story)
+    small = logits.Shrinker(case, rule)
+    small.shrink(SECONDS)
+    case = small.case
+    file, _ = scenarios.write_pair(logits.to_json(case, rule), logits.to_script(case, rule), rule, folder)
+    sizes = case.num_requests, case.num_tokens
+    told = scenarios.announce(*sizes, small.num_plays, small.seconds, small.is_minimal, file)
+    return Reproducer(str(file), rule, *sizes, small.seconds, f"{told}\n{logits.tell(case, *logits.play_logits(case))}")
+
+
+def broken_rule(file: Path) -> str:
+    """The rule that a case breaks first; empty: none.
+
+    Raises:
+        ConfigError: the file is no case.
+        OSError: it cannot be read.
+    """
+    case = _read(scenarios.read_text(file), str(file))
+    if isinstance(case, logits.LogitCase):
+        return logits.play_logits(case)[0]
+    failure, _ = scenarios.tell(case)
+    return "" if failure is None else failure.rule
+
+
+def replay(file: Path) -> int:
+    """Play a case and print its story; the exit code is 1 while it breaks a rule, else 0.
+
+    Raises:
+        ConfigError: the file is no case.
+        OSError: it cannot be read.
+    """
+    case = _read(scenarios.read_text(file), str(file))
+    return logits.replay(case) if isinstance(case, logits.LogitCase) else scenarios.replay(case)
+
+
+def _read(text: str, name: str) -> Scenario | logits.LogitCase:
+    def read(document: Any) -> Scenario | logits.LogitCase:
+        of_logits = isinstance(document, dict) and document.get("format") == logits.FORMAT
+        return logits.from_document(document) if of_logits else scenarios.from_document(document)
+
+    return scenarios.from_text(text, name, read)
