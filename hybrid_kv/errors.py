@@ -46,6 +46,7 @@ EXTRAS = {
     "uvicorn": "serve",
     "prometheus_client": "serve",
     "ray": "cluster",
+    "cosmic_ray": "dev",
 }
 
 

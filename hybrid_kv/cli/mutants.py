@@ -1,21 +1,35 @@
-"""`hybrid-kv mutants`: known bugs of other engines, planted, and what catches them."""
+"""`hybrid-kv mutants`: known bugs of other engines, planted, or generated ones, and what catches them."""
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from hybrid_kv.cli.options import AsJson, OutFile, Record, ResultsFolder, rows_file, show
+
+if TYPE_CHECKING:
+    from hybrid_kv.mutation.hunt import Row
+    from hybrid_kv.mutation.mutant import Mutant
 
 Way = Literal["quick", "sanitizer", "full", "http"]
 
 
 def mutants(
     ids: Annotated[
-        list[str] | None, typer.Option("--id", help="Only this bug, as F16, or none; may be repeated.")
+        list[str] | None, typer.Option("--id", help="Only this one: F16, none, a row's id; may be repeated.")
+    ] = None,
+    generated: Annotated[
+        int | None,
+        typer.Option(min=1, help="Instead so many that operators make of the code."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the sample of generated ones.")] = 0,
+    changed_since: Annotated[
+        str | None, typer.Option(metavar="REVISION", help="Generated ones of lines that changed since, one of each.")
     ] = None,
     by: Annotated[Way, typer.Option(help="What hunts them; http: probes of a server.")] = "quick",
     jobs: Annotated[int, typer.Option(min=1, help="Bugs at a time, a process each.")] = 1,
@@ -34,40 +48,71 @@ def mutants(
 
     from tqdm.auto import tqdm
 
-    from hybrid_kv.errors import require
+    from hybrid_kv.errors import ConfigError, require
     from hybrid_kv.files import check_outputs
-    from hybrid_kv.mutation.hunt import hunt_all
-    from hybrid_kv.mutation.mutant import FOLDER, UNCHANGED, read_mutants
+    from hybrid_kv.mutation.hunt import Hunt, hunt_all
+    from hybrid_kv.mutation.mutant import FOLDER, read_mutants
+    from hybrid_kv.mutation.sample import WAYS, choose
     from hybrid_kv.results import append_rows
 
     require("yaml", "safetensors", "tokenizers", "transformers", "lm_eval", "scipy")
     if by == "http":
         require("fastapi", "uvicorn", "prometheus_client", "httpx2")
+    if changed_since is not None and generated is None:
+        raise ConfigError(f"--changed-since {changed_since}: give --generated too, and how many at most")
+    if generated is not None and (ids or folder is not None):
+        raise ConfigError(f"--generated {generated} draws its own mutants; leave out --id and --folder")
+    is_generated = generated is not None or any(":" in name for name in ids or ())
+    if is_generated and by != "quick":
+        raise ConfigError(f"--by {by}: the quick guard and then the sanitizer hunt generated mutants; leave it out")
     csv = rows_file("mutants.csv", results, record)
     check_outputs(out)
-    chosen = read_mutants(folder or FOLDER, ids or ())
-    rows = []
-    for row in (bar := tqdm(hunt_all(chosen, by, jobs, limit, repro), total=len(chosen), unit="bug", desc="mutants")):
+    rows: list[Row] = []
+    chosen: Sequence[Mutant]
+    if is_generated:
+        require("cosmic_ray")
+        chosen, rows = choose(generated, seed, changed_since, ids or (), csv)
+    else:
+        chosen = read_mutants(folder or FOLDER, ids or ())
+    hunt = Hunt(WAYS if is_generated else (by,), limit, repro)
+    for row in (
+        bar := tqdm(
+            hunt_all(chosen, hunt, jobs, look=generated is not None), total=len(chosen), unit="bug", desc="mutants"
+        )
+    ):
         rows.append(row)  # an hour's work is told and kept as it comes
-        append_rows(csv, row.records(by))
+        append_rows(csv, row.records("+".join(hunt.ways)))
         small = f"; {row.small}" if row.small else ""
         bar.write(f"{row.id}: {row.section or 'nothing'} {row.rule} after {row.seconds:.1f} s{small}", file=sys.stderr)
     rows.sort(key=lambda row: row.id)
-    document = {"by": by, "mutants": [asdict(row) for row in rows]}
-
-    def print_table() -> None:
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table("id", "caught by", "rule", "requests", "seconds", "made small", "", box=None, pad_edge=False)
-        for row in rows:
-            requests = str(row.requests) if row.requests else ""
-            small = str(row.small or "")
-            table.add_row(row.id, row.section, row.rule, requests, f"{row.seconds:.1f}", small, row.problem)
-        Console(width=160, highlight=False).print(table)
-        bugs = [row for row in rows if row.id != UNCHANGED]
-        print(f"{sum(row.caught for row in bugs)} of {len(bugs)} caught")
-
-    show(document, as_json, out, print_table)
+    document = {"by": "+".join(hunt.ways), "mutants": [asdict(row) for row in rows]}
+    table = _print_survivors if is_generated else _print_table
+    show(document, as_json, out, lambda: table(rows))
     if any(row.problem for row in rows):
         raise typer.Exit(1)
+
+
+def _print_table(rows: Sequence[Row]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from hybrid_kv.mutation.mutant import UNCHANGED
+
+    table = Table("id", "caught by", "rule", "requests", "seconds", "made small", "", box=None, pad_edge=False)
+    for row in rows:
+        requests = str(row.requests) if row.requests else ""
+        small = str(row.small or "")
+        table.add_row(row.id, row.section, row.rule, requests, f"{row.seconds:.1f}", small, row.problem)
+    Console(width=160, highlight=False).print(table)
+    bugs = [row for row in rows if row.id != UNCHANGED]
+    print(f"{sum(row.caught for row in bugs)} of {len(bugs)} caught")
+
+
+def _print_survivors(rows: Sequence[Row]) -> None:
+    """Those that nothing caught, by their lines, and how many each section caught."""
+    for row in rows:
+        if row.problem:
+            print(f"{row.id} ({row.problem})\n    {row.change}")
+    sections = Counter(row.section for row in rows if row.caught)
+    told = ", ".join(f"{section} {count}" for section, count in sections.most_common())
+    print(f"{sections.total()} of {len(rows)} caught: {told or 'none'}")

@@ -1,23 +1,34 @@
 """What catches a planted bug first: run by a fresh process that imports the changed copy of the package.
 
-    python -m hybrid_kv.mutation.catch TASK.json
-
-The task names the way and the changed lines; the answer is written beside it, and the case, where there is one.
+The task names the ways and the changed lines; the answer is written beside it, and the case, where there is one.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from hybrid_kv.guard.registry import Size
+
+EXACT, SANITIZER = "exact model", "sanitizer"
+RUN = "run"  # the section of what took too long, or ended the process
+FIRST = 100  # exact requests before the sections that take less than a second
+# CPU seconds of a scenario, and of a section beyond twice its own: what takes them loops. Unchanged, no scenario takes
+# more than 2 s, the very first with all that it imports.
+LOOPS = 20.0
+
+
+class LoopError(BaseException):
+    """Raised in the middle of a loop: no `except Exception` of the engine takes it for an error of its own."""
 
 
 @dataclass
@@ -48,53 +59,150 @@ class Trace:
         return self
 
 
-def by_scenarios(amount: int, sanitize: bool, case: Path) -> Catch:
-    """The exact model's scenarios one after the other, to the first that is wrong; then what never happened.
+class Reach:
+    """In which step each line of some files is reached first, by number. It costs nothing more where all of a function
+    was reached."""
+
+    def __init__(self, files: Sequence[str]) -> None:
+        self.step = -1  # an import
+        self.first: dict[str, dict[int, int]] = {file: {} for file in files}
+        self._left: dict[CodeType, set[int]] = {}
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
+        code = frame.f_code
+        if (first := self.first.get(code.co_filename)) is None:
+            return None
+        if (left := self._left.get(code)) is None:
+            left = self._left[code] = {line for *_, line in code.co_lines() if line}
+        if event == "line" and frame.f_lineno in left:
+            left.discard(frame.f_lineno)
+            first.setdefault(frame.f_lineno, self.step)
+        return self if left else None
+
+
+@contextmanager
+def _no_loop(seconds: float) -> Iterator[None]:
+    """Raise `LoopError` after this much CPU time."""
+
+    def stop(*_: object) -> None:
+        raise LoopError(f"still at it after {seconds:.0f} CPU seconds")
+
+    signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+class Scenarios:
+    """The exact model's scenarios one after the other.
 
     Args:
         case: where the one that is wrong is written.
     """
-    from hybrid_kv.guard.patterns import REQUIRED
-    from hybrid_kv.guard.play import Differences, run_scenario
-    from hybrid_kv.guard.replay import to_json
-    from hybrid_kv.guard.traffic import draw_scenario
 
-    total = Differences()
-    section = "sanitizer" if sanitize else "exact model"
-    number = 0
-    while total.num_requests < amount:
-        scenario = draw_scenario(number)
-        if sanitize:
-            scenario = replace(scenario, options={**scenario.options, "sanitize": True})
-        total += run_scenario(scenario)
-        if total.wrong:
-            first = total.wrong[0]
-            case.write_text(to_json(first.scenario, first.rule))
-            return Catch(section, first.rule, str(first), total.num_requests)
-        number += 1
-    missing = [name for name in REQUIRED if not total.seen[name]]
-    rule = "void" if missing else ""
-    return Catch(section if missing else "", rule, ", ".join(missing), total.num_requests)
+    def __init__(self, sanitize: bool, case: Path) -> None:
+        from hybrid_kv.guard.play import Differences
+
+        self._section, self._sanitize, self._case = SANITIZER if sanitize else EXACT, sanitize, case
+        self._total, self._number = Differences(), 0
+
+    def play(self, amount: int) -> Catch:
+        """Go on to the first that is wrong, or until there were so many requests."""
+        from hybrid_kv.guard.play import run_scenario
+        from hybrid_kv.guard.replay import to_json
+        from hybrid_kv.guard.traffic import draw_scenario
+
+        total = self._total
+        while total.num_requests < amount:
+            with _no_loop(LOOPS):
+                scenario = draw_scenario(self._number)
+                if self._sanitize:
+                    scenario = replace(scenario, options={**scenario.options, "sanitize": True})
+                total += run_scenario(scenario)
+            if total.wrong:
+                first = total.wrong[0]
+                self._case.write_text(to_json(first.scenario, first.rule))
+                return Catch(self._section, first.rule, str(first), total.num_requests)
+            self._number += 1
+        return Catch(requests=total.num_requests)
+
+    def end(self, amount: int) -> Catch:
+        """`play`, then what never happened."""
+        from hybrid_kv.guard.patterns import REQUIRED
+
+        catch = self.play(amount)
+        missing = [name for name in REQUIRED if not self._total.seen[name]]
+        return (
+            Catch(self._section, "void", ", ".join(missing), catch.requests) if missing and not catch.section else catch
+        )
 
 
-def by_guard(size: Size, case: Path) -> Catch:
-    """The exact model, then the guard's other sections, to the first that fails.
+Steps = dict[str, Callable[[], Catch]]
+
+
+def _section(name: str, amount: int, case: Path) -> Catch:
+    from hybrid_kv.guard.registry import CHECKS
+    from hybrid_kv.guard.run import run_guard
+
+    with _no_loop(LOOPS + 2 * CHECKS[name].seconds * amount):
+        results = run_guard({name: amount}, 0, progress=False, fail_fast=True, jobs=1)
+    failed = next((result for result in results if not result.passed), None)
+    if failed is None:
+        return Catch()
+    if failed.case:
+        case.write_text(failed.case)
+    return Catch(failed.section, failed.name, failed.detail)
+
+
+def guard_steps(size: Size, case: Path) -> Steps:
+    """The guard's parts by name, those first that find most in a second: some requests of the exact model, sections
+    that take less than one, the exact model's others, and what is left.
 
     Block ids are left out: they are held against a clock, which says nothing of a bug.
     """
-    from hybrid_kv.guard.run import amounts, run_guard
+    from hybrid_kv.guard.registry import load_checks
 
-    amount = amounts(size)
-    catch = by_scenarios(amount["exact model"], sanitize=False, case=case)
-    if catch.section:
-        return catch
-    others = {**amount, "exact model": 0, "block ids": 0}
-    for result in run_guard(others, 0, progress=False, fail_fast=True, jobs=1):
-        if not result.passed:
-            if result.case:
-                case.write_text(result.case)
-            return Catch(result.section, result.name, result.detail)
-    return catch
+    checks = sorted(load_checks(), key=lambda check: check.seconds * check.amounts[size])
+    checks = [check for check in checks if check.amounts[size] and check.section != "block ids"]
+    (amount,) = (check.amounts[size] for check in checks if check.section == EXACT)
+    exact = Scenarios(False, case)
+    quick: Steps = {"first": partial(exact.play, FIRST)}
+    slow: Steps = {EXACT: partial(exact.end, amount)}
+    for check in checks:
+        if check.section != EXACT:
+            steps = quick if check.seconds * check.amounts[size] < 1 else slow
+            steps[check.section] = partial(_section, check.section, check.amounts[size], case)
+    return quick | slow
+
+
+def _steps(ways: Sequence[str], amount: int, case: Path) -> Steps:
+    steps: Steps = {}
+    for way in ways:
+        if way == SANITIZER:
+            steps[way] = partial(Scenarios(True, case).end, amount)
+        else:
+            steps |= guard_steps(cast("Size", way), case)
+    return steps
+
+
+def _first(steps: Steps, begin: int) -> Catch:
+    """What the first step finds that finds something, if none before the step `begin` can.
+
+    Patterns are counted over all that the exact model plays, so that all of it is left out or nothing. The sanitizer
+    plays the same scenarios.
+    """
+    names = [*steps]
+    if EXACT in steps and begin > names.index(EXACT):
+        names = [name for name in names[begin:] if name != SANITIZER]
+    requests = 0
+    for name in names:
+        catch = steps[name]()
+        requests = max(requests, catch.requests)
+        if catch.section:
+            return catch
+    return Catch(requests=requests)
 
 
 def run(task: Mapping[str, Any], case: Path) -> dict[str, Any]:
@@ -105,15 +213,24 @@ def run(task: Mapping[str, Any], case: Path) -> dict[str, Any]:
     trace = Trace(task["lines"])
     sys.settrace(trace)
     try:
-        by = task["by"]
-        catch = by_scenarios(task["amount"], True, case) if by == "sanitizer" else by_guard(by, case)
+        catch = _first(_steps(task["ways"], task["amount"], case), task["begin"])
+    except LoopError as error:
+        catch = Catch(RUN, "time limit", str(error))
     except Exception as error:
         catch = Catch("crash", type(error).__name__, str(error))
     sys.settrace(None)
     return {**asdict(catch), "executed": trace.reached, "seconds": sum(os.times()[:4])}
 
 
-if __name__ == "__main__":
-    file = Path(sys.argv[1])
-    found = run(json.loads(file.read_text()), file.with_suffix(".case"))
-    file.with_suffix(".answer").write_text(json.dumps(found))
+def reach(task: Mapping[str, Any], case: Path) -> dict[str, dict[int, int]]:
+    """By file and line the number of the first step that reaches it, in an unchanged copy; -1: an import does."""
+    import torch
+
+    torch.set_num_threads(1)
+    trace = Reach(task["files"])
+    sys.settrace(trace)
+    for number, step in enumerate(_steps(task["ways"], task["amount"], case).values()):
+        trace.step = number
+        step()
+    sys.settrace(None)
+    return trace.first

@@ -7,21 +7,25 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
+from queue import SimpleQueue
+from signal import SIGALRM
 from typing import Any
 
 from hybrid_kv.guard.cases import broken_rule
 from hybrid_kv.kernels.block_tables import HostTables, TableLayout
-from hybrid_kv.mutation.mutant import UNCHANGED, Mutant
+from hybrid_kv.mutation import forks
+from hybrid_kv.mutation.catch import RUN
+from hybrid_kv.mutation.mutant import PACKAGE, UNCHANGED, Mutant, plant
 from hybrid_kv.mutation.small import PLAYS, Small
 from hybrid_kv.results import Row as Record
 
 REQUESTS = 2500  # of the sanitizer's scenarios, as many as the quick guard has
-FAILED = ("time limit", "no answer")  # of the run, which is no catch
 
 
 @dataclass(frozen=True)
@@ -32,9 +36,11 @@ class Row:
         executed: whether a changed line was reached; None: nobody has looked.
         section, rule: what caught it first; empty if nothing did.
         requests: until then, where the section counts them.
-        seconds: until then, imports included; of one core, but for `http`, which waits for a server.
+        seconds: until then, of one core, without the imports of other packages; of `http`, which waits for a server,
+            all that passed.
         cell, is_first: see `outside.Found`.
         small: the case that caught it, if it was to be made small.
+        change, digest: see `generated.Generated`; empty for a known bug.
     """
 
     id: str
@@ -47,10 +53,13 @@ class Row:
     cell: str = ""
     is_first: bool | None = None
     small: Small | None = None
+    change: str = ""
+    digest: str = ""
 
     @property
     def caught(self) -> bool:
-        return bool(self.section) and self.section not in FAILED
+        """No known bug loops or ends a process, so that one which does was planted wrong. A generated one may."""
+        return bool(self.section) and (self.section != RUN or bool(self.change))
 
     @property
     def problem(self) -> str:
@@ -65,7 +74,7 @@ class Row:
         """As rows of the results file. Seconds have no unit of time: they are of an engine that is wrong."""
         told = {
             "by": by, "section": self.section, "rule": self.rule, "cell": self.cell, "is_first": self.is_first,
-            "executed": self.executed,
+            "executed": self.executed, "change": self.change, "digest": self.digest,
         }  # fmt: skip
         params = {name: value for name, value in told.items() if value not in ("", None)}
 
@@ -84,76 +93,169 @@ class Row:
         return records
 
 
-def hunt(mutant: Mutant, by: str, limit: float, repro: Path | None = None) -> Row:
-    """Plant one mutant and run what may catch it, but for `http` at most `limit` seconds.
+class Forks:
+    """A process of `forks`, which is asked for one thing at a time."""
 
-    Args:
-        repro: a folder in which the case that caught it is kept, as small as it gets in as many seconds.
+    def __init__(self) -> None:
+        environment = {
+            **os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
+        }  # fmt: skip
+        command = [sys.executable, forks.__file__]
+        self._process = subprocess.Popen(
+            command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
 
-    Raises:
-        ConfigError: the code has moved.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        lines = mutant.plant(root)
-        if by == "http":
-            from hybrid_kv.mutation.outside import ask  # with transformers, which the others do not need
+    def ask(self, root: Path, function: str, task: Mapping[str, Any], limit: float, compiled: bool = True) -> Any:
+        """What a function of `mutation` answers in a process of its own that imports the copy.
 
-            found, seconds = ask(root)
-            return Row(mutant.id, None, **asdict(found), seconds=seconds)
-        # A loop that numba has compiled tells nobody which lines it reaches.
-        is_loop = any("import compiled" in Path(file).read_text(encoding="utf-8") for file in lines)
-        try:
-            answer = _in_copy(root, "catch", {"by": by, "lines": lines, "amount": REQUESTS}, limit, not is_loop)
-        except _FailedError as error:
-            return Row(mutant.id, False, str(error), "", error.detail, 0, limit)
-        row, case = Row(mutant.id, **answer), root / "catch.case"
-        if repro is None or not case.exists():
-            return row
-        try:
-            small = Small(**_in_copy(root, "small", [str(case), str(repro / mutant.id)], limit))
-        except _FailedError as error:
-            return replace(row, detail=f"{row.detail}; making it small failed: {error}: {error.detail}")
-        return replace(row, small=replace(small, passes=not broken_rule(Path(small.file))))
+        Args:
+            function: as `catch.run`.
+            compiled: whether numba compiles loops; one that it has compiled tells nobody which lines it reaches.
+
+        Raises:
+            _FailedError: it took longer than the limit, in seconds, or died.
+        """
+        (root / forks.TASK).write_text(json.dumps({**task, "limit": limit, "compiled": compiled}), encoding="utf-8")
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(root, *function.split("."), sep="\t", file=self._process.stdin, flush=True)
+        code = int(self._process.stdout.readline())
+        if code == 0:
+            return json.loads((root / forks.ANSWER).read_text(encoding="utf-8"))
+        if code == -SIGALRM:
+            raise _FailedError("time limit", f"still at it after {limit:.0f} s")
+        last = (root / forks.SAID).read_text(encoding="utf-8").splitlines()[-1:]
+        raise _FailedError("death", " ".join([f"exit code {code}", *last]))
+
+    def close(self) -> None:
+        """End it; what it was asked for is done."""
+        self._process.communicate()
 
 
 class _FailedError(Exception):
-    """One of `FAILED`."""
+    """A process did not answer: why, as a rule, and more of it."""
 
-    def __init__(self, what: str, detail: str) -> None:
-        super().__init__(what)
+    def __init__(self, rule: str, detail: str) -> None:
+        super().__init__(rule)
         self.detail = detail
 
 
-def _in_copy(root: Path, module: str, task: Any, limit: float, compiled: bool = True) -> Any:
-    """What a module of `mutation` answers in a fresh process that imports the copy.
+@dataclass(frozen=True)
+class Hunt:
+    """What is done with each mutant.
 
-    Raises:
-        _FailedError: it took longer than the limit, or died.
+    Attributes:
+        ways: what may catch it, one after the other.
+        limit: seconds for one, but by `http`.
+        repro: a folder in which the case that caught one is kept, as small as it gets in as many seconds.
+        first: by file and line the number of the step in which an unchanged copy reaches it first: none before it finds
+            anything. None: nobody has looked.
     """
-    file = root / f"{module}.json"
-    file.write_text(json.dumps(task), encoding="utf-8")
-    environment = {
-        **os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1",
-        "NUMBA_DISABLE_JIT": str(int(not compiled)),
-    }  # fmt: skip
-    command = [sys.executable, "-m", f"hybrid_kv.mutation.{module}", str(file)]
-    try:
-        run = subprocess.run(command, cwd=root, env=environment, timeout=limit, capture_output=True, text=True)
-    except subprocess.TimeoutExpired:
-        raise _FailedError(FAILED[0], f"still at it after {limit:.0f} s") from None
-    answer = file.with_suffix(".answer")
-    if not answer.exists():
-        raise _FailedError(FAILED[1], " ".join(run.stderr.strip().splitlines()[-1:]))
-    return json.loads(answer.read_text(encoding="utf-8"))
+
+    ways: Sequence[str]
+    limit: float
+    repro: Path | None = None
+    first: Mapping[str, Mapping[int, int]] | None = None
+
+    def look(self, files: Sequence[str], forked: Forks) -> Hunt:
+        """With `first` of some files, by their paths in the package."""
+        with tempfile.TemporaryDirectory() as folder:
+            root = Path(folder)
+            plant(root, {})
+            places = {str(root / PACKAGE.name / file): file for file in files}
+            task = {"ways": self.ways, "amount": REQUESTS, "files": [*places]}
+            found = forked.ask(root, "catch.reach", task, 3600)
+            first = {places[file]: {int(n): step for n, step in lines.items()} for file, lines in found.items()}
+        return replace(self, first=first)
+
+    def ask(self, mutant: Mutant, forked: Forks) -> Row:
+        """Plant one mutant and hunt it.
+
+        Raises:
+            ConfigError: the code has moved.
+        """
+        told = mutant.told()
+        begin = self._begin(mutant)
+        if begin is None:
+            return Row(mutant.id, False, "", "", "", 0, 0.0, **told)
+        with tempfile.TemporaryDirectory() as folder:
+            root = Path(folder)
+            lines = mutant.plant(root)
+            compiled = not any("import compiled" in Path(file).read_text(encoding="utf-8") for file in lines)
+            task = {"ways": self.ways, "lines": lines, "amount": REQUESTS, "begin": begin}
+            try:
+                found = Row(mutant.id, **forked.ask(root, "catch.run", task, self.limit, compiled), **told)
+            except _FailedError as error:
+                return Row(mutant.id, False, RUN, str(error), error.detail, 0, self.limit, **told)
+            case = root / forks.CASE
+            if self.repro is None or not case.exists():
+                return found
+            try:
+                task = {"folder": str(self.repro.absolute() / mutant.id)}
+                made = Small(**forked.ask(root, "small.made_small", task, self.limit))
+            except _FailedError as error:
+                return replace(found, detail=f"{found.detail}; making it small failed: {error}: {error.detail}")
+            return replace(found, small=replace(made, passes=not broken_rule(Path(made.file))))
+
+    def _begin(self, mutant: Mutant) -> int | None:
+        """The number of the step to begin with; None: no step reaches the mutant."""
+        if self.first is None:
+            return 0
+        steps = [self.first[file].get(line) for file, (_, lines) in mutant.changed().items() for line in lines]
+        return min((step for step in steps if step is not None), default=None)
 
 
-def hunt_all(mutants: Sequence[Mutant], by: str, jobs: int, limit: float, repro: Path | None = None) -> Iterator[Row]:
-    """A row for each mutant, as they come. See `hunt`."""
+def _probe(mutant: Mutant) -> Row:
+    from hybrid_kv.mutation.outside import ask  # with transformers, which the others do not need
+
+    with tempfile.TemporaryDirectory() as folder:
+        mutant.plant(Path(folder))
+        found, seconds = ask(Path(folder))
+        return Row(mutant.id, None, **asdict(found), seconds=seconds)
+
+
+@contextmanager
+def _several(jobs: int) -> Iterator[SimpleQueue[Forks]]:
+    """Processes to be asked, one for each job."""
     # Copies find the loops that numba has compiled here, which takes it five seconds.
     HostTables([TableLayout(1, 1, 1, 1)], 1, 1)
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        tasks = [pool.submit(hunt, mutant, by, limit, repro) for mutant in mutants]
+    every, idle = [Forks() for _ in range(jobs)], SimpleQueue[Forks]()
+    for one in every:
+        idle.put(one)
+    try:
+        yield idle
+    finally:
+        for one in every:
+            one.close()
+
+
+def hunt_all(mutants: Sequence[Mutant], hunt: Hunt, jobs: int, look: bool = False) -> Iterator[Row]:
+    """A row for each mutant, as they come.
+
+    Args:
+        look: in which step an unchanged copy reaches their files first: it takes as long as two or three that are not
+            caught, and leaves out what cannot catch one.
+    """
+    with ExitStack() as stack:
+        pool: Executor
+        if "http" in hunt.ways:  # Each job has oracles of its own.
+            pool, take = ProcessPoolExecutor(jobs, mp_context=get_context("spawn")), _probe
+        else:
+            idle = stack.enter_context(_several(jobs))
+            pool = ThreadPoolExecutor(jobs)
+
+            def take(mutant: Mutant) -> Row:
+                forked = idle.get()
+                try:
+                    return hunt.ask(mutant, forked)
+                finally:
+                    idle.put(forked)
+
+            if look and mutants:
+                files = {file for mutant in mutants for file in mutant.changed()}
+                forked = idle.get()
+                hunt = hunt.look(sorted(files), forked)
+                idle.put(forked)
+        tasks = [stack.enter_context(pool).submit(take, mutant) for mutant in mutants]
         try:
             for task in as_completed(tasks):
                 yield task.result()

@@ -15,9 +15,11 @@ Further lines of `old` and `new` are indented as in the code, relative to the li
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ PACKAGE = Path(__file__).parents[1]
 FOLDER = PACKAGE.parent / "mutants"
 ID = re.compile(r"[A-L]\d\d")
 UNCHANGED = "none"  # the id of a copy without a bug, in which nothing may be found
+Changed = dict[str, tuple[str, list[int]]]  # text and numbers of the changed lines, by path in the package
 # What judges the engine: a bug there would be one of the judge.
 JUDGES = ("accuracy", "cli", "guard", "mutation", "probes", "sanitizer", "targets")
 
@@ -65,22 +68,48 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Mutant:
-    """One bug. `settings`: the model and levels of the factors of `targets.ours` in which it acts; no hunt is told."""
+class Mutant(ABC):
+    """A change of the engine's code. A row names it by `id`."""
 
     id: str
+
+    @abstractmethod
+    def changed(self) -> Changed:
+        """The changed files.
+
+        Raises:
+            ConfigError: the code has moved, or a file is none of the engine's.
+        """
+
+    def told(self) -> dict[str, Any]:
+        """What its row says beside what became of it."""
+        return {}
+
+    def plant(self, root: Path) -> dict[str, list[int]]:
+        """Make a package in `root` that is this one but for the change.
+
+        Returns:
+            The changed lines of each changed file, by its whole path.
+
+        Raises:
+            ConfigError: as `changed`; nothing is made.
+        """
+        found = self.changed()
+        copy = plant(root, {file: text for file, (text, _) in found.items()})
+        return {str(copy / file): lines for file, (_, lines) in found.items()}
+
+
+@dataclass(frozen=True)
+class KnownBug(Mutant):
+    """One bug. `settings`: the model and levels of the factors of `targets.ours` in which it acts; no hunt is told."""
+
     references: tuple[str, ...]
     mechanism: str
     settings: dict[str, str]
     changes: tuple[Change, ...]
 
-    def changed(self) -> dict[str, tuple[str, list[int]]]:
-        """The text of each changed file, by its path in the package, and the numbers of its changed lines.
-
-        Raises:
-            ConfigError: the code has moved, or a file is none of the engine's.
-        """
-        found: dict[str, tuple[str, list[int]]] = {}
+    def changed(self) -> Changed:
+        found: Changed = {}
         for change in self.changes:
             path = PACKAGE / change.file
             if change.file.split("/")[0] in JUDGES or not path.is_file():
@@ -90,28 +119,21 @@ class Mutant:
             found[change.file] = text, [*lines, *more]
         return found
 
-    def plant(self, root: Path) -> dict[str, list[int]]:
-        """Copy the package into `root` and change it there.
 
-        Returns:
-            The changed lines of each changed file of the copy.
-
-        Raises:
-            ConfigError: as `changed`; nothing is copied.
-        """
-        found = self.changed()
-        copy = root / PACKAGE.name
-        # With what Python and numba have compiled; they know files by time and size.
-        shutil.copytree(PACKAGE, copy)
-        for file, (text, _) in found.items():
-            path = copy / file
-            for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
-                compiled.unlink()
-            path.write_text(text, encoding="utf-8")
-        return {str(copy / file): lines for file, (_, lines) in found.items()}
+def plant(root: Path, texts: Mapping[str, str]) -> Path:
+    """A package in `root` whose files are this one's but for some, and its folder."""
+    copy = root / PACKAGE.name
+    # Links, to what Python and numba have compiled too: they know a file by its time and size.
+    shutil.copytree(PACKAGE, copy, copy_function=os.symlink)
+    for file, text in texts.items():
+        path = copy / file
+        for stale in (path, *(path.parent / "__pycache__").glob(f"{path.stem}.*")):
+            stale.unlink()
+        path.write_text(text, encoding="utf-8")
+    return copy
 
 
-def read_mutants(folder: Path = FOLDER, ids: Sequence[str] = ()) -> list[Mutant]:
+def read_mutants(folder: Path = FOLDER, ids: Sequence[str] = ()) -> list[KnownBug]:
     """The mutants of a folder in the order of their ids, or those asked for; `UNCHANGED` is one only if it is.
 
     Raises:
@@ -119,20 +141,20 @@ def read_mutants(folder: Path = FOLDER, ids: Sequence[str] = ()) -> list[Mutant]
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there are no mutants; run this in a checkout")
-    files = {file.stem: file for file in sorted(folder.glob("*.yaml"))}
+    files = {file.stem: file for file in sorted(folder.glob("*.yaml")) if file.stem != "equivalent"}
     if unknown := [name for name in ids if name not in files and name != UNCHANGED]:
         raise ConfigError(f"--id {unknown[0]}: there is no such mutant; {folder} has {', '.join(files)}")
-    return [_read(files[name]) if name in files else Mutant(name, (), "", {}, ()) for name in (ids or files)]
+    return [_read(files[name]) if name in files else KnownBug(name, (), "", {}, ()) for name in (ids or files)]
 
 
-def _read(file: Path) -> Mutant:
+def _read(file: Path) -> KnownBug:
     import yaml
 
     try:
         parts: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
         settings = dict(part.split("=") for part in parts.pop("settings").split())
         changes = tuple(Change(**change) for change in parts.pop("changes"))
-        mutant = Mutant(file.stem, tuple(parts.pop("references")), parts.pop("mechanism"), settings, changes)
+        mutant = KnownBug(file.stem, tuple(parts.pop("references")), parts.pop("mechanism"), settings, changes)
     except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{file} is no mutant: {type(error).__name__}: {error}") from None
     if not ID.fullmatch(mutant.id) or not changes or parts:

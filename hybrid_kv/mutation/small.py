@@ -1,8 +1,6 @@
 """Makes the case that caught a planted bug small: run by a fresh process that imports the changed copy of the package.
 
-    python -m hybrid_kv.mutation.small TASK.json
-
-The task names the case and the folder for its files; the answer is written beside it. The small case is played `PLAYS`
+The small case is played `PLAYS`
 times, each in a process of its own in which nothing was played before: it is forked from one that has only imported.
 """
 
@@ -10,8 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -80,16 +77,10 @@ def _forked(function: Callable[..., Any], *arguments: Any) -> Any:
     return json.loads(text) if text else None
 
 
-def made_small(file: Path, folder: Path) -> dict[str, Any]:
-    """Make a case small and play it again and again; a `Small` as it is written."""
+def made_small(task: Mapping[str, str], case: Path) -> dict[str, Any]:
+    """Make a case small, write it into the task's `folder`, and play it again and again; a `Small` as it is written."""
     with suppress(Exception):  # The loops that numba has compiled take half a second to load, in each process anew.
         HostTables([TableLayout(1, 1, 1, 1)], 1, 1)
-    small: dict[str, Any] = _forked(_small, file, folder)
+    small: dict[str, Any] = _forked(_small, case, Path(task["folder"]))
     plays = [_forked(broken_rule, Path(small["file"])) for _ in range(PLAYS)]
     return {**small, "held": plays.count(small["rule"]) / PLAYS}
-
-
-if __name__ == "__main__":
-    task = Path(sys.argv[1])
-    case, folder = json.loads(task.read_text())
-    task.with_suffix(".answer").write_text(json.dumps(made_small(Path(case), Path(folder))))

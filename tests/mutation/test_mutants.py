@@ -14,8 +14,8 @@ from hybrid_kv.config import ConfigError
 from hybrid_kv.models.registry import sized
 from hybrid_kv.mutation import outside
 from hybrid_kv.mutation.catch import Trace
-from hybrid_kv.mutation.hunt import Row, hunt
-from hybrid_kv.mutation.mutant import FOLDER, PACKAGE, UNCHANGED, Change, Mutant, read_mutants
+from hybrid_kv.mutation.hunt import Forks, Hunt, Row, hunt_all
+from hybrid_kv.mutation.mutant import FOLDER, PACKAGE, UNCHANGED, Change, KnownBug, read_mutants
 from hybrid_kv.mutation.small import Small
 from hybrid_kv.probes.judge import Judgement
 from hybrid_kv.probes.registry import Round
@@ -37,19 +37,19 @@ changes:
 """
 
 
-def mutant(*changes: Change) -> Mutant:
-    return Mutant("Z01", ("vllm!1",), "Something is off by one.", {}, changes)
+def mutant(*changes: Change) -> KnownBug:
+    return KnownBug("Z01", ("vllm!1",), "Something is off by one.", {}, changes)
 
 
 @pytest.mark.parametrize("known", read_mutants(), ids=lambda known: known.id)
-def test_each_mutant_changes_the_code_as_it_is_and_leaves_it_python(known: Mutant) -> None:
+def test_each_mutant_changes_the_code_as_it_is_and_leaves_it_python(known: KnownBug) -> None:
     for text, _ in known.changed().values():
         ast.parse(text)
     assert known.references and known.mechanism.endswith(".")
 
 
 @pytest.mark.parametrize("known", read_mutants(), ids=lambda known: known.id)
-def test_the_settings_of_a_mutant_are_levels_of_our_target(known: Mutant) -> None:
+def test_the_settings_of_a_mutant_are_levels_of_our_target(known: KnownBug) -> None:
     for factor, level in known.settings.items():
         assert factor == "model" or level in LEVELS[factor]
 
@@ -148,10 +148,10 @@ def _branch(x: bool) -> int:
 
 @pytest.mark.parametrize("id, section, rule", [("B07", "exact model", "step-tokens"), ("L09", "exact model", "")])
 def test_the_quick_guard_catches_a_planted_bug_and_makes_its_case_small(
-    id: str, section: str, rule: str, tmp_path: Path
+    id: str, section: str, rule: str, tmp_path: Path, forked: Forks
 ) -> None:
     (known,) = read_mutants(ids=[id])
-    row = hunt(known, "quick", 300, tmp_path)
+    row = Hunt(("quick",), 300, tmp_path).ask(known, forked)
     assert (row.caught, row.executed, row.section) == (True, True, section)
     assert rule in row.rule and 0 < row.requests < 1000
     assert row.small is not None and row.small.is_right and row.small.held == 1
@@ -161,7 +161,7 @@ def test_the_quick_guard_catches_a_planted_bug_and_makes_its_case_small(
 
 def test_probes_find_a_planted_bug_by_the_answers_of_a_server() -> None:
     (known,) = read_mutants(ids=["G13"])
-    row = hunt(known, "http", 300)
+    (row,) = hunt_all([known], Hunt(("http",), 300), 1)
     assert (row.caught, row.section, row.rule, row.is_first) == (True, "probes", "batch", True)
     assert row.cell == "guard_model_qwen3_5 prefix=align spec=mtp3"
 
@@ -214,7 +214,7 @@ def test_without_a_bug_the_copy_is_the_package(tmp_path: Path) -> None:
         ([("A01", "probes"), (UNCHANGED, "")], 0, "1 of 1 caught"),
         ([("A01", "probes"), (UNCHANGED, "probes")], 1, "false alarm"),
         ([("A01", "probes"), ("A04", "")], 1, "1 of 2 caught"),
-        ([("A01", "time limit")], 1, "0 of 1 caught"),
+        ([("A01", "run")], 1, "0 of 1 caught"),
         ([("A01", "a case that fails 19 of 20 times")], 1, "the small case is wrong"),
     ],
 )
@@ -229,7 +229,7 @@ def test_every_bug_must_be_caught_and_nothing_where_there_is_none(
         )
         for id, section in rows
     ]
-    monkeypatch.setattr("hybrid_kv.mutation.hunt.hunt_all", lambda *_: iter(made))
+    monkeypatch.setattr("hybrid_kv.mutation.hunt.hunt_all", lambda *_, **__: iter(made))
     ids = [word for id, _ in rows for word in ("--id", id)]
     found, out, _ = run(capsys, "mutants", "--by", "http", *ids, "--results", str(tmp_path))
     assert found == code and said in out
@@ -245,12 +245,13 @@ def test_every_bug_must_be_caught_and_nothing_where_there_is_none(
         assert part in recorded["params"][0]
 
 
-def test_what_takes_too_long_or_dies_is_no_catch() -> None:
+def test_what_takes_too_long_or_dies_is_no_catch(forked: Forks) -> None:
     begin = "from __future__ import annotations"
-    row = hunt(mutant(Change("config.py", begin, begin)), "quick", 0.01)
-    assert (row.section, row.caught) == ("time limit", False)
-    row = hunt(mutant(Change("config.py", begin, f"{begin}\n\nimport os\n\nos._exit(3)")), "sanitizer", 300)
-    assert (row.section, row.caught) == ("no answer", False)
+    row = Hunt(("quick",), 0.01).ask(mutant(Change("config.py", begin, begin)), forked)
+    assert (row.section, row.rule, row.caught) == ("run", "time limit", False)
+    dies = mutant(Change("config.py", begin, f"{begin}\n\nimport os\n\nos._exit(3)"))
+    row = Hunt(("sanitizer",), 300).ask(dies, forked)
+    assert (row.section, row.rule, row.caught) == ("run", "death", False) and "exit code 3" in row.detail
 
 
 def test_a_server_that_does_not_start_or_that_dies_was_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
