@@ -344,7 +344,9 @@ class _Shrinker:
             self.minimize(range(own.max_tokens), shorter)
 
     def _param(self, i: int, params: SamplingParams) -> bool:
-        return params != self.scenario.params[i] and self.fails(self._with_param(i, params))
+        """Where tokens are drawn the seed stays: without one nobody knows the right answer."""
+        known = params.seed is not None or params.is_greedy
+        return known and params != self.scenario.params[i] and self.fails(self._with_param(i, params))
 
     def _with_param(self, i: int, params: SamplingParams) -> Scenario:
         scenario = self.scenario

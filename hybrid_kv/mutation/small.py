@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import sys
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -60,14 +63,17 @@ def _small(file: Path, folder: Path) -> dict[str, Any]:
     return made
 
 
-def _forked(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function answers in a process that is forked for it; None: that process died."""
+def _forked(limit: float, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function answers in a process that is forked for it; None: that process died, at the limit if not before."""
     receiver, sender = os.pipe()
     if (child := os.fork()) == 0:
         try:
+            signal.setitimer(signal.ITIMER_REAL, limit)  # no child inherits it
             torch.set_num_threads(1)
             with os.fdopen(sender, "w") as answer:
                 json.dump(function(*arguments), answer)
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(0)
     os.close(sender)
@@ -77,10 +83,12 @@ def _forked(function: Callable[..., Any], *arguments: Any) -> Any:
     return json.loads(text) if text else None
 
 
-def made_small(task: Mapping[str, str], case: Path) -> dict[str, Any]:
+def made_small(task: Mapping[str, Any], case: Path) -> dict[str, Any]:
     """Make a case small, write it into the task's `folder`, and play it again and again; a `Small` as it is written."""
     with suppress(Exception):  # The loops that numba has compiled take half a second to load, in each process anew.
         HostTables([TableLayout(1, 1, 1, 1)], 1, 1)
-    small: dict[str, Any] = _forked(_small, case, Path(task["folder"]))
-    plays = [_forked(broken_rule, Path(small["file"])) for _ in range(PLAYS)]
+    small: dict[str, Any] | None = _forked(task["limit"], _small, case, Path(task["folder"]))
+    if small is None:
+        sys.exit(1)  # it has said why
+    plays = [_forked(task["limit"], broken_rule, Path(small["file"])) for _ in range(PLAYS)]
     return {**small, "held": plays.count(small["rule"]) / PLAYS}

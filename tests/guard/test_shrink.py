@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hybrid_kv.cache.block_hash import BlockHashes
 from hybrid_kv.cache.manager import KVCacheManager
@@ -20,6 +22,8 @@ from hybrid_kv.guard.run import run_guard
 from hybrid_kv.guard.scenario import answer_book
 from hybrid_kv.guard.shrink import shrink
 from hybrid_kv.guard.traffic import draw_scenario
+from hybrid_kv.sampling import SamplingParams
+from hybrid_kv.spec_decode import verify
 
 
 def forced(name: str) -> int:
@@ -69,6 +73,17 @@ def test_little_is_left_of_a_failing_scenario(
         assert [one.rule for one in run_scenario(small.scenario).wrong] == [rule]
         assert replace(shrink(failure(forced(pattern))), seconds=0.0) == replace(found, seconds=0.0)
     assert run_scenario(small.scenario).wrong == []
+
+
+def test_drawn_tokens_keep_their_seed_where_the_failure_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def next_to_it(logits: torch.Tensor, params: Sequence[SamplingParams], *_: object) -> list[int]:
+        return [token + (not own.is_greedy) for token, own in zip(logits.argmax(-1).tolist(), params, strict=True)]
+
+    monkeypatch.setattr(verify, "sample", next_to_it)
+    scenario = replace(draw_scenario(0), params=[SamplingParams(max_tokens=3, temperature=5.0, seed=1)] * 4)
+    found = shrink(run_scenario(scenario).wrong[0]).failure
+    (params,) = found.scenario.params
+    assert params.temperature > 0 and params.seed == 1 and num_prompt_tokens(found) == 1
 
 
 def test_when_the_time_is_up_the_best_so_far_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
