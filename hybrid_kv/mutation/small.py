@@ -1,7 +1,7 @@
 """Makes the case that caught a planted bug small: run by a fresh process that imports the changed copy of the package.
 
-The small case is played `PLAYS`
-times, each in a process of its own in which nothing was played before: it is forked from one that has only imported.
+The small case is played `PLAYS` times, each in a process of its own in which nothing was played before: it is forked
+from one that has only imported.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _small(file: Path, folder: Path) -> dict[str, Any]:
 
 
 def _forked(limit: float, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function answers in a process that is forked for it; None: that process died, at the limit if not before."""
+    """What a function answers in a process that is forked for it; None: it died, or was still at it after `limit` s."""
     receiver, sender = os.pipe()
     if (child := os.fork()) == 0:
         try:
