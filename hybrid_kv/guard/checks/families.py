@@ -65,6 +65,8 @@ def check_families(run: Run) -> list[CheckResult]:
             ),
         ]  # fmt: skip
         run.progress(run.amount / len(chosen))
+        if run.fail_fast and not all(result.passed for result in results):
+            return results
     return results if run.only else [*results, *(_trained_head(model, run.seed) for model in TRAINED.values())]
 
 

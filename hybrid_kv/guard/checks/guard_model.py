@@ -92,7 +92,7 @@ def check_guard_logits(run: Run) -> list[CheckResult]:
     Tokens of a trained model hide damage (a state one token behind changes no answer); logits do not. Cells with a
     cache get prompts that begin alike. The plain pass runs on the CPU, whatever `run.device`.
     """
-    results = []
+    results = list[CheckResult]()
     for model in TRAINED.values():
         cells = [cell for cell in LOGIT_CELLS if model.replays or "state_scheme" not in cell]
         if model.share < 1.0:
@@ -102,6 +102,8 @@ def check_guard_logits(run: Run) -> list[CheckResult]:
         for cell in cells:
             found.append(asked.run(cell, run.device))
             run.progress(run.amount / len(TRAINED) / len(cells))
+            if run.fail_fast and not result_of(found[-1], model, run.seed).passed:
+                return [*results, result_of(found[-1], model, run.seed)]
         results += [*(result_of(one, model, run.seed) for one in found), _tokens(model, found, asked, run.seed)]
     return results
 

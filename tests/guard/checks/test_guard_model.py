@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from hybrid_kv.guard.checks.guard_model import LOGIT_CELLS, Questions, result_of
+from hybrid_kv.guard.checks.guard_model import LOGIT_CELLS, Questions, check_guard_logits, result_of
+from hybrid_kv.guard.registry import Run
 from hybrid_kv.guard.trained import TRAINED
 from tests.guard.checks import test_families as planted
 
@@ -33,4 +34,10 @@ def test_a_sound_engine_passes(asked: Questions, cell: dict[str, object]) -> Non
 def test_damage_is_seen(asked: Questions, monkeypatch: pytest.MonkeyPatch, damage: Callable[..., None]) -> None:
     damage(monkeypatch)
     result = result_of(asked.run(LOGIT_CELLS[1], "cpu"), MODEL, 0)
+    assert not result.passed and result.value > 1e-3
+
+
+def test_nothing_is_asked_behind_the_first_cell_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted.no_states(monkeypatch)
+    (result,) = check_guard_logits(Run(1, fail_fast=True))
     assert not result.passed and result.value > 1e-3
