@@ -12,7 +12,7 @@ DELTA_NETS := qwen3_5_text qwen3_5_moe_text qwen3_next
 export RESULTS ?= results
 export N ?= 5
 
-.PHONY: guard guard-quick test fuzz bench lint lint-workflows kernels check-results compare commit-page may-bench step-summary comment
+.PHONY: guard guard-quick test fuzz mutants bench lint lint-workflows kernels check-results compare commit-page may-bench step-summary comment
 .PHONY: report red figures docs titles history asv-page peers
 .PHONY: gpu-test gpu-guard gpu-bench gpu-compare gpu-accuracy guard-engine merge-results push-results alarm wheel announce clean
 guard: $(STAMP)
@@ -26,6 +26,11 @@ test: $(STAMP)
 
 fuzz: $(STAMP)
 	$(BIN)/python -m tests.fuzz --cases 2000 --seed "$$(date -u +%Y%m%d)"
+
+# Of the lines that the last day's commits changed.
+mutants: $(STAMP)
+	since=$$(git rev-list -1 --before=1.day.ago HEAD); \
+	$(BIN)/hybrid-kv mutants --generated "$$N" --changed-since "$${since:-HEAD~1}" --seed "$$(date -u +%Y%m%d)" --jobs 2
 
 bench: $(STAMP)
 	$(BIN)/python -m bench --out results/microbench.csv

@@ -74,12 +74,10 @@ def mutants(
         chosen, rows = choose(generated, seed, changed_since, ids or (), csv)
     else:
         chosen = read_mutants(folder or FOLDER, ids or ())
+    look = None if generated is None else (results or Path("out")) / "reached.json"
     hunt = Hunt(WAYS if is_generated else (by,), limit, repro)
-    for row in (
-        bar := tqdm(
-            hunt_all(chosen, hunt, jobs, look=generated is not None), total=len(chosen), unit="bug", desc="mutants"
-        )
-    ):
+    found = hunt_all(chosen, hunt, jobs, look)
+    for row in (bar := tqdm(found, total=len(chosen), unit="bug", desc="mutants")):
         rows.append(row)  # an hour's work is told and kept as it comes
         append_rows(csv, row.records("+".join(hunt.ways)))
         small = f"; {row.small}" if row.small else ""

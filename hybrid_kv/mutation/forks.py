@@ -69,5 +69,4 @@ def _run(folder: str, module: str, function: str) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Who asks hears it.
     serve()

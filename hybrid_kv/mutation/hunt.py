@@ -7,20 +7,24 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
 from multiprocessing import get_context
 from pathlib import Path
 from queue import SimpleQueue
-from signal import SIGALRM
+from signal import SIGALRM, SIGKILL
 from typing import Any
 
+from hybrid_kv.errors import HybridKVError
+from hybrid_kv.files import write_whole
 from hybrid_kv.guard.cases import broken_rule
 from hybrid_kv.kernels.block_tables import HostTables, TableLayout
 from hybrid_kv.mutation import forks
 from hybrid_kv.mutation.catch import RUN
+from hybrid_kv.mutation.generated import files
 from hybrid_kv.mutation.mutant import PACKAGE, UNCHANGED, Mutant, plant
 from hybrid_kv.mutation.small import PLAYS, Small
 from hybrid_kv.results import Row as Record
@@ -100,10 +104,10 @@ class Forks:
         environment = {
             **os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
         }  # fmt: skip
-        command = [sys.executable, forks.__file__]
         self._process = subprocess.Popen(
-            command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+            [sys.executable, forks.__file__], env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            start_new_session=True,
+        )  # fmt: skip
 
     def ask(self, root: Path, function: str, task: Mapping[str, Any], limit: float, compiled: bool = True) -> Any:
         """What a function of `mutation` answers in a process of its own that imports the copy.
@@ -127,7 +131,8 @@ class Forks:
         raise _FailedError("death", " ".join([f"exit code {code}", *last]))
 
     def close(self) -> None:
-        """End it; what it was asked for is done."""
+        """End it, and what it was asked for."""
+        os.killpg(self._process.pid, SIGKILL)
         self._process.communicate()
 
 
@@ -156,16 +161,36 @@ class Hunt:
     repro: Path | None = None
     first: Mapping[str, Mapping[int, int]] | None = None
 
-    def look(self, files: Sequence[str], forked: Forks) -> Hunt:
-        """With `first` of some files, by their paths in the package."""
+    def look(self, forked: Forks, file: Path) -> Hunt:
+        """With `first` of all files that generated mutants change, as long as another hunt of the guard.
+
+        Args:
+            file: keeps it for the next hunt of the same code.
+
+        Raises:
+            HybridKVError: the file cannot be written.
+        """
+        digest = sha256("".join(self.ways).encode())
+        for path in sorted(PACKAGE.rglob("*.py")):
+            digest.update(path.read_bytes())
+        code = digest.hexdigest()
+        known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        if known.get("code") != code:
+            known = {"code": code, "first": self._look(forked)}
+            write_whole(file, json.dumps(known))
+        first = {name: {int(line): step for line, step in lines.items()} for name, lines in known["first"].items()}
+        return replace(self, first=first)
+
+    def _look(self, forked: Forks) -> dict[str, dict[str, int]]:
         with tempfile.TemporaryDirectory() as folder:
             root = Path(folder)
-            plant(root, {})
-            places = {str(root / PACKAGE.name / file): file for file in files}
-            task = {"ways": self.ways, "amount": REQUESTS, "files": [*places]}
-            found = forked.ask(root, "catch.reach", task, 3600)
-            first = {places[file]: {int(n): step for n, step in lines.items()} for file, lines in found.items()}
-        return replace(self, first=first)
+            copy = plant(root, {})
+            task = {"ways": self.ways, "amount": REQUESTS, "files": [str(copy / name) for name in files()]}
+            try:
+                found = forked.ask(root, "catch.reach", task, 3600)
+            except _FailedError as error:
+                raise HybridKVError(f"the guard of the unchanged code: {error}: {error.detail}") from None
+            return {Path(name).relative_to(copy).as_posix(): lines for name, lines in found.items()}
 
     def ask(self, mutant: Mutant, forked: Forks) -> Row:
         """Plant one mutant and hunt it.
@@ -214,50 +239,49 @@ def _probe(mutant: Mutant) -> Row:
 
 
 @contextmanager
-def _several(jobs: int) -> Iterator[SimpleQueue[Forks]]:
-    """Processes to be asked, one for each job."""
+def _forking(hunt: Hunt, jobs: int, look: Path | None) -> Iterator[tuple[Executor, Callable[[Mutant], Row]]]:
+    """A pool of threads, and what they do with a mutant: each asks a process of its own."""
     # Copies find the loops that numba has compiled here, which takes it five seconds.
     HostTables([TableLayout(1, 1, 1, 1)], 1, 1)
     every, idle = [Forks() for _ in range(jobs)], SimpleQueue[Forks]()
-    for one in every:
-        idle.put(one)
-    try:
-        yield idle
-    finally:
-        for one in every:
-            one.close()
-
-
-def hunt_all(mutants: Sequence[Mutant], hunt: Hunt, jobs: int, look: bool = False) -> Iterator[Row]:
-    """A row for each mutant, as they come.
-
-    Args:
-        look: in which step an unchanged copy reaches their files first: it takes as long as two or three that are not
-            caught, and leaves out what cannot catch one.
-    """
-    with ExitStack() as stack:
-        pool: Executor
-        if "http" in hunt.ways:  # Each job has oracles of its own.
-            pool, take = ProcessPoolExecutor(jobs, mp_context=get_context("spawn")), _probe
-        else:
-            idle = stack.enter_context(_several(jobs))
-            pool = ThreadPoolExecutor(jobs)
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            if look is not None:
+                hunt = hunt.look(every[0], look)
+            for one in every:
+                idle.put(one)
 
             def take(mutant: Mutant) -> Row:
                 forked = idle.get()
-                try:
-                    return hunt.ask(mutant, forked)
-                finally:
-                    idle.put(forked)
-
-            if look and mutants:
-                files = {file for mutant in mutants for file in mutant.changed()}
-                forked = idle.get()
-                hunt = hunt.look(sorted(files), forked)
+                row = hunt.ask(mutant, forked)
                 idle.put(forked)
-        tasks = [stack.enter_context(pool).submit(take, mutant) for mutant in mutants]
+                return row
+
+            yield pool, take
+        finally:  # Threads end once those that they ask have ended.
+            pool.shutdown(wait=False, cancel_futures=True)
+            for one in every:
+                one.close()
+
+
+@contextmanager
+def _asking(jobs: int) -> Iterator[tuple[Executor, Callable[[Mutant], Row]]]:
+    """A pool of processes, each with oracles of its own, and what they do with a mutant."""
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         try:
-            for task in as_completed(tasks):
-                yield task.result()
+            yield pool, _probe
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def hunt_all(mutants: Sequence[Mutant], hunt: Hunt, jobs: int, look: Path | None = None) -> Iterator[Row]:
+    """A row for each mutant, as they come.
+
+    Args:
+        look: the file of `Hunt.look`; None: each hunt is of the whole guard.
+    """
+    if not mutants:
+        return
+    with _asking(jobs) if "http" in hunt.ways else _forking(hunt, jobs, look) as (pool, take):
+        for task in as_completed([pool.submit(take, mutant) for mutant in mutants]):
+            yield task.result()
