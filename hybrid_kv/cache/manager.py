@@ -430,8 +430,10 @@ class KVCacheManager:
             watcher.on_reset()
 
     def check_integrity(self, running: Sequence[str] = ()) -> None:
-        """Raise AssertionError unless the pool is whole, every reference has an owner, and only `running` hold any."""
+        """Raise AssertionError unless pool and tier are whole, references have owners, and only `running` hold any."""
         self.pool.check_integrity()
+        if self.offload is not None:
+            self.offload.check_integrity()
         strangers = sorted((self._held.keys() | self._given_back.keys()) - set(running))
         assert not strangers, f"requests that do not run hold blocks: {strangers}"
         owned = np.concatenate([NO_IDS, *(ids for request in self._held for ids in self.block_ids(request))])

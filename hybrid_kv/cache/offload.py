@@ -195,6 +195,18 @@ class KVOffload:
         if self._stream is not None:
             self._stream.synchronize()
 
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the host tier holds what came and has not left, in the bytes that it counts."""
+        used = sum(data.numel() for data in self._host.values())
+        assert self.host_used == used <= self.host_bytes, (
+            f"{used} B held, {self.host_used} of {self.host_bytes} counted"
+        )
+        if max(self.block_bytes) <= self.host_bytes:  # a block that does not fit never comes
+            came, left = self.stats.stored_blocks + self.stats.folder_hits, self.stats.host_evictions
+            assert came - left == len(self._host), (
+                f"{came} blocks came to the host, {left} left, it has {len(self._host)}"
+            )
+
     def _filed(self, key: BlockKey) -> bool:
         return self._folder is not None and self._folder.exists(key)
 

@@ -149,7 +149,7 @@ class Observer(Watcher):
 
     def on_load(self, request_id: str, columns: Sequence[tuple[BlockKey, int]], ids: BlockIds) -> None:
         """Blocks came from the offload tier."""
-        self._figures.num_loads += len(columns)
+        self._figures.loads.update(group for (group, _), _ in columns)
 
     def on_fold(self, request: Request, group: int, step: UndoStep) -> None:
         """A state is written because its request gives up its row."""

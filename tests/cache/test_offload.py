@@ -356,6 +356,7 @@ def test_the_host_tier_is_the_least_recently_used_list_within_its_bytes(
         assert {key(n, g) for n in range(6) for g in range(3) if store.contains(key(n, g))} == set(model)
         assert store.host_used == sum(model.values())
         assert store.stats.host_evictions == evicted
+        store.check_integrity()
 
 
 def test_a_fetched_or_stored_block_outlives_the_others() -> None:

@@ -200,12 +200,21 @@ def test_figures_of_an_output_that_did_not_happen(monkeypatch: pytest.MonkeyPatc
             patch.setattr(LLM, "output", lambda *given, lie=lie: replace(found := output(*given), **lie(found)))
             assert "figures: request" in wrong(run_scenario(deeper()))
 
-    def twice(self: KVOffload, pages: Any, ids: Any) -> None:
-        load(self, pages, ids)
-        self.stats.loaded_blocks += 1
+    for figure, said in {
+        "loaded_blocks": "blocks of",
+        "host_hits": "hits are said to be loaded",
+        "loaded_bytes": "bytes are said to be loaded",
+        "stored_blocks": "blocks came to the host",
+        "host_evictions": "blocks came to the host",
+    }.items():
 
-    monkeypatch.setattr(KVOffload, "load", twice)
-    assert "blocks are said to be loaded" in wrong(run_scenario(loads))
+        def lie(self: KVOffload, pages: Any, ids: Any, figure: str = figure) -> None:
+            load(self, pages, ids)
+            setattr(self.stats, figure, 1 if figure == "host_hits" else getattr(self.stats, figure) + 1)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(KVOffload, "load", lie)
+            assert said in wrong(run_scenario(loads)), figure
 
 
 def deeper() -> Scenario:
