@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent / "hybrid_kv"
 # From the ground up. A module belongs to the longest name that it begins with; rooms of one line are on one floor, and
 # may not import each other. `cache.modes` imports nothing, so that the configuration can ask it, too.
 FLOORS = [
-    ["arguments", "cache.modes", "choices", "errors", "threads"],
+    ["arguments", "cache.modes", "choices", "errors", "minimize", "threads"],
     ["config", "files"],
     ["kernels", "results", "sampling"],
     ["cache"],

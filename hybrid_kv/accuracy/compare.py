@@ -16,8 +16,8 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +48,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Answers:
-    """A run: its answers by doc_id. `digest` tells files of one name apart; `commit` is empty where none is noted."""
+    """A run: its answers by doc_id. `digest` tells files of one name apart; `commit` is empty where none is noted.
+
+    `chosen`: its questions are those that another run lost, see `lost`.
+    """
 
     name: str
     digest: str
@@ -56,11 +59,16 @@ class Answers:
     params: dict[str, Any]
     commit: str
     by_doc: dict[int, Answer]
+    chosen: bool = False
+
+    def only(self, questions: Sequence[int]) -> Answers:
+        """The same run as if these had been chosen."""
+        return replace(self, by_doc={doc_id: self.by_doc[doc_id] for doc_id in questions}, chosen=True)
 
     def first(self, questions: int) -> Answers:
         """The same run as if only so many questions had been asked."""
         kept = {doc_id: self.by_doc[doc_id] for doc_id in sorted(self.by_doc)[:questions]}
-        return Answers(self.name, self.digest, self.task, self.params, self.commit, kept)
+        return replace(self, by_doc=kept)
 
 
 def read_answers(file: str | Path, answer_filter: str = STRICT) -> Answers:
@@ -69,14 +77,22 @@ def read_answers(file: str | Path, answer_filter: str = STRICT) -> Answers:
     Raises:
         HybridKVError: the file is broken, has no answers of the filter, or questions that the engine refused.
     """
+    return _answers(Path(file).name, str(file), read_text(file), answer_filter)
+
+
+def read_text(file: str | Path) -> str:
+    """The lines of such a file.
+
+    Raises:
+        HybridKVError: it cannot be read.
+    """
     file = Path(file)
     refuse_device(file)
     try:
         data = file.read_bytes()
-        text = (gzip.decompress(data) if file.suffix == ".gz" else data).decode()
+        return (gzip.decompress(data) if file.suffix == ".gz" else data).decode()
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise HybridKVError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    return _answers(file.name, str(file), text, answer_filter)
 
 
 def answers_of(result: AccuracyResult, answer_filter: str = STRICT) -> Answers:
@@ -86,7 +102,7 @@ def answers_of(result: AccuracyResult, answer_filter: str = STRICT) -> Answers:
 
 def _answers(name: str, place: str, text: str, answer_filter: str) -> Answers:
     by_doc: dict[int, Answer] = {}
-    lines = list(_json_lines(text, place))
+    lines = list(json_lines(text, place))
     filters = {repr(line["filter"]) for _, line in lines if "filter" in line}
     refused = [line["error"] for _, line in lines if line.get("error") is not None]
     if refused:
@@ -119,6 +135,7 @@ def _answers(name: str, place: str, text: str, answer_filter: str) -> Answers:
         params=params,
         commit=commit,
         by_doc=by_doc,
+        chosen=first.get("chosen") is True,
     )
 
 
@@ -127,7 +144,12 @@ def _task_in(name: str) -> str:
     return match[1] if match else ""
 
 
-def _json_lines(text: str, place: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def json_lines(text: str, place: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The JSON object of each line, with its number.
+
+    Raises:
+        HybridKVError: a line is none.
+    """
     # Not splitlines: lm-eval writes other separators, such as U+2028, into its strings as they are.
     for number, line in enumerate(text.split("\n"), 1):
         if not line:
@@ -163,8 +185,9 @@ def _answer(line: dict[str, Any], answer_filter: str, place: str) -> tuple[int, 
 class Comparison:
     """Baseline against candidate. `alpha` is this look's; `final`: there is no later look.
 
-    Of the `lost` questions `lost_to_invalid` have no answer at all now; `gained_from_invalid` had none before.
-    `outputs_changed` counts answers whose tokens differ, right or wrong; None where a file does not tell.
+    Of the `lost` questions (`lost_questions`: their numbers) `lost_to_invalid` have no answer at all now;
+    `gained_from_invalid` had none before. `outputs_changed` counts answers whose tokens differ, right or wrong; None
+    where a file does not tell.
     """
 
     baseline: Answers
@@ -180,6 +203,7 @@ class Comparison:
     outputs_changed: int | None
     alpha: float
     final: bool
+    lost_questions: tuple[int, ...] = ()
 
     @property
     def difference(self) -> float:
@@ -192,6 +216,9 @@ class Comparison:
 
     @property
     def verdict(self) -> paired.Verdict:
+        """Of questions that were chosen because they were lost no test says anything: one that is lost is enough."""
+        if self.baseline.chosen:
+            return "worse" if self.lost else "no loss shown"
         return paired.decide(self.lost, self.gained, self.alpha, self.final)
 
     def summary(self) -> dict[str, Any]:
@@ -218,6 +245,7 @@ class Comparison:
             "n": self.n,
             **runs,
             "lost": self.lost,
+            "lost_questions": list(self.lost_questions),
             "lost_to_invalid": self.lost_to_invalid,
             "gained": self.gained,
             "gained_from_invalid": self.gained_from_invalid,
@@ -253,7 +281,8 @@ def compare(
     ours, theirs = baseline.by_doc, candidate.by_doc
     check_questions(baseline, candidate.name, {doc_id: answer.hashes for doc_id, answer in theirs.items()})
     pairs = [(ours[doc_id], theirs[doc_id]) for doc_id in sorted(ours)]
-    lost = [after for before, after in pairs if before.correct and not after.correct]
+    lost_questions = tuple(i for i in sorted(ours) if ours[i].correct and not theirs[i].correct)
+    lost = [theirs[i] for i in lost_questions]
     gained = [before for before, after in pairs if after.correct and not before.correct]
     tokens_known = all(one.output_sha is not None for pair in pairs for one in pair)
     return Comparison(
@@ -270,6 +299,7 @@ def compare(
         outputs_changed=sum(a.output_sha != b.output_sha for a, b in pairs) if tokens_known else None,
         alpha=alpha,
         final=final,
+        lost_questions=lost_questions,
     )
 
 

@@ -6,11 +6,12 @@ task has as many questions as the floor is for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybrid_kv.accuracy import compare, run, threshold
+from hybrid_kv.accuracy import compare, lost, run, threshold
 from hybrid_kv.accuracy.compare import Answers, Comparison
 from hybrid_kv.accuracy.run import STRICT, AccuracyResult
 from hybrid_kv.accuracy.tasks import load_task, question_hashes
@@ -28,6 +29,7 @@ class Judgement:
     result: AccuracyResult
     comparison: Comparison | None = None
     floor: Floor | None = None
+    lost: str = ""  # where the questions that lost an answer were written, and how they are asked again
 
     @property
     def passed(self) -> bool:
@@ -55,6 +57,8 @@ class Judgement:
         run.print_result(self.result)
         if self.comparison is not None:
             compare.print_comparison(self.comparison)
+        if self.lost:
+            print(self.lost)
         if self.floor is not None:
             print(threshold.check(self.result, self.floor)[1])
 
@@ -69,6 +73,7 @@ def judge(
     against: str | None = None,
     check_floor: bool = False,
     answer_filter: str = STRICT,
+    repro: Path | None = None,
     **engine_options: Any,
 ) -> Judgement:
     """Ask a model and hold its answers against what is known.
@@ -80,6 +85,7 @@ def judge(
         against: the baseline, a file of `run.write_samples`.
         check_floor: hold the score against the floor recorded for so many questions.
         answer_filter: decides for both what is right.
+        repro: folder for the questions that lost their answers, as few as lose one again; None writes none.
 
     Raises:
         ConfigError: the task, the model or an option cannot be used, or there is no such floor.
@@ -93,14 +99,31 @@ def judge(
         seed = _same("seed", seed, _seed_of(baseline))
     task, seed = task or "gsm8k_synth", seed or 0
 
-    def ask(questions: int) -> AccuracyResult:
-        return run.evaluate(model, task, limit=questions, seed=seed, gsm8k_dir=gsm8k_dir, **engine_options)
+    def ask(questions: int, only: Sequence[int] | None = None) -> AccuracyResult:
+        return run.evaluate(
+            model, task, limit=questions, questions=only, seed=seed, gsm8k_dir=gsm8k_dir, **engine_options
+        )
 
-    if baseline is not None:
+    if against is not None and baseline is not None:
         baseline = baseline.first(len(baseline.by_doc) if limit is None else limit)
-        hashes = question_hashes(task, seed, len(baseline.by_doc), gsm8k_dir)
+        total = max(baseline.by_doc) + 1 if baseline.chosen else len(baseline.by_doc)
+        hashes = question_hashes(task, seed, total, gsm8k_dir)
+        if baseline.chosen:
+            hashes = {number: known for number, known in hashes.items() if number in baseline.by_doc}
         compare.check_questions(baseline, "this run", hashes)
-        return Judgement(*compare.compare_live(baseline, ask, answer_filter))
+        if baseline.chosen:
+            result = ask(total, sorted(baseline.by_doc))
+            ours = compare.answers_of(result, answer_filter)
+            return Judgement(result, compare.compare(baseline, ours, answer_filter=answer_filter))
+        result, comparison = compare.compare_live(baseline, ask, answer_filter)
+        if repro is None or comparison.verdict != "worse":
+            return Judgement(result, comparison)
+        docs = load_task(task, seed, total, gsm8k_dir).eval_docs
+        texts = {number: docs[number]["question"] for number in comparison.lost_questions}
+        few = lost.fewest(baseline, comparison, texts, lambda only: ask(total, only))
+        file = lost.write_lost(against, few, texts, repro)
+        told = f"asked alone {len(few)} of them lose an answer again: hybrid-kv accuracy --against {file}, same options"
+        return Judgement(result, comparison, lost=f"{told}\n{texts[few[0]]}")
     asked, floor = limit or QUESTIONS, None
     if check_floor:
         floor = threshold.find_floor(Path(model or "guard_model").name, task, answer_filter, asked)

@@ -166,6 +166,7 @@ def evaluate(
     *,
     target: str | None = None,
     limit: int | None = 250,
+    questions: Sequence[int] | None = None,
     seed: int = 0,
     gsm8k_dir: str | Path | None = None,
     progress: bool = True,
@@ -179,6 +180,7 @@ def evaluate(
         target: another engine or a server's address, as for `hybrid-kv guard`, that is asked instead of ours; `model`
             is what it has loaded.
         limit: ask the first so many questions; None asks all.
+        questions: ask these by number and no others of the first `limit`.
         seed: of the documents (gsm8k_synth) or of the choice of shots (gsm8k; 0 gives lm-eval's own prompts).
         gsm8k_dir: train.jsonl and test.jsonl for task gsm8k; None takes the hub's.
         progress: show bars.
@@ -199,7 +201,8 @@ def evaluate(
         loaded = load_task(task, seed, limit, gsm8k_dir)
         with one_thread() if folder in FOLDERS.values() else nullcontext(), quiet_lm_eval(), _bars(progress):
             # Not simple_evaluate: that adds 10 s (an index of tasks, a report on the machine) and seeds global RNGs.
-            results = lm_eval_evaluate(lm, {"tasks": {task: loaded}}, limit=limit, bootstrap_iters=0)
+            which = {"limit": limit} if questions is None else {"samples": {task: sorted(questions)}}
+            results = lm_eval_evaluate(lm, {"tasks": {task: loaded}}, bootstrap_iters=0, **which)
     finally:
         lm.close()
     outputs = [output for repeats in lm.outputs.values() for output in repeats]
@@ -209,7 +212,7 @@ def evaluate(
         "model": lm.model_name if folder is None else Path(folder).name,
         "task": task,
         "seed": seed,
-        "limit": limit,
+        **({"limit": limit} if questions is None else {"questions": sorted(questions)}),
         "num_fewshot": loaded.config.num_fewshot,
         "lm_eval": lm_eval.__version__,
         **({} if target is None else {"target": lm.model_name}),
@@ -218,7 +221,7 @@ def evaluate(
     return AccuracyResult(
         task=task,
         params=params,
-        records=_records(results["samples"][task], lm, task),
+        records=_records(results["samples"][task], lm, task, questions),
         # Of the questions that ran: no token of a refused one could have come from the cache.
         num_prompt_tokens=sum(len(output.prompt_token_ids) for output in outputs if output.error is None),
         num_preemptions=sum(output.num_preemptions for output in outputs),
@@ -269,14 +272,20 @@ def evaluate_guard_model(
     return evaluate(model, limit=limit, seed=seed, progress=progress, **engine_options)
 
 
-def _records(samples: Sequence[dict[str, Any]], lm: HybridKVLM | TargetLM, task: str) -> tuple[QuestionRecord, ...]:
-    """Join lm-eval's samples, one per question and filter, with the engine's outputs."""
+def _records(
+    samples: Sequence[dict[str, Any]], lm: HybridKVLM | TargetLM, task: str, questions: Sequence[int] | None
+) -> tuple[QuestionRecord, ...]:
+    """Join lm-eval's samples, one per question and filter, with the engine's outputs.
+
+    Where questions were chosen lm-eval's requests count them from 0, its samples have their own numbers.
+    """
+    place = None if questions is None else {number: i for i, number in enumerate(sorted(questions))}
     by_filter: dict[str, dict[int, dict[str, Any]]] = {STRICT: {}, FLEXIBLE: {}}
     for sample in samples:
         by_filter[sample["filter"]][sample["doc_id"]] = sample
     records = []
     for doc_id, strict in sorted(by_filter[STRICT].items()):
-        output = lm.outputs[task, doc_id][0]
+        output = lm.outputs[task, doc_id if place is None else place[doc_id]][0]
         records.append(
             QuestionRecord(
                 doc_id=doc_id,

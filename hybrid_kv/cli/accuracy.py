@@ -69,6 +69,9 @@ def accuracy(
     samples: Annotated[
         str | None, typer.Option(help="Write one line per question to this .jsonl or .jsonl.gz file.")
     ] = None,
+    repro: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Where the questions are written that --against shows to be lost.")
+    ] = Path("repro"),
     max_num_seqs: MaxNumSeqs = None,
     max_num_batched_tokens: MaxNumBatchedTokens = None,
     max_model_len: MaxModelLen = None,
@@ -124,6 +127,7 @@ def accuracy(
         against=against,
         check_floor=check_floor,
         answer_filter=answer_filter,
+        repro=repro,
         **options,
     )
     with ExitStack() as done:  # last first, and each of them even if one before it fails

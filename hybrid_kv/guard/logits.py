@@ -33,7 +33,7 @@ from hybrid_kv.guard.exactness import (
 )
 from hybrid_kv.guard.play import rule_of, unwarned
 from hybrid_kv.guard.poison import poison
-from hybrid_kv.guard.shrink import minimize
+from hybrid_kv.minimize import minimize
 from hybrid_kv.sampling import SamplingParams
 
 EMBEDDED = {folder.name: folder for folder in FOLDERS.values()}

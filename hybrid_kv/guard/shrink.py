@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar
 from hybrid_kv.guard.play import Failure, play, run_scenario, unwarned
 from hybrid_kv.guard.replay import announce, tell, write_files
 from hybrid_kv.guard.scenario import SCRIPTS, Event, Scenario, SmallBlocksFirst, SmallKVFirst, answer_book
+from hybrid_kv.minimize import minimize
 from hybrid_kv.request import ScheduledRequest
 from hybrid_kv.sampling import SamplingParams
 from hybrid_kv.watch import Watcher
@@ -141,21 +142,6 @@ def _with_texts(scenario: Scenario, texts: Sequence[_Text]) -> Scenario:
             before = [*made.prompts[text.parent], *_answer(made, text.parent)[: text.num_answer]]
         made.prompts.append([*before, *text.own] or [0])
     return made
-
-
-def minimize(items: Sequence[T], fails: Callable[[Sequence[T]], bool]) -> Sequence[T]:
-    """Those of the items that can't be missed: half of them is left out, then quarters, then one by one."""
-    size = (len(items) + 1) // 2
-    while size:
-        start = 0
-        while start < len(items):
-            rest = [*items[:start], *items[start + size :]]
-            if fails(rest):
-                items = rest
-            else:
-                start += size
-        size //= 2
-    return items
 
 
 class _Shrinker:

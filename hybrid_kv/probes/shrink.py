@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hybrid_kv.guard.shrink import minimize
+from hybrid_kv.minimize import minimize
 from hybrid_kv.probes.registry import Round
 from hybrid_kv.probes.session import Failure, Session
 from hybrid_kv.targets.target import Answer, Ask, TargetError

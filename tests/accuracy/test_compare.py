@@ -7,13 +7,13 @@ import gzip
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hybrid_kv.accuracy import compare, paired, run
+from hybrid_kv.accuracy import compare, lost, paired, run
 from hybrid_kv.accuracy.guard_model import FOLDER as GUARD_MODEL
 from hybrid_kv.cli import main
 from hybrid_kv.config import HybridKVError
@@ -311,9 +311,9 @@ def test_options_of_a_run_are_refused_before_a_command(capsys: pytest.CaptureFix
 # ------------------------------------------------------------------------------------------------- live
 
 
-def result_of(outcomes: list[str], **params: Any) -> run.AccuracyResult:
+def result_of(outcomes: list[str], questions: Sequence[int] | None = None, **params: Any) -> run.AccuracyResult:
     names = [field.name for field in dataclasses.fields(run.QuestionRecord)]
-    records = [record(i, outcome) for i, outcome in enumerate(outcomes)]
+    records = [record(i, outcomes[i]) for i in (range(len(outcomes)) if questions is None else sorted(questions))]
     kept = tuple(run.QuestionRecord(**{name: one[name] for name in names}) for one in records)
     return run.AccuracyResult("gsm8k_synth", {**PARAMS, "limit": len(kept), **params}, kept, 100, 0, 1.0)
 
@@ -349,3 +349,17 @@ def test_live_needs_the_first_questions(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", [record(i) for i in (0, 1, 3)])
     with pytest.raises(HybridKVError, match=r"a.jsonl does not hold the first 3 questions"):
         compare.compare_live(compare.read_answers(file), lambda _: pytest.fail("asked"))
+
+
+def test_a_loss_that_takes_the_others_company_keeps_all_that_were_lost(tmp_path: Path) -> None:
+    baseline = answers(tmp_path / "a.jsonl", ["right"] * 20)
+    made = compare.compare(baseline, compare.answers_of(result_of(["wrong"] * 9 + ["right"] * 11)))
+    texts = {i: "x" * (20 - i) for i in range(20)}
+    asked: list[list[int]] = []
+
+    def ask(questions: Sequence[int], company: int) -> run.AccuracyResult:
+        asked.append(sorted(questions))
+        return result_of(["wrong" if len(questions) >= company else "right"] * 20, questions)
+
+    assert lost.fewest(baseline, made, texts, lambda only: ask(only, 10)) == list(range(9)) and asked == [[*range(9)]]
+    assert lost.fewest(baseline, made, texts, lambda only: ask(only, 2)) == [7, 8]

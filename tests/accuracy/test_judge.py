@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hybrid_kv.accuracy import judge, run, tasks
+from hybrid_kv.accuracy import judge, lost, run, tasks
 from hybrid_kv.results import append, read_rows
 from tests.accuracy.test_compare import COMMIT, PARAMS, call, record, result_of, write
 
@@ -31,17 +31,31 @@ def test_against_on_the_command_line(
 
     def evaluate(model: object, task: str, **options: Any) -> run.AccuracyResult:
         calls.append({"model": model, "task": task, **options})
-        return result_of(outcomes[: options["limit"]])
+        return result_of(outcomes[: options["limit"]], questions=options["questions"])
 
     monkeypatch.setattr(run, "evaluate", evaluate)
     monkeypatch.setattr(judge, "question_hashes", lambda _, __, limit, ___: {i: () for i in range(limit)})
+    monkeypatch.chdir(tmp_path)
     given = ["--against", baseline, "--results", tmp_path, "--out", summary, "--samples", samples]
     code, printed, _ = call(capsys, *given, "--num-blocks", "9")
     assert code == 1 and "verdict: worse" in printed and "239 of 250" in printed
     # The seed is the baseline's.
-    assert calls == [
-        {"model": None, "task": "gsm8k_synth", "limit": 250, "seed": 3, "gsm8k_dir": None, "num_blocks": 9}
-    ]
+    common = {"model": None, "task": "gsm8k_synth", "seed": 3, "gsm8k_dir": None, "num_blocks": 9}
+    assert calls[0] == {**common, "limit": 250, "questions": None}
+    # Then as few of those that were lost as lose one again, the shortest one if it does.
+    assert calls[1] == {**common, "limit": 300, "questions": calls[1]["questions"]}
+    assert sorted(calls[1]["questions"]) == list(range(11)) and len(calls[-1]["questions"]) == 1
+    (file,) = (tmp_path / "repro").glob("lost-*.jsonl")
+    (line,) = map(json.loads, file.read_text().splitlines())
+    texts = [doc["question"] for doc in tasks.load_task("gsm8k_synth", 3, 300).eval_docs]
+    assert line["question"] == texts[line["doc_id"]] and line["question"] in printed
+    assert len(line["question"]) == min(map(len, texts[:11]))
+    assert f"hybrid-kv accuracy --against {file.relative_to(tmp_path)}, same options" in printed
+    calls.clear()
+    for outcome, code in (("wrong", 1), ("right", 0)):
+        outcomes[line["doc_id"]] = outcome
+        assert call(capsys, "--against", file, "--results", tmp_path)[0] == code
+        assert calls.pop()["questions"] == [line["doc_id"]] and not calls
     document = json.loads(summary.read_text())
     assert document["n"] == 250 and document["comparison"]["lost"] == 11
     assert len(samples.read_text().splitlines()) == 250
@@ -76,6 +90,9 @@ def test_against_with_the_engine(tmp_path: Path, capsys: pytest.CaptureFixture[s
     options = ["--speculative-method", "mtp", "--num-speculative-tokens", "2", "--mamba-cache-mode", "all"]
     code, printed, _ = call(capsys, "--against", samples, "--results", tmp_path, "--device", "cpu", *options)
     assert code == 0 and "3 of 3" in printed and "tokens of 0 answers differ" in printed
+    chosen = lost.write_lost(samples, [1, 2], {1: "Why?", 2: "How?"}, tmp_path)
+    code, printed, _ = call(capsys, "--against", chosen, "--results", tmp_path, "--device", "cpu", *options)
+    assert code == 0 and "2 of 2" in printed and "tokens of 0 answers differ" in printed
 
 
 def test_other_questions_are_refused_before_one_is_asked(
