@@ -15,11 +15,12 @@ import numpy as np
 import torch
 
 from hybrid_kv.cache.backend import DEFAULT_BLOCK_SIZE, AttentionBackend, BackendContext, get_backend
+from hybrid_kv.cache.capacity import block_steps, capacity, most_blocks
 from hybrid_kv.cache.layout import allocate_raw_buffers
 from hybrid_kv.cache.manager import KVCacheManager
 from hybrid_kv.cache.modes import MODES
 from hybrid_kv.cache.plan import CachePlan, plan_cache
-from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec, window_and_states
+from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec, UndoSpec, window_and_states
 from hybrid_kv.config import CacheConfig, ConfigError
 from hybrid_kv.guard.registry import CheckResult, Run, check
 from hybrid_kv.kernels.common.integers import cdiv
@@ -28,7 +29,7 @@ BACKENDS = ("TORCH", "FLASH_ATTN", "FLASHINFER", "CPU_ATTN")
 PLATFORMS = ("cuda", "xpu", "cpu")
 
 
-@check("plan", quick=200, full=2000, seconds=0.0015, place=12)
+@check("plan", quick=200, full=2000, seconds=0.002, place=12)
 def check_plan(run: Run) -> list[CheckResult]:
     """`run.amount` models of attention and states, on any platform and backend, in memory for a few requests."""
     begin = time.perf_counter()
@@ -86,6 +87,7 @@ def _errors(rng: np.random.Generator) -> Iterator[str]:
     if not 0 <= memory - taken < taken // full.config.num_blocks:
         yield f"{full.config.num_blocks} blocks take {taken} of {memory} B"
     yield from _capacity(full, mode)
+    yield from _counted(full, mode, rng)
 
 
 def _sizes(
@@ -122,3 +124,41 @@ def _capacity(plan: CachePlan, mode: str) -> Iterator[str]:
         fits += 1
     if plan.token_capacity // longest != fits:
         yield f"mode {mode}: {usable} blocks hold {fits} requests of {longest} tokens, not {plan.token_capacity} tokens"
+
+
+def _counted(plan: CachePlan, mode: str, rng: np.random.Generator) -> Iterator[str]:
+    """What a manager gives requests, one after the other in a pool for a few of them, step by step and with drafts."""
+    K, limit = int(rng.integers(0, 4)), 3 * max(group.spec.block_size for group in plan.config.groups)
+    prompts, outputs = rng.integers(1, limit, size=3), rng.integers(2, 9, size=3)
+    groups = tuple(
+        replace(group, spec=replace(group.spec, undo=UndoSpec(K)) if isinstance(group.spec, MambaSpec) else group.spec)
+        for group in plan.config.groups
+    )
+    config = replace(plan.config, groups=groups)
+    most = most_blocks(config, prompts, outputs)
+    config = replace(config, num_blocks=1 + int(rng.integers(most.max(), 3 * most.sum() + 1)))
+    manager, fits, held = KVCacheManager(config, MODES[mode].keeps_states), 0, list[int]()
+    while (given := _given(manager, str(fits), int(prompts[fits % 3]), int(outputs[fits % 3]), K)) is not None:
+        fits, held = fits + 1, [*held, given]
+    counted = block_steps(config, prompts, outputs, K).tolist()[: len(held)]
+    if counted != held[:3]:
+        yield f"mode {mode}, {K} drafts: requests of {prompts} + {outputs} tokens hold {held[:3]}, not {counted}"
+    found = capacity(config, prompts, outputs, 2 * limit, K)
+    if not MODES[mode].gives_back and found.num_fit != fits:
+        yield f"mode {mode}, {K} drafts: {config.num_blocks} blocks take {fits} requests, not {found.num_fit}"
+
+
+def _given(manager: KVCacheManager, name: str, prompt: int, output: int, num_drafts: int) -> int | None:
+    """The blocks that a request holds, summed over the steps that give it a token; None if they do not suffice."""
+    computed, last, held = 0, prompt + output - 1, 0
+    while computed < last:
+        is_decode = computed >= prompt
+        end = min(computed + 1 + num_drafts, last)
+        if not is_decode:
+            end = manager.chunk_end(computed, prompt, prompt)
+        if manager.allocate_slots(name, computed, end - computed, is_decode, num_seen_tokens=computed) is None:
+            return None
+        computed = computed + 1 if is_decode else end
+        if computed >= prompt:
+            held += sum(int(np.count_nonzero(ids)) for ids in manager.block_ids(name))
+    return held
