@@ -33,7 +33,7 @@ def mutants(
     ] = None,
     by: Annotated[Way, typer.Option(help="What hunts them; http: probes of a server.")] = "quick",
     jobs: Annotated[int, typer.Option(min=1, help="Bugs at a time, a process each.")] = 1,
-    limit: Annotated[int, typer.Option(min=1, help="Seconds for one bug.")] = 300,
+    limit: Annotated[int, typer.Option(min=1, help="Seconds of one core for one bug.")] = 300,
     repro: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Make each case that caught one small, and keep it here.")
     ] = None,

@@ -15,7 +15,7 @@ from hashlib import sha256
 from multiprocessing import get_context
 from pathlib import Path
 from queue import SimpleQueue
-from signal import SIGALRM, SIGKILL
+from signal import SIGALRM, SIGKILL, SIGXCPU
 from typing import Any
 
 from hybrid_kv.errors import HybridKVError
@@ -117,7 +117,7 @@ class Forks:
             compiled: whether numba compiles loops; one that it has compiled tells nobody which lines it reaches.
 
         Raises:
-            _FailedError: it took longer than the limit, in seconds, or died.
+            _FailedError: it took longer than the limit, in seconds of one core, or died.
         """
         (root / forks.TASK).write_text(json.dumps({**task, "limit": limit, "compiled": compiled}), encoding="utf-8")
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -125,8 +125,8 @@ class Forks:
         code = int(self._process.stdout.readline())
         if code == 0:
             return json.loads((root / forks.ANSWER).read_text(encoding="utf-8"))
-        if code == -SIGALRM:
-            raise _FailedError("time limit", f"still at it after {limit:.0f} s")
+        if code in (-SIGXCPU, -SIGALRM):
+            raise _FailedError("time limit", f"still at it after {limit:.0f} s of one core")
         last = (root / forks.SAID).read_text(encoding="utf-8").splitlines()[-1:]
         raise _FailedError("death", " ".join([f"exit code {code}", *last]))
 
@@ -150,7 +150,7 @@ class Hunt:
 
     Attributes:
         ways: what may catch it, one after the other.
-        limit: seconds for one, but by `http`.
+        limit: seconds of one core for one, but by `http`.
         repro: a folder in which the case that caught one is kept, as small as it gets in as many seconds.
         first: by file and line the number of the step in which an unchanged copy reaches it first: none before it finds
             anything. None: nobody has looked.
