@@ -7,6 +7,7 @@ without another rule being the first to break, goes.
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ from hybrid_kv.guard.exactness import (
     NUM_NEW,
     Alone,
     Cell,
+    K,
     beside_transformers,
     logit_difference,
     preempting,
@@ -38,7 +40,8 @@ from hybrid_kv.sampling import SamplingParams
 
 EMBEDDED = {folder.name: folder for folder in FOLDERS.values()}
 FORMAT, VERSION = "hybrid-kv logits", 1
-BUDGET, BUDGETS = "max_num_batched_tokens", (4, 8, 16)
+# With fewer rows fewer requests fill a step, and shorter prompts are cut with smaller chunks.
+FEWER = {"max_num_seqs": (1, 2, 3), "max_num_batched_tokens": (4, 8, 16)}
 STOP = ("Question:",)  # what an embedded model says behind its answer
 
 SCRIPT = '''\
@@ -273,7 +276,7 @@ class Shrinker:
         try:
             while before is not self.case:
                 before = self.case
-                for one_pass in (self._requests, self._options, self._answers, self._tokens):
+                for one_pass in (self._requests, self._answers, self._options, self._tokens):
                     one_pass()
         except _TimeUpError:
             self.is_minimal = False
@@ -295,10 +298,13 @@ class Shrinker:
             cell = {key: value for key, value in self.case.cell.items() if key not in keys}
             if "dtype" not in keys and "device" not in keys:
                 self.fails(replace(self.case, cell=cell))
-        for budget in BUDGETS:  # With smaller chunks shorter prompts are cut.
-            cell = {**self.case.cell, BUDGET: budget}
-            if budget < self.case.cell.get(BUDGET, 0) and self.fails(replace(self.case, cell=cell)):
-                return
+        for key, values in FEWER.items():
+            for value in values:
+                cell = {**self.case.cell, key: value}
+                if key == "max_num_batched_tokens":  # A step has room for a token of each request.
+                    cell["max_num_seqs"] = min(value, cell.get("max_num_seqs", value))
+                if value < self.case.cell.get(key, sys.maxsize) and self.fails(replace(self.case, cell=cell)):
+                    break
 
     def _answers(self) -> None:
         case = self.case
@@ -364,7 +370,10 @@ def from_document(parts: dict[str, Any]) -> LogitCase:
     if not case.prompts or not all(case.prompts) or max(case.again, default=0) >= len(case.prompts):
         raise ValueError("a prompt is empty, or again names none")
     options = {key: value for key, value in cell.items() if key not in ("script", "preempts")}
-    engine_config({"max_num_seqs": 4, "max_model_len": 512, **options})  # as the engines of all kinds have them
+    drafts = {"num_speculative_tokens": K} if {"speculative_method", "script"} & cell.keys() else {}
+    engine_config(
+        {"max_num_seqs": 4, "max_model_len": 512, **drafts, **options}
+    )  # as the engines of all kinds have them
     if case.against == "plain" and "dtype" not in cell:
         raise ValueError("cell has no dtype")
     return case

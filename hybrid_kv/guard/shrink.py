@@ -36,7 +36,7 @@ _SIMPLER: dict[str, tuple[Any, ...]] = {
     "mamba_block_size": (4, 8),
     "captured_batch_sizes": ((), (4,)),
     "max_model_len": (32, 64, 96),
-    "max_num_batched_tokens": (256, 64, 32, 16),
+    "max_num_batched_tokens": (4, 8, 16, 32, 64),  # where chunks are needed, prompts are as long as they are
     "max_num_seqs": (1, 2, 3, 4),
     "num_blocks": (ROOMY, 50),
     "num_speculative_tokens": (1, 2, 3, 4, 5, 6),
@@ -252,6 +252,8 @@ class _Shrinker:
             for value in values:
                 if key not in self.scenario.options or value == self.scenario.options[key]:
                     break
+                if key == "max_num_batched_tokens" and value > self.scenario.options[key]:
+                    break
                 if self._option(key, value):
                     break
 
@@ -260,6 +262,8 @@ class _Shrinker:
         options = {**self.scenario.options, key: value}
         if value is None:
             del options[key]
+        elif key == "max_num_batched_tokens":  # A step has room for a token of each request.
+            options["max_num_seqs"] = min(value, options.get("max_num_seqs", value))
         is_needed = key == "num_speculative_tokens" and value is None and self.scenario.drafts != "none"
         return not is_needed and self.fails(replace(self.scenario, options=options))
 

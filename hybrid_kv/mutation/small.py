@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
-import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -63,32 +61,34 @@ def _small(file: Path, folder: Path) -> dict[str, Any]:
     return made
 
 
-def _forked(limit: float, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function answers in a process that is forked for it; None: it died, or was still at it after `limit` s."""
+def _forked(limit: float, function: Callable[..., Any], *arguments: Any) -> tuple[Any, str]:
+    """What a function answers in a process that is forked for it, and why if it does not within `limit` seconds."""
     receiver, sender = os.pipe()
     if (child := os.fork()) == 0:
         try:
             signal.setitimer(signal.ITIMER_REAL, limit)  # no child inherits it
             torch.set_num_threads(1)
             with os.fdopen(sender, "w") as answer:
-                json.dump(function(*arguments), answer)
-        except BaseException:
-            traceback.print_exc()
+                try:
+                    json.dump((function(*arguments), ""), answer)
+                except Exception as error:
+                    json.dump((None, f"{type(error).__name__}: {error}"), answer)
         finally:
             os._exit(0)
     os.close(sender)
     with os.fdopen(receiver) as answer:
         text = answer.read()
     os.waitpid(child, 0)
-    return json.loads(text) if text else None
+    value, problem = json.loads(text) if text else (None, f"it died, or was still at it after {limit:.0f} s")
+    return value, problem
 
 
 def made_small(task: Mapping[str, Any], case: Path) -> dict[str, Any]:
     """Make a case small, write it into the task's `folder`, and play it again and again; a `Small` as it is written."""
     with suppress(Exception):  # The loops that numba has compiled take half a second to load, in each process anew.
         HostTables([TableLayout(1, 1, 1, 1)], 1, 1)
-    small: dict[str, Any] | None = _forked(task["limit"], _small, case, Path(task["folder"]))
-    if small is None:
-        sys.exit(1)  # it has said why
-    plays = [_forked(task["limit"], broken_rule, Path(small["file"])) for _ in range(PLAYS)]
+    small, problem = _forked(task["limit"], _small, case, Path(task["folder"]))
+    if problem:
+        raise RuntimeError(problem)
+    plays = [_forked(task["limit"], broken_rule, Path(small["file"]))[0] for _ in range(PLAYS)]
     return {**small, "held": plays.count(small["rule"]) / PLAYS}

@@ -13,7 +13,8 @@ import pytest
 from hybrid_kv.config import ConfigError
 from hybrid_kv.guard.cases import broken_rule, replay, reproduce
 from hybrid_kv.guard.checks.guard_model import LOGIT_CELLS, NUM_NEW, Questions, result_of
-from hybrid_kv.guard.logits import LogitCase, play_logits, to_json
+from hybrid_kv.guard.exactness import MTP_CELLS, REPLAY_CELLS, SLOTS_CELLS
+from hybrid_kv.guard.logits import LogitCase, from_document, play_logits, to_json
 from hybrid_kv.guard.run import run_guard
 from hybrid_kv.guard.trained import TRAINED
 from hybrid_kv.models.mixers import conv
@@ -87,6 +88,15 @@ def test_a_token_that_alone_is_wrong_is_a_case_too() -> None:
 
 def changed(**values: Any) -> str:
     return json.dumps({**json.loads(to_json(ALONE, "logits")), **values})
+
+
+def test_every_cell_survives_as_a_file() -> None:
+    for cell in (*SLOTS_CELLS, *REPLAY_CELLS, *MTP_CELLS):
+        case = LogitCase("alone", "lfm2", {**cell}, PROMPTS, (1,))
+        assert from_document(json.loads(to_json(case))) == case
+    for cell in LOGIT_CELLS:
+        case = LogitCase("plain", "guard_model", {**cell, "device": "cpu", "preempts": 11}, PROMPTS)
+        assert from_document(json.loads(to_json(case))) == case
 
 
 @pytest.mark.parametrize(
