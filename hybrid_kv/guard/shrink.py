@@ -27,6 +27,7 @@ from hybrid_kv.watch import Watcher
 T = TypeVar("T")
 
 ROOMY = 400  # blocks: no scenario of the guard fills them
+TIGHT = (4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 50, 60)
 # Without these an engine would choose by itself, or the sanitizer would have no story to tell.
 _KEPT = ("block_size", "device", "mamba_block_size", "max_model_len", "num_blocks", "sanitize")
 # The simpler, the earlier. What an option has is not tried, nor what comes behind it.
@@ -38,7 +39,7 @@ _SIMPLER: dict[str, tuple[Any, ...]] = {
     "max_model_len": (32, 64, 96),
     "max_num_batched_tokens": (4, 8, 16, 32, 64),  # where chunks are needed, prompts are as long as they are
     "max_num_seqs": (1, 2, 3, 4),
-    "num_blocks": (ROOMY, 50),
+    "num_blocks": (ROOMY,),
     "num_speculative_tokens": (1, 2, 3, 4, 5, 6),
 }
 
@@ -214,6 +215,11 @@ class _Shrinker:
         self.minimize(scenario.events, lambda kept: replace(scenario, events=tuple(kept)))
         if self.scenario.options.get("num_blocks", ROOMY) < ROOMY:
             self._make_room()
+        for num_blocks in TIGHT:  # Where a pool has to be full, fewer requests fill a smaller one.
+            is_smaller = num_blocks < self.scenario.options.get("num_blocks", 0) < ROOMY
+            options = {**self.scenario.options, "num_blocks": num_blocks}
+            if is_smaller and self.fails(replace(self.scenario, options=options)):
+                break
         for i, event in enumerate(self.scenario.events):
             events = [*self.scenario.events]
             for first in {0, event.first}:
