@@ -39,7 +39,9 @@ K = 3
 
 Drafts = dict[tuple[int, int], list[int]]  # by prompt and known tokens
 Disturb = Callable[[LLM], None]  # before every step
-Cell = dict[str, Any]  # engine options; `script` of drafts; `preempts`: the youngest request every so many steps
+# Engine options; `script` of drafts; `preempts`: the youngest request every so many steps; `in_chunks`: prefills are
+# scanned as on a machine with more threads.
+Cell = dict[str, Any]
 SLOTS_CELLS: tuple[Cell, ...] = (
     {"max_num_batched_tokens": 17, "preempts": 5, "async_scheduling": True},
     {"script": "mixed", "attention_backend": SmallKVFirst.name, "captured_batch_sizes": (3,), "preempts": 5},
@@ -57,6 +59,11 @@ MTP_CELLS: tuple[Cell, ...] = (
     {"speculative_method": "mtp", "mamba_cache_mode": "align", "async_scheduling": True},
     {"speculative_method": "mtp", "mamba_cache_mode": "all", "max_num_batched_tokens": 57, "preempts": 5},
 )
+
+
+def engine_options(cell: Cell) -> dict[str, Any]:
+    """What of a cell the engine is told."""
+    return {key: value for key, value in cell.items() if key not in ("script", "preempts", "in_chunks")}
 
 
 @dataclass(frozen=True)
@@ -178,7 +185,7 @@ class Alone:
             return Exactness(cell, error=(rule_of(error), f"{type(error).__name__}: {error}"))
 
     def _check(self, cell: Cell) -> Exactness:
-        options = {key: value for key, value in cell.items() if key not in ("script", "preempts")}
+        options = engine_options(cell)
         sequences = [[*output.prompt_token_ids, *output.token_ids] for output, _ in self._known]
         order = [*range(len(self.prompts)), *self.again]
         if "script" in cell:

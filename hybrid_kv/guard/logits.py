@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -30,11 +31,13 @@ from hybrid_kv.guard.exactness import (
     Cell,
     K,
     beside_transformers,
+    engine_options,
     logit_difference,
     preempting,
 )
 from hybrid_kv.guard.play import rule_of, unwarned
 from hybrid_kv.guard.poison import poison
+from hybrid_kv.kernels.ssd.host import in_chunks
 from hybrid_kv.minimize import minimize
 from hybrid_kv.sampling import SamplingParams
 
@@ -152,16 +155,16 @@ class Found:
 def beside_plain(case: LogitCase, folder: Path) -> Found:
     """Every prompt in one engine; the plain pass runs on the CPU, whatever the engine's device."""
     begin, found, plain = time.perf_counter(), Found(case), _plain(folder)
-    options = {key: value for key, value in case.cell.items() if key != "preempts"}
-    options = {"max_model_len": 512, "max_num_seqs": 8, "mamba_ssm_cache_dtype": options["dtype"], **options}
+    options = {"max_model_len": 512, "max_num_seqs": 8, "mamba_ssm_cache_dtype": case.cell["dtype"]}
+    scans = in_chunks() if case.cell.get("in_chunks") else nullcontext()
     params = SamplingParams(max_tokens=case.max_tokens, stop=STOP)
     try:
-        llm = LLM(folder, **options)
+        llm = LLM(folder, **{**options, **engine_options(case.cell)})
         poison(llm)
         found.caches = llm.manager.enable_prefix_caching
-        for output, logits in record_logits(llm, case.prompts, params, preempting(case.cell.get("preempts", 0))):
-            ids = torch.tensor([output.prompt_token_ids + output.token_ids])
-            with torch.inference_mode():
+        with scans, torch.inference_mode():
+            for output, logits in record_logits(llm, case.prompts, params, preempting(case.cell.get("preempts", 0))):
+                ids = torch.tensor([output.prompt_token_ids + output.token_ids])
                 found.add(output, logits.cpu(), plain(ids)[0, :-1])
     except Exception as error:
         found.error = rule_of(error), f"{case.cell}: {type(error).__name__}: {error}"
@@ -369,11 +372,9 @@ def from_document(parts: dict[str, Any]) -> LogitCase:
         raise ValueError(f"{wrong[0]!r} is no integer from 0")
     if not case.prompts or not all(case.prompts) or max(case.again, default=0) >= len(case.prompts):
         raise ValueError("a prompt is empty, or again names none")
-    options = {key: value for key, value in cell.items() if key not in ("script", "preempts")}
     drafts = {"num_speculative_tokens": K} if {"speculative_method", "script"} & cell.keys() else {}
-    engine_config(
-        {"max_num_seqs": 4, "max_model_len": 512, **drafts, **options}
-    )  # as the engines of all kinds have them
+    # As the engines of all kinds have them.
+    engine_config({"max_num_seqs": 4, "max_model_len": 512, **drafts, **engine_options(cell)})
     if case.against == "plain" and "dtype" not in cell:
         raise ValueError("cell has no dtype")
     return case

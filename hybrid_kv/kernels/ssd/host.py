@@ -8,7 +8,9 @@ head's state stays in the core's nearest cache; 0.8 and 29 ms. This is (c). Core
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,17 @@ Floats = npt.NDArray[Any]  # all of one call float32, or float64
 Ints = npt.NDArray[np.int64]
 
 MAX_THREADS = 2  # of torch; with more its products may be faster
+_chunks = ContextVar("chunks", default=False)
+
+
+@contextmanager
+def in_chunks() -> Iterator[None]:
+    """No loop, as with more threads: what such a machine runs is checked on this one."""
+    token = _chunks.set(True)
+    try:
+        yield
+    finally:
+        _chunks.reset(token)
 
 
 def _scan(
@@ -65,7 +78,7 @@ def _scan(
 
 def scan_loop(x: torch.Tensor) -> Callable[..., None] | None:
     """The loop for operands like `x`; None where torch should run them."""
-    if x.device.type != "cpu" or torch.get_num_threads() > MAX_THREADS:
+    if x.device.type != "cpu" or torch.get_num_threads() > MAX_THREADS or _chunks.get():
         return None
     if x.dtype not in (torch.float32, torch.float64):
         return None

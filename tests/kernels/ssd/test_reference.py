@@ -23,6 +23,14 @@ def way(request):
         yield request.param
 
 
+def test_a_block_in_which_prefills_are_scanned_in_chunks_ends():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "MAX_THREADS", torch.get_num_threads())
+        with host.in_chunks():
+            assert host.scan_loop(torch.empty(1)) is None
+        assert host.scan_loop(torch.empty(1)) is not None
+
+
 def test_the_compiled_loop_is_taken_on_few_cores_of_a_cpu(way):
     assert (host.scan_loop(torch.empty(1)) is None) == (way == "in chunks")
     assert host.scan_loop(torch.empty(1, dtype=torch.bfloat16)) is None
