@@ -29,7 +29,7 @@ from hybrid_kv.threads import one_thread
 
 # A model and a setting each, those first in which most bugs act: drafts, a history of inputs instead of states, states
 # at boundaries inside a chunk, chunks of more than a block in a pool that evicts and loads, random weights, blocks of
-# unequal size (without a prefix cache that of a state is as long as a request may be).
+# unequal size (without a prefix cache that of a state is as long as a request may be), several boundaries in a chunk.
 CELLS: tuple[tuple[str, dict[str, str]], ...] = (
     ("qwen3_5_moe_text", {"prefix": "align", "spec": "mtp3"}),
     ("nemotron_h", {"prefix": "align", "spec": "mtp3", "scheme": "replay"}),
@@ -37,6 +37,7 @@ CELLS: tuple[tuple[str, dict[str, str]], ...] = (
     ("qwen3_5_moe_text", {"prefix": "align", "chunk": "100", "blocks": "tight", "offload": "host"}),
     ("bamba", {"prefix": "align", "spec": "ngram3", "scheme": "replay"}),
     ("qwen3_5_moe_text", {"spec": "mtp3", "async": "on"}),
+    ("bamba", {"prefix": "all"}),
 )
 
 
