@@ -108,7 +108,7 @@ def test_a_wrong_answer_ends_with_1_and_can_be_played_again(capsys, tmp_path):
         (["--target", "toy", "-k", "nothing"], "no probe has this in its name"),
         (["--target", "toy", "--record"], "--record, --results and --device out"),
         (["--against", "toy"], "name it with --target"),
-        (["--replay", "config.json", "--target", "toy"], "plays one scenario"),
+        (["--replay", "config.json", "--target", "toy"], "plays one case"),
         (["--replay", "config.json"], "config.json is no scenario"),
     ],
 )
