@@ -25,7 +25,7 @@ class Reproducer:
         rule: the first that it breaks.
         tokens: of all prompts.
         seconds: of one core, of making it small.
-        story: what became of it, and what it does.
+        story: what became of it, and what it does; empty where nobody reads it.
     """
 
     file: str
@@ -33,7 +33,7 @@ class Reproducer:
     requests: int
     tokens: int
     seconds: float
-    story: str
+    story: str = ""
 
 
 def reproduce(text: str, folder: Path) -> Reproducer:

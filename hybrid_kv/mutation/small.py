@@ -17,31 +17,22 @@ from typing import Any
 
 import torch
 
-from hybrid_kv.guard.cases import broken_rule, reproduce
+from hybrid_kv.guard.cases import Reproducer, broken_rule, reproduce
 from hybrid_kv.kernels.block_tables import HostTables, TableLayout
 
 PLAYS = 20
 
 
 @dataclass(frozen=True)
-class Small:
-    """A case as small as it got.
+class Small(Reproducer):
+    """A case as small as it got, played again with and without the bug.
 
     Attributes:
-        file: to be played by `hybrid-kv guard --replay`.
-        rule: the first that it breaks.
-        tokens: of all prompts.
-        seconds: of one core, of making it small.
-        held: the share of its plays that broke this rule first.
+        held: the share of its plays that broke its rule first.
         passes: without the bug no rule is broken; None: nobody has looked.
     """
 
-    file: str
-    rule: str
-    requests: int
-    tokens: int
-    seconds: float
-    held: float
+    held: float = 0.0
     passes: bool | None = None
 
     def __str__(self) -> str:

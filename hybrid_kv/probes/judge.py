@@ -114,8 +114,8 @@ class Judge:
         found = _beyond(self.limit, rows, tokens, logprobs)
         if found.problem:
             # The limit comes from short texts. Rounding grows with their length, and may turn a choice of experts.
-            limit = MARGIN * self.oracle.rounding_of(text) + self.oracle.moved(text, MARGIN)
-            found = _beyond(max(limit, self.limit), rows, tokens, logprobs)
+            limit = max(self.limit, MARGIN * self.oracle.rounding_of(text) + self.oracle.moved(text, MARGIN))
+            found = _beyond(limit, rows, tokens, logprobs)
             if not found.problem and (share := self.oracle.within(text, limit)) ** len(tokens) > CHANCE:
                 said = f"in this text rounding goes to {limit:.2g}, which {share:.0%} of all tokens are within"
                 return Judgement("inconclusive", said)

@@ -222,7 +222,7 @@ def test_every_bug_must_be_caught_and_nothing_where_there_is_none(
     rows: list[tuple[str, str]], code: int, said: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    small = Small("small.json", "batch", 2, 40, 8.04, 0.95, True)
+    small = Small("small.json", "batch", 2, 40, 8.04, held=0.95, passes=True)
     made = [
         Row(
             id, False, section, "batch", "", 7, 1.23, "somewhere", True, small if section.startswith("a case") else None
