@@ -1,7 +1,8 @@
 """Who is told when blocks change hands.
 
 The manager calls each of its watchers at the moment named here. A watcher may look at the pool and raise; it changes
-nothing that it is given. Subclasses override what they want to hear of: by default nothing happens.
+nothing that it is given, and may keep it: new ids never change. Subclasses override what they want to hear of: by
+default nothing happens.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ K = 3
 Drafts = dict[tuple[int, int], list[int]]  # by prompt and known tokens
 Disturb = Callable[[LLM], None]  # before every step
 # Engine options; `script` of drafts; `preempts`: the youngest request every so many steps; `in_chunks`: prefills are
-# scanned as on a machine with more threads.
+# scanned as on a machine with more threads; `to_the_end`: the longest request reaches max_model_len.
 Cell = dict[str, Any]
 SLOTS_CELLS: tuple[Cell, ...] = (
     {"max_num_batched_tokens": 17, "preempts": 5, "async_scheduling": True},
@@ -55,15 +55,28 @@ REPLAY_CELLS: tuple[Cell, ...] = (
     {"state_scheme": "replay", "mamba_cache_mode": "all", "script": "rotate", "async_scheduling": True},
 )
 MTP_CELLS: tuple[Cell, ...] = (
-    {"speculative_method": "mtp", "mamba_cache_mode": "none", "preempts": 5, "max_num_batched_tokens": 33},
+    # Where the longest request ends its last drafts have no slot, while the other rows' have theirs (vllm#58080).
+    {
+        "speculative_method": "mtp",
+        "mamba_cache_mode": "none",
+        "preempts": 5,
+        "max_num_batched_tokens": 33,
+        "to_the_end": True,
+    },
     {"speculative_method": "mtp", "mamba_cache_mode": "align", "async_scheduling": True},
-    {"speculative_method": "mtp", "mamba_cache_mode": "all", "max_num_batched_tokens": 57, "preempts": 5},
+    {
+        "speculative_method": "mtp",
+        "mamba_cache_mode": "all",
+        "max_num_batched_tokens": 57,
+        "preempts": 5,
+        "to_the_end": True,
+    },
 )
 
 
 def engine_options(cell: Cell) -> dict[str, Any]:
     """What of a cell the engine is told."""
-    return {key: value for key, value in cell.items() if key not in ("script", "preempts", "in_chunks")}
+    return {key: value for key, value in cell.items() if key not in ("script", "preempts", "in_chunks", "to_the_end")}
 
 
 @dataclass(frozen=True)
@@ -195,6 +208,8 @@ class Alone:
             options["proposer"] = ScriptedProposer(cell["script"], K, own, lengths, self.block_size, self.vocab_size)
         elif "speculative_method" in cell:
             options["num_speculative_tokens"] = K
+        if cell.get("to_the_end"):
+            options["max_model_len"] = max(map(len, sequences))
         llm = self._engine(**options)
         poison(llm)
         recorder = _DraftRecorder(order)

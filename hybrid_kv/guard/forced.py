@@ -164,6 +164,15 @@ def _unequal_blocks(seed: int, rng: np.random.Generator) -> Scenario:
     )
 
 
+@_forces("between_boundaries")
+def _between_boundaries(seed: int, rng: np.random.Generator) -> Scenario:
+    # The state after 32 tokens is the oldest block and lost, that after 24 is there; K and V come in blocks of 16.
+    return _scenario(
+        seed, rng, _draw(rng, 33) * 2, _params(2, 6), waves=(1, 1), modes=("all",), layers="M*+",
+        events=(Event("evict", 2),),
+    )  # fmt: skip
+
+
 @_forces("repeated_after_cut_chunk")
 def _cut_chunk(seed: int, rng: np.random.Generator) -> Scenario:
     busy, prompt = _draw(rng, 4, 12)
@@ -367,8 +376,9 @@ def _offload_hit(seed: int, rng: np.random.Generator) -> Scenario:
 
 @_forces("reset")
 def _reset(seed: int, rng: np.random.Generator) -> Scenario:
+    # Different prompts: blocks that two requests share are not forgotten.
     return _scenario(
-        seed, rng, _draw(rng, 20) * 4, _params(*[20] * 4), waves=(2, 2), modes=("align", "all", "attention"),
+        seed, rng, _draw(rng, 20, 21) * 2, _params(*[20] * 4), waves=(2, 2), modes=("align", "all", "attention"),
         events=(Event("reset", 4),),
     )  # fmt: skip
 
@@ -434,7 +444,7 @@ def _folded_at_abort(seed: int, rng: np.random.Generator) -> Scenario:
 
 @_forces("window_ahead")
 def _window_ahead(seed: int, rng: np.random.Generator) -> Scenario:
-    K = int(rng.integers(2, 8))
+    K = int(rng.integers(3, 8))
     return _scenario(
         seed, rng, _draw(rng, 5, 9), _params(20, 30), modes=("align", "all"), K=K, drafts="lapses",
         async_scheduling=bool(rng.integers(2)), **REPLAY,

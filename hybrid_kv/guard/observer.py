@@ -60,6 +60,7 @@ class Observer(Watcher):
         self.previous: list[Ran] = []
         self.patterns = Patterns(scenario, self.tracks)
         self._figures = Figures(len(self.tracks))
+        self._handed_out: list[tuple[BlockIds, BlockIds]] = []  # ids of allocations, and as they were then
         self.seen = self.patterns.seen
 
     def watch(self, llm: LLM) -> None:
@@ -141,6 +142,10 @@ class Observer(Watcher):
                     continue
                 self.published.add(ran)
                 ran.track.computed = ran.end
+
+    def on_allocate(self, request_id: str, columns: Sequence[BlockIds]) -> None:
+        """Ids that are handed out are nobody else's memory."""
+        self._handed_out += ((ids, ids.copy()) for ids in columns)
 
     def on_free(self, request_id: str, ids: BlockIds, ended: bool = False) -> None:
         """A request ends or is preempted, or columns are given back."""
@@ -382,6 +387,9 @@ class Observer(Watcher):
     def finish(self, llm: LLM, outputs: Sequence[RequestOutput]) -> None:
         """Count what only the end shows."""
         llm.scheduler.check_integrity()
+        for ids, before in self._handed_out:
+            if not np.array_equal(ids, before):
+                raise RuleError("ids-stay", f"ids {before.tolist()} were handed out and are {ids.tolist()} now")
         self._figures.check(llm, outputs)
         self.patterns.count_end()
         self.patterns.count_outputs(outputs)

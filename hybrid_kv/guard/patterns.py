@@ -74,6 +74,7 @@ REQUIRED = {
     "hit_all": "a prefix restored in mode all",
     "hit_attention": "a prefix restored without Mamba layers",
     "unequal_blocks": "a prefix restored over groups of unequal block sizes",
+    "between_boundaries": "a group that can restore up to a token at which another group has no boundary",
     "unequal_pages": "a prefix restored over layers of one group whose pages differ",
     "hit_of_several_blocks": "a hit of two blocks and more",
     "hit_up_to_last_token": "a hit that leaves one token",
@@ -299,6 +300,7 @@ class Patterns:
             own = list(zip(specs, request.hit.group_tokens, strict=False))
             states = [tokens for spec, tokens in own if isinstance(spec, MambaSpec)]
             kv = [tokens for spec, tokens in own if not isinstance(spec, MambaSpec)]
+            seen["between_boundaries"] += bool(own) and any(min(request.hit.group_tokens) % s.block_size for s in specs)
             seen["no_common_depth"] += bool(own) and min(tokens for _, tokens in own) > n
             if states and kv:
                 seen["attention_deeper"] += min(kv) > n

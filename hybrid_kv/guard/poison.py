@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from hybrid_kv.cache.block_pool import NULL_BLOCK
 from hybrid_kv.cache.block_table import BlockTables
@@ -17,9 +18,10 @@ from hybrid_kv.request import ScheduledRequest
 
 
 def poison(llm: LLM) -> None:
-    """Fill the cache with what no reader may use: NaN in every float format, -1 in integers."""
-    for buffer in llm.runner.raw_buffers:
-        buffer.fill_(-1)
+    """Fill the cache, and what rows keep beside it, with what no reader may use: NaN in every float format, else -1."""
+    rows = [part for memory in llm.runner.row_memory.values() for part in vars(memory).values()]
+    for buffer in (*llm.runner.raw_buffers, *filter(torch.is_tensor, rows)):
+        buffer.view(torch.uint8).fill_(255)
 
 
 def poison_null_block(llm: LLM) -> None:

@@ -107,6 +107,20 @@ def test_a_slot_that_a_later_pass_of_the_head_misses_changes_drafts(drafting, mo
     assert found.num_wrong == 0 and "got other drafts than alone" in found.problem
 
 
+@pytest.mark.parametrize("cell", [cell for cell in MTP_CELLS if "to_the_end" in cell], ids=describe)
+def test_drafts_of_all_rows_that_go_with_a_row_at_its_end_are_seen(drafting, monkeypatch, cell):
+    drafting.check(cell)
+    original = MTPDrafter._slots
+
+    def all_padded(self, rows, positions):
+        places, slots = original(self, rows, positions)
+        return places, torch.full_like(slots, PAD_SLOT) if (positions >= self._max_model_len).any() else slots
+
+    monkeypatch.setattr(MTPDrafter, "_slots", all_padded)
+    assert "got other drafts than alone" in drafting.check(cell).problem
+    assert drafting.check({key: value for key, value in cell.items() if key != "to_the_end"}).problem == ""
+
+
 def test_a_cell_that_shows_nothing_is_void(alone):
     assert alone.check({"max_num_seqs": 1, "preempts": True}).problem == "void: no request was preempted"
     assert alone.check({"script": "wrong"}).problem == "void: no draft was accepted"

@@ -67,6 +67,18 @@ def test_a_block_too_many(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     assert "are due" in wrong(run_scenario(scenario(mode)))
 
 
+def test_ids_that_change_after_they_were_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = BlockPool.allocate
+
+    def view(self: BlockPool, count: int) -> Any:
+        ids = original(self, count)
+        end = self._head  # behind what was just taken
+        return ids if ids is None or len(ids) != count or end < count else self._ring[end - count : end]
+
+    monkeypatch.setattr(BlockPool, "allocate", view)
+    assert "were handed out" in wrong(run_scenario(scenario("none")))
+
+
 SCHEMES = [("slots", 8, 0), ("slots", 8, 3), ("replay", 8, 0), ("replay", 8, 3)]
 
 

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from hybrid_kv.cache.block_table import BlockTables, LaunchedBlockTables
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.guard.play import run_scenario
-from hybrid_kv.guard.poison import StaleColumns
+from hybrid_kv.guard.poison import StaleColumns, poison
 from hybrid_kv.guard.scenario import Scenario, SmallKVFirst, answer_book, cache_options
 from hybrid_kv.sampling import SamplingParams
 from hybrid_kv.watch import Watcher
@@ -89,3 +90,13 @@ def test_a_step_reads_no_column_that_it_has_not_written() -> None:
     split = spoiler.tables.blocks_per_kv_block[0]
     # A prompt of 20 tokens has three blocks, and only the last step of its answer needs a fourth.
     assert spoiler.kept == [split * count for count in (0, 3, 3, 3, 3, 3, 0, 3, 3, 3, 3, 3)]
+
+
+def test_what_rows_keep_beside_the_cache_is_poisoned_too() -> None:
+    options = {**one_after_the_other("torch").options, **cache_options("align", 2, "none"), "state_scheme": "replay"}
+    llm = LLM(answer_book("M*").model, **options)
+    poison(llm)
+    parts = [part for memory in llm.runner.row_memory.values() for part in vars(memory).values()]
+    tensors = [part for part in parts if torch.is_tensor(part)]
+    assert tensors and all((part.isnan() if part.is_floating_point() else part == -1).all() for part in tensors)
+    assert all((buffer.view(torch.uint8) == 255).all() for buffer in llm.runner.raw_buffers)
