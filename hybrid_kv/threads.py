@@ -25,7 +25,11 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def is_small(folder: str | Path) -> bool:
+    """Whether one thread is enough for the checkpoint in a folder."""
+    return sum(file.stat().st_size for file in Path(folder).glob("*.safetensors")) < SMALL_BYTES
+
+
 def threads_for(folder: str | Path) -> AbstractContextManager[None]:
     """One thread if the checkpoint in a folder is small, else as many as there were."""
-    size = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
-    return one_thread() if size < SMALL_BYTES else nullcontext()
+    return one_thread() if is_small(folder) else nullcontext()

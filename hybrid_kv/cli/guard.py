@@ -98,7 +98,9 @@ def guard(
             raise ConfigError(f"--target {target}: leave --only FACTOR=LEVEL, --record, --results and --device out")
         check_outputs(out, repro / "case.json")
         amount = 10 if long else 1 if quick else 3
-        raise typer.Exit(guard_target(target, model, against, matrix, select, seed or 0, amount, repro, as_json, out))
+        raise typer.Exit(
+            guard_target(target, model, against, matrix, select, seed or 0, amount, jobs, repro, as_json, out)
+        )
     if against or matrix:
         raise ConfigError("--against and --matrix are about another engine; name it with --target")
     if record and (select or levels):

@@ -16,6 +16,7 @@ from rich.table import Table
 from hybrid_kv.cli.options import show
 from hybrid_kv.errors import require
 from hybrid_kv.files import write_whole
+from hybrid_kv.guard.workers import num_workers
 from hybrid_kv.probes.reproducer import FORMAT, case_of, from_json, replay, write_files
 from hybrid_kv.probes.run import Guarded, check_level, default_matrix, guard, matrix_of
 from hybrid_kv.probes.session import Outcome
@@ -23,7 +24,7 @@ from hybrid_kv.probes.shrink import distinct, shrink
 from hybrid_kv.targets.kinds import kind_of
 from hybrid_kv.targets.models import model_folder
 from hybrid_kv.targets.target import TargetError
-from hybrid_kv.threads import threads_for
+from hybrid_kv.threads import is_small, threads_for
 
 SHRINK_SECONDS = 300.0  # for all failures of a run: one bug makes many
 STYLES = {
@@ -43,6 +44,7 @@ def guard_target(
     select: Sequence[str] | None,
     seed: int,
     amount: int,
+    jobs: int | None,
     repro: Path,
     as_json: bool,
     out: Path | None,
@@ -72,7 +74,7 @@ def guard_target(
             if out is not None:  # an hour's work outlives what ends it
                 write_whole(out, json.dumps(document(), indent=2) + "\n")
 
-        guard(guarded, cells, select or (), told)
+        seen = guard(guarded, cells, select or (), told, jobs or (num_workers(None) if is_small(folder) else 1))
         failures = distinct([failure for outcome in seen for failure in outcome.failures])
         end = time.perf_counter() + SHRINK_SECONDS
         for i, failure in enumerate(failures):

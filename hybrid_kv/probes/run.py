@@ -77,33 +77,43 @@ class Guarded:
 
     Attributes:
         version: of the engine, once one was started.
+        judges: by dtype, those that were needed so far.
 
     Raises:
         ConfigError: the oracle does not read the model.
     """
 
     def __init__(self, kind: Kind, folder: str, against: Kind | None = None, seed: int = 0, amount: int = 1) -> None:
-        self.kind, self.folder, self.seed, self.amount = kind, folder, seed, amount
+        self.kind, self.folder, self.against, self.seed, self.amount = kind, folder, against, seed, amount
         self.version = "?"
-        self._against = against
-        self._judges: dict[str, Judge] = {}
+        self.judges: dict[str, Judge] = {}
         self._references: dict[str, References] = {}
         self.vocab_size = ConfigFile.read(folder).size("vocab_size")
 
     def judge_of(self, settings: Mapping[str, str]) -> Judge:
         """That of the setting's dtype."""
         dtype = settings.get("dtype", self.kind.factors.get("dtype", ("float32",))[0])
-        if dtype not in self._judges:
-            self._judges[dtype] = Judge(Oracle(self.folder, dtype) if self._against is None else None)
-        return self._judges[dtype]
+        if dtype not in self.judges:
+            self.judges[dtype] = Judge(Oracle(self.folder, dtype) if self.against is None else None)
+        return self.judges[dtype]
 
     def references_of(self, settings: Mapping[str, str]) -> References:
         """Those of the setting's dtype, if the engine that gives them has it."""
-        kind, dtype = self._against or self.kind, settings.get("dtype", "")
+        kind, dtype = self.against or self.kind, settings.get("dtype", "")
         if dtype not in self._references:
             has_it = dtype in kind.factors.get("dtype", ())
             self._references[dtype] = References(kind, self.folder, {"dtype": dtype} if has_it else {})
         return self._references[dtype]
+
+    def is_plain(self, settings: Mapping[str, str]) -> bool:
+        """Whether all factors but the dtype are at their plainest level."""
+        levels = self.kind.factors
+        return all(level == levels[factor][0] for factor, level in settings.items() if factor != "dtype")
+
+    def hear(self, outcome: Outcome) -> None:
+        """The oracle is not asked any more where the plain engine, alone and cold, disagrees with it."""
+        if outcome.probe == "alone" and outcome.failures and self.is_plain(outcome.settings):
+            self.judge_of(outcome.settings).trusted = False
 
     def close(self) -> None:
         """End the engines that gave references."""
@@ -131,45 +141,61 @@ def guard(
     matrix: Sequence[Settings],
     select: Sequence[str] = (),
     told: Callable[[Outcome], None] = lambda outcome: None,
+    jobs: int = 1,
 ) -> list[Outcome]:
     """Every probe in every setting; a setting that cannot be started is an outcome, too.
+
+    The plain settings come first: where their answers are not the oracle's, all others are held against theirs.
 
     Args:
         select: only probes that have one of these in their name; `alone` is always run.
         told: called with each outcome.
+        jobs: settings at a time, an engine and a process each.
+
+    Returns:
+        Outcomes in the order of the matrix.
 
     Raises:
         ConfigError: no probe is selected; or none could be asked, in any setting.
     """
-    known = load_probes()
-    if not any(part in one.name for part in select or [""] for one in known):
+    from hybrid_kv.probes.at_once import ask_at_once
+
+    if not any(part in one.name for part in select or [""] for one in load_probes()):
         raise ConfigError(f"-k {', '.join(select)}: no probe has this in its name")
-    probes = [one for one in known if one.name == "alone" or not select or any(part in one.name for part in select)]
     outcomes: list[Outcome] = []
 
     def tell(outcome: Outcome) -> None:
         outcomes.append(outcome)
         told(outcome)
 
+    first = [settings for settings in matrix if guarded.is_plain(settings)]
     try:
-        for settings in matrix:
-            try:
-                session = guarded.session(settings)
-            except (ConfigError, TargetError) as error:
-                verdict: Verdict = "cannot be asked here" if isinstance(error, ConfigError) else "wrong"
-                tell(Outcome("start", settings, verdict, str(error)))
-                continue
-            try:
-                for probe in probes:
-                    outcome = session.run(probe, guarded.vocab_size)
-                    is_plain = all(session.is_plain(factor) for factor in settings if factor != "dtype")
-                    if probe.name == "alone" and is_plain and outcome.failures:
-                        session.judge.trusted = False
-                    tell(outcome)
-            finally:
-                session.target.close()
+        for some in (first, [settings for settings in matrix if settings not in first]):
+            if min(jobs, len(some)) > 1:
+                ask_at_once(guarded, some, select, tell, jobs)
+            else:
+                for settings in some:
+                    ask(guarded, settings, select, tell)
     finally:
         guarded.close()
     if all(one.verdict == "cannot be asked here" for one in outcomes):
         raise ConfigError(f"nothing could be asked: {outcomes[0].detail}")
-    return outcomes
+    return sorted(outcomes, key=lambda one: matrix.index(dict(one.settings)))
+
+
+def ask(guarded: Guarded, settings: Settings, select: Sequence[str], told: Callable[[Outcome], None]) -> None:
+    """All probes that are selected, in one setting."""
+    try:
+        session = guarded.session(settings)
+    except (ConfigError, TargetError) as error:
+        verdict: Verdict = "cannot be asked here" if isinstance(error, ConfigError) else "wrong"
+        told(Outcome("start", settings, verdict, str(error)))
+        return
+    try:
+        for probe in load_probes():
+            if probe.name == "alone" or not select or any(part in probe.name for part in select):
+                outcome = session.run(probe, guarded.vocab_size)
+                guarded.hear(outcome)
+                told(outcome)
+    finally:
+        session.target.close()

@@ -1,0 +1,65 @@
+"""Several settings of one engine at a time, each in a process that starts an engine of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import wait
+from multiprocessing.queues import SimpleQueue
+
+from hybrid_kv.errors import deaf_to_ctrl_c
+from hybrid_kv.guard.workers import CONTEXT, processes
+from hybrid_kv.probes.run import Guarded, Settings, ask
+from hybrid_kv.probes.session import Outcome
+from hybrid_kv.targets.kinds import kind_of
+
+SECONDS = 0.2  # between two looks at what was told
+
+_worker: tuple[Guarded, SimpleQueue[Outcome]]
+
+
+def ask_at_once(
+    guarded: Guarded, matrix: Sequence[Settings], select: Sequence[str], told: Callable[[Outcome], None], jobs: int
+) -> None:
+    """`probes.run.ask` for every setting. `guarded` and `told` hear of each outcome in this process, as it comes."""
+    queue: SimpleQueue[Outcome] = CONTEXT.SimpleQueue()
+    names = guarded.kind.name, guarded.against.name if guarded.against is not None else None
+    doubted = [dtype for dtype, judge in guarded.judges.items() if not judge.trusted]
+    given = (*names, guarded.folder, guarded.seed, guarded.amount, doubted, queue)
+    with processes(min(jobs, len(matrix)), _start, *given) as pool:
+        with deaf_to_ctrl_c():  # A submit may start a worker.
+            under_way = {pool.submit(_ask, settings, select) for settings in matrix}
+        while under_way:
+            done, under_way = wait(under_way, timeout=SECONDS)
+            # A worker has told all before it is done: what is put into such a queue is in its pipe.
+            while not queue.empty():
+                outcome = queue.get()
+                guarded.hear(outcome)
+                told(outcome)
+            for one in done:
+                guarded.version = one.result()
+
+
+def _start(
+    kind: str,
+    against: str | None,
+    folder: str,
+    seed: int,
+    amount: int,
+    doubted: Sequence[str],
+    queue: SimpleQueue[Outcome],
+) -> None:
+    global _worker
+    guarded = Guarded(kind_of(kind), folder, kind_of(against) if against is not None else None, seed, amount)
+    for dtype in doubted:
+        guarded.judge_of({"dtype": dtype}).trusted = False
+    _worker = guarded, queue
+
+
+def _ask(settings: Settings, select: Sequence[str]) -> str:
+    """Returns the engine's version."""
+    guarded, queue = _worker
+    try:
+        ask(guarded, settings, select, queue.put)
+    finally:
+        guarded.close()
+    return guarded.version

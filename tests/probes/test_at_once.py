@@ -1,0 +1,52 @@
+"""Settings in processes of their own say what they say one after another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import hybrid_kv
+from hybrid_kv.guard.workers import CONTEXT
+from hybrid_kv.models.random_checkpoint import write_checkpoint
+from hybrid_kv.probes import at_once
+from hybrid_kv.probes.at_once import ask_at_once
+from hybrid_kv.probes.run import Guarded, guard, matrix_of
+from hybrid_kv.probes.session import Outcome
+from hybrid_kv.targets import ours
+
+MATRIX = ("prefix=align", "prefix=all chunk=17")
+
+
+def untimed(outcomes: list[Outcome]) -> list[Outcome]:
+    return [replace(one, seconds=0.0) for one in outcomes]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    made = tmp_path_factory.mktemp("lfm2")
+    write_checkpoint("lfm2", made)
+    return str(made)
+
+
+def test_two_at_a_time_say_what_one_after_another_says(folder: str) -> None:
+    cells, told = matrix_of(ours, MATRIX), list[Outcome]()
+    in_turn = guard(Guarded(ours, folder), cells, ["salts"])
+    guarded = Guarded(ours, folder)
+    beside = guard(guarded, cells, ["salts"], told.append, jobs=2)
+    assert untimed(beside) == untimed(in_turn) and len(told) == len(beside) == 6
+    assert guarded.version == hybrid_kv.__version__
+
+
+def test_what_cannot_be_started_is_told_too(folder: str) -> None:
+    told = list[Outcome]()
+    ask_at_once(Guarded(ours, folder), [{"spec": "mtp1"}, {"spec": "mtp3"}], [], told.append, 2)
+    assert {(one.probe, one.verdict) for one in told} == {("start", "cannot be asked here")} and len(told) == 2
+
+
+def test_doubt_in_the_oracle_goes_along(folder: str) -> None:
+    """Of a dtype in which the plain engine was wrong the answers are held against that engine's own."""
+    at_once._start("ours", None, folder, 3, 1, ["float32"], CONTEXT.SimpleQueue())
+    guarded, _ = at_once._worker
+    assert not guarded.judge_of({}).trusted and guarded.judge_of({"dtype": "bfloat16"}).trusted
+    assert guarded.kind is ours and guarded.seed == 3
