@@ -82,14 +82,21 @@ class Judge:
         if ask.temperature > 0:
             assert alone is not None
             return self._sampled(ask, answer, alone)
-        found = [self._greedy(ask, answer.token_ids, answer.logprobs, alone)]
+        if not (answer.is_greedy or self.trusted):
+            return Judgement("inconclusive", "what a search chose is held against an oracle alone")
+        found = [self._greedy(ask, answer.token_ids, answer.logprobs, alone, answer.is_greedy)]
         found += [self._greedy(ask, other, (), alone) for other in answer.others]
         return next(
             (one for one in found if one.verdict == "wrong"), next((one for one in found if one.problem), RIGHT)
         )
 
     def _greedy(
-        self, ask: Ask, tokens: tuple[int, ...], logprobs: Sequence[Mapping[int, float]], alone: Answer | None
+        self,
+        ask: Ask,
+        tokens: tuple[int, ...],
+        logprobs: Sequence[Mapping[int, float]],
+        alone: Answer | None,
+        is_greedy: bool = True,
     ) -> Judgement:
         least = ask.max_tokens if ask.abort_after is None else min(ask.abort_after, ask.max_tokens)
         expected = alone.token_ids if alone is not None else ()
@@ -103,19 +110,21 @@ class Judge:
         if not tokens:
             return RIGHT
         if self.trusted:
-            return self._by_oracle(ask, tokens, logprobs)
+            return self._by_oracle(ask, tokens, logprobs, is_greedy)
         assert alone is not None
         return self._by_alone(tokens, logprobs, alone)
 
-    def _by_oracle(self, ask: Ask, tokens: tuple[int, ...], logprobs: Sequence[Mapping[int, float]]) -> Judgement:
+    def _by_oracle(
+        self, ask: Ask, tokens: tuple[int, ...], logprobs: Sequence[Mapping[int, float]], is_greedy: bool
+    ) -> Judgement:
         assert self.oracle is not None
         text = [*ask.prompt, *tokens]
         rows = self.oracle.logprobs(text)[len(ask.prompt) - 1 : -1]
-        found = _beyond(self.limit, rows, tokens, logprobs)
+        found = _beyond(self.limit, rows, tokens, logprobs, is_greedy)
         if found.problem:
             # The limit comes from short texts. Rounding grows with their length, and may turn a choice of experts.
             limit = max(self.limit, MARGIN * self.oracle.rounding_of(text) + self.oracle.moved(text, MARGIN))
-            found = _beyond(limit, rows, tokens, logprobs)
+            found = _beyond(limit, rows, tokens, logprobs, is_greedy)
             if not found.problem and (share := self.oracle.within(text, limit)) ** len(tokens) > CHANCE:
                 said = f"in this text rounding goes to {limit:.2g}, which {share:.0%} of all tokens are within"
                 return Judgement("inconclusive", said)
@@ -150,10 +159,14 @@ class Judge:
 
 
 def _beyond(
-    limit: float, rows: torch.Tensor, tokens: tuple[int, ...], logprobs: Sequence[Mapping[int, float]]
+    limit: float,
+    rows: torch.Tensor,
+    tokens: tuple[int, ...],
+    logprobs: Sequence[Mapping[int, float]],
+    is_greedy: bool,
 ) -> Judgement:
     """The first token of an answer, or log-probability, that is further from the oracle's `rows` than a limit."""
-    for i, token in enumerate(tokens):
+    for i, token in enumerate(tokens if is_greedy else ()):
         best = int(rows[i].argmax())
         margin = float(rows[i, best] - rows[i, token])
         if margin > limit:

@@ -76,6 +76,7 @@ class Answer:
         logprobs: for each token of the answer, log-probabilities by token id: its own and those of the likeliest.
         others: the answers behind the first, where `n` > 1.
         error: one line; `token_ids` is then what there was.
+        is_greedy: each token is meant to be the likeliest; else a search chose it, and `logprobs` alone can be wrong.
     """
 
     token_ids: tuple[int, ...]
@@ -83,6 +84,7 @@ class Answer:
     logprobs: tuple[Mapping[int, float], ...] = ()
     others: tuple[tuple[int, ...], ...] = ()
     error: str = ""
+    is_greedy: bool = True
 
 
 class TargetError(HybridKVError):

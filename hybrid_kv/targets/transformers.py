@@ -24,13 +24,15 @@ factors = {
     "chunk": ("whole", "17"),  # prefill_chunk_size
     "spec": ("none", "lookup3", "draft2"),  # of the prompt; of the same model with a little noise on its weights
     "batch": ("one", "left", "continuous"),  # one after another, padded on the left, paged
+    "beams": ("1", "4"),  # of the tokens that the search took, each must have its log-probability
 }
-apart = ("batch",)
+apart = ("batch", "beams")
 NUM_LIKELIEST = 5
 MAX_MODEL_LEN = 2048
 NOISE = 0.05  # of a weight's own size: a draft model that is right often, not always
 # `generate` moves an offloaded cache by CUDA's streams alone.
 REFUSALS = ("ValueError", "NotImplementedError", "AssertionError: Torch not compiled with CUDA")
+SEARCH = {"num_beams": 4, "length_penalty": 0.0}
 Kept = dict[tuple[int, ...], Any]  # caches by the tokens that they hold
 
 
@@ -52,6 +54,9 @@ class Transformers:
         batch = self._level["batch"]
         if batch != "one" and (self._level["prefix"], self._level["spec"]) != ("off", "none"):
             raise ConfigError(f"batch={batch}: caches are kept and drafts are made for one request; use batch=one")
+        self._beams = int(self._level["beams"])
+        if self._beams > 1 and (batch, self._level["prefix"], self._level["spec"]) != ("one", "off", "none"):
+            raise ConfigError(f"beams={self._beams}: a search has no drafts, batch or kept cache; leave them out")
         self._model = _load(folder)
         self._drafting: dict[str, Any] = {}
         if self._level["spec"] == "lookup3":
@@ -63,8 +68,8 @@ class Transformers:
             self._drafting = {"assistant_model": draft}
         self._kept: Kept = {}
         self._counts: Counter[str] = Counter()
-        alone = batch == "one"
-        self.can = frozenset({"cached", "score", "reset", *(["logprobs", "seed", "n"] if alone else ["batch"])})
+        further = ["batch"] if batch != "one" else ["logprobs"] if self._beams > 1 else ["logprobs", "seed", "n"]
+        self.can = frozenset({"cached", "score", "reset", *further})
         self._ask_once()
 
     def _ask_once(self) -> None:
@@ -100,7 +105,11 @@ class Transformers:
         if self._level["prefix"] == "kept" and ask.n == 1:
             self._kept[(*ask.prompt, *rows[0][:-1])] = done.past_key_values
         self._counts["hits"] += num_cached
-        return [Answer(rows[0], num_cached, _logprobs(ask, rows[0], done.logits), tuple(rows[1:]))]
+        if self._beams > 1:
+            # At each step the row of the beam that the answer then went on from.
+            logits = [step[[beam]] for step, beam in zip(done.logits, done.beam_indices[0].tolist(), strict=False)]
+            return [Answer(rows[0], num_cached, _logprobs(rows[0], logits), is_greedy=False)]
+        return [Answer(rows[0], num_cached, _logprobs(rows[0], done.logits or ()), tuple(rows[1:]))]
 
     def _padded(self, asks: Sequence[Ask]) -> list[Answer]:
         longest = max(len(ask.prompt) for ask in asks)
@@ -142,7 +151,8 @@ class Transformers:
             prefill_chunk_size=self._chunk,
             cache_implementation=None if own else self._level["cache"],
             return_dict_in_generate=True,
-            output_logits=ask.logprobs,
+            output_logits=ask.logprobs or self._beams > 1,
+            **(SEARCH if self._beams > 1 else {}),
             **(sampled if ask.temperature else {"do_sample": False}),
         )
         if (cache := extra.pop("past_key_values", None)) is not None:
@@ -232,11 +242,9 @@ def _noisy(model: torch.nn.Module) -> Any:
     return model
 
 
-def _logprobs(
-    ask: Ask, tokens: Sequence[int], logits: Sequence[torch.Tensor] | None
-) -> tuple[Mapping[int, float], ...]:
+def _logprobs(tokens: Sequence[int], logits: Sequence[torch.Tensor]) -> tuple[Mapping[int, float], ...]:
     found = []
-    for token, row in zip(tokens, logits or (), strict=False):
+    for token, row in zip(tokens, logits, strict=False):
         logprobs = row[0].log_softmax(-1)
         best = logprobs.topk(NUM_LIKELIEST)
         found.append(
@@ -252,6 +260,8 @@ def script(case: Any) -> str | None:
         return None
     calls = {"one": _script_of_one, "left": _script_of_padded, "continuous": _script_of_continuous}[level["batch"]]
     turns = "\n".join(f"    {turn}," for turn in turns_of(case, level["batch"] == "one"))
+    last = "len(expected) - 1"
+    row = f"done.logits[{last}][{'0' if level['beams'] == '1' else f'done.beam_indices[0, {last}]'}]"
     return f"""{beginning(case, with_folder(case.model))}
 import sys
 
@@ -263,7 +273,7 @@ turns = [
 ]
 model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
 model.generation_config.eos_token_id = None
-{calls(case, level)}{ending(case, "done.logits[len(expected) - 1][0].log_softmax(-1)[expected[-1]]", "len(held)")}"""
+{calls(case, level)}{ending(case, f"{row}.log_softmax(-1)[expected[-1]]", "len(held)")}"""
 
 
 def _options(case: Any, level: Mapping[str, str]) -> dict[str, Any]:
@@ -274,6 +284,8 @@ def _options(case: Any, level: Mapping[str, str]) -> dict[str, Any]:
         options["prompt_lookup_num_tokens"] = 3
     if level["cache"] != "dynamic" and level["prefix"] == "off":
         options["cache_implementation"] = level["cache"]
+    if level["beams"] != "1":
+        options |= SEARCH
     if case.logprob is not None:
         options["output_logits"] = True
     return options

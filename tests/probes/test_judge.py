@@ -31,6 +31,20 @@ def test_a_token_behind_by_no_more_than_rounding_is_right():
     assert judge.judge(ASK, turned, None).verdict == "right"
 
 
+def test_what_a_search_chose_is_held_to_its_log_probabilities():
+    judge, (other,) = Judge(ToyOracle()), Toy().ask([ASK, Ask((4, 5), max_tokens=4, logprobs=True)])[1:]
+    rows = judge.oracle.logprobs((*ASK.prompt, *other.token_ids))[2:-1]
+    given = tuple({token: float(row[token])} for token, row in zip(other.token_ids, rows, strict=True))
+    found = answer(token_ids=other.token_ids, logprobs=given, is_greedy=False)
+    assert other.token_ids != answer().token_ids and judge.judge(ASK, found, None).verdict == "right"
+    off = ({key: value + 0.1 for key, value in given[0].items()}, *given[1:])
+    wrong = judge.judge(ASK, answer(token_ids=other.token_ids, logprobs=off, is_greedy=False), None)
+    assert (wrong.verdict, wrong.position) == ("wrong", 0) and wrong.logprob == pytest.approx(
+        float(given[0][other.token_ids[0]])
+    )
+    assert Judge(None).judge(ASK, found, answer()).verdict == "inconclusive"
+
+
 class LongTexts(ToyOracle):
     """Texts of more than eight tokens are rounded more."""
 

@@ -7,9 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import Cache
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.models.random_checkpoint import fill, quiet, write_checkpoint
+from hybrid_kv.probes.judge import Judge
+from hybrid_kv.probes.oracle import Oracle
 from hybrid_kv.probes.registry import Round
 from hybrid_kv.probes.reproducer import Case
 from hybrid_kv.targets import transformers
@@ -95,6 +98,23 @@ def test_drafts_of_a_model_are_accepted_and_rejected(attention):
     assert 0 < counters["accepted"] < counters["drafts"]
 
 
+def judged(folder, settings):
+    judge = Judge(Oracle(folder))
+    judge.oracle.rounds(PROMPTS[0])
+    answers = transformers.start(folder, settings).ask([Ask(prompt) for prompt in PROMPTS])
+    return answers, [judge.judge(Ask(prompt), one, None).verdict for prompt, one in zip(PROMPTS, answers, strict=True)]
+
+
+def test_a_search_is_judged_by_its_log_probabilities(hybrid, monkeypatch):
+    folder, model = hybrid
+    answers, verdicts = judged(folder, {"beams": "4"})
+    assert verdicts == ["right"] * 4 and all(len(answer.logprobs) == 12 for answer in answers)
+    assert [answer.token_ids for answer in answers] != [continued(model, prompt) for prompt in PROMPTS]
+    # Beams that go on with the cache of another one.
+    monkeypatch.setattr(Cache, "reorder_cache", lambda self, beam_idx: None)
+    assert "wrong" in judged(folder, {"beams": "4"})[1]
+
+
 def test_continuous_batching_answers_as_alone(attention):
     folder, model = attention
     answers = transformers.start(folder, {"batch": "continuous"}).ask([Ask(prompt) for prompt in PROMPTS])
@@ -129,6 +149,8 @@ def test_what_transformers_refuses_is_one_line(hybrid, tmp_path):
         transformers.start(folder, {"batch": "continuous"})
     with pytest.raises(ConfigError, match="use batch=one"):
         transformers.start(folder, {"batch": "left", "prefix": "kept"})
+    with pytest.raises(ConfigError, match="a search has no drafts"):
+        transformers.start(folder, {"beams": "4", "prefix": "kept"})
     with pytest.raises(ConfigError, match="does not load"):
         transformers.start(str(tmp_path), {})
 
@@ -197,6 +219,10 @@ def test_a_script_tells_a_wrong_log_probability_and_too_many_cached_tokens(hybri
     for logprob, expected in ((right, 0), (right + 0.1, 1)):
         case = replace(second_turn(model, {}), logprob=logprob, **fields)
         assert run_script(case, folder, tmp_path, monkeypatch, capsys)[0] == expected
+    (searched,) = transformers.start(folder, {"beams": "4"}).ask([Ask(PROMPTS[0])])
+    fields["expected"] = searched.token_ids[:3]
+    case = replace(second_turn(model, {"beams": "4"}), logprob=searched.logprobs[2][searched.token_ids[2]], **fields)
+    assert run_script(case, folder, tmp_path, monkeypatch, capsys)[0] == 0
     for most, expected in ((18, 0), (17, 1)):
         case = second_turn(model, {"prefix": "kept"}, most_cached=most)
         assert run_script(case, folder, tmp_path, monkeypatch, capsys)[0] == expected
