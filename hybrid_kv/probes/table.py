@@ -2,8 +2,8 @@
 
     python -m hybrid_kv.probes.table FILE…
 
-A row is a model in one setting. What several documents say of it is taken together: the worst verdict, the sum of what
-was asked.
+A row is a setting and the models of which the same was said in it. What several documents say of a model is taken
+together: the worst verdict, the sum of what was asked. Counters are sums of the row's models, answers of all probes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hybrid_kv.config import ConfigError
 
 WORST_FIRST = ("wrong", "inconclusive", "void", "right", "cannot be asked here")
 NUMBERS = ("cached", "drafts", "accepted", "preemptions", "answers", "tokens")
-HEAD = ("model", "setting", "right", "not right", *NUMBERS)
+HEAD = ("setting", "models", "right", "not right", *NUMBERS)
 
 
 class Row:
@@ -45,11 +45,10 @@ class Row:
         told = [f"{verdict}: {', '.join(probes[verdict])}" for verdict in WORST_FIRST[:3] if verdict in probes]
         return "; ".join([*told, *([self.refusal] if self.refusal else [])])
 
-    def cells(self) -> list[str]:
+    def right(self) -> str:
         num_right = sum(verdict == "right" for verdict in self.verdicts.values())
         asked = sum(verdict != "cannot be asked here" for verdict in self.verdicts.values())
-        right = f"{num_right} of {asked}" if asked else "cannot be asked here"
-        return [right, self.not_right(), *(f"{int(self.counts[name]):,}" for name in NUMBERS)]
+        return f"{num_right} of {asked}" if asked else "cannot be asked here"
 
 
 def tables(documents: Iterable[dict[str, Any]]) -> str:
@@ -68,11 +67,22 @@ def tables(documents: Iterable[dict[str, Any]]) -> str:
 
 
 def _table(engine: str, rows: dict[tuple[str, str], Row]) -> str:
-    lines = [HEAD, ["---"] * 4 + ["--:"] * len(NUMBERS)]
-    lines += [[*key, *(cell.replace("|", "\\|") for cell in row.cells())] for key, row in rows.items()]
+    lines, alike = [HEAD, ["---"] * 4 + ["--:"] * len(NUMBERS)], defaultdict[Any, dict[str, Row]](dict)
+    for (model, setting), row in rows.items():
+        alike[setting, row.right(), row.not_right()][_short(model)] = row
+    order = list(dict.fromkeys(setting for _, setting in rows))
+    for (setting, *said), some in sorted(alike.items(), key=lambda item: order.index(item[0][0])):
+        counts = [sum(int(row.counts[name]) for row in some.values()) for name in NUMBERS]
+        cells = [setting, ", ".join(some), *said, *(f"{count:,}" for count in counts)]
+        lines.append([cell.replace("|", "\\|") for cell in cells])
     total = {name: sum(row.counts[name] for row in rows.values()) for name in ("answers", "tokens")}
-    said = f"{engine}: {total['answers']:,} answers, {total['tokens']:,} tokens with their prompts."
-    return "\n".join([said, "", *(f"| {' | '.join(line)} |" for line in lines), ""])
+    begin = f"{engine}: {total['answers']:,} answers, {total['tokens']:,} tokens with their prompts."
+    return "\n".join([begin, "", *(f"| {' | '.join(line)} |" for line in lines), ""])
+
+
+def _short(model: str) -> str:
+    """A family without its size, a folder without what it is in."""
+    return Path(model).name.partition(":")[0]
 
 
 def main(files: Sequence[str]) -> int:

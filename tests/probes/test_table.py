@@ -24,8 +24,21 @@ def test_what_several_runs_say_of_a_setting_is_one_row_with_the_worst_verdict(tm
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "toy 1.0: 56 answers, 7,000 tokens with their prompts."
     row, refused = lines[-2:]
-    assert row == "| lfm2 | prefix=on | 1 of 3 | wrong: repeat; void: batch | 96 | 0 | 0 | 0 | 48 | 6,000 |"
-    assert refused.startswith("| bamba | prefix=on | cannot be asked here | no \\| here |")
+    assert row == "| prefix=on | lfm2 | 1 of 3 | wrong: repeat; void: batch | 96 | 0 | 0 | 0 | 48 | 6,000 |"
+    assert refused.startswith("| prefix=on | bamba | cannot be asked here | no \\| here |")
+
+
+def test_models_of_which_the_same_is_said_share_a_row(tmp_path, capsys):
+    files = [
+        write(tmp_path, "a.json", [outcome("repeat", "right")], "folder/lfm2"),
+        write(tmp_path, "b.json", [outcome("repeat", "void")], "bamba:small"),
+        write(tmp_path, "c.json", [outcome("repeat", "right")], "zamba2:tiny"),
+    ]
+    assert main(files) == 0
+    assert capsys.readouterr().out.splitlines()[4:] == [
+        "| prefix=on | lfm2, zamba2 | 1 of 1 |  | 32 | 0 | 0 | 0 | 16 | 2,000 |",
+        "| prefix=on | bamba | 0 of 1 | void: repeat | 16 | 0 | 0 | 0 | 8 | 1,000 |",
+    ]
 
 
 def test_another_file_is_refused_in_one_line(tmp_path, capsys):
