@@ -17,8 +17,9 @@ from hybrid_kv.cli.options import show
 from hybrid_kv.errors import require
 from hybrid_kv.files import write_whole
 from hybrid_kv.guard.workers import num_workers
+from hybrid_kv.probes.guarded import Guarded
 from hybrid_kv.probes.reproducer import FORMAT, case_of, from_json, replay, write_files
-from hybrid_kv.probes.run import Guarded, check_level, default_matrix, guard, matrix_of
+from hybrid_kv.probes.run import check_level, default_matrix, guard, matrix_of
 from hybrid_kv.probes.session import Outcome
 from hybrid_kv.probes.shrink import distinct, shrink
 from hybrid_kv.targets.kinds import kind_of

@@ -8,7 +8,7 @@ from multiprocessing.queues import SimpleQueue
 
 from hybrid_kv.errors import deaf_to_ctrl_c
 from hybrid_kv.guard.workers import CONTEXT, processes
-from hybrid_kv.probes.run import Guarded, Settings, ask
+from hybrid_kv.probes.guarded import Guarded, Settings, ask
 from hybrid_kv.probes.session import Outcome
 from hybrid_kv.targets.kinds import kind_of
 
@@ -20,7 +20,7 @@ _worker: tuple[Guarded, SimpleQueue[Outcome]]
 def ask_at_once(
     guarded: Guarded, matrix: Sequence[Settings], select: Sequence[str], told: Callable[[Outcome], None], jobs: int
 ) -> None:
-    """`probes.run.ask` for every setting. `guarded` and `told` hear of each outcome in this process, as it comes."""
+    """`guarded.ask` for every setting. `guarded` and `told` hear of each outcome in this process, as it comes."""
     queue: SimpleQueue[Outcome] = CONTEXT.SimpleQueue()
     names = guarded.kind.name, guarded.against.name if guarded.against is not None else None
     doubted = [dtype for dtype, judge in guarded.judges.items() if not judge.trusted]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybrid_kv.cli import target
-from hybrid_kv.probes import run as probes_run
+from hybrid_kv.probes import guarded
 from hybrid_kv.probes.session import Session
 from hybrid_kv.targets import ours
 from tests.cli.run import run
@@ -25,7 +25,7 @@ def toy(monkeypatch, tmp_path):
     known = target.kind_of
     monkeypatch.setattr(target, "kind_of", lambda name: kinds.get(name) or known(name))
     monkeypatch.setattr(target, "model_folder", lambda model: nullcontext(str(tmp_path)))
-    monkeypatch.setattr(probes_run, "Oracle", lambda folder, dtype: ToyOracle())
+    monkeypatch.setattr(guarded, "Oracle", lambda folder, dtype: ToyOracle())
     (tmp_path / "config.json").write_text('{"model_type": "toy", "vocab_size": 50}')
     monkeypatch.chdir(tmp_path)
 
@@ -42,9 +42,7 @@ def test_a_sound_engine_ends_with_0_and_writes_nothing(capsys, tmp_path):
 
 def test_a_small_model_is_asked_about_with_one_thread(capsys, monkeypatch):
     threads = []
-    monkeypatch.setattr(
-        probes_run, "Oracle", lambda folder, dtype: threads.append(torch.get_num_threads()) or ToyOracle()
-    )
+    monkeypatch.setattr(guarded, "Oracle", lambda folder, dtype: threads.append(torch.get_num_threads()) or ToyOracle())
     assert run(capsys, *QUICK, "--target", "toy")[0] == 0
     assert threads == [1]
 

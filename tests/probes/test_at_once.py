@@ -11,7 +11,8 @@ from hybrid_kv.guard.workers import CONTEXT
 from hybrid_kv.models.random_checkpoint import write_checkpoint
 from hybrid_kv.probes import at_once
 from hybrid_kv.probes.at_once import ask_at_once
-from hybrid_kv.probes.run import Guarded, guard, matrix_of
+from hybrid_kv.probes.guarded import Guarded
+from hybrid_kv.probes.run import guard, matrix_of
 from hybrid_kv.probes.session import Outcome
 from hybrid_kv.targets import ours
 

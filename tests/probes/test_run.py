@@ -2,12 +2,11 @@ import pytest
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.models.random_checkpoint import write_checkpoint
-from hybrid_kv.probes import run
+from hybrid_kv.probes.guarded import Guarded
 from hybrid_kv.probes.oracle import Oracle
-from hybrid_kv.probes.run import Guarded, default_matrix, guard, matrix_of
+from hybrid_kv.probes.run import default_matrix, guard, matrix_of
 from hybrid_kv.targets import ours
-from hybrid_kv.targets.target import Ask
-from tests.probes.toy import ToyKind, ToyOracle
+from tests.probes.toy import ToyKind
 
 
 def test_all_combinations_with_the_plainest_engine_first():
@@ -52,13 +51,6 @@ def test_an_unknown_factor_or_level_is_refused(text, said):
         matrix_of(ToyKind(), [text])
 
 
-@pytest.fixture
-def guarded(tmp_path, monkeypatch):
-    (tmp_path / "config.json").write_text('{"model_type": "toy", "vocab_size": 50}')
-    monkeypatch.setattr(run, "Oracle", lambda folder, dtype: ToyOracle())
-    return lambda **how: Guarded(ToyKind(**how), str(tmp_path))
-
-
 def test_a_setting_that_does_not_start_is_an_outcome(guarded):
     found = guard(guarded(), [{}, {"chunk": "no"}, {"chunk": "broken"}], ["repeat"])
     assert [(one.probe, one.verdict) for one in found] == [
@@ -77,15 +69,6 @@ def test_an_engine_that_can_be_asked_nothing_has_not_passed(guarded):
 def test_once_the_plain_engine_errs_alone_the_rest_is_held_against_itself(guarded):
     found = guard(guarded(bug="a tie"), [{}, {"prefix": "on"}])
     assert [one.probe for one in found if one.verdict == "wrong"] == ["alone"]
-
-
-def test_references_have_the_dtype_of_what_they_are_held_against(guarded):
-    some = guarded()
-    some.kind.factors["dtype"] = ("float32", "bfloat16")
-    coarse = some.session({"prefix": "on", "dtype": "bfloat16"}).references
-    assert coarse.alone(Ask((3,))) and coarse._targets[""].settings == {"dtype": "bfloat16"}
-    fine = some.session({"prefix": "on"}).references
-    assert fine.alone(Ask((3,))) and fine._targets[""].settings == {}
 
 
 def test_a_probe_that_is_not_there_is_refused(guarded):
