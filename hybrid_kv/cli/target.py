@@ -27,7 +27,7 @@ from hybrid_kv.targets.models import model_folder
 from hybrid_kv.targets.target import TargetError
 from hybrid_kv.threads import is_small, threads_for
 
-SHRINK_SECONDS = 300.0  # for all failures of a run: one bug makes many
+SHRINK_SECONDS = 100.0  # for all failures of a run, times how much it asks; 300 at most: one bug makes many
 STYLES = {
     "right": "green",
     "wrong": "bold red",
@@ -77,7 +77,7 @@ def guard_target(
 
         seen = guard(guarded, cells, select or (), told, jobs or (num_workers(None) if is_small(folder) else 1))
         failures = distinct([failure for outcome in seen for failure in outcome.failures])
-        end = time.perf_counter() + SHRINK_SECONDS
+        end = time.perf_counter() + min(300.0, SHRINK_SECONDS * amount)
         for i, failure in enumerate(failures):
             share = min(120.0, (end - time.perf_counter()) / (len(failures) - i))
             shrunk = shrink(failure, lambda failure=failure: guarded.session(failure.settings), share)  # type: ignore[misc]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,11 @@ class Failure:
     judgement: Judgement
     unit: int = DEFAULT_UNIT
     died: bool = False
+
+    @property
+    def last_words(self) -> str:
+        """What it failed with, without numbers: an index, a shape, a token."""
+        return re.sub(r"\d+", "#", self.judgement.problem)
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -110,7 +109,7 @@ class _Shrinker:
             return None
         now = replace(self.best, rounds=tuple(self._session.asked), answer=Answer((), error=str(error)))
         now = replace(now, judgement=replace(now.judgement, problem=str(error)))
-        return now if _nameless(now) == _nameless(self.best) else None
+        return now if now.last_words == self.best.last_words else None
 
     def _fresh(self) -> Session:
         if self._session is not None and "reset" in self._session.target.can and not self._always_new:
@@ -205,13 +204,8 @@ def _startable(one: Round) -> Round:
 
 def distinct(failures: Sequence[Failure]) -> list[Failure]:
     """Without deaths like an earlier one: an engine may die of one bug in most probes, and is slow to start."""
-    known = {_nameless(one): one for one in reversed(failures) if one.died}
-    return [one for one in failures if not one.died or known[_nameless(one)] is one]
-
-
-def _nameless(death: Failure) -> str:
-    """Its last words without their numbers: an index, a shape, a token."""
-    return re.sub(r"\d+", "#", death.judgement.problem)
+    known = {one.last_words: one for one in reversed(failures) if one.died}
+    return [one for one in failures if not one.died or known[one.last_words] is one]
 
 
 def _with_prompts(rounds: Sequence[Round], change: Callable[[Sequence[int]], Sequence[int]]) -> list[Round]:

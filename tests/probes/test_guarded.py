@@ -1,5 +1,6 @@
-from hybrid_kv.targets.target import Ask
-from tests.probes.toy import ToyKind
+from hybrid_kv.probes.guarded import MOST_DEATHS, ask
+from hybrid_kv.targets.target import Ask, TargetError
+from tests.probes.toy import Toy, ToyKind
 
 
 def test_references_have_the_dtype_of_what_they_are_held_against(guarded):
@@ -21,3 +22,18 @@ def test_the_plainest_setting_of_each_dtype_is_plain(guarded):
         True,
         False,
     ]
+
+
+def test_an_engine_that_dies_of_one_thing_again_and_again_is_let_be(guarded, monkeypatch):
+    some, told = guarded(), []
+    some.session({})  # it lives as long as rounding is measured
+    words = iter(["of 1", "of 22", "of something else", "of 333", "of 4", "of 5"])
+
+    def die(self, asks, preempt_every=0):
+        raise TargetError(f"toy died {next(words)}")
+
+    monkeypatch.setattr(Toy, "ask", die)
+    ask(some, {}, ["repeat", "entry", "batch", "identical", "boundaries"], told.append)
+    verdicts = [one.verdict for one in told]
+    assert verdicts[: MOST_DEATHS + 1] == ["wrong"] * (MOST_DEATHS + 1)
+    assert set(verdicts[MOST_DEATHS + 1 :]) == {"inconclusive"} and "not asked" in told[-1].detail
