@@ -26,6 +26,7 @@ test: $(STAMP)
 
 fuzz: $(STAMP)
 	$(BIN)/python -m tests.fuzz --cases 2000 --seed "$$(date -u +%Y%m%d)"
+	$(BIN)/python -m pytest -q --hypothesis-profile=nightly tests/cache -k "TestPool or TestSteps or TestPrefixes"
 
 # Of the lines that the last day's commits changed.
 mutants: $(STAMP)

@@ -10,6 +10,8 @@ from hypothesis import HealthCheck, settings
 settings.register_profile(
     "hybrid-kv", deadline=None, derandomize=True, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
 )
+# `make fuzz`: other examples every time, as many as ten minutes take.
+settings.register_profile("nightly", parent=settings.get_profile("hybrid-kv"), derandomize=False, max_examples=2400)
 settings.load_profile("hybrid-kv")
 
 

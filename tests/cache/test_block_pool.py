@@ -117,7 +117,7 @@ class Pool(RuleBasedStateMachine):
 
 
 TestPool = Pool.TestCase
-TestPool.settings = settings(max_examples=60, stateful_step_count=40)
+TestPool.settings = settings(stateful_step_count=40)
 
 
 def test_published_blocks_go_last_and_the_least_recently_used_of_them_first() -> None:

@@ -184,7 +184,7 @@ class Steps(RuleBasedStateMachine):
 
 
 TestSteps = Steps.TestCase
-TestSteps.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
+TestSteps.settings = settings(max_examples=settings.default.max_examples * 5 // 2, stateful_step_count=25)
 
 
 # ---- what does not change costs nothing ----
