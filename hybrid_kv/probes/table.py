@@ -19,6 +19,7 @@ from hybrid_kv.config import ConfigError
 
 WORST_FIRST = ("wrong", "inconclusive", "void", "right", "cannot be asked here")
 NUMBERS = ("cached", "drafts", "accepted", "preemptions", "answers", "tokens")
+FEW = 6  # probes, which are named, whatever the others said
 HEAD = ("setting", "models", "right", "not right", *NUMBERS)
 
 
@@ -42,13 +43,22 @@ class Row:
         probes = defaultdict(list)
         for probe, verdict in self.verdicts.items():
             probes[verdict].append(probe)
-        told = [f"{verdict}: {', '.join(probes[verdict])}" for verdict in WORST_FIRST[:3] if verdict in probes]
+        asked = [probe for probe, verdict in self.verdicts.items() if verdict != "cannot be asked here"]
+        told = [f"{verdict}: {_named(probes[verdict], asked)}" for verdict in WORST_FIRST[:3] if verdict in probes]
         return "; ".join([*told, *([self.refusal] if self.refusal else [])])
 
     def right(self) -> str:
         num_right = sum(verdict == "right" for verdict in self.verdicts.values())
         asked = sum(verdict != "cannot be asked here" for verdict in self.verdicts.values())
         return f"{num_right} of {asked}" if asked else "cannot be asked here"
+
+
+def _named(some: Sequence[str], asked: Sequence[str]) -> str:
+    """These probes of those that were asked, or the fewer others."""
+    others = [probe for probe in asked if probe not in some]
+    if len(some) < FEW or len(some) < len(others):
+        return ", ".join(some)
+    return f"all but {', '.join(others)}" if others else "all"
 
 
 def tables(documents: Iterable[dict[str, Any]]) -> str:

@@ -41,6 +41,15 @@ def test_models_of_which_the_same_is_said_share_a_row(tmp_path, capsys):
     ]
 
 
+def test_of_many_probes_the_others_are_named(tmp_path, capsys):
+    names = [f"probe {i}" for i in range(8)]
+    some = [outcome(name, "wrong") for name in names[1:]]
+    assert main([write(tmp_path, "a.json", [outcome("probe 0", "right"), *some])]) == 0
+    assert "| 1 of 8 | wrong: all but probe 0 |" in capsys.readouterr().out
+    assert main([write(tmp_path, "b.json", some)]) == 0
+    assert "| 0 of 7 | wrong: all |" in capsys.readouterr().out
+
+
 def test_another_file_is_refused_in_one_line(tmp_path, capsys):
     other = tmp_path / "other.json"
     for text in ("[]", "{", '{"target": "toy"}'):
