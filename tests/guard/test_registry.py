@@ -86,6 +86,7 @@ def test_without_the_file_there_is_no_such_section(size: Size) -> None:
     assert list(amounts(size)) == [
         "layout",
         "plan",
+        "kernels",
         "refusals",
         "exact model",
         "costs",

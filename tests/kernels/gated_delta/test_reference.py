@@ -6,29 +6,20 @@ float32: recurrent 1e-5, chunked 2e-5, as for the recurrence of Mamba-2: some hu
 order. In float64: 1e-12. Inputs in bfloat16 are exact in float32, so they change nothing.
 """
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybrid_kv.guard import definitions
 from hybrid_kv.kernels.gated_delta import gated_delta_chunk, gated_delta_update
+from tests.kernels.defined import defined
 
 RECURRENT, CHUNKED, DOUBLE = 1e-5, 2e-5, 1e-12
-
-
-def plain(state, q, k, v, g, beta):
-    """One row, q and k [len, heads, K], v [len, heads, V], g [len, heads] or [len, heads, K]: out, state after each."""
-    state, q, k, v, g, beta = (t.double() for t in (state, q, k, v, g, beta))
-    out, states = torch.zeros_like(v), []
-    for t in range(len(q)):
-        state = state.clone()
-        for h in range(q.shape[1]):
-            state[h] *= g[t, h].exp()  # one number, or one per column
-            state[h] += beta[t, h] * torch.outer(v[t, h] - state[h] @ k[t, h], k[t, h])
-            out[t, h] = state[h] @ q[t, h]
-        states.append(state)
-    return out, states
+plain = partial(defined, definitions.gated_delta)
 
 
 def assert_close(got, expected, share, terms=1e-3):

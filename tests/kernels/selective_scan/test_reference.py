@@ -4,27 +4,19 @@ Tolerances are shares of max|ref|: in float32 1e-5, some dozen roundings of 6e-8
 Inputs in bfloat16 are exact in float32, so they change nothing.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybrid_kv.guard import definitions
 from hybrid_kv.kernels.selective_scan import selective_scan, selective_scan_update
+from tests.kernels.defined import defined
 
 SHARE = {torch.float32: 1e-5, torch.float64: 1e-12}
-
-
-def plain(state, x, dt, A, B, C, D):
-    """One row, x and dt [len, channels], B and C [len, N]: y, and the state after each token."""
-    state, x, dt, A, B, C, D = (t.double() for t in (state, x, dt, A, B, C, D))
-    y, states = torch.zeros_like(x), []
-    for t in range(len(x)):
-        state = state.clone()
-        for c in range(x.shape[1]):
-            state[c] = torch.exp(dt[t, c] * A[c]) * state[c] + dt[t, c] * x[t, c] * B[t]
-            y[t, c] = state[c] @ C[t] + D[c] * x[t, c]
-        states.append(state)
-    return y, states
+plain = partial(defined, definitions.mamba1)
 
 
 def plain_row(row, length, inputs, state):

@@ -5,14 +5,19 @@ recurrent 1e-5, chunked 2e-5; a chunk of 256 tokens erred by 4.8e-6 over 3000 to
 In float64: 1e-12, some thousand roundings.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybrid_kv.guard import definitions
 from hybrid_kv.kernels.ssd import chunk_scan, host, selective_state_update
+from tests.kernels.defined import defined
 
 RECURRENT, CHUNKED, DOUBLE = 1e-5, 2e-5, 1e-12
+plain = partial(defined, definitions.mamba2)
 
 
 @pytest.fixture(autouse=True, params=["in chunks", "in the compiled loop"], scope="module")
@@ -35,21 +40,6 @@ def test_the_compiled_loop_is_taken_on_few_cores_of_a_cpu(way):
     assert (host.scan_loop(torch.empty(1)) is None) == (way == "in chunks")
     assert host.scan_loop(torch.empty(1, dtype=torch.bfloat16)) is None
     assert host.scan_loop(torch.empty(1, device="meta")) is None
-
-
-def plain(state, x, dt, A, B, C, D):
-    """One row, x [len, heads, head_dim], dt [len, heads], B and C [len, groups, state]: y, and the state after each."""
-    state, x, dt, A, B, C, D = (t.double() for t in (state, x, dt, A, B, C, D))
-    per_group = len(A) // B.shape[1]
-    y, states = torch.zeros_like(x), []
-    for t in range(len(x)):
-        state = state.clone()
-        for h in range(len(A)):
-            b, c = B[t, h // per_group], C[t, h // per_group]
-            state[h] = torch.exp(dt[t, h] * A[h]) * state[h] + dt[t, h] * torch.outer(x[t, h], b)
-            y[t, h] = state[h] @ c + D[h] * x[t, h]
-        states.append(state)
-    return y, states
 
 
 def plain_row(row, length, problem):
