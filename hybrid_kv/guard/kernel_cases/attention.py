@@ -53,9 +53,7 @@ class Stored:
 
 def padded(draw: Draw) -> Iterator[Compared]:
     """A few queries of a row, many, or one; a row that has fewer repeats its last."""
-    most, grid = draw.one_of(1, 4, FOLDED_QUERIES + 2), draw.one_of(0, 0, draw.number(1, 4))
-    totals = [draw.number(1, most + 3) for _ in range(draw.number(1, 3))]
-    new = [draw.number(1, min(most, total)) for total in totals]
+    (totals, new), grid = _lengths(draw), draw.one_of(0, 0, draw.number(1, 4))
     kv_heads, per_kv, size = draw.numbers(1, 3, 3)
     at, dtype = Stored(draw, totals, grid), draw.one_of(torch.float32, torch.float64)
     keys, values = draw.pool(at.num_blocks, 2, at.block_size, kv_heads, size, dtype=dtype).unbind(1)
@@ -99,9 +97,7 @@ def varlen(draw: Draw) -> Iterator[Compared]:
 
 def latent(draw: Draw) -> Iterator[Compared]:
     """All heads read one vector per token, and add up the first `rank` elements of it."""
-    most = draw.one_of(1, 4, FOLDED_QUERIES + 2)
-    totals = [draw.number(1, most + 3) for _ in range(draw.number(1, 3))]
-    new = [draw.number(1, min(most, total)) for total in totals]
+    totals, new = _lengths(draw)
     heads, rank, rope = draw.numbers(1, 4, 3)
     at = Stored(draw, totals, 0)
     cache = draw.pool(at.num_blocks, at.block_size, rank + rope, dtype=torch.float64)
@@ -116,6 +112,13 @@ def latent(draw: Draw) -> Iterator[Compared]:
     for row, own in enumerate(own_tokens(totals)):
         keys, ends = wide(tokens[own])[:, None], positions[row].tolist()
         yield "latent_attention", out[row], definitions.attention(wide(query[row]), keys, keys[..., :rank], ends, SCALE)
+
+
+def _lengths(draw: Draw) -> tuple[list[int], list[int]]:
+    """Of rows, and how many of their tokens are queries: one of each, a few, or more than are folded."""
+    most = draw.one_of(1, 4, FOLDED_QUERIES + 2)
+    new = [most, *(draw.number(1, most) for _ in range(draw.number(0, 2)))]
+    return [count + draw.number(0, 3) for count in new], new
 
 
 def _positions(totals: list[int], new: list[int]) -> torch.Tensor:

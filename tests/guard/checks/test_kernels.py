@@ -56,6 +56,12 @@ PLANTS: list[tuple[Case, Callable[..., Any], str, str]] = [
     (blocks.convolution_update, causal_conv1d.causal_conv1d_update_reference, "[active, 0]", "[active, -1]"),
     (blocks.convolution_prefill, causal_conv1d.causal_conv1d_prefill_reference, "has_initial_state[active] & ", ""),
     (attention.padded, paged_attention.token_index, "last.unsqueeze(1)", "last.max().expand(len(last), 1)"),
+    (
+        attention.padded,
+        paged_attention.attend_tokens,
+        "query.transpose(1, 2), key",
+        "query.transpose(1, 2), key.flip(2)",
+    ),
     (attention.padded, paged_attention.attention_mask, "size - 1 - positions", "size - 2 - positions"),
     (attention.varlen, paged_attention.paged_attention_varlen_reference, "~seen.any(0)", "~seen.all(0)"),
     (attention.latent, mla.attend_latent, "[..., :rank]", "[..., -rank:]"),
