@@ -67,6 +67,7 @@ PLANTS: list[tuple[Case, Callable[..., Any], str, str]] = [
     (attention.latent, mla.attend_latent, "[..., :rank]", "[..., -rank:]"),
     (experts.routers, moe.route_sigmoid, "-torch.inf", "0.0"),
     (experts.experts, moe.apply_experts, "order // top_k", "order % tokens"),
+    (experts.experts, moe.apply_experts, "weights.unsqueeze(1), shares", "weights.abs().unsqueeze(1), shares"),
     (tables.slots, slot_mapping.slot_mapping, "column < table.shape[1]", "column <= table.shape[1]"),
     (tables.expansions, kernel_blocks.expand_torch, "kernel_block_stride or ", ""),
     (tables.block_tables, block_tables.update_block_tables_reference, "[num_reqs : batch", "[num_reqs + 1 : batch"),
