@@ -47,10 +47,15 @@ class Row:
         told = [f"{verdict}: {_named(probes[verdict], asked)}" for verdict in WORST_FIRST[:3] if verdict in probes]
         return "; ".join([*told, *([self.refusal] if self.refusal else [])])
 
+    @property
+    def num_asked(self) -> int:
+        return sum(verdict != "cannot be asked here" for verdict in self.verdicts.values())
+
     def right(self) -> str:
         num_right = sum(verdict == "right" for verdict in self.verdicts.values())
-        asked = sum(verdict != "cannot be asked here" for verdict in self.verdicts.values())
-        return f"{num_right} of {asked}" if asked else "cannot be asked here"
+        if not self.num_asked:
+            return "cannot be asked here"
+        return "all" if num_right == self.num_asked else f"{num_right} of {self.num_asked}"
 
 
 def _named(some: Sequence[str], asked: Sequence[str]) -> str:
@@ -83,6 +88,9 @@ def _table(engine: str, rows: dict[tuple[str, str], Row]) -> str:
     order = list(dict.fromkeys(setting for _, setting in rows))
     for (setting, *said), some in sorted(alike.items(), key=lambda item: order.index(item[0][0])):
         counts = [sum(int(row.counts[name]) for row in some.values()) for name in NUMBERS]
+        if said[0] == "all":
+            fewest, *_, most = sorted(row.num_asked for row in (*some.values(), *some.values()))
+            said[0] = f"all of {most}" if fewest == most else f"all of {fewest} to {most}"
         cells = [setting, ", ".join(some), *said, *(f"{count:,}" for count in counts)]
         lines.append([cell.replace("|", "\\|") for cell in cells])
     total = {name: sum(row.counts[name] for row in rows.values()) for name in ("answers", "tokens")}

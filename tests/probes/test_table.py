@@ -32,11 +32,11 @@ def test_models_of_which_the_same_is_said_share_a_row(tmp_path, capsys):
     files = [
         write(tmp_path, "a.json", [outcome("repeat", "right")], "folder/lfm2"),
         write(tmp_path, "b.json", [outcome("repeat", "void")], "bamba:small"),
-        write(tmp_path, "c.json", [outcome("repeat", "right")], "zamba2:tiny"),
+        write(tmp_path, "c.json", [outcome("repeat", "right"), outcome("batch", "right")], "zamba2:tiny"),
     ]
     assert main(files) == 0
     assert capsys.readouterr().out.splitlines()[4:] == [
-        "| prefix=on | lfm2, zamba2 | 1 of 1 |  | 32 | 0 | 0 | 0 | 16 | 2,000 |",
+        "| prefix=on | lfm2, zamba2 | all of 1 to 2 |  | 48 | 0 | 0 | 0 | 24 | 3,000 |",
         "| prefix=on | bamba | 0 of 1 | void: repeat | 16 | 0 | 0 | 0 | 8 | 1,000 |",
     ]
 
