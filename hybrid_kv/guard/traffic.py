@@ -218,6 +218,11 @@ def rows_with(levels: Mapping[str, str]) -> list[int]:
     return [i for i, cell in enumerate(design(), len(FORCED)) if has_levels(cell, levels)]
 
 
+def row_with(chosen: tuple[tuple[str, Any], ...]) -> int:
+    """The scenario of a run that is the first row of the design with these levels, by number."""
+    return next(i for i, cell in enumerate(design(), len(FORCED)) if all(cell[name] == level for name, level in chosen))
+
+
 def has_levels(cell: Cell, levels: Mapping[str, str]) -> bool:
     """Whether a cell, or part of one, has all of these levels."""
     return all(str(cell.get(name)) == level for name, level in levels.items())

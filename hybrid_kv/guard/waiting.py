@@ -32,12 +32,12 @@ class Waiting:
         self._unit = lcm(*(spec.block_size for spec in self._specs))
         states = [spec for spec in self._specs if isinstance(spec, MambaSpec)]
         self._keeps_inside = all(spec.mamba_cache_mode in KEEPS_INSIDE for spec in states)
-        self._num_preemptions = 0
+        self._preemptions: dict[str, int] = {}  # of each request, before the step
         self._idle = NO_IDS
 
     def before_step(self) -> None:
         """Nothing has been preempted for the next step yet."""
-        self._num_preemptions = self._count_preemptions()
+        self._preemptions = self._count_preemptions()
         self._idle = self._llm.manager.pool.idle_blocks() if self._llm.scheduler.waiting else NO_IDS
 
     def on_end(self) -> None:
@@ -70,7 +70,8 @@ class Waiting:
         left_out = [request for request in llm.scheduler.running if request.request_id not in in_step]
         if budget <= 0 or len(llm.scheduler.running) == limits.max_num_seqs or head.in_flight is not None:
             return
-        if left_out or self._count_preemptions() > self._num_preemptions:
+        before = self._preemptions
+        if left_out or any(count > before.get(name, 0) for name, count in self._count_preemptions().items()):
             return  # The pool was too full for those who run.
         if llm.manager.pool.num_free_blocks < self._most_blocks(head):
             return
@@ -91,9 +92,10 @@ class Waiting:
         if moved := before[before != now].tolist():
             raise RuleError("used-by-nobody", f"free blocks {moved} count as used later, though nobody took them")
 
-    def _count_preemptions(self) -> int:
+    def _count_preemptions(self) -> dict[str, int]:
+        """By request: one that ends in the step takes its own along."""
         scheduler = self._llm.scheduler
-        return sum(request.num_preemptions for request in (*scheduler.running, *scheduler.waiting))
+        return {one.request_id: one.num_preemptions for one in (*scheduler.running, *scheduler.waiting)}
 
     def _most_blocks(self, request: Request) -> int:
         """With every column of all its tokens, shared ones too."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from hybrid_kv.guard.forced import FORCED
 from hybrid_kv.guard.play import Differences, run_scenario
 from hybrid_kv.guard.scenario import Event, Scenario, SmallKVFirst, answer_book, cache_options
 from hybrid_kv.guard.traffic import draw_scenario
+from hybrid_kv.guard.waiting import Waiting
 from hybrid_kv.models.exact import ExactModel
 from hybrid_kv.sampling import SamplingParams
 
@@ -171,6 +173,19 @@ def test_a_request_that_waits_without_need(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("mode", ["align", "all", "attention"])
+def test_a_preemption_counts_though_another_request_takes_its_own_along() -> None:
+    """Their sum over all requests stays the same."""
+    gone, head, running = (
+        SimpleNamespace(request_id=name, num_preemptions=n) for name, n in (("a", 1), ("b", 0), ("c", 0))
+    )
+    scheduler = SimpleNamespace(running=[gone, running], waiting=[head])
+    waiting = Waiting.__new__(Waiting)
+    waiting._llm = SimpleNamespace(scheduler=scheduler)  # type: ignore[assignment]
+    before = waiting._count_preemptions()
+    scheduler.running, head.num_preemptions = [running], 1
+    assert waiting._count_preemptions() == {"c": 0, "b": 1} and before == {"a": 1, "c": 0, "b": 0}
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_request_that_does_not_wait_for_its_prefix(
     monkeypatch: pytest.MonkeyPatch, mode: str, is_async: bool
