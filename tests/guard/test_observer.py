@@ -172,7 +172,6 @@ def test_a_request_that_waits_without_need(monkeypatch: pytest.MonkeyPatch) -> N
         assert "left-waiting: request 1 waits with" in wrong(run_scenario(scenario(mode, max_num_batched_tokens=64)))
 
 
-@pytest.mark.parametrize("mode", ["align", "all", "attention"])
 def test_a_preemption_counts_though_another_request_takes_its_own_along() -> None:
     """Their sum over all requests stays the same."""
     gone, head, running = (
@@ -186,6 +185,7 @@ def test_a_preemption_counts_though_another_request_takes_its_own_along() -> Non
     assert waiting._count_preemptions() == {"c": 0, "b": 1} and before == {"a": 1, "c": 0, "b": 0}
 
 
+@pytest.mark.parametrize("mode", ["align", "all", "attention"])
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_request_that_does_not_wait_for_its_prefix(
     monkeypatch: pytest.MonkeyPatch, mode: str, is_async: bool
