@@ -17,9 +17,10 @@ from hybrid_kv.cli.options import show
 from hybrid_kv.errors import require
 from hybrid_kv.files import write_whole
 from hybrid_kv.guard.workers import num_workers
+from hybrid_kv.models.registry import sized
 from hybrid_kv.probes.guarded import Guarded
 from hybrid_kv.probes.reproducer import FORMAT, case_of, from_json, replay, write_files
-from hybrid_kv.probes.run import check_level, default_matrix, guard, matrix_of
+from hybrid_kv.probes.run import check_level, guard, matrix_of
 from hybrid_kv.probes.session import Outcome
 from hybrid_kv.probes.shrink import distinct, shrink
 from hybrid_kv.targets.kinds import kind_of
@@ -53,7 +54,8 @@ def guard_target(
     """Returns the exit code: 0 only if every probe that could be asked was shown to be right."""
     require("safetensors", "tokenizers", "transformers")
     kind, other = kind_of(target), kind_of(against) if against is not None else None
-    cells = matrix_of(kind, matrix) if matrix else default_matrix(kind)
+    cells = matrix_of(kind, matrix) if matrix else None
+    model = f"{model}:{kind.size}" if model in sized() and kind.size != "tiny" else model
     console = Console(stderr=True)
     with model_folder(model) as folder, threads_for(folder):
         guarded = Guarded(kind, folder, other, seed, amount)

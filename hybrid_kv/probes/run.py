@@ -65,7 +65,7 @@ def check_level(kind: Kind, factor: str, level: str) -> None:
 
 def guard(
     guarded: Guarded,
-    matrix: Sequence[Settings],
+    matrix: Sequence[Settings] | None = None,
     select: Sequence[str] = (),
     told: Callable[[Outcome], None] = lambda outcome: None,
     jobs: int = 1,
@@ -75,34 +75,48 @@ def guard(
     The plain settings come first: where their answers are not the oracle's, all others are held against theirs.
 
     Args:
+        matrix: None: the default one, in the first dtype that the engine takes this model in.
         select: only probes that have one of these in their name; `alone` is always run.
         told: called with each outcome.
         jobs: settings at a time, an engine and a process each.
 
     Returns:
-        Outcomes in the order of the matrix.
+        Outcomes by setting, the plain ones first.
 
     Raises:
         ConfigError: no probe is selected; or none could be asked, in any setting.
     """
     if not any(part in one.name for part in select or [""] for one in load_probes()):
         raise ConfigError(f"-k {', '.join(select)}: no probe has this in its name")
+    cells = default_matrix(guarded.kind) if matrix is None else [*matrix]
+    first = [settings for settings in cells if guarded.is_plain(settings)]
+    rest = [settings for settings in cells if settings not in first]
     outcomes: list[Outcome] = []
 
     def tell(outcome: Outcome) -> None:
         outcomes.append(outcome)
         told(outcome)
 
-    first = [settings for settings in matrix if guarded.is_plain(settings)]
+    def ask_all(some: list[Settings]) -> None:
+        if min(jobs, len(some)) > 1:
+            ask_at_once(guarded, some, select, tell, jobs)
+        else:
+            for settings in some:
+                ask(guarded, settings, select, tell)
+
     try:
-        for some in (first, [settings for settings in matrix if settings not in first]):
-            if min(jobs, len(some)) > 1:
-                ask_at_once(guarded, some, select, tell, jobs)
-            else:
-                for settings in some:
-                    ask(guarded, settings, select, tell)
+        ask_all(first)
+        # vLLM runs a Qwen3.5 on a CPU in bfloat16 alone.
+        for dtype in guarded.kind.factors.get("dtype", ())[1:] if matrix is None else ():
+            if (outcomes[-1].probe, outcomes[-1].verdict) != ("start", "cannot be asked here"):
+                break
+            first.append({"dtype": dtype})
+            ask_all(first[-1:])
+        if len(first) > 1 and matrix is None:
+            rest = [{**first[-1], **settings} for settings in rest if "dtype" not in settings]
+        ask_all(rest)
     finally:
         guarded.close()
     if all(one.verdict == "cannot be asked here" for one in outcomes):
         raise ConfigError(f"nothing could be asked: {outcomes[0].detail}")
-    return sorted(outcomes, key=lambda one: matrix.index(dict(one.settings)))
+    return sorted(outcomes, key=lambda one: [*first, *rest].index(dict(one.settings)))

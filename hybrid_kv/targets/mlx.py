@@ -13,6 +13,7 @@ from hybrid_kv.targets.script import beginning, ending, turns_of, with_folder
 from hybrid_kv.targets.workers.mlx import LONGEST, SERVER_CACHES, as_on_the_hub
 
 name = "mlx"
+size = "tiny"
 factors = {
     # kept: a caller goes on with a request's cache; saved: through a file; lru: what the server does.
     "prefix": ("off", "kept", "saved", "lru"),

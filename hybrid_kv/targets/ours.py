@@ -18,6 +18,7 @@ from hybrid_kv.targets.script import beginning, ending
 from hybrid_kv.targets.target import CAPABILITIES, Answer, Ask
 
 name = "ours"
+size = "tiny"
 LEVELS: dict[str, dict[str, dict[str, Any]]] = {
     "prefix": {
         "off": {},

@@ -21,6 +21,7 @@ from hybrid_kv.targets import ours
 from hybrid_kv.targets.server import Server
 
 name = "serve"
+size = "tiny"
 factors: Mapping[str, Sequence[str]] = ours.factors
 # Not only if asking shows it: salts that are mixed up look like no salts.
 PROMISED = frozenset({"salt", "cached", "n", "seed", "seed through drafts", "reset", "preempt", "logprobs"})

@@ -34,6 +34,7 @@ class Address:
 
     name: str
     factors: Mapping[str, Sequence[str]] = field(default_factory=lambda: {"dtype": ("auto",)})
+    size: str = "tiny"
 
     def start(self, folder: str, settings: Mapping[str, str]) -> Target:
         """See `targets.target.Kind`; `folder` is for the oracle alone."""

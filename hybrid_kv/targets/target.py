@@ -135,10 +135,12 @@ class Kind(Protocol):
         name: as `--target` has it.
         factors: levels by factor, the plainest first. Common ones: `prefix` (off, on, or modes), `spec` (none, ngram3,
             mtp1 …), `chunk` (whole, or tokens of a step), `blocks` (ample, tight).
+        size: of the checkpoint that is made where `--model` names a family and no size.
     """
 
     name: str
     factors: Mapping[str, Sequence[str]]
+    size: str
 
     def start(self, folder: str, settings: Mapping[str, str]) -> Target:
         """

@@ -18,6 +18,7 @@ from hybrid_kv.targets.script import beginning, ending, in_turns, turns_of, with
 from hybrid_kv.targets.target import Answer, Ask
 
 name = "transformers"
+size = "tiny"
 factors = {
     "prefix": ("off", "kept"),  # kept: a caller goes on with the cache that `generate` returned
     "cache": ("dynamic", "static", "offloaded", "offloaded_static"),

@@ -11,6 +11,7 @@ from hybrid_kv.targets.target import Ask
 from hybrid_kv.targets.workers.vllm import NUM_LIKELIEST, arguments
 
 name = "vllm"
+size = "small"  # its kernels for CPUs refuse the tiny one's widths
 factors = {
     "prefix": (
         "off",

@@ -40,6 +40,17 @@ def test_a_sound_engine_ends_with_0_and_writes_nothing(capsys, tmp_path):
     assert not (tmp_path / "repro").exists()
 
 
+def test_a_family_is_made_in_the_size_that_the_engine_takes(capsys, monkeypatch):
+    kind = ToyKind()
+    kind.size = "small"
+    monkeypatch.setattr(target, "kind_of", lambda name: kind)
+    asked = []
+    monkeypatch.setattr(target, "model_folder", lambda model: asked.append(model) or nullcontext("."))
+    for model in ("lfm2", "lfm2:tiny", "some/hub-id"):
+        assert run(capsys, *QUICK, "--target", "toy", "--model", model)[0] == 0
+    assert asked == ["lfm2:small", "lfm2:tiny", "some/hub-id"]
+
+
 def test_a_small_model_is_asked_about_with_one_thread(capsys, monkeypatch):
     threads = []
     monkeypatch.setattr(guarded, "Oracle", lambda folder, dtype: threads.append(torch.get_num_threads()) or ToyOracle())

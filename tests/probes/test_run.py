@@ -61,6 +61,19 @@ def test_a_setting_that_does_not_start_is_an_outcome(guarded):
     ]
 
 
+def test_by_default_an_engine_is_asked_in_the_first_dtype_that_it_takes(guarded):
+    some = guarded()
+    some.kind.factors = {"prefix": ("off", "on"), "dtype": ("float8", "float32", "bfloat16")}
+    found = guard(some, select=["repeat"])
+    assert [(one.probe, one.verdict, one.settings) for one in found] == [
+        ("start", "cannot be asked here", {}),
+        ("alone", "right", {"dtype": "float32"}),
+        ("repeat", "right", {"dtype": "float32"}),
+        ("alone", "right", {"dtype": "float32", "prefix": "on"}),
+        ("repeat", "right", {"dtype": "float32", "prefix": "on"}),
+    ]
+
+
 def test_an_engine_that_can_be_asked_nothing_has_not_passed(guarded):
     with pytest.raises(ConfigError, match="nothing could be asked: toy, start: no chunks here"):
         guard(guarded(), [{"chunk": "no"}])

@@ -153,9 +153,12 @@ class ToyKind:
 
     def __init__(self, **how):
         self.how = how
+        self.size = "tiny"
         self.factors = {"prefix": ("off", "on"), "chunk": ("whole", "no", "broken")}
 
     def start(self, folder, settings):
+        if settings.get("dtype", self.factors.get("dtype", ("",))[0]) == "float8":
+            raise ConfigError("toy, start: no float8 here")
         if settings.get("chunk") == "no":
             raise ConfigError("toy, start: no chunks here")
         if settings.get("chunk") == "broken":
