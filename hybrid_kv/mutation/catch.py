@@ -62,23 +62,27 @@ class Trace:
 
 
 class Reach:
-    """In which step each line of some files is reached first, by number. It costs nothing more where all of a function
-    was reached."""
+    """Which steps reach each line of some files, by number. It costs nothing more where a step reached all of a
+    function."""
 
     def __init__(self, files: Sequence[str]) -> None:
-        self.step = -1  # an import
-        self.first: dict[str, dict[int, int]] = {file: {} for file in files}
+        self.steps: dict[str, dict[int, list[int]]] = {file: {} for file in files}
+        self.begin(-1)  # an import
+
+    def begin(self, step: int) -> None:
+        """What is reached from now on, is by this one."""
+        self._step = step
         self._left: dict[CodeType, set[int]] = {}
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
         code = frame.f_code
-        if (first := self.first.get(code.co_filename)) is None:
+        if (steps := self.steps.get(code.co_filename)) is None:
             return None
         if (left := self._left.get(code)) is None:
             left = self._left[code] = {line for *_, line in code.co_lines() if line}
         if event == "line" and frame.f_lineno in left:
             left.discard(frame.f_lineno)
-            first.setdefault(frame.f_lineno, self.step)
+            steps.setdefault(frame.f_lineno, []).append(self._step)
         return self if left else None
 
 
@@ -187,19 +191,19 @@ def _steps(ways: Sequence[str], amount: int, case: Path) -> Steps:
     return steps
 
 
-def _first(steps: Steps, begin: int) -> Catch:
-    """What the first step finds that finds something, if none before the step `begin` can.
+def _first(steps: Steps, reached: Sequence[int] | None) -> Catch:
+    """What the first step finds that finds something.
 
-    Patterns are counted over all that the exact model plays, so that all of it is left out or nothing. The sanitizer
-    plays the same scenarios.
+    Args:
+        reached: the numbers of those that can; None: all. The sanitizer plays the exact model's scenarios.
     """
-    names = [*steps]
-    if EXACT in steps and begin > names.index(EXACT):
-        return Catch()
-    names = names[max(begin, 0) :]
+    wanted = {name for number, name in enumerate(steps) if reached is None or number in reached}
+    wanted |= {SANITIZER} if EXACT in wanted else set()
     requests = 0
-    for name in names:
-        catch = steps[name]()
+    for name, step in steps.items():
+        if name not in wanted:
+            continue
+        catch = step()
         requests = max(requests, catch.requests)
         if catch.section:
             return catch
@@ -214,7 +218,7 @@ def run(task: Mapping[str, Any], case: Path) -> dict[str, Any]:
     trace = Trace(task["lines"])
     sys.settrace(trace)
     try:
-        catch = _first(_steps(task["ways"], task["amount"], case), task["begin"])
+        catch = _first(_steps(task["ways"], task["amount"], case), task["reached"])
     except LoopError as error:
         catch = Catch(RUN, "time limit", str(error))
     except Exception as error:
@@ -223,8 +227,8 @@ def run(task: Mapping[str, Any], case: Path) -> dict[str, Any]:
     return {**asdict(catch), "executed": trace.reached, "seconds": sum(os.times()[:4])}
 
 
-def reach(task: Mapping[str, Any], case: Path) -> dict[str, dict[int, int]]:
-    """By file and line the number of the first step that reaches it, in an unchanged copy; -1: an import does.
+def reach(task: Mapping[str, Any], case: Path) -> dict[str, dict[int, list[int]]]:
+    """By file and line the numbers of the steps that reach it, in an unchanged copy; -1: an import does.
 
     The sanitizer is left out: it plays scenarios that others play before.
     """
@@ -234,8 +238,8 @@ def reach(task: Mapping[str, Any], case: Path) -> dict[str, dict[int, int]]:
     trace = Reach(task["files"])
     sys.settrace(trace)
     for number, (name, step) in enumerate(_steps(task["ways"], task["amount"], case).items()):
-        trace.step = number
+        trace.begin(number)
         if name != SANITIZER:
             step()
     sys.settrace(None)
-    return trace.first
+    return trace.steps

@@ -152,17 +152,17 @@ class Hunt:
         ways: what may catch it, one after the other.
         limit: seconds of one core for one, but by `http`.
         repro: a folder in which the case that caught one is kept, as small as it gets in as many seconds.
-        first: by file and line the number of the step in which an unchanged copy reaches it first: none before it finds
+        reached: by file and line the numbers of the steps in which an unchanged copy reaches it; no other finds
             anything. None: nobody has looked.
     """
 
     ways: Sequence[str]
     limit: float
     repro: Path | None = None
-    first: Mapping[str, Mapping[int, int]] | None = None
+    reached: Mapping[str, Mapping[int, Sequence[int]]] | None = None
 
     def look(self, forked: Forks, file: Path) -> Hunt:
-        """With `first` of all files that generated mutants change, as long as another hunt of the guard.
+        """With `reached` of all files that generated mutants change, as long as another hunt of the guard.
 
         Args:
             file: keeps it for the next hunt of the same code.
@@ -176,12 +176,14 @@ class Hunt:
         code = digest.hexdigest()
         known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         if known.get("code") != code:
-            known = {"code": code, "first": self._look(forked)}
+            known = {"code": code, "reached": self._look(forked)}
             write_whole(file, json.dumps(known))
-        first = {name: {int(line): step for line, step in lines.items()} for name, lines in known["first"].items()}
-        return replace(self, first=first)
+        reached = {
+            name: {int(line): found for line, found in lines.items()} for name, lines in known["reached"].items()
+        }
+        return replace(self, reached=reached)
 
-    def _look(self, forked: Forks) -> dict[str, dict[str, int]]:
+    def _look(self, forked: Forks) -> dict[str, dict[str, list[int]]]:
         with tempfile.TemporaryDirectory() as folder:
             root = Path(folder)
             copy = plant(root, {})
@@ -199,14 +201,14 @@ class Hunt:
             ConfigError: the code has moved.
         """
         told = mutant.told()
-        begin = self._begin(mutant)
-        if begin is None:
+        reached = self._steps(mutant)
+        if reached == []:
             return Row(mutant.id, False, "", "", "", 0, 0.0, **told)
         with tempfile.TemporaryDirectory() as folder:
             root = Path(folder)
             lines = mutant.plant(root)
             compiled = not any("import compiled" in Path(file).read_text(encoding="utf-8") for file in lines)
-            task = {"ways": self.ways, "lines": lines, "amount": REQUESTS, "begin": begin}
+            task = {"ways": self.ways, "lines": lines, "amount": REQUESTS, "reached": reached}
             try:
                 found = Row(mutant.id, **forked.ask(root, "catch.run", task, self.limit, compiled), **told)
             except _FailedError as error:
@@ -221,12 +223,13 @@ class Hunt:
                 return replace(found, detail=f"{found.detail}; making it small failed: {error}: {error.detail}")
             return replace(found, small=replace(made, passes=not broken_rule(Path(made.file))))
 
-    def _begin(self, mutant: Mutant) -> int | None:
-        """The number of the step to begin with; None: no step reaches the mutant."""
-        if self.first is None:
-            return 0
-        steps = [self.first[file].get(line) for file, (_, lines) in mutant.changed().items() for line in lines]
-        return min((step for step in steps if step is not None), default=None)
+    def _steps(self, mutant: Mutant) -> list[int] | None:
+        """The numbers of those that reach it; None: all may, as they may what an import reaches."""
+        if self.reached is None:
+            return None
+        changed = mutant.changed().items()
+        steps = {step for file, (_, lines) in changed for line in lines for step in self.reached[file].get(line, ())}
+        return None if -1 in steps else sorted(steps)
 
 
 def _probe(mutant: Mutant) -> Row:

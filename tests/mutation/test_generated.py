@@ -241,11 +241,19 @@ def test_a_generated_mutant_that_loops_or_dies_was_caught(forked: Forks, monkeyp
 
 
 def test_what_no_step_reaches_is_not_hunted() -> None:
-    found = Hunt(("quick", "sanitizer"), 300, first={"config.py": {2: 0}}).ask(mutant(""), None)  # type: ignore[arg-type]
+    found = Hunt(("quick", "sanitizer"), 300, reached={"config.py": {2: [0]}}).ask(mutant(""), None)  # type: ignore[arg-type]
     assert (found.executed, found.caught, found.problem) == (False, False, "not reached")
 
 
-def test_a_hunt_begins_with_the_step_that_reaches_the_mutant() -> None:
+def test_what_an_import_reaches_is_hunted_by_all() -> None:
+    reached = {"config.py": {1: [2, 4], 2: [3], 3: [-1, 2]}}
+    of_lines = Hunt(("quick",), 300, reached=reached)
+    for lines, expected in ((range(1, 3), [2, 3, 4]), (range(1, 4), None), (range(9, 10), [])):
+        assert of_lines._steps(replace(mutant(""), lines=lines)) == expected
+    assert Hunt(("quick",), 300)._steps(mutant("")) is None
+
+
+def test_a_hunt_is_by_the_steps_that_reach_the_mutant() -> None:
     asked: list[str] = []
     names = ("first", "plan", "families", "costs", catch.EXACT, catch.SANITIZER)
 
@@ -254,24 +262,30 @@ def test_a_hunt_begins_with_the_step_that_reaches_the_mutant() -> None:
         return catch.Catch()
 
     steps = {name: (lambda name=name: step(name)) for name in names}
-    for begin, expected in ((-1, names), (0, names), (1, names[1:]), (4, names[4:]), (5, ())):
+    for reached, expected in (
+        (None, names),
+        ([1, 3], names[1:4:2]),
+        ([0, 4], ("first", *names[4:])),
+        ([2], names[2:3]),
+    ):
         asked.clear()
-        catch._first(steps, begin)  # type: ignore[arg-type]
+        catch._first(steps, reached)  # type: ignore[arg-type]
         assert tuple(asked) == expected
 
 
-def test_lines_know_the_step_that_reached_them_first() -> None:
+def test_lines_know_the_steps_that_reached_them() -> None:
     import sys
 
     reach, before = catch.Reach([__file__]), sys.gettrace()
     sys.settrace(reach)
     try:
-        for reach.step, x in enumerate((False, False, True)):
+        for step, x in enumerate((False, False, True)):
+            reach.begin(step)
             _branch(x)
     finally:
         sys.settrace(before)
     first = _branch.__code__.co_firstlineno
-    assert [reach.first[__file__].get(first + i) for i in (1, 2, 3, 4)] == [0, 2, 0, None]
+    assert [reach.steps[__file__].get(first + i) for i in (1, 2, 3, 4)] == [[0, 1, 2], [2], [0, 1], None]
 
 
 def _branch(x: bool) -> int:
