@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hybrid_kv.mutation.hunt import Row
     from hybrid_kv.mutation.mutant import Mutant
 
-Way = Literal["quick", "sanitizer", "full", "http"]
+Way = Literal["quick", "sanitizer", "full", "accuracy", "http"]
 
 
 def mutants(
@@ -31,7 +31,9 @@ def mutants(
     changed_since: Annotated[
         str | None, typer.Option(metavar="REVISION", help="Generated ones of lines that changed since, one of each.")
     ] = None,
-    by: Annotated[Way, typer.Option(help="What hunts them; http: probes of a server.")] = "quick",
+    by: Annotated[
+        Way, typer.Option(help="What hunts them; accuracy: the guard models' answers alone; http: probes of a server.")
+    ] = "quick",
     jobs: Annotated[int, typer.Option(min=1, help="Bugs at a time, a process each.")] = 1,
     limit: Annotated[int, typer.Option(min=1, help="Seconds of one core for one bug.")] = 300,
     repro: Annotated[

@@ -81,6 +81,10 @@ def classes_table(results: Results) -> str | None:
     )
     if missed := sorted(rows[rows["value"] == 0]["benchmark"]):
         told += f" Not caught: {' '.join(missed)}."
+    scored = _newest(results, "caught")
+    scored = scored[scored["by"] == "accuracy"]
+    if len(scored):
+        told += f" Correct answers alone show {_caught(scored)}."
     head = ["| | class | first seen by | caught | s | what the guard does not see |", "|---|---|---|--:|--:|---|"]
     return "\n".join([told, "", *head, *lines])
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 if TYPE_CHECKING:
     from hybrid_kv.guard.registry import Size
 
-EXACT, SANITIZER = "exact model", "sanitizer"
+EXACT, SANITIZER, ACCURACY = "exact model", "sanitizer", "accuracy"
 RUN = "run"  # the section of what took too long, or ended the process
 # Exact requests before all sections: 3 s of one core, in which most bugs are seen. The others take 25 s and show
 # nothing of arithmetic, so they come behind the sections, which take 37.
@@ -182,10 +182,15 @@ def guard_steps(size: Size, case: Path) -> Steps:
 
 
 def _steps(ways: Sequence[str], amount: int, case: Path) -> Steps:
+    from hybrid_kv.guard.registry import load_checks
+
     steps: Steps = {}
     for way in ways:
         if way == SANITIZER:
             steps[way] = partial(Scenarios(True, case).end, amount)
+        elif way == ACCURACY:
+            amounts = {check.section: check.amounts["full"] for check in load_checks()}
+            steps[way] = partial(_section, way, amounts[way], case)
         else:
             steps |= guard_steps(cast("Size", way), case)
     return steps

@@ -180,10 +180,11 @@ def test_a_class_of_bugs_is_told_by_what_caught_each_first(tmp_path: Path) -> No
     )
     made += of(1, "B01", "quick") + of(2, "B01", "full") + of(1, "B02", "http", "probes", 9.0) + of(1, "none", "quick")
     made += of(1, "runner.py:17", "quick") + of(1, "C01", "quick", "exact model")
+    made += of(1, "A01", "accuracy") + of(1, "C01", "accuracy", "accuracy")
     lines = (readme.BLOCKS["planted_classes"](results(tmp_path, *made)) or "").splitlines()
     assert lines[0] == (
         "4 of 5 are caught, 3 of them by the quick guard, 1 in 30 s of one core at most; the median takes 22.0 s. "
-        "Not caught: B01."
+        "Not caught: B01. Correct answers alone show 1 of 2."
     )
     shown = {line[2]: line.split(" | ")[2:5] for line in lines[4:]}
     assert shown["A"] == ["plan 2, sanitizer 1", "3 of 3", "6.0"] and shown["B"] == ["–", "0 of 1", "–"]

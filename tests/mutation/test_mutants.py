@@ -5,15 +5,17 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from hybrid_kv.accuracy.guard_model import FOLDERS
 from hybrid_kv.config import ConfigError
+from hybrid_kv.guard.registry import CHECKS
 from hybrid_kv.models.registry import sized
 from hybrid_kv.mutation import outside
-from hybrid_kv.mutation.catch import Trace
+from hybrid_kv.mutation.catch import Trace, _steps
 from hybrid_kv.mutation.hunt import Forks, Hunt, Row, hunt_all
 from hybrid_kv.mutation.mutant import FOLDER, PACKAGE, UNCHANGED, Change, KnownBug, read_mutants
 from hybrid_kv.mutation.small import Small
@@ -243,6 +245,11 @@ def test_every_bug_must_be_caught_and_nothing_where_there_is_none(
     assert sizes == ({f"small_{name}": value for name, value in expected.items()} if "small" in said else {})
     for part in ('"cell":"somewhere"', '"is_first":true', '"executed":false'):
         assert part in recorded["params"][0]
+
+
+def test_accuracy_alone_is_as_many_questions_as_a_full_guard_asks(tmp_path: Path) -> None:
+    (step,) = _steps(("accuracy",), 0, tmp_path).values()
+    assert isinstance(step, partial) and step.args[:2] == ("accuracy", CHECKS["accuracy"].amounts["full"])
 
 
 def test_what_takes_too_long_or_dies_is_no_catch(forked: Forks) -> None:
