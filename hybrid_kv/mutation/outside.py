@@ -59,6 +59,7 @@ class Planted:
 
     name: str = serve.name
     factors: Mapping[str, Sequence[str]] = serve.factors
+    size: str = serve.size
 
     def __init__(self, root: Path) -> None:
         self.root = root
