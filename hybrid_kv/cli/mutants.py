@@ -31,6 +31,7 @@ def mutants(
     changed_since: Annotated[
         str | None, typer.Option(metavar="REVISION", help="Generated ones of lines that changed since, one of each.")
     ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Also generated ones that survived before.")] = False,
     by: Annotated[
         Way, typer.Option(help="What hunts them; accuracy: the guard models' answers alone; http: probes of a server.")
     ] = "quick",
@@ -62,6 +63,8 @@ def mutants(
         require("fastapi", "uvicorn", "prometheus_client", "httpx2")
     if changed_since is not None and generated is None:
         raise ConfigError(f"--changed-since {changed_since}: give --generated too, and how many at most")
+    if again and generated is None:
+        raise ConfigError("--again is of generated mutants: give --generated too, or the id alone")
     if generated is not None and (ids or folder is not None):
         raise ConfigError(f"--generated {generated} draws its own mutants; leave out --id and --folder")
     is_generated = generated is not None or any(":" in name for name in ids or ())
@@ -73,7 +76,7 @@ def mutants(
     chosen: Sequence[Mutant]
     if is_generated:
         require("cosmic_ray")
-        chosen, rows = choose(generated, seed, changed_since, ids or (), csv)
+        chosen, rows = choose(generated, seed, changed_since, ids or (), csv, again)
     else:
         chosen = read_mutants(folder or FOLDER, ids or ())
     look = None if generated is None else (results or Path("out")) / "reached.json"

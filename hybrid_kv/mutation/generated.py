@@ -60,17 +60,14 @@ class Generated(Mutant):
         text: of the changed file.
         lines: of the changed statement.
         change: where, and what: `KVCacheManager.allocate: old line => new line`.
+        digest: of the changed function, or statement outside of functions; what changes elsewhere leaves it the same.
     """
 
     file: str
     text: str
     lines: range
     change: str
-
-    @property
-    def digest(self) -> str:
-        """Of the changed file."""
-        return sha256(f"{self.file}\n{self.text}".encode()).hexdigest()[:16]
+    digest: str
 
     def told(self) -> dict[str, Any]:
         return {"change": self.change, "digest": self.digest}
@@ -134,9 +131,13 @@ class Source:
             return None
         if code == self._code:
             return None
-        name, lines = self._statement(place.position)
-        new = _shown([*text.split("\n")], self._lines)
-        return Generated(place.id, self.file, text, lines, f"{name}: {new}"), code
+        name, lines, around = self._statement(place.position)
+        changed = text.split("\n")
+        more = len(changed) - len(self._lines)
+        own = "\n".join([self.file, name, *changed[around.start - 1 : around.stop - 1 + more]])
+        digest = sha256(own.encode()).hexdigest()[:16]
+        change = f"{name}: {_shown(changed, self._lines)}"
+        return Generated(place.id, self.file, text, lines, change, digest), code
 
     def has(self, function: str, old: str) -> bool:
         """Whether these lines, without their indentation, are still in a function or class."""
@@ -158,17 +159,20 @@ class Source:
         assert node.end_lineno is not None and node.end_col_offset is not None
         return position(node.lineno, node.col_offset), position(node.end_lineno, node.end_col_offset)
 
-    def _statement(self, at: Position) -> tuple[str, range]:
-        """The function or class around a place, and the lines of its statement; of one with a body those before it."""
-        names, lines = [], range(at[0], at[0] + 1)
+    def _statement(self, at: Position) -> tuple[str, range, range]:
+        """The function or class around a place; the lines of its statement, of one with a body those before it; and
+        those of the function, or of the statement where there is none."""
+        names, lines, function = [], range(at[0], at[0] + 1), None
         for node in ast.walk(self.tree):  # from the outside in
             if isinstance(node, ast.stmt) and self._span(node)[0] <= at < self._span(node)[1]:
                 body = getattr(node, "body", None)
                 if isinstance(node, ast.FunctionDef | ast.ClassDef):
                     names.append(node.name)
+                if isinstance(node, ast.FunctionDef):
+                    function = range(node.lineno, (node.end_lineno or node.lineno) + 1)
                 end = body[0].lineno if body and body[0].lineno > node.lineno else (node.end_lineno or node.lineno) + 1
                 lines = range(node.lineno, end) if at[0] < end else range(at[0], at[0] + 1)
-        return ".".join(names) or "module", lines
+        return ".".join(names) or "module", lines, function or lines
 
 
 @cache

@@ -22,14 +22,15 @@ ID = re.compile(r"([\w/]+\.py):(\d+):(\w+):(\d+)")
 
 
 def choose(
-    amount: int | None, seed: int, since: str | None, ids: Sequence[str], csv: Path
+    amount: int | None, seed: int, since: str | None, ids: Sequence[str], csv: Path, again: bool = False
 ) -> tuple[list[Generated], list[Row]]:
-    """The mutants that are hunted, and the rows of those that were: the same file text, by the same ways.
+    """The mutants that are hunted, and the rows of those that were: the same function, by the same ways.
 
     Args:
         amount: of a sample; None: those of `ids`, which are hunted in any case.
         since: a revision, from which the lines of the sample differ.
         csv: of rows; there may be none.
+        again: those that survived are hunted once more.
 
     Raises:
         ConfigError: as `draw`, `by_id`, `changed_lines` and `read_equivalent`.
@@ -39,7 +40,7 @@ def choose(
     equivalent = read_equivalent()
     drawn = draw(amount, seed, None if since is None else changed_lines(since))
     drawn = [mutant for mutant in drawn if (mutant.file, mutant.change) not in equivalent]
-    known = read_known(csv)
+    known = {digest: row for digest, row in read_known(csv).items() if row.caught or not again}
     return (
         [mutant for mutant in drawn if mutant.digest not in known],
         [known[mutant.digest] for mutant in drawn if mutant.digest in known],

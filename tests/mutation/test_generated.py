@@ -102,6 +102,14 @@ def test_the_lines_of_a_mutant_are_those_of_its_statement(source: Source) -> Non
     assert loop == [TEXT.splitlines().index("    for one in zip(x, y, strict=True):") + 1]
 
 
+def test_a_digest_outlives_changes_of_other_functions(source: Source) -> None:
+    before = {mutant.change: mutant.digest for mutant in all_of(source)}
+    (Path(generated.PACKAGE) / "cache/f.py").write_text(TEXT.replace("14,", "16,").replace("X = 1", "X = 1\n"))
+    after = {mutant.change: mutant.digest for mutant in all_of(Source("cache/f.py"))}
+    same = {change for change in before if before[change] == after.get(change)}
+    assert same == {change for change in before if change.startswith("f: ")} and len(same) < len(before)
+
+
 def test_a_sample_has_each_file_and_a_larger_one_begins_with_it(source: Source) -> None:
     drawn = sample.draw(6, 7)
     assert {mutant.file for mutant in drawn[:2]} == {"cache/f.py", "cache/g.py"}
@@ -193,6 +201,9 @@ def test_a_sample_goes_on_where_it_was_left(source: Source, tmp_path: Path, monk
     left, known = sample.choose(6, 7, None, (), csv)
     assert left == drawn[2:]
     assert known == [replace(row(second, "exact model"), seconds=0.0)]
+    append_rows(csv, row(third).records("quick+sanitizer"))
+    assert sample.choose(6, 7, None, (), csv)[0] == drawn[3:]
+    assert sample.choose(6, 7, None, (), csv, again=True)[0] == drawn[2:]
     assert sample.choose(None, 0, None, [second.id], csv) == ([second], [])
 
 
@@ -202,6 +213,7 @@ def test_a_sample_goes_on_where_it_was_left(source: Source, tmp_path: Path, monk
         (["--changed-since", "HEAD"], "give --generated too"),
         (["--generated", "3", "--id", "F16"], "leave out --id and --folder"),
         (["--generated", "3", "--by", "full"], "leave it out"),
+        (["--again"], "give --generated too"),
         (["--id", "cache/f.py:1:AddNot:1", "--by", "http"], "leave it out"),
     ],
 )
@@ -228,7 +240,7 @@ def test_survivors_are_listed_by_their_lines(
 
 def mutant(text: str, file: str = "config.py") -> Generated:
     path = hunt.PACKAGE / file
-    return Generated("Z01", file, path.read_text(encoding="utf-8") + text, range(1, 2), "module: a => b")
+    return Generated("Z01", file, path.read_text(encoding="utf-8") + text, range(1, 2), "module: a => b", "0")
 
 
 def test_a_generated_mutant_that_loops_or_dies_was_caught(forked: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
