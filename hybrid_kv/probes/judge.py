@@ -121,13 +121,18 @@ class Judge:
         text = [*ask.prompt, *tokens]
         rows = self.oracle.logprobs(text)[len(ask.prompt) - 1 : -1]
         found = _beyond(self.limit, rows, tokens, logprobs, is_greedy)
-        if found.problem:
-            # The limit comes from short texts. Rounding grows with their length, and may turn a choice of experts.
-            limit = max(self.limit, MARGIN * self.oracle.rounding_of(text) + self.oracle.moved(text, MARGIN))
+        if not found.problem:
+            return found
+        # The limit comes from short texts. Rounding grows with their length, and may turn a choice of experts.
+        limit, rounding = self.limit, MARGIN * self.oracle.rounding_of(text)
+        for moved in self.oracle.moves(text, MARGIN):
+            limit = max(limit, rounding + moved)
             found = _beyond(limit, rows, tokens, logprobs, is_greedy)
-            if not found.problem and (share := self.oracle.within(text, limit)) ** len(tokens) > CHANCE:
-                said = f"in this text rounding goes to {limit:.2g}, which {share:.0%} of all tokens are within"
-                return Judgement("inconclusive", said)
+            if not found.problem:
+                break
+        if not found.problem and (share := self.oracle.within(text, limit)) ** len(tokens) > CHANCE:
+            said = f"in this text rounding goes to {limit:.2g}, which {share:.0%} of all tokens are within"
+            return Judgement("inconclusive", said)
         return found
 
     def _by_alone(self, tokens: tuple[int, ...], logprobs: Sequence[Mapping[int, float]], alone: Answer) -> Judgement:

@@ -68,6 +68,16 @@ def test_what_is_beyond_the_limit_is_held_against_the_rounding_of_its_own_text(l
     assert judge.limit == MARGIN * 1e-9  # of other texts nothing else is believed
 
 
+def test_a_late_draw_that_turns_a_router_explains_a_difference_and_ends_the_drawing():
+    oracle, asked = ToyOracle(), []
+    oracle.moves = lambda text, roundings: (asked.append(moved) or moved for moved in (1e-9, 1e-9, 6e-5, 1.0))
+    ask = Ask((1, 2, 3), max_tokens=4, logprobs=True)
+    (plain,) = Toy().ask([ask])
+    off = [{token: value + 5e-5 for token, value in one.items()} for one in plain.logprobs]
+    assert Judge(oracle).judge(ask, Answer(**{**vars(plain), "logprobs": tuple(off)}), None).verdict == "right"
+    assert asked == [1e-9, 1e-9, 6e-5]
+
+
 def test_nan_is_no_log_probability():
     one = answer()
     logprobs = ({**one.logprobs[0], one.token_ids[0]: float("nan")}, *one.logprobs[1:])

@@ -39,8 +39,8 @@ class ToyOracle:
     def rounding_of(self, token_ids):
         return 1e-9
 
-    def moved(self, token_ids, roundings):
-        return 1e-9
+    def moves(self, token_ids, roundings):
+        return [1e-9]
 
     within = Oracle.within
 
