@@ -1,8 +1,8 @@
 """Mutants that cosmic-ray makes: each is one operator of it applied to one place of a file of the engine.
 
 A place is named by its file, its line, the operator, and which of that operator's mutations on that line it is. Text is
-no place: no string, no type, no error that is raised, nothing that is logged. What Python compiles to the same code as
-before, or as another mutant, is none.
+no place: no string, no type, no error that is raised, nothing that is logged; nor is a check of the code's own, such as
+an assertion. What Python compiles to the same code as before, or as another mutant, is none.
 """
 
 from __future__ import annotations
@@ -183,9 +183,12 @@ def _operators() -> dict[str, Any]:
 
 
 def _text_nodes(tree: ast.Module) -> Iterator[ast.AST]:
-    """What people and type checkers alone read; and decorators, and `strict` of zip, a check of its own."""
+    """What people and type checkers alone read; decorators; and the code's own checks, `strict` of zip among them.
+
+    A check that is weaker than it was breaks nothing by itself.
+    """
     for node in ast.walk(tree):
-        if isinstance(node, ast.Raise | ast.JoinedStr):
+        if isinstance(node, ast.Raise | ast.JoinedStr | ast.Assert):
             yield node
         elif isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
             yield node.annotation
@@ -193,7 +196,7 @@ def _text_nodes(tree: ast.Module) -> Iterator[ast.AST]:
             yield from node.decorator_list
             if isinstance(node, ast.FunctionDef):
                 yield from [node.returns] if node.returns is not None else []
-                yield from [node] if node.name in ("__repr__", "__str__") else []
+                yield from [node] if node.name in ("__repr__", "__str__", "check_integrity") else []
         else:
             is_typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
             is_strict = isinstance(node, ast.keyword) and node.arg == "strict"

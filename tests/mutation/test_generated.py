@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 def f(x: List[3] = 4) -> Dict[5]:
     """Not 6."""
     y: Tuple[7] = ("ü", 8) if x else None
+    assert y == 17
     _log.warning("%d", 9)
     for one in zip(x, y, strict=True):
         if not one:
@@ -41,6 +42,9 @@ def f(x: List[3] = 4) -> Dict[5]:
 class C:
     def __repr__(self):
         return str(13)
+
+    def check_integrity(self):
+        return 18
 
     def g(self):
         return [
@@ -66,12 +70,12 @@ def all_of(source: Source) -> list[Generated]:
     return [made[0] for place in source.places() if (made := source.mutant(place))]
 
 
-def test_neither_text_nor_types_nor_errors_nor_logs_are_changed(source: Source) -> None:
+def test_neither_text_nor_types_nor_errors_nor_logs_nor_checks_are_changed(source: Source) -> None:
     changes = [mutant.change.split(" => ") for mutant in all_of(source) if "NumberReplacer" in mutant.id]
     numbers = [[re.findall(r"\b\d+", lines) for lines in change] for change in changes]
     touched = {int(a) for old, new in numbers for a, b in zip(old, new, strict=True) if a != b}
     assert {4, 8, 12, 14, 15} <= touched
-    assert not touched & {2, 3, 6, 7, 9, 10, 11, 13}
+    assert not touched & {2, 3, 6, 7, 9, 10, 11, 13, 17, 18}
     assert not [mutant for mutant in all_of(source) if "strict=False" in mutant.text or "X = 2" in mutant.text]
 
 
