@@ -5,11 +5,14 @@ from __future__ import annotations
 import secrets
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from hybrid_kv.cli.options import AsJson, OutFile, Record, ResultsFolder, Select, rows_file, show
+
+if TYPE_CHECKING:
+    from hybrid_kv.guard.registry import Size
 
 
 def guard(
@@ -93,13 +96,13 @@ def guard(
         raise ConfigError(f"--ray {ray} is for --swarm")
     if quick and long:
         raise ConfigError("--quick and --long exclude each other; give one of them")
+    size: Size = "quick" if quick else "long" if long else "full"
     if target is not None:
         if levels or record or results or device != "cpu":
             raise ConfigError(f"--target {target}: leave --only FACTOR=LEVEL, --record, --results and --device out")
         check_outputs(out, repro / "case.json")
-        amount = 10 if long else 1 if quick else 3
         raise typer.Exit(
-            guard_target(target, model, against, matrix, select, seed or 0, amount, jobs, repro, as_json, out)
+            guard_target(target, model, against, matrix, select, seed or 0, size, jobs, repro, as_json, out)
         )
     if against or matrix:
         raise ConfigError("--against and --matrix are about another engine; name it with --target")
@@ -114,7 +117,7 @@ def guard(
     if long:
         print(f"the same run again: hybrid-kv guard --long --seed {seed}", file=sys.stderr)
     checks = run_guard(
-        amounts("quick" if quick else "long" if long else "full"),
+        amounts(size),
         seed,
         device=device,
         select=select,

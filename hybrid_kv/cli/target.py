@@ -16,6 +16,7 @@ from rich.table import Table
 from hybrid_kv.cli.options import show
 from hybrid_kv.errors import require
 from hybrid_kv.files import write_whole
+from hybrid_kv.guard.registry import Size
 from hybrid_kv.guard.workers import num_workers
 from hybrid_kv.models.registry import sized
 from hybrid_kv.probes.guarded import Guarded
@@ -28,7 +29,8 @@ from hybrid_kv.targets.models import model_folder
 from hybrid_kv.targets.target import TargetError
 from hybrid_kv.threads import is_small, threads_for
 
-SHRINK_SECONDS = 100.0  # for all failures of a run, times how much it asks; 300 at most: one bug makes many
+AMOUNTS: dict[Size, int] = {"quick": 1, "full": 1, "long": 10}  # how often each probe asks
+SHRINK_SECONDS = {"quick": 100.0, "full": 100.0, "long": 300.0}  # for all failures of a run: one bug makes many
 STYLES = {
     "right": "green",
     "wrong": "bold red",
@@ -45,7 +47,7 @@ def guard_target(
     matrix: Sequence[str] | None,
     select: Sequence[str] | None,
     seed: int,
-    amount: int,
+    size: Size,
     jobs: int | None,
     repro: Path,
     as_json: bool,
@@ -58,13 +60,13 @@ def guard_target(
     model = f"{model}:{kind.size}" if model in sized() and kind.size != "tiny" else model
     console = Console(stderr=True)
     with model_folder(model) as folder, threads_for(folder):
-        guarded = Guarded(kind, folder, other, seed, amount)
+        guarded = Guarded(kind, folder, other, seed, AMOUNTS[size])
         seen: list[Outcome] = []
         files: list[str] = []
 
         def document() -> dict[str, Any]:
             return {
-                "target": target, "version": guarded.version, "model": model, "seed": seed, "amount": amount,
+                "target": target, "version": guarded.version, "model": model, "seed": seed, "amount": guarded.amount,
                 **_asked(seen), "seconds": round(sum(one.seconds for one in seen), 1),
                 "outcomes": [_document(one) for one in seen], "files": files,
             }  # fmt: skip
@@ -77,16 +79,17 @@ def guard_target(
             if out is not None:  # an hour's work outlives what ends it
                 write_whole(out, json.dumps(document(), indent=2) + "\n")
 
-        seen = guard(guarded, cells, select or (), told, jobs or (num_workers(None) if is_small(folder) else 1))
+        at_once = jobs or (num_workers(None) if is_small(folder) else 1)
+        seen = guard(guarded, cells, select or (), told, at_once, size == "quick")
         failures = distinct([failure for outcome in seen for failure in outcome.failures])
-        end = time.perf_counter() + min(300.0, SHRINK_SECONDS * amount)
+        end = time.perf_counter() + SHRINK_SECONDS[size]
         for i, failure in enumerate(failures):
             share = min(120.0, (end - time.perf_counter()) / (len(failures) - i))
             shrunk = shrink(failure, lambda failure=failure: guarded.session(failure.settings), share)  # type: ignore[misc]
             case = case_of(shrunk.failure, target, guarded.version, model, guarded.judge_of(failure.settings).limit)
             files += map(str, write_files(case, kind, repro))
-            size = f"{shrunk.num_requests} requests, {shrunk.num_prompt_tokens} prompt tokens"
-            console.print(f"{failure.probe}: shrunk to {size} in {shrunk.seconds:.0f} s: {files[-1]}", soft_wrap=True)
+            small = f"{shrunk.num_requests} requests, {shrunk.num_prompt_tokens} prompt tokens"
+            console.print(f"{failure.probe}: shrunk to {small} in {shrunk.seconds:.0f} s: {files[-1]}", soft_wrap=True)
     title = f"{target} {guarded.version}, {model}"
     show(document(), as_json, out, lambda: _print(title, seen))
     return int(any(one.verdict not in ("right", "cannot be asked here") for one in seen))

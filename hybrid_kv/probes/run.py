@@ -13,15 +13,16 @@ from hybrid_kv.probes.session import Outcome
 from hybrid_kv.targets.target import Kind
 
 
-def default_matrix(kind: Kind) -> list[Settings]:
+def default_matrix(kind: Kind, quick: bool = False) -> list[Settings]:
     """The plainest engine, each level of the prefix cache, and with the last of these each other level by itself.
 
-    Factors in the kind's `apart`, if it has that, exclude the prefix cache: their levels are met without it.
+    A quick look leaves the last ones out. Factors in the kind's `apart`, if it has that, exclude the prefix cache:
+    their levels are met without it.
     """
     prefixes = kind.factors.get("prefix", ())
     cells: list[Settings] = [{}, *({"prefix": level} for level in prefixes[1:])]
     for factor, levels in kind.factors.items():
-        if factor != "prefix":
+        if factor != "prefix" and not quick:
             is_cached = len(prefixes) > 1 and factor not in getattr(kind, "apart", ())
             cached = {"prefix": prefixes[-1]} if is_cached else {}
             cells += [{**cached, factor: level} for level in levels[1:]]
@@ -69,6 +70,7 @@ def guard(
     select: Sequence[str] = (),
     told: Callable[[Outcome], None] = lambda outcome: None,
     jobs: int = 1,
+    quick: bool = False,
 ) -> list[Outcome]:
     """Every probe in every setting; a setting that cannot be started is an outcome, too.
 
@@ -79,6 +81,7 @@ def guard(
         select: only probes that have one of these in their name; `alone` is always run.
         told: called with each outcome.
         jobs: settings at a time, an engine and a process each.
+        quick: of the default matrix no more than the levels of the prefix cache.
 
     Returns:
         Outcomes by setting, the plain ones first.
@@ -88,7 +91,7 @@ def guard(
     """
     if not any(part in one.name for part in select or [""] for one in load_probes()):
         raise ConfigError(f"-k {', '.join(select)}: no probe has this in its name")
-    cells = default_matrix(guarded.kind) if matrix is None else [*matrix]
+    cells = default_matrix(guarded.kind, quick) if matrix is None else [*matrix]
     first = [settings for settings in cells if guarded.is_plain(settings)]
     rest = [settings for settings in cells if settings not in first]
     outcomes: list[Outcome] = []

@@ -25,6 +25,7 @@ def test_by_default_each_level_is_met_once_with_the_cache_on():
         {"prefix": "on", "chunk": "no"},
         {"prefix": "on", "chunk": "broken"},
     ]
+    assert default_matrix(ToyKind(), quick=True) == [{}, {"prefix": "on"}]
 
 
 def test_several_texts_are_met_one_after_another():
