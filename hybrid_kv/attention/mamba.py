@@ -109,7 +109,7 @@ class MambaMetadata:
         if self.undo.cu_seqlens is not None:
             return self.undo.cu_seqlens
         assert self.decode_rows is not None
-        return torch.nn.functional.pad(self.decode_rows.lengths.cumsum(0), (1, 0))
+        return self.decode_rows.starts()
 
     @cached_property
     def window_targets(self) -> torch.Tensor:

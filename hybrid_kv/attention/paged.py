@@ -187,7 +187,7 @@ class FlashInferCompute(TritonCompute):
         part: AttentionPart,
         scale: float,
     ) -> torch.Tensor:
-        geometry = (*query.shape[2:], *key_cache.shape[1:3], scale, query.dtype, key_cache.dtype)
+        geometry = (query.shape[2:], key_cache.shape[2], scale, query.dtype, key_cache.dtype)
         if geometry not in part.plans:
             part.plans[geometry] = self._plan(query, key_cache, part, scale)
         out = part.plans[geometry].run(part.rows.flat(query), (key_cache, value_cache))
@@ -287,7 +287,7 @@ class AttentionPart:
     @cached_property
     def query_start_loc(self) -> torch.Tensor:
         """[num_rows + 1] int32, first token of each row, counted from the part's first."""
-        return torch.nn.functional.pad(self.rows.lengths.cumsum(0), (1, 0)).int()
+        return self.rows.starts().int()
 
     def token_index(self, cache: torch.Tensor, grid: int | None = None) -> torch.Tensor:
         """Of the first `num_keys` tokens of each row, see `kernels.paged_attention.token_index`."""

@@ -168,8 +168,7 @@ class BlockTables:
         """
         self._apply_staged()
         self.num_gathers += self._host.place(rows, num_reqs_padded)
-        on_host = positions if self._mirror is None else positions.cpu()
-        self._host.map_slots(rows, query_lens, on_host.numpy(), num_tokens_padded)
+        self._host.map_slots(rows, query_lens, positions.cpu().numpy(), num_tokens_padded)
         if self._mirror is not None:
             for name in ("flat_tables", "flat_input_tables", "num_blocks", "slot_mappings"):
                 getattr(self._mirror, name).copy_(getattr(self._host, name))
@@ -195,6 +194,8 @@ class BlockTables:
 
 class LaunchedBlockTables(BlockTables):
     """The same, but that `update` is one launch on the device: nothing is checked, as nobody waits."""
+
+    _update_tables = staticmethod(update_block_tables)
 
     def _allocate(self, layouts: Sequence[TableLayout], max_num_batched_tokens: int) -> Tables:
         self._on_device = DeviceTables(layouts, self.max_num_reqs, max_num_batched_tokens, self.device, *self.cp)
@@ -229,7 +230,7 @@ class LaunchedBlockTables(BlockTables):
         self._num_ids = self._num_staged = 0
         ids, *requests = self._staged
         parts = (ids[:num_ids], *(part[:staged] for part in requests))
-        update_block_tables(self._on_device, StagedBlocks(*(part.to(self.device) for part in parts)), batch)
+        self._update_tables(self._on_device, StagedBlocks(*(part.to(self.device) for part in parts)), batch)
 
     def forget(self) -> None:
         """See `BlockTables.forget`."""

@@ -7,17 +7,30 @@ import time
 import numpy as np
 import torch
 
+from hybrid_kv.attention.undo import ReplaySpec
 from hybrid_kv.cache.backend import BackendContext, FlashAttentionBackend, TorchBackend, init_attn_backend
-from hybrid_kv.cache.layout import allocate_raw_buffers, bind_views
+from hybrid_kv.cache.layout import allocate_raw_buffers, allocate_row_memory, bind_views
 from hybrid_kv.cache.plan import plan_cache
-from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec, window_and_states
+from hybrid_kv.cache.spec import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    StatePart,
+    UndoSpec,
+    window_and_states,
+)
 from hybrid_kv.config import CacheConfig
 from hybrid_kv.guard.registry import CheckResult, Run, check
+from hybrid_kv.kernels.replay import default_ring_len
 
 
 @check("layout", quick=200, full=200, seconds=0.0005, place=10)
 def check_layout(run: Run) -> list[CheckResult]:
-    """Writing page b through any view of a layer must change bytes of page b only, and all views must agree on it."""
+    """Writing page b through all views of a layer must change the bytes of what it keeps, in page b only.
+
+    What a request takes of a layer at most is so many pages, and its row of what the layer keeps beside them.
+    """
     begin = time.perf_counter()
     rng = np.random.default_rng(run.seed)
     wrong: list[str] = []
@@ -39,10 +52,17 @@ def _layout_errors(
     backend: type[TorchBackend] | type[FlashAttentionBackend], num_blocks: int, rng: np.random.Generator
 ) -> list[str]:
     # bf16 windows before float32 states, as in real checkpoints: parts of one page need not have one dtype.
-    width, heads = 2 * int(rng.integers(1, 5)), int(rng.integers(1, 6))
+    width, heads, num_rows = 2 * int(rng.integers(1, 5)), int(rng.integers(1, 6)), int(rng.integers(1, 4))
+    state_bytes, (one_vector, is_replay) = 2 * 3 * width + 4 * heads * width, rng.integers(2, size=2)
+    token_bytes = 2 * width if one_vector else 2 * 2 * heads * width
+    parts = window_and_states(((3, width), torch.bfloat16), ((heads, width), torch.float32))
+    inputs = tuple(StatePart(name, shape, torch.float32) for name, shape in (("x", (heads, 1)), ("B", (1, width))))
+    undo = ReplaySpec(0, default_ring_len(1)) if is_replay else UndoSpec()
     specs: dict[str, KVCacheSpec] = {
-        "mamba": MambaSpec(1, window_and_states(((3, width), torch.bfloat16), ((heads, width), torch.float32))),
-        "attention": FullAttentionSpec(1, heads, width, torch.bfloat16),
+        "mamba": MambaSpec(1, parts, undo=undo, inputs=(*inputs, StatePart("dt", (heads,), torch.float32))),
+        "attention": MLAAttentionSpec(1, width, torch.bfloat16)
+        if one_vector
+        else FullAttentionSpec(1, heads, width, torch.bfloat16),
     }
     context = BackendContext()
     cache = CacheConfig(block_size=16 * int(rng.integers(1, 4)), num_blocks=max(3, num_blocks))
@@ -50,19 +70,25 @@ def _layout_errors(
     config = type(plan.config)(num_blocks, plan.config.groups)
     groups = init_attn_backend(config, backend, context)
     raw_buffers = allocate_raw_buffers(config, torch.device("cpu"))
-    page = config.page_size_bytes
-    errors = []
+    rings = allocate_row_memory(config, num_rows, torch.device("meta"))
+    page, errors = raw_buffers[0].nbytes // num_blocks, []
     for group in groups:
-        views = bind_views(config, groups, raw_buffers)[group.layer_names[0]]
-        split = 1 if group.backend.is_ssm() else group.spec.block_size // group.kernel_block_size
+        name = group.layer_names[0]
+        views, is_ssm = bind_views(config, groups, raw_buffers)[name], group.backend.is_ssm()
+        split = 1 if is_ssm else group.spec.block_size // group.kernel_block_size
+        expected = state_bytes if is_ssm else group.spec.block_size * token_bytes
         for block in range(num_blocks):
             raw_buffers[0].zero_()
             for view in views:
-                view[block * split : (block + 1) * split] = 1 / 3  # no byte of it is zero, in bf16 and in float32
+                # No byte of these is zero, in bf16, float32 and int16.
+                view[block * split : (block + 1) * split] = 1 / 3 if view.is_floating_point() else 257
             touched = raw_buffers[0].nonzero().flatten()
-            expected = sum(view[block * split : (block + 1) * split].numel() * view.element_size() for view in views)
             if len(touched) != expected or touched.min() < block * page or touched.max() >= (block + 1) * page:
                 errors.append(
                     f"{group.backend.name} with {num_blocks} blocks: page {block} is not bytes {block * page}…"
                 )
+        ring_bytes = rings[name].nbytes // num_rows if name in rings else 0
+        usage = group.spec.max_blocks_per_request(64) * page + ring_bytes
+        if (told := group.spec.max_memory_usage_bytes(64)) != usage:
+            errors.append(f"{name}: a request of 64 tokens takes {usage} B, not {told}")
     return errors

@@ -60,6 +60,12 @@ def neighbours(rng: np.random.Generator) -> Iterator[Neighbours]:
     yield Neighbours("states of a cache", {"mamba_cache_mode": "align"}, {
         "mamba_cache_mode": "align", "enable_prefix_caching": False}, "turns off; use mode none",
     )  # fmt: skip
+    for size, inside in ((2 * BLOCK, {"mamba_cache_mode": "all"}), (BLOCK // 2, {"mamba_block_size": BLOCK})):
+        aligned = {"mamba_cache_mode": "align", "mamba_block_size": size}
+        yield Neighbours(
+            f"Mamba blocks of {size} tokens", {**aligned, **inside}, aligned,
+            f"cannot be kept: mode align needs the attention block size {BLOCK}",
+        )  # fmt: skip
     yield Neighbours("a prompt and one token", {}, {}, "the prompt has 64 tokens, max_model_len is 64", (63, 64))
     length = int(rng.integers(10, 40))
     columns = cdiv(length + NUM_NEW - 1, BLOCK)  # the last token is never cached

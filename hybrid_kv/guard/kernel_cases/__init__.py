@@ -1,7 +1,20 @@
-"""Operations of `kernels` on small operands, each with what its definition makes of them: section *kernels*."""
+"""Operations of `kernels`, and what they are handed, small, each with what its definition says: section *kernels*."""
 
-from hybrid_kv.guard.kernel_cases import attention, blocks, experts, replay, states, tables
+from hybrid_kv.guard.kernel_cases import (
+    attention,
+    backends,
+    blocks,
+    experts,
+    metadata,
+    replay,
+    staging,
+    states,
+    tables,
+)
 
-CASES = (*states.CASES, *blocks.CASES, *attention.CASES, *experts.CASES, *tables.CASES, *replay.CASES)
+CASES = (
+    *states.CASES, *blocks.CASES, *attention.CASES, *experts.CASES, *tables.CASES, *replay.CASES,
+    *backends.CASES, *metadata.CASES, *staging.CASES,
+)  # fmt: skip
 
 __all__ = ["CASES"]

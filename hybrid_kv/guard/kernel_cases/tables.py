@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
 import torch
 
+from hybrid_kv.cache.block_table import BlockTables
 from hybrid_kv.guard import definitions
 from hybrid_kv.guard.kernel_cases.draw import Compared, Draw, longs, starts
 from hybrid_kv.kernels.block_tables import (
@@ -57,28 +58,34 @@ def expansions(draw: Draw) -> Iterator[Compared]:
 
 
 class Requests:
-    """What block tables should hold: of each row and group a list of blocks, and the slots of the last steps."""
+    """What block tables should hold: of each row and group a list of blocks, and the slots of the last steps.
 
-    def __init__(self, draw: Draw) -> None:
+    Args:
+        gaps: kernel blocks between two manager blocks, any of them.
+    """
+
+    def __init__(self, draw: Draw, gaps: Sequence[int] = (0, 2)) -> None:
         interleave, cp_size = draw.number(1, 2), draw.number(1, 3)
         self.cp = cp_size, draw.number(0, cp_size - 1), interleave
-        self.layouts = [self._layout(draw, interleave) for _ in range(draw.number(1, 3))]
+        self.layouts = [self._layout(draw, interleave, gaps) for _ in range(draw.number(1, 3))]
         self.blocks = [[list[int]() for _ in self.layouts] for _ in range(MAX_REQS)]
         self.slots = np.full((len(self.layouts), MAX_TOKENS), PAD_SLOT)
 
     @staticmethod
-    def _layout(draw: Draw, interleave: int) -> TableLayout:
+    def _layout(draw: Draw, interleave: int, gaps: Sequence[int]) -> TableLayout:
         per_block = draw.number(1, 3)
-        size = interleave * draw.number(1, 2)
-        return TableLayout(draw.number(1, 4), size, per_block, per_block + draw.one_of(0, 2), draw.number(0, 3) > 0)
+        size = interleave * draw.number(1, 2) * per_block
+        return TableLayout(draw.number(1, 4), size, per_block, per_block + draw.one_of(*gaps), draw.number(0, 3) > 0)
 
-    def stage(self, draw: Draw) -> StagedBlocks:
-        """New blocks for some rows, up to their width; a row begins anew or goes on."""
-        rows, new, overwrite = draw.some(range(MAX_REQS)), list[list[list[int]]](), list[bool]()
+    def stage(self, draw: Draw, fills: bool = False) -> StagedBlocks:
+        """New blocks for some rows, up to their width; a row begins anew or goes on. `fills`: all rows, as they can."""
+        rows = [*range(MAX_REQS)] if fills else draw.some(range(MAX_REQS))
+        new, overwrite = list[list[list[int]]](), list[bool]()
         for row in rows:
-            overwrite.append(draw.chance())
+            overwrite.append(fills or draw.chance())
             held = [0 if overwrite[-1] else len(blocks) for blocks in self.blocks[row]]
-            counts = [draw.number(0, layout.width - n) for layout, n in zip(self.layouts, held, strict=True)]
+            most = [layout.width - n for layout, n in zip(self.layouts, held, strict=True)]
+            counts = most if fills else [draw.number(0, count) for count in most]
             new.append([draw.numbers(1, 999, count) for count in counts])
             for blocks, n, more in zip(self.blocks[row], held, new[-1], strict=True):
                 blocks[n:] = more
@@ -90,9 +97,10 @@ class Requests:
         new[group] = [1] * (self.layouts[group].width - len(self.blocks[row][group]) + 1)
         return _staged([row], [new], [False], len(self.layouts))
 
-    def batch(self, draw: Draw) -> StepBatch:
+    def batch(self, draw: Draw, rows: Sequence[int] | None = None) -> StepBatch:
         """Some rows, and of each consecutive tokens that its blocks hold; where they fill their row, two more."""
-        rows, lengths, positions = draw.some(range(MAX_REQS)), list[int](), list[int]()
+        rows = draw.some(range(MAX_REQS)) if rows is None else rows
+        lengths, positions = list[int](), list[int]()
         for row in rows:
             ends = [
                 len(blocks) * layout.block_size * self.cp[0] + 2 * (len(blocks) == layout.width)
@@ -108,7 +116,7 @@ class Requests:
         bounds = torch.tensor(starts(lengths), dtype=torch.int32)
         return StepBatch(longs(rows), bounds, longs(positions), padded_rows, padded_tokens)
 
-    def _map(self, rows: list[int], lengths: list[int], positions: list[int], padded_tokens: int) -> None:
+    def _map(self, rows: Sequence[int], lengths: list[int], positions: list[int], padded_tokens: int) -> None:
         token_rows = [row for row, length in zip(rows, lengths, strict=True) for _ in range(length)]
         self.slots[:, len(positions) : padded_tokens] = PAD_SLOT
         for group, layout in enumerate(self.layouts):
@@ -117,7 +125,7 @@ class Requests:
                     blocks = self.blocks[row][group]
                     self.slots[group, token] = definitions.slot(blocks, position, layout.block_size, *self.cp)
 
-    def compare(self, name: str, tables: Tables, batch: StepBatch) -> Iterator[Compared]:
+    def compare(self, name: str, tables: Tables | BlockTables, batch: StepBatch) -> Iterator[Compared]:
         """The tables, what a step's readers get, and null rows behind them."""
         counts = [[len(blocks) for blocks in row] for row in self.blocks]
         yield f"{name}, num_blocks", tables.num_blocks, np.array(counts)

@@ -1,7 +1,7 @@
 """Block tables of all groups: on a host in numpy, on a device in one launch per step."""
 
 from hybrid_kv.kernels.block_tables.host import HostTables
-from hybrid_kv.kernels.block_tables.launch import update_block_tables
+from hybrid_kv.kernels.block_tables.launch import check_update, update_block_tables
 from hybrid_kv.kernels.block_tables.reference import update_block_tables_reference
 from hybrid_kv.kernels.block_tables.tables import DeviceTables, StagedBlocks, StepBatch, TableLayout, Tables
 
@@ -12,6 +12,7 @@ __all__ = [
     "StepBatch",
     "TableLayout",
     "Tables",
+    "check_update",
     "update_block_tables",
     "update_block_tables_reference",
 ]

@@ -178,22 +178,18 @@ def _kernel() -> Any:
     return jit(_block_tables, _COUNTS)
 
 
-def update_block_tables(tables: DeviceTables, staged: StagedBlocks, batch: StepBatch) -> None:
-    """Append staged ids, bring the batch into the input tables, map tokens to slots: one launch.
-
-    The caller guarantees that no row becomes longer than its group's width and that `counts` sum to the number of ids;
-    to check it here the host would have to wait. A batch of no rows only appends.
+def check_update(tables: DeviceTables, staged: StagedBlocks, batch: StepBatch) -> None:
+    """Whether `update_block_tables` may be launched so.
 
     Raises:
-        ValueError: a tensor of another shape, dtype or device, or with gaps.
+        ValueError: a tensor of another shape, dtype or device, or with gaps; or more rows or tokens than fit.
     """
-    num_groups, device = len(tables.layouts), tables.flat_tables.device
+    device = tables.flat_tables.device
     num_staged, num_reqs, num_tokens = staged.rows.numel(), batch.rows.numel(), batch.positions.numel()
-    overwrite = staged.overwrite.view(torch.int8)
     check("staged.ids", staged.ids, (staged.ids.numel(),), (torch.int32,), device)
     check("staged.rows", staged.rows, (min(num_staged, tables.max_num_reqs),), (torch.int32,), device)
-    check("staged.counts", staged.counts, (num_staged, num_groups), (torch.int32,), device)
-    check("staged.overwrite", overwrite, (num_staged,), (torch.int8,), device)
+    check("staged.counts", staged.counts, (num_staged, len(tables.layouts)), (torch.int32,), device)
+    check("staged.overwrite", staged.overwrite.view(torch.int8), (num_staged,), (torch.int8,), device)
     check("batch.rows", batch.rows, (min(num_reqs, batch.num_reqs_padded),), (torch.int64,), device)
     check("batch.query_start_loc", batch.query_start_loc, (num_reqs + 1,), (torch.int32,), device)
     check("batch.positions", batch.positions, (min(num_tokens, batch.num_tokens_padded),), (torch.int64,), device)
@@ -202,6 +198,20 @@ def update_block_tables(tables: DeviceTables, staged: StagedBlocks, batch: StepB
             f"{batch.num_reqs_padded} rows and {batch.num_tokens_padded} tokens exceed the tables' "
             f"{tables.max_num_reqs} and {tables.slot_mappings.shape[1]}"
         )
+
+
+def update_block_tables(tables: DeviceTables, staged: StagedBlocks, batch: StepBatch) -> None:
+    """Append staged ids, bring the batch into the input tables, map tokens to slots: one launch.
+
+    The caller guarantees that no row becomes longer than its group's width and that `counts` sum to the number of ids;
+    to check it here the host would have to wait. A batch of no rows only appends.
+
+    Raises:
+        ValueError: see `check_update`.
+    """
+    check_update(tables, staged, batch)
+    num_groups, num_staged = len(tables.layouts), staged.rows.numel()
+    num_reqs, num_tokens = batch.rows.numel(), batch.positions.numel()
     cp_size, cp_rank, cp_interleave = tables.cp
     _kernel()[num_groups, batch.num_reqs_padded + num_staged + 1](
         tables.geometry,
@@ -216,7 +226,7 @@ def update_block_tables(tables: DeviceTables, staged: StagedBlocks, batch: StepB
         staged.ids,
         staged.rows,
         staged.counts,
-        overwrite,
+        staged.overwrite.view(torch.int8),
         num_staged,
         batch.rows,
         batch.query_start_loc,

@@ -28,6 +28,10 @@ class Ragged:
             # Flat, since `index_select` copies token by token, several times as fast as an index of two dimensions.
             self._padded, self._flat = padded.flatten().to(device), flat.to(device)
 
+    def starts(self) -> torch.Tensor:
+        """[num_rows + 1] int64, first token of each row, and the number of tokens."""
+        return torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
+
     def padded(self, tokens: torch.Tensor) -> torch.Tensor:
         """[num_tokens, …] to [num_rows, max_len, …]; the content of padding is arbitrary but finite."""
         shape = (self.num_rows, self.max_len, *tokens.shape[1:])

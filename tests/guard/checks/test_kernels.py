@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,24 @@ import numpy as np
 import pytest
 import torch
 
+from hybrid_kv.attention.mamba import MambaMetadataBuilder
+from hybrid_kv.attention.paged import FlashAttentionCompute, FlashInferCompute, build_paged_attention_metadata
+from hybrid_kv.cache.backend import backend_of
+from hybrid_kv.cache.block_table import BlockTables, LaunchedBlockTables
 from hybrid_kv.guard.checks import kernels as checked
 from hybrid_kv.guard.checks.kernels import check_kernels
-from hybrid_kv.guard.kernel_cases import CASES, attention, blocks, experts, replay, states, tables
+from hybrid_kv.guard.kernel_cases import (
+    CASES,
+    attention,
+    backends,
+    blocks,
+    experts,
+    metadata,
+    replay,
+    staging,
+    states,
+    tables,
+)
 from hybrid_kv.guard.kernel_cases.draw import Case
 from hybrid_kv.guard.registry import Run
 from hybrid_kv.kernels.block_tables import reference as block_tables
@@ -71,6 +87,21 @@ PLANTS: list[tuple[Case, Callable[..., Any], str, str]] = [
     (tables.slots, slot_mapping.slot_mapping, "column < table.shape[1]", "column <= table.shape[1]"),
     (tables.expansions, kernel_blocks.expand_torch, "kernel_block_stride or ", ""),
     (tables.block_tables, block_tables.update_block_tables_reference, "[num_reqs : batch", "[num_reqs + 1 : batch"),
+    (backends.readers, backend_of, "if isinstance(spec, FullAttentionSpec)", "if type(spec) is FullAttentionSpec"),
+    (
+        metadata.attended,
+        build_paged_attention_metadata,
+        "int(totals[first:last].max())",
+        "int(totals[first:last].min())",
+    ),
+    (metadata.attended, FlashAttentionCompute.attend, "part.num_keys", "part.num_keys + 1"),
+    (metadata.attended, FlashInferCompute.attend, "query.shape[2:]", "query.shape[3:]"),
+    (metadata.attended, FlashInferCompute._plan, "% page_size + 1", "% page_size"),
+    (metadata.states, MambaMetadataBuilder.build, "chunk_size=CHUNK_BYTES", "chunk_size=2 * CHUNK_BYTES"),
+    (metadata.states, MambaMetadataBuilder.build, "arrays = common.query_lens, anchors, prev_step, ", "arrays = "),
+    (staging.staged_tables, BlockTables.append_block_ids, "index == self.max_num_reqs", "index > 0"),
+    (staging.staged_tables, LaunchedBlockTables.update, "self._num_staged or ", ""),
+    (staging.staged_tables, BlockTables.update, '"num_blocks", ', ""),
     (replay.planes, ring.split_state, "high - (low >> 15)", "high"),
     (replay.steps, replay_reference.commit_reference, "+ lengths + cursors", "+ cursors"),
     (replay.steps, replay_reference.replay_update_reference, ".where(i <= now[:, None], 0)", ""),
@@ -82,16 +113,16 @@ PLANTS: list[tuple[Case, Callable[..., Any], str, str]] = [
 def test_a_term_that_is_wrong_is_seen(
     case: Case, function: Callable[..., Any], old: str, new: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = inspect.getsource(function)
+    source = textwrap.dedent(inspect.getsource(function))
     assert source.count(old) == 1
     planted: dict[str, Any] = {}
-    exec("from __future__ import annotations\n" + source.replace(old, new), {}, planted)
+    exec("from __future__ import annotations\n" + source.replace(old, new), {**function.__globals__}, planted)
     monkeypatch.setattr(checked, "CASES", [case])
     # The code alone: whoever imported the function runs it, too.
     monkeypatch.setattr(function, "__code__", planted[function.__name__].__code__)
     (result,) = check_kernels(Run(20))
     assert not result.passed
-    assert "it is off by" in result.detail or "], not [" in result.detail
+    assert any(part in result.detail for part in ("it is off by", ", not ", "Error: "))
 
 
 def test_a_case_that_fails_is_one_thing_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

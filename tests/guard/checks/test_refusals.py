@@ -8,6 +8,7 @@ import pytest
 
 from hybrid_kv.attention import undo
 from hybrid_kv.cache.manager import KVCacheManager
+from hybrid_kv.cache.modes import MODES
 from hybrid_kv.guard.checks.refusals import check_refusals
 from hybrid_kv.guard.registry import Run
 
@@ -35,3 +36,18 @@ def test_a_request_that_is_refused_a_block_too_early_is_seen(monkeypatch: pytest
     monkeypatch.setattr(KVCacheManager, "can_ever_fit", lambda self, num_tokens: fits(self, num_tokens + 8))
     (result,) = check_refusals(Run(1))
     assert not result.passed and "the last block of a request, mode none" in result.detail
+
+
+@pytest.mark.parametrize(
+    ("mode", "keeps", "said"),
+    [
+        ("align", True, "Mamba blocks of 16 tokens: {'mamba_cache_mode': 'align', 'mamba_block_size': 16} must be"),
+        ("all", False, "Mamba blocks of 16 tokens: {'mamba_cache_mode': 'all', 'mamba_block_size': 16} is refused"),
+    ],
+)
+def test_a_block_size_of_the_user_that_is_lost_or_refused_is_seen(
+    monkeypatch: pytest.MonkeyPatch, mode: str, keeps: bool, said: str
+) -> None:
+    monkeypatch.setattr(type(MODES[mode]), "may_replace", lambda self, given, chosen: keeps, raising=False)
+    (result,) = check_refusals(Run(1))
+    assert not result.passed and said in result.detail

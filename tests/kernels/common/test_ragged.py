@@ -26,3 +26,9 @@ def test_padding_is_finite_and_of_the_same_row(lengths):
     ragged = Ragged(torch.tensor(lengths), CPU)
     owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     assert torch.equal(ragged.padded(owner), torch.arange(len(lengths))[:, None].expand(-1, max(lengths)))
+
+
+@given(LENGTHS)
+def test_rows_start_where_those_before_them_end(lengths):
+    starts = Ragged(torch.tensor(lengths), CPU).starts()
+    assert starts.tolist() == [sum(lengths[:row]) for row in range(len(lengths) + 1)]

@@ -1,0 +1,70 @@
+"""Which backend reads a layer, and what computes it on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+from hybrid_kv.attention.paged import Compute, compute_of
+from hybrid_kv.cache.backend import backend_of, get_backend
+from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec, MLAAttentionSpec, StatePart
+from hybrid_kv.config import ConfigError
+from hybrid_kv.guard.kernel_cases.draw import Compared, Draw
+from hybrid_kv.guard.kernel_cases.packages import installed
+
+# On a GPU, with the packages and without them.
+COMPUTES = {
+    "TORCH": ("triton", "triton"),
+    "CPU_ATTN": ("triton", "triton"),
+    "FLASH_ATTN": ("flash_attn", "triton"),
+    "FLASHINFER": ("flashinfer", "triton"),
+}
+READERS = {
+    "mamba1": "MAMBA1_ATTN",
+    "mamba2": "MAMBA2_ATTN",
+    "gdn_attention": "GDN_ATTN",
+    "short_conv": "SHORT_CONV_ATTN",
+}
+new_compute: Callable[[str], Compute] = compute_of.__wrapped__  # what is made for a stand-in stays with nobody
+
+
+def readers(draw: Draw) -> Iterator[Compared]:
+    """A layer's spec names its backend; what no backend reads is refused."""
+    attention = get_backend(draw.one_of(*COMPUTES), "cuda")
+    parts = (StatePart("conv", (1,), torch.float32),)
+    for spec in (FullAttentionSpec(1, 1, 2, torch.float32), MLAAttentionSpec(1, 2, torch.float32)):
+        yield "backend_of, attention", _same(backend_of(spec, attention), attention), np.array(True)
+    for kind, name in READERS.items():
+        found = backend_of(MambaSpec(1, parts, mamba_type=kind), attention).name
+        yield f"backend_of, {kind}", _same(found, name), np.array(True)
+    for strange in (KVCacheSpec(1), MambaSpec(1, parts, mamba_type="mamba9")):
+        yield "backend_of, a strange layer", _is_refused(lambda: backend_of(strange, attention)), np.array(True)  # noqa: B023
+
+
+def computes(draw: Draw) -> Iterator[Compared]:
+    """A CPU has torch; a GPU what the backend is named after, and Triton where the package is missing."""
+    for name, on_gpu in COMPUTES.items():
+        backend = get_backend(name, draw.one_of("cuda", "xpu", "cpu"))
+        for is_there, compute in zip((True, False), on_gpu, strict=True):
+            with installed(is_there):
+                yield f"get_compute, {name}", _same(backend.get_compute("cpu"), "torch"), np.array(True)
+                yield f"get_compute, {name}", _same(backend.get_compute("cuda"), compute), np.array(True)
+                missing = not is_there and on_gpu[0] != compute
+                yield "compute_of", _is_refused(lambda: new_compute(on_gpu[0])), np.array(missing)  # noqa: B023
+
+
+def _same(got: object, expected: object) -> torch.Tensor:
+    return torch.tensor(got == expected)
+
+
+def _is_refused(ask: Callable[[], object]) -> torch.Tensor:
+    try:
+        ask()
+    except ConfigError:
+        return torch.tensor(True)
+    return torch.tensor(False)
+
+
+CASES = (readers, computes)
