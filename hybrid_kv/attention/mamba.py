@@ -184,8 +184,8 @@ class MambaMetadataBuilder:
         for target, values in ((last, anchors), (prev, prev_step), (skipped, window_rows)):
             target.copy_(torch.from_numpy(values))
         table = block_table.long()
-        windows.copy_(table.gather(1, prev[:, None])[:, 0])
-        sources.copy_(table.gather(1, self.undo.source_columns(prev, skipped)[:, None])[:, 0])
+        windows.copy_(table.gather(1, prev[:, None]).flatten())
+        sources.copy_(table.gather(1, self.undo.source_columns(prev, skipped)[:, None]).flatten())
         # A prefill has one state to write, whatever its length.
         num_states = np.where(np.arange(num_rows) < split, common.query_lens, 1)
         owned = self._offsets < torch.from_numpy(num_states).to(device)[:, None]

@@ -204,8 +204,9 @@ class LaunchedBlockTables(BlockTables):
 
     def _apply_staged(self) -> None:
         """Of more than the staging buffers hold: a launch of its own."""
-        nothing = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self._launch(StepBatch(nothing[:0], nothing.int(), nothing[:0], 0, 0))
+        nothing = torch.empty(0, dtype=torch.int64, device=self.device)
+        start = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self._launch(StepBatch(nothing, start, nothing, 0, 0))
 
     def update(
         self,

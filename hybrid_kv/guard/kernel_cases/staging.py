@@ -81,6 +81,7 @@ class Driven:
         yield f"{self.name}, num_blocks while staging", self.tables.num_blocks, self._written
         for table, old in zip(self.tables.input_tables, inputs, strict=True):
             yield f"{self.name}, input_tables while staging", table, old.numpy()
+        yield f"{self.name}, slot_mappings while staging", self.tables.slot_mappings, self.requests.slots
 
     def update(self, batch: StepBatch) -> Iterator[Compared]:
         """Readers get what the requests have, and another number wherever that has changed."""
