@@ -112,7 +112,7 @@ class BlockTables:
         self._mirror = Tables(layouts, self.max_num_reqs, max_num_batched_tokens, self.device, *self.cp)
         return self._mirror
 
-    def append_block_ids(self, row: int, block_ids: BlockIds, counts: array[int], overwrite: bool = False) -> None:
+    def append_block_ids(self, row: int, block_ids: BlockIds, counts: array[int], overwrite: bool) -> None:
         """Stage new manager block ids of one request; at most once per row between two updates.
 
         Args:

@@ -177,7 +177,7 @@ def block_tables(kernels: str) -> Callable[[], object]:
 
     def step() -> None:
         for row in (0, 1):
-            tables.append_block_ids(row, np.arange(1, 4, dtype=np.int32), array("i", [1, 1, 1]))
+            tables.append_block_ids(row, np.arange(1, 4, dtype=np.int32), array("i", [1, 1, 1]), False)
         tables.update(rows, ones, positions, 3, 3)
 
     step()

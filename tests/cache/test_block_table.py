@@ -324,7 +324,7 @@ def test_too_many_blocks_for_the_row_raise():
 @pytest.mark.parametrize("counts", [[2, 0, 0], [0, 0, 0], [1, 1, 1]])
 def test_ids_that_do_not_match_the_counts_raise(counts):
     tables = make()
-    tables.append_block_ids(0, ids_of(1), array("i", counts))
+    tables.append_block_ids(0, ids_of(1), array("i", counts), False)
     with pytest.raises(ValueError, match=f"1 block ids were staged for {sum(counts)} columns"):
         update(tables, [(0, 0, 1)])
 
