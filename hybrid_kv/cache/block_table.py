@@ -101,7 +101,7 @@ class BlockTables:
         self._counts_view, self._overwrite_view = memoryview(counts.reshape(-1)), memoryview(overwrite)
         self._num_ids = 0
         self._num_staged = 0
-        self._views: tuple[list[torch.Tensor], torch.Tensor] = ([], self.slot_mappings)  # what `update` returned
+        self._views = self.input_tables, self.slot_mappings  # what `update` returned
         self.num_gathers = 0
 
     def _allocate(self, layouts: Sequence[TableLayout], max_num_batched_tokens: int) -> Tables:
@@ -176,7 +176,7 @@ class BlockTables:
 
     def _read(self, num_reqs_padded: int, num_tokens_padded: int) -> tuple[list[torch.Tensor], torch.Tensor]:
         tables, slots = self._views
-        if len(tables) != self.num_groups or len(tables[0]) != num_reqs_padded:
+        if len(tables[0]) != num_reqs_padded:
             tables = [table[:num_reqs_padded] for table in self.input_tables]
         if slots.shape[1] != num_tokens_padded:
             slots = self.slot_mappings[:, :num_tokens_padded]
