@@ -100,11 +100,10 @@ def _open_no_link(path: str, flags: int) -> int:
 
 def _alive(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
+        with suppress(PermissionError):  # another user's
+            os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:  # another user's
-        return True
     return True
 
 
@@ -217,17 +216,15 @@ class FolderTier:
             self._scan()
         while self._used + size > limit:
             path, (freed, last_use) = next(iter(self._files.items()))
-            try:
-                if (touched := os.lstat(path).st_mtime_ns) > last_use:
-                    # Another process has used it since; its place is not worth a scan.
-                    self._files[path] = freed, touched
-                    self._files.move_to_end(path)
-                    continue
+            with suppress(FileNotFoundError):  # another process was first
                 if _is_file(path) and _is_folder(os.path.dirname(path)):
+                    if (touched := os.lstat(path).st_mtime_ns) > last_use:
+                        # Another process has used it since; its place is not worth a scan.
+                        self._files[path] = freed, touched
+                        self._files.move_to_end(path)
+                        continue
                     os.unlink(path)
                     self.stats.folder_evictions += 1
-            except FileNotFoundError:  # another process was first
-                pass
             self._forget(path)
 
     def _forget(self, path: str) -> None:

@@ -1,6 +1,7 @@
 """One folder of stored blocks, two engines that differ in one setting: nobody reads what is not his.
 
-And a folder whose files are damaged: what is lost with them is computed again, and no block is held for it.
+And a folder whose files are damaged: what is lost with them is computed again, and no block is held for it. And one
+that is full, that others use too, or whose disk is: see `guard.shelf`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from hybrid_kv.guard.play import unwarned
 from hybrid_kv.guard.poison import poison
 from hybrid_kv.guard.registry import CheckResult, Run, check
 from hybrid_kv.guard.scenario import SmallBlocksFirst, SmallKVFirst
+from hybrid_kv.guard.shelf import looks_wrong, play_shelf
 from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle
 from hybrid_kv.sampling import SamplingParams
 
@@ -48,6 +50,7 @@ OTHERS: tuple[tuple[str, Any], ...] = (
     ("weights", 1),
 )
 NUM_NEW = 6
+NUM_EVENTS = 300
 
 
 def _play(folder: str, setting: dict[str, Any], prompts: Sequence[list[int]]) -> tuple[int, int]:
@@ -93,6 +96,16 @@ def _play_damaged(
     return "", tier.stats.misses
 
 
+def _play_shelf(rng: np.random.Generator) -> tuple[str, dict[str, int]]:
+    """The first thing that is wrong with a folder to which things happen, and how often what must happen did."""
+    with tempfile.TemporaryDirectory() as folder:
+        # Looks that cost less than the time between them, and more.
+        for tick in (0.25, 1.0):
+            if wrong := looks_wrong(Path(folder) / str(tick), tick):
+                return wrong, {}
+        return play_shelf(Path(folder) / "blocks", rng, NUM_EVENTS)
+
+
 @check("folders", quick=len(OTHERS), full=len(OTHERS), seconds=0.1, place=38)
 def check_folders(run: Run) -> list[CheckResult]:
     """Both engines write and both read again, in turn: every answer is right, and each finds its own blocks."""
@@ -120,6 +133,7 @@ def check_folders(run: Run) -> list[CheckResult]:
             damaged.append(error)
     if not num_lost:
         damaged.append("void: no damaged block was wanted")
+    strange, happened = _play_shelf(rng)
     seconds = time.perf_counter() - begin
     return [
         CheckResult(
@@ -129,5 +143,9 @@ def check_folders(run: Run) -> list[CheckResult]:
         CheckResult(
             "folders", "engines that damaged files disturb", not damaged, len(damaged), "settings", "0", 2,
             0.0, damaged[0] if damaged else "", {"seed": run.seed}, {"lost_blocks": num_lost},
+        ),
+        CheckResult(
+            "folders", "events that leave other files than they should", not strange, int(bool(strange)), "events", "0",
+            NUM_EVENTS, 0.0, strange, {"seed": run.seed}, happened,
         ),
     ]  # fmt: skip

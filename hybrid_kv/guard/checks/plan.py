@@ -6,27 +6,42 @@ Wrong sizes cost memory or hits, or let an engine start that can run nothing. No
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from math import lcm
 from typing import Any
 
 import numpy as np
 import torch
 
-from hybrid_kv.cache.backend import DEFAULT_BLOCK_SIZE, AttentionBackend, BackendContext, get_backend
+from hybrid_kv.attention.undo import ReplaySpec
+from hybrid_kv.cache.backend import DEFAULT_BLOCK_SIZE, BackendContext, get_backend
 from hybrid_kv.cache.capacity import block_steps, capacity, most_blocks
 from hybrid_kv.cache.layout import allocate_raw_buffers
 from hybrid_kv.cache.manager import KVCacheManager
 from hybrid_kv.cache.modes import MODES
-from hybrid_kv.cache.plan import CachePlan, plan_cache
-from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec, UndoSpec, window_and_states
+from hybrid_kv.cache.plan import CachePlan, describe, plan_cache
+from hybrid_kv.cache.ranks import Ranks
+from hybrid_kv.cache.spec import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    StatePart,
+    UndoSpec,
+    window_and_states,
+    with_undo,
+)
 from hybrid_kv.config import CacheConfig, ConfigError
 from hybrid_kv.guard.registry import CheckResult, Run, check
 from hybrid_kv.kernels.common.integers import cdiv
+from hybrid_kv.kernels.replay.ring import shortest_ring_len
 
 BACKENDS = ("TORCH", "FLASH_ATTN", "FLASHINFER", "CPU_ATTN")
 PLATFORMS = ("cuda", "xpu", "cpu")
+XPU = ("xpu", "gdn_attention")  # its kernels take 64 tokens at a time
 
 
 @check("plan", quick=200, full=2000, seconds=0.002, place=12)
@@ -35,7 +50,8 @@ def check_plan(run: Run) -> list[CheckResult]:
     begin = time.perf_counter()
     wrong = list[str]()
     for trial in range(run.amount):
-        wrong += [f"trial {trial}: {error}" for error in _errors(np.random.default_rng((run.seed, trial)))]
+        rng = np.random.default_rng((run.seed, trial))
+        wrong += [f"trial {trial}: {error}" for part in (_errors, _read, _late, _stages) for error in part(rng)]
         run.progress(1)
     return [
         CheckResult(
@@ -48,7 +64,9 @@ def check_plan(run: Run) -> list[CheckResult]:
 def _errors(rng: np.random.Generator) -> Iterator[str]:
     num_states, num_attention = (int(count) for count in rng.integers(1, 9, size=2))
     width, heads, rows = (2 * int(rng.integers(1, 40)), *(int(n) for n in rng.integers(1, 6, size=2)))
-    state = MambaSpec(1, window_and_states(((3, width), torch.bfloat16), ((heads, width), torch.float32)))
+    kind = str(rng.choice(["mamba2", "gdn_attention"]))
+    parts = window_and_states(((3, width), torch.bfloat16), ((heads, width), torch.float32))
+    state = MambaSpec(1, parts, mamba_type=kind)
     attention = FullAttentionSpec(1, int(rng.integers(1, 3)), 2 * int(rng.integers(1, 5)), torch.bfloat16)
     layers: dict[str, KVCacheSpec] = {f"states.{i}": state for i in range(num_states)}
     layers |= {f"attention.{i}": attention for i in range(num_attention)}
@@ -67,7 +85,11 @@ def _errors(rng: np.random.Generator) -> Iterator[str]:
     if (made := plan()) is None:
         yield f"{backend.name} on {platform}, mode {mode}: 1000 blocks are refused"
         return
-    yield from _sizes(made, mode, chunk, given, backend, context, attention.page_size_bytes, state.state_bytes)
+    unit = given or backend.get_preferred_block_size(DEFAULT_BLOCK_SIZE, context)
+    unit = lcm(unit, 64) if (platform, kind) == XPU else unit
+    unit = lcm(unit, chunk) if MODES[mode].needs_unit else unit
+    where = f"{backend.name} on {platform}, mode {mode}"
+    yield from _sizes(made.sizes.block_size, unit, where, attention.page_size_bytes, state.state_bytes)
 
     few, many = sorted((num_states, num_attention))
     num_groups = 2 if many < 1.5 * few else 1 + cdiv(many, few)
@@ -90,24 +112,12 @@ def _errors(rng: np.random.Generator) -> Iterator[str]:
     yield from _counted(full, mode, rng)
 
 
-def _sizes(
-    plan: CachePlan,
-    mode: str,
-    chunk: int,
-    given: int | None,
-    backend: type[AttentionBackend],
-    context: BackendContext,
-    token_bytes: int,
-    state_bytes: int,
-) -> Iterator[str]:
-    """The block is the shortest that holds a state, of those that mode and backend allow."""
-    unit = given or backend.get_preferred_block_size(DEFAULT_BLOCK_SIZE, context)
-    unit = lcm(unit, chunk) if MODES[mode].needs_unit else unit
-    size = plan.sizes.block_size
+def _sizes(size: int, unit: int, where: str, token_bytes: int, state_bytes: int) -> Iterator[str]:
+    """The block is the shortest that holds a state, of those that mode, backend and platform allow."""
     if size % unit or size * token_bytes < state_bytes or (size > unit and (size - unit) * token_bytes >= state_bytes):
         yield (
-            f"{backend.name} on {context.platform}, mode {mode}: blocks of {size} tokens, {token_bytes} B each, for a "
-            f"state of {state_bytes} B; they are multiples of {unit}"
+            f"{where}: blocks of {size} tokens, {token_bytes} B each, for a state of {state_bytes} B; they are "
+            f"multiples of {unit}"
         )
 
 
@@ -148,17 +158,152 @@ def _counted(plan: CachePlan, mode: str, rng: np.random.Generator) -> Iterator[s
         yield f"mode {mode}, {K} drafts: {config.num_blocks} blocks take {fits} requests, not {found.num_fit}"
 
 
-def _given(manager: KVCacheManager, name: str, prompt: int, output: int, num_drafts: int) -> int | None:
-    """The blocks that a request holds, summed over the steps that give it a token; None if they do not suffice."""
+def _given(
+    manager: KVCacheManager,
+    name: str,
+    prompt: int,
+    output: int,
+    num_drafts: int,
+    num_seen: Callable[[int], int] = lambda num_computed: num_computed,
+) -> int | None:
+    """The blocks that a request holds, summed over the steps that give it a token; None if they do not suffice.
+
+    Args:
+        num_seen: how many of so many computed tokens the state has seen that the next step reads.
+    """
     computed, last, held = 0, prompt + output - 1, 0
     while computed < last:
         is_decode = computed >= prompt
         end = min(computed + 1 + num_drafts, last)
         if not is_decode:
             end = manager.chunk_end(computed, prompt, prompt)
-        if manager.allocate_slots(name, computed, end - computed, is_decode, num_seen_tokens=computed) is None:
+        if (
+            manager.allocate_slots(name, computed, end - computed, is_decode, num_seen_tokens=num_seen(computed))
+            is None
+        ):
             return None
         computed = computed + 1 if is_decode else end
         if computed >= prompt:
             held += sum(int(np.count_nonzero(ids)) for ids in manager.block_ids(name))
     return held
+
+
+def _late(rng: np.random.Generator) -> Iterator[str]:
+    """States that are written as late as they may be: a manager that is told so holds what is counted."""
+    K, size = int(rng.integers(0, 4)), int(rng.integers(4, 9))
+    ring_len, longest = shortest_ring_len(1 + K) + int(rng.integers(0, 2 * size)), 6 * size
+    undo = ReplaySpec(K, ring_len)
+    state = MambaSpec(size, (), mamba_cache_mode="align", undo=undo)
+    groups = tuple(
+        KVCacheGroupSpec((name,), spec)
+        for name, spec in (("0", FullAttentionSpec(size, 1, 2, torch.bfloat16)), ("1", state))
+    )
+    config = KVCacheConfig(100, groups)
+    # A longer prompt has given back some of its columns by its own chunks.
+    prompts, outputs = np.ones(3, dtype=np.int64), rng.integers(2, longest, size=3)
+    # A step finds at most the ring's tokens, or the rest of a block and those of two steps, behind a state.
+    behind = cdiv(min(ring_len, size - 1 + 2 * (1 + K)), size)
+    manager = KVCacheManager(config, enable_prefix_caching=True)
+    held = [
+        _given(manager, str(i), 1, int(output), K, lambda computed: max(1, (computed // size - behind) * size + 1))
+        for i, output in enumerate(outputs)
+    ]
+    counted = block_steps(config, prompts, outputs, K).tolist()
+    if counted != held:
+        yield f"replay, {K} drafts, ring {ring_len}, blocks of {size}: 1 + {outputs} tokens hold {held}, not {counted}"
+
+
+def _stages(rng: np.random.Generator) -> Iterator[str]:
+    """Layers are dealt to pipeline stages one by one: all get as many, and one more those just before the last."""
+    num_layers, num_stages, tensor, context = (int(rng.integers(1, n)) for n in (30, 9, 5, 4))
+    ranks = Ranks(tensor * context, num_stages, context)
+    if ranks.num_gpus != tensor * context * num_stages:
+        yield f"{ranks} are {ranks.num_gpus} GPUs"
+    counts = [num_layers // num_stages] * num_stages
+    for more in range(num_layers % num_stages):
+        counts[num_stages - 2 - more] += 1
+    due = [range(sum(counts[:i]), sum(counts[: i + 1])) for i in range(num_stages)]
+    try:
+        found = ranks.stages(num_layers)
+    except ConfigError:
+        found = []
+    if found != (due if num_layers >= num_stages else []):
+        yield f"{num_layers} layers on {num_stages} stages: {found}, not {due}"
+
+
+def _read(rng: np.random.Generator) -> Iterator[str]:
+    """What a user reads of a plan, worked out from its layers and its block size."""
+    K, rows, ring_len, width, limit, num_blocks = (
+        int(rng.integers(*ends)) for ends in ((0, 4), (1, 9), (20, 40), (1, 80), (1, 3000), (60, 4000))
+    )
+    mode, replays = str(rng.choice(list(MODES))), bool(rng.integers(2))
+    parts = window_and_states(((2, 2 * width), torch.bfloat16), ((width, 4), torch.float32))
+    state = MambaSpec(1, parts, inputs=(StatePart("x", (3, width), torch.bfloat16),))
+    state_bytes, token_bytes, ring_bytes = (2 + K) * 2 * width * 2 + width * 4 * 4, 2 * 4 * 2, ring_len * 3 * width * 2
+    # Where no layer has states, the scheme keeps nothing.
+    num_states, num_attention = int(rng.integers(0, 9)), int(rng.integers(1, 9))
+    layers = {f"s{i}": with_undo(state, ReplaySpec(K, ring_len) if replays else UndoSpec(K)) for i in range(num_states)}
+    layers |= {f"a{i}": FullAttentionSpec(1, 1, 4, torch.bfloat16) for i in range(num_attention)}
+    names = [*layers]
+    cut = int(rng.integers(0, len(names)))
+    cache = CacheConfig(mamba_cache_mode=mode, num_blocks=num_blocks)
+    backend, context = get_backend("TORCH", "cpu"), BackendContext("cpu")
+    plan = plan_cache(layers, cache, backend, context, limit, 16, rows, [names[:cut], names[cut:]])
+    size, own = plan.sizes.block_size, [group.layer_names for group in plan.config.groups]
+    page, columns = size * token_bytes, cdiv(limit, size)
+    behind = cdiv(min(ring_len, size - 1 + 2 * (1 + K)), size) if replays else 1
+    most = {"none": 1, "align": min(1 + behind, columns), "all": columns}[mode] + (0 if replays else K)
+    held = [most if group[0][0] == "s" else columns for group in own]
+
+    def stage(names: Sequence[str]) -> dict[str, Any]:
+        mine = [[name for name in group if name in names] for group in own]
+        block_bytes = page * max(map(len, mine))
+        return {"layers": [*chain(*mine)], "block_bytes": block_bytes, "total_bytes": num_blocks * block_bytes}
+
+    def ring_row(stage: Mapping[str, Any]) -> int:
+        return ring_bytes * sum(name[0] == "s" for name in stage["layers"]) if replays else 0
+
+    stages = [stage(names[:cut]), stage(names[cut:])]
+    fullest = max(stages, key=lambda stage: stage["total_bytes"] + rows * ring_row(stage))
+    due = {
+        "block_size": size,
+        "mamba_block_size": (limit if mode == "none" else size) if num_states else None,
+        "page_size_bytes": page,
+        "mamba_state_bytes": state_bytes if num_states else 0,
+        "mamba_padding_percent": round(100 * (page - state_bytes) / state_bytes, 2) if num_states else 0.0,
+        "groups": [
+            {
+                "kind": "mamba2" if group[0][0] == "s" else "attention",
+                "num_layers": len(group),
+                "layers": [*group],
+                "block_size": limit if group[0][0] == "s" and mode == "none" else size,
+                "page_sizes_bytes": [page] * len(group),
+                "kernel_block_size": kernel_size,
+                "blocks_per_request": blocks,
+            }
+            for group, kernel_size, blocks in zip(own, plan.kernel_block_sizes, held, strict=True)
+        ],
+        "num_buffers": max(map(len, own)),
+        "unused_layer_slots": max(map(len, own)) * len(own) - len(names),
+        "num_blocks": num_blocks,
+        "total_bytes": fullest["total_bytes"],
+        "stages": stages,
+        "max_model_len": limit,
+        "longest_request": plan.longest_request,
+        "blocks_per_request": sum(held),
+        "max_concurrency": round((num_blocks - 1) / sum(held), 2),
+        "token_capacity": plan.token_capacity,
+        "notes": [*plan.notes],
+    }
+    if replays and num_states:
+        due |= {
+            "ring_len": ring_len,
+            "ring_bytes_per_row_and_layer": ring_bytes,
+            "ring_bytes_per_row": ring_row(fullest),
+            "ring_rows": rows,
+            "ring_total_bytes": rows * ring_row(fullest),
+        }
+    read = describe(plan)
+    for name in read.keys() | due.keys():
+        if read.get(name) != due.get(name):
+            yield f"mode {mode}, {num_states} and {num_attention} layers: {name} {read.get(name)}, not {due.get(name)}"
