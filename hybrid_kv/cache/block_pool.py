@@ -33,9 +33,6 @@ class _LRUQueue:
         self._head = self._tail = 0
         self.size = 0
 
-    def __contains__(self, block: int) -> bool:
-        return bool(self._position[block] >= 0)
-
     def ids(self) -> BlockIds:
         """Oldest first."""
         entries = self._ids[self._head : self._tail]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import secrets
@@ -129,16 +130,13 @@ class FolderTier:
         self._host = socket.gethostname()
         self._warned = False
         self._undeletable: set[BlockKey] = set()
-        self._known: set[str] = set()  # names that may be there; all else is not, or others wrote it a moment ago
-        self._refresh_at = 0.0
-        self._files: OrderedDict[str, tuple[int, int]] = OrderedDict()  # path -> bytes, last use; least recent first
-        self._used = 0
-        self._scan_at = 0.0
+        self._known: set[str]  # names that may be there; all else is not, or others wrote it a moment ago
         self._refresh()
+        self._files: OrderedDict[str, tuple[int, int]] = OrderedDict()  # path -> bytes, last use; least recent first
+        self._used: int  # their bytes; from the first scan on
+        self._scan_at = -math.inf
         with suppress(OSError):
             self._remove_abandoned()
-            if limit is not None:
-                self._scan()
 
     def path(self, key: BlockKey) -> Path:
         """The file of `key`."""
@@ -166,7 +164,7 @@ class FolderTier:
             with open(self.path(key), "rb", opener=_open_no_link) as file:
                 header, checksum = file.read(HEADER.size), file.read(DIGEST_SIZE)
                 count = file.readinto(data.numpy())
-                whole = len(checksum) == DIGEST_SIZE and count == data.numel()
+                whole = count == data.numel()
                 fault = self._fault(key, data, header, checksum, whole, bool(file.read(1)))
         except FileNotFoundError:  # another process may delete it between `contains` and here
             return False
@@ -228,7 +226,8 @@ class FolderTier:
             self._forget(path)
 
     def _forget(self, path: str) -> None:
-        self._used -= self._files.pop(path, (0, 0))[0]
+        if known := self._files.pop(path, None):
+            self._used -= known[0]
 
     def _write_file(self, key: BlockKey, data: torch.Tensor) -> None:
         header = self._header(key, data)

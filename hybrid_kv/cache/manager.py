@@ -236,11 +236,10 @@ class KVCacheManager:
         absent: list[BlockKey] = []
         places: list[tuple[Columns, int]] = []  # where the absent ones go
         for index, (group, row) in enumerate(zip(self._groups, rows, strict=True)):
-            if not (count := hit.num_tokens // group.block_size):
-                continue
-            ids = np.zeros(count, dtype=np.int32)
+            count = hit.num_tokens // group.block_size
+            columns, ids = range(count), np.zeros(count, dtype=np.int32)
             # All blocks of attention, the last state of Mamba.
-            for column in range(0 if group.mode is None else count - 1, count):
+            for column in columns if group.mode is None else columns[-1:]:
                 key = index, hit.chains[index][column]
                 block = self.pool.lookup(key)
                 if block is None:

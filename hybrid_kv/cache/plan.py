@@ -85,7 +85,6 @@ def update_block_size_for_backend(
     if not layers:
         raise ConfigError("the model has no layer that keeps anything in the cache")
     mamba = [spec for spec in layers.values() if isinstance(spec, MambaSpec)]
-    state_bytes = max((spec.state_bytes for spec in mamba), default=0)
     token_bytes = _attention_token_bytes(layers)
     if not mamba and cache.mamba_block_size is not None:
         raise ConfigError(f"--mamba-block-size {cache.mamba_block_size}: the model has no Mamba layer; drop the flag")
@@ -99,6 +98,7 @@ def update_block_size_for_backend(
         block_size = mode.lone_block_size(cache.mamba_block_size, mamba_chunk_size, max_model_len)
         if block_size is None:
             raise ConfigError("a model without a chunk size needs --mamba-block-size in this cache mode")
+        state_bytes = max(spec.state_bytes for spec in mamba)
         return BlockSizes(block_size, block_size, state_bytes, state_bytes)
 
     supported = backend.get_supported_kernel_block_sizes(context)
@@ -352,11 +352,12 @@ def _padding_notes(
 
 def _describe_rows(plan: CachePlan) -> dict[str, Any]:
     """What the undo scheme keeps beside the blocks, if it keeps anything."""
-    specs = [spec for group in plan.config.groups for spec in group.layer_specs if isinstance(spec, MambaSpec)]
     if not plan.config.bytes_per_row:
         return {}
-    return specs[0].undo.describe() | {
-        "ring_bytes_per_row_and_layer": specs[0].row_bytes,
+    specs = (spec for group in plan.config.groups for spec in group.layer_specs)
+    spec = next(spec for spec in specs if isinstance(spec, MambaSpec))
+    return spec.undo.describe() | {
+        "ring_bytes_per_row_and_layer": spec.row_bytes,
         "ring_bytes_per_row": plan.fullest.bytes_per_row,
         "ring_rows": plan.max_num_seqs,
         "ring_total_bytes": plan.row_bytes,

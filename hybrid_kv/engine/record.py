@@ -72,7 +72,7 @@ def recorded(llm: LLM, seen: Seen) -> Iterator[None]:
 def record_logits(
     llm: LLM,
     prompts: Sequence[str] | Sequence[Sequence[int]],
-    params: SamplingParams,
+    params: SamplingParams | Sequence[SamplingParams],
     disturb: Callable[[LLM], None] | None = None,
 ) -> Iterator[tuple[RequestOutput, torch.Tensor]]:
     """Each request's output, and the logits [num_computed, vocab_size] that the engine computed for its tokens.

@@ -76,7 +76,8 @@ MTP_CELLS: tuple[Cell, ...] = (
 
 def engine_options(cell: Cell) -> dict[str, Any]:
     """What of a cell the engine is told."""
-    return {key: value for key, value in cell.items() if key not in ("script", "preempts", "in_chunks", "to_the_end")}
+    own = ("script", "preempts", "in_chunks", "to_the_end", "logprobs")
+    return {key: value for key, value in cell.items() if key not in own}
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,7 @@ class Found:
 
     Attributes:
         largest: logit; `worst`: largest difference of one, `where`: its request and token.
+        told_wrong: the first log-probability that a request was told and that the plain pass does not have.
         num_wrong: tokens that the plain pass would not choose.
         error: what the engine itself failed with: its rule and its text.
     """
@@ -114,6 +115,7 @@ class Found:
     worst: float = 0.0
     largest: float = 0.0
     where: str = ""
+    told_wrong: str = ""
     num_tokens: int = 0
     num_wrong: int = 0
     cached: int = 0
@@ -133,6 +135,8 @@ class Found:
             return self.error
         if self.worst > self.limit:
             return "logits", self.where
+        if self.told_wrong:
+            return "logprobs", self.told_wrong
         return ("tokens", f"{self.num_wrong} tokens differ") if self.num_wrong else ("", "")
 
     def add(self, output: RequestOutput, logits: torch.Tensor, whole: torch.Tensor) -> None:
@@ -150,6 +154,33 @@ class Found:
         self.cached += output.cached_tokens
         self.accepted += output.num_accepted_draft_tokens
         self.preemptions += output.num_preemptions
+        self.told_wrong = self.told_wrong or self._wrong_logprob(output, whole.log_softmax(-1))
+
+    def _wrong_logprob(self, output: RequestOutput, due: torch.Tensor) -> str:
+        """The first token whose log-probability is not `due`, or the best ones beside it; nothing that was not asked.
+
+        Args:
+            due: [num_tokens - 1, vocab_size], of the tokens behind the first.
+        """
+        prompt, answer = output.prompt_token_ids, output.token_ids
+        told, begin = output.logprobs, len(prompt) - 1
+        if told is None:
+            return ""
+        if output.prompt_logprobs is not None:
+            told, begin = [*output.prompt_logprobs, *told], 0
+        where = f"{self.case.cell}, request {output.request_id}"
+        if len(told) != len(due) - begin:
+            return f"{where}: {len(told)} log-probabilities, not {len(due) - begin}"
+        num_top = self.case.cell["logprobs"]
+        for place, (one, row, token) in enumerate(zip(told, due[begin:], (prompt + answer)[begin + 1 :], strict=True)):
+            ids, values = [token, *(best for best, _ in one.top)], [one.logprob, *(value for _, value in one.top)]
+            found = torch.tensor([*values, *values[1:]], dtype=row.dtype)
+            expected = torch.cat([row[ids], row.topk(num_top).values])
+            # A log-probability is a difference of two logits, or of one and a mean of them.
+            if found.shape != expected.shape or float((found - expected).abs().max()) > 2 * self.limit:
+                due_values = expected[: 1 + num_top].tolist()
+                return f"{where}, token {begin + 1 + place}: log-probabilities {values}, not {due_values}"
+        return ""
 
 
 def beside_plain(case: LogitCase, folder: Path) -> Found:
@@ -157,19 +188,28 @@ def beside_plain(case: LogitCase, folder: Path) -> Found:
     begin, found, plain = time.perf_counter(), Found(case), _plain(folder)
     options = {"max_model_len": 512, "max_num_seqs": 8, "mamba_ssm_cache_dtype": case.cell["dtype"]}
     scans = in_chunks() if case.cell.get("in_chunks") else nullcontext()
-    params = SamplingParams(max_tokens=case.max_tokens, stop=STOP)
+    disturb = preempting(case.cell.get("preempts", 0))
     try:
         llm = LLM(folder, **{**options, **engine_options(case.cell)})
         poison(llm)
         found.caches = llm.manager.enable_prefix_caching
         with scans, torch.inference_mode():
-            for output, logits in record_logits(llm, case.prompts, params, preempting(case.cell.get("preempts", 0))):
+            for output, logits in record_logits(llm, case.prompts, _params(case), disturb):
                 ids = torch.tensor([output.prompt_token_ids + output.token_ids])
                 found.add(output, logits.cpu(), plain(ids)[0, :-1])
     except Exception as error:
         found.error = rule_of(error), f"{case.cell}: {type(error).__name__}: {error}"
     found.seconds = time.perf_counter() - begin
     return found
+
+
+def _params(case: LogitCase) -> list[SamplingParams]:
+    """Of each prompt. Every third asks for the prompt's log-probabilities: such a one takes nothing from the cache."""
+    params, num_top = SamplingParams(max_tokens=case.max_tokens, stop=STOP), case.cell.get("logprobs")
+    return [
+        replace(params, logprobs=num_top, prompt_logprobs=num_top if number % 3 == 0 else None)
+        for number in range(len(case.prompts))
+    ]
 
 
 @cache

@@ -13,9 +13,11 @@ import resource
 import shutil
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from hashlib import blake2b
 from pathlib import Path
 from unittest.mock import patch
 
@@ -26,12 +28,12 @@ from hybrid_kv.cache import folder_tier
 from hybrid_kv.cache.block_pool import BlockKey
 from hybrid_kv.cache.folder_tier import FolderTier, OffloadStats
 
-FRAME = 72  # bytes of a file before its payload: 56 of a header, of which 28 name format and model, and a checksum
-SAME_MODEL = 28
+FRAME = 72  # bytes of a file before its payload: a header, which begins with format and model, and a checksum
+HEADER, SAME_MODEL = 56, 28
 PAYLOADS = (40, 64)  # bytes of a block, by group
 KEYS: list[BlockKey] = [(group, bytes([number]) * 16) for group in (0, 1) for number in range(5)]
 MODELS = OWN, OTHER = b"own." * 4, b"else" * 4
-LIMITS = (None, 111, 112, *[400, 5 * 112, 4 * 136 + 1] * 2)  # a file has 112 or 136 bytes
+LIMITS = (None, 111, 112, 112 + 136, 2 * 112 + 136, 2 * 112 + 2 * 136, 5 * 112)  # a file has 112 or 136 bytes
 LOOK, SCAN, SHARE, DAY = 1.0, 30.0, 0.02, 24 * 3600.0  # seconds, and the share of time that looking may take
 STEPS = (*[0.5, 1.0] * 5, 29.0, 30.0)  # seconds from one event to the next
 NO_PROCESS = 2**22 + 1  # Linux has no larger process id than one less
@@ -60,20 +62,19 @@ class Clock:
 
 @dataclass
 class File:
-    """`payload`: what was written; `used`: when, in ns. `fault`: how it is damaged, or empty; `damaged`: into what."""
+    """`used`: when, in ns; `fault`: what is wrong with it, or empty."""
 
-    payload: bytes
+    content: bytes
     used: int
     fault: str = ""
-    damaged: bytes = b""
 
-    @property
-    def size(self) -> int:
-        return len(self.damaged) if self.fault else FRAME + len(self.payload)
 
-    def is_held_by(self, content: bytes) -> bool:
-        whole = content.endswith(self.payload) and len(content) == self.size
-        return content == self.damaged if self.fault else whole
+def _content(model: bytes, key: BlockKey, payload: bytes) -> bytes:
+    """A file: format, version, model, group, digest and bytes of the payload, a checksum of all that, the payload."""
+    group, digest = key
+    header = b"hybridkv" + (1).to_bytes(4, "little") + model + group.to_bytes(4, "little") + digest
+    header += len(payload).to_bytes(8, "little")
+    return header + blake2b(header + payload, digest_size=16).digest() + payload
 
 
 class Shelf:
@@ -84,23 +85,18 @@ class Shelf:
         warnings: those that the tier has given.
 
     Attributes:
-        num_spared: files that should have gone next, but another engine had used them.
+        due: how often what is counted has happened; and `spared`: files that were next to go, but another engine had
+            used them.
     """
 
     def __init__(self, root: Path, rng: np.random.Generator, clock: Clock, warnings: list[str]) -> None:
         self.root, self.rng, self.clock, self.warnings = root, rng, clock, warnings
-        self.stats, self.due = OffloadStats(), OffloadStats()
+        self.stats, self.due = OffloadStats(), Counter[str]()
         self.others = {model: FolderTier(root, model, None, OffloadStats()) for model in MODELS}
         self.files: dict[Path, File] = {}
         self.strangers: dict[Path, bytes] = {}
         self.num_warnings = 0
-        self.num_spared = 0
         self._start(LIMITS[-1])
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """What has happened, and how often."""
-        return {"spared": self.num_spared, **asdict(self.due)}
 
     @property
     def events(self) -> list[Callable[[], None]]:
@@ -125,17 +121,17 @@ class Shelf:
         self.has_warned = False
         self.undeletable: set[BlockKey] = set()
         self._list()
-        self._scan()
+        self.counted: dict[Path, tuple[int, int]] = {}
+        self.scan_due = self.clock.now  # with the first block that wants room
 
     def _list(self) -> None:
         self.listed = {path for path in self.files if path.parent == self._folder(OWN)}
         self.look_due = self.clock.now + LOOK
 
     def _scan(self) -> None:
-        """The least recently used comes first. Without a limit nobody counts."""
+        """The least recently used comes first."""
         by_use = sorted(self.files.items(), key=lambda item: (item[1].used, str(item[0])))
-        counted = by_use if self.limit is not None else []
-        self.counted = {path: (file.size, file.used) for path, file in counted}
+        self.counted = {path: (len(file.content), file.used) for path, file in by_use}
         self.scan_due = self.clock.now + SCAN
 
     def _make_room(self, size: int) -> bool:
@@ -152,10 +148,10 @@ class Shelf:
             file = self.files.get(path)
             if file is not None and file.used > used:
                 self.counted[path] = held, file.used
-                self.num_spared += 1
+                self.due["spared"] += 1
             elif file is not None:
                 del self.files[path]
-                self.due.folder_evictions += 1
+                self.due["folder_evictions"] += 1
         return True
 
     def _warn_once(self) -> None:
@@ -177,11 +173,12 @@ class Shelf:
             assert path in self.files, f"{path.name} should have gone"
             assert path in found, f"{path.name} should be there"
             content, used = found[path]
-            assert self.files[path].is_held_by(content), f"{path.name} has another content"
-            assert self.files[path].used == used, f"{path.name} was used at another time"
+            assert content == self.files[path].content, f"{path.name} has another content"
+            assert used == self.files[path].used, f"{path.name} was used at another time"
         for path, content in self.strangers.items():
             assert path.exists() and path.read_bytes() == content, f"{path.name} is nobody's to touch"
-        self._expect(asdict(self.stats), asdict(self.due), "counts")
+        counts = asdict(self.stats)
+        self._expect(counts, {name: self.due[name] for name in counts}, "counts")
         self._expect(len(self.warnings), self.num_warnings, f"warnings, the last of them {self.warnings[-1:]}")
 
     # ---- what happens ----
@@ -194,7 +191,7 @@ class Shelf:
         self.tier.write(blocks)
         for key, data in blocks:
             if not self._make_room(FRAME + len(data)) or fails:
-                self.due.write_failures += 1
+                self.due["write_failures"] += 1
                 self._warn_once()
                 return
             path = self._put(OWN, key, data)
@@ -206,7 +203,7 @@ class Shelf:
 
     def _put(self, model: bytes, key: BlockKey, data: torch.Tensor) -> Path:
         path = self.path(key, model)
-        self.files[path] = File(data.numpy().tobytes(), self.clock.time_ns())
+        self.files[path] = File(_content(model, key, data.numpy().tobytes()), self.clock.time_ns())
         return path
 
     def write_on_a_full_disk(self) -> None:
@@ -255,27 +252,29 @@ class Shelf:
         if file is None:
             return
         if not file.fault:
-            assert data.numpy().tobytes() == file.payload, f"{path.name} is read as another content"
+            assert file.content.endswith(data.numpy().tobytes()), f"{path.name} is read as another content"
             file.used = self.clock.time_ns()
             if path in self.counted:
                 self.counted[path] = self.counted.pop(path)[0], file.used
             return
         self.num_warnings += 1
-        setattr(self.due, f"{file.fault}_files", getattr(self.due, f"{file.fault}_files") + 1)
+        self.due[f"{file.fault}_files"] += 1
         if not stays:
             del self.files[path]
             self.counted.pop(path, None)
 
     def _damage(self, path: Path, file: File) -> None:
-        data, how = bytearray(path.read_bytes()), int(self.rng.integers(4))
+        data, how = bytearray(file.content), int(self.rng.integers(5))
         if how == 0:
             data += b"0"
         elif how == 1:
             del data[self.rng.integers(len(data)) :]
+        elif how == 2:
+            data[:] = _content(OWN, (0, self.rng.bytes(16)), bytes(len(data) - FRAME))  # of another block
         else:
-            data[self.rng.integers(SAME_MODEL) if how == 2 else self.rng.integers(SAME_MODEL, len(data))] ^= 1
-        file.fault = ("corrupt", "truncated", "foreign", "corrupt")[how]
-        file.damaged = bytes(data)
+            data[self.rng.integers(SAME_MODEL) if how == 3 else self.rng.integers(HEADER, len(data))] ^= 1
+        file.fault = ("corrupt", "truncated", "corrupt", "foreign", "corrupt")[how]
+        file.content = bytes(data)
         path.write_bytes(data)
         os.utime(path, ns=(file.used,) * 2)
 
@@ -294,7 +293,10 @@ class Shelf:
         """An engine of this model or of another one."""
         model, (key, data) = self._model(), self._block()
         self.others[model].write([(key, data)])
-        self._put(model, key, data)
+        file = self.files[self._put(model, key, data)]
+        if self.rng.random() < 0.3:  # its clock is behind
+            file.used -= 100 * 10**9
+            os.utime(self.path(key, model), ns=(file.used,) * 2)
 
     def another_reads(self) -> None:
         """What it has read is not the first to go."""
@@ -356,9 +358,9 @@ class Shelf:
             self._exists(key)
         if model == OWN:
             self.tier.write([self._block()])
-            self.due.write_failures += 1
+            self.due["write_failures"] += 1
             self._warn_once()
-        else:
+        for _ in range(0 if model == OWN else 3):
             self.write()
         folder.unlink()
         aside.rename(folder)
@@ -373,6 +375,10 @@ class Shelf:
             path.write_bytes(bytes(500))
             os.utime(path, (self.clock.now - DAY,) * 2)
             self.strangers[path] = bytes(500)
+        for link in (own / f"9{name[1:]}", own / f"{socket.gethostname()}.{NO_PROCESS}.ab.tmp"):
+            if not link.is_symlink():
+                link.symlink_to(near[0])
+            self.strangers[link] = bytes(500)
 
     def start_again(self) -> None:
         """Of the temporary files in all folders those of dead processes go, and old ones."""
@@ -381,10 +387,11 @@ class Shelf:
         folder.mkdir(parents=True, exist_ok=True)
         old, young = self.clock.now - DAY - 1, self.clock.now - DAY + 1
         stays = {
-            f"{host}.{NO_PROCESS}.ab.tmp": (young, False), f"{host}.{10**30}.ab.tmp": (young, False),
+            f"{host}.{NO_PROCESS}.cd.tmp": (young, False), f"{host}.{10**30}.ab.tmp": (young, False),
             f"{host}.{me}.ab.tmp": (young, True), f"{host}.{me}.cd.tmp": (old, False),
-            f"{host}.1.ab.tmp": (young, True), f"a.{host}.{NO_PROCESS}.ab.tmp": (young, True),
-            f"a.{host}.1.ab.tmp": (old, False), f"{host}.tmp": (old, True),
+            f"{host}.1.ab.tmp": (young, True), f"{host}.{me}.ef.tmp": (old + 1, True),
+            f"!{host}.{NO_PROCESS}.ab.tmp": (young, True), f"~{host}.{NO_PROCESS}.ab.tmp": (young, True),
+            f"~{host}.1.ab.tmp": (old, False), f"{host}.tmp": (old, True),
         }  # fmt: skip
         for name, (used, _) in stays.items():
             (folder / name).touch()
@@ -424,7 +431,7 @@ def play_shelf(root: Path, rng: np.random.Generator, num_events: int) -> tuple[s
                 shelf.check()
             except AssertionError as error:
                 return f"event {number}, {event.__name__.replace('_', ' ')}: {error}", happened
-            happened = {name: count for name, count in shelf.counts.items() if name in MUST_HAPPEN}
+            happened = {name: shelf.due[name] for name in MUST_HAPPEN}
             if number >= num_events and all(happened.values()):
                 break
     missing = [name for name, count in happened.items() if not count]

@@ -177,7 +177,6 @@ def test_the_queue_of_published_blocks_stays_right_and_small_over_long_runs() ->
         order = [block for block in order if block not in chosen.tolist()] + chosen.tolist()
         assert pool._lru.ids().tolist() == order
         assert pool._lru._tail <= len(pool._lru._ids) == 18
-        assert [block in pool._lru for block in range(9)] == [False] + [True] * 8
     pool.check_integrity()
     assert pool.num_evictions == evicted
 

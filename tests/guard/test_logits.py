@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import runpy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hybrid_kv.config import ConfigError
+from hybrid_kv.engine.llm import LLM, RequestOutput
 from hybrid_kv.guard.cases import broken_rule, replay, reproduce
 from hybrid_kv.guard.checks.guard_model import LOGIT_CELLS, NUM_NEW, Questions, result_of
 from hybrid_kv.guard.exactness import MTP_CELLS, REPLAY_CELLS, SLOTS_CELLS
@@ -54,6 +56,24 @@ def test_little_is_left_of_a_cell_that_is_wrong(
         runpy.run_path(str(script), run_name="__main__")
     assert left.value.code == 0 and replay(Path(made.file)) == 0
     assert capsys.readouterr().out.endswith("no rule is broken\n")
+
+
+@pytest.mark.parametrize("asked", ["prompt_logprobs", "logprobs"])
+def test_a_log_probability_that_the_plain_pass_does_not_have_is_seen(
+    asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = replace(PLAIN, cell={**PLAIN.cell, "logprobs": 2})
+    assert play_logits(case) == ("", "")
+    output = LLM.output
+
+    def later(self: LLM, *given: Any) -> RequestOutput:
+        told = output(self, *given)
+        values = getattr(told, asked)
+        return replace(told, **{asked: values and [*values[1:], values[0]]})
+
+    monkeypatch.setattr(LLM, "output", later)
+    rule, report = play_logits(case)
+    assert rule == "logprobs" and "log-probabilities" in report
 
 
 def test_an_engine_that_fails_by_itself_has_broken_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:

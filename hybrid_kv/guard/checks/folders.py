@@ -11,10 +11,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
 from hybrid_kv.cache.backend import BackendContext, MultipleOf, register_backend
+from hybrid_kv.cache.offload import KVOffload
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.guard.play import unwarned
 from hybrid_kv.guard.poison import poison
@@ -81,6 +83,8 @@ def _play_damaged(
     poison(llm)
     oracle, tier = ExactOracle(model), llm.manager.offload
     assert tier is not None
+    if error := _fail_to_load(llm, prompts):
+        return f"mode {mode}{error}", 0
     for _ in range(8):
         for file in sorted(file for file in Path(folder).rglob("*") if file.is_file()):
             if rng.random() < 0.5:
@@ -94,6 +98,24 @@ def _play_damaged(
         except AssertionError as error:
             return f"mode {mode}, behind damaged files: {error}", tier.stats.misses
     return "", tier.stats.misses
+
+
+def _fail_to_load(llm: LLM, prompts: Sequence[list[int]]) -> str:
+    """A copy to the device fails in the middle of a step: the error comes out, and no block stays behind."""
+    params = SamplingParams(max_tokens=NUM_NEW)
+    llm.generate(prompts, params, progress=False)
+    llm.reset_prefix_cache()
+    try:
+        with patch.object(KVOffload, "load", side_effect=RuntimeError("a copy fails")):
+            llm.generate(prompts, params, progress=False)
+        return ": void, no block was loaded"
+    except RuntimeError:
+        pass
+    try:
+        llm.manager.check_integrity()
+    except AssertionError as error:
+        return f", behind a copy to the device that fails: {error}"
+    return ""
 
 
 def _play_shelf(rng: np.random.Generator) -> tuple[str, dict[str, int]]:
@@ -145,7 +167,7 @@ def check_folders(run: Run) -> list[CheckResult]:
             0.0, damaged[0] if damaged else "", {"seed": run.seed}, {"lost_blocks": num_lost},
         ),
         CheckResult(
-            "folders", "events that leave other files than they should", not strange, int(bool(strange)), "events", "0",
+            "folders", "events that leave other files than due", not strange, int(bool(strange)), "operations", "0",
             NUM_EVENTS, 0.0, strange, {"seed": run.seed}, happened,
         ),
     ]  # fmt: skip

@@ -14,12 +14,19 @@ from hybrid_kv.models.loader import load_tokenizer
 
 NUM_NEW = 48  # tokens of each answer
 PREEMPTS = 11  # steps: then the youngest request makes room
+OWN = ("device", "preempts", "in_chunks", "logprobs")  # of a cell, and no figure's name
 LEAST = 3  # prompts: two run at once where a cell has a cache, and only what comes behind them can hit
 # Engine settings in which a guard model's logits are held against its plain forward pass. Those with a cache get
 # prompts that share their examples.
 LOGIT_CELLS: tuple[dict[str, Any], ...] = (
     {"dtype": "float64", "attention_backend": "TORCH"},
-    {"dtype": "float64", "attention_backend": "FLASH_ATTN", "max_num_batched_tokens": 37, "captured_batch_sizes": (6,)},
+    {
+        "dtype": "float64",
+        "attention_backend": "FLASH_ATTN",
+        "max_num_batched_tokens": 37,
+        "captured_batch_sizes": (6,),
+        "logprobs": 3,
+    },
     {"dtype": "float64", "attention_backend": "FLASHINFER", "max_num_batched_tokens": 64, "num_blocks": 28},
     {
         "dtype": "float32",
@@ -55,6 +62,7 @@ LOGIT_CELLS: tuple[dict[str, Any], ...] = (
         "async_scheduling": True,
         "max_num_batched_tokens": 128,
         "max_num_seqs": 2,
+        "logprobs": 0,
     },
     {
         "dtype": "float64",
@@ -135,7 +143,7 @@ class Questions:
 
 
 def result_of(found: Found, model: Trained, seed: int) -> CheckResult:
-    cell = {key: value for key, value in found.case.cell.items() if key not in ("device", "preempts", "in_chunks")}
+    cell = {key: value for key, value in found.case.cell.items() if key not in OWN}
     features = [cell["dtype"], cell["attention_backend"], *_features(cell)]
     rule, detail = found.broken
     detail = "" if rule == "tokens" else detail  # they have a line of their own

@@ -21,7 +21,7 @@ from hybrid_kv.cache.capacity import block_steps, capacity, most_blocks
 from hybrid_kv.cache.layout import allocate_raw_buffers
 from hybrid_kv.cache.manager import KVCacheManager
 from hybrid_kv.cache.modes import MODES
-from hybrid_kv.cache.plan import CachePlan, describe, plan_cache
+from hybrid_kv.cache.plan import BlockSizes, CachePlan, describe, plan_cache
 from hybrid_kv.cache.ranks import Ranks
 from hybrid_kv.cache.spec import (
     FullAttentionSpec,
@@ -51,7 +51,7 @@ def check_plan(run: Run) -> list[CheckResult]:
     wrong = list[str]()
     for trial in range(run.amount):
         rng = np.random.default_rng((run.seed, trial))
-        wrong += [f"trial {trial}: {error}" for part in (_errors, _read, _late, _stages) for error in part(rng)]
+        wrong += [f"trial {trial}: {error}" for part in (_errors, _read, _lone, _late, _stages) for error in part(rng)]
         run.progress(1)
     return [
         CheckResult(
@@ -186,6 +186,32 @@ def _given(
         if computed >= prompt:
             held += sum(int(np.count_nonzero(ids)) for ids in manager.block_ids(name))
     return held
+
+
+def _lone(rng: np.random.Generator) -> Iterator[str]:
+    """Layers of one kind alone: a state fills its page, and a block size for the other kind is refused."""
+    mode, limit = str(rng.choice(list(MODES))), int(rng.integers(1, 3000))
+    given, chunk = ([None, size][rng.integers(2)] for size in (24, 16))
+    parts = window_and_states(((3, 8), torch.bfloat16), ((4, 8), torch.float32))
+    states: dict[str, KVCacheSpec] = {"0": MambaSpec(1, parts)}
+
+    def sizes(layers: dict[str, KVCacheSpec], **changes: Any) -> BlockSizes | None:
+        cache = CacheConfig(mamba_cache_mode=mode, num_blocks=100, **changes)
+        try:
+            return plan_cache(layers, cache, get_backend("TORCH", "cpu"), BackendContext("cpu"), limit, chunk).sizes
+        except ConfigError:
+            return None
+
+    size = given or (limit if mode == "none" else chunk)
+    state_bytes = 3 * 8 * 2 + 4 * 8 * 4
+    due = BlockSizes(size, size, state_bytes, state_bytes) if size else None
+    if (found := sizes(states, mamba_block_size=given)) != due:
+        yield f"states alone, mode {mode}, {given} given, chunks of {chunk}: {found}, not {due}"
+    attention: dict[str, KVCacheSpec] = {"0": FullAttentionSpec(1, 1, 4, torch.bfloat16)}
+    if sizes(states, block_size=16) is not None or sizes(attention, mamba_block_size=16) is not None:
+        yield f"mode {mode}: the block size of layers that are not there is not refused"
+    if sizes(attention, block_size=16) != BlockSizes(16, None, 16 * 16, 0):
+        yield f"attention alone: {sizes(attention, block_size=16)}"
 
 
 def _late(rng: np.random.Generator) -> Iterator[str]:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from hybrid_kv.cache import capacity as counting
 from hybrid_kv.cache import plan as planning
 from hybrid_kv.cache.capacity import block_steps, capacity
+from hybrid_kv.cache.modes import MODES
+from hybrid_kv.cache.plan import describe
+from hybrid_kv.cache.ranks import Ranks
 from hybrid_kv.cache.spec import group_layers
 from hybrid_kv.guard.checks import plan as checked
 from hybrid_kv.guard.checks.plan import check_plan
 from hybrid_kv.guard.registry import Run
+from hybrid_kv.kernels.common.integers import cdiv
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -30,7 +36,7 @@ def test_plans_are_the_shortest_and_fill_their_memory(seed: int) -> None:
             lambda rank, cache, rows: cache.num_blocks or cache.memory_bytes // 2 // rank.block_bytes,
             "take",
         ),
-        ("group_layers", lambda specs: group_layers(dict(list(specs.items())[:-1])), "groups"),
+        ("group_layers", lambda specs: group_layers(dict([*specs.items()][:-1]) or specs), "groups"),
         ("cdiv", lambda a, b: 2 * -(-a // b), "they are multiples of"),
     ],
 )
@@ -60,3 +66,39 @@ def test_requests_that_are_counted_wrong_are_seen(
     monkeypatch.setattr(checked, name, broken)
     (result,) = check_plan(Run(10))
     assert detail in result.detail
+
+
+def test_a_figure_that_is_not_the_plans_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checked, "describe", lambda plan: describe(plan) | {"ring_rows": 9})
+    (result,) = check_plan(Run(10))
+    assert "ring_rows 9, not" in result.detail
+
+
+def test_layers_that_are_dealt_from_the_front_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stages(ranks: Ranks, num_layers: int) -> list[range]:
+        ends = [cdiv(num_layers * i, ranks.pipeline_parallel) for i in range(ranks.pipeline_parallel + 1)]
+        return [range(*both) for both in pairwise(ends)]
+
+    monkeypatch.setattr(Ranks, "stages", stages)
+    (result,) = check_plan(Run(10))
+    assert "stages: [range" in result.detail
+
+
+def test_states_that_are_given_back_sooner_than_counted_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        counting, "_given_back", lambda spec, computed: spec.mode.first_needed(computed, spec.block_size)
+    )
+    (result,) = check_plan(Run(10))
+    assert "replay, " in result.detail
+
+
+def test_delta_nets_on_an_xpu_that_lack_their_64_tokens_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "GDNBackend", None)
+    (result,) = check_plan(Run(60))
+    assert "on xpu" in result.detail and "they are multiples of" in result.detail
+
+
+def test_states_alone_in_blocks_of_another_size_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(MODES["none"]), "lone_block_size", lambda mode, given, chunk, longest: longest)
+    (result,) = check_plan(Run(60))
+    assert "states alone" in result.detail
