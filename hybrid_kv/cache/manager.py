@@ -237,9 +237,9 @@ class KVCacheManager:
         places: list[tuple[Columns, int]] = []  # where the absent ones go
         for index, (group, row) in enumerate(zip(self._groups, rows, strict=True)):
             count = hit.num_tokens // group.block_size
-            columns, ids = range(count), np.zeros(count, dtype=np.int32)
+            every, ids = range(count), np.zeros(count, dtype=np.int32)
             # All blocks of attention, the last state of Mamba.
-            for column in columns if group.mode is None else columns[-1:]:
+            for column in every if group.mode is None else every[-1:]:
                 key = index, hit.chains[index][column]
                 block = self.pool.lookup(key)
                 if block is None:
