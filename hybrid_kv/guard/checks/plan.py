@@ -202,7 +202,7 @@ def _lone(rng: np.random.Generator) -> Iterator[str]:
         except ConfigError:
             return None
 
-    size = given or (limit if mode == "none" else chunk)
+    size = given or (limit if not MODES[mode].keeps_states else chunk)
     state_bytes = 3 * 8 * 2 + 4 * 8 * 4
     due = BlockSizes(size, size, state_bytes, state_bytes) if size else None
     if (found := sizes(states, mamba_block_size=given)) != due:
@@ -278,7 +278,9 @@ def _read(rng: np.random.Generator) -> Iterator[str]:
     size, own = plan.sizes.block_size, [group.layer_names for group in plan.config.groups]
     page, columns = size * token_bytes, cdiv(limit, size)
     behind = cdiv(min(ring_len, size - 1 + 2 * (1 + K)), size) if replays else 1
-    most = {"none": 1, "align": min(1 + behind, columns), "all": columns}[mode] + (0 if replays else K)
+    policy = MODES[mode]
+    most = min(1 + behind, columns) if policy.gives_back else columns if policy.keeps_states else 1
+    most += 0 if replays else K
     held = [most if group[0][0] == "s" else columns for group in own]
 
     def stage(names: Sequence[str]) -> dict[str, Any]:
@@ -293,7 +295,7 @@ def _read(rng: np.random.Generator) -> Iterator[str]:
     fullest = max(stages, key=lambda stage: stage["total_bytes"] + rows * ring_row(stage))
     due = {
         "block_size": size,
-        "mamba_block_size": (limit if mode == "none" else size) if num_states else None,
+        "mamba_block_size": (limit if not MODES[mode].keeps_states else size) if num_states else None,
         "page_size_bytes": page,
         "mamba_state_bytes": state_bytes if num_states else 0,
         "mamba_padding_percent": round(100 * (page - state_bytes) / state_bytes, 2) if num_states else 0.0,
@@ -302,7 +304,7 @@ def _read(rng: np.random.Generator) -> Iterator[str]:
                 "kind": "mamba2" if group[0][0] == "s" else "attention",
                 "num_layers": len(group),
                 "layers": [*group],
-                "block_size": limit if group[0][0] == "s" and mode == "none" else size,
+                "block_size": limit if group[0][0] == "s" and not MODES[mode].keeps_states else size,
                 "page_sizes_bytes": [page] * len(group),
                 "kernel_block_size": kernel_size,
                 "blocks_per_request": blocks,
