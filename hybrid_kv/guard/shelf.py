@@ -2,7 +2,8 @@
 
 What happens is drawn: other engines write, use and delete blocks in the same folder, files are damaged or replaced by
 something strange, disks are full, processes die. Time is told, not waited for. The rules are those that
-`cache.folder_tier` promises, written anew: its own figures and functions are not asked.
+`cache.folder_tier` promises, written anew: its own figures and functions are not asked. What happens and what is due
+stand in one file, 480 lines, because each is read against the other.
 """
 
 from __future__ import annotations
