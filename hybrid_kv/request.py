@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from hybrid_kv.cache.block_hash import BlockHashes
 from hybrid_kv.cache.columns import NO_HIT, NewBlocks, PrefixHit
 from hybrid_kv.sampling import SamplingParams, TokenLogprobs
+
+
+class Arrival(Protocol):
+    """What a request brings from the engine that began it (`engine.handover`)."""
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """All of its tokens but the last."""
+
+    def unpack(self, blocks: NewBlocks) -> None:
+        """Fill the request's blocks, those of all columns."""
 
 
 @dataclass(eq=False)
@@ -30,6 +42,7 @@ class Request:
     is_finished: bool = False
     hit: PrefixHit = NO_HIT  # of the first admission, without its chains
     row: int = -1  # of the block tables; -1 while waiting
+    arrival: Arrival | None = None  # until it starts here, if another engine has begun it
 
     def __post_init__(self) -> None:
         self.block_hashes = BlockHashes(self.params.cache_salt)

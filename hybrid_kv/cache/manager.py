@@ -293,6 +293,31 @@ class KVCacheManager:
             return new
         return NewBlocks(np.concatenate([row.all() for row in rows]), array("i", [row.length for row in rows]))
 
+    def adopt(self, request_id: str, num_computed_tokens: int) -> NewBlocks | None:
+        """Make room for a decode of a request whose first tokens were computed elsewhere.
+
+        Attention gets a block for each of their columns. Of states there is one, after the last token: columns before
+        it stay null, and are never published.
+
+        Returns:
+            All columns, for the caller to fill; None if the pool is too full.
+        """
+        rows = [Columns() for _ in self._groups]
+        for group, row in zip(self._groups, rows, strict=True):
+            if group.mode is not None:
+                row.published = group.mode.anchor(num_computed_tokens - 1, group.block_size)
+                row.extend(np.zeros(row.published, dtype=np.int32))
+        end = num_computed_tokens + 1
+        counts, needed = self._count_missing(rows, end, self._with_lookahead(end), is_decode=True)
+        ids = self.pool.allocate(needed)
+        if ids is None:
+            return None
+        self._held[request_id] = rows
+        new = self._append(rows, counts, ids, is_decode=True)
+        for watcher in self.watchers:
+            watcher.on_allocate(request_id, new.per_group())
+        return NewBlocks(np.concatenate([row.all() for row in rows]), array("i", [row.length for row in rows]))
+
     def _count_missing(self, rows: Sequence[Columns], end: int, ahead: int, is_decode: bool) -> tuple[list[int], int]:
         """Columns that each group lacks until token `end`, or `ahead` where steps write beyond it; blocks for them."""
         counts, needed = [], 0

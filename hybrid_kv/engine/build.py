@@ -279,13 +279,30 @@ def _offload(
 def _identity(model: str | Path | Model, runner: ModelRunner, backend: type[AttentionBackend]) -> str:
     """What a stored block depends on besides the plan: the weights, and how a page is laid out."""
     layout = [backend.name, *(str(group.kernel_block_size) for group in runner.groups)]
+    return " ".join([*layout, weights_identity(model, runner.model)])
+
+
+def weights_identity(model: str | Path | Model, loaded: Model) -> str:
+    """What a cached value depends on besides the tokens: the weights, and the dtype of the arithmetic.
+
+    Args:
+        model: what the user gave.
+        loaded: the model that runs.
+
+    Raises:
+        ConfigError: nothing tells the weights of a model object.
+    """
     if isinstance(model, str | Path):
         # The dtype of the arithmetic is not always the cache's.
-        dtypes = {str(weight.dtype) for weight in cast(torch.nn.Module, runner.model).parameters()}
-        return " ".join([*layout, str(runner.model.vocab_size), *sorted(dtypes), fingerprint(model)])
+        dtypes = {str(weight.dtype) for weight in cast(torch.nn.Module, loaded).parameters()}
+        return " ".join([str(loaded.vocab_size), *sorted(dtypes), fingerprint(model)])
     if not isinstance(model, torch.nn.Module):
-        return " ".join([*layout, str(cast(Any, model).fingerprint)])  # _check_together has seen it
+        if not (isinstance(text := getattr(model, "fingerprint", None), str) and text):
+            raise ConfigError(
+                f"nothing tells the weights of this {type(model).__name__} from another's; give it a text `fingerprint`"
+            )
+        return text
     weights = blake2b(repr(model).encode())
     for name, tensor in model.state_dict().items():
         weights.update(name.encode() + tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return " ".join([*layout, weights.hexdigest()])
+    return weights.hexdigest()

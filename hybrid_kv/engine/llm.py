@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from tqdm.auto import tqdm
 
 from hybrid_kv.cache.columns import NO_HIT, PrefixHit
 from hybrid_kv.config import ConfigError, HybridKVError, engine_config, is_int
-from hybrid_kv.engine.build import build
+from hybrid_kv.engine.build import build, weights_identity
+from hybrid_kv.engine.handover import Arrival, Handover, check_fits, pack
 from hybrid_kv.engine.runner import Proposer, StepOutput
 from hybrid_kv.engine.text import Tokenizer, may_stop, stop_position
 from hybrid_kv.models.interface import Model
@@ -76,6 +78,7 @@ class LLM:
         self.plan, self.manager = parts.plan, parts.manager
         self.runner, self.scheduler = parts.runner, parts.scheduler
         self.watchers = parts.runner.watchers
+        self._given_model = model
         self.num_steps = 0
         self._num_requests = 0
         self._aborted: set[str] = set()
@@ -100,6 +103,57 @@ class LLM:
         request = self.make_request(prompt, params)
         self.scheduler.add(request)
         return request
+
+    def hand_over(self, request: Request) -> Handover:
+        """Let go of a running request that has its first token; another engine may go on with it.
+
+        Raises:
+            HybridKVError: it is not running, its prompt is not computed yet, or the step under way ends it, as `step`
+                will say. It stays as it is.
+        """
+        if request not in self.scheduler.running or request.request_id in self._aborted:
+            raise HybridKVError(f"hand_over: request {request.request_id} is not running here")
+        self._look_ahead(request)
+        if request.num_computed_tokens + 1 != request.num_tokens or not request.output_token_ids:
+            raise HybridKVError(
+                f"hand_over: request {request.request_id} has no token of its answer yet, "
+                f"{request.num_computed_tokens} of its {request.num_tokens} tokens are computed; run another step"
+            )
+        handover = pack(request, self.runner, self._weights)
+        self.scheduler.finish(request)
+        return handover
+
+    def take_over(self, handover: Handover) -> Request:
+        """Queue a request that another engine has begun; it goes on as if its prompt had been computed here.
+
+        Raises:
+            ConfigError: it does not fit, or can never run here; nothing is queued or allocated then.
+        """
+        check_fits(handover, self.runner, self._weights)
+        request = self._request(self._next_number(), handover.prompt_token_ids, handover.params)
+        request.seed = handover.seed
+        request.output_token_ids = list(handover.output_token_ids)
+        request.logprobs, request.prompt_logprobs = list(handover.logprobs), list(handover.prompt_logprobs)
+        request.arrival = Arrival(handover, self.runner)
+        self.scheduler.add(request)
+        return request
+
+    @cached_property
+    def _weights(self) -> str:
+        return weights_identity(self._given_model, self.model)
+
+    def _look_ahead(self, request: Request) -> None:
+        """Take in the step under way for one request alone, unless it ends with it."""
+        if request.in_flight is None:
+            return
+        output = self._unseen
+        assert output is not None
+        (item,) = (item for item in output.batch if item.request is request)
+        _, reason = self._kept(request, output.tokens.get(request.request_id, []))
+        if reason is not None:
+            raise HybridKVError(f"hand_over: request {request.request_id} ends with the step under way")
+        self._process(replace(output, batch=[item]))
+        self._unseen = replace(output, batch=[other for other in output.batch if other is not item])
 
     def _next_number(self) -> int:
         self._num_requests += 1
@@ -212,7 +266,12 @@ class LLM:
 
     def _update(self, item: ScheduledRequest, sampled: list[int]) -> str | None:
         """Take a step's tokens one by one, up to the one that ends the request, if any does."""
-        request = item.request
+        kept, reason = self._kept(item.request, sampled)
+        self.scheduler.update(item, sampled, kept)
+        return reason
+
+    def _kept(self, request: Request, sampled: list[int]) -> tuple[int, str | None]:
+        """How many of a step's tokens a request keeps, and why it ends with the last of them, if it does."""
         known = len(request.output_token_ids)
         reason = None
         for token in sampled:
@@ -222,8 +281,7 @@ class LLM:
                 break
         kept = len(request.output_token_ids) - known
         del request.output_token_ids[known:]
-        self.scheduler.update(item, sampled, kept)
-        return reason
+        return kept, reason
 
     def _finish_reason(self, request: Request, token: int) -> str | None:
         params = request.params

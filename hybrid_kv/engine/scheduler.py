@@ -23,7 +23,7 @@ from itertools import chain
 from hybrid_kv.cache.columns import NO_BLOCKS, NO_HIT, NewBlocks, PrefixHit
 from hybrid_kv.cache.manager import HitLostError, KVCacheManager
 from hybrid_kv.config import ConfigError, SchedulerConfig
-from hybrid_kv.request import Request, ScheduledRequest
+from hybrid_kv.request import Arrival, Request, ScheduledRequest
 
 
 class Scheduler:
@@ -62,7 +62,7 @@ class Scheduler:
         """
         if request.request_id in self._ids or request.is_finished:
             raise ConfigError(f"request {request.request_id} was added before; make a new request for each run")
-        length = len(request.prompt_token_ids)
+        length = request.num_tokens
         limit = self.config.max_model_len
         if length == 0:
             raise ConfigError(f"request {request.request_id}: the prompt is empty; give it at least one token")
@@ -72,7 +72,7 @@ class Scheduler:
                 "for the answer; shorten the prompt or raise max_model_len"
             )
         # The last token is sampled, never cached.
-        longest = min(limit, length + request.params.max_tokens) - 1
+        longest = min(limit, len(request.prompt_token_ids) + request.params.max_tokens) - 1
         if not self.manager.can_ever_fit(longest):
             raise ConfigError(
                 f"request {request.request_id}: {longest} tokens never fit in {self.manager.pool.num_blocks - 1} cache "
@@ -140,6 +140,8 @@ class Scheduler:
     def _try_to_admit(
         self, request: Request, budget: int, scheduled: Sequence[ScheduledRequest], use_offload: bool = True
     ) -> ScheduledRequest | None:
+        if request.arrival is not None:
+            return self._take_in(request, request.arrival)
         hit = NO_HIT
         if request.params.reads_prefix_cache:
             hit = self.manager.find_longest_cache_hit(request.block_hashes, request.token_ids, use_offload)
@@ -149,14 +151,33 @@ class Scheduler:
         new = self._allocate(item, hit)
         if new is None:
             return None
-        item.new_blocks = new
-        self.waiting.popleft()
-        self.running.append(request)
-        request.row = self._free_rows.pop()
+        self._start(request, item, new)
         request.num_computed_tokens = request.num_flushed_tokens = hit.num_tokens
         if not request.num_preemptions:
             request.hit = replace(hit, chains=())  # an output may live long
         return item
+
+    def _take_in(self, request: Request, arrival: Arrival) -> ScheduledRequest | None:
+        """The first step of a request that another engine has begun, as if a hit left one token."""
+        start = arrival.num_computed_tokens
+        item = ScheduledRequest(request, 1, start, NO_BLOCKS, True, True)
+        new = self.manager.adopt(request.request_id, start)
+        if new is None:
+            return None
+        self._start(request, item, new)
+        request.num_computed_tokens = request.num_flushed_tokens = start
+        request.arrival = None  # it may be preempted, and then has nothing but its tokens
+        arrival.unpack(new)
+        # Now, not behind the step: with one in flight, mode align gives the boundary's column back before that.
+        self._cache_blocks(request, is_decode=False)
+        return item
+
+    def _start(self, request: Request, item: ScheduledRequest, new: NewBlocks) -> None:
+        """The first waiting request runs from this step on."""
+        item.new_blocks = new
+        self.waiting.popleft()
+        self.running.append(request)
+        request.row = self._free_rows.pop()
 
     def _is_under_way(self, request: Request, num_cached: int, scheduled: Sequence[ScheduledRequest]) -> bool:
         """Whether a prefill of this step, or of the one in flight, makes the hit of a waiting request longer.

@@ -1,0 +1,185 @@
+"""A request leaves the engine that computed its prompt, and goes on in another one: prefill and decode split.
+
+    handover = prefill.hand_over(request)
+    request = decode.take_over(handover)
+
+Contract. What goes over is what the model has made of the request's tokens, in the layers' own terms: of an attention
+layer K and V (or the latent) of every computed token, of a Mamba layer the window and the states after the last one.
+No block, column, page or kernel block goes over: where these lie is each engine's own affair. So the two may differ in
+block size, kernel block size, cache mode, number of blocks, drafts and asynchronous scheduling.
+
+- The state is read where the next step would read it (`StateCursor`, `Undo.source_columns`): with drafts that is not
+  the request's last block (asc!11262), and with a prefix cache a request has several blocks and gaps between them
+  (vllm!50153). It is written where the first step of a request that starts behind a hit reads it.
+- A draft head's layer is an attention layer with one token more: the pair (hidden state of token n - 1, token n) is
+  computed with token n - 1. Drafts themselves stay behind: the first step has none.
+- `take_over` refuses what does not fit before anything is allocated: other weights, another dtype or form of a layer's
+  cache, a layer that the other engine does not have.
+- A request that is taken over waits in the queue like any other, its tensors beside it. Its first step is that of a
+  request whose hit leaves one token. It is preempted like any other: then its tokens are computed again.
+- One that is handed over is gone from its engine; the prefixes that it has published stay. `Handover` is good for any
+  number of engines, and nothing has to be told if nobody takes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hybrid_kv.cache.columns import NewBlocks
+from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec, layer_specs
+from hybrid_kv.config import ConfigError
+from hybrid_kv.engine.runner import ModelRunner
+from hybrid_kv.kernels.slot_mapping import slot_mapping
+from hybrid_kv.request import Request
+from hybrid_kv.sampling import SamplingParams, TokenLogprobs
+
+Tensors = tuple[torch.Tensor, ...]
+Form = tuple[tuple[int, ...], torch.dtype]  # of one token's K or V, or of a part of a state
+
+
+@dataclass(frozen=True, eq=False)
+class Handover:
+    """A request between two engines.
+
+    Attributes:
+        weights: identifies the model that computed it (`engine.build.weights_identity`).
+        output_token_ids: at least one; all tokens but the last of these are computed.
+        layers: by name, on the host. Attention: K and V [num_tokens, num_kv_heads, head_size], or latents [num_tokens,
+            head_size]. Mamba: of each part a window [kernel - 1, …] or a state.
+    """
+
+    weights: str
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    logprobs: list[TokenLogprobs]
+    prompt_logprobs: list[TokenLogprobs]
+    layers: dict[str, Tensors]
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids) - 1
+
+    @property
+    def nbytes(self) -> int:
+        """Of its tensors."""
+        return sum(part.nbytes for parts in self.layers.values() for part in parts)
+
+
+def pack(request: Request, runner: ModelRunner, weights: str) -> Handover:
+    """What goes over of a running request, none of whose steps is under way; its states must be in their blocks."""
+    row, layers = request.row, dict[str, Tensors]()
+    for group in runner.groups:
+        columns = runner.block_tables.tables[group.group_id][row].long()
+        for name, spec in zip(group.layer_names, layer_specs(group.layer_names, group.spec), strict=True):
+            views = runner.views[name]
+            if isinstance(spec, MambaSpec):
+                anchor, first = torch.tensor([runner.cursors.anchor[row], runner.cursors.window_row[row]])
+                source = runner.builders[group.group_id].undo.source_columns(anchor, first)
+                window, state = int(columns[anchor]), int(columns[source])
+                parts = (
+                    view[state] if rows is None else view[window, first : first + rows]
+                    for view, rows in zip(views, _window_rows(spec), strict=True)
+                )
+                layers[name] = tuple(part.to("cpu", copy=True) for part in parts)
+            else:
+                places = _places(columns, _num_slots(name, request.num_computed_tokens, runner), spec, views[0])
+                layers[name] = tuple(view[places].cpu() for view in views)
+    return Handover(
+        weights,
+        list(request.prompt_token_ids),
+        list(request.output_token_ids),
+        request.params,
+        request.seed,
+        list(request.logprobs),
+        list(request.prompt_logprobs),
+        layers,
+    )
+
+
+def check_fits(handover: Handover, runner: ModelRunner, weights: str) -> None:
+    """Raise `ConfigError` unless an engine of these `weights` can go on with the request."""
+    if handover.weights != weights:
+        raise ConfigError("take_over: the request was computed with another model or dtype; give both engines the same")
+    for group in runner.groups:
+        for name, spec in zip(group.layer_names, layer_specs(group.layer_names, group.spec), strict=True):
+            if name not in handover.layers:
+                raise ConfigError(
+                    f"take_over: layer {name} is not in the engine that computed the request; if it is a draft head's, "
+                    "give both engines its speculative_method"
+                )
+            given, wanted = list(_forms_of(handover.layers[name], spec)), list(_forms(runner.views[name], spec))
+            if given != wanted:
+                raise ConfigError(
+                    f"take_over: layer {name} was cached as {_text(given)}, this engine caches {_text(wanted)}; give "
+                    "both engines the same cache dtypes and state_scheme"
+                )
+
+
+@dataclass(frozen=True, eq=False)
+class Arrival:
+    """What a waiting request brings with it. See `hybrid_kv.request.Arrival`."""
+
+    handover: Handover
+    runner: ModelRunner
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return self.handover.num_computed_tokens
+
+    def unpack(self, blocks: NewBlocks) -> None:
+        """Write it where the first step reads it."""
+        runner, num_tokens = self.runner, self.num_computed_tokens
+        for group, ids in zip(runner.groups, blocks.per_group(), strict=True):
+            columns = torch.from_numpy(ids).to(runner.device).long()
+            for name, spec in zip(group.layer_names, layer_specs(group.layer_names, group.spec), strict=True):
+                views, parts = runner.views[name], self.handover.layers[name]
+                if isinstance(spec, MambaSpec):
+                    block = int(columns[spec.mode.anchor(num_tokens - 1, spec.block_size)])
+                    for view, part, rows in zip(views, parts, _window_rows(spec), strict=True):
+                        view[block, slice(rows)] = part.to(view.device)
+                else:
+                    count = _num_slots(name, num_tokens, runner)
+                    places = _places(columns, count, spec, views[0])
+                    for view, part in zip(views, parts, strict=True):
+                        view[places] = part[:count].to(view.device)
+
+
+def _num_slots(name: str, num_computed_tokens: int, runner: ModelRunner) -> int:
+    """Slots of a layer that are written: those of a draft head are one token ahead of the target's."""
+    return num_computed_tokens + (name not in runner.model.layer_specs)
+
+
+def _places(columns: torch.Tensor, count: int, spec: KVCacheSpec, view: torch.Tensor) -> Tensors:
+    """Kernel block and offset of a request's first `count` tokens."""
+    positions = torch.arange(count, device=columns.device)
+    slots = slot_mapping(columns[None], torch.zeros_like(positions), positions, spec.block_size)
+    return slots // view.shape[1], slots % view.shape[1]
+
+
+def _window_rows(spec: MambaSpec) -> list[int | None]:
+    """Of each part the rows of a window that the next step reads, those for drafts left out; None for a state."""
+    return [part.shape[0] - spec.num_speculative_tokens if part.role == "window" else None for part in spec.parts]
+
+
+def _forms(views: Sequence[torch.Tensor], spec: KVCacheSpec) -> Iterator[Form]:
+    """What an engine keeps, of each part."""
+    if not isinstance(spec, MambaSpec):
+        yield from ((tuple(view.shape[2:]), view.dtype) for view in views)
+        return
+    for view, rows in zip(views, _window_rows(spec), strict=True):
+        yield (tuple(view.shape[1:]) if rows is None else (rows, *view.shape[2:])), view.dtype
+
+
+def _forms_of(parts: Tensors, spec: KVCacheSpec) -> Iterator[Form]:
+    """The same of what was sent."""
+    first = 0 if isinstance(spec, MambaSpec) else 1
+    yield from ((tuple(part.shape[first:]), part.dtype) for part in parts)
+
+
+def _text(forms: Sequence[Form]) -> str:
+    return ", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for shape, dtype in forms)
