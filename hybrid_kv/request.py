@@ -17,8 +17,8 @@ class Arrival(Protocol):
     def num_computed_tokens(self) -> int:
         """All of its tokens but the last."""
 
-    def unpack(self, blocks: NewBlocks) -> None:
-        """Fill the request's blocks, those of all columns."""
+    def unpack(self, request: Request, blocks: NewBlocks) -> None:
+        """Fill the blocks of the request, those of all its columns."""
 
 
 @dataclass(eq=False)

@@ -1,7 +1,7 @@
 """Who is told what the engine does, step by step.
 
 The order in a step: `on_schedule`, `on_prepare`, `on_step`, then the model runs, `on_copy` for each group with boundary
-states, `on_commit`, `on_draft`. `on_fold` comes between steps. A watcher may look at everything and raise; what it may
+states, `on_commit`, `on_draft`. `on_fold` and `on_arrival` come between steps. A watcher may look at everything and raise; what it may
 change is said where it may.
 """
 
@@ -16,6 +16,7 @@ import torch
 
 from hybrid_kv.attention.mamba import BoundaryCopies
 from hybrid_kv.attention.undo import UndoStep
+from hybrid_kv.cache.block_pool import BlockIds
 from hybrid_kv.cache.watch import CacheWatcher
 from hybrid_kv.request import Request, ScheduledRequest
 
@@ -73,6 +74,13 @@ class Watcher(CacheWatcher):
 
     def on_fold(self, request: Request, group: int, step: UndoStep) -> None:
         """A request is about to give up its row; what is due of its history will be folded into a state."""
+
+    def on_arrival(self, request: Request, columns: Sequence[BlockIds]) -> None:
+        """A request that another engine has begun got its row; its blocks hold all of its tokens but the last.
+
+        Args:
+            columns: group by group; of states one block holds the last.
+        """
 
     def on_failure(self) -> None:
         """A step raised; the engine clears up, whatever state it is in."""

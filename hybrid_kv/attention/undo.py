@@ -13,7 +13,7 @@ The interface. `memory` says what the scheme takes of the cache (an `UndoSpec`, 
 scheme). An instance serves one group: `prepare` decides, once per step and before the layers run, what its decodes
 read and write, and returns a *step* that the layers are given; `copies_states` says whether the states at block
 boundaries are brought to their own blocks behind a verify step (`mamba.postprocess_mamba`) or only the windows; `fold`
-writes the state of a request that leaves.
+writes the state of a request that leaves, `settle` that of one that another engine goes on with.
 
 A third scheme is a class and an entry in `SCHEMES`.
 """
@@ -144,6 +144,16 @@ class Undo(Protocol):
             table: [n, width] int32.
         """
 
+    def settle(self, rows: Ints, num_gained: Ints, anchors: Ints, table: torch.Tensor) -> UndoStep:
+        """What writes the states after all tokens of requests that leave, to the columns of `source_columns`.
+
+        No boundary lies between them and the states that are written: `fold` was there before.
+
+        Args:
+            rows, num_gained, anchors: [n].
+            table: [n, width] int32.
+        """
+
 
 class SlotsStep:
     """Each decode reads one state and writes one for every token."""
@@ -195,6 +205,9 @@ class Slots:
         return self._STEP
 
     def fold(self, rows: Ints, num_gained: Ints, table: torch.Tensor) -> SlotsStep:
+        return self._STEP
+
+    def settle(self, rows: Ints, num_gained: Ints, anchors: Ints, table: torch.Tensor) -> SlotsStep:
         return self._STEP
 
 
@@ -334,6 +347,18 @@ class Replay:
 
     def fold(self, rows: Ints, num_gained: Ints, table: torch.Tensor) -> ReplayDecodes:
         return self._step(rows, num_gained, np.zeros_like(rows), table)
+
+    def settle(self, rows: Ints, num_gained: Ints, anchors: Ints, table: torch.Tensor) -> ReplayDecodes:
+        """All of the history goes into the anchor's block, not into the state's own, which may be published."""
+        device, cursors = table.device, self.cursors
+        row, gained, target = (torch.from_numpy(part).to(device) for part in (rows, num_gained, anchors))
+        source = torch.zeros_like(row)
+        if self._block_size is not None:
+            source = (cursors.base_pos[row] - 1) // self._block_size
+        src, dst = (table.gather(1, column[:, None])[:, 0].long() for column in (source, target))
+        n_hist = cursors.n_hist[row] + torch.minimum(gained, cursors.prev_t[row])
+        step = ReplayStep(row, src, dst, cursors.ring_start[row], n_hist, n_hist, cursors.max_query_len)
+        return ReplayDecodes(step, torch.zeros(len(rows) + 1, dtype=torch.int64, device=device))
 
     def _step(self, rows: Ints, num_gained: Ints, query_lens: Ints, table: torch.Tensor) -> ReplayDecodes:
         """Decide what each decode folds and replays, and move the cursors past it."""

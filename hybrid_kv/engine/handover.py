@@ -131,7 +131,7 @@ class Arrival:
     def num_computed_tokens(self) -> int:
         return self.handover.num_computed_tokens
 
-    def unpack(self, blocks: NewBlocks) -> None:
+    def unpack(self, request: Request, blocks: NewBlocks) -> None:
         """Write it where the first step reads it."""
         runner, num_tokens = self.runner, self.num_computed_tokens
         for group, ids in zip(runner.groups, blocks.per_group(), strict=True):
@@ -147,6 +147,8 @@ class Arrival:
                     places = _places(columns, count, spec, views[0])
                     for view, part in zip(views, parts, strict=True):
                         view[places] = part[:count].to(view.device)
+        for watcher in runner.watchers:
+            watcher.on_arrival(request, blocks.per_group())
 
 
 def _num_slots(name: str, num_computed_tokens: int, runner: ModelRunner) -> int:

@@ -119,6 +119,8 @@ class LLM:
                 f"hand_over: request {request.request_id} has no token of its answer yet, "
                 f"{request.num_computed_tokens} of its {request.num_tokens} tokens are computed; run another step"
             )
+        self.scheduler.publish_late(request)  # before the states go beyond the last boundary
+        self.runner.settle(request)
         handover = pack(request, self.runner, self._weights)
         self.scheduler.finish(request)
         return handover

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from hybrid_kv.attention.mamba import (
     postprocess_mamba,
 )
 from hybrid_kv.attention.paged import Compute, build_paged_attention_metadata, compute_of
-from hybrid_kv.attention.undo import UndoStep
+from hybrid_kv.attention.undo import Undo, UndoStep
 from hybrid_kv.cache.backend import (
     AttentionBackend,
     AttentionGroup,
@@ -42,6 +42,8 @@ from hybrid_kv.request import Request, ScheduledRequest
 from hybrid_kv.sampling import TokenLogprobs, token_logprobs
 from hybrid_kv.spec_decode.verify import verify
 from hybrid_kv.watch import Watcher
+
+Ints = npt.NDArray[np.int64]
 
 LOGITS_ROWS = 64  # prompt tokens whose logits are made at once: 64 of 131,072 words are 32 MiB in float32
 
@@ -203,12 +205,21 @@ class ModelRunner:
         assert spec is not None
         if self.cursors.begin[request.row] >= request.num_computed_tokens // spec.block_size * spec.block_size:
             return
+        self._write_states(request, lambda undo, *where: undo.fold(*where))
+
+    @torch.inference_mode()
+    def settle(self, request: Request) -> None:
+        """Write the states after the last token of a request, before another engine goes on with it."""
+        anchors = self.cursors.anchor[request.row : request.row + 1]
+        self._write_states(request, lambda undo, rows, gained, table: undo.settle(rows, gained, anchors, table))
+
+    def _write_states(self, request: Request, due: Callable[[Undo, Ints, Ints, torch.Tensor], UndoStep]) -> None:
+        """What is `due` of a request that runs no tokens, in all layers."""
         rows = np.array([request.row], dtype=np.int64)
         gained = self.cursors.num_gained(rows, np.array([request.num_computed_tokens]))
         steps: dict[str, UndoStep] = {}
         for group_id, builder in self.builders.items():
-            table = self.block_tables.tables[group_id][request.row : request.row + 1]
-            step = builder.undo.fold(rows, gained, table)
+            step = due(builder.undo, rows, gained, self.block_tables.tables[group_id][request.row : request.row + 1])
             for watcher in self.watchers:
                 watcher.on_fold(request, group_id, step)
             steps |= dict.fromkeys(self.groups[group_id].layer_names, step)

@@ -167,7 +167,7 @@ class Scheduler:
         self._start(request, item, new)
         request.num_computed_tokens = request.num_flushed_tokens = start
         request.arrival = None  # it may be preempted, and then has nothing but its tokens
-        arrival.unpack(new)
+        arrival.unpack(request, new)
         # Now, not behind the step: with one in flight, mode align gives the boundary's column back before that.
         self._cache_blocks(request, is_decode=False)
         return item
@@ -316,14 +316,19 @@ class Scheduler:
         else:
             self.waiting.remove(request)
 
-    def _release(self, request: Request, publish: bool = True) -> None:
+    def publish_late(self, request: Request) -> None:
+        """Publish also the last block that a running request has completed, if that takes a last write."""
         computed = request.num_computed_tokens
         is_late = self.undo.writes_late and self.fold is not None
-        if publish and is_late and self.manager.completes_blocks(request.request_id, computed, computed):
+        if is_late and self.manager.completes_blocks(request.request_id, computed, computed):
             assert self.fold is not None
             self.fold(request)
             request.num_flushed_tokens = computed
             self._cache_blocks(request, is_decode=True)
+
+    def _release(self, request: Request, publish: bool = True) -> None:
+        if publish:
+            self.publish_late(request)
         self.running.remove(request)
         self.manager.free(request.request_id)
         self._free_rows.append(request.row)

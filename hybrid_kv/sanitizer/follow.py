@@ -13,6 +13,7 @@ from hybrid_kv.attention.mamba import BoundaryCopies
 from hybrid_kv.attention.undo import UndoStep
 from hybrid_kv.cache.backend import AttentionGroup
 from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockIds, BlockKey, BlockPool
+from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.config import SchedulerConfig
 from hybrid_kv.request import Request, ScheduledRequest
 from hybrid_kv.sanitizer.ledger import Ledger
@@ -186,21 +187,41 @@ class Sanitizer(Watcher):
 
     def _begin(self, owner: Owner, item: ScheduledRequest) -> None:
         """A request is in the step: new here, or where the last step left it."""
-        request = item.request
         if owner.request is None:
-            owner.request, owner.computed = request, item.num_computed_tokens
-            salt = blake2b(request.params.cache_salt.encode(), digest_size=8).digest()
-            owner.prefix[0] = int.from_bytes(salt, "little", signed=True)
-            owner.known = self.ledger.learn(owner, request.token_ids)
-            for undo in self.undo:
-                undo.restart(request.row)
-            for part in self.row_memory:
-                part[request.row].view(torch.int8).fill_(-1)
+            self._meet(owner, item.request, item.num_computed_tokens)
         elif owner.computed != item.num_computed_tokens:
             what = f"it continues after {item.num_computed_tokens} tokens, but {owner.computed} are in the cache"
             self.ledger.fail("position", what, owner)
         self.ledger.learn(owner, item.drafts or ())
         self._restore(owner)
+
+    def _meet(self, owner: Owner, request: Request, num_computed_tokens: int) -> None:
+        """A request starts in a row of its own."""
+        owner.request, owner.computed = request, num_computed_tokens
+        salt = blake2b(request.params.cache_salt.encode(), digest_size=8).digest()
+        owner.prefix[0] = int.from_bytes(salt, "little", signed=True)
+        owner.known = self.ledger.learn(owner, request.token_ids)
+        for undo in self.undo:
+            undo.restart(request.row)
+        for part in self.row_memory:
+            part[request.row].view(torch.int8).fill_(-1)
+
+    def on_arrival(self, request: Request, columns: Sequence[BlockIds]) -> None:
+        """What another engine computed is taken for what it should be."""
+        owner, computed = self.ledger.owner(request.request_id), request.num_computed_tokens
+        self._meet(owner, request, computed)
+        owner.flushed = computed
+        positions = np.arange(computed)
+        origin = np.full(computed, (self.ledger.step + 1 << 32) + owner.serial)
+        entries = np.stack([owner.prefix[1 : computed + 1], positions + 1, origin], axis=1)
+        for shadow, row in zip(self.shadows, columns, strict=True):
+            spec = shadow.group.spec
+            if isinstance(spec, MambaSpec):
+                block = row[spec.mode.anchor(computed - 1, spec.block_size)]
+                shadow.state[block] = shadow.cells[block, 0] = entries[-1]
+            else:
+                size = shadow.block_size
+                shadow.slots[row[positions // size] * size + positions % size] = entries
 
     def _restore(self, owner: Owner) -> None:
         """What is loaded is taken for what it should be, unless its bytes are known."""

@@ -1,0 +1,193 @@
+"""Two engines with settings of their own: one computes the prompts, the other goes on with them."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from hybrid_kv.config import ConfigError
+from hybrid_kv.engine.handover import Handover
+from hybrid_kv.engine.llm import LLM
+from hybrid_kv.guard.play import rule_of, unwarned
+from hybrid_kv.guard.poison import poison
+from hybrid_kv.guard.registry import CheckResult, Run, check
+from hybrid_kv.guard.scenario import (
+    AnswerBook,
+    ScriptedProposer,
+    SmallBlocksFirst,
+    SmallKVFirst,
+    answer_book,
+    cache_options,
+    has_attention,
+    num_states,
+)
+from hybrid_kv.models.exact import ExactConfig, ExactModel
+from hybrid_kv.request import Request
+from hybrid_kv.sampling import SamplingParams
+
+LAYERS = ("M*", "*M", "M*M", "M", "*")
+MAX_MODEL_LEN = 96
+NUM_REQUESTS = 6
+SEEN = (
+    "handed over", "unaligned", "behind accepted drafts", "hits before", "drafts accepted behind", "preempted behind",
+    "aborted", "waited", "hits behind",
+)  # fmt: skip
+
+
+class Engine:
+    """One of the two: its settings are drawn, its drafts follow the requests' right tokens."""
+
+    def __init__(self, rng: random.Random, layers: str) -> None:
+        self.book = answer_book(layers)
+        mode = rng.choice(["none", "align", "all"]) if num_states(layers) else "attention"
+        K = rng.choice([0, 0, 1, 3])
+        self.setting: dict[str, Any] = cache_options(mode, K, "none")
+        self.setting |= {
+            "async_scheduling": rng.random() < 0.4,
+            "attention_backend": rng.choice([SmallBlocksFirst.name, SmallKVFirst.name]),
+            "max_num_batched_tokens": rng.choice([12, 64]),
+            "max_num_seqs": rng.choice([2, 3]),
+        }
+        if has_attention(layers):
+            self.setting["block_size"] = rng.choice([8, 12, 16])
+        else:
+            self.setting["mamba_block_size"] = rng.choice([8, 16])
+        if num_states(layers):
+            self.setting["state_scheme"] = rng.choice(["slots", "replay"])
+        self.sequences: list[list[int]] = []  # by request, prompt and answer
+        self.lengths: list[int] = []
+        script = rng.choice(["right", "mixed", "rotate"])
+        proposer = (
+            ScriptedProposer(script, K, self.sequences, self.lengths, 8, self.book.model.vocab_size) if K else None
+        )
+        self.llm = LLM(
+            self.book.model, device="cpu", num_blocks=90, max_model_len=MAX_MODEL_LEN, sanitize=True, proposer=proposer,
+            **self.setting,
+        )  # fmt: skip
+        poison(self.llm)
+
+    def expect(self, prompt: list[int], params: SamplingParams) -> None:
+        """The next request of this engine."""
+        self.sequences.append([*prompt, *self.book.without_stop(prompt, params, MAX_MODEL_LEN)])
+        self.lengths.append(len(prompt))
+
+    def add(self, prompt: list[int], params: SamplingParams) -> Request:
+        self.expect(prompt, params)
+        return self.llm.add_request(prompt, params)
+
+    def take_over(self, handover: Handover) -> Request:
+        self.expect(handover.prompt_token_ids, handover.params)
+        return self.llm.take_over(handover)
+
+
+class Pair:
+    """A prefill engine, a decode engine, and requests that go from one to the other.
+
+    Attributes:
+        seen: how often each of `SEEN` happened.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        layers = rng.choice(LAYERS)
+        self.prefill, self.decode = Engine(rng, layers), Engine(rng, layers)
+        self.seen: Counter[str] = Counter()
+        self.name = f"seed {seed}, {layers}: {self.prefill.setting} to {self.decode.setting}"
+        vocabulary = ExactConfig.vocab_size
+        shared = [rng.randrange(vocabulary) for _ in range(35)]
+        self.requests: list[tuple[list[int], SamplingParams]] = []
+        for _ in range(NUM_REQUESTS):
+            own = [rng.randrange(vocabulary) for _ in range(rng.choice([1, 5, 12]))]
+            prompt = shared[: rng.choice([0, 8, 16, 24, 31, 35])] + own
+            noise: dict[str, Any] = rng.choice([{}, {"temperature": 1.0, "seed": rng.randrange(99)}])
+            self.requests.append((prompt, SamplingParams(max_tokens=rng.choice([2, 9, 14]), **noise)))
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong; nothing if all is well."""
+        went: list[tuple[int, Request]] = []
+        prefill, decode = self.prefill.llm, self.decode.llm
+        here = {self.prefill.add(*asked): i for i, asked in enumerate(self.requests)}
+        done, step = dict[Request, str](), 0
+        while prefill.scheduler.has_requests or decode.scheduler.has_requests:
+            step += 1
+            if prefill.scheduler.has_requests:
+                done |= dict(prefill.step())
+            for request in list(prefill.scheduler.running):
+                if request.output_token_ids and self.rng.random() < 0.6 and (new := self._go(request)) is not None:
+                    went.append((here[request], new))
+            self.seen["waited"] += any(request.arrival is not None for request in decode.scheduler.waiting)
+            if step % 5 == 4 and len(decode.scheduler.running) > 1:
+                decode.scheduler.preempt(decode.scheduler.running[-1])
+                self.seen["preempted behind"] += 1
+            if step == 7 and decode.scheduler.running:
+                decode.abort(decode.scheduler.running[0].request_id)
+                self.seen["aborted"] += 1
+            if decode.scheduler.has_requests:
+                done |= dict(decode.step())
+        for i, request in [*((i, request) for request, i in here.items() if request in done), *went]:
+            yield from self._wrong(i, request, done[request])
+        self.seen["hits before"] += sum(request.hit.num_tokens > 0 for request in here)
+        self.seen["drafts accepted behind"] += sum(new.num_accepted_draft_tokens > 0 for _, new in went)
+        yield from self._again()
+        for who, llm in (("prefill", prefill), ("decode", decode)):
+            llm.scheduler.check_integrity()
+            if held := llm.manager.pool.num_blocks - 1 - llm.manager.pool.num_free_blocks:
+                yield f"the {who} engine holds {held} blocks for nobody"
+
+    def _go(self, request: Request) -> Request | None:
+        """Hand a request over, if the step under way does not end it."""
+        try:
+            handover = self.prefill.llm.hand_over(request)
+        except Exception as error:
+            if "ends with the step under way" not in str(error):
+                raise
+            return None
+        self.seen["handed over"] += 1
+        self.seen["unaligned"] += handover.num_computed_tokens % 8 > 0
+        self.seen["behind accepted drafts"] += request.num_accepted_draft_tokens > 0
+        return self.decode.take_over(handover)
+
+    def _wrong(self, i: int, request: Request, reason: str) -> Iterator[str]:
+        expected = self._book.answer(*self.requests[i], MAX_MODEL_LEN)
+        if reason == "abort":
+            expected = expected[: len(request.output_token_ids)]
+        if request.output_token_ids != expected:
+            pairs = enumerate(zip(request.output_token_ids, expected, strict=False))
+            first = next((j for j, (a, b) in pairs if a != b), min(len(request.output_token_ids), len(expected)))
+            yield f"request {i} ({len(self.requests[i][0])} prompt tokens) differs at output token {first}"
+
+    @property
+    def _book(self) -> AnswerBook:
+        return self.prefill.book
+
+    def _again(self) -> Iterator[str]:
+        """What the decode engine publishes, its own requests find: prompts and answers that it went on with."""
+        decode = self.decode
+        again: list[tuple[list[int], SamplingParams, Request]] = []
+        for prompt, params in self.requests[:3]:
+            longer = [*prompt, *self._book.answer(prompt, params, MAX_MODEL_LEN), 1]
+            asked = SamplingParams(max_tokens=4)
+            again.append((longer, asked, decode.add(longer, asked)))
+        while decode.llm.scheduler.has_requests:
+            decode.llm.step()
+        for prompt, params, request in again:
+            self.seen["hits behind"] += request.hit.num_tokens > 0
+            if request.output_token_ids != self._book.answer(prompt, params, MAX_MODEL_LEN):
+                yield f"a prompt of {len(prompt)} tokens, {request.hit.num_tokens} of them found, is continued wrongly"
+
+
+def play(seed: int) -> tuple[list[str], Counter[str]]:
+    """What is wrong with a pair of engines, and what happened."""
+    with unwarned():
+        pair = Pair(seed)
+        try:
+            wrong = list(pair.problems())
+        except Exception as error:
+            wrong = [f"{rule_of(error)}: {error}"]
+    return [f"{pair.name}: {text}" for text in wrong], pair.seen
