@@ -1,8 +1,8 @@
 """Who is told what the engine does, step by step.
 
 The order in a step: `on_schedule`, `on_prepare`, `on_step`, then the model runs, `on_copy` for each group with boundary
-states, `on_commit`, `on_draft`. `on_fold` and `on_arrival` come between steps. A watcher may look at everything and raise; what it may
-change is said where it may.
+states, `on_commit`, `on_draft`. `on_fold` and `on_arrival` come between steps. A watcher may look at everything and
+raise; what it may change is said where it may.
 """
 
 from __future__ import annotations

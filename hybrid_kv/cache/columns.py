@@ -1,4 +1,4 @@
-"""What a request holds in one group: a row of block ids, some of them null; and what the cache has of a request.
+"""What a request holds in one group: a row of block ids, some of them null; what the cache has of one, and lacks.
 
 `cache.manager` fills and empties columns, `cache.block_table` stages the new ones.
 """
@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockIds
+from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockIds, BlockKey
+from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
 
 NO_IDS: BlockIds = np.empty(0, dtype=np.int32)
 
@@ -24,6 +25,11 @@ class NewBlocks(NamedTuple):
 
     ids: BlockIds
     counts: array[int]
+
+    @classmethod
+    def of(cls, rows: Sequence[Columns]) -> NewBlocks:
+        """All columns of a request that is new to the tables, a row for each group."""
+        return cls(np.concatenate([row.all() for row in rows]), array("i", [row.length for row in rows]))
 
     def per_group(self) -> list[BlockIds]:
         """The ids of each group, as views."""
@@ -50,6 +56,26 @@ class PrefixHit:
 
 
 NO_HIT = PrefixHit(0)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A request that did not get in, the room that it needed, and the blocks that might make it need less."""
+
+    request_id: str
+    num_needed: int
+    keys: frozenset[BlockKey]
+
+
+class ColumnRules:
+    """What decides a group's columns, read off its spec once: a decode step asks for every request and group."""
+
+    __slots__ = ("block_size", "drafts", "mode")
+
+    def __init__(self, spec: KVCacheSpec) -> None:
+        self.block_size = spec.block_size
+        self.mode = spec.mode if isinstance(spec, MambaSpec) else None  # None: attention, a block for every column
+        self.drafts = spec.num_speculative_blocks if isinstance(spec, MambaSpec) else 0
 
 
 class Columns:

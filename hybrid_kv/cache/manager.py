@@ -22,14 +22,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import lcm
 
 import numpy as np
 
 from hybrid_kv.cache.block_hash import BlockHashes
 from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockIds, BlockKey, BlockPool
-from hybrid_kv.cache.columns import NO_HIT, NO_IDS, Columns, NewBlocks, PrefixHit
+from hybrid_kv.cache.columns import NO_HIT, NO_IDS, ColumnRules, Columns, NewBlocks, PrefixHit, Refusal
 from hybrid_kv.cache.offload import KVOffload
 from hybrid_kv.cache.prefix import longest_hit, shared_tokens
 from hybrid_kv.cache.spec import KVCacheConfig, KVCacheSpec, MambaSpec, UndoSpec
@@ -40,26 +39,6 @@ from hybrid_kv.kernels.common.integers import cdiv
 
 class HitLostError(Exception):
     """The offload tier no longer has the blocks of a hit, or they are bad; nothing was taken."""
-
-
-class _Group:
-    """What decides a group's columns, read off its spec once: a decode step asks for every request and group."""
-
-    __slots__ = ("block_size", "drafts", "mode")
-
-    def __init__(self, spec: KVCacheSpec) -> None:
-        self.block_size = spec.block_size
-        self.mode = spec.mode if isinstance(spec, MambaSpec) else None  # None: attention, a block for every column
-        self.drafts = spec.num_speculative_blocks if isinstance(spec, MambaSpec) else 0
-
-
-@dataclass(frozen=True)
-class _Refusal:
-    """A request that did not get in, the room that it needed, and the blocks that might make it need less."""
-
-    request_id: str
-    num_needed: int
-    keys: frozenset[BlockKey]
 
 
 class KVCacheManager:
@@ -113,12 +92,12 @@ class KVCacheManager:
                     f"tokens, not {spec.block_size}; raise block_size"
                 )
         self.hit_unit = lcm(*(spec.block_size for spec in self._specs)) if enable_prefix_caching else 1
-        self._groups = [_Group(spec) for spec in self._specs]
+        self._groups = [ColumnRules(spec) for spec in self._specs]
         self._giving_back = [i for i, g in enumerate(self._groups) if g.mode is not None and g.mode.gives_back]
         # All groups of states have one mode, and one block size.
         self._states = next((spec for spec in self._specs if isinstance(spec, MambaSpec)), None)
         self._nothing = NewBlocks(NO_IDS, array("i", [0] * len(self._specs)))
-        self._refusal: _Refusal | None = None
+        self._refusal: Refusal | None = None
         self._held: dict[str, list[Columns]] = {}
         self._covered: dict[str, int] = {}  # tokens that a decode may reach before it needs a column more
         # Published blocks, the ends of their columns, and their keys: a block that was evicted since is another's.
@@ -256,7 +235,7 @@ class KVCacheManager:
         room = needed + int(np.count_nonzero(self.pool.is_idle(hit_ids)))
         if room > self.pool.num_free_blocks:
             keys = ((index, digest) for index, chain in enumerate(hit.chains) for digest in chain)
-            self._refusal = _Refusal(request_id, room, frozenset(keys))
+            self._refusal = Refusal(request_id, room, frozenset(keys))
             return None
         pages = self.offload.fetch(absent) if absent and self.offload is not None else []
         if pages is None or len(pages) != len(absent):
@@ -289,15 +268,12 @@ class KVCacheManager:
         # Only now: what failed to load must not be found.
         for key, block in zip(absent, loaded.tolist(), strict=True):
             self.pool.publish(key, block)
-        if not hit.num_tokens:
-            return new
-        return NewBlocks(np.concatenate([row.all() for row in rows]), array("i", [row.length for row in rows]))
+        return NewBlocks.of(rows) if hit.num_tokens else new
 
     def adopt(self, request_id: str, num_computed_tokens: int) -> NewBlocks | None:
         """Make room for a decode of a request whose first tokens were computed elsewhere.
 
-        Attention gets a block for each of their columns. Of states there is one, after the last token: columns before
-        it stay null, and are never published.
+        Of states there is one, after the last of them: columns before it stay null, and are never published.
 
         Returns:
             All columns, for the caller to fill; None if the pool is too full.
@@ -309,14 +285,13 @@ class KVCacheManager:
                 row.extend(np.zeros(row.published, dtype=np.int32))
         end = num_computed_tokens + 1
         counts, needed = self._count_missing(rows, end, self._with_lookahead(end), is_decode=True)
-        ids = self.pool.allocate(needed)
-        if ids is None:
+        if (ids := self.pool.allocate(needed)) is None:
             return None
         self._held[request_id] = rows
         new = self._append(rows, counts, ids, is_decode=True)
         for watcher in self.watchers:
             watcher.on_allocate(request_id, new.per_group())
-        return NewBlocks(np.concatenate([row.all() for row in rows]), array("i", [row.length for row in rows]))
+        return NewBlocks.of(rows)
 
     def _count_missing(self, rows: Sequence[Columns], end: int, ahead: int, is_decode: bool) -> tuple[list[int], int]:
         """Columns that each group lacks until token `end`, or `ahead` where steps write beyond it; blocks for them."""

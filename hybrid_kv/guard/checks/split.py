@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import random
-import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
-from hybrid_kv.config import ConfigError
 from hybrid_kv.engine.handover import Handover
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.guard.play import rule_of, unwarned
 from hybrid_kv.guard.poison import poison
-from hybrid_kv.guard.registry import CheckResult, Run, check
 from hybrid_kv.guard.scenario import (
     AnswerBook,
     ScriptedProposer,
@@ -27,7 +21,7 @@ from hybrid_kv.guard.scenario import (
     has_attention,
     num_states,
 )
-from hybrid_kv.models.exact import ExactConfig, ExactModel
+from hybrid_kv.models.exact import ExactConfig
 from hybrid_kv.request import Request
 from hybrid_kv.sampling import SamplingParams
 
