@@ -91,6 +91,7 @@ def test_without_the_file_there_is_no_such_section(size: Size) -> None:
         "exact model",
         "costs",
         "eviction",
+        "split",
         "folders",
         "guard model",
         "families",

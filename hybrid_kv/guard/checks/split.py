@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+import torch
+
+from hybrid_kv.config import ConfigError
 from hybrid_kv.engine.handover import Handover
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.guard.play import rule_of, unwarned
 from hybrid_kv.guard.poison import poison
+from hybrid_kv.guard.registry import CheckResult, Run, check
 from hybrid_kv.guard.scenario import (
     AnswerBook,
     ScriptedProposer,
@@ -46,7 +52,8 @@ class Engine:
             "async_scheduling": rng.random() < 0.4,
             "attention_backend": rng.choice([SmallBlocksFirst.name, SmallKVFirst.name]),
             "max_num_batched_tokens": rng.choice([12, 64]),
-            "max_num_seqs": rng.choice([2, 3]),
+            "max_num_seqs": rng.choice([2, 4]),
+            "num_blocks": rng.choice([44, 90]),
         }
         if has_attention(layers):
             self.setting["block_size"] = rng.choice([8, 12, 16])
@@ -61,7 +68,7 @@ class Engine:
             ScriptedProposer(script, K, self.sequences, self.lengths, 8, self.book.model.vocab_size) if K else None
         )
         self.llm = LLM(
-            self.book.model, device="cpu", num_blocks=90, max_model_len=MAX_MODEL_LEN, sanitize=True, proposer=proposer,
+            self.book.model, device="cpu", max_model_len=MAX_MODEL_LEN, sanitize=True, proposer=proposer,
             **self.setting,
         )  # fmt: skip
         poison(self.llm)
@@ -185,3 +192,74 @@ def play(seed: int) -> tuple[list[str], Counter[str]]:
         except Exception as error:
             wrong = [f"{rule_of(error)}: {error}"]
     return [f"{pair.name}: {text}" for text in wrong], pair.seen
+
+
+def _tampered(handover: Handover) -> Iterator[tuple[str, Handover]]:
+    """Requests that no engine of the same model may take over, and what is wrong with each."""
+    layers, longest = handover.layers, [1] * MAX_MODEL_LEN
+    name, parts = next(iter(layers.items()))
+    yield "other weights", replace(handover, weights=f"{handover.weights} ")
+    yield "no layer", replace(handover, layers={})
+    yield "another dtype", replace(handover, layers=layers | {name: tuple(part.to(torch.int64) for part in parts)})
+    yield "another shape", replace(handover, layers=layers | {name: tuple(part[..., :1] for part in parts)})
+    yield "a part less", replace(handover, layers=layers | {name: parts[1:]})
+    yield "too long", replace(handover, prompt_token_ids=longest)
+    yield "never fits", replace(handover, params=SamplingParams(max_tokens=MAX_MODEL_LEN))
+
+
+def refused() -> tuple[list[str], int]:
+    """What is taken over though it must not be, or leaves something behind when it is refused; and of how many."""
+    wrong = list[str]()
+    options: dict[str, Any] = {
+        "device": "cpu", "attention_backend": SmallBlocksFirst.name, "block_size": 8, "max_model_len": MAX_MODEL_LEN,
+    }  # fmt: skip
+    model = answer_book("M*").model
+    prefill = LLM(model, num_blocks=30, **options)
+    request = prefill.add_request([1, 2, 3], SamplingParams(max_tokens=4))
+    prefill.step()
+    handover = prefill.hand_over(request)
+    decode = LLM(model, num_blocks=8, **options)
+    tampered = list(_tampered(handover))
+    for what, given in tampered:
+        try:
+            decode.take_over(given)
+        except ConfigError:
+            pass
+        else:
+            wrong.append(f"a request with {what} is taken over")
+        decode.scheduler.check_integrity()
+        if decode.scheduler.has_requests or decode.manager.pool.num_free_blocks < 7:
+            wrong.append(f"a request with {what} leaves something behind")
+    return wrong, len(tampered)
+
+
+@check("split", quick=16, full=320, seconds=0.075, place=37)
+def check_split(run: Run) -> list[CheckResult]:
+    """Every request gets the oracle's tokens, on whatever side it ends, and what must be refused is."""
+    begin = time.perf_counter()
+    wrong, seen, failed_after = list[str](), Counter[str](), None
+    for i in range(run.amount):
+        found, happened = play(run.seed * 1_000_003 + i)
+        wrong, seen = wrong + found, seen + happened
+        if wrong and failed_after is None:
+            failed_after = time.perf_counter() - begin
+        run.progress(1)
+        if wrong and run.fail_fast:
+            break
+    if not wrong and (missing := [what for what in SEEN if not seen[what]]):
+        wrong.append(f"void: nothing was {', '.join(missing)}")
+    with unwarned():
+        taken, count = refused()
+    seconds = time.perf_counter() - begin
+    figures = {what.replace(" ", "_"): seen[what] for what in SEEN}
+    return [
+        CheckResult(
+            "split", "requests that another engine continues wrongly", not wrong, len(wrong), "requests", "0",
+            seen["handed over"], seconds, wrong[0] if wrong else "", {"seed": run.seed}, figures,
+            failed_after=failed_after,
+        ),
+        CheckResult(
+            "split", "requests that do not fit and are taken over", not taken, len(taken), "requests", "0",
+            count, 0.0, taken[0] if taken else "", {"seed": run.seed},
+        ),
+    ]  # fmt: skip
