@@ -28,6 +28,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hybrid_kv.cache.backend import AttentionGroup
 from hybrid_kv.cache.columns import NewBlocks
 from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec, layer_specs
 from hybrid_kv.config import ConfigError
@@ -73,22 +74,20 @@ class Handover:
 def pack(request: Request, runner: ModelRunner, weights: str) -> Handover:
     """What goes over of a running request, none of whose steps is under way; its states must be in their blocks."""
     row, layers = request.row, dict[str, Tensors]()
-    for group in runner.groups:
-        columns = runner.block_tables.tables[group.group_id][row].long()
-        for name, spec in zip(group.layer_names, layer_specs(group.layer_names, group.spec), strict=True):
-            views = runner.views[name]
-            if isinstance(spec, MambaSpec):
-                anchor, first = torch.tensor([runner.cursors.anchor[row], runner.cursors.window_row[row]])
-                source = runner.builders[group.group_id].undo.source_columns(anchor, first)
-                window, state = int(columns[anchor]), int(columns[source])
-                parts = (
-                    view[state] if rows is None else view[window, first : first + rows]
-                    for view, rows in zip(views, _window_rows(spec), strict=True)
-                )
-                layers[name] = tuple(part.to("cpu", copy=True) for part in parts)
-            else:
-                places = _places(columns, _num_slots(name, request.num_computed_tokens, runner), spec, views[0])
-                layers[name] = tuple(view[places].cpu() for view in views)
+    for group, name, spec in _layers(runner):
+        views, columns = runner.views[name], runner.block_tables.tables[group.group_id][row].long()
+        if isinstance(spec, MambaSpec):
+            anchor, first = torch.tensor([runner.cursors.anchor[row], runner.cursors.window_row[row]])
+            source = runner.builders[group.group_id].undo.source_columns(anchor, first)
+            window, state = int(columns[anchor]), int(columns[source])
+            parts = (
+                view[state] if rows is None else view[window, first : first + rows]
+                for view, rows in zip(views, _window_rows(spec), strict=True)
+            )
+        else:
+            places = _places(columns, _num_slots(name, request.num_computed_tokens, runner), spec, views[0])
+            parts = (view[places] for view in views)
+        layers[name] = tuple(part.to("cpu", copy=True) for part in parts)
     return Handover(
         weights,
         list(request.prompt_token_ids),
@@ -105,19 +104,18 @@ def check_fits(handover: Handover, runner: ModelRunner, weights: str) -> None:
     """Raise `ConfigError` unless an engine of these `weights` can go on with the request."""
     if handover.weights != weights:
         raise ConfigError("take_over: the request was computed with another model or dtype; give both engines the same")
-    for group in runner.groups:
-        for name, spec in zip(group.layer_names, layer_specs(group.layer_names, group.spec), strict=True):
-            if name not in handover.layers:
-                raise ConfigError(
-                    f"take_over: layer {name} is not in the engine that computed the request; if it is a draft head's, "
-                    "give both engines its speculative_method"
-                )
-            given, wanted = list(_forms_of(handover.layers[name], spec)), list(_forms(runner.views[name], spec))
-            if given != wanted:
-                raise ConfigError(
-                    f"take_over: layer {name} was cached as {_text(given)}, this engine caches {_text(wanted)}; give "
-                    "both engines the same cache dtypes and state_scheme"
-                )
+    for _, name, spec in _layers(runner):
+        if name not in handover.layers:
+            raise ConfigError(
+                f"take_over: layer {name} is not in the engine that computed the request; if it is a draft head's, "
+                "give both engines its speculative_method"
+            )
+        given, wanted = list(_forms_of(handover.layers[name], spec)), list(_forms(runner.views[name], spec))
+        if given != wanted:
+            raise ConfigError(
+                f"take_over: layer {name} was cached as {_text(given)}, this engine caches {_text(wanted)}; give both "
+                "engines the same cache dtypes and state_scheme"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,21 +132,27 @@ class Arrival:
     def unpack(self, request: Request, blocks: NewBlocks) -> None:
         """Write it where the first step reads it."""
         runner, num_tokens = self.runner, self.num_computed_tokens
-        for group, ids in zip(runner.groups, blocks.per_group(), strict=True):
-            columns = torch.from_numpy(ids).to(runner.device).long()
-            for name, spec in zip(group.layer_names, layer_specs(group.layer_names, group.spec), strict=True):
-                views, parts = runner.views[name], self.handover.layers[name]
-                if isinstance(spec, MambaSpec):
-                    block = int(columns[spec.mode.anchor(num_tokens - 1, spec.block_size)])
-                    for view, part, rows in zip(views, parts, _window_rows(spec), strict=True):
-                        view[block, slice(rows)] = part.to(view.device)
-                else:
-                    count = _num_slots(name, num_tokens, runner)
-                    places = _places(columns, count, spec, views[0])
-                    for view, part in zip(views, parts, strict=True):
-                        view[places] = part[:count].to(view.device)
+        ids = blocks.per_group()
+        for group, name, spec in _layers(runner):
+            views, parts = runner.views[name], self.handover.layers[name]
+            columns = torch.from_numpy(ids[group.group_id]).to(runner.device).long()
+            if isinstance(spec, MambaSpec):
+                block = int(columns[spec.mode.anchor(num_tokens - 1, spec.block_size)])
+                for view, part, rows in zip(views, parts, _window_rows(spec), strict=True):
+                    view[block, slice(rows)] = part.to(view.device)
+            else:
+                places = _places(columns, _num_slots(name, num_tokens, runner), spec, views[0])
+                for view, part in zip(views, parts, strict=True):
+                    view[places] = part.to(view.device)
         for watcher in runner.watchers:
-            watcher.on_arrival(request, blocks.per_group())
+            watcher.on_arrival(request, ids)
+
+
+def _layers(runner: ModelRunner) -> Iterator[tuple[AttentionGroup, str, KVCacheSpec]]:
+    """Every layer with a cache."""
+    for group in runner.groups:
+        for name, spec in zip(group.layer_names, layer_specs(group.layer_names, group.spec), strict=True):
+            yield group, name, spec
 
 
 def _num_slots(name: str, num_computed_tokens: int, runner: ModelRunner) -> int:

@@ -210,7 +210,9 @@ def trained(**options):
         "device": "cpu", "dtype": "float64", "block_size": 48, "max_model_len": 112, "mamba_cache_mode": "align",
         "num_blocks": 40, "max_num_seqs": 1,
     }  # fmt: skip
-    return LLM(GUARD_MODEL, tokenizer=Characters(), **defaults | options)
+    llm = LLM(GUARD_MODEL, tokenizer=Characters(), **defaults | options)
+    poison(llm)
+    return llm
 
 
 def drafts_of(llm):
