@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from hybrid_kv.kernels.slot_mapping import PAD_SLOT
-
 Floats = npt.NDArray[np.float64]
+NO_SLOT = -1  # of a token that is stored nowhere
 
 
 def sigmoid(x: Floats) -> Floats:
@@ -230,10 +229,16 @@ def experts(x: Floats, weights: Floats, up: Floats, down: Floats, activation: Ca
     return out
 
 
+def chunks(length: int, chunk_size: int) -> set[int]:
+    """How long chunks may be, but for the last: as near to `chunk_size` as equal ones can be, two lengths in a tie."""
+    off = {count: abs(length - count * chunk_size) for count in range(1, length + 1)}
+    return {-(-length // count) for count in off if off[count] == min(off.values())}
+
+
 def slot(
     blocks: Sequence[int], position: int, block_size: int, cp_size: int = 1, cp_rank: int = 0, cp_interleave: int = 1
 ) -> int:
-    """Where a rank keeps a token; `PAD_SLOT` if another one does, or no block reaches that far.
+    """Where a rank keeps a token; `NO_SLOT` if another one does, or no block reaches that far.
 
     The tokens of a virtual block of `block_size * cp_size` are dealt out to the ranks, `cp_interleave` at a time; each
     puts its own behind each other.
@@ -244,7 +249,7 @@ def slot(
     column, inside = divmod(position, block_size * cp_size)
     owners = [token // cp_interleave % cp_size for token in range(inside + 1)]
     if column >= len(blocks) or owners[inside] != cp_rank:
-        return PAD_SLOT
+        return NO_SLOT
     return int(blocks[column]) * block_size + owners[:inside].count(cp_rank)
 
 
@@ -266,3 +271,16 @@ def num_flushed(
     if block_size is not None and (left := block_size - base_pos % block_size) <= n_hist:
         return left
     return n_hist if n_hist + num_tokens + max_query_len > ring_len else 0
+
+
+def ngram_drafts(tokens: Sequence[int], count: int, longest: int, shortest: int) -> list[int]:
+    """What follows the first earlier occurrence of the text's end, of the longest end that occurs earlier.
+
+    Args:
+        longest, shortest: tokens of an end.
+    """
+    for length in range(longest, shortest - 1, -1):
+        for start in range(len(tokens) - length):
+            if tokens[start : start + length] == tokens[len(tokens) - length :]:
+                return list(tokens[start + length : start + length + count])
+    return []

@@ -120,11 +120,14 @@ class Observer(Watcher):
         elif what == "reset":
             if (llm.manager.pool.ref_count > 1).any():
                 return False  # The engine's own integrity check takes a shared block without a key for a mistake.
-            llm.reset_prefix_cache()
+            self.seen["reset"] += bool(running)
+            starts_again = llm.num_steps % 2 == 1
+            llm.reset_prefix_cache(reset_running_requests=starts_again)
+            if starts_again and running:
+                raise RuleError("reset-left-running", f"{len(running)} requests run on behind a reset of all")
             if llm.manager.offload is None:
                 self.published.clear()
             self._exact_hits &= llm.manager.offload is None
-            self.seen["reset"] += bool(running)
         return True
 
     def _publish(self, is_under_way: bool) -> None:

@@ -79,6 +79,7 @@ def _experts(file: ConfigFile) -> MixtureOfExperts:
         top_k_groups=file.size("topk_group", default=1, most=num_groups),
         renormalise=file.flag("norm_topk_prob", file.flag("moe_renormalize", True)),
         scale=file.number("routed_scaling_factor", 1.0),
+        epsilon=1e-20,
     )
     shared = GatedMLP(hidden_size, size * file.size("n_shared_experts", "num_shared_experts", default=1))
     return MixtureOfExperts(hidden_size, num_experts, size, route, shared=shared, correction_bias=True, wide_gate=True)

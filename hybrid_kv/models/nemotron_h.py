@@ -75,6 +75,7 @@ def _moe(file: ConfigFile, name: str) -> nn.Module:
             top_k_groups=top_k_groups,
             renormalise=file.flag("norm_topk_prob", True),
             scale=file.number("routed_scaling_factor", 1.0),
+            epsilon=1e-20,
         ),
         relu2,
         SquaredReluMLP(size, file.size("moe_shared_expert_intermediate_size"), bias),

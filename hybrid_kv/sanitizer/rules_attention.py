@@ -7,7 +7,6 @@ import torch
 
 from hybrid_kv.attention.paged import PagedAttentionMetadata
 from hybrid_kv.cache.block_pool import NULL_BLOCK
-from hybrid_kv.kernels.slot_mapping import PAD_SLOT
 from hybrid_kv.sanitizer.ledger import Ledger
 from hybrid_kv.sanitizer.shadow import HASH, Array, Shadow, Step, to_numpy
 
@@ -16,7 +15,7 @@ def check_attention(ledger: Ledger, shadow: Shadow, metadata: PagedAttentionMeta
     """A step of an attention group; its tokens are written before they are read."""
     size, kernel_size, rows = shadow.block_size, shadow.group.kernel_block_size, step.rows
     slots, padding = np.split(to_numpy(metadata.slot_mapping.slots), [len(rows)])
-    if (padding != PAD_SLOT).any():
+    if (padding >= 0).any():
         ledger.fail("pad-slot", f"padding has the slots {padding.tolist()}", None, shadow)
     blocks, entries = slots // size, shadow.slots
     ledger.check_range(shadow, rows, blocks)
@@ -49,7 +48,7 @@ def check_drafts(
 ) -> None:
     """Where a drafting head writes, after the step is committed; `rows` of the batch."""
     places = to_numpy(slots)
-    real = places != PAD_SLOT
+    real = places >= 0
     rows, positions, places = rows[real], positions[real], places[real]
     blocks = places // shadow.block_size
     ledger.check_range(shadow, rows, blocks)

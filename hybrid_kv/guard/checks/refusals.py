@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,10 +34,10 @@ class Neighbours(NamedTuple):
 
 def neighbours(rng: np.random.Generator) -> Iterator[Neighbours]:
     """All borders that a user can cross."""
-    for mode in ("align", "all"):
-        drafts = {"mamba_cache_mode": mode, "speculative_method": "ngram"}
+    for mode, layers in product(("align", "all"), ("M*", "*M")):
+        drafts = {"mamba_cache_mode": mode, "speculative_method": "ngram", "layers": layers}
         yield Neighbours(
-            f"drafts of a block, mode {mode}", {**drafts, "num_speculative_tokens": BLOCK - 1},
+            f"drafts of a block, mode {mode}, layers {layers}", {**drafts, "num_speculative_tokens": BLOCK - 1},
             {**drafts, "num_speculative_tokens": BLOCK}, f"needs Mamba blocks of at least {BLOCK + 1} tokens, not 8",
         )  # fmt: skip
     late = {"mamba_cache_mode": "align", "speculative_method": "ngram", "async_scheduling": True}
@@ -66,7 +67,15 @@ def neighbours(rng: np.random.Generator) -> Iterator[Neighbours]:
             f"Mamba blocks of {size} tokens", {**aligned, **inside}, aligned,
             f"cannot be kept: mode align needs the attention block size {BLOCK}",
         )  # fmt: skip
-    yield Neighbours("a prompt and one token", {}, {}, "the prompt has 64 tokens, max_model_len is 64", (63, 64))
+    for most in 64, 65, 90:
+        reason = f"the prompt has {most} tokens, max_model_len is 64"
+        yield Neighbours("a prompt and one token", {}, {}, reason, (63, most))
+    yield Neighbours("a prompt", {}, {}, "the prompt is empty", (1, 0))
+    lookup = {"speculative_method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    yield Neighbours(
+        "n-grams of one length", {**lookup, "prompt_lookup_min": 3}, {**lookup, "prompt_lookup_min": 4},
+        "prompt_lookup_min=4 is above prompt_lookup_max=3",
+    )  # fmt: skip
     length = int(rng.integers(10, 40))
     columns = cdiv(length + NUM_NEW - 1, BLOCK)  # the last token is never cached
     for mode, states in (("none", 1), ("align", min(2, columns)), ("all", columns)):

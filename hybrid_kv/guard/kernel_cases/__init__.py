@@ -4,6 +4,7 @@ from hybrid_kv.guard.kernel_cases import (
     attention,
     backends,
     blocks,
+    drafts,
     experts,
     metadata,
     replay,
@@ -14,7 +15,7 @@ from hybrid_kv.guard.kernel_cases import (
 
 CASES = (
     *states.CASES, *blocks.CASES, *attention.CASES, *experts.CASES, *tables.CASES, *replay.CASES,
-    *backends.CASES, *metadata.CASES, *staging.CASES,
+    *backends.CASES, *metadata.CASES, *staging.CASES, *drafts.CASES,
 )  # fmt: skip
 
 __all__ = ["CASES"]

@@ -22,7 +22,7 @@ SCALE = 0.7
 
 
 class Stored:
-    """Rows of `totals` tokens, and the slots of their blocks.
+    """Rows of `totals` tokens, and the slots of their blocks; null where a row needs none.
 
     Tokens on the grid have none: nobody may read them. But the step stores a row's last one.
     """
@@ -31,7 +31,8 @@ class Stored:
         self.block_size = draw.number(1, 4)
         width = -(-max(totals) // self.block_size)
         blocks = draw.blocks(width * len(totals))
-        self.table = [[blocks.pop() for _ in range(width)] for _ in totals]
+        needed = [-(-total // self.block_size) for total in totals]
+        self.table = [[blocks.pop() if column < most else 0 for column in range(width)] for most in needed]
         self.num_blocks = 1 + width * len(totals)
         self.slots = [
             -draw.number(1, 2)
@@ -116,7 +117,7 @@ def latent(draw: Draw) -> Iterator[Compared]:
 
 def _lengths(draw: Draw) -> tuple[list[int], list[int]]:
     """Of rows, and how many of their tokens are queries: one of each, a few, or more than are folded."""
-    most = draw.one_of(1, 4, FOLDED_QUERIES + 2)
+    most = draw.one_of(1, 2, 4, FOLDED_QUERIES, FOLDED_QUERIES + 2)
     new = [most, *(draw.number(1, most) for _ in range(draw.number(0, 2)))]
     return [count + draw.number(0, 3) for count in new], new
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from unittest.mock import Mock, patch
 
 import numpy as np
 import torch
@@ -13,10 +14,13 @@ from hybrid_kv.guard import definitions
 from hybrid_kv.guard.definitions import Floats
 from hybrid_kv.guard.kernel_cases.draw import Compared, Draw, longs, wide
 from hybrid_kv.kernels.causal_conv1d import causal_conv1d, windows_at
+from hybrid_kv.kernels.common.wanted import WantedStates
 from hybrid_kv.kernels.gated_delta import gated_delta_chunk, gated_delta_update
+from hybrid_kv.kernels.gated_delta import reference as delta
 from hybrid_kv.kernels.gated_norm import gated_rms_norm_reference
 from hybrid_kv.kernels.selective_scan import selective_scan, selective_scan_update
 from hybrid_kv.kernels.ssd import chunk_scan, selective_state_update
+from hybrid_kv.kernels.ssd import reference as ssd
 from hybrid_kv.kernels.ssd.host import in_chunks
 
 Operands = tuple[torch.Tensor, ...]
@@ -39,9 +43,11 @@ def mamba2(draw: Draw) -> Iterator[Compared]:
     yield from _few("selective_state_update", selective_state_update(state, *operands), lengths, expected)
     rows, offsets = draw.wanted(lengths, chunk_size)
     for way in nullcontext(), in_chunks():
-        with way:
+        with way, patch.object(ssd, "WantedStates", wraps=WantedStates) as cut:
             results = chunk_scan(*operands, state, chunk_size, rows, offsets)
         yield from _many("chunk_scan", results, lengths, expected, rows, offsets)
+        if cut.called:
+            yield _chunks("chunk_scan", cut, lengths, chunk_size)
 
 
 def mamba1(draw: Draw) -> Iterator[Compared]:
@@ -76,8 +82,10 @@ def gated_delta(draw: Draw) -> Iterator[Compared]:
     results = gated_delta_update(state, *(part[:, :few] for part in operands))
     yield from _few("gated_delta_update", results, [min(length, few) for length in lengths], expected)
     rows, offsets = draw.wanted(lengths, min(chunk_size, 8))
-    results = gated_delta_chunk(*operands, state, chunk_size, rows, offsets)
+    with patch.object(delta, "WantedStates", wraps=WantedStates) as cut:
+        results = gated_delta_chunk(*operands, state, chunk_size, rows, offsets)
     yield from _many("gated_delta_chunk", results, lengths, expected, rows, offsets)
+    yield _chunks("gated_delta_chunk", cut, lengths, min(chunk_size, 8) if g.dim() == 4 else chunk_size)
 
 
 def convolution(draw: Draw) -> Iterator[Compared]:
@@ -107,6 +115,12 @@ def gated_norm(draw: Draw) -> Iterator[Compared]:
     weight = draw.floats(channels, dtype=torch.float32)
     got = gated_rms_norm_reference(x, gate, weight, groups, eps)
     yield "gated_rms_norm", got, definitions.gated_rms_norm(wide(x), wide(gate), wide(weight), groups, eps)
+
+
+def _chunks(name: str, cut: Mock, lengths: list[int], chunk_size: int) -> Compared:
+    """Others change no value, only how long it takes."""
+    taken, may_be = cut.call_args.args[2], definitions.chunks(max(lengths), chunk_size)
+    return f"{name}, chunks of {taken}", torch.tensor(taken in may_be), np.array(True)
 
 
 def _lengths(draw: Draw, most: int) -> list[int]:

@@ -20,7 +20,7 @@ from hybrid_kv.kernels.block_tables import (
     update_block_tables_reference,
 )
 from hybrid_kv.kernels.kernel_blocks import expand_list, expand_numpy, expand_torch, gather_kernel_blocks
-from hybrid_kv.kernels.slot_mapping import PAD_SLOT, slot_mapping
+from hybrid_kv.kernels.slot_mapping import slot_mapping
 
 MAX_REQS, MAX_TOKENS = 4, 48
 CPU = torch.device("cpu")
@@ -69,7 +69,7 @@ class Requests:
         self.cp = cp_size, draw.number(0, cp_size - 1), interleave
         self.layouts = [self._layout(draw, interleave, gaps) for _ in range(draw.number(1, 3))]
         self.blocks = [[list[int]() for _ in self.layouts] for _ in range(MAX_REQS)]
-        self.slots = np.full((len(self.layouts), MAX_TOKENS), PAD_SLOT)
+        self.slots = np.full((len(self.layouts), MAX_TOKENS), definitions.NO_SLOT)
 
     @staticmethod
     def _layout(draw: Draw, interleave: int, gaps: Sequence[int]) -> TableLayout:
@@ -118,7 +118,7 @@ class Requests:
 
     def _map(self, rows: Sequence[int], lengths: list[int], positions: list[int], padded_tokens: int) -> None:
         token_rows = [row for row, length in zip(rows, lengths, strict=True) for _ in range(length)]
-        self.slots[:, len(positions) : padded_tokens] = PAD_SLOT
+        self.slots[:, len(positions) : padded_tokens] = definitions.NO_SLOT
         for group, layout in enumerate(self.layouts):
             for token, (row, position) in enumerate(zip(token_rows, positions, strict=True)):
                 if layout.has_slots:

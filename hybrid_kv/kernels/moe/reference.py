@@ -49,7 +49,7 @@ def route_sigmoid(
     top_k_groups: int,
     renormalise: bool,
     scale: float,
-    epsilon: float = 1e-20,
+    epsilon: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The router of DeepSeek-V3 (arXiv 2412.19437): scores are sigmoids, and a bias that balances load only chooses.
 

@@ -83,7 +83,7 @@ def test_the_sigmoid_router_chooses_and_weighs_as_the_definition_says(data):
     if bias is not None:
         bias = bias + torch.randn(num_groups * per_group, generator=g)
     before = logits.clone()
-    got = route_sigmoid(logits, bias, top_k, num_groups, top_k_groups, renormalise, scale)
+    got = route_sigmoid(logits, bias, top_k, num_groups, top_k_groups, renormalise, scale, 1e-20)
     assert torch.equal(logits, before)
     expected_ids, expected = [], []
     for row in logits.double():
@@ -145,7 +145,7 @@ def test_routers_with_groups_route_as_transformers_does(logits, family, router, 
     options = {"n_group": groups[0], "topk_group": groups[1], "norm_topk_prob": renormalise}
     made = theirs(family, router, 16, 3, routed_scaling_factor=2.5, **options)
     made.e_score_correction_bias.copy_(torch.randn(16, generator=torch.Generator().manual_seed(1)))
-    got = route_sigmoid(logits, made.e_score_correction_bias, 3, *groups, renormalise, 2.5)
+    got = route_sigmoid(logits, made.e_score_correction_bias, 3, *groups, renormalise, 2.5, 1e-20)
     assert_routed(got, made(logits)[1:], SHARE[torch.float32])
 
 
