@@ -108,11 +108,13 @@ class LLM:
         """Let go of a running request that has its first token; another engine may go on with it.
 
         Raises:
+            ConfigError: nothing tells the weights of the model object from another's.
             HybridKVError: it is not running, its prompt is not computed yet, or the step under way ends it, as `step`
                 will say. It stays as it is.
         """
         if request not in self.scheduler.running or request.request_id in self._aborted:
             raise HybridKVError(f"hand_over: request {request.request_id} is not running here")
+        weights = self._weights  # nothing may fail once its states are moved
         self._look_ahead(request)
         if request.num_computed_tokens + 1 != request.num_tokens or not request.output_token_ids:
             raise HybridKVError(
@@ -121,7 +123,7 @@ class LLM:
             )
         self.scheduler.publish_late(request)  # before the states go beyond the last boundary
         self.runner.settle(request)
-        handover = pack(request, self.runner, self._weights)
+        handover = pack(request, self.runner, weights)
         self.scheduler.finish(request)
         return handover
 

@@ -763,3 +763,46 @@ def test_a_prefix_lives_as_long_as_any_of_its_copies(mode: str) -> None:
     second.finish()
     assert Owner(subject, "c", TEXT[:9]).look().num_tokens == 8
     subject.pool.check_integrity()
+
+
+# Requests whose first tokens were computed elsewhere.
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_tokens", "states"),
+    [
+        ("none", 20, [1, 1, 1]),
+        ("align", 20, [0, 0, 1, 1, 1]),
+        ("all", 20, [0, 0, 1, 1, 1]),
+        ("all", 24, [0, 0, 1, 1, 1, 1]),
+    ],
+)
+def test_one_that_was_begun_elsewhere_gets_a_state_and_columns_for_drafts(
+    mode: str, num_tokens: int, states: list[int]
+) -> None:
+    subject = manager(attention(8), mamba(8, mode, k=2), caching=mode != "none")
+    new = subject.adopt("a", num_tokens)
+    assert new is not None
+    columns = [(part > NULL_BLOCK).tolist() for part in new.per_group()]
+    assert columns == [[True] * (num_tokens // 8 + 1), [bool(state) for state in states]]
+    subject.check_integrity(["a"])
+    subject.free("a")
+    subject.check_integrity()
+
+
+def test_of_one_that_was_begun_elsewhere_no_state_before_the_last_is_published() -> None:
+    subject = manager(attention(8), mamba(8))
+    request = Owner(subject, "a", TEXT[:24])
+    subject.adopt("a", 24)
+    request.publish(24)
+    assert not request.look().num_tokens  # the last token is never taken, and at 16 there is no state
+    longer = Owner(subject, "b", TEXT[:25])
+    assert longer.look().num_tokens == 24
+    assert not Owner(subject, "c", TEXT[:17]).look().num_tokens
+
+
+def test_one_that_was_begun_elsewhere_gets_all_its_blocks_or_none() -> None:
+    subject = manager(attention(8), mamba(8), num_blocks=5)
+    assert subject.adopt("a", 24) is None  # four blocks of attention, two of states
+    subject.check_integrity()
+    assert subject.pool.num_free_blocks == 4

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hybrid_kv.config import ConfigError
+from hybrid_kv.config import ConfigError, HybridKVError
 from hybrid_kv.engine.handover import Handover
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.guard.play import rule_of, unwarned
@@ -145,7 +145,7 @@ class Pair:
         """Hand a request over, if the step under way does not end it."""
         try:
             handover = self.prefill.llm.hand_over(request)
-        except Exception as error:
+        except HybridKVError as error:
             if "ends with the step under way" not in str(error):
                 raise
             return None
