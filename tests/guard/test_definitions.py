@@ -68,3 +68,16 @@ def test_two_ranks_keep_every_other_pair_of_tokens() -> None:
 )
 def test_a_step_flushes_up_to_a_boundary_or_a_full_ring(base_pos: int, num_hist: int, expected: int) -> None:
     assert definitions.num_flushed(base_pos, num_hist, 3, 4, 11, 8) == expected
+
+
+def test_chunks_are_as_near_to_the_size_as_equal_ones_can_be() -> None:
+    assert definitions.chunks(10, 4) == {4, 5}  # 8 and 12 are as far from 10: three of 4, or two of 5
+    assert definitions.chunks(3, 16) == {3}
+    assert definitions.chunks(33, 16) == {17}
+
+
+def test_drafts_follow_the_first_occurrence_of_the_longest_end() -> None:
+    text = [1, 2, 7, 1, 2, 8, 5, 2, 9, 1, 2]
+    assert definitions.ngram_drafts(text, 2, 3, 1) == [7, 1]
+    assert definitions.ngram_drafts([1, 1, 1], 4, 4, 1) == [1]
+    assert definitions.ngram_drafts([1, 2, 3], 4, 4, 1) == []

@@ -111,8 +111,8 @@ def scan_prefill(draw: Draw) -> Iterator[Compared]:
     lengths = [draw.one_of(0, 1, draw.number(2, 40)) for _ in range(draw.number(1, 3))]
     blocks = draw.blocks(10 * len(lengths))
     layer = Mamba2.drawn(draw, sum(lengths), 1 + len(blocks))
+    sources = [draw.one_of(-1, 0, *[blocks.pop()] * 4) for _ in lengths]
     spans, kept = draw.spans(lengths, blocks)
-    sources = [draw.one_of(-1, 0, blocks.pop()) for _ in lengths]
     has_state = [draw.number(0, 3) > 0 for _ in lengths]
     _fill(layer.state, sources, draw)
     outputs, pool = np.zeros(layer.x.shape), wide(layer.state)
@@ -160,8 +160,8 @@ def convolution_prefill(draw: Draw) -> Iterator[Compared]:
     blocks = draw.blocks(10 * len(lengths))
     more_rows = draw.number(0, 2)
     layer = Convolution.drawn(draw, sum(lengths), 1 + len(blocks), more_rows)
+    sources = [draw.one_of(-1, 0, *[blocks.pop()] * 4) for _ in lengths]
     spans, kept = draw.spans(lengths, blocks)
-    sources = [draw.one_of(-1, 0, blocks.pop()) for _ in lengths]
     has_state, first = [draw.number(0, 3) > 0 for _ in lengths], draw.numbers(0, more_rows, len(lengths))
     _fill(layer.conv_state, sources, draw, first, layer.size)
     outputs, pool = np.zeros(layer.x.shape), wide(layer.conv_state)

@@ -54,13 +54,11 @@ class Draw:
     def blocks(self, count: int) -> list[int]:
         """1 … `count` in any order, to be taken one by one from the end; 0 is the null block.
 
-        Each second time 1, its neighbour, is among the first four.
+        Its neighbour, 1, is among the first four.
         """
-        order: list[int] = (1 + self._rng.permutation(count)).tolist()
-        if count and self.chance():
-            order.remove(1)
-            order.insert(max(0, len(order) - self.number(0, 3)), 1)
-        return order
+        order: list[int] = (2 + self._rng.permutation(max(0, count - 1))).tolist()
+        order.insert(max(0, len(order) - self.number(0, 3)), 1)
+        return order[:count]
 
     def pool(self, count: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """`count` blocks with gaps between them, as `cache.layout` hands them out; NaN where nobody writes."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+import textwrap
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from hybrid_kv.attention import undo
 from hybrid_kv.cache.manager import KVCacheManager
 from hybrid_kv.cache.modes import MODES
+from hybrid_kv.engine.scheduler import Scheduler
 from hybrid_kv.guard.checks.refusals import check_refusals
 from hybrid_kv.guard.registry import Run
 
@@ -27,6 +31,25 @@ def test_a_ring_limit_that_has_moved_is_seen(
     monkeypatch: pytest.MonkeyPatch, least: Callable[[int], int], said: str
 ) -> None:
     monkeypatch.setattr(undo, "shortest_ring_len", least)
+    (result,) = check_refusals(Run(1))
+    assert not result.passed and said in result.detail
+
+
+@pytest.mark.parametrize(
+    ("function", "old", "new", "said"),
+    [
+        (KVCacheManager.__init__, "continue", "break", "drafts of a block, mode align, layers *M"),
+        (Scheduler.add, "if length >= limit:", "if length == limit:", "the prompt has 65 tokens"),
+        (Scheduler.add, "if length == 0:", "if length == -1:", "the prompt is empty"),
+    ],
+)
+def test_a_condition_that_lets_something_in_is_seen(
+    monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], old: str, new: str, said: str
+) -> None:
+    source, planted = textwrap.dedent(inspect.getsource(function)), dict[str, Any]()
+    assert source.count(old) == 1
+    exec("from __future__ import annotations\n" + source.replace(old, new), {**function.__globals__}, planted)
+    monkeypatch.setattr(function, "__code__", planted[function.__name__].__code__)
     (result,) = check_refusals(Run(1))
     assert not result.passed and said in result.detail
 
