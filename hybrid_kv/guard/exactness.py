@@ -63,8 +63,7 @@ MTP_CELLS: tuple[Cell, ...] = (
         "max_num_batched_tokens": 33,
         "to_the_end": True,
     },
-    # … and a request that is complete runs its last token once more.
-    {"speculative_method": "mtp", "mamba_cache_mode": "align", "async_scheduling": True, "to_the_end": True},
+    {"speculative_method": "mtp", "mamba_cache_mode": "align", "async_scheduling": True},
     {
         "speculative_method": "mtp",
         "mamba_cache_mode": "all",
