@@ -213,6 +213,15 @@ def test_a_prefix_that_counts_as_used_though_its_request_did_not_get_in(monkeypa
     assert "used-by-nobody: free blocks" in wrong(run_scenario(full))
 
 
+def test_a_reset_of_all_that_leaves_requests_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Three prompts that begin differently: nothing is shared, and step 3 is an odd one.
+    alone = replace(scenario("all"), prompts=scenario("all").prompts[:3], waves=(3,), events=(Event("reset", 3),))
+    alone = replace(alone, params=alone.params[:3])
+    assert run_scenario(alone).wrong == []
+    monkeypatch.setattr(Scheduler, "preempt_all", lambda _: None)
+    assert "reset-left-running: 3 requests run on" in wrong(run_scenario(alone))
+
+
 def test_figures_of_an_output_that_did_not_happen(monkeypatch: pytest.MonkeyPatch) -> None:
     loads = draw_scenario(list(FORCED).index("offload_hit"))
     assert run_scenario(loads).wrong == run_scenario(deeper()).wrong == []
