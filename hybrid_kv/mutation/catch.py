@@ -8,18 +8,23 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
+    from hybrid_kv.guard.play import Differences
     from hybrid_kv.guard.registry import Size
 
 EXACT, SANITIZER, ACCURACY = "exact model", "sanitizer", "accuracy"
+SCENARIO = "scenario "  # and its number
+IMPORT = "import"  # what reaches a line that no step waits for
 RUN = "run"  # the section of what took too long, or ended the process
 # Exact requests before all sections: 3 s of one core, in which most bugs are seen. The others take 25 s and show
 # nothing of arithmetic, so they come behind the sections, which take 37.
@@ -62,14 +67,14 @@ class Trace:
 
 
 class Reach:
-    """Which steps reach each line of some files, by number. It costs nothing more where a step reached all of a
+    """Which steps reach each line of some files, by name. It costs nothing more where a step reached all of a
     function."""
 
     def __init__(self, files: Sequence[str]) -> None:
-        self.steps: dict[str, dict[int, list[int]]] = {file: {} for file in files}
-        self.begin(-1)  # an import
+        self.steps: dict[str, dict[int, list[str]]] = {file: {} for file in files}
+        self.begin(IMPORT)
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: str) -> None:
         """What is reached from now on, is by this one."""
         self._step = step
         self._left: dict[CodeType, set[int]] = {}
@@ -106,32 +111,30 @@ class Scenarios:
 
     Args:
         case: where the one that is wrong is written.
+        numbers: of those that are played; None: all.
+        seen: patterns that the others show.
     """
 
-    def __init__(self, sanitize: bool, case: Path) -> None:
+    def __init__(
+        self, sanitize: bool, case: Path, numbers: Sequence[int] | None = None, seen: Sequence[str] = ()
+    ) -> None:
         from hybrid_kv.guard.play import Differences
 
         self._section, self._sanitize, self._case = SANITIZER if sanitize else EXACT, sanitize, case
-        self._total, self._number = Differences(), 0
+        self._total, self._numbers = Differences(seen=Counter(seen)), iter(count() if numbers is None else numbers)
 
     def play(self, amount: int) -> Catch:
         """Go on to the first that is wrong, or until there were so many requests."""
-        from hybrid_kv.guard.play import run_scenario
         from hybrid_kv.guard.replay import to_json
-        from hybrid_kv.guard.traffic import draw_scenario
 
         total = self._total
-        while total.num_requests < amount:
+        while total.num_requests < amount and (number := next(self._numbers, None)) is not None:
             with _no_loop(LOOPS):
-                scenario = draw_scenario(self._number)
-                if self._sanitize:
-                    scenario = replace(scenario, options={**scenario.options, "sanitize": True})
-                total += run_scenario(scenario)
+                total += _play(number, self._sanitize)
             if total.wrong:
                 first = total.wrong[0]
                 self._case.write_text(to_json(first.scenario, first.rule))
                 return Catch(self._section, first.rule, str(first), total.num_requests)
-            self._number += 1
         return Catch(requests=total.num_requests)
 
     def end(self, amount: int) -> Catch:
@@ -145,15 +148,38 @@ class Scenarios:
         )
 
 
+def _play(number: int, sanitize: bool) -> Differences:
+    from hybrid_kv.guard.play import run_scenario
+    from hybrid_kv.guard.traffic import draw_scenario
+
+    scenario = draw_scenario(number)
+    return run_scenario(replace(scenario, options={**scenario.options, "sanitize": True}) if sanitize else scenario)
+
+
+def compile_loops() -> None:
+    """Have numba compile what the guard uses, or find it: copies of the package find it, too, instead of each taking
+    ten seconds."""
+    import torch
+
+    from hybrid_kv.kernels.block_tables import HostTables, TableLayout
+    from hybrid_kv.kernels.ssd.host import scan_loop
+    from hybrid_kv.threads import one_thread
+
+    HostTables([TableLayout(1, 1, 1, 1)], 1, 1)
+    with one_thread():
+        for dtype in (torch.float32, torch.float64):
+            scan_loop(torch.empty(0, dtype=dtype))
+
+
 Steps = dict[str, Callable[[], Catch]]
 
 
-def _section(name: str, amount: int, case: Path) -> Catch:
+def _section(name: str, amount: int, case: Path, only: Mapping[str, str] | None = None) -> Catch:
     from hybrid_kv.guard.registry import CHECKS
     from hybrid_kv.guard.run import run_guard
 
     with _no_loop(SECTION_LOOPS + 4 * CHECKS[name].seconds * amount):
-        results = run_guard({name: amount}, 0, progress=False, fail_fast=True, jobs=1)
+        results = run_guard({name: amount}, 0, progress=False, only=only, fail_fast=True, jobs=1)
     failed = next((result for result in results if not result.passed), None)
     if failed is None:
         return Catch()
@@ -162,52 +188,66 @@ def _section(name: str, amount: int, case: Path) -> Catch:
     return Catch(failed.section, failed.name, failed.detail)
 
 
-def guard_steps(size: Size, case: Path) -> Steps:
-    """The guard's parts by name, those first that find most in a second: some requests of the exact model, sections
-    that take less than one, other sections, the exact model's other requests.
+def _sections(size: Size, case: Path) -> Steps:
+    """The guard's sections but the exact model: those that take less than a second, then the others.
 
-    Block ids are left out: they are held against a clock, which says nothing of a bug.
+    Each case of the kernels is a step of its own, as few of them reach any one line. Block ids are left out: they are
+    held against a clock, which says nothing of a bug.
     """
-    from hybrid_kv.guard.registry import load_checks
-
-    amount = {check.section: check.amounts[size] for check in load_checks() if check.section != "block ids"}
-    seconds = {check.section: check.seconds * check.amounts[size] for check in load_checks()}
-    exact = Scenarios(False, case)
-    steps: Steps = {"first": partial(exact.play, FIRST)}
-    # A stable sort: both kinds stay in the guard's own order.
-    for section in sorted(amount, key=lambda section: seconds[section] >= 1):
-        if amount[section] and section != EXACT:
-            steps[section] = partial(_section, section, amount[section], case)
-    return {**steps, EXACT: partial(exact.end, amount[EXACT])}
-
-
-def _steps(ways: Sequence[str], amount: int, case: Path) -> Steps:
     from hybrid_kv.guard.registry import load_checks
 
     steps: Steps = {}
-    for way in ways:
-        if way == SANITIZER:
-            steps[way] = partial(Scenarios(True, case).end, amount)
-        elif way == ACCURACY:
-            amounts = {check.section: check.amounts["full"] for check in load_checks()}
-            steps[way] = partial(_section, way, amounts[way], case)
-        else:
-            steps |= guard_steps(cast("Size", way), case)
+    # A stable sort: both kinds stay in the guard's own order.
+    for check in sorted(load_checks(), key=lambda check: check.seconds * check.amounts[size] >= 1):
+        section, amount = check.section, check.amounts[size]
+        if not amount or section in (EXACT, "block ids"):
+            continue
+        if section != "kernels":
+            steps[section] = partial(_section, section, amount, case)
+            continue
+        for name in check.factors()["case"]:
+            steps[f"{section} {name}"] = partial(_section, section, amount, case, {"case": name})
     return steps
 
 
-def _first(steps: Steps, reached: Sequence[int] | None) -> Catch:
-    """What the first step finds that finds something.
+def _steps(
+    ways: Sequence[str], amount: int, case: Path, reached: Sequence[str] | None = None, seen: Sequence[str] = ()
+) -> Steps:
+    """The parts of some ways by name, those first that find most in a second: some requests of the exact model, its
+    sections, the exact model's other requests. The sanitizer plays those last ones, if it is one of the ways.
 
     Args:
-        reached: the numbers of those that can; None: all. The sanitizer plays the exact model's scenarios.
+        reached: names of steps, and of scenarios as `scenario 3`: no others are made. None: all are.
+        seen: by scenarios that are left out.
     """
-    wanted = {name for number, name in enumerate(steps) if reached is None or number in reached}
-    wanted |= {SANITIZER} if EXACT in wanted else set()
+    from hybrid_kv.guard.registry import load_checks
+
+    numbers = None if reached is None else [int(name.split()[1]) for name in reached if name.startswith(SCENARIO)]
+    steps: Steps = {}
+    for way in ways:
+        if way == ACCURACY:
+            amounts = {check.section: check.amounts["full"] for check in load_checks()}
+            steps[way] = partial(_section, way, amounts[way], case)
+        elif way != SANITIZER:
+            size = cast("Size", way)
+            exact = Scenarios(False, case, numbers, seen)
+            steps["first"] = partial(exact.play, FIRST)
+            steps |= _sections(size, case)
+            if SANITIZER not in ways:
+                amounts = {check.section: check.amounts[size] for check in load_checks()}
+                steps[EXACT] = partial(exact.end, amounts[EXACT])
+        else:
+            steps[way] = partial(Scenarios(True, case, numbers, seen).end, amount)
+    if reached is not None:
+        scenarios = ("first", EXACT, SANITIZER) if numbers else ()
+        steps = {name: step for name, step in steps.items() if name in (*reached, *scenarios)}
+    return steps
+
+
+def _first(steps: Steps) -> Catch:
+    """What the first step finds that finds something."""
     requests = 0
-    for name, step in steps.items():
-        if name not in wanted:
-            continue
+    for step in steps.values():
         catch = step()
         requests = max(requests, catch.requests)
         if catch.section:
@@ -223,7 +263,7 @@ def run(task: Mapping[str, Any], case: Path) -> dict[str, Any]:
     trace = Trace(task["lines"])
     sys.settrace(trace)
     try:
-        catch = _first(_steps(task["ways"], task["amount"], case), task["reached"])
+        catch = _first(_steps(task["ways"], task["amount"], case, task["reached"], task["seen"]))
     except LoopError as error:
         catch = Catch(RUN, "time limit", str(error))
     except Exception as error:
@@ -232,19 +272,21 @@ def run(task: Mapping[str, Any], case: Path) -> dict[str, Any]:
     return {**asdict(catch), "executed": trace.reached, "seconds": sum(os.times()[:4])}
 
 
-def reach(task: Mapping[str, Any], case: Path) -> dict[str, dict[int, list[int]]]:
-    """By file and line the numbers of the steps that reach it, in an unchanged copy; -1: an import does.
-
-    The sanitizer is left out: it plays scenarios that others play before.
-    """
+def reach(task: Mapping[str, Any], case: Path) -> dict[str, Any]:
+    """What reaches what in an unchanged copy: `steps`, by file and line the names of the steps and scenarios that reach
+    it, and `seen`, by scenario the patterns that it shows."""
     import torch
 
     torch.set_num_threads(1)
-    trace = Reach(task["files"])
+    trace, seen, requests, number = Reach(task["files"]), {}, 0, 0
     sys.settrace(trace)
-    for number, (name, step) in enumerate(_steps(task["ways"], task["amount"], case).items()):
-        trace.begin(number)
-        if name != SANITIZER:
-            step()
+    while requests < task["amount"]:
+        trace.begin(name := f"{SCENARIO}{number}")
+        result = _play(number, sanitize=False)
+        seen[name] = [*+result.seen]
+        requests, number = requests + result.num_requests, number + 1
+    for name, step in _sections("quick", case).items():
+        trace.begin(name)
+        step()
     sys.settrace(None)
-    return trace.steps
+    return {"steps": trace.steps, "seen": seen}

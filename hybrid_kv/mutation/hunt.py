@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from multiprocessing import get_context
 from pathlib import Path
@@ -21,9 +21,8 @@ from typing import Any
 from hybrid_kv.errors import HybridKVError
 from hybrid_kv.files import write_whole
 from hybrid_kv.guard.cases import broken_rule
-from hybrid_kv.kernels.block_tables import HostTables, TableLayout
 from hybrid_kv.mutation import forks
-from hybrid_kv.mutation.catch import RUN
+from hybrid_kv.mutation.catch import IMPORT, RUN, SCENARIO, compile_loops
 from hybrid_kv.mutation.generated import files
 from hybrid_kv.mutation.mutant import PACKAGE, UNCHANGED, Mutant, plant
 from hybrid_kv.mutation.small import PLAYS, Small
@@ -152,14 +151,16 @@ class Hunt:
         ways: what may catch it, one after the other.
         limit: seconds of one core for one, but by `http`.
         repro: a folder in which the case that caught one is kept, as small as it gets in as many seconds.
-        reached: by file and line the numbers of the steps in which an unchanged copy reaches it; no other finds
-            anything. None: nobody has looked.
+        reached: by file and line the names of the steps and scenarios in which an unchanged copy reaches it; no other
+            finds anything. None: nobody has looked.
+        seen: by scenario the patterns that it shows.
     """
 
     ways: Sequence[str]
     limit: float
     repro: Path | None = None
-    reached: Mapping[str, Mapping[int, Sequence[int]]] | None = None
+    reached: Mapping[str, Mapping[int, Sequence[str]]] | None = None
+    seen: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def look(self, forked: Forks, file: Path) -> Hunt:
         """With `reached` of all files that generated mutants change, as long as another hunt of the guard.
@@ -176,23 +177,22 @@ class Hunt:
         code = digest.hexdigest()
         known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         if known.get("code") != code:
-            known = {"code": code, "reached": self._look(forked)}
+            known = {"code": code, **self._look(forked)}
             write_whole(file, json.dumps(known))
-        reached = {
-            name: {int(line): found for line, found in lines.items()} for name, lines in known["reached"].items()
-        }
-        return replace(self, reached=reached)
+        reached = {name: {int(line): found for line, found in lines.items()} for name, lines in known["steps"].items()}
+        return replace(self, reached=reached, seen=known["seen"])
 
-    def _look(self, forked: Forks) -> dict[str, dict[str, list[int]]]:
+    def _look(self, forked: Forks) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             root = Path(folder)
             copy = plant(root, {})
-            task = {"ways": self.ways, "amount": REQUESTS, "files": [str(copy / name) for name in files()]}
+            task = {"amount": REQUESTS, "files": [str(copy / name) for name in files()]}
             try:
                 found = forked.ask(root, "catch.reach", task, 3600)
             except _FailedError as error:
                 raise HybridKVError(f"the guard of the unchanged code: {error}: {error.detail}") from None
-            return {Path(name).relative_to(copy).as_posix(): lines for name, lines in found.items()}
+            steps = {Path(name).relative_to(copy).as_posix(): lines for name, lines in found["steps"].items()}
+            return {**found, "steps": steps}
 
     def ask(self, mutant: Mutant, forked: Forks) -> Row:
         """Plant one mutant and hunt it.
@@ -208,7 +208,9 @@ class Hunt:
             root = Path(folder)
             lines = mutant.plant(root)
             compiled = not any("import compiled" in Path(file).read_text(encoding="utf-8") for file in lines)
-            task = {"ways": self.ways, "lines": lines, "amount": REQUESTS, "reached": reached}
+            left_out = self.seen.keys() - set(self.seen if reached is None else reached)
+            seen = sorted({pattern for name in left_out for pattern in self.seen[name]})
+            task = {"ways": self.ways, "lines": lines, "amount": REQUESTS, "reached": reached, "seen": seen}
             try:
                 found = Row(mutant.id, **forked.ask(root, "catch.run", task, self.limit, compiled), **told)
             except _FailedError as error:
@@ -223,13 +225,19 @@ class Hunt:
                 return replace(found, detail=f"{found.detail}; making it small failed: {error}: {error.detail}")
             return replace(found, small=replace(made, passes=not broken_rule(Path(made.file))))
 
-    def _steps(self, mutant: Mutant) -> list[int] | None:
-        """The numbers of those that reach it; None: all may, as they may what an import reaches."""
+    def _steps(self, mutant: Mutant) -> list[str] | None:
+        """The names of those that reach it, in their own order; None: all may, as they may what an import reaches."""
         if self.reached is None:
             return None
         changed = mutant.changed().items()
         steps = {step for file, (_, lines) in changed for line in lines for step in self.reached[file].get(line, ())}
-        return None if -1 in steps else sorted(steps)
+        return None if IMPORT in steps else sorted(steps, key=_in_order)
+
+
+def _in_order(step: str) -> tuple[bool, int, str]:
+    """Scenarios in the order of their numbers, then the rest."""
+    number = step.removeprefix(SCENARIO)
+    return (False, int(number), "") if number != step else (True, 0, step)
 
 
 def _probe(mutant: Mutant) -> Row:
@@ -244,8 +252,7 @@ def _probe(mutant: Mutant) -> Row:
 @contextmanager
 def _forking(hunt: Hunt, jobs: int, look: Path | None) -> Iterator[tuple[Executor, Callable[[Mutant], Row]]]:
     """A pool of threads, and what they do with a mutant: each asks a process of its own."""
-    # Copies find the loops that numba has compiled here, which takes it five seconds.
-    HostTables([TableLayout(1, 1, 1, 1)], 1, 1)
+    compile_loops()
     every, idle = [Forks() for _ in range(jobs)], SimpleQueue[Forks]()
     with ThreadPoolExecutor(jobs) as pool:
         try:

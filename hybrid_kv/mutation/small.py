@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from hybrid_kv.guard.cases import Reproducer, broken_rule, reproduce
-from hybrid_kv.kernels.block_tables import HostTables, TableLayout
+from hybrid_kv.mutation.catch import compile_loops
 
 PLAYS = 20
 
@@ -77,7 +77,7 @@ def _forked(limit: float, function: Callable[..., Any], *arguments: Any) -> tupl
 def made_small(task: Mapping[str, Any], case: Path) -> dict[str, Any]:
     """Make a case small, write it into the task's `folder`, and play it again and again; a `Small` as it is written."""
     with suppress(Exception):  # The loops that numba has compiled take half a second to load, in each process anew.
-        HostTables([TableLayout(1, 1, 1, 1)], 1, 1)
+        compile_loops()
     small, problem = _forked(task["limit"], _small, case, Path(task["folder"]))
     if problem:
         raise RuntimeError(problem)

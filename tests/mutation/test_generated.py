@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from hybrid_kv.config import ConfigError
+from hybrid_kv.guard.patterns import REQUIRED
+from hybrid_kv.guard.play import Differences
 from hybrid_kv.mutation import catch, equivalent, generated, hunt, sample
 from hybrid_kv.mutation.generated import Generated, Source
 from hybrid_kv.mutation.hunt import Forks, Hunt, Row
@@ -257,36 +259,48 @@ def test_a_generated_mutant_that_loops_or_dies_was_caught(forked: Forks, monkeyp
 
 
 def test_what_no_step_reaches_is_not_hunted() -> None:
-    found = Hunt(("quick", "sanitizer"), 300, reached={"config.py": {2: [0]}}).ask(mutant(""), None)  # type: ignore[arg-type]
+    found = Hunt(("quick", "sanitizer"), 300, reached={"config.py": {2: ["plan"]}}).ask(mutant(""), None)  # type: ignore[arg-type]
     assert (found.executed, found.caught, found.problem) == (False, False, "not reached")
 
 
 def test_what_an_import_reaches_is_hunted_by_all() -> None:
-    reached = {"config.py": {1: [2, 4], 2: [3], 3: [-1, 2]}}
+    reached = {"config.py": {1: ["plan", "scenario 11"], 2: ["scenario 2"], 3: [catch.IMPORT, "plan"]}}
     of_lines = Hunt(("quick",), 300, reached=reached)
-    for lines, expected in ((range(1, 3), [2, 3, 4]), (range(1, 4), None), (range(9, 10), [])):
+    for lines, expected in (
+        (range(1, 3), ["scenario 2", "scenario 11", "plan"]),
+        (range(1, 4), None),
+        (range(9, 10), []),
+    ):
         assert of_lines._steps(replace(mutant(""), lines=lines)) == expected
     assert Hunt(("quick",), 300)._steps(mutant("")) is None
 
 
-def test_a_hunt_is_by_the_steps_that_reach_the_mutant() -> None:
-    asked: list[str] = []
-    names = ("first", "plan", "families", "costs", catch.EXACT, catch.SANITIZER)
+def test_a_hunt_is_by_the_steps_that_reach_the_mutant(tmp_path: Path) -> None:
+    def names(ways: tuple[str, ...], reached: list[str] | None) -> list[str]:
+        return [*catch._steps(ways, 9, tmp_path, reached)]
 
-    def step(name: str) -> catch.Catch:
-        asked.append(name)
-        return catch.Catch()
+    every = names(("quick",), None)
+    assert every[0] == "first" and every[-1] == catch.EXACT and {"plan", "kernels routers", "costs"} < {*every}
+    assert names(("quick", "sanitizer"), None) == [*every[:-1], catch.SANITIZER]
+    assert names(("quick",), ["costs", "kernels routers"]) == ["kernels routers", "costs"]
+    assert names(("quick",), ["scenario 3", "plan"]) == ["first", "plan", catch.EXACT]
+    assert names(("quick", "sanitizer"), ["scenario 3"]) == ["first", catch.SANITIZER]
 
-    steps = {name: (lambda name=name: step(name)) for name in names}
-    for reached, expected in (
-        (None, names),
-        ([1, 3], names[1:4:2]),
-        ([0, 4], ("first", *names[4:])),
-        ([2], names[2:3]),
-    ):
-        asked.clear()
-        catch._first(steps, reached)  # type: ignore[arg-type]
-        assert tuple(asked) == expected
+
+def test_scenarios_that_are_left_out_count_for_what_they_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    played: list[int] = []
+    patterns = [*REQUIRED]
+
+    def play(number: int, sanitize: bool) -> Differences:
+        played.append(number)
+        return Differences(seen=Counter({patterns[number]: 1}), num_requests=1)
+
+    monkeypatch.setattr(catch, "_play", play)
+    rest = {*patterns} - {patterns[2], patterns[5]}
+    assert not catch.Scenarios(False, tmp_path, [2, 5], [*rest]).end(9).section
+    assert played == [2, 5]
+    found = catch.Scenarios(False, tmp_path, [2], [*rest]).end(9)
+    assert (found.rule, found.detail) == ("void", patterns[5])
 
 
 def test_lines_know_the_steps_that_reached_them() -> None:
@@ -295,13 +309,13 @@ def test_lines_know_the_steps_that_reached_them() -> None:
     reach, before = catch.Reach([__file__]), sys.gettrace()
     sys.settrace(reach)
     try:
-        for step, x in enumerate((False, False, True)):
+        for step, x in (("a", False), ("b", False), ("c", True)):
             reach.begin(step)
             _branch(x)
     finally:
         sys.settrace(before)
     first = _branch.__code__.co_firstlineno
-    assert [reach.steps[__file__].get(first + i) for i in (1, 2, 3, 4)] == [[0, 1, 2], [2], [0, 1], None]
+    assert [reach.steps[__file__].get(first + i) for i in (1, 2, 3, 4)] == [["a", "b", "c"], ["c"], ["a", "b"], None]
 
 
 def _branch(x: bool) -> int:

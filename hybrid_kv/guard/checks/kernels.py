@@ -22,13 +22,17 @@ from hybrid_kv.guard.registry import CheckResult, Run, check
 SHARE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-5}
 
 
-@check("kernels", quick=25, full=250, seconds=0.055, place=13)
+@check(
+    "kernels", quick=25, full=250, seconds=0.055, place=13,
+    factors=lambda: {"case": [case.__name__ for case in CASES]},
+)  # fmt: skip
 def check_kernels(run: Run) -> list[CheckResult]:
-    """`run.amount` rounds of all cases, on small operands that the seed draws."""
+    """`run.amount` rounds of all cases or one, on small operands that the seed draws."""
     begin = time.perf_counter()
     wrong, count = list[str](), 0
+    cases = [(number, case) for number, case in enumerate(CASES) if run.only.get("case") in (None, case.__name__)]
     for trial in range(run.amount):
-        for number, case in enumerate(CASES):
+        for number, case in cases:
             try:
                 for name, got, expected in case(Draw(run.seed, trial, number)):
                     count += 1

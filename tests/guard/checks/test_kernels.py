@@ -56,6 +56,12 @@ def test_references_and_loops_are_as_their_definitions_say(seed: int) -> None:
     assert result.n > 400
 
 
+def test_one_case_can_be_asked_for_alone() -> None:
+    results = [check_kernels(Run(2, 0, only={"case": case.__name__}))[0] for case in CASES]
+    assert sum(result.n for result in results) == check_kernels(Run(2, 0))[0].n
+    assert all(result.n for result in results)
+
+
 PLANTS: list[tuple[Case, Callable[..., Any], str, str]] = [
     (states.mamba2, ssd.selective_state_update, "torch.exp(dt * A)", "torch.exp(-dt * A)"),
     (states.mamba2, ssd.chunk_scan, ".tril_()", ".tril_(-1)"),
