@@ -90,46 +90,42 @@ def _common(text: Sequence[int], prompt: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(text, prompt, strict=False)) if a != b), min(len(text), len(prompt)))
 
 
+def plainly(ask: Ask) -> Ask:
+    """What an answer depends on, whoever else asks; greedy ones of one prompt are all the same."""
+    return replace(ask, salt="", after=0, abort_after=None, logprobs=True, n=ask.n if ask.temperature else 1)
+
+
 class References:
     """What the plainest engine of a dtype answers to each request, alone and cold. It is started once somebody asks."""
 
     def __init__(self, kind: Kind, folder: str, settings: Mapping[str, str] | None = None) -> None:
         self._kind, self._folder, self._settings = kind, folder, dict(settings or {})
-        self._targets: dict[str, Target] = {}  # by the drafts that they make
-        self._known: dict[tuple[Ask, str], Answer] = {}
+        self._target: Target | None = None
+        self._known: dict[Ask, Answer] = {}
 
-    def alone(self, ask: Ask, drafts: str = "") -> Answer:
+    def alone(self, ask: Ask) -> Answer:
         """
-        Args:
-            drafts: a level of `spec`, with which a sampled answer is asked for: equal seeds need not give equal draws
-                with other drafts. Greedy ones are always asked for without.
-
         Raises:
             TargetError: it died.
         """
-        drafts = drafts if ask.temperature and drafts in self._kind.factors.get("spec", ()) else ""
-        asked = replace(ask, salt="", after=0, abort_after=None, logprobs=True, n=ask.n if ask.temperature else 1)
-        if (asked, drafts) not in self._known:
-            target = self._target(drafts)
+        asked = plainly(ask)
+        if asked not in self._known:
+            if self._target is None:
+                self._target = self._kind.start(self._folder, self._settings)
             try:
-                if "reset" in target.can:
-                    target.reset()
-                sent = asked if "logprobs" in target.can else replace(asked, logprobs=False)
-                (self._known[asked, drafts],) = target.ask([sent])
+                if "reset" in self._target.can:
+                    self._target.reset()
+                sent = asked if "logprobs" in self._target.can else replace(asked, logprobs=False)
+                (self._known[asked],) = self._target.ask([sent])
             except TargetError:
                 self.close()
                 raise
-        return self._known[asked, drafts]
-
-    def _target(self, drafts: str) -> Target:
-        if drafts not in self._targets:
-            more = {"spec": drafts} if drafts else {}
-            self._targets[drafts] = self._kind.start(self._folder, {**self._settings, **more})
-        return self._targets[drafts]
+        return self._known[asked]
 
     def close(self) -> None:
-        while self._targets:
-            self._targets.popitem()[1].close()
+        if self._target is not None:
+            self._target.close()
+        self._target = None
 
 
 class Session:
@@ -160,6 +156,7 @@ class Session:
         self.unit, self.seen = 0, Seen()
         self.asked = list[Round]()  # since the cache was empty
         self._shortest = 1
+        self._draws: dict[Ask, Answer] = {}
 
     def is_plain(self, factor: str) -> bool:
         """Whether a factor, if the kind has it, is at its plainest level."""
@@ -282,8 +279,7 @@ class Session:
         answers = self.target.ask(one.asks, one.preempt_every)
         found = []
         for i, (ask, answer) in enumerate(zip(one.asks, answers, strict=True)):
-            alone = self.references.alone(ask, self._drafts()) if self.judge.needs_alone(ask) else None
-            judgement = self.judge.judge(ask, answer, alone)
+            judgement = self.judge.judge(ask, answer, self._alone(ask, answer))
             most = self.seen.shared(one, i)
             if judgement.verdict == "right" and (answer.cached_tokens or 0) > most:
                 said = f"{answer.cached_tokens} cached tokens, but no text of its salt shares more than {most} with it"
@@ -292,10 +288,12 @@ class Session:
         self.seen.add(one, answers)
         return answers, found
 
-    def _drafts(self) -> str:
-        """Those that a sampled answer depends on."""
-        steady = "seed through drafts" in self.target.can or self.is_plain("spec")
-        return "" if steady else self.settings["spec"]
+    def _alone(self, ask: Ask, answer: Answer) -> Answer | None:
+        """What an answer is held against, if not the oracle: the plainest engine's, or the first draw of this seed where
+        draws may depend on the setting."""
+        if ask.temperature and "seed in all settings" not in self.target.can:
+            return self._draws.setdefault(plainly(ask), answer)
+        return self.references.alone(ask) if self.judge.needs_alone(ask) else None
 
     def _possible(self, one: Round) -> Round:
         """Without the extras that the target does not have; none of them is what the probe is about."""

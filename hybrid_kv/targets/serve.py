@@ -24,7 +24,7 @@ name = "serve"
 size = "tiny"
 factors: Mapping[str, Sequence[str]] = ours.factors
 # Not only if asking shows it: salts that are mixed up look like no salts.
-PROMISED = frozenset({"salt", "cached", "n", "seed", "seed through drafts", "reset", "preempt", "logprobs"})
+PROMISED = frozenset({"salt", "cached", "n", "seed", "seed in all settings", "reset", "preempt", "logprobs"})
 START_SECONDS = 60.0
 
 

@@ -20,7 +20,7 @@ CAPABILITIES = {
     "preempt": "preempts what runs on request",
     "salt": "shares cached prefixes only among requests of one salt",
     "seed": "samples reproducibly",
-    "seed through drafts": "samples the same with drafts as without",
+    "seed in all settings": "samples the same in every setting, with drafts and without",
     "n": "gives several answers to one prompt",
     "abort": "ends a request early on request",
     "batch": "runs several requests at once",

@@ -63,14 +63,19 @@ def test_where_rounding_would_hide_a_wrong_answer_nothing_is_right(monkeypatch):
     assert found["batch"].detail.startswith("rounding goes to 10, which ")
 
 
-@pytest.mark.parametrize(("promised", "verdict"), [(True, "wrong"), (False, "right")])
-def test_draws_with_drafts_are_held_against_those_without_only_where_that_is_promised(promised, verdict):
-    kind = ToyKind(can=frozenset(CAPABILITIES) - (set() if promised else {"seed through drafts"}))
+@pytest.mark.parametrize(
+    ("promised", "bug", "verdict"),
+    [(True, "", "wrong"), (False, "", "right"), (False, "crowd", "wrong")],
+)
+def test_draws_are_held_against_those_of_other_settings_only_where_that_is_promised(promised, bug, verdict):
+    kind = ToyKind(bug=bug, can=frozenset(CAPABILITIES) - (set() if promised else {"seed in all settings"}))
     kind.factors["spec"] = ("none", "ngram3")
-    session = Session(kind, "folder", {"spec": "ngram3"}, Judge(ToyOracle()), References(kind, "folder"))
+    references = References(kind, "folder")
+    session = Session(kind, "folder", {"spec": "ngram3"}, Judge(ToyOracle()), references)
     calibrate(session, VOCAB)
     (seeds,) = [session.run(probe, VOCAB) for probe in load_probes() if probe.name == "seeds"]
     assert (seeds.verdict, seeds.num_answers > 0) == (verdict, True)
+    assert (references._target is not None) == promised, "another engine is started only where it is asked"
 
 
 def test_no_request_is_longer_than_the_target_lets_it_be(monkeypatch):

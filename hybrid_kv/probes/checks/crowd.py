@@ -162,12 +162,12 @@ def logprobs(traffic: Traffic) -> Rounds:
 
 @probe("again after a crowd", place=90, needs="batch")
 def churned(traffic: Traffic) -> Rounds:
-    """Questions, a crowd (100 requests for each amount), and the questions again, one by one."""
+    """Questions, a crowd (100 requests for each amount, some of them long), and the questions again, one by one."""
     prompts = traffic.mixed(6)
     for prompt in prompts:
         yield Round((traffic.ask(prompt),))
     for _ in range(10 * traffic.amount):
-        crowd = [traffic.prompt(traffic.rng.randrange(1, 2 * traffic.unit)) for _ in range(10)]
+        crowd = [traffic.prompt(traffic.rng.randrange(1, 2 * traffic.unit if i % 5 == 0 else 32)) for i in range(10)]
         yield Round(tuple(traffic.ask(prompt, max_tokens=3, after=max(0, i - 6)) for i, prompt in enumerate(crowd)))
     for prompt in prompts:
         yield Round((traffic.ask(prompt),))
