@@ -2,7 +2,7 @@
 
 A place is named by its file, its line, the operator, and which of that operator's mutations on that line it is. Text is
 no place: no string, no type, no error that is raised, nothing that is logged; nor is a check of the code's own, such as
-an assertion. What Python compiles to the same code as before, or as another mutant, is none.
+an assertion, nor a signal, which would reach processes of others. What Python compiles to the same code as before, or as another mutant, is none.
 """
 
 from __future__ import annotations
@@ -201,7 +201,8 @@ def _text_nodes(tree: ast.Module) -> Iterator[ast.AST]:
             is_typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
             is_strict = isinstance(node, ast.keyword) and node.arg == "strict"
             is_log = isinstance(node, ast.Call) and re.match(r"(_?log|logger|warnings)\.", ast.unparse(node.func))
-            yield from [node] if is_typing or is_strict or is_log else []
+            is_signal = isinstance(node, ast.Call) and ast.unparse(node.func) == "os.kill"  # to somebody's process
+            yield from [node] if is_typing or is_strict or is_log or is_signal else []
 
 
 def _code(code: CodeType) -> tuple[Any, ...]:
