@@ -80,7 +80,7 @@ def guard_target(
                 write_whole(out, json.dumps(document(), indent=2) + "\n")
 
         at_once = jobs or (num_workers(None) if is_small(folder) else 1)
-        seen = guard(guarded, cells, select or (), told, at_once, size == "quick")
+        seen = guard(guarded, cells, select or (), told, at_once, size)
         failures = distinct([failure for outcome in seen for failure in outcome.failures])
         end = time.perf_counter() + SHRINK_SECONDS[size]
         for i, failure in enumerate(failures):

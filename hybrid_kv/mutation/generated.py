@@ -2,7 +2,8 @@
 
 A place is named by its file, its line, the operator, and which of that operator's mutations on that line it is. Text is
 no place: no string, no type, no error that is raised, nothing that is logged; nor is a check of the code's own, such as
-an assertion, nor a signal, which would reach processes of others. What Python compiles to the same code as before, or as another mutant, is none.
+an assertion, nor a signal, which would reach processes of others. What Python compiles to the same code as before, or
+as another mutant, is none.
 """
 
 from __future__ import annotations

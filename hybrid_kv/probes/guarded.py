@@ -100,6 +100,8 @@ def ask(guarded: Guarded, settings: Settings, select: Sequence[str], told: Calla
         for probe in load_probes():
             if probe.name != "alone" and select and not any(part in probe.name for part in select):
                 continue
+            if not (probe.elsewhere or guarded.is_plain(settings)) and all(map(session.is_plain, probe.when)):
+                continue
             if max(deaths.values(), default=0) >= MOST_DEATHS:
                 told(
                     Outcome(

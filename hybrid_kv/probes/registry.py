@@ -37,6 +37,7 @@ class Probe:
     needs: tuple[str, ...]
     moves: str
     when: tuple[str, ...]
+    elsewhere: bool
     place: int
 
 
@@ -44,7 +45,7 @@ PROBES: dict[str, Probe] = {}
 
 
 def probe(
-    name: str, *, place: int, needs: str = "", moves: str = "", when: str = ""
+    name: str, *, place: int, needs: str = "", moves: str = "", when: str = "", elsewhere: bool = True
 ) -> Callable[[Callable[[Traffic], Rounds]], Callable[[Traffic], Rounds]]:
     """Register a generator of rounds; it is sent the answers of each.
 
@@ -53,10 +54,11 @@ def probe(
         needs: capabilities of the target, separated by spaces.
         moves: a counter that must have moved, or the probe is void; "cached": some answer must have cached tokens.
         when: factors, separated by spaces; `moves` is asked for only where one of them is not at its plainest level.
+        elsewhere: whether it is asked where none of them is but some other factor.
     """
 
     def register(rounds: Callable[[Traffic], Rounds]) -> Callable[[Traffic], Rounds]:
-        PROBES[name] = Probe(name, rounds, tuple(needs.split()), moves, tuple(when.split()), place)
+        PROBES[name] = Probe(name, rounds, tuple(needs.split()), moves, tuple(when.split()), elsewhere, place)
         return rounds
 
     return register

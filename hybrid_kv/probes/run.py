@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import product
 
 from hybrid_kv.config import ConfigError
+from hybrid_kv.guard.registry import Size
 from hybrid_kv.probes.at_once import ask_at_once
 from hybrid_kv.probes.guarded import Guarded, Settings, ask
 from hybrid_kv.probes.registry import load_probes
@@ -13,19 +14,21 @@ from hybrid_kv.probes.session import Outcome
 from hybrid_kv.targets.target import Kind
 
 
-def default_matrix(kind: Kind, quick: bool = False) -> list[Settings]:
+def default_matrix(kind: Kind, size: Size = "full") -> list[Settings]:
     """The plainest engine, each level of the prefix cache, and with the last of these each other level by itself.
 
-    A quick look leaves the last ones out. Factors in the kind's `apart`, if it has that, exclude the prefix cache:
-    their levels are met without it.
+    Of levels that differ in a number alone, such as `mtp3` and `mtp1`, the first one; all of them if the size is long,
+    and if it is quick the levels of the prefix cache alone. Factors in the kind's `apart`, if it has that, exclude the
+    prefix cache: their levels are met without it.
     """
     prefixes = kind.factors.get("prefix", ())
     cells: list[Settings] = [{}, *({"prefix": level} for level in prefixes[1:])]
     for factor, levels in kind.factors.items():
-        if factor != "prefix" and not quick:
+        if factor != "prefix" and size != "quick":
             is_cached = len(prefixes) > 1 and factor not in getattr(kind, "apart", ())
             cached = {"prefix": prefixes[-1]} if is_cached else {}
-            cells += [{**cached, factor: level} for level in levels[1:]]
+            kinds = {level if size == "long" else level.rstrip("0123456789"): level for level in reversed(levels[1:])}
+            cells += [{**cached, factor: level} for level in levels[1:] if level in kinds.values()]
     return cells
 
 
@@ -70,7 +73,7 @@ def guard(
     select: Sequence[str] = (),
     told: Callable[[Outcome], None] = lambda outcome: None,
     jobs: int = 1,
-    quick: bool = False,
+    size: Size = "full",
 ) -> list[Outcome]:
     """Every probe in every setting; a setting that cannot be started is an outcome, too.
 
@@ -81,7 +84,7 @@ def guard(
         select: only probes that have one of these in their name; `alone` is always run.
         told: called with each outcome.
         jobs: settings at a time, an engine and a process each.
-        quick: of the default matrix no more than the levels of the prefix cache.
+        size: of the default matrix.
 
     Returns:
         Outcomes by setting, the plain ones first.
@@ -91,7 +94,7 @@ def guard(
     """
     if not any(part in one.name for part in select or [""] for one in load_probes()):
         raise ConfigError(f"-k {', '.join(select)}: no probe has this in its name")
-    cells = default_matrix(guarded.kind, quick) if matrix is None else [*matrix]
+    cells = default_matrix(guarded.kind, size) if matrix is None else [*matrix]
     first = [settings for settings in cells if guarded.is_plain(settings)]
     rest = [settings for settings in cells if settings not in first]
     outcomes: list[Outcome] = []

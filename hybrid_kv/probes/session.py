@@ -289,8 +289,8 @@ class Session:
         return answers, found
 
     def _alone(self, ask: Ask, answer: Answer) -> Answer | None:
-        """What an answer is held against, if not the oracle: the plainest engine's, or the first draw of this seed where
-        draws may depend on the setting."""
+        """What an answer is held against, if not the oracle: the plainest engine's, or, where draws may depend on the
+        setting, the first one of this seed."""
         if ask.temperature and "seed in all settings" not in self.target.can:
             return self._draws.setdefault(plainly(ask), answer)
         return self.references.alone(ask) if self.judge.needs_alone(ask) else None

@@ -28,8 +28,8 @@ LEVELS: dict[str, dict[str, dict[str, Any]]] = {
     "spec": {
         "none": {},
         "ngram3": {"speculative_method": "ngram", "num_speculative_tokens": 3},
-        "mtp1": {"speculative_method": "mtp", "num_speculative_tokens": 1},
         "mtp3": {"speculative_method": "mtp", "num_speculative_tokens": 3},
+        "mtp1": {"speculative_method": "mtp", "num_speculative_tokens": 1},
     },
     "chunk": {"whole": {}} | {size: {"max_num_batched_tokens": int(size)} for size in ("17", "100")},
     "blocks": {"ample": {}, "tight": {"tight": True}},

@@ -18,7 +18,7 @@ factors = {
         "all",
         "on",
     ),  # on: the mode that vLLM takes by itself; all: a `mamba_cache_mode` of some versions
-    "spec": ("none", "ngram3", "mtp1", "mtp3"),
+    "spec": ("none", "ngram3", "mtp3", "mtp1"),
     "chunk": ("whole", "17", "100"),
     "blocks": ("ample", "tight"),
     "block": ("own", "32"),  # tokens; a hybrid's grow until a Mamba state fits

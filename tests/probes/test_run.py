@@ -25,7 +25,23 @@ def test_by_default_each_level_is_met_once_with_the_cache_on():
         {"prefix": "on", "chunk": "no"},
         {"prefix": "on", "chunk": "broken"},
     ]
-    assert default_matrix(ToyKind(), quick=True) == [{}, {"prefix": "on"}]
+    assert default_matrix(ToyKind(), "quick") == [{}, {"prefix": "on"}]
+
+
+def test_levels_that_differ_in_a_number_are_all_met_by_a_long_guard_alone():
+    kind = ToyKind()
+    kind.factors = {"spec": ("none", "ngram3", "mtp3", "mtp1"), "chunk": ("whole", "17", "100")}
+    named = [{"spec": "ngram3"}, {"spec": "mtp3"}, {"chunk": "17"}]
+    assert default_matrix(kind) == [{}, *named]
+    assert default_matrix(kind, "long") == [{}, *named[:2], {"spec": "mtp1"}, named[2], {"chunk": "100"}]
+
+
+def test_a_probe_of_drafts_is_asked_with_drafts_and_in_the_plainest_setting(guarded):
+    some = guarded()
+    some.kind.factors["spec"] = ("none", "ngram3")
+    cells = [{}, {"prefix": "on"}, {"spec": "ngram3"}]
+    asked = [dict(one.settings) for one in guard(some, cells, ["drafts"]) if one.probe == "drafts"]
+    assert asked == [{}, {"spec": "ngram3"}]
 
 
 def test_several_texts_are_met_one_after_another():

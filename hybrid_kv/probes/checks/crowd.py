@@ -84,7 +84,7 @@ def crowd_cut_off(traffic: Traffic) -> Rounds:
     yield Round(tuple(traffic.ask(prompt, max_tokens=4) for prompt in prompts))
 
 
-@probe("drafts", place=30, moves="drafts", when="spec")
+@probe("drafts", place=30, moves="drafts", when="spec", elsewhere=False)
 def drafts(traffic: Traffic) -> Rounds:
     """Texts that repeat themselves, alone and together: drafts are made, some right and some not.
 
@@ -98,7 +98,7 @@ def drafts(traffic: Traffic) -> Rounds:
         yield Round(asks)
 
 
-@probe("turned down at a boundary", place=31, moves="drafts", when="spec")
+@probe("turned down at a boundary", place=31, moves="drafts", when="spec", elsewhere=False)
 def turned_down(traffic: Traffic) -> Rounds:
     """The last draft of an answer is the first token of a block, and wrong; the token behind it has no drafts.
 
@@ -124,7 +124,7 @@ def preempted(traffic: Traffic) -> Rounds:
         )
 
 
-@probe("a pool too small", place=41, needs="batch", moves="preemptions", when="blocks")
+@probe("a pool too small", place=41, needs="batch", moves="preemptions", when="blocks", elsewhere=False)
 def pressure(traffic: Traffic) -> Rounds:
     """More long requests than the pool holds; then the same again."""
     length = traffic.longest // 2
