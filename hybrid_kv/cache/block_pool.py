@@ -9,7 +9,7 @@ is evicted, one of them takes its place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -73,6 +73,10 @@ class _LRUQueue:
         return ids
 
 
+def _unheard(keys: Sequence[BlockKey]) -> None:
+    """Nobody is told."""
+
+
 class BlockPool:
     """Hands out block ids as int32 arrays.
 
@@ -100,6 +104,7 @@ class BlockPool:
         self._twins: dict[BlockKey, dict[int, None]] = {}  # in the order in which they came
         self._twin_keys: dict[int, BlockKey] = {}
         self.num_evictions = 0
+        self.on_unpublish = _unheard  # told the keys that lookups do not find any more
 
     @property
     def num_free_blocks(self) -> int:
@@ -208,7 +213,12 @@ class BlockPool:
         self._unpublish(list(self._keys))
         self._push_unpublished(idle)
 
+    def published_keys(self) -> list[BlockKey]:
+        """All keys that a lookup finds."""
+        return list(self._blocks)
+
     def _unpublish(self, blocks: Iterable[int]) -> None:
+        lost: list[BlockKey] = []
         for block in blocks:
             key = self._keys.pop(int(block))
             del self._blocks[key]
@@ -217,6 +227,10 @@ class BlockPool:
                 heir = next(iter(twins))
                 self._part(heir)
                 self.publish(key, heir)
+            else:
+                lost.append(key)
+        if lost:
+            self.on_unpublish(lost)
 
     def _part(self, twin: int) -> None:
         key = self._twin_keys.pop(twin)

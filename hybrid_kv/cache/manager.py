@@ -66,6 +66,7 @@ class KVCacheManager:
     ) -> None:
         self.config = config
         self.pool = BlockPool(config.num_blocks)
+        self.pool.on_unpublish = self._tell_unpublished
         self.enable_prefix_caching = enable_prefix_caching
         self.num_lookahead_tokens = num_lookahead_tokens
         self.max_model_len = max_model_len
@@ -427,6 +428,10 @@ class KVCacheManager:
         self._refusal = None
         for watcher in self.watchers:
             watcher.on_reset()
+
+    def _tell_unpublished(self, keys: Sequence[BlockKey]) -> None:
+        for watcher in self.watchers:
+            watcher.on_unpublish(keys)
 
     def check_integrity(self, running: Sequence[str] = ()) -> None:
         """Raise AssertionError unless pool and tier are whole, references have owners, and only `running` hold any."""

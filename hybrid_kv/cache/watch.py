@@ -27,6 +27,9 @@ class CacheWatcher:
     def on_publish(self, request_id: str, group: int, first: int, blocks: Sequence[tuple[BlockKey, int]]) -> None:
         """Lookups find the keys and blocks of a request's columns from `first` on, where no other block came first."""
 
+    def on_unpublish(self, keys: Sequence[BlockKey]) -> None:
+        """Lookups do not find these keys any more: their blocks are handed out, or the cache is reset."""
+
     def on_free(self, request_id: str, ids: BlockIds, ended: bool = False) -> None:
         """A request is about to give blocks back; all that it holds if it `ended`."""
 

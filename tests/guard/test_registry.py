@@ -92,6 +92,7 @@ def test_without_the_file_there_is_no_such_section(size: Size) -> None:
         "costs",
         "eviction",
         "split",
+        "router",
         "folders",
         "guard model",
         "families",

@@ -1,0 +1,124 @@
+"""What an engine tells a router of its prefix cache, so that the router can send a prompt where most of it is cached.
+
+    log = EventLog(llm)
+    known = KnownCache(log.groups, log.hit_unit)
+    known.apply(log.take())  # again and again
+    known.predict(prompt)  # tokens that this engine would restore
+
+Contract. A block is named by its group and its chained hash, as in the engine's own lookups. A router that counts
+blocks of one size finds nothing: the blocks of a hybrid's groups have unequal sizes, and are larger than what a router
+expects (vllm!43258). So the engine says once which blocks each group has; the router answers the engine's own question:
+how much of a prompt every group can restore.
+
+What is told is the difference since the last time, so that a key is in one of two sets and events have no order. A
+router that misses one forgets all that it knew: it predicts too little until the next `snapshot`, never too much. What
+an offload tier holds is not told: the engine may restore more than is predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hybrid_kv.cache.block_hash import BlockHashes
+from hybrid_kv.cache.block_pool import BlockKey
+from hybrid_kv.cache.spec import MambaSpec
+from hybrid_kv.engine.llm import LLM
+from hybrid_kv.watch import Watcher
+
+
+@dataclass(frozen=True)
+class Group:
+    """Blocks of `block_size` tokens. `is_state`: each one restores all tokens before its end, not its own alone."""
+
+    block_size: int
+    is_state: bool
+
+
+@dataclass(frozen=True)
+class CacheEvents:
+    """What lookups find and did not at the last time, and the reverse.
+
+    Attributes:
+        number: one more than that of the last ones.
+        is_snapshot: `stored` is all that lookups find.
+    """
+
+    number: int
+    stored: frozenset[BlockKey]
+    removed: frozenset[BlockKey] = frozenset()
+    is_snapshot: bool = False
+
+
+class EventLog(Watcher):
+    """Hears from now on what an engine publishes and loses; the first events are a snapshot."""
+
+    def __init__(self, llm: LLM) -> None:
+        specs = [group.layer_specs[0] for group in llm.manager.config.groups]
+        self.groups = tuple(Group(spec.block_size, isinstance(spec, MambaSpec)) for spec in specs)
+        self.hit_unit = llm.manager.hit_unit
+        self._pool = llm.manager.pool
+        self._number = 0
+        self._is_stored: dict[BlockKey, bool] = {}  # of keys that changed
+        llm.watchers.append(self)
+
+    def on_publish(self, request_id: str, group: int, first: int, blocks: Sequence[tuple[BlockKey, int]]) -> None:
+        self._is_stored.update((key, True) for key, _ in blocks)
+
+    def on_unpublish(self, keys: Sequence[BlockKey]) -> None:
+        self._is_stored.update((key, False) for key in keys)
+
+    def take(self) -> CacheEvents:
+        """What has changed since the last events."""
+        if not self._number:
+            return self.snapshot()
+        stored = frozenset(key for key, is_stored in self._is_stored.items() if is_stored)
+        return self._next(CacheEvents(self._number, stored, frozenset(self._is_stored.keys() - stored)))
+
+    def snapshot(self) -> CacheEvents:
+        """All that lookups find, for a router that begins, or has missed events."""
+        return self._next(CacheEvents(self._number, frozenset(self._pool.published_keys()), is_snapshot=True))
+
+    def _next(self, events: CacheEvents) -> CacheEvents:
+        self._number += 1
+        self._is_stored.clear()
+        return events
+
+
+class KnownCache:
+    """What a router knows of one engine's cache.
+
+    Args:
+        groups, hit_unit: those of the engine's `EventLog`.
+
+    Attributes:
+        keys: that its lookups find, as far as the router knows.
+    """
+
+    def __init__(self, groups: Sequence[Group], hit_unit: int) -> None:
+        self.groups, self.hit_unit = groups, hit_unit
+        self.keys: set[BlockKey] = set()
+        self._next = 0
+
+    def apply(self, events: CacheEvents) -> None:
+        """Events in any order but their own are missed ones: all is forgotten but what these say."""
+        if events.is_snapshot or events.number != self._next:
+            self.keys.clear()
+        self.keys |= events.stored
+        self.keys -= events.removed
+        self._next = events.number + 1
+
+    def predict(self, token_ids: Sequence[int], salt: str = "") -> int:
+        """How many tokens of a prompt the engine would restore; the last one is always computed."""
+        limit, hashes = len(token_ids) - 1, BlockHashes(salt)
+        chains = [hashes.chain(group.block_size, token_ids, limit) for group in self.groups]
+        ends = range(limit // self.hit_unit * self.hit_unit, 0, -self.hit_unit)
+        return next(
+            (end for end in ends if all(self._has(index, chains[index], end) for index in range(len(chains)))), 0
+        )
+
+    def _has(self, index: int, chain: Sequence[bytes], end: int) -> bool:
+        """Whether a group can restore so many tokens."""
+        group = self.groups[index]
+        blocks = chain[: end // group.block_size]
+        return all((index, block) in self.keys for block in (blocks[-1:] if group.is_state else blocks))

@@ -1,0 +1,90 @@
+"""What a router knows of an engine's cache from its events."""
+
+from __future__ import annotations
+
+from hybrid_kv import LLM, SamplingParams
+from hybrid_kv.cache.block_hash import BlockHashes
+from hybrid_kv.engine.events import CacheEvents, EventLog, Group, KnownCache
+from hybrid_kv.models.exact import ExactModel
+
+PROMPT = list(range(40))
+
+
+def engine(**options: object) -> LLM:
+    settings = {"block_size": 16, "num_blocks": 40, "mamba_cache_mode": "align", "max_model_len": 96} | options
+    return LLM(ExactModel(), device="cpu", **settings)
+
+
+def ask(llm: LLM, prompt: list[int], salt: str = "") -> int:
+    (output,) = llm.generate([prompt], SamplingParams(max_tokens=2, cache_salt=salt), progress=False)
+    return output.cached_tokens
+
+
+def test_a_router_predicts_what_the_engine_restores() -> None:
+    llm = engine(mamba_cache_mode="all")
+    ask(llm, PROMPT)
+    log = EventLog(llm)
+    known = KnownCache(log.groups, log.hit_unit)
+    known.apply(log.take())
+    assert {group.is_state for group in log.groups} == {True, False}
+    assert known.predict(PROMPT) == ask(llm, PROMPT) == 32
+    assert known.predict(PROMPT[:32]) == 16, "the last token is always computed"
+    assert known.predict(PROMPT, "other") == known.predict([1, *PROMPT]) == 0
+    longer = [*PROMPT, *range(30)]
+    ask(llm, longer)
+    assert known.predict(longer) == 32
+    known.apply(log.take())
+    assert known.predict(longer) == ask(llm, longer) == 64
+
+
+def test_what_is_evicted_or_reset_is_unknown_again() -> None:
+    llm = engine(num_blocks=16)
+    log = EventLog(llm)
+    known = KnownCache(log.groups, log.hit_unit)
+    ask(llm, PROMPT)
+    known.apply(log.take())
+    assert known.predict(PROMPT) == 32
+    for start in (1, 2, 3):
+        ask(llm, [*range(start, start + 60)])
+    assert llm.manager.pool.num_evictions
+    known.apply(log.take())
+    assert known.keys == set(llm.manager.pool.published_keys())
+    assert known.predict(PROMPT) == 0
+    llm.reset_prefix_cache()
+    known.apply(log.take())
+    assert not known.keys
+
+
+def test_a_state_is_found_at_its_end_and_attention_only_whole() -> None:
+    known = KnownCache((Group(8, False), Group(16, True)), 16)
+    hashes = _chains(PROMPT, 8), _chains(PROMPT, 16)
+    attention = {(0, block) for block in hashes[0][:4]}
+    known.apply(CacheEvents(0, frozenset({*attention, (1, hashes[1][1])}), is_snapshot=True))
+    assert known.predict(PROMPT) == 32
+    known.apply(CacheEvents(1, frozenset({(1, hashes[1][0])}), frozenset({(0, hashes[0][2])})))
+    assert known.predict(PROMPT) == 16
+    known.apply(CacheEvents(2, frozenset(), frozenset({(1, hashes[1][0])})))
+    assert known.predict(PROMPT) == 0
+
+
+def test_a_router_that_missed_events_predicts_too_little_until_the_next_snapshot() -> None:
+    llm = engine()
+    log = EventLog(llm)
+    known = KnownCache(log.groups, log.hit_unit)
+    ask(llm, PROMPT)
+    known.apply(log.take())
+    other = [7, *PROMPT]
+    ask(llm, other)
+    log.take()
+    third = [8, *PROMPT]
+    ask(llm, third)
+    known.apply(log.take())
+    assert [known.predict(prompt) for prompt in (PROMPT, other, third)] == [0, 0, 32]
+    known.apply(log.snapshot())
+    assert [known.predict(prompt) for prompt in (PROMPT, other, third)] == [32, 32, 32]
+    known.apply(log.take())
+    assert known.predict(PROMPT) == 32
+
+
+def _chains(token_ids: list[int], block_size: int) -> list[bytes]:
+    return BlockHashes().chain(block_size, token_ids, len(token_ids))

@@ -1,0 +1,44 @@
+"""Section *router* sees events that are wrong, and patterns that did not happen."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybrid_kv.cache.manager import KVCacheManager
+from hybrid_kv.engine.events import CacheEvents, EventLog, KnownCache
+from hybrid_kv.guard.checks import router
+from hybrid_kv.guard.registry import Run
+
+
+def detail(amount: int = 8) -> str:
+    (result,) = router.check_router(Run(amount, 0))
+    return result.detail
+
+
+def test_every_prompt_finds_what_was_predicted() -> None:
+    assert detail() == ""
+
+
+def test_events_that_are_not_told_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVCacheManager, "_tell_unpublished", lambda *_: None)
+    assert "are known wrongly" in detail(2)
+
+
+def test_blocks_of_one_group_alone_predict_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What vllm!43258 was about: events of one block size."""
+    heard = EventLog.on_publish
+    monkeypatch.setattr(EventLog, "on_publish", lambda self, *args: args[1] or heard(self, *args))
+    assert "known wrongly" in detail() or "are predicted" in detail()
+
+
+def test_a_router_that_keeps_what_it_knew_behind_missed_events_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def apply(self: KnownCache, events: CacheEvents) -> None:
+        self.keys = (self.keys | events.stored) - events.removed
+
+    monkeypatch.setattr(KnownCache, "apply", apply)
+    assert "known wrongly" in detail()
+
+
+def test_what_never_happens_makes_it_void(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router, "ROUNDS", 1)
+    assert detail(1).startswith("void")
