@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,15 +18,10 @@ class _Counts:
 
 
 class Figures:
-    """Of each request by number; loads of the whole engine.
-
-    Attributes:
-        loads: blocks that came from the offload tier, by group.
-    """
+    """Of each request by number."""
 
     def __init__(self, num_requests: int) -> None:
         self._counts = [_Counts() for _ in range(num_requests)]
-        self.loads: Counter[int] = Counter()
 
     def admitted(self, number: int, num_cached: int) -> None:
         """A request starts, or starts again, behind so many cached tokens."""
@@ -62,15 +56,3 @@ class Figures:
                     f"request {output.request_id} says (cached tokens, drafts, accepted) {said}, preempted "
                     f"{output.num_preemptions} times; {due} ran, in {counts.admissions} admissions",
                 )
-        tier = llm.manager.offload
-        if tier is None:
-            return
-        stats, due_blocks = tier.stats, self.loads.total()
-        if stats.loaded_blocks != due_blocks or stats.host_hits + stats.folder_hits < due_blocks:
-            hits = f"{stats.host_hits} + {stats.folder_hits} hits"
-            raise RuleError(
-                "figures", f"{stats.loaded_blocks} blocks of {hits} are said to be loaded, not {due_blocks}"
-            )
-        due_bytes = sum(count * tier.block_bytes[group] for group, count in self.loads.items())
-        if stats.loaded_bytes != due_bytes:
-            raise RuleError("figures", f"{stats.loaded_bytes} bytes are said to be loaded, not {due_bytes}")

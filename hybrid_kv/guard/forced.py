@@ -141,7 +141,7 @@ def _middle_row_ends(seed: int, rng: np.random.Generator) -> Scenario:
     return _scenario(seed, rng, _draw(rng, 5, 6, 7, 9), _params(25, 4, 40, 6), K=3, drafts="rotate", max_num_seqs=3)
 
 
-@_forces("exact_block", "hit_up_to_last_token", "hit_before_last_block", "hit_of_several_blocks")
+@_forces("exact_block", "hit_up_to_last_token", "hit_before_last_block", "hit_of_several_blocks", "exact_hit")
 def _exact_blocks(seed: int, rng: np.random.Generator) -> Scenario:
     prompts = _draw(rng, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 1)
     return _scenario(
@@ -189,7 +189,7 @@ def _attention_deeper(seed: int, rng: np.random.Generator) -> Scenario:
     return _scenario(seed, rng, prompts, _params(6, 6), waves=(1, 1), modes=("align",))
 
 
-@_forces("state_deeper", "eviction")
+@_forces("state_deeper", "eviction", "hit_behind_losses")
 def _state_deeper(seed: int, rng: np.random.Generator) -> Scenario:
     prompts = _draw(rng, 33) * 2
     # The first group's deepest block is the oldest one.
@@ -364,7 +364,7 @@ def _one_step_late(seed: int, rng: np.random.Generator) -> Scenario:
     )  # fmt: skip
 
 
-@_forces("offload_hit")
+@_forces("offload_hit", "exact_hit_of_host")
 def _offload_hit(seed: int, rng: np.random.Generator) -> Scenario:
     text, *others = _draw(rng, 30, 60, 60, 60)
     mode = str(rng.choice(["align", "all", "attention"]))

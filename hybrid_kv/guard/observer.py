@@ -18,10 +18,11 @@ import numpy as np
 import torch
 
 from hybrid_kv.attention.undo import UndoStep
-from hybrid_kv.cache.block_pool import BlockIds, BlockKey
+from hybrid_kv.cache.block_pool import BlockIds
 from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
 from hybrid_kv.engine.llm import LLM, RequestOutput
 from hybrid_kv.guard.figures import Figures
+from hybrid_kv.guard.kept import Kept
 from hybrid_kv.guard.patterns import Patterns
 from hybrid_kv.guard.poison import StaleColumns, poison_null_block
 from hybrid_kv.guard.published import Published, replay_of, states_behind
@@ -70,17 +71,20 @@ class Observer(Watcher):
         # Of scheme `replay` the first group with states is looked at.
         self._replayed = next(iter(llm.runner.builders), None) if llm.runner.row_memory else None
         self.replay: ReplayStep | None = None
-        llm.watchers.append(self)
+        self._kept = Kept(llm, self.tracks)
+        llm.watchers += [self._kept, self]
         self.published = Published(llm)
         self.patterns.watch(llm, self.published.late)
         self._knows_mode = llm.config.cache.mamba_cache_mode in SAID_AGAIN
         self._exact_hits = llm.manager.enable_prefix_caching and self._knows_mode
+        self._is_reset = False  # the device, and not the host
         self._waiting = Waiting(llm, self._track, self.published)
 
     def __call__(self, llm: LLM) -> None:
         """Before every step."""
         scheduler = llm.scheduler
         scheduler.check_integrity()
+        self._kept.check()
         queue = [int(request.request_id) for request in (*scheduler.running, *scheduler.waiting)]
         if queue != sorted(queue):
             raise RuleError("queue-order", f"first come, first served is broken: {queue}")
@@ -116,6 +120,7 @@ class Observer(Watcher):
             # Plain blocks are handed out first.
             taken = pool.allocate(pool.num_free_blocks - idle + 1) if idle else None
             if taken is not None:
+                self._kept.device.take(taken.tolist())
                 pool.free(taken)
         elif what == "reset":
             if (llm.manager.pool.ref_count > 1).any():
@@ -127,7 +132,7 @@ class Observer(Watcher):
                 raise RuleError("reset-left-running", f"{len(running)} requests run on behind a reset of all")
             if llm.manager.offload is None:
                 self.published.clear()
-            self._exact_hits &= llm.manager.offload is None
+            self._is_reset |= llm.manager.offload is not None
         return True
 
     def _publish(self, is_under_way: bool) -> None:
@@ -154,10 +159,6 @@ class Observer(Watcher):
         """A request ends or is preempted, or columns are given back."""
         if ended:
             self._waiting.on_end()
-
-    def on_load(self, request_id: str, columns: Sequence[tuple[BlockKey, int]], ids: BlockIds) -> None:
-        """Blocks came from the offload tier."""
-        self._figures.loads.update(group for (group, _), _ in columns)
 
     def on_fold(self, request: Request, group: int, step: UndoStep) -> None:
         """A state is written because its request gives up its row."""
@@ -242,7 +243,8 @@ class Observer(Watcher):
         budget = llm.config.scheduler.max_num_batched_tokens
         if (total := sum(item.num_tokens for item in scheduled)) > budget:
             raise RuleError("over-budget", f"a step of {total} tokens is over the budget of {budget}")
-        self._exact_hits &= llm.manager.pool.num_evictions == 0
+        was_lost = self._is_reset or self._kept.device.num_lost > 0
+        self._exact_hits &= not was_lost or self._kept.has_all
         for item in scheduled:
             track, request = self._track(item.request), item.request
             begin, end = item.num_computed_tokens, item.num_computed_tokens + item.num_tokens - item.num_drafts
@@ -254,12 +256,16 @@ class Observer(Watcher):
                 track.most = [0] * len(llm.plan.config.groups)
                 track.columns = [set() for _ in track.most]
                 limit = self.published.hit(track, request.num_tokens) if llm.manager.enable_prefix_caching else 0
-                if begin > limit or (self._exact_hits and begin < limit):
+                kept = self._kept.hits[request.request_id]
+                if begin != kept or begin > limit or (self._exact_hits and begin < limit):
                     raise RuleError(
                         "hit-length",
                         f"request {request.request_id} takes {begin} of {request.num_tokens} tokens from the cache, "
-                        f"which has {limit} of them",
+                        f"which has {limit if begin == kept else kept} of them",
                     )
+                self.seen["exact_hit"] += self._exact_hits and begin > 0
+                self.seen["exact_hit_of_host"] += self._exact_hits and begin > 0 and was_lost
+                self.seen["hit_behind_losses"] += begin > 0 and not self._kept.has_all and was_lost
             size = llm.plan.sizes.mamba_block_size
             if size is not None and llm.config.cache.mamba_cache_mode == "align" and is_prefill(item):
                 unit = lcm(*(group.spec.block_size for group in llm.plan.config.groups))
@@ -390,6 +396,7 @@ class Observer(Watcher):
     def finish(self, llm: LLM, outputs: Sequence[RequestOutput]) -> None:
         """Count what only the end shows."""
         llm.scheduler.check_integrity()
+        self._kept.check()
         for ids, before in self._handed_out:
             if not np.array_equal(ids, before):
                 raise RuleError("ids-stay", f"ids {before.tolist()} were handed out and are {ids.tolist()} now")

@@ -1,0 +1,266 @@
+"""What could be restored at any moment, on the device and in host memory, and what bringing it back has cost.
+
+It follows from who takes, publishes and gives back which block, by the tokens that it stands for: no hash, no queue and
+no counter of the cache is asked. So hits, loads and losses are exact in a full pool and a full tier, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import lcm
+
+from hybrid_kv.attention.undo import UndoStep
+from hybrid_kv.cache.block_pool import BlockIds, BlockKey
+from hybrid_kv.cache.spec import MambaSpec
+from hybrid_kv.engine.llm import LLM
+from hybrid_kv.guard.step import Prefix, RuleError, Track
+from hybrid_kv.request import Request
+from hybrid_kv.watch import Watcher
+
+Name = tuple[int, Prefix]  # of a block: its group, and the tokens up to its end
+
+
+class Device:
+    """The blocks that can be found.
+
+    Attributes:
+        num_lost: of them, those that were handed out again.
+    """
+
+    def __init__(self) -> None:
+        self.num_lost = 0
+        self._blocks: dict[Name, dict[int, None]] = {}  # the first is found; the others are there if it is lost
+        self._names: dict[int, Name] = {}
+
+    def __contains__(self, name: Name) -> bool:
+        return name in self._blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def take(self, ids: Iterable[int]) -> None:
+        """Blocks get an owner who fills them anew."""
+        for block in ids:
+            if block in self._names:
+                self.num_lost += 1
+                self._forget(block)
+
+    def publish(self, name: Name, block: int) -> bool:
+        """Whether it is this block that is found from now on."""
+        if block in self._names:
+            return False
+        self._names[block] = name
+        equal = self._blocks.setdefault(name, {})
+        equal[block] = None
+        return len(equal) == 1
+
+    def give_back(self, ids: Iterable[int]) -> None:
+        """Of equal blocks only the one that is found is worth keeping."""
+        for block in ids:
+            name = self._names.get(block)
+            if name is not None and next(iter(self._blocks[name])) != block:
+                self._forget(block)
+
+    def clear(self) -> None:
+        """Nothing is found any more."""
+        self._blocks.clear()
+        self._names.clear()
+
+    def _forget(self, block: int) -> None:
+        name = self._names.pop(block)
+        del self._blocks[name][block]
+        if not self._blocks[name]:
+            del self._blocks[name]
+
+
+class Host:
+    """Copies in so many bytes of host memory: what was used least recently leaves.
+
+    Args:
+        block_bytes: of each group.
+
+    Attributes:
+        stored, loaded: blocks, by group.
+        num_left: copies that had to leave.
+    """
+
+    def __init__(self, limit: int, block_bytes: Sequence[int]) -> None:
+        self.limit, self.block_bytes = limit, block_bytes
+        self.stored, self.loaded = [0] * len(block_bytes), [0] * len(block_bytes)
+        self.num_left = self.used = 0
+        self._names: dict[Name, None] = {}  # in the order of use
+
+    def __contains__(self, name: Name) -> bool:
+        return name in self._names
+
+    def store(self, names: Iterable[Name]) -> None:
+        """They come together: none leaves before all are there."""
+        for name in names:
+            size = self.block_bytes[name[0]]
+            if size > self.limit:
+                continue
+            if name not in self._names:
+                self.stored[name[0]] += 1
+                self.used += size
+            self._use(name)
+        while self.used > self.limit:
+            name = next(iter(self._names))
+            del self._names[name]
+            self.used -= self.block_bytes[name[0]]
+            self.num_left += 1
+
+    def load(self, names: Iterable[Name]) -> None:
+        """Copies of them go to the device."""
+        for name in names:
+            self.loaded[name[0]] += 1
+            self._use(name)
+
+    def _use(self, name: Name) -> None:
+        self._names.pop(name, None)
+        self._names[name] = None
+
+
+class Kept(Watcher):
+    """Device and host memory of one engine.
+
+    Args:
+        tracks: of each request, by number.
+
+    Attributes:
+        hits: of each request, how many tokens could be restored when it was admitted last.
+        host: None without one.
+    """
+
+    def __init__(self, llm: LLM, tracks: Sequence[Track]) -> None:
+        self.hits: dict[str, int] = {}
+        self.device = Device()
+        self.host: Host | None = None
+        self._llm, self._tracks = llm, tracks
+        groups = llm.plan.config.groups
+        self._sizes = [group.spec.block_size for group in groups]
+        self._has_states = [isinstance(group.layer_specs[0], MambaSpec) for group in groups]
+        self._unit = lcm(*self._sizes)
+        if llm.manager.offload is not None:
+            block_bytes = [sum(spec.page_size_bytes for spec in group.layer_specs) for group in groups]
+            self.host = Host(llm.config.cache.kv_offload_bytes, block_bytes)
+        self._holders: set[str] = set()
+        self._new: list[Name] = []  # published by one call of the cache, which stores them together
+        self._last = "", -1  # request and group of the last ones
+
+    @property
+    def has_all(self) -> bool:
+        """Whether all that was ever published can be restored."""
+        self._store()
+        fits = self.host is not None and max(self.host.block_bytes) <= self.host.limit
+        return fits and self.host is not None and not self.host.num_left
+
+    def check(self) -> None:
+        """
+        Raises:
+            RuleError: `findable`, `evictions` or `tier`; the engine counts something else.
+        """
+        self._store()
+        pool = self._llm.manager.pool
+        if pool.num_published_blocks != len(self.device):
+            raise RuleError(
+                "findable", f"{pool.num_published_blocks} blocks can be found, {len(self.device)} were published"
+            )
+        if pool.num_evictions != self.device.num_lost:
+            raise RuleError(
+                "evictions", f"{pool.num_evictions} evictions are said to be, {self.device.num_lost} blocks were lost"
+            )
+        host, tier = self.host, self._llm.manager.offload
+        if host is None or tier is None:
+            return
+        stats = tier.stats
+        blocks = sum(host.stored), sum(host.loaded), sum(host.loaded), 0, 0, host.num_left
+        said = (
+            stats.stored_blocks, stats.loaded_blocks, stats.host_hits, stats.folder_hits, stats.misses,
+            stats.host_evictions,
+        )  # fmt: skip
+        if said != blocks:
+            raise RuleError(
+                "tier", f"blocks stored, loaded, hits of host and folder, misses and evictions are {blocks}, not {said}"
+            )
+        due = host.used, self._bytes(host.stored), self._bytes(host.loaded)
+        told = tier.host_used, stats.stored_bytes, stats.loaded_bytes
+        if told != due:
+            raise RuleError("tier", f"bytes used, stored and loaded are {due}, not {told}")
+
+    def _bytes(self, counts: Sequence[int]) -> int:
+        assert self.host is not None
+        return sum(count * size for count, size in zip(counts, self.host.block_bytes, strict=True))
+
+    def on_hit(self, request_id: str, columns: Sequence[BlockIds]) -> None:
+        self._admit(request_id)
+
+    def on_allocate(self, request_id: str, columns: Sequence[BlockIds]) -> None:
+        self._admit(request_id)
+        for ids in columns:
+            self.device.take(ids.tolist())
+
+    def on_load(self, request_id: str, columns: Sequence[tuple[BlockKey, int]], ids: BlockIds) -> None:
+        self._admit(request_id)
+        names = [self._name(request_id, group, column) for (group, _), column in columns]
+        self.device.take(ids.tolist())
+        for name, block in zip(names, ids.tolist(), strict=True):
+            if name in self.device:
+                raise RuleError("loaded-again", f"request {request_id} loads a block that it finds on the device")
+            self.device.publish(name, block)
+        if self.host is not None:
+            self.host.load(names)
+
+    def on_publish(self, request_id: str, group: int, first: int, blocks: Sequence[tuple[BlockKey, int]]) -> None:
+        if self._last[0] != request_id or self._last[1] >= group:
+            self._store()
+        self._last = request_id, group
+        for column, (_, block) in enumerate(blocks, first):
+            name = self._name(request_id, group, column)
+            if self.device.publish(name, block):
+                self._new.append(name)
+
+    def on_free(self, request_id: str, ids: BlockIds, ended: bool = False) -> None:
+        self.device.give_back(ids.tolist())
+        if ended:
+            self._holders.discard(request_id)
+
+    def on_reset(self) -> None:
+        self.device.clear()
+
+    def on_fold(self, request: Request, group: int, step: UndoStep) -> None:
+        self._store()
+
+    def _store(self) -> None:
+        """What was published last goes to the host."""
+        if self.host is not None:
+            self.host.store(self._new)
+        self._new.clear()
+        self._last = "", -1
+
+    def _name(self, request_id: str, group: int, column: int) -> Name:
+        return group, self._tracks[int(request_id)].prefix((column + 1) * self._sizes[group])
+
+    def _admit(self, request_id: str) -> None:
+        """Before a request takes anything: what it could take."""
+        if request_id in self._holders:
+            return
+        self._store()
+        self._holders.add(request_id)
+        request = next(one for one in self._llm.scheduler.waiting if one.request_id == request_id)
+        is_asked = self._llm.manager.enable_prefix_caching
+        self.hits[request_id] = self._hit(self._tracks[int(request_id)], request.num_tokens) if is_asked else 0
+
+    def _hit(self, track: Track, num_tokens: int) -> int:
+        """The longest prefix of which there are all K and V, and the states at its end; its last token is computed."""
+        best = 0
+        for end in range(self._unit, num_tokens, self._unit):
+            lacks_states = False
+            for group, (size, is_states) in enumerate(zip(self._sizes, self._has_states, strict=True)):
+                first = end if is_states else end - self._unit + size
+                names = ((group, track.prefix(part)) for part in range(first, end + 1, size))
+                if not all(name in self.device or (self.host is not None and name in self.host) for name in names):
+                    if not is_states:
+                        return best
+                    lacks_states = True
+            best = best if lacks_states else end
+        return best
