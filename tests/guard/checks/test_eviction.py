@@ -11,18 +11,21 @@ from hybrid_kv.cache import block_pool, manager
 from hybrid_kv.guard.checks.eviction import check_eviction
 from hybrid_kv.guard.registry import Run
 
+REFRESH = block_pool.BlockPool.refresh
+
 
 @pytest.mark.parametrize("seed", range(3))
 def test_what_was_used_last_is_kept(seed: int) -> None:
-    (result,) = check_eviction(Run(4, seed))
+    (result,) = check_eviction(Run(6, seed))
     assert result.passed and result.figures["evictions"] > 10, result.detail
+    assert result.n == 60
 
 
 def test_losing_the_beginning_of_a_prefix_first_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     sort = np.argsort
     monkeypatch.setattr(manager.np, "argsort", lambda keys, **given: sort(-keys, **given))
-    (result,) = check_eviction(Run(4))
-    assert not result.passed and "tokens cached" in result.detail
+    (result,) = check_eviction(Run(3))
+    assert not result.passed and "are not in the order of their use" in result.detail
 
 
 def test_losing_what_was_used_last_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,4 +35,29 @@ def test_losing_what_was_used_last_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
         return ids
 
     monkeypatch.setattr(block_pool._LRUQueue, "pop", youngest)
-    assert not check_eviction(Run(4))[0].passed
+    (result,) = check_eviction(Run(3))
+    assert not result.passed and "mode all" in result.detail
+
+
+@pytest.mark.parametrize("broken", [lambda self, ids: None, lambda self, ids: REFRESH(self, ids[::-1])])
+def test_a_state_given_back_in_the_middle_that_is_as_old_as_that_is_seen(
+    monkeypatch: pytest.MonkeyPatch, broken: Any
+) -> None:
+    """Mode align: what a request gave back counts as used when it ends, with all else of it."""
+    monkeypatch.setattr(block_pool.BlockPool, "refresh", broken)
+    (result,) = check_eviction(Run(3))
+    assert not result.passed and result.detail.startswith("mode align") and "order of their use" in result.detail
+
+
+def test_evictions_that_are_counted_by_the_call_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocate = block_pool.BlockPool.allocate
+
+    def by_call(self: Any, count: int) -> Any:
+        before = self.num_evictions
+        ids = allocate(self, count)
+        self.num_evictions = min(self.num_evictions, before + 1)
+        return ids
+
+    monkeypatch.setattr(block_pool.BlockPool, "allocate", by_call)
+    (result,) = check_eviction(Run(3))
+    assert not result.passed and "evictions are counted" in result.detail
