@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from copy import copy
+from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.config import ConfigError
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.guard.play import unwarned
@@ -16,6 +19,7 @@ from hybrid_kv.guard.registry import CheckResult, Run, check
 from hybrid_kv.guard.scenario import SmallBlocksFirst, answer_book
 from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.kernels.replay import shortest_ring_len
+from hybrid_kv.models.exact import ExactModel
 from hybrid_kv.sampling import SamplingParams
 
 BLOCK = 8
@@ -54,6 +58,12 @@ def neighbours(rng: np.random.Generator) -> Iterator[Neighbours]:
     )  # fmt: skip
     replayed = {"state_scheme": "replay"}
     yield Neighbours("a scheme for states", replayed, {**replayed, "layers": "**"}, "the model has no Mamba layer")
+    for kind in "gdn_attention", "mamba1":
+        silent = {**replayed, "silent_kind": kind}
+        yield Neighbours(
+            f"states of {kind} that nothing can run again", {**silent, "layers": "W*"}, {**silent, "layers": "M*"},
+            f'state_scheme="replay" is for Mamba-2 layers, not {kind}; use slots',
+        )  # fmt: skip
     yield Neighbours(
         "offload of the prefix cache", {"mamba_cache_mode": "all", "kv_offload_bytes": 4096},
         {"mamba_cache_mode": "none", "kv_offload_bytes": 4096}, "keeps blocks of the prefix cache, which is off",
@@ -93,9 +103,10 @@ def _error(setting: dict[str, Any], prompt: int) -> str:
         "max_num_seqs": 2, "max_model_len": 64, "layers": "M*", **setting,
     }  # fmt: skip
     book = answer_book(options.pop("layers"))
+    model = _silent(book.model, kind) if (kind := options.pop("silent_kind", "")) else book.model
     params = SamplingParams(max_tokens=NUM_NEW)
     try:
-        (output,) = LLM(book.model, **options).generate([list(range(prompt))], params, progress=False)
+        (output,) = LLM(model, **options).generate([list(range(prompt))], params, progress=False)
     except ConfigError as error:
         return str(error)
     except Exception as error:  # It got in, and broke something.
@@ -103,6 +114,15 @@ def _error(setting: dict[str, Any], prompt: int) -> str:
     if output.error is None and output.token_ids != book.answer(list(range(prompt)), params, 64):
         return "it runs, and its answer is wrong"
     return output.error or ""
+
+
+def _silent(model: ExactModel, kind: str) -> ExactModel:
+    """The same model of layers of this kind, which do not say what a token feeds to their states."""
+    silent, specs = copy(model), model.layer_specs.items()
+    silent.layer_specs = {
+        name: replace(spec, inputs=(), mamba_type=kind) if isinstance(spec, MambaSpec) else spec for name, spec in specs
+    }
+    return silent
 
 
 @check("refusals", quick=1, full=4, seconds=0.3, place=15)

@@ -74,3 +74,9 @@ def test_a_block_size_of_the_user_that_is_lost_or_refused_is_seen(
     monkeypatch.setattr(type(MODES[mode]), "may_replace", lambda self, given, chosen: keeps, raising=False)
     (result,) = check_refusals(Run(1))
     assert not result.passed and said in result.detail
+
+
+def test_states_that_are_run_again_without_their_inputs_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(undo.ReplaySpec, "needs_inputs", False)
+    (result,) = check_refusals(Run(1))
+    assert not result.passed and "is for Mamba-2 layers, not gdn_attention; use slots" in result.detail
