@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -20,7 +22,7 @@ from hybrid_kv.cache.spec import (
     UndoSpec,
     window_and_states,
 )
-from hybrid_kv.config import CacheConfig
+from hybrid_kv.config import CacheConfig, ConfigError
 from hybrid_kv.guard.registry import CheckResult, Run, check
 from hybrid_kv.kernels.replay import default_ring_len
 
@@ -38,7 +40,7 @@ def check_layout(run: Run) -> list[CheckResult]:
         backend = (TorchBackend, FlashAttentionBackend)[trial % 2]
         # Two blocks make (2, num_blocks, …) and (num_blocks, 2, …) the same shape: vllm!37236.
         num_blocks = 2 if trial % 4 < 2 else int(rng.integers(3, 9))
-        wrong += _layout_errors(backend, num_blocks, rng)
+        wrong += [*_layout_errors(backend, num_blocks, rng), *_alignment_errors(rng)]
         run.progress(1)
     return [
         CheckResult(
@@ -93,3 +95,24 @@ def _layout_errors(
         if (told := group.spec.max_memory_usage_bytes(64)) != usage:
             errors.append(f"{name}: a request of 64 tokens takes {usage} B, not {told}")
     return errors
+
+
+def _alignment_errors(rng: np.random.Generator) -> Iterator[str]:
+    """A part that begins where its dtype may not, or whose padded page does, is refused, and no other."""
+    dtypes = [torch.int8, torch.bfloat16, torch.float32]
+    drawn = [(int(rng.integers(1, 6)), dtypes[rng.integers(3)]) for _ in range(rng.integers(1, 5))]
+    parts = tuple(StatePart(f"part{i}", (count,), dtype) for i, (count, dtype) in enumerate(drawn))
+    *starts, whole = accumulate((count * dtype.itemsize for count, dtype in drawn), initial=0)
+    padded = whole + int(rng.integers(8)) if rng.integers(2) else None
+    due = [
+        f"a {dtype} state part at byte {start} of a {padded or whole} B page is not aligned to {dtype.itemsize} B"
+        for start, (_, dtype) in zip(starts, drawn, strict=True)
+        if start % dtype.itemsize or (padded is not None and padded % dtype.itemsize)
+    ]
+    try:
+        MambaSpec(1, parts, padded)
+        said = ""
+    except ConfigError as error:
+        said = str(error)
+    if (due[0] if due else "") not in said or bool(due) != bool(said):
+        yield f"parts {drawn} in a page of {padded} B: {said or 'taken'}; {due[0] if due else 'nothing'} is due"

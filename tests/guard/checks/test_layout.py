@@ -7,6 +7,7 @@ import pytest
 from hybrid_kv.attention.undo import ReplaySpec
 from hybrid_kv.cache import layout
 from hybrid_kv.cache.backend import AttentionBackend
+from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.guard.checks.layout import check_layout
 from hybrid_kv.guard.registry import Run
 
@@ -36,3 +37,9 @@ def test_rings_that_are_not_counted_are_seen(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(ReplaySpec, "bytes_per_row", lambda self, inputs: 0)
     (result,) = check_layout(Run(40))
     assert not result.passed and "mamba: a request of 64 tokens takes" in result.detail
+
+
+def test_a_misaligned_part_that_is_taken_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MambaSpec, "__post_init__", lambda self: None)
+    (result,) = check_layout(Run(40))
+    assert not result.passed and "taken; a torch." in result.detail
