@@ -6,18 +6,18 @@ no counter of the cache is asked. So hits, loads and losses are exact in a full 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from math import lcm
 
 from hybrid_kv.attention.undo import UndoStep
 from hybrid_kv.cache.block_pool import BlockIds, BlockKey
 from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.engine.llm import LLM
-from hybrid_kv.guard.step import Prefix, RuleError, Track
+from hybrid_kv.guard.step import RuleError, Track
 from hybrid_kv.request import Request
 from hybrid_kv.watch import Watcher
 
-Name = tuple[int, Prefix]  # of a block: its group, and the tokens up to its end
+Name = tuple[int, Hashable]  # of a block: its group, and what tells its tokens up to its end
 
 
 class Device:
@@ -93,31 +93,34 @@ class Host:
     def __contains__(self, name: Name) -> bool:
         return name in self._names
 
-    def store(self, names: Iterable[Name]) -> None:
-        """They come together: none leaves before all are there."""
+    def fits(self, group: int) -> bool:
+        """Whether a block of this group can be kept at all."""
+        return self.block_bytes[group] <= self.limit
+
+    def store(self, names: Sequence[Name]) -> None:
+        """Copies of what is not there yet come from the device."""
         for name in names:
-            size = self.block_bytes[name[0]]
-            if size > self.limit:
-                continue
-            if name not in self._names:
-                self.stored[name[0]] += 1
-                self.used += size
-            self._use(name)
+            self.stored[name[0]] += name not in self._names and self.fits(name[0])
+        self.keep(names)
+
+    def load(self, names: Sequence[Name]) -> None:
+        """Copies of them go to the device."""
+        for name in names:
+            self.loaded[name[0]] += 1
+        self.keep(names)
+
+    def keep(self, names: Sequence[Name]) -> None:
+        """They are used together, the last one last: none leaves before all are there."""
+        for name in names:
+            if self.fits(name[0]):
+                self.used += self.block_bytes[name[0]] * (name not in self._names)
+                self._names.pop(name, None)
+                self._names[name] = None
         while self.used > self.limit:
             name = next(iter(self._names))
             del self._names[name]
             self.used -= self.block_bytes[name[0]]
             self.num_left += 1
-
-    def load(self, names: Iterable[Name]) -> None:
-        """Copies of them go to the device."""
-        for name in names:
-            self.loaded[name[0]] += 1
-            self._use(name)
-
-    def _use(self, name: Name) -> None:
-        self._names.pop(name, None)
-        self._names[name] = None
 
 
 class Kept(Watcher):
@@ -151,8 +154,8 @@ class Kept(Watcher):
     def has_all(self) -> bool:
         """Whether all that was ever published can be restored."""
         self._store()
-        fits = self.host is not None and max(self.host.block_bytes) <= self.host.limit
-        return fits and self.host is not None and not self.host.num_left
+        host = self.host
+        return host is not None and all(map(host.fits, range(len(self._sizes)))) and not host.num_left
 
     def check(self) -> None:
         """

@@ -1,7 +1,7 @@
 """One folder of stored blocks, two engines that differ in one setting: nobody reads what is not his.
 
 And a folder whose files are damaged: what is lost with them is computed again, and no block is held for it. And one
-that is full, that others use too, or whose disk is: see `guard.shelf`.
+that is full, that others use too, or whose disk is: see `guard.shelf`, and `guard.tiers` for one beside host memory.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from hybrid_kv.guard.poison import poison
 from hybrid_kv.guard.registry import CheckResult, Run, check
 from hybrid_kv.guard.scenario import SmallBlocksFirst, SmallKVFirst
 from hybrid_kv.guard.shelf import looks_wrong, play_shelf
+from hybrid_kv.guard.tiers import play_tiers
 from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle
 from hybrid_kv.sampling import SamplingParams
 
@@ -53,6 +54,7 @@ OTHERS: tuple[tuple[str, Any], ...] = (
 )
 NUM_NEW = 6
 NUM_EVENTS = 300
+NUM_FETCHES = 30  # and stores, for each size of host memory
 
 
 def _play(folder: str, setting: dict[str, Any], prompts: Sequence[list[int]]) -> tuple[int, int]:
@@ -128,6 +130,22 @@ def _play_shelf(rng: np.random.Generator) -> tuple[str, dict[str, int]]:
         return play_shelf(Path(folder) / "blocks", rng, NUM_EVENTS)
 
 
+def _play_full(prompts: Sequence[list[int]]) -> str:
+    """What is wrong with the files that an engine leaves in a folder that ends with one of them, or a byte before."""
+    size = 0
+    for num_files, less in ((None, 0), (6, 0), (6, 1)):
+        limit = None if num_files is None else num_files * size - less
+        with tempfile.TemporaryDirectory() as folder:
+            _play(folder, {**BASE, "kv_offload_folder_bytes": limit}, prompts)
+            files = [file.stat().st_size for file in Path(folder).rglob("*.kv")]
+        size = max(files, default=0)
+        if num_files is None and (len(files) < 8 or min(files) < size):
+            return f"void: an engine leaves {len(files)} files, or not all of {size} B"
+        if num_files is not None and len(files) != num_files - less:
+            return f"{len(files)} files of {size} B in kv_offload_folder_bytes={limit}"
+    return ""
+
+
 @check("folders", quick=len(OTHERS), full=len(OTHERS), seconds=0.1, place=38)
 def check_folders(run: Run) -> list[CheckResult]:
     """Both engines write and both read again, in turn: every answer is right, and each finds its own blocks."""
@@ -156,6 +174,8 @@ def check_folders(run: Run) -> list[CheckResult]:
     if not num_lost:
         damaged.append("void: no damaged block was wanted")
     strange, happened = _play_shelf(rng)
+    with tempfile.TemporaryDirectory() as folder, unwarned():
+        strange = strange or _play_full(prompts) or play_tiers(Path(folder), rng, NUM_FETCHES)
     seconds = time.perf_counter() - begin
     return [
         CheckResult(

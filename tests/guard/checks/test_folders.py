@@ -73,3 +73,13 @@ def test_a_folder_with_other_files_than_it_should_have_is_seen(monkeypatch: pyte
     monkeypatch.setattr(folder_tier, "_is_strange", lambda path: False)
     *_, events = check_folders(Run(0))
     assert not events.passed and "event" in events.detail
+
+
+def test_a_folder_whose_limit_is_lost_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unlimited(offload.KVOffload):
+        def __init__(self, *given: Any, folder_bytes: int | None = None, **options: Any) -> None:
+            super().__init__(*given, **options)
+
+    monkeypatch.setattr(build, "KVOffload", Unlimited)
+    *_, events = check_folders(Run(0))
+    assert not events.passed and "in kv_offload_folder_bytes=" in events.detail
