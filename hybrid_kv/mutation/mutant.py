@@ -15,9 +15,7 @@ Further lines of `old` and `new` are indented as in the code, relative to the li
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -123,14 +121,30 @@ class KnownBug(Mutant):
 def plant(root: Path, texts: Mapping[str, str]) -> Path:
     """A package in `root` whose files are this one's but for some, and its folder."""
     copy = root / PACKAGE.name
-    # Links, to what Python and numba have compiled too: they know a file by its time and size.
-    shutil.copytree(PACKAGE, copy, copy_function=os.symlink)
-    for file, text in texts.items():
-        path = copy / file
-        for stale in (path, *(path.parent / "__pycache__").glob(f"{path.stem}.*")):
-            stale.unlink()
-        path.write_text(text, encoding="utf-8")
+    _link(PACKAGE, copy, texts)
     return copy
+
+
+def _link(source: Path, copy: Path, texts: Mapping[str, str]) -> None:
+    """A folder with links to what is in another one, but for some files."""
+    copy.mkdir()
+    stems = {Path(file).stem for file in texts if "/" not in file}
+    for entry in source.iterdir():
+        inside = f"{entry.name}/"
+        below = {file.removeprefix(inside): text for file, text in texts.items() if file.startswith(inside)}
+        if below:
+            _link(entry, copy / entry.name, below)
+        elif entry.name == "__pycache__" and stems:
+            # Links to what Python and numba have compiled, too: they know a file by its time and size.
+            (copy / entry.name).mkdir()
+            for compiled in entry.iterdir():
+                if compiled.name.split(".")[0] not in stems:
+                    (copy / entry.name / compiled.name).symlink_to(compiled)
+        elif entry.name not in texts:
+            (copy / entry.name).symlink_to(entry)
+    for file, text in texts.items():
+        if "/" not in file:
+            (copy / file).write_text(text, encoding="utf-8")
 
 
 def read_mutants(folder: Path = FOLDER, ids: Sequence[str] = ()) -> list[KnownBug]:
