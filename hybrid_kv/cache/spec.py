@@ -324,7 +324,8 @@ class KVCacheConfig:
         """Bytes of one page of each raw buffer.
 
         Raises:
-            ConfigError: layers of one buffer whose pages differ, so that a block id would mean two places.
+            ConfigError: layers of one buffer whose pages differ, so that a block id would mean two places; or pages
+                that an element of a layer's cache does not divide.
         """
         sizes: dict[int, int] = {}
         for group in self.groups:
@@ -334,6 +335,12 @@ class KVCacheConfig:
                         f"layer {i} of one group has pages of {sizes[i]} B and of another {spec.page_size_bytes} B, "
                         "in one buffer; layers that share a buffer need one page size"
                     )
+                for dtype in spec.cache_dtypes:
+                    if spec.page_size_bytes % dtype.itemsize:
+                        raise ConfigError(
+                            f"layer {i} of a group has {dtype} in pages of {spec.page_size_bytes} B, no multiple of "
+                            f"{dtype.itemsize}; give all state parts one dtype"
+                        )
         return tuple(sizes[i] for i in range(len(sizes)))
 
     @property

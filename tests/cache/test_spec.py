@@ -106,6 +106,16 @@ def test_a_state_must_fit_its_page_and_be_aligned() -> None:
         MambaSpec(1, window_and_states(((3,), torch.bfloat16), ((1,), torch.float32)))
 
 
+def test_the_elements_of_a_state_divide_a_page_that_nobody_pads() -> None:
+    """Else the views of the second page begin inside the first."""
+    state = MambaSpec(1, window_and_states(((1,), torch.float32), ((1,), torch.bfloat16)))
+    config = KVCacheConfig(10, (KVCacheGroupSpec(("m",), state),))
+    with pytest.raises(ConfigError, match=r"torch.float32 in pages of 6 B, no multiple of 4; give all state parts one"):
+        _ = config.block_bytes
+    padded = KVCacheConfig(10, (KVCacheGroupSpec(("m",), replace(state, page_size_padded=8)),))
+    assert padded.block_bytes == 8
+
+
 def test_layers_of_different_pages_may_share_a_table_when_they_are_of_one_type() -> None:
     wide = FullAttentionSpec(16, num_kv_heads=4, head_size=128, dtype=torch.bfloat16)
     shared = UniformTypeKVCacheSpecs(16, (("a", ATTENTION), ("b", wide)))
