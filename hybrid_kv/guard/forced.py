@@ -364,6 +364,23 @@ def _one_step_late(seed: int, rng: np.random.Generator) -> Scenario:
     )  # fmt: skip
 
 
+@_forces("once_more_at_max_model_len")
+def _once_more(seed: int, rng: np.random.Generator) -> Scenario:
+    # With no K does a step end one token before the end: then no draft would be in flight there.
+    return _scenario(
+        seed, rng, _draw(rng, 5, 9, 40), _params(60, 60, 60), K=int(rng.integers(2, 8)), drafts="right",
+        block_size=2 * BLOCK, max_model_len=64, async_scheduling=True,
+    )  # fmt: skip
+
+
+@_forces("strange_drafts")
+def _strange_drafts(seed: int, rng: np.random.Generator) -> Scenario:
+    return _scenario(
+        seed, rng, _draw(rng, 5, 9, 14), _params(30, 30, 30), K=int(rng.integers(1, 8)), drafts="strange",
+        block_size=2 * BLOCK, async_scheduling=bool(rng.integers(2)),
+    )  # fmt: skip
+
+
 @_forces("offload_hit", "exact_hit_of_host")
 def _offload_hit(seed: int, rng: np.random.Generator) -> Scenario:
     text, *others = _draw(rng, 30, 60, 60, 60)

@@ -21,6 +21,7 @@ from hybrid_kv.attention.undo import UndoStep
 from hybrid_kv.cache.block_pool import BlockIds
 from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
 from hybrid_kv.engine.llm import LLM, RequestOutput
+from hybrid_kv.guard.drafts import Drafts
 from hybrid_kv.guard.figures import Figures
 from hybrid_kv.guard.kept import Kept
 from hybrid_kv.guard.patterns import Patterns
@@ -79,6 +80,7 @@ class Observer(Watcher):
         self._exact_hits = llm.manager.enable_prefix_caching and self._knows_mode
         self._is_reset = False  # the device, and not the host
         self._waiting = Waiting(llm, self._track, self.published)
+        self._drafts = Drafts(llm, self._track)
 
     def __call__(self, llm: LLM) -> None:
         """Before every step."""
@@ -177,6 +179,7 @@ class Observer(Watcher):
             self.published.end(track, track.computed)
             track.base = track.computed = track.reach = 0
         self._check_schedule(scheduled)
+        self._drafts.on_schedule(scheduled, self._waiting.has_preempted())
         if self._knows_mode:
             self._waiting.check(scheduled, self._exact_hits)
         self.seen["waiting"] += bool(llm.scheduler.waiting)
@@ -192,6 +195,7 @@ class Observer(Watcher):
 
     def on_prepare(self, batch: Sequence[ScheduledRequest]) -> None:
         """Columns that the step does not write must not be read."""
+        self._drafts.on_prepare(batch)
         self._stale.poison(batch)
 
     def on_step(
@@ -401,6 +405,7 @@ class Observer(Watcher):
             if not np.array_equal(ids, before):
                 raise RuleError("ids-stay", f"ids {before.tolist()} were handed out and are {ids.tolist()} now")
         self._figures.check(llm, outputs)
+        self.seen["strange_drafts"] += self._drafts.num_strange
         self.patterns.count_end()
         self.patterns.count_outputs(outputs)
         cell = self.scenario.cell

@@ -57,6 +57,8 @@ REQUIRED = {
     "stop_inside_drafts": "… with accepted drafts behind it",
     "max_model_len": "a request that ended because it reached max_model_len",
     "max_model_len_with_drafts": "… while it had drafts",
+    "once_more_at_max_model_len": "… and one step late the complete request runs once more",
+    "strange_drafts": "a proposer gave something else than a token, or too many",
     "sampled": "a request with a temperature",
     "refused": "a prompt that can never run, beside others that do",
     "accepted_draft": "a draft that was right",
@@ -236,6 +238,7 @@ class Patterns:
         n, end, prompt = item.num_computed_tokens, item.num_computed_tokens + item.num_tokens, track.prompt
         beside_drafts = any(other.item.num_drafts for other in others)
         K, size = self._llm.config.speculative.num_speculative_tokens, self.block_size
+        seen["once_more_at_max_model_len"] += end == self._llm.config.scheduler.max_model_len
         seen["chunked_prefill"] += 0 < n < prompt and n != track.hit
         seen["one_token_prefill"] += n == 0 and item.num_tokens == 1
         last = n > 0 and end == prompt

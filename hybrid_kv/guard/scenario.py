@@ -20,7 +20,7 @@ from hybrid_kv.sampling import SamplingParams, sample
 Cell = dict[str, Any]  # a level of each factor of `guard.traffic`
 
 # Drafts: none, those of n-grams, and the scripts of `ScriptedProposer`.
-SCRIPTS = ("none", "ngram", "right", "wrong", "mixed", "ragged", "lapses", "boundary", "beyond", "rotate")
+SCRIPTS = ("none", "ngram", "right", "wrong", "mixed", "ragged", "lapses", "boundary", "beyond", "rotate", "strange")
 COMMON = 7  # tokens that identical prompts share: with a whole block in common, they would wait for each other
 
 
@@ -142,7 +142,7 @@ class ScriptedProposer:
     right: K right ones. wrong: K wrong ones. mixed: any number, right up to any place. ragged: all right, their number
     runs through K, 0, 1, K, 2. lapses: K wrong ones and none in turn. boundary: right up to a block boundary if K
     reaches it, wrong behind it; beyond: right up to the first token behind one. rotate: request i has i % (K + 1) right
-    ones and wrong ones behind them.
+    ones and wrong ones behind them. strange: K + 1 right ones, and among them what is no token.
 
     Args:
         sequences: prompt and answer of each request, by its number; stop tokens ignored.
@@ -174,6 +174,9 @@ class ScriptedProposer:
         count, right = self._counts(number, num_tokens)
         # Behind the end of the answer no draft is right or wrong.
         own = [*sequence[num_tokens : num_tokens + count], *range(count)][:count]
+        if self.script == "strange":
+            own.insert(num_tokens * 7919 % 1009 % (count + 1), -1 if num_tokens % 2 else self.vocab_size)
+            return own
         return [token if j < right else (token + 1 + j) % self.vocab_size for j, token in enumerate(own)]
 
     def _counts(self, number: int, num_tokens: int) -> tuple[int, int]:
@@ -189,6 +192,8 @@ class ScriptedProposer:
             return lengths[0], K
         if self.script == "lapses":
             return K * ((num_tokens - self._prompts[number]) % 2), 0
+        if self.script == "strange":
+            return K + 1, K + 1
         # The step starts at the last known token, so it ends on a boundary with this many right drafts.
         to_boundary = -num_tokens % self.block_size
         right = {

@@ -70,8 +70,7 @@ class Waiting:
         left_out = [request for request in llm.scheduler.running if request.request_id not in in_step]
         if budget <= 0 or len(llm.scheduler.running) == limits.max_num_seqs or head.in_flight is not None:
             return
-        before = self._preemptions
-        if left_out or any(count > before.get(name, 0) for name, count in self._count_preemptions().items()):
+        if left_out or self.has_preempted():
             return  # The pool was too full for those who run.
         if llm.manager.pool.num_free_blocks < self._most_blocks(head):
             return
@@ -91,6 +90,11 @@ class Waiting:
         before = self._idle[np.isin(self._idle, now)]
         if moved := before[before != now].tolist():
             raise RuleError("used-by-nobody", f"free blocks {moved} count as used later, though nobody took them")
+
+    def has_preempted(self) -> bool:
+        """Whether somebody lost its blocks for the step."""
+        before = self._preemptions
+        return any(count > before.get(name, 0) for name, count in self._count_preemptions().items())
 
     def _count_preemptions(self) -> dict[str, int]:
         """By request: one that ends in the step takes its own along."""
