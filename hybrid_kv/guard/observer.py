@@ -79,8 +79,25 @@ class Observer(Watcher):
         self._knows_mode = llm.config.cache.mamba_cache_mode in SAID_AGAIN
         self._exact_hits = llm.manager.enable_prefix_caching and self._knows_mode
         self._is_reset = False  # the device, and not the host
+        self._planned = self._check_plan(llm)
         self._waiting = Waiting(llm, self._track, self.published)
         self._drafts = Drafts(llm, self._track)
+
+    def _check_plan(self, llm: LLM) -> list[int]:
+        """The blocks of each group that a request is planned to hold at most."""
+        longest, is_async = llm.config.scheduler.max_model_len, llm.config.async_scheduling
+        specs = [group.spec for group in llm.plan.config.groups]
+        planned = [spec.max_blocks_per_request(longest) for spec in specs]
+        due = [_most_blocks(spec, longest, is_async) for spec in specs]
+        if self._knows_mode and planned != due:
+            raise RuleError("blocks-planned", f"{planned} blocks are planned for a request; {due} are due")
+        under_way = (1 + llm.config.speculative.num_speculative_tokens) * is_async
+        found = {replay.num_uncertain_tokens for spec in specs if (replay := replay_of(spec)) is not None}
+        if found - {under_way}:
+            raise RuleError(
+                "blocks-planned", f"{found} tokens may be under way behind what is known; {under_way} are due"
+            )
+        return planned
 
     def __call__(self, llm: LLM) -> None:
         """Before every step."""
@@ -315,7 +332,7 @@ class Observer(Watcher):
                     first = before if is_decode else max(before, track.most[group] - 1)
                     own |= set(range(first, track.most[group]))
                     due = len(own)
-                    if due > 1 + states_behind(spec) + drafts:
+                    if due > 1 + states_behind(spec, self._llm.config.async_scheduling) + drafts:
                         raise RuleError("states-due", f"request {request.request_id} is due {due} states in mode align")
         else:
             ahead = min(end + self._llm.manager.num_lookahead_tokens, self._llm.config.scheduler.max_model_len)
@@ -327,8 +344,7 @@ class Observer(Watcher):
                 f"request {request.request_id} holds {len(ids)} blocks of {type(spec).__name__} in a step of "
                 f"{item.num_tokens} tokens after {n}; {due} are due",
             )
-        most = spec.max_blocks_per_request(self._llm.config.scheduler.max_model_len)
-        if len(ids) > most:
+        if len(ids) > (most := self._planned[group]):
             raise RuleError(
                 "blocks-planned",
                 f"request {request.request_id} holds {len(ids)} blocks of {type(spec).__name__}, {most} are planned",
@@ -386,15 +402,7 @@ class Observer(Watcher):
         scenario = self.scenario
         longest = len(scenario.prompts[number]) + scenario.params[number].max_tokens
         tokens = min(llm.config.scheduler.max_model_len, longest) - 1  # the last one is never cached
-        due = 0
-        for group in llm.plan.config.groups:
-            spec, columns = group.spec, cdiv(tokens, group.spec.block_size)
-            if isinstance(spec, MambaSpec):
-                held = {"none": 1, "align": min(1 + states_behind(spec), columns), "all": columns}
-                states = held.get(spec.mamba_cache_mode, spec.mode.held_at_most(columns, 1))
-                due += states + spec.num_speculative_blocks
-            else:
-                due += columns
+        due = sum(_most_blocks(group.spec, tokens, llm.config.async_scheduling) for group in llm.plan.config.groups)
         return due > llm.manager.pool.num_blocks - 1
 
     def finish(self, llm: LLM, outputs: Sequence[RequestOutput]) -> None:
@@ -424,3 +432,12 @@ class Observer(Watcher):
             and (cell["budget"] == "large" or self.seen["chunked_prefill"])
         ):
             self.cell = cell
+
+
+def _most_blocks(spec: KVCacheSpec, num_tokens: int, is_async: bool) -> int:
+    """How many a request holds at most, in a group, until it has so many tokens."""
+    columns = cdiv(num_tokens, spec.block_size)
+    if not isinstance(spec, MambaSpec):
+        return columns
+    held = {"none": 1, "align": min(1 + states_behind(spec, is_async), columns), "all": columns}
+    return held.get(spec.mamba_cache_mode, spec.mode.held_at_most(columns, 1)) + spec.num_speculative_blocks

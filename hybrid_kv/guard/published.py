@@ -16,13 +16,13 @@ def replay_of(spec: KVCacheSpec) -> ReplaySpec | None:
     return spec.undo if isinstance(spec, MambaSpec) and isinstance(spec.undo, ReplaySpec) else None
 
 
-def states_behind(spec: MambaSpec) -> int:
+def states_behind(spec: MambaSpec, is_async: bool) -> int:
     """Mode align: columns before a request's last one that may have a block."""
     if (replay := replay_of(spec)) is None:
         return 1
     # The last token of a step is at most so far behind the state that the step, or the one under way, starts from.
     T = 1 + replay.num_speculative_tokens
-    furthest = min(replay.ring_len, spec.block_size + 2 * T - 1) + (T if replay.num_uncertain_tokens else 0)
+    furthest = min(replay.ring_len, spec.block_size + 2 * T - 1) + T * is_async
     return cdiv(furthest, spec.block_size)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hybrid_kv.attention.undo import Replay, ReplaySpec
 from hybrid_kv.cache.block_pool import BlockPool
 from hybrid_kv.cache.columns import Columns, PrefixHit
 from hybrid_kv.cache.manager import KVCacheManager
@@ -95,6 +96,22 @@ def test_a_state_that_is_held_too_long_or_not_paid_for(
     planned = MambaSpec.max_blocks_per_request
     monkeypatch.setattr(MambaSpec, "max_blocks_per_request", lambda self, length: planned(self, length) - 1)
     assert "are planned" in wrong(run_scenario(traffic))
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_step_under_way_that_is_not_planned_for(monkeypatch: pytest.MonkeyPatch, is_async: bool) -> None:
+    traffic = scenario("align", 3, "right", async_scheduling=is_async, state_scheme="replay")
+    assert run_scenario(traffic).wrong == []
+    planned = Replay.memory
+    for is_wrong, by, said in ((True, 0, "are due"), (False, 1, "tokens may be under way")):
+
+        def other(cache: Any, K: int, late: bool, specs: Any, is_wrong: bool = is_wrong, by: int = by) -> ReplaySpec:
+            found = planned(cache, K, late != is_wrong, specs)
+            return replace(found, num_uncertain_tokens=found.num_uncertain_tokens + by)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Replay, "memory", staticmethod(other))
+            assert said in wrong(run_scenario(traffic))
 
 
 def test_a_hit_too_short(monkeypatch: pytest.MonkeyPatch) -> None:
