@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hybrid_kv.attention.mamba import MambaMetadata
 from hybrid_kv.attention.undo import UndoStep
 from hybrid_kv.cache.block_pool import BlockIds
 from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
@@ -222,7 +223,8 @@ class Observer(Watcher):
         positions: torch.Tensor,
         metadata: dict[str, Any],
     ) -> None:
-        """Keep what `on_commit` needs."""
+        """Check the padding, and keep what `on_commit` needs."""
+        self._check_padding(batch, metadata)
         self._batch, self.replay = batch, None
         if self._replayed is not None:
             self.replay = metadata[self._llm.runner.groups[self._replayed].layer_names[0]].undo.history
@@ -350,6 +352,23 @@ class Observer(Watcher):
                 f"request {request.request_id} holds {len(ids)} blocks of {type(spec).__name__}, {most} are planned",
             )
         self.patterns.count_blocks(request.request_id, ids.tolist())
+
+    def _check_padding(self, batch: Sequence[ScheduledRequest], metadata: dict[str, Any]) -> None:
+        """A step of decodes alone has as many rows as the next captured size says, each other one its requests'."""
+        config, due = self._llm.config, len(batch)
+        if not any(map(is_prefill, batch)):
+            sizes = [size for size in config.captured_batch_sizes if due <= size <= config.scheduler.max_num_seqs]
+            due = min(sizes, default=due)
+        num_tokens = sum(item.num_tokens for item in batch)
+        for group in self._llm.runner.groups:
+            built = metadata[group.layer_names[0]]
+            is_ssm = isinstance(built, MambaMetadata)
+            rows = len(built.window_indices) if is_ssm else len(batch) + len(built.positions) - num_tokens
+            if rows != due:
+                raise RuleError(
+                    "padding",
+                    f"a step of {len(batch)} requests has {rows} rows in group {group.group_id}; {due} are due",
+                )
 
     def _check_tokens(self, step: Sequence[Ran]) -> None:
         """Right drafts are accepted, all and only those; what a step gives is the answer's next tokens."""

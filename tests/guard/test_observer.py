@@ -16,6 +16,7 @@ from hybrid_kv.cache.columns import Columns, PrefixHit
 from hybrid_kv.cache.manager import KVCacheManager
 from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.engine.llm import LLM
+from hybrid_kv.engine.runner import ModelRunner
 from hybrid_kv.engine.scheduler import Scheduler
 from hybrid_kv.guard.play import Differences, run_scenario
 from hybrid_kv.guard.scenario import Event, Scenario, SmallKVFirst, answer_book, cache_options
@@ -274,6 +275,14 @@ def test_a_livelock(monkeypatch: pytest.MonkeyPatch) -> None:
     options = scenario("none", max_num_batched_tokens=16, max_num_seqs=1).options
     endless = Scenario(0, "M*", options, [[1] * 20], [SamplingParams(max_tokens=2)])
     assert "livelock" in wrong(run_scenario(endless))
+
+
+def test_rows_that_are_padded_to_another_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    padded = scenario("none", captured_batch_sizes=(2, 4))
+    assert run_scenario(padded).wrong == []
+    for size in (0, 3):
+        monkeypatch.setattr(ModelRunner, "padded_size", lambda self, rows, size=size: max(rows, size))
+        assert "requests has" in wrong(run_scenario(padded))
 
 
 def test_a_prompt_refused_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
