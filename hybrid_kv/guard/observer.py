@@ -19,7 +19,7 @@ import torch
 
 from hybrid_kv.attention.mamba import MambaMetadata
 from hybrid_kv.attention.undo import UndoStep
-from hybrid_kv.cache.block_pool import BlockIds
+from hybrid_kv.cache.block_pool import BlockIds, BlockKey
 from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
 from hybrid_kv.engine.llm import LLM, RequestOutput
 from hybrid_kv.guard.drafts import Drafts
@@ -179,6 +179,14 @@ class Observer(Watcher):
         """A request ends or is preempted, or columns are given back."""
         if ended:
             self._waiting.on_end()
+
+    def on_publish(self, request_id: str, group: int, first: int, blocks: Sequence[tuple[BlockKey, int]]) -> None:
+        """More can be found."""
+        self._waiting.on_change()
+
+    def on_reset(self) -> None:
+        """Nothing can be found."""
+        self._waiting.on_change()
 
     def on_fold(self, request: Request, group: int, step: UndoStep) -> None:
         """A state is written because its request gives up its row."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from math import lcm
+from typing import Any
 
 import numpy as np
 
-from hybrid_kv.cache.columns import NO_IDS
+from hybrid_kv.cache.block_hash import BlockHashes
+from hybrid_kv.cache.columns import NO_IDS, PrefixHit
 from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.guard.published import Published
@@ -16,6 +18,7 @@ from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.request import Request, ScheduledRequest
 
 KEEPS_INSIDE = ("all",)  # modes in which a prefill leaves something to hit at each boundary that it passes
+NOBODY: tuple[BlockHashes | None, int] = (None, 0)  # who was looked up last, and how many blocks were free
 
 
 class Waiting:
@@ -23,7 +26,8 @@ class Waiting:
 
     The first waiting request is in the step if a row and budget are free, the pool has all blocks that it could ever
     ask for, no running request went without, and no prefill under way makes its hit longer. If one does, it waits.
-    A request that does not get in leaves its prefix as old as it was.
+    A request that does not get in leaves its prefix as old as it was. It is looked up again when there is more room
+    than then, when something was published, or when somebody else was asked.
     """
 
     def __init__(self, llm: LLM, track_of: Callable[[Request], Track], published: Published) -> None:
@@ -34,10 +38,34 @@ class Waiting:
         self._keeps_inside = all(spec.mamba_cache_mode in KEEPS_INSIDE for spec in states)
         self._preemptions: dict[str, int] = {}  # of each request, before the step
         self._idle = NO_IDS
+        self._looked_up = NOBODY  # in this step
+        self._refused = NOBODY  # in a step before, and nothing has changed since
+        self._find = llm.manager.find_longest_cache_hit
+        if llm.manager.enable_prefix_caching:
+            vars(llm.manager)["find_longest_cache_hit"] = self._look_up
+
+    def _look_up(self, hashes: BlockHashes, *given: Any) -> PrefixHit:
+        """In place of the manager's.
+
+        Raises:
+            RuleError: `looked-up-again`.
+        """
+        num_free, (before, num_free_then) = self._llm.manager.pool.num_free_blocks, self._refused
+        if before is hashes and num_free <= num_free_then and self._llm.scheduler.running:
+            raise RuleError(
+                "looked-up-again",
+                f"a prompt that {num_free_then} free blocks were too few for is looked up with {num_free}",
+            )
+        self._looked_up, self._refused = (hashes, num_free), NOBODY
+        return self._find(hashes, *given)
+
+    def on_change(self) -> None:
+        """What can be found is not what it was."""
+        self._refused = NOBODY
 
     def before_step(self) -> None:
         """Nothing has been preempted for the next step yet."""
-        self._preemptions = self._count_preemptions()
+        self._preemptions, self._looked_up = self._count_preemptions(), NOBODY
         self._idle = self._llm.manager.pool.idle_blocks() if self._llm.scheduler.waiting else NO_IDS
 
     def on_end(self) -> None:
@@ -50,9 +78,13 @@ class Waiting:
             is_exact: hits are exactly those of `published`.
 
         Raises:
-            RuleError: `left-waiting`, `did-not-wait` or `used-by-nobody`.
+            RuleError: `left-waiting`, `did-not-wait`, `started-anyway` or `used-by-nobody`.
         """
         llm = self._llm
+        starting = [item.request.request_id for item in scheduled if item.overwrite]
+        if starting and self.has_preempted():
+            raise RuleError("started-anyway", f"requests {starting} start in a step that others were preempted for")
+        self._remember(scheduled)
         if is_exact:
             for i, item in enumerate(scheduled):
                 if item.overwrite and any(self._helps(item.request, item.num_computed_tokens, scheduled[:i])):
@@ -82,6 +114,12 @@ class Waiting:
             f"request {head.request_id} waits with {budget} tokens of budget, a row and "
             f"{llm.manager.pool.num_free_blocks} blocks free; it can ask for {self._most_blocks(head)} at most",
         )
+
+    def _remember(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """Whom the step has refused, for want of blocks and nothing else."""
+        head = self._llm.scheduler.waiting[0] if self._llm.scheduler.waiting else None
+        if head is not None and head.block_hashes is self._looked_up[0] and not any(self._helps(head, 0, scheduled)):
+            self._refused = self._looked_up
 
     def _check_order(self) -> None:
         """What was free before the step and is so still is lost in the order in which it was."""

@@ -228,6 +228,30 @@ def test_a_prefix_that_counts_as_used_though_its_request_did_not_get_in(monkeypa
     assert "used-by-nobody: free blocks" in wrong(run_scenario(full))
 
 
+def test_a_refused_prompt_that_is_looked_up_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = scenario("attention", num_blocks=9)
+    assert run_scenario(full).wrong == []
+    monkeypatch.setattr(KVCacheManager, "may_fit", lambda *_: True)
+    assert "looked-up-again: a prompt that" in wrong(run_scenario(full))
+
+
+def test_a_request_that_starts_where_another_had_to_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = Scheduler.schedule
+
+    def admit(self: Scheduler) -> Any:
+        before = sum(request.num_preemptions for request in self.running)
+        items = schedule(self)
+        if self.waiting and sum(one.num_preemptions for one in (*self.running, *self.waiting)) > before:
+            item = self._admit(self.waiting[0], 1, items)
+            items += [item] if item else []
+        return items
+
+    full = scenario("none", num_blocks=10, max_num_batched_tokens=64)
+    assert run_scenario(full).wrong == []
+    monkeypatch.setattr(Scheduler, "schedule", admit)
+    assert "started-anyway: requests" in wrong(run_scenario(full))
+
+
 def test_a_reset_of_all_that_leaves_requests_running(monkeypatch: pytest.MonkeyPatch) -> None:
     # Three prompts that begin differently: nothing is shared, and step 3 is an odd one.
     alone = replace(scenario("all"), prompts=scenario("all").prompts[:3], waves=(3,), events=(Event("reset", 3),))
@@ -265,9 +289,9 @@ def test_a_livelock(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def preempting(self: LLM, prompts: Any, params: Any, progress: bool, on_step: Callable[[LLM], None]) -> Any:
         def disturb(llm: LLM) -> None:
-            on_step(llm)
             for request in list(llm.scheduler.running):
                 llm.scheduler.preempt(request)
+            on_step(llm)
 
         return generate(self, prompts, params, progress, disturb)
 
