@@ -185,8 +185,9 @@ def _cut_chunk(seed: int, rng: np.random.Generator) -> Scenario:
 @_forces("attention_deeper")
 def _attention_deeper(seed: int, rng: np.random.Generator) -> Scenario:
     (text,) = _draw(rng, 30)
-    prompts = [text, text[:20] + _draw(rng, 9)[0]]
-    return _scenario(seed, rng, prompts, _params(6, 6), waves=(1, 1), modes=("align",))
+    # The last one finds two blocks of K and V, and the state of the short one behind the first of them.
+    prompts = [text, text[: BLOCK + 1], text[:20] + _draw(rng, 9)[0]]
+    return _scenario(seed, rng, prompts, _params(6, 6, 6), waves=(1, 1, 1), modes=("align",))
 
 
 @_forces("state_deeper", "eviction", "hit_behind_losses")

@@ -297,6 +297,15 @@ class Observer(Watcher):
                 self.seen["exact_hit"] += self._exact_hits and begin > 0
                 self.seen["exact_hit_of_host"] += self._exact_hits and begin > 0 and was_lost
                 self.seen["hit_behind_losses"] += begin > 0 and not self._kept.has_all and was_lost
+                if self._exact_hits and not request.num_preemptions:
+                    said = request.hit.group_tokens, request.hit.vetoed_by
+                    due = self.published.of_groups(track, track.prompt), self.published.veto(track, track.prompt)
+                    if said != due:
+                        raise RuleError(
+                            "hit-groups",
+                            f"request {request.request_id} says that its groups have {said[0]} tokens and that "
+                            f"{said[1]} lacks more; {due} is due",
+                        )
             size = llm.plan.sizes.mamba_block_size
             if size is not None and llm.config.cache.mamba_cache_mode == "align" and is_prefill(item):
                 unit = lcm(*(group.spec.block_size for group in llm.plan.config.groups))

@@ -32,6 +32,7 @@ class Published:
     def __init__(self, llm: LLM) -> None:
         specs = [group.spec for group in llm.plan.config.groups]
         self._specs = list(dict.fromkeys(specs))
+        self._kinds = [self._specs.index(spec) for spec in specs]  # of each group
         self.late: set[Prefix] = set()  # of states that scheme `replay` wrote a step late, cleared or not
         self._unit = lcm(*(spec.block_size for spec in specs))
         self._seen: set[tuple[int, Prefix]] = set()
@@ -95,3 +96,24 @@ class Published:
             if not missing:
                 best = end
         return best
+
+    def of_groups(self, track: Track, num_tokens: int) -> tuple[int, ...]:
+        """What each group alone can restore of the first `num_tokens` tokens, the last token excluded."""
+        own = []
+        for kind, spec in enumerate(self._specs):
+            ends = range(spec.block_size, num_tokens, spec.block_size)
+            has = [(kind, track.prefix(end)) in self._seen for end in ends]
+            if isinstance(spec, MambaSpec):
+                own.append(max((end for end, known in zip(ends, has, strict=True) if known), default=0))
+            else:
+                own.append(spec.block_size * [*has, False].index(False))
+        return tuple(own[kind] for kind in self._kinds)
+
+    def veto(self, track: Track, num_tokens: int) -> int | None:
+        """The first group that cannot restore more than the hit, if another one can."""
+        own, longer = self.of_groups(track, num_tokens), self.hit(track, num_tokens) + self._unit
+        if max(own) < longer:
+            return None
+        name = track.prefix(longer)
+        lost = (i for i, kind in enumerate(self._kinds) if own[i] < longer or (kind, name) not in self._seen)
+        return next(lost)

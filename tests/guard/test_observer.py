@@ -18,8 +18,10 @@ from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.engine.runner import ModelRunner
 from hybrid_kv.engine.scheduler import Scheduler
+from hybrid_kv.guard.forced import FORCED
 from hybrid_kv.guard.play import Differences, run_scenario
 from hybrid_kv.guard.scenario import Event, Scenario, SmallKVFirst, answer_book, cache_options
+from hybrid_kv.guard.traffic import draw_scenario
 from hybrid_kv.guard.waiting import Waiting
 from hybrid_kv.models.exact import ExactModel
 from hybrid_kv.sampling import SamplingParams
@@ -124,6 +126,20 @@ def test_a_hit_too_short(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(KVCacheManager, "_find", shorter)
     assert "from the cache, which has" in wrong(run_scenario(scenario("attention")))
+
+
+def test_a_hit_that_is_put_down_to_another_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    traffic = draw_scenario(list(FORCED).index("attention_deeper"))
+    assert run_scenario(traffic).wrong == []
+    find = KVCacheManager._find
+    for lie in (
+        lambda hit: {"vetoed_by": None},
+        lambda hit: {"vetoed_by": None if hit.vetoed_by is None else hit.vetoed_by + 1},
+        lambda hit: {"group_tokens": tuple(min(hit.group_tokens) for _ in hit.group_tokens)},
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(KVCacheManager, "_find", lambda *given, lie=lie: replace(hit := find(*given), **lie(hit)))
+            assert "hit-groups: request" in wrong(run_scenario(traffic))
 
 
 def test_a_hit_of_what_was_never_computed(monkeypatch: pytest.MonkeyPatch) -> None:
