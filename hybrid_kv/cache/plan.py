@@ -287,7 +287,9 @@ def plan_cache(
         other = replace(cache, mamba_cache_mode=mode, mamba_block_size=None)
         return update_block_size_for_backend(layers, other, backend, context, max_model_len, mamba_chunk_size)
 
-    return replace(plan, notes=(*_notes(plan, cache), *_padding_notes(sizes, cache, specs, sizes_in)))
+    caching = [mode for mode, policy in MODES.items() if policy.keeps_states]
+    possible = [mode for mode in caching if mamba_chunk_size is not None or not MODES[mode].needs_unit]
+    return replace(plan, notes=(*_notes(plan, cache), *_padding_notes(sizes, cache, specs, possible, sizes_in)))
 
 
 def _num_blocks(rank: KVCacheConfig, cache: CacheConfig, max_num_seqs: int) -> int:
@@ -332,16 +334,20 @@ def _notes(plan: CachePlan, cache: CacheConfig) -> list[str]:
 
 
 def _padding_notes(
-    sizes: BlockSizes, cache: CacheConfig, specs: dict[str, KVCacheSpec], sizes_in: Callable[[str], BlockSizes]
+    sizes: BlockSizes,
+    cache: CacheConfig,
+    specs: dict[str, KVCacheSpec],
+    possible: Sequence[str],
+    sizes_in: Callable[[str], BlockSizes],
 ) -> list[str]:
-    """Where most of a Mamba page is padding, the mode that also caches prefixes and pads least."""
+    """Where most of a Mamba page is padding, the `possible` mode that also caches prefixes and pads least."""
     if sizes.padding <= MUCH_PADDING or not MODES[cache.mamba_cache_mode].keeps_states:
         return []
     note = (
         f"mode {cache.mamba_cache_mode} pads each Mamba state of {sizes.mamba_state_bytes} B by "
         f"{100 * sizes.padding:.0f} %, to the {sizes.page_size_bytes} B of {sizes.block_size} tokens in attention"
     )
-    others = {mode: sizes_in(mode).padding for mode, policy in MODES.items() if policy.keeps_states}
+    others = {mode: sizes_in(mode).padding for mode in possible}
     best = min(others, key=others.__getitem__)
     if others[best] < sizes.padding:
         note += f"; --mamba-cache-mode {best} caches prefixes too and pads by {100 * others[best]:.0f} %"

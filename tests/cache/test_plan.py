@@ -226,6 +226,16 @@ def test_models_of_one_kind_of_layer() -> None:
             sizes_of(layers, chunk_size=None, mamba_cache_mode="all")
 
 
+def test_much_padding_without_a_chunk_size_is_told_of_the_modes_that_need_none() -> None:
+    layers = {"m": mamba(), "a": attention(num_kv_heads=8, head_size=64)}
+    backend, context = get_backend("TORCH", "cpu"), BackendContext("cpu")
+    for mode, given in (("align", None), ("all", 32)):
+        cache = CacheConfig(mamba_block_size=given, mamba_cache_mode=mode, num_blocks=100)  # type: ignore[arg-type]
+        (note,) = plan_cache(layers, cache, backend, context, 500).notes
+        assert note.startswith(f"mode {mode} pads each Mamba state of {mamba().state_bytes} B by")
+        assert ("--mamba-cache-mode align" in note) == (mode == "all")
+
+
 def test_narrower_attention_layers_get_longer_blocks_of_the_same_page() -> None:
     layers = {"wide": attention(num_kv_heads=4), "narrow": attention(num_kv_heads=1), "m": mamba()}
     backend, context = get_backend("FLASH_ATTN", "cuda"), BackendContext("cuda")
