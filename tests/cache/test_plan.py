@@ -229,8 +229,8 @@ def test_models_of_one_kind_of_layer() -> None:
 def test_much_padding_without_a_chunk_size_is_told_of_the_modes_that_need_none() -> None:
     layers = {"m": mamba(), "a": attention(num_kv_heads=8, head_size=64)}
     backend, context = get_backend("TORCH", "cpu"), BackendContext("cpu")
-    for mode, given in (("align", None), ("all", 32)):
-        cache = CacheConfig(mamba_block_size=given, mamba_cache_mode=mode, num_blocks=100)  # type: ignore[arg-type]
+    for mode, unit in (("align", None), ("all", 32)):
+        cache = CacheConfig(mamba_block_size=unit, mamba_cache_mode=mode, num_blocks=100)  # type: ignore[arg-type]
         (note,) = plan_cache(layers, cache, backend, context, 500).notes
         assert note.startswith(f"mode {mode} pads each Mamba state of {mamba().state_bytes} B by")
         assert ("--mamba-cache-mode align" in note) == (mode == "all")

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from hybrid_kv.attention.undo import ReplaySpec
-from hybrid_kv.cache.backend import DEFAULT_BLOCK_SIZE, BackendContext, get_backend
+from hybrid_kv.cache.backend import BackendContext, get_backend
 from hybrid_kv.cache.capacity import block_steps, capacity, most_blocks
 from hybrid_kv.cache.layout import allocate_raw_buffers
 from hybrid_kv.cache.manager import KVCacheManager
@@ -35,6 +35,7 @@ from hybrid_kv.cache.spec import (
     with_undo,
 )
 from hybrid_kv.config import CacheConfig, ConfigError
+from hybrid_kv.guard import block_sizes
 from hybrid_kv.guard.registry import CheckResult, Run, check
 from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.kernels.replay.ring import shortest_ring_len
@@ -72,24 +73,44 @@ def _errors(rng: np.random.Generator) -> Iterator[str]:
     layers |= {f"attention.{i}": attention for i in range(num_attention)}
     platform, mode = str(rng.choice(PLATFORMS)), str(rng.choice(list(MODES)))
     backend, context = get_backend(str(rng.choice(BACKENDS)), platform), BackendContext.for_layers(platform, layers)
-    given = [None, 16, 48, 64][rng.integers(4)]
+    # With another state the kernels of FlashAttention take more.
+    context = replace(context, float32_ssm_state=context.float32_ssm_state and bool(rng.integers(2)))
+    given = [None, 16, 48, 64, 8 * int(rng.integers(1, 12))][rng.integers(5)]
     cache = CacheConfig(block_size=given, mamba_cache_mode=mode, num_blocks=1000)
     chunk, limit = 16 * int(rng.integers(1, 9)), int(rng.integers(2, 3000))
 
+    refusal = ""
+
     def plan(**changes: Any) -> CachePlan | None:
+        nonlocal refusal
         try:
             return plan_cache(layers, replace(cache, **changes), backend, context, limit, chunk, rows)
-        except ConfigError:
+        except ConfigError as error:
+            refusal = str(error)
             return None
 
-    if (made := plan()) is None:
-        yield f"{backend.name} on {platform}, mode {mode}: 1000 blocks are refused"
+    made = plan()
+    known = backend.name, context.float32_ssm_state
+    unit = given or block_sizes.preferred(backend.name, platform)
+    if block_sizes.kernel_block(*known, unit) is None:
+        reason = f"block size {unit} does not fit {backend.name}, whose kernel blocks are {block_sizes.allowed(*known)}"
+        if made is not None or refusal != reason:
+            yield f"{refusal or 'it is planned'}; it must be refused because {reason!r}"
         return
-    unit = given or backend.get_preferred_block_size(DEFAULT_BLOCK_SIZE, context)
+    if made is None:
+        yield f"{backend.name} on {platform}, mode {mode}: 1000 blocks are refused: {refusal}"
+        return
     unit = lcm(unit, 64) if (platform, kind) == XPU else unit
     unit = lcm(unit, chunk) if MODES[mode].needs_unit else unit
     where = f"{backend.name} on {platform}, mode {mode}"
     yield from _sizes(made.sizes.block_size, unit, where, attention.page_size_bytes, state.state_bytes)
+
+    in_blocks = [(group.spec, group.spec.block_size) for group in made.config.groups]
+    kernels = [
+        size if isinstance(spec, MambaSpec) else block_sizes.kernel_block(*known, size) for spec, size in in_blocks
+    ]
+    if [*made.kernel_block_sizes] != kernels:
+        yield f"{where}: kernel blocks of {made.kernel_block_sizes} tokens, not {kernels}"
 
     few, many = sorted((num_states, num_attention))
     num_groups = 2 if many < 1.5 * few else 1 + cdiv(many, few)

@@ -13,7 +13,7 @@ import torch
 
 from hybrid_kv.attention.mamba import MambaMetadataBuilder
 from hybrid_kv.attention.paged import FlashAttentionCompute, FlashInferCompute, build_paged_attention_metadata
-from hybrid_kv.cache.backend import backend_of
+from hybrid_kv.cache.backend import backend_of, get_backend, select_kernel_block_size
 from hybrid_kv.cache.block_table import BlockTables, LaunchedBlockTables
 from hybrid_kv.guard.checks import kernels as checked
 from hybrid_kv.guard.checks.kernels import check_kernels
@@ -96,6 +96,8 @@ PLANTS: list[tuple[Case, Callable[..., Any], str, str]] = [
     (tables.expansions, kernel_blocks.expand_torch, "kernel_block_stride or ", ""),
     (tables.block_tables, block_tables.update_block_tables_reference, "[num_reqs : batch", "[num_reqs + 1 : batch"),
     (backends.readers, backend_of, "if isinstance(spec, FullAttentionSpec)", "if type(spec) is FullAttentionSpec"),
+    (backends.names, get_backend, 'name == "auto"', 'name >= "auto"'),
+    (backends.sizes, select_kernel_block_size, "sorted(fixed, reverse=True)", "sorted(fixed)"),
     (
         metadata.attended,
         build_paged_attention_metadata,

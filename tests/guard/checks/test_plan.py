@@ -38,6 +38,8 @@ def test_plans_are_the_shortest_and_fill_their_memory(seed: int) -> None:
         ),
         ("group_layers", lambda specs: group_layers(dict([*specs.items()][:-1]) or specs), "groups"),
         ("cdiv", lambda a, b: 2 * -(-a // b), "they are multiples of"),
+        ("DEFAULT_BLOCK_SIZE", 17, "they are multiples of"),
+        ("smallest", lambda size: 1, "it must be refused because 'block size"),
     ],
 )
 def test_a_plan_that_is_off_is_seen(monkeypatch: pytest.MonkeyPatch, name: str, broken: Any, detail: str) -> None:
