@@ -6,9 +6,8 @@ Wrong sizes cost memory or hits, or let an engine start that can run nothing. No
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import chain
 from math import lcm
 from typing import Any
 
@@ -21,7 +20,7 @@ from hybrid_kv.cache.capacity import block_steps, capacity, most_blocks
 from hybrid_kv.cache.layout import allocate_raw_buffers
 from hybrid_kv.cache.manager import KVCacheManager
 from hybrid_kv.cache.modes import MODES
-from hybrid_kv.cache.plan import BlockSizes, CachePlan, describe, plan_cache
+from hybrid_kv.cache.plan import BlockSizes, CachePlan, plan_cache
 from hybrid_kv.cache.ranks import Ranks
 from hybrid_kv.cache.spec import (
     FullAttentionSpec,
@@ -29,13 +28,12 @@ from hybrid_kv.cache.spec import (
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
-    StatePart,
     UndoSpec,
     window_and_states,
-    with_undo,
 )
 from hybrid_kv.config import CacheConfig, ConfigError
 from hybrid_kv.guard import block_sizes
+from hybrid_kv.guard.plan_figures import figures
 from hybrid_kv.guard.registry import CheckResult, Run, check
 from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.kernels.replay.ring import shortest_ring_len
@@ -52,7 +50,9 @@ def check_plan(run: Run) -> list[CheckResult]:
     wrong = list[str]()
     for trial in range(run.amount):
         rng = np.random.default_rng((run.seed, trial))
-        wrong += [f"trial {trial}: {error}" for part in (_errors, _read, _lone, _late, _stages) for error in part(rng)]
+        wrong += [
+            f"trial {trial}: {error}" for part in (_errors, figures, _lone, _late, _stages) for error in part(rng)
+        ]
         run.progress(1)
     return [
         CheckResult(
@@ -276,83 +276,3 @@ def _stages(rng: np.random.Generator) -> Iterator[str]:
         found = []
     if found != (due if num_layers >= num_stages else []):
         yield f"{num_layers} layers on {num_stages} stages: {found}, not {due}"
-
-
-def _read(rng: np.random.Generator) -> Iterator[str]:
-    """What a user reads of a plan, worked out from its layers and its block size."""
-    K, rows, ring_len, width, limit, num_blocks = (
-        int(rng.integers(*ends)) for ends in ((0, 4), (1, 9), (20, 40), (1, 80), (1, 3000), (60, 4000))
-    )
-    mode, replays = str(rng.choice(list(MODES))), bool(rng.integers(2))
-    parts = window_and_states(((2, 2 * width), torch.bfloat16), ((width, 4), torch.float32))
-    state = MambaSpec(1, parts, inputs=(StatePart("x", (3, width), torch.bfloat16),))
-    state_bytes, token_bytes, ring_bytes = (2 + K) * 2 * width * 2 + width * 4 * 4, 2 * 4 * 2, ring_len * 3 * width * 2
-    # Where no layer has states, the scheme keeps nothing.
-    num_states, num_attention = int(rng.integers(0, 9)), int(rng.integers(1, 9))
-    layers = {f"s{i}": with_undo(state, ReplaySpec(K, ring_len) if replays else UndoSpec(K)) for i in range(num_states)}
-    layers |= {f"a{i}": FullAttentionSpec(1, 1, 4, torch.bfloat16) for i in range(num_attention)}
-    names = [*layers]
-    cut = int(rng.integers(0, len(names)))
-    cache = CacheConfig(mamba_cache_mode=mode, num_blocks=num_blocks)
-    backend, context = get_backend("TORCH", "cpu"), BackendContext("cpu")
-    plan = plan_cache(layers, cache, backend, context, limit, 16, rows, [names[:cut], names[cut:]])
-    size, own = plan.sizes.block_size, [group.layer_names for group in plan.config.groups]
-    page, columns = size * token_bytes, cdiv(limit, size)
-    behind = cdiv(min(ring_len, size - 1 + 2 * (1 + K)), size) if replays else 1
-    policy = MODES[mode]
-    most = min(1 + behind, columns) if policy.gives_back else columns if policy.keeps_states else 1
-    most += 0 if replays else K
-    held = [most if group[0][0] == "s" else columns for group in own]
-
-    def stage(names: Sequence[str]) -> dict[str, Any]:
-        mine = [[name for name in group if name in names] for group in own]
-        block_bytes = page * max(map(len, mine))
-        return {"layers": [*chain(*mine)], "block_bytes": block_bytes, "total_bytes": num_blocks * block_bytes}
-
-    def ring_row(stage: Mapping[str, Any]) -> int:
-        return ring_bytes * sum(name[0] == "s" for name in stage["layers"]) if replays else 0
-
-    stages = [stage(names[:cut]), stage(names[cut:])]
-    fullest = max(stages, key=lambda stage: stage["total_bytes"] + rows * ring_row(stage))
-    due = {
-        "block_size": size,
-        "mamba_block_size": (limit if not MODES[mode].keeps_states else size) if num_states else None,
-        "page_size_bytes": page,
-        "mamba_state_bytes": state_bytes if num_states else 0,
-        "mamba_padding_percent": round(100 * (page - state_bytes) / state_bytes, 2) if num_states else 0.0,
-        "groups": [
-            {
-                "kind": "mamba2" if group[0][0] == "s" else "attention",
-                "num_layers": len(group),
-                "layers": [*group],
-                "block_size": limit if group[0][0] == "s" and not MODES[mode].keeps_states else size,
-                "page_sizes_bytes": [page] * len(group),
-                "kernel_block_size": kernel_size,
-                "blocks_per_request": blocks,
-            }
-            for group, kernel_size, blocks in zip(own, plan.kernel_block_sizes, held, strict=True)
-        ],
-        "num_buffers": max(map(len, own)),
-        "unused_layer_slots": max(map(len, own)) * len(own) - len(names),
-        "num_blocks": num_blocks,
-        "total_bytes": fullest["total_bytes"],
-        "stages": stages,
-        "max_model_len": limit,
-        "longest_request": plan.longest_request,
-        "blocks_per_request": sum(held),
-        "max_concurrency": round((num_blocks - 1) / sum(held), 2),
-        "token_capacity": plan.token_capacity,
-        "notes": [*plan.notes],
-    }
-    if replays and num_states:
-        due |= {
-            "ring_len": ring_len,
-            "ring_bytes_per_row_and_layer": ring_bytes,
-            "ring_bytes_per_row": ring_row(fullest),
-            "ring_rows": rows,
-            "ring_total_bytes": rows * ring_row(fullest),
-        }
-    read = describe(plan)
-    for name in read.keys() | due.keys():
-        if read.get(name) != due.get(name):
-            yield f"mode {mode}, {num_states} and {num_attention} layers: {name} {read.get(name)}, not {due.get(name)}"

@@ -6,15 +6,17 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hybrid_kv.cache import capacity as counting
 from hybrid_kv.cache import plan as planning
 from hybrid_kv.cache.capacity import block_steps, capacity
 from hybrid_kv.cache.modes import MODES
-from hybrid_kv.cache.plan import describe
+from hybrid_kv.cache.plan import _num_blocks, describe
 from hybrid_kv.cache.ranks import Ranks
 from hybrid_kv.cache.spec import group_layers
+from hybrid_kv.guard import plan_figures
 from hybrid_kv.guard.checks import plan as checked
 from hybrid_kv.guard.checks.plan import check_plan
 from hybrid_kv.guard.registry import Run
@@ -71,9 +73,27 @@ def test_requests_that_are_counted_wrong_are_seen(
 
 
 def test_a_figure_that_is_not_the_plans_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checked, "describe", lambda plan: describe(plan) | {"ring_rows": 9})
+    monkeypatch.setattr(plan_figures, "describe", lambda plan: describe(plan) | {"ring_rows": 9})
     (result,) = check_plan(Run(10))
     assert "ring_rows 9, not" in result.detail
+
+
+@pytest.mark.parametrize(
+    ("name", "broken", "detail"),
+    [
+        ("MUCH_PADDING", 2.0, "it says ["),
+        ("over_context", lambda config, ranks: config, "blocks_per_request"),
+        ("_notes", lambda plan, cache: [], "it says ["),
+        ("_num_blocks", lambda rank, cache, rows: _num_blocks(rank, cache, 0), "is not refused"),
+        ("_num_blocks", lambda rank, cache, rows: _num_blocks(rank, cache, rows) - 1, "one of them the null block"),
+    ],
+)
+def test_notes_and_refusals_that_are_not_due_are_seen(
+    monkeypatch: pytest.MonkeyPatch, name: str, broken: Any, detail: str
+) -> None:
+    monkeypatch.setattr(planning, name, broken)
+    wrong = [error for seed in range(60) for error in plan_figures.figures(np.random.default_rng(seed))]
+    assert any(detail in error for error in wrong)
 
 
 def test_layers_that_are_dealt_from_the_front_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
