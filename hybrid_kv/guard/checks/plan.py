@@ -16,12 +16,12 @@ import torch
 
 from hybrid_kv.attention.undo import ReplaySpec
 from hybrid_kv.cache.backend import BackendContext, get_backend
-from hybrid_kv.cache.capacity import block_steps, capacity, most_blocks
+from hybrid_kv.cache.capacity import Capacity, block_steps, capacity
 from hybrid_kv.cache.layout import allocate_raw_buffers
 from hybrid_kv.cache.manager import KVCacheManager
 from hybrid_kv.cache.modes import MODES
 from hybrid_kv.cache.plan import BlockSizes, CachePlan, plan_cache
-from hybrid_kv.cache.ranks import Ranks
+from hybrid_kv.cache.ranks import Ranks, over_context
 from hybrid_kv.cache.spec import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -158,25 +158,63 @@ def _capacity(plan: CachePlan, mode: str) -> Iterator[str]:
 
 
 def _counted(plan: CachePlan, mode: str, rng: np.random.Generator) -> Iterator[str]:
-    """What a manager gives requests, one after the other in a pool for a few of them, step by step and with drafts."""
-    K, limit = int(rng.integers(0, 4)), 3 * max(group.spec.block_size for group in plan.config.groups)
-    prompts, outputs = rng.integers(1, limit, size=3), rng.integers(2, 9, size=3)
-    groups = tuple(
+    """What a manager gives requests, one after the other in a pool for a few of them, step by step and with drafts.
+
+    They end at a boundary or just behind one; some are refused or cut.
+    """
+    shortest = min(group.spec.block_size for group in plan.config.groups)  # more drafts than it has tokens are refused
+    K, ranks = int(rng.integers(0, min(4, shortest))), int(rng.integers(1, 4))
+    undone = (
         replace(group, spec=replace(group.spec, undo=UndoSpec(K)) if isinstance(group.spec, MambaSpec) else group.spec)
         for group in plan.config.groups
     )
-    config = replace(plan.config, groups=groups)
-    most = most_blocks(config, prompts, outputs)
-    config = replace(config, num_blocks=1 + int(rng.integers(most.max(), 3 * most.sum() + 1)))
-    manager, fits, held = KVCacheManager(config, MODES[mode].keeps_states), 0, list[int]()
-    while (given := _given(manager, str(fits), int(prompts[fits % 3]), int(outputs[fits % 3]), K)) is not None:
-        fits, held = fits + 1, [*held, given]
-    counted = block_steps(config, prompts, outputs, K).tolist()[: len(held)]
-    if counted != held[:3]:
-        yield f"mode {mode}, {K} drafts: requests of {prompts} + {outputs} tokens hold {held[:3]}, not {counted}"
-    found = capacity(config, prompts, outputs, 2 * limit, K)
-    if not MODES[mode].gives_back and found.num_fit != fits:
-        yield f"mode {mode}, {K} drafts: {config.num_blocks} blocks take {fits} requests, not {found.num_fit}"
+    config = over_context(replace(plan.config, groups=tuple(undone)), ranks)
+    longest, size = 3 * max(group.spec.block_size for group in config.groups), config.groups[-1].spec.block_size
+    outputs = rng.integers(2, 9, size=3)
+    ends = rng.integers(1, 4, size=3) * size + rng.integers(0, 2, size=3)
+    prompts = np.where(
+        rng.integers(2, size=3) == 1, rng.integers(1, longest, size=3), np.maximum(ends + 1 - outputs, 1)
+    )
+    limit = int(rng.choice([2 * longest + 9, *prompts, *(prompts + outputs - 2)]))
+    cut = np.minimum(outputs, limit - prompts)
+    most = np.zeros_like(prompts)
+    for group in plan.config.groups:
+        is_state = isinstance(group.spec, MambaSpec)
+        blocks = cdiv(prompts + cut - 1, group.spec.block_size * (1 if is_state else ranks))
+        kept = blocks if MODES[mode].keeps_states else 1
+        most += (np.minimum(kept, 2) if MODES[mode].gives_back else kept) + K if is_state else blocks
+    usable = int(rng.integers(most.min(), 3 * most.sum() + 1))
+    taken = np.flatnonzero((prompts < limit) & (most <= usable)).tolist()
+    where = f"mode {mode}, {K} drafts, {ranks} ranks, {prompts} + {outputs} tokens, at most {limit}, {usable} blocks"
+    try:
+        found = capacity(replace(config, num_blocks=1 + usable), prompts, outputs, limit, K)
+    except ConfigError as error:
+        if taken:
+            yield f"{where}: {error}"
+        return
+    if not taken:
+        yield f"{where}: none fits, but {found} is told"
+        return
+    manager = KVCacheManager(replace(config, num_blocks=1 + int(most.sum())), MODES[mode].keeps_states)
+    lengths = [(int(prompts[i]), int(cut[i])) for i in taken]
+    held = [_given(manager, str(i), *both, K) for i, both in enumerate(lengths)]
+    counted = block_steps(config, prompts[taken], cut[taken], K).tolist()
+    if counted != held or None in held:
+        yield f"{where}: tokens hold {held}, not {counted}"
+        return
+    left, fits = usable, 0
+    while left >= (needed := int(most[taken[fits % len(taken)]])):
+        left, fits = left - needed, fits + 1
+    # Blocks for drafts are counted, and an answer of one token has no use for them.
+    if not MODES[mode].gives_back and cut[taken].min() > 1:
+        manager, played = KVCacheManager(replace(config, num_blocks=1 + usable), MODES[mode].keeps_states), 0
+        while _given(manager, str(played), *lengths[played % len(lengths)], K) is not None:
+            played += 1
+        if played != fits:
+            yield f"{where}: a manager takes {played} requests, not {fits}"
+    due = Capacity(3 - len(taken), fits, int(most[taken].sum()) / len(taken), sum(counted) / int(cut[taken].sum()))
+    if found != due:
+        yield f"{where}: {found}; the blocks take {due}"
 
 
 def _given(
@@ -210,29 +248,40 @@ def _given(
 
 
 def _lone(rng: np.random.Generator) -> Iterator[str]:
-    """Layers of one kind alone: a state fills its page, and a block size for the other kind is refused."""
+    """Layers of one kind alone: a state fills its page, and what is for the other kind is refused."""
     mode, limit = str(rng.choice(list(MODES))), int(rng.integers(1, 3000))
-    given, chunk = ([None, size][rng.integers(2)] for size in (24, 16))
+    given, chunk = ([None, 1, size][rng.integers(3)] for size in (24, 16))
     parts = window_and_states(((3, 8), torch.bfloat16), ((4, 8), torch.float32))
     states: dict[str, KVCacheSpec] = {"0": MambaSpec(1, parts)}
 
-    def sizes(layers: dict[str, KVCacheSpec], **changes: Any) -> BlockSizes | None:
-        cache = CacheConfig(mamba_cache_mode=mode, num_blocks=100, **changes)
+    def planned(layers: dict[str, KVCacheSpec], ranks: int = 1, **changes: Any) -> CachePlan | None:
+        cache = CacheConfig(**{"mamba_cache_mode": mode, "num_blocks": 100, **changes})
+        arguments = get_backend("TORCH", "cpu"), BackendContext("cpu"), limit, chunk
         try:
-            return plan_cache(layers, cache, get_backend("TORCH", "cpu"), BackendContext("cpu"), limit, chunk).sizes
+            return plan_cache(layers, cache, *arguments, context_parallel=ranks)
         except ConfigError:
             return None
 
     size = given or (limit if not MODES[mode].keeps_states else chunk)
     state_bytes = 3 * 8 * 2 + 4 * 8 * 4
     due = BlockSizes(size, size, state_bytes, state_bytes) if size else None
-    if (found := sizes(states, mamba_block_size=given)) != due:
+    plan = planned(states, mamba_block_size=given)
+    if (found := plan and plan.sizes) != due:
         yield f"states alone, mode {mode}, {given} given, chunks of {chunk}: {found}, not {due}"
+    elif plan is not None:
+        yield from _counted(plan, mode, rng)
     attention: dict[str, KVCacheSpec] = {"0": FullAttentionSpec(1, 1, 4, torch.bfloat16)}
-    if sizes(states, block_size=16) is not None or sizes(attention, mamba_block_size=16) is not None:
+    if planned(states, block_size=16) is not None or planned(attention, mamba_block_size=16) is not None:
         yield f"mode {mode}: the block size of layers that are not there is not refused"
-    if sizes(attention, block_size=16) != BlockSizes(16, None, 16 * 16, 0):
-        yield f"attention alone: {sizes(attention, block_size=16)}"
+    for ranks in (2, 3):
+        if planned(states, ranks, mamba_block_size=16) is not None or planned(attention, ranks) is None:
+            yield f"mode {mode}: the tokens of states are divided among {ranks} ranks, or those of attention are not"
+    for size in (1, 16):
+        made = planned(attention, block_size=size, num_blocks=2)
+        if made is None or made.sizes != BlockSizes(size, None, size * 16, 0):
+            yield f"attention alone: {made and made.sizes}"
+        if planned(attention, block_size=size, num_blocks=1) is not None:
+            yield "attention alone: the null block alone is enough"
 
 
 def _late(rng: np.random.Generator) -> Iterator[str]:
@@ -263,9 +312,16 @@ def _late(rng: np.random.Generator) -> Iterator[str]:
 def _stages(rng: np.random.Generator) -> Iterator[str]:
     """Layers are dealt to pipeline stages one by one: all get as many, and one more those just before the last."""
     num_layers, num_stages, tensor, context = (int(rng.integers(1, n)) for n in (30, 9, 5, 4))
-    ranks = Ranks(tensor * context, num_stages, context)
+    given = {"tensor_parallel": tensor * context, "pipeline_parallel": num_stages, "context_parallel": context}
+    ranks = Ranks(**{name: number for name, number in given.items() if number > 1})
     if ranks.num_gpus != tensor * context * num_stages:
         yield f"{ranks} are {ranks.num_gpus} GPUs"
+    strange = [given | {name: number} for name in given for number in (0, -1)]
+    for numbers in [*strange, given | {"tensor_parallel": tensor * context + 1}][: 6 + (context > 1)]:
+        try:
+            yield f"{Ranks(**numbers)} is not refused"
+        except ConfigError:
+            continue
     counts = [num_layers // num_stages] * num_stages
     for more in range(num_layers % num_stages):
         counts[num_stages - 2 - more] += 1

@@ -72,6 +72,18 @@ def test_requests_that_are_counted_wrong_are_seen(
     assert detail in result.detail
 
 
+def test_requests_that_are_not_cut_at_the_limit_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checked, "capacity", lambda config, *lengths: capacity(config, *lengths[:2], 10**6, lengths[3]))
+    (result,) = check_plan(Run(10))
+    assert "num_refused=0" in result.detail
+
+
+def test_ranks_that_divide_by_nothing_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ranks, "__post_init__", lambda ranks: None)
+    (result,) = check_plan(Run(10))
+    assert "tensor_parallel=0" in result.detail and "is not refused" in result.detail
+
+
 def test_a_figure_that_is_not_the_plans_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_figures, "describe", lambda plan: describe(plan) | {"ring_rows": 9})
     (result,) = check_plan(Run(10))
