@@ -34,8 +34,8 @@ class MultipleOf:
 class BackendContext:
     """What a backend's answers may depend on."""
 
-    platform: str = "cpu"
-    float32_ssm_state: bool = False
+    platform: str
+    float32_ssm_state: bool
 
     @classmethod
     def for_layers(cls, platform: str, layers: dict[str, KVCacheSpec]) -> BackendContext:

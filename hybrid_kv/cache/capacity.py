@@ -39,7 +39,7 @@ class Capacity:
     running_blocks: float
 
 
-def capacity(config: KVCacheConfig, prompts: Ints, outputs: Ints, max_model_len: int, num_drafts: int = 0) -> Capacity:
+def capacity(config: KVCacheConfig, prompts: Ints, outputs: Ints, max_model_len: int, num_drafts: int) -> Capacity:
     """What fits of requests of these lengths into `config.num_blocks` blocks, one of them the null block.
 
     Args:

@@ -123,7 +123,9 @@ class Asked:
         more = {"mamba_chunk_size": self.chunk, "max_num_seqs": self.rows or None, "stages": names}
         more["context_parallel"] = self.context_parallel if self.context_parallel > 1 else None
         told: dict[str, Any] = {name: value for name, value in more.items() if value is not None}
-        return plan_cache(self.layers, cache, get_backend("TORCH", "cpu"), BackendContext("cpu"), self.limit, **told)
+        return plan_cache(
+            self.layers, cache, get_backend("TORCH", "cpu"), BackendContext("cpu", True), self.limit, **told
+        )
 
     def notes(self, longest: int) -> list[str]:
         """How each note begins."""

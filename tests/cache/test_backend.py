@@ -34,8 +34,8 @@ from hybrid_kv.cache.spec import (
 )
 from hybrid_kv.config import ConfigError
 
-CUDA, XPU = BackendContext("cuda"), BackendContext("xpu")
-FP32_STATE = BackendContext("cuda", float32_ssm_state=True)
+CUDA, XPU = BackendContext("cuda", False), BackendContext("xpu", False)
+FP32_STATE = BackendContext("cuda", True)
 BYTE = StatePart("state", (1,), torch.int8)
 STATE = MambaSpec(64, window_and_states(((3, 8), torch.float32), ((4, 8), torch.float32)))
 ATTENTION = FullAttentionSpec(64, num_kv_heads=2, head_size=8, dtype=torch.float32)

@@ -140,7 +140,7 @@ def test_counts_by_hand() -> None:
     then 2 - 1 = 1, 1, 1. Together 8 + 5 = 13 in 4 steps. At most 2 + 2 = 4, so 9 usable blocks hold two requests.
     """
     config = config_of(attention(4), mamba(4, "align"), num_blocks=10)
-    found = capacity(config, ints(5), ints(4), 100)
+    found = capacity(config, ints(5), ints(4), 100, 0)
     assert (found.num_fit, found.most_blocks, found.running_blocks) == (2, 4.0, 13 / 4)
     assert found.num_refused == 0
 
@@ -148,13 +148,13 @@ def test_counts_by_hand() -> None:
 def test_requests_that_the_engine_refuses_are_left_out_and_long_answers_cut() -> None:
     """Limit 12: a prompt of 12 is refused, one of 10 gets 2 of its 90 tokens: 11 computed, 3 blocks of 4."""
     config = config_of(attention(4), num_blocks=10)
-    found = capacity(config, ints(12, 10), ints(1, 90), 12)
+    found = capacity(config, ints(12, 10), ints(1, 90), 12, 0)
     assert (found.num_refused, found.num_fit, found.most_blocks) == (1, 3, 3.0)
     # 9 blocks hold 36 tokens; the second computes 37.
-    found = capacity(config, ints(4, 30), ints(1, 8), 1000)
+    found = capacity(config, ints(4, 30), ints(1, 8), 1000, 0)
     assert (found.num_refused, found.num_fit) == (1, 9)
     with pytest.raises(ConfigError, match="none of 2 requests has a prompt below 4 tokens and fits in 9 blocks"):
-        capacity(config, ints(4, 30), ints(1, 8), 4)
+        capacity(config, ints(4, 30), ints(1, 8), 4, 0)
 
 
 def test_context_parallel_ranks_divide_tokens_and_no_states() -> None:

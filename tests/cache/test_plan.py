@@ -203,7 +203,7 @@ def mamba(**changes: Any) -> MambaSpec:
 
 
 def sizes_of(layers: dict[str, KVCacheSpec], chunk_size: int | None = 16, **wishes: Any) -> Any:
-    backend, context = get_backend("FLASH_ATTN", "cuda"), BackendContext("cuda")
+    backend, context = get_backend("FLASH_ATTN", "cuda"), BackendContext("cuda", False)
     return update_block_size_for_backend(layers, CacheConfig(**wishes), backend, context, 1000, chunk_size)
 
 
@@ -228,7 +228,7 @@ def test_models_of_one_kind_of_layer() -> None:
 
 def test_much_padding_without_a_chunk_size_is_told_of_the_modes_that_need_none() -> None:
     layers = {"m": mamba(), "a": attention(num_kv_heads=8, head_size=64)}
-    backend, context = get_backend("TORCH", "cpu"), BackendContext("cpu")
+    backend, context = get_backend("TORCH", "cpu"), BackendContext("cpu", False)
     for mode, unit in (("align", None), ("all", 32)):
         cache = CacheConfig(mamba_block_size=unit, mamba_cache_mode=mode, num_blocks=100)  # type: ignore[arg-type]
         (note,) = plan_cache(layers, cache, backend, context, 500).notes
@@ -238,7 +238,7 @@ def test_much_padding_without_a_chunk_size_is_told_of_the_modes_that_need_none()
 
 def test_narrower_attention_layers_get_longer_blocks_of_the_same_page() -> None:
     layers = {"wide": attention(num_kv_heads=4), "narrow": attention(num_kv_heads=1), "m": mamba()}
-    backend, context = get_backend("FLASH_ATTN", "cuda"), BackendContext("cuda")
+    backend, context = get_backend("FLASH_ATTN", "cuda"), BackendContext("cuda", False)
     cache = CacheConfig(mamba_cache_mode="align", num_blocks=100)
     plan = plan_cache(layers, cache, backend, context, 1000, 16)
     sizes = {name: group.spec.block_size for group in plan.config.groups for name in group.layer_names}
@@ -249,7 +249,7 @@ def test_narrower_attention_layers_get_longer_blocks_of_the_same_page() -> None:
 
 def test_attention_layers_alone_have_one_block_size_and_pages_of_their_own() -> None:
     layers = {name: attention(num_kv_heads=heads) for name, heads in (("a", 2), ("b", 3), ("c", 2))}
-    backend, context = get_backend("FLASH_ATTN", "cuda"), BackendContext("cuda")
+    backend, context = get_backend("FLASH_ATTN", "cuda"), BackendContext("cuda", False)
     plan = plan_cache(layers, CacheConfig(memory_bytes=100_000), backend, context, 1000)
     (group,) = describe(plan)["groups"]
     assert (group["layers"], group["block_size"], group["kernel_block_size"]) == (["a", "b", "c"], 16, 16)

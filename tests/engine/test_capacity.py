@@ -19,7 +19,7 @@ def test_as_many_as_fit_run_without_preemption_and_one_more_does_not(mode: str) 
         max_model_len=40, mamba_cache_mode=mode,
     )  # fmt: skip
     lengths = np.array([10]), np.array([11])
-    count = capacity(llm.plan.counted, *lengths, 40).num_fit
+    count = capacity(llm.plan.counted, *lengths, 40, 0).num_fit
     assert 2 < count < 32
 
     def preemptions(count: int) -> int:

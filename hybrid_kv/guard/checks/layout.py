@@ -67,7 +67,7 @@ def _layout_errors(
         else FullAttentionSpec(1, heads, width, torch.bfloat16),
     }
     # With float32 states FlashAttention's kernel blocks are 16 to 64 tokens, parts of a longer block.
-    context = BackendContext(float32_ssm_state=bool(rng.integers(2)))
+    context = BackendContext("cpu", float32_ssm_state=bool(rng.integers(2)))
     cache = CacheConfig(block_size=16 * int(rng.integers(1, 4)), num_blocks=max(3, num_blocks))
     plan = plan_cache(specs, cache, backend, context, max_model_len=64)
     config = type(plan.config)(num_blocks, plan.config.groups)

@@ -256,7 +256,7 @@ def _lone(rng: np.random.Generator) -> Iterator[str]:
 
     def planned(layers: dict[str, KVCacheSpec], ranks: int = 1, **changes: Any) -> CachePlan | None:
         cache = CacheConfig(**{"mamba_cache_mode": mode, "num_blocks": 100, **changes})
-        arguments = get_backend("TORCH", "cpu"), BackendContext("cpu"), limit, chunk
+        arguments = get_backend("TORCH", "cpu"), BackendContext("cpu", False), limit, chunk
         try:
             return plan_cache(layers, cache, *arguments, context_parallel=ranks)
         except ConfigError:
