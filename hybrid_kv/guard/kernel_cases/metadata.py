@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -80,17 +81,18 @@ class Layer:
         self.keys, self.values = map(wide, tokens)
         self.query = draw.floats(sum(step.lengths), kv_heads * per_kv, size, dtype=dtype)
 
-    def compare(self, name: str, step: Step, parts: tuple[AttentionPart, ...]) -> Iterator[Compared]:
-        """Of padding rows nothing."""
+    def compare(self, name: str, step: Step, parts: tuple[AttentionPart, ...], grid: int = 0) -> Iterator[Compared]:
+        """Of padding rows nothing. Torch alone leaves out the keys on a grid."""
         outputs = []
+        more: dict[str, Any] = {"grid": grid} if grid else {}
         for part in parts:
             query = part.rows.padded(self.query[part.start : part.start + part.num_tokens])
-            outputs.append(part.rows.flat(part.compute.attend(query, *self.caches, part, self.scale)))
+            outputs.append(part.rows.flat(part.compute.attend(query, *self.caches, part, self.scale, **more)))
         out = torch.cat(outputs)
         for row, (own, seen) in enumerate(zip(own_tokens(step.lengths), own_tokens(step.totals), strict=False)):
             ends = range(step.totals[row] - step.lengths[row], step.totals[row])
             operands = wide(self.query[own]), self.keys[seen], self.values[seen]
-            yield f"{name}, attend", out[own], definitions.attention(*operands, ends, self.scale)
+            yield f"{name}, attend, grid {grid}", out[own], definitions.attention(*operands, ends, self.scale, grid)
 
 
 def attended(draw: Draw) -> Iterator[Compared]:
@@ -117,8 +119,11 @@ def attended(draw: Draw) -> Iterator[Compared]:
             compute = new_compute(name)
         PrefillWrapper.made.clear()
         metadata = build_paged_attention_metadata(step.common, ids, slots, stored.block_size, compute)
-        for layer in layers:
-            yield from layer.compare(name, step, metadata.parts)
+        for layer, grid in product(layers, (0, draw.number(1, 4)) if name == "torch" else (0,)):
+            yield from layer.compare(name, step, metadata.parts, grid)
+        for part in metadata.parts:
+            lone = torch.tensor(part.mask(1, torch.float64) is None)
+            yield "a lone query has no mask", lone, np.array(part.positions.numel() == 1)
         made, planned = PrefillWrapper.made, 2 * len(metadata.parts) * (name == "flashinfer")
         yield f"{name}, plans", longs([len(made)]), np.array([planned])
         if made:

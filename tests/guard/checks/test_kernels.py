@@ -12,7 +12,12 @@ import pytest
 import torch
 
 from hybrid_kv.attention.mamba import MambaMetadataBuilder
-from hybrid_kv.attention.paged import FlashAttentionCompute, FlashInferCompute, build_paged_attention_metadata
+from hybrid_kv.attention.paged import (
+    FlashAttentionCompute,
+    FlashInferCompute,
+    TorchCompute,
+    build_paged_attention_metadata,
+)
 from hybrid_kv.cache.backend import backend_of, get_backend, select_kernel_block_size
 from hybrid_kv.cache.block_table import BlockTables, LaunchedBlockTables
 from hybrid_kv.guard.checks import kernels as checked
@@ -104,6 +109,7 @@ PLANTS: list[tuple[Case, Callable[..., Any], str, str]] = [
         "int(totals[first:last].max())",
         "int(totals[first:last].min())",
     ),
+    (metadata.attended, TorchCompute.attend, "[..., None, None], 0)", "[..., None, None], 1)"),
     (metadata.attended, FlashAttentionCompute.attend, "part.num_keys", "part.num_keys + 1"),
     (metadata.attended, FlashInferCompute.attend, "query.shape[2:]", "query.shape[3:]"),
     (metadata.attended, FlashInferCompute._plan, "% page_size + 1", "% page_size"),
