@@ -3,7 +3,7 @@
 What happens is drawn: other engines write, use and delete blocks in the same folder, files are damaged or replaced by
 something strange, disks are full, processes die. Time is told, not waited for. The rules are those that
 `cache.folder_tier` promises, written anew: its own figures and functions are not asked. What happens and what is due
-stand in one file, 480 lines, because each is read against the other.
+stand in one file, 560 lines, because each is read against the other.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -37,7 +38,7 @@ MODELS = OWN, OTHER = b"own." * 4, b"else" * 4
 LIMITS = (None, 111, 112, 112 + 136, 2 * 112 + 136, 2 * 112 + 2 * 136, 5 * 112)  # a file has 112 or 136 bytes
 LOOK, SCAN, SHARE, DAY = 1.0, 30.0, 0.02, 24 * 3600.0  # seconds, and the share of time that looking may take
 STEPS = (*[0.5, 1.0] * 5, 29.0, 30.0)  # seconds from one event to the next
-NO_PROCESS = 2**22 + 1  # Linux has no larger process id than one less
+NO_PROCESS, FOREIGN_PROCESS = 2**22 + 1, 2**22 + 2  # Linux has none of these; the second is said to be another user's
 MUST_HAPPEN = ("spared", "folder_evictions", "corrupt_files", "foreign_files", "truncated_files", "write_failures")
 AHEAD = 10**6  # seconds of the told time before the real one: what the system has just touched looks old
 
@@ -106,6 +107,7 @@ class Shelf:
         return often * 3 + [
             self.another_deletes, self.write_on_a_full_disk, self.read_what_nobody_may_delete,
             self.something_strange_has_the_name, self.a_folder_is_a_link, self.strangers_come, self.start_again,
+            self.fill_behind_a_hit, self.another_is_first, self.a_file_becomes_a_link, self.the_folder_vanishes,
         ]  # fmt: skip
 
     def path(self, key: BlockKey, model: bytes = OWN) -> Path:
@@ -202,6 +204,12 @@ class Shelf:
                 self.counted.pop(path, None)
                 self.counted[path] = FRAME + len(data), self.files[path].used
 
+    def _fill(self, but: BlockKey | None = None) -> None:
+        """More than any limit allows, in one moment, and not of this block."""
+        for key in (KEYS[i] for i in self.rng.permutation(len(KEYS))):
+            if key != but:
+                self._write([(key, self._payload(key))])
+
     def _put(self, model: bytes, key: BlockKey, data: torch.Tensor) -> Path:
         path = self.path(key, model)
         self.files[path] = File(_content(model, key, data.numpy().tobytes()), self.clock.time_ns())
@@ -238,6 +246,52 @@ class Shelf:
                     self._read(key, stays=True)
                 self.undeletable.add(key)
                 self._exists(key)
+
+    def fill_behind_a_hit(self) -> None:
+        """A block that was read goes in its turn, and what it took is known to be free."""
+        if self.limit not in LIMITS[3:]:
+            self._start(LIMITS[-1])
+        key, data = self._block()
+        self._write([(key, data)])
+        self._read(key)
+        self._fill(key)
+
+    def another_is_first(self) -> None:
+        """It deletes a damaged file before this engine does, and the block that it writes then is as good as any."""
+        key = self._key()
+        if not self._exists(key):
+            return
+        if not self.files[self.path(key)].fault:
+            self._damage(self.path(key), self.files[self.path(key)])
+        unlink = Path.unlink
+
+        def unlink_twice(path: Path, missing_ok: bool = False) -> None:
+            unlink(path)
+            unlink(path, missing_ok)
+
+        with patch.object(Path, "unlink", unlink_twice):
+            self._read(key)
+        self._another_writes(OWN, key)
+        self._exists(key)
+
+    def a_file_becomes_a_link(self) -> None:
+        """Behind the reading and before its time of use is noted: that of what the link names stays."""
+        key, aside, utime = self._key(), self.root / "aside", os.utime
+        path = self.path(key)
+        if not self._exists(key) or self.files[path].fault:
+            return
+
+        def utime_of_a_link(path: Path, **more: Any) -> None:
+            path.rename(aside)
+            path.symlink_to(aside)
+            utime(path, **more)
+
+        with patch.object(os, "utime", utime_of_a_link):
+            assert self.tier.read(key, torch.zeros(PAYLOADS[key[0]], dtype=torch.uint8)), f"{path.name} is not read"
+        path.unlink()
+        aside.rename(path)
+        if path in self.counted:
+            self.counted[path] = self.counted.pop(path)[0], self.clock.time_ns()
 
     def _exists(self, key: BlockKey) -> bool:
         path = self.path(key)
@@ -292,12 +346,16 @@ class Shelf:
 
     def another_writes(self) -> None:
         """An engine of this model or of another one."""
-        model, (key, data) = self._model(), self._block()
-        self.others[model].write([(key, data)])
-        file = self.files[self._put(model, key, data)]
+        path = self._another_writes(self._model())
         if self.rng.random() < 0.3:  # its clock is behind
-            file.used -= 100 * 10**9
-            os.utime(self.path(key, model), ns=(file.used,) * 2)
+            self.files[path].used -= 100 * 10**9
+            os.utime(path, ns=(self.files[path].used,) * 2)
+
+    def _another_writes(self, model: bytes, key: BlockKey | None = None) -> Path:
+        key = key or self._key()
+        data = self._payload(key)
+        self.others[model].write([(key, data)])
+        return self._put(model, key, data)
 
     def another_reads(self) -> None:
         """What it has read is not the first to go."""
@@ -337,6 +395,8 @@ class Shelf:
             self._read(key)
             self._warn_once()
         self._write([(key, data)], fails=True)
+        self._fill(key)
+        assert os.path.lexists(path), f"{path.name} is strange, and has gone"
         self._expect((path.lstat().st_ino, path.lstat().st_mode), (before.st_ino, before.st_mode), "what was strange")
         path.rmdir() if kind == 1 else path.unlink()
         aside.rename(path) if file is not None else aside.unlink()
@@ -345,26 +405,53 @@ class Shelf:
 
     def a_folder_is_a_link(self) -> None:
         """What lies behind it is not asked for, not counted and not deleted, and nothing is written there."""
-        model, aside = self._model(), self.root / "aside"
+        model = self._model()
         folder = self._folder(model)
+        if model == OTHER:
+            self._another_writes(OTHER)
+            self.check()  # what it wrote has the told time
+            self.clock.now += SCAN
+            self.write()
+            self.check()
         if not folder.is_dir():
             return
-        behind = {path: file for path, file in self.files.items() if path.parent == folder}
-        self.files = {path: file for path, file in self.files.items() if path.parent != folder}
-        folder.rename(aside)
-        folder.symlink_to(aside)
-        if self.rng.random() < 0.5:
+        with self._set_aside(folder) as aside:
+            folder.symlink_to(aside)
+            if self.rng.random() < 0.5:
+                self._start(self.limit)
+            for key in self._keys():
+                self._exists(key)
+            if model == OWN:
+                self._write_nothing()
+            else:
+                self._fill()
+            folder.unlink()
+
+    def the_folder_vanishes(self) -> None:
+        """Once it is made: no other model's blocks go for one that nothing can be written of."""
+        for key in KEYS:
+            self._another_writes(OTHER, key)
+        self.check()
+        with self._set_aside(self._folder(OWN)), patch.object(Path, "mkdir"):
             self._start(self.limit)
-        for key in self._keys():
-            self._exists(key)
-        if model == OWN:
-            self.tier.write([self._block()])
-            self.due["write_failures"] += 1
-            self._warn_once()
-        for _ in range(0 if model == OWN else 3):
-            self.write()
-        folder.unlink()
-        aside.rename(folder)
+            self._write_nothing()
+
+    def _write_nothing(self) -> None:
+        """There is no folder to write to."""
+        self.tier.write([self._block()])
+        self.due["write_failures"] += 1
+        self._warn_once()
+
+    @contextmanager
+    def _set_aside(self, folder: Path) -> Iterator[Path]:
+        """Where it lies meanwhile, with what is in it."""
+        aside, behind = self.root / "aside", {path: file for path, file in self.files.items() if path.parent == folder}
+        self.files = {path: file for path, file in self.files.items() if path not in behind}
+        if is_there := folder.is_dir():
+            folder.rename(aside)
+        yield aside
+        if is_there:
+            aside.rename(folder)
         self.files |= behind
 
     def strangers_come(self) -> None:
@@ -411,8 +498,14 @@ class Shelf:
         return [KEYS[i] for i in self.rng.permutation(len(KEYS))[:3]]
 
     def _block(self) -> tuple[BlockKey, torch.Tensor]:
-        key = KEYS[self.rng.integers(len(KEYS))]
-        return key, torch.from_numpy(self.rng.integers(0, 256, size=PAYLOADS[key[0]], dtype=np.uint8))
+        key = self._key()
+        return key, self._payload(key)
+
+    def _key(self) -> BlockKey:
+        return KEYS[self.rng.integers(len(KEYS))]
+
+    def _payload(self, key: BlockKey) -> torch.Tensor:
+        return torch.from_numpy(self.rng.integers(0, 256, size=PAYLOADS[key[0]], dtype=np.uint8))
 
 
 def play_shelf(root: Path, rng: np.random.Generator, num_events: int) -> tuple[str, dict[str, int]]:

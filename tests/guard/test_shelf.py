@@ -24,6 +24,11 @@ def test_a_folder_has_the_files_that_it_should_have(tmp_path: Path) -> None:
     [
         ("_alive", lambda pid: True, "start again: whether "),
         ("_is_folder", os.path.isdir, "a folder is a link: "),
+        (
+            "_is_folder",
+            lambda path: not os.path.islink(path) and not os.path.isfile(path),
+            "the folder vanishes: ",
+        ),
         ("_is_strange", lambda path: False, "something strange has the name: "),
         ("SCAN_SECONDS", 60.0, "should have gone"),
         ("FORMAT_VERSION", 2, "has another content"),
@@ -35,6 +40,20 @@ def test_a_tier_that_breaks_a_promise_is_seen(
     monkeypatch.setattr(folder_tier, name, broken)
     wrong, _ = play_shelf(tmp_path, np.random.default_rng(1), 200)
     assert seen in wrong
+
+
+def test_a_hit_that_is_counted_with_other_bytes_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    read = folder_tier.FolderTier.read
+
+    def counting(tier: folder_tier.FolderTier, key: Any, data: Any) -> bool:
+        found, path = read(tier, key, data), str(tier.path(key))
+        if path in tier._files:
+            tier._files[path] = 2 * tier._files[path][0], tier._files[path][1]
+        return found
+
+    monkeypatch.setattr(folder_tier.FolderTier, "read", counting)
+    wrong, _ = play_shelf(tmp_path, np.random.default_rng(1), 200)
+    assert "should have gone" in wrong
 
 
 def test_the_youngest_block_does_not_go_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
