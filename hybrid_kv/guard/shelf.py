@@ -3,7 +3,7 @@
 What happens is drawn: other engines write, use and delete blocks in the same folder, files are damaged or replaced by
 something strange, disks are full, processes die. Time is told, not waited for. The rules are those that
 `cache.folder_tier` promises, written anew: its own figures and functions are not asked. What happens and what is due
-stand in one file, 560 lines, because each is read against the other.
+stand in one file, 590 lines, because each is read against the other.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
+from subprocess import PIPE, Popen
 from typing import Any
 from unittest.mock import patch
 
@@ -470,21 +471,22 @@ class Shelf:
 
     def start_again(self) -> None:
         """Of the temporary files in all folders those of dead processes go, and old ones."""
-        host, me = socket.gethostname(), os.getpid()
+        host = socket.gethostname()
         folder = self._folder(self._model())
         folder.mkdir(parents=True, exist_ok=True)
         old, young = self.clock.now - DAY - 1, self.clock.now - DAY + 1
-        stays = {
-            f"{host}.{NO_PROCESS}.cd.tmp": (young, False), f"{host}.{10**30}.ab.tmp": (young, False),
-            f"{host}.{me}.ab.tmp": (young, True), f"{host}.{me}.cd.tmp": (old, False),
-            f"{host}.1.ab.tmp": (young, True), f"{host}.{me}.ef.tmp": (old + 1, True),
-            f"!{host}.{NO_PROCESS}.ab.tmp": (young, True), f"~{host}.{NO_PROCESS}.ab.tmp": (young, True),
-            f"~{host}.1.ab.tmp": (old, False), f"{host}.tmp": (old, True),
-        }  # fmt: skip
-        for name, (used, _) in stays.items():
-            (folder / name).touch()
-            os.utime(folder / name, (used, used))
-        self._start(LIMITS[self.rng.integers(len(LIMITS))])
+        with a_process() as living:
+            stays = {
+                f"{host}.{NO_PROCESS}.cd.tmp": (young, False), f"{host}.{10**30}.ab.tmp": (young, False),
+                f"{host}.{living}.ab.tmp": (young, True), f"{host}.{living}.cd.tmp": (old, False),
+                f"{host}.{FOREIGN_PROCESS}.ab.tmp": (young, True), f"{host}.{living}.ef.tmp": (old + 1, True),
+                f"!{host}.{NO_PROCESS}.ab.tmp": (young, True), f"~{host}.{NO_PROCESS}.ab.tmp": (young, True),
+                f"~{host}.{living}.ab.tmp": (old, False), f"{host}.tmp": (old, True),
+            }  # fmt: skip
+            for name, (used, _) in stays.items():
+                (folder / name).touch()
+                os.utime(folder / name, (used, used))
+            self._start(LIMITS[self.rng.integers(len(LIMITS))])
         for name, (_, does) in stays.items():
             self._expect((folder / name).exists(), does, f"whether {name} stays")
             (folder / name).unlink(missing_ok=True)
@@ -550,6 +552,22 @@ def looks_wrong(root: Path, tick: float) -> str:
                     return f"least {least:.0f} s, {tick} s a look: {early} s before the next is due it looks: {looks}"
                 due = due if early else clock.now + max(least, tick / SHARE)
     return ""
+
+
+@contextmanager
+def a_process() -> Iterator[int]:
+    """A living one that nobody minds losing; another user's cannot be asked for anything."""
+    kill = os.kill
+
+    def kill_own(pid: int, number: int) -> None:
+        if pid == FOREIGN_PROCESS:
+            raise PermissionError(f"process {pid} is another user's")
+        kill(pid, number)
+
+    with Popen(["cat"], stdin=PIPE) as child, patch.object(os, "kill", kill_own):
+        yield child.pid
+        child.communicate()
+    assert not child.returncode, f"a process that was asked after ended with {child.returncode}"
 
 
 @contextmanager

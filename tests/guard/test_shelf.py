@@ -63,7 +63,7 @@ def test_the_youngest_block_does_not_go_first(monkeypatch: pytest.MonkeyPatch, t
 
     monkeypatch.setattr(folder_tier, "OrderedDict", YoungestFirst)
     wrong, _ = play_shelf(tmp_path, np.random.default_rng(1), 200)
-    assert "should be there" in wrong
+    assert "should be there" in wrong or "should have gone" in wrong  # both are so
 
 
 @pytest.mark.parametrize(
