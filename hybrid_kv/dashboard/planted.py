@@ -17,7 +17,7 @@ SIZES = {"small_requests": ("requests", 3), "small_tokens": ("prompt tokens", 64
 CLASSES = {
     "A": (
         "geometry, page sizes, planning",
-        "What a backend says that it supports is believed: a wrong kernel block size in its list.",
+        "What kernels on a GPU really take: block sizes are held against a table.",
     ),
     "B": (
         "block tables, slots, units of a block",
