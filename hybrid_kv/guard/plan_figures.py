@@ -74,8 +74,8 @@ class Asked:
         self.given = [None, None, 1, double, int(rng.integers(1, 200))][rng.integers(5)]
         self.chunk = [None, 16, int(rng.integers(1, 60))][rng.integers(3)]
         self.given_states = [None, int(rng.integers(1, 60))][rng.integers(2)] if self.state_bytes else None
-        if self.mode == "align" and self.given_states is not None:
-            self.given_states = self.aligned("align", None)  # no other is kept
+        if self.given_states is not None and self.policy.keeps_states and not self.policy.needs_unit:
+            self.given_states = self.aligned(self.mode, None)  # no other is kept
         self.size = self.aligned(self.mode, self.given_states)
 
     def aligned(self, mode: str, given_states: int | None) -> int:
