@@ -1,4 +1,5 @@
-"""What found the planted bugs: by class of bug, as small cases, and over HTTP by probe. Tables for their page."""
+"""What found the planted bugs: by class of bug, as small cases, over HTTP by probe, and generated ones by the part of
+the engine that they change. Tables for their page."""
 
 from __future__ import annotations
 
@@ -149,6 +150,35 @@ def _without(others: pd.DataFrame) -> str:
     sections = Counter(column(others, "section", str)).most_common()
     listed = ", ".join(f"{section} {count}" for section, count in sections)
     return f" {len(others)} more were caught without such a case: {listed}." if len(others) else ""
+
+
+def generated_table(results: Results) -> str | None:
+    """Of each part of the engine how many generated mutants were hunted and caught, each by its newest row."""
+    rows = results.of(MUTANTS, metric="caught")
+    rows = rows.assign(digest=column(rows, "digest", str), first=column(rows, "section", str)).dropna(subset="digest")
+    rows = rows.drop_duplicates("digest", keep="last")
+    if rows.empty:
+        return None
+    parts = rows["benchmark"].map(_part)
+    caught, lines = rows[rows["value"] == 1], []
+    for part, own in rows.groupby(parts):
+        seen = Counter(own[own["value"] == 1]["first"]).most_common(3)
+        told = ", ".join(f"{section} {count}" for section, count in seen)
+        lines.append(f"| `{part}` | {len(own)} | {int(own['value'].sum())} | {told} |")
+    return "\n".join([
+        f"Of {len(rows):,} that were hunted, those that are proven equivalent left out, {len(caught):,} are caught "
+        f"({len(caught) / len(rows):.1%}):",
+        "",
+        "| changed | hunted | caught | most of them by |",
+        "|---|--:|--:|---|",
+        *lines,
+    ])  # fmt: skip
+
+
+def _part(name: str) -> str:
+    """The folder of the changed file; of an engine's the file itself, of a kernel its own."""
+    file = name.split(":")[0]
+    return file if file.startswith("engine/") else f"{file.rpartition('/')[0]}/"
 
 
 def planted_table(results: Results) -> str | None:

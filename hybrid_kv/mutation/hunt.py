@@ -84,7 +84,9 @@ class Row:
         def record(metric: str, value: float, better: str, unit: str = "", n: int = self.requests) -> Record:
             return Record("mutants", self.id, metric, value, unit, params, n=n, better=better)
 
-        records = [record("caught", int(self.caught), "higher"), record("seconds", round(self.seconds, 1), "lower")]
+        records = [record("caught", int(self.caught), "higher")]
+        if not self.change:  # Of thousands nobody asks how long each took.
+            records.append(record("seconds", round(self.seconds, 1), "lower"))
         if (small := self.small) is not None:
             records += [
                 record("small_requests", small.requests, "lower", "requests", 1),

@@ -192,6 +192,25 @@ def test_a_class_of_bugs_is_told_by_what_caught_each_first(tmp_path: Path) -> No
     assert {path.stem[0] for path in (ROOT / "mutants").glob("[A-Z]*.yaml")} == set(shown)
 
 
+def test_generated_bugs_are_told_by_the_part_that_they_change(tmp_path: Path) -> None:
+    def of(run: int, name: str, digest: str, section: str = "") -> dict[str, object]:
+        params = {"by": "quick+sanitizer", "digest": digest, **({"section": section} if section else {})}
+        value = float(bool(section))
+        return row(run, params, suite="mutants", benchmark=name, metric="caught", unit="", value=value)
+
+    made = [of(1, "cache/plan.py:7:AddNot:1", "a"), of(2, "cache/plan.py:9:AddNot:1", "a", "plan")]
+    made += [of(1, "cache/spec.py:7:AddNot:1", "b"), of(1, "engine/runner.py:7:AddNot:1", "c", "exact model")]
+    made += [of(1, "kernels/ssd/reference.py:7:AddNot:1", "d", "kernels")]
+    made += [row(1, {"by": "quick"}, suite="mutants", benchmark="A01", metric="caught", unit="", value=0.0)]
+    lines = (readme.BLOCKS["planted_generated"](results(tmp_path, *made)) or "").splitlines()
+    assert lines[0].startswith("Of 4 that were hunted, ") and lines[0].endswith("3 are caught (75.0%):")
+    assert lines[4:] == [
+        "| `cache/` | 2 | 1 | plan 1 |",
+        "| `engine/runner.py` | 1 | 1 | exact model 1 |",
+        "| `kernels/ssd/` | 1 | 1 | kernels 1 |",
+    ]
+
+
 def test_small_cases_are_told_by_their_median_and_the_worst_of_them(tmp_path: Path) -> None:
     def of(run: int, bug: str, *values: float) -> list[dict[str, object]]:
         metrics = [*planted.SIZES, "small_held", "small_passes_unchanged"]
