@@ -62,8 +62,12 @@ class Guarded:
         return all(level == levels[factor][0] for factor, level in settings.items() if factor != "dtype")
 
     def hear(self, outcome: Outcome) -> None:
-        """The oracle is not asked any more where the plain engine, alone and cold, disagrees with it."""
-        if outcome.probe == "alone" and outcome.failures and self.is_plain(outcome.settings):
+        """The oracle is not asked any more where the plain engine, alone and cold, disagrees with it.
+
+        An engine that dies says nothing of the oracle.
+        """
+        disagrees = any(not failure.died for failure in outcome.failures)
+        if outcome.probe == "alone" and disagrees and self.is_plain(outcome.settings):
             self.judge_of(outcome.settings).trusted = False
 
     def close(self) -> None:

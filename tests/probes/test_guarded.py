@@ -1,3 +1,5 @@
+import pytest
+
 from hybrid_kv.probes.guarded import MOST_DEATHS, ask
 from hybrid_kv.targets.target import Ask, TargetError
 from tests.probes.toy import Toy, ToyKind
@@ -37,3 +39,11 @@ def test_an_engine_that_dies_of_one_thing_again_and_again_is_let_be(guarded, mon
     verdicts = [one.verdict for one in told]
     assert verdicts[: MOST_DEATHS + 1] == ["wrong"] * (MOST_DEATHS + 1)
     assert set(verdicts[MOST_DEATHS + 1 :]) == {"inconclusive"} and "not asked" in told[-1].detail
+
+
+@pytest.mark.parametrize(("bug", "trusted"), [("dies of one token", True), ("crowd", True), ("ends early", False)])
+def test_an_engine_that_dies_says_nothing_of_the_oracle(guarded, bug, trusted):
+    some, told = guarded(bug=bug), []
+    ask(some, {}, ["alone"], told.append)
+    assert (told[0].probe, told[0].verdict) == ("alone", "right" if bug == "crowd" else "wrong")
+    assert some.judge_of({}).trusted == trusted
