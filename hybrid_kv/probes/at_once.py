@@ -24,7 +24,7 @@ def ask_at_once(
     queue: SimpleQueue[Outcome] = CONTEXT.SimpleQueue()
     names = guarded.kind.name, guarded.against.name if guarded.against is not None else None
     doubted = [dtype for dtype, judge in guarded.judges.items() if not judge.trusted]
-    given = (*names, guarded.folder, guarded.seed, guarded.amount, doubted, queue)
+    given = (*names, guarded.folder, guarded.seed, guarded.amount, guarded.shortest, doubted, queue)
     with processes(min(jobs, len(matrix)), _start, *given) as pool:
         with deaf_to_ctrl_c():  # A submit may start a worker.
             under_way = {pool.submit(_ask, settings, select) for settings in matrix}
@@ -45,11 +45,13 @@ def _start(
     folder: str,
     seed: int,
     amount: int,
+    shortest: int,
     doubted: Sequence[str],
     queue: SimpleQueue[Outcome],
 ) -> None:
     global _worker
     guarded = Guarded(kind_of(kind), folder, kind_of(against) if against is not None else None, seed, amount)
+    guarded.shortest = shortest
     for dtype in doubted:
         guarded.judge_of({"dtype": dtype}).trusted = False
     _worker = guarded, queue

@@ -29,6 +29,7 @@ class Guarded:
     Attributes:
         version: of the engine, once one was started.
         judges: by dtype, those that were needed so far.
+        shortest: tokens that a prompt has at least: one more than one that killed the engine alone.
 
     Raises:
         ConfigError: the oracle does not read the model.
@@ -38,6 +39,7 @@ class Guarded:
         self.kind, self.folder, self.against, self.seed, self.amount = kind, folder, against, seed, amount
         self.version = "?"
         self.judges: dict[str, Judge] = {}
+        self.shortest = 1
         self._references: dict[str, References] = {}
         self.vocab_size = ConfigFile.read(folder).size("vocab_size")
 
@@ -84,7 +86,7 @@ class Guarded:
         """
         judge = self.judge_of(settings)
         references = self.references_of(settings)
-        session = Session(self.kind, self.folder, settings, judge, references, self.seed, self.amount)
+        session = Session(self.kind, self.folder, settings, judge, references, self.seed, self.amount, self.shortest)
         self.version = session.target.version
         if not judge.is_calibrated:
             calibrate(session, self.vocab_size)
@@ -116,6 +118,7 @@ def ask(guarded: Guarded, settings: Settings, select: Sequence[str], told: Calla
             outcome = session.run(probe, guarded.vocab_size)
             deaths.update(failure.last_words for failure in outcome.failures if failure.died)
             guarded.hear(outcome)
+            guarded.shortest = max(guarded.shortest, session.shortest)
             told(outcome)
     finally:
         session.target.close()

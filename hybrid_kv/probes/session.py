@@ -132,6 +132,7 @@ class Session:
     """A target that is started again when it dies. If the shortest prompt killed it, the next ones are longer.
 
     Args:
+        shortest: tokens that a prompt has at least.
         judge: shared by all settings of one dtype.
         references: for what the oracle can't say.
 
@@ -149,13 +150,14 @@ class Session:
         references: References,
         seed: int = 0,
         amount: int = 1,
+        shortest: int = 1,
     ) -> None:
         self.kind, self.folder, self.settings = kind, folder, dict(settings)
         self.judge, self.references, self.seed, self.amount = judge, references, seed, amount
         self.target = kind.start(folder, settings)
         self.unit, self.seen = 0, Seen()
         self.asked = list[Round]()  # since the cache was empty
-        self._shortest = 1
+        self.shortest = shortest
         self._draws: dict[Ask, Answer] = {}
 
     def is_plain(self, factor: str) -> bool:
@@ -170,7 +172,7 @@ class Session:
         # Three blocks and an answer behind them must fit; longer prompts only take longer.
         longest = min(self.target.longest, max(256, 5 * self.unit))
         rng, limit = random.Random(f"{self.seed}/{name}"), self.target.longest
-        return Traffic(rng, vocab_size, self.unit, longest, limit, amount=self.amount, shortest=self._shortest)
+        return Traffic(rng, vocab_size, self.unit, longest, limit, amount=self.amount, shortest=self.shortest)
 
     def _discover(self, vocab_size: int) -> int:
         """The block size: what all numbers of cached tokens are multiples of."""
@@ -201,9 +203,9 @@ class Session:
             outcome.verdict, outcome.detail = "wrong", outcome.detail or str(error)
             if not outcome.failures and self.asked:
                 outcome.failures.append(self._death(probe, error))
-            if self.asked and [len(ask.prompt) for ask in self.asked[-1].asks] == [self._shortest]:
-                outcome.detail = f"a prompt of length {self._shortest}: {outcome.detail}"
-                self._shortest += 1
+            if self.asked and [len(ask.prompt) for ask in self.asked[-1].asks] == [self.shortest]:
+                outcome.detail = f"a prompt of length {self.shortest}: {outcome.detail}"
+                self.shortest += 1
             self.restart()
         outcome.seconds = time.perf_counter() - begin
         return outcome

@@ -47,7 +47,7 @@ def test_what_cannot_be_started_is_told_too(folder: str) -> None:
 
 def test_doubt_in_the_oracle_goes_along(folder: str) -> None:
     """Of a dtype in which the plain engine was wrong the answers are held against that engine's own."""
-    at_once._start("ours", None, folder, 3, 1, ["float32"], CONTEXT.SimpleQueue())
+    at_once._start("ours", None, folder, 3, 1, 2, ["float32"], CONTEXT.SimpleQueue())
     guarded, _ = at_once._worker
     assert not guarded.judge_of({}).trusted and guarded.judge_of({"dtype": "bfloat16"}).trusted
-    assert guarded.kind is ours and guarded.seed == 3
+    assert guarded.kind is ours and guarded.seed == 3 and guarded.shortest == 2

@@ -47,3 +47,10 @@ def test_an_engine_that_dies_says_nothing_of_the_oracle(guarded, bug, trusted):
     ask(some, {}, ["alone"], told.append)
     assert (told[0].probe, told[0].verdict) == ("alone", "right" if bug == "crowd" else "wrong")
     assert some.judge_of({}).trusted == trusted
+
+
+def test_a_prompt_that_kills_the_engine_is_not_asked_in_the_next_setting(guarded):
+    some, told = guarded(bug="dies of one token"), []
+    for settings in ({}, {"prefix": "on"}):
+        ask(some, settings, ["alone"], told.append)
+    assert [one.verdict for one in told] == ["wrong", "right"] and some.shortest == 2
