@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib import import_module
 from itertools import count
 from pathlib import Path
 from types import CodeType, FrameType
@@ -280,12 +281,15 @@ def reach(task: Mapping[str, Any], case: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
     trace, seen, requests, number = Reach(task["files"]), {}, 0, 0
     sys.settrace(trace)
+    for name in task["modules"]:
+        import_module(name)
+    sections = _sections("quick", case)
     while requests < task["amount"]:
         trace.begin(name := f"{SCENARIO}{number}")
         result = _play(number, sanitize=False)
         seen[name] = [*+result.seen]
         requests, number = requests + result.num_requests, number + 1
-    for name, step in _sections("quick", case).items():
+    for name, step in sections.items():
         trace.begin(name)
         step()
     sys.settrace(None)

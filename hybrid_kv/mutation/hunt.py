@@ -188,7 +188,8 @@ class Hunt:
         with tempfile.TemporaryDirectory() as folder:
             root = Path(folder)
             copy = plant(root, {})
-            task = {"amount": REQUESTS, "files": [str(copy / name) for name in files()]}
+            modules = [f"{PACKAGE.name}.{name.removesuffix('.py').replace('/', '.')}" for name in files()]
+            task = {"amount": REQUESTS, "files": [str(copy / name) for name in files()], "modules": modules}
             try:
                 found = forked.ask(root, "catch.reach", task, 3600)
             except _FailedError as error:

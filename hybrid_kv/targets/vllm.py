@@ -12,20 +12,22 @@ from hybrid_kv.targets.workers.vllm import NUM_LIKELIEST, arguments
 
 name = "vllm"
 size = "small"  # its kernels for CPUs refuse the tiny one's widths
+# In this order a default guard asks them: what takes longest first, so that no core waits at the end; what vLLM refuses
+# or dies of at its start last.
 factors = {
     "prefix": (
         "off",
         "all",
         "on",
     ),  # on: the mode that vLLM takes by itself; all: a `mamba_cache_mode` of some versions
-    "spec": ("none", "ngram3", "mtp3", "mtp1"),
     "chunk": ("whole", "17", "100"),
     "blocks": ("ample", "tight"),
+    "retain": ("last", "all"),  # prefix_cache_retention_interval: which Mamba states stay
     "block": ("own", "32"),  # tokens; a hybrid's grow until a Mamba state fits
     "match": ("block", "32"),  # prefix_match_unit: hits may end inside a block
-    "retain": ("last", "all"),  # prefix_cache_retention_interval: which Mamba states stay
-    "async": ("off", "on"),
     "dtype": ("float32", "bfloat16"),
+    "spec": ("none", "ngram3", "mtp3", "mtp1"),
+    "async": ("off", "on"),
 }
 # What every script for vLLM on a CPU begins with, those of `examples/found/` too.
 HEADING = """\

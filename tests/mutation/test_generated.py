@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -305,8 +306,6 @@ def test_scenarios_that_are_left_out_count_for_what_they_show(tmp_path: Path, mo
 
 
 def test_lines_know_the_steps_that_reached_them() -> None:
-    import sys
-
     reach, before = catch.Reach([__file__]), sys.gettrace()
     sys.settrace(reach)
     try:
@@ -317,6 +316,24 @@ def test_lines_know_the_steps_that_reached_them() -> None:
         sys.settrace(before)
     first = _branch.__code__.co_firstlineno
     assert [reach.steps[__file__].get(first + i) for i in (1, 2, 3, 4)] == [["a", "b", "c"], ["c"], ["a", "b"], None]
+
+
+def test_what_an_import_reaches_is_no_step_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first scenario would be the only one to hunt a constant."""
+    (tmp_path / "late_constant.py").write_text("X = 1\n\n\ndef f():\n    return X\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def play(number: int, sanitize: bool) -> Differences:
+        __import__("late_constant").f()
+        return Differences(num_requests=1)
+
+    monkeypatch.setattr(catch, "_play", play)
+    monkeypatch.setattr(catch, "_sections", lambda *_: {})
+    file = str(tmp_path / "late_constant.py")
+    before = sys.gettrace()
+    found = catch.reach({"files": [file], "modules": ["late_constant"], "amount": 2}, tmp_path)
+    sys.settrace(before)
+    assert found["steps"][file][1] == [catch.IMPORT] and found["steps"][file][5] == ["scenario 0", "scenario 1"]
 
 
 def _branch(x: bool) -> int:
