@@ -30,7 +30,7 @@ from hybrid_kv.targets.target import TargetError
 from hybrid_kv.threads import is_small, threads_for
 
 AMOUNTS: dict[Size, int] = {"quick": 1, "full": 1, "long": 10}  # how often each probe asks
-SHRINK_SECONDS = {"quick": 60.0, "full": 60.0, "long": 300.0}  # for all failures of a run: one bug makes many
+SHRINK_SECONDS = {"quick": 30.0, "full": 30.0, "long": 300.0}  # for all failures of a run: one bug makes many
 STYLES = {
     "right": "green",
     "wrong": "bold red",

@@ -134,7 +134,7 @@ def pressure(traffic: Traffic) -> Rounds:
             yield Round(tuple(traffic.ask(prompt, max_tokens=4 * traffic.num_new) for prompt in prompts))
 
 
-@probe("seeds", place=50, needs="seed batch")
+@probe("seeds", place=50, needs="seed batch", when="chunk spec async", elsewhere=False)
 def seeds(traffic: Traffic) -> Rounds:
     """Sampled answers with a seed: alone, and among others."""
     asks = [traffic.ask(prompt, temperature=1.0, seed=1000 + i) for i, prompt in enumerate(traffic.mixed(6))]
@@ -143,7 +143,7 @@ def seeds(traffic: Traffic) -> Rounds:
     yield Round(tuple(asks))
 
 
-@probe("several answers", place=51, needs="n batch")
+@probe("several answers", place=51, needs="n batch", when="chunk spec async", elsewhere=False)
 def several(traffic: Traffic) -> Rounds:
     """n greedy answers to one prompt, among others."""
     prompts = traffic.mixed(6)
@@ -151,7 +151,7 @@ def several(traffic: Traffic) -> Rounds:
     yield Round(tuple(traffic.ask(prompt, n=3) for prompt in prompts[2:4]))
 
 
-@probe("logprobs among others", place=52, needs="logprobs batch")
+@probe("logprobs among others", place=52, needs="logprobs batch", when="chunk spec async", elsewhere=False)
 def logprobs(traffic: Traffic) -> Rounds:
     """One client wants log-probabilities, its neighbours do not."""
     for which in range(3):
@@ -162,12 +162,12 @@ def logprobs(traffic: Traffic) -> Rounds:
 
 @probe("again after a crowd", place=90, needs="batch")
 def churned(traffic: Traffic) -> Rounds:
-    """Questions, a crowd (100 requests for each amount, some of them long), and the questions again, one by one."""
+    """Questions, a crowd (100 requests for each amount, each tenth long), and the questions again, one by one."""
     prompts = traffic.mixed(6)
     for prompt in prompts:
         yield Round((traffic.ask(prompt),))
     for _ in range(10 * traffic.amount):
-        crowd = [traffic.prompt(traffic.rng.randrange(1, 2 * traffic.unit if i % 5 == 0 else 32)) for i in range(10)]
+        crowd = [traffic.prompt(traffic.rng.randrange(1, 2 * traffic.unit if i == 5 else 32)) for i in range(10)]
         yield Round(tuple(traffic.ask(prompt, max_tokens=3, after=max(0, i - 6)) for i, prompt in enumerate(crowd)))
     for prompt in prompts:
         yield Round((traffic.ask(prompt),))
