@@ -64,7 +64,7 @@ def test_a_new_check_runs_beside_the_others(toy: None) -> None:
 @pytest.mark.parametrize(
     ("only", "message"),
     [
-        ({"colour": "red"}, "--only colour=red: there is no such factor; use one of mode, drafts, K"),
+        ({"colour": "red"}, "--only colour=red: there is no such factor; use one of case, mode, drafts, K"),
         ({"mode": "sparse"}, "--only mode=sparse: use one of none, align, all, attention"),
     ],
 )
@@ -92,8 +92,8 @@ def test_without_the_file_there_is_no_such_section(size: Size) -> None:
         "costs",
         "eviction",
         "split",
-        "router",
         "folders",
+        "router",
         "guard model",
         "families",
         "answers",
