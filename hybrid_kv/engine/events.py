@@ -101,7 +101,10 @@ class KnownCache:
         self._next = 0
 
     def apply(self, events: CacheEvents) -> None:
-        """Events in any order but their own are missed ones: all is forgotten but what these say."""
+        """Behind missed events all is forgotten but what these say. Those that come behind later ones say nothing: what
+        they stored may be gone."""
+        if events.number < self._next and not events.is_snapshot:
+            return
         if events.is_snapshot or events.number != self._next:
             self.keys.clear()
         self.keys |= events.stored

@@ -86,5 +86,16 @@ def test_a_router_that_missed_events_predicts_too_little_until_the_next_snapshot
     assert known.predict(PROMPT) == 32
 
 
+def test_events_that_come_late_say_nothing() -> None:
+    """What they stored may have been removed by later ones."""
+    known, key = KnownCache((Group(8, False),), 8), (0, _chains(PROMPT, 8)[0])
+    known.apply(CacheEvents(0, frozenset(), is_snapshot=True))
+    known.apply(CacheEvents(2, frozenset(), frozenset({key})))
+    known.apply(CacheEvents(1, frozenset({key})))
+    assert known.predict(PROMPT) == 0
+    known.apply(CacheEvents(3, frozenset({key})))
+    assert known.predict(PROMPT) == 8
+
+
 def _chains(token_ids: list[int], block_size: int) -> list[bytes]:
     return BlockHashes().chain(block_size, token_ids, len(token_ids))
