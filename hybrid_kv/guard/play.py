@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from hybrid_kv.engine.llm import LLM, RequestOutput
 from hybrid_kv.errors import deaf_to_ctrl_c
 from hybrid_kv.guard.observer import Observer
 from hybrid_kv.guard.poison import poison
+from hybrid_kv.guard.registry import Run
 from hybrid_kv.guard.scenario import Cell, Scenario, ScriptedProposer, answer_book
 from hybrid_kv.guard.step import RuleError
 from hybrid_kv.guard.traffic import draw_scenario
@@ -161,3 +163,30 @@ def run_scenarios(seeds: Iterator[int], pool: Executor | None, workers: int) -> 
     finally:
         for future in under_way:
             future.cancel()
+
+
+def play_seeds(
+    run: Run, play_one: Callable[[int], tuple[list[str], Counter[str]]], required: Sequence[str]
+) -> tuple[list[str], Counter[str], float | None]:
+    """As many plays of a section as `run` wants, each by a seed of its own.
+
+    Args:
+        play_one: what is wrong with the play of a seed, and how often what happened in it.
+        required: what has to happen in one of them, or they are void.
+
+    Returns:
+        What is wrong, how often what happened, and after how many seconds the first thing was wrong.
+    """
+    begin, failed_after = time.perf_counter(), None
+    wrong, seen = list[str](), Counter[str]()
+    for i in range(run.amount):
+        found, happened = play_one(run.seed * 1_000_003 + i)
+        wrong, seen = wrong + found, seen + happened
+        if wrong and failed_after is None:
+            failed_after = time.perf_counter() - begin
+        run.progress(1)
+        if wrong and run.fail_fast:
+            break
+    if not wrong and (missing := [what for what in required if not seen[what]]):
+        wrong.append(f"void: never {', '.join(missing)}")
+    return wrong, seen, failed_after

@@ -10,7 +10,7 @@ from typing import Any
 
 from hybrid_kv.engine.events import EventLog, KnownCache
 from hybrid_kv.engine.llm import LLM
-from hybrid_kv.guard.play import rule_of, unwarned
+from hybrid_kv.guard.play import play_seeds, rule_of, unwarned
 from hybrid_kv.guard.registry import CheckResult, Run, check
 from hybrid_kv.guard.scenario import (
     SmallBlocksFirst,
@@ -114,18 +114,8 @@ def play(seed: int) -> tuple[list[str], Counter[str]]:
 @check("router", quick=8, full=160, seconds=0.12, place=38)
 def check_router(run: Run) -> list[CheckResult]:
     """Every prompt finds exactly what was predicted, or at least that behind events that were missed."""
-    begin, failed_after = time.perf_counter(), None
-    wrong, seen = list[str](), Counter[str]()
-    for i in range(run.amount):
-        found, happened = play(run.seed * 1_000_003 + i)
-        wrong, seen = wrong + found, seen + happened
-        if wrong and failed_after is None:
-            failed_after = time.perf_counter() - begin
-        run.progress(1)
-        if wrong and run.fail_fast:
-            break
-    if not wrong and (missing := [what for what in SEEN if not seen[what]]):
-        wrong.append(f"void: there were no {', '.join(missing)}")
+    begin = time.perf_counter()
+    wrong, seen, failed_after = play_seeds(run, play, SEEN)
     figures = {what.replace(" ", "_"): seen[what] for what in SEEN}
     return [
         CheckResult(

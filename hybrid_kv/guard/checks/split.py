@@ -14,7 +14,7 @@ import torch
 from hybrid_kv.config import ConfigError, HybridKVError
 from hybrid_kv.engine.handover import Handover
 from hybrid_kv.engine.llm import LLM
-from hybrid_kv.guard.play import rule_of, unwarned
+from hybrid_kv.guard.play import play_seeds, rule_of, unwarned
 from hybrid_kv.guard.poison import poison
 from hybrid_kv.guard.registry import CheckResult, Run, check
 from hybrid_kv.guard.scenario import (
@@ -237,17 +237,7 @@ def refused() -> tuple[list[str], int]:
 def check_split(run: Run) -> list[CheckResult]:
     """Every request gets the oracle's tokens, on whatever side it ends, and what must be refused is."""
     begin = time.perf_counter()
-    wrong, seen, failed_after = list[str](), Counter[str](), None
-    for i in range(run.amount):
-        found, happened = play(run.seed * 1_000_003 + i)
-        wrong, seen = wrong + found, seen + happened
-        if wrong and failed_after is None:
-            failed_after = time.perf_counter() - begin
-        run.progress(1)
-        if wrong and run.fail_fast:
-            break
-    if not wrong and (missing := [what for what in SEEN if not seen[what]]):
-        wrong.append(f"void: nothing was {', '.join(missing)}")
+    wrong, seen, failed_after = play_seeds(run, play, SEEN)
     with unwarned():
         taken, count = refused()
     seconds = time.perf_counter() - begin

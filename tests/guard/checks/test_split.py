@@ -85,4 +85,4 @@ def test_an_engine_that_checks_nothing_is_seen(monkeypatch: pytest.MonkeyPatch) 
 
 def test_traffic_in_which_nothing_happened_is_void() -> None:
     continued, _ = check_split(Run(0))
-    assert not continued.passed and continued.detail.startswith("void: nothing was handed over")
+    assert not continued.passed and continued.detail.startswith("void: never handed over")
