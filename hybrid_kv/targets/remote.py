@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_kv.config import ConfigError
-from hybrid_kv.errors import deaf_to_ctrl_c
 from hybrid_kv.targets.target import Answer, Ask, TargetError
 
 WORKERS = Path(__file__).parent / "workers"
 START_SECONDS = 600.0  # vLLM takes about one minute
 REPLY_SECONDS = 600.0
+END_SECONDS = 20.0
 
 
 def python_of(name: str, package: str) -> str:
@@ -44,6 +46,108 @@ def python_of(name: str, package: str) -> str:
     return sys.executable
 
 
+class Worker:
+    """A process that serves one target after another, if its engine can be forked; else one."""
+
+    def __init__(self, name: str, python: str) -> None:
+        self._name = name
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (lives as long as the process)
+        self._scratch = tempfile.TemporaryDirectory()  # a fork leaves its temporary files behind
+        self._begin = 0  # of what the last target said
+        self._serves = self._is_asked = False
+        self._process = subprocess.Popen(
+            [python, str(WORKERS / f"{name}.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            bufsize=1,
+            env={**os.environ, "TMPDIR": self._scratch.name},
+            start_new_session=True,  # Ctrl-C is not for it, and its forks end with it
+        )
+
+    def call(self, op: str, seconds: float, **arguments: Any) -> Any:
+        """What the engine returns.
+
+        Raises:
+            ConfigError: it refuses to start.
+            TargetError: it failed, died, or said nothing for so long.
+        """
+        if op == "start":
+            self._begin, self._serves = self._log.seek(0, os.SEEK_END), True
+        elif not self._serves:
+            raise TargetError(f"{self._name} died before {op}; {self._last_words()}")
+        reply = self._exchange(op, seconds, **arguments)
+        if not reply or "ended" in reply:
+            self._serves = False
+            raise TargetError(f"{self._name} died at {op}; {self._last_words()}")
+        if "error" in reply:
+            kind = ConfigError if reply["usage"] and op == "start" else TargetError
+            raise kind(f"{self._name}, {op}: {reply['error']}")
+        return reply["result"]
+
+    def end(self) -> bool:
+        """End the target; whether another one can be started here."""
+        if self._serves and not self._is_asked:
+            with suppress(TargetError):
+                self._serves = "ended" not in self._exchange("end", END_SECONDS)
+        if not self._serves and self._process.poll() is None:
+            return True
+        self.kill()
+        return False
+
+    def kill(self) -> None:
+        """Kill the process and its forks, if it lives."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._log):
+            with suppress(OSError):
+                assert stream is not None
+                stream.close()
+        self._scratch.cleanup()
+
+    def _exchange(self, op: str, seconds: float, **arguments: Any) -> dict[str, Any]:
+        """What it says to this; nothing if it is dead.
+
+        Raises:
+            TargetError: it says nothing for so long, and was killed.
+        """
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        self._is_asked = True
+        reply: dict[str, Any] = {}
+        with suppress(OSError, ValueError), selectors.DefaultSelector() as selector:
+            stdin.write(json.dumps({"op": op, **arguments}) + "\n")
+            stdin.flush()
+            selector.register(stdout, selectors.EVENT_READ)
+            if not selector.select(seconds):
+                said = f"{self._name} said nothing for {seconds:.0f} s after {op}; {self._last_words()}"
+                self.kill()
+                raise TargetError(said)
+            reply = json.loads(stdout.readline())  # a line that ends early is one of a process that died
+        self._is_asked = False
+        return reply
+
+    def _last_words(self) -> str:
+        with suppress(OSError, ValueError):
+            self._log.seek(self._begin)
+            lines = [line.strip() for line in self._log if line.strip()]
+            errors = [line for line in lines if "Error" in line]
+            return f"its last words: {(errors or lines)[-1][:400]}" if lines else "it said nothing"
+        return "it said nothing"
+
+
+_free: dict[tuple[Any, ...], list[Worker]] = {}  # workers without a target, by what they were started with
+
+
+@atexit.register
+def _end_workers() -> None:
+    while _free:
+        for worker in _free.popitem()[1]:
+            worker.kill()
+
+
 class Remote:
     """See `targets.target.Target`.
 
@@ -52,28 +156,15 @@ class Remote:
         TargetError: it does not start.
     """
 
-    def __init__(
-        self,
-        name: str,
-        python: str,
-        folder: str,
-        settings: Mapping[str, str],
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, name: str, python: str, folder: str, settings: Mapping[str, str]) -> None:
         self.name, self.settings = name, dict(settings)
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (lives as long as the worker)
-        with deaf_to_ctrl_c():
-            self._process = subprocess.Popen(
-                [python, str(WORKERS / f"{name}.py")],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._log,
-                text=True,
-                bufsize=1,
-                env={**os.environ, **(environment or {})},
-            )
+        self._key = name, python, WORKERS, tuple(sorted(os.environ.items()))
+        free = _free.get(self._key)
+        self._worker: Worker | None = free.pop() if free else Worker(name, python)
         try:
-            about = self._call("start", START_SECONDS, folder=str(Path(folder).absolute()), settings=self.settings)
+            about = self._worker.call(
+                "start", START_SECONDS, folder=str(Path(folder).absolute()), settings=self.settings
+            )
         except BaseException:
             self.close()
             raise
@@ -97,46 +188,14 @@ class Remote:
         self._call("reset", REPLY_SECONDS)
 
     def close(self) -> None:
-        for stream in (self._process.stdin, self._process.stdout):
-            with suppress(OSError, ValueError):
-                assert stream is not None
-                stream.close()
-        try:
-            self._process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._log.close()
+        if self._worker is not None and self._worker.end():
+            _free.setdefault(self._key, []).append(self._worker)
+        self._worker = None
 
     def _call(self, op: str, seconds: float, **arguments: Any) -> Any:
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None and stdout is not None
-        try:
-            stdin.write(json.dumps({"op": op, **arguments}) + "\n")
-            stdin.flush()
-            with selectors.DefaultSelector() as selector:
-                selector.register(stdout, selectors.EVENT_READ)
-                if not selector.select(seconds):
-                    self._process.kill()
-                    raise TargetError(f"{self.name} said nothing for {seconds:.0f} s after {op}; {self._last_words()}")
-            line = stdout.readline()
-        except (OSError, ValueError):
-            line = ""
-        if not line:
-            raise TargetError(f"{self.name} died at {op}; {self._last_words()}")
-        reply = json.loads(line)
-        if "error" in reply:
-            kind = ConfigError if reply["usage"] and op == "start" else TargetError
-            raise kind(f"{self.name}, {op}: {reply['error']}")
-        return reply["result"]
-
-    def _last_words(self) -> str:
-        with suppress(OSError, ValueError):
-            self._log.seek(0)
-            lines = [line.strip() for line in self._log if line.strip()]
-            errors = [line for line in lines if "Error" in line]
-            return f"its last words: {(errors or lines)[-1][:400]}" if lines else "it said nothing"
-        return "it said nothing"
+        if self._worker is None:
+            raise TargetError(f"{self.name} was closed before {op}")
+        return self._worker.call(op, seconds, **arguments)
 
 
 def _answer(told: Mapping[str, Any]) -> Answer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,16 +14,25 @@ from hybrid_kv.targets.remote import Remote, python_of
 from hybrid_kv.targets.target import Ask, TargetError
 
 WORKER = """
-import os, sys, time
+import os, sys, tempfile, time
 sys.path.append({pipe!r})
 import pipe
 
-class Engine:
+class Forked:
+    def load(self):
+        self.num_starts = 0
+        self.loaded_by = os.getpid()
+
+class Engine({base}):
     def start(self, folder, settings):
         print("loading", folder)
         os.system("echo a library prints, too")
         if settings.get("prefix") == "all":
             raise ValueError("no such mode\\nand more")
+        if isinstance(self, Forked):
+            self.num_starts += 1
+            assert (self.loaded_by, self.num_starts) == (os.getppid(), 1)
+            return {{"version": tempfile.mkstemp()[1], "can": [], "longest": os.getpid()}}
         return {{"version": "1", "can": ["cached"], "longest": 64}}
 
     def ask(self, asks, preempt_every):
@@ -46,16 +55,17 @@ Start = Callable[..., Remote]
 
 
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """A worker that answers with its prompts, behind one statement of the test's own."""
     pipe = str(remote.WORKERS)
     monkeypatch.setattr(remote, "WORKERS", tmp_path)
 
-    def started(ask: str = "pass", **settings: str) -> Remote:
-        (tmp_path / "toy.py").write_text(WORKER.format(pipe=pipe, ask=ask))
+    def started(ask: str = "pass", base: str = "object", **settings: str) -> Remote:
+        (tmp_path / "toy.py").write_text(WORKER.format(pipe=pipe, ask=ask, base=base))
         return Remote("toy", sys.executable, str(tmp_path), settings)
 
-    return started
+    yield started
+    remote._end_workers()
 
 
 def test_answers_come_back_though_the_engine_prints(start: Start) -> None:
@@ -97,8 +107,9 @@ def test_an_engine_that_hangs_is_ended(start: Start, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(remote, "REPLY_SECONDS", 0.2)
     with pytest.raises(TargetError, match="toy said nothing for 0 s after ask"):
         target.ask([Ask((1,))])
-    assert target._process.wait(60) != 0
     target.close()
+    with pytest.raises(TargetError, match="toy was closed before counters"):
+        target.counters()
 
 
 def test_the_python_of_an_engine_is_the_one_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,5 +131,51 @@ def test_the_python_of_an_engine_is_the_one_that_is_named(tmp_path: Path, monkey
 def test_a_bad_value_inside_the_engine_is_its_own(start: Start) -> None:
     target = start("raise ValueError('shapes differ')")
     with pytest.raises(TargetError, match="toy, ask: ValueError: shapes differ"):
+        target.ask([Ask((1,))])
+    target.close()
+
+
+def test_an_engine_that_can_be_forked_is_loaded_once(start: Start) -> None:
+    first = start("os._exit(3) if asks[0]['prompt'] == [7] else None", base="Forked")
+    scratch = Path(first.version)
+    with pytest.raises(TargetError, match=r"toy died at ask; its last words: asked$"):
+        first.ask([Ask((7,))])
+    with pytest.raises(TargetError, match="toy died before counters; its last words: asked"):
+        first.counters()
+    first.close()
+    with pytest.raises(ConfigError, match=r"^toy, start: ValueError: no such mode$"):
+        start(base="Forked", prefix="all")
+    second = start(base="Forked")
+    assert second.ask([Ask((1,))])[0].token_ids == (1,)
+    assert second.longest != first.longest
+    assert Path(second.version).parent == scratch.parent
+    with pytest.raises(TargetError, match=r"toy died at ask; its last words: asked$"):
+        second.ask([Ask((7,))])
+    beside = start(base="Forked")  # the first one's process has a target
+    assert Path(beside.version).parent != scratch.parent
+    second.close()
+    beside.close()
+    assert scratch.exists()
+    remote._end_workers()
+    assert not scratch.parent.exists()
+
+
+def test_one_that_hangs_takes_its_forks_with_it(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = start("time.sleep(600)", base="Forked")
+    monkeypatch.setattr(remote, "REPLY_SECONDS", 0.2)
+    with pytest.raises(TargetError, match="toy said nothing for 0 s after ask; its last words: asked"):
+        target.ask([Ask((1,))])
+    target.close()
+    assert not Path(target.version).exists()
+    fork = Path(f"/proc/{target.longest}/stat")
+    assert not fork.exists() or fork.read_text().split()[2] == "Z"
+    again = start(base="Forked")
+    assert Path(again.version).parent != Path(target.version).parent
+    again.close()
+
+
+def test_an_answer_that_breaks_off_is_a_death(start: Start) -> None:
+    target = start("os.write(3, b'['); os._exit(3)")
+    with pytest.raises(TargetError, match="toy died at ask"):
         target.ask([Ask((1,))])
     target.close()

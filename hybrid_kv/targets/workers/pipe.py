@@ -1,14 +1,20 @@
-"""The worker's end of the pipe: a JSON object a line, `{"op": …, …}` in, `{"result": …}` or `{"error": …}` out."""
+"""The worker's end of the pipe: a JSON object a line, `{"op": …, …}` in, `{"result": …}` or `{"error": …}` out.
+
+An engine whose imports take long has a `load`. It is called once, and each start is a fork behind it. `{"ended": …}`
+says that a fork is over, with its exit code; the next line may start another one.
+"""
 
 import json
 import os
 import sys
 import traceback
-from typing import Any
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any, TextIO
 
 
 def serve(engine: Any) -> None:
-    """Answer until the other side closes.
+    """Answer until the other side closes, or says `{"op": "end"}`.
 
     Args:
         engine: has `start(folder, settings)` -> {"version", "can", "longest"}, `ask(asks, preempt_every)`,
@@ -17,8 +23,24 @@ def serve(engine: Any) -> None:
     """
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # engines print; what they print is no answer
-    for line in sys.stdin:
+    lines: Iterator[str] = iter(sys.stdin.readline, "")
+    if not hasattr(engine, "load"):
+        _answer(engine, lines, out)
+        return
+    engine.load()
+    for line in lines:
+        if not (child := os.fork()):
+            _answer(engine, chain([line], lines), out)
+            os._exit(0)  # to free what vLLM has imported takes 2 s
+        _, status = os.waitpid(child, 0)
+        out.write(json.dumps({"ended": os.waitstatus_to_exitcode(status)}) + "\n")
+
+
+def _answer(engine: Any, lines: Iterator[str], out: TextIO) -> None:
+    for line in lines:
         message = json.loads(line)
+        if message["op"] == "end":
+            return
         try:
             reply = {"result": getattr(engine, message.pop("op"))(**message)}
         except Exception as error:

@@ -11,7 +11,6 @@ from typing import Any
 DEFAULTS = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else it takes every core
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a step returns when its tokens are there
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -19,6 +18,8 @@ DEFAULTS = {
 }
 NUM_LIKELIEST = 5
 MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 2048, 8, 2048
+# Bytes. vLLM fills its pool with zeros, 3.5 s of a start for each GiB; 2^28 are more blocks than all probes fill.
+SMALL_MODEL, SMALL_POOL = 2**26, 2**28
 ROOM = 640  # tokens of the one request that a tight pool holds for sure, where eight may run
 CAN = ["cached", "logprobs", "score", "reset", "preempt", "salt", "seed", "n", "abort", "batch"]
 COUNTERS = {
@@ -81,17 +82,23 @@ def arguments(settings: dict[str, str]) -> dict[str, Any]:
 class Engine:
     """What `pipe.serve` asks; fields as in `hybrid_kv.targets.target`."""
 
-    def start(self, folder: str, settings: dict[str, str]) -> dict[str, Any]:
+    def load(self) -> None:
+        """What every start imports: 8 of its 12 s."""
         os.environ |= {name: value for name, value in DEFAULTS.items() if name not in os.environ}
-        options = arguments(settings)
         import torch
-        from vllm.exceptions import VLLMClientError
 
         # torchvision as it is published has no operators for a CPU build of torch, and asks for these two when models
         # that could see import it.
-        vision = torch.library.Library("torchvision", "DEF")
+        self._vision = torch.library.Library("torchvision", "DEF")
         for name in ("nms", "qnms"):
-            vision.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            self._vision.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        import vllm.v1.engine.llm_engine
+        import vllm.v1.worker.gpu_model_runner  # noqa: F401  (the one for CPUs is made of it)
+
+    def start(self, folder: str, settings: dict[str, str]) -> dict[str, Any]:
+        options = arguments(settings)
+        from vllm.exceptions import VLLMClientError
+
         try:
             self._start(folder, options, settings.get("blocks") == "tight")
         except (AssertionError, ValueError, NotImplementedError, VLLMClientError) as error:
@@ -110,6 +117,10 @@ class Engine:
         registry._run_in_subprocess = lambda function: function()  # another process lacks those operators
         if tight:
             _make_tight()
+        if sum(one.stat().st_size for one in os.scandir(folder)) < SMALL_MODEL:
+            options["kv_cache_memory_bytes"] = SMALL_POOL
+        else:
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         engine_arguments = vllm.EngineArgs(
             folder, enforce_eager=True, skip_tokenizer_init=True, disable_log_stats=False, **options
         )
