@@ -14,7 +14,7 @@ def hit(seed: int, mode: str, num_tokens: int, shared: str) -> Case:
     num_shared = {"all": num_tokens, "half": num_tokens // 2, "none": 0}[shared]
     tokens = [*earlier[:num_shared], *(token + 1 for token in earlier[num_shared:]), 5]
     subject = manager(mode, 0, 1 + 5 * (num_tokens // BLOCK_SIZE + 1))
-    if subject.allocate_slots("earlier", 0, num_tokens) is None:
+    if subject.allocate_slots("earlier", 0, num_tokens, is_decode=False) is None:
         raise WrongResultError("the pool is too small")
     subject.cache_blocks("earlier", BlockHashes(), earlier, num_tokens, False, num_tokens)
     subject.free("earlier")
@@ -23,7 +23,7 @@ def hit(seed: int, mode: str, num_tokens: int, shared: str) -> Case:
     expected = num_shared if mode != "align" or num_shared == num_tokens else 0
 
     def run() -> int:
-        return subject.find_longest_cache_hit(hashes, tokens).num_tokens
+        return subject.find_longest_cache_hit(hashes, tokens, use_offload=True).num_tokens
 
     return Case(run, lambda: equal("tokens of the hit", run(), expected))
 

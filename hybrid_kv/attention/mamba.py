@@ -67,7 +67,7 @@ class MambaMetadata:
     boundary_offsets: torch.Tensor | None  # [M]: tokens of the row up to the boundary, 1 … length - 1
     boundary_indices: torch.Tensor | None  # [M]: block for the state there
     spans: Spans | None = None  # of the prefills, for Triton kernels
-    plans: dict[Any, torch.Tensor] = field(default_factory=dict, compare=False)  # what layers of one geometry share
+    plans: dict[Any, torch.Tensor] = field(default_factory=dict)  # what layers of one geometry share
 
     def windows(self, conv_state: torch.Tensor, size: int) -> torch.Tensor:
         """[R, size, channels], the convolution inputs to start from, of a layer with this cache."""

@@ -11,13 +11,14 @@ from __future__ import annotations
 import enum
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec
 from hybrid_kv.config import ConfigError
+from hybrid_kv.kernels.common.launch import FLOATS
 
 DEFAULT_BLOCK_SIZE = 16
 _PACKAGES = {"flash_attn": "vllm", "flashinfer": "flashinfer"}
@@ -98,14 +99,19 @@ class AttentionBackend(ABC):
         raise NotImplementedError
 
     @classmethod
-    def get_compute(cls, device_type: str) -> str:
+    def get_compute(cls, device_type: str, kernels: str, dtypes: Collection[torch.dtype]) -> str:
         """What computes attention in this layout, a name for `attention.paged.compute_of`.
 
-        On a GPU it is `gpu_compute`, or Triton where the package of that is missing; a CPU has torch alone, whatever
-        platform is planned for.
+        Args:
+            device_type: a CPU has no kernels but Triton's, in its interpreter. A GPU has `gpu_compute`, or Triton's
+                where the package of that is missing.
+            kernels: the engine's, `torch` or `triton`.
+            dtypes: of K and V; what no kernel takes is left to torch.
         """
-        if device_type == "cpu":
+        if kernels == "torch" or not set(dtypes) <= set(FLOATS):
             return "torch"
+        if device_type == "cpu":
+            return "triton"
         package = _PACKAGES.get(cls.gpu_compute)
         return cls.gpu_compute if package is None or importlib.util.find_spec(package) else "triton"
 

@@ -92,7 +92,7 @@ class KVCacheManager:
                     f"num_speculative_tokens={spec.num_speculative_tokens} needs Mamba blocks of at least {needed} "
                     f"tokens, not {spec.block_size}; raise block_size"
                 )
-        self.hit_unit = lcm(*(spec.block_size for spec in self._specs)) if enable_prefix_caching else 1
+        self.hit_unit = lcm(*(spec.block_size for spec in self._specs))
         self._groups = [ColumnRules(spec) for spec in self._specs]
         self._giving_back = [i for i, g in enumerate(self._groups) if g.mode is not None and g.mode.gives_back]
         # All groups of states have one mode, and one block size.
@@ -134,9 +134,7 @@ class KVCacheManager:
             return end
         return states.mode.chunk_end(start, end, num_tokens, states.block_size, self.hit_unit)
 
-    def find_longest_cache_hit(
-        self, hashes: BlockHashes, token_ids: Sequence[int], use_offload: bool = True
-    ) -> PrefixHit:
+    def find_longest_cache_hit(self, hashes: BlockHashes, token_ids: Sequence[int], use_offload: bool) -> PrefixHit:
         """The longest prefix of a request that every group can restore; nothing is read or taken yet."""
         if not self.enable_prefix_caching:
             return NO_HIT
@@ -169,7 +167,7 @@ class KVCacheManager:
         request_id: str,
         num_computed_tokens: int,
         num_new_tokens: int,
-        is_decode: bool = False,
+        is_decode: bool,
         hit: PrefixHit = NO_HIT,
         num_seen_tokens: int = 0,
     ) -> NewBlocks | None:

@@ -41,8 +41,6 @@ class Page:
 
 def check_offloadable(config: KVCacheConfig, hash_block_size: int) -> None:
     """Raise `ConfigError` unless every group's blocks end where a hash ends and may be used by another request."""
-    if hash_block_size < 1:
-        raise ConfigError(f"hash_block_size={hash_block_size} must be an integer >= 1")
     for index, group in enumerate(config.groups):
         if any(isinstance(spec, MambaSpec) and not spec.mode.keeps_states for spec in group.layer_specs):
             raise ConfigError(
@@ -93,11 +91,6 @@ class KVOffload:
             ConfigError: blocks that no hash can name or nobody may reuse, or buffers that do not hold the pages.
         """
         check_offloadable(config, hash_block_size)
-        if host_bytes < 0 or (folder_bytes is not None and (folder is None or folder_bytes < 0)):
-            raise ConfigError(
-                f"host_bytes={host_bytes}, folder_bytes={folder_bytes}, folder={folder}: bytes must be >= 0, and "
-                "folder_bytes needs a folder"
-            )
         self.host_bytes = host_bytes
         self.num_blocks = config.num_blocks
         self.device = raw_buffers[0].device

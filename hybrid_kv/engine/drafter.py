@@ -32,7 +32,7 @@ class MTPDrafter:
 
     Args:
         group: the attention group that the head's layer joined.
-        token_ids: [max_num_seqs, max_model_len + 1], the runner's rows.
+        token_ids: the runner's rows.
         compute: of the group's attention.
     """
 
@@ -44,6 +44,7 @@ class MTPDrafter:
         views: dict[str, tuple[torch.Tensor, ...]],
         block_tables: BlockTables,
         token_ids: npt.NDArray[np.int64],
+        max_model_len: int,
         compute: Compute,
     ) -> None:
         self._head = head
@@ -53,7 +54,7 @@ class MTPDrafter:
         self._views = views
         self._block_tables = block_tables
         self._token_ids = token_ids
-        self._max_model_len = token_ids.shape[1] - 1
+        self._max_model_len = max_model_len
 
     def propose(
         self,

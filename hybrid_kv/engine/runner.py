@@ -35,7 +35,7 @@ from hybrid_kv.cache.spec import MambaSpec, layer_specs
 from hybrid_kv.config import EngineConfig
 from hybrid_kv.engine.drafter import MTPDrafter
 from hybrid_kv.engine.state_cursor import StateCursor
-from hybrid_kv.kernels.common.launch import FLOATS, choose
+from hybrid_kv.kernels.common.launch import choose
 from hybrid_kv.models.interface import DraftHead, Model
 from hybrid_kv.models.layers import ForwardContext
 from hybrid_kv.request import Request, ScheduledRequest
@@ -140,9 +140,7 @@ class ModelRunner:
         self._drafts: list[list[int]] = [[] for _ in range(max_num_seqs)]
         self.input_ids = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
-        # A head writes K/V for its drafts, behind the step's tokens.
         self._num_speculative_tokens = config.speculative.num_speculative_tokens
-        self._num_lookahead_tokens = self._num_speculative_tokens if head is not None else 0
         self._max_model_len = max_model_len
         self._drafter: MTPDrafter | None = None
         if head is not None:
@@ -150,22 +148,20 @@ class ModelRunner:
             group = next(group for group in self.groups if name in group.layer_names)
             self._drafter = MTPDrafter(
                 head,
-                self._num_lookahead_tokens,
+                self._num_speculative_tokens,
                 group,
                 self.views,
                 self.block_tables,
                 self.token_ids,
+                max_model_len,
                 self._computes[group.group_id],
             )
         self.batch: list[ScheduledRequest] = []  # of the last step, in batch order
         self.watchers: list[Watcher] = []
 
     def _compute(self, group: AttentionGroup) -> Compute:
-        """Of an attention group: what its backend names for the device, as far as `kernels` and its dtype allow."""
         dtypes = {dtype for spec in layer_specs(group.layer_names, group.spec) for dtype in spec.cache_dtypes}
-        if self.kernels == "torch" or not dtypes <= set(FLOATS):
-            return compute_of("torch")
-        return compute_of("triton" if self.device.type == "cpu" else group.backend.get_compute(self.device.type))
+        return compute_of(group.backend.get_compute(self.device.type, self.kernels, dtypes))
 
     def padded_size(self, num_reqs: int) -> int:
         """Rows of a pure decode step of `num_reqs` requests: the next captured size, or as many as there are."""

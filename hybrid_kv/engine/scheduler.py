@@ -39,7 +39,7 @@ class Scheduler:
         self,
         config: SchedulerConfig,
         manager: KVCacheManager,
-        num_speculative_tokens: int = 0,
+        num_speculative_tokens: int,
         fold: Callable[[Request], None] | None = None,
     ) -> None:
         self.config = config

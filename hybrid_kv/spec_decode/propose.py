@@ -18,7 +18,7 @@ class NgramProposer:
     overlap the suffix: after `1 1 1` comes `1`. vLLM also cuts drafts at `max_model_len`; here the scheduler does.
     """
 
-    def __init__(self, num_speculative_tokens: int, max_ngram: int = 4, min_ngram: int = 2) -> None:
+    def __init__(self, num_speculative_tokens: int, max_ngram: int, min_ngram: int) -> None:
         if num_speculative_tokens < 1:
             raise ConfigError(f"num_speculative_tokens={num_speculative_tokens} must be >= 1 to propose anything")
         if not 1 <= min_ngram <= max_ngram:

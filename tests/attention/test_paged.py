@@ -242,7 +242,9 @@ def flash_attn_varlen_func(
     assert q.is_contiguous() and k.stride(-1) == v.stride(-1) == 1 and k.shape == v.shape
     assert q.shape[0] == int(cu_seqlens_q[-1]) and len(cu_seqlens_q) == len(seqused_k) + 1 == len(block_table) + 1
     assert max_seqlen_q == int(cu_seqlens_q.diff().max()) and max_seqlen_k >= int(seqused_k.max())
-    return paged_attention_varlen_reference(q, k, v, block_table, cu_seqlens_q, seqused_k, max_seqlen_q, softmax_scale)
+    return paged_attention_varlen_reference(
+        q, k, v, block_table, cu_seqlens_q, seqused_k, max_seqlen_q, softmax_scale, 0
+    )
 
 
 class BatchPrefillWithPagedKVCacheWrapper:
@@ -295,7 +297,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         k, v = paged_kv_cache
         assert (*q.shape[1:2], *k.shape[2:], k.shape[1]) == self.heads and q.shape[0] == int(self.starts[-1])
         longest = int(self.starts.diff().max())
-        return paged_attention_varlen_reference(q, k, v, self.table, self.starts, self.lens, longest, self.scale)
+        return paged_attention_varlen_reference(q, k, v, self.table, self.starts, self.lens, longest, self.scale, 0)
 
 
 @pytest.fixture
@@ -345,9 +347,9 @@ def test_a_part_belongs_to_the_compute_that_it_was_built_for():
 @pytest.mark.parametrize(
     ("backend", "device", "found", "name"),
     [
-        ("TORCH", "cpu", True, "torch"),
-        ("FLASH_ATTN", "cpu", True, "torch"),
-        ("FLASHINFER", "cpu", True, "torch"),
+        ("TORCH", "cpu", True, "triton"),
+        ("FLASH_ATTN", "cpu", True, "triton"),
+        ("FLASHINFER", "cpu", True, "triton"),
         ("TORCH", "cuda", True, "triton"),
         ("FLASH_ATTN", "cuda", True, "flash_attn"),
         ("FLASH_ATTN", "cuda", False, "triton"),
@@ -357,4 +359,7 @@ def test_a_part_belongs_to_the_compute_that_it_was_built_for():
 )
 def test_what_a_backend_computes_with(backend, device, found, name, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: object() if found else None)
-    assert get_backend(backend, "cuda").get_compute(device) == name
+    attention = get_backend(backend, "cuda")
+    assert attention.get_compute(device, "triton", [torch.float32, torch.bfloat16]) == name
+    assert attention.get_compute(device, "triton", [torch.float32, torch.float64]) == "torch"
+    assert attention.get_compute(device, "torch", [torch.float32]) == "torch"

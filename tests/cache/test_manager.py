@@ -58,7 +58,7 @@ class Owner:
         self.columns: list[list[int]] = [[] for _ in subject.config.groups]
 
     def look(self) -> PrefixHit:
-        return self.subject.find_longest_cache_hit(self.hashes, self.tokens)
+        return self.subject.find_longest_cache_hit(self.hashes, self.tokens, use_offload=True)
 
     def allocate(self, end: int, is_decode: bool = False, hit: PrefixHit = NO_HIT) -> NewBlocks | None:
         start = hit.num_tokens or self.computed
@@ -116,7 +116,7 @@ def test_any_order_of_operations_keeps_ownership_whole(
         else:
             before = [list(ids) for ids in subject.block_ids(request)]
             free = subject.pool.num_free_blocks
-            new = subject.allocate_slots(request, known, max(0, number - known), num_seen_tokens=known)
+            new = subject.allocate_slots(request, known, max(0, number - known), False, num_seen_tokens=known)
             if new is None:
                 assert subject.pool.num_free_blocks == free
                 assert [list(ids) for ids in subject.block_ids(request)] == before
@@ -134,7 +134,7 @@ def test_any_order_of_operations_keeps_ownership_whole(
 
 def test_a_refused_request_leaves_nothing_behind() -> None:
     subject = manager(mamba(100, "none"), attention(4), num_blocks=4, caching=False)
-    assert subject.allocate_slots("big", 0, 100) is None
+    assert subject.allocate_slots("big", 0, 100, is_decode=False) is None
     subject.check_integrity(running=())
     assert subject.block_ids("big")[1].size == 0
     assert subject.can_ever_fit(8)

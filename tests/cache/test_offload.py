@@ -278,16 +278,10 @@ def test_buffers_that_do_not_hold_the_pages_are_refused() -> None:
         make(missing, good)
 
 
-def test_impossible_sizes_and_folders_are_refused(tmp_path: Path) -> None:
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for options in (
-        {"host_bytes": -1},
-        {"folder_bytes": 100},
-        {"folder": tmp_path, "folder_bytes": -1},
-        {"folder": tmp_path / "file"},
-    ):
-        with pytest.raises(ConfigError):
-            make(**options)
+    with pytest.raises(ConfigError):
+        make(folder=tmp_path / "file")
 
 
 @pytest.mark.parametrize("block", [-1, 0, 6])

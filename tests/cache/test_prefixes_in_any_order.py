@@ -111,7 +111,7 @@ class Prefixes(RuleBasedStateMachine):
         """The next tokens of a prompt, or the first ones behind what the cache has; False: there is no room."""
         one, manager = self.running[name], self.manager
         is_new = not one.computed
-        hit = manager.find_longest_cache_hit(one.hashes, one.tokens)
+        hit = manager.find_longest_cache_hit(one.hashes, one.tokens, use_offload=True)
         begin = hit.num_tokens if is_new else one.computed
         end = manager.chunk_end(begin, min(begin + budget, len(one.tokens)), len(one.tokens))
         if end <= begin:

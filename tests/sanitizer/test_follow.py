@@ -611,7 +611,7 @@ def test_the_environment_is_the_default(variable, option, on, monkeypatch):
 def test_fresh_blocks_are_poisoned():
     traffic = Traffic(2, **ALL)
     llm = traffic.llm()
-    new = llm.manager.allocate_slots("0", 0, 20)
+    new = llm.manager.allocate_slots("0", 0, 20, is_decode=False)
     for buffer in llm.runner.raw_buffers:
         pages = buffer.view(llm.manager.pool.num_blocks, -1)
         assert (pages[new.ids] == -1).all() and not pages[0].any()

@@ -151,7 +151,7 @@ def _capacity(plan: CachePlan, mode: str) -> Iterator[str]:
     if MODES[mode].gives_back:
         return  # how much such a request holds depends on where it is
     fits = 0
-    while manager.allocate_slots(str(fits), 0, longest) is not None:
+    while manager.allocate_slots(str(fits), 0, longest, is_decode=False) is not None:
         fits += 1
     if plan.token_capacity // longest != fits:
         yield f"mode {mode}: {usable} blocks hold {fits} requests of {longest} tokens, not {plan.token_capacity} tokens"

@@ -14,6 +14,7 @@ from hybrid_kv.config import ConfigError
 from hybrid_kv.guard import block_sizes
 from hybrid_kv.guard.kernel_cases.draw import Compared, Draw, longs
 from hybrid_kv.guard.kernel_cases.packages import installed
+from hybrid_kv.kernels.common.launch import FLOATS
 
 # On a GPU, with the packages and without them.
 COMPUTES = {
@@ -79,13 +80,19 @@ def sizes(draw: Draw) -> Iterator[Compared]:
 
 
 def computes(draw: Draw) -> Iterator[Compared]:
-    """A CPU has torch; a GPU what the backend is named after, and Triton where the package is missing."""
+    """A GPU has what the backend is named after, and Triton where the package is missing; a CPU has Triton alone."""
+    refused = torch.float64, torch.int64
     for name, on_gpu in COMPUTES.items():
         backend = get_backend(name, draw.one_of("cuda", "xpu", "cpu"))
         for is_there, compute in zip((True, False), on_gpu, strict=True):
             with installed(is_there):
-                yield f"get_compute, {name}", _same(backend.get_compute("cpu"), "torch"), np.array(True)
-                yield f"get_compute, {name}", _same(backend.get_compute("cuda"), compute), np.array(True)
+                for device, due in (("cuda", compute), ("cpu", "triton")):
+                    taken = draw.some(FLOATS)
+                    mixed = [*taken, draw.one_of(*refused)]
+                    asked = (("triton", taken, due), ("torch", taken, "torch"), ("triton", mixed, "torch"))
+                    for kernels, dtypes, named in asked:
+                        got = backend.get_compute(device, kernels, dtypes)
+                        yield f"get_compute, {name}", _same(got, named), np.array(True)
                 missing = not is_there and on_gpu[0] != compute
                 yield "compute_of", _is_refused(lambda: new_compute(on_gpu[0])), np.array(missing)  # noqa: B023
 

@@ -192,7 +192,7 @@ def paged_attention_varlen_reference(
     seq_lens: torch.Tensor,
     max_query_len: int,
     scale: float,
-    grid: int = 0,
+    grid: int,
 ) -> torch.Tensor:
     """`paged_attention_varlen` in plain torch, row by row in float32; tokens of no row come out as zeros."""
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
