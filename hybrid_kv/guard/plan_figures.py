@@ -39,6 +39,7 @@ class Asked:
         self.K, self.rows, self.ring_len, width, self.limit, self.context_parallel = (
             int(rng.integers(*ends)) for ends in ((0, 4), (0, 65), (20, 40), (1, 80), (1, 3000), (1, 4))
         )
+        self.rows *= int(rng.integers(4) > 0)
         self.mode, self.policy = (name := str(rng.choice(list(MODES)))), MODES[name]
         self.is_replay, self.is_delta = (bool(draw) for draw in rng.integers(2, size=2))
         num_states, num_attention = int(rng.integers(0, 9)), int(rng.integers(1, 9))
@@ -111,7 +112,8 @@ class Asked:
         self.pool, self.num_blocks = {"num_blocks": wanted}, wanted
         if rng.integers(2):
             bytes_of_rows = max(self.rows * self.ring_row(stage) for stage in real) * int(rng.integers(2))
-            memory = wanted * max(stage["block_bytes"] for stage in real) + bytes_of_rows + int(rng.integers(1000))
+            block = max(stage["block_bytes"] for stage in real)
+            memory = wanted * block + bytes_of_rows + [0, int(rng.integers(1000)), block - 1][rng.integers(3)]
             self.pool = {"memory_bytes": memory}
             left = [(max(0, memory - self.rows * self.ring_row(stage)), stage["block_bytes"]) for stage in real]
             self.num_blocks = min(rest // block for rest, block in left)

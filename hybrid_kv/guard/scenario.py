@@ -142,7 +142,7 @@ class ScriptedProposer:
     right: K right ones. wrong: K wrong ones. mixed: any number, right up to any place. ragged: all right, their number
     runs through K, 0, 1, K, 2. lapses: K wrong ones and none in turn. boundary: right up to a block boundary if K
     reaches it, wrong behind it; beyond: right up to the first token behind one. rotate: request i has i % (K + 1) right
-    ones and wrong ones behind them. strange: K + 1 right ones, and among them what is no token.
+    ones and wrong ones behind them. strange: K + 1 right ones, and among them what is no token, or the first token.
 
     Args:
         sequences: prompt and answer of each request, by its number; stop tokens ignored.
@@ -175,7 +175,8 @@ class ScriptedProposer:
         # Behind the end of the answer no draft is right or wrong.
         own = [*sequence[num_tokens : num_tokens + count], *range(count)][:count]
         if self.script == "strange":
-            own.insert(num_tokens * 7919 % 1009 % (count + 1), -1 if num_tokens % 2 else self.vocab_size)
+            size = self.vocab_size
+            own.insert(num_tokens * 7919 % 1009 % (count + 1), [-1, size, size + 7, 0][num_tokens % 4])
             return own
         return [token if j < right else (token + 1 + j) % self.vocab_size for j, token in enumerate(own)]
 

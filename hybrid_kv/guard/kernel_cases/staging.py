@@ -28,7 +28,9 @@ class Mirrored(BlockTables):
     """Tables of a host, and their copy, as if that were on a device."""
 
     def _allocate(self, layouts: Sequence[TableLayout], max_num_batched_tokens: int) -> Tables:
-        super()._allocate(layouts, max_num_batched_tokens)
+        device, self.device = self.device, torch.device("meta")  # the copy is for any device but the host
+        assert super()._allocate(layouts, max_num_batched_tokens).flat_tables.device == self.device
+        self.device = device
         self._mirror = Tables(layouts, self.max_num_reqs, max_num_batched_tokens, self.device, *self.cp)
         return self._mirror
 
