@@ -95,7 +95,8 @@ class KVOffload:
         self.num_blocks = config.num_blocks
         self.device = raw_buffers[0].device
         self.stats = OffloadStats()
-        self._pages = _page_views(config, raw_buffers)
+        self._config = config
+        self.bind(raw_buffers)
         self.block_bytes = tuple(sum(view.shape[1] for view in views) for views in self._pages)
         self._host: OrderedDict[BlockKey, torch.Tensor] = OrderedDict()
         self.host_used = 0
@@ -182,6 +183,14 @@ class KVOffload:
                 view.index_copy_(0, ids, part)
             self.stats.loaded_blocks += len(chosen)
             self.stats.loaded_bytes += staged.numel()
+
+    def bind(self, raw_buffers: Sequence[torch.Tensor]) -> None:
+        """Blocks are in these buffers from now on; in none while the engine sleeps.
+
+        Raises:
+            ConfigError: they do not hold the pages.
+        """
+        self._pages = _page_views(self._config, raw_buffers) if raw_buffers else []
 
     def synchronize(self) -> None:
         """Wait until the bytes of all stored and fetched blocks are where they belong."""

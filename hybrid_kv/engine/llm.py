@@ -62,6 +62,7 @@ class LLM:
         ConfigError: the model, an option or the cache plan cannot be used; nothing is allocated then.
 
     Attributes:
+        is_sleeping: between `sleep` and `wake_up`.
         watchers: told what the engine does (`hybrid_kv.watch`), in this order; append your own.
     """
 
@@ -80,6 +81,7 @@ class LLM:
         self.watchers = parts.runner.watchers
         self._given_model = model
         self.num_steps = 0
+        self.is_sleeping = False
         self._num_requests = 0
         self._aborted: set[str] = set()
         self._unseen: StepOutput | None = None  # of the last step, with asynchronous scheduling
@@ -196,7 +198,13 @@ class LLM:
         return Request(str(number), token_ids, params, seed)
 
     def step(self) -> list[tuple[Request, str]]:
-        """Run one step; returns the requests that have finished, with their finish reasons."""
+        """Run one step; returns the requests that have finished, with their finish reasons.
+
+        Raises:
+            HybridKVError: the engine sleeps.
+        """
+        if self.is_sleeping:
+            raise HybridKVError("the engine sleeps, and its cache has no memory: call wake_up first")
         finished = self._drop_aborted()
         scheduled = self.scheduler.schedule()
         if not scheduled and not finished and self._unseen is None:
@@ -232,6 +240,34 @@ class LLM:
         if reset_running_requests:
             self.scheduler.preempt_all()
         self.manager.reset_prefix_cache()
+
+    def sleep(self) -> None:
+        """Give the memory of the cache back until `wake_up`, so that others may use the device; weights stay.
+
+        What is cached on the device is forgotten, since its blocks are. What runs is preempted, and waits with all that
+        come meanwhile; the offload tier keeps what it has. Does nothing if it sleeps already.
+        """
+        if self.is_sleeping:
+            return
+        self.reset_prefix_cache(reset_running_requests=True)
+        if self.manager.offload is not None:
+            self.manager.offload.synchronize()
+            self.manager.offload.bind(())
+        self.runner.free_memory()
+        self.is_sleeping = True
+
+    def wake_up(self) -> None:
+        """Take the memory again, and go on. Does nothing if it does not sleep."""
+        if self.is_sleeping:
+            self.runner.allocate_memory()
+            if self.manager.offload is not None:
+                self.manager.offload.bind(self.runner.raw_buffers)
+            self.is_sleeping = False
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to do."""
+        return self.scheduler.has_requests and not self.is_sleeping
 
     def _drop_aborted(self) -> list[tuple[Request, str]]:
         if not self._aborted:

@@ -104,10 +104,13 @@ class ModelRunner:
         self.device = device
         self.kernels = choose(config.kernels, device)
         self.groups = init_attn_backend(plan.config, backend, context)
-        self.raw_buffers = allocate_raw_buffers(plan.config, device)
-        self.views = bind_views(plan.config, self.groups, self.raw_buffers)
         max_num_seqs = config.scheduler.max_num_seqs
-        self.row_memory = allocate_row_memory(plan.config, max_num_seqs, device)
+        # What tokens leave behind for later steps. These three stay, and are empty while there is no memory.
+        self.raw_buffers: list[torch.Tensor] = []
+        self.views: dict[str, tuple[torch.Tensor, ...]] = {}
+        self.row_memory: dict[str, Any] = {}
+        self._memory = plan.config, max_num_seqs
+        self.allocate_memory()
         max_model_len = config.scheduler.max_model_len
         self._captured = [size for size in config.captured_batch_sizes if size <= max_num_seqs]
         if get_attention_cg_support_info(self.groups) == CUDAGraphSupport.NEVER:
@@ -162,6 +165,20 @@ class ModelRunner:
     def _compute(self, group: AttentionGroup) -> Compute:
         dtypes = {dtype for spec in layer_specs(group.layer_names, group.spec) for dtype in spec.cache_dtypes}
         return compute_of(group.backend.get_compute(self.device.type, self.kernels, dtypes))
+
+    def allocate_memory(self) -> None:
+        """For the blocks, and for what the undo scheme keeps of each row; all zeros."""
+        config, num_rows = self._memory
+        self.raw_buffers += allocate_raw_buffers(config, self.device)
+        self.views |= bind_views(config, self.groups, self.raw_buffers)
+        self.row_memory |= allocate_row_memory(config, num_rows, self.device)
+
+    def free_memory(self) -> None:
+        """The opposite."""
+        for held in (self.raw_buffers, self.views, self.row_memory):
+            held.clear()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def padded_size(self, num_reqs: int) -> int:
         """Rows of a pure decode step of `num_reqs` requests: the next captured size, or as many as there are."""

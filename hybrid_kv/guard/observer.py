@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hybrid_kv.attention.mamba import MambaMetadata
 from hybrid_kv.attention.undo import UndoStep
@@ -26,7 +27,7 @@ from hybrid_kv.guard.drafts import Drafts
 from hybrid_kv.guard.figures import Figures
 from hybrid_kv.guard.kept import Kept
 from hybrid_kv.guard.patterns import Patterns
-from hybrid_kv.guard.poison import StaleColumns, poison_null_block
+from hybrid_kv.guard.poison import StaleColumns, poison, poison_null_block
 from hybrid_kv.guard.published import Published, replay_of, states_behind
 from hybrid_kv.guard.scenario import Cell, Scenario
 from hybrid_kv.guard.step import Ran, RuleError, Track, is_prefill
@@ -150,10 +151,23 @@ class Observer(Watcher):
             llm.reset_prefix_cache(reset_running_requests=starts_again)
             if starts_again and running:
                 raise RuleError("reset-left-running", f"{len(running)} requests run on behind a reset of all")
-            if llm.manager.offload is None:
-                self.published.clear()
-            self._is_reset |= llm.manager.offload is not None
+            self._forget()
+        elif what == "sleep":
+            self.seen["sleep"] += bool(running)
+            memory = [StorageWeakRef(buffer.untyped_storage()) for buffer in llm.runner.raw_buffers]
+            llm.sleep()
+            if not all(buffer.expired() for buffer in memory) or running or llm.has_work:
+                raise RuleError("sleepless", f"memory is kept in sleep, or {len(running)} requests run on")
+            llm.wake_up()
+            poison(llm)
+            self._forget()
         return True
+
+    def _forget(self) -> None:
+        """The device has forgotten what it cached; what an offload tier has of it is not known here."""
+        if self._llm.manager.offload is None:
+            self.published.clear()
+        self._is_reset |= self._llm.manager.offload is not None
 
     def _publish(self, is_under_way: bool) -> None:
         """Take over what the engine has taken over: not the last step, if that is still under way."""

@@ -103,6 +103,7 @@ REQUIRED = {
     "exact_hit_of_host": "… in host memory alone, in part: the device had lost some of it",
     "hit_behind_losses": "a prefix restored after blocks were lost for good",
     "reset": "all cached blocks forgotten while requests run",
+    "sleep": "all memory given back and taken again while requests run",
     "sanitized": "a scenario with the sanitizer on",
     "ring_emptied": "a ring without room for the next step, folded into the state",
     "ring_wrapped": "a history, and the step behind it, that go round the end of the ring",

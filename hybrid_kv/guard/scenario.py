@@ -52,10 +52,10 @@ class Event:
 
     preempt: the youngest running request. abort: a running one, its step under way. drop: a waiting or running one
     between two steps. evict: the oldest published block. reset: all published blocks; before an odd step all running
-    requests are preempted, too.
+    requests are preempted, too. sleep: the engine gives its memory back, and takes another one.
     """
 
-    what: Literal["preempt", "abort", "drop", "evict", "reset"]
+    what: Literal["preempt", "abort", "drop", "evict", "reset", "sleep"]
     first: int
     every: int = 0
 

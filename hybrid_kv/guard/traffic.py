@@ -342,7 +342,8 @@ def _random_scenario(
     if rng.random() < chances["abort"]:
         events.append(Event(("abort", "drop")[int(rng.integers(2))], int(rng.integers(2, 9)), 13))
     if not _is_stateless(mode) and rng.random() < chances["reset"]:
-        events.append(Event("reset", int(rng.integers(2, 20))))
+        step = int(rng.integers(2, 20))
+        events.append(Event("reset" if step % 3 else "sleep", step))
     return Scenario(seed, layers, options, prompts, params, waves, cell["drafts"], tuple(events), cell=cell)
 
 

@@ -55,8 +55,7 @@ class Sanitizer(Watcher):
         # Longer than the model allows, by the drafts of a step that passes its end.
         self.ledger = Ledger(pool, self.shadows, buffers, limits.max_num_seqs, limits.max_model_len + 32)
         self.undo = [undo_rules(self.ledger, shadow, limits.max_num_seqs) for shadow in self.shadows]
-        memories = (row_memory or {}).values()
-        self.row_memory = [part for memory in memories for part in vars(memory).values() if torch.is_tensor(part)]
+        self._row_memory = row_memory or {}
         self._published_bytes: dict[BlockKey, set[int]] = {}
         self._all_bytes: set[int] = set()  # of all keys
         self._copies: list[Copy] = []
@@ -203,7 +202,8 @@ class Sanitizer(Watcher):
         owner.known = self.ledger.learn(owner, request.token_ids)
         for undo in self.undo:
             undo.restart(request.row)
-        for part in self.row_memory:
+        parts = (part for memory in self._row_memory.values() for part in vars(memory).values())
+        for part in filter(torch.is_tensor, parts):
             part[request.row].view(torch.int8).fill_(-1)
 
     def on_arrival(self, request: Request, columns: Sequence[BlockIds]) -> None:

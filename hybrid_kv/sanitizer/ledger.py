@@ -35,7 +35,7 @@ class Ledger:
         self, pool: BlockPool, shadows: Sequence[Shadow], buffers: Sequence[torch.Tensor], max_owners: int, length: int
     ) -> None:
         self.pool, self.num_blocks, self.shadows = pool, pool.num_blocks, shadows
-        self.pages = [buffer.view(pool.num_blocks, -1) for buffer in buffers]
+        self._buffers = buffers
         self.owners: dict[str, Owner] = {}
         self.held = np.zeros((max_owners, pool.num_blocks), dtype=np.int8)
         self.references = np.zeros(pool.num_blocks, dtype=np.int32)
@@ -50,6 +50,11 @@ class Ledger:
         self._free = list(range(max_owners))
 
     # Requests.
+
+    @property
+    def pages(self) -> list[torch.Tensor]:
+        """Each buffer as [num_blocks, bytes of a page]."""
+        return [buffer.view(self.num_blocks, -1) for buffer in self._buffers]
 
     def owner(self, name: str) -> Owner:
         """The request of this id, new if it holds nothing."""

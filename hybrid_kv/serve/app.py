@@ -56,6 +56,9 @@ class Front:
         add("/v1/chat/completions", self.chat_completions, methods=["POST"], response_model=None)
         add("/v1/models", self.models, methods=["GET"], response_model=None)
         add("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"], response_model=None)
+        add("/sleep", self.sleep, methods=["POST"], response_model=None)
+        add("/wake_up", self.wake_up, methods=["POST"], response_model=None)
+        add("/is_sleeping", self.is_sleeping, methods=["GET"], response_model=None)
         add("/metrics", self.prometheus, methods=["GET"], response_model=None)
         add("/version", self.version, methods=["GET"], response_model=None)
         add("/health", self.health, methods=["GET"], response_model=None)
@@ -102,6 +105,23 @@ class Front:
             raise BadRequestError(f"reset_running_requests={value} must be true or false", "reset_running_requests")
         await self.engine.call(lambda: self.engine.llm.reset_prefix_cache(value == "true"))
         return Response()
+
+    async def sleep(self, request: Request) -> Response:
+        """Give the cache's memory back; requests wait."""
+        self._authorize(request)
+        await self.engine.call(self.engine.llm.sleep)
+        return Response()
+
+    async def wake_up(self, request: Request) -> Response:
+        """Go on."""
+        self._authorize(request)
+        await self.engine.call(self.engine.llm.wake_up)
+        return Response()
+
+    async def is_sleeping(self, request: Request) -> Response:
+        """Whether requests wait for `wake_up`."""
+        self._authorize(request)
+        return JSONResponse({"is_sleeping": self.engine.llm.is_sleeping})
 
     async def prometheus(self, request: Request) -> Response:
         """Counters."""

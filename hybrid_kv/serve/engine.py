@@ -176,6 +176,7 @@ class Engine:
         """End what is open, and the thread."""
 
         def stopping() -> None:
+            self.llm.wake_up()  # what waits is ended by a step
             self._abort_all()
             self._is_stopping = True
 
@@ -203,7 +204,7 @@ class Engine:
         try:
             while not self._is_stopping or self._open:
                 self._take_commands()
-                if self.llm.scheduler.has_requests:
+                if self.llm.has_work:
                     self._step()
         except BaseException as error:
             self.failure = error
@@ -214,7 +215,7 @@ class Engine:
 
     def _take_commands(self) -> None:
         """Those that are there; without a request, wait for one."""
-        while not self._commands.empty() or not (self.llm.scheduler.has_requests or self._is_stopping):
+        while not self._commands.empty() or not (self.llm.has_work or self._is_stopping):
             function, future = self._commands.get()
             if not future.set_running_or_notify_cancel():
                 continue

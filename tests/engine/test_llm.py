@@ -5,6 +5,7 @@ import logging
 import numpy as np
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hybrid_kv.config import ConfigError, HybridKVError
 from hybrid_kv.engine import build
@@ -373,6 +374,40 @@ def test_a_reset_under_running_requests_loses_nothing():
     outputs = llm.generate([LONG, LONG[:20]] * 3, SamplingParams(max_tokens=6), progress=False, on_step=reset)
     assert [output.token_ids for output in outputs] == [oracle(LONG, 6), oracle(LONG[:20], 6)] * 3
     assert llm.manager.pool.num_free_blocks == llm.plan.usable_blocks
+
+
+def test_an_engine_asleep_has_no_memory_and_forgets_nobody():
+    llm = caching(state_scheme="replay", speculative_method="ngram", num_speculative_tokens=2)
+    parts = [part for memory in llm.runner.row_memory.values() for part in vars(memory).values()]
+    held = [*llm.runner.raw_buffers, *filter(torch.is_tensor, parts)]
+    sizes, storages = [part.nbytes for part in held], [StorageWeakRef(part.untyped_storage()) for part in held]
+    request = llm.add_request(LONG, SamplingParams(max_tokens=6))
+    llm.step()
+    for _ in range(2):
+        llm.sleep()
+    assert llm.is_sleeping and not llm.has_work and llm.scheduler.has_requests
+    del held, parts
+    assert all(storage.expired() for storage in storages)
+    with pytest.raises(HybridKVError, match="the engine sleeps"):
+        llm.step()
+    for _ in range(2):
+        llm.wake_up()
+    parts = [part for memory in llm.runner.row_memory.values() for part in vars(memory).values()]
+    assert [part.nbytes for part in (*llm.runner.raw_buffers, *filter(torch.is_tensor, parts))] == sizes
+    while llm.has_work:
+        llm.step()
+    assert request.output_token_ids == oracle(LONG, 6)
+    assert request.num_preemptions == 1
+
+
+def test_what_was_offloaded_is_found_behind_sleep():
+    llm = caching(kv_offload_bytes=2**20)
+    first = one(llm, LONG, max_tokens=2)
+    llm.sleep()
+    llm.wake_up()
+    again = one(llm, LONG, max_tokens=2)
+    assert (first.cached_tokens, again.cached_tokens) == (0, 24)
+    assert again.token_ids == oracle(LONG, 2)
 
 
 def test_salts_share_nothing():

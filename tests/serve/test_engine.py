@@ -115,6 +115,26 @@ def test_a_reset_preempts_what_runs_and_changes_no_token(server: Served, gate: G
     assert counters(server)["num_preemptions_total"] == before["num_preemptions_total"] + 1
 
 
+def test_a_request_outlives_sleep(server: Served, gate: Gate, alone: LLM) -> None:
+    (expected,) = alone.generate([QUESTION * 5], SamplingParams(30, ignore_eos=True), progress=False)
+    with ThreadPoolExecutor(2) as pool:
+        body = LONG | {"prompt": QUESTION * 5, "max_tokens": 30, "return_token_ids": True}
+        asking = pool.submit(server.http.post, "/v1/completions", json=body)
+        assert gate.entered.wait(60)
+        going = pool.submit(server.http.post, "/sleep")
+        while not going.done():
+            gate.steps.release()
+        gate.open()
+        assert going.result().status_code == server.http.post("/sleep").status_code == 200
+        assert server.http.get("/is_sleeping").json() == {"is_sleeping": True}
+        later = pool.submit(server.http.post, "/v1/completions", json=body)
+        assert not server.llm.has_work and not asking.done() and not later.done()
+        assert server.http.post("/wake_up").status_code == 200
+        assert server.http.get("/is_sleeping").json() == {"is_sleeping": False}
+        answers = [one.result().json()["choices"][0]["token_ids"] for one in (asking, later)]
+    assert answers == [expected.token_ids] * 2
+
+
 def test_all_prompts_of_a_request_run_or_none(server: Served) -> None:
     before = counters(server)
     answer = server.http.post("/v1/completions", json={"prompt": ["a", "b", ""], "max_tokens": 2})
