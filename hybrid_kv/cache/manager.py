@@ -59,7 +59,7 @@ class KVCacheManager:
     def __init__(
         self,
         config: KVCacheConfig,
-        enable_prefix_caching: bool = False,
+        enable_prefix_caching: bool,
         num_lookahead_tokens: int = 0,
         max_model_len: int | None = None,
         num_uncertain_tokens: int = 0,

@@ -80,6 +80,7 @@ class Observer(Watcher):
         self.patterns.watch(llm, self.published.late)
         self._knows_mode = llm.config.cache.mamba_cache_mode in SAID_AGAIN
         self._exact_hits = llm.manager.enable_prefix_caching and self._knows_mode
+        self._has_forgotten = False  # what running requests have published
         self._is_reset = False  # the device, and not the host
         self._planned = self._check_plan(llm)
         self._waiting = Waiting(llm, self._track, self.published)
@@ -165,6 +166,7 @@ class Observer(Watcher):
 
     def _forget(self) -> None:
         """The device has forgotten what it cached; what an offload tier has of it is not known here."""
+        self._has_forgotten = True
         if self._llm.manager.offload is None:
             self.published.clear()
         self._is_reset |= self._llm.manager.offload is not None
@@ -183,7 +185,22 @@ class Observer(Watcher):
                 elif ended or ran.item.is_stale:
                     continue
                 self.published.add(ran)
+                self._check_published(ran)
                 ran.track.computed = ran.end
+
+    def _check_published(self, ran: Ran) -> None:
+        """K/V of a block can be found once the step that has completed it is over; states may come later."""
+        if not self._llm.manager.enable_prefix_caching or ran.item.request.row < 0 or self._has_forgotten:
+            return
+        for group, spec in enumerate(group.spec for group in self._llm.plan.config.groups):
+            first, last = ran.item.num_computed_tokens // spec.block_size, ran.end // spec.block_size
+            name = group, ran.track.prefix(last * spec.block_size)
+            if not isinstance(spec, MambaSpec) and first < last and name not in self._kept.device:
+                raise RuleError(
+                    "published-late",
+                    f"request {ran.item.request.request_id}: {ran.end} tokens are in the cache, and group {group}'s "
+                    f"block of {last * spec.block_size} cannot be found",
+                )
 
     def on_allocate(self, request_id: str, columns: Sequence[BlockIds]) -> None:
         """Ids that are handed out are nobody else's memory."""

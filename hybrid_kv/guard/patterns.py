@@ -121,9 +121,7 @@ REQUIRED = {
 NOT_APPLICABLE = {
     "tree_drafts": "a draft is one sequence",
     "idle_rank": "there is one rank",
-    "sleep_and_wake": "nothing is retracted to the host but published blocks",
     "saved_conversations": "a second turn goes through the prefix cache",
-    "remote_prefill": "one engine computes and caches",
     "padded_sequences": "batches are ragged: no side is padded; requests join running batches in every scenario",
     "beams": "a request has one continuation",
 }

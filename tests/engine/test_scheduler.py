@@ -553,7 +553,7 @@ def test_a_prefill_starves_no_running_request_behind_it():
 
 def scheduler(num_blocks=60, budget=16, seqs=4):
     made = plan("none", 0, MAX_MODEL_LEN, num_blocks=num_blocks)
-    return Scheduler(SchedulerConfig(seqs, max(budget, seqs), MAX_MODEL_LEN), KVCacheManager(made.config), 0)
+    return Scheduler(SchedulerConfig(seqs, max(budget, seqs), MAX_MODEL_LEN), KVCacheManager(made.config, False), 0)
 
 
 def request(name, length, max_tokens=4):

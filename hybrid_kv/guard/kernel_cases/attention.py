@@ -76,7 +76,7 @@ def varlen(draw: Draw) -> Iterator[Compared]:
     """Rows without tokens, rows of padding, tokens of no row."""
     grid = draw.one_of(0, 0, draw.number(1, 4))
     totals = draw.numbers(1, 9, draw.number(1, 4))
-    new = [draw.number(0, total) for total in totals]
+    new = [draw.one_of(total, draw.number(0, total)) for total in totals]
     kv_heads, per_kv, size = draw.numbers(1, 3, 3)
     at, dtype = Stored(draw, totals, grid), draw.one_of(torch.float32, torch.bfloat16)
     keys, values = draw.pool(at.num_blocks, 2, at.block_size, kv_heads, size, dtype=dtype).unbind(1)
@@ -119,7 +119,7 @@ def _lengths(draw: Draw) -> tuple[list[int], list[int]]:
     """Of rows, and how many of their tokens are queries: one of each, a few, or more than are folded."""
     most = draw.one_of(1, 2, 4, FOLDED_QUERIES, FOLDED_QUERIES + 2)
     new = [most, *(draw.number(1, most) for _ in range(draw.number(0, 2)))]
-    return [count + draw.number(0, 3) for count in new], new
+    return [count + draw.one_of(0, draw.number(0, 3)) for count in new], new
 
 
 def _positions(totals: list[int], new: list[int]) -> torch.Tensor:
