@@ -133,7 +133,7 @@ class MambaMetadataBuilder:
         undo: the group's scheme.
     """
 
-    def __init__(self, spec: MambaSpec, max_num_seqs: int, device: torch.device, launches: bool = False) -> None:
+    def __init__(self, spec: MambaSpec, max_num_seqs: int, device: torch.device, launches: bool) -> None:
         self.spec = spec
         self.launches = launches
 

@@ -82,7 +82,7 @@ def steps(draw):
 def test_every_row_reads_and_writes_its_own_columns(step):
     subject, decodes, prefills, prev, accepted, padding = step
     batch = [*decodes, *prefills]
-    builder = MambaMetadataBuilder(subject, 6, CPU)
+    builder = MambaMetadataBuilder(subject, 6, CPU, False)
     for buffer in (builder.window_indices, builder.source_indices, builder.state_indices, builder.window_rows):
         buffer.fill_(-7)  # what a longer step left there
     metadata = build(
@@ -131,7 +131,7 @@ def test_a_verify_step_at_the_very_end_stays_inside_its_row(mode, block_size):
     width = subject.block_table_width(MAX_MODEL_LEN)
     last = 0 if mode == "none" else cdiv(MAX_MODEL_LEN, block_size) - 1
     assert width == last + 1 + 3
-    builder = MambaMetadataBuilder(subject, 1, CPU)
+    builder = MambaMetadataBuilder(subject, 1, CPU, False)
     metadata = build(subject, builder, [MAX_MODEL_LEN - 4], [4], 1, [last], [4])
     assert metadata.state_indices.tolist() == [[1000 + last + j for j in range(4)]]
     assert metadata.source_indices.tolist() == [1000 + last + 3]
@@ -141,7 +141,7 @@ def test_a_verify_step_at_the_very_end_stays_inside_its_row(mode, block_size):
 def test_buffers_have_an_entry_per_request_and_keep_their_address():
     """vllm!41233: with drafts there are more tokens than requests; a buffer filled per token overflows or shifts."""
     subject = spec(k=3)
-    builder = MambaMetadataBuilder(subject, 4, CPU)
+    builder = MambaMetadataBuilder(subject, 4, CPU, False)
     seen = set()
     for num_reqs, padding in ((4, 0), (1, 3), (3, 1), (2, 0)):
         metadata = build(
@@ -183,7 +183,7 @@ def test_buffers_have_an_entry_per_request_and_keep_their_address():
 
 def test_metadata_is_built_again_when_something_changes_and_only_then():
     subject = spec(k=1, block_size=4)
-    builder = MambaMetadataBuilder(subject, 4, CPU)
+    builder = MambaMetadataBuilder(subject, 4, CPU, False)
     table = table_of(2, subject.block_table_width(MAX_MODEL_LEN))
 
     def built(computed=(8, 9), lens=(1, 1), prev=(1, 2), accepted=(1, 1), num_gathers=1, num_decodes=2):
@@ -217,7 +217,7 @@ def test_metadata_is_built_again_when_something_changes_and_only_then():
 def test_the_previous_anchor_is_what_the_metadata_reads():
     """vllm!41233: after a verify step that crossed a boundary and was rejected, the state is behind the next anchor."""
     subject = spec(k=2)
-    builder = MambaMetadataBuilder(subject, 2, CPU)
+    builder = MambaMetadataBuilder(subject, 2, CPU, False)
     # Tokens 6, 7 and 8 ran in the previous step, anchored at column 2; only token 6 was accepted.
     metadata = build(subject, builder, [7, 7], [1, 1], 2, prev=[2, 1], accepted=[1, 2])
     assert metadata.window_indices.tolist() == [1002, 2001]

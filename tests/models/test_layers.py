@@ -180,7 +180,7 @@ class Course:
             table, blocks = blocks[:width], blocks[width:]
             self.requests.append(Request(inputs, prompt, table, *subject.plain(inputs)))
         self.table_width = max(widths)
-        self.builder = MambaMetadataBuilder(self.spec, num_requests + 2, CPU)
+        self.builder = MambaMetadataBuilder(self.spec, num_requests + 2, CPU, False)
         self.seen = Counter()
 
     def live(self):
@@ -335,7 +335,7 @@ def test_half_precision_keeps_its_states_in_float32():
     window = torch.zeros(3, 3 + 2, subject.channels, dtype=torch.bfloat16)
     state = torch.zeros(3, *subject.state_shape)
     spec = MambaSpec(1, (StatePart("state", (1,), torch.float32),), undo=UndoSpec(2))
-    builder, table = MambaMetadataBuilder(spec, 1, CPU), torch.tensor([[1, 2, 0]], dtype=torch.int32)
+    builder, table = MambaMetadataBuilder(spec, 1, CPU, False), torch.tensor([[1, 2, 0]], dtype=torch.int32)
     x = subject.draw(np.random.default_rng(1), 7).bfloat16()
     outputs = []
     for start, length in ((0, 5), (5, 2)):
@@ -360,7 +360,7 @@ def test_states_of_another_dtype(dtype, cached):
     window = torch.zeros(3, 3 + 2, subject.channels, dtype=cached)
     state = torch.zeros(3, *subject.state_shape, dtype=cached)
     spec = MambaSpec(1, (StatePart("state", (1,), cached),), undo=UndoSpec(2))
-    builder, table = MambaMetadataBuilder(spec, 1, CPU), torch.tensor([[1, 2, 0]], dtype=torch.int32)
+    builder, table = MambaMetadataBuilder(spec, 1, CPU, False), torch.tensor([[1, 2, 0]], dtype=torch.int32)
     x = subject.draw(np.random.default_rng(1), 7).to(dtype)
     outputs = []
     for start, length in ((0, 5), (5, 2)):

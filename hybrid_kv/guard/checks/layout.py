@@ -15,11 +15,13 @@ from hybrid_kv.cache.layout import allocate_raw_buffers, allocate_row_memory, bi
 from hybrid_kv.cache.plan import plan_cache
 from hybrid_kv.cache.spec import (
     FullAttentionSpec,
+    KVCacheConfig,
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
     StatePart,
     UndoSpec,
+    group_layers,
     window_and_states,
 )
 from hybrid_kv.config import CacheConfig, ConfigError
@@ -40,7 +42,7 @@ def check_layout(run: Run) -> list[CheckResult]:
         backend = (TorchBackend, FlashAttentionBackend)[trial % 2]
         # Two blocks make (2, num_blocks, …) and (num_blocks, 2, …) the same shape: vllm!37236.
         num_blocks = 2 if trial % 4 < 2 else int(rng.integers(3, 9))
-        wrong += [*_layout_errors(backend, num_blocks, rng), *_alignment_errors(rng)]
+        wrong += [*_layout_errors(backend, num_blocks, rng), *_alignment_errors(rng), *_widths_errors(rng)]
         run.progress(1)
     return [
         CheckResult(
@@ -95,6 +97,27 @@ def _layout_errors(
         if (told := group.spec.max_memory_usage_bytes(64)) != usage:
             errors.append(f"{name}: a request of 64 tokens takes {usage} B, not {told}")
     return errors
+
+
+def _widths_errors(rng: np.random.Generator) -> Iterator[str]:
+    """Attention layers of any widths share one block table, and each has pages of its own size; with states not."""
+    widths = [1, *(int(width) for width in rng.integers(1, 4, size=rng.integers(1, 5)))]
+    layers: dict[str, KVCacheSpec] = {
+        f"layer{i}": FullAttentionSpec(16, width, 8, torch.bfloat16) for i, width in enumerate(widths)
+    }
+    config = KVCacheConfig(3, group_layers(layers))
+    if [len(group.layer_names) for group in config.groups] != [len(layers)]:
+        yield f"attention layers of widths {widths} are in {len(config.groups)} groups"
+    elif (pages := config.buffer_page_sizes) != (due := tuple(width * 16 * 2 * 8 * 2 for width in widths)):
+        yield f"attention layers of widths {widths} have pages of {pages} B, not {due}"
+    state = MambaSpec(16, (StatePart("state", (8,), torch.float32),), 16 * 2 * 8 * 2)
+    try:
+        group_layers({**layers, "states": state})
+        said = ""
+    except ConfigError as error:
+        said = str(error)
+    if ("layers of one pool need one page size" in said) != (len({*widths}) > 1):
+        yield f"states beside attention layers of widths {widths}: {said or 'taken'}"
 
 
 def _alignment_errors(rng: np.random.Generator) -> Iterator[str]:

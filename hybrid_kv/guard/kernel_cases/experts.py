@@ -43,7 +43,7 @@ def experts(draw: Draw) -> Iterator[Compared]:
 def _experts(draw: Draw, dtype: torch.dtype) -> Iterator[Compared]:
     """Nobody reads an expert that no token chose."""
     tokens, num_experts = draw.one_of(1, 2, 5), draw.number(1, 6)
-    top_k = draw.number(1, num_experts)
+    top_k = draw.one_of(1, draw.number(1, num_experts))
     # Of a hidden size of 2 the first product could be grouped, and not the second: rows must be whole 16 bytes.
     size, hidden = draw.one_of(4, 8, 16, 4, 8, 16, 3, 7, 15, 17), draw.one_of(4, 2, 3, 8)
     x, weights = draw.floats(tokens, size, dtype=dtype), draw.floats(tokens, top_k, dtype=dtype)
