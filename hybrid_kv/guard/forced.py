@@ -392,6 +392,18 @@ def _offload_hit(seed: int, rng: np.random.Generator) -> Scenario:
     )  # fmt: skip
 
 
+@_forces("fits_once_published")
+def _fits_once_published(seed: int, rng: np.random.Generator) -> Scenario:
+    # The first request has a block more than its tokens fill, for drafts, when the second one gives its blocks back.
+    # The third one begins with the first one's answer, and fits as soon as the next block of that can be found.
+    first, second, tail = _draw(rng, 9, 1, 10)
+    answer = answer_book("**").without_stop(first, SamplingParams(max_tokens=20), 96)
+    prompts = [first, second, [*first, *answer[:7], *tail]]
+    return _scenario(
+        seed, rng, prompts, _params(20, 6, 3), waves=(3,), modes=("attention",), K=3, drafts="wrong", num_blocks=6
+    )
+
+
 @_forces("reset")
 def _reset(seed: int, rng: np.random.Generator) -> Scenario:
     # Different prompts: blocks that two requests share are not forgotten.

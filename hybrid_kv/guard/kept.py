@@ -38,6 +38,10 @@ class Device:
     def __len__(self) -> int:
         return len(self._blocks)
 
+    def found(self, name: Name) -> int | None:
+        """Which block is found by this name."""
+        return next(iter(self._blocks.get(name, ())), None)
+
     def take(self, ids: Iterable[int]) -> None:
         """Blocks get an owner who fills them anew."""
         for block in ids:

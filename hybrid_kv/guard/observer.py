@@ -83,7 +83,7 @@ class Observer(Watcher):
         self._has_forgotten = False  # what running requests have published
         self._is_reset = False  # the device, and not the host
         self._planned = self._check_plan(llm)
-        self._waiting = Waiting(llm, self._track, self.published)
+        self._waiting = Waiting(llm, self._track, self.published, self._kept.device)
         self._drafts = Drafts(llm, self._track)
 
     def _check_plan(self, llm: LLM) -> list[int]:
@@ -483,6 +483,7 @@ class Observer(Watcher):
                 raise RuleError("ids-stay", f"ids {before.tolist()} were handed out and are {ids.tolist()} now")
         self._figures.check(llm, outputs)
         self.seen["strange_drafts"] += self._drafts.num_strange
+        self.seen["fits_once_published"] += self._waiting.num_fitting
         self.patterns.count_end()
         self.patterns.count_outputs(outputs)
         cell = self.scenario.cell

@@ -104,6 +104,7 @@ REQUIRED = {
     "hit_behind_losses": "a prefix restored after blocks were lost for good",
     "reset": "all cached blocks forgotten while requests run",
     "sleep": "all memory given back and taken again while requests run",
+    "fits_once_published": "a prompt that fits because somebody has published more of it, and not for want of room",
     "sanitized": "a scenario with the sanitizer on",
     "ring_emptied": "a ring without room for the next step, folded into the state",
     "ring_wrapped": "a history, and the step behind it, that go round the end of the ring",

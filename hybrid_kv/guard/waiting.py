@@ -12,6 +12,7 @@ from hybrid_kv.cache.block_hash import BlockHashes
 from hybrid_kv.cache.columns import NO_IDS, PrefixHit
 from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.engine.llm import LLM
+from hybrid_kv.guard.kept import Device
 from hybrid_kv.guard.published import Published
 from hybrid_kv.guard.step import RuleError, Track, is_prefill
 from hybrid_kv.kernels.common.integers import cdiv
@@ -30,8 +31,8 @@ class Waiting:
     than then, when something was published, or when somebody else was asked.
     """
 
-    def __init__(self, llm: LLM, track_of: Callable[[Request], Track], published: Published) -> None:
-        self._llm, self._track, self._published = llm, track_of, published
+    def __init__(self, llm: LLM, track_of: Callable[[Request], Track], published: Published, device: Device) -> None:
+        self._llm, self._track, self._published, self._device = llm, track_of, published, device
         self._specs = [group.spec for group in llm.plan.config.groups]
         self._unit = lcm(*(spec.block_size for spec in self._specs))
         states = [spec for spec in self._specs if isinstance(spec, MambaSpec)]
@@ -40,6 +41,8 @@ class Waiting:
         self._idle = NO_IDS
         self._looked_up = NOBODY  # in this step
         self._refused = NOBODY  # in a step before, and nothing has changed since
+        self._was_refused = NOBODY  # whatever has changed since
+        self.num_fitting = 0  # requests that started with no more room than they were refused with
         self._find = llm.manager.find_longest_cache_hit
         if llm.manager.enable_prefix_caching:
             vars(llm.manager)["find_longest_cache_hit"] = self._look_up
@@ -82,6 +85,9 @@ class Waiting:
         """
         llm = self._llm
         starting = [item.request.request_id for item in scheduled if item.overwrite]
+        (refused, room), (found, room_now) = self._was_refused, self._looked_up
+        is_starting = any(item.overwrite and item.request.block_hashes is refused for item in scheduled)
+        self.num_fitting += is_starting and found is refused and room_now <= room
         if starting and self.has_preempted():
             raise RuleError("started-anyway", f"requests {starting} start in a step that others were preempted for")
         self._remember(scheduled)
@@ -104,22 +110,23 @@ class Waiting:
             return
         if left_out or self.has_preempted():
             return  # The pool was too full for those who run.
-        if llm.manager.pool.num_free_blocks < self._most_blocks(head):
-            return
         known = self._published.hit(self._track(head), head.num_tokens) if is_exact else 0
+        most = self._most_blocks(head) - self._num_held(head, known)
+        if llm.manager.pool.num_free_blocks < most:
+            return
         if llm.manager.enable_prefix_caching and any(self._helps(head, known, scheduled)):
             return
         raise RuleError(
             "left-waiting",
             f"request {head.request_id} waits with {budget} tokens of budget, a row and "
-            f"{llm.manager.pool.num_free_blocks} blocks free; it can ask for {self._most_blocks(head)} at most",
+            f"{llm.manager.pool.num_free_blocks} blocks free; it can ask for {most} at most",
         )
 
     def _remember(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Whom the step has refused, for want of blocks and nothing else."""
         head = self._llm.scheduler.waiting[0] if self._llm.scheduler.waiting else None
         if head is not None and head.block_hashes is self._looked_up[0] and not any(self._helps(head, 0, scheduled)):
-            self._refused = self._looked_up
+            self._refused = self._was_refused = self._looked_up
 
     def _check_order(self) -> None:
         """What was free before the step and is so still is lost in the order in which it was."""
@@ -149,6 +156,18 @@ class Waiting:
             drafts = spec.num_speculative_blocks if isinstance(spec, MambaSpec) else 0
             due += cdiv(ahead, spec.block_size) + drafts
         return due
+
+    def _num_held(self, request: Request, num_known: int) -> int:
+        """Of its prefix, K/V blocks that somebody holds: it gets them without a free block."""
+        track, pool = self._track(request), self._llm.manager.pool
+        names = (
+            (group, track.prefix(end))
+            for group, spec in enumerate(self._specs)
+            if not isinstance(spec, MambaSpec)
+            for end in range(spec.block_size, num_known + 1, spec.block_size)
+        )
+        found = [block for name in names if (block := self._device.found(name)) is not None]
+        return int(np.count_nonzero(pool.ref_count[found]))
 
     def _helps(self, request: Request, num_known: int, others: Sequence[ScheduledRequest]) -> Iterator[bool]:
         """Of each prefill under way, whether it makes a hit of `num_known` tokens longer."""

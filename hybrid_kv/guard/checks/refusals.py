@@ -116,6 +116,20 @@ def _error(setting: dict[str, Any], prompt: int) -> str:
     return output.error or ""
 
 
+def _taken_twice() -> Iterator[str]:
+    """A request waits or runs once, and never again when it has ended."""
+    llm = LLM(answer_book("M*").model, device="cpu", block_size=BLOCK, num_blocks=200, max_model_len=64)
+    request = llm.add_request([1, 2, 3], SamplingParams(max_tokens=1))
+    for what in ("waits", "has ended"):
+        try:
+            llm.scheduler.add(request)
+            yield f"a request that {what} is taken again"
+        except ConfigError:
+            pass
+        while llm.has_work:
+            llm.step()
+
+
 def _silent(model: ExactModel, kind: str) -> ExactModel:
     """The same model of layers of this kind, which do not say what a token feeds to their states."""
     silent, specs = copy(model), model.layer_specs.items()
@@ -142,6 +156,7 @@ def check_refusals(run: Run) -> list[CheckResult]:
                 wrong.append(
                     f"{one.what}: {one.outside} must be refused because {one.reason!r}: {outside or 'it runs'}"
                 )
+        wrong += _taken_twice()
         run.progress(1)
     return [
         CheckResult(
