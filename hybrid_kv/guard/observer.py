@@ -220,9 +220,7 @@ class Observer(Watcher):
         self._waiting.on_change()
 
     def on_fold(self, request: Request, group: int, step: UndoStep) -> None:
-        """A state is written because its request gives up its row, and another one may want it."""
-        if not self._llm.manager.enable_prefix_caching:
-            raise RuleError("for-nobody", f"a state of request {request.request_id} is written, and nobody may find it")
+        """A state is written because its request gives up its row."""
         if group == self._replayed and step.history is not None and int(step.history.n_flush.max()):
             aborted = request.request_id in self.aborted
             self.seen[f"folded_at_{'abort' if aborted else 'finish' if request.is_finished else 'preemption'}"] += 1

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from hybrid_kv.attention.undo import Replay, ReplaySpec
+from hybrid_kv.cache import manager
 from hybrid_kv.cache.block_pool import BlockPool
-from hybrid_kv.cache.columns import Columns, PrefixHit
+from hybrid_kv.cache.columns import Columns, PrefixHit, Refusal
 from hybrid_kv.cache.manager import KVCacheManager
 from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.engine.llm import LLM
@@ -275,6 +276,39 @@ def test_a_reset_of_all_that_leaves_requests_running(monkeypatch: pytest.MonkeyP
     assert run_scenario(alone).wrong == []
     monkeypatch.setattr(Scheduler, "preempt_all", lambda _: None)
     assert "reset-left-running: 3 requests run on" in wrong(run_scenario(alone))
+
+
+def test_an_engine_that_sleeps_with_its_eyes_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    tired = replace(scenario("all", 2, "mixed", state_scheme="replay"), events=(Event("sleep", 3, 4),))
+    result = run_scenario(tired)
+    assert result.wrong == [] and result.seen["sleep"] > 1
+    with monkeypatch.context() as patch:
+        kept: list[Any] = []
+        free = ModelRunner.free_memory
+        patch.setattr(ModelRunner, "free_memory", lambda runner: (kept.extend(runner.raw_buffers), free(runner)))
+        assert "sleepless: memory is kept in sleep" in wrong(run_scenario(tired))
+    monkeypatch.setattr(LLM, "reset_prefix_cache", lambda llm, reset_running_requests: llm.scheduler.preempt_all())
+    assert "hit-length" in wrong(run_scenario(tired))
+
+
+def test_a_block_that_is_published_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    publish = KVCacheManager.cache_blocks
+
+    def late(self: KVCacheManager, request_id: str, hashes: Any, tokens: Any, computed: int, *more: Any) -> None:
+        publish(self, request_id, hashes, tokens, computed - 1, *more)
+
+    monkeypatch.setattr(KVCacheManager, "cache_blocks", late)
+    assert "published-late: request 0: 8 tokens are in the cache" in wrong(
+        run_scenario(scenario("attention", max_num_batched_tokens=8))
+    )
+
+
+def test_a_prompt_that_is_not_asked_again_though_more_of_it_was_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    once = FORCED["fits_once_published"](0, np.random.default_rng(0))
+    result = run_scenario(once)
+    assert result.wrong == [] and result.seen["fits_once_published"] == 1
+    monkeypatch.setattr(manager, "Refusal", lambda name, room, keys: Refusal(name, room, frozenset()))
+    assert "left-waiting: request 2 waits with" in wrong(run_scenario(once))
 
 
 def test_figures_of_an_output_that_did_not_happen(monkeypatch: pytest.MonkeyPatch) -> None:
