@@ -80,6 +80,7 @@ class Observer(Watcher):
         self.patterns.watch(llm, self.published.late)
         self._knows_mode = llm.config.cache.mamba_cache_mode in SAID_AGAIN
         self._exact_hits = llm.manager.enable_prefix_caching and self._knows_mode
+        self._told: list[str] = []  # of the step under way
         self._has_forgotten = False  # what running requests have published
         self._is_reset = False  # the device, and not the host
         self._planned = self._check_plan(llm)
@@ -228,6 +229,7 @@ class Observer(Watcher):
     def on_schedule(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Check what a step will run, and disturb it."""
         llm = self._llm
+        self._told = ["schedule"]
         again = {item.request.request_id for item in scheduled if item.overwrite}
         for request_id in {str(number) for number in range(len(self.tracks))} - {
             request.request_id for request in llm.scheduler.running if request.request_id not in again
@@ -252,6 +254,7 @@ class Observer(Watcher):
 
     def on_prepare(self, batch: Sequence[ScheduledRequest]) -> None:
         """Columns that the step does not write must not be read."""
+        self._told.append("prepare")
         self._drafts.on_prepare(batch)
         self._stale.poison(batch)
 
@@ -263,6 +266,7 @@ class Observer(Watcher):
         metadata: dict[str, Any],
     ) -> None:
         """Check the padding, and keep what `on_commit` needs."""
+        self._told.append("step")
         self._check_padding(batch, metadata)
         self._batch, self.replay = batch, None
         if self._replayed is not None:
@@ -270,6 +274,9 @@ class Observer(Watcher):
 
     def on_commit(self, tokens: Sequence[Sequence[int]]) -> None:
         """Check what a step has run, and count its patterns."""
+        if self._told != ["schedule", "prepare", "step"]:
+            raise RuleError("untold", f"of a step that ends, watchers were told {self._told}")
+        self._told = []
         step = [Ran(item, self._track(item.request), list(new)) for item, new in zip(self._batch, tokens, strict=True)]
         self._check_tokens(step)
         self._check_blocks(step)

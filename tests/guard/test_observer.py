@@ -20,6 +20,7 @@ from hybrid_kv.engine.llm import LLM
 from hybrid_kv.engine.runner import ModelRunner
 from hybrid_kv.engine.scheduler import Scheduler
 from hybrid_kv.guard.forced import FORCED
+from hybrid_kv.guard.observer import Observer
 from hybrid_kv.guard.play import Differences, run_scenario
 from hybrid_kv.guard.scenario import Event, Scenario, SmallKVFirst, answer_book, cache_options
 from hybrid_kv.guard.traffic import draw_scenario
@@ -301,6 +302,12 @@ def test_a_block_that_is_published_late(monkeypatch: pytest.MonkeyPatch) -> None
     assert "published-late: request 0: 8 tokens are in the cache" in wrong(
         run_scenario(scenario("attention", max_num_batched_tokens=8))
     )
+
+
+@pytest.mark.parametrize("event", ["on_schedule", "on_prepare", "on_step"])
+def test_a_step_that_nobody_is_told_of(monkeypatch: pytest.MonkeyPatch, event: str) -> None:
+    monkeypatch.setattr(Observer, event, lambda *_: None)
+    assert "untold: of a step that ends, watchers were told [" in wrong(run_scenario(scenario("all")))
 
 
 def test_a_prompt_that_is_not_asked_again_though_more_of_it_was_published(monkeypatch: pytest.MonkeyPatch) -> None:
