@@ -110,8 +110,8 @@ def _widths_errors(rng: np.random.Generator) -> Iterator[str]:
         yield f"attention layers of widths {widths} are in {len(config.groups)} groups"
     elif (pages := config.buffer_page_sizes) != (due := tuple(width * 16 * 2 * 8 * 2 for width in widths)):
         yield f"attention layers of widths {widths} have pages of {pages} B, not {due}"
-    elif config.page_size_bytes != sum(due):
-        yield f"attention layers of widths {widths} take {config.page_size_bytes} B in a block, not {sum(due)}"
+    elif config.page_size_bytes != (page := sum(due) if len({*due}) > 1 else due[0]):
+        yield f"attention layers of widths {widths} have a page of {config.page_size_bytes} B, not {page}"
     state = MambaSpec(16, (StatePart("state", (8,), torch.float32),), 16 * 2 * 8 * 2)
     try:
         group_layers({**layers, "states": state})

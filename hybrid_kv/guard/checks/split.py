@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
+from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockIds
+from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.config import ConfigError, HybridKVError
 from hybrid_kv.engine.handover import Handover
 from hybrid_kv.engine.llm import LLM
@@ -27,9 +30,12 @@ from hybrid_kv.guard.scenario import (
     has_attention,
     num_states,
 )
+from hybrid_kv.guard.step import RuleError
+from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.models.exact import ExactConfig
 from hybrid_kv.request import Request
 from hybrid_kv.sampling import SamplingParams
+from hybrid_kv.watch import Watcher
 
 LAYERS = ("M*", "*M", "M*M", "M", "*")
 MAX_MODEL_LEN = 96
@@ -38,6 +44,24 @@ SEEN = (
     "handed over", "unaligned", "behind accepted drafts", "hits before", "drafts accepted behind", "preempted behind",
     "aborted", "waited", "hits behind",
 )  # fmt: skip
+
+
+class Arriving(Watcher):
+    """A request that goes on has blocks for what is computed, its next token, and states for its drafts; no more."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._specs = [group.spec for group in llm.plan.config.groups]
+
+    def on_arrival(self, request: Request, columns: Sequence[BlockIds]) -> None:
+        held, n, due = [int(np.count_nonzero(ids != NULL_BLOCK)) for ids in columns], request.num_computed_tokens, []
+        for spec in self._specs:
+            blocks = cdiv(n + 1, spec.block_size)
+            if isinstance(spec, MambaSpec):
+                behind = (n - 1) // spec.block_size  # blocks of states before the last one
+                blocks = (1 if spec.mamba_cache_mode == "none" else blocks - behind) + spec.num_speculative_blocks
+            due.append(blocks)
+        if held != due:
+            raise RuleError("arriving", f"a request with {n} tokens holds {held} blocks; {due} are due")
 
 
 class Engine:
@@ -71,6 +95,7 @@ class Engine:
             self.book.model, device="cpu", max_model_len=MAX_MODEL_LEN, sanitize=True, proposer=proposer,
             **self.setting,
         )  # fmt: skip
+        self.llm.watchers.append(Arriving(self.llm))
         poison(self.llm)
 
     def expect(self, prompt: list[int], params: SamplingParams) -> None:
