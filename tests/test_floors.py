@@ -28,7 +28,8 @@ FLOORS = [
     ["accuracy"],
     ["guard"],
     ["probes"],
-    ["dashboard", "mutation"],
+    ["mutation"],
+    ["dashboard"],
     ["bisect", "study"],
     ["cli"],
 ]

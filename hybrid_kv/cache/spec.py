@@ -99,14 +99,11 @@ class StatePart:
 
 
 def window_and_states(
-    window: tuple[tuple[int, ...], torch.dtype], *states: tuple[tuple[int, ...], torch.dtype]
+    window: tuple[tuple[int, ...], torch.dtype], state: tuple[tuple[int, ...], torch.dtype] | None = None
 ) -> tuple[StatePart, ...]:
-    """The parts `conv`, `ssm`, `ssm1` … of a layer with a convolution, each from its shape and dtype."""
-    names = ["ssm", *(f"ssm{i}" for i in range(1, len(states)))]
-    return (
-        StatePart("conv", *window, role="window"),
-        *(StatePart(name, *state) for name, state in zip(names, states, strict=False)),
-    )
+    """The parts `conv` and, if there is one, `ssm` of a layer with a convolution, each from its shape and dtype."""
+    conv = StatePart("conv", *window, role="window")
+    return (conv,) if state is None else (conv, StatePart("ssm", *state))
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections import Counter
 import pandas as pd
 
 from hybrid_kv.dashboard.data import MUTANTS, Results, column, each
+from hybrid_kv.mutation.equivalent import is_there, read_equivalent
 
 NOTHING = "nothing"
 SOON = 30  # seconds of one core, in which the quick guard is to see a bug
@@ -153,10 +154,17 @@ def _without(others: pd.DataFrame) -> str:
 
 
 def generated_table(results: Results) -> str | None:
-    """Of each part of the engine how many generated mutants were hunted and caught, each by its newest row."""
+    """Of each part of the engine how many generated mutants were hunted and caught, each by its newest row.
+
+    Those are left out whose code is not there any more, or that are proven equivalent.
+    """
     rows = results.of(MUTANTS, metric="caught")
-    rows = rows.assign(digest=column(rows, "digest", str), first=column(rows, "section", str)).dropna(subset="digest")
-    rows = rows.drop_duplicates("digest", keep="last")
+    rows = rows.assign(change=column(rows, "change", str), first=column(rows, "section", str)).dropna(subset="change")
+    rows = rows.assign(file=rows["benchmark"].map(lambda name: name.split(":")[0]))
+    rows = rows.drop_duplicates(["file", "change"], keep="last")
+    proven = read_equivalent() if len(rows) else set()
+    named = zip(rows["file"], rows["change"], strict=True)
+    rows = rows[[one not in proven and is_there(*one) for one in named]]
     if rows.empty:
         return None
     parts = rows["benchmark"].map(_part)

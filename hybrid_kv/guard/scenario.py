@@ -176,7 +176,7 @@ class ScriptedProposer:
         own = [*sequence[num_tokens : num_tokens + count], *range(count)][:count]
         if self.script == "strange":
             size = self.vocab_size
-            own.insert(num_tokens * 7919 % 1009 % (count + 1), [-1, size, size + 7, 0][num_tokens % 4])
+            own.insert(num_tokens * 7919 % 1009 % (count + 1), [-1, size, size + 7, 0, 0][(num_tokens + number) % 5])
             return own
         return [token if j < right else (token + 1 + j) % self.vocab_size for j, token in enumerate(own)]
 

@@ -35,15 +35,21 @@ def read_equivalent(file: Path = FILE) -> set[tuple[str, str]]:
     except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
         raise ConfigError(f"{file} is no list of equivalent mutants: {type(error).__name__}: {error}") from None
     for (path, change), proof in found.items():
-        if not proof or not _is_there(path, change):
+        if not proof or not is_there(path, change):
             raise ConfigError(f"{file}: {path} has no more {change!r}, or it has no proof; take the entry out")
     return {*found}
 
 
-def _is_there(path: str, change: str) -> bool:
+def is_there(path: str, change: str) -> bool:
+    """Whether a file of the package still has the lines that a mutant changes."""
     function, _, lines = change.partition(": ")
     old, arrow, _ = lines.partition(ARROW)
+    return bool(arrow) and _has(path, function, old)
+
+
+@cache
+def _has(path: str, function: str, old: str) -> bool:
     try:
-        return bool(arrow) and _source(path).has(function, old)
+        return _source(path).has(function, old)
     except OSError:
         return False

@@ -192,15 +192,19 @@ def test_a_class_of_bugs_is_told_by_what_caught_each_first(tmp_path: Path) -> No
     assert {path.stem[0] for path in (ROOT / "mutants").glob("[A-Z]*.yaml")} == set(shown)
 
 
-def test_generated_bugs_are_told_by_the_part_that_they_change(tmp_path: Path) -> None:
-    def of(run: int, name: str, digest: str, section: str = "") -> dict[str, object]:
-        params = {"by": "quick+sanitizer", "digest": digest, **({"section": section} if section else {})}
+def test_generated_bugs_are_told_by_the_part_that_they_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planted, "is_there", lambda file, change: (file, change) != ("cache/plan.py", "e"))
+    monkeypatch.setattr(planted, "read_equivalent", lambda: {("cache/spec.py", "f")})
+
+    def of(run: int, name: str, change: str, section: str = "") -> dict[str, object]:
+        params = {"by": "quick+sanitizer", "change": change, **({"section": section} if section else {})}
         value = float(bool(section))
         return row(run, params, suite="mutants", benchmark=name, metric="caught", unit="", value=value)
 
     made = [of(1, "cache/plan.py:7:AddNot:1", "a"), of(2, "cache/plan.py:9:AddNot:1", "a", "plan")]
     made += [of(1, "cache/spec.py:7:AddNot:1", "b"), of(1, "engine/runner.py:7:AddNot:1", "c", "exact model")]
     made += [of(1, "kernels/ssd/reference.py:7:AddNot:1", "d", "kernels")]
+    made += [of(1, "cache/plan.py:7:AddNot:2", "e"), of(1, "cache/spec.py:7:AddNot:2", "f")]
     made += [row(1, {"by": "quick"}, suite="mutants", benchmark="A01", metric="caught", unit="", value=0.0)]
     lines = (readme.BLOCKS["planted_generated"](results(tmp_path, *made)) or "").splitlines()
     assert lines[0].startswith("Of 4 that were hunted, ") and lines[0].endswith("3 are caught (75.0%):")

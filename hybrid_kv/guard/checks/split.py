@@ -58,7 +58,7 @@ class Arriving(Watcher):
             blocks = cdiv(n + 1, spec.block_size)
             if isinstance(spec, MambaSpec):
                 behind = (n - 1) // spec.block_size  # blocks of states before the last one
-                blocks = (1 if spec.mamba_cache_mode == "none" else blocks - behind) + spec.num_speculative_blocks
+                blocks = (blocks - behind if spec.mode.keeps_states else 1) + spec.num_speculative_blocks
             due.append(blocks)
         if held != due:
             raise RuleError("arriving", f"a request with {n} tokens holds {held} blocks; {due} are due")
