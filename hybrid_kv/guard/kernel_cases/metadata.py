@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -246,4 +247,17 @@ def states(draw: Draw) -> Iterator[Compared]:
             given.skipped = other.skipped
 
 
-CASES = (attended, states)
+def windows(draw: Draw) -> Iterator[Compared]:
+    """Of each row its last inputs, where accepted drafts have left them; in pools of a few blocks, too."""
+    size, more, num_rows = draw.number(1, 4), draw.number(0, 3), draw.number(1, 4)
+    num_blocks = draw.one_of(size, size + more, draw.number(1, 8))
+    conv_state = draw.floats(num_blocks, size + more, 2)
+    blocks, begins = draw.numbers(0, num_blocks - 1, num_rows), draw.numbers(0, more, num_rows)
+    held = SimpleNamespace(window_indices=longs(blocks), window_rows=longs(begins), plans={})
+    places = zip(blocks, begins, strict=True)
+    expected = np.stack([wide(conv_state[block, begin : begin + size]) for block, begin in places])
+    for _ in range(2):  # the second time from what the first one has noted
+        yield "windows", MambaMetadata.windows(cast(MambaMetadata, held), conv_state, size), expected
+
+
+CASES = (attended, states, windows)
