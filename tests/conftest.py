@@ -1,6 +1,8 @@
-"""Shared settings: one hypothesis profile, and the marker for tests that need a GPU."""
+"""Shared settings: one hypothesis profile, the marker for tests that need a GPU, and Ctrl-C."""
 
 from __future__ import annotations
+
+import signal
 
 import pytest
 import torch
@@ -13,6 +15,10 @@ settings.register_profile(
 # `make fuzz`: other examples every time, as many as ten minutes take.
 settings.register_profile("nightly", parent=settings.get_profile("hybrid-kv"), derandomize=False, max_examples=2400)
 settings.load_profile("hybrid-kv")
+
+# A shell's job in the background ignores Ctrl-C, and so would each process that a test starts and interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
