@@ -52,7 +52,7 @@ class PrefixHit:
     num_tokens: int
     group_tokens: tuple[int, ...] = ()
     vetoed_by: int | None = None
-    chains: tuple[Sequence[bytes], ...] = field(default=(), repr=False)
+    chains: tuple[Sequence[bytes], ...] = field(default=(), repr=False, compare=False)
 
 
 NO_HIT = PrefixHit(0)

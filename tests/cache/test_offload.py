@@ -243,8 +243,6 @@ def test_blocks_that_no_hash_can_name_are_refused_with_both_numbers_and_the_flag
         ConfigError, match=r"block_size=6 of group 1 .* hash_block_size=4; .*mamba_cache_mode=\"align\""
     ):
         make(config)
-    with pytest.raises(ConfigError, match="hash_block_size=0"):
-        KVOffload(hybrid(), buffers_of(hybrid()), 0, host_bytes=0)
     KVOffload(hybrid(), buffers_of(hybrid()), 2, host_bytes=0)
 
 

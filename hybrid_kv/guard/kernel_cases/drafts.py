@@ -19,7 +19,7 @@ def ngrams(draw: Draw) -> Iterator[Compared]:
     longest, count = shortest + draw.number(0, 3), draw.number(1, 4)
     proposer = NgramProposer(count, longest, shortest)
     kinds, rows = draw.one_of(1, 2, 3, 6), 4
-    lengths = [draw.one_of(shortest, shortest + 1, draw.number(1, 24)) for _ in range(rows)]
+    lengths = [draw.one_of(shortest + draw.number(0, 1), *[draw.number(1, 24)] * 3) for _ in range(rows)]
     texts = [draw.numbers(0, kinds - 1, length) for length in lengths]
     stale = [np.array(text + draw.numbers(0, kinds - 1, 4), dtype=np.int64) for text in texts]
     got = proposer.propose([None] * rows, stale, np.array([len(text) for text in texts]))
