@@ -415,7 +415,6 @@ def _reset(seed: int, rng: np.random.Generator) -> Scenario:
 
 @_forces("sleep")
 def _sleep(seed: int, rng: np.random.Generator) -> Scenario:
-    # What was offloaded before is found behind it.
     return _scenario(
         seed, rng, _draw(rng, 20, 20, 33) * 2, _params(*[20] * 6), waves=(3, 3), modes=("none", "align", "all"), K=2,
         drafts="mixed", events=(Event("sleep", 5), Event("sleep", 11, 8)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import httpx2
@@ -21,6 +21,7 @@ from tests.serve.conftest import OPTIONS, QUESTION, Served, served
 from tests.serve.test_metrics import counters
 
 LONG = {"prompt": QUESTION, "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+LONGER = LONG | {"prompt": QUESTION * 5, "max_tokens": 30, "return_token_ids": True}
 
 
 class Gate(Watcher):
@@ -98,41 +99,43 @@ def test_sequences_beyond_the_limit_are_sent_away(server: Served, gate: Gate, mo
     assert never.status_code == 400 and "4 sequences in one request, 3 may be open" in never.json()["error"]["message"]
 
 
+def asked_beside(server: Served, gate: Gate, pool: ThreadPoolExecutor, path: str) -> Future[httpx2.Response]:
+    """A long answer that something else is asked in the middle of."""
+    asking = pool.submit(server.http.post, "/v1/completions", json=LONGER)
+    assert gate.entered.wait(60)
+    going = pool.submit(server.http.post, path)
+    while not going.done():
+        gate.steps.release()
+    assert going.result().status_code == 200 and not asking.done()
+    gate.open()
+    return asking
+
+
+def tokens_of(asking: Future[httpx2.Response]) -> list[int]:
+    (choice,) = asking.result().json()["choices"]
+    return list(choice["token_ids"])
+
+
 def test_a_reset_preempts_what_runs_and_changes_no_token(server: Served, gate: Gate, alone: LLM) -> None:
     (expected,) = alone.generate([QUESTION * 5], SamplingParams(30, ignore_eos=True), progress=False)
     before = counters(server)
     with ThreadPoolExecutor(2) as pool:
-        body = LONG | {"prompt": QUESTION * 5, "max_tokens": 30, "return_token_ids": True}
-        asking = pool.submit(server.http.post, "/v1/completions", json=body)
-        assert gate.entered.wait(60)
-        resetting = pool.submit(server.http.post, "/reset_prefix_cache?reset_running_requests=true")
-        while not resetting.done():
-            gate.steps.release()
-        assert resetting.result().status_code == 200 and not asking.done()
-        gate.open()
-        (choice,) = asking.result().json()["choices"]
-    assert choice["token_ids"] == expected.token_ids
+        asking = asked_beside(server, gate, pool, "/reset_prefix_cache?reset_running_requests=true")
+        assert tokens_of(asking) == expected.token_ids
     assert counters(server)["num_preemptions_total"] == before["num_preemptions_total"] + 1
 
 
 def test_a_request_outlives_sleep(server: Served, gate: Gate, alone: LLM) -> None:
     (expected,) = alone.generate([QUESTION * 5], SamplingParams(30, ignore_eos=True), progress=False)
     with ThreadPoolExecutor(2) as pool:
-        body = LONG | {"prompt": QUESTION * 5, "max_tokens": 30, "return_token_ids": True}
-        asking = pool.submit(server.http.post, "/v1/completions", json=body)
-        assert gate.entered.wait(60)
-        going = pool.submit(server.http.post, "/sleep")
-        while not going.done():
-            gate.steps.release()
-        gate.open()
-        assert going.result().status_code == server.http.post("/sleep").status_code == 200
+        asking = asked_beside(server, gate, pool, "/sleep")
+        assert server.http.post("/sleep").status_code == 200
         assert server.http.get("/is_sleeping").json() == {"is_sleeping": True}
-        later = pool.submit(server.http.post, "/v1/completions", json=body)
+        later = pool.submit(server.http.post, "/v1/completions", json=LONGER)
         assert not server.llm.has_work and not asking.done() and not later.done()
         assert server.http.post("/wake_up").status_code == 200
         assert server.http.get("/is_sleeping").json() == {"is_sleeping": False}
-        answers = [one.result().json()["choices"][0]["token_ids"] for one in (asking, later)]
-    assert answers == [expected.token_ids] * 2
+        assert [tokens_of(asking), tokens_of(later)] == [expected.token_ids] * 2
 
 
 def test_all_prompts_of_a_request_run_or_none(server: Served) -> None:
