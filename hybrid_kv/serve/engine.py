@@ -176,7 +176,6 @@ class Engine:
         """End what is open, and the thread."""
 
         def stopping() -> None:
-            self.llm.wake_up()  # what waits is ended by a step
             self._abort_all()
             self._is_stopping = True
 
@@ -273,6 +272,7 @@ class Engine:
                 one.submission.put(piece)
 
     def _abort_all(self) -> None:
+        self.llm.wake_up()  # What is aborted is ended by a step.
         for request_id in self._open:
             self.llm.abort(request_id)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -15,7 +15,7 @@ from hybrid_kv import LLM, SamplingParams
 from hybrid_kv.accuracy.guard_model import FOLDER
 from hybrid_kv.config import CheckFailedError
 from hybrid_kv.request import ScheduledRequest
-from hybrid_kv.serve.engine import BusyError, Engine, StoppedError, Submission
+from hybrid_kv.serve.engine import BusyError, Engine, Piece, StoppedError, Submission
 from hybrid_kv.watch import Watcher
 from tests.serve.conftest import OPTIONS, QUESTION, Served, served
 from tests.serve.test_metrics import counters
@@ -170,6 +170,26 @@ def test_a_step_that_fails_ends_the_server_and_everybody_hears_of_it() -> None:
         assert (answer.status_code, answer.json()["error"]["message"]) == (503, said)
     assert answers[2].status_code in (200, 503) and said in answers[2].text and "[DONE]" not in answers[2].text
     assert [str(failure) for failure in failures] == ["a block\nholds what it should not"]
+
+
+@pytest.mark.parametrize("end", [Engine.abort_all, Engine.stop])
+def test_what_waits_for_an_engine_that_sleeps_is_ended_with_it(end: Callable[[Engine], None]) -> None:
+    engine = Engine(LLM(str(FOLDER), **OPTIONS), 0, lambda _: None, lambda: None)
+    engine.start()
+
+    async def ask() -> Piece | StoppedError:
+        submission = Submission([(QUESTION, SamplingParams(400, ignore_eos=True))])
+        await engine.call(engine.llm.sleep)
+        await engine.submit(submission)
+        await asyncio.get_running_loop().run_in_executor(None, end, engine)
+        return await asyncio.wait_for(submission.pieces.get(), 60)
+
+    try:
+        piece = asyncio.run(ask())
+        assert isinstance(piece, Piece) and piece.output is not None and piece.output.finish_reason == "abort"
+    finally:
+        engine.stop()
+    assert not engine.is_alive and not engine.llm.scheduler.has_requests
 
 
 def test_an_engine_that_has_stopped_takes_nothing_more() -> None:
