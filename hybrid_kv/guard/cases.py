@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
 
 from hybrid_kv.guard import logits
 from hybrid_kv.guard import replay as scenarios
 from hybrid_kv.guard.play import Failure
 from hybrid_kv.guard.scenario import Scenario
 from hybrid_kv.guard.shrink import filed, shrink
+from hybrid_kv.guard.workers import processes
+from hybrid_kv.kernels.common.interpreter import is_interpreter, start_interpreter
 
+T = TypeVar("T")
 SECONDS = 60.0  # of one core, for making one case small
 
 
@@ -44,6 +50,8 @@ def reproduce(text: str, folder: Path) -> Reproducer:
         HybridKVError: the files cannot be written.
     """
     case, rule = _read(text, "case"), json.loads(text)["rule"]
+    if _needs_interpreter(case):
+        return _interpreted(reproduce, text, folder)
     if isinstance(case, Scenario):
         shrunk = shrink(Failure(case, rule, ""), SECONDS)
         file, story = filed(shrunk, folder)
@@ -67,6 +75,8 @@ def broken_rule(file: Path) -> str:
         OSError: it cannot be read.
     """
     case = _read(scenarios.read_text(file), str(file))
+    if _needs_interpreter(case):
+        return _interpreted(broken_rule, file)
     if isinstance(case, logits.LogitCase):
         return logits.play_logits(case)[0]
     failure, _ = scenarios.tell(case)
@@ -81,7 +91,20 @@ def replay(file: Path) -> int:
         OSError: it cannot be read.
     """
     case = _read(scenarios.read_text(file), str(file))
+    if _needs_interpreter(case):
+        return _interpreted(replay, file)
     return logits.replay(case) if isinstance(case, logits.LogitCase) else scenarios.replay(case)
+
+
+def _needs_interpreter(case: Scenario | logits.LogitCase) -> bool:
+    """Whether it is of Triton's kernels, and neither a GPU nor this process runs them."""
+    options = case.options if isinstance(case, Scenario) else case.cell
+    return options.get("kernels") == "triton" and not is_interpreter() and not torch.cuda.is_available()
+
+
+def _interpreted(function: Callable[..., T], *arguments: Any) -> T:
+    with processes(1, start_interpreter) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def _read(text: str, name: str) -> Scenario | logits.LogitCase:

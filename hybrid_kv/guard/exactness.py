@@ -86,6 +86,7 @@ class Exactness:
 
     Attributes:
         worst: largest difference of a logit; `where`: the request and token that it belongs to.
+        largest: logit.
         num_wrong: requests whose tokens differ from those that they get alone.
         wrong_drafts: places where a head's drafts differ from those that the request gets alone, of `num_drafts`.
         void: why the cell showed nothing, or empty.
@@ -104,13 +105,19 @@ class Exactness:
     wrong_drafts: int = 0
     void: str = ""
     error: tuple[str, str] = ("", "")
+    largest: float = 0.0
+
+    @property
+    def limit(self) -> float:
+        """What `worst` may be; the request alone is computed in float64 in any case."""
+        return FLOAT32_LIMIT * self.largest if self.cell.get("dtype") == "float32" else FLOAT64_LIMIT
 
     @property
     def rule(self) -> str:
         """The first that is broken: `logits`, `tokens`, `drafts` or the engine's error; empty if none."""
         if self.error[0]:
             return self.error[0]
-        if self.worst > FLOAT64_LIMIT:
+        if self.worst > self.limit:
             return "logits"
         return "tokens" if self.num_wrong else "drafts" if self.wrong_drafts else ""
 
@@ -183,13 +190,9 @@ class Alone:
         return [*SLOTS_CELLS, *(REPLAY_CELLS if replays else ()), *(MTP_CELLS if has_head else ())]
 
     def _engine(self, **options: Any) -> LLM:
-        return LLM(
-            self.folder,
-            device="cpu",
-            dtype="float64",
-            mamba_ssm_cache_dtype="float64",
-            **{"max_num_seqs": 4, "max_model_len": 512, **options},
-        )
+        dtype = options.get("dtype", "float64")
+        defaults = {"dtype": dtype, "mamba_ssm_cache_dtype": dtype, "max_num_seqs": 4, "max_model_len": 512}
+        return LLM(self.folder, device="cpu", **defaults | options)
 
     def check(self, cell: Cell) -> Exactness:
         """All requests at once in an engine of this kind, and some of them again behind the others."""
@@ -215,10 +218,11 @@ class Alone:
         poison(llm)
         recorder = _DraftRecorder(order)
         llm.watchers.append(recorder)
-        worst, where, num_wrong, num_tokens, cached, accepted, preemptions = 0.0, "", 0, 0, 0, 0, 0
+        worst, largest, where, num_wrong, num_tokens, cached, accepted, preemptions = 0.0, 0.0, "", 0, 0, 0, 0, 0
         for i, output, logits in self._run(llm, order, preempting(cell.get("preempts", 0))):
             alone, expected = self._known[i]
             num_wrong += output.token_ids != alone.token_ids
+            largest = max(largest, float(expected.abs().max()))
             if output.token_ids == alone.token_ids:
                 difference = logit_difference(logits, expected[-len(logits) :])
                 if float(difference.max()) > worst:
@@ -247,6 +251,7 @@ class Alone:
             len(recorder.found),
             wrong_drafts,
             void,
+            largest=largest,
         )
 
     def _drafts_alone(self, mode: str) -> Drafts:

@@ -11,7 +11,6 @@ flushes that `replay.commit` makes in a long run.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from hybrid_kv.errors import deaf_to_ctrl_c
+from hybrid_kv.kernels.common.interpreter import start_interpreter
 from hybrid_kv.kernels.common.shapes import NANO, SHAPES
 from hybrid_kv.kernels.replay import ReplayCursors, commit_reference, default_ring_len
 from hybrid_kv.kernels.replay.state_bytes import slots_bytes, step_bytes
@@ -361,15 +361,9 @@ def count_bytes() -> list[Count]:
 # ---- comparing ----
 
 
-def _interpret() -> None:
-    os.environ["TRITON_INTERPRET"] = "1"
-    torch.set_num_threads(1)
-    np.seterr(all="ignore")  # Both branches of `tl.where` are computed.
-
-
 def count_all() -> list[Count]:
-    """Everything, in a process of its own: Triton decides once whether it compiles or interprets."""
-    with ProcessPoolExecutor(1, get_context("spawn"), _interpret) as pool:
+    """Everything, in a process that interprets kernels."""
+    with ProcessPoolExecutor(1, get_context("spawn"), start_interpreter) as pool:
         with deaf_to_ctrl_c():
             pool.submit(int)  # The first submit starts the worker.
         return [*pool.submit(count_launches).result(), *pool.submit(count_bytes).result()]

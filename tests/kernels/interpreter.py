@@ -6,7 +6,6 @@ the two; the pytest process stays able to compile. A check and its arguments mus
 
 import contextlib
 import multiprocessing
-import os
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache
@@ -14,18 +13,13 @@ from functools import cache
 import numpy as np
 import torch
 
+from hybrid_kv.kernels.common.interpreter import start_interpreter
 from hybrid_kv.static.stand_ins import loaded
-
-
-def _start():
-    os.environ["TRITON_INTERPRET"] = "1"
-    torch.set_num_threads(1)
-    np.seterr(all="ignore")  # Both branches of `tl.where` are computed, whatever the unused one holds.
 
 
 @cache
 def _process():
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _start)
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), start_interpreter)
 
 
 def interpreted(check, *args):

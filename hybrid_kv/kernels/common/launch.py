@@ -7,7 +7,6 @@ bits and is silently wrong (triton#4972).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +17,7 @@ import torch
 
 from hybrid_kv.choices import Kernels
 from hybrid_kv.config import ConfigError
+from hybrid_kv.kernels.common.interpreter import is_interpreter
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTS = (torch.int32, torch.int64)
@@ -34,7 +34,7 @@ def choose(name: Kernels, device: torch.device) -> Literal["torch", "triton"]:
         return "torch"
     if find_spec("triton") is None:
         raise ConfigError("kernels='triton' needs the package triton; install it, or use torch")
-    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    if device.type == "cpu" and not is_interpreter():
         raise ConfigError("kernels='triton' needs a GPU; use torch, or TRITON_INTERPRET=1 to interpret them, slowly")
     return "triton"
 

@@ -1,0 +1,128 @@
+"""Engines with `kernels="triton"`, in Triton's interpreter: what launches are handed, and what is done with the result.
+
+Each kernel is held against its reference by the unit tests of its folder. Here whole engines run on all of them.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+from unittest.mock import patch
+
+from hybrid_kv.guard.exactness import Alone, Cell, Exactness, describe
+from hybrid_kv.guard.forced import FORCED
+from hybrid_kv.guard.logits import LogitCase
+from hybrid_kv.guard.logits import to_json as logits_to_json
+from hybrid_kv.guard.play import Differences, run_scenario, unwarned
+from hybrid_kv.guard.registry import CheckResult, Run, check
+from hybrid_kv.guard.replay import to_json as scenario_to_json
+from hybrid_kv.guard.traffic import SCENARIOS_PER_RUN, design, draw_scenario
+from hybrid_kv.guard.workers import processes
+from hybrid_kv.kernels.common.interpreter import start_interpreter
+
+SECTION = "triton"
+MODEL = "nemotron_h"
+COMMON = {"dtype": "float32", "attention_backend": "TORCH", "kernels": "triton"}
+# Both undo schemes, each with a cache that hits and drafts that are accepted. Together they launch every kernel.
+CELLS: tuple[Cell, ...] = (
+    {**COMMON, "mamba_cache_mode": "all", "script": "mixed"},
+    {**COMMON, "mamba_cache_mode": "align", "script": "mixed", "state_scheme": "replay", "replay_ring_len": 11},
+)
+# Of random weights, which are the same each time, as these are: in float32 another prompt might have two best tokens.
+# One that is a block and a little longer, and is asked again; one beside it.
+PROMPTS = [[(7 * i * i + 3 * i) % 89 + 1 for i in range(length)] for length in (19, 6)]
+NUM_NEW = 6
+# All that an engine can launch.
+KERNELS = (
+    "_attention", "_block_tables", "_conv_prefill", "_conv_update", "_gated_norm", "_outputs", "_state_update",
+    "_states", "_store_kv", "commit_kernel", "replay_kernel",
+)  # fmt: skip
+
+
+@check(SECTION, quick=0, full=16, seconds=4.0, place=75, needs="safetensors tokenizers transformers")
+def check_triton(run: Run) -> list[CheckResult]:
+    """Exact scenarios, as many as the amount, and the logits of a random model in both undo schemes."""
+    if find_spec("triton") is None:
+        return [CheckResult(SECTION, "not run: Triton is not installed", True, 0, "requests", "", 0, 0.0)]
+    begin, total, launched = time.perf_counter(), Differences(), set[str]()
+    numbers = random.Random(run.seed).sample(range(len(FORCED) + len(design())), run.amount)
+    with processes(1, start_interpreter) as pool:
+        for number in numbers:
+            found, kernels = pool.submit(_play, run.seed * SCENARIOS_PER_RUN + number).result()
+            total += found
+            launched |= kernels
+            run.progress(1)
+            if total.wrong and run.fail_fast:
+                break
+        results = [_exact(total, run.seed, time.perf_counter() - begin)]
+        if total.wrong and run.fail_fast:
+            return results
+        begin = time.perf_counter()
+        cells, kernels = pool.submit(_ask).result()
+    results += [_logits(one, time.perf_counter() - begin) for one in cells]
+    return [*results, _launches(launched | kernels)]
+
+
+@contextmanager
+def _launched() -> Iterator[set[str]]:
+    """The names of kernels that are launched inside."""
+    from triton.runtime.interpreter import GridExecutor
+
+    names, launch = set[str](), GridExecutor.__call__
+
+    def naming(self: Any, *args: Any, **kwargs: Any) -> Any:
+        names.add(self.fn.__name__)
+        return launch(self, *args, **kwargs)
+
+    with patch.object(GridExecutor, "__call__", naming):
+        yield names
+
+
+def _play(number: int) -> tuple[Differences, set[str]]:
+    scenario = draw_scenario(number)
+    with _launched() as names:
+        found = run_scenario(replace(scenario, options={**scenario.options, "kernels": "triton"}))
+    return found, names
+
+
+@unwarned()
+def _ask() -> tuple[Sequence[Exactness], set[str]]:
+    from hybrid_kv.models.random_checkpoint import write_checkpoint
+
+    with tempfile.TemporaryDirectory() as folder, _launched() as names:
+        write_checkpoint(MODEL, folder, "tiny")
+        alone = Alone(folder, prompts=PROMPTS, again=(0,), max_tokens=NUM_NEW)
+        return [alone.check(cell) for cell in CELLS], names
+
+
+def _exact(total: Differences, seed: int, seconds: float) -> CheckResult:
+    first = total.wrong[0] if total.wrong else None
+    return CheckResult(
+        SECTION, "scenarios and requests unlike the oracle", first is None, len(total.wrong), "requests", "0",
+        total.num_requests, seconds, str(first or ""), {"seed": seed}, {"scenarios": total.num_scenarios},
+        case=scenario_to_json(first.scenario, first.rule) if first else "",
+    )  # fmt: skip
+
+
+def _logits(found: Exactness, seconds: float) -> CheckResult:
+    case = LogitCase("alone", MODEL, found.cell, PROMPTS, (0,), NUM_NEW)
+    return CheckResult(
+        SECTION, f"largest logit difference, {describe(found.cell)}", not found.problem, found.worst, "logit",
+        f"{found.limit:.1g}", found.num_tokens, seconds / len(CELLS), found.problem, dict(found.cell),
+        {"cached_tokens": found.cached_tokens, "accepted": found.accepted},
+        case=logits_to_json(case, found.rule) if found.rule else "",
+    )  # fmt: skip
+
+
+def _launches(launched: set[str]) -> CheckResult:
+    missing = sorted(set(KERNELS) - launched)
+    return CheckResult(
+        SECTION, "kernels that were launched", not missing, len(KERNELS) - len(missing), "", str(len(KERNELS)),
+        len(KERNELS), 0.0, f"void: never launched: {', '.join(missing)}" if missing else "",
+    )  # fmt: skip
