@@ -30,8 +30,11 @@ fuzz: $(STAMP)
 
 # Of the lines that the last day's commits changed.
 mutants: $(STAMP)
-	since=$$(git rev-list -1 --before=1.day.ago HEAD); \
-	$(BIN)/hybrid-kv mutants --generated "$$N" --changed-since "$${since:-HEAD~1}" --seed "$$(date -u +%Y%m%d)" --jobs 2
+	since=$$(git rev-list -1 --before=1.day.ago HEAD); failed=0; \
+	for by in quick triton; do \
+		$(BIN)/hybrid-kv mutants --by "$$by" --generated "$$N" --changed-since "$${since:-HEAD~1}" \
+			--seed "$$(date -u +%Y%m%d)" --jobs 2 || failed=1; \
+	done; exit "$$failed"
 
 bench: $(STAMP)
 	$(BIN)/python -m bench --out results/microbench.csv

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 # Derandomised, so that a change and its parent see the same examples; no deadline, because CI machines are shared.
 settings.register_profile(
@@ -14,6 +14,8 @@ settings.register_profile(
 )
 # `make fuzz`: other examples every time, as many as ten minutes take.
 settings.register_profile("nightly", parent=settings.get_profile("hybrid-kv"), derandomize=False, max_examples=2400)
+# `hybrid-kv mutants --by triton`, which wants to know that a test fails and not the smallest example.
+settings.register_profile("mutants", parent=settings.get_profile("hybrid-kv"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile("hybrid-kv")
 
 # A shell's job in the background ignores Ctrl-C, and so would each process that a test starts and interrupts.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hybrid_kv.mutation.hunt import Row
     from hybrid_kv.mutation.mutant import Mutant
 
-Way = Literal["quick", "sanitizer", "full", "accuracy", "http"]
+Way = Literal["quick", "sanitizer", "full", "accuracy", "http", "triton"]
 
 
 def mutants(
@@ -33,7 +33,11 @@ def mutants(
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Also generated ones that survived before.")] = False,
     by: Annotated[
-        Way, typer.Option(help="What hunts them; accuracy: the guard models' answers alone; http: probes of a server.")
+        Way,
+        typer.Option(
+            help="What hunts them; accuracy: the guard models' answers alone; http: probes of a server; triton: "
+            "generated ones of Triton's kernels, by their tests."
+        ),
     ] = "quick",
     jobs: Annotated[int, typer.Option(min=1, help="Bugs at a time, a process each.")] = 1,
     limit: Annotated[int, typer.Option(min=1, help="Seconds of one core for one bug.")] = 300,
@@ -53,9 +57,10 @@ def mutants(
 
     from hybrid_kv.errors import ConfigError, require
     from hybrid_kv.files import check_outputs
+    from hybrid_kv.mutation.generated import GUARD, TRITON, WAYS
     from hybrid_kv.mutation.hunt import Hunt, hunt_all
     from hybrid_kv.mutation.mutant import FOLDER, read_mutants
-    from hybrid_kv.mutation.sample import WAYS, choose
+    from hybrid_kv.mutation.sample import choose
     from hybrid_kv.results import append_rows
 
     require("yaml", "safetensors", "tokenizers", "transformers", "lm_eval", "scipy")
@@ -68,19 +73,24 @@ def mutants(
     if generated is not None and (ids or folder is not None):
         raise ConfigError(f"--generated {generated} draws its own mutants; leave out --id and --folder")
     is_generated = generated is not None or any(":" in name for name in ids or ())
-    if is_generated and by != "quick":
-        raise ConfigError(f"--by {by}: the quick guard and then the sanitizer hunt generated mutants; leave it out")
+    if is_generated and by not in WAYS:
+        raise ConfigError(
+            f"--by {by}: the quick guard and then the sanitizer hunt generated mutants; leave it out, or give --by "
+            f"{TRITON} for those of Triton's kernels"
+        )
+    if by == TRITON and not is_generated:
+        raise ConfigError(f"--by {TRITON}: the tests of Triton's kernels hunt generated mutants; give --generated too")
     csv = rows_file("mutants.csv", results, record)
     check_outputs(out)
     rows: list[Row] = []
     chosen: Sequence[Mutant]
     if is_generated:
-        require("cosmic_ray")
-        chosen, rows = choose(generated, seed, changed_since, ids or (), csv, again)
+        require("cosmic_ray", *(["triton", "pytest", "hypothesis"] if by == TRITON else []))
+        chosen, rows = choose(by, generated, seed, changed_since, ids or (), csv, again)
     else:
         chosen = read_mutants(folder or FOLDER, ids or ())
-    look = None if generated is None else (results or Path("out")) / "reached.json"
-    hunt = Hunt(WAYS if is_generated else (by,), limit, repro)
+    look = (results or Path("out")) / "reached.json" if generated is not None and by == GUARD else None
+    hunt = Hunt(WAYS[by] if is_generated else (by,), limit, repro)
     found = hunt_all(chosen, hunt, jobs, look)
     for row in (bar := tqdm(found, total=len(chosen), unit="bug", desc="mutants")):
         rows.append(row)  # an hour's work is told and kept as it comes

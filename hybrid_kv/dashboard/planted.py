@@ -4,11 +4,13 @@ the engine that they change. Tables for their page."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import pandas as pd
 
 from hybrid_kv.dashboard.data import MUTANTS, Results, column, each
 from hybrid_kv.mutation.equivalent import is_there, read_equivalent
+from hybrid_kv.mutation.generated import GUARD, TRITON, WAYS
 
 NOTHING = "nothing"
 SOON = 30  # seconds of one core, in which the quick guard is to see a bug
@@ -47,7 +49,7 @@ CLASSES = {
     ),
     "H": (
         "kernels: scans, offsets, dtypes",
-        "Triton's kernels: without a GPU the guard runs torch, and unit tests the interpreter.",
+        "Triton's kernels at sizes of real models, and compiled: the full guard interprets them with a tiny one.",
     ),
     "I": (
         "admission, capacity, liveness",
@@ -154,11 +156,23 @@ def _without(others: pd.DataFrame) -> str:
 
 
 def generated_table(results: Results) -> str | None:
-    """Of each part of the engine how many generated mutants were hunted and caught, each by its newest row.
+    """`_generated`: of the engine and the references of kernels."""
+    return _generated(results, WAYS[GUARD])
+
+
+def triton_table(results: Results) -> str | None:
+    """`_generated`: of Triton's kernels."""
+    return _generated(results, WAYS[TRITON])
+
+
+def _generated(results: Results, ways: Sequence[str]) -> str | None:
+    """Of each part of the engine how many generated mutants were hunted in these ways and caught, each by its newest
+    row.
 
     Those are left out whose code is not there any more, or that are proven equivalent.
     """
     rows = results.of(MUTANTS, metric="caught")
+    rows = rows[column(rows, "by", str) == "+".join(ways)]
     rows = rows.assign(change=column(rows, "change", str), first=column(rows, "section", str)).dropna(subset="change")
     rows = rows.assign(file=rows["benchmark"].map(lambda name: name.split(":")[0]))
     rows = rows.drop_duplicates(["file", "change"], keep="last")

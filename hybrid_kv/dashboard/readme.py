@@ -24,7 +24,7 @@ from hybrid_kv.dashboard.beside import beside_table
 from hybrid_kv.dashboard.bisected import bisected_table
 from hybrid_kv.dashboard.data import STATIC_SUITE, Results, column, each, fullest_run, last_words, load
 from hybrid_kv.dashboard.page import build_page
-from hybrid_kv.dashboard.planted import classes_table, generated_table, planted_table, small_table
+from hybrid_kv.dashboard.planted import classes_table, generated_table, planted_table, small_table, triton_table
 from hybrid_kv.dashboard.report import Report
 from hybrid_kv.dashboard.sections.answers import answers_table
 from hybrid_kv.dashboard.sections.block_ids import ENGINE, block_id_rows
@@ -393,6 +393,7 @@ BLOCKS: dict[str, Callable[[Results], str | None]] = {
     "planted": planted_table,
     "planted_classes": classes_table,
     "planted_generated": generated_table,
+    "planted_triton": triton_table,
     "planted_small": small_table,
 }
 

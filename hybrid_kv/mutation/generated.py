@@ -2,8 +2,8 @@
 
 A place is named by its file, its line, the operator, and which of that operator's mutations on that line it is. Text is
 no place: no string, no type, no error that is raised, nothing that is logged; nor is a check of the code's own, such as
-an assertion, nor a signal, which would reach processes of others. What Python compiles to the same code as before, or
-as another mutant, is none.
+an assertion, nor a signal, which would reach processes of others; nor how wide a launch is, nor the cases that are
+compiled to be looked at. What Python compiles to the same code as before, or as another mutant, is none.
 """
 
 from __future__ import annotations
@@ -20,10 +20,19 @@ from typing import Any
 
 from hybrid_kv.mutation.mutant import PACKAGE, Changed, Mutant
 
-GLOBS = (
-    "cache/*.py", "spec_decode/*.py", "attention/*.py", "engine/scheduler.py", "engine/runner.py",
-    "kernels/*/reference.py",
-)  # fmt: skip
+GUARD, TRITON = "quick", "triton"  # what hunts a mutant: the guard, or the tests of Triton's kernels
+WAYS = {GUARD: (GUARD, "sanitizer"), TRITON: (TRITON,)}  # of each hunter, one after the other
+GLOBS = {
+    GUARD: (
+        "cache/*.py", "spec_decode/*.py", "attention/*.py", "engine/scheduler.py", "engine/runner.py",
+        "kernels/*/reference.py",
+    ),
+    TRITON: (
+        "kernels/*/launch.py", "kernels/causal_conv1d/prefill.py", "kernels/causal_conv1d/update.py",
+        "kernels/paged_attention/store.py", "kernels/replay/kernels.py", "kernels/ssd/prefill.py",
+        "kernels/ssd/slots.py",
+    ),
+}  # fmt: skip
 # Each operation turns into its nearest neighbours: of all eleven others most fail at once, and say nothing.
 # RemoveDecorator is left out (a dataclass without its decorator is none), and so are the operators for variables, which
 # draw a number anew each time they are asked.
@@ -184,9 +193,10 @@ def _operators() -> dict[str, Any]:
 
 
 def _text_nodes(tree: ast.Module) -> Iterator[ast.AST]:
-    """What people and type checkers alone read; decorators; and the code's own checks, `strict` of zip among them.
+    """What people and type checkers alone read; decorators; the code's own checks, `strict` of zip among them; and
+    what a launch of a kernel says of its warps.
 
-    A check that is weaker than it was breaks nothing by itself.
+    A check that is weaker than it was breaks nothing by itself, and warps make no difference to what comes out.
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise | ast.JoinedStr | ast.Assert):
@@ -197,13 +207,14 @@ def _text_nodes(tree: ast.Module) -> Iterator[ast.AST]:
             yield from node.decorator_list
             if isinstance(node, ast.FunctionDef):
                 yield from [node.returns] if node.returns is not None else []
-                yield from [node] if node.name in ("__repr__", "__str__", "check_integrity") else []
+                left_out = ("__repr__", "__str__", "check_integrity", "aot_cases")
+                yield from [node] if node.name in left_out else []
         else:
             is_typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-            is_strict = isinstance(node, ast.keyword) and node.arg == "strict"
+            is_option = isinstance(node, ast.keyword) and node.arg in ("strict", "num_warps", "num_stages")
             is_log = isinstance(node, ast.Call) and re.match(r"(_?log|logger|warnings)\.", ast.unparse(node.func))
             is_signal = isinstance(node, ast.Call) and ast.unparse(node.func) == "os.kill"  # to somebody's process
-            yield from [node] if is_typing or is_strict or is_log or is_signal else []
+            yield from [node] if is_typing or is_option or is_log or is_signal else []
 
 
 def _code(code: CodeType) -> tuple[Any, ...]:
@@ -223,6 +234,6 @@ def _joined(lines: Sequence[str]) -> str:
     return " ".join(" ".join(lines).split())
 
 
-def files() -> list[str]:
-    """Those that are changed, by their paths in the package."""
-    return sorted({path.relative_to(PACKAGE).as_posix() for glob in GLOBS for path in PACKAGE.glob(glob)})
+def files(hunter: str) -> list[str]:
+    """Those whose mutants it hunts, by their paths in the package."""
+    return sorted({path.relative_to(PACKAGE).as_posix() for glob in GLOBS[hunter] for path in PACKAGE.glob(glob)})

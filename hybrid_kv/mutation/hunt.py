@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -23,7 +23,8 @@ from hybrid_kv.files import write_whole
 from hybrid_kv.guard.cases import broken_rule
 from hybrid_kv.mutation import forks
 from hybrid_kv.mutation.catch import IMPORT, RUN, SCENARIO, compile_loops
-from hybrid_kv.mutation.generated import files
+from hybrid_kv.mutation.generated import GUARD, TRITON, files
+from hybrid_kv.mutation.interpreted import LOOPS, folders_of
 from hybrid_kv.mutation.mutant import PACKAGE, UNCHANGED, Mutant, plant
 from hybrid_kv.mutation.small import PLAYS, Small
 from hybrid_kv.results import Row as Record
@@ -188,8 +189,8 @@ class Hunt:
         with tempfile.TemporaryDirectory() as folder:
             root = Path(folder)
             copy = plant(root, {})
-            modules = [f"{PACKAGE.name}.{name.removesuffix('.py').replace('/', '.')}" for name in files()]
-            task = {"amount": REQUESTS, "files": [str(copy / name) for name in files()], "modules": modules}
+            modules = [f"{PACKAGE.name}.{name.removesuffix('.py').replace('/', '.')}" for name in files(GUARD)]
+            task = {"amount": REQUESTS, "files": [str(copy / name) for name in files(GUARD)], "modules": modules}
             try:
                 found = forked.ask(root, "catch.reach", task, 3600)
             except _FailedError as error:
@@ -204,6 +205,8 @@ class Hunt:
             ConfigError: the code has moved.
         """
         told = mutant.told()
+        if TRITON in self.ways:
+            return self._test(mutant, forked)
         reached = self._steps(mutant)
         if reached == []:
             return Row(mutant.id, False, "", "", "", 0, 0.0, **told)
@@ -228,6 +231,16 @@ class Hunt:
                 return replace(found, detail=f"{found.detail}; making it small failed: {error}: {error.detail}")
             return replace(found, small=replace(made, passes=not broken_rule(Path(made.file))))
 
+    def _test(self, mutant: Mutant, forked: Forks) -> Row:
+        told = mutant.told()
+        with tempfile.TemporaryDirectory() as folder:
+            mutant.plant(Path(folder))
+            limit = min(LOOPS, self.limit)
+            try:
+                return Row(mutant.id, **_tested(Path(folder), mutant.changed(), forked, limit), **told)
+            except _FailedError as error:
+                return Row(mutant.id, None, RUN, str(error), error.detail, 0, limit, **told)
+
     def _steps(self, mutant: Mutant) -> list[str] | None:
         """The names of those that reach it, in their own order; None: all may, as they may what an import reaches."""
         if self.reached is None:
@@ -235,6 +248,28 @@ class Hunt:
         changed = mutant.changed().items()
         steps = {step for file, (_, lines) in changed for line in lines for step in self.reached[file].get(line, ())}
         return None if IMPORT in steps else sorted(steps, key=_in_order)
+
+
+def _tested(root: Path, files: Iterable[str], forked: Forks, limit: float) -> dict[str, Any]:
+    """What the tests of files say of a copy."""
+    task = {"checkout": str(PACKAGE.parent), "tests": folders_of(files)}
+    found: dict[str, Any] = forked.ask(root, "interpreted.run", task, limit)
+    return found
+
+
+def _must_pass(mutants: Sequence[Mutant], forked: Forks) -> None:
+    """
+    Raises:
+        HybridKVError: tests that are to see mutants fail without them, or cannot run.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        plant(Path(folder), {})
+        try:
+            found = _tested(Path(folder), {file for mutant in mutants for file in mutant.changed()}, forked, 3600)
+        except _FailedError as error:
+            raise HybridKVError(f"the tests of the unchanged kernels: {error}: {error.detail}") from None
+    if found["section"]:
+        raise HybridKVError(f"a test of the unchanged kernels fails: {found['rule']}: {found['detail']}")
 
 
 def _in_order(step: str) -> tuple[bool, int, str]:
@@ -253,12 +288,16 @@ def _probe(mutant: Mutant) -> Row:
 
 
 @contextmanager
-def _forking(hunt: Hunt, jobs: int, look: Path | None) -> Iterator[tuple[Executor, Callable[[Mutant], Row]]]:
+def _forking(
+    mutants: Sequence[Mutant], hunt: Hunt, jobs: int, look: Path | None
+) -> Iterator[tuple[Executor, Callable[[Mutant], Row]]]:
     """A pool of threads, and what they do with a mutant: each asks a process of its own."""
     compile_loops()
     every, idle = [Forks() for _ in range(jobs)], SimpleQueue[Forks]()
     with ThreadPoolExecutor(jobs) as pool:
         try:
+            if TRITON in hunt.ways:
+                _must_pass(mutants, every[0])
             if look is not None:
                 hunt = hunt.look(every[0], look)
             for one in every:
@@ -292,9 +331,12 @@ def hunt_all(mutants: Sequence[Mutant], hunt: Hunt, jobs: int, look: Path | None
 
     Args:
         look: the file of `Hunt.look`; None: each hunt is of the whole guard.
+
+    Raises:
+        HybridKVError: what hunts them fails without any.
     """
     if not mutants:
         return
-    with _asking(jobs) if "http" in hunt.ways else _forking(hunt, jobs, look) as (pool, take):
+    with _asking(jobs) if "http" in hunt.ways else _forking(mutants, hunt, jobs, look) as (pool, take):
         for task in as_completed([pool.submit(take, mutant) for mutant in mutants]):
             yield task.result()

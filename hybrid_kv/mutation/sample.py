@@ -12,21 +12,21 @@ from typing import Any
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.mutation.equivalent import read_equivalent
-from hybrid_kv.mutation.generated import Generated, Place, Source, files
+from hybrid_kv.mutation.generated import WAYS, Generated, Place, Source, files
 from hybrid_kv.mutation.hunt import Row
 from hybrid_kv.mutation.mutant import PACKAGE
 from hybrid_kv.results import read_beside
 
-WAYS = ("quick", "sanitizer")  # that hunt them
 ID = re.compile(r"([\w/]+\.py):(\d+):(\w+):(\d+)")
 
 
 def choose(
-    amount: int | None, seed: int, since: str | None, ids: Sequence[str], csv: Path, again: bool = False
+    hunter: str, amount: int | None, seed: int, since: str | None, ids: Sequence[str], csv: Path, again: bool = False
 ) -> tuple[list[Generated], list[Row]]:
     """The mutants that are hunted, and the rows of those that were: the same function, by the same ways.
 
     Args:
+        hunter: see `generated.GLOBS`.
         amount: of a sample; None: those of `ids`, which are hunted in any case.
         since: a revision, from which the lines of the sample differ.
         csv: of rows; there may be none.
@@ -36,30 +36,30 @@ def choose(
         ConfigError: as `draw`, `by_id`, `changed_lines` and `read_equivalent`.
     """
     if amount is None:
-        return [by_id(name) for name in ids], []
+        return [by_id(hunter, name) for name in ids], []
     equivalent = read_equivalent()
-    drawn = draw(amount, seed, None if since is None else changed_lines(since))
+    drawn = draw(hunter, amount, seed, None if since is None else changed_lines(since))
     drawn = [mutant for mutant in drawn if (mutant.file, mutant.change) not in equivalent]
-    known = {digest: row for digest, row in read_known(csv).items() if row.caught or not again}
+    known = {digest: row for digest, row in read_known(hunter, csv).items() if row.caught or not again}
     return (
         [mutant for mutant in drawn if mutant.digest not in known],
         [known[mutant.digest] for mutant in drawn if mutant.digest in known],
     )
 
 
-def read_known(csv: Path) -> dict[str, Row]:
-    """What became of generated mutants, by digest: their newest rows."""
+def read_known(hunter: str, csv: Path) -> dict[str, Row]:
+    """What became of a hunter's generated mutants, by digest: their newest rows."""
     rows = read_beside(csv)
     found: dict[str, Row] = {}
     for name, metric, params, count in rows[["benchmark", "metric", "params", "n"]].to_numpy().tolist():
         told: dict[str, Any] = json.loads(params)
-        if told.pop("by", "") == "+".join(WAYS) and metric == "caught":
-            told = {"section": "", "rule": "", "detail": "", "seconds": 0.0, **told}
+        if told.pop("by", "") == "+".join(WAYS[hunter]) and metric == "caught":
+            told = {"executed": None, "section": "", "rule": "", "detail": "", "seconds": 0.0, **told}
             found[told["digest"]] = Row(name, requests=count, **told)
     return found
 
 
-def draw(amount: int, seed: int, changed: Mapping[str, Set[int]] | None = None) -> list[Generated]:
+def draw(hunter: str, amount: int, seed: int, changed: Mapping[str, Set[int]] | None = None) -> list[Generated]:
     """A sample of the mutants, stratified by file: at least one of each, and in proportion to how many it has.
 
     A larger sample of the same seed begins with the smaller one.
@@ -68,7 +68,7 @@ def draw(amount: int, seed: int, changed: Mapping[str, Set[int]] | None = None) 
         changed: lines by file: of these alone, and one of each.
     """
     order: list[tuple[float, float, Source, list[Place]]] = []
-    for file in files():
+    for file in files(hunter):
         if changed is not None and file not in changed:
             continue
         source, rng = Source(file), random.Random(f"{seed} {file}")
@@ -95,13 +95,16 @@ def draw(amount: int, seed: int, changed: Mapping[str, Set[int]] | None = None) 
     return found
 
 
-def by_id(name: str) -> Generated:
+def by_id(hunter: str, name: str) -> Generated:
     """
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or none of this hunter.
     """
     match = ID.fullmatch(name)
-    if match is None or match[1] not in files():
+    for other in WAYS:
+        if match is not None and other != hunter and match[1] in files(other):
+            raise ConfigError(f"--id {name}: no mutants of this file are hunted --by {hunter}; give --by {other}")
+    if match is None or match[1] not in files(hunter):
         raise ConfigError(f"--id {name}: use one that a row has, such as cache/manager.py:120:NumberReplacer:1")
     source = Source(match[1])
     for place in source.places():

@@ -196,8 +196,8 @@ def test_generated_bugs_are_told_by_the_part_that_they_change(tmp_path: Path, mo
     monkeypatch.setattr(planted, "is_there", lambda file, change: (file, change) != ("cache/plan.py", "e"))
     monkeypatch.setattr(planted, "read_equivalent", lambda: {("cache/spec.py", "f")})
 
-    def of(run: int, name: str, change: str, section: str = "") -> dict[str, object]:
-        params = {"by": "quick+sanitizer", "change": change, **({"section": section} if section else {})}
+    def of(run: int, name: str, change: str, section: str = "", by: str = "quick+sanitizer") -> dict[str, object]:
+        params = {"by": by, "change": change, **({"section": section} if section else {})}
         value = float(bool(section))
         return row(run, params, suite="mutants", benchmark=name, metric="caught", unit="", value=value)
 
@@ -206,6 +206,7 @@ def test_generated_bugs_are_told_by_the_part_that_they_change(tmp_path: Path, mo
     made += [of(1, "kernels/ssd/reference.py:7:AddNot:1", "d", "kernels")]
     made += [of(1, "cache/plan.py:7:AddNot:2", "e"), of(1, "cache/spec.py:7:AddNot:2", "f")]
     made += [row(1, {"by": "quick"}, suite="mutants", benchmark="A01", metric="caught", unit="", value=0.0)]
+    made += [of(1, "kernels/ssd/slots.py:7:AddNot:1", "g", "tests", by="triton")]
     lines = (readme.BLOCKS["planted_generated"](results(tmp_path, *made)) or "").splitlines()
     assert lines[0].startswith("Of 4 that were hunted, ") and lines[0].endswith("3 are caught (75.0%):")
     assert lines[4:] == [
@@ -213,6 +214,8 @@ def test_generated_bugs_are_told_by_the_part_that_they_change(tmp_path: Path, mo
         "| `engine/runner.py` | 1 | 1 | exact model 1 |",
         "| `kernels/ssd/` | 1 | 1 | kernels 1 |",
     ]
+    lines = (readme.BLOCKS["planted_triton"](results(tmp_path, *made)) or "").splitlines()
+    assert lines[0].startswith("Of 1 that were hunted, ") and lines[4:] == ["| `kernels/ssd/` | 1 | 1 | tests 1 |"]
 
 
 def test_small_cases_are_told_by_their_median_and_the_worst_of_them(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hybrid_kv.config import ConfigError
 from hybrid_kv.guard.patterns import REQUIRED
 from hybrid_kv.guard.play import Differences
 from hybrid_kv.mutation import catch, equivalent, generated, hunt, sample
-from hybrid_kv.mutation.generated import Generated, Source
+from hybrid_kv.mutation.generated import GUARD, TRITON, Generated, Source
 from hybrid_kv.mutation.hunt import Forks, Hunt, Row
 from hybrid_kv.results import append_rows
 from tests.cli.run import run
@@ -98,7 +98,7 @@ def test_code_that_compiles_to_the_same_is_no_mutant(source: Source) -> None:
     operators = Counter(place.operator for place in small.places())
     made = [mutant.id.split(":")[2] for mutant in all_of(small)]
     assert "ReplaceBinaryOperator_Add_Mul" in operators and "ReplaceBinaryOperator_Add_Mul" not in made
-    ids = [mutant.id.split(":")[2] for mutant in sample.draw(50, 0) if mutant.file == "cache/g.py"]
+    ids = [mutant.id.split(":")[2] for mutant in sample.draw(GUARD, 50, 0) if mutant.file == "cache/g.py"]
     assert ("AddNot" in ids) != ("ReplaceUnaryOperator_Delete_Not" in ids), "both leave the not out"
 
 
@@ -119,17 +119,17 @@ def test_a_digest_outlives_changes_of_other_functions(source: Source) -> None:
 
 
 def test_a_sample_has_each_file_and_a_larger_one_begins_with_it(source: Source) -> None:
-    drawn = sample.draw(6, 7)
+    drawn = sample.draw(GUARD, 6, 7)
     assert {mutant.file for mutant in drawn[:2]} == {"cache/f.py", "cache/g.py"}
-    assert sample.draw(4, 7) == drawn[:4]
-    assert sample.draw(6, 8) != drawn
-    assert len({mutant.digest for mutant in sample.draw(999, 7)}) == len(sample.draw(999, 7)) > 20
-    assert Counter(mutant.file for mutant in sample.draw(12, 7))["cache/g.py"] in (2, 3)
+    assert sample.draw(GUARD, 4, 7) == drawn[:4]
+    assert sample.draw(GUARD, 6, 8) != drawn
+    assert len({mutant.digest for mutant in sample.draw(GUARD, 999, 7)}) == len(sample.draw(GUARD, 999, 7)) > 20
+    assert Counter(mutant.file for mutant in sample.draw(GUARD, 12, 7))["cache/g.py"] in (2, 3)
 
 
 def test_of_changed_lines_there_is_one_mutant_each(source: Source) -> None:
     numbers = {TEXT.splitlines().index(line) + 1 for line in ("    return -12 + 0 * x", "            14,")}
-    drawn = sample.draw(999, 7, {"cache/f.py": numbers | {1, 2}, "cli/h.py": {1}})
+    drawn = sample.draw(GUARD, 999, 7, {"cache/f.py": numbers | {1, 2}, "cli/h.py": {1}})
     assert sorted(mutant.id.split(":")[1] for mutant in drawn) == sorted(map(str, numbers))
 
 
@@ -157,10 +157,25 @@ def test_the_changed_lines_are_those_of_git(source: Source) -> None:
 
 def test_an_id_names_one_mutant_again(source: Source) -> None:
     for mutant in all_of(source)[::7]:
-        assert sample.by_id(mutant.id) == mutant
+        assert sample.by_id(GUARD, mutant.id) == mutant
     for name in ("cache/f.py:1:AddNot:1", "cache/h.py:1:AddNot:1", "F16"):
         with pytest.raises(ConfigError, match=f"--id {name}: "):
-            sample.by_id(name)
+            sample.by_id(GUARD, name)
+
+
+def test_each_kernel_of_triton_is_changed() -> None:
+    for path in generated.PACKAGE.glob("kernels/*/*.py"):
+        text, file = path.read_text(encoding="utf-8"), path.relative_to(generated.PACKAGE).as_posix()
+        if "import triton.language" in text or "import AotCase" in text:
+            assert file in generated.files(TRITON), file
+
+
+def test_how_wide_a_launch_is_and_what_is_only_compiled_are_not_changed(source: Source) -> None:
+    text = "def aot_cases():\n    return 1\n\n\ndef launch(f, x):\n    f(x + 2, num_warps=4, num_stages=1, BLOCK=8)\n"
+    (Path(generated.PACKAGE) / "cache/g.py").write_text(text)
+    changed = "".join(mutant.change.split(" => ")[1] for mutant in all_of(Source("cache/g.py")))
+    assert "x + 3" in changed and "BLOCK= 9" in changed and changed.count("num_warps=4, num_stages=1") > 2
+    assert "aot_cases" not in {mutant.change.split(":")[0] for mutant in all_of(Source("cache/g.py"))}
 
 
 def entry(change: str, file: str = "cache/f.py", proof: str = "It is so.") -> str:
@@ -203,16 +218,16 @@ def row(mutant: Generated, section: str = "") -> Row:
 
 def test_a_sample_goes_on_where_it_was_left(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sample, "read_equivalent", lambda: {(first.file, first.change)})
-    first, second, third, *_ = drawn = sample.draw(6, 7)
+    first, second, third, *_ = drawn = sample.draw(GUARD, 6, 7)
     csv = tmp_path / "mutants.csv"
     append_rows(csv, [*row(second, "exact model").records("quick+sanitizer"), *row(third).records("quick")])
-    left, known = sample.choose(6, 7, None, (), csv)
+    left, known = sample.choose(GUARD, 6, 7, None, (), csv)
     assert left == drawn[2:]
     assert known == [replace(row(second, "exact model"), seconds=0.0)]
     append_rows(csv, row(third).records("quick+sanitizer"))
-    assert sample.choose(6, 7, None, (), csv)[0] == drawn[3:]
-    assert sample.choose(6, 7, None, (), csv, again=True)[0] == drawn[2:]
-    assert sample.choose(None, 0, None, [second.id], csv) == ([second], [])
+    assert sample.choose(GUARD, 6, 7, None, (), csv)[0] == drawn[3:]
+    assert sample.choose(GUARD, 6, 7, None, (), csv, again=True)[0] == drawn[2:]
+    assert sample.choose(GUARD, None, 0, None, [second.id], csv) == ([second], [])
 
 
 @pytest.mark.parametrize(
@@ -222,6 +237,10 @@ def test_a_sample_goes_on_where_it_was_left(source: Source, tmp_path: Path, monk
         (["--generated", "3", "--id", "F16"], "leave out --id and --folder"),
         (["--generated", "3", "--by", "full"], "leave it out"),
         (["--again"], "give --generated too"),
+        (["--by", "triton"], "give --generated too"),
+        (["--by", "triton", "--id", "F16"], "give --generated too"),
+        (["--by", "triton", "--id", "cache/manager.py:1:AddNot:1"], "give --by quick"),
+        (["--id", "kernels/ssd/slots.py:1:AddNot:1"], "give --by triton"),
         (["--id", "cache/f.py:1:AddNot:1", "--by", "http"], "leave it out"),
     ],
 )
@@ -235,7 +254,7 @@ def test_options_that_do_not_go_together_are_refused(
 def test_survivors_are_listed_by_their_lines(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one, other = sample.draw(2, 7)
+    one, other = sample.draw(GUARD, 2, 7)
     monkeypatch.setattr(hunt, "hunt_all", lambda *_, **__: iter([row(one, "run"), row(other)]))
     monkeypatch.setattr(sample, "read_equivalent", set)
     code, out, _ = run(capsys, "mutants", "--generated", "2", "--seed", "7", "--results", str(tmp_path))
