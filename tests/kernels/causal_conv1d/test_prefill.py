@@ -285,7 +285,11 @@ BAD = {
     "conv_state": (lambda t: t[:, :2], r"conv_state 2 rows; spans and weight need 4 and 3"),
     "x": (lambda t: t.t().contiguous().t(), "from dimension 1 on it must be contiguous"),
     "weight": (lambda t: t[:, :1], "1 taps; there must be 2 to 17"),
+    "weight long": (lambda t: t[:, :1].repeat(1, 18), "18 taps; there must be 2 to 17"),
     "bias": (lambda t: t.to("meta"), "is on meta"),
+    "x flat": (lambda t: t[0], "dimensions"),
+    "weight flat": (lambda t: t[0], "dimensions"),
+    "conv_state flat": (lambda t: t[0], "dimensions"),
     "sources": (lambda t: t.double(), "torch.float64"),
     "window_rows": (lambda t: t[1:], r"has shape \(1,\); it must be \(2,\)"),
     "initial": (lambda t: t.long(), "it must be one of torch.bool"),
@@ -297,6 +301,7 @@ BAD = {
 def test_refuses_what_the_kernel_would_misread(name):
     problem = Problem(Case((Row(2), Row(2)), channels=5))
     change, message = BAD[name]
+    name = name.split()[0]
     setattr(problem, name, change(getattr(problem, name)))
     with pytest.raises(ValueError, match=message):
         problem.run(causal_conv1d_prefill)

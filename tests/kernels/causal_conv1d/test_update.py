@@ -255,6 +255,9 @@ BAD = {
     "sources": (lambda t: t.double(), "torch.float64"),
     "window_rows": (lambda t: t[None], "must be"),
     "targets": (lambda t: t[:, 0], "dimensions"),
+    "x flat": (lambda t: t[0], "dimensions"),
+    "weight flat": (lambda t: t[0], "dimensions"),
+    "conv_state flat": (lambda t: t[0], "dimensions"),
 }
 
 
@@ -262,6 +265,7 @@ BAD = {
 def test_refuses_what_the_kernel_would_misread(name):
     problem = Problem(Case(rows=((2, 1, False, False),), columns=2, channels=5))
     change, message = BAD[name]
+    name = name.split()[0]
     setattr(problem, name, change(getattr(problem, name)))
     with pytest.raises(ValueError, match=message):
         problem.run(causal_conv1d_update)

@@ -151,6 +151,9 @@ def test_equals_a_peer(name):
     ("change", "message"),
     [
         ({"x": torch.zeros(2, 2, 3)}, r"x has shape \(2, 2, 3\)"),
+        ({"x": torch.zeros(6)}, r"x has shape \(6,\)"),
+        ({"groups": 0}, "0 groups do not divide 6 channels"),
+        ({"x": torch.zeros(2, 0)}, "2 groups do not divide 0 channels"),
         ({"x": torch.zeros(2, 5)}, "2 groups do not divide 5 channels"),
         ({"gate": torch.zeros(3, 6)}, r"gate has shape \(3, 6\); it must be \(2, 6\)"),
         ({"gate": torch.zeros(6, 2).t()}, "gate has strides"),
@@ -159,9 +162,9 @@ def test_equals_a_peer(name):
     ],
 )
 def test_refuses_what_the_kernel_would_misread(change, message):
-    arguments = {"x": torch.zeros(2, 6), "gate": torch.zeros(2, 6), "weight": torch.zeros(6), **change}
+    arguments = {"x": torch.zeros(2, 6), "gate": torch.zeros(2, 6), "weight": torch.zeros(6)}
     with pytest.raises(ValueError, match=message):
-        gated_rms_norm(**arguments, groups=2, eps=1e-5)
+        gated_rms_norm(**{**arguments, "groups": 2, "eps": 1e-5, **change})
 
 
 @pytest.mark.gpu

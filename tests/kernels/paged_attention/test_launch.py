@@ -466,6 +466,8 @@ BAD = {
     "key_cache": (lambda t: t[..., :-1], r"key_cache has shape"),
     "value_cache": (lambda t: t.half(), "torch.float16; it must be one of torch.float32"),
     "table": (lambda t: t[0], "dimensions"),
+    "query flat": (lambda t: t[0], "dimensions"),
+    "key_cache flat": (lambda t: t[0], "dimensions"),
     "starts": (lambda t: t[1:], r"has shape \(1,\); it must be \(2,\)"),
     "lens": (lambda t: t.float(), "torch.float32"),
 }
@@ -475,6 +477,7 @@ BAD = {
 def test_refuses_what_the_kernel_would_misread(name):
     problem = Problem(Case(rows=((2, 1, False),), kv_heads=2))
     change, message = BAD[name]
+    name = name.split()[0]
     setattr(problem, name, change(getattr(problem, name)))
     with pytest.raises(ValueError, match=message):
         problem.run(paged_attention_varlen)
@@ -488,7 +491,13 @@ def test_refuses_heads_lengths_grids_and_slots_that_do_not_fit():
     problem = Problem(Case(rows=((2, 1, False),), grid=-1))
     with pytest.raises(ValueError, match="grid=-1"):
         problem.run(paged_attention_varlen)
+    with pytest.raises(ValueError, match="max_query_len=0 must be >= 1"):
+        problem = Problem(Case(rows=((2, 1, False),)))
+        problem.run(lambda *arguments: paged_attention_varlen(*arguments[:6], 0, *arguments[7:]))
     key, cache = torch.zeros(2, 1, 4), torch.zeros(3, 2, 1, 4)
+    for wrong in ((key[0], key, cache, cache), (key, key, cache[0], cache)):
+        with pytest.raises(ValueError, match="must have 3 and 4 dimensions"):
+            store_kv(*wrong, torch.zeros(2, dtype=torch.int64))
     with pytest.raises(ValueError, match="slots has shape"):
         store_kv(key, key, cache, cache, torch.zeros(3, dtype=torch.int64))
     with pytest.raises(ValueError, match="value is"):

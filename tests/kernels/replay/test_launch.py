@@ -444,12 +444,12 @@ def test_the_kernels_follow_the_recurrence_at_the_size_of_a_model():
 # ---- commit and flush by themselves ----
 
 
-def check_commit(seed, block_size, indices):
+def check_commit(seed, block_size, indices, most=5):
     """Many steps of many requests, some of them absent, with rows between the tables': every tensor is the same."""
     g = torch.Generator().manual_seed(seed)
-    num_rows, most, ring_len = 40, 5, 17
+    num_rows, ring_len = 40, 17
     ours, theirs = (ReplayCursors.allocate(num_rows, ring_len, most, CPU) for _ in range(2))
-    starts = torch.randint(1, 30, (num_rows,), generator=g)
+    starts = torch.randint(0, 30, (num_rows,), generator=g)
     for cursors in (ours, theirs):
         cursors.restart(torch.arange(num_rows), starts)
     for _ in range(40):
@@ -475,6 +475,10 @@ def check_commit(seed, block_size, indices):
 @pytest.mark.parametrize("indices", [torch.int32, torch.int64])
 def test_commit_equals_its_reference(block_size, indices):
     interpreted(check_commit, 7, block_size, indices)
+
+
+def test_commit_equals_its_reference_in_blocks_of_a_token():
+    interpreted(check_commit, 7, 1, torch.int64, 1)
 
 
 @given(st.integers(1, 8), st.integers(0, 20), st.booleans(), st.randoms(use_true_random=False))
@@ -767,6 +771,8 @@ BAD = {
     "state": (lambda t: t[:, 0], r"has shape \(\d+, 2, 3, 5\); it must be \(\d+, 2, 2, 3, 5\)"),
     "ring__x": (lambda t: t[0], "ring.x and ring.B have 3 and 4 dimensions"),
     "ring__B": (lambda t: t[:, :0], "0 groups of ring.B do not divide 2 heads"),
+    "ring__B uneven": (lambda t: torch.cat([t, t[:, :1]], 1), "3 groups of ring.B do not divide 2 heads"),
+    "ring__B flat": (lambda t: t[0], "ring.x and ring.B have 4 and 3 dimensions"),
     "ring__dt": (lambda t: t.bfloat16(), "ring.dt is torch.bfloat16; it must be one of torch.float32"),
     "step__rows": (lambda t: t.float(), "step.rows is torch.float32"),
     "step__n_flush": (lambda t: t[:1], r"step.n_flush has shape \(1,\); it must be \(2,\)"),
@@ -786,7 +792,7 @@ BAD = {
 def test_refuses_what_the_kernel_would_misread(name):
     change, message = BAD[name]
     with pytest.raises(ValueError, match=message):
-        launch(**{name: change})
+        launch(**{name.split()[0]: change})
 
 
 @pytest.mark.parametrize("state", [torch.float32, torch.float64])

@@ -466,6 +466,10 @@ BAD = {
     "D": (lambda t: t[:, None], r"\(2, 1\)"),
     "sources": (lambda t: t.float(), "torch.float32"),
     "initial": (lambda t: t[1:], r"has shape \(0,\); it must be \(1,\)"),
+    "B uneven": (lambda t: torch.cat([t, t[:, :1]], 1), "3 groups of B do not divide 2 heads"),
+    "x flat": (lambda t: t[0], "dimensions"),
+    "B flat": (lambda t: t[0], "dimensions"),
+    "state flat": (lambda t: t[0], "dimensions"),
     "spans": (lambda s: Cut((Row(5),), 16, torch.Generator()).spans, "x has 4 tokens; the spans have 5"),
 }
 
@@ -474,6 +478,7 @@ BAD = {
 def test_refuses_what_the_kernel_would_misread(name):
     problem = Problem(Case((Row(2),), groups=2, size=3))
     change, message = BAD[name]
+    name = name.split()[0]
     setattr(problem, name, change(getattr(problem, name)))
     with pytest.raises(ValueError, match=message):
         problem.run(chunk_scan_prefill)

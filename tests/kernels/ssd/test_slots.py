@@ -335,6 +335,10 @@ BAD = {
     "cu_seqlens": (lambda t: t[1:], r"has shape \(1,\); it must be \(2,\)"),
     "sources": (lambda t: t.float(), "torch.float32"),
     "targets": (lambda t: t[:, 0], "dimensions"),
+    "B uneven": (lambda t: torch.cat([t, t[:, :1]], 1), "3 groups of B do not divide 2 heads"),
+    "x flat": (lambda t: t[0], "dimensions"),
+    "B flat": (lambda t: t[0], "dimensions"),
+    "state flat": (lambda t: t[0], "dimensions"),
 }
 
 
@@ -342,6 +346,7 @@ BAD = {
 def test_refuses_what_the_kernel_would_misread(name):
     problem = Problem(Case(rows=((2, False, -1),), columns=2, groups=2, size=3))
     change, message = BAD[name]
+    name = name.split()[0]
     setattr(problem, name, change(getattr(problem, name)))
     with pytest.raises(ValueError, match=message):
         problem.run(selective_state_update_slots)
