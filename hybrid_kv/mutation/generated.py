@@ -58,6 +58,10 @@ OPERATORS = (
         )
     ),
 )  # fmt: skip
+OPTIONS = ("num_warps", "num_stages")  # of a launch: they change how fast it is, no result
+LEFT_OUT = (
+    "__repr__", "__str__", "check_integrity", "aot_cases", "warp_size", "register_limit", "_num_warps",
+)  # fmt: skip
 ARROW = " => "  # stands in no line of Python
 Position = tuple[int, int]  # line from 1, column from 0, in characters
 
@@ -207,11 +211,13 @@ def _text_nodes(tree: ast.Module) -> Iterator[ast.AST]:
             yield from node.decorator_list
             if isinstance(node, ast.FunctionDef):
                 yield from [node.returns] if node.returns is not None else []
-                left_out = ("__repr__", "__str__", "check_integrity", "aot_cases")
-                yield from [node] if node.name in left_out else []
+                yield from [node] if node.name in LEFT_OUT else []
+        elif isinstance(node, ast.Dict):
+            named = zip(node.keys, node.values, strict=True)
+            yield from [value for key, value in named if isinstance(key, ast.Constant) and key.value in OPTIONS]
         else:
             is_typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-            is_option = isinstance(node, ast.keyword) and node.arg in ("strict", "num_warps", "num_stages")
+            is_option = isinstance(node, ast.keyword) and node.arg in ("strict", *OPTIONS)
             is_log = isinstance(node, ast.Call) and re.match(r"(_?log|logger|warnings)\.", ast.unparse(node.func))
             is_signal = isinstance(node, ast.Call) and ast.unparse(node.func) == "os.kill"  # to somebody's process
             yield from [node] if is_typing or is_option or is_log or is_signal else []

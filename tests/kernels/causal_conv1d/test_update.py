@@ -255,9 +255,13 @@ BAD = {
     "sources": (lambda t: t.double(), "torch.float64"),
     "window_rows": (lambda t: t[None], "must be"),
     "targets": (lambda t: t[:, 0], "dimensions"),
+    "targets deep": (lambda t: t[None], "dimensions"),
     "x flat": (lambda t: t[0], "dimensions"),
+    "x deep": (lambda t: t[None], "dimensions"),
     "weight flat": (lambda t: t[0], "dimensions"),
+    "weight deep": (lambda t: t[None], "dimensions"),
     "conv_state flat": (lambda t: t[0], "dimensions"),
+    "conv_state deep": (lambda t: t[None], "dimensions"),
 }
 
 

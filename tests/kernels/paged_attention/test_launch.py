@@ -466,8 +466,11 @@ BAD = {
     "key_cache": (lambda t: t[..., :-1], r"key_cache has shape"),
     "value_cache": (lambda t: t.half(), "torch.float16; it must be one of torch.float32"),
     "table": (lambda t: t[0], "dimensions"),
+    "table deep": (lambda t: t[None], "dimensions"),
     "query flat": (lambda t: t[0], "dimensions"),
+    "query deep": (lambda t: t[None], "dimensions"),
     "key_cache flat": (lambda t: t[0], "dimensions"),
+    "key_cache deep": (lambda t: t[None], "dimensions"),
     "starts": (lambda t: t[1:], r"has shape \(1,\); it must be \(2,\)"),
     "lens": (lambda t: t.float(), "torch.float32"),
 }
@@ -495,7 +498,9 @@ def test_refuses_heads_lengths_grids_and_slots_that_do_not_fit():
         problem = Problem(Case(rows=((2, 1, False),)))
         problem.run(lambda *arguments: paged_attention_varlen(*arguments[:6], 0, *arguments[7:]))
     key, cache = torch.zeros(2, 1, 4), torch.zeros(3, 2, 1, 4)
-    for wrong in ((key[0], key, cache, cache), (key, key, cache[0], cache)):
+    wrong_dims = [(part, key, cache, cache) for part in (key[0], key[None])]
+    wrong_dims += [(key, key, part, cache) for part in (cache[0], cache[None])]
+    for wrong in wrong_dims:
         with pytest.raises(ValueError, match="must have 3 and 4 dimensions"):
             store_kv(*wrong, torch.zeros(2, dtype=torch.int64))
     with pytest.raises(ValueError, match="slots has shape"):

@@ -773,6 +773,8 @@ BAD = {
     "ring__B": (lambda t: t[:, :0], "0 groups of ring.B do not divide 2 heads"),
     "ring__B uneven": (lambda t: torch.cat([t, t[:, :1]], 1), "3 groups of ring.B do not divide 2 heads"),
     "ring__B flat": (lambda t: t[0], "ring.x and ring.B have 4 and 3 dimensions"),
+    "ring__x deep": (lambda t: t[None], "ring.x and ring.B have 5 and 4 dimensions"),
+    "ring__B deep": (lambda t: t[None], "ring.x and ring.B have 4 and 5 dimensions"),
     "ring__dt": (lambda t: t.bfloat16(), "ring.dt is torch.bfloat16; it must be one of torch.float32"),
     "step__rows": (lambda t: t.float(), "step.rows is torch.float32"),
     "step__n_flush": (lambda t: t[:1], r"step.n_flush has shape \(1,\); it must be \(2,\)"),
@@ -822,6 +824,7 @@ def test_commit_refuses_what_the_kernel_would_misread():
     assert "must be (1,)" in commit_of(num_gained_tokens=torch.ones(2, dtype=torch.int64))
     assert "must be (2,)" in commit_of(cu_seqlens=torch.tensor([0, 4, 8]))
     assert "block_table has shape (3,); it must be [num_reqs, width]" in commit_of(block_table=torch.ones(3))
+    assert "block_table has shape (1, 1, 3); it must" in commit_of(block_table=torch.ones(1, 1, 3))
     assert "must be (1, 3)" in commit_of(block_table=torch.ones(2, 3, dtype=torch.int32))
     assert "strides" in commit_of(block_table=torch.ones(3, 2, dtype=torch.int32).T[:1, ::2])
     assert commit_of(block_size=3) == "block_size=3 is shorter than a step of 4 tokens"

@@ -468,8 +468,11 @@ BAD = {
     "initial": (lambda t: t[1:], r"has shape \(0,\); it must be \(1,\)"),
     "B uneven": (lambda t: torch.cat([t, t[:, :1]], 1), "3 groups of B do not divide 2 heads"),
     "x flat": (lambda t: t[0], "dimensions"),
+    "x deep": (lambda t: t[None], "dimensions"),
     "B flat": (lambda t: t[0], "dimensions"),
+    "B deep": (lambda t: t[None], "dimensions"),
     "state flat": (lambda t: t[0], "dimensions"),
+    "state deep": (lambda t: t[None], "dimensions"),
     "spans": (lambda s: Cut((Row(5),), 16, torch.Generator()).spans, "x has 4 tokens; the spans have 5"),
 }
 

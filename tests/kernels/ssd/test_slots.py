@@ -335,10 +335,14 @@ BAD = {
     "cu_seqlens": (lambda t: t[1:], r"has shape \(1,\); it must be \(2,\)"),
     "sources": (lambda t: t.float(), "torch.float32"),
     "targets": (lambda t: t[:, 0], "dimensions"),
+    "targets deep": (lambda t: t[None], "dimensions"),
     "B uneven": (lambda t: torch.cat([t, t[:, :1]], 1), "3 groups of B do not divide 2 heads"),
     "x flat": (lambda t: t[0], "dimensions"),
+    "x deep": (lambda t: t[None], "dimensions"),
     "B flat": (lambda t: t[0], "dimensions"),
+    "B deep": (lambda t: t[None], "dimensions"),
     "state flat": (lambda t: t[0], "dimensions"),
+    "state deep": (lambda t: t[None], "dimensions"),
 }
 
 
