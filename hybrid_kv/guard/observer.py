@@ -10,7 +10,7 @@ nobody else may read, no more of them than planned, and no hit that mode `all` w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from math import lcm
 from typing import Any
 
@@ -166,11 +166,22 @@ class Observer(Watcher):
         return True
 
     def _forget(self) -> None:
-        """The device has forgotten what it cached; what an offload tier has of it is not known here."""
+        """The device has forgotten what it cached; what an offload tier has of it is not known here.
+
+        Who left its row before that had its last state published before that.
+        """
+        self._end({request.request_id for request in self._llm.scheduler.running})
         self._has_forgotten = True
         if self._llm.manager.offload is None:
             self.published.clear()
         self._is_reset |= self._llm.manager.offload is not None
+
+    def _end(self, running: Set[str]) -> None:
+        """Who is not among these has given up its blocks."""
+        for request_id in {str(number) for number in range(len(self.tracks))} - running:
+            track = self.tracks[int(request_id)]
+            self.published.end(track, track.computed)
+            track.base = track.computed = track.reach = 0
 
     def _publish(self, is_under_way: bool) -> None:
         """Take over what the engine has taken over: not the last step, if that is still under way."""
@@ -231,12 +242,7 @@ class Observer(Watcher):
         llm = self._llm
         self._told = ["schedule"]
         again = {item.request.request_id for item in scheduled if item.overwrite}
-        for request_id in {str(number) for number in range(len(self.tracks))} - {
-            request.request_id for request in llm.scheduler.running if request.request_id not in again
-        }:
-            track = self.tracks[int(request_id)]
-            self.published.end(track, track.computed)
-            track.base = track.computed = track.reach = 0
+        self._end({request.request_id for request in llm.scheduler.running} - again)
         self._check_schedule(scheduled)
         self._drafts.on_schedule(scheduled, self._waiting.has_preempted())
         if self._knows_mode:

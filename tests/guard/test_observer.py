@@ -382,6 +382,19 @@ def test_an_aborted_request_keeps_a_beginning_of_its_answer() -> None:
     assert result.seen["abort_in_flight"]
 
 
+@pytest.mark.parametrize("events", [["sleep"], ["reset"], ["preempt", "reset"]])
+def test_what_a_request_publishes_as_it_leaves_is_forgotten_too(events: list[str]) -> None:
+    """Its ring holds the state behind 8 tokens, which it writes when it is preempted, just before all is forgotten."""
+    options = {
+        "max_model_len": 32, "device": "cpu", "enable_prefix_caching": True, "async_scheduling": True,
+        "state_scheme": "replay", "mamba_block_size": 4, "num_blocks": 400,
+    }  # fmt: skip
+    leaving = Scenario(
+        0, "M", options, [[0]], [SamplingParams(max_tokens=10)], events=tuple(Event(what, 9) for what in events)
+    )
+    assert run_scenario(leaving).wrong == []
+
+
 def test_the_oracle_book_is_per_model() -> None:
     assert isinstance(answer_book("M*").model, ExactModel)
     assert answer_book("M*") is answer_book("M*") is not answer_book("*M")
