@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from multiprocessing import active_children
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,9 @@ def run(task: Mapping[str, Any], case: Path) -> dict[str, Any]:
         (case.parent / name).symlink_to(Path(task["checkout"], name))
     first = _First()
     code = pytest.main([*OPTIONS, *task["tests"]], plugins=[first])
+    for interpreter in active_children():
+        interpreter.kill()  # It waits for more work, and this process leaves without a goodbye: nobody would end it.
+        interpreter.join()
     if code not in (0, FAILED, BROKEN):
         raise HybridKVError(f"pytest ended with {code}")
     catch = Catch("tests", first.name, first.detail) if code else Catch()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hybrid_kv.errors import HybridKVError
@@ -23,6 +26,16 @@ def mutant(old: str, new: str) -> Generated:
     return Generated("Z01", FILE, text.replace(old, new), range(1, 2), f"module: {old} => {new}", "0")
 
 
+def left_by(group: int) -> list[list[str]]:
+    """The command lines of a group's processes, but of its first, and of those that end by themselves."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError, psutil.Error):
+            if os.getpgid(process.pid) == group != process.pid:
+                found.append(process.cmdline())
+    return [words for words in found if words and "resource_tracker" not in words[-1]]
+
+
 @pytest.mark.parametrize(
     "old, new, rule",
     [
@@ -35,6 +48,7 @@ def test_the_first_test_that_fails_is_told(old: str, new: str, rule: str, forked
     found = HUNT.ask(mutant(old, new), forked)
     assert (found.section, found.rule, found.caught) == ("tests" if rule else "", rule, bool(rule))
     assert found.executed is None and found.problem == ("" if rule else "not caught")
+    assert left_by(forked._process.pid) == []
 
 
 def test_what_loops_was_caught(forked: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
