@@ -98,6 +98,7 @@ def test_without_the_file_there_is_no_such_section(size: Size) -> None:
         "families",
         "answers",
         "accuracy",
+        "triton",
         "block ids",
     ]
 
