@@ -117,9 +117,13 @@ def _first_catches(results: Results) -> pd.DataFrame:
 
 def _newest(results: Results, metric: str) -> pd.DataFrame:
     """The newest row of each known bug and hunt."""
-    rows = results.of(MUTANTS, metric=metric)
-    rows = rows[rows["benchmark"].str.fullmatch(r"[A-L]\d\d")]
+    rows = _of_known(results, metric)
     return rows.assign(by=column(rows, "by", str)).drop_duplicates(["benchmark", "by"], keep="last")
+
+
+def _of_known(results: Results, metric: str) -> pd.DataFrame:
+    rows = results.of(MUTANTS, metric=metric)
+    return rows[rows["benchmark"].str.fullmatch(r"[A-L]\d\d")]
 
 
 def small_table(results: Results) -> str | None:
@@ -129,9 +133,9 @@ def small_table(results: Results) -> str | None:
     held, passed = rows["small_held"], rows["small_passes_unchanged"]
     if held.empty:
         return None
-    caught = _newest(results, "caught")
+    caught = _of_known(results, "caught")  # in hunts that made cases small; a later one may have made none
     caught = caught[caught["run_id"].isin(held["run_id"]) & (caught["value"] == 1)]
-    others = caught[~caught["benchmark"].isin(held["benchmark"])]
+    others = caught[~caught["benchmark"].isin(held["benchmark"])].drop_duplicates("benchmark", keep="last")
     lines = []
     for metric, (name, most) in SIZES.items():
         own = rows[metric].sort_values("value")

@@ -230,7 +230,7 @@ def test_small_cases_are_told_by_their_median_and_the_worst_of_them(tmp_path: Pa
     made += of(2, "B01", 2, 65, 61.2, 1, 0)
     alone = {"suite": "mutants", "metric": "caught", "unit": "", "value": 1.0}
     made += [row(2, {"by": "quick", "section": "plan"}, benchmark=bug, **alone) for bug in ("A07", "A12", "B01")]
-    made += [row(9, {"by": "quick", "section": "plan"}, benchmark="A13", **alone)]
+    made += [row(9, {"by": "quick", "section": "plan"}, benchmark=bug, **alone) for bug in ("A13", "A07")]
     lines = (readme.BLOCKS["planted_small"](results(tmp_path, *made)) or "").splitlines()
     assert lines[0] == (
         "Of 3 small cases 2 fail 20 of 20 times with the bug, and 2 pass without it. "
