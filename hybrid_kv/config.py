@@ -150,19 +150,35 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """Limits of one engine step. `max_num_batched_tokens` is the chunk budget: longer prompts go in chunks."""
+    """Limits of one engine step. `max_num_batched_tokens` is the chunk budget: longer prompts go in chunks.
+
+    With `pipeline_parallel_size` N > 1 steps are scheduled as for a pipeline of N stages. Up to N of them are under way
+    at once, a request is in one of them at most, and the tokens of a step are known N - 1 steps later. Each has at most
+    `max_num_seqs` / N requests, rounded up. Only the schedule is a pipeline's: one device runs each step as a whole.
+    """
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_model_len: int = 4096
+    pipeline_parallel_size: int = 1
 
     def __post_init__(self) -> None:
-        require_positive(self, "max_num_seqs", "max_num_batched_tokens", "max_model_len")
+        require_positive(self, "max_num_seqs", "max_num_batched_tokens", "max_model_len", "pipeline_parallel_size")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
                 "a step could not decode one token of every request; raise the first or lower the second"
             )
+        if self.pipeline_parallel_size > self.max_num_seqs:
+            raise ConfigError(
+                f"pipeline_parallel_size={self.pipeline_parallel_size} is above max_num_seqs={self.max_num_seqs}: some "
+                "stages would always be empty; lower the first or raise the second"
+            )
+
+    @property
+    def max_num_seqs_per_step(self) -> int:
+        """How many requests one step may run."""
+        return -(-self.max_num_seqs // self.pipeline_parallel_size)
 
 
 @dataclass(frozen=True)
@@ -224,6 +240,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         require_bool(self, "async_scheduling", "sanitize")
+        if self.async_scheduling and (num_stages := self.scheduler.pipeline_parallel_size) > 1:
+            raise ConfigError(
+                f"async_scheduling needs pipeline_parallel_size=1, not {num_stages}: it schedules a request behind the "
+                "step that it is in, a pipeline does not; give one of the two"
+            )
         # Times 1,000,003 plus a request's number it must fit in 64 bits.
         if not is_int(self.seed) or not -(2**42) <= self.seed < 2**42:
             raise ConfigError(f"seed={self.seed!r} must be an integer of at most 42 bits")

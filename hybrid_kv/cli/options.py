@@ -36,7 +36,7 @@ Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]
 _ENGINE = (
     "max_num_seqs", "max_num_batched_tokens", "max_model_len", "attention_backend", "block_size", "num_blocks",
     "mamba_cache_mode", "state_scheme", "speculative_method", "num_speculative_tokens", "kv_offload_bytes",
-    "kv_offload_folder", "dtype", "mamba_ssm_cache_dtype", "device",
+    "kv_offload_folder", "pipeline_parallel_size", "dtype", "mamba_ssm_cache_dtype", "device",
 )  # fmt: skip
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]

@@ -53,6 +53,9 @@ def serve(
     async_scheduling: Annotated[
         Literal["on", "off"] | None, typer.Option(help="Schedule a step before the last one's tokens are known.")
     ] = None,
+    pipeline_parallel_size: Annotated[
+        int | None, typer.Option(help="Schedule as for so many stages; one device computes them.")
+    ] = None,
     dtype: Dtype = None,
     mamba_ssm_cache_dtype: Annotated[str | None, typer.Option(help="Of the states; float64 to go with it.")] = None,
     device: Device = None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -84,7 +85,9 @@ class LLM:
         self.is_sleeping = False
         self._num_requests = 0
         self._aborted: set[str] = set()
-        self._unseen: StepOutput | None = None  # of the last step, with asynchronous scheduling
+        # Of the last steps, those whose tokens are not known yet: at most so many between two steps.
+        self._under_way: deque[StepOutput] = deque()
+        self._num_late = self.config.scheduler.pipeline_parallel_size - 1 or int(self.config.async_scheduling)
         # Until a prompt is long enough for a hit, or it was said that none is.
         self._watches_lengths = self.config.cache.enable_prefix_caching
 
@@ -152,14 +155,18 @@ class LLM:
         """Take in the step under way for one request alone, unless it ends with it."""
         if request.in_flight is None:
             return
-        output = self._unseen
-        assert output is not None
-        (item,) = (item for item in output.batch if item.request is request)
+        ((place, item),) = (
+            (place, item)
+            for place, output in enumerate(self._under_way)
+            for item in output.batch
+            if item.request is request
+        )
+        output = self._under_way[place]
         _, reason = self._kept(request, output.tokens.get(request.request_id, []))
         if reason is not None:
             raise HybridKVError(f"hand_over: request {request.request_id} ends with the step under way")
         self._process(replace(output, batch=[item]))
-        self._unseen = replace(output, batch=[other for other in output.batch if other is not item])
+        self._under_way[place] = replace(output, batch=[other for other in output.batch if other is not item])
 
     def _next_number(self) -> int:
         self._num_requests += 1
@@ -207,17 +214,19 @@ class LLM:
             raise HybridKVError("the engine sleeps, and its cache has no memory: call wake_up first")
         finished = self._drop_aborted()
         scheduled = self.scheduler.schedule()
-        if not scheduled and not finished and self._unseen is None:
+        if not scheduled and not finished and not self._under_way:
             raise RuntimeError("the scheduler has requests but schedules none of them: this is a bug")
         output = self.runner.execute(scheduled) if scheduled else None
-        self.num_steps += output is not None
-        if not self.config.async_scheduling:
-            return finished + self._process(output)
-        previous, self._unseen = self._unseen, output
-        finished += self._process(previous)
-        for item in scheduled:
-            if not item.request.is_finished:
-                item.request.in_flight = item
+        if output is not None:
+            self.num_steps += 1
+            self._under_way.append(output)
+        # Nothing to run: the tokens that everybody waits for are taken in at once.
+        is_due = len(self._under_way) > self._num_late or (output is None and self._under_way)
+        finished += self._process(self._under_way.popleft()) if is_due else self._drop_aborted()
+        if self._num_late:
+            for item in scheduled:
+                if not item.request.is_finished:
+                    item.request.in_flight = item
         return finished
 
     def abort(self, request_id: str) -> None:
@@ -225,7 +234,7 @@ class LLM:
 
         It ends at the start of the next step. The steps before have written its blocks by then, so that their next
         owner writes last (vllm!45096). Of a step whose tokens were not looked at yet (with `async_scheduling` there is
-        always one) it gets no token and publishes no block (vllm!56525).
+        always one, in a pipeline several) it gets no token and publishes no block (vllm!56525).
         """
         # An id kept for later would end a request that nobody asked to end: ids are numbers.
         if any(request.request_id == request_id for request in (*self.scheduler.running, *self.scheduler.waiting)):
@@ -279,11 +288,10 @@ class LLM:
         self._aborted.clear()
         return [(request, "abort") for request in dropped]
 
-    def _process(self, output: StepOutput | None) -> list[tuple[Request, str]]:
+    def _process(self, output: StepOutput) -> list[tuple[Request, str]]:
         """Give a step's tokens to their requests, publish what is complete, and let go of who has ended."""
         finished = []
-        for item in output.batch if output is not None else ():
-            assert output is not None
+        for item in output.batch:
             request = item.request
             request.in_flight = None
             if request.is_finished or request.request_id in self._aborted:
@@ -432,7 +440,7 @@ class LLM:
                         bar.update()
             finally:
                 # After an error or an interrupt the engine must be as good as new.
-                self._unseen = None
+                self._under_way.clear()
                 self._aborted.clear()
                 if self.scheduler.has_requests:
                     for watcher in self.watchers:

@@ -29,6 +29,9 @@ from hybrid_kv.request import Arrival, Request, ScheduledRequest
 class Scheduler:
     """Owns the queues, the rows and, through the manager, the blocks.
 
+    In a pipeline a request returns from its step before it is in another. Each step has no more of them than
+    `max_num_seqs_per_step`; so many return at once at most, and none of them waits for the newcomers of other steps.
+
     Args:
         num_speculative_tokens: drafts to leave room for when the step before is still under way.
         fold: writes the state of a running request at the last block boundary of its tokens, if the undo scheme has
@@ -115,7 +118,8 @@ class Scheduler:
             budget -= item.num_tokens
             index += 1
         # A preempted request would only take back what it was made to give.
-        while self.waiting and not is_full and budget > 0 and self._free_rows:
+        most = self.config.max_num_seqs_per_step
+        while self.waiting and not is_full and budget > 0 and self._free_rows and len(scheduled) < most:
             request = self.waiting[0]
             if request.in_flight is not None:
                 break
@@ -219,10 +223,12 @@ class Scheduler:
         )
 
     def _next(self, request: Request, budget: int, draft_budget: int) -> ScheduledRequest | None:
-        """What a running request runs next; nothing if the step in flight is its last."""
+        """What a running request runs next; nothing if the step in flight is its last, or in a pipeline."""
         flight = request.in_flight
         start = request.num_computed_tokens
         if flight is not None:
+            if self.config.pipeline_parallel_size > 1:
+                return None
             # Its drafts may be rejected: only the other tokens count (vllm!33997).
             start += flight.num_tokens - flight.num_drafts
             if flight.samples:

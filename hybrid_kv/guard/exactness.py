@@ -45,7 +45,13 @@ Cell = dict[str, Any]
 SLOTS_CELLS: tuple[Cell, ...] = (
     {"max_num_batched_tokens": 17, "preempts": 5, "async_scheduling": True},
     {"script": "mixed", "attention_backend": SmallKVFirst.name, "captured_batch_sizes": (3,), "preempts": 5},
-    {"mamba_cache_mode": "align", "max_num_batched_tokens": 41, "kv_offload_bytes": 1 << 24, "preempts": 5},
+    {
+        "mamba_cache_mode": "align",
+        "max_num_batched_tokens": 41,
+        "kv_offload_bytes": 1 << 24,
+        "preempts": 5,
+        "pipeline_parallel_size": 2,
+    },
     {"mamba_cache_mode": "align", "script": "rotate", "async_scheduling": True, "max_num_batched_tokens": 90},
     {"mamba_cache_mode": "all", "script": "mixed", "attention_backend": SmallBlocksFirst.name, "preempts": 5},
     {"mamba_cache_mode": "all", "max_num_batched_tokens": 29, "kv_offload_bytes": 1 << 24, "async_scheduling": True},
@@ -343,5 +349,6 @@ def describe(cell: Cell) -> str:
         *([cell["state_scheme"]] if "state_scheme" in cell else []),
         *(["offload"] if "kv_offload_bytes" in cell else []),
         *(["async"] if cell.get("async_scheduling") else []),
+        *([f"{cell['pipeline_parallel_size']} stages"] if "pipeline_parallel_size" in cell else []),
     )
     return ", ".join(words)

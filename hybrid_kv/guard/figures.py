@@ -48,9 +48,10 @@ class Figures:
                 continue  # Of its last step it may or may not have heard.
             said = output.cached_tokens, output.num_draft_tokens, output.num_accepted_draft_tokens
             due = counts.cached, counts.drafts, counts.accepted
-            # With asynchronous scheduling its last step may end while it waits to start again.
+            # Where steps are known late its last one may end while it waits to start again.
             starts = output.num_preemptions + 1 - counts.admissions
-            if said != due or starts not in (0, llm.config.async_scheduling):
+            is_late = llm.config.async_scheduling or llm.config.scheduler.pipeline_parallel_size > 1
+            if said != due or starts not in (0, is_late):
                 raise RuleError(
                     "figures",
                     f"request {output.request_id} says (cached tokens, drafts, accepted) {said}, preempted "

@@ -278,6 +278,15 @@ def _abort_in_flight(seed: int, rng: np.random.Generator) -> Scenario:
     )  # fmt: skip
 
 
+@_forces("several_under_way", "bubble")
+def _several_under_way(seed: int, rng: np.random.Generator) -> Scenario:
+    K = int(rng.integers(0, 3))
+    return _scenario(
+        seed, rng, _draw(rng, 9, 12, 17, 9), _params(*[12] * 4), K=K, drafts="mixed" if K else "none", max_num_seqs=3,
+        pipeline_parallel_size=int(rng.integers(2, 4)), events=(Event("preempt", 4),),
+    )  # fmt: skip
+
+
 @_forces("abort_waiting")
 def _abort_waiting(seed: int, rng: np.random.Generator) -> Scenario:
     return _scenario(seed, rng, _draw(rng, 9, 9, 9, 9), _params(*[8] * 4), max_num_seqs=1, events=(Event("drop", 1),))

@@ -27,6 +27,7 @@ from hybrid_kv.guard.drafts import Drafts
 from hybrid_kv.guard.figures import Figures
 from hybrid_kv.guard.kept import Kept
 from hybrid_kv.guard.patterns import Patterns
+from hybrid_kv.guard.pipeline import Pipeline
 from hybrid_kv.guard.poison import StaleColumns, poison, poison_null_block
 from hybrid_kv.guard.published import Published, replay_of, states_behind
 from hybrid_kv.guard.scenario import Cell, Scenario
@@ -78,6 +79,8 @@ class Observer(Watcher):
         llm.watchers += [self._kept, self]
         self.published = Published(llm)
         self.patterns.watch(llm, self.published.late)
+        num_stages = llm.config.scheduler.pipeline_parallel_size
+        self._num_late = num_stages - 1 or int(llm.config.async_scheduling)  # steps that may be under way
         self._knows_mode = llm.config.cache.mamba_cache_mode in SAID_AGAIN
         self._exact_hits = llm.manager.enable_prefix_caching and self._knows_mode
         self._told: list[str] = []  # of the step under way
@@ -86,6 +89,7 @@ class Observer(Watcher):
         self._planned = self._check_plan(llm)
         self._waiting = Waiting(llm, self._track, self.published, self._kept.device)
         self._drafts = Drafts(llm, self._track)
+        self._pipeline = Pipeline(llm, self._see_bubble) if num_stages > 1 else None
 
     def _check_plan(self, llm: LLM) -> list[int]:
         """The blocks of each group that a request is planned to hold at most."""
@@ -111,7 +115,7 @@ class Observer(Watcher):
         queue = [int(request.request_id) for request in (*scheduler.running, *scheduler.waiting)]
         if queue != sorted(queue):
             raise RuleError("queue-order", f"first come, first served is broken: {queue}")
-        self._publish(any(request.in_flight is not None for request in (*scheduler.running, *scheduler.waiting)))
+        self._publish()
         self._check_progress()
         self._due += [event.what for event in self.scenario.events if event.is_due(llm.num_steps)]
         self._due = [what for what in self._due if not self._disturb(what)]
@@ -183,9 +187,13 @@ class Observer(Watcher):
             self.published.end(track, track.computed)
             track.base = track.computed = track.reach = 0
 
-    def _publish(self, is_under_way: bool) -> None:
-        """Take over what the engine has taken over: not the last step, if that is still under way."""
-        end = len(self._pending) - is_under_way
+    def _publish(self) -> None:
+        """Take over what the engine has taken over: not those of the last steps that are still under way."""
+        end = max(0, len(self._pending) - self._num_late)
+        for step in self._pending[end:]:
+            if any(ran.item.request.in_flight is not None for ran in step):
+                break
+            end += 1
         done, self._pending = self._pending[:end], self._pending[end:]
         for step in done:
             for ran in step:
@@ -299,18 +307,23 @@ class Observer(Watcher):
         return self.tracks[int(request.request_id)]
 
     def _check_progress(self) -> None:
-        """No draft and no chunk may starve a running request: each was in the last step.
+        """No draft and no chunk may starve a running request: each was in the last step, or could not be.
 
         With asynchronous scheduling the youngest may wait a step, to ask a full pool for what it really needs.
         """
         ran = {r.item.request.request_id for r in self.previous}
         running = self._llm.scheduler.running
+        ran |= self._pipeline.away if self._pipeline is not None else set()
         left = [r.request_id for r in running if r.request_id not in ran and r.in_flight is None]
         youngest = [r.request_id for r in running[-1:]]
         waits = self._llm.config.async_scheduling and left == youngest and left != self._waited
         self._waited = left if waits else []
         if left and self.previous and not waits:
             raise RuleError("left-out", f"running requests {left} were left out of a step")
+
+    def _see_bubble(self) -> None:
+        if self._knows_mode:
+            self._waiting.check((), self._exact_hits)
 
     def _check_schedule(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Budget, hits and chunk ends of a step that is about to run."""
@@ -494,6 +507,9 @@ class Observer(Watcher):
                 raise RuleError("ids-stay", f"ids {before.tolist()} were handed out and are {ids.tolist()} now")
         self._figures.check(llm, outputs)
         self.seen["strange_drafts"] += self._drafts.num_strange
+        if self._pipeline is not None:
+            self.seen["several_under_way"] += self._pipeline.num_beside
+            self.seen["bubble"] += self._pipeline.num_bubbles
         self.seen["fits_once_published"] += self._waiting.num_fitting
         self.patterns.count_end()
         self.patterns.count_outputs(outputs)

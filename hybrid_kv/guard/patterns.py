@@ -95,6 +95,8 @@ REQUIRED = {
     "no_reuse": "caching on, and nothing to find",
     "eviction": "a cached block lost to another request",
     "one_step_late": "a step scheduled before the one before it was known",
+    "several_under_way": "in a pipeline, a step scheduled while requests are in another one",
+    "bubble": "… and one without requests, since all are in other steps",
     "abort_in_flight": "a request aborted between schedule and execution",
     "abort_waiting": "a waiting request aborted",
     "same_prompt_after_abort": "… and its prompt again",

@@ -326,6 +326,8 @@ def _random_scenario(
         options["replay_ring_len"] = [None, shortest, shortest + 1, shortest + 5][int(rng.integers(4))]
     if seed % 8 == 3:
         options["sanitize"] = True
+    if seed % 5 == 2 and cell["schedule"] == "sync":
+        options["pipeline_parallel_size"] = min(max_num_seqs, 2 + seed % 2)
     # An upper bound: as if every layer were a group of its own.
     longest = min(max_model_len, max(len(p) + s.max_tokens for p, s in zip(prompts, params, strict=True)))
     columns = cdiv(longest, block_size)

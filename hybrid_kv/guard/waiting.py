@@ -25,8 +25,9 @@ NOBODY: tuple[BlockHashes | None, int] = (None, 0)  # who was looked up last, an
 class Waiting:
     """The queue of one engine.
 
-    The first waiting request is in the step if a row and budget are free, the pool has all blocks that it could ever
-    ask for, no running request went without, and no prefill under way makes its hit longer. If one does, it waits.
+    The first waiting request is in the step if a row (in a pipeline: of the step's share) and budget are free, the pool
+    has all blocks that it could ever ask for, no running request went without, and no prefill under way makes its hit
+    longer. If one does, it waits.
     A request that does not get in leaves its prefix as old as it was. It is looked up again when there is more room
     than then, when something was published, or when somebody else was asked.
     """
@@ -106,6 +107,10 @@ class Waiting:
         budget = limits.max_num_batched_tokens - sum(item.num_tokens for item in scheduled)
         in_step = {item.request.request_id for item in scheduled}
         left_out = [request for request in llm.scheduler.running if request.request_id not in in_step]
+        if limits.pipeline_parallel_size > 1:
+            left_out = [request for request in left_out if request.in_flight is None]
+            if len(scheduled) == cdiv(limits.max_num_seqs, limits.pipeline_parallel_size):
+                return
         if budget <= 0 or len(llm.scheduler.running) == limits.max_num_seqs or head.in_flight is not None:
             return
         if left_out or self.has_preempted():

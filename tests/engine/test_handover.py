@@ -202,6 +202,22 @@ def test_one_that_the_step_under_way_ends_stays_and_a_step_says_so():
     assert num_held(prefill) == 0
 
 
+def test_one_of_several_steps_under_way_is_taken_in_for_the_request_that_leaves():
+    prefill, decode = engine(pipeline_parallel_size=3), engine()
+    params = SamplingParams(max_tokens=5)
+    requests = [prefill.add_request(PROMPT[:length], params) for length in (8, 7, 5)]
+    for _ in range(3):
+        prefill.step()
+    first, second, third = requests
+    assert [len(request.output_token_ids) for request in requests] == [1, 0, 0]
+    gone = decode.take_over(prefill.hand_over(third))
+    end(prefill)
+    end(decode)
+    found = [request.output_token_ids for request in (first, second, gone)]
+    assert found == [ORACLE.generate(PROMPT[:length], 5) for length in (8, 7, 5)]
+    assert num_held(prefill) == 0
+
+
 # The guard model: floats, a draft head, and states that `replay` keeps in two planes.
 
 

@@ -169,6 +169,9 @@ def test_the_engine_is_as_good_as_new_after_an_interrupt():
         ({"proposer": object()}, "a proposer needs num_speculative_tokens"),
         ({"enable_prefix_caching": "false"}, "enable_prefix_caching='false' must be True or False"),
         ({"async_scheduling": 1}, "async_scheduling=1 must be True or False"),
+        ({"pipeline_parallel_size": 0}, "pipeline_parallel_size=0 must be an integer >= 1"),
+        ({"pipeline_parallel_size": 4}, "pipeline_parallel_size=4 is above max_num_seqs=3"),
+        ({"pipeline_parallel_size": 2, "async_scheduling": True}, "needs pipeline_parallel_size=1, not 2"),
         ({"seed": 1.5}, "seed=1.5 must be an integer"),
         ({"seed": 2**42}, "at most 42 bits"),
         ({"kv_offload_bytes": 9}, "kv_offload_bytes=9 keeps blocks of the prefix cache, which is off"),
@@ -507,11 +510,11 @@ def test_ngram_drafts_equal_no_drafts():
     assert outputs[1].cached_tokens > 0
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_an_aborted_request_leaves_nothing_and_publishes_only_what_was_computed(asynchronous):
+@pytest.mark.parametrize("schedule", [{}, {"async_scheduling": True}, {"pipeline_parallel_size": 3}])
+def test_an_aborted_request_leaves_nothing_and_publishes_only_what_was_computed(schedule):
     """A block that an aborted step would have written is never found (vllm!56525)."""
     for at in range(6):
-        llm = caching(async_scheduling=asynchronous)
+        llm = caching(**schedule)
 
         def abort(llm, at=at):
             if llm.num_steps == at:
@@ -526,6 +529,45 @@ def test_an_aborted_request_leaves_nothing_and_publishes_only_what_was_computed(
         llm.scheduler.check_integrity()
         assert llm.manager.pool.num_free_blocks == llm.plan.usable_blocks
         assert one(llm, LONG, max_tokens=8).token_ids == right
+
+
+def test_a_pipeline_has_as_many_steps_under_way_as_stages():
+    llm = engine(pipeline_parallel_size=3)
+    requests = [llm.add_request(prompt, SamplingParams(max_tokens=4)) for prompt in PROMPTS[:1] * 3]
+    one, two, three = requests
+    away = []
+    for _ in range(5):
+        llm.step()
+        away.append([request for request in requests if request.in_flight is not None])
+    assert away == [[one], [one, two], [two, three], [one, three], [one, two]]
+    # The first token is known when the third step has run, and the second when the one has returned that it led to.
+    assert [len(request.output_token_ids) for request in requests] == [1, 1, 1]
+    while llm.has_work:
+        llm.step()
+    assert [request.output_token_ids for request in requests] == [oracle(PROMPTS[0], 4)] * 3
+    assert llm.num_steps == 12
+
+
+def test_one_request_alone_waits_for_no_other_stage():
+    llm = engine(pipeline_parallel_size=3)
+    assert one(llm, max_tokens=4).token_ids == oracle(PROMPTS[0], 4)
+    assert llm.num_steps == 4
+
+
+@pytest.mark.parametrize("mode", ["none", "align", "all"])
+def test_a_request_that_loses_its_blocks_inside_a_pipeline_keeps_its_tokens(mode):
+    llm = engine(mamba_cache_mode=mode, num_blocks=200, pipeline_parallel_size=2)
+    lost = []
+
+    def preempt(llm):
+        if llm.num_steps % 4 == 3 and (flying := [one for one in llm.scheduler.running if one.in_flight is not None]):
+            lost.append(flying[-1])
+            llm.scheduler.preempt(flying[-1])
+
+    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=6), progress=False, on_step=preempt)
+    assert [output.token_ids for output in outputs] == [oracle(prompt, 6) for prompt in PROMPTS]
+    assert lost
+    llm.scheduler.check_integrity()
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

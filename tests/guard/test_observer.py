@@ -54,11 +54,11 @@ def wrong(result: Differences) -> str:
     return str(result.wrong[0])
 
 
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("schedule", [{}, {"async_scheduling": True}, {"pipeline_parallel_size": 3}])
 @pytest.mark.parametrize("mode", ["none", "align", "all", "attention"])
-def test_clean_traffic_breaks_no_rule(mode: str, is_async: bool) -> None:
+def test_clean_traffic_breaks_no_rule(mode: str, schedule: dict[str, Any]) -> None:
     for K, drafts in ((0, "none"), (3, "mixed"), (3, "right"), (2, "ngram")):
-        assert run_scenario(scenario(mode, K, drafts, async_scheduling=is_async)).wrong == []
+        assert run_scenario(scenario(mode, K, drafts, **schedule)).wrong == []
 
 
 @pytest.mark.parametrize("mode", ["none", "align", "all"])

@@ -49,6 +49,14 @@ def neighbours(rng: np.random.Generator) -> Iterator[Neighbours]:
         "drafts of half a block, one step late", {**late, "num_speculative_tokens": BLOCK // 2 - 1},
         {**late, "num_speculative_tokens": BLOCK // 2}, f"needs Mamba blocks of at least {BLOCK + 1} tokens, not 8",
     )  # fmt: skip
+    yield Neighbours(
+        "as many stages as rows", {"max_num_seqs": 3, "pipeline_parallel_size": 3},
+        {"max_num_seqs": 3, "pipeline_parallel_size": 4}, "pipeline_parallel_size=4 is above max_num_seqs=3",
+    )  # fmt: skip
+    yield Neighbours(
+        "one step late in a pipeline", {"pipeline_parallel_size": 2}, {"pipeline_parallel_size": 2,
+        "async_scheduling": True}, "async_scheduling needs pipeline_parallel_size=1, not 2",
+    )  # fmt: skip
     K = int(rng.integers(1, 7))
     ring = {"state_scheme": "replay", "speculative_method": "ngram", "num_speculative_tokens": K}
     shortest = shortest_ring_len(1 + K)

@@ -72,8 +72,10 @@ class Engine:
         mode = rng.choice(["none", "align", "all"]) if num_states(layers) else "attention"
         K = rng.choice([0, 0, 1, 3])
         self.setting: dict[str, Any] = cache_options(mode, K, "none")
+        is_async = rng.random() < 0.4
         self.setting |= {
-            "async_scheduling": rng.random() < 0.4,
+            "async_scheduling": is_async,
+            "pipeline_parallel_size": 1 if is_async else rng.choice([1, 2]),
             "attention_backend": rng.choice([SmallBlocksFirst.name, SmallKVFirst.name]),
             "max_num_batched_tokens": rng.choice([12, 64]),
             "max_num_seqs": rng.choice([2, 4]),
