@@ -85,7 +85,7 @@ class LLM:
         self.is_sleeping = False
         self._num_requests = 0
         self._aborted: set[str] = set()
-        # Of the last steps, those whose tokens are not known yet: at most so many between two steps.
+        # Steps that have run, but whose tokens are not known yet; between two steps `_num_late` of them at most.
         self._under_way: deque[StepOutput] = deque()
         self._num_late = self.config.scheduler.pipeline_parallel_size - 1 or int(self.config.async_scheduling)
         # Until a prompt is long enough for a hit, or it was said that none is.
