@@ -29,8 +29,8 @@ from hybrid_kv.request import Arrival, Request, ScheduledRequest
 class Scheduler:
     """Owns the queues, the rows and, through the manager, the blocks.
 
-    In a pipeline a request returns from its step before it is in another. Each step has no more of them than
-    `max_num_seqs_per_step`; so many return at once at most, and none of them waits for the newcomers of other steps.
+    In a pipeline a request is in one step at a time, and a step has at most `max_num_seqs_per_step` of them. So no more
+    than that come back at once, and each of them is in the step behind.
 
     Args:
         num_speculative_tokens: drafts to leave room for when the step before is still under way.
