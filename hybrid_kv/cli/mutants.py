@@ -89,6 +89,8 @@ def mutants(
         chosen, rows = choose(by, generated, seed, changed_since, ids or (), csv, again)
     else:
         chosen = read_mutants(folder or FOLDER, ids or ())
+        for mutant in chosen:
+            mutant.changed()  # code that has moved is told of before an hour's work, not in the middle of it
     look = (results or Path("out")) / "reached.json" if generated is not None and by == GUARD else None
     hunt = Hunt(WAYS[by] if is_generated else (by,), limit, repro)
     found = hunt_all(chosen, hunt, jobs, look)

@@ -305,9 +305,10 @@ def _forking(
 
             def take(mutant: Mutant) -> Row:
                 forked = idle.get()
-                row = hunt.ask(mutant, forked)
-                idle.put(forked)
-                return row
+                try:
+                    return hunt.ask(mutant, forked)
+                finally:
+                    idle.put(forked)
 
             yield pool, take
         finally:  # Threads end once those that they ask have ended.

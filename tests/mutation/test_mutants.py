@@ -161,6 +161,21 @@ def test_the_quick_guard_catches_a_planted_bug_and_makes_its_case_small(
     assert Path(row.small.file).parent == tmp_path / id and Path(row.small.file).with_suffix(".py").exists()
 
 
+def test_a_hunt_that_fails_is_told_of_and_those_behind_it_do_not_wait_for_its_process() -> None:
+    gone = mutant(Change("cache/plan.py", "no such text", ""))
+    with pytest.raises(ConfigError, match="occurs 0 times"):
+        list(hunt_all([gone, gone, gone], Hunt(("quick",), 300), 1))
+
+
+def test_code_that_has_moved_is_told_of_before_anything_is_hunted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "F99.yaml").write_text(WHOLE)
+    monkeypatch.setattr("hybrid_kv.mutation.hunt.hunt_all", lambda *_, **__: pytest.fail("a hunt has begun"))
+    found, _, said = run(capsys, "mutants", "--folder", str(tmp_path), "--results", str(tmp_path / "out"))
+    assert found == 2 and "F99: 'a' occurs" in said and "the code has moved" in said
+
+
 def test_probes_find_a_planted_bug_by_the_answers_of_a_server() -> None:
     (known,) = read_mutants(ids=["G13"])
     (row,) = hunt_all([known], Hunt(("http",), 300), 1)
