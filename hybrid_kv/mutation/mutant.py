@@ -41,6 +41,11 @@ class Change:
     old: str
     new: str
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not isinstance(value, str):
+                raise TypeError(f"{name} of a change is {value!r}, no text")
+
     def apply(self, text: str, name: str) -> tuple[str, range]:
         """The changed text, and the numbers of its changed lines.
 

@@ -107,6 +107,7 @@ def test_a_bug_is_planted_in_the_engine_alone(file: str, tmp_path: Path) -> None
         ("F99", WHOLE.replace("mechanism", "reason"), "KeyError: 'mechanism'"),
         ("F99", WHOLE.replace("prefix=align", "align"), "ValueError"),
         ("F99", WHOLE + "more: 1\n", "its id is none, it changes nothing, or \\['more'\\] is unknown"),
+        ("F99", WHOLE.replace("old: a", "old: {a: b}"), r"TypeError: old of a change is {'a': 'b'}, no text"),
         ("nine", WHOLE, "its id is none"),
         ("F99", "[", "ParserError"),
         ("F99", "", "TypeError|AttributeError"),

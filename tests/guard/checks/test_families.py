@@ -30,7 +30,7 @@ def test_a_family_and_the_trained_head_pass_with_their_figures() -> None:
     assert distance.name == "distance from transformers, qwen3_5_text" and 1e-8 < distance.value < 2e-5
     assert family.name == "largest logit difference, qwen3_5_text" and 0 < family.value < 1e-11
     assert family.params == {"family": "qwen3_5_text", "seed": 0}
-    assert {"none_async", "align_offload", "all_drafts_mixed", "cached_tokens"} <= family.figures.keys()
+    assert {"none_async", "align_offload_2_stages", "all_drafts_mixed", "cached_tokens"} <= family.figures.keys()
     assert (head.value, head.unit) == (0, "drafts") and head.n > 100 and head.figures["accepted"] > 20
     assert second.name == f"{head.name}, qwen3.5 moe" and second.n > 20 and second.figures["accepted"] > 10
 
