@@ -5,32 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 from hybrid_kv.config import SchedulerConfig
 from hybrid_kv.engine.scheduler import Scheduler
 from hybrid_kv.guard.play import run_scenario
-from hybrid_kv.guard.scenario import Scenario, SmallKVFirst
+from hybrid_kv.guard.scenario import Scenario
 from hybrid_kv.request import Request
-from hybrid_kv.sampling import SamplingParams
+from tests.guard.test_observer import scenario
 
 
 def pipeline(num_stages: int) -> Scenario:
-    """Three prompts in four rows, all of them in one step if it were free to."""
-    rng = np.random.default_rng(4)
-    prompts = [rng.integers(0, 97, size=length).tolist() for length in (13, 24, 31)]
-    options = {
-        "attention_backend": SmallKVFirst.name,
-        "block_size": 8,
-        "num_blocks": 300,
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 80,
-        "max_model_len": 80,
-        "device": "cpu",
-        "pipeline_parallel_size": num_stages,
-    }
-    return Scenario(0, "M*MM*", options, prompts, [SamplingParams(max_tokens=14)] * 3)
+    """Three prompts in four rows, all of them in one step if it were free to; twice."""
+    return scenario("none", max_num_batched_tokens=80, pipeline_parallel_size=num_stages)
 
 
 def broken(num_stages: int) -> str:
