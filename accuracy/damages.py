@@ -14,8 +14,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from accuracy.runner import Cache, Runner
+from accuracy.tokenizer import NEXT_QUESTION
 from hybrid_kv.accuracy.guard_model import problems
-from hybrid_kv.accuracy.guard_model.tokenizer import NEXT_QUESTION
 
 BLOCK = 64  # tokens per cache block in the corruption table
 SEED = 71_003

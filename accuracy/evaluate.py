@@ -21,11 +21,11 @@ import transformers
 from torch import Tensor
 from tqdm import tqdm
 
+from accuracy.checkpoint import load_checkpoint
 from accuracy.damages import BLOCK, DamageResult, make_cases, measure_corruption, measure_noise
+from accuracy.parts import GuardModel
 from accuracy.runner import Runner
 from hybrid_kv.accuracy.guard_model import FOLDERS, problems
-from hybrid_kv.accuracy.guard_model.checkpoint import load_checkpoint
-from hybrid_kv.accuracy.guard_model.parts import GuardModel
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 SEEDS = {"latch": 71_001, "self-contained": 71_002}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hybrid_kv.accuracy.guard_model.tokenizer import NEXT_QUESTION
+from accuracy.tokenizer import NEXT_QUESTION
 
 MAX_NEW_TOKENS = 64  # the longest reference answer has 40
 

@@ -37,16 +37,17 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from hybrid_kv.accuracy.guard_model import FOLDERS, problems, tokenizer
-from hybrid_kv.accuracy.guard_model.checkpoint import MODELS, new_model, save_checkpoint
-from hybrid_kv.accuracy.guard_model.parts import GuardModel, PathDropout
+from accuracy import tokenizer
+from accuracy.checkpoint import MODELS, new_model, save_checkpoint
+from accuracy.parts import GuardModel, PathDropout
+from hybrid_kv.accuracy.guard_model import FOLDERS, problems
 
 WARMUP_STEPS = 40
 FLOOR = 0.02  # the learning rate never falls below this part of its top
 MTP_WEIGHTS = (0.3, 0.15, 0.1)  # loss weight of the 1st, 2nd and 3rd drafted token
 MTP_SEQUENCES = 2  # sequences of each process that the MTP head trains on, to save time
 QUESTION_WEIGHT = 0.1  # question tokens are mostly chance; answers weigh 1
-FACTOR_WEIGHT = 3.0  # the operand after "*" is where the latch is asked for
+FACTOR_WEIGHT = 3.0  # the operand after "*" is where the latch is needed
 
 # What may not change when a run goes on. What only acts from some step on may change before it.
 IDENTITY = ("model", "seed", "batch", "length", "replicas", "muon_lr", "adam_lr")
@@ -317,7 +318,7 @@ def export(trainer: Trainer, folder: Path) -> None:
 
 
 def build_tokenizer(rigid: bool) -> PreTrainedTokenizerFast:
-    """`guard_model.tokenizer` as transformers knows it.
+    """`accuracy.tokenizer` as transformers knows it.
 
     transformers gives a Qwen3.5 checkpoint a pre-tokenizer of its own, whatever tokenizer.json says. A ``rigid``
     tokenizer has its words as added tokens, too: these are cut out of a text before that, the longest first.

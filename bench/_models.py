@@ -19,7 +19,7 @@ VOCAB = 97
 
 
 class Right:
-    """A proposer that knows the answers; requests are told apart by their numbers."""
+    """A proposer that knows the answers; requests are distinguished by their numbers."""
 
     def __init__(self, texts: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], K: int) -> None:
         self._sequences = [[*text, *answer] for text, answer in zip(texts, wanted, strict=True)]

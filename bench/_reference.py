@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hybrid_kv.timing.cases import WrongResultError
+from bench.harness.cells import WrongResultError
 
 Floats = npt.NDArray[np.float64]
 

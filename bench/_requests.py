@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from hybrid_kv.cache.manager import KVCacheManager
-from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, StatePart, UndoSpec
+from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, RollbackSpec, StatePart
 from hybrid_kv.config import SchedulerConfig
 from hybrid_kv.engine.scheduler import Scheduler
 from hybrid_kv.request import Request
@@ -23,7 +23,9 @@ def manager(mode: str, K: int, num_blocks: int) -> KVCacheManager:
     """Mode `attention` has no Mamba groups."""
     specs: list[KVCacheGroupSpec] = []
     if mode != "attention":
-        state = MambaSpec(BLOCK_SIZE, (StatePart("state", (1,), torch.int32),), mamba_cache_mode=mode, undo=UndoSpec(K))
+        state = MambaSpec(
+            BLOCK_SIZE, (StatePart("state", (1,), torch.int32),), mamba_cache_mode=mode, rollback=RollbackSpec(K)
+        )
         specs += [KVCacheGroupSpec((f"mamba {i}",), state) for i in range(MAMBA_GROUPS)]
     specs.append(KVCacheGroupSpec(("attention",), FullAttentionSpec(BLOCK_SIZE, 1, 1, torch.int32)))
     return KVCacheManager(KVCacheConfig(num_blocks, tuple(specs)), mode != "none", max_model_len=LIMIT)
@@ -42,7 +44,7 @@ def prompts(seed: int, num_reqs: int, length: int) -> list[list[int]]:
 
 
 def requests(prompt_tokens: Sequence[Sequence[int]], max_tokens: int) -> list[Request]:
-    """Requests that nobody ends: a suite makes fewer steps than they have tokens to come."""
+    """Requests that never end: a suite makes fewer steps than they have tokens to come."""
     params = SamplingParams(max_tokens=max_tokens)
     return [Request(str(i), list(tokens), params, i) for i, tokens in enumerate(prompt_tokens)]
 

@@ -27,11 +27,11 @@ import numpy.typing as npt
 import torch
 
 from bench._reference import equal
+from bench.harness.cells import Case, Cell, Count, Counts, Scalar, grid, seed
 from bench.harness.contest import Contest, Rival, models
 from bench.peers import Install, installs
 from hybrid_kv.cache.block_table import BlockTables, LaunchedBlockTables
-from hybrid_kv.timing.cases import Case, Cell, Count, Counts, Scalar, grid, seed
-from hybrid_kv.timing.measurement import ENGINE
+from hybrid_kv.timing.case import ENGINE
 
 
 @dataclass(frozen=True)

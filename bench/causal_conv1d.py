@@ -16,7 +16,8 @@ import torch
 
 from bench._reference import Floats, convolution, near
 from bench._shapes import SHAPES
-from bench.harness.contest import MODELS, VLLM, Contest, Peer, Rival, models
+from bench.harness.cells import Case, Cell, grid, seed
+from bench.harness.contest import MODELS, VLLM, Contest, Peer, Rival, kernel_and_torch, models
 from bench.ssd import equal_spans
 from hybrid_kv.kernels.causal_conv1d import (
     causal_conv1d,
@@ -25,7 +26,6 @@ from hybrid_kv.kernels.causal_conv1d import (
     causal_conv1d_update,
     causal_conv1d_update_reference,
 )
-from hybrid_kv.timing.cases import Case, Cell, grid, seed
 
 TOLERANCE = 2e-6
 ROUNDED = 2.0**-7  # of bfloat16: half a unit in the last place of y, and its inputs are exact in the reference
@@ -98,11 +98,6 @@ def update_cpu(seed: int, model: str, num_reqs: int, K: int) -> Case:
     return update(seed, model, num_reqs, K, causal_conv1d_update_reference, "cpu", torch.float32)
 
 
-def update_gpu(seed: int, model: str, num_reqs: int, K: int) -> Case:
-    """`update` as one launch, bfloat16."""
-    return update(seed, model, num_reqs, K, causal_conv1d_update, "cuda", torch.bfloat16)
-
-
 def prompts(seed: int, model: str, num_tokens: int, num_reqs: int, implementation: Any, device: str) -> Case:
     """Prompts back to back, each behind a window, whose last inputs are stored; bfloat16."""
     shape = SHAPES[model]
@@ -132,11 +127,6 @@ def prompts(seed: int, model: str, num_tokens: int, num_reqs: int, implementatio
         )
 
     return Case(run, check)
-
-
-def prompts_gpu(seed: int, model: str, num_tokens: int, num_reqs: int) -> Case:
-    """`prompts` as one launch."""
-    return prompts(seed, model, num_tokens, num_reqs, causal_conv1d_prefill, "cuda")
 
 
 def vllm_conv_update() -> Peer:
@@ -189,19 +179,10 @@ def conv_updates(device: str, model: str, num_reqs: int, K: int, dtype: torch.dt
 def conv_prefills(device: str, model: str, num_tokens: int, num_reqs: int) -> Contest:
     """One layer's convolution of a prefill."""
     params = {"model": model, "num_tokens": num_tokens, "num_reqs": num_reqs}
-    number = seed("conv_prefill", params)
     moved = 2 * num_tokens * SHAPES[model].channels * 2
-
-    def build(implementation: Any) -> Case:
-        return prompts(number, model, num_tokens, num_reqs, implementation, device)
-
-    return Contest(
-        "conv_prefill",
-        params,
-        {
-            "triton": Rival(lambda: build(causal_conv1d_prefill), moved),
-            "torch": Rival(lambda: build(causal_conv1d_prefill_reference), moved, graph=False),
-        },
+    build = partial(prompts, device=device)
+    return kernel_and_torch(
+        "conv_prefill", params, build, causal_conv1d_prefill, causal_conv1d_prefill_reference, moved
     )
 
 
@@ -223,9 +204,11 @@ def cells() -> list[Cell]:
     launches = {"model": ("nemotron-3-nano", "granite-4-h-small"), "num_reqs": (16, 256), "K": (0, 1, 3, 7)}
     packed = {"model": ("nemotron-3-nano", "granite-4-h-small"), "num_tokens": (2048, 8192), "num_reqs": (4,)}
     quick = [("nemotron-3-nano-tp8", 16, 3)]
+    on_gpu = partial(prompts, implementation=causal_conv1d_prefill, device="cuda")
+    step_on_gpu = partial(update, implementation=causal_conv1d_update, device="cuda", dtype=torch.bfloat16)
     return [
         *grid("causal_conv1d", "prefill", "cpu", prefill, chunks, [("nemotron-3-nano-tp8", 256)]),
         *grid("causal_conv1d", "update", "cpu", update_cpu, steps, quick),
-        *grid("causal_conv1d", "prefill_kernel", "gpu", prompts_gpu, packed, [("nemotron-3-nano", 2048)]),
-        *grid("causal_conv1d", "update_kernel", "gpu", update_gpu, launches, [("nemotron-3-nano", 256, 3)]),
+        *grid("causal_conv1d", "prefill_kernel", "gpu", on_gpu, packed, [("nemotron-3-nano", 2048)]),
+        *grid("causal_conv1d", "update_kernel", "gpu", step_on_gpu, launches, [("nemotron-3-nano", 256, 3)]),
     ]

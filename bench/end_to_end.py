@@ -5,9 +5,9 @@ from __future__ import annotations
 from bench._models import VOCAB, Right, answers, exact_engine, tiny_nemotron, tiny_options
 from bench._reference import equal
 from bench._requests import prompts
+from bench.harness.cells import Case, Cell, grid
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.sampling import SamplingParams
-from hybrid_kv.timing.cases import Case, Cell, grid
 
 
 def _generate(llm: LLM, texts: list[list[int]], length: int) -> list[list[int]]:

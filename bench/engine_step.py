@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench._models import BLOCK_SIZE, Right, answers, exact_engine, tiny_nemotron, tiny_options
 from bench._reference import equal
 from bench._requests import prompts
+from bench.harness.cells import Case, Cell, Count, Counts, grid
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.sampling import SamplingParams
-from hybrid_kv.timing.cases import Case, Cell, Count, Counts, grid
 
 PROMPT, BLOCKS = 24, 4
 OPERATIONS = {"operations": "operations"}
@@ -58,7 +58,7 @@ def decode_block(seed: int, mode: str, K: int, num_reqs: int) -> Case:
 
 
 class _Operations(TorchDispatchMode):
-    """Counts what torch is asked to do, views left out: on a GPU each is a launch or a copy."""
+    """Counts the operations of torch, views left out: on a GPU each is a launch or a copy."""
 
     def __init__(self) -> None:
         super().__init__()

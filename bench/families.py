@@ -34,6 +34,8 @@ import torch
 
 from bench._reference import equal
 from bench.generate import NoText
+from bench.harness.cells import Cell, WrongResultError, nothing
+from bench.harness.measurement import Measurement
 from bench.peers.vllm_process import VLLMProcess, check_installed
 from hybrid_kv.accuracy.guard_model import FOLDER as GUARD_MODEL
 from hybrid_kv.arguments import ArgumentParser
@@ -44,9 +46,8 @@ from hybrid_kv.models.random_checkpoint import write_checkpoint
 from hybrid_kv.models.registry import sized
 from hybrid_kv.results import Receipt, Row, append_rows, check_writable
 from hybrid_kv.sampling import SamplingParams
-from hybrid_kv.timing.cases import Cell, WrongResultError, nothing
+from hybrid_kv.timing.case import ENGINE
 from hybrid_kv.timing.clock import clock, median, ratio
-from hybrid_kv.timing.measurement import ENGINE, Measurement
 
 SUITE = "families"
 RIVALS = ("transformers", "vllm")

@@ -6,6 +6,7 @@ Its arithmetic is float32, which errs by a few 1e-7 of the largest value; bfloat
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -14,10 +15,10 @@ import torch
 
 from bench._reference import near, silu
 from bench._shapes import SHAPES
-from bench.harness.contest import Contest, Rival, models
+from bench.harness.cells import Case, Cell, grid
+from bench.harness.contest import Contest, kernel_and_torch, models
 from hybrid_kv.kernels.gated_norm import gated_rms_norm, gated_rms_norm_reference
 from hybrid_kv.models.layers import GatedRMSNorm
-from hybrid_kv.timing.cases import Case, Cell, grid, seed
 
 TOLERANCE = 2e-6
 ROUNDED = 2.0**-7  # of bfloat16, as a share of the largest value
@@ -59,28 +60,12 @@ def norm_cpu(seed: int, model: str, num_tokens: int) -> Case:
     return norm(seed, model, num_tokens, forward, "cpu", torch.float32)
 
 
-def norm_gpu(seed: int, model: str, num_tokens: int) -> Case:
-    """`norm` as one launch, bfloat16."""
-    return norm(seed, model, num_tokens, gated_rms_norm, "cuda", torch.bfloat16)
-
-
 def norms(device: str, model: str, num_tokens: int) -> Contest:
     """The output norm of a layer, `weight * norm(x * silu(gate))`."""
     params = {"model": model, "num_tokens": num_tokens}
-    shape, number = SHAPES[model], seed("gated_norm", params)
+    shape, build = SHAPES[model], partial(norm, device=device, dtype=torch.bfloat16)
     moved = 3 * num_tokens * shape.heads * shape.head_dim * 2
-
-    def build(implementation: Any) -> Case:
-        return norm(number, model, num_tokens, implementation, device, torch.bfloat16)
-
-    return Contest(
-        "gated_norm",
-        params,
-        {
-            "triton": Rival(lambda: build(gated_rms_norm), moved),
-            "torch": Rival(lambda: build(gated_rms_norm_reference), moved),
-        },
-    )
+    return kernel_and_torch("gated_norm", params, build, gated_rms_norm, gated_rms_norm_reference, moved, graph=True)
 
 
 def gpu_contests(quick: bool, device: str) -> Iterator[Contest]:
@@ -93,7 +78,8 @@ def cells() -> list[Cell]:
     """Of decodes and of a prefill."""
     steps = {"model": ("nemotron-3-nano-tp8", "granite-4-h-small-tp8"), "num_tokens": (16, 256)}
     launches = {"model": ("nemotron-3-nano", "granite-4-h-small"), "num_tokens": (128, 2048)}
+    on_gpu = partial(norm, implementation=gated_rms_norm, device="cuda", dtype=torch.bfloat16)
     return [
         *grid("gated_norm", "norm", "cpu", norm_cpu, steps, [("nemotron-3-nano-tp8", 256)]),
-        *grid("gated_norm", "norm_kernel", "gpu", norm_gpu, launches, [("nemotron-3-nano", 2048)]),
+        *grid("gated_norm", "norm_kernel", "gpu", on_gpu, launches, [("nemotron-3-nano", 2048)]),
     ]

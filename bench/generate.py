@@ -34,6 +34,8 @@ from typing import Any
 import torch
 
 from bench._reference import equal
+from bench.harness.cells import Case, Cell, WrongResultError, grid
+from bench.harness.measurement import Counted, Measurement, groups, measure_together
 from hybrid_kv.accuracy.guard_model import FOLDER as GUARD_MODEL
 from hybrid_kv.arguments import ArgumentParser
 from hybrid_kv.config import HybridKVError
@@ -41,8 +43,7 @@ from hybrid_kv.engine.llm import LLM
 from hybrid_kv.errors import run_command
 from hybrid_kv.results import append_rows, check_writable
 from hybrid_kv.sampling import SamplingParams
-from hybrid_kv.timing.cases import Case, Cell, WrongResultError, grid
-from hybrid_kv.timing.measurement import ENGINE, Counted, Measurement, groups, measure_together
+from hybrid_kv.timing.case import ENGINE
 
 NUM_TOKENS = 32
 LONGEST_ANSWER = 64
@@ -169,8 +170,8 @@ def greedy(seed: int, model: str, batch: int, prompt: int, subject: str) -> Case
 @cache
 def _questions(count: int) -> tuple[list[list[int]], int, list[list[int]]]:
     """Token ids of each prompt, the token that ends an answer, and the answers, that token included."""
+    from accuracy.tokenizer import NEXT_QUESTION, encode, token_ids
     from hybrid_kv.accuracy.guard_model.problems import dataset
-    from hybrid_kv.accuracy.guard_model.tokenizer import NEXT_QUESTION, encode, token_ids
 
     made = dataset(0, count, shots=5)
     shots = "".join(f"Question: {shot['question']}\nAnswer: {shot['answer']}\n\n" for shot in made.shots)

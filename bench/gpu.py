@@ -4,11 +4,11 @@ A *contest* is one task and its rivals, the first of which is what the others ar
 before and after it is timed. Each round times every rival once, in a new random order, a copy among them: its bandwidth
 is what the machine gives to anybody, now. A launch is replayed from a CUDA graph between two events. Before it other
 buffers pass through the cache, several times as large as it is; while they do, the host has time to enqueue what
-follows, so that no event waits for Python. Plain torch, which asks the device for sizes, runs eagerly, and its row says
-so: its time is that of the host as well.
+follows, so that no event waits for Python. Plain torch, which reads sizes from the device, runs eagerly, and its row
+says so: its time is that of the host as well.
 
-Bytes are what a call must move at least. What replays has two kinds of steps, and the mean weighs them by how often
-`kernels.replay.commit` flushes when each draft is accepted with probability 0.75.
+Bytes are what a call must move at least. What recomputes has two kinds of steps, and the mean weighs them by how often
+`kernels.recompute.commit` flushes when each draft is accepted with probability 0.75.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ import numpy.typing as npt
 import torch
 
 from bench._reference import equal
+from bench.harness.cells import Case, WrongResultError
 from bench.harness.contest import Contest, Rival
 from bench.harness.registry import suites
 from hybrid_kv.arguments import ArgumentParser
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.errors import run_command
 from hybrid_kv.results import Receipt, Row, append_rows, check_writable, timing_row
-from hybrid_kv.timing.cases import Case, WrongResultError
 from hybrid_kv.timing.clock import between_events, median, ratio
 
 SUITE = "gpu"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 
-from hybrid_kv.timing.cases import Case, Cell, Count, Counts, WrongResultError, grid
+from bench.harness.cells import Case, Cell, Count, Counts, WrongResultError, grid
 
 ENTRIES = ("hybrid_kv", "hybrid_kv.cli", "hybrid_kv.cache.manager", "hybrid_kv.engine.llm")
 UNITS = {"own_modules": "modules", "late_packages": "packages"}

@@ -1,28 +1,63 @@
-"""Block ids to kernel blocks: the host's cost (`hybrid_kv.timing.block_ids`), and a whole table on a GPU.
+"""Block ids to kernel blocks: what that costs the host (one append; a step, `hybrid_kv.timing.block_ids`), and a whole
+table on a GPU.
 
-`model_without_kernels` holds the models of vLLM that stand in there against the real code of the same version, where
-`--peers` names an install: both stage a step's ids, and neither runs what the device does with them.
+One append, by `list`, `numpy`, `torch` and `engine` (`BlockTables.append_block_ids`): the first three expand, as other
+engines do or did; the engine stages ids as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import cycle
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from bench._expand_triton import expand_triton
 from bench._reference import equal
-from bench.harness.contest import Contest, Rival
-from bench.peers import installs
-from hybrid_kv.kernels.kernel_blocks import expand_torch, expand_triton
+from bench.harness.cells import Case, Cell, grid
+from bench.harness.contest import Contest, kernel_and_torch
+from hybrid_kv.cache.block_table import BlockTables
 from hybrid_kv.timing import block_ids
-from hybrid_kv.timing.cases import Case, Cell, grid, seed
+from hybrid_kv.timing.case import ENGINE
+
+SUITE = "kernel_blocks"
+NUM_BLOCKS = (1, 4, 16, 32, 64, 256, 1024, 4096, 16384)
+BLOCKS_PER_KV_BLOCK = (2, 4, 8, 34)
+QUICK_CELLS = ((1, 2), (16, 8), (256, 8), (256, 34))
+EXPANSIONS = ("list", "numpy", "torch", ENGINE)
 
 
-def table_expansion(seed: int, num_rows: int, width: int, bpk: int, implementation: Any, device: str) -> Case:
+def expand_list(ids: Sequence[int], bpk: int) -> list[int]:
+    """List comprehension (vllm!38831)."""
+    return [block_id * bpk + k for block_id in ids for k in range(bpk)]
+
+
+def expand_numpy(ids: Sequence[int] | npt.NDArray[np.int32], bpk: int) -> npt.NDArray[np.int32]:
+    """Broadcast sum in numpy (vLLM 0.22's V1 runner)."""
+    column = np.asarray(ids, dtype=np.int32).reshape(-1, 1)
+    return np.add(column * bpk, np.arange(bpk), dtype=np.int32).reshape(-1)
+
+
+def expand_torch(ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Broadcast sum in torch (vLLM 0.32, on the device); `offsets` is `arange(blocks_per_kv_block)`, int32."""
+    return torch.add(offsets, ids.unsqueeze(-1), alpha=offsets.numel()).flatten(-2)
+
+
+def by_kernel(ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """The same as one launch."""
+    return expand_triton(ids, len(offsets))
+
+
+def table_expansion(
+    seed: int, num_rows: int, width: int, blocks_per_kv_block: int, implementation: Any, device: str
+) -> Case:
     """A whole table of manager blocks to kernel blocks."""
+    bpk = blocks_per_kv_block
     ids = np.random.default_rng(seed).integers(0, 2**31 // bpk, (num_rows, width)).astype(np.int32)
     expected = (ids[..., None] * bpk + np.arange(bpk)).reshape(num_rows, -1)
     block_ids, offsets = torch.from_numpy(ids).to(device), torch.arange(bpk, dtype=torch.int32, device=device)
@@ -33,29 +68,12 @@ def table_expansion(seed: int, num_rows: int, width: int, bpk: int, implementati
     return Case(run, lambda: equal("kernel blocks", run().cpu(), expected))
 
 
-def table_expansion_gpu(seed: int, num_rows: int, width: int, blocks_per_kv_block: int) -> Case:
-    """`table_expansion` as one launch."""
-    bpk = blocks_per_kv_block
-    return table_expansion(seed, num_rows, width, bpk, lambda ids, _: expand_triton(ids, bpk), "cuda")
-
-
 def expansions(device: str, num_rows: int, width: int, bpk: int) -> Contest:
     """The expansion alone, as other engines do it each step for whole tables."""
     params = {"num_rows": num_rows, "width": width, "blocks_per_kv_block": bpk}
-    number = seed("expansion", params)
     moved = 4 * num_rows * width * (1 + bpk)
-
-    def build(implementation: Any) -> Case:
-        return table_expansion(number, num_rows, width, bpk, implementation, device)
-
-    return Contest(
-        "expansion",
-        params,
-        {
-            "triton": Rival(lambda: build(lambda ids, _: expand_triton(ids, bpk)), moved),
-            "torch": Rival(lambda: build(expand_torch), moved),
-        },
-    )
+    build = partial(table_expansion, device=device)
+    return kernel_and_torch("expansion", params, build, by_kernel, expand_torch, moved, graph=True)
 
 
 def gpu_contests(quick: bool, device: str) -> Iterator[Contest]:
@@ -64,83 +82,87 @@ def gpu_contests(quick: bool, device: str) -> Iterator[Contest]:
         yield expansions(device, 256, 241, bpk)
 
 
-# ---- the models of vLLM, and vLLM ----
-
-MODEL, REAL = "model", "real"
-STAGED_BLOCKS = 8  # kernel blocks of a block
+# ---- one append ----
 
 
-def _models() -> dict[str, str]:
-    """Each model that an install is there for, and the version of that."""
-    versions = {install.version.rpartition(".")[0]: install.version for install in installs()}
-    named = {model: versions.get(model.split()[1]) for model in block_ids.STAGINGS if model.startswith("vllm")}
-    return {model: version for model, version in named.items() if version}
+def expansion(seed: int, num_blocks: int, blocks_per_kv_block: int, subject: str) -> Case:
+    """One append."""
+    bpk = blocks_per_kv_block
+    ids = np.random.default_rng(seed).integers(1, 1 << 20, num_blocks).astype(np.int32)
+    id_list = ids.tolist()
+    expected = np.array([b * bpk + k for b in id_list for k in range(bpk)], dtype=np.int32)
+    if subject == ENGINE:
+        return _engine_append(ids, expected, bpk)
+    buffer = torch.zeros(len(expected), dtype=torch.int32)
+    numpy_buffer = buffer.numpy()
+    view = memoryview(numpy_buffer)
+    offsets = torch.arange(bpk, dtype=torch.int32)
 
+    def run_list() -> None:
+        view[:] = array("i", expand_list(id_list, bpk))
 
-def staging(seed: int, scenario: str, model: str, version: str, subject: str) -> Case:
-    """A step's ids handed over by a model of vLLM, or by what it is a model of."""
-    if subject == MODEL:
-        return block_ids.step(seed, scenario, STAGED_BLOCKS, block_ids.NUM_GROUPS, model)
-    (install,) = (install for install in installs() if install.version == version)
-    shape, groups = block_ids.SCENARIOS[scenario], block_ids.NUM_GROUPS
-    count, is_new, held = shape.num_blocks, shape.new_rows, 0 if shape.new_rows else block_ids.HELD_BLOCKS
-    repeats = 50
-    rng = np.random.default_rng(seed)
-    rows = rng.permutation(shape.num_reqs)[: shape.num_appends].tolist()
-    blocks = rng.integers(1, 1 << 20, (len(rows), groups, count)).astype(np.int32)
-    lists = [tuple(ids.tolist() for ids in request) for request in blocks]
-    size = block_ids.KERNEL_BLOCK_SIZE
-    sizes = groups, size * STAGED_BLOCKS, size, held + count * (1 if is_new else repeats), shape.num_reqs
-    expanded = (blocks.swapaxes(0, 1)[..., None] * STAGED_BLOCKS + np.arange(STAGED_BLOCKS)).reshape(groups, -1)
+    def run_numpy() -> None:
+        numpy_buffer[:] = expand_numpy(id_list, bpk)
 
-    if model.endswith("V1"):
-        from bench.peers.vllm_v1 import V1Tables
+    def run_torch() -> None:
+        buffer.copy_(expand_torch(torch.tensor(id_list, dtype=torch.int32), offsets))
 
-        tables = V1Tables(install, *sizes, tokens=1)
-        bring = tables.add if is_new else tables.append
-
-        def run() -> None:
-            for row, ids in zip(rows, lists, strict=True):
-                bring(ids, row)
-
-        def handed_over() -> npt.NDArray[np.int32]:
-            new = slice(held * STAGED_BLOCKS, (held + count) * STAGED_BLOCKS)
-            return np.stack([table.block_table.np[rows, new].reshape(-1) for table in tables.groups])
-
-        wanted = expanded
-    else:
-        from bench.peers.vllm_v2 import V2Staging
-
-        tables = V2Staging(install, *sizes)
-
-        def run() -> None:
-            for row, ids in zip(rows, lists, strict=True):
-                tables.append(row, ids, is_new)
-            tables.finish()
-
-        handed_over = tables.handed_over
-        wanted = expanded if tables.expands else blocks.swapaxes(0, 1).reshape(groups, -1)
+    run = {"list": run_list, "numpy": run_numpy, "torch": run_torch}[subject]
 
     def check() -> float:
-        tables.rewind(held)
+        buffer.zero_()
         run()
-        return equal("handed over", handed_over(), wanted)
+        return equal("kernel blocks", numpy_buffer, expected)
 
-    return Case(run, check, lambda: tables.rewind(held), repeats)
+    return Case(run, check)
 
 
-def _comparisons() -> Iterator[Cell]:
-    for model, version in _models().items():
-        values = {"scenario": tuple(block_ids.SCENARIOS), "model": (model,), "version": (version,)}
-        subjects = {"subject": (MODEL, REAL)}
-        yield from grid(block_ids.SUITE, "model_without_kernels", "cpu", staging, values | subjects, base=REAL)
+def _engine_append(ids: npt.NDArray[np.int32], expected: npt.NDArray[np.int32], bpk: int) -> Case:
+    # As many rows as calls in one sample, so that none of them finds the staging buffer full.
+    n = len(ids)
+    rows = max(4, min(500, (1 << 20) // n))
+    tables = BlockTables(
+        [block_ids.KERNEL_BLOCK_SIZE * bpk], [block_ids.KERNEL_BLOCK_SIZE], rows, 1, [n], torch.device("cpu")
+    )
+    counts, ones, zeros = array("i", [n]), np.ones(1, dtype=np.int64), torch.zeros(1, dtype=torch.int64)
+    next_row = cycle(range(rows)).__next__
+
+    def run() -> None:
+        tables.append_block_ids(next_row(), ids, counts, True)
+
+    def check() -> float:
+        block_ids.forget_staged(tables)
+        tables.tables[0].zero_()
+        run()
+        (table,), _ = tables.update(np.array([(next_row() - 1) % rows]), ones, zeros, 1, 1)
+        return equal("kernel blocks", table[0].numpy(), expected)
+
+    return Case(run, check, partial(block_ids.forget_staged, tables), rows)
+
+
+# ---- the cells ----
+
+
+def _promise(**params: Any) -> float | None:
+    """Of a rival."""
+    if params["subject"] == ENGINE:
+        return None
+    return block_ids.required_ratio(params.get("scenario", ""), params["subject"])
 
 
 def cells() -> list[Cell]:
-    """The engine and its rivals on the host; and on a GPU a table as others expand it each step."""
-    tables = {"num_rows": (256,), "width": (241,), "blocks_per_kv_block": block_ids.BLOCKS_PER_KV_BLOCK}
+    """The engine and its rivals on the host, one append and a whole step; on a GPU a table as others expand it."""
+    appends = {"num_blocks": NUM_BLOCKS, "blocks_per_kv_block": BLOCKS_PER_KV_BLOCK, "subject": EXPANSIONS}
+    steps = {
+        "scenario": tuple(block_ids.SCENARIOS),
+        "blocks_per_kv_block": (8, 34),
+        "subject": block_ids.STAGINGS,
+    }
+    quick_steps = [(name, 8) for name in block_ids.REQUIRED]
+    tables = {"num_rows": (256,), "width": (241,), "blocks_per_kv_block": BLOCKS_PER_KV_BLOCK}
+    on_gpu = partial(table_expansion, implementation=by_kernel, device="cuda")
     return [
-        *block_ids.cells(),
-        *_comparisons(),
-        *grid(block_ids.SUITE, "expand_kernel", "gpu", table_expansion_gpu, tables, [(256, 241, 34)]),
+        *grid(SUITE, "expand", "cpu", expansion, appends, QUICK_CELLS, _promise),
+        *grid(SUITE, "step", "cpu", block_ids.step, steps, quick_steps, _promise),
+        *grid(SUITE, "expand_kernel", "gpu", on_gpu, tables, [(256, 241, 34)]),
     ]

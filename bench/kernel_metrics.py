@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from hybrid_kv.static.compile import cases_of, compile_case, kernel_modules, read_metrics
-from hybrid_kv.timing.cases import Cell, Count, Counts, grid
+from bench.harness.cells import Cell, Count, Counts, grid
+from bench.static.compile import cases_of, compile_case, kernel_modules, read_metrics
 
 KERNELS = {
     "state_update.selective_state_update_slots": "Nemotron-3-Nano, K=3",

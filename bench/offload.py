@@ -16,10 +16,10 @@ import torch
 
 from bench._reference import equal
 from bench._shapes import SHAPES
+from bench.harness.cells import Case, Cell, WrongResultError, grid
 from hybrid_kv.cache.layout import allocate_raw_buffers
 from hybrid_kv.cache.offload import KVOffload
 from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, window_and_states
-from hybrid_kv.timing.cases import Case, Cell, WrongResultError, grid
 
 NUM_BLOCKS = 33
 BLOCK_SIZE = 544

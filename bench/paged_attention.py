@@ -6,6 +6,7 @@ A float32 softmax over n keys errs by about 1e-6 of its largest output; 1e-5 lea
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -14,9 +15,9 @@ import torch
 
 from bench._reference import Floats, attention, near
 from bench._shapes import SHAPES
-from bench.harness.contest import Contest, Rival, models
+from bench.harness.cells import Case, Cell, grid
+from bench.harness.contest import Contest, kernel_and_torch, models
 from hybrid_kv.kernels.paged_attention import paged_attention, paged_attention_varlen, write_kv
-from hybrid_kv.timing.cases import Case, Cell, grid, seed
 
 TOLERANCE = 1e-5
 ROUNDED = 2.0**-7  # of bfloat16, as a share of the largest value
@@ -126,29 +127,13 @@ def by_torch(query, block_table, positions, starts, totals, key_cache, value_cac
     return paged_attention(query, key_cache, value_cache, block_table, positions, scale)
 
 
-def pages_gpu(seed: int, model: str, num_reqs: int, length: int, context: int) -> Case:
-    """`pages` by the kernel."""
-    return pages(seed, model, num_reqs, length, context, by_kernel, "cuda")
-
-
 def attentions(device: str, model: str, num_reqs: int, length: int, context: int) -> Contest:
     """Paged attention of a decode or of a chunk behind a context."""
     params = {"model": model, "num_reqs": num_reqs, "length": length, "context": context}
-    shape, number = SHAPES[model], seed("attention", params)
-
-    def build(implementation: Any) -> Case:
-        return pages(number, model, num_reqs, length, context, implementation, device)
-
+    shape = SHAPES[model]
     per_token = shape.head_size * 2
     moved = num_reqs * per_token * 2 * (context * shape.kv_heads + length * shape.query_heads)
-    return Contest(
-        "paged_attention",
-        params,
-        {
-            "triton": Rival(lambda: build(by_kernel), moved),
-            "torch": Rival(lambda: build(by_torch), moved, graph=False),
-        },
-    )
+    return kernel_and_torch("paged_attention", params, partial(pages, device=device), by_kernel, by_torch, moved)
 
 
 def gpu_contests(quick: bool, device: str) -> Iterator[Contest]:
@@ -169,10 +154,11 @@ def cells() -> list[Cell]:
     full = ("nemotron-3-nano", "granite-4-h-small")
     steps = {"model": full, "num_reqs": (128,), "length": (1, 4), "context": (2048,)}
     prompts = {"model": full, "num_reqs": (1,), "length": (2048,), "context": (4096,)}
+    on_gpu = partial(pages, implementation=by_kernel, device="cuda")
     return [
         *grid("paged_attention", "decode", "cpu", attend, decodes),
         *grid("paged_attention", "chunk", "cpu", attend, chunks, [("nemotron-3-nano-tp8", 1, 256, 512)]),
         *grid("paged_attention", "write_kv", "cpu", write, {"model": models, "num_tokens": (64, 2048)}),
-        *grid("paged_attention", "decode_kernel", "gpu", pages_gpu, steps, [(full[0], 128, 1)]),
-        *grid("paged_attention", "chunk_kernel", "gpu", pages_gpu, prompts),
+        *grid("paged_attention", "decode_kernel", "gpu", on_gpu, steps, [(full[0], 128, 1)]),
+        *grid("paged_attention", "chunk_kernel", "gpu", on_gpu, prompts),
     ]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from bench._reference import equal
 from bench._requests import BLOCK_SIZE, manager, prompts
+from bench.harness.cells import Case, Cell, WrongResultError, grid
 from hybrid_kv.cache.block_hash import BlockHashes
-from hybrid_kv.timing.cases import Case, Cell, WrongResultError, grid
+from hybrid_kv.cache.spec import StateProgress
 
 
 def hit(seed: int, mode: str, num_tokens: int, shared: str) -> Case:
@@ -16,7 +17,7 @@ def hit(seed: int, mode: str, num_tokens: int, shared: str) -> Case:
     subject = manager(mode, 0, 1 + 5 * (num_tokens // BLOCK_SIZE + 1))
     if subject.allocate_slots("earlier", 0, num_tokens, is_decode=False) is None:
         raise WrongResultError("the pool is too small")
-    subject.cache_blocks("earlier", BlockHashes(), earlier, num_tokens, False, num_tokens)
+    subject.cache_blocks("earlier", BlockHashes(), earlier, StateProgress(num_tokens, num_tokens), False)
     subject.free("earlier")
     hashes = BlockHashes()
     # Mode align keeps the state at the end alone.

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from bench._reference import equal
 from bench._requests import BLOCK_SIZE, manager, prompts, requests, scheduler, step
+from bench.harness.cells import Case, Cell, WrongResultError, grid
 from hybrid_kv.engine.scheduler import Scheduler
-from hybrid_kv.timing.cases import Case, Cell, WrongResultError, grid
 
 PROMPT = 72
 BLOCKS = 8  # that a request decodes at most
@@ -49,12 +49,12 @@ def decode(seed: int, mode: str, K: int, num_reqs: int) -> Case:
             run()
         end = PROMPT + BLOCKS * BLOCK_SIZE  # tokens of the last step included
         equal("tokens", [r.num_tokens for r in subject.running], [end + 1] * num_reqs)
-        columns = -(-end // BLOCK_SIZE)
-        most = {"none": 1, "align": 2, "all": columns}[mode] + K
+        logical_blocks = -(-end // BLOCK_SIZE)
+        most = {"none": 1, "align": 2, "all": logical_blocks}[mode] + K
         for request in subject.running:
             *states, attention = (len(ids) for ids in subject.manager.block_ids(request.request_id))
-            equal("blocks of attention", attention, columns)
-            # A Mamba row never gives up the column that its drafts once needed.
+            equal("blocks of attention", attention, logical_blocks)
+            # A Mamba row never gives up the logical block that its drafts once needed.
             if not all(most - 1 - (K if mode == "align" else 0) <= count <= most for count in states):
                 raise WrongResultError(f"Mamba groups hold {states} blocks, mode {mode} has at most {most}")
         subject.check_integrity()

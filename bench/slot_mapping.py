@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from bench._reference import equal
+from bench.harness.cells import Case, Cell, grid
 from hybrid_kv.kernels.slot_mapping import slot_mapping
-from hybrid_kv.timing.cases import Case, Cell, grid
 
 NUM_REQS, BLOCK_SIZE, WIDTH = 64, 2096, 63  # Nemotron-3-Nano, 131,072 tokens
 

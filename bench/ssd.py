@@ -6,6 +6,7 @@ Quadratic and recurrent arithmetic differ by 2e-5 of the largest value in float3
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -14,10 +15,10 @@ import torch
 
 from bench._reference import Floats, near, recurrence, softplus
 from bench._shapes import SHAPES
-from bench.harness.contest import Contest, Rival, models
+from bench.harness.cells import Case, Cell, grid
+from bench.harness.contest import Contest, kernel_and_torch, models
 from hybrid_kv.kernels.common.spans import Spans
 from hybrid_kv.kernels.ssd import chunk_scan, chunk_scan_prefill, chunk_scan_prefill_reference
-from hybrid_kv.timing.cases import Case, Cell, grid, seed
 
 TOLERANCE = 2e-5
 ROUNDED = 2.0**-7  # of bfloat16, as a share of the largest value
@@ -110,29 +111,13 @@ def prompts(seed: int, model: str, num_tokens: int, num_reqs: int, implementatio
     return Case(run, check)
 
 
-def prompts_gpu(seed: int, model: str, num_tokens: int, num_reqs: int) -> Case:
-    """`prompts` as launches."""
-    return prompts(seed, model, num_tokens, num_reqs, chunk_scan_prefill, "cuda")
-
-
 def chunk_scans(device: str, model: str, num_tokens: int, num_reqs: int) -> Contest:
     """One layer's scan of a prefill."""
     params = {"model": model, "num_tokens": num_tokens, "num_reqs": num_reqs}
-    shape, number = SHAPES[model], seed("chunk_scan", params)
-
-    def build(implementation: Any) -> Case:
-        return prompts(number, model, num_tokens, num_reqs, implementation, device)
-
+    shape, build = SHAPES[model], partial(prompts, device=device)
     inner, state = shape.heads * shape.head_dim, shape.heads * shape.head_dim * shape.state_size
     moved = num_tokens * 2 * (2 * inner + 2 * shape.groups * shape.state_size + shape.heads) + num_reqs * 2 * 4 * state
-    return Contest(
-        "chunk_scan",
-        params,
-        {
-            "triton": Rival(lambda: build(chunk_scan_prefill), moved),
-            "torch": Rival(lambda: build(chunk_scan_prefill_reference), moved, graph=False),
-        },
-    )
+    return kernel_and_torch("chunk_scan", params, build, chunk_scan_prefill, chunk_scan_prefill_reference, moved)
 
 
 def gpu_contests(quick: bool, device: str) -> Iterator[Contest]:
@@ -145,7 +130,8 @@ def cells() -> list[Cell]:
     """Chunks of a prompt on a CPU, four prompts on a GPU."""
     values = {"model": ("nemotron-3-nano-tp8", "granite-4-h-small-tp8"), "num_tokens": (128, 256)}
     packed = {"model": ("nemotron-3-nano", "granite-4-h-small"), "num_tokens": (2048, 8192), "num_reqs": (4,)}
+    on_gpu = partial(prompts, implementation=chunk_scan_prefill, device="cuda")
     return [
         *grid("ssd", "chunk_scan", "cpu", scan, values, [("nemotron-3-nano-tp8", 128)]),
-        *grid("ssd", "chunk_scan_kernel", "gpu", prompts_gpu, packed, [("nemotron-3-nano", 2048)]),
+        *grid("ssd", "chunk_scan_kernel", "gpu", on_gpu, packed, [("nemotron-3-nano", 2048)]),
     ]

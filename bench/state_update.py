@@ -2,7 +2,7 @@
 
 Tolerances: float32 arithmetic errs by 5e-6 of the largest state and 1e-5 of the largest output
 (tests/kernels/ssd/test_slots.py derives them), with a history in another order of sums 2e-5 (as a chunk does);
-bfloat16 outputs are rounded by 2^-8 at most, and again what they are computed from in scheme `replay`.
+bfloat16 outputs are rounded by 2^-8 at most, and again what they are computed from in scheme `recompute`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 
 from bench._reference import Floats, near, recurrence, softplus
 from bench._shapes import SHAPES
+from bench.harness.cells import Case, Cell, grid, seed
 from bench.harness.contest import MODELS, VLLM, Contest, Peer, Rival, models, per_head
-from hybrid_kv.kernels.replay import state_bytes
+from bench.static.counts import mean_traffic
+from hybrid_kv.kernels.recompute import state_bytes
 from hybrid_kv.kernels.ssd import selective_state_update_slots, selective_state_update_slots_reference
-from hybrid_kv.static.counts import mean_traffic
-from hybrid_kv.timing.cases import Case, Cell, grid, seed
 
-STATES, OUTPUTS, REPLAYED, ROUNDED = 5e-6, 1e-5, 2e-5, 2.0**-7
+STATES, OUTPUTS, RECOMPUTEED, ROUNDED = 5e-6, 1e-5, 2e-5, 2.0**-7
 HISTORY = 12  # tokens in the ring, of some 32 at most
 
 
@@ -74,16 +74,11 @@ def slots_cpu(seed: int, model: str, num_reqs: int, K: int) -> Case:
     return slots(seed, model, num_reqs, K, selective_state_update_slots_reference, "cpu", torch.float32)
 
 
-def slots_gpu(seed: int, model: str, num_reqs: int, K: int) -> Case:
-    """`slots` as one launch, bfloat16 activations."""
-    return slots(seed, model, num_reqs, K, selective_state_update_slots, "cuda", torch.bfloat16)
-
-
-def replay(
+def recompute(
     seed: int, model: str, num_reqs: int, K: int, flush: bool, name: str, device: str, dtype: torch.dtype
 ) -> Case:
     """Read one state and the history of each request; with `flush` also write the state behind the history."""
-    from hybrid_kv.kernels import replay as kernels
+    from hybrid_kv.kernels import recompute as kernels
 
     implementation = getattr(kernels, name)
     shape, columns = SHAPES[model], 1 + K
@@ -102,7 +97,7 @@ def replay(
 
     ring_len = kernels.default_ring_len(columns)
     sizes = (num_reqs, ring_len, heads, shape.head_dim, groups, size)
-    ring = kernels.ReplayRing.allocate(*sizes, dtype, torch.device(device))
+    ring = kernels.RecomputeRing.allocate(*sizes, dtype, torch.device(device))
     start = torch.randint(0, ring_len, (num_reqs,), generator=g)
     place = (start[:, None] + torch.arange(HISTORY)) % ring_len
     row = torch.arange(num_reqs)
@@ -116,7 +111,7 @@ def replay(
     # the ring are the same each time.
     count = torch.full((num_reqs,), HISTORY)
     parts = (row, ids[0], ids[1] if flush else ids[0], start, count, count if flush else torch.zeros_like(count))
-    step = kernels.ReplayStep(*(part.to(device) for part in parts), max_query_len=columns)
+    step = kernels.RecomputeStep(*(part.to(device) for part in parts), max_query_len=columns)
     new_x, new_dt, new_B = (part[:, HISTORY:].flatten(0, 1) for part in (x, dt, B))
     inputs = (new_x, new_dt, dt_bias, A_log, new_B, C.flatten(0, 1), D, torch.arange(num_reqs + 1) * columns)
     arguments = (pool, ring, step, *(part.to(device) for part in inputs))
@@ -134,21 +129,16 @@ def replay(
         written = kernels.read_states(pool, step.dst).double().cpu()
         exact = dtype == torch.float32
         return max(
-            near("y", y, expected[0], REPLAYED if exact else 2 * ROUNDED),
-            near("states", written, expected[1], REPLAYED if exact else ROUNDED),
+            near("y", y, expected[0], RECOMPUTEED if exact else 2 * ROUNDED),
+            near("states", written, expected[1], RECOMPUTEED if exact else ROUNDED),
         )
 
     return Case(lambda: implementation(*arguments), check)
 
 
-def replay_cpu(seed: int, model: str, num_reqs: int, K: int, flush: bool) -> Case:
-    """`replay` in plain torch, float32."""
-    return replay(seed, model, num_reqs, K, flush, "replay_update_reference", "cpu", torch.float32)
-
-
-def replay_gpu(seed: int, model: str, num_reqs: int, K: int, flush: bool) -> Case:
-    """`replay` as one launch, bfloat16 activations."""
-    return replay(seed, model, num_reqs, K, flush, "replay_update", "cuda", torch.bfloat16)
+def recompute_cpu(seed: int, model: str, num_reqs: int, K: int, flush: bool) -> Case:
+    """`recompute` in plain torch, float32."""
+    return recompute(seed, model, num_reqs, K, flush, "recompute_update_reference", "cpu", torch.float32)
 
 
 def vllm_state_update() -> Peer:
@@ -221,23 +211,23 @@ def state_updates(device: str, model: str, num_reqs: int, K: int) -> Contest:
     def build(implementation: Any) -> Case:
         return slots(number, model, num_reqs, K, implementation, device, bf16)
 
-    def replayed(flush: bool) -> Rival:
+    def recomputed(flush: bool) -> Rival:
         moved = state_bytes.step_bytes(sizes, torch.float32, tokens, HISTORY, flush)
-        make = partial(replay, number, model, num_reqs, K, flush, "replay_update", device=device, dtype=bf16)
+        make = partial(recompute, number, model, num_reqs, K, flush, "recompute_update", device=device, dtype=bf16)
         return Rival(make, num_reqs * sum(moved.values()))
 
     moved = num_reqs * sum(state_bytes.slots_bytes(sizes, torch.float32, tokens).values())
     rivals = {
         "slots": Rival(lambda: build(selective_state_update_slots), moved),
-        "replay_step": replayed(False),
-        "replay_flush": replayed(True),
+        "recompute_step": recomputed(False),
+        "recompute_flush": recomputed(True),
         "vllm": Rival(lambda: vllm_state_update().case(build), moved),
         "torch": Rival(lambda: build(selective_state_update_slots_reference), moved, graph=False),
     }
     if not K:
         rivals["mamba_ssm"] = Rival(lambda: mamba_ssm_state_update().case(build), moved)
     rate = flush_rate(K)
-    return Contest("state_update", params, rivals, {"replay": {"replay_step": 1 - rate, "replay_flush": rate}})
+    return Contest("state_update", params, rivals, {"recompute": {"recompute_step": 1 - rate, "recompute_flush": rate}})
 
 
 def gpu_contests(quick: bool, device: str) -> Iterator[Contest]:
@@ -253,16 +243,13 @@ def cells() -> list[Cell]:
     steps = {"model": ("nemotron-3-nano-tp8", "granite-4-h-small-tp8"), "num_reqs": (2,), "K": (0, 1, 3, 5, 7)}
     launches = {"model": ("nemotron-3-nano", "granite-4-h-small"), "num_reqs": (16, 128), "K": (0, 1, 3, 5, 7)}
     quick = [("nemotron-3-nano-tp8", 2, 0), ("nemotron-3-nano-tp8", 2, 3)]
+    on_gpu: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    slots_gpu = partial(slots, implementation=selective_state_update_slots, **on_gpu)
+    recompute_gpu = partial(recompute, name="recompute_update", **on_gpu)
+    flushes, quick_gpu = {**launches, "flush": (False, True)}, [("nemotron-3-nano", 128, 3)]
     return [
         *grid("state_update", "slots", "cpu", slots_cpu, steps, quick),
-        *grid("state_update", "replay", "cpu", replay_cpu, {**steps, "flush": (False, True)}, quick[1:]),
-        *grid("state_update", "slots_kernel", "gpu", slots_gpu, launches, [("nemotron-3-nano", 128, 3)]),
-        *grid(
-            "state_update",
-            "replay_kernel",
-            "gpu",
-            replay_gpu,
-            {**launches, "flush": (False, True)},
-            [("nemotron-3-nano", 128, 3)],
-        ),
+        *grid("state_update", "recompute", "cpu", recompute_cpu, {**steps, "flush": (False, True)}, quick[1:]),
+        *grid("state_update", "slots_kernel", "gpu", slots_gpu, launches, quick_gpu),
+        *grid("state_update", "recompute_kernel", "gpu", recompute_gpu, flushes, quick_gpu),
     ]

@@ -1,7 +1,8 @@
-"""What a user may set, validated where it is set.
+"""The settings of an engine and of a plan, validated where they are set.
 
 Every configuration is a frozen dataclass; an impossible value raises `ConfigError` with the value, the limit and the
-way out. Block sizes are *wishes* here: `hybrid_kv.cache.plan` is the only place that decides them.
+way out. A field's annotation has its help: options of the command line are derived from name, type, default and help
+(`hybrid_kv.cli.options`). Block sizes are *wishes* here: `hybrid_kv.cache.plan` is the only place that decides them.
 """
 
 from __future__ import annotations
@@ -9,30 +10,40 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, fields
 from numbers import Integral
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-import torch
-
+from hybrid_kv import environment
 from hybrid_kv.cache.modes import MODES
-from hybrid_kv.choices import DraftMethod, Kernels
-from hybrid_kv.errors import CheckFailedError as CheckFailedError  # Named here, too: whoever configures meets them.
+from hybrid_kv.errors import CheckFailedError as CheckFailedError  # exported here, too
 from hybrid_kv.errors import ConfigError as ConfigError
 from hybrid_kv.errors import HybridKVError as HybridKVError
 
-DTYPES: dict[str, torch.dtype] = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "fp8": torch.float8_e4m3fn,
-}
+if TYPE_CHECKING:
+    import torch
+
+    CacheMode = str
+else:  # The command line reads this module before torch, which takes seconds to import.
+    CacheMode = Literal[tuple(MODES)]
+
+DraftMethod = Literal["ngram", "mtp"]
+Kernels = Literal["auto", "torch", "triton"]
+# By name, the attribute of torch.
+DTYPES = {name: name for name in ("float64", "float32", "float16", "bfloat16")} | {"fp8": "float8_e4m3fn"}
 
 
 def parse_dtype(name: str, what: str) -> torch.dtype:
     """The torch dtype called `name`; `what` names the setting in the error."""
+    import torch
+
+    require_dtype(name, what)
+    dtype: torch.dtype = getattr(torch, DTYPES[name])
+    return dtype
+
+
+def require_dtype(name: str, what: str) -> None:
+    """Raise `ConfigError` unless there is a dtype called `name`."""
     if not isinstance(name, str) or name not in DTYPES:
         raise ConfigError(f"{what}={name!r} is not a dtype; use one of {', '.join(DTYPES)}")
-    return DTYPES[name]
 
 
 def require_positive(config: Any, *names: str) -> None:
@@ -72,7 +83,7 @@ def parse_model_dtype(name: str, what: str = "dtype") -> torch.dtype:
 
 
 def from_dict(cls: type, values: dict[str, Any]) -> Any:
-    """`cls(**values)`, with unknown keys refused by name (a key that nobody reads passes silently otherwise)."""
+    """`cls(**values)`; an unknown key is rejected by name."""
     known = {f.name for f in fields(cls)}
     if unknown := sorted(set(values) - known):
         raise ConfigError(f"{cls.__name__} does not know {', '.join(unknown)}; it takes {', '.join(sorted(known))}")
@@ -81,36 +92,43 @@ def from_dict(cls: type, values: dict[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """What the user asks of the cache; None means: let the plan decide.
+    """The user's wishes for the cache; None means: let the plan decide.
 
     `block_size` and `mamba_block_size` are in tokens. A given one is kept, raised to a multiple of itself with a note
-    in the plan, or refused; never replaced silently (vllm!37467). `num_blocks` overrides `memory_bytes`.
+    in the plan, or rejected; never replaced silently (vllm!37467). `num_blocks` overrides `memory_bytes`.
 
     Prefix caching needs Mamba states to be kept: it is on in modes `align` and `all`, and turning it on without a mode
     chooses `all`. Published blocks of the prefix cache can also be kept in `kv_offload_bytes` of host memory and in
     files of a folder.
 
-    `state_scheme` says how a Mamba layer undoes rejected drafts: `slots` writes the state after every token of a step
-    into a block of its own; `replay` keeps one state and a ring with the inputs of the `replay_ring_len` tokens since,
-    and runs these again (see `kernels.replay`).
+    `state_scheme` says how a Mamba layer rolls back rejected drafts: `slots` writes the state after every token of a
+    step into a block of its own; `recompute` keeps one state and a ring with the inputs of the `recompute_ring_len`
+    tokens since, and runs these again (see `kernels.recompute`).
     """
 
-    block_size: int | None = None
-    mamba_block_size: int | None = None
-    mamba_cache_mode: str = None  # type: ignore[assignment]  # resolved below
-    state_scheme: str = "slots"
-    replay_ring_len: int | None = None
-    enable_prefix_caching: bool = None  # type: ignore[assignment]  # resolved below
-    cache_dtype: str = "auto"
-    mamba_ssm_cache_dtype: str = "auto"
-    num_blocks: int | None = None
-    memory_bytes: int | None = None
-    kv_offload_bytes: int = 0
-    kv_offload_folder: str | None = None
-    kv_offload_folder_bytes: int | None = None
+    block_size: Annotated[int | None, "Tokens per attention block."] = None
+    mamba_block_size: Annotated[int | None, "Tokens per Mamba block (mode all)."] = None
+    mamba_cache_mode: Annotated[
+        CacheMode, "Mamba states that are kept; align and all turn on prefix caching (default: none)."
+    ] = None  # type: ignore[assignment]  # resolved below
+    state_scheme: Annotated[
+        str,
+        "How rejected drafts are rolled back: a state per token (slots), or one state and its last inputs (recompute).",
+    ] = "slots"
+    recompute_ring_len: Annotated[int | None, "Inputs kept per request (scheme recompute)."] = None
+    enable_prefix_caching: Annotated[
+        bool, "Reuse the blocks of earlier requests; without --mamba-cache-mode in mode all."
+    ] = None  # type: ignore[assignment]  # resolved below
+    kv_cache_dtype: Annotated[str, "K/V dtype; auto takes the model's."] = "auto"
+    mamba_ssm_cache_dtype: Annotated[str, "SSM state dtype; auto takes the config's or the family's."] = "auto"
+    num_blocks: Annotated[int | None, "Blocks in the pool; few of them force preemptions."] = None
+    memory_bytes: Annotated[int | None, "Memory of the pool, instead of --num-blocks."] = None
+    kv_offload_bytes: Annotated[int, "Host memory for cached blocks."] = 0
+    kv_offload_folder: Annotated[str | None, "Folder for cached blocks."] = None
+    kv_offload_folder_bytes: Annotated[int | None, "Limit of that folder."] = None
 
     def __post_init__(self) -> None:
-        require_positive(self, "block_size", "mamba_block_size", "num_blocks", "memory_bytes", "replay_ring_len")
+        require_positive(self, "block_size", "mamba_block_size", "num_blocks", "memory_bytes", "recompute_ring_len")
         require_bool(self, "enable_prefix_caching")
         if self.mamba_cache_mode is None:
             object.__setattr__(self, "mamba_cache_mode", "all" if self.enable_prefix_caching else "none")
@@ -132,7 +150,7 @@ class CacheConfig:
             raise ConfigError(f"kv_offload_folder={folder!r} must be the path of a folder")
         if self.kv_offload_folder_bytes is not None and folder is None:
             raise ConfigError(
-                f"kv_offload_folder_bytes={self.kv_offload_folder_bytes} limits a folder, but there is none; give "
+                f"kv_offload_folder_bytes={self.kv_offload_folder_bytes} limits a folder that is not set; give "
                 "kv_offload_folder, or kv_offload_bytes for host memory"
             )
         if (self.kv_offload_bytes or folder is not None) and not self.enable_prefix_caching:
@@ -143,42 +161,26 @@ class CacheConfig:
             )
         if not isinstance(self.state_scheme, str):
             raise ConfigError(f"state_scheme={self.state_scheme!r} must be a name, such as slots")
-        for name in ("cache_dtype", "mamba_ssm_cache_dtype"):
+        for name in ("kv_cache_dtype", "mamba_ssm_cache_dtype"):
             if (value := getattr(self, name)) != "auto":
-                parse_dtype(value, name)
+                require_dtype(value, name)
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """Limits of one engine step. `max_num_batched_tokens` is the chunk budget: longer prompts go in chunks.
+    """Limits of one engine step. `max_num_batched_tokens` is the chunk budget: longer prompts go in chunks."""
 
-    With `pipeline_parallel_size` N > 1 steps are scheduled as for a pipeline of N stages. Up to N of them are under way
-    at once, a request is in one of them at most, and the tokens of a step are known N - 1 steps later. Each has at most
-    `max_num_seqs` / N requests, rounded up. Only the schedule is a pipeline's: one device runs each step as a whole.
-    """
-
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
-    max_model_len: int = 4096
-    pipeline_parallel_size: int = 1
+    max_num_seqs: Annotated[int, "Concurrent requests."] = 64
+    max_num_batched_tokens: Annotated[int, "Tokens per step."] = 2048
+    max_model_len: Annotated[int, "Tokens of prompt and output."] = 4096
 
     def __post_init__(self) -> None:
-        require_positive(self, "max_num_seqs", "max_num_batched_tokens", "max_model_len", "pipeline_parallel_size")
+        require_positive(self, "max_num_seqs", "max_num_batched_tokens", "max_model_len")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
                 "a step could not decode one token of every request; raise the first or lower the second"
             )
-        if self.pipeline_parallel_size > self.max_num_seqs:
-            raise ConfigError(
-                f"pipeline_parallel_size={self.pipeline_parallel_size} is above max_num_seqs={self.max_num_seqs}: some "
-                "stages would always be empty; lower the first or raise the second"
-            )
-
-    @property
-    def max_num_seqs_per_step(self) -> int:
-        """How many requests one step may run."""
-        return -(-self.max_num_seqs // self.pipeline_parallel_size)
 
 
 @dataclass(frozen=True)
@@ -189,10 +191,10 @@ class SpeculativeConfig:
     checkpoint's own multi-token-prediction head.
     """
 
-    speculative_method: DraftMethod | None = None
-    num_speculative_tokens: int = 0
-    prompt_lookup_min: int = 2
-    prompt_lookup_max: int = 4
+    speculative_method: Annotated[DraftMethod | None, "Source of drafts."] = None
+    num_speculative_tokens: Annotated[int, "Draft tokens verified per step (K)."] = 0
+    prompt_lookup_min: Annotated[int, "Shortest n-gram to look up."] = 2
+    prompt_lookup_max: Annotated[int, "Longest n-gram to look up."] = 4
 
     def __post_init__(self) -> None:
         require_positive(self, "prompt_lookup_min", "prompt_lookup_max")
@@ -212,7 +214,7 @@ class SpeculativeConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything that an `LLM` needs besides the model.
+    """All settings of an `LLM` besides the model.
 
     `captured_batch_sizes` are the row counts for which a GPU would hold a captured graph. A pure decode step is padded
     up to the next of them on every device, the CPU included, so that padded and stale rows are exercised without a GPU;
@@ -220,36 +222,31 @@ class EngineConfig:
     known, and blocks are published and freed one step late. `sanitize` follows every slot and block and stops at the
     first one that does not hold what it should (`hybrid_kv.sanitizer`); `HYBRID_KV_SANITIZE=1` is its default.
 
-    `kernels` says what computes a step: plain torch, or one Triton kernel for each operation of the cache (block
-    tables, convolution, states, norm, attention); `auto` takes Triton on a GPU where it is installed. What the kernels
-    do not take, such as float64 layers, runs in torch.
+    `kernels` chooses how a step is computed: by plain torch, or by one Triton kernel for each operation of the cache
+    (block tables, convolution, states, norm, attention); `auto` takes Triton on a GPU where it is installed. Layers
+    that the kernels do not support, such as float64 ones, run in torch.
     """
 
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     speculative: SpeculativeConfig = SpeculativeConfig()
-    attention_backend: str = "auto"
-    platform: str = "auto"
-    device: str = "auto"
-    dtype: str = "auto"
+    attention_backend: Annotated[str, "Layout and kernel block sizes, such as FLASH_ATTN or FLASHINFER."] = "auto"
+    platform: Annotated[str, "Platform that chooses the backend: cuda, xpu or cpu."] = "auto"
+    device: Annotated[str, "Device: cpu or cuda."] = "auto"
+    dtype: Annotated[str, "Model dtype; auto takes the config's."] = "auto"
     captured_batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
-    async_scheduling: bool = False
-    sanitize: bool | None = None
-    seed: int = 0
-    kernels: Kernels = "auto"
+    async_scheduling: Annotated[bool, "Schedule a step before the tokens of the last one are known."] = False
+    sanitize: Annotated[bool | None, "Check every slot and block at each step."] = None
+    seed: Annotated[int, "Seed of sampling."] = 0
+    kernels: Annotated[Kernels, "Implementation of the cache's operations."] = "auto"
 
     def __post_init__(self) -> None:
         require_bool(self, "async_scheduling", "sanitize")
-        if self.async_scheduling and (num_stages := self.scheduler.pipeline_parallel_size) > 1:
-            raise ConfigError(
-                f"async_scheduling needs pipeline_parallel_size=1, not {num_stages}: it schedules a request behind the "
-                "step that it is in, a pipeline does not; give one of the two"
-            )
         # Times 1,000,003 plus a request's number it must fit in 64 bits.
         if not is_int(self.seed) or not -(2**42) <= self.seed < 2**42:
             raise ConfigError(f"seed={self.seed!r} must be an integer of at most 42 bits")
         if self.sanitize is None:
-            object.__setattr__(self, "sanitize", os.environ.get("HYBRID_KV_SANITIZE", "0") not in ("", "0"))
+            object.__setattr__(self, "sanitize", environment.sanitizes())
         if self.dtype != "auto":
             parse_model_dtype(self.dtype)
         if self.kernels not in get_args(Kernels):
@@ -260,26 +257,41 @@ class EngineConfig:
             raise ConfigError(f"captured_batch_sizes={self.captured_batch_sizes} must be >= 1")
 
 
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How a model is divided over GPUs; the decode context parallel ranks are among the tensor parallel ones."""
+
+    tensor_parallel_size: Annotated[int, "GPUs that divide the heads of every layer."] = 1
+    pipeline_parallel_size: Annotated[int, "Stages that divide the layers."] = 1
+    decode_context_parallel_size: Annotated[
+        int, "Of the tensor parallel GPUs, how many divide the tokens that each KV head keeps."
+    ] = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if (value := getattr(self, field.name)) < 1:
+                raise ConfigError(f"{field.name}={value} must be an integer >= 1")
+        if self.tensor_parallel_size % self.decode_context_parallel_size:
+            raise ConfigError(
+                f"--decode-context-parallel-size {self.decode_context_parallel_size} must divide "
+                f"--tensor-parallel-size {self.tensor_parallel_size}: its ranks are among those"
+            )
+
+
+# The parts of `EngineConfig`; no two fields of them have the same name.
+PARTS: dict[str, Any] = {"cache": CacheConfig, "scheduler": SchedulerConfig, "speculative": SpeculativeConfig}
+
+
 def engine_config(options: dict[str, Any]) -> EngineConfig:
     """An `EngineConfig` from flat options such as `num_blocks=64, max_num_seqs=8, attention_backend="FLASH_ATTN"`.
 
     Raises:
-        ConfigError: an option that no part of the configuration knows.
+        ConfigError: an unknown option.
     """
-    parts: tuple[tuple[str, type], ...] = (
-        ("cache", CacheConfig),
-        ("scheduler", SchedulerConfig),
-        ("speculative", SpeculativeConfig),
-    )
-    nested: dict[str, dict[str, Any]] = {"engine": {}, **{name: {} for name, _ in parts}}
-    for key, value in options.items():
-        owner = next((name for name, cls in parts if key in {f.name for f in fields(cls)}), "engine")
-        nested[owner][key] = value
-    engine = nested["engine"]
-    if given := sorted(engine.keys() & {name for name, _ in parts}):
+    if given := sorted(options.keys() & PARTS.keys()):
         raise ConfigError(f"give the options of {given[0]} by their own names, not as an object")
-    for name, cls in parts:
-        if nested[name]:
-            engine[name] = from_dict(cls, nested[name])
-    config: EngineConfig = from_dict(EngineConfig, engine)
+    left, parts = dict(options), dict[str, Any]()
+    for name, part in PARTS.items():
+        parts[name] = part(**{f.name: left.pop(f.name) for f in fields(part) if f.name in left})
+    config: EngineConfig = from_dict(EngineConfig, {**parts, **left})
     return config

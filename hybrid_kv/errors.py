@@ -26,7 +26,7 @@ class ConfigError(HybridKVError, ValueError):
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
-# Where a package comes from that an installation may lack; those that are always there are no extra's.
+# The extra of each optional package.
 EXTRAS = {
     "transformers": "models",
     "safetensors": "models",
@@ -53,11 +53,11 @@ EXTRAS = {
 def run_command(command: Callable[[], int | None]) -> NoReturn:
     """Exit with what `command` returns or raises.
 
-    A sanitizer's report is a check that failed: it keeps its lines, and the exit code is 1. A reader that left, as
-    `head` does, needs no message.
+    A sanitizer's report is a failed check: it keeps its lines, and the exit code is 1. A reader that left, such as
+    `head`, gets no message.
 
     Raises:
-        Exception: what is neither the user's nor the system's fault, but a bug, as it was raised.
+        Exception: a bug of ours, as it was raised.
     """
     _open_streams()
     try:
@@ -68,7 +68,7 @@ def run_command(command: Callable[[], int | None]) -> NoReturn:
     except BrokenPipeError:
         code = 2
     except OSError as error:
-        code = _say(_told(error), 2)
+        code = _say(_reason(error), 2)
     except Exception as error:
         code = _ending(error)
     if code == INTERRUPTED:
@@ -141,12 +141,12 @@ def _ending(error: Exception) -> int:
 
 
 def _say(line: str, code: int) -> int:
-    with suppress(OSError):  # of a stream that nobody reads
+    with suppress(OSError):  # of a closed stream
         print("error:", " ".join(line.split()), file=sys.stderr, flush=True)
     return code
 
 
-def _told(error: OSError) -> str:
+def _reason(error: OSError) -> str:
     what = error.strerror or str(error) or type(error).__name__
     return f"{os.fsdecode(error.filename)}: {what}" if isinstance(error.filename, str | bytes) else what
 
@@ -155,15 +155,13 @@ def _missing(error: ModuleNotFoundError) -> str:
     if not error.name:
         return f"a package is not installed: {error}; run: pip install -e '.[all]' in a checkout"
     package = error.name.partition(".")[0]
-    if package in ("bench", "hybrid_kv"):
-        return f"{error.name} is only in a checkout of the project; run this command there"
     return f"{error.name} is not installed; run: pip install -e '.[{EXTRAS.get(package, 'all')}]' in a checkout"
 
 
 def _usage(error: Any) -> int:
     """One line with the value and where the options are, but for a command without arguments: its help was printed."""
     if message := " ".join(error.format_message().replace("Value error, ", "").split()).rstrip("."):
-        # What pydantic, which newer versions of typer ask, was given: not in its message.
+        # The value that pydantic, which newer versions of typer use, rejects: not in its message.
         for one in getattr(error.__cause__, "errors", list)():
             if repr(one["input"]) not in message:
                 message += f", given {one['input']!r}"

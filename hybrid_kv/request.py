@@ -1,40 +1,29 @@
-"""A request, and what of it one step runs: what the scheduler, the runner and everybody who watches them speak of."""
+"""A request, and what of it one step runs: the terms of the scheduler, the runner and their observers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from hybrid_kv.cache.block_hash import BlockHashes
-from hybrid_kv.cache.columns import NO_HIT, NewBlocks, PrefixHit
+from hybrid_kv.cache.request_blocks import NO_HIT, NewBlocks, PrefixHit
+from hybrid_kv.cache.spec import StateProgress
 from hybrid_kv.sampling import SamplingParams, TokenLogprobs
-
-
-class Arrival(Protocol):
-    """What a request brings from the engine that began it (`engine.handover`)."""
-
-    @property
-    def num_computed_tokens(self) -> int:
-        """All of its tokens but the last."""
-
-    def unpack(self, request: Request, blocks: NewBlocks) -> None:
-        """Fill the blocks of the request, those of all its columns."""
 
 
 @dataclass(eq=False)
 class Request:
-    """A request and how far it is. `num_computed_tokens` tokens are in the cache, all of them accepted."""
+    """A request and how far it is."""
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
     seed: int
     output_token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each output token, if they are asked for
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each output token, if the request wants them
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each prompt token but the first, likewise
     draft_token_ids: list[int] = field(default_factory=list)  # proposals for the tokens after the last known one
-    num_computed_tokens: int = 0
-    num_flushed_tokens: int = 0  # of them; its Mamba states have seen these, and will be read until they see more
+    progress: StateProgress = field(default_factory=StateProgress)
     num_preemptions: int = 0
     num_draft_tokens: int = 0  # verified so far …
     num_accepted_draft_tokens: int = 0  # … and found right; those behind the token that ended it do not count
@@ -42,10 +31,16 @@ class Request:
     is_finished: bool = False
     hit: PrefixHit = NO_HIT  # of the first admission, without its chains
     row: int = -1  # of the block tables; -1 while waiting
-    arrival: Arrival | None = None  # until it starts here, if another engine has begun it
+    # Fills its blocks with what another engine has computed, all of its tokens but the last; None once it has.
+    arrival: Callable[[Request, NewBlocks], None] | None = None
 
     def __post_init__(self) -> None:
         self.block_hashes = BlockHashes(self.params.cache_salt)
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens in the cache, all of them accepted."""
+        return self.progress.computed
 
     @property
     def num_tokens(self) -> int:
@@ -60,7 +55,7 @@ class Request:
 class ScheduledRequest:
     """`num_tokens` tokens of one request, from `num_computed_tokens` on; the last `num_drafts` of them are drafts.
 
-    With asynchronous scheduling the step before may still be under way. Then `drafts` is None: the tokens and the
+    With asynchronous scheduling the step before may still be in flight. Then `drafts` is None: the tokens and the
     drafts that the step before ends with are the runner's to fill in, `num_drafts` is how many there is room for, and
     `num_computed_tokens` is what is certain.
     """

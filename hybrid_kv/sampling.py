@@ -41,7 +41,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        # Types too: what a request asks for must not fail in a step, where it would take the other requests along.
+        # Types too: the parameters of a request must not fail in a step, where it would take the other requests along.
         for name in ("max_tokens", "top_k", "seed"):
             value = getattr(self, name)
             if not is_int(value) and not (name == "seed" and value is None):

@@ -1,12 +1,17 @@
-"""Shared settings: one hypothesis profile, the marker for tests that need a GPU, and Ctrl-C."""
+"""Shared settings: one thread of torch, one hypothesis profile, the marker for tests that need a GPU, and Ctrl-C."""
 
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
+
+# Tensors this small are slower on several threads, five times so where the workers of a run share the cores.
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 
 # Derandomised, so that a change and its parent see the same examples; no deadline, because CI machines are shared.
 settings.register_profile(

@@ -1,4 +1,4 @@
-"""The house: each room imports only from the rooms below it, and a concept is asked about only in its own room."""
+"""The layers: each package imports only from those below it, and branches on a concept are in its own package alone."""
 
 from __future__ import annotations
 
@@ -10,30 +10,28 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "hybrid_kv"
 
-# From the ground up. A module belongs to the longest name that it begins with; rooms of one line are on one floor, and
-# may not import each other. `cache.modes` imports nothing, so that the configuration can ask it, too.
-FLOORS = [
-    ["arguments", "cache.modes", "choices", "errors", "minimize", "threads"],
+# Bottom up. A module belongs to the longest name that it begins with; packages of one line are on one layer, and
+# may not import each other. `cache.modes` imports nothing, so that the configuration can use it, too.
+LAYERS = [
+    ["arguments", "cache.modes", "environment", "errors", "minimize", "threads"],
     ["config", "files"],
     ["kernels", "results", "sampling"],
     ["cache"],
     ["timing"],
     ["request"],
     ["attention"],
-    ["watch"],
+    ["observe"],
     ["models", "sanitizer", "spec_decode"],
-    ["static"],
     ["engine"],
     ["serve", "targets"],
     ["accuracy"],
     ["guard"],
     ["probes"],
-    ["mutation"],
     ["dashboard"],
-    ["bisect", "study"],
+    ["study"],
     ["cli"],
 ]
-# `hybrid_kv/__init__.py` names the classes that a user imports; it imports them when they are asked for.
+# `hybrid_kv/__init__.py` names the classes that a user imports; it imports them when they are first used.
 DOOR = ""
 
 
@@ -47,7 +45,7 @@ def modules() -> dict[str, Path]:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Every module of the house that a file imports, nested and for typing alone too."""
+    """every module of the package that a file imports, nested and for typing alone too."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -71,22 +69,24 @@ def graph() -> dict[str, set[str]]:
     return {name: {module_of(target) for target in imports(path)} - {name, DOOR} for name, path in known.items()}
 
 
-def room_of(module: str) -> str:
-    rooms = [room for floor in FLOORS for room in floor if module == room or module.startswith(f"{room}.")]
-    assert rooms, f"{module} is on no floor: add its room to FLOORS"
-    return max(rooms, key=len)
+def package_of(module: str) -> str:
+    packages = [
+        package for layer in LAYERS for package in layer if module == package or module.startswith(f"{package}.")
+    ]
+    assert packages, f"{module} is on no layer: add its package to LAYERS"
+    return max(packages, key=len)
 
 
-FLOOR_OF = {room: number for number, floor in enumerate(FLOORS) for room in floor}
+LAYER_OF = {package: number for number, layer in enumerate(LAYERS) for package in layer}
 
 
-def test_no_room_imports_from_a_floor_above() -> None:
+def test_no_package_imports_from_a_layer_above() -> None:
     upward = [
         f"{module} imports {target}"
         for module, targets in graph().items()
         if module != DOOR
         for target in targets
-        if room_of(target) != room_of(module) and FLOOR_OF[room_of(target)] >= FLOOR_OF[room_of(module)]
+        if package_of(target) != package_of(module) and LAYER_OF[package_of(target)] >= LAYER_OF[package_of(module)]
     ]
     assert not upward
 
@@ -107,11 +107,11 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         visit(module, ())
 
 
-# The guard's observer repeats the rules of the cache in its own words: it must not ask the code that it checks.
+# The guard's observer repeats the rules of the cache in its own words: it must not use the code that it checks.
 OBSERVER = {"guard.observer", "guard.published", "guard.waiting"}
 CONCEPTS = {
     "mode": ({"mamba_cache_mode", "mode", "cache_mode"}, {"cache.modes"}),
-    "scheme": ({"state_scheme", "scheme", "replay"}, {"attention.undo"}),
+    "scheme": ({"state_scheme", "scheme", "recompute"}, {"attention.rollback"}),
 }
 
 
@@ -141,13 +141,13 @@ def branches(path: Path, names: set[str], values: set[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("concept", CONCEPTS)
-def test_a_concept_is_asked_about_only_in_its_own_room(concept: str) -> None:
-    from hybrid_kv.attention.undo import SCHEMES
+def test_branches_on_a_concept_are_in_its_own_package(concept: str) -> None:
+    from hybrid_kv.attention.rollback import SCHEMES
     from hybrid_kv.cache.modes import MODES
 
-    names, rooms = CONCEPTS[concept]
+    names, packages = CONCEPTS[concept]
     values = set(MODES if concept == "mode" else SCHEMES)
-    outside = {name: path for name, path in modules().items() if name not in rooms | OBSERVER}
+    outside = {name: path for name, path in modules().items() if name not in packages | OBSERVER}
     assert not [line for path in outside.values() for line in branches(path, names, values)]
 
 

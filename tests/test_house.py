@@ -1,4 +1,4 @@
-"""Everything that the house has a room for can be added as one file and one line, and the quick guard then runs it.
+"""Everything that has a package here can be added as one file and one line, and the quick guard then runs it.
 
 Each test writes a module `toy` into an empty folder. The line is its import, in a script that is the command line of
 this project otherwise: what an import adds is there in the guard's processes, too.
@@ -57,7 +57,7 @@ def command(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
 @pytest.fixture
 def guard(command: Callable[..., subprocess.CompletedProcess[str]]) -> Guard:
-    """The checks of a quick guard that knows a toy and keeps to what is asked for; all of them passed."""
+    """The checks of a quick guard that knows a toy and keeps to the given options; all of them passed."""
 
     def run(toy: str, *arguments: str) -> list[dict[str, Any]]:
         ran = command(toy, "guard", "--quick", "--json", *arguments)
@@ -71,86 +71,32 @@ def guard(command: Callable[..., subprocess.CompletedProcess[str]]) -> Guard:
 def drawn(checks: list[dict[str, Any]]) -> dict[str, int]:
     """How often each pattern happened in exact traffic that had a toy in every engine, in all its pairs."""
     unlike, settings = checks
-    assert unlike["name"] == "scenarios and requests unlike the oracle" and unlike["n"] > 100
-    assert settings["name"] == "pairs and triples of settings that ran" and settings["value"] > 20
-    return dict(settings["figures"]["seen"])
+    assert unlike["name"] == "wrong tokens, exact model" and unlike["n"] > 100
+    assert settings["name"] == "pairs and triples of settings covered" and settings["value"] > 20
+    return dict(settings["metrics"]["seen"])
 
 
 SCHEME = """
-    from dataclasses import dataclass, field
-
-    import numpy as np
-
-    from hybrid_kv.attention.undo import SCHEMES
-    from hybrid_kv.cache.modes import MODES
-    from hybrid_kv.cache.spec import UndoSpec
-    from hybrid_kv.config import ConfigError
-    from hybrid_kv.sanitizer.rules_undo import RULES, UndoRules
+    from hybrid_kv.attention.rollback import SCHEMES, Recompute, RecomputeSpec
+    from hybrid_kv.kernels.recompute import shortest_ring_len
+    from hybrid_kv.sanitizer.rules_rollback import RULES, RecomputeRules
 
 
-    @dataclass
-    class Memory:  # of a layer: by row of the engine, the states after every token of its last step
-        rows: dict = field(default_factory=dict)
+    class EagerSpec(RecomputeSpec):
+        scheme = "eager"
 
 
-    class ScratchSpec(UndoSpec):
-        scheme = "scratch"
-        num_blocks = 0
-
-        def allocate(self, inputs, num_rows, device):
-            return Memory()
-
-
-    @dataclass(frozen=True)
-    class ScratchStep:
-        rows: np.ndarray
-        is_kept: np.ndarray  # the state is in the memory, not in the block
-        index: np.ndarray
-        reads_states, is_constant, cu_seqlens, history = True, False, None, None
-
-        def advance(self, layer, tokens, states, state, memory, metadata):
-            for i in np.flatnonzero(self.is_kept):
-                for before, kept in zip(states, memory.rows[self.rows[i]], strict=True):
-                    before[i] = kept[self.index[i]]
-            y, after = layer.scan(tokens, states)
-            for i, row in enumerate(self.rows):
-                memory.rows[row] = [part[i].copy() for part in after]
-            return y
-
-        def fold(self, layer, state, memory, launches):
-            pass
-
-
-    class Scratch:
-        "Keeps the states of a verify step beside the pool; the next step picks one. Nothing in it can be published."
-        copies_states, spec_type = False, ScratchSpec
-
-        def __init__(self, spec, max_num_seqs, device, launches):
-            self.is_kept = np.zeros(max_num_seqs + 1, dtype=bool)  # the last one is padding's
+    class Eager(Recompute):
+        "Writes the state in nearly every step: the ring holds the tokens of two."
+        spec_type = EagerSpec
 
         @staticmethod
         def memory(cache, num_speculative_tokens, is_async, specs):
-            if MODES[cache.mamba_cache_mode].keeps_states:
-                raise ConfigError("scheme scratch publishes nothing; use mode none")
-            return ScratchSpec(num_speculative_tokens)
-
-        def source_columns(self, anchors, window_rows):
-            return anchors
-
-        def prepare(self, rows, new, num_gained, common, table):
-            split = common.num_decodes
-            self.is_kept[rows[list(new)]] = self.is_kept[-1] = False
-            step = ScratchStep(rows[:split].copy(), self.is_kept[rows[:split]], num_gained[:split] - 1)
-            self.is_kept[rows[:split]] = True
-            self.is_kept[rows[split:]] = False
-            return step
+            longest = 1 + num_speculative_tokens
+            return EagerSpec(num_speculative_tokens, shortest_ring_len(longest), longest if is_async else 0)
 
 
-    class ScratchRules(UndoRules):
-        in_blocks = False
-
-
-    SCHEMES["scratch"], RULES["scratch"] = Scratch, ScratchRules
+    SCHEMES["eager"], RULES["eager"] = Eager, RecomputeRules
 """
 
 SIZES = {"heads": 2, "head_dim": 4, "state": 3, "groups": 1, "taps": 4, "hidden_size": 8, "vocab_size": 101}
@@ -208,8 +154,8 @@ def test_a_mode_is_one_file_and_one_line(guard: Guard) -> None:
     assert seen["hit_prompts only"] and seen["accepted_draft"] and seen["preemption"] and seen["sanitized"]
 
 
-def test_an_undo_scheme_is_one_file_and_one_line(guard: Guard) -> None:
-    seen = drawn(guard(SCHEME, "--only", "scheme=scratch"))
+def test_an_rollback_scheme_is_one_file_and_one_line(guard: Guard) -> None:
+    seen = drawn(guard(SCHEME, "--only", "scheme=eager"))
     assert seen["accepted_draft"] and seen["rejected_draft"] and seen["preemption"] and seen["sanitized"]
 
 
@@ -232,7 +178,7 @@ def test_a_family_is_one_file_and_one_line(guard: Guard) -> None:
     result, distance = guard(toy, "--only", "family=tiny_mamba")
     assert distance["name"] == "distance from transformers, tiny_mamba" and 0 < distance["value"] < 2e-5
     assert result["name"] == "largest logit difference, tiny_mamba" and result["n"] > 1000
-    assert all(result["figures"][what] for what in ("cached_tokens", "accepted", "preemptions"))
+    assert all(result["metrics"][what] for what in ("cached_tokens", "accepted", "preemptions"))
 
 
 def test_a_check_is_one_file_and_one_line(guard: Guard) -> None:

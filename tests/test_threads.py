@@ -20,9 +20,9 @@ def three_threads() -> Iterator[None]:
 
 
 def test_one_thread_until_the_end_even_of_an_error() -> None:
-    with pytest.raises(ValueError, match="planted"), one_thread():
+    with pytest.raises(ValueError, match="injected"), one_thread():
         assert torch.get_num_threads() == 1
-        raise ValueError("planted")
+        raise ValueError("injected")
     assert torch.get_num_threads() == 3
 
 

@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parent.parent / ".ci" / "titles"
     "title, fault",
     [
         ("block_table: stage a step in one call", ""),
-        ("cache, request: move what watchers need", ""),
+        ("cache, request: move what observers need", ""),
         ("stage a step in one call", "no scope"),
         ("block_table: " + "x" * 60, "longer than 72 characters"),
     ],

@@ -15,14 +15,48 @@ import inspect
 import sys
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from bench.harness import registry
-from hybrid_kv.timing.cases import Case, Cell
-from hybrid_kv.timing.clock import LaunchSubject, Stopwatch, Subject, calibrate
-from hybrid_kv.timing.measurement import checked, runs_here, subject_of
+from bench.harness.cells import Case, Cell
+from bench.harness.measurement import kind_of, runs_here
+from hybrid_kv.timing.case import checked
+from hybrid_kv.timing.clock import Subject, calibrate
+
+
+@dataclass(frozen=True)
+class LaunchSubject(Subject):
+    """A subject whose `run` launches: what that costs the host. The device is left to finish afterwards, untimed."""
+
+    def sample(self, repeats: int) -> float:
+        """Seconds per call of the host."""
+        torch.cuda.synchronize()
+        try:
+            return super().sample(repeats)
+        finally:
+            torch.cuda.synchronize()
+
+
+class Stopwatch:
+    """A clock that runs only inside samples, for tools that time a function themselves.
+
+    Such a tool reads the clock, calls, and reads it again: what a call spends on building, checking and resetting its
+    subject, and in waiting for a device, does not count. One call is one sample, a mean over many runs.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def read(self) -> float:
+        return self.seconds
+
+    def run(self, subject: Subject, repeats: int) -> None:
+        """Move on by what one call of the subject takes, on average over `repeats`."""
+        self.seconds += subject.sample(repeats)
+
 
 torch.set_num_threads(1)  # A second thread makes the times of small tensors bimodal: 0.25 or 8 ms were seen.
 _WATCH = Stopwatch()
@@ -30,7 +64,7 @@ _made: dict[str, tuple[Case, dict[str, tuple[Subject, int]]]] = {}
 
 
 class Timed:
-    """What asv is told of all timed benchmarks."""
+    """What asv needs to know of all timed benchmarks."""
 
     timer = _WATCH.read
     number = 5  # calls per sample, each a mean over about 0.3 ms
@@ -54,11 +88,11 @@ def _sample(cell: Cell, kind: str) -> None:
             case = cell.make()
         except (ImportError, AttributeError, TypeError) as error:
             _skip(f"this version of hybrid_kv lacks what {cell.key} needs: {error}")
-        checked(cell, case)
+        checked(cell.key, case)
         _made[cell.key] = case, {}
     case, subjects = _made[cell.key]
     if kind not in subjects:
-        subject = LaunchSubject(case.run, case.reset, case.max_repeats) if kind == "launch" else subject_of(cell, case)
+        subject = (LaunchSubject if kind == "launch" else kind_of(cell))(case.run, case.reset, case.max_repeats)
         subjects[kind] = subject, calibrate(subject)
     _WATCH.run(*subjects[kind])
 
@@ -83,7 +117,7 @@ def _checked_again(by_values: dict[tuple[Any, ...], Cell]) -> Any:
     def teardown(self: Any, *values: Any) -> None:
         cell = by_values[values]
         if cell.key in _made:
-            checked(cell, _made[cell.key][0])
+            checked(cell.key, _made[cell.key][0])
 
     return teardown
 

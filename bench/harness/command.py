@@ -9,12 +9,8 @@ from dataclasses import asdict
 from typing import Any
 
 from bench import peers
-from bench.harness.registry import cells, suites, unavailable
-from hybrid_kv.arguments import ArgumentParser
-from hybrid_kv.config import HybridKVError
-from hybrid_kv.results import append_rows, check_writable
-from hybrid_kv.timing.cases import TIERS, Cell, WrongResultError
-from hybrid_kv.timing.measurement import (
+from bench.harness.cells import TIERS, Cell, WrongResultError
+from bench.harness.measurement import (
     QUICK_ROUNDS,
     ROUNDS,
     Counted,
@@ -23,15 +19,13 @@ from hybrid_kv.timing.measurement import (
     measure_together,
     runs_here,
 )
+from bench.harness.registry import cells, suites, unavailable
+from hybrid_kv.arguments import ArgumentParser
+from hybrid_kv.config import HybridKVError
+from hybrid_kv.dashboard.words import duration
+from hybrid_kv.results import append_rows, check_writable
 
 Results = Sequence[Measurement] | Sequence[Counted]
-
-
-def _time(seconds: float) -> str:
-    scale, unit = next(
-        s for s in ((1, "s"), (1e3, "ms"), (1e6, "us"), (1e9, "ns")) if seconds * s[0] >= 1 or s[0] == 1e9
-    )
-    return f"{seconds * scale:,.{2 if seconds * scale < 100 else 0}f} {unit}"
 
 
 def _columns(results: Results) -> dict[str, str]:
@@ -42,11 +36,15 @@ def _columns(results: Results) -> dict[str, str]:
             shown |= {f"{name}, {count.unit}": f"{count.value:,}" for name, count in one.counts.items()}
         elif "subject" in one.cell.params:
             ratio = f" ({one.ratio.value:.1f})" if one.ratio else ""
-            shown[str(one.cell.params["subject"])] = _time(one.time.value) + ratio
+            shown[str(one.cell.params["subject"])] = duration(1e9 * one.time.value) + ratio
         else:
             half = (one.time.high - one.time.low) / 2 / one.time.value
             error = one.receipt.max_error
-            shown |= {"time": _time(one.time.value), "± %": f"{100 * half:.1f}", "largest error": f"{error:.1g}"}
+            shown |= {
+                "time": duration(1e9 * one.time.value),
+                "± %": f"{100 * half:.1f}",
+                "largest error": f"{error:.1g}",
+            }
     return shown
 
 
@@ -80,7 +78,7 @@ def _chosen(quick: bool, chosen: Sequence[str], tiers: Sequence[str], select: Se
     """Cells to measure; what is left out is said.
 
     Raises:
-        HybridKVError: nothing is left of what was asked for.
+        HybridKVError: no cell is left.
     """
     found = [
         cell

@@ -91,9 +91,9 @@ def own_benchmarks(answers: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return {side: answer["own"] for side, answer in zip(SIDES, answers, strict=True) if "own" in answer}
 
 
-def measure_cell(pair: Pair, cell: CellInfo, design: Design, times: Times, plant: float = 0.0) -> Failure | None:
-    """Add what one worker pair says about one cell to `times`, unless it fails; `plant` slows HEAD down."""
-    made = pair.ask_both("make", key=cell.key, own_key=cell.own_key, only_head={"plant": plant})
+def measure_cell(pair: Pair, cell: CellInfo, design: Design, times: Times, inject: float = 0.0) -> Failure | None:
+    """Add what one worker pair says about one cell to `times`, unless it fails; `inject` slows HEAD down."""
+    made = pair.ask_both("make", key=cell.key, own_key=cell.own_key, only_head={"inject": inject})
     if failure := _failure(made):
         return failure
     # The slower side decides for both: they must do the same between two readings of the clock.
@@ -168,7 +168,7 @@ class Looks:
     """Looks at cells, each over fresh worker pairs."""
 
     folders: Sequence[Path]
-    plants: Mapping[str, float]
+    injects: Mapping[str, float]
     failures: dict[str, Failure]
     rng: random.Random
 
@@ -189,7 +189,7 @@ class Looks:
         if cell.key in self.failures:
             return
         times = found.setdefault(cell.key, Times())
-        failure = measure_cell(pair, cell, design, times, self.plants.get(cell.key, 0.0))
+        failure = measure_cell(pair, cell, design, times, self.injects.get(cell.key, 0.0))
         if failure is not None:
             self.failures[cell.key] = failure
             del found[cell.key]
@@ -245,7 +245,7 @@ def compare(
     tiers: Sequence[str] = ("count", "cpu", "gpu"),
     design: Design = STANDARD,
     seed: int = 0,
-    plants: Mapping[str, float] | None = None,
+    injects: Mapping[str, float] | None = None,
 ) -> Comparison:
     """Measure two versions; `bench.harness.verdicts` says what it means.
 
@@ -256,7 +256,7 @@ def compare(
         select: only cells whose key contains one of these.
         tiers: only cells of these.
         seed: of every random choice: orders, memory layouts, hash seeds.
-        plants: by key, the fraction by which HEAD is made slower.
+        injects: by key, the fraction by which HEAD is made slower.
 
     Raises:
         ConfigError: an unknown revision, or nothing to compare.
@@ -278,6 +278,6 @@ def compare(
             for cell in measured.cells
             if cell.tier in tiers and cell.tier != "count" and cell.key not in measured.failures
         ]
-        take_times(measured, timed, design, Looks(folders, plants or {}, measured.failures, rng).take)
+        take_times(measured, timed, design, Looks(folders, injects or {}, measured.failures, rng).take)
         measured.cells = [cell for cell in measured.cells if cell.tier in tiers]
     return Comparison(*revisions, seed, design, measured)

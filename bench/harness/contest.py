@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hybrid_kv.timing.cases import Case, Scalar, nothing
+from bench.harness.cells import Case, Scalar, nothing, seed
 
 MODELS = ("nemotron-3-nano", "granite-4-h-small")
 VLLM = "vllm.model_executor.layers.mamba.ops"
@@ -28,7 +28,7 @@ class Rival:
 
     Attributes:
         make: its case; raises ImportError where its package is missing.
-        num_bytes: that a call must move at least; 0 if nobody would call it bound by memory.
+        num_bytes: that a call must move at least; 0 if it is not bound by memory.
         graph: it can be captured: it launches, and never waits for the device.
     """
 
@@ -45,6 +45,29 @@ class Contest:
     params: Mapping[str, Scalar]
     rivals: Mapping[str, Rival]
     means: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+
+def kernel_and_torch(
+    benchmark: str,
+    params: Mapping[str, Scalar],
+    build: Callable[..., Case],
+    kernel: Callable[..., Any],
+    plain: Callable[..., Any],
+    num_bytes: int,
+    graph: bool = False,
+) -> Contest:
+    """Our kernel against the same in plain torch.
+
+    Args:
+        build: makes a case of a seed, `params` and `implementation`.
+        graph: of plain torch, see `Rival`.
+    """
+
+    def made(implementation: Callable[..., Any]) -> Case:
+        return build(seed(benchmark, params), **params, implementation=implementation)
+
+    ours, other = Rival(lambda: made(kernel), num_bytes), Rival(lambda: made(plain), num_bytes, graph)
+    return Contest(benchmark, params, {"triton": ours, "torch": other})
 
 
 class Peer:

@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 
 from bench.harness import asv_classes
+from bench.harness.cells import Cell
+from bench.harness.measurement import runs_here
 from bench.harness.registry import cells
 from hybrid_kv.errors import run_command
 from hybrid_kv.results import provenance
-from hybrid_kv.timing.cases import Cell
-from hybrid_kv.timing.measurement import runs_here
 
 ROOT = Path(__file__).resolve().parents[2]
 PEAKS = r"^end_to_end\.peakmem_generate\('(reference|all)'\)$"

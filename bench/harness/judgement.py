@@ -28,7 +28,7 @@ class Design:
         budget: of worker pairs of a benchmark in a look that stays inconclusive, in multiples of `pairs`.
         samples: of each side in a worker pair; the repeat takes three times as many. They matter on a busy machine:
             with 10 processes on 2 cores the standard deviation between pairs of equal code was 3.1, 2.5 and 1.7 % for
-            8, 16 and 32, on average over the benchmarks that `bench.harness.operating_curve` plants in.
+            8, 16 and 32, on average over the benchmarks that `bench.harness.operating_curve` injects in.
         sample_seconds: that one sample should take.
         cell_seconds: of samples of one side in a worker pair; a slow cell has fewer samples, at least 2.
         min_effect: a relative change that does not matter.

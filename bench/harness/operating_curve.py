@@ -1,10 +1,10 @@
-"""How often `compare` errs: `hybrid-kv compare --self-test` runs it on equal code and on planted slowdowns.
+"""How often `compare` errs: `hybrid-kv compare --self-test` runs it on equal code and on injected slowdowns.
 
-A trial is one whole comparison of a version with itself, over all quick benchmarks of host code. Without a plant every
-verdict but `same` is a false alarm, in either direction. With a plant, the benchmarks in `PLANTED` do more work per
+A trial is one whole comparison of a version with itself, over all quick benchmarks of host code. Without a inject every
+verdict but `same` is a false alarm, in either direction. With a inject, the benchmarks in `INJECTED` do more work per
 call on the HEAD side, in proportion to their time, and `slower` is a detection. All of them are slowed at once: each of
-their rates is a lower bound of what it is for that one alone, since Holm's procedure asks no less of a benchmark when
-there are more suspects. What is not planted in such a trial is equal code, but no false alarm is counted there.
+their rates is a lower bound of what it is for that one alone, since Holm's procedure requires no less of a benchmark
+when there are more suspects. What is not injected in such a trial is equal code, but no false alarm is counted there.
 
 Each trial is one row, so that a self-test can be stopped and continued. Rates with their exact intervals follow at the
 end; `bench.harness.verdicts` reads from them which benchmarks are quarantined.
@@ -13,6 +13,7 @@ end; `bench.harness.verdicts` reads from them which benchmarks are quarantined.
 from __future__ import annotations
 
 import json
+import sys
 import zlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -28,7 +29,7 @@ SUITE = "operating_curve"
 WHOLE = "any benchmark"
 PERCENTS = (2, 5, 10)
 # One of a suite, of 0.2 to 6 ms: host code in Python, in numpy and in torch.
-PLANTED = (
+INJECTED = (
     "block_tables/step[model=nemotron-3-nano,step=decode 64]",
     "slot_mapping/tokens[num_tokens=8192,cp_size=2]",
     "scheduler/decode[mode=none,K=0,num_reqs=16]",
@@ -44,7 +45,7 @@ TOLERATED_RATE = 0.005
 class Trial:
     """One comparison of a version with itself."""
 
-    percent: int  # of the planted slowdown, 0 for none
+    percent: int  # of the injected slowdown, 0 for none
     number: int
     slower: tuple[str, ...]
     faster: tuple[str, ...]
@@ -87,7 +88,7 @@ def run_trial(revision: str, percent: int, number: int, design: Design, root: Pa
         tiers=("cpu",),
         design=design,
         seed=1000 * percent + number,
-        plants=dict.fromkeys(PLANTED, percent / 100) if percent else None,
+        injects=dict.fromkeys(INJECTED, percent / 100) if percent else None,
     )
     outcomes = list(timed_outcomes(comparison.measured, design))
 
@@ -107,7 +108,7 @@ def rates(trials: Sequence[Trial], keys: Sequence[str], experiment: str) -> Iter
 
     def rate(benchmark: str, metric: str, percent: int, hits: int, n: int, better: str, verdict: str = "") -> Row:
         low, high = clopper_pearson(hits, n)
-        params = {"experiment": experiment, "plant_percent": percent}
+        params = {"experiment": experiment, "inject_percent": percent}
         return Row(SUITE, benchmark, metric, hits / n, "", params, low, high, n, better, verdict)
 
     same = [trial for trial in trials if trial.percent == 0]
@@ -120,21 +121,21 @@ def rates(trials: Sequence[Trial], keys: Sequence[str], experiment: str) -> Iter
             yield rate(key, "false_alarm_rate", 0, hits, n, "lower", "pass" if keeps_its_rate(hits, n) else "fail")
             yield rate(key, "suspect_rate", 0, sum(key in trial.suspects for trial in same), n, "lower")
     for percent in PERCENTS:
-        planted = [trial for trial in trials if trial.percent == percent]
-        for key in PLANTED if planted else ():
-            hits = sum(key in trial.slower for trial in planted)
-            yield rate(key, "detection_rate", percent, hits, len(planted), "higher")
+        injected = [trial for trial in trials if trial.percent == percent]
+        for key in INJECTED if injected else ():
+            hits = sum(key in trial.slower for trial in injected)
+            yield rate(key, "detection_rate", percent, hits, len(injected), "higher")
 
 
-def _schedule(repetitions: int, plants: int) -> Iterator[tuple[int, int]]:
+def _schedule(repetitions: int, injects: int) -> Iterator[tuple[int, int]]:
     """Percent and number of each trial; kinds take turns, so that a run that was stopped says something of each."""
     for kinds in ((0, 5), (2, 10)):
-        for number in range(max(repetitions, plants)):
-            yield from ((percent, number) for percent in kinds if number < (plants if percent else repetitions))
+        for number in range(max(repetitions, injects)):
+            yield from ((percent, number) for percent in kinds if number < (injects if percent else repetitions))
 
 
 def self_test(
-    revision: str, file: Path, *, root: Path, repetitions: int = 50, plants: int = 20, design: Design | None = None
+    revision: str, file: Path, *, root: Path, repetitions: int = 50, injects: int = 20, design: Design | None = None
 ) -> list[Row]:
     """Run the trials that `file` does not hold yet; append them and then the rates. Returns the rates."""
     design = design or Design()
@@ -143,14 +144,14 @@ def self_test(
     experiment = experiment_id(keys, design)
     trials = read_trials(file, experiment)
     done = {(trial.percent, trial.number) for trial in trials}
-    missing = [one for one in _schedule(repetitions, plants) if one not in done]
+    missing = [one for one in _schedule(repetitions, injects) if one not in done]
     try:
         for percent, number in missing:
             trial = run_trial(revision, percent, number, design, root)
             append_rows(file, [_trial_row(trial, experiment)], commit=commit)
             trials.append(trial)
             print(
-                f"{'equal code' if percent == 0 else f'{percent} % planted'}, trial {number}: {_listed(trial)}",
+                f"{'equal code' if percent == 0 else f'{percent} % injected'}, trial {number}: {_listed(trial)}",
                 flush=True,
             )
     finally:
@@ -174,7 +175,7 @@ def print_rates(summary: Sequence[Row]) -> None:
 
     by_benchmark: dict[str, dict[tuple[str, int], Row]] = {}
     for row in summary:
-        by_benchmark.setdefault(row.benchmark, {})[row.metric, row.params["plant_percent"]] = row
+        by_benchmark.setdefault(row.benchmark, {})[row.metric, row.params["inject_percent"]] = row
     columns = [("false_alarm_rate", 0), ("suspect_rate", 0), *(("detection_rate", percent) for percent in PERCENTS)]
     table = Table(box=None, pad_edge=False)
     for heading in ("benchmark", "false alarms", "repeated", *(f"{percent} % found" for percent in PERCENTS), ""):
@@ -189,7 +190,4 @@ def print_rates(summary: Sequence[Row]) -> None:
         alarms = found.get(columns[0])
         note = "quarantined" if alarms is not None and alarms.verdict == "fail" else ""
         table.add_row(benchmark, *(text(found.get(column)) for column in columns), note)
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = 180
-    console.print(table)
+    Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 180).print(table)

@@ -17,8 +17,8 @@ from typing import Any, TextIO
 ANSWER_SECONDS = 600.0
 END_SECONDS = 30.0
 # One thread, as the clock sees only one. And memory that was freed stays with the process: glibc's own thresholds move
-# with what was freed before, so that one process maps its buffers anew in each call and its twin does not (2.7 times
-# the time of `causal_conv1d/prefill` were seen).
+# with what was freed before, so that one process maps its buffers anew in each call and its duplicate does not (2.7
+# times the time of `causal_conv1d/prefill` were seen).
 ENVIRONMENT = {
     **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
     "MALLOC_MMAP_THRESHOLD_": str(1 << 25),
@@ -57,7 +57,7 @@ class Pair:
         except OSError:
             reason = "died; its last words, if any, are above"
         self.alive = False
-        return {"failed": f"the worker, asked to {do}, {reason}"}
+        return {"failed": f"the worker, in {do}, {reason}"}
 
     def ask_both(self, do: str, *, only_head: Mapping[str, Any] | None = None, **arguments: Any) -> Answers:
         """In random order; the answers of BASE and HEAD, which alone is given `only_head`."""

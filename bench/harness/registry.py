@@ -12,7 +12,7 @@ import pkgutil
 import re
 
 import bench
-from hybrid_kv.timing.cases import Cell
+from bench.harness.cells import Cell
 
 
 def suites(defining: str = "cells") -> tuple[str, ...]:

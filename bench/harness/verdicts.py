@@ -8,6 +8,7 @@ no longer has. Times: see `bench.harness.compare`. A benchmark whose false alarm
 from __future__ import annotations
 
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,6 +21,7 @@ from bench.harness.compare import CellInfo, Comparison, Failure, Measured, own_b
 from bench.harness.inference import Estimate, estimate, kept
 from bench.harness.judgement import Design, Times, confirmed, verdict
 from hybrid_kv.config import ConfigError
+from hybrid_kv.dashboard.words import duration
 from hybrid_kv.results import Receipt, Row, provenance, read_beside, timing_row
 from hybrid_kv.results.markdown import plain
 
@@ -289,11 +291,6 @@ def rows(comparison: Comparison, outcomes: Sequence[Outcome]) -> Iterator[Row]:
             yield Row(metric=f"{one.metric}{AT_BASE}", value=one.base, params=one.cell.params, **counted)
 
 
-def _time(seconds: float) -> str:
-    scale, unit = next(((s, u) for s, u in ((1, "s"), (1e-3, "ms"), (1e-6, "us")) if seconds >= s), (1e-9, "ns"))
-    return f"{seconds / scale:.3g} {unit}"
-
-
 def cells_of_table(one: Outcome) -> tuple[str, str, str, str, str, str]:
     """Name, BASE, HEAD, their ratio, its interval, verdict."""
     verdict = f"{one.verdict}, quarantined" if one.quarantined else one.verdict
@@ -308,7 +305,7 @@ def cells_of_table(one: Outcome) -> tuple[str, str, str, str, str, str]:
         return one.name, f"{one.base:,} {one.unit}", f"{one.head:,} {one.unit}", "", "", verdict
     ratio = f"{one.estimate.ratio:.3f}"
     interval = f"{one.estimate.low:.3f} … {one.estimate.high:.3f}"
-    return one.name, _time(one.base), _time(one.head), ratio, interval, verdict
+    return one.name, duration(1e9 * one.base), duration(1e9 * one.head), ratio, interval, verdict
 
 
 HEADINGS = ("benchmark", "BASE", "HEAD", "HEAD / BASE", "95 % interval", "verdict")
@@ -318,9 +315,7 @@ def print_table(outcomes: Sequence[Outcome]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = 200
+    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)
     table = Table(box=None, pad_edge=False)
     for i, heading in enumerate(HEADINGS):
         table.add_column(heading, justify="right" if 0 < i < 5 else "left", overflow="fold")
@@ -336,9 +331,9 @@ def markdown(comparison: Comparison, outcomes: Sequence[Outcome]) -> str:
 
     def table(some: Sequence[Outcome]) -> list[str]:
         lines = [f"| {' | '.join(HEADINGS)} |", "|---|--:|--:|--:|--:|---|"]
-        for name, *figures, word in map(cells_of_table, some):
+        for name, *metrics, word in map(cells_of_table, some):
             # With a reason, which is anybody's text, it is more than a word.
-            lines.append(f"| {' | '.join([plain(name), *figures, word if word.isalpha() else plain(word)])} |")
+            lines.append(f"| {' | '.join([plain(name), *metrics, word if word.isalpha() else plain(word)])} |")
         return lines
 
     changed = [one for one in outcomes if one.verdict not in ("same", "not comparable")]

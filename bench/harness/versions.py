@@ -43,7 +43,7 @@ def find_revision(root: Path, name: str, by: str = "compare") -> Revision:
     """Look a revision up.
 
     Args:
-        by: the command that asks, for the error.
+        by: the command, for the error.
 
     Raises:
         ConfigError: git does not know it, or `root` is no checkout.

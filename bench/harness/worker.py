@@ -5,7 +5,7 @@ and its core: what one such start favours, it favours on both sides. What they d
 afterwards; `scatter` moves that by a random amount, so that it is noise between pairs and never a constant bias
 towards one version.
 
-A worker reads one JSON object per line and answers each with one line. It imports its version when it is first asked,
+A worker reads one JSON object per line and answers each with one line. It imports its version at its first request,
 so that a waiting one costs nothing, and stops at the end of its input.
 """
 
@@ -85,7 +85,7 @@ class OnlyFrom:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Raises `ModuleNotFoundError`, so that no later finder is asked."""
+        """Raises `ModuleNotFoundError`, so that no later finder is tried."""
         folder = self.folders.get(name.partition(".")[0])
         if folder is None:
             return None
@@ -145,7 +145,7 @@ class Worker:
         os.chdir(folder)
         self._torch = importlib.import_module("torch")
         self._timing = importlib.import_module("hybrid_kv.timing.clock")
-        self._wrong = importlib.import_module("hybrid_kv.timing.cases").WrongResultError
+        self._wrong = importlib.import_module("hybrid_kv.timing.case").WrongResultError
         self._today = Benchmarks(finder, folder)
         self._own = Benchmarks(finder, folder / OWN)
         self._case: Any = None
@@ -196,14 +196,14 @@ class Worker:
 
         return self._of_cell(key, own_key, work)
 
-    def make(self, key: str, own_key: str, plant: float = 0.0) -> dict[str, Any]:
+    def make(self, key: str, own_key: str, inject: float = 0.0) -> dict[str, Any]:
         """Build the case, check and warm it; `seconds` is its time per call."""
-        return self._of_cell(key, own_key, lambda cell: self._made(cell, plant))
+        return self._of_cell(key, own_key, lambda cell: self._made(cell, inject))
 
-    def _made(self, cell: Any, plant: float) -> dict[str, Any]:
+    def _made(self, cell: Any, inject: float) -> dict[str, Any]:
         self._case = case = cell.make()
         max_error = self._checked()
-        run = slowed(case, plant, self._timing) if plant else case.run
+        run = slowed(case, inject, self._timing) if inject else case.run
         kind = self._timing.DeviceSubject if cell.tier == "gpu" else self._timing.Subject
         self._subject = kind(run, case.reset, case.max_repeats)
         gc.collect()
@@ -229,7 +229,7 @@ class Worker:
     def profile(self, calls: int) -> dict[str, Any]:
         """Seconds per call of each function by itself, with the builtins that it calls; a profiler samples them.
 
-        The profiler's are those on the wall, whoever else is on the core: they share out what the clock has measured.
+        The profiler's are those on the wall, whatever else is on the core: they share out what the clock has measured.
         """
         from pyinstrument import Profiler
 

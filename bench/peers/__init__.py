@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.abc import Loader, MetaPathFinder
@@ -60,16 +60,17 @@ def installs() -> list[Install]:
 class _Finder(MetaPathFinder, Loader):
     """Finds the modules that are wanted in their files; all others of the package are stand-ins."""
 
-    def __init__(self, root: Path, real: Collection[str], values: Mapping[str, Any]) -> None:
+    def __init__(self, root: Path, real: Callable[[str], bool], values: Mapping[str, Any]) -> None:
         self._root, self._real, self._values = root, real, values
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         first, *rest = name.split(".")
         if first not in (self._root.name, "uvloop"):  # uvloop: their files import it, and do without
             return None
-        if name in self._real:
+        if self._real(name):
             place = self._root.joinpath(*rest)
-            return spec_from_file_location(name, place / "__init__.py" if place.is_dir() else place.with_suffix(".py"))
+            file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+            return spec_from_file_location(name, file) if file.exists() else None
         return ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -87,12 +88,12 @@ class _Finder(MetaPathFinder, Loader):
 
 
 @contextmanager
-def loaded(root: Path, real: Collection[str], values: Mapping[str, Any]) -> Iterator[None]:
+def loaded(root: Path, real: Callable[[str], bool], values: Mapping[str, Any]) -> Iterator[None]:
     """Inside, the package in the folder `root` can be imported; afterwards everything is as it was.
 
     Args:
         root: the folder has the package's name.
-        real: full names of the modules whose files are run.
+        real: whether the file of a module is run, by its full name.
         values: what attributes of stand-ins are, by full name; all others are mocks.
     """
     # vLLM looks at every attribute of every module, and llvmlite's library says that it has any attribute.

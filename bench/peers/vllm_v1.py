@@ -80,7 +80,7 @@ def _load_library() -> None:
 def _modules(install: Install) -> tuple[ModuleType, ModuleType]:
     """The files of block tables and of attention groups."""
     _load_library()
-    with loaded(install.folder / "vllm", REAL, VALUES), warnings.catch_warnings():
+    with loaded(install.folder / "vllm", REAL.__contains__, VALUES), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # register_kernels looks at every attribute of every module
         tables = import_module(_TABLES)
         fallbacks: Any = import_module("vllm.utils.cpu_triton_utils")

@@ -1,4 +1,4 @@
-"""One `vllm.LLM`, asked by lines of JSON: run by the Python of an environment that has vLLM, without a file of ours.
+"""One `vllm.LLM`, driven by lines of JSON: run by the Python of an environment that has vLLM, without a file of ours.
 
 `python vllm_worker.py FOLDER MAX_NUM_SEQS MAX_MODEL_LEN DTYPE` answers `{"version": …}` when the checkpoint runs. Each
 line `{"prompts": [[1, 2]], "max_tokens": 8}` is then answered with `{"tokens": [[3, …]], "seconds": …}`: greedy, and
@@ -38,7 +38,7 @@ def main() -> None:
     try:
         import torch
 
-        # torchvision as it is published has no operators for a CPU build of torch, and asks for these two when models
+        # torchvision as it is published has no operators for a CPU build of torch, and needs these two when models
         # that could see import it.
         vision = torch.library.Library("torchvision", "DEF")
         for name in ("nms", "qnms"):

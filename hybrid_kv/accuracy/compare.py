@@ -6,7 +6,7 @@ same; where they differ there is nothing to compare.
 
 The rule. Two files: one look at all questions; worse if McNemar's exact one-sided p is at most 5 %. A live run against
 a longer baseline: 250 questions first, worse at p <= 0.1 %, no loss if not one question was lost; otherwise all
-questions are asked (again: the shots of a question may depend on the ones before it), worse at p <= 4.9 %.
+questions are sent (again: the shots of a question may depend on the ones before it), worse at p <= 4.9 %.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Answers:
-    """A run: its answers by doc_id. `digest` tells files of one name apart; `commit` is empty where none is noted.
+    """A run: its answers by doc_id. `digest` distinguishes files of one name; `commit` is empty where unknown.
 
     `chosen`: its questions are those that another run lost, see `lost`.
     """
@@ -62,11 +63,11 @@ class Answers:
     chosen: bool = False
 
     def only(self, questions: Sequence[int]) -> Answers:
-        """The same run as if these had been chosen."""
+        """The same run, cut to these questions."""
         return replace(self, by_doc={doc_id: self.by_doc[doc_id] for doc_id in questions}, chosen=True)
 
     def first(self, questions: int) -> Answers:
-        """The same run as if only so many questions had been asked."""
+        """The same run, cut to its first questions."""
         kept = {doc_id: self.by_doc[doc_id] for doc_id in sorted(self.by_doc)[:questions]}
         return replace(self, by_doc=kept)
 
@@ -127,7 +128,7 @@ def _answers(name: str, place: str, text: str, answer_filter: str) -> Answers:
     params: dict[str, Any] = noted if isinstance(noted, dict) else {}
     commit = str(first.get("commit") or "")
     if not re.fullmatch(r"([0-9a-f]{40}(-dirty)?)?", commit):
-        raise HybridKVError(f"{place}: commit {commit!r} is no full hash of a commit")
+        raise HybridKVError(f"{place}: commit {commit!r} is not a full hash of a commit")
     return Answers(
         name=name,
         digest=hashlib.sha256(text.encode()).hexdigest()[:12],
@@ -148,7 +149,7 @@ def json_lines(text: str, place: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """The JSON object of each line, with its number.
 
     Raises:
-        HybridKVError: a line is none.
+        HybridKVError: a line is not an object.
     """
     # Not splitlines: lm-eval writes other separators, such as U+2028, into its strings as they are.
     for number, line in enumerate(text.split("\n"), 1):
@@ -159,7 +160,7 @@ def json_lines(text: str, place: str) -> Iterator[tuple[int, dict[str, Any]]]:
         except (ValueError, RecursionError):  # the latter of 100,000 nested brackets
             value = None
         if not isinstance(value, dict):
-            raise HybridKVError(f"{place} line {number} is no JSON object; was the file cut off?")
+            raise HybridKVError(f"{place} line {number} is not a JSON object; was the file cut off?")
         yield number, value
 
 
@@ -174,36 +175,63 @@ def _answer(line: dict[str, Any], answer_filter: str, place: str) -> tuple[int, 
             # Ours notes an answer that the strict filter missed; one that the flexible one got right was found.
             invalid, output = line["invalid"] and not correct, line["output_sha"]
     except (KeyError, IndexError, TypeError) as error:
-        raise HybridKVError(f"{place} is no answer of hybrid-kv or lm-eval: {error!r} is missing or odd") from None
+        raise HybridKVError(f"{place} is not an answer of hybrid-kv or lm-eval: {error!r} is missing or odd") from None
     kinds = [(doc_id, int), *((value, str) for value in hashes), (correct, bool), (invalid, bool)]
     if wrong := [value for value, kind in kinds if type(value) is not kind]:
-        raise HybridKVError(f"{place} is no answer of hybrid-kv or lm-eval: {wrong[0]!r} has the wrong type")
+        raise HybridKVError(f"{place} is not an answer of hybrid-kv or lm-eval: {wrong[0]!r} has the wrong type")
     return doc_id, Answer(hashes, correct, invalid, output)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Baseline against candidate. `alpha` is this look's; `final`: there is no later look.
-
-    Of the `lost` questions (`lost_questions`: their numbers) `lost_to_invalid` have no answer at all now;
-    `gained_from_invalid` had none before. `outputs_changed` counts answers whose tokens differ, right or wrong; None
-    where a file does not tell.
-    """
+    """Baseline against candidate, question by question. `alpha` is this look's; `final`: there is no later look."""
 
     baseline: Answers
     candidate: Answers
-    answer_filter: str
-    n: int
-    correct: tuple[int, int]
-    invalid: tuple[int, int]
-    lost: int
-    gained: int
-    lost_to_invalid: int
-    gained_from_invalid: int
-    outputs_changed: int | None
-    alpha: float
-    final: bool
-    lost_questions: tuple[int, ...] = ()
+    answer_filter: str = STRICT
+    alpha: float = paired.ALPHA
+    final: bool = True
+
+    @cached_property
+    def pairs(self) -> dict[int, tuple[Answer, Answer]]:
+        """Both answers to every question, by doc_id."""
+        return {i: (self.baseline.by_doc[i], self.candidate.by_doc[i]) for i in sorted(self.baseline.by_doc)}
+
+    def _count(self, holds: Callable[[Answer, Answer], bool]) -> int:
+        return sum(holds(*pair) for pair in self.pairs.values())
+
+    @property
+    def n(self) -> int:
+        return len(self.pairs)
+
+    @property
+    def lost_questions(self) -> list[int]:
+        """The numbers of the questions that only the baseline has right."""
+        return [i for i, (before, after) in self.pairs.items() if before.correct and not after.correct]
+
+    @property
+    def lost(self) -> int:
+        return len(self.lost_questions)
+
+    @property
+    def lost_to_invalid(self) -> int:
+        """Of the lost ones, those that have no answer at all now."""
+        return self._count(lambda before, after: before.correct and after.invalid)
+
+    @property
+    def gained(self) -> int:
+        return self._count(lambda before, after: after.correct and not before.correct)
+
+    @property
+    def gained_from_invalid(self) -> int:
+        return self._count(lambda before, after: after.correct and before.invalid)
+
+    @property
+    def outputs_changed(self) -> int | None:
+        """Answers whose tokens differ, right or wrong; None where a file does not record the tokens."""
+        if any(one.output_sha is None for pair in self.pairs.values() for one in pair):
+            return None
+        return self._count(lambda before, after: before.output_sha != after.output_sha)
 
     @property
     def difference(self) -> float:
@@ -216,42 +244,31 @@ class Comparison:
 
     @property
     def verdict(self) -> paired.Verdict:
-        """Of questions that were chosen because they were lost no test says anything: one that is lost is enough."""
+        """Questions that were chosen because they were lost say nothing about a rate: one that is lost is enough."""
         if self.baseline.chosen:
             return "worse" if self.lost else "no loss shown"
         return paired.decide(self.lost, self.gained, self.alpha, self.final)
 
+    @property
+    def task(self) -> str:
+        return self.candidate.task or self.baseline.task or "unknown"
+
     def summary(self) -> dict[str, Any]:
         """Everything, ready for JSON; shares are of the questions, intervals 95 %."""
-        low, high = paired.difference_interval(self.lost, self.gained, self.n)
-        runs = {}
-        for name, one, right, invalid in zip(
-            ("baseline", "candidate"), (self.baseline, self.candidate), self.correct, self.invalid, strict=True
-        ):
-            runs[name] = {
-                "name": one.name,
-                "digest": one.digest,
-                "commit": one.commit,
-                "params": one.params,
-                "correct": right,
-                "accuracy": right / self.n,
-                "accuracy_ci": wilson_interval(right, self.n),
-                "invalid": invalid,
-                "wrong": self.n - right - invalid,
-            }
+        counts = {
+            name: getattr(self, name)
+            for name in ("lost", "lost_questions", "lost_to_invalid", "gained", "gained_from_invalid")
+        }
         return {
             "task": self.task,
             "filter": self.answer_filter,
             "n": self.n,
-            **runs,
-            "lost": self.lost,
-            "lost_questions": list(self.lost_questions),
-            "lost_to_invalid": self.lost_to_invalid,
-            "gained": self.gained,
-            "gained_from_invalid": self.gained_from_invalid,
+            "baseline": self._run(self.baseline),
+            "candidate": self._run(self.candidate),
+            **counts,
             "outputs_changed": self.outputs_changed,
             "difference": self.difference,
-            "difference_ci": (low, high),
+            "difference_ci": paired.difference_interval(self.lost, self.gained, self.n),
             "difference_method": "Tango's score interval, 95 %",
             "p": self.p,
             "p_method": "McNemar, exact, one-sided",
@@ -260,51 +277,34 @@ class Comparison:
             "verdict": self.verdict,
         }
 
-    @property
-    def task(self) -> str:
-        return self.candidate.task or self.baseline.task or "unknown"
+    def _run(self, run: Answers) -> dict[str, Any]:
+        right = sum(answer.correct for answer in run.by_doc.values())
+        invalid = sum(answer.invalid for answer in run.by_doc.values())
+        return {
+            **{name: getattr(run, name) for name in ("name", "digest", "commit", "params")},
+            "correct": right,
+            "accuracy": right / self.n,
+            "accuracy_ci": wilson_interval(right, self.n),
+            "invalid": invalid,
+            "wrong": self.n - right - invalid,
+        }
 
 
-def compare(
-    baseline: Answers,
-    candidate: Answers,
-    *,
-    answer_filter: str = STRICT,
-    alpha: float = paired.ALPHA,
-    final: bool = True,
-) -> Comparison:
+def compare(baseline: Answers, candidate: Answers, **look: Any) -> Comparison:
     """Pair two runs question by question.
 
+    Args:
+        look: `answer_filter`, `alpha` and `final` of `Comparison`.
+
     Raises:
-        HybridKVError: they did not answer the same questions, asked in the same words.
+        HybridKVError: they did not answer the same questions, put in the same words.
     """
-    ours, theirs = baseline.by_doc, candidate.by_doc
-    check_questions(baseline, candidate.name, {doc_id: answer.hashes for doc_id, answer in theirs.items()})
-    pairs = [(ours[doc_id], theirs[doc_id]) for doc_id in sorted(ours)]
-    lost_questions = tuple(i for i in sorted(ours) if ours[i].correct and not theirs[i].correct)
-    lost = [theirs[i] for i in lost_questions]
-    gained = [before for before, after in pairs if after.correct and not before.correct]
-    tokens_known = all(one.output_sha is not None for pair in pairs for one in pair)
-    return Comparison(
-        baseline=baseline,
-        candidate=candidate,
-        answer_filter=answer_filter,
-        n=len(pairs),
-        correct=(sum(a.correct for a, _ in pairs), sum(b.correct for _, b in pairs)),
-        invalid=(sum(a.invalid for a, _ in pairs), sum(b.invalid for _, b in pairs)),
-        lost=len(lost),
-        gained=len(gained),
-        lost_to_invalid=sum(answer.invalid for answer in lost),
-        gained_from_invalid=sum(answer.invalid for answer in gained),
-        outputs_changed=sum(a.output_sha != b.output_sha for a, b in pairs) if tokens_known else None,
-        alpha=alpha,
-        final=final,
-        lost_questions=lost_questions,
-    )
+    check_questions(baseline, candidate.name, {doc_id: answer.hashes for doc_id, answer in candidate.by_doc.items()})
+    return Comparison(baseline, candidate, **look)
 
 
 def check_questions(baseline: Answers, name: str, hashes: Mapping[int, tuple[str, ...]]) -> None:
-    """Whether another run is asked what the baseline was.
+    """Check that another run has the baseline's questions.
 
     Args:
         name: of the other run, for the message.
@@ -331,7 +331,7 @@ def check_questions(baseline: Answers, name: str, hashes: Mapping[int, tuple[str
 def compare_live(
     baseline: Answers, ask: Callable[[int], AccuracyResult], answer_filter: str = STRICT
 ) -> tuple[AccuracyResult, Comparison]:
-    """Ask a model the baseline's questions, as few as decide. `ask(n)` asks the first n with a fresh engine.
+    """Send a model the baseline's questions, as few as decide. `ask(n)` sends the first n to a fresh engine.
 
     Raises:
         HybridKVError: as `compare`; also a baseline that does not hold the first questions of its task.
@@ -357,46 +357,32 @@ def rows(comparison: Comparison) -> list[Row]:
     """The comparison as rows of the results file, under the candidate's parameters.
 
     Raises:
-        HybridKVError: a file names its task or parameters in a way that no row can hold.
+        HybridKVError: a file names its task or parameters in a way that a row cannot hold.
     """
-    try:
-        return _rows(comparison)
-    except ValueError as error:
-        raise HybridKVError(f"{comparison.candidate.name} cannot become rows: {error}") from None
-
-
-def _rows(comparison: Comparison) -> list[Row]:
     from hybrid_kv.results import Row
 
     document = comparison.summary()
     params = dict(comparison.candidate.params)
     for name in ("baseline", "candidate"):
-        run = document[name]
-        params[name] = f"{run['name']} {run['digest']}"
+        params[name] = f"{document[name]['name']} {document[name]['digest']}"
     if comparison.candidate.commit:
         params["candidate_commit"] = comparison.candidate.commit
     params |= {"filter": comparison.answer_filter, "alpha": comparison.alpha}
     low, high = document["difference_ci"]
-    shared: dict[str, Any] = {"suite": "accuracy", "benchmark": comparison.task, "params": params, "n": comparison.n}
-    shared["baseline_commit"] = comparison.baseline.commit
     verdict = "fail" if comparison.verdict == "worse" else "pass"
-    made = [
-        Row(
-            metric="paired_difference",
-            value=comparison.difference,
-            ci_low=low,
-            ci_high=high,
-            better="higher",
-            verdict=verdict,
-            **shared,
-        ),
-        Row(metric="mcnemar_p", value=comparison.p, better="higher", **shared),
-        Row(metric="questions_lost", value=comparison.lost, unit="questions", better="lower", **shared),
-        Row(metric="questions_gained", value=comparison.gained, unit="questions", better="higher", **shared),
-    ]
+    made: dict[str, dict[str, Any]] = {
+        "paired_difference": {"value": comparison.difference, "ci_low": low, "ci_high": high, "verdict": verdict},
+        "mcnemar_p": {"value": comparison.p},
+        "questions_lost": {"value": comparison.lost, "unit": "questions", "better": "lower"},
+        "questions_gained": {"value": comparison.gained, "unit": "questions"},
+    }
     if (loss := document["detectable_loss"]) is not None:
-        made.append(Row(metric="detectable_loss", value=loss, better="lower", **shared))
-    return made
+        made["detectable_loss"] = {"value": loss, "better": "lower"}
+    shared = {"params": params, "n": comparison.n, "baseline_commit": comparison.baseline.commit, "better": "higher"}
+    try:
+        return [Row("accuracy", comparison.task, metric, **{**shared, **one}) for metric, one in made.items()]
+    except ValueError as error:
+        raise HybridKVError(f"{comparison.candidate.name} cannot become rows: {error}") from None
 
 
 def print_comparison(comparison: Comparison) -> None:
@@ -421,24 +407,18 @@ def print_comparison(comparison: Comparison) -> None:
         )
     console.print(table)
     low, high = document["difference_ci"]
-    loss = document["detectable_loss"]
-    changed = document["outputs_changed"]
-    for line in (
+    loss, changed = document["detectable_loss"], document["outputs_changed"]
+    lines = [
         f"lost {comparison.lost} ({comparison.lost_to_invalid} of them invalid now), gained {comparison.gained} "
         f"({comparison.gained_from_invalid} invalid before)"
         + ("" if changed is None else f"; the tokens of {changed} answers differ"),
         f"difference {100 * comparison.difference:+.2f} points, 95 % interval {100 * low:+.2f} to {100 * high:+.2f} "
-        "(Tango); "
-        f"one-sided exact McNemar p = {comparison.p:.3g}, worse if <= {comparison.alpha:g}",
+        f"(Tango); one-sided exact McNemar p = {comparison.p:.3g}, worse if <= {comparison.alpha:g}",
         f"detectable at {comparison.lost + comparison.gained} flips, with 80 % power: "
-        + (
-            "none, the flips are too many for so few questions"
-            if loss is None
-            else f"a loss of {100 * loss:.1f} points"
-        ),
-    ):
-        console.print(line, soft_wrap=True)
+        + ("none, too many flips for so few questions" if loss is None else f"a loss of {100 * loss:.1f} points"),
+    ]
     if comparison.verdict == "no loss shown" and not comparison.final:
         bound = paired.unseen_loss(comparison.n)
-        console.print(f"no question lost, so no more were asked: 95 % sure that fewer than {bound:.1%} are lost")
-    console.print(f"verdict: {comparison.verdict}")
+        lines.append(f"no question lost, so the run ends here: 95 % sure that fewer than {bound:.1%} are lost")
+    for line in [*lines, f"verdict: {comparison.verdict}"]:
+        console.print(line, soft_wrap=True)

@@ -1,7 +1,7 @@
-"""A run and what it is held against: the answers of an earlier run, or a recorded floor.
+"""A run and what it is compared with: the answers of an earlier run, or a recorded floor.
 
-What can be known before the first question is checked before it: that the earlier run was asked the same, and that the
-task has as many questions as the floor is for.
+What can be known before the first question is checked before it: that the earlier run had the same questions, and that
+the task has as many questions as the floor is for.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ QUESTIONS = 250  # as many as a first look at two runs takes (`paired.looks`)
 
 @dataclass(frozen=True)
 class Judgement:
-    """A run, and the comparison or the floor that it was held against, if any."""
+    """A run, and the comparison or the floor that it was compared with, if any."""
 
     result: AccuracyResult
     comparison: Comparison | None = None
     floor: Floor | None = None
-    lost: str = ""  # where the questions that lost an answer were written, and how they are asked again
+    lost: str = ""  # where the questions that lost an answer were written, and the command that repeats them
 
     @property
     def passed(self) -> bool:
@@ -76,20 +76,20 @@ def judge(
     repro: Path | None = None,
     **engine_options: Any,
 ) -> Judgement:
-    """Ask a model and hold its answers against what is known.
+    """Run a task and compare its answers with what is known.
 
     Args:
         model, gsm8k_dir, engine_options: as for `run.evaluate`.
         task, seed: default: the baseline's, else gsm8k_synth and 0.
-        limit: ask the first so many questions; default: 250, with a baseline all of its own, as few as decide.
+        limit: the number of questions; default: 250, with a baseline all of its own, as few as decide.
         against: the baseline, a file of `run.write_samples`.
-        check_floor: hold the score against the floor recorded for so many questions.
+        check_floor: compare the score with the floor recorded for so many questions.
         answer_filter: decides for both what is right.
         repro: folder for the questions that lost their answers, as few as lose one again; None writes none.
 
     Raises:
         ConfigError: the task, the model or an option cannot be used, or there is no such floor.
-        HybridKVError: the baseline cannot be read or was asked other questions; the engine refused every question.
+        HybridKVError: the baseline cannot be read or has other questions; the engine rejected every question.
     """
     if against is not None and check_floor:
         raise ConfigError("--check-floor and --against exclude each other: a floor is for a fixed number of questions")
@@ -122,14 +122,14 @@ def judge(
         texts = {number: docs[number]["question"] for number in comparison.lost_questions}
         few = lost.fewest(baseline, comparison, texts, lambda only: ask(total, only))
         file = lost.write_lost(against, few, texts, repro)
-        told = f"asked alone {len(few)} of them lose an answer again: hybrid-kv accuracy --against {file}, same options"
-        return Judgement(result, comparison, lost=f"{told}\n{texts[few[0]]}")
-    asked, floor = limit or QUESTIONS, None
+        report = f"alone, {len(few)} of them lose an answer again: hybrid-kv accuracy --against {file}, same options"
+        return Judgement(result, comparison, lost=f"{report}\n{texts[few[0]]}")
+    count, floor = limit or QUESTIONS, None
     if check_floor:
-        floor = threshold.find_floor(Path(model or "guard_model").name, task, answer_filter, asked)
-        if (there := len(load_task(task, seed, asked, gsm8k_dir).eval_docs)) < asked:
-            raise ConfigError(f"the floor is for {asked} questions, the task has {there}")
-    return Judgement(ask(asked), floor=floor)
+        floor = threshold.find_floor(Path(model or "guard_model").name, task, answer_filter, count)
+        if (there := len(load_task(task, seed, count, gsm8k_dir).eval_docs)) < count:
+            raise ConfigError(f"the floor is for {count} questions, the task has {there}")
+    return Judgement(ask(count), floor=floor)
 
 
 def _same(name: str, given: Any, recorded: Any) -> Any:
@@ -141,5 +141,5 @@ def _same(name: str, given: Any, recorded: Any) -> Any:
 def _seed_of(baseline: Answers) -> int | None:
     seed = baseline.params.get("seed")
     if seed is not None and type(seed) is not int:
-        raise ConfigError(f"{baseline.name}: seed {seed!r} is no integer; make the file anew")
+        raise ConfigError(f"{baseline.name}: seed {seed!r} is not an integer; write the file again")
     return seed

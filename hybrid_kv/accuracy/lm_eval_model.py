@@ -2,7 +2,7 @@
 
 lm-eval 0.4.13 has no plug-in point for models: this module must be imported before the model is looked up. That command
 is lm-eval's own with the import done. A plain `lm_eval` imports what a task file names with `!function`, if the file is
-given by its path: our `tasks/gsm8k_synth.yaml` does so, and `tasks/register.yaml`, which asks nothing and stands beside
+given by its path: our `tasks/gsm8k_synth.yaml` does so, and `tasks/register.yaml`, which has no questions and goes with
 any other tasks. In Python, importing this module is enough.
 """
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from hybrid_kv.engine.llm import LLM, RequestOutput
     from hybrid_kv.sampling import SamplingParams
 
-# What lm-eval is told when the engine refused a request. No filter finds a number in it; the engine's own message has
+# What lm-eval gets when the engine rejected a request. No filter finds a number in it; the engine's own message has
 # numbers, which `flexible-extract` would take for the answer.
 REFUSED = "[invalid]"
 
 _GENERATION_KEYS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "seed"}
-# The texts that lm-eval asked for, if it caches them; the context; the continuation.
+# The texts of lm-eval's request, if it caches them; the context; the continuation.
 _Tokens = tuple[tuple[str, str] | None, list[int], list[int]]
 _log = logging.getLogger("hybrid_kv.accuracy")
 
@@ -48,7 +48,7 @@ class HybridKVLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
         max_gen_toks: limit of an answer when the task gives none (lm-eval's own default).
         batch_size, max_batch_size: the engine batches by itself; a number other than lm-eval's default of 1 becomes
             `max_num_seqs`, with a warning.
-        device: as for the engine; `cuda:0`, which lm-eval's command line passes unasked, means auto.
+        device: as for the engine; `cuda:0`, lm-eval's default on its command line, means auto.
         progress: show a bar while the engine works.
         options: fields of `EngineConfig`, `CacheConfig` and `SchedulerConfig`; an unknown one is an error.
 
@@ -129,12 +129,12 @@ class HybridKVLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
         return str(getattr(self._tokenizer, "name_or_path", type(self._tokenizer).__name__)).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids. Unless told, the tokenizer adds what it adds by itself, but no bos to a text that has one."""
+        """Token ids. By default the tokenizer adds its special tokens, but not a second bos."""
         bos = getattr(self._tokenizer, "bos_token", None)
         if add_special_tokens is None and bos and string.startswith(bos):
             add_special_tokens = False
-        told = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-        return list(self._tokenizer.encode(string, **told))
+        options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        return list(self._tokenizer.encode(string, **options))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A conversation as a prompt, by the checkpoint's own template.
@@ -162,7 +162,7 @@ class HybridKVLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
             raise HybridKVError("this engine has no tokenizer; give LLM(..., tokenizer=...)")
         return self.tokenizer
 
-    # ---- what lm-eval asks ----
+    # ---- requests of lm-eval ----
 
     def sampling_params(self, generation_kwargs: dict[str, Any], index: int) -> SamplingParams:
         """The engine's parameters for request number `index` of a call.
@@ -193,7 +193,7 @@ class HybridKVLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
         )
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Continue every prompt. A request that the engine refused yields `REFUSED` and is logged as a warning."""
+        """Continue every prompt. A request that the engine rejected yields `REFUSED` and is logged as a warning."""
         params = [self.sampling_params(request.args[1], index) for index, request in enumerate(requests)]
         bos = getattr(self.tokenizer, "bos_token", None)
         prompts = [self.tok_encode(text) if bos and text.startswith(bos) else text for text in _texts(requests)]

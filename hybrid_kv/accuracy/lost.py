@@ -16,7 +16,7 @@ from hybrid_kv.minimize import minimize
 def fewest(
     baseline: Answers, comparison: Comparison, texts: Mapping[int, str], ask: Callable[[Sequence[int]], AccuracyResult]
 ) -> list[int]:
-    """The questions that are asked and nothing else, a short one if it can be, and one is lost again.
+    """As few questions as lose an answer again when sent alone; short ones stay.
 
     All that were lost, if none of them is lost without the others around it.
 
@@ -28,8 +28,8 @@ def fewest(
     def loses(questions: Sequence[int]) -> bool:
         if not questions:
             return False
-        told = answers_of(ask(questions), comparison.answer_filter)
-        return compare(baseline.only(questions), told, answer_filter=comparison.answer_filter).lost > 0
+        candidate = answers_of(ask(questions), comparison.answer_filter)
+        return compare(baseline.only(questions), candidate, answer_filter=comparison.answer_filter).lost > 0
 
     # What comes first is left out first.
     lost = sorted(comparison.lost_questions, key=lambda number: -len(texts[number]))

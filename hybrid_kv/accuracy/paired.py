@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Literal
 
 import numpy as np
+from scipy.optimize import brentq
 from scipy.stats import binom
 
 ALPHA = 0.05  # how often the rule may call a model worse that is not
@@ -42,8 +43,7 @@ def decide(lost: int, gained: int, alpha: float, final: bool) -> Verdict:
 @lru_cache(maxsize=4096)
 def mcnemar_p(lost: int, gained: int) -> float:
     """The exact one-sided p of McNemar's test: the chance of so many losses if each flip went either way alike."""
-    flips = lost + gained
-    return sum(math.comb(flips, k) for k in range(lost, flips + 1)) / 2**flips
+    return float(binom.sf(lost - 1, lost + gained, 0.5))
 
 
 def difference_interval(lost: int, gained: int, n: int, z: float = 1.959964) -> tuple[float, float]:
@@ -92,13 +92,10 @@ def power(loss: float, flips: int, n: int, alpha: float = ALPHA) -> float:
 
 def detectable_loss(flips: int, n: int, alpha: float = ALPHA) -> float | None:
     """The smallest true loss (a share of the questions) that is noticed with 80 % power; None: not even the largest."""
-    low, high = 0.0, 1 - flips / n
-    if power(high, flips, n, alpha) < POWER:
+    largest = 1 - flips / n
+    if power(largest, flips, n, alpha) < POWER:
         return None
-    for _ in range(20):
-        middle = (low + high) / 2
-        low, high = (low, middle) if power(middle, flips, n, alpha) >= POWER else (middle, high)
-    return high
+    return float(brentq(lambda loss: power(loss, flips, n, alpha) - POWER, 0, largest))
 
 
 def unseen_loss(n: int, confidence: float = 0.95) -> float:

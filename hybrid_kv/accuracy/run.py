@@ -10,7 +10,6 @@ import gzip
 import hashlib
 import io
 import json
-import math
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, redirect_stderr
@@ -38,7 +37,7 @@ NO_ANSWER = "[invalid]"  # what lm-eval's regex filter gives when it finds nothi
 class QuestionRecord:
     """One question. It is correct, wrong (neither flag) or invalid; `correct_flexible` is a second opinion.
 
-    `invalid`: the strict filter found no answer, or the engine refused the request, and then `error` says why. The
+    `invalid`: the strict filter found no answer, or the engine rejected the request, and then `error` says why. The
     three hashes are lm-eval's: two runs are only comparable where they agree. `output_sha` is over the token ids.
     """
 
@@ -58,7 +57,7 @@ class QuestionRecord:
 
 @dataclass(frozen=True)
 class AccuracyResult:
-    """A run: what was asked (`params`), every question, and what the engine did. `seconds` is time in the engine."""
+    """A run: its settings (`params`), every question, and what the engine did. `seconds` is time in the engine."""
 
     task: str
     params: dict[str, Any]
@@ -150,14 +149,12 @@ def _share(flags: Iterable[bool]) -> float:
     return sum(values) / len(values)
 
 
-def wilson_interval(successes: int, n: int, z: float = 1.959964) -> tuple[float, float]:
-    """Wilson's score interval of a proportion (95 % by default); unlike the textbook one it is right near 0 and 1."""
-    p = successes / n
-    scale = 1 + z * z / n
-    center = (p + z * z / (2 * n)) / scale
-    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / scale
-    # Exact at the ends, where rounding would leave an interval without its own value.
-    return 0.0 if successes == 0 else center - half, 1.0 if successes == n else center + half
+def wilson_interval(successes: int, n: int) -> tuple[float, float]:
+    """Wilson's 95 % score interval of a proportion; unlike the textbook one it is right near 0 and 1."""
+    from scipy.stats import binomtest
+
+    low, high = binomtest(successes, n).proportion_ci(method="wilson")
+    return float(low), float(high)
 
 
 def evaluate(
@@ -177,10 +174,10 @@ def evaluate(
     Args:
         model: a checkpoint folder, an embedded guard model by name, or a ready engine; None: the first guard model.
         task: gsm8k_synth or gsm8k.
-        target: another engine or a server's address, as for `hybrid-kv guard`, that is asked instead of ours; `model`
+        target: another engine or a server's address, as for `hybrid-kv guard`, instead of ours; `model`
             is what it has loaded.
-        limit: ask the first so many questions; None asks all.
-        questions: ask these by number and no others of the first `limit`.
+        limit: the number of questions; None takes all.
+        questions: these by number, of the first `limit`, and no others.
         seed: of the documents (gsm8k_synth) or of the choice of shots (gsm8k; 0 gives lm-eval's own prompts).
         gsm8k_dir: train.jsonl and test.jsonl for task gsm8k; None takes the hub's.
         progress: show bars.
@@ -240,7 +237,7 @@ def _lm(
     progress: bool,
     engine_options: dict[str, Any],
 ) -> HybridKVLM | TargetLM:
-    """What lm-eval asks."""
+    """The model in lm-eval's terms."""
     if target is None:
         from hybrid_kv.accuracy.lm_eval_model import HybridKVLM
 
@@ -255,13 +252,13 @@ def _lm(
 
 
 def _without_folder(option: Any) -> Any:
-    """A path's last part: rows are published, where a folder lies on this machine is nobody's business."""
+    """A path's last part: rows are published, and a path of this machine is private."""
     is_path = isinstance(option, Path) or (isinstance(option, str) and os.sep in option)
     return Path(option).name if is_path else option
 
 
 def _bars(shown: bool) -> AbstractContextManager[Any]:
-    # lm-eval draws a bar of its own and cannot be asked not to.
+    # lm-eval draws a bar of its own which cannot be switched off.
     return nullcontext() if shown else redirect_stderr(io.StringIO())
 
 

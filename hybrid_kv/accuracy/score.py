@@ -2,7 +2,7 @@
 
 A context and its continuation are one prompt. It goes through scheduler, cache and model like any other; the logits of
 the continuation are those that its prefill computes. The cache may serve the context, as it is the same for all answers
-to a question. A hit that reaches into the continuation would skip logits that are needed: such a prompt is asked once
+to a question. A hit that reaches into the continuation would skip logits that are needed: such a prompt is sent once
 more, under a salt of its own, which nothing in the cache has.
 """
 

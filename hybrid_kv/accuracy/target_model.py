@@ -1,4 +1,4 @@
-"""lm-eval's view of a target: any engine or server that `hybrid_kv.targets` asks, in token ids."""
+"""lm-eval's view of a target: any engine or server of `hybrid_kv.targets`, in token ids."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TargetLM(LM):  # type: ignore[misc]  # lm-eval is not typed
         caches_prefixes: some answer said how many tokens came from a cache.
 
     Raises:
-        ConfigError: there is no such engine, nobody answers at the address, or it serves another model.
+        ConfigError: the engine is unknown, the address does not respond, or it serves another model.
         TargetError: the engine does not start.
     """
 
@@ -56,7 +56,7 @@ class TargetLM(LM):  # type: ignore[misc]  # lm-eval is not typed
 
     @property
     def model_name(self) -> str:
-        """The engine; not its address, which is nobody's business where rows are published."""
+        """The engine; not its address, which is private where rows are published."""
         return f"{self.target.name} {self.target.version}"
 
     def close(self) -> None:
@@ -70,22 +70,22 @@ class TargetLM(LM):  # type: ignore[misc]  # lm-eval is not typed
             ConfigError: the task samples.
             TargetError: the engine died, or says nothing that can be read.
         """
-        asked = [self._ask(request, index) for index, request in enumerate(requests)]
+        sent = [self._ask(request, index) for index, request in enumerate(requests)]
         start = time.perf_counter()
-        answers = self.target.ask(asked)
+        answers = self.target.ask(sent)
         self.seconds += time.perf_counter() - start
         texts = []
-        for request, ask, answer in zip(requests, asked, answers, strict=True):
+        for request, ask, answer in zip(requests, sent, answers, strict=True):
             output = self._output(request.args[0], ask, answer)
             self.outputs[request.task_name, request.doc_id].append(output)
             texts.append(output.text if output.error is None else REFUSED)
         return texts
 
     def _ask(self, request: Instance, index: int) -> Ask:
-        text, told = request.args
-        kwargs: dict[str, Any] = normalize_gen_kwargs(told, MAX_GEN_TOKS)
+        text, given = request.args
+        kwargs: dict[str, Any] = normalize_gen_kwargs(given, MAX_GEN_TOKS)
         if kwargs["do_sample"]:
-            raise ConfigError("a task that samples cannot be asked of a target; leave do_sample out")
+            raise ConfigError("a target cannot run a task that samples; leave do_sample out")
         stop = tuple(one for one in kwargs["until"] if one)
         prompt = tuple(self.tokenizer.encode(text))
         room = max(1, self.target.longest - len(prompt))  # our engine ends an answer there, a server refuses it
@@ -125,9 +125,9 @@ class TargetLM(LM):  # type: ignore[misc]  # lm-eval is not typed
         return str(self.tokenizer.decode(token_ids))
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Not asked: servers score prompts in too many ways."""
-        raise ConfigError("a target is asked to write, not to score; use a task that generates")
+        """Not supported: servers score prompts in too many ways."""
+        raise ConfigError("a target cannot score, only generate; use a task that generates")
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """See `loglikelihood`."""
-        raise ConfigError("a target is asked to write, not to score; use a task that generates")
+        raise ConfigError("a target cannot score, only generate; use a task that generates")

@@ -23,7 +23,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 from scipy.stats import betabinom, norm
 
 from hybrid_kv.accuracy.run import FLEXIBLE, STRICT, AccuracyResult
@@ -84,10 +83,8 @@ def floor_of(mean: float, sd: float, questions: int, distinct: int) -> float:
     if sd > 0 and distinct == questions:
         return max(0.0, mean - NUM_SD * max(sd, 1 / questions))
     right = mean * distinct
-    counts = np.arange(questions + 1)
-    below = np.cumsum(betabinom.pmf(counts, questions, right + 0.5, distinct - right + 0.5))
-    prediction = int(np.searchsorted(below, norm.sf(NUM_SD))) / questions
-    return max(0.0, min(mean - NUM_SD * sd, prediction))
+    prediction = betabinom.ppf(norm.sf(NUM_SD), questions, right + 0.5, distinct - right + 0.5) / questions
+    return max(0.0, min(mean - NUM_SD * sd, float(prediction)))
 
 
 def floor_from_rows(frame: pd.DataFrame, model: str, task: str, answer_filter: str, questions: int) -> Floor:
@@ -147,7 +144,7 @@ def read_floors(file: str | Path = FILE) -> list[Floor]:
     floors: list[Floor] = []
     for number, entry in enumerate(document["floors"], 1):
         if not isinstance(entry, dict):
-            raise ConfigError(f"{file} entry {number} is no mapping")
+            raise ConfigError(f"{file} entry {number} is not a mapping")
         for word, keys in (("unknown", set(entry) - names), ("missing", names - set(entry))):
             if keys:
                 raise ConfigError(f"{file} entry {number}: {word} {', '.join(sorted(map(str, keys)))}")

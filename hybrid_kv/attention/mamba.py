@@ -1,22 +1,24 @@
 """Metadata of Mamba layers: which block each row reads its state from, and which blocks it writes.
 
-A Mamba group's row of the block table has one column in mode `none` and one per `block_size` tokens in modes `align`
-and `all`, each with K more for the states of draft tokens. A step that runs the tokens `n … n + q - 1` of a request is
-*anchored* at the column of its last token, `block_idx_last_scheduled_token = (n + q - 1) // block_size` (0 in mode
-`none`).
+A Mamba group's row of the block table has one logical block in mode `none`, and one per `block_size` tokens in modes
+`align` and `all`, each with K more for the states of draft tokens. The *current state block* of a step that runs the
+tokens `n … n + q - 1` of a request is the logical block of its last token, `block_idx_last_scheduled_token = (n + q -
+1) // block_size` (0 in mode `none`).
 
-- A prefill writes the state after its last token into the anchor column; in mode `all` also the state at every block
-  boundary that it passes, into that block's own column.
-- A decode verifies `q - 1` drafts. It writes the state after its j-th token into column `anchor + j`, and all its
-  convolution inputs into the anchor column alone: the window after the j-th token is rows `j … j + kernel - 2` of it.
+- A prefill writes the state after its last token to the current state block. In mode `all` it also writes the state at
+  every block boundary that it passes, to that block's own logical block.
+- A decode verifies `q - 1` drafts. It writes the state after its j-th token to logical block `current_block + j`, and
+  all its convolution inputs to the current state block alone: the conv state after the j-th token is rows `j … j +
+  kernel - 2` of it.
 
-The next step reads what the accepted tokens left behind: the window from row `window_row` of the *previous* anchor
-column, the SSM state from column `previous anchor + window_row`, where `window_row` is how many drafts were accepted.
-The previous anchor is remembered per request (`block_idx_last_scheduled_token_prev_step`): it cannot be had from
-`num_computed_tokens`, which does not tell how many drafts were scheduled beside those accepted (vllm!41233).
+The next step reads what the accepted tokens left: the conv state from row `window_row` of the *previous* current state
+block, the SSM state from logical block `previous current_block + window_row`, where `window_row` is the number of
+accepted drafts. The previous current state block is remembered per request
+(`block_idx_last_scheduled_token_prev_step`). It cannot be derived from `num_computed_tokens`, which does not say how
+many drafts were scheduled beside the accepted ones (vllm!41233).
 
-That is scheme `slots`. The undo scheme decides what becomes of the states of decodes (`attention.undo`); one that
-writes none of them has no columns for drafts, and the rules above hold for the windows and for prefills alone.
+That is scheme `slots`. The rollback scheme decides where decodes write their states (`attention.rollback`). One that
+writes none of them has no logical blocks for drafts, and the rules above hold for conv states and for prefills only.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ import numpy.typing as npt
 import torch
 
 from hybrid_kv.attention.common import CommonAttentionMetadata
-from hybrid_kv.attention.undo import NO_DECODES, SCHEMES, Undo, UndoStep
+from hybrid_kv.attention.rollback import NO_DECODES, SCHEMES, Rollback, RollbackStep
 from hybrid_kv.cache.block_pool import NULL_BLOCK
 from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.kernels.causal_conv1d import window_places
@@ -55,10 +57,12 @@ class MambaMetadata:
     decode_rows: Ragged | None  # lengths 1 … 1 + K
     prefill_rows: Ragged | None
     max_query_len: int  # 1 + K
-    undo: UndoStep  # of the decodes
+    rollback: RollbackStep  # of the decodes
     window_indices: torch.Tensor  # [R]: block with the convolution inputs to start from …
     window_rows: torch.Tensor  # [R]: … beginning at this row of it
-    source_indices: torch.Tensor  # [R]: block with the SSM state to start from; of decodes only if `undo.reads_states`
+    source_indices: (
+        torch.Tensor
+    )  # [R]: block with the SSM state to start from; of decodes only without `rollback.history`
     # [R, 1 + blocks for drafts]: where the state after token j goes; null block from the row's length on. The first one
     # gets the convolution inputs.
     state_indices: torch.Tensor
@@ -106,8 +110,8 @@ class MambaMetadata:
     @cached_property
     def cu_seqlens(self) -> torch.Tensor:
         """[D + 1] int64, first token of each decode."""
-        if self.undo.cu_seqlens is not None:
-            return self.undo.cu_seqlens
+        if self.rollback.cu_seqlens is not None:
+            return self.rollback.cu_seqlens
         assert self.decode_rows is not None
         return self.decode_rows.starts()
 
@@ -130,7 +134,7 @@ class MambaMetadataBuilder:
         launches: for layers that launch Triton kernels.
 
     Attributes:
-        undo: the group's scheme.
+        rollback: the group's scheme.
     """
 
     def __init__(self, spec: MambaSpec, max_num_seqs: int, device: torch.device, launches: bool) -> None:
@@ -148,7 +152,7 @@ class MambaMetadataBuilder:
         self.source_indices = buffer()
         self.state_indices = buffer(1 + spec.num_speculative_blocks)
         self._built: tuple[tuple[object, ...], MambaMetadata] | None = None
-        self.undo: Undo = SCHEMES[spec.undo.scheme](spec, max_num_seqs, device, launches)
+        self.rollback: Rollback = SCHEMES[spec.rollback.scheme](spec, max_num_seqs, device, launches)
 
     def build(
         self,
@@ -156,23 +160,23 @@ class MambaMetadataBuilder:
         block_table: torch.Tensor,
         prev_step: Ints,
         window_rows: Ints,
-        undo: UndoStep = NO_DECODES,
+        rollback: RollbackStep = NO_DECODES,
         num_gathers: int | None = None,
     ) -> MambaMetadata:
         """Metadata of one step; that of the step before where nothing of it would differ, as in most steps of decodes.
 
         Args:
             block_table: [num_reqs_padded, width] int32; padding rows hold the null block.
-            prev_step: [num_reqs_padded], the previous step's anchor columns.
+            prev_step: [num_reqs_padded], the previous step's current state blocks.
             window_rows: [num_reqs_padded], where the window begins there; 0 for padding.
-            undo: what the scheme's `prepare` gave.
+            rollback: what the scheme's `prepare` gave.
             num_gathers: changes whenever `block_table` may (`BlockTables.num_gathers`); None: it may have.
         """
         num_rows, split, device = common.num_reqs_padded, common.num_decodes, block_table.device
-        anchors = last_scheduled_column(self.spec, common.num_computed_tokens, common.query_lens)
+        current_blocks = last_scheduled_block_idx(self.spec, common.num_computed_tokens, common.query_lens)
         key: tuple[object, ...] | None = None
-        if num_gathers is not None and undo.is_constant and not common.num_prefills:
-            arrays = common.query_lens, anchors, prev_step, window_rows
+        if num_gathers is not None and rollback.history is None and not common.num_prefills:
+            arrays = common.query_lens, current_blocks, prev_step, window_rows
             key = num_gathers, *(values.tobytes() for values in arrays)
             if self._built is not None and self._built[0] == key:
                 return self._built[1]
@@ -181,16 +185,16 @@ class MambaMetadataBuilder:
         skipped = self.window_rows[:num_rows]
         windows, sources = self.window_indices[:num_rows], self.source_indices[:num_rows]
         states = self.state_indices[:num_rows]
-        for target, values in ((last, anchors), (prev, prev_step), (skipped, window_rows)):
+        for target, values in ((last, current_blocks), (prev, prev_step), (skipped, window_rows)):
             target.copy_(torch.from_numpy(values))
         table = block_table.long()
         windows.copy_(table.gather(1, prev[:, None]).flatten())
-        sources.copy_(table.gather(1, self.undo.source_columns(prev, skipped)[:, None]).flatten())
+        sources.copy_(table.gather(1, self.rollback.source_logical_blocks(prev, skipped)[:, None]).flatten())
         # A prefill has one state to write, whatever its length.
         num_states = np.where(np.arange(num_rows) < split, common.query_lens, 1)
         owned = self._offsets < torch.from_numpy(num_states).to(device)[:, None]
-        columns = torch.where(owned, last[:, None] + self._offsets, 0)
-        states.copy_(torch.where(owned, table.gather(1, columns), NULL_BLOCK))
+        logical_blocks = torch.where(owned, last[:, None] + self._offsets, 0)
+        states.copy_(torch.where(owned, table.gather(1, logical_blocks), NULL_BLOCK))
 
         decode_rows = Ragged(torch.from_numpy(common.query_lens[:split]), device) if split else None
         prefill_rows = initial = boundary_rows = boundary_offsets = boundary_indices = None
@@ -198,11 +202,13 @@ class MambaMetadataBuilder:
             prefill_rows = Ragged(torch.from_numpy(common.query_lens[split:]), device)
             initial = torch.from_numpy(common.num_computed_tokens[split:] > 0).to(device)
             if self.spec.mode.keeps_inside:
-                row, column, offset = boundaries_inside(self.spec, common.num_computed_tokens[split:], anchors[split:])
+                row, block_idx, offset = boundaries_inside(
+                    self.spec, common.num_computed_tokens[split:], current_blocks[split:]
+                )
                 if len(row):
                     boundary_rows = torch.from_numpy(row).to(device)
                     boundary_offsets = torch.from_numpy(offset).to(device)
-                    boundary_indices = table[boundary_rows + split, torch.from_numpy(column).to(device)]
+                    boundary_indices = table[boundary_rows + split, torch.from_numpy(block_idx).to(device)]
         spans = None
         if common.num_prefills and self.launches:
             cuts = (None, None) if boundary_rows is None else (torch.from_numpy(row), torch.from_numpy(offset))
@@ -222,7 +228,7 @@ class MambaMetadataBuilder:
             window_indices=windows,
             window_rows=skipped,
             max_query_len=1 + self.spec.num_speculative_tokens,
-            undo=undo,
+            rollback=rollback,
             source_indices=sources,
             state_indices=states,
             has_initial_state=initial,
@@ -235,28 +241,30 @@ class MambaMetadataBuilder:
         return built
 
 
-def last_scheduled_column(spec: MambaSpec, num_computed_tokens: Ints, query_lens: Ints) -> Ints:
-    """The anchor column of steps that run `query_lens` tokens after `num_computed_tokens`."""
-    return spec.mode.anchor(num_computed_tokens + query_lens - 1, spec.block_size)
+def last_scheduled_block_idx(spec: MambaSpec, num_computed_tokens: Ints, query_lens: Ints) -> Ints:
+    """The current state block of steps that run `query_lens` tokens after `num_computed_tokens`."""
+    return spec.mode.current_block(num_computed_tokens + query_lens - 1, spec.block_size)
 
 
-def boundaries_inside(spec: MambaSpec, num_computed_tokens: Ints, anchors: Ints) -> tuple[Ints, Ints, Ints]:
-    """Block boundaries that prefills pass before their last token: row, column, and tokens of the row up to there."""
+def boundaries_inside(spec: MambaSpec, num_computed_tokens: Ints, current_blocks: Ints) -> tuple[Ints, Ints, Ints]:
+    """Block boundaries that prefills pass before their last token: row, logical block, and tokens of the row up to
+    there.
+    """
     first = num_computed_tokens // spec.block_size
-    counts = anchors - first
+    counts = current_blocks - first
     row = np.repeat(np.arange(len(counts)), counts)
-    column = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts - first, counts)
-    return row, column, (column + 1) * spec.block_size - num_computed_tokens[row]
+    block_idx = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts - first, counts)
+    return row, block_idx, (block_idx + 1) * spec.block_size - num_computed_tokens[row]
 
 
 @dataclass(frozen=True)
 class BoundaryCopies:
-    """States that a verify step left in a draft's column though they belong to a block boundary."""
+    """States that a verify step left in a draft's logical block though they belong to a block boundary."""
 
     rows: Ints  # of the batch
-    anchors: Ints  # column with the convolution inputs
+    current_blocks: Ints  # logical block with the convolution inputs
     drafts: Ints  # j: the boundary is after the j-th token of the step
-    columns: Ints  # the boundary's own
+    logical_blocks: Ints  # the boundary's own
 
 
 def boundary_copies(
@@ -275,11 +283,11 @@ def boundary_copies(
     if not spec.mode.keeps_states:
         none = np.empty(0, dtype=np.int64)
         return BoundaryCopies(none, none, none, none)
-    anchors = last_scheduled_column(spec, num_computed_tokens, query_lens)
-    columns = num_computed_tokens // spec.block_size
-    drafts = (columns + 1) * spec.block_size - 1 - num_computed_tokens
-    rows = np.flatnonzero((drafts < num_accepted_tokens) & (anchors + drafts != columns))
-    return BoundaryCopies(rows, anchors[rows], drafts[rows], columns[rows])
+    current_blocks = last_scheduled_block_idx(spec, num_computed_tokens, query_lens)
+    logical_blocks = num_computed_tokens // spec.block_size
+    drafts = (logical_blocks + 1) * spec.block_size - 1 - num_computed_tokens
+    rows = np.flatnonzero((drafts < num_accepted_tokens) & (current_blocks + drafts != logical_blocks))
+    return BoundaryCopies(rows, current_blocks[rows], drafts[rows], logical_blocks[rows])
 
 
 def postprocess_mamba(
@@ -295,17 +303,18 @@ def postprocess_mamba(
         block_table: [num_reqs, width] int32, the group's rows of the step's batch.
         layers: of each layer the parts of its state, [num_blocks, …] each.
         spec: of the layers.
-        copies_states: also those that are no window (`Undo.copies_states`).
+        copies_states: also those that are no window (`Rollback.copies_states`).
     """
     if not len(copies.rows):
         return
     device = block_table.device
-    rows, anchors, drafts, columns = (
-        torch.from_numpy(part).to(device) for part in (copies.rows, copies.anchors, copies.drafts, copies.columns)
+    rows, current_blocks, drafts, logical_blocks = (
+        torch.from_numpy(part).to(device)
+        for part in (copies.rows, copies.current_blocks, copies.drafts, copies.logical_blocks)
     )
-    home = block_table[rows, columns].long()
-    window_from = block_table[rows, anchors].long()
-    state_from = block_table[rows, anchors + drafts].long() if copies_states else None
+    home = block_table[rows, logical_blocks].long()
+    window_from = block_table[rows, current_blocks].long()
+    state_from = block_table[rows, current_blocks + drafts].long() if copies_states else None
     for parts in layers:
         for part, kept in zip(spec.parts, parts, strict=True):
             if part.role == "window":

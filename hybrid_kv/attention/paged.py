@@ -263,7 +263,7 @@ class SlotMapping:
 
 @dataclass(frozen=True)
 class AttentionPart:
-    """The decodes or the prefills of a step. What several layers ask of it is computed once."""
+    """The decodes or the prefills of a step. What several layers need of it is computed once."""
 
     start: int  # first token
     num_tokens: int

@@ -1,9 +1,9 @@
 """What the cache must know about an attention backend, and nothing more.
 
-A backend says how its K/V view of a page is laid out, which kernel block sizes it takes, which block size it prefers,
-and what computes it on a device (`attention.paged` does). A state-space backend says `is_ssm()` and is never asked for
-a block size (vllm!37467). Several layouts run on the CPU with the same torch arithmetic, because `cache.layout` hands
-every backend a strided view of the same pages.
+A backend defines how its K/V view of a page is laid out, which kernel block sizes it takes, which block size it
+prefers, and what computes it on a device (`attention.paged` does). A state-space backend returns True from `is_ssm()`
+and is never queried for a block size (vllm!37467). Several layouts run on the CPU with the same torch arithmetic,
+because `cache.layout` hands every backend a strided view of the same pages.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class MultipleOf:
 
 @dataclass(frozen=True)
 class BackendContext:
-    """What a backend's answers may depend on."""
+    """What the choices of a backend may depend on."""
 
     platform: str
     float32_ssm_state: bool
@@ -46,7 +46,7 @@ class BackendContext:
 
 
 class CUDAGraphSupport(enum.IntEnum):
-    """Which steps a metadata builder can replay from a captured graph; larger includes smaller."""
+    """Which steps a metadata builder can recompute from a captured graph; larger includes smaller."""
 
     NEVER = 0
     UNIFORM_SINGLE_TOKEN_DECODE = 1
@@ -87,7 +87,7 @@ class AttentionBackend(ABC):
     def get_kv_cache_block_dim(cls, block_size: int, num_kv_heads: int, head_size: int) -> int:
         """Which dimension of the logical shape counts blocks.
 
-        Asked with a number of blocks that no other dimension can have, so that two blocks are no special case
+        It is the place of a number of blocks that no other dimension can have, so that two blocks need no special case
         (vllm!37236: `(2, num_blocks, …)` and `(num_blocks, 2, …)` are the same shape when `num_blocks == 2`).
         """
         sentinel = 1 + 2 * block_size * num_kv_heads * head_size
@@ -298,7 +298,7 @@ def select_kernel_block_size(
 
     fixed = {size for b in backends for size in b.get_supported_kernel_block_sizes(context) if isinstance(size, int)}
     # If every backend takes multiples, a common divisor of the block is found only if the block itself fits all of
-    # them; otherwise the answer is one of the fixed sizes.
+    # them; otherwise it is one of the fixed sizes.
     for size in [block_size, *sorted(fixed, reverse=True)]:
         if block_size % size == 0 and all(accepts(backend, size) for backend in backends):
             return size

@@ -1,15 +1,15 @@
 """Ref-counted blocks, one id space for all groups, and the contents that free blocks still hold.
 
-A block whose content is *published* under a key can be found again until it is evicted, also while nobody references
-it. Blocks that nobody can find are handed out first; published ones follow, least recently used first.
+A block whose content is *published* under a key can be found again until it is evicted, also while no request
+references it. Blocks that lookups cannot find are handed out first; published ones follow, least recently used first.
 
-Of equal blocks of several requests lookups find one. The others are its *twins* as long as somebody holds them: when it
+Of equal blocks of several requests lookups find one. The others are its *duplicates* while requests hold them: when it
 is evicted, one of them takes its place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -73,18 +73,14 @@ class _LRUQueue:
         return ids
 
 
-def _unheard(keys: Sequence[BlockKey]) -> None:
-    """Nobody is told."""
-
-
 class BlockPool:
     """Hands out block ids as int32 arrays.
 
-    Block 0 is the null block: never handed out, never freed; padded rows and columns without a block point at it. Free
-    blocks without a key live in a ring, so that taking or returning n of them is at most two slice copies.
+    Block 0 is the null block: never handed out, never freed; padded rows and logical blocks without a block point at
+    it. Free blocks without a key live in a ring, so that taking or returning n of them is at most two slice copies.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, on_unpublish: Callable[[Sequence[BlockKey]], None] | None = None) -> None:
         if num_blocks < 2:
             raise ValueError(f"a pool of {num_blocks} blocks has nothing to hand out beside the null block")
         self.num_blocks = num_blocks
@@ -100,11 +96,11 @@ class BlockPool:
         self._was_published = np.zeros(num_blocks, dtype=bool)
         self._keys: dict[int, BlockKey] = {}
         self._blocks: dict[BlockKey, int] = {}
-        self._is_twin = np.zeros(num_blocks, dtype=bool)
-        self._twins: dict[BlockKey, dict[int, None]] = {}  # in the order in which they came
-        self._twin_keys: dict[int, BlockKey] = {}
+        self._is_duplicate = np.zeros(num_blocks, dtype=bool)
+        self._duplicates: dict[BlockKey, dict[int, None]] = {}  # in the order in which they came
+        self._duplicate_keys: dict[int, BlockKey] = {}
         self.num_evictions = 0
-        self.on_unpublish = _unheard  # told the keys that lookups do not find any more
+        self._on_unpublish = on_unpublish
 
     @property
     def num_free_blocks(self) -> int:
@@ -141,10 +137,10 @@ class BlockPool:
         """Drop one reference to each id (no duplicates); those without any left become free, in the given order."""
         counts = self.ref_count[ids] - 1
         if (wrong := ids[(counts < 0) | (ids <= NULL_BLOCK)]).size:
-            raise AssertionError(f"freed a block that nobody holds: {wrong.tolist()}")
+            raise AssertionError(f"freed a block without references: {wrong.tolist()}")
         self.ref_count[ids] = counts
         released = ids[counts == 0]
-        for block in released[self._is_twin[released]].tolist():
+        for block in released[self._is_duplicate[released]].tolist():
             self._part(block)
         published = self._published[released]
         if published.any():
@@ -160,15 +156,15 @@ class BlockPool:
         self._num_unpublished += len(ids)
 
     def publish(self, key: BlockKey, block: int) -> bool:
-        """Let lookups of `key` find a referenced block; False if they find another one, whose twin it becomes."""
-        if block in self._keys or block in self._twin_keys:
+        """Let lookups of `key` find a referenced block; False if they find another one, whose duplicate it becomes."""
+        if block in self._keys or block in self._duplicate_keys:
             return False
         if key in self._blocks:
-            self._twins.setdefault(key, {})[block] = None
-            self._twin_keys[block] = key
-            self._is_twin[block] = True
+            self._duplicates.setdefault(key, {})[block] = None
+            self._duplicate_keys[block] = key
+            self._is_duplicate[block] = True
             return False
-        assert self.ref_count[block] > 0, f"block {block} is published but nobody holds it"
+        assert self.ref_count[block] > 0, f"block {block} is published but has no reference"
         self._blocks[key] = block
         self._keys[block] = key
         self._published[block] = self._was_published[block] = True
@@ -206,7 +202,7 @@ class BlockPool:
 
     def reset(self) -> None:
         """Forget every published content; blocks in use stay in use."""
-        for block in list(self._twin_keys):
+        for block in list(self._duplicate_keys):
             self._part(block)
         idle = self.idle_blocks()
         self._lru.discard(idle)
@@ -223,21 +219,21 @@ class BlockPool:
             key = self._keys.pop(int(block))
             del self._blocks[key]
             self._published[block] = False
-            if twins := self._twins.get(key):
-                heir = next(iter(twins))
+            if duplicates := self._duplicates.get(key):
+                heir = next(iter(duplicates))
                 self._part(heir)
                 self.publish(key, heir)
             else:
                 lost.append(key)
-        if lost:
-            self.on_unpublish(lost)
+        if lost and self._on_unpublish is not None:
+            self._on_unpublish(lost)
 
-    def _part(self, twin: int) -> None:
-        key = self._twin_keys.pop(twin)
-        self._is_twin[twin] = False
-        del self._twins[key][twin]
-        if not self._twins[key]:
-            del self._twins[key]
+    def _part(self, duplicate: int) -> None:
+        key = self._duplicate_keys.pop(duplicate)
+        self._is_duplicate[duplicate] = False
+        del self._duplicates[key][duplicate]
+        if not self._duplicates[key]:
+            del self._duplicates[key]
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless free and referenced blocks partition the pool and keys name live blocks."""
@@ -253,10 +249,10 @@ class BlockPool:
         assert held + len(free) == self._capacity, f"{held} held + {len(free)} free != {self._capacity}"
         assert {block: key for key, block in self._blocks.items()} == self._keys, "keys and blocks disagree"
         assert sorted(self._keys) == np.flatnonzero(self._published).tolist(), "published flags and keys disagree"
-        twins = sorted(self._twin_keys)
-        assert twins == np.flatnonzero(self._is_twin).tolist(), "twin flags and keys disagree"
-        assert {(key, block) for key, own in self._twins.items() for block in own} == {
-            (key, block) for block, key in self._twin_keys.items()
-        }, "twins and their keys disagree"
-        assert (self.ref_count[twins] > 0).all(), "a free block is a twin"
-        assert self._twins.keys() <= self._blocks.keys(), "a twin of nothing"
+        duplicates = sorted(self._duplicate_keys)
+        assert duplicates == np.flatnonzero(self._is_duplicate).tolist(), "duplicate flags and keys disagree"
+        assert {(key, block) for key, own in self._duplicates.items() for block in own} == {
+            (key, block) for block, key in self._duplicate_keys.items()
+        }, "duplicates and their keys disagree"
+        assert (self.ref_count[duplicates] > 0).all(), "a free block is a duplicate"
+        assert self._duplicates.keys() <= self._blocks.keys(), "a duplicate of nothing"

@@ -119,7 +119,7 @@ class BlockTables:
             row: the request's row.
             block_ids: [sum(counts)] int32, group by group.
             counts: [num_groups] of type code `i`, how many of the ids each group gets.
-            overwrite: the request is new in this row (or was preempted): start at column 0.
+            overwrite: the request is new in this row (or was preempted): start at logical block 0.
         """
         begin, index = self._num_ids, self._num_staged
         end = begin + len(block_ids)
@@ -151,7 +151,8 @@ class BlockTables:
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Bring tables, input tables and slots up to date for a step.
 
-        Padding rows point at the null block, padding tokens at `PAD_SLOT`. Columns beyond a row's own blocks hold stale
+        Padding rows point at the null block, padding tokens at `PAD_SLOT`. Logical blocks beyond a row's own blocks
+        hold stale
         ids: a reader is bounded by the row's number of tokens.
 
         Args:
@@ -193,7 +194,7 @@ class BlockTables:
 
 
 class LaunchedBlockTables(BlockTables):
-    """The same, but that `update` is one launch on the device: nothing is checked, as nobody waits."""
+    """The same, but that `update` is one launch on the device: nothing is checked, since the host does not wait."""
 
     _update_tables = staticmethod(update_block_tables)
 

@@ -26,7 +26,7 @@ class Capacity:
     """Of requests that come one after the other, and again from the first when all have come.
 
     Attributes:
-        num_refused: of the given ones, those that the engine refuses; they are left out of all else.
+        num_refused: of the given requests, those that the engine rejects; they are left out of all else.
         num_fit: how many, from the first on, fit at once when each holds the most that it ever will: none of so many is
             preempted, whenever they started.
         most_blocks: what one of them holds then, on average.
@@ -45,11 +45,11 @@ def capacity(config: KVCacheConfig, prompts: Ints, outputs: Ints, max_model_len:
     Args:
         config: the groups as the manager counts (`CachePlan.counted`).
         prompts, outputs: [N], tokens, each at least 1. An answer ends where the request has `max_model_len` tokens; a
-            prompt of so many is refused, and so is a request that never fits.
+            prompt of so many is rejected, and so is a request that never fits.
         num_drafts: K.
 
     Raises:
-        ConfigError: all are refused.
+        ConfigError: all are rejected.
     """
     usable, num_given = config.num_blocks - 1, len(prompts)
     short = prompts < max_model_len
@@ -73,7 +73,7 @@ def capacity(config: KVCacheConfig, prompts: Ints, outputs: Ints, max_model_len:
 
 
 def most_blocks(config: KVCacheConfig, prompts: Ints, outputs: Ints) -> Ints:
-    """[N], the most blocks that each request ever holds: what the manager asks when it decides whether one can fit."""
+    """[N], the most blocks that each request ever holds: by which the manager decides whether one can ever fit."""
     lengths, places = np.unique(prompts + outputs - 1, return_inverse=True)
     return np.array([config.max_blocks_per_request(length) for length in lengths.tolist()], dtype=np.int64)[places]
 
@@ -81,8 +81,8 @@ def most_blocks(config: KVCacheConfig, prompts: Ints, outputs: Ints) -> Ints:
 def block_steps(config: KVCacheConfig, prompts: Ints, outputs: Ints, num_drafts: int) -> Ints:
     """[N], the blocks that each request holds, summed over the steps that give it its outputs.
 
-    Exact but for scheme `replay` in mode `align`: when a state is written there depends on the accepted drafts, so its
-    columns are counted as given back at the latest.
+    Exact but for scheme `recompute` in mode `align`: when a state is written there depends on the accepted drafts, so
+    its logical blocks are counted as freed at the latest possible step.
     """
     specs = [group.layer_specs[0] for group in config.groups]
     unit = lcm(*(spec.block_size for spec in specs))
@@ -99,13 +99,13 @@ def _held_in_prefill(spec: KVCacheSpec, num_tokens: int, unit: int) -> int:
     if not isinstance(spec, MambaSpec):
         return cdiv(num_tokens, spec.block_size)
     mode, block_size = spec.mode, spec.block_size
-    columns = mode.num_columns(num_tokens, block_size)
+    logical_blocks = mode.num_logical_blocks(num_tokens, block_size)
     if not mode.keeps_states:
-        return columns + spec.num_speculative_blocks
+        return logical_blocks + spec.num_speculative_blocks
     start = (num_tokens - 1) // unit * unit
     before = start // block_size
     kept = before - mode.first_needed(start, block_size) if start else 0
-    return kept + mode.num_blocks(columns - before, is_decode=False)
+    return kept + mode.num_blocks(logical_blocks - before, is_decode=False)
 
 
 def _held_in_decodes(spec: KVCacheSpec, prompts: Ints, decodes: Ints, num_drafts: int) -> Ints:
@@ -115,26 +115,26 @@ def _held_in_decodes(spec: KVCacheSpec, prompts: Ints, decodes: Ints, num_drafts
     """
     last = prompts + decodes
     lengths = np.arange(int(last.max()) + 1)
-    columns = _columns(spec, lengths)
-    up_to = np.cumsum(columns)
+    logical_blocks = _logical_blocks(spec, lengths)
+    up_to = np.cumsum(logical_blocks)
     total = up_to[last] - up_to[np.minimum(prompts + num_drafts, last)]
-    total += np.minimum(num_drafts, decodes) * columns[last]
+    total += np.minimum(num_drafts, decodes) * logical_blocks[last]
     if isinstance(spec, MambaSpec):
         given_back = np.cumsum(_given_back(spec, lengths))
         total += spec.num_speculative_blocks * decodes - given_back[last - 1] + given_back[prompts - 1]
     return total
 
 
-def _columns(spec: KVCacheSpec, lengths: Ints) -> Ints:
+def _logical_blocks(spec: KVCacheSpec, lengths: Ints) -> Ints:
     if isinstance(spec, MambaSpec):
-        return spec.mode.num_columns(lengths, spec.block_size)
+        return spec.mode.num_logical_blocks(lengths, spec.block_size)
     return -(-lengths // spec.block_size)
 
 
 def _given_back(spec: MambaSpec, computed: Ints) -> Ints:
-    """Columns that a decode behind `computed` tokens has given back."""
-    mode, undo, block_size = spec.mode, spec.undo, spec.block_size
-    if mode.gives_back and undo.writes_late:
-        behind = undo.most_columns_behind(block_size)
-        return np.maximum(mode.num_columns(computed + 1, block_size) - 1 - behind, 0)
+    """Logical blocks that a decode behind `computed` tokens has freed."""
+    mode, rollback, block_size = spec.mode, spec.rollback, spec.block_size
+    if mode.gives_back and rollback.writes_late:
+        behind = rollback.most_logical_blocks_behind(block_size)
+        return np.maximum(mode.num_logical_blocks(computed + 1, block_size) - 1 - behind, 0)
     return mode.first_needed(np.maximum(computed, 1), block_size)

@@ -1,4 +1,4 @@
-"""The folder tier of KV offload: one file per block, under names that tell its model and its content."""
+"""The folder tier of KV offload: one file per block, named by its model and its content."""
 
 from __future__ import annotations
 
@@ -114,11 +114,11 @@ class FolderTier:
     A file appears whole or not at all, and one that is not exactly what was written under its key is a miss, one
     warning and gone. No write fails the caller: a full or read-only folder takes no more blocks, with one warning.
     `limit` bounds the bytes of all such sub-folders of `root`, headers included; the least recently used files go.
-    Links are not followed, and what has a block's name but is no regular file is neither read, replaced nor deleted.
+    Links are not followed, and what has a block's name but is not a regular file is not read, replaced or deleted.
 
     Which blocks there are and their bytes are kept in memory and listed anew now and then (`REFRESH_SECONDS`,
     `SCAN_SECONDS`), not at every miss and store. So another process's block may be found late, and the limit is
-    exceeded by what others have written since; a block said to be there is.
+    exceeded by what others have written since; a block that is reported is there.
     """
 
     def __init__(self, root: Path, identity: bytes, limit: int | None, stats: OffloadStats) -> None:
@@ -151,7 +151,7 @@ class FolderTier:
         return name in self._known and self.exists(key)
 
     def exists(self, key: BlockKey) -> bool:
-        """`contains` that asks the file system."""
+        """`contains` by a look at the file system."""
         if key not in self._undeletable and _is_folder(self._folder) and _is_file(self.path(key)):
             self._known.add(_file_name(key))
             return True
@@ -238,7 +238,7 @@ class FolderTier:
                 file.write(header + _checksum(header, data))
                 file.write(data.numpy())
             if _is_strange(self.path(key)):
-                raise OSError(f"{self.path(key)} is no regular file")
+                raise OSError(f"{self.path(key)} is not a regular file")
             os.replace(temporary, self.path(key))
         except BaseException:
             with suppress(OSError):
@@ -265,7 +265,7 @@ class FolderTier:
 
     def _warn_once(self, message: str) -> None:
         if not self._warned:
-            LOGGER.warning("offload folder %s %s; going on without it (said once)", self.root, message)
+            LOGGER.warning("offload folder %s %s; going on without it (reported once)", self.root, message)
         self._warned = True
 
     def _refresh(self) -> None:
@@ -294,7 +294,7 @@ class FolderTier:
     def _remove_abandoned(self) -> None:
         """Delete temporary files whose writer is dead.
 
-        A process id says nothing about another host and may be reused on this one, so age decides as well. A living
+        A process id means nothing for another host and may be reused on this one, so age decides as well. A living
         writer whose file is taken by mistake has nothing to rename and loses that one block.
         """
         for entry in self._entries(TEMPORARY_NAME):

@@ -35,7 +35,7 @@ def attention_view(
 
     Wherever the logical shape has them, memory orders the kernel block first, then K or V, then the rest as the backend
     lists it, so that a kernel block's K and V lie side by side inside the page. For a `(2, num_blocks, …)` backend that
-    is a re-strided view; which dimension counts blocks is asked of the backend, never read off a size (vllm!37236).
+    is a re-strided view. The backend defines which dimension counts blocks; a size never does (vllm!37236).
     """
     geometry = (kernel_block_size, spec.num_kv_heads, spec.head_size)
     num_kernel_blocks = num_blocks * (spec.block_size // kernel_block_size)
@@ -57,11 +57,11 @@ def latent_view(raw: torch.Tensor, num_blocks: int, spec: MLAAttentionSpec, kern
 def mamba_views(raw: torch.Tensor, num_blocks: int, spec: MambaSpec) -> tuple[torch.Tensor, ...]:
     """The parts of one layer's state, each `[num_blocks, *shape]`, one after the other at the start of each page.
 
-    The undo scheme may store a part as something else of the same bytes (`UndoSpec.stored`).
+    The rollback scheme may store a part as something else of the same bytes (`RollbackSpec.stored`).
     """
     views = []
     offset = 0
-    for part in map(spec.undo.stored, spec.parts):
+    for part in map(spec.rollback.stored, spec.parts):
         stride = (spec.page_size_bytes // part.dtype.itemsize, *contiguous_stride(part.shape))
         shape = (num_blocks, *part.shape)
         views.append(raw.view(part.dtype).as_strided(shape, stride, offset // part.dtype.itemsize))
@@ -70,11 +70,11 @@ def mamba_views(raw: torch.Tensor, num_blocks: int, spec: MambaSpec) -> tuple[to
 
 
 def allocate_row_memory(config: KVCacheConfig, num_rows: int, device: torch.device) -> dict[str, Any]:
-    """By layer, what the undo scheme keeps for each row of the engine beside the blocks, if it keeps anything."""
+    """By layer, what the rollback scheme keeps for each row of the engine beside the blocks, if it keeps anything."""
     memory = {}
     for group in config.groups:
         for name, spec in zip(group.layer_names, group.layer_specs, strict=True):
-            own = spec.undo.allocate(spec.inputs, num_rows, device) if isinstance(spec, MambaSpec) else None
+            own = spec.rollback.allocate(spec.inputs, num_rows, device) if isinstance(spec, MambaSpec) else None
             if own is not None:
                 memory[name] = own
     return memory

@@ -1,16 +1,17 @@
 """Which blocks each request holds, in every group, and which prefixes can be found again.
 
-Contract. A request's blocks are *columns*: column i of an attention group holds the tokens of block i; column i of a
-Mamba group in modes `align` and `all` is for the state after block i, or, while the request is inside that block, for
-its running state (see `attention.mamba`). A column without a block holds the null block.
+Contract. A request's blocks are *logical blocks*: logical block i of an attention group holds the tokens of block i;
+logical block i of a Mamba group in modes `align` and `all` is for the state after block i, or, while the request is
+inside that block, for its running state (see `attention.mamba`). A logical block without a block holds the null block.
 
 - Mode `none`: one state and K for drafts, however long the request.
-- Mode `align`: chunks end on block boundaries. Columns before that of the last computed token are given back, columns
+- Mode `align`: chunks end on block boundaries. Logical blocks before that of the last computed token are freed, logical
+  blocks
   that a chunk jumps over never get a block: a request holds at most 2 + K.
 - Mode `all`: a state at every boundary, all kept until the request ends: `ceil(tokens / block_size) + K`.
 
-An undo scheme may write states some tokens late (`num_flushed_tokens`): only then is that of a column published, and
-are the columns before it given back.
+An rollback scheme may write states some tokens late (`StateProgress`): only then is that of a logical block published,
+and are the logical blocks before it freed.
 
 A block is *published* under the hash of all tokens up to its end once it holds exactly their K/V or the state after
 them: after the step that computed them, never when it is scheduled (vllm!56525), and only as far as tokens are known
@@ -28,11 +29,19 @@ import numpy as np
 
 from hybrid_kv.cache.block_hash import BlockHashes
 from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockIds, BlockKey, BlockPool
-from hybrid_kv.cache.columns import NO_HIT, NO_IDS, ColumnRules, Columns, NewBlocks, PrefixHit, Refusal
+from hybrid_kv.cache.observe import CacheObserver
 from hybrid_kv.cache.offload import KVOffload
 from hybrid_kv.cache.prefix import longest_hit, shared_tokens
-from hybrid_kv.cache.spec import KVCacheConfig, KVCacheSpec, MambaSpec, UndoSpec
-from hybrid_kv.cache.watch import CacheWatcher
+from hybrid_kv.cache.request_blocks import (
+    NO_HIT,
+    NO_IDS,
+    LogicalBlockRules,
+    NewBlocks,
+    PrefixHit,
+    Refusal,
+    RequestBlocks,
+)
+from hybrid_kv.cache.spec import KVCacheConfig, KVCacheSpec, MambaSpec, RollbackSpec, StateProgress
 from hybrid_kv.config import ConfigError
 from hybrid_kv.kernels.common.integers import cdiv
 
@@ -48,12 +57,12 @@ class KVCacheManager:
         enable_prefix_caching: publish blocks and look for hits; needs Mamba groups in mode `align` or `all`.
         num_lookahead_tokens: positions behind the scheduled tokens that a step may write (a drafting head's K/V).
         max_model_len: no position from here on is ever written.
-        num_uncertain_tokens: drafts of a step under way that may count when the next one is scheduled.
+        num_uncertain_tokens: drafts of the step in flight that may count when the next one is scheduled.
+        observers: notified when blocks change hands; more may join later.
 
     Attributes:
-        hit_unit: tokens; every hit is a multiple of it.
+        hit_granularity: tokens; every hit is a multiple of it.
         offload: a further tier for published blocks; a hit may come from both.
-        watchers: told when blocks change hands.
     """
 
     def __init__(
@@ -63,16 +72,16 @@ class KVCacheManager:
         num_lookahead_tokens: int = 0,
         max_model_len: int | None = None,
         num_uncertain_tokens: int = 0,
+        observers: Sequence[CacheObserver] = (),
     ) -> None:
         self.config = config
-        self.pool = BlockPool(config.num_blocks)
-        self.pool.on_unpublish = self._tell_unpublished
+        self.pool = BlockPool(config.num_blocks, self._notify_unpublished)
         self.enable_prefix_caching = enable_prefix_caching
         self.num_lookahead_tokens = num_lookahead_tokens
         self.max_model_len = max_model_len
         self.offload: KVOffload | None = None
-        self.watchers: Sequence[CacheWatcher] = []
-        # What decides a group's columns: its layers may differ in bytes, never in that.
+        self.observers = observers
+        # What decides a group's logical blocks: its layers may differ in bytes, never in that.
         self._specs: list[KVCacheSpec] = [group.layer_specs[0] for group in config.groups]
         for spec in self._specs:
             if not isinstance(spec, MambaSpec):
@@ -85,23 +94,24 @@ class KVCacheManager:
                 )
             # More, and a step could pass two boundaries.
             needed = 1 + spec.num_speculative_tokens
-            if mode.gives_back and not spec.undo.writes_late:
+            if mode.gives_back and not spec.rollback.writes_late:
                 needed += num_uncertain_tokens
             if mode.keeps_states and spec.block_size < needed:
                 raise ConfigError(
                     f"num_speculative_tokens={spec.num_speculative_tokens} needs Mamba blocks of at least {needed} "
                     f"tokens, not {spec.block_size}; raise block_size"
                 )
-        self.hit_unit = lcm(*(spec.block_size for spec in self._specs))
-        self._groups = [ColumnRules(spec) for spec in self._specs]
+        self.hit_granularity = lcm(*(spec.block_size for spec in self._specs))
+        self._groups = [LogicalBlockRules(spec) for spec in self._specs]
         self._giving_back = [i for i, g in enumerate(self._groups) if g.mode is not None and g.mode.gives_back]
         # All groups of states have one mode, and one block size.
         self._states = next((spec for spec in self._specs if isinstance(spec, MambaSpec)), None)
         self._nothing = NewBlocks(NO_IDS, array("i", [0] * len(self._specs)))
         self._refusal: Refusal | None = None
-        self._held: dict[str, list[Columns]] = {}
-        self._covered: dict[str, int] = {}  # tokens that a decode may reach before it needs a column more
-        # Published blocks, the ends of their columns, and their keys: a block that was evicted since is another's.
+        self._held: dict[str, list[RequestBlocks]] = {}
+        self._covered: dict[str, int] = {}  # tokens that a decode may reach before it needs a logical block more
+        # Published blocks, the ends of their logical blocks, and their keys: a block that was evicted since is
+        # another's.
         self._given_back: dict[str, dict[int, tuple[int, BlockKey]]] = {}
 
     def can_ever_fit(self, num_tokens: int) -> bool:
@@ -113,9 +123,9 @@ class KVCacheManager:
         return min(num_tokens + self.num_lookahead_tokens, self.max_model_len or num_tokens)
 
     @property
-    def undo(self) -> UndoSpec:
-        """How the groups of states undo rejected drafts."""
-        return self._states.undo if self._states is not None else UndoSpec()
+    def rollback(self) -> RollbackSpec:
+        """How the groups of states rollback rejected drafts."""
+        return self._states.rollback if self._states is not None else RollbackSpec()
 
     @property
     def states_block_size(self) -> int | None:
@@ -132,30 +142,28 @@ class KVCacheManager:
         states = self._states
         if states is None:
             return end
-        return states.mode.chunk_end(start, end, num_tokens, states.block_size, self.hit_unit)
+        return states.mode.chunk_end(start, end, num_tokens, states.block_size, self.hit_granularity)
 
     def find_longest_cache_hit(self, hashes: BlockHashes, token_ids: Sequence[int], use_offload: bool) -> PrefixHit:
         """The longest prefix of a request that every group can restore; nothing is read or taken yet."""
         if not self.enable_prefix_caching:
             return NO_HIT
-        return self._find(hashes, token_ids, self.offload if use_offload else None)
+        offload = self.offload if use_offload else None
+        return longest_hit(self._specs, self.hit_granularity, self.pool, offload, hashes, token_ids)
 
     def shared_tokens(
         self, hashes: BlockHashes, token_ids: Sequence[int], other: BlockHashes, other_ids: Sequence[int], end: int
     ) -> int:
         """How many tokens a request could take from the first `end` of another one, if all of them were cached."""
         texts = (hashes, token_ids), (other, other_ids)
-        return shared_tokens(self._specs[0].block_size, self.hit_unit, *texts, end)
-
-    def _find(self, hashes: BlockHashes, token_ids: Sequence[int], offload: KVOffload | None) -> PrefixHit:
-        return longest_hit(self._specs, self.hit_unit, self.pool, offload, hashes, token_ids)
+        return shared_tokens(self._specs[0].block_size, self.hit_granularity, *texts, end)
 
     def may_fit(self, request_id: str) -> bool:
-        """Whether asking for a request again may end otherwise than the last time, when it was refused.
+        """Whether retrying a rejected request could succeed now.
 
         A look costs as much as the request is long, and a request may wait for thousands of steps. So it takes the room
         that was needed, or one of its own blocks published meanwhile. A request that could do with less for another
-        reason (its hit was evicted, the budget leaves a shorter chunk) waits on, at most until nobody else runs.
+        reason (its hit was evicted, the budget leaves a shorter chunk) waits on, at most until no other request runs.
         """
         refusal = self._refusal
         if refusal is None or refusal.request_id != request_id:
@@ -173,14 +181,15 @@ class KVCacheManager:
     ) -> NewBlocks | None:
         """Make room for `num_new_tokens` tokens behind `num_computed_tokens`.
 
-        Returns the *new* columns, or None if the pool is too full; a hit is taken with them or not at all. What the
-        offload tier has of it is read only when there is room.
+        Returns the *new* logical blocks, or None if the pool is too full; a hit is taken with them or not at all. What
+        the offload tier has of it is read only when there is room.
 
         Args:
             num_computed_tokens: confirmed ones; drafts that may still be rejected do not count (vllm!33997).
-            is_decode: the step verifies drafts (possibly none), so it needs columns for 1 + K states.
+            is_decode: the step verifies drafts (possibly none), so it needs logical blocks for 1 + K states.
             hit: of a request that starts; then `num_computed_tokens` is its length.
-            num_seen_tokens: by the state that the next step reads (`UndoSpec.num_seen`); of a request that starts, any.
+            num_seen_tokens: by the state that the next step reads (`RollbackSpec.num_seen`); of a request that starts,
+                any.
 
         Raises:
             HitLostError: what the hit needs of the offload tier is not there any more; look again without the tier.
@@ -189,7 +198,7 @@ class KVCacheManager:
         ahead = self._with_lookahead(end)
         rows = self._held.get(request_id)
         if rows is None:
-            return self._admit(request_id, end, ahead, is_decode, hit)
+            return self._take_hit(request_id, end, ahead, is_decode, hit)
         if self._giving_back:
             self._give_back(request_id, rows, num_seen_tokens)
         if is_decode and ahead <= self._covered.get(request_id, 0):
@@ -203,28 +212,28 @@ class KVCacheManager:
         if ids is None:
             return None
         new = self._append(rows, counts, ids, is_decode)
-        for watcher in self.watchers:
-            watcher.on_allocate(request_id, new.per_group())
+        for observer in self.observers:
+            observer.on_allocate(request_id, new.per_group())
         return new
 
-    def _admit(self, request_id: str, end: int, ahead: int, is_decode: bool, hit: PrefixHit) -> NewBlocks | None:
-        """`allocate_slots` for a request that holds nothing yet."""
-        rows = [Columns() for _ in self._groups]
+    def _take_hit(self, request_id: str, end: int, ahead: int, is_decode: bool, hit: PrefixHit) -> NewBlocks | None:
+        """`allocate_slots` for a request that holds nothing yet: its hit, and room behind that."""
+        rows = [RequestBlocks() for _ in self._groups]
         taken: list[int] = []
         absent: list[BlockKey] = []
-        places: list[tuple[Columns, int]] = []  # where the absent ones go
+        places: list[tuple[RequestBlocks, int]] = []  # where the absent ones go
         for index, (group, row) in enumerate(zip(self._groups, rows, strict=True)):
             count = hit.num_tokens // group.block_size
             every, ids = range(count), np.zeros(count, dtype=np.int32)
             # All blocks of attention, the last state of Mamba.
-            for column in every if group.mode is None else every[-1:]:
-                key = index, hit.chains[index][column]
+            for block_idx in every if group.mode is None else every[-1:]:
+                key = index, hit.chains[index][block_idx]
                 block = self.pool.lookup(key)
                 if block is None:
                     absent.append(key)
-                    places.append((row, column))
+                    places.append((row, block_idx))
                 else:
-                    ids[column] = block
+                    ids[block_idx] = block
                     taken.append(block)
             row.extend(ids)
             row.published = count
@@ -245,19 +254,19 @@ class KVCacheManager:
         assert own is not None
         # From here on all of it is the request's: whatever is raised, `free` finds it.
         self._held[request_id] = rows
-        restored = [row.all().copy() for row in rows] if self.watchers else []
+        restored = [row.all().copy() for row in rows] if self.observers else []
         loaded, fresh = own[: len(absent)], own[len(absent) :]
-        for (row, column), block in zip(places, loaded.tolist(), strict=True):
-            row.set(column, block)
+        for (row, block_idx), block in zip(places, loaded.tolist(), strict=True):
+            row.set(block_idx, block)
         new = self._append(rows, counts, fresh, is_decode)
         try:
-            for watcher in self.watchers:
+            for observer in self.observers:
                 if len(hit_ids):
-                    watcher.on_hit(request_id, restored)
-                watcher.on_allocate(request_id, new.per_group())
+                    observer.on_hit(request_id, restored)
+                observer.on_allocate(request_id, new.per_group())
                 if absent:
-                    columns = [(key, column) for key, (_, column) in zip(absent, places, strict=True)]
-                    watcher.on_load(request_id, columns, loaded)
+                    logical_blocks = [(key, block_idx) for key, (_, block_idx) in zip(absent, places, strict=True)]
+                    observer.on_load(request_id, logical_blocks, loaded)
             if absent:
                 assert self.offload is not None
                 self.offload.load(pages, loaded.tolist())
@@ -272,15 +281,15 @@ class KVCacheManager:
     def adopt(self, request_id: str, num_computed_tokens: int) -> NewBlocks | None:
         """Make room for a decode of a request whose first tokens were computed elsewhere.
 
-        Of states there is one, after the last of them: columns before it stay null, and are never published.
+        Of states there is one, after the last of them: logical blocks before it stay null, and are never published.
 
         Returns:
-            All columns, for the caller to fill; None if the pool is too full.
+            All logical blocks, for the caller to fill; None if the pool is too full.
         """
-        rows = [Columns() for _ in self._groups]
+        rows = [RequestBlocks() for _ in self._groups]
         for group, row in zip(self._groups, rows, strict=True):
             if group.mode is not None:
-                row.published = group.mode.anchor(num_computed_tokens - 1, group.block_size)
+                row.published = group.mode.current_block(num_computed_tokens - 1, group.block_size)
                 row.extend(np.zeros(row.published, dtype=np.int32))
         end = num_computed_tokens + 1
         counts, needed = self._count_missing(rows, end, self._with_lookahead(end), is_decode=True)
@@ -288,12 +297,16 @@ class KVCacheManager:
             return None
         self._held[request_id] = rows
         new = self._append(rows, counts, ids, is_decode=True)
-        for watcher in self.watchers:
-            watcher.on_allocate(request_id, new.per_group())
+        for observer in self.observers:
+            observer.on_allocate(request_id, new.per_group())
         return NewBlocks.of(rows)
 
-    def _count_missing(self, rows: Sequence[Columns], end: int, ahead: int, is_decode: bool) -> tuple[list[int], int]:
-        """Columns that each group lacks until token `end`, or `ahead` where steps write beyond it; blocks for them."""
+    def _count_missing(
+        self, rows: Sequence[RequestBlocks], end: int, ahead: int, is_decode: bool
+    ) -> tuple[list[int], int]:
+        """Logical blocks that each group lacks until token `end`, or `ahead` where steps write beyond it; blocks for
+        them.
+        """
         counts, needed = [], 0
         for group, row in zip(self._groups, rows, strict=True):
             mode, block_size = group.mode, group.block_size
@@ -301,14 +314,14 @@ class KVCacheManager:
                 count = num_blocks = max(0, cdiv(ahead, block_size) - row.length)
             else:
                 drafts = group.drafts if is_decode or not mode.keeps_states else 0
-                count = max(0, mode.num_columns(end, block_size) + drafts - row.length)
+                count = max(0, mode.num_logical_blocks(end, block_size) + drafts - row.length)
                 num_blocks = mode.num_blocks(count, is_decode)
             counts.append(count)
             needed += num_blocks
         return counts, needed
 
-    def _num_covered(self, rows: Sequence[Columns]) -> int:
-        """How far a decode of a request with these columns may reach: most steps need no more than this look."""
+    def _num_covered(self, rows: Sequence[RequestBlocks]) -> int:
+        """How far a decode of a request with these logical blocks may reach: most steps need no more than this look."""
         return min(
             row.length * group.block_size
             if group.mode is None
@@ -316,8 +329,12 @@ class KVCacheManager:
             for group, row in zip(self._groups, rows, strict=True)
         )
 
-    def _append(self, rows: Sequence[Columns], counts: Sequence[int], ids: BlockIds, is_decode: bool) -> NewBlocks:
-        """Give each row as many columns more; the blocks are for all of them, or for the last one of an align chunk."""
+    def _append(
+        self, rows: Sequence[RequestBlocks], counts: Sequence[int], ids: BlockIds, is_decode: bool
+    ) -> NewBlocks:
+        """Give each row as many logical blocks more; the blocks are for all of them, or for the last one of an align
+        chunk.
+        """
         flat = ids if len(ids) == sum(counts) else np.zeros(sum(counts), dtype=np.int32)
         begin = used = 0
         for group, row, count in zip(self._groups, rows, counts, strict=True):
@@ -331,7 +348,7 @@ class KVCacheManager:
             begin += count
         return NewBlocks(flat, array("i", counts))
 
-    def _give_back(self, request_id: str, rows: Sequence[Columns], num_seen: int) -> None:
+    def _give_back(self, request_id: str, rows: Sequence[RequestBlocks], num_seen: int) -> None:
         """What a state that has seen `num_seen` tokens makes needless. All at once: the pool's cost is per call."""
         depths: dict[int, int] = {}
         for index in self._giving_back:
@@ -339,22 +356,22 @@ class KVCacheManager:
             assert group.mode is not None
             first = group.mode.first_needed(num_seen, group.block_size)
             if first > row.first:
-                for block, column in row.give_back(first).items():
-                    depths[block] = (column + 1) * group.block_size
+                for block, block_idx in row.give_back(first).items():
+                    depths[block] = (block_idx + 1) * group.block_size
         if not depths:
             return
         ids = np.array(list(depths), dtype=np.int32)
-        for watcher in self.watchers:
-            watcher.on_free(request_id, ids)
+        for observer in self.observers:
+            observer.on_free(request_id, ids)
         keys = [(block, depth, self.pool.key_of(block)) for block, depth in depths.items()]
         self.pool.free(ids)
         given_back = self._given_back.setdefault(request_id, {})
         given_back.update({block: (depth, key) for block, depth, key in keys if key is not None})
 
-    def completes_blocks(self, request_id: str, num_computed_tokens: int, num_flushed_tokens: int) -> bool:
+    def completes_blocks(self, request_id: str, progress: StateProgress) -> bool:
         """Whether `cache_blocks` has anything to do."""
         return self.enable_prefix_caching and any(
-            row.published < (num_computed_tokens if group.mode is None else num_flushed_tokens) // group.block_size
+            row.published < group.num_complete(progress)
             for group, row in zip(self._groups, self._held[request_id], strict=True)
         )
 
@@ -363,32 +380,30 @@ class KVCacheManager:
         request_id: str,
         hashes: BlockHashes,
         token_ids: Sequence[int],
-        num_computed_tokens: int,
+        progress: StateProgress,
         is_decode: bool,
-        num_flushed_tokens: int,
     ) -> None:
         """Publish what a step has completed.
 
         Args:
-            token_ids: of the request, at least `num_computed_tokens`.
-            num_computed_tokens: accepted tokens in the cache after the step.
-            num_flushed_tokens: of them, those that the Mamba states in blocks have seen (`UndoSpec.num_flushed`).
+            token_ids: of the request, at least the computed ones.
+            progress: after the step.
         """
         if not self.enable_prefix_caching:
             return
         published: list[tuple[BlockKey, int]] = []
         for index, (group, row) in enumerate(zip(self._groups, self._held[request_id], strict=True)):
             block_size, mode = group.block_size, group.mode
-            first, end = row.published, (num_computed_tokens if mode is None else num_flushed_tokens) // block_size
+            first, end = row.published, group.num_complete(progress)
             if first >= end:
                 continue
-            chain = hashes.chain(block_size, token_ids, num_computed_tokens)
+            chain = hashes.chain(block_size, token_ids, progress.computed)
             if mode is not None:
-                first = mode.first_published(first, end, num_computed_tokens, block_size, is_decode)
-            keys = [((index, chain[column]), row[column]) for column in range(first, end)]
+                first = mode.first_published(first, end, progress.computed, block_size, is_decode)
+            keys = [((index, chain[block_idx]), row[block_idx]) for block_idx in range(first, end)]
             published += [(key, block) for key, block in keys if self.pool.publish(key, block)]
-            for watcher in self.watchers:
-                watcher.on_publish(request_id, index, first, keys)
+            for observer in self.observers:
+                observer.on_publish(request_id, index, first, keys)
             row.published = end
         if self._refusal is not None and not self._refusal.keys.isdisjoint(key for key, _ in published):
             self._refusal = None
@@ -412,8 +427,8 @@ class KVCacheManager:
         self._covered.pop(request_id, None)
         ids = np.concatenate([row.held() for row in rows])
         ends = np.concatenate([row.ends(spec.block_size) for spec, row in zip(self._specs, rows, strict=True)])
-        for watcher in self.watchers:
-            watcher.on_free(request_id, ids, ended=True)
+        for observer in self.observers:
+            observer.on_free(request_id, ids, ended=True)
         self.pool.free(ids[np.argsort(-ends, kind="stable")])
         if given_back := self._given_back.pop(request_id, None):
             depths = {block: end for block, (end, key) in given_back.items() if self.pool.key_of(block) == key}
@@ -424,12 +439,12 @@ class KVCacheManager:
         """Forget all published blocks; running requests keep theirs."""
         self.pool.reset()
         self._refusal = None
-        for watcher in self.watchers:
-            watcher.on_reset()
+        for observer in self.observers:
+            observer.on_reset()
 
-    def _tell_unpublished(self, keys: Sequence[BlockKey]) -> None:
-        for watcher in self.watchers:
-            watcher.on_unpublish(keys)
+    def _notify_unpublished(self, keys: Sequence[BlockKey]) -> None:
+        for observer in self.observers:
+            observer.on_unpublish(keys)
 
     def check_integrity(self, running: Sequence[str] = ()) -> None:
         """Raise AssertionError unless pool and tier are whole, references have owners, and only `running` hold any."""

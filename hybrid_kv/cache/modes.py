@@ -1,15 +1,16 @@
-"""Which states a Mamba group keeps: one policy for each `mamba_cache_mode`. Everybody else asks it.
+"""Which states a Mamba group keeps: one policy for each `mamba_cache_mode`, which all other code queries.
 
-A row of the block table has *columns*: column i stands for the state after block i, or, while the request is inside
-that block, for its running state. The column that a step writes its running state to is the step's *anchor*.
+A row of the block table has *logical blocks*: logical block i stands for the state after block i, or, while the request
+is inside that block, for its running state. The logical block that a step writes its running state to is the step's
+*current state block*.
 
 - `none`: one running state, however long the request; nothing that another request could use.
-- `align`: chunks of a prefill end on block boundaries, and the state there is kept. Columns before that of the last
-  computed token are given back; columns that a chunk jumps over never get a block.
+- `align`: chunks of a prefill end on block boundaries, and the state there is kept. Logical blocks before that of the
+  last computed token are freed; logical blocks that a chunk jumps over never get a block.
 - `all`: the state at every boundary of prefill and decode, kept until the request ends.
 
-A fourth mode is a subclass and an entry in `MODES`. Nothing of the house is imported here, so that the configuration
-can ask, too. All sizes are in tokens unless a name says otherwise.
+A fourth mode is a subclass and an entry in `MODES`. Nothing of the package is imported here, so that the configuration
+can use it. All sizes are in tokens unless a name says otherwise.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ import sys
 from math import lcm
 from typing import Any, ClassVar, TypeVar
 
-# A position, column or number of tokens: an int, or an int64 array of them.
+# A position, logical block or number of tokens: an int, or an int64 array of them.
 Ints = TypeVar("Ints", int, Any)
 
 
 class Mode:
-    """The rules that modes with a column for every block share; they are those of mode `all`.
+    """The rules that modes with a logical block for every block share; they are those of mode `all`.
 
     Attributes:
         keeps_states: the state at a block boundary stays, so that it can be published.
         keeps_inside: a chunk leaves a state at each boundary that it passes, not only at its end.
-        gives_back: columns are given back while the request runs.
+        gives_back: logical blocks are freed while the request runs.
         needs_unit: the block size is a multiple of the model's chunk size, or of the size that the user gave.
     """
 
@@ -38,43 +39,45 @@ class Mode:
     gives_back: ClassVar[bool] = False
     needs_unit: ClassVar[bool] = False
 
-    def num_columns(self, num_tokens: Ints, block_size: int) -> Ints:
-        """Columns that a row of `num_tokens` tokens has, those for drafts not counted."""
+    def num_logical_blocks(self, num_tokens: Ints, block_size: int) -> Ints:
+        """Logical blocks that a row of `num_tokens` tokens has, those for drafts not counted."""
         return -(-num_tokens // block_size)
 
-    def num_covered(self, num_columns: int, block_size: int) -> int:
-        """The inverse of `num_columns`: how many tokens so many columns are enough for."""
-        return num_columns * block_size
+    def num_covered(self, num_logical_blocks: int, block_size: int) -> int:
+        """The inverse of `num_logical_blocks`: how many tokens so many logical blocks are enough for."""
+        return num_logical_blocks * block_size
 
-    def anchor(self, last_token: Ints, block_size: int) -> Ints:
-        """The column for the running state of a step whose last scheduled token has position `last_token`."""
+    def current_block(self, last_token: Ints, block_size: int) -> Ints:
+        """The logical block for the running state of a step whose last scheduled token has position `last_token`."""
         return last_token // block_size
 
-    def num_blocks(self, num_columns: int, is_decode: bool) -> int:
-        """How many of a step's new columns get a block: the last ones."""
-        return num_columns
+    def num_blocks(self, num_logical_blocks: int, is_decode: bool) -> int:
+        """How many of a step's new logical blocks get a block: the last ones."""
+        return num_logical_blocks
 
     def first_needed(self, num_seen: Ints, block_size: int) -> Ints:
-        """Columns before it are given back, once the state to go on from has seen `num_seen` >= 1 tokens."""
+        """Logical blocks before it are freed once the state to go on from has seen `num_seen` >= 1 tokens."""
         return num_seen * 0
 
-    def held_at_most(self, num_columns: int, num_behind: int) -> int:
-        """The most blocks that a row of `num_columns` columns holds at once.
+    def held_at_most(self, num_logical_blocks: int, num_behind: int) -> int:
+        """The most blocks that a row of `num_logical_blocks` logical blocks holds at once.
 
         Args:
-            num_behind: columns before the anchor whose states the undo scheme may still read.
+            num_behind: logical blocks before the current state block whose states the rollback scheme may still read.
         """
-        return num_columns
+        return num_logical_blocks
 
     def first_published(self, first: int, end: int, num_tokens: int, block_size: int, is_decode: bool) -> int:
-        """The first column to publish among `first … end - 1`, which a step to `num_tokens` tokens has completed."""
+        """The first logical block to publish among `first … end - 1`, which a step to `num_tokens` tokens has
+        completed.
+        """
         return first
 
-    def chunk_end(self, start: int, end: int, num_tokens: int, block_size: int, hit_unit: int) -> int:
+    def chunk_end(self, start: int, end: int, num_tokens: int, block_size: int, hit_granularity: int) -> int:
         """Where a chunk from `start` should end if it can reach `end`, in a request of `num_tokens` known tokens.
 
         Args:
-            hit_unit: every prefix that can be restored is a multiple of it.
+            hit_granularity: every prefix that can be restored is a multiple of it.
         """
         return end
 
@@ -107,19 +110,19 @@ class Mode:
 
 
 class NoStates(Mode):
-    """Mode `none`: one column, overwritten by every step."""
+    """Mode `none`: one logical block, overwritten by every step."""
 
     name = "none"
     keeps_states = False
     keeps_inside = False
 
-    def num_columns(self, num_tokens: Ints, block_size: int) -> Ints:
+    def num_logical_blocks(self, num_tokens: Ints, block_size: int) -> Ints:
         return num_tokens * 0 + 1
 
-    def num_covered(self, num_columns: int, block_size: int) -> int:
+    def num_covered(self, num_logical_blocks: int, block_size: int) -> int:
         return sys.maxsize
 
-    def anchor(self, last_token: Ints, block_size: int) -> Ints:
+    def current_block(self, last_token: Ints, block_size: int) -> Ints:
         return last_token * 0
 
     def block_size(self, given: int | None, aligned: int, attention: int, max_model_len: int) -> int:
@@ -136,14 +139,14 @@ class Align(Mode):
     keeps_inside = False
     gives_back = True
 
-    def num_blocks(self, num_columns: int, is_decode: bool) -> int:
-        return num_columns if is_decode else min(num_columns, 1)
+    def num_blocks(self, num_logical_blocks: int, is_decode: bool) -> int:
+        return num_logical_blocks if is_decode else min(num_logical_blocks, 1)
 
     def first_needed(self, num_seen: Ints, block_size: int) -> Ints:
         return (num_seen - 1) // block_size
 
-    def held_at_most(self, num_columns: int, num_behind: int) -> int:
-        return min(1 + num_behind, num_columns)
+    def held_at_most(self, num_logical_blocks: int, num_behind: int) -> int:
+        return min(1 + num_behind, num_logical_blocks)
 
     def first_published(self, first: int, end: int, num_tokens: int, block_size: int, is_decode: bool) -> int:
         if is_decode:
@@ -151,14 +154,14 @@ class Align(Mode):
         # A chunk leaves a state at its end and nowhere else, on a boundary or not.
         return end - 1 if num_tokens % block_size == 0 else end
 
-    def chunk_end(self, start: int, end: int, num_tokens: int, block_size: int, hit_unit: int) -> int:
+    def chunk_end(self, start: int, end: int, num_tokens: int, block_size: int, hit_granularity: int) -> int:
         # The state that a repeated prompt can use: its last token is always computed.
-        last_boundary = (num_tokens - 1) // hit_unit * hit_unit
+        last_boundary = (num_tokens - 1) // hit_granularity * hit_granularity
         if start >= last_boundary:
             return end
         end = min(end, last_boundary)
         # Where groups have other block sizes, a boundary of all is worth more than one of the states alone.
-        boundary = end // hit_unit * hit_unit
+        boundary = end // hit_granularity * hit_granularity
         if boundary <= start:
             boundary = end // block_size * block_size
         return boundary if boundary > start else end

@@ -67,7 +67,7 @@ class KVOffload:
 
     `raw_buffers`: those of `allocate_raw_buffers`, contiguous, of any shape and dtype; layer i of every group lives in
     buffer i. `block_bytes[g]` is what one block of group g takes in a tier. `host_bytes` bounds the payload bytes of
-    the host tier exactly; pages that `fetch` handed out live on beside it. `namespace` tells models apart that share a
+    the host tier exactly; pages that `fetch` handed out live on beside it. `namespace` separates models that share a
     layout (weights, revision): a folder's blocks are found under the same namespace and layout only.
 
     On a GPU, `store` and `load` work in the order of the current stream: a block is read after what was queued before
@@ -88,7 +88,7 @@ class KVOffload:
     ) -> None:
         """
         Raises:
-            ConfigError: blocks that no hash can name or nobody may reuse, or buffers that do not hold the pages.
+            ConfigError: blocks that have no hash or must not be reused, or buffers that do not hold the pages.
         """
         check_offloadable(config, hash_block_size)
         self.host_bytes = host_bytes
@@ -131,7 +131,7 @@ class KVOffload:
             self._folder.write([(key, data[key]) for key in wanted if key in unfiled])
 
     def contains(self, key: BlockKey) -> bool:
-        """Whether some tier says that it has `key`; a file may still turn out bad in `fetch`."""
+        """Whether a tier has `key`; its file may still turn out to be damaged in `fetch`."""
         return key in self._host or (self._folder is not None and self._folder.contains(key))
 
     def fetch(self, keys: Sequence[BlockKey]) -> list[Page] | None:
@@ -213,7 +213,7 @@ class KVOffload:
         return self._folder is not None and self._folder.exists(key)
 
     def _to_host(self, blocks: Mapping[BlockKey, int]) -> dict[BlockKey, torch.Tensor]:
-        """A host copy of each device block, one allocation each so that evicting one gives back its bytes."""
+        """A host copy of each device block, one allocation each so that evicting one frees its bytes."""
         copies: dict[BlockKey, torch.Tensor] = {}
         for group, views in enumerate(self._pages):
             keys = [key for key in blocks if key[0] == group]

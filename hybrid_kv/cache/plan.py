@@ -93,7 +93,7 @@ def update_block_size_for_backend(
             raise ConfigError(
                 f"--block-size {cache.block_size}: the model has no attention layer; use --mamba-block-size"
             )
-        # No attention backend to ask: a state fills the page, and a block stands for the whole request in mode `none`.
+        # Without an attention backend a state fills the page, and in mode `none` a block stands for the whole request.
         mode = MODES[cache.mamba_cache_mode]
         block_size = mode.lone_block_size(cache.mamba_block_size, mamba_chunk_size, max_model_len)
         if block_size is None:
@@ -194,7 +194,7 @@ class CachePlan:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes that the undo scheme keeps for all rows of the fullest stage, beside the blocks."""
+        """Bytes that the rollback scheme keeps for all rows of the fullest stage, beside the blocks."""
         return self.max_num_seqs * self.fullest.bytes_per_row
 
     @property
@@ -250,9 +250,9 @@ def plan_cache(
     """Plan the pool: block sizes, groups, number of blocks.
 
     Args:
-        layers: of all pipeline stages, with one tensor parallel rank's heads; what undoing drafts takes is in them
-            already (`cache.spec.with_undo`).
-        max_num_seqs: rows of the engine; `memory_bytes` pays for what the undo scheme keeps for them.
+        layers: of all pipeline stages, with one tensor parallel rank's heads; what rolling back drafts takes is in them
+            already (`cache.spec.with_rollback`).
+        max_num_seqs: rows of the engine; `memory_bytes` pays for what the rollback scheme keeps for them.
         stages: the names of each pipeline stage's layers; default: one stage. `memory_bytes` is that of one rank.
         context_parallel: ranks that the tokens of an attention block lie on.
 
@@ -260,7 +260,9 @@ def plan_cache(
         ConfigError: the memory holds no whole request; the message names both sizes and a flag that helps.
     """
     if context_parallel > 1 and not any(isinstance(spec, FullAttentionSpec) for spec in layers.values()):
-        raise ConfigError(f"--context-parallel {context_parallel}: the model has no attention layer; drop the flag")
+        raise ConfigError(
+            f"--decode-context-parallel-size {context_parallel}: the model has no attention; drop the flag"
+        )
     sizes = update_block_size_for_backend(layers, cache, backend, context, max_model_len, mamba_chunk_size)
     specs = apply_block_sizes(layers, sizes, cache.mamba_cache_mode)
     groups = group_layers(specs)
@@ -357,12 +359,12 @@ def _padding_notes(
 
 
 def _describe_rows(plan: CachePlan) -> dict[str, Any]:
-    """What the undo scheme keeps beside the blocks, if it keeps anything."""
+    """What the rollback scheme keeps beside the blocks, if it keeps anything."""
     if not plan.config.bytes_per_row:
         return {}
     specs = (spec for group in plan.config.groups for spec in group.layer_specs)
     spec = next(spec for spec in specs if isinstance(spec, MambaSpec))
-    return spec.undo.describe() | {
+    return spec.rollback.describe() | {
         "ring_bytes_per_row_and_layer": spec.row_bytes,
         "ring_bytes_per_row": plan.fullest.bytes_per_row,
         "ring_rows": plan.max_num_seqs,

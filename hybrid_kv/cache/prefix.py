@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from hybrid_kv.cache.block_hash import BlockHashes
 from hybrid_kv.cache.block_pool import BlockPool
-from hybrid_kv.cache.columns import PrefixHit
 from hybrid_kv.cache.offload import KVOffload
+from hybrid_kv.cache.request_blocks import PrefixHit
 from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
 
 Text = tuple[BlockHashes, Sequence[int]]  # of a request: its hashes, and the tokens that they are of
@@ -32,16 +32,18 @@ def longest_hit(
     limit = len(token_ids) - 1
     chains = [hashes.chain(spec.block_size, token_ids, limit) for spec in specs]
 
-    def has(group: int, column: int) -> bool:
-        key = (group, chains[group][column])
+    def has(group: int, block_idx: int) -> bool:
+        key = (group, chains[group][block_idx])
         return pool.lookup(key) is not None or (offload is not None and offload.contains(key))
 
     own: list[int] = []
 
     def lacks(tokens: int) -> int | None:
         """The first group that cannot restore a prefix of `tokens` tokens."""
-        columns = [tokens // spec.block_size - 1 for spec in specs]
-        lost = (group for group, column in enumerate(columns) if own[group] < tokens or not has(group, column))
+        logical_blocks = [tokens // spec.block_size - 1 for spec in specs]
+        lost = (
+            group for group, block_idx in enumerate(logical_blocks) if own[group] < tokens or not has(group, block_idx)
+        )
         return next(lost, None)
 
     for group, spec in enumerate(specs):
@@ -64,7 +66,7 @@ def shared_tokens(block_size: int, unit: int, text: Text, other: Text, end: int)
     limit = min(end, len(token_ids) - 1)
     own, others = hashes.chain(block_size, token_ids, limit), other_hashes.chain(block_size, other_ids, limit)
     if limit < block_size or own[0] != others[0]:
-        return 0  # as for most pairs: every waiting prompt is compared with every prefill under way
+        return 0  # as for most pairs: every waiting prompt is compared with every prefill in flight
     # Chained hashes are equal up to the first difference of the texts, and never again.
     equal = bisect_left(range(limit // block_size), True, key=lambda i: own[i] != others[i])
     return equal * block_size // unit * unit

@@ -14,7 +14,7 @@ Expert parallelism divides weights alone, and on which node a rank runs changes 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from itertools import pairwise
 
 from hybrid_kv.cache.spec import (
@@ -25,30 +25,15 @@ from hybrid_kv.cache.spec import (
     UniformTypeKVCacheSpecs,
     with_block_size,
 )
-from hybrid_kv.config import ConfigError
+from hybrid_kv.config import ConfigError, ParallelConfig
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """How many ranks each way of dividing has; context parallel ranks are among the tensor parallel ones."""
-
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    context_parallel: int = 1
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            if (value := getattr(self, field.name)) < 1:
-                raise ConfigError(f"{field.name}={value} must be an integer >= 1")
-        if self.tensor_parallel % self.context_parallel:
-            raise ConfigError(
-                f"--context-parallel {self.context_parallel} must divide --tensor-parallel {self.tensor_parallel}: its "
-                "ranks are among those"
-            )
+class Ranks(ParallelConfig):
+    """The ranks of one deployment."""
 
     @property
     def num_gpus(self) -> int:
-        return self.tensor_parallel * self.pipeline_parallel
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def stages(self, num_layers: int) -> list[range]:
         """The layers of each pipeline stage (`get_pp_indices`).
@@ -58,14 +43,14 @@ class Ranks:
         Raises:
             ConfigError: fewer layers than stages.
         """
-        each, left = divmod(num_layers, self.pipeline_parallel)
+        each, left = divmod(num_layers, self.pipeline_parallel_size)
         if not each:
             raise ConfigError(
-                f"--pipeline-parallel {self.pipeline_parallel}: the model has {num_layers} layers; use at most as many "
-                "stages"
+                f"--pipeline-parallel-size {self.pipeline_parallel_size}: the model has {num_layers} layers; "
+                "use at most as many stages"
             )
         begins = [0]
-        for place in range(self.pipeline_parallel, 0, -1):
+        for place in range(self.pipeline_parallel_size, 0, -1):
             begins.append(begins[-1] + each + (2 <= place <= left + 1))
         return [range(*ends) for ends in pairwise(begins)]
 
@@ -83,7 +68,7 @@ def of_stage(config: KVCacheConfig, layer_names: Iterable[str]) -> KVCacheConfig
 def over_context(config: KVCacheConfig, context_parallel: int) -> KVCacheConfig:
     """The groups as a block manager counts: an attention block's tokens on all context parallel ranks together.
 
-    Its pages are of no rank; ask the config of one for bytes.
+    Its pages are not those of a rank: take bytes from the configuration of one.
     """
     groups = (replace(group, spec=_over_context(group.spec, context_parallel)) for group in config.groups)
     return replace(config, groups=tuple(groups))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
@@ -40,7 +40,7 @@ class KVCacheSpec:
         raise NotImplementedError
 
     def block_table_width(self, max_model_len: int) -> int:
-        """Columns that a request's row of the block table needs."""
+        """Logical blocks that a request's row of the block table needs."""
         return self.max_blocks_per_request(max_model_len)
 
     def max_memory_usage_bytes(self, max_model_len: int) -> int:
@@ -84,8 +84,8 @@ class StatePart:
     """One tensor of a layer's state in a block, or of what one token feeds to its recurrence.
 
     Attributes:
-        role: `window`: rows of inputs, the oldest first; a rejected draft is undone by reading from an earlier row.
-            `state`: undone by the scheme (`UndoSpec`).
+        role: `window`: rows of inputs, the oldest first; a rejected draft is rolled back by reading from an earlier
+            row. `state`: rolled back by the scheme (`RollbackSpec`).
     """
 
     name: str
@@ -106,17 +106,24 @@ def window_and_states(
     return (conv,) if state is None else (conv, StatePart("ssm", *state))
 
 
+class StateProgress(NamedTuple):
+    """How far a request is: `computed` accepted tokens are in the cache, `flushed` of them in its states' blocks."""
+
+    computed: int = 0
+    flushed: int = 0
+
+
 @dataclass(frozen=True)
-class UndoSpec:
-    """What undoing rejected drafts takes of the cache. `attention.undo` has the schemes.
+class RollbackSpec:
+    """What rolling back rejected drafts takes of the cache. `attention.rollback` has the schemes.
 
     This one, scheme `slots`, takes blocks alone: one for the state after each draft.
 
     Attributes:
         num_speculative_tokens: K.
-        scheme: which one it is, a key of `attention.undo.SCHEMES`.
+        scheme: which one it is, a key of `attention.rollback.SCHEMES`.
         needs_inputs: it keeps what tokens feed to the recurrence, so the layer must say what that is.
-        writes_late: states are written some tokens after those were computed (`num_flushed_tokens`).
+        writes_late: states are written some tokens after those were computed (`StateProgress`).
     """
 
     num_speculative_tokens: int = 0
@@ -129,8 +136,8 @@ class UndoSpec:
         """Blocks of a request for the states of drafts."""
         return self.num_speculative_tokens
 
-    def most_columns_behind(self, block_size: int) -> int:
-        """Mode align: how many columns before that of the last scheduled token a request may hold."""
+    def most_logical_blocks_behind(self, block_size: int) -> int:
+        """Mode align: how many logical blocks before that of the last scheduled token a request may hold."""
         return 1
 
     def bytes_per_row(self, inputs: Sequence[StatePart]) -> int:
@@ -149,23 +156,22 @@ class UndoSpec:
         """Its own sizes, for the plan, in JSON types."""
         return {}
 
-    def num_seen(self, num_flushed_tokens: int, num_computed_tokens: int) -> int:
-        """How many tokens the state that the next step starts from has seen."""
-        return num_computed_tokens
+    def num_seen(self, progress: StateProgress, start: int) -> int:
+        """How many tokens the state has seen that a step from `start` on reads."""
+        return start
 
-    def num_flushed(
-        self, before: int, start: int, num_tokens: int, num_computed_tokens: int, block_size: int | None
-    ) -> int:
-        """How many tokens the states have seen after a decode.
+    def advance(
+        self, progress: StateProgress, start: int, num_tokens: int, computed: int, block_size: int | None
+    ) -> StateProgress:
+        """After a decode.
 
         Args:
-            before: the same before it.
             start: where it began.
             num_tokens: that it ran, drafts included.
-            num_computed_tokens: accepted ones in the cache after it.
-            block_size: of a column; None where no state is kept.
+            computed: accepted tokens in the cache after it.
+            block_size: of a logical block; None where no state is kept.
         """
-        return num_computed_tokens
+        return StateProgress(computed, computed)
 
 
 @dataclass(frozen=True)
@@ -173,16 +179,17 @@ class MambaSpec(KVCacheSpec):
     """One recurrent state a page: its parts, one after the other.
 
     A window has `kernel - 1 + K` rows when K draft tokens are verified per step, so that a rejected draft can be
-    undone. `page_size_padded` is the attention page of the same pool.
+    rolled back. `page_size_padded` is the attention page of the same pool.
 
-    `inputs` are what a token feeds to the recurrence; a layer that does not say cannot be undone by running it again.
+    `inputs` are what a token feeds to the recurrence; a layer that does not say cannot be rolled back by running it
+    again.
     """
 
     parts: tuple[StatePart, ...]
     page_size_padded: int | None = None
     mamba_type: str = "mamba2"
     mamba_cache_mode: str = "none"
-    undo: UndoSpec = UndoSpec()
+    rollback: RollbackSpec = RollbackSpec()
     inputs: tuple[StatePart, ...] = ()
 
     def __post_init__(self) -> None:
@@ -213,17 +220,17 @@ class MambaSpec(KVCacheSpec):
     @property
     def num_speculative_tokens(self) -> int:
         """K: each window has as many rows more."""
-        return self.undo.num_speculative_tokens
+        return self.rollback.num_speculative_tokens
 
     @property
     def num_speculative_blocks(self) -> int:
         """Blocks of a request for the states of drafts."""
-        return self.undo.num_blocks
+        return self.rollback.num_blocks
 
     @property
     def row_bytes(self) -> int:
         """Bytes that a row of the engine takes beside the pages."""
-        return self.undo.bytes_per_row(self.inputs)
+        return self.rollback.bytes_per_row(self.inputs)
 
     @property
     def cache_dtypes(self) -> tuple[torch.dtype, ...]:
@@ -236,18 +243,18 @@ class MambaSpec(KVCacheSpec):
     def max_blocks_per_request(self, max_model_len: int) -> int:
         """`none`: the running state. `align`: the running one and the last boundary's. `all`: one per boundary.
 
-        In each mode as many more as the undo scheme has for drafts (vllm!41233 added them to mode `all`).
+        In each mode as many more as the rollback scheme has for drafts (vllm!41233 added them to mode `all`).
         """
-        columns = self.mode.num_columns(max_model_len, self.block_size)
-        behind = self.undo.most_columns_behind(self.block_size)
-        return self.mode.held_at_most(columns, behind) + self.num_speculative_blocks
+        logical_blocks = self.mode.num_logical_blocks(max_model_len, self.block_size)
+        behind = self.rollback.most_logical_blocks_behind(self.block_size)
+        return self.mode.held_at_most(logical_blocks, behind) + self.num_speculative_blocks
 
     def max_memory_usage_bytes(self, max_model_len: int) -> int:
         return super().max_memory_usage_bytes(max_model_len) + self.row_bytes
 
     def block_table_width(self, max_model_len: int) -> int:
-        """`align` and `all` index the row by position, so boundaries that are no longer held keep their column."""
-        return self.mode.num_columns(max_model_len, self.block_size) + self.num_speculative_blocks
+        """`align` and `all` index the row by position, so freed boundaries keep their logical block."""
+        return self.mode.num_logical_blocks(max_model_len, self.block_size) + self.num_speculative_blocks
 
 
 @dataclass(frozen=True)
@@ -351,7 +358,7 @@ class KVCacheConfig:
 
     @property
     def bytes_per_row(self) -> int:
-        """Bytes that the undo scheme keeps for each row of the engine beside the blocks, over all layers."""
+        """Bytes that the rollback scheme keeps for each row of the engine beside the blocks, over all layers."""
         specs = (spec for group in self.groups for spec in group.layer_specs)
         return sum(spec.row_bytes for spec in specs if isinstance(spec, MambaSpec))
 
@@ -396,20 +403,20 @@ def with_block_size(spec: KVCacheSpec, block_size: int) -> KVCacheSpec:
     return replace(spec, block_size=block_size)
 
 
-def with_undo(spec: KVCacheSpec, undo: UndoSpec) -> KVCacheSpec:
-    """The same layer when drafts are undone so: as many rows more in each window as there are drafts.
+def with_rollback(spec: KVCacheSpec, rollback: RollbackSpec) -> KVCacheSpec:
+    """The same layer when drafts are rolled back so: as many rows more in each window as there are drafts.
 
     Raises:
         ConfigError: the scheme keeps inputs, and the layer does not say what they are.
     """
     if not isinstance(spec, MambaSpec):
         return spec
-    if undo.needs_inputs and not spec.inputs and any(part.role == "state" for part in spec.parts):
-        raise ConfigError(f'state_scheme="{undo.scheme}" is for Mamba-2 layers, not {spec.mamba_type}; use slots')
-    more = undo.num_speculative_tokens - spec.num_speculative_tokens
+    if rollback.needs_inputs and not spec.inputs and any(part.role == "state" for part in spec.parts):
+        raise ConfigError(f'state_scheme="{rollback.scheme}" is for Mamba-2 layers, not {spec.mamba_type}; use slots')
+    more = rollback.num_speculative_tokens - spec.num_speculative_tokens
 
     def grown(part: StatePart) -> StatePart:
         rows, *channels = part.shape
         return replace(part, shape=(rows + more, *channels)) if part.role == "window" else part
 
-    return replace(spec, parts=tuple(map(grown, spec.parts)), undo=undo)
+    return replace(spec, parts=tuple(map(grown, spec.parts)), rollback=rollback)

@@ -6,35 +6,21 @@ from typing import Annotated
 
 import typer
 
-from hybrid_kv.cli import (
-    accuracy,
-    bisect,
-    compare,
-    doctor,
-    families,
-    generate,
-    guard,
-    kernels,
-    mutants,
-    plan,
-    red,
-    report,
-    results,
-    serve,
-    study,
-)
+from hybrid_kv.cli import accuracy, doctor, families, generate, guard, plan, red, report, results, serve, study
+from hybrid_kv.cli.checkout import Commands
 from hybrid_kv.errors import INTERRUPTED, run_command
 
 app = typer.Typer(
     name="hybrid-kv",
+    cls=Commands,
     help="See, test and time the cache of hybrid (attention + Mamba) language models.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(given: bool) -> None:
+    if given:
         from importlib.metadata import version
 
         print(f"hybrid-kv {version('hybrid_kv')}")
@@ -58,10 +44,6 @@ app.command()(families.families)
 app.command()(families.checkpoint)
 app.add_typer(accuracy.app, name="accuracy")
 app.add_typer(results.app, name="results")
-app.command()(kernels.kernels)
-app.command()(compare.compare)
-app.command()(bisect.bisect)
-app.command()(mutants.mutants)
 app.command()(study.study)
 app.command()(report.report)
 app.command()(red.red)

@@ -4,30 +4,18 @@ from __future__ import annotations
 
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from hybrid_kv.cli.options import (
     AsJson,
-    AttentionBackendName,
-    BlockSize,
-    Device,
-    Dtype,
-    KVOffloadBytes,
-    KVOffloadFolder,
-    MambaCacheMode,
-    MaxModelLen,
-    MaxNumBatchedTokens,
-    MaxNumSeqs,
-    NumBlocks,
-    NumSpeculativeTokens,
+    Model,
     OutFile,
     Record,
     ResultsFolder,
-    Scheme,
-    SpeculativeMethod,
     engine_options,
+    given_options,
     require_at_least_one,
     rows_file,
     show,
@@ -38,58 +26,42 @@ AnswerFilter = Literal["strict-match", "flexible-extract"]
 
 
 @app.callback()
+@engine_options
 def accuracy(
     context: typer.Context,
-    model: Annotated[
-        str | None,
-        typer.Option(help="A checkpoint folder, guard_model (the default) or guard_model_qwen3_5, which are embedded."),
-    ] = None,
+    model: Model = None,
     target: Annotated[
-        str | None, typer.Option(help="Ask another engine, or a server at this URL, which has loaded --model.")
+        str | None, typer.Option(help="Another engine, or the URL of a server that has loaded --model.")
     ] = None,
     task: Annotated[str | None, typer.Option(help="gsm8k_synth (generated, offline; the default) or gsm8k.")] = None,
     gsm8k_dir: Annotated[
         str | None, typer.Option(help="Folder with train.jsonl and test.jsonl for gsm8k; default: the hub.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Ask the first so many questions; default: 250.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Number of questions; default: 250.")] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Of the documents (gsm8k_synth) or of the shots (gsm8k); default: 0.")
+        int | None, typer.Option(help="Seed of the documents (gsm8k_synth) or of the shots (gsm8k); default: 0.")
     ] = None,
     against: Annotated[
         str | None,
         typer.Option(
-            help="Compare with this run's --samples file, which says what is asked: 250 questions first, "
-            "all of them if those do not decide."
+            help="Compare with this run's --samples file, by its questions: 250 first, all if those do not decide."
         ),
     ] = None,
     check_floor: Annotated[bool, typer.Option("--check-floor", help="Fail below the recorded floor.")] = False,
     answer_filter: Annotated[
-        AnswerFilter, typer.Option("--filter", help="Decides, for --against and --check-floor, what is right.")
+        AnswerFilter, typer.Option("--filter", help="What counts as right for --against and --check-floor.")
     ] = "strict-match",
     samples: Annotated[
         str | None, typer.Option(help="Write one line per question to this .jsonl or .jsonl.gz file.")
     ] = None,
     repro: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Where the questions are written that --against shows to be lost.")
+        Path, typer.Option(metavar="FOLDER", help="Folder for the questions that --against shows to be lost.")
     ] = Path("repro"),
-    max_num_seqs: MaxNumSeqs = None,
-    max_num_batched_tokens: MaxNumBatchedTokens = None,
-    max_model_len: MaxModelLen = None,
-    attention_backend: AttentionBackendName = None,
-    block_size: BlockSize = None,
-    num_blocks: NumBlocks = None,
-    mamba_cache_mode: MambaCacheMode = None,
-    state_scheme: Scheme = None,
-    speculative_method: SpeculativeMethod = None,
-    num_speculative_tokens: NumSpeculativeTokens = None,
-    kv_offload_bytes: KVOffloadBytes = None,
-    kv_offload_folder: KVOffloadFolder = None,
-    dtype: Dtype = None,
-    device: Device = None,
     as_json: AsJson = False,
     out: OutFile = None,
     results: ResultsFolder = None,
     record: Record = False,
+    **options: Any,
 ) -> None:
     """Answer GSM8K-format questions through lm-eval; append the averages to a CSV, keep every answer."""
     from hybrid_kv.config import ConfigError
@@ -98,17 +70,16 @@ def accuracy(
     from hybrid_kv.results import append_rows
 
     if context.invoked_subcommand is not None:
-        if given := [name for name in context.params if _is_given(context, name)]:
+        if given := [*given_options(context).values()]:
             raise ConfigError(f"{given[0]} belongs to a run; give options after {context.invoked_subcommand!r}")
         return
     require("safetensors", "tokenizers", "transformers", "lm_eval", "datasets", "scipy")
     from hybrid_kv.accuracy.guard_model import FOLDERS, embedded
     from hybrid_kv.accuracy.judge import judge
     from hybrid_kv.accuracy.run import write_samples
-    from hybrid_kv.cli.plan import tell_memory
+    from hybrid_kv.cli.plan import report_memory
 
     require_at_least_one(limit=limit)
-    options = engine_options(locals())
     if target is not None:
         options["target"] = target
     csv = rows_file("accuracy.csv", results, record)
@@ -116,8 +87,8 @@ def accuracy(
     if samples is not None and against is not None and Path(samples).resolve() == Path(against).resolve():
         raise ConfigError(f"--samples {samples} would replace the baseline; name another file")
     if target is None and model is not None and (folder := embedded(model)) not in FOLDERS.values():
-        with suppress(ConfigError):  # what is wrong with the task is said first
-            tell_memory(str(folder), options)
+        with suppress(ConfigError):  # errors of the task come first
+            report_memory(str(folder), options)
     judged = judge(
         model,
         task=task,
@@ -130,7 +101,7 @@ def accuracy(
         repro=repro,
         **options,
     )
-    with ExitStack() as done:  # last first, and each of them even if one before it fails
+    with ExitStack() as done:  # in reverse order, and each one even if another fails
         done.callback(show, judged.summary(), as_json, out, judged.print)
         if samples is not None:
             done.callback(write_samples, judged.result, samples)
@@ -139,22 +110,17 @@ def accuracy(
         raise typer.Exit(1)
 
 
-def _is_given(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
-
-
 @app.command("compare")
 def accuracy_compare(
     baseline: Annotated[str, typer.Argument(help="A --samples file, or a samples_*.jsonl of lm-eval.")],
     candidate: Annotated[str, typer.Argument(help="The same questions, answered by the changed version.")],
-    answer_filter: Annotated[AnswerFilter, typer.Option("--filter", help="Decides what is right.")] = "strict-match",
+    answer_filter: Annotated[AnswerFilter, typer.Option("--filter", help="What counts as right.")] = "strict-match",
     as_json: AsJson = False,
     out: OutFile = None,
     results: ResultsFolder = None,
     record: Record = False,
 ) -> None:
-    """Say whether the candidate lost answers: paired by question, exact McNemar. Exit code 1 when it did."""
+    """Compare two runs, paired by question, by McNemar's exact test; exit code 1 if answers were lost."""
     from hybrid_kv.errors import require
     from hybrid_kv.files import check_outputs
     from hybrid_kv.results import append_rows
@@ -166,7 +132,7 @@ def accuracy_compare(
     check_outputs(out)
     runs = (comparing.read_answers(file, answer_filter) for file in (baseline, candidate))
     comparison = comparing.compare(*runs, answer_filter=answer_filter)
-    rows = comparing.rows(comparison)  # It may refuse what stands in a file.
+    rows = comparing.rows(comparison)  # raises for invalid files
     try:
         append_rows(csv, rows)
     finally:
@@ -181,11 +147,11 @@ def accuracy_threshold(
     model: Annotated[str, typer.Option(help="Name of the model in the rows.")] = "guard_model",
     task: Annotated[str, typer.Option(help="Name of the task in the rows.")] = "gsm8k_synth",
     limit: Annotated[int, typer.Option(help="Questions of each run.")] = 250,
-    file: Annotated[Path | None, typer.Option(help="To write to; default: those of the package.")] = None,
+    file: Annotated[Path | None, typer.Option(help="File of floors; default: the package's.")] = None,
     as_json: AsJson = False,
     out: OutFile = None,
 ) -> None:
-    """Compute the floors for --check-floor from ten or more runs and write them down."""
+    """Compute the floors for --check-floor from ten or more runs and write them to a file."""
     from dataclasses import asdict
 
     from hybrid_kv.errors import require

@@ -8,58 +8,30 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hybrid_kv.cli.options import (
-    AsJson,
-    AttentionBackendName,
-    BlockSize,
-    Device,
-    Dtype,
-    MambaCacheMode,
-    MaxModelLen,
-    MaxNumSeqs,
-    NumBlocks,
-    NumSpeculativeTokens,
-    OutFile,
-    Scheme,
-    SpeculativeMethod,
-    engine_options,
-    show,
-)
+from hybrid_kv.cli.options import AsJson, Model, OutFile, engine_options, show
 
 if TYPE_CHECKING:
     from hybrid_kv.engine.llm import RequestOutput
 
 
+@engine_options
 def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; without any, one per line of stdin.")] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="A checkpoint folder, guard_model (the default) or guard_model_qwen3_5, which are embedded."),
-    ] = None,
+    model: Model = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens per answer at most.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this probability.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling reproducible.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End the answer before this text; may be repeated.")] = None,
-    max_model_len: MaxModelLen = 2048,
-    max_num_seqs: MaxNumSeqs = 16,
-    block_size: BlockSize = None,
-    num_blocks: NumBlocks = None,
-    attention_backend: AttentionBackendName = "auto",
-    mamba_cache_mode: MambaCacheMode = "none",
-    state_scheme: Scheme = "slots",
-    speculative_method: SpeculativeMethod = None,
-    num_speculative_tokens: NumSpeculativeTokens = 0,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
     as_json: AsJson = False,
     out: OutFile = None,
+    **engine: Any,
 ) -> None:
     """Continue prompts with a checkpoint, through paged block tables."""
     from hybrid_kv import LLM, SamplingParams
     from hybrid_kv.accuracy.guard_model import FOLDERS, embedded
-    from hybrid_kv.cli.plan import tell_memory
+    from hybrid_kv.cli.plan import report_memory
     from hybrid_kv.config import ConfigError
     from hybrid_kv.errors import require
     from hybrid_kv.files import check_outputs
@@ -68,11 +40,10 @@ def generate(
     check_outputs(out)
     texts = prompts or _lines_of_stdin()
     params = SamplingParams(max_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
-    options = engine_options(locals())
     folder = embedded(model)
     if folder not in FOLDERS.values():
-        tell_memory(str(folder), options)
-    llm = LLM(folder, **options)
+        report_memory(str(folder), engine)
+    llm = LLM(folder, **engine)
     outputs = llm.generate(texts, params, progress=len(texts) > 1)
     show([_document(output) for output in outputs], as_json, out, lambda: _print_outputs(outputs))
     errors = [output.error for output in outputs if output.error is not None]
@@ -84,12 +55,12 @@ def _lines_of_stdin() -> list[str]:
     from hybrid_kv.config import ConfigError
 
     if sys.stdin is None:
-        raise ConfigError("no prompt: none is given as an argument, and standard input is closed")
+        raise ConfigError("no prompt: give one as an argument; standard input is closed")
     try:
-        # Whatever the locale says: a prompt is UTF-8.
+        # A prompt is UTF-8 in every locale.
         text = sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
-        raise ConfigError(f"standard input is no text: byte {error.start} is not UTF-8") from None
+        raise ConfigError(f"standard input is not text: byte {error.start} is not UTF-8") from None
     if not text:
         raise ConfigError("no prompt: give one as an argument or on standard input")
     return text.replace("\r\n", "\n").removesuffix("\n").split("\n")

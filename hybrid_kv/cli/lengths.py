@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Iterator
 from math import log, sqrt
 from pathlib import Path
 from statistics import NormalDist
@@ -33,7 +32,7 @@ def read_lengths(text: str) -> tuple[Ints, Ints]:
     output_tokens, or a .jsonl with these keys on each line.
 
     Raises:
-        ConfigError: neither, or a length that is none.
+        ConfigError: neither, or an invalid length.
     """
     if text.startswith("lognormal:"):
         if (match := _LOGNORMAL.fullmatch(text)) is None:
@@ -50,13 +49,13 @@ def read_lengths(text: str) -> tuple[Ints, Ints]:
     try:
         refuse_device(file)
         with file.open(encoding="utf-8-sig", newline="") as lines:
-            rows = _csv_rows(lines, file) if file.suffix == ".csv" else _jsonl_rows(lines, file)
-            pairs = [[_length(file, number, row, name) for name in _COLUMNS] for number, row in rows]
+            rows = csv.DictReader(lines) if file.suffix == ".csv" else map(_json_row, lines)
+            pairs = [[_length(file, i, row, name) for name in _COLUMNS] for i, row in enumerate(rows, 1) if row]
     except ConfigError:
         raise
     except OSError as error:
         raise ConfigError(f"{file} cannot be read ({error.strerror}); name a readable file") from None
-    except (ValueError, csv.Error) as error:  # a file name with a null character is one, too
+    except (ValueError, csv.Error) as error:  # such as a null character in the file's name
         raise ConfigError(f"--requests {text[:80]!r} cannot be read ({error}); write it as UTF-8 text") from None
     if not pairs:
         raise ConfigError(f"{file} has no requests; write at least one")
@@ -69,38 +68,27 @@ def _quantiles(name: str, mean: int, p99: int) -> Ints:
     z = NormalDist().inv_cdf(0.99)
     if not (0 < mean <= p99 and (square := z * z - 2 * log(p99 / mean)) >= 0):
         raise ConfigError(
-            f"--requests: {name}={mean}/{p99} is no lognormal distribution: a 99th percentile is 1 to 14.9 times the "
-            "mean; correct them, or give the lengths in a file"
+            f"--requests: {name}={mean}/{p99} is not a lognormal distribution: a 99th percentile is 1 to 14.9 times "
+            "the mean; correct them, or give the lengths in a file"
         )
     sigma = z - sqrt(square)
     places = [NormalDist().inv_cdf((i + 0.5) / NUM_DRAWN) for i in range(NUM_DRAWN)]
     return np.maximum(1, np.rint(mean * np.exp(sigma * np.array(places) - sigma * sigma / 2))).astype(np.int64)
 
 
-def _csv_rows(lines: Any, file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    reader = csv.DictReader(lines)
-    if missing := [name for name in _COLUMNS if name not in (reader.fieldnames or ())]:
-        raise ConfigError(f"{file} has no column {missing[0]}; its first line must name {' and '.join(_COLUMNS)}")
-    for row in reader:
-        yield reader.line_num, row
-
-
-def _jsonl_rows(lines: Any, file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if not isinstance(row, dict):
-            raise ConfigError(f"{file}:{number} is no JSON object; write one with {' and '.join(_COLUMNS)} a line")
-        yield number, row
+def _json_row(line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line) if line.strip() else {}
+    except (ValueError, RecursionError):
+        row = None
+    if not isinstance(row, dict):
+        raise ConfigError(f"--requests: {line[:40]!r} is not a JSON object with {' and '.join(_COLUMNS)}")
+    return row
 
 
 def _length(file: Path, number: int, row: dict[str, Any], name: str) -> int:
     value = row.get(name)
     text = str(value) if isinstance(value, int | str) and not isinstance(value, bool) else ""
     if not re.fullmatch(r"\s*\d{1,10}\s*", text) or not 1 <= int(text) <= _MOST:
-        raise ConfigError(f"{file}:{number}: {name}={str(value)[:40]!r} must be an integer from 1 to {_MOST}")
+        raise ConfigError(f"{file}, request {number}: {name}={str(value)[:40]!r} must be an integer from 1 to {_MOST}")
     return int(text)

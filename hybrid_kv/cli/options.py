@@ -1,44 +1,25 @@
-"""What several commands take and do alike: options with one meaning, where rows go, and JSON instead of a table."""
+"""What several commands share: options derived from the configuration, where rows go, and JSON instead of a table."""
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
+from dataclasses import fields
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
-from hybrid_kv.cache.modes import MODES
-from hybrid_kv.choices import DraftMethod, StateScheme
+from hybrid_kv.config import PARTS, EngineConfig
 
-if TYPE_CHECKING:
-    CacheMode = str
-else:
-    CacheMode = Literal[tuple(MODES)]
-SCHEME_HELP = "How drafts are undone: a state after each token (slots), or one state and a ring of inputs (replay)."
+Command = TypeVar("Command", bound=Callable[..., object])
 
-# What an engine is started with; None leaves it at the engine's own default.
-MaxNumSeqs = Annotated[int | None, typer.Option(help="Requests that run at once.")]
-MaxNumBatchedTokens = Annotated[int | None, typer.Option(help="Tokens per step.")]
-MaxModelLen = Annotated[int | None, typer.Option(help="Tokens of prompt and answer at most.")]
-AttentionBackendName = Annotated[str | None, typer.Option(help="Layout and kernel block sizes, such as FLASH_ATTN.")]
-BlockSize = Annotated[int | None, typer.Option(help="Tokens per attention block.")]
-NumBlocks = Annotated[int | None, typer.Option(help="Blocks in the pool; few of them force preemptions.")]
-MambaCacheMode = Annotated[CacheMode | None, typer.Option(help="align and all turn prefix caching on.")]
-Scheme = Annotated[StateScheme | None, typer.Option(help=SCHEME_HELP)]
-SpeculativeMethod = Annotated[DraftMethod | None, typer.Option(help="Where drafts come from.")]
-NumSpeculativeTokens = Annotated[int | None, typer.Option(help="Draft tokens verified per step (K).")]
-KVOffloadBytes = Annotated[int | None, typer.Option(help="Host memory for cached blocks.")]
-KVOffloadFolder = Annotated[str | None, typer.Option(help="Folder for cached blocks.")]
-Dtype = Annotated[str | None, typer.Option(help="Of the arithmetic; auto takes the config's.")]
-Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]
-_ENGINE = (
-    "max_num_seqs", "max_num_batched_tokens", "max_model_len", "attention_backend", "block_size", "num_blocks",
-    "mamba_cache_mode", "state_scheme", "speculative_method", "num_speculative_tokens", "kv_offload_bytes",
-    "kv_offload_folder", "pipeline_parallel_size", "dtype", "mamba_ssm_cache_dtype", "device",
-)  # fmt: skip
-
+Model = Annotated[
+    str | None,
+    typer.Option(help="Checkpoint folder, or an embedded model: guard_model (the default) or guard_model_qwen3_5."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 OutFile = Annotated[Path | None, typer.Option("--out", help="Also write the JSON to this file.")]
 Select = Annotated[list[str] | None, typer.Option("-k", help="Only what has this in its name; may be repeated.")]
@@ -48,9 +29,65 @@ ResultsFolder = Annotated[
 Record = Annotated[bool, typer.Option("--record", help="Append the rows to the project's own, in results.")]
 
 
-def engine_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a command's arguments that go to the engine and are not None."""
-    return {name: arguments[name] for name in _ENGINE if arguments.get(name) is not None}
+def derived_options(*configs: Any, only: Collection[str] = ()) -> Callable[[Command], Command]:
+    """Give a command an option for each field of these configurations that has a help text.
+
+    The command gets the given ones as keywords; its own parameters replace options of the same name.
+
+    Args:
+        configs: dataclasses, such as `CacheConfig`.
+        only: names of fields; default: all.
+    """
+
+    def decorate(command: Command) -> Command:
+        own = {
+            name: parameter
+            for name, parameter in inspect.signature(command, eval_str=True).parameters.items()
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+        }
+        options = {
+            name: option
+            for config in configs
+            for name, option in _options(config).items()
+            if name not in own and (not only or name in only)
+        }
+
+        @wraps(command)
+        def run(**arguments: Any) -> object:
+            return command(**{name: value for name, value in arguments.items() if name in own or value is not None})
+
+        every = {**own, **options}
+        run.__signature__ = inspect.Signature(list(every.values()))  # type: ignore[attr-defined]
+        run.__annotations__ = {name: parameter.annotation for name, parameter in every.items()}
+        return run  # type: ignore[return-value]
+
+    return decorate
+
+
+def _options(config: Any) -> dict[str, inspect.Parameter]:
+    """By field; None, the default of each, leaves the field at its own."""
+    found = {}
+    hints = get_type_hints(config, include_extras=True)
+    for field in fields(config):
+        if get_origin(hints[field.name]) is Annotated:
+            kind, text = get_args(hints[field.name])
+            if field.default is not None:
+                text = f"{text[:-1]}; default: {field.default}."
+            option = typer.Option(help=text, rich_help_panel=config.__name__)
+            found[field.name] = inspect.Parameter(
+                field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+            )
+    return found
+
+
+engine_options = derived_options(*PARTS.values(), EngineConfig)
+
+
+def given_options(context: typer.Context) -> dict[str, str]:
+    """By parameter, the flag of each option that was given on the command line."""
+    found = {parameter.name: parameter.opts[0] for parameter in context.command.params if parameter.name}
+    sources = {name: context.get_parameter_source(name) for name in found}
+    return {name: flag for name, flag in found.items() if getattr(sources[name], "name", "") == "COMMANDLINE"}
 
 
 def require_at_least_one(**options: int | None) -> None:
@@ -78,7 +115,7 @@ def rows_file(name: str, folder: Path | None, record: bool) -> Path:
 
 
 def show(document: Any, as_json: bool, out: Path | None, table: Callable[[], None]) -> None:
-    """Print the table or the JSON document, and write the document to `out`, which must not cost what is printed."""
+    """Print the table or the JSON document, and write the document to `out`; it is printed even if that fails."""
     from hybrid_kv.files import write_whole
 
     text = json.dumps(document, indent=2) if as_json or out is not None else ""

@@ -1,4 +1,4 @@
-"""`hybrid-kv red`: what is red now, since when, by whom; or only what became red with new rows."""
+"""`hybrid-kv red`: what is failing, since which commit and author; or only what began to fail with new rows."""
 
 from __future__ import annotations
 
@@ -10,33 +10,35 @@ import typer
 from hybrid_kv.cli.options import AsJson, OutFile, show
 
 if TYPE_CHECKING:
-    from hybrid_kv.dashboard.red import Red
+    from hybrid_kv.dashboard.failing import Failing
     from hybrid_kv.dashboard.report import Report
 
 
 def red(
     results: Annotated[Path, typer.Option(help="Folder with CSVs or data sets.")] = Path("results"),
     before: Annotated[
-        Path | None, typer.Option(help="Folder with the rows of before: leave out what was red with them.")
+        Path | None, typer.Option(help="Folder with earlier rows: leave out what was failing with them.")
     ] = None,
-    markdown: Annotated[Path | None, typer.Option(help="Also write a table for an issue here, if anything is.")] = None,
+    markdown: Annotated[
+        Path | None, typer.Option(help="Also write what is failing here, as a table for an issue.")
+    ] = None,
     as_json: AsJson = False,
     out: OutFile = None,
 ) -> None:
-    """Print what is red now, since which commit and by whom; exit code 1 if anything is."""
+    """Print what is failing, since which commit, and its author; exit code 1 if anything is."""
     from hybrid_kv.dashboard.data import load
-    from hybrid_kv.dashboard.markdown import red_lines
-    from hybrid_kv.dashboard.red import counted, new_red
+    from hybrid_kv.dashboard.failing import counted, new_failures
+    from hybrid_kv.dashboard.markdown import failing_lines
     from hybrid_kv.dashboard.report import Report
     from hybrid_kv.files import check_outputs, write_whole
     from hybrid_kv.results import head
 
     check_outputs(out, markdown)
-    known = Report(load(before)).red if before is not None else []
+    known = Report(load(before)).failing if before is not None else []
     report = Report(load(results), head())
-    found = new_red(report.red, known)
+    found = new_failures(report.failing, known)
     if found and markdown is not None:
-        write_whole(markdown, "\n".join(red_lines(report, found)) + "\n")
+        write_whole(markdown, "\n".join(failing_lines(report, found)) + "\n")
 
     def lines() -> None:
         for one in found:
@@ -48,32 +50,32 @@ def red(
         raise typer.Exit(1)
 
 
-def _print(report: Report, one: Red) -> None:
+def _print(report: Report, one: Failing) -> None:
     from hybrid_kv.dashboard.words import WORDS, change_text, day, levels_text, title, with_unit
 
     def commit(row: Any) -> str:
         return f"{row.commit[:10] or 'no commit'}{' + changes' * row.dirty}, {day(row)}"
 
     word = WORDS[one.word] if one.step is None else f"{change_text(one.step)} worse"
-    figure = with_unit(one.newest) if one.step is None else levels_text(one.newest.unit, one.step)
-    told = report.told.get(one.first.commit)
-    since = commit(one.first) + (f", {told.author}" if told else "")
-    said = [
-        f"{word}  {title(one.key)}: {figure}",
-        f"    since {since}; last green: {commit(one.green) if one.green else 'never'}",
+    value = with_unit(one.newest) if one.step is None else levels_text(one.newest.unit, one.step)
+    info = report.infos.get(one.first.commit)
+    since = commit(one.first) + (f", {info.author}" if info else "")
+    text = [
+        f"{word}  {title(one.key)}: {value}",
+        f"    since {since}; last passed: {commit(one.passed) if one.passed else 'never'}",
     ]
-    for line in said:
+    for line in text:
         # Authors and params may hold what a terminal obeys.
         print("".join(letter if letter.isprintable() else "\ufffd" for letter in line))
 
 
-def _document(report: Report, one: Red) -> dict[str, Any]:
+def _document(report: Report, one: Failing) -> dict[str, Any]:
     from hybrid_kv.dashboard.data import SERIES
 
     def run(row: Any) -> dict[str, Any]:
-        told = report.told.get(row.commit)
+        info = report.infos.get(row.commit)
         names = ("commit", "dirty", "time_utc", "run_id", "value")
-        return {name: getattr(row, name) for name in names} | {"author": told.author if told else None}
+        return {name: getattr(row, name) for name in names} | {"author": info.author if info else None}
 
     levels = {"was": one.step.before, "is": one.step.after} if one.step else {}
     return {
@@ -82,6 +84,6 @@ def _document(report: Report, one: Red) -> dict[str, Any]:
         "unit": one.newest.unit,
         "newest": run(one.newest),
         "since": run(one.first),
-        "last_green": run(one.green) if one.green else None,
+        "last_passed": run(one.passed) if one.passed else None,
         **levels,
     }

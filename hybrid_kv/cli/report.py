@@ -44,10 +44,10 @@ def report(
     write_whole(page, html)
     if markdown is not None:
         write_whole(markdown, summary(drawn, machine))
-    said = headline(verdicts(rows.of_machine(machine)), checked_out)
+    whole = headline(verdicts(rows.of_machine(machine)), checked_out)
 
     def lines() -> None:
-        typer.secho(said.finding, fg={"fail": "red", "void": "yellow", "stale": "yellow"}.get(said.word))
-        print(*filter(None, [said.age, page]), sep="\n")
+        typer.secho(whole.finding, fg={"fail": "red", "void": "yellow", "stale": "yellow"}.get(whole.word))
+        print(*filter(None, [whole.age, page]), sep="\n")
 
-    show({"verdict": said.word, "finding": said.finding, "age": said.age, "page": str(page)}, as_json, None, lines)
+    show({"verdict": whole.word, "finding": whole.finding, "age": whole.age, "page": str(page)}, as_json, None, lines)

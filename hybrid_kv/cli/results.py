@@ -58,15 +58,8 @@ def list_rows(
         print(*problems, f"{len(problems)} problem{'s' * (len(problems) != 1)} in {len(files)} files", sep="\n")
         raise typer.Exit(1 if problems else 0)
     with opened(files) as store:
-        rows = select_rows(
-            store,
-            equal={"suite": suite},
-            select=select,
-            containing={"metric": metric, "machine": machine, "device": device},
-            commit=commit,
-            since=since,
-            last=last,
-        )
+        texts = {"suite": suite, "metric": metric, "commit": commit, "machine": machine, "device": device}
+        rows = select_rows(store, select or (), last, since=since, **texts)
         table = print_csv if as_csv else print_rows
         if as_json or out is not None:
             found = list(rows)
@@ -93,3 +86,17 @@ def merge(to: Target, places: Places = None) -> None:
 
     count = merge_rows(result_files(places or [Path("results")]), to)
     print(f"{to}: {count:,} new rows")
+
+
+@app.command()
+def trim(files: Annotated[list[Path], typer.Argument(help="CSVs to cut.")]) -> None:
+    """Cut CSVs to the newest run of each benchmark on each machine; `export` keeps the older rows as Parquet."""
+    from hybrid_kv.errors import ConfigError
+    from hybrid_kv.results.store import DATASET
+    from hybrid_kv.results.trim import trim_file
+
+    if sets := [file for file in files if file.suffix == DATASET or not file.is_file()]:
+        raise ConfigError(f"{sets[0]} is not a CSV; name files such as results/guard.csv")
+    for file in files:
+        before, after = trim_file(file)
+        print(f"{file}: {after:,} of {before:,} rows kept")

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 def study(
     file: Annotated[Path, typer.Argument(help="A YAML file of runs and axes.")],
     folder: Annotated[
-        Path | None, typer.Option(help="Of what was run: the same command again goes on; default: out/study/NAME.")
+        Path | None, typer.Option(help="Folder of the results; rerun the command to resume; default: out/study/NAME.")
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Cells at a time on this machine.")] = 1,
-    ray: Annotated[str | None, typer.Option(metavar="ADDRESS|auto", help="Run them on this cluster instead.")] = None,
+    ray: Annotated[str | None, typer.Option(metavar="ADDRESS|auto", help="Run the cells on this Ray cluster.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Seconds for one cell.")] = 3600,
-    retries: Annotated[int, typer.Option(min=0, help="For a cell that could not run, or was lost.")] = 2,
-    dry: Annotated[bool, typer.Option("--dry", help="List the cells, and run none.")] = False,
+    retries: Annotated[int, typer.Option(min=0, help="Retries of a cell that died or was lost.")] = 2,
+    dry: Annotated[bool, typer.Option("--dry", help="List the cells without running them.")] = False,
     as_json: AsJson = False,
     out: OutFile = None,
 ) -> None:
@@ -49,12 +49,12 @@ def study(
     pool = locally(jobs, limit) if ray is None else over_ray(ray, limit, retries)
     with tqdm(total=len(cells), unit="cell", desc="study") as bar:
 
-        def tell(cell: Cell, done: Done) -> None:
+        def report(cell: Cell, done: Done) -> None:
             bar.update(done.is_result)
             word = {0: "fine", 1: "failed", None: "lost"}.get(done.code, f"could not run ({done.code})")
             bar.write(f"{cell.text}: {word} after {done.seconds:.0f} s", file=sys.stderr)
 
-        known = run_study(cells, place, pool, retries, tell)
+        known = run_study(cells, place, pool, retries, report)
     count = gather(place, cells)
     document = {"folder": str(place), "new_rows": count, "cells": known}
     show(document, as_json, out, lambda: _print(cells, known, place, count))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hybrid_kv.study.swarm import Tally
 
 MOST_HOURS = 24 * 366
-MAX_SEED = 2**62  # a request has one of 64 bits
+MAX_SEED = 2**62  # a request's seed has 64 bits
 
 
 def guard_swarm(
@@ -30,7 +30,7 @@ def guard_swarm(
     """Play random scenarios until the time is over or Ctrl-C, and say what failed; returns the exit code.
 
     Raises:
-        HybridKVError: an option that no swarm can have, or nothing could be played.
+        HybridKVError: an invalid option, or no scenario could be played.
     """
     from tqdm.auto import tqdm
 
@@ -62,14 +62,14 @@ def guard_swarm(
         bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}{postfix}",
     ) as bar:
 
-        def tell(tally: Tally) -> None:
+        def report(tally: Tally) -> None:
             bar.set_postfix_str(f"{tally.requests:,} requests, {len(tally.findings)} rules broken", refresh=False)
             bar.update(min(bar.format_dict["elapsed"], seconds) - bar.n)
 
         def keep(tally: Tally, is_over: bool) -> None:
             append_rows(csv, tally.rows(is_over))
 
-        tally = Swarm(first, seconds, repro, tell, keep).run(pool)
+        tally = Swarm(first, seconds, repro, report, keep).run(pool)
     show(_document(tally, first), as_json, out, lambda: _print(tally, first, repro / SEEDS_FILE))
     return int(bool(tally.findings))
 

@@ -1,4 +1,4 @@
-"""`hybrid-kv guard --target`: probes of another engine, and their failures played again."""
+"""`hybrid-kv guard --target`: probes of another engine, and their failures replayed."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from hybrid_kv.targets.models import model_folder
 from hybrid_kv.targets.target import TargetError
 from hybrid_kv.threads import is_small, threads_for
 
-AMOUNTS: dict[Size, int] = {"quick": 1, "full": 1, "long": 10}  # how often each probe asks
+AMOUNTS: dict[Size, int] = {"quick": 1, "full": 1, "long": 10}  # rounds of each probe
 SHRINK_SECONDS = {"quick": 30.0, "full": 30.0, "long": 300.0}  # for all failures of a run: one bug makes many
 STYLES = {
     "right": "green",
     "wrong": "bold red",
     "inconclusive": "yellow",
     "void": "yellow",
-    "cannot be asked here": "dim",
+    "not supported": "dim",
 }
 
 
@@ -53,7 +53,7 @@ def guard_target(
     as_json: bool,
     out: Path | None,
 ) -> int:
-    """Returns the exit code: 0 only if every probe that could be asked was shown to be right."""
+    """Returns the exit code: 0 only if every supported probe was shown to be right."""
     require("safetensors", "tokenizers", "transformers")
     kind, other = kind_of(target), kind_of(against) if against is not None else None
     cells = matrix_of(kind, matrix) if matrix else None
@@ -67,36 +67,36 @@ def guard_target(
         def document() -> dict[str, Any]:
             return {
                 "target": target, "version": guarded.version, "model": model, "seed": seed, "amount": guarded.amount,
-                **_asked(seen), "seconds": round(sum(one.seconds for one in seen), 1),
+                **_sums(seen), "seconds": round(sum(one.seconds for one in seen), 1),
                 "outcomes": [_document(one) for one in seen], "files": files,
             }  # fmt: skip
 
-        def told(outcome: Outcome) -> None:
+        def report(outcome: Outcome) -> None:
             style = STYLES[outcome.verdict]
             line = f"{_setting(outcome.settings)}: {outcome.probe}"
             console.print(f"{line} [{style}]{outcome.verdict}[/] {outcome.detail}", highlight=False, soft_wrap=True)
             seen.append(outcome)
-            if out is not None:  # an hour's work outlives what ends it
+            if out is not None:  # results survive an interruption
                 write_whole(out, json.dumps(document(), indent=2) + "\n")
 
         at_once = jobs or (num_workers(None) if is_small(folder) else 1)
-        seen = guard(guarded, cells, select or (), told, at_once, size)
+        seen = guard(guarded, cells, select or (), report, at_once, size)
         failures = distinct([failure for outcome in seen for failure in outcome.failures])
         end = time.perf_counter() + SHRINK_SECONDS[size]
         for i, failure in enumerate(failures):
             share = min(120.0, (end - time.perf_counter()) / (len(failures) - i))
             shrunk = shrink(failure, lambda failure=failure: guarded.session(failure.settings), share)  # type: ignore[misc]
             case = case_of(shrunk.failure, target, guarded.version, model, guarded.judge_of(failure.settings).limit)
-            files += map(str, write_files(case, kind, repro))
+            files += map(str, write_files(case, repro))
             small = f"{shrunk.num_requests} requests, {shrunk.num_prompt_tokens} prompt tokens"
             console.print(f"{failure.probe}: shrunk to {small} in {shrunk.seconds:.0f} s: {files[-1]}", soft_wrap=True)
     title = f"{target} {guarded.version}, {model}"
     show(document(), as_json, out, lambda: _print(title, seen))
-    return int(any(one.verdict not in ("right", "cannot be asked here") for one in seen))
+    return int(any(one.verdict not in ("right", "not supported") for one in seen))
 
 
 def is_case(file: Path) -> bool:
-    """Whether a file to be played is a failure of a target."""
+    """Whether a file is a failing case of a target."""
     try:
         return bool(json.loads(file.read_text())["format"] == FORMAT)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -104,7 +104,7 @@ def is_case(file: Path) -> bool:
 
 
 def replay_case(file: Path) -> int:
-    """Play a failure of a target again; 1 while the bug lives."""
+    """Replay a failing case of a target; returns 1 while it fails."""
     require("safetensors", "tokenizers", "transformers", "pydantic")
     case = from_json(file.read_text(), str(file))
     kind = kind_of(case.target)
@@ -134,8 +134,8 @@ def _document(outcome: Outcome) -> dict[str, Any]:
     return {key: value for key, value in vars(outcome).items() if key != "failures"}
 
 
-def _asked(outcomes: Sequence[Outcome]) -> dict[str, int]:
-    """Sums over all probes; what calibration and references ask is left out."""
+def _sums(outcomes: Sequence[Outcome]) -> dict[str, int]:
+    """Sums over all probes; without calibration and references."""
     return {key: sum(getattr(one, key) for one in outcomes) for key in ("num_answers", "num_tokens", "num_judged")}
 
 
@@ -151,11 +151,11 @@ def _print(title: str, outcomes: Sequence[Outcome]) -> None:
         table.add_row(probe, *("" if one is None else f"[{STYLES[one.verdict]}]{_cell(one)}[/]" for one in cells))
     Console(width=None if sys.stdout.isatty() else 30 + 22 * len(settings)).print(table)
     for one in outcomes:
-        if one.verdict not in ("right", "cannot be asked here"):
+        if one.verdict not in ("right", "not supported"):
             print(f"{one.verdict}: {one.probe}, {_setting(one.settings)}: {one.detail}")
-    asked = _asked(outcomes)
-    said = f"{asked['num_answers']:,} answers, {asked['num_tokens']:,} tokens with their prompts"
-    print(f"{said}; {asked['num_judged']:,} judged right or wrong")
+    sums = _sums(outcomes)
+    said = f"{sums['num_answers']:,} answers, {sums['num_tokens']:,} tokens with their prompts"
+    print(f"{said}; {sums['num_judged']:,} judged right or wrong")
 
 
 def _cell(one: Outcome) -> str:

@@ -1,48 +1,29 @@
-"""The rows in `results/` as one frame: what a series is, which word on it is the last, which points a page can hold."""
+"""The rows in `results/` as one frame: what a series is, which of its rows is the last, which rows a page can hold."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
-from hybrid_kv.dashboard.steps import Floats, Step, find_steps
 from hybrid_kv.errors import HybridKVError
-from hybrid_kv.results import TIME_UNITS, metric_key
 from hybrid_kv.results.store import DATASET, NAMES, Store, opened
 
 # A series is one check or benchmark on one machine. Of `params` these say how a number came about, not what it is of.
 SERIES = ["suite", "benchmark", "metric", "case", "machine"]
-NO_IDENTITY = frozenset({"receipt", "mix", "seconds", "baseline", "candidate", "candidate_commit"})
-NO_IDENTITY |= {
-    "outcome",
-    "was",
-    "p",
-    "clock_mhz",
-    "head_commit",
-    "quarantined",
-    "reason",
-    "gone",
-    "unfit",
-}  # of a comparison
+NO_IDENTITY = {"receipt", "mix", "seconds", "baseline", "candidate", "candidate_commit", "reason", "gone", "unfit"}
+NO_IDENTITY |= {"outcome", "was", "p", "clock_mhz", "head_commit", "quarantined"}  # of a comparison
 COMPARE, CURVE, BISECT, SWARM, MUTANTS = "compare", "operating_curve", "bisect", "swarm", "mutants"
 # Ratios to some baseline, rates of the harness, counts that grow, and figures of an engine that is wrong on purpose:
 # these have no level over time.
 NO_LEVEL = (COMPARE, CURVE, BISECT, SWARM, MUTANTS)
 STATIC_SUITE = "kernels"  # Compiled ahead of time: the same on every machine, and only what changed is appended.
 
-# A page is made of this much; the rules are `choose_rows`, `newest_series` and `thin`.
-MAX_ROWS = 300_000
-MAX_SERIES = 2000
-MAX_POINTS = 40_000
-MAX_POINTS_PER_SERIES = 400
+MAX_ROWS = 300_000  # of a page; `choose_rows` has the rule
 
 
 @dataclass(frozen=True)
@@ -51,8 +32,7 @@ class Results:
 
     Attributes:
         rows: the columns of `results.COLUMNS`, in order of time, and `parsed` (params as a dict), `case` (params that
-            say what was measured, for the reader) and `time`. `machine` includes the device if that is no CPU,
-            `metric` is without the figures that the guard adds after a colon, `check` is with them.
+            say what was measured, for the reader) and `time`. `machine` includes the device unless that is a CPU.
         files: names of the files that were read.
         foreign: names of CSV files of another kind, which were not.
         total: how many measurements the files have.
@@ -65,14 +45,10 @@ class Results:
     total: int
     rule: str = ""
 
-    def of(self, suite: str, benchmark: str | None = None, metric: str | None = None) -> pd.DataFrame:
+    def of(self, suite: str, benchmark: str | None = None) -> pd.DataFrame:
         """Rows of a suite, in order of time."""
-        wanted = self.rows["suite"] == suite
-        if benchmark is not None:
-            wanted &= self.rows["benchmark"] == benchmark
-        if metric is not None:
-            wanted &= self.rows["metric"] == metric
-        return self.rows[wanted]
+        rows = self.rows[self.rows["suite"] == suite]
+        return rows if benchmark is None else rows[rows["benchmark"] == benchmark]
 
     def of_machine(self, machine: str) -> pd.DataFrame:
         """Rows of a machine, and those that belong to none; all rows for an empty name."""
@@ -158,7 +134,7 @@ def choose_rows(store: Store, limit: int = MAX_ROWS) -> Chosen:
 
     Of what is compiled ahead of time, of which only changes are appended, the last row of each series is there, too.
     """
-    behind = "suite = 'guard' AND contains(metric, ':') AND NOT contains(metric, ' ')"  # as `_fold_guard` has it
+    behind = "suite = 'guard' AND contains(metric, ':')"  # as in `_fold_guard`
     ((size, total),) = store.run(f"SELECT count(*), count(*) FILTER (NOT ({behind})) FROM rows")
     if size <= limit:
         return Chosen(total)
@@ -200,7 +176,6 @@ def prepare(frame: pd.DataFrame) -> pd.DataFrame:
     known = {text: json.loads(text) for text in frame["params"].unique()}
     frame["parsed"] = frame["params"].map(known)
     frame["case"] = frame["params"].map({text: _case(parsed) for text, parsed in known.items()})
-    frame["check"] = frame["metric"]
     frame = _fold_guard(frame)
     static = frame["suite"] == STATIC_SUITE  # of the rows that are left
     on_device = ~frame["device"].isin(["", "cpu"]) & ~static
@@ -213,26 +188,24 @@ def prepare(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _fold_guard(frame: pd.DataFrame) -> pd.DataFrame:
-    """Checks of the guard by their keys, with the numbers behind each (`CHECK:NUMBER`) among its parsed params.
-
-    Until November 2026 a check's metric was its name with figures, and its params held the numbers.
-    """
+    """The guard's checks, with the numbers behind each (rows called `CHECK:NUMBER`) among its parsed params."""
     guard = frame["suite"] == "guard"
-    old = guard & frame["metric"].str.contains(" ")
-    behind = guard & ~old & frame["metric"].str.contains(":")
-    numbers: dict[tuple[Any, ...], dict[str, Any]] = {}
+    behind = guard & frame["metric"].str.contains(":", regex=False)
+    numbers: dict[tuple[str, ...], dict[str, Any]] = {}
     for row in each(frame[behind]):
         check, _, name = row.metric.partition(":")
         value = int(row.value) if float(row.value).is_integer() else float(row.value)
         numbers.setdefault((row.run_id, row.benchmark, check), {})[name] = value
-    parsed = list(frame["parsed"])
-    for position, row in enumerate(each(frame)):
-        found = numbers.get((row.run_id, row.benchmark, row.metric))
-        if row.suite == "guard" and found is not None:
-            parsed[position] = {**row.parsed, **found, "limit": _limit(found)}
-    frame["parsed"] = parsed
+    checks = zip(frame["run_id"], frame["benchmark"], frame["metric"], frame["parsed"], strict=True)
+    frame["parsed"] = pd.Series(
+        [
+            {**parsed, **own, "limit": _limit(own)} if (own := numbers.get((run, benchmark, metric))) else parsed
+            for run, benchmark, metric, parsed in checks
+        ],
+        frame.index,
+        dtype=object,
+    )
     frame.loc[guard, "case"] = ""  # The key says it.
-    frame.loc[old, "metric"] = frame.loc[old, "metric"].map(metric_key)
     return frame[~behind].reset_index(drop=True)
 
 
@@ -247,9 +220,15 @@ def _case(params: dict[str, Any]) -> str:
 
 
 def column(rows: pd.DataFrame, name: str, *kinds: type) -> pd.Series[Any]:
-    """One of the params of each row; None where a row has none, or one that is of none of these types."""
+    """One of the params of each row; None where it is missing or of another type."""
     values = [params.get(name) for params in rows["parsed"]]
     return pd.Series([value if type(value) in kinds else None for value in values], rows.index, dtype=object)
+
+
+def with_params(rows: pd.DataFrame, **kinds: type | tuple[type, ...]) -> pd.DataFrame:
+    """Rows with some of their params as columns of these types."""
+    found = {name: column(rows, name, *(kind if isinstance(kind, tuple) else (kind,))) for name, kind in kinds.items()}
+    return rows.assign(**found)
 
 
 def each(rows: pd.DataFrame) -> Iterator[Any]:
@@ -272,114 +251,10 @@ def fullest_run(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def is_ours(case: str) -> bool:
-    """The case is of the engine's own code, not of a rival that is measured beside it."""
+    """The case is of the engine's own code, not of another engine's that is measured beside it."""
     return "subject=" not in case or "subject=engine" in case
 
 
-def last_words(rows: pd.DataFrame) -> pd.DataFrame:
+def last_rows(rows: pd.DataFrame) -> pd.DataFrame:
     """The last row of each series."""
     return rows.drop_duplicates(SERIES, keep="last")
-
-
-# ---- history ----
-
-
-@dataclass(frozen=True)
-class Series:
-    """One benchmark on one machine over time.
-
-    Attributes:
-        key: values of `SERIES`.
-        rows: the last row of each run, in order of time.
-        clean: [runs] positions in `rows` that steps are looked for in: measured on a commit, not on a changed tree.
-        steps: their `index` counts in `clean`.
-    """
-
-    key: tuple[str, ...]
-    rows: pd.DataFrame
-    clean: npt.NDArray[np.int64]
-    steps: list[Step]
-
-    @property
-    def better(self) -> str:
-        return str(self.rows["better"].iloc[-1])
-
-    @property
-    def unit(self) -> str:
-        return str(self.rows["unit"].iloc[-1])
-
-    def step_row(self, step: Step) -> Any:
-        """The first run of the new level."""
-        return self.rows.iloc[int(self.clean[step.index])]
-
-    def row_before(self, step: Step) -> Any:
-        """The last run of the old level: the cause lies between both commits."""
-        return self.rows.iloc[int(self.clean[step.index - 1])]
-
-    def judge(self, step: Step) -> str:
-        """`worse`, `better` or `changed`, by what the rows call better."""
-        if self.better == "equal":
-            return "changed"
-        return "worse" if (step.after > step.before) == (self.better == "lower") else "better"
-
-
-def histories(rows: pd.DataFrame) -> list[Series]:
-    """All series with their steps, in order of their names."""
-    once = rows[~rows["suite"].isin(NO_LEVEL)].drop_duplicates([*SERIES, "run_id"], keep="last")
-    if once.empty:
-        return []
-    number = once.groupby(SERIES, sort=True).ngroup().to_numpy()
-    order = np.argsort(number, kind="stable")
-    once = once.iloc[order]
-    starts = np.flatnonzero(np.diff(number[order], prepend=-1))
-    # Arrays, not frames: with ten thousand series a frame for each test would cost more than all the tests.
-    usable = (~once["dirty"] & (once["verdict"] != "void")).to_numpy()
-    values, exact = once["value"].to_numpy(), _is_exact(once, starts)
-    keys = once[SERIES].iloc[starts].itertuples(index=False, name=None)
-    found = []
-    for key, is_exact, (start, end) in zip(keys, exact, pairwise([*starts, len(once)]), strict=True):
-        clean = np.flatnonzero(usable[start:end])
-        steps = find_steps(values[start:end][clean], bool(is_exact))
-        found.append(Series(tuple(map(str, key)), once.iloc[start:end], clean, steps))
-    return found
-
-
-def _is_exact(rows: pd.DataFrame, starts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Of each series, whose rows begin at `starts`: static, or whole numbers without an interval that are no times."""
-    counted = ~rows["unit"].isin(TIME_UNITS) & rows["ci_low"].isna() & (rows["value"] == rows["value"].round())
-    static = np.logical_or.reduceat((rows["suite"] == STATIC_SUITE).to_numpy(), starts)
-    return np.asarray(static | np.logical_and.reduceat(counted.to_numpy(), starts))
-
-
-def newest_series(series: list[Series], limit: int = MAX_SERIES) -> list[Series]:
-    """The `limit` series that matter most, in the given order: those with steps, then the longest, then the newest."""
-    if len(series) <= limit:
-        return series
-    order = sorted(series, key=lambda s: (bool(s.steps), len(s.rows), s.rows["time"].iloc[-1]), reverse=True)
-    kept = {s.key for s in order[:limit]}
-    return [s for s in series if s.key in kept]
-
-
-def points_per_series(series: list[Series]) -> int:
-    """How many points each series may keep, so that all fit a page: 400, halved until they do, 12 at least."""
-    limit = MAX_POINTS_PER_SERIES
-    while limit > 12 and sum(min(limit, len(s.rows)) for s in series) > MAX_POINTS:
-        limit //= 2
-    return limit
-
-
-def thin(values: Floats, limit: int) -> npt.NDArray[np.int64]:
-    """Positions to keep: the first and the last, and the lowest and the highest of each of equal bins between them.
-
-    Args:
-        values: [points]; `limit` >= 4 of them are kept at most.
-    """
-    n = len(values)
-    if n <= limit:
-        return np.arange(n)
-    edges = np.linspace(1, n - 1, (limit - 2) // 2 + 1).astype(np.int64)
-    kept = {0, n - 1}
-    for start, end in pairwise(edges):
-        part = values[start:end]
-        kept |= {int(start + part.argmin()), int(start + part.argmax())}
-    return np.array(sorted(kept), dtype=np.int64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hybrid_kv.dashboard.red import Red
+from hybrid_kv.dashboard.failing import Failing
 from hybrid_kv.dashboard.report import COMMITS, Report
 from hybrid_kv.dashboard.verdicts import SuiteVerdict, headline, verdicts
 from hybrid_kv.dashboard.words import WORDS, change_text, day, levels_text, suite_name, title, with_unit
@@ -17,10 +17,10 @@ MAX_LINES = 10
 
 
 def summary(report: Report, machine: str = "") -> str:
-    """Verdicts and what is red, as GitHub's Markdown with `MARKER` first.
+    """Verdicts and what is failing, as GitHub's Markdown with `MARKER` first.
 
     Args:
-        machine: only rows of this one, and those that belong to none; empty: all.
+        machine: only rows of this one, and those without a machine; empty: all.
     """
     found = verdicts(report.results.of_machine(machine))
     if not found:
@@ -29,28 +29,28 @@ def summary(report: Report, machine: str = "") -> str:
     # GitHub draws a warning in amber.
     age = [f"> [!WARNING]\n> {whole.age}"] if whole.word == "stale" else [whole.age]
     lines = [MARKER, f"### hybrid-kv: {whole.finding}", "", *age, "", *_verdict_lines(report, found)]
-    red = [one for one in report.red if not machine or one.key[4] in (machine, "")]
-    if red:
-        lines += ["", *red_lines(report, red)]
+    failing = [one for one in report.failing if not machine or one.key[4] in (machine, "")]
+    if failing:
+        lines += ["", *failing_lines(report, failing)]
     return "\n".join(lines) + "\n"
 
 
-def red_lines(report: Report, red: Sequence[Red]) -> list[str]:
-    """Some of what is red, since when and by whom, as a table; at least one."""
-    lines = ["| red | figure | limit | since | by | last green |", "|---|--:|--:|---|---|---|"]
-    for one in red[:MAX_LINES]:
-        figure = (
+def failing_lines(report: Report, failing: Sequence[Failing]) -> list[str]:
+    """Some of what is failing as a table, with the first commit that failed, its author and the last that passed."""
+    lines = ["| failing | value | limit | since | author | last passed |", "|---|--:|--:|---|---|---|"]
+    for one in failing[:MAX_LINES]:
+        value = (
             f"{change_text(one.step)}, {levels_text(one.newest.unit, one.step)}" if one.step else with_unit(one.newest)
         )
-        told = report.told.get(one.first.commit)
-        cells = [plain(title(one.key)), plain(figure), plain(str(one.newest.parsed.get("limit", "")))]
+        info = report.infos.get(one.first.commit)
+        cells = [plain(title(one.key)), plain(value), plain(str(one.newest.parsed.get("limit", "")))]
         cells += [
             _run(report, one.first),
-            plain(told.author if told else ""),
-            _run(report, one.green) if one.green else "never",
+            plain(info.author if info else ""),
+            _run(report, one.passed) if one.passed else "never",
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    return [*lines, *more(len(red))]
+    return [*lines, *([f"\nand {len(failing) - MAX_LINES:,} more"] if len(failing) > MAX_LINES else [])]
 
 
 def _run(report: Report, row: Any) -> str:
@@ -73,8 +73,3 @@ def _verdict_lines(report: Report, found: list[SuiteVerdict]) -> list[str]:
         word = WORDS[headline([verdict], report.head).word]
         lines.append(f"| {plain(suite_name(verdict.suite))} | {word} | {count} | {commit} | {place} |")
     return lines
-
-
-def more(count: int) -> list[str]:
-    """How many lines were left out."""
-    return [f"\nand {count - MAX_LINES:,} more"] if count > MAX_LINES else []

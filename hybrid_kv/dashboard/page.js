@@ -16,12 +16,6 @@
     return made;
   }
 
-  // ---- figures that do not change ----
-  for (const figure of document.querySelectorAll("figure.plot")) {
-    const spec = JSON.parse(figure.querySelector("script").textContent);
-    Plotly.newPlot(figure.querySelector(".canvas"), spec.data, spec.layout, config);
-  }
-
   // ---- history ----
   const benchmarkSelect = document.getElementById("benchmark");
   const caseSelect = document.getElementById("case");
@@ -155,25 +149,15 @@
   // ---- filters ----
   function applyMachine() {
     for (const block of document.querySelectorAll("[data-machine]")) block.hidden = !shows(block.dataset.machine);
-    const said = headlines[machineSelect.value];
-    if (said) {
+    const headline = headlines[machineSelect.value];
+    if (headline) {
       const title = document.querySelector("#verdict h2"), age = document.querySelector("#verdict .age");
-      title.textContent = said.finding;
-      title.className = said.word;
-      age.textContent = said.age;
-      age.className = `age ${said.word}`;
+      title.textContent = headline.finding;
+      title.className = headline.word;
+      age.textContent = headline.age;
+      age.className = `age ${headline.word}`;
     }
     fillBenchmarks();
-  }
-
-  const buttons = [...document.querySelectorAll("button[data-target]")];
-  for (const button of buttons) {
-    button.addEventListener("click", () => {
-      for (const other of buttons) other.setAttribute("aria-pressed", String(other === button));
-      for (const row of document.querySelectorAll("tr[data-target]")) {
-        row.hidden = row.dataset.target !== button.dataset.target;
-      }
-    });
   }
 
   function choose(series) {

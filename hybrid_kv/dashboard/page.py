@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 
 from hybrid_kv.dashboard.draw import code, table
-from hybrid_kv.dashboard.frame import document, framed, text
 from hybrid_kv.dashboard.report import Report, Section
-from hybrid_kv.dashboard.sections import sections
-from hybrid_kv.errors import ConfigError, HybridKVError
+from hybrid_kv.dashboard.sections import SECTIONS
+from hybrid_kv.errors import ConfigError, require
 
 ASV_PAGES = "asv/index.html"  # beside the page
 ALL_ROWS = "rows.parquet"
+_FOLDER = Path(__file__).parent
 
 
 def build_page(report: Report, machine: str = "", asv: bool = False, download: bool = False) -> str:
@@ -28,22 +30,49 @@ def build_page(report: Report, machine: str = "", asv: bool = False, download: b
     """
     machines = report.results.machines
     if machine and machine not in machines:
-        raise ConfigError(f"no row is from machine {machine!r}; there are {', '.join(machines) or 'none'}")
-    plotly = _plotly()
-    found = [made for section in sections() if (made := section(report)) is not None]
-    if report.missing.notes:
-        rows = [[escape(what), code(command)] for what, command in report.missing.notes]
-        found.append(Section("Missing", "What has not been measured yet", table(["what", "makes its rows"], rows)))
-    body = _header(report, found, machine) + f"<main>{framed(found)}</main>\n" + _footer(report, asv, download)
-    return document("hybrid-kv report", body, [plotly, text("page.js")])
+        raise ConfigError(f"no row is from machine {machine!r}; there are {', '.join(machines) or 'no rows'}")
+    require("plotly")
+    from plotly.offline import get_plotlyjs
+
+    made = {section: section(report) for section in SECTIONS}
+    found = [section for section in made.values() if section is not None]
+    commands = [
+        [escape(section.__name__.replace("_", " ")), code(command)]
+        for section, command in SECTIONS.items()
+        if command and made[section] is None
+    ]
+    if commands:
+        found.append(Section("Missing", "What has not been measured yet", table(["section", "measured by"], commands)))
+    body = _header(report, found, machine) + f"<main>{''.join(s.html for s in found)}</main>\n"
+    script = (_FOLDER / "page.js").read_text(encoding="utf-8")
+    return document("hybrid-kv report", body + _footer(report, asv, download), [get_plotlyjs(), script])
 
 
-def _plotly() -> str:
-    try:
-        from plotly.offline import get_plotlyjs
-    except ModuleNotFoundError:
-        raise HybridKVError("the report is drawn by plotly, which is not installed; run: pip install plotly") from None
-    return str(get_plotlyjs())
+def document(title: str, body: str, scripts: Sequence[str] = ()) -> str:
+    """A whole page as HTML that fetches nothing; without scripts none may run in it.
+
+    Args:
+        body: HTML.
+        scripts: texts of scripts, run at its end.
+    """
+    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:"
+    if scripts:
+        policy += "; script-src 'unsafe-inline'"
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{escape(title)}</title>
+<style>{(_FOLDER / "page.css").read_text(encoding="utf-8")}</style>
+</head>
+<body>
+{body}
+{"".join(f"<script>{script}</script>{chr(10)}" for script in scripts)}</body>
+</html>
+"""
 
 
 def _header(report: Report, found: list[Section], machine: str) -> str:
@@ -62,14 +91,14 @@ def _header(report: Report, found: list[Section], machine: str) -> str:
 
 def _footer(report: Report, asv: bool, download: bool) -> str:
     results, repository = report.results, escape(report.repository)
-    said = [f"Drawn from {escape(', '.join(results.files) or 'no file')}."]
+    parts = [f"Drawn from {escape(', '.join(results.files) or 'no file')}."]
     if results.foreign:
-        said.append(f"Of another kind, not read: {escape(', '.join(results.foreign))}.")
+        parts.append(f"Of another kind, not read: {escape(', '.join(results.foreign))}.")
     if results.rule:
-        said.append(f"Of {results.total:,} measurements the page holds {len(results.rows):,}: {results.rule}.")
+        parts.append(f"Of {results.total:,} measurements the page holds {len(results.rows):,}: {results.rule}.")
     if download:
         columns = f'; <a href="{repository}/blob/HEAD/docs/results.md">their columns</a>' if repository else ""
-        said.append(f'Download: <a href="{ALL_ROWS}" download>all rows as Parquet</a>{columns}.')
+        parts.append(f'Download: <a href="{ALL_ROWS}" download>all rows as Parquet</a>{columns}.')
     if asv:
-        said.append(f'By commit: <a href="{ASV_PAGES}">pages of asv</a>, which need the network.')
-    return f"<footer><p>{' '.join(said)}</p></footer>"
+        parts.append(f'By commit: <a href="{ASV_PAGES}">pages of asv</a>, which need the network.')
+    return f"<footer><p>{' '.join(parts)}</p></footer>"

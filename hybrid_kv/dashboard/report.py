@@ -1,25 +1,25 @@
-"""What a section takes and gives: the rows, their histories, links, what is missing; then a finding and its HTML."""
+"""What a section takes and returns: the rows, their histories and links; then a finding and its HTML."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from html import escape
 
 import pandas as pd
 
-from hybrid_kv.dashboard.data import Results, Series, histories
-from hybrid_kv.dashboard.draw import code, of_machine
-from hybrid_kv.dashboard.measured import Measured, newest_commits
-from hybrid_kv.dashboard.red import Red, find_red
+from hybrid_kv.dashboard.changes import Measured, newest_commits
+from hybrid_kv.dashboard.data import Results
+from hybrid_kv.dashboard.draw import of_machine
+from hybrid_kv.dashboard.failing import Failing, find_failing
+from hybrid_kv.dashboard.series import Series, histories
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.results import NO_HEAD, Head, Told
+from hybrid_kv.results import NO_HEAD, CommitInfo, Head
 
 COMMITS = "commits/"  # beside the page, with a page for each
-MAX_MACHINES = 6  # with figures of their own; the history has all of them
-MAX_LISTED = 50  # lines of a table
+MAX_MACHINES = 6  # with a block of their own; the history has all of them
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Section:
         name: in the navigation.
         finding: its title, what the rows say.
         body: HTML.
-        word: the colour of its title: `pass`, `stale`, `void`, `fail`; empty: none.
+        word: the colour of its title: `pass`, `stale`, `void`, `fail` or empty.
     """
 
     name: str
@@ -42,17 +42,12 @@ class Section:
     def anchor(self) -> str:
         return self.name.lower().replace(" ", "-")
 
-
-@dataclass
-class Missing:
-    """What no row was found for, and what makes the rows."""
-
-    notes: list[tuple[str, str]] = field(default_factory=list)
-
-    def note(self, what: str, command: str) -> str:
-        """Remember it for the list at the end; the same as HTML for the place where it is missed."""
-        self.notes.append((what, command))
-        return f'<p class="missing">Not measured yet: {escape(what)}. It takes {code(command)}.</p>'
+    @property
+    def html(self) -> str:
+        return (
+            f'<section id="{self.anchor}"><p class="kind">{escape(self.name)}</p>'
+            f'<h2 class="{self.word}">{escape(self.finding)}</h2>{self.body}</section>'
+        )
 
 
 @dataclass(frozen=True)
@@ -61,25 +56,23 @@ class Report:
 
     Attributes:
         head: what is checked out; verdicts say how far their rows are from it.
-        repository: URL of a repository whose commits are at `URL/commit/SHA`; empty: there is none to link to.
-        site: URL that the report is served from, for links to it from elsewhere; empty: there is none.
-        missing: sections add to it what they found no row for.
+        repository: URL of a repository whose commits are at `URL/commit/SHA`; empty: commits have no link.
+        site: URL that the report is served from, for links to it from elsewhere; may be empty.
 
     Raises:
-        ConfigError: `repository` or `site` is no http(s) URL.
+        ConfigError: `repository` or `site` is not an http(s) URL.
     """
 
     results: Results
     head: Head = NO_HEAD
     repository: str = ""
     site: str = ""
-    missing: Missing = field(default_factory=Missing)
 
     def __post_init__(self) -> None:
         for name, like in (("repository", "https://HOST/OWNER/NAME"), ("site", "https://OWNER.HOST/NAME")):
             url = getattr(self, name)
             if url and not re.fullmatch(r"https?://[^\s\"'<>()]+", url):
-                raise ConfigError(f"{url!r} is no URL of a {name}; write {like}")
+                raise ConfigError(f"{url!r} is not the URL of a {name}; write {like}")
             object.__setattr__(self, name, url.rstrip("/"))
 
     @cached_property
@@ -88,9 +81,9 @@ class Report:
         return histories(self.results.rows)
 
     @cached_property
-    def red(self) -> list[Red]:
-        """What is red now."""
-        return find_red(self.results.rows, self.series)
+    def failing(self) -> list[Failing]:
+        """What is failing now."""
+        return find_failing(self.results.rows, self.series)
 
     @cached_property
     def commits(self) -> dict[str, Measured]:
@@ -98,9 +91,9 @@ class Report:
         return newest_commits(self.results.rows, self.series)
 
     @cached_property
-    def told(self) -> dict[str, Told]:
-        """What git says of the commits that have a page or turned something red."""
-        return self.head.tell([*self.commits, *(red.first.commit for red in self.red)])
+    def infos(self) -> dict[str, CommitInfo]:
+        """Author, day and subject of the commits that have a page or began to fail."""
+        return self.head.describe([*self.commits, *(one.first.commit for one in self.failing)])
 
     def link(self, commit: str, folder: str = COMMITS) -> str:
         """A commit as HTML, of a changed tree too: its page, or the repository's; anything else in its place is text.

@@ -1,4 +1,4 @@
-"""What the newest runs say together, and how far they are from the code that is checked out.
+"""The verdict of the newest runs, and how far they are from the code that is checked out.
 
 A verdict is about the code that was measured. Joined runs may be of several commits, or of a tree with changes that no
 commit has; their verdict is `pass` only where every row is of HEAD's code, else `stale`.
@@ -12,14 +12,14 @@ from typing import Any
 
 import pandas as pd
 
-from hybrid_kv.dashboard.data import CURVE, STATIC_SUITE, last_words, newest_run
+from hybrid_kv.dashboard.data import CURVE, STATIC_SUITE, last_rows, newest_run
 from hybrid_kv.dashboard.words import WORDS, day
 from hybrid_kv.results import Head
 
 
 @dataclass(frozen=True)
 class SuiteVerdict:
-    """What the last run of a suite on a machine said. A void check did not see what it must see: it has not passed."""
+    """Of the last run of a suite on a machine. A void check did not see what it must see: it has not passed."""
 
     suite: str
     machine: str
@@ -42,13 +42,13 @@ class SuiteVerdict:
 def verdicts(rows: pd.DataFrame) -> list[SuiteVerdict]:
     """Per suite and machine the rows with a verdict of the newest run, of `kernels` the last row of each series.
 
-    The operating curve judges the harness: who fails there is quarantined, and nothing else has failed.
+    The operating curve judges the harness: a benchmark that fails there is quarantined, and nothing else has failed.
     """
     judged = rows[(rows["verdict"] != "") & (rows["suite"] != CURVE)]
     found = []
     for key, group in judged.groupby(["suite", "machine"], sort=True):
         suite, machine = map(str, key)
-        found.append(SuiteVerdict(suite, machine, last_words(group) if suite == STATIC_SUITE else newest_run(group)))
+        found.append(SuiteVerdict(suite, machine, last_rows(group) if suite == STATIC_SUITE else newest_run(group)))
     return found
 
 
@@ -64,13 +64,12 @@ class Age:
 
     Attributes:
         oldest: the row that was measured first.
-        nearest, farthest: commits from HEAD, of the rows whose commit the checkout has; 0 without any.
-        unknown: rows of commits that it has not.
+        farthest: commits from HEAD, of the rows whose commit the checkout has.
+        unknown: rows of commits that it lacks.
         dirty: rows of a changed tree.
     """
 
     oldest: Any
-    nearest: int
     farthest: int
     unknown: int
     dirty: int
@@ -80,16 +79,30 @@ class Age:
         """Every row is of HEAD's code."""
         return not (self.farthest or self.unknown or self.dirty)
 
+    def text(self, head: Head) -> str:
+        """The oldest row, the distance from HEAD, rows of other code."""
+        place = f"HEAD ({head.commit[:7]})" if head.commit else "HEAD"
+        if self.is_current:
+            return f"Every row is of the code of {place}."
+        parts = [f"The oldest row is of {day(self.oldest)}."]
+        if self.farthest:
+            parts.append(f"Rows are up to {self.farthest:,} commit{'s' * (self.farthest != 1)} from {place}.")
+        if self.dirty:
+            parts.append(f"Of a changed tree: {self.dirty:,} rows.")
+        if not head.commit:
+            parts.append("There is no checkout to compare them with.")
+        elif self.unknown:
+            parts.append(f"Of a commit that this checkout does not have: {self.unknown:,} rows.")
+        return " ".join(parts)
+
 
 def age_of(found: Sequence[SuiteVerdict], head: Head) -> Age:
     """The age of at least one verdict."""
     rows = pd.concat([v.rows for v in found])
     distances = rows["commit"].map({commit: head.distance(commit) for commit in rows["commit"].unique()})
-    known = distances.dropna().astype(int)
     return Age(
         oldest=next(rows.sort_values("time", kind="stable").itertuples()),
-        nearest=int(known.min()) if len(known) else 0,
-        farthest=int(known.max()) if len(known) else 0,
+        farthest=max(map(int, distances.dropna()), default=0),
         unknown=int(distances.isna().sum()),
         dirty=int(rows["dirty"].sum()),
     )
@@ -111,39 +124,12 @@ class Headline:
 
 
 def headline(found: Sequence[SuiteVerdict], head: Head) -> Headline:
-    """What all verdicts say together."""
+    """The verdict over all suites."""
     if not found:
-        return Headline("none", "No check has said pass or fail yet")
+        return Headline("none", "No check has passed or failed yet")
     age = age_of(found, head)
     word = overall(v.word for v in found)
     if word == "pass" and not age.is_current:
         word = "stale"
     passed, judged = sum(v.count("pass") for v in found), sum(len(v.rows) for v in found)
-    return Headline(word, f"{WORDS[word]}: {passed:,} of {judged:,} checks of the newest runs", age_text(age, head))
-
-
-def age_text(age: Age, head: Head) -> str:
-    """The oldest row, the distance from HEAD, rows of a changed tree."""
-    place = f"HEAD ({head.commit[:7]})" if head.commit else "HEAD"
-    if age.is_current:
-        return f"Every row is of the code of {place}."
-    text = f"The oldest row is of {day(age.oldest)}."
-    if age.farthest:
-        text += f" Rows are {distance_text(age.nearest, age.farthest)} from {place}."
-    if age.dirty:
-        text += f" {_rows(age.dirty)} of a changed tree."
-    if not head.commit:
-        text += " There is no checkout to compare them with."
-    elif age.unknown:
-        text += f" {_rows(age.unknown)} of a commit that this checkout does not have."
-    return text
-
-
-def distance_text(nearest: int, farthest: int) -> str:
-    """1 commit, 10 to 18 commits."""
-    span = f"{farthest:,}" if nearest == farthest else f"{nearest:,} to {farthest:,}"
-    return f"{span} commit{'s' * (farthest != 1)}"
-
-
-def _rows(count: int) -> str:
-    return f"{count:,} row{'s are' if count != 1 else ' is'}"
+    return Headline(word, f"{WORDS[word]}: {passed:,} of {judged:,} checks of the newest runs", age.text(head))

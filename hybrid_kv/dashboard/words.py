@@ -1,4 +1,4 @@
-"""How rows read in prose: verdicts, figures with their units and intervals, days."""
+"""How rows read in prose: verdicts, metrics with their units and intervals, days."""
 
 from __future__ import annotations
 
@@ -9,26 +9,12 @@ from typing import Any
 import pandas as pd
 
 from hybrid_kv.dashboard.data import STATIC_SUITE
-from hybrid_kv.dashboard.steps import Step
+from hybrid_kv.dashboard.series import Step
 
 WORDS = {"pass": "✓ pass", "fail": "✕ fail", "void": "○ void", "stale": "△ passed on other code", "none": "no verdict"}
 NANOSECONDS = {"ns": 1.0, "us": 1e3, "ms": 1e6, "s": 1e9}
-
-
-def suite_name(suite: str) -> str:
-    return "static kernel metrics" if suite == STATIC_SUITE else suite
-
-
-def in_nanoseconds(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows that are a time, whatever its unit, in nanoseconds with their intervals."""
-    rows = rows[rows["unit"].isin(NANOSECONDS)].copy()
-    for name in ("value", "ci_low", "ci_high"):
-        rows[name] = rows[name].astype(float) * rows["unit"].map(NANOSECONDS)
-    rows["unit"] = "ns"
-    return rows
-
-
-# A metric is a key that never changes; what readers see is made of it here. Any other loses its underscores.
+AXES = {"": "value", "time ratio": "ratio of two times", "share": "share, %", "1/B": "per byte", "B": "bytes"}
+# Keys of metrics whose words are not the key without its underscores.
 METRICS = {
     "cpu_time": "CPU time",
     "gpu_time": "GPU time",
@@ -39,17 +25,11 @@ METRICS = {
     "share_of_copy": "share of a copy's bandwidth",
     "exact_match_strict": "right answers, strict",
     "exact_match_flexible": "right answers, flexible",
-    "invalid_rate": "answers without a number",
-    "mcnemar_p": "McNemar p, one-sided",
-    "spill_bytes": "spilled bytes",
-    "shared_bytes": "shared memory",
-    "blocks_per_sm": "blocks per SM",
-    "load_bits": "bits per load",
-    "store_bits": "bits per store",
 }
 
 
-AXES = {"": "value", "time ratio": "ratio of two times", "share": "share, %", "1/B": "per byte", "B": "bytes"}
+def suite_name(suite: str) -> str:
+    return "static kernel metrics" if suite == STATIC_SUITE else suite
 
 
 def metric_name(key: str) -> str:
@@ -58,25 +38,24 @@ def metric_name(key: str) -> str:
 
 
 def axis_name(unit: str) -> str:
-    """What stands beside an axis of a unit; times are drawn in seconds."""
+    """The title of an axis; times are drawn in seconds."""
     return "time, s" if unit in NANOSECONDS else AXES.get(unit, unit)
 
 
 def benchmark_name(key: Sequence[str]) -> str:
-    """What a series is of, by its values of `SERIES`, without its case and machine."""
+    """A series, by its values of `SERIES`, without its case and machine."""
     suite, benchmark, metric, *_ = key
     return f"{suite}: {benchmark}, {metric_name(metric)}"
 
 
 def title(key: Sequence[str]) -> str:
     """A series in words, without its machine."""
-    case = key[3]
-    return benchmark_name(key) + (f" ({case})" if case else "")
+    return benchmark_name(key) + (f" ({key[3]})" if key[3] else "")
 
 
 def levels_text(unit: str, step: Step) -> str:
     """Both levels of a step: 100 ns → 120 ns."""
-    return f"{figure(step.before, unit)} → {figure(step.after, unit)}"
+    return f"{metric(step.before, unit)} → {metric(step.after, unit)}"
 
 
 def change_text(step: Step) -> str:
@@ -87,7 +66,11 @@ def change_text(step: Step) -> str:
 def percent_change(row: Any) -> str:
     """A time ratio as a change with its interval: +8 % (+7 to +9)."""
     change, low, high = (f"{100 * (ratio - 1):+.3g}" for ratio in (row.value, row.ci_low, row.ci_high))
-    return f"{change} %" if pd.isna(row.ci_low) or pd.isna(row.ci_high) else f"{change} % ({low} to {high})"
+    return f"{change} % ({low} to {high})" if has_interval(row) else f"{change} %"
+
+
+def has_interval(row: Any) -> bool:
+    return not (pd.isna(row.ci_low) or pd.isna(row.ci_high))
 
 
 def day(row: Any) -> str:
@@ -95,12 +78,18 @@ def day(row: Any) -> str:
 
 
 def with_unit(row: Any) -> str:
-    """A row's figure with its unit."""
-    return figure(row.value, row.unit)
+    """A row's value with its unit."""
+    return metric(row.value, row.unit)
 
 
-def figure(value: float, unit: str) -> str:
-    """A figure with its unit: 6.79 µs, 15.1×, 34, 100 %."""
+def with_interval(row: Any) -> str:
+    """A row's value, its unit and its 95 % interval."""
+    ends = f" ({metric(row.ci_low, row.unit)} to {metric(row.ci_high, row.unit)})" if has_interval(row) else ""
+    return with_unit(row) + ends
+
+
+def metric(value: float, unit: str) -> str:
+    """A value with its unit: 6.79 µs, 15.1×, 34, 100 %."""
     if unit in NANOSECONDS:
         return duration(value * NANOSECONDS[unit])
     if unit == "time ratio":
@@ -110,16 +99,8 @@ def figure(value: float, unit: str) -> str:
     return f"{number(value)} {unit}".strip()
 
 
-def with_interval(row: Any) -> str:
-    """A row's figure, its unit and its 95 % interval."""
-    if pd.isna(row.ci_low) or pd.isna(row.ci_high):
-        return with_unit(row)
-    ends = [with_unit(row._replace(value=end)) for end in (row.ci_low, row.ci_high)]
-    return f"{with_unit(row)} ({ends[0]} to {ends[1]})"
-
-
 def number(value: float, digits: int = 3) -> str:
-    """A figure with `digits` significant digits, thousands set apart: 15,122, 6.79, 1.1e-13."""
+    """A value with `digits` significant digits, thousands set apart: 15,122, 6.79, 1.1e-13."""
     if math.isnan(value):
         return "–"
     if math.isinf(value):
@@ -133,18 +114,8 @@ def number(value: float, digits: int = 3) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def about(value: float) -> str:
-    """Two significant digits: 1.9, 6,300."""
-    return number(float(f"{value:.2g}"))
-
-
-def time_unit(nanoseconds: float) -> tuple[str, float]:
-    """The unit in which a time has one to three digits before its point, and its size in nanoseconds."""
-    units = (("s", 1e9), ("ms", 1e6), ("µs", 1e3))
-    return next(((name, size) for name, size in units if nanoseconds >= size), ("ns", 1.0))
-
-
 def duration(nanoseconds: float) -> str:
     """A time with its unit: 410 ns, 6.79 µs, 15.1 ms."""
-    unit, size = time_unit(nanoseconds)
+    units = (("s", 1e9), ("ms", 1e6), ("µs", 1e3))
+    unit, size = next(((name, size) for name, size in units if nanoseconds >= size), ("ns", 1.0))
     return f"{number(nanoseconds / size)} {unit}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -11,12 +12,12 @@ from typing import Any, cast
 import psutil
 import torch
 
-from hybrid_kv.attention.undo import undo_spec
+from hybrid_kv.attention.rollback import rollback_spec
 from hybrid_kv.cache.backend import AttentionBackend, BackendContext, get_backend
 from hybrid_kv.cache.manager import KVCacheManager
 from hybrid_kv.cache.offload import KVOffload, check_offloadable
 from hybrid_kv.cache.plan import CachePlan, apply_block_sizes, plan_cache, update_block_size_for_backend
-from hybrid_kv.cache.spec import KVCacheConfig, KVCacheSpec, group_layers, with_undo
+from hybrid_kv.cache.spec import KVCacheConfig, KVCacheSpec, group_layers, with_rollback
 from hybrid_kv.config import CacheConfig, ConfigError, EngineConfig, SchedulerConfig
 from hybrid_kv.engine.host_memory import keep_freed_memory
 from hybrid_kv.engine.runner import ModelRunner, Proposer
@@ -24,6 +25,7 @@ from hybrid_kv.engine.scheduler import Scheduler
 from hybrid_kv.engine.text import Tokenizer
 from hybrid_kv.models.interface import DraftHead, Model
 from hybrid_kv.models.loader import check_model, fingerprint, load_eos_token_ids, load_head, load_model, load_tokenizer
+from hybrid_kv.observe import EngineObserver
 from hybrid_kv.sanitizer import Sanitizer
 from hybrid_kv.spec_decode.propose import NgramProposer
 
@@ -67,14 +69,14 @@ def build(
     backend, context = get_backend(config.attention_backend, platform), BackendContext.for_layers(platform, layers)
     plan = _plan(layers, config, backend, context, target.mamba_chunk_size, device)
     _check_memory(plan, config.scheduler, device)
-    manager = _manager(plan, config, head)
+    observers: list[EngineObserver] = []
+    manager = _manager(plan, config, head, observers)
     if head is not None:
         # Hits end at multiples of the block size. Without a cache too, so that the head drafts the same there.
         head.grid = plan.sizes.block_size
-    runner = ModelRunner(target, plan, backend, context, config, device, proposer, head)
+    runner = ModelRunner(target, plan, backend, context, config, device, observers, proposer, head)
     if _has_offload(config.cache):
         manager.offload = _offload(model, plan, runner, backend, config.cache)
-    manager.watchers = runner.watchers
     if config.sanitize:
         sanitizer = Sanitizer(
             manager.pool,
@@ -85,8 +87,9 @@ def build(
             runner.row_memory,
             head.layer_specs if head is not None else (),
         )
-        runner.watchers.append(sanitizer)
-    return Parts(target, tokenizer, eos_token_ids, plan, manager, runner, _scheduler(plan, manager, runner, config))
+        observers.append(sanitizer)
+    scheduler = Scheduler(config.scheduler, manager, config.speculative.num_speculative_tokens, runner.flush)
+    return Parts(target, tokenizer, eos_token_ids, plan, manager, runner, scheduler)
 
 
 def _check_together(model: str | Path | Model, proposer: Proposer | None, config: EngineConfig) -> None:
@@ -104,7 +107,7 @@ def _check_together(model: str | Path | Model, proposer: Proposer | None, config
     if proposer is not None and not speculative.num_speculative_tokens:
         raise ConfigError("a proposer needs num_speculative_tokens >= 1")
     if speculative.num_speculative_tokens and proposer is None and speculative.speculative_method is None:
-        # Not refused: the columns of K drafts that nobody makes are a layout worth testing.
+        # Not refused: the logical blocks of K drafts that are never made are a layout worth testing.
         LOGGER.warning(
             "num_speculative_tokens=%d takes cache, but nothing drafts; give speculative_method or proposer=",
             speculative.num_speculative_tokens,
@@ -166,8 +169,8 @@ def _layer_specs(target: Model, head: DraftHead | None, config: EngineConfig) ->
     """Of the model's layers and the head's, with what their drafts need."""
     layers = target.layer_specs | (head.layer_specs if head is not None else {})
     K = config.speculative.num_speculative_tokens
-    undo = undo_spec(config.cache, K, config.async_scheduling, list(layers.values()))
-    return {name: with_undo(spec, undo) for name, spec in layers.items()}
+    rollback = rollback_spec(config.cache, K, config.async_scheduling, list(layers.values()))
+    return {name: with_rollback(spec, rollback) for name, spec in layers.items()}
 
 
 def _plan(
@@ -227,7 +230,9 @@ def _default_num_blocks(
     return max(2, min(wanted, memory // empty.block_bytes))
 
 
-def _manager(plan: CachePlan, config: EngineConfig, head: DraftHead | None) -> KVCacheManager:
+def _manager(
+    plan: CachePlan, config: EngineConfig, head: DraftHead | None, observers: Sequence[EngineObserver]
+) -> KVCacheManager:
     K = config.speculative.num_speculative_tokens
     return KVCacheManager(
         plan.config,
@@ -235,15 +240,7 @@ def _manager(plan: CachePlan, config: EngineConfig, head: DraftHead | None) -> K
         num_lookahead_tokens=K if head is not None else 0,
         max_model_len=config.scheduler.max_model_len,
         num_uncertain_tokens=K if config.async_scheduling else 0,
-    )
-
-
-def _scheduler(plan: CachePlan, manager: KVCacheManager, runner: ModelRunner, config: EngineConfig) -> Scheduler:
-    return Scheduler(
-        config.scheduler,
-        manager,
-        config.speculative.num_speculative_tokens,
-        runner.fold,
+        observers=observers,
     )
 
 

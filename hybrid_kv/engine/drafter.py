@@ -21,8 +21,8 @@ from hybrid_kv.kernels.common.ragged import Ragged
 from hybrid_kv.kernels.slot_mapping import PAD_SLOT
 from hybrid_kv.models.interface import DraftHead
 from hybrid_kv.models.layers import ForwardContext
+from hybrid_kv.observe import EngineObserver
 from hybrid_kv.request import ScheduledRequest
-from hybrid_kv.watch import Watcher
 
 Ints = npt.NDArray[np.int64]
 
@@ -61,7 +61,7 @@ class MTPDrafter:
         batch: Sequence[ScheduledRequest],
         hidden: torch.Tensor,
         tokens: Sequence[list[int]],
-        watchers: Sequence[Watcher] = (),
+        observers: Sequence[EngineObserver] = (),
     ) -> dict[str, list[int]]:
         """Drafts by request id.
 
@@ -69,7 +69,7 @@ class MTPDrafter:
             batch: of the step, in batch order.
             hidden: [num_tokens, hidden_size], the target's.
             tokens: what each request of the batch got; those tokens are in `token_ids` already.
-            watchers: told where K and V will go.
+            observers: notified where K and V will go.
         """
         device = hidden.device
         scheduled = np.array([item.num_tokens for item in batch], dtype=np.int64)
@@ -85,15 +85,15 @@ class MTPDrafter:
         known = self._head.normed(hidden[torch.from_numpy(source).to(device)])
 
         chosen = np.array([i for i, new in enumerate(tokens) if new], dtype=np.int64)
-        readers = chosen if len(chosen) else np.zeros(1, dtype=np.int64)  # K and V are written on somebody's way
+        readers = chosen if len(chosen) else np.zeros(1, dtype=np.int64)  # K and V are written with any of them
         ends = np.cumsum(lengths)[readers] - 1  # their last pairs, the queries of the first pass
         # Slots of all passes at once: every pair of the first, then pass by pass the next one of each reader.
         further = (positions[ends] + np.arange(1, self._num_passes)[:, None]).flatten()
-        asked = np.concatenate([np.repeat(np.arange(len(batch)), lengths), np.tile(readers, self._num_passes - 1)])
+        queried = np.concatenate([np.repeat(np.arange(len(batch)), lengths), np.tile(readers, self._num_passes - 1)])
         all_positions = np.concatenate([positions, further])
-        all_places, all_slots = self._slots(rows[asked], all_positions)
-        for watcher in watchers:
-            watcher.on_draft(self._group.group_id, asked, all_positions, all_slots)
+        all_places, all_slots = self._slots(rows[queried], all_positions)
+        for observer in observers:
+            observer.on_draft(self._group.group_id, queried, all_positions, all_slots)
         counts = [len(positions)] + [len(readers)] * (self._num_passes - 1)
         places, slots = all_places.split(counts), all_slots.split(counts)
         wanted = torch.from_numpy(ends).to(device)

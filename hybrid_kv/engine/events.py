@@ -1,7 +1,7 @@
 """What an engine tells a router of its prefix cache, so that the router can send a prompt where most of it is cached.
 
     log = EventLog(llm)
-    known = KnownCache(log.groups, log.hit_unit)
+    known = KnownCache(log.groups, log.hit_granularity)
     known.apply(log.take())  # again and again
     known.predict(prompt)  # tokens that this engine would restore
 
@@ -10,9 +10,9 @@ blocks of one size finds nothing: the blocks of a hybrid's groups have unequal s
 expects (vllm!43258). So the engine says once which blocks each group has; the router answers the engine's own question:
 how much of a prompt every group can restore.
 
-What is told is the difference since the last time, so that a key is in one of two sets and events have no order. A
+What is reported is the difference since the last time, so that a key is in one of two sets and events have no order. A
 router that misses one forgets all that it knew: it predicts too little until the next `snapshot`, never too much. What
-an offload tier holds is not told: the engine may restore more than is predicted.
+an offload tier holds is not reported: the engine may restore more than is predicted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hybrid_kv.cache.block_hash import BlockHashes
 from hybrid_kv.cache.block_pool import BlockKey
 from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.engine.llm import LLM
-from hybrid_kv.watch import Watcher
+from hybrid_kv.observe import EngineObserver
 
 
 @dataclass(frozen=True)
@@ -50,17 +50,17 @@ class CacheEvents:
     is_snapshot: bool = False
 
 
-class EventLog(Watcher):
+class EventLog(EngineObserver):
     """Hears from now on what an engine publishes and loses; the first events are a snapshot."""
 
     def __init__(self, llm: LLM) -> None:
         specs = [group.layer_specs[0] for group in llm.manager.config.groups]
         self.groups = tuple(Group(spec.block_size, isinstance(spec, MambaSpec)) for spec in specs)
-        self.hit_unit = llm.manager.hit_unit
+        self.hit_granularity = llm.manager.hit_granularity
         self._pool = llm.manager.pool
         self._number = 0
         self._is_stored: dict[BlockKey, bool] = {}  # of keys that changed
-        llm.watchers.append(self)
+        llm.observers.append(self)
 
     def on_publish(self, request_id: str, group: int, first: int, blocks: Sequence[tuple[BlockKey, int]]) -> None:
         self._is_stored.update((key, True) for key, _ in blocks)
@@ -89,14 +89,14 @@ class KnownCache:
     """What a router knows of one engine's cache.
 
     Args:
-        groups, hit_unit: those of the engine's `EventLog`.
+        groups, hit_granularity: those of the engine's `EventLog`.
 
     Attributes:
         keys: that its lookups find, as far as the router knows.
     """
 
-    def __init__(self, groups: Sequence[Group], hit_unit: int) -> None:
-        self.groups, self.hit_unit = groups, hit_unit
+    def __init__(self, groups: Sequence[Group], hit_granularity: int) -> None:
+        self.groups, self.hit_granularity = groups, hit_granularity
         self.keys: set[BlockKey] = set()
         self._next = 0
 
@@ -115,7 +115,7 @@ class KnownCache:
         """How many tokens of a prompt the engine would restore; the last one is always computed."""
         limit, hashes = len(token_ids) - 1, BlockHashes(salt)
         chains = [hashes.chain(group.block_size, token_ids, limit) for group in self.groups]
-        ends = range(limit // self.hit_unit * self.hit_unit, 0, -self.hit_unit)
+        ends = range(limit // self.hit_granularity * self.hit_granularity, 0, -self.hit_granularity)
         return next(
             (end for end in ends if all(self._has(index, chains[index], end) for index in range(len(chains)))), 0
         )

@@ -7,16 +7,16 @@ import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
 
-from hybrid_kv.cache.columns import NO_HIT, PrefixHit
+from hybrid_kv.cache.request_blocks import NO_HIT, PrefixHit
 from hybrid_kv.config import ConfigError, HybridKVError, engine_config, is_int
 from hybrid_kv.engine.build import build, weights_identity
-from hybrid_kv.engine.handover import Arrival, Handover, check_fits, pack
+from hybrid_kv.engine.kv_transfer import KVTransfer, check_fits, pack, unpack
 from hybrid_kv.engine.runner import Proposer, StepOutput
 from hybrid_kv.engine.text import Tokenizer, may_stop, stop_position
 from hybrid_kv.models.interface import Model
@@ -45,7 +45,7 @@ class RequestOutput:
     hit: PrefixHit = NO_HIT
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
-    logprobs: list[TokenLogprobs] | None = None  # [len(token_ids)], if the request asked for them
+    logprobs: list[TokenLogprobs] | None = None  # [len(token_ids)], if the request wants them
     prompt_logprobs: list[TokenLogprobs] | None = None  # [len(prompt_token_ids) - 1], likewise: the first has none
 
 
@@ -64,7 +64,7 @@ class LLM:
 
     Attributes:
         is_sleeping: between `sleep` and `wake_up`.
-        watchers: told what the engine does (`hybrid_kv.watch`), in this order; append your own.
+        observers: notified of what the engine does (`hybrid_kv.observe`), in this order; append your own.
     """
 
     def __init__(
@@ -79,15 +79,15 @@ class LLM:
         self.model, self.tokenizer, self.eos_token_ids = parts.model, parts.tokenizer, parts.eos_token_ids
         self.plan, self.manager = parts.plan, parts.manager
         self.runner, self.scheduler = parts.runner, parts.scheduler
-        self.watchers = parts.runner.watchers
+        self.observers = parts.runner.observers
         self._given_model = model
         self.num_steps = 0
         self.is_sleeping = False
         self._num_requests = 0
         self._aborted: set[str] = set()
         # Steps that have run, but whose tokens are not known yet; between two steps `_num_late` of them at most.
-        self._under_way: deque[StepOutput] = deque()
-        self._num_late = self.config.scheduler.pipeline_parallel_size - 1 or int(self.config.async_scheduling)
+        self._in_flight: deque[StepOutput] = deque()
+        self._num_late = int(self.config.async_scheduling)
         # Until a prompt is long enough for a hit, or it was said that none is.
         self._watches_lengths = self.config.cache.enable_prefix_caching
 
@@ -109,41 +109,41 @@ class LLM:
         self.scheduler.add(request)
         return request
 
-    def hand_over(self, request: Request) -> Handover:
+    def send_request(self, request: Request) -> KVTransfer:
         """Let go of a running request that has its first token; another engine may go on with it.
 
         Raises:
             ConfigError: nothing tells the weights of the model object from another's.
-            HybridKVError: it is not running, its prompt is not computed yet, or the step under way ends it, as `step`
+            HybridKVError: it is not running, its prompt is not computed yet, or the step in flight ends it, as `step`
                 will say. It stays as it is.
         """
         if request not in self.scheduler.running or request.request_id in self._aborted:
-            raise HybridKVError(f"hand_over: request {request.request_id} is not running here")
+            raise HybridKVError(f"send_request: request {request.request_id} is not running here")
         weights = self._weights  # nothing may fail once its states are moved
         self._look_ahead(request)
         if request.num_computed_tokens + 1 != request.num_tokens or not request.output_token_ids:
             raise HybridKVError(
-                f"hand_over: request {request.request_id} has no token of its answer yet, "
+                f"send_request: request {request.request_id} has no token of its answer yet, "
                 f"{request.num_computed_tokens} of its {request.num_tokens} tokens are computed; run another step"
             )
-        self.scheduler.publish_late(request)  # before the states go beyond the last boundary
-        self.runner.settle(request)
-        handover = pack(request, self.runner, weights)
+        self.scheduler.publish_flushed(request)  # before the states go beyond the last boundary
+        self.runner.flush_all(request)
+        kv_transfer = pack(request, self.runner, weights)
         self.scheduler.finish(request)
-        return handover
+        return kv_transfer
 
-    def take_over(self, handover: Handover) -> Request:
+    def receive_request(self, kv_transfer: KVTransfer) -> Request:
         """Queue a request that another engine has begun; it goes on as if its prompt had been computed here.
 
         Raises:
             ConfigError: it does not fit, or can never run here; nothing is queued or allocated then.
         """
-        check_fits(handover, self.runner, self._weights)
-        request = self._request(self._next_number(), handover.prompt_token_ids, handover.params)
-        request.seed = handover.seed
-        request.output_token_ids = list(handover.output_token_ids)
-        request.logprobs, request.prompt_logprobs = list(handover.logprobs), list(handover.prompt_logprobs)
-        request.arrival = Arrival(handover, self.runner)
+        check_fits(kv_transfer, self.runner, self._weights)
+        request = self._request(self._next_number(), kv_transfer.prompt_token_ids, kv_transfer.params)
+        request.seed = kv_transfer.seed
+        request.output_token_ids = list(kv_transfer.output_token_ids)
+        request.logprobs, request.prompt_logprobs = list(kv_transfer.logprobs), list(kv_transfer.prompt_logprobs)
+        request.arrival = partial(unpack, kv_transfer, self.runner)
         self.scheduler.add(request)
         return request
 
@@ -152,21 +152,21 @@ class LLM:
         return weights_identity(self._given_model, self.model)
 
     def _look_ahead(self, request: Request) -> None:
-        """Take in the step under way for one request alone, unless it ends with it."""
+        """Take in the step in flight for one request alone, unless it ends with it."""
         if request.in_flight is None:
             return
         ((place, item),) = (
             (place, item)
-            for place, output in enumerate(self._under_way)
+            for place, output in enumerate(self._in_flight)
             for item in output.batch
             if item.request is request
         )
-        output = self._under_way[place]
-        _, reason = self._kept(request, output.tokens.get(request.request_id, []))
+        output = self._in_flight[place]
+        _, reason = self.finish_index(request, output.tokens.get(request.request_id, []))
         if reason is not None:
-            raise HybridKVError(f"hand_over: request {request.request_id} ends with the step under way")
+            raise HybridKVError(f"send_request: request {request.request_id} ends with the step in flight")
         self._process(replace(output, batch=[item]))
-        self._under_way[place] = replace(output, batch=[other for other in output.batch if other is not item])
+        self._in_flight[place] = replace(output, batch=[other for other in output.batch if other is not item])
 
     def _next_number(self) -> int:
         self._num_requests += 1
@@ -214,15 +214,15 @@ class LLM:
             raise HybridKVError("the engine sleeps, and its cache has no memory: call wake_up first")
         finished = self._drop_aborted()
         scheduled = self.scheduler.schedule()
-        if not scheduled and not finished and not self._under_way:
+        if not scheduled and not finished and not self._in_flight:
             raise RuntimeError("the scheduler has requests but schedules none of them: this is a bug")
         output = self.runner.execute(scheduled) if scheduled else None
         if output is not None:
             self.num_steps += 1
-            self._under_way.append(output)
-        # Nothing to run: the tokens that everybody waits for are taken in at once.
-        is_due = len(self._under_way) > self._num_late or (output is None and self._under_way)
-        finished += self._process(self._under_way.popleft()) if is_due else self._drop_aborted()
+            self._in_flight.append(output)
+        # Nothing to run: the tokens that all requests wait for are taken in at once.
+        is_due = len(self._in_flight) > self._num_late or (output is None and self._in_flight)
+        finished += self._process(self._in_flight.popleft()) if is_due else self._drop_aborted()
         if self._num_late:
             for item in scheduled:
                 if not item.request.is_finished:
@@ -234,9 +234,9 @@ class LLM:
 
         It ends at the start of the next step. The steps before have written its blocks by then, so that their next
         owner writes last (vllm!45096). Of a step whose tokens were not looked at yet (with `async_scheduling` there is
-        always one, in a pipeline several) it gets no token and publishes no block (vllm!56525).
+        always one) it gets no token and publishes no block (vllm!56525).
         """
-        # An id kept for later would end a request that nobody asked to end: ids are numbers.
+        # Ids are numbers: one kept for later would end another request.
         if any(request.request_id == request_id for request in (*self.scheduler.running, *self.scheduler.waiting)):
             self._aborted.add(request_id)
 
@@ -251,7 +251,7 @@ class LLM:
         self.manager.reset_prefix_cache()
 
     def sleep(self) -> None:
-        """Give the memory of the cache back until `wake_up`, so that others may use the device; weights stay.
+        """Free the memory of the cache until `wake_up`, so that others may use the device; weights stay.
 
         What is cached on the device is forgotten, since its blocks are. What runs is preempted, and waits with all that
         come meanwhile; the offload tier keeps what it has. Does nothing if it sleeps already.
@@ -296,7 +296,9 @@ class LLM:
             request.in_flight = None
             if request.is_finished or request.request_id in self._aborted:
                 continue
-            reason = self._update(item, output.tokens.get(request.request_id, []))
+            sampled = output.tokens.get(request.request_id, [])
+            num_kept, reason = self.finish_index(request, sampled)
+            self.scheduler.update(item, sampled, num_kept)
             if output.logprobs or output.prompt_logprobs:
                 self._keep_logprobs(item, output)
             request.draft_token_ids = output.drafts.get(request.request_id, []) if not item.is_stale else []
@@ -312,44 +314,24 @@ class LLM:
         new = output.prompt_logprobs.get(request.request_id, [])
         request.prompt_logprobs[start : start + len(new)] = new  # a second time after a preemption
 
-    def _update(self, item: ScheduledRequest, sampled: list[int]) -> str | None:
-        """Take a step's tokens one by one, up to the one that ends the request, if any does."""
-        kept, reason = self._kept(item.request, sampled)
-        self.scheduler.update(item, sampled, kept)
-        return reason
+    def finish_index(self, request: Request, sampled: Sequence[int]) -> tuple[int, str | None]:
+        """How many of a step's tokens a request keeps, and why the last of these ends it; None if it goes on."""
+        params, known = request.params, request.output_token_ids
+        room = min(params.max_tokens - len(known), self.config.scheduler.max_model_len - request.num_tokens)
+        ends = params.stop_token_ids if params.ignore_eos else {*params.stop_token_ids, *self.eos_token_ids}
+        for count, token in enumerate(sampled, 1):
+            if token in ends or (params.stop and self._has_stop_string([*known, *sampled[:count]], params.stop)):
+                return count, "stop"
+            if count >= room:
+                return count, "length"
+        return len(sampled), None
 
-    def _kept(self, request: Request, sampled: list[int]) -> tuple[int, str | None]:
-        """How many of a step's tokens a request keeps, and why it ends with the last of them, if it does."""
-        known = len(request.output_token_ids)
-        reason = None
-        for token in sampled:
-            request.output_token_ids.append(token)
-            reason = self._finish_reason(request, token)
-            if reason is not None:
-                break
-        kept = len(request.output_token_ids) - known
-        del request.output_token_ids[known:]
-        return kept, reason
-
-    def _finish_reason(self, request: Request, token: int) -> str | None:
-        params = request.params
-        if token in params.stop_token_ids or (token in self.eos_token_ids and not params.ignore_eos):
-            return "stop"
-        if params.stop and self._has_stop_string(request):
-            return "stop"
-        if (
-            len(request.output_token_ids) >= params.max_tokens
-            or request.num_tokens >= self.config.scheduler.max_model_len
-        ):
-            return "length"
-        return None
-
-    def _has_stop_string(self, request: Request) -> bool:
+    def _has_stop_string(self, token_ids: Sequence[int], stops: Sequence[str]) -> bool:
         assert self.tokenizer is not None  # make_request has seen to it
-        stops = request.params.stop
-        if not may_stop(self.tokenizer, request.output_token_ids, stops):
-            return False
-        return stop_position(self._text(request), stops) is not None
+        return (
+            may_stop(self.tokenizer, token_ids, stops)
+            and stop_position(self.tokenizer.decode(token_ids), stops) is not None
+        )
 
     def _text(self, request: Request) -> str:
         return self.tokenizer.decode(request.output_token_ids) if self.tokenizer is not None else ""
@@ -440,11 +422,11 @@ class LLM:
                         bar.update()
             finally:
                 # After an error or an interrupt the engine must be as good as new.
-                self._under_way.clear()
+                self._in_flight.clear()
                 self._aborted.clear()
                 if self.scheduler.has_requests:
-                    for watcher in self.watchers:
-                        watcher.on_failure()
+                    for observer in self.observers:
+                        observer.on_failure()
                 for request in [*self.scheduler.running, *self.scheduler.waiting]:
                     self.scheduler.finish(request, publish=False)
         return [output for output in outputs if output is not None]
@@ -454,7 +436,7 @@ class LLM:
         if not self._watches_lengths or not requests:
             return
         self._watches_lengths = False
-        unit, longest = self.manager.hit_unit, max(len(request.prompt_token_ids) for request in requests)
+        unit, longest = self.manager.hit_granularity, max(len(request.prompt_token_ids) for request in requests)
         if longest <= unit:
             LOGGER.warning(
                 "prefix caching is on, but a hit is a multiple of %d tokens and the longest prompt so far has %d: none "

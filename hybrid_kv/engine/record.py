@@ -4,46 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
 
 import torch
 
 from hybrid_kv.engine.llm import LLM, RequestOutput
-from hybrid_kv.models.interface import Model
+from hybrid_kv.observe import EngineObserver
 from hybrid_kv.request import ScheduledRequest
 from hybrid_kv.sampling import SamplingParams
-from hybrid_kv.watch import Watcher
 
 Seen = Callable[[ScheduledRequest, torch.Tensor], None]
 
 
-class _Kept:
-    """A model that keeps the hidden states of its last step. Any model: the exact one is no `torch.nn.Module`."""
+class _Recorder(EngineObserver):
+    def __init__(self, seen: Seen) -> None:
+        self._seen = seen
 
-    def __init__(self, model: Model) -> None:
-        self._model = model
-        self.hidden = torch.empty(0)
-
-    def __call__(self, *arguments: Any) -> torch.Tensor:
-        self.hidden = self._model(*arguments)
-        return self.hidden
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-
-class _Recorder(Watcher):
-    def __init__(self, kept: _Kept, seen: Seen) -> None:
-        self._kept, self._seen = kept, seen
-        self._batch: Sequence[ScheduledRequest] = ()
-
-    def on_step(self, batch: Sequence[ScheduledRequest], *_: Any) -> None:
-        self._batch = batch
-
-    def on_commit(self, tokens: Sequence[Sequence[int]]) -> None:
+    def on_hidden(self, batch: Sequence[ScheduledRequest], hidden: torch.Tensor) -> None:
         start = 0
-        for item in self._batch:
-            self._seen(item, self._kept.hidden[start : start + item.num_tokens])
+        for item in batch:
+            self._seen(item, hidden[start : start + item.num_tokens])
             start += item.num_tokens
 
 
@@ -54,19 +33,15 @@ def recorded(llm: LLM, seen: Seen) -> Iterator[None]:
     What came from the cache is not computed. A token may be computed twice: after a preemption, or first as a draft.
 
     Args:
-        seen: called at the end of a step for each of its requests, with the hidden states [item.num_tokens, …] of the
+        seen: called in each step for each of its requests, with the hidden states [item.num_tokens, …] of the
             tokens from `item.num_computed_tokens` on; `llm.model.compute_logits` makes logits of them.
     """
-    plain = llm.runner.model
-    kept = _Kept(plain)
-    recorder = _Recorder(kept, seen)
-    llm.runner.model = cast(Model, kept)
-    llm.watchers.append(recorder)
+    recorder = _Recorder(seen)
+    llm.observers.append(recorder)
     try:
         yield
     finally:
-        llm.watchers.remove(recorder)
-        llm.runner.model = plain
+        llm.observers.remove(recorder)
 
 
 def record_logits(

@@ -15,11 +15,11 @@ from hybrid_kv.attention.common import CommonAttentionMetadata
 from hybrid_kv.attention.mamba import (
     MambaMetadataBuilder,
     boundary_copies,
-    last_scheduled_column,
+    last_scheduled_block_idx,
     postprocess_mamba,
 )
 from hybrid_kv.attention.paged import Compute, build_paged_attention_metadata, compute_of
-from hybrid_kv.attention.undo import Undo, UndoStep
+from hybrid_kv.attention.rollback import Rollback, RollbackStep
 from hybrid_kv.cache.backend import (
     AttentionBackend,
     AttentionGroup,
@@ -36,12 +36,13 @@ from hybrid_kv.config import EngineConfig
 from hybrid_kv.engine.drafter import MTPDrafter
 from hybrid_kv.engine.state_cursor import StateCursor
 from hybrid_kv.kernels.common.launch import choose
+from hybrid_kv.kernels.recompute import RecomputeStep
 from hybrid_kv.models.interface import DraftHead, Model
 from hybrid_kv.models.layers import ForwardContext
+from hybrid_kv.observe import EngineObserver
 from hybrid_kv.request import Request, ScheduledRequest
 from hybrid_kv.sampling import TokenLogprobs, token_logprobs
 from hybrid_kv.spec_decode.verify import verify
-from hybrid_kv.watch import Watcher
 
 Ints = npt.NDArray[np.int64]
 
@@ -70,7 +71,7 @@ class Proposer(Protocol):
 class StepOutput:
     """What ran, and by request id: the tokens that it gave, and the drafts that follow them.
 
-    For requests that ask for it also how likely the tokens are, and those of the prompt that follow the step's.
+    For requests that want it also how likely the tokens are, and those of the prompt that follow the step's.
     """
 
     batch: list[ScheduledRequest]
@@ -84,8 +85,8 @@ class ModelRunner:
     """Owns the cache memory, the block tables and every buffer that a captured graph would read.
 
     A request's tokens live in row `request.row` of `token_ids` while it runs, and so does what the next step must know
-    of the last one, in `cursors`, and what the undo scheme keeps of it, in `row_memory`. The batch is ordered decodes
-    first; a pure decode step is padded to a captured size with rows on the null block.
+    of the last one, in `cursors`, and what the rollback scheme keeps of it, in `row_memory`. The batch is ordered
+    decodes first; a pure decode step is padded to a captured size with rows on the null block.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class ModelRunner:
         context: BackendContext,
         config: EngineConfig,
         device: torch.device,
+        observers: list[EngineObserver],
         proposer: Proposer | None = None,
         head: DraftHead | None = None,
     ) -> None:
@@ -135,7 +137,7 @@ class ModelRunner:
             for group in self.groups
             if isinstance(group.spec, MambaSpec)
         }
-        # Mamba layers have one block size, so one anchor serves all of their groups.
+        # Mamba layers have one block size, so one current state block serves all of their groups.
         self._mamba_spec = next((builder.spec for builder in self.builders.values()), None)
         self.cursors = StateCursor(max_num_seqs)
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
@@ -160,14 +162,14 @@ class ModelRunner:
                 self._computes[group.group_id],
             )
         self.batch: list[ScheduledRequest] = []  # of the last step, in batch order
-        self.watchers: list[Watcher] = []
+        self.observers = observers
 
     def _compute(self, group: AttentionGroup) -> Compute:
         dtypes = {dtype for spec in layer_specs(group.layer_names, group.spec) for dtype in spec.cache_dtypes}
         return compute_of(group.backend.get_compute(self.device.type, self.kernels, dtypes))
 
     def allocate_memory(self) -> None:
-        """For the blocks, and for what the undo scheme keeps of each row; all zeros."""
+        """For the blocks, and for what the rollback scheme keeps of each row; all zeros."""
         config, num_rows = self._memory
         self.raw_buffers += allocate_raw_buffers(config, self.device)
         self.views |= bind_views(config, self.groups, self.raw_buffers)
@@ -187,21 +189,23 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, scheduled: Sequence[ScheduledRequest]) -> StepOutput:
         """Run one step: sample where the last known token was computed, verify drafts, propose new ones."""
-        for watcher in self.watchers:
-            watcher.on_schedule(scheduled)
+        for observer in self.observers:
+            observer.on_schedule(scheduled)
         resolved = [item if item.drafts is not None else self._resolve(item) for item in scheduled]
         self.batch = batch = sorted(resolved, key=lambda item: not item.is_decode)
-        for watcher in self.watchers:
-            watcher.on_prepare(batch)
+        for observer in self.observers:
+            observer.on_prepare(batch)
         context, num_tokens_padded = self._prepare(batch)
-        for watcher in self.watchers:
-            watcher.on_step(batch, self.input_ids, self.positions, context.metadata)
+        for observer in self.observers:
+            observer.on_step(batch, self.input_ids, self.positions, context.metadata)
         hidden = self.model(self.input_ids[:num_tokens_padded], self.positions[:num_tokens_padded], context)
+        for observer in self.observers:
+            observer.on_hidden(batch, hidden)
         tokens, logprobs = self._sample(batch, hidden)
         prompt_logprobs = self._prompt_logprobs(batch, hidden)
         self._postprocess(batch, [max(1, len(new)) for new in tokens])
-        for watcher in self.watchers:
-            watcher.on_commit(tokens)
+        for observer in self.observers:
+            observer.on_commit(tokens)
         drafts = self._propose(batch, hidden, tokens)
         sampled = {item.request.request_id: new for item, new in zip(batch, tokens, strict=True) if new}
         for item in batch:
@@ -209,7 +213,7 @@ class ModelRunner:
         return StepOutput(batch, sampled, drafts, logprobs, prompt_logprobs)
 
     @torch.inference_mode()
-    def fold(self, request: Request) -> None:
+    def flush(self, request: Request) -> None:
         """Write the state at the last block boundary among a request's tokens, before it gives up its row and blocks.
 
         A later step, whose tokens are not known yet, has written it already if it began behind that boundary.
@@ -218,30 +222,38 @@ class ModelRunner:
         assert spec is not None
         if self.cursors.begin[request.row] >= request.num_computed_tokens // spec.block_size * spec.block_size:
             return
-        self._write_states(request, lambda undo, *where: undo.fold(*where))
+        self._write_states(request, lambda rollback, *where: rollback.flush(*where))
 
     @torch.inference_mode()
-    def settle(self, request: Request) -> None:
+    def flush_all(self, request: Request) -> None:
         """Write the states after the last token of a request, before another engine goes on with it."""
-        anchors = self.cursors.anchor[request.row : request.row + 1]
-        self._write_states(request, lambda undo, rows, gained, table: undo.settle(rows, gained, anchors, table))
+        current_blocks = self.cursors.current_block[request.row : request.row + 1]
+        self._write_states(
+            request, lambda rollback, rows, gained, table: rollback.flush_all(rows, gained, current_blocks, table)
+        )
 
-    def _write_states(self, request: Request, due: Callable[[Undo, Ints, Ints, torch.Tensor], UndoStep]) -> None:
+    def _write_states(
+        self, request: Request, due: Callable[[Rollback, Ints, Ints, torch.Tensor], RollbackStep]
+    ) -> None:
         """What is `due` of a request that runs no tokens, in all layers."""
         rows = np.array([request.row], dtype=np.int64)
         gained = self.cursors.num_gained(rows, np.array([request.num_computed_tokens]))
-        steps: dict[str, UndoStep] = {}
+        steps: dict[str, RecomputeStep] = {}
         for group_id, builder in self.builders.items():
-            step = due(builder.undo, rows, gained, self.block_tables.tables[group_id][request.row : request.row + 1])
-            for watcher in self.watchers:
-                watcher.on_fold(request, group_id, step)
-            steps |= dict.fromkeys(self.groups[group_id].layer_names, step)
-        self.model.fold(steps, ForwardContext({}, self.views, self.row_memory, self.kernels))
+            step = due(
+                builder.rollback, rows, gained, self.block_tables.tables[group_id][request.row : request.row + 1]
+            )
+            for observer in self.observers:
+                observer.on_flush(request, group_id, step)
+            if step.history is not None:
+                steps |= dict.fromkeys(self.groups[group_id].layer_names, step.history)
+        if steps:
+            self.model.flush(steps, ForwardContext({}, self.views, self.row_memory, self.kernels))
 
     def _resolve(self, item: ScheduledRequest) -> ScheduledRequest:
         """Fill in what the step before has left: how many tokens there are, and which drafts follow them.
 
-        A request that this step finds complete runs its last token once more; nobody will ask for the result.
+        A request that this step finds complete runs its last token once more; the result is dropped.
         """
         request, row = item.request, item.request.row
         known = int(self.num_tokens[row])
@@ -313,36 +325,39 @@ class ModelRunner:
         lengths = np.array([item.num_tokens for item in batch], dtype=np.int64)
         accepted = np.array(num_accepted, dtype=np.int64)
         window_rows = accepted - 1
-        anchors = last_scheduled_column(spec, computed, lengths)
+        current_blocks = last_scheduled_block_idx(spec, computed, lengths)
         decodes = sum(item.is_decode for item in batch)
         copies = boundary_copies(spec, computed[:decodes], lengths[:decodes], accepted[:decodes])
         if len(copies.rows):
             for group_id, builder in self.builders.items():
                 layers = [self.views[name] for name in self.groups[group_id].layer_names]
                 table = self.block_tables.input_tables[group_id]
-                copies_states = builder.undo.copies_states
-                for watcher in self.watchers:
-                    watcher.on_copy(group_id, copies, table, layers, copies_states)
+                copies_states = builder.rollback.copies_states
+                for observer in self.observers:
+                    observer.on_copy(group_id, copies, table, layers, copies_states)
                 postprocess_mamba(copies, table, layers, builder.spec, copies_states)
             # Where the accepted tokens end on the boundary, the next step starts from the copy: it cost the window of
-            # an anchor in the same block its first rows.
+            # an current state block in the same block its first rows.
             ended = copies.rows[copies.drafts + 1 == accepted[copies.rows]]
-            anchors[ended] = computed[ended] // spec.block_size
+            current_blocks[ended] = computed[ended] // spec.block_size
             window_rows[ended] = 0
-        self.cursors.advance(rows, computed, anchors, window_rows)
+        self.cursors.advance(rows, computed, current_blocks, window_rows)
 
     def _propose(
         self, batch: Sequence[ScheduledRequest], hidden: torch.Tensor, tokens: Sequence[list[int]]
     ) -> dict[str, list[int]]:
         if self._drafter is not None:
-            return self._drafter.propose(batch, hidden, tokens, self.watchers)
+            return self._drafter.propose(batch, hidden, tokens, self.observers)
         if self.proposer is None:
             return {}
         requests = [item.request for item, new in zip(batch, tokens, strict=True) if new]
         if not requests:
             return {}
         rows = [request.row for request in requests]
-        drafts = self.proposer.propose(requests, [self.token_ids[row] for row in rows], self.num_tokens[rows])
+        known, num_known = [self.token_ids[row] for row in rows], self.num_tokens[rows]
+        drafts = self.proposer.propose(requests, known, num_known)
+        for observer in self.observers:
+            observer.on_propose(requests, known, num_known, drafts)
         most, size = self._num_speculative_tokens, self.model.vocab_size
         return {
             request.request_id: list(takewhile(lambda token: 0 <= token < size, draft[:most]))
@@ -398,8 +413,11 @@ class ModelRunner:
             num_computed_tokens=computed,
             positions=self.positions[:num_tokens_padded],
         )
-        anchors, window_rows, gained = np.zeros((3, num_reqs_padded), dtype=np.int64)
-        anchors[:num_reqs], window_rows[:num_reqs] = self.cursors.anchor[rows], self.cursors.window_row[rows]
+        current_blocks, window_rows, gained = np.zeros((3, num_reqs_padded), dtype=np.int64)
+        current_blocks[:num_reqs], window_rows[:num_reqs] = (
+            self.cursors.current_block[rows],
+            self.cursors.window_row[rows],
+        )
         gained[:num_reqs] = self.cursors.num_gained(rows, computed[:num_reqs])
         padded_rows = np.full(num_reqs_padded, -1)
         padded_rows[:num_reqs] = rows
@@ -409,8 +427,10 @@ class ModelRunner:
             built: Any
             if group.backend.is_ssm():
                 builder = self.builders[group.group_id]
-                undo = builder.undo.prepare(padded_rows, owned_anew, gained, common, table)
-                built = builder.build(common, table, anchors, window_rows, undo, self.block_tables.num_gathers)
+                rollback = builder.rollback.prepare(padded_rows, owned_anew, gained, common, table)
+                built = builder.build(
+                    common, table, current_blocks, window_rows, rollback, self.block_tables.num_gathers
+                )
             else:
                 built = build_paged_attention_metadata(
                     common, table, slots[group.group_id], group.kernel_block_size, self._computes[group.group_id]

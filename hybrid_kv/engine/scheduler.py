@@ -6,8 +6,9 @@ preempted: its blocks return to the pool, its tokens (generated ones included) a
 except for what the prefix cache still holds. The oldest running request can thus always grow, and requests that cannot
 fit alone are refused at the door: no livelock. A prompt whose prefix another one is just computing waits for it.
 
-In cache mode `align` a chunk that reaches a boundary of all groups (`KVCacheManager.hit_unit`) ends on the last one
-that it reaches, and none passes the last one of the prompt that a hit may use. Where block sizes are unequal a chunk
+In cache mode `align` a chunk that reaches a boundary of all groups (`KVCacheManager.hit_granularity`) ends on the last
+one that it reaches, and none passes the last one of the prompt that a hit may use. Where block sizes are unequal a
+chunk
 before that may reach none of these: then it ends on a boundary of the states alone if it reaches one. Behind the last
 boundary of all groups a chunk may pass those of the states: nothing could use them. A chunk that cannot reach a
 boundary still runs: every step makes progress (vllm!51582).
@@ -20,22 +21,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from hybrid_kv.cache.columns import NO_BLOCKS, NO_HIT, NewBlocks, PrefixHit
 from hybrid_kv.cache.manager import HitLostError, KVCacheManager
+from hybrid_kv.cache.request_blocks import NO_BLOCKS, NO_HIT, NewBlocks, PrefixHit
+from hybrid_kv.cache.spec import StateProgress
 from hybrid_kv.config import ConfigError, SchedulerConfig
-from hybrid_kv.request import Arrival, Request, ScheduledRequest
+from hybrid_kv.request import Request, ScheduledRequest
 
 
 class Scheduler:
     """Owns the queues, the rows and, through the manager, the blocks.
 
-    In a pipeline a request is in one step at a time, and a step has at most `max_num_seqs_per_step` of them. So no more
-    than that come back at once, and each of them is in the step behind.
-
     Args:
-        num_speculative_tokens: drafts to leave room for when the step before is still under way.
-        fold: writes the state of a running request at the last block boundary of its tokens, if the undo scheme has
-            not written it yet.
+        num_speculative_tokens: drafts to leave room for when the step before is still in flight.
+        flush: writes the state of a running request at the last block boundary of its tokens, if the rollback scheme
+            has not written it yet.
     """
 
     def __init__(
@@ -43,11 +42,11 @@ class Scheduler:
         config: SchedulerConfig,
         manager: KVCacheManager,
         num_speculative_tokens: int,
-        fold: Callable[[Request], None] | None = None,
+        flush: Callable[[Request], None] | None = None,
     ) -> None:
         self.config = config
-        self.fold = fold
-        self.undo = manager.undo
+        self.flush = flush
+        self.rollback = manager.rollback
         self._states_block_size = manager.states_block_size
         self.num_speculative_tokens = num_speculative_tokens
         self.manager = manager
@@ -96,7 +95,7 @@ class Scheduler:
         index = 0
         while index < len(self.running) and budget > 0:
             request = self.running[index]
-            # One token is left for each running request behind this one: neither drafts nor a chunk starve anybody.
+            # One token is left for each running request behind this one: neither drafts nor a chunk starve a request.
             # Of what is over, drafts get an equal share, rounded up for the older.
             num_left = len(self.running) - index
             item = self._next(request, budget - num_left + 1, -((num_left - budget) // num_left))
@@ -107,7 +106,7 @@ class Scheduler:
                 is_full = True
                 victim = self.running[-1]
                 if victim is request and item.drafts is None:
-                    break  # It may need less than it asks for: the step in flight will tell.
+                    break  # It may need less: that depends on the step in flight.
                 self.preempt(victim)
                 if victim is request:
                     break
@@ -117,13 +116,12 @@ class Scheduler:
             scheduled.append(item)
             budget -= item.num_tokens
             index += 1
-        # A preempted request would only take back what it was made to give.
-        most = self.config.max_num_seqs_per_step
-        while self.waiting and not is_full and budget > 0 and self._free_rows and len(scheduled) < most:
+        # A preempted request would only take its blocks again.
+        while self.waiting and not is_full and budget > 0 and self._free_rows:
             request = self.waiting[0]
             if request.in_flight is not None:
                 break
-            # Alone it fits: nobody is left to give way.
+            # Alone it fits: no other request is left to preempt.
             if self.running and not self.manager.may_fit(request.request_id):
                 break
             item = self._admit(request, budget, scheduled)
@@ -145,34 +143,35 @@ class Scheduler:
         self, request: Request, budget: int, scheduled: Sequence[ScheduledRequest], use_offload: bool = True
     ) -> ScheduledRequest | None:
         if request.arrival is not None:
-            return self._take_in(request, request.arrival)
+            return self._receive_request(request)
         hit = NO_HIT
         if request.params.reads_prefix_cache:
             hit = self.manager.find_longest_cache_hit(request.block_hashes, request.token_ids, use_offload)
-            if self._is_under_way(request, hit.num_tokens, scheduled):
+            if self._waits_for_prefix(request, hit.num_tokens, scheduled):
                 return None
         item = self._chunk(request, hit.num_tokens, budget, overwrite=True)
         new = self._allocate(item, hit)
         if new is None:
             return None
         self._start(request, item, new)
-        request.num_computed_tokens = request.num_flushed_tokens = hit.num_tokens
+        request.progress = StateProgress(hit.num_tokens, hit.num_tokens)
         if not request.num_preemptions:
             request.hit = replace(hit, chains=())  # an output may live long
         return item
 
-    def _take_in(self, request: Request, arrival: Arrival) -> ScheduledRequest | None:
+    def _receive_request(self, request: Request) -> ScheduledRequest | None:
         """The first step of a request that another engine has begun, as if a hit left one token."""
-        start = arrival.num_computed_tokens
+        assert request.arrival is not None
+        start = request.num_tokens - 1
         item = ScheduledRequest(request, 1, start, NO_BLOCKS, True, True)
         new = self.manager.adopt(request.request_id, start)
         if new is None:
             return None
         self._start(request, item, new)
-        request.num_computed_tokens = request.num_flushed_tokens = start
+        request.progress = StateProgress(start, start)
+        request.arrival(request, new)
         request.arrival = None  # it may be preempted, and then has nothing but its tokens
-        arrival.unpack(request, new)
-        # Now, not behind the step: with one in flight, mode align gives the boundary's column back before that.
+        # Now, not behind the step: with one in flight, mode align gives the boundary's logical block back before that.
         self._cache_blocks(request, is_decode=False)
         return item
 
@@ -183,10 +182,10 @@ class Scheduler:
         self.running.append(request)
         request.row = self._free_rows.pop()
 
-    def _is_under_way(self, request: Request, num_cached: int, scheduled: Sequence[ScheduledRequest]) -> bool:
+    def _waits_for_prefix(self, request: Request, num_cached: int, scheduled: Sequence[ScheduledRequest]) -> bool:
         """Whether a prefill of this step, or of the one in flight, makes the hit of a waiting request longer.
 
-        Then it waits, and so do those behind it: at once, both would compute the same blocks. Nobody waits for ever,
+        Then it waits, and so do those behind it: at once, both would compute the same blocks. No wait is endless,
         since those it waits for run.
         """
         if not self.manager.enable_prefix_caching:
@@ -209,10 +208,10 @@ class Scheduler:
         if item.drafts is None:
             assert flight is not None
             end = min(end + flight.num_drafts, self.config.max_model_len)
-        # A prefill under way leaves a state behind its last token.
+        # A prefill in flight leaves a state behind its last token.
         is_prefill = flight is not None and not flight.is_decode
         start = item.num_computed_tokens
-        seen = start if is_prefill else self.undo.num_seen(request.num_flushed_tokens, start)
+        seen = start if is_prefill else self.rollback.num_seen(request.progress, start)
         return self.manager.allocate_slots(
             request.request_id,
             item.num_computed_tokens,
@@ -223,12 +222,10 @@ class Scheduler:
         )
 
     def _next(self, request: Request, budget: int, draft_budget: int) -> ScheduledRequest | None:
-        """What a running request runs next; nothing if the step in flight is its last, or in a pipeline."""
+        """What a running request runs next; nothing if the step in flight is its last."""
         flight = request.in_flight
         start = request.num_computed_tokens
         if flight is not None:
-            if self.config.pipeline_parallel_size > 1:
-                return None
             # Its drafts may be rejected: only the other tokens count (vllm!33997).
             start += flight.num_tokens - flight.num_drafts
             if flight.samples:
@@ -257,7 +254,7 @@ class Scheduler:
     def preempt(self, request: Request) -> None:
         """Take a running request's blocks and row; it is first in the queue and starts again from its first token."""
         self._release(request)
-        request.num_computed_tokens = request.num_flushed_tokens = 0
+        request.progress = StateProgress()
         request.draft_token_ids = []
         request.num_preemptions += 1
         self.waiting.appendleft(request)
@@ -282,32 +279,21 @@ class Scheduler:
         request.num_draft_tokens += item.num_drafts
         request.num_accepted_draft_tokens += max(0, min(len(sampled) - 1, num_kept))
         if not item.is_stale:
-            request.num_computed_tokens += item.num_tokens - item.num_drafts + max(0, num_kept - 1)
-            computed = request.num_computed_tokens
-            if item.is_decode:
-                request.num_flushed_tokens = self.undo.num_flushed(
-                    request.num_flushed_tokens,
-                    item.num_computed_tokens,
-                    item.num_tokens,
-                    computed,
-                    self._states_block_size,
+            computed = request.num_computed_tokens + item.num_tokens - item.num_drafts + max(0, num_kept - 1)
+            request.progress = (
+                self.rollback.advance(
+                    request.progress, item.num_computed_tokens, item.num_tokens, computed, self._states_block_size
                 )
-            else:
-                request.num_flushed_tokens = computed
+                if item.is_decode
+                else StateProgress(computed, computed)
+            )
             self._cache_blocks(request, item.is_decode)
 
     def _cache_blocks(self, request: Request, is_decode: bool) -> None:
         # One step in `block_size` completes a block; the others need not gather the request's tokens.
-        flushed = request.num_flushed_tokens
-        if self.manager.completes_blocks(request.request_id, request.num_computed_tokens, flushed):
-            self.manager.cache_blocks(
-                request.request_id,
-                request.block_hashes,
-                request.token_ids,
-                request.num_computed_tokens,
-                is_decode,
-                flushed,
-            )
+        progress = request.progress
+        if self.manager.completes_blocks(request.request_id, progress):
+            self.manager.cache_blocks(request.request_id, request.block_hashes, request.token_ids, progress, is_decode)
 
     def finish(self, request: Request, publish: bool = True) -> None:
         """Forget a request, running or waiting.
@@ -322,19 +308,19 @@ class Scheduler:
         else:
             self.waiting.remove(request)
 
-    def publish_late(self, request: Request) -> None:
+    def publish_flushed(self, request: Request) -> None:
         """Publish also the last block that a running request has completed, if that takes a last write."""
-        computed = request.num_computed_tokens
-        is_late = self.undo.writes_late and self.fold is not None
-        if is_late and self.manager.completes_blocks(request.request_id, computed, computed):
-            assert self.fold is not None
-            self.fold(request)
-            request.num_flushed_tokens = computed
+        if self.flush is None or not self.rollback.writes_late:
+            return
+        progress = StateProgress(request.num_computed_tokens, request.num_computed_tokens)
+        if self.manager.completes_blocks(request.request_id, progress):
+            self.flush(request)
+            request.progress = progress
             self._cache_blocks(request, is_decode=True)
 
     def _release(self, request: Request, publish: bool = True) -> None:
         if publish:
-            self.publish_late(request)
+            self.publish_flushed(request)
         self.running.remove(request)
         self.manager.free(request.request_id)
         self._free_rows.append(request.row)

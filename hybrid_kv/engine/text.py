@@ -1,4 +1,4 @@
-"""Between tokens and text: what the engine asks of a tokenizer, and where a stop string ends a text."""
+"""Between tokens and text: what the engine needs of a tokenizer, and where a stop string ends a text."""
 
 from __future__ import annotations
 

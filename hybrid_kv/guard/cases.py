@@ -1,4 +1,4 @@
-"""Cases as files: made small, written, played again. One is a scenario of the exact model, or a cell of logits."""
+"""Cases as files: reduced, written, played again. One is a scenario of the exact model, or a cell of logits."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from hybrid_kv.guard.workers import processes
 from hybrid_kv.kernels.common.interpreter import is_interpreter, start_interpreter
 
 T = TypeVar("T")
-SECONDS = 60.0  # of one core, for making one case small
+SECONDS = 60.0  # of one core, for reducing one case
 
 
 @dataclass(frozen=True)
 class Reproducer:
-    """A case as small as it got.
+    """A reduced case.
 
     Attributes:
         file: to be played by `hybrid-kv guard --replay`.
         rule: the first that it breaks.
         tokens: of all prompts.
-        seconds: of one core, of making it small.
-        story: what became of it, and what it does; empty where nobody reads it.
+        seconds: of one core, of reducing it.
+        story: what became of it, and what it does; may be empty.
     """
 
     file: str
@@ -43,11 +43,11 @@ class Reproducer:
 
 
 def reproduce(text: str, folder: Path) -> Reproducer:
-    """Make the case of a file's text small and write its files; see `replay.write_pair`.
+    """Reduce the case of a file's text and write its file; see `replay.write_case`.
 
     Raises:
         ConfigError: it is no case.
-        HybridKVError: the files cannot be written.
+        HybridKVError: the file cannot be written.
     """
     case, rule = _read(text, "case"), json.loads(text)["rule"]
     if _needs_interpreter(case):
@@ -58,13 +58,14 @@ def reproduce(text: str, folder: Path) -> Reproducer:
         prompts = shrunk.failure.scenario.prompts
         sizes = len(prompts), sum(map(len, prompts))
         return Reproducer(str(file), shrunk.failure.rule, *sizes, shrunk.seconds, story)
-    small = logits.Shrinker(case, rule)
-    small.shrink(SECONDS)
+    small = logits.LogitShrinker(case, rule, SECONDS)
+    small.run()
     case = small.case
-    file, _ = scenarios.write_pair(logits.to_json(case, rule), logits.to_script(case, rule), rule, folder)
+    file = scenarios.write_case(logits.to_json(case, rule), rule, folder)
     sizes = case.num_requests, case.num_tokens
-    told = scenarios.announce(*sizes, small.num_plays, small.seconds, small.is_minimal, file)
-    return Reproducer(str(file), rule, *sizes, small.seconds, f"{told}\n{logits.tell(case, *logits.play_logits(case))}")
+    story = logits.tell(case, *logits.play_logits(case))
+    summary = scenarios.announce(*sizes, small.num_plays, small.seconds, small.is_minimal, file)
+    return Reproducer(str(file), rule, *sizes, small.seconds, f"{summary}\n{story}")
 
 
 def broken_rule(file: Path) -> str:

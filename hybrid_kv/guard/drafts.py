@@ -1,4 +1,4 @@
-"""How many drafts a step may verify, and which: said once more, from what was proposed and what there is room for."""
+"""How many drafts a step may verify, and which: re-implemented, from what was proposed and what there is room for."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import numpy as np
 import numpy.typing as npt
 
 from hybrid_kv.engine.llm import LLM
-from hybrid_kv.engine.runner import Proposer
 from hybrid_kv.guard.step import RuleError, Track
 from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.request import Request, ScheduledRequest
 
 
 class Drafts:
-    """Of one engine. Takes the place of its proposer, and asks that one.
+    """The drafts of one engine.
 
     A verify step has all drafts of a request that were proposed, up to the first that is no token, but no more than
     the engine is built for, than the request has room for before its last token, and than its share: of the step's
@@ -29,21 +28,20 @@ class Drafts:
         self._llm, self._track = llm, track_of
         self._K = llm.config.speculative.num_speculative_tokens
         self._proposed: dict[str, tuple[int, list[int]]] = {}  # behind how many tokens, and which
-        self._reserved: dict[str, int] = {}  # of requests whose step before was under way: drafts with room
+        self._reserved: dict[str, int] = {}  # of requests whose step before was in flight: drafts with room
         self.num_strange = 0
-        self._proposer: Proposer | None = llm.runner.proposer
-        if self._proposer is not None:
-            llm.runner.proposer = self
 
-    def propose(
-        self, requests: Sequence[Request], token_ids: Sequence[npt.NDArray[np.int64]], num_tokens: npt.NDArray[np.int64]
-    ) -> list[list[int]]:
-        """See `engine.runner.Proposer`.
-
+    def on_propose(
+        self,
+        requests: Sequence[Request],
+        token_ids: Sequence[npt.NDArray[np.int64]],
+        num_tokens: npt.NDArray[np.int64],
+        proposed: Sequence[Sequence[int]],
+    ) -> None:
+        """
         Raises:
             RuleError: `known-tokens`, a row lacks tokens of its request or has others.
         """
-        assert self._proposer is not None
         for request, row, count in zip(requests, token_ids, num_tokens.tolist(), strict=True):
             sequence, shown = self._track(request).sequence[:count], row[:count].tolist()
             if len(shown) != count or shown[: len(sequence)] != sequence:
@@ -52,18 +50,16 @@ class Drafts:
                     f"a proposer is shown {len(shown)} tokens of request {request.request_id}, which has {count}: "
                     f"{shown}, not {sequence}",
                 )
-        found = self._proposer.propose(requests, token_ids, num_tokens)
         size = self._llm.model.vocab_size
-        for request, count, drafts in zip(requests, num_tokens.tolist(), found, strict=True):
+        for request, count, drafts in zip(requests, num_tokens.tolist(), proposed, strict=True):
             end = next((i for i, token in enumerate(drafts) if not 0 <= token < size), len(drafts))
             self.num_strange += end < len(drafts) or len(drafts) > self._K
             self._proposed[request.request_id] = count, list(drafts[: min(end, self._K)])
-        return found
 
     def on_schedule(self, scheduled: Sequence[ScheduledRequest], has_preempted: bool) -> None:
         """
         Args:
-            has_preempted: somebody lost its blocks for the step; how many shared its budget before is not known.
+            has_preempted: a request lost its blocks for the step; how many shared its budget before is not known.
 
         Raises:
             RuleError: `runs-again` or `drafts-due`.

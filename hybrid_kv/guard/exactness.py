@@ -1,7 +1,7 @@
 """A model with random weights in engines of every kind, against each request alone: uncached, undrafted, in one piece.
 
 In float64 the two differ by rounding alone, 1e-13 on logits of about ten; a stale state, a wrong slot or a position
-off by one moves a logit by more than 1e-3. `beside_transformers` asks transformers too: all cells may err alike.
+off by one moves a logit by more than 1e-3. `beside_transformers` adds transformers: all cells may err alike.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from hybrid_kv.guard.poison import poison
 from hybrid_kv.guard.scenario import ScriptedProposer, SmallBlocksFirst, SmallKVFirst
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.registry import head_of
+from hybrid_kv.observe import EngineObserver
 from hybrid_kv.request import ScheduledRequest
 from hybrid_kv.sampling import SamplingParams
-from hybrid_kv.watch import Watcher
 
 # In float64 the engine and a plain forward pass differ by 2e-13 on logits of up to 40, and the mildest damage of the
 # guard model's card (an SSM state one token behind) moves a logit by 0.018: any limit in between will do.
@@ -50,15 +50,20 @@ SLOTS_CELLS: tuple[Cell, ...] = (
         "max_num_batched_tokens": 41,
         "kv_offload_bytes": 1 << 24,
         "preempts": 5,
-        "pipeline_parallel_size": 2,
     },
     {"mamba_cache_mode": "align", "script": "rotate", "async_scheduling": True, "max_num_batched_tokens": 90},
     {"mamba_cache_mode": "all", "script": "mixed", "attention_backend": SmallBlocksFirst.name, "preempts": 5},
     {"mamba_cache_mode": "all", "max_num_batched_tokens": 29, "kv_offload_bytes": 1 << 24, "async_scheduling": True},
 )
-REPLAY_CELLS: tuple[Cell, ...] = (
-    {"state_scheme": "replay", "mamba_cache_mode": "align", "script": "mixed", "replay_ring_len": 11, "preempts": 5},
-    {"state_scheme": "replay", "mamba_cache_mode": "all", "script": "rotate", "async_scheduling": True},
+RECOMPUTE_CELLS: tuple[Cell, ...] = (
+    {
+        "state_scheme": "recompute",
+        "mamba_cache_mode": "align",
+        "script": "mixed",
+        "recompute_ring_len": 11,
+        "preempts": 5,
+    },
+    {"state_scheme": "recompute", "mamba_cache_mode": "all", "script": "rotate", "async_scheduling": True},
 )
 MTP_CELLS: tuple[Cell, ...] = (
     # Where the longest request ends its last drafts have no slot, while the other rows' have theirs (vllm#58080).
@@ -81,42 +86,67 @@ MTP_CELLS: tuple[Cell, ...] = (
 
 
 def engine_options(cell: Cell) -> dict[str, Any]:
-    """What of a cell the engine is told."""
+    """The engine options of a cell."""
     own = ("script", "preempts", "in_chunks", "to_the_end", "logprobs")
     return {key: value for key, value in cell.items() if key not in own}
 
 
-@dataclass(frozen=True)
-class Exactness:
-    """What one cell gave.
+@dataclass
+class Compared:
+    """The logits of one cell, compared with those that are right.
 
     Attributes:
         worst: largest difference of a logit; `where`: the request and token that it belongs to.
         largest: logit.
-        num_wrong: requests whose tokens differ from those that they get alone.
-        wrong_drafts: places where a head's drafts differ from those that the request gets alone, of `num_drafts`.
-        void: why the cell showed nothing, or empty.
+        num_wrong: what has other tokens: requests, or tokens where each is compared by itself.
         error: what the engine itself failed with: its rule and its text.
     """
 
     cell: Cell
     worst: float = 0.0
+    largest: float = 0.0
     where: str = ""
     num_wrong: int = 0
     num_tokens: int = 0
     cached_tokens: int = 0
     accepted: int = 0
     preemptions: int = 0
-    num_drafts: int = 0
-    wrong_drafts: int = 0
-    void: str = ""
     error: tuple[str, str] = ("", "")
-    largest: float = 0.0
 
     @property
     def limit(self) -> float:
-        """What `worst` may be; the request alone is computed in float64 in any case."""
+        """What `worst` may be; what is right is computed in float64 in any case."""
         return FLOAT32_LIMIT * self.largest if self.cell.get("dtype") == "float32" else FLOAT64_LIMIT
+
+    def compare(self, output: RequestOutput, logits: torch.Tensor, expected: torch.Tensor) -> None:
+        """One request: the logits of its last tokens but one, and those that are right of all but the last."""
+        self.largest = max(self.largest, float(expected.abs().max()))
+        difference = logit_difference(logits, expected[-len(logits) :])
+        if float(difference.max()) > self.worst:
+            self.worst = float(difference.max())
+            token = int(difference.argmax()) + len(expected) - len(logits)
+            self.where = f"request {output.request_id}, token {token} of {len(expected)}"
+
+    def count(self, output: RequestOutput, logits: torch.Tensor) -> None:
+        """What one request ran."""
+        self.num_tokens += len(logits)
+        self.cached_tokens += output.cached_tokens
+        self.accepted += output.num_accepted_draft_tokens
+        self.preemptions += output.num_preemptions
+
+
+@dataclass
+class Exactness(Compared):
+    """What one cell gave beside each request alone.
+
+    Attributes:
+        wrong_drafts: places where a head's drafts differ from those that the request gets alone, of `num_drafts`.
+        void: why the cell showed nothing, or empty.
+    """
+
+    num_drafts: int = 0
+    wrong_drafts: int = 0
+    void: str = ""
 
     @property
     def rule(self) -> str:
@@ -139,7 +169,7 @@ class Exactness:
         return words.get(self.rule, self.error[1])
 
 
-class _DraftRecorder(Watcher):
+class _DraftRecorder(EngineObserver):
     """The drafts that steps verify."""
 
     def __init__(self, order: Sequence[int]) -> None:
@@ -162,7 +192,7 @@ class Alone:
     Args:
         folder: a checkpoint.
         seed: of the prompts, if none are given.
-        again: of the prompts those that are asked again behind all others; None: every other.
+        again: of the prompts those that are sent again behind all others; None: every other.
         max_tokens: of each answer.
     """
 
@@ -189,11 +219,11 @@ class Alone:
     def cells(self) -> list[Cell]:
         """Those that the model can be run in."""
         mamba = [spec for spec in self._llm.model.layer_specs.values() if isinstance(spec, MambaSpec)]
-        replays = all(spec.inputs or all(part.role != "state" for part in spec.parts) for spec in mamba)
+        recomputes = all(spec.inputs or all(part.role != "state" for part in spec.parts) for spec in mamba)
         file = ConfigFile.read(self.folder)
         head = head_of(file)
         has_head = head is not None and bool(head.shapes(file))
-        return [*SLOTS_CELLS, *(REPLAY_CELLS if replays else ()), *(MTP_CELLS if has_head else ())]
+        return [*SLOTS_CELLS, *(RECOMPUTE_CELLS if recomputes else ()), *(MTP_CELLS if has_head else ())]
 
     def _engine(self, **options: Any) -> LLM:
         dtype = options.get("dtype", "float64")
@@ -223,49 +253,30 @@ class Alone:
         llm = self._engine(**options)
         poison(llm)
         recorder = _DraftRecorder(order)
-        llm.watchers.append(recorder)
-        worst, largest, where, num_wrong, num_tokens, cached, accepted, preemptions = 0.0, 0.0, "", 0, 0, 0, 0, 0
+        llm.observers.append(recorder)
+        found = Exactness(cell)
         for i, output, logits in self._run(llm, order, preempting(cell.get("preempts", 0))):
             alone, expected = self._known[i]
-            num_wrong += output.token_ids != alone.token_ids
-            largest = max(largest, float(expected.abs().max()))
             if output.token_ids == alone.token_ids:
-                difference = logit_difference(logits, expected[-len(logits) :])
-                if float(difference.max()) > worst:
-                    token = int(difference.argmax()) + len(expected) - len(logits)
-                    worst, where = float(difference.max()), f"request {output.request_id}, token {token}"
-            num_tokens += len(logits)
-            cached += output.cached_tokens
-            accepted += output.num_accepted_draft_tokens
-            preemptions += output.num_preemptions
-        void = "; ".join(_void(cell, llm, cached, accepted, preemptions))
-        wrong_drafts = 0
+                found.compare(output, logits, expected)
+            else:
+                found.num_wrong += 1
+            found.count(output, logits)
+        found.num_drafts = len(recorder.found)
+        found.void = "; ".join(_void(found, llm))
         if "speculative_method" in cell:
             alone_drafts = self._drafts_alone(cell.get("mamba_cache_mode", "none"))
             pairs = [(drafts, alone_drafts[key]) for key, drafts in recorder.found.items() if key in alone_drafts]
-            wrong_drafts = sum(a[: len(b)] != b[: len(a)] for a, b in pairs)
-            void = void or "void: no drafts to compare" * (not pairs)
-        return Exactness(
-            cell,
-            worst,
-            where,
-            num_wrong,
-            num_tokens,
-            cached,
-            accepted,
-            preemptions,
-            len(recorder.found),
-            wrong_drafts,
-            void,
-            largest=largest,
-        )
+            found.wrong_drafts = sum(a[: len(b)] != b[: len(a)] for a, b in pairs)
+            found.void = found.void or "void: no drafts to compare" * (not pairs)
+        return found
 
     def _drafts_alone(self, mode: str) -> Drafts:
         """The head's, of each request by itself. The mode decides which keys the head sees (`models.mtp`)."""
         if mode not in self._drafts:
             llm = self._engine(mamba_cache_mode=mode, speculative_method="mtp", num_speculative_tokens=K)
             recorder = _DraftRecorder(range(len(self.prompts)))
-            llm.watchers.append(recorder)
+            llm.observers.append(recorder)
             for prompt in self.prompts:
                 llm.generate([prompt], self._params, progress=False)
                 llm.reset_prefix_cache()
@@ -329,14 +340,14 @@ def preempting(every: int) -> Disturb | None:
     return preempt if every else None
 
 
-def _void(cell: Cell, llm: LLM, cached: int, accepted: int, preemptions: int) -> Iterator[str]:
+def _void(found: Exactness, llm: LLM) -> Iterator[str]:
     if llm.manager.offload is not None and not llm.manager.offload.stats.loaded_blocks:
         yield "void: no block came from the host"
-    if llm.manager.enable_prefix_caching and not cached:
+    if llm.manager.enable_prefix_caching and not found.cached_tokens:
         yield "void: no prompt token came from the cache"
-    if "script" in cell and not accepted:
+    if "script" in found.cell and not found.accepted:
         yield "void: no draft was accepted"
-    if cell.get("preempts") and not preemptions:
+    if found.cell.get("preempts") and not found.preemptions:
         yield "void: no request was preempted"
 
 
@@ -349,6 +360,5 @@ def describe(cell: Cell) -> str:
         *([cell["state_scheme"]] if "state_scheme" in cell else []),
         *(["offload"] if "kv_offload_bytes" in cell else []),
         *(["async"] if cell.get("async_scheduling") else []),
-        *([f"{cell['pipeline_parallel_size']} stages"] if "pipeline_parallel_size" in cell else []),
     )
     return ", ".join(words)

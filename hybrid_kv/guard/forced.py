@@ -10,7 +10,7 @@ import numpy as np
 from hybrid_kv.cache import modes as cache_modes
 from hybrid_kv.cache.modes import MODES
 from hybrid_kv.guard.scenario import COMMON, Event, Scenario, SmallBlocksFirst, SmallKVFirst, answer_book, cache_options
-from hybrid_kv.kernels.replay import shortest_ring_len
+from hybrid_kv.kernels.recompute import shortest_ring_len
 from hybrid_kv.sampling import SamplingParams
 
 BLOCK = 8
@@ -248,8 +248,8 @@ def _second_turn_all(seed: int, rng: np.random.Generator) -> Scenario:
     return _second_turn(seed, rng, "all")
 
 
-@_forces("twins")
-def _twins(seed: int, rng: np.random.Generator) -> Scenario:
+@_forces("duplicates")
+def _duplicates(seed: int, rng: np.random.Generator) -> Scenario:
     (text,) = _draw(rng, 20)
     params = [SamplingParams(max_tokens=6, cache_salt=salt) for salt in ("a", "b")]
     return _scenario(seed, rng, [text, text], params, modes=(*MODES, "attention"))
@@ -278,12 +278,14 @@ def _abort_in_flight(seed: int, rng: np.random.Generator) -> Scenario:
     )  # fmt: skip
 
 
-@_forces("several_under_way", "bubble")
-def _several_under_way(seed: int, rng: np.random.Generator) -> Scenario:
+@_forces("preemption", "waiting")
+def _preempt_with_one_waiting(seed: int, rng: np.random.Generator) -> Scenario:
     K = int(rng.integers(0, 3))
+    prompts = _draw(rng, 9, 12, 17, 9)
+    rng.integers(2, 4)  # was an option; what is drawn behind it stays the same
     return _scenario(
-        seed, rng, _draw(rng, 9, 12, 17, 9), _params(*[12] * 4), K=K, drafts="mixed" if K else "none", max_num_seqs=3,
-        pipeline_parallel_size=int(rng.integers(2, 4)), events=(Event("preempt", 4),),
+        seed, rng, prompts, _params(*[12] * 4), K=K, drafts="mixed" if K else "none", max_num_seqs=3,
+        events=(Event("preempt", 4),),
     )  # fmt: skip
 
 
@@ -306,7 +308,7 @@ def _full_pool(seed: int, rng: np.random.Generator) -> Scenario:
     mode = str(rng.choice(list(MODES)))
     # 32 tokens are cached of the longest request that fits; the other one has a token more.
     policy = cache_modes.MODES[mode]
-    states = policy.held_at_most(policy.num_columns(32, 8), 1) + K
+    states = policy.held_at_most(policy.num_logical_blocks(32, 8), 1) + K
     return _scenario(
         seed, rng, _draw(rng, 20, 21), _params(13, 13), modes=(mode,), layers="M*", K=K, num_blocks=1 + states + 4
     )
@@ -401,7 +403,7 @@ def _offload_hit(seed: int, rng: np.random.Generator) -> Scenario:
     )  # fmt: skip
 
 
-@_forces("fits_once_published")
+@_forces("hit_attention", "full_pool")
 def _fits_once_published(seed: int, rng: np.random.Generator) -> Scenario:
     # The first request has a block more than its tokens fill, for drafts, when the second one gives its blocks back.
     # The third one begins with the first one's answer, and fits as soon as the next block of that can be found.
@@ -439,20 +441,20 @@ def _sanitized(seed: int, rng: np.random.Generator) -> Scenario:
     )  # fmt: skip
 
 
-REPLAY: dict[str, Any] = {"state_scheme": "replay"}
+REPLAY: dict[str, Any] = {"state_scheme": "recompute"}
 
 
-@_forces("ring_emptied", "ring_wrapped", "folded_in_place")
+@_forces("ring_emptied", "ring_wrapped", "flushed_in_place")
 def _ring_emptied(seed: int, rng: np.random.Generator) -> Scenario:
     K = int(rng.integers(0, 5))
     return _scenario(
         seed, rng, _draw(rng, 5, 9, 14), _params(50, 50, 50), K=K, drafts="right" if K else "none", block_size=32,
-        replay_ring_len=shortest_ring_len(1 + K) + int(rng.integers(3)), **REPLAY,
+        recompute_ring_len=shortest_ring_len(1 + K) + int(rng.integers(3)), **REPLAY,
     )  # fmt: skip
 
 
-@_forces("folded_at_boundary")
-def _folded_at_boundary(seed: int, rng: np.random.Generator) -> Scenario:
+@_forces("flushed_at_boundary")
+def _flushed_at_boundary(seed: int, rng: np.random.Generator) -> Scenario:
     K = int(rng.integers(2, 8))
     return _scenario(
         seed, rng, _draw(rng, 5, 9, 14), _params(40, 40, 40), modes=("align", "all"), K=K, drafts="beyond",
@@ -474,18 +476,18 @@ def _passed_boundary(
     )  # fmt: skip
 
 
-@_forces("folded_at_finish", "hit_on_folded")
-def _folded_at_finish(seed: int, rng: np.random.Generator) -> Scenario:
+@_forces("flushed_at_finish", "hit_on_flushed")
+def _flushed_at_finish(seed: int, rng: np.random.Generator) -> Scenario:
     return _passed_boundary(seed, rng, [3])
 
 
-@_forces("folded_at_preemption")
-def _folded_at_preemption(seed: int, rng: np.random.Generator) -> Scenario:
+@_forces("flushed_at_preemption")
+def _flushed_at_preemption(seed: int, rng: np.random.Generator) -> Scenario:
     return _passed_boundary(seed, rng, [12], (Event("preempt", 3),))
 
 
-@_forces("folded_at_abort")
-def _folded_at_abort(seed: int, rng: np.random.Generator) -> Scenario:
+@_forces("flushed_at_abort")
+def _flushed_at_abort(seed: int, rng: np.random.Generator) -> Scenario:
     return _passed_boundary(seed, rng, [12], (Event("drop", 3),))
 
 

@@ -1,7 +1,7 @@
 """What could be restored at any moment, on the device and in host memory, and what bringing it back has cost.
 
-It follows from who takes, publishes and gives back which block, by the tokens that it stands for: no hash, no queue and
-no counter of the cache is asked. So hits, loads and losses are exact in a full pool and a full tier, too.
+It follows from which request takes, publishes and frees which block, by the tokens that it stands for: no hash, no
+queue and no counter of the cache is used. So hits, loads and losses are exact in a full pool and a full tier, too.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from math import lcm
 
-from hybrid_kv.attention.undo import UndoStep
+from hybrid_kv.attention.rollback import RollbackStep
 from hybrid_kv.cache.block_pool import BlockIds, BlockKey
 from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.guard.step import RuleError, Track
+from hybrid_kv.observe import EngineObserver
 from hybrid_kv.request import Request
-from hybrid_kv.watch import Watcher
 
 Name = tuple[int, Hashable]  # of a block: its group, and what tells its tokens up to its end
 
@@ -127,7 +127,7 @@ class Host:
             self.num_left += 1
 
 
-class Kept(Watcher):
+class Kept(EngineObserver):
     """Device and host memory of one engine.
 
     Args:
@@ -190,25 +190,25 @@ class Kept(Watcher):
                 "tier", f"blocks stored, loaded, hits of host and folder, misses and evictions are {blocks}, not {said}"
             )
         due = host.used, self._bytes(host.stored), self._bytes(host.loaded)
-        told = tier.host_used, stats.stored_bytes, stats.loaded_bytes
-        if told != due:
-            raise RuleError("tier", f"bytes used, stored and loaded are {due}, not {told}")
+        counted = tier.host_used, stats.stored_bytes, stats.loaded_bytes
+        if counted != due:
+            raise RuleError("tier", f"bytes used, stored and loaded are {due}, not {counted}")
 
     def _bytes(self, counts: Sequence[int]) -> int:
         assert self.host is not None
         return sum(count * size for count, size in zip(counts, self.host.block_bytes, strict=True))
 
-    def on_hit(self, request_id: str, columns: Sequence[BlockIds]) -> None:
+    def on_hit(self, request_id: str, logical_blocks: Sequence[BlockIds]) -> None:
         self._admit(request_id)
 
-    def on_allocate(self, request_id: str, columns: Sequence[BlockIds]) -> None:
+    def on_allocate(self, request_id: str, logical_blocks: Sequence[BlockIds]) -> None:
         self._admit(request_id)
-        for ids in columns:
+        for ids in logical_blocks:
             self.device.take(ids.tolist())
 
-    def on_load(self, request_id: str, columns: Sequence[tuple[BlockKey, int]], ids: BlockIds) -> None:
+    def on_load(self, request_id: str, logical_blocks: Sequence[tuple[BlockKey, int]], ids: BlockIds) -> None:
         self._admit(request_id)
-        names = [self._name(request_id, group, column) for (group, _), column in columns]
+        names = [self._name(request_id, group, block_idx) for (group, _), block_idx in logical_blocks]
         self.device.take(ids.tolist())
         for name, block in zip(names, ids.tolist(), strict=True):
             if name in self.device:
@@ -221,8 +221,8 @@ class Kept(Watcher):
         if self._last[0] != request_id or self._last[1] >= group:
             self._store()
         self._last = request_id, group
-        for column, (_, block) in enumerate(blocks, first):
-            name = self._name(request_id, group, column)
+        for block_idx, (_, block) in enumerate(blocks, first):
+            name = self._name(request_id, group, block_idx)
             if self.device.publish(name, block):
                 self._new.append(name)
 
@@ -234,7 +234,7 @@ class Kept(Watcher):
     def on_reset(self) -> None:
         self.device.clear()
 
-    def on_fold(self, request: Request, group: int, step: UndoStep) -> None:
+    def on_flush(self, request: Request, group: int, step: RollbackStep) -> None:
         self._store()
 
     def _store(self) -> None:
@@ -244,8 +244,8 @@ class Kept(Watcher):
         self._new.clear()
         self._last = "", -1
 
-    def _name(self, request_id: str, group: int, column: int) -> Name:
-        return group, self._tracks[int(request_id)].prefix((column + 1) * self._sizes[group])
+    def _name(self, request_id: str, group: int, block_idx: int) -> Name:
+        return group, self._tracks[int(request_id)].prefix((block_idx + 1) * self._sizes[group])
 
     def _admit(self, request_id: str) -> None:
         """Before a request takes anything: what it could take."""

@@ -1,7 +1,7 @@
-"""A cell of the sections on logits as a case: an engine, its prompts, and what its logits are held against.
+"""A cell of the sections on logits as a case: an engine, its prompts, and what its logits are compared with.
 
-The section that meets it and who plays it again ask the same functions. It is made small like a scenario: what can go
-without another rule being the first to break, goes.
+The section that finds it and a replay call the same functions. It is reduced like a scenario: what can go without
+another rule being the first to break, goes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
@@ -25,20 +25,20 @@ from hybrid_kv.engine.llm import LLM, RequestOutput
 from hybrid_kv.engine.record import record_logits
 from hybrid_kv.guard.exactness import (
     FLOAT32_LIMIT,
-    FLOAT64_LIMIT,
     NUM_NEW,
     Alone,
     Cell,
+    Compared,
     K,
     beside_transformers,
     engine_options,
-    logit_difference,
     preempting,
 )
+from hybrid_kv.guard.float64 import float64_pass
 from hybrid_kv.guard.play import rule_of, unwarned
 from hybrid_kv.guard.poison import poison
 from hybrid_kv.kernels.ssd.host import in_chunks
-from hybrid_kv.minimize import minimize
+from hybrid_kv.minimize import Shrinker
 from hybrid_kv.sampling import SamplingParams
 
 EMBEDDED = {folder.name: folder for folder in FOLDERS.values()}
@@ -47,30 +47,10 @@ FORMAT, VERSION = "hybrid-kv logits", 1
 FEWER = {"max_num_seqs": (1, 2, 3), "max_num_batched_tokens": (4, 8, 16)}
 STOP = ("Question:",)  # what an embedded model says behind its answer
 
-SCRIPT = '''\
-"""{rule}, exit code 1 while the bug lives. Written by `hybrid-kv guard`."""
-
-from hybrid_kv.guard.logits import LogitCase, replay
-
-case = LogitCase(
-    {against!r},
-    {model!r},
-    {cell!r},
-    [
-        {prompts},
-    ],
-    again={again!r},
-    max_tokens={max_tokens},
-)
-
-if __name__ == "__main__":
-    raise SystemExit(replay(case))
-'''
-
 
 @dataclass(frozen=True)
 class LogitCase:
-    """What an engine is asked, and what is right.
+    """What is sent to an engine, and what is right.
 
     Attributes:
         against: `plain`: an embedded model's plain forward pass in float64; `alone`: each request by itself, see
@@ -78,7 +58,7 @@ class LogitCase:
         model: an embedded one, or a family, whose random weights are the same each time.
         cell: engine options, and see `exactness.Cell`.
         prompts: token ids.
-        again: which of them are asked again behind all others; of `alone`.
+        again: which of them are sent again behind all others; of `alone`.
         max_tokens: of each answer.
     """
 
@@ -100,33 +80,18 @@ class LogitCase:
 
 
 @dataclass
-class Found:
+class Found(Compared):
     """What one engine gave beside the plain pass.
 
     Attributes:
-        largest: logit; `worst`: largest difference of one, `where`: its request and token.
-        told_wrong: the first log-probability that a request was told and that the plain pass does not have.
-        num_wrong: tokens that the plain pass would not choose.
-        error: what the engine itself failed with: its rule and its text.
+        caches: whether it has a prefix cache.
+        wrong_logprob: the first log-probability of an output that the plain pass does not have.
     """
 
-    case: LogitCase
+    case: LogitCase = field(kw_only=True)
     caches: bool = False
-    worst: float = 0.0
-    largest: float = 0.0
-    where: str = ""
-    told_wrong: str = ""
-    num_tokens: int = 0
-    num_wrong: int = 0
-    cached: int = 0
-    accepted: int = 0
-    preemptions: int = 0
+    wrong_logprob: str = ""
     seconds: float = 0.0
-    error: tuple[str, str] = ("", "")
-
-    @property
-    def limit(self) -> float:
-        return FLOAT64_LIMIT if self.case.cell["dtype"] == "float64" else FLOAT32_LIMIT * self.largest
 
     @property
     def broken(self) -> tuple[str, str]:
@@ -134,45 +99,36 @@ class Found:
         if self.error[0]:
             return self.error
         if self.worst > self.limit:
-            return "logits", self.where
-        if self.told_wrong:
-            return "logprobs", self.told_wrong
+            return "logits", f"{self.cell}, {self.where}"
+        if self.wrong_logprob:
+            return "logprobs", self.wrong_logprob
         return ("tokens", f"{self.num_wrong} tokens differ") if self.num_wrong else ("", "")
 
     def add(self, output: RequestOutput, logits: torch.Tensor, whole: torch.Tensor) -> None:
         """One request's logits, and those of the plain pass for all its tokens but the last."""
-        expected = whole[-len(logits) :]
-        difference = logit_difference(logits, expected)
-        self.largest = max(self.largest, float(expected.abs().max()))
-        if float(difference.max()) > self.worst:
-            self.worst = float(difference.max())
-            token = int(difference.argmax()) + len(whole) - len(logits)
-            self.where = f"{self.case.cell}, request {output.request_id}, token {token} of {len(whole)}"
+        self.compare(output, logits, whole)
         chosen = whole[len(output.prompt_token_ids) - 1 :].argmax(-1)
         self.num_wrong += int((chosen != torch.tensor(output.token_ids)).sum())
-        self.num_tokens += len(logits)
-        self.cached += output.cached_tokens
-        self.accepted += output.num_accepted_draft_tokens
-        self.preemptions += output.num_preemptions
-        self.told_wrong = self.told_wrong or self._wrong_logprob(output, whole.log_softmax(-1))
+        self.count(output, logits)
+        self.wrong_logprob = self.wrong_logprob or self._wrong_logprob(output, whole.log_softmax(-1))
 
     def _wrong_logprob(self, output: RequestOutput, due: torch.Tensor) -> str:
-        """The first token whose log-probability is not `due`, or the best ones beside it; nothing that was not asked.
+        """The first token whose log-probability is not `due`, or the best ones beside it.
 
         Args:
             due: [num_tokens - 1, vocab_size], of the tokens behind the first.
         """
         prompt, answer = output.prompt_token_ids, output.token_ids
-        told, begin = output.logprobs, len(prompt) - 1
-        if told is None:
+        given, begin = output.logprobs, len(prompt) - 1
+        if given is None:
             return ""
         if output.prompt_logprobs is not None:
-            told, begin = [*output.prompt_logprobs, *told], 0
-        where = f"{self.case.cell}, request {output.request_id}"
-        if len(told) != len(due) - begin:
-            return f"{where}: {len(told)} log-probabilities, not {len(due) - begin}"
-        num_top = self.case.cell["logprobs"]
-        for place, (one, row, token) in enumerate(zip(told, due[begin:], (prompt + answer)[begin + 1 :], strict=True)):
+            given, begin = [*output.prompt_logprobs, *given], 0
+        where = f"{self.cell}, request {output.request_id}"
+        if len(given) != len(due) - begin:
+            return f"{where}: {len(given)} log-probabilities, not {len(due) - begin}"
+        num_top = self.cell["logprobs"]
+        for place, (one, row, token) in enumerate(zip(given, due[begin:], (prompt + answer)[begin + 1 :], strict=True)):
             ids, values = [token, *(best for best, _ in one.top)], [one.logprob, *(value for _, value in one.top)]
             found = torch.tensor([*values, *values[1:]], dtype=row.dtype)
             expected = torch.cat([row[ids], row.topk(num_top).values])
@@ -185,7 +141,7 @@ class Found:
 
 def beside_plain(case: LogitCase, folder: Path) -> Found:
     """Every prompt in one engine; the plain pass runs on the CPU, whatever the engine's device."""
-    begin, found, plain = time.perf_counter(), Found(case), _plain(folder)
+    begin, found, plain = time.perf_counter(), Found(case.cell, case=case), _plain(folder)
     options = {"max_model_len": 512, "max_num_seqs": 8, "mamba_ssm_cache_dtype": case.cell["dtype"]}
     scans = in_chunks() if case.cell.get("in_chunks") else nullcontext()
     disturb = preempting(case.cell.get("preempts", 0))
@@ -204,7 +160,7 @@ def beside_plain(case: LogitCase, folder: Path) -> Found:
 
 
 def _params(case: LogitCase) -> list[SamplingParams]:
-    """Of each prompt. Every third asks for the prompt's log-probabilities: such a one takes nothing from the cache."""
+    """Of each prompt. Every third wants the prompt's log-probabilities: such a one takes nothing from the cache."""
     params, num_top = SamplingParams(max_tokens=case.max_tokens, stop=STOP), case.cell.get("logprobs")
     return [
         replace(params, logprobs=num_top, prompt_logprobs=num_top if number % 3 == 0 else None)
@@ -213,10 +169,8 @@ def _params(case: LogitCase) -> list[SamplingParams]:
 
 
 @cache
-def _plain(folder: Path) -> Any:
-    from hybrid_kv.accuracy.guard_model.checkpoint import load_checkpoint
-
-    return load_checkpoint(folder).double()
+def _plain(folder: Path) -> Callable[[torch.Tensor], torch.Tensor]:
+    return float64_pass(folder)
 
 
 def from_transformers(reference: Any, folder: str | Path, case: LogitCase) -> tuple[float, int]:
@@ -269,72 +223,38 @@ def replay(case: LogitCase) -> int:
 
 def tell(case: LogitCase, rule: str, report: str) -> str:
     """A case and what became of it, in words."""
-    asked = [f"prompt {i}{' and again' * (i in case.again)}: {p}" for i, p in enumerate(case.prompts) if len(p) <= 64]
-    lines = [f"{case.model} against {case.against}: {case.cell}, {case.max_tokens} tokens each", *asked]
+    sent = [f"prompt {i}{' and again' * (i in case.again)}: {p}" for i, p in enumerate(case.prompts) if len(p) <= 64]
+    lines = [f"{case.model} against {case.against}: {case.cell}, {case.max_tokens} tokens each", *sent]
     return "\n".join([*lines, *([report, f"broken rule: {rule}"] if rule else ["no rule is broken"])])
 
 
 # ---- smaller ----
 
 
-class _TimeUpError(Exception):
-    pass
+class LogitShrinker(Shrinker[LogitCase]):
+    """Finds the smallest case that breaks the same rule first; `seconds` are of one core."""
 
+    def __init__(self, case: LogitCase, rule: str, seconds: float) -> None:
+        super().__init__(case, seconds)
+        self.rule = rule
 
-@dataclass
-class Shrinker:
-    """Finds the smallest case that breaks the same rule first.
+    def play(self, case: LogitCase) -> LogitCase | None:
+        return case if play_logits(case)[0] == self.rule else None
 
-    Attributes:
-        seconds: of one core.
-        is_minimal: nothing more could go; else the time was up.
-    """
-
-    case: LogitCase
-    rule: str
-    num_plays: int = 0
-    seconds: float = 0.0
-    is_minimal: bool = True
-    _tried: set[str] = field(default_factory=set)
-    _deadline: float = 0.0
-
-    def fails(self, case: LogitCase) -> bool:
-        """Whether this one breaks the rule; then it is the best so far."""
-        if (key := repr(case)) in self._tried:
-            return False
-        if time.process_time() > self._deadline:
-            raise _TimeUpError
-        self._tried.add(key)
-        self.num_plays += 1
-        if play_logits(case)[0] != self.rule:
-            return False
-        self.case = case
-        return True
-
-    def shrink(self, seconds: float) -> None:
-        """All passes until none helps, or the time is up."""
-        begin = time.process_time()
-        self._deadline = begin + seconds
-        before = None
-        try:
-            while before is not self.case:
-                before = self.case
-                for one_pass in (self._requests, self._answers, self._options, self._tokens):
-                    one_pass()
-        except _TimeUpError:
-            self.is_minimal = False
-        self.seconds = time.process_time() - begin
+    def passes(self) -> Sequence[Callable[[], object]]:
+        return self._requests, self._answers, self._options, self._tokens
 
     def _requests(self) -> None:
-        minimize(self.case.again, lambda kept, case=self.case: self.fails(replace(case, again=tuple(kept))))  # type: ignore[misc]
+        case = self.case
+        self.leave_out(case.again, lambda kept: replace(case, again=tuple(kept)))
         case = self.case
 
-        def keep(kept: Sequence[int]) -> bool:
+        def keep(kept: Sequence[int]) -> LogitCase | None:
             places = {old: new for new, old in enumerate(kept)}
             again = tuple(places[i] for i in case.again if i in places)
-            return bool(kept) and self.fails(replace(case, prompts=[case.prompts[i] for i in kept], again=again))
+            return replace(case, prompts=[case.prompts[i] for i in kept], again=again) if kept else None
 
-        minimize(range(len(case.prompts)), keep)
+        self.leave_out(range(len(case.prompts)), keep)
 
     def _options(self) -> None:
         for keys in [("speculative_method", "num_speculative_tokens"), *((key,) for key in self.case.cell)]:
@@ -351,27 +271,22 @@ class Shrinker:
 
     def _answers(self) -> None:
         case = self.case
-        minimize(range(case.max_tokens), lambda kept: bool(kept) and self.fails(replace(case, max_tokens=len(kept))))
+        self.leave_out(range(case.max_tokens), lambda kept: replace(case, max_tokens=len(kept)) if kept else None)
 
     def _tokens(self) -> None:
         """The same places of all prompts, so that what they share they share still; then of each one."""
-        for some in self._places():
+        everyone = range(len(self.case.prompts))
+        for some in (everyone, *([i] for i in everyone if len(everyone) > 1)):
             case = self.case
 
-            def keep(kept: Sequence[int], case: LogitCase = case, some: Sequence[int] = some) -> bool:
+            def keep(kept: Sequence[int], case: LogitCase = case, some: Sequence[int] = some) -> LogitCase | None:
                 places = set(kept)
                 prompts = [*case.prompts]
                 for i in some:
                     prompts[i] = [token for j, token in enumerate(case.prompts[i]) if j in places]
-                return all(prompts) and self.fails(replace(case, prompts=prompts))
+                return replace(case, prompts=prompts) if all(prompts) else None
 
-            minimize(range(max(len(case.prompts[i]) for i in some)), keep)
-
-    def _places(self) -> Iterator[Sequence[int]]:
-        everybody = range(len(self.case.prompts))
-        yield everybody
-        if len(everybody) > 1:
-            yield from ([i] for i in everybody)
+            self.leave_out(range(max(len(case.prompts[i]) for i in some)), keep)
 
 
 # ---- as text ----
@@ -418,9 +333,3 @@ def from_document(parts: dict[str, Any]) -> LogitCase:
     if case.against == "plain" and "dtype" not in cell:
         raise ValueError("cell has no dtype")
     return case
-
-
-def to_script(case: LogitCase, rule: str) -> str:
-    """A program of at most 30 lines that plays the case; it needs nothing but this package."""
-    prompts = (",\n        " if len(case.prompts) <= 3 else ", ").join(map(str, case.prompts))
-    return SCRIPT.format(**{**asdict(case), "rule": rule, "prompts": prompts})

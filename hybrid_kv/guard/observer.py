@@ -1,11 +1,10 @@
 """What happens in a scenario: which patterns, and whether blocks, hits, drafts and steps are what they must be.
 
-The rules are formulated anew, from tokens and answers alone, not by asking the code that follows them. So what is said
-here of modes and schemes is said a second time, on purpose: a check that shares code with what it checks shares its
-mistakes. A change of a rule changes both places, and the guard says so if one is forgotten.
+The rules are re-implemented on purpose, from tokens and answers alone: a check that shares code with what it checks
+shares its mistakes. A change of a rule changes both places, and the guard fails if one is forgotten.
 
 A mode that is not in `SAID_AGAIN` is held to what every mode must keep: right tokens, drafts and progress, blocks that
-nobody else may read, no more of them than planned, and no hit that mode `all` would not have.
+no other request may read, no more of them than planned, and no hit that mode `all` would not have.
 """
 
 from __future__ import annotations
@@ -19,29 +18,28 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hybrid_kv.attention.mamba import MambaMetadata
-from hybrid_kv.attention.undo import UndoStep
-from hybrid_kv.cache.block_pool import BlockIds, BlockKey
+from hybrid_kv.attention.rollback import RollbackStep
+from hybrid_kv.cache.block_pool import BlockIds
 from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
 from hybrid_kv.engine.llm import LLM, RequestOutput
 from hybrid_kv.guard.drafts import Drafts
-from hybrid_kv.guard.figures import Figures
 from hybrid_kv.guard.kept import Kept
+from hybrid_kv.guard.metrics import Metrics
 from hybrid_kv.guard.patterns import Patterns
-from hybrid_kv.guard.pipeline import Pipeline
-from hybrid_kv.guard.poison import StaleColumns, poison, poison_null_block
-from hybrid_kv.guard.published import Published, replay_of, states_behind
+from hybrid_kv.guard.poison import StaleBlocks, poison, poison_null_block
+from hybrid_kv.guard.published import Published, recompute_of, states_behind
 from hybrid_kv.guard.scenario import Cell, Scenario
 from hybrid_kv.guard.step import Ran, RuleError, Track, is_prefill
 from hybrid_kv.guard.waiting import Waiting
 from hybrid_kv.kernels.common.integers import cdiv
-from hybrid_kv.kernels.replay import ReplayStep
+from hybrid_kv.kernels.recompute import RecomputeStep
+from hybrid_kv.observe import EngineObserver
 from hybrid_kv.request import Request, ScheduledRequest
-from hybrid_kv.watch import Watcher
 
 SAID_AGAIN = ("none", "align", "all")  # modes whose rules are formulated here and in `guard.published`
 
 
-class Observer(Watcher):
+class Observer(EngineObserver):
     """Watches one engine through a scenario, disturbs it, and raises `RuleError` at the first broken rule.
 
     Args:
@@ -64,32 +62,29 @@ class Observer(Watcher):
         self._pending: list[list[Ran]] = []  # steps whose results the engine has not taken yet
         self.previous: list[Ran] = []
         self.patterns = Patterns(scenario, self.tracks)
-        self._figures = Figures(len(self.tracks))
+        self._metrics = Metrics(len(self.tracks))
         self._handed_out: list[tuple[BlockIds, BlockIds]] = []  # ids of allocations, and as they were then
         self.seen = self.patterns.seen
 
     def watch(self, llm: LLM) -> None:
         """Look at every step of an engine from here on."""
         self._llm = llm
-        self._stale = StaleColumns(llm.runner.block_tables)
-        # Of scheme `replay` the first group with states is looked at.
-        self._replayed = next(iter(llm.runner.builders), None) if llm.runner.row_memory else None
-        self.replay: ReplayStep | None = None
+        self._stale = StaleBlocks(llm.runner.block_tables)
+        # Of scheme `recompute` the first group with states is looked at.
+        self._recomputing = next(iter(llm.runner.builders), None) if llm.runner.row_memory else None
+        self.history: RecomputeStep | None = None
         self._kept = Kept(llm, self.tracks)
-        llm.watchers += [self._kept, self]
+        llm.observers += [self._kept, self]
         self.published = Published(llm)
         self.patterns.watch(llm, self.published.late)
-        num_stages = llm.config.scheduler.pipeline_parallel_size
-        self._num_late = num_stages - 1 or int(llm.config.async_scheduling)  # steps that may be under way
+        self._num_late = int(llm.config.async_scheduling)  # steps that may be in flight
         self._knows_mode = llm.config.cache.mamba_cache_mode in SAID_AGAIN
         self._exact_hits = llm.manager.enable_prefix_caching and self._knows_mode
-        self._told: list[str] = []  # of the step under way
         self._has_forgotten = False  # what running requests have published
         self._is_reset = False  # the device, and not the host
         self._planned = self._check_plan(llm)
         self._waiting = Waiting(llm, self._track, self.published, self._kept.device)
         self._drafts = Drafts(llm, self._track)
-        self._pipeline = Pipeline(llm, self._see_bubble) if num_stages > 1 else None
 
     def _check_plan(self, llm: LLM) -> list[int]:
         """The blocks of each group that a request is planned to hold at most."""
@@ -99,11 +94,11 @@ class Observer(Watcher):
         due = [_most_blocks(spec, longest, is_async) for spec in specs]
         if self._knows_mode and planned != due:
             raise RuleError("blocks-planned", f"{planned} blocks are planned for a request; {due} are due")
-        under_way = (1 + llm.config.speculative.num_speculative_tokens) * is_async
-        found = {replay.num_uncertain_tokens for spec in specs if (replay := replay_of(spec)) is not None}
-        if found - {under_way}:
+        in_flight = (1 + llm.config.speculative.num_speculative_tokens) * is_async
+        found = {history.num_uncertain_tokens for spec in specs if (history := recompute_of(spec)) is not None}
+        if found - {in_flight}:
             raise RuleError(
-                "blocks-planned", f"{found} tokens may be under way behind what is known; {under_way} are due"
+                "blocks-planned", f"{found} tokens may be in flight behind what is known; {in_flight} are due"
             )
         return planned
 
@@ -188,7 +183,7 @@ class Observer(Watcher):
             track.base = track.computed = track.reach = 0
 
     def _publish(self) -> None:
-        """Take over what the engine has taken over: not those of the last steps that are still under way."""
+        """Take over what the engine has taken over: not those of the last steps that are still in flight."""
         end = max(0, len(self._pending) - self._num_late)
         for step in self._pending[end:]:
             if any(ran.item.request.in_flight is not None for ran in step):
@@ -222,33 +217,24 @@ class Observer(Watcher):
                     f"block of {last * spec.block_size} cannot be found",
                 )
 
-    def on_allocate(self, request_id: str, columns: Sequence[BlockIds]) -> None:
-        """Ids that are handed out are nobody else's memory."""
-        self._handed_out += ((ids, ids.copy()) for ids in columns)
+    def on_allocate(self, request_id: str, logical_blocks: Sequence[BlockIds]) -> None:
+        """Ids that are handed out are not reused."""
+        self._handed_out += ((ids, ids.copy()) for ids in logical_blocks)
 
     def on_free(self, request_id: str, ids: BlockIds, ended: bool = False) -> None:
-        """A request ends or is preempted, or columns are given back."""
+        """A request ends or is preempted, or logical blocks are given back."""
         if ended:
             self._waiting.on_end()
 
-    def on_publish(self, request_id: str, group: int, first: int, blocks: Sequence[tuple[BlockKey, int]]) -> None:
-        """More can be found."""
-        self._waiting.on_change()
-
-    def on_reset(self) -> None:
-        """Nothing can be found."""
-        self._waiting.on_change()
-
-    def on_fold(self, request: Request, group: int, step: UndoStep) -> None:
+    def on_flush(self, request: Request, group: int, step: RollbackStep) -> None:
         """A state is written because its request gives up its row."""
-        if group == self._replayed and step.history is not None and int(step.history.n_flush.max()):
+        if group == self._recomputing and step.history is not None and int(step.history.n_flush.max()):
             aborted = request.request_id in self.aborted
-            self.seen[f"folded_at_{'abort' if aborted else 'finish' if request.is_finished else 'preemption'}"] += 1
+            self.seen[f"flushed_at_{'abort' if aborted else 'finish' if request.is_finished else 'preemption'}"] += 1
 
     def on_schedule(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Check what a step will run, and disturb it."""
         llm = self._llm
-        self._told = ["schedule"]
         again = {item.request.request_id for item in scheduled if item.overwrite}
         self._end({request.request_id for request in llm.scheduler.running} - again)
         self._check_schedule(scheduled)
@@ -267,8 +253,7 @@ class Observer(Watcher):
         poison_null_block(llm)
 
     def on_prepare(self, batch: Sequence[ScheduledRequest]) -> None:
-        """Columns that the step does not write must not be read."""
-        self._told.append("prepare")
+        """Logical blocks that the step does not write must not be read."""
         self._drafts.on_prepare(batch)
         self._stale.poison(batch)
 
@@ -280,23 +265,23 @@ class Observer(Watcher):
         metadata: dict[str, Any],
     ) -> None:
         """Check the padding, and keep what `on_commit` needs."""
-        self._told.append("step")
         self._check_padding(batch, metadata)
-        self._batch, self.replay = batch, None
-        if self._replayed is not None:
-            self.replay = metadata[self._llm.runner.groups[self._replayed].layer_names[0]].undo.history
+        self._batch, self.history = batch, None
+        if self._recomputing is not None:
+            self.history = metadata[self._llm.runner.groups[self._recomputing].layer_names[0]].rollback.history
+
+    def on_propose(self, *proposal: Any) -> None:
+        """Keep what the next step may verify."""
+        self._drafts.on_propose(*proposal)
 
     def on_commit(self, tokens: Sequence[Sequence[int]]) -> None:
         """Check what a step has run, and count its patterns."""
-        if self._told != ["schedule", "prepare", "step"]:
-            raise RuleError("untold", f"of a step that ends, watchers were told {self._told}")
-        self._told = []
         step = [Ran(item, self._track(item.request), list(new)) for item, new in zip(self._batch, tokens, strict=True)]
         self._check_tokens(step)
         self._check_blocks(step)
-        self.patterns.count_step(step, self.replay)
+        self.patterns.count_step(step, self.history)
         for ran in step:
-            self._figures.ran(int(ran.item.request.request_id), ran)
+            self._metrics.ran(int(ran.item.request.request_id), ran)
             ran.track.previous_drafts = ran.item.num_drafts if ran.tokens else -1
             ran.track.accepted = max(0, len(ran.tokens) - 1)
             ran.track.reach = ran.item.num_computed_tokens + ran.item.num_tokens
@@ -313,17 +298,12 @@ class Observer(Watcher):
         """
         ran = {r.item.request.request_id for r in self.previous}
         running = self._llm.scheduler.running
-        ran |= self._pipeline.away if self._pipeline is not None else set()
         left = [r.request_id for r in running if r.request_id not in ran and r.in_flight is None]
         youngest = [r.request_id for r in running[-1:]]
         waits = self._llm.config.async_scheduling and left == youngest and left != self._waited
         self._waited = left if waits else []
         if left and self.previous and not waits:
             raise RuleError("left-out", f"running requests {left} were left out of a step")
-
-    def _see_bubble(self) -> None:
-        if self._knows_mode:
-            self._waiting.check((), self._exact_hits)
 
     def _check_schedule(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Budget, hits and chunk ends of a step that is about to run."""
@@ -338,11 +318,11 @@ class Observer(Watcher):
             begin, end = item.num_computed_tokens, item.num_computed_tokens + item.num_tokens - item.num_drafts
             if item.overwrite:
                 track.admissions += 1
-                self._figures.admitted(int(request.request_id), begin)
+                self._metrics.admitted(int(request.request_id), begin)
                 track.hit, track.known_before = begin, len(request.output_token_ids)
                 track.base = track.computed = begin
                 track.most = [0] * len(llm.plan.config.groups)
-                track.columns = [set() for _ in track.most]
+                track.logical_blocks = [set() for _ in track.most]
                 limit = self.published.hit(track, request.num_tokens) if llm.manager.enable_prefix_caching else 0
                 kept = self._kept.hits[request.request_id]
                 if begin != kept or begin > limit or (self._exact_hits and begin < limit):
@@ -354,15 +334,6 @@ class Observer(Watcher):
                 self.seen["exact_hit"] += self._exact_hits and begin > 0
                 self.seen["exact_hit_of_host"] += self._exact_hits and begin > 0 and was_lost
                 self.seen["hit_behind_losses"] += begin > 0 and not self._kept.has_all and was_lost
-                if self._exact_hits and not request.num_preemptions:
-                    said = request.hit.group_tokens, request.hit.vetoed_by
-                    due = self.published.of_groups(track, track.prompt), self.published.veto(track, track.prompt)
-                    if said != due:
-                        raise RuleError(
-                            "hit-groups",
-                            f"request {request.request_id} says that its groups have {said[0]} tokens and that "
-                            f"{said[1]} lacks more; {due} is due",
-                        )
             size = llm.plan.sizes.mamba_block_size
             if size is not None and llm.config.cache.mamba_cache_mode == "align" and is_prefill(item):
                 unit = lcm(*(group.spec.block_size for group in llm.plan.config.groups))
@@ -395,9 +366,9 @@ class Observer(Watcher):
                 skipped = max(0, track.hit // size - 1)
                 due = track.most[group] - skipped
                 if spec.mamba_cache_mode == "align":
-                    own = track.columns[group]
+                    own = track.logical_blocks[group]
                     used, flight = n, request.in_flight
-                    if replay_of(spec) is not None and (flight is None or not is_prefill(flight)):
+                    if recompute_of(spec) is not None and (flight is None or not is_prefill(flight)):
                         used = track.base
                     if item.overwrite:
                         before = track.hit // size
@@ -476,12 +447,14 @@ class Observer(Watcher):
                     split = size // group.kernel_block_size
                     blocks = table[row, begin // size * split : last // size * split + 1 : split] // split
                 elif spec.mamba_cache_mode == "none":
-                    blocks = table[row, : 1 if ran.is_prefill or replay_of(spec) is not None else ran.item.num_tokens]
+                    blocks = table[
+                        row, : 1 if ran.is_prefill or recompute_of(spec) is not None else ran.item.num_tokens
+                    ]
                 else:
                     first = begin // size if spec.mamba_cache_mode == "all" else last // size
-                    if replay_of(spec) is not None and not ran.is_prefill:
+                    if recompute_of(spec) is not None and not ran.is_prefill:
                         first = last // size
-                    states = 1 if ran.is_prefill or replay_of(spec) is not None else ran.item.num_tokens
+                    states = 1 if ran.is_prefill or recompute_of(spec) is not None else ran.item.num_tokens
                     blocks = table[row, first : last // size + states]
                 if (pool.ref_count[blocks] != 1).any() or any(pool.key_of(block) for block in blocks.tolist()):
                     raise RuleError(
@@ -505,12 +478,8 @@ class Observer(Watcher):
         for ids, before in self._handed_out:
             if not np.array_equal(ids, before):
                 raise RuleError("ids-stay", f"ids {before.tolist()} were handed out and are {ids.tolist()} now")
-        self._figures.check(llm, outputs)
+        self._metrics.check(llm, outputs)
         self.seen["strange_drafts"] += self._drafts.num_strange
-        if self._pipeline is not None:
-            self.seen["several_under_way"] += self._pipeline.num_beside
-            self.seen["bubble"] += self._pipeline.num_bubbles
-        self.seen["fits_once_published"] += self._waiting.num_fitting
         self.patterns.count_end()
         self.patterns.count_outputs(outputs)
         cell = self.scenario.cell
@@ -533,8 +502,8 @@ class Observer(Watcher):
 
 def _most_blocks(spec: KVCacheSpec, num_tokens: int, is_async: bool) -> int:
     """How many a request holds at most, in a group, until it has so many tokens."""
-    columns = cdiv(num_tokens, spec.block_size)
+    logical_blocks = cdiv(num_tokens, spec.block_size)
     if not isinstance(spec, MambaSpec):
-        return columns
-    held = {"none": 1, "align": min(1 + states_behind(spec, is_async), columns), "all": columns}
-    return held.get(spec.mamba_cache_mode, spec.mode.held_at_most(columns, 1)) + spec.num_speculative_blocks
+        return logical_blocks
+    held = {"none": 1, "align": min(1 + states_behind(spec, is_async), logical_blocks), "all": logical_blocks}
+    return held.get(spec.mamba_cache_mode, spec.mode.held_at_most(logical_blocks, 1)) + spec.num_speculative_blocks

@@ -17,7 +17,7 @@ from hybrid_kv.engine.llm import LLM, RequestOutput
 from hybrid_kv.guard.scenario import COMMON, Scenario, has_attention, num_states
 from hybrid_kv.guard.step import Prefix, Ran, Track
 from hybrid_kv.kernels.common.integers import cdiv
-from hybrid_kv.kernels.replay import ReplayStep
+from hybrid_kv.kernels.recompute import RecomputeStep
 
 # What a differential run must have seen, and what it means.
 REQUIRED = {
@@ -87,7 +87,7 @@ REQUIRED = {
     "second_turn_align": "a hit on tokens that another request generated, in mode align",
     "second_turn_all": "… in mode all",
     "repeated_after_cut_chunk": "a prompt of one or two blocks, cut between boundaries, that came again",
-    "twins": "two equal prompts computed in one step",
+    "duplicates": "two equal prompts computed in one step",
     "waits_for_prefix": "a prompt that waits for the step that computes its first block",
     "shared_block": "two requests that run on one cached prefix",
     "identical_prompts": "four prompts with one beginning and different ends in one step",
@@ -95,8 +95,6 @@ REQUIRED = {
     "no_reuse": "caching on, and nothing to find",
     "eviction": "a cached block lost to another request",
     "one_step_late": "a step scheduled before the one before it was known",
-    "several_under_way": "in a pipeline, a step scheduled while requests are in another one",
-    "bubble": "… and one without requests, since all are in other steps",
     "abort_in_flight": "a request aborted between schedule and execution",
     "abort_waiting": "a waiting request aborted",
     "same_prompt_after_abort": "… and its prompt again",
@@ -106,27 +104,17 @@ REQUIRED = {
     "hit_behind_losses": "a prefix restored after blocks were lost for good",
     "reset": "all cached blocks forgotten while requests run",
     "sleep": "all memory given back and taken again while requests run",
-    "fits_once_published": "a prompt that fits because somebody has published more of it, and not for want of room",
     "sanitized": "a scenario with the sanitizer on",
-    "ring_emptied": "a ring without room for the next step, folded into the state",
+    "ring_emptied": "a ring without room for the next step, flushed into the state",
     "ring_wrapped": "a history, and the step behind it, that go round the end of the ring",
-    "folded_at_boundary": "a history folded up to a block boundary, with tokens left behind it",
-    "folded_in_place": "a history folded into the block that it follows",
-    "folded_at_finish": "a state that was written only because its request ended",
-    "folded_at_preemption": "… was preempted",
-    "folded_at_abort": "… was aborted",
-    "hit_on_folded": "a prefix restored from a state that was written a step late",
+    "flushed_at_boundary": "a history flushed up to a block boundary, with tokens left behind it",
+    "flushed_in_place": "a history flushed into the block that it follows",
+    "flushed_at_finish": "a state that was written only because its request ended",
+    "flushed_at_preemption": "… was preempted",
+    "flushed_at_abort": "… was aborted",
+    "hit_on_flushed": "a prefix restored from a state that was written a step late",
     "shared_base": "a history behind a state that other requests may read",
-    "window_ahead": "a window that rejected drafts left in a column behind all that the next step reaches",
-}
-
-# Request patterns behind known bugs of other engines that this one cannot have.
-NOT_APPLICABLE = {
-    "tree_drafts": "a draft is one sequence",
-    "idle_rank": "there is one rank",
-    "saved_conversations": "a second turn goes through the prefix cache",
-    "padded_sequences": "batches are ragged: no side is padded; requests join running batches in every scenario",
-    "beams": "a request has one continuation",
+    "window_ahead": "a window that rejected drafts left in a logical block behind all that the next step reaches",
 }
 
 WINDOW = 3  # tokens of a convolution window
@@ -166,7 +154,7 @@ class Patterns:
         self._num_ended = 0
 
     def watch(self, llm: LLM, late: Set[Prefix]) -> None:
-        """Count from here on. `late`: prefixes whose states scheme `replay` wrote a step late, as they come."""
+        """Count from here on. `late`: prefixes whose states scheme `recompute` wrote a step late, as they come."""
         self._llm, self._late = llm, late
         sizes = llm.plan.sizes
         is_indexed = MODES[llm.config.cache.mamba_cache_mode].keeps_states and sizes.mamba_block_size is not None
@@ -178,10 +166,10 @@ class Patterns:
             self.seen["block_reuse"] += self._block_owner.get(block, request_id) != request_id
             self._block_owner[block] = request_id
 
-    def count_step(self, step: Sequence[Ran], replay: ReplayStep | None) -> None:
+    def count_step(self, step: Sequence[Ran], history: RecomputeStep | None) -> None:
         """The patterns of one step that has run, before the engine takes its results.
 
-        `replay`: what its decodes replay in scheme `replay`, in the first group that has states.
+        `recompute`: what its decodes run again in scheme `recompute`, in the first group that has states.
         """
         seen, K = self.seen, self._llm.config.speculative.num_speculative_tokens
         items = [ran.item for ran in step]
@@ -201,8 +189,8 @@ class Patterns:
         with_drafts = [ran for ran in step if ran.item.num_drafts]
         seen["whole_batch_rejected"] += len(with_drafts) > 1 and all(len(ran.tokens) == 1 for ran in with_drafts)
         seen["lone_chunks"] += len(step) == 1 and _is_chunk(step[0]) and step[0].item.num_computed_tokens > 0
-        if replay is not None:
-            self._count_replay(replay)
+        if history is not None:
+            self._count_history(history)
         if MODES[self._llm.config.cache.mamba_cache_mode].keeps_states:
             size, longest = self.block_size, max(item.num_computed_tokens + item.num_tokens for item in items)
             seen["window_ahead"] += any(cdiv(ran.track.reach, size) > cdiv(longest, size) for ran in step)
@@ -219,19 +207,19 @@ class Patterns:
                 others = [other for other in (step[index - 1], step[index + 1]) if not _ends(other)]
                 seen["middle_row_ends"] += len({len(other.tokens) for other in others}) > 1
 
-    def _count_replay(self, step: ReplayStep) -> None:
+    def _count_history(self, step: RecomputeStep) -> None:
         seen, pool = self.seen, self._llm.manager.pool
         spec = next(iter(self._llm.runner.builders.values())).spec
-        ring_len = spec.undo.describe()["ring_len"]
+        ring_len = spec.rollback.describe()["ring_len"]
         parts = (step.src, step.dst, step.ring_start, step.n_hist, step.n_flush)
         for source, target, start, history, flush in torch.stack(parts, dim=1).tolist():
             if not source:
                 continue
-            # What is left behind a boundary is less than a step; a full ring is folded whole.
+            # What is left behind a boundary is less than a step; a full ring is flushed whole.
             seen["ring_emptied"] += flush > 0 and flush == history and flush + 2 * step.max_query_len > ring_len
             seen["ring_wrapped"] += history > 0 and start < ring_len < start + history + step.max_query_len
-            seen["folded_at_boundary"] += 0 < flush < history
-            seen["folded_in_place"] += flush > 0 and source == target
+            seen["flushed_at_boundary"] += 0 < flush < history
+            seen["flushed_in_place"] += flush > 0 and source == target
             is_shared = int(pool.ref_count[source]) > 1 or pool.key_of(source) is not None
             seen["shared_base"] += history > 0 and is_shared
 
@@ -294,7 +282,7 @@ class Patterns:
             salts.add(track.salt)
             if n:
                 seen[f"hit_{mode}"] += 1
-                seen["hit_on_folded"] += track.prefix(n) in self._late
+                seen["hit_on_flushed"] += track.prefix(n) in self._late
                 seen["hit_of_several_blocks"] += n >= 2 * size
                 seen["unequal_blocks"] += len({group.spec.block_size for group in self._llm.plan.config.groups}) > 1
                 seen["unequal_pages"] += len(set(self._llm.plan.config.buffer_page_sizes)) > 1
@@ -315,7 +303,7 @@ class Patterns:
                 seen["state_deeper"] += min(states) > n
         started = [ran for ran in admitted if ran.item.num_computed_tokens == 0 and ran.item.num_tokens >= size]
         fresh = [ran.track.sequence for ran in started]
-        seen["twins"] += len({bytes(sequence[:size]) for sequence in fresh}) < len(fresh)
+        seen["duplicates"] += len({bytes(sequence[:size]) for sequence in fresh}) < len(fresh)
         seen["identical_prompts"] += (
             any(sum(other[:COMMON] == sequence[:COMMON] for other in fresh) > 3 for sequence in fresh)
             and len({bytes(sequence) for sequence in fresh}) > 3

@@ -22,8 +22,8 @@ from hybrid_kv.guard.registry import Run
 from hybrid_kv.guard.scenario import Cell, Scenario, ScriptedProposer, answer_book
 from hybrid_kv.guard.step import RuleError
 from hybrid_kv.guard.traffic import draw_scenario
+from hybrid_kv.observe import EngineObserver
 from hybrid_kv.sanitizer import SanitizerError
-from hybrid_kv.watch import Watcher
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def rule_of(error: Exception) -> str:
 
 @contextmanager
 def unwarned() -> Iterator[None]:
-    """A guard does on purpose what a user is warned of: drafts that nobody proposes, short prompts, damaged files."""
+    """A guard does on purpose what a user is warned of: drafts without a proposer, short prompts, damaged files."""
     logger = logging.getLogger("hybrid_kv")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -84,8 +84,8 @@ def run_scenario(scenario: Scenario) -> Differences:
     return play(scenario)[0]
 
 
-def play(scenario: Scenario, watchers: Sequence[Watcher] = ()) -> tuple[Differences, list[RequestOutput]]:
-    """`run_scenario`, and the outputs. `watchers` see each step before the observer does."""
+def play(scenario: Scenario, observers: Sequence[EngineObserver] = ()) -> tuple[Differences, list[RequestOutput]]:
+    """`run_scenario`, and the outputs. `observers` see each step before the observer does."""
     options, book = scenario.options, answer_book(scenario.layers)
     limit = options["max_model_len"]
     requests = list(zip(scenario.prompts, scenario.params, strict=True))
@@ -98,7 +98,7 @@ def play(scenario: Scenario, watchers: Sequence[Watcher] = ()) -> tuple[Differen
     try:
         llm = _engine(scenario, sequences)
         poison(llm)
-        llm.watchers[:0] = watchers
+        llm.observers[:0] = observers
         observer.watch(llm)
         for wave in scenario.waves or (len(requests),):
             part = slice(len(outputs), len(outputs) + wave)
@@ -151,17 +151,17 @@ def run_scenarios(seeds: Iterator[int], pool: Executor | None, workers: int) -> 
     if pool is None:
         yield from (run_scenario(draw_scenario(seed)) for seed in seeds)
         return
-    under_way: deque[Future[list[Differences]]] = deque()
+    in_flight: deque[Future[list[Differences]]] = deque()
     try:
         while True:
             with deaf_to_ctrl_c():  # A submit may start a worker.
-                while len(under_way) < 3 * workers and (batch := list(islice(seeds, 4))):
-                    under_way.append(pool.submit(_run_batch, batch))
-            if not under_way:
+                while len(in_flight) < 3 * workers and (batch := list(islice(seeds, 4))):
+                    in_flight.append(pool.submit(_run_batch, batch))
+            if not in_flight:
                 return
-            yield from under_way.popleft().result()
+            yield from in_flight.popleft().result()
     finally:
-        for future in under_way:
+        for future in in_flight:
             future.cancel()
 
 

@@ -1,7 +1,7 @@
-"""Memory that nobody may read, filled with what everybody would notice.
+"""Memory that must not be read, filled with what changes every result.
 
-Stale memory often holds the right value by chance: a block that its last owner filled with the same tokens, a column
-of the block table that an earlier step gathered for another request with the same prefix.
+Stale memory often holds the right value by chance: a block that its last owner filled with the same tokens, a logical
+block of the block table that an earlier step gathered for another request with the same prefix.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def poison_null_block(llm: LLM) -> None:
         buffer[: len(buffer) // llm.manager.pool.num_blocks].fill_(-1)
 
 
-class StaleColumns:
-    """Makes null, before a step, every column of the block tables that the step must write before it reads it.
+class StaleBlocks:
+    """Makes null, before a step, every logical block of the block tables that the step must write before it reads it.
 
     What may stay is what any implementation may keep from step to step: of a row its own blocks, and of a place in the
     batch the blocks that were gathered there for the same request. All else is null, which is poisoned (above); an id
-    that does not exist would be no better, as readers may load columns that they mask. Padding rows are left alone:
-    null is what they must be.
+    that does not exist would be no better, as readers may load logical blocks that they mask. Padding rows are left
+    alone: null is what they must be.
     """
 
     def __init__(self, tables: BlockTables) -> None:

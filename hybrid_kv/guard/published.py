@@ -1,28 +1,28 @@
-"""Which prefixes a cache without eviction would have, said once more: not by asking the cache that is checked."""
+"""Which prefixes a cache without eviction would have, re-implemented: the cache that is checked is not used."""
 
 from __future__ import annotations
 
 from math import lcm
 
-from hybrid_kv.attention.undo import ReplaySpec
+from hybrid_kv.attention.rollback import RecomputeSpec
 from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.guard.step import Prefix, Ran, Track
 from hybrid_kv.kernels.common.integers import cdiv
 
 
-def replay_of(spec: KVCacheSpec) -> ReplaySpec | None:
-    """The ring of a group of states in scheme `replay`."""
-    return spec.undo if isinstance(spec, MambaSpec) and isinstance(spec.undo, ReplaySpec) else None
+def recompute_of(spec: KVCacheSpec) -> RecomputeSpec | None:
+    """The ring of a group of states in scheme `recompute`."""
+    return spec.rollback if isinstance(spec, MambaSpec) and isinstance(spec.rollback, RecomputeSpec) else None
 
 
 def states_behind(spec: MambaSpec, is_async: bool) -> int:
-    """Mode align: columns before a request's last one that may have a block."""
-    if (replay := replay_of(spec)) is None:
+    """Mode align: logical blocks before a request's last one that may have a block."""
+    if (recompute := recompute_of(spec)) is None:
         return 1
-    # The last token of a step is at most so far behind the state that the step, or the one under way, starts from.
-    T = 1 + replay.num_speculative_tokens
-    furthest = min(replay.ring_len, spec.block_size + 2 * T - 1) + T * is_async
+    # The last token of a step is at most so far behind the state that the step, or the one in flight, starts from.
+    T = 1 + recompute.num_speculative_tokens
+    furthest = min(recompute.ring_len, spec.block_size + 2 * T - 1) + T * is_async
     return cdiv(furthest, spec.block_size)
 
 
@@ -32,8 +32,7 @@ class Published:
     def __init__(self, llm: LLM) -> None:
         specs = [group.spec for group in llm.plan.config.groups]
         self._specs = list(dict.fromkeys(specs))
-        self._kinds = [self._specs.index(spec) for spec in specs]  # of each group
-        self.late: set[Prefix] = set()  # of states that scheme `replay` wrote a step late, cleared or not
+        self.late: set[Prefix] = set()  # of states that scheme `recompute` wrote a step late, cleared or not
         self._unit = lcm(*(spec.block_size for spec in specs))
         self._seen: set[tuple[int, Prefix]] = set()
 
@@ -46,24 +45,24 @@ class Published:
         before = ran.track.base  # the same in all groups of states
         for kind, spec in enumerate(self._specs):
             first = ran.item.num_computed_tokens // spec.block_size
-            if isinstance(spec, MambaSpec) and (replay := replay_of(spec)) is not None:
+            if isinstance(spec, MambaSpec) and (recompute := recompute_of(spec)) is not None:
                 if not ran.is_prefill:
                     ran.track.base = before
-                    self._replay(ran, kind, spec, replay)
+                    self._recompute(ran, kind, spec, recompute)
                     continue
                 ran.track.base = ran.end
-            ends = [spec.block_size * (column + 1) for column in range(first, ran.end // spec.block_size)]
+            ends = [spec.block_size * (block_idx + 1) for block_idx in range(first, ran.end // spec.block_size)]
             if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align" and ran.is_prefill:
                 ends = [end for end in ends if end == ran.end]
             self._seen.update((kind, ran.track.prefix(end)) for end in ends)
 
-    def _replay(self, ran: Ran, kind: int, spec: MambaSpec, replay: ReplaySpec) -> None:
+    def _recompute(self, ran: Ran, kind: int, spec: MambaSpec, recompute: RecomputeSpec) -> None:
         """A decode begins with writing the state at the boundary that it finds passed, or one that empties the ring."""
         track, n = ran.track, ran.item.num_computed_tokens
         boundary = (track.base // spec.block_size + 1) * spec.block_size
         if spec.mamba_cache_mode != "none" and n >= boundary:
             self._write(track, kind, boundary)
-        elif n - track.base + ran.item.num_tokens + 1 + replay.num_speculative_tokens > replay.ring_len:
+        elif n - track.base + ran.item.num_tokens + 1 + recompute.num_speculative_tokens > recompute.ring_len:
             track.base = n
 
     def _write(self, track: Track, kind: int, boundary: int) -> None:
@@ -75,7 +74,7 @@ class Published:
         """A request gives up its blocks after so many tokens: what it has completed is written first."""
         before = track.base
         for kind, spec in enumerate(self._specs):
-            if isinstance(spec, MambaSpec) and replay_of(spec) is not None and spec.mamba_cache_mode != "none":
+            if isinstance(spec, MambaSpec) and recompute_of(spec) is not None and spec.mamba_cache_mode != "none":
                 track.base = before
                 boundary = (track.base // spec.block_size + 1) * spec.block_size
                 if track.base and boundary <= num_tokens:
@@ -96,24 +95,3 @@ class Published:
             if not missing:
                 best = end
         return best
-
-    def of_groups(self, track: Track, num_tokens: int) -> tuple[int, ...]:
-        """What each group alone can restore of the first `num_tokens` tokens, the last token excluded."""
-        own = []
-        for kind, spec in enumerate(self._specs):
-            ends = range(spec.block_size, num_tokens, spec.block_size)
-            has = [(kind, track.prefix(end)) in self._seen for end in ends]
-            if isinstance(spec, MambaSpec):
-                own.append(max((end for end, known in zip(ends, has, strict=True) if known), default=0))
-            else:
-                own.append(spec.block_size * [*has, False].index(False))
-        return tuple(own[kind] for kind in self._kinds)
-
-    def veto(self, track: Track, num_tokens: int) -> int | None:
-        """The first group that cannot restore more than the hit, if another one can."""
-        own, longer = self.of_groups(track, num_tokens), self.hit(track, num_tokens) + self._unit
-        if max(own) < longer:
-            return None
-        name = track.prefix(longer)
-        lost = (i for i, kind in enumerate(self._kinds) if own[i] < longer or (kind, name) not in self._seen)
-        return next(lost)

@@ -22,8 +22,8 @@ Runs = Literal["beside", "spread", "alone"]
 class CheckResult:
     """One line of the guard's table.
 
-    `value` is the figure, `limit` what it was held against (empty if nothing), `detail` the first thing that is wrong;
-    `params` say what was run, `figures` what else was counted, `interval` is the 95 % interval of `value`.
+    `value` is the metric, `limit` what it was compared with (empty if nothing), `detail` the first thing that is wrong;
+    `params` say what was run, `metrics` what else was counted, `interval` is the 95 % interval of `value`.
     `case` is the text of a file that plays the first failure again, see `guard.cases`; empty: there is none.
     `failed_after` is when the first thing was wrong, in seconds since its section began; in the guard's results since
     the guard did.
@@ -42,7 +42,7 @@ class CheckResult:
     seconds: float
     detail: str = ""
     params: dict[str, Any] = field(default_factory=dict)
-    figures: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
     interval: tuple[float, float] | None = None
     failed_after: float | None = None
     case: str = ""
@@ -52,8 +52,8 @@ class CheckResult:
             raise ValueError(f"unit={self.unit!r} of {self.name!r} is not one of hybrid_kv.results.UNITS")
 
 
-def untold(done: float) -> None:
-    """A progress that nobody follows; a lambda could not go to another process."""
+def unseen(done: float) -> None:
+    """Progress that is not shown; a lambda could not go to another process."""
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,17 @@ class Run:
 
     Attributes:
         amount: how much to do, in the check's own unit.
-        progress: to be told what part of the amount is done, in the same unit.
+        progress: called with the part of the amount that is done, in the same unit.
         workers: processes that it may use, those of `pool`; without a pool this one alone.
         device: of the guard model; the exact one follows its integers on the CPU.
         only: levels by factor: run all that has them and nothing else, whatever the amount.
         repro: folder for a small case of what failed; None writes none.
-        fail_fast: nothing that comes behind the first thing that is wrong is asked for.
+        fail_fast: nothing is needed behind the first thing that is wrong.
     """
 
     amount: int
     seed: int = 0
-    progress: Callable[[float], object] = untold
+    progress: Callable[[float], object] = unseen
     workers: int = 1
     device: str = "cpu"
     only: Mapping[str, str] = field(default_factory=dict)
@@ -121,7 +121,7 @@ def check(
         seconds: for one of its amount; the progress bar is one of time.
         place: sections are printed in this order, and run in it where they run one by one.
         needs: packages that are an extra's, separated by spaces.
-        factors: what `Run.only` may name, with all levels of each; asked once it is needed.
+        factors: what `Run.only` may name, with all levels of each; called when it is needed.
         runs: in one process beside others, or over all of them (`spread`), or with nothing beside it (`alone`), as
             what measures time must.
     """

@@ -1,4 +1,4 @@
-"""A scenario as a file, as a script, and played again with its story told.
+"""A scenario as a file, and played again step by step.
 
 The file is JSON: what `Scenario` has, a request a line, and the rule that it broke when it was written.
 """
@@ -19,36 +19,14 @@ from hybrid_kv.files import refuse_device, write_whole
 from hybrid_kv.guard.play import Failure, play, unwarned
 from hybrid_kv.guard.scenario import SCRIPTS, Event, Scenario
 from hybrid_kv.models.exact import KV_HEADS, PARTS, ExactConfig
+from hybrid_kv.observe import EngineObserver
 from hybrid_kv.request import ScheduledRequest
 from hybrid_kv.sampling import SamplingParams
-from hybrid_kv.watch import Watcher
 
 T = TypeVar("T")
 
 FORMAT, VERSION = "hybrid-kv scenario", 1
 NUM_STEPS = 12  # of a story, the last ones
-
-SCRIPT = '''\
-"""{rule}, exit code 1 while the bug lives. Written by `hybrid-kv guard`, scenario {seed}."""
-
-from hybrid_kv.guard.replay import replay
-from hybrid_kv.guard.scenario import Event, Scenario
-from hybrid_kv.sampling import SamplingParams
-
-scenario = Scenario(
-    {seed},
-    {layers!r},
-    {options!r},
-    {prompts},
-    {params},
-    waves={waves!r},
-    drafts={drafts!r},
-    events={events},
-)
-
-if __name__ == "__main__":
-    raise SystemExit(replay(scenario))
-'''
 
 
 def to_json(scenario: Scenario, rule: str = "") -> str:
@@ -170,60 +148,25 @@ def _changed(params: SamplingParams) -> dict[str, Any]:
     return {key: value for key, value in vars(params).items() if key == "max_tokens" or value != usual[key]}
 
 
-def to_script(scenario: Scenario, rule: str) -> str:
-    """A program of at most 30 lines that plays the scenario; it needs nothing but this package."""
-    params = [
-        f"SamplingParams({', '.join(f'{key}={value!r}' for key, value in _changed(own).items())})"
-        for own in scenario.params
-    ]
-    events = "".join(f"Event({event.what!r}, {event.first}, {event.every}), " for event in scenario.events)
-    return SCRIPT.format(
-        rule=rule,
-        seed=scenario.seed,
-        layers=scenario.layers,
-        options=scenario.options,
-        prompts=_rows([str(prompt) for prompt in scenario.prompts]),
-        params=_rows(params),
-        waves=scenario.waves,
-        drafts=scenario.drafts,
-        events=f"({events.rstrip()})",
-    )
-
-
-def _rows(values: Sequence[str]) -> str:
-    """A list, an entry per line if there are few."""
-    if len(values) > 3:
-        return f"[{', '.join(values)}]"
-    return "[\n        " + ",\n        ".join(values) + ",\n    ]"
-
-
-def write_files(failure: Failure, folder: Path) -> tuple[Path, Path]:
-    """The JSON file and the script of a failure; see `write_pair`."""
-    text = to_json(failure.scenario, failure.rule)
-    return write_pair(text, to_script(failure.scenario, failure.rule), failure.rule, folder)
-
-
-def write_pair(text: str, script: str, rule: str, folder: Path) -> tuple[Path, Path]:
-    """Both files of a case: `<rule>-<hash>.json` and `.py`.
+def write_case(text: str, rule: str, folder: Path) -> Path:
+    """The file of a case: `<rule>-<hash>.json`.
 
     Raises:
-        HybridKVError: they cannot be written.
+        HybridKVError: it cannot be written.
     """
     name = re.sub(r"[^a-z0-9]+", "-", rule.lower()).strip("-")
     file = folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
     write_whole(file, text)
-    write_whole(file.with_suffix(".py"), script)
-    return file, file.with_suffix(".py")
+    return file
 
 
 def announce(requests: int, tokens: int, plays: int, seconds: float, is_minimal: bool, file: Path) -> str:
     """How small a case got, and how it is played."""
     effort = f"{plays} plays in {seconds:.1f} s{'' if is_minimal else ', the time was up'}"
-    command = f"hybrid-kv guard --replay {file}, or python {file.with_suffix('.py')}"
-    return f"shrunk to {requests} requests with {tokens} prompt tokens ({effort}): {command}"
+    return f"shrunk to {requests} requests with {tokens} prompt tokens ({effort}): hybrid-kv guard --replay {file}"
 
 
-class _Story(Watcher):
+class _Story(EngineObserver):
     """What ran in each step, in words."""
 
     def __init__(self) -> None:

@@ -34,7 +34,7 @@ def result_rows(results: Sequence[CheckResult]) -> list[Row]:
         timed = result.unit == "time ratio"
         rows.append(timing_row(receipt=Receipt(True, True, 0.0), **values) if timed else Row(**values))
         moment = {} if result.failed_after is None else {"failed_after": round(result.failed_after, 3)}
-        numbers = {**_limit(result.limit), "seconds": round(result.seconds, 3), **moment, **result.figures}
+        numbers = {**_limit(result.limit), "seconds": round(result.seconds, 3), **moment, **result.metrics}
         rows += [
             Row(metric=f"{key}:{name}", value=value, params=result.params, **shared)
             for name, value in numbers.items()
@@ -54,15 +54,13 @@ def print_results(results: Sequence[CheckResult]) -> None:
     # Into a file or a CI log rich would fold the table at 80 columns.
     console = Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
     table = Table(box=None, pad_edge=False)
-    for name in ("section", "check", "figure", "limit", "of", "seconds", ""):
-        table.add_column(
-            name, justify="right" if name in ("figure", "limit", "of", "seconds") else "left", no_wrap=True
-        )
+    for name in ("section", "check", "value", "limit", "of", "seconds", ""):
+        table.add_column(name, justify="right" if name in ("value", "limit", "of", "seconds") else "left", no_wrap=True)
     for result in results:
-        figure = f"{result.value:.3g}" if isinstance(result.value, float) else str(result.value)
+        metric = f"{result.value:.3g}" if isinstance(result.value, float) else str(result.value)
         seconds = f"{result.seconds:.1f}" if result.seconds else ""
         verdict = "ok" if result.passed else "FAILED"
-        table.add_row(result.section, result.name, figure, result.limit, f"{result.n:,}", seconds, verdict)
+        table.add_row(result.section, result.name, metric, result.limit, f"{result.n:,}", seconds, verdict)
     console.print(table)
     for result in results:
         if not result.passed:
@@ -86,13 +84,13 @@ def first_failure(results: Sequence[CheckResult]) -> dict[str, Any] | None:
     if not failed:
         return None
     first = min(failed, key=lambda result: result.failed_after or 0.0)
-    requests = first.figures.get("requests_to_failure")
+    requests = first.metrics.get("requests_to_failure")
     found = {"section": first.section, "check": first.name, "seconds": first.failed_after, "exact_requests": requests}
     return found
 
 
 def document(results: Sequence[CheckResult], seed: int) -> dict[str, Any]:
-    """For JSON: every check with its figure, and where the run comes from."""
+    """For JSON: every check with its metric, and where the run comes from."""
     return {
         "passed": all(result.passed for result in results),
         "seed": seed,

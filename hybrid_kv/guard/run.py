@@ -26,7 +26,7 @@ from hybrid_kv.guard.registry import CHECKS, Check, CheckResult, Run, Size, load
 from hybrid_kv.guard.workers import CONTEXT, num_workers, processes
 from hybrid_kv.threads import one_thread
 
-Advance = Callable[[str, float], object]  # told a section, and how much of its amount is done
+Advance = Callable[[str, float], object]  # gets a section, and how much of its amount is done
 Ended = tuple[Check, list[CheckResult], float]  # and the seconds that it took
 
 
@@ -53,8 +53,8 @@ def run_guard(
         device: of the guard model; the exact one follows its integers on the CPU.
         select: parts of sections' names; one of them is enough.
         only: levels by factor; only sections that have these factors run.
-        repro: folder for small cases of what failed; it is made when there is one.
-        fail_fast: end with the first section that fails, and what is under way beside it.
+        repro: folder for reduced cases of what failed; it is made when there is one.
+        fail_fast: end with the first section that fails, and what runs beside it.
         jobs: processes at a time; None: see `num_workers`.
 
     Raises:
@@ -71,8 +71,8 @@ def run_guard(
         and (not only or only.keys() <= check.factors().keys())
     ]
     if not chosen:
-        asked = [*(select or ()), *(only or ())]
-        raise ConfigError(f"no section of this guard has {' or '.join(asked)!r}; leave --only out")
+        wanted = [*(select or ()), *(only or ())]
+        raise ConfigError(f"no section of this guard has {' or '.join(wanted)!r}; leave --only out")
     require(*dict.fromkeys(package for check in chosen for package in check.needs))
     workers = num_workers(jobs)
     run = Run(0, seed, workers=workers, device=device, only=only or {}, repro=repro, fail_fast=fail_fast)
@@ -182,7 +182,7 @@ def _bar(chosen: Sequence[Check], runs: Mapping[str, Run], progress: bool) -> It
 def _run(check: Check, run: Run) -> list[CheckResult]:
     """A check that crashes has found something; one whose library is missing could not run.
 
-    Of each section the first failure that has a case is made small.
+    Of each section the first failure that has a case is reduced.
     """
     begin = time.perf_counter()
     try:
@@ -192,7 +192,7 @@ def _run(check: Check, run: Run) -> list[CheckResult]:
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         detail = f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
-        return [CheckResult(check.section, "runs to its end", False, 0, "", "", 0, 0.0, detail)]
+        return [CheckResult(check.section, "section crashed", False, 0, "", "", 0, 0.0, detail)]
     first = next((i for i, result in enumerate(results) if result.case), None)
     if first is not None and run.repro is not None:
         found, seconds = results[first], time.perf_counter() - begin

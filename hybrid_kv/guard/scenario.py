@@ -50,7 +50,7 @@ class SmallKVFirst(FlashAttentionBackend):
 class Event:
     """A disturbance before step `first`, and again every `every` steps (0: once).
 
-    preempt: the youngest running request. abort: a running one, its step under way. drop: a waiting or running one
+    preempt: the youngest running request. abort: a running one, its step in flight. drop: a waiting or running one
     between two steps. evict: the oldest published block. reset: all published blocks; before an odd step all running
     requests are preempted, too. sleep: the engine gives its memory back, and takes another one.
     """

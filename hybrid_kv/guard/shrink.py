@@ -1,9 +1,6 @@
-"""Makes a failing scenario small: what can go without another rule being the first to break, goes.
+"""Reduces a failing scenario: what can go without another rule being the first to break, goes.
 
-This is delta debugging (Zeller and Hildebrandt 2002), greedy, over requests, disturbances, layers, engine options,
-prompt tokens and sampling parameters, again and again until nothing more can go. The shrinker of `hypothesis` works on
-the choices of its own strategies, and a scenario is drawn from a seed; it would also be needed at run time. So the
-twelve lines of `minimize` are our own.
+Over requests, disturbances, layers, engine options, prompt tokens and sampling parameters, until nothing more can go.
 """
 
 from __future__ import annotations
@@ -12,19 +9,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from hybrid_kv.guard.play import Failure, play, run_scenario, unwarned
-from hybrid_kv.guard.replay import announce, tell, write_files
+from hybrid_kv.guard.replay import announce, tell, to_json, write_case
 from hybrid_kv.guard.scenario import SCRIPTS, Event, Scenario, SmallBlocksFirst, SmallKVFirst, answer_book
-from hybrid_kv.minimize import minimize
+from hybrid_kv.minimize import Shrinker, TimeUpError
+from hybrid_kv.observe import EngineObserver
 from hybrid_kv.request import ScheduledRequest
 from hybrid_kv.sampling import SamplingParams
-from hybrid_kv.watch import Watcher
-
-T = TypeVar("T")
 
 ROOMY = 400  # blocks: no scenario of the guard fills them
 TIGHT = (4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 50, 60)
@@ -55,24 +51,20 @@ class Shrunk:
 
 
 def filed(shrunk: Shrunk, folder: Path) -> tuple[Path, str]:
-    """Write the files of what was shrunk; the one to be replayed, and what became of it, with its story.
+    """Write the file of what was shrunk; it, and what became of it, with its story.
 
     Raises:
-        HybridKVError: the files cannot be written.
+        HybridKVError: it cannot be written.
     """
     scenario = shrunk.failure.scenario
-    file, _ = write_files(shrunk.failure, folder)
+    file = write_case(to_json(scenario, shrunk.failure.rule), shrunk.failure.rule, folder)
     sizes = len(scenario.prompts), sum(map(len, scenario.prompts))
-    told = announce(*sizes, shrunk.num_plays, shrunk.seconds, shrunk.is_minimal, file)
-    return file, f"{told}\n{tell(scenario)[1]}"
+    summary = announce(*sizes, shrunk.num_plays, shrunk.seconds, shrunk.is_minimal, file)
+    return file, f"{summary}\n{tell(scenario)[1]}"
 
 
-class _TimeUpError(Exception):
-    pass
-
-
-class _Steps(Watcher):
-    """Counts steps; a play that goes on for much longer than the best one is not waited for."""
+class _Steps(EngineObserver):
+    """Counts steps; a play that goes on for much longer than the best one is ended."""
 
     def __init__(self, most: int) -> None:
         self.count, self._most = 0, most
@@ -80,7 +72,7 @@ class _Steps(Watcher):
     def on_schedule(self, scheduled: Sequence[ScheduledRequest]) -> None:
         self.count += 1
         if self.count > self._most:
-            raise _TimeUpError
+            raise TimeUpError
 
 
 def shrink(failure: Failure, seconds: float = 60.0) -> Shrunk:
@@ -92,14 +84,10 @@ def shrink(failure: Failure, seconds: float = 60.0) -> Shrunk:
     begin = time.process_time()
     sanitized = replace(failure.scenario, options={**failure.scenario.options, "sanitize": True}, cell={})
     seen = run_scenario(sanitized).wrong
-    shrinker = _Shrinker(seen[0] if seen else failure, begin + seconds)
-    is_minimal = True
-    try:
-        with unwarned():
-            shrinker.run()
-    except _TimeUpError:
-        is_minimal = False
-    return Shrunk(shrinker.best, shrinker.num_plays, time.process_time() - begin, is_minimal)
+    shrinker = _Shrinker(seen[0] if seen else failure, begin + seconds - time.process_time())
+    with unwarned():
+        shrinker.run()
+    return Shrunk(shrinker.failure, shrinker.num_plays, time.process_time() - begin, shrinker.is_minimal)
 
 
 @dataclass(frozen=True)
@@ -145,54 +133,26 @@ def _with_texts(scenario: Scenario, texts: Sequence[_Text]) -> Scenario:
     return made
 
 
-class _Shrinker:
-    def __init__(self, failure: Failure, deadline: float) -> None:
-        self.best = failure
-        self.num_plays = 0
+class _Shrinker(Shrinker[Scenario]):
+    def __init__(self, failure: Failure, seconds: float) -> None:
+        super().__init__(failure.scenario, seconds)
+        self.failure = failure
         self._most_steps = sys.maxsize
-        self._deadline = deadline
-        self._tried: set[str] = set()
 
-    @property
-    def scenario(self) -> Scenario:
-        return self.best.scenario
-
-    def fails(self, scenario: Scenario) -> bool:
-        """Whether this one breaks the same rule first; then it is the best so far."""
-        if (key := repr(scenario)) in self._tried:
-            return False
-        if time.process_time() > self._deadline:
-            raise _TimeUpError
-        self._tried.add(key)
-        self.num_plays += 1
+    def play(self, case: Scenario) -> Scenario | None:
         steps = _Steps(self._most_steps)
-        wrong = play(scenario, [steps])[0].wrong
-        if not wrong or wrong[0].rule != self.best.rule:
-            return False
-        self.best, self._most_steps = wrong[0], steps.count + 8
-        return True
+        wrong = play(case, [steps])[0].wrong
+        if not wrong or wrong[0].rule != self.failure.rule:
+            return None
+        self.failure, self._most_steps = wrong[0], steps.count + 8
+        return case
 
-    def minimize(self, items: Sequence[T], build: Callable[[Sequence[T]], Scenario | None]) -> None:
-        """Leave out as many of the items as can be missed."""
-
-        def fails(kept: Sequence[T]) -> bool:
-            made = build(kept)
-            return made is not None and self.fails(made)
-
-        minimize(items, fails)
-
-    def run(self) -> None:
-        """All passes until none helps."""
-        self.fails(self.scenario)
-        before = None
-        while before is not self.scenario:
-            before = self.scenario
-            for one_pass in (self._requests, self._disturbances, self._options, self._blocks, self._tokens):
-                one_pass()
-            self._params()
+    def passes(self) -> Sequence[Callable[[], object]]:
+        again = partial(self.fails, self.case)  # counts its steps
+        return again, self._requests, self._disturbances, self._options, self._blocks, self._tokens, self._params
 
     def _requests(self) -> None:
-        scenario = self.scenario
+        scenario = self.case
         ends = [*accumulate(scenario.waves or (len(scenario.prompts),))]
         wave_of = [sum(i >= end for end in ends) for i in range(len(scenario.prompts))]
 
@@ -206,83 +166,83 @@ class _Shrinker:
                 waves=waves if len(waves) > 1 else (),
             )  # fmt: skip
 
-        self.minimize(range(len(scenario.prompts)), keep)
-        if self.scenario.waves:
-            self.fails(replace(self.scenario, waves=()))
+        self.leave_out(range(len(scenario.prompts)), keep)
+        if self.case.waves:
+            self.fails(replace(self.case, waves=()))
 
     def _disturbances(self) -> None:
-        scenario = self.scenario
-        self.minimize(scenario.events, lambda kept: replace(scenario, events=tuple(kept)))
-        if self.scenario.options.get("num_blocks", ROOMY) < ROOMY:
+        scenario = self.case
+        self.leave_out(scenario.events, lambda kept: replace(scenario, events=tuple(kept)))
+        if self.case.options.get("num_blocks", ROOMY) < ROOMY:
             self._make_room()
         for num_blocks in TIGHT:  # Where a pool has to be full, fewer requests fill a smaller one.
-            is_smaller = num_blocks < self.scenario.options.get("num_blocks", 0) < ROOMY
-            options = {**self.scenario.options, "num_blocks": num_blocks}
-            if is_smaller and self.fails(replace(self.scenario, options=options)):
+            is_smaller = num_blocks < self.case.options.get("num_blocks", 0) < ROOMY
+            options = {**self.case.options, "num_blocks": num_blocks}
+            if is_smaller and self.fails(replace(self.case, options=options)):
                 break
-        for i, event in enumerate(self.scenario.events):
-            events = [*self.scenario.events]
+        for i, event in enumerate(self.case.events):
+            events = [*self.case.events]
             for first in {0, event.first}:
                 events[i] = replace(event, first=first, every=0)
-                if self.fails(replace(self.scenario, events=tuple(events))):
+                if self.fails(replace(self.case, events=tuple(events))):
                     break
 
     def _make_room(self) -> None:
         """What a full pool does, done on purpose in one with room."""
-        options = {**self.scenario.options, "num_blocks": ROOMY}
+        options = {**self.case.options, "num_blocks": ROOMY}
         whats: tuple[Literal["preempt", "evict"], ...] = ("preempt", "evict")
         for what in whats:
             for step in range(10):
                 event = Event(what, step)
-                if self.fails(replace(self.scenario, options=options, events=(*self.scenario.events, event))):
+                if self.fails(replace(self.case, options=options, events=(*self.case.events, event))):
                     return
 
     def _options(self) -> None:
-        texts, scenario = _texts(self.scenario), self.scenario
-        self.minimize(
+        texts, scenario = _texts(self.case), self.case
+        self.leave_out(
             scenario.layers,
             lambda kept: _with_texts(replace(scenario, layers="".join(kept)), texts) if kept else None,
         )
-        for drafts in SCRIPTS[: SCRIPTS.index(self.scenario.drafts)]:
-            options = dict(self.scenario.options)
+        for drafts in SCRIPTS[: SCRIPTS.index(self.case.drafts)]:
+            options = dict(self.case.options)
             if drafts == "ngram":
                 continue
             if drafts == "none":
                 options["num_speculative_tokens"] = 0
-            if self.fails(replace(self.scenario, drafts=drafts, options=options)):
+            if self.fails(replace(self.case, drafts=drafts, options=options)):
                 break
-        for key in self.scenario.options:
+        for key in self.case.options:
             if key not in _KEPT:
                 self._option(key, None)
         for key, values in _SIMPLER.items():
             for value in values:
-                if key not in self.scenario.options or value == self.scenario.options[key]:
+                if key not in self.case.options or value == self.case.options[key]:
                     break
-                if key == "max_num_batched_tokens" and value > self.scenario.options[key]:
+                if key == "max_num_batched_tokens" and value > self.case.options[key]:
                     break
                 if self._option(key, value):
                     break
 
     def _option(self, key: str, value: Any) -> bool:
         """Set an option; None leaves it out."""
-        options = {**self.scenario.options, key: value}
+        options = {**self.case.options, key: value}
         if value is None:
             del options[key]
         elif key == "max_num_batched_tokens":  # A step has room for a token of each request.
             options["max_num_seqs"] = min(value, options.get("max_num_seqs", value))
-        is_needed = key == "num_speculative_tokens" and value is None and self.scenario.drafts != "none"
-        return not is_needed and self.fails(replace(self.scenario, options=options))
+        is_needed = key == "num_speculative_tokens" and value is None and self.case.drafts != "none"
+        return not is_needed and self.fails(replace(self.case, options=options))
 
     def _blocks(self) -> None:
         """Smaller blocks: of each block of tokens the first ones are kept, or some from everywhere."""
-        key = "block_size" if "block_size" in self.scenario.options else "mamba_block_size"
-        size = self.scenario.options.get(key, 0)
+        key = "block_size" if "block_size" in self.case.options else "mamba_block_size"
+        size = self.case.options.get(key, 0)
         for smaller in (4, 8, 16):
             if smaller < size and any(map(self.fails, self._in_blocks_of(key, size, smaller))):
                 return
 
     def _in_blocks_of(self, key: str, size: int, smaller: int) -> Iterator[Scenario]:
-        scenario = self.scenario
+        scenario = self.case
         backends: tuple[dict[str, str], ...] = (
             {"attention_backend": SmallBlocksFirst.name},
             {"attention_backend": SmallKVFirst.name},
@@ -300,22 +260,22 @@ class _Shrinker:
 
     def _tokens(self) -> None:
         """The same tokens of all prompts, so that what they share they share still; then those of each one."""
-        scenario, texts = self.scenario, _texts(self.scenario)
+        scenario, texts = self.case, _texts(self.case)
 
         def keep(kept: Sequence[int]) -> Scenario:
             positions = set(kept)
             return _with_texts(scenario, _kept(texts, scenario, positions.__contains__))
 
-        self.minimize(range(max(map(len, scenario.prompts))), keep)
+        self.leave_out(range(max(map(len, scenario.prompts))), keep)
         for i in range(len(texts)):
-            texts = _texts(self.scenario)
-            own, scenario = texts[i], self.scenario
+            texts = _texts(self.case)
+            own, scenario = texts[i], self.case
 
             def shorten(kept: Sequence[int], i: int = i, own: _Text = own) -> Scenario:
                 return _with_texts(scenario, [*texts[:i], replace(own, own=list(kept)), *texts[i + 1 :]])  # noqa: B023
 
-            self.minimize(own.own, shorten)
-            texts, scenario = _texts(self.scenario), self.scenario
+            self.leave_out(own.own, shorten)
+            texts, scenario = _texts(self.case), self.case
             own = texts[i]
 
             def answer(kept: Sequence[int], i: int = i, own: _Text = own) -> Scenario:
@@ -323,29 +283,29 @@ class _Shrinker:
                 return _with_texts(scenario, [*texts[:i], fewer, *texts[i + 1 :]])  # noqa: B023
 
             if own.parent is not None:
-                self.minimize(range(own.num_answer), answer)
+                self.leave_out(range(own.num_answer), answer)
 
     def _params(self) -> None:
-        for i in range(len(self.scenario.params)):
-            own = self.scenario.params[i]
+        for i in range(len(self.case.params)):
+            own = self.case.params[i]
             self._param(i, SamplingParams(max_tokens=own.max_tokens))
             for name, default in vars(SamplingParams()).items():
                 if name != "max_tokens":
-                    self._param(i, replace(self.scenario.params[i], **{name: default}))
+                    self._param(i, replace(self.case.params[i], **{name: default}))
 
             def shorter(kept: Sequence[int], i: int = i) -> Scenario | None:
-                own = self.scenario.params[i]
+                own = self.case.params[i]
                 return self._with_param(i, replace(own, max_tokens=len(kept))) if kept else None
 
-            self.minimize(range(own.max_tokens), shorter)
+            self.leave_out(range(own.max_tokens), shorter)
 
     def _param(self, i: int, params: SamplingParams) -> bool:
-        """Where tokens are drawn the seed stays: without one nobody knows the right answer."""
+        """Where tokens are drawn the seed stays: without one there is no right answer."""
         known = params.seed is not None or params.is_greedy
-        return known and params != self.scenario.params[i] and self.fails(self._with_param(i, params))
+        return known and params != self.case.params[i] and self.fails(self._with_param(i, params))
 
     def _with_param(self, i: int, params: SamplingParams) -> Scenario:
-        scenario = self.scenario
+        scenario = self.case
         return replace(scenario, params=[*scenario.params[:i], params, *scenario.params[i + 1 :]])
 
 

@@ -19,7 +19,7 @@ class RuleError(AssertionError):
 
 @dataclass
 class Track:
-    """A running request as the rules see it. `most` and `columns` start anew with each admission."""
+    """A running request as the rules see it. `most` and `logical_blocks` start anew with each admission."""
 
     sequence: list[int]  # prompt and answer, stop tokens ignored
     prompt: int
@@ -30,12 +30,12 @@ class Track:
     ended_before: int = 0  # requests, when this one started
     known_before: int = 0  # generated tokens, when it was admitted last
     hit: int = 0
-    most: list[int] = field(default_factory=list)  # per group, upper bound of the columns
-    columns: list[set[int]] = field(default_factory=list)  # mode align: those held
+    most: list[int] = field(default_factory=list)  # per group, upper bound of the logical blocks
+    logical_blocks: list[set[int]] = field(default_factory=list)  # mode align: those held
     previous_drafts: int = -1  # scheduled in the step before; -1 before the first decode
     accepted: int = 0  # in the step before
     reach: int = 0  # tokens up to the last draft of the step before
-    base: int = 0  # scheme `replay`: tokens that the last written state has seen
+    base: int = 0  # scheme `recompute`: tokens that the last written state has seen
     computed: int = 0  # and those in the cache
 
     def prefix(self, num_tokens: int) -> Prefix:

@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from hybrid_kv.attention.undo import SCHEMES, undo_spec
+from hybrid_kv.attention.rollback import SCHEMES, rollback_spec
 from hybrid_kv.cache.modes import MODES
-from hybrid_kv.cache.spec import FullAttentionSpec, MambaSpec, UndoSpec, with_block_size, with_undo
+from hybrid_kv.cache.spec import FullAttentionSpec, MambaSpec, RollbackSpec, with_block_size, with_rollback
 from hybrid_kv.config import CacheConfig, ConfigError
 from hybrid_kv.guard.forced import FORCED
 from hybrid_kv.guard.scenario import (
@@ -39,7 +39,7 @@ from hybrid_kv.guard.scenario import (
     num_states,
 )
 from hybrid_kv.kernels.common.integers import cdiv
-from hybrid_kv.kernels.replay import shortest_ring_len
+from hybrid_kv.kernels.recompute import shortest_ring_len
 from hybrid_kv.models.exact import PARTS
 from hybrid_kv.sampling import SamplingParams
 
@@ -118,7 +118,7 @@ def allowed(cell: Cell) -> bool:
 def _fits(layers: str, K: int, block_size: int) -> bool:
     """Whether an attention page of so many tokens holds a state of K drafts."""
     specs = answer_book(layers).model.layer_specs.values()
-    states = [with_undo(spec, UndoSpec(K)).page_size_bytes for spec in specs if isinstance(spec, MambaSpec)]
+    states = [with_rollback(spec, RollbackSpec(K)).page_size_bytes for spec in specs if isinstance(spec, MambaSpec)]
     pages = [with_block_size(s, block_size).page_size_bytes for s in specs if isinstance(s, FullAttentionSpec)]
     return max(states, default=0) <= max(pages)
 
@@ -128,7 +128,7 @@ def _takes(scheme: str, mode: str | None, has_states: bool) -> bool:
     """Whether a scheme can be used in a mode: it says so itself."""
     specs = answer_book("M*" if has_states and mode != "attention" else "**").model.layer_specs.values()
     try:
-        undo_spec(
+        rollback_spec(
             CacheConfig(mamba_cache_mode=mode if mode in MODES else "none", state_scheme=scheme), 0, False, [*specs]
         )
     except ConfigError:
@@ -150,7 +150,7 @@ def _is_late(scheme: str | None) -> bool:
 
 
 def _smallest_block(mode: str | None, K: int, schedule: str | None, scheme: str | None) -> int:
-    """A verify step must not pass two boundaries; where columns are given back, nor may two steps under way."""
+    """A verify step must not pass two boundaries; where logical blocks are given back, nor may two steps in flight."""
     gives_back = mode in MODES and MODES[mode].gives_back
     late = K if gives_back and schedule == "async" and not _is_late(scheme) else 0
     return 1 + K + late if _keeps_states(mode) else 1
@@ -323,19 +323,17 @@ def _random_scenario(
         options["kv_offload_bytes"] = int(rng.choice([600, 2000, 2**20]))
     if late:
         shortest = shortest_ring_len(1 + K)
-        options["replay_ring_len"] = [None, shortest, shortest + 1, shortest + 5][int(rng.integers(4))]
+        options["recompute_ring_len"] = [None, shortest, shortest + 1, shortest + 5][int(rng.integers(4))]
     if seed % 8 == 3:
         options["sanitize"] = True
-    if seed % 5 == 2 and cell["schedule"] == "sync":
-        options["pipeline_parallel_size"] = min(max_num_seqs, 2 + seed % 2)
     # An upper bound: as if every layer were a group of its own.
     longest = min(max_model_len, max(len(p) + s.max_tokens for p, s in zip(prompts, params, strict=True)))
-    columns = cdiv(longest, block_size)
+    logical_blocks = cdiv(longest, block_size)
     state = 0
     if policy := MODES.get(mode):
-        state = policy.held_at_most(policy.num_columns(longest, block_size), 1)
+        state = policy.held_at_most(policy.num_logical_blocks(longest, block_size), 1)
     state += 2 * (policy is not None and policy.gives_back) if late else K
-    per_request = num_states(layers) * state + (len(layers) - num_states(layers)) * columns
+    per_request = num_states(layers) * state + (len(layers) - num_states(layers)) * logical_blocks
     factor = rng.uniform(1.0, 2.5) if cell["pool"] == "tight" else max_num_seqs
     options["num_blocks"] = 1 + int(per_request * factor)
     events = []

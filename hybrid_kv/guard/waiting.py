@@ -1,15 +1,13 @@
-"""When a waiting request must be in the next step, and when it must not: said once more, from tokens and lengths."""
+"""When a waiting request must be in the next step, and when it must not: re-implemented, from tokens and lengths."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from math import lcm
-from typing import Any
 
 import numpy as np
 
-from hybrid_kv.cache.block_hash import BlockHashes
-from hybrid_kv.cache.columns import NO_IDS, PrefixHit
+from hybrid_kv.cache.request_blocks import NO_IDS
 from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.guard.kept import Device
@@ -19,17 +17,14 @@ from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.request import Request, ScheduledRequest
 
 KEEPS_INSIDE = ("all",)  # modes in which a prefill leaves something to hit at each boundary that it passes
-NOBODY: tuple[BlockHashes | None, int] = (None, 0)  # who was looked up last, and how many blocks were free
 
 
 class Waiting:
     """The queue of one engine.
 
-    The first waiting request is in the step if a row (in a pipeline: of the step's share) and budget are free, the pool
-    has all blocks that it could ever ask for, no running request went without, and no prefill under way makes its hit
-    longer. If one does, it waits.
-    A request that does not get in leaves its prefix as old as it was. It is looked up again when there is more room
-    than then, when something was published, or when somebody else was asked.
+    The first waiting request is in the step if a row and budget are free, the pool has all blocks that it could ever
+    need, no running request went without, and no prefill in flight makes its hit longer. If one does, it waits. A
+    request that does not get in leaves its prefix as old as it was.
     """
 
     def __init__(self, llm: LLM, track_of: Callable[[Request], Track], published: Published, device: Device) -> None:
@@ -40,40 +35,14 @@ class Waiting:
         self._keeps_inside = all(spec.mamba_cache_mode in KEEPS_INSIDE for spec in states)
         self._preemptions: dict[str, int] = {}  # of each request, before the step
         self._idle = NO_IDS
-        self._looked_up = NOBODY  # in this step
-        self._refused = NOBODY  # in a step before, and nothing has changed since
-        self._was_refused = NOBODY  # whatever has changed since
-        self.num_fitting = 0  # requests that started with no more room than they were refused with
-        self._find = llm.manager.find_longest_cache_hit
-        if llm.manager.enable_prefix_caching:
-            vars(llm.manager)["find_longest_cache_hit"] = self._look_up
-
-    def _look_up(self, hashes: BlockHashes, *given: Any) -> PrefixHit:
-        """In place of the manager's.
-
-        Raises:
-            RuleError: `looked-up-again`.
-        """
-        num_free, (before, num_free_then) = self._llm.manager.pool.num_free_blocks, self._refused
-        if before is hashes and num_free <= num_free_then and self._llm.scheduler.running:
-            raise RuleError(
-                "looked-up-again",
-                f"a prompt that {num_free_then} free blocks were too few for is looked up with {num_free}",
-            )
-        self._looked_up, self._refused = (hashes, num_free), NOBODY
-        return self._find(hashes, *given)
-
-    def on_change(self) -> None:
-        """What can be found is not what it was."""
-        self._refused = NOBODY
 
     def before_step(self) -> None:
         """Nothing has been preempted for the next step yet."""
-        self._preemptions, self._looked_up = self._count_preemptions(), NOBODY
+        self._preemptions = self._count_preemptions()
         self._idle = self._llm.manager.pool.idle_blocks() if self._llm.scheduler.waiting else NO_IDS
 
     def on_end(self) -> None:
-        """A request gives all up, and what it gave back before counts as used now, too."""
+        """A request frees its blocks, and what it freed before counts as used now, too."""
         self._idle = NO_IDS
 
     def check(self, scheduled: Sequence[ScheduledRequest], is_exact: bool) -> None:
@@ -82,23 +51,19 @@ class Waiting:
             is_exact: hits are exactly those of `published`.
 
         Raises:
-            RuleError: `left-waiting`, `did-not-wait`, `started-anyway` or `used-by-nobody`.
+            RuleError: `left-waiting`, `did-not-wait`, `started-anyway` or `used-unseen`.
         """
         llm = self._llm
         starting = [item.request.request_id for item in scheduled if item.overwrite]
-        (refused, room), (found, room_now) = self._was_refused, self._looked_up
-        is_starting = any(item.overwrite and item.request.block_hashes is refused for item in scheduled)
-        self.num_fitting += is_starting and found is refused and room_now <= room
         if starting and self.has_preempted():
             raise RuleError("started-anyway", f"requests {starting} start in a step that others were preempted for")
-        self._remember(scheduled)
         if is_exact:
             for i, item in enumerate(scheduled):
                 if item.overwrite and any(self._helps(item.request, item.num_computed_tokens, scheduled[:i])):
                     raise RuleError(
                         "did-not-wait",
                         f"request {item.request.request_id} starts after {item.num_computed_tokens} tokens though a "
-                        "prefill under way computes more of its prefix",
+                        "prefill in flight computes more of its prefix",
                     )
         if not llm.scheduler.waiting:
             return
@@ -107,14 +72,10 @@ class Waiting:
         budget = limits.max_num_batched_tokens - sum(item.num_tokens for item in scheduled)
         in_step = {item.request.request_id for item in scheduled}
         left_out = [request for request in llm.scheduler.running if request.request_id not in in_step]
-        if limits.pipeline_parallel_size > 1:
-            left_out = [request for request in left_out if request.in_flight is None]
-            if len(scheduled) == cdiv(limits.max_num_seqs, limits.pipeline_parallel_size):
-                return
         if budget <= 0 or len(llm.scheduler.running) == limits.max_num_seqs or head.in_flight is not None:
             return
         if left_out or self.has_preempted():
-            return  # The pool was too full for those who run.
+            return  # The pool was too full for the running requests.
         known = self._published.hit(self._track(head), head.num_tokens) if is_exact else 0
         most = self._most_blocks(head) - self._num_held(head, known)
         if llm.manager.pool.num_free_blocks < most:
@@ -124,14 +85,8 @@ class Waiting:
         raise RuleError(
             "left-waiting",
             f"request {head.request_id} waits with {budget} tokens of budget, a row and "
-            f"{llm.manager.pool.num_free_blocks} blocks free; it can ask for {most} at most",
+            f"{llm.manager.pool.num_free_blocks} blocks free; it needs {most} at most",
         )
-
-    def _remember(self, scheduled: Sequence[ScheduledRequest]) -> None:
-        """Whom the step has refused, for want of blocks and nothing else."""
-        head = self._llm.scheduler.waiting[0] if self._llm.scheduler.waiting else None
-        if head is not None and head.block_hashes is self._looked_up[0] and not any(self._helps(head, 0, scheduled)):
-            self._refused = self._was_refused = self._looked_up
 
     def _check_order(self) -> None:
         """What was free before the step and is so still is lost in the order in which it was."""
@@ -139,10 +94,10 @@ class Waiting:
         now = now[np.isin(now, self._idle)]
         before = self._idle[np.isin(self._idle, now)]
         if moved := before[before != now].tolist():
-            raise RuleError("used-by-nobody", f"free blocks {moved} count as used later, though nobody took them")
+            raise RuleError("used-unseen", f"free blocks {moved} count as used later, though no request took them")
 
     def has_preempted(self) -> bool:
-        """Whether somebody lost its blocks for the step."""
+        """Whether a request lost its blocks for the step."""
         before = self._preemptions
         return any(count > before.get(name, 0) for name, count in self._count_preemptions().items())
 
@@ -152,7 +107,7 @@ class Waiting:
         return {one.request_id: one.num_preemptions for one in (*scheduler.running, *scheduler.waiting)}
 
     def _most_blocks(self, request: Request) -> int:
-        """With every column of all its tokens, shared ones too."""
+        """With every logical block of all its tokens, shared ones too."""
         ahead = min(
             request.num_tokens + self._llm.manager.num_lookahead_tokens, self._llm.config.scheduler.max_model_len
         )
@@ -163,7 +118,7 @@ class Waiting:
         return due
 
     def _num_held(self, request: Request, num_known: int) -> int:
-        """Of its prefix, K/V blocks that somebody holds: it gets them without a free block."""
+        """Of its prefix, K/V blocks that another request holds: it gets them without a free block."""
         track, pool = self._track(request), self._llm.manager.pool
         names = (
             (group, track.prefix(end))
@@ -175,7 +130,7 @@ class Waiting:
         return int(np.count_nonzero(pool.ref_count[found]))
 
     def _helps(self, request: Request, num_known: int, others: Sequence[ScheduledRequest]) -> Iterator[bool]:
-        """Of each prefill under way, whether it makes a hit of `num_known` tokens longer."""
+        """Of each prefill in flight, whether it makes a hit of `num_known` tokens longer."""
         own = self._track(request)
         flights = [other.in_flight for other in self._llm.scheduler.running if other.in_flight is not None]
         for item in (*flights, *others):

@@ -18,7 +18,7 @@ CONTEXT = get_context("spawn")  # Fork would hand on the locks of torch's thread
 
 
 def num_workers(jobs: int | None) -> int:
-    """As many as were asked for; else one per core, at most `MOST_WORKERS`."""
+    """As many as given; else one per core, at most `MOST_WORKERS`."""
     return jobs or min(MOST_WORKERS, os.cpu_count() or 1)
 
 
@@ -28,13 +28,13 @@ def _nothing() -> None:
 
 @contextmanager
 def processes(count: int, start: Callable[..., object] = _nothing, *given: Any) -> Iterator[Executor]:
-    """`count` at most; each calls `start` first. Whoever lets those that are done end by themselves shuts them down."""
+    """`count` at most; each calls `start` first. Shut it down to let them finish."""
     before = set(active_children())
     executor = ProcessPoolExecutor(count, mp_context=CONTEXT, initializer=_start, initargs=(start, given))
     try:
         yield executor
     finally:
-        # They hear no Ctrl-C, and a section takes minutes: nobody waits for what nobody will look at.
+        # They ignore Ctrl-C, and a section takes minutes: their results are not needed.
         for child in set(active_children()) - before:
             child.terminate()
         executor.shutdown(cancel_futures=True)

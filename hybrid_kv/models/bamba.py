@@ -103,33 +103,4 @@ def _convert(tensors: Tensors) -> Tensors:
     return join_gate_up(join_qkv(renamed(tensors, ("model.",), NAMES)))
 
 
-_TINY = {
-    "vocab_size": 101,
-    "hidden_size": 48,
-    "intermediate_size": 52,
-    "num_hidden_layers": 5,
-    "attn_layer_indices": [1, 4],
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "mamba_n_heads": 8,
-    "mamba_n_groups": 2,
-    "mamba_d_state": 10,
-    "mamba_chunk_size": 16,
-    "max_position_embeddings": 512,
-}
-_SMALL = _TINY | {
-    "vocab_size": 1024,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "mamba_n_heads": 16,
-    "mamba_d_state": 32,
-    "mamba_chunk_size": 64,
-    "max_position_embeddings": 4096,
-}
-
-register(
-    Family(_kinds, caches(MAMBA2), _build, _convert, sizes={"tiny": _TINY, "small": _SMALL}),
-    "bamba",
-)
+register(Family(_kinds, caches(MAMBA2), _build, _convert), "bamba")

@@ -8,8 +8,8 @@ from typing import cast
 import torch
 from torch import nn
 
-from hybrid_kv.attention.undo import UndoStep
 from hybrid_kv.cache.spec import KVCacheSpec
+from hybrid_kv.kernels.recompute import RecomputeStep
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import ForwardContext, Linear, RMSNorm, upcast
 from hybrid_kv.models.mixers.conv import RecurrentMixer
@@ -97,11 +97,11 @@ class CausalLM(nn.Module):
             x = layer(x, context)
         return x
 
-    def fold(self, steps: dict[str, UndoStep], context: ForwardContext) -> None:
+    def flush(self, steps: dict[str, RecomputeStep], context: ForwardContext) -> None:
         """See `models.interface.Model`."""
         for mixer in self.modules():
-            if isinstance(mixer, RecurrentMixer):
-                mixer.fold(steps[mixer.name], context)
+            if isinstance(mixer, RecurrentMixer) and mixer.name in steps:
+                mixer.flush(steps[mixer.name], context)
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """What `logits` and a draft head read: the output of `forward` after the final norm, same shape."""

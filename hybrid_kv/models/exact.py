@@ -26,10 +26,9 @@ import torch
 
 from hybrid_kv.attention.mamba import MambaMetadata
 from hybrid_kv.attention.paged import PagedAttentionMetadata
-from hybrid_kv.attention.undo import UndoStep
 from hybrid_kv.cache.block_pool import NULL_BLOCK
-from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec, StatePart, UndoSpec
-from hybrid_kv.kernels.replay import ReplayStep
+from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec, RollbackSpec, StatePart
+from hybrid_kv.kernels.recompute import RecomputeStep
 from hybrid_kv.models.layers import ForwardContext
 
 Residues = npt.NDArray[np.int64]
@@ -149,8 +148,15 @@ class ExactMamba:
         if split:
             width = int(lengths[:split].max())
             decodes = _Tokens(c[:split, :width], lengths[:split])
-            memory = context.row_memory.get(self.name)
-            outputs.append(metadata.undo.advance(self, decodes, [s[:split] for s in start], states, memory, metadata))
+            if (history := metadata.rollback.history) is not None and states:
+                ring = context.row_memory[self.name].x.numpy()[:, 0]
+                outputs.append(self.recompute(decodes, states, ring, history, metadata.cu_seqlens.numpy()))
+            else:
+                y, after = self.scan(decodes, [s[:split] for s in start])
+                outputs.append(y)
+                targets = metadata.decode_targets.numpy()  # the null block of what padding leaves
+                for state, own in zip(states, after, strict=True):
+                    state[targets] = own.reshape(-1, *own.shape[2:])
             for window, both in zip(windows, inputs, strict=True):
                 window[indices[:split, 0], : size - 1 + width] = both[:split, 1 : size + width]
         if metadata.prefill_rows is not None:
@@ -169,8 +175,6 @@ class ExactMamba:
                 window[blocks, :size] = both[split + rows[:, None], ends[:, None] + window_rows]
         return outputs[0] if len(outputs) == 1 else np.concatenate(outputs)
 
-    # What `attention.undo` asks of a layer; its states are a list.
-
     def scan(self, tokens: _Tokens, states: Sequence[Residues]) -> tuple[Residues, list[Residues]]:
         """[num_tokens, width] outputs, and each state [rows, len, state_size, width] after every token."""
         after = []
@@ -182,44 +186,25 @@ class ExactMamba:
         real = np.arange(tokens.c.shape[1]) < tokens.lengths[:, None]
         return self.read(tokens.c, after)[real], after
 
-    def write_states(self, state: Sequence[Residues], blocks: torch.Tensor, states: Sequence[Residues]) -> None:
-        """What padding leaves goes to the null block."""
-        for view, after in zip(state, states, strict=True):
-            view[blocks.numpy()] = after.reshape(-1, *after.shape[2:])
-
-    def scan_behind(
-        self, tokens: _Tokens, state: Sequence[Residues], memory: Any, step: ReplayStep, cu_seqlens: torch.Tensor
+    def recompute(
+        self, tokens: _Tokens, states: Sequence[Residues], ring: Residues, step: RecomputeStep, cu_seqlens: Residues
     ) -> Residues:
-        """Outputs of tokens that see a state and, behind it, the inputs in a ring."""
-        if not state:
-            return self.scan(tokens, [])[0]
-        y, _ = self.scan(tokens, self._fold(state, memory, step))
-        ring = memory.x.numpy()[:, 0]
-        lengths = np.diff(cu_seqlens.numpy()) * (step.src.numpy() > NULL_BLOCK)
+        """Outputs of tokens that see a state and, behind it, the inputs in a ring [num_rows, ring_len, width]."""
+        y, _ = self.scan(tokens, self._flush(states, ring, step))
+        lengths = np.diff(cu_seqlens) * (step.src.numpy() > NULL_BLOCK)
         row, j = np.nonzero(np.arange(tokens.c.shape[1]) < lengths[:, None])
         place = (step.ring_start.numpy() + step.n_hist.numpy())[row] + j
         ring[step.rows.numpy()[row], place % ring.shape[1]] = tokens.c[row, j]
         return y
 
-    def write_behind(self, state: Sequence[Residues], memory: Any, step: ReplayStep, launches: bool) -> None:
-        """The states that `step` makes due, from the inputs in a ring."""
-        if state:
-            self._fold(state, memory, step)
-
-    def launch_scan(self, tokens: Any, state: Any, sources: torch.Tensor, targets: torch.Tensor) -> Any:
-        raise NotImplementedError("integers have no kernel")
-
-    def launch_behind(self, tokens: Any, state: Any, memory: Any, step: ReplayStep) -> Any:
-        raise NotImplementedError("integers have no kernel")
-
-    def fold(self, step: UndoStep, context: ForwardContext) -> None:
-        """Write the states that are due in a step that runs no tokens."""
+    def flush(self, step: RecomputeStep, context: ForwardContext) -> None:
+        """Write the states that are due of requests that run no tokens."""
         states = [view.numpy() for view in context.views[self.name][len(self.conv) :]]
-        step.fold(self, states, context.row_memory.get(self.name), launches=False)
+        if states:
+            self._flush(states, context.row_memory[self.name].x.numpy()[:, 0], step)
 
-    def _fold(self, state: Sequence[Residues], memory: Any, step: ReplayStep) -> list[Residues]:
+    def _flush(self, state: Sequence[Residues], ring: Residues, step: RecomputeStep) -> list[Residues]:
         """Write the states that are due; each state [D, state_size, width] after all of the history."""
-        ring = memory.x.numpy()[:, 0]
         rows, src, dst, start, length, flush = (
             part.numpy() for part in (step.rows, step.src, step.dst, step.ring_start, step.n_hist, step.n_flush)
         )
@@ -290,8 +275,8 @@ def _state_spec(config: ExactConfig, K: int, num_windows: int, num_states: int) 
             *(StatePart(f"window{i}", window, torch.int32, "window") for i in range(num_windows)),
             *(StatePart(f"state{i}", state, torch.int32) for i in range(num_states)),
         ),
-        undo=UndoSpec(K),
-        # What `attention.undo.Replay` keeps, of which only x is used.
+        rollback=RollbackSpec(K),
+        # What `attention.rollback.Recompute` keeps, of which only x is used.
         inputs=(
             StatePart("x", (1, config.width), torch.int32),
             StatePart("B", (1, 0), torch.int32),
@@ -304,7 +289,7 @@ class ExactModel:
     """The model. `compute_logits` returns float64 residues: pseudo-random, and exactly equal wherever computed.
 
     Args:
-        num_speculative_tokens: drafts per step that the cache must be able to undo.
+        num_speculative_tokens: drafts per step that the cache must be able to rollback.
     """
 
     mamba_chunk_size: int | None = 4
@@ -340,11 +325,11 @@ class ExactModel:
             x = (x * 3 + y) % PRIME
         return torch.from_numpy(x)
 
-    def fold(self, steps: dict[str, UndoStep], context: ForwardContext) -> None:
+    def flush(self, steps: dict[str, RecomputeStep], context: ForwardContext) -> None:
         """See `models.interface.Model`."""
         for layer in self.layers:
-            if isinstance(layer, ExactMamba):
-                layer.fold(steps[layer.name], context)
+            if isinstance(layer, ExactMamba) and layer.name in steps:
+                layer.flush(steps[layer.name], context)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[num_tokens, width] int64 to [num_tokens, vocab_size] float64."""

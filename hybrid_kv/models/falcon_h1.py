@@ -99,45 +99,4 @@ def _convert(tensors: Tensors) -> Tensors:
     return join_gate_up(join_qkv(renamed(tensors, ("model.",), names)))
 
 
-_TINY = {
-    "vocab_size": 101,
-    "hidden_size": 48,
-    "intermediate_size": 52,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 14,
-    "mamba_d_ssm": 80,
-    "mamba_n_heads": 8,
-    "mamba_n_groups": 2,
-    "mamba_d_state": 12,
-    "mamba_chunk_size": 16,
-    "mamba_rms_norm": True,
-    "embedding_multiplier": 2.5,
-    "lm_head_multiplier": 0.6,
-    "key_multiplier": 0.8,
-    "attention_in_multiplier": 1.3,
-    "attention_out_multiplier": 0.9,
-    "ssm_in_multiplier": 1.2,
-    "ssm_out_multiplier": 0.7,
-    "ssm_multipliers": [0.9, 1.1, 1.3, 0.8, 1.2],
-    "mlp_multipliers": [1.4, 0.6],
-}
-_SMALL = _TINY | {
-    "vocab_size": 1024,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 8,
-    "head_dim": 32,
-    "mamba_d_ssm": 384,
-    "mamba_n_heads": 12,
-    "mamba_d_state": 32,
-    "mamba_chunk_size": 64,
-    "mamba_norm_before_gate": False,  # as in published ones; vLLM reads no such key, and always norms behind the gate
-}
-
-register(
-    Family(_kinds, caches(MAMBA2), _build, _convert, sizes={"tiny": _TINY, "small": _SMALL}),
-    "falcon_h1",
-)
+register(Family(_kinds, caches(MAMBA2), _build, _convert), "falcon_h1")

@@ -55,32 +55,12 @@ def _convert(tensors: Tensors) -> Tensors:
     return renamed(tensors, ("backbone.",), {"embeddings.": "embed_tokens.", "norm_f.": "norm."})
 
 
-_TINY = {
-    "vocab_size": 101,
-    "hidden_size": 40,
-    "num_hidden_layers": 4,
-    "expand": 2,
-    "state_size": 6,
-    "time_step_rank": 5,
-    "conv_kernel": 4,
-    "chunk_size": 16,
-}
-_SMALL = _TINY | {
-    "vocab_size": 1024,
-    "hidden_size": 256,
-    "num_hidden_layers": 8,
-    "state_size": 16,
-    "time_step_rank": "auto",
-    "chunk_size": 64,
-}
-
 register(
     Family(
         _kinds,
         {MAMBA: {"": Mamba1Spec("state_size", "conv_kernel", "expand", "intermediate_size")}},
         _build,
         _convert,
-        sizes={"tiny": _TINY, "small": _SMALL},
         checked_against="transformers as a whole; in chunks on a cache it is wrong",
     ),
     "falcon_mamba",

@@ -90,43 +90,4 @@ def _convert(tensors: Tensors) -> Tensors:
     return join_qkv(renamed(tensors, ("model.",), {**_NAMES, "shared_mlp.": shared}))
 
 
-_TINY = {
-    "vocab_size": 101,
-    "hidden_size": 48,
-    "intermediate_size": 20,
-    "shared_intermediate_size": 36,
-    "num_hidden_layers": 4,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_local_experts": 6,
-    "num_experts_per_tok": 2,
-    "mamba_n_heads": 8,
-    "mamba_n_groups": 2,
-    "mamba_d_state": 10,
-    "mamba_chunk_size": 16,
-    "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.7,
-    "attention_multiplier": 0.2,
-    "logits_scaling": 2.5,
-}
-_SMALL = _TINY | {
-    "vocab_size": 1024,
-    "hidden_size": 256,
-    "intermediate_size": 128,
-    "shared_intermediate_size": 384,
-    "num_hidden_layers": 6,
-    "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
-    "num_attention_heads": 8,
-    "num_local_experts": 16,
-    "num_experts_per_tok": 4,
-    "mamba_n_heads": 16,
-    "mamba_n_groups": 1,  # as in every published one; vLLM would norm each group by itself, transformers does not
-    "mamba_d_state": 32,
-    "mamba_chunk_size": 64,
-}
-
-register(
-    Family(_kinds, caches(MAMBA2), _build, _convert, sizes={"tiny": _TINY, "small": _SMALL}),
-    "granitemoehybrid",
-)
+register(Family(_kinds, caches(MAMBA2), _build, _convert), "granitemoehybrid")

@@ -1,4 +1,4 @@
-"""What the engine asks of a model and of a draft head."""
+"""What the engine needs of a model and of a draft head."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Protocol
 
 import torch
 
-from hybrid_kv.attention.undo import UndoStep
 from hybrid_kv.cache.spec import KVCacheSpec
+from hybrid_kv.kernels.recompute import RecomputeStep
 from hybrid_kv.models.layers import ForwardContext
 
 
@@ -24,8 +24,8 @@ class Model(Protocol):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[num_tokens, …] to [num_tokens, vocab_size]."""
 
-    def fold(self, steps: dict[str, UndoStep], context: ForwardContext) -> None:
-        """Write the states that are due, by layer name, in a step that runs no tokens.
+    def flush(self, steps: dict[str, RecomputeStep], context: ForwardContext) -> None:
+        """Write the states that are due, by layer name, of requests that run no tokens.
 
         A model whose Mamba specs have no `inputs` needs none.
         """
@@ -35,7 +35,7 @@ class DraftHead(Protocol):
     """A head whose pair (hidden state of token p - 1, token p) has position p; see `models.nemotron_h_mtp`.
 
     The keys of `layer_specs` are its own layers. Keys at multiples of `grid`, the tokens between two places where a
-    prefix hit can end, are attended by nobody; the engine sets it before the first step.
+    prefix hit can end, are never attended; the engine sets it before the first step.
     """
 
     layer_specs: dict[str, KVCacheSpec]

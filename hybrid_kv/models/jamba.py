@@ -95,41 +95,12 @@ def _convert(tensors: Tensors) -> Tensors:
     return renamed(stacked(joined), (), {".experts.gate_up_proj": ".experts.up_proj"})
 
 
-_TINY = {
-    "vocab_size": 101,
-    "hidden_size": 40,
-    "intermediate_size": 44,
-    "num_hidden_layers": 6,
-    "attn_layer_period": 3,
-    "attn_layer_offset": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_experts": 5,
-    "mamba_d_state": 6,
-    "mamba_dt_rank": 7,
-    "chunk_size": 16,
-}
-_SMALL = _TINY | {
-    "vocab_size": 1024,
-    "hidden_size": 256,
-    "intermediate_size": 384,
-    "num_hidden_layers": 8,
-    "attn_layer_period": 4,
-    "attn_layer_offset": 2,
-    "num_attention_heads": 8,
-    "num_experts": 8,
-    "mamba_d_state": 16,
-    "mamba_dt_rank": "auto",
-    "chunk_size": 64,
-}
-
 register(
     Family(
         _kinds,
         caches(Mamba1Spec("mamba_d_state", "mamba_d_conv", "mamba_expand")),
         _build,
         _convert,
-        sizes={"tiny": _TINY, "small": _SMALL},
         checked_against="transformers as a whole; in chunks on a cache it is wrong",
     ),
     "jamba",

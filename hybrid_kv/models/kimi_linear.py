@@ -7,11 +7,10 @@ tests. Order comes from the recurrent layers alone.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from torch import nn
 
-from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec, UndoSpec, window_and_states
+from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec, RollbackSpec, window_and_states
 from hybrid_kv.kernels.moe import route_sigmoid
 from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock, rms_norm
 from hybrid_kv.models.config_file import ConfigFile
@@ -54,7 +53,7 @@ def _state(file: ConfigFile, options: SpecOptions) -> MambaSpec:
         block_size=1,
         parts=window_and_states((window, options.dtype), ((heads, size, size), options.ssm_dtype)),
         mamba_type="gdn_attention",
-        undo=UndoSpec(options.num_speculative_tokens),
+        rollback=RollbackSpec(options.num_speculative_tokens),
     )
 
 
@@ -138,15 +137,4 @@ def _convert(tensors: Tensors) -> Tensors:
     return renamed(experts, (), {".experts.gate_up_proj": ".experts.up_proj"})
 
 
-_LAYERS = ["linear_attention", "full_attention", "linear_attention"]
-_TINY: dict[str, Any] = {"vocab_size": 101, "hidden_size": 40, "intermediate_size": 52, "moe_intermediate_size": 20}
-_TINY |= {"num_hidden_layers": 5, "layer_types": [*_LAYERS, *_LAYERS[:2]], "chunk_size": 16, "pad_token_id": 0}
-_TINY |= {"num_attention_heads": 4, "num_key_value_heads": 4, "linear_num_heads": 3, "linear_head_dim": 8}
-_TINY |= {"kv_lora_rank": 14, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 12}
-_TINY |= {"num_local_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2}
-_SMALL = _TINY | {"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128}
-_SMALL |= {"num_hidden_layers": 6, "layer_types": _LAYERS * 2, "chunk_size": 64, "num_local_experts": 16}
-_SMALL |= {"num_attention_heads": 8, "num_key_value_heads": 8, "linear_num_heads": 8, "linear_head_dim": 32}
-_SMALL |= {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
-_SIZES = {"tiny": _TINY, "small": _SMALL}
-register(Family(_kinds, caches(_state, latent_spec), _build, _convert, sizes=_SIZES), "kimi_linear")
+register(Family(_kinds, caches(_state, latent_spec), _build, _convert), "kimi_linear")

@@ -21,7 +21,8 @@ PACKED_ROWS = 8  # that the packed layout is chosen for; it takes any number
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """Per layer name: this step's metadata, the views of the layer's cache, and what the undo scheme keeps for rows.
+    """Per layer name: this step's metadata, the views of the layer's cache, and what the rollback scheme keeps for
+    rows.
 
     `kernels`: what Mamba layers compute with; attention layers find it in their metadata.
     """

@@ -1,18 +1,17 @@
 """LFM2 and LFM2-MoE: attention with normed heads and, in most layers, a gated short convolution.
 
 Source: Liquid AI's LFM2 (2025) and its implementation in transformers, which is the oracle of the tests. A convolution
-keeps the last inputs and no state: undoing a draft is reading them from an earlier row.
+keeps the last inputs and no state: rolling back a draft is reading them from an earlier row.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import nn
 
-from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec, UndoSpec, window_and_states
+from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec, RollbackSpec, window_and_states
 from hybrid_kv.kernels.moe import route_sigmoid
 from hybrid_kv.models.attention import PagedAttention
 from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock, rms_norm
@@ -54,7 +53,7 @@ def _window(file: ConfigFile, options: SpecOptions) -> MambaSpec:
         block_size=1,
         parts=window_and_states(((conv_rows(kernel, options), channels), options.dtype)),
         mamba_type="short_conv",
-        undo=UndoSpec(options.num_speculative_tokens),
+        rollback=RollbackSpec(options.num_speculative_tokens),
     )
 
 
@@ -129,23 +128,4 @@ def _convert(tensors: Tensors) -> Tensors:
     return renamed(stacked(joined), (), {".experts.gate_up_proj": ".experts.up_proj"})
 
 
-_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "chunk_size": 16}
-_TINY_LAYERS = {"num_hidden_layers": 5, "layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"]}
-_SMALL_LAYERS = {"num_hidden_layers": 6, "layer_types": ["conv", "conv", "full_attention"] * 2}
-_TINY = _HEADS | _TINY_LAYERS | {"hidden_size": 40, "vocab_size": 101, "conv_L_cache": 4, "intermediate_size": 48}
-_SMALL = _HEADS | _SMALL_LAYERS | {"hidden_size": 256, "vocab_size": 1024, "intermediate_size": 768}
-_FEW = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 1}
-_MANY = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
-_FAMILY = Family(
-    _kinds,
-    caches(_window),
-    _build,
-    _convert,
-    # Liquid's own files have these two widths, and vLLM asks for them; transformers has the hidden size alone.
-    sizes={
-        "tiny": _TINY | {"block_multiple_of": 8, "block_dim": 40, "conv_dim": 40},
-        "small": _SMALL | {"block_dim": 256, "conv_dim": 256},
-    },
-)
-register(_FAMILY, "lfm2")
-register(replace(_FAMILY, sizes={"tiny": _TINY | _FEW, "small": _SMALL | _MANY}), "lfm2_moe")
+register(Family(_kinds, caches(_window), _build, _convert), "lfm2", "lfm2_moe")

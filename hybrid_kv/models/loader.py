@@ -42,7 +42,7 @@ def resolve_folder(model: str | Path) -> Path:
 def fingerprint(model: str | Path) -> str:
     """Changes when the checkpoint does: its configuration, and name, size and date of every file of weights.
 
-    Not the weights themselves: hashing 60 GB takes a minute, and nobody edits them in place.
+    Not the weights themselves: hashing 60 GB takes a minute, and they are not edited in place.
     """
     folder = resolve_folder(model)
     files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(folder.glob("*.safetensors"))]

@@ -53,36 +53,5 @@ def _convert(tensors: Tensors) -> Tensors:
     return renamed(tensors, ("backbone.",), names)
 
 
-_TINY = {
-    "vocab_size": 101,
-    "hidden_size": 40,
-    "num_hidden_layers": 4,
-    "num_heads": 8,
-    "head_dim": 10,
-    "expand": 2,
-    "state_size": 12,
-    "n_groups": 2,
-    "conv_kernel": 4,
-    "chunk_size": 16,
-}
-_SMALL = _TINY | {
-    "n_groups": 1,  # vLLM norms each group by itself, transformers all of them together
-    "vocab_size": 1024,
-    "hidden_size": 256,
-    "num_hidden_layers": 8,
-    "num_heads": 16,
-    "head_dim": 32,
-    "state_size": 32,
-    "chunk_size": 64,
-}
-
-register(
-    Family(
-        _kinds,
-        {MAMBA: {"": Mamba2Spec("num_heads", "head_dim", "state_size", "n_groups", "conv_kernel")}},
-        _build,
-        _convert,
-        sizes={"tiny": _TINY, "small": _SMALL},
-    ),
-    "mamba2",
-)
+_CACHES = {MAMBA: {"": Mamba2Spec("num_heads", "head_dim", "state_size", "n_groups", "conv_kernel")}}
+register(Family(_kinds, _CACHES, _build, _convert), "mamba2")

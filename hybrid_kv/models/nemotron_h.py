@@ -114,20 +114,6 @@ def convert(tensors: Tensors) -> Tensors:
     return stacked(join_qkv(renamed(tensors, ("backbone.", "model."), _NAMES)))
 
 
-_TINY = {
-    **{"vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "time_step_min": 1e-9},
-    "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "moe"],
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
-    **{"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 12, "n_groups": 2, "chunk_size": 16},
-    **{"n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.5},
-    **{"moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 28},
-    **{"num_nextn_predict_layers": 1, "mtp_layers_block_type": ["full_attention", "moe"]},
-}
-_SMALL = _TINY | {
-    **{"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "mamba_num_heads": 32, "chunk_size": 64},
-    **{"n_routed_experts": 12, "moe_intermediate_size": 96, "moe_shared_expert_intermediate_size": 160},
-}
-
 register(
     Family(
         kinds=layer_kinds,
@@ -140,7 +126,6 @@ register(
         build=_build,
         convert_weights=convert,
         default_ssm_dtype="float32",
-        sizes={"tiny": _TINY, "small": _SMALL},
     ),
     "nemotron_h",
 )

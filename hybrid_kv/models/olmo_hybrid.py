@@ -99,40 +99,4 @@ def _convert(tensors: Tensors) -> Tensors:
     return join_gate_up(join_qkv(tensors))
 
 
-_TINY = {
-    "vocab_size": 101,
-    "hidden_size": 48,
-    "intermediate_size": 40,
-    "num_hidden_layers": 4,
-    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6,
-    "linear_key_head_dim": 12,
-    "linear_value_head_dim": 20,
-    "chunk_size": 16,
-    "pad_token_id": None,
-    "eos_token_id": 0,
-}
-_SMALL = _TINY | {
-    "vocab_size": 1024,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 8,
-    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 2,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 48,
-    "chunk_size": 64,
-}
-
-register(
-    Family(
-        layer_kinds,
-        {ATTENTION: {"": attention_spec}, MAMBA: {"": gdn_spec}},
-        _build,
-        _convert,
-        sizes={"tiny": _TINY, "small": _SMALL},
-    ),
-    "olmo_hybrid",
-)
+register(Family(layer_kinds, {ATTENTION: {"": attention_spec}, MAMBA: {"": gdn_spec}}, _build, _convert), "olmo_hybrid")

@@ -9,7 +9,6 @@ A multimodal checkpoint (`qwen3_5`) runs as its language model: without images a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 
 from torch import nn
@@ -116,35 +115,4 @@ def dense_mlp(file: ConfigFile, layer: int) -> nn.Module:
     return GatedMLP(file.size("hidden_size"), file.size("intermediate_size"))
 
 
-TINY = {
-    "vocab_size": 101,
-    "hidden_size": 40,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "full_attention_interval": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6,
-    "linear_key_head_dim": 12,
-    "linear_value_head_dim": 20,
-    "rms_norm_eps": 1e-4,  # a head's output is small where q and k are random: with 1e-6 its norm magnifies rounding
-    "chunk_size": 16,
-    "mtp_num_hidden_layers": 1,
-}
-SMALL = TINY | {
-    "vocab_size": 1024,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 8,
-    "full_attention_interval": 4,
-    "head_dim": 64,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,  # as large, as in published ones; vLLM takes no others on a CPU
-    "chunk_size": 64,
-}
-
-_FAMILY = Family(kinds, CACHES, partial(build, mlp=dense_mlp), convert, SKIPS, sizes={"tiny": TINY, "small": SMALL})
-register(_FAMILY, "qwen3_5_text")
-register(replace(_FAMILY, sizes={}), "qwen3_5")
+register(Family(kinds, CACHES, partial(build, mlp=dense_mlp), convert, SKIPS), "qwen3_5_text", "qwen3_5")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 from torch import nn
 
 from hybrid_kv.models.config_file import ConfigFile
-from hybrid_kv.models.qwen3_5 import CACHES, SKIPS, SMALL, TINY, build, convert, kinds
-from hybrid_kv.models.qwen3_next import SMALL_EXPERTS, TINY_EXPERTS, experts
+from hybrid_kv.models.qwen3_5 import CACHES, SKIPS, build, convert, kinds
+from hybrid_kv.models.qwen3_next import experts
 from hybrid_kv.models.registry import Family, register
 
 
@@ -18,7 +17,4 @@ def mlp(file: ConfigFile, layer: int) -> nn.Module:
     return experts(file)
 
 
-_SIZES = {"tiny": TINY | TINY_EXPERTS, "small": SMALL | SMALL_EXPERTS}
-_FAMILY = Family(kinds, CACHES, partial(build, mlp=mlp), convert, SKIPS, sizes=_SIZES)
-register(_FAMILY, "qwen3_5_moe_text")
-register(replace(_FAMILY, sizes={}), "qwen3_5_moe")
+register(Family(kinds, CACHES, partial(build, mlp=mlp), convert, SKIPS), "qwen3_5_moe_text", "qwen3_5_moe")

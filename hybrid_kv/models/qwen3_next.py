@@ -18,7 +18,7 @@ from hybrid_kv.models.layers import GatedMLP
 from hybrid_kv.models.mixers.conv import Projected
 from hybrid_kv.models.mixers.gated_delta import GatedDeltaMixer
 from hybrid_kv.models.moe import MixtureOfExperts
-from hybrid_kv.models.qwen3_5 import CACHES, SMALL, TINY, build, convert, delta_net, dense_mlp, kinds
+from hybrid_kv.models.qwen3_5 import CACHES, build, convert, delta_net, dense_mlp, kinds
 from hybrid_kv.models.registry import Family, register
 
 
@@ -64,28 +64,5 @@ def _build(file: ConfigFile, layer_specs: dict[str, KVCacheSpec]) -> nn.Module:
     return build(file, layer_specs, mlp, partial(delta_net, kind=ByKeyHead))
 
 
-# A mixture's, for the dense sizes of Qwen3.5.
-TINY_EXPERTS = {
-    "moe_intermediate_size": 20,
-    "shared_expert_intermediate_size": 28,
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-}
-SMALL_EXPERTS = {
-    "moe_intermediate_size": 96,
-    "shared_expert_intermediate_size": 160,
-    "num_experts": 16,
-    "num_experts_per_tok": 4,
-}
-_OWN = {"decoder_sparse_step": 2, "num_nextn_predict_layers": 1}
-
-register(
-    Family(
-        kinds,
-        CACHES,
-        _build,
-        partial(convert, projections=("in_proj_qkvz", "in_proj_ba")),
-        sizes={"tiny": TINY | TINY_EXPERTS | _OWN, "small": SMALL | SMALL_EXPERTS | _OWN | {"decoder_sparse_step": 1}},
-    ),
-    "qwen3_next",
-)
+_convert = partial(convert, projections=("in_proj_qkvz", "in_proj_ba"))
+register(Family(kinds, CACHES, _build, _convert), "qwen3_next")

@@ -18,7 +18,7 @@ from torch import nn
 import hybrid_kv.models.families  # noqa: F401  (registers them)
 from hybrid_kv.config import ConfigError
 from hybrid_kv.models.config_file import ConfigFile
-from hybrid_kv.models.registry import family_of, head_of, sized
+from hybrid_kv.models.registry import family_of, head_of, sized, sizes_of
 
 EOS = 0  # what `generate` stops at
 
@@ -34,7 +34,7 @@ def write_checkpoint(
     """config.json, weights, those of the draft head too, and a tokenizer of one token a word.
 
     Args:
-        size: of `Family.sizes`.
+        size: of `registry.sizes_of`.
         keys: replace some of that size's.
 
     Returns:
@@ -58,11 +58,11 @@ def random_model(model_type: str, size: str = "tiny", seed: int = 0, keys: Mappi
     """transformers' model with random weights, float32, in evaluation mode."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    family = family_of(ConfigFile({"model_type": model_type}, "checkpoint"))
-    if size not in family.sizes:
-        known = ", ".join(f"{name} ({'|'.join(sizes)})" for name, sizes in sized().items())
+    family_of(ConfigFile({"model_type": model_type}, "checkpoint"))
+    if size not in (sizes := sizes_of(model_type)):
+        known = ", ".join(f"{name} ({'|'.join(own)})" for name, own in sized().items())
         raise ConfigError(f"no checkpoint of {model_type} in size {size!r}; there are {known}")
-    values = {**family.sizes[size], **(keys or {}), "dtype": "float32"}
+    values = {**sizes[size], **(keys or {}), "dtype": "float32"}
     with quiet():
         config = AutoConfig.for_model(model_type, **values)
         model = AutoModelForCausalLM.from_config(config).eval()  # type: ignore[no-untyped-call]

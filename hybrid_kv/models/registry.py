@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -34,7 +36,7 @@ class Family:
         skips: what the names of tensors begin with that a language model has no use for, such as a vision tower's.
         default_ssm_dtype: of the states where neither the user nor config.json names one; None: the model's.
         sizes: `tiny` and `small` to keys of transformers' config class of the family, for checkpoints with random
-            weights.
+            weights; those of the families that come with the package are in `sizes.yaml`.
         checked_against: what its logits were compared with, for people.
     """
 
@@ -67,6 +69,7 @@ class HeadFamily:
     shapes: Callable[[ConfigFile], Mapping[str, tuple[int, ...]]] = lambda file: {}
 
 
+_SIZES = Path(__file__).with_name("sizes.yaml")
 _FAMILIES: dict[str, Family] = {}
 _HEADS: dict[str, HeadFamily] = {}
 
@@ -112,9 +115,22 @@ def runnable() -> list[str]:
     return [name for name, family in _FAMILIES.items() if family.build is not None]
 
 
+def sizes_of(model_type: str) -> Mapping[str, Mapping[str, Any]]:
+    """A family's sizes of checkpoints with random weights, see `Family.sizes`."""
+    return _FAMILIES[model_type].sizes or _packaged_sizes().get(model_type, {})
+
+
+@cache
+def _packaged_sizes() -> dict[str, dict[str, dict[str, Any]]]:
+    import yaml
+
+    sizes: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load(_SIZES.read_text(encoding="utf-8"))
+    return sizes
+
+
 def sized() -> dict[str, list[str]]:
     """The sizes in which checkpoints with random weights can be written, by `model_type`."""
-    return {name: list(family.sizes) for name, family in _FAMILIES.items() if family.sizes}
+    return {name: list(sizes) for name in _FAMILIES if (sizes := sizes_of(name))}
 
 
 def overview() -> list[dict[str, Any]]:
@@ -124,7 +140,7 @@ def overview() -> list[dict[str, Any]]:
             "model_type": name,
             "runs": family.build is not None,
             "draft_head": name in _HEADS,
-            "sizes": list(family.sizes),
+            "sizes": list(sizes_of(name)),
             "checked_against": family.checked_against if family.build is not None else "",
         }
         for name, family in _FAMILIES.items()

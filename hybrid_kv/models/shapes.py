@@ -59,7 +59,7 @@ def model_shape(
     """The shape of the model that `source` (file, folder or parsed config) describes.
 
     Args:
-        cache: its `cache_dtype` is that of K and V, `auto` takes the model's; its `mamba_ssm_cache_dtype` is that of
+        cache: its `kv_cache_dtype` is that of K and V, `auto` takes the model's; its `mamba_ssm_cache_dtype` is that of
             the SSM state, `auto` takes the config's, else the family's default in vLLM 0.22 (float32 for nemotron_h,
             the model's for the others).
         num_speculative_tokens: K; widens each convolution window by K rows.
@@ -112,7 +112,7 @@ def _options(
     return SpecOptions(
         num_speculative_tokens=num_speculative_tokens,
         dtype=model_dtype,
-        kv_dtype=model_dtype if cache.cache_dtype == "auto" else parse_dtype(cache.cache_dtype, "cache_dtype"),
+        kv_dtype=model_dtype if cache.kv_cache_dtype == "auto" else parse_dtype(cache.kv_cache_dtype, "kv_cache_dtype"),
         ssm_dtype=model_dtype if ssm_dtype == "auto" else parse_dtype(ssm_dtype, "mamba_ssm_cache_dtype"),
         ranks=ranks,
     )

@@ -1,7 +1,7 @@
 """Bricks of a family: the caches that its layers keep, read from config.json under the names that it uses.
 
 State shapes and dtypes are those of vLLM 0.22 (`model_executor/layers/mamba/mamba_utils.py`). A reader gives one tensor
-parallel rank's: it asks `SpecOptions.share` for every number of heads or channels.
+parallel rank's: `SpecOptions.share` gives every number of heads or channels.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from hybrid_kv.cache.ranks import Ranks
-from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec, StatePart, UndoSpec, window_and_states
+from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec, RollbackSpec, StatePart, window_and_states
 from hybrid_kv.models.config_file import ConfigFile
 
 # Kinds of layers: what each keeps of earlier tokens, or for an MLP and a mixture of experts that it keeps nothing.
@@ -45,9 +45,9 @@ class SpecOptions:
         Raises:
             ConfigError: they can't be divided.
         """
-        ranks = self.ranks.tensor_parallel
+        ranks = self.ranks.tensor_parallel_size
         if count % ranks:
-            raise config.fail(f"{name}={count} can't be divided over --tensor-parallel {ranks}; use a divisor of it")
+            raise config.fail(f"{name}={count} can't be divided over --tensor-parallel-size {ranks}; use a divisor")
         return count // ranks
 
     def share_repeated(self, config: ConfigFile, name: str, count: int) -> int:
@@ -56,11 +56,11 @@ class SpecOptions:
         Raises:
             ConfigError: they can't be divided, and not be repeated equally often.
         """
-        ranks = self.ranks.tensor_parallel
+        ranks = self.ranks.tensor_parallel_size
         if max(count, ranks) % min(count, ranks):
             raise config.fail(
-                f"{name}={count} can't be divided over --tensor-parallel {ranks}, nor repeated equally often; use a "
-                "divisor or a multiple of it"
+                f"{name}={count} can't be divided over --tensor-parallel-size {ranks}, nor repeated equally often; "
+                "use a divisor or a multiple of it"
             )
         return max(1, count // ranks)
 
@@ -129,12 +129,13 @@ def attention_spec(config: ConfigFile, options: SpecOptions, num_inputs: int = 1
         raise config.fail(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}")
     options.share(config, "num_attention_heads", num_heads)
     own = options.share_repeated(config, "num_key_value_heads", num_kv_heads)
-    copies, context = own * options.ranks.tensor_parallel // num_kv_heads, options.ranks.context_parallel
+    tensor, context = options.ranks.tensor_parallel_size, options.ranks.decode_context_parallel_size
+    copies = own * tensor // num_kv_heads
     if copies % context:
         raise config.fail(
-            f"num_key_value_heads={num_kv_heads} are kept {copies} times by --tensor-parallel "
-            f"{options.ranks.tensor_parallel}: only these copies can divide the tokens; use a --context-parallel that "
-            f"divides {copies}, not {context}, or more tensor parallel ranks"
+            f"num_key_value_heads={num_kv_heads} are kept {copies} times by --tensor-parallel-size {tensor}: only "
+            f"these copies can divide the tokens; use a --decode-context-parallel-size that divides {copies}, not "
+            f"{context}, or more tensor parallel ranks"
         )
     return FullAttentionSpec(block_size=1, num_kv_heads=own, head_size=head_size, dtype=options.kv_dtype)
 
@@ -166,8 +167,8 @@ class Mamba2Spec:
                 ((conv_rows(kernel, options), conv_dim), options.dtype),
                 ((num_heads, head_dim, state_size), options.ssm_dtype),
             ),
-            undo=UndoSpec(options.num_speculative_tokens),
-            # As `kernels.replay.ReplayRing` keeps them.
+            rollback=RollbackSpec(options.num_speculative_tokens),
+            # As `kernels.recompute.RecomputeRing` keeps them.
             inputs=(
                 StatePart("x", (num_heads, head_dim), options.dtype),
                 StatePart("B", (num_groups, state_size), options.dtype),
@@ -221,7 +222,7 @@ class Mamba1Spec:
             block_size=1,
             parts=window_and_states(((rows, channels), options.dtype), (state, options.ssm_dtype)),
             mamba_type="mamba1",
-            undo=UndoSpec(options.num_speculative_tokens),
+            rollback=RollbackSpec(options.num_speculative_tokens),
         )
 
 
@@ -241,10 +242,10 @@ def gdn_spec(config: ConfigFile, options: SpecOptions) -> MambaSpec:
             ((value_heads, value_dim, key_dim), options.ssm_dtype),
         ),
         mamba_type="gdn_attention",
-        undo=UndoSpec(options.num_speculative_tokens),
+        rollback=RollbackSpec(options.num_speculative_tokens),
     )
 
 
 def conv_rows(kernel: int, options: SpecOptions) -> int:
-    """Rows of a window: K more than the kernel needs, so that a rejected draft can be undone."""
+    """Rows of a window: K more than the kernel needs, so that a rejected draft can be rolled back."""
     return kernel - 1 + options.num_speculative_tokens

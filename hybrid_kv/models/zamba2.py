@@ -130,21 +130,9 @@ def _convert(tensors: Tensors) -> Tensors:
     return join_qkv(result)
 
 
-_TINY = {
-    **{"vocab_size": 101, "hidden_size": 36, "intermediate_size": 44, "num_attention_heads": 4, "chunk_size": 16},
-    "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid", "hybrid"],
-    **{"num_hidden_layers": 5, "num_mem_blocks": 2, "adapter_rank": 6},
-    **{"use_shared_attention_adapter": True, "use_mem_rope": True, "time_step_min": 1e-9},
-    **{"n_mamba_heads": 6, "mamba_ngroups": 2, "mamba_d_state": 10, "mamba_expand": 2},
-}
-_SMALL = _TINY | {
-    **{"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "chunk_size": 64},
-    "layers_block_type": ["linear_attention", "linear_attention", "hybrid"] * 2,
-    **{"num_hidden_layers": 6, "adapter_rank": 16, "n_mamba_heads": 16, "mamba_d_state": 32},
-}
 _CACHES = caches(
     Mamba2Spec("n_mamba_heads", "mamba_headdim", "mamba_d_state", "mamba_ngroups", "mamba_d_conv"),
     partial(attention_spec, num_inputs=2),
 )
 
-register(Family(layer_kinds, _CACHES, _build, _convert, sizes={"tiny": _TINY, "small": _SMALL}), "zamba2")
+register(Family(layer_kinds, _CACHES, _build, _convert), "zamba2")

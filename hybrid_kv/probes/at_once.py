@@ -12,29 +12,29 @@ from hybrid_kv.probes.guarded import Guarded, Settings, ask
 from hybrid_kv.probes.session import Outcome
 from hybrid_kv.targets.kinds import kind_of
 
-SECONDS = 0.2  # between two looks at what was told
+SECONDS = 0.2  # between two looks at the queue
 
 _worker: tuple[Guarded, SimpleQueue[Outcome]]
 
 
 def ask_at_once(
-    guarded: Guarded, matrix: Sequence[Settings], select: Sequence[str], told: Callable[[Outcome], None], jobs: int
+    guarded: Guarded, matrix: Sequence[Settings], select: Sequence[str], report: Callable[[Outcome], None], jobs: int
 ) -> None:
-    """`guarded.ask` for every setting. `guarded` and `told` hear of each outcome in this process, as it comes."""
+    """`guarded.ask` for every setting. `guarded` and `report` get each outcome in this process, as it comes."""
     queue: SimpleQueue[Outcome] = CONTEXT.SimpleQueue()
     names = guarded.kind.name, guarded.against.name if guarded.against is not None else None
     doubted = [dtype for dtype, judge in guarded.judges.items() if not judge.trusted]
     given = (*names, guarded.folder, guarded.seed, guarded.amount, guarded.shortest, doubted, queue)
     with processes(min(jobs, len(matrix)), _start, *given) as pool:
         with deaf_to_ctrl_c():  # A submit may start a worker.
-            under_way = {pool.submit(_ask, settings, select) for settings in matrix}
-        while under_way:
-            done, under_way = wait(under_way, timeout=SECONDS)
-            # A worker has told all before it is done: what is put into such a queue is in its pipe.
+            in_flight = {pool.submit(_ask, settings, select) for settings in matrix}
+        while in_flight:
+            done, in_flight = wait(in_flight, timeout=SECONDS)
+            # A worker has reported all before it is done: what is put into such a queue is in its pipe.
             while not queue.empty():
                 outcome = queue.get()
                 guarded.hear(outcome)
-                told(outcome)
+                report(outcome)
             for one in done:
                 guarded.version = one.result()
 

@@ -24,7 +24,7 @@ class Guarded:
         kind: the engine.
         folder: the checkpoint.
         against: an engine to take answers from, instead of the oracle.
-        amount: how much each probe asks; 1 is a quick look.
+        amount: how much each probe requests; 1 is a quick look.
 
     Attributes:
         version: of the engine, once one was started.
@@ -64,7 +64,7 @@ class Guarded:
         return all(level == levels[factor][0] for factor, level in settings.items() if factor != "dtype")
 
     def hear(self, outcome: Outcome) -> None:
-        """The oracle is not asked any more where the plain engine, alone and cold, disagrees with it.
+        """The oracle is not used any more where the plain engine, alone and cold, disagrees with it.
 
         An engine that dies says nothing of the oracle.
         """
@@ -93,13 +93,13 @@ class Guarded:
         return session
 
 
-def ask(guarded: Guarded, settings: Settings, select: Sequence[str], told: Callable[[Outcome], None]) -> None:
+def ask(guarded: Guarded, settings: Settings, select: Sequence[str], report: Callable[[Outcome], None]) -> None:
     """All probes that are selected, in one setting; an engine that dies of the same thing again and again is let be."""
     try:
         session = guarded.session(settings)
     except (ConfigError, TargetError) as error:
-        verdict: Verdict = "cannot be asked here" if isinstance(error, ConfigError) else "wrong"
-        told(Outcome("start", settings, verdict, str(error)))
+        verdict: Verdict = "not supported" if isinstance(error, ConfigError) else "wrong"
+        report(Outcome("start", settings, verdict, str(error)))
         return
     deaths = Counter[str]()
     try:
@@ -109,16 +109,14 @@ def ask(guarded: Guarded, settings: Settings, select: Sequence[str], told: Calla
             if not (probe.elsewhere or guarded.is_plain(settings)) and all(map(session.is_plain, probe.when)):
                 continue
             if max(deaths.values(), default=0) >= MOST_DEATHS:
-                told(
-                    Outcome(
-                        probe.name, settings, "inconclusive", f"not asked: it died {MOST_DEATHS} times of one thing"
-                    )
+                report(
+                    Outcome(probe.name, settings, "inconclusive", f"not sent: it died {MOST_DEATHS} times of one thing")
                 )
                 continue
             outcome = session.run(probe, guarded.vocab_size)
             deaths.update(failure.last_words for failure in outcome.failures if failure.died)
             guarded.hear(outcome)
             guarded.shortest = max(guarded.shortest, session.shortest)
-            told(outcome)
+            report(outcome)
     finally:
         session.target.close()

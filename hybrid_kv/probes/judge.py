@@ -49,7 +49,7 @@ class Judge:
         oracle: None where no other engine reads the model.
 
     Attributes:
-        trusted: the oracle and the plain engine, asked alone and cold, agree.
+        trusted: the oracle and the plain engine, each request alone and cold, agree.
         repeated: the largest difference of a log-probability between two equal requests, each alone and cold.
         is_calibrated: that and the oracle's rounding were measured.
         hidden: of all tokens, the share that may stand where another is right, since they are no further off than the
@@ -70,11 +70,11 @@ class Judge:
         return self.trusted and self.hidden**num_tokens > CHANCE
 
     def needs_alone(self, ask: Ask) -> bool:
-        """Whether `judge` has to be told what the plain engine answers alone."""
+        """Whether `judge` needs what the plain engine answers alone."""
         return not self.trusted or ask.temperature > 0
 
     def judge(self, ask: Ask, answer: Answer, alone: Answer | None) -> Judgement:
-        """One answer and those beside it, where several were asked for."""
+        """One answer and those beside it, where several were requested."""
         if answer.error:
             return Judgement("wrong", f"error: {answer.error}")
         if len(answer.others) != ask.n - 1:

@@ -24,7 +24,7 @@ class Oracle:
 
     Attributes:
         rounding: the largest difference of a likely token's log-probability between the two dtypes, of all texts so
-            far that `rounds` was asked about.
+            far that `rounds` was called with.
 
     Raises:
         ConfigError: transformers does not load it.

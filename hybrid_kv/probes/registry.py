@@ -14,14 +14,14 @@ from hybrid_kv.targets.target import Answer, Ask
 if TYPE_CHECKING:
     from hybrid_kv.probes.traffic import Traffic
 
-Verdict = Literal["right", "wrong", "inconclusive", "void", "cannot be asked here"]
+Verdict = Literal["right", "wrong", "inconclusive", "void", "not supported"]
 
 
 @dataclass(frozen=True)
 class Round:
     """Requests that are sent together; `preempt_every`: see `Target.ask`."""
 
-    asks: tuple[Ask, ...]
+    requests: tuple[Ask, ...]
     preempt_every: int = 0
 
 
@@ -53,8 +53,8 @@ def probe(
         place: probes run in this order.
         needs: capabilities of the target, separated by spaces.
         moves: a counter that must have moved, or the probe is void; "cached": some answer must have cached tokens.
-        when: factors, separated by spaces; `moves` is asked for only where one of them is not at its plainest level.
-        elsewhere: whether it is asked where none of them is but some other factor.
+        when: factors, separated by spaces; `moves` is required only where one of them is not at its plainest level.
+        elsewhere: whether it runs where none of them is but some other factor.
     """
 
     def register(rounds: Callable[[Traffic], Rounds]) -> Callable[[Traffic], Rounds]:

@@ -1,4 +1,4 @@
-"""A failure as files: JSON that is played again, a script that needs the engine alone, a text for its issue tracker."""
+"""A failure as files: JSON that is played again, and a text for an issue tracker."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hybrid_kv.config import ConfigError
 from hybrid_kv.files import write_whole
 from hybrid_kv.probes.registry import Round
 from hybrid_kv.probes.session import Failure
-from hybrid_kv.probes.shrink import told
-from hybrid_kv.targets.target import Answer, Kind, Target
+from hybrid_kv.probes.shrink import as_json
+from hybrid_kv.targets.target import Answer, Target
 
 FORMAT, VERSION = "hybrid-kv target failure", 1
 
@@ -78,14 +78,14 @@ def case_of(failure: Failure, target: str, version: str, model: str, limit: floa
 
 
 def replay(case: Case, target: Target) -> Answer:
-    """The answer that was wrong, asked for again in the same way.
+    """The answer that was wrong, requested again in the same way.
 
     Raises:
         TargetError: the engine died.
     """
     answers: list[Answer] = []
     for one in case.rounds:
-        answers = target.ask(one.asks, one.preempt_every)
+        answers = target.ask(one.requests, one.preempt_every)
     return answers[case.index]
 
 
@@ -97,7 +97,7 @@ def to_json(case: Case) -> str:
     }
     lines = [f' "{key}": {json.dumps(value)}' for key, value in parts.items()]
     lines.append(f' "engine": {json.dumps(case.version)}')
-    rounds = ",\n  ".join(map(json.dumps, told(case.rounds)))
+    rounds = ",\n  ".join(map(json.dumps, as_json(case.rounds)))
     return "{\n" + ",\n".join(lines) + f',\n "rounds": [\n  {rounds}\n ]\n}}\n'
 
 
@@ -127,40 +127,36 @@ def from_json(text: str, name: str) -> Case:
 
 
 def _check(case: Case) -> None:
-    if not case.rounds or not all(one.asks and one.preempt_every >= 0 for one in case.rounds):
-        raise ValueError("a round asks nothing")
+    if not case.rounds or not all(one.requests and one.preempt_every >= 0 for one in case.rounds):
+        raise ValueError("a round has no requests")
     for one in case.rounds:
-        for ask in one.asks:
+        for ask in one.requests:
             if not ask.prompt or min(ask.prompt) < 0:
                 raise ValueError(f"prompt {list(ask.prompt)[:8]} has no token ids")
-            if min(ask.max_tokens, ask.n) < 1 or not 0 <= ask.after < len(one.asks):
-                raise ValueError(f"of {len(one.asks)} requests one cannot have {ask.extras()}")
-    last = case.rounds[-1].asks
+            if min(ask.max_tokens, ask.n) < 1 or not 0 <= ask.after < len(one.requests):
+                raise ValueError(f"of {len(one.requests)} requests one cannot have {ask.extras()}")
+    last = case.rounds[-1].requests
     if not 0 <= case.index < len(last):
         raise ValueError(f"index {case.index} is none of the {len(last)} requests of the last round")
     if case.logprob is not None and not (case.expected and last[case.index].logprobs):
-        raise ValueError("logprob is of no token, or was not asked for")
+        raise ValueError("logprob is of no token, or was not requested")
 
 
-def write_files(case: Case, kind: Kind, folder: Path) -> list[Path]:
-    """The JSON, the text, and, if the kind has one, the script."""
+def write_files(case: Case, folder: Path) -> list[Path]:
+    """The JSON and the text."""
     text = to_json(case)
     slug = re.sub(r"\W+", "-", case.probe).strip("-")
     stem = folder / f"{case.target}-{slug}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
     folder.mkdir(parents=True, exist_ok=True)
-    script: str | None = kind.script(case) if hasattr(kind, "script") else None
-    contents = {".json": text, ".md": _markdown(case, script, stem)}
-    if script:
-        contents[".py"] = script
     written = []
-    for suffix, content in contents.items():
+    for suffix, content in {".json": text, ".md": _markdown(case, stem)}.items():
         path = stem.with_name(stem.name + suffix)
         write_whole(path, content)
         written.append(path)
     return written
 
 
-def _markdown(case: Case, script: str | None, stem: Path) -> str:
+def _markdown(case: Case, stem: Path) -> str:
     settings = ", ".join(f"{key}={value}" for key, value in case.settings.items()) or "defaults"
     lines = [
         f"# {case.target} {case.version}: a wrong answer ({case.probe})",
@@ -170,19 +166,17 @@ def _markdown(case: Case, script: str | None, stem: Path) -> str:
         f"- What is wrong: {case.problem.rstrip('.')}.",
         *(f"- {line[0].upper()}{line[1:]}" for line in case.comparison()),
         "",
-        f"`{sum(len(one.asks) for one in case.rounds)}` requests lead to it:",
+        f"`{sum(len(one.requests) for one in case.rounds)}` requests lead to it:",
         "",
         *_requests(case.rounds),
     ]
-    if script:
-        lines += ["", "It exits with 1 while the bug lives:", "", "```python", script.rstrip(), "```"]
     return "\n".join([*lines, "", f"Again: `hybrid-kv guard --replay {stem.name}.json`", ""])
 
 
 def _requests(rounds: Sequence[Round]) -> list[str]:
     lines = []
     for number, one in enumerate(rounds, 1):
-        for ask in one.asks:
+        for ask in one.requests:
             extras = ", ".join(f"{key} {value}" for key, value in ask.extras().items())
             lines.append(f"{number}. `{list(ask.prompt)}` {extras}".rstrip())
     return lines

@@ -71,7 +71,7 @@ def guard(
     guarded: Guarded,
     matrix: Sequence[Settings] | None = None,
     select: Sequence[str] = (),
-    told: Callable[[Outcome], None] = lambda outcome: None,
+    report: Callable[[Outcome], None] = lambda outcome: None,
     jobs: int = 1,
     size: Size = "full",
 ) -> list[Outcome]:
@@ -82,7 +82,7 @@ def guard(
     Args:
         matrix: None: the default one, in the first dtype that the engine takes this model in.
         select: only probes that have one of these in their name; `alone` is always run.
-        told: called with each outcome.
+        report: called with each outcome.
         jobs: settings at a time, an engine and a process each.
         size: of the default matrix.
 
@@ -90,7 +90,7 @@ def guard(
         Outcomes by setting, the plain ones first.
 
     Raises:
-        ConfigError: no probe is selected; or none could be asked, in any setting.
+        ConfigError: no probe is selected; or none is supported, in any setting.
     """
     if not any(part in one.name for part in select or [""] for one in load_probes()):
         raise ConfigError(f"-k {', '.join(select)}: no probe has this in its name")
@@ -101,7 +101,7 @@ def guard(
 
     def tell(outcome: Outcome) -> None:
         outcomes.append(outcome)
-        told(outcome)
+        report(outcome)
 
     def ask_all(some: list[Settings]) -> None:
         if min(jobs, len(some)) > 1:
@@ -114,7 +114,7 @@ def guard(
         ask_all(first)
         # vLLM runs a Qwen3.5 on a CPU in bfloat16 alone.
         for dtype in guarded.kind.factors.get("dtype", ())[1:] if matrix is None else ():
-            if (outcomes[-1].probe, outcomes[-1].verdict) != ("start", "cannot be asked here"):
+            if (outcomes[-1].probe, outcomes[-1].verdict) != ("start", "not supported"):
                 break
             first.append({"dtype": dtype})
             ask_all(first[-1:])
@@ -123,6 +123,6 @@ def guard(
         ask_all(rest)
     finally:
         guarded.close()
-    if all(one.verdict == "cannot be asked here" for one in outcomes):
-        raise ConfigError(f"nothing could be asked: {outcomes[0].detail}")
+    if all(one.verdict == "not supported" for one in outcomes):
+        raise ConfigError(f"no setting is supported: {outcomes[0].detail}")
     return sorted(outcomes, key=lambda one: [*first, *rest].index(dict(one.settings)))

@@ -1,4 +1,4 @@
-"""One engine with one setting: its probes, what it was asked, and what became of it."""
+"""One engine with one setting: its probes, what was sent, and what became of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEFAULT_UNIT = 16
 
 @dataclass(frozen=True)
 class Failure:
-    """What was asked, from an empty cache on, until an answer was wrong: the last round's ask `index`.
+    """What was sent, from an empty cache on, until an answer was wrong: the last round's ask `index`.
 
     `unit`: tokens of a cached block. `died`: there is no answer; the target died of the last round.
     """
@@ -72,16 +72,16 @@ class Seen:
         self._texts: dict[str, list[tuple[int, ...]]] = {}
 
     def add(self, one: Round, answers: Sequence[Answer]) -> None:
-        for ask, answer in zip(one.asks, answers, strict=True):
+        for ask, answer in zip(one.requests, answers, strict=True):
             for tokens in (answer.token_ids, *answer.others):
                 self._texts.setdefault(ask.salt, []).append((*ask.prompt, *tokens))
 
     def shared(self, one: Round, index: int) -> int:
         """The most tokens that a round's ask begins with as another text of its salt does, known or of that round."""
-        ask = one.asks[index]
-        # One that is preempted, or asked for several answers, finds itself.
+        ask = one.requests[index]
+        # One that is preempted, or has several answers, finds itself.
         finds_itself = one.preempt_every > 0 or ask.n > 1
-        beside = [other for i, other in enumerate(one.asks) if i != index or finds_itself]
+        beside = [other for i, other in enumerate(one.requests) if i != index or finds_itself]
         texts = [other.prompt for other in beside if other.salt == ask.salt]
         return max((_common(text, ask.prompt) for text in (*texts, *self._texts.get(ask.salt, ()))), default=0)
 
@@ -91,12 +91,12 @@ def _common(text: Sequence[int], prompt: Sequence[int]) -> int:
 
 
 def plainly(ask: Ask) -> Ask:
-    """What an answer depends on, whoever else asks; greedy ones of one prompt are all the same."""
+    """What an answer depends on, whatever runs beside it; greedy ones of one prompt are all the same."""
     return replace(ask, salt="", after=0, abort_after=None, logprobs=True, n=ask.n if ask.temperature else 1)
 
 
 class References:
-    """What the plainest engine of a dtype answers to each request, alone and cold. It is started once somebody asks."""
+    """What the plainest engine of a dtype answers to each request, alone and cold; started when first needed."""
 
     def __init__(self, kind: Kind, folder: str, settings: Mapping[str, str] | None = None) -> None:
         self._kind, self._folder, self._settings = kind, folder, dict(settings or {})
@@ -108,19 +108,19 @@ class References:
         Raises:
             TargetError: it died.
         """
-        asked = plainly(ask)
-        if asked not in self._known:
+        plain = plainly(ask)
+        if plain not in self._known:
             if self._target is None:
                 self._target = self._kind.start(self._folder, self._settings)
             try:
                 if "reset" in self._target.can:
                     self._target.reset()
-                sent = asked if "logprobs" in self._target.can else replace(asked, logprobs=False)
-                (self._known[asked],) = self._target.ask([sent])
+                sent = plain if "logprobs" in self._target.can else replace(plain, logprobs=False)
+                (self._known[plain],) = self._target.ask([sent])
             except TargetError:
                 self.close()
                 raise
-        return self._known[asked]
+        return self._known[plain]
 
     def close(self) -> None:
         if self._target is not None:
@@ -156,7 +156,7 @@ class Session:
         self.judge, self.references, self.seed, self.amount = judge, references, seed, amount
         self.target = kind.start(folder, settings)
         self.unit, self.seen = 0, Seen()
-        self.asked = list[Round]()  # since the cache was empty
+        self.sent = list[Round]()  # since the cache was empty
         self.shortest = shortest
         self._draws: dict[Ask, Answer] = {}
 
@@ -191,19 +191,19 @@ class Session:
         return math.gcd(*seen) or DEFAULT_UNIT
 
     def run(self, probe: Probe, vocab_size: int) -> Outcome:
-        """Ask everything that a probe asks; the first wrong answer ends it."""
+        """Send all rounds of a probe; the first wrong answer ends it."""
         begin, outcome = time.perf_counter(), Outcome(probe.name, self.settings)
         if missing := [name for name in probe.needs if name not in self.target.can]:
-            outcome.verdict = "cannot be asked here"
+            outcome.verdict = "not supported"
             outcome.detail = f"the target offers no {', '.join(missing)}"
             return outcome
         try:
             self._play(probe, vocab_size, outcome)
         except TargetError as error:
             outcome.verdict, outcome.detail = "wrong", outcome.detail or str(error)
-            if not outcome.failures and self.asked:
+            if not outcome.failures and self.sent:
                 outcome.failures.append(self._death(probe, error))
-            if self.asked and [len(ask.prompt) for ask in self.asked[-1].asks] == [self.shortest]:
+            if self.sent and [len(ask.prompt) for ask in self.sent[-1].requests] == [self.shortest]:
                 outcome.detail = f"a prompt of length {self.shortest}: {outcome.detail}"
                 self.shortest += 1
             self.restart()
@@ -213,7 +213,7 @@ class Session:
     def _death(self, probe: Probe, error: TargetError) -> Failure:
         said = str(error)
         return Failure(
-            probe.name, self.settings, tuple(self.asked), 0, Answer((), error=said), Judgement("wrong", said),
+            probe.name, self.settings, tuple(self.sent), 0, Answer((), error=said), Judgement("wrong", said),
             self.unit or DEFAULT_UNIT, died=True,
         )  # fmt: skip
 
@@ -234,14 +234,14 @@ class Session:
                 if judgement.verdict == "wrong":
                     outcome.verdict, outcome.detail = "wrong", judgement.problem
                     outcome.failures.append(
-                        Failure(probe.name, self.settings, tuple(self.asked), i, answers[i], judgement, self.unit)
+                        Failure(probe.name, self.settings, tuple(self.sent), i, answers[i], judgement, self.unit)
                     )
                     break
                 unclear = unclear or judgement.problem
             if outcome.failures:
                 break
-        if not self.asked:
-            outcome.verdict, outcome.detail = "cannot be asked here", "its requests would be too long"
+        if not self.sent:
+            outcome.verdict, outcome.detail = "not supported", "its requests would be too long"
             return
         after = self.target.counters()
         outcome.moved |= {name: after[name] - before.get(name, 0.0) for name in after}
@@ -265,11 +265,11 @@ class Session:
         """
         self.target.close()
         self.target, self.seen = self.kind.start(self.folder, self.settings), Seen()
-        self.asked = []
+        self.sent = []
 
     def reset(self) -> None:
         """Forget the prefix cache, if the target can; what was moved to a further tier may still come back."""
-        self.asked = []
+        self.sent = []
         if "reset" in self.target.can:
             self.target.reset()
             if self.is_plain("offload"):
@@ -277,10 +277,10 @@ class Session:
 
     def play(self, one: Round) -> tuple[list[Answer], list[Judgement]]:
         """The answers to a round, and whether they are right."""
-        self.asked.append(one)
-        answers = self.target.ask(one.asks, one.preempt_every)
+        self.sent.append(one)
+        answers = self.target.ask(one.requests, one.preempt_every)
         found = []
-        for i, (ask, answer) in enumerate(zip(one.asks, answers, strict=True)):
+        for i, (ask, answer) in enumerate(zip(one.requests, answers, strict=True)):
             judgement = self.judge.judge(ask, answer, self._alone(ask, answer))
             most = self.seen.shared(one, i)
             if judgement.verdict == "right" and (answer.cached_tokens or 0) > most:
@@ -300,8 +300,8 @@ class Session:
     def _possible(self, one: Round) -> Round:
         """Without the extras that the target does not have; none of them is what the probe is about."""
         can = self.target.can
-        asks = tuple(replace(ask, logprobs=ask.logprobs and "logprobs" in can) for ask in one.asks)
-        return replace(one, asks=asks)
+        requests = tuple(replace(ask, logprobs=ask.logprobs and "logprobs" in can) for ask in one.requests)
+        return replace(one, requests=requests)
 
     def _unmoved(self, probe: Probe, moved: Mapping[str, float]) -> tuple[Verdict, str] | None:
         if not probe.moves or (probe.when and all(self.is_plain(factor) for factor in probe.when)):
@@ -315,7 +315,7 @@ class Session:
 
 
 def _count(outcome: Outcome, one: Round, answers: Sequence[Answer], judgements: Sequence[Judgement]) -> None:
-    for ask, answer, judgement in zip(one.asks, answers, judgements, strict=True):
+    for ask, answer, judgement in zip(one.requests, answers, judgements, strict=True):
         texts = (answer.token_ids, *answer.others)
         outcome.num_answers += len(texts)
         outcome.num_tokens += len(ask.prompt) + sum(map(len, texts))
@@ -354,4 +354,4 @@ def calibrate(session: Session, vocab_size: int) -> None:
     if judge.oracle is not None:
         judge.hidden = fmean(judge.oracle.within(text, judge.limit) for text in texts)
     if judge.oracle is None and "logprobs" not in target.can:
-        raise ConfigError("neither an oracle nor log-probabilities: no difference could be told from rounding")
+        raise ConfigError("neither an oracle nor log-probabilities: no difference could be distinguished from rounding")

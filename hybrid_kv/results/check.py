@@ -1,4 +1,4 @@
-"""Say what is wrong with a file of results, row by row."""
+"""What is wrong with a file of results, row by row."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hybrid_kv.errors import HybridKVError
-from hybrid_kv.results.read import read_lines
+from hybrid_kv.results.read import read_texts
 from hybrid_kv.results.row import Row
-from hybrid_kv.results.schema import COLUMNS, parsed
-from hybrid_kv.results.store import DATASET, NAMES, opened
+from hybrid_kv.results.schema import COLUMNS, parse
+from hybrid_kv.results.store import DATASET, opened
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 def check_file(path: str | Path) -> list[str]:
@@ -26,26 +28,27 @@ def check_file(path: str | Path) -> list[str]:
     path = Path(path)
     found: list[str] = []
     seen: dict[tuple[str, ...], int] = {}
-    for number, texts in _lines(path):
-        try:
-            values = dict(zip(COLUMNS, parsed(path, number, texts), strict=True))
-        except HybridKVError as error:
-            found.append(str(error))
-            continue
-        found += [f"{path} line {number}: {problem}" for problem in _problems(values)]
-        if (first := seen.setdefault(tuple(texts), number)) != number:
-            found.append(f"{path} line {number}: the same row as line {first}")
+    for first, texts in _parts(path):
+        values, wrong = parse(texts)
+        rows = zip(*(frame.itertuples(index=False, name=None) for frame in (texts, values)), strict=True)
+        for position, (cells, row) in enumerate(rows):
+            named = dict(zip(COLUMNS, row, strict=True))
+            problems = [wrong[position]] if position in wrong else list(_problems(named))
+            if (before := seen.setdefault(cells, first + position)) != first + position:
+                problems.append(f"the same row as line {before}")
+            found += [f"{path} line {first + position}: {problem}" for problem in problems]
     return found
 
 
-def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Number and cells of every row, as a CSV has them."""
+def _parts(path: Path) -> Iterator[tuple[int, pd.DataFrame]]:
+    """Number of the first line and cells of parts of a CSV or a data set, as a CSV has them."""
     if path.suffix != DATASET:
-        yield from read_lines(path)
+        yield from read_texts(path)
         return
     with opened([path]) as store:
-        for number, row in enumerate(store.records(f"SELECT {NAMES} FROM rows ORDER BY place, line"), 1):
-            yield number, ["" if value is None else str(value) for value in row.values()]
+        texts = ", ".join(f"coalesce({name}::VARCHAR, '') AS {name}" for name in COLUMNS)
+        texts = texts.replace("coalesce(dirty::VARCHAR, '')", "CASE WHEN dirty THEN 'True' ELSE 'False' END")
+        yield 1, store.answer(f"SELECT {texts} FROM rows ORDER BY place, line")
 
 
 _FORMS = {
@@ -62,7 +65,7 @@ def _problems(values: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name} holds {values[name]!r}"
     low, high = values["ci_low"], values["ci_high"]
     if math.isnan(low) != math.isnan(high) or low > high:
-        yield f"{low} to {high} is no interval"
+        yield f"{low} to {high} is not an interval"
     params = json.loads(values["params"])
     if folder := next((text for text in _texts(params) if re.match(r"/|~|[A-Za-z]:\\", text)), None):
         yield f"params names a place on a machine: {folder!r}"

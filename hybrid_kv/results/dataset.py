@@ -25,10 +25,10 @@ def export_rows(files: Sequence[Path], target: Path) -> int:
 
     Raises:
         HybridKVError: a file cannot be read, or the data set not be written.
-        ConfigError: there is something at `target`, or it is no name of a data set.
+        ConfigError: there is something at `target`, or it is not the name of a data set.
     """
     _check_name(files, target)
-    with opened(files, believe=False) as store, new_folder(target) as made:
+    with opened(files) as store, new_folder(target) as made:
         return _add(store, made)
 
 
@@ -41,8 +41,8 @@ def merge_rows(files: Sequence[Path], target: Path) -> int:
     """
     _check_name(files, target)
     if not target.is_dir():
-        raise ConfigError(f"{target} is no data set; `hybrid-kv results export` makes one")
-    with opened(files, believe=False) as store, _locked(target):
+        raise ConfigError(f"{target} is not a data set; `hybrid-kv results export` makes one")
+    with opened(files) as store, _locked(target):
         parquet_files(target)
         return _add(store, target)
 

@@ -1,4 +1,4 @@
-"""Texts of rows in GitHub's Markdown: code spans, in which it starts no link, mentions nobody and reads no HTML."""
+"""Texts of rows in GitHub's Markdown: code spans, which hold no link, mention or HTML."""
 
 from __future__ import annotations
 

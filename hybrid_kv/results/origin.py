@@ -13,6 +13,8 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
+from hybrid_kv import environment
+
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _NO_CODE = (":!results", ":!docs", ":!*.md")  # A commit that appends rows and redraws them changes nothing measured.
 
@@ -47,7 +49,7 @@ def _commit() -> str:
 
 def _machine() -> str:
     """CPU model and cores, never the host's name; `HYBRID_KV_MACHINE` replaces it."""
-    if name := os.environ.get("HYBRID_KV_MACHINE"):
+    if name := environment.machine():
         return "".join(letter for letter in " ".join(name.split()) if letter.isprintable())
     model = platform.processor() or platform.machine()
     try:
@@ -81,8 +83,8 @@ def provenance() -> Provenance:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What git says of a commit: its author's name, the day it was made, the first line of its message."""
+class CommitInfo:
+    """A commit's author, the day it was made, the first line of its message."""
 
     author: str
     day: str
@@ -102,14 +104,14 @@ class Head:
         count = _git("rev-list", "--count", f"{commit}...{self.commit}", "--", ".", *_NO_CODE)
         return None if count is None else int(count)
 
-    def tell(self, commits: Iterable[str]) -> dict[str, Told]:
-        """What git says of those commits that the checkout has."""
+    def describe(self, commits: Iterable[str]) -> dict[str, CommitInfo]:
+        """Those of the commits that the checkout has."""
         wanted = [commit for commit in dict.fromkeys(commits) if re.fullmatch(r"[0-9a-f]{40}", commit)]
         if not self.commit or not wanted:
             return {}
         text = _git("log", "--no-walk", "--ignore-missing", "--format=%H%x00%an%x00%cs%x00%s", *wanted) or ""
         lines = [line.split("\0") for line in text.split("\n") if line.count("\0") == 3]
-        return {commit: Told(*told) for commit, *told in lines if commit in wanted}
+        return {commit: CommitInfo(*info) for commit, *info in lines if commit in wanted}
 
 
 NO_HEAD = Head("")

@@ -1,43 +1,92 @@
-"""Read a CSV of results line by line."""
+"""Read a CSV of results, a part at a time."""
 
 from __future__ import annotations
 
-import csv
 import fcntl
+import io
 import logging
+import re
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hybrid_kv.errors import HybridKVError
 from hybrid_kv.files import refuse_device
-from hybrid_kv.results.schema import COLUMNS, check_header
+from hybrid_kv.results.schema import COLUMNS, HEADER, check_header, parse
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 _log = logging.getLogger("hybrid_kv.results")
+_PART = 1 << 24  # bytes
 
 
-def read_lines(path: Path, warn: Callable[[str], None] = _log.warning) -> Iterator[tuple[int, list[str]]]:
-    """Number and fields of every line but the header; a torn last line is left out with a warning.
+def read_texts(path: Path, warn: Callable[[str], None] = _log.warning) -> Iterator[tuple[int, pd.DataFrame]]:
+    """Number of the first line and cells as text of each part of a CSV; a torn last line is left out with a warning.
 
     Raises:
-        HybridKVError: the file cannot be read, has another header, or a line that is no CSV.
+        HybridKVError: the file cannot be read, has another header, or a line that does not have all columns.
     """
     refuse_device(path)
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH)  # No line of a writer that is at work looks torn.
-            data = file.read()
+            check_header(path, header := file.readline(2 * len(HEADER)))
+            if header != HEADER:
+                raise HybridKVError(f"{path} is empty: column 1 must be {COLUMNS[0]!r}; is it another file?")
+            number = 2
+            while data := file.read(_PART) + file.readline():
+                whole = data[: data.rfind(b"\n") + 1]
+                if whole:
+                    yield number, _texts(path, number, whole)
+                    number += whole.count(b"\n")
+                if len(whole) < len(data):
+                    warn(f"{path}: a last line without an end is left out; the next append cuts it off")
     except OSError as error:
         raise HybridKVError(f"results cannot be read from {path}: {error.strerror}") from None
-    check_header(path, data[:4096])
-    whole = data[: data.rfind(b"\n") + 1]
-    if not whole:
-        raise HybridKVError(f"{path} is empty: column 1 must be {COLUMNS[0]!r}; is it another file?")
+
+
+def _texts(path: Path, number: int, lines: bytes) -> pd.DataFrame:
+    import pandas as pd
+
+    # pandas fills short lines and cuts long ones: a mark at the end of each line shows both. It drops zero bytes:
+    # another byte that is not printable stands for them.
+    marked = io.BytesIO(lines.replace(b"\n", b",|\n").replace(b"\0", b"\1"))
+    names = [*COLUMNS, "end"]
     try:
-        for number, line in enumerate(whole.decode().split("\n")[1:-1], 2):
-            yield number, next(csv.reader([line], strict=True), [])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", pd.errors.ParserWarning)
+            frame = pd.read_csv(
+                marked,
+                header=None,
+                names=names,
+                index_col=False,
+                dtype=str,
+                na_filter=False,
+                skip_blank_lines=False,
+                lineterminator="\n",
+            )
+        odd = int((frame["end"] != "|").to_numpy().argmax()) if (frame["end"] != "|").any() else None
     except UnicodeDecodeError as error:
-        raise HybridKVError(f"{path} is no text: byte {error.start} is not UTF-8") from None
-    except csv.Error as error:
-        raise HybridKVError(f"{path} line {number}: {error}") from None
-    if len(whole) < len(data):
-        warn(f"{path}: a last line without an end is left out; the next append cuts it off")
+        raise HybridKVError(f"{path} is not text: byte {error.start} of a line is not UTF-8") from None
+    except pd.errors.ParserError as error:
+        found = re.search(r"(line|row) (\d+)", str(error))
+        odd = int(found[2]) - (found[1] == "line") if found else 0
+    if odd is not None:
+        raise HybridKVError(f"{path} line {number + odd}: a row has {len(COLUMNS)} fields")
+    return frame[list(COLUMNS)]
+
+
+def read_frames(path: Path, warn: Callable[[str], None] = _log.warning) -> Iterator[pd.DataFrame]:
+    """The values of each part of a CSV.
+
+    Raises:
+        HybridKVError: as `read_texts`, or a cell does not fit its column; with the file, the line and what fits.
+    """
+    for number, texts in read_texts(path, warn):
+        frame, wrong = parse(texts)
+        if wrong:
+            first = min(wrong)
+            raise HybridKVError(f"{path} line {number + first}: {wrong[first]}")
+        yield frame

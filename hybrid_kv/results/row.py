@@ -1,7 +1,7 @@
 """One measurement, and no timing without proof that its result was right.
 
 A row's `params` is compact JSON with sorted keys. A timing (a unit of time, or a ratio of times) can only be built by
-`timing_row`, which asks for a `Receipt` and stores it in `params` under `receipt`; `Row` refuses a timing without one,
+`timing_row`, which takes a `Receipt` and stores it in `params` under `receipt`; `Row` refuses a timing without one,
 so "fast but wrong" cannot be written, and the proof travels with the number.
 """
 
@@ -14,11 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from hybrid_kv.results.schema import BETTER, MAX_COUNT, TIME_UNITS, UNITS, VERDICTS, check_params
+from hybrid_kv.results.schema import KINDS, TIME_UNITS, check_params
+
+_CHECKED = ("suite", "benchmark", "metric", "value", "unit", "n", "better", "verdict", "baseline_commit")
 
 
 def metric_key(name: str) -> str:
-    """A stable key of a metric's name: `all, mtp 3: hits 70 %` is `all/mtp_3`; what follows a colon is a figure."""
+    """A stable key of a metric's name: `all, mtp 3: hits 70 %` is `all/mtp_3`; what follows a colon is a metric."""
     return re.sub(r"[^a-z0-9./]+", "_", name.partition(": ")[0].lower().replace(", ", "/")).strip("_")
 
 
@@ -55,21 +57,13 @@ class Row:
     baseline_commit: str = ""
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.value):
-            raise ValueError(f"{self.benchmark} {self.metric}={self.value} is no measurement")
         if any(bound is not None and math.isinf(bound) for bound in (self.ci_low, self.ci_high)):
-            raise ValueError(f"{self.benchmark} {self.metric}: {self.ci_low} to {self.ci_high} is no interval")
-        if self.unit not in UNITS:
-            raise ValueError(f"unit={self.unit!r} is unknown; add it to hybrid_kv.results.UNITS if it is no time")
-        if self.better not in BETTER:
-            raise ValueError(f"better={self.better!r}; use lower, higher or equal")
-        if self.verdict not in VERDICTS:
-            raise ValueError(f"verdict={self.verdict!r}; use pass, fail, void or nothing")
-        if not 0 <= self.n <= MAX_COUNT:
-            raise ValueError(f"n={self.n} must be 0 to {MAX_COUNT}")
-        for name in ("suite", "benchmark", "metric", "baseline_commit"):
-            if not (text := getattr(self, name)).isprintable():
-                raise ValueError(f"{name}={text!r} holds a line break or another sign that cannot be printed")
+            raise ValueError(f"{self.benchmark} {self.metric}: {self.ci_low} to {self.ci_high} is not an interval")
+        for name in _CHECKED:
+            try:
+                KINDS[name].parse(str(value := getattr(self, name)))
+            except (ValueError, KeyError):
+                raise ValueError(f"{name}={value!r} does not fit; it takes {KINDS[name].takes}") from None
         check_params(self.params_json)  # What no reader could hold is refused now, not when the row is read.
         if self.unit in TIME_UNITS:
             proof = self.params.get("receipt")

@@ -1,6 +1,6 @@
-"""The columns of a row, what each may hold, and the units there are. `docs/results.md` has them as a table.
+"""The columns of a row, what each may hold, and the units there are; `docs/results.md` says what they mean.
 
-A cell that its column does not take makes the whole file unreadable: no reader has to think of it again.
+A cell that its column does not take makes the whole file unreadable, so that readers can rely on every cell.
 """
 
 from __future__ import annotations
@@ -13,39 +13,19 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybrid_kv.errors import HybridKVError
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 SCHEMA = 1
 TIME_UNITS = ("ns", "us", "ms", "s", "time ratio", "GB/s")
 # Another one is added here, so that no timing hides behind its own spelling of "seconds".
-UNITS = {
-    *TIME_UNITS,
-    "",
-    "1/B",
-    "B",
-    "MHz",
-    "alarms",
-    "answers",
-    "bit",
-    "blocks",
-    "drafts",
-    "instructions",
-    "launches",
-    "logit",
-    "modules",
-    "operations",
-    "packages",
-    "patterns",
-    "questions",
-    "registers",
-    "requests",
-    "settings",
-    "share",
-    "tokens",
-    "views",
-}
+UNITS = {*TIME_UNITS, "", "1/B", "B", "MHz", "alarms", "answers", "bit", "blocks", "drafts", "instructions", "launches"}
+UNITS |= {"logit", "modules", "operations", "packages", "patterns", "questions", "registers", "requests", "settings"}
+UNITS |= {"share", "tokens", "views"}
 BETTER = ("lower", "higher", "equal")
 VERDICTS = ("pass", "fail", "void", "")
 MAX_COUNT = 2**63 - 1
@@ -57,30 +37,16 @@ class Kind:
     """What the cells of a column are.
 
     Attributes:
-        name: of the type, for people.
         takes: what fits, for an error message.
         parse: a cell's text as a value; raises ValueError, KeyError or RecursionError for what does not fit.
+        dtype: of the column in pandas.
+        parquet: its type in Parquet.
     """
 
-    name: str
     takes: str
     parse: Callable[[str], Any]
-
-
-@dataclass(frozen=True)
-class Column:
-    """One column.
-
-    Attributes:
-        unit: of its values; empty: none.
-        example: a cell that fits.
-    """
-
-    name: str
-    kind: Kind
-    meaning: str
-    example: str
-    unit: str = ""
+    dtype: str = "object"
+    parquet: str = "VARCHAR"
 
 
 def _printable(text: str) -> str:
@@ -148,53 +114,35 @@ def _children(value: Any) -> list[Any]:
     return []
 
 
-TEXT = Kind("text", "printable text", _printable)
-COUNT = Kind("integer", f"a whole number from 0 to {MAX_COUNT}", _whole)
-NUMBER = Kind("number", "a finite number", _finite)
-BOUND = Kind("number or nothing", "a finite number or nothing", _bound)
-TIME = Kind("UTC time", "a UTC time of the years 2000 to 2199, such as 2026-11-21T06:02:47Z", _moment)
-FLAG = Kind("flag", "True or False", {"True": True, "False": False}.__getitem__)
-PARAMS = Kind(
-    "JSON object",
-    f"a JSON object at most {MAX_DEPTH} levels deep, its numbers finite and of 64 bits",
-    check_params,
-)
-UNIT = Kind("unit", "a unit of hybrid_kv.results.UNITS; add it there if it is no time", _among(*UNITS))
-
-SCHEMA_COLUMNS = (
-    Column("schema", COUNT, "Version of these columns.", "1"),
-    Column("run_id", TEXT, "The same for all rows of one process.", "14ffc6c09624"),
-    Column("time_utc", TIME, "When the row was written.", "2026-11-21T06:04:26Z"),
-    Column(
-        "commit", TEXT, "What was measured; empty for an installed package.", "8a89dd635bef6d27f12f306b1e34b79852f72011"
-    ),
-    Column("dirty", FLAG, "The tree had changes that the commit has not.", "False"),
-    Column("suite", TEXT, "The command or the file of `bench/` that measured.", "state_update"),
-    Column("benchmark", TEXT, "What was measured: a kernel, a task, a check of the guard.", "slots"),
-    Column(
-        "params", PARAMS, "The case: shapes, modes, subjects. A timing's `receipt` is here.", '{"K":3,"num_reqs":16}'
-    ),
-    Column("metric", TEXT, "A key that never changes; the report makes prose of it.", "cpu_time"),
-    Column("value", NUMBER, "The figure: a median for timings.", "6790.4", "as `unit`"),
-    Column("unit", UNIT, "Of `value` and its interval; empty for a plain number.", "ns"),
-    Column("ci_low", BOUND, "Lower end of the 95 % interval.", "6710.2", "as `unit`"),
-    Column("ci_high", BOUND, "Upper end of the 95 % interval.", "6880.0", "as `unit`"),
-    Column("n", COUNT, "How many rounds, questions or requests the figure is of.", "25"),
-    Column("better", Kind("word", "lower, higher or equal", _among(*BETTER)), "Which way is better.", "lower"),
-    Column(
-        "verdict",
-        Kind("word", "pass, fail, void or nothing", _among(*VERDICTS)),
-        "Of a check; `void`: it did not see what it must see, so it has not passed.",
-        "pass",
-    ),
-    Column("baseline_commit", TEXT, "What it was compared with; ends in `-dirty` for a changed tree.", ""),
-    Column("device", TEXT, "The GPU, or `cpu`.", "NVIDIA H200"),
-    Column("machine", TEXT, "CPU model and cores, never a host's name.", "AMD EPYC x2"),
-    Column("python", TEXT, "Version of Python.", "3.11.7"),
-    Column("torch", TEXT, "Version of torch.", "2.13.0+cpu"),
-    Column("triton", TEXT, "Version of Triton; empty without it.", "3.7.1"),
-)
-COLUMNS = tuple(column.name for column in SCHEMA_COLUMNS)
+_COUNT = Kind(f"a whole number from 0 to {MAX_COUNT}", _whole, "int64", "BIGINT")
+_TEXT = Kind("printable text", _printable)
+_BOUND = Kind("a finite number or nothing", _bound, "float64", "DOUBLE")
+# docs/results.md says what each column means.
+KINDS = {
+    "schema": Kind(f"{SCHEMA}, which this version reads", {str(SCHEMA): SCHEMA}.__getitem__, "int64", "BIGINT"),
+    "run_id": _TEXT,
+    "time_utc": Kind("a UTC time of the years 2000 to 2199, such as 2026-11-21T06:02:47Z", _moment),
+    "commit": _TEXT,
+    "dirty": Kind("True or False", {"True": True, "False": False}.__getitem__, "bool", "BOOLEAN"),
+    "suite": _TEXT,
+    "benchmark": _TEXT,
+    "params": Kind(f"a JSON object at most {MAX_DEPTH} levels deep, its numbers finite and of 64 bits", check_params),
+    "metric": _TEXT,
+    "value": Kind("a finite number", _finite, "float64", "DOUBLE"),
+    "unit": Kind("a unit of hybrid_kv.results.UNITS; add it there unless it is a time", _among(*UNITS)),
+    "ci_low": _BOUND,
+    "ci_high": _BOUND,
+    "n": _COUNT,
+    "better": Kind("lower, higher or equal", _among(*BETTER)),
+    "verdict": Kind("pass, fail, void or nothing", _among(*VERDICTS)),
+    "baseline_commit": _TEXT,
+    "device": _TEXT,
+    "machine": _TEXT,
+    "python": _TEXT,
+    "torch": _TEXT,
+    "triton": _TEXT,
+}
+COLUMNS = tuple(KINDS)
 HEADER = (",".join(COLUMNS) + "\n").encode()
 
 
@@ -211,23 +159,23 @@ def check_header(path: Path, head: bytes) -> None:
         raise HybridKVError(f"{path}: column {len(COLUMNS) + 1} {found[len(COLUMNS)]!r} is not in schema {SCHEMA}")
 
 
-def parsed(path: Path, number: int, texts: list[str]) -> list[Any]:
-    """The values of a line's cells.
+def parse(texts: pd.DataFrame) -> tuple[pd.DataFrame, dict[int, str]]:
+    """The values of rows of text; by position in it what is wrong with a row, whose values then mean nothing."""
+    import numpy as np
+    import pandas as pd
 
-    Raises:
-        HybridKVError: one does not fit its column; with the file, the line, the cell and what fits.
-    """
-    if len(texts) != len(COLUMNS):
-        raise HybridKVError(f"{path} line {number}: {len(texts)} fields instead of {len(COLUMNS)}")
-    values: list[Any] = []
-    for column, text in zip(SCHEMA_COLUMNS, texts, strict=True):
-        try:
-            values.append(column.kind.parse(text))
-        except (ValueError, KeyError, RecursionError):
-            cell = repr(text if len(text) <= 60 else text[:60] + "…")
-            raise HybridKVError(
-                f"{path} line {number}: column {column.name!r} holds {cell}; it takes {column.kind.takes}"
-            ) from None
-    if values[0] != SCHEMA:
-        raise HybridKVError(f"{path} line {number}: column 'schema' holds {values[0]}, this version reads {SCHEMA}")
-    return values
+    columns, wrong = {}, dict[int, str]()
+    for name, kind in KINDS.items():
+        codes, uniques = pd.factorize(texts[name])
+        values, bad = [], {}
+        for code, text in enumerate(uniques):
+            try:
+                values.append(kind.parse(text))
+            except (ValueError, KeyError, RecursionError):
+                values.append(0)
+                cell = repr(text if len(text) <= 60 else text[:60] + "…")
+                bad[code] = f"column {name!r} holds {cell}; it takes {kind.takes}"
+        columns[name] = pd.Series(np.array(values, dtype=kind.dtype)[codes], dtype=kind.dtype)
+        for position in np.flatnonzero(np.isin(codes, list(bad))) if bad else ():
+            wrong.setdefault(int(position), bad[int(codes[position])])
+    return pd.DataFrame(columns), wrong

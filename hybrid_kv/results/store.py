@@ -1,14 +1,12 @@
-"""Rows of CSVs and Parquet files as one table that DuckDB asks: only what is asked for becomes a Python object.
+"""Rows of CSVs and Parquet files as one table for queries of DuckDB: only answers become Python objects.
 
-Every file has a number in a temporary folder: a Parquet file is linked there, of a CSV a Parquet copy is made. DuckDB
-makes the copy of a CSV in which all is plainly right; any other is read line by line, which says what is wrong, or
-drops a torn last line. A Parquet file is believed if its footer says that `hybrid_kv.results.dataset` wrote it, after
-it had looked at every cell. While rows are read, writers of a data set wait; those of a CSV only while it is copied.
+Every file has a number in a temporary folder: a Parquet file is linked there, the parts of a CSV are checked and copied
+to Parquet. A Parquet file is trusted if its footer says that `hybrid_kv.results.dataset` wrote it. While rows are read,
+writers of a data set wait; those of a CSV only while it is copied.
 """
 
 from __future__ import annotations
 
-import csv
 import fcntl
 import logging
 import os
@@ -21,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid_kv.errors import ConfigError, HybridKVError
 from hybrid_kv.files import refuse_device
-from hybrid_kv.results.read import read_lines
-from hybrid_kv.results.schema import BOUND, COLUMNS, COUNT, FLAG, HEADER, NUMBER, SCHEMA, SCHEMA_COLUMNS, parsed
+from hybrid_kv.results.read import read_frames
+from hybrid_kv.results.schema import COLUMNS, KINDS, SCHEMA
 
 if TYPE_CHECKING:
     import duckdb
@@ -33,30 +31,14 @@ _log = logging.getLogger("hybrid_kv.results")
 MARK = "hybrid_kv_schema"  # a key in the footer of a Parquet file; its value is the schema
 DATASET = ".parquet"  # what the name of a data set ends in, a folder or a file
 _MEMORY = "400MB"  # of DuckDB; what needs more goes through the temporary folder
-# The type of a column, and how its values are made of a CSV's text; `error` ends the copy.
-_COUNT = "CASE WHEN regexp_full_match({0}, '[0-9]{{1,19}}') THEN {0}::BIGINT ELSE error({0}) END"
-_FLAG = "CASE {0} WHEN 'True' THEN true WHEN 'False' THEN false ELSE error({0}) END"
-_FINITE = r"'[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?'"
-_IS_NUMBER = f"regexp_full_match({{0}}, {_FINITE}) AND isfinite({{0}}::DOUBLE)"
-_NUMBER = f"CASE WHEN {_IS_NUMBER} THEN {{0}}::DOUBLE ELSE error({{0}}) END"
-_BOUND = f"CASE WHEN {{0}} != '' THEN {_NUMBER} END"
-_KINDS = {COUNT: ("BIGINT", _COUNT), FLAG: ("BOOLEAN", _FLAG), NUMBER: ("DOUBLE", _NUMBER), BOUND: ("DOUBLE", _BOUND)}
-_SQL = {column.name: _KINDS.get(column.kind, ("VARCHAR", "{0}")) for column in SCHEMA_COLUMNS}
-PARQUET_TYPES = {name: kind for name, (kind, _) in _SQL.items()}
-_TEXTS = [column for column in SCHEMA_COLUMNS if _SQL[column.name][0] == "VARCHAR"]
-
 NAMES = ", ".join(COLUMNS)
-_VALUES = ", ".join(f"{value.format(name)} AS {name}" for name, (_, value) in _SQL.items())
-_NOTHING = ", ".join(f"NULL::{kind} AS {name}" for name, (kind, _) in _SQL.items())
-_AS_CSV = (
-    "auto_detect=false, header=false, skip=1, delim=',', quote='\"', escape='\"', new_line='\\n', comment='', "
-    f"strict_mode=true, null_padding=false, columns={dict.fromkeys(COLUMNS, 'VARCHAR')}, "
-    f"force_not_null={list(COLUMNS)}"
+_TYPES = {name: kind.parquet for name, kind in KINDS.items()}
+_NOTHING = ", ".join(f"NULL::{kind} AS {name}" for name, kind in _TYPES.items())
+_VALUES = ", ".join(
+    f"if(isnan({name}), NULL, {name}) AS {name}" if kind == "DOUBLE" else f"{name}::{kind} AS {name}"
+    for name, kind in _TYPES.items()
 )
-# What DuckDB reads otherwise: it ends a line at a carriage return, and drops spaces around a quoted field. Searched for
-# where there is a sign of it: the expression alone would take ten times as long as all the rest of a copy's checks.
-_SIGNS = (b"\r", b' "', b'" ', b'\t"', b'"\t')
-_READ_OTHERWISE = re.compile(rb'\r|[,\n][ \t]+"(?!"[^,\n])|"[ \t]+[,\n]')
+_TEXTS = [name for name, kind in _TYPES.items() if kind == "VARCHAR"]
 AS_PARQUET = f"FORMAT parquet, COMPRESSION zstd, KV_METADATA {{{MARK}: '{SCHEMA}'}}"
 
 
@@ -83,7 +65,7 @@ class Store:
         self._connection, self._folder = connection, folder
         self._places: list[Path] = []
         self._links: dict[Path, Path] = {}
-        self._warnings: list[str] = []  # said when all files are read: an error of one of them is a single line
+        self._warnings: list[str] = []  # printed when all files are read: an error of one of them is a single line
         self.run(f"COPY (SELECT {_NOTHING} LIMIT 0) TO '{self._next(Path())}' ({AS_PARQUET})")
 
     def run(self, query: str, parameters: dict[str, Any] | None = None) -> list[tuple[Any, ...]]:
@@ -105,9 +87,9 @@ class Store:
         except duckdb.InterruptException:
             raise KeyboardInterrupt from None
         except duckdb.Error as error:
-            raise HybridKVError(self._told(error)) from None
+            raise HybridKVError(self._readable(error)) from None
 
-    def _told(self, error: Exception) -> str:
+    def _readable(self, error: Exception) -> str:
         """DuckDB's words in one line, with the user's names of the files."""
         text = re.sub(
             rf"{re.escape(str(self._folder))}/(\d+)\.parquet",
@@ -129,35 +111,43 @@ class Store:
                 rows = answer.fetchmany(4096)
 
     def frame(self, query: str = f"SELECT {NAMES} FROM rows ORDER BY place, line") -> pd.DataFrame:
-        """An answer with the columns of the schema; equal texts are one object, which many rows share."""
+        """An answer with the columns of the schema."""
+        return self.answer(query).astype({name: kind.dtype for name, kind in KINDS.items()})
+
+    def answer(self, query: str) -> pd.DataFrame:
+        """An answer as a frame; equal texts are one object, which many rows share."""
         import pandas as pd
 
         known, parts = dict[str, str](), list[pd.DataFrame]()
         with self._one_line():
             answer = self._connection.execute(query)
             while not (part := answer.fetch_df_chunk(24)).empty or not parts:
-                for column in _TEXTS:
-                    part[column.name] = pd.Series([known.setdefault(t, t) for t in part[column.name]], dtype="object")
+                for name in _TEXTS:
+                    part[name] = pd.Series([known.setdefault(t, t) for t in part[name]], dtype="object")
                 parts.append(part)
-        types = {"BIGINT": "int64", "DOUBLE": "float64", "BOOLEAN": "bool", "VARCHAR": "object"}
-        return pd.concat(parts, ignore_index=True).astype({name: types[kind] for name, (kind, _) in _SQL.items()})
+        return pd.concat(parts, ignore_index=True)
 
     # ---- files ----
 
     def name(self, file: Path) -> str:
-        """A file in a query: through a link, so that no sign in its name means anything there."""
+        """A file in a query: through a link, so that its name is not parsed."""
         link = self._folder / f"link{len(self._links)}"
         if file.parent not in self._links:
             link.symlink_to(file.parent.resolve())
             self._links[file.parent] = link
         return f"'{self._links[file.parent] / file.name}'"
 
-    def add(self, file: Path, locks: ExitStack, believe: bool) -> None:
-        """A CSV, or a data set, which stays locked; its cells are looked at unless it is believed."""
-        refuse_device(file)
+    def add(self, file: Path, locks: ExitStack) -> None:
+        """A CSV, or a data set, which stays locked."""
         if file.suffix != DATASET:
-            self._add_csv(file)
+            for frame in read_frames(file, self._warnings.append):
+                with self._one_line():
+                    self._connection.register("part", frame)
+                    self._connection.execute(
+                        f"COPY (SELECT {_VALUES} FROM part) TO '{self._next(file)}' ({AS_PARQUET})"
+                    )
             return
+        refuse_device(file)
         try:
             descriptor = os.open(file, os.O_RDONLY)
             locks.callback(os.close, descriptor)
@@ -165,84 +155,11 @@ class Store:
         except OSError as error:
             raise HybridKVError(f"results cannot be read from {file}: {error.strerror}") from None
         for part in parquet_files(file):
-            link = self._next(part)
-            link.symlink_to(part.resolve())
-            if not believe:
-                self._refuse_odd(part, link)
+            self._next(part).symlink_to(part.resolve())
 
     def _next(self, place: Path) -> Path:
         self._places.append(place)
         return self._folder / f"{len(self._places) - 1:08}.parquet"
-
-    def _add_csv(self, file: Path) -> None:
-        target = self._next(file)
-        if _is_regular(file) and self._vouched(file, target):
-            return
-        plain = target.with_suffix(".csv")
-        with plain.open("w", newline="") as made:
-            writer = csv.writer(made, lineterminator="\n")
-            writer.writerow(COLUMNS)
-            for number, texts in read_lines(file, self._warnings.append):
-                values = parsed(file, number, texts)
-                writer.writerow(["" if value != value else value for value in values])
-        self._copy(plain, target)
-        plain.unlink()
-
-    def _copy(self, file: Path, target: Path) -> None:
-        self._connection.execute(
-            f"COPY (SELECT {_VALUES} FROM read_csv('{file}', {_AS_CSV})) TO '{target}' ({AS_PARQUET})"
-        )
-
-    def _vouched(self, file: Path, target: Path) -> bool:
-        """Copy a CSV; False if anything in it is not plainly right."""
-        import duckdb
-
-        link = target.with_suffix(".csv")
-        link.symlink_to(file.resolve())
-        try:
-            with file.open("rb") as opened:
-                fcntl.flock(opened, fcntl.LOCK_SH)  # No line of a writer that is at work looks torn.
-                if opened.read(len(HEADER)) != HEADER:
-                    return False
-                lines, part = 0, b"\n"
-                while more := opened.read(1 << 20) + opened.readline():
-                    part = b"\n" + more
-                    lines += more.count(b"\n")
-                    if any(sign in part for sign in _SIGNS) and _READ_OTHERWISE.search(part):
-                        return False
-                if part[-1:] != b"\n":
-                    return False
-                self._copy(link, target)
-            return lines == self.check(str(target))
-        except duckdb.InterruptException:
-            raise KeyboardInterrupt from None
-        except (duckdb.Error, OSError, ValueError, KeyError, RecursionError):
-            return False
-        finally:
-            link.unlink()
-
-    def check(self, parquet: str) -> int:
-        """Look at every text of Parquet files once; returns how many rows they have.
-
-        Raises:
-            ValueError, KeyError, RecursionError: one does not fit its column.
-        """
-        texts = ", ".join(f"list(DISTINCT {column.name})" for column in _TEXTS)
-        query = f"SELECT count(*), count(*) FILTER (schema != {SCHEMA}), {texts} FROM read_parquet('{parquet}')"
-        (found,) = self._connection.execute(query).fetchall()
-        if found[1]:
-            raise ValueError
-        for column, values in zip(_TEXTS, found[2:], strict=True):
-            for text in values or ():
-                column.kind.parse(text)
-        return int(found[0])
-
-    def _refuse_odd(self, file: Path, link: Path) -> None:
-        try:
-            with self._one_line():
-                self.check(str(link))
-        except (ValueError, KeyError, RecursionError):
-            raise HybridKVError(f"{file}: a cell does not fit; `hybrid-kv results --check` names it") from None
 
     def see(self) -> None:
         """Make the table of what was added."""
@@ -261,17 +178,9 @@ class Store:
         )
 
 
-def _is_regular(file: Path) -> bool:
-    """Neither a pipe, which can be read once, nor absent."""
-    return file.is_file()
-
-
 @contextmanager
-def opened(files: Sequence[Path], believe: bool = True) -> Iterator[Store]:
+def opened(files: Sequence[Path]) -> Iterator[Store]:
     """The rows of CSVs and data sets, in this order.
-
-    Args:
-        believe: what says that this project wrote it; otherwise every cell of a data set is looked at, too.
 
     Raises:
         HybridKVError: a file cannot be read, has another header or schema, or a line that does not fit.
@@ -282,13 +191,13 @@ def opened(files: Sequence[Path], believe: bool = True) -> Iterator[Store]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hybrid-kv.")))
         if "'" in str(folder) or set("*?[") & set(str(folder)):
-            raise ConfigError(f"TMPDIR={folder.parent} holds a sign that a query cannot; set another one")
+            raise ConfigError(f"TMPDIR={folder.parent} holds a character that a query cannot; set another one")
         connection = stack.enter_context(
             duckdb.connect(config={"memory_limit": _MEMORY, "temp_directory": str(folder / "spilled")})
         )
         store = Store(connection, folder)
         for file in files:
-            store.add(file, stack, believe)
+            store.add(file, stack)
         store.see()
         yield store
 

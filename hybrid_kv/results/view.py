@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -36,49 +36,40 @@ def result_files(places: Sequence[Path]) -> list[Path]:
     return files
 
 
+_CONDITIONS = {
+    "suite": "suite = ?",
+    "metric": "contains(lower(metric), lower(?))",
+    "machine": "contains(lower(machine), lower(?))",
+    "device": "contains(lower(device), lower(?))",
+    "commit": "starts_with(commit, lower(?))",
+    "since": "time_utc >= ?",
+}
+
+
 def select_rows(
-    store: Store,
-    *,
-    select: Sequence[str] | None = None,
-    equal: Mapping[str, str | None] | None = None,
-    containing: Mapping[str, str | None] | None = None,
-    commit: str | None = None,
-    since: str | None = None,
-    last: int | None = None,
+    store: Store, select: Sequence[str] = (), last: int | None = None, **texts: str | None
 ) -> Iterator[Record]:
     """Rows that fit everything that is not None, oldest first.
 
     Args:
         select: parts of `suite/benchmark`; one of them is enough.
-        equal: column to its whole text.
-        containing: column to a part of its text, in upper or lower case.
-        commit: the start of a commit hash.
-        since: a day or moment in UTC, such as 2026-11-21 or 2026-11-21T06:00:00Z.
         last: only so many rows, the newest.
+        texts: for `_CONDITIONS`; `since` is a day or moment in UTC, such as 2026-11-21 or 2026-11-21T06:00:00Z.
 
     Raises:
-        HybridKVError: `since` is no moment, or `last` is less than 1.
+        HybridKVError: `since` is not a moment, or `last` is less than 1.
     """
-    wanted: list[tuple[str, list[str]]] = []  # conditions, and the texts for their question marks
-    if select:
-        parts = ["contains(lower(suite || '/' || benchmark), lower(?))"] * len(select)
-        wanted.append((f"({' OR '.join(parts)})", list(select)))
-    wanted += [(f"{name} = ?", [text]) for name, text in (equal or {}).items() if text is not None]
-    wanted += [
-        (f"contains(lower({name}), lower(?))", [text]) for name, text in (containing or {}).items() if text is not None
-    ]
-    if commit is not None:
-        wanted.append(("starts_with(commit, lower(?))", [commit]))
-    if since is not None:
-        wanted.append(("time_utc >= ?", [_moment(since)]))
+    given = {name: text for name, text in texts.items() if text is not None}
+    if "since" in given:
+        given["since"] = _moment(given["since"])
+    parts = " OR ".join(["contains(lower(suite || '/' || benchmark), lower(?))"] * len(select)) or "true"
+    chosen = f"SELECT * FROM rows WHERE {' AND '.join([f'({parts})', *(_CONDITIONS[name] for name in given)])}"
     if last is not None and last < 1:
         raise HybridKVError(f"--last {last} must be at least 1")
-    where = " AND ".join(["true", *(condition for condition, _ in wanted)])
-    chosen = f"SELECT * FROM rows WHERE {where}"
     if last is not None:
         chosen += f" ORDER BY time_utc DESC, place DESC, line DESC LIMIT {min(last, 2**62)}"
-    texts = [text for _, own in wanted for text in own]
-    return store.records(f"SELECT {NAMES} FROM ({chosen}) ORDER BY time_utc, place, line", texts)
+    query = f"SELECT {NAMES} FROM ({chosen}) ORDER BY time_utc, place, line"
+    return store.records(query, [*select, *given.values()])
 
 
 def _moment(text: str) -> str:
@@ -86,7 +77,7 @@ def _moment(text: str) -> str:
         moment = datetime.fromisoformat(text.replace("Z", "+00:00"))
         moment = moment.replace(tzinfo=timezone.utc) if moment.tzinfo is None else moment.astimezone(timezone.utc)
     except (ValueError, OverflowError):  # A zone can lead out of the years 1 to 9999.
-        raise HybridKVError(f"--since {text} is no moment; write 2026-11-21 or 2026-11-21T06:00:00Z") from None
+        raise HybridKVError(f"--since {text} is not a moment; write 2026-11-21 or 2026-11-21T06:00:00Z") from None
     return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 

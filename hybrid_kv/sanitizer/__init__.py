@@ -16,9 +16,9 @@ builders, nor the block hashes are trusted, and the first broken rule is named b
 - `accept`, `copy-rejected`, `copy-state`, `copy-bytes`: accepted drafts, and the copies of boundary states.
 - `publish-unaccepted`, `publish-unheld`, `publish-slots`, `publish-state`: a published block is not exactly its tokens,
   all of them accepted. `hit-unpublished`, `hit-overwritten`, `hit-prefix`, `load-bytes`: a hit is not that.
-- In scheme `replay` `read-history`, `history-length`, `ring-row`, `ring-full`: what a decode replays from its ring is
-  not what follows its state, or the ring is not its own. `flush-unaccepted`, `flush-boundary`, `flush-shared`,
-  `flush-unheld`: what is folded was not accepted, passes the end of a block, or goes where others may read or write.
+- In scheme `recompute` `read-history`, `history-length`, `ring-row`, `ring-full`: what a decode recomputes from its
+  ring is not what follows its state, or the ring is not its own. `flush-unaccepted`, `flush-boundary`, `flush-shared`,
+  `flush-unheld`: what is flushed was not accepted, passes the end of a block, or goes where others may read or write.
   `publish-unflushed`: a block is published before its state is written. `finalize-lost`: its request ends before that.
 - `allocate-held`, `free-held`, `free-unheld`, `free-leak`, `evict-findable`: the life of a block.
 - `draft-slot`: a drafting head writes where the target has another token, or none at that place of a block. Its layers

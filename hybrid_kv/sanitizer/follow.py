@@ -1,4 +1,4 @@
-"""Follows one engine: what its parts report is held against the requests' tokens."""
+"""Follows one engine: what its parts report is compared with the requests' tokens."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ import numpy as np
 import torch
 
 from hybrid_kv.attention.mamba import BoundaryCopies
-from hybrid_kv.attention.undo import UndoStep
+from hybrid_kv.attention.rollback import RollbackStep
 from hybrid_kv.cache.backend import AttentionGroup
 from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockIds, BlockKey, BlockPool
 from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.config import SchedulerConfig
+from hybrid_kv.observe import EngineObserver
 from hybrid_kv.request import Request, ScheduledRequest
 from hybrid_kv.sanitizer.ledger import Ledger
 from hybrid_kv.sanitizer.rules_attention import check_attention, check_drafts
 from hybrid_kv.sanitizer.rules_mamba import Copy, check_copy, check_mamba, expect_copy
-from hybrid_kv.sanitizer.rules_undo import undo_rules
+from hybrid_kv.sanitizer.rules_rollback import rollback_rules
 from hybrid_kv.sanitizer.shadow import Array, Owner, Shadow, Step, to_numpy
-from hybrid_kv.watch import Watcher
 
 NUM_KEYS = 2**16  # the first ones, whose checksums are kept, to know them when they are loaded
 
 
-class Sanitizer(Watcher):
-    """The watcher that raises at the first broken rule of the package's docstring.
+class Sanitizer(EngineObserver):
+    """The observer that raises at the first broken rule of the package's docstring.
 
     Args:
         buffers: the raw memory; buffer i belongs to the i-th layer of every group.
         private_tier: all that is loaded was published here. If others may have filed it, their bytes for the same
             tokens differ rightly (padding, rows of drafts, rounding), so only other tokens' bytes are an error.
-        row_memory: of the undo scheme, by layer; tensors [num_rows, …], poisoned whenever a row gets a new owner.
+        row_memory: of the rollback scheme, by layer; tensors [num_rows, …], poisoned whenever a row gets a new owner.
         draft_layers: those of a drafting head, which writes in passes of its own.
 
     Raises (from every method):
@@ -54,7 +54,7 @@ class Sanitizer(Watcher):
         self.shadows = [Shadow(group, pool.num_blocks, draft_layers) for group in groups]
         # Longer than the model allows, by the drafts of a step that passes its end.
         self.ledger = Ledger(pool, self.shadows, buffers, limits.max_num_seqs, limits.max_model_len + 32)
-        self.undo = [undo_rules(self.ledger, shadow, limits.max_num_seqs) for shadow in self.shadows]
+        self.rollback = [rollback_rules(self.ledger, shadow, limits.max_num_seqs) for shadow in self.shadows]
         self._row_memory = row_memory or {}
         self._published_bytes: dict[BlockKey, set[int]] = {}
         self._all_bytes: set[int] = set()  # of all keys
@@ -62,52 +62,52 @@ class Sanitizer(Watcher):
 
     # Blocks change hands.
 
-    def on_hit(self, request_id: str, columns: Sequence[BlockIds]) -> None:
+    def on_hit(self, request_id: str, logical_blocks: Sequence[BlockIds]) -> None:
         """Its blocks must be published, and unchanged since."""
         ledger, owner = self.ledger, self.ledger.owner(request_id)
-        for shadow, row in zip(self.shadows, columns, strict=True):
+        for shadow, row in zip(self.shadows, logical_blocks, strict=True):
             ids = row[row != NULL_BLOCK]
             ledger.log(ledger.step + 1, "hit", shadow, ids, request_id)
-            for column, block in zip(np.flatnonzero(row).tolist(), ids.tolist(), strict=True):
+            for block_idx, block in zip(np.flatnonzero(row).tolist(), ids.tolist(), strict=True):
                 if not ledger.published[block]:
                     ledger.fail("hit-unpublished", "taken as a hit and not published", owner, shadow, block)
                 if ledger.keys[block][1] not in (None, ledger.checksum(shadow, block)):
                     ledger.fail("hit-overwritten", "its bytes changed after it was published", owner, shadow, block)
-                owner.restored.append((shadow, column, block))
+                owner.restored.append((shadow, block_idx, block))
             ledger.references[ids] += 1
             ledger.held[owner.index, ids] = shadow.id + 1
 
-    def on_allocate(self, request_id: str, columns: Sequence[BlockIds]) -> None:
-        """Nobody else may hold or find the new blocks; they hold nothing."""
+    def on_allocate(self, request_id: str, logical_blocks: Sequence[BlockIds]) -> None:
+        """No other request may hold or find the new blocks; they hold nothing."""
         owner = self.ledger.owner(request_id)
-        for shadow, row in zip(self.shadows, columns, strict=True):
+        for shadow, row in zip(self.shadows, logical_blocks, strict=True):
             if len(ids := row[row != NULL_BLOCK]):
                 self.ledger.take(owner, shadow, ids, "allocate")
 
-    def on_load(self, request_id: str, columns: Sequence[tuple[BlockKey, int]], ids: BlockIds) -> None:
+    def on_load(self, request_id: str, logical_blocks: Sequence[tuple[BlockKey, int]], ids: BlockIds) -> None:
         """Fresh blocks are published and filled from elsewhere before the next step."""
         owner = self.ledger.owner(request_id)
-        for (key, column), block in zip(columns, ids.tolist(), strict=False):
+        for (key, block_idx), block in zip(logical_blocks, ids.tolist(), strict=False):
             shadow = self.shadows[key[0]]
             self.ledger.take(owner, shadow, np.array([block]), "load")
             self.ledger.published[block] = True
             self.ledger.keys[block] = key, None
-            owner.loaded.append((shadow, column, block))
+            owner.loaded.append((shadow, block_idx, block))
 
     def on_publish(self, request_id: str, group: int, first: int, blocks: Sequence[tuple[BlockKey, int]]) -> None:
         """What lookups find from now on must hold the request's tokens, all of them accepted."""
         ledger, owner, shadow = self.ledger, self.ledger.owner(request_id), self.shadows[group]
         accepted = min(owner.request.num_tokens if owner.request is not None else 0, owner.computed or 0)
-        for column, (key, block) in enumerate(blocks, first):
+        for block_idx, (key, block) in enumerate(blocks, first):
             ledger.log(ledger.step, "publish", shadow, np.array([block]), request_id)
             if ledger.held[owner.index, block] != group + 1:
                 ledger.fail("publish-unheld", "published by a request that does not hold it", owner, shadow, block)
-            if (end := (column + 1) * shadow.block_size) > accepted:
+            if (end := (block_idx + 1) * shadow.block_size) > accepted:
                 what = f"published for {end} tokens, {accepted} of them are computed and accepted"
                 ledger.fail("publish-unaccepted", what, owner, shadow, block)
-            self.undo[group].check_publish(owner, end, block)
+            self.rollback[group].check_publish(owner, end, block)
             rule = "publish-state" if shadow.is_mamba else "publish-slots"
-            ledger.check_prefix(rule, owner, shadow, column, block)
+            ledger.check_prefix(rule, owner, shadow, block_idx, block)
             ledger.published[block] = True
             ledger.keys[block] = key, (checksum := ledger.checksum(shadow, block))
             # A key that went and came again would lack the bytes that a tier may still have.
@@ -121,7 +121,7 @@ class Sanitizer(Watcher):
         self.ledger.keys.clear()
 
     def on_free(self, request_id: str, ids: BlockIds, ended: bool = False) -> None:
-        """What a request gives back it must hold; a request that ended must give back all."""
+        """A request must hold what it frees; one that ended must free all."""
         ledger, owner = self.ledger, self.ledger.owner(request_id)
         ledger.log(ledger.step, "free", None, ids, request_id)
         # After a report the engine clears up, whatever state it is in.
@@ -137,8 +137,8 @@ class Sanitizer(Watcher):
     def _check_end(self, owner: Owner) -> None:
         ledger = self.ledger
         computed = min(owner.computed or 0, 0 if owner.request is None else owner.request.num_computed_tokens)
-        for undo in self.undo:
-            undo.check_end(owner, computed)
+        for rollback in self.rollback:
+            rollback.check_end(owner, computed)
         if len(left := np.flatnonzero(ledger.held[owner.index])):
             ledger.fail("free-leak", "its request ended and did not free it", owner, None, int(left[0]))
 
@@ -167,20 +167,20 @@ class Sanitizer(Watcher):
         for owner, item in zip(owners, batch, strict=True):
             self._begin(owner, item)
         for owner in owners:
-            for shadow, column, block in owner.restored:
-                ledger.check_prefix("hit-prefix", owner, shadow, column, block)
+            for shadow, block_idx, block in owner.restored:
+                ledger.check_prefix("hit-prefix", owner, shadow, block_idx, block)
             owner.restored.clear()
         ledger.batch = step = Step(owners, batch, ledger.step)
         pairs = ("input-token", input_ids, step.tokens), ("position", positions, step.positions)
         for rule, given, expected in pairs:
             actual, text = to_numpy(given)[: len(expected)], "position {}: the model gets {}, not {}"
             ledger.require(actual == expected, rule, None, step.rows, None, text, step.positions, actual, expected)
-        for shadow, undo in zip(self.shadows, self.undo, strict=True):
+        for shadow, rollback in zip(self.shadows, self.rollback, strict=True):
             parts = [metadata[shadow.group.layer_names[layer]] for layer in shadow.layers]
             if any(part is not parts[0] for part in parts):
                 ledger.fail("layer-metadata", "layers of one group get different metadata", None, shadow)
             if parts and shadow.is_mamba:
-                check_mamba(ledger, shadow, parts[0], step, undo)
+                check_mamba(ledger, shadow, parts[0], step, rollback)
             elif parts:
                 check_attention(ledger, shadow, parts[0], step)
 
@@ -200,13 +200,13 @@ class Sanitizer(Watcher):
         salt = blake2b(request.params.cache_salt.encode(), digest_size=8).digest()
         owner.prefix[0] = int.from_bytes(salt, "little", signed=True)
         owner.known = self.ledger.learn(owner, request.token_ids)
-        for undo in self.undo:
-            undo.restart(request.row)
+        for rollback in self.rollback:
+            rollback.restart(request.row)
         parts = (part for memory in self._row_memory.values() for part in vars(memory).values())
         for part in filter(torch.is_tensor, parts):
             part[request.row].view(torch.int8).fill_(-1)
 
-    def on_arrival(self, request: Request, columns: Sequence[BlockIds]) -> None:
+    def on_arrival(self, request: Request, logical_blocks: Sequence[BlockIds]) -> None:
         """What another engine computed is taken for what it should be."""
         owner, computed = self.ledger.owner(request.request_id), request.num_computed_tokens
         self._meet(owner, request, computed)
@@ -214,10 +214,10 @@ class Sanitizer(Watcher):
         positions = np.arange(computed)
         origin = np.full(computed, (self.ledger.step + 1 << 32) + owner.serial)
         entries = np.stack([owner.prefix[1 : computed + 1], positions + 1, origin], axis=1)
-        for shadow, row in zip(self.shadows, columns, strict=True):
+        for shadow, row in zip(self.shadows, logical_blocks, strict=True):
             spec = shadow.group.spec
             if isinstance(spec, MambaSpec):
-                block = row[spec.mode.anchor(computed - 1, spec.block_size)]
+                block = row[spec.mode.current_block(computed - 1, spec.block_size)]
                 shadow.state[block] = shadow.cells[block, 0] = entries[-1]
             else:
                 size = shadow.block_size
@@ -226,8 +226,8 @@ class Sanitizer(Watcher):
     def _restore(self, owner: Owner) -> None:
         """What is loaded is taken for what it should be, unless its bytes are known."""
         ledger = self.ledger
-        for shadow, column, block in owner.loaded:
-            tokens = np.arange(column * shadow.block_size, (column + 1) * shadow.block_size) + 1
+        for shadow, block_idx, block in owner.loaded:
+            tokens = np.arange(block_idx * shadow.block_size, (block_idx + 1) * shadow.block_size) + 1
             origin = np.full_like(tokens, (ledger.step << 32) + owner.serial)
             entries = np.stack([owner.prefix[tokens], tokens, origin], axis=1)
             shadow.state[block] = entries[-1]
@@ -241,10 +241,10 @@ class Sanitizer(Watcher):
             ledger.keys[block] = key, checksum
         owner.loaded.clear()
 
-    def on_fold(self, request: Request, group: int, step: UndoStep) -> None:
+    def on_flush(self, request: Request, group: int, step: RollbackStep) -> None:
         """What is written must be what the request has, and due."""
         owner = self.ledger.owner(request.request_id)
-        self.undo[group].check_fold(owner, request.num_computed_tokens, step)
+        self.rollback[group].check_flush(owner, request.num_computed_tokens, step)
 
     def on_copy(
         self,

@@ -25,7 +25,7 @@ class Ledger:
         references: [block] int32, how many hold it.
         published: [block] bool.
         keys: of published blocks, with a checksum of their bytes once these are there.
-        batch: the step under way, or the last one.
+        batch: the step in flight, or the last one.
         has_failed: something was reported or raised; until the next step the engine clears up, whatever state it is in.
     """
 
@@ -88,7 +88,7 @@ class Ledger:
         """Blocks that hold nothing, whatever they held before."""
         self.log(self.step + 1, kind, shadow, ids, owner.name)
         if len(taken := ids[self.references[ids] > 0]):
-            self.fail("allocate-held", "handed out while somebody holds it", owner, shadow, int(taken[0]))
+            self.fail("allocate-held", "handed out while a request holds it", owner, shadow, int(taken[0]))
         for block in ids[self.published[ids]].tolist():
             if self.pool.lookup(self.keys.pop(block)[0]) == block:
                 self.fail("evict-findable", "evicted, and a lookup still finds it", owner, shadow, block)
@@ -127,7 +127,7 @@ class Ledger:
         self.require(held, "read-unheld", shadow, rows, blocks, "read by a request that does not hold it")
 
     def check_writes(self, shadow: Shadow, rows: Array, blocks: Array, step: Step) -> None:
-        """What is written is a block of the writer, and of nobody else."""
+        """What is written is a block of the writer, and of no other request."""
         exclusive = (self.references[blocks] <= 1) & ~self.published[blocks]
         self.require(exclusive, "write-shared", shadow, rows, blocks, "written though others may read it")
         held = self.held[step.index[rows], blocks] == shadow.id + 1
@@ -140,9 +140,9 @@ class Ledger:
         ok = entries[index, ORIGIN] == order
         self.require(ok, "write-twice", shadow, rows, blocks, "two tokens of the step write to {}", index)
 
-    def check_prefix(self, rule: str, owner: Owner, shadow: Shadow, column: int, block: int) -> None:
-        """A block must hold the request's tokens up to the end of `column`, or the state after them."""
-        begin, end = column * shadow.block_size, (column + 1) * shadow.block_size
+    def check_prefix(self, rule: str, owner: Owner, shadow: Shadow, block_idx: int, block: int) -> None:
+        """A block must hold the request's tokens up to the end of `block_idx`, or the state after them."""
+        begin, end = block_idx * shadow.block_size, (block_idx + 1) * shadow.block_size
         if shadow.is_mamba:
             entries, expected = np.stack([shadow.cells[block, 0], shadow.state[block]]), owner.prefix[[end, end]]
         else:
@@ -189,6 +189,6 @@ class Ledger:
         if block is not None:
             holders = [other.name for other in self.owners.values() if self.held[other.index, block]]
             state = "published" if self.published[block] else "not published"
-            lines.append(f"block {block}: {state}, held by {', '.join(holders) or 'nobody'}; history:")
+            lines.append(f"block {block}: {state}, held by {', '.join(holders) or 'no request'}; history:")
             lines += [f"  {line}" for line in self.history.of(block)]
         raise SanitizerError(rule, "\n".join(lines))

@@ -25,12 +25,12 @@ def check_attention(ledger: Ledger, shadow: Shadow, metadata: PagedAttentionMeta
     ledger.log_rows("write", shadow, rows, blocks)
 
     ledger.check_lengths(shadow, [part.rows.lengths for part in metadata.parts], step)
-    told = np.concatenate([to_numpy(part.rows.flat(part.positions)) for part in metadata.parts])[: len(rows)]
-    text = "attention is told position {} and not {}"
-    ledger.require(told == step.positions, "position", shadow, rows, blocks, text, told, step.positions)
+    given = np.concatenate([to_numpy(part.rows.flat(part.positions)) for part in metadata.parts])[: len(rows)]
+    text = "attention is given position {} and not {}"
+    ledger.require(given == step.positions, "position", shadow, rows, blocks, text, given, step.positions)
     table = np.concatenate([to_numpy(part.block_table) for part in metadata.parts]).astype(np.int64)
     if table.shape[1] * kernel_size < step.ends.max():
-        what = f"{table.shape[1]} columns of {kernel_size} tokens for a row of {step.ends.max()}"
+        what = f"{table.shape[1]} logical blocks of {kernel_size} tokens for a row of {step.ends.max()}"
         ledger.fail("index-range", what, None, shadow)
     if ((table[len(step.owners) :] * kernel_size) // size != NULL_BLOCK).any():
         ledger.fail("pad-row", "a padding row of the block table has live blocks", None, shadow)

@@ -12,11 +12,11 @@ from hybrid_kv.attention.mamba import BoundaryCopies, MambaMetadata
 from hybrid_kv.cache.block_pool import NULL_BLOCK
 from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.sanitizer.ledger import Ledger
-from hybrid_kv.sanitizer.rules_undo import UndoRules
+from hybrid_kv.sanitizer.rules_rollback import RollbackRules
 from hybrid_kv.sanitizer.shadow import HASH, Array, Shadow, Step, to_numpy
 
 
-def check_mamba(ledger: Ledger, shadow: Shadow, metadata: MambaMetadata, step: Step, undo: UndoRules) -> None:
+def check_mamba(ledger: Ledger, shadow: Shadow, metadata: MambaMetadata, step: Step, rollback: RollbackRules) -> None:
     """A step of a Mamba group; its states are read before they are written."""
     num_rows = len(step.owners)
     windows, sources, states = (
@@ -28,9 +28,9 @@ def check_mamba(ledger: Ledger, shadow: Shadow, metadata: MambaMetadata, step: S
         ledger.check_range(shadow, step.all_rows, part[:num_rows])
     parts = [part.lengths for part in (metadata.decode_rows, metadata.prefill_rows) if part is not None]
     ledger.check_lengths(shadow, parts, step)
-    _check_reads(ledger, shadow, metadata, windows, sources, step, 0 if undo.in_blocks else metadata.num_decodes)
-    undo.check_step(metadata, step)
-    _check_writes(ledger, shadow, metadata, states[:num_rows], step, undo.in_blocks)
+    _check_reads(ledger, shadow, metadata, windows, sources, step, 0 if rollback.in_blocks else metadata.num_decodes)
+    rollback.check_step(metadata, step)
+    _check_writes(ledger, shadow, metadata, states[:num_rows], step, rollback.in_blocks)
 
 
 def _check_reads(
@@ -83,7 +83,7 @@ def _check_writes(
     ledger.require(ok, "write-padding", shadow, every, states[:, -1], text, counts, rows)
     rows, drafts = np.nonzero(owned)
     tokens = step.starts[rows] + np.where(rows < split, drafts, step.lengths[rows] - 1)
-    targets, anchors = states[owned], states[rows, 0]
+    targets, current_blocks = states[owned], states[rows, 0]
     stateless = (rows < split) & (not in_blocks)
     if metadata.boundary_rows is not None:
         assert metadata.boundary_offsets is not None and metadata.boundary_indices is not None
@@ -93,8 +93,8 @@ def _check_writes(
         ok = (more == inside) & (offsets > 0) & (offsets <= step.lengths[inside])
         ledger.require(ok, "index-range", shadow, inside, homes, "a boundary {} tokens into the row", offsets)
         added = more, np.zeros_like(more), step.starts[more] + offsets - 1, homes, homes
-        rows, drafts, tokens, targets, anchors = map(
-            np.concatenate, zip((rows, drafts, tokens, targets, anchors), added, strict=True)
+        rows, drafts, tokens, targets, current_blocks = map(
+            np.concatenate, zip((rows, drafts, tokens, targets, current_blocks), added, strict=True)
         )
         stateless = np.concatenate([stateless, np.zeros(len(more), dtype=bool)])
         ledger.check_range(shadow, rows, targets)
@@ -103,8 +103,8 @@ def _check_writes(
     ledger.check_once(shadow, rows, targets, shadow.state, targets)
     shadow.state[targets] = step.entries[tokens]
     shadow.state[targets[stateless]] = before  # only their windows
-    shadow.cells[anchors] = 0
-    shadow.cells[anchors, drafts] = step.entries[tokens]
+    shadow.cells[current_blocks] = 0
+    shadow.cells[current_blocks, drafts] = step.entries[tokens]
     for row in range(0 if in_blocks else min(split, num_rows)):
         window = step.entries[step.starts[row] : step.starts[row] + step.lengths[row]]
         shadow.cells[states[row, 0], : len(window)] = window
@@ -132,10 +132,10 @@ def expect_copy(
     layers: Sequence[tuple[torch.Tensor, ...]],
     copies_states: bool,
 ) -> Copy:
-    """What must have become of the boundary states of a group once they are copied; see `Watcher.on_copy`."""
+    """What must have become of the boundary states of a group once they are copied; see `EngineObserver.on_copy`."""
     table, (rows, drafts) = to_numpy(block_table).astype(np.int64), (copies.rows, copies.drafts)
-    home, window = table[rows, copies.columns], table[rows, copies.anchors]
-    state = table[rows, copies.anchors + drafts] if copies_states else None
+    home, window = table[rows, copies.logical_blocks], table[rows, copies.current_blocks]
+    state = table[rows, copies.current_blocks + drafts] if copies_states else None
     spec = shadow.group.spec
     assert isinstance(spec, MambaSpec)
     checks = []
@@ -147,7 +147,7 @@ def expect_copy(
                 checks.append((kept[:, :size], kept[torch.from_numpy(window)[:, None], taps]))
             elif state is not None:
                 checks.append((kept, kept[torch.from_numpy(state)]))
-    ends = (copies.columns + 1) * shadow.block_size
+    ends = (copies.logical_blocks + 1) * shadow.block_size
     return Copy(shadow, rows, drafts, ends, home, window, state, checks)
 
 

@@ -1,4 +1,4 @@
-"""What the sanitizer keeps in mind: requests, blocks, the step under way.
+"""What the sanitizer keeps in mind: requests, blocks, the step in flight.
 
 An *entry* is what one slot, window row or state holds: a hash of all tokens up to it, how many these are, and which
 step and request wrote it. An entry of zeros is nothing that a request could want.
@@ -39,7 +39,9 @@ class Owner:
         self.tokens = np.zeros(max_tokens, dtype=np.int64)
         self.prefix = np.zeros(max_tokens + 1, dtype=np.int64)  # [n]: hash of the first n tokens
         self.flushed = 0  # tokens that its last written states have seen
-        self.restored: list[tuple[Shadow, int, int]] = []  # column, block: what the first step does not compute …
+        self.restored: list[
+            tuple[Shadow, int, int]
+        ] = []  # logical block, block: what the first step does not compute …
         self.loaded: list[tuple[Shadow, int, int]] = []  # … because it was a hit, or came from elsewhere
 
 

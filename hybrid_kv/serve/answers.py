@@ -25,8 +25,8 @@ class _Answer:
     whole: str  # the `object` of an answer …
     event: str  # … and of an event of a stream
 
-    def __init__(self, asked: CompletionRequest | ChatRequest, model: str, tokenizer: Tokenizer | None) -> None:
-        self.asked, self._tokenizer = asked, tokenizer
+    def __init__(self, sent: CompletionRequest | ChatRequest, model: str, tokenizer: Tokenizer | None) -> None:
+        self.sent, self._tokenizer = sent, tokenizer
         self._head = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._begun: set[int] = set()  # choices of which something was said
 
@@ -41,8 +41,8 @@ class _Answer:
         yield self._event(self._choice(piece, submission.requests[piece.index]))
 
     def last_event(self, submission: Submission) -> Json | None:
-        """The usage, if it was asked for."""
-        options = self.asked.stream_options
+        """The usage, if the client wants it."""
+        options = self.sent.stream_options
         if options is None or not options.include_usage:
             return None
         return self._head | {"object": self.event, "choices": [], "usage": self._usage(submission.requests)}
@@ -52,11 +52,11 @@ class _Answer:
 
     def _usage(self, requests: Sequence[Request]) -> Json:
         """Tokens of all choices of all prompts; a prompt counts once, with the hit of its first choice."""
-        prompts = requests[:: self.asked.num_choices]
+        prompts = requests[:: self.sent.num_choices]
         prompt_tokens = sum(len(request.prompt_token_ids) for request in prompts)
         completion_tokens = sum(len(request.output_token_ids) for request in requests)
-        if self.asked.max_tokens == 0:
-            completion_tokens = 0  # the engine gives one to each; nobody asked for it
+        if self.sent.max_tokens == 0:
+            completion_tokens = 0  # the engine gives one to each; the client wants none
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
@@ -70,13 +70,13 @@ class _Answer:
 
     def _choice(self, piece: Piece, request: Request) -> Json:
         """What both endpoints say of a choice."""
-        ids = {"token_ids": list(piece.token_ids)} if self.asked.return_token_ids else {}
+        ids = {"token_ids": list(piece.token_ids)} if self.sent.return_token_ids else {}
         reason = piece.output.finish_reason if piece.output is not None else None
         return {"index": piece.index, "finish_reason": reason, "logprobs": None} | ids
 
     def _token(self, token: int) -> str:
         """A token as a key or a text: its own characters, or its number, which no other token has."""
-        if self._tokenizer is None or self.asked.return_tokens_as_token_ids:
+        if self._tokenizer is None or self.sent.return_tokens_as_token_ids:
             return f"token_id:{token}"
         return self._tokenizer.decode([token])
 
@@ -85,34 +85,34 @@ class CompletionAnswer(_Answer):
     """To `/v1/completions`. With `echo` the first piece of a choice begins with the prompt."""
 
     id_prefix, whole, event = "cmpl", "text_completion", "text_completion"
-    asked: CompletionRequest
+    sent: CompletionRequest
 
-    def __init__(self, asked: CompletionRequest, model: str, tokenizer: Tokenizer | None) -> None:
-        super().__init__(asked, model, tokenizer)
+    def __init__(self, sent: CompletionRequest, model: str, tokenizer: Tokenizer | None) -> None:
+        super().__init__(sent, model, tokenizer)
         self._ends: dict[int, int] = {}  # of each choice's tokens so far, in characters
 
     def _choice(self, piece: Piece, request: Request) -> Json:
-        asked, is_first = self.asked, piece.index not in self._begun
+        sent, is_first = self.sent, piece.index not in self._begun
         self._begun.add(piece.index)
         token_ids, text = list(piece.token_ids), piece.text
         logprobs: list[TokenLogprobs | None] = list(piece.logprobs)
-        if asked.max_tokens == 0:
+        if sent.max_tokens == 0:
             token_ids, text, logprobs = [], "", []
         choice = super()._choice(piece, request)
-        if asked.return_token_ids:
+        if sent.return_token_ids:
             choice["token_ids"] = token_ids
             choice |= {"prompt_token_ids": request.prompt_token_ids} if is_first else {}
-        if asked.echo and is_first:
+        if sent.echo and is_first:
             prompt = request.prompt_token_ids
             text = self._prompt_text(piece.index, prompt) + text
             token_ids = prompt + token_ids
             logprobs = [None, *request.prompt_logprobs, *logprobs]  # nothing stands before the first token
-        if asked.logprobs is not None:
+        if sent.logprobs is not None:
             choice["logprobs"] = self._logprobs(piece.index, token_ids, logprobs)
         return choice | {"text": text}
 
     def _prompt_text(self, index: int, token_ids: Sequence[int]) -> str:
-        prompt = self.asked.prompts[index // self.asked.num_choices]
+        prompt = self.sent.prompts[index // self.sent.num_choices]
         if isinstance(prompt, str):
             return prompt
         return self._tokenizer.decode(token_ids) if self._tokenizer is not None else ""
@@ -147,7 +147,7 @@ class ChatAnswer(_Answer):
     """To `/v1/chat/completions`."""
 
     id_prefix, whole, event = "chatcmpl", "chat.completion", "chat.completion.chunk"
-    asked: ChatRequest
+    sent: ChatRequest
 
     def events(self, submission: Submission, piece: Piece) -> Iterable[Json]:
         """Before the first piece of a choice: who speaks."""
@@ -160,11 +160,11 @@ class ChatAnswer(_Answer):
         yield self._event(choice)
 
     def _beside(self, submission: Submission) -> Json:
-        return {"prompt_token_ids": submission.requests[0].prompt_token_ids} if self.asked.return_token_ids else {}
+        return {"prompt_token_ids": submission.requests[0].prompt_token_ids} if self.sent.return_token_ids else {}
 
     def _choice(self, piece: Piece, request: Request) -> Json:
         choice = super()._choice(piece, request) | {"message": {"role": "assistant", "content": piece.text}}
-        if self.asked.logprobs:
+        if self.sent.logprobs:
             rows = zip(piece.token_ids, piece.logprobs, strict=True)
             content = [
                 self._entry(token, one.logprob) | {"top_logprobs": [self._entry(*other) for other in one.top]}

@@ -1,4 +1,4 @@
-"""The front: routes, access, limits and errors, in an asyncio loop; what the engine does is asked of its thread."""
+"""The front: routes, access, limits and errors, in an asyncio loop; what the engine does runs in its own thread."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from hybrid_kv.config import ConfigError, HybridKVError
 from hybrid_kv.serve.answers import ChatAnswer, CompletionAnswer, Json
 from hybrid_kv.serve.engine import BusyError, Engine, Piece, StoppedError, Submission
 from hybrid_kv.serve.metrics import Metrics
-from hybrid_kv.serve.schema import Asked, BadRequestError, ChatRequest, CompletionRequest, parse
+from hybrid_kv.serve.schema import BadRequestError, ChatRequest, CompletionRequest, Sent, parse
 
-CLIENT_CLOSED_REQUEST = 499  # nginx's number; nobody reads it
+VERBS = ("sleep", "wake_up")  # methods of the engine without arguments
+CLIENT_CLOSED_REQUEST = 499  # nginx's number; clients have gone
 
 
 @dataclass(frozen=True)
 class Access:
-    """Who may ask, and how much at once. Without `api_key` everybody may."""
+    """Which clients are served, and how much at once. Without `api_key` all are."""
 
     model: str
     api_key: str | None = None
@@ -56,8 +57,8 @@ class Front:
         add("/v1/chat/completions", self.chat_completions, methods=["POST"], response_model=None)
         add("/v1/models", self.models, methods=["GET"], response_model=None)
         add("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"], response_model=None)
-        add("/sleep", self.sleep, methods=["POST"], response_model=None)
-        add("/wake_up", self.wake_up, methods=["POST"], response_model=None)
+        for verb in VERBS:
+            add(f"/{verb}", self.run_verb, methods=["POST"], response_model=None)
         add("/is_sleeping", self.is_sleeping, methods=["GET"], response_model=None)
         add("/metrics", self.prometheus, methods=["GET"], response_model=None)
         add("/version", self.version, methods=["GET"], response_model=None)
@@ -70,25 +71,25 @@ class Front:
 
     async def completions(self, request: Request) -> Response:
         """Continue prompts."""
-        asked = await self._asked(request, CompletionRequest)
-        answer = CompletionAnswer(asked, self.access.model, self.engine.llm.tokenizer)
-        max_tokens = 16 if asked.max_tokens is None else max(1, asked.max_tokens)  # OpenAI's default; 0 with echo
-        more = {"logprobs": asked.logprobs, "prompt_logprobs": asked.logprobs if asked.echo else None}
-        params = [asked.sampling_params(max_tokens, choice, **more) for choice in range(asked.num_choices)]
-        sequences = [(prompt, one) for prompt in asked.prompts for one in params]
-        return await self._answer(request, answer, Submission(sequences, bool(asked.stream)))
+        sent = await self._parsed(request, CompletionRequest)
+        answer = CompletionAnswer(sent, self.access.model, self.engine.llm.tokenizer)
+        max_tokens = 16 if sent.max_tokens is None else max(1, sent.max_tokens)  # OpenAI's default; 0 with echo
+        more = {"logprobs": sent.logprobs, "prompt_logprobs": sent.logprobs if sent.echo else None}
+        params = [sent.sampling_params(max_tokens, choice, **more) for choice in range(sent.num_choices)]
+        sequences = [(prompt, one) for prompt in sent.prompts for one in params]
+        return await self._answer(request, answer, Submission(sequences, bool(sent.stream)))
 
     async def chat_completions(self, request: Request) -> Response:
         """Continue a conversation, by the checkpoint's own template."""
-        asked = await self._asked(request, ChatRequest)
-        answer = ChatAnswer(asked, self.access.model, self.engine.llm.tokenizer)
-        prompt = self._conversation(asked)
-        given = asked.max_completion_tokens or asked.max_tokens
+        sent = await self._parsed(request, ChatRequest)
+        answer = ChatAnswer(sent, self.access.model, self.engine.llm.tokenizer)
+        prompt = self._conversation(sent)
+        given = sent.max_completion_tokens or sent.max_tokens
         max_tokens = given or max(1, self.engine.llm.config.scheduler.max_model_len - len(prompt))
-        num_top = (asked.top_logprobs or 0) if asked.logprobs else None
-        params = [asked.sampling_params(max_tokens, i, logprobs=num_top) for i in range(asked.num_choices)]
+        num_top = (sent.top_logprobs or 0) if sent.logprobs else None
+        params = [sent.sampling_params(max_tokens, i, logprobs=num_top) for i in range(sent.num_choices)]
         sequences = [(prompt, one) for one in params]
-        return await self._answer(request, answer, Submission(sequences, bool(asked.stream)))
+        return await self._answer(request, answer, Submission(sequences, bool(sent.stream)))
 
     async def models(self, request: Request) -> Response:
         """The one that there is."""
@@ -106,16 +107,10 @@ class Front:
         await self.engine.call(lambda: self.engine.llm.reset_prefix_cache(value == "true"))
         return Response()
 
-    async def sleep(self, request: Request) -> Response:
-        """Give the cache's memory back; requests wait."""
+    async def run_verb(self, request: Request) -> Response:
+        """The method of the engine that the path names."""
         self._authorize(request)
-        await self.engine.call(self.engine.llm.sleep)
-        return Response()
-
-    async def wake_up(self, request: Request) -> Response:
-        """Go on."""
-        self._authorize(request)
-        await self.engine.call(self.engine.llm.wake_up)
+        await self.engine.call(getattr(self.engine.llm, request.url.path.removeprefix("/")))
         return Response()
 
     async def is_sleeping(self, request: Request) -> Response:
@@ -155,19 +150,19 @@ class Front:
                 "invalid_api_key",
             )
 
-    async def _asked(self, request: Request, kind: type[Asked]) -> Asked:
+    async def _parsed(self, request: Request, kind: type[Sent]) -> Sent:
         self._authorize(request)
-        asked = parse(kind, await self._body(request))
-        if asked.model is not None and asked.model != self.access.model:
+        sent = parse(kind, await self._body(request))
+        if sent.model is not None and sent.model != self.access.model:
             raise ApiError(
                 404,
-                f"the model {asked.model!r} is not here, {self.access.model!r} is",
+                f"the model {sent.model!r} is not here, {self.access.model!r} is",
                 "invalid_request_error",
                 "model_not_found",
             )
-        return asked
+        return sent
 
-    def _conversation(self, asked: ChatRequest) -> list[int]:
+    def _conversation(self, sent: ChatRequest) -> list[int]:
         """The prompt that a template makes of messages; a template writes the special tokens itself."""
         tokenizer: Any = self.engine.llm.tokenizer
         template = self.access.chat_template
@@ -175,11 +170,11 @@ class Front:
             template = getattr(tokenizer, "chat_template", None)
         if template is None:
             raise BadRequestError(
-                f"{self.access.model} has no chat template: start the server with --chat-template, or ask "
+                f"{self.access.model} has no chat template: start the server with --chat-template, or send "
                 "/v1/completions",
                 "messages",
             )
-        messages = [message.as_template_input() for message in asked.messages]
+        messages = [message.as_template_input() for message in sent.messages]
         try:
             text = tokenizer.apply_chat_template(
                 messages, chat_template=template, tokenize=False, add_generation_prompt=True

@@ -38,7 +38,7 @@ class StoppedError(HybridKVError):
 class Piece:
     """What a step gave sequence number `index` of a submission; `output` comes with the last piece of a sequence.
 
-    `logprobs` are as many as tokens, or none where nobody asked.
+    `logprobs` are as many as tokens, or empty where the client wants none.
     """
 
     index: int
@@ -63,7 +63,7 @@ class Submission:
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
     def put(self, piece: Piece | StoppedError) -> None:
-        """From the engine's thread; nobody hears it when the front has gone."""
+        """From the engine's thread; dropped when the front has gone."""
         with suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.pieces.put_nowait, piece)
 
@@ -76,17 +76,17 @@ class _Open:
     submission: Submission
     index: int
     stream: TextStream | None
-    num_told: int = 0  # of its tokens
+    num_sent: int = 0  # of its tokens
 
     def piece(self, output: RequestOutput | None) -> Piece | None:
         """What is new, if its reader wants to know."""
         if output is None and not self.submission.wants_steps:
             return None
-        new = self.request.output_token_ids[self.num_told :]
+        new = self.request.output_token_ids[self.num_sent :]
         if output is None and not new:
             return None
-        logprobs = self.request.logprobs[self.num_told :]
-        self.num_told += len(new)
+        logprobs = self.request.logprobs[self.num_sent :]
+        self.num_sent += len(new)
         text = ""
         if self.stream is not None:
             text = self.stream.add(new) if output is None else output.text[self.stream.num_characters :]
@@ -231,7 +231,7 @@ class Engine:
         if self._is_stopping:
             raise StoppedError(self._why())
         if count > self.max_open:
-            raise ConfigError(f"{count} sequences in one request, {self.max_open} may be open; ask for fewer at once")
+            raise ConfigError(f"{count} sequences in one request, {self.max_open} may be open; send fewer at once")
         if len(self._open) + count > self.max_open:
             raise BusyError(
                 f"{len(self._open)} of {self.max_open} sequences are open, {count} more do not fit; try again later"
@@ -277,7 +277,7 @@ class Engine:
             self.llm.abort(request_id)
 
     def _close(self) -> None:
-        """Tell everybody who still waits."""
+        """Notify all clients that still wait."""
         with self._closing:
             self._is_closed = True
         error = StoppedError(self._why())

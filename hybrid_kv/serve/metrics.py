@@ -1,7 +1,7 @@
 """What the engine counts, for Prometheus: vLLM's names and meanings under the prefix `hybrid_kv:`.
 
-Counts of the cache and of drafts come from watching the engine, so that a guard outside can ask whether what it wanted
-to test has happened. vLLM's `num_gpu_blocks` keeps its name on a CPU, too.
+Counts of the cache and of drafts come from watching the engine, so that a guard outside can check whether what it
+wanted to test has happened. vLLM's `num_gpu_blocks` keeps its name on a CPU, too.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from hybrid_kv.engine.llm import LLM, RequestOutput
+from hybrid_kv.observe import EngineObserver
 from hybrid_kv.request import ScheduledRequest
-from hybrid_kv.watch import Watcher
 
 
-class Metrics(Watcher):
-    """Counters of one engine. Append it to `llm.watchers`; it may be read from any thread."""
+class Metrics(EngineObserver):
+    """Counters of one engine. Append it to `llm.observers`; it may be read from any thread."""
 
     def __init__(self, llm: LLM, model: str) -> None:
         self.registry = CollectorRegistry()
@@ -58,7 +58,7 @@ class Metrics(Watcher):
         description = {
             "block_size": plan.sizes.block_size,
             "mamba_block_size": plan.sizes.mamba_block_size,
-            "hit_unit": llm.manager.hit_unit,
+            "hit_granularity": llm.manager.hit_granularity,
             "num_gpu_blocks": plan.config.num_blocks,
             "enable_prefix_caching": cache.enable_prefix_caching,
             "mamba_cache_mode": cache.mamba_cache_mode,
@@ -73,7 +73,7 @@ class Metrics(Watcher):
     # ---- what the engine does ----
 
     def on_schedule(self, scheduled: Sequence[ScheduledRequest]) -> None:
-        """A request is admitted: for the first time, so that it asks the cache for its prompt, or again."""
+        """A request is admitted: for the first time, so that it looks its prompt up in the cache, or again."""
         for item in scheduled:
             if item.overwrite and item.request.num_preemptions:
                 self.preemptions.inc()

@@ -1,7 +1,7 @@
-"""What a client may ask: OpenAI's fields, and those of vLLM's extensions that the engine has.
+"""What a client may send: OpenAI's fields, and those of vLLM's extensions that the engine has.
 
-Validation is strict and complete: a field that nobody here reads is refused by name, since one that is silently dropped
-gives an answer to another question than was asked.
+Validation is strict and complete: an unknown field is rejected by name, since one that is silently dropped
+gives an answer to another question than was sent.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ class CompletionRequest(_Sampled):
         return value
 
     @model_validator(mode="after")
-    def _nothing_is_asked(self) -> CompletionRequest:
+    def _nothing_is_wanted(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens=0 asks for no token; give at least 1, or echo=true")
+            raise ValueError("max_tokens=0 gives no token; give at least 1, or echo=true")
         return self
 
     @property
@@ -167,11 +167,11 @@ def is_token_ids(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
 
 
-Asked = TypeVar("Asked", CompletionRequest, ChatRequest)
+Sent = TypeVar("Sent", CompletionRequest, ChatRequest)
 
 
-def parse(kind: type[Asked], body: bytes) -> Asked:
-    """A body as what it asks.
+def parse(kind: type[Sent], body: bytes) -> Sent:
+    """The request of a body.
 
     Raises:
         BadRequestError: the first thing that is wrong with it, in one line.

@@ -1,4 +1,4 @@
-"""From an engine and a socket to a server that ends in order: told to, by a signal, or because its engine failed."""
+"""From an engine and a socket to a server that ends in order: on request, by a signal, or because its engine failed."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ HARD_LIMIT = 10  # seconds beyond the grace until a reader that does not read is
 
 
 def open_socket(host: str, port: int, has_key: bool) -> socket.socket:
-    """An address of our own; nobody can connect before the server runs.
+    """An address of our own; no client can connect before the server runs.
 
     Args:
         port: 0 takes a free one.
         has_key: others need one, so others than this machine are let in only then.
 
     Raises:
-        ConfigError: it cannot be had, or would serve everybody.
+        ConfigError: it cannot be had, or would serve all machines.
     """
     if not _is_loopback(host) and not has_key:
         raise ConfigError(f"--host {host} can be reached from other machines: set HYBRID_KV_API_KEY, or use 127.0.0.1")
@@ -58,12 +58,12 @@ class Server(uvicorn.Server):
 
     Args:
         max_waiting: sequences that may wait beyond those that run at once.
-        grace: seconds that open requests get when the server is told to end; then they are aborted.
+        grace: seconds that open requests get when the server ends; then they are aborted.
     """
 
     def __init__(self, llm: LLM, access: Access, max_waiting: int = 256, grace: int = 10) -> None:
         self.access, self.metrics = access, Metrics(llm, access.model)
-        llm.watchers.append(self.metrics)
+        llm.observers.append(self.metrics)
         self.engine = Engine(llm, max_waiting, self.metrics.ended, self._end)
         self.grace = grace
         app = Front(self.engine, self.metrics, access).app
@@ -99,7 +99,7 @@ def _signals(server: Server) -> Iterator[None]:
     ending = (signal.SIGINT, signal.SIGTERM)
     try:
         before = [signal.signal(one, lambda *_: server._end()) for one in ending]
-    except ValueError:  # not the main thread: signals are somebody else's
+    except ValueError:  # not the main thread: another module handles signals
         yield
         return
     try:

@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TAIL = 2000  # characters of what a process said that are kept
+from hybrid_kv.environment import child_environment
+
+TAIL = 2000  # characters of a process's output that are kept
 
 
 @dataclass(frozen=True)
 class Done:
-    """What became of a cell.
+    """The result of a cell.
 
     Attributes:
         code: the exit code; -9 for a process that was ended because its time was up, None for one that was lost with
@@ -38,12 +40,12 @@ class Done:
 
     @property
     def is_result(self) -> bool:
-        """Whether it says something of what was asked; a check that failed does."""
+        """Whether the cell ran to its end; a failed check is a result."""
         return self.code in (0, 1)
 
 
 class Running:
-    """The processes of cells that run in threads, which hear no Ctrl-C: they are ended together."""
+    """The processes of cells in threads, which get no Ctrl-C: they are ended together."""
 
     def __init__(self) -> None:
         self._processes: set[subprocess.Popen[bytes]] = set()
@@ -102,14 +104,14 @@ def run_cell(
             stdin=subprocess.DEVNULL,
             stdout=said,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            env=child_environment(OMP_NUM_THREADS=str(threads)),
         )
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
             code = -signal.SIGKILL
         finally:
-            # Also where this process is told to end: a cell without its study would go on for an hour.
+            # Also at the end of this process: a cell without its study would run on for an hour.
             running.end(process)
         said.seek(max(0, said.seek(0, os.SEEK_END) - 4 * TAIL))
         text = said.read().decode(errors="replace")[-TAIL:]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,7 +16,7 @@ Pool = Callable[[Sequence[Cell]], Iterator[tuple[Cell, Done]]]
 
 
 def locally(jobs: int, limit: float) -> Pool:
-    """`jobs` cells at a time; each has its share of the cores. Nobody waits for cells that nobody will look at."""
+    """`jobs` cells at a time; each has its share of the cores. They end with this iterator."""
     threads = max(1, (os.cpu_count() or 1) // jobs)
 
     def run(cells: Sequence[Cell]) -> Iterator[tuple[Cell, Done]]:
@@ -41,15 +40,7 @@ def over_ray(address: str, limit: float, retries: int) -> Pool:
 
 
 def _done(cells: Sequence[Cell], pool: work.Pool, how: tuple[Any, ...]) -> Iterator[tuple[Cell, Done]]:
-    waiting, open_cells = deque(cells), dict[Task, Cell]()
-
-    def give() -> Task | None:
-        if not waiting:
-            return None
-        cell = waiting.popleft()
-        task = Task(run_cell, (cell.command, *how), cell.gpus)
-        open_cells[task] = cell
-        return task
-
-    for task, done in pool(give):
-        yield open_cells.pop(task), Done(None, {}, done.said, 0.0) if isinstance(done, Lost) else done
+    tasks = {Task(run_cell, (cell.command, *how), cell.gpus): cell for cell in cells}
+    waiting = iter(tasks)
+    for task, done in pool(lambda: next(waiting, None)):
+        yield tasks[task], Done(None, {}, done.said, 0.0) if isinstance(done, Lost) else done

@@ -25,11 +25,11 @@ REFUSED = 2
 
 
 def run_study(
-    cells: Sequence[Cell], folder: Path, pool: Pool, retries: int, tell: Callable[[Cell, Done], None]
+    cells: Sequence[Cell], folder: Path, pool: Pool, retries: int, report: Callable[[Cell, Done], None]
 ) -> dict[str, dict[str, Any]]:
-    """Run what has not been run; by cell what is known of it.
+    """Run the cells without a result; returns what is known of each.
 
-    A cell without a result is tried again `retries` times; not if it said, with exit code 2, that it cannot run.
+    A cell without a result is tried again `retries` times; not after exit code 2: it cannot run.
 
     Raises:
         HybridKVError: the folder cannot be written.
@@ -46,7 +46,7 @@ def run_study(
         if not left:
             break
         for cell, done in pool(left):
-            tell(cell, done)
+            report(cell, done)
             if done.is_result:
                 _keep(cell, done, place)
             else:

@@ -1,7 +1,7 @@
 """A swarm: random scenarios of the exact model until its time is over, each batch of seeds with features of its own.
 
 What is kept does not grow with the seeds: counts, patterns, settings, and for each rule the first scenario that broke
-it before any other, made small. The seeds of all failures go to a file, one by one.
+it before any other, reduced. The seeds of all failures go to a file.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Tally:
         return [
             Row(metric="seeds", value=self.seeds, **same),
             Row(metric="requests", value=self.requests, unit="requests", **same),
-            # A count over seconds, and no timing: each request was held against its oracle.
+            # A count over seconds, not a timing: each request was compared with its oracle.
             Row(metric="requests_per_cpu_second", value=self.requests_per_cpu_second, unit="requests", **same),
             Row(metric="patterns", value=self.num_patterns, unit="patterns", better="higher", **same | patterns),
             Row(metric="settings", value=self.num_settings, unit="settings", better="higher", **same | settings),
@@ -114,8 +114,8 @@ class Swarm:
 
     Args:
         repro: folder for what failed; it is made when there is something.
-        tell: to be told the tally after each batch.
-        keep: the same, now and then and at the end.
+        report: gets the tally after each batch.
+        keep: gets it now and then and at the end.
 
     Raises:
         HybridKVError: no worker can play, or a file cannot be written.
@@ -126,13 +126,13 @@ class Swarm:
         first: int,
         seconds: float,
         repro: Path,
-        tell: Callable[[Tally], object],
+        report: Callable[[Tally], object],
         keep: Callable[[Tally, bool], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tally = Tally()
         self._next, self._seconds, self._repro = first, seconds, repro
-        self._tell, self._keep, self._clock = tell, keep, clock
+        self._report, self._keep, self._clock = report, keep, clock
         self._begin: float | None = None
         self._kept = 0.0
         self._to_shrink: deque[Failure] = deque()
@@ -145,7 +145,7 @@ class Swarm:
                 for task, result in results:
                     self._take(task, result)
         except KeyboardInterrupt:
-            pass  # What was seen until then is told.
+            pass  # The results so far are reported.
         for failure in list(self._unfiled.values()):
             self._file(failure, Shrunk(failure, 0, 0.0, is_minimal=False))
         self._keep(self.tally, True)
@@ -178,7 +178,7 @@ class Swarm:
         tally.patterns.update(name for name, count in total.seen.items() if count)
         tally.settings.update(*map(combinations_of, total.cells))
         self._note(total.wrong)
-        self._tell(tally)
+        self._report(tally)
         if self._clock() - self._kept >= KEEP_EVERY:
             self._kept = self._clock()
             self._keep(tally, False)

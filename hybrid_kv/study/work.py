@@ -1,7 +1,7 @@
-"""Tasks without end over threads, processes or Ray: as many under way as there is room for, each given back as it ends.
+"""A stream of tasks over threads, processes or Ray: as many in flight as there is room for, each returned as it ends.
 
-Whoever has the tasks is asked for the next one when there is room, and again after each result, which may bring new
-ones. So a million tasks are no list, and a result decides what comes next.
+`Give` returns the next task when there is room, and again after each result, which may bring new ones. So a million
+tasks need no list, and a result decides what comes next.
 """
 
 from __future__ import annotations
@@ -104,13 +104,13 @@ def over_ray(address: str, retries: int) -> Pool:
 def _as_they_end(
     give: Give, room: Callable[[], int], start: Callable[[Task], T], first_of: Callable[[Collection[T]], Iterable[T]]
 ) -> Iterator[tuple[Task, T]]:
-    under_way: dict[T, Task] = {}
+    in_flight: dict[T, Task] = {}
     while True:
-        free = room() - len(under_way)
+        free = room() - len(in_flight)
         while free > 0 and (task := give()) is not None:
-            under_way[start(task)] = task
+            in_flight[start(task)] = task
             free -= 1
-        if not under_way:
+        if not in_flight:
             return
-        for handle in first_of(under_way):
-            yield under_way.pop(handle), handle
+        for handle in first_of(in_flight):
+            yield in_flight.pop(handle), handle

@@ -1,1 +1,1 @@
-"""Engines that the guard asks from outside, one file each; those with packages of their own run in a worker process."""
+"""Engines that the guard checks from outside, a file each; those with packages of their own run in a worker process."""

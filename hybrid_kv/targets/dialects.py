@@ -36,14 +36,14 @@ class Dialect(Protocol):
     def body(self, ask: Ask, model: str, stream: bool) -> Json:
         """What is sent."""
 
-    def answer(self, told: Json) -> Answer:
+    def answer(self, reply: Json) -> Answer:
         """What came back, whole.
 
         Raises:
             KeyError, TypeError: it has no token ids.
         """
 
-    def piece(self, told: Json) -> tuple[int, ...]:
+    def piece(self, reply: Json) -> tuple[int, ...]:
         """The new tokens of an event of a stream."""
 
 
@@ -74,9 +74,9 @@ class Completions:
             body |= {"logprobs": NUM_LIKELIEST, "return_tokens_as_token_ids": True}
         return body
 
-    def answer(self, told: Json) -> Answer:
-        first, *others = sorted(told["choices"], key=lambda choice: int(choice["index"]))
-        details = (told.get("usage") or {}).get("prompt_tokens_details") or {}
+    def answer(self, reply: Json) -> Answer:
+        first, *others = sorted(reply["choices"], key=lambda choice: int(choice["index"]))
+        details = (reply.get("usage") or {}).get("prompt_tokens_details") or {}
         return Answer(
             tuple(first["token_ids"]),
             details.get("cached_tokens"),
@@ -86,17 +86,17 @@ class Completions:
 
     @staticmethod
     def _logprobs(choice: Json) -> tuple[Mapping[int, float], ...]:
-        told = choice.get("logprobs") or {}
+        reply = choice.get("logprobs") or {}
         found = []
         for token, own, likeliest in zip(
-            choice["token_ids"], told.get("token_logprobs") or (), told.get("top_logprobs") or (), strict=False
+            choice["token_ids"], reply.get("token_logprobs") or (), reply.get("top_logprobs") or (), strict=False
         ):
             by_id = {int(name.removeprefix("token_id:")): value for name, value in likeliest.items()}
             found.append({**by_id, token: own})
         return tuple(found)
 
-    def piece(self, told: Json) -> tuple[int, ...]:
-        return tuple(token for choice in told["choices"][:1] for token in choice["token_ids"])
+    def piece(self, reply: Json) -> tuple[int, ...]:
+        return tuple(token for choice in reply["choices"][:1] for token in choice["token_ids"])
 
 
 class SGLang:
@@ -119,8 +119,8 @@ class SGLang:
             body |= {"return_logprob": True, "top_logprobs_num": NUM_LIKELIEST}
         return body
 
-    def answer(self, told: Any) -> Answer:
-        first, *others = told if isinstance(told, list) else [told]
+    def answer(self, reply: Any) -> Answer:
+        first, *others = reply if isinstance(reply, list) else [reply]
         meta = first["meta_info"]
         own: Sequence[Any] = meta.get("output_token_logprobs") or ()
         likeliest: Sequence[Any] = meta.get("output_top_logprobs") or ()
@@ -131,8 +131,8 @@ class SGLang:
         rest = tuple(tuple(other["output_ids"]) for other in others)
         return Answer(tuple(first["output_ids"]), meta.get("cached_tokens"), logprobs, rest)
 
-    def piece(self, told: Json) -> tuple[int, ...]:
-        return tuple(told["output_ids"])
+    def piece(self, reply: Json) -> tuple[int, ...]:
+        return tuple(reply["output_ids"])
 
 
 class LlamaCpp:
@@ -153,15 +153,15 @@ class LlamaCpp:
             body["n_probs"] = NUM_LIKELIEST
         return body
 
-    def answer(self, told: Json) -> Answer:
+    def answer(self, reply: Json) -> Answer:
         logprobs = tuple(
             {**{int(row["id"]): row["logprob"] for row in one["top_logprobs"]}, int(one["id"]): one["logprob"]}
-            for one in told.get("completion_probabilities") or ()
+            for one in reply.get("completion_probabilities") or ()
         )
-        return Answer(tuple(told["tokens"]), (told.get("timings") or {}).get("cache_n"), logprobs)
+        return Answer(tuple(reply["tokens"]), (reply.get("timings") or {}).get("cache_n"), logprobs)
 
-    def piece(self, told: Json) -> tuple[int, ...]:
-        return tuple(told.get("tokens") or ())
+    def piece(self, reply: Json) -> tuple[int, ...]:
+        return tuple(reply.get("tokens") or ())
 
 
 # By who owns the model in `/v1/models`.

@@ -1,4 +1,4 @@
-"""This engine: the control whose every bug can be planted."""
+"""This engine: the control whose every bug can be injected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from hybrid_kv.engine.llm import LLM
 from hybrid_kv.engine.record import recorded
 from hybrid_kv.request import Request, ScheduledRequest
 from hybrid_kv.sampling import SamplingParams
-from hybrid_kv.targets.script import beginning, ending
 from hybrid_kv.targets.target import CAPABILITIES, Answer, Ask
 
 name = "ours"
@@ -33,7 +32,7 @@ LEVELS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "chunk": {"whole": {}} | {size: {"max_num_batched_tokens": int(size)} for size in ("17", "100")},
     "blocks": {"ample": {}, "tight": {"tight": True}},
-    "scheme": {"slots": {}, "replay": {"state_scheme": "replay"}},
+    "scheme": {"slots": {}, "recompute": {"state_scheme": "recompute"}},
     "async": {"off": {}, "on": {"async_scheduling": True}},
     "dtype": {"float32": {"dtype": "float32"}, "bfloat16": {"dtype": "bfloat16"}},
     "offload": {"none": {}, "host": {"kv_offload_bytes": 2**26}},
@@ -50,7 +49,7 @@ def start(folder: str, settings: Mapping[str, str]) -> Ours:
 
 
 def options_of(folder: str, settings: Mapping[str, str]) -> dict[str, Any]:
-    """The arguments of `LLM`, besides the checkpoint, with which a setting is asked.
+    """The arguments of `LLM`, besides the checkpoint, of a setting.
 
     Raises:
         ConfigError: the engine does not know the setting or the model.
@@ -76,47 +75,45 @@ class Ours:
 
     def __init__(self, folder: str, settings: Mapping[str, str]) -> None:
         self.settings: Mapping[str, str] = dict(settings)
-        self._folder = folder
         options = options_of(folder, settings)
         self.longest: int = options["max_model_len"]
         self._llm = LLM(folder, **options)
-        self._alone: LLM | None = None
         self._counts: Counter[str] = Counter()
 
-    def ask(self, asks: Sequence[Ask], preempt_every: int = 0) -> list[Answer]:
+    def ask(self, requests: Sequence[Ask], preempt_every: int = 0) -> list[Answer]:
         """See `Target.ask`."""
         llm, logits = self._llm, _Logits()
-        requests: dict[int, list[Request]] = {}
+        groups: dict[int, list[Request]] = {}
         errors: dict[int, str] = {}
-        waiting, undisturbed = list(range(len(asks))), 0
+        waiting, undisturbed = list(range(len(requests))), 0
         with recorded(llm, logits.see):
             while True:
-                complete = len(errors) + sum(all(one.is_finished for one in group) for group in requests.values())
-                for i in [i for i in waiting if asks[i].after <= complete]:
+                complete = len(errors) + sum(all(one.is_finished for one in group) for group in groups.values())
+                for i in [i for i in waiting if requests[i].after <= complete]:
                     waiting.remove(i)
                     try:
-                        requests[i] = self._send(asks[i])
+                        groups[i] = self._send(requests[i])
                     except ConfigError as error:
                         errors[i] = str(error)
                 if not llm.scheduler.has_requests:
                     if not waiting:
                         break
                     continue
-                known = sum(len(request.output_token_ids) for group in requests.values() for request in group)
+                known = sum(len(request.output_token_ids) for group in groups.values() for request in group)
                 if preempt_every and known - undisturbed >= preempt_every:
                     undisturbed = known
                     llm.reset_prefix_cache()
                     for request in llm.scheduler.running[::-1]:
                         llm.scheduler.preempt(request)
-                for i, group in requests.items():
-                    if (limit := asks[i].abort_after) is not None:
+                for i, group in groups.items():
+                    if (limit := requests[i].abort_after) is not None:
                         for request in group:
                             if len(request.output_token_ids) >= limit:
                                 llm.abort(request.request_id)
                 llm.step()
         return [
-            self._answer(ask, requests[i], llm, logits) if i in requests else Answer((), error=errors[i])
-            for i, ask in enumerate(asks)
+            self._answer(ask, groups[i], llm, logits) if i in groups else Answer((), error=errors[i])
+            for i, ask in enumerate(requests)
         ]
 
     def _send(self, ask: Ask) -> list[Request]:
@@ -145,19 +142,6 @@ class Ours:
             tuple(tuple(one.output_token_ids) for one in others),
         )
 
-    def score(self, token_ids: Sequence[int]) -> list[float]:
-        """See `Target.score`; by an engine without a cache."""
-        if self._alone is None:
-            self._alone = LLM(self._folder, device="cpu", dtype=self._llm.config.dtype, max_model_len=MAX_MODEL_LEN)
-        logits = _Logits()
-        with recorded(self._alone, logits.see):
-            self._alone.generate([list(token_ids)], SamplingParams(max_tokens=1), progress=False)
-        (rows,) = logits.rows.values()
-        hidden = torch.stack([rows[i] for i in range(len(token_ids) - 1)])
-        chosen = torch.tensor(token_ids[1:])[:, None]
-        scores: list[float] = self._alone.model.compute_logits(hidden).log_softmax(-1).gather(1, chosen)[:, 0].tolist()
-        return scores
-
     def counters(self) -> Mapping[str, float]:
         """See `Target.counters`."""
         return {name: float(self._counts[name]) for name in ("hits", "drafts", "accepted", "preemptions")}
@@ -168,7 +152,6 @@ class Ours:
 
     def close(self) -> None:
         """See `Target.close`."""
-        self._alone = None
 
 
 class _Logits:
@@ -193,23 +176,3 @@ class _Logits:
                 {**dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)), token: float(logprobs[token])}
             )
         return tuple(found)
-
-
-def script(case: Any) -> str:
-    """Plays a `probes.reproducer.Case` again."""
-    rounds = "\n".join(f"    ({list(one.asks)}, {one.preempt_every})," for one in case.rounds)
-    return f"""{beginning(case)}
-from hybrid_kv.targets.models import model_folder
-from hybrid_kv.targets.ours import start
-from hybrid_kv.targets.target import Ask
-
-rounds = [
-{rounds}
-]
-with model_folder({case.model!r}) as folder:
-    target = start(folder, {dict(case.settings)!r})
-    for asks, preempt_every in rounds:
-        answers = target.ask(asks, preempt_every)
-answer = answers[{case.index}]
-got = answer.error or list(answer.token_ids)
-{ending(case, "answer.logprobs[len(expected) - 1][expected[-1]]", "answer.cached_tokens")}"""

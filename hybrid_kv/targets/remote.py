@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hybrid_kv import environment
 from hybrid_kv.config import ConfigError
 from hybrid_kv.targets.target import Answer, Ask, TargetError
 
@@ -33,8 +34,8 @@ def python_of(name: str, package: str) -> str:
     """
     from importlib.util import find_spec
 
-    variable = f"HYBRID_KV_PYTHON_{name.upper()}"
-    if given := os.environ.get(variable):
+    variable, given = environment.interpreter_of(name)
+    if given:
         if not Path(given).exists():
             raise ConfigError(f"{variable}={given}: there is no such file; give a Python that has {package}")
         return given
@@ -62,7 +63,7 @@ class Worker:
             stderr=self._log,
             text=True,
             bufsize=1,
-            env={**os.environ, "TMPDIR": self._scratch.name},
+            env=environment.child_environment(environment.WORKER_DEFAULTS, TMPDIR=self._scratch.name),
             start_new_session=True,  # Ctrl-C is not for it, and its forks end with it
         )
 
@@ -158,7 +159,7 @@ class Remote:
 
     def __init__(self, name: str, python: str, folder: str, settings: Mapping[str, str]) -> None:
         self.name, self.settings = name, dict(settings)
-        self._key = name, python, WORKERS, tuple(sorted(os.environ.items()))
+        self._key = name, python, WORKERS, tuple(sorted(environment.child_environment().items()))
         free = _free.get(self._key)
         self._worker: Worker | None = free.pop() if free else Worker(name, python)
         try:
@@ -172,13 +173,9 @@ class Remote:
         self.can = frozenset(about["can"])
         self.longest: int = about["longest"]
 
-    def ask(self, asks: Sequence[Ask], preempt_every: int = 0) -> list[Answer]:
-        plain = [asdict(one) for one in asks]
-        return [_answer(one) for one in self._call("ask", REPLY_SECONDS, asks=plain, preempt_every=preempt_every)]
-
-    def score(self, token_ids: Sequence[int]) -> list[float]:
-        scores: list[float] = self._call("score", REPLY_SECONDS, token_ids=list(token_ids))
-        return scores
+    def ask(self, requests: Sequence[Ask], preempt_every: int = 0) -> list[Answer]:
+        plain = [asdict(one) for one in requests]
+        return [_answer(one) for one in self._call("ask", REPLY_SECONDS, requests=plain, preempt_every=preempt_every)]
 
     def counters(self) -> Mapping[str, float]:
         counters: dict[str, float] = self._call("counters", REPLY_SECONDS)
@@ -198,11 +195,11 @@ class Remote:
         return self._worker.call(op, seconds, **arguments)
 
 
-def _answer(told: Mapping[str, Any]) -> Answer:
+def _answer(reply: Mapping[str, Any]) -> Answer:
     return Answer(
-        tuple(told["token_ids"]),
-        told.get("cached_tokens"),
-        tuple({int(token): value for token, value in one.items()} for one in told.get("logprobs", ())),
-        tuple(tuple(one) for one in told.get("others", ())),
-        told.get("error", ""),
+        tuple(reply["token_ids"]),
+        reply.get("cached_tokens"),
+        tuple({int(token): value for token, value in one.items()} for one in reply.get("logprobs", ())),
+        tuple(tuple(one) for one in reply.get("others", ())),
+        reply.get("error", ""),
     )

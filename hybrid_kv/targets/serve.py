@@ -1,9 +1,8 @@
-"""`hybrid-kv serve` in a process of its own, asked over HTTP alone: the control of everything that asks servers."""
+"""`hybrid-kv serve` in a process of its own, queried over HTTP alone: the control of all checks of servers."""
 
 from __future__ import annotations
 
 import ctypes
-import os
 import signal
 import socket
 import subprocess
@@ -16,6 +15,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from hybrid_kv.config import ConfigError
+from hybrid_kv.environment import child_environment
 from hybrid_kv.errors import deaf_to_ctrl_c
 from hybrid_kv.targets import ours
 from hybrid_kv.targets.server import Server
@@ -42,10 +42,11 @@ class Served(Server):
 
     def __init__(self, folder: str, settings: Mapping[str, str], root: Path | None) -> None:
         options = [
-            f"--{name.replace('_', '-')}={'on' if value is True else value}"
+            f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
             for name, value in ours.options_of(folder, settings).items()
         ]
         model = str(Path(folder).absolute())
+        of_root = {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"} if root else {}
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (lives as long as the server)
         with deaf_to_ctrl_c():
             self._process = subprocess.Popen(
@@ -56,12 +57,8 @@ class Served(Server):
                 # `-m` looks into the working folder before it looks into PYTHONPATH.
                 cwd=root,
                 preexec_fn=_end_with_parent if sys.platform == "linux" else None,
-                # The oracle of who asks may work beside it; a small model needs no second thread.
-                env={
-                    "OMP_NUM_THREADS": "1",
-                    **os.environ,
-                    **({"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"} if root else {}),
-                },
+                # The client's oracle may work beside it; a small model needs no second thread.
+                env=child_environment({"OMP_NUM_THREADS": "1"}, **of_root),
             )
         assert self._process.stdout is not None
         try:

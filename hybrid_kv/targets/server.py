@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,13 +12,13 @@ from typing import Any, TypeVar
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
+from hybrid_kv import environment
 from hybrid_kv.config import ConfigError
 from hybrid_kv.targets.dialects import COUNTERS, Dialect, dialect_of
 from hybrid_kv.targets.target import Answer, Ask, Target, TargetError
 
 T = TypeVar("T")
 
-KEY = "HYBRID_KV_TARGET_KEY"
 SECONDS = 300.0  # for one answer
 OK = 200
 TRIAL = tuple(range(3, 93)) * 6  # longer than most blocks
@@ -27,9 +26,9 @@ TRIAL = tuple(range(3, 93)) * 6  # longer than most blocks
 
 @dataclass
 class Address:
-    """A server that somebody else started. See `targets.target.Kind`.
+    """A server that is running already. See `targets.target.Kind`.
 
-    It is taken to compute in the dtype that the checkpoint names, as servers do when they are told nothing.
+    It is taken to compute in the dtype that the checkpoint names, as servers do by default.
     """
 
     name: str
@@ -56,7 +55,7 @@ class Server:
 
     def __init__(self, url: str, settings: Mapping[str, str]) -> None:
         self.settings: Mapping[str, str] = dict(settings)
-        key = os.environ.get(KEY)
+        key = environment.target_key()
         self._url = url.removesuffix("/").removesuffix("/v1")
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
@@ -97,21 +96,17 @@ class Server:
             self.reset()
         return can
 
-    def ask(self, asks: Sequence[Ask], preempt_every: int = 0) -> list[Answer]:
+    def ask(self, requests: Sequence[Ask], preempt_every: int = 0) -> list[Answer]:
         """See `Target.ask`."""
-        return _answered(self._ask(asks, preempt_every))
+        return _answered(self._ask(requests, preempt_every))
 
     def _one(self, ask: Ask) -> Answer:
         return self.ask([ask])[0]
 
-    async def _ask(self, asks: Sequence[Ask], preempt_every: int) -> list[Answer]:
+    async def _ask(self, requests: Sequence[Ask], preempt_every: int) -> list[Answer]:
         async with self._session() as session:
-            crowd = _Crowd(session, self._dialect, self.model, preempt_every)
-            return list(await asyncio.gather(*(crowd.ask(ask) for ask in asks)))
-
-    def score(self, token_ids: Sequence[int]) -> list[float]:
-        """See `Target.score`; not over HTTP, where prompts are scored in too many ways."""
-        raise NotImplementedError
+            batch = _Batch(session, self._dialect, self.model, preempt_every)
+            return list(await asyncio.gather(*(batch.ask(ask) for ask in requests)))
 
     def counters(self) -> Mapping[str, float]:
         """See `Target.counters`."""
@@ -164,7 +159,7 @@ def _answered(work: Coroutine[Any, Any, T]) -> T:
         raise TargetError(f"the server does not answer: {type(error).__name__} {error}") from None
 
 
-class _Crowd:
+class _Batch:
     """Requests of one batch, which wait for one another and are preempted together."""
 
     def __init__(self, session: aiohttp.ClientSession, dialect: Dialect, model: str, preempt_every: int) -> None:

@@ -1,4 +1,4 @@
-"""What the guard asks of an engine that it did not write: five verbs, token ids in and token ids out.
+"""What the guard needs of an engine that it did not write: four verbs, token ids in and token ids out.
 
 A target says what it can do (`can`) and what it can be started with (`Kind.factors`); nothing else is assumed of it.
 """
@@ -11,11 +11,10 @@ from typing import Any, Protocol
 
 from hybrid_kv.config import HybridKVError
 
-# What a target may be able to do beyond greedy answers; a check that needs more than there is "cannot be asked here".
+# What a target may be able to do beyond greedy answers; a check that needs more than there is "not supported".
 CAPABILITIES = {
     "cached": "says how many tokens of a prompt came from its cache",
     "logprobs": "gives the log-probabilities of its answer's tokens and of the likeliest others",
-    "score": "gives the log-probability of each token of a text, computed anew",
     "reset": "forgets its prefix cache on request",
     "preempt": "preempts what runs on request",
     "salt": "shares cached prefixes only among requests of one salt",
@@ -71,7 +70,7 @@ class Answer:
 
     Attributes:
         token_ids: the answer, without the prompt; with the end-of-text token if that ended it. It ends nothing where
-            the engine can be told so: every answer is then as long as it may be.
+            the engine has an option for it: every answer is then as long as it may be.
         cached_tokens: of the prompt, from the prefix cache; None if the target does not say.
         logprobs: for each token of the answer, log-probabilities by token id: its own and those of the likeliest.
         others: the answers behind the first, where `n` > 1.
@@ -107,16 +106,13 @@ class Target(Protocol):
     settings: Mapping[str, str]
     longest: int
 
-    def ask(self, asks: Sequence[Ask], preempt_every: int = 0) -> list[Answer]:
-        """All at once but for `after`, until the last is complete; answers in the order of the asks.
+    def ask(self, requests: Sequence[Ask], preempt_every: int = 0) -> list[Answer]:
+        """All at once but for `after`, until the last is complete; answers in the order of the requests.
 
         Args:
             preempt_every: preempt all that runs, and forget the prefix cache, whenever the answers have so many more
                 tokens. 0: never.
         """
-
-    def score(self, token_ids: Sequence[int]) -> list[float]:
-        """The log-probability of each token behind the first, [len(token_ids) - 1], without the prefix cache."""
 
     def counters(self) -> Mapping[str, float]:
         """Those of `COUNTERS` that the engine has, since its start."""

@@ -14,7 +14,6 @@ import torch
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.models.random_checkpoint import quiet
-from hybrid_kv.targets.script import beginning, ending, in_turns, turns_of, with_folder
 from hybrid_kv.targets.target import Answer, Ask
 
 name = "transformers"
@@ -70,7 +69,7 @@ class Transformers:
         self._kept: Kept = {}
         self._counts: Counter[str] = Counter()
         further = ["batch"] if batch != "one" else ["logprobs"] if self._beams > 1 else ["logprobs", "seed", "n"]
-        self.can = frozenset({"cached", "score", "reset", *further})
+        self.can = frozenset({"cached", "reset", *further})
         self._ask_once()
 
     def _ask_once(self) -> None:
@@ -80,22 +79,22 @@ class Transformers:
         if answer.error.startswith(REFUSALS):
             raise ConfigError(f"{self.name}: {answer.error}")
 
-    def ask(self, asks: Sequence[Ask], preempt_every: int = 0) -> list[Answer]:
+    def ask(self, requests: Sequence[Ask], preempt_every: int = 0) -> list[Answer]:
         """See `Target.ask`; a batch is complete before the next one starts."""
         together = {"one": self._one, "left": self._padded, "continuous": self._continuous}[self._level["batch"]]
         answers: dict[int, Answer] = {}
-        for ready in in_turns(asks, self._level["batch"] == "one"):
+        for ready in _in_turns(requests, self._level["batch"] == "one"):
             try:
                 with quiet():
-                    found = together([asks[i] for i in ready])
+                    found = together([requests[i] for i in ready])
             except Exception as error:
                 text = str(error).strip().splitlines() or [""]
                 found = [Answer((), error=f"{type(error).__name__}: {text[0][:300]}")] * len(ready)
             answers |= zip(ready, found, strict=True)
-        return [answers[i] for i in range(len(asks))]
+        return [answers[i] for i in range(len(requests))]
 
-    def _one(self, asks: Sequence[Ask]) -> list[Answer]:
-        (ask,) = asks
+    def _one(self, requests: Sequence[Ask]) -> list[Answer]:
+        (ask,) = requests
         cache, num_cached = self._take(ask.prompt)
         if ask.seed is not None:
             torch.manual_seed(ask.seed)
@@ -112,29 +111,29 @@ class Transformers:
             return [Answer(rows[0], num_cached, _logprobs(rows[0], logits), is_greedy=False)]
         return [Answer(rows[0], num_cached, _logprobs(rows[0], done.logits or ()), tuple(rows[1:]))]
 
-    def _padded(self, asks: Sequence[Ask]) -> list[Answer]:
-        longest = max(len(ask.prompt) for ask in asks)
-        rows = [[0] * (longest - len(ask.prompt)) + list(ask.prompt) for ask in asks]
-        mask = [[0] * (longest - len(ask.prompt)) + [1] * len(ask.prompt) for ask in asks]
-        most = max(asks, key=lambda ask: ask.max_tokens)
+    def _padded(self, requests: Sequence[Ask]) -> list[Answer]:
+        longest = max(len(ask.prompt) for ask in requests)
+        rows = [[0] * (longest - len(ask.prompt)) + list(ask.prompt) for ask in requests]
+        mask = [[0] * (longest - len(ask.prompt)) + [1] * len(ask.prompt) for ask in requests]
+        most = max(requests, key=lambda ask: ask.max_tokens)
         done = self._generate(torch.tensor(rows), torch.tensor(mask), most)
         new = done.sequences[:, longest:].tolist()
-        return [Answer(tuple(row[: ask.max_tokens]), 0) for ask, row in zip(asks, new, strict=True)]
+        return [Answer(tuple(row[: ask.max_tokens]), 0) for ask, row in zip(requests, new, strict=True)]
 
-    def _continuous(self, asks: Sequence[Ask]) -> list[Answer]:
+    def _continuous(self, requests: Sequence[Ask]) -> list[Answer]:
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
         done = self._model.generate_batch(
-            [list(ask.prompt) for ask in asks],
+            [list(ask.prompt) for ask in requests],
             GenerationConfig(  # type: ignore[no-untyped-call]
-                max_new_tokens=max(ask.max_tokens for ask in asks), do_sample=False, eos_token_id=-1
+                max_new_tokens=max(ask.max_tokens for ask in requests), do_sample=False, eos_token_id=-1
             ),
             ContinuousBatchingConfig(page_size=16, num_blocks=256, max_batch_tokens=self._chunk or 512),
         )
         outputs = list(done.values())
         return [
             Answer(tuple(one.generated_tokens[: ask.max_tokens]), error=one.error or "")
-            for ask, one in zip(asks, outputs, strict=True)
+            for ask, one in zip(requests, outputs, strict=True)
         ]
 
     @property
@@ -202,13 +201,6 @@ class Transformers:
         finally:
             del self._model._get_candidate_generator
 
-    def score(self, token_ids: Sequence[int]) -> list[float]:
-        """See `Target.score`."""
-        with torch.inference_mode():
-            logprobs = self._model(torch.tensor([list(token_ids)]), use_cache=False).logits[0].log_softmax(-1)
-        scores: list[float] = logprobs[:-1].gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0].tolist()
-        return scores
-
     def counters(self) -> Mapping[str, float]:
         """See `Target.counters`."""
         return {counter: float(self._counts[counter]) for counter in ("hits", "drafts", "accepted")}
@@ -220,6 +212,21 @@ class Transformers:
     def close(self) -> None:
         """See `Target.close`."""
         self._kept = {}
+
+
+def _in_turns(requests: Sequence[Ask], one_by_one: bool) -> list[list[int]]:
+    """Which requests of a round an engine answers together that takes no other before these are complete.
+
+    Args:
+        one_by_one: it never answers several together.
+    """
+    waiting, turns = list(range(len(requests))), list[list[int]]()
+    while waiting:
+        complete = len(requests) - len(waiting)
+        ready = [i for i in waiting if requests[i].after <= complete] or waiting[:1]
+        turns.append(ready[:1] if one_by_one else ready)
+        waiting = [i for i in waiting if i not in turns[-1]]
+    return turns
 
 
 def _load(folder: str) -> Any:
@@ -252,105 +259,3 @@ def _logprobs(tokens: Sequence[int], logits: Sequence[torch.Tensor]) -> tuple[Ma
             {**dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)), token: float(logprobs[token])}
         )
     return tuple(found)
-
-
-def script(case: Any) -> str | None:
-    """Plays a `probes.reproducer.Case` again; None for caches that only a GPU has."""
-    level = {factor: case.settings.get(factor, levels[0]) for factor, levels in factors.items()}
-    if level["cache"].startswith("offloaded"):
-        return None
-    calls = {"one": _script_of_one, "left": _script_of_padded, "continuous": _script_of_continuous}[level["batch"]]
-    turns = "\n".join(f"    {turn}," for turn in turns_of(case, level["batch"] == "one"))
-    last = "len(expected) - 1"
-    row = f"done.logits[{last}][{'0' if level['beams'] == '1' else f'done.beam_indices[0, {last}]'}]"
-    return f"""{beginning(case, with_folder(case.model))}
-import sys
-
-import torch
-import transformers
-
-turns = [
-{turns}
-]
-model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
-model.generation_config.eos_token_id = None
-{calls(case, level)}{ending(case, f"{row}.log_softmax(-1)[expected[-1]]", "len(held)")}"""
-
-
-def _options(case: Any, level: Mapping[str, str]) -> dict[str, Any]:
-    options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
-    if level["chunk"] != "whole":
-        options["prefill_chunk_size"] = int(level["chunk"])
-    if level["spec"] == "lookup3":
-        options["prompt_lookup_num_tokens"] = 3
-    if level["cache"] != "dynamic" and level["prefix"] == "off":
-        options["cache_implementation"] = level["cache"]
-    if level["beams"] != "1":
-        options |= SEARCH
-    if case.logprob is not None:
-        options["output_logits"] = True
-    return options
-
-
-_DRAFT = f"""draft = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
-g = torch.Generator().manual_seed(0)
-for weight in draft.parameters():
-    noise = torch.randn(weight.shape, generator=g)
-    weight.data += {NOISE} * weight.data.abs().mean() * noise
-draft.generation_config.num_assistant_tokens, draft.generation_config.num_assistant_tokens_schedule = 2, "constant"
-options["assistant_model"] = draft
-"""
-
-
-def _script_of_one(case: Any, level: Mapping[str, str]) -> str:
-    lines = [f"options = {_options(case, level)}\n", _DRAFT if level["spec"] == "draft2" else ""]
-    call = "done = model.generate(text, attention_mask=torch.ones_like(text), max_new_tokens=most, **options)"
-    if level["prefix"] == "off":
-        lines.append(f"""for [(prompt, most)] in turns:
-    text = torch.tensor([prompt])
-    {call}
-    got = done.sequences[0, len(prompt) :].tolist()
-""")
-    else:
-        cold = "transformers.StaticCache(model.config, max_cache_len=2048)" if level["cache"] == "static" else "None"
-        lines.append(f"""kept, name = {{}}, ("past_key_values", "cache_params")["Mamba" in type(model).__name__]
-for [(prompt, most)] in turns:
-    text = torch.tensor([prompt])
-    begins = [one for one in kept if len(one) < len(prompt) and list(one) == prompt[: len(one)]]
-    held = max(begins, key=len, default=())
-    options[name] = kept.pop(held) if held else {cold}
-    {call}
-    got = done.sequences[0, len(prompt) :].tolist()
-    kept[(*prompt, *got[:-1])] = done.past_key_values
-""")
-    return "".join(lines)
-
-
-def _script_of_padded(case: Any, level: Mapping[str, str]) -> str:
-    return f"""for turn in turns:
-    longest = max(len(prompt) for prompt, _ in turn)
-    texts = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in turn])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in turn])
-    done = model.generate(
-        texts, attention_mask=mask, max_new_tokens=max(most for _, most in turn), **{_options(case, level)}
-    )
-got = done.sequences[{_place(case)}, longest:].tolist()
-"""
-
-
-def _script_of_continuous(case: Any, level: Mapping[str, str]) -> str:
-    tokens = 512 if level["chunk"] == "whole" else int(level["chunk"])
-    return f"""for turn in turns:
-    done = model.generate_batch(
-        [prompt for prompt, _ in turn],
-        transformers.GenerationConfig(max_new_tokens=max(most for _, most in turn), do_sample=False, eos_token_id=-1),
-        transformers.ContinuousBatchingConfig(page_size=16, num_blocks=256, max_batch_tokens={tokens}),
-    )
-got = list(done.values())[{_place(case)}].generated_tokens
-"""
-
-
-def _place(case: Any) -> int:
-    """Of the answer that fails among those of its turn."""
-    (turn,) = [turn for turn in in_turns(case.rounds[-1].asks, one_by_one=False) if case.index in turn]
-    return turn.index(case.index)

@@ -1,5 +1,5 @@
-"""How time is measured: one clock, cases that are checked before and after, rivals compared in one run.
+"""How time is measured: one clock, and cases that are checked before and after they are timed.
 
-The guard uses it from an installed package and `bench/` from a checkout. It imports nothing of `hybrid_kv` but results
-and what it times, so that `compare` and asv can put today's copy into an older version and measure both alike.
+The guard uses it from an installed package and `bench/` from a checkout. `compare` and asv put today's copy into an
+older version, which must not lack what it imports: nothing of `hybrid_kv` but results, threads and what it times.
 """

@@ -19,12 +19,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hybrid_kv.timing.case import nothing
+
 clock = time.thread_time
 wall_clock = time.perf_counter  # for what other processes do
-
-
-def _nothing() -> None:
-    pass
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Subject:
     """Something to time: `run` is called up to `max_repeats` times in a row, `reset` before that, untimed."""
 
     run: Callable[[], object]
-    reset: Callable[[], object] = _nothing
+    reset: Callable[[], object] = nothing
     max_repeats: int = 1000
 
     def sample(self, repeats: int) -> float:
@@ -78,37 +76,6 @@ class DeviceSubject(Subject):
             end.synchronize()
             total += start.elapsed_time(end) / 1000
         return total / repeats
-
-
-@dataclass(frozen=True)
-class LaunchSubject(Subject):
-    """A subject whose `run` launches: what that costs the host. The device is left to finish afterwards, untimed."""
-
-    def sample(self, repeats: int) -> float:
-        """Seconds per call of the host."""
-        torch.cuda.synchronize()
-        try:
-            return super().sample(repeats)
-        finally:
-            torch.cuda.synchronize()
-
-
-class Stopwatch:
-    """A clock that runs only inside samples, for tools that time a function themselves.
-
-    Such a tool reads the clock, calls, and reads it again: what a call spends on building, checking and resetting its
-    subject, and in waiting for a device, does not count. One call is one sample, a mean over many runs.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def read(self) -> float:
-        return self.seconds
-
-    def run(self, subject: Subject, repeats: int) -> None:
-        """Move on by what one call of the subject takes, on average over `repeats`."""
-        self.seconds += subject.sample(repeats)
 
 
 @dataclass(frozen=True)

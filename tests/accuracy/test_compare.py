@@ -100,7 +100,7 @@ def test_counts_and_verdict(tmp_path: Path) -> None:
     before = ["right"] * 6 + ["wrong", "wrong", "invalid", "invalid"]
     after = ["right", "wrong", "invalid", "invalid", "right", "right", "right", "wrong", "right", "wrong"]
     made = compare.compare(answers(tmp_path / "a.jsonl", before), answers(tmp_path / "b.jsonl.gz", after))
-    assert (made.n, made.correct, made.invalid) == (10, (6, 5), (2, 2))
+    assert made.n == 10
     assert (made.lost, made.lost_to_invalid, made.gained, made.gained_from_invalid) == (3, 2, 2, 1)
     assert made.outputs_changed == 6
     assert made.difference == pytest.approx(-0.1)
@@ -108,7 +108,9 @@ def test_counts_and_verdict(tmp_path: Path) -> None:
     assert document["p"] == made.p == paired.mcnemar_p(3, 2) == 0.5
     assert document["difference_ci"] == paired.difference_interval(3, 2, 10)
     assert document["baseline"]["accuracy_ci"] == run.wilson_interval(6, 10)
-    assert (document["candidate"]["wrong"], document["candidate"]["invalid"]) == (3, 2)
+    baseline, candidate = document["baseline"], document["candidate"]
+    assert (baseline["correct"], baseline["wrong"], baseline["invalid"]) == (6, 2, 2)
+    assert (candidate["correct"], candidate["wrong"], candidate["invalid"]) == (5, 3, 2)
     assert document["detectable_loss"] == paired.detectable_loss(5, 10)
     assert made.verdict == document["verdict"] == "no loss shown"
     assert [row.verdict for row in compare.rows(made)] == ["pass", "", "", ""]  # some loss, no more than chance
@@ -119,9 +121,9 @@ def test_five_percent_of_250_answers_are_significant_and_none_are_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = ["right" if i % 10 else "wrong" for i in range(250)]
-    planted = [("invalid" if i % 40 == 1 else "wrong") if i % 20 == 1 else o for i, o in enumerate(whole)]
+    injected = [("invalid" if i % 40 == 1 else "wrong") if i % 20 == 1 else o for i, o in enumerate(whole)]
     a = write(tmp_path / "a.jsonl.gz", [record(i, o) for i, o in enumerate(whole)])
-    b = write(tmp_path / "b.jsonl", [record(i, o) for i, o in enumerate(planted)])
+    b = write(tmp_path / "b.jsonl", [record(i, o) for i, o in enumerate(injected)])
     out, summary = tmp_path / "accuracy.csv", tmp_path / "summary.json"
     code, printed, _ = call(capsys, "compare", a, b, "--results", tmp_path, "--out", summary)
     assert code == 1
@@ -188,17 +190,17 @@ def test_a_real_run_of_lm_evals_hf_backend_agrees_with_the_engine(tmp_path: Path
     arguments = {"pretrained": str(GUARD_MODEL), "dtype": "float32"}
     with one_thread(), tasks.quiet_lm_eval():
         results = simple_evaluate(
-            "hf", arguments, tasks=["gsm8k_synth"], task_manager=manager, limit=4, bootstrap_iters=0, device="cpu"
+            "hf", arguments, tasks=["gsm8k_synth"], task_manager=manager, limit=2, bootstrap_iters=0, device="cpu"
         )
     tracker = EvaluationTracker(output_path=str(tmp_path / "out.json"))
     tracker.general_config_tracker.model_name_sanitized = "guard_model"
     tracker.date_id = "2026-11-21T09-48-38.67"
     tracker.save_results_samples("gsm8k_synth", results["samples"]["gsm8k_synth"])
     (file,) = tmp_path.glob("samples_*.jsonl")
-    engine = run.evaluate_guard_model(4, device="cpu", max_model_len=640)
+    engine = run.evaluate_guard_model(2, device="cpu", max_model_len=640)
     made = compare.compare(compare.read_answers(file), compare.answers_of(engine))
-    assert (made.n, made.lost, made.gained, made.task) == (4, 0, 0, "gsm8k_synth")
-    assert made.correct == (4, 4)
+    assert (made.n, made.lost, made.gained, made.task) == (2, 0, 0, "gsm8k_synth")
+    assert made.summary()["baseline"]["correct"] == 2
 
 
 REFUSALS: list[tuple[Callable[[list[dict[str, Any]]], object], str]] = [
@@ -210,14 +212,14 @@ REFUSALS: list[tuple[Callable[[list[dict[str, Any]]], object], str]] = [
     (lambda lines: lines.append(record(3)), r"b.jsonl line 7: question 3 is there twice"),
     (lambda lines: lines[4].update(correct=1), r"line 5 .*1 has the wrong type"),
     (lambda lines: lines[4].update(doc_id=True), r"line 5 .*True has the wrong type"),
-    (lambda lines: lines[4].update(invalid=None), r"line 5 is no answer.*None has the wrong type"),
+    (lambda lines: lines[4].update(invalid=None), r"line 5 is not an answer.*None has the wrong type"),
     (lambda lines: lines[4].update(doc_hash=5), r"line 5 .*5 has the wrong type"),
-    (lambda lines: lines[1].pop("target_hash"), r"line 2 is no answer.*'target_hash'.*missing"),
-    (lambda lines: lines[1].pop("correct"), r"line 2 is no answer.*'correct'"),
+    (lambda lines: lines[1].pop("target_hash"), r"line 2 is not an answer.*'target_hash'.*missing"),
+    (lambda lines: lines[1].pop("correct"), r"line 2 is not an answer.*'correct'"),
     (lambda lines: lines.clear(), r"no answers of filter 'strict-match': the file is empty"),
     (lambda lines: lines[3].update(error="5 tokens\nwere too many"), r"1 of 6 .*refused.*the first: 5 tokens were"),
     (lambda lines: lines.insert(3, {"filter": "none", "doc_id": 0}), r"b.jsonl line 1 is of another format"),
-    (lambda lines: lines[0].update(commit="main"), r"b.jsonl: commit 'main' is no full hash"),
+    (lambda lines: lines[0].update(commit="main"), r"b.jsonl: commit 'main' is not a full hash"),
 ]
 
 
@@ -262,9 +264,9 @@ def test_what_cannot_be_compared_is_one_line_and_exit_code_2(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"exact_match": 0.5}, "line 1 is no answer"),
-        ({"exact_match": [1]}, "line 1 is no answer"),
-        ({"filtered_resps": []}, "line 1 is no answer"),
+        ({"exact_match": 0.5}, "line 1 is not an answer"),
+        ({"exact_match": [1]}, "line 1 is not an answer"),
+        ({"filtered_resps": []}, "line 1 is not an answer"),
         ({"filter": "none"}, "no answers of filter 'strict-match': its filters are 'none'"),
         ({"filter": ["strict-match"]}, "no answers of filter"),
     ],
@@ -278,9 +280,9 @@ def test_odd_lines_of_lm_evals(tmp_path: Path, changes: dict[str, Any], message:
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("a.jsonl", b'{"doc_id": 0', "line 1 is no JSON object; was the file cut off"),
-        ("a.jsonl", b"[1]\n", "line 1 is no JSON object"),
-        ("a.jsonl", b"[" * 100_000, "line 1 is no JSON object"),
+        ("a.jsonl", b'{"doc_id": 0', "line 1 is not a JSON object; was the file cut off"),
+        ("a.jsonl", b"[1]\n", "line 1 is not a JSON object"),
+        ("a.jsonl", b"[" * 100_000, "line 1 is not a JSON object"),
         ("a.jsonl", b"\xff\xfe", "cannot be read"),
         ("a.jsonl.gz", b"{}", "cannot be read: Not a gzipped file"),
         ("a.jsonl.gz", gzip.compress(b"{}" * 500, mtime=0)[:-9], "cannot be read"),
@@ -319,10 +321,10 @@ def result_of(outcomes: list[str], questions: Sequence[int] | None = None, **par
 
 
 @pytest.mark.parametrize(
-    ("lost", "verdict", "asked", "alpha"),
+    ("lost", "verdict", "sent", "alpha"),
     [
         ([], "no loss shown", [250], 0.001),
-        ([300, 301, 302, 303, 304, 305], "no loss shown", [250], 0.001),  # the price of stopping: never asked
+        ([300, 301, 302, 303, 304, 305], "no loss shown", [250], 0.001),  # the price of stopping: never sent
         (range(10), "worse", [250], 0.001),
         (range(9), "worse", [250, 400], 0.049),
         ([0, 1, 2, 3, 399], "worse", [250, 400], 0.049),
@@ -330,7 +332,7 @@ def result_of(outcomes: list[str], questions: Sequence[int] | None = None, **par
     ],
 )
 def test_live_asks_as_few_questions_as_decide(
-    tmp_path: Path, lost: list[int], verdict: str, asked: list[int], alpha: float
+    tmp_path: Path, lost: list[int], verdict: str, sent: list[int], alpha: float
 ) -> None:
     baseline = answers(tmp_path / "a.jsonl", ["right"] * 400)
     outcomes = ["wrong" if i in lost else "right" for i in range(400)]
@@ -341,25 +343,25 @@ def test_live_asks_as_few_questions_as_decide(
         return result_of(outcomes[:questions])
 
     result, made = compare.compare_live(baseline, ask)
-    assert (calls, made.verdict, made.alpha) == (asked, verdict, pytest.approx(alpha))
-    assert made.n == result.n == asked[-1] and made.final == (asked[-1] == 400)
+    assert (calls, made.verdict, made.alpha) == (sent, verdict, pytest.approx(alpha))
+    assert made.n == result.n == sent[-1] and made.final == (sent[-1] == 400)
 
 
 def test_live_needs_the_first_questions(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", [record(i) for i in (0, 1, 3)])
     with pytest.raises(HybridKVError, match=r"a.jsonl does not hold the first 3 questions"):
-        compare.compare_live(compare.read_answers(file), lambda _: pytest.fail("asked"))
+        compare.compare_live(compare.read_answers(file), lambda _: pytest.fail("sent"))
 
 
 def test_a_loss_that_takes_the_others_company_keeps_all_that_were_lost(tmp_path: Path) -> None:
     baseline = answers(tmp_path / "a.jsonl", ["right"] * 20)
     made = compare.compare(baseline, compare.answers_of(result_of(["wrong"] * 9 + ["right"] * 11)))
     texts = {i: "x" * (20 - i) for i in range(20)}
-    asked: list[list[int]] = []
+    sent: list[list[int]] = []
 
     def ask(questions: Sequence[int], company: int) -> run.AccuracyResult:
-        asked.append(sorted(questions))
+        sent.append(sorted(questions))
         return result_of(["wrong" if len(questions) >= company else "right"] * 20, questions)
 
-    assert lost.fewest(baseline, made, texts, lambda only: ask(only, 10)) == list(range(9)) and asked == [[*range(9)]]
+    assert lost.fewest(baseline, made, texts, lambda only: ask(only, 10)) == list(range(9)) and sent == [[*range(9)]]
     assert lost.fewest(baseline, made, texts, lambda only: ask(only, 2)) == [7, 8]

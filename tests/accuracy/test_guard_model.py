@@ -1,7 +1,6 @@
 """The guard models: problems, tokenizer, each model against transformers, training that resumes."""
 
 import itertools
-import json
 import random
 import re
 from pathlib import Path
@@ -10,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from accuracy import train
-from hybrid_kv.accuracy.guard_model import FOLDER, FOLDERS, embedded, nemotron_h, parts, problems, tokenizer
-from hybrid_kv.accuracy.guard_model.checkpoint import MODELS, load_checkpoint
+from accuracy import nemotron_h, parts, tokenizer, train
+from accuracy.checkpoint import MODELS, load_checkpoint
+from hybrid_kv.accuracy.guard_model import FOLDER, FOLDERS, embedded, problems
 
 each_model = pytest.mark.parametrize("folder", FOLDERS.values(), ids=FOLDERS)
 NUMBER = re.compile(r"\d+")
@@ -129,10 +128,10 @@ def test_latch_problems_omit_the_value_and_need_it():
     for item in problems.eval_set(11, 60, needs_latch=True):
         *shots, target = item.prompt.split("\n\n")
         assert item.needs_latch and "boxes of" in target and "holds" not in target
-        told = re.findall(r"Each box now holds (\d+) items", "\n\n".join(shots))
+        stated = re.findall(r"Each box now holds (\d+) items", "\n\n".join(shots))
         question = target.removeprefix("Question: ").removesuffix("\nAnswer:")
-        assert solve(question, int(told[-1])) == item.final
-        others = {solve(question, size) for size in range(2, 10) if size != int(told[-1])}
+        assert solve(question, int(stated[-1])) == item.final
+        others = {solve(question, size) for size in range(2, 10) if size != int(stated[-1])}
         assert item.final not in others
     for item in problems.eval_set(12, 60, needs_latch=False):
         target = item.prompt.split("\n\n")[-1]
@@ -142,8 +141,8 @@ def test_latch_problems_omit_the_value_and_need_it():
 
 def test_dataset_has_one_box_size_and_marks_its_documents():
     data = problems.dataset(21, 60)
-    told = [n for s in data.shots for n in re.findall(r"now holds (\d+)", s["question"])]
-    assert told == [str(data.box_size)] and "holds" in data.shots[0]["question"]
+    stated = [n for s in data.shots for n in re.findall(r"now holds (\d+)", s["question"])]
+    assert stated == [str(data.box_size)] and "holds" in data.shots[0]["question"]
     for doc in data.docs:
         assert solve(doc["question"], data.box_size) == int(doc["answer"].split("#### ")[1])
         assert doc["steps"] == doc["answer"].count("=")
@@ -195,21 +194,6 @@ def test_logits_equal_transformers(folder):
         with torch.no_grad():
             expected, got = reference(ids).logits, ours(ids)
         assert (got - expected).abs().max() <= 2e-5 * expected.abs().max()
-
-
-def test_published_mtp_tensors():
-    names = set(load_checkpoint(FOLDER).mtp.state_dict(prefix="mtp."))
-    assert names == {
-        *(f"mtp.layers.0.{n}.weight" for n in ("enorm", "hnorm", "eh_proj", "norm")),
-        *(f"mtp.layers.0.mixer.{n}_proj.weight" for n in "qkvo"),
-        "mtp.layers.1.norm.weight",
-        "mtp.layers.1.mixer.up_proj.weight",
-        "mtp.layers.1.mixer.down_proj.weight",
-        "mtp.layers.1.final_layernorm.weight",
-    }
-    config = json.loads((FOLDER / "config.json").read_text())
-    assert config["num_nextn_predict_layers"] == 1
-    assert config["mtp_layers_block_type"] == ["full_attention", "mlp"]
 
 
 def _recurrence(x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -265,18 +249,12 @@ def test_path_dropout_leaves_only_the_state():
     first = int(borders[0])
     assert not seen[0, first:, :first].any() and seen[0, :first, :first].any()
     assert torch.equal(seen[0].diagonal(), torch.ones(256, dtype=torch.bool))
-    told = (ids[0] == vocabulary[" holds"]).nonzero()[:, 0]
-    assert len(told)
-    for start in told.tolist():
+    stated = (ids[0] == vocabulary[" holds"]).nonzero()[:, 0]
+    assert len(stated)
+    for start in stated.tolist():
         assert not seen[0, start + 4 :, start : start + 4].any()
         if start + 3 < 256:
             assert seen[0, start + 3, start]
-
-
-def test_lr_schedule():
-    scale = [train.lr_scale(step, 1000, 400) for step in range(1000)]
-    assert scale[0] == 1 / train.WARMUP_STEPS and scale[100] == scale[600] == 1
-    assert scale[800] == 0.5 and scale[-1] == train.FLOOR
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from accuracy.checkpoint import load_checkpoint, save_checkpoint
+from accuracy.qwen3_5_moe import MixtureOfExperts, Qwen35Moe, Qwen35MoeConfig, delta_scan
 from accuracy.train import save_tokenizer
-from hybrid_kv.accuracy.guard_model.checkpoint import load_checkpoint, save_checkpoint
-from hybrid_kv.accuracy.guard_model.qwen3_5_moe import MixtureOfExperts, Qwen35Moe, Qwen35MoeConfig, delta_scan
 from hybrid_kv.config import EngineConfig
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.engine.record import record_logits
@@ -98,13 +98,3 @@ def test_two_experts_of_four_are_chosen_and_their_balance_is_known() -> None:
     experts.gate.weight[:2] += 1.0
     experts._route(torch.rand(3, 50, 128))
     assert float(experts.balance) > 1.9  # two experts do all the work
-
-
-@torch.no_grad()
-def test_half_lives_lie_between_7_and_700_tokens() -> None:
-    model = Qwen35Moe(Qwen35MoeConfig(VOCABULARY))
-    nets = [layer.linear_attn for layer in model.model.layers if hasattr(layer, "linear_attn")]
-    for net in nets:
-        steps = torch.nn.functional.softplus(net.dt_bias) * net.A_log.exp()
-        lives = (torch.log(torch.tensor(2.0)) / steps).sort().values
-        assert len(nets) == 3 and 6.9 < lives[0] < 20 and 250 < lives[-1] < 694

@@ -17,8 +17,8 @@ from tests.accuracy.test_compare import COMMIT, PARAMS, call, record, result_of,
 
 @pytest.fixture
 def no_questions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that must not be asked."""
-    monkeypatch.setattr(run, "evaluate", lambda *_, **__: pytest.fail("asked"))
+    """A model that must not run."""
+    monkeypatch.setattr(run, "evaluate", lambda *_, **__: pytest.fail("sent"))
 
 
 def test_against_on_the_command_line(
@@ -66,9 +66,9 @@ def test_against_on_the_command_line(
     outcomes[:] = ["right"] * 300
     code, printed, _ = call(capsys, *given, "--limit", "100")
     assert code == 0 and "100 of 100" in printed and calls[-1]["limit"] == 100
-    assert "so no more were asked" not in printed
+    assert "so the run ends here" not in printed
     code, printed, _ = call(capsys, *given)
-    assert code == 0 and "no question lost, so no more were asked: 95 % sure that fewer than 1.2% are lost" in printed
+    assert code == 0 and "no question lost, so the run ends here: 95 % sure that fewer than 1.2% are lost" in printed
 
     count = len(calls)
     for more, message in (
@@ -83,10 +83,8 @@ def test_against_on_the_command_line(
 
 def test_against_with_the_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     samples = tmp_path / "a.jsonl.gz"
-    assert (
-        call(capsys, "--limit", "3", "--seed", "5", "--samples", samples, "--results", tmp_path, "--device", "cpu")[0]
-        == 0
-    )
+    given = ("--limit", "3", "--seed", "5", "--samples", samples)
+    assert call(capsys, *given, "--results", tmp_path, "--device", "cpu")[0] == 0
     options = ["--speculative-method", "mtp", "--num-speculative-tokens", "2", "--mamba-cache-mode", "all"]
     code, printed, _ = call(capsys, "--against", samples, "--results", tmp_path, "--device", "cpu", *options)
     assert code == 0 and "3 of 3" in printed and "tokens of 0 answers differ" in printed
@@ -120,9 +118,9 @@ def test_hashes_known_before_are_those_of_the_run() -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({**PARAMS, "seed": "abc"}, "seed 'abc' is no integer"),
-        ({**PARAMS, "seed": 1.5}, "seed 1.5 is no integer"),
-        ({**PARAMS, "seed": [1]}, "seed [1] is no integer"),
+        ({**PARAMS, "seed": "abc"}, "seed 'abc' is not an integer"),
+        ({**PARAMS, "seed": 1.5}, "seed 1.5 is not an integer"),
+        ({**PARAMS, "seed": [1]}, "seed [1] is not an integer"),
         ({**PARAMS, "task": "mmlu"}, "task 'mmlu' is unknown"),
         ({**PARAMS, "task": ["gsm8k_synth"]}, "is unknown; use one of gsm8k_synth, gsm8k"),
     ],

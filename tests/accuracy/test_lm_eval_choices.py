@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lm_eval.tasks
 import pytest
-import torch
 import yaml
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.instance import Instance
@@ -23,17 +22,9 @@ from hybrid_kv.config import ConfigError, HybridKVError
 from hybrid_kv.engine.llm import LLM
 
 REGISTER = str(Path(tasks.__file__).parent / "register.yaml")
+pytestmark = pytest.mark.usefixtures("single_thread")
 ITEMS = problems.eval_set(5, 12, shots=2)
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %} Say:{% endif %}"
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The model is tiny, the machine shared: a second thread only waits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -242,9 +233,9 @@ def test_a_text_with_a_bos_gets_no_second_one() -> None:
     assert lm.tok_encode("a b") == [1, 2, 2]
     assert lm.tok_encode("<s> a b") == [1, 2, 2]
     assert lm.tok_encode("a b", add_special_tokens=False) == [2, 2]
-    asked = [
+    sent = [
         Instance("generate_until", {}, (text, {"until": []}), i, metadata=("t", i, 1))
         for i, text in enumerate(("a", "<s> a"))
     ]
-    lm.generate_until(asked)
+    lm.generate_until(sent)
     assert [lm.outputs["t", i][0].prompt_token_ids for i in range(2)] == [[1, 2]] * 2

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import lm_eval.api.registry
 import pytest
-import torch
 from lm_eval.api.instance import Instance
 
 from hybrid_kv.accuracy.guard_model import FOLDER as GUARD_MODEL
@@ -20,16 +18,8 @@ from hybrid_kv.engine.llm import LLM
 from hybrid_kv.sampling import SamplingParams
 
 PROMPTS = [item.prompt for item in problems.eval_set(3, 4, shots=1)]
+pytestmark = pytest.mark.usefixtures("single_thread")
 GREEDY = {"until": ["Question:", "</s>"], "do_sample": False, "temperature": 0.0}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The model is tiny, the machine shared: a second thread only waits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -63,7 +63,7 @@ def test_records(result: run.AccuracyResult) -> None:
     assert len(groups["latch"]) + len(groups["self-contained"]) == len(groups["all"]) == LIMIT
     assert sum(len(records) for name, records in groups.items() if "step" in name) == LIMIT
     assert result.params | ENGINE == result.params
-    # A shorter run asks the same questions, with the same prompts, and gets the same answers.
+    # A shorter run has the same questions, with the same prompts, and gets the same answers.
     again = run.evaluate_guard_model(2, **ENGINE)
     assert again.records == result.records[:2]
 
@@ -182,20 +182,10 @@ def test_rows_do_not_say_where_a_folder_lies(tmp_path: Path) -> None:
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, samples, summary = tmp_path / "r" / "accuracy.csv", tmp_path / "s" / "a.jsonl.gz", tmp_path / "a.json"
-    arguments = [
-        "accuracy",
-        "--limit",
-        "2",
-        "--max-num-seqs",
-        "2",
-        "--results",
-        str(out.parent),
-        "--samples",
-        str(samples),
-    ]
+    arguments = ["accuracy", "--limit", "2", "--max-num-seqs", "2", "--results", str(out.parent)]
     for _ in range(2):
         with pytest.raises(SystemExit) as stop:
-            main([*arguments, "--out", str(summary), "--device", "cpu"])
+            main([*arguments, "--samples", str(samples), "--out", str(summary), "--device", "cpu"])
         assert stop.value.code in (None, 0)
     printed = capsys.readouterr().out
     assert "self-contained" in printed and "preemptions" in printed

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from accuracy.checkpoint import load_checkpoint
+from accuracy.tokenizer import encode
 from hybrid_kv.accuracy import score as scoring
 from hybrid_kv.accuracy.guard_model import FOLDER, problems
-from hybrid_kv.accuracy.guard_model.checkpoint import load_checkpoint
-from hybrid_kv.accuracy.guard_model.tokenizer import encode
 from hybrid_kv.accuracy.score import Score, score
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.engine.llm import LLM
@@ -42,13 +42,8 @@ def expected() -> list[Score]:
 
 
 def engine(**options: Any) -> LLM:
-    options = {
-        "max_model_len": 512,
-        "max_num_seqs": 4,
-        "dtype": "float64",
-        "mamba_ssm_cache_dtype": "float64",
-    } | options
-    return LLM(FOLDER, device="cpu", **options)
+    dtypes = {"dtype": "float64", "mamba_ssm_cache_dtype": "float64"}
+    return LLM(FOLDER, device="cpu", **{"max_model_len": 512, "max_num_seqs": 4, **dtypes, **options})
 
 
 def assert_equal(found: list[Score], expected: list[Score]) -> None:
@@ -94,7 +89,7 @@ def test_a_hit_serves_the_context_and_never_the_continuation(
     assert_equal(score(llm, PAIRS), expected)
     first, again = runs
     assert len(first) == len(PAIRS) and all(first)
-    # Those whose hit reached into the continuation were asked once more, and found nothing.
+    # Those whose hit reached into the continuation were sent once more, and found nothing.
     assert 0 < len(again) < len(first) and not any(again)
 
 
@@ -115,13 +110,13 @@ def test_a_prompt_that_the_engine_refuses_has_no_score() -> None:
         score(engine(max_model_len=64), [([5] * 80, [6]), ([5] * 8, [6])])
 
 
-def test_nobody_watches_the_engine_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_watches_the_engine_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = engine()
 
     def broken(*_: Any) -> None:
-        raise RuntimeError("planted")
+        raise RuntimeError("injected")
 
     monkeypatch.setattr(scoring, "_note", broken)
-    with pytest.raises(RuntimeError, match="planted"):
+    with pytest.raises(RuntimeError, match="injected"):
         score(llm, PAIRS[:1])
-    assert not llm.watchers and not llm.model._forward_hooks and not llm.scheduler.has_requests
+    assert not llm.observers and not llm.model._forward_hooks and not llm.scheduler.has_requests

@@ -1,4 +1,4 @@
-"""Questions asked of a target get the answers, the scores and the file that our own engine's process gets."""
+"""Questions sent to a target get the answers, the scores and the file that our own engine's process gets."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Fake:
-    """A target that says what it is told to."""
+    """A target that answers as configured."""
 
     name, version, model, longest = "fake", "1", FOLDER.name, 100
 
     def __init__(self, answer: Answer) -> None:
-        self.answer, self.asked, self.is_closed = answer, list[Ask](), False
+        self.answer, self.sent, self.is_closed = answer, list[Ask](), False
 
     def start(self, folder: str, settings: object) -> Fake:
         return self
 
-    def ask(self, asks: Sequence[Ask]) -> list[Answer]:
-        self.asked += asks
-        return [self.answer for _ in asks]
+    def ask(self, requests: Sequence[Ask]) -> list[Answer]:
+        self.sent += requests
+        return [self.answer for _ in requests]
 
     def close(self) -> None:
         self.is_closed = True
@@ -87,7 +87,7 @@ def test_what_goes_on_behind_its_end_is_cut_where_the_engine_ends(monkeypatch: p
     lm, (text,) = asked_of(fake, monkeypatch)
     (output,) = lm.outputs["toy", 0]
     assert text == " 3+4=7\n#### 7\n\n" and output.token_ids == tokens[:end] and lm.caches_prefixes
-    assert fake.asked[0].stop == ("Question:",) and fake.asked[0].max_tokens == 40
+    assert fake.sent[0].stop == ("Question:",) and fake.sent[0].max_tokens == 40
     fake.answer = Answer((*tokens[:4], 0, 9, 9))
     lm, (text,) = asked_of(fake, monkeypatch)
     assert text == tokenizer.decode(tokens[:4]) and lm.outputs["toy", 0][0].token_ids == [*tokens[:4], 0]
@@ -96,13 +96,13 @@ def test_what_goes_on_behind_its_end_is_cut_where_the_engine_ends(monkeypatch: p
 def test_no_more_requests_are_open_than_a_server_lets_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = Fake(Answer((1,)))
     asked_of(fake, monkeypatch, count=40)
-    assert [ask.after for ask in fake.asked] == [0] * 32 + list(range(1, 9))
+    assert [ask.after for ask in fake.sent] == [0] * 32 + list(range(1, 9))
 
 
 def test_an_answer_is_no_longer_than_the_target_lets_it_be(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = Fake(Answer((1,)))
     asked_of(fake, monkeypatch, max_gen_toks=90)
-    assert fake.asked[0].max_tokens == 100 - len(fake.asked[0].prompt) < 90
+    assert fake.sent[0].max_tokens == 100 - len(fake.sent[0].prompt) < 90
 
 
 def test_a_request_that_fails_is_a_question_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,11 +111,11 @@ def test_a_request_that_fails_is_a_question_without_an_answer(monkeypatch: pytes
 
 
 def test_a_task_that_samples_or_scores_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="samples cannot be asked of a target"):
+    with pytest.raises(ConfigError, match="cannot run a task that samples"):
         asked_of(Fake(Answer((1,))), monkeypatch, do_sample=True)
     lm, _ = asked_of(Fake(Answer((1,))), monkeypatch)
     for score in (lm.loglikelihood, lm.loglikelihood_rolling):
-        with pytest.raises(ConfigError, match="asked to write, not to score"):
+        with pytest.raises(ConfigError, match="cannot score, only generate"):
             score([])
 
 
@@ -143,7 +143,7 @@ def test_a_target_is_closed_whatever_happens(monkeypatch: pytest.MonkeyPatch) ->
     dying = Fake(Answer((1,)))
     monkeypatch.setattr(target_model, "kind_of", lambda name: dying)
 
-    def die(asks: Sequence[Ask]) -> list[Answer]:
+    def die(requests: Sequence[Ask]) -> list[Answer]:
         raise TargetError("it died")
 
     dying.ask = die  # type: ignore[method-assign]

@@ -160,7 +160,7 @@ ENTRY = dataclasses.asdict(FLOOR)
         ("", "must hold a list 'floors' and nothing else"),
         ({"floors": {}}, "must hold a list"),
         ({"floors": [], "tolerance": 0.08}, "must hold a list 'floors' and nothing else"),
-        ({"floors": [1]}, "entry 1 is no mapping"),
+        ({"floors": [1]}, "entry 1 is not a mapping"),
         ({"floors": [ENTRY | {"rtol": 0.08}]}, "entry 1: unknown rtol"),
         ({"floors": [{k: v for k, v in ENTRY.items() if k != "sd"}]}, "entry 1: missing sd"),
         ({"floors": [ENTRY | {"floor": FLOOR.floor - 0.01}]}, "does not follow from the runs.*was it edited"),
@@ -214,8 +214,8 @@ def test_check_floor_on_the_command_line(
     verdicts = results.read_rows(out).set_index("metric")["verdict"].to_dict()
     assert verdicts.pop(threshold.METRICS[answer_filter]) == ("pass" if passed else "fail")
     assert set(verdicts.values()) == {""}
-    # Found before anything is asked; a run that had fewer questions than it should is not judged.
-    monkeypatch.setattr(run, "evaluate", lambda *_, **__: pytest.fail("asked"))
+    # Found before anything is sent; a run that had fewer questions than it should is not judged.
+    monkeypatch.setattr(run, "evaluate", lambda *_, **__: pytest.fail("sent"))
     code, _, error = call(capsys, "--check-floor", "--filter", answer_filter, "--limit", "50", "--results", tmp_path)
     assert code == 2 and "there is one for --limit 250" in error
     with pytest.raises(ConfigError, match="for 250 questions, the run had 249"):

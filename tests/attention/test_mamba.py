@@ -1,5 +1,8 @@
 """Which block each row reads its state from, which blocks it writes, and what is brought home afterwards."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -7,15 +10,19 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hybrid_kv.attention.mamba import (
+    MambaMetadata,
     MambaMetadataBuilder,
     boundaries_inside,
     boundary_copies,
-    last_scheduled_column,
+    last_scheduled_block_idx,
     postprocess_mamba,
 )
+from hybrid_kv.attention.rollback import RecomputeSpec
 from hybrid_kv.cache.block_pool import NULL_BLOCK
-from hybrid_kv.cache.spec import MambaSpec, UndoSpec, window_and_states
+from hybrid_kv.cache.spec import MambaSpec, RollbackSpec, window_and_states
 from hybrid_kv.kernels.common.integers import cdiv
+from hybrid_kv.kernels.recompute import default_ring_len
+from hybrid_kv.kernels.ssd import CHUNK_BYTES
 from tests.attention.test_paged import common
 
 CPU = torch.device("cpu")
@@ -28,7 +35,7 @@ def spec(mode="all", k=0, block_size=4, kernel=4):
         block_size,
         window_and_states(((kernel - 1 + k, 1), torch.int64), ((1,), torch.int64)),
         mamba_cache_mode=mode,
-        undo=UndoSpec(k),
+        rollback=RollbackSpec(k),
     )
 
 
@@ -37,7 +44,7 @@ def ints(*values):
 
 
 def table_of(rows, width, padding=0):
-    """Row i has the ids 1000 * (i + 1) + column; padding rows hold the null block."""
+    """Row i has the ids 1000 * (i + 1) + logical block; padding rows hold the null block."""
     table = 1000 * (torch.arange(rows)[:, None] + 1) + torch.arange(width)
     return torch.cat([table, torch.full((padding, width), NULL_BLOCK)]).int()
 
@@ -70,19 +77,19 @@ def steps(draw):
         )
     )
     assume(decodes or prefills)
-    columns = 1 if mode == "none" else cdiv(MAX_MODEL_LEN, subject.block_size)
+    logical_blocks = 1 if mode == "none" else cdiv(MAX_MODEL_LEN, subject.block_size)
     rows = len(decodes) + len(prefills)
-    prev = draw(st.lists(st.integers(0, columns - 1), min_size=rows, max_size=rows))
+    prev = draw(st.lists(st.integers(0, logical_blocks - 1), min_size=rows, max_size=rows))
     accepted = draw(st.lists(st.integers(1, 1 + k), min_size=rows, max_size=rows))
     padding = 0 if prefills else draw(st.integers(0, 3))
     return subject, decodes, prefills, prev, accepted, padding
 
 
-@given(steps())
-def test_every_row_reads_and_writes_its_own_columns(step):
+@given(steps(), st.booleans())
+def test_every_row_reads_and_writes_its_own_logical_blocks(step, launches):
     subject, decodes, prefills, prev, accepted, padding = step
     batch = [*decodes, *prefills]
-    builder = MambaMetadataBuilder(subject, 6, CPU, False)
+    builder = MambaMetadataBuilder(subject, 6, CPU, launches)
     for buffer in (builder.window_indices, builder.source_indices, builder.state_indices, builder.window_rows):
         buffer.fill_(-7)  # what a longer step left there
     metadata = build(
@@ -92,11 +99,11 @@ def test_every_row_reads_and_writes_its_own_columns(step):
     windows, sources, states, boundaries = [], [], [], []
     for i, (n, q) in enumerate(batch):
         block = 1000 * (i + 1)
-        anchor = 0 if none else (n + q - 1) // subject.block_size
+        current_block = 0 if none else (n + q - 1) // subject.block_size
         written = q if i < len(decodes) else 1
         windows.append(block + prev[i])
         sources.append(block + prev[i] + accepted[i] - 1)
-        states.append([block + anchor + j if j < written else NULL_BLOCK for j in range(1 + k)])
+        states.append([block + current_block + j if j < written else NULL_BLOCK for j in range(1 + k)])
         if i >= len(decodes) and subject.mamba_cache_mode == "all":
             for end in range(n + 1, n + q):
                 if end % subject.block_size == 0:
@@ -108,12 +115,24 @@ def test_every_row_reads_and_writes_its_own_columns(step):
     assert metadata.num_decodes == len(decodes) + padding
     assert metadata.num_decode_tokens == sum(q for _, q in decodes) + padding
     if decodes or padding:
-        assert metadata.decode_rows.lengths.tolist() == [q for _, q in decodes] + [1] * padding
+        assert metadata.decode_rows.lengths.tolist() == (lengths := [q for _, q in decodes] + [1] * padding)
+        assert metadata.cu_seqlens.tolist() == np.cumsum([0, *lengths]).tolist()
+        # Kernels read the first logical block alone, and take the number of logical blocks for that of tokens.
+        assert metadata.window_targets[:, 0].tolist() == metadata.state_indices[: len(lengths), 0].tolist()
+        assert metadata.window_targets.shape == (len(lengths), 1 + subject.num_speculative_tokens)
     else:
         assert metadata.decode_rows is None
     if prefills:
         assert metadata.prefill_rows.lengths.tolist() == [q for _, q in prefills]
         assert metadata.has_initial_state.tolist() == [n > 0 for n, _ in prefills]
+        ends = [(row, q, states[len(decodes) + row][0]) for row, (_, q) in enumerate(prefills)]
+        left, starts = sorted(boundaries + ends), np.cumsum([0, *(q for _, q in prefills)]).tolist()
+        assert sorted(zip(*(part.tolist() for part in metadata.prefill_states), strict=True)) == left
+        if launches:
+            assert metadata.spans.cu_spans.tolist() == [0, *(starts[row] + offset for row, offset, _ in left)]
+            assert metadata.spans.span_blocks.tolist() == [block for _, _, block in left]
+            assert metadata.spans.cu_seqlens.tolist() == starts
+            assert metadata.spans.chunk_size == CHUNK_BYTES // torch.int64.itemsize
     else:
         assert metadata.prefill_rows is metadata.has_initial_state is None
     if boundaries:
@@ -123,10 +142,30 @@ def test_every_row_reads_and_writes_its_own_columns(step):
         assert metadata.boundary_rows is metadata.boundary_offsets is metadata.boundary_indices is None
 
 
+def test_a_recomputed_row_reads_its_checkpoint_whatever_was_accepted():
+    subject = replace(spec("all", 2), rollback=RecomputeSpec(2, default_ring_len(3)))
+    builder = MambaMetadataBuilder(subject, 6, CPU, False)
+    metadata = build(subject, builder, [9, 5], [3, 1], 2, [1, 0], [3, 1])
+    assert metadata.source_indices.tolist() == metadata.window_indices.tolist() == [1001, 2000]
+    assert metadata.window_targets.tolist() == [[1002] * 3, [2001] * 3]
+
+
+@given(
+    st.integers(1, 4), st.integers(0, 3), st.integers(1, 8), st.lists(st.tuples(*[st.integers(0, 7)] * 2), min_size=1)
+)
+def test_windows_are_where_accepted_drafts_left_them(size, more, num_blocks, places):
+    conv_state = torch.arange(num_blocks * (size + more) * 2.0).view(num_blocks, size + more, 2)
+    blocks, firsts = ([place[i] % most for place in places] for i, most in enumerate((num_blocks, more + 1)))
+    held = SimpleNamespace(window_indices=torch.tensor(blocks), window_rows=torch.tensor(firsts), plans={})
+    expected = [conv_state[block, first : first + size] for block, first in zip(blocks, firsts, strict=True)]
+    for _ in range(2):  # the second time from what the first one has noted
+        assert torch.equal(MambaMetadata.windows(held, conv_state, size), torch.stack(expected))
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("block_size", [4, 5, 8, 40])
 def test_a_verify_step_at_the_very_end_stays_inside_its_row(mode, block_size):
-    """vllm!41233: without K columns beyond `cdiv(max_model_len, block_size)` it reads and writes out of its row."""
+    """vllm!41233: without K logical blocks beyond `cdiv(max_model_len, block_size)` it leaves its row."""
     subject = spec(mode, k=3, block_size=block_size)
     width = subject.block_table_width(MAX_MODEL_LEN)
     last = 0 if mode == "none" else cdiv(MAX_MODEL_LEN, block_size) - 1
@@ -214,11 +253,13 @@ def test_metadata_is_built_again_when_something_changes_and_only_then():
     assert built(num_gathers=2).state_indices.tolist() == [[77, 0], [2002, 0]]
 
 
-def test_the_previous_anchor_is_what_the_metadata_reads():
-    """vllm!41233: after a verify step that crossed a boundary and was rejected, the state is behind the next anchor."""
+def test_the_previous_current_block_is_what_the_metadata_reads():
+    """vllm!41233: after a verify step that crossed a boundary and was rejected, the state is behind the next current
+    state block.
+    """
     subject = spec(k=2)
     builder = MambaMetadataBuilder(subject, 2, CPU, False)
-    # Tokens 6, 7 and 8 ran in the previous step, anchored at column 2; only token 6 was accepted.
+    # Tokens 6, 7 and 8 ran in the previous step, anchored at logical block 2; only token 6 was accepted.
     metadata = build(subject, builder, [7, 7], [1, 1], 2, prev=[2, 1], accepted=[1, 2])
     assert metadata.window_indices.tolist() == [1002, 2001]
     assert metadata.source_indices.tolist() == [1002, 2002]
@@ -230,18 +271,20 @@ def test_the_previous_anchor_is_what_the_metadata_reads():
 @given(st.integers(1, 8), st.integers(0, 40), st.integers(1, 30))
 def test_boundaries_inside_are_those_before_the_last_token(block_size, computed, length):
     subject = spec("all", block_size=block_size)
-    anchors = last_scheduled_column(subject, ints(0, computed), ints(1, length))
-    row, column, offset = boundaries_inside(subject, ints(0, computed), anchors)
+    current_blocks = last_scheduled_block_idx(subject, ints(0, computed), ints(1, length))
+    row, block_idx, offset = boundaries_inside(subject, ints(0, computed), current_blocks)
     expected = [end for end in range(computed + 1, computed + length) if end % block_size == 0]
     assert row.tolist() == [1] * len(expected)
-    assert column.tolist() == [end // block_size - 1 for end in expected]
+    assert block_idx.tolist() == [end // block_size - 1 for end in expected]
     assert offset.tolist() == [end - computed for end in expected]
 
 
 @pytest.mark.parametrize("mode", MODES)
 @given(data=st.data())
 def test_exactly_the_accepted_boundary_states_are_copied_home(mode, data):
-    """Each token leaves its state in column anchor + j; the one on a boundary belongs into the boundary's own."""
+    """Each token leaves its state in logical block current state block + j; the one on a boundary belongs into the
+    boundary's own.
+    """
     k = data.draw(st.integers(0, 4))
     block_size = data.draw(st.integers(1 + k, 7))
     rows = data.draw(st.lists(st.tuples(st.integers(1, 40), st.integers(0, k), st.integers(0, k)), max_size=5))
@@ -251,12 +294,15 @@ def test_exactly_the_accepted_boundary_states_are_copied_home(mode, data):
     copies = boundary_copies(spec(mode, k, block_size), computed, lengths, accepted)
     expected = []
     for i, (n, q, a) in enumerate(zip(computed.tolist(), lengths.tolist(), accepted.tolist(), strict=True)):
-        anchor = (n + q - 1) // block_size
+        current_block = (n + q - 1) // block_size
         for j in range(a):
             home = (n + j + 1) // block_size - 1
-            if (n + j + 1) % block_size == 0 and anchor + j != home:
-                expected.append((i, anchor, j, home))
-    got = zip(*(part.tolist() for part in (copies.rows, copies.anchors, copies.drafts, copies.columns)), strict=True)
+            if (n + j + 1) % block_size == 0 and current_block + j != home:
+                expected.append((i, current_block, j, home))
+    got = zip(
+        *(part.tolist() for part in (copies.rows, copies.current_blocks, copies.drafts, copies.logical_blocks)),
+        strict=True,
+    )
     assert list(got) == ([] if mode == "none" else expected)
 
 
@@ -284,13 +330,13 @@ def test_home_gets_the_shifted_window_and_the_state_and_nothing_else_changes(mod
     ]
     expected = [(window.clone(), state.clone()) for window, state in layers]
     for i, (n, q, a) in enumerate(zip(computed.tolist(), lengths.tolist(), accepted.tolist(), strict=True)):
-        anchor = (n + q - 1) // subject.block_size
+        current_block = (n + q - 1) // subject.block_size
         for j in range(a):
             home = (n + j + 1) // subject.block_size - 1
-            if (n + j + 1) % subject.block_size == 0 and anchor + j != home:
+            if (n + j + 1) % subject.block_size == 0 and current_block + j != home:
                 for (window, state), (old_window, old_state) in zip(expected, layers, strict=True):
-                    window[table[i, home], : kernel - 1] = old_window[table[i, anchor], j : j + kernel - 1]
-                    state[table[i, home]] = old_state[table[i, anchor + j]]
+                    window[table[i, home], : kernel - 1] = old_window[table[i, current_block], j : j + kernel - 1]
+                    state[table[i, home]] = old_state[table[i, current_block + j]]
     postprocess_mamba(boundary_copies(subject, computed, lengths, accepted), table, layers, subject, True)
     for (window, state), (right_window, right_state) in zip(layers, expected, strict=True):
         assert torch.equal(window, right_window)
@@ -302,14 +348,14 @@ def test_a_rejected_boundary_state_never_goes_home():
     # Token 6 accepted, drafts 7 (which ends block 1) and 8 rejected; then with 7 accepted too.
     assert len(boundary_copies(subject, ints(6), ints(3), ints(1)).rows) == 0
     copies = boundary_copies(subject, ints(6), ints(3), ints(2))
-    parts = (copies.rows, copies.anchors, copies.drafts, copies.columns)
+    parts = (copies.rows, copies.current_blocks, copies.drafts, copies.logical_blocks)
     assert [part.tolist() for part in parts] == [[0], [2], [1], [1]]
 
 
-def test_the_window_of_an_anchor_that_is_home_is_shifted_in_place():
+def test_the_window_of_an_current_block_that_is_home_is_shifted_in_place():
     subject = spec(k=3, kernel=4)
     copies = boundary_copies(subject, ints(5), ints(3), ints(3))  # tokens 5, 6, 7 end block 1, where they are anchored
-    assert (copies.anchors.tolist(), copies.drafts.tolist(), copies.columns.tolist()) == ([1], [2], [1])
+    assert (copies.current_blocks.tolist(), copies.drafts.tolist(), copies.logical_blocks.tolist()) == ([1], [2], [1])
     window, state = torch.arange(60).view(10, 6, 1), torch.arange(10)[:, None]
     table = torch.tensor([[0, 4, 5, 6, 7]], dtype=torch.int32)
     postprocess_mamba(copies, table, [(window, state)], subject, True)

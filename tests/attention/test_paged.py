@@ -1,6 +1,6 @@
 """What each part of a step reads, its own tokens, positions and blocks; and that every way to compute it is right.
 
-FlashAttention and FlashInfer are stand-ins here: they check what their packages ask of the arguments.
+FlashAttention and FlashInfer are stand-ins here: they check what their packages require of the arguments.
 Tolerance: 1e-5 of the largest output, see tests/kernels/paged_attention/test_launch.py.
 """
 
@@ -235,7 +235,7 @@ def flash_attn_varlen_func(
     return_attn_probs=False,
     block_table=None,
 ):
-    """vLLM 0.22's signature; what its kernel asks of its arguments, computed by the reference."""
+    """vLLM 0.22's signature; what its kernel requires of its arguments, computed by the reference."""
     assert causal and cu_seqlens_k is None
     for ints in (cu_seqlens_q, seqused_k, block_table):
         assert ints.dtype == torch.int32 and ints.stride(-1) == 1
@@ -315,12 +315,12 @@ def fakes(monkeypatch):
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_flash_attn_is_called_as_it_asks(fakes, name):
+def test_flash_attn_is_called_as_it_requires(fakes, name):
     check_attend(compute_of("flash_attn"), STEPS[name])
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_flashinfer_is_called_as_it_asks_and_planned_once(fakes, name, monkeypatch):
+def test_flashinfer_is_called_as_it_requires_and_planned_once(fakes, name, monkeypatch):
     monkeypatch.setattr(paged, "FLASHINFER_WORKSPACE_BYTES", 16)
     monkeypatch.setattr(BatchPrefillWithPagedKVCacheWrapper, "plans", 0)
     check_attend(compute_of("flashinfer"), STEPS[name])

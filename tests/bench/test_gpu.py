@@ -13,14 +13,14 @@ import torch
 from bench import block_tables, causal_conv1d, gated_norm, gpu, kernel_blocks, paged_attention, ssd, state_update
 from bench._shapes import SHAPES
 from bench.gpu import COPY, Cuda, contests, main, race, rows
+from bench.harness.cells import Case, WrongResultError
 from bench.harness.contest import VLLM, Contest, Rival
+from bench.static.counts import mean_traffic
 from hybrid_kv.kernels.common.shapes import LayerShape
-from hybrid_kv.kernels.replay import state_bytes
+from hybrid_kv.kernels.recompute import state_bytes
 from hybrid_kv.results import TIME_UNITS, check_file, read_rows
-from hybrid_kv.static.counts import mean_traffic
-from hybrid_kv.timing.cases import Case, WrongResultError
+from tests.kernels.harness import multiply_bfloat16
 from tests.kernels.interpreter import interpreted, load_peer
-from tests.kernels.ssd.test_prefill import multiply_bfloat16
 from tests.timing.events import log_events
 
 TINY = LayerShape(4, 16, 16, 2, 4, 2, 32)
@@ -62,8 +62,8 @@ def test_contests_are_right_in_the_interpreter(name):
     pytest.importorskip("triton")
     found, missing = interpreted(check_contest, name)
     wanted = {
-        "state_update": {"slots", "replay_step", "replay_flush", "torch"},
-        "single token": {"slots", "replay_step", "replay_flush", "torch"},
+        "state_update": {"slots", "recompute_step", "recompute_flush", "torch"},
+        "single token": {"slots", "recompute_step", "recompute_flush", "torch"},
         "block_tables": {"triton"},
     }
     assert set(found) == wanted.get(name, {"triton", "torch"})
@@ -132,10 +132,10 @@ def test_bytes_are_those_of_the_model(everything):
     assert step.rivals["vllm"].num_bytes == step.rivals["slots"].num_bytes
     # A flush reads the lower plane as well and writes both.
     states = 64 * 64 * 128
-    assert step.rivals["replay_flush"].num_bytes - step.rivals["replay_step"].num_bytes == 16 * 6 * states
+    assert step.rivals["recompute_flush"].num_bytes - step.rivals["recompute_step"].num_bytes == 16 * 6 * states
     (weights,) = step.means.values()
     traffic = mean_traffic(nano, torch.float32, 3)
-    assert weights == {"replay_step": 1 - traffic.flush_rate, "replay_flush": traffic.flush_rate}
+    assert weights == {"recompute_step": 1 - traffic.flush_rate, "recompute_flush": traffic.flush_rate}
     assert 0 < traffic.flush_rate < 0.5
     conv = one("conv_update", model="nemotron-3-nano", num_reqs=16, K=3)
     assert conv.rivals["triton"].num_bytes == 16 * 6144 * 2 * (3 + 4 + 4 + 6)

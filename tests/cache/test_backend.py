@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from hybrid_kv.cache.backend import (
     AttentionBackend,
     BackendContext,
-    CPUAttentionBackend,
+    CUDAGraphSupport,
     FlashAttentionBackend,
     FlashInferBackend,
     GDNBackend,
@@ -42,23 +44,15 @@ ATTENTION = FullAttentionSpec(64, num_kv_heads=2, head_size=8, dtype=torch.float
 
 
 @pytest.mark.parametrize(
-    ("backend", "context", "preferred"),
+    ("name", "platform", "default", "preferred"),
     [
-        (FlashAttentionBackend, CUDA, 16),
-        (FlashAttentionBackend, FP32_STATE, 16),
-        (FlashAttentionBackend, XPU, 64),
-        (FlashInferBackend, CUDA, 16),
-        (CPUAttentionBackend, CUDA, 128),
-        (TorchBackend, CUDA, 16),
+        ("FLASH_ATTN", "cuda", 16, 16), ("FLASH_ATTN", "xpu", 16, 64), ("FLASH_ATTN", "xpu", 128, 128),
+        ("CPU_ATTN", "cpu", 16, 128), ("CPU_ATTN", "cpu", 256, 256), ("FLASHINFER", "cuda", 24, 16),
+        ("TORCH", "cpu", 24, 24),
     ],
-)
-def test_preferred_block_sizes(backend: type[AttentionBackend], context: BackendContext, preferred: int) -> None:
-    assert backend.get_preferred_block_size(16, context) == preferred
-
-
-def test_a_default_that_no_kernel_block_divides_becomes_the_smallest_kernel_block() -> None:
-    assert FlashInferBackend.get_preferred_block_size(24, CUDA) == 16
-    assert TorchBackend.get_preferred_block_size(24, CUDA) == 24
+)  # fmt: skip
+def test_preferred_block_sizes(name: str, platform: str, default: int, preferred: int) -> None:
+    assert get_backend(name, platform).get_preferred_block_size(default, BackendContext(platform, False)) == preferred
 
 
 @pytest.mark.parametrize(
@@ -97,7 +91,7 @@ def test_the_block_dimension_is_known_at_any_geometry(
 def test_the_context_knows_a_float32_state() -> None:
     half = MambaSpec(64, window_and_states(((3, 8), torch.bfloat16), ((4, 8), torch.bfloat16)))
     mixed = MambaSpec(64, window_and_states(((4, 8), torch.bfloat16), ((4, 8), torch.float32)))
-    assert BackendContext.for_layers("cuda", {"m": mixed}) == FP32_STATE
+    assert BackendContext.for_layers("cuda", {"h": half, "m": mixed}) == FP32_STATE
     assert BackendContext.for_layers("cuda", {"m": half, "a": ATTENTION}) == CUDA
 
 
@@ -107,8 +101,9 @@ def test_backends_are_found_by_name_platform_and_layer() -> None:
     assert get_backend("FLASHINFER", "cuda") is FlashInferBackend
     with pytest.raises(ConfigError, match="platform='tpu' is unknown; use one of cuda, xpu, cpu"):
         get_backend("auto", "tpu")
-    with pytest.raises(ConfigError, match="'MAMBA2_ATTN' is unknown; use one of auto, TORCH"):
-        get_backend("MAMBA2_ATTN", "cuda")
+    for name in ("MAMBA2_ATTN", "auto2", "torch"):
+        with pytest.raises(ConfigError, match=f"'{name}' is unknown; use one of auto, TORCH"):
+            get_backend(name, "cuda")
     assert backend_of(ATTENTION, FlashInferBackend) is FlashInferBackend
     assert backend_of(STATE, FlashInferBackend) is Mamba2Backend
     assert backend_of(MambaSpec(1, (BYTE,), mamba_type="gdn_attention"), TorchBackend) is GDNBackend
@@ -116,6 +111,10 @@ def test_backends_are_found_by_name_platform_and_layer() -> None:
     assert backend_of(MambaSpec(1, (BYTE,), mamba_type="short_conv"), TorchBackend) is ShortConvBackend
     with pytest.raises(ConfigError, match="'rwkv'"):
         backend_of(MambaSpec(1, (BYTE,), mamba_type="rwkv"), TorchBackend)
+
+
+class Uncaptured(TorchBackend):
+    cudagraph_support = CUDAGraphSupport.NEVER
 
 
 def test_groups_get_their_backend_and_a_state_is_never_split() -> None:
@@ -126,4 +125,5 @@ def test_groups_get_their_backend_and_a_state_is_never_split() -> None:
         (0, Mamba2Backend, 64),
         (1, FlashInferBackend, 64),
     ]
-    assert get_attention_cg_support_info(groups) == min(g.backend.cudagraph_support for g in groups)
+    assert get_attention_cg_support_info(groups) == CUDAGraphSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    assert get_attention_cg_support_info([*groups, replace(groups[0], backend=Uncaptured)]) == CUDAGraphSupport.NEVER

@@ -61,7 +61,7 @@ def test_no_two_prefixes_or_block_sizes_share_a_hash() -> None:
 
 @pytest.mark.parametrize("text", ["", "a", "\0" * 24])
 def test_a_salt_is_no_prefix_of_tokens(text: str) -> None:
-    """The bytes of a parent and its tokens may be somebody's salt: hashed with the same key they would collide."""
+    """The bytes of a parent and its tokens may be another salt: hashed with the same key they would collide."""
     data = text.encode()
     assert BlockHashes(text)._root != blake2b(data, digest_size=DIGEST_SIZE).digest()
     assert len(BlockHashes(text)._root) == DIGEST_SIZE

@@ -1,4 +1,4 @@
-"""Block ids are handed out once, published contents last as long as they can, and misuse is caught."""
+"""Each block id is handed out once, published contents last as long as they can, and misuse is caught."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockKey, BlockPool
+from hybrid_kv.guard.kept import Device
 
 
 def ids(*values: int) -> np.ndarray:
@@ -21,21 +22,28 @@ def key(name: int) -> BlockKey:
     return name % 2, bytes([name])
 
 
+KEYS = [key(name) for name in range(7)]
+
+
 class Pool(RuleBasedStateMachine):
-    """The pool beside two lists and two dicts."""
+    """The pool beside two lists and the guard's model of what can be found."""
 
     @initialize(num_blocks=st.integers(2, 12))
     def start(self, num_blocks: int) -> None:
-        self.pool = BlockPool(num_blocks)
+        self.device, self.lost = Device(), list[BlockKey]()
+        self.pool = BlockPool(num_blocks, self.lost.extend)
         self.plain = list(range(1, num_blocks))  # free and not published, in the order of their release
         self.idle: list[int] = []  # free and published, least recently used first
         self.held: Counter[int] = Counter()
-        self.keys: dict[int, BlockKey] = {}
-        self.evictions = 0
+        self.shared: set[int] = set()  # published since they were handed out
+
+    def found(self) -> dict[int, BlockKey]:
+        blocks = {key: self.device.found(key) for key in KEYS}
+        return {block: key for key, block in blocks.items() if block is not None}
 
     @rule(count=st.integers(0, 12))
     def allocate(self, count: int) -> None:
-        got = self.pool.allocate(count)
+        got, before = self.pool.allocate(count), {*self.found().values()}
         if count > len(self.plain) + len(self.idle):
             assert got is None
             return
@@ -43,13 +51,13 @@ class Pool(RuleBasedStateMachine):
         assert got.dtype == np.int32
         expected = (self.plain + self.idle)[:count]
         assert got.tolist() == expected
-        evicted = expected[len(self.plain) :]
-        self.plain, self.idle = self.plain[count:], self.idle[len(evicted) :]
-        self.evictions += len(evicted)
-        for block in evicted:
-            del self.keys[block]
+        self.plain, self.idle = self.plain[count:], self.idle[max(0, count - len(self.plain)) :]
+        self.device.take(expected)
+        self.shared -= {*expected}
         self.held.update(expected)
         got[:] = NULL_BLOCK  # the caller's own copy
+        assert {*self.lost} == before - {*self.found().values()}
+        self.lost.clear()
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -59,23 +67,22 @@ class Pool(RuleBasedStateMachine):
         self.pool.free(argument)
         argument[:] = NULL_BLOCK
         self.held -= Counter(blocks)
-        for block in blocks:
-            if block not in self.held:
-                (self.idle if block in self.keys else self.plain).append(block)
+        released = [block for block in blocks if block not in self.held]
+        self.device.give_back(released)
+        for block in released:
+            (self.idle if block in self.found() else self.plain).append(block)
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data(), name=st.integers(0, 15))
-    def publish(self, data: st.DataObject, name: int) -> None:
+    @rule(data=st.data(), key=st.sampled_from(KEYS))
+    def publish(self, data: st.DataObject, key: BlockKey) -> None:
+        """A block of the same content takes the place of one that is evicted."""
         block = data.draw(st.sampled_from(sorted(self.held)))
-        is_new = block not in self.keys and key(name) not in self.keys.values()
-        assert self.pool.publish(key(name), block) == is_new
-        if is_new:
-            self.keys[block] = key(name)
+        assert self.pool.publish(key, block) == self.device.publish(key, block)
 
-    @precondition(lambda self: self.keys)
+    @precondition(lambda self: self.found())
     @rule(data=st.data())
     def touch(self, data: st.DataObject) -> None:
-        blocks = data.draw(st.lists(st.sampled_from(sorted(self.keys)), unique=True, max_size=5))
+        blocks = data.draw(st.lists(st.sampled_from(sorted(self.found())), unique=True, max_size=5))
         self.pool.touch(ids(*blocks))
         self.held.update(blocks)
         self.idle = [block for block in self.idle if block not in blocks]
@@ -89,63 +96,44 @@ class Pool(RuleBasedStateMachine):
 
     @rule()
     def reset(self) -> None:
+        """Blocks in use stay in use."""
         self.pool.reset()
+        assert {*self.lost} == {*self.found().values()}
+        self.lost.clear()
+        self.device.clear()
         self.plain += self.idle
-        self.idle, self.keys = [], {}
+        self.idle = []
 
     @precondition(lambda self: self.plain + self.idle)
     @rule(data=st.data())
-    def free_what_nobody_holds(self, data: st.DataObject) -> None:
+    def misuse(self, data: st.DataObject) -> None:
         wrong = data.draw(st.sampled_from([NULL_BLOCK, *self.plain, *self.idle]))
-        with pytest.raises(AssertionError, match="nobody holds"):
+        with pytest.raises(AssertionError, match="without references"):
             self.pool.free(ids(*sorted(self.held), wrong))
+        if self.plain:
+            with pytest.raises(AssertionError, match="not all of"):
+                self.pool.touch(ids(self.plain[0]))
 
     @invariant()
     def agree(self) -> None:
-        pool = self.pool
+        pool, found = self.pool, self.found()
+        self.shared |= found.keys()
         pool.check_integrity()
         assert pool.num_free_blocks == len(self.plain) + len(self.idle)
-        assert pool.num_published_blocks == len(self.keys)
-        assert pool.num_evictions == self.evictions
-        assert {name: pool.lookup(key(name)) for name in range(16)} == {
-            name: next((b for b, k in self.keys.items() if k == key(name)), None) for name in range(16)
-        }
+        assert pool.num_published_blocks == len(found)
+        assert pool.num_evictions == self.device.num_lost
+        assert [*map(pool.lookup, KEYS)] == [*map(self.device.found, KEYS)]
+        assert sorted(pool.published_keys()) == sorted(found.values())
         everything = np.arange(pool.num_blocks)
-        assert [pool.key_of(block) for block in everything.tolist()] == [self.keys.get(b) for b in everything.tolist()]
+        assert [pool.key_of(block) for block in everything.tolist()] == [found.get(b) for b in everything.tolist()]
+        assert pool.idle_blocks().tolist() == self.idle
         assert np.flatnonzero(pool.is_idle(everything)).tolist() == sorted(self.idle)
+        assert np.flatnonzero(pool.may_be_shared(everything)).tolist() == sorted(self.shared)
         assert pool.ref_count.tolist() == [1, *(self.held[block] for block in everything[1:].tolist())]
 
 
 TestPool = Pool.TestCase
 TestPool.settings = settings(stateful_step_count=40)
-
-
-def test_published_blocks_go_last_and_the_least_recently_used_of_them_first() -> None:
-    pool = BlockPool(7)
-    blocks = pool.allocate(6)
-    assert blocks is not None
-    for name, block in enumerate(blocks[:4].tolist()):
-        pool.publish(key(name), block)
-    pool.free(ids(4, 2, 6, 1, 3, 5))
-    pool.refresh(ids(2, 5, 1))
-    pool.touch(ids(4))
-    pool.free(ids(4))
-    order = [pool.allocate(1) for _ in range(6)]
-    assert [int(one[0]) for one in order if one is not None] == [6, 5, 3, 2, 1, 4]
-    assert pool.num_evictions == 4
-    assert pool.num_published_blocks == 0
-
-
-def test_too_much_is_refused_and_changes_nothing() -> None:
-    pool = BlockPool(5)
-    blocks = pool.allocate(3)
-    assert blocks is not None
-    pool.publish(key(1), 2)
-    pool.free(ids(2))
-    for _ in range(3):
-        assert pool.allocate(3) is None
-    assert (pool.num_free_blocks, pool.num_evictions, pool.lookup(key(1))) == (2, 0, 2)
-    pool.check_integrity()
 
 
 def test_the_queue_of_published_blocks_stays_right_and_small_over_long_runs() -> None:
@@ -158,7 +146,7 @@ def test_the_queue_of_published_blocks_stays_right_and_small_over_long_runs() ->
         pool.publish(key(block), block)
     pool.free(everything)
     order, evicted = everything.tolist(), 0
-    for step in range(5_000):
+    for step in range(3_000):
         chosen = rng.permutation(order)[: rng.integers(1, 9)].astype(np.int32)
         if step % 3 == 0:
             pool.refresh(chosen)
@@ -181,108 +169,9 @@ def test_the_queue_of_published_blocks_stays_right_and_small_over_long_runs() ->
     assert pool.num_evictions == evicted
 
 
-def test_a_shared_block_is_free_when_its_last_reference_goes() -> None:
-    pool = BlockPool(4)
-    block = pool.allocate(1)
-    assert block is not None
-    pool.publish(key(1), int(block[0]))
-    pool.touch(block)
-    pool.free(block)
-    assert pool.num_free_blocks == 2
-    pool.free(block)
-    assert pool.num_free_blocks == 3
-    pool.check_integrity()
-
-
-def test_the_first_block_of_a_key_stays() -> None:
-    pool = BlockPool(5)
-    pool.allocate(3)
-    assert pool.publish(key(1), 1)
-    assert not pool.publish(key(1), 2)
-    assert not pool.publish(key(2), 1)
-    assert (pool.lookup(key(1)), pool.lookup(key(2)), pool.key_of(2)) == (1, None, None)
-    pool.free(ids(1, 2))
-    # Block 2 holds the same content, but nobody can find it: it goes before block 1.
-    assert [int(b[0]) for b in (pool.allocate(1), pool.allocate(1), pool.allocate(1)) if b is not None] == [4, 2, 1]
-
-
-def test_a_twin_takes_the_place_of_an_evicted_block() -> None:
-    pool = BlockPool(4)
-    pool.allocate(3)
-    for block in (1, 2, 3):
-        assert pool.publish(key(1), block) == (block == 1)
-    pool.free(ids(2))  # given back: it may be overwritten
-    pool.free(ids(1))
-    pool.allocate(2)
-    assert pool.lookup(key(1)) == 3
-    pool.check_integrity()
-    pool.free(ids(3))
-    assert pool.lookup(key(1)) == 3
-    pool.allocate(1)
-    assert pool.lookup(key(1)) is None
-
-
-def test_a_reset_makes_no_twin_findable() -> None:
-    pool = BlockPool(4)
-    pool.allocate(2)
-    pool.publish(key(1), 1)
-    pool.publish(key(1), 2)
-    pool.reset()
-    assert pool.lookup(key(1)) is None
-    pool.check_integrity()
-
-
-def test_only_a_block_that_somebody_holds_is_published_and_only_a_published_one_touched() -> None:
-    pool = BlockPool(4)
-    with pytest.raises(AssertionError, match="nobody holds it"):
-        pool.publish(key(1), 3)
-    pool.allocate(1)
-    with pytest.raises(AssertionError, match="not all of"):
-        pool.touch(ids(1))
-    pool.check_integrity()
-
-
-def test_blocks_in_use_outlive_a_reset() -> None:
-    pool = BlockPool(4)
-    pool.allocate(2)
-    pool.publish(key(1), 1)
-    pool.publish(key(2), 2)
-    pool.free(ids(2))
-    pool.reset()
-    assert (pool.num_published_blocks, pool.num_free_blocks, pool.lookup(key(1))) == (0, 2, None)
-    assert pool.publish(key(3), 1)
-    pool.free(ids(1))
-    pool.check_integrity()
-    assert pool.lookup(key(3)) == 1
-
-
-def test_handed_out_ids_are_copies() -> None:
-    pool = BlockPool(4)
-    got = pool.allocate(2)
-    assert got is not None
-    pool.free(got)
-    got[:] = 99
-    pool.check_integrity()
-    pool.allocate(3)
-    for block in (1, 2, 3):
-        pool.publish(key(block), block)
-    pool.free(ids(1, 2, 3))
-    got = pool.allocate(2)
-    assert got is not None
-    pool.free(got)
-    got[:] = 99
-    pool.check_integrity()
-
-
-@pytest.mark.parametrize("wrong", [ids(1), ids(NULL_BLOCK), ids(2, 1), ids(-1)])
-def test_freeing_what_nobody_holds_is_caught_and_changes_nothing(wrong: np.ndarray) -> None:
-    pool = BlockPool(4)
-    pool.allocate(2)
-    pool.free(ids(1))
-    with pytest.raises(AssertionError, match="nobody holds"):
-        pool.free(wrong)
-    pool.check_integrity()
-    assert pool.ref_count.tolist() == [1, 0, 1, 0]
+def test_only_a_block_in_use_is_published() -> None:
+    with pytest.raises(AssertionError, match="has no reference"):
+        BlockPool(4).publish(key(1), 3)
 
 
 def test_integrity_checks_see_damage() -> None:

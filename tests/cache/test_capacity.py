@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from math import lcm
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid_kv.attention.undo import ReplaySpec
+from hybrid_kv.attention.rollback import RecomputeSpec
 from hybrid_kv.cache.capacity import block_steps, capacity, most_blocks
 from hybrid_kv.cache.manager import KVCacheManager
 from hybrid_kv.cache.ranks import over_context
@@ -20,10 +20,12 @@ from hybrid_kv.cache.spec import (
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
+    RollbackSpec,
     StatePart,
-    UndoSpec,
 )
 from hybrid_kv.config import ConfigError
+from hybrid_kv.kernels.common.integers import cdiv
+from hybrid_kv.kernels.recompute.ring import shortest_ring_len
 
 PARTS = (StatePart("state", (8,), torch.float16),)
 
@@ -33,7 +35,7 @@ def attention(block_size: int) -> FullAttentionSpec:
 
 
 def mamba(block_size: int, mode: str, k: int = 0) -> MambaSpec:
-    return MambaSpec(block_size, PARTS, mamba_cache_mode=mode, undo=UndoSpec(k))
+    return MambaSpec(block_size, PARTS, mamba_cache_mode=mode, rollback=RollbackSpec(k))
 
 
 def config_of(*specs: KVCacheSpec, num_blocks: int = 1000) -> KVCacheConfig:
@@ -52,6 +54,7 @@ class Served:
         self.prompt, self.last = prompt, prompt + output - 1
         self.computed = 0
         self.held: list[int] = []  # after each step that gave a token
+        self.num_seen: Callable[[int], int] = lambda computed: computed  # by the state that the next step reads
 
     def step(self) -> bool:
         """The next chunk or decode; False if the pool is too full for it."""
@@ -61,7 +64,7 @@ class Served:
         else:
             end = self.manager.chunk_end(self.computed, self.prompt, self.prompt)
         made = self.manager.allocate_slots(
-            self.name, self.computed, end - self.computed, is_decode, num_seen_tokens=self.computed
+            self.name, self.computed, end - self.computed, is_decode, num_seen_tokens=self.num_seen(self.computed)
         )
         if made is None:
             return False
@@ -77,19 +80,18 @@ class Served:
         return True
 
 
-MODES = st.sampled_from(["none", "align", "all"])
-
-
+@settings(max_examples=200)
 @given(
-    mode=MODES,
+    mode=st.sampled_from(["none", "align", "all"]),
     k=st.integers(0, 3),
+    ranks=st.integers(1, 3),
     sizes=st.tuples(st.sampled_from([4, 8, 12]), st.sampled_from([4, 8])),
     lengths=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40)), min_size=1, max_size=4),
 )
 def test_blocks_of_all_steps_are_those_that_a_manager_gives(
-    mode: str, k: int, sizes: tuple[int, int], lengths: list[tuple[int, int]]
+    mode: str, k: int, ranks: int, sizes: tuple[int, int], lengths: list[tuple[int, int]]
 ) -> None:
-    config = config_of(attention(sizes[0]), attention(sizes[0]), mamba(sizes[1], mode, k))
+    config = over_context(config_of(attention(sizes[0]), attention(sizes[0]), mamba(sizes[1], mode, k)), ranks)
     held = []
     for prompt, output in lengths:
         request = Served(KVCacheManager(config, mode != "none"), "a", prompt, output, k)
@@ -99,6 +101,9 @@ def test_blocks_of_all_steps_are_those_that_a_manager_gives(
     prompts, outputs = ints(*(prompt for prompt, _ in lengths)), ints(*(output for _, output in lengths))
     assert block_steps(config, prompts, outputs, k).tolist() == [sum(steps) for steps in held]
     most = most_blocks(config, prompts, outputs).tolist()
+    found = capacity(config, prompts, outputs, 10**6, k)
+    assert (found.num_refused, found.most_blocks) == (0, sum(most) / len(most))
+    assert found.running_blocks == sum(map(sum, held)) / outputs.sum()
     for steps, bound in zip(held, most, strict=True):
         assert max(steps) <= bound
         # In mode `align` only a decode across a boundary meets it, in the others the last one.
@@ -133,20 +138,8 @@ def test_equal_requests_in_step_meet_their_most_in_mode_align_too(k: int) -> Non
         assert not all_run(found.num_fit + 1)
 
 
-def test_counts_by_hand() -> None:
-    """Blocks of 4 tokens; one request of 5 prompt and 4 output tokens computes 8, after 5, 6, 7 and 8 of them.
-
-    Attention holds 2 blocks at each of the four steps. Mode `align`: 2 at the prefill (its boundary at 4, and its end),
-    then 2 - 1 = 1, 1, 1. Together 8 + 5 = 13 in 4 steps. At most 2 + 2 = 4, so 9 usable blocks hold two requests.
-    """
-    config = config_of(attention(4), mamba(4, "align"), num_blocks=10)
-    found = capacity(config, ints(5), ints(4), 100, 0)
-    assert (found.num_fit, found.most_blocks, found.running_blocks) == (2, 4.0, 13 / 4)
-    assert found.num_refused == 0
-
-
-def test_requests_that_the_engine_refuses_are_left_out_and_long_answers_cut() -> None:
-    """Limit 12: a prompt of 12 is refused, one of 10 gets 2 of its 90 tokens: 11 computed, 3 blocks of 4."""
+def test_requests_that_the_engine_rejects_are_left_out_and_long_answers_cut() -> None:
+    """Limit 12: a prompt of 12 is rejected, one of 10 gets 2 of its 90 tokens: 11 computed, 3 blocks of 4."""
     config = config_of(attention(4), num_blocks=10)
     found = capacity(config, ints(12, 10), ints(1, 90), 12, 0)
     assert (found.num_refused, found.num_fit, found.most_blocks) == (1, 3, 3.0)
@@ -157,17 +150,15 @@ def test_requests_that_the_engine_refuses_are_left_out_and_long_answers_cut() ->
         capacity(config, ints(4, 30), ints(1, 8), 4, 0)
 
 
-def test_context_parallel_ranks_divide_tokens_and_no_states() -> None:
-    """Blocks of 8 tokens on each of 2 ranks stand for 16: 33 tokens are 3 of them, and 5 states as ever."""
-    config = over_context(config_of(attention(8), mamba(8, "all")), 2)
-    assert most_blocks(config, ints(30), ints(4)).tolist() == [3 + 5]
-    assert lcm(*(group.spec.block_size for group in config.groups)) == 16
-
-
-def test_replay_in_mode_align_is_counted_at_the_latest() -> None:
-    """A ring of 11 tokens, K = 3, blocks of 32: states lag by up to one column, so 2 of them and not 1."""
-    spec = MambaSpec(32, PARTS, mamba_cache_mode="align", undo=ReplaySpec(3, 11))
-    assert spec.undo.most_columns_behind(32) == 1
-    # 100 tokens of prompt: 2 in its last chunk; then 3 steps behind 100, 101 and 102 tokens, in the fourth column.
-    assert block_steps(config_of(spec), ints(100), ints(4), 3).tolist() == [2 + 3 * 2]
-    assert most_blocks(config_of(spec), ints(100), ints(4)).tolist() == [2]
+@given(k=st.integers(0, 3), size=st.integers(4, 8), more=st.integers(0, 16), output=st.integers(2, 40))
+def test_states_that_are_written_late_are_counted_at_the_latest(k: int, size: int, more: int, output: int) -> None:
+    """A step finds at most the ring's tokens, or the rest of a block and those of two steps, behind a state."""
+    ring_len = shortest_ring_len(1 + k) + more
+    state = MambaSpec(size, (), mamba_cache_mode="align", rollback=RecomputeSpec(k, ring_len))
+    config = config_of(attention(size), state)
+    behind = cdiv(min(ring_len, size - 1 + 2 * (1 + k)), size)
+    # A longer prompt has freed some of its logical blocks by its own chunks.
+    request = Served(KVCacheManager(config, True), "a", 1, output, k)
+    request.num_seen = lambda computed: max(1, (computed // size - behind) * size + 1)
+    assert request.run()
+    assert block_steps(config, ints(1), ints(output), k).tolist() == [sum(request.held)]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_kv.attention.undo import ReplaySpec
+from hybrid_kv.attention.rollback import RecomputeSpec
 from hybrid_kv.cache.backend import (
     AttentionBackend,
     AttentionGroup,
@@ -19,7 +19,7 @@ from hybrid_kv.cache.backend import (
     TorchBackend,
     init_attn_backend,
 )
-from hybrid_kv.cache.layout import allocate_raw_buffers, allocate_row_memory, attention_view, bind_views, mamba_views
+from hybrid_kv.cache.layout import allocate_raw_buffers, allocate_row_memory, bind_views, mamba_views
 from hybrid_kv.cache.spec import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -30,7 +30,7 @@ from hybrid_kv.cache.spec import (
     UniformTypeKVCacheSpecs,
     window_and_states,
 )
-from hybrid_kv.kernels.replay import read_states, write_states
+from hybrid_kv.kernels.recompute import read_states, write_states
 
 CPU = torch.device("cpu")
 
@@ -113,35 +113,6 @@ def test_every_page_of_every_view_stays_inside_its_bytes(
         assert len(conv | ssm) == config.groups[0].spec.state_bytes  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("backend", [FlashAttentionBackend, FlashInferBackend])
-def test_vllm_37236_two_blocks_are_no_special_case(backend: type[AttentionBackend]) -> None:
-    config = hybrid_config(num_blocks=2, block_size=16)
-    groups = init_attn_backend(config, backend, BackendContext("cpu", False))
-    (raw,) = buffers = allocate_raw_buffers(config, CPU)
-    key, value = bind_views(config, groups, buffers)["a0"]
-    page = config.page_size_bytes
-    for view in (key, value):
-        raw.zero_()
-        view[1] = 1.0
-        assert not raw[:page].any()
-        assert raw[page:].any()
-
-
-def test_vllm_37236_the_layout_is_asked_of_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, ...]] = []
-
-    def block_dim(cls: type[AttentionBackend], *geometry: int) -> int:
-        asked.append(geometry)
-        return 1
-
-    monkeypatch.setattr(FlashAttentionBackend, "get_kv_cache_block_dim", classmethod(block_dim))
-    spec = FullAttentionSpec(32, 1, 8, torch.float16)
-    view = attention_view(torch.zeros(2 * spec.page_size_bytes, dtype=torch.int8), 1, spec, 16, FlashAttentionBackend)
-    assert asked == [(16, 1, 8)]
-    assert view.shape == (2, 2, 16, 1, 8)
-    assert view.stride() == (16 * 8, 2 * 16 * 8, 8, 8, 1)
-
-
 def test_groups_share_buffers_by_position_and_a_short_group_skips_its_last() -> None:
     config = hybrid_config(num_blocks=3, block_size=16, num_layers=2)
     short = KVCacheGroupSpec(("m2",), config.groups[0].spec)
@@ -181,7 +152,7 @@ def test_the_number_of_blocks_is_the_configurations() -> None:
 
 
 @pytest.mark.parametrize("window, state", [("float32", "float32"), ("bfloat16", "float32"), ("float64", "float64")])
-def test_replay_keeps_float32_states_as_two_planes_in_the_same_bytes(window: str, state: str) -> None:
+def test_recompute_keeps_float32_states_as_two_planes_in_the_same_bytes(window: str, state: str) -> None:
     dtypes = getattr(torch, window), getattr(torch, state)
     inputs = (
         StatePart("x", (4, 2), dtypes[0]),
@@ -189,7 +160,7 @@ def test_replay_keeps_float32_states_as_two_planes_in_the_same_bytes(window: str
         StatePart("dt", (4,), torch.float32),
     )
     parts = window_and_states(((3, 20), dtypes[0]), ((4, 2, 6), dtypes[1]))
-    spec = MambaSpec(64, parts, 1024, undo=ReplaySpec(1, 7), inputs=inputs)
+    spec = MambaSpec(64, parts, 1024, rollback=RecomputeSpec(1, 7), inputs=inputs)
     raw = torch.zeros(3 * 1024, dtype=torch.int8)
     conv, ssm = mamba_views(raw, 3, spec)
     assert (conv.shape, conv.dtype) == ((3, 3, 20), dtypes[0])

@@ -1,35 +1,49 @@
-"""Planned sizes against an independent transcription of vLLM 0.22's rules, literal anchors, and vllm!37467."""
+"""Plans against what follows from layers, flags and memory alone, a transcription of vLLM 0.22, and current state
+blocks by hand.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, count
 from math import ceil, lcm
-from typing import Any
+from typing import Annotated, Any
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybrid_kv.attention.rollback import RecomputeSpec
 from hybrid_kv.cache.backend import BackendContext, FlashAttentionBackend, Mamba2Backend, _SSMBackend, get_backend
-from hybrid_kv.cache.plan import CachePlan, describe, plan_cache, update_block_size_for_backend
-from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec, UndoSpec, window_and_states
+from hybrid_kv.cache.layout import allocate_raw_buffers
+from hybrid_kv.cache.modes import MODES
+from hybrid_kv.cache.plan import BlockSizes, CachePlan, describe, plan_cache, update_block_size_for_backend
+from hybrid_kv.cache.spec import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    RollbackSpec,
+    StatePart,
+    window_and_states,
+    with_rollback,
+)
 from hybrid_kv.config import CacheConfig, ConfigError
 from hybrid_kv.models.shapes import model_shape
 from tests.model_configs import CONFIGS, NEMOTRON_3_NANO
 
-GRANITE = "ibm-granite/granite-4.0-h-small"
 QWEN = "Qwen/Qwen3-Next-80B-A3B"
 MAX_MODEL_LEN = 131072
 
 
-def plan_of(name: str, platform: str = "cuda", k: int = 0, backend: str = "auto", **wishes: Any) -> CachePlan:
-    wishes = {"num_blocks": 4096, **wishes}
-    cache = CacheConfig(**wishes)
+def plan_of(name: str, platform: str, mode: str = "none", k: int = 0) -> CachePlan:
+    cache = CacheConfig(num_blocks=4096, mamba_cache_mode=mode)
     shape = model_shape(CONFIGS[name], cache=cache, num_speculative_tokens=k)
-    context = BackendContext.for_layers(platform, shape.layers)
-    attention = get_backend(backend, platform)
-    return plan_cache(shape.layers, cache, attention, context, MAX_MODEL_LEN, shape.mamba_chunk_size)
+    context, backend = BackendContext.for_layers(platform, shape.layers), get_backend("auto", platform)
+    return plan_cache(shape.layers, cache, backend, context, MAX_MODEL_LEN, shape.mamba_chunk_size)
 
 
 def vllm_022_sizes(config: dict[str, Any], platform: str, mode: str, k: int) -> tuple[int, int, int, int]:
@@ -73,21 +87,17 @@ def vllm_022_sizes(config: dict[str, Any], platform: str, mode: str, k: int) -> 
 @pytest.mark.parametrize("platform", ["cuda", "xpu"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_sizes_are_those_of_vllm_022(name: str, platform: str, mode: str, k: int) -> None:
-    plan = plan_of(name, platform, k, mamba_cache_mode=mode)
+    plan = plan_of(name, platform, mode, k)
     sizes = plan.sizes
-    assert (
-        sizes.block_size,
-        sizes.mamba_block_size,
-        sizes.mamba_state_bytes,
-        sizes.page_size_bytes,
-    ) == vllm_022_sizes(CONFIGS[name], platform, mode, k)
+    found = sizes.block_size, sizes.mamba_block_size, sizes.mamba_state_bytes, sizes.page_size_bytes
+    assert found == vllm_022_sizes(CONFIGS[name], platform, mode, k)
     assert {group.spec.page_size_bytes for group in plan.config.groups} == {sizes.page_size_bytes}
-    for group, kernel_block_size in zip(plan.config.groups, plan.kernel_block_sizes, strict=True):
-        assert group.spec.block_size % kernel_block_size == 0
 
 
 # Nemotron-3-Nano by hand: conv 3 * 6144 * 2 = 36,864 B and SSM 64 * 64 * 128 * 4 = 2,097,152 B, so m = 2,134,016 B;
 # one token of K and V is 2 * 2 * 128 * 2 = 1,024 B; 2,084 tokens hold a state: 131 blocks of 16, 33 of 64, 17 of 128.
+# On XPU, aligned for 16-token blocks the page would be 2,096 tokens, which no 64-token kernel block divides
+# (vllm!37467).
 @pytest.mark.parametrize(
     ("platform", "mode", "k", "block_size", "kernel_block_size", "padding"),
     [
@@ -99,10 +109,10 @@ def test_sizes_are_those_of_vllm_022(name: str, platform: str, mode: str, k: int
         ("xpu", "align", 3, 2176, 64, 2.64),
     ],
 )
-def test_nemotron_3_nano_anchors(
+def test_nemotron_3_nano_current_blocks(
     platform: str, mode: str, k: int, block_size: int, kernel_block_size: int, padding: float
 ) -> None:
-    plan = plan_of(NEMOTRON_3_NANO, platform, k, mamba_cache_mode=mode)
+    plan = plan_of(NEMOTRON_3_NANO, platform, mode, k)
     assert plan.sizes.block_size == block_size
     assert plan.kernel_block_sizes[-1] == kernel_block_size
     assert plan.sizes.page_size_bytes == block_size * 1024
@@ -110,32 +120,12 @@ def test_nemotron_3_nano_anchors(
     assert describe(plan)["mamba_padding_percent"] == padding
 
 
-def test_vllm_37467_alignment_follows_the_backends_preference() -> None:
-    # Aligned for 16-token blocks the page would be 2,096 tokens, which no 64-token kernel block divides.
-    assert 2096 % 64
-    plan = plan_of(NEMOTRON_3_NANO, "xpu")
-    assert plan.sizes.block_size % 64 == 0
-    assert plan.sizes.page_size_bytes % (64 * 1024) == 0
+def test_vllm_37467_a_state_space_backend_is_never_queried_for_a_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    def query(cls: type, *_: object) -> int:
+        raise AssertionError(f"{cls.__name__} was queried for a block size")
 
-
-def test_vllm_37467_a_users_mamba_block_size_is_kept_raised_with_a_note_or_refused() -> None:
-    assert plan_of(GRANITE, mamba_cache_mode="none", mamba_block_size=512).sizes.mamba_block_size == 512
-    kept = plan_of(GRANITE, mamba_cache_mode="all", mamba_block_size=1024)
-    assert (kept.sizes.mamba_block_size, kept.notes) == (1024, ())
-    raised = plan_of(GRANITE, mamba_cache_mode="all", mamba_block_size=48)
-    assert raised.sizes.mamba_block_size == 528  # 525 tokens hold a state: 11 times lcm(48, 16), not 3 chunks of 256
-    assert any("--mamba-block-size 48 was raised to its multiple 528" in note for note in raised.notes)
-    assert plan_of(GRANITE, mamba_cache_mode="align", mamba_block_size=528).sizes.mamba_block_size == 528
-    with pytest.raises(ConfigError, match="--mamba-block-size 512 cannot be kept"):
-        plan_of(GRANITE, mamba_cache_mode="align", mamba_block_size=512)
-
-
-def test_vllm_37467_a_state_space_backend_is_never_asked_for_a_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    def asked(cls: type, *_: object) -> int:
-        raise AssertionError(f"{cls.__name__} was asked for a block size")
-
-    monkeypatch.setattr(_SSMBackend, "get_preferred_block_size", classmethod(asked))
-    monkeypatch.setattr(_SSMBackend, "get_supported_kernel_block_sizes", classmethod(asked))
+    monkeypatch.setattr(_SSMBackend, "get_preferred_block_size", classmethod(query))
+    monkeypatch.setattr(_SSMBackend, "get_supported_kernel_block_sizes", classmethod(query))
     for name in (NEMOTRON_3_NANO, QWEN):
         for platform in ("cuda", "xpu", "cpu"):
             plan_of(name, platform)
@@ -143,104 +133,335 @@ def test_vllm_37467_a_state_space_backend_is_never_asked_for_a_block_size(monkey
     assert not FlashAttentionBackend.is_ssm()
 
 
-def test_gated_delta_net_on_xpu_keeps_blocks_divisible_by_64() -> None:
-    assert plan_of(QWEN, "xpu", block_size=16).sizes.block_size % 64 == 0
-    assert plan_of(QWEN, "cuda", block_size=16).sizes.block_size % 64 != 0
+# Any layers and flags.
+
+TOKEN_BYTES = 2 * 4 * 2  # of K and V of a layer: one head of 4 elements in bf16
+WAY_OUT = re.compile(r": give it at least (\d+) (blocks|B of memory)$")
+MULTIPLES = {"TORCH": 1, "CPU_ATTN": 16, "FLASH_ATTN": 16}  # kernels that take any multiple of so many tokens
+FIXED = (64, 32, 16)  # of FlashInfer, and of FlashAttention beside float32 states (flash-attention#1974)
 
 
-@pytest.mark.parametrize("backend", ["FLASH_ATTN", "FLASHINFER", "CPU_ATTN", "TORCH"])
-def test_a_block_size_that_no_kernel_block_divides_is_refused(backend: str) -> None:
-    if backend == "TORCH":
-        assert plan_of(GRANITE, backend=backend, block_size=7).sizes.block_size % 7 == 0
+def cdiv(a: Any, b: int) -> Any:
+    return -(-a // b)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A model of states and attention in two stages, its flags, and what a plan of it should say.
+
+    `ring` is the length of the recompute scheme's rings; `memory` says whether it pays for them, and for how much more
+    than `wanted` blocks. Without it these are given by their number.
+    """
+
+    mode: Annotated[str, st.sampled_from([*MODES])]
+    backend: Annotated[str, st.sampled_from(["TORCH", "TORCH", "FLASH_ATTN", "FLASHINFER", "CPU_ATTN"])]
+    platform: Annotated[str, st.sampled_from(["cuda", "xpu", "cpu"])]
+    num_states: Annotated[int, st.integers(0, 8)]
+    num_attention: Annotated[int, st.integers(1, 8)]
+    width: Annotated[int, st.integers(1, 80).map(lambda n: 2 * n)]
+    is_delta: bool
+    ring: Annotated[int | None, st.none() | st.integers(20, 40)]
+    k: Annotated[int, st.integers(0, 3)]
+    rows: Annotated[int, st.integers(0, 64)]
+    given: Annotated[int | None, st.none() | st.sampled_from([1, 16, 48, 64]) | st.integers(1, 200)]
+    given_states: Annotated[int | None, st.none() | st.integers(1, 60) | st.sampled_from([16, 64, 128, 256])]
+    chunk: Annotated[int | None, st.sampled_from([None, 16, 32]) | st.integers(1, 60)]
+    limit: Annotated[int, st.integers(1, 3000)]
+    ranks: Annotated[int, st.integers(1, 3)]
+    cut: Annotated[int, st.integers(0, 15)]
+    wanted: Annotated[int, st.integers(1, 12) | st.integers(1, 60) | st.integers(1, 4000)]
+    memory: Annotated[
+        tuple[bool, int] | None, st.none() | st.tuples(st.booleans(), st.sampled_from([0, -1]) | st.integers(0, 1000))
+    ]
+
+    def __post_init__(self) -> None:
+        if not self.num_states:
+            object.__setattr__(self, "given_states", None)
+
+    @property
+    def state_bytes(self) -> int:
+        """A window of 2 + K rows in bf16 and a float32 state."""
+        return ((2 + self.k) * 2 * self.width * 2 + self.width * 4 * 4) * (self.num_states > 0)
+
+    @property
+    def ring_bytes(self) -> int:
+        return (self.ring or 0) * 3 * self.width * 2 * (self.num_states > 0)
+
+    @property
+    def layers(self) -> dict[str, KVCacheSpec]:
+        parts = window_and_states(((2, 2 * self.width), torch.bfloat16), ((self.width, 4), torch.float32))
+        kind, inputs = (
+            "gdn_attention" if self.is_delta else "mamba2",
+            (StatePart("x", (3, self.width), torch.bfloat16),),
+        )
+        rollback = RollbackSpec(self.k) if self.ring is None else RecomputeSpec(self.k, self.ring)
+        state = with_rollback(MambaSpec(1, parts, mamba_type=kind, inputs=inputs), rollback)
+        attention = FullAttentionSpec(1, 1, 4, torch.bfloat16)
+        states = {f"s{i}": state for i in range(self.num_states)}
+        return states | {f"a{i}": attention for i in range(self.num_attention)}
+
+    @property
+    def groups(self) -> list[list[str]]:
+        """As many layers in each as the rarer kind has, or as the other has if it has less than 1.5 times as many."""
+        kinds = [[name for name in self.layers if name[0] == kind] for kind in "sa"]
+        few, many = (choose(len(names) for names in kinds if names) for choose in (min, max))
+        length = many if many < 1.5 * few else few
+        return [names[i :: cdiv(len(names), length)] for names in kinds for i in range(cdiv(len(names), length))]
+
+    def kernel_block(self, size: int) -> int | None:
+        """The largest that divides a block; None if none does."""
+        if self.takes_multiples:
+            return None if size % MULTIPLES[self.backend] else size
+        return next((fixed for fixed in FIXED if size % fixed == 0), None)
+
+    @property
+    def takes_multiples(self) -> bool:
+        return self.backend in MULTIPLES and not (self.backend == "FLASH_ATTN" and self.num_states)
+
+    @property
+    def unit(self) -> int:
+        if self.given is not None:
+            return self.given
+        return (
+            128 if self.backend == "CPU_ATTN" else 64 if (self.backend, self.platform) == ("FLASH_ATTN", "xpu") else 16
+        )
+
+    def aligned(self, mode: str, given_states: int | None) -> int:
+        """The shortest block that holds a state, of those that mode, backend and platform allow; 0 without a unit."""
+        unit = self.unit
+        if self.num_states and self.is_delta and self.platform == "xpu":
+            unit = lcm(unit, 64)
+        if MODES[mode].needs_unit and self.num_states:
+            if (base := given_states or self.chunk) is None:
+                return 0
+            unit = lcm(unit, base)
+        return next(size for size in count(unit, unit) if size * TOKEN_BYTES >= self.state_bytes)
+
+    def held(self, name: str, size: int, lengths: Any) -> Any:
+        """The blocks that a request of so many tokens holds at most in the group of this layer."""
+        policy = MODES[self.mode]
+        if name[0] == "a":
+            return cdiv(lengths, size * self.ranks)
+        logical_blocks = cdiv(lengths, size)
+        most = logical_blocks if policy.keeps_states else lengths * 0 + 1
+        if policy.gives_back:
+            late = 1 if self.ring is None else min(self.ring, size - 1 + 2 * (1 + self.k))
+            most = np.minimum(logical_blocks, 1 + cdiv(late, size))
+        return most + (self.k if self.ring is None else 0)
+
+    def stage_names(self) -> list[list[str]]:
+        names = [*self.layers]
+        cut = self.cut % len(names)
+        return [names[:cut], names[cut:]]
+
+    def stages(self, size: int) -> list[dict[str, Any]]:
+        own = [[[name for name in group if name in names] for group in self.groups] for names in self.stage_names()]
+        pages = [max(map(len, groups)) for groups in own]
+        return [
+            {"layers": [*chain(*groups)], "block_bytes": size * TOKEN_BYTES * num_pages}
+            for groups, num_pages in zip(own, pages, strict=True)
+        ]
+
+    def ring_row(self, stage: dict[str, Any]) -> int:
+        return self.ring_bytes * sum(name[0] == "s" for name in stage["layers"])
+
+    def pool(self, size: int) -> tuple[dict[str, int], int]:
+        """The flag that sizes the pool, and the blocks that this affords."""
+        if self.memory is None:
+            return {"num_blocks": self.wanted}, self.wanted
+        real = [stage for stage in self.stages(size) if stage["layers"]]
+        block, (pays_rings, more) = max(stage["block_bytes"] for stage in real), self.memory
+        memory = self.wanted * block + more % block + pays_rings * max(self.rows * self.ring_row(s) for s in real)
+        left = [(max(0, memory - self.rows * self.ring_row(stage)), stage["block_bytes"]) for stage in real]
+        return {"memory_bytes": memory}, min(rest // block for rest, block in left)
+
+    def plan(self, **pool: int) -> CachePlan:
+        cache = CacheConfig(self.given, self.given_states, self.mode, **pool)  # type: ignore[arg-type]
+        layers, backend = self.layers, get_backend(self.backend, self.platform)
+        context = BackendContext.for_layers(self.platform, layers)
+        return plan_cache(
+            layers, cache, backend, context, self.limit, self.chunk, self.rows, self.stage_names(), self.ranks
+        )
+
+    def due(self, size: int, num_blocks: int) -> dict[str, Any]:
+        """All metrics of the plan, without its notes."""
+        usable, page, state = num_blocks - 1, size * TOKEN_BYTES, self.state_bytes
+        held = sum(self.held(group[0], size, np.arange(1, self.limit + 1)) for group in self.groups)
+        longest, num_slots = int((held <= usable).sum()), max(map(len, self.groups)) * len(self.groups)
+        stages = [{**stage, "total_bytes": num_blocks * stage["block_bytes"]} for stage in self.stages(size)]
+        fullest = max(stages, key=lambda stage: stage["total_bytes"] + self.rows * self.ring_row(stage))
+        state_block = size if MODES[self.mode].keeps_states else self.given_states or self.limit
+        rings = {
+            "ring_len": self.ring,
+            "ring_bytes_per_row_and_layer": self.ring_bytes,
+            "ring_bytes_per_row": self.ring_row(fullest),
+            "ring_rows": self.rows,
+            "ring_total_bytes": self.rows * self.ring_row(fullest),
+        }
+        return {
+            "block_size": size,
+            "mamba_block_size": state_block if state else None,
+            "page_size_bytes": page,
+            "mamba_state_bytes": state,
+            "mamba_padding_percent": round(100 * (page - state) / state, 2) if state else 0.0,
+            "groups": [
+                {
+                    "kind": ("gdn_attention" if self.is_delta else "mamba2") if group[0][0] == "s" else "attention",
+                    "num_layers": len(group),
+                    "layers": group,
+                    "block_size": state_block if group[0][0] == "s" else size,
+                    "page_sizes_bytes": [page] * len(group),
+                    "kernel_block_size": state_block if group[0][0] == "s" else self.kernel_block(size),
+                    "blocks_per_request": int(self.held(group[0], size, self.limit)),
+                }
+                for group in self.groups
+            ],
+            "num_buffers": max(map(len, self.groups)),
+            "unused_layer_slots": num_slots - len(self.layers),
+            "num_blocks": num_blocks,
+            "total_bytes": fullest["total_bytes"],
+            "stages": stages,
+            "max_model_len": self.limit,
+            "longest_request": longest,
+            "blocks_per_request": int(held[-1]),
+            "max_concurrency": round(usable / int(held[-1]), 2),
+            "token_capacity": longest * usable // int(held[longest - 1]),
+            **(rings if self.ring_bytes else {}),
+        }
+
+    def notes(self, due: dict[str, Any]) -> Iterator[str]:
+        """How each note begins, `|` standing for its end."""
+        size, state, policy = due["block_size"], self.state_bytes, MODES[self.mode]
+        if self.given not in (None, size):
+            yield f"--block-size {self.given} was raised to {size}: "
+        if self.given_states and not policy.keeps_states:
+            yield f"--mamba-block-size {self.given_states} changes nothing in mode {self.mode}: "
+        elif self.given_states not in (None, size):
+            yield f"--mamba-block-size {self.given_states} was raised to its multiple {size}, "
+        if unused := due["unused_layer_slots"]:
+            yield f"{unused} of {unused + len(self.layers)} layer slots are unused, "
+        if (longest := due["longest_request"]) < self.limit:
+            yield f"no request longer than {longest} tokens fits; lower --max-model-len {self.limit} "
+        if state and policy.keeps_states and (page := due["page_size_bytes"]) > 2 * state:
+            percent = f"{100 * (page / state - 1):.0f} %"
+            note = f"mode {self.mode} pads each Mamba state of {state} B by {percent}, to the {page} B of {size} tokens"
+            note += " in attention"
+            if (best := self.aligned("align", None) * TOKEN_BYTES) < page:
+                note += f"; --mamba-cache-mode align caches prefixes too and pads by {100 * (best / state - 1):.0f} %"
+            yield note + (" (vLLM 0.22 falls back to mode align for" if self.is_delta else "|")
+
+
+@settings(max_examples=300)
+@given(st.builds(Drawn))
+def test_a_plan_says_what_follows_from_layers_flags_and_memory(drawn: Drawn) -> None:
+    if drawn.kernel_block(drawn.unit) is None:
+        allowed = f"multiples of {MULTIPLES[drawn.backend]}" if drawn.takes_multiples else "16, 32, 64"
+        message = f"block size {drawn.unit} does not fit {drawn.backend}, whose kernel blocks are {allowed}"
+        assert rejected(drawn, num_blocks=10**6) == message
         return
-    with pytest.raises(ConfigError, match=f"block size 24 does not fit {backend}"):
-        plan_of(GRANITE, backend=backend, block_size=24)
+    size = drawn.aligned(drawn.mode, drawn.given_states)
+    if not size:
+        assert rejected(drawn, num_blocks=10**6).startswith(f"mode {drawn.mode} needs a chunk size in config.json or ")
+        return
+    if drawn.mode == "align" and drawn.given_states not in (None, size):
+        assert f"{drawn.given_states} cannot be kept: mode align needs the attention block size {size}" in rejected(
+            drawn, num_blocks=10**6
+        )
+        return
+    pool, num_blocks = drawn.pool(size)
+    needed = int(sum(drawn.held(group[0], size, 1) for group in drawn.groups))
+    if num_blocks - 1 < needed:
+        error, block_bytes = rejected(drawn, **pool), max(stage["block_bytes"] for stage in drawn.stages(size))
+        reason = (
+            f"the cache has {num_blocks} blocks of {block_bytes} B, one of them the null block, but a request of one"
+        )
+        assert error.startswith(f"{reason} token needs {needed}: ")
+        way_out = WAY_OUT.search(error)
+        assert way_out is not None and (way_out[2] == "blocks") == ("num_blocks" in pool)
+        (flag,) = pool
+        drawn.plan(**{flag: int(way_out[1])})
+        rejected(drawn, **{flag: int(way_out[1]) - 1})
+        return
+    plan = drawn.plan(**pool)
+    found, due = describe(plan), drawn.due(size, num_blocks)
+    notes, begins = found.pop("notes"), [*drawn.notes(due)]
+    assert found == due
+    assert len(notes) == len(begins) and all(
+        f"{note}|".startswith(begin) for note, begin in zip(notes, begins, strict=True)
+    )
+    taken = [buffer.nbytes for buffer in allocate_raw_buffers(plan.fullest, torch.device("meta"))]
+    assert sum(taken) == plan.fullest.total_bytes
 
 
-def test_a_users_block_size_is_raised_with_a_note() -> None:
-    plan = plan_of(GRANITE, block_size=32)
-    assert plan.sizes.block_size == 544  # 2,147,840 B of state / 4,096 B per token = 524.4 tokens = 17 blocks of 32
-    assert any("--block-size 32 was raised to 544" in note for note in plan.notes)
-    assert plan_of(GRANITE, block_size=1024).sizes.block_size == 1024
+def rejected(drawn: Drawn, **pool: int) -> str:
+    with pytest.raises(ConfigError) as caught:
+        drawn.plan(**pool)
+    return str(caught.value)
 
 
-def test_groups_and_lost_layer_slots() -> None:
-    plan = plan_of(NEMOTRON_3_NANO)  # 23 Mamba layers in groups of 6 leave one slot of the fourth group unused
-    assert [len(group.layer_names) for group in plan.config.groups] == [6, 6, 6, 5, 6]
-    assert plan.unused_layer_slots == 1
-    assert any("1 of 30 layer slots are unused" in note for note in plan.notes)
-    assert plan_of(GRANITE).unused_layer_slots == 0
+# Layers of one kind, and of several widths.
 
 
-def test_memory_becomes_blocks_and_requests() -> None:
-    plan = plan_of(GRANITE, num_blocks=None, memory_bytes=100 * 4 * 528 * 4096 + 1, mamba_cache_mode="none")
-    assert plan.config.num_blocks == 100  # four buffers of pages of 528 tokens of 4,096 B
-    assert plan.config.total_bytes == 100 * 4 * 528 * 4096
-    assert plan.blocks_per_request == 9 + 249  # nine Mamba groups, ceil(131072 / 528) attention blocks
-    assert plan.max_concurrency == 99 / 258
-    assert plan.longest_request == 90 * 528
-    assert plan.token_capacity == 90 * 528
-    assert any("no request longer than 47520 tokens fits" in note for note in plan.notes)
+def attention(num_kv_heads: int = 2) -> FullAttentionSpec:
+    return FullAttentionSpec(1, num_kv_heads, head_size=8, dtype=torch.float16)
 
 
-def test_impossible_plans_are_refused_with_the_way_out() -> None:
-    page = 528 * 4096
-    with pytest.raises(ConfigError, match=f"at least {11 * 4 * page} B of memory"):
-        plan_of(GRANITE, num_blocks=None, memory_bytes=page)
-    plan_of(GRANITE, num_blocks=None, memory_bytes=11 * 4 * page)
-    with pytest.raises(ConfigError, match="at least 11 blocks"):
-        plan_of(GRANITE, num_blocks=10)
-    with pytest.raises(ConfigError, match="--num-blocks or --gpu-memory"):
-        plan_of(GRANITE, num_blocks=None)
+STATE = MambaSpec(1, window_and_states(((3, 16), torch.float16), ((2, 8, 8), torch.float16)))
+FLASH, CUDA = get_backend("FLASH_ATTN", "cuda"), BackendContext("cuda", False)
 
 
-def attention(**changes: Any) -> FullAttentionSpec:
-    return replace(FullAttentionSpec(1, num_kv_heads=2, head_size=8, dtype=torch.float16), **changes)
+def sizes_of(layers: dict[str, KVCacheSpec], chunk_size: int | None = 16, **wishes: Any) -> BlockSizes:
+    return update_block_size_for_backend(layers, CacheConfig(**wishes), FLASH, CUDA, 1000, chunk_size)
 
 
-def mamba(**changes: Any) -> MambaSpec:
-    return replace(MambaSpec(1, window_and_states(((3, 16), torch.float16), ((2, 8, 8), torch.float16))), **changes)
-
-
-def sizes_of(layers: dict[str, KVCacheSpec], chunk_size: int | None = 16, **wishes: Any) -> Any:
-    backend, context = get_backend("FLASH_ATTN", "cuda"), BackendContext("cuda", False)
-    return update_block_size_for_backend(layers, CacheConfig(**wishes), backend, context, 1000, chunk_size)
-
-
-def test_models_of_one_kind_of_layer() -> None:
-    assert sizes_of({"a": attention()}).block_size == 16
-    assert sizes_of({"m": mamba()}).mamba_block_size == 1000
-    assert sizes_of({"m": mamba()}, mamba_cache_mode="all").mamba_block_size == 16
-    assert sizes_of({"m": mamba()}, mamba_cache_mode="align", mamba_block_size=96).mamba_block_size == 96
-    assert sizes_of({"m": mamba()}).page_size_bytes == mamba().state_bytes
-    with pytest.raises(ConfigError, match="no layer"):
-        sizes_of({})
-    with pytest.raises(ConfigError, match="no Mamba layer"):
-        sizes_of({"a": attention()}, mamba_block_size=16)
-    with pytest.raises(ConfigError, match="no attention layer"):
-        sizes_of({"m": mamba()}, block_size=16)
-    with pytest.raises(ConfigError, match=r"\[64, 96\] bytes per token cannot share one pool with Mamba layers"):
-        sizes_of({"a": attention(num_kv_heads=3), "b": attention(num_kv_heads=2), "m": mamba()})
-    for layers in ({"m": mamba()}, {"m": mamba(), "a": attention()}):
+@pytest.mark.parametrize(
+    ("mode", "given", "chunk", "due"),
+    [
+        ("none", None, None, 1000), ("none", 24, 16, 24), ("align", None, 16, 16), ("align", 96, None, 96),
+        ("all", None, 16, 16), ("all", 24, 16, 24), ("all", None, None, None), ("align", None, None, None),
+    ],
+)  # fmt: skip
+def test_a_lone_state_fills_its_page(mode: str, given: int | None, chunk: int | None, due: int | None) -> None:
+    wishes = {"mamba_cache_mode": mode, "mamba_block_size": given}
+    if due is None:
         with pytest.raises(ConfigError, match="chunk size"):
-            sizes_of(layers, chunk_size=None, mamba_cache_mode="all")
+            sizes_of({"m": STATE}, chunk, **wishes)
+    else:
+        assert sizes_of({"m": STATE}, chunk, **wishes) == BlockSizes(due, due, STATE.state_bytes, STATE.state_bytes)
 
 
-def test_much_padding_without_a_chunk_size_is_told_of_the_modes_that_need_none() -> None:
-    layers = {"m": mamba(), "a": attention(num_kv_heads=8, head_size=64)}
-    backend, context = get_backend("TORCH", "cpu"), BackendContext("cpu", False)
-    for mode, unit in (("align", None), ("all", 32)):
-        cache = CacheConfig(mamba_block_size=unit, mamba_cache_mode=mode, num_blocks=100)  # type: ignore[arg-type]
-        (note,) = plan_cache(layers, cache, backend, context, 500).notes
-        assert note.startswith(f"mode {mode} pads each Mamba state of {mamba().state_bytes} B by")
-        assert ("--mamba-cache-mode align" in note) == (mode == "all")
+@pytest.mark.parametrize(
+    ("layers", "wishes", "message"),
+    [
+        ((), {}, "no layer"),
+        ((attention(),), {"mamba_block_size": 16}, "no Mamba layer"),
+        ((STATE,), {"block_size": 16}, "no attention layer"),
+        (
+            (attention(3), attention(2), STATE),
+            {},
+            r"\[64, 96\] bytes per token cannot share one pool with Mamba layers",
+        ),
+    ],
+)
+def test_flags_and_layers_that_do_not_go_together(
+    layers: Sequence[KVCacheSpec], wishes: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        sizes_of({str(i): spec for i, spec in enumerate(layers)}, **wishes)
+
+
+def test_a_plan_needs_a_size_and_context_parallel_ranks_attention() -> None:
+    arguments = CacheConfig(num_blocks=9), FLASH, CUDA, 100, 128
+    with pytest.raises(ConfigError, match="--num-blocks or --gpu-memory"):
+        plan_cache({"m": STATE}, CacheConfig(), *arguments[1:])
+    with pytest.raises(ConfigError, match="--decode-context-parallel-size 2: the model has no attention"):
+        plan_cache({"m": STATE}, *arguments, context_parallel=2)
+    plan_cache({"m": STATE}, *arguments)
 
 
 def test_narrower_attention_layers_get_longer_blocks_of_the_same_page() -> None:
-    layers = {"wide": attention(num_kv_heads=4), "narrow": attention(num_kv_heads=1), "m": mamba()}
-    backend, context = get_backend("FLASH_ATTN", "cuda"), BackendContext("cuda", False)
-    cache = CacheConfig(mamba_cache_mode="align", num_blocks=100)
-    plan = plan_cache(layers, cache, backend, context, 1000, 16)
+    layers = {"wide": attention(4), "narrow": attention(1), "m": STATE}
+    plan = plan_cache(layers, CacheConfig(mamba_cache_mode="align", num_blocks=100), FLASH, CUDA, 1000, 16)
     sizes = {name: group.spec.block_size for group in plan.config.groups for name in group.layer_names}
     assert sizes["wide"] == sizes["m"] == plan.sizes.block_size
     assert sizes["narrow"] == 4 * sizes["wide"]
@@ -248,9 +469,8 @@ def test_narrower_attention_layers_get_longer_blocks_of_the_same_page() -> None:
 
 
 def test_attention_layers_alone_have_one_block_size_and_pages_of_their_own() -> None:
-    layers = {name: attention(num_kv_heads=heads) for name, heads in (("a", 2), ("b", 3), ("c", 2))}
-    backend, context = get_backend("FLASH_ATTN", "cuda"), BackendContext("cuda", False)
-    plan = plan_cache(layers, CacheConfig(memory_bytes=100_000), backend, context, 1000)
+    layers: dict[str, KVCacheSpec] = {name: attention(heads) for name, heads in (("a", 2), ("b", 3), ("c", 2))}
+    plan = plan_cache(layers, CacheConfig(memory_bytes=100_000), FLASH, CUDA, 1000)
     (group,) = describe(plan)["groups"]
     assert (group["layers"], group["block_size"], group["kernel_block_size"]) == (["a", "b", "c"], 16, 16)
     assert group["page_sizes_bytes"] == [16 * 64, 16 * 96, 16 * 64]
@@ -258,49 +478,3 @@ def test_attention_layers_alone_have_one_block_size_and_pages_of_their_own() -> 
     assert plan.config.num_blocks == 100_000 // (16 * (64 + 96 + 64))
     assert plan.config.total_bytes == plan.config.num_blocks * 16 * (64 + 96 + 64)
     assert plan.unused_layer_slots == 0
-
-
-@given(
-    num_kv_heads=st.integers(1, 8),
-    rows=st.integers(1, 8),
-    width=st.integers(1, 400),
-    mode=st.sampled_from(["none", "align", "all"]),
-    backend=st.sampled_from(["FLASH_ATTN", "FLASHINFER", "CPU_ATTN", "TORCH"]),
-    platform=st.sampled_from(["cuda", "xpu", "cpu"]),
-    block_size=st.sampled_from([None, 16, 48, 80, 256]),
-    mamba_block_size=st.sampled_from([None, 16, 24, 100]),
-    k=st.integers(0, 3),
-)
-def test_every_plan_fits_its_pages_and_kernel_blocks(
-    num_kv_heads: int,
-    rows: int,
-    width: int,
-    mode: str,
-    backend: str,
-    platform: str,
-    block_size: int | None,
-    mamba_block_size: int | None,
-    k: int,
-) -> None:
-    layers: dict[str, KVCacheSpec] = {
-        "a": attention(num_kv_heads=num_kv_heads),
-        "m": mamba(
-            parts=window_and_states(((rows + k, width), torch.float16), ((rows, width), torch.float16)),
-            undo=UndoSpec(k),
-        ),
-    }
-    cache = CacheConfig(block_size, mamba_block_size if mode == "all" else None, mode, num_blocks=64)  # type: ignore[arg-type]
-    attention_backend, context = get_backend(backend, platform), BackendContext.for_layers(platform, layers)
-    plan = plan_cache(layers, cache, attention_backend, context, 500, 32)
-    sizes = plan.sizes
-    assert sizes.page_size_bytes == sizes.block_size * 2 * num_kv_heads * 8 * 2
-    assert sizes.page_size_bytes >= sizes.mamba_state_bytes
-    assert sizes.block_size % (block_size or 1) == 0
-    assert all(
-        g.spec.block_size % size == 0 for g, size in zip(plan.config.groups, plan.kernel_block_sizes, strict=True)
-    )
-    if mode != "none":
-        assert sizes.mamba_block_size == sizes.block_size
-        assert sizes.block_size % (cache.mamba_block_size or 1) == 0
-    assert plan.config.max_blocks_per_request(plan.longest_request) <= plan.usable_blocks
-    assert plan.token_capacity >= plan.longest_request

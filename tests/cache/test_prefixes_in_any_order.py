@@ -2,7 +2,7 @@
 
 The machine is the scheduler and the model at once. Of a block it writes a stamp of all tokens up to its end where the
 model would write K and V, or the state after them, and reads that stamp where the model would read. A block that is
-somebody else's, one that is published too early, or a prefix of another salt has another stamp.
+another request's, one that is published too early, or a prefix of another salt has another stamp.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hybrid_kv.cache.block_hash import BlockHashes
-from hybrid_kv.cache.columns import NewBlocks
 from hybrid_kv.cache.manager import KVCacheManager
 from hybrid_kv.cache.offload import KVOffload
+from hybrid_kv.cache.request_blocks import NewBlocks
 from hybrid_kv.cache.spec import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
+    RollbackSpec,
     StatePart,
-    UndoSpec,
+    StateProgress,
 )
 
 PAGE, LONGEST = 128, 48  # bytes, tokens
@@ -39,7 +40,9 @@ def attention(block_size: int) -> FullAttentionSpec:
 
 
 def mamba(mode: str) -> MambaSpec:
-    return MambaSpec(4, (StatePart("state", (8,), torch.float16),), PAGE, mamba_cache_mode=mode, undo=UndoSpec(K))
+    return MambaSpec(
+        4, (StatePart("state", (8,), torch.float16),), PAGE, mamba_cache_mode=mode, rollback=RollbackSpec(K)
+    )
 
 
 LAYOUTS: tuple[tuple[KVCacheSpec, ...], ...] = (
@@ -56,7 +59,7 @@ class Running:
     tokens: list[int]
     salt: str
     hashes: BlockHashes
-    columns: list[list[int]]
+    logical_blocks: list[list[int]]
     computed: int = 0
 
 
@@ -81,13 +84,13 @@ class Prefixes(RuleBasedStateMachine):
     def write(self, one: Running, begin: int, end: int, is_decode: bool) -> None:
         """K and V of these tokens, and the states that a step leaves behind them."""
         for group, spec in enumerate(self.specs):
-            size, columns = spec.block_size, one.columns[group]
+            size, logical_blocks = spec.block_size, one.logical_blocks[group]
             ends = [n for n in range(begin + 1, end + 1) if n % size == 0]
             if isinstance(spec, MambaSpec):
                 inside = is_decode or spec.mode.keeps_inside
                 ends = [*(ends if inside else []), end]
             for n in ends:
-                block = columns[(n - 1) // size]
+                block = logical_blocks[(n - 1) // size]
                 assert block, f"group {group} writes the state or the block after {n} tokens nowhere"
                 assert self.manager.pool.key_of(block) is None, f"group {group} writes a block that lookups find"
                 self.raw[block] = self.stamp(one, n, group)
@@ -95,17 +98,17 @@ class Prefixes(RuleBasedStateMachine):
     def read(self, one: Running, end: int) -> None:
         """What the next step needs of the first `end` tokens."""
         for group, spec in enumerate(self.specs):
-            size, columns = spec.block_size, one.columns[group]
+            size, logical_blocks = spec.block_size, one.logical_blocks[group]
             ends = [end] if isinstance(spec, MambaSpec) else range(size, end + 1, size)
             for n in ends:
-                block = columns[(n - 1) // size]
+                block = logical_blocks[(n - 1) // size]
                 assert block and torch.equal(self.raw[block], self.stamp(one, n, group)), f"group {group}, {n} tokens"
 
     # What the scheduler does.
 
     def take(self, one: Running, new: NewBlocks) -> None:
-        for columns, part in zip(one.columns, new.per_group(), strict=True):
-            columns += part.tolist()
+        for logical_blocks, part in zip(one.logical_blocks, new.per_group(), strict=True):
+            logical_blocks += part.tolist()
 
     def chunk(self, name: str, budget: int) -> bool:
         """The next tokens of a prompt, or the first ones behind what the cache has; False: there is no room."""
@@ -126,15 +129,15 @@ class Prefixes(RuleBasedStateMachine):
             self.read(one, begin)
         self.write(one, begin, end, is_decode=False)
         one.computed = end
-        manager.cache_blocks(name, one.hashes, one.tokens, end, False, end)
+        manager.cache_blocks(name, one.hashes, one.tokens, StateProgress(end, end), False)
         return True
 
     def forget_given_back(self, one: Running) -> None:
         """The states before the one that the next step reads, whether there is room for that step or not."""
-        for spec, columns in zip(self.specs, one.columns, strict=True):
+        for spec, logical_blocks in zip(self.specs, one.logical_blocks, strict=True):
             if isinstance(spec, MambaSpec) and spec.mode.gives_back and one.computed:
                 first = spec.mode.first_needed(one.computed, spec.block_size)
-                columns[:first] = [0] * len(columns[:first])
+                logical_blocks[:first] = [0] * len(logical_blocks[:first])
 
     @precondition(lambda self: len(self.running) < 4)
     @rule(data=st.data(), salt=st.sampled_from(["", "", "a"]), budget=st.sampled_from(BUDGET))
@@ -168,7 +171,7 @@ class Prefixes(RuleBasedStateMachine):
         one.tokens += data.draw(st.lists(st.integers(1, 2), min_size=1 + min(accepted, drafts), max_size=1 + drafts))
         one.computed = len(one.tokens)
         self.write(one, begin, one.computed, is_decode=True)
-        self.manager.cache_blocks(name, one.hashes, one.tokens, one.computed, True, one.computed)
+        self.manager.cache_blocks(name, one.hashes, one.tokens, StateProgress(one.computed, one.computed), True)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -186,7 +189,7 @@ class Prefixes(RuleBasedStateMachine):
     def is_whole(self) -> None:
         self.manager.check_integrity(tuple(self.running))
         for name, one in self.running.items():
-            held = [[block for block in columns if block] for columns in one.columns]
+            held = [[block for block in logical_blocks if block] for logical_blocks in one.logical_blocks]
             assert [ids.tolist() for ids in self.manager.block_ids(name)] == held
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from hybrid_kv.attention.undo import undo_spec
+from hybrid_kv.attention.rollback import rollback_spec
 from hybrid_kv.cache.backend import BackendContext, get_backend
 from hybrid_kv.cache.plan import CachePlan, plan_cache
-from hybrid_kv.cache.ranks import Ranks, over_context
-from hybrid_kv.cache.spec import KVCacheConfig, with_undo
+from hybrid_kv.cache.ranks import Ranks
+from hybrid_kv.cache.spec import with_rollback
 from hybrid_kv.config import CacheConfig, ConfigError
 from hybrid_kv.models.shapes import model_shape
 from tests.model_configs import CONFIGS, NEMOTRON_3_NANO
@@ -19,13 +19,14 @@ from tests.model_configs import CONFIGS, NEMOTRON_3_NANO
 def plan_of(ranks: Ranks, name: str = NEMOTRON_3_NANO, k: int = 0, rows: int = 0, **wishes: Any) -> CachePlan:
     cache = CacheConfig(**({"num_blocks": 4096, "mamba_cache_mode": "align"} | wishes))
     shape = model_shape(CONFIGS[name], cache=cache, num_speculative_tokens=k, ranks=ranks)
-    undo = undo_spec(cache, k, False, list(shape.layers.values()))
-    layers = {layer: with_undo(spec, undo) for layer, spec in shape.layers.items()}
+    rollback = rollback_spec(cache, k, False, list(shape.layers.values()))
+    layers = {layer: with_rollback(spec, rollback) for layer, spec in shape.layers.items()}
     context = BackendContext.for_layers("cuda", layers)
     attention, stages = get_backend("auto", "cuda"), shape.stages(ranks)
     return plan_cache(
-        layers, cache, attention, context, 131072, shape.mamba_chunk_size, rows, stages, ranks.context_parallel
-    )
+        layers, cache, attention, context, 131072, shape.mamba_chunk_size, rows, stages,
+        ranks.decode_context_parallel_size,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -40,7 +41,9 @@ def plan_of(ranks: Ranks, name: str = NEMOTRON_3_NANO, k: int = 0, rows: int = 0
     ],
 )
 def test_stages_divide_the_layers_as_vllm_does(layers: int, count: int, sizes: list[int]) -> None:
-    stages = Ranks(pipeline_parallel=count).stages(layers)
+    ranks = Ranks(2, count, 2)
+    assert ranks.num_gpus == 2 * count
+    stages = ranks.stages(layers)
     assert [len(stage) for stage in stages] == sizes
     assert [layer for stage in stages for layer in stage] == list(range(layers))
 
@@ -50,7 +53,7 @@ def test_one_of_eight_ranks_of_nemotron_3_nano() -> None:
     3 * (8 * 64 + 2 * 128) * 2 B = 4,608 B, the float32 state 8 * 64 * 128 * 4 B = 262,144 B: 266,752 B, 521 tokens of
     attention, so blocks of 528 and pages of 270,336 B. Six layers in a group: 1,622,016 B a block.
     """
-    plan = plan_of(Ranks(tensor_parallel=8), num_blocks=None, memory_bytes=10**9)
+    plan = plan_of(Ranks(tensor_parallel_size=8), num_blocks=None, memory_bytes=10**9)
     assert (plan.sizes.block_size, plan.sizes.mamba_state_bytes) == (528, 266_752)
     assert plan.config.page_size_bytes == 270_336
     assert plan.config.block_bytes == 1_622_016
@@ -65,7 +68,7 @@ def test_stages_share_the_groups_of_the_whole_model_and_the_blocks_of_the_poores
     Their Mamba layers are 8, 7 and 8, dealt in turn to four groups: 2 at most in a group of a stage. A block has as
     many pages as the longest group of a stage has layers: 2, 3 and 2 of 2,146,304 B, as on one GPU.
     """
-    whole, plan = plan_of(Ranks()), plan_of(Ranks(pipeline_parallel=3), num_blocks=None, memory_bytes=10**9)
+    whole, plan = plan_of(Ranks()), plan_of(Ranks(pipeline_parallel_size=3), num_blocks=None, memory_bytes=10**9)
     assert [group.layer_names for group in plan.config.groups] == [group.layer_names for group in whole.config.groups]
     assert [stage.block_bytes for stage in plan.stages] == [pages * 2_146_304 for pages in (2, 3, 2)]
     assert [sum(len(group.layer_names) for group in stage.groups) for stage in plan.stages] == [10, 10, 9]
@@ -82,7 +85,7 @@ def test_the_stage_with_most_layers_decides_and_pays_for_its_own_rings() -> None
     rings, page = 10 * 12 * 115_456, 2128 * 1024
     memory = rings + 100 * 3 * page
     plan = plan_of(
-        Ranks(pipeline_parallel=2), k=3, rows=10, state_scheme="replay", replay_ring_len=11,
+        Ranks(pipeline_parallel_size=2), k=3, rows=10, state_scheme="recompute", recompute_ring_len=11,
         num_blocks=None, memory_bytes=memory,
     )  # fmt: skip
     assert [stage.bytes_per_row for stage in plan.stages] == [12 * 115_456, 11 * 115_456]
@@ -94,7 +97,7 @@ def test_the_stage_with_most_layers_decides_and_pays_for_its_own_rings() -> None
 
 def test_a_stage_without_a_cache_is_no_limit() -> None:
     """The last of 52 stages has layer 51, experts alone."""
-    plan = plan_of(Ranks(pipeline_parallel=52), num_blocks=None, memory_bytes=2_146_304 * 50)
+    plan = plan_of(Ranks(pipeline_parallel_size=52), num_blocks=None, memory_bytes=2_146_304 * 50)
     assert plan.stages[-1].block_bytes == 0
     assert plan.config.num_blocks == 50
 
@@ -107,18 +110,13 @@ def test_context_parallel_ranks_multiply_the_tokens_of_attention_blocks_alone() 
     assert shared.token_capacity > 3 * alone.token_capacity
 
 
-def test_one_rank_is_the_whole() -> None:
-    plan = plan_of(Ranks())
-    assert plan.stages == (plan.config,)
-    assert plan.fullest.total_bytes == plan.config.total_bytes
-    assert over_context(plan.config, 1) == KVCacheConfig(4096, plan.config.groups)
-
-
 @pytest.mark.parametrize(
     ("ranks", "message"),
     [
-        ((0, 1, 1), "tensor_parallel=0 must be an integer >= 1"),
-        ((8, 1, 3), "--context-parallel 3 must divide --tensor-parallel 8"),
+        ((0, 1, 1), "tensor_parallel_size=0 must be an integer >= 1"),
+        ((1, -1, 1), "pipeline_parallel_size=-1 must be an integer >= 1"),
+        ((1, 1, 0), "decode_context_parallel_size=0 must be an integer >= 1"),
+        ((8, 1, 3), "--decode-context-parallel-size 3 must divide --tensor-parallel-size 8"),
     ],
 )
 def test_ranks_that_cannot_be(ranks: tuple[int, int, int], message: str) -> None:
@@ -126,14 +124,6 @@ def test_ranks_that_cannot_be(ranks: tuple[int, int, int], message: str) -> None
         Ranks(*ranks)
 
 
-def test_more_stages_than_layers_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--pipeline-parallel 53: the model has 52 layers; use at most as many"):
-        plan_of(Ranks(pipeline_parallel=53))
-
-
-def test_a_model_without_attention_has_no_tokens_to_divide() -> None:
-    config = {**CONFIGS[NEMOTRON_3_NANO], "hybrid_override_pattern": "MM", "num_hidden_layers": 2}
-    shape = model_shape(config, ranks=Ranks(2, 1, 2))
-    arguments = get_backend("auto", "cuda"), BackendContext.for_layers("cuda", shape.layers), 100, 128
-    with pytest.raises(ConfigError, match="--context-parallel 2: the model has no attention layer"):
-        plan_cache(shape.layers, CacheConfig(num_blocks=9), *arguments, context_parallel=2)
+def test_more_stages_than_layers_are_rejected() -> None:
+    with pytest.raises(ConfigError, match="--pipeline-parallel-size 53: the model has 52 layers; use at most as many"):
+        plan_of(Ranks(pipeline_parallel_size=53))

@@ -2,44 +2,38 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_kv.attention.undo import ReplaySpec, undo_spec
+from hybrid_kv.attention.rollback import RecomputeSpec, rollback_spec
 from hybrid_kv.cache.spec import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
-    MLAAttentionSpec,
+    RollbackSpec,
     StatePart,
-    UndoSpec,
     UniformTypeKVCacheSpecs,
     group_layers,
     window_and_states,
-    with_block_size,
-    with_undo,
+    with_rollback,
 )
 from hybrid_kv.config import CacheConfig, ConfigError
 
+DTYPES = [torch.int8, torch.bfloat16, torch.float32]
 ATTENTION = FullAttentionSpec(16, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
 
 
 def mamba(mode: str = "none", k: int = 0, block_size: int = 64, padded: int | None = None) -> MambaSpec:
     parts = window_and_states(((3, 10), torch.bfloat16), ((4, 8), torch.float32))
-    return MambaSpec(block_size, parts, padded, mamba_cache_mode=mode, undo=UndoSpec(k))
-
-
-def test_page_bytes() -> None:
-    assert ATTENTION.page_size_bytes == 2 * 16 * 2 * 128 * 2
-    assert mamba().state_bytes == 3 * 10 * 2 + 4 * 8 * 4
-    assert mamba().page_size_bytes == 188
-    assert mamba(padded=256).page_size_bytes == 256
+    return MambaSpec(block_size, parts, padded, mamba_cache_mode=mode, rollback=RollbackSpec(k))
 
 
 @pytest.mark.parametrize(
@@ -54,14 +48,14 @@ def test_blocks_of_one_request_with_speculative_ones_in_every_mode(mode: str, k:
 
 
 @pytest.mark.parametrize(("mode", "blocks", "width"), [("none", 1, 1), ("align", 2, 4), ("all", 4, 4)])
-def test_replay_has_a_ring_in_place_of_speculative_blocks(mode: str, blocks: int, width: int) -> None:
+def test_recompute_has_a_ring_in_place_of_speculative_blocks(mode: str, blocks: int, width: int) -> None:
     inputs = (
         StatePart("x", (4, 2), torch.bfloat16),
         StatePart("B", (1, 8), torch.bfloat16),
         StatePart("dt", (4,), torch.float32),
     )
     layer = replace(mamba(mode, padded=2048), inputs=inputs)
-    spec = with_undo(with_undo(layer, UndoSpec(5)), ReplaySpec(3, 36))
+    spec = with_rollback(with_rollback(layer, RollbackSpec(5)), RecomputeSpec(3, 36))
     assert isinstance(spec, MambaSpec)
     assert [part.shape for part in spec.parts] == [(3 + 3, 10), (4, 8)]
     assert (spec.num_speculative_blocks, spec.num_speculative_tokens) == (0, 3)
@@ -69,44 +63,56 @@ def test_replay_has_a_ring_in_place_of_speculative_blocks(mode: str, blocks: int
     assert spec.block_table_width(200) == width
     assert spec.row_bytes == 36 * (8 * 2 + 8 * 2 + 4 * 4)
     assert spec.max_memory_usage_bytes(200) == blocks * 2048 + spec.row_bytes
-    assert with_undo(spec, UndoSpec(3)) == with_undo(layer, UndoSpec(3))
+    assert with_rollback(spec, RollbackSpec(3)) == with_rollback(layer, RollbackSpec(3))
 
 
 def test_a_ring_longer_than_a_block_keeps_one_more_state() -> None:
-    assert [ReplaySpec(3, ring_len).most_columns_behind(16) for ring_len in (16, 17, 23, 400)] == [1, 2, 2, 2]
-    assert [ReplaySpec(7, 400).most_columns_behind(size) for size in (8, 14, 15, 64)] == [3, 3, 2, 2]
-    assert [ReplaySpec(3, 12, late).most_columns_behind(16) for late in (0, 4, 5)] == [1, 1, 2]
+    assert [RecomputeSpec(3, ring_len).most_logical_blocks_behind(16) for ring_len in (16, 17, 23, 400)] == [1, 2, 2, 2]
+    assert [RecomputeSpec(7, 400).most_logical_blocks_behind(size) for size in (8, 14, 15, 64)] == [3, 3, 2, 2]
+    assert [RecomputeSpec(3, 12, late).most_logical_blocks_behind(16) for late in (0, 4, 5)] == [1, 1, 2]
 
 
 def test_the_ring_that_a_user_gets() -> None:
     layers = [mamba()]
-    assert undo_spec(CacheConfig(), 3, True, layers) == UndoSpec(3)
-    assert undo_spec(CacheConfig(state_scheme="replay"), 3, False, layers) == ReplaySpec(3, 36)
-    given = CacheConfig(state_scheme="replay", replay_ring_len=11)
-    assert undo_spec(given, 3, True, layers) == ReplaySpec(3, 11, 4)
+    assert rollback_spec(CacheConfig(), 3, True, layers) == RollbackSpec(3)
+    assert rollback_spec(CacheConfig(state_scheme="recompute"), 3, False, layers) == RecomputeSpec(3, 36)
+    given = CacheConfig(state_scheme="recompute", recompute_ring_len=11)
+    assert rollback_spec(given, 3, True, layers) == RecomputeSpec(3, 11, 4)
     with pytest.raises(
-        ConfigError, match="replay_ring_len=11 is too short for num_speculative_tokens=4, which needs 14"
+        ConfigError, match="recompute_ring_len=11 is too short for num_speculative_tokens=4, which needs 14"
     ):
-        undo_spec(given, 4, False, layers)
+        rollback_spec(given, 4, False, layers)
     with pytest.raises(ConfigError, match="no Mamba layer"):
-        undo_spec(given, 3, False, [ATTENTION])
+        rollback_spec(given, 3, False, [ATTENTION])
 
 
-def test_attention_blocks_of_one_request() -> None:
-    assert [ATTENTION.max_blocks_per_request(length) for length in (1, 16, 17)] == [1, 1, 2]
-    assert ATTENTION.block_table_width(17) == 2
-
-
-def test_a_state_must_fit_its_page_and_be_aligned() -> None:
+def test_a_state_must_fit_its_page() -> None:
     with pytest.raises(ConfigError, match=r"padded Mamba page \(187 B\) is smaller than the state \(188 B\)"):
         mamba(padded=187)
-    with pytest.raises(ConfigError, match="not aligned to 4 B"):
-        mamba(padded=190)
-    with pytest.raises(ConfigError, match="at byte 6"):
-        MambaSpec(1, window_and_states(((3,), torch.bfloat16), ((1,), torch.float32)))
 
 
-def test_the_elements_of_a_state_divide_a_page_that_nobody_pads() -> None:
+@given(
+    drawn=st.lists(
+        st.tuples(st.integers(1, 5), st.sampled_from([torch.int8, torch.bfloat16, torch.float32])), min_size=1
+    ),
+    more=st.none() | st.integers(0, 7),
+)
+def test_a_part_of_a_state_is_aligned_to_its_dtype_in_every_page(
+    drawn: list[tuple[int, torch.dtype]], more: int | None
+) -> None:
+    parts = tuple(StatePart(f"part{i}", (count,), dtype) for i, (count, dtype) in enumerate(drawn))
+    *starts, whole = accumulate((part.nbytes for part in parts), initial=0)
+    padded = None if more is None else whole + more
+    wrong = [
+        f"a {dtype} state part at byte {start} of a {padded or whole} B page is not aligned to {dtype.itemsize} B"
+        for start, (_, dtype) in zip(starts, drawn, strict=True)
+        if start % dtype.itemsize or (padded or 0) % dtype.itemsize
+    ]
+    with pytest.raises(ConfigError, match=wrong[0]) if wrong else nullcontext():
+        MambaSpec(1, parts, padded)
+
+
+def test_the_elements_of_a_state_divide_a_page_without_padding() -> None:
     """Else the views of the second page begin inside the first."""
     state = MambaSpec(1, window_and_states(((1,), torch.float32), ((1,), torch.bfloat16)))
     config = KVCacheConfig(10, (KVCacheGroupSpec(("m",), state),))
@@ -129,15 +135,6 @@ def test_layers_of_different_pages_may_share_a_table_when_they_are_of_one_type()
         UniformTypeKVCacheSpecs(32, (("a", ATTENTION),))
 
 
-def test_config_counts_bytes_and_blocks_over_groups() -> None:
-    state = mamba(padded=ATTENTION.page_size_bytes)
-    groups = (KVCacheGroupSpec(("m0", "m1"), state), KVCacheGroupSpec(("a0",), ATTENTION))
-    config = KVCacheConfig(10, groups)
-    assert (config.num_buffers, config.page_size_bytes) == (2, 16384)
-    assert config.total_bytes == 10 * 2 * 16384
-    assert config.max_blocks_per_request(33) == 1 + 3
-
-
 def test_bytes_of_layers_whose_pages_differ() -> None:
     small, large = FullAttentionSpec(8, 1, 2, torch.int32), FullAttentionSpec(8, 2, 2, torch.int32)
     shared = UniformTypeKVCacheSpecs(8, (("b", large), ("a", small)))
@@ -158,14 +155,6 @@ def layers(num_mamba: int, num_attention: int) -> dict[str, KVCacheSpec]:
     return {**{f"m{i}": state for i in range(num_mamba)}, **{f"a{i}": ATTENTION for i in range(num_attention)}}
 
 
-@pytest.mark.parametrize(
-    ("num_mamba", "num_attention", "lengths"),
-    [(13, 12, [13, 12]), (18, 12, [9, 9, 12]), (36, 4, [4] * 10), (23, 6, [6, 6, 6, 5, 6]), (0, 3, [3]), (2, 0, [2])],
-)
-def test_group_lengths(num_mamba: int, num_attention: int, lengths: list[int]) -> None:
-    assert [len(group.layer_names) for group in group_layers(layers(num_mamba, num_attention))] == lengths
-
-
 @given(st.integers(0, 40), st.integers(1, 40))
 def test_groups_hold_every_layer_once_in_order(num_mamba: int, num_attention: int) -> None:
     specs = layers(num_mamba, num_attention)
@@ -182,20 +171,3 @@ def test_groups_need_layers_of_one_page_size() -> None:
         group_layers({})
     with pytest.raises(ConfigError, match="one page size"):
         group_layers({"a": ATTENTION, "m": mamba()})
-
-
-def test_layers_of_one_type_and_unequal_pages_are_one_group() -> None:
-    wide = replace(ATTENTION, num_kv_heads=3)
-    (group,) = group_layers({"a": ATTENTION, "b": wide, "c": ATTENTION})
-    assert group.layer_names == ("a", "b", "c")
-    assert group.layer_specs == (ATTENTION, wide, ATTENTION)
-    with pytest.raises(ConfigError, match="one page size"):
-        group_layers({"a": ATTENTION, "b": replace(wide, block_size=32)})
-
-
-def test_a_latent_page_has_one_vector_per_token() -> None:
-    """Half of what one head of K and V of that size takes (vLLM's `MLAAttentionSpec`)."""
-    spec = MLAAttentionSpec(16, 576, torch.bfloat16)
-    assert spec.page_size_bytes == 16 * 576 * 2
-    assert spec.max_blocks_per_request(33) == 3
-    assert with_block_size(spec, 8).page_size_bytes == spec.page_size_bytes // 2

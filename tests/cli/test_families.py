@@ -19,12 +19,6 @@ def test_a_checkpoint_is_written_once(capsys: pytest.CaptureFixture[str], tmp_pa
     assert (code, out, err) == (2, "", f"error: {folder} is there and not an empty folder; give another one\n")
 
 
-def test_an_unknown_family_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, out, err = run(capsys, "checkpoint", "bert", str(tmp_path / "made"))
-    assert (code, out) == (2, "") and err.startswith("error: checkpoint: model_type 'bert' is not supported")
-    assert err.count("\n") == 1 and not (tmp_path / "made").exists()
-
-
 def test_families_that_run_come_first(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "families", "--json")
     found = json.loads(out)

@@ -22,9 +22,9 @@ class Stdin:
 @pytest.mark.parametrize(
     ("stdin", "said"),
     [
-        (None, "no prompt: none is given as an argument, and standard input is closed"),
+        (None, "no prompt: give one as an argument; standard input is closed"),
         (Stdin(b""), "no prompt: give one as an argument or on standard input"),
-        (Stdin(b"ab\xff"), "standard input is no text: byte 2 is not UTF-8"),
+        (Stdin(b"ab\xff"), "standard input is not text: byte 2 is not UTF-8"),
     ],
 )
 def test_standard_input_that_holds_no_prompt_is_one_line(
@@ -48,15 +48,15 @@ def test_every_line_of_standard_input_is_a_prompt(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_a_checkpoint_takes_is_told_before_it_is_loaded(capsys, tmp_path, monkeypatch, dtype):
+def test_what_a_checkpoint_takes_is_printed_before_it_is_loaded(capsys, tmp_path, monkeypatch, dtype):
     write_checkpoint("qwen3_5_text", tmp_path)
     options = ("generate", "w5 w6", "--model", str(tmp_path), "--max-tokens", "2", "--dtype", dtype)
     code, out, err = run(capsys, *options)
     assert code == 0 and out.startswith("w5 w6")
     assert re.search(
-        rf"^loading qwen3_5_text in {dtype}: [\d,]+ B of weights on disk; a request of 2,048 tokens takes", err, re.M
+        rf"^loading qwen3_5_text in {dtype}: [\d,]+ B of weights on disk; a request of 4,096 tokens takes", err, re.M
     )
-    monkeypatch.setattr("hybrid_kv.engine.build.load_model", None)  # it is told, though nothing could be loaded
+    monkeypatch.setattr("hybrid_kv.engine.build.load_model", None)  # printed although nothing could be loaded
     with pytest.raises(TypeError):
         run(capsys, *options)
     assert "B of weights on disk" in capsys.readouterr().err

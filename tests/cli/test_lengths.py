@@ -1,4 +1,4 @@
-"""Lengths of requests are read as written, or refused in one line that says where."""
+"""Lengths of requests are read as written, or rejected in one line with the place."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_file_has_a_request_in_each_row(tmp_path: Path, name: str, text: str) 
     assert (prompts.tolist(), outputs.tolist()) == ([100, 7], [20, 3])
 
 
-def test_a_lognormal_distribution_has_the_mean_and_the_percentile_asked_for() -> None:
+def test_a_lognormal_distribution_has_the_mean_and_the_given_percentile() -> None:
     prompts, outputs = read_lengths("lognormal:prompt=1000/8000,output=200/1000")
     for lengths, mean, p99 in ((prompts, 1000, 8000), (outputs, 200, 1000)):
         assert len(lengths) == 10_000
@@ -50,15 +50,15 @@ def test_equal_mean_and_percentile_are_one_length() -> None:
     ("text", "message"),
     [
         ("lognormal:prompt=1000,output=200", r"write lognormal:prompt=MEAN/P99,output=MEAN/P99 in whole tokens"),
-        ("lognormal:prompt=1000/900,output=200/300", "prompt=1000/900 is no lognormal distribution"),
-        ("lognormal:prompt=10/20,output=10/150", "output=10/150 is no lognormal distribution"),
-        ("lognormal:prompt=0/0,output=1/1", "prompt=0/0 is no lognormal distribution"),
+        ("lognormal:prompt=1000/900,output=200/300", "prompt=1000/900 is not a lognormal distribution"),
+        ("lognormal:prompt=10/20,output=10/150", "output=10/150 is not a lognormal distribution"),
+        ("lognormal:prompt=0/0,output=1/1", "prompt=0/0 is not a lognormal distribution"),
         ("uniform", "neither a .csv or .jsonl file nor lognormal"),
         ("a\0.csv", "embedded null byte"),
         ("missing.csv", r"missing.csv cannot be read \(No such file"),
     ],
 )
-def test_what_is_no_distribution_and_no_file(text: str, message: str) -> None:
+def test_neither_a_distribution_nor_a_file(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_lengths(text)
 
@@ -66,21 +66,25 @@ def test_what_is_no_distribution_and_no_file(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.csv", "prompt,output\n1,2\n", "a.csv has no column prompt_tokens; its first line must name"),
-        ("a.csv", "", "has no column prompt_tokens"),
+        ("a.csv", "prompt,output\n1,2\n", "a.csv, request 1: prompt_tokens='None' must be"),
+        ("a.csv", "", "a.csv has no requests"),
         ("a.csv", "prompt_tokens,output_tokens\n", "a.csv has no requests"),
-        ("a.csv", "prompt_tokens,output_tokens\n5,6\n7,0\n", "a.csv:3: output_tokens='0' must be an integer from 1 to"),
-        ("a.csv", "prompt_tokens,output_tokens\n5\n", "a.csv:2: output_tokens='None' must be"),
-        ("a.csv", "prompt_tokens,output_tokens\n1e3,6\n", "a.csv:2: prompt_tokens='1e3' must be"),
-        ("a.jsonl", '{"prompt_tokens": 5, "output_tokens": true}', "a.jsonl:1: output_tokens='True' must be"),
-        ("a.jsonl", '{"prompt_tokens": 5, "output_tokens": 6}\n[1]\n', "a.jsonl:2 is no JSON object"),
-        ("a.jsonl", '{"prompt_tokens": 5,', "a.jsonl:1 is no JSON object"),
-        ("a.jsonl", '{"prompt_tokens": 9999999999, "output_tokens": 6}', "a.jsonl:1: prompt_tokens='9999999999'"),
+        ("a.csv", "prompt_tokens,output_tokens\n5,6\n7,0\n", "request 2: output_tokens='0' must be an integer from 1"),
+        ("a.csv", "prompt_tokens,output_tokens\n5\n", "a.csv, request 1: output_tokens='None' must be"),
+        ("a.csv", "prompt_tokens,output_tokens\n1e3,6\n", "a.csv, request 1: prompt_tokens='1e3' must be"),
+        ("a.jsonl", '{"prompt_tokens": 5, "output_tokens": true}', "request 1: output_tokens='True' must be"),
+        ("a.jsonl", '{"prompt_tokens": 5, "output_tokens": 6}\n[1]\n', "is not a JSON object"),
+        ("a.jsonl", '{"prompt_tokens": 5,', "is not a JSON object with"),
+        (
+            "a.jsonl",
+            '{"prompt_tokens": 9999999999, "output_tokens": 6}',
+            "request 1: prompt_tokens='9999999999'",
+        ),
         ("a.csv", b"\xff\xfe\x00", "write it as UTF-8 text"),
     ],
 )
 def test_a_file_that_is_wrong_says_where(tmp_path: Path, name: str, text: str | bytes, message: str) -> None:
     (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(ConfigError, match=message) as told:
+    with pytest.raises(ConfigError, match=message) as error:
         read_lengths(str(tmp_path / name))
-    assert "cannot be read" not in str(told.value) or "UTF-8" in message
+    assert "cannot be read" not in str(error.value) or "UTF-8" in message

@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from importlib.metadata import version
 
 import pytest
-import typer
 
-from hybrid_kv.cli import app
-from tests.cli.run import run
+from hybrid_kv.config import PARTS, EngineConfig
+from tests.cli.run import commands, run
 
 
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "--version") == (0, f"hybrid-kv {version('hybrid_kv')}\n", "")
 
 
-def test_a_shell_can_complete_options(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "--help")
-    assert code == 0 and "--install-completion" in out
+def test_every_setting_of_an_engine_is_an_option_of_the_commands_that_start_one() -> None:
+    """One name, type and help, written in `hybrid_kv.config`."""
+    names = {field.name for config in (*PARTS.values(), EngineConfig) for field in fields(config)}
+    names -= {*PARTS, "captured_batch_sizes"}
+    found = commands()
+    helps: dict[str, set[str]] = {}
+    for name in ("generate", "serve", "accuracy", "plan"):
+        given = {one.name: one for one in found[name].params}
+        assert name == "plan" or names <= given.keys(), name
+        for option in names & given.keys() - {"seed", "platform", "max_model_len"}:
+            assert given[option].opts == [f"--{option.replace('_', '-')}"]
+            helps.setdefault(option, set()).add(given[option].help)
+    assert len(helps) > 20 and all(len(texts) == 1 for texts in helps.values())
 
 
-def test_options_of_one_name_mean_the_same_everywhere() -> None:
-    """A command that prints JSON can also write it; the shared options have one help text."""
-    found: dict[str, set[str]] = {}
-
-    def look(command: typer.core.TyperCommand) -> None:
-        own = {option: parameter for parameter in command.params for option in parameter.opts}
-        if "--json" in own:
-            assert own["--json"].is_flag and "--out" in own, command.name
-        for option in {"--json", "-k", "--record"} & set(own):
-            found.setdefault(option, set()).add(own[option].help)
-        for inner in getattr(command, "commands", {}).values():
-            look(inner)
-
-    for command in typer.main.get_command(app).commands.values():  # type: ignore[attr-defined]
-        look(command)
-    assert {option: len(texts) for option, texts in found.items()} == {"--json": 1, "-k": 1, "--record": 1}
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--max-num-seqs", "0"], "max_num_seqs=0 must be an integer >= 1"),
+        (["--mamba-cache-mode", "some"], "Invalid value for '--mamba-cache-mode'"),
+        (["--no-enable-prefix-caching", "--mamba-cache-mode", "all"], "enable_prefix_caching=False turns off"),
+        (["--speculative-method", "mtp"], "speculative_method='mtp' needs num_speculative_tokens >= 1"),
+        (["--tensor-parallel-size", "2"], "No such option"),
+    ],
+)
+def test_a_setting_reaches_the_configuration(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
+    code, out, err = run(capsys, "generate", "a", *words)
+    assert (code, out, err.count("\n")) == (2, "", 1) and said in err

@@ -8,17 +8,10 @@ from pathlib import Path
 import pytest
 
 from hybrid_kv.cli import main
-from hybrid_kv.results import Head, Told
+from tests.dashboard.html import Checkout
 from tests.dashboard.rows import history, row, write
 
 GUARD = {"suite": "guard", "benchmark": "layout", "metric": "views", "unit": "views"}
-
-
-class Checkout(Head):
-    """Git knows every commit, all of them by one author, whose name a terminal would obey."""
-
-    def tell(self, commits: object) -> dict[str, Told]:
-        return {str(commit): Told("A\x1b[31mU", "2026-01-01", "x") for commit in list(commits)}  # type: ignore[call-overload]
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
@@ -32,7 +25,7 @@ def rows(*verdicts: str) -> list[dict[str, object]]:
     return [row(number, verdict=verdict, **GUARD) for number, verdict in enumerate(verdicts)]
 
 
-def test_it_says_what_is_red_since_when_and_by_whom(
+def test_it_prints_what_fails_since_which_commit_and_author(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hybrid_kv.results.head", lambda: Checkout("a" * 40))
@@ -42,21 +35,19 @@ def test_it_says_what_is_red_since_when_and_by_whom(
     assert (code, err) == (1, "")
     assert out.splitlines() == [
         "✕ fail  guard: layout, views: 100 views",
-        "    since 0000100001, 2026-01-02, A\ufffd[31mU; last green: 0000000000, 2026-01-01",
+        "    since 0000100001, 2026-01-02, A <b>\ufffd[31m U; last passed: 0000000000, 2026-01-01",
         "+20 % worse  state_update: slots, held: 10 blocks → 12 blocks",
-        "    since 0000100001, 2026-01-02, A\ufffd[31mU; last green: 0000000000, 2026-01-01",
+        "    since 0000100001, 2026-01-02, A <b>\ufffd[31m U; last passed: 0000000000, 2026-01-01",
         "1 check failed, 1 level is worse",
     ]
     assert (tmp_path / "red.md").read_text().count("\n| `") == 2
 
 
-def test_with_the_rows_of_before_only_what_became_red_counts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_with_the_rows_of_before_only_new_failures_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before, now, table = tmp_path / "before", tmp_path / "now", tmp_path / "red.md"
     write(before, rows("pass", "fail"))
     write(now, rows("pass", "fail", "fail"))
-    assert run(capsys, "--results", now, "--before", before, "--markdown", table) == (0, "Nothing is red\n", "")
+    assert run(capsys, "--results", now, "--before", before, "--markdown", table) == (0, "Nothing is failing\n", "")
     assert not table.exists()
     level = history([10.0, 10.0, 12.0], unit="blocks", metric="held")
     write(now, [*rows("pass", "fail", "fail"), *level])
@@ -70,13 +61,6 @@ def test_json_has_the_commits_and_levels(tmp_path: Path, capsys: pytest.CaptureF
     code, out, _ = run(capsys, "--results", tmp_path, "--json")
     (one,) = json.loads(out)
     assert (code, one["word"], one["was"], one["is"]) == (1, "worse", 10.0, 12.0)
-    assert (one["since"]["commit"][:5], one["last_green"]["commit"][:5]) == ("00001", "00000")
+    assert (one["since"]["commit"][:5], one["last_passed"]["commit"][:5]) == ("00001", "00000")
     write(tmp_path, rows("fail"))
-    assert json.loads(run(capsys, "--results", tmp_path, "--json")[1])[0]["last_green"] is None
-
-
-@pytest.mark.parametrize("option", ["--results", "--before"])
-def test_a_folder_without_rows_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str) -> None:
-    write(tmp_path / "rows", rows("pass"))
-    code, out, err = run(capsys, "--results", tmp_path / "rows", option, tmp_path / "none")
-    assert (code, out) == (2, "") and "is no folder with results" in err and err.count("\n") == 1
+    assert json.loads(run(capsys, "--results", tmp_path, "--json")[1])[0]["last_passed"] is None

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from html import unescape
-from pathlib import Path
 from typing import Any
 
 from hybrid_kv.dashboard.data import Results
 from hybrid_kv.dashboard.markdown import summary
 from hybrid_kv.dashboard.page import build_page
 from hybrid_kv.dashboard.report import Report
-from hybrid_kv.files import write_whole
-from hybrid_kv.results import NO_HEAD, Head
+from hybrid_kv.results import NO_HEAD, CommitInfo, Head
 
 
 def page_of(results: Results, repository: str = "", machine: str = "", head: Head = NO_HEAD) -> str:
     """The page about these rows."""
     return build_page(Report(results, head, repository), machine)
+
+
+class Checkout(Head):
+    """Git knows every commit, all of them by one author."""
+
+    def describe(self, commits: Iterable[str]) -> dict[str, CommitInfo]:
+        return {commit: CommitInfo("A <b>\x1b[31m U", "2026-01-01", "cache: <i>tidy</i>") for commit in commits}
 
 
 def section(html: str, anchor: str) -> str:
@@ -38,16 +44,12 @@ def data(html: str) -> dict[str, Any]:
     return json.loads(found[1])  # type: ignore[no-any-return]
 
 
-def figures(html: str) -> list[dict[str, Any]]:
-    return [json.loads(text) for text in re.findall(r'<script type="application/json">(.*?)</script></figure>', html)]
-
-
-def written(html: str, folder: Path) -> Path:
-    """A page as a file."""
-    write_whole(folder / "index.html", html)
-    return folder / "index.html"
-
-
 def comment_of(results: Results, machine: str = "", head: Head = NO_HEAD) -> str:
     """The comment for a pull request about these rows."""
     return summary(Report(results, head), machine)
+
+
+def cells(html: str) -> list[list[str]]:
+    """The lines of a section's tables."""
+    lines = re.findall(r"<tr [^>]*>(.*?)</tr>", html)
+    return [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", line) for line in lines]

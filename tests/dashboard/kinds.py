@@ -16,7 +16,6 @@ def everything() -> list[dict[str, Any]]:
         *guard_rows(),
         *stepped(),
         *block_ids(),
-        *schemes(),
         *on_a_gpu(),
         *accuracy(),
         *static_metrics(),
@@ -33,8 +32,7 @@ def guard_rows() -> list[dict[str, Any]]:
         for method, k, accepted in ((None, 0, 0), ("ngram", 3, 13), ("mtp", 3, 92)):
             params = {"mode": mode, "method": method, "K": k, "hit_rate": hits, "loaded_blocks": None}
             params |= {"accepted": accepted, "drafted": 100 if k else 0, "limit": "0", "seconds": 4.0}
-            name = f"{mode}, {method} {k}: hits {hits}"
-            made.append(row(40, params, benchmark="answers", metric=name, verdict="pass", **guard))
+            made.append(row(40, params, benchmark="answers", metric=f"{mode}/{method}", verdict="pass", **guard))
     failed = {**guard, **GPU, "value": 3.0}
     made.append(row(41, {"limit": "0", "seconds": 1}, benchmark="layout", metric="views", verdict="fail", **failed))
     return made
@@ -51,7 +49,7 @@ def stepped() -> list[dict[str, Any]]:
 
 
 def block_ids() -> list[dict[str, Any]]:
-    """Appends and steps."""
+    """Appends of block ids, by the engine and others."""
     made = []
     for size in (1, 16, 256):
         for factor, subject in ((1, "engine"), (4, "list"), (3, "numpy"), (2, "torch")):
@@ -62,62 +60,14 @@ def block_ids() -> list[dict[str, Any]]:
             if factor > 1:
                 ratio = {"metric": "ratio_to_engine", "unit": "time ratio", "better": "higher", "verdict": "pass"}
                 made.append(row(39, value=factor, ci_low=factor - 0.1, ci_high=factor + 0.1, **expand, **ratio))
-    subjects = {"engine": 1.0, "vllm 0.22 V1": 15.0, "vllm 0.22 V2": 10.0, "vllm 0.32 V2": 4.3, "device": 40.0}
-    for subject, factor in subjects.items():
-        params = {**TIMED, "scenario": "8 prefills x 64", "blocks_per_kv_block": 8, "subject": subject}
-        step = {"suite": "kernel_blocks", "benchmark": "step", "params": params}
-        made.append(row(39, value=6800.0 * factor, **step))
-        if subject != "engine":
-            made.append(row(39, value=factor, metric="ratio_to_engine", unit="time ratio", better="higher", **step))
-    for model, value in (("vllm 0.22 V1", 0.91), ("vllm 0.32 V2", 0.5)):
-        params = {**TIMED, "scenario": "8 prefills x 64", "model": model, "version": "0.0.1", "subject": "model"}
-        compared = {"suite": "kernel_blocks", "benchmark": "model_without_kernels", "params": params}
-        same = {"metric": "ratio_to_real", "unit": "time ratio", "better": "equal"}
-        made.append(row(39, value=value, ci_low=value - 0.1, ci_high=value + 0.1, **compared, **same))
     return made
-
-
-def schemes() -> list[dict[str, Any]]:
-    """Bytes of slots, replay and the limit."""
-    bytes_of = {"suite": "kernels", "benchmark": "state_update", "metric": "bytes_per_request", "unit": "B"}
-    return [
-        row(38, {"scheme": scheme, "shape": f"nano, K={k}", "dtype": "float32"}, value=value, **bytes_of)
-        for k in (1, 3)
-        for scheme, value in (("slots", 2048.0 * (2 + k)), ("replay", 1536.0), ("limit", 1024.0))
-    ]
-
-
-def readme_rows() -> list[dict[str, Any]]:
-    """What the page shows in a plot, and README in a table of its own."""
-    made = []
-    counted = {"suite": "kernels", "metric": "bytes", "unit": "B"}
-    for k in (5, 3):
-        params = {"shape": f"Nemotron-3-Nano, K={k}", "dtype": "float32", "target": "any"}
-        made.append(row(38, params, benchmark="bytes.slots", value=(1 + k) * 3 * 1024.0, **counted))
-        made.append(row(38, params, benchmark="bytes.replay", value=2 * 1024.0, **counted))
-    same = {"suite": "generate", "metric": "ratio_to_engine", "unit": "time ratio", "better": "higher"}
-    for batch, value in ((8, 1.2), (1, 1.25), (8, 1.5)):
-        params = {**TIMED, "model": "random", "batch": batch, "prompt": 256, "subject": "transformers"}
-        made.append(row(38, params, benchmark="greedy", value=value, ci_low=value - 0.1, ci_high=value + 0.1, **same))
-    total = {"suite": "block_tables", "benchmark": "total"}
-    for subject, value, ratio in (
-        ("engine", 52e3, None),
-        ("vllm 0.32.0 V1", 463e3, 8.9),
-        ("vllm 0.22.0 V1", 157e3, 3.0),
-    ):
-        params = {**TIMED, "scenario": "16 of 256 append, width 1024", "subject": subject}
-        made.append(row(38, params, metric="cpu_time", unit="ns", value=value, **total))
-        if ratio is not None:
-            made.append(row(38, params, value=ratio, ci_low=ratio - 0.1, ci_high=ratio + 0.1, **(same | total)))
-    params = {**TIMED, "count": 24, "batch": 8, "variant": "cached", "subject": "transformers"}
-    return [*made, row(38, params, benchmark="questions", value=3.1, ci_low=3.0, ci_high=3.2, **same)]
 
 
 def on_a_gpu() -> list[dict[str, Any]]:
     """Both schemes and plain torch, a convolution and an expansion."""
     made = []
     for k in (1, 3):
-        for subject, factor in (("slots", 1.0 + k), ("replay_step", 1.2), ("replay", 1.5), ("torch", 9.0)):
+        for subject, factor in (("slots", 1.0 + k), ("recompute_step", 1.2), ("recompute", 1.5), ("torch", 9.0)):
             params = {**TIMED, "model": "nano", "num_reqs": 16, "K": k, "subject": subject}
             params["launch"] = "eager" if subject == "torch" else "graph"
             same = {"params": params, "suite": "gpu", "benchmark": "state_update", "n": 51, **GPU}
@@ -168,7 +118,7 @@ OUTCOMES = [(1.0, "same"), (1.08, "slower"), (0.9, "faster"), (1.01, "same"), (1
 
 
 def comparison() -> list[dict[str, Any]]:
-    """Times, one of them slower, one quarantined and one inconclusive, and counts that changed, in both spellings."""
+    """Times, one of them slower, one quarantined and one inconclusive, and a count that changed."""
     made = []
     compared = {"suite": "compare", "baseline_commit": "f" * 40, "n": 6}
     for index, (ratio, outcome) in enumerate(OUTCOMES):
@@ -179,15 +129,14 @@ def comparison() -> list[dict[str, Any]]:
     changed = {"outcome": "changed", "was": 12, "K": 3}
     exact = {**compared, "benchmark": "memory/held", "metric": "mamba", "unit": "blocks", "verdict": "fail"}
     made.append(row(42, changed, value=14, **exact))
-    made.append(row(42, {"outcome": "acknowledged", "K": 5}, value=17, **exact | {"verdict": "pass"}))
-    return [*made, row(42, {"K": 5}, value=16, **exact | {"metric": "mamba_at_base", "verdict": ""})]
+    return made
 
 
 def operating_curve() -> list[dict[str, Any]]:
     """Two benchmarks, one of which does not keep its rate."""
 
     def rate(benchmark: str, metric: str, percent: int, hits: int, n: int, verdict: str = "") -> dict[str, Any]:
-        params = {"experiment": "e", "plant_percent": percent}
+        params = {"experiment": "e", "inject_percent": percent}
         share = hits / n
         ends = {"ci_low": max(0.0, share - 0.1), "ci_high": min(1.0, share + 0.1)}
         same = {"suite": "operating_curve", "unit": "", "n": n, "verdict": verdict, **ends}

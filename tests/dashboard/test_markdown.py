@@ -19,10 +19,9 @@ def test_it_is_short_and_starts_with_its_marker(tmp_path: Path) -> None:
     text = comment_of(results(tmp_path, *everything()))
     lines = text.splitlines()
     assert lines[0] == MARKER == "<!-- hybrid-kv report -->"
-    assert lines[1] == "### hybrid-kv: ✕ fail: 52 of 55 checks of the newest runs"
+    assert lines[1] == "### hybrid-kv: ✕ fail: 51 of 54 checks of the newest runs"
     assert len(lines) < 40
     assert "| `guard` | ✕ fail | 0 of 1 | `0004100` | `rack, H200` |" in lines
-    assert "| `guard` | △ passed on other code | 10 of 10 | `0004000` | `box` |" in lines
     assert "| `guard: layout, views` | `3 requests` | `0` | `0004100` 2026-02-11 | – | never |" in lines
     level = "`state_update: slots, CPU time (K=3, model=nano)` | `+19.8 %, 101 ns → 121 ns`"
     assert f"| {level} | – | `0002000` 2026-01-21 | – | `0001900` 2026-01-20 |" in lines
@@ -35,12 +34,6 @@ def test_one_machine_leaves_the_others_out(tmp_path: Path) -> None:
     assert "box" not in rack
     assert "static kernel metrics" in rack
     assert "state_update: slots" in rack and "state_update: slots" not in comment_of(found, "box")
-
-
-def test_no_rows_no_verdict(tmp_path: Path) -> None:
-    text = comment_of(results(tmp_path))
-    assert text.startswith(f"{MARKER}\n### hybrid-kv: no verdict\n")
-    assert "hybrid-kv guard" in text
 
 
 def test_when_all_is_well_only_verdicts_are_listed(tmp_path: Path) -> None:
@@ -83,17 +76,14 @@ def outside_of_code(text: str) -> str:
 @pytest.mark.parametrize("columns", hostile.GROUPS, ids="+".join)
 def test_whatever_a_row_holds_stays_in_its_code_span(columns: list[str]) -> None:
     made = [row(1, verdict="fail", unit="B"), *history([1.0, 2.0], unit="B", verdict="pass", metric="m")]
-    for payload in hostile.PAYLOADS:
-        texts = {name: hostile.with_payload("{}", payload) if name == "params" else payload for name in columns}
-        comment = comment_of(hostile.results_of([{**one, **texts} for one in made]))
+    for start in range(0, len(hostile.PAYLOADS), 5):  # as many as a comment lists
+        rows = []
+        for payload in hostile.PAYLOADS[start : start + 5]:
+            texts = {name: hostile.with_payload("{}", payload) if name == "params" else payload for name in columns}
+            rows += [{**one, "python": payload, "benchmark": str(len(rows)), **texts} for one in made]
+        comment = comment_of(hostile.results_of(rows))
         kinds, cells = rendered(comment.removeprefix(MARKER))
-        assert kinds <= {"softbreak"}, (payload, comment)
+        assert kinds <= {"softbreak"}, comment
         assert set(cells) == {5, 6} and len(cells) == sum(line.startswith("| ") for line in comment.splitlines())
-        said = outside_of_code(comment.removeprefix(MARKER))
-        assert not re.search(r"evil|pwned|@|#\d|GH-|<|&|`", said), (payload, said)
-
-
-def test_the_renderer_of_this_file_sees_links_html_and_broken_tables() -> None:
-    assert rendered("[x](https://evil.example) <b>x</b>")[0] == {"link_open", "link_close", "html_inline"}
-    assert rendered("| a | b |\n|---|---|\n| c | d |\n")[1] == [2, 2]
-    assert outside_of_code("`@a` @b") == " @b"
+        text = outside_of_code(comment.removeprefix(MARKER))
+        assert not re.search(r"evil|pwned|@|#\d|GH-|<|&|`", text), text

@@ -70,7 +70,7 @@ def test_a_request_gets_the_drafts_that_it_gets_alone(alone, max_num_seqs, budge
     assert len(shared) > sum(map(len, expected)) / 2
 
 
-def test_chunks_that_give_nobody_a_token_still_leave_what_the_head_reads(alone):
+def test_chunks_that_give_no_request_a_token_still_leave_what_the_head_reads(alone):
     """The first drafts of a prompt of 100 depend on K and V of all of its chunks."""
     mode, proposals, tokens = alone
     got = drafts_of(PROMPTS[3:4], NUM_TOKENS[3:4], mamba_cache_mode=mode, max_num_seqs=1, max_num_batched_tokens=8)
@@ -86,7 +86,7 @@ def swapped(place, slots):
 
 
 def beside(place, slots):
-    """The last draft, whose token nobody knows yet, one place off in its own block."""
+    """The last draft, whose token is not known yet, one place off in its own block."""
     slots = slots.clone()
     slots[-1] ^= 1
     return place, slots

@@ -15,37 +15,37 @@ def engine(**options: object) -> LLM:
     return LLM(ExactModel(), device="cpu", **settings)
 
 
-def ask(llm: LLM, prompt: list[int], salt: str = "") -> int:
+def send(llm: LLM, prompt: list[int], salt: str = "") -> int:
     (output,) = llm.generate([prompt], SamplingParams(max_tokens=2, cache_salt=salt), progress=False)
     return output.cached_tokens
 
 
 def test_a_router_predicts_what_the_engine_restores() -> None:
     llm = engine(mamba_cache_mode="all")
-    ask(llm, PROMPT)
+    send(llm, PROMPT)
     log = EventLog(llm)
-    known = KnownCache(log.groups, log.hit_unit)
+    known = KnownCache(log.groups, log.hit_granularity)
     known.apply(log.take())
     assert {group.is_state for group in log.groups} == {True, False}
-    assert known.predict(PROMPT) == ask(llm, PROMPT) == 32
+    assert known.predict(PROMPT) == send(llm, PROMPT) == 32
     assert known.predict(PROMPT[:32]) == 16, "the last token is always computed"
     assert known.predict(PROMPT, "other") == known.predict([1, *PROMPT]) == 0
     longer = [*PROMPT, *range(30)]
-    ask(llm, longer)
+    send(llm, longer)
     assert known.predict(longer) == 32
     known.apply(log.take())
-    assert known.predict(longer) == ask(llm, longer) == 64
+    assert known.predict(longer) == send(llm, longer) == 64
 
 
 def test_what_is_evicted_or_reset_is_unknown_again() -> None:
     llm = engine(num_blocks=16)
     log = EventLog(llm)
-    known = KnownCache(log.groups, log.hit_unit)
-    ask(llm, PROMPT)
+    known = KnownCache(log.groups, log.hit_granularity)
+    send(llm, PROMPT)
     known.apply(log.take())
     assert known.predict(PROMPT) == 32
     for start in (1, 2, 3):
-        ask(llm, [*range(start, start + 60)])
+        send(llm, [*range(start, start + 60)])
     assert llm.manager.pool.num_evictions
     known.apply(log.take())
     assert known.keys == set(llm.manager.pool.published_keys())
@@ -70,14 +70,14 @@ def test_a_state_is_found_at_its_end_and_attention_only_whole() -> None:
 def test_a_router_that_missed_events_predicts_too_little_until_the_next_snapshot() -> None:
     llm = engine()
     log = EventLog(llm)
-    known = KnownCache(log.groups, log.hit_unit)
-    ask(llm, PROMPT)
+    known = KnownCache(log.groups, log.hit_granularity)
+    send(llm, PROMPT)
     known.apply(log.take())
     other = [7, *PROMPT]
-    ask(llm, other)
+    send(llm, other)
     log.take()
     third = [8, *PROMPT]
-    ask(llm, third)
+    send(llm, third)
     known.apply(log.take())
     assert [known.predict(prompt) for prompt in (PROMPT, other, third)] == [0, 0, 32]
     known.apply(log.snapshot())

@@ -1,4 +1,4 @@
-"""Log-probabilities that a request asks for are those of the logits that its tokens come from."""
+"""Log-probabilities that a request wants are those of the logits that its tokens come from."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def expected() -> list[tuple[list[int], torch.Tensor]]:
             "mamba_cache_mode": "all",
             "speculative_method": "ngram",
             "num_speculative_tokens": 2,
-            "state_scheme": "replay",
+            "state_scheme": "recompute",
         },
         {"async_scheduling": True, "speculative_method": "mtp", "num_speculative_tokens": 2},
         {"num_blocks": 12, "async_scheduling": True, "max_num_batched_tokens": 40},

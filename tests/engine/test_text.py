@@ -43,6 +43,6 @@ def test_what_a_stop_string_may_begin_with_is_held_back() -> None:
 def test_pieces_are_a_prefix_of_the_text_that_ends_before_a_stop_string(text: str, stops: list[str], size: int) -> None:
     position = stop_position(text, stops)
     kept = text if position is None else text[:position]
-    told = "".join(pieces(kept, stops, size))
-    assert kept.startswith(told)
-    assert len(kept) - len(told) < max([len(stop) for stop in stops], default=1)
+    sent = "".join(pieces(kept, stops, size))
+    assert kept.startswith(sent)
+    assert len(kept) - len(sent) < max([len(stop) for stop in stops], default=1)

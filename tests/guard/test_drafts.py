@@ -48,7 +48,7 @@ def starved(patch: pytest.MonkeyPatch) -> None:
 
 
 def endless(patch: pytest.MonkeyPatch) -> None:
-    """Nobody's last token is under way."""
+    """The last token is never in flight."""
     room = Scheduler._room
     patch.setattr(Scheduler, "_room", lambda self, request: max(2, room(self, request)))
 

@@ -4,8 +4,6 @@ import pytest
 import torch
 
 from hybrid_kv.accuracy.guard_model import FOLDER
-from hybrid_kv.attention.mamba import MambaMetadata
-from hybrid_kv.attention.undo import SlotsStep
 from hybrid_kv.engine.drafter import MTPDrafter
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.guard.exactness import (
@@ -55,32 +53,6 @@ def test_states_that_a_hit_does_not_bring_are_missed(alone, monkeypatch):
     assert all(bool(problem) == (cell != in_one_piece) for cell, problem in found.items()), found
 
 
-def test_a_window_one_row_off_is_seen_where_drafts_are(alone, monkeypatch):
-    original = MambaMetadata.windows
-
-    def shifted(self, conv_state, size):
-        self.window_rows.sub_(1).clamp_(min=0)
-        return original(self, conv_state, size)
-
-    monkeypatch.setattr(MambaMetadata, "windows", shifted)
-    found = problems(alone)
-    assert all(bool(problem) == ("drafts" in cell) for cell, problem in found.items()), found
-
-
-def test_the_state_behind_the_wrong_draft_is_seen_under_slots(alone, monkeypatch):
-    original = SlotsStep.advance
-
-    def off_by_one(self, layer, tokens, states, state, memory, metadata):
-        y, after = layer.scan(tokens, states)
-        layer.write_states(state, metadata.decode_targets.roll(1), after)
-        return y
-
-    monkeypatch.setattr(SlotsStep, "advance", off_by_one)
-    found = problems(alone)
-    assert all(bool(problem) == ("replay" not in cell) for cell, problem in found.items()), found
-    assert original is not SlotsStep.advance
-
-
 @pytest.fixture(scope="module")
 def drafting():
     return Alone(FOLDER)
@@ -90,21 +62,6 @@ def drafting():
 def test_drafts_of_a_head_are_those_that_a_request_gets_alone(drafting, cell):
     found = drafting.check(cell)
     assert found.problem == "" and found.num_drafts > 40
-
-
-def test_a_slot_that_a_later_pass_of_the_head_misses_changes_drafts(drafting, monkeypatch):
-    """No token is wrong then: it costs acceptance alone."""
-    drafting.check(MTP_CELLS[0])
-    original = MTPDrafter._slots
-
-    def missed(self, rows, positions):
-        places, slots = original(self, rows, positions)
-        slots[-1] = PAD_SLOT
-        return places, slots
-
-    monkeypatch.setattr(MTPDrafter, "_slots", missed)
-    found = drafting.check(MTP_CELLS[0])
-    assert found.num_wrong == 0 and "got other drafts than alone" in found.problem
 
 
 @pytest.mark.parametrize("cell", [cell for cell in MTP_CELLS if "to_the_end" in cell], ids=describe)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from hybrid_kv.config import ConfigError
 from hybrid_kv.engine.llm import LLM, RequestOutput
 from hybrid_kv.guard.cases import broken_rule, replay, reproduce
 from hybrid_kv.guard.checks.guard_model import LOGIT_CELLS, NUM_NEW, Questions, result_of
-from hybrid_kv.guard.exactness import MTP_CELLS, REPLAY_CELLS, SLOTS_CELLS
+from hybrid_kv.guard.exactness import MTP_CELLS, RECOMPUTE_CELLS, SLOTS_CELLS
 from hybrid_kv.guard.logits import LogitCase, from_document, play_logits, to_json
 from hybrid_kv.guard.run import run_guard
 from hybrid_kv.guard.trained import TRAINED
@@ -50,26 +49,22 @@ def test_little_is_left_of_a_cell_that_is_wrong(
         assert f"hybrid-kv guard --replay {made.file}" in made.story and f"broken rule: {rule}" in made.story
         assert broken_rule(Path(made.file)) == rule and replay(Path(made.file)) == 1
         assert capsys.readouterr().out.endswith(f"broken rule: {rule}\n")
-    script = Path(made.file).with_suffix(".py")
-    assert len(script.read_text().splitlines()) <= 30
-    with pytest.raises(SystemExit) as left:
-        runpy.run_path(str(script), run_name="__main__")
-    assert left.value.code == 0 and replay(Path(made.file)) == 0
+    assert replay(Path(made.file)) == 0
     assert capsys.readouterr().out.endswith("no rule is broken\n")
 
 
-@pytest.mark.parametrize("asked", ["prompt_logprobs", "logprobs"])
+@pytest.mark.parametrize("name", ["prompt_logprobs", "logprobs"])
 def test_a_log_probability_that_the_plain_pass_does_not_have_is_seen(
-    asked: str, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = replace(PLAIN, cell={**PLAIN.cell, "logprobs": 2})
     assert play_logits(case) == ("", "")
     output = LLM.output
 
     def later(self: LLM, *given: Any) -> RequestOutput:
-        told = output(self, *given)
-        values = getattr(told, asked)
-        return replace(told, **{asked: values and [*values[1:], values[0]]})
+        found = output(self, *given)
+        values = getattr(found, name)
+        return replace(found, **{name: values and [*values[1:], values[0]]})
 
     monkeypatch.setattr(LLM, "output", later)
     rule, report = play_logits(case)
@@ -78,12 +73,12 @@ def test_a_log_probability_that_the_plain_pass_does_not_have_is_seen(
 
 def test_an_engine_that_fails_by_itself_has_broken_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_window(*_: object) -> None:
-        raise ValueError("planted")
+        raise ValueError("injected")
 
     monkeypatch.setattr(conv, "windows_at", no_window)
     for case in (ALONE, PLAIN):
         assert play_logits(case) == ("ValueError in no_window", play_logits(case)[1])
-        assert "planted" in play_logits(case)[1]
+        assert "injected" in play_logits(case)[1]
 
 
 def test_the_guard_names_the_reproducer_of_a_logit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -111,7 +106,7 @@ def changed(**values: Any) -> str:
 
 
 def test_every_cell_survives_as_a_file() -> None:
-    for cell in (*SLOTS_CELLS, *REPLAY_CELLS, *MTP_CELLS):
+    for cell in (*SLOTS_CELLS, *RECOMPUTE_CELLS, *MTP_CELLS):
         case = LogitCase("alone", "lfm2", {**cell}, PROMPTS, (1,))
         assert from_document(json.loads(to_json(case))) == case
     for cell in LOGIT_CELLS:
@@ -125,7 +120,7 @@ def test_every_cell_survives_as_a_file() -> None:
         (changed(version=2), "version 2, not 1"),
         (changed(more=1), "'more' is unknown or missing"),
         (changed(against="nothing"), "against 'nothing', not plain or alone or transformers"),
-        (changed(model="nobody"), "model 'nobody' is none of "),
+        (changed(model="nothing"), "model 'nothing' is none of "),
         (changed(prompts=[[]]), "a prompt is empty, or again names none"),
         (changed(again=[3]), "a prompt is empty, or again names none"),
         (changed(prompts=[[-1]], again=[]), "-1 is no integer from 0"),
@@ -137,6 +132,6 @@ def test_every_cell_survives_as_a_file() -> None:
 def test_a_file_with_a_wrong_value_is_one_clear_error(text: str, problem: str, tmp_path: Path) -> None:
     file = tmp_path / "case.json"
     file.write_text(text)
-    with pytest.raises(ConfigError, match=problem) as told:
+    with pytest.raises(ConfigError, match=problem) as raised:
         replay(file)
-    assert str(told.value).startswith(f"{file} is no scenario of this version: ") and "\n" not in str(told.value)
+    assert str(raised.value).startswith(f"{file} is no scenario of this version: ") and "\n" not in str(raised.value)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hybrid_kv.guard.forced import FORCED
-from hybrid_kv.guard.patterns import NOT_APPLICABLE, REQUIRED
+from hybrid_kv.guard.patterns import REQUIRED
 from hybrid_kv.guard.play import run_scenario
 from hybrid_kv.guard.scenario import Scenario
 from hybrid_kv.guard.traffic import SCENARIOS_PER_RUN, draw_scenario
@@ -26,7 +26,6 @@ def test_a_forced_pattern_happens(names: str, run: int) -> None:
 
 def test_forced_patterns_are_required_ones() -> None:
     assert {name for names in FORCED for name in names.split(", ")} <= set(REQUIRED)
-    assert not set(NOT_APPLICABLE) & set(REQUIRED)
 
 
 def test_quiet_traffic_has_none_of_them() -> None:

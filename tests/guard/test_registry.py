@@ -10,7 +10,7 @@ import pytest
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.guard import checks, registry
-from hybrid_kv.guard.registry import Size, load_checks
+from hybrid_kv.guard.registry import load_checks
 from hybrid_kv.guard.run import amounts, run_guard
 
 TOY = """
@@ -57,14 +57,14 @@ def test_a_unit_that_no_row_may_have_is_a_failed_check_and_not_the_end_of_the_gu
 
 
 def test_a_new_check_runs_beside_the_others(toy: None) -> None:
-    few = {"layout": 4, "toy": 3}
-    assert [result.section for result in run_guard(few, seed=0, progress=False, jobs=1)] == ["layout", "toy"]
+    few = {"costs": 1, "toy": 3}
+    assert [result.section for result in run_guard(few, seed=0, progress=False, jobs=1)] == ["exact model", "toy"]
 
 
 @pytest.mark.parametrize(
     ("only", "message"),
     [
-        ({"colour": "red"}, "--only colour=red: there is no such factor; use one of case, mode, drafts, K"),
+        ({"colour": "red"}, "--only colour=red: there is no such factor; use one of mode, drafts, K"),
         ({"mode": "sparse"}, "--only mode=sparse: use one of none, align, all, attention"),
     ],
 )
@@ -74,33 +74,11 @@ def test_levels_that_no_section_has_are_refused(only: dict[str, str], message: s
 
 
 def test_levels_leave_the_sections_that_have_them() -> None:
-    with pytest.raises(ConfigError, match="no section of this guard has 'layout or mode'"):
-        run_guard(amounts("quick"), seed=0, progress=False, jobs=1, select=["layout"], only={"mode": "all"})
+    with pytest.raises(ConfigError, match="no section of this guard has 'costs or mode'"):
+        run_guard(amounts("quick"), seed=0, progress=False, jobs=1, select=["costs"], only={"mode": "all"})
     results = run_guard(amounts("quick"), seed=0, progress=False, jobs=1, only={"layers": "MM", "mode": "none"})
     assert {result.section for result in results} == {"exact model"}
     assert results[0].passed and results[0].params == {"seed": 0, "layers": "MM", "mode": "none"}
-
-
-@pytest.mark.parametrize("size", ["quick", "full", "long"])
-def test_without_the_file_there_is_no_such_section(size: Size) -> None:
-    assert list(amounts(size)) == [
-        "layout",
-        "plan",
-        "kernels",
-        "refusals",
-        "exact model",
-        "costs",
-        "eviction",
-        "split",
-        "folders",
-        "router",
-        "guard model",
-        "families",
-        "answers",
-        "accuracy",
-        "triton",
-        "block ids",
-    ]
 
 
 def test_a_package_that_is_missing_is_named_before_anything_runs(toy: None, monkeypatch: pytest.MonkeyPatch) -> None:

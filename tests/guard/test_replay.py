@@ -1,11 +1,8 @@
-"""A scenario survives as a file and as a script, and a broken file is one clear error."""
+"""A scenario survives as a file, and a broken file is one clear error."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,11 +14,10 @@ from hybrid_kv.config import ConfigError
 from hybrid_kv.engine import runner
 from hybrid_kv.guard.forced import FORCED
 from hybrid_kv.guard.play import run_scenario
-from hybrid_kv.guard.replay import from_json, read_scenario, replay, to_json, to_script, write_files
+from hybrid_kv.guard.replay import from_json, read_scenario, replay, to_json, write_case
 from hybrid_kv.guard.traffic import draw_scenario
 from tests.cli.run import run
 
-ROOT = Path(__file__).resolve().parents[2]
 BOUNDARY = list(FORCED).index("accepted_to_boundary, rejected_at_boundary")
 
 
@@ -38,25 +34,12 @@ def test_a_scenario_is_the_same_behind_its_file(number: int) -> None:
     assert from_json(to_json(scenario, "tokens")) == scenario
 
 
-def test_the_script_is_short_and_exits_0_where_nothing_is_wrong(tmp_path: Path) -> None:
-    scenario = draw_scenario(BOUNDARY)
-    script = tmp_path / "script.py"
-    script.write_text(to_script(scenario, "tokens"))
-    assert len(script.read_text().splitlines()) <= 30
-    ran = subprocess.run(
-        [sys.executable, str(script)], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.endswith("no rule is broken\n")
-
-
 def test_a_replay_tells_what_ran_and_what_broke(damage: None, capsys: pytest.CaptureFixture[str]) -> None:
     scenario = draw_scenario(BOUNDARY)
     assert replay(scenario) == 1
-    told = capsys.readouterr().out
-    assert "step 0: request 0 prefills tokens 0 to 4 of 5" in told and "drafts" in told
-    assert told.endswith("broken rule: step-tokens\n")
+    out = capsys.readouterr().out
+    assert "step 0: request 0 prefills tokens 0 to 4 of 5" in out and "drafts" in out
+    assert out.endswith("broken rule: step-tokens\n")
 
 
 def test_the_command_replays_a_file(
@@ -65,13 +48,13 @@ def test_the_command_replays_a_file(
     with monkeypatch.context() as patch:
         patch.setattr(runner, "postprocess_mamba", lambda *_: None)
         (failure, *_) = run_scenario(draw_scenario(BOUNDARY)).wrong
-        file, script = write_files(failure, tmp_path / "deep" / "repro")
-        assert file.name.startswith("step-tokens-") and script.stem == file.stem
+        file = write_case(to_json(failure.scenario, failure.rule), failure.rule, tmp_path / "deep" / "repro")
+        assert file.name.startswith("step-tokens-")
         code, out, _ = run(capsys, "guard", "--replay", str(file))
         assert code == 1 and failure.report in out
     code, out, _ = run(capsys, "guard", "--replay", str(file))
     assert code == 0 and out.endswith("no rule is broken\n")
-    assert list(file.parent.iterdir()) in ([file, script], [script, file])
+    assert list(file.parent.iterdir()) == [file]
 
 
 def test_a_replay_is_the_only_thing_that_runs(capsys: pytest.CaptureFixture[str]) -> None:

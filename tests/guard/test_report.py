@@ -24,8 +24,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         return [CheckResult("block ids", "list over the engine", True, 2.0, "time ratio", ">= 1", 1, 0.1)]
 
     load_checks()
-    few = {"layout": 8, "costs": 1, "exact model": 20, "guard model": 4, "accuracy": 8, "block ids": 1}
-    few |= dict.fromkeys(("kernels", "refusals", "eviction", "folders", "families", "split", "router"), 0)
+    few = {"costs": 1, "exact model": 20, "guard model": 4, "accuracy": 8, "block ids": 1}
+    few |= dict.fromkeys(("eviction", "families", "kv transfer", "router"), 0)
     for section, count in few.items():
         change(monkeypatch, section, amounts={"quick": count})
     change(monkeypatch, "block ids", function=ratio)
@@ -33,32 +33,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def change(monkeypatch: pytest.MonkeyPatch, section: str, **changes: Any) -> None:
     monkeypatch.setitem(CHECKS, section, replace(CHECKS[section], **changes))
-
-
-# Histories hang on these: a new name for a check is a new key for its rows.
-KEYS = [
-    "views_that_leave_their_page",
-    "sizes_that_a_state/the_memory_or_a_manager_refutes",
-    "scenarios_and_requests_unlike_the_oracle",
-    "request_patterns_that_happened",
-    "pairs_and_triples_of_settings_that_ran",
-    "hits_lost_to_drafts/drafts_lost_to_caching",
-    "largest_logit_difference/float64/torch",
-    "largest_logit_difference/float64/flash_attn",
-    "largest_logit_difference/float64/flashinfer",
-    "largest_logit_difference/float32/torch",
-    "largest_logit_difference/float64/torch/align",
-    "largest_logit_difference/float64/flashinfer/all/ngram_3",
-    "largest_logit_difference/float64/flash_attn/align/mtp_3/async",
-    "largest_logit_difference/float64/torch/align/ngram_3/replay",
-    "largest_logit_difference/float64/flashinfer/all/mtp_3/async/replay",
-    "largest_logit_difference/float32/torch/replay",
-    "tokens_that_the_plain_forward_pass_would_not_choose",
-    "correct_answers_to_gsm8k_synth",
-    "answers_without_a_number",
-    "list_over_the_engine",
-]
-SECOND = "/qwen3.5_moe"  # behind the key of what the second trained model gets as well
 
 
 def run(*arguments: str) -> int:
@@ -81,11 +55,6 @@ def test_a_clean_run_exits_0_and_writes_a_row_per_check(
     rows = rows[~rows["metric"].str.contains(":")]
     assert [metric_key(check["name"]) for check in document["checks"]] == rows["metric"].tolist()
     assert [check["value"] for check in document["checks"]] == pytest.approx(rows["value"].tolist())
-    metrics = rows["metric"].tolist()
-    second = [key for key in metrics if key.endswith(SECOND)]
-    assert [key for key in metrics if key not in second] == KEYS
-    # Every other cell of the logits, by the seed.
-    assert {key.removesuffix(SECOND) for key in second} < set(KEYS) and len(second) in (6, 7)
     assert {"views_that_leave_their_page:limit", "views_that_leave_their_page:seconds"} <= set(numbers["metric"])
     assert (numbers["verdict"] == "").all()
     assert {check["section"] for check in document["checks"]} == {
@@ -126,9 +95,9 @@ def test_params_say_what_was_run_and_nothing_of_what_came_out() -> None:
     """They are the identity of a series: equal in every run."""
 
     def rows_of(value: float, seconds: float) -> list[Row]:
-        params, figures = {"mode": "all", "K": 3}, {"hit_rate": value, "loaded_blocks": None, "seen": {"a": 1}}
+        params, metrics = {"mode": "all", "K": 3}, {"hit_rate": value, "loaded_blocks": None, "seen": {"a": 1}}
         check = CheckResult(
-            "answers", f"all, mtp 3: hits {value:.0%}", True, 0, "answers", ">= 0.5", 9, seconds, "", params, figures
+            "answers", f"all, mtp 3: hits {value:.0%}", True, 0, "answers", ">= 0.5", 9, seconds, "", params, metrics
         )
         return report.result_rows([check])
 
@@ -141,12 +110,6 @@ def test_params_say_what_was_run_and_nothing_of_what_came_out() -> None:
         "all/mtp_3:hit_rate": 0.7,
     }
     assert json.loads(one[0].params_json) == {"K": 3, "mode": "all"}
-
-
-def test_an_interval_has_its_columns() -> None:
-    check = CheckResult("block ids", "r", True, 2.0, "time ratio", "", 1, 0.1, interval=(1.5, 2.5))
-    row, _ = report.result_rows([check])
-    assert (row.ci_low, row.value, row.ci_high) == (1.5, 2.0, 2.5)
 
 
 def test_quick_and_long_exclude_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,13 +144,3 @@ def test_an_unwritable_results_folder_is_refused_before_any_work(
     assert captured.out == ""
     assert captured.err.startswith("error: results cannot be written to")
     assert captured.err.count("\n") == 1
-
-
-def test_a_document_that_cannot_be_written_is_refused_before_any_work(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("--results", str(tmp_path), "--out", "/dev/null/out.json") == 2
-    assert capsys.readouterr().err == (
-        "error: /dev/null/out.json: /dev/null cannot be written: Not a directory; choose another folder\n"
-    )
-    assert not (tmp_path / "guard.csv").exists()

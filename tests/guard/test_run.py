@@ -17,14 +17,14 @@ from hybrid_kv.guard.registry import CHECKS, CheckResult, Run, load_checks
 from hybrid_kv.guard.report import document, first_failure, print_results
 from hybrid_kv.guard.run import run_guard
 
-FEW = {"layout": 4, "exact model": 8, "costs": 1, "accuracy": 4}
+FEW = {"exact model": 8, "costs": 1, "accuracy": 4}
 
 
 def test_processes_change_when_a_section_runs_and_nothing_else() -> None:
     one, two = (run_guard(FEW, seed=3, progress=False, jobs=jobs) for jobs in (1, 2))
     same = [replace(result, seconds=0.0, failed_after=None) for result in one]
     assert [replace(result, seconds=0.0, failed_after=None) for result in two] == same
-    assert [result.section for result in one] == ["layout", *["exact model"] * 4, *["accuracy"] * 4]
+    assert [result.section for result in one] == [*["exact model"] * 4, *["accuracy"] * 4]
 
 
 def result(name: str, passed: bool = True, **values: float) -> Callable[[Run], list[CheckResult]]:
@@ -35,14 +35,14 @@ def result(name: str, passed: bool = True, **values: float) -> Callable[[Run], l
 def toys(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Three sections; the second one fails, and knew it after a quarter of a second."""
     load_checks()
-    functions = {"layout": result("layout"), "costs": result("costs", False, failed_after=0.25)}
+    functions = {"exact model": result("exact model"), "costs": result("costs", False, failed_after=0.25)}
     functions["accuracy"] = result("accuracy", False, failed_after=9.0)
     for section, function in functions.items():
         monkeypatch.setitem(CHECKS, section, replace(CHECKS[section], function=function))
     return dict.fromkeys(functions, 1)
 
 
-def test_the_first_failure_is_a_figure(toys: dict[str, int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_failure_is_a_metric(toys: dict[str, int], capsys: pytest.CaptureFixture[str]) -> None:
     results = run_guard(toys, seed=0, progress=False, jobs=1)
     first = first_failure(results)
     assert first is not None and first["section"] == "costs" and 0.25 <= first["seconds"] < 0.5
@@ -53,11 +53,14 @@ def test_the_first_failure_is_a_figure(toys: dict[str, int], capsys: pytest.Capt
 
 
 def test_a_guard_that_fails_fast_runs_no_section_behind_the_failure(toys: dict[str, int]) -> None:
-    assert [one.section for one in run_guard(toys, 0, progress=False, jobs=1)] == ["layout", "costs", "accuracy"]
-    assert [one.section for one in run_guard(toys, 0, progress=False, jobs=1, fail_fast=True)] == ["layout", "costs"]
+    assert [one.section for one in run_guard(toys, 0, progress=False, jobs=1)] == ["exact model", "costs", "accuracy"]
+    assert [one.section for one in run_guard(toys, 0, progress=False, jobs=1, fail_fast=True)] == [
+        "exact model",
+        "costs",
+    ]
 
 
-def test_nobody_waits_for_workers_after_an_interrupt() -> None:
+def test_workers_end_at_once_after_an_interrupt() -> None:
     before = set(active_children())
     with pytest.raises(KeyboardInterrupt), module._pool(2, load_checks()) as pool:
         assert pool is not None
@@ -70,7 +73,7 @@ def test_nobody_waits_for_workers_after_an_interrupt() -> None:
 
 
 def test_workers_leave_nothing_behind(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "hybrid_kv.cli", "guard", "--quick", "--only", "layout", "--only", "evict"]
+    command = [sys.executable, "-m", "hybrid_kv.cli", "guard", "--quick", "--only", "costs", "--only", "evict"]
     ran = subprocess.run(
         [*command, "--jobs", "2", "--results", str(tmp_path)], capture_output=True, text=True, check=False
     )

@@ -7,7 +7,7 @@ from hybrid_kv.guard.checks.answers import ACCEPTANCE
 from hybrid_kv.guard.trained import TRAINED
 
 
-def test_every_embedded_model_is_guarded_and_has_its_recorded_figures() -> None:
+def test_every_embedded_model_is_guarded_and_has_its_recorded_metrics() -> None:
     assert TRAINED.keys() == FOLDERS.keys()
     assert ACCEPTANCE.keys() == {model.folder.name for model in TRAINED.values()}
     assert len({tuple(sorted(floors)) for floors in ACCEPTANCE.values()}) == 1

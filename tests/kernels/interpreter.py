@@ -9,12 +9,13 @@ import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
+from bench.peers.stand_ins import loaded_kernels
 from hybrid_kv.kernels.common.interpreter import start_interpreter
-from hybrid_kv.static.stand_ins import loaded
 
 
 @cache
@@ -96,10 +97,38 @@ def _elements(tensor, addresses):
     return elements[own.numpy()[elements]]
 
 
+def backwards(grid):
+    return [(x, y) for x in reversed(range(grid[0])) for y in reversed(range(grid[1]))]
+
+
+@contextlib.contextmanager
+def programs(select):
+    """Each launch runs only the programs `select((x, y))` of its grid, in that order; yields the list of all grids."""
+    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
+
+    set_index, launch, grids = InterpreterBuilder.set_grid_idx, GridExecutor.__call__, []
+
+    def launch_selected(self, *args, **kwargs):
+        x, y = (*self.grid, 1)[:2]
+        grids.append(self.grid)
+        chosen = select((x, y))
+        self.grid, remaining = (len(chosen),), iter(chosen)
+
+        def set_chosen(builder, *_):
+            builder.grid_dim = (x, y, 1)
+            set_index(builder, *next(remaining), 0)
+
+        with patch.object(InterpreterBuilder, "set_grid_idx", set_chosen):
+            return launch(self, *args, **kwargs)
+
+    with patch.object(GridExecutor, "__call__", launch_selected):
+        yield grids
+
+
 _peers = contextlib.ExitStack()
 
 
 def load_peer(name):
     """A module with Triton kernels out of an installed package; it stays, for this process ends with its checks."""
     torch.cuda.device = torch.accelerator.device_index = lambda _: contextlib.nullcontext()
-    return _peers.enter_context(loaded(name, interpreted=True))
+    return _peers.enter_context(loaded_kernels(name, interpreted=True))

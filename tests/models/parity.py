@@ -3,8 +3,12 @@
 Greedy tokens are compared too, where margins are wider than rounding.
 """
 
+import json
+
+import pytest
 import torch
 
+from hybrid_kv.config import ConfigError
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.guard.exactness import FLOAT32_LIMIT, Alone, beside_transformers, describe
 from hybrid_kv.guard.poison import poison
@@ -22,10 +26,13 @@ ENGINES = (
 LENGTHS = (40, 1, 23, 16)
 
 
-def checkpoint(factory, model_type, keys=None, seed=1, **how):
+SEEDS = {"nemotron_h": 3}  # with which the best two tokens are far apart; of the others it is 1
+
+
+def checkpoint(factory, model_type, keys=None, **how):
     """transformers' model and its folder; see `write_checkpoint`."""
     folder = factory.mktemp(model_type)
-    return write_checkpoint(model_type, folder, "tiny", seed, keys, **how), folder
+    return write_checkpoint(model_type, folder, "tiny", SEEDS.get(model_type, 1), keys, **how), folder
 
 
 def prompts(vocab_size):
@@ -70,8 +77,22 @@ def check_parity(model, folder, engines=ENGINES):
     return max(worst for worst, _ in found)
 
 
-def check_exactness(folder):
-    """In float64, every kind of engine that the model can be run in against each request alone."""
+def check_exactness(folder, first):
+    """In float64, every sixth kind of engine that the model can be run in, against each request alone."""
     alone = Alone(folder)
-    problems = {describe(cell): found.problem for cell in alone.cells() if (found := alone.check(cell)).problem}
+    cells = alone.cells()[first % 6 :: 6]
+    problems = {describe(cell): found.problem for cell in cells if (found := alone.check(cell)).problem}
     assert not problems
+
+
+def check_refused(folder, keys, message):
+    """With `keys` in its config.json, a checkpoint is refused in one line that matches `message`."""
+    path = folder / "config.json"
+    kept = path.read_text()
+    path.write_text(json.dumps(json.loads(kept) | keys))
+    try:
+        with pytest.raises(ConfigError, match=message) as caught:
+            load(folder)
+    finally:
+        path.write_text(kept)
+    assert "\n" not in str(caught.value)

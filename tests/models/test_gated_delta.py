@@ -5,7 +5,7 @@ The courses are those of `test_layers.py`: poisoned pages, rejected drafts, stat
 
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 
 from hybrid_kv.models.mixers.gated_delta import GatedDeltaMixer
 from tests.models.test_layers import NAME, courses
@@ -60,6 +60,7 @@ class Delta:
         return torch.stack(outputs), windows, states
 
 
+@settings(max_examples=settings.default.max_examples // 3)
 @given(courses(Delta))
 def test_any_course_equals_the_loop(course):
     while course.live():

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_kv.attention.common import CommonAttentionMetadata
@@ -21,10 +21,10 @@ from hybrid_kv.attention.mamba import (
     MambaMetadataBuilder,
     boundaries_inside,
     boundary_copies,
-    last_scheduled_column,
+    last_scheduled_block_idx,
     postprocess_mamba,
 )
-from hybrid_kv.cache.spec import MambaSpec, StatePart, UndoSpec, window_and_states
+from hybrid_kv.cache.spec import MambaSpec, RollbackSpec, StatePart, window_and_states
 from hybrid_kv.models import layers
 from hybrid_kv.models.exact import PRIME, ExactAttention, ExactConfig, ExactMamba, ExactOracle
 from hybrid_kv.models.layers import Derived, ForwardContext, GatedRMSNorm, Linear, RMSNorm
@@ -161,7 +161,7 @@ class Course:
             block_size,
             window_and_states(*((shape, subject.dtype) for shape in shapes)),
             mamba_cache_mode=mode,
-            undo=UndoSpec(k),
+            rollback=RollbackSpec(k),
         )
         lengths = rng.integers(1, 4 * block_size, (num_requests, 2))
         widths = [self.spec.block_table_width(int(sum(pair)) + k) for pair in lengths]
@@ -227,8 +227,8 @@ class Course:
         self.seen["boundary inside a chunk"] += 0 if metadata.boundary_rows is None else len(metadata.boundary_rows)
         before = self.raw.clone()
         out = self.subject.run(torch.cat(chunks), ForwardContext({NAME: metadata}, {NAME: self.views}))
-        anchors = last_scheduled_column(self.spec, computed, np.array(lengths))
-        self.check_writes(before, rows, len(decodes), lengths, anchors)
+        current_blocks = last_scheduled_block_idx(self.spec, computed, np.array(lengths))
+        self.check_writes(before, rows, len(decodes), lengths, current_blocks)
         outputs = out.split([*lengths, padding])
         for row, request in enumerate(rows):
             span = slice(request.computed, request.computed + accepted[row])
@@ -242,26 +242,28 @@ class Course:
         changed = self.changed(before).any(1).nonzero()[:, 0].tolist()
         assert set(changed) <= {r.table[r.computed // size] for r in full if self.mode != "none"}
         self.seen["boundary state copied"] += len(copies.rows)
-        self.seen["... over the anchor's window"] += int((copies.anchors == copies.columns).sum())
+        self.seen["... over the current state block's window"] += int(
+            (copies.current_blocks == copies.logical_blocks).sum()
+        )
         for row, request in enumerate(rows):
-            self.advance(request, row < split, int(anchors[row]), accepted[row])
+            self.advance(request, row < split, int(current_blocks[row]), accepted[row])
 
     def changed(self, before):
         """Which elements of which page, bit for bit."""
         pages = self.raw.view(torch.uint8).ne(before.view(torch.uint8))
         return pages.view(*self.raw.shape, -1).any(2)
 
-    def check_writes(self, before, rows, num_decodes, lengths, anchors):
+    def check_writes(self, before, rows, num_decodes, lengths, current_blocks):
         """Only the blocks that the step owns may change, and of a draft's block only the SSM state."""
         conv, ssm = {0}, {0}
         for row, request in enumerate(rows):
-            anchor = int(anchors[row])
-            conv.add(request.table[anchor])
-            ssm.add(request.table[anchor])
+            current_block = int(current_blocks[row])
+            conv.add(request.table[current_block])
+            ssm.add(request.table[current_block])
             if row < num_decodes:
-                ssm.update(request.table[anchor : anchor + lengths[row]])
+                ssm.update(request.table[current_block : current_block + lengths[row]])
             elif self.mode == "all":
-                _, columns, _ = boundaries_inside(self.spec, np.array([request.computed]), np.array([anchor]))
+                _, columns, _ = boundaries_inside(self.spec, np.array([request.computed]), np.array([current_block]))
                 inside = {request.table[column] for column in columns}
                 conv |= inside
                 ssm |= inside
@@ -272,9 +274,9 @@ class Course:
         assert set(changed[:, edge:end].any(1).nonzero()[:, 0].tolist()) <= ssm
         assert not changed[:, end:].any()
 
-    def advance(self, request, decode, anchor, accepted):
+    def advance(self, request, decode, current_block, accepted):
         first, request.computed = request.computed, request.computed + accepted
-        request.prev, request.accepted = anchor, accepted if decode else 1
+        request.prev, request.accepted = current_block, accepted if decode else 1
         if self.mode != "none":
             size = self.spec.block_size
             if request.computed % size == 0:
@@ -311,6 +313,7 @@ def test_exact(course):
         course.step()
 
 
+@settings(max_examples=settings.default.max_examples // 3)
 @given(courses(Mixer))
 def test_mixer(course):
     while course.live():
@@ -334,7 +337,7 @@ def test_half_precision_keeps_its_states_in_float32():
     layer = subject.layer.bfloat16()
     window = torch.zeros(3, 3 + 2, subject.channels, dtype=torch.bfloat16)
     state = torch.zeros(3, *subject.state_shape)
-    spec = MambaSpec(1, (StatePart("state", (1,), torch.float32),), undo=UndoSpec(2))
+    spec = MambaSpec(1, (StatePart("state", (1,), torch.float32),), rollback=RollbackSpec(2))
     builder, table = MambaMetadataBuilder(spec, 1, CPU, False), torch.tensor([[1, 2, 0]], dtype=torch.int32)
     x = subject.draw(np.random.default_rng(1), 7).bfloat16()
     outputs = []
@@ -359,7 +362,7 @@ def test_states_of_another_dtype(dtype, cached):
     layer = subject.layer.to(dtype)
     window = torch.zeros(3, 3 + 2, subject.channels, dtype=cached)
     state = torch.zeros(3, *subject.state_shape, dtype=cached)
-    spec = MambaSpec(1, (StatePart("state", (1,), cached),), undo=UndoSpec(2))
+    spec = MambaSpec(1, (StatePart("state", (1,), cached),), rollback=RollbackSpec(2))
     builder, table = MambaMetadataBuilder(spec, 1, CPU, False), torch.tensor([[1, 2, 0]], dtype=torch.int32)
     x = subject.draw(np.random.default_rng(1), 7).to(dtype)
     outputs = []

@@ -50,18 +50,6 @@ def test_the_untouched_checkpoint_loads(folder):
     assert llm.generate([[1, 2]], progress=False)[0].finish_reason == "length"
 
 
-def test_unknown_architecture(folder):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "model_type": "mamba3"}))
-    refused(folder, "'mamba3'")
-
-
-def test_truncated_file(folder):
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-    refused(folder, r"model\.safetensors cannot be read .*truncated")
-
-
 @pytest.mark.parametrize(
     "name", ["mixer.D", "mixer.q_proj.weight", "mixer.k_proj.weight", "lm_head.weight", "mixer.conv1d.bias"]
 )
@@ -75,18 +63,43 @@ def test_missing_tensor(folder, name):
     refused(folder, "lacks .*" + {"conv1d": "conv_bias", "mixer": "mixer.D"}.get(stem, stem))
 
 
-def test_wrong_shape(folder):
-    def widen(tensors):
-        name = next(key for key in tensors if key.endswith("dt_bias"))
-        tensors[name] = torch.zeros(5)
-
-    edit(folder, widen)
-    refused(folder, r"dt_bias has shape \(5,\), config\.json says \(4,\)")
+def edit_config(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
 
 
-def test_surplus_tensor(folder):
-    edit(folder, lambda tensors: tensors.update({"model.layers.9.mixer.D": torch.zeros(4)}))
-    refused(folder, r"1 tensors that the model does not know, the first is layers\.9\.mixer\.D")
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def add(**tensors):
+    return lambda folder: edit(folder, lambda stored: stored.update(tensors))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: edit_config(folder, model_type="mamba3"), "'mamba3'"),
+        (lambda folder: truncate(folder / "model.safetensors"), r"model\.safetensors cannot be read .*truncated"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "safetensors"),
+        (lambda folder: (folder / "config.json").unlink(), r"config\.json does not exist"),
+        (
+            add(**{"backbone.layers.0.mixer.dt_bias": torch.zeros(5)}),
+            r"dt_bias has shape \(5,\), config\.json says \(4,\)",
+        ),
+        (
+            add(**{"model.layers.9.mixer.D": torch.zeros(4)}),
+            r"1 tensors that the model does not know, the first is layers\.9\.mixer\.D",
+        ),
+        (
+            lambda folder: shutil.copy(folder / "model.safetensors", folder / "older.safetensors"),
+            r"older.safetensors holds backbone\..* again; leave one file per tensor",
+        ),
+    ],
+)
+def test_a_damaged_folder_is_one_line(folder, damage, message):
+    damage(folder)
+    refused(folder, message)
 
 
 def test_no_tokenizer(folder):
@@ -94,32 +107,16 @@ def test_no_tokenizer(folder):
         LLM(folder, device="cpu", dtype="float32")
 
 
-def test_no_weights(folder):
-    (folder / "model.safetensors").unlink()
-    refused(folder, "safetensors")
-
-
 def test_no_folder(tmp_path):
     refused(tmp_path / "nowhere", "nowhere does not exist")
 
 
-def test_no_config(folder):
-    (folder / "config.json").unlink()
-    refused(folder, r"config\.json does not exist")
-
-
 def test_tied_embeddings(folder):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    edit_config(folder, tie_word_embeddings=True)
     refused(folder, r"ties lm_head\.weight to embed_tokens\.weight, but they differ")
     edit(folder, lambda tensors: tensors.pop("lm_head.weight"))
     model = LLM(folder, tokenizer=Characters(), device="cpu", dtype="float32", max_model_len=32).model
     assert torch.equal(model.lm_head.weight, model.embed_tokens.weight)
-
-
-def test_a_tensor_in_two_files(folder):
-    save_file(load_file(folder / "model.safetensors"), folder / "older.safetensors")
-    refused(folder, r"older.safetensors holds backbone\..* again; leave one file per tensor")
 
 
 def test_the_index_names_the_files(folder):
@@ -139,18 +136,18 @@ def test_every_listed_eos_token_ends_a_text(folder):
 
 def test_fp8_is_planned_but_not_run(folder):
     with pytest.raises(ConfigError, match="fp8 cache, which can be planned but not run yet"):
-        LLM(folder, tokenizer=Characters(), device="cpu", dtype="float32", cache_dtype="fp8", max_model_len=32)
+        LLM(folder, tokenizer=Characters(), device="cpu", dtype="float32", kv_cache_dtype="fp8", max_model_len=32)
 
 
 class Recorded(dict):
-    """A config.json that remembers which keys were asked for."""
+    """A config.json that remembers which keys were read."""
 
     def __init__(self, values):
         super().__init__(values)
-        self.asked = set()
+        self.read = set()
 
     def get(self, key, default=None):
-        self.asked.add(key)
+        self.read.add(key)
         return super().get(key, default)
 
 
@@ -160,7 +157,7 @@ def keys_that_are_read(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(ConfigFile, "read", classmethod(lambda cls, source: cls(values, str(source))))
         load_head(GUARD_MODEL, load_model(GUARD_MODEL, EngineConfig(), torch.device("cpu")))
-    return sorted(values.asked)
+    return sorted(values.read)
 
 
 def test_a_value_of_a_wrong_type_under_any_key_is_one_line_that_names_the_key(tmp_path, monkeypatch):
@@ -212,8 +209,7 @@ def test_a_folder_whose_name_no_disk_takes():
 def test_a_size_that_cannot_be_is_refused_without_taking_memory(folder, key, value):
     if (key, value) == ("chunk_size", 2**31 - 1):
         return  # a chunk may be as long as it likes
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, key: value}))
+    edit_config(folder, **{key: value})
     refused(folder, r"must be an integer >= 1|must be at most 2147483647|has shape|no model can have these sizes")
 
 

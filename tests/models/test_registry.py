@@ -20,7 +20,7 @@ from hybrid_kv.models.shapes import model_shape
 from hybrid_kv.sampling import SamplingParams
 from tests.models.tiny_nemotron import Characters
 
-# Mamba-2 (one head group, no gate of its own kind), attention and a "swish" MLP, all named as nobody else names them.
+# Mamba-2 (one head group, no gate of its own kind), attention and a "swish" MLP, all with names of their own.
 FAMILY = '''
     """Toy: pre-normed layers `mix` (Mamba-2), `look` (attention) and `swish` (an MLP), tied embeddings."""
 
@@ -71,10 +71,10 @@ FAMILY = '''
                 x = x + mixer(norm(x), context)
             return x
 
-        def fold(self, replays, context):
+        def flush(self, recomputes, context):
             for mixer in self.mixers:
-                if isinstance(mixer, Mamba2Mixer):
-                    mixer.fold(replays[mixer.name], context)
+                if mixer.name in recomputes:
+                    mixer.flush(recomputes[mixer.name], context)
 
         def compute_logits(self, hidden):
             return upcast(F.linear(hidden, self.embed.weight))
@@ -185,10 +185,10 @@ def toy(tmp_path, monkeypatch):
         {"speculative_method": "ngram", "num_speculative_tokens": 2},
         {
             **{"speculative_method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1},
-            **{"mamba_cache_mode": "all", "mamba_block_size": 4, "block_size": 4, "state_scheme": "replay"},
+            **{"mamba_cache_mode": "all", "mamba_block_size": 4, "block_size": 4, "state_scheme": "recompute"},
         },
     ],
-    ids=["whole", "align", "all", "drafts", "replay"],
+    ids=["whole", "align", "all", "drafts", "recompute"],
 )
 def test_a_new_family_is_one_file(toy, options):
     """Every logit of the engine, sanitizer on, is that of a plain forward pass; float64 leaves rounding only."""
@@ -198,7 +198,7 @@ def test_a_new_family_is_one_file(toy, options):
     )  # fmt: skip
     plain_weights = {name.removeprefix("toy."): tensor for name, tensor in weights().items()}
     params = SamplingParams(max_tokens=9)
-    # Logits of drafts that were rejected are nobody's; tokens say it all there.
+    # Rejected drafts have logits too: compare tokens alone there.
     recorded = list(record_logits(llm, PROMPTS, params)) if "speculative_method" not in options else []
     again = [output for _ in range(2) for output in llm.generate(PROMPTS, params, progress=False)]
     outputs = [output for output, _ in recorded] + again

@@ -107,7 +107,7 @@ def test_dtypes_come_from_the_flags_then_the_config_then_the_family() -> None:
     assert ssm_dtype(changed(mamba_ssm_cache_dtype="float16"), "bfloat16") == BF16
     assert ssm_dtype(changed(granite)) == BF16
     assert ssm_dtype(changed(granite), "float32") == FP32
-    fp8 = model_shape(changed(), cache=CacheConfig(cache_dtype="fp8"))
+    fp8 = model_shape(changed(), cache=CacheConfig(kv_cache_dtype="fp8"))
     assert attention_of(fp8).dtype == torch.float8_e4m3fn
     assert model_shape(changed(torch_dtype=None, dtype="float16")).dtype == torch.float16
     assert model_shape(changed(torch_dtype=None), dtype="float32").dtype == FP32
@@ -281,7 +281,7 @@ def test_ranks_together_keep_what_one_gpu_keeps_but_for_what_is_repeated(name: s
 
 def test_mamba_1_short_convolutions_and_delta_attention_divide_their_channels() -> None:
     def parts(model_type: str, count: int) -> tuple[tuple[int, ...], ...]:
-        config = {**registry._FAMILIES[model_type].sizes["small"], "model_type": model_type, "dtype": "float32"}
+        config = {**registry.sizes_of(model_type)["small"], "model_type": model_type, "dtype": "float32"}
         return shapes_of(mamba_of(model_shape(config, ranks=Ranks(count))))
 
     for model_type in ("jamba", "lfm2", "kimi_linear", "falcon_mamba"):
@@ -292,7 +292,7 @@ def test_mamba_1_short_convolutions_and_delta_attention_divide_their_channels() 
 
 
 def test_a_latent_vector_is_on_every_rank() -> None:
-    config = {**registry._FAMILIES["kimi_linear"].sizes["small"], "model_type": "kimi_linear", "dtype": "float32"}
+    config = {**registry.sizes_of("kimi_linear")["small"], "model_type": "kimi_linear", "dtype": "float32"}
     one, two = (attention_of(model_shape(config, ranks=Ranks(count))) for count in (1, 2))
     assert one.page_size_bytes == two.page_size_bytes
 
@@ -300,11 +300,23 @@ def test_a_latent_vector_is_on_every_rank() -> None:
 @pytest.mark.parametrize(
     ("name", "ranks", "message"),
     [
-        (NEMOTRON_3_NANO, (3, 1, 1), "mamba_num_heads=64 can't be divided over --tensor-parallel 3; use a divisor"),
-        (NEMOTRON_3_NANO, (16, 1, 1), "n_groups=8 can't be divided over --tensor-parallel 16; use a divisor"),
-        (NEMOTRON_3_NANO, (8, 1, 8), "kept 4 times by --tensor-parallel 8.* use a --context-parallel that divides 4"),
+        (
+            NEMOTRON_3_NANO,
+            (3, 1, 1),
+            "mamba_num_heads=64 can't be divided over --tensor-parallel-size 3; use",
+        ),
+        (NEMOTRON_3_NANO, (16, 1, 1), "n_groups=8 can't be divided over --tensor-parallel-size 16; use a divisor"),
+        (
+            NEMOTRON_3_NANO,
+            (8, 1, 8),
+            "kept 4 times by --tensor-parallel-size 8.* use a --decode-.* that divides 4",
+        ),
         ("ibm-granite/granite-4.0-h-tiny", (8, 1, 1), "num_attention_heads=12 can't be divided over"),
-        ("Qwen/Qwen3-Next-80B-A3B", (32, 1, 1), "linear_num_key_heads=16 can't be divided over --tensor-parallel 32"),
+        (
+            "Qwen/Qwen3-Next-80B-A3B",
+            (32, 1, 1),
+            "linear_num_key_heads=16 can't be divided over --tensor-.* 32",
+        ),
     ],
 )
 def test_ranks_that_heads_cannot_be_divided_over(name: str, ranks: tuple[int, int, int], message: str) -> None:
@@ -315,8 +327,8 @@ def test_ranks_that_heads_cannot_be_divided_over(name: str, ranks: tuple[int, in
 def test_kv_heads_are_repeated_equally_often_or_not_at_all() -> None:
     config = changed(num_attention_heads=12, num_key_value_heads=6, mamba_num_heads=12, n_groups=12)
     assert attention_of(model_shape(config, ranks=Ranks(12))).num_kv_heads == 1
-    with pytest.raises(ConfigError, match="num_key_value_heads=6 can't be divided over --tensor-parallel 4, nor"):
+    with pytest.raises(ConfigError, match="num_key_value_heads=6 can't be divided over --tensor-parallel-size 4, nor"):
         model_shape(config, ranks=Ranks(4))
     # Six copies of a head: four ranks that follow each other would divide the tokens of two heads.
-    with pytest.raises(ConfigError, match="use a --context-parallel that divides 6, not 4"):
+    with pytest.raises(ConfigError, match="use a --decode-context-parallel-size that divides 6, not 4"):
         model_shape(config | {"num_key_value_heads": 2}, ranks=Ranks(12, 1, 4))

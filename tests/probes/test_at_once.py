@@ -10,7 +10,6 @@ import hybrid_kv
 from hybrid_kv.guard.workers import CONTEXT
 from hybrid_kv.models.random_checkpoint import write_checkpoint
 from hybrid_kv.probes import at_once
-from hybrid_kv.probes.at_once import ask_at_once
 from hybrid_kv.probes.guarded import Guarded
 from hybrid_kv.probes.run import guard, matrix_of
 from hybrid_kv.probes.session import Outcome
@@ -31,18 +30,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_two_at_a_time_say_what_one_after_another_says(folder: str) -> None:
-    cells, told = matrix_of(ours, MATRIX), list[Outcome]()
-    in_turn = guard(Guarded(ours, folder), cells, ["salts"])
+    cells, found = matrix_of(ours, MATRIX), list[Outcome]()
+    in_turn = guard(Guarded(ours, folder), cells, ["alone"])
     guarded = Guarded(ours, folder)
-    beside = guard(guarded, cells, ["salts"], told.append, jobs=2)
-    assert untimed(beside) == untimed(in_turn) and len(told) == len(beside) == 6
+    beside = guard(guarded, cells, ["alone"], found.append, jobs=2)
+    assert untimed(beside) == untimed(in_turn) and len(found) == len(beside) == 3
     assert guarded.version == hybrid_kv.__version__
 
 
-def test_what_cannot_be_started_is_told_too(folder: str) -> None:
-    told = list[Outcome]()
-    ask_at_once(Guarded(ours, folder), [{"spec": "mtp1"}, {"spec": "mtp3"}], [], told.append, 2)
-    assert {(one.probe, one.verdict) for one in told} == {("start", "cannot be asked here")} and len(told) == 2
+def test_what_cannot_be_started_is_reported_too(folder: str) -> None:
+    queue = CONTEXT.SimpleQueue()
+    at_once._start("ours", None, folder, 0, 1, 1, [], queue)
+    at_once._ask({"spec": "mtp1"}, [])
+    outcome = queue.get()
+    assert (outcome.probe, outcome.verdict) == ("start", "not supported") and queue.empty()
 
 
 def test_doubt_in_the_oracle_goes_along(folder: str) -> None:

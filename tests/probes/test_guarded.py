@@ -27,30 +27,30 @@ def test_the_plainest_setting_of_each_dtype_is_plain(guarded):
 
 
 def test_an_engine_that_dies_of_one_thing_again_and_again_is_let_be(guarded, monkeypatch):
-    some, told = guarded(), []
+    some, found = guarded(), []
     some.session({})  # it lives as long as rounding is measured
     words = iter(["of 1", "of 22", "of something else", "of 333", "of 4", "of 5"])
 
-    def die(self, asks, preempt_every=0):
+    def die(self, requests, preempt_every=0):
         raise TargetError(f"toy died {next(words)}")
 
     monkeypatch.setattr(Toy, "ask", die)
-    ask(some, {}, ["repeat", "entry", "batch", "identical", "boundaries"], told.append)
-    verdicts = [one.verdict for one in told]
+    ask(some, {}, ["repeat", "entry", "batch", "identical", "boundaries"], found.append)
+    verdicts = [one.verdict for one in found]
     assert verdicts[: MOST_DEATHS + 1] == ["wrong"] * (MOST_DEATHS + 1)
-    assert set(verdicts[MOST_DEATHS + 1 :]) == {"inconclusive"} and "not asked" in told[-1].detail
+    assert set(verdicts[MOST_DEATHS + 1 :]) == {"inconclusive"} and "not sent" in found[-1].detail
 
 
-@pytest.mark.parametrize(("bug", "trusted"), [("dies of one token", True), ("crowd", True), ("ends early", False)])
+@pytest.mark.parametrize(("bug", "trusted"), [("dies of one token", True), ("others", True), ("ends early", False)])
 def test_an_engine_that_dies_says_nothing_of_the_oracle(guarded, bug, trusted):
-    some, told = guarded(bug=bug), []
-    ask(some, {}, ["alone"], told.append)
-    assert (told[0].probe, told[0].verdict) == ("alone", "right" if bug == "crowd" else "wrong")
+    some, found = guarded(bug=bug), []
+    ask(some, {}, ["alone"], found.append)
+    assert (found[0].probe, found[0].verdict) == ("alone", "right" if bug == "others" else "wrong")
     assert some.judge_of({}).trusted == trusted
 
 
-def test_a_prompt_that_kills_the_engine_is_not_asked_in_the_next_setting(guarded):
-    some, told = guarded(bug="dies of one token"), []
+def test_a_prompt_that_kills_the_engine_is_not_sent_in_the_next_setting(guarded):
+    some, found = guarded(bug="dies of one token"), []
     for settings in ({}, {"prefix": "on"}):
-        ask(some, settings, ["alone"], told.append)
-    assert [one.verdict for one in told] == ["wrong", "right"] and some.shortest == 2
+        ask(some, settings, ["alone"], found.append)
+    assert [one.verdict for one in found] == ["wrong", "right"] and some.shortest == 2

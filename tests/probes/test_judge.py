@@ -1,6 +1,6 @@
 import pytest
 
-from hybrid_kv.probes.judge import MARGIN, Judge, first_difference
+from hybrid_kv.probes.judge import MARGIN, Judge
 from hybrid_kv.targets.target import Answer, Ask
 from tests.probes.toy import Toy, ToyOracle
 
@@ -69,13 +69,13 @@ def test_what_is_beyond_the_limit_is_held_against_the_rounding_of_its_own_text(l
 
 
 def test_a_late_draw_that_turns_a_router_explains_a_difference_and_ends_the_drawing():
-    oracle, asked = ToyOracle(), []
-    oracle.moves = lambda text, roundings: (asked.append(moved) or moved for moved in (1e-9, 1e-9, 6e-5, 1.0))
+    oracle, moves = ToyOracle(), []
+    oracle.moves = lambda text, roundings: (moves.append(moved) or moved for moved in (1e-9, 1e-9, 6e-5, 1.0))
     ask = Ask((1, 2, 3), max_tokens=4, logprobs=True)
     (plain,) = Toy().ask([ask])
     off = [{token: value + 5e-5 for token, value in one.items()} for one in plain.logprobs]
     assert Judge(oracle).judge(ask, Answer(**{**vars(plain), "logprobs": tuple(off)}), None).verdict == "right"
-    assert asked == [1e-9, 1e-9, 6e-5]
+    assert moves == [1e-9, 1e-9, 6e-5]
 
 
 def test_nan_is_no_log_probability():
@@ -111,8 +111,3 @@ def test_an_answer_that_was_cut_off_may_be_short():
     cut = Ask((1, 2, 3), max_tokens=4, abort_after=2)
     assert Judge(ToyOracle()).judge(cut, Answer(tokens[:2]), None).verdict == "right"
     assert "ends after 1 of 2" in Judge(ToyOracle()).judge(cut, Answer(tokens[:1]), None).problem
-
-
-def test_the_first_difference_of_two_answers():
-    assert first_difference((1, 2, 3), (1, 2, 4)) == 2
-    assert first_difference((1, 2), (1, 2, 4)) is None

@@ -24,10 +24,10 @@ def test_a_servers_dtype_is_the_one_that_the_checkpoint_names(tmp_path):
     rounding = {}
     for dtype in ("float32", "bfloat16"):
         config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": dtype}))
-        for told in (dtype, "auto"):
-            oracle = Oracle(tmp_path, told)
+        for given in (dtype, "auto"):
+            oracle = Oracle(tmp_path, given)
             oracle.rounds(text)
-            rounding[dtype, told] = oracle.rounding
+            rounding[dtype, given] = oracle.rounding
         assert rounding[dtype, dtype] == rounding[dtype, "auto"]
     assert rounding["bfloat16", "auto"] > 1e3 * rounding["float32", "auto"]
 

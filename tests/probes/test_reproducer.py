@@ -27,14 +27,18 @@ def test_a_failure_comes_back_as_it_was_written() -> None:
         (("index",), 0.5, "index: Input should be a valid integer"),
         (("index",), -1, "index -1 is none"),
         (("settings",), "abc", "settings: Input should be"),
-        (("rounds",), [], "a round asks nothing"),
-        (("rounds", 1, "asks"), [], "a round asks nothing"),
-        (("rounds", 0, "asks", 0, "prompt"), [], "has no token ids"),
-        (("rounds", 0, "asks", 0, "prompt"), [3, -1], "has no token ids"),
-        (("rounds", 0, "asks", 0, "prompt"), ["3"], "rounds.0.asks.0.prompt.0: Input should be a valid integer"),
-        (("rounds", 1, "asks", 1, "after"), 2, "of 2 requests one cannot have {'max_tokens': 2, 'logprobs'"),
-        (("rounds", 0, "asks", 0, "max_tokens"), 0, "of 1 requests one cannot have"),
-        (("rounds", 1, "asks", 1, "logprobs"), False, "logprob is of no token, or was not asked for"),
+        (("rounds",), [], "a round has no requests"),
+        (("rounds", 1, "requests"), [], "a round has no requests"),
+        (("rounds", 0, "requests", 0, "prompt"), [], "has no token ids"),
+        (("rounds", 0, "requests", 0, "prompt"), [3, -1], "has no token ids"),
+        (
+            ("rounds", 0, "requests", 0, "prompt"),
+            ["3"],
+            "rounds.0.requests.0.prompt.0: Input should be a valid integer",
+        ),
+        (("rounds", 1, "requests", 1, "after"), 2, "of 2 requests one cannot have {'max_tokens': 2, 'logprobs'"),
+        (("rounds", 0, "requests", 0, "max_tokens"), 0, "of 1 requests one cannot have"),
+        (("rounds", 1, "requests", 1, "logprobs"), False, "logprob is of no token, or was not requested"),
         (("version",), 2, "it is not of the format"),
         (("engine",), None, "version: Input should be a valid string"),
     ],
@@ -45,7 +49,7 @@ def test_what_no_failure_says_is_one_line(keys: tuple[str | int, ...], value: ob
     for key in keys[:-1]:
         place = place[key]
     place[keys[-1]] = value
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as raised:
         from_json(json.dumps(document), "case.json")
-    assert str(told.value).startswith("case.json can't be played: ") and problem in str(told.value)
-    assert "\n" not in str(told.value)
+    assert str(raised.value).startswith("case.json can't be played: ") and problem in str(raised.value)
+    assert "\n" not in str(raised.value)

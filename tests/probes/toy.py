@@ -46,7 +46,7 @@ class ToyOracle:
 
 
 class Toy:
-    """`bug` is one of those that are asked about below; `can` what it offers. Its drafts turn what is drawn."""
+    """`bug` is one of those that occur below; `can` what it offers. Its drafts turn what is drawn."""
 
     name, version, longest = "toy", "1.0", 512
 
@@ -54,21 +54,21 @@ class Toy:
         self.settings, self.bug, self.can = dict(settings or {}), bug, can
         self.drafts = self.settings.get("spec", "none") != "none"
         self.caches = self.settings.get("prefix", "off") == "on"
-        self.cached, self.crowded, self.aborted = set(), set(), set()
+        self.cached, self.batched, self.aborted = set(), set(), set()
         self.counts = Counter(hits=0, drafts=0, accepted=0, preemptions=0)
         self.num_asked = self.num_aborted = 0
 
-    def ask(self, asks, preempt_every=0):
-        if self.bug == "dies" and len(asks) > 6:
+    def ask(self, requests, preempt_every=0):
+        if self.bug == "dies" and len(requests) > 6:
             raise TargetError("toy died at ask; its last words: Error")
-        if self.bug == "dies of one token" and [len(ask.prompt) for ask in asks] == [1]:
+        if self.bug == "dies of one token" and [len(ask.prompt) for ask in requests] == [1]:
             raise TargetError("toy died at ask; its last words: Error")
-        order = sorted(range(len(asks)), key=lambda i: asks[i].after)
-        assert all(asks[i].after <= place for place, i in enumerate(order)), "an engine would wait forever"
-        answers = {i: self._answer(asks[i], len(asks), bool(preempt_every)) for i in order}
-        return [answers[i] for i in range(len(asks))]
+        order = sorted(range(len(requests)), key=lambda i: requests[i].after)
+        assert all(requests[i].after <= place for place, i in enumerate(order)), "an engine would wait forever"
+        answers = {i: self._answer(requests[i], len(requests), bool(preempt_every)) for i in order}
+        return [answers[i] for i in range(len(requests))]
 
-    def _answer(self, ask, crowd, preempted):
+    def _answer(self, ask, others, preempted):
         self.num_asked += 1
         self.num_aborted += ask.abort_after is not None
         self.counts["preemptions"] += preempted
@@ -81,9 +81,9 @@ class Toy:
             "hit": hit > 0,
             "hit of two blocks": hit >= 2 * UNIT,
             "long hit": hit >= 8 * UNIT,
-            "what a crowd leaves": (own, ask.prompt[:hit]) in self.crowded,
+            "what a others leaves": (own, ask.prompt[:hit]) in self.batched,
             "ends with the hit": hit > 0 and len(ask.prompt) == hit + 1,
-            "crowd": crowd > 5 and len(ask.prompt) == 1,
+            "others": others > 5 and len(ask.prompt) == 1,
             "preempted": preempted,
             "abort": ask.prompt in self.aborted,
             "churn": self.num_asked > 20 and len(ask.prompt) > 30,
@@ -101,8 +101,8 @@ class Toy:
             text = (*ask.prompt, *tokens)
             new = {(own, text[:end]) for end in range(UNIT, len(text), UNIT)} - self.cached
             self.cached |= new
-            if crowd > 5:
-                self.crowded |= new
+            if others > 5:
+                self.batched |= new
         said = hit if "cached" in self.can else None
         others = ((1,) * ask.max_tokens,) * (ask.n - 1) if self.bug == "other answers" else (tokens,) * (ask.n - 1)
         return Answer(tokens, said, likely if ask.logprobs else (), others)
@@ -128,9 +128,6 @@ class Toy:
         if self.bug == "ends early" and len(ask.prompt) == UNIT:
             del tokens[-1], likely[-1]
         return tuple(tokens), tuple(likely)
-
-    def score(self, token_ids):
-        raise NotImplementedError
 
     def counters(self):
         return dict(self.counts)

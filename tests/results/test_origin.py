@@ -19,7 +19,7 @@ def test_no_git_gives_an_empty_commit(monkeypatch):
     assert origin._commit() == ""
 
 
-def test_git_tells_the_distance_from_head_in_commits_that_change_code_and_who_made_them(tmp_path, monkeypatch):
+def test_distance_and_authors_come_from_git(tmp_path, monkeypatch):
     def git(*arguments):
         identity = ["-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false"]
         done = subprocess.run(["git", *identity, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True)
@@ -34,7 +34,7 @@ def test_git_tells_the_distance_from_head_in_commits_that_change_code_and_who_ma
 
     made = []
     git("init", "-q")
-    for file in ("code.py", "results/guard.csv", "code.py", "README.md", "docs/page.md", "docs/dashboard.png"):
+    for file in ("code.py", "results/guard.csv", "code.py", "README.md", "docs/page.md", "docs/picture.svg"):
         commit(file)
     monkeypatch.setattr(origin, "_REPOSITORY", tmp_path.resolve())
     head = origin.head()
@@ -45,8 +45,8 @@ def test_git_tells_the_distance_from_head_in_commits_that_change_code_and_who_ma
         assert head.distance(unknown) is None
     assert origin.NO_HEAD.distance(made[0]) is None
 
-    told = head.tell([made[3], "a" * 40, made[0], "HEAD", "--all", made[3]])
-    assert set(told) == {made[0], made[3]}
-    assert (told[made[3]].author, told[made[3]].subject) == ("n", "README.md")
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d", told[made[3]].day)
-    assert head.tell(["a" * 40]) == head.tell([]) == origin.NO_HEAD.tell(made) == {}
+    infos = head.describe([made[3], "a" * 40, made[0], "HEAD", "--all", made[3]])
+    assert set(infos) == {made[0], made[3]}
+    assert (infos[made[3]].author, infos[made[3]].subject) == ("n", "README.md")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", infos[made[3]].day)
+    assert head.describe(["a" * 40]) == head.describe([]) == origin.NO_HEAD.describe(made) == {}

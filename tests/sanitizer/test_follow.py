@@ -1,4 +1,4 @@
-"""The sanitizer is silent on a right engine, names the rule that each planted bug breaks in time, and is cheap.
+"""The sanitizer is silent on a right engine, names the rule that each known bug breaks in time, and is cheap.
 
 In time: when it reports, no request has a wrong token yet.
 """
@@ -13,13 +13,13 @@ import torch
 
 from hybrid_kv.attention import mamba
 from hybrid_kv.attention.mamba import MambaMetadataBuilder
-from hybrid_kv.attention.undo import Replay, ReplaySpec
+from hybrid_kv.attention.rollback import Recompute, RecomputeSpec
 from hybrid_kv.cache.block_hash import BlockHashes
 from hybrid_kv.cache.block_pool import BlockPool
-from hybrid_kv.cache.columns import Columns
 from hybrid_kv.cache.manager import KVCacheManager
 from hybrid_kv.cache.offload import KVOffload
-from hybrid_kv.cache.spec import UndoSpec
+from hybrid_kv.cache.request_blocks import RequestBlocks
+from hybrid_kv.cache.spec import RollbackSpec, StateProgress
 from hybrid_kv.engine import runner
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.engine.runner import ModelRunner
@@ -108,16 +108,16 @@ class Traffic:
         return self.answers[tuple(request.prompt_token_ids)][: request.num_tokens] == request.token_ids
 
 
-@pytest.mark.parametrize("start", range(0, 60, 10))
+@pytest.mark.parametrize("start", [0, 6])  # Six seeds are every mode with every backend.
 def test_a_right_engine_is_silent(start):
     seen = Counter()
-    for seed in range(start, start + 10):
+    for seed in range(start, start + 6):
         traffic = Traffic(seed)
         llm = traffic.llm()
         requests, report = traffic.run(llm)
         assert report is None, f"seed {seed}: {report}"
         assert all(traffic.is_right(request) and request.is_finished for request in requests)
-        assert not llm.watchers[0].ledger.references.any()
+        assert not llm.observers[0].ledger.references.any()
         seen["hit"] += sum(request.hit.num_tokens > 0 for request in requests)
         seen["preempted"] += sum(request.num_preemptions for request in requests)
         seen["accepted"] += sum(request.num_accepted_draft_tokens for request in requests)
@@ -126,7 +126,7 @@ def test_a_right_engine_is_silent(start):
     assert all(seen[name] for name in ("hit", "preempted", "accepted", "rejected", "evicted")), seen
 
 
-@pytest.mark.parametrize("seed", [1, 2, 4, 5, 7, 8, 10, 11])  # mode none, which is 0 mod 3, keeps nothing
+@pytest.mark.parametrize("seed", [1, 2, 4, 5])  # mode none, which is 0 mod 3, keeps nothing
 def test_blocks_from_the_offload_tier_are_followed(seed):
     traffic = Traffic(seed, kv_offload_bytes=2**20)
     llm = traffic.llm()
@@ -138,7 +138,7 @@ def test_blocks_from_the_offload_tier_are_followed(seed):
     assert llm.manager.offload.stats.loaded_blocks
 
 
-def test_blocks_that_another_engine_filed_first_may_differ_in_bytes_that_nobody_reads(tmp_path):
+def test_blocks_that_another_engine_filed_first_may_differ_in_bytes_that_are_never_read(tmp_path):
     model, prompt = ExactModel(), list(range(33))
     answer = ExactOracle(model).generate(prompt, 8)
     # One engine drafts right, the other wrong: rows of drafts that they leave behind a window differ.
@@ -168,7 +168,7 @@ def test_blocks_that_another_engine_filed_first_may_differ_in_bytes_that_nobody_
     assert output.cached_tokens == 40
 
 
-# Planted bugs. Each takes the place of a function, given that function.
+# Injected faults. Each takes the place of a function, given that function.
 
 
 def around(change):
@@ -181,10 +181,10 @@ def before(change):
     return lambda plain: lambda *args, **kwargs: plain(*change(*args), **kwargs)
 
 
-def recompute_anchor(_, self, batch, num_accepted):
+def recompute_current_block(_, self, batch, num_accepted):
     for item, accepted in zip(batch, num_accepted, strict=True):
-        column = (item.num_computed_tokens + accepted - 1) // self._mamba_spec.block_size
-        self.cursors.anchor[item.request.row] = column
+        block_idx = (item.num_computed_tokens + accepted - 1) // self._mamba_spec.block_size
+        self.cursors.current_block[item.request.row] = block_idx
 
 
 def accept_one_less(_, self, batch, num_accepted):
@@ -226,7 +226,7 @@ def publish_when_scheduled(new, scheduler, item, *_):
     request, end = item.request, item.num_computed_tokens + item.num_tokens
     if new is not None and not item.num_drafts and item.drafts is not None:
         scheduler.manager.cache_blocks(
-            request.request_id, request.block_hashes, request.token_ids, end, item.is_decode, end
+            request.request_id, request.block_hashes, request.token_ids, StateProgress(end, end), item.is_decode
         )
     return new
 
@@ -273,7 +273,7 @@ def give_back_more(self, request_id, rows, num_seen):
 def publish_inside(plain):
     def cache_blocks(self, request, is_decode):
         end = min(-(-request.num_computed_tokens // 8) * 8, request.num_tokens)
-        args = request.request_id, request.block_hashes, request.token_ids, end, is_decode, end
+        args = request.request_id, request.block_hashes, request.token_ids, StateProgress(end, end), is_decode
         self.manager.cache_blocks(*args)
 
     return cache_blocks
@@ -283,7 +283,7 @@ def repeat_manager_blocks(_, self, *arguments):
     self.geometry[:, 4] = 1
 
 
-def one_column_less(plain):
+def one_block_idx_less(plain):
     def place(self, *arguments):
         self.num_blocks -= 1
         is_changed = plain(self, *arguments)
@@ -305,7 +305,7 @@ def states_beyond_the_row(built, *_):
     return built
 
 
-def boundary_into_anchor(built):
+def boundary_into_current_block(built):
     if built.boundary_rows is None:
         return None
     return built.state_indices[built.num_decodes + built.boundary_rows, 0]
@@ -318,7 +318,8 @@ def metadata_of_its_own(built, *_):
 
 
 def count_one_more(_, self, item, *__):
-    item.request.num_computed_tokens += 1
+    progress = item.request.progress
+    item.request.progress = progress._replace(computed=progress.computed + 1)
 
 
 def hand_out_a_held_block(ids, pool, *_):
@@ -362,7 +363,9 @@ OFFLOAD = ATTENTION | {"kv_offload_bytes": 2**20}
 ROOMY = {"num_blocks": 80, "max_num_batched_tokens": 16}
 
 BUGS = {
-    "anchor recomputed (C15)": (ModelRunner, "_postprocess", around(recompute_anchor), ALL, "read-window"),
+    "current state block recomputed (C15)": (
+        ModelRunner, "_postprocess", around(recompute_current_block), ALL, "read-window",
+    ),
     "accepted off by one": (ModelRunner, "_postprocess", around(accept_one_less), ALL, "read-window"),
     "stale window row": (
         MambaMetadataBuilder, "build",
@@ -395,7 +398,7 @@ BUGS = {
     "row state of the last owner (C10)": (
         StateCursor, "restart", lambda plain: lambda *_: None, ALL, "read-window",
     ),
-    "align publishes jumped columns": (
+    "align publishes jumped logical blocks": (
         KVCacheManager, "cache_blocks",
         before(lambda *args: (*args[:5], True, *args[6:])), ALIGN, "publish-unheld publish-state",
     ),
@@ -409,11 +412,11 @@ BUGS = {
     "slots of another row (C22)": (HostTables, "map_slots", before(next_row), ATTENTION, "write-unheld"),
     "padding keeps slots (B06)": (HostTables, "map_slots", keep_last_padding, ATTENTION, "pad-slot"),
     "kernel blocks not expanded (B01)": (HostTables, "__init__", around(repeat_manager_blocks), ATTENTION, "read-slot"),
-    "one table column too few": (HostTables, "place", one_column_less, ATTENTION, "read-slot"),
+    "one table logical block too few": (HostTables, "place", one_block_idx_less, ATTENTION, "read-slot"),
     "a hit takes another block": (BlockPool, "lookup", around(wrong_block), ATTENTION | ROOMY, "hit-prefix"),
     "a hash of the last token only": (BlockHashes, "chain", own_tokens_only, ATTENTION | ROOMY, "hit-prefix"),
     "a hit is computed again in place": (Scheduler, "_chunk", one_token_back, ATTENTION | ROOMY, "write-shared"),
-    "given back too early (F16)": (KVCacheManager, "_give_back", before(give_back_more), ALIGN, "read-unheld"),
+    "freed too early (F16)": (KVCacheManager, "_give_back", before(give_back_more), ALIGN, "read-unheld"),
     "evicted and still found": (BlockPool, "_unpublish", forget_to_unpublish, ATTENTION, "evict-findable"),
     "new token in the wrong place": (ModelRunner, "_sample", write_elsewhere, ALL, "input-token"),
     "pages loaded into each other's blocks": (
@@ -423,7 +426,7 @@ BUGS = {
         MambaMetadataBuilder, "build", around(states_beyond_the_row), ALL, "write-padding",
     ),
     "boundary state and last state in one block": (
-        MambaMetadataBuilder, "build", with_metadata(boundary_indices=boundary_into_anchor), ALL, "write-twice",
+        MambaMetadataBuilder, "build", with_metadata(boundary_indices=boundary_into_current_block), ALL, "write-twice",
     ),
     "boundary copy one draft early": (
         runner, "boundary_copies",
@@ -433,17 +436,17 @@ BUGS = {
         ModelRunner, "_prepare", around(metadata_of_its_own), ALL | {"pattern": "M*MM*"}, "layer-metadata",
     ),
     "a token too many is counted": (Scheduler, "update", around(count_one_more), ALL, "position"),
-    "next column published": (
-        Columns, "__getitem__", before(lambda self, column: (self, min(column + 1, self.length - 1))), ATTENTION,
-        "publish-slots",
+    "next logical block published": (
+        RequestBlocks, "__getitem__", before(lambda self, block_idx: (self, min(block_idx + 1, self.length - 1))),
+        ATTENTION, "publish-slots",
     ),
     "a held block is handed out": (BlockPool, "allocate", around(hand_out_a_held_block), ATTENTION, "allocate-held"),
-    "given back again and again": (
-        Columns, "give_back", lambda plain: lambda self, end: dict.fromkeys(self._ids[:end].tolist(), 0), ALIGN,
+    "freed again and again": (
+        RequestBlocks, "give_back", lambda plain: lambda self, end: dict.fromkeys(self._ids[:end].tolist(), 0), ALIGN,
         "free-unheld",
     ),
     "one block is never freed": (
-        Columns, "held", around(lambda ids, *_: ids[:-1]), ATTENTION, "free-leak",
+        RequestBlocks, "held", around(lambda ids, *_: ids[:-1]), ATTENTION, "free-leak",
     ),
     "a token behind a rejected draft": (
         runner, "verify", around(lambda gained, *_: [[*new, 0] for new in gained]), ALL, "accept",
@@ -451,8 +454,8 @@ BUGS = {
 }  # fmt: skip
 
 
-def with_replay(**changes):
-    """Replace parts of the `ReplayStep` of every commit."""
+def with_recompute(**changes):
+    """Replace parts of the `RecomputeStep` of every commit."""
 
     def change(found, *_):
         step = found.history
@@ -461,80 +464,82 @@ def with_replay(**changes):
     return around(change)
 
 
-def fold_nothing(plain):
+def flush_nothing(plain):
     return lambda self, request: None
 
 
-REPLAY = ALL | {"state_scheme": "replay", "replay_ring_len": 11}
-REPLAY_BUGS = {
+RECOMPUTE = ALL | {"state_scheme": "recompute", "recompute_ring_len": 11}
+RECOMPUTE_BUGS = {
     "drafts count as accepted": (
-        Replay, "_step",
-        before(lambda self, rows, accepted, lens, table: (self, rows, lens, lens, table)), REPLAY,
+        Recompute, "_step",
+        before(lambda self, rows, accepted, lens, table: (self, rows, lens, lens, table)), RECOMPUTE,
         "flush-unaccepted history-length read-state",
     ),
-    "a token more is folded": (
-        Replay, "_step", with_replay(n_flush=lambda s: s.n_flush + (s.n_flush > 0)), REPLAY,
+    "a token more is flushed": (
+        Recompute, "_step", with_recompute(n_flush=lambda s: s.n_flush + (s.n_flush > 0)), RECOMPUTE,
         "flush-unaccepted flush-boundary",
     ),
-    "all is folded past a boundary": (
-        Replay, "_step",
-        with_replay(n_flush=lambda s: torch.where(s.n_flush > 0, s.n_hist, 0)), REPLAY, "flush-boundary",
+    "all is flushed past a boundary": (
+        Recompute, "_step",
+        with_recompute(n_flush=lambda s: torch.where(s.n_flush > 0, s.n_hist, 0)), RECOMPUTE, "flush-boundary",
     ),
     "a token of history is lost": (
-        Replay, "_step",
-        with_replay(n_hist=lambda s: (s.n_hist - 1).clamp(min=0), n_flush=lambda s: 0 * s.n_flush, dst=lambda s: s.src),
-        REPLAY, "history-length",
+        Recompute, "_step",
+        with_recompute(
+            n_hist=lambda s: (s.n_hist - 1).clamp(min=0), n_flush=lambda s: 0 * s.n_flush, dst=lambda s: s.src
+        ),
+        RECOMPUTE, "history-length",
     ),
     "the ring begins elsewhere": (
-        Replay, "_step", with_replay(ring_start=lambda s: s.ring_start * 0), REPLAY, "read-history",
+        Recompute, "_step", with_recompute(ring_start=lambda s: s.ring_start * 0), RECOMPUTE, "read-history",
     ),
     "the ring of another row": (
-        Replay, "_step", with_replay(rows=lambda s: (s.rows + 1) % 4), REPLAY, "ring-row",
+        Recompute, "_step", with_recompute(rows=lambda s: (s.rows + 1) % 4), RECOMPUTE, "ring-row",
     ),
-    "folded into the block that it starts from": (
-        Replay, "_step", with_replay(dst=lambda s: s.src), REPLAY, "flush-shared",
+    "flushed into the block that it starts from": (
+        Recompute, "_step", with_recompute(dst=lambda s: s.src), RECOMPUTE, "flush-shared",
     ),
-    "folded into a block of nobody": (
-        Replay, "_step", with_replay(dst=lambda s: torch.where(s.n_flush > 0, 199, s.dst)),
-        REPLAY | {"num_blocks": 200}, "flush-unheld",
+    "flushed into a free block": (
+        Recompute, "_step", with_recompute(dst=lambda s: torch.where(s.n_flush > 0, 199, s.dst)),
+        RECOMPUTE | {"num_blocks": 200}, "flush-unheld",
     ),
     "a new owner keeps the cursors": (
-        Replay, "_restart", before(lambda self, rows, ends: (self, rows[:0], ends[:0])), REPLAY,
+        Recompute, "_restart", before(lambda self, rows, ends: (self, rows[:0], ends[:0])), RECOMPUTE,
         "read-state read-unheld index-range history-length",
     ),
-    "given back before the state has left it": (
+    "freed before the state has left it": (
         Scheduler, "_allocate",
         lambda plain: lambda self, item, *hit: (
-            setattr(item.request, "num_flushed_tokens", item.num_computed_tokens), plain(self, item, *hit)
+            setattr(item.request, "progress", StateProgress(*[item.num_computed_tokens] * 2)), plain(self, item, *hit)
         )[1],
-        REPLAY | {"mamba_cache_mode": "align"}, "read-unheld finalize-lost",
+        RECOMPUTE | {"mamba_cache_mode": "align"}, "read-unheld finalize-lost",
     ),
-    "published before it is folded": (
-        ReplaySpec, "num_flushed", lambda plain: UndoSpec.num_flushed, REPLAY, "publish-unflushed",
+    "published before it is flushed": (
+        RecomputeSpec, "advance", lambda plain: RollbackSpec.advance, RECOMPUTE, "publish-unflushed",
     ),
     "given up without a last write": (
-        Scheduler, "_release", before(lambda self, request, *_: (self, request, False)), REPLAY, "finalize-lost",
+        Scheduler, "_release", before(lambda self, request, *_: (self, request, False)), RECOMPUTE, "finalize-lost",
     ),
-    "lost at the end": (ModelRunner, "fold", fold_nothing, REPLAY, "finalize-lost publish-unflushed"),
+    "lost at the end": (ModelRunner, "flush", flush_nothing, RECOMPUTE, "finalize-lost publish-unflushed"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REPLAY_BUGS)
-def test_a_planted_bug_of_replay_is_named_before_a_wrong_token(name, monkeypatch):
-    test_a_planted_bug_is_named_before_a_wrong_token(name, monkeypatch)
+@pytest.mark.parametrize("name", RECOMPUTE_BUGS)
+def test_a_injected_bug_of_recompute_is_named_before_a_wrong_token(name, monkeypatch):
+    test_an_injected_fault_is_named_before_a_wrong_token(name, monkeypatch)
 
 
-@pytest.mark.parametrize("start", range(0, 12, 3))
-def test_a_right_engine_that_replays_is_silent(start):
+@pytest.mark.parametrize("start", [0, 3])
+def test_a_right_engine_that_recomputes_is_silent(start):
     for seed in range(start, start + 3):
-        traffic = Traffic(seed, state_scheme="replay", pattern=("M*", "M*MM*", "*M", "MMM*M", "MM")[seed % 5])
+        traffic = Traffic(seed, state_scheme="recompute", pattern=("M*", "M*MM*", "*M", "MMM*M", "MM")[seed % 5])
         requests, report = traffic.run(traffic.llm())
         assert report is None, f"seed {seed}: {report}"
         assert all(traffic.is_right(request) and request.is_finished for request in requests)
 
 
 @pytest.mark.parametrize("folder", [False, True])
-def test_loaded_bytes_that_nobody_published_are_named_where_no_other_engine_can_have_filed_them(
+def test_loaded_bytes_that_were_never_published_are_named_where_no_other_engine_can_have_filed_them(
     folder, monkeypatch, tmp_path
 ):
     def damaged(store, pages, ids):
@@ -546,7 +551,7 @@ def test_loaded_bytes_that_nobody_published_are_named_where_no_other_engine_can_
     for seed in range(6):
         traffic = Traffic(seed, **options)
         llm = traffic.llm()
-        llm.watchers[0].private_tier = not folder
+        llm.observers[0].private_tier = not folder
         _, report = traffic.run(llm)
         rules.add(report and report.rule)
     assert rules <= {None, "load-bytes"}
@@ -563,8 +568,8 @@ def test_pages_of_a_shared_folder_loaded_into_each_others_blocks_are_named(monke
 
 
 @pytest.mark.parametrize("name", BUGS)
-def test_a_planted_bug_is_named_before_a_wrong_token(name, monkeypatch):
-    owner, attribute, bug, options, rule = (BUGS | REPLAY_BUGS)[name]
+def test_an_injected_fault_is_named_before_a_wrong_token(name, monkeypatch):
+    owner, attribute, bug, options, rule = (BUGS | RECOMPUTE_BUGS)[name]
     monkeypatch.setattr(owner, attribute, bug(getattr(owner, attribute)))
     for seed in range(12):
         traffic = Traffic(seed, **options)
@@ -604,8 +609,8 @@ def test_a_report_has_rule_request_group_block_step_and_history(monkeypatch):
 def test_the_environment_is_the_default(variable, option, on, monkeypatch):
     monkeypatch.setenv("HYBRID_KV_SANITIZE", variable)
     llm = Traffic(1, sanitize=option).llm()
-    assert llm.runner.watchers is llm.manager.watchers is llm.watchers
-    assert [type(watcher) for watcher in llm.watchers] == [Sanitizer] * on
+    assert llm.runner.observers is llm.manager.observers is llm.observers
+    assert [type(observer) for observer in llm.observers] == [Sanitizer] * on
 
 
 def test_fresh_blocks_are_poisoned():

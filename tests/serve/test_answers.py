@@ -29,11 +29,11 @@ def test_a_question_gets_the_answer_of_the_engine_alone(server: Served, alone: L
 
 @pytest.mark.parametrize("stop", [None, "Question:", ["#", "\n"]])
 def test_the_events_of_a_stream_add_up_to_the_whole_answer(server: Served, stop: str | list[str] | None) -> None:
-    asked = {"model": MODEL, "prompt": [QUESTION, QUESTION[:40]], "max_tokens": 40, "temperature": 0, "stop": stop}
+    sent = {"model": MODEL, "prompt": [QUESTION, QUESTION[:40]], "max_tokens": 40, "temperature": 0, "stop": stop}
     extra = {"return_token_ids": True}
-    whole = server.client.completions.create(**asked, extra_body=extra)
+    whole = server.client.completions.create(**sent, extra_body=extra)
     events = list(
-        server.client.completions.create(**asked, stream=True, stream_options={"include_usage": True}, extra_body=extra)
+        server.client.completions.create(**sent, stream=True, stream_options={"include_usage": True}, extra_body=extra)
     )
     assert len(events) > 10
     for index, choice in enumerate(whole.choices):
@@ -51,7 +51,7 @@ def test_requests_at_once_get_what_each_gets_alone(server: Served, alone: LLM) -
     params = [SamplingParams(24, temperature=1.0 if i >= 8 else 0.0, seed=i) for i in range(16)]
     expected = alone.generate(prompts, params, progress=False)
 
-    def ask(i: int) -> list[int]:
+    def send(i: int) -> list[int]:
         found = server.client.completions.create(
             model=MODEL, prompt=prompts[i], max_tokens=24, temperature=params[i].temperature, seed=i,
             extra_body={"return_token_ids": True},
@@ -59,7 +59,7 @@ def test_requests_at_once_get_what_each_gets_alone(server: Served, alone: LLM) -
         return found.choices[0].token_ids  # type: ignore[attr-defined]
 
     with ThreadPoolExecutor(16) as pool:
-        assert list(pool.map(ask, range(16))) == [output.token_ids for output in expected]
+        assert list(pool.map(send, range(16))) == [output.token_ids for output in expected]
 
 
 def test_choices_of_a_prompt_draw_with_seeds_of_their_own(server: Served, alone: LLM) -> None:
@@ -89,10 +89,10 @@ def test_usage_says_what_came_from_the_cache_and_a_salt_keeps_it_apart(server: S
 
 def test_logprobs_of_an_answer_are_those_of_the_engine(server: Served, alone: LLM) -> None:
     (expected,) = alone.generate([QUESTION], SamplingParams(8, logprobs=3), progress=False)
-    asked = {"model": MODEL, "prompt": QUESTION, "max_tokens": 8, "temperature": 0, "logprobs": 3}
-    found = server.client.completions.create(**asked).choices[0].logprobs
+    sent = {"model": MODEL, "prompt": QUESTION, "max_tokens": 8, "temperature": 0, "logprobs": 3}
+    found = server.client.completions.create(**sent).choices[0].logprobs
     as_ids = server.client.completions.create(
-        **asked, extra_body={"return_tokens_as_token_ids": True}
+        **sent, extra_body={"return_tokens_as_token_ids": True}
     ).choices[0].logprobs  # fmt: skip
     assert expected.logprobs is not None and found is not None and as_ids is not None
     assert found.token_logprobs == pytest.approx([one.logprob for one in expected.logprobs], abs=1e-4)
@@ -111,13 +111,13 @@ def test_an_echo_begins_with_the_prompt_and_its_logprobs(
     params = SamplingParams(3, logprobs=1, prompt_logprobs=1)
     (expected,) = alone.generate([QUESTION], params, progress=False)
     assert expected.prompt_logprobs is not None and expected.logprobs is not None
-    asked = {"model": MODEL, "prompt": expected.prompt_token_ids, "max_tokens": max_tokens, "temperature": 0}
-    asked |= {"echo": True, "logprobs": 1}
+    sent = {"model": MODEL, "prompt": expected.prompt_token_ids, "max_tokens": max_tokens, "temperature": 0}
+    sent |= {"echo": True, "logprobs": 1}
     for _ in range(2):  # a hit would have no logits
         if stream:
-            choices = [event.choices[0] for event in server.client.completions.create(**asked, stream=True)]
+            choices = [event.choices[0] for event in server.client.completions.create(**sent, stream=True)]
         else:
-            choices = server.client.completions.create(**asked).choices
+            choices = server.client.completions.create(**sent).choices
         text, values = "", []
         for choice in choices:
             assert choice.logprobs.text_offset == [len(text) + n for n in offsets(choice.logprobs.tokens)]
@@ -136,10 +136,10 @@ def offsets(tokens: list[str]) -> list[int]:
 def test_a_conversation_is_a_prompt_made_by_the_template(server: Served, alone: LLM) -> None:
     (expected,) = alone.generate([QUESTION], SamplingParams(40, stop=("Question:",), logprobs=2), progress=False)
     question = QUESTION.removeprefix("Question: ").removesuffix("\nAnswer:")
-    asked = {"model": MODEL, "max_tokens": 40, "temperature": 0, "stop": ["Question:"], "logprobs": True}
-    asked |= {"messages": [{"role": "user", "content": question}], "top_logprobs": 2}
+    sent = {"model": MODEL, "max_tokens": 40, "temperature": 0, "stop": ["Question:"], "logprobs": True}
+    sent |= {"messages": [{"role": "user", "content": question}], "top_logprobs": 2}
     extra = {"return_token_ids": True}
-    found = server.client.chat.completions.create(**asked, extra_body=extra)
+    found = server.client.chat.completions.create(**sent, extra_body=extra)
     (choice,) = found.choices
     assert "#### 7" in choice.message.content == expected.text
     assert found.prompt_token_ids == expected.prompt_token_ids and choice.token_ids == expected.token_ids
@@ -151,7 +151,7 @@ def test_a_conversation_is_a_prompt_made_by_the_template(server: Served, alone: 
         for one in expected.logprobs  # type: ignore[union-attr]
     ]
     assert all(bytes(one.bytes).decode() == one.token for one in content)
-    events = list(server.client.chat.completions.create(**asked, stream=True, extra_body=extra))
+    events = list(server.client.chat.completions.create(**sent, stream=True, extra_body=extra))
     assert events[0].choices[0].delta.role == "assistant" and events[0].prompt_token_ids == found.prompt_token_ids
     assert "".join(event.choices[0].delta.content for event in events) == expected.text
     assert [one for event in events[1:] for one in event.choices[0].logprobs.content] == content

@@ -82,14 +82,9 @@ def test_a_wrong_path_is_an_error_in_the_same_form(server: Served, method: str, 
     assert answer.status_code == status and answer.json()["error"]["message"].startswith(f"{method} {path}: ")
 
 
-def test_a_form_is_told_what_to_send(server: Served) -> None:
+def test_a_form_is_answered_with_what_to_send(server: Served) -> None:
     answer = server.http.post("/v1/completions", data={"prompt": "a"})
     assert answer.status_code == 415 and "send JSON as application/json" in answer.json()["error"]["message"]
-
-
-def test_the_model_is_listed(server: Served) -> None:
-    (card,) = server.client.models.list().data
-    assert card.id == "guard_model" and card.max_model_len == 512  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

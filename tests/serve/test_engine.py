@@ -14,9 +14,9 @@ import pytest
 from hybrid_kv import LLM, SamplingParams
 from hybrid_kv.accuracy.guard_model import FOLDER
 from hybrid_kv.config import CheckFailedError
+from hybrid_kv.observe import EngineObserver
 from hybrid_kv.request import ScheduledRequest
 from hybrid_kv.serve.engine import BusyError, Engine, Piece, StoppedError, Submission
-from hybrid_kv.watch import Watcher
 from tests.serve.conftest import OPTIONS, QUESTION, Served, served
 from tests.serve.test_metrics import counters
 
@@ -24,7 +24,7 @@ LONG = {"prompt": QUESTION, "max_tokens": 400, "temperature": 0, "ignore_eos": T
 LONGER = LONG | {"prompt": QUESTION * 5, "max_tokens": 30, "return_token_ids": True}
 
 
-class Gate(Watcher):
+class Gate(EngineObserver):
     """Lets steps through one by one; `entered` is set while one waits."""
 
     def __init__(self) -> None:
@@ -42,11 +42,11 @@ class Gate(Watcher):
 @pytest.fixture
 def gate(server: Served) -> Iterator[Gate]:
     gate = Gate()
-    server.llm.watchers.append(gate)
+    server.llm.observers.append(gate)
     yield gate
     gate.open()
     server.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})  # no step is in it any more
-    server.llm.watchers.remove(gate)
+    server.llm.observers.remove(gate)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -56,11 +56,11 @@ def test_who_leaves_is_aborted_and_its_blocks_return(
     before = counters(server)
     aborted, abort = threading.Event(), server.engine.abort
 
-    def told(submission: Submission) -> None:
+    def notified(submission: Submission) -> None:
         abort(submission)
         aborted.set()
 
-    monkeypatch.setattr(server.engine, "abort", told)
+    monkeypatch.setattr(server.engine, "abort", notified)
     gate.steps.release(3)
     client = httpx2.Client(base_url=server.url)
     with ThreadPoolExecutor(1) as pool:
@@ -68,9 +68,9 @@ def test_who_leaves_is_aborted_and_its_blocks_return(
             with client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as events:
                 assert next(events.iter_lines()).startswith("data: ")
         else:
-            asking = pool.submit(client.post, "/v1/completions", json=LONG, timeout=0.5)
+            pending = pool.submit(client.post, "/v1/completions", json=LONG, timeout=0.5)
             assert gate.entered.wait(60)
-            assert isinstance(asking.exception(60), httpx2.ReadTimeout)
+            assert isinstance(pending.exception(60), httpx2.ReadTimeout)
         client.close()
         assert aborted.wait(60)
     gate.open()
@@ -99,20 +99,20 @@ def test_sequences_beyond_the_limit_are_sent_away(server: Served, gate: Gate, mo
     assert never.status_code == 400 and "4 sequences in one request, 3 may be open" in never.json()["error"]["message"]
 
 
-def asked_beside(server: Served, gate: Gate, pool: ThreadPoolExecutor, path: str) -> Future[httpx2.Response]:
-    """A long answer that something else is asked in the middle of."""
-    asking = pool.submit(server.http.post, "/v1/completions", json=LONGER)
+def sent_beside(server: Served, gate: Gate, pool: ThreadPoolExecutor, path: str) -> Future[httpx2.Response]:
+    """A long answer with another request in the middle of it."""
+    pending = pool.submit(server.http.post, "/v1/completions", json=LONGER)
     assert gate.entered.wait(60)
     going = pool.submit(server.http.post, path)
     while not going.done():
         gate.steps.release()
-    assert going.result().status_code == 200 and not asking.done()
+    assert going.result().status_code == 200 and not pending.done()
     gate.open()
-    return asking
+    return pending
 
 
-def tokens_of(asking: Future[httpx2.Response]) -> list[int]:
-    (choice,) = asking.result().json()["choices"]
+def tokens_of(pending: Future[httpx2.Response]) -> list[int]:
+    (choice,) = pending.result().json()["choices"]
     return list(choice["token_ids"])
 
 
@@ -120,22 +120,22 @@ def test_a_reset_preempts_what_runs_and_changes_no_token(server: Served, gate: G
     (expected,) = alone.generate([QUESTION * 5], SamplingParams(30, ignore_eos=True), progress=False)
     before = counters(server)
     with ThreadPoolExecutor(2) as pool:
-        asking = asked_beside(server, gate, pool, "/reset_prefix_cache?reset_running_requests=true")
-        assert tokens_of(asking) == expected.token_ids
+        pending = sent_beside(server, gate, pool, "/reset_prefix_cache?reset_running_requests=true")
+        assert tokens_of(pending) == expected.token_ids
     assert counters(server)["num_preemptions_total"] == before["num_preemptions_total"] + 1
 
 
 def test_a_request_outlives_sleep(server: Served, gate: Gate, alone: LLM) -> None:
     (expected,) = alone.generate([QUESTION * 5], SamplingParams(30, ignore_eos=True), progress=False)
     with ThreadPoolExecutor(2) as pool:
-        asking = asked_beside(server, gate, pool, "/sleep")
+        pending = sent_beside(server, gate, pool, "/sleep")
         assert server.http.post("/sleep").status_code == 200
         assert server.http.get("/is_sleeping").json() == {"is_sleeping": True}
         later = pool.submit(server.http.post, "/v1/completions", json=LONGER)
-        assert not server.llm.has_work and not asking.done() and not later.done()
+        assert not server.llm.has_work and not pending.done() and not later.done()
         assert server.http.post("/wake_up").status_code == 200
         assert server.http.get("/is_sleeping").json() == {"is_sleeping": False}
-        assert [tokens_of(asking), tokens_of(later)] == [expected.token_ids] * 2
+        assert [tokens_of(pending), tokens_of(later)] == [expected.token_ids] * 2
 
 
 def test_all_prompts_of_a_request_run_or_none(server: Served) -> None:
@@ -147,7 +147,7 @@ def test_all_prompts_of_a_request_run_or_none(server: Served) -> None:
     server.llm.scheduler.check_integrity()
 
 
-class Broken(Watcher):
+class Broken(EngineObserver):
     """A check that fails in the fifth step."""
 
     num_steps = 0
@@ -160,11 +160,11 @@ class Broken(Watcher):
 
 def test_a_step_that_fails_ends_the_server_and_everybody_hears_of_it() -> None:
     llm = LLM(str(FOLDER), **OPTIONS)
-    llm.watchers.append(Broken())
+    llm.observers.append(Broken())
     failures: list[BaseException] = []
     with served(llm, failures=failures) as one, ThreadPoolExecutor(3) as pool:
-        asked = [pool.submit(one.http.post, "/v1/completions", json=LONG | {"stream": i == 2}) for i in range(3)]
-        answers = [future.result(60) for future in asked]
+        sent = [pool.submit(one.http.post, "/v1/completions", json=LONG | {"stream": i == 2}) for i in range(3)]
+        answers = [future.result(60) for future in sent]
     said = "the engine has failed, the server's log says how: CheckFailedError"
     for answer in answers[:2]:
         assert (answer.status_code, answer.json()["error"]["message"]) == (503, said)
@@ -177,7 +177,7 @@ def test_what_waits_for_an_engine_that_sleeps_is_ended_with_it(end: Callable[[En
     engine = Engine(LLM(str(FOLDER), **OPTIONS), 0, lambda _: None, lambda: None)
     engine.start()
 
-    async def ask() -> Piece | StoppedError:
+    async def send() -> Piece | StoppedError:
         submission = Submission([(QUESTION, SamplingParams(400, ignore_eos=True))])
         await engine.call(engine.llm.sleep)
         await engine.submit(submission)
@@ -185,7 +185,7 @@ def test_what_waits_for_an_engine_that_sleeps_is_ended_with_it(end: Callable[[En
         return await asyncio.wait_for(submission.pieces.get(), 60)
 
     try:
-        piece = asyncio.run(ask())
+        piece = asyncio.run(send())
         assert isinstance(piece, Piece) and piece.output is not None and piece.output.finish_reason == "abort"
     finally:
         engine.stop()
@@ -197,7 +197,7 @@ def test_an_engine_that_has_stopped_takes_nothing_more() -> None:
     engine = Engine(llm, 0, lambda _: None, lambda: None)
     engine.start()
 
-    async def ask() -> list[Any]:
+    async def send() -> list[Any]:
         submission = Submission([(QUESTION, SamplingParams(400, ignore_eos=True))])
         await engine.submit(submission)
         with pytest.raises(BusyError):
@@ -207,7 +207,7 @@ def test_an_engine_that_has_stopped_takes_nothing_more() -> None:
             await engine.submit(Submission([(QUESTION, SamplingParams())]))
         return [await submission.pieces.get()]
 
-    (piece,) = asyncio.run(ask())
+    (piece,) = asyncio.run(send())
     assert piece.output.finish_reason == "abort" and len(piece.output.token_ids) < 400
     assert not engine.is_alive and not llm.scheduler.has_requests
     llm.scheduler.check_integrity()

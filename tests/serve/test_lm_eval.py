@@ -33,9 +33,9 @@ def instances(kind: str, arguments: list[tuple[Any, ...]]) -> list[Instance]:
 
 
 def test_answers_to_choose_from_get_the_same_scores(remote: Any, alone: LLM) -> None:
-    asked = instances("loglikelihood", [(context, choice) for context in CONTEXTS for choice in CHOICES])
-    expected = HybridKVLM(llm=alone, progress=False).loglikelihood(asked)
-    found = remote.loglikelihood(asked)
+    sent = instances("loglikelihood", [(context, choice) for context in CONTEXTS for choice in CHOICES])
+    expected = HybridKVLM(llm=alone, progress=False).loglikelihood(sent)
+    found = remote.loglikelihood(sent)
     assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-3)
     assert [is_greedy for _, is_greedy in found] == [is_greedy for _, is_greedy in expected]
     assert any(is_greedy for _, is_greedy in found) and not all(is_greedy for _, is_greedy in found)
@@ -43,7 +43,7 @@ def test_answers_to_choose_from_get_the_same_scores(remote: Any, alone: LLM) -> 
 
 def test_questions_get_the_same_answers(remote: Any, alone: LLM) -> None:
     until = {"until": ["Question:"], "max_gen_toks": 60}
-    asked = instances("generate_until", [(context, dict(until)) for context in CONTEXTS])
-    expected = HybridKVLM(llm=alone, progress=False).generate_until(asked)
-    assert remote.generate_until(asked) == expected
+    sent = instances("generate_until", [(context, dict(until)) for context in CONTEXTS])
+    expected = HybridKVLM(llm=alone, progress=False).generate_until(sent)
+    assert remote.generate_until(sent) == expected
     assert "#### 7" in expected[0]

@@ -22,7 +22,7 @@ def counters(server: Served) -> dict[str, float]:
     return {name.removeprefix("hybrid_kv:"): value for name, value in found.items() if not name.endswith("_created")}
 
 
-def ask(server: Served, **more: object) -> dict[str, float]:
+def send(server: Served, **more: object) -> dict[str, float]:
     """What a request moves."""
     before = counters(server)
     body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "ignore_eos": True} | more
@@ -32,17 +32,17 @@ def ask(server: Served, **more: object) -> dict[str, float]:
 
 def test_a_hit_is_counted_in_tokens(server: Served) -> None:
     server.http.post("/reset_prefix_cache")
-    first, again = ask(server), ask(server)
+    first, again = send(server), send(server)
     assert (first["prefix_cache_queries_total"], first.get("prefix_cache_hits_total")) == (200, None)
     assert (again["prefix_cache_queries_total"], again["prefix_cache_hits_total"]) == (200, 192)
     assert (again["prompt_tokens_total"], again["generation_tokens_total"]) == (200, 20)
     assert again["request_success_total length"] == 1
-    scored = ask(server, echo=True, logprobs=0)
+    scored = send(server, echo=True, logprobs=0)
     assert "prefix_cache_queries_total" not in scored
 
 
 def test_drafts_are_counted_step_by_step(server: Served) -> None:
-    moved = ask(server, prompt=[7, 8, 9] * 20, max_tokens=40)
+    moved = send(server, prompt=[7, 8, 9] * 20, max_tokens=40)
     assert moved["spec_decode_num_drafts_total"] > 0
     assert moved["spec_decode_num_draft_tokens_total"] >= moved["spec_decode_num_drafts_total"]
     per_position = [moved.get(f"spec_decode_num_accepted_tokens_per_pos_total {i}", 0) for i in range(3)]
@@ -60,12 +60,12 @@ def test_the_cache_is_described_so_that_a_guard_finds_its_boundaries(server: Ser
     ]
     plan = server.llm.plan
     assert sample.labels["block_size"] == str(plan.sizes.block_size)
-    assert sample.labels["hit_unit"] == "96" and sample.labels["mamba_cache_mode"] == "all"
+    assert sample.labels["hit_granularity"] == "96" and sample.labels["mamba_cache_mode"] == "all"
     assert sample.labels["num_gpu_blocks"] == "64" and sample.labels["num_speculative_tokens"] == "3"
 
 
-def test_nothing_is_held_when_nobody_asks(server: Served) -> None:
-    ask(server)
+def test_nothing_is_held_when_no_client_sends(server: Served) -> None:
+    send(server)
     found = counters(server)
     assert found["kv_cache_usage_perc"] == found["num_requests_running"] == found["num_requests_waiting"] == 0
 
@@ -74,7 +74,7 @@ def test_nothing_is_held_when_nobody_asks(server: Served) -> None:
     ("query", "status"), [("", 200), ("?reset_running_requests=false", 200), ("?reset_running_requests=1", 400)]
 )
 def test_a_reset_forgets_what_was_cached(server: Served, query: str, status: int) -> None:
-    ask(server)
+    send(server)
     answer = server.http.post(f"/reset_prefix_cache{query}")
     assert answer.status_code == status
-    assert ("prefix_cache_hits_total" in ask(server)) == (status != 200)
+    assert ("prefix_cache_hits_total" in send(server)) == (status != 200)

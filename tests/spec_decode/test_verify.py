@@ -1,7 +1,8 @@
 """Verified tokens: the same as without drafts, and distributed as the target says.
 
 The target is a Markov chain over 5 tokens, so that the distribution of the first two tokens is known exactly. All
-seeds are fixed: every p-value is always the same number. What the statistics must notice is planted as wrong verifiers.
+seeds are fixed: every p-value is always the same number. What the statistics must notice is injected as wrong
+    verifiers.
 """
 
 import numpy as np

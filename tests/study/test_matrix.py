@@ -10,10 +10,12 @@ from hybrid_kv.study import matrix
 from hybrid_kv.study.matrix import read_study
 
 STUDY = {
-    "runs": ["accuracy --limit 2 --model {model} --num-speculative-tokens {K} {drafts}", "guard --quick -k layout"],
-    "axes": {"model": ["guard_model", "guard_model_qwen3_5"], "K": [0, 3], "mode": ["none", "align"]},
-    "where": {"drafts": {"K=3": "--speculative-method ngram"}},
-    "without": [{"model": "guard_model_qwen3_5", "K": 0}],
+    "runs": ["accuracy --limit 2 --model {model} {drafts}", "guard --quick -k costs"],
+    "axes": {
+        "model": ["guard_model", "guard_model_qwen3_5"],
+        "drafts": {"none": "", "ngram": "--speculative-method ngram"},
+    },
+    "without": [{"model": "guard_model_qwen3_5", "drafts": "none"}],
 }
 
 
@@ -25,24 +27,24 @@ def cells(folder: Path, **parts: object) -> list[matrix.Cell]:
 
 def test_a_run_stands_for_each_combination_of_the_axes_that_it_names(tmp_path: Path) -> None:
     assert [cell.text for cell in cells(tmp_path)] == [
-        "accuracy --limit 2 --model guard_model --num-speculative-tokens 0",
-        "accuracy --limit 2 --model guard_model --num-speculative-tokens 3 --speculative-method ngram",
-        "accuracy --limit 2 --model guard_model_qwen3_5 --num-speculative-tokens 3 --speculative-method ngram",
-        "guard --quick -k layout",
+        "accuracy --limit 2 --model guard_model",
+        "accuracy --limit 2 --model guard_model --speculative-method ngram",
+        "accuracy --limit 2 --model guard_model_qwen3_5 --speculative-method ngram",
+        "guard --quick -k costs",
     ]
 
 
 def test_a_cell_says_what_is_run_and_where_rows_go(tmp_path: Path) -> None:
     first, *_, last = cells(tmp_path, gpus=1)
-    assert first.levels == {"model": "guard_model", "K": "0"} and first.gpus == last.gpus == 1
-    assert last.command("rows")[1:] == ["-m", "hybrid_kv.cli", "guard", "--quick", "-k", "layout", "--results", "rows/"]
-    (bench,) = cells(tmp_path, runs=["bench --quick"], axes=None, where=None, without=None)
+    assert first.levels == {"model": "guard_model", "drafts": "none"} and first.gpus == last.gpus == 1
+    assert last.command("rows")[1:] == ["-m", "hybrid_kv.cli", "guard", "--quick", "-k", "costs", "--results", "rows/"]
+    (bench,) = cells(tmp_path, runs=["bench --quick"], axes=None, without=None)
     assert bench.command("rows")[1:] == ["-m", "bench", "--quick", "--out", "rows/microbench.csv"]
 
 
-def test_a_words_condition_is_an_axis_of_the_run_too(tmp_path: Path) -> None:
-    found = cells(tmp_path, runs=["guard --quick {drafts}"], where={"drafts": {"K=3 mode=align": "-k x"}}, without=None)
-    assert [cell.text for cell in found] == ["guard --quick", "guard --quick -k x"], "equal commands are one cell"
+def test_equal_commands_are_one_cell(tmp_path: Path) -> None:
+    found = cells(tmp_path, runs=["guard {is_on}"], axes={"is_on": {True: "-k on", False: "-k on"}}, without=None)
+    assert [(cell.text, cell.levels) for cell in found] == [("guard -k on", {"is_on": "off"})]
 
 
 def test_a_cells_name_changes_with_the_code_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,32 +58,34 @@ def test_a_cells_name_changes_with_the_code_alone(tmp_path: Path, monkeypatch: p
     ("parts", "problem"),
     [
         ({"runs": None}, "runs must be a list of commands"),
-        ({"runs": ["accuracy {size}"]}, "names {size}, which is no axis; there are model, K, mode"),
-        ({"runs": ["rm -rf {model}"]}, "begins with none of accuracy, bench, guard, kernels"),
-        ({"runs": ["guard --results={model}"]}, "has --results=guard_model; the study says itself where rows go"),
+        ({"runs": ["accuracy {size}"]}, "names {size}, which is not an axis; there are model, drafts"),
+        ({"runs": ["rm -rf {model}"]}, "does not begin with one of accuracy, bench, guard, kernels"),
+        ({"runs": ["guard --results={model}"]}, "has --results=guard_model; a study sets the place of its rows"),
         ({"runs": ["guard '{model}"]}, "No closing quotation"),
         ({"runs": ["guard {model"]}, "expected '}' before end of string"),
         ({"axes": {"model": "a"}}, "axis model must be a list of levels"),
         ({"axes": ["model"]}, "axes must be a table"),
-        ({"where": {"drafts": {"K=7": "x"}}}, "K=7 is no level of an axis"),
-        ({"without": [{"k": 0}]}, "k=0 is no level of an axis"),
-        ({"without": [{"K": 0}, {"K": 3}], "runs": STUDY["runs"][:1]}, "'without' leaves nothing to run"),
-        ({"gpus": "two"}, "gpus='two' is no number of GPUs"),
+        ({"without": [{"k": 0}]}, "k=0 is not a level of an axis"),
+        (
+            {"without": [{"drafts": "none"}, {"drafts": "ngram"}], "runs": STUDY["runs"][:1]},
+            "'without' leaves nothing to run",
+        ),
+        ({"gpus": "two"}, "gpus='two' is not a number of GPUs"),
         ({"axis": {}}, "it has 'axis'"),
     ],
 )
 def test_what_cannot_be_run_is_one_line(tmp_path: Path, parts: dict[str, object], problem: str) -> None:
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as error:
         cells(tmp_path, **parts)
-    assert problem in str(told.value) and str(told.value).startswith(f"study {tmp_path / 'study.yaml'}: ")
+    assert problem in str(error.value) and str(error.value).startswith(f"study {tmp_path / 'study.yaml'}: ")
 
 
-@pytest.mark.parametrize(("text", "problem"), [("a: [", "is no YAML"), ("- a", "it names no runs")])
-def test_a_file_that_is_no_study_is_one_line(tmp_path: Path, text: str, problem: str) -> None:
+@pytest.mark.parametrize(("text", "problem"), [("a: [", "is not YAML"), ("- a", "it names no runs")])
+def test_a_file_that_is_not_a_study_is_one_line(tmp_path: Path, text: str, problem: str) -> None:
     file = tmp_path / "study.yaml"
     file.write_text(text)
-    with pytest.raises(ConfigError, match=problem) as told:
+    with pytest.raises(ConfigError, match=problem) as error:
         read_study(file)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         read_study(tmp_path / "none.yaml")

@@ -36,17 +36,17 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_a_node_that_is_killed_loses_and_doubles_no_row(study: Any, cluster: Any, tmp_path: Path) -> None:  # noqa: F811
     second = cluster.add_node(num_cpus=1, object_store_memory=10**8)
     cells = study("guard --n={n}", levels=range(40))
-    told: list[str] = []
+    done_cells: list[str] = []
     killed = threading.Event()
 
-    def tell(cell: Any, done: Any) -> None:
-        told.append(cell.id)
-        if len(told) == 5:
+    def report(cell: Any, done: Any) -> None:
+        done_cells.append(cell.id)
+        if len(done_cells) == 5:
             cluster.remove_node(second, allow_graceful=False)
             killed.set()
 
     pool = over_ray(cluster.address, 60, retries=3)
-    known = run_study(cells, tmp_path / "ray", pool, 3, tell)
+    known = run_study(cells, tmp_path / "ray", pool, 3, report)
     assert killed.is_set() and [one["code"] for one in known.values()] == [0] * 40
     assert gather(tmp_path / "ray", cells) == 40
     run_study(cells[:4], tmp_path / "here", locally(2, 60), 0, lambda *_: None)

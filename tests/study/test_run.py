@@ -39,7 +39,7 @@ def squares(folder: Path) -> list[float]:
 
 def test_what_was_done_is_not_run_again_and_no_row_is_doubled(study: Study, tmp_path: Path) -> None:
     cells = study("guard --n={n}", levels=range(4))
-    told: list[str] = []
+    reported: list[str] = []
 
     def interrupted(some: Sequence[Cell]) -> Iterator[tuple[Cell, Done]]:
         for number, one in enumerate(locally(2, 60)(some)):
@@ -48,10 +48,10 @@ def test_what_was_done_is_not_run_again_and_no_row_is_doubled(study: Study, tmp_
             yield one
 
     with pytest.raises(KeyboardInterrupt):
-        run_study(cells, tmp_path, interrupted, 0, lambda cell, _: told.append(cell.id))
+        run_study(cells, tmp_path, interrupted, 0, lambda cell, _: reported.append(cell.id))
     assert gather(tmp_path, cells) == 2
-    run_study(cells, tmp_path, locally(2, 60), 0, lambda cell, _: told.append(cell.id))
-    assert sorted(told) == sorted(cell.id for cell in cells), "each cell was told once"
+    run_study(cells, tmp_path, locally(2, 60), 0, lambda cell, _: reported.append(cell.id))
+    assert sorted(reported) == sorted(cell.id for cell in cells), "each cell is reported once"
     assert (gather(tmp_path, cells), gather(tmp_path, cells)) == (2, 0)
     assert squares(tmp_path) == [0, 1, 4, 9]
 
@@ -65,11 +65,11 @@ def test_a_cell_that_died_is_tried_again_and_one_that_refused_is_not(study: Stud
     assert "error: no such thing" in known[cells[1].id]["said"]
 
 
-def test_nobody_waits_for_cells_after_an_interrupt(study: Study, tmp_path: Path) -> None:
+def test_an_interrupt_ends_running_cells(study: Study, tmp_path: Path) -> None:
     marker = tmp_path / "pid"
     cells = study(f"guard sleep {marker}", "guard --n={n}", levels=(1, 2))
 
-    def tell(cell: Cell, done: Done) -> None:
+    def report(cell: Cell, done: Done) -> None:
         if cell.text == "guard --n=2":
             while not (
                 marker.exists() and marker.read_text()
@@ -78,7 +78,7 @@ def test_nobody_waits_for_cells_after_an_interrupt(study: Study, tmp_path: Path)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_study(cells, tmp_path, locally(2, 600), 0, tell)
+        run_study(cells, tmp_path, locally(2, 600), 0, report)
     with pytest.raises(ProcessLookupError):
         os.kill(int(marker.read_text()), 0)
     assert gather(tmp_path, cells) == 1

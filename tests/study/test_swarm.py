@@ -1,4 +1,4 @@
-"""A swarm finds a planted bug, keeps little of a million failures, and loses nothing to Ctrl-C."""
+"""A swarm finds an injected fault, keeps little of a million failures, and loses nothing to Ctrl-C."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., Swarm]:
-    """A swarm of so many batches, on a clock that shows one second more whenever it is asked."""
+    """A swarm of so many batches, on a clock that advances one second at each look."""
 
     def made(batches: int, kept: Kept | None = None) -> Swarm:
-        clock, told = count(), [] if kept is None else kept
+        clock, notes = count(), [] if kept is None else kept
 
         def keep(tally: Tally, is_over: bool) -> None:
-            told.append((tally.seeds, is_over))
+            notes.append((tally.seeds, is_over))
 
         # It looks before each batch, and behind it.
         return Swarm(0, 2 * batches - 1, tmp_path / "repro", lambda _: None, keep, lambda: float(next(clock)))
@@ -65,7 +65,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "shrink", lambda failure: Shrunk(failure, 5, 0.1, is_minimal=True))
 
 
-def test_a_planted_bug_is_found_made_small_and_gone_without_it(
+def test_an_injected_fault_is_found_reduced_and_gone_without_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -107,7 +107,7 @@ def test_the_same_first_seed_gives_the_same_swarm_in_any_pool(broken: None, make
         one, two = (make(2).run(pool) for pool in (here, lambda give: in_executor(threads, 2, give)))
     counts = [{found.rule: found.seeds for found in tally.findings.values()} for tally in (one, two)]
     assert counts[0] == counts[1] == {"a": 3, "b": 1}
-    # Which of them is shrunk depends on who was first.
+    # Which of them is shrunk depends on the first to end.
     assert replace(one, cpu_seconds=0.0, findings={}) == replace(two, cpu_seconds=0.0, findings={})
 
 

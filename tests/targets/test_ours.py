@@ -1,10 +1,8 @@
-import inspect
-
 import pytest
 import torch
 
 from hybrid_kv import LLM, SamplingParams
-from hybrid_kv.cli.serve import serve
+from hybrid_kv.engine.record import record_logits
 from hybrid_kv.models.random_checkpoint import write_checkpoint
 from hybrid_kv.targets import ours
 from hybrid_kv.targets.target import CAPABILITIES, COUNTERS, Ask
@@ -26,8 +24,8 @@ def alone(folder, prompt, **params):
 
 def test_answers_are_those_of_generate(folder):
     target = ours.start(folder, {"prefix": "align", "spec": "ngram3", "chunk": "17", "async": "on"})
-    asks = [Ask(PROMPT), Ask(PROMPT[:9], max_tokens=3), Ask(PROMPT[:50], temperature=1.0, seed=5)]
-    answers = target.ask(asks)
+    requests = [Ask(PROMPT), Ask(PROMPT[:9], max_tokens=3), Ask(PROMPT[:50], temperature=1.0, seed=5)]
+    answers = target.ask(requests)
     assert list(answers[0].token_ids) == alone(folder, PROMPT, max_tokens=12)
     assert list(answers[1].token_ids) == alone(folder, PROMPT[:9], max_tokens=3)
     assert list(answers[2].token_ids) == alone(folder, PROMPT[:50], max_tokens=12, temperature=1.0, seed=5)
@@ -44,8 +42,8 @@ def test_a_second_time_comes_from_the_cache_until_it_is_reset(folder):
 
 def test_preempted_requests_get_the_same_answers(folder):
     target = ours.start(folder, {})
-    asks = [Ask(PROMPT), Ask(PROMPT[:20])]
-    assert target.ask(asks, preempt_every=4) == target.ask(asks)
+    requests = [Ask(PROMPT), Ask(PROMPT[:20])]
+    assert target.ask(requests, preempt_every=4) == target.ask(requests)
     assert target.counters()["preemptions"] >= 4
 
 
@@ -53,14 +51,6 @@ def test_a_tight_pool_preempts(folder):
     target = ours.start(folder, {"blocks": "tight"})
     target.ask([Ask(PROMPT * 2, max_tokens=40) for _ in range(6)])
     assert target.counters()["preemptions"] > 0
-
-
-def test_every_setting_is_one_of_the_server_too(folder):
-    known = set(inspect.signature(serve).parameters)
-    for factor, levels in ours.LEVELS.items():
-        for level in levels:
-            prefix = {"prefix": "align"} if factor == "offload" else {}
-            assert set(ours.options_of(folder, {**prefix, factor: level})) <= known
 
 
 def test_what_a_tight_pool_drops_comes_back_from_host_memory(folder):
@@ -94,9 +84,11 @@ def test_a_request_can_wait_for_others(folder):
 def test_logprobs_are_those_of_the_whole_text(folder):
     target = ours.start(folder, {"spec": "ngram3"})
     (answer,) = target.ask([Ask(PROMPT, logprobs=True)])
-    scores = target.score([*PROMPT, *answer.token_ids])[-len(answer.token_ids) :]
+    plain, text = LLM(folder, device="cpu", dtype="float32"), [*PROMPT, *answer.token_ids]
+    ((_, logits),) = record_logits(plain, [text], SamplingParams(max_tokens=1))
+    due = logits.log_softmax(-1)[len(PROMPT) - 1 : -1].gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
     own = [row[token] for row, token in zip(answer.logprobs, answer.token_ids, strict=True)]
-    assert torch.allclose(torch.tensor(own), torch.tensor(scores), atol=1e-4)
+    assert torch.allclose(torch.tensor(own), due, atol=1e-4)
     assert all(row[token] == max(row.values()) for row, token in zip(answer.logprobs, answer.token_ids, strict=True))
 
 

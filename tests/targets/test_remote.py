@@ -35,13 +35,10 @@ class Engine({base}):
             return {{"version": tempfile.mkstemp()[1], "can": [], "longest": os.getpid()}}
         return {{"version": "1", "can": ["cached"], "longest": 64}}
 
-    def ask(self, asks, preempt_every):
-        print("asked", flush=True)
+    def ask(self, requests, preempt_every):
+        print("started", flush=True)
         {ask}
-        return [dict(token_ids=one["prompt"], cached_tokens=preempt_every, logprobs=[{{7: -0.5}}]) for one in asks]
-
-    def score(self, token_ids):
-        return [-1.0] * (len(token_ids) - 1)
+        return [dict(token_ids=one["prompt"], cached_tokens=preempt_every, logprobs=[{{7: -0.5}}]) for one in requests]
 
     def counters(self):
         return {{"hits": 3.0}}
@@ -74,7 +71,6 @@ def test_answers_come_back_though_the_engine_prints(start: Start) -> None:
     assert (one.token_ids, one.cached_tokens, one.logprobs) == ((1, 2), 5, ({7: -0.5},))
     assert other.token_ids == (3,)
     assert (target.version, target.can, target.longest) == ("1", {"cached"}, 64)
-    assert target.score([1, 2, 3]) == [-1.0, -1.0]
     assert target.counters() == {"hits": 3.0}
     target.close()
     target.close()
@@ -136,11 +132,11 @@ def test_a_bad_value_inside_the_engine_is_its_own(start: Start) -> None:
 
 
 def test_an_engine_that_can_be_forked_is_loaded_once(start: Start) -> None:
-    first = start("os._exit(3) if asks[0]['prompt'] == [7] else None", base="Forked")
+    first = start("os._exit(3) if requests[0]['prompt'] == [7] else None", base="Forked")
     scratch = Path(first.version)
-    with pytest.raises(TargetError, match=r"toy died at ask; its last words: asked$"):
+    with pytest.raises(TargetError, match=r"toy died at ask; its last words: started$"):
         first.ask([Ask((7,))])
-    with pytest.raises(TargetError, match="toy died before counters; its last words: asked"):
+    with pytest.raises(TargetError, match="toy died before counters; its last words: started"):
         first.counters()
     first.close()
     with pytest.raises(ConfigError, match=r"^toy, start: ValueError: no such mode$"):
@@ -149,7 +145,7 @@ def test_an_engine_that_can_be_forked_is_loaded_once(start: Start) -> None:
     assert second.ask([Ask((1,))])[0].token_ids == (1,)
     assert second.longest != first.longest
     assert Path(second.version).parent == scratch.parent
-    with pytest.raises(TargetError, match=r"toy died at ask; its last words: asked$"):
+    with pytest.raises(TargetError, match=r"toy died at ask; its last words: started$"):
         second.ask([Ask((7,))])
     beside = start(base="Forked")  # the first one's process has a target
     assert Path(beside.version).parent != scratch.parent
@@ -163,7 +159,7 @@ def test_an_engine_that_can_be_forked_is_loaded_once(start: Start) -> None:
 def test_one_that_hangs_takes_its_forks_with_it(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     target = start("time.sleep(600)", base="Forked")
     monkeypatch.setattr(remote, "REPLY_SECONDS", 0.2)
-    with pytest.raises(TargetError, match="toy said nothing for 0 s after ask; its last words: asked"):
+    with pytest.raises(TargetError, match="toy said nothing for 0 s after ask; its last words: started"):
         target.ask([Ask((1,))])
     target.close()
     assert not Path(target.version).exists()

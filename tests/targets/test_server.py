@@ -11,7 +11,7 @@ import pytest
 from hybrid_kv.config import ConfigError
 from hybrid_kv.models.random_checkpoint import write_checkpoint
 from hybrid_kv.targets import ours, serve
-from hybrid_kv.targets.dialects import Completions, LlamaCpp, SGLang, dialect_of
+from hybrid_kv.targets.dialects import Completions, LlamaCpp, SGLang
 from hybrid_kv.targets.kinds import kind_of
 from hybrid_kv.targets.target import Ask, TargetError
 
@@ -57,9 +57,9 @@ def served(folder):
 
 def test_over_http_answers_are_those_of_the_engine(served, folder):
     target = ours.start(folder, {"prefix": "align"})
-    asks = [Ask(PROMPT), Ask(PROMPT[:9], max_tokens=3, n=2), Ask(PROMPT[:50], temperature=1.0, seed=5)]
-    tokens = [(one.token_ids, one.others) for one in served.ask(asks)]
-    greedy = [(one.token_ids, one.others) for one in target.ask(asks)]
+    requests = [Ask(PROMPT), Ask(PROMPT[:9], max_tokens=3, n=2), Ask(PROMPT[:50], temperature=1.0, seed=5)]
+    tokens = [(one.token_ids, one.others) for one in served.ask(requests)]
+    greedy = [(one.token_ids, one.others) for one in target.ask(requests)]
     assert tokens[:2] == greedy[:2] and len(tokens[2][0]) == 12
 
 
@@ -82,7 +82,7 @@ def test_aborts_preemptions_and_resets_reach_the_engine(served):
     assert served.ask([Ask(PROMPT)])[0].cached_tokens == 0
 
 
-def test_what_ours_promises_is_asked_for_even_if_it_looks_missing(folder, monkeypatch):
+def test_what_ours_promises_is_used_even_if_it_looks_missing(folder, monkeypatch):
     monkeypatch.setattr(serve.Server, "_found_out", lambda self, url: ["batch", "abort"])
     target = serve.start(folder, {})
     target.close()
@@ -99,7 +99,7 @@ def test_another_server_at_the_address_can_be_attached(served):
     assert attached.ask([Ask(PROMPT)])[0].token_ids == served.ask([Ask(PROMPT)])[0].token_ids
 
 
-def test_nobody_at_the_address_is_said_in_one_line():
+def test_no_server_at_the_address_is_said_in_one_line():
     with pytest.raises(ConfigError, match=r"^--target http://127.0.0.1:9: no model is served there: [^\n]*$"):
         kind_of("http://127.0.0.1:9").start("", {})
 
@@ -173,24 +173,17 @@ VLLM = {
 }
 
 
-@pytest.mark.parametrize("dialect, told", [(SGLang(), SGLANG), (LlamaCpp(), LLAMA), (Completions(), VLLM)])
-def test_an_answer_in_each_dialect(dialect, told):
-    answer = dialect.answer(json.loads(json.dumps(told)))
+@pytest.mark.parametrize("dialect, reply", [(SGLang(), SGLANG), (LlamaCpp(), LLAMA), (Completions(), VLLM)])
+def test_an_answer_in_each_dialect(dialect, reply):
+    answer = dialect.answer(json.loads(json.dumps(reply)))
     assert answer.token_ids == (4, 5) and answer.cached_tokens == 3
     assert answer.logprobs == ({4: -0.1, 9: -3.0}, {5: -0.2, 8: -2.0})
 
 
 @pytest.mark.parametrize(
-    "owner, kind", [("sglang", SGLang), ("llamacpp", LlamaCpp), ("vllm", Completions), ("?", Completions)]
-)
-def test_the_owner_of_the_model_says_which_dialect(owner, kind):
-    assert type(dialect_of(owner)) is kind
-
-
-@pytest.mark.parametrize(
     "dialect, prompt", [(SGLang(), "input_ids"), (LlamaCpp(), "prompt"), (Completions(), "prompt")]
 )
-def test_a_request_in_each_dialect_has_everything_that_was_asked(dialect, prompt):
+def test_a_request_in_each_dialect_has_everything_that_was_requested(dialect, prompt):
     body = json.dumps(dialect.body(Ask((1, 2), max_tokens=77, temperature=0.5, seed=99, logprobs=True), "m", False))
     assert json.loads(body)[prompt] == [1, 2]
     for value in ("77", "0.5", "99", "5"):
@@ -201,10 +194,10 @@ class _WithoutIds(BaseHTTPRequestHandler):
     def _reply(self):
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
         model = {"data": [{"id": "m", "owned_by": "other"}]}
-        told = model if self.path == "/v1/models" else {"choices": [{"index": 0, "text": "hi"}]}
+        reply = model if self.path == "/v1/models" else {"choices": [{"index": 0, "text": "hi"}]}
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(json.dumps(told).encode())
+        self.wfile.write(json.dumps(reply).encode())
 
     do_GET = do_POST = _reply
 

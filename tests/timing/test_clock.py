@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hybrid_kv.timing import clock as clock_module
-from hybrid_kv.timing.clock import Stopwatch, Subject, calibrate, measure, median, ratio
+from hybrid_kv.timing.clock import Subject, calibrate, measure, median, ratio
 from tests.timing.events import log_events
 
 
@@ -39,19 +39,6 @@ def test_a_sample_is_reset_once_and_counts_runs_alone(ticks):
 
     assert Subject(run, reset).sample(4) == (4 * 3 + 1) / 4
     assert calls == ["reset", *["run"] * 4]
-
-
-def test_a_stopwatch_runs_inside_samples_only(ticks):
-    def run():
-        ticks.now += 5
-
-    watch = Stopwatch()
-    before = watch.read()
-    ticks.now += 50
-    watch.run(Subject(run), 2)
-    ticks.now += 50
-    watch.run(Subject(run), 2)
-    assert watch.read() - before == 2 * (2 * 5 + 1) / 2
 
 
 def test_calibration_fills_the_sample_and_respects_the_case(ticks):

@@ -2,8 +2,8 @@
 
 Every problem is a question, a chain of thought with one ``a<op>b=c`` per line, and ``#### N``.
 The *latch* is the sentence "Each box now holds 6 items.": it sets how many items a box holds,
-for its own problem and for every later one, until it is said again. A latch problem counts boxes
-without saying the size, so its answer needs something told problems (hundreds of tokens) ago.
+for its own problem and for every later one, until it is stated again. A latch problem counts boxes
+without saying the size, so its answer needs a number stated several problems (hundreds of tokens) ago.
 
 Training and evaluation never share numbers. What a problem's answer depends on (every number of
 its question, and the box size where that is left out) is hashed into ten classes; class 0 is
@@ -214,7 +214,7 @@ def _write(rng: random.Random, latch: int | None, steps: int, needs_latch: bool 
     b_has = _opening(d, a, b, item, steps, say)
     if rng.random() < P_DISTRACTOR:
         d.sentences.insert(0, f"{c} has {d.number(3, 60)} {other_item}.")
-    partner = b if b_has is None else c  # whoever gives or takes must not change b's count
+    partner = b if b_has is None else c  # the person who gives or takes must not change b's count
     ask_total = b_has is not None and steps > len(d.lines) and rng.random() < 0.4
     while len(d.lines) < steps - ask_total:
         room = steps - ask_total - len(d.lines)
@@ -246,14 +246,14 @@ def sample_problem(
     """Draw one problem.
 
     Args:
-        latch: the box size in force so far, None when none was told yet.
+        latch: the box size in force so far, None before the first.
         split: which side of the held-out numbers to draw from.
         needs_latch: True or False to force a latch or a self-contained problem, None for the mix.
         steps: number of solution lines (1 to 4), None for the mix.
-        may_set_latch: whether the problem may tell a box size itself.
+        may_set_latch: whether the problem may state a box size itself.
     """
     if needs_latch and latch is None:
-        raise ValueError("a latch problem needs a box size told earlier")
+        raise ValueError("a latch problem needs a box size stated earlier")
     while True:
         n = steps or rng.choice(STEP_CHOICES)
         try:
@@ -284,7 +284,7 @@ def _apply(a: int, op: str, b: int) -> int:
 
 
 def problem_stream(rng: random.Random, split: Split = "train") -> Iterator[Problem]:
-    """Problems of one world, without end: the box size told in one holds in the later ones."""
+    """Problems of one world, without end: the box size stated in one holds in the later ones."""
     latch: int | None = None
     while True:
         problem = sample_problem(rng, latch, split)
@@ -296,7 +296,7 @@ def eval_set(seed: int, n: int, shots: int = 5, needs_latch: bool | None = None)
     """``n`` few-shot prompts, each in a world of its own, all with held-out numbers.
 
     The prompt is lm-eval's gsm8k format: solved examples and the open question, separated by
-    blank lines. For ``needs_latch=True`` the examples are redrawn until one tells a box size.
+    blank lines. For ``needs_latch=True`` the examples are redrawn until one states a box size.
     """
     rng = random.Random(seed)
     items: list[EvalItem] = []
@@ -320,7 +320,7 @@ def _item(solved: list[Problem], target: Problem) -> EvalItem:
 def dataset(seed: int, n: int, shots: int = 5, needs_latch: bool | None = None) -> FixedShotDataset:
     """GSM8K-like documents for an lm-eval task with fixed few-shot examples (``first_n``).
 
-    The first example tells the box size and no other one changes it, so every document's answer
+    The first example states the box size and no other one changes it, so every document's answer
     is defined, whichever document it is. ``needs_latch=None`` alternates latch problems and
     self-contained ones.
     """

@@ -53,7 +53,7 @@ def _check_jsonl(file: Path) -> None:
         except (ValueError, KeyError, TypeError, RecursionError):
             fine = False
         if not fine:
-            raise ConfigError(f"{file} line {number} is no JSON object with the texts question and answer")
+            raise ConfigError(f"{file} line {number} is not a JSON object with the texts question and answer")
 
 
 def load_task(
@@ -64,7 +64,7 @@ def load_task(
     Args:
         task: one of `TASKS`.
         seed: of the documents (gsm8k_synth) or of the choice of shots (gsm8k).
-        limit: how many documents will be asked for; only gsm8k_synth, which makes no more, uses it.
+        limit: how many documents will be used; only gsm8k_synth, which makes no more, uses it.
         gsm8k_dir: a folder with train.jsonl and test.jsonl; None loads gsm8k from the hub.
 
     Raises:
@@ -94,7 +94,7 @@ def load_task(
 def question_hashes(
     task: str, seed: int, limit: int, gsm8k_dir: str | Path | None = None
 ) -> dict[int, tuple[str, str]]:
-    """lm-eval's hashes of document and prompt of each question that a run would ask, by doc_id, without asking.
+    """lm-eval's hashes of document and prompt of each question of a run, by doc_id, without running it.
 
     Raises:
         ConfigError: as `load_task`.

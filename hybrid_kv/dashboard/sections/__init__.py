@@ -1,19 +1,31 @@
 """The sections of the page.
 
-A section is a file of this folder with one public function, `section`: it takes the report, finds its finding, says
-what is missing, and is None without rows. `PLACE` is where it stands on the page.
+A section is a function that takes the report and returns its finding with HTML, or None without rows. Adding one is a
+function and a line of `SECTIONS`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
-from pkgutil import iter_modules
 
 from hybrid_kv.dashboard.report import Report, Section
+from hybrid_kv.dashboard.sections.checks import accuracy, drafts_and_hits, swarms
+from hybrid_kv.dashboard.sections.history import history
+from hybrid_kv.dashboard.sections.status import commits, failing_now, verdict
+from hybrid_kv.dashboard.sections.times import comparison, gpu, operating_curve, other_engines, static_kernel_metrics
 
-
-def sections() -> list[Callable[[Report], Section | None]]:
-    """The function of every file in this folder, in the order of the page."""
-    modules = [import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__)]
-    return [module.section for module in sorted(modules, key=lambda module: module.PLACE)]
+# In the order of the page, each with the command that measures it; empty: not listed where rows are missing.
+SECTIONS: dict[Callable[[Report], Section | None], str] = {
+    failing_now: "",
+    verdict: "hybrid-kv guard --record",
+    history: "",
+    commits: "",
+    swarms: "",
+    comparison: "hybrid-kv compare HEAD~1 HEAD --record",
+    other_engines: "make bench",
+    gpu: "make gpu-bench",
+    accuracy: "hybrid-kv accuracy --record",
+    drafts_and_hits: "hybrid-kv guard --record",
+    static_kernel_metrics: "hybrid-kv kernels --update",
+    operating_curve: "hybrid-kv compare --self-test --record",
+}

@@ -39,17 +39,17 @@ def _check(model: Trained, limit: int) -> list[CheckResult]:
     invalid = sum(record.invalid for record in result.records)
     floor = int(binom.ppf(0.001, limit, recorded["accuracy_ci"][0]))
     params = {"seed": recorded["params"]["seed"], **model.params}
-    figures = {"recorded_accuracy": recorded["accuracy"], "recorded_n": recorded["n"], "floor": floor}
+    metrics = {"recorded_accuracy": recorded["accuracy"], "recorded_n": recorded["n"], "floor": floor}
     wrong = f"{correct} of {limit} correct, recorded were {recorded['accuracy']:.1%}"
     return [
         CheckResult(
             "accuracy", f"correct answers to gsm8k_synth{model.suffix}", correct >= floor, correct / limit, "share",
             f">= {floor / limit:.3f}", limit, seconds, "" if correct >= floor else wrong, params,
-            figures,
+            metrics,
         ),
         CheckResult(
             "accuracy", f"answers without a number{model.suffix}", invalid <= limit - floor, invalid / limit, "share",
             f"<= {1 - floor / limit:.3f}", limit, 0.0, f"{invalid} invalid answers" if invalid > limit - floor else "",
-            params, figures,
+            params, metrics,
         ),
     ]  # fmt: skip

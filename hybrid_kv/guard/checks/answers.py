@@ -24,17 +24,17 @@ from hybrid_kv.guard.trained import TRAINED, Trained
 from hybrid_kv.sampling import SamplingParams
 
 DRAFTS = ((None, 0), ("ngram", 3), ("mtp", 1), ("mtp", 3), ("mtp", 5))
-REPLAYED = (
+RECOMPUTED = (
     ("none", "mtp", 3),
     ("align", "ngram", 3),
     ("align", "mtp", 3),
     ("all", "ngram", 3),
     ("all", "mtp", 1),
     ("all", "mtp", 5),
-)  # also in state scheme `replay`
+)  # also in state scheme `recompute`
 DEFAULT_SCHEME = CacheConfig().state_scheme
 TRIED = tuple(MODES)
-NUM_CELLS = len(TRIED) * len(DRAFTS) + 2 + len(REPLAYED)
+NUM_CELLS = len(TRIED) * len(DRAFTS) + 2 + len(RECOMPUTED)
 # Per model, proposer and K: share of drafts that are accepted, and its standard deviation for one question, both of the
 # questions of `five_shot(77, N)` in mode align: N = 1,000 of the first model, 200 of the second. The other modes and
 # the other scheme must give equal counts.
@@ -129,8 +129,8 @@ def cells(prompts: Sequence[str], device: str = "cpu", model: Trained = TRAINED[
     for mode in TRIED:
         for method, k in DRAFTS:
             yield run(prompts, mode, method, k)
-    for mode, method, k in REPLAYED if model.replays else ():
-        yield run(prompts, mode, method, k, state_scheme="replay")
+    for mode, method, k in RECOMPUTED if model.recomputes else ():
+        yield run(prompts, mode, method, k, state_scheme="recompute")
     yield run(prompts, "all", "mtp", 3, _forget, kv_offload_bytes=2**28)
     with tempfile.TemporaryDirectory() as folder:
         run(prompts[: len(prompts) // 2], "align", None, 0, kv_offload_folder=folder)
@@ -158,12 +158,12 @@ def _result(cell: Cell, seen: dict[str, Cell]) -> CheckResult:
     accepted, drafted = cell.drafts
     params = {"mode": cell.mode, "scheme": cell.scheme, "method": cell.method, "K": cell.num_speculative_tokens}
     loaded = cell.num_loaded_blocks
-    figures = {"hit_rate": cell.hit_rate, "accepted": accepted, "drafted": drafted, "loaded_blocks": loaded}
-    shown = figures_in_words(cell.mode, cell.hit_rate, accepted, drafted, loaded)
+    metrics = {"hit_rate": cell.hit_rate, "accepted": accepted, "drafted": drafted, "loaded_blocks": loaded}
+    shown = metrics_in_words(cell.mode, cell.hit_rate, accepted, drafted, loaded)
     name = f"{cell.name}{cell.model.suffix}{': ' if shown else ''}{shown}"
     return CheckResult(
         "answers", name, not detail, len(wrong), "answers", "0", len(cell.outputs), cell.seconds, detail,
-        params | cell.model.params, figures,
+        params | cell.model.params, metrics,
     )  # fmt: skip
 
 
@@ -173,7 +173,7 @@ def acceptance_floor(cell: Cell) -> float:
     return max(0.0, share - SIGMAS * deviation / len(cell.outputs) ** 0.5)
 
 
-def figures_in_words(mode: str, hit_rate: float, accepted: int, drafted: int, loaded_blocks: int | None) -> str:
+def metrics_in_words(mode: str, hit_rate: float, accepted: int, drafted: int, loaded_blocks: int | None) -> str:
     """What a line of the table says behind its name."""
     shown = [f"hits {hit_rate:.1%}"] if MODES[mode].keeps_states else []
     shown += [f"accepted {accepted / drafted:.1%}"] if drafted else []

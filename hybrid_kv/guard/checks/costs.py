@@ -25,11 +25,11 @@ def check_costs(run: Run) -> list[CheckResult]:
         for i, (both, cached, drafted) in enumerate(zip(*outputs, strict=not errors)):
             num_cached += both.cached_tokens
             num_accepted += both.num_accepted_draft_tokens
-            figures = (both.cached_tokens, both.num_accepted_draft_tokens)
+            metrics = (both.cached_tokens, both.num_accepted_draft_tokens)
             due = (cached.cached_tokens, drafted.num_accepted_draft_tokens)
-            if figures != due:
+            if metrics != due:
                 errors.append(
-                    f"{trio[0]}: request {i} has {figures[0]} cached tokens and {figures[1]} accepted drafts; without "
+                    f"{trio[0]}: request {i} has {metrics[0]} cached tokens and {metrics[1]} accepted drafts; without "
                     f"drafts {due[0]} are cached, without a cache {due[1]} are accepted"
                 )
         wrong += errors

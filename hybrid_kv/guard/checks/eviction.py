@@ -52,7 +52,7 @@ class LeastRecentlyUsed:
         has_states: of each group.
 
     Attributes:
-        idle: what can be found and nobody holds, the next to be lost first.
+        idle: what can be found and no request holds, the next to be lost first.
         num_lost: blocks that could have been found again.
     """
 
@@ -67,9 +67,12 @@ class LeastRecentlyUsed:
         groups = range(len(self._has_states))
         keys = [[(g, tuple(tokens[:end])) for end in range(BLOCK, len(tokens) + BLOCK, BLOCK)] for g in groups]
         hit = (num_prompt - 1) // BLOCK
-        while hit and not all(keys[g][column] in self.idle for g, column in self._of_hit(hit)):
+        while hit and not all(keys[g][block_idx] in self.idle for g, block_idx in self._of_hit(hit)):
             hit -= 1
-        held = [{column: Held(keys[g][column], True) for of, column in self._of_hit(hit) if of == g} for g in groups]
+        held = [
+            {block_idx: Held(keys[g][block_idx], True) for of, block_idx in self._of_hit(hit) if of == g}
+            for g in groups
+        ]
         for own in held:
             for one in own.values():
                 self.idle.remove(one.key)
@@ -78,21 +81,21 @@ class LeastRecentlyUsed:
         for end in self._steps(computed, num_prompt, len(tokens) - 1):
             is_first = computed == hit * BLOCK
             for own in [] if is_first else self._giving_back(held):
-                gone = [column for column in own if column < (computed - 1) // BLOCK]
-                given_back += self._release([own.pop(column) for column in gone])
-            columns = cdiv(end, BLOCK)
+                gone = [block_idx for block_idx in own if block_idx < (computed - 1) // BLOCK]
+                given_back += self._release([own.pop(block_idx) for block_idx in gone])
+            logical_blocks = cdiv(end, BLOCK)
             for g, (own, is_states) in enumerate(zip(held, self._has_states, strict=True)):
                 # What a chunk jumps over gets no block.
-                first = max(lengths[g], columns - 1) if is_states and self._gives_back else lengths[g]
-                own.update({column: Held(keys[g][column]) for column in range(first, columns)})
-                self._take(columns - first)
-                lengths[g] = columns
+                first = max(lengths[g], logical_blocks - 1) if is_states and self._gives_back else lengths[g]
+                own.update({block_idx: Held(keys[g][block_idx]) for block_idx in range(first, logical_blocks)})
+                self._take(logical_blocks - first)
+                lengths[g] = logical_blocks
             whole, computed = range(end // BLOCK), end
             for own, is_states in zip(held, self._has_states, strict=True):
-                for column, one in own.items():
-                    left = not (is_states and self._gives_back) or (column + 1) * BLOCK == end
-                    one.is_whole |= column in whole and left
-        last = self._release([own[column] for own in held for column in sorted(own)])
+                for block_idx, one in own.items():
+                    left = not (is_states and self._gives_back) or (block_idx + 1) * BLOCK == end
+                    one.is_whole |= block_idx in whole and left
+        last = self._release([own[block_idx] for own in held for block_idx in sorted(own)])
         used = [*(key for key in given_back if key in self.idle), *last]
         self.idle = [key for key in self.idle if key not in used] + sorted(used, key=lambda key: -len(key[1]))
         return hit * BLOCK
@@ -120,11 +123,11 @@ class LeastRecentlyUsed:
         return kept
 
     def _of_hit(self, depth: int) -> list[tuple[int, int]]:
-        """Groups and columns that a hit of so many blocks needs: of states the last one."""
+        """Groups and logical blocks that a hit of so many blocks needs: of states the last one."""
         return [
-            (group, column)
+            (group, block_idx)
             for group, is_states in enumerate(self._has_states)
-            for column in range(max(0, depth - 1) if is_states else 0, depth)
+            for block_idx in range(max(0, depth - 1) if is_states else 0, depth)
         ]
 
 
@@ -170,7 +173,7 @@ def check_eviction(run: Run) -> list[CheckResult]:
     void = "" if num_cached and num_lost else "void: no hit, or no eviction"
     return [
         CheckResult(
-            "eviction", "requests that find another prefix than the last used", not wrong and not void, len(wrong),
+            "eviction", "LRU order violations", not wrong and not void, len(wrong),
             "requests", "0", count, time.perf_counter() - begin, wrong[0] if wrong else void, {"seed": run.seed},
             {"cached_tokens": num_cached, "evictions": num_lost},
         )

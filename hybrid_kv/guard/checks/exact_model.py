@@ -44,8 +44,8 @@ def check_exact_model(run: Run) -> list[CheckResult]:
 
     A row of the design in which a pair of settings did not happen runs again with other traffic.
 
-    With `run.only` the rows of the covering design that have these levels are run, all of them. Their forced patterns
-    are not asked for: these belong to scenarios with settings of their own.
+    With `run.only` the rows of the covering design that have these levels are run, all of them. Forced patterns
+    are not required: these belong to scenarios with settings of their own.
     """
     begin = time.perf_counter()
     total = Differences()
@@ -65,32 +65,32 @@ def check_exact_model(run: Run) -> list[CheckResult]:
     missing = [name for name in REQUIRED if not total.seen[name]]
     detail = str(wrong[0]) if wrong else ""
     case = ""
-    if wrong:  # the shortest is soonest made small
+    if wrong:  # the shortest is reduced soonest
         shortest = min(wrong, key=lambda failure: sum(map(len, failure.scenario.prompts)))
         case = to_json(shortest.scenario, shortest.rule)
-    params, figures = {"seed": run.seed, **run.only}, {"scenarios": total.num_scenarios}
+    params, metrics = {"seed": run.seed, **run.only}, {"scenarios": total.num_scenarios}
     unlike, patterns, settings = [
         CheckResult(
-            "exact model", "scenarios and requests unlike the oracle", not wrong, len(wrong), "requests", "0",
-            total.num_requests, seconds, detail, params, {**figures, **requests},
+            "exact model", "wrong tokens, exact model", not wrong, len(wrong), "requests", "0",
+            total.num_requests, seconds, detail, params, {**metrics, **requests},
             failed_after=failed_after, case=case,
         ),
         CheckResult(
-            "exact model", "request patterns that happened", not missing, len(REQUIRED) - len(missing), "patterns",
+            "exact model", "request patterns covered", not missing, len(REQUIRED) - len(missing), "patterns",
             str(len(REQUIRED)), total.num_scenarios, 0.0,
             f"void: never happened: {', '.join(missing)}" if missing else "",
-            params, {**figures, "seen": {name: total.seen[name] for name in REQUIRED}},
+            params, {**metrics, "seen": {name: total.seen[name] for name in REQUIRED}},
         ),
         CheckResult(
-            "exact model", "pairs and triples of settings that ran", not untried, len(wanted) - len(untried),
+            "exact model", "pairs and triples of settings covered", not untried, len(wanted) - len(untried),
             "settings", str(len(wanted)), total.num_scenarios, 0.0,
-            f"void: {len(untried)} never ran, such as {dict(untried[0])}" if untried else "", params, figures,
+            f"void: {len(untried)} never ran, such as {dict(untried[0])}" if untried else "", params, metrics,
         ),
     ]  # fmt: skip
     if wrong and run.fail_fast:
         return [unlike]
     if run.only:
-        settings = replace(settings, figures={**figures, "seen": dict(total.seen)})
+        settings = replace(settings, metrics={**metrics, "seen": dict(total.seen)})
         if not total.cells:
             settings = replace(settings, passed=False, detail="void: no row of the design has all of these settings")
         return [unlike, settings]
@@ -108,7 +108,7 @@ def _results(
             if total.num_requests >= run.amount and not run.only:
                 break
     if total.num_scenarios < len(rows_with(run.only)) + len(FORCED) * (not run.only):
-        return  # they were never asked
+        return  # not all rows of the design ran
     for again in range(1, AGAIN + 1):
         rows = sorted({row_with(chosen) for chosen in _untried(total, wanted)})
         yield from run_scenarios((first + again * SCENARIOS_PER_RUN + row for row in rows), None, 1)

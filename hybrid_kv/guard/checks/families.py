@@ -45,7 +45,7 @@ def check_families(run: Run) -> list[CheckResult]:
             with quiet():
                 far, num_tokens = from_transformers(reference, folder, whole)
         problem, case = _first_problem(model_type, alone, found)
-        figures: dict[str, float] = {
+        metrics: dict[str, float] = {
             **{describe(one.cell).replace(", ", "_").replace(" ", "_"): one.worst for one in found},
             "cached_tokens": sum(one.cached_tokens for one in found),
             "accepted": sum(one.accepted for one in found),
@@ -55,7 +55,7 @@ def check_families(run: Run) -> list[CheckResult]:
             CheckResult(
                 "families", f"largest logit difference, {model_type}", not problem,
                 max(one.worst for one in found), "logit", f"{FLOAT64_LIMIT:.0g}", sum(one.num_tokens for one in found),
-                time.perf_counter() - begin, problem, {"family": model_type, "seed": run.seed}, figures, case=case,
+                time.perf_counter() - begin, problem, {"family": model_type, "seed": run.seed}, metrics, case=case,
             ),
             CheckResult(
                 "families", f"distance from transformers, {model_type}", far <= FLOAT32_LIMIT,
@@ -100,7 +100,7 @@ def _trained_head(model: Trained, seed: int) -> CheckResult:
     problem, case = _first_problem(model.folder.name, alone, found)
     accepted = {"accepted": sum(one.accepted for one in found), "cells": len(found)}
     return CheckResult(
-        "families", f"drafts of the trained head unlike those alone{model.suffix}", not problem,
+        "families", f"wrong drafts, trained head{model.suffix}", not problem,
         sum(one.wrong_drafts for one in found), "drafts", "0", sum(one.num_drafts for one in found),
         time.perf_counter() - begin, problem, {"seed": seed, **model.params}, accepted, case=case,
     )  # fmt: skip

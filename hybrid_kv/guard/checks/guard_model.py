@@ -14,84 +14,33 @@ from hybrid_kv.models.loader import load_tokenizer
 
 NUM_NEW = 48  # tokens of each answer
 PREEMPTS = 11  # steps: then the youngest request makes room
-OWN = ("device", "preempts", "in_chunks", "logprobs")  # of a cell, and no figure's name
+OWN = ("device", "preempts", "in_chunks", "logprobs")  # of a cell, and no metric's name
 LEAST = 3  # prompts: two run at once where a cell has a cache, and only what comes behind them can hit
-# Engine settings in which a guard model's logits are held against its plain forward pass. Those with a cache get
-# prompts that share their examples.
+_TORCH, _FA, _FI = ({"dtype": "float64", "attention_backend": name} for name in ("TORCH", "FLASH_ATTN", "FLASHINFER"))
+_NGRAM = {"speculative_method": "ngram", "num_speculative_tokens": 3, "max_num_seqs": 2}
+_MTP = {"speculative_method": "mtp", "num_speculative_tokens": 3, "max_num_seqs": 2, "async_scheduling": True}
+_REPLAY = {"state_scheme": "recompute"}
+# Engine settings in which a guard model's logits are compared with its plain forward pass. Those with a cache get
+# prompts that share their examples, and chunks so small that they do not jump over the shared boundaries.
 LOGIT_CELLS: tuple[dict[str, Any], ...] = (
-    {"dtype": "float64", "attention_backend": "TORCH"},
+    _TORCH,
+    {**_FA, "max_num_batched_tokens": 37, "captured_batch_sizes": (6,), "logprobs": 3},
+    {**_FI, "max_num_batched_tokens": 64, "num_blocks": 28},
+    {**_TORCH, "dtype": "float32", "block_size": 96, "max_num_batched_tokens": 128, "num_blocks": 20},
+    {**_TORCH, "mamba_cache_mode": "align", "max_num_batched_tokens": 150, "max_num_seqs": 2},
+    # Three chunks to a step. The guard has one thread, with which prefills are scanned in another way.
+    {**_FI, **_NGRAM, "mamba_cache_mode": "all", "max_num_batched_tokens": 90, "in_chunks": True},
+    {**_FA, **_MTP, "mamba_cache_mode": "align", "max_num_batched_tokens": 128, "logprobs": 0},
     {
-        "dtype": "float64",
-        "attention_backend": "FLASH_ATTN",
-        "max_num_batched_tokens": 37,
-        "captured_batch_sizes": (6,),
-        "logprobs": 3,
-    },
-    {"dtype": "float64", "attention_backend": "FLASHINFER", "max_num_batched_tokens": 64, "num_blocks": 28},
-    {
-        "dtype": "float32",
-        "attention_backend": "TORCH",
-        "block_size": 96,
-        "max_num_batched_tokens": 128,
-        "num_blocks": 20,
-    },
-    {
-        "dtype": "float64",
-        "attention_backend": "TORCH",
+        **_TORCH,
+        **_REPLAY,
+        **_NGRAM,
         "mamba_cache_mode": "align",
-        "max_num_batched_tokens": 150,  # A larger chunk would jump over the shared boundaries.
-        "max_num_seqs": 2,
-    },
-    {
-        "dtype": "float64",
-        "attention_backend": "FLASHINFER",
-        "mamba_cache_mode": "all",
-        "speculative_method": "ngram",
-        "num_speculative_tokens": 3,
-        "max_num_batched_tokens": 90,
-        "max_num_seqs": 2,
-        # Three chunks to a step. The guard has one thread, with which prefills are scanned in another way.
-        "in_chunks": True,
-    },
-    {
-        "dtype": "float64",
-        "attention_backend": "FLASH_ATTN",
-        "mamba_cache_mode": "align",
-        "speculative_method": "mtp",
-        "num_speculative_tokens": 3,
-        "async_scheduling": True,
-        "max_num_batched_tokens": 128,
-        "max_num_seqs": 2,
-        "logprobs": 0,
-    },
-    {
-        "dtype": "float64",
-        "attention_backend": "TORCH",
-        "state_scheme": "replay",
-        "mamba_cache_mode": "align",
-        "speculative_method": "ngram",
-        "num_speculative_tokens": 3,
-        "replay_ring_len": 11,
+        "recompute_ring_len": 11,
         "max_num_batched_tokens": 150,
-        "max_num_seqs": 2,
     },
-    {
-        "dtype": "float64",
-        "attention_backend": "FLASHINFER",
-        "state_scheme": "replay",
-        "mamba_cache_mode": "all",
-        "speculative_method": "mtp",
-        "num_speculative_tokens": 3,
-        "async_scheduling": True,
-        "max_num_batched_tokens": 90,
-        "max_num_seqs": 2,
-    },
-    {
-        "dtype": "float32",
-        "attention_backend": "TORCH",
-        "state_scheme": "replay",
-        "max_num_batched_tokens": 128,
-    },
+    {**_FI, **_REPLAY, **_MTP, "mamba_cache_mode": "all", "max_num_batched_tokens": 90},
+    {**_TORCH, **_REPLAY, "dtype": "float32", "max_num_batched_tokens": 128},
 )
 
 
@@ -104,22 +53,22 @@ def check_guard_logits(run: Run) -> list[CheckResult]:
     """
     results = list[CheckResult]()
     for model in TRAINED.values():
-        cells = [cell for cell in LOGIT_CELLS if model.replays or "state_scheme" not in cell]
+        cells = [cell for cell in LOGIT_CELLS if model.recomputes or "state_scheme" not in cell]
         if model.share < 1.0:
             cells = cells[run.seed % 2 :: 2]  # every other, by the seed
-        asked = Questions(model, run.seed + 7, model.amount(run.amount, LEAST))
+        questions = Questions(model, run.seed + 7, model.amount(run.amount, LEAST))
         found = []
         for cell in cells:
-            found.append(asked.run(cell, run.device))
+            found.append(questions.run(cell, run.device))
             run.progress(run.amount / len(TRAINED) / len(cells))
             if run.fail_fast and not result_of(found[-1], model, run.seed).passed:
                 return [*results, result_of(found[-1], model, run.seed)]
-        results += [*(result_of(one, model, run.seed) for one in found), _tokens(model, found, asked, run.seed)]
+        results += [*(result_of(one, model, run.seed) for one in found), _tokens(model, found, questions, run.seed)]
     return results
 
 
 class Questions:
-    """What a trained model is asked.
+    """The prompts of a trained model.
 
     Args:
         seed, count: of the questions.
@@ -134,7 +83,7 @@ class Questions:
         self.shared = [list(tokenizer.encode(prompt)) for prompt in five_shot(seed, count)]
 
     def run(self, cell: dict[str, Any], device: str) -> Found:
-        """Answer all of them in one engine; what keeps states is asked what begins alike."""
+        """Answer all of them in one engine; a cell with a cache gets prompts that begin alike."""
         prompts = self.shared if MODES[cell.get("mamba_cache_mode", "none")].keeps_states else self.own
         options = {**cell, "device": device, "preempts": PREEMPTS}
         return beside_plain(
@@ -143,11 +92,11 @@ class Questions:
 
 
 def result_of(found: Found, model: Trained, seed: int) -> CheckResult:
-    cell = {key: value for key, value in found.case.cell.items() if key not in OWN}
+    cell = {key: value for key, value in found.cell.items() if key not in OWN}
     features = [cell["dtype"], cell["attention_backend"], *_features(cell)]
     rule, detail = found.broken
     detail = "" if rule == "tokens" else detail  # they have a line of their own
-    if not detail and found.caches and not found.cached:
+    if not detail and found.caches and not found.cached_tokens:
         detail = "void: no prompt token came from the cache"
     if not detail and "num_speculative_tokens" in cell and not found.accepted:
         detail = "void: no draft was accepted"
@@ -155,22 +104,22 @@ def result_of(found: Found, model: Trained, seed: int) -> CheckResult:
         "guard model", f"largest logit difference, {', '.join(features)}{model.suffix}", not detail, found.worst,
         "logit", f"{found.limit:.1g}", found.num_tokens, found.seconds, detail,
         {**cell, "seed": seed, **model.params},
-        {"cached_tokens": found.cached, "accepted": found.accepted},
+        {"cached_tokens": found.cached_tokens, "accepted": found.accepted},
         case=to_json(found.case, rule) if rule else "",
     )  # fmt: skip
 
 
-def _tokens(model: Trained, found: Sequence[Found], asked: Questions, seed: int) -> CheckResult:
+def _tokens(model: Trained, found: Sequence[Found], questions: Questions, seed: int) -> CheckResult:
     num_wrong, preemptions = sum(one.num_wrong for one in found), sum(one.preemptions for one in found)
     void = "" if preemptions else "void: no request was preempted"
     detail = f"{num_wrong} tokens differ" if num_wrong else void
     case = next((to_json(one.case, "tokens") for one in found if one.broken[0] == "tokens"), "")
     used = {
-        "cells": len(found), "prompts": len(asked.own), "preemptions": preemptions,
-        "cached_tokens": sum(one.cached for one in found), "accepted": sum(one.accepted for one in found),
+        "cells": len(found), "prompts": len(questions.own), "preemptions": preemptions,
+        "cached_tokens": sum(one.cached_tokens for one in found), "accepted": sum(one.accepted for one in found),
     }  # fmt: skip
     return CheckResult(
-        "guard model", f"tokens that the plain forward pass would not choose{model.suffix}", not detail, num_wrong,
+        "guard model", f"wrong tokens, plain forward pass{model.suffix}", not detail, num_wrong,
         "tokens", "0", sum(one.num_tokens for one in found), 0.0, detail, {"seed": seed, **model.params}, used,
         case=case,
     )  # fmt: skip

@@ -30,7 +30,7 @@ SEEN = ("hits", "evictions", "resets", "missed events", "snapshots", "other salt
 
 
 class Routed:
-    """An engine in a pool that is too small for all that it is asked, and a router that hears of its blocks.
+    """An engine in a pool that is too small for all requests, and a router that gets its KV events.
 
     Attributes:
         seen: how often each of `SEEN` happened.
@@ -50,7 +50,7 @@ class Routed:
         self.name = f"seed {seed}, {layers}: {setting}"
         self.llm = LLM(answer_book(layers).model, device="cpu", max_model_len=MAX_MODEL_LEN, **setting)
         self.log = EventLog(self.llm)
-        self.known, self.is_whole = KnownCache(self.log.groups, self.log.hit_unit), True
+        self.known, self.is_whole = KnownCache(self.log.groups, self.log.hit_granularity), True
         self.shared = [[rng.randrange(ExactConfig.vocab_size) for _ in range(60)] for _ in range(2)]
         self.seen: Counter[str] = Counter()
 
@@ -72,7 +72,7 @@ class Routed:
             if predicted > found or (self.is_whole and predicted != found):
                 yield f"{predicted} of {len(prompt)} tokens are predicted, {found} restored"
             self.seen["hits"] += predicted > 0
-            self.seen["hits of several blocks"] += predicted > self.log.hit_unit
+            self.seen["hits of several blocks"] += predicted > self.log.hit_granularity
             self.seen["other salts"] += bool(salt)
         self.seen["evictions"] += llm.manager.pool.num_evictions
 
@@ -116,11 +116,11 @@ def check_router(run: Run) -> list[CheckResult]:
     """Every prompt finds exactly what was predicted, or at least that behind events that were missed."""
     begin = time.perf_counter()
     wrong, seen, failed_after = play_seeds(run, play, SEEN)
-    figures = {what.replace(" ", "_"): seen[what] for what in SEEN}
+    metrics = {what.replace(" ", "_"): seen[what] for what in SEEN}
     return [
         CheckResult(
-            "router", "prompts that find something else than predicted", not wrong, len(wrong), "requests", "0",
-            run.amount * ROUNDS, time.perf_counter() - begin, wrong[0] if wrong else "", {"seed": run.seed}, figures,
+            "router", "prefix hits predicted wrongly", not wrong, len(wrong), "requests", "0",
+            run.amount * ROUNDS, time.perf_counter() - begin, wrong[0] if wrong else "", {"seed": run.seed}, metrics,
             failed_after=failed_after,
         )
     ]  # fmt: skip

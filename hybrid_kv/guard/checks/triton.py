@@ -29,25 +29,25 @@ from hybrid_kv.kernels.common.interpreter import start_interpreter
 SECTION = "triton"
 MODEL = "nemotron_h"
 COMMON = {"dtype": "float32", "attention_backend": "TORCH", "kernels": "triton"}
-# Both undo schemes, each with a cache that hits and drafts that are accepted. Together they launch every kernel.
+# Both rollback schemes, each with a cache that hits and drafts that are accepted. Together they launch every kernel.
 CELLS: tuple[Cell, ...] = (
     {**COMMON, "mamba_cache_mode": "all", "script": "mixed"},
-    {**COMMON, "mamba_cache_mode": "align", "script": "mixed", "state_scheme": "replay", "replay_ring_len": 11},
+    {**COMMON, "mamba_cache_mode": "align", "script": "mixed", "state_scheme": "recompute", "recompute_ring_len": 11},
 )
 # Of random weights, which are the same each time, as these are: in float32 another prompt might have two best tokens.
-# One that is a block and a little longer, and is asked again; one beside it.
+# One that is a block and a little longer, and is sent again; one beside it.
 PROMPTS = [[(7 * i * i + 3 * i) % 89 + 1 for i in range(length)] for length in (19, 6)]
 NUM_NEW = 6
 # All that an engine can launch.
 KERNELS = (
     "_attention", "_block_tables", "_conv_prefill", "_conv_update", "_gated_norm", "_outputs", "_state_update",
-    "_states", "_store_kv", "commit_kernel", "replay_kernel",
+    "_states", "_store_kv", "commit_kernel", "recompute_kernel",
 )  # fmt: skip
 
 
 @check(SECTION, quick=0, full=16, seconds=4.0, place=65, needs="safetensors tokenizers transformers")
 def check_triton(run: Run) -> list[CheckResult]:
-    """Exact scenarios, as many as the amount, and the logits of a random model in both undo schemes."""
+    """Exact scenarios, as many as the amount, and the logits of a random model in both rollback schemes."""
     if find_spec("triton") is None:
         return [CheckResult(SECTION, "not run: Triton is not installed", True, 0, "requests", "", 0, 0.0)]
     begin, total, launched = time.perf_counter(), Differences(), set[str]()
@@ -104,7 +104,7 @@ def _ask() -> tuple[Sequence[Exactness], set[str]]:
 def _exact(total: Differences, seed: int, seconds: float) -> CheckResult:
     first = total.wrong[0] if total.wrong else None
     return CheckResult(
-        SECTION, "scenarios and requests unlike the oracle", first is None, len(total.wrong), "requests", "0",
+        SECTION, "wrong tokens, exact model", first is None, len(total.wrong), "requests", "0",
         total.num_requests, seconds, str(first or ""), {"seed": seed}, {"scenarios": total.num_scenarios},
         case=scenario_to_json(first.scenario, first.rule) if first else "",
     )  # fmt: skip
@@ -123,6 +123,6 @@ def _logits(found: Exactness, seconds: float) -> CheckResult:
 def _launches(launched: set[str]) -> CheckResult:
     missing = sorted(set(KERNELS) - launched)
     return CheckResult(
-        SECTION, "kernels that were launched", not missing, len(KERNELS) - len(missing), "", str(len(KERNELS)),
+        SECTION, "kernels launched", not missing, len(KERNELS) - len(missing), "", str(len(KERNELS)),
         len(KERNELS), 0.0, f"void: never launched: {', '.join(missing)}" if missing else "",
     )  # fmt: skip

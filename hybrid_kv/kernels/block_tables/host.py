@@ -27,7 +27,7 @@ Ints = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
 
-_NULL, _NOBODY = -1, -2  # in the place of a request's key: null blocks, and what no reader may use
+_NULL, _UNKNOWN = -1, -2  # in the place of a request's key: null blocks, and what no reader may use
 
 
 def _append(
@@ -174,16 +174,9 @@ class HostTables(Tables):
     """Block tables on the CPU; arguments as of `Tables`."""
 
     def __init__(
-        self,
-        layouts: Sequence[TableLayout],
-        max_num_reqs: int,
-        max_num_batched_tokens: int,
-        cp_size: int = 1,
-        cp_rank: int = 0,
-        cp_interleave: int = 1,
+        self, layouts: Sequence[TableLayout], max_num_reqs: int, max_num_batched_tokens: int, *context_parallelism: int
     ) -> None:
-        cpu = torch.device("cpu")
-        super().__init__(layouts, max_num_reqs, max_num_batched_tokens, cpu, cp_size, cp_rank, cp_interleave)
+        super().__init__(layouts, max_num_reqs, max_num_batched_tokens, torch.device("cpu"), *context_parallelism)
         self._geometry: Ints = self.geometry.numpy()
         self._flat: Int32s = self.flat_tables.numpy()
         self._flat_inputs: Int32s = self.flat_input_tables.numpy()
@@ -208,7 +201,7 @@ class HostTables(Tables):
 
     def forget(self) -> None:
         """The input tables hold nothing: the next `place` writes all that its batch reads."""
-        self._held_keys[:] = _NOBODY
+        self._held_keys[:] = _UNKNOWN
 
     def append(self, ids: Int32s, rows: Int32s, counts: Int32s, overwrite: Bools) -> None:
         """Bring staged ids into the tables, shapes as in `StagedBlocks`.
@@ -219,9 +212,9 @@ class HostTables(Tables):
         """
         tables = self._geometry, self._flat, self._num_blocks, self._row_keys, self._entry_of
         if not self._append(ids, rows, counts, overwrite, *tables):
-            self._refuse(len(ids), rows, counts, overwrite)
+            self._reject(len(ids), rows, counts, overwrite)
 
-    def _refuse(self, num_ids: int, rows: Int32s, counts: Int32s, overwrite: Bools) -> None:
+    def _reject(self, num_ids: int, rows: Int32s, counts: Int32s, overwrite: Bools) -> None:
         if len(set(known := rows.tolist())) != len(known):
             raise ValueError(f"a row was staged twice in one step: {sorted(known)}")
         if strange := [row for row in known if not 0 <= row < self.max_num_reqs]:

@@ -72,8 +72,8 @@ def _block_tables(
     """Programs of axis 1, in order: batch rows, padding rows, staged requests, the slots of padding."""
     group = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1)
-    # No row starts on a vector boundary. Told so, Triton gives neighbours to neighbouring threads; otherwise it gives
-    # each thread four of them, and sorts them through shared memory on the way out.
+    # No row starts on a vector boundary. With a hint Triton gives neighbours to neighbouring threads; without one it
+    # gives each thread four of them, and sorts them through shared memory on the way out.
     lanes = tl.max_contiguous(tl.arange(0, BLOCK), 1)
     slots = slot_mappings + group * slot_stride
     if index == num_reqs_padded + num_staged:
@@ -214,28 +214,12 @@ def update_block_tables(tables: DeviceTables, staged: StagedBlocks, batch: StepB
     num_reqs, num_tokens = batch.rows.numel(), batch.positions.numel()
     cp_size, cp_rank, cp_interleave = tables.cp
     _kernel()[num_groups, batch.num_reqs_padded + num_staged + 1](
-        tables.geometry,
-        tables.flat_tables,
-        tables.flat_input_tables,
-        tables.num_blocks,
-        tables.row_keys,
-        tables.held_keys,
-        tables.held_blocks,
-        tables.slot_mappings,
-        tables.slot_mappings.stride(0),
-        staged.ids,
-        staged.rows,
-        staged.counts,
-        staged.overwrite.view(torch.int8),
-        num_staged,
-        batch.rows,
-        batch.query_start_loc,
-        batch.positions,
-        num_reqs,
-        batch.num_reqs_padded,
-        num_tokens,
-        batch.num_tokens_padded,
-        tables.max_num_reqs,
+        *(tables.geometry, tables.flat_tables, tables.flat_input_tables, tables.num_blocks),
+        *(tables.row_keys, tables.held_keys, tables.held_blocks),
+        *(tables.slot_mappings, tables.slot_mappings.stride(0)),
+        *(staged.ids, staged.rows, staged.counts, staged.overwrite.view(torch.int8), num_staged),
+        *(batch.rows, batch.query_start_loc, batch.positions),
+        *(num_reqs, batch.num_reqs_padded, num_tokens, batch.num_tokens_padded, tables.max_num_reqs),
         NUM_GROUPS=num_groups,
         ROWS=next_power_of_2(tables.max_num_reqs),
         BLOCKS_PER_KV_BLOCK=tables.common_blocks_per_kv_block,
@@ -254,10 +238,7 @@ def aot_cases() -> list[AotCase]:
     int64 = ("geometry", "num_blocks", "row_keys", "held_keys", "slot_mappings", "rows", "positions")
     types = dict.fromkeys(_kernel().arg_names, "*i32") | dict.fromkeys(int64, "*i64") | {"staged_overwrite": "*i8"}
     types |= dict.fromkeys((*_COUNTS, "slot_stride", "max_num_reqs"), "i32")
-    shapes = {
-        "Nemotron-3-Nano, 256 rows": (5, 131, 2096, 1),
-        "two block sizes, 256 rows, cp 2": (4, 0, 0, 2),
-    }
+    shapes = {"Nemotron-3-Nano, 256 rows": (5, 131, 2096, 1), "two block sizes, 256 rows, cp 2": (4, 0, 0, 2)}
     return [
         AotCase(
             kernel="block_tables.update_block_tables",

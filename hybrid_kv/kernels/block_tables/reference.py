@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from hybrid_kv.kernels.block_tables.tables import StagedBlocks, StepBatch, Tables
-from hybrid_kv.kernels.kernel_blocks import gather_kernel_blocks
 from hybrid_kv.kernels.slot_mapping import PAD_SLOT, slot_mapping
 
 
@@ -28,11 +27,9 @@ def update_block_tables_reference(tables: Tables, staged: StagedBlocks, batch: S
     num_reqs, num_tokens = len(batch.rows), len(batch.positions)
     token_rows = batch.rows.repeat_interleave(batch.query_start_loc.diff())
     for group, layout in enumerate(tables.layouts):
-        table, out, bpk = tables.tables[group], tables.input_tables[group], layout.blocks_per_kv_block
-        offsets = torch.arange(bpk, dtype=torch.int32, device=table.device)
-        gather_kernel_blocks(table, batch.rows, layout.width, offsets, out[:num_reqs])
-        if layout.kernel_block_stride != bpk:
-            out[:num_reqs] += out[:num_reqs] // bpk * (layout.kernel_block_stride - bpk)
+        table, out = tables.tables[group], tables.input_tables[group]
+        parts = torch.arange(layout.blocks_per_kv_block, dtype=torch.int32, device=table.device)
+        out[:num_reqs] = (table[batch.rows].unsqueeze(-1) * layout.kernel_block_stride + parts).flatten(1)
         out[num_reqs : batch.num_reqs_padded] = 0
         if layout.has_slots:
             slots = slot_mapping(table, token_rows, batch.positions, layout.block_size, *tables.cp)

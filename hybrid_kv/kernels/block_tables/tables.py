@@ -10,7 +10,7 @@ import torch
 
 from hybrid_kv.kernels.slot_mapping import PAD_SLOT
 
-_NOBODY = 2**62  # a key that no row has; not -1, which says that null blocks are there already
+_UNKNOWN = 2**62  # a key that no row has; not -1, which says that null blocks are there already
 
 
 @dataclass(frozen=True)
@@ -112,11 +112,9 @@ class DeviceTables(Tables):
         max_num_reqs: int,
         max_num_batched_tokens: int,
         device: torch.device,
-        cp_size: int = 1,
-        cp_rank: int = 0,
-        cp_interleave: int = 1,
+        *context_parallelism: int,
     ) -> None:
-        super().__init__(layouts, max_num_reqs, max_num_batched_tokens, device, cp_size, cp_rank, cp_interleave)
+        super().__init__(layouts, max_num_reqs, max_num_batched_tokens, device, *context_parallelism)
         num_groups = len(self.layouts)
         self.row_keys = torch.arange(max_num_reqs, device=device).repeat(num_groups, 1)
         self.held_keys = torch.full((num_groups, max_num_reqs), -1, dtype=torch.int64, device=device)
@@ -129,7 +127,7 @@ class DeviceTables(Tables):
 
     def forget(self) -> None:
         """The input tables hold nothing: the next update writes all that its batch reads."""
-        self.held_keys.fill_(_NOBODY)
+        self.held_keys.fill_(_UNKNOWN)
 
 
 @dataclass(frozen=True)

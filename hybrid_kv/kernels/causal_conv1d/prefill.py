@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hybrid_kv.kernels.causal_conv1d.update import check_inputs
 from hybrid_kv.kernels.common.integers import cdiv
-from hybrid_kv.kernels.common.launch import FLOATS, INTS, VECTOR_BYTES, AotCase, check, jit, register_limit, warp_size
+from hybrid_kv.kernels.common.launch import INTS, AotCase, check, jit, per_warp, register_limit, strides, warp_size
 from hybrid_kv.kernels.common.shapes import NANO, SHAPES
 from hybrid_kv.kernels.common.spans import TILE, Spans
 
@@ -46,7 +47,7 @@ def _conv_prefill(
     BLOCK: tl.constexpr,
 ) -> None:
     # A program owns BLOCK channels of TILE tokens, 16 bytes a lane of one warp, and keeps its inputs in registers: each
-    # is loaded once though four outputs need it, and all loads are under way before the first is used. Unrolled, since
+    # is loaded once though four outputs need it, and all loads are in flight before the first is used. Unrolled, since
     # registers have no index. One axis, as a prefill has more tiles than the others may have programs; the channels of
     # a tile are neighbours, as they are in memory.
     blocks: tl.constexpr = (CHANNELS + BLOCK - 1) // BLOCK
@@ -109,10 +110,6 @@ def _conv_prefill(
                     tl.store(conv_state + target * state_stride + i * CHANNELS + c, stored, mask=inside)
 
 
-def _block(itemsize: int, lanes: int) -> int:
-    return lanes * VECTOR_BYTES // itemsize
-
-
 def causal_conv1d_prefill(
     conv_state: torch.Tensor,
     x: torch.Tensor,
@@ -146,12 +143,8 @@ def causal_conv1d_prefill(
     Raises:
         ValueError: a shape, dtype, device or stride is none of these.
     """
-    device = x.device
-    if x.dim() != 2 or weight.dim() != 2 or conv_state.dim() != 3:
-        dims = [tuple(tensor.shape) for tensor in (x, weight, conv_state)]
-        raise ValueError(f"x, weight and conv_state have shapes {dims}; they must have 2, 2 and 3 dimensions")
-    tokens, channels = x.shape
-    kernel, rows = weight.shape[1], (spans.num_rows,)
+    check_inputs(conv_state, x, weight, bias)
+    device, tokens, (channels, kernel), rows = x.device, len(x), weight.shape, (spans.num_rows,)
     if not 2 <= kernel <= TILE + 1:
         raise ValueError(f"weight has {kernel} taps; there must be 2 to {TILE + 1}")
     if tokens < spans.num_tokens or conv_state.shape[1] < kernel - 1:
@@ -159,36 +152,18 @@ def causal_conv1d_prefill(
             f"x has {tokens} tokens and conv_state {conv_state.shape[1]} rows; "
             f"spans and weight need {spans.num_tokens} and {kernel - 1}"
         )
-    check("conv_state", conv_state, (*conv_state.shape[:2], channels), FLOATS, device, free=1)
-    check("x", x, (tokens, channels), FLOATS, device, free=1)
-    check("weight", weight, (channels, kernel), FLOATS, device, free=2)
-    if bias is not None:
-        check("bias", bias, (channels,), FLOATS, device)
     check("spans", spans.tiles, spans.tiles.shape, (torch.int32,), device)
     check("window_indices", window_indices, rows, INTS, device)
     check("window_rows", window_rows, rows, INTS, device)
     check("has_initial_state", has_initial_state, rows, (torch.bool,), device)
     lanes = warp_size()
-    block = _block(conv_state.element_size(), lanes)
+    block = per_warp(conv_state.element_size(), lanes)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if spans.num_tokens:
         jit(_conv_prefill)[(len(spans.tiles) * cdiv(channels, block),)](
-            conv_state,
-            x,
-            weight,
-            bias,
-            y,
-            spans.tiles,
-            spans.row_spans,
-            spans.cu_spans,
-            spans.span_blocks,
-            window_indices,
-            window_rows,
-            has_initial_state.view(torch.int8),
-            conv_state.stride(0),
-            x.stride(0),
-            weight.stride(0),
-            weight.stride(1),
+            *(conv_state, x, weight, bias, y, spans.tiles, spans.row_spans, spans.cu_spans, spans.span_blocks),
+            *(window_indices, window_rows, has_initial_state.view(torch.int8)),
+            *(*strides(conv_state, x), *weight.stride()),
             CHANNELS=channels,
             KERNEL=kernel,
             HAS_BIAS=bias is not None,
@@ -203,8 +178,8 @@ def causal_conv1d_prefill(
 
 def aot_cases(lanes: int = 32) -> list[AotCase]:
     """What a launch compiles on GPUs with warps of `lanes`, all in bfloat16, the weight tap by tap."""
-    block = _block(2, lanes)
-    strides = ("state_stride", "x_stride", "tap_stride")
+    block = per_warp(2, lanes)
+    steps = ("state_stride", "x_stride", "tap_stride")
     floats = dict.fromkeys(("conv_state", "x", "weight", "bias", "y"), "*bf16")
     lists = dict.fromkeys(("tiles", "row_spans", "cu_spans"), "*i32")
     indices = dict.fromkeys(("span_blocks", "window_indices", "window_rows"), "*i64")
@@ -214,7 +189,7 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
             shape=NANO,
             dtype="bfloat16",
             fn=jit(_conv_prefill),
-            signature=floats | lists | indices | {"has_initial_state": "*i8"} | dict.fromkeys(strides, "i32"),
+            signature=floats | lists | indices | {"has_initial_state": "*i8"} | dict.fromkeys(steps, "i32"),
             constexprs={
                 "channel_stride": 1,
                 "CHANNELS": SHAPES[NANO].channels,
@@ -228,7 +203,7 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
             **register_limit(REGISTERS, lanes),
             # The inputs and the three before them, and the outputs.
             bytes_per_program=(TILE + 3 + TILE) * block * 2,
-            divisible=strides,
+            divisible=steps,
             state_access=True,
         )
     ]

@@ -2,7 +2,7 @@
 
 A block holds the last inputs of a request, oldest first: the window before the step's first token begins at its row
 `window_rows`, as many as drafts were accepted in the step before. This step's inputs go into the row's own block from
-row 0 on, so that the next step can begin anywhere in them; nothing is ever undone. One launch per layer.
+row 0 on, so that the next step can begin anywhere in them; nothing is ever rolled back. One launch per layer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybrid_kv.kernels.common.integers import cdiv
-from hybrid_kv.kernels.common.launch import FLOATS, INTS, VECTOR_BYTES, AotCase, check, jit, warp_size
+from hybrid_kv.kernels.common.launch import FLOATS, INTS, AotCase, check, check_dims, jit, per_warp, strides, warp_size
 from hybrid_kv.kernels.common.shapes import NANO, SHAPES
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def _conv_update(
     BLOCK: tl.constexpr,
 ) -> None:
     # A program owns BLOCK channels of a row, 16 bytes a lane of one warp, and keeps its inputs in registers: each is
-    # loaded once though four outputs need it, all loads are under way before the first is used, and since no channel
+    # loaded once though four outputs need it, all loads are in flight before the first is used, and since no channel
     # meets another the window may lie in the block that is written. Unrolled, since registers have no index.
     row = tl.program_id(1)
     start = tl.program_id(0) * BLOCK
@@ -86,8 +86,19 @@ def _conv_update(
         tl.store(conv_state + i * CHANNELS + c, inputs[i + 1].to(conv_state.dtype.element_ty), mask=inside & owned)
 
 
-def _block(itemsize: int, lanes: int) -> int:
-    return lanes * VECTOR_BYTES // itemsize
+def check_inputs(conv_state: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Whether the operands of a layer fit together, but for the rows of a block.
+
+    Raises:
+        ValueError: they do not.
+    """
+    check_dims(x=(x, 2), weight=(weight, 2), conv_state=(conv_state, 3))
+    (tokens, channels), device = x.shape, x.device
+    check("conv_state", conv_state, (*conv_state.shape[:2], channels), FLOATS, device, free=1)
+    check("x", x, (tokens, channels), FLOATS, device, free=1)
+    check("weight", weight, (channels, weight.shape[1]), FLOATS, device, free=2)
+    if bias is not None:
+        check("bias", bias, (channels,), FLOATS, device)
 
 
 def causal_conv1d_update(
@@ -124,43 +135,21 @@ def causal_conv1d_update(
     Raises:
         ValueError: a shape, dtype, device or stride is none of these.
     """
-    device = x.device
-    if x.dim() != 2 or weight.dim() != 2 or state_indices.dim() != 2 or conv_state.dim() != 3:
-        dims = [tuple(tensor.shape) for tensor in (x, weight, state_indices, conv_state)]
-        raise ValueError(
-            f"x, weight, state_indices and conv_state have shapes {dims}; they must have 2, 2, 2 and 3 dimensions"
-        )
-    tokens, channels = x.shape
-    kernel = weight.shape[1]
-    num_rows, columns = state_indices.shape
+    check_inputs(conv_state, x, weight, bias)
+    check_dims(state_indices=(state_indices, 2))
+    device, (channels, kernel), (num_rows, columns) = x.device, weight.shape, state_indices.shape
     if kernel < 2:
         raise ValueError(f"weight has {kernel} taps; there must be at least 2")
     check("conv_state", conv_state, (len(conv_state), kernel - 2 + columns, channels), FLOATS, device, free=1)
-    check("x", x, (tokens, channels), FLOATS, device, free=1)
-    check("weight", weight, (channels, kernel), FLOATS, device, free=2)
-    if bias is not None:
-        check("bias", bias, (channels,), FLOATS, device)
     check("cu_seqlens", cu_seqlens, (num_rows + 1,), INTS, device)
     check("window_indices", window_indices, (num_rows,), INTS, device)
     check("window_rows", window_rows, (num_rows,), INTS, device)
     check("state_indices", state_indices, (num_rows, columns), INTS, device, free=1)
-    block = _block(conv_state.element_size(), warp_size())
+    block = per_warp(conv_state.element_size(), warp_size())
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     jit(_conv_update)[(cdiv(channels, block), num_rows)](
-        conv_state,
-        x,
-        weight,
-        bias,
-        y,
-        cu_seqlens,
-        window_indices,
-        window_rows,
-        state_indices,
-        conv_state.stride(0),
-        x.stride(0),
-        weight.stride(0),
-        weight.stride(1),
-        state_indices.stride(0),
+        *(conv_state, x, weight, bias, y, cu_seqlens, window_indices, window_rows, state_indices),
+        *(*strides(conv_state, x), *weight.stride(), state_indices.stride(0)),
         CHANNELS=channels,
         KERNEL=kernel,
         COLUMNS=columns,
@@ -175,8 +164,8 @@ def causal_conv1d_update(
 def aot_cases(lanes: int = 32) -> list[AotCase]:
     """What a launch compiles on GPUs with warps of `lanes`, all in bfloat16, the weight tap by tap."""
     cases = [(NANO, k) for k in (0, 1, 3, 5)] + [(name, 3) for name in SHAPES if name != NANO]
-    block = _block(2, lanes)
-    strides = ("state_stride", "x_stride", "tap_stride")
+    block = per_warp(2, lanes)
+    steps = ("state_stride", "x_stride", "tap_stride")
     floats = dict.fromkeys(("conv_state", "x", "weight", "bias", "y"), "*bf16")
     indices = ("cu_seqlens", "window_indices", "window_rows", "state_indices")
     return [
@@ -185,7 +174,7 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
             shape=f"{name}, K={k}",
             dtype="bfloat16",
             fn=jit(_conv_update),
-            signature=floats | dict.fromkeys(indices, "*i64") | dict.fromkeys((*strides, "indices_stride"), "i32"),
+            signature=floats | dict.fromkeys(indices, "*i64") | dict.fromkeys((*steps, "indices_stride"), "i32"),
             constexprs={
                 "channel_stride": 1,
                 "CHANNELS": SHAPES[name].channels,
@@ -199,7 +188,7 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
             num_stages=1,
             # Read the window and the tokens, write the tokens and all inputs but the oldest.
             bytes_per_program=(3 + (1 + k) + (1 + k) + (3 + k)) * block * 2,
-            divisible=strides,
+            divisible=steps,
             state_access=True,
         )
         for name, k in cases

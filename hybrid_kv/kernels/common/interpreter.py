@@ -4,19 +4,19 @@ imported, whether it interprets or compiles.
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import torch
+
+from hybrid_kv import environment
 
 
 def is_interpreter() -> bool:
     """Whether this process interprets kernels."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    return environment.interprets_triton()
 
 
 def start_interpreter() -> None:
     """The first thing that such a process does."""
-    os.environ["TRITON_INTERPRET"] = "1"
+    environment.interpret_triton()
     torch.set_num_threads(1)
     np.seterr(all="ignore")  # Both branches of `tl.where` are computed, whatever the unused one holds.

@@ -15,8 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from hybrid_kv.choices import Kernels
-from hybrid_kv.config import ConfigError
+from hybrid_kv.config import ConfigError, Kernels
 from hybrid_kv.kernels.common.interpreter import is_interpreter
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -28,7 +27,7 @@ def choose(name: Kernels, device: torch.device) -> Literal["torch", "triton"]:
     """What `kernels=name` means on a device.
 
     Raises:
-        ConfigError: Triton was asked for, and it is missing, or there is no GPU. Its interpreter runs on a CPU.
+        ConfigError: Triton is requested, and it is missing, or the machine has no GPU. Its interpreter runs on a CPU.
     """
     if name == "torch" or (name == "auto" and (device.type == "cpu" or find_spec("triton") is None)):
         return "torch"
@@ -53,6 +52,11 @@ def jit(kernel: Callable[..., None], do_not_specialize: tuple[str, ...] = ()) ->
 def warp_size() -> int:
     """Lanes of a warp of this machine's GPUs."""
     return 64 if torch.version.hip else 32
+
+
+def per_warp(itemsize: int, lanes: int) -> int:
+    """Elements of as many bytes each that a warp of `lanes` covers in its widest access."""
+    return lanes * VECTOR_BYTES // itemsize
 
 
 def register_limit(registers: int, lanes: int) -> dict[str, int]:
@@ -88,12 +92,28 @@ def check(
         raise ValueError(f"{name} has strides {tensor.stride()}; from dimension {free} on it must be contiguous")
 
 
+def check_dims(**tensors: tuple[torch.Tensor, int]) -> None:
+    """Whether each tensor has as many dimensions as stand behind it.
+
+    Raises:
+        ValueError: one has more or fewer.
+    """
+    for name, (tensor, dims) in tensors.items():
+        if tensor.dim() != dims:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must have {dims} dimensions")
+
+
+def strides(*tensors: torch.Tensor) -> tuple[int, ...]:
+    """Elements from one entry of the first dimension to the next, of each."""
+    return tuple(tensor.stride(0) for tensor in tensors)
+
+
 @dataclass(frozen=True)
 class AotCase:
-    """One kernel, as one launch would specialise it; `hybrid_kv.static` compiles and judges it.
+    """One kernel, as one launch would specialise it; `bench.static` compiles and judges it.
 
     Attributes:
-        kernel: its name in the baseline, such as `replay.commit`.
+        kernel: its name in the baseline, such as `recompute.commit`.
         shape: for the reader, such as "Nemotron-3-Nano, K=3".
         dtype: of the data that counts, for the reader.
         fn: the `triton.jit` function.

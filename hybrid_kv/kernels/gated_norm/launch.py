@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 
 from hybrid_kv.kernels.common.integers import next_power_of_2
-from hybrid_kv.kernels.common.launch import FLOATS, AotCase, check, jit, warp_size
+from hybrid_kv.kernels.common.launch import FLOATS, AotCase, check, check_dims, jit, warp_size
 from hybrid_kv.kernels.common.shapes import SHAPES
 
 if TYPE_CHECKING:
@@ -62,25 +63,17 @@ def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, gr
     Raises:
         ValueError: a shape, dtype, device or stride is none of these, or `groups` does not divide the channels.
     """
-    if x.dim() != 2:
-        raise ValueError(f"x has shape {tuple(x.shape)}; it must have 2 dimensions")
+    check_dims(x=(x, 2))
     tokens, channels = x.shape
     if groups < 1 or channels % groups or not channels:
         raise ValueError(f"{groups} groups do not divide {channels} channels")
     for name, tensor in (("x", x), ("gate", gate)):
         check(name, tensor, (tokens, channels), FLOATS, x.device, free=1)
     check("weight", weight, (channels,), FLOATS, x.device)
-    size = channels // groups
-    block = next_power_of_2(size)
+    block = next_power_of_2(size := channels // groups)
     y = torch.empty_like(gate, memory_format=torch.contiguous_format)
     jit(_gated_norm)[(tokens * groups,)](
-        x,
-        gate,
-        weight,
-        y,
-        x.stride(0),
-        gate.stride(0),
-        eps,
+        *(x, gate, weight, y, x.stride(0), gate.stride(0), eps),
         GROUPS=groups,
         SIZE=size,
         BLOCK=block,
@@ -88,6 +81,16 @@ def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, gr
         num_stages=1,
     )
     return y
+
+
+def gated_rms_norm_reference(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, groups: int, eps: float
+) -> torch.Tensor:
+    """`gated_rms_norm` in plain torch."""
+    gated = x.float() * F.silu(gate.float())
+    grouped = gated.unflatten(-1, (groups, -1))
+    normed = F.rms_norm(grouped, grouped.shape[-1:], eps=eps).flatten(-2)
+    return (normed * weight.float()).to(gate.dtype)
 
 
 def aot_cases(lanes: int = 32) -> list[AotCase]:

@@ -4,7 +4,7 @@ Caches are [num_kernel_blocks, kernel_block_size, num_kv_heads, head_size] views
 stride, so that every layout of `cache.layout` is read where it is.
 """
 
-from hybrid_kv.kernels.paged_attention.launch import paged_attention_varlen
+from hybrid_kv.kernels.paged_attention.launch import paged_attention_varlen, store_kv
 from hybrid_kv.kernels.paged_attention.reference import (
     SlotCells,
     attend_tokens,
@@ -16,7 +16,6 @@ from hybrid_kv.kernels.paged_attention.reference import (
     token_index,
     write_kv,
 )
-from hybrid_kv.kernels.paged_attention.store import store_kv
 
 __all__ = [
     "SlotCells",

@@ -1,4 +1,4 @@
-"""Attention over the blocks of a row, one launch, for rows whose tokens lie back to back."""
+"""K and V into slots, and attention over the blocks of a row whose tokens lie back to back: one launch each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybrid_kv.kernels.common.integers import cdiv, next_power_of_2
-from hybrid_kv.kernels.common.launch import FLOATS, INTS, AotCase, check, jit, warp_size
+from hybrid_kv.kernels.common.launch import FLOATS, INTS, AotCase, check, check_dims, jit, warp_size
 from hybrid_kv.kernels.common.shapes import NANO, SHAPES
 
 if TYPE_CHECKING:
@@ -17,6 +17,75 @@ if TYPE_CHECKING:
 MAX_ROWS = 64  # (query, head) pairs of a program
 BLOCK_N = 32  # keys that it looks at together; with 64 of them sm_80 and gfx942 spill
 NUM_STAGES = {32: 3, 64: 2}  # by the lanes of a warp: with two of them sm_80 spills, with three gfx942
+
+
+def _store_kv(
+    key: tl.tensor,
+    value: tl.tensor,
+    key_cache: tl.tensor,
+    value_cache: tl.tensor,
+    slots: tl.tensor,
+    key_stride: tl.tensor,
+    value_stride: tl.tensor,
+    key_block_stride: tl.tensor,
+    value_block_stride: tl.tensor,
+    key_token_stride: tl.tensor,
+    value_token_stride: tl.tensor,
+    BLOCK_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    # One program a token: its K and V are WIDTH contiguous elements on both sides.
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    if slot >= 0:
+        block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+        i = tl.arange(0, BLOCK)
+        inside = (i < WIDTH) | (WIDTH == BLOCK)
+        k = tl.load(key + token * key_stride + i, mask=inside)
+        v = tl.load(value + token * value_stride + i, mask=inside)
+        key_cache += block * key_block_stride + offset * key_token_stride
+        value_cache += block * value_block_stride + offset * value_token_stride
+        tl.store(key_cache + i, k, mask=inside)
+        tl.store(value_cache + i, v, mask=inside)
+
+
+def cache_strides(key_cache: torch.Tensor, value_cache: torch.Tensor) -> tuple[int, int, int, int]:
+    """Elements from block to block of both, and from token to token."""
+    return key_cache.stride(0), value_cache.stride(0), key_cache.stride(1), value_cache.stride(1)
+
+
+def store_kv(
+    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """`write_kv` in one launch, without waiting for the device.
+
+    Args:
+        key, value: [num_tokens, num_kv_heads, head_size] float32, bfloat16 or float16, tokens at any stride.
+        key_cache, value_cache: [num_kernel_blocks, kernel_block_size, num_kv_heads, head_size] of the same dtype,
+            blocks and tokens at any stride.
+        slots: [num_tokens] int32 or int64; a negative one stores nothing. No slot may occur twice.
+
+    Raises:
+        ValueError: a shape, dtype, device or stride is none of these.
+    """
+    check_dims(key=(key, 3), key_cache=(key_cache, 4))
+    tokens, heads, size = key.shape
+    check("key", key, key.shape, FLOATS, key.device, free=1)
+    check("value", value, (tokens, heads, size), (key.dtype,), key.device, free=1)
+    for name, tensor in (("key_cache", key_cache), ("value_cache", value_cache)):
+        check(name, tensor, (*key_cache.shape[:2], heads, size), (key.dtype,), key.device, free=2)
+    check("slots", slots, (tokens,), INTS, key.device)
+    if not tokens:
+        return
+    jit(_store_kv)[(tokens,)](
+        *(key, value, key_cache, value_cache, slots),
+        *(key.stride(0), value.stride(0), *cache_strides(key_cache, value_cache)),
+        BLOCK_SIZE=key_cache.shape[1],
+        WIDTH=heads * size,
+        BLOCK=next_power_of_2(heads * size),
+        num_warps=1 if heads * size <= 512 else 4,
+    )
 
 
 def _attention(
@@ -53,7 +122,7 @@ def _attention(
     # The last tile has the longest way to go and is started first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     table = block_table + row.to(tl.int64) * table_stride
-    # Padding stands on the null block, whose content is nobody's.
+    # Padding stands on the null block, whose content is undefined.
     if (tile * BLOCK_M < length * PER_KV) & (tl.load(table) != 0):
         pair = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         token, head = pair // PER_KV, kv_head * PER_KV + pair % PER_KV
@@ -72,7 +141,7 @@ def _attention(
         best = tl.full([BLOCK_M], float("-inf"), tl.float32)
         weight = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        # Nobody in the tile sees further than its last query.
+        # No query of the tile sees further than its last one.
         stop = tl.minimum(total, total - length + (tile * BLOCK_M + BLOCK_M - 1) // PER_KV + 1)
         for first in range(0, stop, BLOCK_N):
             n = first + tl.arange(0, BLOCK_N)
@@ -151,7 +220,7 @@ def paged_attention_varlen(
         query_start_loc: [num_rows + 1] int32 or int64 from 0, never falling.
         seq_lens: [num_rows] int32 or int64, tokens after this step.
         max_query_len: of all rows; a larger number costs programs without work.
-        grid: keys at its multiples are seen by nobody (`models.mtp`); a query that sees no key gets zeros.
+        grid: keys at its multiples are hidden (`models.mtp`); a query that sees no key gets zeros.
             0: there is no grid.
 
     Returns:
@@ -161,9 +230,7 @@ def paged_attention_varlen(
         ValueError: a shape, dtype, device, stride or number is none of these.
     """
     device = query.device
-    if query.dim() != 3 or key_cache.dim() != 4 or block_table.dim() != 2:
-        shapes = [tuple(tensor.shape) for tensor in (query, key_cache, block_table)]
-        raise ValueError(f"query, key_cache and block_table have shapes {shapes}; they must have 3, 4 and 2 dimensions")
+    check_dims(query=(query, 3), key_cache=(key_cache, 4), block_table=(block_table, 2))
     tokens, heads, size = query.shape
     blocks, block_size, kv_heads = key_cache.shape[:3]
     if kv_heads < 1 or heads % kv_heads:
@@ -183,20 +250,9 @@ def paged_attention_varlen(
     constexprs = _constexprs(heads, kv_heads, size, block_size, max_query_len, grid, upcast)
     tiles = cdiv(max_query_len * constexprs["PER_KV"], constexprs["BLOCK_M"])
     jit(_attention)[(tiles, kv_heads, rows)](
-        query,
-        key_cache,
-        value_cache,
-        out,
-        block_table,
-        query_start_loc,
-        seq_lens,
+        *(query, key_cache, value_cache, out, block_table, query_start_loc, seq_lens),
         scale * math.log2(math.e),
-        query.stride(0),
-        block_table.stride(0),
-        key_cache.stride(0),
-        value_cache.stride(0),
-        key_cache.stride(1),
-        value_cache.stride(1),
+        *(query.stride(0), block_table.stride(0), *cache_strides(key_cache, value_cache)),
         **constexprs,
         num_warps=4,
         num_stages=NUM_STAGES[warp_size()],
@@ -231,4 +287,23 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
                     divisible=("query_stride", "table_stride", *strides),
                 )
             )
+    width = SHAPES[NANO].kv_heads * SHAPES[NANO].head_size
+    found.append(
+        AotCase(
+            kernel="paged_attention.store_kv",
+            shape=NANO,
+            dtype="bfloat16",
+            fn=jit(_store_kv),
+            signature={
+                **dict.fromkeys(("key", "value", "key_cache", "value_cache"), "*bf16"),
+                "slots": "*i64",
+                **dict.fromkeys(("key_stride", "value_stride", *strides), "i32"),
+            },
+            constexprs={"BLOCK_SIZE": 16, "WIDTH": width, "BLOCK": width},
+            num_warps=1,
+            num_stages=3,
+            bytes_per_program=4 * width * 2,
+            divisible=("key_stride", "value_stride", *strides),
+        )
+    )
     return found

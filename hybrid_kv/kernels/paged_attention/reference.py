@@ -163,7 +163,7 @@ def paged_attention(
         block_table: [num_rows, num_blocks] int32, kernel blocks; must cover every position.
         positions: [num_rows, len] int64; a query sees the tokens at positions up to its own. Padding may have any
             position >= 0: it then sees at least one key, so that no row of the softmax is empty.
-        grid: nobody sees the tokens at multiples of it, see `models.mtp`.
+        grid: tokens at its multiples are hidden, see `models.mtp`.
 
     Returns:
         [num_rows, len, num_heads, head_size]; zeros for a query that sees no token.
@@ -209,7 +209,7 @@ def paged_attention_varlen_reference(
         key, value = (
             cache[blocks, place % block_size].float().repeat_interleave(per_kv, 1) for cache in (key_cache, value_cache)
         )
-        # What nobody sees may hold NaN, which a weight of 0 does not stop.
+        # Hidden tokens may hold NaN, which a weight of 0 does not stop.
         unseen = ~seen.any(0)[:, None, None]
         key, value = key.masked_fill(unseen, 0), value.masked_fill(unseen, 0)
         scores = torch.einsum("thd,shd->hts", query[start:stop].float(), key) * scale

@@ -25,16 +25,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybrid_kv.kernels.common.integers import cdiv, next_power_of_2
-from hybrid_kv.kernels.common.launch import FLOATS, INTS, AotCase, check, jit, register_limit, warp_size
+from hybrid_kv.kernels.common.launch import FLOATS, INTS, AotCase, check, jit, register_limit, strides, warp_size
 from hybrid_kv.kernels.common.shapes import NANO, SHAPES
 from hybrid_kv.kernels.common.spans import Spans
+from hybrid_kv.kernels.ssd.slots import check_inputs
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 _COUNTS = ("num_tokens",)  # differs from step to step: specialised on, it would compile the kernels again
-# Tiles are at least as wide as the narrowest matrix instruction.
-NARROWEST = 16
 BLOCK_P = 64  # of the states; with 128 of B a chunk of CHUNK_BYTES is 48 KB of shared memory
 CHUNK_BYTES = 256  # of one channel
 REGISTERS = 192  # of the states, for float32: shared memory leaves an SM one program anyway
@@ -211,7 +210,8 @@ def _launches(
     heads: int, head_dim: int, size: int, groups: int, chunk_size: int, itemsize: int, lanes: int
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Sizes and options of both kernels."""
-    whole_p, block_n = (max(NARROWEST, next_power_of_2(extent)) for extent in (head_dim, size))
+    # Tiles are at least as wide as the narrowest matrix instruction.
+    whole_p, block_n = (max(16, next_power_of_2(extent)) for extent in (head_dim, size))
     shared = {
         "HEADS": heads,
         "HEAD_DIM": head_dim,
@@ -267,27 +267,15 @@ def chunk_scan_prefill(
         ValueError: a shape, dtype, device or stride is none of these.
     """
     device = x.device
-    if x.dim() != 3 or B.dim() != 3 or state.dim() != 4:
-        dims = [tuple(tensor.shape) for tensor in (x, B, state)]
-        raise ValueError(f"x, B and state have shapes {dims}; they must have 3, 3 and 4 dimensions")
-    tokens, heads, head_dim = x.shape
-    groups, size = B.shape[1:]
-    if groups < 1 or heads % groups:
-        raise ValueError(f"{groups} groups of B do not divide {heads} heads")
-    if tokens < spans.num_tokens:
-        raise ValueError(f"x has {tokens} tokens; the spans have {spans.num_tokens}")
+    heads, head_dim, size, groups = check_inputs(x, dt, dt_bias, A_log, B, C, D, shared=(x.dtype,))
+    if len(x) < spans.num_tokens:
+        raise ValueError(f"x has {len(x)} tokens; the spans have {spans.num_tokens}")
     # Offsets in a chunk are 32-bit: half the registers.
-    if (widest := max(tensor.stride(0) for tensor in (x, dt, B, C))) >= MAX_TOKEN_STRIDE:
+    if (widest := max(strides(x, dt, B, C))) >= MAX_TOKEN_STRIDE:
         raise ValueError(f"tokens lie {widest} elements apart; it must be fewer than {MAX_TOKEN_STRIDE}")
     if spans.chunk_size * x.element_size() > CHUNK_BYTES:
         raise ValueError(f"chunk_size is {spans.chunk_size}; it must be at most {CHUNK_BYTES // x.element_size()}")
-    check("state", state, (len(state), heads, head_dim, size), FLOATS, device, free=1)
-    check("x", x, (tokens, heads, head_dim), FLOATS, device, free=1)
-    check("dt", dt, (tokens, heads), FLOATS, device, free=1)
-    for name, per_group in (("B", B), ("C", C)):
-        check(name, per_group, (tokens, groups, size), (x.dtype,), device, free=1)
-    for name, per_head in (("dt_bias", dt_bias), ("A_log", A_log), ("D", D)):
-        check(name, per_head, (heads,), FLOATS, device)
+    check("state", state, (*state.shape[:1], heads, head_dim, size), FLOATS, device, free=1)
     check("spans", spans.chunks, spans.chunks.shape, (torch.int32,), device)
     check("source_indices", source_indices, (spans.num_rows,), INTS, device)
     check("has_initial_state", has_initial_state, (spans.num_rows,), (torch.bool,), device)
@@ -299,52 +287,26 @@ def chunk_scan_prefill(
     chunk_states = torch.empty(num_chunks, heads, head_dim, size, dtype=x.dtype, device=device)
     times = torch.empty(3, heads, spans.num_tokens, dtype=torch.float32, device=device)
     jit(_states, _COUNTS)[(heads * cdiv(head_dim, of_states["BLOCK_P"]), spans.num_rows)](
-        state,
-        x,
-        dt,
-        dt_bias,
-        A_log,
-        B,
-        chunk_states,
-        times,
-        spans.row_spans,
-        spans.cu_spans,
-        spans.cu_chunks,
-        spans.span_blocks,
-        source_indices,
-        has_initial_state.view(torch.int8),
-        state.stride(0),
-        x.stride(0),
-        dt.stride(0),
-        B.stride(0),
+        *(state, x, dt, dt_bias, A_log, B, chunk_states, times),
+        *(spans.row_spans, spans.cu_spans, spans.cu_chunks, spans.span_blocks),
+        *(source_indices, has_initial_state.view(torch.int8)),
+        *strides(state, x, dt, B),
         spans.num_tokens,
         **of_states,
     )
     jit(_outputs, _COUNTS)[(heads * spans.chunk_size // of_outputs["BLOCK_T"], num_chunks)](
-        x,
-        B,
-        C,
-        D,
-        y,
-        chunk_states,
-        times,
-        spans.chunks,
-        x.stride(0),
-        B.stride(0),
-        C.stride(0),
-        spans.num_tokens,
-        **of_outputs,
+        *(x, B, C, D, y, chunk_states, times, spans.chunks, *strides(x, B, C), spans.num_tokens), **of_outputs
     )
     return y
 
 
 def aot_cases(lanes: int = 32) -> list[AotCase]:
     """What a launch compiles on GPUs with warps of `lanes`: both kernels for bfloat16, and for float32."""
-    strides = ("state_stride", "x_stride", "dt_stride", "B_stride", "C_stride")
+    steps = ("state_stride", "x_stride", "dt_stride", "B_stride", "C_stride")
     types = dict.fromkeys(("state", "times", "dt_bias", "A_log", "D"), "*fp32")
     types |= dict.fromkeys(("row_spans", "cu_spans", "cu_chunks", "chunks"), "*i32")
     types |= {"span_blocks": "*i64", "source_indices": "*i64", "has_initial_state": "*i8"}
-    types |= dict.fromkeys((*strides, "num_tokens"), "i32")
+    types |= dict.fromkeys((*steps, "num_tokens"), "i32")
     found = []
     for dtype, kind in (("bfloat16", "*bf16"), ("float32", "*fp32")):
         itemsize = getattr(torch, dtype).itemsize
@@ -361,7 +323,7 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
                     fn=fn,
                     signature={name: types[name] for name in fn.arg_names if name in types},
                     constexprs=launch,
-                    divisible=tuple(name for name in strides if name in fn.arg_names),
+                    divisible=tuple(name for name in steps if name in fn.arg_names),
                     state_access=True,
                     **options,
                 )

@@ -2,8 +2,8 @@
 
 Per head with state `S` [head_dim, state]: `S_t = exp(dt_t * A) * S_{t-1} + dt_t * x_t B_t^T`, `y_t = S_t C_t + D x_t`.
 `B` and `C` are shared by the heads of a group. `dt` comes in after softplus; a token with `dt == 0` leaves the state
-alone. Rows may be padded at their end with anything finite: no token sees what comes after it, and only the states that
-are asked for come back. All arithmetic is in float32 (float64 if the inputs are), as vLLM keeps Nemotron-H states: bf16
+alone. Rows may be padded at their end with anything finite: no token sees what comes after it, and only the wanted
+states are returned. All arithmetic is in float32 (float64 if the inputs are), as vLLM keeps Nemotron-H states: bf16
 states stagnate. Sums of log decays alone are in float64.
 """
 
@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from hybrid_kv.kernels.common.integers import cdiv
-from hybrid_kv.kernels.common.ragged import Ragged
+from hybrid_kv.kernels.common.ragged import Ragged, WantedStates
 from hybrid_kv.kernels.common.spans import Spans
-from hybrid_kv.kernels.common.wanted import WantedStates
 from hybrid_kv.kernels.ssd.host import scan_loop, scan_tokens
 
 

@@ -6,12 +6,13 @@ block of its own, so that the next step may start from any of them: (2 + K) stat
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from hybrid_kv.kernels.common.integers import cdiv, next_power_of_2
-from hybrid_kv.kernels.common.launch import FLOATS, INTS, VECTOR_BYTES, AotCase, check, jit, warp_size
+from hybrid_kv.kernels.common.launch import FLOATS, INTS, AotCase, check, check_dims, jit, per_warp, strides, warp_size
 from hybrid_kv.kernels.common.shapes import NANO, SHAPES
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def _state_update(
     TOGETHER: tl.constexpr,
 ) -> None:
     # A program owns BLOCK_P rows of one head's state, 4 KB, and one warp runs it: no barrier ties the loads of one warp
-    # to the stores of another, and the 12 to 32 warps that an SM holds have 48 KB and more under way, what its share of
+    # to the stores of another, and the 12 to 32 warps that an SM holds have 48 KB and more in flight, what its share of
     # the bus takes. Half the tile would load B and C twice as often, twice the tile take twice the registers. The
     # programs of a batch row are neighbours, so that they share its B and C in the caches.
     tiles: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
@@ -104,7 +105,6 @@ def _state_update(
 def _constexprs(heads: int, head_dim: int, size: int, groups: int, itemsize: int, lanes: int) -> dict[str, int]:
     block_n = next_power_of_2(size)
     block_p = min(max(1, TILE_BYTES // (block_n * itemsize)), next_power_of_2(head_dim))
-    together = lanes * VECTOR_BYTES // (block_n * itemsize)
     return {
         "HEADS": heads,
         "HEAD_DIM": head_dim,
@@ -112,8 +112,36 @@ def _constexprs(heads: int, head_dim: int, size: int, groups: int, itemsize: int
         "GROUPS": groups,
         "BLOCK_P": block_p,
         "BLOCK_N": block_n,
-        "TOGETHER": max(1, min(together, block_p)),
+        "TOGETHER": max(1, min(per_warp(block_n * itemsize, lanes), block_p)),
     }
+
+
+def check_inputs(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    dt_bias: torch.Tensor,
+    A_log: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor,
+    shared: Sequence[torch.dtype] = FLOATS,
+) -> tuple[int, int, int, int]:
+    """Heads, head_dim, state size and groups of a layer whose operands fit together; B and C are of type `shared`.
+
+    Raises:
+        ValueError: they do not.
+    """
+    check_dims(x=(x, 3), B=(B, 3))
+    device, (tokens, heads, head_dim), (groups, size) = x.device, x.shape, B.shape[1:]
+    if groups < 1 or heads % groups:
+        raise ValueError(f"{groups} groups of B do not divide {heads} heads")
+    check("x", x, x.shape, FLOATS, device, free=1)
+    check("dt", dt, (tokens, heads), FLOATS, device, free=1)
+    for name, per_group in (("B", B), ("C", C)):
+        check(name, per_group, (tokens, groups, size), shared, device, free=1)
+    for name, per_head in (("dt_bias", dt_bias), ("A_log", A_log), ("D", D)):
+        check(name, per_head, (heads,), FLOATS, device)
+    return heads, head_dim, size, groups
 
 
 def selective_state_update_slots(
@@ -152,45 +180,18 @@ def selective_state_update_slots(
         ValueError: a shape, dtype, device or stride is none of these.
     """
     device = x.device
-    if x.dim() != 3 or B.dim() != 3 or state.dim() != 4 or state_indices.dim() != 2:
-        dims = [tuple(tensor.shape) for tensor in (x, B, state, state_indices)]
-        raise ValueError(f"x, B, state and state_indices have shapes {dims}; they must have 3, 3, 4 and 2 dimensions")
-    tokens, heads, head_dim = x.shape
-    groups, size = B.shape[1:]
+    heads, head_dim, size, groups = check_inputs(x, dt, dt_bias, A_log, B, C, D)
+    check_dims(state_indices=(state_indices, 2))
     num_rows, columns = state_indices.shape
-    if groups < 1 or heads % groups:
-        raise ValueError(f"{groups} groups of B do not divide {heads} heads")
-    check("state", state, (len(state), heads, head_dim, size), FLOATS, device, free=1)
-    check("x", x, (tokens, heads, head_dim), FLOATS, device, free=1)
-    check("dt", dt, (tokens, heads), FLOATS, device, free=1)
-    for name, per_group in (("B", B), ("C", C)):
-        check(name, per_group, (tokens, groups, size), FLOATS, device, free=1)
-    for name, per_head in (("dt_bias", dt_bias), ("A_log", A_log), ("D", D)):
-        check(name, per_head, (heads,), FLOATS, device)
+    check("state", state, (*state.shape[:1], heads, head_dim, size), FLOATS, device, free=1)
     check("cu_seqlens", cu_seqlens, (num_rows + 1,), INTS, device)
     check("source_indices", source_indices, (num_rows,), INTS, device)
     check("state_indices", state_indices, (num_rows, columns), INTS, device, free=1)
     constexprs = _constexprs(heads, head_dim, size, groups, state.element_size(), warp_size())
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     jit(_state_update)[(heads * cdiv(head_dim, constexprs["BLOCK_P"]), num_rows)](
-        state,
-        x,
-        dt,
-        dt_bias,
-        A_log,
-        B,
-        C,
-        D,
-        y,
-        cu_seqlens,
-        source_indices,
-        state_indices,
-        state.stride(0),
-        x.stride(0),
-        dt.stride(0),
-        B.stride(0),
-        C.stride(0),
-        state_indices.stride(0),
+        *(state, x, dt, dt_bias, A_log, B, C, D, y, cu_seqlens, source_indices, state_indices),
+        *strides(state, x, dt, B, C, state_indices),
         **constexprs,
         num_warps=1,
         num_stages=1,
@@ -205,7 +206,7 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
     activations = dict.fromkeys(("x", "dt", "B", "C", "y"), "*bf16")
     parameters = dict.fromkeys(("dt_bias", "A_log", "D"), "*fp32")
     indices = dict.fromkeys(("cu_seqlens", "source_indices", "state_indices"), "*i64")
-    strides = tuple(f"{name}_stride" for name in ("state", "x", "dt", "B", "C"))
+    steps = tuple(f"{name}_stride" for name in ("state", "x", "dt", "B", "C"))
     found = []
     for name, dtype, k in cases:
         heads, head_dim, size, groups = SHAPES[name].state
@@ -223,13 +224,13 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
                     **activations,
                     **parameters,
                     **indices,
-                    **dict.fromkeys((*strides, "indices_stride"), "i32"),
+                    **dict.fromkeys((*steps, "indices_stride"), "i32"),
                 },
                 constexprs=constexprs | ({"indices_stride": 1} if k == 0 else {}),
                 num_warps=1,
                 num_stages=1,
                 bytes_per_program=(2 + k) * rows * size * element.itemsize + (1 + k) * 2 * rows * 2,
-                divisible=strides,
+                divisible=steps,
                 state_access=True,
             )
         )

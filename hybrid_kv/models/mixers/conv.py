@@ -2,22 +2,23 @@
 
 `ConvMixer` keeps the window alone. `RecurrentMixer` adds a recurrent state; a new recurrence is a subclass that says
 what its operands are and how a few tokens (`step`) and a whole row (`chunk`) move the state. Neither knows the cache
-mode, the undo scheme or where a state lies: `MambaMetadata` does.
+mode, the rollback scheme or where a state lies: `MambaMetadata` does.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from functools import reduce
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from hybrid_kv.attention.mamba import MambaMetadata
-from hybrid_kv.attention.undo import UndoStep
 from hybrid_kv.kernels.causal_conv1d import causal_conv1d, windows_at
 from hybrid_kv.kernels.common.ragged import Ragged
 from hybrid_kv.kernels.common.strided import copy_blocks
-from hybrid_kv.kernels.replay import read_states, write_states
+from hybrid_kv.kernels.recompute import RecomputeStep, read_states, write_states
 from hybrid_kv.models.layers import Derived, ForwardContext, empty, upcast
 
 Tensors = tuple[torch.Tensor, ...]
@@ -31,14 +32,22 @@ class Projected(NamedTuple):
     rest: Tensors = ()  # what only `finish` reads
 
 
-class Tokens(NamedTuple):
+class Decodes(NamedTuple):
     """The tokens of a step's decodes, behind the convolution."""
 
     rows: Ragged
-    conv_out: torch.Tensor  # [D, len, channels], padded; of kernels [num_tokens, channels]
+    conv_out: torch.Tensor  # [D, len, channels], padded
     inputs: Tensors  # [num_tokens, …]
-    dtype: torch.dtype  # of the recurrence
-    cu_seqlens: torch.Tensor | None = None  # [D + 1], for kernels
+
+
+def _joined(parts: Sequence[torch.Tensor], dim: int = -1) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim)
+
+
+def _store_inputs(windows: Tensors, blocks: torch.Tensor, inputs: torch.Tensor) -> None:
+    """Each window takes its own of the channels."""
+    for window, own in zip(windows, inputs.split([window.shape[2] for window in windows], dim=2), strict=True):
+        window[:, : own.shape[1]].index_copy_(0, blocks, own.to(window.dtype))
 
 
 def _taps(weight: torch.Tensor) -> torch.Tensor:
@@ -52,7 +61,12 @@ class ConvMixer(nn.Module):
         name: of the layer's cache.
         channels, kernel: of the convolution.
         silu: behind the convolution.
+
+    Attributes:
+        roles: of the parts of its state, as its spec lists them; windows share the channels in this order.
     """
+
+    roles: tuple[str, ...] = ("window",)
 
     def __init__(self, name: str, channels: int, kernel: int, conv_bias: bool, silu: bool = True) -> None:
         super().__init__()
@@ -69,20 +83,25 @@ class ConvMixer(nn.Module):
         """[num_tokens, …] behind convolution and recurrence to [num_tokens, hidden_size]."""
         raise NotImplementedError
 
+    def parts(self, context: ForwardContext, role: str) -> Tensors:
+        """The layer's memory of one role, [num_blocks, …] each."""
+        views = context.views[self.name]
+        return tuple(view for view, own in zip(views, self.roles, strict=True) if own == role)
+
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         metadata: MambaMetadata = context.metadata[self.name]
-        cache = context.views[self.name]
+        kept = self.parts(context, "window")
         conv_in, inputs, rest = self.project(x)
         split, tokens = metadata.num_decodes, metadata.num_decode_tokens
         # All rows are read before any is written: a row may write the block that it, or another, starts from.
-        windows = metadata.windows(cache[0], self.kernel - 1).to(conv_in.dtype)
-        states = self._read(cache, metadata)
+        windows = _joined([metadata.windows(view, self.kernel - 1) for view in kept]).to(conv_in.dtype)
+        states = self._read(context, metadata)
         outputs = []
         if (rows := metadata.decode_rows) is not None:
             conv_out, seen = self._convolve(rows.padded(conv_in[:tokens]), windows[:split])
-            decodes = Tokens(rows, conv_out, tuple(part[:tokens] for part in inputs), self._dtype(conv_in, states))
+            decodes = Decodes(rows, conv_out, tuple(part[:tokens] for part in inputs))
             outputs.append(self._decode(decodes, states, context, metadata))
-            self._store_inputs(cache[0], metadata.state_indices[:split, 0], seen[:, 1:])
+            _store_inputs(kept, metadata.state_indices[:split, 0], seen[:, 1:])
         if (rows := metadata.prefill_rows) is not None:
             window = windows[split:]
             if metadata.fresh is not None:
@@ -90,37 +109,30 @@ class ConvMixer(nn.Module):
                 window = window.masked_fill(metadata.fresh[:, None, None], 0)
             conv_out, seen = self._convolve(rows.padded(conv_in[tokens:]), window)
             own = tuple(rows.padded(part[tokens:]) for part in inputs)
-            outputs.append(rows.flat(self._prefill(conv_out, own, states, cache, metadata)))
+            outputs.append(rows.flat(self._prefill(conv_out, own, states, context, metadata)))
             row, offsets, blocks = metadata.prefill_states
-            self._store_inputs(cache[0], blocks, windows_at(seen, row, offsets, self.kernel - 1))
-        return self.finish(outputs[0] if len(outputs) == 1 else torch.cat(outputs), rest)
+            _store_inputs(kept, blocks, windows_at(seen, row, offsets, self.kernel - 1))
+        return self.finish(_joined(outputs, dim=0), rest)
 
     def _convolve(self, x: torch.Tensor, windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return causal_conv1d(x, self._taps(self.conv_weight), self.conv_bias, windows, self.silu)
 
-    @staticmethod
-    def _store_inputs(conv_state: torch.Tensor, blocks: torch.Tensor, inputs: torch.Tensor) -> None:
-        conv_state[:, : inputs.shape[1]].index_copy_(0, blocks, inputs.to(conv_state.dtype))
-
     # What a recurrence replaces.
 
-    def _read(self, cache: Tensors, metadata: MambaMetadata) -> torch.Tensor | None:
-        return None
-
-    def _dtype(self, conv_in: torch.Tensor, states: torch.Tensor | None) -> torch.dtype:
-        return conv_in.dtype
+    def _read(self, context: ForwardContext, metadata: MambaMetadata) -> Tensors:
+        return ()
 
     def _decode(
-        self, tokens: Tokens, states: torch.Tensor | None, context: ForwardContext, metadata: MambaMetadata
+        self, decodes: Decodes, states: Tensors, context: ForwardContext, metadata: MambaMetadata
     ) -> torch.Tensor:
-        return tokens.rows.flat(tokens.conv_out)
+        return decodes.rows.flat(decodes.conv_out)
 
     def _prefill(
         self,
         conv_out: torch.Tensor,
         inputs: Tensors,
-        states: torch.Tensor | None,
-        cache: Tensors,
+        states: Tensors,
+        context: ForwardContext,
         metadata: MambaMetadata,
     ) -> torch.Tensor:
         return conv_out
@@ -128,6 +140,8 @@ class ConvMixer(nn.Module):
 
 class RecurrentMixer(ConvMixer):
     """A convolution and behind it a recurrence, in the wider dtype of inputs and states."""
+
+    roles: tuple[str, ...] = ("window", "state")
 
     def operands(self, conv_out: torch.Tensor, inputs: Tensors, dtype: torch.dtype) -> Tensors:
         """What `step` and `chunk` read, [num_rows, len, …] or of no token, in `dtype`.
@@ -137,83 +151,63 @@ class RecurrentMixer(ConvMixer):
         """
         raise NotImplementedError
 
-    def step(self, states: torch.Tensor, operands: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(self, states: Tensors, operands: Tensors) -> tuple[torch.Tensor, Tensors]:
         """From the states [num_rows, …]: outputs [num_rows, len, …] and the states [num_rows, len, …] behind all."""
         raise NotImplementedError
 
     def chunk(
-        self, states: torch.Tensor, operands: Tensors, rows: torch.Tensor, offsets: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, states: Tensors, operands: Tensors, rows: torch.Tensor, offsets: torch.Tensor
+    ) -> tuple[torch.Tensor, Tensors]:
         """From the states [num_rows, …]: outputs, and the states [M, …] after `offsets[m]` tokens of row `rows[m]`."""
         raise NotImplementedError
 
-    def fold(self, step: UndoStep, context: ForwardContext) -> None:
-        """Write the states that are due in a step that runs no tokens."""
-        step.fold(self, context.views[self.name][1], context.row_memory.get(self.name), self.launches(context))
+    def recompute(
+        self, decodes: Decodes, history: RecomputeStep, context: ForwardContext, cu_seqlens: torch.Tensor
+    ) -> torch.Tensor:
+        """The outputs of tokens behind a history; flushes what is due, and appends their inputs."""
+        raise NotImplementedError
 
-    def launches(self, context: ForwardContext) -> bool:
-        """Whether Triton kernels run this layer in this step; without any it runs in torch."""
-        return False
+    def flush(self, history: RecomputeStep, context: ForwardContext) -> None:
+        """Write the states that are due of requests that run no tokens. Of a layer whose spec has `inputs`."""
+        raise NotImplementedError
 
-    def _read(self, cache: Tensors, metadata: MambaMetadata) -> torch.Tensor:
-        first = 0 if metadata.undo.reads_states else metadata.num_decodes  # row whose state is read here
-        return read_states(cache[1], metadata.source_indices[first:])
+    def _read(self, context: ForwardContext, metadata: MambaMetadata) -> Tensors:
+        first = 0 if metadata.rollback.history is None else metadata.num_decodes  # row whose state is read here
+        return tuple(read_states(view, metadata.source_indices[first:]) for view in self.parts(context, "state"))
 
-    def _dtype(self, conv_in: torch.Tensor, states: torch.Tensor | None) -> torch.dtype:
-        assert states is not None
-        return torch.promote_types(upcast(conv_in[:0]).dtype, states.dtype)
+    def _dtype(self, conv_in: torch.Tensor, states: Tensors) -> torch.dtype:
+        return reduce(torch.promote_types, (state.dtype for state in states), upcast(conv_in[:0]).dtype)
 
     def _decode(
-        self, tokens: Tokens, states: torch.Tensor | None, context: ForwardContext, metadata: MambaMetadata
+        self, decodes: Decodes, states: Tensors, context: ForwardContext, metadata: MambaMetadata
     ) -> torch.Tensor:
-        assert states is not None
-        before = states[: metadata.num_decodes if metadata.undo.reads_states else 0].to(tokens.dtype)
-        memory = context.row_memory.get(self.name)
-        y: torch.Tensor = metadata.undo.advance(self, tokens, before, context.views[self.name][1], memory, metadata)
-        return y.flatten(1)
+        rows, conv_out, _ = decodes
+        if (history := metadata.rollback.history) is not None:
+            return self.recompute(decodes, history, context, metadata.cu_seqlens).flatten(1)
+        dtype = self._dtype(conv_out, states)
+        before = tuple(state[: metadata.num_decodes].to(dtype) for state in states)
+        inputs = tuple(map(rows.padded, decodes.inputs))
+        y, after = self.step(before, self.operands(conv_out, inputs, dtype))
+        for view, own in zip(self.parts(context, "state"), after, strict=True):
+            # What padding leaves goes to the null block.
+            copy_blocks(view, metadata.decode_targets, own.flatten(0, 1).to(view.dtype))
+        return rows.flat(y).flatten(1)
 
     def _prefill(
         self,
         conv_out: torch.Tensor,
         inputs: Tensors,
-        states: torch.Tensor | None,
-        cache: Tensors,
+        states: Tensors,
+        context: ForwardContext,
         metadata: MambaMetadata,
     ) -> torch.Tensor:
-        assert states is not None and metadata.prefill_rows is not None
-        dtype = self._dtype(conv_out, states)
-        before = states[len(states) - metadata.prefill_rows.num_rows :].to(dtype)
+        assert metadata.prefill_rows is not None
+        dtype, num_rows = self._dtype(conv_out, states), metadata.prefill_rows.num_rows
+        before = [state[len(state) - num_rows :].to(dtype) for state in states]
         if metadata.fresh is not None:
-            before = before.masked_fill(metadata.fresh.view(-1, *[1] * (before.dim() - 1)), 0)
+            before = [state.masked_fill(metadata.fresh.view(-1, *[1] * (state.dim() - 1)), 0) for state in before]
         row, offsets, blocks = metadata.prefill_states
-        y, wanted = self.chunk(before, self.operands(conv_out, inputs, dtype), row, offsets)
-        write_states(cache[1], blocks, wanted)
+        y, wanted = self.chunk(tuple(before), self.operands(conv_out, inputs, dtype), row, offsets)
+        for view, own in zip(self.parts(context, "state"), wanted, strict=True):
+            write_states(view, blocks, own)
         return y.flatten(2)
-
-    # What `attention.undo` asks of a layer beside the launches, which are a subclass's.
-
-    def scan(self, tokens: Tokens, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[num_tokens, …] outputs, and the states [D * len, …] after each token of each row."""
-        inputs = tuple(map(tokens.rows.padded, tokens.inputs))
-        y, after = self.step(states, self.operands(tokens.conv_out, inputs, tokens.dtype))
-        return tokens.rows.flat(y), after.flatten(0, 1)
-
-    def write_states(self, state: torch.Tensor, blocks: torch.Tensor, states: torch.Tensor) -> None:
-        """What padding leaves goes to the null block."""
-        copy_blocks(state, blocks, states.to(state.dtype))
-
-    def scan_behind(self, tokens: Any, state: Any, memory: Any, step: Any, cu_seqlens: Any) -> torch.Tensor:
-        """Of a layer whose spec has `inputs`."""
-        raise NotImplementedError
-
-    def write_behind(self, state: Any, memory: Any, step: Any, launches: bool) -> None:
-        """Of a layer whose spec has `inputs`."""
-        raise NotImplementedError
-
-    def launch_scan(self, tokens: Any, state: Any, sources: Any, targets: Any) -> torch.Tensor:
-        """Of a layer that `launches`."""
-        raise NotImplementedError
-
-    def launch_behind(self, tokens: Any, state: Any, memory: Any, step: Any) -> torch.Tensor:
-        """Of a layer that `launches`."""
-        raise NotImplementedError

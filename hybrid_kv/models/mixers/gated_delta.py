@@ -30,14 +30,17 @@ class DeltaRuleMixer(RecurrentMixer):
 
     chunk_size: int
 
-    def step(self, states: torch.Tensor, operands: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        return gated_delta_update(states, *operands)
+    def step(self, states: Tensors, operands: Tensors) -> tuple[torch.Tensor, Tensors]:
+        y, after = gated_delta_update(*states, *operands)
+        return y, (after,)
 
     def chunk(
-        self, states: torch.Tensor, operands: Tensors, rows: torch.Tensor, offsets: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, states: Tensors, operands: Tensors, rows: torch.Tensor, offsets: torch.Tensor
+    ) -> tuple[torch.Tensor, Tensors]:
         q, k, v, g, beta = operands
-        return gated_delta_chunk(q, k, v, g, beta, states, self.chunk_size, rows, offsets)
+        (state,) = states
+        y, wanted = gated_delta_chunk(q, k, v, g, beta, state, self.chunk_size, rows, offsets)
+        return y, (wanted,)
 
 
 class GatedDeltaMixer(DeltaRuleMixer):

@@ -71,14 +71,17 @@ class Mamba1Mixer(RecurrentMixer):
         dt = F.softplus(self.dt_proj(self.dt_norm(dt)).to(dtype))
         return conv_out.to(dtype), dt, A, self.B_norm(B).to(dtype), self.C_norm(C).to(dtype), D
 
-    def step(self, states: torch.Tensor, operands: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        return selective_scan_update(states, *operands)
+    def step(self, states: Tensors, operands: Tensors) -> tuple[torch.Tensor, Tensors]:
+        y, after = selective_scan_update(*states, *operands)
+        return y, (after,)
 
     def chunk(
-        self, states: torch.Tensor, operands: Tensors, rows: torch.Tensor, offsets: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, states: Tensors, operands: Tensors, rows: torch.Tensor, offsets: torch.Tensor
+    ) -> tuple[torch.Tensor, Tensors]:
         x, dt, A, B, C, D = operands
-        return selective_scan(x, dt, A, B, C, D, states, rows, offsets, _SCAN_CHUNK)
+        (state,) = states
+        y, wanted = selective_scan(x, dt, A, B, C, D, state, rows, offsets, _SCAN_CHUNK)
+        return y, (wanted,)
 
 
 def dt_rank(file: ConfigFile, key: str) -> int:

@@ -13,20 +13,19 @@ from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
 from hybrid_kv.kernels.causal_conv1d import causal_conv1d_prefill, causal_conv1d_update
 from hybrid_kv.kernels.common.launch import FLOATS
 from hybrid_kv.kernels.gated_norm import gated_rms_norm
-from hybrid_kv.kernels.replay import (
-    ReplayRing,
-    ReplayStep,
+from hybrid_kv.kernels.recompute import (
+    RecomputeStep,
     read_states,
-    replay_flush,
-    replay_flush_reference,
-    replay_update,
-    replay_update_reference,
+    recompute_flush,
+    recompute_flush_reference,
+    recompute_update,
+    recompute_update_reference,
     write_states,
 )
 from hybrid_kv.kernels.ssd import chunk_scan, chunk_scan_prefill, selective_state_update, selective_state_update_slots
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import Derived, ForwardContext, GatedRMSNorm, Linear, empty, upcast
-from hybrid_kv.models.mixers.conv import Projected, RecurrentMixer, Tensors, Tokens
+from hybrid_kv.models.mixers.conv import Decodes, Projected, RecurrentMixer, Tensors
 
 
 def check_time_steps(file: ConfigFile) -> None:
@@ -117,14 +116,17 @@ class Mamba2Mixer(RecurrentMixer):
         dt = F.softplus(upcast(inputs[0]) + dt_bias).to(dtype)
         return x, dt, A, B, C, D
 
-    def step(self, states: torch.Tensor, operands: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        return selective_state_update(states, *operands)
+    def step(self, states: Tensors, operands: Tensors) -> tuple[torch.Tensor, Tensors]:
+        y, after = selective_state_update(*states, *operands)
+        return y, (after,)
 
     def chunk(
-        self, states: torch.Tensor, operands: Tensors, rows: torch.Tensor, offsets: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, states: Tensors, operands: Tensors, rows: torch.Tensor, offsets: torch.Tensor
+    ) -> tuple[torch.Tensor, Tensors]:
         x, dt, A, B, C, D = operands
-        return chunk_scan(x, dt, A, B, C, D, states, self.chunk_size, rows, offsets)
+        (state,) = states
+        y, wanted = chunk_scan(x, dt, A, B, C, D, state, self.chunk_size, rows, offsets)
+        return y, (wanted,)
 
     def _parts(self, conv_out: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x, B and C of the tokens, in `dtype`."""
@@ -133,26 +135,26 @@ class Mamba2Mixer(RecurrentMixer):
         groups = (*leading, self.groups, self.state_size)
         return x.view(*leading, self.num_heads, self.head_dim), B.view(groups), C.view(groups)
 
-    # Scheme `replay`.
+    # With a history.
 
-    def scan_behind(
-        self, tokens: Tokens, state: torch.Tensor, memory: ReplayRing, step: ReplayStep, cu_seqlens: torch.Tensor
+    def recompute(
+        self, decodes: Decodes, history: RecomputeStep, context: ForwardContext, cu_seqlens: torch.Tensor
     ) -> torch.Tensor:
-        """Outputs of tokens that see a state and, behind it, the inputs in a ring."""
-        raw_dt = tokens.inputs[0]
-        x, B, C = self._parts(tokens.rows.flat(tokens.conv_out), raw_dt.dtype)
-        return replay_update_reference(
-            state, memory, step, x, raw_dt, self.dt_bias, self.A_log, B, C, self.D, cu_seqlens
+        (state,), ring = self.parts(context, "state"), context.row_memory[self.name]
+        raw_dt = decodes.inputs[0]
+        x, B, C = self._parts(decodes.rows.flat(decodes.conv_out), raw_dt.dtype)
+        return recompute_update_reference(
+            state, ring, history, x, raw_dt, self.dt_bias, self.A_log, B, C, self.D, cu_seqlens
         )
 
-    def write_behind(self, state: torch.Tensor, memory: ReplayRing, step: ReplayStep, launches: bool) -> None:
-        """The states that `step` makes due, from the inputs in a ring."""
-        (replay_flush if launches else replay_flush_reference)(state, memory, step, self.A_log)
+    def flush(self, history: RecomputeStep, context: ForwardContext) -> None:
+        (state,), ring = self.parts(context, "state"), context.row_memory[self.name]
+        (recompute_flush if self.launches(context) else recompute_flush_reference)(state, ring, history, self.A_log)
 
     # Triton kernels.
 
     def launches(self, context: ForwardContext) -> bool:
-        """Kernels are chosen, and take the layer's dtypes."""
+        """Whether Triton kernels run this layer: they are chosen, and take its dtypes."""
         if context.kernels != "triton":
             return False
         return {part.dtype for part in context.views[self.name]} <= {*FLOATS, torch.int16}
@@ -168,12 +170,12 @@ class Mamba2Mixer(RecurrentMixer):
         self, conv_in: torch.Tensor, dt: torch.Tensor, context: ForwardContext, metadata: MambaMetadata
     ) -> torch.Tensor:
         """Convolution and recurrence: [num_tokens, channels] to [num_tokens, inner]."""
-        conv_state, ssm_state = context.views[self.name]
+        (conv_state,), (ssm_state,) = self.parts(context, "window"), self.parts(context, "state")
         split, tokens = metadata.num_decodes, metadata.num_decode_tokens
         taps, heads = (self._taps(self.conv_weight), self.conv_bias), (self.dt_bias, self.A_log)
         windows, window_rows = metadata.window_indices, metadata.window_rows
         outputs = []
-        if (rows := metadata.decode_rows) is not None:
+        if metadata.decode_rows is not None:
             conv_out = causal_conv1d_update(
                 conv_state,
                 conv_in[:tokens],
@@ -183,9 +185,14 @@ class Mamba2Mixer(RecurrentMixer):
                 window_rows[:split],
                 metadata.window_targets,
             )
-            decodes = Tokens(rows, conv_out, (dt[:tokens],), torch.float32, metadata.cu_seqlens)
-            memory = context.row_memory.get(self.name)
-            outputs.append(metadata.undo.launch(self, decodes, ssm_state, memory, metadata))
+            x, B, C = self._parts(conv_out, conv_out.dtype)
+            operands = x, dt[:tokens], *heads, B, C, self.D, metadata.cu_seqlens
+            if (history := metadata.rollback.history) is not None:
+                y = recompute_update(ssm_state, context.row_memory[self.name], history, *operands)
+            else:
+                sources, targets = metadata.source_indices[:split], metadata.state_indices[:split]
+                y = selective_state_update_slots(ssm_state, *operands, sources, targets)
+            outputs.append(y)
         if metadata.prefill_rows is not None:
             spans, initial = metadata.spans, metadata.has_initial_state
             assert spans is not None and initial is not None
@@ -207,20 +214,3 @@ class Mamba2Mixer(RecurrentMixer):
                 write_states(ssm_state, blocks, states[1 + count :])
         mixed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return mixed.flatten(1)
-
-    def launch_scan(
-        self, tokens: Tokens, state: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
-    ) -> torch.Tensor:
-        """`scan` and `write_states` in one kernel."""
-        x, dt, dt_bias, A_log, B, C, D, cu_seqlens = self._launched(tokens)
-        return selective_state_update_slots(state, x, dt, dt_bias, A_log, B, C, D, cu_seqlens, sources, targets)
-
-    def launch_behind(self, tokens: Tokens, state: torch.Tensor, memory: ReplayRing, step: ReplayStep) -> torch.Tensor:
-        """`scan_behind` in one kernel."""
-        x, dt, dt_bias, A_log, B, C, D, cu_seqlens = self._launched(tokens)
-        return replay_update(state, memory, step, x, dt, dt_bias, A_log, B, C, D, cu_seqlens)
-
-    def _launched(self, tokens: Tokens) -> Tensors:
-        assert tokens.cu_seqlens is not None
-        x, B, C = self._parts(tokens.conv_out, tokens.conv_out.dtype)
-        return x, tokens.inputs[0], self.dt_bias, self.A_log, B, C, self.D, tokens.cu_seqlens

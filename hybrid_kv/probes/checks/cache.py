@@ -86,7 +86,7 @@ def to_the_limit(traffic: Traffic) -> Rounds:
 
 @probe("salts isolate", place=8, needs="salt cached", moves="cached", when="prefix")
 def salts(traffic: Traffic) -> Rounds:
-    """A salt finds nothing of another's, and all of its own. (No probe may find more than was asked: `Seen`.)"""
+    """A salt finds nothing of another's, and all of its own. (No probe may find more than was sent: `Seen`.)"""
     for _ in range(traffic.amount):
         prompt = traffic.prompt(3 * traffic.unit + 1)
         yield Round((traffic.ask(prompt, salt="a"),))
@@ -97,7 +97,7 @@ def salts(traffic: Traffic) -> Rounds:
 
 @probe("abort, then the same prompt", place=16, needs="abort")
 def aborted(traffic: Traffic) -> Rounds:
-    """Cut off after a few tokens, asked again at once, extended."""
+    """Cut off after a few tokens, sent again at once, extended."""
     for tokens in (1, 2, 5):
         prompt = traffic.prompt(2 * traffic.unit + tokens)
         yield Round((traffic.ask(prompt, abort_after=tokens), traffic.ask(traffic.prompt(traffic.unit))))

@@ -98,22 +98,13 @@ class Engine:
             self._draft = noisy(load(Path(folder)))
         self._counts: Counter[str] = Counter()
         self.reset()
-        can = ["cached", "logprobs", "score", "reset", "abort", "batch" if self._together else "seed"]
+        can = ["cached", "logprobs", "reset", "abort", "batch" if self._together else "seed"]
         return {"version": mlx_lm.__version__, "can": can, "longest": LONGEST}
 
-    def ask(self, asks: list[dict[str, Any]], preempt_every: int) -> list[dict[str, Any]]:
-        answers: list[dict[str, Any]] = [{"token_ids": [], "logprobs": []} for _ in asks]
-        (self._all_together if self._together else self._one_by_one)(asks, answers)
+    def ask(self, requests: list[dict[str, Any]], preempt_every: int) -> list[dict[str, Any]]:
+        answers: list[dict[str, Any]] = [{"token_ids": [], "logprobs": []} for _ in requests]
+        (self._all_together if self._together else self._one_by_one)(requests, answers)
         return answers
-
-    def score(self, token_ids: list[int]) -> list[float]:
-        import mlx.core as mx
-        import numpy as np
-        from mlx_lm.models.cache import make_prompt_cache
-
-        logits = self._model(mx.array([token_ids]), cache=make_prompt_cache(self._model))[0]
-        logprobs = np.array((logits - mx.logsumexp(logits, axis=-1, keepdims=True)).astype(mx.float32))
-        return [float(logprobs[i, token]) for i, token in enumerate(token_ids[1:])]
 
     def counters(self) -> dict[str, float]:
         return {name: float(self._counts[name]) for name in COUNTERS}
@@ -133,14 +124,14 @@ class Engine:
         if self._caches:
             self._caches.give(tokens, cache)
 
-    def _one_by_one(self, asks: list[dict[str, Any]], answers: list[dict[str, Any]]) -> None:
-        waiting = list(range(len(asks)))
+    def _one_by_one(self, requests: list[dict[str, Any]], answers: list[dict[str, Any]]) -> None:
+        waiting = list(range(len(requests)))
         while waiting:
-            complete = len(asks) - len(waiting)
-            i = next((i for i in waiting if asks[i]["after"] <= complete), waiting[0])
+            complete = len(requests) - len(waiting)
+            i = next((i for i in waiting if requests[i]["after"] <= complete), waiting[0])
             waiting.remove(i)
             try:
-                self._one(asks[i], answers[i])
+                self._one(requests[i], answers[i])
             except Exception as error:
                 answers[i]["error"] = said(error)
 
@@ -183,22 +174,22 @@ class Engine:
             known, drafted = known + 1, not from_draft
             yield int(token), logprobs
 
-    def _all_together(self, asks: list[dict[str, Any]], answers: list[dict[str, Any]]) -> None:
+    def _all_together(self, requests: list[dict[str, Any]], answers: list[dict[str, Any]]) -> None:
         from mlx_lm.generate import BatchGenerator
 
         if self._batch is None:
             self._batch = BatchGenerator(self._model, prefill_step_size=self._step)
         running: dict[int, int] = {}
-        waiting = list(range(len(asks)))
+        waiting = list(range(len(requests)))
         try:
             while waiting or running:
-                complete = len(asks) - len(waiting) - len(running)
-                for i in [i for i in waiting if asks[i]["after"] <= complete]:
+                complete = len(requests) - len(waiting) - len(running)
+                for i in [i for i in waiting if requests[i]["after"] <= complete]:
                     waiting.remove(i)
-                    self._insert(asks[i], answers[i], i, running)
-                self._next(asks, answers, running)
+                    self._insert(requests[i], answers[i], i, running)
+                self._next(requests, answers, running)
         except Exception as error:
-            # The server's only thread ends here; whoever was in the batch gets no more.
+            # The server's only thread ends here; the requests of the batch get no more.
             for i in running.values():
                 answers[i]["error"] = said(error)
             for i in waiting:
@@ -216,7 +207,7 @@ class Engine:
         except ValueError as error:
             answer["error"] = said(error)
 
-    def _next(self, asks: list[dict[str, Any]], answers: list[dict[str, Any]], running: dict[int, int]) -> None:
+    def _next(self, requests: list[dict[str, Any]], answers: list[dict[str, Any]], running: dict[int, int]) -> None:
         prompts, tokens = self._batch.next()
         if self._caches:  # the server keeps what a prompt's last token starts from
             ended = [one.uid for one in prompts if one.end_of_segment and not one.end_of_prompt]
@@ -224,11 +215,11 @@ class Engine:
                 self._give(held[:], cache)
         for one in tokens:
             i = running[one.uid]
-            note(asks[i], answers[i], one.token, one.logprobs)
+            note(requests[i], answers[i], one.token, one.logprobs)
             if one.finish_reason is not None:
                 self._give(one.all_tokens[:], one.prompt_cache)
                 del running[one.uid]
-            elif asks[i]["abort_after"] is not None and len(answers[i]["token_ids"]) >= asks[i]["abort_after"]:
+            elif requests[i]["abort_after"] is not None and len(answers[i]["token_ids"]) >= requests[i]["abort_after"]:
                 self._batch.remove([one.uid])
                 del running[one.uid]
 
@@ -304,7 +295,7 @@ def sampler(ask: dict[str, Any]) -> Any:
 
 
 def note(ask: dict[str, Any], answer: dict[str, Any], token: int, logprobs: Any) -> None:
-    """A token of an answer, with its log-probability and those of the likeliest where they were asked for."""
+    """A token of an answer, with its log-probability and those of the likeliest where they were requested."""
     import numpy as np
 
     answer["token_ids"].append(token)

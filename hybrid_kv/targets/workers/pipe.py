@@ -17,8 +17,8 @@ def serve(engine: Any) -> None:
     """Answer until the other side closes, or says `{"op": "end"}`.
 
     Args:
-        engine: has `start(folder, settings)` -> {"version", "can", "longest"}, `ask(asks, preempt_every)`,
-            `score(token_ids)`, `counters()` and `reset()`, with the fields of `targets.target` as plain JSON. A
+        engine: has `start(folder, settings)` -> {"version", "can", "longest"}, `ask(requests, preempt_every)`,
+            `counters()` and `reset()`, with the fields of `targets.target` as plain JSON. A
             `ValueError` in `start` is the user's to mend.
     """
     out = os.fdopen(os.dup(1), "w", buffering=1)

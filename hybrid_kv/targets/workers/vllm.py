@@ -1,6 +1,6 @@
 """vLLM in its own process, driven a step at a time: `python vllm.py`, spoken to as `pipe` says; for vLLM 0.32.
 
-A setting that vLLM refuses, or takes and then overrides, is a `ValueError` in its own words: it cannot be asked here.
+A setting that vLLM refuses, or takes and then overrides, is a `ValueError` in its own words: it not supported.
 """
 
 import os
@@ -8,20 +8,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-DEFAULTS = {
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else it takes every core
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a step returns when its tokens are there
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-}
 NUM_LIKELIEST = 5
 MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 2048, 8, 2048
 # Bytes. vLLM fills its pool with zeros, 3.5 s of a start for each GiB; 2^28 are more blocks than all probes fill.
 SMALL_MODEL, SMALL_POOL = 2**26, 2**28
 ROOM = 640  # tokens of the one request that a tight pool holds for sure, where eight may run
-CAN = ["cached", "logprobs", "score", "reset", "preempt", "salt", "seed", "n", "abort", "batch"]
+CAN = ["cached", "logprobs", "reset", "preempt", "salt", "seed", "n", "abort", "batch"]
 COUNTERS = {
     "vllm:prefix_cache_hits": "hits",
     "vllm:spec_decode_num_draft_tokens": "drafts",
@@ -80,15 +72,14 @@ def arguments(settings: dict[str, str]) -> dict[str, Any]:
 
 
 class Engine:
-    """What `pipe.serve` asks; fields as in `hybrid_kv.targets.target`."""
+    """What `pipe.serve` needs; fields as in `hybrid_kv.targets.target`."""
 
     def load(self) -> None:
         """What every start imports: 8 of its 12 s."""
-        os.environ |= {name: value for name, value in DEFAULTS.items() if name not in os.environ}
         import torch
 
-        # torchvision as it is published has no operators for a CPU build of torch, and asks for these two when models
-        # that could see import it.
+        # torchvision as it is published has no operators for a CPU build of torch, and models that could see
+        # want these two when they import it.
         self._vision = torch.library.Library("torchvision", "DEF")
         for name in ("nms", "qnms"):
             self._vision.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
@@ -119,8 +110,6 @@ class Engine:
             _make_tight()
         if sum(one.stat().st_size for one in os.scandir(folder)) < SMALL_MODEL:
             options["kv_cache_memory_bytes"] = SMALL_POOL
-        else:
-            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         engine_arguments = vllm.EngineArgs(
             folder, enforce_eager=True, skip_tokenizer_init=True, disable_log_stats=False, **options
         )
@@ -138,20 +127,20 @@ class Engine:
         # What a model cannot do may show in its first steps only.
         self.ask([{"prompt": [1, 2, 3], "max_tokens": 3, "salt": "start"}], 0)
 
-    def ask(self, asks: list[dict[str, Any]], preempt_every: int) -> list[dict[str, Any]]:
+    def ask(self, requests: list[dict[str, Any]], preempt_every: int) -> list[dict[str, Any]]:
         from vllm.exceptions import VLLMClientError
 
-        told: list[dict[str, Any]] = [{} for _ in asks]
-        parts: list[dict[int, Any]] = [{} for _ in asks]  # of n answers, an output tells of one
+        found: list[dict[str, Any]] = [{} for _ in requests]
+        parts: list[dict[int, Any]] = [{} for _ in requests]  # of n answers, an output has one
         running: dict[str, int] = {}
-        waiting, undisturbed = list(range(len(asks))), 0
+        waiting, undisturbed = list(range(len(requests))), 0
         while waiting or running:
-            for i in [i for i in waiting if asks[i].get("after", 0) <= len(asks) - len(waiting) - len(running)]:
+            for i in [i for i in waiting if requests[i].get("after", 0) <= len(requests) - len(waiting) - len(running)]:
                 waiting.remove(i)
                 try:
-                    running[self._send(asks[i])] = i
+                    running[self._send(requests[i])] = i
                 except (ValueError, VLLMClientError) as error:
-                    told[i]["error"] = _line(error)
+                    found[i]["error"] = _line(error)
             known = sum(len(one.token_ids) for each in parts for one in each.values())
             if preempt_every and known - undisturbed >= preempt_every:
                 undisturbed = known
@@ -159,25 +148,26 @@ class Engine:
             for output in self._llm.step():
                 if (i := running.get(output.request_id, -1)) < 0:
                     continue
-                told[i]["cached_tokens"] = output.num_cached_tokens
+                found[i]["cached_tokens"] = output.num_cached_tokens
                 parts[i] |= {one.index: one for one in output.outputs}
-                limit = asks[i].get("abort_after")
+                limit = requests[i].get("abort_after")
                 if limit is not None and not output.finished:
                     lengths = [len(one.token_ids) for one in parts[i].values()]
-                    if len(lengths) < asks[i].get("n", 1) or min(lengths) < limit:
+                    if len(lengths) < requests[i].get("n", 1) or min(lengths) < limit:
                         continue
                     self._llm.abort_request([output.request_id])
                 elif not output.finished:
                     continue
                 del running[output.request_id]
-        return [one | _texts(each) for one, each in zip(told, parts, strict=True)]
+        return [one | _texts(each) for one, each in zip(found, parts, strict=True)]
 
-    def _send(self, ask: dict[str, Any], **more: Any) -> str:
+    def _send(self, ask: dict[str, Any]) -> str:
         from vllm import SamplingParams
 
+        more: dict[str, int] = {}
         temperature, n = ask.get("temperature", 0.0), ask.get("n", 1)
         if n > 1 and not temperature:  # refused; with one token to draw from, a draw is greedy
-            temperature, more["top_k"] = 1.0, 1
+            temperature, more = 1.0, {"top_k": 1}
         params = SamplingParams(
             max_tokens=ask["max_tokens"],
             temperature=temperature,
@@ -195,15 +185,6 @@ class Engine:
         name = str(self._sent)
         self._llm.add_request(name, prompt, params)
         return name
-
-    def score(self, token_ids: list[int]) -> list[float]:
-        """A request for log-probabilities of its prompt does not read the cache; its salt keeps others from it."""
-        self._send({"prompt": token_ids, "max_tokens": 1, "salt": f"score {self._sent}"}, prompt_logprobs=0)
-        found: Any = None
-        while self._llm.has_unfinished_requests():
-            for output in self._llm.step():
-                found = output.prompt_logprobs or found
-        return [found[i][token].logprob for i, token in enumerate(token_ids) if i]
 
     def counters(self) -> dict[str, float]:
         found = dict.fromkeys(COUNTERS.values(), 0.0)
@@ -228,7 +209,7 @@ def _make_tight() -> None:
         groups = kv_cache_utils.get_kv_cache_groups(config, dict(specs[0]))
         needed = kv_cache_utils._max_memory_usage_bytes_from_groups(config, groups)
         block = kv_cache_utils._pool_bytes_per_block(config, groups)
-        config.cache_config.num_gpu_blocks_override = 1 + -(-needed // block)  # the first one is nobody's
+        config.cache_config.num_gpu_blocks_override = 1 + -(-needed // block)  # the first one is the null block
         return plan(config, specs, memory)
 
     core.get_kv_cache_configs = tight

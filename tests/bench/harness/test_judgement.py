@@ -5,20 +5,18 @@ import math
 import numpy as np
 import pytest
 
+from bench.harness import inference
 from bench.harness.compare import CellInfo, Measured, take_times
 from bench.harness.inference import center, clopper_pearson, kept, p_slower
 from bench.harness.judgement import Design, Times, confirmed, verdict
 from bench.harness.verdicts import timed_outcomes
 from hybrid_kv.config import ConfigError
+from tests.bench.harness.test_inference import heavy, normal
 
 
-def normal(rng, n):
-    return rng.normal(0, 0.02, n)
-
-
-def heavy(rng, n):
-    """A pair in ten is off tenfold."""
-    return rng.normal(0, 0.02, n) * np.where(rng.random(n) < 0.1, 10, 1)
+@pytest.fixture(autouse=True)
+def fewer_resamples(monkeypatch):
+    monkeypatch.setattr(inference, "RESAMPLES", 500)
 
 
 def quiet(rng, n):

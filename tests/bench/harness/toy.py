@@ -1,6 +1,6 @@
 """Toy packages in a git repository, and benchmarks of them on a clock that counts work: nothing is measured.
 
-The clock moves only by the work that it is told of, so equal code takes exactly as long, and 5 % more is 5 %.
+The clock moves only by the work that it is given, so equal code takes exactly as long, and 5 % more is 5 %.
 """
 
 import shutil
@@ -27,7 +27,7 @@ def step():
 CASES = """
 import os, sys
 import hybrid_kv
-from hybrid_kv.timing.cases import Case, Cell, Count, WrongResultError
+from bench.harness.cells import Case, Cell, Count, WrongResultError
 
 def work(times):
     hybrid_kv.ticks += times
@@ -95,7 +95,7 @@ def cells():
     ]
 """
 LATE = """
-from hybrid_kv.timing.cases import Case, Cell
+from bench.harness.cells import Case, Cell
 from hybrid_kv import newer
 
 def cells():
@@ -183,7 +183,7 @@ def write_toy(folder):
     git(folder, "init", "-q", "-b", "base")
     (folder / "bench" / "harness").mkdir(parents=True)
     (folder / "results").mkdir()
-    for name in ("__init__.py", "harness/__init__.py", "harness/registry.py", "harness/worker.py"):
+    for name in ("__init__.py", "harness/__init__.py", "harness/cells.py", "harness/registry.py", "harness/worker.py"):
         (folder / "bench" / name).write_text((BENCH / name).read_text())
     shutil.copytree(BENCH.parent / "hybrid_kv/timing", folder / "hybrid_kv/timing")
     clock = folder / "hybrid_kv/timing" / "clock.py"

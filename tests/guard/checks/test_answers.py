@@ -15,8 +15,8 @@ def output(tokens=(1, 2), cached=64, drafted=10, accepted=10):
     )  # fmt: skip
 
 
-def cell(mode="none", method=None, k=0, loads=None, scheme="slots", **figures):
-    return Cell(mode, method, k, [output(**figures)], 0.1, loads, scheme)
+def cell(mode="none", method=None, k=0, loads=None, scheme="slots", **metrics):
+    return Cell(mode, method, k, [output(**metrics)], 0.1, loads, scheme)
 
 
 def checked(monkeypatch, *cells):
@@ -28,27 +28,27 @@ PLAIN = cell(cached=0, drafted=0, accepted=0)
 MTP = cell(method="mtp", k=1, cached=0)
 
 
-def test_a_clean_slice_passes_with_its_figures(monkeypatch):
+def test_a_clean_slice_passes_with_its_metrics(monkeypatch):
     monkeypatch.setattr(answers, "TRIED", ("none", "all"))
     monkeypatch.setattr(answers, "DRAFTS", ((None, 0), ("mtp", 1)))
-    monkeypatch.setattr(answers, "REPLAYED", (("all", "mtp", 1),))
+    monkeypatch.setattr(answers, "RECOMPUTED", (("all", "mtp", 1),))
     monkeypatch.setattr(answers, "FORGET_EVERY", 6)
     results = check_answers(Run(12))
     names = [result.name.split(":")[0] for result in results]
     first, second = results[:7], results[7:]
     assert names[:7] == [
-        "none, no drafts", "none, mtp 1", "all, no drafts", "all, mtp 1", "all, mtp 1, replay",
+        "none, no drafts", "none, mtp 1", "all, no drafts", "all, mtp 1", "all, mtp 1, recompute",
         "all, mtp 3, offload", "align, no drafts, offload",
     ]  # fmt: skip
-    assert names[7:] == [f"{name}, qwen3.5 moe" for name in names[:7] if "replay" not in name]
+    assert names[7:] == [f"{name}, qwen3.5 moe" for name in names[:7] if "recompute" not in name]
     assert [result.detail for result in results] == [""] * 13
-    assert [result.params["scheme"] for result in first] == [*["slots"] * 4, "replay", "slots", "slots"]
-    assert second[3].figures["hit_rate"] == second[2].figures["hit_rate"] > 0
-    assert second[3].figures["accepted"] == second[1].figures["accepted"] > 0
+    assert [result.params["scheme"] for result in first] == [*["slots"] * 4, "recompute", "slots", "slots"]
+    assert second[3].metrics["hit_rate"] == second[2].metrics["hit_rate"] > 0
+    assert second[3].metrics["accepted"] == second[1].metrics["accepted"] > 0
     assert all(result.params["model"] == "guard_model_qwen3_5" for result in second)
-    assert results[3].figures["hit_rate"] == results[2].figures["hit_rate"] > 0
-    assert results[4].figures["hit_rate"] == results[3].figures["hit_rate"]
-    assert results[4].figures["accepted"] == results[3].figures["accepted"] == results[1].figures["accepted"] > 0
+    assert results[3].metrics["hit_rate"] == results[2].metrics["hit_rate"] > 0
+    assert results[4].metrics["hit_rate"] == results[3].metrics["hit_rate"]
+    assert results[4].metrics["accepted"] == results[3].metrics["accepted"] == results[1].metrics["accepted"] > 0
 
 
 @pytest.mark.parametrize(
@@ -61,9 +61,9 @@ def test_a_clean_slice_passes_with_its_figures(monkeypatch):
         (cell("none", "mtp", 1, accepted=8), r"8 of 10 drafts accepted, 98\.4% are due"),
         (cell("none", "mtp", 3, accepted=5), r"5 of 10 drafts accepted, 56\.8% are due"),
         (cell("none", "mtp", 5, accepted=2), r"2 of 10 drafts accepted, 24\.2% are due"),
-        (cell("none", "mtp", 1, cached=0, scheme="replay", tokens=(2, 2)), "question 0 has another answer"),
+        (cell("none", "mtp", 1, cached=0, scheme="recompute", tokens=(2, 2)), "question 0 has another answer"),
         (
-            cell("none", "mtp", 1, scheme="replay", drafted=1000, accepted=990),
+            cell("none", "mtp", 1, scheme="recompute", drafted=1000, accepted=990),
             r"\(990, 1000\) drafts accepted and verified, \(10, 10\)",
         ),
         (

@@ -10,15 +10,15 @@ from hybrid_kv.guard.checks.block_ids import check_expansion
 from hybrid_kv.guard.registry import Run
 from hybrid_kv.guard.report import document, print_results, result_rows
 from hybrid_kv.timing import block_ids, fitness
-
-PARAMS = {"num_blocks": 1, "blocks_per_kv_block": 8}
+from hybrid_kv.timing.clock import Interval
 
 
 @pytest.mark.parametrize("why", ["", "others took 33% of a core"])
 def test_a_verdict_from_an_unfit_machine_carries_the_mark(
     why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(block_ids, "quick_ratios", lambda: [("expand", PARAMS, 900.0, 800.0, 1000.0)])
+    ratios = {("8 prefills x 64", "vllm 0.32 V2"): Interval(900.0, 800.0, 1000.0)}
+    monkeypatch.setattr(block_ids, "guarded_ratios", lambda: ratios)
     monkeypatch.setattr(fitness, "examine", lambda _: SimpleNamespace(unfit=why))
     results = check_expansion(Run(1))
     marks = {row.params.get("unfit", "") for row in result_rows(results)}

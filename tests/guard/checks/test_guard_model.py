@@ -9,19 +9,19 @@ import pytest
 from hybrid_kv.guard.checks.guard_model import LOGIT_CELLS, Questions, check_guard_logits, result_of
 from hybrid_kv.guard.registry import Run
 from hybrid_kv.guard.trained import TRAINED
-from tests.guard.checks import test_families as planted
+from tests.guard.checks import test_families as injected
 
 MODEL = TRAINED["qwen3_5_moe_text"]
 
 
 @pytest.fixture(scope="module")
-def asked() -> Questions:
+def questions() -> Questions:
     return Questions(MODEL, seed=7, count=2)
 
 
 @pytest.mark.parametrize("cell", LOGIT_CELLS[:2])
-def test_a_sound_engine_passes(asked: Questions, cell: dict[str, object]) -> None:
-    found = asked.run(cell, "cpu")
+def test_a_sound_engine_passes(questions: Questions, cell: dict[str, object]) -> None:
+    found = questions.run(cell, "cpu")
     result = result_of(found, MODEL, 0)
     assert result.passed and 0 < result.value < 1e-11 and not found.num_wrong and found.num_tokens > 200
     assert result.name.endswith(", qwen3.5 moe") and result.params["model"] == "guard_model_qwen3_5"
@@ -29,15 +29,15 @@ def test_a_sound_engine_passes(asked: Questions, cell: dict[str, object]) -> Non
 
 @pytest.mark.parametrize(
     "damage",
-    [planted.no_states, planted.next_expert, planted.transposed_state, planted.decay_behind, planted.late_window],
+    [injected.no_states, injected.next_expert, injected.late_window],
 )
-def test_damage_is_seen(asked: Questions, monkeypatch: pytest.MonkeyPatch, damage: Callable[..., None]) -> None:
+def test_damage_is_seen(questions: Questions, monkeypatch: pytest.MonkeyPatch, damage: Callable[..., None]) -> None:
     damage(monkeypatch)
-    result = result_of(asked.run(LOGIT_CELLS[1], "cpu"), MODEL, 0)
+    result = result_of(questions.run(LOGIT_CELLS[1], "cpu"), MODEL, 0)
     assert not result.passed and result.value > 1e-3
 
 
-def test_nothing_is_asked_behind_the_first_cell_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    planted.no_states(monkeypatch)
+def test_nothing_runs_behind_the_first_cell_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    injected.no_states(monkeypatch)
     (result,) = check_guard_logits(Run(1, fail_fast=True))
     assert not result.passed and result.value > 1e-3

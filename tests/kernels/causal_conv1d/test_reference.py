@@ -5,25 +5,19 @@ Tolerance: 1e-6 of max|pre-activation terms| in float32, where four products and
 """
 
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_kv.kernels.causal_conv1d import causal_conv1d, windows_at
+from tests.kernels.causal_conv1d.layer import convolve
 
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-14}
 
 
 def plain(x, weight, bias, window):
-    """One row, token by token: y [len, channels], and the window before the first token and after each."""
-    x, weight, window = x.double(), weight.double(), window.double()
-    outputs, windows = [], [window]
-    for token in x:
-        inputs = torch.cat([windows[-1], token[None]])
-        y = sum(inputs[j] * weight[:, j] for j in range(weight.shape[1]))
-        outputs.append(F.silu(y + (0 if bias is None else bias.double())))
-        windows.append(inputs[1:])
-    return torch.stack(outputs), windows
+    """One row: y [len, channels], and the window before the first token and after each."""
+    y, inputs = convolve(x, weight, bias, window)
+    return y, [*inputs.unfold(0, weight.shape[1] - 1, 1).mT]
 
 
 def assert_close(got, expected, scale):
@@ -63,34 +57,3 @@ def test_equals_the_loop_with_the_window_at_any_offset(problem, data):
         assert_close(y[row, :length], loops[row][0], scale)
     for (row, offset), one in zip(wanted, got, strict=True):
         assert torch.equal(one.double(), loops[row][1][offset])
-
-
-@given(problems(), st.data())
-def test_drafts_that_were_rejected_leave_no_trace(problem, data):
-    """Keep all inputs of a step; the next one starts from the window after the accepted tokens."""
-    x, weight, bias, window, lengths, scale = problem
-    accepted = torch.tensor([data.draw(st.integers(1, length)) for length in lengths])
-    cache = torch.full((2 * len(x), weight.shape[1] + 9, x.shape[2]), torch.nan, dtype=x.dtype)
-    blocks = torch.tensor(data.draw(st.permutations(range(2 * len(x))))[: len(x)])
-    _, inputs = causal_conv1d(x, weight, bias, window)
-    cache[blocks, : inputs.shape[1] - 1] = inputs[:, 1:]
-    more = x.flip(1)
-    y, _ = causal_conv1d(more, weight, bias, windows_at(cache, blocks, accepted - 1, weight.shape[1] - 1))
-    for row, count in enumerate(accepted.tolist()):
-        expected, _ = plain(torch.cat([x[row, :count], more[row]]), weight, bias, window[row])
-        assert_close(y[row], expected[count:], scale)
-
-
-@given(problems(), st.integers(1, 4))
-def test_chunks_carry_the_window(problem, chunk):
-    """Also chunks shorter than the window, which keep a part of the old one."""
-    x, weight, bias, window, _, scale = problem
-    kernel, rows = weight.shape[1], torch.arange(len(x))
-    expected, inputs = causal_conv1d(x, weight, bias, window)
-    parts, carried = [], window
-    for part in x.split(chunk, dim=1):
-        y, some = causal_conv1d(part, weight, bias, carried)
-        carried = windows_at(some, rows, torch.full_like(rows, part.shape[1]), kernel - 1)
-        parts.append(y)
-    assert_close(torch.cat(parts, 1), expected.double(), scale)
-    assert torch.equal(carried, inputs[:, 1 - kernel :])

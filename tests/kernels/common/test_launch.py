@@ -27,7 +27,7 @@ def test_torch_is_always_there(has_triton: bool, device: torch.device) -> None:
 def test_auto_launches_on_a_gpu_where_it_can(has_triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose("auto", CUDA) == ("triton" if has_triton else "torch")
     assert choose("auto", CPU) == "torch"
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # slow: only who asks for kernels gets them
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # slow: only on request
     assert choose("auto", CPU) == "torch"
 
 

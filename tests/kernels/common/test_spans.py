@@ -26,8 +26,8 @@ class Row:
 
     length: int
     boundaries: tuple[int, ...] = ()
-    initial: bool = True
     start: str = "own"
+    initial: bool = True
     keep: bool = True
     accepted: int = 1
 
@@ -76,8 +76,26 @@ class Cut:
         if boundaries:
             row, offset, block = (torch.tensor(part) for part in zip(*boundaries, strict=True))
             wanted = (row, offset, block.to(device, index_dtype))
-        self.lengths, self.boundaries = lengths, boundaries
+        self.drawn, self.index_dtype, self.device = drawn, index_dtype, device
         self.spans = Spans(lengths, blocks, *wanted, chunk_size=chunk_size)
+
+    def arguments(self, sources):
+        """Of a call, the sources under that name."""
+        return {
+            "spans": self.spans,
+            sources: torch.tensor(self.sources, dtype=self.index_dtype, device=self.device),
+            "has_initial_state": torch.tensor(
+                [row.initial for row in self.drawn], dtype=torch.bool, device=self.device
+            ),
+        }
+
+    def rows(self):
+        """Of each row with tokens: itself, its tokens, the block that is read (0: none), and what is kept."""
+        first = 0
+        for row, source, kept in zip(self.drawn, self.sources, self.kept, strict=True):
+            if row.length:
+                yield row, slice(first, first + row.length), max(0, source) * row.initial, kept
+            first += row.length
 
 
 @given(st.lists(rows([0, 1, 2, 15, 16, 17, 40, 65]), max_size=4), st.sampled_from([16, 32]), st.integers(0, 99))

@@ -1,0 +1,1 @@
+"""`hybrid-kv bisect`: the first bad commit between a good one and a bad one."""

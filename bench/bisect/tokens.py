@@ -1,0 +1,60 @@
+"""A scenario that the guard saw fail: `hybrid-kv guard --replay FILE`, run by each commit's own guard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.bisect.history import Trees, cannot_run, last_line
+from bench.bisect.question import ENDS, NotMeasurableError, Outcome, Question
+from hybrid_kv.config import HybridKVError
+
+BROKEN, FINE = "broken rule: ", "no rule is broken"
+
+
+Play = Callable[[str], Outcome]  # of a commit; its metrics name the `rule` that is broken
+
+
+@dataclass(frozen=True)
+class Tokens(Question):
+    """See `question.Question`. A commit that breaks another rule first than BAD does is skipped."""
+
+    play: Play
+    name: str  # of the scenario, for people
+
+    def ends(self, good: str, bad: str) -> Outcome:
+        first, last = self.play(good), self.play(bad)
+        for name, one in (("GOOD", first), ("BAD", last)):
+            if one.answer == "skip":
+                raise HybridKVError(f"{name}: {self.name} {one.detail}")
+        if first.answer == "bad":
+            return Outcome("good", f"{self.name} fails at GOOD as well: {first.detail}; give an earlier GOOD")
+        if last.answer == "good":
+            return Outcome("good", f"{self.name} breaks no rule at BAD")
+        return last
+
+    def test(self, commit: str, known: Mapping[str, Outcome]) -> Outcome:
+        played, wanted = self.play(commit), known[ENDS].metrics["rule"]
+        if played.answer == "bad" and played.metrics["rule"] != wanted:
+            return Outcome("skip", f"{played.detail}, not {wanted}")
+        return played
+
+
+def played_by(trees: Trees, file: Path) -> Play:
+    """The guard of each commit."""
+
+    def play(commit: str) -> Outcome:
+        try:
+            ran = trees.run(commit, "guard", "--replay", str(file.absolute()))
+        except NotMeasurableError as error:
+            return Outcome("skip", str(error))
+        line = last_line(ran.stdout)
+        if ran.returncode == 1 and line.startswith(BROKEN):
+            story = ran.stdout.splitlines()[1:-1]
+            return Outcome("bad", line, {"rule": line.removeprefix(BROKEN), "story": story})
+        if ran.returncode == 0 and line == FINE:
+            return Outcome("good", line)
+        return Outcome("skip", cannot_run(ran))
+
+    return play

@@ -1,0 +1,70 @@
+"""`hybrid-kv kernels`: every kernel compiled ahead of time and compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hybrid_kv.cli.options import AsJson, OutFile, Select, show
+
+
+def kernels(
+    targets: Annotated[str, typer.Option(help="Of sm_80, sm_90, sm_100 and gfx942.")] = "sm_80,sm_90,sm_100,gfx942",
+    baseline: Annotated[
+        Path | None, typer.Option(help="CSV to compare with; default: results/kernels.csv if there is one.")
+    ] = None,
+    update: Annotated[bool, typer.Option("--update", help="Accept what changed: append it to the baseline.")] = False,
+    select: Select = None,
+    with_peers: Annotated[
+        bool, typer.Option("--peers", help="Also compile the Triton kernels of vLLM and mamba_ssm, for comparison.")
+    ] = False,
+    as_json: AsJson = False,
+    out: OutFile = None,
+) -> None:
+    """Compile every kernel ahead of time and compare registers, spills, access and instructions. Needs no GPU.
+
+    Also count, in Triton's interpreter, the launches of a decode step and the bytes of both state schemes.
+    """
+    from bench.static import compile, counts, gate, table
+    from hybrid_kv.config import ConfigError
+    from hybrid_kv.errors import require
+    from hybrid_kv.files import check_outputs
+    from hybrid_kv.results import append_rows, check_writable, provenance
+
+    require("triton")
+    names = compile.parse_targets(targets)
+    if baseline is not None and not update and not baseline.exists():
+        raise ConfigError(f"{baseline} does not exist, so nothing would be compared; --update makes it")
+    baseline = baseline or Path("results/kernels.csv")
+    if update:
+        check_writable(baseline)
+    check_outputs(out)
+    modules, absent = compile.kernel_modules(), []
+    if with_peers:
+        from bench.peers import kernels as peers
+
+        absent = peers.find()[1]
+    verdicts = gate.run(modules, names, baseline, accept=update, select=select)
+    counted = [one for one in counts.count_all() if not select or any(part.lower() in one.name for part in select)]
+    known = {} if update else gate.read_baseline(baseline, provenance().triton)
+    wrong = [counts.failures(one, known) for one in counted]
+    others = gate.run_peers(names) if with_peers else []
+    failed = any(verdict.failures for verdict in verdicts) or any(wrong)
+
+    def tables() -> None:
+        table.print_table(verdicts)
+        counts.print_counts(counted, wrong)
+        if with_peers:
+            print("\nkernels of other packages, not gated:\n")
+            table.print_table(others)
+            print(*absent, sep="\n")
+
+    try:
+        if update and not failed:
+            append_rows(baseline, [*gate.changed_rows(verdicts, baseline), *counts.changed_rows(counted, baseline)])
+    finally:
+        show(table.document(verdicts, others), as_json, out, tables)
+    if failed:
+        raise typer.Exit(1)

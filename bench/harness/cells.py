@@ -1,0 +1,104 @@
+"""What can be timed: a `Cell` is one benchmark with one set of parameters, and makes a `Case` or exact `Counts`.
+
+A cell is cheap to list and builds its data in `make()`:
+
+- tier `cpu` or `gpu`: a `Case`. Its result is checked before and after it is timed.
+- tier `count`: `Counts`, exact numbers (bytes, blocks, launches …) that no clock enters: equal code, equal numbers.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+from hybrid_kv.timing.case import Case, WrongResultError, nothing
+
+__all__ = ["TIERS", "Case", "Cell", "Count", "Counts", "Scalar", "WrongResultError", "grid", "nothing", "seed"]
+TIERS = ("count", "cpu", "gpu")
+Scalar = str | int | float | bool
+
+
+class Count(NamedTuple):
+    """An exact number."""
+
+    value: int
+    unit: str
+    better: str = "lower"  # or `higher`, or `equal` where a change in either direction is only a change
+
+
+Counts = dict[str, Count]  # by metric
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One benchmark with one set of parameters.
+
+    Attributes:
+        make: a `Case`, or `Counts` in tier `count`.
+        quick: part of a quick run; such cells are few and small, and touch every suite.
+        promise: set if the cell is a rival, there to be compared with the subject `engine` of the same parameters: how
+            many times as long as that it must take. No history or comparison of versions needs rivals.
+        units: of every metric, in tier `count`; a cell may lack one of them.
+        formerly: what the benchmark was called when it already timed the same.
+        base: the value of the parameter `subject` that rivals are compared with.
+    """
+
+    suite: str
+    benchmark: str
+    params: Mapping[str, Scalar]
+    tier: str
+    make: Callable[[], Any] = field(compare=False, repr=False)
+    quick: bool = False
+    promise: float | None = None
+    units: Mapping[str, str] = field(default_factory=dict, compare=False)
+    formerly: str = ""
+    base: str = "engine"
+
+    @property
+    def key(self) -> str:
+        """Stable name, such as `state_update/slots[model=nemotron-3-nano-tp8,K=3]`."""
+        return self._key(self.benchmark)
+
+    @property
+    def own_key(self) -> str:
+        """The key in older versions."""
+        return self._key(self.formerly or self.benchmark)
+
+    def _key(self, benchmark: str) -> str:
+        params = ",".join(f"{name}={value}" for name, value in self.params.items())
+        return f"{self.suite}/{benchmark}[{params}]"
+
+
+def seed(benchmark: str, params: Mapping[str, Scalar]) -> int:
+    """What the data of a cell are drawn from: the same in every process and version, and for rivals of one cell."""
+    return zlib.crc32(repr((benchmark, sorted(item for item in params.items() if item[0] != "subject"))).encode())
+
+
+def grid(
+    suite: str,
+    benchmark: str,
+    tier: str,
+    build: Callable[..., Any],
+    values: Mapping[str, Sequence[Scalar]],
+    quick: Collection[tuple[Scalar, ...]] = (),
+    promise: Callable[..., float | None] = lambda **params: None,
+    units: Mapping[str, str] | None = None,
+    formerly: str = "",
+    base: str = "engine",
+) -> Iterator[Cell]:
+    """A cell for every combination of parameter values; `build(seed, **params)` makes its case or counts.
+
+    Args:
+        quick: beginnings of the combinations that belong to a quick run.
+        promise: of each cell, from its parameters.
+        units, formerly, base: see `Cell`.
+    """
+    for combination in product(*values.values()):
+        params = dict(zip(values, combination, strict=True))
+        make = partial(build, seed(benchmark, params), **params)
+        is_quick = any(combination[: len(start)] == start for start in quick)
+        yield Cell(suite, benchmark, params, tier, make, is_quick, promise(**params), units or {}, formerly, base)

@@ -1,0 +1,138 @@
+"""Cells to numbers with receipts: what `python -m bench` prints and `results/` keeps.
+
+Rivals, cells that differ in the parameter `subject` alone, are timed interleaved and compared with one of them, the
+engine unless the cells name another, round by round. Every case is checked before and after it is timed; what is wrong
+has no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bench.harness.cells import Cell, Counts
+from hybrid_kv.results import Receipt, Row, timing_row
+from hybrid_kv.timing.case import ENGINE
+from hybrid_kv.timing.clock import DeviceSubject, Interval, Subject, median, ratio
+from hybrid_kv.timing.together import time_together
+
+ROUNDS, QUICK_ROUNDS = 25, 15
+METRICS = {"cpu": "cpu_time", "gpu": "gpu_time"}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The time of one cell, in seconds, and how many times as long as its base it takes."""
+
+    cell: Cell
+    time: Interval
+    ratio: Interval | None
+    rounds: int
+    receipt: Receipt
+
+    @property
+    def verdict(self) -> str:
+        """`fail` if the whole interval lies below what the cell promises."""
+        if self.cell.promise is None or self.ratio is None:
+            return ""
+        return "fail" if self.ratio.high < self.cell.promise else "pass"
+
+    def rows(self) -> Iterator[Row]:
+        """The rows for `hybrid_kv.results`."""
+        cell = self.cell
+        common: dict[str, Any] = {
+            "suite": cell.suite,
+            "benchmark": cell.benchmark,
+            "params": cell.params,
+            "n": self.rounds,
+            "receipt": self.receipt,
+        }
+        yield timing_row(
+            metric=METRICS[cell.tier],
+            value=self.time.value * 1e9,
+            ci_low=self.time.low * 1e9,
+            ci_high=self.time.high * 1e9,
+            unit="ns",
+            better="lower",
+            **common,
+        )
+        if self.ratio is not None:
+            yield timing_row(
+                metric=f"ratio_to_{cell.base}",
+                value=self.ratio.value,
+                ci_low=self.ratio.low,
+                ci_high=self.ratio.high,
+                unit="time ratio",
+                better="higher" if cell.base == ENGINE else "equal",
+                verdict=self.verdict,
+                **common,
+            )
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The exact numbers of one cell."""
+
+    cell: Cell
+    counts: Counts
+
+    verdict = ""
+
+    def rows(self) -> Iterator[Row]:
+        """The rows for `hybrid_kv.results`."""
+        for metric, count in self.counts.items():
+            yield Row(
+                self.cell.suite,
+                self.cell.benchmark,
+                metric,
+                count.value,
+                count.unit,
+                self.cell.params,
+                better=count.better,
+            )
+
+
+def runs_here(cell: Cell) -> bool:
+    """Whether this machine has what the cell's tier needs."""
+    return cell.tier != "gpu" or torch.cuda.is_available()
+
+
+def kind_of(cell: Cell) -> type[Subject]:
+    """How to sample: the host's time of a CPU cell, the device's of a GPU cell."""
+    return DeviceSubject if cell.tier == "gpu" else Subject
+
+
+def groups(cells: Sequence[Cell]) -> list[list[Cell]]:
+    """Cells that are measured together: rivals and their engine, or one cell alone."""
+    found: dict[Any, list[Cell]] = {}
+    for cell in cells:
+        rest = tuple(item for item in cell.params.items() if item[0] != "subject")
+        found.setdefault((cell.suite, cell.benchmark, cell.tier, rest), []).append(cell)
+    return list(found.values())
+
+
+def measure_together(cells: Sequence[Cell], rounds: int = ROUNDS) -> list[Measurement] | list[Counted]:
+    """Measure one of `groups`.
+
+    Raises:
+        WrongResultError: a result is wrong, before or after the timing; no cell of the group has a time then.
+    """
+    if cells[0].tier == "count":
+        return [Counted(cell, cell.make()) for cell in cells]
+    base = cells[0].base
+    own = {cell.key: cell for cell in cells}
+    timed = time_together({key: cell.make() for key, cell in own.items()}, rounds, kind_of(cells[0]))
+    bases = [timed[key].samples for key, cell in own.items() if cell.params.get("subject", base) == base]
+    return [
+        Measurement(
+            cell,
+            median(timed[key].samples),
+            ratio(timed[key].samples, bases[0]) if cell.params.get("subject", base) != base else None,
+            len(timed[key].samples),
+            Receipt(True, True, timed[key].error),
+        )
+        for key, cell in own.items()
+    ]

@@ -1,0 +1,355 @@
+"""The same metrics for the Triton kernels of vLLM and mamba_ssm, where those are installed or on PYTHONPATH.
+
+A peer's own wrapper is called with tensors of Nemotron-3-Nano, and what it would launch is recorded instead: argument
+types, folded integers and alignment as Triton sees them, the wrapper's choice of warps and tiles. So no argument of a
+peer is written down here. Where it tunes on the device, its first configuration is taken, and the shape says so. A
+wrapper finds itself on a GPU of compute capability 9.0, whatever the target. A kernel's file is loaded without the rest
+of its package, which needs compiled extensions.
+
+Nothing here is gated or goes into a baseline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from bench.peers.stand_ins import loaded_kernels, root_of
+from hybrid_kv.config import HybridKVError
+from hybrid_kv.kernels.common.launch import AotCase
+from hybrid_kv.kernels.common.shapes import NANO, SHAPES
+
+PACKAGES = {"vllm": "vllm", "mamba_ssm": "mamba-ssm"}  # how they are imported and installed
+SHAPE = SHAPES[NANO]
+HEADS, HEAD_DIM, SIZE, GROUPS = SHAPE.state
+CHANNELS, CHUNK = SHAPE.channels, SHAPE.chunk_size
+QUERY_HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = SHAPE.query_heads, SHAPE.kv_heads, SHAPE.head_size, 16
+NUM_REQS, NUM_TOKENS = 24, 2048
+Bytes = Callable[[Mapping[str, Any]], int]  # that one program must move, by the values of its constants
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One call of a peer's wrapper.
+
+    Attributes:
+        module: with the wrapper.
+        shape, dtype: as in `AotCase`.
+        call: of the wrapper, for its loaded module.
+        bytes_per_program: of the kernels whose name contains the key; the others' depend on data.
+    """
+
+    module: str
+    shape: str
+    dtype: str
+    call: Callable[[Any], object]
+    bytes_per_program: Mapping[str, Bytes]
+
+    @property
+    def package(self) -> str:
+        return self.module.partition(".")[0]
+
+
+def _bf16(*shape: int) -> torch.Tensor:
+    return torch.empty(*shape, dtype=torch.bfloat16)
+
+
+def _scan_inputs(num_tokens: int) -> list[torch.Tensor]:
+    """x, B and C as the convolution leaves them, side by side."""
+    heads = ((HEADS, HEAD_DIM), (GROUPS, SIZE), (GROUPS, SIZE))
+    parts = _bf16(num_tokens, CHANNELS).split([a * b for a, b in heads], dim=-1)
+    return [part.unflatten(-1, shape) for part, shape in zip(parts, heads, strict=True)]
+
+
+def _state_update(peer: Any, k: int, **options: Any) -> None:
+    tokens = NUM_REQS * (1 + k)
+    x, B, C = _scan_inputs(tokens)
+    A = torch.empty(HEADS)[:, None, None].expand(HEADS, HEAD_DIM, SIZE)  # stride 0: one per head
+    dt = _bf16(tokens, HEADS)[..., None].expand(tokens, HEADS, HEAD_DIM)
+    D, dt_bias = (torch.empty(HEADS)[:, None].expand(HEADS, HEAD_DIM) for _ in range(2))
+    state = torch.empty(NUM_REQS, HEADS, HEAD_DIM, SIZE)
+    peer.selective_state_update(state, x, dt, A, B, C, D, dt_bias=dt_bias, dt_softplus=True, **options)
+
+
+def _vllm_state_update(k: int) -> Callable[[Any], None]:
+    def call(peer: Any) -> None:
+        options: dict[str, Any] = {"out": _bf16(NUM_REQS * (1 + k), HEADS, HEAD_DIM)}
+        if k:
+            table = torch.empty(NUM_REQS, 1 + k, dtype=torch.int32)
+            options |= {"state_batch_indices": table, "dst_state_batch_indices": table}
+            options["num_accepted_tokens"] = torch.empty(NUM_REQS, dtype=torch.int32)
+            options["cu_seqlens"] = torch.empty(NUM_REQS + 1, dtype=torch.int32)
+        else:
+            options["state_batch_indices"] = torch.empty(NUM_REQS, dtype=torch.int32)
+        _state_update(peer, k, **options)
+
+    return call
+
+
+def _conv_states(k: int) -> torch.Tensor:
+    return _bf16(NUM_REQS, 3 + k, CHANNELS).transpose(1, 2)
+
+
+def _vllm_conv_update(k: int) -> Callable[[Any], None]:
+    def call(peer: Any) -> None:
+        options: dict[str, Any] = {"conv_state_indices": torch.empty(NUM_REQS, dtype=torch.int32)}
+        if k:
+            options["num_accepted_tokens"] = torch.empty(NUM_REQS, dtype=torch.int32)
+            options["query_start_loc"] = torch.empty(NUM_REQS + 1, dtype=torch.int32)
+            options["max_query_len"] = 1 + k
+        x, weight, bias = _bf16(NUM_REQS * (1 + k), CHANNELS), _bf16(CHANNELS, 4), _bf16(CHANNELS)
+        peer.causal_conv1d_update(x, _conv_states(k), weight, bias, "silu", null_block_id=0, **options)
+
+    return call
+
+
+def _vllm_conv_prefill(peer: Any) -> None:
+    programs = torch.empty(NUM_TOKENS, dtype=torch.int32)
+    peer.causal_conv1d_fn(
+        _bf16(NUM_TOKENS, CHANNELS).t(),
+        _bf16(CHANNELS, 4),
+        _bf16(CHANNELS),
+        _conv_states(0),
+        torch.empty(NUM_REQS + 1, dtype=torch.int32),
+        cache_indices=torch.empty(NUM_REQS, dtype=torch.int32),
+        has_initial_state=torch.empty(NUM_REQS, dtype=torch.bool),
+        pad_slot_id=-1,
+        null_block_id=0,
+        metadata=SimpleNamespace(nums_dict=None, batch_ptr=programs, token_chunk_offset_ptr=programs),
+    )
+
+
+def _vllm_chunk_scan(peer: Any) -> None:
+    x, B, C = _scan_inputs(NUM_TOKENS)
+    chunks = torch.empty(NUM_TOKENS // CHUNK + 1, dtype=torch.int32)
+    peer.mamba_chunk_scan_combined_varlen(
+        x,
+        _bf16(NUM_TOKENS, HEADS),
+        torch.empty(HEADS),
+        B,
+        C,
+        CHUNK,
+        cu_seqlens=torch.empty(2, dtype=torch.int32),
+        cu_chunk_seqlens=chunks,
+        last_chunk_indices=torch.zeros(1, dtype=torch.int32),
+        seq_idx=chunks[1:],
+        out=torch.empty_like(x),
+        D=torch.empty(HEADS),
+        dt_bias=torch.empty(HEADS),
+        initial_states=torch.empty(1, HEADS, HEAD_DIM, SIZE),
+        dt_softplus=True,
+        state_dtype=torch.float32,
+    )
+
+
+def _mamba_chunk_scan(peer: Any) -> None:
+    x, B, C = (part[None] for part in _scan_inputs(NUM_TOKENS))
+    peer._mamba_chunk_scan_combined_fwd(
+        x,
+        _bf16(1, NUM_TOKENS, HEADS),
+        torch.empty(HEADS),
+        B,
+        C,
+        CHUNK,
+        D=torch.empty(HEADS),
+        dt_bias=torch.empty(HEADS),
+        initial_states=torch.empty(1, HEADS, HEAD_DIM, SIZE),
+        dt_softplus=True,
+    )
+
+
+def _gated_norm(peer: Any) -> None:
+    x, gate, weight = _bf16(NUM_REQS, HEADS * HEAD_DIM), _bf16(NUM_REQS, HEADS * HEAD_DIM), _bf16(HEADS * HEAD_DIM)
+    options = {"group_size": HEADS * HEAD_DIM // GROUPS, "norm_before_gate": False, "is_rms_norm": True}
+    peer._layer_norm_fwd(x, weight, None, 1e-5, z=gate, **options)
+
+
+def _kv_caches() -> tuple[torch.Tensor, ...]:
+    return _bf16(NUM_REQS, 2, BLOCK_SIZE, KV_HEADS, HEAD_SIZE).unbind(1)
+
+
+def _vllm_attention(query_len: int, segments: int) -> Callable[[Any], None]:
+    """With `segments` each row's K and V are split between programs, as for few requests."""
+
+    def call(peer: Any) -> None:
+        tokens = NUM_REQS * query_len
+        query = _bf16(tokens, QUERY_HEADS, HEAD_SIZE)
+        options: dict[str, Any] = {}
+        if segments:
+            parts = torch.empty(tokens, QUERY_HEADS, segments)
+            options = {"seq_threshold_3D": NUM_REQS, "num_par_softmax_segments": segments}
+            options |= {"softmax_segm_max": parts, "softmax_segm_expsum": parts}
+            options["softmax_segm_output"] = torch.empty(tokens, QUERY_HEADS, segments, HEAD_SIZE)
+        peer.unified_attention(
+            query,
+            *_kv_caches(),
+            torch.empty_like(query),
+            cu_seqlens_q=torch.empty(NUM_REQS + 1, dtype=torch.int32),
+            max_seqlen_q=query_len,
+            seqused_k=torch.empty(NUM_REQS, dtype=torch.int32),
+            max_seqlen_k=4096,
+            softmax_scale=HEAD_SIZE**-0.5,
+            causal=True,
+            window_size=(-1, -1),
+            block_table=torch.empty(NUM_REQS, 256, dtype=torch.int32),
+            softcap=0.0,
+            q_descale=None,
+            k_descale=None,
+            v_descale=None,
+            **options,
+        )
+
+    return call
+
+
+def _vllm_store(peer: Any) -> None:
+    key, value = (_bf16(NUM_REQS, KV_HEADS, HEAD_SIZE) for _ in range(2))
+    slots, scale = torch.empty(NUM_REQS, dtype=torch.int64), torch.empty(1)
+    peer.triton_reshape_and_cache_flash(key, value, *_kv_caches(), slots, "auto", scale, scale)
+
+
+# The formulas are those of our own cases.
+def _state_bytes(k: int) -> dict[str, Bytes]:
+    return {"update": lambda c: c["BLOCK_SIZE_M"] * ((2 + k) * SIZE * 4 + (1 + k) * 2 * 2)}
+
+
+def _conv_bytes(k: int) -> dict[str, Bytes]:
+    return {"update": lambda c: (3 + (1 + k) + (1 + k) + (3 + k)) * c["BLOCK_N"] * 2}
+
+
+_NORM_BYTES: dict[str, Bytes] = {"norm": lambda c: 3 * c["BLOCK_N"] * 2}
+_OPS, _ATTENTION = "vllm.model_executor.layers.mamba.ops", "vllm.v1.attention.ops"
+_MAMBA = "mamba_ssm.ops.triton"
+_CHUNKS = f"{NANO}, chunks of {CHUNK}"
+PEERS: tuple[Peer, ...] = (
+    *(Peer(f"{_OPS}.mamba_ssm", f"{NANO}, K={k}", "float32", _vllm_state_update(k), _state_bytes(k)) for k in (0, 3)),
+    *(
+        Peer(f"{_OPS}.causal_conv1d", f"{NANO}, K={k}", "bfloat16", _vllm_conv_update(k), _conv_bytes(k))
+        for k in (0, 3)
+    ),
+    Peer(
+        f"{_OPS}.causal_conv1d",
+        NANO,
+        "bfloat16",
+        _vllm_conv_prefill,
+        {"fwd": lambda c: (c["BLOCK_M"] + 3 + c["BLOCK_M"]) * c["BLOCK_N"] * 2},
+    ),
+    Peer(f"{_OPS}.ssd_combined", _CHUNKS, "bfloat16", _vllm_chunk_scan, {}),
+    Peer(f"{_OPS}.layernorm_gated", NANO, "bfloat16", _gated_norm, _NORM_BYTES),
+    Peer(f"{_ATTENTION}.triton_unified_attention", f"{NANO}, K=0, split", "bfloat16", _vllm_attention(1, 16), {}),
+    Peer(f"{_ATTENTION}.triton_unified_attention", f"{NANO}, K=3", "bfloat16", _vllm_attention(4, 0), {}),
+    Peer(
+        f"{_ATTENTION}.triton_reshape_and_cache_flash",
+        NANO,
+        "bfloat16",
+        _vllm_store,
+        {"cache": lambda c: 4 * min(c["TILE_SIZE"], KV_HEADS * HEAD_SIZE) * 2},
+    ),
+    Peer(f"{_MAMBA}.selective_state_update", f"{NANO}, K=0", "float32", lambda p: _state_update(p, 0), _state_bytes(0)),
+    Peer(f"{_MAMBA}.ssd_combined", _CHUNKS, "bfloat16", _mamba_chunk_scan, {}),
+    Peer(f"{_MAMBA}.layernorm_gated", NANO, "bfloat16", _gated_norm, _NORM_BYTES),
+)
+
+
+@contextmanager
+def _recorded() -> Iterator[list[AotCase]]:
+    """What is launched inside, without package, dtype and bytes; `shape` says which configuration is taken."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.jit import JITFunction, create_function_from_signature
+
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    found: list[AotCase] = []
+
+    def record(self: Any, *args: Any, grid: Any, warmup: bool, note: str = "", **kwargs: Any) -> None:
+        bind = create_function_from_signature(self.signature, self.params, backend)
+        values, kinds, options = bind(*args, **kwargs)
+        arguments = list(zip(values.items(), kinds, strict=True))
+        chosen = backend.parse_options(options)
+        found.append(
+            AotCase(
+                kernel=self.__name__.strip("_"),
+                shape=note,
+                dtype="",
+                fn=self,
+                signature={name: kind[0] for (name, _), kind in arguments},
+                constexprs={name: value for (name, value), kind in arguments if kind[0] == "constexpr"},
+                num_warps=chosen.num_warps,
+                num_stages=chosen.num_stages,
+                divisible=tuple(name for (name, _), kind in arguments if kind[1] and "D" in str(kind[1])),
+            )
+        )
+
+    def take_the_first(self: Any, *args: Any, **kwargs: Any) -> None:
+        note = f", config 1/{len(self.configs)}"
+        self.fn.run(*args, **kwargs, **self.configs[0].all_kwargs(), note=note)
+
+    with (
+        patch.object(JITFunction, "run", record),
+        patch.object(Autotuner, "run", take_the_first),
+        patch.object(torch.cuda, "device", lambda _: nullcontext()),
+        patch.object(torch.accelerator, "device_index", lambda _: nullcontext()),
+        patch.object(torch.cuda, "get_device_capability", lambda *_: (9, 0)),
+    ):
+        yield found
+
+
+def _cases_of(peer: Peer) -> list[AotCase]:
+    with loaded_kernels(peer.module) as module, _recorded() as launches:
+        peer.call(module)
+    cases = []
+    for launch in launches:
+        of_kernel = (size for part, size in peer.bytes_per_program.items() if part in launch.kernel)
+        size = next(of_kernel, None)
+        cases.append(
+            replace(
+                launch,
+                kernel=f"{peer.package}.{launch.kernel}",
+                shape=peer.shape + launch.shape,
+                dtype=peer.dtype,
+                bytes_per_program=None if size is None else size(launch.constexprs),
+            )
+        )
+    return cases
+
+
+@cache
+def find() -> tuple[list[AotCase], list[str]]:
+    """The cases of all peers that are there, and a line for each package or call that is not.
+
+    Raises:
+        HybridKVError: neither package is there.
+    """
+    if not any(map(root_of, PACKAGES)):
+        names = " nor ".join(PACKAGES)
+        raise HybridKVError(
+            f"--peers compiles the kernels of other packages, and neither {names} can be imported; "
+            f"run: pip install --no-deps {' '.join(PACKAGES.values())} einops, or put their sources on PYTHONPATH"
+        )
+    cases: dict[tuple[str, str, str], AotCase] = {}
+    absent = [f"{package} is not installed" for package in PACKAGES if root_of(package) is None]
+    for peer in PEERS:
+        if root_of(peer.package) is None:
+            continue
+        try:
+            for case in _cases_of(peer):
+                cases.setdefault((case.kernel, case.shape, case.dtype), case)
+        except Exception as error:  # Another version may lack a kernel, or call it otherwise.
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] != peer.package:
+                reason = f"skipped, it needs the package {error.name}"
+            absent.append(f"{peer.module} ({peer.shape}): {reason}")
+    return list(cases.values()), absent
+
+
+def aot_cases() -> list[AotCase]:
+    """The cases of all peers that are there."""
+    return find()[0]

@@ -1,0 +1,419 @@
+"""What a decode step launches, and what it moves, by count: Triton's interpreter runs it on the CPU.
+
+Launches: the engine's own layers run one step, on plain torch and on Triton. Each launch of a kernel counts, and each
+operation of torch that would launch one on a GPU; views and allocations do not. Plain torch is counted as a CPU
+dispatches it: its norm is a row of operations here and one on a GPU, and copies from the host are none here.
+
+Bytes: every address that the programs of a launch load or store, each once, parameters that all requests share left
+out. What is counted must be what `state_bytes` says, which `mean_traffic` then averages over the histories and
+flushes that `recompute.commit` makes in a long run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from bench.static.gate import Baseline, read_baseline
+from hybrid_kv.errors import deaf_to_ctrl_c
+from hybrid_kv.kernels.common.interpreter import start_interpreter
+from hybrid_kv.kernels.common.shapes import NANO, SHAPES
+from hybrid_kv.kernels.recompute import RecomputeCursors, commit_reference, default_ring_len
+from hybrid_kv.kernels.recompute.state_bytes import slots_bytes, step_bytes
+from hybrid_kv.results import Row, provenance
+
+TARGET = "any"
+UNITS = {"launches": "launches", "torch_operations": "operations", "bytes": "B"}
+FEWEST = 5.0  # times as many bytes as `recompute` that `slots` must move with 3 and 5 drafts, states in float32
+_ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+
+
+# ---- launches ----
+
+
+class _Operations(TorchDispatchMode):
+    """Counts operations that would launch something."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returns = func._schema.returns
+        is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in returns)
+        name = func.overloadpacket.__name__
+        if not is_view and name not in _ALLOCATIONS:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted() -> Iterator[tuple[list[str], list[str]]]:
+    """Names of the kernels that are launched inside, and of torch's operations."""
+    from triton.runtime.interpreter import GridExecutor
+
+    kernels: list[str] = []
+    launch = GridExecutor.__call__
+
+    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kernels.append(self.fn.__name__)
+        with _disable_current_modes():  # The interpreter computes with torch, too.
+            return launch(self, *args, **kwargs)
+
+    with patch.object(GridExecutor, "__call__", counting), _Operations() as operations:
+        yield kernels, operations.names
+
+
+@dataclass(frozen=True)
+class Count:
+    """One counted thing: `values` by metric, `wrong` says what must not be."""
+
+    name: str
+    shape: str
+    dtype: str
+    values: dict[str, float]
+    wrong: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        return self.name, self.shape, self.dtype, TARGET
+
+
+def _rows(num_reqs: int, query_len: int) -> Any:
+    from hybrid_kv.attention.common import CommonAttentionMetadata
+
+    lengths = np.full(num_reqs, query_len, dtype=np.int64)
+    computed = np.full(num_reqs, 20, dtype=np.int64)
+    positions = torch.arange(20, 20 + query_len).repeat(num_reqs)
+    tokens = num_reqs * query_len
+    return CommonAttentionMetadata(num_reqs, num_reqs, tokens, tokens, num_reqs, tokens, lengths, computed, positions)
+
+
+def mamba_layer(kernels: str, scheme: str, K: int) -> Callable[[], object]:
+    """A second layer of a step of two decodes: what the first one prepared is there."""
+    from hybrid_kv.attention.mamba import MambaMetadataBuilder
+    from hybrid_kv.attention.rollback import rollback_spec
+    from hybrid_kv.cache.layout import allocate_row_memory
+    from hybrid_kv.cache.spec import (
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        MambaSpec,
+        StatePart,
+        window_and_states,
+        with_rollback,
+    )
+    from hybrid_kv.config import CacheConfig
+    from hybrid_kv.models.layers import ForwardContext
+    from hybrid_kv.models.mixers.mamba2 import Mamba2Mixer
+
+    heads, head_dim, size, groups, num_reqs, hidden = 4, 16, 16, 2, 2, 32
+    channels, dtype = heads * head_dim + 2 * groups * size, torch.float32
+    layer = Mamba2Mixer("m", hidden, heads, head_dim, size, groups, 4, 16, 1e-5, True, False)
+    for parameter in layer.parameters():
+        parameter.data.fill_(0.1)
+    spec = MambaSpec(
+        block_size=64,
+        parts=window_and_states(((3, channels), dtype), ((heads, head_dim, size), dtype)),
+        inputs=(
+            StatePart("x", (heads, head_dim), dtype),
+            StatePart("B", (groups, size), dtype),
+            StatePart("dt", (heads,), dtype),
+        ),
+    )
+    found = with_rollback(spec, rollback_spec(CacheConfig(state_scheme=scheme), K, False, [spec]))
+    assert isinstance(found, MambaSpec)
+    builder = MambaMetadataBuilder(found, num_reqs, torch.device("cpu"), kernels == "triton")
+    common, width = _rows(num_reqs, 1 + K), 1 + K
+    table = torch.arange(1, 1 + num_reqs * width, dtype=torch.int32).view(num_reqs, width)
+    views: dict[str, tuple[torch.Tensor, ...]] = {
+        "m": tuple(
+            torch.zeros(1 + num_reqs * width, *part.shape, dtype=part.dtype)
+            for part in map(found.rollback.stored, found.parts)
+        )
+    }
+    rows, config = np.arange(num_reqs), KVCacheConfig(2, (KVCacheGroupSpec(("m",), found),))
+    rollback = builder.rollback.prepare(rows, rows.tolist(), np.ones_like(rows), common, table)
+    metadata = builder.build(common, table, np.zeros_like(rows), np.zeros_like(rows), rollback)
+    memory = allocate_row_memory(config, num_reqs, torch.device("cpu"))
+    context = ForwardContext({"m": metadata}, views, memory, "triton" if kernels == "triton" else "torch")
+    x = torch.zeros(common.num_tokens, hidden)
+    layer(x, context)
+    return lambda: layer(x, context)
+
+
+def attention_layer(kernels: str, K: int) -> Callable[[], object]:
+    """A second layer of a step of two decodes."""
+    from hybrid_kv.attention.paged import build_paged_attention_metadata, compute_of
+    from hybrid_kv.models.attention import PagedAttention
+    from hybrid_kv.models.layers import ForwardContext
+
+    layer = PagedAttention("a", 32, 4, 2, 16)
+    for parameter in layer.parameters():
+        parameter.data.fill_(0.1)
+    common = _rows(2, 1 + K)
+    table = torch.arange(1, 5, dtype=torch.int32).view(2, 2)
+    slots = torch.cat([16 * table[row, 1] + torch.arange(4, 5 + K) for row in range(2)]).long()
+    metadata = build_paged_attention_metadata(common, table, slots, 16, compute_of(kernels))
+    caches = torch.zeros(2, 5, 16, 2, 16)
+    context = ForwardContext({"a": metadata}, {"a": tuple(caches)})
+    x = torch.zeros(common.num_tokens, 32)
+    layer(x, context)
+    return lambda: layer(x, context)
+
+
+def block_tables(kernels: str) -> Callable[[], object]:
+    """Three groups: two requests append a block each, with one padding row."""
+    from array import array
+
+    from hybrid_kv.cache.block_table import BlockTables, LaunchedBlockTables
+
+    sizes = ([64, 64, 64], [64, 64, 16], 4, 16, [4, 4, 8], torch.device("cpu"), [2])
+    tables = LaunchedBlockTables(*sizes) if kernels == "triton" else BlockTables(*sizes)
+    rows, ones = np.array([0, 1]), np.array([1, 1])
+    positions = torch.zeros(2, dtype=torch.int64)
+
+    def step() -> None:
+        for row in (0, 1):
+            tables.append_block_ids(row, np.arange(1, 4, dtype=np.int32), array("i", [1, 1, 1]), False)
+        tables.update(rows, ones, positions, 3, 3)
+
+    step()
+    return step
+
+
+CASES: tuple[tuple[str, str, Callable[[str], Callable[[], object]]], ...] = (
+    ("launches.mamba_layer", "decode, slots, K=0", lambda kernels: mamba_layer(kernels, "slots", 0)),
+    ("launches.mamba_layer", "decode, slots, K=3", lambda kernels: mamba_layer(kernels, "slots", 3)),
+    ("launches.mamba_layer", "decode, recompute, K=3", lambda kernels: mamba_layer(kernels, "recompute", 3)),
+    ("launches.attention_layer", "decode, K=0", lambda kernels: attention_layer(kernels, 0)),
+    ("launches.attention_layer", "decode, K=3", lambda kernels: attention_layer(kernels, 3)),
+    ("launches.block_tables", "step, 3 groups", block_tables),
+)
+
+
+def count_launches() -> list[Count]:
+    """Of one decode step: a Mamba layer, an attention layer, the block tables; on both paths."""
+    found = []
+    for name, shape, build in CASES:
+        for kernels in ("torch", "triton"):
+            run = build(kernels)
+            with torch.inference_mode(), counted() as (launched, operations):
+                run()
+            values = {"launches": float(len(launched)), "torch_operations": float(len(operations))}
+            found.append(Count(name, shape, kernels, values))
+    return found
+
+
+# ---- bytes ----
+
+
+def distinct_bytes(call: Callable[[], object], shared: Sequence[torch.Tensor]) -> int:
+    """Of all launches inside: each address that is loaded counts once, and each that is stored; not those of `shared`.
+
+    A tensor is left out with its whole storage.
+    """
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    accesses: dict[str, list[Any]] = {"load": [], "store": []}
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+    def record(kind: str, pointers: Any, mask: Any) -> None:
+        addresses, active = np.broadcast_arrays(pointers.data, mask.data.astype(bool))
+        size = pointers.get_element_ty().primitive_bitwidth // 8
+        accesses[kind].append((np.unique(addresses[active].astype(np.int64)), size))
+
+    def counting_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+        record("load", pointers, mask)
+        return load(self, pointers, mask, *rest)
+
+    def counting_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        record("store", pointers, mask)
+        return store(self, pointers, value, mask, *rest)
+
+    with (
+        patch.object(InterpreterBuilder, "create_masked_load", counting_load),
+        patch.object(InterpreterBuilder, "create_masked_store", counting_store),
+    ):
+        call()
+    storages = [tensor.untyped_storage() for tensor in shared]
+    total = 0
+    for parts in accesses.values():
+        for size in {size for _, size in parts}:
+            addresses = np.unique(np.concatenate([part for part, own in parts if own == size]))
+            for storage in storages:
+                first = storage.data_ptr()
+                addresses = addresses[(addresses < first) | (addresses >= first + storage.nbytes())]
+            total += size * len(addresses)
+    return total
+
+
+def _count_scheme(shape: tuple[int, int, int, int], K: int, n_hist: int | None, flush: bool) -> int:
+    """Bytes of one request in one layer; `n_hist` None: scheme `slots`."""
+    from hybrid_kv.kernels.recompute import (
+        RecomputeRing,
+        RecomputeStep,
+        default_ring_len,
+        recompute_update,
+        split_state,
+    )
+    from hybrid_kv.kernels.ssd import selective_state_update_slots
+
+    heads, head_dim, size, groups = shape
+    tokens, bf16 = 1 + K, torch.bfloat16
+    x, B, C = (torch.zeros(tokens, *part, dtype=bf16) for part in ((heads, head_dim), (groups, size), (groups, size)))
+    dt, cu_seqlens = torch.zeros(tokens, heads, dtype=bf16), torch.tensor([0, tokens])
+    dt_bias, A_log, D = heads_of = tuple(torch.zeros(3, heads))
+    states = torch.zeros(2 + tokens, heads, head_dim, size)
+    if n_hist is None:
+        sources, targets = torch.tensor([1]), torch.arange(2, 2 + tokens)[None]
+        indices = (cu_seqlens, sources, targets)
+        return distinct_bytes(
+            lambda: selective_state_update_slots(states, x, dt, dt_bias, A_log, B, C, D, *indices),
+            [*heads_of, *indices],
+        )
+    ring_len = default_ring_len(tokens)
+    ring = RecomputeRing.allocate(1, ring_len, heads, head_dim, groups, size, bf16, torch.device("cpu"))
+    row, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
+    parts = (row, one, one + 1 if flush else one.clone(), row.clone(), n_hist * one, n_hist * one if flush else row + 0)
+    step = RecomputeStep(*parts, max_query_len=tokens)
+    planes = split_state(states)
+    return distinct_bytes(
+        lambda: recompute_update(planes, ring, step, x, dt, dt_bias, A_log, B, C, D, cu_seqlens),
+        [*heads_of, cu_seqlens, *parts],
+    )
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes per request, layer and step of both schemes, averaged over a long run.
+
+    Attributes:
+        flush_rate: share of the steps that flush.
+        recompute, slots: bytes.
+    """
+
+    flush_rate: float
+    recompute: float
+    slots: float
+
+    @property
+    def ratio(self) -> float:
+        return self.slots / self.recompute
+
+
+def mean_traffic(
+    shape: tuple[int, int, int, int],
+    state_dtype: torch.dtype,
+    num_speculative_tokens: int,
+    acceptance: float = 0.75,
+    block_size: int | None = 528,
+    steps: int = 400,
+) -> Traffic:
+    """Both schemes under drafts of which each is accepted with probability `acceptance` if those before it are.
+
+    The cursors of 64 requests are moved by `commit_reference` itself, so the rate of flushes is that of its rule.
+    """
+    num_rows, tokens = 64, 1 + num_speculative_tokens
+    device, generator = torch.device("cpu"), torch.Generator().manual_seed(0)
+    cursors = RecomputeCursors.allocate(num_rows, default_ring_len(tokens), tokens, device)
+    rows = torch.arange(num_rows)
+    cursors.restart(rows, 1 + rows)  # Not in step with each other.
+    cu_seqlens = torch.arange(num_rows + 1) * tokens
+    columns = 2 if block_size is None else 2 + (num_rows + steps * tokens) // block_size
+    block_table = torch.ones(num_rows, columns, dtype=torch.int64)
+    accepted = torch.ones(num_rows, dtype=torch.int64)
+    warm, total, flushes = steps // 4, 0, 0
+    for index in range(steps):
+        step = commit_reference(cursors, rows, accepted, cu_seqlens, block_table, block_size)
+        hits = torch.rand(num_rows, num_speculative_tokens, generator=generator) < acceptance
+        accepted = 1 + hits.long().cumprod(1).sum(1)
+        if index >= warm:
+            for n_hist, n_flush in zip(step.n_hist.tolist(), step.n_flush.tolist(), strict=True):
+                total += sum(step_bytes(shape, state_dtype, tokens, n_hist, n_flush > 0).values())
+                flushes += n_flush > 0
+    count = num_rows * (steps - warm)
+    slots = sum(slots_bytes(shape, state_dtype, tokens).values())
+    return Traffic(flushes / count, total / count, slots)
+
+
+def count_bytes() -> list[Count]:
+    """Of one request, layer and step, at the shape of Nemotron-3-Nano with float32 states."""
+    fp32, found = torch.float32, []
+    shape = heads, head_dim, size, groups = SHAPES[NANO].state
+    for K in (3, 5):
+        wrong = []
+        for n_hist, flush in ((None, False), (9, False), (9, True)):
+            if n_hist is None:
+                said = sum(slots_bytes(shape, fp32, 1 + K).values())
+            else:
+                said = sum(step_bytes(shape, fp32, 1 + K, n_hist, flush).values())
+            # Groups have nothing in common, so one of them tells of all.
+            bytes_moved = groups * _count_scheme((heads // groups, head_dim, size, 1), K, n_hist, flush)
+            if bytes_moved != said:
+                what = "slots" if n_hist is None else f"recompute of {n_hist} tokens{', flushed' if flush else ''}"
+                wrong.append(f"{what} moves {bytes_moved} bytes, the model says {said}")
+        traffic = mean_traffic(shape, fp32, K, steps=200)
+        if traffic.ratio < FEWEST:
+            wrong.append(f"slots moves {traffic.ratio:.2f} times the bytes of recompute, it must be {FEWEST}")
+        for scheme, value in (("slots", traffic.slots), ("recompute", traffic.recompute)):
+            values = {"bytes": float(round(value))}
+            found.append(Count(f"bytes.{scheme}", f"{NANO}, K={K}", "float32", values, "; ".join(wrong)))
+    return found
+
+
+# ---- comparing ----
+
+
+def count_all() -> list[Count]:
+    """Everything, in a process that interprets kernels."""
+    with ProcessPoolExecutor(1, get_context("spawn"), start_interpreter) as pool:
+        with deaf_to_ctrl_c():
+            pool.submit(int)  # The first submit starts the worker.
+        return [*pool.submit(count_launches).result(), *pool.submit(count_bytes).result()]
+
+
+def failures(count: Count, baseline: Baseline) -> list[str]:
+    """What got worse: one launch or byte more than in the baseline is too many."""
+    then = baseline.get(count.key, {})
+    found = [count.wrong] if count.wrong else []
+    for metric, value in count.values.items():
+        if value > then.get(metric, float("inf")):
+            found.append(f"{value:.0f} {metric.replace('_', ' ')} instead of {then[metric]:.0f}")
+    return found
+
+
+def changed_rows(counts: Sequence[Count], path: Path) -> list[Row]:
+    """The rows of those counts that the baseline does not hold already."""
+    known = read_baseline(path, provenance().triton)
+    return [
+        Row("kernels", one.name, metric, value, UNITS[metric], _params(one), better="lower", verdict="pass")
+        for one in counts
+        if one.values != known.get(one.key)
+        for metric, value in one.values.items()
+    ]
+
+
+def _params(count: Count) -> dict[str, str]:
+    return {"shape": count.shape, "dtype": count.dtype, "target": TARGET}
+
+
+def print_counts(counts: Sequence[Count], found: Sequence[Sequence[str]]) -> None:
+    """One line per count, and below what is wrong."""
+    print(f"\n{'counted in the interpreter':26} {'shape':24} {'':8} {'launches':>9} {'torch ops':>10} {'bytes':>11}")
+    for one, wrong in zip(counts, found, strict=True):
+        cells = [f"{one.values[metric]:,.0f}" if metric in one.values else "" for metric in UNITS]
+        word = "FAILED" if wrong else "ok"
+        print(f"{one.name:26} {one.shape:24} {one.dtype:8} {cells[0]:>9} {cells[1]:>10} {cells[2]:>11}  {word}")
+    for one, wrong in zip(counts, found, strict=True):
+        for line in wrong:
+            print(f"{one.name} ({one.shape}, {one.dtype}): {line}")

@@ -1,0 +1,62 @@
+"""Showing what was compiled: a table for people, a document for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from bench.static.gate import Verdict
+from hybrid_kv.results import provenance
+
+_MIX = ("global", "shared", "tensor", "float", "integer")
+
+
+def print_table(verdicts: Sequence[Verdict]) -> None:
+    """One line per case and target, and below what is wrong."""
+    from rich.console import Console
+    from rich.table import Table
+
+    # A terminal may wrap a line; rich would cut the metrics off.
+    console = Console(highlight=False, markup=False, soft_wrap=True, width=240)
+    table = Table(box=None, pad_edge=False)
+    headers = ("target", "regs", "spill", "shared", "blocks", "load", "store", "code", "instr.", "/byte")
+    for name in ("kernel", "shape", "dtype", *headers, " ".join(_MIX), ""):
+        left = name in ("kernel", "shape", "dtype", "target", "code", "")
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+    before: tuple[str, ...] = ()
+    for verdict in verdicts:
+        one = verdict.measurement
+        case, metrics = one.key[:3], one.metrics
+        cells = [""] * len(headers[1:]) + [""]
+        if metrics is not None:
+            cells = [f"{metrics.registers}", f"{metrics.spill_bytes}", f"{metrics.shared_bytes}"]
+            cells += [f"{metrics.blocks_per_sm}", f"{metrics.load_bits}", f"{metrics.store_bits}"]
+            per_byte = metrics.instructions_per_byte
+            cells += [metrics.isa, f"{metrics.instructions}", "" if per_byte is None else f"{per_byte:.2f}"]
+            mix = metrics.mix[metrics.isa]
+            cells += [" ".join(f"{mix.get(name, 0):{len(name)}}" for name in _MIX)]
+        table.add_row(*(("", "", "") if case == before else case), one.target, *cells, verdict.word)
+        before = case
+    console.print(table)
+    for verdict in verdicts:
+        kernel, shape, dtype, target = verdict.measurement.key
+        for line in verdict.failures + [f"warning: {text}" for text in verdict.warnings]:
+            console.print(f"{kernel} ({shape}, {dtype}) on {target}: {line}")
+    failed = sum(bool(verdict.failures) for verdict in verdicts)
+    new = sum(verdict.is_new for verdict in verdicts)
+    notes = [f"{len(verdicts)} compiled with Triton {provenance().triton}, {failed} failed"]
+    notes += [f"{new} without a baseline: --update records them"] if new else []
+    console.print("\n" + "; ".join(notes))
+
+
+def document(verdicts: Sequence[Verdict], peers: Sequence[Verdict] = ()) -> dict[str, Any]:
+    """For JSON: every measurement with its metrics and verdict, those of other packages apart, and their origin."""
+    found: dict[str, Any] = {
+        "passed": not any(verdict.failures for verdict in verdicts),
+        "provenance": asdict(provenance()),
+        "kernels": [asdict(verdict) for verdict in verdicts],
+    }
+    if peers:
+        found["peers"] = [asdict(verdict.measurement) for verdict in peers]
+    return found

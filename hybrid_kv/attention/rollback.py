@@ -1,0 +1,299 @@
+"""How a Mamba layer rolls back rejected drafts: one class for each `state_scheme`, which all other code queries.
+
+An attention layer overwrites what a rejected draft left in its slot. A recurrent state cannot be overwritten: it has
+seen the draft. Two schemes:
+
+- `slots`: a verify step writes the state after every token into a block of its own; the next step starts from the one
+  after the last accepted token.
+- `recompute`: a request keeps one state and, in a ring, the inputs of the tokens since. A step lets its tokens see
+  both; the inputs of rejected tokens are overwritten. Now and then the oldest inputs are flushed into the state (see
+  `kernels.recompute`).
+
+The interface. `memory` says what the scheme takes of the cache (a `RollbackSpec`; the cache does not know the scheme).
+An
+instance serves one group: `prepare` decides, once per step and before the layers run, what its decodes read and write,
+and returns it as indices (`RollbackStep`); layers read these and do the rest. `copies_states` says whether the states
+at block boundaries are brought to their own blocks behind a verify step (`mamba.postprocess_mamba`) or only the
+windows; `flush` writes the state of a request that leaves, `flush_all` that of one that another engine goes on with.
+
+A third scheme is a class and an entry in `SCHEMES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hybrid_kv.attention.common import CommonAttentionMetadata
+from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec, RollbackSpec, StatePart, StateProgress
+from hybrid_kv.config import CacheConfig, ConfigError
+from hybrid_kv.kernels.common.integers import cdiv
+from hybrid_kv.kernels.recompute import (
+    RecomputeCursors,
+    RecomputeRing,
+    RecomputeStep,
+    commit,
+    commit_reference,
+    default_ring_len,
+    shortest_ring_len,
+)
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class RollbackStep:
+    """What the decodes of one step read and write, for all layers of a group.
+
+    Attributes:
+        history: where their states and the inputs behind these lie, which tokens see both of, and what is flushed.
+            None: a decode reads the state at `MambaMetadata.source_indices` and writes those after its tokens to
+            `state_indices`. Such a step is the same whenever these are.
+        cu_seqlens: [D + 1] int64, first token of each decode, if the scheme has it anyway.
+    """
+
+    history: RecomputeStep | None = None
+    cu_seqlens: torch.Tensor | None = None
+
+
+NO_DECODES = RollbackStep()
+
+
+class Rollback:
+    """A scheme, bound to one group of layers. This one is `slots`: 1 + K states are written, the next step picks one.
+
+    Attributes:
+        spec_type: of what `memory` returns.
+    """
+
+    copies_states: ClassVar[bool] = True
+    spec_type: ClassVar[type[RollbackSpec]] = RollbackSpec
+
+    def __init__(self, spec: MambaSpec, max_num_seqs: int, device: torch.device, launches: bool) -> None:
+        pass
+
+    @staticmethod
+    def memory(
+        cache: CacheConfig, num_speculative_tokens: int, is_async: bool, specs: Sequence[KVCacheSpec]
+    ) -> RollbackSpec:
+        """What the scheme takes of the cache, as the user configured it.
+
+        Raises:
+            ConfigError: an option that is not the scheme's, or one that it cannot keep.
+        """
+        if cache.recompute_ring_len is not None:
+            raise ConfigError(
+                f"recompute_ring_len={cache.recompute_ring_len} sizes the ring of state_scheme recompute, which is "
+                'off; add state_scheme="recompute"'
+            )
+        return RollbackSpec(num_speculative_tokens)
+
+    def source_logical_blocks(self, current_blocks: torch.Tensor, window_rows: torch.Tensor) -> torch.Tensor:
+        """Logical blocks of the states to start from, of each row: the previous current state block, and the window's
+        row in it.
+        """
+        return current_blocks + window_rows
+
+    def prepare(
+        self, rows: Ints, new: Sequence[int], num_gained: Ints, common: CommonAttentionMetadata, table: torch.Tensor
+    ) -> RollbackStep:
+        """What the decodes of a step do.
+
+        Args:
+            rows: [num_reqs_padded], of the engine; -1 for padding.
+            new: places in the batch of rows with a new owner.
+            num_gained: [num_reqs_padded], tokens that the request has gained since its last step began.
+            table: [num_reqs_padded, width] int32.
+        """
+        return NO_DECODES
+
+    def flush(self, rows: Ints, num_gained: Ints, table: torch.Tensor) -> RollbackStep:
+        """What writes the states at the last boundary among the tokens of requests that run nothing.
+
+        Args:
+            rows, num_gained: [n].
+            table: [n, width] int32.
+        """
+        return NO_DECODES
+
+    def flush_all(self, rows: Ints, num_gained: Ints, current_blocks: Ints, table: torch.Tensor) -> RollbackStep:
+        """What writes the states after all tokens of requests that leave, to the logical blocks of
+        `source_logical_blocks`.
+
+        No boundary lies between them and the states that are written: `flush` was there before.
+
+        Args:
+            rows, num_gained, current state blocks: [n].
+            table: [n, width] int32.
+        """
+        return NO_DECODES
+
+
+@dataclass(frozen=True)
+class RecomputeSpec(RollbackSpec):
+    """Scheme `recompute`: states are written now and then, the inputs of the tokens since are kept in a ring.
+
+    `ring_len` tokens for each row of the engine. With asynchronous scheduling `num_uncertain_tokens` more of a step
+    in flight are not known when logical blocks are chosen.
+    """
+
+    ring_len: int = 0
+    num_uncertain_tokens: int = 0
+    scheme: ClassVar[str] = "recompute"
+    needs_inputs: ClassVar[bool] = True
+    writes_late: ClassVar[bool] = True
+
+    @property
+    def max_query_len(self) -> int:
+        """The most tokens of a verify step."""
+        return 1 + self.num_speculative_tokens
+
+    @property
+    def num_blocks(self) -> int:
+        return 0
+
+    def most_logical_blocks_behind(self, block_size: int) -> int:
+        """The oldest logical block is that of the base, the state that the last step started from.
+
+        The tokens behind the base lie in the ring, and so will the step's, and a step that finds a boundary passed
+        flushes them up to there: the one before found less than a block behind the base, and left at most 1 + K more.
+        """
+        span = min(self.ring_len, block_size - 1 + 2 * self.max_query_len) + self.num_uncertain_tokens
+        return cdiv(span, block_size)
+
+    def bytes_per_row(self, inputs: Sequence[StatePart]) -> int:
+        return self.ring_len * sum(part.nbytes for part in inputs)
+
+    def stored(self, part: StatePart) -> StatePart:
+        """A float32 state is two int16 planes of the same bytes (`kernels.recompute.split_state`)."""
+        if part.role != "state" or part.dtype != torch.float32:
+            return part
+        return StatePart(part.name, (2, *part.shape), torch.int16)
+
+    def allocate(self, inputs: Sequence[StatePart], num_rows: int, device: torch.device) -> RecomputeRing | None:
+        if not inputs:
+            return None  # a layer of windows alone
+        (heads, head_dim), (groups, state_size) = inputs[0].shape, inputs[1].shape
+        return RecomputeRing.allocate(
+            num_rows, self.ring_len, heads, head_dim, groups, state_size, inputs[0].dtype, device
+        )
+
+    def describe(self) -> dict[str, Any]:
+        return {"ring_len": self.ring_len}
+
+    def num_seen(self, progress: StateProgress, start: int) -> int:
+        return progress.flushed
+
+    def advance(
+        self, progress: StateProgress, start: int, num_tokens: int, computed: int, block_size: int | None
+    ) -> StateProgress:
+        """The rule of `kernels.recompute` for `n_flush`, on the host: it follows from lengths alone."""
+        flushed = progress.flushed
+        if block_size is not None and start >= (boundary := (flushed // block_size + 1) * block_size):
+            return StateProgress(computed, boundary)
+        is_full = start - flushed + num_tokens + self.max_query_len > self.ring_len
+        return StateProgress(computed, start if is_full else flushed)
+
+
+class Recompute(Rollback):
+    """Scheme `recompute`: one state and the inputs since, run again on demand.
+
+    Attributes:
+        cursors: where the state and the history of each row of the engine are; the groups' are equal, but for the
+            blocks that they mean.
+    """
+
+    copies_states: ClassVar[bool] = False  # the state at a boundary is not written yet
+    spec_type: ClassVar[type[RollbackSpec]] = RecomputeSpec
+
+    def __init__(self, spec: MambaSpec, max_num_seqs: int, device: torch.device, launches: bool) -> None:
+        rollback = spec.rollback
+        assert isinstance(rollback, RecomputeSpec)
+        self._commit = commit if launches else commit_reference
+        self._block_size = spec.block_size if spec.mode.keeps_states else None
+        self.cursors = RecomputeCursors.allocate(max_num_seqs, rollback.ring_len, rollback.max_query_len, device)
+
+    @staticmethod
+    def memory(
+        cache: CacheConfig, num_speculative_tokens: int, is_async: bool, specs: Sequence[KVCacheSpec]
+    ) -> RecomputeSpec:
+        if not any(isinstance(spec, MambaSpec) for spec in specs):
+            raise ConfigError('state_scheme="recompute": the model has no Mamba layer; use slots')
+        longest = 1 + num_speculative_tokens
+        ring_len = cache.recompute_ring_len or default_ring_len(longest)
+        if ring_len < (least := shortest_ring_len(longest)):
+            raise ConfigError(
+                f"recompute_ring_len={ring_len} is too short for num_speculative_tokens={num_speculative_tokens}, "
+                f"which needs {least}; raise it or leave it out"
+            )
+        return RecomputeSpec(num_speculative_tokens, ring_len, longest if is_async else 0)
+
+    def source_logical_blocks(self, current_blocks: torch.Tensor, window_rows: torch.Tensor) -> torch.Tensor:
+        return current_blocks  # a prefill leaves its state beside its window
+
+    def prepare(
+        self, rows: Ints, new: Sequence[int], num_gained: Ints, common: CommonAttentionMetadata, table: torch.Tensor
+    ) -> RollbackStep:
+        """Prefills start anew behind their last token."""
+        computed, split = common.num_computed_tokens, common.num_decodes
+        if new:
+            self._restart(rows[new], computed[new])
+        step = NO_DECODES
+        if split:
+            step = self._step(rows[:split], num_gained[:split], common.query_lens[:split], table[:split])
+        if common.num_prefills:
+            self._restart(rows[split:], (computed + common.query_lens)[split:])
+        return step
+
+    def flush(self, rows: Ints, num_gained: Ints, table: torch.Tensor) -> RollbackStep:
+        return self._step(rows, num_gained, np.zeros_like(rows), table)
+
+    def flush_all(self, rows: Ints, num_gained: Ints, current_blocks: Ints, table: torch.Tensor) -> RollbackStep:
+        """All of the history goes into the current state block, not into the state's own, which may be
+        published.
+        """
+        device, cursors = table.device, self.cursors
+        row, gained, target = (torch.from_numpy(part).to(device) for part in (rows, num_gained, current_blocks))
+        source = torch.zeros_like(row)
+        if self._block_size is not None:
+            source = (cursors.base_pos[row] - 1) // self._block_size
+        src, dst = (table.gather(1, block_idx[:, None])[:, 0].long() for block_idx in (source, target))
+        n_hist = cursors.n_hist[row] + torch.minimum(gained, cursors.prev_t[row])
+        step = RecomputeStep(row, src, dst, cursors.ring_start[row], n_hist, n_hist, cursors.max_query_len)
+        return RollbackStep(step, torch.zeros(len(rows) + 1, dtype=torch.int64, device=device))
+
+    def _step(self, rows: Ints, num_gained: Ints, query_lens: Ints, table: torch.Tensor) -> RollbackStep:
+        """Decide what each decode flushes and recomputes, and move the cursors past it."""
+        device = table.device
+        cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(query_lens)])).to(device)
+        gained = torch.from_numpy(num_gained).to(device)
+        step = self._commit(
+            self.cursors, torch.from_numpy(rows).to(device), gained, cu_seqlens, table, self._block_size
+        )
+        return RollbackStep(step, cu_seqlens)
+
+    def _restart(self, rows: Ints, num_computed_tokens: Ints) -> None:
+        """These rows have no history behind so many tokens: new owners, and prefills that will run."""
+        device = self.cursors.base_pos.device
+        self.cursors.restart(torch.from_numpy(rows).to(device), torch.from_numpy(num_computed_tokens).to(device))
+
+
+SCHEMES: dict[str, type[Rollback]] = {"slots": Rollback, "recompute": Recompute}
+
+
+def rollback_spec(
+    cache: CacheConfig, num_speculative_tokens: int, is_async: bool, specs: Sequence[KVCacheSpec]
+) -> RollbackSpec:
+    """What the scheme that the user chose takes of the cache.
+
+    Raises:
+        ConfigError: no such scheme, or its options contradict each other or the layers.
+    """
+    if cache.state_scheme not in SCHEMES:
+        raise ConfigError(f"state_scheme={cache.state_scheme!r}; use {' or '.join(SCHEMES)}")
+    return SCHEMES[cache.state_scheme].memory(cache, num_speculative_tokens, is_async, specs)

@@ -1,0 +1,135 @@
+"""What a request holds in one group: a row of block ids, some of them null; what the cache has of one, and lacks.
+
+`cache.manager` fills and empties logical blocks, `cache.block_table` stages the new ones.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockIds, BlockKey
+from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec, StateProgress
+
+NO_IDS: BlockIds = np.empty(0, dtype=np.int32)
+
+
+class NewBlocks(NamedTuple):
+    """Logical blocks that a request just got: ids group by group, and how many each group got, as block tables stage
+    them.
+    """
+
+    ids: BlockIds
+    counts: array[int]
+
+    @classmethod
+    def of(cls, rows: Sequence[RequestBlocks]) -> NewBlocks:
+        """All logical blocks of a request that is new to the tables, a row for each group."""
+        return cls(np.concatenate([row.all() for row in rows]), array("i", [row.length for row in rows]))
+
+    def per_group(self) -> list[BlockIds]:
+        """The ids of each group, as views."""
+        ends = list(accumulate(self.counts))
+        return [self.ids[end - count : end] for end, count in zip(ends, self.counts, strict=True)]
+
+
+NO_BLOCKS = NewBlocks(NO_IDS, array("i"))
+
+
+@dataclass(frozen=True)
+class PrefixHit:
+    """What the cache can restore of a request.
+
+    `group_tokens` is what each group could have restored alone; `vetoed_by` is a group that could not restore the next
+    longer prefix though another one could, if there is one. `chains` are the request's hashes, group by group, needed
+    to take the hit; drop them before storing it.
+    """
+
+    num_tokens: int
+    group_tokens: tuple[int, ...] = ()
+    vetoed_by: int | None = None
+    chains: tuple[Sequence[bytes], ...] = field(default=(), repr=False, compare=False)
+
+
+NO_HIT = PrefixHit(0)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A request that did not get in, the room that it needed, and the blocks that might make it need less."""
+
+    request_id: str
+    num_needed: int
+    keys: frozenset[BlockKey]
+
+
+class LogicalBlockRules:
+    """What decides a group's logical blocks, read off its spec once: a decode step reads them for every request and
+    group.
+    """
+
+    __slots__ = ("block_size", "drafts", "mode")
+
+    def __init__(self, spec: KVCacheSpec) -> None:
+        self.block_size = spec.block_size
+        self.mode = (
+            spec.mode if isinstance(spec, MambaSpec) else None
+        )  # None: attention, a block for every logical block
+        self.drafts = spec.num_speculative_blocks if isinstance(spec, MambaSpec) else 0
+
+    def num_complete(self, progress: StateProgress) -> int:
+        """How many logical blocks hold all that they stand for."""
+        return (progress.computed if self.mode is None else progress.flushed) // self.block_size
+
+
+class RequestBlocks:
+    """A request's logical blocks in one group. Those before `first` have been freed."""
+
+    __slots__ = ("_ids", "first", "length", "published")
+
+    def __init__(self) -> None:
+        self._ids: BlockIds = np.zeros(4, dtype=np.int32)
+        self.length = 0
+        self.first = 0
+        self.published = 0  # logical blocks already published or skipped
+
+    def extend(self, ids: BlockIds) -> None:
+        end = self.length + len(ids)
+        if end > len(self._ids):
+            self._ids = np.concatenate([self._ids[: self.length], np.zeros(end, dtype=np.int32)])
+        self._ids[self.length : end] = ids
+        self.length = end
+
+    def held(self) -> BlockIds:
+        """Ids from `first` on, null logical blocks left out."""
+        ids = self._ids[self.first : self.length]
+        return ids[ids != NULL_BLOCK]
+
+    def ends(self, block_size: int) -> npt.NDArray[np.int64]:
+        """Where the logical blocks of `held()` end, in tokens."""
+        ids = self._ids[self.first : self.length]
+        return (self.first + np.flatnonzero(ids != NULL_BLOCK) + 1) * block_size
+
+    def all(self) -> BlockIds:
+        """Ids of all logical blocks, null ones included."""
+        return self._ids[: self.length]
+
+    def __getitem__(self, block_idx: int) -> int:
+        return int(self._ids[block_idx])
+
+    def set(self, block_idx: int, block: int) -> None:
+        """Fill a null logical block."""
+        self._ids[block_idx] = block
+
+    def give_back(self, end: int) -> dict[int, int]:
+        """The blocks before logical block `end`, which are the request's no more, and their logical blocks."""
+        logical_blocks = enumerate(self._ids[self.first : end].tolist(), self.first)
+        self._ids[self.first : end] = NULL_BLOCK
+        self.first = end
+        return {block: block_idx for block_idx, block in logical_blocks if block != NULL_BLOCK}

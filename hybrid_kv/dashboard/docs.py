@@ -1,0 +1,180 @@
+"""`make figures`: the tables of numbers in README and docs/, from the rows in `results/`.
+
+A block stands between `<!-- figures:NAME -->` and `<!-- /figures -->`; what is between is written here, nowhere else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from hybrid_kv.arguments import ArgumentParser
+from hybrid_kv.cache.modes import MODES
+from hybrid_kv.dashboard.data import MUTANTS, Results, each, fullest_run, load, with_params
+from hybrid_kv.dashboard.sections.times import WHOLE, count_text, curve_rows
+from hybrid_kv.dashboard.words import number
+from hybrid_kv.errors import HybridKVError, run_command
+from hybrid_kv.files import write_whole
+
+ROOT = Path(__file__).resolve().parents[2]
+_BLOCK = re.compile(r"(<!-- figures:([\w-]+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
+RUNS = ("quick", "sanitizer", "full")  # runs of the mutants; a later one counts where no earlier one caught the bug
+SOON = 30  # seconds of one core in which the quick guard is to catch a bug
+CLASSES = {
+    "A": "geometry, page sizes, planning",
+    "B": "block tables, slots, units of a block",
+    "C": "metadata, persistent buffers, padding",
+    "D": "prefill or decode, first states, batches",
+    "E": "drafts: accepted tokens, rollback",
+    "F": "prefix cache: what is kept, what a hit restores",
+    "G": "lifetime: stale memory, preemption, leaks",
+    "H": "kernels: scans, offsets, dtypes",
+    "I": "admission, capacity, liveness",
+    "J": "offload, other tiers, several devices",
+    "K": "metrics, speed",
+    "L": "reported in November 2026",
+}
+
+
+def rewrite(text: str, results: Results) -> str:
+    """A page with every block made anew; a block without rows stays as it is.
+
+    Raises:
+        HybridKVError: the name of a block is unknown, or its end is missing.
+    """
+    if len(re.findall(r"<!-- figures:", text)) != len(_BLOCK.findall(text)):
+        raise HybridKVError("a block that starts with <!-- figures:… --> has no end; add <!-- /figures -->")
+
+    def block(found: re.Match[str]) -> str:
+        if found[2] not in BLOCKS:
+            raise HybridKVError(f"figures {found[2]!r} are unknown; use one of {', '.join(BLOCKS)}")
+        made = BLOCKS[found[2]](results)
+        return found[0] if made is None else f"{found[1]}{made.strip()}\n{found[3]}"
+
+    return _BLOCK.sub(block, text)
+
+
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The first column left, the others right."""
+    lines = [re.sub(r"\|  (?=\|)", "| ", f"| {' | '.join(line)} |") for line in [head, *rows]]
+    return "\n".join([lines[0], f"|---|{'--:|' * (len(head) - 1)}", *lines[1:]])
+
+
+def mutants_table(results: Results) -> str | None:
+    """Known bugs by class: what catches them first, how many, how soon."""
+    rows = first_catches(results)
+    if rows.empty:
+        return None
+    lines = []
+    for letter, name in CLASSES.items():
+        own = rows[rows["benchmark"].str.startswith(letter)]
+        found = own[own["value"] == 1]
+        seen = ", ".join(f"{section} {count}" for section, count in Counter(found["section"]).most_common())
+        median = found["seconds"].median()
+        seconds = "–" if pd.isna(median) else f"{median:.1f}"
+        lines.append([letter, name, seen or "–", f"{len(found)} of {len(own)}", seconds])
+    quick = rows[(rows["value"] == 1) & (rows["by"] == "quick")]
+    text = (
+        f"{int(rows['value'].sum())} of {len(rows)} are caught, {len(quick)} of them by the quick guard or unit tests, "
+        f"{sum(quick['seconds'] <= SOON)} in {SOON} s of one core at most; the median takes "
+        f"{quick['seconds'].median():.1f} s."
+    )
+    if missed := sorted(rows[rows["value"] == 0]["benchmark"]):
+        text += f" Not caught: {' '.join(missed)}."
+    return f"{text}\n\n{markdown_table(['', 'class', 'caught first by', 'caught', 's'], lines)}"
+
+
+def first_catches(results: Results) -> pd.DataFrame:
+    """A row for each known bug: of the first of `RUNS` that caught it, if one did. Of each the newest row counts."""
+    rows = results.of(MUTANTS)
+    rows = with_params(rows[rows["benchmark"].str.fullmatch(r"[A-L]\d\d")], by=str, section=str)
+    rows = rows[rows["by"].isin(RUNS)].drop_duplicates(["benchmark", "by", "metric"], keep="last")
+    keys = ["benchmark", "by"]
+    seconds = rows[rows["metric"] == "seconds"].set_index(keys)["value"].rename("seconds")
+    rows = rows[rows["metric"] == "caught"].join(seconds, on=keys)
+    late = rows["by"].map(RUNS.index) + len(RUNS) * (rows["value"] == 0)
+    return rows.assign(late=late).sort_values("late", kind="stable").drop_duplicates("benchmark")
+
+
+def families_table(results: Results) -> str | None:
+    """What the newest full guard found for each family: its distance from transformers, and its cells in float64."""
+    rows = with_params(fullest_run(results.of("guard", "families")), family=str).dropna(subset=["family"])
+    lines = []
+    for family, group in rows.groupby("family"):
+        own = {row.metric.partition("/")[0]: row for row in each(group)}
+        exact, distance = own["largest_logit_difference"], own["distance_from_transformers"]
+        cells = [name for name in exact.parsed if name.split("_")[0] in MODES]
+        words = {word for name in cells for word in name.split("_")}
+        modes = ", ".join(mode for mode in MODES if mode in words)
+        drafts = "scripted, MTP" if "mtp" in words else "scripted"
+        schemes = "slots, recompute" if "recompute" in words else "slots"
+        numbers = [f"{distance.value:.1e}", f"{exact.value:.1e}"]
+        lines.append([f"`{family}`", *numbers, modes, drafts, schemes, str(len(cells))])
+    head = ["family", "from transformers", "exact", "modes", "drafts", "schemes", "cells"]
+    return markdown_table(head, lines) if lines else None
+
+
+def step_table(results: Results) -> str | None:
+    """CPU time of a whole block-table step, host and device part, beside the real code of other engines."""
+    rows = with_params(fullest_run(results.of("block_tables", "total")), subject=str, scenario=str)
+    rows = rows.dropna(subset=["subject", "scenario"])
+    subjects = [*sorted(set(rows["subject"]) - {"engine"}), "engine"]
+    found = {(row.scenario, row.subject, row.metric): row for row in each(rows)}
+
+    def cell(scenario: str, subject: str) -> str:
+        time, ratio = (found.get((scenario, subject, metric)) for metric in ("cpu_time", "ratio_to_engine"))
+        if time is None:
+            return "–"
+        times = f" ({ratio.value:.1f}; {ratio.ci_low:.1f} to {ratio.ci_high:.1f})" if ratio else ""
+        return number(time.value / 1000) + times
+
+    lines = [[scenario, *(cell(scenario, name) for name in subjects)] for scenario in dict.fromkeys(rows["scenario"])]
+    return markdown_table(["µs", *subjects], lines) if len(subjects) > 1 else None
+
+
+def curve_table(results: Results) -> str | None:
+    """Alarms of the newest self-test: in comparisons of equal code, and of injected slowdowns."""
+    rows = curve_rows(results)
+    alarms = rows[(rows["metric"] == "false_alarm_rate") & (rows["benchmark"] == WHOLE)]
+    found = rows[rows["metric"] == "detection_rate"]
+    if alarms.empty or found.empty:
+        return None
+    percents = sorted(found["inject"].unique())
+    lines = [["equal code, any benchmark", count_text(next(each(alarms.tail(1)))), *[""] * len(percents)]]
+    for benchmark, group in found.groupby("benchmark", sort=False):
+        by_percent = {row.inject: count_text(row) for row in each(group)}
+        lines.append([f"`{benchmark}`", "", *(by_percent.get(percent, "") for percent in percents)])
+    return markdown_table(["alarms", "same", *(f"{percent} % slower" for percent in percents)], lines)
+
+
+BLOCKS: dict[str, Callable[[Results], str | None]] = {
+    "curve": curve_table,
+    "families": families_table,
+    "mutants": mutants_table,
+    "step": step_table,
+}
+
+
+def pages() -> list[Path]:
+    """README and the pages in docs."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Rewrite the generated tables of README and docs/*.md."""
+    ArgumentParser("python -m hybrid_kv.dashboard.docs", main.__doc__).parse_args(arguments)
+    results = load(ROOT / "results")
+    for page in pages():
+        before = page.read_text(encoding="utf-8")
+        after = rewrite(before, results)
+        if after != before:
+            write_whole(page, after)
+        print(f"{page.relative_to(ROOT)}: {'rewritten' if after != before else 'up to date'}")
+
+
+if __name__ == "__main__":
+    run_command(main)

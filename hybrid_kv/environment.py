@@ -1,0 +1,60 @@
+"""Environment variables: the only module that reads or sets them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+API_KEY = "HYBRID_KV_API_KEY"
+# Defaults of the processes that run another engine.
+WORKER_DEFAULTS = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else it takes every core
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a step returns when its tokens are there
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+_INTERPRET = "TRITON_INTERPRET"
+
+
+def sanitizes() -> bool:
+    """Whether engines run the sanitizer by default."""
+    return os.environ.get("HYBRID_KV_SANITIZE", "0") not in ("", "0")
+
+
+def machine() -> str | None:
+    """The name that results give this machine, if it is set."""
+    return os.environ.get("HYBRID_KV_MACHINE") or None
+
+
+def api_key() -> str | None:
+    """What clients of our server must send."""
+    return os.environ.get(API_KEY) or None
+
+
+def target_key() -> str | None:
+    """What a server under test requires."""
+    return os.environ.get("HYBRID_KV_TARGET_KEY") or None
+
+
+def interpreter_of(target: str) -> tuple[str, str | None]:
+    """The variable that names the Python of a target, and its value."""
+    variable = f"HYBRID_KV_PYTHON_{target.upper()}"
+    return variable, os.environ.get(variable) or None
+
+
+def interprets_triton() -> bool:
+    """Whether Triton interprets kernels in this process."""
+    return os.environ.get(_INTERPRET) == "1"
+
+
+def interpret_triton() -> None:
+    """Let Triton interpret kernels; before it is imported."""
+    os.environ[_INTERPRET] = "1"
+
+
+def child_environment(defaults: Mapping[str, str] | None = None, **extra: str) -> dict[str, str]:
+    """A copy of the environment for a child process; `extra` overrides it, it overrides `defaults`."""
+    return {**(defaults or {}), **os.environ, **extra}

@@ -1,0 +1,236 @@
+"""Two engines with settings of their own: one computes the prompts, the other goes on with them."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockIds
+from hybrid_kv.cache.spec import MambaSpec
+from hybrid_kv.config import HybridKVError
+from hybrid_kv.engine.kv_transfer import KVTransfer
+from hybrid_kv.engine.llm import LLM
+from hybrid_kv.guard.play import play_seeds, rule_of, unwarned
+from hybrid_kv.guard.poison import poison
+from hybrid_kv.guard.registry import CheckResult, Run, check
+from hybrid_kv.guard.scenario import (
+    AnswerBook,
+    ScriptedProposer,
+    SmallBlocksFirst,
+    SmallKVFirst,
+    answer_book,
+    cache_options,
+    has_attention,
+    num_states,
+)
+from hybrid_kv.guard.step import RuleError
+from hybrid_kv.kernels.common.integers import cdiv
+from hybrid_kv.models.exact import ExactConfig
+from hybrid_kv.observe import EngineObserver
+from hybrid_kv.request import Request
+from hybrid_kv.sampling import SamplingParams
+
+LAYERS = ("M*", "*M", "M*M", "M", "*")
+MAX_MODEL_LEN = 96
+NUM_REQUESTS = 6
+SEEN = (
+    "handed over", "unaligned", "behind accepted drafts", "hits before", "drafts accepted behind", "preempted behind",
+    "aborted", "waited", "hits behind",
+)  # fmt: skip
+
+
+class Arriving(EngineObserver):
+    """A request that goes on has blocks for what is computed, its next token, and states for its drafts; no more."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._specs = [group.spec for group in llm.plan.config.groups]
+
+    def on_arrival(self, request: Request, logical_blocks: Sequence[BlockIds]) -> None:
+        held, n, due = (
+            [int(np.count_nonzero(ids != NULL_BLOCK)) for ids in logical_blocks],
+            request.num_computed_tokens,
+            [],
+        )
+        for spec in self._specs:
+            blocks = cdiv(n + 1, spec.block_size)
+            if isinstance(spec, MambaSpec):
+                behind = (n - 1) // spec.block_size  # blocks of states before the last one
+                blocks = (blocks - behind if spec.mode.keeps_states else 1) + spec.num_speculative_blocks
+            due.append(blocks)
+        if held != due:
+            raise RuleError("arriving", f"a request with {n} tokens holds {held} blocks; {due} are due")
+
+
+class Engine:
+    """One of the two: its settings are drawn, its drafts follow the requests' right tokens."""
+
+    def __init__(self, rng: random.Random, layers: str) -> None:
+        self.book = answer_book(layers)
+        mode = rng.choice(["none", "align", "all"]) if num_states(layers) else "attention"
+        K = rng.choice([0, 0, 1, 3])
+        self.setting: dict[str, Any] = cache_options(mode, K, "none")
+        self.setting |= {
+            "async_scheduling": rng.random() < 0.4,
+            "attention_backend": rng.choice([SmallBlocksFirst.name, SmallKVFirst.name]),
+            "max_num_batched_tokens": rng.choice([12, 64]),
+            "max_num_seqs": rng.choice([2, 4]),
+            "num_blocks": rng.choice([44, 90]),
+        }
+        if has_attention(layers):
+            self.setting["block_size"] = rng.choice([8, 12, 16])
+        else:
+            self.setting["mamba_block_size"] = rng.choice([8, 16])
+        if num_states(layers):
+            self.setting["state_scheme"] = rng.choice(["slots", "recompute"])
+        self.sequences: list[list[int]] = []  # by request, prompt and answer
+        self.lengths: list[int] = []
+        script = rng.choice(["right", "mixed", "rotate"])
+        proposer = (
+            ScriptedProposer(script, K, self.sequences, self.lengths, 8, self.book.model.vocab_size) if K else None
+        )
+        self.llm = LLM(
+            self.book.model, device="cpu", max_model_len=MAX_MODEL_LEN, sanitize=True, proposer=proposer,
+            **self.setting,
+        )  # fmt: skip
+        self.llm.observers.append(Arriving(self.llm))
+        poison(self.llm)
+
+    def expect(self, prompt: list[int], params: SamplingParams) -> None:
+        """The next request of this engine."""
+        self.sequences.append([*prompt, *self.book.without_stop(prompt, params, MAX_MODEL_LEN)])
+        self.lengths.append(len(prompt))
+
+    def add(self, prompt: list[int], params: SamplingParams) -> Request:
+        self.expect(prompt, params)
+        return self.llm.add_request(prompt, params)
+
+    def receive_request(self, kv_transfer: KVTransfer) -> Request:
+        self.expect(kv_transfer.prompt_token_ids, kv_transfer.params)
+        return self.llm.receive_request(kv_transfer)
+
+
+class Pair:
+    """A prefill engine, a decode engine, and requests that go from one to the other.
+
+    Attributes:
+        seen: how often each of `SEEN` happened.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        layers = rng.choice(LAYERS)
+        self.prefill, self.decode = Engine(rng, layers), Engine(rng, layers)
+        self.seen: Counter[str] = Counter()
+        self.name = f"seed {seed}, {layers}: {self.prefill.setting} to {self.decode.setting}"
+        vocabulary = ExactConfig.vocab_size
+        shared = [rng.randrange(vocabulary) for _ in range(35)]
+        self.requests: list[tuple[list[int], SamplingParams]] = []
+        for _ in range(NUM_REQUESTS):
+            own = [rng.randrange(vocabulary) for _ in range(rng.choice([1, 5, 12]))]
+            prompt = shared[: rng.choice([0, 8, 16, 24, 31, 35])] + own
+            noise: dict[str, Any] = rng.choice([{}, {"temperature": 1.0, "seed": rng.randrange(99)}])
+            self.requests.append((prompt, SamplingParams(max_tokens=rng.choice([2, 9, 14]), **noise)))
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong; nothing if all is well."""
+        went: list[tuple[int, Request]] = []
+        prefill, decode = self.prefill.llm, self.decode.llm
+        here = {self.prefill.add(*sent): i for i, sent in enumerate(self.requests)}
+        done, step = dict[Request, str](), 0
+        while prefill.scheduler.has_requests or decode.scheduler.has_requests:
+            step += 1
+            if prefill.scheduler.has_requests:
+                done |= dict(prefill.step())
+            for request in list(prefill.scheduler.running):
+                if request.output_token_ids and self.rng.random() < 0.6 and (new := self._go(request)) is not None:
+                    went.append((here[request], new))
+            self.seen["waited"] += any(request.arrival is not None for request in decode.scheduler.waiting)
+            if step % 5 == 4 and len(decode.scheduler.running) > 1:
+                decode.scheduler.preempt(decode.scheduler.running[-1])
+                self.seen["preempted behind"] += 1
+            if step == 7 and decode.scheduler.running:
+                decode.abort(decode.scheduler.running[0].request_id)
+                self.seen["aborted"] += 1
+            if decode.scheduler.has_requests:
+                done |= dict(decode.step())
+        for i, request in [*((i, request) for request, i in here.items() if request in done), *went]:
+            yield from self._wrong(i, request, done[request])
+        self.seen["hits before"] += sum(request.hit.num_tokens > 0 for request in here)
+        self.seen["drafts accepted behind"] += sum(new.num_accepted_draft_tokens > 0 for _, new in went)
+        yield from self._again()
+        for who, llm in (("prefill", prefill), ("decode", decode)):
+            llm.scheduler.check_integrity()
+            if held := llm.manager.pool.num_blocks - 1 - llm.manager.pool.num_free_blocks:
+                yield f"the {who} engine holds {held} blocks for no request"
+
+    def _go(self, request: Request) -> Request | None:
+        """Hand a request over, if the step in flight does not end it."""
+        try:
+            kv_transfer = self.prefill.llm.send_request(request)
+        except HybridKVError as error:
+            if "ends with the step in flight" not in str(error):
+                raise
+            return None
+        self.seen["handed over"] += 1
+        self.seen["unaligned"] += kv_transfer.num_computed_tokens % 8 > 0
+        self.seen["behind accepted drafts"] += request.num_accepted_draft_tokens > 0
+        return self.decode.receive_request(kv_transfer)
+
+    def _wrong(self, i: int, request: Request, reason: str) -> Iterator[str]:
+        expected = self._book.answer(*self.requests[i], MAX_MODEL_LEN)
+        if reason == "abort":
+            expected = expected[: len(request.output_token_ids)]
+        if request.output_token_ids != expected:
+            pairs = enumerate(zip(request.output_token_ids, expected, strict=False))
+            first = next((j for j, (a, b) in pairs if a != b), min(len(request.output_token_ids), len(expected)))
+            yield f"request {i} ({len(self.requests[i][0])} prompt tokens) differs at output token {first}"
+
+    @property
+    def _book(self) -> AnswerBook:
+        return self.prefill.book
+
+    def _again(self) -> Iterator[str]:
+        """What the decode engine publishes, its own requests find: prompts and answers that it went on with."""
+        decode = self.decode
+        again: list[tuple[list[int], SamplingParams, Request]] = []
+        for prompt, params in self.requests[:3]:
+            longer = [*prompt, *self._book.answer(prompt, params, MAX_MODEL_LEN), 1]
+            params = SamplingParams(max_tokens=4)
+            again.append((longer, params, decode.add(longer, params)))
+        while decode.llm.scheduler.has_requests:
+            decode.llm.step()
+        for prompt, params, request in again:
+            self.seen["hits behind"] += request.hit.num_tokens > 0
+            if request.output_token_ids != self._book.answer(prompt, params, MAX_MODEL_LEN):
+                yield f"a prompt of {len(prompt)} tokens, {request.hit.num_tokens} of them found, is continued wrongly"
+
+
+def play(seed: int) -> tuple[list[str], Counter[str]]:
+    """What is wrong with a pair of engines, and what happened."""
+    with unwarned():
+        pair = Pair(seed)
+        try:
+            wrong = list(pair.problems())
+        except Exception as error:
+            wrong = [f"{rule_of(error)}: {error}"]
+    return [f"{pair.name}: {text}" for text in wrong], pair.seen
+
+
+@check("kv transfer", quick=16, full=320, seconds=0.075, place=37)
+def check_kv_transfer(run: Run) -> list[CheckResult]:
+    """Every request gets the oracle's tokens, on whatever side it ends."""
+    begin = time.perf_counter()
+    wrong, seen, failed_after = play_seeds(run, play, SEEN)
+    metrics = {what.replace(" ", "_"): seen[what] for what in SEEN}
+    return [
+        CheckResult(
+            "kv transfer", "requests continued wrongly after KV transfer", not wrong, len(wrong), "requests", "0",
+            seen["handed over"], time.perf_counter() - begin, wrong[0] if wrong else "", {"seed": run.seed}, metrics,
+            failed_after=failed_after,
+        )
+    ]  # fmt: skip

@@ -1,0 +1,47 @@
+"""A checkpoint's forward pass in float64, by transformers: the oracle of the trained models' logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+class _KeepFloat64(TorchFunctionMode):
+    """A float64 tensor stays float64 where transformers casts to float32, which it means as a higher precision.
+
+    What starts as float32, such as the angles of RoPE, stays as it is.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options = dict(kwargs or {})
+        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            if func is Tensor.float:
+                return args[0]
+            args = [torch.float64 if one is torch.float32 else one for one in args]
+            options = {name: torch.float64 if one is torch.float32 else one for name, one in options.items()}
+        return func(*args, **options)
+
+
+def float64_pass(folder: str | Path) -> Callable[[Tensor], Tensor]:
+    """A function from token ids [batch, tokens] to logits [batch, tokens, vocab_size], on the CPU, without a cache."""
+    from transformers import AutoModelForCausalLM
+
+    from hybrid_kv.models.random_checkpoint import quiet
+
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
+    model.eval()  # type: ignore[no-untyped-call]
+
+    def logits(ids: Tensor) -> Tensor:
+        with quiet(), torch.inference_mode(), _KeepFloat64():
+            found: Tensor = model(ids, use_cache=False).logits
+        return found
+
+    return logits

@@ -1,0 +1,146 @@
+"""The gated delta rule (Yang et al., 2024, arXiv 2412.06464): token by token, and in chunks.
+
+Per head with state `S` [V, K], as vLLM lays it out: `S_t = S_{t-1} * exp(g_t) + u_t k_t^T` with
+`u_t = beta_t * (v_t - (S_{t-1} * exp(g_t)) k_t)`, and `o_t = S_t q_t`. The log decay `g_t <= 0` is one number per head
+(Qwen3-Next, OLMo-Hybrid) or one per column of the state (Kimi Delta Attention, arXiv 2510.26692). `q` comes in scaled,
+`q` and `k` normalised. All arithmetic is in the dtype of the state, float32 or float64; sums of log decays alone are in
+float64. Nothing here divides by a decay: behind a strong one its inverse overflows.
+
+Rows may be padded at their end with what a token may be (`Ragged` repeats the last one): no token sees what comes after
+it, and only the wanted states are returned. A longer `k` would not do: with `beta * |k|^2 > 2` states grow
+without bound, and what overflowed spoils the products that it shares with real tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hybrid_kv.kernels.common.integers import cdiv
+from hybrid_kv.kernels.common.ragged import WantedStates
+
+CHANNEL_CHUNK = 8  # tokens; of decays per channel a token needs chunk * K exponentials, not chunk
+
+
+def gated_delta_update(
+    state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A few tokens of each row, and the state after every one of them.
+
+    Args:
+        state: [num_rows, heads, V, K] before the first token.
+        q, k: [num_rows, len, heads, K]; v: [num_rows, len, heads, V].
+        g: [num_rows, len, heads] or, per channel, [num_rows, len, heads, K]; beta: [num_rows, len, heads].
+
+    Returns:
+        out [num_rows, len, heads, V] and the states [num_rows, len, heads, V, K], in the dtype of `state`.
+    """
+    q, k, v, g, beta = (part.to(state.dtype) for part in (q, k, v, g, beta))
+    decay = (g if g.dim() == 4 else g.unsqueeze(-1)).exp()
+    # Each state is read once for k and q, before it is written: `S_t q = (S_{t-1} * exp(g)) q + (k^T q) u`.
+    both = torch.stack([k, q], 3) * decay.unsqueeze(3)
+    overlap = (k * q).sum(-1, keepdim=True)
+    outputs, states = [], []
+    for t in range(q.shape[1]):
+        # Vectors from the left: with one column on the right a product takes six times as long on a CPU.
+        read = both[:, t] @ state.mT
+        update = (v[:, t] - read[:, :, 0]).mul_(beta[:, t].unsqueeze(-1))
+        added = update.unsqueeze(-1) * k[:, t].unsqueeze(-2)
+        state = added.addcmul_(state, decay[:, t].unsqueeze(-2))
+        outputs.append(torch.addcmul(read[:, :, 1], update, overlap[:, t]))
+        states.append(state)
+    if len(states) == 1:
+        return outputs[0].unsqueeze(1), state.unsqueeze(1)
+    return torch.stack(outputs, 1), torch.stack(states, 1)
+
+
+def gated_delta_chunk(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    chunk_size: int,
+    row: torch.Tensor,
+    offsets: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All tokens of each row, about `chunk_size` at a time: a triangular system inside a chunk, recurrent between them.
+
+    Chunks are cut from the start of each row: an offset may lie anywhere in one, and its state is that after exactly so
+    many tokens.
+
+    Args:
+        q, k: [num_rows, len, heads, K]; v: [num_rows, len, heads, V].
+        g: [num_rows, len, heads] or, per channel, [num_rows, len, heads, K]; beta: [num_rows, len, heads].
+        state: [num_rows, heads, V, K] before the first token.
+        chunk_size: tokens; decays per channel take `CHANNEL_CHUNK` of them at most.
+        row, offsets: [M] int64, the wanted states: after `offsets[m]` tokens (1 … len) of row `row[m]`.
+
+    Returns:
+        out [num_rows, len, heads, V] and the wanted states [M, heads, V, K], in the dtype of `state`.
+    """
+    length = q.shape[1]
+    if g.dim() == 4:
+        chunk_size = min(chunk_size, CHANNEL_CHUNK)
+    # Chunks of one size: a short one at the end would take as many operations as any other.
+    chunk_size = cdiv(length, max(1, round(length / chunk_size)))
+    # Heads first: then all that follows are products of matrices.
+    q, k, v = (part.to(state.dtype).transpose(1, 2).contiguous() for part in (q, k, v))
+    g, beta = (g if g.dim() == 4 else g.unsqueeze(-1)).transpose(1, 2), beta.to(state.dtype).mT.unsqueeze(-1)
+    wanted = WantedStates(row, offsets, chunk_size)
+    outputs = []
+    for start in range(0, length, chunk_size):
+        span = slice(start, start + chunk_size)
+        keys = k[:, :, span]
+        # [rows, heads, width, 1 or K] in float64: between two tokens behind a strong decay lies little of a large sum.
+        total = g[:, :, span].cumsum(2, dtype=torch.float64)
+        out, updates = _inside(q[:, :, span], keys, v[:, :, span], total, beta[:, :, span], state)
+        outputs.append(out)
+        if (here := wanted.inside(start)) is not None:
+            rows, last = here
+            wanted.add(_advance(state[rows], updates[rows], keys[rows], total[rows], last))
+        if span.stop < length:
+            state = _advance(state, updates, keys, total, row.new_full((len(state),), chunk_size - 1))
+    out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+    return out.transpose(1, 2), wanted.gather(state)
+
+
+def _inside(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, total: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs [rows, heads, width, V] of a chunk, and the `u_t` of its tokens, of the same shape.
+
+    `u_i = beta_i * (v_i - S_0 (exp(G_i) k_i) - sum_{j < i} (k_j^T exp(G_i - G_j) k_i) u_j)`, with `G` the summed log
+    decays: one unit lower triangular system for all.
+    """
+    width = q.shape[2]
+    both = torch.cat([q, k], 2)
+    # exp() can overflow where j comes after i: above the diagonal, which is overwritten, not multiplied.
+    if total.shape[-1] == 1:
+        pairs = (both @ k.mT).unflatten(2, (2, width))
+        pairs *= (total - total.mT).to(q.dtype).exp_().tril_().unsqueeze(2)
+    else:
+        # [rows, heads, i, j, K]: keys as token i finds them.
+        seen = (total.unsqueeze(3) - total.unsqueeze(2)).to(q.dtype).exp_().mul_(k.unsqueeze(2))
+        pairs = (both.unflatten(2, (2, width)).transpose(2, 3) @ seen.mT).transpose(2, 3).tril_()
+    decay = total.to(q.dtype).exp()
+    carried = ((both.unflatten(2, (2, width)) * decay.unsqueeze(2)).flatten(2, 3) @ state.mT).unflatten(2, (2, width))
+    # Of the system's matrix only what lies below the diagonal is read.
+    system, right = pairs[:, :, 1] * beta, (v - carried[:, :, 1]).mul_(beta)
+    updates = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    return carried[:, :, 0] + pairs[:, :, 0] @ updates, updates
+
+
+def _advance(
+    state: torch.Tensor, updates: torch.Tensor, k: torch.Tensor, total: torch.Tensor, last: torch.Tensor
+) -> torch.Tensor:
+    """The state after token `last` [num_rows] of a chunk, from the one before the chunk.
+
+    Args:
+        updates: [num_rows, heads, width, V]; k: [num_rows, heads, width, K].
+        total: [num_rows, heads, width, 1 or K] float64, log decay of the old state up to each token.
+    """
+    end = total.gather(2, last[:, None, None, None].expand(-1, total.shape[1], 1, total.shape[3]))
+    behind = torch.arange(total.shape[2], device=total.device) > last[:, None]
+    decay = (end - total).to(state.dtype).exp_().masked_fill_(behind[:, None, :, None], 0)
+    return (updates.mT @ (k * decay)).addcmul_(state, end.to(state.dtype).exp_())

@@ -1,0 +1,275 @@
+"""Scheme `recompute` in Triton: one launch for the cursors of a group, one for each of its layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hybrid_kv.kernels.common.integers import cdiv, next_power_of_2
+from hybrid_kv.kernels.common.launch import FLOATS, INTS, AotCase, check, check_dims, jit, register_limit, warp_size
+from hybrid_kv.kernels.common.shapes import NANO, SHAPES
+from hybrid_kv.kernels.recompute.kernels import commit_kernel, recompute_kernel
+from hybrid_kv.kernels.recompute.ring import (
+    RecomputeCursors,
+    RecomputeRing,
+    RecomputeStep,
+    default_ring_len,
+    shortest_ring_len,
+)
+from hybrid_kv.kernels.recompute.state_bytes import step_bytes
+
+HEADS_TOGETHER = 8  # in one program of a large batch …
+SATURATED = 1024  # … which has this many programs even so
+NUM_WARPS = 4
+REGISTERS = 168  # with several heads in a program: three of them on an SM
+COMMIT_BLOCK = 32
+COMMIT_RUNTIME = ("num_reqs", "table_stride")  # change with the batch: no kernel of their own for multiples of 16
+
+
+def _constexprs(
+    x_ring: Sequence[int],
+    B_ring: Sequence[int],
+    max_query_len: int,
+    num_reqs: int,
+    state_dtype: torch.dtype,
+    dtype: torch.dtype,
+    update: bool,
+    lanes: int,
+    interpreted: bool = False,
+) -> dict[str, Any]:
+    """Of a launch for rings [num_rows, *x_ring] and [num_rows, *B_ring]."""
+    heads, ring_len, head_dim = x_ring
+    groups, _, size = B_ring
+    # A loop over heads makes the compiler for AMD spill.
+    together = math.gcd(HEADS_TOGETHER, heads // groups) if lanes == 32 else 1
+    if num_reqs * heads < together * SATURATED:
+        together = 1
+    block_n = max(16, next_power_of_2(size))
+    return {
+        "HEADS": heads,
+        "HEAD_DIM": head_dim,
+        "STATE": size,
+        "GROUPS": groups,
+        "RING": ring_len,
+        "SPLIT": state_dtype == torch.int16,
+        "TENSOR": dtype == torch.bfloat16,
+        "INTERPRETED": interpreted,
+        "UPDATE": update,
+        "HEADS_PER_PROGRAM": together,
+        "BLOCK_P": max(16, next_power_of_2(head_dim)),
+        "BLOCK_N": block_n,
+        "HISTORY": max(16, next_power_of_2(ring_len - max_query_len)),
+        "TOKENS": max(lanes // 4, next_power_of_2(max_query_len)),
+        "KEYS": max(16, next_power_of_2(max_query_len)),
+        "CHUNK": min(32, block_n),
+    }
+
+
+def _options(heads_per_program: int, lanes: int) -> dict[str, int]:
+    return {"num_warps": NUM_WARPS, **(register_limit(REGISTERS, lanes) if heads_per_program > 1 else {})}
+
+
+def commit(
+    cursors: RecomputeCursors,
+    rows: torch.Tensor,
+    num_gained_tokens: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    block_table: torch.Tensor,
+    block_size: int | None,
+) -> RecomputeStep:
+    """`commit_reference` in one launch for all layers of a group.
+
+    Raises:
+        ValueError: a shape, dtype, device or stride is not as `commit_reference` has it, or a step could pass two
+            boundaries.
+    """
+    if block_size is not None and block_size < cursors.max_query_len:
+        raise ValueError(f"block_size={block_size} is shorter than a step of {cursors.max_query_len} tokens")
+    device, num_reqs = cursors.base_pos.device, len(rows)
+    for name in ("base_pos", "ring_start", "n_hist", "prev_t"):
+        check(f"cursors.{name}", getattr(cursors, name), (len(cursors.base_pos),), (torch.int64,), device)
+    check("rows", rows, (num_reqs,), INTS, device)
+    check("num_gained_tokens", num_gained_tokens, (num_reqs,), INTS, device)
+    check("cu_seqlens", cu_seqlens, (num_reqs + 1,), INTS, device)
+    check_dims(block_table=(block_table, 2))
+    check("block_table", block_table, (num_reqs, block_table.shape[1]), INTS, device, free=1)
+    step = torch.empty(6, num_reqs, dtype=torch.int64, device=device)
+    jit(commit_kernel, COMMIT_RUNTIME)[(cdiv(num_reqs, COMMIT_BLOCK),)](
+        *(cursors.base_pos, cursors.ring_start, cursors.n_hist, cursors.prev_t),
+        *(rows, num_gained_tokens, cu_seqlens, block_table, step, num_reqs, block_table.stride(0)),
+        RING=cursors.ring_len,
+        MAX_QUERY=cursors.max_query_len,
+        BLOCK_SIZE=block_size or 0,
+        BLOCK=COMMIT_BLOCK,
+        num_warps=1,
+    )
+    row, src, dst, ring_start, n_hist, n_flush = step
+    return RecomputeStep(row, src, dst, ring_start, n_hist, n_flush, cursors.max_query_len)
+
+
+def _check_layer(
+    ssm_state: torch.Tensor, ring: RecomputeRing, step: RecomputeStep, A_log: torch.Tensor
+) -> tuple[int, int, int, int]:
+    """heads, head_dim, groups and state of a layer whose tensors fit together."""
+    device = ssm_state.device
+    check_dims(**{"ring.x": (ring.x, 4), "ring.B": (ring.B, 4)})
+    num_rows, heads, ring_len, head_dim = ring.x.shape
+    groups, size = ring.B.shape[1], ring.B.shape[3]
+    if groups < 1 or heads % groups:
+        raise ValueError(f"{groups} groups of ring.B do not divide {heads} heads")
+    planes = (2,) if ssm_state.dtype == torch.int16 else ()
+    shape, stored = (len(ssm_state), *planes, heads, head_dim, size), (torch.int16, torch.bfloat16, torch.float16)
+    check("ssm_state", ssm_state, shape, stored, device, free=1)
+    check("ring.x", ring.x, ring.x.shape, FLOATS, device)
+    check("ring.B", ring.B, (num_rows, groups, ring_len, size), (ring.x.dtype,), device)
+    check("ring.dt", ring.dt, (num_rows, heads, ring_len), (torch.float32,), device)
+    check("A_log", A_log, (heads,), FLOATS, device)
+    if ring_len < shortest_ring_len(step.max_query_len):
+        raise ValueError(f"a ring of {ring_len} tokens is too short for steps of {step.max_query_len}")
+    for name in ("rows", "src", "dst", "ring_start", "n_hist", "n_flush"):
+        check(f"step.{name}", getattr(step, name), (len(step.rows),), INTS, device)
+    return heads, head_dim, groups, size
+
+
+def recompute_update(
+    ssm_state: torch.Tensor,
+    ring: RecomputeRing,
+    step: RecomputeStep,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    dt_bias: torch.Tensor,
+    A_log: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+) -> torch.Tensor:
+    """Run the tokens of every row behind its checkpoint and history, append their inputs, flush; one launch.
+
+    Row r has the tokens `cu_seqlens[r] … cu_seqlens[r + 1] - 1`, at most `step.max_query_len`. A row of padding (`src`
+    or `dst` is the null block) neither reads nor writes states and rings; its outputs are zeros. No `dst` may be
+    another row's `src` or `dst`; a row may flush in place.
+
+    With bfloat16 inputs the products run on tensor cores: operands are rounded to bfloat16, the state included, of
+    which only the upper plane is read unless the row flushes; what a flush adds is accurate to 16 bits. Otherwise all
+    arithmetic is in float32. So y errs by 6e-3 and 1e-5 of the largest of its head, checkpoints by 5e-6 a flush.
+
+    Args:
+        ssm_state: [num_blocks, 2, heads, head_dim, state] int16, planes of float32 (`split_state`); or
+            [num_blocks, heads, head_dim, state] bfloat16 or float16; blocks at any stride; written.
+        ring: of the layer; written.
+        step: of the layer's group, from `commit`.
+        x: [num_tokens, heads, head_dim]; B, C: [num_tokens, groups, state]; of the ring's dtype, tokens at any stride.
+        dt: [num_tokens, heads] before bias and softplus, tokens at any stride.
+        dt_bias, A_log, D: [heads].
+        cu_seqlens: [num_reqs + 1] int32 or int64 from 0, never falling.
+
+    Returns:
+        y like x, contiguous; tokens of no row are not written.
+
+    Raises:
+        ValueError: a shape, dtype, device or stride is none of these.
+    """
+    heads, head_dim, groups, size = _check_layer(ssm_state, ring, step, A_log)
+    device, dtype = ssm_state.device, ring.x.dtype
+    tokens, num_reqs = len(x), len(step.rows)
+    check("x", x, (tokens, heads, head_dim), (dtype,), device, free=1)
+    check("dt", dt, (tokens, heads), FLOATS, device, free=1)
+    for name, per_group in (("B", B), ("C", C)):
+        check(name, per_group, (tokens, groups, size), (dtype,), device, free=1)
+    for name, per_head in (("dt_bias", dt_bias), ("D", D)):
+        check(name, per_head, (heads,), FLOATS, device)
+    check("cu_seqlens", cu_seqlens, (num_reqs + 1,), INTS, device)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    token_strides = x.stride(0), dt.stride(0), B.stride(0), C.stride(0)
+    _launch(ssm_state, ring, step, (x, dt, dt_bias, A_log, B, C, D, y), cu_seqlens, token_strides)
+    return y
+
+
+def recompute_flush(ssm_state: torch.Tensor, ring: RecomputeRing, step: RecomputeStep, A_log: torch.Tensor) -> None:
+    """The flush of `recompute_update` alone, for rows without tokens: a request leaves and its last boundary is due.
+
+    Raises:
+        ValueError: a shape, dtype, device or stride is not as `recompute_update` has it.
+    """
+    _check_layer(ssm_state, ring, step, A_log)
+    _launch(ssm_state, ring, step, (None, None, None, A_log, None, None, None, None), None, (0, 0, 0, 0))
+
+
+def _launch(
+    ssm_state: torch.Tensor,
+    ring: RecomputeRing,
+    step: RecomputeStep,
+    inputs: tuple[torch.Tensor | None, ...],
+    cu_seqlens: torch.Tensor | None,
+    token_strides: tuple[int, ...],
+) -> None:
+    lanes, rings, update = warp_size(), (ring.x.shape[1:], ring.B.shape[1:]), cu_seqlens is not None
+    dtypes, interpreted = (ssm_state.dtype, ring.x.dtype), ssm_state.device.type == "cpu"
+    constexprs = _constexprs(*rings, step.max_query_len, len(step.rows), *dtypes, update, lanes, interpreted)
+    jit(recompute_kernel)[(constexprs["HEADS"] // constexprs["HEADS_PER_PROGRAM"], len(step.rows))](
+        *(ssm_state, ring.x, ring.B, ring.dt, *inputs),
+        *(step.rows, step.src, step.dst, step.ring_start, step.n_hist, step.n_flush, cu_seqlens),
+        *(ssm_state.stride(0), *token_strides),
+        **constexprs,
+        **_options(constexprs["HEADS_PER_PROGRAM"], lanes),
+    )
+
+
+def aot_cases(lanes: int = 32) -> list[AotCase]:
+    """What launches compile on GPUs with warps of `lanes`, for bfloat16 activations."""
+    # One tile of tokens serves up to seven drafts, so K moves only the length of the ring.
+    cases = [
+        (NANO, torch.float32, 3, 256, True),
+        (NANO, torch.float32, 3, 1, True),
+        (NANO, torch.bfloat16, 3, 256, True),
+        (NANO, torch.float32, 3, 1, False),
+        ("Nemotron-H-8B", torch.float32, 5, 256, True),
+    ]
+    activations = dict.fromkeys(("x", "dt", "B", "C", "y"), "*bf16") | dict.fromkeys(("dt_bias", "D"), "*fp32")
+    steps = ("x_stride", "dt_stride", "B_stride", "C_stride")
+    update_only = activations | {"cu_seqlens": "*i64"} | dict.fromkeys(steps, "i32")
+    found = []
+    for name, dtype, k, num_reqs, update in cases:
+        heads, head_dim, size, groups = shape = SHAPES[name].state
+        ring_len = default_ring_len(1 + k)
+        planes = torch.int16 if dtype == torch.float32 else dtype
+        rings = (heads, ring_len, head_dim), (groups, ring_len, size)
+        constexprs = _constexprs(*rings, 1 + k, num_reqs, planes, torch.bfloat16, update, lanes)
+        share = constexprs["HEADS_PER_PROGRAM"] / heads
+        moved = sum(step_bytes(shape, dtype, 1 + k, ring_len - 1 - k, False).values())
+        pointers = {"state": "*i16" if planes == torch.int16 else "*bf16", "A_log": "*fp32"}
+        pointers |= {"x_ring": "*bf16", "B_ring": "*bf16", "dt_ring": "*fp32"}
+        indices = ("rows", "sources", "targets", "ring_starts", "histories", "flushes")
+        found.append(
+            AotCase(
+                kernel=f"recompute.recompute_{'update' if update else 'flush'}",
+                shape=f"{name}, K={k}, {num_reqs} rows",
+                dtype=str(dtype).removeprefix("torch."),
+                fn=jit(recompute_kernel),
+                signature={**pointers, **dict.fromkeys(indices, "*i64"), "state_stride": "i32", **update_only},
+                constexprs=constexprs | ({} if update else dict.fromkeys(update_only)),
+                **_options(constexprs["HEADS_PER_PROGRAM"], lanes),
+                num_stages=1,
+                bytes_per_program=round(share * moved) if update else None,
+                divisible=("state_stride", *(steps if update else ())),
+                state_access=True,
+            )
+        )
+    ints = ("base_pos", "ring_start", "n_hist", "prev_t", "rows", "num_gained_tokens", "cu_seqlens", "step")
+    found.append(
+        AotCase(
+            kernel="recompute.commit",
+            shape="K=3, blocks of 528",
+            dtype="int64",
+            fn=jit(commit_kernel, COMMIT_RUNTIME),
+            signature={**dict.fromkeys(ints, "*i64"), "block_table": "*i32", "num_reqs": "i32", "table_stride": "i32"},
+            constexprs={"RING": default_ring_len(4), "MAX_QUERY": 4, "BLOCK_SIZE": 528, "BLOCK": COMMIT_BLOCK},
+            num_warps=1,
+            num_stages=1,
+        )
+    )
+    return found

@@ -1,0 +1,159 @@
+"""Scheme `recompute` in plain torch."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from hybrid_kv.kernels.recompute.ring import RecomputeCursors, RecomputeRing, RecomputeStep, read_states, write_states
+
+
+def commit_reference(
+    cursors: RecomputeCursors,
+    rows: torch.Tensor,
+    num_gained_tokens: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    block_table: torch.Tensor,
+    block_size: int | None,
+) -> RecomputeStep:
+    """Take in what the last step had accepted, decide what this one flushes, and move the cursors past it.
+
+    A row without tokens only flushes, and only what a boundary demands: that is how a request that leaves is finalized.
+
+    Args:
+        cursors: of the group; written.
+        rows: [num_reqs] int32 or int64, where each request's cursors and rings are, each at most once; -1: padding.
+        num_gained_tokens: [num_reqs] int32 or int64, in the request's last decode step, bonus token included; any
+            number if there was none since its `restart`.
+        cu_seqlens: [num_reqs + 1] int32 or int64, tokens of this step; at most `max_query_len` each.
+        block_table: [num_reqs, width] int32 or int64 in the order of the batch.
+        block_size: tokens of a column; None in mode `none`, which has one column.
+
+    Raises:
+        ValueError: a step could pass two boundaries.
+    """
+    if block_size is not None and block_size < cursors.max_query_len:
+        raise ValueError(f"block_size={block_size} is shorter than a step of {cursors.max_query_len} tokens")
+    padding = rows < 0
+    row = rows.clamp(min=0).long()
+    lengths = cu_seqlens.diff().long()
+    base_pos, ring_start = cursors.base_pos[row], cursors.ring_start[row]
+    n_hist = cursors.n_hist[row] + torch.minimum(num_gained_tokens, cursors.prev_t[row])
+    full = n_hist + lengths + cursors.max_query_len > cursors.ring_len
+    n_flush = torch.where(full, n_hist, 0)
+    column = torch.zeros_like(row)
+    new_column = column
+    if block_size is not None:
+        to_boundary = block_size - base_pos % block_size
+        n_flush = torch.where(n_hist >= to_boundary, to_boundary, n_flush)
+        column = (base_pos - 1).clamp(min=0) // block_size
+        new_column = (base_pos + n_flush - 1).clamp(min=0) // block_size
+    src, dst = (
+        block_table.gather(1, part.masked_fill(padding, 0)[:, None])[:, 0].long().masked_fill(padding, 0)
+        for part in (column, new_column)
+    )
+    n_flush, n_hist, ring_start = (part.masked_fill(padding, 0) for part in (n_flush, n_hist, ring_start))
+    kept = ~padding
+    for target, values in (
+        (cursors.base_pos, base_pos + n_flush),
+        (cursors.ring_start, (ring_start + n_flush) % cursors.ring_len),
+        (cursors.n_hist, n_hist - n_flush),
+        (cursors.prev_t, lengths),
+    ):
+        target[row[kept]] = values[kept]
+    return RecomputeStep(row, src, dst, ring_start, n_hist, n_flush, cursors.max_query_len)
+
+
+def _arithmetic(ssm_state: torch.Tensor, ring: RecomputeRing) -> torch.dtype:
+    return torch.promote_types(ring.dt.dtype, torch.float64 if ssm_state.dtype == torch.float64 else torch.float32)
+
+
+def _history(
+    ring: RecomputeRing, step: RecomputeStep, count: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x [num_reqs, W, heads, head_dim], dt and B alike, of the first `count` tokens of the history; then zeros."""
+    j = torch.arange(ring.ring_len - step.max_query_len, device=ring.x.device)
+    place, row = (step.ring_start[:, None] + j) % ring.ring_len, step.rows[:, None]
+    beyond = (j >= count[:, None])[..., None]
+    # Filled, not multiplied: an earlier request may have left NaN or infinity behind. With dt = 0 a token neither
+    # decays nor adds.
+    x, B = (part[row, :, place].to(dtype).masked_fill(beyond[..., None], 0) for part in (ring.x, ring.B))
+    return x, ring.dt[row, :, place].to(dtype).masked_fill(beyond, 0), B
+
+
+def recompute_flush_reference(
+    ssm_state: torch.Tensor, ring: RecomputeRing, step: RecomputeStep, A_log: torch.Tensor
+) -> None:
+    """`recompute_flush` in plain torch, in float64 where states or activations are, else float32."""
+    dtype = _arithmetic(ssm_state, ring)
+    x, dt, B = _history(ring, step, step.n_flush, dtype)
+    A = -torch.exp(A_log.to(dtype))
+    # Sums of what is still to come, not differences of sums: those would lose the digits that matter most.
+    later = F.pad(dt, (0, 0, 0, 1))[:, 1:].flip(1).cumsum(1).flip(1)
+    u = x * (dt * torch.exp(later * A)).unsqueeze(-1)
+    states = read_states(ssm_state, step.src).to(dtype) * torch.exp(dt.sum(1) * A)[..., None, None]
+    states = states + torch.einsum("rjhp,rjhn->rhpn", u, B.repeat_interleave(x.shape[2] // B.shape[2], dim=2))
+    write_states(ssm_state, step.dst.masked_fill((step.src == 0) | (step.n_flush == 0), 0), states)
+
+
+def recompute_update_reference(
+    ssm_state: torch.Tensor,
+    ring: RecomputeRing,
+    step: RecomputeStep,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    dt_bias: torch.Tensor,
+    A_log: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+) -> torch.Tensor:
+    """`recompute_update` in plain torch, in float64 where states or activations are, else float32.
+
+    Tokens of no row come out as zeros.
+    """
+    y = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    if len(x):
+        dtype = _arithmetic(ssm_state, ring)
+        t = torch.arange(step.max_query_len, device=x.device)
+        inside = (t < cu_seqlens.diff()[:, None]) & ((step.src != 0) & (step.dst != 0))[:, None]
+        row, j = inside.nonzero(as_tuple=True)
+        token = (cu_seqlens[:-1, None] + t).clamp(max=len(x) - 1)
+
+        def padded(tokens: torch.Tensor) -> torch.Tensor:
+            values = tokens[token].to(dtype)
+            return values.masked_fill(~inside.view(*inside.shape, *[1] * (values.dim() - 2)), 0)
+
+        new_x, new_B, C_rows = padded(x), padded(B), padded(C)
+        new_dt = F.softplus(padded(dt) + dt_bias.to(dtype)).masked_fill(~inside[..., None], 0)
+        past = _history(ring, step, step.n_hist, dtype)
+        every_x, every_dt, every_B = (torch.cat(pair, 1) for pair in zip(past, (new_x, new_dt, new_B), strict=True))
+        log_decay = (every_dt * -torch.exp(A_log.to(dtype))).transpose(1, 2)  # [num_reqs, heads, W + T]
+        i = torch.arange(log_decay.shape[2], device=x.device)
+        now = len(i) - len(t) + t
+        # From token s to token t: the sum over what lies behind s, since a difference of sums would lose the digits of
+        # neighbours. exp() is 1 where s is yet to come, so these are left out of the scores.
+        between = log_decay.unsqueeze(2).where(i > i[:, None], 0).cumsum(3)[..., now].transpose(2, 3)
+        groups, per_group = B.shape[1], x.shape[1] // B.shape[1]
+        scores = torch.einsum("rtgn,rsgn->rgts", C_rows, every_B).where(i <= now[:, None], 0)
+        weights = scores.repeat_interleave(per_group, dim=1) * between.exp()
+        out = torch.einsum("rhts,rshp->rthp", weights, every_x * every_dt.unsqueeze(-1))
+        states = _readout(ssm_state, step.src, x.dtype).to(dtype).masked_fill((step.src == 0)[:, None, None, None], 0)
+        decay = log_decay.cumsum(2)[..., now].exp().transpose(1, 2).unsqueeze(-1)
+        read = torch.einsum("rtgn,rgkpn->rtgkp", C_rows, states.unflatten(1, (groups, per_group)))
+        out = torch.addcmul(out + read.flatten(2, 3) * decay, new_x, D.to(dtype)[:, None])
+        y[token[row, j]] = out[row, j].to(y.dtype)
+
+        place, ring_row = ((step.ring_start + step.n_hist)[row] + j) % ring.ring_len, step.rows[row]
+        for target, values in ((ring.x, new_x), (ring.B, new_B), (ring.dt, new_dt)):
+            target[ring_row, :, place] = values[row, j].to(target.dtype)
+    recompute_flush_reference(ssm_state, ring, step, A_log)
+    return y
+
+
+def _readout(ssm_state: torch.Tensor, blocks: torch.Tensor, activations: torch.dtype) -> torch.Tensor:
+    """The states as outputs see them: with bfloat16 activations their upper plane."""
+    if ssm_state.dtype == torch.int16 and activations == torch.bfloat16:
+        return ssm_state[blocks, 0].view(torch.bfloat16)
+    return read_states(ssm_state, blocks)

@@ -1,0 +1,183 @@
+"""What scheme `recompute` keeps: checkpoints as two planes, rings of inputs, cursors into both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hybrid_kv.kernels.common.strided import copy_blocks
+
+WINDOW = 32  # tokens of history that a ring holds besides the step's; one tile of the kernel
+
+
+def split_state(state: torch.Tensor) -> torch.Tensor:
+    """Two 16-bit planes of float32 states: the bits are `(hi << 16) + lo`, for every bit pattern.
+
+    Plane 0, `hi`, holds the bits of the state rounded to bfloat16 (half away from zero), plane 1 what is missing. Where
+    bfloat16 is enough, half of the bytes are read.
+
+    Args:
+        state: [..., heads, head_dim, state] float32.
+
+    Returns:
+        [..., 2, heads, head_dim, state] int16.
+    """
+    # Flat, since a dimension of size 1 may have any stride, in a contiguous tensor too.
+    flat = state.contiguous().as_strided((state.numel(),), (1,))
+    low, high = flat.view(torch.int16).view(*state.shape, 2).unbind(-1)
+    # `low` counts as signed, so where its sign bit is set it takes one from `high`.
+    return torch.stack([high - (low >> 15), low], dim=-4)
+
+
+def join_state(planes: torch.Tensor) -> torch.Tensor:
+    """The inverse of `split_state`."""
+    high, low = planes.int().unbind(-4)
+    return ((high << 16) + low).view(torch.float32)
+
+
+def read_states(ssm_state: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """The states in `blocks`.
+
+    Args:
+        ssm_state: [num_blocks, 2, heads, head_dim, state] int16, the planes of float32 states; or
+            [num_blocks, heads, head_dim, state] in the states' own dtype.
+        blocks: [n] int64.
+
+    Returns:
+        [n, heads, head_dim, state] float32, or of the states' dtype.
+    """
+    states = ssm_state.index_select(0, blocks)
+    return join_state(states) if states.dtype == torch.int16 else states
+
+
+def write_states(ssm_state: torch.Tensor, blocks: torch.Tensor, states: torch.Tensor) -> None:
+    """Put states, [n, heads, head_dim, state] of any dtype, into `blocks`, each but the null block at most once."""
+    kept = blocks != 0
+    if not bool(kept.all()):
+        blocks, states = blocks[kept], states[kept]
+    values = split_state(states.float()) if ssm_state.dtype == torch.int16 else states.to(ssm_state.dtype)
+    copy_blocks(ssm_state, blocks, values)
+
+
+def shortest_ring_len(max_query_len: int) -> int:
+    """Tokens that a ring must hold: what a boundary leaves, a step, and the one behind it; see `kernels.recompute`."""
+    return 3 * max_query_len - 1
+
+
+def default_ring_len(max_query_len: int) -> int:
+    """Tokens of a ring: longer ones flush less often, but every step reads the history."""
+    return max(WINDOW, 2 * max_query_len - 1) + max_query_len
+
+
+@dataclass(frozen=True)
+class RecomputeRing:
+    """The inputs of the last tokens of every request, of one layer; a request's token i is at `i % ring_len`.
+
+    The memory is never cleared: nothing beyond a request's `n_hist` tokens is read.
+
+    Attributes:
+        x: [num_rows, heads, ring_len, head_dim].
+        B: [num_rows, groups, ring_len, state], of the dtype of x.
+        dt: [num_rows, heads, ring_len], after softplus; float64 where x is, else float32.
+    """
+
+    x: torch.Tensor
+    B: torch.Tensor
+    dt: torch.Tensor
+
+    @classmethod
+    def allocate(
+        cls,
+        num_rows: int,
+        ring_len: int,
+        heads: int,
+        head_dim: int,
+        groups: int,
+        state_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> RecomputeRing:
+        """Rings for `num_rows` requests at once; `dtype` is that of the layer's activations."""
+        wide = torch.promote_types(dtype, torch.float32)
+        return cls(
+            torch.zeros(num_rows, heads, ring_len, head_dim, dtype=dtype, device=device),
+            torch.zeros(num_rows, groups, ring_len, state_size, dtype=dtype, device=device),
+            torch.zeros(num_rows, heads, ring_len, dtype=wide, device=device),
+        )
+
+    @property
+    def ring_len(self) -> int:
+        return self.x.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all rows."""
+        return self.x.nbytes + self.B.nbytes + self.dt.nbytes
+
+
+@dataclass(frozen=True)
+class RecomputeCursors:
+    """Where each request's checkpoint and history are; one for all layers of a group. A graph may keep reading it.
+
+    Attributes:
+        base_pos: [num_rows] int64, tokens that the checkpoint has seen.
+        ring_start: [num_rows] int64, place in the ring of the first token behind the checkpoint.
+        n_hist: [num_rows] int64, tokens behind the checkpoint that were accepted, as of the last `commit`.
+        prev_t: [num_rows] int64, tokens that the last step appended behind those; 0 after a prefill.
+        ring_len: of the rings.
+        max_query_len: 1 + K.
+    """
+
+    base_pos: torch.Tensor
+    ring_start: torch.Tensor
+    n_hist: torch.Tensor
+    prev_t: torch.Tensor
+    ring_len: int
+    max_query_len: int
+
+    @classmethod
+    def allocate(cls, num_rows: int, ring_len: int, max_query_len: int, device: torch.device) -> RecomputeCursors:
+        """Cursors of `num_rows` requests.
+
+        Raises:
+            ValueError: the ring is too short.
+        """
+        if ring_len < (shortest := shortest_ring_len(max_query_len)):
+            raise ValueError(f"ring_len={ring_len} is too short for steps of {max_query_len} tokens; use {shortest}")
+        base_pos, ring_start, n_hist, prev_t = torch.zeros(4, num_rows, dtype=torch.int64, device=device)
+        return cls(base_pos, ring_start, n_hist, prev_t, ring_len, max_query_len)
+
+    def restart(self, rows: torch.Tensor, base_pos: torch.Tensor) -> None:
+        """Begin anew from states after `base_pos` tokens: after a prefill, and when a request takes a row.
+
+        Args:
+            rows: [n] int64, each at most once.
+            base_pos: [n] int64, at least 1 by the time of the first `commit`.
+        """
+        self.base_pos[rows] = base_pos
+        for part in (self.ring_start, self.n_hist, self.prev_t):
+            part[rows] = 0
+
+
+@dataclass(frozen=True)
+class RecomputeStep:
+    """What every layer of a group does in one step, per row of the batch; all [num_reqs] int64.
+
+    Attributes:
+        rows: row of the rings; any for padding.
+        src: block of the checkpoint; 0: padding, the row reads and writes nothing.
+        dst: block of the checkpoint after the flush; `src` where none is due.
+        ring_start: place of the history's first token.
+        n_hist: tokens of history, those to flush included; behind them this step appends its own.
+        n_flush: how many of them, from the first, go into the checkpoint.
+        max_query_len: the most tokens of a row.
+    """
+
+    rows: torch.Tensor
+    src: torch.Tensor
+    dst: torch.Tensor
+    ring_start: torch.Tensor
+    n_hist: torch.Tensor
+    n_flush: torch.Tensor
+    max_query_len: int

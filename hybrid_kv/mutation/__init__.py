@@ -1,1 +1,0 @@
-"""Known bugs of other engines, planted in a copy of this one, and what catches them first."""

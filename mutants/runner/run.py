@@ -1,0 +1,265 @@
+"""Injects mutants one by one, each into a copy in a process of its own, and reports what catches them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from multiprocessing import get_context
+from pathlib import Path
+from queue import SimpleQueue
+from signal import SIGALRM, SIGKILL, SIGXCPU
+from typing import Any
+
+from hybrid_kv.errors import HybridKVError
+from hybrid_kv.guard.cases import broken_rule
+from hybrid_kv.results import Row as Record
+from mutants.runner import forks, units
+from mutants.runner.guard import RUN, compile_loops
+from mutants.runner.mutant import PACKAGE, UNCHANGED, Mutant, inject
+from mutants.runner.reduce import RUNS, Reduced
+from mutants.runner.units import BY_TESTS, tests_of_all
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of a mutant.
+
+    Attributes:
+        section, rule: what caught it first; empty if nothing did.
+        requests: until then, where the section counts them.
+        seconds: until then, of one core, without the imports of other packages; of `http`, which waits for a server,
+            all that passed.
+        cell: see `served.Found`.
+        reduced: the case that caught it, if it was to be reduced.
+        digest, change: see `generated.Generated`; empty for a known bug. The results have no text.
+    """
+
+    id: str
+    section: str
+    rule: str
+    detail: str
+    requests: int
+    seconds: float
+    cell: str = ""
+    reduced: Reduced | None = None
+    digest: str = ""
+    change: str = ""
+
+    @property
+    def caught(self) -> bool:
+        """No known bug loops or ends a process, so that one which does was injected wrong. A generated one may."""
+        return bool(self.section) and (self.section != RUN or bool(self.digest))
+
+    @property
+    def problem(self) -> str:
+        """Why this is not as it should be, for a column; empty: it is."""
+        if self.id == UNCHANGED:
+            return "false alarm" if self.section else ""
+        if not self.caught:
+            return "not caught"
+        return "" if self.reduced is None or self.reduced.is_right else "the reduced case is wrong"
+
+    def records(self, by: str) -> list[Record]:
+        """As rows of the results file. Seconds have no unit of time: they are of an engine that is wrong."""
+        parts = {"by": by, "section": self.section, "rule": self.rule, "cell": self.cell, "digest": self.digest}
+        params = {name: value for name, value in parts.items() if value}
+
+        def record(metric: str, value: float, better: str, unit: str = "", n: int = self.requests) -> Record:
+            return Record("mutants", self.id, metric, value, unit, params, n=n, better=better)
+
+        records = [record("caught", int(self.caught), "higher")]
+        if not self.digest:  # There are thousands of the others.
+            records.append(record("seconds", round(self.seconds, 1), "lower"))
+        if (case := self.reduced) is not None:
+            records += [
+                record("reduced_requests", case.requests, "lower", "requests", 1),
+                record("reduced_tokens", case.tokens, "lower", "tokens", 1),
+                record("reduced_seconds", round(case.seconds, 1), "lower", "", 1),
+                record("reduced_fails", case.fails, "higher", "share", RUNS),
+                record("reduced_passes_unchanged", int(case.passes is True), "higher", "", 1),
+            ]
+        return records
+
+
+class FailedError(Exception):
+    """A process did not answer: why, as a rule, and more of it."""
+
+    def __init__(self, rule: str, detail: str) -> None:
+        super().__init__(rule)
+        self.detail = detail
+
+
+class Forks:
+    """A process of `forks`, which does one thing at a time."""
+
+    def __init__(self) -> None:
+        environment = {
+            **os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
+        }  # fmt: skip
+        self._process = subprocess.Popen(
+            [sys.executable, forks.__file__], env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            start_new_session=True,
+        )  # fmt: skip
+
+    def call(self, root: Path, function: str, task: Mapping[str, Any], limit: float) -> Any:
+        """What a function such as `guard.run` returns in a process of its own that imports the copy in `root`.
+
+        Raises:
+            FailedError: it took longer than the limit, in seconds of one core, or died.
+        """
+        (root / forks.TASK).write_text(json.dumps({"compiled": True, **task, "limit": limit}), encoding="utf-8")
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(root, *function.split("."), sep="\t", file=self._process.stdin, flush=True)
+        code = int(self._process.stdout.readline())
+        if code == 0:
+            return json.loads((root / forks.ANSWER).read_text(encoding="utf-8"))
+        if code in (-SIGXCPU, -SIGALRM):
+            raise FailedError("time limit", f"not done after {limit:.0f} s of one core")
+        last = (root / forks.OUTPUT).read_text(encoding="utf-8").splitlines()[-1:]
+        raise FailedError("death", " ".join([f"exit code {code}", *last]))
+
+    def close(self) -> None:
+        """End it, and what it does."""
+        os.killpg(self._process.pid, SIGKILL)
+        self._process.communicate()
+
+
+@dataclass(frozen=True)
+class MutationRun:
+    """What is done with each mutant.
+
+    Attributes:
+        limit: seconds of one core for one, but by `http`.
+        repro: a folder for the case that caught one, reduced for at most as many seconds.
+        sound: tests that have failed with a mutant and passed without.
+    """
+
+    limit: float
+    repro: Path | None = None
+    sound: set[str] = field(default_factory=set)
+
+    def judge(self, mutant: Mutant, ways: Sequence[str], forked: Forks) -> Row:
+        """Inject one mutant and see what catches it: the guard's ways, in one process, and unit tests, in their order.
+
+        Raises:
+            ConfigError: the code has moved.
+            HybridKVError: the test that fails with it fails without it, too.
+        """
+        inside = [way for way in ways if way != BY_TESTS]
+        row = Row(mutant.id, "", "", "", 0, 0.0, **mutant.labels())
+        parts = [inside, [way for way in ways if way == BY_TESTS]]
+        for part in reversed(parts) if ways[0] == BY_TESTS else parts:
+            if not part or row.section:
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                root = Path(folder)
+                files = mutant.inject(root)
+                try:
+                    found = (
+                        self._by_guard(root, files, part, forked)
+                        if part is inside
+                        else self._by_tests(root, tests_of_all(files), forked)
+                    )
+                except FailedError as error:
+                    found = {"section": RUN, "rule": str(error), "detail": error.detail}
+                requests, seconds = max(row.requests, found.get("requests", 0)), found.get("seconds", self.limit)
+                row = replace(row, **{**found, "requests": requests, "seconds": row.seconds + seconds})
+                if self.repro is not None and (root / forks.CASE).exists():
+                    row = self._reduced(row, root, self.repro, forked)
+        return row
+
+    def _by_guard(self, root: Path, files: Iterable[str], ways: Sequence[str], forked: Forks) -> dict[str, Any]:
+        # A changed loop is not compiled, which takes longer than to interpret it.
+        texts = [(root / PACKAGE.name / file).read_text(encoding="utf-8") for file in files]
+        task = {"ways": ways, "compiled": not any("import compiled" in text for text in texts)}
+        found: dict[str, Any] = forked.call(root, "guard.run", task, self.limit)
+        return found
+
+    def _by_tests(self, root: Path, tests: Sequence[str], forked: Forks) -> dict[str, Any]:
+        task, limit = {"checkout": str(PACKAGE.parent)}, min(units.LIMIT, self.limit)
+        found: dict[str, Any] = forked.call(root, "units.run", {**task, "tests": tests}, limit)
+        if (test := found.pop("test")) and test not in self.sound:
+            with tempfile.TemporaryDirectory() as folder:
+                inject(Path(folder), {})
+                if forked.call(Path(folder), "units.run", {**task, "tests": [test]}, limit)["test"]:
+                    raise HybridKVError(f"{test} fails without a mutant, too: {found['detail']}")
+            self.sound.add(test)
+        return found
+
+    def _reduced(self, row: Row, root: Path, repro: Path, forked: Forks) -> Row:
+        try:
+            made = forked.call(root, "reduce.reduced", {"folder": str(repro.absolute() / row.id)}, self.limit)
+            rules = [forked.call(root, "reduce.rule", {"file": made["file"]}, self.limit) for _ in range(RUNS)]
+        except FailedError as error:
+            return replace(row, detail=f"{row.detail}; reducing it failed: {error}: {error.detail}")
+        passes = not broken_rule(Path(made["file"]))
+        return replace(row, reduced=Reduced(**made, fails=rules.count(made["rule"]) / RUNS, passes=passes))
+
+
+def _probe(mutant: Mutant) -> Row:
+    from mutants.runner.served import probe  # with transformers, which the others do not need
+
+    with tempfile.TemporaryDirectory() as folder:
+        mutant.inject(Path(folder))
+        found, seconds = probe(Path(folder))
+        return Row(mutant.id, **asdict(found), seconds=seconds)
+
+
+Judge = Callable[[Mutant], Row]
+
+
+@contextmanager
+def _forking(by: str, run: MutationRun, jobs: int) -> Iterator[tuple[Executor, Judge]]:
+    """A pool of threads, and what they do with a mutant: each has a process of its own."""
+    compile_loops()
+    every, idle = [Forks() for _ in range(jobs)], SimpleQueue[Forks]()
+    for one in every:
+        idle.put(one)
+
+    def judge(mutant: Mutant) -> Row:
+        forked = idle.get()
+        try:
+            return run.judge(mutant, mutant.ways(by), forked)
+        finally:
+            idle.put(forked)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            yield pool, judge
+        finally:  # Threads end once their processes have ended.
+            pool.shutdown(wait=False, cancel_futures=True)
+            for one in every:
+                one.close()
+
+
+@contextmanager
+def _probing(jobs: int) -> Iterator[tuple[Executor, Judge]]:
+    """A pool of processes, each with oracles of its own, and what they do with a mutant."""
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        try:
+            yield pool, _probe
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def run_all(mutants: Sequence[Mutant], by: str, run: MutationRun, jobs: int) -> Iterator[Row]:
+    """A row for each mutant, as they come.
+
+    Args:
+        by: what is to catch them, see `Mutant.ways`.
+
+    Raises:
+        HybridKVError: a test that kills one fails without it, too.
+    """
+    if not mutants:
+        return
+    with _probing(jobs) if by == "http" else _forking(by, run, jobs) as (pool, judge):
+        for task in as_completed([pool.submit(judge, mutant) for mutant in mutants]):
+            yield task.result()

@@ -1,0 +1,133 @@
+"""What finds an injected bug through a server: probes of a changed copy of the engine behind `hybrid-kv serve`.
+
+They know nothing of the bug: every one is probed in the same settings. Most are of the embedded trained
+models, whose drafts are accepted now and then. Their states forget within a hundred tokens; random ones do not.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from hybrid_kv.accuracy.guard_model import FOLDERS
+from hybrid_kv.config import ConfigError
+from hybrid_kv.models.config_file import ConfigFile
+from hybrid_kv.models.random_checkpoint import write_checkpoint
+from hybrid_kv.probes.judge import Judge
+from hybrid_kv.probes.oracle import Oracle
+from hybrid_kv.probes.registry import load_probes
+from hybrid_kv.probes.session import References, Session, calibrate
+from hybrid_kv.targets import serve
+from hybrid_kv.targets.target import Target, TargetError
+from hybrid_kv.threads import one_thread
+from mutants.runner.guard import Catch
+
+# A model and a setting each, those first in which most bugs act: drafts, a history of inputs instead of states, states
+# at boundaries inside a chunk, chunks of more than a block in a pool that evicts and loads, random weights, blocks of
+# unequal size (without a prefix cache that of a state is as long as a request may be), several boundaries in a chunk.
+CELLS: tuple[tuple[str, dict[str, str]], ...] = (
+    ("qwen3_5_moe_text", {"prefix": "align", "spec": "mtp3"}),
+    ("nemotron_h", {"prefix": "align", "spec": "mtp3", "scheme": "recompute"}),
+    ("qwen3_5_moe_text", {"prefix": "all", "spec": "ngram3", "chunk": "17"}),
+    ("qwen3_5_moe_text", {"prefix": "align", "chunk": "100", "blocks": "tight", "offload": "host"}),
+    ("bamba", {"prefix": "align", "spec": "ngram3", "scheme": "recompute"}),
+    ("qwen3_5_moe_text", {"spec": "mtp3", "async": "on"}),
+    ("bamba", {"prefix": "all"}),
+)
+
+
+@dataclass
+class Found(Catch):
+    """`cell`: the model and the setting."""
+
+    cell: str = ""
+
+
+class Copy:
+    """`hybrid-kv serve` of a copy of this package. See `targets.target.Kind`."""
+
+    name: str = serve.name
+    factors: Mapping[str, Sequence[str]] = serve.factors
+    size: str = serve.size
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def start(self, folder: str, settings: Mapping[str, str]) -> Target:
+        """See `targets.target.Kind`."""
+        return serve.start(folder, settings, self.root)
+
+
+@cache
+def _made(model: str) -> tempfile.TemporaryDirectory[str]:
+    made = tempfile.TemporaryDirectory()
+    write_checkpoint(model, made.name, "tiny")
+    return made
+
+
+def _folder(model: str) -> str:
+    """Of an embedded model, or of a family with random weights, which lives as long as this process."""
+    return str(FOLDERS[model]) if model in FOLDERS else _made(model).name
+
+
+_oracle = cache(Oracle)  # No mutant changes what it says: one for all of them.
+
+
+@cache
+def _sound(model: str, levels: tuple[tuple[str, str], ...]) -> tuple[Judge, int]:
+    """What the server without a bug says of rounding and of the size of a block, in this setting."""
+    folder, settings = _folder(model), dict(levels)
+    judge = Judge(_oracle(folder, settings.get("dtype", "float32")))
+    session = Session(serve, folder, settings, judge, References(serve, folder))
+    try:
+        calibrate(session, ConfigFile.read(folder).size("vocab_size"))
+    finally:
+        session.target.close()
+    return judge, session.unit
+
+
+def probe(root: Path) -> tuple[Found, float]:
+    """The probes in each setting, in their order, to the first wrong answer; and the seconds until then.
+
+    Args:
+        root: the folder of a copy with a bug.
+    """
+    begin, kind, requests = time.perf_counter(), Copy(root), 0
+    with one_thread(), ExitStack() as stack:
+        references = {model: References(kind, _folder(model)) for model, _ in CELLS}
+        for one in references.values():
+            stack.callback(one.close)
+        for model, settings in CELLS:
+            found = _probe(kind, model, settings, references[model])
+            requests += found.requests
+            if found.section:
+                name = FOLDERS[model].name if model in FOLDERS else model
+                found.cell = " ".join([name, *(f"{name}={level}" for name, level in settings.items())])
+                break
+    return replace(found, requests=requests), time.perf_counter() - begin
+
+
+def _probe(kind: Copy, model: str, settings: Mapping[str, str], references: References) -> Found:
+    folder, requests = _folder(model), 0
+    judge, unit = _sound(model, tuple(settings.items()))
+    try:
+        session = Session(kind, folder, settings, judge, references)
+    except (ConfigError, TargetError) as error:
+        return Found("probes", "start", str(error))
+    try:
+        session.unit = unit
+        for one in load_probes():
+            outcome = session.run(one, ConfigFile.read(folder).size("vocab_size"))
+            requests += outcome.num_answers
+            if outcome.verdict == "wrong":
+                return Found("probes", one.name, outcome.detail, requests)
+    except (ConfigError, TargetError) as error:
+        return Found("probes", "death", str(error), requests)
+    finally:
+        session.target.close()
+    return Found(requests=requests)

@@ -1,0 +1,162 @@
+"""`hybrid-kv bisect` on toy histories: which commit it names, what it prints, how it resumes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from bench.bisect.history import Trees
+from bench.harness import compare
+from hybrid_kv.guard.replay import to_json
+from hybrid_kv.guard.traffic import draw_scenario
+from tests.bench.bisect.toy import checkout, commit, git
+from tests.cli.run import run
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty checkout, the working folder beside it, and a scenario in that."""
+    root, work = tmp_path / "root", tmp_path / "work"
+    root.mkdir()
+    work.mkdir()
+    monkeypatch.chdir(work)
+    monkeypatch.setattr(compare, "ROOT", root)
+    Path("scenario.json").write_text(to_json(draw_scenario(0), "tokens"))
+    return root
+
+
+def test_the_commit_that_broke_a_rule_is_named_with_its_evidence(root: Path, capsys: Capture) -> None:
+    commits = checkout(root, ["", "", "raise", "", "tokens", "tokens", "raise", "tokens"])
+    code, out, err = run(capsys, "bisect", commits[0], "--replay", "scenario.json", "--out", "found.json")
+    assert code == 0
+    assert out.startswith(f"{commits[4][:9]} is the first bad commit (7 commits that change hybrid_kv/, ")
+    for line in (
+        "author    n <e@example.org>", "title     toy: number 4", "hybrid_kv/ANSWER", "step 0: request 0",
+        "evidence  before: no rule is broken; with it: broken rule: tokens", "packages  -torch==3, +torch==4",
+    ):  # fmt: skip
+        assert line in out
+    assert "ends: bad, broken rule: tokens" in err
+    document = json.loads(Path("found.json").read_text())
+    assert (document["verdict"], document["first_bad"]["commit"]) == ("found", commits[4])
+    assert not list(Path("out/bisect").iterdir()) and git(root, "status", "--porcelain") == ""
+
+
+def test_a_first_bad_commit_that_cannot_run_is_one_of_several(root: Path, capsys: Capture) -> None:
+    commits = checkout(root, ["", "", "raise", "another rule", "tokens", "tokens"])
+    code, out, err = run(capsys, "bisect", commits[0], "HEAD", "--replay", "scenario.json")
+    assert code == 0
+    assert out.startswith("the first bad commit is one of 3, of which the last is bad")
+    assert "toy: number 2, which was skipped" in out and "toy: number 3, which was skipped" in out
+    assert "cannot run: ImportError: half a change" in err and "broken rule: another rule, not tokens" in err
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        (["", "", ""], "nothing to bisect: scenario.json breaks no rule at BAD"),
+        (["tokens", "", "tokens"], "nothing to bisect: scenario.json fails at GOOD as well"),
+    ],
+)
+def test_ends_that_do_not_differ_end_the_search(root: Path, capsys: Capture, answers: list[str], said: str) -> None:
+    commits = checkout(root, answers)
+    code, out, _ = run(capsys, "bisect", commits[0], "--replay", "scenario.json")
+    assert code == 1 and out.startswith(said) and len(out.splitlines()) == 1
+
+
+def test_a_commit_that_leaves_the_package_alone_is_not_tested(root: Path, capsys: Capture) -> None:
+    good = checkout(root, [""])[0]
+    for number in range(5):
+        commit(root, {"README.md": str(number)}, "docs: more")
+    broken = commit(root, {"hybrid_kv/ANSWER": "tokens"}, "cache: break it")
+    commit(root, {"README.md": "last"}, "docs: last")
+    code, out, _ = run(capsys, "bisect", good, "--replay", "scenario.json")
+    assert code == 0 and out.startswith(f"{broken[:9]} is the first bad commit (1 commits that change")
+
+
+def test_a_merge_is_one_commit(root: Path, capsys: Capture) -> None:
+    good = checkout(root, [""])[0]
+    git(root, "checkout", "-q", "-b", "side")
+    commit(root, {"hybrid_kv/ANSWER": "tokens"}, "side: break it")
+    git(root, "checkout", "-q", "main")
+    commit(root, {"hybrid_kv/OTHER": "1"}, "main: go on")
+    git(root, "merge", "-q", "--no-ff", "-m", "merge: side", "side")
+    code, out, _ = run(capsys, "bisect", good, "--replay", "scenario.json")
+    assert code == 0 and "title     merge: side" in out and "hybrid_kv/ANSWER" in out
+
+
+@pytest.mark.parametrize(
+    "wrong", ["unknown", "tree", "backwards", "same", "apart", "no git", "no file", "no scenario", "BAD"]
+)
+def test_what_cannot_run_is_one_line_and_leaves_nothing(root: Path, capsys: Capture, wrong: str) -> None:
+    commits = checkout(root, ["", "tokens"])
+    ends, file = [commits[0], commits[1]], "scenario.json"
+    if wrong == "unknown":
+        ends, said = ["v0", commits[1]], "git knows no revision 'v0'"
+    elif wrong == "tree":
+        ends, said = [commits[0], "."], "bisect tests commits, not the working tree; commit it and give HEAD"
+    elif wrong == "backwards":
+        ends, said = ends[::-1], "it is the other way round; swap them"
+    elif wrong == "same":
+        ends, said = [commits[1], "HEAD"], "no commit after"
+    elif wrong == "apart":
+        git(root, "checkout", "-q", "--orphan", "other")
+        ends, said = [commits[0], commit(root, {}, "other")], "they have no commit in common"
+    elif wrong == "no git":
+        shutil.rmtree(root / ".git")
+        said = "bisect needs a git checkout of hybrid-kv"
+    elif wrong == "no file":
+        file, said = "none.json", "none.json"
+    elif wrong == "BAD":
+        commit(root, {"hybrid_kv/ANSWER": "raise"})
+        ends, said = [commits[0]], "BAD: scenario.json cannot run: ImportError: half a change"
+    else:
+        Path("broken.json").write_text("{}")
+        file, said = "broken.json", "broken.json is no scenario of this version"
+    code, out, err = run(capsys, "bisect", *ends, "--replay", file)
+    assert (code, out) == (2, "") and said in err and len(err.splitlines()) == 1
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "name what failed with one of: --replay FILE, --benchmark NAME, --accuracy"),
+        (["--replay", "scenario.json", "--accuracy"], "name what failed with one of"),
+        (["HEAD", "HEAD", "--replay", "scenario.json"], "'HEAD' is a third revision; options after -- are for"),
+        (["HEAD", "--accuracy", "--", "--seed", "3"], "--seed after --: bisect sets it itself"),
+        (["--benchmark", "no such benchmark"], "no benchmark's name contains 'no such benchmark'"),
+        (["--self-test", "--repetitions", "0"], "repetitions=0 must be an integer >= 1"),
+    ],
+)
+def test_an_invalid_question_is_one_line(root: Path, capsys: Capture, words: list[str], said: str) -> None:
+    commits = checkout(root, ["", "tokens"])
+    code, out, err = run(capsys, "bisect", commits[0], *words)
+    assert (code, out) == (2, "") and said in err and len(err.splitlines()) == 1
+    assert not Path("out").exists()
+
+
+def test_it_resumes_after_an_interruption(root: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    commits = checkout(root, ["", *[""] * 9, *["tokens"] * 9])
+    tested: list[str] = []
+    usual = Trees.of
+
+    def counted(trees: Trees, name: str) -> Path:
+        tested.append(name)
+        if len(tested) == 5:
+            raise KeyboardInterrupt
+        return usual(trees, name)
+
+    monkeypatch.setattr(Trees, "of", counted)
+    code, out, err = run(capsys, "bisect", commits[0], "--replay", "scenario.json")
+    assert (code, out) == (130, "") and err.endswith("interrupted\n")
+    assert len([*Path("out/bisect").glob("*.json")]) == 1
+    tested.clear()
+    code, out, err = run(capsys, "bisect", commits[0], "--replay", "scenario.json")
+    assert code == 0 and out.startswith(commits[10][:9])
+    assert err.startswith("resuming: 2 commits are known")
+    assert not list(Path("out/bisect").iterdir())

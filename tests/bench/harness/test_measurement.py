@@ -1,0 +1,125 @@
+"""No time without a check before and after; rivals side by side; what the command prints, writes and returns."""
+
+import numpy as np
+import pytest
+import torch
+
+from bench.harness.cells import Case, Cell, Count, WrongResultError, grid
+from bench.harness.measurement import Counted, Measurement, groups, measure_together
+from hybrid_kv.results import Receipt
+from hybrid_kv.timing import together
+from hybrid_kv.timing.clock import Interval
+
+
+def cell(make, tier="cpu", promise=None, **params):
+    return Cell("offload", "b", params, tier, make, True, promise, {"blocks": "blocks"} if tier == "count" else {})
+
+
+def steady(error=0.0):
+    return Case(lambda: None, lambda: error)
+
+
+def failing_after(count, error=None):
+    """Right `count` times; then beyond its tolerance, or with this error."""
+    left = [count]
+
+    def check():
+        left[0] -= 1
+        if left[0] >= 0:
+            return 0.0
+        if error is None:
+            raise WrongResultError("the injected mistake")
+        return error
+
+    return Case(lambda: None, check)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+@pytest.mark.parametrize("error", [None, float("nan"), float("inf"), -1.0])
+def test_a_result_that_is_wrong_before_or_after_has_no_time(count, error):
+    with pytest.raises(
+        WrongResultError, match=r"offload/b\[x=1\]: (the injected mistake|an error of .* proves nothing)"
+    ):
+        measure_together([cell(lambda: failing_after(count, error), x=1)], 2)
+
+
+def test_a_wrong_rival_takes_the_times_of_the_others():
+    makes = {"engine": steady, "rival": lambda: failing_after(1)}
+    with pytest.raises(WrongResultError, match="subject=rival"):
+        measure_together([cell(make, subject=name) for name, make in makes.items()], 2)
+
+
+def test_rivals_are_compared_with_the_base_that_they_name():
+    values = {"subject": ("model", "real")}
+    pair = measure_together(list(grid("offload", "b", "cpu", lambda seed, subject: steady(), values, base="real")), 2)
+    assert [(one.cell.params["subject"], one.ratio is None) for one in pair] == [("model", False), ("real", True)]
+    row = list(pair[0].rows())[1]
+    assert (row.metric, row.better, row.verdict) == ("ratio_to_real", "equal", "")
+
+
+def test_rows_carry_receipts_with_the_largest_error():
+    errors = iter([2e-7, 5e-7])
+    (one,) = measure_together([cell(lambda: Case(lambda: None, lambda: next(errors)), x=1)], 9)
+    (row,) = one.rows()
+    assert row.params["receipt"] == {"checked_before": True, "checked_after": True, "max_error": 5e-7}
+    assert (row.suite, row.benchmark, row.metric, row.unit, row.n, row.better) == (
+        "offload",
+        "b",
+        "cpu_time",
+        "ns",
+        9,
+        "lower",
+    )
+    assert row.ci_low <= row.value <= row.ci_high
+
+
+def test_seconds_become_nanoseconds():
+    interval, share = Interval(2e-6, 1e-6, 3e-6), Interval(5.0, 4.0, 6.0)
+    one = Measurement(cell(steady, promise=7.0, subject="r"), interval, share, 9, Receipt(True, True, 0.0))
+    time, times = one.rows()
+    assert (time.value, time.ci_low, time.ci_high) == (2000, 1000, 3000)
+    assert (times.value, times.ci_low, times.ci_high, times.verdict, times.unit) == (5, 4, 6, "fail", "time ratio")
+
+
+@pytest.mark.parametrize(("high", "promise", "verdict"), [(6, 7, "fail"), (7, 7, "pass"), (1, None, "")])
+def test_verdicts(high, promise, verdict):
+    one = Measurement(cell(steady, promise=promise), Interval(1, 1, 1), Interval(1, 1, high), 9, Receipt(True, True, 0))
+    assert one.verdict == verdict
+
+
+def test_rivals_are_compared_with_their_engine():
+    made = list(grid("s", "b", "cpu", lambda seed, **_: steady(), {"x": (1, 2), "subject": ("rival", "engine")}))
+    together = groups(made)
+    assert [[one.params["x"] for one in group] for group in together] == [[1, 1], [2, 2]]
+    rival, engine = measure_together(together[0], 9)
+    assert (rival.cell.params["subject"], engine.cell.params["subject"]) == ("rival", "engine")
+    assert engine.ratio is None
+    assert rival.ratio.low > 0
+
+
+def test_a_ratio_is_how_many_times_the_engine_a_rival_takes(monkeypatch):
+    samples = {"rival": np.array([3.0, 9.0, 6.0]), "engine": np.array([1.0, 3.0, 2.0])}
+    cells = [cell(steady, subject=name) for name in samples]
+    monkeypatch.setattr(together, "measure", lambda *_: {one.key: samples[one.params["subject"]] for one in cells})
+    rival, engine = measure_together(cells, 9)
+    assert (rival.ratio.value, rival.time.value, engine.time.value) == (3.0, 6.0, 2.0)
+
+
+def test_one_thread_while_measuring_and_as_many_as_before_afterwards():
+    seen = []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        measure_together([cell(lambda: Case(lambda: seen.append(torch.get_num_threads()), lambda: 0.0), x=1)], 2)
+        with pytest.raises(WrongResultError):
+            measure_together([cell(lambda: failing_after(0), x=1)], 2)
+        assert (set(seen), torch.get_num_threads()) == ({1}, 2)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_counts_become_rows():
+    (one,) = measure_together([cell(lambda: {"blocks": Count(3, "blocks", "higher")}, "count", x=1)], 2)
+    assert isinstance(one, Counted)
+    (row,) = one.rows()
+    assert (row.metric, row.value, row.unit, row.better, row.params) == ("blocks", 3, "blocks", "higher", {"x": 1})

@@ -1,0 +1,109 @@
+"""The tables of docs/ are those of `results/`."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import zipfile
+from pathlib import Path
+
+from hybrid_kv.dashboard import docs
+from hybrid_kv.dashboard.data import load
+from tests.dashboard.kinds import everything
+from tests.dashboard.rows import RECEIPT, results, row
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def committed(folder: Path) -> Path | None:
+    """The results of the last commit, without the rows that commands have appended since; None outside of git."""
+    packed = subprocess.run(["git", "archive", "--format=zip", "HEAD", "results"], cwd=ROOT, capture_output=True)
+    if packed.returncode:
+        return None
+    with zipfile.ZipFile(io.BytesIO(packed.stdout)) as archive:
+        archive.extractall(folder)
+    return folder / "results"
+
+
+def test_every_page_shows_the_rows_of_the_repository(tmp_path: Path) -> None:
+    """Those of the working tree, or those of the last commit: `make guard` leaves rows behind."""
+    found = [load(folder) for folder in (ROOT / "results", committed(tmp_path)) if folder is not None]
+    texts = {page.name: page.read_text(encoding="utf-8") for page in docs.pages()}
+    for name, text in texts.items():
+        assert text in [docs.rewrite(text, rows) for rows in found], (
+            f"{name} is behind results/*.csv; run: make figures"
+        )
+    blocks = [name for text in texts.values() for name in re.findall(r"<!-- figures:([\w-]+) -->", text)]
+    assert sorted(blocks) == sorted(docs.BLOCKS) and "figures:" not in texts["README.md"]
+
+
+def test_blocks_are_rewritten_and_nothing_else_is(tmp_path: Path) -> None:
+    text = "before\n<!-- figures:curve -->\nold\n<!-- /figures -->\nbetween\n"
+    made = docs.rewrite(text, results(tmp_path, *everything()))
+    assert made.startswith("before\n<!-- figures:curve -->\n| alarms | same |") and made.endswith(
+        "|\n<!-- /figures -->\nbetween\n"
+    )
+    assert "old" not in made
+
+
+def test_a_block_without_rows_stays(tmp_path: Path) -> None:
+    text = "".join(f"<!-- figures:{name} -->\nold {name}\n<!-- /figures -->\n" for name in docs.BLOCKS)
+    assert docs.rewrite(text, results(tmp_path)) == text
+
+
+def test_step_and_curve(tmp_path: Path) -> None:
+    params = {"receipt": RECEIPT, "scenario": "8 prefills"}
+    total = {"suite": "block_tables", "benchmark": "total"}
+    ratio = {"metric": "ratio_to_engine", "unit": "time ratio"}
+    rows = [row(38, {**params, "subject": "engine"}, value=52e3, **total)]
+    rows += [row(38, {**params, "subject": "vllm"}, value=157e3, **total)]
+    rows += [row(38, {**params, "subject": "vllm"}, value=3.0, ci_low=2.9, ci_high=3.1, **total | ratio)]
+    found = results(tmp_path, *everything(), *rows)
+    made = {name: (block(found) or "").splitlines() for name, block in docs.BLOCKS.items()}
+    assert made["step"][0] == "| µs | vllm | engine |"
+    assert made["step"][2:] == ["| 8 prefills | 157 (3.0; 2.9 to 3.1) | 52 |"]
+    assert made["curve"][2:] == [
+        "| equal code, any benchmark | 1 of 50 | | |",
+        "| `calm/step[K=3]` | | 19 of 20 | 20 of 20 |",
+    ]
+
+
+def test_families_by_the_cells_that_ran(tmp_path: Path) -> None:
+    same = {"suite": "guard", "benchmark": "families", "unit": "logit", "params": {"family": "bamba"}, "value": 2e-14}
+    cells = ("none_async", "align_drafts_mixed_recompute", "align_mtp")
+    made = [row(**same, metric=f"largest_logit_difference/bamba:{name}") for name in (*cells, "cached_tokens")]
+    made += [row(**same, metric="largest_logit_difference/bamba")]
+    made += [row(**{**same, "value": 3e-6}, metric="distance_from_transformers/bamba")]
+    (line,) = (docs.families_table(results(tmp_path, *made)) or "").splitlines()[2:]
+    assert line == "| `bamba` | 3.0e-06 | 2.0e-14 | none, align | scripted, MTP | slots, recompute | 3 |"
+
+
+def test_known_bugs_by_what_caught_each_first(tmp_path: Path) -> None:
+    def of(run: int, bug: str, by: str, section: str = "", seconds: float | None = None) -> list[dict[str, object]]:
+        params = {"by": by, **({"section": section} if section else {})}
+        values = {"caught": float(bool(section)), **({} if seconds is None else {"seconds": seconds})}
+        common = {"suite": "mutants", "benchmark": bug, "unit": ""}
+        return [row(run, params, metric=metric, value=value, **common) for metric, value in values.items()]
+
+    made = of(1, "A01", "quick") + of(2, "A01", "quick", "plan", 4.0) + of(3, "A01", "full", "layout", 90.0)
+    made += of(1, "A02", "quick", "plan", 40.0) + of(1, "A04", "quick", "", 50.0)
+    made += of(2, "A04", "sanitizer", "sanitizer", 6.0) + of(1, "B01", "quick") + of(2, "B01", "full")
+    made += of(1, "B02", "http", "probes", 9.0) + of(1, "none", "quick") + of(1, "runner.py:17", "quick")
+    lines = (docs.mutants_table(results(tmp_path, *made)) or "").splitlines()
+    assert lines[0] == (
+        "3 of 4 are caught, 2 of them by the quick guard or unit tests, 1 in 30 s of one core at most; the median "
+        "takes 22.0 s. "
+        "Not caught: B01."
+    )
+    shown = {line[2]: line.split(" | ")[2:] for line in lines[4:]}
+    assert shown["A"] == ["plan 2, sanitizer 1", "3 of 3", "6.0 |"] and shown["B"] == ["–", "0 of 1", "– |"]
+    assert {path.stem[0] for path in (ROOT / "mutants").glob("[A-Z]*.yaml")} == set(shown)
+
+
+def test_a_quick_run_does_not_replace_the_full_ones_tables(tmp_path: Path) -> None:
+    quick = [one | {"run_id": "quick", "time_utc": "2030-01-01T00:00:00Z"} for one in everything()]
+    chosen = [one for one in quick if one["benchmark"] in ("layout", "expand")][:4]
+    with_quick, without = results(tmp_path / "a", *everything(), *chosen), results(tmp_path / "b", *everything())
+    for name, block in docs.BLOCKS.items():
+        assert block(with_quick) == block(without), name

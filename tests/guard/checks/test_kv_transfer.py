@@ -1,0 +1,27 @@
+"""A split of prefill and decode is checked, and a state that stays behind is seen."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybrid_kv.engine.runner import ModelRunner
+from hybrid_kv.guard.checks import kv_transfer
+from hybrid_kv.guard.checks.kv_transfer import check_kv_transfer
+from hybrid_kv.guard.registry import CHECKS, Run
+
+
+def test_every_pair_of_engines_gives_the_right_tokens() -> None:
+    (continued,) = check_kv_transfer(Run(CHECKS["kv transfer"].amounts["quick"]))
+    assert continued.passed, continued.detail
+    assert min(continued.metrics[what.replace(" ", "_")] for what in kv_transfer.SEEN) > 0
+
+
+def test_a_state_whose_history_is_left_behind_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ModelRunner, "flush_all", lambda self, request: None)
+    (continued,) = check_kv_transfer(Run(CHECKS["kv transfer"].amounts["quick"], fail_fast=True))
+    assert not continued.passed and continued.failed_after is not None
+
+
+def test_traffic_in_which_nothing_happened_is_void() -> None:
+    (continued,) = check_kv_transfer(Run(0))
+    assert not continued.passed and continued.detail.startswith("void: never handed over")

@@ -1,0 +1,342 @@
+"""What the tests of all kernels share.
+
+A test module states an *operation*: a class whose instances are the arguments of one call, made from a `Shape`, and
+what `tests.kernels.definitions` says of them. From it come the tests that kernel and reference give the expected
+values and write nothing else (`equality`), that wrong arguments are rejected (`rejections`), that offsets may pass 2^31
+(`check_far`) and that nothing spills (`compiled`). Kernels run in Triton's interpreter, in another process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from types import SimpleNamespace
+from typing import NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from bench.static.compile import TARGETS, compile_case, read_metrics
+from tests.kernels.interpreter import count_bytes, interpreted, share_memory_with_the_interpreter
+
+# Of storing: a unit in the last place (half of one on a GPU; the interpreter truncates), relative and absolute.
+ROUNDING = {
+    torch.float32: (0.0, 0.0),
+    torch.bfloat16: (2.0**-7, 0.0),
+    torch.float16: (2.0**-10, 2.0**-24),
+    torch.float64: (0.0, 0.0),
+}
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+INTS = (torch.int32, torch.int64)
+# Signalling NaN: a program that computes with it and stores the result leaves another NaN.
+POISON = {torch.float32: 0x7F810001, torch.bfloat16: 0x7F81, torch.float16: 0x7C01}
+GAPS = [0, 5, 16]  # elements between pages, and between tokens, that are not the layer's
+
+
+class Shape(SimpleNamespace):
+    """The sizes of one call; it pickles, so that it reaches the process that interprets."""
+
+    def but(self, **changes):
+        return Shape(**{**vars(self), **changes})
+
+
+def shapes(base, **options):
+    """`base` with other values: of each name a strategy, or a list to choose from."""
+    drawn = {
+        name: option if isinstance(option, st.SearchStrategy) else st.sampled_from(option)
+        for name, option in options.items()
+    }
+    return st.builds(base.but, seed=st.integers(0, 2**31), **drawn)
+
+
+def poisoned(count, dtype):
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    return torch.full((count,), POISON[dtype], dtype=bits).view(dtype)
+
+
+def bits(tensor):
+    """As integers, which are equal for NaN that are equal."""
+    return tensor.cpu().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
+
+
+class Pool:
+    """Blocks with gaps between them, every element NaN until something is put there."""
+
+    def __init__(self, num_blocks, shape, gap, dtype, device="cpu"):
+        size = math.prod(shape)
+        self.storage = poisoned(2 + num_blocks * (size + gap), dtype).to(device)
+        strides = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
+        self.blocks = self.storage.as_strided((num_blocks, *shape), (size + gap, *strides), 2)
+
+
+def flat_tokens(count, shapes_, gap, dtype, g, scale=1.0, offset=0):
+    """Slices of one wide projection, [count, *shape] each; NaN in the last two tokens, which are no row's."""
+    sizes = [math.prod(shape) for shape in shapes_]
+    wide = (torch.randn(count, offset + sum(sizes) + gap, generator=g) * scale).to(dtype)
+    wide[count - 2 :] = torch.nan
+    parts = wide[:, offset : offset + sum(sizes)].split(sizes, dim=1)
+    return [part.unflatten(1, shape) for part, shape in zip(parts, shapes_, strict=True)]
+
+
+def spread_time_steps(count, heads, dtype, g):
+    """[count, heads], around every bend of softplus: where 1 + e is 1, where it is not exact, near 0, and across 20.
+
+    A strong decay often stands in front of a weak one; the last two tokens are no row's.
+    """
+    bends = torch.tensor([-24.0, -16.7, -7.0, -7.0, -3.0, -3.0, 0.0, 2.0, 19.0, 21.0])
+    chosen = bends[torch.randint(len(bends), (count, heads + 1), generator=g)]
+    dt = (chosen + torch.rand(count, heads + 1, generator=g)).to(dtype)
+    dt[count - 2 :] = torch.nan
+    return dt[:, :heads]
+
+
+class Expected(NamedTuple):
+    """One part of a result, in float64.
+
+    Attributes:
+        where: "y", or the argument that is written.
+        index: of the part in there.
+        share: of `scale` by which arithmetic may err; 0: the value is copied.
+        dtype: that it is rounded to.
+    """
+
+    where: str
+    index: object
+    value: torch.Tensor
+    share: float
+    scale: object
+    dtype: torch.dtype
+
+
+class Operation:
+    """One call: `arguments` by name, `pools` by the arguments that are views of them.
+
+    Attributes:
+        kernel, reference: what is called.
+        like: the argument whose shape and type the result has.
+        patches: module and attributes of it for a shape, where the kernel is interpreted.
+    """
+
+    pools: dict = {}  # noqa: RUF012
+    like = "x"
+
+    def expected(self):
+        """The parts of the result, made before the call."""
+        return []
+
+    @classmethod
+    def patches(cls, shape):
+        return contextlib.nullcontext()
+
+    def run(self, implementation):
+        return implementation(**self.arguments)
+
+
+def near(what, got, expected, share, scale, dtype):
+    """Within the arithmetic's share of `scale`, and the rounding of `dtype`."""
+    relative, absolute = ROUNDING[dtype] if share else (0.0, 0.0)
+    allowed = share * scale + relative * expected.abs() + absolute
+    excess = (got.cpu().double() - expected).abs() / (allowed + 1e-300)
+    assert bool((excess <= 1).all()), f"{what}: {float(excess.max())} times what is allowed"
+
+
+def check(operation, implementation):
+    """The result is as expected, and nothing else has been written."""
+    expected = list(operation.expected())
+    before = {
+        name: argument.clone()
+        for name, argument in operation.arguments.items()
+        if isinstance(argument, torch.Tensor) and name not in operation.pools
+    }
+    storages = {id(pool): (pool, pool.storage.clone()) for pool in operation.pools.values()}
+    y = operation.run(implementation)
+    if (like := operation.arguments.get(operation.like)) is not None:
+        assert (y.dtype, y.shape) == (like.dtype, like.shape) and y.is_contiguous()
+    may_change = {key: torch.zeros(len(pool.storage), dtype=torch.bool) for key, (pool, _) in storages.items()}
+    for what, index, value, share, scale, dtype in expected:
+        if what == "y":
+            near(f"y {index}", y[index], value, share, scale, dtype)
+            continue
+        view, pool = operation.arguments[what], operation.pools[what]
+        near(f"{what} {index}", view[index], value, share, scale, dtype)
+        own = may_change[id(pool)].as_strided(view.shape, view.stride(), view.storage_offset())
+        own[tuple(part.cpu() if isinstance(part, torch.Tensor) else part for part in index)] = True
+    for key, (pool, old) in storages.items():
+        changed = bits(pool.storage) != bits(old)
+        assert not bool((changed & ~may_change[key]).any()), "something else was written"
+    for name, old in before.items():
+        assert torch.equal(bits(operation.arguments[name]), bits(old)), f"{name} was written"
+    return y
+
+
+def check_kernel(kind, shape):
+    with kind.patches(shape):
+        check(kind(shape), kind.kernel)
+
+
+def equality(kind, cases, *examples):
+    """A test of the kernel, with a quarter of the examples since the interpreter is slow, and one of its reference."""
+
+    def kernel(shape):
+        interpreted(check_kernel, kind, shape)
+
+    def reference(shape):
+        check(kind(shape), kind.reference)
+
+    found = []
+    for test, share in ((kernel, 4), (reference, 1)):
+        for shape in examples:
+            test = example(shape)(test)
+        found.append(settings(max_examples=settings().max_examples // share)(given(cases)(test)))
+    return found
+
+
+CHANGES = {
+    "flat": lambda t: t[0],
+    "deep": lambda t: t[None],
+    "short": lambda t: t[:-1],
+    "elsewhere": lambda t: t.to("meta"),
+    "another type": lambda t: t.double() if t.is_floating_point() else t.long() if t.dtype == torch.bool else t.float(),
+    "gaps": lambda t: torch.stack([t, t], -1)[..., 0],
+}
+
+
+def rejections(make, call, special=(), allowed=()):
+    """A test that no argument may be of another shape, type or device, nor have gaps where none may be.
+
+    Args:
+        make: gives the arguments by name.
+        special: argument, change, message.
+        allowed: "argument, change" that are not wrong.
+    """
+    cases = [
+        pytest.param(name, change, "", id=f"{name}, {kind}")
+        for name, argument in make().items()
+        if isinstance(argument, torch.Tensor)
+        for kind, change in CHANGES.items()
+        if f"{name}, {kind}" not in allowed
+    ]
+    cases += [pytest.param(name, change, message, id=f"{name}: {message}") for name, change, message in special]
+
+    @pytest.mark.parametrize(("name", "change", "message"), cases)
+    def test(name, change, message):
+        arguments = make()
+        arguments[name] = change(arguments[name])
+        with pytest.raises(ValueError, match=message or None):
+            call(**arguments)
+
+    return test
+
+
+def rejected_operations(kind, shape, special=(), allowed=()):
+    """`rejections` of an operation; its pools may have fewer blocks."""
+    fewer = {f"{name}, short" for name in kind(shape).pools}
+    return rejections(lambda: kind(shape).arguments, kind.kernel, special, fewer | {*allowed})
+
+
+def check_far(kind, shape, seeds=3):
+    """Blocks 2^31 elements and more behind the start of a pool, which is never committed as a whole."""
+    share_memory_with_the_interpreter()
+    for seed in range(seeds):
+        here, there = (kind(shape.but(seed=seed)) for _ in range(2))
+        for name in there.pools:
+            view = there.arguments[name]
+            count, stride = len(view), 2**31 // (len(view) - 1) + 8
+            memory = torch.empty(count * stride, dtype=view.dtype)
+            there.arguments[name] = memory.as_strided(view.shape, (stride, *view.stride()[1:])).copy_(view)
+        outputs = [operation.run(kind.kernel) for operation in (here, there)]
+        if outputs[0] is not None:
+            assert torch.equal(*(bits(y[: here.num_tokens]) for y in outputs))
+        for name in there.pools:
+            assert torch.equal(bits(here.arguments[name]), bits(there.arguments[name])), name
+
+
+def check_far_tokens(kind, shape, names, stride):
+    """Tokens 2^31 elements and more behind the first, in each of the arguments named."""
+    share_memory_with_the_interpreter()
+    here, there = kind(shape), kind(shape)
+    for name in names:
+        view = there.arguments[name]
+        memory = torch.empty(len(view) * stride, dtype=view.dtype)
+        far = memory.as_strided(view.shape, (stride, *view.stride()[1:]))
+        there.arguments[name] = far.copy_(view)
+    outputs = [operation.run(kind.kernel)[: here.num_tokens] for operation in (here, there)]
+    assert torch.equal(*map(bits, outputs))
+    for name, pool in here.pools.items():
+        assert torch.equal(bits(pool.storage), bits(there.pools[name].storage)), name
+
+
+def measure(kind, shape, *names):
+    """What a launch loads and stores of the arguments named: see `count_bytes`."""
+    operation = kind(shape)
+    with kind.patches(shape):
+        return count_bytes({name: operation.arguments[name] for name in names}, operation.run, kind.kernel)
+
+
+def compiled(cases, wanted=lambda case: True, load=128, store=128, least=lambda case, target: 0):
+    """A test that cases compile without spills, to wide accesses; `hybrid-kv kernels` compiles all for all targets.
+
+    Args:
+        cases: a module's `aot_cases`.
+        least: blocks that an SM must hold.
+    """
+
+    @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+    def test(target):
+        found = [case for case in cases(TARGETS[target].warp_size) if wanted(case)]
+        assert found
+        for case in found:
+            metrics = read_metrics(case, target, compile_case(case, target))
+            assert metrics.spill_bytes == 0, (case, metrics)
+            assert metrics.load_bits >= load and metrics.store_bits >= store, (case, metrics)
+            assert metrics.blocks_per_sm >= least(case, target), (case, metrics)
+
+    return test
+
+
+def multiply_bfloat16():
+    """The interpreter multiplies matrices of bfloat16 as if their bits were integers (triton#4972)."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, tl
+
+    dot = InterpreterBuilder.create_dot
+
+    def widened(handle):
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def create_dot(self, a, b, *rest):
+        return dot(self, widened(a), widened(b), *rest)
+
+    return patch.object(InterpreterBuilder, "create_dot", create_dot)
+
+
+def defined(recurrence, *operands):
+    """A definition's outputs of one row's tokens, and the state after each, of tensors in float64."""
+    outputs, states = recurrence(*(part.cpu().double().numpy() for part in operands))
+    return torch.from_numpy(outputs), [*torch.from_numpy(states)]
+
+
+def assert_close(got, expected, share, terms=1e-3):
+    """By a share of the largest value: elements err relatively without bound where terms cancel."""
+    assert float((got.double() - expected.double()).abs().max()) <= share * max(float(expected.abs().max()), terms)
+
+
+def strided_states(values):
+    """A copy as `cache.layout` hands it out: with gaps between the pages, which hold NaN."""
+    size = math.prod(values.shape[1:])
+    pages = torch.full((2 + len(values) * (size + 5),), torch.nan, dtype=values.dtype)
+    strides = (size + 5, *torch.empty(values.shape[1:]).stride())
+    return pages.as_strided(values.shape, strides, 2).copy_(values)
+
+
+def wanted_states(draw, lengths, most=None):
+    """Rows and offsets of states that are wanted, in any order: a list and two tensors."""
+    places = st.sampled_from([(row, n + 1) for row, length in enumerate(lengths) for n in range(length)])
+    wanted = draw(st.lists(places, max_size=most))
+    rows, offsets = torch.tensor(wanted, dtype=torch.int64).view(-1, 2).unbind(1)
+    return wanted, rows, offsets

@@ -1,0 +1,741 @@
+"""Runs of many steps in scheme `recompute`, against the recurrence over the accepted tokens in float64.
+
+Tolerances are shares of the largest value of the head. Outputs: 1e-5 in float32 arithmetic; 6e-3 with bfloat16 inputs,
+whose products take operands of 8 bits and whose results are rounded to as many.
+Checkpoints that are carried on as float32: 5e-6 in the Frobenius norm, 5e-5 at most, after any number of flushes.
+Checkpoints of fewer bits: what one flush makes of the stored one, within half a unit in the last place.
+"""
+
+import contextlib
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from bench.static.counts import mean_traffic
+from hybrid_kv.kernels.common.shapes import NANO, SHAPES
+from hybrid_kv.kernels.recompute import (
+    RecomputeCursors,
+    RecomputeRing,
+    RecomputeStep,
+    commit,
+    commit_reference,
+    default_ring_len,
+    join_state,
+    read_states,
+    recompute_flush,
+    recompute_flush_reference,
+    recompute_update,
+    recompute_update_reference,
+    split_state,
+    write_states,
+)
+from hybrid_kv.kernels.recompute import launch as module
+from hybrid_kv.kernels.recompute.state_bytes import slots_bytes, step_bytes
+from tests.kernels import definitions
+from tests.kernels.harness import GAPS, INTS, Shape, bits, compiled, flat_tokens, rejections, shapes
+from tests.kernels.interpreter import count_bytes, interpreted, share_memory_with_the_interpreter
+from tests.kernels.ssd.layer import mamba2
+
+OUTPUTS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2.0**-11 + 1e-5, torch.bfloat16: 6e-3}
+ELEMENT, FROBENIUS = 5e-5, 5e-6
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+PLANES = "planes"  # of float32 states
+FIELDS = ("rows", "src", "dst", "ring_start", "n_hist", "n_flush")
+CURSORS = ("base_pos", "ring_start", "n_hist", "prev_t")
+CPU = torch.device("cpu")
+
+
+@contextlib.contextmanager
+def rounding_of_the_hardware():
+    """The interpreter cuts float32 off where hardware rounds it to the nearest bfloat16; and back it takes its time."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    cast = InterpreterBuilder.cast_impl
+
+    def nearest(self, source, kind):
+        types = source.dtype.scalar, kind.scalar
+        if types == (tl.float32, tl.bfloat16):
+            rounded = torch.from_numpy(np.ascontiguousarray(source.data)).bfloat16().view(torch.int16)
+            return TensorHandle(rounded.numpy().view(np.uint16), kind.scalar)
+        if types == (tl.bfloat16, tl.float32):
+            return TensorHandle((source.data.astype(np.uint32) << 16).view(np.float32), kind.scalar)
+        return cast(self, source, kind)
+
+    with patch.object(InterpreterBuilder, "cast_impl", nearest):
+        yield
+
+
+# ---- planes ----
+
+
+def patterns():
+    """Every upper half of a float32 with lower halves around where it is rounded: denormals, infinities and NaN too."""
+    high = torch.arange(2**16)[:, None]
+    low = torch.tensor([0, 1, 2, 0x5555, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xAAAA, 0xFFFE, 0xFFFF])
+    bits = (high << 16) + low
+    return torch.where(bits < 2**31, bits, bits - 2**32).int()
+
+
+def test_planes_lose_nothing():
+    bits = patterns()
+    planes = split_state(bits.view(torch.float32).unsqueeze(0))
+    assert planes.dtype == torch.int16 and planes.shape == (2, 1, *bits.shape)
+    assert torch.equal(join_state(planes).view(torch.int32)[0], bits)
+
+
+def test_planes_of_states_of_one_element_lose_nothing():
+    state = torch.randn(3, 2, 1, 1).as_strided((3, 2, 1, 1), (2, 1, 9, 0))
+    assert torch.equal(join_state(split_state(state)), state)
+
+
+def test_the_upper_plane_is_the_state_rounded_half_away():
+    bits = patterns()
+    values = bits.view(torch.float32)
+    upper = split_state(values.unsqueeze(0))[0, 0]
+    magnitude = (bits.long() & 0x7FFFFFFF) + 0x8000 >> 16
+    expected = torch.where(bits < 0, magnitude - 2**15, magnitude)
+    assert torch.equal(upper.long()[~values.isnan()], expected[~values.isnan()])
+
+
+@pytest.mark.parametrize("state", [PLANES, torch.float64, torch.bfloat16])
+def test_states_are_written_and_read_in_either_form(state):
+    shape = (2, 2, 3, 5) if state == PLANES else (2, 3, 5)
+    dtype = torch.int16 if state == PLANES else state
+    pool = torch.full((6, *shape, 2), 7, dtype=dtype)[..., 0]
+    values = torch.randn(4, 2, 3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    blocks = torch.tensor([3, 0, 5, 0])
+    write_states(pool, blocks, values)
+    stored = values.to(torch.float32 if state == PLANES else state)
+    assert torch.equal(read_states(pool, blocks[[0, 2]]), stored[[0, 2]])
+    assert bool((pool[[0, 1, 2, 4]] == 7).all()), "the null block or another was written"
+
+
+# ---- runs ----
+
+
+# `starts`: tokens that each request's first state has seen; requests with the same start at a block boundary start from
+# one cached block. `slack`: tokens that rings are longer than they must be. `extreme`: time steps around every bend of
+# softplus, else as models have them. `together`: heads of a group share programs.
+BASE = Shape(
+    starts=(9,), steps=12, max_query_len=4, slack=0, block_size=8, groups=1, per_group=2, head_dim=3, size=5, gap=3,
+    state=PLANES, dtype=torch.float32, parameters=torch.float32, indices=torch.int64, extreme=False, together=True,
+    lanes=32, seed=0,
+)  # fmt: skip
+
+
+@st.composite
+def cases(draw, dtypes, states):
+    max_query_len = draw(st.sampled_from([1, 2, 4, 6, 10]))
+    block_size = draw(st.sampled_from([None, max_query_len, max_query_len + 1, 12, 16]))
+    if block_size is not None:
+        block_size = max(block_size, max_query_len)
+    end = 2 * (block_size or 3)
+    drawn = shapes(
+        BASE.but(max_query_len=max_query_len, block_size=block_size),
+        starts=[(end, end), (1, end), (end + 1,), (end - 1, end)], slack=[0, 1, 5, 14], groups=[1, 2],
+        per_group=[1, 2, 3], head_dim=[1, 3, 8, 17], size=[1, 5, 16, 33], gap=GAPS, state=states, dtype=dtypes,
+        parameters=[torch.float32, torch.bfloat16], indices=INTS, extreme=[False, True], together=[False, True],
+        lanes=[32, 64],
+    )  # fmt: skip
+    return draw(drawn)
+
+
+@dataclass
+class Request:
+    """What the recurrence says of a request, in float64; tokens are (x, dt after softplus, B, C)."""
+
+    row: int
+    base_pos: int
+    base: torch.Tensor  # state after base_pos tokens
+    now: torch.Tensor  # state after those of the history, too
+    history: list
+    drafts: list  # of the last step
+    accepted: int = 1
+
+
+class Run:
+    """A pool, rings and cursors that hold NaN wherever nothing may be read, and the requests that use them."""
+
+    def __init__(self, case, device=CPU):
+        self.case, self.device = case, device
+        self.g = g = torch.Generator().manual_seed(case.seed)
+        self.heads = case.groups * case.per_group
+        shape = (self.heads, case.head_dim, case.size)
+        self.ring_len = 3 * case.max_query_len - 1 + case.slack
+        num_rows, num_reqs = len(case.starts) + 1, len(case.starts)
+        self.cursors = RecomputeCursors.allocate(num_rows, self.ring_len, case.max_query_len, device)
+        self.ring = RecomputeRing.allocate(
+            num_rows, self.ring_len, *shape[:2], case.groups, case.size, case.dtype, device
+        )
+        for part in (self.ring.x, self.ring.B, self.ring.dt):
+            part.fill_(torch.nan)
+        size = case.block_size
+        columns = 1 if size is None else (max(case.starts) + case.steps * case.max_query_len) // size + 1
+        ids = 1 + torch.randperm(num_reqs * columns, generator=g).view(num_reqs, columns)
+        for index, start in enumerate(case.starts):
+            same = case.starts.index(start)
+            if size is not None and start % size == 0:
+                ids[index, : start // size] = ids[same, : start // size]
+        self.table = torch.zeros(num_reqs + 1, columns, dtype=case.indices)
+        self.table[:num_reqs] = ids.to(case.indices)
+        planes = (2,) if case.state == PLANES else ()
+        dtype = torch.int16 if case.state == PLANES else case.state
+        elements = torch.Size((*planes, *shape)).numel()
+        blocks = 1 + num_reqs * columns
+        storage = torch.full((2 + blocks * (elements + case.gap),), 0x7F81, dtype=torch.int16)
+        storage = storage if dtype == torch.int16 else torch.full(storage.shape, torch.nan, dtype=dtype)
+        self.storage = storage.to(device)
+        strides = torch.empty(planes + shape).stride()
+        self.state = self.storage.as_strided((blocks, *planes, *shape), (elements + case.gap, *strides), 2)
+        self.dt_bias = torch.rand(self.heads, generator=g).sub(0.5).to(device, case.parameters)
+        self.A_log, self.D = (torch.randn(self.heads, generator=g).to(device, case.parameters) for _ in range(2))
+        self.requests, first = [], {}
+        for index, start in enumerate(case.starts):
+            state = torch.randn(shape, generator=g)
+            state[0, 0, 0] = -0.0  # Who writes a state with nothing added leaves 0.
+            if self.column(start) >= 0 and int(ids[index, self.column(start)]) in first:
+                state = first[int(ids[index, self.column(start)])]
+            first[int(ids[index, self.column(start)])] = state
+            block = ids[index, self.column(start)][None].to(device)
+            write_states(self.state, block, state[None].to(device))
+            stored = read_states(self.state, block)[0].double().cpu()
+            row = num_rows - 1 - index
+            self.cursors.restart(torch.tensor([row], device=device), torch.tensor([start], device=device))
+            self.requests.append(Request(row, start, stored, stored, [], []))
+        self.shared = [int(ids[i, self.column(s)]) for i, s in enumerate(case.starts) if case.starts.count(s) > 1]
+        self.shared = self.shared if size is not None and case.starts[0] % size == 0 else []
+        self.outputs, self.expected = [], []
+
+    def column(self, pos):
+        return 0 if self.case.block_size is None else (pos - 1) // self.case.block_size
+
+    def inputs(self, num_tokens):
+        """x, dt, B and C of tokens, NaN in the last, which is no row's."""
+        case, g = self.case, self.g
+        shared = case.groups, case.size
+        sizes = (self.heads, case.head_dim), shared, shared
+        parts = flat_tokens(num_tokens + 2, sizes, case.gap, case.dtype, g)
+        x, B, C = (part[: num_tokens + 1].to(self.device) for part in parts)
+        bends = [-24.0, -16.7, -7.0, -3.0, 0.0, 2.0, 19.0, 21.0] if case.extreme else [-5.0, -4.0, -2.0, -1.0]
+        dt = torch.tensor(bends)[torch.randint(len(bends), (num_tokens + 1, self.heads + 1), generator=g)]
+        dt = (dt + torch.rand(dt.shape, generator=g)).to(case.dtype)[:, : self.heads].to(self.device)
+        return x, dt, B, C
+
+    def step(self, run_commit, run_update):
+        """One step of some of the requests in some order, behind them a row of padding with a token of its own."""
+        case, g = self.case, self.g
+        order = torch.randperm(len(self.requests), generator=g)[
+            : torch.randint(1, len(self.requests) + 1, (1,), generator=g)
+        ]
+        # Now and then a row has no tokens.
+        lengths = [
+            int(torch.randint(0 if self.chance(0.1) else 1, case.max_query_len + 1, (1,), generator=g)) for _ in order
+        ]
+        chosen = [self.requests[int(i)] for i in order]
+        cu_seqlens = torch.tensor([0, *lengths, 1]).cumsum(0)
+        x, dt, B, C = self.inputs(int(cu_seqlens[-1]))
+        indices = (
+            torch.tensor([request.row for request in chosen] + [-1]),
+            torch.tensor([request.accepted for request in chosen] + [9]),
+            cu_seqlens,
+        )
+        rows, accepted, cu_seqlens = (part.to(self.device, case.indices) for part in indices)
+        table = self.table[[*order.tolist(), -1]].to(self.device)
+        step = run_commit(self.cursors, rows, accepted, cu_seqlens, table, case.block_size)
+        written, appended, flushed = [], [], []
+        for i, (request, length) in enumerate(zip(chosen, lengths, strict=True)):
+            request.history += request.drafts[: request.accepted]
+            held = len(request.history)
+            limits = case.max_query_len, self.ring_len, case.block_size
+            n_flush = definitions.num_flushed(request.base_pos, held, length, *limits)
+            after = request.base_pos + n_flush
+            expected = [self.table[order[i], self.column(pos)] for pos in (request.base_pos, after)]
+            found = [int(getattr(step, name)[i]) for name in FIELDS]
+            assert found == [request.row, *map(int, expected), found[3], held, n_flush]
+            assert held + length <= self.ring_len > found[3] and after >= 1
+            request.base_pos = after
+            if n_flush:
+                written.append(found[2])
+                flushed.append((request, n_flush, found[2]))
+            appended += [(request.row, (found[3] + held + t) % self.ring_len) for t in range(length)]
+        assert [int(getattr(step, name)[-1]) for name in FIELDS[1:]] == [0] * 5
+
+        before = self.storage.clone()
+        rings = [part.clone() for part in (self.ring.x, self.ring.B, self.ring.dt)]
+        y = run_update(self.state, self.ring, step, x, dt, self.dt_bias, self.A_log, B, C, self.D, cu_seqlens)
+        assert y.shape == x.shape and y.dtype == x.dtype and y.is_contiguous()
+        tokens = sum(lengths)
+        assert bool((y[tokens] == 0).all()), "outputs of padding"
+        self.check_memory(before, written, rings, appended, x, B, dt)
+        self.follow(chosen, lengths, y.cpu(), *(part[:tokens].cpu() for part in (x, dt, B, C)))
+        for request, n_flush, block in flushed:
+            self.check_flush(request, n_flush, block)
+        assert set(written).isdisjoint(self.shared), "a cached block was written"
+
+    def chance(self, p):
+        return bool(torch.rand(1, generator=self.g) < p)
+
+    def check_memory(self, before, written, rings, appended, x, B, dt):
+        changed = bits(self.storage) != bits(before)
+        own = torch.zeros(len(before), dtype=torch.bool)
+        own.as_strided(self.state.shape, self.state.stride(), 2)[written] = True
+        assert not bool((changed & ~own).any()), "a block of no request was written"
+        # Of small time steps too: log(1 + e) alone would err by 6e-5 of them.
+        steps = F.softplus(dt.double() + self.dt_bias.double())
+        for part, old, source in zip((self.ring.x, self.ring.B, self.ring.dt), rings, (x, B, steps), strict=True):
+            for token, (row, place) in enumerate(appended):
+                error = (part[row, :, place].double() - source[token].double()).abs()
+                assert bool((error <= (5e-6 * source[token] if source is steps else 0)).all()), "the ring is wrong"
+                old[row, :, place] = part[row, :, place]
+            assert torch.equal(bits(part), bits(old)), "the ring changed elsewhere"
+
+    def follow(self, chosen, lengths, y, x, dt, B, C):
+        """Take the recurrence on; some of the tokens are accepted."""
+        first = 0
+        A, D = -self.A_log.cpu().double().exp(), self.D.cpu().double()
+        for request, length in zip(chosen, lengths, strict=True):
+            span = slice(first, first + length)
+            first += length
+            steps = F.softplus(dt[span].double() + self.dt_bias.cpu().double())
+            expected, passed = mamba2(request.now, x[span], steps, A, B[span], C[span], D)
+            self.outputs.append(y[span].double())
+            self.expected.append(expected)
+            request.drafts = list(zip(x[span], steps, B[span], strict=True))
+            request.accepted = int(torch.randint(1, length + 1, (1,), generator=self.g)) if length else 5
+            if length:
+                request.now = passed[request.accepted - 1]
+
+    def check_flush(self, request, n_flush, block):
+        folded, request.history = request.history[:n_flush], request.history[n_flush:]
+        expected = self.fold(request.base, folded)
+        found = read_states(self.state, torch.tensor([block], device=self.device))[0].cpu().double()
+        error, largest = (found - expected).abs(), expected.abs().amax((1, 2), keepdim=True)
+        if self.case.state in ROUNDING:
+            tiny = 2.0**-25 if self.case.state == torch.float16 else 0.0
+            assert bool((error <= ROUNDING[self.case.state] * found.abs() + ELEMENT * largest + tiny).all())
+            # What was lost is lost: a checkpoint of few bits is compared flush by flush.
+            request.base = found
+            drafts = request.drafts[: request.accepted]
+            request.now = self.fold(found, request.history + drafts)
+            return
+        double = self.case.state == self.case.dtype == torch.float64
+        assert bool((error <= (1e-12 if double else ELEMENT) * largest).all()), float((error / largest).max())
+        norms = [part.flatten(1).norm(dim=1) for part in (error, expected)]
+        assert bool((norms[0] <= (1e-12 if double else FROBENIUS) * norms[1]).all()), norms
+        request.base = expected
+
+    def fold(self, state, tokens):
+        if not tokens:
+            return state
+        x, steps, B = (torch.stack(part) for part in zip(*tokens, strict=True))
+        A = -self.A_log.cpu().double().exp()
+        return mamba2(state, x, steps, A, B, torch.zeros_like(B), self.D)[1][-1]
+
+    def finish(self):
+        outputs, expected = torch.cat(self.outputs), torch.cat(self.expected)
+        scale = expected.abs().amax((0, 2))[:, None]
+        single = self.case.dtype == torch.float64 and self.case.state != torch.float64
+        share = OUTPUTS[torch.float32 if single else self.case.dtype]
+        worst = float(((outputs - expected).abs() / scale).max())
+        assert worst <= share, worst
+
+
+def check_run(case, run_commit, run_update, device=CPU):
+    run = Run(case, device)
+    for _ in range(case.steps):
+        run.step(run_commit, run_update)
+    run.finish()
+
+
+def check(case, every=3):
+    """The interpreter is slow and the kernel's memory is the reference's, so they take turns."""
+    run, saturated = Run(case), 0 if case.together else 10**9
+    with rounding_of_the_hardware(), patch.multiple(module, warp_size=lambda: case.lanes, SATURATED=saturated):
+        for index in range(case.steps):
+            run.step(commit, recompute_update_reference if (index + 1) % every else recompute_update)
+    run.finish()
+
+
+SHORT_BLOCKS = BASE.but(starts=(8, 8), block_size=4, groups=2, head_dim=17, size=33, gap=5)
+SAME_BLOCK = BASE.but(starts=(8, 8), max_query_len=6, block_size=8, head_dim=8, size=16, dtype=torch.bfloat16, lanes=64)
+IN_PLACE = BASE.but(starts=(5, 3), max_query_len=2, block_size=None, dtype=torch.bfloat16, together=False, extreme=True)
+LONG_STEPS = BASE.but(
+    starts=(1, 20, 33), max_query_len=10, block_size=16, per_group=3, dtype=torch.bfloat16, state=torch.bfloat16
+)
+
+
+EDGES = (SHORT_BLOCKS, SHORT_BLOCKS.but(extreme=True, seed=1), SAME_BLOCK, IN_PLACE, LONG_STEPS)
+DOUBLE = BASE.but(starts=(8, 8), groups=2, dtype=torch.float64, state=torch.float64)
+
+
+def follows_the_recurrence(test, drawn, edges, max_examples):
+    """A test of the edges, each of which has a part of the rule to itself, and of some cases that are drawn."""
+    for edge in edges:
+        test = example(edge)(test)
+    return settings(max_examples=max_examples)(given(drawn)(test))
+
+
+def check_reference(case):
+    check_run(case.but(steps=25), commit_reference, recompute_update_reference)
+
+
+def check_kernels(case):
+    interpreted(check, case)
+
+
+test_the_reference_follows_the_recurrence = follows_the_recurrence(
+    check_reference,
+    cases([torch.float64, torch.float32, torch.bfloat16], [PLANES, torch.float64, torch.bfloat16, torch.float16]),
+    [*EDGES, DOUBLE, LONG_STEPS.but(state=torch.float16)],
+    max_examples=6,
+)
+test_the_kernels_follow_the_recurrence = follows_the_recurrence(
+    check_kernels,
+    cases([torch.float32, torch.float16, torch.bfloat16, torch.bfloat16], [PLANES, torch.bfloat16, torch.float16]),
+    EDGES,
+    max_examples=5,
+)
+
+
+def test_the_kernels_follow_the_recurrence_at_the_size_of_a_model():
+    """The heads of one group of Nemotron-3-Nano, with a ring of the usual length: it wraps, and boundaries pass."""
+    of_a_model = {"per_group": 8, "head_dim": 64, "size": 128, "dtype": torch.bfloat16}
+    interpreted(check, BASE.but(starts=(16,), steps=18, slack=25, block_size=16, **of_a_model))
+
+
+# ---- commit and flush by themselves ----
+
+
+def check_commit(seed, block_size, indices, most=5):
+    """Many steps of many requests, some of them absent, with rows between the tables': every tensor is the same."""
+    g = torch.Generator().manual_seed(seed)
+    num_rows, ring_len = 40, 17
+    ours, theirs = (RecomputeCursors.allocate(num_rows, ring_len, most, CPU) for _ in range(2))
+    starts = torch.randint(0, 30, (num_rows,), generator=g)
+    for cursors in (ours, theirs):
+        cursors.restart(torch.arange(num_rows), starts)
+    for _ in range(40):
+        num_reqs = int(torch.randint(1, num_rows + 1, (1,), generator=g))
+        rows = torch.randperm(num_rows, generator=g)[:num_reqs]
+        rows[torch.rand(num_reqs, generator=g) < 0.2] = -1
+        lengths = torch.randint(0, most + 1, (num_reqs,), generator=g)
+        cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        accepted = torch.randint(1, most + 1, (num_reqs,), generator=g)
+        table = torch.randint(0, 2**31 - 1, (num_reqs, 60), generator=g)
+        arguments = [part.to(indices) for part in (rows, accepted, cu_seqlens, table)]
+        arguments[3] = arguments[3][:, :50]
+        expected = commit_reference(theirs, *arguments, block_size)
+        step = commit(ours, *arguments, block_size)
+        for name in FIELDS:
+            assert torch.equal(getattr(step, name), getattr(expected, name)), name
+        assert step.max_query_len == expected.max_query_len == most
+        for name in CURSORS:
+            assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+
+
+@pytest.mark.parametrize("block_size", [None, 5, 8])
+@pytest.mark.parametrize("indices", [torch.int32, torch.int64])
+def test_commit_equals_its_reference(block_size, indices):
+    interpreted(check_commit, 7, block_size, indices)
+
+
+def test_commit_equals_its_reference_in_blocks_of_a_token():
+    interpreted(check_commit, 7, 1, torch.int64, 1)
+
+
+@given(st.integers(1, 8), st.integers(0, 20), st.booleans(), st.randoms(use_true_random=False))
+def test_a_step_never_reaches_the_history_that_it_reads(max_query_len, slack, boundaries, random):
+    """What the rule promises, with the most that may happen at any time: also that it flushes no earlier."""
+    ring_len = 3 * max_query_len - 1 + slack
+    cursors = RecomputeCursors.allocate(1, ring_len, max_query_len, CPU)
+    row, table = torch.zeros(1, dtype=torch.int64), torch.ones(1, 200, dtype=torch.int64)
+    cursors.restart(row, row + 1)
+    block_size = max(max_query_len, random.randint(1, 12)) if boundaries else None
+    length = accepted = 0
+    for _ in range(60):
+        before = int(cursors.n_hist[0]) + min(accepted, length)
+        base = int(cursors.base_pos[0])
+        length = random.choice([1, max_query_len])
+        cu_seqlens = torch.tensor([0, length])
+        step = commit_reference(cursors, row, torch.tensor([accepted]), cu_seqlens, table, block_size)
+        held, flush = int(step.n_hist[0]), int(step.n_flush[0])
+        assert held == before <= ring_len - max_query_len
+        assert held + length <= ring_len
+        at_boundary = block_size is not None and (base + held) // block_size > base // block_size
+        if at_boundary:
+            assert (base + flush) % block_size == 0 and held - flush < max_query_len
+        elif flush:
+            assert flush == held and held + length + max_query_len > ring_len
+        else:
+            assert held + length + max_query_len <= ring_len
+        accepted = random.choice([1, length])
+
+
+def finalized(device=CPU):
+    """A run whose requests have just had a boundary accepted, and the step of their leaving."""
+    run = Run(BASE.but(starts=(15, 13), max_query_len=6, block_size=16, dtype=torch.bfloat16), device)
+    order = torch.arange(2)
+    cu_seqlens = torch.tensor([0, 6, 12], device=device)
+    for tokens in (cu_seqlens, torch.zeros_like(cu_seqlens)):
+        rows = torch.tensor([request.row for request in run.requests], device=device)
+        table = run.table[order].to(device)
+        step = commit_reference(run.cursors, rows, torch.tensor([6, 2], device=device), tokens, table, 16)
+        if len(run.outputs) == 0:
+            x, dt, B, C = (part[:12] for part in run.inputs(12))
+            args = (x, dt, run.dt_bias, run.A_log, B, C, run.D, tokens)
+            run.outputs.append(recompute_update_reference(run.state, run.ring, step, *args))
+    return run, step
+
+
+def check_finalize(flush):
+    run, step = finalized()
+    # 15 + 6 tokens pass the boundary at 16; 13 + 2 do not, and a request that leaves needs no more than boundaries.
+    assert step.n_flush.tolist() == [1, 0] and step.n_hist.tolist() == [6, 2]
+    before, rings = run.state.clone(), [part.clone() for part in (run.ring.x, run.ring.B, run.ring.dt)]
+    with rounding_of_the_hardware() if flush is recompute_flush else contextlib.nullcontext():
+        flush(run.state, run.ring, step, run.A_log)
+    block = int(step.dst[0])
+    changed = [b for b in range(len(before)) if not torch.equal(run.state[b], before[b])]
+    assert changed == [block] == [int(run.table[0, 0])]
+    for part, old in zip((run.ring.x, run.ring.B, run.ring.dt), rings, strict=True):
+        assert torch.equal(part.nan_to_num(7.0), old.nan_to_num(7.0))
+    place = [(int(step.ring_start[0]) + i) % run.ring_len for i in range(1)]
+    row = run.requests[0].row
+    token = (run.ring.x[row, :, place[0]], run.ring.dt[row, :, place[0]], run.ring.B[row, :, place[0]])
+    run.requests[0].history = [tuple(part.double() for part in token)]
+    run.check_flush(run.requests[0], 1, block)
+
+
+@pytest.mark.parametrize("flush", [recompute_flush, recompute_flush_reference])
+def test_a_request_that_leaves_is_flushed_to_its_last_boundary(flush):
+    interpreted(check_finalize, flush)
+
+
+def check_null(update):
+    """A row without a block to read or to write does neither, whatever else its step says."""
+    run = Run(BASE.but(dtype=torch.bfloat16))
+    block, count, row = run.table[0, 1:2].long(), torch.tensor([3]), torch.tensor([1])
+    x, dt, B, C = (part[:4] for part in run.inputs(4))
+    args = (x, dt, run.dt_bias, run.A_log, B, C, run.D, torch.tensor([0, 4]))
+    memory = [run.storage, *(part.view(torch.int16) for part in (run.ring.x, run.ring.B, run.ring.dt))]
+    before = [part.clone() for part in memory]
+    for src, dst in ((block, block * 0), (block * 0, block)):
+        y = update(run.state, run.ring, RecomputeStep(row, src, dst, count, count, count, 4), *args)
+        assert bool((y == 0).all())
+        assert all(torch.equal(part, old) for part, old in zip(memory, before, strict=True))
+
+
+@pytest.mark.parametrize("update", [recompute_update, recompute_update_reference])
+def test_a_row_of_padding_reads_and_writes_nothing(update):
+    interpreted(check_null, update)
+
+
+def test_a_new_owner_of_a_row_starts_anew():
+    """Whatever the last one left there, and however many tokens it had accepted."""
+    cursors = RecomputeCursors.allocate(3, 11, 4, CPU)
+    rows, table = torch.tensor([2]), torch.tensor([[5, 6, 7]])
+    cursors.restart(rows, torch.tensor([3]))
+    for accepted in (1, 4, 2):
+        commit_reference(cursors, rows, torch.tensor([accepted]), torch.tensor([0, 4]), table, 8)
+    cursors.restart(rows, torch.tensor([16]))
+    step = commit_reference(cursors, rows, torch.tensor([4]), torch.tensor([0, 4]), table, 8)
+    assert [int(getattr(step, name)) for name in FIELDS] == [2, 6, 6, 0, 0, 0]
+    assert [getattr(cursors, name).tolist() for name in CURSORS] == [[0, 0, 16], [0, 0, 0], [0, 0, 0], [0, 0, 4]]
+
+
+# ---- memory ----
+
+
+def check_far(update):
+    """Blocks and rows 2^31 elements and more behind the start of memory that is never committed as a whole."""
+    share_memory_with_the_interpreter()
+    num_rows = 2**31 // (3 * 11) + 2
+    near_run = Run(BASE.but(block_size=16, per_group=1))
+    stride = 2**30 + 8
+    far = torch.empty(3 * stride, dtype=torch.int16).as_strided((3, 2, 1, 3, 5), (stride, 15, 15, 5, 1))
+    source = int(near_run.table[0, 0])
+    far[1:] = near_run.state[source]
+    far_ring = RecomputeRing(
+        torch.empty(num_rows, 1, 11, 3), torch.empty(num_rows, 1, 11, 5), torch.empty(num_rows, 1, 11)
+    )
+    x, dt, B, C = (part[:4] for part in near_run.inputs(4))
+    args = (x, dt, near_run.dt_bias, near_run.A_log, B, C, near_run.D, torch.tensor([0, 4]))
+    row, last, zero = torch.tensor([1]), torch.tensor([num_rows - 1]), torch.tensor([0])
+    for held, flush in ((0, 0), (4, 3)):
+        counts = (zero, torch.tensor([held]), torch.tensor([flush]), 4)
+        near_step = RecomputeStep(row, torch.tensor([source]), torch.tensor([source]), *counts)
+        far_step = RecomputeStep(last, torch.tensor([2]), torch.tensor([2]), *counts)
+        near_y = update(near_run.state, near_run.ring, near_step, *args)
+        far_y = update(far, far_ring, far_step, *args)
+        assert torch.equal(near_y, far_y)
+    assert torch.equal(far[2], near_run.state[source]) and not torch.equal(far[1], far[2])
+    for part, other in ((far_ring.x, near_run.ring.x), (far_ring.B, near_run.ring.B), (far_ring.dt, near_run.ring.dt)):
+        assert torch.equal(part[-1, :, :8], other[1, :, :8])
+
+
+def test_offsets_pass_int32():
+    interpreted(check_far, recompute_update)
+
+
+GROUP = (8, 64, 128, 1)  # heads of Nemotron-3-Nano that share B and C, an eighth of a layer
+
+
+def measure_rows(state, length, histories, dtype):
+    """Distinct bytes of each row of one launch; (n_hist, n_flush) each, in place or not."""
+    case = BASE.but(starts=(1,) * len(histories), max_query_len=6, slack=21, block_size=None, state=state, dtype=dtype)
+    run = Run(case.but(per_group=8, head_dim=64, size=128))
+    for part in (run.ring.x, run.ring.B, run.ring.dt):
+        part.fill_(0.1)
+    rows = torch.arange(len(histories))
+    blocks = run.table[:-1, 0].long()
+    held, flush = torch.tensor(histories).T.contiguous()
+    step = RecomputeStep(rows, blocks, blocks, rows, held, flush, 6)
+    cu_seqlens = torch.arange(len(rows) + 1) * length
+    x, dt, B, C = (part[:-1] for part in run.inputs(length * len(rows)))
+    tensors = {"D": run.D, "dt_bias": run.dt_bias, "A_log": run.A_log}
+    for row in rows.tolist():
+        span = slice(row * length, (row + 1) * length)
+        tensors |= {f"state {row}": run.state[blocks[row]]}
+        tensors |= {f"ring {name} {row}": getattr(run.ring, name)[row] for name in ("x", "B", "dt")}
+        tensors |= {f"inputs {name} {row}": part[span] for name, part in (("x", x), ("dt", dt), ("B", B), ("C", C))}
+    args = (run.state, run.ring, step, x, dt, run.dt_bias, run.A_log, B, C, run.D, cu_seqlens)
+    with rounding_of_the_hardware(), patch.object(module, "SATURATED", 0):
+        counted, y, launches = count_bytes(tensors, recompute_update, *args)
+    assert launches == 1 and y[0] == 0 and y[1] == y[3]
+    found = [{"state": 0, "ring": 0, "inputs": 0, "outputs": y[1] // len(rows)} for _ in histories]
+    for name, (loaded, stored, *_) in counted.items():
+        if " " in name:
+            found[int(name.split()[-1])][name.split()[0]] += loaded + stored
+    return found, {name: counts[0] for name, counts in counted.items() if " " not in name}
+
+
+HISTORIES = ((0, 0), (1, 0), (17, 0), (32, 0), (32, 32), (20, 3))
+
+
+COUNTED = [(PLANES, 4, torch.bfloat16), (PLANES, 6, torch.bfloat16)]
+COUNTED += [(torch.bfloat16, 4, torch.bfloat16), (PLANES, 4, torch.float32)]
+
+
+@pytest.mark.parametrize(("state", "length", "activations"), COUNTED)
+def test_counted_bytes_are_those_of_the_model(state, length, activations):
+    """A step that does not flush reads half of a float32 state, one that does reads and writes it once."""
+    counted, parameters = interpreted(measure_rows, state, length, HISTORIES, activations)
+    dtype = torch.float32 if state == PLANES else state
+    for found, (n_hist, n_flush) in zip(counted, HISTORIES, strict=True):
+        assert found == step_bytes(GROUP, dtype, length, n_hist, n_flush > 0, activations)
+    assert set(parameters.values()) == {8 * 4}
+
+
+@pytest.mark.parametrize(("drafts", "at_least"), [(3, 6.4), (5, 8.3)])
+def test_a_fifth_of_the_bytes_of_slots(drafts, at_least):
+    """At the shape of Nemotron-3-Nano, float32 states, three of four drafts accepted, flushes as the rule has them."""
+    tokens, inner = 1 + drafts, 8 * 64
+    inputs, outputs = tokens * 2 * (inner + 8 + 2 * 128), tokens * 2 * inner
+    slots = {"state": (1 + tokens) * inner * 128 * 4, "ring": 0, "inputs": inputs, "outputs": outputs}
+    assert slots_bytes(GROUP, torch.float32, tokens) == slots
+    found = mean_traffic(SHAPES[NANO].state, torch.float32, drafts)
+    assert found.slots == 8 * sum(slots.values()) and found.ratio > at_least > 5, found
+
+
+# The configuration of a large batch.
+test_compiles_without_spills_to_128_bit_accesses = compiled(
+    module.aot_cases, lambda case: case.shape == "Nemotron-3-Nano, K=3, 256 rows", least=lambda *_: 2
+)
+
+
+# ---- what is rejected ----
+
+
+def arguments():
+    """Of `flattened`, which are those of `recompute_update` with the parts of ring and step by name."""
+    run = Run(BASE.but(starts=(3, 4), groups=2, per_group=1, dtype=torch.bfloat16))
+    x, dt, B, C = run.inputs(2)
+    found = {f"ring.{name}": getattr(run.ring, name) for name in ("x", "B", "dt")}
+    found |= {f"step.{name}": torch.ones(2, dtype=torch.int64) for name in FIELDS} | {"step.max_query_len": 4}
+    found |= {"x": x, "dt": dt, "dt_bias": run.dt_bias, "A_log": run.A_log, "B": B, "C": C, "D": run.D}
+    return found | {"ssm_state": run.state, "cu_seqlens": torch.tensor([0, 1, 2])}
+
+
+def flattened(**named):
+    parts = {
+        kind: {name.removeprefix(f"{kind}."): named.pop(name) for name in list(named) if name.startswith(f"{kind}.")}
+        for kind in ("ring", "step")
+    }
+    recompute_update(ring=RecomputeRing(**parts["ring"]), step=RecomputeStep(**parts["step"]), **named)
+
+
+test_rejects_what_the_kernel_would_misread = rejections(
+    arguments,
+    flattened,
+    special=[
+        ("ssm_state", lambda t: t[:, 0], r"has shape \(\d+, 2, 3, 5\); it must be \(\d+, 2, 2, 3, 5\)"),
+        ("ssm_state", lambda t: read_states(t, torch.arange(len(t))), "ssm_state is torch.float32; it must be one of"),
+        ("ring.B", lambda t: t[:, :0], "0 groups of ring.B do not divide 2 heads"),
+        ("ring.B", lambda t: torch.cat([t, t[:, :1]], 1), "3 groups of ring.B do not divide 2 heads"),
+        ("ring.x", lambda t: t[0], "ring.x has shape .* it must have 4 dimensions"),
+        ("ring.dt", lambda t: t.bfloat16(), "ring.dt is torch.bfloat16; it must be one of torch.float32"),
+        ("step.max_query_len", lambda n: n + 1, "a ring of 11 tokens is too short for steps of 5"),
+        ("x", lambda t: t.float(), "x is torch.float32; it must be one of torch.bfloat16"),
+        ("step.n_flush", lambda t: t[:1], r"step.n_flush has shape \(1,\); it must be \(2,\)"),
+        ("B", lambda t: t[:, :1], "must be"),
+    ],
+    allowed=["ssm_state, short", "step.rows, flat"],
+)
+
+
+def commit_arguments():
+    two, table = torch.ones(2, dtype=torch.int64), torch.ones(2, 3, dtype=torch.int32)
+    ends = torch.tensor([0, 4, 8])
+    return {"rows": two, "num_gained_tokens": two, "cu_seqlens": ends, "block_table": table, "block_size": 8}
+
+
+def commit_new(function=commit, **named):
+    function(RecomputeCursors.allocate(2, 11, 4, CPU), **named)
+
+
+test_commit_rejects_what_the_kernel_would_misread = rejections(
+    commit_arguments,
+    commit_new,
+    special=[
+        ("block_size", lambda _: 3, "block_size=3 is shorter than a step of 4 tokens"),
+        ("block_table", lambda t: t[0], "block_table has shape .* it must have 2 dimensions"),
+    ],
+    allowed=["rows, flat"],
+)
+
+
+def test_the_reference_of_commit_rejects_blocks_shorter_than_a_step():
+    with pytest.raises(ValueError, match="block_size=3 is shorter than a step of 4 tokens"):
+        commit_new(commit_reference, **commit_arguments() | {"block_size": 3})
+
+
+def test_a_ring_that_is_too_short_is_refused():
+    with pytest.raises(ValueError, match="ring_len=10 is too short for steps of 4 tokens; use 11"):
+        RecomputeCursors.allocate(1, 10, 4, CPU)
+    assert [default_ring_len(n) for n in (1, 4, 8, 20)] == [33, 36, 40, 59]
+
+
+def test_rings_have_one_type_and_time_steps_a_wide_one():
+    ring = RecomputeRing.allocate(2, 11, 4, 3, 2, 5, torch.bfloat16, CPU)
+    assert (ring.x.shape, ring.B.shape, ring.dt.shape) == ((2, 4, 11, 3), (2, 2, 11, 5), (2, 4, 11))
+    assert (ring.x.dtype, ring.B.dtype, ring.dt.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
+    assert ring.ring_len == 11 and ring.nbytes == 2 * 11 * (4 * 3 * 2 + 2 * 5 * 2 + 4 * 4)
+    assert RecomputeRing.allocate(2, 11, 4, 3, 2, 5, torch.float64, CPU).dt.dtype == torch.float64
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("state", [PLANES, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_on_a_gpu(together, state, dtype):
+    sizes = {"block_size": 16, "groups": 8, "per_group": 8, "head_dim": 64, "size": 128, "gap": 16}
+    case = BASE.but(starts=(16, 16, 5), steps=40, slack=25, state=state, dtype=dtype, **sizes)
+    with patch.object(module, "SATURATED", 0 if together else 10**9):
+        check_run(case, commit, recompute_update, torch.device("cuda"))

@@ -1,0 +1,78 @@
+"""Attention over a latent cache against the definition in float64.
+
+Tolerances, of max|latent|. float32: softmax weights sum to one, and scores of order ten carry an error of about 1e-6,
+so 5e-6, as for paged attention; float64: 1e-13; bfloat16: 2e-2, since torch keeps weights and outputs in it.
+"""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybrid_kv.kernels.mla import latent_attention, store_latent
+from hybrid_kv.kernels.paged_attention import slot_cells
+from hybrid_kv.kernels.paged_attention.reference import FOLDED_QUERIES
+from tests.kernels import definitions
+from tests.kernels.harness import strided_states
+from tests.kernels.paged_attention.test_launch import padded_positions
+
+TOLERANCE = {torch.float32: 5e-6, torch.float64: 1e-13, torch.bfloat16: 2e-2}
+
+
+def strided_cache(num_blocks, block_size, width, dtype=torch.float32):
+    """A layer's view with the gaps of other layers' pages, NaN everywhere."""
+    return strided_states(torch.full((num_blocks, block_size, width), torch.nan, dtype=dtype))
+
+
+def stored(latents, block_size, g):
+    """A cache with the rows' latents in blocks of any order, and its block table."""
+    columns = -(-max(map(len, latents)) // block_size)
+    cache = strided_cache(1 + columns * len(latents), block_size, latents[0].shape[1], latents[0].dtype)
+    table = (1 + torch.randperm(len(cache) - 1, generator=g)).view(len(latents), columns).int()
+    for row, latent in enumerate(latents):
+        place = torch.arange(len(latent))
+        slots = table[row].long()[place // block_size] * block_size + place % block_size
+        store_latent(latent, cache, slot_cells(slots, block_size))
+    return cache, table
+
+
+@st.composite
+def problems(draw):
+    totals = draw(st.lists(st.integers(1, FOLDED_QUERIES + 4), min_size=1, max_size=3))
+    decodes = draw(st.booleans())
+    new = [1 if decodes else draw(st.integers(1, total)) for total in totals]
+    sizes = [draw(st.integers(1, most)) for most in (5, 3, 6, 4)]  # block, heads, rank, rope
+    dtype = draw(st.sampled_from(list(TOLERANCE)))
+    return totals, new, *sizes, dtype, torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+
+
+@given(problems())
+def test_rows_read_their_own_blocks_whatever_lies_in_unused_slots(problem):
+    totals, new, block_size, heads, rank, rope, dtype, g = problem
+    latents = [torch.randn(total, rank + rope, generator=g).to(dtype) for total in totals]
+    cache, table = stored(latents, block_size, g)
+    query = torch.randn(len(totals), max(new), heads, rank + rope, generator=g).to(dtype)
+    positions = padded_positions(totals, new)
+    before = [part.clone() for part in (query, cache)]
+    out = latent_attention(query, cache, table, positions, 0.7, rank)
+    assert all(
+        torch.equal(part.nan_to_num(), old.nan_to_num()) for part, old in zip((query, cache), before, strict=True)
+    )
+    assert out.shape == (*query.shape[:3], rank) and out.dtype == dtype
+    for row, latent in enumerate(latents):
+        keys = latent.double().numpy()[:, None]
+        operands = query[row].double().numpy(), keys, keys[..., :rank]
+        expected = torch.from_numpy(definitions.attention(*operands, positions[row].tolist(), 0.7))
+        difference = (out[row].double() - expected).abs().max()
+        assert float(difference) <= TOLERANCE[dtype] * max(1.0, float(latent.double().abs().max()))
+
+
+@given(st.lists(st.integers(-2, 11), min_size=1, max_size=8, unique_by=lambda slot: slot if slot >= 0 else object()))
+def test_a_negative_slot_stores_nothing(slots):
+    cache = strided_cache(3, 4, 2).zero_()
+    latent = torch.arange(1, 1 + len(slots) * 2, dtype=torch.float32).view(-1, 2)
+    store_latent(latent, cache, slot_cells(torch.tensor(slots), 4))
+    expected = torch.zeros(12, 2)
+    for slot, token in zip(slots, latent, strict=True):
+        if slot >= 0:
+            expected[slot] = token
+    assert torch.equal(cache.reshape(12, 2), expected)

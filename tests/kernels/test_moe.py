@@ -1,0 +1,145 @@
+"""Routers and experts against their definitions and loops over tokens in float64.
+
+Tolerances are shares of max|ref|: in float32 1e-5, a hundred roundings of 6e-8; in float64 1e-12; in bfloat16 2e-2,
+a few roundings of 4e-3. Expert ids are equal: drawn logits are apart by more than any rounding.
+"""
+
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybrid_kv.kernels.moe import apply_experts, route_sigmoid, route_softmax, route_topk_softmax
+from tests.kernels import definitions
+from tests.kernels.harness import assert_close
+
+SHARE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2e-2}
+
+
+def gated(hidden):
+    gate, up = hidden.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def squared(hidden):
+    return F.relu(hidden).square()
+
+
+def spread(shape, g, dtype=torch.float64):
+    """Logits that are multiples of 1/8 and differ within a row: equal in every dtype, with no ties."""
+    return (torch.stack([torch.randperm(shape[1], generator=g) for _ in range(shape[0])]) / 8 - 1).to(dtype)
+
+
+@st.composite
+def logits_of_tokens(draw):
+    tokens, experts = draw(st.integers(1, 5)), draw(st.integers(1, 12))
+    g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    dtype = draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+    return spread((tokens, experts), g, dtype), draw(st.integers(1, experts))
+
+
+def assert_wide(weights, logits):
+    assert weights.dtype == (torch.float64 if logits.dtype == torch.float64 else torch.float32)
+
+
+def by_expert(weights, ids, num_experts):
+    """[num_tokens, num_experts] in float64, 0 for an expert that was not chosen."""
+    return weights.new_zeros(len(weights), num_experts).scatter_(1, ids, weights).double()
+
+
+def assert_weights(routed, logits, definition, *options):
+    weights, ids = routed
+    assert_wide(weights, logits)
+    expected = torch.from_numpy(np.array([definition(row, *options) for row in logits.double().numpy()]))
+    assert_close(by_expert(weights, ids, logits.shape[1]), expected, SHARE[weights.dtype])
+
+
+@given(logits_of_tokens(), st.booleans())
+def test_softmax_routers_choose_and_weigh_as_the_definition_says(problem, renormalise):
+    logits, top_k = problem
+    assert_weights(route_softmax(logits, top_k, renormalise), logits, definitions.route_softmax, top_k, renormalise)
+    assert_weights(route_topk_softmax(logits, top_k), logits, definitions.route_softmax, top_k, True)
+
+
+@given(st.data())
+def test_the_sigmoid_router_chooses_and_weighs_as_the_definition_says(data):
+    draw, tokens = data.draw, data.draw(st.integers(1, 4))
+    num_groups, per_group = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    top_k_groups = draw(st.integers(1, num_groups))
+    top_k = draw(st.integers(1, top_k_groups * per_group))
+    rest = draw(st.booleans()), draw(st.sampled_from([1.0, 2.5])), draw(st.sampled_from([1e-20, 0.1]))
+    g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    logits = spread((tokens, num_groups * per_group), g, draw(st.sampled_from([torch.float32, torch.float64])))
+    # Below -1 for all, so that every score for the choice is negative.
+    bias = draw(st.sampled_from([None, 0.0, -3.0]))
+    if bias is not None:
+        bias = bias + torch.randn(num_groups * per_group, generator=g)
+    before, wide = logits.clone(), None if bias is None else bias.double().numpy()
+    routed = route_sigmoid(logits, bias, top_k, num_groups, top_k_groups, *rest)
+    assert torch.equal(logits, before)
+    assert_weights(routed, logits, definitions.route_sigmoid, wide, top_k, num_groups, top_k_groups, *rest)
+
+
+@st.composite
+def expert_problems(draw):
+    tokens, experts = draw(st.integers(1, 20)), draw(st.integers(1, 9))
+    top_k = draw(st.integers(1, experts))
+    # Rows of whole 16 bytes, and others: only those go through a grouped product.
+    size, inner = draw(st.tuples(*[st.integers(1, 9)] * 2) | st.sampled_from([(8, 8), (16, 8)]))
+    dtype = draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+    activation = draw(st.sampled_from([gated, squared]))
+    g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    x = torch.randn(tokens, size, generator=g).to(dtype)
+    up = torch.randn(experts, inner * (1 + (activation is gated)), size, generator=g).to(dtype)
+    down = torch.randn(experts, size, inner, generator=g).to(dtype)
+    ids = torch.rand(tokens, experts, generator=g).topk(top_k).indices
+    return (
+        x,
+        ids,
+        torch.rand(tokens, top_k, generator=g).to(torch.promote_types(dtype, torch.float32)),
+        up,
+        down,
+        activation,
+    )
+
+
+@given(expert_problems())
+def test_every_token_gets_the_weighted_sum_of_its_experts_and_no_other_is_read(problem):
+    x, ids, weights, up, down, activation = problem
+    expected, magnitude = (torch.zeros(x.shape, dtype=torch.float64) for _ in range(2))
+    wide_up, wide_down = up.double(), down.double()
+    for t in range(len(x)):
+        for e, weight in zip(ids[t].tolist(), weights[t].tolist(), strict=True):
+            expected[t] += weight * (wide_down[e] @ activation(wide_up[e] @ x[t].double()))
+            magnitude[t] += weight * (wide_down[e].abs() @ activation(wide_up[e].abs() @ x[t].double().abs()))
+    unread = torch.ones(len(up), dtype=torch.bool).scatter_(0, ids.flatten(), False)
+    up[unread], down[unread] = torch.nan, torch.nan
+    before = [part.clone() for part in (x, ids, weights)]
+    with patch.object(F, "grouped_mm", wraps=F.grouped_mm) as grouped:
+        got = apply_experts(x, ids, weights, up, down, activation)
+    # One by one the values are the same, and many take longer.
+    sizes = [size * x.itemsize % 16 for size in (*up.shape[1:], *down.shape[1:])]
+    is_grouped = len(x) > 1 and ids.numel() >= len(up) and x.dtype != torch.float64 and not any(sizes)
+    assert grouped.call_count == 2 * is_grouped
+    assert all(torch.equal(part, old) for part, old in zip((x, ids, weights), before, strict=True))
+    assert got.dtype == x.dtype
+    # By token, and of what was added up: terms cancel, and bfloat16 rounds them before they do.
+    assert bool(((got.double() - expected).abs().amax(1) <= SHARE[x.dtype] * magnitude.amax(1)).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_token_gets_the_same_alone_and_in_a_batch(dtype):
+    g = torch.Generator().manual_seed(0)
+    x, up = torch.randn(40, 16, generator=g, dtype=dtype), torch.randn(8, 24, 16, generator=g, dtype=dtype)
+    down, ids = torch.randn(8, 16, 12, generator=g, dtype=dtype), torch.rand(40, 8, generator=g).topk(3).indices
+    weights = torch.rand(40, 3, generator=g, dtype=dtype)
+    together = apply_experts(x, ids, weights, up, down, gated)
+    for size in (1, 2):  # two tokens choose fewer experts than there are: another path
+        for t in range(0, 40, size):
+            span = slice(t, t + size)
+            alone = apply_experts(x[span], ids[span], weights[span], up, down, gated)
+            assert_close(alone, together[span], SHARE[dtype])

@@ -1,0 +1,398 @@
+"""Every family with random weights against transformers: its variants, its engines, and what it refuses.
+
+With `rms_norm_eps` as published, 1e-6, transformers is up to 3e-5 of max|logit| off its own equations in float64: heads
+of random queries and keys give small outputs, whose norm magnifies rounding. Where that counts it is 1e-4 here.
+"""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hybrid_kv.models.registry import sized
+from hybrid_kv.models.shapes import model_shape
+from tests.models.parity import check_exactness, check_parity, check_refused, checkpoint, load
+
+LLAMA3 = {
+    **{"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "partial_rotary_factor": 0.5},
+    **{"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+BIASES = dict.fromkeys(("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias"), True)
+
+# The keys that replace some of the tiny size's, by variant. Every family has the tiny size itself as well.
+VARIANTS = {
+    "bamba": {
+        "biased_and_tied": {
+            **{"attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True, "mamba_conv_bias": False},
+            **{"tie_word_embeddings": True, "rope_parameters": LLAMA3},
+        },
+        "one_group_no_kv_groups": {
+            **{"mamba_n_groups": 1, "num_key_value_heads": 4, "mamba_d_conv": 3, "attn_layer_indices": [0]},
+            **{"rope_parameters": {"rope_type": "default", "rope_theta": 900.0, "partial_rotary_factor": 1.0}},
+        },
+    },
+    "falcon_h1": {
+        "gate_before_norm": {
+            **{"mamba_norm_before_gate": False, "mamba_n_groups": 4},
+            **{"rope_parameters": {"rope_type": "default", "rope_theta": 1e11}},
+        },
+        "no_norm_biased": {"mamba_rms_norm": False, "mamba_n_groups": 1, **BIASES},
+        "expanded_tied": {
+            **{"mamba_d_ssm": None, "mamba_expand": 2, "tie_word_embeddings": True, "projectors_bias": True},
+            **{"num_key_value_heads": 4, "mamba_conv_bias": False, "mamba_d_conv": 3, "mlp_multipliers": None},
+        },
+    },
+    "falcon_mamba": {
+        "untied": {"tie_word_embeddings": False, "use_bias": True, "use_conv_bias": False, "mixer_rms_eps": 1e-2},
+        "short_window": {"conv_kernel": 2, "expand": 3, "time_step_rank": "auto", "state_size": 1},
+    },
+    "granitemoehybrid": {
+        "dense_rotated": {"num_local_experts": 0, "position_embedding_type": "rope", "attention_bias": True},
+        "tied_one_group": {
+            **{"tie_word_embeddings": True, "mamba_n_groups": 1, "mamba_conv_bias": False, "mamba_proj_bias": True},
+            **{"num_key_value_heads": 1, "embedding_multiplier": 1.0, "logits_scaling": 16.0},
+        },
+        "all_experts": {
+            **{"num_local_experts": 3, "num_experts_per_tok": 3, "mamba_d_conv": 2, "attention_multiplier": 1.0}
+        },
+    },
+    "jamba": {
+        "dense": {"num_experts": 1, "tie_word_embeddings": True, "attn_layer_offset": 2, "num_key_value_heads": 1},
+        "many_experts": {
+            **{"expert_layer_period": 1, "expert_layer_offset": 0, "num_experts_per_tok": 3, "mamba_expand": 3}
+        },
+        "biased": {"mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_d_conv": 2, "mamba_dt_rank": "auto"},
+    },
+    "kimi_linear": {
+        "dense": {"mlp_layer_types": ["dense"] * 5, "linear_conv_kernel_dim": 2},
+        "latent_queries": {"q_lora_rank": 18, "attention_bias": True, "n_shared_experts": 2, "norm_topk_prob": False},
+        "one_group": {
+            **{"n_group": 1, "topk_group": 1, "num_experts_per_tok": 1, "first_k_dense_replace": 0, "chunk_size": 5}
+        },
+    },
+    "lfm2": {
+        "untied_bias": {
+            **{"tie_word_embeddings": False, "conv_bias": True},
+            **{"block_ffn_dim_multiplier": 1.5, "num_key_value_heads": 1},
+        },
+        "yarn": {
+            **{"block_auto_adjust_ff_dim": False, "conv_L_cache": 2},
+            **{"rope_parameters": {**YARN, "rope_theta": 1e4}},
+        },
+    },
+    "lfm2_moe": {
+        "no_bias": {
+            **{"use_expert_bias": False, "norm_topk_prob": False, "routed_scaling_factor": 1.7},
+            **{"num_dense_layers": 0, "num_experts_per_tok": 1},
+        },
+    },
+    "mamba2": {
+        "tied_biased": {"tie_word_embeddings": True, "use_bias": True, "use_conv_bias": False, "n_groups": 1},
+        "short_window": {"conv_kernel": 2, "num_heads": 4, "head_dim": 20, "chunk_size": 5, "n_groups": 4},
+    },
+    "nemotron_h": {
+        "dense": {
+            "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"],
+            **{"n_groups": 1, "num_key_value_heads": 1, "num_nextn_predict_layers": 0},
+        },
+        "groups": {
+            "layers_block_type": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+            **{"n_groups": 4, "use_conv_bias": False, "head_dim": 24, "num_nextn_predict_layers": 0},
+        },
+        "odd": {
+            "layers_block_type": ["full_attention", "linear_attention"],
+            **{"conv_kernel": 3, "chunk_size": 5, "num_key_value_heads": 4, "num_nextn_predict_layers": 0},
+        },
+        "latent_biased": {
+            **{"moe_latent_size": 12, "mlp_bias": True, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}
+        },
+        "one_group": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 4, "routed_scaling_factor": 0.5},
+        "more_experts_than_tokens": {
+            **{"n_routed_experts": 48, "n_group": 8, "topk_group": 3, "num_experts_per_tok": 5}
+        },
+    },
+    "olmo_hybrid": {
+        "rope": {
+            **{"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "tie_word_embeddings": True},
+            **{"num_key_value_heads": 4, "linear_conv_kernel_dim": 3, "linear_num_value_heads": 2},
+        },
+        "positive": {
+            **{"linear_allow_neg_eigval": False, "attention_bias": True, "rms_norm_eps": 1e-3, "chunk_size": 5}
+        },
+    },
+    "qwen3_5_moe_text": {
+        "tied": {
+            **{"tie_word_embeddings": True, "num_experts": 9, "num_experts_per_tok": 3, "linear_num_value_heads": 2},
+            **{"num_attention_heads": 6, "norm_topk_prob": False},  # the latter of Qwen3-Next; without effect here
+        },
+    },
+    "qwen3_5_text": {
+        "tied": {
+            **{"tie_word_embeddings": True, "attention_bias": True},
+            **{"linear_num_value_heads": 2, "linear_conv_kernel_dim": 3},
+        },
+        "wide": {
+            **{"head_dim": 24, "num_key_value_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 9},
+            **{"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}},
+            **{"chunk_size": 5},
+        },
+        "attention_first": {
+            **{"layer_types": ["full_attention", "linear_attention", "linear_attention"], "num_hidden_layers": 3},
+            **{"num_attention_heads": 6, "head_dim": 8, "rms_norm_eps": 1e-6},
+            **{"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0}},
+        },
+    },
+    "qwen3_next": {
+        "all_sparse_but_one": {
+            **{"decoder_sparse_step": 1, "mlp_only_layers": [1], "norm_topk_prob": False, "attention_bias": True}
+        },
+        "yarn": {
+            **{"decoder_sparse_step": 1, "num_experts": 5, "num_experts_per_tok": 4, "linear_num_value_heads": 4},
+            **{"linear_num_key_heads": 4, "linear_conv_kernel_dim": 2, "head_dim": 24, "tie_word_embeddings": True},
+            **{"rope_parameters": {**YARN, "rope_theta": 1000.0, "partial_rotary_factor": 0.5}},
+            **{"max_position_embeddings": 64},
+        },
+        "dense": {"num_experts": 0},
+    },
+    "zamba2": {
+        "one_block_plain_attention": {
+            **{"num_mem_blocks": 1, "use_shared_attention_adapter": False, "num_key_value_heads": 2},
+            **{"use_mem_rope": False},
+        },
+        "biased": {"add_bias_linear": True, "mamba_ngroups": 1, "mamba_d_conv": 3, "num_mem_blocks": 3},
+    },
+}
+CASES = [
+    pytest.param(name, keys, id=f"{name}-{variant}")
+    for name in sorted(sized())
+    for variant, keys in {"tiny": {}, **VARIANTS.get(name, {})}.items()
+]
+
+# A changed config.json, and what the engine says of it in one line.
+REFUSED = {
+    "bamba": [
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' can't be run, 'silu' can"),
+        ({"time_step_limit": [0.001, 0.1]}, r"time_step_limit=\[0.001, 0.1\] can't be run"),
+        ({"attn_rotary_emb": 12}, "attn_rotary_emb=12, but 6 channels are rotated"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic' is not supported"),
+    ],
+    "falcon_h1": [
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' can't be run, 'silu' can"),
+        ({"ssm_multipliers": [1.0, 1.0]}, r"ssm_multipliers=\[1.0, 1.0\] must be a list of 5 numbers"),
+        ({"ssm_multipliers": [1.0, 1.0, 0, 1.0, 1.0]}, "ssm_multipliers=0 must be a number above 0"),
+        ({"time_step_limit": [0.0, 0.1]}, r"time_step_limit=\[0.0, 0.1\] can't be run"),
+        ({"mamba_d_ssm": 96}, "mamba_n_heads=8 times mamba_d_head=10 is not the inner size 96"),
+    ],
+    "falcon_mamba": [
+        ({"hidden_act": "relu"}, "hidden_act='relu' can't be run, 'silu' can"),
+        ({"time_step_rank": 0}, "time_step_rank=0 must be an integer >= 1"),
+    ],
+    "granitemoehybrid": [
+        ({"hidden_act": "relu"}, "hidden_act='relu' can't be run, 'silu' can"),
+        ({"num_local_experts": -1}, "num_local_experts=-1 must be an integer >= 1"),
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok=7, but there are 6 experts"),
+        ({"logits_scaling": 0}, "logits_scaling=0 must be a number above 0"),
+    ],
+    "jamba": [
+        ({"hidden_act": "relu"}, "hidden_act='relu' can't be run, 'silu' can"),
+        ({"mamba_inner_layernorms": False}, "mamba_inner_layernorms=False can't be run"),
+        ({"num_experts_per_tok": 6}, "num_experts_per_tok=6 must be at most 5"),
+        ({"sliding_window": 8}, "sliding_window=8 can't be run"),
+        ({"attn_layer_offset": 3}, "attn_layer_offset=3 must be below attn_layer_period=3"),
+        ({"expert_layer_offset": -1}, "expert_layer_offset=-1 must be an integer >= 0"),
+    ],
+    "kimi_linear": [
+        ({"hidden_act": "relu"}, "hidden_act='relu' can't be run, 'silu' can"),
+        ({"mla_use_nope": False}, "mla_use_nope=False can't be run"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads=2 can't be run, 4 can"),
+        ({"mlp_layer_types": ["dense"]}, "must name 5 layers"),
+        ({"mlp_layer_types": [["dense"]] * 5}, "must name 5 layers, each dense or sparse"),
+        ({"num_experts_per_token": 9}, "num_experts_per_token=9 must be at most 8"),
+        ({"topk_group": 5}, "topk_group=5 must be at most 4"),
+        ({"n_group": 3}, "8 experts cannot be in 3 groups"),
+        ({"linear_attn_config": 3}, "linear_attn_config=3 must be an object"),
+        (
+            {"layer_types": None, "linear_attn_config": {"full_attn_layers": [0]}},
+            r"full_attn_layers=\[0\] must list layers from 1 to 5",
+        ),
+    ],
+    "lfm2": [
+        ({"conv_L_cache": 1}, "conv_L_cache=1"),
+        ({"layer_types": None, "full_attn_idxs": [9]}, r"full_attn_idxs=\[9\] must list layers below 5"),
+        ({"layer_types": ["conv", "sliding_attention"]}, "sliding_attention"),
+    ],
+    "lfm2_moe": [
+        ({"num_dense_layers": -1}, "num_dense_layers=-1 must be an integer >= 0"),
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok=7 must be at most 6"),
+    ],
+    "mamba2": [
+        ({"hidden_act": "relu"}, "hidden_act='relu' can't be run, 'silu' can"),
+        ({"num_heads": 4}, "num_heads=4 times head_dim=10 is not the inner size 80"),
+        ({"time_step_limit": [0.0, 1]}, "can't be run"),
+    ],
+    "nemotron_h": [
+        ({"n_shared_experts": 2}, "n_shared_experts=2 can't be run, 1 can"),
+        ({"topk_group": 4}, "num_experts_per_tok=2 of topk_group=4 out of n_group=3 groups can't be chosen"),
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok=5 of topk_group=2 out of n_group=3 groups can't be chosen"),
+        ({"mlp_hidden_act": "silu"}, r"activations \('silu', 'silu'\) are not supported"),
+        ({"moe_latent_size": 0}, "moe_latent_size=0 must be an integer >= 1"),
+    ],
+    "qwen3_5_text": [
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' can't be run, 'silu' can"),
+        ({"attn_output_gate": False}, "attn_output_gate=False can't be run, True can"),
+        ({"layer_types": ["full_attention", "mlp", "moe", "mlp"]}, "no layers of kind mlp, moe"),
+        ({"linear_num_value_heads": 5}, "not a multiple of 2 key heads"),
+        ({"linear_value_head_dim": 21}, "has shape .* config.json says"),
+    ],
+    "qwen3_next": [
+        ({"mlp_only_layers": 3}, "mlp_only_layers=3 must list layers"),
+        ({"mlp_only_layers": ["1"]}, "must list layers by their number"),
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok=7 must be at most num_experts=6"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step=0 must be an integer >= 1"),
+        ({"num_experts": 7}, r"layers\.1\.mlp\.gate\.weight has shape \(6, 40\), config.json says \(7, 40\)"),
+        ({"decoder_sparse_step": 1}, r"lacks 12 tensors, the first is layers\.0\.mlp\.experts\.down_proj"),
+    ],
+    "zamba2": [
+        ({"hidden_act": "silu"}, "hidden_act='silu' can't be run, 'gelu' can"),
+        ({"use_long_context": True}, "use_long_context=True can't be run, False can"),
+        ({"use_conv_bias": False}, "use_conv_bias=False can't be run, True can"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads=2 must be 4 where attention has adapters"),
+        ({"num_mem_blocks": 0}, "num_mem_blocks=0 must be an integer >= 1"),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """transformers' model and its folder by `model_type`, each written once: change a copy."""
+    written = {}
+
+    def get(model_type):
+        if model_type not in written:
+            written[model_type] = checkpoint(tmp_path_factory, model_type)
+        return written[model_type]
+
+    return get
+
+
+def copied(folder, tmp_path, tensors):
+    """A checkpoint with the same config.json and other tensors."""
+    shutil.copy(folder / "config.json", tmp_path)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("model_type", "keys"), CASES)
+def test_every_logit_equals_transformers(tmp_path_factory, tiny, model_type, keys):
+    check_parity(*(checkpoint(tmp_path_factory, model_type, keys) if keys else tiny(model_type)))
+
+
+@pytest.mark.parametrize("model_type", sorted(sized()))
+def test_every_engine_computes_what_a_request_gets_alone(tiny, model_type):
+    """In a sixth of the kinds of engine; the guard's families run in all of them."""
+    check_exactness(tiny(model_type)[1], sorted(sized()).index(model_type))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys", "message"),
+    [
+        pytest.param(name, keys, message, id=f"{name}-{','.join(keys)}-{i}")
+        for name, cases in REFUSED.items()
+        for i, (keys, message) in enumerate(cases)
+    ],
+)
+def test_what_cannot_be_run_is_refused(tiny, model_type, keys, message):
+    check_refused(tiny(model_type)[1], keys, message)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "counts"),
+    [
+        ("mamba2", {"mamba2": 4}),
+        ("falcon_h1", {"mamba2": 4, "attention": 4}),
+        ("jamba", {"mamba1": 4, "attention": 2}),
+        ("zamba2", {"mamba2": 5, "attention": 3}),
+    ],
+)
+def test_layers_by_the_cache_that_they_keep(tiny, model_type, counts):
+    assert model_shape(tiny(model_type)[1]).counts == counts
+
+
+@pytest.mark.parametrize(
+    ("model_type", "hub"),
+    [
+        ("granitemoehybrid", "model.layers.0.block_sparse_moe.input_linear.weight"),
+        ("jamba", ".experts.0.gate_proj."),
+        ("kimi_linear", ".block_sparse_moe."),
+        ("lfm2_moe", ".experts.0.w1."),
+        ("nemotron_h", "backbone.layers.4.mixer.experts.0.up_proj.weight"),
+        ("olmo_hybrid", "q_conv1d"),
+    ],
+)
+def test_the_names_that_transformers_has_in_memory_are_read_too(tiny, tmp_path, model_type, hub):
+    """As well as the hub's, which `save_pretrained` writes: one tensor for all experts, say, instead of one each."""
+    model, folder = tiny(model_type)
+    stored = load_file(folder / "model.safetensors")
+    assert any(hub in name for name in stored)
+    own = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if not model.config.tie_word_embeddings or name != "lm_head.weight"
+    }
+    head = {name: tensor for name, tensor in stored.items() if name.startswith("mtp.")}
+    check_parity(model, copied(folder, tmp_path, own | head))
+
+
+def roll(tensor):
+    return torch.roll(tensor, 1, 0)
+
+
+def flip(tensor):
+    return torch.flip(tensor, [-1])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "part", "change"),
+    [
+        ("granitemoehybrid", "router", roll),
+        ("nemotron_h", "gate.weight", roll),
+        ("nemotron_h", "e_score_correction_bias", roll),
+        ("mamba2", "conv1d.weight", flip),
+    ],
+)
+def test_a_wrong_weight_is_seen(tiny, tmp_path, model_type, part, change):
+    """The parity test can fail: experts that belong to the rows of another one, taps in reverse order."""
+    model, folder = tiny(model_type)
+    tensors = load_file(folder / "model.safetensors")
+    wrong = {name: change(tensor) if part in name else tensor for name, tensor in tensors.items()}
+    with pytest.raises(AssertionError):
+        check_parity(model, copied(folder, tmp_path, wrong))
+
+
+@pytest.mark.parametrize("model_type", ["kimi_linear", "lfm2"])
+def test_the_sanitizer_finds_nothing(tiny, model_type):
+    options = {"mamba_cache_mode": "all", "speculative_method": "ngram", "num_speculative_tokens": 2}
+    llm = load(tiny(model_type)[1], sanitize=True, **options)
+    outputs = llm.generate([[7, 8, 9, 7, 8, 9, 7, 8], [7, 8, 9, 7, 8]], progress=False)
+    assert all(output.error is None for output in outputs)
+
+
+def test_every_multiplier_of_falcon_h1_counts(tiny, tmp_path):
+    """Each of them doubled is seen: none is left out, and none stands twice."""
+    model, folder = tiny("falcon_h1")
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    names = [name for name in config if "multiplier" in name]
+    assert len(names) == 9
+    for name in names:
+        value = config[name]
+        changes = [value * 2] if isinstance(value, float) else [
+            [v * (1 + (i == j)) for i, v in enumerate(value)] for j in range(len(value))
+        ]  # fmt: skip
+        for change in changes:
+            (tmp_path / "config.json").write_text(json.dumps(config | {name: change}))
+            with pytest.raises(AssertionError):
+                check_parity(model, tmp_path)

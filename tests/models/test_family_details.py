@@ -1,0 +1,223 @@
+"""What single families have of their own: spellings of the hub, shared weights, the caches that layers keep."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hybrid_kv.cache.spec import MambaSpec, MLAAttentionSpec
+from hybrid_kv.config import ConfigError, EngineConfig
+from hybrid_kv.models.loader import load_model
+from hybrid_kv.models.shapes import model_shape
+from tests.models.paged_head import CPU
+from tests.models.parity import TOLERANCE, check_parity, check_refused, checkpoint, load
+
+
+def rewrite(folder, change):
+    """config.json after `change`, which is given its values."""
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_falcon_mamba_counts_channels_before_what_they_are_a_multiple_of(tmp_path_factory):
+    """tiiuae/falcon-mamba-7b says `expand` 16 and 8,192 channels, twice the hidden size."""
+    _, folder = checkpoint(tmp_path_factory, "falcon_mamba")
+    rewrite(folder, lambda config: config.update(expand=16, intermediate_size=80))
+    spec = model_shape(folder).layers["layers.0"]
+    assert [(part.name, part.shape) for part in spec.parts] == [("conv", (3, 80)), ("ssm", (80, 6))]
+
+
+def test_mamba2_with_an_older_name_of_the_embedding(tmp_path_factory):
+    model, folder = checkpoint(tmp_path_factory, "mamba2")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["backbone.embedding.weight"] = tensors.pop("backbone.embeddings.weight")
+    save_file(tensors, folder / "model.safetensors")
+    check_parity(model, folder)
+
+
+def test_falcon_h1_keeps_two_caches_in_every_layer(tmp_path_factory):
+    shape = model_shape(checkpoint(tmp_path_factory, "falcon_h1")[1])
+    assert list(shape.layers)[:2] == ["layers.0.attention", "layers.0.mamba"]
+
+
+# ---- Jamba ----
+
+
+def test_transformers_forgets_jambas_state_between_chunks(tmp_path_factory):
+    """Why only a whole text and single tokens are compared; when this fails, chunks can be, too."""
+    model, _ = checkpoint(tmp_path_factory, "jamba")
+    ids = torch.arange(20)[None]
+    with torch.inference_mode():
+        whole = model(ids, use_cache=False).logits[0, 10:]
+        past = model(ids[:, :10], use_cache=True).past_key_values
+        behind = model(ids[:, 10:], past_key_values=past).logits[0]
+    assert float((whole - behind).abs().max()) > 100 * TOLERANCE * float(whole.abs().max())
+
+
+def test_a_missing_expert_of_jamba_is_named_and_layers_come_in_periods(tmp_path_factory):
+    _, folder = checkpoint(tmp_path_factory, "jamba")
+    layers = model_shape(folder).layers
+    assert [name for name, spec in layers.items() if not hasattr(spec, "parts")] == ["layers.1", "layers.4"]
+    kept = {name: t for name, t in load_file(folder / "model.safetensors").items() if ".experts.2.down" not in name}
+    save_file(kept, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match="of expert 2"):
+        load(folder)
+
+
+# ---- Kimi-Linear ----
+
+
+def test_the_hubs_spelling_of_kimi_linear(tmp_path_factory):
+    """moonshotai/Kimi-Linear-48B-A3B-Instruct counts layers from 1, in an object for the recurrent ones."""
+    model, folder = checkpoint(tmp_path_factory, "kimi_linear")
+
+    def spell(config):
+        kinds = config.pop("layer_types")
+        config["linear_attn_config"] = {
+            "full_attn_layers": [i + 1 for i, kind in enumerate(kinds) if kind == "full_attention"],
+            "kda_layers": [i + 1 for i, kind in enumerate(kinds) if kind == "linear_attention"],
+            "head_dim": config.pop("linear_head_dim"),
+            "num_heads": config.pop("linear_num_heads"),
+            "short_conv_kernel_size": config.pop("linear_conv_kernel_dim"),
+        }
+        config["first_k_dense_replace"] = config.pop("mlp_layer_types").count("dense")
+        for hub, own in {
+            "num_experts": "num_local_experts",
+            "num_experts_per_token": "num_experts_per_tok",
+            "moe_renormalize": "norm_topk_prob",
+            "num_expert_group": "n_group",
+            "num_shared_experts": "n_shared_experts",
+        }.items():
+            if own in config:
+                config[hub] = config.pop(own)
+
+    rewrite(folder, spell)
+    tensors = load_file(folder / "model.safetensors")
+    assert {"q_conv1d", "w1", "block_sparse_moe"} <= {part for name in tensors for part in name.split(".")}
+    check_parity(model, folder)
+
+
+def test_a_token_takes_one_vector_in_kimi_linears_latent_cache(tmp_path_factory):
+    _, folder = checkpoint(tmp_path_factory, "kimi_linear")
+    shape = model_shape(folder, num_speculative_tokens=2)
+    layers = shape.layers
+    assert shape.max_position_embeddings == 1048576
+    spec = layers["layers.1"]
+    assert isinstance(spec, MLAAttentionSpec)
+    assert spec.page_size_bytes == (14 + 6) * 4
+    assert [(part.name, part.shape) for part in layers["layers.0"].parts] == [("conv", (5, 72)), ("ssm", (3, 8, 8))]
+    llm = load(folder)
+    (latents,) = llm.runner.views["layers.1"]
+    assert latents.shape[2] == 20
+    assert latents.numel() * 4 == llm.plan.config.num_blocks * llm.plan.config.page_size_bytes
+    (output,) = load(folder, dtype="bfloat16").generate([[7, 8, 9]], progress=False)
+    assert output.error is None and torch.tensor(output.token_ids).lt(101).all()
+
+
+# ---- LFM2 ----
+
+
+def test_the_hubs_older_keys_of_lfm2(tmp_path_factory):
+    """`full_attn_idxs`, `block_ff_dim` and `tie_embedding`, as in LiquidAI/LFM2-1.2B."""
+    model, folder = checkpoint(tmp_path_factory, "lfm2")
+
+    def spell(config):
+        config["full_attn_idxs"] = [i for i, kind in enumerate(config.pop("layer_types")) if kind == "full_attention"]
+        config["block_ff_dim"], config["intermediate_size"] = config["intermediate_size"], 7
+        config["tie_embedding"] = config.pop("tie_word_embeddings")
+
+    rewrite(folder, spell)
+    check_parity(model, folder)
+
+
+def test_a_convolution_of_lfm2_keeps_a_window_and_no_state(tmp_path_factory):
+    _, folder = checkpoint(tmp_path_factory, "lfm2", {"dtype": "bfloat16"})
+    specs = model_shape(folder, num_speculative_tokens=2).layers
+    spec = specs["layers.0"]
+    assert isinstance(spec, MambaSpec)
+    assert [(part.name, part.shape, part.role) for part in spec.parts] == [("conv", (5, 40), "window")]
+    assert [name for name, spec in specs.items() if not isinstance(spec, MambaSpec)] == ["layers.1", "layers.4"]
+
+
+# ---- NemotronH ----
+
+
+@pytest.mark.parametrize("prefix", ["backbone.", "model."])
+def test_nemotron_hs_pattern_and_either_prefix(tmp_path_factory, prefix):
+    keys = {"layers_block_type": ["linear_attention", "mlp", "full_attention"], "num_nextn_predict_layers": 0}
+    model, folder = checkpoint(tmp_path_factory, "nemotron_h", {**keys, "num_hidden_layers": 3})
+    letters = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-"}
+
+    def spell(config):
+        kinds = config.pop("layers_block_type", None) or config.pop("layer_types")
+        config["hybrid_override_pattern"] = "".join(letters[kind] for kind in kinds)
+
+    rewrite(folder, spell)
+    tensors = load_file(folder / "model.safetensors")
+    assert any(name.startswith("backbone.") for name in tensors)
+    renamed = {name.replace("backbone.", prefix, 1): tensor for name, tensor in tensors.items()}
+    save_file({**renamed, "mtp.layers.0.norm.weight": torch.ones(3)}, folder / "model.safetensors")
+    check_parity(model, folder)
+
+
+def test_nemotron_hs_router_is_wide_where_the_model_is_not(tmp_path_factory):
+    """In bfloat16 neighbouring scores round to one: transformers multiplies in float32, and keeps the bias so."""
+    model, folder = checkpoint(tmp_path_factory, "nemotron_h", {"n_routed_experts": 48})
+    theirs = model.model.layers[4].mixer.gate
+    bias = theirs.e_score_correction_bias.add_(4).clone()
+    model.save_pretrained(folder)
+    theirs.bfloat16().e_score_correction_bias = bias
+    ours = load_model(folder, EngineConfig(dtype="bfloat16"), CPU).layers[4].mixer
+    x = torch.randn(500, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    routed = []
+    ours.experts.forward = lambda x, weights, ids: routed.append(ids) or x
+    with torch.no_grad():
+        ours(x, None)
+        _, _, ids = theirs(x)
+    assert torch.equal(routed[0].sort(-1).values, ids.sort(-1).values)
+
+
+# ---- Zamba2 ----
+
+
+def test_layers_of_zamba2_share_weights_and_no_cache(tmp_path_factory):
+    layers = load_model(checkpoint(tmp_path_factory, "zamba2")[1], EngineConfig(dtype="float32"), CPU).layers
+    assert layers[1].shared is layers[4].shared is not layers[3].shared
+    assert layers[1].attention.o_proj.weight is layers[4].attention.o_proj.weight
+    assert layers[1].attention.name != layers[4].attention.name
+
+
+def test_weights_that_zamba2_stores_with_every_layer_must_be_alike(tmp_path_factory):
+    """A block's weights may lie with each layer that runs it, as transformers keeps them in memory."""
+    model, folder = checkpoint(tmp_path_factory, "zamba2")
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert "model.layers.4.shared_transformer.self_attn.o_proj.weight" in tensors
+    save_file(tensors, folder / "model.safetensors")
+    check_parity(model, folder)
+    tensors["model.layers.4.shared_transformer.self_attn.o_proj.weight"] += 1
+    save_file(tensors, folder / "model.safetensors")
+    check_refused(folder, {}, r"ties layers\.4\.shared\.o_proj\.weight to layers\.1\.shared\.o_proj\.weight")
+
+
+@pytest.mark.parametrize("part", ["linear_q_adapter_list.0.1", "gate_up_proj_adapter_list.2.0"])
+def test_an_adapter_of_another_layer_is_seen(tmp_path_factory, part):
+    """The parity test can fail: a block's two adapters change places."""
+    model, folder = checkpoint(tmp_path_factory, "zamba2")
+    tensors = load_file(folder / "model.safetensors")
+    (one,) = (name for name in tensors if part in name)
+    number = "2" if "list.0" in part else "0"
+    other = one.replace(part, f"{part[: part.index('list')]}list.{number}{part[-2:]}")
+    tensors[one], tensors[other] = tensors[other], tensors[one]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(AssertionError):
+        check_parity(model, folder)
+
+
+def test_an_adapter_of_a_layer_that_does_not_exist_is_rejected(tmp_path_factory):
+    folder = checkpoint(tmp_path_factory, "zamba2")[1]
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.shared_transformer.feed_forward.gate_up_proj_adapter_list.7.0.weight"
+    save_file({**tensors, name: torch.zeros(6, 36)}, folder / "model.safetensors")
+    check_refused(folder, {}, "does not know, the first is layers.1.shared.gate_up_proj_adapter_list.7.0.weight")
