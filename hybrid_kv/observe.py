@@ -22,7 +22,7 @@ from hybrid_kv.request import Request, ScheduledRequest
 
 
 class EngineObserver(CacheObserver):
-    """A observer of one engine: of its manager, its runner and its drafter."""
+    """An observer of one engine: of its manager, its runner and its drafter."""
 
     def on_schedule(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """A step begins; drafts may still be the runner's to fill in. Requests may be aborted here."""

@@ -10,10 +10,9 @@ seen the draft. Two schemes:
   `kernels.recompute`).
 
 The interface. `memory` says what the scheme takes of the cache (a `RollbackSpec`; the cache does not know the scheme).
-An
-instance serves one group: `prepare` decides, once per step and before the layers run, what its decodes read and write,
-and returns it as indices (`RollbackStep`); layers read these and do the rest. `copies_states` says whether the states
-at block boundaries are brought to their own blocks behind a verify step (`mamba.postprocess_mamba`) or only the
+An instance serves one group: `prepare` decides, once per step and before the layers run, what its decodes read and
+write, and returns it as indices (`RollbackStep`); layers read these and do the rest. `copies_states` says whether the
+states at block boundaries are copied to their own blocks after a verify step (`mamba.postprocess_mamba`) or only the
 windows; `flush` writes the state of a request that leaves, `flush_all` that of one that another engine goes on with.
 
 A third scheme is a class and an entry in `SCHEMES`.

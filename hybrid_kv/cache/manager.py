@@ -5,12 +5,11 @@ logical block i of a Mamba group in modes `align` and `all` is for the state aft
 inside that block, for its running state (see `attention.mamba`). A logical block without a block holds the null block.
 
 - Mode `none`: one state and K for drafts, however long the request.
-- Mode `align`: chunks end on block boundaries. Logical blocks before that of the last computed token are freed, logical
-  blocks
+- Mode `align`: chunks end on block boundaries. Logical blocks before that of the last computed token are freed, those
   that a chunk jumps over never get a block: a request holds at most 2 + K.
 - Mode `all`: a state at every boundary, all kept until the request ends: `ceil(tokens / block_size) + K`.
 
-An rollback scheme may write states some tokens late (`StateProgress`): only then is that of a logical block published,
+A rollback scheme may write states some tokens late (`StateProgress`): only then is that of a logical block published,
 and are the logical blocks before it freed.
 
 A block is *published* under the hash of all tokens up to its end once it holds exactly their K/V or the state after
@@ -124,7 +123,7 @@ class KVCacheManager:
 
     @property
     def rollback(self) -> RollbackSpec:
-        """How the groups of states rollback rejected drafts."""
+        """How the groups of states roll back rejected drafts."""
         return self._states.rollback if self._states is not None else RollbackSpec()
 
     @property

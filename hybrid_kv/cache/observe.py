@@ -1,6 +1,6 @@
 """Notifications of blocks that change hands.
 
-The manager calls each of its observers at the moment named here. A observer may look at the pool and raise; it changes
+The manager calls each of its observers at the moment named here. An observer may look at the pool and raise; it changes
 nothing that it is given, and may keep it: new ids never change. Subclasses override what they want to hear of: by
 default nothing happens.
 """
@@ -13,7 +13,7 @@ from hybrid_kv.cache.block_pool import BlockIds, BlockKey
 
 
 class CacheObserver:
-    """A observer of `KVCacheManager`. Logical blocks come group by group, as int32 block ids; 0, the null block, is a
+    """An observer of `KVCacheManager`. Logical blocks come group by group, as int32 block ids; 0, the null block, is a
     gap.
     """
 

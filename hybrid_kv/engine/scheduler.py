@@ -7,10 +7,9 @@ except for what the prefix cache still holds. The oldest running request can thu
 fit alone are refused at the door: no livelock. A prompt whose prefix another one is just computing waits for it.
 
 In cache mode `align` a chunk that reaches a boundary of all groups (`KVCacheManager.hit_granularity`) ends on the last
-one that it reaches, and none passes the last one of the prompt that a hit may use. Where block sizes are unequal a
-chunk
-before that may reach none of these: then it ends on a boundary of the states alone if it reaches one. Behind the last
-boundary of all groups a chunk may pass those of the states: nothing could use them. A chunk that cannot reach a
+one that it reaches, and none passes the last one of the prompt that a hit may use. Where block sizes are unequal, a
+chunk before that may reach none of these: then it ends on a boundary of the states alone if it reaches one. Behind the
+last boundary of all groups a chunk may pass those of the states: nothing could use them. A chunk that cannot reach a
 boundary still runs: every step makes progress (vllm!51582).
 """
 

@@ -289,7 +289,7 @@ class ExactModel:
     """The model. `compute_logits` returns float64 residues: pseudo-random, and exactly equal wherever computed.
 
     Args:
-        num_speculative_tokens: drafts per step that the cache must be able to rollback.
+        num_speculative_tokens: drafts per step that the cache must be able to roll back.
     """
 
     mamba_chunk_size: int | None = 4

@@ -1,4 +1,4 @@
-"""Metrics of compiled kernels, and that a injected regression of each kind is caught."""
+"""Metrics of compiled kernels, and that an injected regression of each kind is caught."""
 
 from __future__ import annotations
 
