@@ -22,7 +22,7 @@ from hybrid_kv.cli import main
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.results import provenance, read_rows
-from tests.accuracy.test_tasks import GSM8K, needs_gsm8k
+from tests.accuracy.test_tasks import write_gsm8k
 
 LIMIT = 6
 ENGINE = {"max_num_seqs": 3, "max_model_len": 640, "device": "cpu"}
@@ -197,9 +197,9 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert len(gzip.decompress(samples.read_bytes()).splitlines()) == 2
 
 
-@needs_gsm8k
-def test_real_gsm8k_runs_offline() -> None:
-    result = run.evaluate(task="gsm8k", gsm8k_dir=GSM8K, limit=3, progress=False, max_num_seqs=3, device="cpu")
+def test_gsm8k_runs_offline(tmp_path: Path) -> None:
+    options = {"gsm8k_dir": write_gsm8k(tmp_path), "limit": 3, "progress": False, "max_num_seqs": 3, "device": "cpu"}
+    result = run.evaluate(task="gsm8k", **options)
     assert result.n == 3
     assert all(record.error is None and record.n_tokens > 0 and record.steps is None for record in result.records)
 

@@ -13,8 +13,6 @@ from hybrid_kv.accuracy import tasks
 from hybrid_kv.accuracy.guard_model import problems
 from hybrid_kv.config import ConfigError
 
-GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k"
-needs_gsm8k = pytest.mark.skipif(not GSM8K.is_dir(), reason=f"no GSM8K files in {GSM8K}")
 OURS = {"task", "custom_dataset", "fewshot_config", "metadata"}
 THEIRS = {"task", "tag", "dataset_path", "dataset_name", "metadata"}
 
@@ -98,15 +96,6 @@ def test_every_document_is_answered_by_its_target(synth: Any) -> None:
         assert synth.process_results(doc, [number])["exact_match"] == 1
         assert synth.process_results(doc, [number + "1"])["exact_match"] == 0
     assert {doc["needs_latch"] for doc in synth.test_docs()} == {True, False}
-
-
-@needs_gsm8k
-def test_real_gsm8k_from_a_folder() -> None:
-    task = tasks.load_task("gsm8k", gsm8k_dir=GSM8K)
-    assert (len(task.test_docs()), len(task.training_docs())) == (1319, 7473)
-    assert task.test_docs()[0]["question"].startswith("Janet")
-    assert task.config.num_fewshot == 5
-    assert task.fewshot_context(task.test_docs()[0], 5).count("Question: ") == 6
 
 
 GOOD = '{"question": "a", "answer": "b"}\n'

@@ -14,7 +14,7 @@ from hybrid_kv.guard.scenario import ScriptedProposer
 from hybrid_kv.models.random_checkpoint import write_checkpoint
 from hybrid_kv.sampling import SamplingParams
 from tests.kernels.interpreter import interpreted
-from tests.models.tiny_nemotron import VOCAB, Characters, build
+from tests.models.tiny_nemotron import VOCAB, Characters, write_tiny
 
 pytest.importorskip("triton")
 
@@ -26,9 +26,7 @@ MODES = ("none", "align", "all")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    build("M*").save_pretrained(folder)
-    return str(folder)
+    return str(write_tiny(tmp_path_factory.mktemp("tiny"), "M*")[1])
 
 
 def engine(folder, kernels, sequences=None, k=0, **options):

@@ -10,7 +10,7 @@ import torch
 from hybrid_kv.config import ConfigError, HybridKVError
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.guard.poison import poison
-from hybrid_kv.guard.scenario import SmallBlocksFirst, SmallKVFirst
+from hybrid_kv.guard.scenario import SmallBlocksFirst
 from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle
 from hybrid_kv.sampling import SamplingParams
 from tests.models.tiny_nemotron import Characters
@@ -47,18 +47,6 @@ def end(llm):
 
 def num_held(llm):
     return llm.manager.pool.num_blocks - 1 - llm.manager.pool.num_free_blocks
-
-
-@pytest.mark.parametrize("length", [1, 7, 8, 9, 24])
-def test_a_request_goes_on_in_an_engine_with_other_blocks_modes_and_drafts(length):
-    prefill = engine(mamba_cache_mode="none", async_scheduling=True)
-    decode = engine(
-        mamba_cache_mode="all", block_size=16, attention_backend=SmallKVFirst.name, num_speculative_tokens=3,
-        speculative_method="ngram", state_scheme="recompute",
-    )  # fmt: skip
-    request = decode.receive_request(prefill.send_request(begin(prefill, PROMPT[:length])))
-    end(decode)
-    assert request.output_token_ids == ORACLE.generate(PROMPT[:length], 10)
 
 
 def test_what_goes_over_lives_on_when_its_blocks_are_used_again():
@@ -123,12 +111,6 @@ def test_what_does_not_fit_is_refused_in_a_line(change, text):
     with pytest.raises(ConfigError, match=text):
         decode.receive_request(replace(kv_transfer, **change))
     assert not decode.scheduler.has_requests and num_held(decode) == 0
-
-
-def test_another_model_is_refused():
-    prefill, decode = engine(), engine(ExactModel(ExactConfig(pattern="M*M", seed=1)))
-    with pytest.raises(ConfigError, match="another model"):
-        decode.receive_request(prefill.send_request(begin(prefill, PROMPT)))
 
 
 def test_a_state_in_another_dtype_is_refused_and_both_are_named():

@@ -89,19 +89,6 @@ def test_what_a_request_keeps_of_a_step_is_counted_without_writing_it(sampled, e
     assert request.output_token_ids == [3, 4]
 
 
-def test_a_stop_string_across_tokens_cuts_the_text_before_it():
-    tokenizer = Letters()
-    tokens = oracle(PROMPTS[0], 12)
-    text = tokenizer.decode(tokens)
-    before = tokenizer.decode(tokens[:5])
-    stop = (before[-1] + tokenizer.decode(tokens[5:7]))[:3]
-    output = one(engine(tokenizer), max_tokens=12, stop=("never", stop))
-    assert output.finish_reason == "stop"
-    assert output.text == text[: text.index(stop)]
-    assert len(output.token_ids) < 12
-    assert output.token_ids == tokens[: len(output.token_ids)]
-
-
 def test_eos_ends_the_text_unless_ignored():
     tokens = oracle(PROMPTS[0], 12)
     eos = next(t for i, t in enumerate(tokens) if i > 2 and t not in tokens[:i])
@@ -430,16 +417,6 @@ OFFLOAD = {
     "device": "cpu", "max_num_seqs": 3, "max_model_len": 40, "block_size": 4, "mamba_cache_mode": "all",
     "num_blocks": 200, "max_num_batched_tokens": 40,
 }  # fmt: skip
-
-
-def test_two_models_share_no_file(tmp_path):
-    cached = []
-    for seed in (0, 1, 0):
-        model = ExactModel(ExactConfig(seed=seed))
-        output = one(LLM(model, kv_offload_folder=str(tmp_path), **OFFLOAD), LONG, max_tokens=4)
-        assert output.token_ids == ExactOracle(model).generate(LONG, 4)
-        cached.append(output.cached_tokens)
-    assert cached == [0, 0, 24]
 
 
 def test_a_model_that_nothing_tells_from_another_gets_no_folder(tmp_path):

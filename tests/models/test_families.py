@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hybrid_kv.models.registry import sized
-from hybrid_kv.models.shapes import model_shape
 from tests.models.parity import check_exactness, check_parity, check_refused, checkpoint, load
 
 LLAMA3 = {
@@ -306,19 +305,6 @@ def test_every_engine_computes_what_a_request_gets_alone(tiny, model_type):
 )
 def test_what_cannot_be_run_is_refused(tiny, model_type, keys, message):
     check_refused(tiny(model_type)[1], keys, message)
-
-
-@pytest.mark.parametrize(
-    ("model_type", "counts"),
-    [
-        ("mamba2", {"mamba2": 4}),
-        ("falcon_h1", {"mamba2": 4, "attention": 4}),
-        ("jamba", {"mamba1": 4, "attention": 2}),
-        ("zamba2", {"mamba2": 5, "attention": 3}),
-    ],
-)
-def test_layers_by_the_cache_that_they_keep(tiny, model_type, counts):
-    assert model_shape(tiny(model_type)[1]).counts == counts
 
 
 @pytest.mark.parametrize(

@@ -37,11 +37,6 @@ def test_mamba2_with_an_older_name_of_the_embedding(tmp_path_factory):
     check_parity(model, folder)
 
 
-def test_falcon_h1_keeps_two_caches_in_every_layer(tmp_path_factory):
-    shape = model_shape(checkpoint(tmp_path_factory, "falcon_h1")[1])
-    assert list(shape.layers)[:2] == ["layers.0.attention", "layers.0.mamba"]
-
-
 # ---- Jamba ----
 
 

@@ -15,13 +15,12 @@ from hybrid_kv.engine.llm import LLM
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.loader import load_head, load_model, load_tokenizer
 from hybrid_kv.models.random_checkpoint import write_checkpoint
-from tests.models.tiny_nemotron import Characters, build
+from tests.models.tiny_nemotron import Characters, write_tiny
 
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("original")
-    build("M*-").save_pretrained(folder)
+    folder = write_tiny(tmp_path_factory.mktemp("original"), "M*-")[1]
     return (folder / "config.json").read_text(), load_file(folder / "model.safetensors")
 
 

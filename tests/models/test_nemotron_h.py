@@ -3,14 +3,12 @@
 import pytest
 
 from tests.models.parity import compare, load
-from tests.models.tiny_nemotron import build
+from tests.models.tiny_nemotron import write_tiny
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    model, folder = build("M-M*-M*-", n_groups=1, num_key_value_heads=1), tmp_path_factory.mktemp("nemotron_h")
-    model.save_pretrained(folder)
-    return model, folder
+    return write_tiny(tmp_path_factory.mktemp("nemotron_h"), "M-M*-M*-", n_groups=1, num_key_value_heads=1)
 
 
 @pytest.mark.parametrize("dtypes", [("float64", "float32"), ("float32", "float64")], ids="-".join)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from hybrid_kv.models.config_file import read_config
 from hybrid_kv.models.shapes import ModelShape, model_shape
 from tests.model_configs import CONFIGS, NEMOTRON_3_NANO
 
-PUBLIC_SHAPES = Path(__file__).parents[3] / "shared" / "data" / "model_shapes.json"
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
@@ -63,30 +61,6 @@ def test_public_checkpoints_have_the_shapes_computed_by_hand(name: str, tmp_path
     assert dtypes_of(mamba_of(shape)) == (BF16, ssm_dtype)
     assert shape.counts == counts
     assert list(shape.layers) == sorted(shape.layers, key=lambda layer: int(layer.split(".")[1]))
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_configs_here_agree_with_the_published_shapes(name: str) -> None:
-    if not PUBLIC_SHAPES.exists():
-        pytest.skip(f"{PUBLIC_SHAPES} is not there")
-    published = json.loads(PUBLIC_SHAPES.read_text())
-    assert set(CONFIGS) == {key for key in published if not key.startswith("_")}
-    want, shape = published[name], model_shape(CONFIGS[name])
-    assert (shape.num_hidden_layers, shape.hidden_size) == (want["layers"], want["hidden"])
-    assert shape.counts["attention"] == want["attention"]
-    assert (attention_of(shape).num_kv_heads, attention_of(shape).head_size) == (want["kv_heads"], want["head_dim"])
-    conv, ssm = shapes_of(mamba_of(shape))
-    if "gated_delta_net" in want:
-        keys = want["linear_key_heads"] * want["linear_key_head_dim"]
-        values = want["linear_value_heads"] * want["linear_value_head_dim"]
-        assert conv[1] == 2 * keys + values
-        assert shape.counts["gdn_attention"] == want["gated_delta_net"]
-    else:
-        assert ssm == (want["mamba_heads"], want["mamba_head_dim"], want["state"])
-        assert conv[1] == want["mamba_heads"] * want["mamba_head_dim"] + 2 * want["groups"] * want["state"]
-        assert shape.counts["mamba2"] == want["mamba2"]
-    assert conv[0] == want["conv"] - 1
-    assert dtypes_of(mamba_of(shape))[1] == getattr(torch, want["ssm_dtype"])
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -240,11 +214,6 @@ def test_files_that_hold_no_config(tmp_path: Path) -> None:
         read_config(tmp_path)
 
 
-def test_state_bytes_follow_from_the_shapes() -> None:
-    spec = mamba_of(model_shape(CONFIGS[NEMOTRON_3_NANO]))
-    assert spec.state_bytes == prod(shapes_of(spec)[0]) * 2 + prod(shapes_of(spec)[1]) * 4 == 36_864 + 2_097_152
-
-
 # One of so many tensor parallel ranks, by hand: the convolution's channels, the state, KV heads.
 OF_A_RANK = [
     (NEMOTRON_3_NANO, 4, 16 * 64 + 2 * 2 * 128, (16, 64, 128), 1),
@@ -263,20 +232,6 @@ def test_tensor_parallel_ranks_divide_heads_and_repeat_what_is_fewer(
     shape = model_shape(CONFIGS[name], ranks=Ranks(count))
     assert shapes_of(mamba_of(shape)) == ((3, channels), state)
     assert attention_of(shape).num_kv_heads == kv_heads
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("count", [2, 4])
-def test_ranks_together_keep_what_one_gpu_keeps_but_for_what_is_repeated(name: str, count: int) -> None:
-    if not PUBLIC_SHAPES.exists():
-        pytest.skip(f"{PUBLIC_SHAPES} is not there")
-    want, shape = json.loads(PUBLIC_SHAPES.read_text())[name], model_shape(CONFIGS[name], ranks=Ranks(count))
-    (_, channels), state = shapes_of(mamba_of(shape))
-    whole = shapes_of(mamba_of(model_shape(CONFIGS[name])))
-    assert count * state[0] == whole[1][0]
-    repeated = 2 * (count - 1) * want["state"] if want.get("groups") == 1 else 0
-    assert count * channels == whole[0][1] + repeated
-    assert attention_of(shape).num_kv_heads == max(1, want["kv_heads"] // count)
 
 
 def test_mamba_1_short_convolutions_and_delta_attention_divide_their_channels() -> None:
