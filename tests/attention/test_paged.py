@@ -145,7 +145,7 @@ SCALE = 0.25
 def check_attend(compute, step, tolerance=1e-5):
     part, query, caches, expected = problem(step)
     for _ in range(2):  # the second layer finds what the first has planned
-        out = compute.attend(query, *caches, part, SCALE)
+        out = compute.attend(query, caches, part, SCALE)
         assert out.shape == query.shape
         assert float((part.rows.flat(out).double() - expected).abs().max()) <= tolerance * float(expected.abs().max())
 
@@ -179,7 +179,7 @@ def check_stores():
     found = []
     for name in ("torch", "triton"):
         caches = torch.zeros(2, 3, 4, 2, 16).unbind(0)
-        compute_of(name).store(key, value, *caches, paged.SlotMapping(torch.tensor([11, -1, 0, 6])))
+        compute_of(name).store(key, value, caches, paged.SlotMapping(torch.tensor([11, -1, 0, 6])))
         found.append(torch.stack(caches))
     assert torch.equal(*found)
     assert int(found[0].any(-1).sum()) == 2 * 3 * 2
