@@ -15,8 +15,6 @@ from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import Derived, Linear, empty, upcast
 from hybrid_kv.models.mixers.conv import Projected, RecurrentMixer, Tensors
 
-_SCAN_CHUNK = 16  # tokens whose states are held at a time: with 8,192 channels of 16 in float32, 8 MiB each
-
 
 def _rates(A_log: torch.Tensor, D: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return -A_log.to(dtype).exp(), D.to(dtype)
@@ -32,6 +30,10 @@ class Mamba1Mixer(RecurrentMixer):
         norms: of that, of B and of C.
         conv_bias: of the convolution; `bias`: of the first and the last projection.
     """
+
+    chunk_size = 16  # tokens whose states are held at a time: with 8,192 channels of 16 in float32, 8 MiB each
+    update = staticmethod(selective_scan_update)
+    scan = staticmethod(selective_scan)
 
     def __init__(
         self,
@@ -70,18 +72,6 @@ class Mamba1Mixer(RecurrentMixer):
         dt, B, C = self.x_proj(conv_out).split(self.splits, dim=-1)
         dt = F.softplus(self.dt_proj(self.dt_norm(dt)).to(dtype))
         return conv_out.to(dtype), dt, A, self.B_norm(B).to(dtype), self.C_norm(C).to(dtype), D
-
-    def step(self, states: Tensors, operands: Tensors) -> tuple[torch.Tensor, Tensors]:
-        y, after = selective_scan_update(*states, *operands)
-        return y, (after,)
-
-    def chunk(
-        self, states: Tensors, operands: Tensors, rows: torch.Tensor, offsets: torch.Tensor
-    ) -> tuple[torch.Tensor, Tensors]:
-        x, dt, A, B, C, D = operands
-        (state,) = states
-        y, wanted = selective_scan(x, dt, A, B, C, D, state, rows, offsets, _SCAN_CHUNK)
-        return y, (wanted,)
 
 
 def dt_rank(file: ConfigFile, key: str) -> int:
