@@ -163,12 +163,7 @@ class ExactMamba:
             prefills = _Tokens(c[split:], lengths[split:])
             y, after = self.scan(prefills, [s[split:] for s in start])
             outputs.append(y)
-            rows, ends, blocks = np.arange(len(lengths) - split), lengths[split:], indices[split:, 0]
-            if metadata.boundary_rows is not None:
-                assert metadata.boundary_offsets is not None and metadata.boundary_indices is not None
-                rows = np.concatenate([rows, metadata.boundary_rows.numpy()])
-                ends = np.concatenate([ends, metadata.boundary_offsets.numpy()])
-                blocks = np.concatenate([blocks, metadata.boundary_indices.numpy()])
+            rows, ends, blocks = (part.numpy() for part in metadata.prefill_states)
             for state, own in zip(states, after, strict=True):
                 state[blocks] = own[rows, ends - 1]
             for window, both in zip(windows, inputs, strict=True):

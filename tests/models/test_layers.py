@@ -224,7 +224,7 @@ class Course:
             np.array([r.prev for r in rows] + neutral),
             np.array([r.accepted - 1 for r in rows] + [0] * padding),
         )
-        self.seen["boundary inside a chunk"] += 0 if metadata.boundary_rows is None else len(metadata.boundary_rows)
+        self.seen["boundary inside a chunk"] += 0 if metadata.boundaries is None else len(metadata.boundaries.rows)
         before = self.raw.clone()
         out = self.subject.run(torch.cat(chunks), ForwardContext({NAME: metadata}, {NAME: self.views}))
         current_blocks = last_scheduled_block_idx(self.spec, computed, np.array(lengths))

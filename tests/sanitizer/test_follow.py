@@ -306,9 +306,9 @@ def states_beyond_the_row(built, *_):
 
 
 def boundary_into_current_block(built):
-    if built.boundary_rows is None:
+    if built.boundaries is None:
         return None
-    return built.state_indices[built.num_decodes + built.boundary_rows, 0]
+    return built.boundaries._replace(blocks=built.state_indices[built.num_decodes + built.boundaries.rows, 0])
 
 
 def metadata_of_its_own(built, *_):
@@ -426,7 +426,7 @@ BUGS = {
         MambaMetadataBuilder, "build", around(states_beyond_the_row), ALL, "write-padding",
     ),
     "boundary state and last state in one block": (
-        MambaMetadataBuilder, "build", with_metadata(boundary_indices=boundary_into_current_block), ALL, "write-twice",
+        MambaMetadataBuilder, "build", with_metadata(boundaries=boundary_into_current_block), ALL, "write-twice",
     ),
     "boundary copy one draft early": (
         runner, "boundary_copies",
