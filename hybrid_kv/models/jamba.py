@@ -46,7 +46,6 @@ def _mixer(file: ConfigFile, name: str, spec: KVCacheSpec) -> nn.Module:
         name,
         size,
         own,
-        file.size("mamba_d_conv", default=4),
         rank,
         [RMSNorm(size, eps) for size in (rank, state_size, state_size)],
         conv_bias=file.flag("mamba_conv_bias", True),

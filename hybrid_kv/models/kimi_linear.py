@@ -10,7 +10,7 @@ from functools import partial
 
 from torch import nn
 
-from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec, RollbackSpec, window_and_states
+from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
 from hybrid_kv.kernels.moe import route_sigmoid
 from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock, rms_norm
 from hybrid_kv.models.config_file import ConfigFile
@@ -19,7 +19,7 @@ from hybrid_kv.models.mixers.kda import KDAMixer
 from hybrid_kv.models.mla import latent_attention, latent_spec
 from hybrid_kv.models.moe import MixtureOfExperts
 from hybrid_kv.models.registry import Family, register
-from hybrid_kv.models.specs import ATTENTION, MAMBA, SpecOptions, caches, chunk_size, conv_rows, layer_kinds
+from hybrid_kv.models.specs import ATTENTION, MAMBA, SpecOptions, caches, chunk_size, layer_kinds, mamba_spec
 from hybrid_kv.models.weights import Tensors, join_gate_up, joined, renamed, stacked
 
 _FIXED = {"hidden_act": "silu", "mla_use_nope": True, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1}
@@ -48,13 +48,8 @@ def _state(file: ConfigFile, options: SpecOptions) -> MambaSpec:
     own = _linear(file)
     heads = options.share(file, "linear_attn_config.num_heads", own.size("num_heads", default=32))
     size = own.size("head_dim", default=128)
-    window = conv_rows(own.size("conv_kernel_dim", "short_conv_kernel_size", default=4), options), 3 * heads * size
-    return MambaSpec(
-        block_size=1,
-        parts=window_and_states((window, options.dtype), ((heads, size, size), options.ssm_dtype)),
-        mamba_type="gdn_attention",
-        rollback=RollbackSpec(options.num_speculative_tokens),
-    )
+    kernel = own.size("conv_kernel_dim", "short_conv_kernel_size", default=4)
+    return mamba_spec(options, kernel, 3 * heads * size, (heads, size, size), mamba_type="gdn_attention")
 
 
 def _mixer(file: ConfigFile, name: str, spec: KVCacheSpec) -> nn.Module:

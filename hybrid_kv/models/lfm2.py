@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec, RollbackSpec, window_and_states
+from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec
 from hybrid_kv.kernels.moe import route_sigmoid
 from hybrid_kv.models.attention import PagedAttention
 from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock, rms_norm
@@ -21,7 +21,7 @@ from hybrid_kv.models.mixers.conv import ConvMixer, Projected
 from hybrid_kv.models.moe import MixtureOfExperts
 from hybrid_kv.models.registry import Family, register
 from hybrid_kv.models.rope import read_rope
-from hybrid_kv.models.specs import SpecOptions, caches, chunk_size, conv_rows, indexed_kinds, layer_kinds
+from hybrid_kv.models.specs import SpecOptions, caches, chunk_size, indexed_kinds, layer_kinds, mamba_spec
 from hybrid_kv.models.weights import Tensors, join_gate_up, join_qkv, renamed, stacked
 
 
@@ -49,12 +49,7 @@ def _window(file: ConfigFile, options: SpecOptions) -> MambaSpec:
     if (kernel := file.size("conv_L_cache", default=3)) < 2:
         raise file.fail(f"conv_L_cache={kernel} leaves a convolution nothing to keep; it must be at least 2")
     channels = options.share(file, "hidden_size", file.size("hidden_size"))
-    return MambaSpec(
-        block_size=1,
-        parts=window_and_states(((conv_rows(kernel, options), channels), options.dtype)),
-        mamba_type="short_conv",
-        rollback=RollbackSpec(options.num_speculative_tokens),
-    )
+    return mamba_spec(options, kernel, channels, mamba_type="short_conv")
 
 
 def _attention(file: ConfigFile, name: str, spec: FullAttentionSpec) -> PagedAttention:

@@ -15,18 +15,14 @@ from torch import nn
 from hybrid_kv.cache.spec import KVCacheSpec
 from hybrid_kv.kernels.moe import route_sigmoid
 from hybrid_kv.models.attention import PagedAttention
-from hybrid_kv.models.causal_lm import CausalLM, MixerBlock, rms_norm
+from hybrid_kv.models.causal_lm import CausalLM, MixerBlock, mamba_norm
 from hybrid_kv.models.config_file import ConfigFile
-from hybrid_kv.models.layers import RMSNorm, SquaredReluMLP
+from hybrid_kv.models.layers import SquaredReluMLP
 from hybrid_kv.models.mixers.mamba2 import Mamba2Mixer
 from hybrid_kv.models.moe import MixtureOfExperts, relu2
 from hybrid_kv.models.registry import Family, register
 from hybrid_kv.models.specs import ATTENTION, MAMBA, MLP, MOE, Mamba2Spec, caches, layer_kinds
 from hybrid_kv.models.weights import Tensors, join_qkv, renamed, stacked
-
-
-def norm(file: ConfigFile) -> RMSNorm:
-    return rms_norm(file, "layer_norm_epsilon", 1e-5)
 
 
 def _mamba2(file: ConfigFile, name: str) -> nn.Module:
@@ -94,9 +90,11 @@ def _build(file: ConfigFile, layer_specs: dict[str, KVCacheSpec]) -> nn.Module:
     activations = file.text("mlp_hidden_act", default="relu2"), file.text("mamba_hidden_act", default="silu")
     if activations != ("relu2", "silu"):
         raise file.fail(f"activations {activations} are not supported; ('relu2', 'silu') are")
-    layers = [MixerBlock(norm(file), MIXERS[kind](file, f"layers.{i}")) for i, kind in enumerate(layer_kinds(file))]
+    layers = [
+        MixerBlock(mamba_norm(file), MIXERS[kind](file, f"layers.{i}")) for i, kind in enumerate(layer_kinds(file))
+    ]
     chunk_size = file.size("chunk_size", default=128)
-    return CausalLM(file, layer_specs, layers, norm(file), mamba_chunk_size=chunk_size)
+    return CausalLM(file, layer_specs, layers, mamba_norm(file), mamba_chunk_size=chunk_size)
 
 
 _NAMES = {

@@ -25,7 +25,6 @@ class Mamba1Mixer(RecurrentMixer):
 
     Args:
         spec: of its cache, whose state is [channels, state_size].
-        conv_kernel: of the convolution.
         dt_rank: size of a time step before it is projected to one for each channel.
         norms: of that, of B and of C.
         conv_bias: of the convolution; `bias`: of the first and the last projection.
@@ -40,14 +39,13 @@ class Mamba1Mixer(RecurrentMixer):
         name: str,
         hidden_size: int,
         spec: MambaSpec,
-        conv_kernel: int,
         dt_rank: int,
         norms: Sequence[nn.Module],
         conv_bias: bool,
         bias: bool,
     ) -> None:
         channels, state_size = spec.parts[1].shape
-        super().__init__(name, channels, conv_kernel, conv_bias)
+        super().__init__(name, channels, spec.parts[0].shape[0] + 1 - spec.num_speculative_tokens, conv_bias)
         self.splits = (dt_rank, state_size, state_size)
         self.in_proj = Linear(hidden_size, 2 * channels, bias)
         self.x_proj = Linear(channels, sum(self.splits))
