@@ -27,11 +27,11 @@ from scipy.stats import betabinom, norm
 
 from hybrid_kv.accuracy.run import FLEXIBLE, STRICT, AccuracyResult
 from hybrid_kv.config import ConfigError, HybridKVError
+from hybrid_kv.results import Row
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from hybrid_kv.results import Row
 
 FILE = Path(__file__).with_name("thresholds.yaml")
 MAX_QUESTIONS = 10**6  # a floor takes memory for each
