@@ -282,8 +282,7 @@ def _recorded() -> Iterator[list[AotCase]]:
                 fn=self,
                 signature={name: kind[0] for (name, _), kind in arguments},
                 constexprs={name: value for (name, value), kind in arguments if kind[0] == "constexpr"},
-                num_warps=chosen.num_warps,
-                num_stages=chosen.num_stages,
+                options={"num_warps": chosen.num_warps, "num_stages": chosen.num_stages},
                 divisible=tuple(name for (name, _), kind in arguments if kind[1] and "D" in str(kind[1])),
             )
         )

@@ -169,9 +169,7 @@ def causal_conv1d_prefill(
             HAS_BIAS=bias is not None,
             TILE=TILE,
             BLOCK=block,
-            num_warps=1,
-            num_stages=1,
-            **register_limit(REGISTERS, lanes),
+            options={"num_warps": 1, "num_stages": 1} | register_limit(REGISTERS, lanes),
         )
     return y
 
@@ -198,9 +196,7 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
                 "TILE": TILE,
                 "BLOCK": block,
             },
-            num_warps=1,
-            num_stages=1,
-            **register_limit(REGISTERS, lanes),
+            options={"num_warps": 1, "num_stages": 1} | register_limit(REGISTERS, lanes),
             # The inputs and the three before them, and the outputs.
             bytes_per_program=(TILE + 3 + TILE) * block * 2,
             divisible=steps,

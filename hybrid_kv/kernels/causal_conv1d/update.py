@@ -184,8 +184,7 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
                 "BLOCK": block,
             }
             | ({"indices_stride": 1} if k == 0 else {}),
-            num_warps=1,
-            num_stages=1,
+            options={"num_warps": 1, "num_stages": 1},
             # Read the window and the tokens, write the tokens and all inputs but the oldest.
             bytes_per_program=(3 + (1 + k) + (1 + k) + (3 + k)) * block * 2,
             divisible=steps,

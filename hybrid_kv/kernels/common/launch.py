@@ -119,7 +119,7 @@ class AotCase:
         fn: the `triton.jit` function.
         signature: argument to type ("*fp32", "i32"); the names in `constexprs` may be left out.
         constexprs: argument to value. A launch folds integers that equal 1: put them here too.
-        num_warps, num_stages, maxnreg: of the launch.
+        options: of the launch: num_warps, num_stages and, where it has a limit, maxnreg.
         bytes_per_program: global bytes that one program must move, for instructions per byte; None if it depends on
             data.
         divisible: integer arguments that are multiples of 16 in such a launch. Pointers always are: torch aligns.
@@ -132,9 +132,7 @@ class AotCase:
     fn: Any
     signature: Mapping[str, str]
     constexprs: Mapping[str, Any]
-    num_warps: int
-    num_stages: int
-    maxnreg: int | None = None
+    options: Mapping[str, int]
     bytes_per_program: int | None = None
     divisible: tuple[str, ...] = ()
     state_access: bool = False

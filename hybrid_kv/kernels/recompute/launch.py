@@ -252,8 +252,7 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
                 fn=jit(recompute_kernel),
                 signature={**pointers, **dict.fromkeys(indices, "*i64"), "state_stride": "i32", **update_only},
                 constexprs=constexprs | ({} if update else dict.fromkeys(update_only)),
-                **_options(constexprs["HEADS_PER_PROGRAM"], lanes),
-                num_stages=1,
+                options=_options(constexprs["HEADS_PER_PROGRAM"], lanes) | {"num_stages": 1},
                 bytes_per_program=round(share * moved) if update else None,
                 divisible=("state_stride", *(steps if update else ())),
                 state_access=True,
@@ -268,8 +267,7 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
             fn=jit(commit_kernel, COMMIT_RUNTIME),
             signature={**dict.fromkeys(ints, "*i64"), "block_table": "*i32", "num_reqs": "i32", "table_stride": "i32"},
             constexprs={"RING": default_ring_len(4), "MAX_QUERY": 4, "BLOCK_SIZE": 528, "BLOCK": COMMIT_BLOCK},
-            num_warps=1,
-            num_stages=1,
+            options={"num_warps": 1, "num_stages": 1},
         )
     )
     return found

@@ -325,7 +325,7 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
                     constexprs=launch,
                     divisible=tuple(name for name in steps if name in fn.arg_names),
                     state_access=True,
-                    **options,
+                    options=options,
                 )
             )
     return found
