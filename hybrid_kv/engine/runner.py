@@ -405,8 +405,6 @@ class ModelRunner:
         common = CommonAttentionMetadata(
             num_reqs=num_reqs,
             num_reqs_padded=num_reqs_padded,
-            num_tokens=num_tokens,
-            num_tokens_padded=num_tokens_padded,
             num_decodes=num_decodes + padding,
             num_decode_tokens=num_decode_tokens,
             query_lens=query_lens,

@@ -16,7 +16,7 @@ from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock, rms_norm
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import GatedMLP
 from hybrid_kv.models.mixers.kda import KDAMixer
-from hybrid_kv.models.mla import latent_attention, latent_spec
+from hybrid_kv.models.mla import LatentAttention, latent_spec
 from hybrid_kv.models.moe import MixtureOfExperts
 from hybrid_kv.models.registry import Family, register
 from hybrid_kv.models.specs import ATTENTION, MAMBA, SpecOptions, caches, chunk_size, layer_kinds, mamba_spec
@@ -54,7 +54,7 @@ def _state(file: ConfigFile, options: SpecOptions) -> MambaSpec:
 
 def _mixer(file: ConfigFile, name: str, spec: KVCacheSpec) -> nn.Module:
     if not isinstance(spec, MambaSpec):
-        return latent_attention(file, name)
+        return LatentAttention(file, name)
     heads, size, _ = spec.parts[1].shape
     kernel, eps = 1 + spec.parts[0].shape[0] - spec.num_speculative_tokens, file.number("rms_norm_eps", 1e-5)
     return KDAMixer(name, file.size("hidden_size"), heads, size, kernel, chunk_size(file), eps)

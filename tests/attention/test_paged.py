@@ -31,12 +31,9 @@ def common(computed, lens, num_decodes, padding=0):
     """A batch whose first `num_decodes` rows are decodes; padding rows follow them (only if there are no prefills)."""
     computed, lens = [*computed, *[0] * padding], [*lens, *[1] * padding]
     positions = [torch.arange(start, start + n) for start, n in zip(computed, lens, strict=True)]
-    num_reqs, num_tokens = len(lens) - padding, sum(lens) - padding
     return CommonAttentionMetadata(
-        num_reqs=num_reqs,
+        num_reqs=len(lens) - padding,
         num_reqs_padded=len(lens),
-        num_tokens=num_tokens,
-        num_tokens_padded=sum(lens),
         num_decodes=num_decodes + padding,
         num_decode_tokens=sum(lens[:num_decodes]) + padding,
         query_lens=np.array(lens, dtype=np.int64),

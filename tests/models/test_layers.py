@@ -126,8 +126,6 @@ def batch(computed, lengths, num_decodes, padding=0):
     return CommonAttentionMetadata(
         num_reqs=len(lengths) - padding,
         num_reqs_padded=len(lengths),
-        num_tokens=int(lengths.sum()) - padding,
-        num_tokens_padded=int(lengths.sum()),
         num_decodes=num_decodes + padding,
         num_decode_tokens=int(lengths[: num_decodes + padding].sum()),
         query_lens=lengths,
