@@ -139,7 +139,5 @@ def clopper_pearson(successes: int, trials: int, level: float = LEVEL) -> tuple[
 
     if not 0 <= successes <= trials or trials < 1:
         raise ValueError(f"{successes} of {trials} is no rate")
-    tail = (1 - level) / 2
-    low = 0.0 if successes == 0 else float(stats.beta.ppf(tail, successes, trials - successes + 1))
-    high = 1.0 if successes == trials else float(stats.beta.isf(tail, successes + 1, trials - successes))
-    return low, high
+    low, high = stats.binomtest(successes, trials).proportion_ci(level)
+    return float(low), float(high)

@@ -96,7 +96,7 @@ def _rows(num_reqs: int, query_len: int) -> Any:
     computed = np.full(num_reqs, 20, dtype=np.int64)
     positions = torch.arange(20, 20 + query_len).repeat(num_reqs)
     tokens = num_reqs * query_len
-    return CommonAttentionMetadata(num_reqs, num_reqs, tokens, tokens, num_reqs, tokens, lengths, computed, positions)
+    return CommonAttentionMetadata(num_reqs, num_reqs, num_reqs, tokens, lengths, computed, positions)
 
 
 def mamba_layer(kernels: str, scheme: str, K: int) -> Callable[[], object]:
@@ -146,7 +146,7 @@ def mamba_layer(kernels: str, scheme: str, K: int) -> Callable[[], object]:
     metadata = builder.build(common, table, np.zeros_like(rows), np.zeros_like(rows), rollback)
     memory = allocate_row_memory(config, num_reqs, torch.device("cpu"))
     context = ForwardContext({"m": metadata}, views, memory, "triton" if kernels == "triton" else "torch")
-    x = torch.zeros(common.num_tokens, hidden)
+    x = torch.zeros(len(common.positions), hidden)
     layer(x, context)
     return lambda: layer(x, context)
 
@@ -166,7 +166,7 @@ def attention_layer(kernels: str, K: int) -> Callable[[], object]:
     metadata = build_paged_attention_metadata(common, table, slots, 16, compute_of(kernels))
     caches = torch.zeros(2, 5, 16, 2, 16)
     context = ForwardContext({"a": metadata}, {"a": tuple(caches)})
-    x = torch.zeros(common.num_tokens, 32)
+    x = torch.zeros(len(common.positions), 32)
     layer(x, context)
     return lambda: layer(x, context)
 
