@@ -14,8 +14,6 @@ boundary of all groups a chunk may pass those of the states: nothing could use t
 boundary still runs: every step makes progress (vllm!51582).
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace

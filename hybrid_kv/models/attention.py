@@ -1,7 +1,5 @@
 """Attention layers over the paged cache."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

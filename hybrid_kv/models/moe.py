@@ -1,7 +1,5 @@
 """A mixture of experts in the place of an MLP: each token runs through a few of many."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -5,8 +5,6 @@ Kernels do their arithmetic in float32 whatever the tensors hold; in the interpr
 bits and is silently wrong (triton#4972).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
