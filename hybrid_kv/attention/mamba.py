@@ -24,7 +24,7 @@ writes none of them has no logical blocks for drafts, and the rules above hold f
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -245,8 +245,7 @@ def boundaries_inside(spec: MambaSpec, num_computed_tokens: Ints, current_blocks
     return row, block_idx, (block_idx + 1) * spec.block_size - num_computed_tokens[row]
 
 
-@dataclass(frozen=True)
-class BoundaryCopies:
+class BoundaryCopies(NamedTuple):
     """States that a verify step left in a draft's logical block though they belong to a block boundary."""
 
     rows: Ints  # of the batch
@@ -296,10 +295,7 @@ def postprocess_mamba(
     if not len(copies.rows):
         return
     device = block_table.device
-    rows, current_blocks, drafts, logical_blocks = (
-        torch.from_numpy(part).to(device)
-        for part in (copies.rows, copies.current_blocks, copies.drafts, copies.logical_blocks)
-    )
+    rows, current_blocks, drafts, logical_blocks = (torch.from_numpy(part).to(device) for part in copies)
     home = block_table[rows, logical_blocks].long()
     window_from = block_table[rows, current_blocks].long()
     state_from = block_table[rows, current_blocks + drafts].long() if copies_states else None

@@ -198,9 +198,7 @@ class ExactMamba:
 
     def _flush(self, state: Sequence[Residues], ring: Residues, step: RecomputeStep) -> list[Residues]:
         """Write the states that are due; each state [D, state_size, width] after all of the history."""
-        rows, src, dst, start, length, flush = (
-            part.numpy() for part in (step.rows, step.src, step.dst, step.ring_start, step.n_hist, step.n_flush)
-        )
+        rows, src, dst, start, length, flush = (part.numpy() for part in step[:6])
         j = np.arange(1 + length.max())  # one more: the map after no token
         place = (start[:, None] + np.maximum(j - 1, 0)) % ring.shape[1]
         history, none, due = ring[rows[:, None], place].astype(np.int64), (j == 0) | (j > length[:, None]), flush > 0

@@ -209,7 +209,7 @@ def state_in_place(built, builder, common, *_):
 
 
 def no_copies(copies, *_):
-    return replace(copies, **{name: values[:0] for name, values in vars(copies).items()})
+    return type(copies)(*(values[:0] for values in copies))
 
 
 def own_tokens_only(plain):
@@ -459,7 +459,7 @@ def with_recompute(**changes):
 
     def change(found, *_):
         step = found.history
-        return replace(found, history=replace(step, **{name: part(step) for name, part in changes.items()}))
+        return replace(found, history=step._replace(**{name: part(step) for name, part in changes.items()}))
 
     return around(change)
 

@@ -127,8 +127,8 @@ def _check_layer(
     check("A_log", A_log, (heads,), FLOATS, device)
     if ring_len < shortest_ring_len(step.max_query_len):
         raise ValueError(f"a ring of {ring_len} tokens is too short for steps of {step.max_query_len}")
-    for name in ("rows", "src", "dst", "ring_start", "n_hist", "n_flush"):
-        check(f"step.{name}", getattr(step, name), (len(step.rows),), INTS, device)
+    for name, part in zip(step._fields[:6], step[:6], strict=True):
+        check(f"step.{name}", part, (len(step.rows),), INTS, device)
     return heads, head_dim, groups, size
 
 
@@ -210,7 +210,7 @@ def _launch(
     constexprs = _constexprs(*rings, step.max_query_len, len(step.rows), *dtypes, update, lanes, interpreted)
     jit(recompute_kernel)[(constexprs["HEADS"] // constexprs["HEADS_PER_PROGRAM"], len(step.rows))](
         *(ssm_state, ring.x, ring.B, ring.dt, *inputs),
-        *(step.rows, step.src, step.dst, step.ring_start, step.n_hist, step.n_flush, cu_seqlens),
+        *(*step[:6], cu_seqlens),
         *(ssm_state.stride(0), *token_strides),
         **constexprs,
         **_options(constexprs["HEADS_PER_PROGRAM"], lanes),

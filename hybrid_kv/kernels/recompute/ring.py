@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -160,8 +161,7 @@ class RecomputeCursors:
             part[rows] = 0
 
 
-@dataclass(frozen=True)
-class RecomputeStep:
+class RecomputeStep(NamedTuple):
     """What every layer of a group does in one step, per row of the batch; all [num_reqs] int64.
 
     Attributes:
