@@ -94,7 +94,7 @@ def recompute(
     step_dt = torch.nn.functional.softplus(dt.double() + dt_bias.double())
 
     ring_len = kernels.default_ring_len(columns)
-    sizes = (num_reqs, ring_len, heads, shape.head_dim, groups, size)
+    sizes = (num_reqs, ring_len, (heads, shape.head_dim), (groups, size))
     ring = kernels.RecomputeRing.allocate(*sizes, dtype, torch.device(device))
     start = torch.randint(0, ring_len, (num_reqs,), generator=g)
     place = (start[:, None] + torch.arange(HISTORY)) % ring_len

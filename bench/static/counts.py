@@ -280,7 +280,7 @@ def _count_scheme(shape: tuple[int, int, int, int], K: int, n_hist: int | None, 
             [*heads_of, *indices],
         )
     ring_len = default_ring_len(tokens)
-    ring = RecomputeRing.allocate(1, ring_len, heads, head_dim, groups, size, bf16, torch.device("cpu"))
+    ring = RecomputeRing.allocate(1, ring_len, (heads, head_dim), (groups, size), bf16, torch.device("cpu"))
     row, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
     parts = (row, one, one + 1 if flush else one.clone(), row.clone(), n_hist * one, n_hist * one if flush else row + 0)
     step = RecomputeStep(*parts, max_query_len=tokens)

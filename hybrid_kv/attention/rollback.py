@@ -176,10 +176,8 @@ class RecomputeSpec(RollbackSpec):
     def allocate(self, inputs: Sequence[StatePart], num_rows: int, device: torch.device) -> RecomputeRing | None:
         if not inputs:
             return None  # a layer of windows alone
-        (heads, head_dim), (groups, state_size) = inputs[0].shape, inputs[1].shape
-        return RecomputeRing.allocate(
-            num_rows, self.ring_len, heads, head_dim, groups, state_size, inputs[0].dtype, device
-        )
+        x, B, _ = inputs
+        return RecomputeRing.allocate(num_rows, self.ring_len, x.shape, B.shape, x.dtype, device)
 
     def describe(self) -> dict[str, Any]:
         return {"ring_len": self.ring_len}

@@ -13,7 +13,7 @@ from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
 from hybrid_kv.models.causal_lm import CausalLM, MixerBlock, mamba_norm
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.mixers.mamba1 import Mamba1Mixer, dt_rank
-from hybrid_kv.models.registry import Family, register
+from hybrid_kv.models.registry import AS_A_WHOLE, Family, register
 from hybrid_kv.models.specs import MAMBA, Mamba1Spec, all_mamba, chunk_size
 from hybrid_kv.models.weights import Tensors, renamed
 
@@ -43,13 +43,5 @@ def _convert(tensors: Tensors) -> Tensors:
     return renamed(tensors, ("backbone.",), {"embeddings.": "embed_tokens.", "norm_f.": "norm."})
 
 
-register(
-    Family(
-        all_mamba,
-        {MAMBA: {"": Mamba1Spec("state_size", "conv_kernel", "expand", "intermediate_size")}},
-        _build,
-        _convert,
-        checked_against="transformers as a whole; in chunks on a cache it is wrong",
-    ),
-    "falcon_mamba",
-)
+_CACHES = {MAMBA: {"": Mamba1Spec("state_size", "conv_kernel", "expand", "intermediate_size")}}
+register(Family(all_mamba, _CACHES, _build, _convert, checked_against=AS_A_WHOLE), "falcon_mamba")

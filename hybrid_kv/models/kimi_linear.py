@@ -9,13 +9,12 @@ from functools import partial
 from torch import nn
 
 from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
-from hybrid_kv.kernels.moe import route_sigmoid
 from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock, rms_norm
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import GatedMLP
 from hybrid_kv.models.mixers.kda import KDAMixer
 from hybrid_kv.models.mla import LatentAttention, latent_spec
-from hybrid_kv.models.moe import MixtureOfExperts
+from hybrid_kv.models.moe import MixtureOfExperts, sigmoid_route
 from hybrid_kv.models.registry import Family, register
 from hybrid_kv.models.specs import ATTENTION, MAMBA, SpecOptions, caches, chunk_size, layer_kinds, mamba_spec
 from hybrid_kv.models.weights import Tensors, join_gate_up, joined, renamed, stacked
@@ -64,15 +63,10 @@ def _experts(file: ConfigFile) -> MixtureOfExperts:
     num_groups = file.size("n_group", "num_expert_group", default=1)
     if num_experts % num_groups:
         raise file.fail(f"{num_experts} experts cannot be in {num_groups} groups; correct num_experts or n_group")
-    route = partial(
-        route_sigmoid,
-        top_k=file.size("num_experts_per_tok", "num_experts_per_token", most=num_experts),
-        num_groups=num_groups,
-        top_k_groups=file.size("topk_group", default=1, most=num_groups),
-        renormalise=file.flag("norm_topk_prob", file.flag("moe_renormalize", True)),
-        scale=file.number("routed_scaling_factor", 1.0),
-        epsilon=1e-20,
-    )
+    top_k = file.size("num_experts_per_tok", "num_experts_per_token", most=num_experts)
+    top_k_groups = file.size("topk_group", default=1, most=num_groups)
+    renormalise = file.flag("moe_renormalize", True)
+    route = sigmoid_route(file, 1e-20, top_k, num_groups, top_k_groups, renormalise)
     shared = GatedMLP(hidden_size, size * file.size("n_shared_experts", "num_shared_experts", default=1))
     return MixtureOfExperts(hidden_size, num_experts, size, route, shared=shared, correction_bias=True, wide_gate=True)
 

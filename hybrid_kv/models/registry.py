@@ -67,6 +67,7 @@ class HeadFamily:
     shapes: Callable[[ConfigFile], Mapping[str, tuple[int, ...]]] = lambda file: {}
 
 
+AS_A_WHOLE = "transformers as a whole; in chunks on a cache it is wrong"  # what a family is `checked_against`
 _SIZES = Path(__file__).with_name("sizes.yaml")
 _FAMILIES: dict[str, Family] = {}
 _HEADS: dict[str, HeadFamily] = {}
