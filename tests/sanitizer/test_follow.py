@@ -430,7 +430,7 @@ BUGS = {
     ),
     "boundary copy one draft early": (
         runner, "boundary_copies",
-        around(lambda c, *_: replace(c, drafts=np.maximum(c.drafts - 1, 0))), ALL, "copy-state",
+        around(lambda c, *_: c._replace(drafts=np.maximum(c.drafts - 1, 0))), ALL, "copy-state",
     ),
     "one layer with metadata of its own": (
         ModelRunner, "_prepare", around(metadata_of_its_own), ALL | {"pattern": "M*MM*"}, "layer-metadata",

@@ -169,7 +169,9 @@ def causal_conv1d_prefill(
             HAS_BIAS=bias is not None,
             TILE=TILE,
             BLOCK=block,
-            options={"num_warps": 1, "num_stages": 1} | register_limit(REGISTERS, lanes),
+            num_warps=1,
+            num_stages=1,
+            **register_limit(REGISTERS, lanes),
         )
     return y
 
@@ -185,7 +187,6 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
         AotCase(
             kernel="conv_prefill.causal_conv1d_prefill",
             shape=NANO,
-            dtype="bfloat16",
             fn=jit(_conv_prefill),
             signature=floats | lists | indices | {"has_initial_state": "*i8"} | dict.fromkeys(steps, "i32"),
             constexprs={

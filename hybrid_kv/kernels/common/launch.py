@@ -6,7 +6,7 @@ bits and is silently wrong (triton#4972).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -126,11 +126,11 @@ class AotCase:
 
     kernel: str
     shape: str
-    dtype: str
     fn: Any
     signature: Mapping[str, str]
     constexprs: Mapping[str, Any]
-    options: Mapping[str, int]
+    dtype: str = "bfloat16"
+    options: Mapping[str, int] = field(default_factory=lambda: {"num_warps": 1, "num_stages": 1})
     bytes_per_program: int | None = None
     divisible: tuple[str, ...] = ()
     state_access: bool = False

@@ -99,7 +99,6 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
         AotCase(
             kernel="gated_norm.gated_rms_norm",
             shape=name,
-            dtype="bfloat16",
             fn=jit(_gated_norm),
             signature=dict.fromkeys(("x", "gate", "weight", "y"), "*bf16")
             | {"x_stride": "i32", "gate_stride": "i32", "eps": "fp32"},

@@ -273,7 +273,6 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
                 AotCase(
                     kernel="paged_attention.paged_attention_varlen",
                     shape=f"{name}, {kind}",
-                    dtype="bfloat16",
                     fn=jit(_attention),
                     signature={
                         **dict.fromkeys(("query", "key_cache", "value_cache", "out"), "*bf16"),
@@ -291,7 +290,6 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
         AotCase(
             kernel="paged_attention.store_kv",
             shape=NANO,
-            dtype="bfloat16",
             fn=jit(_store_kv),
             signature={
                 **dict.fromkeys(("key", "value", "key_cache", "value_cache"), "*bf16"),

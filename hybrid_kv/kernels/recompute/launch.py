@@ -265,7 +265,6 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
             fn=jit(commit_kernel, COMMIT_RUNTIME),
             signature={**dict.fromkeys(ints, "*i64"), "block_table": "*i32", "num_reqs": "i32", "table_stride": "i32"},
             constexprs={"RING": default_ring_len(4), "MAX_QUERY": 4, "BLOCK_SIZE": 528, "BLOCK": COMMIT_BLOCK},
-            options={"num_warps": 1, "num_stages": 1},
         )
     )
     return found
