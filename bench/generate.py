@@ -22,8 +22,6 @@ transformers could keep a common prefix as well, but not through `generate` on a
 interval lies below what is promised: 3 for `drafts` with 8 at a time, 1 for everything else.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -41,6 +39,7 @@ from hybrid_kv.arguments import ArgumentParser
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.errors import run_command
+from hybrid_kv.models.random_checkpoint import write_checkpoint
 from hybrid_kv.results import append_rows, check_writable
 from hybrid_kv.sampling import SamplingParams
 from hybrid_kv.timing.case import ENGINE
@@ -70,31 +69,15 @@ RANDOM = {
     "chunk_size": 64,
     "time_step_min": 1e-9,  # the library clamps dt from below in a chunk only; see `models.nemotron_h`
     "tie_word_embeddings": False,
+    "num_nextn_predict_layers": 0,
 }
 
 
 @cache
 def _random_checkpoint() -> TemporaryDirectory[str]:
     """Random weights with healthy margins between the best two tokens; deleted when the process ends."""
-    from transformers import NemotronHConfig, NemotronHForCausalLM
-
     folder = TemporaryDirectory()
-    model = NemotronHForCausalLM(NemotronHConfig(**RANDOM))
-    g = torch.Generator().manual_seed(0)
-    for name, weight in model.named_parameters():
-        noise = torch.randn(weight.shape, generator=g)
-        if name.endswith("A_log"):
-            value = (torch.rand(weight.shape, generator=g) * 3.5 + 0.5).log()
-        elif name.endswith("dt_bias"):
-            value = torch.rand(weight.shape, generator=g) * 2 - 2
-        elif name.endswith(".D") or "norm" in name:
-            value = 1 + 0.1 * noise
-        elif weight.dim() == 2 and "embeddings" not in name:
-            value = noise * 1.2 / weight.shape[1] ** 0.5
-        else:
-            value = noise
-        weight.data.copy_(value)
-    model.save_pretrained(folder.name)
+    write_checkpoint("nemotron_h", folder.name, keys=RANDOM)
     return folder
 
 
@@ -111,10 +94,10 @@ def _transformers(model: str) -> Any:
 
 
 @cache
-def _engine(model: str) -> LLM:
-    _transformers(model)  # writes the checkpoint
+def _engine(model: str, batch: int = 8, variant: str = "plain") -> LLM:
     folder = GUARD_MODEL if model == "guard" else _random_checkpoint().name
-    return LLM(folder, tokenizer=NoText(), device="cpu", dtype="float32", max_num_seqs=8, max_model_len=512)
+    options = {"device": "cpu", "dtype": "float32", "max_num_seqs": batch, "max_model_len": 512} | VARIANTS[variant]
+    return LLM(folder, tokenizer=NoText(), **options)
 
 
 class NoText:
@@ -137,16 +120,10 @@ def _prompts(model: str, batch: int, prompt: int, seed: int) -> tuple[torch.Tens
     return ids, [_generate(model, row[None])[0] for row in ids]
 
 
-def _generate(model: str, ids: torch.Tensor) -> list[list[int]]:
+def _generate(model: str, ids: torch.Tensor, num_tokens: int = NUM_TOKENS, **options: Any) -> list[list[int]]:
+    fixed = {"max_new_tokens": num_tokens, "do_sample": False, "use_cache": True, "pad_token_id": 0}
     with torch.inference_mode():
-        out = _transformers(model).generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=NUM_TOKENS,
-            do_sample=False,
-            use_cache=True,
-            pad_token_id=0,
-        )
+        out = _transformers(model).generate(ids, **{"attention_mask": torch.ones_like(ids), **fixed, **options})
     found: list[list[int]] = out[:, ids.shape[1] :].tolist()
     return found
 
@@ -191,32 +168,10 @@ def _in_batches(texts: list[list[int]], batch: int, stop: int) -> list[list[int]
         for row, i in enumerate(chosen):
             ids[row, width - len(texts[i]) :] = torch.tensor(texts[i])
             mask[row, width - len(texts[i]) :] = 1
-        with torch.inference_mode():
-            out = _transformers("guard").generate(
-                ids,
-                attention_mask=mask,
-                max_new_tokens=LONGEST_ANSWER,
-                do_sample=False,
-                use_cache=True,
-                pad_token_id=0,
-                eos_token_id=stop,
-            )
-        for i, tokens in zip(chosen, out[:, width:].tolist(), strict=True):
+        out = _generate("guard", ids, LONGEST_ANSWER, attention_mask=mask, eos_token_id=stop)
+        for i, tokens in zip(chosen, out, strict=True):
             answers[i] = tokens[: tokens.index(stop) + 1] if stop in tokens else tokens
     return answers
-
-
-@cache
-def _configured(variant: str, batch: int) -> LLM:
-    return LLM(
-        GUARD_MODEL,
-        tokenizer=NoText(),
-        device="cpu",
-        dtype="float32",
-        max_num_seqs=batch,
-        max_model_len=512,
-        **VARIANTS[variant],
-    )
 
 
 def questions(seed: int, count: int, batch: int, variant: str, subject: str) -> Case:
@@ -228,7 +183,7 @@ def questions(seed: int, count: int, batch: int, variant: str, subject: str) -> 
             lambda: _same(_in_batches(texts, batch, stop), wanted),
             max_repeats=1,
         )
-    llm = _configured(variant, batch)
+    llm = _engine("guard", batch, variant)
     params = SamplingParams(max_tokens=LONGEST_ANSWER, stop_token_ids=(stop,))
 
     def run() -> list[list[int]]:

@@ -5,8 +5,6 @@ Tolerances: float32 arithmetic errs by 5e-6 of the largest state and 1e-5 of the
 bfloat16 outputs are rounded by 2^-8 at most, and again what they are computed from in scheme `recompute`.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from functools import cache, partial
@@ -96,7 +94,7 @@ def recompute(
     step_dt = torch.nn.functional.softplus(dt.double() + dt_bias.double())
 
     ring_len = kernels.default_ring_len(columns)
-    sizes = (num_reqs, ring_len, heads, shape.head_dim, groups, size)
+    sizes = (num_reqs, ring_len, (heads, shape.head_dim), (groups, size))
     ring = kernels.RecomputeRing.allocate(*sizes, dtype, torch.device(device))
     start = torch.randint(0, ring_len, (num_reqs,), generator=g)
     place = (start[:, None] + torch.arange(HISTORY)) % ring_len

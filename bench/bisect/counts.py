@@ -1,7 +1,5 @@
 """An exact number of a benchmark: blocks, bytes, launches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

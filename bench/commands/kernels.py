@@ -1,7 +1,5 @@
 """`hybrid-kv kernels`: every kernel compiled ahead of time and compared."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

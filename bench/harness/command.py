@@ -1,7 +1,5 @@
 """What `python -m bench` measures, prints and appends."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ each other: both processes keep the memory layout that they got, and that alone 
 therefore gives one number, its `log_ratio`, and only the spread between pairs enters an interval or a p-value.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -139,7 +137,5 @@ def clopper_pearson(successes: int, trials: int, level: float = LEVEL) -> tuple[
 
     if not 0 <= successes <= trials or trials < 1:
         raise ValueError(f"{successes} of {trials} is no rate")
-    tail = (1 - level) / 2
-    low = 0.0 if successes == 0 else float(stats.beta.ppf(tail, successes, trials - successes + 1))
-    high = 1.0 if successes == trials else float(stats.beta.isf(tail, successes + 1, trials - successes))
-    return low, high
+    low, high = stats.binomtest(successes, trials).proportion_ci(level)
+    return float(low), float(high)

@@ -9,8 +9,6 @@ of its package, which needs compiled extensions.
 Nothing here is gated or goes into a baseline.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -282,8 +280,7 @@ def _recorded() -> Iterator[list[AotCase]]:
                 fn=self,
                 signature={name: kind[0] for (name, _), kind in arguments},
                 constexprs={name: value for (name, value), kind in arguments if kind[0] == "constexpr"},
-                num_warps=chosen.num_warps,
-                num_stages=chosen.num_stages,
+                options={"num_warps": chosen.num_warps, "num_stages": chosen.num_stages},
                 divisible=tuple(name for (name, _), kind in arguments if kind[1] and "D" in str(kind[1])),
             )
         )

@@ -5,8 +5,6 @@ knows the stack, not the spills. (c) A second `ptxas -v` on the PTX, 20 ms, the 
 the comments of the assembly. This is (c); SASS comes through `cuobjdump` where Triton brings it.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import pkgutil
@@ -131,8 +129,7 @@ def compile_case(case: AotCase, target_name: str) -> Any:
     return triton_compile(
         source,
         target=GPUTarget(target.backend, target.arch, target.warp_size),
-        options={"num_warps": case.num_warps, "num_stages": case.num_stages}
-        | ({} if case.maxnreg is None else {"maxnreg": case.maxnreg}),
+        options=dict(case.options),
     )
 
 
@@ -153,12 +150,12 @@ def read_metrics(case: AotCase, target_name: str, compiled: Any) -> Metrics:
         levels["amdgcn"] = instructions("amdgcn", text)
     isa, lines = list(levels.items())[-1]
     load_bits, store_bits = access_bits(next(iter(levels.values())))
-    threads = case.num_warps * target.warp_size
+    threads = case.options["num_warps"] * target.warp_size
     return Metrics(
         registers=registers,
         spill_bytes=spills,
         shared_bytes=shared,
-        blocks_per_sm=target.blocks_per_sm(registers, shared, case.num_warps),
+        blocks_per_sm=target.blocks_per_sm(registers, shared, case.options["num_warps"]),
         load_bits=load_bits,
         store_bits=store_bits,
         isa=isa,

@@ -9,8 +9,6 @@ out. What is counted must be what `state_bytes` says, which `mean_traffic` then 
 flushes that `recompute.commit` makes in a long run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -96,7 +94,7 @@ def _rows(num_reqs: int, query_len: int) -> Any:
     computed = np.full(num_reqs, 20, dtype=np.int64)
     positions = torch.arange(20, 20 + query_len).repeat(num_reqs)
     tokens = num_reqs * query_len
-    return CommonAttentionMetadata(num_reqs, num_reqs, tokens, tokens, num_reqs, tokens, lengths, computed, positions)
+    return CommonAttentionMetadata(num_reqs, num_reqs, num_reqs, tokens, lengths, computed, positions)
 
 
 def mamba_layer(kernels: str, scheme: str, K: int) -> Callable[[], object]:
@@ -146,7 +144,7 @@ def mamba_layer(kernels: str, scheme: str, K: int) -> Callable[[], object]:
     metadata = builder.build(common, table, np.zeros_like(rows), np.zeros_like(rows), rollback)
     memory = allocate_row_memory(config, num_reqs, torch.device("cpu"))
     context = ForwardContext({"m": metadata}, views, memory, "triton" if kernels == "triton" else "torch")
-    x = torch.zeros(common.num_tokens, hidden)
+    x = torch.zeros(len(common.positions), hidden)
     layer(x, context)
     return lambda: layer(x, context)
 
@@ -166,7 +164,7 @@ def attention_layer(kernels: str, K: int) -> Callable[[], object]:
     metadata = build_paged_attention_metadata(common, table, slots, 16, compute_of(kernels))
     caches = torch.zeros(2, 5, 16, 2, 16)
     context = ForwardContext({"a": metadata}, {"a": tuple(caches)})
-    x = torch.zeros(common.num_tokens, 32)
+    x = torch.zeros(len(common.positions), 32)
     layer(x, context)
     return lambda: layer(x, context)
 
@@ -282,7 +280,7 @@ def _count_scheme(shape: tuple[int, int, int, int], K: int, n_hist: int | None, 
             [*heads_of, *indices],
         )
     ring_len = default_ring_len(tokens)
-    ring = RecomputeRing.allocate(1, ring_len, heads, head_dim, groups, size, bf16, torch.device("cpu"))
+    ring = RecomputeRing.allocate(1, ring_len, (heads, head_dim), (groups, size), bf16, torch.device("cpu"))
     row, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
     parts = (row, one, one + 1 if flush else one.clone(), row.clone(), n_hist * one, n_hist * one if flush else row + 0)
     step = RecomputeStep(*parts, max_query_len=tokens)

@@ -1,7 +1,5 @@
 """Reading code: SASS, PTX and AMD's assembly, instructions by class and the widest access."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Sequence

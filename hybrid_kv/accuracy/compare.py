@@ -20,15 +20,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hybrid_kv.accuracy import paired
 from hybrid_kv.accuracy.run import NO_ANSWER, STRICT, AccuracyResult, sample_lines, wilson_interval
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.files import refuse_device
-
-if TYPE_CHECKING:
-    from hybrid_kv.results import Row
+from hybrid_kv.results import Row
 
 _HASHES = {
     "doc_hash": ("documents", "another data set or seed"),
@@ -359,8 +357,6 @@ def rows(comparison: Comparison) -> list[Row]:
     Raises:
         HybridKVError: a file names its task or parameters in a way that a row cannot hold.
     """
-    from hybrid_kv.results import Row
-
     document = comparison.summary()
     params = dict(comparison.candidate.params)
     for name in ("baseline", "candidate"):

@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, redirect_stderr
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +22,13 @@ from hybrid_kv.accuracy.guard_model import FOLDERS, embedded
 from hybrid_kv.accuracy.tasks import check_task, load_task, quiet_lm_eval
 from hybrid_kv.config import ConfigError, HybridKVError
 from hybrid_kv.files import write_whole
+from hybrid_kv.results import Row, provenance
 from hybrid_kv.threads import one_thread
 
 if TYPE_CHECKING:
     from hybrid_kv.accuracy.lm_eval_model import HybridKVLM
     from hybrid_kv.accuracy.target_model import TargetLM
     from hybrid_kv.engine.llm import LLM
-    from hybrid_kv.results import Row
 
 STRICT, FLEXIBLE = "strict-match", "flexible-extract"
 NO_ANSWER = "[invalid]"  # what lm-eval's regex filter gives when it finds nothing
@@ -304,8 +305,7 @@ def _records(
 
 def rows(result: AccuracyResult) -> list[Row]:
     """The run as rows of the results file. No speed: that is `bench`'s, where it is measured properly."""
-    from hybrid_kv.results import Row
-
+    row = partial(Row, "accuracy", result.task, params=result.params, n=result.n)
     correct = (sum(r.correct for r in result.records), sum(r.correct_flexible for r in result.records))
     shares = {
         "exact_match_strict": (correct[0], "higher"),
@@ -315,32 +315,16 @@ def rows(result: AccuracyResult) -> list[Row]:
     made = []
     for metric, (count, better) in shares.items():
         low, high = wilson_interval(count, result.n)
-        made.append(
-            Row(
-                suite="accuracy",
-                benchmark=result.task,
-                metric=metric,
-                value=count / result.n,
-                params=result.params,
-                ci_low=low,
-                ci_high=high,
-                n=result.n,
-                better=better,
-            )
-        )
-    made.append(
-        Row("accuracy", result.task, "mean_output_tokens", result.mean_tokens, "tokens", result.params, n=result.n)
-    )
+        made.append(row(metric, count / result.n, ci_low=low, ci_high=high, better=better))
+    made.append(row("mean_output_tokens", result.mean_tokens, "tokens"))
     for metric, share in (("prefix_hit_rate", result.hit_rate), ("draft_acceptance", result.acceptance)):
         if share is not None:  # 0.0 is a finding
-            made.append(Row("accuracy", result.task, metric, share, "", result.params, n=result.n, better="higher"))
+            made.append(row(metric, share, better="higher"))
     return made
 
 
 def sample_lines(result: AccuracyResult) -> str:
     """One JSON object per question and line, each with the run's `params` and the `commit` that made it."""
-    from hybrid_kv.results import provenance
-
     source = provenance()
     run = {"params": result.params, "commit": source.commit + "-dirty" * source.dirty}
     return "".join(json.dumps({**asdict(record), **run}) + "\n" for record in result.records)

@@ -27,11 +27,12 @@ from scipy.stats import betabinom, norm
 
 from hybrid_kv.accuracy.run import FLEXIBLE, STRICT, AccuracyResult
 from hybrid_kv.config import ConfigError, HybridKVError
+from hybrid_kv.files import write_whole
+from hybrid_kv.results import Row
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from hybrid_kv.results import Row
 
 FILE = Path(__file__).with_name("thresholds.yaml")
 MAX_QUESTIONS = 10**6  # a floor takes memory for each
@@ -182,12 +183,7 @@ def write_floor(floor: Floor, file: str | Path = FILE) -> Floor | None:
     before = floors.get(floor.key)
     floors[floor.key] = floor
     entries = [asdict(floors[key]) for key in sorted(floors)]
-    part = file.with_name(file.name + ".part")
-    try:
-        part.write_text(_HEAD + yaml.safe_dump({"floors": entries}, sort_keys=False), encoding="utf-8")
-        part.replace(file)
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be written: {error.strerror}") from None
+    write_whole(file, _HEAD + yaml.safe_dump({"floors": entries}, sort_keys=False))
     return before
 
 

@@ -1,7 +1,5 @@
 """What every metadata builder gets each step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,13 +15,11 @@ class CommonAttentionMetadata:
     is a *prefill*, however short. Padding rows are one-token decodes on the null block with `PAD_SLOT`; they occur only
     in a step without prefills.
 
-    Shapes: R = `num_reqs_padded` rows, T = `num_tokens_padded` tokens.
+    Shapes: R = `num_reqs_padded` rows, T tokens, padding included.
     """
 
     num_reqs: int
     num_reqs_padded: int
-    num_tokens: int
-    num_tokens_padded: int
     num_decodes: int  # padding included
     num_decode_tokens: int  # padding included
     query_lens: npt.NDArray[np.int64]  # [num_reqs_padded]

@@ -21,12 +21,10 @@ That is scheme `slots`. The rollback scheme decides where decodes write their st
 writes none of them has no logical blocks for drafts, and the rules above hold for conv states and for prefills only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +36,7 @@ from hybrid_kv.cache.block_pool import NULL_BLOCK
 from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.kernels.causal_conv1d import window_places
 from hybrid_kv.kernels.common.ragged import Ragged
-from hybrid_kv.kernels.common.spans import Spans
+from hybrid_kv.kernels.common.spans import Boundaries, Spans
 from hybrid_kv.kernels.common.strided import gather_tokens
 from hybrid_kv.kernels.ssd import CHUNK_BYTES
 
@@ -67,9 +65,7 @@ class MambaMetadata:
     # gets the convolution inputs.
     state_indices: torch.Tensor
     has_initial_state: torch.Tensor | None  # [P] bool; a prefill without one must not read its blocks
-    boundary_rows: torch.Tensor | None  # [M]: prefill row, 0 … P - 1
-    boundary_offsets: torch.Tensor | None  # [M]: tokens of the row up to the boundary, 1 … length - 1
-    boundary_indices: torch.Tensor | None  # [M]: block for the state there
+    boundaries: Boundaries | None  # inside of prefills, with rows 0 … P - 1
     spans: Spans | None = None  # of the prefills, for Triton kernels
     plans: dict[Any, torch.Tensor] = field(default_factory=dict)  # what layers of one geometry share
 
@@ -94,11 +90,9 @@ class MambaMetadata:
         assert self.prefill_rows is not None
         lengths, last = self.prefill_rows.lengths, self.state_indices[self.num_decodes :, 0]
         row = torch.arange(len(lengths), device=lengths.device)
-        if self.boundary_rows is None:
+        if self.boundaries is None:
             return row, lengths, last
-        assert self.boundary_offsets is not None and self.boundary_indices is not None
-        inside = (self.boundary_rows, self.boundary_offsets, self.boundary_indices)
-        rows, offsets, blocks = (torch.cat(pair) for pair in zip((row, lengths, last), inside, strict=True))
+        rows, offsets, blocks = (torch.cat(pair) for pair in zip((row, lengths, last), self.boundaries, strict=True))
         return rows, offsets, blocks
 
     @cached_property
@@ -197,7 +191,7 @@ class MambaMetadataBuilder:
         states.copy_(torch.where(owned, table.gather(1, logical_blocks), NULL_BLOCK))
 
         decode_rows = Ragged(torch.from_numpy(common.query_lens[:split]), device) if split else None
-        prefill_rows = initial = boundary_rows = boundary_offsets = boundary_indices = None
+        prefill_rows = initial = boundaries = spans = None
         if common.num_prefills:
             prefill_rows = Ragged(torch.from_numpy(common.query_lens[split:]), device)
             initial = torch.from_numpy(common.num_computed_tokens[split:] > 0).to(device)
@@ -208,18 +202,14 @@ class MambaMetadataBuilder:
                 if len(row):
                     boundary_rows = torch.from_numpy(row).to(device)
                     boundary_offsets = torch.from_numpy(offset).to(device)
-                    boundary_indices = table[boundary_rows + split, torch.from_numpy(block_idx).to(device)]
-        spans = None
-        if common.num_prefills and self.launches:
-            cuts = (None, None) if boundary_rows is None else (torch.from_numpy(row), torch.from_numpy(offset))
-            spans = Spans(
-                torch.from_numpy(common.query_lens[split:]),
-                states[split:, 0],
-                boundary_rows=cuts[0],
-                boundary_offsets=cuts[1],
-                boundary_indices=boundary_indices,
-                chunk_size=CHUNK_BYTES // self.spec.parts[0].dtype.itemsize,
-            )
+                    blocks = table[boundary_rows + split, torch.from_numpy(block_idx).to(device)]
+                    boundaries = Boundaries(boundary_rows, boundary_offsets, blocks)
+            if self.launches:
+                cuts = None
+                if boundaries is not None:
+                    cuts = boundaries._replace(rows=torch.from_numpy(row), offsets=torch.from_numpy(offset))
+                chunk_size = CHUNK_BYTES // self.spec.parts[0].dtype.itemsize
+                spans = Spans(torch.from_numpy(common.query_lens[split:]), states[split:, 0], cuts, chunk_size)
         built = MambaMetadata(
             num_decodes=split,
             num_decode_tokens=common.num_decode_tokens,
@@ -232,9 +222,7 @@ class MambaMetadataBuilder:
             source_indices=sources,
             state_indices=states,
             has_initial_state=initial,
-            boundary_rows=boundary_rows,
-            boundary_offsets=boundary_offsets,
-            boundary_indices=boundary_indices,
+            boundaries=boundaries,
             spans=spans,
         )
         self._built = (key, built) if key is not None else None
@@ -257,8 +245,7 @@ def boundaries_inside(spec: MambaSpec, num_computed_tokens: Ints, current_blocks
     return row, block_idx, (block_idx + 1) * spec.block_size - num_computed_tokens[row]
 
 
-@dataclass(frozen=True)
-class BoundaryCopies:
+class BoundaryCopies(NamedTuple):
     """States that a verify step left in a draft's logical block though they belong to a block boundary."""
 
     rows: Ints  # of the batch
@@ -308,10 +295,7 @@ def postprocess_mamba(
     if not len(copies.rows):
         return
     device = block_table.device
-    rows, current_blocks, drafts, logical_blocks = (
-        torch.from_numpy(part).to(device)
-        for part in (copies.rows, copies.current_blocks, copies.drafts, copies.logical_blocks)
-    )
+    rows, current_blocks, drafts, logical_blocks = (torch.from_numpy(part).to(device) for part in copies)
     home = block_table[rows, logical_blocks].long()
     window_from = block_table[rows, current_blocks].long()
     state_from = block_table[rows, current_blocks + drafts].long() if copies_states else None

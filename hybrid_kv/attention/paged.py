@@ -39,30 +39,18 @@ from hybrid_kv.kernels.paged_attention import (
     write_kv,
 )
 
+# K and V, views of [num_kernel_blocks, kernel_block_size, num_kv_heads, head_size].
+Caches = tuple[torch.Tensor, torch.Tensor]
 FLASHINFER_WORKSPACE_BYTES = 128 << 20  # what its documentation recommends
 
 
 class Compute(Protocol):
-    """Stores K and V, and attends. Caches are [num_kernel_blocks, kernel_block_size, num_kv_heads, head_size] views."""
+    """Stores K and V, and attends."""
 
-    def store(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        slot_mapping: SlotMapping,
-    ) -> None:
+    def store(self, key: torch.Tensor, value: torch.Tensor, caches: Caches, slot_mapping: SlotMapping) -> None:
         """K and V [num_tokens, num_kv_heads, head_size] into their slots; -1 stores nothing."""
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        part: AttentionPart,
-        scale: float,
-    ) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, caches: Caches, part: AttentionPart, scale: float) -> torch.Tensor:
         """Causal attention of a part's queries over every earlier token of their rows and their own.
 
         Args:
@@ -76,28 +64,14 @@ class Compute(Protocol):
 class TorchCompute:
     """Gathers each row's keys, padded to the longest row's, for `scaled_dot_product_attention`."""
 
-    def store(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        slot_mapping: SlotMapping,
-    ) -> None:
-        write_kv(key, value, key_cache, value_cache, slot_mapping.cells(key_cache.shape[1]))
+    def store(self, key: torch.Tensor, value: torch.Tensor, caches: Caches, slot_mapping: SlotMapping) -> None:
+        write_kv(key, value, *caches, slot_mapping.cells(caches[0].shape[1]))
 
     def attend(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        part: AttentionPart,
-        scale: float,
-        grid: int | None = None,
+        self, query: torch.Tensor, caches: Caches, part: AttentionPart, scale: float, grid: int | None = None
     ) -> torch.Tensor:
         """See `Compute.attend`; with a `grid`, `kernels.paged_attention.paged_attention` with one."""
-        shape = (len(query), part.num_keys, *key_cache.shape[2:])
-        caches = key_cache, value_cache
+        shape = (len(query), part.num_keys, *caches[0].shape[2:])
         key, value = (gather_tokens(cache, part.token_index(cache, grid)).view(shape) for cache in caches)
         mask = part.mask(query.shape[2] // key.shape[2], query.dtype, grid)
         out = attend_tokens(query, key, value, mask, scale)
@@ -107,36 +81,12 @@ class TorchCompute:
 class TritonCompute:
     """One launch to store, one to attend."""
 
-    def store(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        slot_mapping: SlotMapping,
-    ) -> None:
-        store_kv(key, value, key_cache, value_cache, slot_mapping.slots)
+    def store(self, key: torch.Tensor, value: torch.Tensor, caches: Caches, slot_mapping: SlotMapping) -> None:
+        store_kv(key, value, *caches, slot_mapping.slots)
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        part: AttentionPart,
-        scale: float,
-    ) -> torch.Tensor:
-        rows = part.rows
-        out = paged_attention_varlen(
-            rows.flat(query),
-            key_cache,
-            value_cache,
-            part.block_table,
-            part.query_start_loc,
-            part.seq_lens,
-            rows.max_len,
-            scale,
-        )
-        return rows.padded(out)
+    def attend(self, query: torch.Tensor, caches: Caches, part: AttentionPart, scale: float) -> torch.Tensor:
+        rows, where = part.rows, (part.block_table, part.query_start_loc, part.seq_lens)
+        return rows.padded(paged_attention_varlen(rows.flat(query), *caches, *where, rows.max_len, scale))
 
 
 class FlashAttentionCompute(TritonCompute):
@@ -148,19 +98,11 @@ class FlashAttentionCompute(TritonCompute):
     def __init__(self) -> None:
         self._attend = importlib.import_module("vllm.vllm_flash_attn").flash_attn_varlen_func
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        part: AttentionPart,
-        scale: float,
-    ) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, caches: Caches, part: AttentionPart, scale: float) -> torch.Tensor:
         rows = part.rows
         out = self._attend(
             rows.flat(query),
-            key_cache,
-            value_cache,
+            *caches,
             max_seqlen_q=rows.max_len,
             cu_seqlens_q=part.query_start_loc,
             seqused_k=part.seq_lens,
@@ -179,18 +121,12 @@ class FlashInferCompute(TritonCompute):
         self._wrapper = importlib.import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
         self._workspaces: dict[torch.device, torch.Tensor] = {}
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        part: AttentionPart,
-        scale: float,
-    ) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, caches: Caches, part: AttentionPart, scale: float) -> torch.Tensor:
+        key_cache, _ = caches
         geometry = (query.shape[2:], key_cache.shape[2], scale, query.dtype, key_cache.dtype)
         if geometry not in part.plans:
             part.plans[geometry] = self._plan(query, key_cache, part, scale)
-        out = part.plans[geometry].run(part.rows.flat(query), (key_cache, value_cache))
+        out = part.plans[geometry].run(part.rows.flat(query), caches)
         return part.rows.padded(out)
 
     def _plan(self, query: torch.Tensor, key_cache: torch.Tensor, part: AttentionPart, scale: float) -> Any:

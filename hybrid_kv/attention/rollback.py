@@ -18,8 +18,6 @@ windows; `flush` writes the state of a request that leaves, `flush_all` that of 
 A third scheme is a class and an entry in `SCHEMES`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -177,10 +175,8 @@ class RecomputeSpec(RollbackSpec):
     def allocate(self, inputs: Sequence[StatePart], num_rows: int, device: torch.device) -> RecomputeRing | None:
         if not inputs:
             return None  # a layer of windows alone
-        (heads, head_dim), (groups, state_size) = inputs[0].shape, inputs[1].shape
-        return RecomputeRing.allocate(
-            num_rows, self.ring_len, heads, head_dim, groups, state_size, inputs[0].dtype, device
-        )
+        x, B, _ = inputs
+        return RecomputeRing.allocate(num_rows, self.ring_len, x.shape, B.shape, x.dtype, device)
 
     def describe(self) -> dict[str, Any]:
         return {"ring_len": self.ring_len}

@@ -1,9 +1,6 @@
 """From a model and its options to the parts of an engine: check, load, plan, allocate, wire."""
 
-from __future__ import annotations
-
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -64,13 +61,23 @@ def build(
         keep_freed_memory()
     target, tokenizer, eos_token_ids = _load(model, tokenizer, config, device)
     proposer, head = _drafts(model, target, proposer, config)
-    layers = _layer_specs(target, head, config)
+    K = config.speculative.num_speculative_tokens
+    layers = target.layer_specs | (head.layer_specs if head is not None else {})
+    rollback = rollback_spec(config.cache, K, config.async_scheduling, list(layers.values()))
+    layers = {name: with_rollback(spec, rollback) for name, spec in layers.items()}
     platform = config.platform if config.platform != "auto" else device.type
     backend, context = get_backend(config.attention_backend, platform), BackendContext.for_layers(platform, layers)
     plan = _plan(layers, config, backend, context, target.mamba_chunk_size, device)
     _check_memory(plan, config.scheduler, device)
     observers: list[EngineObserver] = []
-    manager = _manager(plan, config, head, observers)
+    manager = KVCacheManager(
+        plan.config,
+        config.cache.enable_prefix_caching,
+        num_lookahead_tokens=K if head is not None else 0,
+        max_model_len=config.scheduler.max_model_len,
+        num_uncertain_tokens=K if config.async_scheduling else 0,
+        observers=observers,
+    )
     if head is not None:
         # Hits end at multiples of the block size. Without a cache too, so that the head drafts the same there.
         head.grid = plan.sizes.block_size
@@ -88,7 +95,7 @@ def build(
             head.layer_specs if head is not None else (),
         )
         observers.append(sanitizer)
-    scheduler = Scheduler(config.scheduler, manager, config.speculative.num_speculative_tokens, runner.flush)
+    scheduler = Scheduler(config.scheduler, manager, K, runner.flush)
     return Parts(target, tokenizer, eos_token_ids, plan, manager, runner, scheduler)
 
 
@@ -165,14 +172,6 @@ def _drafts(
     return None, load_head(model, target)
 
 
-def _layer_specs(target: Model, head: DraftHead | None, config: EngineConfig) -> dict[str, KVCacheSpec]:
-    """Of the model's layers and the head's, with what their drafts need."""
-    layers = target.layer_specs | (head.layer_specs if head is not None else {})
-    K = config.speculative.num_speculative_tokens
-    rollback = rollback_spec(config.cache, K, config.async_scheduling, list(layers.values()))
-    return {name: with_rollback(spec, rollback) for name, spec in layers.items()}
-
-
 def _plan(
     layers: dict[str, KVCacheSpec],
     config: EngineConfig,
@@ -230,20 +229,6 @@ def _default_num_blocks(
     return max(2, min(wanted, memory // empty.block_bytes))
 
 
-def _manager(
-    plan: CachePlan, config: EngineConfig, head: DraftHead | None, observers: Sequence[EngineObserver]
-) -> KVCacheManager:
-    K = config.speculative.num_speculative_tokens
-    return KVCacheManager(
-        plan.config,
-        config.cache.enable_prefix_caching,
-        num_lookahead_tokens=K if head is not None else 0,
-        max_model_len=config.scheduler.max_model_len,
-        num_uncertain_tokens=K if config.async_scheduling else 0,
-        observers=observers,
-    )
-
-
 def _has_offload(cache: CacheConfig) -> bool:
     return bool(cache.kv_offload_bytes) or cache.kv_offload_folder is not None
 
@@ -255,6 +240,11 @@ def _offload(
     backend: type[AttentionBackend],
     cache: CacheConfig,
 ) -> KVOffload:
+    # What a stored block depends on besides the plan: the weights, and how a page is laid out.
+    namespace = ""
+    if cache.kv_offload_folder is not None:
+        layout = [backend.name, *(str(group.kernel_block_size) for group in runner.groups)]
+        namespace = " ".join([*layout, weights_identity(model, runner.model)])
     offload = KVOffload(
         plan.config,
         runner.raw_buffers,
@@ -262,7 +252,7 @@ def _offload(
         host_bytes=cache.kv_offload_bytes,
         folder=cache.kv_offload_folder,
         folder_bytes=cache.kv_offload_folder_bytes,
-        namespace=_identity(model, runner, backend) if cache.kv_offload_folder is not None else "",
+        namespace=namespace,
     )
     if 0 < cache.kv_offload_bytes < (largest := max(offload.block_bytes)):
         LOGGER.warning(
@@ -271,12 +261,6 @@ def _offload(
             largest,
         )
     return offload
-
-
-def _identity(model: str | Path | Model, runner: ModelRunner, backend: type[AttentionBackend]) -> str:
-    """What a stored block depends on besides the plan: the weights, and how a page is laid out."""
-    layout = [backend.name, *(str(group.kernel_block_size) for group in runner.groups)]
-    return " ".join([*layout, weights_identity(model, runner.model)])
 
 
 def weights_identity(model: str | Path | Model, loaded: Model) -> str:

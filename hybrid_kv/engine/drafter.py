@@ -6,9 +6,8 @@ Only the last token of each request attends and is drafted from. Each further pa
 one position on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -27,34 +26,24 @@ from hybrid_kv.request import ScheduledRequest
 Ints = npt.NDArray[np.int64]
 
 
+@dataclass(frozen=True, eq=False)
 class MTPDrafter:
-    """Proposes `num_speculative_tokens` drafts for every request that sampled.
+    """Proposes `num_passes` drafts for every request that sampled.
 
-    Args:
+    Attributes:
         group: the attention group that the head's layer joined.
         token_ids: the runner's rows.
         compute: of the group's attention.
     """
 
-    def __init__(
-        self,
-        head: DraftHead,
-        num_speculative_tokens: int,
-        group: AttentionGroup,
-        views: dict[str, tuple[torch.Tensor, ...]],
-        block_tables: BlockTables,
-        token_ids: npt.NDArray[np.int64],
-        max_model_len: int,
-        compute: Compute,
-    ) -> None:
-        self._head = head
-        self._compute = compute
-        self._num_passes = num_speculative_tokens
-        self._group = group
-        self._views = views
-        self._block_tables = block_tables
-        self._token_ids = token_ids
-        self._max_model_len = max_model_len
+    head: DraftHead
+    num_passes: int
+    group: AttentionGroup
+    views: dict[str, tuple[torch.Tensor, ...]]
+    block_tables: BlockTables
+    token_ids: Ints
+    max_model_len: int
+    compute: Compute
 
     def propose(
         self,
@@ -81,37 +70,37 @@ class MTPDrafter:
         inside = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         positions = np.repeat(firsts, lengths) + inside
         source = np.repeat(np.cumsum(scheduled) - scheduled, lengths) + inside
-        next_ids = torch.from_numpy(self._token_ids[np.repeat(rows, lengths), positions]).to(device)
-        known = self._head.normed(hidden[torch.from_numpy(source).to(device)])
+        next_ids = torch.from_numpy(self.token_ids[np.repeat(rows, lengths), positions]).to(device)
+        known = self.head.normed(hidden[torch.from_numpy(source).to(device)])
 
         chosen = np.array([i for i, new in enumerate(tokens) if new], dtype=np.int64)
         readers = chosen if len(chosen) else np.zeros(1, dtype=np.int64)  # K and V are written with any of them
         ends = np.cumsum(lengths)[readers] - 1  # their last pairs, the queries of the first pass
         # Slots of all passes at once: every pair of the first, then pass by pass the next one of each reader.
-        further = (positions[ends] + np.arange(1, self._num_passes)[:, None]).flatten()
-        queried = np.concatenate([np.repeat(np.arange(len(batch)), lengths), np.tile(readers, self._num_passes - 1)])
+        further = (positions[ends] + np.arange(1, self.num_passes)[:, None]).flatten()
+        queried = np.concatenate([np.repeat(np.arange(len(batch)), lengths), np.tile(readers, self.num_passes - 1)])
         all_positions = np.concatenate([positions, further])
         all_places, all_slots = self._slots(rows[queried], all_positions)
         for observer in observers:
-            observer.on_draft(self._group.group_id, queried, all_positions, all_slots)
-        counts = [len(positions)] + [len(readers)] * (self._num_passes - 1)
+            observer.on_draft(self.group.group_id, queried, all_positions, all_slots)
+        counts = [len(positions)] + [len(readers)] * (self.num_passes - 1)
         places, slots = all_places.split(counts), all_slots.split(counts)
         wanted = torch.from_numpy(ends).to(device)
         queries = Ragged(torch.ones(len(readers), dtype=torch.int64), device)
-        table = self._block_tables.input_tables[self._group.group_id][torch.from_numpy(readers).to(device)]
+        table = self.block_tables.input_tables[self.group.group_id][torch.from_numpy(readers).to(device)]
         longest = int(positions[ends].max()) + 1
 
         out, drafts = known, list[torch.Tensor]()
-        for i in range(self._num_passes):
+        for i in range(self.num_passes):
             place = places[i] if i else places[0][wanted]
-            num_keys = min(longest + i, self._max_model_len)
-            part = AttentionPart(0, len(readers), queries, place.unsqueeze(1), table, num_keys, self._compute)
+            num_keys = min(longest + i, self.max_model_len)
+            part = AttentionPart(0, len(readers), queries, place.unsqueeze(1), table, num_keys, self.compute)
             metadata = PagedAttentionMetadata(SlotMapping(slots[i]), (part,), places[i])
-            context = ForwardContext(dict.fromkeys(self._head.layer_specs, metadata), self._views)
-            out = self._head(out, drafts[-1], context) if i else self._head(known, next_ids, context, wanted)
+            context = ForwardContext(dict.fromkeys(self.head.layer_specs, metadata), self.views)
+            out = self.head(out, drafts[-1], context) if i else self.head(known, next_ids, context, wanted)
             if not len(chosen):
                 return {}
-            drafts.append(self._head.compute_logits(out).argmax(-1))
+            drafts.append(self.head.compute_logits(out).argmax(-1))
         proposals = torch.stack(drafts, dim=1).tolist()
         return {batch[i].request.request_id: draft for i, draft in zip(chosen, proposals, strict=True)}
 
@@ -121,10 +110,10 @@ class MTPDrafter:
         One at the end of its row's room gets no slot and a position inside it: its draft is worthless, those of the
         other rows must not be (vllm#58080).
         """
-        device = self._block_tables.device
-        fits = positions < self._max_model_len
-        place = torch.from_numpy(np.minimum(positions, self._max_model_len - 1)).to(device)
-        slots = self._block_tables.slots_of(self._group.group_id, torch.from_numpy(rows).to(device), place)
+        device = self.block_tables.device
+        fits = positions < self.max_model_len
+        place = torch.from_numpy(np.minimum(positions, self.max_model_len - 1)).to(device)
+        slots = self.block_tables.slots_of(self.group.group_id, torch.from_numpy(rows).to(device), place)
         if not fits.all():
             slots = slots.masked_fill(~torch.from_numpy(fits).to(device), PAD_SLOT)
         return place, slots

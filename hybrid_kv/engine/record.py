@@ -1,7 +1,5 @@
 """Hidden states and logits of every token that the engine computes, not only of those that it samples from."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 

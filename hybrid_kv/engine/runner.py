@@ -1,7 +1,5 @@
 """One step on the device: stage block ids, build metadata, run the model, sample."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -405,8 +403,6 @@ class ModelRunner:
         common = CommonAttentionMetadata(
             num_reqs=num_reqs,
             num_reqs_padded=num_reqs_padded,
-            num_tokens=num_tokens,
-            num_tokens_padded=num_tokens_padded,
             num_decodes=num_decodes + padding,
             num_decode_tokens=num_decode_tokens,
             query_lens=query_lens,

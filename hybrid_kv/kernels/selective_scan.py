@@ -11,8 +11,6 @@ log2(chunk) steps, was 1.3 to 1.6 times as slow on a CPU: 97 ms, not 64, for 512
 a prefill leaves the same states as a decode, bit for bit, wherever it is cut.
 """
 
-from __future__ import annotations
-
 import torch
 
 from hybrid_kv.kernels.common.ragged import WantedStates
@@ -54,17 +52,17 @@ def selective_scan(
     C: torch.Tensor,
     D: torch.Tensor,
     state: torch.Tensor,
+    chunk_size: int,
     row: torch.Tensor,
     offsets: torch.Tensor,
-    chunk_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """All tokens of each row, `chunk_size` at a time.
 
     Args:
         x, dt: [num_rows, len, channels]; A: [channels, N], negative; B, C: [num_rows, len, N]; D: [channels].
         state: [num_rows, channels, N] before the first token.
-        row, offsets: [M] int64, the wanted states: after `offsets[m]` tokens (1 … len) of row `row[m]`.
         chunk_size: tokens whose states are held at a time; it changes no state.
+        row, offsets: [M] int64, the wanted states: after `offsets[m]` tokens (1 … len) of row `row[m]`.
 
     Returns:
         y [num_rows, len, channels] and the wanted states [M, channels, N], in the dtype of `state`.

@@ -1,7 +1,5 @@
 """Token positions to cache slots."""
 
-from __future__ import annotations
-
 import torch
 
 PAD_SLOT = -1

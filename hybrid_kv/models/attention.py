@@ -1,11 +1,9 @@
 """Attention layers over the paged cache."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 
-from hybrid_kv.attention.paged import TORCH, AttentionPart, PagedAttentionMetadata
+from hybrid_kv.attention.paged import TORCH, AttentionPart, Caches, PagedAttentionMetadata
 from hybrid_kv.models.layers import ForwardContext, Linear, RMSNorm
 from hybrid_kv.models.rope import Rope, rotate
 
@@ -56,19 +54,20 @@ class PagedAttention(nn.Module):
         """Stores K and V of all tokens; attends for those at `wanted`, the queries of the metadata. None: all."""
         metadata: PagedAttentionMetadata = context.metadata[self.name]
         key_cache, value_cache = context.views[self.name]
+        caches = key_cache, value_cache
         query, key, value, gate = self._project(x)
         if self.rope is not None:
             rotation = metadata.rotation(self.rope, query.dtype)
             query, key = rotate(query, rotation), rotate(key, rotation)
-        dtype = key_cache.dtype
+        dtype = caches[0].dtype
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        metadata.compute.store(key, value, key_cache, value_cache, metadata.slot_mapping)
+        metadata.compute.store(key, value, caches, metadata.slot_mapping)
         if wanted is not None:
             query, gate = query[wanted], None if gate is None else gate[wanted]
         outputs = []
         for part in metadata.parts:
             rows = part.rows.padded(query[part.start : part.start + part.num_tokens])
-            outputs.append(part.rows.flat(self.attend(rows, key_cache, value_cache, part)))
+            outputs.append(part.rows.flat(self.attend(rows, caches, part)))
         mixed = (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).flatten(1).to(x.dtype)
         return self.o_proj(mixed if gate is None else mixed * gate.sigmoid())
 
@@ -86,11 +85,9 @@ class PagedAttention(nn.Module):
             query, key = _normed(query, self.q_norm), _normed(key, self.k_norm)
         return query, key, value, gate
 
-    def attend(
-        self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, part: AttentionPart
-    ) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, caches: Caches, part: AttentionPart) -> torch.Tensor:
         """[num_rows, len, num_heads, head_size] to the same, over every earlier token and the query's own."""
-        return part.compute.attend(query, key_cache, value_cache, part, self.scale)
+        return part.compute.attend(query, caches, part, self.scale)
 
 
 class GridAttention(PagedAttention):
@@ -98,12 +95,10 @@ class GridAttention(PagedAttention):
 
     grid: int | None = None
 
-    def attend(
-        self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, part: AttentionPart
-    ) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, caches: Caches, part: AttentionPart) -> torch.Tensor:
         if self.grid is None:
             raise ValueError("set the draft head's grid to the tokens between two possible ends of a prefix hit")
-        return TORCH.attend(query, key_cache, value_cache, part, self.scale, self.grid)
+        return TORCH.attend(query, caches, part, self.scale, self.grid)
 
 
 def _normed(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:

@@ -4,10 +4,8 @@ Source: IBM's Bamba (2024) and its implementation in transformers, which is the 
 Falcon-H1 name their layers' sizes as it does.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from torch import nn
 
@@ -22,13 +20,12 @@ from hybrid_kv.models.rope import Rope, read_rope
 from hybrid_kv.models.specs import MAMBA, Mamba2Spec, caches, indexed_kinds
 from hybrid_kv.models.weights import Tensors, join_gate_up, join_qkv, renamed
 
-Mixer = TypeVar("Mixer", bound=Mamba2Mixer)
 Specs = dict[str, KVCacheSpec]
 
 MAMBA2 = Mamba2Spec("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
 
 
-def mamba2(file: ConfigFile, name: str, specs: Specs, kind: type[Mixer], eps: float, **options: Any) -> Mixer:
+def mamba2(file: ConfigFile, name: str, specs: Specs, kind: type[Mamba2Mixer], eps: float, **options: Any) -> nn.Module:
     """A Mamba-2 layer, of the sizes of its cache.
 
     Args:

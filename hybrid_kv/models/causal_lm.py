@@ -1,8 +1,7 @@
 """What all families share: a decoder around its layers, and the two shapes that a layer has."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
+from functools import partial
 from typing import cast
 
 import torch
@@ -126,3 +125,6 @@ def rms_norm(file: ConfigFile, key: str = "rms_norm_eps", default: float = 1e-6,
         centred: the weight is kept as its distance from 1.
     """
     return RMSNorm(file.size("hidden_size"), file.number(key, default), centred)
+
+
+mamba_norm = partial(rms_norm, key="layer_norm_epsilon", default=1e-5)  # of files with the names of Mamba's own

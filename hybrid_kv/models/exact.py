@@ -13,8 +13,6 @@ stay in one file, 456 lines, because each is read against the other.
 The cache is torch's, the arithmetic is numpy's: on arrays this small an operation costs a third of torch's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -163,12 +161,7 @@ class ExactMamba:
             prefills = _Tokens(c[split:], lengths[split:])
             y, after = self.scan(prefills, [s[split:] for s in start])
             outputs.append(y)
-            rows, ends, blocks = np.arange(len(lengths) - split), lengths[split:], indices[split:, 0]
-            if metadata.boundary_rows is not None:
-                assert metadata.boundary_offsets is not None and metadata.boundary_indices is not None
-                rows = np.concatenate([rows, metadata.boundary_rows.numpy()])
-                ends = np.concatenate([ends, metadata.boundary_offsets.numpy()])
-                blocks = np.concatenate([blocks, metadata.boundary_indices.numpy()])
+            rows, ends, blocks = (part.numpy() for part in metadata.prefill_states)
             for state, own in zip(states, after, strict=True):
                 state[blocks] = own[rows, ends - 1]
             for window, both in zip(windows, inputs, strict=True):
@@ -205,9 +198,7 @@ class ExactMamba:
 
     def _flush(self, state: Sequence[Residues], ring: Residues, step: RecomputeStep) -> list[Residues]:
         """Write the states that are due; each state [D, state_size, width] after all of the history."""
-        rows, src, dst, start, length, flush = (
-            part.numpy() for part in (step.rows, step.src, step.dst, step.ring_start, step.n_hist, step.n_flush)
-        )
+        rows, src, dst, start, length, flush = (part.numpy() for part in step[:6])
         j = np.arange(1 + length.max())  # one more: the map after no token
         place = (start[:, None] + np.maximum(j - 1, 0)) % ring.shape[1]
         history, none, due = ring[rows[:, None], place].astype(np.int64), (j == 0) | (j > length[:, None]), flush > 0

@@ -5,28 +5,17 @@ but not in chunks on a cache: there it forgets the state. Where transformers kee
 (`residual_in_fp32`), it is kept here, as in vLLM, in the model's dtype.
 """
 
-from __future__ import annotations
-
 from typing import cast
 
 from torch import nn
 
 from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
-from hybrid_kv.models.causal_lm import CausalLM, MixerBlock, rms_norm
+from hybrid_kv.models.causal_lm import CausalLM, MixerBlock, mamba_norm
 from hybrid_kv.models.config_file import ConfigFile
-from hybrid_kv.models.layers import RMSNorm
 from hybrid_kv.models.mixers.mamba1 import Mamba1Mixer, dt_rank
-from hybrid_kv.models.registry import Family, register
-from hybrid_kv.models.specs import MAMBA, Mamba1Spec, chunk_size
+from hybrid_kv.models.registry import AS_A_WHOLE, Family, register
+from hybrid_kv.models.specs import MAMBA, Mamba1Spec, all_mamba, chunk_size
 from hybrid_kv.models.weights import Tensors, renamed
-
-
-def _kinds(file: ConfigFile) -> list[str]:
-    return [MAMBA] * file.size("num_hidden_layers")
-
-
-def _norm(file: ConfigFile) -> RMSNorm:
-    return rms_norm(file, "layer_norm_epsilon", 1e-5)
 
 
 def _build(file: ConfigFile, specs: dict[str, KVCacheSpec]) -> nn.Module:
@@ -40,28 +29,19 @@ def _build(file: ConfigFile, specs: dict[str, KVCacheSpec]) -> nn.Module:
             name,
             file.size("hidden_size"),
             spec,
-            file.size("conv_kernel", default=4),
             rank,
             [nn.RMSNorm(size, eps, elementwise_affine=False) for size in (rank, state_size, state_size)],
             conv_bias=file.flag("use_conv_bias", True),
             bias=file.flag("use_bias", False),
         )
 
-    layers = [MixerBlock(_norm(file), mixer(name)) for name in specs]
-    return CausalLM(file, specs, layers, _norm(file), mamba_chunk_size=chunk_size(file), tied=True)
+    layers = [MixerBlock(mamba_norm(file), mixer(name)) for name in specs]
+    return CausalLM(file, specs, layers, mamba_norm(file), mamba_chunk_size=chunk_size(file), tied=True)
 
 
 def _convert(tensors: Tensors) -> Tensors:
     return renamed(tensors, ("backbone.",), {"embeddings.": "embed_tokens.", "norm_f.": "norm."})
 
 
-register(
-    Family(
-        _kinds,
-        {MAMBA: {"": Mamba1Spec("state_size", "conv_kernel", "expand", "intermediate_size")}},
-        _build,
-        _convert,
-        checked_against="transformers as a whole; in chunks on a cache it is wrong",
-    ),
-    "falcon_mamba",
-)
+_CACHES = {MAMBA: {"": Mamba1Spec("state_size", "conv_kernel", "expand", "intermediate_size")}}
+register(Family(all_mamba, _CACHES, _build, _convert, checked_against=AS_A_WHOLE), "falcon_mamba")

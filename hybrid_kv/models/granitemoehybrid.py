@@ -4,8 +4,6 @@ Four numbers scale embeddings, branches, scores and logits. Source: IBM's Granit
 transformers, which is the oracle of the tests.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import cast
 
@@ -21,12 +19,12 @@ from hybrid_kv.models.mixers.mamba2 import Mamba2Mixer
 from hybrid_kv.models.moe import MixtureOfExperts
 from hybrid_kv.models.registry import Family, register
 from hybrid_kv.models.rope import read_rope
-from hybrid_kv.models.specs import MAMBA, caches, layer_kinds
+from hybrid_kv.models.specs import MAMBA, all_mamba, caches, layer_kinds
 from hybrid_kv.models.weights import Tensors, join_qkv, renamed
 
 
 def _kinds(file: ConfigFile) -> list[str]:
-    return layer_kinds(file) if file.get("layer_types") else [MAMBA] * file.size("num_hidden_layers")
+    return layer_kinds(file) if file.get("layer_types") else all_mamba(file)
 
 
 def _mlp(file: ConfigFile) -> nn.Module:

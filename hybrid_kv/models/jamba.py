@@ -4,8 +4,6 @@ Source: AI21's Jamba (2024, arXiv 2403.19887) and transformers' implementation, 
 not in chunks on a cache: there its Mamba layers forget the state.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import cast
 
@@ -19,7 +17,7 @@ from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import GatedMLP, RMSNorm
 from hybrid_kv.models.mixers.mamba1 import Mamba1Mixer, dt_rank
 from hybrid_kv.models.moe import MixtureOfExperts
-from hybrid_kv.models.registry import Family, register
+from hybrid_kv.models.registry import AS_A_WHOLE, Family, register
 from hybrid_kv.models.specs import ATTENTION, MAMBA, Mamba1Spec, caches, chunk_size
 from hybrid_kv.models.weights import Tensors, join_gate_up, join_qkv, renamed, stacked
 
@@ -46,7 +44,6 @@ def _mixer(file: ConfigFile, name: str, spec: KVCacheSpec) -> nn.Module:
         name,
         size,
         own,
-        file.size("mamba_d_conv", default=4),
         rank,
         [RMSNorm(size, eps) for size in (rank, state_size, state_size)],
         conv_bias=file.flag("mamba_conv_bias", True),
@@ -95,13 +92,5 @@ def _convert(tensors: Tensors) -> Tensors:
     return renamed(stacked(joined), (), {".experts.gate_up_proj": ".experts.up_proj"})
 
 
-register(
-    Family(
-        _kinds,
-        caches(Mamba1Spec("mamba_d_state", "mamba_d_conv", "mamba_expand")),
-        _build,
-        _convert,
-        checked_against="transformers as a whole; in chunks on a cache it is wrong",
-    ),
-    "jamba",
-)
+_CACHES = caches(Mamba1Spec("mamba_d_state", "mamba_d_conv", "mamba_expand"))
+register(Family(_kinds, _CACHES, _build, _convert, checked_against=AS_A_WHOLE), "jamba")

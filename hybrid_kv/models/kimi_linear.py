@@ -4,22 +4,19 @@ Source: Moonshot AI's Kimi Linear (2025, arXiv 2510.26692) and transformers' imp
 tests. Order comes from the recurrent layers alone.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from torch import nn
 
-from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec, RollbackSpec, window_and_states
-from hybrid_kv.kernels.moe import route_sigmoid
+from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
 from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock, rms_norm
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import GatedMLP
 from hybrid_kv.models.mixers.kda import KDAMixer
-from hybrid_kv.models.mla import latent_attention, latent_spec
-from hybrid_kv.models.moe import MixtureOfExperts
+from hybrid_kv.models.mla import LatentAttention, latent_spec
+from hybrid_kv.models.moe import MixtureOfExperts, sigmoid_route
 from hybrid_kv.models.registry import Family, register
-from hybrid_kv.models.specs import ATTENTION, MAMBA, SpecOptions, caches, chunk_size, conv_rows, layer_kinds
+from hybrid_kv.models.specs import ATTENTION, MAMBA, SpecOptions, caches, chunk_size, layer_kinds, mamba_spec
 from hybrid_kv.models.weights import Tensors, join_gate_up, joined, renamed, stacked
 
 _FIXED = {"hidden_act": "silu", "mla_use_nope": True, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1}
@@ -48,18 +45,13 @@ def _state(file: ConfigFile, options: SpecOptions) -> MambaSpec:
     own = _linear(file)
     heads = options.share(file, "linear_attn_config.num_heads", own.size("num_heads", default=32))
     size = own.size("head_dim", default=128)
-    window = conv_rows(own.size("conv_kernel_dim", "short_conv_kernel_size", default=4), options), 3 * heads * size
-    return MambaSpec(
-        block_size=1,
-        parts=window_and_states((window, options.dtype), ((heads, size, size), options.ssm_dtype)),
-        mamba_type="gdn_attention",
-        rollback=RollbackSpec(options.num_speculative_tokens),
-    )
+    kernel = own.size("conv_kernel_dim", "short_conv_kernel_size", default=4)
+    return mamba_spec(options, kernel, 3 * heads * size, (heads, size, size), mamba_type="gdn_attention")
 
 
 def _mixer(file: ConfigFile, name: str, spec: KVCacheSpec) -> nn.Module:
     if not isinstance(spec, MambaSpec):
-        return latent_attention(file, name)
+        return LatentAttention(file, name)
     heads, size, _ = spec.parts[1].shape
     kernel, eps = 1 + spec.parts[0].shape[0] - spec.num_speculative_tokens, file.number("rms_norm_eps", 1e-5)
     return KDAMixer(name, file.size("hidden_size"), heads, size, kernel, chunk_size(file), eps)
@@ -71,15 +63,10 @@ def _experts(file: ConfigFile) -> MixtureOfExperts:
     num_groups = file.size("n_group", "num_expert_group", default=1)
     if num_experts % num_groups:
         raise file.fail(f"{num_experts} experts cannot be in {num_groups} groups; correct num_experts or n_group")
-    route = partial(
-        route_sigmoid,
-        top_k=file.size("num_experts_per_tok", "num_experts_per_token", most=num_experts),
-        num_groups=num_groups,
-        top_k_groups=file.size("topk_group", default=1, most=num_groups),
-        renormalise=file.flag("norm_topk_prob", file.flag("moe_renormalize", True)),
-        scale=file.number("routed_scaling_factor", 1.0),
-        epsilon=1e-20,
-    )
+    top_k = file.size("num_experts_per_tok", "num_experts_per_token", most=num_experts)
+    top_k_groups = file.size("topk_group", default=1, most=num_groups)
+    renormalise = file.flag("moe_renormalize", True)
+    route = sigmoid_route(file, 1e-20, top_k, num_groups, top_k_groups, renormalise)
     shared = GatedMLP(hidden_size, size * file.size("n_shared_experts", "num_shared_experts", default=1))
     return MixtureOfExperts(hidden_size, num_experts, size, route, shared=shared, correction_bias=True, wide_gate=True)
 

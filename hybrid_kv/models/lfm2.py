@@ -4,24 +4,21 @@ Source: Liquid AI's LFM2 (2025) and its implementation in transformers, which is
 keeps the last inputs and no state: rolling back a draft is reading them from an earlier row.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch
 from torch import nn
 
-from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec, RollbackSpec, window_and_states
-from hybrid_kv.kernels.moe import route_sigmoid
+from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec
 from hybrid_kv.models.attention import PagedAttention
 from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock, rms_norm
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import GatedMLP, Linear, RMSNorm
 from hybrid_kv.models.mixers.conv import ConvMixer, Projected
-from hybrid_kv.models.moe import MixtureOfExperts
+from hybrid_kv.models.moe import MixtureOfExperts, sigmoid_route
 from hybrid_kv.models.registry import Family, register
 from hybrid_kv.models.rope import read_rope
-from hybrid_kv.models.specs import SpecOptions, caches, chunk_size, conv_rows, indexed_kinds, layer_kinds
+from hybrid_kv.models.specs import SpecOptions, caches, chunk_size, indexed_kinds, layer_kinds, mamba_spec
 from hybrid_kv.models.weights import Tensors, join_gate_up, join_qkv, renamed, stacked
 
 
@@ -49,12 +46,7 @@ def _window(file: ConfigFile, options: SpecOptions) -> MambaSpec:
     if (kernel := file.size("conv_L_cache", default=3)) < 2:
         raise file.fail(f"conv_L_cache={kernel} leaves a convolution nothing to keep; it must be at least 2")
     channels = options.share(file, "hidden_size", file.size("hidden_size"))
-    return MambaSpec(
-        block_size=1,
-        parts=window_and_states(((conv_rows(kernel, options), channels), options.dtype)),
-        mamba_type="short_conv",
-        rollback=RollbackSpec(options.num_speculative_tokens),
-    )
+    return mamba_spec(options, kernel, channels, mamba_type="short_conv")
 
 
 def _attention(file: ConfigFile, name: str, spec: FullAttentionSpec) -> PagedAttention:
@@ -75,15 +67,7 @@ def _dense_size(file: ConfigFile) -> int:
 def _experts(file: ConfigFile) -> MixtureOfExperts:
     hidden_size, num_experts, size = map(file.size, ("hidden_size", "num_experts", "moe_intermediate_size"))
     has_bias = file.flag("use_expert_bias", True)
-    route = partial(
-        route_sigmoid,
-        top_k=file.size("num_experts_per_tok", default=4, most=num_experts),
-        num_groups=1,
-        top_k_groups=1,
-        renormalise=file.flag("norm_topk_prob", True),
-        scale=file.number("routed_scaling_factor", 1.0),
-        epsilon=1e-6,
-    )
+    route = sigmoid_route(file, 1e-6, file.size("num_experts_per_tok", default=4, most=num_experts))
     return MixtureOfExperts(
         hidden_size, num_experts, size, route if has_bias else partial(route, bias=None), correction_bias=has_bias
     )

@@ -4,26 +4,15 @@ Source: Dao and Gu (2024) and transformers' implementation, which is the oracle 
 the sum of the layers in float32 (`residual_in_fp32`), it is kept here, as in vLLM, in the model's dtype.
 """
 
-from __future__ import annotations
-
 from torch import nn
 
 from hybrid_kv.cache.spec import KVCacheSpec
-from hybrid_kv.models.causal_lm import CausalLM, MixerBlock, rms_norm
+from hybrid_kv.models.causal_lm import CausalLM, MixerBlock, mamba_norm
 from hybrid_kv.models.config_file import ConfigFile
-from hybrid_kv.models.layers import RMSNorm
 from hybrid_kv.models.mixers.mamba2 import Mamba2Mixer, check_time_steps
 from hybrid_kv.models.registry import Family, register
-from hybrid_kv.models.specs import MAMBA, Mamba2Spec
+from hybrid_kv.models.specs import MAMBA, Mamba2Spec, all_mamba
 from hybrid_kv.models.weights import Tensors, renamed
-
-
-def _norm(file: ConfigFile) -> RMSNorm:
-    return rms_norm(file, "layer_norm_epsilon", 1e-5)
-
-
-def _kinds(file: ConfigFile) -> list[str]:
-    return [MAMBA] * file.size("num_hidden_layers")
 
 
 def _build(file: ConfigFile, specs: dict[str, KVCacheSpec]) -> nn.Module:
@@ -43,8 +32,8 @@ def _build(file: ConfigFile, specs: dict[str, KVCacheSpec]) -> nn.Module:
             norm_groups=1,
         )
 
-    layers = [MixerBlock(_norm(file), mixer(name)) for name in specs]
-    return CausalLM(file, specs, layers, _norm(file), mamba_chunk_size=chunk_size)
+    layers = [MixerBlock(mamba_norm(file), mixer(name)) for name in specs]
+    return CausalLM(file, specs, layers, mamba_norm(file), mamba_chunk_size=chunk_size)
 
 
 def _convert(tensors: Tensors) -> Tensors:
@@ -54,4 +43,4 @@ def _convert(tensors: Tensors) -> Tensors:
 
 
 _CACHES = {MAMBA: {"": Mamba2Spec("num_heads", "head_dim", "state_size", "n_groups", "conv_kernel")}}
-register(Family(_kinds, _CACHES, _build, _convert), "mamba2")
+register(Family(all_mamba, _CACHES, _build, _convert), "mamba2")

@@ -4,8 +4,6 @@
 device and whatever the attention backend.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 
@@ -26,48 +24,24 @@ def latent_spec(file: ConfigFile, options: SpecOptions) -> MLAAttentionSpec:
     return MLAAttentionSpec(1, file.size("kv_lora_rank") + file.size("qk_rope_head_dim"), options.kv_dtype)
 
 
-def latent_attention(file: ConfigFile, name: str) -> LatentAttention:
-    """The layer, by the same names; what is called `rope` there is shared by the heads, and not rotated."""
-    num_heads = file.size("num_attention_heads")
-    file.only("num_key_value_heads", num_heads)
-    return LatentAttention(
-        name,
-        file.size("hidden_size"),
-        num_heads,
-        key_dim=file.size("qk_nope_head_dim"),
-        shared_dim=file.size("qk_rope_head_dim"),
-        value_dim=file.size("v_head_dim"),
-        rank=file.size("kv_lora_rank"),
-        query_rank=file.maybe_size("q_lora_rank"),
-        bias=file.flag("attention_bias", False),
-    )
-
-
 class LatentAttention(nn.Module):
-    """The layer, without positions (Kimi-Linear).
+    """The layer, without positions (Kimi-Linear), by the names that DeepSeek-V2 gave the sizes.
+
+    What is called `rope` there is shared by the heads, and not rotated. Queries have latents where the file says their
+    rank; without, their projection has no bias.
 
     Args:
-        name: of the layer's cache, [rank + shared_dim] a token.
-        key_dim: channels of a head's K that come from the latent.
-        shared_dim: channels of K that all heads share.
-        value_dim: of a head.
-        rank: of the latents of K and V; `query_rank`: of those of the queries, None where they are projected at once.
-        bias: of the projections from and to `hidden_size`, but not of queries without latents.
+        name: of the layer's cache, a vector [rank + shared_dim] a token.
     """
 
-    def __init__(
-        self,
-        name: str,
-        hidden_size: int,
-        num_heads: int,
-        key_dim: int,
-        shared_dim: int,
-        value_dim: int,
-        rank: int,
-        query_rank: int | None,
-        bias: bool,
-    ) -> None:
+    def __init__(self, file: ConfigFile, name: str) -> None:
         super().__init__()
+        num_heads = file.size("num_attention_heads")
+        file.only("num_key_value_heads", num_heads)
+        hidden_size, key_dim = file.size("hidden_size"), file.size("qk_nope_head_dim")
+        shared_dim, value_dim = file.size("qk_rope_head_dim"), file.size("v_head_dim")
+        rank, query_rank = file.size("kv_lora_rank"), file.maybe_size("q_lora_rank")
+        bias = file.flag("attention_bias", False)
         self.name, self.num_heads, self.rank = name, num_heads, rank
         self.key_splits, self.value_splits = (key_dim, shared_dim), (key_dim, value_dim)
         self.scale = (key_dim + shared_dim) ** -0.5

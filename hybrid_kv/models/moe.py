@@ -1,14 +1,14 @@
 """A mixture of experts in the place of an MLP: each token runs through a few of many."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hybrid_kv.kernels.moe import apply_experts
+from hybrid_kv.kernels.moe import apply_experts, route_sigmoid
+from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import ForwardContext, Linear, empty, upcast
 
 # Router logits [num_tokens, experts] in float32, and biases where there are any, to weights and ids [num_tokens, k] of
@@ -25,6 +25,21 @@ def gated_silu(x: torch.Tensor) -> torch.Tensor:
 def relu2(x: torch.Tensor) -> torch.Tensor:
     """Squared ReLU."""
     return F.relu(x).square()
+
+
+def sigmoid_route(
+    file: ConfigFile, epsilon: float, top_k: int, num_groups: int = 1, top_k_groups: int = 1, renormalise: bool = True
+) -> Route:
+    """DeepSeek-V3's router, of a file with its names; `renormalise`: where the file does not say."""
+    return partial(
+        route_sigmoid,
+        top_k=top_k,
+        num_groups=num_groups,
+        top_k_groups=top_k_groups,
+        renormalise=file.flag("norm_topk_prob", renormalise),
+        scale=file.number("routed_scaling_factor", 1.0),
+        epsilon=epsilon,
+    )
 
 
 class Experts(nn.Module):

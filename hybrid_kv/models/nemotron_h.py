@@ -5,28 +5,20 @@ deliberate difference: transformers clamps the time step from below by `time_ste
 when it runs a single token; here, as in vLLM, it is never clamped, so that a token means the same in both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from functools import partial
 
 from torch import nn
 
 from hybrid_kv.cache.spec import KVCacheSpec
-from hybrid_kv.kernels.moe import route_sigmoid
 from hybrid_kv.models.attention import PagedAttention
-from hybrid_kv.models.causal_lm import CausalLM, MixerBlock, rms_norm
+from hybrid_kv.models.causal_lm import CausalLM, MixerBlock, mamba_norm
 from hybrid_kv.models.config_file import ConfigFile
-from hybrid_kv.models.layers import RMSNorm, SquaredReluMLP
+from hybrid_kv.models.layers import SquaredReluMLP
 from hybrid_kv.models.mixers.mamba2 import Mamba2Mixer
-from hybrid_kv.models.moe import MixtureOfExperts, relu2
+from hybrid_kv.models.moe import MixtureOfExperts, relu2, sigmoid_route
 from hybrid_kv.models.registry import Family, register
 from hybrid_kv.models.specs import ATTENTION, MAMBA, MLP, MOE, Mamba2Spec, caches, layer_kinds
 from hybrid_kv.models.weights import Tensors, join_qkv, renamed, stacked
-
-
-def norm(file: ConfigFile) -> RMSNorm:
-    return rms_norm(file, "layer_norm_epsilon", 1e-5)
 
 
 def _mamba2(file: ConfigFile, name: str) -> nn.Module:
@@ -68,15 +60,7 @@ def _moe(file: ConfigFile, name: str) -> nn.Module:
         size,
         num_experts,
         file.size("moe_intermediate_size"),
-        partial(
-            route_sigmoid,
-            top_k=top_k,
-            num_groups=groups,
-            top_k_groups=top_k_groups,
-            renormalise=file.flag("norm_topk_prob", True),
-            scale=file.number("routed_scaling_factor", 1.0),
-            epsilon=1e-20,
-        ),
+        sigmoid_route(file, 1e-20, top_k, groups, top_k_groups),
         relu2,
         SquaredReluMLP(size, file.size("moe_shared_expert_intermediate_size"), bias),
         correction_bias=True,
@@ -94,9 +78,11 @@ def _build(file: ConfigFile, layer_specs: dict[str, KVCacheSpec]) -> nn.Module:
     activations = file.text("mlp_hidden_act", default="relu2"), file.text("mamba_hidden_act", default="silu")
     if activations != ("relu2", "silu"):
         raise file.fail(f"activations {activations} are not supported; ('relu2', 'silu') are")
-    layers = [MixerBlock(norm(file), MIXERS[kind](file, f"layers.{i}")) for i, kind in enumerate(layer_kinds(file))]
+    layers = [
+        MixerBlock(mamba_norm(file), MIXERS[kind](file, f"layers.{i}")) for i, kind in enumerate(layer_kinds(file))
+    ]
     chunk_size = file.size("chunk_size", default=128)
-    return CausalLM(file, layer_specs, layers, norm(file), mamba_chunk_size=chunk_size)
+    return CausalLM(file, layer_specs, layers, mamba_norm(file), mamba_chunk_size=chunk_size)
 
 
 _NAMES = {
@@ -114,18 +100,7 @@ def convert(tensors: Tensors) -> Tensors:
     return stacked(join_qkv(renamed(tensors, ("backbone.", "model."), _NAMES)))
 
 
-register(
-    Family(
-        kinds=layer_kinds,
-        caches=caches(
-            # Its `expand` is not used: Nemotron-3-Nano has 64 * 64 channels at hidden size 2688.
-            Mamba2Spec(
-                "mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel", has_expand=False
-            )
-        ),
-        build=_build,
-        convert_weights=convert,
-        default_ssm_dtype="float32",
-    ),
-    "nemotron_h",
-)
+_SIZES = "mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel"
+# Its `expand` is not used: Nemotron-3-Nano has 64 * 64 channels at hidden size 2688.
+_CACHES = caches(Mamba2Spec(*_SIZES, has_expand=False))
+register(Family(layer_kinds, _CACHES, _build, convert, default_ssm_dtype="float32"), "nemotron_h")

@@ -3,15 +3,13 @@
 The checkpoint counts the two as layers of their own. transformers leaves the head out; the names are the hub's.
 """
 
-from __future__ import annotations
-
 from torch import nn
 
 from hybrid_kv.models.attention import GridAttention
-from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock
+from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock, mamba_norm
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.mtp import NAME, PREFIX, MTPHead
-from hybrid_kv.models.nemotron_h import MIXERS, attention, convert, norm
+from hybrid_kv.models.nemotron_h import MIXERS, attention, convert
 from hybrid_kv.models.registry import HeadFamily, register_head
 from hybrid_kv.models.specs import ATTENTION, MLP, MOE, layer_kinds
 from hybrid_kv.models.weights import Tensors, renamed
@@ -26,8 +24,10 @@ def _build(file: ConfigFile, target: CausalLM) -> nn.Module:
             f"an MTP head of the layers {kinds} is not supported, {known[0]} and {known[1]} are; draft with n-grams "
             "instead"
         )
-    layer = DecoderBlock(norm(file), attention(file, NAME, GridAttention), norm(file), MIXERS[kinds[1]](file, ""))
-    return MTPHead(target, norm(file), norm(file), layer, norm(file))
+    layer = DecoderBlock(
+        mamba_norm(file), attention(file, NAME, GridAttention), mamba_norm(file), MIXERS[kinds[1]](file, "")
+    )
+    return MTPHead(target, mamba_norm(file), mamba_norm(file), layer, mamba_norm(file))
 
 
 _NAMES = {

@@ -4,8 +4,6 @@
 its checkpoint is loaded. `docs/adding-a-family.md` walks through one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -69,6 +67,7 @@ class HeadFamily:
     shapes: Callable[[ConfigFile], Mapping[str, tuple[int, ...]]] = lambda file: {}
 
 
+AS_A_WHOLE = "transformers as a whole; in chunks on a cache it is wrong"  # what a family is `checked_against`
 _SIZES = Path(__file__).with_name("sizes.yaml")
 _FAMILIES: dict[str, Family] = {}
 _HEADS: dict[str, HeadFamily] = {}

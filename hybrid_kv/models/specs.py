@@ -4,10 +4,9 @@ State shapes and dtypes are those of vLLM 0.22 (`model_executor/layers/mamba/mam
 parallel rank's: `SpecOptions.share` gives every number of heads or channels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -103,6 +102,11 @@ def indexed_kinds(config: ConfigFile, key: str) -> list[str]:
     return [ATTENTION if index in indices else MAMBA for index in range(num_layers)]
 
 
+def all_mamba(config: ConfigFile) -> list[str]:
+    """Of a model without attention."""
+    return [MAMBA] * config.size("num_hidden_layers")
+
+
 def caches(mamba: SpecReader, attention: SpecReader | None = None) -> Mapping[str, Mapping[str, SpecReader]]:
     """The caches of each kind of layer in a hybrid model whose states are `mamba`'s; K and V as usual by default."""
     attention = attention or attention_spec
@@ -161,13 +165,11 @@ class Mamba2Spec:
         num_groups = 1 if num_groups == 1 else options.share(config, self.groups, num_groups)
         kernel = config.size(self.kernel, "mamba_d_conv")
         conv_dim = num_heads * head_dim + 2 * num_groups * state_size
-        return MambaSpec(
-            block_size=1,
-            parts=window_and_states(
-                ((conv_rows(kernel, options), conv_dim), options.dtype),
-                ((num_heads, head_dim, state_size), options.ssm_dtype),
-            ),
-            rollback=RollbackSpec(options.num_speculative_tokens),
+        return mamba_spec(
+            options,
+            kernel,
+            conv_dim,
+            (num_heads, head_dim, state_size),
             # As `kernels.recompute.RecomputeRing` keeps them.
             inputs=(
                 StatePart("x", (num_heads, head_dim), options.dtype),
@@ -216,14 +218,8 @@ class Mamba1Spec:
         if channels is None:
             channels = config.size(self.expand, default=2) * config.size("hidden_size")
         channels = options.share(config, "Mamba channels", channels)
-        rows = conv_rows(config.size(self.kernel, default=4), options)
-        state = channels, config.size(self.state, default=16)
-        return MambaSpec(
-            block_size=1,
-            parts=window_and_states(((rows, channels), options.dtype), (state, options.ssm_dtype)),
-            mamba_type="mamba1",
-            rollback=RollbackSpec(options.num_speculative_tokens),
-        )
+        kernel, state = config.size(self.kernel, default=4), (channels, config.size(self.state, default=16))
+        return mamba_spec(options, kernel, channels, state, mamba_type="mamba1")
 
 
 def gdn_spec(config: ConfigFile, options: SpecOptions) -> MambaSpec:
@@ -234,18 +230,17 @@ def gdn_spec(config: ConfigFile, options: SpecOptions) -> MambaSpec:
         raise config.fail(f"linear_num_value_heads={value_heads} is not a multiple of {key_heads} key heads")
     key_heads = options.share(config, "linear_num_key_heads", key_heads)
     value_heads = options.share(config, "linear_num_value_heads", value_heads)
-    conv_dim = 2 * key_heads * key_dim + value_heads * value_dim
-    return MambaSpec(
-        block_size=1,
-        parts=window_and_states(
-            ((conv_rows(config.size("linear_conv_kernel_dim"), options), conv_dim), options.dtype),
-            ((value_heads, value_dim, key_dim), options.ssm_dtype),
-        ),
-        mamba_type="gdn_attention",
-        rollback=RollbackSpec(options.num_speculative_tokens),
-    )
+    conv_dim, state = 2 * key_heads * key_dim + value_heads * value_dim, (value_heads, value_dim, key_dim)
+    return mamba_spec(options, config.size("linear_conv_kernel_dim"), conv_dim, state, mamba_type="gdn_attention")
 
 
-def conv_rows(kernel: int, options: SpecOptions) -> int:
-    """Rows of a window: K more than the kernel needs, so that a rejected draft can be rolled back."""
-    return kernel - 1 + options.num_speculative_tokens
+def mamba_spec(
+    options: SpecOptions, kernel: int, channels: int, state: tuple[int, ...] | None = None, **other: Any
+) -> MambaSpec:
+    """Of a layer with a convolution and a recurrent state, None: without one; `other`: fields of `MambaSpec`.
+
+    The window has K rows more than the kernel needs, so that a rejected draft can be rolled back.
+    """
+    window = (kernel - 1 + options.num_speculative_tokens, channels), options.dtype
+    parts = window_and_states(window, None if state is None else (state, options.ssm_dtype))
+    return MambaSpec(block_size=1, parts=parts, rollback=RollbackSpec(options.num_speculative_tokens), **other)

@@ -32,5 +32,3 @@ checks that all rules share, `rules_….py` the rules of one kind of layer or sc
 
 from hybrid_kv.sanitizer.follow import Sanitizer
 from hybrid_kv.sanitizer.report import SanitizerError
-
-__all__ = ["Sanitizer", "SanitizerError"]

@@ -1,7 +1,5 @@
 """The rules of Mamba layers: which windows and states a step reads and leaves, and copies of boundary states."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -85,10 +83,9 @@ def _check_writes(
     tokens = step.starts[rows] + np.where(rows < split, drafts, step.lengths[rows] - 1)
     targets, current_blocks = states[owned], states[rows, 0]
     stateless = (rows < split) & (not in_blocks)
-    if metadata.boundary_rows is not None:
-        assert metadata.boundary_offsets is not None and metadata.boundary_indices is not None
-        more, offsets = split + to_numpy(metadata.boundary_rows), to_numpy(metadata.boundary_offsets)
-        homes = to_numpy(metadata.boundary_indices)
+    if metadata.boundaries is not None:
+        more, offsets, homes = map(to_numpy, metadata.boundaries)
+        more = split + more
         inside = np.clip(more, split, num_rows - 1)
         ok = (more == inside) & (offsets > 0) & (offsets <= step.lengths[inside])
         ledger.require(ok, "index-range", shadow, inside, homes, "a boundary {} tokens into the row", offsets)

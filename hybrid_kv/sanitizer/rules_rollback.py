@@ -1,7 +1,5 @@
 """The rules that a rollback scheme adds to those of Mamba layers. The rest of the sanitizer knows no scheme."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -88,15 +86,7 @@ class RecomputeRules(RollbackRules):
             step: whose tokens go into the ring; None: it only flushes.
         """
         ledger, shadow = self.ledger, self.shadow
-        parts = (
-            recompute.rows,
-            recompute.src,
-            recompute.dst,
-            recompute.ring_start,
-            recompute.n_hist,
-            recompute.n_flush,
-        )
-        rows = np.stack([to_numpy(part)[: len(owners)] for part in parts], axis=1).tolist()
+        rows = np.stack([to_numpy(part)[: len(owners)] for part in recompute[:6]], axis=1).tolist()
         ring, ring_len = self.ring, self.ring.shape[1]
         for i, (owner, (row, source, target, start, history, flush)) in enumerate(zip(owners, rows, strict=True)):
             assert owner.request is not None

@@ -52,7 +52,7 @@ OPERATORS = (
 )  # fmt: skip
 OPTIONS = ("num_warps", "num_stages")  # of a launch: they change how fast it is, no result
 LEFT_OUT = (
-    "__repr__", "__str__", "check_integrity", "aot_cases", "warp_size", "register_limit", "_num_warps",
+    "__repr__", "__str__", "check_integrity", "aot_cases", "warp_size", "register_limit", "_options",
 )  # fmt: skip
 ARROW = " => "  # stands in no line of Python
 Position = tuple[int, int]  # line from 1, column from 0, in characters

@@ -158,7 +158,7 @@ def test_wilson_interval() -> None:
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
 def test_samples_file(result: run.AccuracyResult, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source = dataclasses.replace(provenance(), commit="a" * 40, dirty=name == "a.jsonl")
-    monkeypatch.setattr("hybrid_kv.results.provenance", lambda: source)
+    monkeypatch.setattr("hybrid_kv.accuracy.run.provenance", lambda: source)
     run.write_samples(result, tmp_path / name)
     data = (tmp_path / name).read_bytes()
     assert not name.endswith("gz") or data[4:8] == bytes(4)  # no time stamp

@@ -136,10 +136,9 @@ def test_every_row_reads_and_writes_its_own_logical_blocks(step, launches):
     else:
         assert metadata.prefill_rows is metadata.has_initial_state is None
     if boundaries:
-        parts = (metadata.boundary_rows, metadata.boundary_offsets, metadata.boundary_indices)
-        assert list(zip(*(part.tolist() for part in parts), strict=True)) == boundaries
+        assert list(zip(*(part.tolist() for part in metadata.boundaries), strict=True)) == boundaries
     else:
-        assert metadata.boundary_rows is metadata.boundary_offsets is metadata.boundary_indices is None
+        assert metadata.boundaries is None
 
 
 def test_a_recomputed_row_reads_its_checkpoint_whatever_was_accepted():

@@ -31,12 +31,9 @@ def common(computed, lens, num_decodes, padding=0):
     """A batch whose first `num_decodes` rows are decodes; padding rows follow them (only if there are no prefills)."""
     computed, lens = [*computed, *[0] * padding], [*lens, *[1] * padding]
     positions = [torch.arange(start, start + n) for start, n in zip(computed, lens, strict=True)]
-    num_reqs, num_tokens = len(lens) - padding, sum(lens) - padding
     return CommonAttentionMetadata(
-        num_reqs=num_reqs,
+        num_reqs=len(lens) - padding,
         num_reqs_padded=len(lens),
-        num_tokens=num_tokens,
-        num_tokens_padded=sum(lens),
         num_decodes=num_decodes + padding,
         num_decode_tokens=sum(lens[:num_decodes]) + padding,
         query_lens=np.array(lens, dtype=np.int64),
@@ -145,7 +142,7 @@ SCALE = 0.25
 def check_attend(compute, step, tolerance=1e-5):
     part, query, caches, expected = problem(step)
     for _ in range(2):  # the second layer finds what the first has planned
-        out = compute.attend(query, *caches, part, SCALE)
+        out = compute.attend(query, caches, part, SCALE)
         assert out.shape == query.shape
         assert float((part.rows.flat(out).double() - expected).abs().max()) <= tolerance * float(expected.abs().max())
 
@@ -179,7 +176,7 @@ def check_stores():
     found = []
     for name in ("torch", "triton"):
         caches = torch.zeros(2, 3, 4, 2, 16).unbind(0)
-        compute_of(name).store(key, value, *caches, paged.SlotMapping(torch.tensor([11, -1, 0, 6])))
+        compute_of(name).store(key, value, caches, paged.SlotMapping(torch.tensor([11, -1, 0, 6])))
         found.append(torch.stack(caches))
     assert torch.equal(*found)
     assert int(found[0].any(-1).sum()) == 2 * 3 * 2

@@ -61,7 +61,7 @@ def test_questions_get_the_answers_that_each_gets_alone(two, variant):
 
 
 def test_a_cached_run_starts_with_an_empty_cache(two):
-    case, llm = two("cached", ENGINE), generate._configured("cached", 2)
+    case, llm = two("cached", ENGINE), generate._engine("guard", 2, "cached")
     case.run()
     case.reset()
     texts, params = generate._questions(3)[0], generate.SamplingParams(max_tokens=1)

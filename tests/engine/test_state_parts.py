@@ -32,6 +32,7 @@ class FourParts(RecurrentMixer):
     """A decayed sum of one window's channels, a decayed outer product of the other's with keys."""
 
     roles = tuple(part.role for part in PARTS)
+    chunk_size = 1
 
     def __init__(self, name: str) -> None:
         super().__init__(name, NARROW + WIDE, TAPS, conv_bias=False)
@@ -49,21 +50,20 @@ class FourParts(RecurrentMixer):
     def operands(self, conv_out: torch.Tensor, inputs: Tensors, dtype: torch.dtype) -> Tensors:
         return conv_out, inputs[0]
 
-    def step(self, states: Tensors, operands: Tensors) -> tuple[torch.Tensor, Tensors]:
-        (sums, outer), (narrow, wide) = states, operands[0].split((NARROW, WIDE), dim=-1)
+    def update(self, sums: torch.Tensor, outer: torch.Tensor, conv_out: torch.Tensor, keys: torch.Tensor) -> Tensors:
+        narrow, wide = conv_out.split((NARROW, WIDE), dim=-1)
         outputs, after = [], []
-        for u, v, keys in zip(narrow.unbind(1), wide.unbind(1), operands[1].unbind(1), strict=True):
+        for u, v, key in zip(narrow.unbind(1), wide.unbind(1), keys.unbind(1), strict=True):
             sums = self.decay[0].sigmoid() * sums + u
-            outer = self.decay[1].sigmoid() * outer + v[..., None] * keys[:, None]
-            outputs.append(torch.cat([sums, (outer * keys[:, None]).sum(-1)], -1))
+            outer = self.decay[1].sigmoid() * outer + v[..., None] * key[:, None]
+            outputs.append(torch.cat([sums, (outer * key[:, None]).sum(-1)], -1))
             after.append((sums, outer))
-        return torch.stack(outputs, 1), tuple(torch.stack(part, 1) for part in zip(*after, strict=True))
+        return torch.stack(outputs, 1), *(torch.stack(part, 1) for part in zip(*after, strict=True))
 
-    def chunk(
-        self, states: Tensors, operands: Tensors, rows: torch.Tensor, offsets: torch.Tensor
-    ) -> tuple[torch.Tensor, Tensors]:
-        y, after = self.step(states, operands)
-        return y, tuple(part[rows, offsets - 1] for part in after)
+    def scan(self, *operands: Any) -> Tensors:
+        conv_out, keys, sums, outer, _, rows, offsets = operands
+        y, *after = self.update(sums, outer, conv_out, keys)
+        return y, *(part[rows, offsets - 1] for part in after)
 
     def alone(self, x: torch.Tensor) -> torch.Tensor:
         """Of one text: no cache, no chunk."""
@@ -71,7 +71,7 @@ class FourParts(RecurrentMixer):
         seen = F.pad(conv_in, (0, 0, TAPS - 1, 0)).unfold(0, TAPS, 1)
         conv_out = F.silu((seen * self.conv_weight).sum(-1))
         zeros = x.new_zeros(1, NARROW), x.new_zeros(1, WIDE, KEYS)
-        return self.finish(self.step(zeros, (conv_out[None], keys[None]))[0][0], ())
+        return self.finish(self.update(*zeros, conv_out[None], keys[None])[0][0], ())
 
 
 class Attention(PagedAttention):

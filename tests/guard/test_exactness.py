@@ -47,7 +47,7 @@ ORIGINAL_SCAN = mamba2.chunk_scan
 
 
 def test_states_that_a_hit_does_not_bring_are_missed(alone, monkeypatch):
-    monkeypatch.setattr(mamba2, "chunk_scan", zeroed)
+    monkeypatch.setattr(mamba2.Mamba2Mixer, "scan", staticmethod(zeroed))
     found = problems(alone)
     in_one_piece = "none, drafts mixed"  # nothing is cached, and every prompt is one chunk
     assert all(bool(problem) == (cell != in_one_piece) for cell, problem in found.items()), found

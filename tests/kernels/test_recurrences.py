@@ -118,7 +118,7 @@ def scan_mamba2(operands, state, chunk_size, rows, offsets):
 
 
 def scan_mamba1(operands, state, chunk_size, rows, offsets):
-    return selective_scan(*operands, state, rows, offsets, chunk_size)
+    return selective_scan(*operands, state, chunk_size, rows, offsets)
 
 
 def scan_delta(operands, state, chunk_size, rows, offsets):
@@ -240,7 +240,7 @@ def test_jamba_of_transformers_computes_the_same():
     jamba = pytest.importorskip("transformers.models.jamba.modeling_jamba")
     operands, state = mamba1_operands((2, 30), (6, 4, 0), 4.0, torch.float32, torch.Generator().manual_seed(0))
     x, dt, A, B, C, D = operands
-    y, states = selective_scan(*operands, state.zero_(), torch.arange(2), torch.full((2,), 30), 8)
+    y, states = selective_scan(*operands, state.zero_(), 8, torch.arange(2), torch.full((2,), 30))
     expected, expected_state = jamba.mamba_selective_scan(x.mT, dt.mT, A, B.mT, C.mT, D, return_last_state=True)
     assert_close(y, expected.mT, FEW)
     assert_close(states, expected_state, FEW)

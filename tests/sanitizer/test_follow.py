@@ -209,7 +209,7 @@ def state_in_place(built, builder, common, *_):
 
 
 def no_copies(copies, *_):
-    return replace(copies, **{name: values[:0] for name, values in vars(copies).items()})
+    return type(copies)(*(values[:0] for values in copies))
 
 
 def own_tokens_only(plain):
@@ -306,9 +306,9 @@ def states_beyond_the_row(built, *_):
 
 
 def boundary_into_current_block(built):
-    if built.boundary_rows is None:
+    if built.boundaries is None:
         return None
-    return built.state_indices[built.num_decodes + built.boundary_rows, 0]
+    return built.boundaries._replace(blocks=built.state_indices[built.num_decodes + built.boundaries.rows, 0])
 
 
 def metadata_of_its_own(built, *_):
@@ -426,11 +426,11 @@ BUGS = {
         MambaMetadataBuilder, "build", around(states_beyond_the_row), ALL, "write-padding",
     ),
     "boundary state and last state in one block": (
-        MambaMetadataBuilder, "build", with_metadata(boundary_indices=boundary_into_current_block), ALL, "write-twice",
+        MambaMetadataBuilder, "build", with_metadata(boundaries=boundary_into_current_block), ALL, "write-twice",
     ),
     "boundary copy one draft early": (
         runner, "boundary_copies",
-        around(lambda c, *_: replace(c, drafts=np.maximum(c.drafts - 1, 0))), ALL, "copy-state",
+        around(lambda c, *_: c._replace(drafts=np.maximum(c.drafts - 1, 0))), ALL, "copy-state",
     ),
     "one layer with metadata of its own": (
         ModelRunner, "_prepare", around(metadata_of_its_own), ALL | {"pattern": "M*MM*"}, "layer-metadata",
@@ -459,7 +459,7 @@ def with_recompute(**changes):
 
     def change(found, *_):
         step = found.history
-        return replace(found, history=replace(step, **{name: part(step) for name, part in changes.items()}))
+        return replace(found, history=step._replace(**{name: part(step) for name, part in changes.items()}))
 
     return around(change)
 

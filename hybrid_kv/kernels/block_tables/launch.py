@@ -257,8 +257,7 @@ def aot_cases() -> list[AotCase]:
                 "PAD": PAD_SLOT,
                 "BLOCK": BLOCK,
             },
-            num_warps=NUM_WARPS,
-            num_stages=1,
+            options={"num_warps": NUM_WARPS, "num_stages": 1},
             divisible=("slot_stride", "max_num_reqs"),
         )
         for shape, (num_groups, bpk, block_size, cp_size) in shapes.items()

@@ -9,13 +9,3 @@ from hybrid_kv.kernels.causal_conv1d.reference import (
     windows_at,
 )
 from hybrid_kv.kernels.causal_conv1d.update import causal_conv1d_update
-
-__all__ = [
-    "causal_conv1d",
-    "causal_conv1d_prefill",
-    "causal_conv1d_prefill_reference",
-    "causal_conv1d_update",
-    "causal_conv1d_update_reference",
-    "window_places",
-    "windows_at",
-]

@@ -187,7 +187,6 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
         AotCase(
             kernel="conv_prefill.causal_conv1d_prefill",
             shape=NANO,
-            dtype="bfloat16",
             fn=jit(_conv_prefill),
             signature=floats | lists | indices | {"has_initial_state": "*i8"} | dict.fromkeys(steps, "i32"),
             constexprs={
@@ -198,9 +197,7 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
                 "TILE": TILE,
                 "BLOCK": block,
             },
-            num_warps=1,
-            num_stages=1,
-            **register_limit(REGISTERS, lanes),
+            options={"num_warps": 1, "num_stages": 1} | register_limit(REGISTERS, lanes),
             # The inputs and the three before them, and the outputs.
             bytes_per_program=(TILE + 3 + TILE) * block * 2,
             divisible=steps,

@@ -172,7 +172,6 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
         AotCase(
             kernel="conv_update.causal_conv1d_update",
             shape=f"{name}, K={k}",
-            dtype="bfloat16",
             fn=jit(_conv_update),
             signature=floats | dict.fromkeys(indices, "*i64") | dict.fromkeys((*steps, "indices_stride"), "i32"),
             constexprs={
@@ -184,8 +183,6 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
                 "BLOCK": block,
             }
             | ({"indices_stride": 1} if k == 0 else {}),
-            num_warps=1,
-            num_stages=1,
             # Read the window and the tokens, write the tokens and all inputs but the oldest.
             bytes_per_program=(3 + (1 + k) + (1 + k) + (3 + k)) * block * 2,
             divisible=steps,

@@ -2,8 +2,6 @@
 imported, whether it interprets or compiles.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

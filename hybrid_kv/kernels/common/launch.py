@@ -5,10 +5,8 @@ Kernels do their arithmetic in float32 whatever the tensors hold; in the interpr
 bits and is silently wrong (triton#4972).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -119,7 +117,7 @@ class AotCase:
         fn: the `triton.jit` function.
         signature: argument to type ("*fp32", "i32"); the names in `constexprs` may be left out.
         constexprs: argument to value. A launch folds integers that equal 1: put them here too.
-        num_warps, num_stages, maxnreg: of the launch.
+        options: of the launch: num_warps, num_stages and, where it has a limit, maxnreg.
         bytes_per_program: global bytes that one program must move, for instructions per byte; None if it depends on
             data.
         divisible: integer arguments that are multiples of 16 in such a launch. Pointers always are: torch aligns.
@@ -128,13 +126,11 @@ class AotCase:
 
     kernel: str
     shape: str
-    dtype: str
     fn: Any
     signature: Mapping[str, str]
     constexprs: Mapping[str, Any]
-    num_warps: int
-    num_stages: int
-    maxnreg: int | None = None
+    dtype: str = "bfloat16"
+    options: Mapping[str, int] = field(default_factory=lambda: {"num_warps": 1, "num_stages": 1})
     bytes_per_program: int | None = None
     divisible: tuple[str, ...] = ()
     state_access: bool = False

@@ -1,7 +1,5 @@
 """Rows of different lengths: flat and padded, and the states that are wanted of them."""
 
-from __future__ import annotations
-
 import torch
 
 

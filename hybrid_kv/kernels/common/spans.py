@@ -11,7 +11,7 @@ Shapes considered. (a) Chunks from the row's start whatever the boundaries, stat
 the host knows all lengths, a search in every program of every layer. (c) Lists made once. This is (c).
 """
 
-from __future__ import annotations
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,14 @@ TILE = 16  # tokens of the convolution's tiles
 _Ints = npt.NDArray[np.int64]
 
 
+class Boundaries(NamedTuple):
+    """Where states are wanted inside of rows: after a row's first `offset` tokens, 1 … its length."""
+
+    rows: torch.Tensor  # [M] int64, in any order
+    offsets: torch.Tensor  # [M] int64
+    blocks: torch.Tensor  # [M] int32 or int64, for the states there
+
+
 class Spans:
     """The rows of a prefill and the blocks for the states that it passes.
 
@@ -32,9 +40,7 @@ class Spans:
         lengths: [num_rows] int64 on the CPU, tokens of each row, which lie back to back. Rows without tokens have no
             spans: nothing is read or written for them.
         state_indices: [num_rows] int32 or int64, the block for what a row's last token leaves behind.
-        boundary_rows, boundary_offsets: [M] int64 on the CPU, in any order: a state is wanted after the row's first
-            `offset` tokens, 1 … its length.
-        boundary_indices: [M] int32 or int64 on the device of `state_indices`, the blocks for them.
+        boundaries: rows and offsets on the CPU, blocks on the device of `state_indices`; None if there are none.
         chunk_size: tokens of a chunk at most, a power of two from 16 on.
 
     Attributes:
@@ -55,9 +61,7 @@ class Spans:
         self,
         lengths: torch.Tensor,
         state_indices: torch.Tensor,
-        boundary_rows: torch.Tensor | None = None,
-        boundary_offsets: torch.Tensor | None = None,
-        boundary_indices: torch.Tensor | None = None,
+        boundaries: Boundaries | None = None,
         chunk_size: int = 128,
     ) -> None:
         if chunk_size < 16 or chunk_size & (chunk_size - 1):
@@ -68,15 +72,14 @@ class Spans:
         active = np.flatnonzero(tokens)
         # One entry per span: its row, its end counted in the row, and where its block stands in `blocks`.
         rows, offsets, entries, blocks = active, tokens[active], active, state_indices
-        if boundary_rows is not None:
-            assert boundary_offsets is not None and boundary_indices is not None
-            row, offset = boundary_rows.numpy(), boundary_offsets.numpy()
+        if boundaries is not None:
+            row, offset = boundaries.rows.numpy(), boundaries.offsets.numpy()
             if len(outside := np.flatnonzero((offset < 1) | (offset > tokens[row]))):
                 first = outside[0]
                 raise ValueError(f"boundary {offset[first]} lies outside of the {tokens[row[first]]} tokens of its row")
             rows, offsets = np.concatenate([rows, row]), np.concatenate([offsets, offset])
             entries = np.concatenate([entries, self.num_rows + np.arange(len(row))])
-            blocks = torch.cat([blocks, boundary_indices.to(blocks.dtype)])
+            blocks = torch.cat([blocks, boundaries.blocks.to(blocks.dtype)])
         order = np.lexsort((offsets, rows))
         rows, offsets, entries = rows[order], offsets[order], entries[order]
         cu_seqlens = np.concatenate([[0], ends])

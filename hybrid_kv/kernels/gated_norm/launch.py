@@ -46,8 +46,8 @@ def _gated_norm(
     tl.store(y + token * (GROUPS * SIZE) + start + c, out, mask=inside)
 
 
-def _num_warps(block: int, lanes: int) -> int:
-    return max(1, min(MAX_WARPS, block // (PER_LANE * lanes)))
+def _options(block: int, lanes: int) -> dict[str, int]:
+    return {"num_warps": max(1, min(MAX_WARPS, block // (PER_LANE * lanes))), "num_stages": 1}
 
 
 def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, groups: int, eps: float) -> torch.Tensor:
@@ -77,8 +77,7 @@ def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, gr
         GROUPS=groups,
         SIZE=size,
         BLOCK=block,
-        num_warps=_num_warps(block, warp_size()),
-        num_stages=1,
+        **_options(block, warp_size()),
     )
     return y
 
@@ -100,13 +99,11 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
         AotCase(
             kernel="gated_norm.gated_rms_norm",
             shape=name,
-            dtype="bfloat16",
             fn=jit(_gated_norm),
             signature=dict.fromkeys(("x", "gate", "weight", "y"), "*bf16")
             | {"x_stride": "i32", "gate_stride": "i32", "eps": "fp32"},
             constexprs={"GROUPS": groups, "SIZE": size, "BLOCK": size},
-            num_warps=_num_warps(size, lanes),
-            num_stages=1,
+            options=_options(size, lanes),
             bytes_per_program=3 * size * 2,
             divisible=("x_stride", "gate_stride"),
         )

@@ -16,17 +16,3 @@ from hybrid_kv.kernels.paged_attention.reference import (
     token_index,
     write_kv,
 )
-
-__all__ = [
-    "SlotCells",
-    "attend_tokens",
-    "attention_mask",
-    "paged_attention",
-    "paged_attention_varlen",
-    "paged_attention_varlen_reference",
-    "sees_nothing",
-    "slot_cells",
-    "store_kv",
-    "token_index",
-    "write_kv",
-]

@@ -273,7 +273,6 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
                 AotCase(
                     kernel="paged_attention.paged_attention_varlen",
                     shape=f"{name}, {kind}",
-                    dtype="bfloat16",
                     fn=jit(_attention),
                     signature={
                         **dict.fromkeys(("query", "key_cache", "value_cache", "out"), "*bf16"),
@@ -282,8 +281,7 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
                         **dict.fromkeys(("query_stride", "table_stride", *strides), "i32"),
                     },
                     constexprs=_constexprs(shape.query_heads, shape.kv_heads, shape.head_size, 16, length, 0, False),
-                    num_warps=4,
-                    num_stages=NUM_STAGES[lanes],
+                    options={"num_warps": 4, "num_stages": NUM_STAGES[lanes]},
                     divisible=("query_stride", "table_stride", *strides),
                 )
             )
@@ -292,7 +290,6 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
         AotCase(
             kernel="paged_attention.store_kv",
             shape=NANO,
-            dtype="bfloat16",
             fn=jit(_store_kv),
             signature={
                 **dict.fromkeys(("key", "value", "key_cache", "value_cache"), "*bf16"),
@@ -300,8 +297,7 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
                 **dict.fromkeys(("key_stride", "value_stride", *strides), "i32"),
             },
             constexprs={"BLOCK_SIZE": 16, "WIDTH": width, "BLOCK": width},
-            num_warps=1,
-            num_stages=3,
+            options={"num_warps": 1, "num_stages": 3},
             bytes_per_program=4 * width * 2,
             divisible=("key_stride", "value_stride", *strides),
         )

@@ -44,21 +44,3 @@ from hybrid_kv.kernels.recompute.ring import (
     split_state,
     write_states,
 )
-
-__all__ = [
-    "RecomputeCursors",
-    "RecomputeRing",
-    "RecomputeStep",
-    "commit",
-    "commit_reference",
-    "default_ring_len",
-    "join_state",
-    "read_states",
-    "recompute_flush",
-    "recompute_flush_reference",
-    "recompute_update",
-    "recompute_update_reference",
-    "shortest_ring_len",
-    "split_state",
-    "write_states",
-]

@@ -1,7 +1,5 @@
 """Scheme `recompute` in Triton: one launch for the cursors of a group, one for each of its layers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -129,8 +127,8 @@ def _check_layer(
     check("A_log", A_log, (heads,), FLOATS, device)
     if ring_len < shortest_ring_len(step.max_query_len):
         raise ValueError(f"a ring of {ring_len} tokens is too short for steps of {step.max_query_len}")
-    for name in ("rows", "src", "dst", "ring_start", "n_hist", "n_flush"):
-        check(f"step.{name}", getattr(step, name), (len(step.rows),), INTS, device)
+    for name, part in zip(step._fields[:6], step[:6], strict=True):
+        check(f"step.{name}", part, (len(step.rows),), INTS, device)
     return heads, head_dim, groups, size
 
 
@@ -212,7 +210,7 @@ def _launch(
     constexprs = _constexprs(*rings, step.max_query_len, len(step.rows), *dtypes, update, lanes, interpreted)
     jit(recompute_kernel)[(constexprs["HEADS"] // constexprs["HEADS_PER_PROGRAM"], len(step.rows))](
         *(ssm_state, ring.x, ring.B, ring.dt, *inputs),
-        *(step.rows, step.src, step.dst, step.ring_start, step.n_hist, step.n_flush, cu_seqlens),
+        *(*step[:6], cu_seqlens),
         *(ssm_state.stride(0), *token_strides),
         **constexprs,
         **_options(constexprs["HEADS_PER_PROGRAM"], lanes),
@@ -252,8 +250,7 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
                 fn=jit(recompute_kernel),
                 signature={**pointers, **dict.fromkeys(indices, "*i64"), "state_stride": "i32", **update_only},
                 constexprs=constexprs | ({} if update else dict.fromkeys(update_only)),
-                **_options(constexprs["HEADS_PER_PROGRAM"], lanes),
-                num_stages=1,
+                options=_options(constexprs["HEADS_PER_PROGRAM"], lanes) | {"num_stages": 1},
                 bytes_per_program=round(share * moved) if update else None,
                 divisible=("state_stride", *(steps if update else ())),
                 state_access=True,
@@ -268,8 +265,6 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
             fn=jit(commit_kernel, COMMIT_RUNTIME),
             signature={**dict.fromkeys(ints, "*i64"), "block_table": "*i32", "num_reqs": "i32", "table_stride": "i32"},
             constexprs={"RING": default_ring_len(4), "MAX_QUERY": 4, "BLOCK_SIZE": 528, "BLOCK": COMMIT_BLOCK},
-            num_warps=1,
-            num_stages=1,
         )
     )
     return found

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -88,17 +90,10 @@ class RecomputeRing:
 
     @classmethod
     def allocate(
-        cls,
-        num_rows: int,
-        ring_len: int,
-        heads: int,
-        head_dim: int,
-        groups: int,
-        state_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        cls, num_rows: int, ring_len: int, x: Sequence[int], B: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> RecomputeRing:
         """Rings for `num_rows` requests at once; `dtype` is that of the layer's activations."""
+        (heads, head_dim), (groups, state_size) = x, B
         wide = torch.promote_types(dtype, torch.float32)
         return cls(
             torch.zeros(num_rows, heads, ring_len, head_dim, dtype=dtype, device=device),
@@ -160,8 +155,7 @@ class RecomputeCursors:
             part[rows] = 0
 
 
-@dataclass(frozen=True)
-class RecomputeStep:
+class RecomputeStep(NamedTuple):
     """What every layer of a group does in one step, per row of the batch; all [num_reqs] int64.
 
     Attributes:

@@ -8,13 +8,3 @@ from hybrid_kv.kernels.ssd.reference import (
     selective_state_update_slots_reference,
 )
 from hybrid_kv.kernels.ssd.slots import selective_state_update_slots
-
-__all__ = [
-    "CHUNK_BYTES",
-    "chunk_scan",
-    "chunk_scan_prefill",
-    "chunk_scan_prefill_reference",
-    "selective_state_update",
-    "selective_state_update_slots",
-    "selective_state_update_slots_reference",
-]

@@ -314,7 +314,7 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
         types |= dict.fromkeys(("x", "dt", "B", "C", "y", "chunk_states"), kind)
         for kernel, launch in zip((_states, _outputs), launches, strict=True):
             fn = jit(kernel, _COUNTS)
-            options = {name: launch.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in launch}
+            options = {name: launch.pop(name) for name in launch.keys() & {"num_warps", "num_stages", "maxnreg"}}
             found.append(
                 AotCase(
                     kernel=f"ssd_prefill.{kernel.__name__.strip('_')}",
@@ -325,7 +325,7 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
                     constexprs=launch,
                     divisible=tuple(name for name in steps if name in fn.arg_names),
                     state_access=True,
-                    **options,
+                    options=options,
                 )
             )
     return found

@@ -227,8 +227,6 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
                     **dict.fromkeys((*steps, "indices_stride"), "i32"),
                 },
                 constexprs=constexprs | ({"indices_stride": 1} if k == 0 else {}),
-                num_warps=1,
-                num_stages=1,
                 bytes_per_program=(2 + k) * rows * size * element.itemsize + (1 + k) * 2 * rows * 2,
                 divisible=steps,
                 state_access=True,

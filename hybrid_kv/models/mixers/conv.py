@@ -5,11 +5,9 @@ what its operands are and how a few tokens (`step`) and a whole row (`chunk`) mo
 mode, the rollback scheme or where a state lies: `MambaMetadata` does.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -32,11 +30,11 @@ class Projected(NamedTuple):
     rest: Tensors = ()  # what only `finish` reads
 
 
-class Decodes(NamedTuple):
-    """The tokens of a step's decodes, behind the convolution."""
+class Tokens(NamedTuple):
+    """The tokens of a step's decodes or prefills, behind the convolution."""
 
     rows: Ragged
-    conv_out: torch.Tensor  # [D, len, channels], padded
+    conv_out: torch.Tensor  # [num_rows, len, channels], padded
     inputs: Tensors  # [num_tokens, …]
 
 
@@ -99,8 +97,8 @@ class ConvMixer(nn.Module):
         outputs = []
         if (rows := metadata.decode_rows) is not None:
             conv_out, seen = self._convolve(rows.padded(conv_in[:tokens]), windows[:split])
-            decodes = Decodes(rows, conv_out, tuple(part[:tokens] for part in inputs))
-            outputs.append(self._decode(decodes, states, context, metadata))
+            decodes = Tokens(rows, conv_out, tuple(part[:tokens] for part in inputs))
+            outputs.append(self._decode(decodes, states, context))
             _store_inputs(kept, metadata.state_indices[:split, 0], seen[:, 1:])
         if (rows := metadata.prefill_rows) is not None:
             window = windows[split:]
@@ -108,8 +106,8 @@ class ConvMixer(nn.Module):
                 # Filled, not multiplied: a block's previous owner may have left NaN or infinity in it.
                 window = window.masked_fill(metadata.fresh[:, None, None], 0)
             conv_out, seen = self._convolve(rows.padded(conv_in[tokens:]), window)
-            own = tuple(rows.padded(part[tokens:]) for part in inputs)
-            outputs.append(rows.flat(self._prefill(conv_out, own, states, context, metadata)))
+            prefills = Tokens(rows, conv_out, tuple(part[tokens:] for part in inputs))
+            outputs.append(rows.flat(self._prefill(prefills, states, context)))
             row, offsets, blocks = metadata.prefill_states
             _store_inputs(kept, blocks, windows_at(seen, row, offsets, self.kernel - 1))
         return self.finish(_joined(outputs, dim=0), rest)
@@ -122,47 +120,39 @@ class ConvMixer(nn.Module):
     def _read(self, context: ForwardContext, metadata: MambaMetadata) -> Tensors:
         return ()
 
-    def _decode(
-        self, decodes: Decodes, states: Tensors, context: ForwardContext, metadata: MambaMetadata
-    ) -> torch.Tensor:
+    def _decode(self, decodes: Tokens, states: Tensors, context: ForwardContext) -> torch.Tensor:
         return decodes.rows.flat(decodes.conv_out)
 
-    def _prefill(
-        self,
-        conv_out: torch.Tensor,
-        inputs: Tensors,
-        states: Tensors,
-        context: ForwardContext,
-        metadata: MambaMetadata,
-    ) -> torch.Tensor:
-        return conv_out
+    def _prefill(self, prefills: Tokens, states: Tensors, context: ForwardContext) -> torch.Tensor:
+        return prefills.conv_out
 
 
 class RecurrentMixer(ConvMixer):
-    """A convolution and behind it a recurrence, in the wider dtype of inputs and states."""
+    """A convolution and behind it a recurrence, in the wider dtype of inputs and states.
+
+    Attributes:
+        chunk_size: tokens that `scan` takes together.
+        update: of the states [num_rows, …] and the `operands`: outputs [num_rows, len, …] and the states
+            [num_rows, len, …] behind all tokens.
+        scan: of the `operands`, the states, `chunk_size`, rows and offsets: outputs, and the states [M, …] after
+            `offsets[m]` tokens of row `rows[m]`.
+    """
 
     roles: tuple[str, ...] = ("window", "state")
+    chunk_size: int
+    update: ClassVar[Callable[..., Tensors]]
+    scan: ClassVar[Callable[..., Tensors]]
 
     def operands(self, conv_out: torch.Tensor, inputs: Tensors, dtype: torch.dtype) -> Tensors:
-        """What `step` and `chunk` read, [num_rows, len, …] or of no token, in `dtype`.
+        """What `update` and `scan` read, [num_rows, len, …] or of no token, in `dtype`.
 
         Args:
             conv_out: [num_rows, len, channels]; `inputs`: `Projected.inputs`, [num_rows, len, …].
         """
         raise NotImplementedError
 
-    def step(self, states: Tensors, operands: Tensors) -> tuple[torch.Tensor, Tensors]:
-        """From the states [num_rows, …]: outputs [num_rows, len, …] and the states [num_rows, len, …] behind all."""
-        raise NotImplementedError
-
-    def chunk(
-        self, states: Tensors, operands: Tensors, rows: torch.Tensor, offsets: torch.Tensor
-    ) -> tuple[torch.Tensor, Tensors]:
-        """From the states [num_rows, …]: outputs, and the states [M, …] after `offsets[m]` tokens of row `rows[m]`."""
-        raise NotImplementedError
-
     def recompute(
-        self, decodes: Decodes, history: RecomputeStep, context: ForwardContext, cu_seqlens: torch.Tensor
+        self, decodes: Tokens, history: RecomputeStep, context: ForwardContext, cu_seqlens: torch.Tensor
     ) -> torch.Tensor:
         """The outputs of tokens behind a history; flushes what is due, and appends their inputs."""
         raise NotImplementedError
@@ -178,36 +168,30 @@ class RecurrentMixer(ConvMixer):
     def _dtype(self, conv_in: torch.Tensor, states: Tensors) -> torch.dtype:
         return reduce(torch.promote_types, (state.dtype for state in states), upcast(conv_in[:0]).dtype)
 
-    def _decode(
-        self, decodes: Decodes, states: Tensors, context: ForwardContext, metadata: MambaMetadata
-    ) -> torch.Tensor:
+    def _decode(self, decodes: Tokens, states: Tensors, context: ForwardContext) -> torch.Tensor:
+        metadata: MambaMetadata = context.metadata[self.name]
         rows, conv_out, _ = decodes
         if (history := metadata.rollback.history) is not None:
             return self.recompute(decodes, history, context, metadata.cu_seqlens).flatten(1)
         dtype = self._dtype(conv_out, states)
         before = tuple(state[: metadata.num_decodes].to(dtype) for state in states)
         inputs = tuple(map(rows.padded, decodes.inputs))
-        y, after = self.step(before, self.operands(conv_out, inputs, dtype))
+        y, *after = self.update(*before, *self.operands(conv_out, inputs, dtype))
         for view, own in zip(self.parts(context, "state"), after, strict=True):
             # What padding leaves goes to the null block.
             copy_blocks(view, metadata.decode_targets, own.flatten(0, 1).to(view.dtype))
         return rows.flat(y).flatten(1)
 
-    def _prefill(
-        self,
-        conv_out: torch.Tensor,
-        inputs: Tensors,
-        states: Tensors,
-        context: ForwardContext,
-        metadata: MambaMetadata,
-    ) -> torch.Tensor:
-        assert metadata.prefill_rows is not None
-        dtype, num_rows = self._dtype(conv_out, states), metadata.prefill_rows.num_rows
+    def _prefill(self, prefills: Tokens, states: Tensors, context: ForwardContext) -> torch.Tensor:
+        metadata: MambaMetadata = context.metadata[self.name]
+        rows, conv_out, _ = prefills
+        dtype, num_rows = self._dtype(conv_out, states), rows.num_rows
         before = [state[len(state) - num_rows :].to(dtype) for state in states]
         if metadata.fresh is not None:
             before = [state.masked_fill(metadata.fresh.view(-1, *[1] * (state.dim() - 1)), 0) for state in before]
         row, offsets, blocks = metadata.prefill_states
-        y, wanted = self.chunk(tuple(before), self.operands(conv_out, inputs, dtype), row, offsets)
+        operands = self.operands(conv_out, tuple(map(rows.padded, prefills.inputs)), dtype)
+        y, *wanted = self.scan(*operands, *before, self.chunk_size, row, offsets)
         for view, own in zip(self.parts(context, "state"), wanted, strict=True):
             write_states(view, blocks, own)
         return y.flatten(2)

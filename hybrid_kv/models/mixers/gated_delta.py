@@ -4,8 +4,6 @@ As in transformers, queries and keys get length 1 in the dtype of the recurrence
 its gate, not behind it as in Mamba-2.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 
@@ -26,21 +24,10 @@ def unit(x: torch.Tensor) -> torch.Tensor:
 
 
 class DeltaRuleMixer(RecurrentMixer):
-    """What layers with a delta rule share; `chunk_size`: tokens that a scan takes at a time."""
+    """What layers with a delta rule share."""
 
-    chunk_size: int
-
-    def step(self, states: Tensors, operands: Tensors) -> tuple[torch.Tensor, Tensors]:
-        y, after = gated_delta_update(*states, *operands)
-        return y, (after,)
-
-    def chunk(
-        self, states: Tensors, operands: Tensors, rows: torch.Tensor, offsets: torch.Tensor
-    ) -> tuple[torch.Tensor, Tensors]:
-        q, k, v, g, beta = operands
-        (state,) = states
-        y, wanted = gated_delta_chunk(q, k, v, g, beta, state, self.chunk_size, rows, offsets)
-        return y, (wanted,)
+    update = staticmethod(gated_delta_update)
+    scan = staticmethod(gated_delta_chunk)
 
 
 class GatedDeltaMixer(DeltaRuleMixer):

@@ -1,7 +1,5 @@
 """A Mamba-1 layer (Gu and Dao, 2023, arXiv 2312.00752): projection, convolution, selective scan, gate, projection."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -15,8 +13,6 @@ from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import Derived, Linear, empty, upcast
 from hybrid_kv.models.mixers.conv import Projected, RecurrentMixer, Tensors
 
-_SCAN_CHUNK = 16  # tokens whose states are held at a time: with 8,192 channels of 16 in float32, 8 MiB each
-
 
 def _rates(A_log: torch.Tensor, D: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return -A_log.to(dtype).exp(), D.to(dtype)
@@ -27,25 +23,27 @@ class Mamba1Mixer(RecurrentMixer):
 
     Args:
         spec: of its cache, whose state is [channels, state_size].
-        conv_kernel: of the convolution.
         dt_rank: size of a time step before it is projected to one for each channel.
         norms: of that, of B and of C.
         conv_bias: of the convolution; `bias`: of the first and the last projection.
     """
+
+    chunk_size = 16  # tokens whose states are held at a time: with 8,192 channels of 16 in float32, 8 MiB each
+    update = staticmethod(selective_scan_update)
+    scan = staticmethod(selective_scan)
 
     def __init__(
         self,
         name: str,
         hidden_size: int,
         spec: MambaSpec,
-        conv_kernel: int,
         dt_rank: int,
         norms: Sequence[nn.Module],
         conv_bias: bool,
         bias: bool,
     ) -> None:
         channels, state_size = spec.parts[1].shape
-        super().__init__(name, channels, conv_kernel, conv_bias)
+        super().__init__(name, channels, spec.parts[0].shape[0] + 1 - spec.num_speculative_tokens, conv_bias)
         self.splits = (dt_rank, state_size, state_size)
         self.in_proj = Linear(hidden_size, 2 * channels, bias)
         self.x_proj = Linear(channels, sum(self.splits))
@@ -70,18 +68,6 @@ class Mamba1Mixer(RecurrentMixer):
         dt, B, C = self.x_proj(conv_out).split(self.splits, dim=-1)
         dt = F.softplus(self.dt_proj(self.dt_norm(dt)).to(dtype))
         return conv_out.to(dtype), dt, A, self.B_norm(B).to(dtype), self.C_norm(C).to(dtype), D
-
-    def step(self, states: Tensors, operands: Tensors) -> tuple[torch.Tensor, Tensors]:
-        y, after = selective_scan_update(*states, *operands)
-        return y, (after,)
-
-    def chunk(
-        self, states: Tensors, operands: Tensors, rows: torch.Tensor, offsets: torch.Tensor
-    ) -> tuple[torch.Tensor, Tensors]:
-        x, dt, A, B, C, D = operands
-        (state,) = states
-        y, wanted = selective_scan(x, dt, A, B, C, D, state, rows, offsets, _SCAN_CHUNK)
-        return y, (wanted,)
 
 
 def dt_rank(file: ConfigFile, key: str) -> int:

@@ -1,7 +1,5 @@
 """A Mamba-2 layer (Dao and Gu, 2024): projection, convolution, state-space recurrence, gated norm, projection."""
 
-from __future__ import annotations
-
 from copy import copy
 from typing import Any, NamedTuple, Self
 
@@ -25,7 +23,7 @@ from hybrid_kv.kernels.recompute import (
 from hybrid_kv.kernels.ssd import chunk_scan, chunk_scan_prefill, selective_state_update, selective_state_update_slots
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import Derived, ForwardContext, GatedRMSNorm, Linear, empty, upcast
-from hybrid_kv.models.mixers.conv import Decodes, Projected, RecurrentMixer, Tensors
+from hybrid_kv.models.mixers.conv import Projected, RecurrentMixer, Tensors, Tokens
 
 
 def check_time_steps(file: ConfigFile) -> None:
@@ -55,6 +53,9 @@ class Mamba2Mixer(RecurrentMixer):
         norm_groups: slices that the output norm takes by themselves; None: `groups`.
         bias: of both projections; `out_bias` of the last one, if it differs.
     """
+
+    update = staticmethod(selective_state_update)
+    scan = staticmethod(chunk_scan)
 
     def __init__(
         self,
@@ -116,18 +117,6 @@ class Mamba2Mixer(RecurrentMixer):
         dt = F.softplus(upcast(inputs[0]) + dt_bias).to(dtype)
         return x, dt, A, B, C, D
 
-    def step(self, states: Tensors, operands: Tensors) -> tuple[torch.Tensor, Tensors]:
-        y, after = selective_state_update(*states, *operands)
-        return y, (after,)
-
-    def chunk(
-        self, states: Tensors, operands: Tensors, rows: torch.Tensor, offsets: torch.Tensor
-    ) -> tuple[torch.Tensor, Tensors]:
-        x, dt, A, B, C, D = operands
-        (state,) = states
-        y, wanted = chunk_scan(x, dt, A, B, C, D, state, self.chunk_size, rows, offsets)
-        return y, (wanted,)
-
     def _parts(self, conv_out: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x, B and C of the tokens, in `dtype`."""
         leading, shared = conv_out.shape[:-1], self.groups * self.state_size
@@ -138,7 +127,7 @@ class Mamba2Mixer(RecurrentMixer):
     # With a history.
 
     def recompute(
-        self, decodes: Decodes, history: RecomputeStep, context: ForwardContext, cu_seqlens: torch.Tensor
+        self, decodes: Tokens, history: RecomputeStep, context: ForwardContext, cu_seqlens: torch.Tensor
     ) -> torch.Tensor:
         (state,), ring = self.parts(context, "state"), context.row_memory[self.name]
         raw_dt = decodes.inputs[0]

@@ -60,9 +60,8 @@ def _case(shape: str, **changes: int) -> AotCase:
         dtype="float32",
         fn=_centre,
         signature={"x": "*fp32", "y": "*fp32", "scale": "fp32"},
-        num_warps=constexprs.pop("num_warps", 4),
+        options={"num_warps": constexprs.pop("num_warps", 4), "num_stages": 1},
         constexprs=constexprs,
-        num_stages=1,
         bytes_per_program=8 * constexprs["BLOCK"],
         state_access=True,
     )

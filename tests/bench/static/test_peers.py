@@ -111,7 +111,7 @@ def test_a_launch_is_recorded_as_triton_would_compile_it(monkeypatch: pytest.Mon
     kinds = {"X": "*bf16", "Y": "*bf16", "rows": "i32", "stride": "i64", "odd": "i32", "eps": "fp32"}
     assert case.signature == kinds | constants
     assert {"stride"} == set(case.divisible) - {"X", "Y"}  # Triton may not look at `rows`, and 7 is odd.
-    assert (case.num_warps, case.num_stages, case.bytes_per_program) == (2, 3, 3 * 256 * 2)
+    assert case.options == {"num_warps": 2, "num_stages": 3} and case.bytes_per_program == 3 * 256 * 2
     metrics = read_metrics(case, "sm_90", compile_case(case, "sm_90"))
     assert (metrics.load_bits, metrics.store_bits, metrics.spill_bytes) == (64, 64, 0)  # 4 of 256 numbers a thread
     # The package is as before: only the tests know of it.

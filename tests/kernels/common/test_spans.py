@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hybrid_kv.kernels.common.spans import TILE, Spans
+from hybrid_kv.kernels.common.spans import TILE, Boundaries, Spans
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,12 @@ class Cut:
             elif not row.length:
                 self.kept[index] = []
         blocks = torch.tensor(last, dtype=index_dtype, device=device)
-        wanted = ()
+        wanted = None
         if boundaries:
             row, offset, block = (torch.tensor(part) for part in zip(*boundaries, strict=True))
-            wanted = (row, offset, block.to(device, index_dtype))
+            wanted = Boundaries(row, offset, block.to(device, index_dtype))
         self.drawn, self.index_dtype, self.device = drawn, index_dtype, device
-        self.spans = Spans(lengths, blocks, *wanted, chunk_size=chunk_size)
+        self.spans = Spans(lengths, blocks, wanted, chunk_size)
 
     def arguments(self, sources):
         """Of a call, the sources under that name."""
@@ -136,9 +136,9 @@ def test_equals_a_walk_over_the_tokens(drawn, chunk_size, seed):
 
 @pytest.mark.parametrize("offset", [0, 4, -1])
 def test_a_boundary_outside_of_its_row_is_refused(offset):
-    wanted = (torch.tensor([1, 1]), torch.tensor([1, offset]), torch.tensor([3, 4]))
+    wanted = Boundaries(torch.tensor([1, 1]), torch.tensor([1, offset]), torch.tensor([3, 4]))
     with pytest.raises(ValueError, match=f"boundary {offset} lies outside of the 3 tokens"):
-        Spans(torch.tensor([5, 3]), torch.tensor([1, 2]), *wanted)
+        Spans(torch.tensor([5, 3]), torch.tensor([1, 2]), wanted)
 
 
 @pytest.mark.parametrize("chunk_size", [0, 8, 48])

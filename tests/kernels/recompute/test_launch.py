@@ -171,9 +171,8 @@ class Run:
         self.ring_len = 3 * case.max_query_len - 1 + case.slack
         num_rows, num_reqs = len(case.starts) + 1, len(case.starts)
         self.cursors = RecomputeCursors.allocate(num_rows, self.ring_len, case.max_query_len, device)
-        self.ring = RecomputeRing.allocate(
-            num_rows, self.ring_len, *shape[:2], case.groups, case.size, case.dtype, device
-        )
+        sizes = num_rows, self.ring_len, shape[:2], (case.groups, case.size)
+        self.ring = RecomputeRing.allocate(*sizes, case.dtype, device)
         for part in (self.ring.x, self.ring.B, self.ring.dt):
             part.fill_(torch.nan)
         size = case.block_size
@@ -723,11 +722,11 @@ def test_a_ring_that_is_too_short_is_refused():
 
 
 def test_rings_have_one_type_and_time_steps_a_wide_one():
-    ring = RecomputeRing.allocate(2, 11, 4, 3, 2, 5, torch.bfloat16, CPU)
+    ring = RecomputeRing.allocate(2, 11, (4, 3), (2, 5), torch.bfloat16, CPU)
     assert (ring.x.shape, ring.B.shape, ring.dt.shape) == ((2, 4, 11, 3), (2, 2, 11, 5), (2, 4, 11))
     assert (ring.x.dtype, ring.B.dtype, ring.dt.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
     assert ring.ring_len == 11 and ring.nbytes == 2 * 11 * (4 * 3 * 2 + 2 * 5 * 2 + 4 * 4)
-    assert RecomputeRing.allocate(2, 11, 4, 3, 2, 5, torch.float64, CPU).dt.dtype == torch.float64
+    assert RecomputeRing.allocate(2, 11, (4, 3), (2, 5), torch.float64, CPU).dt.dtype == torch.float64
 
 
 @pytest.mark.gpu
