@@ -1,5 +1,7 @@
 """A guard model's checkpoint folder, written and read."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 from typing import Any

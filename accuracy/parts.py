@@ -1,5 +1,7 @@
 """What the guard models share as trainable modules in plain torch."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 from functools import cached_property

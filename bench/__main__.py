@@ -1,5 +1,7 @@
 """`python -m bench [--quick] [--suite NAME] [-k PART] [--tier gpu] [--peers FOLDER …] [--json] [--out FILE.csv]`."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 from hybrid_kv.errors import run_command

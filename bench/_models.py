@@ -1,5 +1,7 @@
 """Engines for the suites that need a whole one: the exact model, and a tiny NemotronH with random weights."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any, cast
 

@@ -1,5 +1,7 @@
 """What results are compared with: the plainest loops, in float64, in numpy, by none of the code that is timed."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np

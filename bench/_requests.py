@@ -1,5 +1,7 @@
 """Requests, pools and schedulers as the engine makes them, without a model: for suites that time the host."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import numpy as np

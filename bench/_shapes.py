@@ -4,6 +4,8 @@
 least one). On a CPU that brings a sample to 50 us … 20 ms; the cache's widths and block sizes stay those of the model.
 """
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 from typing import Any

@@ -9,6 +9,8 @@ with tables in kernel blocks and slots, which are compared with tables made from
 step writes, on the host and by the kernel: whatever lies in the output buffers and is not written stays there.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import subprocess

@@ -3,6 +3,8 @@
 Inputs are float32 and of order 1; a sum of 4 products and SiLU err by a few 1e-7 of the largest value.
 """
 
+from __future__ import annotations
+
 import importlib
 from collections.abc import Iterator
 from functools import partial

@@ -1,5 +1,7 @@
 """`LLM.generate`: prompts in, tokens out, with tiny models."""
 
+from __future__ import annotations
+
 from bench._models import VOCAB, Right, answers, exact_engine, tiny_nemotron, tiny_options
 from bench._reference import equal
 from bench._requests import prompts

@@ -4,6 +4,8 @@ The model is the exact one, two residues wide: its arithmetic is small, its cach
 and its tokens are known in advance, bit for bit.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any

@@ -16,6 +16,8 @@ little. `--all-experts` sends every token to all of them.
 `make peers` makes the environment with vLLM and runs `python -m bench.families`.
 """
 
+from __future__ import annotations
+
 import json
 import random
 import sys

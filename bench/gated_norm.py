@@ -3,6 +3,8 @@
 Its arithmetic is float32, which errs by a few 1e-7 of the largest value; bfloat16 rounds the result.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from functools import partial
 from itertools import product

@@ -22,6 +22,8 @@ transformers could keep a common prefix as well, but not through `generate` on a
 interval lies below what is promised: 3 for `drafts` with 8 at a time, 1 for everything else.
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Iterator
 from functools import cache

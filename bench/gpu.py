@@ -11,6 +11,8 @@ Bytes are what a call must move at least. What recomputes has two kinds of steps
 `kernels.recompute.commit` flushes when each draft is accepted with probability 0.75.
 """
 
+from __future__ import annotations
+
 import gc
 import importlib
 import random

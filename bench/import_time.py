@@ -1,5 +1,7 @@
 """What `import` costs: the project's own modules, and what they bring along."""
 
+from __future__ import annotations
+
 import json
 import subprocess
 import sys

@@ -5,6 +5,8 @@ One append, by `list`, `numpy`, `torch` and `engine` (`BlockTables.append_block_
 engines do or did; the engine stages ids as they are.
 """
 
+from __future__ import annotations
+
 from array import array
 from collections.abc import Iterator, Sequence
 from functools import partial

@@ -1,5 +1,7 @@
 """What a few Triton kernels compile to: exact for one Triton version. `hybrid-kv kernels` has all, and gates them."""
 
+from __future__ import annotations
+
 from importlib.util import find_spec
 
 from bench.harness.cells import Cell, Count, Counts, grid

@@ -1,5 +1,7 @@
 """Memory, exactly: what a request holds, and what a plan makes of a GPU. Peaks of a process are asv's (`peakmem_`)."""
 
+from __future__ import annotations
+
 from bench._requests import manager, prompts, requests, scheduler, step
 from bench._shapes import CONFIGS
 from bench.harness.cells import Cell, Count, Counts, grid

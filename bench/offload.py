@@ -3,6 +3,8 @@
 The pages are those of Nemotron-3-Nano on one of eight ranks: a float32 state, padded to the attention page.
 """
 
+from __future__ import annotations
+
 import shutil
 import tempfile
 import weakref

@@ -3,6 +3,8 @@
 A float32 softmax over n keys errs by about 1e-6 of its largest output; 1e-5 leaves room for n = 4096.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from functools import partial
 from itertools import product

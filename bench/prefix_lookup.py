@@ -1,5 +1,7 @@
 """Finding the longest cached prefix of a prompt, and hashing it."""
 
+from __future__ import annotations
+
 from bench._reference import equal
 from bench._requests import BLOCK_SIZE, manager, prompts
 from bench.harness.cells import Case, Cell, WrongResultError, grid

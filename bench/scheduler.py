@@ -1,5 +1,7 @@
 """A step of the scheduler and the cache manager: which tokens run, and which blocks they get."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 from bench._reference import equal

@@ -1,5 +1,7 @@
 """Token positions to cache slots, as every attention group of a step needs them."""
 
+from __future__ import annotations
+
 import numpy as np
 import torch
 

@@ -3,6 +3,8 @@
 Quadratic and recurrent arithmetic differ by 2e-5 of the largest value in float32 (tests/kernels/ssd/test_reference.py).
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from functools import partial
 from itertools import product

@@ -5,6 +5,8 @@ Tolerances: float32 arithmetic errs by 5e-6 of the largest state and 1e-5 of the
 bfloat16 outputs are rounded by 2^-8 at most, and again what they are computed from in scheme `recompute`.
 """
 
+from __future__ import annotations
+
 import importlib
 from collections.abc import Iterator
 from functools import cache, partial

@@ -4,6 +4,8 @@ The rows are the committed ones, repeated night after night on four machines wit
 are written in pieces, as the CSVs of as many machines, and merged into one data set, in a temporary folder.
 """
 
+from __future__ import annotations
+
 import multiprocessing
 import os
 import sys

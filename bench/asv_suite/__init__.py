@@ -3,6 +3,8 @@
 asv imports all of its folder for every benchmark; of `bench/` that would be more than an older `hybrid_kv` can import.
 """
 
+from __future__ import annotations
+
 import importlib.util
 import sys
 from pathlib import Path

@@ -6,6 +6,8 @@ questions is left to chance. So the first bad commit and the one before it are c
 seed.
 """
 
+from __future__ import annotations
+
 import hashlib
 import tempfile
 from collections.abc import Callable, Mapping, Sequence

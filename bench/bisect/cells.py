@@ -1,5 +1,7 @@
 """Benchmarks of `bench/`, run at one commit or at two side by side, by the workers of `hybrid-kv compare`."""
 
+from __future__ import annotations
+
 import random
 from collections.abc import Callable, Generator
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """An exact number of a benchmark: blocks, bytes, launches."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

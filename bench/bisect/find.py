@@ -1,5 +1,7 @@
 """The search: both ends are tested, then commits between them, and the result is confirmed by another test."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass

@@ -4,6 +4,8 @@ Most commits add a comment line to some module. One applies the given edits. Som
 a row, as when a change is split badly.
 """
 
+from __future__ import annotations
+
 import random
 import subprocess
 from collections.abc import Callable, Iterator, Mapping

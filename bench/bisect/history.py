@@ -4,6 +4,8 @@ A commit is taken out of git by `git archive`, not as a git worktree: the checko
 stay as they are, whatever happens. The package is Python, so that its folder is all that a wheel of it would have.
 """
 
+from __future__ import annotations
+
 import os
 import re
 import shutil

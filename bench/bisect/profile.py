@@ -5,6 +5,8 @@ a second. What a profiler costs, it costs both. A function is reported if its me
 standard errors of that difference over the turns.
 """
 
+from __future__ import annotations
+
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence

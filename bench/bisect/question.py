@@ -1,5 +1,7 @@
 """What can be tested at a commit. Each kind of question is a class in a file of its own."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol

@@ -1,5 +1,7 @@
 """The result of a bisect, for people and as JSON."""
 
+from __future__ import annotations
+
 from dataclasses import asdict
 from typing import Any
 

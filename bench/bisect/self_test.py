@@ -11,6 +11,8 @@ that is found is a good one.
 commit is a process of its own; CPU seconds and seconds are those of the whole bisect.
 """
 
+from __future__ import annotations
+
 import itertools
 import json
 import math

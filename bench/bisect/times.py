@@ -14,6 +14,8 @@ The first bad commit. It is measured again, in fresh pairs against the commit be
 commit that changed nothing is named with a chance of at most `ALPHA`, whatever the search did.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing

@@ -1,5 +1,7 @@
 """A scenario that the guard saw fail: `hybrid-kv guard --replay FILE`, run by each commit's own guard."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

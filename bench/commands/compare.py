@@ -1,5 +1,7 @@
 """`hybrid-kv compare`: two revisions, measured side by side."""
 
+from __future__ import annotations
+
 import secrets
 from pathlib import Path
 from typing import Annotated, Literal

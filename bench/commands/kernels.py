@@ -1,5 +1,7 @@
 """`hybrid-kv kernels`: every kernel compiled ahead of time and compared."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Annotated
 

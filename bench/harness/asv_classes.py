@@ -9,6 +9,8 @@ Names: `SUITE.time_X` is host code; `SUITE.time_launch_X` what a launch costs th
 takes the device; `SUITE.track_METRIC` an exact number; `SUITE.peakmem_X` the peak of a process.
 """
 
+from __future__ import annotations
+
 import inspect
 import sys
 import zlib

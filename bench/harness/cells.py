@@ -6,6 +6,8 @@ A cell is cheap to list and builds its data in `make()`:
 - tier `count`: `Counts`, exact numbers (bytes, blocks, launches …) that no clock enters: equal code, equal numbers.
 """
 
+from __future__ import annotations
+
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,5 +1,7 @@
 """What `python -m bench` measures, prints and appends."""
 
+from __future__ import annotations
+
 import json
 import sys
 from collections.abc import Sequence

@@ -19,6 +19,8 @@ Launches on a GPU are compared in the same way, by the device's events; nights d
 which compare equal code, have counted them. Creeping by less than `min_effect` a night is left to the history's steps.
 """
 
+from __future__ import annotations
+
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

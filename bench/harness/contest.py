@@ -3,6 +3,8 @@
 A benchmark file with `gpu_contests(quick, device)` has some; `bench.gpu` finds them and races them.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -4,6 +4,8 @@ Each commit is built as a wheel, from a clone that asv makes: what is not commit
 themselves are those of this folder. A commit that lacks an interface loses the benchmarks that need it and no others.
 """
 
+from __future__ import annotations
+
 import os
 import re
 import signal

@@ -5,6 +5,8 @@ each other: both processes keep the memory layout that they got, and that alone 
 therefore gives one number, its `log_ratio`, and only the spread between pairs enters an interval or a p-value.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

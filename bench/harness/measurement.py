@@ -5,6 +5,8 @@ engine unless the cells name another, round by round. Every case is checked befo
 has no time.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

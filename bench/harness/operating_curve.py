@@ -10,6 +10,8 @@ Each trial is one row, so that a self-test can be stopped and continued. Rates w
 end; `bench.harness.verdicts` reads from them which benchmarks are quarantined.
 """
 
+from __future__ import annotations
+
 import json
 import sys
 import zlib

@@ -1,5 +1,7 @@
 """Processes of `hybrid-kv compare`: a start forks worker pairs, one process per version, and feeds them."""
 
+from __future__ import annotations
+
 import json
 import os
 import random

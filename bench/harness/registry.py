@@ -5,6 +5,8 @@ this `hybrid_kv` lacks the code for, or an optional dependency, is still known b
 Cells name what they need of `hybrid_kv` where they are imported or made, so today's benchmarks run with an older one.
 """
 
+from __future__ import annotations
+
 import importlib
 import pkgutil
 import re

@@ -5,6 +5,8 @@ no longer has. Times: see `bench.harness.compare`. A benchmark whose false alarm
 `results/operating_curve.csv` is *quarantined*: it is measured and shown, but raises no alarm.
 """
 
+from __future__ import annotations
+
 import json
 import sys
 from collections import defaultdict

@@ -1,5 +1,7 @@
 """The versions that `hybrid-kv compare` holds side by side: looked up in git, put into folders of their own."""
 
+from __future__ import annotations
+
 import io
 import os
 import shutil

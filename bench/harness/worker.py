@@ -9,6 +9,8 @@ A worker reads one JSON object per line and answers each with one line. It impor
 so that a waiting one costs nothing, and stops at the end of its input.
 """
 
+from __future__ import annotations
+
 import gc
 import importlib
 import json

@@ -5,6 +5,8 @@ package needs extensions, platforms and configurations that a block table does n
 loaded side by side: what a load imports has left `sys.modules` when it is done.
 """
 
+from __future__ import annotations
+
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -9,6 +9,8 @@ of its package, which needs compiled extensions.
 Nothing here is gated or goes into a baseline.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace

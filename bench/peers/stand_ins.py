@@ -1,5 +1,7 @@
 """Loading a peer's kernels without the rest of its package, which needs compiled extensions."""
 
+from __future__ import annotations
+
 import importlib
 import os
 from collections.abc import Iterator

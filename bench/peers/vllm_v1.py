@@ -9,6 +9,8 @@ The operation has the same name and arguments in both versions, and one process 
 built for an older torch and does not load; so both use whichever library loads.
 """
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Sequence
 from functools import cache

@@ -6,6 +6,8 @@ the CPU time of the thread that calls vLLM. `{"error": …}` instead of either i
 goes to stderr.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import sys

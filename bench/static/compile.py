@@ -5,6 +5,8 @@ knows the stack, not the spills. (c) A second `ptxas -v` on the PTX, 20 ms, the 
 the comments of the assembly. This is (c); SASS comes through `cuobjdump` where Triton brings it.
 """
 
+from __future__ import annotations
+
 import importlib
 import os
 import pkgutil

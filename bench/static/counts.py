@@ -9,6 +9,8 @@ out. What is counted must be what `state_bytes` says, which `mean_traffic` then 
 flushes that `recompute.commit` makes in a long run.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager

@@ -6,6 +6,8 @@ metrics see no trip counts, no latency inside a block, no cache hits and no laun
 speed, worse ones nearly always mean slower.
 """
 
+from __future__ import annotations
+
 import json
 import sys
 from collections.abc import Mapping, Sequence

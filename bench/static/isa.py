@@ -1,5 +1,7 @@
 """Reading code: SASS, PTX and AMD's assembly, instructions by class and the widest access."""
 
+from __future__ import annotations
+
 import re
 from collections import Counter
 from collections.abc import Sequence

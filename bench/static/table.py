@@ -1,5 +1,7 @@
 """Showing what was compiled: a table for people, a document for programs."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any

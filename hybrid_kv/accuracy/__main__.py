@@ -1,5 +1,7 @@
 """`python -m hybrid_kv.accuracy …` is `lm_eval …` that knows the model hybrid_kv and the tasks of this package."""
 
+from __future__ import annotations
+
 import sys
 from pathlib import Path
 

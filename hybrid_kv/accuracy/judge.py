@@ -4,6 +4,8 @@ What can be known before the first question is checked before it: that the earli
 the task has as many questions as the floor is for.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

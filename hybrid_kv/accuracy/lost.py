@@ -1,5 +1,7 @@
 """The questions that a comparison lost, as a baseline of their own: as few as lose an answer again."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence

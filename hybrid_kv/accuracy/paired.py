@@ -5,6 +5,8 @@ cancel out, so that 13 lost of 250 are plain to see where two averages of 95 and
 or a score method: with so few flips the normal approximations are wrong.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from functools import lru_cache

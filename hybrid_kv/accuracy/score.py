@@ -6,6 +6,8 @@ to a question. A hit that reaches into the continuation would skip logits that a
 more, under a salt of its own, which nothing in the cache has.
 """
 
+from __future__ import annotations
+
 import uuid
 from collections import defaultdict
 from collections.abc import Sequence

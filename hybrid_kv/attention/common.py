@@ -1,5 +1,7 @@
 """What every metadata builder gets each step."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import numpy as np

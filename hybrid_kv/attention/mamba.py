@@ -21,6 +21,8 @@ That is scheme `slots`. The rollback scheme decides where decodes write their st
 writes none of them has no logical blocks for drafts, and the rules above hold for conv states and for prefills only.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -18,6 +18,8 @@ windows; `flush` writes the state of a request that leaves, `flush_all` that of 
 A third scheme is a class and an entry in `SCHEMES`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar

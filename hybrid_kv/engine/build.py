@@ -1,5 +1,7 @@
 """From a model and its options to the parts of an engine: check, load, plan, allocate, wire."""
 
+from __future__ import annotations
+
 import logging
 from dataclasses import dataclass, replace
 from hashlib import blake2b

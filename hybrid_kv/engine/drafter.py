@@ -6,6 +6,8 @@ Only the last token of each request attends and is drafted from. Each further pa
 one position on.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -15,6 +15,8 @@ router that misses one forgets all that it knew: it predicts too little until th
 an offload tier holds is not reported: the engine may restore more than is predicted.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 

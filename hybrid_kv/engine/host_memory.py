@@ -4,6 +4,8 @@ glibc returns it to the system wherever the end of its heap is free, and maps it
 256 tokens in eight small Mamba-2 layers took 7,850 page faults, and 84 ms in place of 54.
 """
 
+from __future__ import annotations
+
 import ctypes
 import sys
 

@@ -21,6 +21,8 @@ differ in block size, kernel block size, cache mode, number of blocks, drafts an
   number of engines, and no engine must be notified if none takes it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -1,5 +1,7 @@
 """Hidden states and logits of every token that the engine computes, not only of those that it samples from."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 

@@ -1,5 +1,7 @@
 """One step on the device: stage block ids, build metadata, run the model, sample."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile

@@ -13,6 +13,8 @@ last boundary of all groups a chunk may pass those of the states: nothing could 
 boundary still runs: every step makes progress (vllm!51582).
 """
 
+from __future__ import annotations
+
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace

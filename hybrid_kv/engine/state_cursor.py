@@ -4,6 +4,8 @@ Kept on the host, one entry for each row of the engine: it follows from lengths 
 back from the device. It dies with its owner: a new one starts from the end of its hit (vllm!41233).
 """
 
+from __future__ import annotations
+
 import numpy as np
 import numpy.typing as npt
 

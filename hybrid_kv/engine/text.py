@@ -1,5 +1,7 @@
 """Between tokens and text: what the engine needs of a tokenizer, and where a stop string ends a text."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Protocol
 

@@ -11,6 +11,8 @@ it, and only the wanted states are returned. A longer `k` would not do: with `be
 without bound, and what overflowed spoils the products that it shares with real tokens.
 """
 
+from __future__ import annotations
+
 import torch
 
 from hybrid_kv.kernels.common.integers import cdiv

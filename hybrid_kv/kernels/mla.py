@@ -7,6 +7,8 @@ is attention with one head of K and V, and V is the first `rank` elements of K: 
 `paged_attention` serve as they are.
 """
 
+from __future__ import annotations
+
 import torch
 
 from hybrid_kv.kernels.common.strided import gather_tokens

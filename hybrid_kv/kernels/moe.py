@@ -11,6 +11,8 @@
 Routers take logits in any dtype and work in float32, or float64 if the logits are. A shared expert is no part of this.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import torch

@@ -11,6 +11,8 @@ log2(chunk) steps, was 1.3 to 1.6 times as slow on a CPU: 97 ms, not 64, for 512
 a prefill leaves the same states as a decode, bit for bit, wherever it is cut.
 """
 
+from __future__ import annotations
+
 import torch
 
 from hybrid_kv.kernels.common.ragged import WantedStates

@@ -1,5 +1,7 @@
 """Token positions to cache slots."""
 
+from __future__ import annotations
+
 import torch
 
 PAD_SLOT = -1

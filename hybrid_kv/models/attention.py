@@ -1,5 +1,7 @@
 """Attention layers over the paged cache."""
 
+from __future__ import annotations
+
 import torch
 from torch import nn
 

@@ -4,6 +4,8 @@ Source: IBM's Bamba (2024) and its implementation in transformers, which is the 
 Falcon-H1 name their layers' sizes as it does.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Any, cast
 

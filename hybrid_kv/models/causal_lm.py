@@ -1,5 +1,7 @@
 """What all families share: a decoder around its layers, and the two shapes that a layer has."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from functools import partial
 from typing import cast

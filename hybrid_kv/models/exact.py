@@ -13,6 +13,8 @@ stay in one file, 456 lines, because each is read against the other.
 The cache is torch's, the arithmetic is numpy's: on arrays this small an operation costs a third of torch's.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -4,6 +4,8 @@ Multipliers stand at every projection. Source: TII's Falcon-H1 (2025) and its im
 the oracle of the tests.
 """
 
+from __future__ import annotations
+
 from functools import partial
 from typing import cast
 

@@ -5,6 +5,8 @@ but not in chunks on a cache: there it forgets the state. Where transformers kee
 (`residual_in_fp32`), it is kept here, as in vLLM, in the model's dtype.
 """
 
+from __future__ import annotations
+
 from typing import cast
 
 from torch import nn

@@ -4,6 +4,8 @@ Four numbers scale embeddings, branches, scores and logits. Source: IBM's Granit
 transformers, which is the oracle of the tests.
 """
 
+from __future__ import annotations
+
 from functools import partial
 from typing import cast
 

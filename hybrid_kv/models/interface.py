@@ -1,5 +1,7 @@
 """What the engine needs of a model and of a draft head."""
 
+from __future__ import annotations
+
 from typing import Protocol
 
 import torch

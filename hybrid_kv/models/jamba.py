@@ -4,6 +4,8 @@ Source: AI21's Jamba (2024, arXiv 2403.19887) and transformers' implementation, 
 not in chunks on a cache: there its Mamba layers forget the state.
 """
 
+from __future__ import annotations
+
 from functools import partial
 from typing import cast
 

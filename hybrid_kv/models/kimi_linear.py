@@ -4,6 +4,8 @@ Source: Moonshot AI's Kimi Linear (2025, arXiv 2510.26692) and transformers' imp
 tests. Order comes from the recurrent layers alone.
 """
 
+from __future__ import annotations
+
 from functools import partial
 
 from torch import nn

@@ -4,6 +4,8 @@ A layer that reads and writes the paged cache (`models.attention`, `models.mixer
 knows everything else. Every mixer and MLP is called with (x, context).
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar

@@ -4,6 +4,8 @@ Source: Liquid AI's LFM2 (2025) and its implementation in transformers, which is
 keeps the last inputs and no state: rolling back a draft is reading them from an earlier row.
 """
 
+from __future__ import annotations
+
 from functools import partial
 
 import torch

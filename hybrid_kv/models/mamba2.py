@@ -4,6 +4,8 @@ Source: Dao and Gu (2024) and transformers' implementation, which is the oracle 
 the sum of the layers in float32 (`residual_in_fp32`), it is kept here, as in vLLM, in the model's dtype.
 """
 
+from __future__ import annotations
+
 from torch import nn
 
 from hybrid_kv.cache.spec import KVCacheSpec

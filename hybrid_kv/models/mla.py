@@ -4,6 +4,8 @@
 device and whatever the attention backend.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import nn
 

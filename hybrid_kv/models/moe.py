@@ -1,5 +1,7 @@
 """A mixture of experts in the place of an MLP: each token runs through a few of many."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 

@@ -17,6 +17,8 @@ hit or no hit: the head computes the same in both cases. It is one key in `grid`
 before it, is one of them. On the guard model greedy acceptance of one draft is the same without a grid and with 64.
 """
 
+from __future__ import annotations
+
 from typing import cast
 
 import torch

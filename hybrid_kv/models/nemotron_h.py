@@ -5,6 +5,8 @@ deliberate difference: transformers clamps the time step from below by `time_ste
 when it runs a single token; here, as in vLLM, it is never clamped, so that a token means the same in both.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 from torch import nn

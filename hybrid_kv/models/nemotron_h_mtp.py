@@ -3,6 +3,8 @@
 The checkpoint counts the two as layers of their own. transformers leaves the head out; the names are the hub's.
 """
 
+from __future__ import annotations
+
 from torch import nn
 
 from hybrid_kv.models.attention import GridAttention

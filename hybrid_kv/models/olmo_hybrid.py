@@ -4,6 +4,8 @@ Source: Ai2's OLMo-Hybrid (2026) and its implementation in transformers, which i
 delta net have their norms in front. Queries and keys are normed over all heads at once. Published models have no RoPE.
 """
 
+from __future__ import annotations
+
 from typing import cast
 
 import torch

@@ -1,5 +1,7 @@
 """Families that can be planned, not run: their config.json says what their layers keep. One line each."""
 
+from __future__ import annotations
+
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.registry import Family, register
 from hybrid_kv.models.specs import ATTENTION, attention_spec, layer_kinds

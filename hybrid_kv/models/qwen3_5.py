@@ -6,6 +6,8 @@ whose form is that of vLLM 0.32 (`qwen3_5_mtp.py`). The functions that are publi
 A multimodal checkpoint (`qwen3_5`) runs as its language model: without images a token's three positions are one.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from functools import partial
 

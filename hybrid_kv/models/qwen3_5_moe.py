@@ -1,5 +1,7 @@
 """Qwen3.5 and Qwen3.6 with a mixture of experts behind each layer; a multimodal one is run as its language model."""
 
+from __future__ import annotations
+
 from functools import partial
 
 from torch import nn

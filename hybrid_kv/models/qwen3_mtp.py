@@ -4,6 +4,8 @@ Its form is that of vLLM 0.32 (`qwen3_next_mtp.py`, `qwen3_5_mtp.py`): transform
 token comes before the hidden state in what `fc` joins.
 """
 
+from __future__ import annotations
+
 from functools import partial
 
 import torch

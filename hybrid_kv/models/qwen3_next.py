@@ -4,6 +4,8 @@ Source: Qwen3-Next (2025) and its implementation in transformers, which is the o
 two projections, in which what belongs to one key head lies together.
 """
 
+from __future__ import annotations
+
 from functools import partial
 
 import torch

@@ -5,6 +5,8 @@ Its own start would give nearly flat logits and states that forget: here logits 
 tokens, and a state remembers for tens of tokens.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path

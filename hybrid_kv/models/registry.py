@@ -4,6 +4,8 @@
 its checkpoint is loaded. `docs/adding-a-family.md` walks through one.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache

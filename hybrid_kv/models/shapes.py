@@ -3,6 +3,8 @@
 Reads the raw JSON, so that a plan needs no transformers version that knows the model.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path

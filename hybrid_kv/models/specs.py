@@ -4,6 +4,8 @@ State shapes and dtypes are those of vLLM 0.22 (`model_executor/layers/mamba/mam
 parallel rank's: `SpecOptions.share` gives every number of heads or channels.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

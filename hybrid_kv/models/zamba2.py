@@ -6,6 +6,8 @@ arXiv 2411.15242) and its implementation in transformers, which is the oracle of
 the time step is never clamped.
 """
 
+from __future__ import annotations
+
 import re
 from functools import partial
 from typing import cast

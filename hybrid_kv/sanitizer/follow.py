@@ -1,5 +1,7 @@
 """Follows one engine: what its parts report is compared with the requests' tokens."""
 
+from __future__ import annotations
+
 from collections.abc import Collection, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any

@@ -1,5 +1,7 @@
 """Who holds which block, what is published, and the checks that the rules of all kinds of layers share."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any, NoReturn
 

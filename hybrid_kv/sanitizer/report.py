@@ -1,5 +1,7 @@
 """What a broken rule is reported with: the request, its group, the block, and what happened to it."""
 
+from __future__ import annotations
+
 from collections import deque
 
 import numpy as np

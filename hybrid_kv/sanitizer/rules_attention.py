@@ -1,5 +1,7 @@
 """The rules of attention layers: which slots a step writes and reads, and where a drafting head writes."""
 
+from __future__ import annotations
+
 import numpy as np
 import torch
 

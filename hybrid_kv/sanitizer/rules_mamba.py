@@ -1,5 +1,7 @@
 """The rules of Mamba layers: which windows and states a step reads and leaves, and copies of boundary states."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 

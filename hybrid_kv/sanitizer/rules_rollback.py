@@ -1,5 +1,7 @@
 """The rules that a rollback scheme adds to those of Mamba layers. The rest of the sanitizer knows no scheme."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import ClassVar
 

@@ -4,6 +4,8 @@ An *entry* is what one slot, window row or state holds: a hash of all tokens up 
 step and request wrote it. An entry of zeros is nothing that a request could want.
 """
 
+from __future__ import annotations
+
 from collections.abc import Collection, Sequence
 from typing import Any
 

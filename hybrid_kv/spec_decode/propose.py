@@ -1,5 +1,7 @@
 """Draft tokens from the request's own text."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,5 +1,7 @@
 """Which draft tokens the target model itself would have produced."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import torch

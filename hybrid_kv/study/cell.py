@@ -1,5 +1,7 @@
 """One cell, run: a process with a folder of its own, whose rows come back as bytes."""
 
+from __future__ import annotations
+
 import os
 import signal
 import subprocess

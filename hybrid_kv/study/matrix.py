@@ -15,6 +15,8 @@ A run stands once for each combination of the axes that it names. Its cells are 
 so have the same name wherever they run.
 """
 
+from __future__ import annotations
+
 import hashlib
 import shlex
 import sys

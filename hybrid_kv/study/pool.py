@@ -1,5 +1,7 @@
 """Where cells run: in processes of this machine, or as tasks of Ray."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

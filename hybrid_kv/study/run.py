@@ -4,6 +4,8 @@ A cell's folder, `FOLDER/cells/ID`, is renamed into place whole: it is the only 
 and the data set holds each row once: a study may be stopped and begun anew at any time, even on another machine.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import shutil

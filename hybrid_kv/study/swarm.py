@@ -4,6 +4,8 @@ What is kept does not grow with the seeds: counts, patterns, settings, and for e
 it before any other, reduced. The seeds of all failures go to a file.
 """
 
+from __future__ import annotations
+
 import time
 from collections import deque
 from collections.abc import Callable

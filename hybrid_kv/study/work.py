@@ -4,6 +4,8 @@
 tasks need no list, and a result decides what comes next.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import dataclass

@@ -10,6 +10,8 @@ the requests that got blocks, against small models of what vLLM does, written fr
 `vllm 0.22 V2` expands by list comprehension (vllm!38831), `vllm 0.32 V2` stages unexpanded ids in lists.
 """
 
+from __future__ import annotations
+
 from array import array
 from dataclasses import dataclass
 from itertools import cycle

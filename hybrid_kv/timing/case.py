@@ -1,5 +1,7 @@
 """What can be timed: a `Case`, whose result is checked before and after."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 

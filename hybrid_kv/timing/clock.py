@@ -7,6 +7,8 @@ launches in a row would find what the one before has left there, and while it pa
 launch and its events, which would otherwise time Python.
 """
 
+from __future__ import annotations
+
 import random
 import time
 from collections.abc import Callable, Mapping

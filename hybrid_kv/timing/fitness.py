@@ -4,6 +4,8 @@ The same work is timed as two subjects for a few seconds: an A/A test. Their rat
 of every comparison here. Meanwhile the thread always has work: what it does not get of the wall clock, others took.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

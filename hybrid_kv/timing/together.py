@@ -1,5 +1,7 @@
 """Rivals timed in turns, in one run: whatever slows the machine slows all of them."""
 
+from __future__ import annotations
+
 import gc
 from collections.abc import Mapping
 from dataclasses import dataclass

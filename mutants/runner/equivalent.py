@@ -8,6 +8,8 @@
 which would move.
 """
 
+from __future__ import annotations
+
 import re
 from functools import cache
 from pathlib import Path

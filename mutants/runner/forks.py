@@ -5,6 +5,8 @@ function makes of the task in that folder is written beside it. The line of outp
 process, or minus the signal that ended it.
 """
 
+from __future__ import annotations
+
 import importlib
 import json
 import os

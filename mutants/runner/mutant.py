@@ -13,6 +13,8 @@ A file of the folder `mutants/` is one bug. Its name is the bug's id. It is YAML
 Further lines of `old` and `new` are indented as in the code, relative to the line in which `old` begins.
 """
 
+from __future__ import annotations
+
 import os
 import re
 import shutil

@@ -1,5 +1,7 @@
 """Reduces the case that caught a bug, and runs it again: each in a fresh process that imports the changed copy."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path

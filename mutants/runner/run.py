@@ -1,5 +1,7 @@
 """Injects mutants one by one, each into a copy in a process of its own, and reports what catches them."""
 
+from __future__ import annotations
+
 import json
 import os
 import subprocess

@@ -1,5 +1,7 @@
 """Which generated mutants are run: a sample, or those with an id; what is proven equivalent or known is left out."""
 
+from __future__ import annotations
+
 import json
 import random
 import re

@@ -4,6 +4,8 @@ They know nothing of the bug: every one is probed in the same settings. Most are
 models, whose drafts are accepted now and then. Their states forget within a hundred tokens; random ones do not.
 """
 
+from __future__ import annotations
+
 import tempfile
 import time
 from collections.abc import Mapping, Sequence

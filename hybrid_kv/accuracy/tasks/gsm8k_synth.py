@@ -1,5 +1,7 @@
 """The documents of gsm8k_synth, made on the spot from a seed."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import datasets

@@ -11,6 +11,8 @@ calls: 80 us on warm caches, 140 to 220 on cold ones, as each call runs code tha
 each part and no temporaries: 45 us. This is (b).
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,5 +1,7 @@
 """`update_block_tables` in plain torch."""
 
+from __future__ import annotations
+
 import torch
 
 from hybrid_kv.kernels.block_tables.tables import StagedBlocks, StepBatch, Tables

@@ -1,5 +1,7 @@
 """The tensors that hold the block tables of all groups, and what a step brings: shared by every way to update them."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate

@@ -5,6 +5,8 @@ The window is the last `kernel - 1` inputs. Shifted multiply-adds: torch's depth
 call on two cores here.
 """
 
+from __future__ import annotations
+
 import torch
 import torch.nn.functional as F
 

@@ -4,6 +4,8 @@ A loop is a plain function until its first use: commands without an engine do no
 numpy and Python by some weeks; where it cannot be imported Python runs the loop, with the same results.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, TypeVar

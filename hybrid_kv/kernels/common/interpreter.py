@@ -2,6 +2,8 @@
 imported, whether it interprets or compiles.
 """
 
+from __future__ import annotations
+
 import numpy as np
 import torch
 

@@ -5,6 +5,8 @@ Kernels do their arithmetic in float32 whatever the tensors hold; in the interpr
 bits and is silently wrong (triton#4972).
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache

@@ -1,5 +1,7 @@
 """Rows of different lengths: flat and padded, and the states that are wanted of them."""
 
+from __future__ import annotations
+
 import torch
 
 

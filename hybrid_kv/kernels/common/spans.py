@@ -11,6 +11,8 @@ Shapes considered. (a) Chunks from the row's start whatever the boundaries, stat
 the host knows all lengths, a search in every program of every layer. (c) Lists made once. This is (c).
 """
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import numpy as np

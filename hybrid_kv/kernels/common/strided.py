@@ -4,6 +4,8 @@ A layer's view of the cache is [num_blocks, tokens, …] with the gaps that othe
 block and token moves one element at a time; `index_select` on one dimension moves whole tokens.
 """
 
+from __future__ import annotations
+
 import math
 from contextlib import suppress
 

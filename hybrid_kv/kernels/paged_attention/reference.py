@@ -1,5 +1,7 @@
 """K and V of tokens in blocks, in plain torch: over padded rows, which a CPU runs; row by row, which checks kernels."""
 
+from __future__ import annotations
+
 from functools import lru_cache
 from typing import NamedTuple
 

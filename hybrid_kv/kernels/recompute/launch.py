@@ -1,5 +1,7 @@
 """Scheme `recompute` in Triton: one launch for the cursors of a group, one for each of its layers."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,5 +1,7 @@
 """Scheme `recompute` in plain torch."""
 
+from __future__ import annotations
+
 import torch
 import torch.nn.functional as F
 

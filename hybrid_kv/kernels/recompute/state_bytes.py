@@ -1,5 +1,7 @@
 """What a Mamba-2 layer's verify step must move, by formula; `static.counts` holds it against what kernels access."""
 
+from __future__ import annotations
+
 import torch
 
 

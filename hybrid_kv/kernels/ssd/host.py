@@ -6,6 +6,8 @@ states of 64 x 128. (b) All chunks in one product each: 1.3 and 43 ms. (c) One l
 head's state stays in the core's nearest cache; 0.8 and 29 ms. This is (c). Cores share the work of (a), but not of (c).
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

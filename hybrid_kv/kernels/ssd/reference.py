@@ -7,6 +7,8 @@ states are returned. All arithmetic is in float32 (float64 if the inputs are), a
 states stagnate. Sums of log decays alone are in float64.
 """
 
+from __future__ import annotations
+
 import torch
 import torch.nn.functional as F
 

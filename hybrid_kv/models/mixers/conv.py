@@ -5,6 +5,8 @@ what its operands are and how a few tokens (`step`) and a whole row (`chunk`) mo
 mode, the rollback scheme or where a state lies: `MambaMetadata` does.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import ClassVar, NamedTuple

@@ -4,6 +4,8 @@ As in transformers, queries and keys get length 1 in the dtype of the recurrence
 its gate, not behind it as in Mamba-2.
 """
 
+from __future__ import annotations
+
 import torch
 import torch.nn.functional as F
 

@@ -4,6 +4,8 @@ The convolutions of queries, keys and values are one, of all their channels, wit
 from projections of low rank; the gate is a sigmoid, behind the norm of each head.
 """
 
+from __future__ import annotations
+
 import torch
 import torch.nn.functional as F
 

@@ -1,5 +1,7 @@
 """A Mamba-1 layer (Gu and Dao, 2023, arXiv 2312.00752): projection, convolution, selective scan, gate, projection."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import torch

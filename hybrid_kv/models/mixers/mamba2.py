@@ -1,5 +1,7 @@
 """A Mamba-2 layer (Dao and Gu, 2024): projection, convolution, state-space recurrence, gated norm, projection."""
 
+from __future__ import annotations
+
 from copy import copy
 from typing import Any, NamedTuple, Self
 

@@ -1,5 +1,7 @@
 """Mamba-2 with multipliers, as in Falcon-H1."""
 
+from __future__ import annotations
+
 from typing import Any, Literal
 
 import torch
