@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _SHARED = {"seed", "jobs", "repro", "as_json", "out"}
 # By the option that chooses another kind of run, the options that go with it.
 _KINDS = {
-    "recompute": {"recompute"},
+    "replay": {"replay"},
     "swarm": {"swarm", "ray", "results", "record", *_SHARED},
     "target": {"target", "model", "against", "matrix", "quick", "long", "select", "only", *_SHARED},
 }

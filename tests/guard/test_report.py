@@ -55,11 +55,9 @@ def test_a_clean_run_exits_0_and_writes_a_row_per_check(
     rows = rows[~rows["metric"].str.contains(":")]
     assert [metric_key(check["name"]) for check in document["checks"]] == rows["metric"].tolist()
     assert [check["value"] for check in document["checks"]] == pytest.approx(rows["value"].tolist())
-    assert {"views_that_leave_their_page:limit", "views_that_leave_their_page:seconds"} <= set(numbers["metric"])
+    assert {"wrong_tokens_exact_model:limit", "wrong_tokens_exact_model:seconds"} <= set(numbers["metric"])
     assert (numbers["verdict"] == "").all()
     assert {check["section"] for check in document["checks"]} == {
-        "layout",
-        "plan",
         "exact model",
         "guard model",
         "accuracy",
@@ -73,10 +71,10 @@ def test_a_clean_run_exits_0_and_writes_a_row_per_check(
 def test_a_failed_check_exits_1_and_says_what_is_wrong(
     small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failed = CheckResult("layout", "views that leave their page", False, 3, "views", "0", 8, 0.1, "page 1 is elsewhere")
-    change(monkeypatch, "layout", function=lambda run: [failed])
+    failed = CheckResult("guard model", "wrong tokens", False, 3, "tokens", "0", 8, 0.1, "token 4 differs")
+    change(monkeypatch, "guard model", function=lambda run: [failed])
     assert run("--results", str(tmp_path)) == 1
-    assert "page 1 is elsewhere" in capsys.readouterr().out
+    assert "token 4 differs" in capsys.readouterr().out
     assert read_rows(tmp_path / "guard.csv")["verdict"].tolist()[0] == "fail"
 
 
