@@ -75,7 +75,7 @@ def test_a_failed_check_exits_1_and_says_what_is_wrong(
     change(monkeypatch, "guard model", function=lambda run: [failed])
     assert run("--results", str(tmp_path)) == 1
     assert "token 4 differs" in capsys.readouterr().out
-    assert read_rows(tmp_path / "guard.csv")["verdict"].tolist()[0] == "fail"
+    assert read_rows(tmp_path / "guard.csv").set_index("metric")["verdict"]["wrong_tokens"] == "fail"
 
 
 def test_a_check_that_crashes_has_failed(
