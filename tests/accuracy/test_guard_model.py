@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from accuracy import nemotron_h, parts, tokenizer, train
+from accuracy import parts, tokenizer, train
 from accuracy.checkpoint import MODELS, load_checkpoint
 from hybrid_kv.accuracy.guard_model import FOLDER, FOLDERS, embedded, problems
 
@@ -104,29 +103,6 @@ def test_logits_equal_transformers(folder):
         with torch.no_grad():
             expected, got = reference(ids).logits, ours(ids)
         assert (got - expected).abs().max() <= 2e-5 * expected.abs().max()
-
-
-def _recurrence(x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    out = []
-    for i in range(x.shape[1]):
-        state = state * log_decay[:, i].exp()[..., None, None]
-        state = state + x[:, i, :, :, None] * b[:, i, None, None, :]
-        out.append((state * c[:, i, None, None, :]).sum(-1))
-    return torch.stack(out, 1), state
-
-
-@pytest.mark.parametrize("length", [1, 31, 32, 77, 128])
-def test_chunked_scan_equals_recurrence(length):
-    g = torch.Generator().manual_seed(length)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g, dtype=torch.float64)
-
-    x, b, c = draw(2, length, 3, 5), draw(2, length, 4), draw(2, length, 4)
-    log_decay, state = -draw(2, length, 3).abs(), draw(2, 3, 5, 4)
-    expected = _recurrence(x, log_decay, b, c, state)
-    for got, want in zip(nemotron_h.ssd_scan(x, log_decay, b, c, 32, state), expected, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
 
 
 def test_depthwise_convolution_and_its_gradients():

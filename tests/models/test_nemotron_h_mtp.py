@@ -4,13 +4,11 @@ The dense head is that of `accuracy.nemotron_h`, the code that trained it, with 
 multiples of the grid masked. Everything is float64, where the two differ by rounding only: at most 1e-9.
 """
 
-import json
 import random
 import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from accuracy.checkpoint import load_checkpoint
 from accuracy.tokenizer import encode
@@ -22,6 +20,7 @@ from hybrid_kv.models.layers import ForwardContext
 from hybrid_kv.models.loader import load_head, load_model
 from hybrid_kv.models.mtp import NAME
 from tests.models.paged_head import CPU, Paged, pairs
+from tests.models.test_loader import edit, edit_config
 
 TOLERANCE = 1e-9
 LENGTHS = (70, 33, 5, 48)
@@ -178,17 +177,6 @@ def folder(tmp_path):
     return tmp_path
 
 
-def edit_config(folder, **changes):
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
-
-
-def edit_tensors(folder, change):
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
-
-
 def refused(folder, target, match):
     with pytest.raises(ConfigError, match=match) as caught:
         load_head(folder, target)
@@ -212,14 +200,14 @@ def test_a_head_of_other_layers(folder, target):
 
 def test_tensors_that_lack_or_do_not_fit(folder, target):
     prefix = "mtp.layers.0."
-    edit_tensors(folder, lambda tensors: tensors.pop(prefix + "hnorm.weight"))
+    edit(folder, lambda tensors: tensors.pop(prefix + "hnorm.weight"))
     refused(folder, target, r"lacks 1 tensors, the first is mtp\.hnorm\.weight")
-    edit_tensors(folder, lambda tensors: tensors.update({prefix + "hnorm.weight": torch.ones(3)}))
+    edit(folder, lambda tensors: tensors.update({prefix + "hnorm.weight": torch.ones(3)}))
     refused(folder, target, r"mtp\.hnorm\.weight has shape \(3,\), config\.json says \(128,\)")
-    edit_tensors(folder, lambda tensors: tensors.update({prefix + "hnorm.weight": torch.ones(128)}))
-    edit_tensors(folder, lambda tensors: tensors.update({"mtp.layers.2.norm.weight": torch.ones(3)}))
+    edit(folder, lambda tensors: tensors.update({prefix + "hnorm.weight": torch.ones(128)}))
+    edit(folder, lambda tensors: tensors.update({"mtp.layers.2.norm.weight": torch.ones(3)}))
     refused(folder, target, r"does not know, the first is mtp\.layers\.2\.norm\.weight")
-    edit_tensors(folder, lambda tensors: tensors.pop(prefix + "mixer.v_proj.weight"))
+    edit(folder, lambda tensors: tensors.pop(prefix + "mixer.v_proj.weight"))
     refused(folder, target, r"has mtp\.layer\.mixer\.q_proj\.weight but lacks mtp\.layer\.mixer\.v_proj")
     load_model(folder, EngineConfig(dtype="float32"), CPU)  # which has no use for the head
 
