@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from accuracy.checkpoint import load_checkpoint, save_checkpoint
-from accuracy.qwen3_5_moe import MixtureOfExperts, Qwen35Moe, Qwen35MoeConfig, delta_scan
+from accuracy.qwen3_5_moe import MixtureOfExperts, Qwen35Moe, Qwen35MoeConfig
 from accuracy.train import save_tokenizer
 from hybrid_kv.config import EngineConfig
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.engine.record import record_logits
-from hybrid_kv.kernels.gated_delta import gated_delta_update
 from hybrid_kv.models.loader import load_head, load_model
 from hybrid_kv.sampling import SamplingParams
 from tests.models.paged_head import CPU, Paged, pairs
@@ -72,20 +71,6 @@ def test_drafts_equal_the_engine_s_head(folder: Path) -> None:
     expected = plain.draft_hidden(hidden[None, :-1], ids[None, 1:])[0]
     (out,) = Paged(head, 1, 16).step([(0, 0, *pairs((ids, hidden), 0, 60))])
     assert (out[1:] - expected).abs().max() <= 1e-12
-
-
-@pytest.mark.parametrize("length", [1, 31, 32, 77])
-def test_chunked_scan_equals_the_recurrence(length: int) -> None:
-    g = torch.Generator().manual_seed(length)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(2, length, 3, *shape, generator=g, dtype=torch.float64)
-
-    q, k, v = draw(5), torch.nn.functional.normalize(draw(5), dim=-1), draw(4)
-    log_decay, beta = -draw().abs(), draw().sigmoid()
-    state = torch.zeros(2, 3, 4, 5, dtype=torch.float64)
-    expected, _ = gated_delta_update(state, q, k, v, log_decay, beta)
-    torch.testing.assert_close(delta_scan(q, k, v, log_decay, beta, 32), expected, rtol=1e-11, atol=1e-11)
 
 
 @torch.no_grad()

@@ -176,49 +176,6 @@ def test_a_verify_step_at_the_very_end_stays_inside_its_row(mode, block_size):
     assert int(metadata.state_indices.max()) == 1000 + width - 1
 
 
-def test_buffers_have_an_entry_per_request_and_keep_their_address():
-    """vllm!41233: with drafts there are more tokens than requests; a buffer filled per token overflows or shifts."""
-    subject = spec(k=3)
-    builder = MambaMetadataBuilder(subject, 4, CPU, False)
-    seen = set()
-    for num_reqs, padding in ((4, 0), (1, 3), (3, 1), (2, 0)):
-        metadata = build(
-            subject, builder, [9] * num_reqs, [4] * num_reqs, num_reqs, [2] * num_reqs, [3] * num_reqs, padding
-        )
-        rows = num_reqs + padding
-        assert metadata.num_decode_tokens == 4 * num_reqs + padding
-        assert metadata.window_indices.shape == metadata.source_indices.shape == metadata.window_rows.shape
-        assert metadata.window_indices.shape == (rows,)
-        assert metadata.state_indices.shape == (rows, 4)
-        assert metadata.window_rows.tolist() == [2] * num_reqs + [0] * padding
-        for part in (metadata.window_indices, metadata.source_indices):
-            assert (part[num_reqs:] == NULL_BLOCK).all()
-            assert (part[:num_reqs] != NULL_BLOCK).all()
-        assert (metadata.state_indices[num_reqs:] == NULL_BLOCK).all()
-        buffers = (
-            builder.block_idx_last_scheduled_token,
-            builder.block_idx_last_scheduled_token_prev_step,
-            builder.window_rows,
-            builder.window_indices,
-            builder.source_indices,
-            builder.state_indices,
-        )
-        assert {len(buffer) for buffer in buffers} == {4}
-        pointers = tuple(buffer.data_ptr() for buffer in buffers)
-        assert pointers[2:] == tuple(
-            part.data_ptr()
-            for part in (
-                metadata.window_rows,
-                metadata.window_indices,
-                metadata.source_indices,
-                metadata.state_indices,
-            )
-        )
-        seen.add((*pointers, builder._offsets.data_ptr()))
-    assert len(seen) == 1
-    assert builder._offsets.tolist() == [0, 1, 2, 3]
-
-
 def test_metadata_is_built_again_when_something_changes_and_only_then():
     subject = spec(k=1, block_size=4)
     builder = MambaMetadataBuilder(subject, 4, CPU, False)
@@ -250,21 +207,6 @@ def test_metadata_is_built_again_when_something_changes_and_only_then():
         assert first.source_indices.tolist() == [1001, 2002] and first.state_indices.tolist() == [[1002, 0], [2002, 0]]
     table[0, 2] = 77
     assert built(num_gathers=2).state_indices.tolist() == [[77, 0], [2002, 0]]
-
-
-def test_the_previous_current_block_is_what_the_metadata_reads():
-    """vllm!41233: after a verify step that crossed a boundary and was rejected, the state is behind the next current
-    state block.
-    """
-    subject = spec(k=2)
-    builder = MambaMetadataBuilder(subject, 2, CPU, False)
-    # Tokens 6, 7 and 8 ran in the previous step, anchored at logical block 2; only token 6 was accepted.
-    metadata = build(subject, builder, [7, 7], [1, 1], 2, prev=[2, 1], accepted=[1, 2])
-    assert metadata.window_indices.tolist() == [1002, 2001]
-    assert metadata.source_indices.tolist() == [1002, 2002]
-    assert metadata.state_indices[:, 0].tolist() == [1001, 2001]
-    assert builder.block_idx_last_scheduled_token_prev_step.tolist() == [2, 1]
-    assert builder.block_idx_last_scheduled_token.tolist() == [1, 1]
 
 
 @given(st.integers(1, 8), st.integers(0, 40), st.integers(1, 30))

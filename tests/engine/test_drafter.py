@@ -70,13 +70,6 @@ def test_a_request_gets_the_drafts_that_it_gets_alone(alone, max_num_seqs, budge
     assert len(shared) > sum(map(len, expected)) / 2
 
 
-def test_chunks_that_give_no_request_a_token_still_leave_what_the_head_reads(alone):
-    """The first drafts of a prompt of 100 depend on K and V of all of its chunks."""
-    mode, proposals, tokens = alone
-    got = drafts_of(PROMPTS[3:4], NUM_TOKENS[3:4], mamba_cache_mode=mode, max_num_seqs=1, max_num_batched_tokens=8)
-    assert got == ([proposals[3]], [tokens[3]])
-
-
 def swapped(place, slots):
     """Two computed tokens of one request, at the same place of two of its blocks."""
     i = next(i for i in range(len(place) - BLOCK_SIZE) if place[i + BLOCK_SIZE] - place[i] == BLOCK_SIZE)

@@ -281,52 +281,27 @@ def test_a_prefill_starves_no_running_request_behind_it():
     assert long.num_computed_tokens == 32
 
 
-def scheduler(num_blocks=60, budget=16, seqs=4):
-    made = plan("none", 0, MAX_MODEL_LEN, num_blocks=num_blocks)
-    return Scheduler(SchedulerConfig(seqs, max(budget, seqs), MAX_MODEL_LEN), KVCacheManager(made.config, False), 0)
-
-
-def request(name, length, max_tokens=4):
-    return Request(str(name), [1] * length, SamplingParams(max_tokens=max_tokens), seed=0)
-
-
-def advance(target):
-    """One step as the engine does it; returns what was scheduled and who finished."""
-    scheduled = target.schedule()
-    finished = []
-    for item in scheduled:
-        new = [0] if item.samples else []
-        target.update(item, new, len(new))
-        if len(item.request.output_token_ids) == item.request.params.max_tokens:
-            target.finish(item.request)
-            finished.append(item.request)
-    return scheduled, finished
-
-
 def test_the_youngest_is_preempted_and_starts_again_from_its_first_token():
-    target = scheduler(num_blocks=1 + 2 * 2 + 1, budget=64)
-    old, young = request("old", 4, 9), request("young", 4, 4)
-    target.add(old)
-    target.add(young)
+    target = Host("none", num_blocks=1 + 2 * 2 + 1, budget=64)
+    old, young = target.add([1] * 60, 4, 9), target.add([1] * 60, 4, 4)
     for _ in range(6):
-        advance(target)
+        target.step()
         if young.num_preemptions:
             break
     assert (old.num_preemptions, young.num_preemptions) == (0, 1)
     assert young.row == -1
     assert young.num_computed_tokens == 0
-    assert target.waiting[0] is young
+    assert target.scheduler.waiting[0] is young
 
 
 def test_a_preempted_request_recomputes_its_output_in_one_prefill():
-    target = scheduler()
-    one = request("a", 5, 9)
-    target.add(one)
-    advance(target)
-    advance(target)
+    target = Host("none")
+    one = target.add([1] * 60, 5, 9)
+    target.step()
+    target.step()
     one.draft_token_ids = [3, 4]
-    target.preempt(one)
-    (item,) = target.schedule()
+    target.scheduler.preempt(one)
+    (item,) = target.scheduler.schedule()
     assert (item.num_tokens, item.num_computed_tokens, item.overwrite, item.is_decode) == (7, 0, True, False)
     assert item.samples
     assert (item.drafts, one.draft_token_ids) == ((), [])
@@ -485,20 +460,18 @@ def test_a_request_that_is_dropped_before_its_step_runs_leaves_no_hit():
 @pytest.mark.parametrize(
     ("length", "max_tokens", "num_blocks", "match"),
     [
-        (0, 1, 60, "request bad: the prompt is empty"),
+        (0, 1, 60, "request 1: the prompt is empty"),
         (40, 1, 60, "the prompt has 40 tokens, max_model_len is 40"),
         (30, 9, 6, "38 tokens never fit in 5 cache blocks; lower max_tokens"),
     ],
 )
 def test_impossible_requests_are_refused_and_the_others_go_on(length, max_tokens, num_blocks, match):
-    target = scheduler(num_blocks)
-    target.add(request("good", 3))
+    target = Host("none", num_blocks=num_blocks)
+    good = target.add([1] * 60, 3, 4)
     with pytest.raises(ConfigError, match=match):
-        target.add(request("bad", length, max_tokens))
-    finished = []
-    while target.has_requests:
-        finished += advance(target)[1]
-    assert [one.request_id for one in finished] == ["good"]
+        target.add([1] * 60, length, max_tokens)
+    target.drain(20)
+    assert len(good.output_token_ids) == 4
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -522,18 +495,13 @@ def test_the_longest_request_that_is_let_in_ends_in_a_pool_of_its_size(mode, lat
 
 
 def test_abort_of_running_and_waiting_requests():
-    target = scheduler(seqs=2, budget=3)
-    requests = [request(i, 7) for i in range(4)]
-    for one in requests:
-        target.add(one)
+    target = Host("none", seqs=2, budget=3)
+    requests = [target.add([1] * 60, 7, 4) for _ in range(4)]
     for _ in range(4):
-        advance(target)
-    assert len(target.running) == 2
+        target.step()
+    assert len(target.scheduler.running) == 2
     for victim in (requests[0], requests[3]):
-        target.finish(victim)
-        target.check_integrity()
-    finished = []
-    while target.has_requests:
-        finished += advance(target)[1]
-        target.check_integrity()
-    assert [one.request_id for one in finished] == ["1", "2"]
+        target.scheduler.finish(victim)
+        target.scheduler.check_integrity()
+    target.drain(20)
+    assert [len(one.output_token_ids) == 4 for one in requests] == [False, True, True, False]

@@ -316,6 +316,7 @@ def test_what_cannot_be_run_is_refused(tiny, model_type, keys, message):
         ("lfm2_moe", ".experts.0.w1."),
         ("nemotron_h", "backbone.layers.4.mixer.experts.0.up_proj.weight"),
         ("olmo_hybrid", "q_conv1d"),
+        ("qwen3_5_moe_text", ".experts.0.gate_proj."),
     ],
 )
 def test_the_names_that_transformers_has_in_memory_are_read_too(tiny, tmp_path, model_type, hub):

@@ -63,8 +63,9 @@ def test_missing_tensor(folder, name):
 
 
 def edit_config(folder, **changes):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changes))
+    """Replace some keys; `None` removes one."""
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
 
 
 def truncate(path):

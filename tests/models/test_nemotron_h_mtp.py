@@ -4,13 +4,11 @@ The dense head is that of `accuracy.nemotron_h`, the code that trained it, with 
 multiples of the grid masked. Everything is float64, where the two differ by rounding only: at most 1e-9.
 """
 
-import json
 import random
 import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from accuracy.checkpoint import load_checkpoint
 from accuracy.tokenizer import encode
@@ -22,6 +20,7 @@ from hybrid_kv.models.layers import ForwardContext
 from hybrid_kv.models.loader import load_head, load_model
 from hybrid_kv.models.mtp import NAME
 from tests.models.paged_head import CPU, Paged, pairs
+from tests.models.test_loader import edit, edit_config
 
 TOLERANCE = 1e-9
 LENGTHS = (70, 33, 5, 48)
@@ -104,40 +103,6 @@ def test_any_chunks_in_any_batch_equal_the_dense_head(reference, head, requests,
     assert rejected, "no draft was wrong: nothing had to be overwritten"
 
 
-@pytest.mark.parametrize("hit", [8, 16, 40])
-def test_after_a_hit_the_head_computes_the_same(reference, head, requests, hit):
-    """A second request starts on the first one's blocks without any hidden state of before; the grid is 8."""
-    head.grid = 8
-    ids, hidden = requests[0]
-    paged = Paged(head, 2)
-    paged.step([(0, 0, *pairs(requests[0], 0, len(ids)))])
-    paged.table[1, : hit // paged.block_size] = paged.table[0, : hit // paged.block_size]
-    before = [view.clone() for view in paged.views[NAME]]
-    after, next_ids = pairs(requests[0], hit, len(ids))
-    after = after.index_fill(0, torch.tensor([0]), torch.nan)  # the hidden state of token hit - 1 was not kept
-    (out,) = paged.step([(1, hit, after, next_ids)])
-    assert_close(out[1:], dense(reference, hidden[:-1], ids[1:], 8)[hit:])
-    shared = paged.table[0, : hit // paged.block_size].long()
-    for view, old in zip(paged.views[NAME], before, strict=True):
-        assert torch.equal(view[shared].nan_to_num(7), old[shared].nan_to_num(7)), "a shared block changed"
-
-
-@pytest.mark.parametrize("end", [8, 16, 24])
-def test_a_block_does_not_depend_on_what_follows_it(head, requests, end):
-    """What a block holds under its hash: the same bytes whatever the next block begins with."""
-    head.grid = 8
-    ids, hidden = requests[0]
-    kept = []
-    for other in (requests[0], requests[1]):
-        paged = Paged(head, 1)
-        tail = other[0][end : end + 5], other[1][end : end + 5]
-        mixed = torch.cat([ids[:end], tail[0]]), torch.cat([hidden[:end], tail[1]])
-        paged.step([(0, 0, *pairs(mixed, 0, end + 5))])
-        blocks = paged.table[0, : end // paged.block_size].long()
-        kept.append([view[blocks].nan_to_num(7) for view in paged.views[NAME]])
-    assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
-
-
 def plain_attention(query, key, value, mask, scale, enable_gqa=False):
     """`scaled_dot_product_attention` by the book, where a softmax over nothing is NaN."""
     group = query.shape[1] // key.shape[1]
@@ -212,17 +177,6 @@ def folder(tmp_path):
     return tmp_path
 
 
-def edit_config(folder, **changes):
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
-
-
-def edit_tensors(folder, change):
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
-
-
 def refused(folder, target, match):
     with pytest.raises(ConfigError, match=match) as caught:
         load_head(folder, target)
@@ -246,14 +200,14 @@ def test_a_head_of_other_layers(folder, target):
 
 def test_tensors_that_lack_or_do_not_fit(folder, target):
     prefix = "mtp.layers.0."
-    edit_tensors(folder, lambda tensors: tensors.pop(prefix + "hnorm.weight"))
+    edit(folder, lambda tensors: tensors.pop(prefix + "hnorm.weight"))
     refused(folder, target, r"lacks 1 tensors, the first is mtp\.hnorm\.weight")
-    edit_tensors(folder, lambda tensors: tensors.update({prefix + "hnorm.weight": torch.ones(3)}))
+    edit(folder, lambda tensors: tensors.update({prefix + "hnorm.weight": torch.ones(3)}))
     refused(folder, target, r"mtp\.hnorm\.weight has shape \(3,\), config\.json says \(128,\)")
-    edit_tensors(folder, lambda tensors: tensors.update({prefix + "hnorm.weight": torch.ones(128)}))
-    edit_tensors(folder, lambda tensors: tensors.update({"mtp.layers.2.norm.weight": torch.ones(3)}))
+    edit(folder, lambda tensors: tensors.update({prefix + "hnorm.weight": torch.ones(128)}))
+    edit(folder, lambda tensors: tensors.update({"mtp.layers.2.norm.weight": torch.ones(3)}))
     refused(folder, target, r"does not know, the first is mtp\.layers\.2\.norm\.weight")
-    edit_tensors(folder, lambda tensors: tensors.pop(prefix + "mixer.v_proj.weight"))
+    edit(folder, lambda tensors: tensors.pop(prefix + "mixer.v_proj.weight"))
     refused(folder, target, r"has mtp\.layer\.mixer\.q_proj\.weight but lacks mtp\.layer\.mixer\.v_proj")
     load_model(folder, EngineConfig(dtype="float32"), CPU)  # which has no use for the head
 

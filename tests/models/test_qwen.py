@@ -2,10 +2,8 @@
 
 import json
 import logging
-import re
 
 import pytest
-import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers.models.qwen3_5 import modeling_qwen3_5
@@ -75,31 +73,3 @@ def test_a_draft_head_of_another_form_is_rejected(tmp_path_factory, tmp_path, ke
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=f"{key}={value}.*draft with n-grams"):
         load_head(tmp_path, load_model(folder, EngineConfig(dtype="float32"), CPU))
-
-
-def together(tensors):
-    """Experts as Qwen's own checkpoints have them: one tensor for all."""
-    found, fused = {}, {}
-    for name, tensor in tensors.items():
-        if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)_proj\.weight", name):
-            found.setdefault(match[1], {}).setdefault(match[3], {})[int(match[2])] = tensor
-        else:
-            fused[name] = tensor
-    for stem, parts in found.items():
-        each = {part: torch.stack([by[i] for i in sorted(by)]) for part, by in parts.items()}
-        fused[f"{stem}.gate_up_proj"] = torch.cat([each["gate"], each["up"]], 1)
-        fused[f"{stem}.down_proj"] = each["down"]
-    return fused
-
-
-def test_experts_in_one_tensor_are_those_one_by_one(tmp_path_factory):
-    model, folder = checkpoint(tmp_path_factory, "qwen3_5_moe_text")
-    tensors = load_file(folder / "model.safetensors")
-    fused = together(tensors)
-    assert len(tensors) - len(fused) == 5 * (3 * 6 - 2)  # four layers and the head, six experts of three parts
-    save_file(fused, folder / "model.safetensors")
-    check_parity(model, folder)
-    kept = {name: tensor for name, tensor in tensors.items() if ".2.mlp.experts.3.down" not in name}
-    save_file(kept, folder / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"lacks layers\.2\.mlp\.experts\.down_proj of expert 3"):
-        load_model(folder, EngineConfig(dtype="float32"), CPU)

@@ -9,18 +9,12 @@ from hybrid_kv.config import ConfigError
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.models.random_checkpoint import random_model, write_checkpoint
 from hybrid_kv.models.registry import overview, sized
-from hybrid_kv.sampling import SamplingParams
 
 
-@pytest.mark.parametrize("model_type", sorted(sized()))
-def test_every_family_loads_and_answers_alike(tmp_path, model_type):
-    model = write_checkpoint(model_type, tmp_path, seed=3)
-    llm = LLM(tmp_path, device="cpu", max_model_len=64, max_num_seqs=1, dtype="float32")
-    (output,) = llm.generate(["w7 w8 w9"], SamplingParams(max_tokens=4), progress=False)
-    assert output.prompt_token_ids == [7, 8, 9] and len(output.token_ids) in range(1, 5)
-    with torch.inference_mode():
-        logits = model(torch.tensor([[7, 8, 9]]), use_cache=False).logits[0, -1]
-    assert int(logits.argmax()) == output.token_ids[0]
+def test_the_tokenizer_has_a_word_for_each_token(tmp_path):
+    write_checkpoint("mamba2", tmp_path)
+    (output,) = LLM(tmp_path, device="cpu", max_model_len=64).generate(["w7 w8 w9"], progress=False)
+    assert output.prompt_token_ids == [7, 8, 9]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer.encode(tokenizer.decode([7, 70])) == [7, 70]
 

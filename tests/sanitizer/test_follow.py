@@ -14,7 +14,6 @@ import torch
 from hybrid_kv.attention import mamba
 from hybrid_kv.attention.mamba import MambaMetadataBuilder
 from hybrid_kv.attention.rollback import Recompute, RecomputeSpec
-from hybrid_kv.cache.block_hash import BlockHashes
 from hybrid_kv.cache.block_pool import BlockPool
 from hybrid_kv.cache.manager import KVCacheManager
 from hybrid_kv.cache.offload import KVOffload
@@ -24,7 +23,6 @@ from hybrid_kv.engine import runner
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.engine.runner import ModelRunner
 from hybrid_kv.engine.scheduler import Scheduler
-from hybrid_kv.engine.state_cursor import StateCursor
 from hybrid_kv.guard.scenario import SmallBlocksFirst, SmallKVFirst
 from hybrid_kv.kernels.block_tables.host import HostTables
 from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle
@@ -181,12 +179,6 @@ def before(change):
     return lambda plain: lambda *args, **kwargs: plain(*change(*args), **kwargs)
 
 
-def recompute_current_block(_, self, batch, num_accepted):
-    for item, accepted in zip(batch, num_accepted, strict=True):
-        block_idx = (item.num_computed_tokens + accepted - 1) // self._mamba_spec.block_size
-        self.cursors.current_block[item.request.row] = block_idx
-
-
 def accept_one_less(_, self, batch, num_accepted):
     rows = [item.request.row for item in batch]
     self.cursors.window_row[rows] = np.maximum(0, self.cursors.window_row[rows] - 1)
@@ -210,16 +202,6 @@ def state_in_place(built, builder, common, *_):
 
 def no_copies(copies, *_):
     return type(copies)(*(values[:0] for values in copies))
-
-
-def own_tokens_only(plain):
-    def chain(self, block_size, token_ids, num_tokens):
-        known = self._chains.setdefault(block_size, [])
-        for begin in range(len(known) * block_size, num_tokens // block_size * block_size, block_size):
-            known.append(str(token_ids[begin + block_size - 1]).encode())
-        return known
-
-    return chain
 
 
 def publish_when_scheduled(new, scheduler, item, *_):
@@ -283,16 +265,6 @@ def repeat_manager_blocks(_, self, *arguments):
     self.geometry[:, 4] = 1
 
 
-def one_block_idx_less(plain):
-    def place(self, *arguments):
-        self.num_blocks -= 1
-        is_changed = plain(self, *arguments)
-        self.num_blocks += 1
-        return is_changed
-
-    return place
-
-
 def shift_slots(by):
     def shift(_, self, rows, query_lens, positions, num_tokens_padded):
         self.slot_mappings[:, : len(positions)] += by
@@ -328,10 +300,6 @@ def hand_out_a_held_block(ids, pool, *_):
     return ids
 
 
-def swap_rows(self, rows, *rest):
-    return self, rows[::-1].copy(), *rest
-
-
 def next_row(self, rows, *rest):
     return self, (rows + 1) % self.max_num_reqs, *rest
 
@@ -363,9 +331,6 @@ OFFLOAD = ATTENTION | {"kv_offload_bytes": 2**20}
 ROOMY = {"num_blocks": 80, "max_num_batched_tokens": 16}
 
 BUGS = {
-    "current state block recomputed (C15)": (
-        ModelRunner, "_postprocess", around(recompute_current_block), ALL, "read-window",
-    ),
     "accepted off by one": (ModelRunner, "_postprocess", around(accept_one_less), ALL, "read-window"),
     "stale window row": (
         MambaMetadataBuilder, "build",
@@ -395,9 +360,6 @@ BUGS = {
         mamba, "boundaries_inside",
         around(lambda found, *_: (found[0], found[1], np.maximum(found[2] - 1, 1))), ALL, "publish-state",
     ),
-    "row state of the last owner (C10)": (
-        StateCursor, "restart", lambda plain: lambda *_: None, ALL, "read-window",
-    ),
     "align publishes jumped logical blocks": (
         KVCacheManager, "cache_blocks",
         before(lambda *args: (*args[:5], True, *args[6:])), ALIGN, "publish-unheld publish-state",
@@ -408,13 +370,10 @@ BUGS = {
     ),
     "slot off by one": (HostTables, "map_slots", shift_slots(1), ATTENTION, "read-slot"),
     "negative slot": (HostTables, "map_slots", shift_slots(-(2**20)), ATTENTION, "index-range"),
-    "two rows swapped": (HostTables, "place", before(swap_rows), ATTENTION, "read-slot"),
     "slots of another row (C22)": (HostTables, "map_slots", before(next_row), ATTENTION, "write-unheld"),
     "padding keeps slots (B06)": (HostTables, "map_slots", keep_last_padding, ATTENTION, "pad-slot"),
     "kernel blocks not expanded (B01)": (HostTables, "__init__", around(repeat_manager_blocks), ATTENTION, "read-slot"),
-    "one table logical block too few": (HostTables, "place", one_block_idx_less, ATTENTION, "read-slot"),
     "a hit takes another block": (BlockPool, "lookup", around(wrong_block), ATTENTION | ROOMY, "hit-prefix"),
-    "a hash of the last token only": (BlockHashes, "chain", own_tokens_only, ATTENTION | ROOMY, "hit-prefix"),
     "a hit is computed again in place": (Scheduler, "_chunk", one_token_back, ATTENTION | ROOMY, "write-shared"),
     "freed too early (F16)": (KVCacheManager, "_give_back", before(give_back_more), ALIGN, "read-unheld"),
     "evicted and still found": (BlockPool, "_unpublish", forget_to_unpublish, ATTENTION, "evict-findable"),

@@ -156,7 +156,6 @@ VERSIONS = {
     "comment": {"newer": "def newer(): step()\n\n# nothing else"},
     "slow": {"ticks": 105_000},
     "fast": {"ticks": 95_000},
-    "tiny": {"ticks": 100_500},
     "wrong": {"answer": 41},
     "dying": {"answer": 7},
     "hanging": {"answer": 8},
