@@ -80,7 +80,7 @@ def _main() -> None:
         sys.stdout.buffer.write(_text(**json.load(sys.stdin)).encode())
     except Exception as error:
         kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
-        sys.exit(f"{kind}{error}"[:200])
+        sys.exit(f"{kind}{error}"[:200] if not isinstance(error, MemoryError) else 2)
 
 
 if __name__ == "__main__":
