@@ -20,7 +20,7 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
     max_waiting: Annotated[int, typer.Option(min=0, help="Waiting requests; others are answered 429.")] = 256,
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Longest request; others are answered 413.")] = 2**20,
-    receive_timeout: Annotated[float, typer.Option(min=1, help="Seconds to send headers, and a body.")] = 60,
+    receive_timeout: Annotated[int, typer.Option(min=1, help="Seconds to send headers, and a body.")] = 60,
     grace: Annotated[int, typer.Option(min=0, help="Seconds to finish open requests at shutdown.")] = 10,
     **engine: Any,
 ) -> None:
