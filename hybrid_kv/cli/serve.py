@@ -19,7 +19,8 @@ def serve(
     host: Annotated[str, typer.Option(help=f"Address; other machines need {environment.API_KEY}.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
     max_waiting: Annotated[int, typer.Option(min=0, help="Waiting requests; others are answered 429.")] = 256,
-    max_body_bytes: Annotated[int, typer.Option(min=1, help="Longest request; others are answered 413.")] = 2**22,
+    max_body_bytes: Annotated[int, typer.Option(min=1, help="Longest request; others are answered 413.")] = 2**20,
+    receive_timeout: Annotated[int, typer.Option(min=1, help="Seconds to send headers, and a body.")] = 60,
     grace: Annotated[int, typer.Option(min=0, help="Seconds to finish open requests at shutdown.")] = 10,
     **engine: Any,
 ) -> None:
@@ -29,6 +30,7 @@ def serve(
     require("safetensors", "tokenizers", "transformers", "fastapi", "uvicorn", "prometheus_client")
     from hybrid_kv import LLM
     from hybrid_kv.accuracy.guard_model import embedded
+    from hybrid_kv.cli.plan import report_memory
     from hybrid_kv.serve.app import Access
     from hybrid_kv.serve.server import Server, open_socket
 
@@ -37,8 +39,9 @@ def serve(
     folder = embedded(model)
     name = served_model_name or Path(folder).resolve().name
     with open_socket(host, port, api_key is not None) as opened:
+        report_memory(str(folder), engine)
         llm = LLM(folder, **engine)
-        server = Server(llm, Access(name, api_key, max_body_bytes, template), max_waiting, grace)
+        server = Server(llm, Access(name, api_key, max_body_bytes, template, receive_timeout), max_waiting, grace)
         url = f"http://{f'[{host}]' if ':' in host else host}:{opened.getsockname()[1]}/v1"
         print(f"{name} at {url}; Ctrl-C ends it", flush=True)
         server.run(sockets=[opened])

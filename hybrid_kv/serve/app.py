@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import reprlib
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -12,37 +13,47 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from jinja2 import TemplateError
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from hybrid_kv import __version__
 from hybrid_kv.config import ConfigError, HybridKVError
 from hybrid_kv.serve.answers import ChatAnswer, CompletionAnswer, Json
 from hybrid_kv.serve.engine import BusyError, Engine, Piece, StoppedError, Submission
 from hybrid_kv.serve.metrics import Metrics
-from hybrid_kv.serve.schema import BadRequestError, ChatRequest, CompletionRequest, Sent, parse
+from hybrid_kv.serve.schema import BadRequestError, ChatRequest, CompletionRequest, Prompt, Sent, parse
+from hybrid_kv.serve.template import render
 
+Answer = CompletionAnswer | ChatAnswer
 VERBS = ("sleep", "wake_up")  # methods of the engine without arguments
 CLIENT_CLOSED_REQUEST = 499  # nginx's number; clients have gone
+MAX_TEMPLATES = 2  # that run at once, each in a process
 
 
 @dataclass(frozen=True)
 class Access:
-    """Which clients are served, and how much at once. Without `api_key` all are."""
+    """Which clients are served, and how much at once. Without `api_key` all are.
+
+    Args:
+        max_body_bytes: of a request, and of the text that a template makes of it.
+        receive_timeout: seconds to send the headers of a request, and again for its body.
+    """
 
     model: str
     api_key: str | None = None
-    max_body_bytes: int = 2**22
+    max_body_bytes: int = 2**20
     chat_template: str | None = None
+    receive_timeout: float = 60
 
 
 class ApiError(HybridKVError):
-    """An answer other than 200, in OpenAI's form."""
+    """A request that is at fault, in OpenAI's form."""
 
-    def __init__(self, status: int, message: str, kind: str, code: str | None = None) -> None:
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.kind, self.code = status, kind, code
+        self.status, self.code = status, code
 
 
 class Front:
@@ -51,6 +62,7 @@ class Front:
     def __init__(self, engine: Engine, metrics: Metrics, access: Access) -> None:
         self.engine, self.metrics, self.access = engine, metrics, access
         self.started = int(time.time())
+        self._templates = asyncio.Semaphore(MAX_TEMPLATES)
         self.app = FastAPI(title="hybrid-kv", docs_url=None, redoc_url=None, openapi_url=None)
         add = self.app.add_api_route
         add("/v1/completions", self.completions, methods=["POST"], response_model=None)
@@ -72,24 +84,23 @@ class Front:
     async def completions(self, request: Request) -> Response:
         """Continue prompts."""
         sent = await self._parsed(request, CompletionRequest)
+        self.engine.check_room(len(sent.prompts) * sent.num_choices)
+        prompts = await run_in_threadpool(self._encoded, sent.prompts)
         answer = CompletionAnswer(sent, self.access.model, self.engine.llm.tokenizer)
         max_tokens = 16 if sent.max_tokens is None else max(1, sent.max_tokens)  # OpenAI's default; 0 with echo
-        more = {"logprobs": sent.logprobs, "prompt_logprobs": sent.logprobs if sent.echo else None}
-        params = [sent.sampling_params(max_tokens, choice, **more) for choice in range(sent.num_choices)]
-        sequences = [(prompt, one) for prompt in sent.prompts for one in params]
-        return await self._answer(request, answer, Submission(sequences, bool(sent.stream)))
+        logprobs = {"logprobs": sent.logprobs, "prompt_logprobs": sent.logprobs if sent.echo else None}
+        return await self._answer(request, answer, prompts, {"max_tokens": max_tokens} | logprobs)
 
     async def chat_completions(self, request: Request) -> Response:
         """Continue a conversation, by the checkpoint's own template."""
         sent = await self._parsed(request, ChatRequest)
+        self.engine.check_room(sent.num_choices)
         answer = ChatAnswer(sent, self.access.model, self.engine.llm.tokenizer)
-        prompt = self._conversation(sent)
+        prompt = await self._conversation(sent)
         given = sent.max_completion_tokens or sent.max_tokens
         max_tokens = given or max(1, self.engine.llm.config.scheduler.max_model_len - len(prompt))
         num_top = (sent.top_logprobs or 0) if sent.logprobs else None
-        params = [sent.sampling_params(max_tokens, i, logprobs=num_top) for i in range(sent.num_choices)]
-        sequences = [(prompt, one) for one in params]
-        return await self._answer(request, answer, Submission(sequences, bool(sent.stream)))
+        return await self._answer(request, answer, [prompt], {"max_tokens": max_tokens, "logprobs": num_top})
 
     async def models(self, request: Request) -> Response:
         """The one that there is."""
@@ -143,26 +154,26 @@ class Front:
         wanted = self.access.api_key.encode(errors="surrogateescape")  # as the environment had it
         is_right = hmac.compare_digest(key.encode("latin-1"), wanted)
         if scheme.lower() != "bearer" or not is_right:
-            raise ApiError(
-                401,
-                "no valid API key: send it as Authorization: Bearer KEY",
-                "invalid_request_error",
-                "invalid_api_key",
-            )
+            raise ApiError(401, "no valid API key: send it as Authorization: Bearer KEY", "invalid_api_key")
 
     async def _parsed(self, request: Request, kind: type[Sent]) -> Sent:
         self._authorize(request)
-        sent = parse(kind, await self._body(request))
+        try:
+            body = await asyncio.wait_for(self._body(request), self.access.receive_timeout)
+        except (asyncio.TimeoutError, ClientDisconnect):
+            raise ApiError(408, f"the body did not arrive within {self.access.receive_timeout:g} s") from None
+        sent = parse(kind, body)
         if sent.model is not None and sent.model != self.access.model:
-            raise ApiError(
-                404,
-                f"the model {sent.model!r} is not here, {self.access.model!r} is",
-                "invalid_request_error",
-                "model_not_found",
-            )
+            message = f"the model {reprlib.repr(sent.model)} does not exist; this server serves {self.access.model!r}"
+            raise ApiError(404, message, "model_not_found")
         return sent
 
-    def _conversation(self, sent: ChatRequest) -> list[int]:
+    def _encoded(self, prompts: list[Prompt]) -> list[Prompt]:
+        """Each once, whatever the number of choices."""
+        encode = self.engine.llm.tokenizer.encode if self.engine.llm.tokenizer is not None else None
+        return [encode(one) if encode and isinstance(one, str) else one for one in prompts]
+
+    async def _conversation(self, sent: ChatRequest) -> list[int]:
         """The prompt that a template makes of messages; a template writes the special tokens itself."""
         tokenizer: Any = self.engine.llm.tokenizer
         template = self.access.chat_template
@@ -175,30 +186,30 @@ class Front:
                 "messages",
             )
         messages = [message.as_template_input() for message in sent.messages]
+        variables: Json = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
+        variables |= tokenizer.special_tokens_map
         try:
-            text = tokenizer.apply_chat_template(
-                messages, chat_template=template, tokenize=False, add_generation_prompt=True
-            )
-        except (TemplateError, TypeError, ValueError) as error:
+            async with self._templates:
+                text = await run_in_threadpool(render, template, variables, self.access.max_body_bytes)
+        except ConfigError as error:
             raise BadRequestError(f"the chat template refuses these messages: {error}", "messages") from None
-        return list(tokenizer.encode(text, add_special_tokens=False))
+        return list(await run_in_threadpool(tokenizer.encode, text, add_special_tokens=False))
 
     async def _body(self, request: Request) -> bytes:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            raise ApiError(415, f"content-type is {kind!r}; send JSON as application/json", "invalid_request_error")
+            raise ApiError(415, f"content-type is {kind!r}; send JSON as application/json")
         body = bytearray()
         async for chunk in request.stream():
             body += chunk
             if len(body) > self.access.max_body_bytes:
-                raise ApiError(
-                    413, f"the body is longer than {self.access.max_body_bytes} bytes", "invalid_request_error"
-                )
+                raise ApiError(413, f"the body is longer than {self.access.max_body_bytes} bytes")
         return bytes(body)
 
-    async def _answer(
-        self, request: Request, answer: CompletionAnswer | ChatAnswer, submission: Submission
-    ) -> Response:
+    async def _answer(self, request: Request, answer: Answer, prompts: list[Prompt], options: Json) -> Response:
+        sent = answer.sent
+        params = [sent.sampling_params(choice=choice, **options) for choice in range(sent.num_choices)]
+        submission = Submission([(prompt, one) for prompt in prompts for one in params], bool(sent.stream))
         if submission.wants_steps:
             await self.engine.submit(submission)  # what is wrong with it is said with a status of its own
             return _Stream(self._events(answer, submission), self.engine, submission)
@@ -212,12 +223,12 @@ class Front:
             gone.cancel()
             self.engine.abort(submission)
 
-    async def _document(self, answer: CompletionAnswer | ChatAnswer, submission: Submission) -> Json:
+    async def _document(self, answer: Answer, submission: Submission) -> Json:
         await self.engine.submit(submission)
         pieces = [piece async for piece in self._pieces(submission)]
         return answer.document(submission, sorted(pieces, key=lambda piece: piece.index))
 
-    async def _events(self, answer: CompletionAnswer | ChatAnswer, submission: Submission) -> AsyncIterator[str]:
+    async def _events(self, answer: Answer, submission: Submission) -> AsyncIterator[str]:
         try:
             async for piece in self._pieces(submission):
                 for event in answer.events(submission, piece):
@@ -267,7 +278,7 @@ def _error(error: Exception) -> tuple[int, Json]:
     """The status and the document of what went wrong, in OpenAI's form and one line."""
     status, kind, code = 500, "server_error", None
     if isinstance(error, ApiError):
-        status, kind, code = error.status, error.kind, error.code
+        status, kind, code = error.status, "invalid_request_error", error.code
     elif isinstance(error, BusyError):
         status, kind, code = 429, "rate_limit_error", "too_many_requests"
     elif isinstance(error, StoppedError):
@@ -282,10 +293,11 @@ def _error(error: Exception) -> tuple[int, Json]:
 
 async def _refused(_: Request, error: Exception) -> Response:
     status, document = _error(error)
-    headers = {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(status)
+    close = {"Connection": "close"}  # what is left of the body will not be read
+    headers = {401: {"WWW-Authenticate": "Bearer"}, 408: close, 413: close, 429: {"Retry-After": "1"}}.get(status)
     return JSONResponse(document, status, headers)
 
 
 async def _no_route(request: Request, error: Any) -> Response:
     message = f"{request.method} {request.url.path}: {error.detail}"
-    return await _refused(request, ApiError(error.status_code, message, "invalid_request_error"))
+    return await _refused(request, ApiError(error.status_code, message))

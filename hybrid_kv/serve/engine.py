@@ -22,6 +22,7 @@ from hybrid_kv.engine.text import TextStream
 from hybrid_kv.request import Request
 from hybrid_kv.sampling import SamplingParams, TokenLogprobs
 from hybrid_kv.serve.schema import Prompt
+from hybrid_kv.timing.clock import wall_clock
 
 T = TypeVar("T")
 
@@ -59,6 +60,7 @@ class Submission:
     sequences: Sequence[tuple[Prompt, SamplingParams]]
     wants_steps: bool = False
     requests: list[Request] = field(default_factory=list)  # once they are open
+    arrived: float = field(default_factory=wall_clock)
     pieces: asyncio.Queue[Piece | StoppedError] = field(default_factory=asyncio.Queue)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
@@ -98,7 +100,8 @@ class Engine:
 
     Args:
         max_waiting: sequences that may be open beyond those that run at once.
-        on_end: called from the thread when a sequence has ended.
+        on_begin: called from the thread when a sequence is open, with the time at which it arrived.
+        on_end: called from the thread when it has ended.
         on_failure: called from the thread when a step raised; the engine has stopped then.
 
     Attributes:
@@ -109,12 +112,13 @@ class Engine:
         self,
         llm: LLM,
         max_waiting: int,
+        on_begin: Callable[[Request, float], None],
         on_end: Callable[[RequestOutput], None],
         on_failure: Callable[[], None],
     ) -> None:
         self.llm = llm
         self.max_open = llm.config.scheduler.max_num_seqs + max_waiting
-        self.on_end, self.on_failure = on_end, on_failure
+        self.on_begin, self.on_end, self.on_failure = on_begin, on_end, on_failure
         self.failure: BaseException | None = None
         self._open: dict[str, _Open] = {}
         self._commands: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
@@ -133,6 +137,20 @@ class Engine:
     def is_alive(self) -> bool:
         """Whether commands are taken."""
         return self._thread.is_alive() and not self._is_closed
+
+    def check_room(self, count: int) -> None:
+        """Before any work for a request of `count` sequences.
+
+        Raises:
+            ConfigError: so many can never be open.
+            BusyError: too many are open.
+        """
+        if count > self.max_open:
+            raise ConfigError(f"{count} sequences in one request, {self.max_open} may be open; send fewer at once")
+        if len(self._open) + count > self.max_open:
+            raise BusyError(
+                f"{len(self._open)} of {self.max_open} sequences are open, {count} more do not fit; try again later"
+            )
 
     async def submit(self, submission: Submission) -> None:
         """Open all sequences of a submission, or none.
@@ -227,28 +245,24 @@ class Engine:
                 raise
 
     def _submit(self, submission: Submission) -> None:
-        llm, count = self.llm, len(submission.sequences)
         if self._is_stopping:
             raise StoppedError(self._why())
-        if count > self.max_open:
-            raise ConfigError(f"{count} sequences in one request, {self.max_open} may be open; send fewer at once")
-        if len(self._open) + count > self.max_open:
-            raise BusyError(
-                f"{len(self._open)} of {self.max_open} sequences are open, {count} more do not fit; try again later"
-            )
+        self.check_room(len(submission.sequences))
         try:
             for prompt, params in submission.sequences:
-                request = llm.add_request(prompt, params)
+                request = self.llm.add_request(prompt, params)
                 submission.requests.append(request)
                 self._check_length(request)
         except BaseException:
             for request in submission.requests:
-                llm.scheduler.finish(request)
+                self.llm.scheduler.finish(request)
             submission.requests.clear()
             raise
+        tokenizer = self.llm.tokenizer
         for index, request in enumerate(submission.requests):
-            stream = TextStream(llm.tokenizer, request.params.stop) if llm.tokenizer is not None else None
+            stream = TextStream(tokenizer, request.params.stop) if tokenizer is not None else None
             self._open[request.request_id] = _Open(request, submission, index, stream)
+            self.on_begin(request, submission.arrived)
 
     def _check_length(self, request: Request) -> None:
         """An answer that `max_model_len` would cut is refused: a client could not tell it from a whole one."""

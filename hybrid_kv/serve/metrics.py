@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from hybrid_kv.engine.llm import LLM, RequestOutput
 from hybrid_kv.observe import EngineObserver
-from hybrid_kv.request import ScheduledRequest
+from hybrid_kv.request import Request, ScheduledRequest
+from hybrid_kv.timing.clock import wall_clock
+
+SECONDS = [digit * 10.0**power for power in range(-3, 3) for digit in (1, 2.5, 5)]  # bounds of all histograms
 
 
 class Metrics(EngineObserver):
@@ -21,12 +24,18 @@ class Metrics(EngineObserver):
     def __init__(self, llm: LLM, model: str) -> None:
         self.registry = CollectorRegistry()
         self._batch: Sequence[ScheduledRequest] = ()
+        # By the id of an open request: when it arrived, what its next token adds to, and since when.
+        self._times: dict[str, tuple[float, Histogram, float]] = {}
 
         def counter(name: str, said: str) -> Counter:
             return Counter(f"hybrid_kv:{name}", said, ["model_name"], registry=self.registry).labels(model)
 
         def gauge(name: str, said: str) -> Gauge:
             return Gauge(f"hybrid_kv:{name}", said, ["model_name"], registry=self.registry).labels(model)
+
+        def histogram(name: str, said: str) -> Histogram:
+            name = f"hybrid_kv:{name}_seconds"
+            return Histogram(name, said, ["model_name"], registry=self.registry, buckets=SECONDS).labels(model)
 
         self.queries = counter("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache.")
         self.hits = counter("prefix_cache_hits", "Prompt tokens that were taken from the prefix cache.")
@@ -41,6 +50,10 @@ class Metrics(EngineObserver):
         self.running = gauge("num_requests_running", "Requests that run.")
         self.waiting = gauge("num_requests_waiting", "Requests that wait to run.")
         self.usage = gauge("kv_cache_usage_perc", "Blocks that requests hold; 1 is all of them.")
+        self.queue_time = histogram("request_queue_time", "From a request's arrival to its first step.")
+        self.first_token = histogram("time_to_first_token", "From a request's arrival to its first token.")
+        self.inter_token = histogram("inter_token_latency", "From a step that gave a request tokens to the next.")
+        self.e2e = histogram("e2e_request_latency", "From a request's arrival to its end.")
         self._success = Counter(
             "hybrid_kv:request_success", "Requests that have ended.", ["model_name", "finished_reason"],
             registry=self.registry,
@@ -74,12 +87,15 @@ class Metrics(EngineObserver):
 
     def on_schedule(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """A request is admitted: for the first time, so that it looks its prompt up in the cache, or again."""
+        now = wall_clock()
         for item in scheduled:
             if item.overwrite and item.request.num_preemptions:
                 self.preemptions.inc()
-            elif item.overwrite and self._caches and item.request.params.reads_prefix_cache:
-                self.queries.inc(len(item.request.prompt_token_ids))
-                self.hits.inc(item.num_computed_tokens)
+            elif item.overwrite:
+                self.queue_time.observe(now - self._times[item.request.request_id][0])
+                if self._caches and item.request.params.reads_prefix_cache:
+                    self.queries.inc(len(item.request.prompt_token_ids))
+                    self.hits.inc(item.num_computed_tokens)
 
     def on_prepare(self, batch: Sequence[ScheduledRequest]) -> None:
         """Keep the batch: its drafts are known now."""
@@ -87,7 +103,13 @@ class Metrics(EngineObserver):
 
     def on_commit(self, tokens: Sequence[Sequence[int]]) -> None:
         """All tokens of a step but the last are drafts that were right."""
+        now = wall_clock()
         for item, new in zip(self._batch, tokens, strict=True):
+            request_id = item.request.request_id
+            if new and request_id in self._times:
+                arrived, histogram, since = self._times[request_id]
+                histogram.observe(now - since)
+                self._times[request_id] = arrived, self.inter_token, now
             if item.num_drafts:
                 self.drafts.inc()
                 self.draft_tokens.inc(item.num_drafts)
@@ -95,8 +117,13 @@ class Metrics(EngineObserver):
                 for position in range(len(new) - 1):
                     self._accepted_per_pos.labels(self._model, position).inc()
 
+    def begun(self, request: Request, arrived: float) -> None:
+        """A request is open."""
+        self._times[request.request_id] = arrived, self.first_token, arrived
+
     def ended(self, output: RequestOutput) -> None:
         """A request has ended."""
+        self.e2e.observe(wall_clock() - self._times.pop(output.request_id)[0])
         self.prompt_tokens.inc(len(output.prompt_token_ids))
         self.generation_tokens.inc(len(output.token_ids))
         self._success.labels(self._model, output.finish_reason).inc()

@@ -6,6 +6,8 @@ gives an answer to another question than was sent.
 
 from __future__ import annotations
 
+import reprlib
+from functools import cached_property
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -15,6 +17,7 @@ from hybrid_kv.sampling import SamplingParams
 
 MAX_LOGPROBS = 20  # alternatives per token, as in vLLM and OpenAI's chat
 MAX_CHOICES = 128  # `n`, as in OpenAI
+MAX_STOPS = 64  # stop strings, and stop tokens: each step looks for all of them
 
 Prompt = str | list[int]
 Zero = Annotated[float, Field(ge=0, le=0)]
@@ -48,8 +51,8 @@ class _Sampled(_Body):
     top_k: int | None = None
     seed: int | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     ignore_eos: bool = False
     cache_salt: str | None = None
     stream: bool | None = None
@@ -60,6 +63,13 @@ class _Sampled(_Body):
     # Clients send these unasked; any other value would change the answer.
     frequency_penalty: Zero | None = None
     presence_penalty: Zero | None = None
+
+    @field_validator("stop", "stop_token_ids")
+    @classmethod
+    def _is_short(cls, value: Any) -> Any:
+        if isinstance(value, list) and len(value) > MAX_STOPS:
+            raise ValueError(f"has {len(value)} entries, {MAX_STOPS} are allowed; send fewer")
+        return value
 
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> _Sampled:
@@ -120,7 +130,7 @@ class CompletionRequest(_Sampled):
             raise ValueError("max_tokens=0 gives no token; give at least 1, or echo=true")
         return self
 
-    @property
+    @cached_property
     def prompts(self) -> list[Prompt]:
         """One or several."""
         return self.prompt if isinstance(self.prompt, list) and not is_token_ids(self.prompt) else [self.prompt]
@@ -137,7 +147,7 @@ class Message(_Body):
     """One turn of a conversation; which roles there are is the template's business."""
 
     role: str
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
     name: str | None = None
 
     def as_template_input(self) -> dict[str, str]:
@@ -149,7 +159,7 @@ class Message(_Body):
 class ChatRequest(_Sampled):
     """`POST /v1/chat/completions`. Without a limit an answer may take what `max_model_len` leaves it."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
@@ -180,18 +190,13 @@ def parse(kind: type[Sent], body: bytes) -> Sent:
         return kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-    name = ".".join(str(part) for part in first["loc"]) or None
-    field = str(first["loc"][0]) if first["loc"] else None
+    name = ".".join(str(part) for part in first["loc"])[:100] or None
+    field = str(first["loc"][0])[:100] if first["loc"] else None
     if first["type"] == "json_invalid":
         raise BadRequestError(f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
-    if first["type"] == "extra_forbidden":
-        raise BadRequestError(f"Unrecognized request argument supplied: {name}", field)
+    if first["type"] == "extra_forbidden" or str(field).endswith("_penalty"):
+        raise BadRequestError(f"{name} is not supported; leave it out", field)
     said = first["msg"].removeprefix("Value error, ")
     if name is None or first["type"] == "missing":
         raise BadRequestError(said if name is None else f"{name} is missing", field)
-    raise BadRequestError(f"{name}: {said}, given {_short(first['input'])}", field)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    raise BadRequestError(f"{name}: {said}, given {reprlib.repr(first['input'])}", field)

@@ -8,9 +8,11 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.engine.llm import LLM
@@ -53,6 +55,36 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+class _Connection(H11Protocol):
+    """uvicorn's, with a time limit until the headers of the next request are complete."""
+
+    def __init__(self, receive_timeout: float, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._start_timer = partial(self.loop.call_later, receive_timeout, self._end_if_idle)
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._timer = self._start_timer()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._timer.cancel()
+        self._timer = self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._timer.cancel()
+
+    def _end_if_idle(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.cycle is not None and self.cycle.more_body:
+            self.transport.close()  # a body that is still on its way would hold the server up
+
+
 class Server(uvicorn.Server):
     """Serves an `LLM` over HTTP. `run(sockets=[…])` returns when it has ended.
 
@@ -64,10 +96,11 @@ class Server(uvicorn.Server):
     def __init__(self, llm: LLM, access: Access, max_waiting: int = 256, grace: int = 10) -> None:
         self.access, self.metrics = access, Metrics(llm, access.model)
         llm.observers.append(self.metrics)
-        self.engine = Engine(llm, max_waiting, self.metrics.ended, self._end)
+        self.engine = Engine(llm, max_waiting, self.metrics.begun, self.metrics.ended, self._end)
         self.grace = grace
         app = Front(self.engine, self.metrics, access).app
-        limits: dict[str, Any] = {"timeout_graceful_shutdown": grace + HARD_LIMIT}
+        http: Any = partial(_Connection, access.receive_timeout)
+        limits: Any = {"timeout_graceful_shutdown": grace + HARD_LIMIT, "http": http}
         super().__init__(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", **limits))
 
     def _end(self) -> None:

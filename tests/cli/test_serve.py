@@ -35,16 +35,16 @@ def test_options_reach_the_engine_and_the_front(
         "kv_offload_bytes": 2**20,
     }  # fmt: skip
     words = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in options.items()]
-    front = ["--port", "0", "--max-waiting", "5", "--grace", "2", "--max-body-bytes", "99", "--chat-template"]
+    front = ["--port", "0", "--max-waiting", "5", "--grace", "2", "--max-body-bytes", "99", "--receive-timeout", "7"]
     monkeypatch.setenv("HYBRID_KV_API_KEY", "secret")
-    code, out, err = run(
-        capsys, "serve", *words, *front, str(template), "--served-model-name", "toy", "--host", "0.0.0.0"
-    )
-    assert (code, err) == (0, "") and out.startswith("toy at http://0.0.0.0:")
+    front += ["--served-model-name", "toy", "--host", "0.0.0.0", "--chat-template", str(template)]
+    code, out, err = run(capsys, "serve", *words, *front)
+    assert code == 0 and out.startswith("toy at http://0.0.0.0:")
+    assert err.startswith("loading nemotron_h in float64: ") and err.count("\n") == 1
     (server,) = started
     llm, config = server.engine.llm, server.engine.llm.config
     assert server.engine.max_open == 3 + 5 and server.grace == 2
-    assert (server.access.api_key, server.access.max_body_bytes) == ("secret", 99)
+    assert (server.access.api_key, server.access.max_body_bytes, server.access.receive_timeout) == ("secret", 99, 7)
     assert (server.access.model, server.access.chat_template) == ("toy", "{{ messages }}")
     parts = (config, config.cache, config.scheduler, config.speculative)
     for name, value in options.items():

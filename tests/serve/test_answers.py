@@ -73,20 +73,6 @@ def test_choices_of_a_prompt_draw_with_seeds_of_their_own(server: Served, alone:
     assert found.usage is not None and found.usage.prompt_tokens == len(expected[0].prompt_token_ids)
 
 
-def test_usage_says_what_came_from_the_cache_and_a_salt_keeps_it_apart(server: Served) -> None:
-    prompt = [5 + i % 70 for i in range(150)]
-
-    def cached(salt: str) -> int:
-        found = server.client.completions.create(
-            model=MODEL, prompt=prompt, max_tokens=1, temperature=0, extra_body={"cache_salt": salt}
-        )
-        return found.usage.prompt_tokens_details.cached_tokens  # type: ignore[union-attr, return-value]
-
-    assert [cached("a"), cached("a"), cached("b"), cached("b")] == [0, 96, 0, 96]
-    assert server.http.post("/reset_prefix_cache").status_code == 200
-    assert cached("a") == 0
-
-
 def test_logprobs_of_an_answer_are_those_of_the_engine(server: Served, alone: LLM) -> None:
     (expected,) = alone.generate([QUESTION], SamplingParams(8, logprobs=3), progress=False)
     sent = {"model": MODEL, "prompt": QUESTION, "max_tokens": 8, "temperature": 0, "logprobs": 3}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ from fastapi.testclient import TestClient
 
 from hybrid_kv import __version__
 from hybrid_kv.serve.app import Access, Front
+from hybrid_kv.serve.schema import CompletionRequest
+from hybrid_kv.serve.template import render
 from tests.serve.conftest import Served
 
 ASK = {"prompt": "Question:", "max_tokens": 2}
@@ -73,6 +76,41 @@ def test_a_body_that_is_too_long_is_not_read_to_its_end(front: Callable[..., Tes
     assert client.post("/v1/completions", json=ASK).status_code == 200
 
 
+@pytest.mark.parametrize(("then", "seconds"), [([{"type": "http.disconnect"}], 60), ([], 0.01)])
+def test_a_body_that_does_not_end_is_no_bug(
+    front: Callable[..., TestClient], then: list[dict[str, Any]], seconds: float
+) -> None:
+    sent: list[Any] = []
+    messages = [{"type": "http.request", "body": b"{", "more_body": True}, *then]
+
+    async def receive() -> Any:
+        return messages.pop(0) if messages else await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": headers}
+    asyncio.run(asyncio.wait_for(front(receive_timeout=seconds).app(scope, receive, send), 60))
+    assert sent[0]["status"] == 408 and (b"connection", b"close") in sent[0]["headers"]
+
+
+def test_too_many_sequences_are_refused_before_any_work(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CompletionRequest, "sampling_params", None)
+    monkeypatch.setattr(server.llm.tokenizer, "encode", None)
+    answer = server.http.post("/v1/completions", json={"prompt": ["a"] * 20_000, "n": 128})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("2560000 sequences in one request, 260 may be open")
+
+
+def test_a_prompt_is_tokenized_once_for_all_choices(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer: Any = server.llm.tokenizer
+    encoded, encode = [], tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text: encoded.append(text) or encode(text))
+    assert server.http.post("/v1/completions", json=ASK | {"n": 3}).status_code == 200
+    assert encoded == ["Question:"]
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [("GET", "/", 404), ("GET", "/v1/completions", 405), ("POST", "/v1/embeddings", 404), ("GET", "/docs", 404)],
@@ -96,7 +134,15 @@ def test_a_form_is_answered_with_what_to_send(server: Served) -> None:
             "the chat template refuses these messages: roles must alternate",
         ),
         ("{% for", "the chat template refuses these messages: "),
-        ("{{ 1 + messages }}", "the chat template refuses these messages: "),
+        ("{{ 1 + messages }}", "the chat template refuses these messages: TypeError: "),
+        ("{{ 1 // 0 }}", "ZeroDivisionError: "),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError: "),
+        ("{% for i in range(10**9) %}{% endfor %}", "OverflowError: Range too big"),
+        ("{{ 'a'.encode('no') }}", "LookupError: unknown encoding: no"),
+        (r"{{ '\ud800' }}", "UnicodeEncodeError: "),
+        ("{% for i in range(9999) %}{{ 'abc' * 9999 }}{% endfor %}", "it makes more than 1048576 characters"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "it takes more than 2 s"),
+        ("{{ 'a' * 10**10 }}", "it takes more than 2 s or 512 MiB of memory"),
         ("", "the prompt is empty"),
     ],
 )
@@ -106,6 +152,22 @@ def test_a_template_that_is_missing_or_refuses_is_one_line(
     body = {"messages": [{"role": "user", "content": "?"}]}
     answer = front(chat_template=template).post("/v1/chat/completions", json=body)
     assert answer.status_code == 400 and said in answer.json()["error"]["message"]
+
+
+def test_a_template_makes_the_text_that_transformers_makes(server: Served) -> None:
+    tokenizer: Any = server.llm.tokenizer
+    template = """
+    {%- if tools is not none or documents is not none %}{{ raise_exception('none were given') }}{% endif %}
+    {% for message in messages %}{% if loop.index > 2 %}{% break %}{% endif %}
+    {% generation %}{{ message | tojson }} {{ message.content | tojson(indent=1) }}{% endgeneration %}
+    {% endfor %}{{ bos_token }}{{ strftime_now('%Y') }}{% if add_generation_prompt %}Answer:{% endif %}
+    """
+    messages = [{"role": role, "content": f"<{role} 'é' & more>"} for role in ("system", "user", "assistant")]
+    variables = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
+    expected = tokenizer.apply_chat_template(
+        messages, chat_template=template, tokenize=False, add_generation_prompt=True
+    )
+    assert render(template, tokenizer.special_tokens_map | variables, 10**6) == expected
 
 
 def test_a_bug_is_one_line_without_what_it_knows(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:

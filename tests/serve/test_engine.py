@@ -174,7 +174,7 @@ def test_a_step_that_fails_ends_the_server_and_everybody_hears_of_it() -> None:
 
 @pytest.mark.parametrize("end", [Engine.abort_all, Engine.stop])
 def test_what_waits_for_an_engine_that_sleeps_is_ended_with_it(end: Callable[[Engine], None]) -> None:
-    engine = Engine(LLM(str(FOLDER), **OPTIONS), 0, lambda _: None, lambda: None)
+    engine = Engine(LLM(str(FOLDER), **OPTIONS), 0, lambda *_: None, lambda _: None, lambda: None)
     engine.start()
 
     async def send() -> Piece | StoppedError:
@@ -194,7 +194,7 @@ def test_what_waits_for_an_engine_that_sleeps_is_ended_with_it(end: Callable[[En
 
 def test_an_engine_that_has_stopped_takes_nothing_more() -> None:
     llm = LLM(str(FOLDER), **OPTIONS)
-    engine = Engine(llm, 0, lambda _: None, lambda: None)
+    engine = Engine(llm, 0, lambda *_: None, lambda _: None, lambda: None)
     engine.start()
 
     async def send() -> list[Any]:

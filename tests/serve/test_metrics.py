@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.serve.conftest import Served
+from hybrid_kv import LLM, SamplingParams
+from hybrid_kv.accuracy.guard_model import FOLDER
+from tests.serve.conftest import OPTIONS, Served
 
 PROMPT = [9 + 5 * i % 70 for i in range(200)]
 
@@ -39,6 +41,35 @@ def test_a_hit_is_counted_in_tokens(server: Served) -> None:
     assert again["request_success_total length"] == 1
     scored = send(server, echo=True, logprobs=0)
     assert "prefix_cache_queries_total" not in scored
+
+
+def test_cached_tokens_in_usage_and_metrics_are_those_of_the_engine(server: Served) -> None:
+    """An engine of the same settings runs the same requests in the same order."""
+    engine = LLM(str(FOLDER), **OPTIONS)
+    server.http.post("/reset_prefix_cache")
+    expected, found = [], []
+    for length, salt, n in [(200, "", 1)] * 2 + [(150, "", 2), (97, "", 3), (200, "b", 1), (250, "b", 2)]:
+        prompt = [9 + 5 * i % 70 for i in range(length)]
+        params = SamplingParams(3, ignore_eos=True, cache_salt=salt)
+        outputs = engine.generate([prompt] * n, params, progress=False)
+        expected.append((outputs[0].cached_tokens, sum(output.cached_tokens for output in outputs)))
+        before = counters(server)["prefix_cache_hits_total"]
+        body = {"prompt": prompt, "max_tokens": 3, "n": n, "temperature": 0, "ignore_eos": True, "cache_salt": salt}
+        usage = server.http.post("/v1/completions", json=body).json()["usage"]
+        hits = counters(server)["prefix_cache_hits_total"] - before
+        found.append((usage["prompt_tokens_details"]["cached_tokens"], hits))
+    assert found == expected
+    assert len(set(expected)) > 3
+
+
+def test_times_are_counted_for_each_request_and_step(server: Served) -> None:
+    moved = send(server, max_tokens=9, n=2, prompt=PROMPT[:50])
+    names = ("request_queue_time", "time_to_first_token", "e2e_request_latency", "inter_token_latency")
+    assert [moved[f"{name}_seconds_count"] for name in names[:3]] == [2, 2, 2]
+    queue, first, e2e, between = (moved[f"{name}_seconds_sum"] for name in names)
+    steps = moved["inter_token_latency_seconds_count"] + 2
+    assert steps == 18 - moved.get("spec_decode_num_accepted_tokens_total", 0)
+    assert 0 < queue < first < first + between < e2e
 
 
 def test_drafts_are_counted_step_by_step(server: Served) -> None:

@@ -39,11 +39,15 @@ COMPLETIONS: list[tuple[Any, int, str]] = [
     ({"prompt": "a", "stop": [""]}, 400, "an empty stop string"),
     ({"prompt": "a", "stop": 3}, 400, "stop"),
     ({"prompt": "a", "logprobs": 21}, 400, "logprobs: Input should be less than or equal to 20"),
-    ({"prompt": "a", "frequency_penalty": 0.5}, 400, "frequency_penalty: Input should be less than or equal to 0"),
+    ({"prompt": "a", "frequency_penalty": 0.5}, 400, "frequency_penalty is not supported; leave it out"),
+    ({"prompt": "a", "stop": ["a"] * 65}, 400, "stop: has 65 entries, 64 are allowed"),
+    ({"prompt": "a", "stop_token_ids": [5] * 65}, 400, "stop_token_ids: has 65 entries, 64 are allowed"),
+    ({"prompt": "a", "k" * 10_000: 1}, 400, "is not supported"),
+    ({"prompt": "a", "model": "m" * 10_000}, 404, "does not exist; this server serves 'guard_model'"),
     ({"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options needs stream=true"),
-    ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, 400, "supplied: stream_options.x"),
-    ({"prompt": "a", "best_of": 2}, 400, "Unrecognized request argument supplied: best_of"),
-    ({"prompt": "a", "model": "gpt"}, 404, "the model 'gpt' is not here, 'guard_model' is"),
+    ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, 400, "stream_options.x is not supported"),
+    ({"prompt": "a", "best_of": 2}, 400, "best_of is not supported"),
+    ({"prompt": "a", "model": "gpt"}, 404, "the model 'gpt' does not exist; this server serves 'guard_model'"),
     ({"prompt": "a", "cache_salt": 5}, 400, "cache_salt: Input should be a valid string"),
 ]
 USER = [{"role": "user", "content": "?"}]
@@ -55,7 +59,7 @@ CHAT: list[tuple[Any, int, str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content"),
     ({"messages": USER, "top_logprobs": 2}, 400, "top_logprobs needs logprobs=true"),
     ({"messages": USER, "max_tokens": 600}, 400, "are more than max_model_len=512"),
-    ({"messages": USER, "tools": []}, 400, "Unrecognized request argument supplied: tools"),
+    ({"messages": USER, "tools": []}, 400, "tools is not supported"),
     ({"messages": [{"role": "user", "content": "?" * 600}]}, 400, "max_model_len is 512"),
 ]
 BODIES = [("/v1/completions", *case) for case in COMPLETIONS] + [("/v1/chat/completions", *case) for case in CHAT]
