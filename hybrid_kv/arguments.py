@@ -13,4 +13,4 @@ class ArgumentParser(argparse.ArgumentParser):
         super().__init__(prog=prog, description=description, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+        raise SystemExit(f"{message}; see {self.prog} --help")  # `errors.run_command` prints it, and exits with 2

@@ -67,11 +67,14 @@ def is_int(value: object) -> bool:
 
 
 def is_path(value: object) -> bool:
-    """A path that an operating system takes: not empty, and without a null character."""
+    """A path that an operating system takes: not empty, and without a null character or half of a surrogate pair."""
     if not isinstance(value, str | os.PathLike):
         return False
     text = os.fspath(value)
-    return isinstance(text, str) and text != "" and "\0" not in text
+    try:
+        return isinstance(text, str) and text != "" and b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
 
 
 def parse_model_dtype(name: str, what: str = "dtype") -> torch.dtype:

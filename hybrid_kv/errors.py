@@ -1,4 +1,7 @@
-"""How a command ends: 0 fine, 1 a check failed, 2 it could not run, 130 Ctrl-C. An error is one line on stderr."""
+"""How a command ends: 0 fine, 1 a check failed, 2 it could not run, 3 nothing failed but a check was void.
+
+130 is Ctrl-C, 143 SIGTERM. An error is one line on stderr.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,7 @@ class ConfigError(HybridKVError, ValueError):
     """A setting, a model folder or a file that cannot be used."""
 
 
+VOID = 3  # nothing is wrong, but something that had to happen did not
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 # The extra of each optional package.
@@ -60,6 +64,7 @@ def run_command(command: Callable[[], int | None]) -> NoReturn:
         Exception: a bug of ours, as it was raised.
     """
     _open_streams()
+    signals = _end_as_by_ctrl_c()
     try:
         code = _code(command)
         sys.stdout.flush()
@@ -72,6 +77,7 @@ def run_command(command: Callable[[], int | None]) -> NoReturn:
     except Exception as error:
         code = _ending(error)
     if code == INTERRUPTED:
+        code = 128 + signals[0] if signals else INTERRUPTED
         _say("interrupted", code)
     _let_go_of_streams()
     sys.exit(code)
@@ -97,6 +103,20 @@ def deaf_to_ctrl_c() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _end_as_by_ctrl_c() -> list[int]:
+    """Let SIGTERM and SIGHUP delete parts of files and end children, too; returns a list that gets what came."""
+    signals: list[int] = []
+
+    def end(number: int, _: object) -> None:
+        signals.append(number)
+        raise KeyboardInterrupt
+
+    for one in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(one) is not signal.SIG_IGN:  # by nohup
+            signal.signal(one, end)
+    return signals
 
 
 def _open_streams() -> None:
@@ -141,8 +161,13 @@ def _ending(error: Exception) -> int:
 
 
 def _say(line: str, code: int) -> int:
+    line = " ".join(line.split())
+    if len(line) > 1000:  # a value of any length: the option is named before it, the way out behind it
+        line = f"{line[:600]} … {line[-400:]}"
+    # What a terminal would obey is shown as an escape.
+    line = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in line)
     with suppress(OSError):  # of a closed stream
-        print("error:", " ".join(line.split()), file=sys.stderr, flush=True)
+        print("error:", line, file=sys.stderr, flush=True)
     return code
 
 

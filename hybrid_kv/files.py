@@ -1,8 +1,10 @@
-"""Files that a command makes: checked before the work, then whole or not there at all."""
+"""Files that a command is given or makes: read to a limit; checked before the work, then whole or not there at all."""
 
 from __future__ import annotations
 
+import gzip
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,15 +12,36 @@ from pathlib import Path
 
 from hybrid_kv.errors import ConfigError, HybridKVError
 
+MAX_BYTES = 2**28  # of a file that is read as a whole; a large model's tokenizer.json has 35 MB
 
-def refuse_device(file: Path) -> None:
-    """Refuse a file such as /dev/zero, which has no end to be read to; a pipe has one.
+
+def require_regular(file: Path) -> None:
+    """Refuse a device, which may have no end, and a pipe, which waits for its writer.
 
     Raises:
-        ConfigError: it is a device.
+        ConfigError: it is not a regular file.
+        OSError: there is no such file.
     """
-    if file.is_char_device() and file != Path(os.devnull):  # which ends at once
-        raise ConfigError(f"{file} is a device; name a file")
+    if not stat.S_ISREG(file.stat().st_mode):
+        raise ConfigError(f"{file} is not a regular file; name one")
+
+
+def read_text(file: Path, unpack: bool = False) -> str:
+    """The UTF-8 text of a file that a user named; with `unpack` that in a gzip file.
+
+    Raises:
+        ConfigError: it is not a regular file, has more than `MAX_BYTES`, or is not text.
+        OSError, EOFError, zlib.error: it cannot be read.
+    """
+    require_regular(file)
+    with gzip.open(file) if unpack else file.open("rb") as opened:
+        data = opened.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise ConfigError(f"{file} has more than {MAX_BYTES:,} bytes; is it another file?")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is not text: byte {error.start} is not UTF-8; write it as UTF-8 text") from None
 
 
 def check_outputs(*files: str | Path | None) -> None:

@@ -3,6 +3,7 @@
 import pytest
 
 from hybrid_kv.arguments import ArgumentParser
+from hybrid_kv.errors import run_command
 
 
 @pytest.mark.parametrize(
@@ -18,7 +19,7 @@ def test_an_error_is_one_line_and_names_the_way_out(arguments, message, capsys):
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--tier", choices=["cpu", "gpu"])
     with pytest.raises(SystemExit) as caught:
-        parser.parse_args(arguments)
+        run_command(lambda: parser.parse_args(arguments))
     out, err = capsys.readouterr()
     assert caught.value.code == 2 and not out
     assert (

@@ -242,6 +242,25 @@ def test_a_process_that_is_interrupted_with_its_workers_says_one_line(tmp_path: 
     assert process.returncode == 130
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("handler", ["SIG_DFL", "SIG_IGN"])  # nohup ignores one
+def test_a_process_that_is_ended_leaves_no_part_of_a_file(tmp_path: Path, name: str, handler: str) -> None:
+    code = f"import os, signal\nsignal.signal(signal.{name}, signal.{handler})\n"
+    code += "from hybrid_kv.errors import run_command\nfrom hybrid_kv.files import new_folder\n"
+    code += f"def work():\n    with new_folder('made'):\n        os.kill(os.getpid(), signal.{name})\nrun_command(work)"
+    done = python(code, cwd=tmp_path)
+    ended = (128 + signal.Signals[name], "error: interrupted\n", [])
+    expected = ended if handler == "SIG_DFL" else (0, "", ["made"])
+    assert (done.returncode, done.stderr, [one.name for one in tmp_path.iterdir()]) == expected
+
+
+def test_a_long_value_is_cut_and_nothing_obeys_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "results", "--since", "\x1b[31m" + "x" * 100_000)
+    assert (code, out, err.count("\n")) == (2, "", 1) and len(err) < 1100
+    assert err.startswith("error: --since \\x1b[31mxxx") and " … " in err
+    assert err.endswith("is not a moment; write 2026-11-21 or 2026-11-21T06:00:00Z\n")
+
+
 def test_a_command_that_exits_by_itself_keeps_its_code(capsys: pytest.CaptureFixture[str]) -> None:
     for given, code, said in ((3, 3, ""), (None, 0, ""), ("no such thing", 2, "error: no such thing\n")):
         with pytest.raises(SystemExit) as left:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hybrid_kv.config import ConfigError, HybridKVError
-from hybrid_kv.files import check_outputs, new_folder, refuse_device, write_whole
+from hybrid_kv.files import MAX_BYTES, check_outputs, new_folder, read_text, write_whole
 
 
 def test_a_file_is_written_whole_with_its_folders(tmp_path: Path) -> None:
@@ -66,11 +66,20 @@ def test_a_device_is_written_to_and_not_replaced() -> None:
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
 
 
-def test_a_device_is_not_read_to_an_end_that_it_does_not_have() -> None:
-    refuse_device(Path("/dev/null"))
-    refuse_device(Path("nowhere"))
-    with pytest.raises(ConfigError, match="/dev/zero is a device; name a file"):
-        refuse_device(Path("/dev/zero"))
+def test_what_is_no_file_or_too_large_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for place in (Path("/dev/zero"), tmp_path / "pipe", tmp_path):
+        with pytest.raises(ConfigError, match=f"{place} is not a regular file; name one"):
+            read_text(place)
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(MAX_BYTES + 1)
+    with pytest.raises(ConfigError, match="large has more than 268,435,456 bytes"):
+        read_text(tmp_path / "large")
+    (tmp_path / "odd").write_bytes(b"ab\xff")
+    with pytest.raises(ConfigError, match="odd is not text: byte 2 is not UTF-8"):
+        read_text(tmp_path / "odd")
+    with pytest.raises(FileNotFoundError):
+        read_text(tmp_path / "nowhere")
 
 
 def test_a_folder_gets_its_name_when_it_is_full(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def bisect(
     from bench.harness.versions import find_revision
     from hybrid_kv.config import ConfigError
     from hybrid_kv.errors import require
-    from hybrid_kv.files import check_outputs
+    from hybrid_kv.files import check_outputs, read_text
 
     require("scipy")
     if self_test:
@@ -75,7 +75,7 @@ def bisect(
     if taken := [word for word in options or () if word.split("=")[0] in TAKEN]:
         raise ConfigError(f"{taken[0]} after --: bisect sets it itself or does not use it; leave it out")
     check_outputs(out, cache / "any.json")
-    text = replay.read_text() if replay is not None else ""
+    text = read_text(replay) if replay is not None else ""
     with tempfile.TemporaryDirectory(prefix="hybrid-kv-bisect-") as trees:
         question = _question(ROOT, Path(trees), replay, benchmark, options, seed)
         history = read_history(ROOT, good, bad)

@@ -11,7 +11,6 @@ questions are sent (again: the shots of a question may depend on the ones before
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 import re
@@ -22,10 +21,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from hybrid_kv import files
 from hybrid_kv.accuracy import paired
 from hybrid_kv.accuracy.run import NO_ANSWER, STRICT, AccuracyResult, sample_lines, wilson_interval
 from hybrid_kv.config import HybridKVError
-from hybrid_kv.files import refuse_device
 from hybrid_kv.results import Row
 
 _HASHES = {
@@ -86,11 +85,9 @@ def read_text(file: str | Path) -> str:
         HybridKVError: it cannot be read.
     """
     file = Path(file)
-    refuse_device(file)
     try:
-        data = file.read_bytes()
-        return (gzip.decompress(data) if file.suffix == ".gz" else data).decode()
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        return files.read_text(file, unpack=file.suffix == ".gz")
+    except (OSError, EOFError, zlib.error) as error:
         raise HybridKVError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 

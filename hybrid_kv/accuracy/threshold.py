@@ -27,7 +27,7 @@ from scipy.stats import betabinom, norm
 
 from hybrid_kv.accuracy.run import FLEXIBLE, STRICT, AccuracyResult
 from hybrid_kv.config import ConfigError, HybridKVError
-from hybrid_kv.files import write_whole
+from hybrid_kv.files import read_text, write_whole
 from hybrid_kv.results import Row
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def read_floors(file: str | Path = FILE) -> list[Floor]:
     import yaml
 
     try:
-        document = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        document = yaml.safe_load(read_text(Path(file)))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = getattr(error, "strerror", None) or getattr(error, "problem", None) or error
         raise ConfigError(f"{file} cannot be read: {reason}") from None

@@ -1,4 +1,7 @@
-"""The `hybrid-kv` command. Exit code 0: fine; 1: a check failed; 2: it could not run, with one line on stderr."""
+"""The `hybrid-kv` command. Exit code 0: fine; 1: a check failed; 2: it could not run, with one line on stderr.
+
+3: nothing failed, but a check was void.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
 from math import log, sqrt
@@ -14,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hybrid_kv.errors import ConfigError
-from hybrid_kv.files import refuse_device
+from hybrid_kv.files import read_text
 
 Ints = npt.NDArray[np.int64]
 
@@ -33,6 +34,7 @@ def read_lengths(text: str) -> tuple[Ints, Ints]:
 
     Raises:
         ConfigError: neither, or an invalid length.
+        OSError: the file cannot be read.
     """
     if text.startswith("lognormal:"):
         if (match := _LOGNORMAL.fullmatch(text)) is None:
@@ -46,17 +48,12 @@ def read_lengths(text: str) -> tuple[Ints, Ints]:
     file = Path(text)
     if file.suffix not in (".csv", ".jsonl"):
         raise ConfigError(f"--requests {text[:80]!r} is neither a .csv or .jsonl file nor lognormal:…; name one")
+    lines = io.StringIO(read_text(file).removeprefix("\ufeff"), newline="")
     try:
-        refuse_device(file)
-        with file.open(encoding="utf-8-sig", newline="") as lines:
-            rows = csv.DictReader(lines) if file.suffix == ".csv" else map(_json_row, lines)
-            pairs = [[_length(file, i, row, name) for name in _COLUMNS] for i, row in enumerate(rows, 1) if row]
-    except ConfigError:
-        raise
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read ({error.strerror}); name a readable file") from None
-    except (ValueError, csv.Error) as error:  # such as a null character in the file's name
-        raise ConfigError(f"--requests {text[:80]!r} cannot be read ({error}); write it as UTF-8 text") from None
+        rows = csv.DictReader(lines) if file.suffix == ".csv" else map(_json_row, lines)
+        pairs = [[_length(file, i, row, name) for name in _COLUMNS] for i, row in enumerate(rows, 1) if row]
+    except csv.Error as error:
+        raise ConfigError(f"--requests {text[:80]!r} cannot be read ({error}); write it as a CSV") from None
     if not pairs:
         raise ConfigError(f"{file} has no requests; write at least one")
     prompts, outputs = np.array(pairs, dtype=np.int64).T

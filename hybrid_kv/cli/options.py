@@ -109,6 +109,8 @@ def rows_file(name: str, folder: Path | None, record: bool) -> Path:
 
     if record and folder is not None:
         raise ConfigError(f"--record and --results {folder} exclude each other; give one of them")
+    if folder is not None and folder.suffix == ".parquet":
+        raise ConfigError(f"--results {folder}: a CSV would spoil this data set; name another folder, then merge it")
     file = (Path("results") if record else folder or Path("out")) / name
     check_writable(file)
     return file

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def red(
-    results: Annotated[Path, typer.Option(help="Folder with CSVs or data sets.")] = Path("results"),
+    results: Annotated[Path, typer.Option(help="Folder with CSVs or data sets, or a data set.")] = Path("results"),
     before: Annotated[
         Path | None, typer.Option(help="Folder with earlier rows: leave out what was failing with them.")
     ] = None,

@@ -11,7 +11,7 @@ from hybrid_kv.cli.options import AsJson, show
 
 
 def report(
-    results: Annotated[Path, typer.Option(help="Folder with CSVs or data sets.")] = Path("results"),
+    results: Annotated[Path, typer.Option(help="Folder with CSVs or data sets, or a data set.")] = Path("results"),
     out: Annotated[Path, typer.Option(help="Folder that gets index.html, commits and rows.parquet.")] = Path("site"),
     machine: Annotated[str, typer.Option(help="Start with this machine's rows; default: all.")] = "",
     markdown: Annotated[Path | None, typer.Option(help="Also write a short summary for a pull request here.")] = None,

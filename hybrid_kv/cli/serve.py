@@ -31,11 +31,12 @@ def serve(
     from hybrid_kv import LLM
     from hybrid_kv.accuracy.guard_model import embedded
     from hybrid_kv.cli.plan import report_memory
+    from hybrid_kv.files import read_text
     from hybrid_kv.serve.app import Access
     from hybrid_kv.serve.server import Server, open_socket
 
     api_key = environment.api_key()
-    template = _text(chat_template) if chat_template is not None else None
+    template = read_text(chat_template) if chat_template is not None else None
     folder = embedded(model)
     name = served_model_name or Path(folder).resolve().name
     with open_socket(host, port, api_key is not None) as opened:
@@ -45,14 +46,3 @@ def serve(
         url = f"http://{f'[{host}]' if ':' in host else host}:{opened.getsockname()[1]}/v1"
         print(f"{name} at {url}; Ctrl-C ends it", flush=True)
         server.run(sockets=[opened])
-
-
-def _text(file: Path) -> str:
-    from hybrid_kv.config import ConfigError
-    from hybrid_kv.files import refuse_device
-
-    refuse_device(file)
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file} is not text: byte {error.start} is not UTF-8") from None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hybrid_kv.cli.options import AsJson, OutFile, show
+from hybrid_kv.errors import VOID
 
 if TYPE_CHECKING:
     from hybrid_kv.study.cell import Done
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 
 def study(
+    context: typer.Context,
     file: Annotated[Path, typer.Argument(help="A YAML file of runs and axes.")],
     folder: Annotated[
         Path | None, typer.Option(help="Folder of the results; rerun the command to resume; default: out/study/NAME.")
@@ -41,6 +43,7 @@ def study(
 
     check_outputs(out)
     cells = read_study(file)
+    _check_options(context.find_root().command, cells)
     if dry:
         listed = [{"id": cell.id, "command": cell.text} for cell in cells]
         show(listed, as_json, out, lambda: print(*(f"{cell.id}  {cell.text}" for cell in cells), sep="\n"))
@@ -51,25 +54,33 @@ def study(
 
         def report(cell: Cell, done: Done) -> None:
             bar.update(done.is_result)
-            word = {0: "fine", 1: "failed", None: "lost"}.get(done.code, f"could not run ({done.code})")
+            word = {0: "fine", 1: "failed", VOID: "void", None: "lost"}.get(done.code, f"could not run ({done.code})")
             bar.write(f"{cell.text}: {word} after {done.seconds:.0f} s", file=sys.stderr)
 
         known = run_study(cells, place, pool, retries, report)
     count = gather(place, cells)
     document = {"folder": str(place), "new_rows": count, "cells": known}
     show(document, as_json, out, lambda: _print(cells, known, place, count))
-    codes = [one.get("code") for one in known.values()]
-    if any(code not in (0, 1) for code in codes):
+    codes: list[Any] = [one.get("code") for one in known.values()]
+    if any(code not in (0, 1, VOID) for code in codes):
         raise typer.Exit(2)
-    if 1 in codes:
-        raise typer.Exit(1)
+    raise typer.Exit(1 if 1 in codes else max(codes))
+
+
+def _check_options(group: Any, cells: list[Cell]) -> None:
+    """Raise wrong usage of a cell's command before hours of work; `bench`, which is no part of it, finds its own."""
+    for cell in cells:
+        module, name, *words = cell.command("rows")[2:]
+        if module == "hybrid_kv.cli":
+            group.get_command(None, name).make_context(f"hybrid-kv {name}", words)
 
 
 def _print(cells: list[Cell], known: dict[str, dict[str, Any]], place: Path, count: int) -> None:
-    codes = [known[cell.id].get("code") for cell in cells]
+    codes: list[Any] = [known[cell.id].get("code") for cell in cells]
     for cell, code in zip(cells, codes, strict=True):
         if code != 0:
             last = (known[cell.id].get("said") or "it was not run").strip().splitlines()[-1:]
-            print(f"{'failed' if code == 1 else 'could not run'}: {cell.text}: {' '.join(last)[:200]}")
+            word = {1: "failed", VOID: "void"}.get(code, "could not run")
+            print(f"{word}: {cell.text}: {' '.join(last)[:200]}")
     print(f"{codes.count(0)} of {len(cells)} cells fine, {codes.count(1)} failed")
     print(f"{count:,} new rows in {place / 'rows.parquet'}: hybrid-kv results {place / 'rows.parquet'}")

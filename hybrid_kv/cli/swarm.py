@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from hybrid_kv.study.swarm import Tally
 
 MOST_HOURS = 24 * 366
-MAX_SEED = 2**62  # a request's seed has 64 bits
 
 
 def guard_swarm(
@@ -35,7 +34,7 @@ def guard_swarm(
     from tqdm.auto import tqdm
 
     from hybrid_kv.config import ConfigError
-    from hybrid_kv.errors import require
+    from hybrid_kv.errors import VOID, require
     from hybrid_kv.files import check_outputs
     from hybrid_kv.guard.traffic import SEEDS_PER_BATCH
     from hybrid_kv.guard.workers import num_workers
@@ -45,8 +44,6 @@ def guard_swarm(
 
     if not 0 < hours <= MOST_HOURS:
         raise ConfigError(f"--swarm {hours:g} must be more than 0 hours, and {MOST_HOURS:,} at most")
-    if seed is not None and seed >= MAX_SEED:
-        raise ConfigError(f"--seed {seed} of a swarm must be below 2**62")
     if ray is not None:
         require("ray")
     check_outputs(out, repro / SEEDS_FILE)
@@ -71,7 +68,7 @@ def guard_swarm(
 
         tally = Swarm(first, seconds, repro, report, keep).run(pool)
     show(_document(tally, first), as_json, out, lambda: _print(tally, first, repro / SEEDS_FILE))
-    return int(bool(tally.findings))
+    return 1 if tally.findings else 0 if tally.seeds else VOID
 
 
 def _document(tally: Tally, first: int) -> dict[str, Any]:

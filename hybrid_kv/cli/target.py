@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hybrid_kv.cli.options import show
-from hybrid_kv.errors import require
-from hybrid_kv.files import write_whole
+from hybrid_kv.errors import VOID, require
+from hybrid_kv.files import read_text, write_whole
 from hybrid_kv.guard.registry import Size
 from hybrid_kv.guard.workers import num_workers
 from hybrid_kv.models.registry import sized
@@ -53,7 +53,7 @@ def guard_target(
     as_json: bool,
     out: Path | None,
 ) -> int:
-    """Returns the exit code: 0 only if every supported probe was shown to be right."""
+    """Returns the exit code: 0 if every supported probe was shown to be right, `VOID` if others were void alone."""
     require("safetensors", "tokenizers", "transformers")
     kind, other = kind_of(target), kind_of(against) if against is not None else None
     cells = matrix_of(kind, matrix) if matrix else None
@@ -92,13 +92,14 @@ def guard_target(
             console.print(f"{failure.probe}: shrunk to {small} in {shrunk.seconds:.0f} s: {files[-1]}", soft_wrap=True)
     title = f"{target} {guarded.version}, {model}"
     show(document(), as_json, out, lambda: _print(title, seen))
-    return int(any(one.verdict not in ("right", "not supported") for one in seen))
+    verdicts = {one.verdict for one in seen}
+    return 1 if verdicts & {"wrong", "inconclusive"} else VOID if "void" in verdicts else 0
 
 
 def is_case(file: Path) -> bool:
     """Whether a file is a failing case of a target."""
     try:
-        return bool(json.loads(file.read_text())["format"] == FORMAT)
+        return bool(json.loads(read_text(file))["format"] == FORMAT)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
 
@@ -106,7 +107,7 @@ def is_case(file: Path) -> bool:
 def replay_case(file: Path) -> int:
     """Replay a failing case of a target; returns 1 while it fails."""
     require("safetensors", "tokenizers", "transformers", "pydantic")
-    case = from_json(file.read_text(), str(file))
+    case = from_json(read_text(file), str(file))
     kind = kind_of(case.target)
     for factor, level in case.settings.items():
         check_level(kind, factor, level)

@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 
 from hybrid_kv.errors import HybridKVError
+from hybrid_kv.files import require_regular
 from hybrid_kv.results.store import DATASET, NAMES, Store, opened
 
 # A series is one check or benchmark on one machine. Of `params` these say how a number came about, not what it is of.
@@ -71,11 +72,13 @@ class Files:
 
 
 def find_files(folder: Path) -> Files:
-    """CSVs of the schema and data sets in a folder; an empty file has no rows.
+    """CSVs of the schema and data sets in a folder, or the folder if it is one; an empty file has no rows.
 
     Raises:
         HybridKVError: there is no such folder, or no file of the schema in it.
     """
+    if folder.suffix == DATASET and folder.exists():
+        return Files([folder], [folder.name], [])
     if not folder.is_dir():
         raise HybridKVError(
             f"{folder} is no folder with results; `hybrid-kv guard --record` makes one, --results names another"
@@ -86,8 +89,7 @@ def find_files(folder: Path) -> Files:
             found.names.append(path.name)
             found.read.append(path)
             continue
-        if not path.is_file():  # A pipe would wait for its writer.
-            raise HybridKVError(f"{path} is no regular file; move it out of {folder}")
+        require_regular(path)
         with path.open("rb") as file:
             head = file.readline()
         if head[:7] != b"schema,"[: len(head)]:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from hybrid_kv.files import read_text
 from hybrid_kv.guard import logits
 from hybrid_kv.guard import replay as scenarios
 from hybrid_kv.guard.play import Failure
@@ -75,7 +76,7 @@ def broken_rule(file: Path) -> str:
         ConfigError: the file is no case.
         OSError: it cannot be read.
     """
-    case = _read(scenarios.read_text(file), str(file))
+    case = _read(read_text(file), str(file))
     if _needs_interpreter(case):
         return _interpreted(broken_rule, file)
     if isinstance(case, logits.LogitCase):
@@ -91,7 +92,7 @@ def replay(file: Path) -> int:
         ConfigError: the file is no case.
         OSError: it cannot be read.
     """
-    case = _read(scenarios.read_text(file), str(file))
+    case = _read(read_text(file), str(file))
     if _needs_interpreter(case):
         return _interpreted(replay, file)
     return logits.replay(case) if isinstance(case, logits.LogitCase) else scenarios.replay(case)

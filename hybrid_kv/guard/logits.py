@@ -37,6 +37,7 @@ from hybrid_kv.guard.exactness import (
 from hybrid_kv.guard.float64 import float64_pass
 from hybrid_kv.guard.play import rule_of, unwarned
 from hybrid_kv.guard.poison import poison
+from hybrid_kv.guard.replay import check_size
 from hybrid_kv.kernels.ssd.host import in_chunks
 from hybrid_kv.minimize import Shrinker
 from hybrid_kv.sampling import SamplingParams
@@ -330,6 +331,7 @@ def from_document(parts: dict[str, Any]) -> LogitCase:
     drafts = {"num_speculative_tokens": K} if {"speculative_method", "script"} & cell.keys() else {}
     # As the engines of all kinds have them.
     engine_config({"max_num_seqs": 4, "max_model_len": 512, **drafts, **engine_options(cell)})
+    check_size(case.num_tokens + case.num_requests * case.max_tokens, cell)
     if case.against == "plain" and "dtype" not in cell:
         raise ValueError("cell has no dtype")
     return case

@@ -47,6 +47,11 @@ class CheckResult:
     failed_after: float | None = None
     case: str = ""
 
+    @property
+    def verdict(self) -> str:
+        """`pass`, `fail`, or `void`: nothing is wrong, but what had to happen did not."""
+        return "pass" if self.passed else "void" if self.detail.startswith("void") else "fail"
+
     def __post_init__(self) -> None:
         if self.unit not in UNITS:
             raise ValueError(f"unit={self.unit!r} of {self.name!r} is not one of hybrid_kv.results.UNITS")

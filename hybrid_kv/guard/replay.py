@@ -9,13 +9,13 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from hybrid_kv.config import ConfigError, engine_config
-from hybrid_kv.files import refuse_device, write_whole
+from hybrid_kv.files import write_whole
 from hybrid_kv.guard.play import Failure, play, unwarned
 from hybrid_kv.guard.scenario import SCRIPTS, Event, Scenario
 from hybrid_kv.models.exact import KV_HEADS, PARTS, ExactConfig
@@ -27,6 +27,9 @@ T = TypeVar("T")
 
 FORMAT, VERSION = "hybrid-kv scenario", 1
 NUM_STEPS = 12  # of a story, the last ones
+# Of a case, prompts and answers; of each number in its options; of each size in bytes. A hundred times what the guard
+# draws: more runs for hours, or needs all memory.
+MAX_TOKENS, MAX_NUMBER, MAX_MEMORY = 100_000, 2**20, 2**30
 
 
 def to_json(scenario: Scenario, rule: str = "") -> str:
@@ -66,28 +69,6 @@ def from_text(text: str, name: str, read: Callable[[Any], T]) -> T:
     raise ConfigError(f"{name} is no scenario of this version: {problem}; write it anew with hybrid-kv guard")
 
 
-def read_scenario(file: Path) -> Scenario:
-    """
-    Raises:
-        ConfigError: as `from_json`, or the file is a device.
-        OSError: it cannot be read.
-    """
-    return from_json(read_text(file), str(file))
-
-
-def read_text(file: Path) -> str:
-    """
-    Raises:
-        ConfigError: the file is a device, or no text.
-        OSError: it cannot be read.
-    """
-    refuse_device(file)
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ConfigError(f"{file} is no scenario: it is no text") from None
-
-
 def from_document(document: Any) -> Scenario:
     """The scenario of a file's JSON.
 
@@ -116,8 +97,8 @@ def from_document(document: Any) -> Scenario:
         raise ValueError(f"token {strange[0]} is outside the vocabulary of {vocab_size}")
     if not prompts or (waves and (sum(waves) != len(prompts) or min(waves) < 1)):
         raise ValueError(f"waves of {list(waves)} requests, but {len(prompts)} requests")
-    if not isinstance(layers, str) or not layers or set(layers) - set(PARTS) - set(KV_HEADS):
-        raise ValueError(f"layers {layers!r} are not of {''.join((*PARTS, *KV_HEADS))}")
+    if not isinstance(layers, str) or not 0 < len(layers) <= 64 or set(layers) - set(PARTS) - set(KV_HEADS):
+        raise ValueError(f"layers {layers!r} are not 1 to 64 of {''.join((*PARTS, *KV_HEADS))}")
     if drafts not in SCRIPTS:
         raise ValueError(f"drafts {drafts!r} are none of {', '.join(SCRIPTS)}")
     engine_config(options)
@@ -127,12 +108,26 @@ def from_document(document: Any) -> Scenario:
         raise ValueError("options have no num_speculative_tokens")
     events = tuple(_event(**event) for event in parts["events"])
     params = [SamplingParams(**request) for request in requests]
+    answers = sum(min(own.max_tokens, options["max_model_len"]) for own in params)
+    check_size(sum(map(len, prompts)) + answers, options)
     return Scenario(seed, layers, options, prompts, params, waves, drafts, events, str(forced), cell)
+
+
+def check_size(num_tokens: int, options: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: a case is larger than any that the guard writes.
+    """
+    if num_tokens > MAX_TOKENS:
+        raise ValueError(f"prompts and answers of {num_tokens:,} tokens, more than {MAX_TOKENS:,}")
+    for name, value in options.items():
+        if isinstance(value, int) and value > (most := MAX_MEMORY if name.endswith("_bytes") else MAX_NUMBER):
+            raise ValueError(f"{name}={value} is more than {most:,}")
 
 
 def _event(what: Any, first: int, every: int = 0) -> Event:
     known = get_args(get_type_hints(Event)["what"])
-    if what not in known or type(first) is not int or type(every) is not int or min(first, every) < 0:
+    if what not in known or any(type(n) is not int or not 0 <= n <= MAX_TOKENS for n in (first, every)):
         raise ValueError(f"event {what!r} at step {first!r} and every {every!r} is none of {', '.join(known)}")
     return Event(what, first, every)
 

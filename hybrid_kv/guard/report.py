@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from hybrid_kv.errors import VOID
 from hybrid_kv.guard.registry import CheckResult
 from hybrid_kv.results import Receipt, Row, metric_key, provenance, timing_row
 
@@ -26,9 +28,8 @@ def result_rows(results: Sequence[CheckResult]) -> list[Row]:
     for result in results:
         key = metric_key(result.name)
         shared: dict[str, Any] = {"suite": "guard", "benchmark": result.section, "n": result.n}
-        verdict = "pass" if result.passed else ("void" if result.detail.startswith("void") else "fail")
         low, high = result.interval or (None, None)
-        values = {"metric": key, "value": result.value, "unit": result.unit, "verdict": verdict, **shared}
+        values = {"metric": key, "value": result.value, "unit": result.unit, "verdict": result.verdict, **shared}
         values |= {"params": result.params, "ci_low": low, "ci_high": high}
         # The benchmark raises unless all subjects agreed before and after the timing.
         timed = result.unit == "time ratio"
@@ -59,7 +60,7 @@ def print_results(results: Sequence[CheckResult]) -> None:
     for result in results:
         metric = f"{result.value:.3g}" if isinstance(result.value, float) else str(result.value)
         seconds = f"{result.seconds:.1f}" if result.seconds else ""
-        verdict = "ok" if result.passed else "FAILED"
+        verdict = {"pass": "ok", "void": "VOID", "fail": "FAILED"}[result.verdict]
         table.add_row(result.section, result.name, metric, result.limit, f"{result.n:,}", seconds, verdict)
     console.print(table)
     for result in results:
@@ -68,9 +69,16 @@ def print_results(results: Sequence[CheckResult]) -> None:
     if (first := first_failure(results)) is not None:
         exact = f" and {first['exact_requests']} exact requests" if first["exact_requests"] else ""
         console.print(f"\nfirst failure: {first['section']}, after {first['seconds']:.1f} s{exact}")
-    failed = sum(not result.passed for result in results)
-    passed = f"\n{len(results) - failed} of {len(results)} checks passed" + (f", {failed} failed" if failed else "")
+    count = Counter(result.verdict for result in results)
+    others = (f", {count[name]} {word}" for name, word in (("fail", "failed"), ("void", "void")) if count[name])
+    passed = f"\n{count['pass']} of {len(results)} checks passed{''.join(others)}"
     console.print(passed + (f"; unfit machine: {unfit}" if (unfit := unfit_machine(results)) else ""))
+
+
+def exit_code(results: Sequence[CheckResult]) -> int:
+    """0 if all passed, 1 if one failed, `VOID` if none did but one was void."""
+    verdicts = {result.verdict for result in results}
+    return 1 if "fail" in verdicts else VOID if "void" in verdicts else 0
 
 
 def unfit_machine(results: Sequence[CheckResult]) -> str:

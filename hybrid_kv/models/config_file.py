@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_kv.config import ConfigError
+from hybrid_kv.files import read_text
 
 # No published shape comes near; above it, what torch would allocate no longer fits 64 bits.
 MAX_SIZE = 2**31 - 1
@@ -59,9 +60,9 @@ class ConfigFile:
     def _integer(self, least: int, *names: str, most: int = MAX_SIZE) -> int | None:
         name, value = self._found(*names)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-            raise self.fail(f"{name}={_shown(value)} must be an integer >= {least}; correct the file")
+            raise self.fail(f"{name}={shown(value)} must be an integer >= {least}; correct the file")
         if value is not None and value > most:
-            raise self.fail(f"{name}={_shown(value)} must be at most {most}; correct the file")
+            raise self.fail(f"{name}={shown(value)} must be at most {most}; correct the file")
         return value
 
     def size(self, *names: str, default: int | None = None, most: int = MAX_SIZE) -> int:
@@ -79,7 +80,7 @@ class ConfigFile:
         if value is None:
             return default
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-            raise self.fail(f"{name}={_shown(value)} must be a number above 0; correct the file")
+            raise self.fail(f"{name}={shown(value)} must be a number above 0; correct the file")
         return float(value)
 
     def numbers(self, name: str, count: int) -> list[float]:
@@ -88,26 +89,26 @@ class ConfigFile:
         if values is None:
             return [1.0] * count
         if not isinstance(values, list) or len(values) != count:
-            raise self.fail(f"{name}={_shown(values)} must be a list of {count} numbers; correct the file")
+            raise self.fail(f"{name}={shown(values)} must be a list of {count} numbers; correct the file")
         return [ConfigFile({name: value}, self.source).number(name, 1.0) for value in values]
 
     def only(self, name: str, supported: Any) -> None:
         """Refuse every other value than the one that can be run; None where it is not given."""
         if (value := self.get(name)) not in (None, supported):
-            raise self.fail(f"{name}={_shown(value)} can't be run, {supported!r} can; use another checkpoint")
+            raise self.fail(f"{name}={shown(value)} can't be run, {supported!r} can; use another checkpoint")
 
     def flag(self, name: str, default: bool) -> bool:
         """True or false."""
         value = self.get(name)
         if not isinstance(value, bool | None):
-            raise self.fail(f"{name}={_shown(value)} must be true or false; correct the file")
+            raise self.fail(f"{name}={shown(value)} must be true or false; correct the file")
         return default if value is None else value
 
     def text(self, *names: str, default: str | None = None) -> str | None:
         """A string."""
         name, value = self._found(*names)
         if not isinstance(value, str | None):
-            raise self.fail(f"{name}={_shown(value)} must be a text; correct the file")
+            raise self.fail(f"{name}={shown(value)} must be a text; correct the file")
         return default if value is None else value
 
 
@@ -134,9 +135,11 @@ def read_json(path: Path) -> dict[str, Any] | None:
         ConfigError: it cannot be read, or holds something else.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_text(path))
     except FileNotFoundError:
         return None
+    except ConfigError:
+        raise
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}); give a readable {path.name}") from None
     except (ValueError, RecursionError) as error:  # a file name with a null character is a ValueError, too
@@ -146,6 +149,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return values
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value in an error, cut to 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

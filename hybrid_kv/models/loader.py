@@ -12,7 +12,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from hybrid_kv.config import ConfigError, EngineConfig
+from hybrid_kv.config import ConfigError, EngineConfig, is_path
+from hybrid_kv.files import require_regular
 from hybrid_kv.models.config_file import ConfigFile, read_config, read_json
 from hybrid_kv.models.interface import DraftHead, Model
 from hybrid_kv.models.registry import Tensors, family_of, head_of, runnable
@@ -26,6 +27,9 @@ def resolve_folder(model: str | Path) -> Path:
     folder = Path(model)
     try:
         if folder.is_dir():
+            for file in folder.iterdir():
+                if file.exists() and not file.is_dir():
+                    require_regular(file)  # transformers and safetensors would wait for a pipe's writer
             return folder
     except OSError as error:
         raise ConfigError(f"model folder {str(model)[:80]!r} cannot be read: {error.strerror}") from None
@@ -188,7 +192,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _is_file_name(name: Any) -> bool:
-    return isinstance(name, str) and name not in ("", ".", "..") and Path(name).name == name and "\0" not in name
+    return is_path(name) and name not in (".", "..") and Path(name).name == name
 
 
 def _assign(model: nn.Module, tensors: Tensors, folder: Path, prefix: str = "") -> None:
@@ -255,11 +259,22 @@ def load_tokenizer(model: str | Path) -> Any:
         return tokenizer
     except Exception as error:  # of many unrelated types: it indexes and calls what a damaged file may hold as anything
         raise ConfigError(
-            f"{folder}: transformers cannot read the tokenizer ({type(error).__name__}: {_first_line(error)}); "
-            "download its files again"
+            f"{folder}: transformers cannot read {_unreadable(folder)} ({type(error).__name__}: {_first_line(error)}); "
+            "download its files again, or correct them"
         ) from None
     finally:
         logging.set_verbosity(level)
+
+
+def _unreadable(folder: Path) -> str:
+    """What an error of transformers' tokenizers is about: they read config.json, too."""
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(folder)
+    except Exception:
+        return "config.json"
+    return "the tokenizer"
 
 
 def _first_line(error: Exception) -> str:

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from hybrid_kv.models.config_file import ConfigFile
+from hybrid_kv.models.config_file import ConfigFile, shown
 
 _FIXED = ("linear", "llama3", "yarn")  # variants whose frequencies are the same for every request
+_MOST = 1e9  # radians a token, and the scale; published ones are near 1, and an angle of float32 ends at 3e38
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,12 @@ def read_rope(file: ConfigFile, head_size: int, theta: float = 10_000.0, share: 
         theta, share: base, and share of the channels that turn, where the file names none.
 
     Raises:
-        ConfigError: values of a wrong type, or a variant whose frequencies change with the length of a request.
+        ConfigError: values of a wrong type or that no model can have, or a variant whose frequencies change with the
+            length of a request.
     """
     given = file.get("rope_parameters", "rope_scaling") or {}
     if not isinstance(given, dict):
-        raise file.fail(f"rope_parameters={given!r} must be an object; correct the file")
+        raise file.fail(f"rope_parameters={shown(given)} must be an object; correct the file")
     own = ConfigFile({**file.values, **given}, file.source)
     factor = own.number("partial_rotary_factor", share)
     size = int(head_size * factor) // 2 * 2
@@ -61,13 +63,18 @@ def read_rope(file: ConfigFile, head_size: int, theta: float = 10_000.0, share: 
     if kind in ("default", "mrope"):  # of text alone: the three positions of a token are one
         # Models are built on the meta device, where no number can be read.
         exponents = torch.arange(0, size, 2, dtype=torch.int64, device="cpu").float() / size
-        return Rope(tuple((1.0 / base**exponents).tolist()))
-    if kind not in _FIXED:
+        rope = Rope(tuple((1.0 / base**exponents).tolist()))
+    elif kind in _FIXED:
+        parameters = {**given, "rope_type": kind, "rope_theta": base, "partial_rotary_factor": factor}
+        rope = _scaled(file, parameters, head_size)
+    else:
         raise file.fail(
             f"rope_type={kind!r} is not supported; supported are default, {', '.join(_FIXED)} (keys in a cache cannot "
             "be rotated anew when a request grows)"
         )
-    return _scaled(file, given | {"rope_type": kind, "rope_theta": base, "partial_rotary_factor": factor}, head_size)
+    if not all(0 < number < _MOST for number in (*rope.frequencies, rope.scale)):
+        raise file.fail(f"rope_theta={base:g}, rope_parameters={shown(given)} make NaN of an angle; correct the file")
+    return rope
 
 
 def _scaled(file: ConfigFile, parameters: dict[str, Any], head_size: int) -> Rope:
@@ -85,6 +92,6 @@ def _scaled(file: ConfigFile, parameters: dict[str, Any], head_size: int) -> Rop
     try:
         with torch.device("cpu"):
             frequencies, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](known, torch.device("cpu"))
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise file.fail(f"rope_parameters={parameters!r} cannot be used ({error}); correct the file") from None
+    except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+        raise file.fail(f"rope_parameters={shown(parameters)} cannot be used ({error}); correct the file") from None
     return Rope(tuple(frequencies.tolist()), float(scale))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.files import write_whole
+from hybrid_kv.guard.replay import check_size
 from hybrid_kv.probes.registry import Round
 from hybrid_kv.probes.session import Failure
 from hybrid_kv.probes.shrink import as_json
@@ -135,6 +136,10 @@ def _check(case: Case) -> None:
                 raise ValueError(f"prompt {list(ask.prompt)[:8]} has no token ids")
             if min(ask.max_tokens, ask.n) < 1 or not 0 <= ask.after < len(one.requests):
                 raise ValueError(f"of {len(one.requests)} requests one cannot have {ask.extras()}")
+        # One by one: each waits only for answers that come without it.
+        if any(after > place for place, after in enumerate(sorted(ask.after for ask in one.requests))):
+            raise ValueError(f"{len(one.requests)} requests wait for each other's answers")
+        check_size(sum(ask.n * ask.max_tokens for ask in one.requests), {})
     last = case.rounds[-1].requests
     if not 0 <= case.index < len(last):
         raise ValueError(f"index {case.index} is none of the {len(last)} requests of the last round")

@@ -47,7 +47,9 @@ def _parts(path: Path) -> Iterator[tuple[int, pd.DataFrame]]:
         return
     with opened([path]) as store:
         texts = ", ".join(f"coalesce({name}::VARCHAR, '') AS {name}" for name in COLUMNS)
-        texts = texts.replace("coalesce(dirty::VARCHAR, '')", "CASE WHEN dirty THEN 'True' ELSE 'False' END")
+        texts = texts.replace(
+            "coalesce(dirty::VARCHAR, '')", "CASE dirty WHEN true THEN 'True' WHEN false THEN 'False' ELSE '' END"
+        )
         yield 1, store.answer(f"SELECT {texts} FROM rows ORDER BY place, line")
 
 

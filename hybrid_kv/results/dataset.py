@@ -29,7 +29,9 @@ def export_rows(files: Sequence[Path], target: Path) -> int:
     """
     _check_name(files, target)
     with opened(files) as store, new_folder(target) as made:
-        return _add(store, made)
+        if not (count := _add(store, made)):
+            raise ConfigError(f"there are no rows in {', '.join(map(str, files))}; {target} was not made")
+        return count
 
 
 def merge_rows(files: Sequence[Path], target: Path) -> int:
@@ -57,6 +59,7 @@ def export_file(files: Sequence[Path], target: Path) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with opened(files) as store:
+            store.check()
             store.run(f"COPY (SELECT {NAMES} FROM rows) TO {store.name(part)} ({AS_PARQUET})")
         os.replace(part, target)
     except OSError as error:
@@ -69,8 +72,9 @@ def _check_name(files: Sequence[Path], target: Path) -> None:
     if target.suffix != DATASET:
         raise ConfigError(f"{target} must end in {DATASET}, by which a data set is known")
     for file in files:
-        if file.resolve() == target.resolve():
-            raise ConfigError(f"{target} is among what is to be added to it; leave it out")
+        one, other = file.resolve(), target.resolve()
+        if one == other or one in other.parents or other in one.parents:
+            raise ConfigError(f"{file} and {target} are one data set, or one is in the other; choose another place")
 
 
 @contextmanager
@@ -87,6 +91,7 @@ def _locked(target: Path) -> Iterator[None]:
 
 
 def _add(store: Store, target: Path) -> int:
+    store.check()
     added = 0
     months = store.run("SELECT DISTINCT suite, left(time_utc, 7) FROM rows ORDER BY ALL")
     for suite, month in months:
@@ -109,10 +114,11 @@ def _add_month(store: Store, folder: Path, suite: str, month: str) -> int:
         (before,) = store.run(f"SELECT count(*) FROM {old}")[0]
         source = f"SELECT {NAMES}, 0 AS source, '' AS place, file_row_number AS line FROM {old} UNION ALL {new}"
     query = f"SELECT {NAMES} FROM ({source}) GROUP BY {NAMES} ORDER BY time_utc, min(ROW(source, place, line))"
-    copied = store.run(f"COPY ({query}) TO {store.name(part)} ({AS_PARQUET})", {"suite": suite, "month": month})
-    (after,) = copied[0]
-    if after > before:
-        os.replace(part, file)
-    else:
-        part.unlink()
+    try:
+        copied = store.run(f"COPY ({query}) TO {store.name(part)} ({AS_PARQUET})", {"suite": suite, "month": month})
+        (after,) = copied[0]
+        if after > before:
+            os.replace(part, file)
+    finally:
+        part.unlink(missing_ok=True)
     return int(after - before)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybrid_kv.errors import HybridKVError
-from hybrid_kv.files import refuse_device
+from hybrid_kv.files import require_regular
 from hybrid_kv.results.schema import COLUMNS, HEADER, check_header, parse
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ def read_texts(path: Path, warn: Callable[[str], None] = _log.warning) -> Iterat
     Raises:
         HybridKVError: the file cannot be read, has another header, or a line that does not have all columns.
     """
-    refuse_device(path)
     try:
+        require_regular(path)
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH)  # No line of a writer that is at work looks torn.
             check_header(path, header := file.readline(2 * len(HEADER)))

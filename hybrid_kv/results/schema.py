@@ -159,6 +159,19 @@ def check_header(path: Path, head: bytes) -> None:
         raise HybridKVError(f"{path}: column {len(COLUMNS) + 1} {found[len(COLUMNS)]!r} is not in schema {SCHEMA}")
 
 
+@lru_cache(maxsize=4096)
+def unfit(name: str, text: str | None) -> str:
+    """Why a column cannot have a cell, None being no text; empty: it can."""
+    try:
+        if text is not None:
+            KINDS[name].parse(text)
+            return ""
+    except (ValueError, KeyError, RecursionError):
+        pass
+    shown = f"{text[:60]}…" if text and len(text) > 60 else text
+    return f"column {name!r} holds {shown!r}; it takes {KINDS[name].takes}"
+
+
 def parse(texts: pd.DataFrame) -> tuple[pd.DataFrame, dict[int, str]]:
     """The values of rows of text; by position in it what is wrong with a row, whose values then mean nothing."""
     import numpy as np
@@ -173,8 +186,7 @@ def parse(texts: pd.DataFrame) -> tuple[pd.DataFrame, dict[int, str]]:
                 values.append(kind.parse(text))
             except (ValueError, KeyError, RecursionError):
                 values.append(0)
-                cell = repr(text if len(text) <= 60 else text[:60] + "…")
-                bad[code] = f"column {name!r} holds {cell}; it takes {kind.takes}"
+                bad[code] = unfit(name, text)
         columns[name] = pd.Series(np.array(values, dtype=kind.dtype)[codes], dtype=kind.dtype)
         for position in np.flatnonzero(np.isin(codes, list(bad))) if bad else ():
             wrong.setdefault(int(position), bad[int(codes[position])])

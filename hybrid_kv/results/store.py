@@ -1,8 +1,8 @@
 """Rows of CSVs and Parquet files as one table for queries of DuckDB: only answers become Python objects.
 
 Every file has a number in a temporary folder: a Parquet file is linked there, the parts of a CSV are checked and copied
-to Parquet. A Parquet file is trusted if its footer says that `hybrid_kv.results.dataset` wrote it. While rows are read,
-writers of a data set wait; those of a CSV only while it is copied.
+to Parquet. A Parquet file must have the columns of the schema, and cells that a CSV may have: any program can write the
+footer by which it is known. While rows are read, writers of a data set wait; those of a CSV only while it is copied.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybrid_kv.errors import ConfigError, HybridKVError
-from hybrid_kv.files import refuse_device
+from hybrid_kv.files import require_regular
 from hybrid_kv.results.read import read_frames
-from hybrid_kv.results.schema import COLUMNS, KINDS, SCHEMA
+from hybrid_kv.results.schema import COLUMNS, KINDS, SCHEMA, unfit
 
 if TYPE_CHECKING:
     import duckdb
@@ -65,6 +65,7 @@ class Store:
         self._connection, self._folder = connection, folder
         self._places: list[Path] = []
         self._links: dict[Path, Path] = {}
+        self._foreign: list[int] = []  # those of `_places` that are linked
         self._warnings: list[str] = []  # printed when all files are read: an error of one of them is a single line
         self.run(f"COPY (SELECT {_NOTHING} LIMIT 0) TO '{self._next(Path())}' ({AS_PARQUET})")
 
@@ -106,12 +107,16 @@ class Store:
             rows = answer.fetchmany(4096)
         while rows:
             for row in rows:
-                yield dict(zip(names, row, strict=True))
+                record = dict(zip(names, row, strict=True))
+                for name, cell in record.items() if self._foreign else ():
+                    self._check_cell(name, cell)
+                yield record
             with self._one_line():
                 rows = answer.fetchmany(4096)
 
     def frame(self, query: str = f"SELECT {NAMES} FROM rows ORDER BY place, line") -> pd.DataFrame:
         """An answer with the columns of the schema."""
+        self.check()
         return self.answer(query).astype({name: kind.dtype for name, kind in KINDS.items()})
 
     def answer(self, query: str) -> pd.DataFrame:
@@ -147,15 +152,18 @@ class Store:
                         f"COPY (SELECT {_VALUES} FROM part) TO '{self._next(file)}' ({AS_PARQUET})"
                     )
             return
-        refuse_device(file)
         try:
+            if not file.is_dir():
+                require_regular(file)
             descriptor = os.open(file, os.O_RDONLY)
             locks.callback(os.close, descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_SH)
+            for part in parquet_files(file):
+                require_regular(part)
+                self._foreign.append(len(self._places))
+                self._next(part).symlink_to(part.resolve())
         except OSError as error:
             raise HybridKVError(f"results cannot be read from {file}: {error.strerror}") from None
-        for part in parquet_files(file):
-            self._next(part).symlink_to(part.resolve())
 
     def _next(self, place: Path) -> Path:
         self._places.append(place)
@@ -176,6 +184,32 @@ class Store:
             f"CREATE VIEW rows AS SELECT {NAMES}, filename AS place, file_row_number AS line "
             f"FROM read_parquet('{every}', filename=true, file_row_number=true, hive_partitioning=false)"
         )
+        for number in self._foreign:
+            query = f"SELECT column_name, column_type FROM (DESCRIBE FROM '{self._folder}/{number:08}.parquet')"
+            if odd := dict(self.run(query)).items() ^ _TYPES.items():
+                name, kind = min(odd)
+                raise HybridKVError(
+                    f"{self._places[number]}: column {name!r} as {kind} is missing or not in the schema"
+                )
+
+    def check(self) -> None:
+        """Refuse a cell that no CSV may have. `records` does so for those that it returns: for few of ten million rows.
+
+        Raises:
+            HybridKVError: the first, with its file and row.
+        """
+        for name, kind in KINDS.items() if self._foreign else ():
+            # Each cell once; of numbers, which hardly repeat, the odd ones alone.
+            odd = f"WHERE isfinite({name}) IS NOT TRUE" if kind.parquet == "DOUBLE" else ""
+            for _ in self.records(f"SELECT DISTINCT {name} FROM rows {odd}"):
+                pass
+
+    def _check_cell(self, name: str, cell: Any) -> None:
+        nothing = "" if KINDS[name].parquet == "DOUBLE" else None
+        if problem := unfit(name, nothing if cell is None else str(cell)):
+            query = f"SELECT place, line FROM rows WHERE {name} IS NOT DISTINCT FROM $cell LIMIT 1"
+            ((place, line),) = self.run(query, {"cell": cell})
+            raise HybridKVError(f"{self._places[int(Path(place).stem)]} row {line + 1}: {problem}")
 
 
 @contextmanager

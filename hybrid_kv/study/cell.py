@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_kv.environment import child_environment
+from hybrid_kv.errors import VOID
 
 TAIL = 2000  # characters of a process's output that are kept
 
@@ -40,8 +41,8 @@ class Done:
 
     @property
     def is_result(self) -> bool:
-        """Whether the cell ran to its end; a failed check is a result."""
-        return self.code in (0, 1)
+        """Whether the cell ran to its end; a failed check is a result, and a void one."""
+        return self.code in (0, 1, VOID)
 
 
 class Running:

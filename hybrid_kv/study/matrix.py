@@ -24,22 +24,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
-from itertools import product
+from itertools import islice, product
+from math import prod
 from pathlib import Path
 from string import Formatter
 from typing import Any
 
 from hybrid_kv.config import ConfigError
-from hybrid_kv.files import refuse_device
+from hybrid_kv.files import read_text
 
 # Programs that append rows: the module, the option for their place, and a file's name; empty for a folder.
 PROGRAMS = {
     "accuracy": (("hybrid_kv.cli", "accuracy"), "--results", ""),
     "bench": (("bench",), "--out", "microbench.csv"),
     "guard": (("hybrid_kv.cli", "guard"), "--results", ""),
-    "kernels": (("hybrid_kv.cli", "kernels"), "--results", ""),
+    "kernels": (("hybrid_kv.cli", "kernels", "--update"), "--baseline", "kernels.csv"),
 }
-_OWN = ("--results", "--record", "--out", "--json")
+_OWN = ("--results", "--record", "--out", "--json", "--help")
+MAX_CELLS = 10_000
 _KEYS = {"runs", "axes", "without", "gpus"}
 
 
@@ -76,9 +78,8 @@ def read_study(file: Path) -> list[Cell]:
     """
     import yaml
 
-    refuse_device(file)
     try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+        found = yaml.safe_load(read_text(file))
         return _cells(found)
     except OSError as error:
         raise ConfigError(f"study {file} cannot be read: {error.strerror}") from None
@@ -103,7 +104,9 @@ def _cells(found: Any) -> list[Cell]:
     for axis, level in (item for one in without for item in one.items()):
         if level not in words.get(axis, ()):
             raise ValueError(f"{axis}={level} is not a level of an axis")
-    cells = [cell for run in runs for cell in _cells_of(run, words, without, gpus)]
+    every = (cell for run in runs for cell in _cells_of(run, words, without, gpus))
+    if len(cells := list(islice(every, MAX_CELLS + 1))) > MAX_CELLS:
+        raise ValueError(f"it has more than {MAX_CELLS:,} cells; make several studies of it")
     if not cells:
         raise ValueError("'without' leaves nothing to run")
     return list({cell.id: cell for cell in cells}.values())
@@ -115,7 +118,11 @@ def _cells_of(
     names = [name for _, name, _, _ in Formatter().parse(run) if name is not None]
     if unknown := [name for name in names if name not in axes]:
         raise ValueError(f"{run!r} names {{{unknown[0]}}}, which is not an axis; there are {', '.join(axes) or 'none'}")
+    if formats := [f"{{{name}{spec and ':' + spec}}}" for _, name, spec, way in Formatter().parse(run) if spec or way]:
+        raise ValueError(f"{run!r} formats {formats[0]}; write the name of an axis alone in braces")
     used = [axis for axis in axes if axis in names]
+    if (count := prod(len(axes[axis]) for axis in used)) > MAX_CELLS:
+        raise ValueError(f"{run!r} stands for {count:,} cells, more than {MAX_CELLS:,}; shorten an axis")
     for chosen in product(*(axes[axis] for axis in used)):
         levels = dict(zip(used, chosen, strict=True))
         if not any(one.items() <= levels.items() for one in without):
@@ -126,12 +133,14 @@ def _cells_of(
 def _levels(name: Any, levels: Any) -> dict[str, str]:
     """The words of each level; a list has those that are their own names."""
     table = levels if isinstance(levels, dict) else {_text(level): level for level in levels or ()}
-    if not table or isinstance(levels, str) or any(isinstance(one, dict | list) for one in table.values()):
+    if not table or isinstance(levels, str):
         raise ValueError(f"axis {name} must be a list of levels, or a table of words")
     return {_text(level): _text(words) for level, words in table.items()}
 
 
 def _text(level: Any) -> str:
+    if isinstance(level, dict | list | set):  # whose text may have any length: aliases repeat their parts
+        raise ValueError("a level must be a text or a number, not a list or a table")
     # YAML reads on and off as true and false.
     return "on" if level is True else "off" if level is False else str(level)
 
@@ -141,7 +150,9 @@ def _words(text: str) -> tuple[tuple[str, ...], str]:
     if name not in PROGRAMS:
         raise ValueError(f"{text!r} does not begin with one of {', '.join(PROGRAMS)}")
     if taken := [word for word in words if word.split("=")[0] in _OWN]:
-        raise ValueError(f"{text!r} has {taken[0]}; a study sets the place of its rows itself")
+        raise ValueError(
+            f"{text!r} has {taken[0]}; a study sets the place of its rows itself, and keeps what is printed"
+        )
     module, option, file = PROGRAMS[name]
     return ("-m", *module, *words, option), file
 

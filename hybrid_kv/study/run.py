@@ -69,9 +69,10 @@ def _keep(cell: Cell, done: Done, place: Path) -> None:
         made.chmod(0o755)
         os.rename(made, place / cell.id)
     except OSError as error:
-        shutil.rmtree(made, ignore_errors=True)
         if not (place / cell.id / DONE).exists():  # another driver of the same study was first
             raise HybridKVError(f"{place / cell.id} cannot be written: {error.strerror}") from None
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
 
 
 def gather(folder: Path, cells: Sequence[Cell]) -> int:

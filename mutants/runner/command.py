@@ -97,7 +97,8 @@ def mutants(
         rows.append(row)  # An hour's work is shown and kept as it comes.
         append_rows(csv, row.records(recorded[row.id]))
         case = f"; {row.reduced}" if row.reduced else ""
-        bar.write(f"{row.id}: {row.section or 'nothing'} {row.rule} after {row.seconds:.1f} s{case}", file=sys.stderr)
+        what = f"{row.section or 'nothing'} {row.rule}".strip() + (f", {row.problem}" if row.problem else "")
+        bar.write(f"{row.id}: {what} after {row.seconds:.1f} s{case}", file=sys.stderr)
     rows.sort(key=lambda row: row.id)
     document = {"by": by or "default", "mutants": [asdict(row) for row in rows]}
     table = _print_survivors if is_generated else _print_table

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_kv.config import ConfigError
+from hybrid_kv.files import read_text
 from mutants.runner.units import BY_TESTS, is_unit, tests_of_all
 
 FOLDER = Path(__file__).parents[1]
@@ -127,8 +128,12 @@ class KnownBug(Mutant):
         found: Changed = {}
         for change in self.changes:
             path = PACKAGE / change.file
-            if change.file.split("/")[0] in JUDGES or not path.is_file():
-                raise ConfigError(f"{self.id}: {change.file} is not a file of the engine")
+            # Another spelling would name a file that is not the one that is imported, or one of the judges.
+            is_spelled = os.path.normpath(change.file) == change.file
+            if not is_spelled or change.file.split("/")[0] in (*JUDGES, "", "..") or not path.is_file():
+                raise ConfigError(
+                    f"{self.id}: {change.file} is not a file of the engine; write it as in cache/manager.py"
+                )
             text = found.get(change.file) or path.read_text(encoding="utf-8")
             found[change.file] = change.apply(text, self.id)
         return found
@@ -155,9 +160,9 @@ def read_mutants(folder: Path = FOLDER, ids: Sequence[str] = ()) -> list[KnownBu
     Raises:
         ConfigError: there is no such folder or id, or a file does not hold a mutant.
     """
-    if not folder.is_dir():
-        raise ConfigError(f"{folder}: there are no mutants; run this in a checkout")
     files = {file.stem: file for file in sorted(folder.glob("*.yaml")) if file.stem != "equivalent"}
+    if not files:
+        raise ConfigError(f"{folder}: there are no mutants; run this in a checkout")
     if unknown := [name for name in ids if name not in files and name != UNCHANGED]:
         raise ConfigError(f"--id {unknown[0]}: there is no such mutant; {folder} has {', '.join(files)}")
     return [_read(files[name]) if name in files else KnownBug(name, (), "", {}, ()) for name in (ids or files)]
@@ -167,7 +172,7 @@ def _read(file: Path) -> KnownBug:
     import yaml
 
     try:
-        parts: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
+        parts: dict[str, Any] = yaml.safe_load(read_text(file))
         settings = dict(part.split("=") for part in parts.pop("settings").split())
         changes = tuple(Change(**change) for change in parts.pop("changes"))
         mutant = KnownBug(file.stem, tuple(parts.pop("references")), parts.pop("mechanism"), settings, changes)

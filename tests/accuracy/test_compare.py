@@ -283,7 +283,7 @@ def test_odd_lines_of_lm_evals(tmp_path: Path, changes: dict[str, Any], message:
         ("a.jsonl", b'{"doc_id": 0', "line 1 is not a JSON object; was the file cut off"),
         ("a.jsonl", b"[1]\n", "line 1 is not a JSON object"),
         ("a.jsonl", b"[" * 100_000, "line 1 is not a JSON object"),
-        ("a.jsonl", b"\xff\xfe", "cannot be read"),
+        ("a.jsonl", b"\xff\xfe", "is not text: byte 0 is not UTF-8"),
         ("a.jsonl.gz", b"{}", "cannot be read: Not a gzipped file"),
         ("a.jsonl.gz", gzip.compress(b"{}" * 500, mtime=0)[:-9], "cannot be read"),
         (

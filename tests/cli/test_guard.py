@@ -28,8 +28,7 @@ def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]
 
 
 @pytest.mark.parametrize(
-    ("options", "place"),
-    [([], "out"), (["--record"], "results"), (["--results", "nightly"], "nightly")],
+    ("options", "place"), [([], "out"), (["--record"], "results"), (["--results", "nightly"], "nightly")]
 )
 def test_rows_are_ignored_by_git_unless_they_are_recorded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], place: str
@@ -59,20 +58,30 @@ def test_json_is_all_that_is_printed_and_the_same_as_in_the_file(capsys: pytest.
         (["--record", "--only", "K=3"], "--record keeps the verdict of the whole guard; leave -k and --only out"),
         (["--swarm", "0"], "--swarm 0 must be more than 0 hours, and 8,784 at most"),
         (["--swarm", "nan"], "--swarm nan must be more than 0 hours, and 8,784 at most"),
-        (["--swarm", "1", "--seed", str(2**62)], f"--seed {2**62} of a swarm must be below 2**62"),
-        (
-            ["--swarm", "0.5", "--against", "vllm"],
-            "--swarm does not go with --against; leave one of them out",
-        ),
+        (["--swarm", "0.5", "--against", "vllm"], "--swarm does not go with --against; leave one of them out"),
         (["--ray", "auto"], "--ray needs --swarm"),
+        (["--results", "x.parquet"], "--results x.parquet: a CSV would spoil this data set; name another folder, then"),
+        (["--seed", str(2**63)], "Invalid value for '--seed': "),
         (["--out", "/dev/null/x"], "/dev/null/x: /dev/null cannot be written: Not a directory; choose another folder"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_before_the_run(
     capsys: pytest.CaptureFixture[str], ran: list[dict[str, Any]], options: list[str], said: str
 ) -> None:
-    assert run(capsys, "guard", *options) == (2, "", f"error: {said}\n")
+    code, out, err = run(capsys, "guard", *options)
+    assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith(f"error: {said}")
     assert not ran
+
+
+@pytest.mark.parametrize(("details", "code"), [(["void: no hit"], 3), (["void: no hit", "token 3 is 4"], 1), ([], 0)])
+def test_a_void_check_has_an_exit_code_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], details: list[str], code: int
+) -> None:
+    checks = [CheckResult("costs", f"check {i}", False, 1, "", "0", 1, 0.1, text) for i, text in enumerate(details)]
+    monkeypatch.setattr(guard_run, "run_guard", lambda *_, **__: checks)
+    found, out, _ = run(capsys, "guard")
+    assert found == code and f"0 of {len(checks)} checks passed{', 1 failed' * (code == 1)}" in out
+    assert ("VOID" in out and ", 1 void" in out) == (code > 0)
 
 
 def test_sections_are_chosen_by_a_part_of_their_name(

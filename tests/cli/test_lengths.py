@@ -54,8 +54,6 @@ def test_equal_mean_and_percentile_are_one_length() -> None:
         ("lognormal:prompt=10/20,output=10/150", "output=10/150 is not a lognormal distribution"),
         ("lognormal:prompt=0/0,output=1/1", "prompt=0/0 is not a lognormal distribution"),
         ("uniform", "neither a .csv or .jsonl file nor lognormal"),
-        ("a\0.csv", "embedded null byte"),
-        ("missing.csv", r"missing.csv cannot be read \(No such file"),
     ],
 )
 def test_neither_a_distribution_nor_a_file(text: str, message: str) -> None:
@@ -75,16 +73,11 @@ def test_neither_a_distribution_nor_a_file(text: str, message: str) -> None:
         ("a.jsonl", '{"prompt_tokens": 5, "output_tokens": true}', "request 1: output_tokens='True' must be"),
         ("a.jsonl", '{"prompt_tokens": 5, "output_tokens": 6}\n[1]\n', "is not a JSON object"),
         ("a.jsonl", '{"prompt_tokens": 5,', "is not a JSON object with"),
-        (
-            "a.jsonl",
-            '{"prompt_tokens": 9999999999, "output_tokens": 6}',
-            "request 1: prompt_tokens='9999999999'",
-        ),
+        ("a.jsonl", '{"prompt_tokens": 9999999999, "output_tokens": 6}', "request 1: prompt_tokens='9999999999'"),
         ("a.csv", b"\xff\xfe\x00", "write it as UTF-8 text"),
     ],
 )
 def test_a_file_that_is_wrong_says_where(tmp_path: Path, name: str, text: str | bytes, message: str) -> None:
     (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(ConfigError, match=message) as error:
+    with pytest.raises(ConfigError, match=message):
         read_lengths(str(tmp_path / name))
-    assert "cannot be read" not in str(error.value) or "UTF-8" in message

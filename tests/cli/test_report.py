@@ -10,6 +10,7 @@ import pytest
 
 from hybrid_kv.cli import main
 from hybrid_kv.results import read_rows
+from hybrid_kv.results.dataset import export_rows
 from tests.dashboard.kinds import everything
 from tests.dashboard.rows import row, write
 
@@ -94,10 +95,16 @@ def test_a_folder_without_results_is_one_line(tmp_path: Path, capsys: pytest.Cap
     assert "has no CSV of results" in refused(tmp_path, capsys)
 
 
+def test_a_data_set_is_results_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    export_rows([write(tmp_path / "rows", everything()) / "made.csv"], tmp_path / "all.parquet")
+    assert run(capsys, "--results", tmp_path / "all.parquet", "--out", tmp_path / "site")[0] == 0
+    assert len(read_rows(tmp_path / "site" / "rows.parquet")) == len(everything())
+
+
 def test_a_pipe_among_the_results_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "rows", [row(0)])
     os.mkfifo(tmp_path / "rows" / "pipe.csv")
-    assert "pipe.csv is no regular file" in refused(tmp_path, capsys)
+    assert "pipe.csv is not a regular file" in refused(tmp_path, capsys)
 
 
 @pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])

@@ -9,7 +9,7 @@ import pytest
 
 from hybrid_kv.cli import target
 from hybrid_kv.probes import guarded
-from hybrid_kv.probes.session import Session
+from hybrid_kv.probes.session import Outcome, Session
 from tests.cli.run import run
 from tests.probes.toy import ToyKind, ToyOracle
 
@@ -95,6 +95,15 @@ def test_a_wrong_answer_ends_with_1_and_can_be_played_again(capsys, tmp_path):
     played.write_text(played.read_text().replace('"broken"', '"toy"'))
     code, out, _ = run(capsys, "guard", "--replay", str(played))
     assert code == 0 and ": right" in out
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "code"),
+    [(["right", "void"], 3), (["void", "wrong"], 1), (["inconclusive"], 1), (["not supported"], 0)],
+)
+def test_void_alone_has_an_exit_code_of_its_own(capsys, monkeypatch, verdicts, code):
+    monkeypatch.setattr(target, "guard", lambda *_: [Outcome("repeat", {}, one) for one in verdicts])
+    assert run(capsys, *QUICK, "--target", "toy")[0] == code
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,12 @@ import atexit
 import csv
 import io
 import json
+import os
 import random
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
@@ -26,6 +27,8 @@ import yaml
 
 from hybrid_kv.accuracy.guard_model import FOLDER as GUARD_MODEL
 from hybrid_kv.accuracy.threshold import FILE as FLOORS
+from hybrid_kv.guard.replay import to_json as scenario_json
+from hybrid_kv.guard.traffic import draw_scenario
 from hybrid_kv.models.random_checkpoint import write_checkpoint
 from hybrid_kv.models.registry import sized
 from hybrid_kv.probes.registry import Round
@@ -256,7 +259,11 @@ def target(rng: random.Random, folder: Path) -> list[str]:
 
 
 def failure(rng: random.Random, folder: Path) -> list[str]:
-    """An odd file of a target's failure, replayed on our own engine."""
+    """An odd file of a failure, of an exact scenario or of a target, replayed on our own engine."""
+    if rng.random() < 0.5:
+        scenario = json.loads(scenario_json(draw_scenario(rng.randrange(3000))))
+        (folder / "case.json").write_bytes(values.odd_file(rng, scenario))
+        return ["guard", "--replay", "case.json"]
     asks = (Ask((3, 4, 5), 3), Ask((3, 4), 2, logprobs=True, after=1))
     parts = {"settings": {"prefix": "align"}, "probe": "repeat", "problem": "token 1 is 5; alone it was 6"}
     ends = {"expected": (7, 8), "got": (7, 9), "margin": 0.5, "logprob": -1.0, "most_cached": 0, "limit": 1e-4}
@@ -273,11 +280,42 @@ def mutant(rng: random.Random, folder: Path) -> list[str]:
     return ["mutants", "--folder", "mutants", *options(rng, "mutants", without=("folder",), most=2)]
 
 
+def study(rng: random.Random, folder: Path) -> list[str]:
+    """An odd file of runs and axes."""
+    found = yaml.safe_load((ROOT / "examples/modes.yaml").read_text())
+    (folder / "study.yaml").write_bytes(values.odd_file(rng, found))
+    return ["study", "study.yaml", "--dry", *options(rng, "study", without=("dry", "ray"), most=1)]
+
+
+# Commands that read `x`.
+READERS = (
+    "plan x", "plan config.json --num-blocks 9 --requests x.jsonl", "generate --model .", "guard --replay x", "study x",
+    "results x.csv", "results x.parquet", "report --results .", "red --results .", "accuracy compare x x",
+    "accuracy --against x.gz", "accuracy threshold --rows x.csv", "mutants --folder .", "serve --chat-template x",
+    "bisect HEAD --replay x", "results export x.parquet --to y.parquet", "results trim x.csv",
+)  # fmt: skip
+
+
+def no_file(rng: random.Random, folder: Path) -> list[str]:
+    """A device, a pipe, a link to itself, a folder or a large file, where a file is read."""
+    for name in CHECKPOINT:
+        shutil.copy(GUARD_MODEL / name, folder / name)
+    words = rng.choice(READERS).split()
+    name = next((word for word in words if word[0] == "x"), rng.choice((*CHECKPOINT, "x.csv", "A01.yaml")))
+    place = folder / name
+    place.unlink(missing_ok=True)
+    links = ("/dev/zero", "/dev/null", "/dev/ptmx", "/proc/self/mem", name)
+    rng.choice((os.mkfifo, os.mkdir, Path.touch, *(partial(os.symlink, one) for one in links)))(place)
+    if place.is_file():
+        os.truncate(place, 2**29)
+    return words
+
+
 Make = Callable[[random.Random, Path], list[str]]
 # How often each kind is drawn.
 KINDS: dict[Make, int] = {
-    anything: 9, plan: 15, family: 10, results: 8, generate: 5, answers: 4, failure: 4, target: 3, kernels: 2, guard: 2,
-    compare: 2, mutant: 2,
+    anything: 9, plan: 15, family: 10, results: 8, generate: 5, answers: 4, failure: 4, no_file: 4, target: 3,
+    kernels: 2, guard: 2, compare: 2, mutant: 2, study: 2,
 }  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Odd input for every command, and what must hold for each: `make fuzz` tries 2,400 cases, other ones every time.
 
-Exit code 0, 1 or 2; with 2 one line on standard error that begins with `error:`, otherwise at most one line, besides
+Exit code 0 to 3; with 2 one line on standard error that begins with `error:`, otherwise at most one line, besides
 progress: a bar, or the line about a checkpoint that is loaded; no traceback, no hang, nothing half-written.
 """
 
@@ -102,7 +102,7 @@ def limits(stdin: bytes | None) -> Iterator[None]:
 def judge(code: object, err: str) -> list[str]:
     """Violations in the exit code and on standard error."""
     lines = [line for line in re.split(r"[\r\n]", err) if not PROGRESS.match(line)]
-    found = [] if code in (0, 1, 2) else [f"exit code {code}"]
+    found = [] if code in range(4) else [f"exit code {code}"]
     if len(lines) > 1:
         found.append(f"{len(lines)} lines on standard error")
     if code == 2 and not (lines and lines[-1].startswith("error: ")) and err:
@@ -149,7 +149,7 @@ def test_every_option_of_every_command_is_tried() -> None:
         (0, "plan:  40%|####      | 2/5\rplan: 100%|#####| 5/5\na warning\n", []),
         (2, "loading bamba in float32: 455,120 B of weights on disk; a request of ...\nerror: no\n", []),
         (2, "", []),  # a reader that left, or help
-        (3, "", ["exit code 3"]),
+        (4, "", ["exit code 4"]),
         (2, "a\nerror: b\n", ["2 lines on standard error"]),
         (2, "no such thing\n", ["exit code 2 without an error"]),
     ],

@@ -11,10 +11,11 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-INTEGERS = [0, 1, 2, 3, 7, 16, 64, 100, -1, -7, 255, 4096, 10**6, 10**9, 2**31, 2**63, 2**64, 10**30]
+INTEGERS = [0, 1, 2, 3, 7, 16, 64, 100, -1, -7, 255, 4096, 10**6, 10**9, 2**31, 2**63, 2**64, 10**30, -(2**63) - 1]
 NUMBERS = ["0.5", "-0.0", "1e308", "1e-300", "nan", "inf", "-inf", "1_000", "0x10", "١", "1e9", " 1", "+1"]
 TEXTS = ["", " ", "x", "auto", "none", "a,b", "é", "2 × 3", "𝕏", "\udcff", "a\nb", "-", "--", "%s%n", "{0}", "~"]
 TEXTS += ["[bold]", "'\"", "=1+1", "../..", "<script>alert(1)</script>", "x" * 300, "9" * 5000, "2026-11-21", "fp8"]
+TEXTS += ["[/red]", "[link=x]", "\x1b[2J"]
 TEXTS += ["0001-01-01T00:00:00+23:59", "9999-12-31T23:59:59-23:59", "float16", "cuda", "cpu", "FLASH_ATTN", "80GiB"]
 PLACES = ["new.json", "new/deep/er.json", ".", "taken.txt", "taken.txt/x", "results", "rows.csv", "/dev/full", "~", "/"]
 PLACES += [
@@ -31,6 +32,7 @@ PLACES += [
 ]
 ODD: list[Any] = [None, True, False, 0, 1, -1, 2, 3, 3.5, 1e308, 10**9, 10**18, 2**63, 2**64, -(2**31), 0.0, "", "x"]
 ODD += ["1", "M", "*", "auto", "\ud800", "é", [], {}, [[]], [None], [0], {"a": 1}, {"": None}, math.nan, math.inf]
+ODD += [-(2**63) - 1, 10**30, 10**400, "[/red]", "\x1b[2J", "x" * 100_000]
 ODD += ["float64", "bfloat16", "int8", ["x"] * 50, "M" * 300, [1, "a", None], list(range(100))]
 FILES = [b"", b"\0", b"null", b"[]", b"{}", b'""', b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe", b"\n"]
 RECEIPT = {"checked_before": True, "checked_after": True, "max_error": 0.0}

@@ -17,7 +17,7 @@ from hybrid_kv.guard import shrink as module
 from hybrid_kv.guard.forced import FORCED
 from hybrid_kv.guard.play import Failure, run_scenario
 from hybrid_kv.guard.registry import CheckResult
-from hybrid_kv.guard.replay import read_scenario
+from hybrid_kv.guard.replay import from_json
 from hybrid_kv.guard.run import run_guard
 from hybrid_kv.guard.scenario import answer_book
 from hybrid_kv.guard.shrink import shrink
@@ -116,4 +116,4 @@ def test_a_failing_section_names_its_reproducer(monkeypatch: pytest.MonkeyPatch,
     unlike = unlike_the_oracle()
     (file,) = folder.glob("copy-bytes-*.json")
     assert not unlike.passed and f"hybrid-kv guard --replay {file}" in unlike.detail
-    assert run_scenario(read_scenario(file)).wrong[0].report in unlike.detail
+    assert run_scenario(from_json(file.read_text())).wrong[0].report in unlike.detail

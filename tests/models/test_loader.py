@@ -1,7 +1,10 @@
 """A checkpoint that cannot be used is one ConfigError of one line that names the value."""
 
 import json
+import math
+import os
 import random
+import re
 import shutil
 import struct
 
@@ -15,6 +18,7 @@ from hybrid_kv.engine.llm import LLM
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.loader import load_head, load_model, load_tokenizer
 from hybrid_kv.models.random_checkpoint import write_checkpoint
+from hybrid_kv.models.rope import read_rope
 from tests.models.tiny_nemotron import Characters, write_tiny
 
 
@@ -246,8 +250,28 @@ def test_a_broken_file_is_one_line(tmp_path, capfd, name, text):
         with pytest.raises(ConfigError) as caught:
             LLM(tmp_path, device="cpu", max_model_len=32)
         assert "\n" not in str(caught.value)
-        assert "again" in str(caught.value) or "is not supported" in str(caught.value)
+        assert re.search("again|is not supported|write it as UTF-8", str(caught.value))
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn", "default"])
+@pytest.mark.parametrize("odd", [0, -1, math.nan, 1e-40, math.inf, "x"])
+def test_a_rope_that_would_make_every_answer_nan_is_refused(kind, odd):
+    given = {"rope_type": kind, "factor": odd, "rope_theta": 1e-300 if kind == "default" else 1e4}
+    given |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 128}
+    with pytest.raises(ConfigError, match=r"^config.json: rope_.*; correct the file$"):
+        read_rope(ConfigFile({**sizes, "rope_parameters": given}, "config.json"), 16)
+
+
+def test_what_is_wrong_with_a_folder_is_not_said_of_its_tokenizer(tmp_path):
+    shutil.copytree(GUARD_MODEL, tmp_path, dirs_exist_ok=True)
+    edit_config(tmp_path, pad_token_id="x")
+    with pytest.raises(ConfigError, match=r"transformers cannot read config.json \("):
+        LLM(tmp_path, device="cpu", max_model_len=32)
+    os.mkfifo(tmp_path / "merges.txt")  # transformers would wait for its writer
+    with pytest.raises(ConfigError, match=r"merges.txt is not a regular file; name one"):
+        LLM(tmp_path, device="cpu", max_model_len=32)
 
 
 @pytest.mark.parametrize("section", ["added_tokens", "normalizer", "pre_tokenizer", "decoder", "model"])
@@ -285,7 +309,7 @@ def test_a_damaged_header_is_one_line(folder):
     assert refusals > 140
 
 
-@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "", "..", "a\0b", 3, None])
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "", "..", "a\0b", "\ud800", 3, None])
 def test_an_index_names_files_beside_it_and_no_others(folder, name):
     index = {"weight_map": {"lm_head.weight": name}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -37,6 +37,8 @@ def test_a_failure_comes_back_as_it_was_written() -> None:
             "rounds.0.requests.0.prompt.0: Input should be a valid integer",
         ),
         (("rounds", 1, "requests", 1, "after"), 2, "of 2 requests one cannot have {'max_tokens': 2, 'logprobs'"),
+        (("rounds", 1, "requests", 0, "after"), 1, "2 requests wait for each other's answers"),
+        (("rounds", 0, "requests", 0, "max_tokens"), 10**9, "answers of 1,000,000,000 tokens, more than 100,000"),
         (("rounds", 0, "requests", 0, "max_tokens"), 0, "of 1 requests one cannot have"),
         (("rounds", 1, "requests", 1, "logprobs"), False, "logprob is of no token, or was not requested"),
         (("version",), 2, "it is not of the format"),

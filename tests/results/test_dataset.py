@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_kv.errors import ConfigError
 from hybrid_kv.results import append_rows, check_file, dataset, read_rows
-from hybrid_kv.results.dataset import export_rows, merge_rows
+from hybrid_kv.results.dataset import export_file, export_rows, merge_rows
+from hybrid_kv.results.store import AS_PARQUET
 from tests.dashboard.kinds import everything
 from tests.dashboard.rows import row, write
 from tests.results.command import run
@@ -155,19 +155,61 @@ def test_a_damaged_data_set_is_one_line(tmp_path, capsys, break_it, said):
         assert said in printed.err, printed.err
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("NULL::BOOLEAN AS dirty", "row 2: column 'dirty' holds None; it takes True or False"),
+        ("'[]' AS params", "row 2: column 'params' holds '[]'; it takes a JSON object"),
+        ("['a'] AS params", "column 'params' as VARCHAR is missing or not in the schema"),
+        ("chr(27) || '[2J' AS machine", "row 2: column 'machine' holds '\\x1b[2J'; it takes printable text"),
+        ("NULL::VARCHAR AS suite", "row 2: column 'suite' holds None"),
+        ("1.5 AS n", "column 'n' as "),
+        ("-1::BIGINT AS n", "row 2: column 'n' holds '-1'"),
+        ("'nan'::DOUBLE AS value", "row 2: column 'value' holds 'nan'"),
+        ("'inf'::DOUBLE AS ci_low", "row 2: column 'ci_low' holds 'inf'"),
+        ("NULL::DOUBLE AS value", "row 2: column 'value' holds ''"),
+    ],
+)
+def test_a_parquet_file_is_not_believed_for_its_footer(tmp_path, capsys, change, said):
+    import duckdb
+
+    value, _, name = change.partition(" AS ")
+    append_rows(tmp_path / "a.csv", GOOD)
+    export_file([tmp_path / "a.csv"], tmp_path / "a.parquet")
+    rows = f"SELECT * FROM '{tmp_path}/a.parquet'"
+    odd = f"CASE WHEN metric = 't' THEN {value} ELSE {name} END AS {name}" if "row 2" in said else change
+    duckdb.sql(f"COPY (SELECT * REPLACE ({odd}) FROM ({rows})) TO '{tmp_path}/b.parquet' ({AS_PARQUET})")
+    for words in (["--last", "1"], ["export", "--to", tmp_path / "c.parquet"]):
+        assert run("results", *words, tmp_path / "b.parquet")[0] == 2
+        printed = capsys.readouterr()
+        assert printed.out == "" and printed.err.count("\n") == 1 and said in printed.err, printed.err
+        assert "b.parquet" in printed.err
+    assert run("results", "--check", tmp_path / "b.parquet")[0] in (1, 2)
+
+
+@pytest.mark.parametrize(("place", "target"), [("all", "all"), ("all", "all.parquet/new"), ("all.parquet/in", "all")])
+def test_a_data_set_is_not_made_of_itself(tmp_path, capsys, monkeypatch, place, target):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "all.parquet" / "in.parquet").mkdir(parents=True)
+    place, target = f"{place}.parquet", f"{target}.parquet"
+    assert run("results", "export", place, "--to", target)[0] == 2
+    assert "are one data set, or one is in the other; choose another place" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.rglob("*")] == ["all.parquet", "in.parquet"]
+
+
 def test_what_cannot_be_written_leaves_nothing(tmp_path, capsys):
     append_rows(tmp_path / "a.csv", GOOD)
     damaged(tmp_path / "bad.csv", 2, value="fast")
+    append_rows(tmp_path / "none.csv", [])
     for words, said in (
         (["export", "--to", tmp_path / "x"], "must end in .parquet"),
         (["merge", "--to", tmp_path / "x.parquet"], "is not a data set; `hybrid-kv results export` makes one"),
         (["export", tmp_path / "bad.csv", "--to", tmp_path / "x.parquet"], "line 2: column 'value' holds 'fast'"),
         (["export", "--to", "/dev/null/x.parquet"], "/dev/null/x.parquet"),
+        (["export", tmp_path / "none.csv", "--to", tmp_path / "x.parquet"], "there are no rows in"),
     ):
         place = [] if len(words) == 4 else [tmp_path / "a.csv"]
         assert run("results", *words, *place)[0] == 2
         printed = capsys.readouterr()
         assert printed.out == "" and printed.err.count("\n") == 1 and said in printed.err
-    with pytest.raises(ConfigError, match="leave it out"):
-        export_rows([tmp_path / "x.parquet"], tmp_path / "x.parquet")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.csv", "bad.csv"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.csv", "bad.csv", "none.csv"]

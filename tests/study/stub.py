@@ -23,4 +23,4 @@ if "once" in words and not (marker := Path(words[words.index("once") + 1])).exis
     raise SystemExit(70)
 level = next((int(word.removeprefix("--n=")) for word in words if word.startswith("--n=")), 0)
 append_rows(f"{folder}/made.csv", [Row("study", "stub", "squares", level**2, "", {"n": level})])
-raise SystemExit(int("failed" in words))
+raise SystemExit(3 if "void" in words else int("failed" in words))

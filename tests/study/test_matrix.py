@@ -1,5 +1,6 @@
 """What a study's file declares."""
 
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,9 @@ def test_a_cells_name_changes_with_the_code_alone(tmp_path: Path, monkeypatch: p
             {"without": [{"drafts": "none"}, {"drafts": "ngram"}], "runs": STUDY["runs"][:1]},
             "'without' leaves nothing to run",
         ),
+        ({"runs": ["guard {model:>2000000000}"]}, "formats {model:>2000000000}; write the name of an axis alone"),
+        ({"runs": ["guard {model!r}"]}, "formats {model}; write the name of an axis alone"),
+        ({"axes": {"model": [["a"]]}}, "a level must be a text or a number"),
         ({"gpus": "two"}, "gpus='two' is not a number of GPUs"),
         ({"axis": {}}, "it has 'axis'"),
     ],
@@ -78,6 +82,16 @@ def test_what_cannot_be_run_is_one_line(tmp_path: Path, parts: dict[str, object]
     with pytest.raises(ConfigError) as error:
         cells(tmp_path, **parts)
     assert problem in str(error.value) and str(error.value).startswith(f"study {tmp_path / 'study.yaml'}: ")
+
+
+@pytest.mark.parametrize(
+    ("size", "said"), [(7, "stands for 163,840,000,000 cells, more than 10,000"), (2, "it has more than 10,000 cells")]
+)
+def test_a_study_without_end_is_refused(tmp_path: Path, size: int, said: str) -> None:
+    axes = {f"a{i}": list(range(40)) for i in range(7)}
+    runs = [f"guard {' '.join(f'{{{name}}}' for name in some)}" for some in combinations(axes, size)]
+    with pytest.raises(ConfigError, match=said):
+        cells(tmp_path, runs=runs, axes=axes, without=None)
 
 
 @pytest.mark.parametrize(("text", "problem"), [("a: [", "is not YAML"), ("- a", "it names no runs")])

@@ -117,10 +117,25 @@ def test_the_command_says_what_failed_and_where_rows_are(
     assert left.value.code == 1 and "2 of 3 cells fine, 1 failed" in out and "failed: guard failed: " in out
     assert "3 new rows in out/study/study/rows.parquet" in out and "guard --n=2: fine after" in err
     assert len(json.loads(Path("out.json").read_text())["cells"]) == 3
-    study("guard refused")
+    for run, code, said in (("refused", 2, "could not run: guard refused: error: no such"), ("void", 3, "void: guard")):
+        study(f"guard {run}")
+        with pytest.raises(SystemExit) as left:
+            main(["study", "study.yaml"])
+        assert left.value.code == code and said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [("accuracy --limt 5", "--limt"), ("guard --jobs many", "'--jobs'"), ("kernels --help", "has --help")],
+)
+def test_options_that_a_command_does_not_have_are_refused_before_the_cells(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], run: str, said: str
+) -> None:
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump({"runs": ["kernels", "guard --quick --only K=3", run]}))
     with pytest.raises(SystemExit) as left:
-        main(["study", "study.yaml"])
-    assert left.value.code == 2 and "could not run: guard refused: error: no such thing" in capsys.readouterr().out
+        main(["study", str(tmp_path / "study.yaml"), "--dry"])
+    err = capsys.readouterr().err
+    assert left.value.code == 2 and err.count("\n") == 1 and said in err
 
 
 def test_a_dry_run_lists_the_cells(study: Study, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

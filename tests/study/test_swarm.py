@@ -17,7 +17,7 @@ import pytest
 from hybrid_kv.engine import runner
 from hybrid_kv.errors import HybridKVError
 from hybrid_kv.guard.play import Differences, Failure
-from hybrid_kv.guard.replay import read_scenario
+from hybrid_kv.guard.replay import from_json
 from hybrid_kv.guard.scenario import Scenario, answer_book
 from hybrid_kv.guard.shrink import Shrunk
 from hybrid_kv.guard.traffic import draw_swarm_scenario
@@ -99,7 +99,7 @@ def test_of_each_rule_the_first_failure_is_kept_and_the_seeds_of_all(
     assert found == {"a": (0, sum(line.endswith("a") for line in lines)), "b": (3, sum("b" in line for line in lines))}
     files = sorted((tmp_path / "repro").glob("*.json"))
     assert [one.file for one in sorted(tally.findings.values(), key=lambda one: one.rule)] == files
-    assert [read_scenario(file) for file in files] == [draw_swarm_scenario(0), draw_swarm_scenario(3)]
+    assert [from_json(file.read_text()) for file in files] == [draw_swarm_scenario(0), draw_swarm_scenario(3)]
 
 
 def test_the_same_first_seed_gives_the_same_swarm_in_any_pool(broken: None, make: Callable[..., Swarm]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybrid_kv.config import ConfigError
+from hybrid_kv.files import read_text
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
@@ -40,8 +41,8 @@ def check_task(task: str, gsm8k_dir: str | Path | None = None, limit: int | None
 
 def _check_jsonl(file: Path) -> None:
     try:
-        lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_text(file).removesuffix("\n").split("\n")
+    except OSError as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{file}: {reason}; the folder must hold {' and '.join(GSM8K_FILES)}") from None
     if lines == [""]:
