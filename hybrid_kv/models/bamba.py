@@ -15,17 +15,15 @@ from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec
 from hybrid_kv.models.attention import PagedAttention
 from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock, rms_norm
 from hybrid_kv.models.config_file import ConfigFile
+from hybrid_kv.models.families import bamba_kinds
 from hybrid_kv.models.layers import GatedMLP
 from hybrid_kv.models.mixers.mamba2 import Mamba2Mixer, check_time_steps
-from hybrid_kv.models.registry import Family, register
 from hybrid_kv.models.rope import Rope, read_rope
-from hybrid_kv.models.specs import MAMBA, Mamba2Spec, caches, indexed_kinds
+from hybrid_kv.models.specs import MAMBA
 from hybrid_kv.models.weights import Tensors, join_gate_up, join_qkv, renamed
 
 Mixer = TypeVar("Mixer", bound=Mamba2Mixer)
 Specs = dict[str, KVCacheSpec]
-
-MAMBA2 = Mamba2Spec("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
 
 
 def mamba2(file: ConfigFile, name: str, specs: Specs, kind: type[Mixer], eps: float, **options: Any) -> Mixer:
@@ -60,10 +58,6 @@ def attention(
     return PagedAttention(name, file.size("hidden_size"), *heads, bias=bias, rope=rope, scale=scale)
 
 
-def _kinds(file: ConfigFile) -> list[str]:
-    return indexed_kinds(file, "attn_layer_indices")
-
-
 def _rope(file: ConfigFile, head_size: int) -> Rope:
     # Whatever the older key of this name says, transformers takes a half; `rope_parameters` may say another.
     rope = read_rope(replace(file, values={**file.values, "partial_rotary_factor": 0.5}), head_size)
@@ -72,7 +66,8 @@ def _rope(file: ConfigFile, head_size: int) -> Rope:
     return rope
 
 
-def _build(file: ConfigFile, specs: Specs) -> nn.Module:
+def build(file: ConfigFile, specs: Specs) -> nn.Module:
+    """See `Family.build`."""
     size, inner, bias = file.size("hidden_size"), file.size("intermediate_size"), file.flag("mlp_bias", False)
 
     def layer(name: str, kind: str) -> nn.Module:
@@ -84,7 +79,7 @@ def _build(file: ConfigFile, specs: Specs) -> nn.Module:
         norms = (rms_norm(file, default=1e-5) for _ in range(2))
         return DecoderBlock(next(norms), mixer, next(norms), GatedMLP(size, inner, bias))
 
-    layers = [layer(f"layers.{i}", kind) for i, kind in enumerate(_kinds(file))]
+    layers = [layer(f"layers.{i}", kind) for i, kind in enumerate(bamba_kinds(file))]
     chunk_size = file.size("mamba_chunk_size", default=256)
     return CausalLM(file, specs, layers, rms_norm(file, default=1e-5), mamba_chunk_size=chunk_size)
 
@@ -99,8 +94,6 @@ NAMES = {
 }
 
 
-def _convert(tensors: Tensors) -> Tensors:
+def convert(tensors: Tensors) -> Tensors:
+    """See `Family.convert_weights`."""
     return join_gate_up(join_qkv(renamed(tensors, ("model.",), NAMES)))
-
-
-register(Family(_kinds, caches(MAMBA2), _build, _convert), "bamba")

@@ -16,20 +16,16 @@ from hybrid_kv.models.causal_lm import CausalLM, MixerBlock, rms_norm
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import RMSNorm
 from hybrid_kv.models.mixers.mamba1 import Mamba1Mixer, dt_rank
-from hybrid_kv.models.registry import Family, register
-from hybrid_kv.models.specs import MAMBA, Mamba1Spec, chunk_size
+from hybrid_kv.models.specs import chunk_size
 from hybrid_kv.models.weights import Tensors, renamed
-
-
-def _kinds(file: ConfigFile) -> list[str]:
-    return [MAMBA] * file.size("num_hidden_layers")
 
 
 def _norm(file: ConfigFile) -> RMSNorm:
     return rms_norm(file, "layer_norm_epsilon", 1e-5)
 
 
-def _build(file: ConfigFile, specs: dict[str, KVCacheSpec]) -> nn.Module:
+def build(file: ConfigFile, specs: dict[str, KVCacheSpec]) -> nn.Module:
+    """See `Family.build`."""
     file.only("hidden_act", "silu")
     rank, eps = dt_rank(file, "time_step_rank"), file.number("mixer_rms_eps", 1e-6)
 
@@ -51,17 +47,6 @@ def _build(file: ConfigFile, specs: dict[str, KVCacheSpec]) -> nn.Module:
     return CausalLM(file, specs, layers, _norm(file), mamba_chunk_size=chunk_size(file), tied=True)
 
 
-def _convert(tensors: Tensors) -> Tensors:
+def convert(tensors: Tensors) -> Tensors:
+    """See `Family.convert_weights`."""
     return renamed(tensors, ("backbone.",), {"embeddings.": "embed_tokens.", "norm_f.": "norm."})
-
-
-register(
-    Family(
-        _kinds,
-        {MAMBA: {"": Mamba1Spec("state_size", "conv_kernel", "expand", "intermediate_size")}},
-        _build,
-        _convert,
-        checked_against="transformers as a whole; in chunks on a cache it is wrong",
-    ),
-    "falcon_mamba",
-)

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec, RollbackSpec, window_and_states
+from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec
 from hybrid_kv.kernels.moe import route_sigmoid
 from hybrid_kv.models.attention import PagedAttention
 from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock, rms_norm
@@ -19,9 +19,8 @@ from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import GatedMLP, Linear, RMSNorm
 from hybrid_kv.models.mixers.conv import ConvMixer, Projected
 from hybrid_kv.models.moe import MixtureOfExperts
-from hybrid_kv.models.registry import Family, register
 from hybrid_kv.models.rope import read_rope
-from hybrid_kv.models.specs import SpecOptions, caches, chunk_size, conv_rows, indexed_kinds, layer_kinds
+from hybrid_kv.models.specs import chunk_size
 from hybrid_kv.models.weights import Tensors, join_gate_up, join_qkv, renamed, stacked
 
 
@@ -39,22 +38,6 @@ class ShortConv(ConvMixer):
 
     def finish(self, mixed: torch.Tensor, rest: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return self.out_proj(mixed * rest[0])
-
-
-def _kinds(file: ConfigFile) -> list[str]:
-    return indexed_kinds(file, "full_attn_idxs") if file.get("layer_types") is None else layer_kinds(file)
-
-
-def _window(file: ConfigFile, options: SpecOptions) -> MambaSpec:
-    if (kernel := file.size("conv_L_cache", default=3)) < 2:
-        raise file.fail(f"conv_L_cache={kernel} leaves a convolution nothing to keep; it must be at least 2")
-    channels = options.share(file, "hidden_size", file.size("hidden_size"))
-    return MambaSpec(
-        block_size=1,
-        parts=window_and_states(((conv_rows(kernel, options), channels), options.dtype)),
-        mamba_type="short_conv",
-        rollback=RollbackSpec(options.num_speculative_tokens),
-    )
 
 
 def _attention(file: ConfigFile, name: str, spec: FullAttentionSpec) -> PagedAttention:
@@ -89,7 +72,8 @@ def _experts(file: ConfigFile) -> MixtureOfExperts:
     )
 
 
-def _build(file: ConfigFile, layer_specs: dict[str, KVCacheSpec]) -> nn.Module:
+def build(file: ConfigFile, layer_specs: dict[str, KVCacheSpec]) -> nn.Module:
+    """See `Family.build`."""
     hidden_size, norm = file.size("hidden_size"), partial(rms_norm, file, "norm_eps", 1e-5)
     num_dense = file.count("num_dense_layers", 2) if file.model_type == "lfm2_moe" else len(layer_specs)
     layers = []
@@ -122,10 +106,7 @@ _NAMES = {
 }
 
 
-def _convert(tensors: Tensors) -> Tensors:
+def convert(tensors: Tensors) -> Tensors:
     """The hub has a tensor for each expert, transformers one for all."""
     joined = join_gate_up(join_qkv(renamed(tensors, ("model.",), _NAMES)))
     return renamed(stacked(joined), (), {".experts.gate_up_proj": ".experts.up_proj"})
-
-
-register(Family(_kinds, caches(_window), _build, _convert), "lfm2", "lfm2_moe")

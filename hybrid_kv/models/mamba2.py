@@ -13,8 +13,6 @@ from hybrid_kv.models.causal_lm import CausalLM, MixerBlock, rms_norm
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import RMSNorm
 from hybrid_kv.models.mixers.mamba2 import Mamba2Mixer, check_time_steps
-from hybrid_kv.models.registry import Family, register
-from hybrid_kv.models.specs import MAMBA, Mamba2Spec
 from hybrid_kv.models.weights import Tensors, renamed
 
 
@@ -22,11 +20,8 @@ def _norm(file: ConfigFile) -> RMSNorm:
     return rms_norm(file, "layer_norm_epsilon", 1e-5)
 
 
-def _kinds(file: ConfigFile) -> list[str]:
-    return [MAMBA] * file.size("num_hidden_layers")
-
-
-def _build(file: ConfigFile, specs: dict[str, KVCacheSpec]) -> nn.Module:
+def build(file: ConfigFile, specs: dict[str, KVCacheSpec]) -> nn.Module:
+    """See `Family.build`."""
     file.only("hidden_act", "silu")
     check_time_steps(file)
     chunk_size = file.size("chunk_size", default=256)
@@ -47,11 +42,8 @@ def _build(file: ConfigFile, specs: dict[str, KVCacheSpec]) -> nn.Module:
     return CausalLM(file, specs, layers, _norm(file), mamba_chunk_size=chunk_size)
 
 
-def _convert(tensors: Tensors) -> Tensors:
+def convert(tensors: Tensors) -> Tensors:
+    """See `Family.convert_weights`."""
     # Older files name the embedding in the singular.
     names = {"embeddings.": "embed_tokens.", "embedding.": "embed_tokens.", "norm_f.": "norm."}
     return renamed(tensors, ("backbone.",), names)
-
-
-_CACHES = {MAMBA: {"": Mamba2Spec("num_heads", "head_dim", "state_size", "n_groups", "conv_kernel")}}
-register(Family(_kinds, _CACHES, _build, _convert), "mamba2")
