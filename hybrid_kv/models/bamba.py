@@ -73,7 +73,7 @@ def build(file: ConfigFile, specs: Specs) -> nn.Module:
     def layer(name: str, kind: str) -> nn.Module:
         mixer: nn.Module
         if kind == MAMBA:
-            mixer = mamba2(file, name, specs, Mamba2Mixer, 1e-5, norm_groups=1)
+            mixer = mamba2(file, name, specs, Mamba2Mixer, 1e-5)
         else:
             mixer = attention(file, name, specs, _rope(file, cast(FullAttentionSpec, specs[name]).head_size))
         norms = (rms_norm(file, default=1e-5) for _ in range(2))

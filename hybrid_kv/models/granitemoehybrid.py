@@ -40,7 +40,7 @@ def _mlp(file: ConfigFile) -> nn.Module:
 
 def _mixer(file: ConfigFile, name: str, kind: str, specs: Specs) -> nn.Module:
     if kind == MAMBA:
-        return mamba2(file, name, specs, Mamba2Mixer, 1e-6, norm_groups=1)
+        return mamba2(file, name, specs, Mamba2Mixer, 1e-6)
     rotates = file.text("position_embedding_type") == "rope"
     rope = read_rope(file, cast(FullAttentionSpec, specs[name]).head_size) if rotates else None
     return attention(file, name, specs, rope, scale=file.number("attention_multiplier", 1.0))

@@ -35,7 +35,6 @@ def build(file: ConfigFile, specs: dict[str, KVCacheSpec]) -> nn.Module:
             eps=file.number("layer_norm_epsilon", 1e-5),
             conv_bias=file.flag("use_conv_bias", True),
             bias=file.flag("use_bias", False),
-            norm_groups=1,
         )
 
     layers = [MixerBlock(_norm(file), mixer(name)) for name in specs]
