@@ -8,9 +8,11 @@ way out. A field's annotation has its help: options of the command line are deri
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from numbers import Integral
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
 from hybrid_kv import environment
 from hybrid_kv.cache.modes import MODES
@@ -29,15 +31,40 @@ DraftMethod = Literal["ngram", "mtp"]
 Kernels = Literal["auto", "torch", "triton"]
 # By name, the attribute of torch.
 DTYPES = {name: name for name in ("float64", "float32", "float16", "bfloat16")} | {"fp8": "float8_e4m3fn"}
+MakeDtype = Callable[[str], "torch.dtype"]
 
 
-def parse_dtype(name: str, what: str) -> torch.dtype:
-    """The torch dtype called `name`; `what` names the setting in the error."""
+@dataclass(frozen=True)
+class PlannedDtype:
+    """Stands in for a `torch.dtype` where nothing is allocated: a plan needs its bytes, and no torch."""
+
+    name: str
+
+    @property
+    def itemsize(self) -> int:
+        return int(re.findall(r"\d+", self.name)[0]) // 8
+
+    def __str__(self) -> str:
+        return f"torch.{self.name}"
+
+
+def planned_dtype(name: str) -> torch.dtype:
+    """`torch_dtype` without torch."""
+    return cast("torch.dtype", PlannedDtype(name))
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The attribute of torch."""
     import torch
 
-    require_dtype(name, what)
-    dtype: torch.dtype = getattr(torch, DTYPES[name])
+    dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def parse_dtype(name: str, what: str, make: MakeDtype = torch_dtype) -> torch.dtype:
+    """The dtype called `name`; `what` names the setting in the error."""
+    require_dtype(name, what)
+    return make(DTYPES[name])
 
 
 def require_dtype(name: str, what: str) -> None:
@@ -77,9 +104,9 @@ def is_path(value: object) -> bool:
         return False
 
 
-def parse_model_dtype(name: str, what: str = "dtype") -> torch.dtype:
+def parse_model_dtype(name: str, what: str = "dtype", make: MakeDtype = torch_dtype) -> torch.dtype:
     """`parse_dtype` of what a model computes in: 8 bits can be stored, not computed with."""
-    dtype = parse_dtype(name, what)
+    dtype = parse_dtype(name, what, make)
     if dtype.itemsize < 2:
         raise ConfigError(f"{what}={name!r} can't be computed with; use bfloat16, float16, float32 or float64")
     return dtype
@@ -251,7 +278,7 @@ class EngineConfig:
         if self.sanitize is None:
             object.__setattr__(self, "sanitize", environment.sanitizes())
         if self.dtype != "auto":
-            parse_model_dtype(self.dtype)
+            parse_model_dtype(self.dtype, make=planned_dtype)
         if self.kernels not in get_args(Kernels):
             raise ConfigError(f"kernels={self.kernels!r}; use one of {', '.join(get_args(Kernels))}")
         if list(self.captured_batch_sizes) != sorted(set(self.captured_batch_sizes)):

@@ -32,10 +32,11 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 # The extra of each optional package.
 EXTRAS = {
+    "torch": "engine",
+    "numba": "engine",
     "transformers": "models",
     "safetensors": "models",
     "tokenizers": "models",
-    "huggingface_hub": "models",
     "lm_eval": "accuracy",
     "datasets": "accuracy",
     "yaml": "accuracy",
@@ -177,10 +178,9 @@ def _reason(error: OSError) -> str:
 
 
 def _missing(error: ModuleNotFoundError) -> str:
-    if not error.name:
-        return f"a package is not installed: {error}; run: pip install -e '.[all]' in a checkout"
-    package = error.name.partition(".")[0]
-    return f"{error.name} is not installed; run: pip install -e '.[{EXTRAS.get(package, 'all')}]' in a checkout"
+    what = f"{error.name} is not installed" if error.name else f"a package is not installed: {error}"
+    extra = EXTRAS.get((error.name or "").partition(".")[0], "all")
+    return f"{what}; run: pip install 'hybrid_kv[{extra}]', in a checkout -e '.[{extra}]'"
 
 
 def _usage(error: Any) -> int:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hybrid_kv.cache.modes import MODES
-from hybrid_kv.config import DTYPES, ConfigError, engine_config, parse_dtype, parse_model_dtype
+from hybrid_kv.config import DTYPES, ConfigError, engine_config, parse_dtype, parse_model_dtype, planned_dtype
 
 CACHED: dict[str, Any] = {"enable_prefix_caching": True}
 DRAFTS: dict[str, Any] = {"speculative_method": "ngram", "num_speculative_tokens": 2}
@@ -102,3 +102,5 @@ def test_dtypes_by_name() -> None:
     assert {parse_dtype(name, "dtype") for name in DTYPES} == {getattr(torch, name) for name in DTYPES.values()}
     assert [name for name in DTYPES if name != "fp8" and parse_model_dtype(name) != getattr(torch, name)] == []
     assert parse_dtype("fp8", "kv_cache_dtype") is torch.float8_e4m3fn
+    both = [(parse_dtype(name, "", planned_dtype), parse_dtype(name, "")) for name in DTYPES]
+    assert [(str(light), light.itemsize) for light, _ in both] == [(str(dtype), dtype.itemsize) for _, dtype in both]

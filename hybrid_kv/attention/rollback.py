@@ -22,25 +22,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from hybrid_kv.attention.common import CommonAttentionMetadata
 from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec, RollbackSpec, StatePart, StateProgress
 from hybrid_kv.config import CacheConfig, ConfigError
-from hybrid_kv.kernels.common.integers import cdiv
-from hybrid_kv.kernels.recompute import (
-    RecomputeCursors,
-    RecomputeRing,
-    RecomputeStep,
-    commit,
-    commit_reference,
-    default_ring_len,
-    shortest_ring_len,
-)
+from hybrid_kv.kernels.common.integers import cdiv, default_ring_len, shortest_ring_len
+
+if TYPE_CHECKING:  # A plan reads `memory`, and needs no torch: it is imported where tensors are.
+    import torch
+
+    from hybrid_kv.attention.common import CommonAttentionMetadata
+    from hybrid_kv.kernels.recompute import RecomputeRing, RecomputeStep
 
 Ints = npt.NDArray[np.int64]
 
@@ -170,11 +165,15 @@ class RecomputeSpec(RollbackSpec):
 
     def stored(self, part: StatePart) -> StatePart:
         """A float32 state is two int16 planes of the same bytes (`kernels.recompute.split_state`)."""
+        import torch
+
         if part.role != "state" or part.dtype != torch.float32:
             return part
         return StatePart(part.name, (2, *part.shape), torch.int16)
 
     def allocate(self, inputs: Sequence[StatePart], num_rows: int, device: torch.device) -> RecomputeRing | None:
+        from hybrid_kv.kernels.recompute import RecomputeRing
+
         if not inputs:
             return None  # a layer of windows alone
         x, B, _ = inputs
@@ -209,6 +208,8 @@ class Recompute(Rollback):
     spec_type: ClassVar[type[RollbackSpec]] = RecomputeSpec
 
     def __init__(self, spec: MambaSpec, max_num_seqs: int, device: torch.device, launches: bool) -> None:
+        from hybrid_kv.kernels.recompute import RecomputeCursors, commit, commit_reference
+
         rollback = spec.rollback
         assert isinstance(rollback, RecomputeSpec)
         self._commit = commit if launches else commit_reference
@@ -254,30 +255,33 @@ class Recompute(Rollback):
         """All of the history goes into the current state block, not into the state's own, which may be
         published.
         """
-        device, cursors = table.device, self.cursors
-        row, gained, target = (torch.from_numpy(part).to(device) for part in (rows, num_gained, current_blocks))
-        source = torch.zeros_like(row)
+        from hybrid_kv.kernels.recompute import RecomputeStep
+
+        cursors = self.cursors
+        row, gained, target = self._to_device(rows, num_gained, current_blocks)
+        source = row.new_zeros(len(rows))
         if self._block_size is not None:
             source = (cursors.base_pos[row] - 1) // self._block_size
         src, dst = (table.gather(1, block_idx[:, None])[:, 0].long() for block_idx in (source, target))
-        n_hist = cursors.n_hist[row] + torch.minimum(gained, cursors.prev_t[row])
+        n_hist = cursors.n_hist[row] + gained.minimum(cursors.prev_t[row])
         step = RecomputeStep(row, src, dst, cursors.ring_start[row], n_hist, n_hist, cursors.max_query_len)
-        return RollbackStep(step, torch.zeros(len(rows) + 1, dtype=torch.int64, device=device))
+        return RollbackStep(step, row.new_zeros(len(rows) + 1))
 
     def _step(self, rows: Ints, num_gained: Ints, query_lens: Ints, table: torch.Tensor) -> RollbackStep:
         """Decide what each decode flushes and recomputes, and move the cursors past it."""
-        device = table.device
-        cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(query_lens)])).to(device)
-        gained = torch.from_numpy(num_gained).to(device)
-        step = self._commit(
-            self.cursors, torch.from_numpy(rows).to(device), gained, cu_seqlens, table, self._block_size
-        )
+        starts = np.concatenate([[0], np.cumsum(query_lens)])
+        row, gained, cu_seqlens = self._to_device(rows, num_gained, starts)
+        step = self._commit(self.cursors, row, gained, cu_seqlens, table, self._block_size)
         return RollbackStep(step, cu_seqlens)
 
     def _restart(self, rows: Ints, num_computed_tokens: Ints) -> None:
         """These rows have no history behind so many tokens: new owners, and prefills that will run."""
-        device = self.cursors.base_pos.device
-        self.cursors.restart(torch.from_numpy(rows).to(device), torch.from_numpy(num_computed_tokens).to(device))
+        self.cursors.restart(*self._to_device(rows, num_computed_tokens))
+
+    def _to_device(self, *arrays: Ints) -> list[torch.Tensor]:
+        import torch
+
+        return [torch.from_numpy(array).to(self.cursors.base_pos.device) for array in arrays]
 
 
 SCHEMES: dict[str, type[Rollback]] = {"slots": Rollback, "recompute": Recompute}

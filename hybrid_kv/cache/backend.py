@@ -13,12 +13,13 @@ import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec
 from hybrid_kv.config import ConfigError
-from hybrid_kv.kernels.common.launch import FLOATS
+
+if TYPE_CHECKING:
+    import torch
 
 DEFAULT_BLOCK_SIZE = 16
 _PACKAGES = {"flash_attn": "vllm", "flashinfer": "flashinfer"}
@@ -42,7 +43,7 @@ class BackendContext:
     def for_layers(cls, platform: str, layers: dict[str, KVCacheSpec]) -> BackendContext:
         """The context of a model whose layers are `layers`."""
         states = [spec for spec in layers.values() if isinstance(spec, MambaSpec)]
-        return cls(platform, any(torch.float32 in spec.cache_dtypes for spec in states))
+        return cls(platform, any("torch.float32" in map(str, spec.cache_dtypes) for spec in states))
 
 
 class CUDAGraphSupport(enum.IntEnum):
@@ -108,6 +109,8 @@ class AttentionBackend(ABC):
             kernels: the engine's, `torch` or `triton`.
             dtypes: of K and V; what no kernel takes is left to torch.
         """
+        from hybrid_kv.kernels.common.launch import FLOATS
+
         if kernels == "torch" or not set(dtypes) <= set(FLOATS):
             return "torch"
         if device_type == "cpu":

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, ClassVar, Literal, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from hybrid_kv.cache.modes import MODES, Mode
 from hybrid_kv.config import ConfigError
 from hybrid_kv.kernels.common.integers import cdiv
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from hybrid_kv.config import (
     SchedulerConfig,
     SpeculativeConfig,
     engine_config,
+    planned_dtype,
 )
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ Platform = Literal["cuda", "xpu", "cpu"]
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+# What depends on the size of the pool.
+_CAPACITY = ("num_blocks", "total_bytes", "longest_request", "max_concurrency", "token_capacity")
 # Options that change a plan.
 _PLANNED = {
     "attention_backend", "num_blocks", "max_num_seqs", "block_size", "mamba_block_size", "mamba_cache_mode",
@@ -41,11 +44,14 @@ _PLANNED = {
 
 @derived_options(CacheConfig, SchedulerConfig, SpeculativeConfig, EngineConfig, ParallelConfig, only=_PLANNED)
 def plan(
-    config: Annotated[str, typer.Argument(help="A Hugging Face config.json, or the folder that holds it.")],
+    config: Annotated[str, typer.Argument(help="A Hugging Face config.json, the folder that holds it, or owner/name.")],
     platform: Annotated[Platform, typer.Option(help="Decides the default backend and its block size.")] = "cuda",
     gpu_memory: Annotated[
         str | None,
-        typer.Option(help="Memory of a GPU for the cache alone, weights already subtracted: 80GiB, 512MB."),
+        typer.Option(
+            help="Memory of a GPU for the cache alone, weights already subtracted: 80GiB, 512MB; "
+            "without it and --num-blocks the sizes are printed, not what fits."
+        ),
     ] = None,
     max_model_len: Annotated[
         int | None, typer.Option(help="Tokens of the longest request; default: the config's.")
@@ -76,6 +82,9 @@ def plan(
         options["memory_bytes"] = parse_memory(gpu_memory)
     ranks = Ranks(**{field.name: options.pop(field.name, field.default) for field in fields(Ranks)})
     engine = replace(engine_config(options), platform=platform)
+    has_pool = (engine.cache.num_blocks, engine.cache.memory_bytes) != (None, None)
+    if requests is not None and not has_pool:
+        raise ConfigError(f"--requests {requests}: what fits depends on the pool; add --gpu-memory or --num-blocks")
     lengths = None if requests is None else read_lengths(requests)
     shape, result = planned(config, engine, max_model_len, max_num_seqs, ranks)
     document = {
@@ -89,7 +98,11 @@ def plan(
         "num_speculative_tokens": engine.speculative.num_speculative_tokens,
         **asdict(ranks),
         **describe(result),
+        "bytes_per_request": result.blocks_per_request * result.fullest.block_bytes,
     }
+    if not has_pool:
+        document |= dict.fromkeys(_CAPACITY)
+        document["stages"] = [{**stage, "total_bytes": None} for stage in document["stages"]]
     if lengths is not None:
         document["requests"] = fit = _fit(result, *lengths, engine.speculative.num_speculative_tokens)
         if fit["num_refused"]:
@@ -113,7 +126,9 @@ def planned(
     max_num_seqs: int | None = None,
     ranks: Ranks | None = None,
 ) -> tuple[ModelShape, CachePlan]:
-    """What a config.json describes for one rank, and the plan of its cache; nothing is loaded.
+    """What a config.json describes for one rank, and the plan of its cache; nothing is loaded, and torch not imported.
+
+    Without a pool's size the pool is larger than any.
 
     Raises:
         ConfigError: it can't be planned.
@@ -126,7 +141,10 @@ def planned(
     from hybrid_kv.models.shapes import model_shape
 
     ranks, cache, num_drafts = ranks or Ranks(), engine.cache, engine.speculative.num_speculative_tokens
-    shape = model_shape(model, cache=cache, num_speculative_tokens=num_drafts, dtype=engine.dtype, ranks=ranks)
+    if (cache.num_blocks, cache.memory_bytes) == (None, None):
+        cache = replace(cache, memory_bytes=2**62)
+    options: dict[str, Any] = {"cache": cache, "dtype": engine.dtype, "ranks": ranks, "make_dtype": planned_dtype}
+    shape = model_shape(model, num_speculative_tokens=num_drafts, **options)
     model_len = max_model_len or shape.max_position_embeddings
     if model_len is None:
         raise ConfigError(f"{model} names no max_position_embeddings; give --max-model-len")
@@ -150,11 +168,9 @@ def report_memory(model: str, options: dict[str, Any]) -> None:
 
     config, folder = engine_config(options), resolve_folder(model)
     check_model(folder, config)
-    cache, length = config.cache, config.scheduler.max_model_len
-    if cache.num_blocks is None and cache.memory_bytes is None:
-        cache = replace(cache, memory_bytes=2**40)  # any size: only the blocks of one request are printed
+    length = config.scheduler.max_model_len
     platform = "cpu" if config.platform == "auto" else config.platform
-    shape, plan = planned(str(folder), replace(config, cache=cache, platform=platform), length)
+    shape, plan = planned(str(folder), replace(config, platform=platform), length)
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     blocks = plan.config.max_blocks_per_request(length)
     dtype = str(shape.dtype).removeprefix("torch.")
@@ -180,7 +196,9 @@ def _copies_note(config: str, engine: EngineConfig, shape: ModelShape, ranks: Ra
     from hybrid_kv.cache.spec import FullAttentionSpec
     from hybrid_kv.models.shapes import model_shape
 
-    whole = model_shape(config, cache=engine.cache, dtype=engine.dtype)
+    if ranks.tensor_parallel_size == 1:
+        return []
+    whole = model_shape(config, cache=engine.cache, dtype=engine.dtype, make_dtype=planned_dtype)
     sizes = (
         (shape.layers[name].page_size_bytes, spec.page_size_bytes)
         for name, spec in whole.layers.items()
@@ -224,7 +242,8 @@ def _print_plan(document: dict[str, Any]) -> None:
     if document["pipeline_parallel_size"] > 1:
         stages = Table("stage", "layers with a cache", "bytes per block", "memory", box=None)
         for number, stage in enumerate(document["stages"]):
-            sizes = f"{stage['block_bytes']:,}", f"{stage['total_bytes']:,} B"
+            memory = "" if stage["total_bytes"] is None else f"{stage['total_bytes']:,} B"
+            sizes = f"{stage['block_bytes']:,}", memory
             stages.add_row(str(number), str(len(stage["layers"])), *sizes)
         console.print("", stages, sep="\n")
     groups = Table("groups", "layers each", "kind", "block", "kernel block", "blocks per request", box=None)
@@ -251,12 +270,18 @@ def _summary(plan: dict[str, Any]) -> dict[str, str]:
         "Mamba block size": "none" if states is None else f"{states:,} tokens",
         "page": f"{pages[0]:,} B" if len(pages) == 1 else f"{pages[0]:,} to {pages[-1]:,} B, each layer its own",
         "Mamba state": f"{plan['mamba_state_bytes']:,} B, padded by {plan['mamba_padding_percent']:.2f} %",
-        "blocks": f"{plan['num_blocks']:,}, one of them the null block",
-        "memory": f"{plan['total_bytes']:,} B ({plan['total_bytes'] / 2**30:.2f} GiB)",
-        "capacity": f"{plan['token_capacity']:,} tokens",
-        "longest request": f"{plan['longest_request']:,} of {plan['max_model_len']:,} tokens",
-        "requests at once": f"{plan['max_concurrency']:,} of {plan['blocks_per_request']:,} blocks each",
     }
+    if plan["num_blocks"] is None:
+        tokens, blocks, size = (plan[key] for key in ("max_model_len", "blocks_per_request", "bytes_per_request"))
+        rows["one request"] = f"{blocks:,} blocks, {size:,} B ({size / 2**30:.2f} GiB) for {tokens:,} tokens"
+    else:
+        rows |= {
+            "blocks": f"{plan['num_blocks']:,}, one of them the null block",
+            "memory": f"{plan['total_bytes']:,} B ({plan['total_bytes'] / 2**30:.2f} GiB)",
+            "capacity": f"{plan['token_capacity']:,} tokens",
+            "longest request": f"{plan['longest_request']:,} of {plan['max_model_len']:,} tokens",
+            "requests at once": f"{plan['max_concurrency']:,} of {plan['blocks_per_request']:,} blocks each",
+        }
     if tensor * pipeline == 1:
         del rows["GPUs"]
     if (fit := plan.get("requests")) is not None:

@@ -27,7 +27,6 @@ def report(
     from hybrid_kv.dashboard.markdown import summary
     from hybrid_kv.dashboard.page import ALL_ROWS, ASV_PAGES, build_page
     from hybrid_kv.dashboard.report import COMMITS, Report
-    from hybrid_kv.dashboard.verdicts import headline, verdicts
     from hybrid_kv.errors import require
     from hybrid_kv.files import check_outputs, write_whole
     from hybrid_kv.results import head
@@ -36,18 +35,19 @@ def report(
     require("plotly")
     page = out / "index.html"
     check_outputs(page, out / ALL_ROWS, out / COMMITS / "any", markdown)
-    rows, checked_out = load(results), head()
-    drawn = Report(rows, checked_out, repository, site)
+    drawn = Report(load(results), head(), repository, site)
     html = build_page(drawn, machine, (out / ASV_PAGES).exists(), download=True)
     export_file(find_files(results).read, out / ALL_ROWS)
     write_commits(drawn, out / COMMITS)
     write_whole(page, html)
     if markdown is not None:
         write_whole(markdown, summary(drawn, machine))
-    whole = headline(verdicts(rows.of_machine(machine)), checked_out)
+    whole = drawn.headline(machine)
 
     def lines() -> None:
-        typer.secho(whole.finding, fg={"fail": "red", "void": "yellow", "stale": "yellow"}.get(whole.word))
+        typer.secho(
+            whole.finding, fg={"fail": "red", "void": "yellow", "worse": "red", "stale": "yellow"}.get(whole.word)
+        )
         print(*filter(None, [whole.age, page]), sep="\n")
 
     show({"verdict": whole.word, "finding": whole.finding, "age": whole.age, "page": str(page)}, as_json, None, lines)

@@ -25,12 +25,11 @@ def summary(report: Report, machine: str = "") -> str:
     found = verdicts(report.results.of_machine(machine))
     if not found:
         return f"{MARKER}\n### hybrid-kv: no verdict\n\nNo check has run yet: `hybrid-kv guard --record`\n"
-    whole = headline(found, report.head)
+    whole = report.headline(machine)
     # GitHub draws a warning in amber.
     age = [f"> [!WARNING]\n> {whole.age}"] if whole.word == "stale" else [whole.age]
     lines = [MARKER, f"### hybrid-kv: {whole.finding}", "", *age, "", *_verdict_lines(report, found)]
-    failing = [one for one in report.failing if not machine or one.key[4] in (machine, "")]
-    if failing:
+    if failing := report.failing_on(machine):
         lines += ["", *failing_lines(report, failing)]
     return "\n".join(lines) + "\n"
 

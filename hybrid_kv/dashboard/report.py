@@ -15,6 +15,7 @@ from hybrid_kv.dashboard.data import Results
 from hybrid_kv.dashboard.draw import of_machine
 from hybrid_kv.dashboard.failing import Failing, find_failing
 from hybrid_kv.dashboard.series import Series, histories
+from hybrid_kv.dashboard.verdicts import Headline, headline, verdicts
 from hybrid_kv.errors import ConfigError
 from hybrid_kv.results import NO_HEAD, CommitInfo, Head
 
@@ -84,6 +85,15 @@ class Report:
     def failing(self) -> list[Failing]:
         """What is failing now."""
         return find_failing(self.results.rows, self.series)
+
+    def failing_on(self, machine: str = "") -> list[Failing]:
+        """What is failing on a machine, or in what belongs to none; on any for an empty name."""
+        return [one for one in self.failing if not machine or one.key[4] in (machine, "")]
+
+    def headline(self, machine: str = "") -> Headline:
+        """The one verdict of page, summary and command, of a machine or of all."""
+        worse = sum(one.word == "worse" for one in self.failing_on(machine))
+        return headline(verdicts(self.results.of_machine(machine)), self.head, worse)
 
     @cached_property
     def commits(self) -> dict[str, Measured]:

@@ -113,7 +113,7 @@ class Headline:
     """The verdicts in two lines.
 
     Attributes:
-        word: `fail`, `void`, `stale`, `pass` or `none`.
+        word: `fail`, `void`, `worse`, `stale`, `pass` or `none`.
         finding: the word with its figures.
         age: of which code the rows are; empty without rows.
     """
@@ -123,13 +123,16 @@ class Headline:
     age: str = ""
 
 
-def headline(found: Sequence[SuiteVerdict], head: Head) -> Headline:
-    """The verdict over all suites."""
+def headline(found: Sequence[SuiteVerdict], head: Head, num_worse: int = 0) -> Headline:
+    """The verdict over all suites; with levels that are worse, which no check judges, it is not `pass`."""
     if not found:
         return Headline("none", "No check has passed or failed yet")
     age = age_of(found, head)
     word = overall(v.word for v in found)
     if word == "pass" and not age.is_current:
         word = "stale"
+    if num_worse and word in ("pass", "stale"):
+        word = "worse"
     passed, judged = sum(v.count("pass") for v in found), sum(len(v.rows) for v in found)
-    return Headline(word, f"{WORDS[word]}: {passed:,} of {judged:,} checks of the newest runs", age.text(head))
+    levels = f", {num_worse:,} level{'s are' if num_worse > 1 else ' is'} worse" if num_worse else ""
+    return Headline(word, f"{WORDS[word]}: {passed:,} of {judged:,} checks of the newest runs{levels}", age.text(head))

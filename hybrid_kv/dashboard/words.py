@@ -12,6 +12,7 @@ from hybrid_kv.dashboard.data import STATIC_SUITE
 from hybrid_kv.dashboard.series import Step
 
 WORDS = {"pass": "✓ pass", "fail": "✕ fail", "void": "○ void", "stale": "△ passed on other code", "none": "no verdict"}
+WORDS["worse"] = "✕ worse"
 NANOSECONDS = {"ns": 1.0, "us": 1e3, "ms": 1e6, "s": 1e9}
 AXES = {"": "value", "time ratio": "ratio of two times", "share": "share, %", "1/B": "per byte", "B": "bytes"}
 # Keys of metrics whose words are not the key without its underscores.

@@ -15,16 +15,14 @@ from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec
 from hybrid_kv.models.attention import PagedAttention
 from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock, rms_norm
 from hybrid_kv.models.config_file import ConfigFile
+from hybrid_kv.models.families import bamba_kinds
 from hybrid_kv.models.layers import GatedMLP
 from hybrid_kv.models.mixers.mamba2 import Mamba2Mixer, check_time_steps
-from hybrid_kv.models.registry import Family, register
 from hybrid_kv.models.rope import Rope, read_rope
-from hybrid_kv.models.specs import MAMBA, Mamba2Spec, caches, indexed_kinds
+from hybrid_kv.models.specs import MAMBA
 from hybrid_kv.models.weights import Tensors, join_gate_up, join_qkv, renamed
 
 Specs = dict[str, KVCacheSpec]
-
-MAMBA2 = Mamba2Spec("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
 
 
 def mamba2(file: ConfigFile, name: str, specs: Specs, kind: type[Mamba2Mixer], eps: float, **options: Any) -> nn.Module:
@@ -59,10 +57,6 @@ def attention(
     return PagedAttention(name, file.size("hidden_size"), *heads, bias=bias, rope=rope, scale=scale)
 
 
-def _kinds(file: ConfigFile) -> list[str]:
-    return indexed_kinds(file, "attn_layer_indices")
-
-
 def _rope(file: ConfigFile, head_size: int) -> Rope:
     # Whatever the older key of this name says, transformers takes a half; `rope_parameters` may say another.
     rope = read_rope(replace(file, values={**file.values, "partial_rotary_factor": 0.5}), head_size)
@@ -71,19 +65,20 @@ def _rope(file: ConfigFile, head_size: int) -> Rope:
     return rope
 
 
-def _build(file: ConfigFile, specs: Specs) -> nn.Module:
+def build(file: ConfigFile, specs: Specs) -> nn.Module:
+    """See `Family.build`."""
     size, inner, bias = file.size("hidden_size"), file.size("intermediate_size"), file.flag("mlp_bias", False)
 
     def layer(name: str, kind: str) -> nn.Module:
         mixer: nn.Module
         if kind == MAMBA:
-            mixer = mamba2(file, name, specs, Mamba2Mixer, 1e-5, norm_groups=1)
+            mixer = mamba2(file, name, specs, Mamba2Mixer, 1e-5)
         else:
             mixer = attention(file, name, specs, _rope(file, cast(FullAttentionSpec, specs[name]).head_size))
         norms = (rms_norm(file, default=1e-5) for _ in range(2))
         return DecoderBlock(next(norms), mixer, next(norms), GatedMLP(size, inner, bias))
 
-    layers = [layer(f"layers.{i}", kind) for i, kind in enumerate(_kinds(file))]
+    layers = [layer(f"layers.{i}", kind) for i, kind in enumerate(bamba_kinds(file))]
     chunk_size = file.size("mamba_chunk_size", default=256)
     return CausalLM(file, specs, layers, rms_norm(file, default=1e-5), mamba_chunk_size=chunk_size)
 
@@ -98,8 +93,6 @@ NAMES = {
 }
 
 
-def _convert(tensors: Tensors) -> Tensors:
+def convert(tensors: Tensors) -> Tensors:
+    """See `Family.convert_weights`."""
     return join_gate_up(join_qkv(renamed(tensors, ("model.",), NAMES)))
-
-
-register(Family(_kinds, caches(MAMBA2), _build, _convert), "bamba")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,7 @@ class ConfigFile:
 
 
 def read_config(source: str | Path | dict[str, Any]) -> dict[str, Any]:
-    """The JSON object in a config.json, in the folder that holds one, or as given.
+    """The JSON object in a config.json, in the folder or the hub's repository that holds one, or as given.
 
     Raises:
         ConfigError: no such file, or no JSON object in it.
@@ -121,10 +122,15 @@ def read_config(source: str | Path | dict[str, Any]) -> dict[str, Any]:
     if isinstance(source, dict):
         return source
     path = Path(source)
-    path = path / "config.json" if path.is_dir() else path
+    is_folder = path.is_dir()
+    path = path / "config.json" if is_folder else path
     values = read_json(path)
+    if values is None and not is_folder and is_hub_id(source):
+        values = read_json(from_hub(source, lambda hub: hub.hf_hub_download(str(source), "config.json")))
     if values is None:
-        raise ConfigError(f"{path} does not exist; give a config.json or the folder that holds it")
+        raise ConfigError(
+            f"{path} does not exist; give a config.json, the folder that holds it, or owner/name on the hub"
+        )
     return values
 
 
@@ -147,6 +153,31 @@ def read_json(path: Path) -> dict[str, Any] | None:
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds a {type(values).__name__}, not a JSON object; download it again")
     return values
+
+
+def is_hub_id(model: str | Path) -> bool:
+    """Whether this may name a repository of the hub, `owner/name`, and is no path to a file."""
+    name = str(model)
+    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith((".json", "/"))
+
+
+def from_hub(model: str | Path, download: Callable[[Any], str]) -> Path:
+    """What `download`, called with `huggingface_hub`, gets of a repository.
+
+    Raises:
+        ConfigError: what the hub says, in one line.
+    """
+    import huggingface_hub
+
+    try:
+        return Path(download(huggingface_hub))
+    except Exception as error:  # the hub's client raises many unrelated types for "not there" and "no network"
+        raise ConfigError(f"model {model}: not a folder, and the hub says: {first_line(error)}") from None
+
+
+def first_line(error: Exception) -> str:
+    """Of what an error says, or its type where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
 
 
 def shown(value: Any) -> str:

@@ -14,14 +14,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from hybrid_kv.cache.spec import FullAttentionSpec
-from hybrid_kv.models.bamba import MAMBA2, NAMES, Specs, attention, mamba2
+from hybrid_kv.models.bamba import NAMES, Specs, attention, mamba2
 from hybrid_kv.models.causal_lm import CausalLM, rms_norm
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import ForwardContext, GatedMLP
 from hybrid_kv.models.mixers.scaled_mamba2 import Order, ScaledMamba2Mixer
-from hybrid_kv.models.registry import Family, register
 from hybrid_kv.models.rope import read_rope
-from hybrid_kv.models.specs import HYBRID, caches
 from hybrid_kv.models.weights import Tensors, join_gate_up, join_qkv, renamed
 
 
@@ -77,11 +75,8 @@ class HybridBlock(nn.Module):
         return x + self.mlp(self.mlp_norm(x), context)
 
 
-def _kinds(file: ConfigFile) -> list[str]:
-    return [HYBRID] * file.size("num_hidden_layers")
-
-
-def _build(file: ConfigFile, specs: Specs) -> nn.Module:
+def build(file: ConfigFile, specs: Specs) -> nn.Module:
+    """See `Family.build`."""
     layers = [HybridBlock(file, f"layers.{i}", specs) for i in range(file.size("num_hidden_layers"))]
     return CausalLM(
         file,
@@ -94,9 +89,7 @@ def _build(file: ConfigFile, specs: Specs) -> nn.Module:
     )
 
 
-def _convert(tensors: Tensors) -> Tensors:
+def convert(tensors: Tensors) -> Tensors:
+    """See `Family.convert_weights`."""
     names = NAMES | {"self_attn.": "attention.", "mamba.": "mamba."}
     return join_gate_up(join_qkv(renamed(tensors, ("model.",), names)))
-
-
-register(Family(_kinds, caches(MAMBA2), _build, _convert), "falcon_h1")

@@ -15,12 +15,12 @@ from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
 from hybrid_kv.models.causal_lm import CausalLM, MixerBlock, mamba_norm
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.mixers.mamba1 import Mamba1Mixer, dt_rank
-from hybrid_kv.models.registry import AS_A_WHOLE, Family, register
-from hybrid_kv.models.specs import MAMBA, Mamba1Spec, all_mamba, chunk_size
+from hybrid_kv.models.specs import chunk_size
 from hybrid_kv.models.weights import Tensors, renamed
 
 
-def _build(file: ConfigFile, specs: dict[str, KVCacheSpec]) -> nn.Module:
+def build(file: ConfigFile, specs: dict[str, KVCacheSpec]) -> nn.Module:
+    """See `Family.build`."""
     file.only("hidden_act", "silu")
     rank, eps = dt_rank(file, "time_step_rank"), file.number("mixer_rms_eps", 1e-6)
 
@@ -41,9 +41,6 @@ def _build(file: ConfigFile, specs: dict[str, KVCacheSpec]) -> nn.Module:
     return CausalLM(file, specs, layers, mamba_norm(file), mamba_chunk_size=chunk_size(file), tied=True)
 
 
-def _convert(tensors: Tensors) -> Tensors:
+def convert(tensors: Tensors) -> Tensors:
+    """See `Family.convert_weights`."""
     return renamed(tensors, ("backbone.",), {"embeddings.": "embed_tokens.", "norm_f.": "norm."})
-
-
-_CACHES = {MAMBA: {"": Mamba1Spec("state_size", "conv_kernel", "expand", "intermediate_size")}}
-register(Family(all_mamba, _CACHES, _build, _convert, checked_against=AS_A_WHOLE), "falcon_mamba")

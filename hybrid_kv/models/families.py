@@ -1,11 +1,189 @@
-"""The families that come with this package and their draft heads: importing this module registers them."""
+"""The families that come with this package: what their layers keep of earlier tokens, and what runs them.
 
+Importing this module registers them, and needs no torch: the modules that run them are imported when they are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
+from typing import Any
 
-MODULES = (
-    "bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 mamba2 nemotron_h nemotron_h_mtp olmo_hybrid "
-    "planned qwen3_5 qwen3_5_moe qwen3_mtp qwen3_next zamba2"
+from hybrid_kv.cache.spec import MambaSpec
+from hybrid_kv.models.config_file import ConfigFile
+from hybrid_kv.models.registry import AS_A_WHOLE, Family, HeadFamily, register, register_head
+from hybrid_kv.models.specs import (
+    ATTENTION,
+    HYBRID,
+    MAMBA,
+    Mamba1Spec,
+    Mamba2Spec,
+    SpecOptions,
+    all_mamba,
+    attention_spec,
+    caches,
+    gdn_spec,
+    indexed_kinds,
+    latent_spec,
+    layer_kinds,
+    mamba_spec,
 )
 
-for name in MODULES.split():
-    import_module(f"hybrid_kv.models.{name}")
+MTP_PREFIX = "mtp."  # of a head's tensors and layers
+
+
+def _later(name: str) -> Callable[..., Any]:
+    """A function of a family's module, which needs torch; imported when it is called."""
+    module, _, function = name.partition(".")
+
+    def call(*arguments: Any) -> Any:
+        return getattr(import_module(f"hybrid_kv.models.{module}"), function)(*arguments)
+
+    return call
+
+
+def _register(module: str, kinds: Any, caches: Any, *model_types: str, **more: Any) -> None:
+    """The family of a module that has `build` and `convert`, by default under its own name."""
+    family = Family(kinds, caches, _later(f"{module}.build"), _later(f"{module}.convert"), **more)
+    register(family, *(model_types or (module,)))
+
+
+def _register_head(module: str, *model_types: str) -> None:
+    functions = (_later(f"{module}.{name}") for name in ("build", "convert", "shapes"))
+    register_head(HeadFamily(MTP_PREFIX, *functions), *model_types)
+
+
+def _all_hybrid(file: ConfigFile) -> list[str]:
+    return [HYBRID] * file.size("num_hidden_layers")
+
+
+def bamba_kinds(file: ConfigFile) -> list[str]:
+    """Attention in the layers that are listed."""
+    return indexed_kinds(file, "attn_layer_indices")
+
+
+def granite_kinds(file: ConfigFile) -> list[str]:
+    """`layer_types`, or Mamba-2 in all layers."""
+    return layer_kinds(file) if file.get("layer_types") else all_mamba(file)
+
+
+def is_every(file: ConfigFile, what: str, period: int, offset: int) -> list[bool]:
+    """Of each layer whether it is one of those that come every so many."""
+    period, offset = file.size(f"{what}_period", default=period), file.count(f"{what}_offset", offset)
+    if offset >= period:
+        raise file.fail(f"{what}_offset={offset} must be below {what}_period={period}; correct the file")
+    return [i % period == offset for i in range(file.size("num_hidden_layers"))]
+
+
+def _jamba_kinds(file: ConfigFile) -> list[str]:
+    return [ATTENTION if here else MAMBA for here in is_every(file, "attn_layer", 8, 4)]
+
+
+def _kimi_linear(file: ConfigFile) -> ConfigFile:
+    """The keys of the recurrent layers, without `linear_`; the hub keeps them in an object of their own."""
+    own = file.get("linear_attn_config")
+    if own is None:
+        own = {key.removeprefix("linear_"): value for key, value in file.values.items() if key.startswith("linear_")}
+    if not isinstance(own, dict):
+        raise file.fail(f"linear_attn_config={own!r} must be an object; correct the file")
+    return ConfigFile(own, file.source)
+
+
+def _kimi_kinds(file: ConfigFile) -> list[str]:
+    if (listed := _kimi_linear(file).get("full_attn_layers")) is None or file.get("layer_types") is not None:
+        return layer_kinds(file)
+    num_layers = file.size("num_hidden_layers")
+    if not isinstance(listed, list) or any(number not in range(1, 1 + num_layers) for number in listed):
+        raise file.fail(f"full_attn_layers={listed!r} must list layers from 1 to {num_layers}")
+    return [ATTENTION if i + 1 in listed else MAMBA for i in range(num_layers)]
+
+
+def _kimi_state(file: ConfigFile, options: SpecOptions) -> MambaSpec:
+    own = _kimi_linear(file)
+    heads = options.share(file, "linear_attn_config.num_heads", own.size("num_heads", default=32))
+    size = own.size("head_dim", default=128)
+    kernel = own.size("conv_kernel_dim", "short_conv_kernel_size", default=4)
+    return mamba_spec(options, kernel, 3 * heads * size, (heads, size, size), mamba_type="gdn_attention")
+
+
+def _lfm2_kinds(file: ConfigFile) -> list[str]:
+    return indexed_kinds(file, "full_attn_idxs") if file.get("layer_types") is None else layer_kinds(file)
+
+
+def _lfm2_window(file: ConfigFile, options: SpecOptions) -> MambaSpec:
+    if (kernel := file.size("conv_L_cache", default=3)) < 2:
+        raise file.fail(f"conv_L_cache={kernel} leaves a convolution nothing to keep; it must be at least 2")
+    channels = options.share(file, "hidden_size", file.size("hidden_size"))
+    return mamba_spec(options, kernel, channels, mamba_type="short_conv")
+
+
+def qwen_kinds(file: ConfigFile) -> list[str]:
+    """`layer_types`, or attention in each `full_attention_interval`-th layer."""
+    if file.get("layer_types") is not None:
+        return layer_kinds(file)
+    interval = file.size("full_attention_interval", default=4)
+    return [MAMBA if (i + 1) % interval else ATTENTION for i in range(file.size("num_hidden_layers"))]
+
+
+def _planned_kinds(file: ConfigFile) -> list[str]:
+    if file.get("sliding_window") and file.get("use_sliding_window") is not False:
+        raise file.fail(f"sliding_window={file.get('sliding_window')!r} is not supported; only full attention is")
+    return layer_kinds(file) if file.get("layer_types") else [ATTENTION] * file.size("num_hidden_layers")
+
+
+_MAMBA2 = caches(Mamba2Spec("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv"))
+_DELTA_NETS = {ATTENTION: {"": attention_spec}, MAMBA: {"": gdn_spec}}
+_SKIPS = ("model.visual.",)  # the vision tower
+
+_register("bamba", bamba_kinds, _MAMBA2)
+_register("falcon_h1", _all_hybrid, _MAMBA2)
+_register(
+    "falcon_mamba",
+    all_mamba,
+    {MAMBA: {"": Mamba1Spec("state_size", "conv_kernel", "expand", "intermediate_size")}},
+    checked_against=AS_A_WHOLE,
+)
+_register("granitemoehybrid", granite_kinds, _MAMBA2)
+_register(
+    "jamba",
+    _jamba_kinds,
+    caches(Mamba1Spec("mamba_d_state", "mamba_d_conv", "mamba_expand")),
+    checked_against=AS_A_WHOLE,
+)
+_register("kimi_linear", _kimi_kinds, caches(_kimi_state, latent_spec))
+_register("lfm2", _lfm2_kinds, caches(_lfm2_window), "lfm2", "lfm2_moe")
+_register(
+    "mamba2",
+    all_mamba,
+    {MAMBA: {"": Mamba2Spec("num_heads", "head_dim", "state_size", "n_groups", "conv_kernel")}},
+)
+_register(
+    "nemotron_h",
+    layer_kinds,
+    # Its `expand` is not used: Nemotron-3-Nano has 64 * 64 channels at hidden size 2688.
+    caches(
+        Mamba2Spec("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel", has_expand=False)
+    ),
+    default_ssm_dtype="float32",
+)
+_register("qwen3_5", qwen_kinds, _DELTA_NETS, "qwen3_5_text", "qwen3_5", skips=_SKIPS)
+_register("olmo_hybrid", layer_kinds, _DELTA_NETS)
+# These can be planned, not run.
+register(
+    Family(_planned_kinds, {ATTENTION: {"": attention_spec}}),
+    *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "granite", "granitemoe"),
+)
+_register("qwen3_next", qwen_kinds, _DELTA_NETS)
+_register("qwen3_5_moe", qwen_kinds, _DELTA_NETS, "qwen3_5_moe_text", "qwen3_5_moe", skips=_SKIPS)
+_register(
+    "zamba2",
+    layer_kinds,
+    caches(
+        Mamba2Spec("n_mamba_heads", "mamba_headdim", "mamba_d_state", "mamba_ngroups", "mamba_d_conv"),
+        partial(attention_spec, num_inputs=2),
+    ),
+)
+
+_register_head("nemotron_h_mtp", "nemotron_h")
+_register_head("qwen3_mtp", "qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe")

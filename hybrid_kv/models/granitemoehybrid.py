@@ -13,20 +13,16 @@ from torch import nn
 
 from hybrid_kv.cache.spec import FullAttentionSpec
 from hybrid_kv.kernels.moe import route_topk_softmax
-from hybrid_kv.models.bamba import MAMBA2, Specs, attention, mamba2
+from hybrid_kv.models.bamba import Specs, attention, mamba2
 from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock, rms_norm
 from hybrid_kv.models.config_file import ConfigFile
+from hybrid_kv.models.families import granite_kinds
 from hybrid_kv.models.layers import GatedMLP
 from hybrid_kv.models.mixers.mamba2 import Mamba2Mixer
 from hybrid_kv.models.moe import MixtureOfExperts
-from hybrid_kv.models.registry import Family, register
 from hybrid_kv.models.rope import read_rope
-from hybrid_kv.models.specs import MAMBA, all_mamba, caches, layer_kinds
+from hybrid_kv.models.specs import MAMBA
 from hybrid_kv.models.weights import Tensors, join_qkv, renamed
-
-
-def _kinds(file: ConfigFile) -> list[str]:
-    return layer_kinds(file) if file.get("layer_types") else all_mamba(file)
 
 
 def _mlp(file: ConfigFile) -> nn.Module:
@@ -44,17 +40,18 @@ def _mlp(file: ConfigFile) -> nn.Module:
 
 def _mixer(file: ConfigFile, name: str, kind: str, specs: Specs) -> nn.Module:
     if kind == MAMBA:
-        return mamba2(file, name, specs, Mamba2Mixer, 1e-6, norm_groups=1)
+        return mamba2(file, name, specs, Mamba2Mixer, 1e-6)
     rotates = file.text("position_embedding_type") == "rope"
     rope = read_rope(file, cast(FullAttentionSpec, specs[name]).head_size) if rotates else None
     return attention(file, name, specs, rope, scale=file.number("attention_multiplier", 1.0))
 
 
-def _build(file: ConfigFile, specs: Specs) -> nn.Module:
+def build(file: ConfigFile, specs: Specs) -> nn.Module:
+    """See `Family.build`."""
     scale = file.number("residual_multiplier", 1.0)
     layers = [
         DecoderBlock(rms_norm(file), _mixer(file, f"layers.{i}", kind, specs), rms_norm(file), _mlp(file), scale)
-        for i, kind in enumerate(_kinds(file))
+        for i, kind in enumerate(granite_kinds(file))
     ]
     return CausalLM(
         file,
@@ -84,10 +81,8 @@ _NAMES = {
 }
 
 
-def _convert(tensors: Tensors) -> Tensors:
+def convert(tensors: Tensors) -> Tensors:
+    """See `Family.convert_weights`."""
     is_mixture = any(".block_sparse_moe." in name for name in tensors)
     shared = "mlp.shared_expert." if is_mixture else "mlp."
     return join_qkv(renamed(tensors, ("model.",), {**_NAMES, "shared_mlp.": shared}))
-
-
-register(Family(_kinds, caches(MAMBA2), _build, _convert), "granitemoehybrid")

@@ -16,24 +16,12 @@ from hybrid_kv.kernels.moe import route_softmax
 from hybrid_kv.models.attention import PagedAttention
 from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock, rms_norm
 from hybrid_kv.models.config_file import ConfigFile
+from hybrid_kv.models.families import is_every
 from hybrid_kv.models.layers import GatedMLP, RMSNorm
 from hybrid_kv.models.mixers.mamba1 import Mamba1Mixer, dt_rank
 from hybrid_kv.models.moe import MixtureOfExperts
-from hybrid_kv.models.registry import AS_A_WHOLE, Family, register
-from hybrid_kv.models.specs import ATTENTION, MAMBA, Mamba1Spec, caches, chunk_size
+from hybrid_kv.models.specs import chunk_size
 from hybrid_kv.models.weights import Tensors, join_gate_up, join_qkv, renamed, stacked
-
-
-def _every(file: ConfigFile, what: str, period: int, offset: int) -> list[bool]:
-    """Of each layer whether it is one of those that come every so many."""
-    period, offset = file.size(f"{what}_period", default=period), file.count(f"{what}_offset", offset)
-    if offset >= period:
-        raise file.fail(f"{what}_offset={offset} must be below {what}_period={period}; correct the file")
-    return [i % period == offset for i in range(file.size("num_hidden_layers"))]
-
-
-def _kinds(file: ConfigFile) -> list[str]:
-    return [ATTENTION if here else MAMBA for here in _every(file, "attn_layer", 8, 4)]
 
 
 def _mixer(file: ConfigFile, name: str, spec: KVCacheSpec) -> nn.Module:
@@ -53,12 +41,13 @@ def _mixer(file: ConfigFile, name: str, spec: KVCacheSpec) -> nn.Module:
     )
 
 
-def _build(file: ConfigFile, specs: dict[str, KVCacheSpec]) -> nn.Module:
+def build(file: ConfigFile, specs: dict[str, KVCacheSpec]) -> nn.Module:
+    """See `Family.build`."""
     for key, supported in (("hidden_act", "silu"), ("mamba_inner_layernorms", True), ("sliding_window", None)):
         file.only(key, supported)
     hidden_size, size = file.size("hidden_size"), file.size("intermediate_size")
     num_experts = file.size("num_experts", default=16)
-    has_experts = _every(file, "expert_layer", 2, 1)
+    has_experts = is_every(file, "expert_layer", 2, 1)
 
     def layer(i: int, name: str) -> nn.Module:
         mlp: nn.Module
@@ -88,11 +77,7 @@ _NAMES = {
 }
 
 
-def _convert(tensors: Tensors) -> Tensors:
+def convert(tensors: Tensors) -> Tensors:
     """The hub has a tensor for each expert, transformers one for all."""
     joined = join_gate_up(join_qkv(renamed(tensors, ("model.",), _NAMES)))
     return renamed(stacked(joined), (), {".experts.gate_up_proj": ".experts.up_proj"})
-
-
-_CACHES = caches(Mamba1Spec("mamba_d_state", "mamba_d_conv", "mamba_expand"))
-register(Family(_kinds, _CACHES, _build, _convert, checked_against=AS_A_WHOLE), "jamba")

@@ -15,40 +15,12 @@ from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock, rms_norm
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import GatedMLP
 from hybrid_kv.models.mixers.kda import KDAMixer
-from hybrid_kv.models.mla import LatentAttention, latent_spec
+from hybrid_kv.models.mla import LatentAttention
 from hybrid_kv.models.moe import MixtureOfExperts, sigmoid_route
-from hybrid_kv.models.registry import Family, register
-from hybrid_kv.models.specs import ATTENTION, MAMBA, SpecOptions, caches, chunk_size, layer_kinds, mamba_spec
+from hybrid_kv.models.specs import chunk_size
 from hybrid_kv.models.weights import Tensors, join_gate_up, joined, renamed, stacked
 
 _FIXED = {"hidden_act": "silu", "mla_use_nope": True, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1}
-
-
-def _linear(file: ConfigFile) -> ConfigFile:
-    """The keys of the recurrent layers, without `linear_`; the hub keeps them in an object of their own."""
-    own = file.get("linear_attn_config")
-    if own is None:
-        own = {key.removeprefix("linear_"): value for key, value in file.values.items() if key.startswith("linear_")}
-    if not isinstance(own, dict):
-        raise file.fail(f"linear_attn_config={own!r} must be an object; correct the file")
-    return ConfigFile(own, file.source)
-
-
-def _kinds(file: ConfigFile) -> list[str]:
-    if (listed := _linear(file).get("full_attn_layers")) is None or file.get("layer_types") is not None:
-        return layer_kinds(file)
-    num_layers = file.size("num_hidden_layers")
-    if not isinstance(listed, list) or any(number not in range(1, 1 + num_layers) for number in listed):
-        raise file.fail(f"full_attn_layers={listed!r} must list layers from 1 to {num_layers}")
-    return [ATTENTION if i + 1 in listed else MAMBA for i in range(num_layers)]
-
-
-def _state(file: ConfigFile, options: SpecOptions) -> MambaSpec:
-    own = _linear(file)
-    heads = options.share(file, "linear_attn_config.num_heads", own.size("num_heads", default=32))
-    size = own.size("head_dim", default=128)
-    kernel = own.size("conv_kernel_dim", "short_conv_kernel_size", default=4)
-    return mamba_spec(options, kernel, 3 * heads * size, (heads, size, size), mamba_type="gdn_attention")
 
 
 def _mixer(file: ConfigFile, name: str, spec: KVCacheSpec) -> nn.Module:
@@ -83,7 +55,8 @@ def _dense(file: ConfigFile, num_layers: int) -> list[bool]:
     return [kind == "dense" for kind in kinds]
 
 
-def _build(file: ConfigFile, specs: dict[str, KVCacheSpec]) -> nn.Module:
+def build(file: ConfigFile, specs: dict[str, KVCacheSpec]) -> nn.Module:
+    """See `Family.build`."""
     for fixed in _FIXED.items():
         file.only(*fixed)
     hidden_size, norm = file.size("hidden_size"), partial(rms_norm, file, default=1e-5)
@@ -113,7 +86,7 @@ _NAMES = {
 _IN = ("q_proj", "k_proj", "v_proj", "f_a_proj", "b_proj", "g_a_proj")
 
 
-def _convert(tensors: Tensors) -> Tensors:
+def convert(tensors: Tensors) -> Tensors:
     """The hub has a tensor for each convolution and each expert, transformers one for all."""
     named = renamed(joined(tensors, ("q_conv1d", "k_conv1d", "v_conv1d"), "conv1d"), ("model.",), _NAMES)
     latent = tuple(name.removesuffix("kv_a_proj.weight") for name in named if name.endswith(".kv_a_proj.weight"))
@@ -124,6 +97,3 @@ def _convert(tensors: Tensors) -> Tensors:
             own[name] = tensor.flatten()  # [1, 1, heads, 1]
     experts = stacked(join_gate_up(joined(own, _IN, "in_proj")))
     return renamed(experts, (), {".experts.gate_up_proj": ".experts.up_proj"})
-
-
-register(Family(_kinds, caches(_state, latent_spec), _build, _convert), "kimi_linear")

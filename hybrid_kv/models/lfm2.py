@@ -11,16 +11,15 @@ from functools import partial
 import torch
 from torch import nn
 
-from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec
+from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec
 from hybrid_kv.models.attention import PagedAttention
 from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock, rms_norm
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import GatedMLP, Linear, RMSNorm
 from hybrid_kv.models.mixers.conv import ConvMixer, Projected
 from hybrid_kv.models.moe import MixtureOfExperts, sigmoid_route
-from hybrid_kv.models.registry import Family, register
 from hybrid_kv.models.rope import read_rope
-from hybrid_kv.models.specs import SpecOptions, caches, chunk_size, indexed_kinds, layer_kinds, mamba_spec
+from hybrid_kv.models.specs import chunk_size
 from hybrid_kv.models.weights import Tensors, join_gate_up, join_qkv, renamed, stacked
 
 
@@ -38,17 +37,6 @@ class ShortConv(ConvMixer):
 
     def finish(self, mixed: torch.Tensor, rest: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return self.out_proj(mixed * rest[0])
-
-
-def _kinds(file: ConfigFile) -> list[str]:
-    return indexed_kinds(file, "full_attn_idxs") if file.get("layer_types") is None else layer_kinds(file)
-
-
-def _window(file: ConfigFile, options: SpecOptions) -> MambaSpec:
-    if (kernel := file.size("conv_L_cache", default=3)) < 2:
-        raise file.fail(f"conv_L_cache={kernel} leaves a convolution nothing to keep; it must be at least 2")
-    channels = options.share(file, "hidden_size", file.size("hidden_size"))
-    return mamba_spec(options, kernel, channels, mamba_type="short_conv")
 
 
 def _attention(file: ConfigFile, name: str, spec: FullAttentionSpec) -> PagedAttention:
@@ -75,7 +63,8 @@ def _experts(file: ConfigFile) -> MixtureOfExperts:
     )
 
 
-def _build(file: ConfigFile, layer_specs: dict[str, KVCacheSpec]) -> nn.Module:
+def build(file: ConfigFile, layer_specs: dict[str, KVCacheSpec]) -> nn.Module:
+    """See `Family.build`."""
     hidden_size, norm = file.size("hidden_size"), partial(rms_norm, file, "norm_eps", 1e-5)
     num_dense = file.count("num_dense_layers", 2) if file.model_type == "lfm2_moe" else len(layer_specs)
     layers = []
@@ -108,10 +97,7 @@ _NAMES = {
 }
 
 
-def _convert(tensors: Tensors) -> Tensors:
+def convert(tensors: Tensors) -> Tensors:
     """The hub has a tensor for each expert, transformers one for all."""
     joined = join_gate_up(join_qkv(renamed(tensors, ("model.",), _NAMES)))
     return renamed(stacked(joined), (), {".experts.gate_up_proj": ".experts.up_proj"})
-
-
-register(Family(_kinds, caches(_window), _build, _convert), "lfm2", "lfm2_moe")

@@ -14,7 +14,7 @@ from torch import nn
 
 from hybrid_kv.config import ConfigError, EngineConfig, is_path
 from hybrid_kv.files import require_regular
-from hybrid_kv.models.config_file import ConfigFile, read_config, read_json
+from hybrid_kv.models.config_file import ConfigFile, first_line, from_hub, is_hub_id, read_config, read_json
 from hybrid_kv.models.interface import DraftHead, Model
 from hybrid_kv.models.registry import Tensors, family_of, head_of, runnable
 from hybrid_kv.models.shapes import model_shape
@@ -33,13 +33,9 @@ def resolve_folder(model: str | Path) -> Path:
             return folder
     except OSError as error:
         raise ConfigError(f"model folder {str(model)[:80]!r} cannot be read: {error.strerror}") from None
-    if str(model).count("/") == 1 and not str(model).startswith((".", "/", "~")):
-        from huggingface_hub import snapshot_download
-
-        try:
-            return Path(snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors", "tokenizer*"]))
-        except Exception as error:  # the hub's client raises many unrelated types for "not there" and "no network"
-            raise ConfigError(f"model {model}: not a folder, and the hub says: {_first_line(error)}") from None
+    if is_hub_id(model):
+        patterns = ["*.json", "*.safetensors", "tokenizer*"]
+        return from_hub(model, lambda hub: hub.snapshot_download(str(model), allow_patterns=patterns))
     raise ConfigError(f"model folder {model} does not exist; give one with config.json and *.safetensors")
 
 
@@ -149,7 +145,7 @@ def _on_meta(file: ConfigFile, build: Callable[[], nn.Module]) -> nn.Module:
         with torch.device("meta"):
             return build()
     except (RuntimeError, OverflowError) as error:
-        raise file.fail(f"no model can have these sizes ({_first_line(error)}); correct the file") from None
+        raise file.fail(f"no model can have these sizes ({first_line(error)}); correct the file") from None
 
 
 def load_tensors(folder: Path, is_wanted: Callable[[str], bool]) -> Tensors:
@@ -259,7 +255,7 @@ def load_tokenizer(model: str | Path) -> Any:
         return tokenizer
     except Exception as error:  # of many unrelated types: it indexes and calls what a damaged file may hold as anything
         raise ConfigError(
-            f"{folder}: transformers cannot read {_unreadable(folder)} ({type(error).__name__}: {_first_line(error)}); "
+            f"{folder}: transformers cannot read {_unreadable(folder)} ({type(error).__name__}: {first_line(error)}); "
             "download its files again, or correct them"
         ) from None
     finally:
@@ -275,7 +271,3 @@ def _unreadable(folder: Path) -> str:
     except Exception:
         return "config.json"
     return "the tokenizer"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]

@@ -12,12 +12,11 @@ from hybrid_kv.cache.spec import KVCacheSpec
 from hybrid_kv.models.causal_lm import CausalLM, MixerBlock, mamba_norm
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.mixers.mamba2 import Mamba2Mixer, check_time_steps
-from hybrid_kv.models.registry import Family, register
-from hybrid_kv.models.specs import MAMBA, Mamba2Spec, all_mamba
 from hybrid_kv.models.weights import Tensors, renamed
 
 
-def _build(file: ConfigFile, specs: dict[str, KVCacheSpec]) -> nn.Module:
+def build(file: ConfigFile, specs: dict[str, KVCacheSpec]) -> nn.Module:
+    """See `Family.build`."""
     file.only("hidden_act", "silu")
     check_time_steps(file)
     chunk_size = file.size("chunk_size", default=256)
@@ -31,18 +30,14 @@ def _build(file: ConfigFile, specs: dict[str, KVCacheSpec]) -> nn.Module:
             eps=file.number("layer_norm_epsilon", 1e-5),
             conv_bias=file.flag("use_conv_bias", True),
             bias=file.flag("use_bias", False),
-            norm_groups=1,
         )
 
     layers = [MixerBlock(mamba_norm(file), mixer(name)) for name in specs]
     return CausalLM(file, specs, layers, mamba_norm(file), mamba_chunk_size=chunk_size)
 
 
-def _convert(tensors: Tensors) -> Tensors:
+def convert(tensors: Tensors) -> Tensors:
+    """See `Family.convert_weights`."""
     # Older files name the embedding in the singular.
     names = {"embeddings.": "embed_tokens.", "embedding.": "embed_tokens.", "norm_f.": "norm."}
     return renamed(tensors, ("backbone.",), names)
-
-
-_CACHES = {MAMBA: {"": Mamba2Spec("num_heads", "head_dim", "state_size", "n_groups", "conv_kernel")}}
-register(Family(all_mamba, _CACHES, _build, _convert), "mamba2")

@@ -10,20 +10,12 @@ import torch
 from torch import nn
 
 from hybrid_kv.attention.paged import PagedAttentionMetadata
-from hybrid_kv.cache.spec import MLAAttentionSpec
 from hybrid_kv.kernels.common.strided import gather_tokens
 from hybrid_kv.kernels.mla import attend_latent, store_latent
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import ForwardContext, Linear, RMSNorm
-from hybrid_kv.models.specs import SpecOptions
 
 _EPS = 1e-6  # of the norms of latents, whatever the file says of the others
-
-
-def latent_spec(file: ConfigFile, options: SpecOptions) -> MLAAttentionSpec:
-    """Its cache, by the names that DeepSeek-V2 gave the sizes; all heads of every rank read the whole of it."""
-    options.share(file, "num_attention_heads", file.size("num_attention_heads"))
-    return MLAAttentionSpec(1, file.size("kv_lora_rank") + file.size("qk_rope_head_dim"), options.kv_dtype)
 
 
 class LatentAttention(nn.Module):

@@ -28,10 +28,10 @@ from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec
 from hybrid_kv.config import ConfigError
 from hybrid_kv.models.attention import GridAttention
 from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock
+from hybrid_kv.models.families import MTP_PREFIX
 from hybrid_kv.models.layers import ForwardContext, Linear, RMSNorm
 
-PREFIX = "mtp."  # of the head's tensors and layers
-NAME = f"{PREFIX}layers.0"  # of the one layer that keeps K and V
+NAME = f"{MTP_PREFIX}layers.0"  # of the one layer that keeps K and V
 
 
 class MTPHead(nn.Module):

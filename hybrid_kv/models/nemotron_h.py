@@ -18,8 +18,7 @@ from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import SquaredReluMLP
 from hybrid_kv.models.mixers.mamba2 import Mamba2Mixer
 from hybrid_kv.models.moe import MixtureOfExperts, relu2, sigmoid_route
-from hybrid_kv.models.registry import Family, register
-from hybrid_kv.models.specs import ATTENTION, MAMBA, MLP, MOE, Mamba2Spec, caches, layer_kinds
+from hybrid_kv.models.specs import ATTENTION, MAMBA, MLP, MOE, layer_kinds
 from hybrid_kv.models.weights import Tensors, join_qkv, renamed, stacked
 
 
@@ -76,7 +75,8 @@ def _moe(file: ConfigFile, name: str) -> nn.Module:
 MIXERS: dict[str, Callable[[ConfigFile, str], nn.Module]] = {MAMBA: _mamba2, ATTENTION: attention, MLP: _mlp, MOE: _moe}
 
 
-def _build(file: ConfigFile, layer_specs: dict[str, KVCacheSpec]) -> nn.Module:
+def build(file: ConfigFile, layer_specs: dict[str, KVCacheSpec]) -> nn.Module:
+    """See `Family.build`."""
     activations = file.text("mlp_hidden_act", default="relu2"), file.text("mamba_hidden_act", default="silu")
     if activations != ("relu2", "silu"):
         raise file.fail(f"activations {activations} are not supported; ('relu2', 'silu') are")
@@ -100,9 +100,3 @@ _NAMES = {
 def convert(tensors: Tensors) -> Tensors:
     """See `Family.convert_weights`."""
     return stacked(join_qkv(renamed(tensors, ("backbone.", "model."), _NAMES)))
-
-
-_SIZES = "mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel"
-# Its `expand` is not used: Nemotron-3-Nano has 64 * 64 channels at hidden size 2688.
-_CACHES = caches(Mamba2Spec(*_SIZES, has_expand=False))
-register(Family(layer_kinds, _CACHES, _build, convert, default_ssm_dtype="float32"), "nemotron_h")

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from torch import nn
 
+from hybrid_kv.models import nemotron_h
 from hybrid_kv.models.attention import GridAttention
 from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock, mamba_norm
 from hybrid_kv.models.config_file import ConfigFile
-from hybrid_kv.models.mtp import NAME, PREFIX, MTPHead
-from hybrid_kv.models.nemotron_h import MIXERS, attention, convert
-from hybrid_kv.models.registry import HeadFamily, register_head
+from hybrid_kv.models.mtp import NAME, MTPHead
+from hybrid_kv.models.nemotron_h import MIXERS, attention
 from hybrid_kv.models.specs import ATTENTION, MLP, MOE, layer_kinds
 from hybrid_kv.models.weights import Tensors, renamed
 
 
-def _build(file: ConfigFile, target: CausalLM) -> nn.Module:
+def build(file: ConfigFile, target: CausalLM) -> nn.Module:
+    """See `HeadFamily.build`."""
     if (count := file.get("num_nextn_predict_layers") or 0) != 1:
         raise file.fail(f"num_nextn_predict_layers={count!r}, 1 is supported; draft with n-grams instead")
     kinds = tuple(layer_kinds(file, "mtp_"))
@@ -43,11 +44,13 @@ _NAMES = {
 }
 
 
-def _convert(tensors: Tensors) -> Tensors:
-    return convert(renamed(tensors, (), _NAMES))
+def convert(tensors: Tensors) -> Tensors:
+    """See `HeadFamily.convert_weights`."""
+    return nemotron_h.convert(renamed(tensors, (), _NAMES))
 
 
-def _shapes(file: ConfigFile) -> dict[str, tuple[int, ...]]:
+def shapes(file: ConfigFile) -> dict[str, tuple[int, ...]]:
+    """See `HeadFamily.shapes`."""
     if not file.get("num_nextn_predict_layers"):
         return {}
     size, head = file.size("hidden_size"), file.size("head_dim")
@@ -80,6 +83,3 @@ def _shapes(file: ConfigFile) -> dict[str, tuple[int, ...]]:
         found = {name: shape for name, shape in shapes.items() if name.endswith(ends)}
         shapes |= {name.replace(".weight", ".bias"): shape[:1] for name, shape in found.items()}
     return shapes
-
-
-register_head(HeadFamily(PREFIX, _build, _convert, _shapes), "nemotron_h")

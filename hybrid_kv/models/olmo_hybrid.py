@@ -17,9 +17,8 @@ from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock, rms_norm
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import ForwardContext, GatedMLP, RMSNorm
 from hybrid_kv.models.qwen3_5 import delta_net
-from hybrid_kv.models.registry import Family, register
 from hybrid_kv.models.rope import Rope, read_rope
-from hybrid_kv.models.specs import ATTENTION, MAMBA, attention_spec, chunk_size, gdn_spec, layer_kinds
+from hybrid_kv.models.specs import MAMBA, chunk_size, layer_kinds
 from hybrid_kv.models.weights import Tensors, join_gate_up, join_qkv, joined, renamed
 
 
@@ -62,7 +61,8 @@ def _delta_net(file: ConfigFile, name: str) -> nn.Module:
     return delta_net(file, name, eps=1e-5, beta_scale=beta_scale)
 
 
-def _build(file: ConfigFile, layer_specs: dict[str, KVCacheSpec]) -> nn.Module:
+def build(file: ConfigFile, layer_specs: dict[str, KVCacheSpec]) -> nn.Module:
+    """See `Family.build`."""
     file.only("hidden_act", "silu")
     layers: list[nn.Module] = []
     for i, kind in enumerate(layer_kinds(file)):
@@ -91,12 +91,10 @@ _NAMES = {
 _OLDER = {".attention_layer_norm.": ".input_layernorm.", ".feedforward_layer_norm.": ".post_attention_layernorm."}
 
 
-def _convert(tensors: Tensors) -> Tensors:
+def convert(tensors: Tensors) -> Tensors:
+    """See `Family.convert_weights`."""
     tensors = joined(renamed(tensors, ("model.",), _OLDER), ("q_conv1d", "k_conv1d", "v_conv1d"), "conv1d")
     attend = {name.partition(".self_attn.")[0] for name in tensors if ".self_attn." in name}
     own = {f"{layer}.post_attention_layernorm.": f"{layer}.norm." for layer in sorted(attend)}
     tensors = joined(renamed(tensors, (), own | _NAMES), _PROJECTIONS, "in_proj")
     return join_gate_up(join_qkv(tensors))
-
-
-register(Family(layer_kinds, {ATTENTION: {"": attention_spec}, MAMBA: {"": gdn_spec}}, _build, _convert), "olmo_hybrid")

@@ -8,7 +8,7 @@ A multimodal checkpoint (`qwen3_5`) runs as its language model: without images a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 from torch import nn
@@ -17,28 +17,18 @@ from hybrid_kv.cache.spec import KVCacheSpec
 from hybrid_kv.models.attention import PagedAttention
 from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock, rms_norm
 from hybrid_kv.models.config_file import ConfigFile
+from hybrid_kv.models.families import qwen_kinds
 from hybrid_kv.models.layers import GatedMLP, RMSNorm
 from hybrid_kv.models.mixers.gated_delta import GatedDeltaMixer
-from hybrid_kv.models.registry import Family, register
 from hybrid_kv.models.rope import read_rope
-from hybrid_kv.models.specs import ATTENTION, MAMBA, SpecReader, attention_spec, chunk_size, gdn_spec, layer_kinds
+from hybrid_kv.models.specs import ATTENTION, MAMBA, chunk_size
 from hybrid_kv.models.weights import Tensors, join_gate_up, join_qkv, joined, renamed, stacked
 
 Build = Callable[[ConfigFile, str], nn.Module]
 MLP = Callable[[ConfigFile, int], nn.Module]  # of a layer by its number
 SCAN_CHUNK = 64  # tokens; flash-linear-attention's
-CACHES: Mapping[str, Mapping[str, SpecReader]] = {ATTENTION: {"": attention_spec}, MAMBA: {"": gdn_spec}}
-SKIPS = ("model.visual.",)  # the vision tower
 
 norm = partial(rms_norm, centred=True)
-
-
-def kinds(file: ConfigFile) -> list[str]:
-    """`layer_types`, or attention in each `full_attention_interval`-th layer."""
-    if file.get("layer_types") is not None:
-        return layer_kinds(file)
-    interval = file.size("full_attention_interval", default=4)
-    return [MAMBA if (i + 1) % interval else ATTENTION for i in range(file.size("num_hidden_layers"))]
 
 
 def attention(file: ConfigFile, name: str, kind: type[PagedAttention] = PagedAttention) -> nn.Module:
@@ -76,10 +66,15 @@ def delta_net(
     )
 
 
+def dense_mlp(file: ConfigFile, layer: int) -> nn.Module:
+    """`down(silu(gate(x)) * up(x))`."""
+    return GatedMLP(file.size("hidden_size"), file.size("intermediate_size"))
+
+
 def build(
     file: ConfigFile,
     layer_specs: dict[str, KVCacheSpec],
-    mlp: MLP,
+    mlp: MLP = dense_mlp,
     delta_net: Build = delta_net,
 ) -> CausalLM:
     """The decoder; `mlp` gets the number of its layer."""
@@ -87,7 +82,7 @@ def build(
     mixers: dict[str, Build] = {MAMBA: delta_net, ATTENTION: attention}
     layers = [
         DecoderBlock(norm(file), mixers[kind](file, f"layers.{i}"), norm(file), mlp(file, i))
-        for i, kind in enumerate(kinds(file))
+        for i, kind in enumerate(qwen_kinds(file))
     ]
     return CausalLM(file, layer_specs, layers, norm(file), mamba_chunk_size=chunk_size(file))
 
@@ -108,11 +103,3 @@ def convert(
     # Experts one by one or, in Qwen3.5's own checkpoints, together.
     together = stacked(join_gate_up(join_qkv(tensors)))
     return renamed(together, (), {".experts.gate_up_proj": ".experts.up_proj"})
-
-
-def dense_mlp(file: ConfigFile, layer: int) -> nn.Module:
-    """`down(silu(gate(x)) * up(x))`."""
-    return GatedMLP(file.size("hidden_size"), file.size("intermediate_size"))
-
-
-register(Family(kinds, CACHES, partial(build, mlp=dense_mlp), convert, SKIPS), "qwen3_5_text", "qwen3_5")

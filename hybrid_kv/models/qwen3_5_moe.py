@@ -6,10 +6,9 @@ from functools import partial
 
 from torch import nn
 
+from hybrid_kv.models import qwen3_5
 from hybrid_kv.models.config_file import ConfigFile
-from hybrid_kv.models.qwen3_5 import CACHES, SKIPS, build, convert, kinds
 from hybrid_kv.models.qwen3_next import experts
-from hybrid_kv.models.registry import Family, register
 
 
 def mlp(file: ConfigFile, layer: int) -> nn.Module:
@@ -17,4 +16,5 @@ def mlp(file: ConfigFile, layer: int) -> nn.Module:
     return experts(file)
 
 
-register(Family(kinds, CACHES, partial(build, mlp=mlp), convert, SKIPS), "qwen3_5_moe_text", "qwen3_5_moe")
+build = partial(qwen3_5.build, mlp=mlp)
+convert = qwen3_5.convert

@@ -6,23 +6,29 @@ token comes before the hidden state in what `fc` joins.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import nn
 
-from hybrid_kv.models import qwen3_5_moe, qwen3_next
+from hybrid_kv.models import qwen3_5, qwen3_5_moe, qwen3_next
 from hybrid_kv.models.attention import GridAttention
 from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.moe import MixtureOfExperts
-from hybrid_kv.models.mtp import NAME, PREFIX, MTPHead
-from hybrid_kv.models.qwen3_5 import MLP, attention, convert, dense_mlp, norm
-from hybrid_kv.models.registry import HeadFamily, register_head
+from hybrid_kv.models.mtp import NAME, MTPHead
+from hybrid_kv.models.qwen3_5 import MLP, attention, dense_mlp, norm
 from hybrid_kv.models.weights import Tensors, renamed
 
+# By `model_type`, without the end `_text`: the key that counts the head's layers, and the MLP in it.
+_PARTS: dict[str, tuple[str, MLP]] = {
+    "qwen3_next": ("num_nextn_predict_layers", qwen3_next.mlp),
+    "qwen3_5": ("mtp_num_hidden_layers", dense_mlp),
+    "qwen3_5_moe": ("mtp_num_hidden_layers", qwen3_5_moe.mlp),
+}
 
-def _build(file: ConfigFile, target: CausalLM, count: str, mlp: MLP) -> nn.Module:
+
+def build(file: ConfigFile, target: CausalLM) -> nn.Module:
+    """See `HeadFamily.build`."""
+    count, mlp = _PARTS[file.model_type.removesuffix("_text")]
     if (layers := file.size(count, default=1)) != 1:
         raise file.fail(f"{count}={layers}, 1 is supported; draft with n-grams instead")
     if file.flag("mtp_use_dedicated_embeddings", False):
@@ -38,11 +44,14 @@ _NAMES = {
 }
 
 
-def _convert(tensors: Tensors) -> Tensors:
-    return convert(renamed(tensors, (), _NAMES))
+def convert(tensors: Tensors) -> Tensors:
+    """See `HeadFamily.convert_weights`."""
+    return qwen3_5.convert(renamed(tensors, (), _NAMES))
 
 
-def _shapes(file: ConfigFile, count: str, mlp: MLP) -> dict[str, tuple[int, ...]]:
+def shapes(file: ConfigFile) -> dict[str, tuple[int, ...]]:
+    """See `HeadFamily.shapes`."""
+    count, mlp = _PARTS[file.model_type.removesuffix("_text")]
     if file.maybe_size(count) is None:
         return {}
     size, head = file.size("hidden_size"), file.size("head_dim")
@@ -69,12 +78,3 @@ def _shapes(file: ConfigFile, count: str, mlp: MLP) -> dict[str, tuple[int, ...]
         for part, shape in {"gate": (width, size), "up": (width, size), "down": (size, width)}.items():
             shapes[f"layers.0.{name}.{part}_proj"] = shape
     return {f"{name}.weight": shape for name, shape in shapes.items()}
-
-
-def _head(count: str, mlp: MLP) -> HeadFamily:
-    return HeadFamily(PREFIX, partial(_build, count=count, mlp=mlp), _convert, partial(_shapes, count=count, mlp=mlp))
-
-
-register_head(_head("num_nextn_predict_layers", qwen3_next.mlp), "qwen3_next")
-register_head(_head("mtp_num_hidden_layers", dense_mlp), "qwen3_5_text", "qwen3_5")
-register_head(_head("mtp_num_hidden_layers", qwen3_5_moe.mlp), "qwen3_5_moe_text", "qwen3_5_moe")

@@ -13,13 +13,13 @@ from torch import nn
 
 from hybrid_kv.cache.spec import KVCacheSpec
 from hybrid_kv.kernels.moe import route_softmax
+from hybrid_kv.models import qwen3_5
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import GatedMLP
 from hybrid_kv.models.mixers.conv import Projected
 from hybrid_kv.models.mixers.gated_delta import GatedDeltaMixer
 from hybrid_kv.models.moe import MixtureOfExperts
-from hybrid_kv.models.qwen3_5 import CACHES, build, convert, delta_net, dense_mlp, kinds
-from hybrid_kv.models.registry import Family, register
+from hybrid_kv.models.qwen3_5 import delta_net, dense_mlp
 
 
 class ByKeyHead(GatedDeltaMixer):
@@ -60,9 +60,9 @@ def mlp(file: ConfigFile, layer: int) -> nn.Module:
     return experts(file, file.flag("norm_topk_prob", True))
 
 
-def _build(file: ConfigFile, layer_specs: dict[str, KVCacheSpec]) -> nn.Module:
-    return build(file, layer_specs, mlp, partial(delta_net, kind=ByKeyHead))
+def build(file: ConfigFile, layer_specs: dict[str, KVCacheSpec]) -> nn.Module:
+    """See `Family.build`."""
+    return qwen3_5.build(file, layer_specs, mlp, partial(delta_net, kind=ByKeyHead))
 
 
-_convert = partial(convert, projections=("in_proj_qkvz", "in_proj_ba"))
-register(Family(kinds, CACHES, _build, _convert), "qwen3_next")
+convert = partial(qwen3_5.convert, projections=("in_proj_qkvz", "in_proj_ba"))

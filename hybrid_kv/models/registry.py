@@ -10,16 +10,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hybrid_kv.cache.spec import KVCacheSpec
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.specs import SpecReader
 
+if TYPE_CHECKING:
+    import torch
+
 T = TypeVar("T")
-Tensors = dict[str, torch.Tensor]
+Tensors = dict[str, "torch.Tensor"]
 
 
 @dataclass(frozen=True)

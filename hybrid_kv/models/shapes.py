@@ -8,17 +8,18 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 import hybrid_kv.models.families  # noqa: F401  (registers them)
 from hybrid_kv.cache.ranks import Ranks
 from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
-from hybrid_kv.config import CacheConfig, ConfigError, parse_dtype, parse_model_dtype
+from hybrid_kv.config import CacheConfig, ConfigError, MakeDtype, parse_dtype, parse_model_dtype, torch_dtype
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.registry import Family, family_of
 from hybrid_kv.models.specs import ATTENTION, SpecOptions, chunk_size
+
+if TYPE_CHECKING:
+    import torch
 
 _MAX_LAYERS = 10_000  # above it the file is wrong, and a list of its layers would take the memory of the machine
 
@@ -55,6 +56,7 @@ def model_shape(
     num_speculative_tokens: int = 0,
     dtype: str = "auto",
     ranks: Ranks | None = None,
+    make_dtype: MakeDtype = torch_dtype,
 ) -> ModelShape:
     """The shape of the model that `source` (file, folder or parsed config) describes.
 
@@ -65,6 +67,7 @@ def model_shape(
         num_speculative_tokens: K; widens each convolution window by K rows.
         dtype: model dtype; `auto` takes the config's.
         ranks: the specs are those of one tensor parallel rank; default: of the only one.
+        make_dtype: `config.planned_dtype` where nothing is allocated, which needs no torch.
 
     Raises:
         ConfigError: an unknown family, a missing key, keys that contradict each other, or heads that the ranks can't
@@ -81,7 +84,9 @@ def model_shape(
         raise config.fail(f"a {config.model_type} model has no layers of kind {', '.join(unknown)}; correct the file")
     if num_layers not in (0, len(kinds)):
         raise config.fail(f"num_hidden_layers={num_layers}, but {len(kinds)} layers are named; correct one of them")
-    options = _options(config, family, cache or CacheConfig(), num_speculative_tokens, dtype, ranks or Ranks())
+    options = _options(
+        config, family, cache or CacheConfig(), num_speculative_tokens, dtype, ranks or Ranks(), make_dtype
+    )
     specs = {
         kind: {end: read(config, options) for end, read in family.caches[kind].items()} for kind in dict.fromkeys(kinds)
     }
@@ -99,20 +104,28 @@ def model_shape(
 
 
 def _options(
-    config: ConfigFile, family: Family, cache: CacheConfig, num_speculative_tokens: int, dtype: str, ranks: Ranks
+    config: ConfigFile,
+    family: Family,
+    cache: CacheConfig,
+    num_speculative_tokens: int,
+    dtype: str,
+    ranks: Ranks,
+    make: MakeDtype,
 ) -> SpecOptions:
     named = dtype if dtype != "auto" else config.text("dtype", "torch_dtype")
     if named is None:
         raise config.fail("dtype is missing; give --dtype")
-    model_dtype = parse_model_dtype(named.removeprefix("torch."))
+    model_dtype = parse_model_dtype(named.removeprefix("torch."), make=make)
     ssm_dtype = cache.mamba_ssm_cache_dtype
     if ssm_dtype == "auto":
         own = family.default_ssm_dtype or "auto"
         ssm_dtype = config.text("mamba_ssm_cache_dtype", "mamba_ssm_dtype", default=own) or own
+    kv_dtype = cache.kv_cache_dtype
     return SpecOptions(
         num_speculative_tokens=num_speculative_tokens,
         dtype=model_dtype,
-        kv_dtype=model_dtype if cache.kv_cache_dtype == "auto" else parse_dtype(cache.kv_cache_dtype, "kv_cache_dtype"),
-        ssm_dtype=model_dtype if ssm_dtype == "auto" else parse_dtype(ssm_dtype, "mamba_ssm_cache_dtype"),
+        kv_dtype=model_dtype if kv_dtype == "auto" else parse_dtype(kv_dtype, "kv_cache_dtype", make),
+        ssm_dtype=model_dtype if ssm_dtype == "auto" else parse_dtype(ssm_dtype, "mamba_ssm_cache_dtype", make),
+        wide_dtype=model_dtype if model_dtype.itemsize >= 4 else make("float32"),
         ranks=ranks,
     )

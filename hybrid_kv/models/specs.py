@@ -8,13 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from hybrid_kv.cache.ranks import Ranks
-from hybrid_kv.cache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec, RollbackSpec, StatePart, window_and_states
+from hybrid_kv.cache.spec import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    RollbackSpec,
+    StatePart,
+    window_and_states,
+)
 from hybrid_kv.models.config_file import ConfigFile
+
+if TYPE_CHECKING:
+    import torch
 
 # Kinds of layers: what each keeps of earlier tokens, or for an MLP and a mixture of experts that it keeps nothing.
 ATTENTION, MAMBA, HYBRID, MLP, MOE = "attention", "mamba", "hybrid", "mlp", "moe"
@@ -32,12 +41,16 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class SpecOptions:
-    """What the user and the family decide about every layer: K, dtypes, and how many ranks share it."""
+    """What the user and the family decide about every layer: K, dtypes, and how many ranks share it.
+
+    `wide_dtype` is float64 where `dtype` is, else float32.
+    """
 
     num_speculative_tokens: int
     dtype: torch.dtype
     kv_dtype: torch.dtype
     ssm_dtype: torch.dtype
+    wide_dtype: torch.dtype
     ranks: Ranks
 
     def share(self, config: ConfigFile, name: str, count: int) -> int:
@@ -146,6 +159,12 @@ def attention_spec(config: ConfigFile, options: SpecOptions, num_inputs: int = 1
     return FullAttentionSpec(block_size=1, num_kv_heads=own, head_size=head_size, dtype=options.kv_dtype)
 
 
+def latent_spec(file: ConfigFile, options: SpecOptions) -> MLAAttentionSpec:
+    """Latent attention, by the names that DeepSeek-V2 gave the sizes; all heads of every rank read the whole of it."""
+    options.share(file, "num_attention_heads", file.size("num_attention_heads"))
+    return MLAAttentionSpec(1, file.size("kv_lora_rank") + file.size("qk_rope_head_dim"), options.kv_dtype)
+
+
 @dataclass(frozen=True)
 class Mamba2Spec:
     """Window and state of a Mamba-2 layer, by the names that the family's config.json has for its sizes.
@@ -176,7 +195,7 @@ class Mamba2Spec:
             inputs=(
                 StatePart("x", (num_heads, head_dim), options.dtype),
                 StatePart("B", (num_groups, state_size), options.dtype),
-                StatePart("dt", (num_heads,), torch.promote_types(options.dtype, torch.float32)),
+                StatePart("dt", (num_heads,), options.wide_dtype),
             ),
         )
 

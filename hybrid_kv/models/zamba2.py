@@ -22,9 +22,8 @@ from hybrid_kv.models.causal_lm import CausalLM, MixerBlock, rms_norm
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import Adapted, ForwardContext, Linear, RMSNorm
 from hybrid_kv.models.mixers.mamba2 import Mamba2Mixer
-from hybrid_kv.models.registry import Family, register
 from hybrid_kv.models.rope import read_rope
-from hybrid_kv.models.specs import HYBRID, Mamba2Spec, attention_spec, caches, layer_kinds
+from hybrid_kv.models.specs import HYBRID, layer_kinds
 from hybrid_kv.models.weights import Tensors, join_qkv, joined, renamed
 
 Specs = dict[str, KVCacheSpec]
@@ -91,7 +90,8 @@ class Zamba2(CausalLM):
         return x
 
 
-def _build(file: ConfigFile, specs: Specs) -> nn.Module:
+def build(file: ConfigFile, specs: Specs) -> nn.Module:
+    """See `Family.build`."""
     for key, value in (("hidden_act", "gelu"), ("use_conv_bias", True), ("use_long_context", False)):
         file.only(key, value)
     kinds = layer_kinds(file)
@@ -113,7 +113,8 @@ _NAMES = {
 _ADAPTER = re.compile(r"layers\.\d+\.shared\.(?:linear_([qkv])|gate_up_proj)_adapter_list\.(\d+)\.([01])\.weight")
 
 
-def _convert(tensors: Tensors) -> Tensors:
+def convert(tensors: Tensors) -> Tensors:
+    """See `Family.convert_weights`."""
     # The adapters of a block lie with the first layer that runs it; they are numbered by the layers that run any.
     named = renamed(tensors, ("model.",), _NAMES)
     hybrid = sorted(int(name.split(".")[1]) for name in named if name.endswith(".linear.weight"))
@@ -128,11 +129,3 @@ def _convert(tensors: Tensors) -> Tensors:
     for half in ("down", "up"):
         result = joined(result, [f"{letter}_{half}" for letter in "qkv"], half)
     return join_qkv(result)
-
-
-_CACHES = caches(
-    Mamba2Spec("n_mamba_heads", "mamba_headdim", "mamba_d_state", "mamba_ngroups", "mamba_d_conv"),
-    partial(attention_spec, num_inputs=2),
-)
-
-register(Family(layer_kinds, _CACHES, _build, _convert), "zamba2")

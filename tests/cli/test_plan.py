@@ -77,7 +77,7 @@ def test_a_mode_that_vllm_lacks_for_gated_delta_nets_is_noted(
     [
         (["--gpu-memory", "1MiB"], "the cache has 0 blocks"),
         (["--num-blocks", "2"], "at least 6 blocks"),
-        ([], "--num-blocks or --gpu-memory"),
+        (["--requests", "lognormal:prompt=20/200,output=1/1"], "add --gpu-memory or --num-blocks"),
         (["--gpu-memory", "lots"], "'lots' is not a memory size; write 80GiB"),
         (["--num-blocks", "9", "--block-size", "24"], "block size 24 does not fit FLASH_ATTN"),
         (["--num-blocks", "9", "--block-size", "0"], "block_size=0 must be an integer >= 1"),
@@ -105,10 +105,41 @@ def test_impossible_plans_are_one_line_on_stderr_and_exit_2(
     assert message in err
 
 
+def test_without_a_pool_there_are_sizes_and_no_capacity(capsys: pytest.CaptureFixture[str], config: str) -> None:
+    flags = [config, "--mamba-cache-mode", "align", "--pipeline-parallel-size", "2"]
+    plan, full = plan_json(capsys, *flags), plan_json(capsys, *flags, "--num-blocks", "5000")
+    unknown = {"num_blocks", "total_bytes", "longest_request", "max_concurrency", "token_capacity", "stages"}
+    assert {key for key in full if plan[key] != full[key]} == unknown
+    assert all(plan[key] is None for key in unknown - {"stages"})
+    assert [stage["total_bytes"] for stage in plan["stages"]] == [None, None]
+    code, out, err = run(capsys, "plan", *flags)
+    assert (code, err) == (0, "")
+    assert f"{plan['blocks_per_request']:,} blocks, {plan['bytes_per_request']:,} B" in out and "capacity" not in out
+
+
+def test_a_model_of_the_hub_is_planned_from_its_config_alone(
+    capsys: pytest.CaptureFixture[str], config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched = []
+
+    def download(*names: str) -> str:
+        fetched.append(names)
+        if names[0] == "nvidia/gone":
+            raise OSError("404: no such repository\nmore")
+        return f"{config}/config.json"
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    assert plan_json(capsys, "nvidia/nano", "--num-blocks", "500")["model_type"] == "nemotron_h"
+    code, out, err = run(capsys, "plan", "nvidia/gone")
+    assert (code, out) == (2, "")
+    assert err == "error: model nvidia/gone: not a folder, and the hub says: 404: no such repository\n"
+    assert fetched == [(name, "config.json") for name in ("nvidia/nano", "nvidia/gone")]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("missing.json", None, "does not exist"),
+        ("missing.json", None, "does not exist; give a config.json, the folder that holds it, or owner/name"),
         ("broken.json", "{", "is not JSON"),
         ("other.json", '{"model_type": "rwkv"}', "supported are bamba, "),
     ],

@@ -31,7 +31,7 @@ def test_it_writes_the_page_and_the_summary(tmp_path: Path, capsys: pytest.Captu
     code, out, err = run(capsys, "--results", rows, "--out", site, "--markdown", text, *options)
     assert (code, err) == (0, "")
     said, age, page = out.splitlines()
-    assert said == "✕ fail: 28 of 29 checks of the newest runs" and page == str(site / "index.html")
+    assert said == "✕ fail: 28 of 29 checks of the newest runs, 1 level is worse" and page == str(site / "index.html")
     assert age.endswith("2026-02-07. Of a commit that this checkout does not have: 29 rows.")
     html = (site / "index.html").read_text()
     assert "https://example.org/a/b/commit/" in html

@@ -78,3 +78,11 @@ def test_only_the_newest_commits_have_a_page(tmp_path: Path) -> None:
     assert list(found) == ["00006", "00007", "00008"]
     assert found["00006"].changes["was_value"].tolist() == [5.0]  # of a commit without one
     assert found["00008"].file == "000080000800.html"
+
+
+def test_a_check_with_other_settings_is_another_series(tmp_path: Path) -> None:
+    """The seed is none: it may be another one every night."""
+    cells = [{"blocks": 8, "seed": 1}, {"blocks": 4, "seed": 1}, {"blocks": 4, "seed": 2}]
+    same: dict[str, Any] = {"suite": "guard", "benchmark": "ids", "unit": "B", "verdict": "pass"}
+    found = commits(tmp_path, *(row(run, cell, value=200.0 / (1 + run), **same) for run, cell in enumerate(cells)))
+    assert [len(one.changes) for one in found.values()] == [0, 0, 1]

@@ -19,7 +19,7 @@ def test_it_is_short_and_starts_with_its_marker(tmp_path: Path) -> None:
     text = comment_of(results(tmp_path, *everything()))
     lines = text.splitlines()
     assert lines[0] == MARKER == "<!-- hybrid-kv report -->"
-    assert lines[1] == "### hybrid-kv: ✕ fail: 51 of 54 checks of the newest runs"
+    assert lines[1] == "### hybrid-kv: ✕ fail: 51 of 54 checks of the newest runs, 1 level is worse"
     assert len(lines) < 40
     assert "| `guard` | ✕ fail | 0 of 1 | `0004100` | `rack, H200` |" in lines
     assert "| `guard: layout, views` | `3 requests` | `0` | `0004100` 2026-02-11 | – | never |" in lines

@@ -20,7 +20,7 @@ pytest.importorskip("plotly", reason="the report needs plotly: pip install -e '.
 def test_each_section_says_what_it_found(full: str) -> None:
     assert titles(full) == {
         "failing-now": "6 checks failed, 1 level is worse",
-        "verdict": "✕ fail: 52 of 58 checks of the newest runs",
+        "verdict": "✕ fail: 52 of 58 checks of the newest runs, 1 level is worse",
         "history": "1 of 101 series changed their level; 1 changes are worse",
         "commits": "0 of the 46 newest commits changed a metric",
         "swarms": "Swarms ran 95,400 exact requests; the newest violated 2 rules",

@@ -56,6 +56,13 @@ def test_void_is_not_passed(tmp_path: Path) -> None:
     assert overall([]) == "none"
 
 
+def test_a_level_that_is_worse_is_in_the_headline(tmp_path: Path) -> None:
+    found = verdicts(results(tmp_path, row(9, verdict="pass")).rows)
+    assert headline(found, HEAD, 2).word == headline(found, NO_HEAD, 2).word == "worse"
+    assert headline(found, HEAD, 2).finding == "✕ worse: 1 of 1 checks of the newest runs, 2 levels are worse"
+    assert headline(verdicts(results(tmp_path, row(9, verdict="fail")).rows), HEAD, 1).word == "fail"
+
+
 # ---- of which code ----
 
 

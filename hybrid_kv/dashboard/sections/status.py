@@ -62,11 +62,10 @@ def _run(report: Report, row: Any) -> str:
 def verdict(report: Report) -> Section | None:
     """What passed and what did not, in the newest run of each suite on each machine."""
     found = verdicts(report.results.rows)
-    whole = headline(found, report.head)
     if not found:
         return None
-    own = {machine: [v for v in found if v.machine in (machine, "")] for machine in report.results.machines}
-    headlines = {machine: asdict(headline(some, report.head)) for machine, some in {"": found, **own}.items()}
+    whole = report.headline()
+    headlines = {machine: asdict(report.headline(machine)) for machine in ("", *report.results.machines)}
     body = f"""<p class="age {whole.word}">{escape(whole.age)}</p>
 <script type="application/json" id="headlines">{in_script(json.dumps(headlines))}</script>
 <ul class="tiles">{"".join(_tile(report, v) for v in found)}</ul>"""

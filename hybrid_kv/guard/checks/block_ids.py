@@ -27,12 +27,11 @@ def check_expansion(run: Run) -> list[CheckResult]:
         detail = ""
         if ratio.high < required:
             detail = f"the interval {ratio.low:.2f} to {ratio.high:.2f} is below {required:.3g}"
-        params = {"scenario": scenario, "blocks_per_kv_block": BLOCKS_PER_KV_BLOCK, "subject": subject}
+        params = {"blocks_per_kv_block": BLOCKS_PER_KV_BLOCK, **({"unfit": unfit} if unfit else {})}
         results.append(
             CheckResult(
                 "block ids", f"{scenario}, {subject}, over the engine", not detail, ratio.value, "time ratio",
-                f">= {required:.3g}", 1, seconds, detail, {"unfit": unfit} if unfit else {}, params,
-                (ratio.low, ratio.high),
+                f">= {required:.3g}", 1, seconds, detail, params, {}, (ratio.low, ratio.high),
             )
         )  # fmt: skip
         seconds = 0.0

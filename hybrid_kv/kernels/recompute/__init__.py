@@ -27,6 +27,7 @@ A ring of `3 * T_max - 1` tokens holds what rule 1 leaves, the step and the one 
 `ring_len - T_max`.
 """
 
+from hybrid_kv.kernels.common.integers import default_ring_len, shortest_ring_len
 from hybrid_kv.kernels.recompute.launch import commit, recompute_flush, recompute_update
 from hybrid_kv.kernels.recompute.reference import (
     commit_reference,
@@ -37,10 +38,8 @@ from hybrid_kv.kernels.recompute.ring import (
     RecomputeCursors,
     RecomputeRing,
     RecomputeStep,
-    default_ring_len,
     join_state,
     read_states,
-    shortest_ring_len,
     split_state,
     write_states,
 )

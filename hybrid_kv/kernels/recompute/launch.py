@@ -8,17 +8,11 @@ from typing import Any
 
 import torch
 
-from hybrid_kv.kernels.common.integers import cdiv, next_power_of_2
+from hybrid_kv.kernels.common.integers import cdiv, default_ring_len, next_power_of_2, shortest_ring_len
 from hybrid_kv.kernels.common.launch import FLOATS, INTS, AotCase, check, check_dims, jit, register_limit, warp_size
 from hybrid_kv.kernels.common.shapes import NANO, SHAPES
 from hybrid_kv.kernels.recompute.kernels import commit_kernel, recompute_kernel
-from hybrid_kv.kernels.recompute.ring import (
-    RecomputeCursors,
-    RecomputeRing,
-    RecomputeStep,
-    default_ring_len,
-    shortest_ring_len,
-)
+from hybrid_kv.kernels.recompute.ring import RecomputeCursors, RecomputeRing, RecomputeStep
 from hybrid_kv.kernels.recompute.state_bytes import step_bytes
 
 HEADS_TOGETHER = 8  # in one program of a large batch …

@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from hybrid_kv.kernels.common.integers import shortest_ring_len
 from hybrid_kv.kernels.common.strided import copy_blocks
-
-WINDOW = 32  # tokens of history that a ring holds besides the step's; one tile of the kernel
 
 
 def split_state(state: torch.Tensor) -> torch.Tensor:
@@ -60,16 +59,6 @@ def write_states(ssm_state: torch.Tensor, blocks: torch.Tensor, states: torch.Te
         blocks, states = blocks[kept], states[kept]
     values = split_state(states.float()) if ssm_state.dtype == torch.int16 else states.to(ssm_state.dtype)
     copy_blocks(ssm_state, blocks, values)
-
-
-def shortest_ring_len(max_query_len: int) -> int:
-    """Tokens that a ring must hold: what a boundary leaves, a step, and the one behind it; see `kernels.recompute`."""
-    return 3 * max_query_len - 1
-
-
-def default_ring_len(max_query_len: int) -> int:
-    """Tokens of a ring: longer ones flush less often, but every step reads the history."""
-    return max(WINDOW, 2 * max_query_len - 1) + max_query_len
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,7 @@ class Mamba2Mixer(RecurrentMixer):
     """The layer.
 
     Args:
-        groups: sets of heads; those of one share B and C.
-        norm_groups: slices that the output norm takes by themselves; None: `groups`.
+        groups: sets of heads; those of one share B and C, and are normed together.
         bias: of both projections; `out_bias` of the last one, if it differs.
     """
 
@@ -72,7 +71,6 @@ class Mamba2Mixer(RecurrentMixer):
         eps: float,
         conv_bias: bool,
         bias: bool,
-        norm_groups: int | None = None,
         out_bias: bool | None = None,
     ) -> None:
         inner = num_heads * head_dim
@@ -86,7 +84,7 @@ class Mamba2Mixer(RecurrentMixer):
         self.A_log = empty(num_heads)
         self.D = empty(num_heads)
         self._heads = Derived(_heads)
-        self.norm = GatedRMSNorm(inner, norm_groups or groups, eps)
+        self.norm = GatedRMSNorm(inner, groups, eps)
         self.out_proj = Linear(inner, hidden_size, bias if out_bias is None else out_bias)
 
     @classmethod
