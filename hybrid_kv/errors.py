@@ -42,6 +42,7 @@ EXTRAS = {
     "plotly": "report",
     "triton": "kernels",
     "aiohttp": "targets",
+    "pydantic": "targets",
     "fastapi": "serve",
     "uvicorn": "serve",
     "prometheus_client": "serve",
@@ -97,6 +98,11 @@ def deaf_to_ctrl_c() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def printable(text: str) -> str:
+    """A text that is not ours, without what a terminal obeys."""
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
 
 
 def _open_streams() -> None:
