@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import random
-import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from tests.fuzz import values
 from tests.probes.toy import Toy
 
 Parts = Iterable[bytes | None]
-Break = Callable[[bytes], Parts]  # of a body, what is sent; None: nothing more comes
+Break = Callable[[bytes], Parts]  # of a body, what is sent
 PLACES = {"models": "models", "version": "version", "metrics": "metrics", "cache": "reset", "true": "preempt"}
 OWNERS = ("other", "sglang", "llamacpp")
 # Keys in a reply of each place, token ids first.
@@ -36,66 +35,65 @@ def says(body: bytes, *headers: str, status: str = "200 OK") -> Break:
     return lambda _: [http(body, *headers, status=status)]
 
 
-def sends(*parts: bytes | None, forever: bytes = b"") -> Break:
-    return lambda _: chain(parts, repeat(forever) if forever else ())
+def sends(first: bytes, more: bytes | None) -> Break:
+    """`more`: what follows, again and again; None: silence."""
+    return lambda _: chain([first], [None] if more is None else repeat(more) if more else ())
 
 
 def sets(key: str, odd: Any) -> Break:
     """Another value wherever this key is; `...`: none."""
 
-    def change(found: Any) -> Any:
-        if isinstance(found, dict):
-            return {k: odd if k == key else change(v) for k, v in found.items() if k != key or odd is not ...}
-        return [*map(change, found)] if isinstance(found, list) else found
+    def change(found: dict[str, Any]) -> dict[str, Any]:
+        return {k: odd if k == key else v for k, v in found.items() if k != key or odd is not ...}
 
-    return lambda body: [http(re.sub(rb"\{.*\}", lambda one: json.dumps(change(json.loads(one[0]))).encode(), body))]
+    return lambda body: [http(json.dumps(json.loads(body, object_hook=change)).encode())]
 
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
-BREAKS: dict[str, Break] = {
-    "closed": sends(),
-    "closed in the headers": sends(HEAD),
-    "closed in the body": lambda body: [http(body)[:-3]],
-    "closed in a chunk": sends(CHUNKED, b"ff\r\n{"),
-    "silent": sends(None),
-    "silent in the body": lambda body: [http(body)[:-1], None],
-    "endless body": sends(HEAD + b"\r\n", forever=b"[" * 2**16),
-    "endless events": sends(HEAD + b"\r\n", forever=b'data: {"choices": [], "output_ids": []}\n\n' * 999),
-    "endless lines": sends(HEAD + b"\r\n", forever=b"\n" * 2**16),
-    "endless chunks": sends(CHUNKED, forever=b"1\r\n \r\n" * 999),
-    "endless headers": sends(HEAD, forever=b"a: b\r\n" * 999),
-    "endless header": sends(HEAD, forever=b"a" * 2**16),
-    "endless continue": sends(forever=b"HTTP/1.1 100 Continue\r\n\r\n" * 99),
-    "a bomb": says(gzip.compress(bytes(2**26)), "content-encoding: gzip"),
-    "no gzip": says(b"no", "content-encoding: gzip"),
-    "unknown charset": says(b"{}", "content-type: text/plain; charset=x"),
-    "wrong type": lambda body: [http(body, "content-type: image/png")],
-    "negative length": sends(HEAD + b"content-length: -1\r\n\r\n{}"),
-    "two lengths": says(b"{}", "content-length: 3"),
-    "bad chunk": sends(CHUNKED, b"x\r\n{}"),
-    "no http": sends(b"\0\xff\r\n\r\n"),
-    "status of five digits": sends(b"HTTP/1.1 20000 OK\r\n\r\n"),
-    "another protocol": sends(b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n"),
-    "no content": sends(b"HTTP/1.1 204 No Content\r\n\r\n"),
-    "not found": says(b"", status="404 Not Found"),
-    "redirect to itself": says(b"", "location: ?", status="307 Temporary Redirect"),
-    "redirect to a file": says(b"", "location: file:///etc/passwd", status="302 Found"),
-    "markup": says(b"[/red] [bold", status="500 [/red]"),
-    "orders to a terminal": says(b"\x1b[2J\r\x07\n\xff\0\nTraceback\xe2\x80\xae", status="400 \x1b[2J"),
-    "a large error": says(b"x" * 2**23, status="500 No"),
-    "no utf-8": says(b'{"data": "\xff\xfe"}'),
-    "utf-16": lambda body: [http(body.decode().encode("utf-16"))],
-    "twice": lambda body: [http(body + body)],
-    "half a surrogate": says(b'{"data": "\\ud800", "choices": "\\ud800"}'),
-    "deep lists": says(b"[" * 10**5),
-    "deep objects": says(b'{"data":' * 10**5),
-    "a long number": says(b'{"data": %b}' % (b"9" * 5000)),
-    "many of a wrong type": says(b'{"choices":[{"index":0,"token_ids":["",%b""]}]}' % (b'"",' * 10**6)),
-    **{f"{body!r}": says(body) for body in (b"", b"null", b"[]", b"[{}]", b"{", b"NaN", b"<html>")},
-    **{f"counters are {odd:.5}": says(b'vllm:num_preemptions_total{a="b"} %b\n' % odd.encode())
+STATUSES = ("200 OK", "204 No Content", "302 Found", "307 Temporary Redirect", "404 Not Found", "500 [/red]")
+BODIES = {
+    "half a surrogate": b'{"data": "\\ud800", "choices": "\\ud800"}',
+    "deep lists": b"[" * 10**5,
+    "deep objects": b'{"data":' * 10**5,
+    "a long number": b'{"data": %b}' % (b"9" * 5000),
+    "many of a wrong type": b'{"choices":[{"index":0,"token_ids":["",%b""]}]}' % (b'"",' * 10**6),
+    **{f"{body!r}": body for body in (b"", b"null", b"[]", b"[{}]", b"{", b"NaN", b"<html>", b'{"data": "\xff\xfe"}')},
+    **{f"counters are {odd:.5}": b'vllm:num_preemptions_total{a="b"} %b\n' % odd.encode()
        for odd in ("nan", "-1", "1e999", "9" * 5000, "x")},
 }  # fmt: skip
+RAW: dict[str, tuple[bytes, bytes | None]] = {
+    "closed": (b"", b""),
+    "closed in the headers": (HEAD, b""),
+    "closed in a chunk": (CHUNKED + b"ff\r\n{", b""),
+    "silent": (b"", None),
+    "silent in the body": (HEAD + b"content-length: 9\r\n\r\n{", None),
+    "endless body": (HEAD + b"\r\n", b"[" * 2**16),
+    "endless events": (HEAD + b"\r\n", b'data: {"choices": [], "output_ids": []}\n\n' * 999),
+    "endless lines": (HEAD + b"\r\n", b"\n" * 2**16),
+    "endless chunks": (CHUNKED, b"1\r\n \r\n" * 999),
+    "endless headers": (HEAD, b"a: b\r\n" * 999),
+    "endless header": (HEAD, b"a" * 2**16),
+    "endless continue": (b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 99),
+    "negative length": (HEAD + b"content-length: -1\r\n\r\n{}", b""),
+    "bad chunk": (CHUNKED + b"x\r\n{}", b""),
+    "no http": (b"\0\xff\r\n\r\n", b""),
+    "status of five digits": (b"HTTP/1.1 20000 OK\r\n\r\n", b""),
+    "another protocol": (b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n", b""),
+}
+BREAKS: dict[str, Break] = {
+    **{name: sends(*parts) for name, parts in RAW.items()},
+    **{name: says(body) for name, body in BODIES.items()},
+    **{f"markup, {one}": says(b"[/red] [bold", "location: ?", status=one) for one in STATUSES},
+    "orders to a terminal": says(b"\x1b[2J\r\x07\n\xff\0\nTraceback\xe2\x80\xae", status="400 \x1b[2J"),
+    "a large error": says(b"x" * 2**23, status="500 No"),
+    "a bomb": says(gzip.compress(bytes(2**26)), "content-encoding: gzip"),
+    "two lengths": says(b"{}", "content-length: 3"),
+    "unknown charset": lambda body: [http(body, "content-type: image/png; charset=x")],
+    "closed in the body": lambda body: [http(body)[:-3]],
+    "utf-16": lambda body: [http(body.decode().encode("utf-16"))],
+    "twice": lambda body: [http(body + body)],
+}
 ODD = [*values.ODD, ..., -1, 50, 10**400, "[/red]", "\x1b[2J\n", [1] * 999, [10**5], [-1], [True], [2**64], [{"x": 1}]]
 
 
@@ -185,13 +183,10 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-class Server(ThreadingHTTPServer):
-    daemon_threads, request_queue_size = True, 64
-
-
 @cache
 def address() -> str:
-    server = Server(("127.0.0.1", 0), Handler)
+    ThreadingHTTPServer.request_queue_size = 64
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     Thread(target=server.serve_forever, daemon=True).start()
     return f"http://127.0.0.1:{server.server_port}"
 
