@@ -149,8 +149,7 @@ def _print(title: str, outcomes: Sequence[Outcome]) -> None:
     for probe in probes:
         cells = [found.get((probe, setting)) for setting in settings]
         table.add_row(probe, *("" if one is None else Text(_cell(one), STYLES[one.verdict]) for one in cells))
-    width = None if sys.stdout.isatty() else 30 + 22 * len(settings)
-    Console(width=width, highlight=False, markup=False).print(table)
+    Console(markup=False, width=None if sys.stdout.isatty() else 30 + 22 * len(settings)).print(table)
     for one in outcomes:
         if one.verdict not in ("right", "not supported"):
             print(f"{one.verdict}: {one.probe}, {_setting(one.settings)}: {one.detail}")

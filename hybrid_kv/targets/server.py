@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import suppress
@@ -90,7 +89,6 @@ class Server:
         self.version = "of unknown version"
         with suppress(TargetError):
             self.version = one_line(self._get(_Version, "/version").version)
-        self.can: frozenset[str] = frozenset()
         self.can = frozenset(self._found_out(url))
 
     def _found_out(self, url: str) -> list[str]:
@@ -139,10 +137,7 @@ class Server:
         status, page = self._request("GET", "/metrics")
         for name, value in METRIC.findall(page.decode(errors="replace") if status == OK else ""):
             if counter := COUNTERS.get(name):
-                found[counter] = found.get(counter, 0.0) + _number(value)
-        for counter, total in found.items():
-            if not 0 <= total < math.inf:
-                raise TargetError(f"the server's counter of {counter} is {total}; a counter is a number from 0 on")
+                found[counter] = found.get(counter, 0.0) + _count(value, counter)
         return found
 
     def reset(self) -> None:
@@ -179,11 +174,11 @@ class Server:
         return bool(path) and self._request("POST", path)[0] == OK
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+def _count(text: str, counter: str) -> float:
+    with suppress(ValueError):
+        if 0 <= (value := float(text)) < 2**63:
+            return value
+    raise TargetError(f"the server's counter of {counter} is {one_line(text)}; a counter is a number from 0 on")
 
 
 def _answered(work: Coroutine[Any, Any, T]) -> T:

@@ -76,7 +76,7 @@ def test_a_hostile_server_gets_a_verdict_or_one_line(
     with case_folder() as folder:
         code, err = run(folder, cases.against(case, folder, SENDS.get(place, "alone")), b"", True, capfd)
         assert [*judge(code, err), *left_over(folder, set())] == [], err
-    assert case.most_bytes < 16 * MOST_BYTES
+    assert case.most_bytes < 8 * MOST_BYTES
 
 
 @pytest.mark.parametrize("owner", hostile.OWNERS)

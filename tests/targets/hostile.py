@@ -106,12 +106,11 @@ class Case:
     num_good: int = 0
     toy: Toy = field(default_factory=Toy)
     num_replies: dict[str, int] = field(default_factory=dict)
-    most_bytes: int = 0
+    most_bytes: int = 0  # of a reply, that the client and the buffers before it took
 
     def reply(self, path: str, sent: dict[str, Any]) -> Parts:
-        place = next(
-            (PLACES[end] for end in PLACES if path.endswith(end)), "stream" if sent.get("stream") else "answer"
-        )
+        known = (PLACES[end] for end in PLACES if path.endswith(end))
+        place = next(known, "stream" if sent.get("stream") else "answer")
         self.num_replies[place] = self.num_replies.get(place, 0) + 1
         body = self._body(place, sent)
         is_good = place not in self.broken or self.num_replies[place] <= self.num_good
@@ -175,7 +174,7 @@ class Handler(BaseHTTPRequestHandler):
                     break
                 self.wfile.write(part)
                 num_bytes += len(part)
-        case.most_bytes = max(case.most_bytes, num_bytes)
+                case.most_bytes = max(case.most_bytes, num_bytes)
 
     do_POST = do_GET
 
