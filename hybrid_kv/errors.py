@@ -47,6 +47,7 @@ EXTRAS = {
     "plotly": "report",
     "triton": "kernels",
     "aiohttp": "targets",
+    "pydantic": "targets",
     "fastapi": "serve",
     "uvicorn": "serve",
     "prometheus_client": "serve",
@@ -118,6 +119,11 @@ def _end_as_by_ctrl_c() -> list[int]:
         if signal.getsignal(one) is not signal.SIG_IGN:  # by nohup
             signal.signal(one, end)
     return signals
+
+
+def printable(text: str) -> str:
+    """A text that is not ours, without what a terminal obeys."""
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
 
 
 def _open_streams() -> None:

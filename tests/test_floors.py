@@ -162,3 +162,9 @@ def test_the_count_of_branches_sees_each_way_to_write_one(tmp_path: Path) -> Non
         "f = mode == other\n"
     )
     assert len(branches(path, {"mode", "mamba_cache_mode"}, {"none", "align", "all"})) == 5
+
+
+@pytest.mark.parametrize("package", ["hybrid_kv", "bench", "mutants"])
+def test_no_console_reads_markup(package: str) -> None:
+    lines = [line for file in (ROOT.parent / package).rglob("*.py") for line in file.read_text().splitlines()]
+    assert not [line for line in lines if " Console(" in line and "markup=False" not in line]

@@ -67,11 +67,11 @@ def _print_table(benchmark: str, rows: Sequence[Results]) -> None:
         table.add_row(
             *(str(results[0].cell.params[name]) for name in where), *(shown.get(name, "") for name in measured)
         )
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = Console(markup=False, width=None if sys.stdout.isatty() else 150)
     if has_rivals:
         title += f" (how many times that of {first.base})"
     # A table's own title is broken where the table ends.
-    console.print(title, table, sep="\n", markup=False)
+    console.print(title, table, sep="\n")
 
 
 def _chosen(quick: bool, chosen: Sequence[str], tiers: Sequence[str], select: Sequence[str] = ()) -> list[Cell]:

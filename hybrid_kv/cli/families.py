@@ -37,7 +37,7 @@ def _print(found: list[dict[str, Any]]) -> None:
             entry["checked_against"],
         )
     # Into a file rich would fold the table at 80 columns.
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    Console(markup=False, width=None if sys.stdout.isatty() else 140).print(table)
 
 
 def checkpoint(

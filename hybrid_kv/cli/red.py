@@ -52,6 +52,7 @@ def red(
 
 def _print(report: Report, one: Failing) -> None:
     from hybrid_kv.dashboard.words import WORDS, change_text, day, levels_text, title, with_unit
+    from hybrid_kv.errors import printable
 
     def commit(row: Any) -> str:
         return f"{row.commit[:10] or 'no commit'}{' + changes' * row.dirty}, {day(row)}"
@@ -66,7 +67,7 @@ def _print(report: Report, one: Failing) -> None:
     ]
     for line in text:
         # Authors and params may hold what a terminal obeys.
-        print("".join(letter if letter.isprintable() else "\ufffd" for letter in line))
+        print(printable(line))
 
 
 def _document(report: Report, one: Failing) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from hybrid_kv.cli.options import show
 from hybrid_kv.errors import VOID, require
@@ -58,7 +59,7 @@ def guard_target(
     kind, other = kind_of(target), kind_of(against) if against is not None else None
     cells = matrix_of(kind, matrix) if matrix else None
     model = f"{model}:{kind.size}" if model in sized() and kind.size != "tiny" else model
-    console = Console(stderr=True)
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     with model_folder(model) as folder, threads_for(folder):
         guarded = Guarded(kind, folder, other, seed, AMOUNTS[size])
         seen: list[Outcome] = []
@@ -72,9 +73,8 @@ def guard_target(
             }  # fmt: skip
 
         def report(outcome: Outcome) -> None:
-            style = STYLES[outcome.verdict]
-            line = f"{_setting(outcome.settings)}: {outcome.probe}"
-            console.print(f"{line} [{style}]{outcome.verdict}[/] {outcome.detail}", highlight=False, soft_wrap=True)
+            line = f"{_setting(outcome.settings)}: {outcome.probe} "
+            console.print(line, Text(outcome.verdict, STYLES[outcome.verdict]), f" {outcome.detail}", sep="")
             seen.append(outcome)
             if out is not None:  # results survive an interruption
                 write_whole(out, json.dumps(document(), indent=2) + "\n")
@@ -89,7 +89,7 @@ def guard_target(
             case = case_of(shrunk.failure, target, guarded.version, model, guarded.judge_of(failure.settings).limit)
             files += map(str, write_files(case, repro))
             small = f"{shrunk.num_requests} requests, {shrunk.num_prompt_tokens} prompt tokens"
-            console.print(f"{failure.probe}: shrunk to {small} in {shrunk.seconds:.0f} s: {files[-1]}", soft_wrap=True)
+            console.print(f"{failure.probe}: shrunk to {small} in {shrunk.seconds:.0f} s: {files[-1]}")
     title = f"{target} {guarded.version}, {model}"
     show(document(), as_json, out, lambda: _print(title, seen))
     verdicts = {one.verdict for one in seen}
@@ -132,7 +132,7 @@ def _setting(settings: Mapping[str, str]) -> str:
 
 
 def _document(outcome: Outcome) -> dict[str, Any]:
-    return {key: value for key, value in vars(outcome).items() if key != "failures"}
+    return {key: value for key, value in vars(outcome).items() if key not in ("failures", "is_last")}
 
 
 def _sums(outcomes: Sequence[Outcome]) -> dict[str, int]:
@@ -149,8 +149,8 @@ def _print(title: str, outcomes: Sequence[Outcome]) -> None:
     )
     for probe in probes:
         cells = [found.get((probe, setting)) for setting in settings]
-        table.add_row(probe, *("" if one is None else f"[{STYLES[one.verdict]}]{_cell(one)}[/]" for one in cells))
-    Console(width=None if sys.stdout.isatty() else 30 + 22 * len(settings)).print(table)
+        table.add_row(probe, *("" if one is None else Text(_cell(one), STYLES[one.verdict]) for one in cells))
+    Console(markup=False, width=None if sys.stdout.isatty() else 30 + 22 * len(settings)).print(table)
     for one in outcomes:
         if one.verdict not in ("right", "not supported"):
             print(f"{one.verdict}: {one.probe}, {_setting(one.settings)}: {one.detail}")

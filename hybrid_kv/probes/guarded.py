@@ -118,5 +118,7 @@ def ask(guarded: Guarded, settings: Settings, select: Sequence[str], report: Cal
             guarded.hear(outcome)
             guarded.shortest = max(guarded.shortest, session.shortest)
             report(outcome)
+            if outcome.is_last:
+                break
     finally:
         session.target.close()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -67,7 +69,15 @@ class Judge:
 
     def hides(self, num_tokens: int) -> bool:
         """Whether so many random tokens would too often be taken for right: then no answer is shown to be right."""
-        return self.trusted and self.hidden**num_tokens > CHANCE
+        return self.limit == math.inf or (self.trusted and self.hidden**num_tokens > CHANCE)
+
+    def possible(self, answer: Answer) -> Answer:
+        """An answer with a token that the model does not have is an error: nothing can be computed with it."""
+        most = self.oracle.vocab_size if self.oracle is not None else math.inf
+        for token in (*answer.token_ids, *chain(*answer.others)):
+            if not 0 <= token < most:
+                return Answer((), error=f"token {token}: the model has {most:,}, from 0 on")
+        return answer
 
     def needs_alone(self, ask: Ask) -> bool:
         """Whether `judge` needs what the plain engine answers alone."""
@@ -79,6 +89,8 @@ class Judge:
             return Judgement("wrong", f"error: {answer.error}")
         if len(answer.others) != ask.n - 1:
             return Judgement("wrong", f"{1 + len(answer.others)} answers for n={ask.n}")
+        if alone is not None and (alone.error or (ask.temperature and len(alone.others) != len(answer.others))):
+            return Judgement("inconclusive", f"the same request alone had {alone.error or 'other answers'}")
         if ask.temperature > 0:
             assert alone is not None
             return self._sampled(ask, answer, alone)

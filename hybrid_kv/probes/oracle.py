@@ -23,6 +23,7 @@ class Oracle:
         dtype: what the target computes in; auto: what the checkpoint names.
 
     Attributes:
+        vocab_size: tokens that it has embeddings of.
         rounding: the largest difference of a likely token's log-probability between the two dtypes, of all texts so
             far that `rounds` was called with.
 
@@ -47,6 +48,7 @@ class Oracle:
         except (ValueError, OSError, KeyError) as error:
             raise ConfigError(f"transformers does not load {folder}: {str(error).splitlines()[0]}") from None
         self._exact, self._rounded = exact.double().train(False), rounded.train(False)
+        self.vocab_size: int = self._exact.get_input_embeddings().weight.shape[0]
         self.rounding = 0.0
         self._known: dict[tuple[int, ...], torch.Tensor] = {}
         self._num_bytes = 0

@@ -64,7 +64,8 @@ class Case:
             return True
         last = len(self.expected) - 1
         if self.logprob is not None:
-            return not abs(answer.logprobs[last][tokens[last]] - self.logprob) <= self.limit
+            given = answer.logprobs[last:]
+            return not given or not abs(given[0][tokens[last]] - self.logprob) <= self.limit
         return self.most_cached is not None and (answer.cached_tokens or 0) > self.most_cached
 
 
@@ -109,6 +110,8 @@ def from_json(text: str, name: str) -> Case:
     """
     from pydantic import TypeAdapter, ValidationError
 
+    from hybrid_kv.targets.reply import problem_of
+
     try:
         found = json.loads(text)
         if found.pop("format") != FORMAT or found.pop("version") != VERSION:
@@ -118,8 +121,7 @@ def from_json(text: str, name: str) -> Case:
         _check(case)
         return case
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        problem = problem_of(error)
     except KeyError as error:
         problem = f"{error} is missing"
     except (TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -150,8 +152,8 @@ def _check(case: Case) -> None:
 def write_files(case: Case, folder: Path) -> list[Path]:
     """The JSON and the text."""
     text = to_json(case)
-    slug = re.sub(r"\W+", "-", case.probe).strip("-")
-    stem = folder / f"{case.target}-{slug}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    slug = re.sub(r"\W+", "-", f"{case.target}-{case.probe}").strip("-")
+    stem = folder / f"{slug}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for suffix, content in {".json": text, ".md": _markdown(case, stem)}.items():

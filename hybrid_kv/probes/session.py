@@ -51,6 +51,7 @@ class Outcome:
         num_tokens: of prompts and answers.
         num_judged: answers that were found to be right or wrong, not unclear.
         moved: by how much the target's counters did, and "cached", the cached tokens of all answers.
+        is_last: the target died, and does not start again.
     """
 
     probe: str
@@ -62,6 +63,7 @@ class Outcome:
     num_judged: int = 0
     moved: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
+    is_last: bool = False
     failures: list[Failure] = field(default_factory=list)
 
 
@@ -206,7 +208,10 @@ class Session:
             if self.sent and [len(ask.prompt) for ask in self.sent[-1].requests] == [self.shortest]:
                 outcome.detail = f"a prompt of length {self.shortest}: {outcome.detail}"
                 self.shortest += 1
-            self.restart()
+            try:
+                self.restart()
+            except (ConfigError, TargetError) as again:
+                outcome.detail, outcome.is_last = f"{outcome.detail}; then it does not start: {again}", True
         outcome.seconds = time.perf_counter() - begin
         return outcome
 
@@ -278,7 +283,7 @@ class Session:
     def play(self, one: Round) -> tuple[list[Answer], list[Judgement]]:
         """The answers to a round, and whether they are right."""
         self.sent.append(one)
-        answers = self.target.ask(one.requests, one.preempt_every)
+        answers = [self.judge.possible(answer) for answer in self.target.ask(one.requests, one.preempt_every)]
         found = []
         for i, (ask, answer) in enumerate(zip(one.requests, answers, strict=True)):
             judgement = self.judge.judge(ask, answer, self._alone(ask, answer))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hybrid_kv.config import ConfigError
 from hybrid_kv.minimize import Shrinker, TimeUpError
 from hybrid_kv.probes.registry import Round
 from hybrid_kv.probes.session import Failure, Session
@@ -92,7 +93,7 @@ class _Shrinker(Shrinker[Rounds]):
     def play(self, case: Rounds) -> Rounds | None:
         try:
             found = play(self._fresh(), case, self.failure)
-        except TargetError as error:
+        except (ConfigError, TargetError) as error:
             found = self._died(error)
             self.close()
         if found is None:
@@ -100,7 +101,7 @@ class _Shrinker(Shrinker[Rounds]):
         self.failure = found
         return found.rounds
 
-    def _died(self, error: TargetError) -> Failure | None:
+    def _died(self, error: ConfigError | TargetError) -> Failure | None:
         """What killed the session, if a death is what is reduced; the same one, whatever numbers it names."""
         if not self.failure.died or self._session is None:
             return None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Protocol
 
+from pydantic import BaseModel, Field, RootModel
+
+from hybrid_kv.targets.reply import Count, Some, TokenId, TokenName, read, within
 from hybrid_kv.targets.target import Answer, Ask
 
 Json = dict[str, Any]
@@ -36,15 +39,31 @@ class Dialect(Protocol):
     def body(self, ask: Ask, model: str, stream: bool) -> Json:
         """What is sent."""
 
-    def answer(self, reply: Json) -> Answer:
+    def answer(self, raw: bytes) -> Answer:
         """What came back, whole.
 
         Raises:
-            KeyError, TypeError: it has no token ids.
+            TargetError: it has no token ids, or other values than such an answer has.
         """
 
-    def piece(self, reply: Json) -> tuple[int, ...]:
-        """The new tokens of an event of a stream."""
+    def piece(self, raw: bytes) -> list[int]:
+        """The new tokens of an event of a stream.
+
+        Raises:
+            TargetError: it has none.
+        """
+
+
+class _Choice(BaseModel):
+    index: int
+    token_ids: Some[TokenId]
+    logprobs: Some[float] | None = within("logprobs", "token_logprobs")
+    likeliest: Some[dict[TokenName, float]] | None = within("logprobs", "top_logprobs")
+
+
+class _Completion(BaseModel):
+    choices: Some[_Choice]
+    cached_tokens: Count | None = within("usage", "prompt_tokens_details", "cached_tokens")
 
 
 class Completions:
@@ -74,29 +93,35 @@ class Completions:
             body |= {"logprobs": NUM_LIKELIEST, "return_tokens_as_token_ids": True}
         return body
 
-    def answer(self, reply: Json) -> Answer:
-        first, *others = sorted(reply["choices"], key=lambda choice: int(choice["index"]))
-        details = (reply.get("usage") or {}).get("prompt_tokens_details") or {}
-        return Answer(
-            tuple(first["token_ids"]),
-            details.get("cached_tokens"),
-            self._logprobs(first),
-            tuple(tuple(other["token_ids"]) for other in others),
-        )
+    def answer(self, raw: bytes) -> Answer:
+        reply = read(_Completion, raw)
+        first, *others = sorted(reply.choices, key=lambda choice: choice.index) or [_Choice(index=0, token_ids=[])]
+        logprobs = _logprobs(first.token_ids, first.logprobs or (), first.likeliest or ())
+        rest = tuple(tuple(other.token_ids) for other in others)
+        return Answer(tuple(first.token_ids), reply.cached_tokens, logprobs, rest)
 
-    @staticmethod
-    def _logprobs(choice: Json) -> tuple[Mapping[int, float], ...]:
-        reply = choice.get("logprobs") or {}
-        found = []
-        for token, own, likeliest in zip(
-            choice["token_ids"], reply.get("token_logprobs") or (), reply.get("top_logprobs") or (), strict=False
-        ):
-            by_id = {int(name.removeprefix("token_id:")): value for name, value in likeliest.items()}
-            found.append({**by_id, token: own})
-        return tuple(found)
+    def piece(self, raw: bytes) -> list[int]:
+        return [token for choice in read(_Completion, raw).choices[:1] for token in choice.token_ids]
 
-    def piece(self, reply: Json) -> tuple[int, ...]:
-        return tuple(token for choice in reply["choices"][:1] for token in choice["token_ids"])
+
+def _logprobs(
+    token_ids: Iterable[int], own: Iterable[float], likeliest: Iterable[Mapping[int, float]]
+) -> tuple[Mapping[int, float], ...]:
+    rows = zip(token_ids, own, likeliest, strict=False)
+    return tuple({**others, token: logprob} for token, logprob, others in rows)
+
+
+_Row = tuple[float, TokenId, Any]
+
+
+class _Generated(BaseModel):
+    output_ids: Some[TokenId]
+    cached_tokens: Count | None = within("meta_info", "cached_tokens")
+    logprobs: Some[_Row] | None = within("meta_info", "output_token_logprobs")
+    likeliest: Some[Some[_Row]] | None = within("meta_info", "output_top_logprobs")
+
+
+_OneOrSome = RootModel[_Generated | Annotated[list[_Generated], Field(min_length=1, fail_fast=True)]]
 
 
 class SGLang:
@@ -119,20 +144,31 @@ class SGLang:
             body |= {"return_logprob": True, "top_logprobs_num": NUM_LIKELIEST}
         return body
 
-    def answer(self, reply: Any) -> Answer:
+    def answer(self, raw: bytes) -> Answer:
+        reply = read(_OneOrSome, raw).root
         first, *others = reply if isinstance(reply, list) else [reply]
-        meta = first["meta_info"]
-        own: Sequence[Any] = meta.get("output_token_logprobs") or ()
-        likeliest: Sequence[Any] = meta.get("output_top_logprobs") or ()
-        logprobs = tuple(
-            {**{int(row[1]): row[0] for row in rows}, int(one[1]): one[0]}
-            for one, rows in zip(own, likeliest, strict=False)
-        )
-        rest = tuple(tuple(other["output_ids"]) for other in others)
-        return Answer(tuple(first["output_ids"]), meta.get("cached_tokens"), logprobs, rest)
+        by_id = ({token: logprob for logprob, token, _ in rows} for rows in first.likeliest or ())
+        logprobs = _logprobs(first.output_ids, (row[0] for row in first.logprobs or ()), by_id)
+        rest = tuple(tuple(other.output_ids) for other in others)
+        return Answer(tuple(first.output_ids), first.cached_tokens, logprobs, rest)
 
-    def piece(self, reply: Json) -> tuple[int, ...]:
-        return tuple(reply["output_ids"])
+    def piece(self, raw: bytes) -> list[int]:
+        return read(_Generated, raw).output_ids
+
+
+class _Likely(BaseModel):
+    id: TokenId
+    logprob: float
+
+
+class _Chosen(_Likely):
+    top_logprobs: Some[_Likely]
+
+
+class _Predicted(BaseModel):
+    tokens: Some[TokenId] = []
+    cached_tokens: Count | None = within("timings", "cache_n")
+    completion_probabilities: Some[_Chosen] | None = None
 
 
 class LlamaCpp:
@@ -153,15 +189,15 @@ class LlamaCpp:
             body["n_probs"] = NUM_LIKELIEST
         return body
 
-    def answer(self, reply: Json) -> Answer:
-        logprobs = tuple(
-            {**{int(row["id"]): row["logprob"] for row in one["top_logprobs"]}, int(one["id"]): one["logprob"]}
-            for one in reply.get("completion_probabilities") or ()
-        )
-        return Answer(tuple(reply["tokens"]), (reply.get("timings") or {}).get("cache_n"), logprobs)
+    def answer(self, raw: bytes) -> Answer:
+        reply = read(_Predicted, raw)
+        chosen = reply.completion_probabilities or ()
+        by_id = ({one.id: one.logprob for one in row.top_logprobs} for row in chosen)
+        logprobs = _logprobs(reply.tokens, (row.logprob for row in chosen), by_id)
+        return Answer(tuple(reply.tokens), reply.cached_tokens, logprobs)
 
-    def piece(self, reply: Json) -> tuple[int, ...]:
-        return tuple(reply.get("tokens") or ())
+    def piece(self, raw: bytes) -> list[int]:
+        return read(_Predicted, raw).tokens
 
 
 # By who owns the model in `/v1/models`.

@@ -19,7 +19,7 @@ def kind_of(name: str) -> Kind:
         ConfigError: there is no such engine.
     """
     if name == "serve" or name.startswith(("http://", "https://")):
-        require("aiohttp", "prometheus_client")
+        require("aiohttp", "pydantic")
     if name.startswith(("http://", "https://")):
         from hybrid_kv.targets.server import Address
 

@@ -3,25 +3,45 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import re
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import aiohttp
-from prometheus_client.parser import text_string_to_metric_families
+from aiohttp.http_exceptions import HttpProcessingError
+from pydantic import BaseModel, Field
 
 from hybrid_kv import environment
 from hybrid_kv.config import ConfigError
 from hybrid_kv.targets.dialects import COUNTERS, Dialect, dialect_of
+from hybrid_kv.targets.reply import Count, bounded, one_line, read, within
 from hybrid_kv.targets.target import Answer, Ask, Target, TargetError
 
+M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 
-SECONDS = 300.0  # for one answer
+SECONDS = 300.0  # for one reply
 OK = 200
+# A counter's name without a prefix and `_total`, and its value.
+METRIC = re.compile(r"^(?:\w+:)?(\w+?)(?:_total)?(?:\{.*\})? (\S+)", re.M)
 TRIAL = tuple(range(3, 93)) * 6  # longer than most blocks
+
+
+class _Card(BaseModel):
+    id: str
+    owned_by: str | None = None
+    max_model_len: Count | None = None
+    n_ctx: Count | None = within("meta", "n_ctx")
+
+
+class _Cards(BaseModel):
+    data: Annotated[list[_Card], Field(min_length=1, fail_fast=True)]
+
+
+class _Version(BaseModel):
+    version: str
 
 
 @dataclass
@@ -57,16 +77,18 @@ class Server:
         self.settings: Mapping[str, str] = dict(settings)
         key = environment.target_key()
         self._url = url.removesuffix("/").removesuffix("/v1")
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        # What is packed may be a thousand times as large.
+        self._headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {})
         try:
-            (card,) = json.loads(self._request("GET", "/v1/models")[1])["data"][:1]
-        except (TargetError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"--target {url}: no model is served there: {error or type(error).__name__}") from None
-        self.name = str(card.get("owned_by") or "server")
-        self.longest = int(card.get("max_model_len") or (card.get("meta") or {}).get("n_ctx") or 2048)
-        self.model, self._dialect = str(card["id"]), dialect_of(self.name)
-        self.version = self._version()
-        self.can: frozenset[str] = frozenset()
+            (card, *_) = self._get(_Cards, "/v1/models").data
+        except TargetError as error:
+            raise ConfigError(f"--target {url}: no model is served there: {error}") from None
+        self.name = one_line(card.owned_by or "server")
+        self.longest = card.max_model_len or card.n_ctx or 2048
+        self.model, self._dialect = card.id, dialect_of(self.name)
+        self.version = "of unknown version"
+        with suppress(TargetError):
+            self.version = one_line(self._get(_Version, "/version").version)
         self.can = frozenset(self._found_out(url))
 
     def _found_out(self, url: str) -> list[str]:
@@ -74,6 +96,7 @@ class Server:
         first = self._one(Ask(prompt, max_tokens=2))
         if first.error or not first.token_ids:
             raise ConfigError(f"--target {url}: it answers without token ids: {first.error or 'none came'}")
+        self.counters()
         can = ["batch", "abort"]
         if self._can_post(self._dialect.reset):
             can.append("reset")
@@ -111,13 +134,10 @@ class Server:
     def counters(self) -> Mapping[str, float]:
         """See `Target.counters`."""
         found: dict[str, float] = {}
-        with suppress(TargetError, ValueError):
-            status, text = self._request("GET", "/metrics")
-            for family in text_string_to_metric_families(text if status == OK else ""):
-                name = COUNTERS.get(family.name.rpartition(":")[2].removesuffix("_total"))
-                if name is not None:
-                    totals = (one.value for one in family.samples if not one.name.endswith("_created"))
-                    found[name] = found.get(name, 0.0) + sum(totals)
+        status, page = self._request("GET", "/metrics")
+        for name, value in METRIC.findall(page.decode(errors="replace") if status == OK else ""):
+            if counter := COUNTERS.get(name):
+                found[counter] = found.get(counter, 0.0) + _count(value, counter)
         return found
 
     def reset(self) -> None:
@@ -128,24 +148,37 @@ class Server:
         """See `Target.close`; the server is not ours to end."""
 
     def _session(self) -> aiohttp.ClientSession:
-        return aiohttp.ClientSession(self._url, headers=self._headers, timeout=aiohttp.ClientTimeout(SECONDS))
+        limit = aiohttp.ClientTimeout(SECONDS)
+        # A server may end an idle connection at the moment at which the next request goes into it.
+        once = aiohttp.TCPConnector(force_close=True)
+        return aiohttp.ClientSession(
+            f"{self._url}/", connector=once, headers=self._headers, timeout=limit, auto_decompress=False
+        )
 
-    def _request(self, method: str, path: str) -> tuple[int, str]:
-        """Status and text."""
+    def _request(self, method: str, path: str) -> tuple[int, bytes]:
+        """Status and body."""
 
-        async def request() -> tuple[int, str]:
-            async with self._session() as session, session.request(method, path) as reply:
-                return reply.status, await reply.text()
+        async def request() -> tuple[int, bytes]:
+            async with self._session() as session, _sent(session, method, path) as reply:
+                return reply.status, await _body(reply)
 
         return _answered(request())
+
+    def _get(self, kind: type[M], path: str) -> M:
+        status, raw = self._request("GET", path)
+        if status != OK:
+            raise TargetError(_refusal(status, raw))
+        return read(kind, raw)
 
     def _can_post(self, path: str) -> bool:
         return bool(path) and self._request("POST", path)[0] == OK
 
-    def _version(self) -> str:
-        with suppress(TargetError, ValueError, KeyError, TypeError):
-            return str(json.loads(self._request("GET", "/version")[1])["version"])
-        return "of unknown version"
+
+def _count(text: str, counter: str) -> float:
+    with suppress(ValueError):
+        if 0 <= (value := float(text)) < 2**63:
+            return value
+    raise TargetError(f"the server's counter of {counter} is {one_line(text)}; a counter is a number from 0 on")
 
 
 def _answered(work: Coroutine[Any, Any, T]) -> T:
@@ -155,8 +188,25 @@ def _answered(work: Coroutine[Any, Any, T]) -> T:
     """
     try:
         return asyncio.run(work)
-    except (aiohttp.ClientError, asyncio.TimeoutError) as error:
-        raise TargetError(f"the server does not answer: {type(error).__name__} {error}") from None
+    except asyncio.TimeoutError:
+        raise TargetError(f"the server did not answer in {SECONDS:g} s") from None
+    except (aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError, ConnectionError):
+        raise TargetError("the server closed the connection before its reply was complete") from None
+    except (aiohttp.ClientError, HttpProcessingError, OSError, ValueError) as error:
+        raise TargetError(f"the server does not answer: {type(error).__name__} {one_line(str(error))}") from None
+
+
+def _sent(session: aiohttp.ClientSession, method: str, path: str, body: Any = None) -> Any:
+    """A request; where it is redirected to is no server that was named."""
+    return session.request(method, path.removeprefix("/"), json=body, allow_redirects=False)
+
+
+def _refusal(status: int, raw: bytes) -> str:
+    return f"HTTP {status}: {one_line(raw)}".removesuffix(": ")
+
+
+async def _body(reply: aiohttp.ClientResponse) -> bytes:
+    return b"".join([part async for part in bounded(reply.content.iter_any())])
 
 
 class _Batch:
@@ -172,52 +222,56 @@ class _Batch:
             await self._changed.wait_for(lambda: self._complete >= ask.after)
         try:
             is_streamed = ask.abort_after is not None or (self._every > 0 and ask.n == 1 and not ask.logprobs)
-            return await (self._stream(ask) if is_streamed else self._whole(ask))
+            answer = await (self._stream(ask) if is_streamed else self._whole(ask))
+            if (most := max(map(len, (answer.token_ids, *answer.others)))) > ask.max_tokens:
+                return Answer((), error=f"{most} tokens for max_tokens={ask.max_tokens}")
+            return answer
         finally:
             async with self._changed:
                 self._complete += 1
                 self._changed.notify_all()
 
     async def _whole(self, ask: Ask) -> Answer:
-        body = self._dialect.body(ask, self._model, False)
-        async with self._session.post(self._dialect.path, json=body) as reply:
-            text = await reply.text()
+        async with self._post(ask, False) as reply:
+            raw = await _body(reply)
             if reply.status != OK:
-                return Answer((), error=f"HTTP {reply.status}: {text[:200]}")
+                return Answer((), error=_refusal(reply.status, raw))
         try:
-            return self._dialect.answer(json.loads(text))
-        except (KeyError, TypeError, ValueError) as error:
-            return Answer((), error=f"no token ids: {type(error).__name__} {error}")
+            return self._dialect.answer(raw)
+        except TargetError as error:
+            return Answer((), error=f"no token ids: {error}")
 
     async def _stream(self, ask: Ask) -> Answer:
         tokens: list[int] = []
-        body = self._dialect.body(ask, self._model, True)
-        async with self._session.post(self._dialect.path, json=body) as reply:
+        most = ask.max_tokens + 1 if ask.abort_after is None else ask.abort_after
+        async with self._post(ask, True) as reply:
             if reply.status != OK:
-                return Answer((), error=f"HTTP {reply.status}: {(await reply.text())[:200]}")
-            async for text in _events(reply):
+                return Answer((), error=_refusal(reply.status, await _body(reply)))
+            async for raw in _events(reply):
                 try:
-                    piece = self._dialect.piece(json.loads(text))
-                except (KeyError, TypeError, ValueError):  # an error in the middle of an answer, as a rule
-                    return Answer(tuple(tokens), error=f"an event without token ids: {text[:200]}")
+                    piece = self._dialect.piece(raw)
+                except TargetError:  # an error in the middle of an answer, as a rule
+                    return Answer(tuple(tokens), error=f"an event without token ids: {one_line(raw)}")
                 tokens += piece
                 await self._count(len(piece))
-                if ask.abort_after is not None and len(tokens) >= ask.abort_after:
+                if len(tokens) >= most:
                     reply.close()  # or what is left of the answer would be read
                     break
         return Answer(tuple(tokens))
+
+    def _post(self, ask: Ask, stream: bool) -> Any:
+        return _sent(self._session, "POST", self._dialect.path, self._dialect.body(ask, self._model, stream))
 
     async def _count(self, num_tokens: int) -> None:
         self._tokens += num_tokens
         if self._every and self._tokens - self._undisturbed >= self._every:
             self._undisturbed = self._tokens
-            async with self._session.post(self._dialect.preempt):
+            async with _sent(self._session, "POST", self._dialect.preempt):
                 pass
 
 
-async def _events(reply: aiohttp.ClientResponse) -> AsyncIterator[str]:
-    async for raw in reply.content:
-        line = raw.decode()
-        text = line.removeprefix("data:").strip()
-        if line.startswith("data:") and text != "[DONE]":
+async def _events(reply: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    async for line in bounded(reply.content):
+        text = line.removeprefix(b"data:").strip()
+        if line.startswith(b"data:") and text != b"[DONE]":
             yield text

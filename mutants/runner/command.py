@@ -126,7 +126,7 @@ def _print_table(rows: Sequence[Row]) -> None:
         requests = str(row.requests) if row.requests else ""
         case = str(row.reduced or "")
         table.add_row(row.id, row.section, row.rule, requests, f"{row.seconds:.1f}", case, row.problem)
-    Console(width=160, highlight=False).print(table)
+    Console(width=160, highlight=False, markup=False).print(table)
     bugs = [row for row in rows if row.id != UNCHANGED]
     print(f"{sum(row.caught for row in bugs)} of {len(bugs)} caught")
 

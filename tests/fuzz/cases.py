@@ -33,6 +33,7 @@ from hybrid_kv.models.random_checkpoint import write_checkpoint
 from hybrid_kv.models.registry import sized
 from hybrid_kv.probes.registry import Round
 from hybrid_kv.probes.reproducer import Case, to_json
+from hybrid_kv.probes.run import guard as guard_engine
 from hybrid_kv.results import COLUMNS
 from hybrid_kv.targets.target import Ask
 from mutants.runner.mutant import FOLDER as MUTANTS
@@ -42,6 +43,8 @@ from tests.dashboard.kinds import everything
 from tests.dashboard.rows import write
 from tests.fuzz import values
 from tests.model_configs import CONFIGS
+from tests.probes.toy import ToyOracle
+from tests.targets import hostile as peer
 from tests.timing.test_fitness import QUIET
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -311,11 +314,22 @@ def no_file(rng: random.Random, folder: Path) -> list[str]:
     return words
 
 
+def hostile(rng: random.Random, folder: Path) -> list[str]:
+    """A server whose replies are broken."""
+    return against(peer.draw(rng), folder, rng.choice(("alone", "repeat", "cut off", "preempted")))
+
+
+def against(case: peer.Case, folder: Path, probe: str) -> list[str]:
+    """The guard of a server that serves this case."""
+    (folder / "config.json").write_text('{"model_type": "toy", "vocab_size": 50}')
+    return ["guard", "--quick", "--target", peer.serve(case), "--model", ".", "-k", probe]
+
+
 Make = Callable[[random.Random, Path], list[str]]
 # How often each kind is drawn.
 KINDS: dict[Make, int] = {
     anything: 9, plan: 15, family: 10, results: 8, generate: 5, answers: 4, failure: 4, no_file: 4, target: 3,
-    kernels: 2, guard: 2, compare: 2, mutant: 2, study: 2,
+    kernels: 2, guard: 2, compare: 2, mutant: 2, study: 2, hostile: 6,
 }  # fmt: skip
 
 
@@ -336,10 +350,16 @@ def stubs(folder: Path, passes: bool) -> ExitStack:
     def evaluated(*_: Any, limit: int | None = None, **__: Any) -> Any:
         return result_of(["right" if passes else "wrong"] * min(limit or 250, 300))
 
+    def guarded(engine: Any, *options: Any) -> Any:
+        return guard_engine(engine, *options) if engine.kind.name.startswith(peer.address()) else []
+
     stack = ExitStack()
     for name, value in {
         "hybrid_kv.guard.run.run_guard": lambda *_, **__: [check],
-        "hybrid_kv.cli.target.guard": lambda *_: [],
+        "hybrid_kv.cli.target.guard": guarded,
+        "hybrid_kv.cli.target.SHRINK_SECONDS": {"quick": 0.1, "full": 0.1, "long": 0.1},
+        "hybrid_kv.probes.guarded.Oracle": lambda *_: ToyOracle(),
+        "hybrid_kv.targets.server.SECONDS": 0.3,
         "hybrid_kv.study.swarm.Swarm.run": lambda one, _: one.tally,
         "mutants.runner.run.run_all": lambda *_: iter(()),
         "bench.static.gate.measure": lambda *_: iter(

@@ -27,11 +27,16 @@ from hypothesis import strategies as st
 
 from hybrid_kv.cli import main
 from hybrid_kv.kernels.block_tables import HostTables, TableLayout
+from hybrid_kv.targets.reply import MOST_BYTES
 from tests.fuzz import cases
+from tests.targets import hostile
 
 LIMIT_SECONDS = 60
 LIMIT_BYTES = 12 * 2**30  # of address space; torch's libraries alone take several
-PROGRESS = re.compile(r"^.{0,40}:\s+\d+%\||^\s*$|^.{0,40}: \d+it \[|^loading \w+ in \w+: [\d,]+ B of weights on disk;")
+PROGRESS = re.compile(
+    r"^.{0,40}:\s+\d+%\||^\s*$|^.{0,40}: \d+it \[|^loading \w+ in \w+: [\d,]+ B of weights on disk;"
+    r"|^plain: [a-z ]+ (right|wrong|inconclusive|void|not supported) |^[a-z ]+: shrunk to \d"
+)
 LEFT_OVER = re.compile(r"\.part$|^\.hybrid-kv\.|^tmp")
 WRITTEN = ("new.json", "er.json", "é.json", "a b.json")  # names of JSON files among the places
 STDIN = (b"", b"Question: 1 + 1?\n", b"\xff\n", None)
@@ -55,12 +60,40 @@ def test_odd_input_ends_in_one_line(
         (folder / "taken.txt").write_text("taken")
         arguments = [text.replace("\0", "") for text in make(rng, folder)]
         note(f"hybrid-kv {' '.join(map(ascii, arguments))}")
-        capfd.readouterr()
-        with cases.stubs(folder, passes), limits(stdin), pytest.raises(SystemExit) as left:
-            main(arguments)
-        err = capfd.readouterr().err
+        code, err = run(folder, arguments, stdin, passes, capfd)
         other = {b for a, b in pairwise(arguments) if a in ("--markdown", "--samples", "--file")}
-        assert [*judge(left.value.code, err), *left_over(folder, other)] == [], err
+        assert [*judge(code, err), *left_over(folder, other)] == [], err
+
+
+SENDS = {"stream": "cut off", "preempt": "preempted"}  # the probe that is served from there
+
+
+@pytest.mark.parametrize(("place", "broken"), [pytest.param(*one, id=name) for name, *one in hostile.every()])
+def test_a_hostile_server_gets_a_verdict_or_one_line(
+    place: str, broken: hostile.Break, capfd: pytest.CaptureFixture[str]
+) -> None:
+    case = hostile.Case({place: broken})
+    with case_folder() as folder:
+        code, err = run(folder, cases.against(case, folder, SENDS.get(place, "alone")), b"", True, capfd)
+        assert [*judge(code, err), *left_over(folder, set())] == [], err
+    assert case.most_bytes < 8 * MOST_BYTES
+
+
+@pytest.mark.parametrize("owner", hostile.OWNERS)
+def test_a_server_with_nothing_broken_is_right(owner: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with case_folder() as folder:
+        code, err = run(folder, cases.against(hostile.Case({}, owner), folder, "cut off"), b"", True, capfd)
+    assert (code, len(err.splitlines())) == (0, 2), err
+
+
+def run(
+    folder: Path, arguments: list[str], stdin: bytes | None, passes: bool, capfd: pytest.CaptureFixture[str]
+) -> tuple[object, str]:
+    """Exit code and standard error of a command."""
+    capfd.readouterr()
+    with cases.stubs(folder, passes), limits(stdin), pytest.raises(SystemExit) as left:
+        main(arguments)
+    return left.value.code, capfd.readouterr().err
 
 
 @contextmanager

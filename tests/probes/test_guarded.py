@@ -54,3 +54,13 @@ def test_a_prompt_that_kills_the_engine_is_not_sent_in_the_next_setting(guarded)
     for settings in ({}, {"prefix": "on"}):
         ask(some, settings, ["alone"], found.append)
     assert [one.verdict for one in found] == ["wrong", "right"] and some.shortest == 2
+
+
+def test_an_engine_that_does_not_start_again_is_a_finding(guarded, monkeypatch):
+    some, found = guarded(bug="dies"), []
+    session = some.session({})
+    monkeypatch.setattr(some, "session", lambda settings: session)
+    monkeypatch.setattr(some.kind, "start", lambda folder, settings: ToyKind().start(folder, {"chunk": "no"}))
+    ask(some, {}, [""], found.append)
+    assert [one.verdict for one in found] == ["right", "wrong"]
+    assert found[1].detail.endswith("Error; then it does not start: toy, start: no chunks here")

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 
 from hybrid_kv.probes.judge import MARGIN, Judge
@@ -111,3 +113,21 @@ def test_an_answer_that_was_cut_off_may_be_short():
     cut = Ask((1, 2, 3), max_tokens=4, abort_after=2)
     assert Judge(ToyOracle()).judge(cut, Answer(tokens[:2]), None).verdict == "right"
     assert "ends after 1 of 2" in Judge(ToyOracle()).judge(cut, Answer(tokens[:1]), None).problem
+
+
+def test_a_token_that_the_model_does_not_have_is_an_error():
+    for odd in (Answer((1, 50)), Answer((1,), others=((2,), (-1,)))):
+        assert Judge(ToyOracle()).possible(odd).error.endswith(": the model has 50, from 0 on")
+    assert Judge(ToyOracle()).possible(answer()) == answer()
+
+
+def test_a_reference_that_failed_shows_nothing_to_be_right():
+    drawn = Ask((1,), max_tokens=1, temperature=1.0, n=2)
+    for ask, found, alone in (
+        (ASK, answer(), Answer((), error="no")),
+        (drawn, Answer((1,), others=((1,),)), Answer((1,))),
+    ):
+        assert Judge(None).judge(ask, found, alone).verdict == "inconclusive"
+    unbound = Judge(None)
+    unbound.repeated = math.inf
+    assert unbound.hides(12)

@@ -28,7 +28,7 @@ def states(token_ids, start=7):
 
 
 class ToyOracle:
-    rounding = 1e-9
+    rounding, vocab_size = 1e-9, VOCAB
 
     def logprobs(self, token_ids):
         return logprobs(torch.tensor(states(token_ids))[:, None])

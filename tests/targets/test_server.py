@@ -1,19 +1,22 @@
 import json
 import os
+import random
+import re
 import select
 import subprocess
 import sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from threading import Thread
+from contextlib import suppress
 
 import pytest
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.models.random_checkpoint import write_checkpoint
-from hybrid_kv.targets import ours, serve
+from hybrid_kv.targets import ours, serve, server
 from hybrid_kv.targets.dialects import Completions, LlamaCpp, SGLang
 from hybrid_kv.targets.kinds import kind_of
 from hybrid_kv.targets.target import Ask, TargetError
+from tests.fuzz import values
+from tests.targets import hostile
 
 PROMPT = tuple((i * 7) % 90 + 1 for i in range(120))
 
@@ -99,36 +102,11 @@ def test_another_server_at_the_address_can_be_attached(served):
     assert attached.ask([Ask(PROMPT)])[0].token_ids == served.ask([Ask(PROMPT)])[0].token_ids
 
 
-def test_no_server_at_the_address_is_said_in_one_line():
-    with pytest.raises(ConfigError, match=r"^--target http://127.0.0.1:9: no model is served there: [^\n]*$"):
-        kind_of("http://127.0.0.1:9").start("", {})
-
-
-class DiesInTheMiddle(BaseHTTPRequestHandler):
-    EVENTS = ({"choices": [{"index": 0, "token_ids": [5, 6]}]}, {"error": {"message": "the engine has stopped"}})
-
-    def do_POST(self):
-        self.rfile.read(int(self.headers["Content-Length"]))
-        body = "".join(f"data: {json.dumps(event)}\n\n" for event in self.EVENTS).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_):
-        pass
-
-
-def test_an_error_in_the_middle_of_an_answer_is_one(served):
-    server = HTTPServer(("127.0.0.1", 0), DiesInTheMiddle)
-    Thread(target=server.serve_forever, daemon=True).start()
-    attached = kind_of(served._url).start("", {})
-    attached._url = f"http://127.0.0.1:{server.server_port}"
+def test_an_error_in_the_middle_of_an_answer_is_one():
+    events = b'data: {"choices": [{"index": 0, "token_ids": [5, 6]}]}\n\ndata: {"error": "it has stopped"}\n\n'
+    attached = kind_of(hostile.serve(hostile.Case({"stream": hostile.says(events)}))).start("", {})
     (answer,) = attached.ask([Ask(PROMPT, abort_after=9)])
-    server.shutdown()
-    server.server_close()
-    assert answer.token_ids == (5, 6)
-    assert answer.error == 'an event without token ids: {"error": {"message": "the engine has stopped"}}'
+    assert answer.token_ids == (5, 6) and answer.error == 'an event without token ids: {"error": "it has stopped"}'
 
 
 def test_a_server_that_is_gone_is_a_finding(served):
@@ -138,7 +116,8 @@ def test_a_server_that_is_gone_is_a_finding(served):
         attached.ask([Ask(PROMPT)])
     with pytest.raises(TargetError, match="does not answer"):
         attached.reset()
-    assert attached.counters() == {}
+    with pytest.raises(TargetError, match="does not answer"):
+        attached.counters()
 
 
 # What other servers say, by their sources.
@@ -173,9 +152,12 @@ VLLM = {
 }
 
 
-@pytest.mark.parametrize("dialect, reply", [(SGLang(), SGLANG), (LlamaCpp(), LLAMA), (Completions(), VLLM)])
-def test_an_answer_in_each_dialect(dialect, reply):
-    answer = dialect.answer(json.loads(json.dumps(reply)))
+DIALECTS = [(SGLang(), SGLANG, "output_ids"), (LlamaCpp(), LLAMA, "tokens"), (Completions(), VLLM, "token_ids")]
+
+
+@pytest.mark.parametrize("dialect, reply, token_ids", DIALECTS)
+def test_an_answer_in_each_dialect(dialect, reply, token_ids):
+    answer = dialect.answer(json.dumps(reply).encode())
     assert answer.token_ids == (4, 5) and answer.cached_tokens == 3
     assert answer.logprobs == ({4: -0.1, 9: -3.0}, {5: -0.2, 8: -2.0})
 
@@ -190,24 +172,44 @@ def test_a_request_in_each_dialect_has_everything_that_was_requested(dialect, pr
         assert value in body
 
 
-class _WithoutIds(BaseHTTPRequestHandler):
-    def _reply(self):
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        model = {"data": [{"id": "m", "owned_by": "other"}]}
-        reply = model if self.path == "/v1/models" else {"choices": [{"index": 0, "text": "hi"}]}
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps(reply).encode())
+@pytest.mark.parametrize(
+    ("place", "broken", "error", "said"),
+    [
+        ("models", "closed", ConfigError, "no model is served there: the server closed the connection before its"),
+        ("models", "silent", ConfigError, "the server did not answer in 0.5 s"),
+        ("models", "markup, 307 Temporary Redirect", ConfigError, r"HTTP 307: \[/red\] \[bold$"),
+        ("answer", "[{}]", ConfigError, "it answers without token ids: no token ids: "),
+        ("answer", "markup, 500 [/red]", ConfigError, r"HTTP 500: \[/red\] \[bold$"),
+        ("answer", "endless body", TargetError, "the server's reply has more than 4,194,304 bytes"),
+        ("metrics", "counters are nan", TargetError, "counter of preemptions is nan"),
+    ],
+)
+def test_what_is_broken_is_said(place, broken, error, said, monkeypatch):
+    monkeypatch.setattr(server, "SECONDS", 0.5 if broken == "silent" else 60.0)
+    broken = hostile.BREAKS.get(broken, hostile.says(broken.encode()))
+    with pytest.raises(error, match=said) as raised:
+        kind_of(hostile.serve(hostile.Case({place: broken}))).start("", {})
+    assert "\n" not in str(raised.value)
 
-    do_GET = do_POST = _reply
 
-    def log_message(self, *_):
-        pass
+@pytest.mark.parametrize("dialect, reply, token_ids", DIALECTS)
+def test_an_odd_answer_is_an_error_in_each_dialect(dialect, reply, token_ids):
+    for odd in (-1, 2**31, 2**64, True, "4", 4.0, None):
+        text = re.sub(rf'("{token_ids}": )\[4', rf"\1[{json.dumps(odd)}", json.dumps(reply))
+        with pytest.raises(TargetError, match=f"{token_ids}.0: Input should be "):
+            dialect.answer(text.encode())
+    rng = random.Random(0)
+    for _ in range(500):
+        with suppress(TargetError):
+            answer = dialect.answer(json.dumps(values.odd_json(rng, reply)).encode())
+            assert all(token in row for token, row in zip(answer.token_ids, answer.logprobs, strict=False))
 
 
-def test_an_answer_without_token_ids_is_refused():
-    with HTTPServer(("127.0.0.1", 0), _WithoutIds) as http:
-        Thread(target=http.serve_forever, daemon=True).start()
-        with pytest.raises(ConfigError, match="answers without token ids"):
-            kind_of(f"http://127.0.0.1:{http.server_port}").start("", {})
-        http.shutdown()
+def test_more_tokens_than_wanted_are_an_error():
+    event = {"choices": [{"index": 0, "token_ids": [1] * 13}]}
+    stream = hostile.says(b"data: " + json.dumps(event).encode() + b"\n\n")
+    broken = {"answer": hostile.sets("token_ids", [1] * 13), "stream": stream}
+    attached = kind_of(hostile.serve(hostile.Case(broken, num_good=9))).start("", {})
+    hostile.CASES[-1].num_good = 0
+    for ask in (Ask(PROMPT), Ask(PROMPT, abort_after=99)):
+        assert attached.ask([ask])[0].error == "13 tokens for max_tokens=12"
