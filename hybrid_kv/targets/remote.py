@@ -12,13 +12,13 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from hybrid_kv import environment
 from hybrid_kv.config import ConfigError
-from hybrid_kv.targets.target import Answer, Ask, TargetError
+from hybrid_kv.targets.target import Answer, Ask, Target, TargetError
 
 WORKERS = Path(__file__).parent / "workers"
 START_SECONDS = 600.0  # vLLM takes about one minute
@@ -27,24 +27,47 @@ END_SECONDS = 20.0
 
 
 def python_of(name: str, package: str) -> str:
-    """The interpreter that has the engine: `HYBRID_KV_PYTHON_<NAME>`, `.venv-<name>` here, or this one.
+    """The interpreter that has the engine: `.venv-<name>` here, or this one.
 
     Raises:
         ConfigError: none has it.
     """
     from importlib.util import find_spec
 
-    variable, given = environment.interpreter_of(name)
-    if given:
-        if not Path(given).exists():
-            raise ConfigError(f"{variable}={given}: there is no such file; give a Python that has {package}")
-        return given
     own = Path(f".venv-{name}") / "bin" / "python"
     if own.exists():
         return str(own.absolute())
     if find_spec(package) is None:
-        raise ConfigError(f"{name} is not installed: run `make peers`, or name a Python that has it in {variable}")
+        raise ConfigError(f"{name} is not installed: run `make peers`, or name a Python that has it with --python")
     return sys.executable
+
+
+@dataclass
+class Build:
+    """An engine in the environment of a Python that the user names. See `targets.target.Kind`.
+
+    Raises:
+        ConfigError: it is no Python, or its environment lacks the engine.
+    """
+
+    name: str
+    size: str
+    factors: Mapping[str, Sequence[str]]
+    package: str
+    python: str
+
+    def __post_init__(self) -> None:
+        finds = f"import sys, importlib.util as u; sys.exit(u.find_spec({self.package!r}) is None)"
+        try:
+            has_it = not subprocess.run([self.python, "-c", finds], capture_output=True, check=False).returncode
+        except OSError as error:
+            raise ConfigError(f"{self.python}: {error.strerror}; give the Python of an environment") from None
+        if not has_it:
+            raise ConfigError(f"{self.python} has no {self.package}; give the Python of an environment with it")
+
+    def start(self, folder: str, settings: Mapping[str, str]) -> Target:
+        """See `targets.target.Kind`."""
+        return Remote(self.name, self.python, folder, settings)
 
 
 class Worker:
@@ -158,7 +181,8 @@ class Remote:
     """
 
     def __init__(self, name: str, python: str, folder: str, settings: Mapping[str, str]) -> None:
-        self.name, self.settings = name, dict(settings)
+        self.name = name
+        self.settings: Mapping[str, str] = dict(settings)
         self._key = name, python, WORKERS, tuple(sorted(environment.child_environment().items()))
         free = _free.get(self._key)
         self._worker: Worker | None = free.pop() if free else Worker(name, python)
