@@ -16,7 +16,7 @@ LAYERS = [
     ["arguments", "cache.modes", "environment", "errors", "minimize", "threads"],
     ["config", "files"],
     ["kernels", "results", "sampling"],
-    ["cache"],
+    ["cache", "ci"],
     ["timing"],
     ["request"],
     ["attention"],
