@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from hybrid_kv.ci import Verdict, Word
 from hybrid_kv.cli.options import show
 from hybrid_kv.errors import require
 from hybrid_kv.files import write_whole
@@ -21,7 +23,7 @@ from hybrid_kv.guard.workers import num_workers
 from hybrid_kv.models.registry import sized
 from hybrid_kv.probes.guarded import Guarded
 from hybrid_kv.probes.reproducer import FORMAT, case_of, from_json, replay, write_files
-from hybrid_kv.probes.run import check_level, guard, matrix_of
+from hybrid_kv.probes.run import FINE, check_level, compare_with, guard, matrix_of
 from hybrid_kv.probes.session import Outcome
 from hybrid_kv.probes.shrink import distinct, shrink
 from hybrid_kv.targets.kinds import kind_of
@@ -37,12 +39,15 @@ STYLES = {
     "inconclusive": "yellow",
     "void": "yellow",
     "not supported": "dim",
+    "as before": "dim",
 }
+WORDS: dict[str, Word] = {"right": "ok", "void": "void", "not supported": "skipped", "as before": "skipped"}
 
 
 def guard_target(
     target: str,
     model: str,
+    python: Path | None,
     against: str | None,
     matrix: Sequence[str] | None,
     select: Sequence[str] | None,
@@ -50,12 +55,16 @@ def guard_target(
     size: Size,
     jobs: int | None,
     repro: Path,
+    verbose: bool,
     as_json: bool,
     out: Path | None,
+    keep: Callable[[Sequence[Verdict]], None],
 ) -> int:
     """Returns the exit code: 0 only if every supported probe was shown to be right."""
     require("safetensors", "tokenizers", "transformers")
-    kind, other = kind_of(target), kind_of(against) if against is not None else None
+    is_build = against is not None and os.sep in against and "://" not in against
+    kind, before = kind_of(target, python), kind_of(target, against) if is_build else None
+    other = kind_of(against) if against is not None and not is_build else None
     cells = matrix_of(kind, matrix) if matrix else None
     model = f"{model}:{kind.size}" if model in sized() and kind.size != "tiny" else model
     console = Console(stderr=True)
@@ -74,13 +83,18 @@ def guard_target(
         def report(outcome: Outcome) -> None:
             style = STYLES[outcome.verdict]
             line = f"{_setting(outcome.settings)}: {outcome.probe}"
-            console.print(f"{line} [{style}]{outcome.verdict}[/] {outcome.detail}", highlight=False, soft_wrap=True)
+            if verbose or outcome.verdict not in FINE or outcome.probe == "alone":  # a sign of life of each setting
+                console.print(f"{line} [{style}]{outcome.verdict}[/] {outcome.detail}", highlight=False, soft_wrap=True)
             seen.append(outcome)
+            keep([_verdict(one) for one in seen])
             if out is not None:  # results survive an interruption
                 write_whole(out, json.dumps(document(), indent=2) + "\n")
 
         at_once = jobs or (num_workers(None) if is_small(folder) else 1)
         seen = guard(guarded, cells, select or (), report, at_once, size)
+        if before is not None:
+            compare_with(Guarded(before, folder, None, seed, AMOUNTS[size]), seen, at_once, size)
+            keep([_verdict(one) for one in seen])
         failures = distinct([failure for outcome in seen for failure in outcome.failures])
         end = time.perf_counter() + SHRINK_SECONDS[size]
         for i, failure in enumerate(failures):
@@ -92,7 +106,7 @@ def guard_target(
             console.print(f"{failure.probe}: shrunk to {small} in {shrunk.seconds:.0f} s: {files[-1]}", soft_wrap=True)
     title = f"{target} {guarded.version}, {model}"
     show(document(), as_json, out, lambda: _print(title, seen))
-    return int(any(one.verdict not in ("right", "not supported") for one in seen))
+    return int(any(one.verdict not in FINE for one in seen))
 
 
 def is_case(file: Path) -> bool:
@@ -103,11 +117,11 @@ def is_case(file: Path) -> bool:
         return False
 
 
-def replay_case(file: Path) -> int:
+def replay_case(file: Path, python: Path | None = None) -> int:
     """Replay a failing case of a target; returns 1 while it fails."""
     require("safetensors", "tokenizers", "transformers", "pydantic")
     case = from_json(file.read_text(), str(file))
-    kind = kind_of(case.target)
+    kind = kind_of(case.target, python)
     for factor, level in case.settings.items():
         check_level(kind, factor, level)
     with model_folder(case.model) as folder, threads_for(folder):
@@ -128,6 +142,12 @@ def replay_case(file: Path) -> int:
 
 def _setting(settings: Mapping[str, str]) -> str:
     return " ".join(f"{factor}={level}" for factor, level in settings.items()) or "plain"
+
+
+def _verdict(outcome: Outcome) -> Verdict:
+    word = WORDS.get(outcome.verdict, "failed")
+    message = "" if outcome.verdict == "right" else f"{outcome.verdict}: {outcome.detail}"
+    return Verdict(f"{_setting(outcome.settings)}: {outcome.probe}", word, message, outcome.seconds)
 
 
 def _document(outcome: Outcome) -> dict[str, Any]:
@@ -151,7 +171,7 @@ def _print(title: str, outcomes: Sequence[Outcome]) -> None:
         table.add_row(probe, *("" if one is None else f"[{STYLES[one.verdict]}]{_cell(one)}[/]" for one in cells))
     Console(width=None if sys.stdout.isatty() else 30 + 22 * len(settings)).print(table)
     for one in outcomes:
-        if one.verdict not in ("right", "not supported"):
+        if one.verdict not in FINE:
             print(f"{one.verdict}: {one.probe}, {_setting(one.settings)}: {one.detail}")
     sums = _sums(outcomes)
     said = f"{sums['num_answers']:,} answers, {sums['num_tokens']:,} tokens with their prompts"

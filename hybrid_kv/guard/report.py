@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
+from hybrid_kv.ci import Verdict, Word
 from hybrid_kv.guard.registry import CheckResult
 from hybrid_kv.results import Receipt, Row, metric_key, provenance, timing_row
 
+VERDICTS: dict[str, Word] = {"pass": "ok", "fail": "failed", "void": "void"}
 LIMITS = {">=": "at_least", "<=": "at_most", "": "limit"}
+
+
+def verdict_of(result: CheckResult) -> str:
+    """`pass`, `fail`, or `void`: what it is about did not happen."""
+    return "pass" if result.passed else ("void" if result.detail.startswith("void") else "fail")
 
 
 def result_rows(results: Sequence[CheckResult]) -> list[Row]:
@@ -26,9 +29,8 @@ def result_rows(results: Sequence[CheckResult]) -> list[Row]:
     for result in results:
         key = metric_key(result.name)
         shared: dict[str, Any] = {"suite": "guard", "benchmark": result.section, "n": result.n}
-        verdict = "pass" if result.passed else ("void" if result.detail.startswith("void") else "fail")
         low, high = result.interval or (None, None)
-        values = {"metric": key, "value": result.value, "unit": result.unit, "verdict": verdict, **shared}
+        values = {"metric": key, "value": result.value, "unit": result.unit, "verdict": verdict_of(result), **shared}
         values |= {"params": result.params, "ci_low": low, "ci_high": high}
         # The benchmark raises unless all subjects agreed before and after the timing.
         timed = result.unit == "time ratio"
@@ -49,28 +51,38 @@ def _limit(text: str) -> dict[str, float]:
     return {LIMITS[sign]: float(number)} if text else {}
 
 
-def print_results(results: Sequence[CheckResult]) -> None:
-    """The table, and below it the first thing that is wrong in each failed check."""
-    # Into a file or a CI log rich would fold the table at 80 columns.
-    console = Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
-    table = Table(box=None, pad_edge=False)
-    for name in ("section", "check", "value", "limit", "of", "seconds", ""):
-        table.add_column(name, justify="right" if name in ("value", "limit", "of", "seconds") else "left", no_wrap=True)
+def verdicts(results: Sequence[CheckResult]) -> list[Verdict]:
+    """For `hybrid_kv.ci`."""
+    return [
+        Verdict(f"{result.section}, {result.name}", VERDICTS[verdict_of(result)], result.detail, result.seconds)
+        for result in results
+    ]
+
+
+def section_text(results: Sequence[CheckResult], verbose: bool = False) -> str:
+    """A section's line, and below it each check that failed, or every one, with the first thing that is wrong."""
+    section, seconds = results[0].section, sum(result.seconds for result in results)
+    bad = sum(not result.passed for result in results)
+    count = f"{bad} of {len(results)} checks FAILED" if bad else f"{len(results)} check{'s' * (len(results) > 1)} ok"
+    lines = [f"{section:<12}  {seconds:>7.1f} s  {count}"]
     for result in results:
-        metric = f"{result.value:.3g}" if isinstance(result.value, float) else str(result.value)
-        seconds = f"{result.seconds:.1f}" if result.seconds else ""
-        verdict = "ok" if result.passed else "FAILED"
-        table.add_row(result.section, result.name, metric, result.limit, f"{result.n:,}", seconds, verdict)
-    console.print(table)
-    for result in results:
+        if verbose or not result.passed:
+            value = f"{result.value:.3g}" if isinstance(result.value, float) else str(result.value)
+            limit = f" (limit {result.limit})" if result.limit else ""
+            lines.append(f"    {result.name}: {value}{limit}, of {result.n:,}")
         if not result.passed:
-            console.print(f"\n{result.section}, {result.name}: {result.detail}")
+            lines.append(f"    {verdict_of(result)}: {result.detail}")
+    return "\n".join(lines)
+
+
+def print_closing(results: Sequence[CheckResult]) -> None:
+    """What failed first, and how many passed."""
     if (first := first_failure(results)) is not None:
         exact = f" and {first['exact_requests']} exact requests" if first["exact_requests"] else ""
-        console.print(f"\nfirst failure: {first['section']}, after {first['seconds']:.1f} s{exact}")
+        print(f"\nfirst failure: {first['section']}, after {first['seconds']:.1f} s{exact}")
     failed = sum(not result.passed for result in results)
     passed = f"\n{len(results) - failed} of {len(results)} checks passed" + (f", {failed} failed" if failed else "")
-    console.print(passed + (f"; unfit machine: {unfit}" if (unfit := unfit_machine(results)) else ""))
+    print(passed + (f"; unfit machine: {unfit}" if (unfit := unfit_machine(results)) else ""))
 
 
 def unfit_machine(results: Sequence[CheckResult]) -> str:
@@ -89,10 +101,11 @@ def first_failure(results: Sequence[CheckResult]) -> dict[str, Any] | None:
     return found
 
 
-def document(results: Sequence[CheckResult], seed: int) -> dict[str, Any]:
-    """For JSON: every check with its metric, and where the run comes from."""
+def document(results: Sequence[CheckResult], seed: int, complete: bool = True) -> dict[str, Any]:
+    """For JSON: every check with its metric, and where the run comes from; one that is not complete did not pass."""
     return {
-        "passed": all(result.passed for result in results),
+        "passed": complete and all(result.passed for result in results),
+        "complete": complete,
         "seed": seed,
         "unfit": unfit_machine(results),
         "first_failure": first_failure(results),

@@ -59,7 +59,7 @@ def test_the_command_replays_a_file(
 
 def test_a_replay_is_the_only_thing_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "guard", "--replay", "x.json", "--quick")
-    assert (code, out) == (2, "") and "--replay x.json plays one case; leave" in err
+    assert (code, out) == (2, "") and "--replay does not go with --quick; leave" in err
 
 
 def changed(**values: Any) -> Callable[[dict[str, Any]], None]:
