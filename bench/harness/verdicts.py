@@ -20,7 +20,6 @@ import numpy as np
 from bench.harness.compare import CellInfo, Comparison, Failure, Measured, own_benchmarks
 from bench.harness.inference import Estimate, estimate, kept
 from bench.harness.judgement import Design, Times, confirmed, verdict
-from hybrid_kv.ci import Verdict
 from hybrid_kv.config import ConfigError
 from hybrid_kv.dashboard.words import duration
 from hybrid_kv.results import Receipt, Row, provenance, read_beside, timing_row
@@ -307,18 +306,6 @@ def cells_of_table(one: Outcome) -> tuple[str, str, str, str, str, str]:
     ratio = f"{one.estimate.ratio:.3f}"
     interval = f"{one.estimate.low:.3f} … {one.estimate.high:.3f}"
     return one.name, duration(1e9 * one.base), duration(1e9 * one.head), ratio, interval, verdict
-
-
-def for_ci(outcomes: Sequence[Outcome]) -> list[Verdict]:
-    """Only an alarm fails; what could not be compared is skipped."""
-    return [
-        Verdict(
-            one.name,
-            "failed" if one.alarm else "skipped" if one.verdict == "not comparable" else "ok",
-            ", ".join(filter(None, cells_of_table(one)[1:])),
-        )
-        for one in outcomes
-    ]
 
 
 HEADINGS = ("benchmark", "BASE", "HEAD", "HEAD / BASE", "95 % interval", "verdict")

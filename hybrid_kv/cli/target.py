@@ -6,13 +6,10 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from hybrid_kv.ci import Verdict, Word
 from hybrid_kv.cli.options import show
@@ -33,14 +30,6 @@ from hybrid_kv.threads import is_small, threads_for
 
 AMOUNTS: dict[Size, int] = {"quick": 1, "full": 1, "long": 10}  # rounds of each probe
 SHRINK_SECONDS = {"quick": 30.0, "full": 30.0, "long": 300.0}  # for all failures of a run: one bug makes many
-STYLES = {
-    "right": "green",
-    "wrong": "bold red",
-    "inconclusive": "yellow",
-    "void": "yellow",
-    "not supported": "dim",
-    "as before": "dim",
-}
 WORDS: dict[str, Word] = {"right": "ok", "void": "void", "not supported": "skipped", "as before": "skipped"}
 
 
@@ -67,7 +56,6 @@ def guard_target(
     other = kind_of(against) if against is not None and not is_build else None
     cells = matrix_of(kind, matrix) if matrix else None
     model = f"{model}:{kind.size}" if model in sized() and kind.size != "tiny" else model
-    console = Console(stderr=True)
     with model_folder(model) as folder, threads_for(folder):
         guarded = Guarded(kind, folder, other, seed, AMOUNTS[size])
         seen: list[Outcome] = []
@@ -81,10 +69,9 @@ def guard_target(
             }  # fmt: skip
 
         def report(outcome: Outcome) -> None:
-            style = STYLES[outcome.verdict]
-            line = f"{_setting(outcome.settings)}: {outcome.probe}"
             if verbose or outcome.verdict not in FINE or outcome.probe == "alone":  # a sign of life of each setting
-                console.print(f"{line} [{style}]{outcome.verdict}[/] {outcome.detail}", highlight=False, soft_wrap=True)
+                said = f"{outcome.verdict} {outcome.detail}".rstrip()
+                print(f"{_setting(outcome.settings)}: {outcome.probe} {said}", file=sys.stderr)
             seen.append(outcome)
             keep([_verdict(one) for one in seen])
             if out is not None:  # results survive an interruption
@@ -103,7 +90,7 @@ def guard_target(
             case = case_of(shrunk.failure, target, guarded.version, model, guarded.judge_of(failure.settings).limit)
             files += map(str, write_files(case, repro))
             small = f"{shrunk.num_requests} requests, {shrunk.num_prompt_tokens} prompt tokens"
-            console.print(f"{failure.probe}: shrunk to {small} in {shrunk.seconds:.0f} s: {files[-1]}", soft_wrap=True)
+            print(f"{failure.probe}: shrunk to {small} in {shrunk.seconds:.0f} s: {files[-1]}", file=sys.stderr)
     title = f"{target} {guarded.version}, {model}"
     show(document(), as_json, out, lambda: _print(title, seen))
     return int(any(one.verdict not in FINE for one in seen))
@@ -160,23 +147,14 @@ def _sums(outcomes: Sequence[Outcome]) -> dict[str, int]:
 
 
 def _print(title: str, outcomes: Sequence[Outcome]) -> None:
-    settings = list(dict.fromkeys(_setting(one.settings) for one in outcomes))
-    probes = list(dict.fromkeys(one.probe for one in outcomes))
-    found = {(one.probe, _setting(one.settings)): one for one in outcomes}
-    table = Table(
-        "probe", *settings, box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False, show_edge=False
-    )
-    for probe in probes:
-        cells = [found.get((probe, setting)) for setting in settings]
-        table.add_row(probe, *("" if one is None else f"[{STYLES[one.verdict]}]{_cell(one)}[/]" for one in cells))
-    Console(width=None if sys.stdout.isatty() else 30 + 22 * len(settings)).print(table)
-    for one in outcomes:
-        if one.verdict not in FINE:
-            print(f"{one.verdict}: {one.probe}, {_setting(one.settings)}: {one.detail}")
+    """A line for each setting, and below it what was not shown to be right."""
+    for setting in dict.fromkeys(_setting(one.settings) for one in outcomes):
+        own = [one for one in outcomes if _setting(one.settings) == setting]
+        counts = Counter(one.verdict for one in own)
+        print(f"{setting}: {', '.join(f'{count} {verdict}' for verdict, count in counts.items())}")
+        for one in own:
+            if one.verdict not in FINE:
+                print(f"    {one.verdict}: {one.probe}: {one.detail}")
     sums = _sums(outcomes)
     said = f"{sums['num_answers']:,} answers, {sums['num_tokens']:,} tokens with their prompts"
-    print(f"{said}; {sums['num_judged']:,} judged right or wrong")
-
-
-def _cell(one: Outcome) -> str:
-    return f"right, {one.num_answers}" if one.verdict == "right" else one.verdict
+    print(f"{title}: {said}; {sums['num_judged']:,} judged right or wrong")

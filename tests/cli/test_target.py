@@ -36,8 +36,11 @@ QUICK = ("guard", "--quick", "--matrix", "prefix=on", "-k", "repeat")
 
 def test_a_sound_engine_ends_with_0_and_writes_nothing(capsys, tmp_path):
     code, out, _ = run(capsys, *QUICK, "--target", "toy")
-    assert code == 0 and "toy 1.0, qwen3_5_text" in out and "right, 24" in out
-    assert out.splitlines()[-1] == "64 answers, 1,958 tokens with their prompts; 64 judged right or wrong"
+    assert code == 0 and out.splitlines()[0] == "plain: 2 right"
+    assert (
+        out.splitlines()[-1]
+        == "toy 1.0, qwen3_5_text: 64 answers, 1,958 tokens with their prompts; 64 judged right or wrong"
+    )
     assert not (tmp_path / "repro").exists()
 
 
