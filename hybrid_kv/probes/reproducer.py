@@ -145,8 +145,8 @@ def _check(case: Case) -> None:
 def write_files(case: Case, folder: Path) -> list[Path]:
     """The JSON and the text."""
     text = to_json(case)
-    slug = re.sub(r"\W+", "-", case.probe).strip("-")
-    stem = folder / f"{case.target}-{slug}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    slug = re.sub(r"\W+", "-", f"{case.target} {case.probe}").strip("-")  # a target may be a URL
+    stem = folder / f"{slug}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for suffix, content in {".json": text, ".md": _markdown(case, stem)}.items():
