@@ -60,17 +60,17 @@ class Setting(pytest.Collector):
         from hybrid_kv.targets.models import model_folder
         from hybrid_kv.threads import threads_for
 
-        with ExitStack() as stack:
-            try:
-                folder = stack.enter_context(model_folder(self.model))
-                stack.enter_context(threads_for(folder))
-                self.guarded = Guarded(kind_of(self.target), folder)
-                stack.callback(self.guarded.close)
-                self.engine = self.guarded.session(self.settings)
-            except HybridKVError as error:
-                pytest.fail(str(error), pytrace=False)
-            stack.callback(lambda: self.engine.target.close())  # a probe may have started another one
-            self.addfinalizer(stack.pop_all().close)
+        stack = ExitStack()
+        self.addfinalizer(stack.close)
+        try:
+            folder = stack.enter_context(model_folder(self.model))
+            stack.enter_context(threads_for(folder))
+            self.guarded = Guarded(kind_of(self.target), folder)
+            stack.callback(self.guarded.close)
+            self.engine = self.guarded.session(self.settings)
+        except HybridKVError as error:
+            pytest.fail(str(error), pytrace=False)
+        stack.callback(lambda: self.engine.target.close())  # a probe may have started another one
 
 
 class Item(pytest.Item):
@@ -81,8 +81,8 @@ class Item(pytest.Item):
         self.probe = probe
 
     def runtest(self) -> None:
-        setting = self.getparent(Setting)
-        assert setting is not None
+        setting = self.parent
+        assert isinstance(setting, Setting)
         outcome = setting.engine.run(self.probe, setting.guarded.vocab_size)
         setting.guarded.hear(outcome)
         if outcome.verdict == "not supported":
@@ -92,4 +92,4 @@ class Item(pytest.Item):
             pytest.fail(f"{outcome.verdict}: {outcome.detail}\nreduce it: {again}", pytrace=False)
 
     def reportinfo(self) -> tuple[Any, None, str]:
-        return self.path, None, f"{self.parent.name}: {self.name}" if self.parent else self.name
+        return self.path, None, self.nodeid.lstrip(":")

@@ -35,17 +35,14 @@ def probed(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 def test_each_probe_of_each_setting_is_an_item(probed: Run) -> None:
     probed("-k", "repeat or salts").assert_outcomes(passed=4)
+    probed("-k", "salts", can=frozenset({"batch", "logprobs"})).assert_outcomes(skipped=2)
 
 
 def test_a_wrong_answer_fails_its_item_alone(probed: Run) -> None:
-    found = probed("-k", "alone or repeat", "--junit-xml=tests.xml", bug="hit")
+    found = probed("-k", "alone or repeat", bug="hit")
     found.assert_outcomes(passed=3, failed=1)
-    found.stdout.fnmatch_lines(["*hybrid-kv[[]prefix=on[]]: repeat*", "wrong: *", "reduce it: hybrid-kv guard *"])
+    found.stdout.fnmatch_lines(["*hybrid-kv[[]prefix=on[]]::repeat*", "wrong: *", "reduce it: hybrid-kv guard *"])
     assert "Traceback" not in found.stdout.str()
-
-
-def test_what_the_engine_lacks_is_skipped(probed: Run) -> None:
-    probed("-k", "salts", can=frozenset({"batch", "logprobs"})).assert_outcomes(skipped=2)
 
 
 def test_an_engine_that_does_not_start_is_an_error_in_one_line(probed: Run, monkeypatch: pytest.MonkeyPatch) -> None:

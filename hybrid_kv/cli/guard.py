@@ -16,7 +16,6 @@ from hybrid_kv.cli.options import (
     Record,
     ResultsFolder,
     Select,
-    Verbose,
     given_options,
     rows_file,
     show,
@@ -74,22 +73,16 @@ def guard(
     model: Annotated[
         str, typer.Option(metavar="FAMILY|FOLDER|HUB", help="Model of the target; a family gets random weights.")
     ] = "qwen3_5_text",
-    python: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Python of the target's environment; default: .venv-TARGET's.")
-    ] = None,
+    python: Annotated[Path | None, typer.Option(help="The target's Python; default: that in .venv-TARGET.")] = None,
     against: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PYTHON|ENGINE",
-            help="Python of the target's old build: report only what is new. Or an engine as the reference.",
-        ),
+        str | None, typer.Option(metavar="PYTHON|ENGINE", help="Its old build: report what is new; or a reference.")
     ] = None,
     matrix: Annotated[
         list[str] | None,
         typer.Option(metavar="FACTOR=LEVEL,…", help="Settings: all combinations in a text; may be repeated."),
     ] = None,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Device of the guard model.")] = "cpu",
-    verbose: Verbose = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print each check, not only its section.")] = False,
     as_json: AsJson = False,
     out: OutFile = None,
     junit_xml: JUnitFile = None,
@@ -97,8 +90,6 @@ def guard(
     record: Record = False,
 ) -> None:
     """Check that the cache is right and fast: engine against oracles, accuracy, cost of block ids. Needs no GPU."""
-    import json
-
     import torch
     from tqdm.auto import tqdm
 
@@ -106,7 +97,7 @@ def guard(
     from hybrid_kv.cli.swarm import guard_swarm
     from hybrid_kv.cli.target import guard_target, is_case, replay_case
     from hybrid_kv.config import ConfigError
-    from hybrid_kv.files import check_outputs, write_whole
+    from hybrid_kv.files import check_outputs
     from hybrid_kv.guard.cases import replay as replay_own
     from hybrid_kv.guard.report import document, print_closing, result_rows, section_text, verdicts
     from hybrid_kv.guard.run import amounts, run_guard
@@ -150,8 +141,7 @@ def guard(
             tqdm.write(section_text(found, verbose))
         checks.extend(found)
         keep(verdicts(checks))
-        if out is not None:
-            write_whole(out, json.dumps(document(checks, seed, complete=False), indent=2) + "\n")
+        show(document(checks, seed, complete=False), False, out, lambda: None)
         append_rows(rows, result_rows(found))
 
     with published("hybrid-kv guard", junit_xml) as keep:

@@ -25,7 +25,6 @@ OutFile = Annotated[Path | None, typer.Option("--out", help="Also write the JSON
 JUnitFile = Annotated[
     Path | None, typer.Option("--junit-xml", metavar="FILE", help="Also write the verdicts to this file, as JUnit XML.")
 ]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print every check, not a line for each section.")]
 Select = Annotated[list[str] | None, typer.Option("-k", help="Only what has this in its name; may be repeated.")]
 ResultsFolder = Annotated[
     Path | None, typer.Option("--results", help="Folder whose CSV gets the rows; default: out, which git ignores.")

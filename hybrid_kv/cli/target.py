@@ -14,7 +14,6 @@ from typing import Any
 from hybrid_kv.ci import Verdict, Word
 from hybrid_kv.cli.options import show
 from hybrid_kv.errors import require
-from hybrid_kv.files import write_whole
 from hybrid_kv.guard.registry import Size
 from hybrid_kv.guard.workers import num_workers
 from hybrid_kv.models.registry import sized
@@ -74,8 +73,7 @@ def guard_target(
                 print(f"{_setting(outcome.settings)}: {outcome.probe} {said}", file=sys.stderr)
             seen.append(outcome)
             keep([_verdict(one) for one in seen])
-            if out is not None:  # results survive an interruption
-                write_whole(out, json.dumps(document(), indent=2) + "\n")
+            show(document(), False, out, lambda: None)  # results survive an interruption
 
         at_once = jobs or (num_workers(None) if is_small(folder) else 1)
         seen = guard(guarded, cells, select or (), report, at_once, size)

@@ -97,8 +97,7 @@ def first_failure(results: Sequence[CheckResult]) -> dict[str, Any] | None:
         return None
     first = min(failed, key=lambda result: result.failed_after or 0.0)
     requests = first.metrics.get("requests_to_failure")
-    found = {"section": first.section, "check": first.name, "seconds": first.failed_after, "exact_requests": requests}
-    return found
+    return {"section": first.section, "check": first.name, "seconds": first.failed_after, "exact_requests": requests}
 
 
 def document(results: Sequence[CheckResult], seed: int, complete: bool = True) -> dict[str, Any]:

@@ -35,6 +35,6 @@ def kind_of(name: str, python: str | Path | None = None) -> Kind:
         return kind
     if not hasattr(kind, "package"):
         raise ConfigError(f"--python {python}: {name} runs in this Python; leave it out")
-    from hybrid_kv.targets.remote import Build
+    from hybrid_kv.targets.remote import build_of
 
-    return Build(name, kind.size, kind.factors, kind.package, str(python))
+    return build_of(kind, kind.package, str(python))

@@ -12,13 +12,15 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from hybrid_kv import environment
 from hybrid_kv.config import ConfigError
-from hybrid_kv.targets.target import Answer, Ask, Target, TargetError
+from hybrid_kv.targets.target import Answer, Ask, Kind, TargetError
 
 WORKERS = Path(__file__).parent / "workers"
 START_SECONDS = 600.0  # vLLM takes about one minute
@@ -42,32 +44,21 @@ def python_of(name: str, package: str) -> str:
     return sys.executable
 
 
-@dataclass
-class Build:
-    """An engine in the environment of a Python that the user names. See `targets.target.Kind`.
+def build_of(kind: Kind, package: str, python: str) -> Kind:
+    """An engine in the environment of a Python that the user names.
 
     Raises:
-        ConfigError: it is no Python, or its environment lacks the engine.
+        ConfigError: it is no Python, or its environment lacks the package.
     """
-
-    name: str
-    size: str
-    factors: Mapping[str, Sequence[str]]
-    package: str
-    python: str
-
-    def __post_init__(self) -> None:
-        finds = f"import sys, importlib.util as u; sys.exit(u.find_spec({self.package!r}) is None)"
-        try:
-            has_it = not subprocess.run([self.python, "-c", finds], capture_output=True, check=False).returncode
-        except OSError as error:
-            raise ConfigError(f"{self.python}: {error.strerror}; give the Python of an environment") from None
-        if not has_it:
-            raise ConfigError(f"{self.python} has no {self.package}; give the Python of an environment with it")
-
-    def start(self, folder: str, settings: Mapping[str, str]) -> Target:
-        """See `targets.target.Kind`."""
-        return Remote(self.name, self.python, folder, settings)
+    finds = f"import sys, importlib.util as u; sys.exit(u.find_spec({package!r}) is None)"
+    try:
+        has_it = not subprocess.run([python, "-c", finds], capture_output=True, check=False).returncode
+    except OSError as error:
+        raise ConfigError(f"{python}: {error.strerror}; give the Python of an environment") from None
+    if not has_it:
+        raise ConfigError(f"{python} has no {package}; give the Python of an environment with it")
+    start = partial(Remote, kind.name, python)
+    return SimpleNamespace(name=kind.name, size=kind.size, factors=kind.factors, python=python, start=start)
 
 
 class Worker:
@@ -181,8 +172,7 @@ class Remote:
     """
 
     def __init__(self, name: str, python: str, folder: str, settings: Mapping[str, str]) -> None:
-        self.name = name
-        self.settings: Mapping[str, str] = dict(settings)
+        self.name, self.settings = name, dict(settings)
         self._key = name, python, WORKERS, tuple(sorted(environment.child_environment().items()))
         free = _free.get(self._key)
         self._worker: Worker | None = free.pop() if free else Worker(name, python)
