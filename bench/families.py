@@ -13,7 +13,7 @@ rival takes as the engine: tokens per second of the engine over those of the riv
 Where rounding turns which experts a token goes to, logits leave each other by a third, and to differ by rounding says
 little. `--all-experts` sends every token to all of them.
 
-`make peers` makes the environment with vLLM and runs `python -m bench.families`.
+`make bench-peers` makes the environment with vLLM and runs `python -m bench.families`.
 """
 
 from __future__ import annotations

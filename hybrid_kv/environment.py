@@ -39,10 +39,14 @@ def target_key() -> str | None:
     return os.environ.get("HYBRID_KV_TARGET_KEY") or None
 
 
-def interpreter_of(target: str) -> tuple[str, str | None]:
-    """The variable that names the Python of a target, and its value."""
-    variable = f"HYBRID_KV_PYTHON_{target.upper()}"
-    return variable, os.environ.get(variable) or None
+def runs_on_github() -> bool:
+    """Whether this is a step of a GitHub workflow."""
+    return os.environ.get("GITHUB_ACTIONS") == "true"
+
+
+def step_summary() -> str | None:
+    """The file whose Markdown GitHub shows on a run's page, if there is one."""
+    return os.environ.get("GITHUB_STEP_SUMMARY") or None
 
 
 def interprets_triton() -> bool:

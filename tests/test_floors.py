@@ -16,7 +16,7 @@ LAYERS = [
     ["arguments", "cache.modes", "environment", "errors", "minimize", "threads"],
     ["config", "files"],
     ["kernels", "results", "sampling"],
-    ["cache"],
+    ["cache", "ci"],
     ["timing"],
     ["request"],
     ["attention"],
@@ -29,7 +29,7 @@ LAYERS = [
     ["probes"],
     ["dashboard"],
     ["study"],
-    ["cli"],
+    ["cli", "pytest_plugin"],
 ]
 # `hybrid_kv/__init__.py` names the classes that a user imports; it imports them when they are first used.
 DOOR = ""

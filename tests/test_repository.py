@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.test_docs import check_options
+
 ROOT = Path(__file__).resolve().parents[1]
 PINS = dict(
     re.match(r"([\w.-]+)==([^ ;]+)", line).groups()
@@ -73,6 +75,19 @@ def test_asv_measures_with_the_pinned_versions():
 
     required = json.loads((ROOT / "asv.conf.json").read_text())["matrix"]["req"]
     assert {name: [PINS[name]] for name in required} == required
+
+
+def test_a_citation_names_the_version_that_is_built():
+    version = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
+
+
+@pytest.mark.parametrize(
+    "hook", yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text()), ids=lambda hook: hook["id"]
+)
+def test_a_hook_is_a_command_with_options_that_it_has(hook):
+
+    check_options(hook["entry"].split()[1:], hook["entry"])
 
 
 def test_the_license_is_the_whole_apache_license():

@@ -284,6 +284,35 @@ def test_a_change_of_what_makes_a_comparison_is_compared():
     assert all((ROOT / path).exists() for path in paths)
 
 
+ACTION = yaml.safe_load((ROOT / "action.yml").read_text())
+
+
+def test_the_action_has_no_expression_in_its_commands_and_its_token_in_one_step():
+    steps = ACTION["runs"]["steps"]
+    assert all(re.fullmatch(r'bash "\$GITHUB_ACTION_PATH/\.ci/[\w-]+"( [\w./]+)?', step["run"]) for step in steps)
+    assert [step["if"] for step in steps if "token" in json.dumps(step)] == ["inputs.run == 'comment'"]
+    given = re.findall(r"inputs\.([\w-]+)", json.dumps(steps))
+    assert set(given) == set(ACTION["inputs"])
+
+
+@pytest.mark.parametrize("job", ["guard", "comment"])
+def test_the_job_for_another_repository_gives_the_action_what_it_takes(job):
+    steps = yaml.safe_load((ROOT / "examples/ci/cache.yml").read_text())["jobs"][job]["steps"]
+    (step,) = [step for step in steps if step.get("uses", "").startswith("OWNER/hybrid-kv@")]
+    assert step["with"].keys() <= ACTION["inputs"].keys()
+
+
+def test_the_action_guards_and_keeps_its_verdict(script, tmp_path):
+    page = tmp_path / "page.md"
+    where = {"HYBRID_KV": "hybrid-kv", "GITHUB_STEP_SUMMARY": str(page)}
+    ran = script("action", RUN="guard", TARGET="vllm", MODEL="a b", AGAINST="old/python", **where)
+    assert ran.startswith("guard --target=vllm --model=a b --against=old/python --junit-xml out/guard.xml ")
+    assert script("action", RUN="compare", BASE="main", **where).endswith(" -- main .\n") and not page.exists()
+    (tmp_path / "out/summary.md").write_text("### 1 of 2\n")
+    assert script("action", RUN="guard", TARGET="slow", MODEL="m", **where) == "" and page.read_text() == "### 1 of 2\n"
+    assert script("action", RUN="all", **where) == "error: run=all: use guard, compare or comment\n"
+
+
 def test_an_engine_without_an_image_is_left_out_and_an_unknown_one_refused(tmp_path):
     given = {**os.environ, "RESULTS": str(tmp_path), "MODEL": "lfm2", "IMAGE": ""}
     command = ["bash", ROOT / ".ci/guard-engine", "hybrid-kv"]

@@ -8,7 +8,17 @@ from typing import Annotated, Literal
 
 import typer
 
-from hybrid_kv.cli.options import AsJson, OutFile, Record, ResultsFolder, Select, require_at_least_one, rows_file, show
+from hybrid_kv.cli.options import (
+    AsJson,
+    JUnitFile,
+    OutFile,
+    Record,
+    ResultsFolder,
+    Select,
+    require_at_least_one,
+    rows_file,
+    show,
+)
 
 Tier = Literal["count", "cpu", "gpu"]
 
@@ -35,6 +45,7 @@ def compare(
     trials: Annotated[int, typer.Option(help="With --self-test: comparisons per injected slowdown.")] = 20,
     as_json: AsJson = False,
     out: OutFile = None,
+    junit_xml: JUnitFile = None,
     results: ResultsFolder = None,
     record: Record = False,
 ) -> None:
@@ -46,6 +57,7 @@ def compare(
     from bench.harness.compare import ROOT
     from bench.harness.compare import compare as measure
     from bench.harness.judgement import Design
+    from hybrid_kv.ci import Verdict, published
     from hybrid_kv.config import ConfigError
     from hybrid_kv.errors import require
     from hybrid_kv.files import check_outputs, write_whole
@@ -58,7 +70,7 @@ def compare(
     if acknowledge is not None and not acknowledge.strip():
         raise ConfigError("--acknowledge needs a reason, such as 'one block more per request'")
     rows = rows_file("operating_curve.csv" if self_test else "compare.csv", results, record)
-    check_outputs(out, markdown)
+    check_outputs(out, markdown, junit_xml)
     if self_test:
         require_at_least_one(repetitions=repetitions, trials=trials)
         operating_curve.print_rates(
@@ -67,16 +79,17 @@ def compare(
         return
     seed = secrets.randbelow(2**31) if seed is None else seed
     tiers = TIERS if tier is None else (tier,)
-    comparison = measure(
-        base, head, root=ROOT, quick=not every, select=select or [""], tiers=tiers, design=design, seed=seed
-    )
-    comparison = replace(comparison, unfit=examine(MARK_SECONDS).unfit)
-    outcomes = verdicts.outcomes_of(comparison, known)
-    if acknowledge is not None:
-        append_rows(
-            known / "acknowledged.csv", verdicts.acknowledging_rows(outcomes, acknowledge, comparison.base.commit)
+    with published("hybrid-kv compare", junit_xml) as keep:
+        comparison = measure(
+            base, head, root=ROOT, quick=not every, select=select or [""], tiers=tiers, design=design, seed=seed
         )
+        comparison = replace(comparison, unfit=examine(MARK_SECONDS).unfit)
         outcomes = verdicts.outcomes_of(comparison, known)
+        if acknowledge is not None:
+            rows_of_it = verdicts.acknowledging_rows(outcomes, acknowledge, comparison.base.commit)
+            append_rows(known / "acknowledged.csv", rows_of_it)
+            outcomes = verdicts.outcomes_of(comparison, known)
+        keep([Verdict(one.name, "failed" if one.alarm else "ok", verdicts.cells_of_table(one)[-1]) for one in outcomes])
 
     def table() -> None:
         verdicts.print_table(outcomes)

@@ -248,6 +248,11 @@ class Comparison:
     def task(self) -> str:
         return self.candidate.task or self.baseline.task or "unknown"
 
+    @property
+    def reason(self) -> str:
+        """Of the verdict, in one line."""
+        return f"{self.verdict}: lost {self.lost}, gained {self.gained} of {self.n} questions, p = {self.p:.3g}"
+
     def summary(self) -> dict[str, Any]:
         """Everything, ready for JSON; shares are of the questions, intervals 95 %."""
         counts = {

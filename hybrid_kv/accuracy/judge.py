@@ -38,6 +38,13 @@ class Judgement:
             return threshold.check(self.result, self.floor)[0]
         return self.comparison is None or self.comparison.verdict != "worse"
 
+    @property
+    def reason(self) -> str:
+        """What it was compared with, and how that went; empty: with nothing."""
+        if self.floor is not None:
+            return threshold.check(self.result, self.floor)[1]
+        return self.comparison.reason if self.comparison is not None else ""
+
     def rows(self) -> list[Row]:
         """The run as rows of the results file, and the comparison's."""
         rows = run.rows(self.result)

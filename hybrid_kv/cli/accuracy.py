@@ -10,6 +10,7 @@ import typer
 
 from hybrid_kv.cli.options import (
     AsJson,
+    JUnitFile,
     Model,
     OutFile,
     Record,
@@ -59,11 +60,13 @@ def accuracy(
     ] = Path("repro"),
     as_json: AsJson = False,
     out: OutFile = None,
+    junit_xml: JUnitFile = None,
     results: ResultsFolder = None,
     record: Record = False,
     **options: Any,
 ) -> None:
     """Answer GSM8K-format questions through lm-eval; append the averages to a CSV, keep every answer."""
+    from hybrid_kv.ci import Verdict, published
     from hybrid_kv.config import ConfigError
     from hybrid_kv.errors import require
     from hybrid_kv.files import check_outputs
@@ -83,24 +86,26 @@ def accuracy(
     if target is not None:
         options["target"] = target
     csv = rows_file("accuracy.csv", results, record)
-    check_outputs(samples, out)
+    check_outputs(samples, out, junit_xml)
     if samples is not None and against is not None and Path(samples).resolve() == Path(against).resolve():
         raise ConfigError(f"--samples {samples} would replace the baseline; name another file")
     if target is None and model is not None and (folder := embedded(model)) not in FOLDERS.values():
         with suppress(ConfigError):  # errors of the task come first
             report_memory(str(folder), options)
-    judged = judge(
-        model,
-        task=task,
-        limit=limit,
-        seed=seed,
-        gsm8k_dir=gsm8k_dir,
-        against=against,
-        check_floor=check_floor,
-        answer_filter=answer_filter,
-        repro=repro,
-        **options,
-    )
+    with published("hybrid-kv accuracy", junit_xml) as keep:
+        judged = judge(
+            model,
+            task=task,
+            limit=limit,
+            seed=seed,
+            gsm8k_dir=gsm8k_dir,
+            against=against,
+            check_floor=check_floor,
+            answer_filter=answer_filter,
+            repro=repro,
+            **options,
+        )
+        keep([Verdict(judged.result.task, "ok" if judged.passed else "failed", judged.reason)])
     with ExitStack() as done:  # in reverse order, and each one even if another fails
         done.callback(show, judged.summary(), as_json, out, judged.print)
         if samples is not None:
@@ -117,10 +122,12 @@ def accuracy_compare(
     answer_filter: Annotated[AnswerFilter, typer.Option("--filter", help="What counts as right.")] = "strict-match",
     as_json: AsJson = False,
     out: OutFile = None,
+    junit_xml: JUnitFile = None,
     results: ResultsFolder = None,
     record: Record = False,
 ) -> None:
     """Compare two runs, paired by question, by McNemar's exact test; exit code 1 if answers were lost."""
+    from hybrid_kv.ci import Verdict, published
     from hybrid_kv.errors import require
     from hybrid_kv.files import check_outputs
     from hybrid_kv.results import append_rows
@@ -129,9 +136,11 @@ def accuracy_compare(
     from hybrid_kv.accuracy import compare as comparing
 
     csv = rows_file("accuracy.csv", results, record)
-    check_outputs(out)
-    runs = (comparing.read_answers(file, answer_filter) for file in (baseline, candidate))
-    comparison = comparing.compare(*runs, answer_filter=answer_filter)
+    check_outputs(out, junit_xml)
+    with published("hybrid-kv accuracy compare", junit_xml) as keep:
+        runs = (comparing.read_answers(file, answer_filter) for file in (baseline, candidate))
+        comparison = comparing.compare(*runs, answer_filter=answer_filter)
+        keep([Verdict(comparison.task, "failed" if comparison.verdict == "worse" else "ok", comparison.reason)])
     rows = comparing.rows(comparison)  # raises for invalid files
     try:
         append_rows(csv, rows)

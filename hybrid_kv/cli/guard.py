@@ -9,18 +9,29 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from hybrid_kv.cli.options import AsJson, OutFile, Record, ResultsFolder, Select, given_options, rows_file, show
+from hybrid_kv.cli.options import (
+    AsJson,
+    JUnitFile,
+    OutFile,
+    Record,
+    ResultsFolder,
+    Select,
+    given_options,
+    rows_file,
+    show,
+)
 
 if TYPE_CHECKING:
-    from hybrid_kv.guard.registry import Size
+    from hybrid_kv.guard.registry import CheckResult, Size
 
 MAX_SEED = 2**42 - 1  # times a million, plus a request's number, it has 64 bits
+_TARGET = ("model", "python", "against", "matrix")
 _SHARED = {"seed", "jobs", "repro", "as_json", "out"}
 # By the option that chooses another kind of run, the options that go with it.
 _KINDS = {
+    "replay": {"replay", "python"},
     "swarm": {"swarm", "ray", "results", "record", *_SHARED},
-    "target": {"target", "model", "against", "matrix", "quick", "long", "select", "only", *_SHARED},
-    "replay": {"replay"},
+    "target": {"target", *_TARGET, "junit_xml", "verbose", "quick", "long", "select", "only", *_SHARED},
 }
 # The settings of an engine that are factors of the exact traffic.
 _FACTORS = {
@@ -63,16 +74,19 @@ def guard(
     model: Annotated[
         str, typer.Option(metavar="FAMILY|FOLDER|HUB", help="Model of the target; a family gets random weights.")
     ] = "qwen3_5_text",
+    python: Annotated[Path | None, typer.Option(help="The target's Python; default: that in .venv-TARGET.")] = None,
     against: Annotated[
-        str | None, typer.Option(metavar="ENGINE", help="Reference engine, instead of transformers in float64.")
+        str | None, typer.Option(metavar="PYTHON|ENGINE", help="Its old build: report what is new; or a reference.")
     ] = None,
     matrix: Annotated[
         list[str] | None,
         typer.Option(metavar="FACTOR=LEVEL,…", help="Settings: all combinations in a text; may be repeated."),
     ] = None,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Device of the guard model.")] = "cpu",
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print each check, not only its section.")] = False,
     as_json: AsJson = False,
     out: OutFile = None,
+    junit_xml: JUnitFile = None,
     results: ResultsFolder = None,
     record: Record = False,
 ) -> None:
@@ -82,19 +96,21 @@ def guard(
     check was void: something that it must see did not happen.
     """
     import torch
+    from tqdm.auto import tqdm
 
+    from hybrid_kv.ci import published
     from hybrid_kv.cli.swarm import guard_swarm
     from hybrid_kv.cli.target import guard_target, is_case, replay_case
     from hybrid_kv.config import ConfigError
     from hybrid_kv.files import check_outputs
     from hybrid_kv.guard.cases import replay as replay_own
-    from hybrid_kv.guard.report import document, exit_code, print_results, result_rows
+    from hybrid_kv.guard.report import document, exit_code, print_closing, result_rows, section_text, verdicts
     from hybrid_kv.guard.run import amounts, run_guard
     from hybrid_kv.results import append_rows
 
     _check_combination(given_options(context))
     if replay is not None:
-        raise typer.Exit(replay_case(replay) if is_case(replay) else replay_own(replay))
+        raise typer.Exit(replay_case(replay, python) if is_case(replay) else replay_own(replay))
     if swarm is not None:
         csv = rows_file("swarm.csv", results, record)
         raise typer.Exit(guard_swarm(swarm, seed, jobs, ray, repro, as_json, out, csv))
@@ -105,27 +121,40 @@ def guard(
     if target is not None:
         if levels:
             raise ConfigError(f"--target {target}: give settings with --matrix, not with --only")
-        check_outputs(out, repro / "case.json")
-        raise typer.Exit(
-            guard_target(target, model, against, matrix, select, seed or 0, size, jobs, repro, as_json, out)
-        )
+        check_outputs(out, junit_xml, repro / "case.json")
+        with published(f"hybrid-kv guard --target {target}", junit_xml) as keep:
+            code = guard_target(
+                target, model, python, against, matrix, select, seed or 0, size, jobs, repro, verbose, as_json, out,
+                keep,
+            )  # fmt: skip
+        raise typer.Exit(code)
     if record and (select or levels):
         raise ConfigError("--record keeps the verdict of the whole guard; leave -k and --only out")
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no GPU here; use cpu")
     rows = rows_file("guard.csv", results, record)
-    check_outputs(out, repro / "scenario.json")
+    check_outputs(out, junit_xml, repro / "scenario.json")
     if seed is None:
         seed = secrets.randbelow(2**31) if long else 0
     if long:
         print(f"the same run again: hybrid-kv guard --long --seed {seed}", file=sys.stderr)
-    checks = run_guard(
-        amounts(size), seed, device=device, select=select, only=levels, repro=repro, fail_fast=fail_fast, jobs=jobs
-    )
-    try:
-        append_rows(rows, result_rows(checks))
-    finally:
-        show(document(checks, seed), as_json, out, lambda: print_results(checks))
+    checks: list[CheckResult] = []
+
+    def report(found: list[CheckResult]) -> None:
+        """What has ended is on disk, whatever becomes of the rest."""
+        if found and not as_json:
+            tqdm.write(section_text(found, verbose))
+        checks.extend(found)
+        keep(verdicts(checks))
+        show(document(checks, seed, complete=False), False, out, lambda: None)
+        append_rows(rows, result_rows(found))
+
+    with published("hybrid-kv guard", junit_xml) as keep:
+        checks = run_guard(
+            amounts(size), seed, device=device, select=select, only=levels, repro=repro, fail_fast=fail_fast, jobs=jobs,
+            report=report,
+        )  # fmt: skip
+    show(document(checks, seed), as_json, out, lambda: print_closing(checks))
     raise typer.Exit(exit_code(checks))
 
 
@@ -140,5 +169,5 @@ def _check_combination(given: dict[str, str]) -> None:
         raise ConfigError(f"--{kind} does not go with {', '.join(others)}; leave one of them out")
     if kind is None and "ray" in given:
         raise ConfigError("--ray needs --swarm")
-    if kind is None and (others := [flag for name, flag in given.items() if name in ("model", "against", "matrix")]):
+    if kind is None and (others := [given[name] for name in _TARGET if name in given]):
         raise ConfigError(f"{others[0]} is about another engine; name it with --target")

@@ -22,6 +22,9 @@ Model = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 OutFile = Annotated[Path | None, typer.Option("--out", help="Also write the JSON to this file.")]
+JUnitFile = Annotated[
+    Path | None, typer.Option("--junit-xml", metavar="FILE", help="Also write the verdicts to this file, as JUnit XML.")
+]
 Select = Annotated[list[str] | None, typer.Option("-k", help="Only what has this in its name; may be repeated.")]
 ResultsFolder = Annotated[
     Path | None, typer.Option("--results", help="Folder whose CSV gets the rows; default: out, which git ignores.")

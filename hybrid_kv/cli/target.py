@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
+from hybrid_kv.ci import Verdict, Word
 from hybrid_kv.cli.options import show
 from hybrid_kv.errors import VOID, require
-from hybrid_kv.files import read_text, write_whole
+from hybrid_kv.files import read_text
 from hybrid_kv.guard.registry import Size
 from hybrid_kv.guard.workers import num_workers
 from hybrid_kv.models.registry import sized
 from hybrid_kv.probes.guarded import Guarded
 from hybrid_kv.probes.reproducer import FORMAT, case_of, from_json, replay, write_files
-from hybrid_kv.probes.run import check_level, guard, matrix_of
+from hybrid_kv.probes.run import FINE, check_level, compare_with, guard, matrix_of
 from hybrid_kv.probes.session import Outcome
 from hybrid_kv.probes.shrink import distinct, shrink
 from hybrid_kv.targets.kinds import kind_of
@@ -32,18 +30,13 @@ from hybrid_kv.threads import is_small, threads_for
 
 AMOUNTS: dict[Size, int] = {"quick": 1, "full": 1, "long": 10}  # rounds of each probe
 SHRINK_SECONDS = {"quick": 30.0, "full": 30.0, "long": 300.0}  # for all failures of a run: one bug makes many
-STYLES = {
-    "right": "green",
-    "wrong": "bold red",
-    "inconclusive": "yellow",
-    "void": "yellow",
-    "not supported": "dim",
-}
+WORDS: dict[str, Word] = {"right": "ok", "void": "void", "not supported": "skipped", "as before": "skipped"}
 
 
 def guard_target(
     target: str,
     model: str,
+    python: Path | None,
     against: str | None,
     matrix: Sequence[str] | None,
     select: Sequence[str] | None,
@@ -51,15 +44,18 @@ def guard_target(
     size: Size,
     jobs: int | None,
     repro: Path,
+    verbose: bool,
     as_json: bool,
     out: Path | None,
+    keep: Callable[[Sequence[Verdict]], None],
 ) -> int:
     """Returns the exit code: 0 if every supported probe was shown to be right, `VOID` if others were void alone."""
     require("safetensors", "tokenizers", "transformers")
-    kind, other = kind_of(target), kind_of(against) if against is not None else None
+    is_build = against is not None and os.sep in against and "://" not in against
+    kind, before = kind_of(target, python), kind_of(target, against) if is_build else None
+    other = kind_of(against) if against is not None and not is_build else None
     cells = matrix_of(kind, matrix) if matrix else None
     model = f"{model}:{kind.size}" if model in sized() and kind.size != "tiny" else model
-    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     with model_folder(model) as folder, threads_for(folder):
         guarded = Guarded(kind, folder, other, seed, AMOUNTS[size])
         seen: list[Outcome] = []
@@ -73,14 +69,18 @@ def guard_target(
             }  # fmt: skip
 
         def report(outcome: Outcome) -> None:
-            line = f"{_setting(outcome.settings)}: {outcome.probe} "
-            console.print(line, Text(outcome.verdict, STYLES[outcome.verdict]), f" {outcome.detail}", sep="")
+            if verbose or outcome.verdict not in FINE or outcome.probe == "alone":  # a sign of life of each setting
+                said = f"{outcome.verdict} {outcome.detail}".rstrip()
+                print(f"{_setting(outcome.settings)}: {outcome.probe} {said}", file=sys.stderr)
             seen.append(outcome)
-            if out is not None:  # results survive an interruption
-                write_whole(out, json.dumps(document(), indent=2) + "\n")
+            keep([_verdict(one) for one in seen])
+            show(document(), False, out, lambda: None)  # results survive an interruption
 
         at_once = jobs or (num_workers(None) if is_small(folder) else 1)
         seen = guard(guarded, cells, select or (), report, at_once, size)
+        if before is not None:
+            compare_with(Guarded(before, folder, None, seed, AMOUNTS[size]), seen, at_once, size)
+            keep([_verdict(one) for one in seen])
         failures = distinct([failure for outcome in seen for failure in outcome.failures])
         end = time.perf_counter() + SHRINK_SECONDS[size]
         for i, failure in enumerate(failures):
@@ -89,11 +89,11 @@ def guard_target(
             case = case_of(shrunk.failure, target, guarded.version, model, guarded.judge_of(failure.settings).limit)
             files += map(str, write_files(case, repro))
             small = f"{shrunk.num_requests} requests, {shrunk.num_prompt_tokens} prompt tokens"
-            console.print(f"{failure.probe}: shrunk to {small} in {shrunk.seconds:.0f} s: {files[-1]}")
+            print(f"{failure.probe}: shrunk to {small} in {shrunk.seconds:.0f} s: {files[-1]}", file=sys.stderr)
     title = f"{target} {guarded.version}, {model}"
     show(document(), as_json, out, lambda: _print(title, seen))
-    verdicts = {one.verdict for one in seen}
-    return 1 if verdicts & {"wrong", "inconclusive"} else VOID if "void" in verdicts else 0
+    found = {one.verdict for one in seen} - {*FINE}
+    return VOID if found == {"void"} else int(bool(found))
 
 
 def is_case(file: Path) -> bool:
@@ -104,11 +104,11 @@ def is_case(file: Path) -> bool:
         return False
 
 
-def replay_case(file: Path) -> int:
+def replay_case(file: Path, python: Path | None = None) -> int:
     """Replay a failing case of a target; returns 1 while it fails."""
     require("safetensors", "tokenizers", "transformers", "pydantic")
     case = from_json(read_text(file), str(file))
-    kind = kind_of(case.target)
+    kind = kind_of(case.target, python)
     for factor, level in case.settings.items():
         check_level(kind, factor, level)
     with model_folder(case.model) as folder, threads_for(folder):
@@ -131,6 +131,12 @@ def _setting(settings: Mapping[str, str]) -> str:
     return " ".join(f"{factor}={level}" for factor, level in settings.items()) or "plain"
 
 
+def _verdict(outcome: Outcome) -> Verdict:
+    word = WORDS.get(outcome.verdict, "failed")
+    message = "" if outcome.verdict == "right" else f"{outcome.verdict}: {outcome.detail}"
+    return Verdict(f"{_setting(outcome.settings)}: {outcome.probe}", word, message, outcome.seconds)
+
+
 def _document(outcome: Outcome) -> dict[str, Any]:
     return {key: value for key, value in vars(outcome).items() if key not in ("failures", "is_last")}
 
@@ -141,23 +147,14 @@ def _sums(outcomes: Sequence[Outcome]) -> dict[str, int]:
 
 
 def _print(title: str, outcomes: Sequence[Outcome]) -> None:
-    settings = list(dict.fromkeys(_setting(one.settings) for one in outcomes))
-    probes = list(dict.fromkeys(one.probe for one in outcomes))
-    found = {(one.probe, _setting(one.settings)): one for one in outcomes}
-    table = Table(
-        "probe", *settings, box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False, show_edge=False
-    )
-    for probe in probes:
-        cells = [found.get((probe, setting)) for setting in settings]
-        table.add_row(probe, *("" if one is None else Text(_cell(one), STYLES[one.verdict]) for one in cells))
-    Console(markup=False, width=None if sys.stdout.isatty() else 30 + 22 * len(settings)).print(table)
-    for one in outcomes:
-        if one.verdict not in ("right", "not supported"):
-            print(f"{one.verdict}: {one.probe}, {_setting(one.settings)}: {one.detail}")
+    """A line for each setting, and below it what was not shown to be right."""
+    for setting in dict.fromkeys(_setting(one.settings) for one in outcomes):
+        own = [one for one in outcomes if _setting(one.settings) == setting]
+        counts = Counter(one.verdict for one in own)
+        print(f"{setting}: {', '.join(f'{count} {verdict}' for verdict, count in counts.items())}")
+        for one in own:
+            if one.verdict not in FINE:
+                print(f"    {one.verdict}: {one.probe}: {one.detail}")
     sums = _sums(outcomes)
     said = f"{sums['num_answers']:,} answers, {sums['num_tokens']:,} tokens with their prompts"
-    print(f"{said}; {sums['num_judged']:,} judged right or wrong")
-
-
-def _cell(one: Outcome) -> str:
-    return f"right, {one.num_answers}" if one.verdict == "right" else one.verdict
+    print(f"{title}: {said}; {sums['num_judged']:,} judged right or wrong")

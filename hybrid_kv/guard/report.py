@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
+from hybrid_kv.ci import Verdict, Word
 from hybrid_kv.errors import VOID
 from hybrid_kv.guard.registry import CheckResult
 from hybrid_kv.results import Receipt, Row, metric_key, provenance, timing_row
 
+VERDICTS: dict[str, Word] = {"pass": "ok", "fail": "failed", "void": "void"}
 LIMITS = {">=": "at_least", "<=": "at_most", "": "limit"}
 
 
@@ -50,29 +48,40 @@ def _limit(text: str) -> dict[str, float]:
     return {LIMITS[sign]: float(number)} if text else {}
 
 
-def print_results(results: Sequence[CheckResult]) -> None:
-    """The table, and below it the first thing that is wrong in each failed check."""
-    # Into a file or a CI log rich would fold the table at 80 columns.
-    console = Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
-    table = Table(box=None, pad_edge=False)
-    for name in ("section", "check", "value", "limit", "of", "seconds", ""):
-        table.add_column(name, justify="right" if name in ("value", "limit", "of", "seconds") else "left", no_wrap=True)
+def verdicts(results: Sequence[CheckResult]) -> list[Verdict]:
+    """For `hybrid_kv.ci`."""
+    return [
+        Verdict(f"{result.section}, {result.name}", VERDICTS[result.verdict], result.detail, result.seconds)
+        for result in results
+    ]
+
+
+def section_text(results: Sequence[CheckResult], verbose: bool = False) -> str:
+    """A section's line, and below it each check that failed, or every one, with the first thing that is wrong."""
+    section, seconds = results[0].section, sum(result.seconds for result in results)
+    bad = Counter(result.verdict.upper() for result in results if not result.passed)
+    words = ", ".join(f"{count} {word}" for word, count in bad.items())
+    count = f"{words} of {len(results)} checks" if bad else f"{len(results)} check{'s' * (len(results) > 1)} ok"
+    lines = [f"{section:<12}  {seconds:>7.1f} s  {count}"]
     for result in results:
-        metric = f"{result.value:.3g}" if isinstance(result.value, float) else str(result.value)
-        seconds = f"{result.seconds:.1f}" if result.seconds else ""
-        verdict = {"pass": "ok", "void": "VOID", "fail": "FAILED"}[result.verdict]
-        table.add_row(result.section, result.name, metric, result.limit, f"{result.n:,}", seconds, verdict)
-    console.print(table)
-    for result in results:
+        if verbose or not result.passed:
+            value = f"{result.value:.3g}" if isinstance(result.value, float) else str(result.value)
+            limit = f" (limit {result.limit})" if result.limit else ""
+            lines.append(f"    {result.name}: {value}{limit}, of {result.n:,}")
         if not result.passed:
-            console.print(f"\n{result.section}, {result.name}: {result.detail}")
+            lines.append(f"    {result.verdict}: {result.detail}")
+    return "\n".join(lines)
+
+
+def print_closing(results: Sequence[CheckResult]) -> None:
+    """What failed first, and how many passed."""
     if (first := first_failure(results)) is not None:
         exact = f" and {first['exact_requests']} exact requests" if first["exact_requests"] else ""
-        console.print(f"\nfirst failure: {first['section']}, after {first['seconds']:.1f} s{exact}")
+        print(f"\nfirst failure: {first['section']}, after {first['seconds']:.1f} s{exact}")
     count = Counter(result.verdict for result in results)
     others = (f", {count[name]} {word}" for name, word in (("fail", "failed"), ("void", "void")) if count[name])
     passed = f"\n{count['pass']} of {len(results)} checks passed{''.join(others)}"
-    console.print(passed + (f"; unfit machine: {unfit}" if (unfit := unfit_machine(results)) else ""))
+    print(passed + (f"; unfit machine: {unfit}" if (unfit := unfit_machine(results)) else ""))
 
 
 def exit_code(results: Sequence[CheckResult]) -> int:
@@ -93,14 +102,14 @@ def first_failure(results: Sequence[CheckResult]) -> dict[str, Any] | None:
         return None
     first = min(failed, key=lambda result: result.failed_after or 0.0)
     requests = first.metrics.get("requests_to_failure")
-    found = {"section": first.section, "check": first.name, "seconds": first.failed_after, "exact_requests": requests}
-    return found
+    return {"section": first.section, "check": first.name, "seconds": first.failed_after, "exact_requests": requests}
 
 
-def document(results: Sequence[CheckResult], seed: int) -> dict[str, Any]:
-    """For JSON: every check with its metric, and where the run comes from."""
+def document(results: Sequence[CheckResult], seed: int, complete: bool = True) -> dict[str, Any]:
+    """For JSON: every check with its metric, and where the run comes from; one that is not complete did not pass."""
     return {
-        "passed": all(result.passed for result in results),
+        "passed": complete and all(result.passed for result in results),
+        "complete": complete,
         "seed": seed,
         "unfit": unfit_machine(results),
         "first_failure": first_failure(results),

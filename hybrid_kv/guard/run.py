@@ -45,6 +45,7 @@ def run_guard(
     repro: Path | None = None,
     fail_fast: bool = False,
     jobs: int | None = None,
+    report: Callable[[list[CheckResult]], object] = lambda found: None,
 ) -> list[CheckResult]:
     """All checks, each process on one thread: on tensors this small a second one costs more than it brings.
 
@@ -56,6 +57,7 @@ def run_guard(
         repro: folder for reduced cases of what failed; it is made when there is one.
         fail_fast: end with the first section that fails, and what runs beside it.
         jobs: processes at a time; None: see `num_workers`.
+        report: called with each section's results as it ends.
 
     Raises:
         ConfigError: no section is left, or none has these levels; nothing has run.
@@ -83,6 +85,7 @@ def run_guard(
         for check, found, seconds in _sections(chosen, runs, advance, pool):
             started = time.perf_counter() - begin - seconds
             results[check.section] = [_with_moment(result, started, seconds) for result in found]
+            report(results[check.section])
             if fail_fast and not all(result.passed for result in found):
                 break
         else:

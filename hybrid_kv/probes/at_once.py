@@ -22,7 +22,8 @@ def ask_at_once(
 ) -> None:
     """`guarded.ask` for every setting. `guarded` and `report` get each outcome in this process, as it comes."""
     queue: SimpleQueue[Outcome] = CONTEXT.SimpleQueue()
-    names = guarded.kind.name, guarded.against.name if guarded.against is not None else None
+    kind, against = guarded.kind, guarded.against
+    names = kind.name, getattr(kind, "python", None), against.name if against is not None else None
     doubted = [dtype for dtype, judge in guarded.judges.items() if not judge.trusted]
     given = (*names, guarded.folder, guarded.seed, guarded.amount, guarded.shortest, doubted, queue)
     with processes(min(jobs, len(matrix)), _start, *given) as pool:
@@ -41,6 +42,7 @@ def ask_at_once(
 
 def _start(
     kind: str,
+    python: str | None,
     against: str | None,
     folder: str,
     seed: int,
@@ -50,7 +52,7 @@ def _start(
     queue: SimpleQueue[Outcome],
 ) -> None:
     global _worker
-    guarded = Guarded(kind_of(kind), folder, kind_of(against) if against is not None else None, seed, amount)
+    guarded = Guarded(kind_of(kind, python), folder, kind_of(against) if against is not None else None, seed, amount)
     guarded.shortest = shortest
     for dtype in doubted:
         guarded.judge_of({"dtype": dtype}).trusted = False

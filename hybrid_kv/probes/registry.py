@@ -14,7 +14,8 @@ from hybrid_kv.targets.target import Answer, Ask
 if TYPE_CHECKING:
     from hybrid_kv.probes.traffic import Traffic
 
-Verdict = Literal["right", "wrong", "inconclusive", "void", "not supported"]
+# "as before": the engine's old build says the same.
+Verdict = Literal["right", "wrong", "inconclusive", "void", "not supported", "as before"]
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,7 @@ def _check(case: Case) -> None:
 def write_files(case: Case, folder: Path) -> list[Path]:
     """The JSON and the text."""
     text = to_json(case)
-    slug = re.sub(r"\W+", "-", f"{case.target}-{case.probe}").strip("-")
+    slug = re.sub(r"\W+", "-", f"{case.target} {case.probe}").strip("-")  # a target may be a URL
     stem = folder / f"{slug}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
     folder.mkdir(parents=True, exist_ok=True)
     written = []

@@ -13,6 +13,27 @@ from hybrid_kv.probes.registry import load_probes
 from hybrid_kv.probes.session import Outcome
 from hybrid_kv.targets.target import Kind
 
+FINE = ("right", "not supported", "as before")
+
+
+def compare_with(old: Guarded, seen: Sequence[Outcome], jobs: int = 1, size: Size = "full") -> None:
+    """Make each verdict that an old build of the engine shares "as before": it is no news of the new one."""
+    doubtful = [one for one in seen if one.verdict not in FINE]
+    if not doubtful:
+        return
+    cells = [dict(one.settings) for one in seen if one in doubtful or old.is_plain(one.settings)]
+    select = ["alone", *(one.probe for one in doubtful)]  # a start is no probe
+    distinct = [cell for i, cell in enumerate(cells) if cell not in cells[:i]]
+    known = [(one.probe, one.settings, _signs(one)) for one in guard(old, distinct, select, jobs=jobs, size=size)]
+    for one in doubtful:
+        if (one.probe, one.settings, _signs(one)) in known:
+            one.verdict, one.failures = "as before", []
+
+
+def _signs(outcome: Outcome) -> tuple[str, ...]:
+    """Of equal outcomes: the verdict, and of what is wrong the words without their numbers."""
+    return outcome.verdict, *(failure.last_words for failure in outcome.failures)
+
 
 def default_matrix(kind: Kind, size: Size = "full") -> list[Settings]:
     """The plainest engine, each level of the prefix cache, and with the last of these each other level by itself.

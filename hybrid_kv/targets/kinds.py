@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import cast
 
 from hybrid_kv.config import ConfigError
@@ -12,11 +13,14 @@ from hybrid_kv.targets.target import Kind
 KINDS = ("ours", "serve", "mlx", "vllm", "transformers")  # a file of `targets` each
 
 
-def kind_of(name: str) -> Kind:
+def kind_of(name: str, python: str | Path | None = None) -> Kind:
     """The engine of that name, or the server at that address.
 
+    Args:
+        python: of the environment that has the engine, instead of the one that `remote.python_of` finds.
+
     Raises:
-        ConfigError: there is no such engine.
+        ConfigError: there is no such engine, or it runs in this Python.
     """
     if name == "serve" or name.startswith(("http://", "https://")):
         require("aiohttp", "pydantic")
@@ -26,4 +30,11 @@ def kind_of(name: str) -> Kind:
         return Address(name)
     if name not in KINDS:
         raise ConfigError(f"--target {name}: there is no such engine; use one of {', '.join(KINDS)}, or a server's URL")
-    return cast(Kind, import_module(f"hybrid_kv.targets.{name}"))
+    kind = cast(Kind, import_module(f"hybrid_kv.targets.{name}"))
+    if python is None:
+        return kind
+    if not hasattr(kind, "package"):
+        raise ConfigError(f"--python {python}: {name} runs in this Python; leave it out")
+    from hybrid_kv.targets.remote import build_of
+
+    return build_of(kind, kind.package, str(python))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from hybrid_kv.targets.remote import Remote, python_of
 
-name = "mlx"
+name, package = "mlx", "mlx_lm"
 size = "tiny"
 factors = {
     # kept: a caller goes on with a request's cache; saved: through a file; lru: what the server does.
@@ -19,4 +19,4 @@ factors = {
 
 def start(folder: str, settings: Mapping[str, str]) -> Remote:
     """See `targets.target.Kind`."""
-    return Remote(name, python_of(name, "mlx_lm"), folder, settings)
+    return Remote(name, python_of(name, package), folder, settings)

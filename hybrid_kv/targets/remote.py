@@ -13,12 +13,14 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from hybrid_kv import environment
 from hybrid_kv.config import ConfigError
-from hybrid_kv.targets.target import Answer, Ask, TargetError
+from hybrid_kv.targets.target import Answer, Ask, Kind, TargetError
 
 WORKERS = Path(__file__).parent / "workers"
 START_SECONDS = 600.0  # vLLM takes about one minute
@@ -27,24 +29,36 @@ END_SECONDS = 20.0
 
 
 def python_of(name: str, package: str) -> str:
-    """The interpreter that has the engine: `HYBRID_KV_PYTHON_<NAME>`, `.venv-<name>` here, or this one.
+    """The interpreter that has the engine: `.venv-<name>` here, or this one.
 
     Raises:
         ConfigError: none has it.
     """
     from importlib.util import find_spec
 
-    variable, given = environment.interpreter_of(name)
-    if given:
-        if not Path(given).exists():
-            raise ConfigError(f"{variable}={given}: there is no such file; give a Python that has {package}")
-        return given
     own = Path(f".venv-{name}") / "bin" / "python"
     if own.exists():
         return str(own.absolute())
     if find_spec(package) is None:
-        raise ConfigError(f"{name} is not installed: run `make peers`, or name a Python that has it in {variable}")
+        raise ConfigError(f"{name} is not installed: run `make peers`, or name a Python that has it with --python")
     return sys.executable
+
+
+def build_of(kind: Kind, package: str, python: str) -> Kind:
+    """An engine in the environment of a Python that the user names.
+
+    Raises:
+        ConfigError: it is no Python, or its environment lacks the package.
+    """
+    finds = f"import sys, importlib.util as u; sys.exit(u.find_spec({package!r}) is None)"
+    try:
+        has_it = not subprocess.run([python, "-c", finds], capture_output=True, check=False).returncode
+    except OSError as error:
+        raise ConfigError(f"{python}: {error.strerror}; give the Python of an environment") from None
+    if not has_it:
+        raise ConfigError(f"{python} has no {package}; give the Python of an environment with it")
+    start = partial(Remote, kind.name, python)
+    return SimpleNamespace(name=kind.name, size=kind.size, factors=kind.factors, python=python, start=start)
 
 
 class Worker:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from hybrid_kv.targets.remote import Remote, python_of
 
-name = "vllm"
+name, package = "vllm", "vllm"
 size = "small"  # its kernels for CPUs refuse the tiny one's widths
 # A default guard runs them in this order: the slowest first, so that no core waits at the end; what vLLM rejects or
 # dies of at its start last.
@@ -29,4 +29,4 @@ factors = {
 
 def start(folder: str, settings: Mapping[str, str]) -> Remote:
     """See `targets.target.Kind`."""
-    return Remote(name, python_of(name, "vllm"), folder, settings)
+    return Remote(name, python_of(name, package), folder, settings)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from hybrid_kv.cli.options import AsJson, OutFile, Record, ResultsFolder, rows_file, show
+from hybrid_kv.cli.options import AsJson, JUnitFile, OutFile, Record, ResultsFolder, rows_file, show
 
 if TYPE_CHECKING:
     from mutants.runner.mutant import Mutant
@@ -49,6 +49,7 @@ def mutants(
     ] = False,
     as_json: AsJson = False,
     out: OutFile = None,
+    junit_xml: JUnitFile = None,
     results: ResultsFolder = None,
     record: Record = False,
 ) -> None:
@@ -57,6 +58,7 @@ def mutants(
 
     from tqdm.auto import tqdm
 
+    from hybrid_kv.ci import Verdict, published
     from hybrid_kv.errors import ConfigError, require
     from hybrid_kv.files import check_outputs
     from hybrid_kv.results import append_rows
@@ -80,7 +82,7 @@ def mutants(
     ):
         raise ConfigError(f"--by {by}: generated mutants are killed by quick or tests, known bugs by all but tests")
     csv = rows_file("mutants.csv", results, record)
-    check_outputs(out)
+    check_outputs(out, junit_xml)
     rows: list[Row] = []
     chosen: Sequence[Mutant]
     if is_generated:
@@ -93,12 +95,14 @@ def mutants(
     way = by or "quick"
     recorded = {mutant.id: "+".join(mutant.ways(way)) if is_generated else way for mutant in chosen}
     found = run.run_all(chosen, way, run.MutationRun(limit, repro), jobs)
-    for row in (bar := tqdm(found, total=len(chosen), unit="mutant", desc="mutants")):
-        rows.append(row)  # An hour's work is shown and kept as it comes.
-        append_rows(csv, row.records(recorded[row.id]))
-        case = f"; {row.reduced}" if row.reduced else ""
-        what = f"{row.section or 'nothing'} {row.rule}".strip() + (f", {row.problem}" if row.problem else "")
-        bar.write(f"{row.id}: {what} after {row.seconds:.1f} s{case}", file=sys.stderr)
+    with published("hybrid-kv mutants", junit_xml) as keep:
+        for row in (bar := tqdm(found, total=len(chosen), unit="mutant", desc="mutants")):
+            rows.append(row)  # An hour's work is shown and kept as it comes.
+            keep([Verdict(one.id, "failed" if one.problem else "ok", one.problem, one.seconds) for one in rows])
+            append_rows(csv, row.records(recorded[row.id]))
+            case = f"; {row.reduced}" if row.reduced else ""
+            what = f"{row.section or 'nothing'} {row.rule}".strip() + (f", {row.problem}" if row.problem else "")
+            bar.write(f"{row.id}: {what} after {row.seconds:.1f} s{case}", file=sys.stderr)
     rows.sort(key=lambda row: row.id)
     document = {"by": by or "default", "mutants": [asdict(row) for row in rows]}
     table = _print_survivors if is_generated else _print_table

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from hybrid_kv.guard import run as guard_run
 from hybrid_kv.guard.registry import CheckResult
+from hybrid_kv.results import read_rows
 from tests.cli.run import run
 
 
@@ -19,8 +21,11 @@ def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]
     calls: list[dict[str, Any]] = []
 
     def note(amount: dict[str, int], seed: int, **options: Any) -> list[CheckResult]:
+        report = options.pop("report")
         calls.append({"seed": seed, **options})
-        return [CheckResult("layout", "views", True, 0, "views", "0", 1, 0.1)]
+        found = [CheckResult("layout", "views", True, 0, "views", "0", 1, 0.1)]
+        report(found)
+        return found
 
     monkeypatch.setattr(guard_run, "run_guard", note)
     monkeypatch.chdir(tmp_path)
@@ -92,6 +97,23 @@ def test_sections_are_chosen_by_a_part_of_their_name(
     assert ran == [{"seed": 0, "device": "cpu", "select": ["cost", "lay"], "only": {"mode": "align"}, **rest}]
 
 
+def test_what_has_ended_is_on_disk_if_the_next_section_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any, report: Any, **options: Any) -> None:
+        report([CheckResult("layout", "views", False, 3, "views", "0", 1, 0.1, "page 1 is elsewhere")])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(guard_run, "run_guard", interrupted)
+    code, out, _ = run(capsys, "guard", "--out", "out.json", "--junit-xml", "out.xml")
+    assert code == 130 and out.splitlines()[0] == "layout            0.1 s  1 FAILED of 1 checks"
+    document = json.loads(Path("out.json").read_text())
+    assert not document["passed"] and not document["complete"] and len(document["checks"]) == 1
+    assert read_rows("out/guard.csv")["verdict"].tolist()[0] == "fail"
+    failures = [one.get("message") for one in ElementTree.parse("out.xml").iter("failure")]
+    assert failures == ["page 1 is elsewhere", "ended early: KeyboardInterrupt"]
+
+
 def test_rows_that_cannot_be_kept_do_not_cost_the_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -101,4 +123,4 @@ def test_rows_that_cannot_be_kept_do_not_cost_the_table(
     monkeypatch.setattr("hybrid_kv.results.append_rows", full)
     code, out, err = run(capsys, "guard")
     assert (code, err) == (2, "error: No space left on device\n")
-    assert "1 of 1 checks passed" in out
+    assert out == "layout            0.1 s  1 check ok\n"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from contextlib import nullcontext
+from xml.etree import ElementTree
 
 import pytest
 
@@ -16,10 +18,13 @@ from tests.probes.toy import ToyKind, ToyOracle
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch, tmp_path):
-    """The toy engine."""
+    """The toy engine; one of its builds is old."""
     kinds = {"toy": ToyKind(), "broken": ToyKind(bug="hit")}
+    builds = {"old/broken": kinds["broken"], "old/sound": kinds["toy"]}
     known = target.kind_of
-    monkeypatch.setattr(target, "kind_of", lambda name: kinds.get(name) or known(name))
+    monkeypatch.setattr(
+        target, "kind_of", lambda name, python=None: builds.get(python) or kinds.get(name) or known(name, python)
+    )
     monkeypatch.setattr(target, "model_folder", lambda model: nullcontext(str(tmp_path)))
     monkeypatch.setattr(guarded, "Oracle", lambda folder, dtype: ToyOracle())
     (tmp_path / "config.json").write_text('{"model_type": "toy", "vocab_size": 50}')
@@ -31,15 +36,18 @@ QUICK = ("guard", "--quick", "--matrix", "prefix=on", "-k", "repeat")
 
 def test_a_sound_engine_ends_with_0_and_writes_nothing(capsys, tmp_path):
     code, out, _ = run(capsys, *QUICK, "--target", "toy")
-    assert code == 0 and "toy 1.0, qwen3_5_text" in out and "right, 24" in out
-    assert out.splitlines()[-1] == "64 answers, 1,958 tokens with their prompts; 64 judged right or wrong"
+    assert code == 0 and out.splitlines()[0] == "plain: 2 right"
+    assert (
+        out.splitlines()[-1]
+        == "toy 1.0, qwen3_5_text: 64 answers, 1,958 tokens with their prompts; 64 judged right or wrong"
+    )
     assert not (tmp_path / "repro").exists()
 
 
 def test_a_family_is_made_in_the_size_that_the_engine_takes(capsys, monkeypatch):
     kind = ToyKind()
     kind.size = "small"
-    monkeypatch.setattr(target, "kind_of", lambda name: kind)
+    monkeypatch.setattr(target, "kind_of", lambda name, python: kind)
     models = []
     monkeypatch.setattr(target, "model_folder", lambda model: models.append(model) or nullcontext("."))
     for model in ("lfm2", "lfm2:tiny", "some/hub-id"):
@@ -97,6 +105,14 @@ def test_a_wrong_answer_ends_with_1_and_can_be_played_again(capsys, tmp_path):
     assert code == 0 and ": right" in out
 
 
+@pytest.mark.parametrize(("old", "code", "word"), [("old/sound", 1, "wrong"), ("old/broken", 0, "as before")])
+def test_what_an_old_build_has_too_is_no_news(capsys, tmp_path, old, code, word):
+    found, out, _ = run(capsys, *QUICK, "--target", "broken", "--against", old, "--junit-xml", "deep/tests.xml")
+    assert found == code and word in out and (tmp_path / "repro").exists() == bool(code)
+    suite = ElementTree.parse(tmp_path / "deep/tests.xml").find("testsuite")
+    assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("4", str(code), str(1 - code))
+
+
 @pytest.mark.parametrize(
     ("verdicts", "code"),
     [(["right", "void"], 3), (["void", "wrong"], 1), (["inconclusive"], 1), (["not supported"], 0)],
@@ -115,7 +131,10 @@ def test_void_alone_has_an_exit_code_of_its_own(capsys, monkeypatch, verdicts, c
         (["--target", "toy", "-k", "nothing"], "no probe has this in its name"),
         (["--target", "toy", "--record"], "--target does not go with --record"),
         (["--against", "toy"], "name it with --target"),
-        (["--replay", "config.json", "--target", "toy"], "--target does not go with --replay"),
+        (["--replay", "config.json", "--target", "toy"], "--replay does not go with --target"),
+        (["--target", "ours", "--python", "x"], "--python x: ours runs in this Python; leave it out"),
+        (["--target", "vllm", "--python", "no/python"], "no/python: No such file or directory; give the Python of"),
+        (["--target", "vllm", "--against", sys.executable], f"{sys.executable} has no vllm; give the Python of"),
         (["--replay", "config.json"], "config.json is no scenario"),
     ],
 )

@@ -14,7 +14,7 @@ import pytest
 
 from hybrid_kv.guard import run as module
 from hybrid_kv.guard.registry import CHECKS, CheckResult, Run, load_checks
-from hybrid_kv.guard.report import document, first_failure, print_results
+from hybrid_kv.guard.report import document, first_failure, print_closing
 from hybrid_kv.guard.run import run_guard
 
 FEW = {"exact model": 8, "costs": 1, "accuracy": 4}
@@ -47,7 +47,7 @@ def test_the_first_failure_is_a_metric(toys: dict[str, int], capsys: pytest.Capt
     first = first_failure(results)
     assert first is not None and first["section"] == "costs" and 0.25 <= first["seconds"] < 0.5
     assert document(results, 0)["first_failure"] == first
-    print_results(results)
+    print_closing(results)
     assert f"first failure: costs, after {first['seconds']:.1f} s\n" in capsys.readouterr().out
     assert first_failure(results[:1]) is None
 

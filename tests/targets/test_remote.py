@@ -108,20 +108,14 @@ def test_an_engine_that_hangs_is_ended(start: Start, monkeypatch: pytest.MonkeyP
         target.counters()
 
 
-def test_the_python_of_an_engine_is_the_one_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_of_an_engine_is_its_own_or_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("HYBRID_KV_PYTHON_TOY", raising=False)
     with pytest.raises(ConfigError, match="toy is not installed"):
         python_of("toy", "no_such_package")
     own = tmp_path / ".venv-toy" / "bin" / "python"
     own.parent.mkdir(parents=True)
     own.touch()
     assert python_of("toy", "no_such_package") == str(own)
-    monkeypatch.setenv("HYBRID_KV_PYTHON_TOY", sys.executable)
-    assert python_of("toy", "no_such_package") == sys.executable
-    monkeypatch.setenv("HYBRID_KV_PYTHON_TOY", "/nowhere/python")
-    with pytest.raises(ConfigError, match="/nowhere/python: there is no such file"):
-        python_of("toy", "no_such_package")
 
 
 def test_a_bad_value_inside_the_engine_is_its_own(start: Start) -> None:

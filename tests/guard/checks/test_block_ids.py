@@ -8,7 +8,7 @@ import pytest
 
 from hybrid_kv.guard.checks.block_ids import check_expansion
 from hybrid_kv.guard.registry import Run
-from hybrid_kv.guard.report import document, print_results, result_rows
+from hybrid_kv.guard.report import document, print_closing, result_rows
 from hybrid_kv.timing import block_ids, fitness
 from hybrid_kv.timing.clock import Interval
 
@@ -23,7 +23,7 @@ def test_a_verdict_from_an_unfit_machine_carries_the_mark(
     results = check_expansion(Run(1))
     marks = {row.params.get("unfit", "") for row in result_rows(results)}
     assert marks == {why} and document(results, 0)["unfit"] == why
-    print_results(results)
+    print_closing(results)
     end = f"1 of 1 checks passed; unfit machine: {why}\n" if why else "1 of 1 checks passed\n"
     assert capsys.readouterr().out.endswith(end)
     assert (results[0].value, results[0].interval) == (900.0, (800.0, 1000.0))

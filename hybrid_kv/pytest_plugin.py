@@ -1,0 +1,95 @@
+"""`pytest --hybrid-kv-target URL`: each probe of an engine is a test item. Without the option nothing is imported."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from hybrid_kv.probes.registry import Probe
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The engine, and what it serves."""
+    group = parser.getgroup("hybrid-kv", "probes of an engine's cache")
+    group.addoption("--hybrid-kv-target", metavar="URL|ENGINE", help="Probe this engine: hybrid-kv guard --target.")
+    group.addoption("--hybrid-kv-model", metavar="FAMILY|FOLDER|HUB", help="The model that it serves.")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -k chooses among the items
+def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Add each probe, in the plainest setting and each level of the prefix cache that the engine has.
+
+    Raises:
+        pytest.UsageError: the engine or its model is not known, or a package is missing.
+    """
+    if (target := config.getoption("--hybrid-kv-target")) is None:
+        return
+    from hybrid_kv.errors import HybridKVError
+    from hybrid_kv.probes.run import default_matrix
+    from hybrid_kv.targets.kinds import kind_of
+
+    try:
+        if (model := config.getoption("--hybrid-kv-model")) is None:
+            raise HybridKVError("--hybrid-kv-target needs --hybrid-kv-model: the family, folder or hub id that it has")
+        for settings in default_matrix(kind_of(target), "quick"):
+            items += Setting.from_parent(session, target=target, model=model, settings=settings).collect()
+    except (HybridKVError, ModuleNotFoundError) as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+class Setting(pytest.Collector):
+    """An engine in one setting, started for its first item and closed behind its last."""
+
+    def __init__(self, target: str, model: str, settings: dict[str, str], **given: Any) -> None:
+        levels = ",".join(f"{factor}={level}" for factor, level in settings.items()) or "plain"
+        super().__init__(name=f"hybrid-kv[{levels}]", **given)
+        self.target, self.model, self.settings = target, model, settings
+
+    def collect(self) -> list[Item]:
+        from hybrid_kv.probes.registry import load_probes
+
+        return [Item.from_parent(self, name=one.name, probe=one) for one in load_probes()]
+
+    def setup(self) -> None:
+        from hybrid_kv.errors import HybridKVError
+        from hybrid_kv.probes.guarded import Guarded
+        from hybrid_kv.targets.kinds import kind_of
+        from hybrid_kv.targets.models import model_folder
+        from hybrid_kv.threads import threads_for
+
+        stack = ExitStack()
+        self.addfinalizer(stack.close)
+        try:
+            folder = stack.enter_context(model_folder(self.model))
+            stack.enter_context(threads_for(folder))
+            self.guarded = Guarded(kind_of(self.target), folder)
+            stack.callback(self.guarded.close)
+            self.engine = self.guarded.session(self.settings)
+        except HybridKVError as error:
+            pytest.fail(str(error), pytrace=False)
+        stack.callback(lambda: self.engine.target.close())  # a probe may have started another one
+
+
+class Item(pytest.Item):
+    """A probe in its parent's setting; one that is void or inconclusive fails, too."""
+
+    def __init__(self, probe: Probe, **given: Any) -> None:
+        super().__init__(**given)
+        self.probe = probe
+
+    def runtest(self) -> None:
+        setting = self.parent
+        assert isinstance(setting, Setting)
+        outcome = setting.engine.run(self.probe, setting.guarded.vocab_size)
+        setting.guarded.hear(outcome)
+        if outcome.verdict == "not supported":
+            pytest.skip(outcome.detail)
+        if outcome.verdict != "right":
+            again = f"hybrid-kv guard --target {setting.target} --model {setting.model} -k '{self.name}'"
+            pytest.fail(f"{outcome.verdict}: {outcome.detail}\nreduce it: {again}", pytrace=False)
+
+    def reportinfo(self) -> tuple[Any, None, str]:
+        return self.path, None, self.nodeid.lstrip(":")
