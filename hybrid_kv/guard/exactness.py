@@ -273,8 +273,9 @@ class Alone:
         runs = self._run(llm, order, preempting(cell.get("preempts", 0)))
         for place, (i, output, logits) in enumerate(runs):
             alone, expected = self.known[i]
-            if place >= len(self.prompts) and llm.manager.enable_prefix_caching:
-                found.wrong_hits = found.wrong_hits or _wrong_hit(output, llm.manager.hit_granularity)
+            has_all = llm.manager.enable_prefix_caching and not llm.manager.pool.num_evictions
+            if place >= len(self.prompts) and has_all and not found.wrong_hits:
+                found.wrong_hits = _wrong_hit(output, llm.manager.hit_granularity)
             if output.token_ids == alone.token_ids:
                 found.compare(output, logits, expected)
             else:
@@ -314,7 +315,7 @@ class Alone:
 
 
 def _wrong_hit(output: RequestOutput, unit: int) -> str:
-    """Of a prompt that ran before, in a pool with room: all but the last token is there, up to a boundary."""
+    """Of a prompt that ran before, nothing being lost: all but the last token is there, up to a boundary."""
     due = (len(output.prompt_token_ids) - 1) // unit * unit
     return (
         ""
