@@ -21,6 +21,7 @@ from hybrid_kv.guard.play import rule_of
 from hybrid_kv.guard.poison import poison
 from hybrid_kv.guard.scenario import ScriptedProposer, SmallBlocksFirst, SmallKVFirst
 from hybrid_kv.models.config_file import ConfigFile
+from hybrid_kv.models.interface import Model
 from hybrid_kv.models.registry import head_of
 from hybrid_kv.observe import EngineObserver
 from hybrid_kv.request import ScheduledRequest
@@ -140,22 +141,25 @@ class Exactness(Compared):
     """What one cell gave beside each request alone.
 
     Attributes:
+        wrong_hits: the first request of a second helping that did not find all that it could, in words.
         wrong_drafts: places where a head's drafts differ from those that the request gets alone, of `num_drafts`.
         void: why the cell showed nothing, or empty.
     """
 
+    wrong_hits: str = ""
     num_drafts: int = 0
     wrong_drafts: int = 0
     void: str = ""
 
     @property
     def rule(self) -> str:
-        """The first that is broken: `logits`, `tokens`, `drafts` or the engine's error; empty if none."""
+        """The first that is broken: `logits`, `tokens`, `hits`, `drafts` or the engine's error; empty if none."""
         if self.error[0]:
             return self.error[0]
         if self.worst > self.limit:
             return "logits"
-        return "tokens" if self.num_wrong else "drafts" if self.wrong_drafts else ""
+        found = {"tokens": self.num_wrong, "hits": self.wrong_hits, "drafts": self.wrong_drafts}
+        return next((rule for rule, wrong in found.items() if wrong), "")
 
     @property
     def problem(self) -> str:
@@ -164,12 +168,13 @@ class Exactness(Compared):
             "": self.void,
             "logits": f"a logit differs by {self.worst:.2g} at {self.where}",
             "tokens": f"{self.num_wrong} requests got other tokens",
+            "hits": self.wrong_hits,
             "drafts": f"{self.wrong_drafts} of {self.num_drafts} times a request got other drafts than alone",
         }
         return words.get(self.rule, self.error[1])
 
 
-class _DraftRecorder(EngineObserver):
+class DraftRecorder(EngineObserver):
     """The drafts that steps verify."""
 
     def __init__(self, order: Sequence[int]) -> None:
@@ -194,6 +199,10 @@ class Alone:
         seed: of the prompts, if none are given.
         again: of the prompts those that are sent again behind all others; None: every other.
         max_tokens: of each answer.
+
+    Attributes:
+        given: what engines are made of, the folder or the model that was loaded from it.
+        known: output and logits of each prompt.
     """
 
     def __init__(
@@ -205,16 +214,19 @@ class Alone:
         max_tokens: int = NUM_NEW,
     ) -> None:
         self.folder = folder
-        self._params = SamplingParams(max_tokens=max_tokens)
-        self._llm = self._engine()
-        unit = max(group.spec.block_size for group in self._engine(mamba_cache_mode="all").plan.config.groups)
+        self.given: str | Path | Model = folder
+        self.params = SamplingParams(max_tokens=max_tokens)
+        self._eos_token_ids: frozenset[int] = frozenset()
+        self._llm = self.engine()
+        self._eos_token_ids = self._llm.eos_token_ids  # a model without its folder has none
+        unit = max(group.spec.block_size for group in self.engine(mamba_cache_mode="all").plan.config.groups)
         self.max_model_len, self.vocab_size = self._llm.config.scheduler.max_model_len, self._llm.model.vocab_size
         longest = self.max_model_len - NUM_NEW
         self.prompts = [*prompts] or _prompts(random.Random(seed), unit, longest, self.vocab_size)
         self.again = tuple(range(0, len(self.prompts), 2) if again is None else again)
-        self.block_size = unit
+        self.block_size, self.model = unit, self._llm.model
         self._drafts: dict[str, Drafts] = {}
-        self._known = [next(iter(record_logits(self._llm, [prompt], self._params))) for prompt in self.prompts]
+        self.known = [next(iter(record_logits(self._llm, [prompt], self.params))) for prompt in self.prompts]
 
     def cells(self) -> list[Cell]:
         """Those that the model can be run in."""
@@ -225,10 +237,13 @@ class Alone:
         has_head = head is not None and bool(head.shapes(file))
         return [*SLOTS_CELLS, *(RECOMPUTE_CELLS if recomputes else ()), *(MTP_CELLS if has_head else ())]
 
-    def _engine(self, **options: Any) -> LLM:
+    def engine(self, **options: Any) -> LLM:
+        """One of this checkpoint, with these options beside the usual ones."""
         dtype = options.get("dtype", "float64")
         defaults = {"dtype": dtype, "mamba_ssm_cache_dtype": dtype, "max_num_seqs": 4, "max_model_len": 512}
-        return LLM(self.folder, device="cpu", **defaults | options)
+        llm = LLM(self.given, device="cpu", **defaults | options)
+        llm.eos_token_ids |= self._eos_token_ids
+        return llm
 
     def check(self, cell: Cell) -> Exactness:
         """All requests at once in an engine of this kind, and some of them again behind the others."""
@@ -239,7 +254,7 @@ class Alone:
 
     def _check(self, cell: Cell) -> Exactness:
         options = engine_options(cell)
-        sequences = [[*output.prompt_token_ids, *output.token_ids] for output, _ in self._known]
+        sequences = [[*output.prompt_token_ids, *output.token_ids] for output, _ in self.known]
         order = [*range(len(self.prompts)), *self.again]
         if "script" in cell:
             lengths = [len(self.prompts[i]) for i in order]
@@ -250,13 +265,17 @@ class Alone:
             options["num_speculative_tokens"] = K
         if cell.get("to_the_end"):
             options["max_model_len"] = max(map(len, sequences))
-        llm = self._engine(**options)
+        llm = self.engine(**options)
         poison(llm)
-        recorder = _DraftRecorder(order)
+        recorder = DraftRecorder(order)
         llm.observers.append(recorder)
         found = Exactness(cell)
-        for i, output, logits in self._run(llm, order, preempting(cell.get("preempts", 0))):
-            alone, expected = self._known[i]
+        runs = self._run(llm, order, preempting(cell.get("preempts", 0)))
+        for place, (i, output, logits) in enumerate(runs):
+            alone, expected = self.known[i]
+            has_all = llm.manager.enable_prefix_caching and not llm.manager.pool.num_evictions
+            if place >= len(self.prompts) and has_all and not found.wrong_hits:
+                found.wrong_hits = _wrong_hit(output, llm.manager.hit_granularity)
             if output.token_ids == alone.token_ids:
                 found.compare(output, logits, expected)
             else:
@@ -265,20 +284,20 @@ class Alone:
         found.num_drafts = len(recorder.found)
         found.void = "; ".join(_void(found, llm))
         if "speculative_method" in cell:
-            alone_drafts = self._drafts_alone(cell.get("mamba_cache_mode", "none"))
+            alone_drafts = self.drafts_alone(cell.get("mamba_cache_mode", "none"))
             pairs = [(drafts, alone_drafts[key]) for key, drafts in recorder.found.items() if key in alone_drafts]
             found.wrong_drafts = sum(a[: len(b)] != b[: len(a)] for a, b in pairs)
             found.void = found.void or "void: no drafts to compare" * (not pairs)
         return found
 
-    def _drafts_alone(self, mode: str) -> Drafts:
+    def drafts_alone(self, mode: str) -> Drafts:
         """The head's, of each request by itself. The mode decides which keys the head sees (`models.mtp`)."""
         if mode not in self._drafts:
-            llm = self._engine(mamba_cache_mode=mode, speculative_method="mtp", num_speculative_tokens=K)
-            recorder = _DraftRecorder(range(len(self.prompts)))
+            llm = self.engine(mamba_cache_mode=mode, speculative_method="mtp", num_speculative_tokens=K)
+            recorder = DraftRecorder(range(len(self.prompts)))
             llm.observers.append(recorder)
             for prompt in self.prompts:
-                llm.generate([prompt], self._params, progress=False)
+                llm.generate([prompt], self.params, progress=False)
                 llm.reset_prefix_cache()
             self._drafts[mode] = recorder.found
         return self._drafts[mode]
@@ -289,10 +308,23 @@ class Alone:
         """Every prompt, then the second helping; in between nothing is left on the device if the host has a copy."""
         first = len(self.prompts)
         for wave in (order[:first], order[first:]):
-            outputs = record_logits(llm, [self.prompts[i] for i in wave], self._params, disturb)
+            outputs = record_logits(llm, [self.prompts[i] for i in wave], self.params, disturb)
             yield from ((i, *found) for i, found in zip(wave, outputs, strict=True))
             if llm.manager.offload is not None:
                 llm.reset_prefix_cache()
+
+
+def _wrong_hit(output: RequestOutput, unit: int) -> str:
+    """Of a prompt that ran before, nothing being lost: all but the last token is there, up to a boundary."""
+    due = (len(output.prompt_token_ids) - 1) // unit * unit
+    return (
+        ""
+        if output.cached_tokens == due
+        else (
+            f"request {output.request_id} finds {output.cached_tokens} of its {len(output.prompt_token_ids)} tokens "
+            f"cached, {due} are due"
+        )
+    )
 
 
 def logit_difference(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:

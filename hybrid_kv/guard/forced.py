@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -235,6 +236,7 @@ def _second_turn(seed: int, rng: np.random.Generator, mode: str) -> Scenario:
         layers=layers,
         K=int(rng.integers(2, 6)),
         drafts=str(rng.choice(["right", "beyond"])),
+        max_num_seqs=1,
     )
 
 
@@ -352,19 +354,23 @@ def _salts_apart(seed: int, rng: np.random.Generator) -> Scenario:
     return _scenario(seed, rng, prompts, params, waves=(1, 1, 1), modes=("align", "all", "attention"))
 
 
-@_forces("stop_inside_drafts")
+@_forces("stop_inside_drafts", "one_row_with_drafts")
 def _stop_inside_drafts(seed: int, rng: np.random.Generator) -> Scenario:
     (prompt,) = _draw(rng, 9)
     answer = answer_book("M*").without_stop(prompt, SamplingParams(max_tokens=12), 96)
     # The first step's draft goes on behind the stop token.
     params = [SamplingParams(max_tokens=12, stop_token_ids=(answer[2],)), SamplingParams(max_tokens=12)]
-    return _scenario(seed, rng, [prompt, prompt], params, waves=(1, 1), layers="M*", K=5, drafts="right")
+    return _scenario(
+        seed, rng, [prompt, prompt], params, waves=(1, 1), layers="M*", K=5, drafts="right", max_num_seqs=1
+    )
 
 
-@_forces("mixed_sampling")
+@_forces("mixed_sampling", "top_k_beside_top_p", "logprobs_of_sampled", "prompt_logprobs")
 def _mixed_sampling(seed: int, rng: np.random.Generator) -> Scenario:
-    params = [SamplingParams(max_tokens=12), SamplingParams(max_tokens=12, temperature=2e8, seed=seed)]
-    return _scenario(seed, rng, _draw(rng, 9, 9), params, K=2, drafts="right")
+    prompts, hot = _draw(rng, 9, 9), SamplingParams(max_tokens=12, temperature=2e8, seed=seed)
+    both = replace(hot, max_tokens=20, top_k=5, top_p=0.6, logprobs=2, prompt_logprobs=2)
+    params = [SamplingParams(max_tokens=12, logprobs=0), hot, both]
+    return _scenario(seed, rng, [*prompts, prompts[0]], params, K=2, drafts="mixed")
 
 
 @_forces("one_step_late")

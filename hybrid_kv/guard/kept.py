@@ -254,7 +254,7 @@ class Kept(EngineObserver):
         self._store()
         self._holders.add(request_id)
         request = next(one for one in self._llm.scheduler.waiting if one.request_id == request_id)
-        is_asked = self._llm.manager.enable_prefix_caching
+        is_asked = self._llm.manager.enable_prefix_caching and request.params.reads_prefix_cache
         self.hits[request_id] = self._hit(self._tracks[int(request_id)], request.num_tokens) if is_asked else 0
 
     def _hit(self, track: Track, num_tokens: int) -> int:

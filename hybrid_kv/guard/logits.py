@@ -35,7 +35,7 @@ from hybrid_kv.guard.exactness import (
     preempting,
 )
 from hybrid_kv.guard.float64 import float64_pass
-from hybrid_kv.guard.play import rule_of, unwarned
+from hybrid_kv.guard.play import rule_of, unwarned, wrong_logprob
 from hybrid_kv.guard.poison import poison
 from hybrid_kv.guard.replay import check_size
 from hybrid_kv.kernels.ssd.host import in_chunks
@@ -111,33 +111,10 @@ class Found(Compared):
         chosen = whole[len(output.prompt_token_ids) - 1 :].argmax(-1)
         self.num_wrong += int((chosen != torch.tensor(output.token_ids)).sum())
         self.count(output, logits)
-        self.wrong_logprob = self.wrong_logprob or self._wrong_logprob(output, whole.log_softmax(-1))
-
-    def _wrong_logprob(self, output: RequestOutput, due: torch.Tensor) -> str:
-        """The first token whose log-probability is not `due`, or the best ones beside it.
-
-        Args:
-            due: [num_tokens - 1, vocab_size], of the tokens behind the first.
-        """
-        prompt, answer = output.prompt_token_ids, output.token_ids
-        given, begin = output.logprobs, len(prompt) - 1
-        if given is None:
-            return ""
-        if output.prompt_logprobs is not None:
-            given, begin = [*output.prompt_logprobs, *given], 0
-        where = f"{self.cell}, request {output.request_id}"
-        if len(given) != len(due) - begin:
-            return f"{where}: {len(given)} log-probabilities, not {len(due) - begin}"
-        num_top = self.cell["logprobs"]
-        for place, (one, row, token) in enumerate(zip(given, due[begin:], (prompt + answer)[begin + 1 :], strict=True)):
-            ids, values = [token, *(best for best, _ in one.top)], [one.logprob, *(value for _, value in one.top)]
-            found = torch.tensor([*values, *values[1:]], dtype=row.dtype)
-            expected = torch.cat([row[ids], row.topk(num_top).values])
-            # A log-probability is a difference of two logits, or of one and a mean of them.
-            if found.shape != expected.shape or float((found - expected).abs().max()) > 2 * self.limit:
-                due_values = expected[: 1 + num_top].tolist()
-                return f"{where}, token {begin + 1 + place}: log-probabilities {values}, not {due_values}"
-        return ""
+        num_top, due = self.cell.get("logprobs", 0), whole.log_softmax(-1)
+        # A log-probability is a difference of two logits, or of one and a mean of them.
+        if not self.wrong_logprob and (problem := wrong_logprob(output, due, num_top, 2 * self.limit)):
+            self.wrong_logprob = f"{self.cell}, request {output.request_id}{problem}"
 
 
 def beside_plain(case: LogitCase, folder: Path) -> Found:

@@ -323,7 +323,8 @@ class Observer(EngineObserver):
                 track.base = track.computed = begin
                 track.most = [0] * len(llm.plan.config.groups)
                 track.logical_blocks = [set() for _ in track.most]
-                limit = self.published.hit(track, request.num_tokens) if llm.manager.enable_prefix_caching else 0
+                reads = llm.manager.enable_prefix_caching and request.params.reads_prefix_cache
+                limit = self.published.hit(track, request.num_tokens) if reads else 0
                 kept = self._kept.hits[request.request_id]
                 if begin != kept or begin > limit or (self._exact_hits and begin < limit):
                     raise RuleError(

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence, Set
+from dataclasses import replace
 
 import torch
 
 from hybrid_kv.cache.modes import MODES
 from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.engine.llm import LLM, RequestOutput
-from hybrid_kv.guard.scenario import COMMON, Scenario, has_attention, num_states
+from hybrid_kv.guard.scenario import COMMON, Scenario, answer_book, has_attention, num_states
 from hybrid_kv.guard.step import Prefix, Ran, Track
 from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.kernels.recompute import RecomputeStep
+from hybrid_kv.sampling import SamplingParams
 
 # What a differential run must have seen, and what it means.
 REQUIRED = {
@@ -60,9 +62,13 @@ REQUIRED = {
     "once_more_at_max_model_len": "… and one step late the complete request runs once more",
     "strange_drafts": "a proposer gave something else than a token, or too many",
     "sampled": "a request with a temperature",
+    "top_k_beside_top_p": "a request that top-k alone and top-p alone would continue in other ways",
+    "logprobs_of_sampled": "log-probabilities of a request with a temperature",
+    "prompt_logprobs": "log-probabilities of a prompt, which is not read from the cache then",
     "refused": "a prompt that can never run, beside others that do",
     "accepted_draft": "a draft that was right",
     "rejected_draft": "a draft that was wrong",
+    "one_row_with_drafts": "accepted drafts in an engine of one row",
     "all_accepted": "two or more drafts, all accepted",
     "all_rejected": "two or more drafts, all rejected",
     "whole_batch_rejected": "two or more rows with drafts and nothing accepted",
@@ -248,6 +254,7 @@ class Patterns:
         crossed = end // size > item.num_computed_tokens // size
         seen["accepted_draft"] += accepted > 0
         seen["rejected_draft"] += accepted < drafts
+        seen["one_row_with_drafts"] += accepted > 0 and self._llm.config.scheduler.max_num_seqs == 1
         seen["all_accepted"] += drafts > 1 and accepted == drafts
         seen["all_rejected"] += drafts > 1 and not accepted
         seen["undrafted_after_accepts"] += track.accepted > 1 and not drafts
@@ -336,10 +343,21 @@ class Patterns:
         seen["sanitized"] += bool(self._llm.config.sanitize)
         if self._llm.manager.offload is not None:
             seen["offload_hit"] += self._llm.manager.offload.stats.loaded_blocks
+        requests = list(zip(scenario.prompts, scenario.params, strict=True))
+        seen["top_k_beside_top_p"] += sum(self._needs_both(*one) for one in requests)
+        seen["logprobs_of_sampled"] += sum(own.logprobs is not None and not own.is_greedy for _, own in requests)
+        seen["prompt_logprobs"] += sum(not own.reads_prefix_cache for _, own in requests)
         lengths = [len(prompt) for prompt in scenario.prompts]
         seen["sampled"] += sum(params.temperature > 0 for params in scenario.params)
         seen["short_prompt"] += sum(length < WINDOW for length in lengths)
         seen["exact_block"] += sum(length % self.block_size == 0 for length in lengths)
+
+    def _needs_both(self, prompt: Sequence[int], params: SamplingParams) -> bool:
+        if params.is_greedy or not params.top_k or params.top_p == 1.0:
+            return False
+        book, limit = answer_book(self._scenario.layers), self._llm.config.scheduler.max_model_len
+        kinds = params, replace(params, top_k=0), replace(params, top_p=1.0)
+        return len({tuple(book.answer(prompt, one, limit)) for one in kinds}) == len(kinds)
 
     def count_outputs(self, outputs: Sequence[RequestOutput]) -> None:
         """The patterns that requests end with."""

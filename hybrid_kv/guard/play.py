@@ -25,6 +25,8 @@ from hybrid_kv.guard.traffic import draw_scenario
 from hybrid_kv.observe import EngineObserver
 from hybrid_kv.sanitizer import SanitizerError
 
+LOGPROB_LIMIT = 1e-3  # differences of residues are integers
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -123,7 +125,36 @@ def play(scenario: Scenario, observers: Sequence[EngineObserver] = ()) -> tuple[
             report = f"request {i} ({len(scenario.prompts[i])} prompt tokens) differs at output token {first}"
             error_text = f": {output.error}" if output.error else ""
             result.wrong.append(Failure(scenario, "tokens", report + error_text))
+        elif expected and (num_top := scenario.params[i].logprobs) is not None:
+            due = book.logprobs([*scenario.prompts[i], *expected])
+            if problem := wrong_logprob(output, due, num_top, LOGPROB_LIMIT):
+                result.wrong.append(Failure(scenario, "logprobs", f"request {i}{problem}"))
     return result, outputs
+
+
+def wrong_logprob(output: RequestOutput, due: torch.Tensor, num_top: int, limit: float) -> str:
+    """The first token whose log-probability is not `due`, or the best ones beside it; empty if none.
+
+    Args:
+        due: [num_tokens - 1, vocab_size], of the tokens behind the first.
+        num_top: how many of the best ones it wants.
+        limit: of a difference.
+    """
+    given, begin = output.logprobs, len(output.prompt_token_ids) - 1
+    if given is None:
+        return ""
+    if output.prompt_logprobs is not None:
+        given, begin = [*output.prompt_logprobs, *given], 0
+    if len(given) != len(due) - begin:
+        return f": {len(given)} log-probabilities, not {len(due) - begin}"
+    tokens = [*output.prompt_token_ids, *output.token_ids][begin + 1 :]
+    for place, (one, row, token) in enumerate(zip(given, due[begin:], tokens, strict=True), begin + 1):
+        ids, values = [token, *(best for best, _ in one.top)], [one.logprob, *(value for _, value in one.top)]
+        found = torch.tensor([*values, *values[1:]], dtype=row.dtype)
+        expected = torch.cat([row[ids], row.topk(num_top).values])
+        if found.shape != expected.shape or float((found - expected).abs().max()) > limit:
+            return f", token {place}: log-probabilities {values}, not {expected[: 1 + num_top].tolist()}"
+    return ""
 
 
 def _engine(scenario: Scenario, sequences: Sequence[Sequence[int]]) -> LLM:

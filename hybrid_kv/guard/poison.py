@@ -30,6 +30,14 @@ def poison_null_block(llm: LLM) -> None:
         buffer[: len(buffer) // llm.manager.pool.num_blocks].fill_(-1)
 
 
+def poison_free_blocks(llm: LLM) -> None:
+    """What no request holds and nothing can find is another request's in the next step."""
+    pool = llm.manager.pool
+    free = [block for block in np.flatnonzero(pool.ref_count == 0).tolist() if block and pool.key_of(block) is None]
+    for buffer in llm.runner.raw_buffers:
+        buffer.view(pool.num_blocks, -1)[free] = -1
+
+
 class StaleBlocks:
     """Makes null, before a step, every logical block of the block tables that the step must write before it reads it.
 

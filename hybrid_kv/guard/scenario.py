@@ -13,9 +13,9 @@ import torch
 
 from hybrid_kv.cache.backend import BackendContext, FlashAttentionBackend, MultipleOf, TorchBackend, register_backend
 from hybrid_kv.cache.modes import MODES
-from hybrid_kv.models.exact import KV_HEADS, PARTS, ExactConfig, ExactModel, ExactOracle
+from hybrid_kv.models.exact import KV_HEADS, PARTS, ExactConfig, ExactModel, ExactOracle, Residues
 from hybrid_kv.request import Request
-from hybrid_kv.sampling import SamplingParams, sample
+from hybrid_kv.sampling import SamplingParams, uniform_noise
 
 Cell = dict[str, Any]  # a level of each factor of `guard.traffic`
 
@@ -101,11 +101,8 @@ class AnswerBook:
             return []
         assert params.seed is not None or params.is_greedy
 
-        def choose(logits: Any, position: int) -> int:
-            if params.is_greedy:
-                return int(np.argmax(logits))
-            row = torch.from_numpy(logits).double().unsqueeze(0)
-            return sample(row, [params], [params.seed or 0], [position])[0]
+        def choose(logits: Residues, position: int) -> int:
+            return int(np.argmax(logits)) if params.is_greedy else drawn(logits, params, position)
 
         noise = () if params.is_greedy else (params.temperature, params.top_k, params.top_p, params.seed)
         key = (tuple(prompt), noise)
@@ -113,11 +110,32 @@ class AnswerBook:
             self._answers[key] = self._oracle.generate(prompt, length, (), choose)
         return self._answers[key][:length]
 
+    def logprobs(self, tokens: Sequence[int]) -> torch.Tensor:
+        """[num_tokens - 1, vocab_size] float64: how likely each token is behind those before it."""
+        rows: list[Residues] = []
+
+        def follow(logits: Residues, position: int) -> int:
+            rows.append(logits)
+            return tokens[position]
+
+        self._oracle.generate(tokens[:1], len(tokens) - 1, (), follow)
+        return torch.from_numpy(np.array(rows)).double().log_softmax(-1)
+
     def answer(self, prompt: Sequence[int], params: SamplingParams, max_model_len: int) -> list[int]:
         """The answer up to its first stop token."""
         tokens = self.without_stop(prompt, params, max_model_len)
         stops = (i + 1 for i, token in enumerate(tokens) if token in params.stop_token_ids)
         return tokens[: next(stops, len(tokens))]
+
+
+def drawn(logits: Residues, params: SamplingParams, position: int) -> int:
+    """The token that `params` draw, re-implemented: the `top_k` likeliest, of these the fewest that reach `top_p`."""
+    scaled = logits / params.temperature
+    kept = np.argsort(-scaled, kind="stable")[: params.top_k or None]
+    weights = np.exp(scaled[kept] - scaled[kept[0]])
+    kept = kept[weights.cumsum() - weights < params.top_p * weights.sum()]
+    noise = uniform_noise(torch.tensor([params.seed or 0]), torch.tensor([position]), len(logits))[0].numpy()
+    return int(kept[np.argmax(scaled[kept] - np.log(-np.log(noise[kept])))])
 
 
 def num_states(layers: str) -> int:

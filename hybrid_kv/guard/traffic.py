@@ -15,7 +15,7 @@ drawn without a change here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import combinations, product
 from typing import Any
@@ -67,6 +67,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 TRIPLES = ("mode", "drafts", "preemption", "budget", "scheme")
 # Beside a cell: how often to a request (the first three), or in a scenario.
 CHANCES = {"stop": 0.3, "shared": 0.7, "second turn": 0.5, "long": 0.3, "abort": 0.3, "reset": 0.1}
+CHANCES |= {"one row": 0.05, "prompt logprobs": 0.3}  # in a scenario, drawn last
 _BLOCK_SIZES = {
     (SmallBlocksFirst.name, "one"): (4,),
     (SmallKVFirst.name, "one"): (4,),
@@ -287,6 +288,7 @@ def _random_scenario(
             temperature=0.0 if greedy or i % 2 else 2e8,
             seed=int(rng.integers(-(2**63), 2**63)),
             cache_salt=f"tenant {rng.integers(salts)}",
+            logprobs={2: 0, 3: 3}.get(i),
         )
         for i in range(len(prompts))
     ]
@@ -344,6 +346,11 @@ def _random_scenario(
     if not _is_stateless(mode) and rng.random() < chances["reset"]:
         step = int(rng.integers(2, 20))
         events.append(Event("reset" if step % 3 else "sleep", step))
+    # Drawn last: without them the scenario is as it was.
+    if rng.random() < chances["one row"]:
+        options["max_num_seqs"] = 1
+    if rng.random() < chances["prompt logprobs"]:
+        params[-1] = replace(params[-1], logprobs=1, prompt_logprobs=1)
     return Scenario(seed, layers, options, prompts, params, waves, cell["drafts"], tuple(events), cell=cell)
 
 

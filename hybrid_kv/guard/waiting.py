@@ -76,7 +76,8 @@ class Waiting:
             return
         if left_out or self.has_preempted():
             return  # The pool was too full for the running requests.
-        known = self._published.hit(self._track(head), head.num_tokens) if is_exact else 0
+        reads = is_exact and head.params.reads_prefix_cache
+        known = self._published.hit(self._track(head), head.num_tokens) if reads else 0
         most = self._most_blocks(head) - self._num_held(head, known)
         if llm.manager.pool.num_free_blocks < most:
             return
@@ -132,6 +133,8 @@ class Waiting:
     def _helps(self, request: Request, num_known: int, others: Sequence[ScheduledRequest]) -> Iterator[bool]:
         """Of each prefill in flight, whether it makes a hit of `num_known` tokens longer."""
         own = self._track(request)
+        if not request.params.reads_prefix_cache:
+            return
         flights = [other.in_flight for other in self._llm.scheduler.running if other.in_flight is not None]
         for item in (*flights, *others):
             if item.request is request or not is_prefill(item):

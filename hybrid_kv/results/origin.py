@@ -47,6 +47,19 @@ def _commit() -> str:
     return (_git("rev-parse", "HEAD") or "") if top and Path(top).resolve() == _REPOSITORY else ""
 
 
+@cache
+def changed_modules() -> frozenset[str]:
+    """Modules of the checkout this package lies in that differ from the last commit, or if none does, that it changed.
+
+    None for an installed package.
+    """
+    if not _commit():
+        return frozenset()
+    text = _git("status", "--porcelain", "--", "*.py") or _git("diff", "--name-only", "HEAD~1", "HEAD", "--", "*.py")
+    files = (line.split()[-1] for line in (text or "").splitlines())
+    return frozenset(file.removesuffix(".py").replace("/", ".") for file in files)
+
+
 def _machine() -> str:
     """CPU model and cores, never the host's name; `HYBRID_KV_MACHINE` replaces it."""
     if name := environment.machine():

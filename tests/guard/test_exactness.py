@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from hybrid_kv.accuracy.guard_model import FOLDER
+from hybrid_kv.cache.manager import KVCacheManager
+from hybrid_kv.cache.request_blocks import NO_HIT
 from hybrid_kv.engine.drafter import MTPDrafter
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.guard.exactness import (
@@ -51,6 +53,11 @@ def test_states_that_a_hit_does_not_bring_are_missed(alone, monkeypatch):
     found = problems(alone)
     in_one_piece = "none, drafts mixed"  # nothing is cached, and every prompt is one chunk
     assert all(bool(problem) == (cell != in_one_piece) for cell, problem in found.items()), found
+
+
+def test_a_head_that_costs_hits_is_seen(drafting, monkeypatch):
+    monkeypatch.setattr(KVCacheManager, "find_longest_cache_hit", lambda *_: NO_HIT)
+    assert [drafting.check(cell).rule for cell in MTP_CELLS] == ["", "hits", "hits"]
 
 
 @pytest.fixture(scope="module")

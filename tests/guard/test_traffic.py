@@ -6,10 +6,12 @@ from itertools import combinations, product
 
 import numpy as np
 import pytest
+import torch
 
+from hybrid_kv.engine import runner
 from hybrid_kv.guard.forced import FORCED
 from hybrid_kv.guard.play import run_scenario
-from hybrid_kv.guard.scenario import Event, ScriptedProposer, answer_book, num_states
+from hybrid_kv.guard.scenario import Event, ScriptedProposer, answer_book, drawn, num_states
 from hybrid_kv.guard.traffic import (
     CHANCES,
     FACTORS,
@@ -27,7 +29,7 @@ from hybrid_kv.guard.traffic import (
     required_combinations,
     rows_with,
 )
-from hybrid_kv.sampling import SamplingParams
+from hybrid_kv.sampling import SamplingParams, sample, token_logprobs
 
 
 @pytest.mark.parametrize("seed", [0, 40, 500, 3 * SCENARIOS_PER_RUN + 77])
@@ -121,6 +123,20 @@ def test_answers_are_computed_once_and_cut() -> None:
     assert book.answer([1] * 5, SamplingParams(max_tokens=9), 5) == []
     sampled = SamplingParams(max_tokens=9, temperature=2e8, seed=3)
     assert book.without_stop([1, 2, 3], sampled, 64) != whole
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.6), (5, 0.6)])
+def test_the_oracle_draws_as_the_engine_does(top_k: int, top_p: float) -> None:
+    logits = np.random.default_rng(top_k).integers(0, 2**31 - 1, size=(40, 97))
+    params = SamplingParams(temperature=2e8, top_k=top_k, top_p=top_p, seed=-7)
+    own = [drawn(row, params, place) for place, row in enumerate(logits)]
+    assert own == sample(torch.from_numpy(logits), [params] * 40, [-7] * 40, range(40))
+
+
+def test_wrong_log_probabilities_break_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "token_logprobs", lambda logits, *rest: token_logprobs(logits / 2e8, *rest))
+    scenario = FORCED["mixed_sampling, top_k_beside_top_p, logprobs_of_sampled, prompt_logprobs"]
+    assert {one.rule for one in run_scenario(scenario(3, np.random.default_rng(3))).wrong} == {"logprobs"}
 
 
 def test_events_are_due_once_or_again() -> None:

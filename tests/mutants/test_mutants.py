@@ -61,7 +61,7 @@ def test_a_bug_is_injected_or_has_a_reason_why_not() -> None:
     if not catalog.exists():
         pytest.skip("the list of reported bugs is not beside this checkout")
     listed = re.findall(r"^(?:\*\*|\| )([A-L]\d\d)\b", catalog.read_text(encoding="utf-8"), re.MULTILINE)
-    assert injected | set(named) == set(listed)
+    assert injected | set(named) >= set(listed)  # more are injected: bugs of a kind that no reported one has
 
 
 def test_text_that_has_moved_or_occurs_twice_is_refused() -> None:

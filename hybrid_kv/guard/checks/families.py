@@ -11,12 +11,15 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hybrid_kv.guard.exactness import FLOAT32_LIMIT, FLOAT64_LIMIT, MTP_CELLS, Alone, Exactness, describe
 from hybrid_kv.guard.logits import LogitCase, from_transformers, to_json
 from hybrid_kv.guard.registry import CheckResult, Run, check
 from hybrid_kv.guard.trained import TRAINED, Trained
 from hybrid_kv.models import registry
+from hybrid_kv.models.config_file import ConfigFile
+from hybrid_kv.results.origin import changed_modules
 
 
 def known() -> list[str]:
@@ -27,53 +30,72 @@ def known() -> list[str]:
 
 
 @check(
-    "families", quick=2, full=99, seconds=0.8, place=45, needs="safetensors tokenizers transformers",
+    "families", quick=2, full=99, seconds=2.5, place=45, needs="safetensors tokenizers transformers",
     factors=lambda: {"family": known()},
 )  # fmt: skip
 def check_families(run: Run) -> list[CheckResult]:
-    """Logits in engines of every kind against each request alone, in float64; the quick guard draws its families."""
+    """Logits in engines of every kind against each request alone, in float64; the quick guard draws its families.
+
+    Of those that are not drawn one engine is compared with transformers.
+    """
     from hybrid_kv.models.random_checkpoint import quiet, write_checkpoint
 
-    results, chosen = [], [run.only["family"]] if run.only else draw(run)
-    for model_type in chosen:
-        begin = time.perf_counter()
-        with tempfile.TemporaryDirectory() as folder:
+    results = list[CheckResult]()
+    drawn = [run.only["family"]] if run.only else draw(run)
+    every = drawn if run.only else known()
+    for model_type in every:
+        with tempfile.TemporaryDirectory() as folder, quiet():
             reference = write_checkpoint(model_type, Path(folder), "tiny")
-            alone = Alone(folder, run.seed)
-            found = [alone.check(cell) for cell in alone.cells()]
-            whole = LogitCase("transformers", model_type, {"max_num_batched_tokens": 37}, _texts())
-            with quiet():
-                far, num_tokens = from_transformers(reference, folder, whole)
-        problem, case = _first_problem(model_type, alone, found)
-        metrics: dict[str, float] = {
-            **{describe(one.cell).replace(", ", "_").replace(" ", "_"): one.worst for one in found},
-            "cached_tokens": sum(one.cached_tokens for one in found),
-            "accepted": sum(one.accepted for one in found),
-            "preemptions": sum(one.preemptions for one in found),
-        }
-        results += [
-            CheckResult(
-                "families", f"largest logit difference, {model_type}", not problem,
-                max(one.worst for one in found), "logit", f"{FLOAT64_LIMIT:.0g}", sum(one.num_tokens for one in found),
-                time.perf_counter() - begin, problem, {"family": model_type, "seed": run.seed}, metrics, case=case,
-            ),
-            CheckResult(
-                "families", f"distance from transformers, {model_type}", far <= FLOAT32_LIMIT,
-                far, "share", f"<= {FLOAT32_LIMIT:.0e}", num_tokens, 0.0,
-                "" if far <= FLOAT32_LIMIT else "logits of whole texts differ in float32",
-                {"family": model_type}, case="" if far <= FLOAT32_LIMIT else to_json(whole, "logits"),
-            ),
-        ]  # fmt: skip
-        run.progress(run.amount / len(chosen))
+            results += [_beside_itself(model_type, folder, run.seed)] if model_type in drawn else []
+            results += [_beside_transformers(model_type, folder, reference)]
+        run.progress(run.amount / len(every))
         if run.fail_fast and not all(result.passed for result in results):
             return results
     return results if run.only else [*results, *(_trained_head(model, run.seed) for model in TRAINED.values())]
 
 
 def draw(run: Run) -> list[str]:
-    """The families of a run, as many as its amount."""
-    names = known()
-    return sorted(random.Random(run.seed).sample(names, min(run.amount, len(names))))
+    """The families of a run, as many as its amount: those whose files have changed since the last commit, then any."""
+    names, rng = known(), random.Random(run.seed)
+    drawn = rng.sample(names, min(run.amount, len(names)))
+    changed = [name for name in names if not _modules(name).isdisjoint(changed_modules())]
+    return sorted([*dict.fromkeys(rng.sample(changed, len(changed)) + drawn)][: len(drawn)])
+
+
+def _modules(model_type: str) -> set[str]:
+    """Where a family and its draft head are defined."""
+    file = ConfigFile({"model_type": model_type}, "the guard")
+    family, head = registry.family_of(file), registry.head_of(file)
+    parts = family.kinds, family.build, family.convert_weights, head and head.build
+    return {getattr(part, "func", part).__module__ for part in parts if part is not None}
+
+
+def _beside_itself(model_type: str, folder: str, seed: int) -> CheckResult:
+    begin, alone = time.perf_counter(), Alone(folder, seed)
+    found = [alone.check(cell) for cell in alone.cells()]
+    problem, case = _first_problem(model_type, alone, found)
+    metrics: dict[str, float] = {
+        **{describe(one.cell).replace(", ", "_").replace(" ", "_"): one.worst for one in found},
+        "cached_tokens": sum(one.cached_tokens for one in found),
+        "accepted": sum(one.accepted for one in found),
+        "preemptions": sum(one.preemptions for one in found),
+    }
+    return CheckResult(
+        "families", f"largest logit difference, {model_type}", not problem,
+        max(one.worst for one in found), "logit", f"{FLOAT64_LIMIT:.0g}", sum(one.num_tokens for one in found),
+        time.perf_counter() - begin, problem, {"family": model_type, "seed": seed}, metrics, case=case,
+    )  # fmt: skip
+
+
+def _beside_transformers(model_type: str, folder: str, reference: Any) -> CheckResult:
+    begin, whole = time.perf_counter(), LogitCase("transformers", model_type, {"max_num_batched_tokens": 37}, _texts())
+    far, num_tokens = from_transformers(reference, folder, whole)
+    is_close = far <= FLOAT32_LIMIT
+    return CheckResult(
+        "families", f"distance from transformers, {model_type}", is_close, far, "share", f"<= {FLOAT32_LIMIT:.0e}",
+        num_tokens, time.perf_counter() - begin, "" if is_close else "logits of whole texts differ in float32",
+        {"family": model_type}, case="" if is_close else to_json(whole, "logits"),
+    )  # fmt: skip
 
 
 def _texts() -> list[list[int]]:

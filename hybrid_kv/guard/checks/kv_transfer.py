@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -15,8 +16,9 @@ from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.engine.kv_transfer import KVTransfer
 from hybrid_kv.engine.llm import LLM
+from hybrid_kv.guard.exactness import Alone, DraftRecorder, K
 from hybrid_kv.guard.play import play_seeds, rule_of, unwarned
-from hybrid_kv.guard.poison import poison
+from hybrid_kv.guard.poison import poison, poison_free_blocks
 from hybrid_kv.guard.registry import CheckResult, Run, check
 from hybrid_kv.guard.scenario import (
     AnswerBook,
@@ -35,12 +37,12 @@ from hybrid_kv.observe import EngineObserver
 from hybrid_kv.request import Request
 from hybrid_kv.sampling import SamplingParams
 
-LAYERS = ("M*", "*M", "M*M", "M", "*")
+LAYERS = ("M*", "*M", "M*M", "M", "*", "T*", "*V")  # the last two with three and five parts of a state
 MAX_MODEL_LEN = 96
 NUM_REQUESTS = 6
 SEEN = (
     "handed over", "unaligned", "behind accepted drafts", "hits before", "drafts accepted behind", "preempted behind",
-    "aborted", "waited", "hits behind",
+    "aborted", "waited", "hits behind", "from a draft's row", "several states",
 )  # fmt: skip
 
 
@@ -123,7 +125,7 @@ class Pair:
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
-        layers = rng.choice(LAYERS)
+        layers = LAYERS[seed % len(LAYERS)]
         self.prefill, self.decode = Engine(rng, layers), Engine(rng, layers)
         self.seen: Counter[str] = Counter()
         self.name = f"seed {seed}, {layers}: {self.prefill.setting} to {self.decode.setting}"
@@ -169,14 +171,18 @@ class Pair:
                 yield f"the {who} engine holds {held} blocks for no request"
 
     def _go(self, request: Request) -> Request | None:
-        """Hand a request over, if the step in flight does not end it."""
+        """Hand a request over, if the step in flight does not end it; its blocks are used again at once."""
+        row = request.row
         try:
             kv_transfer = self.prefill.llm.send_request(request)
         except HybridKVError as error:
             if "ends with the step in flight" not in str(error):
                 raise
             return None
+        poison_free_blocks(self.prefill.llm)
         self.seen["handed over"] += 1
+        self.seen["from a draft's row"] += int(self.prefill.llm.runner.cursors.window_row[row]) > 0
+        self.seen["several states"] += any(len(parts) > 2 for parts in kv_transfer.layers.values())
         self.seen["unaligned"] += kv_transfer.num_computed_tokens % 8 > 0
         self.seen["behind accepted drafts"] += request.num_accepted_draft_tokens > 0
         return self.decode.receive_request(kv_transfer)
@@ -221,7 +227,42 @@ def play(seed: int) -> tuple[list[str], Counter[str]]:
     return [f"{pair.name}: {text}" for text in wrong], pair.seen
 
 
-@check("kv transfer", quick=16, full=320, seconds=0.075, place=37)
+def drafts_behind(seed: int) -> CheckResult:
+    """Requests of a random model that are handed over: its head drafts what it drafts for each of them alone."""
+    from hybrid_kv.models.random_checkpoint import quiet, write_checkpoint
+
+    begin, mode = time.perf_counter(), ("align", "all", "none")[seed % 3]
+    options = {"mamba_cache_mode": mode, "speculative_method": "mtp", "num_speculative_tokens": K}
+    order: list[int] = []
+    recorder, done = DraftRecorder(order), dict[int, list[int]]()
+    with tempfile.TemporaryDirectory() as folder, quiet():
+        write_checkpoint("nemotron_h", folder)
+        alone = Alone(folder, seed)
+        prefill, decode = alone.engine(**options), alone.engine(**options)
+        decode.observers.append(recorder)
+        sent = [prefill.add_request(prompt, alone.params) for prompt in alone.prompts]
+        while prefill.scheduler.has_requests or decode.scheduler.has_requests:
+            for request, _ in prefill.step() if prefill.scheduler.has_requests else ():
+                done[sent.index(request)] = request.output_token_ids
+            for request in [one for one in prefill.scheduler.running if one.output_token_ids]:
+                order.append(sent.index(request))
+                decode.receive_request(prefill.send_request(request))
+                poison_free_blocks(prefill)
+            for request, _ in decode.step() if decode.scheduler.has_requests else ():
+                done[order[int(request.request_id)]] = request.output_token_ids
+        due = alone.drafts_alone(mode)
+    num_other = sum(done.get(i) != output.token_ids for i, (output, _) in enumerate(alone.known))
+    pairs = [(drafts, due[key]) for key, drafts in recorder.found.items() if key in due]
+    wrong = sum(a[: len(b)] != b[: len(a)] for a, b in pairs)
+    detail = f"{num_other} requests got other tokens" if num_other else "void: no drafts to compare" * (not pairs)
+    detail = f"{wrong} of {len(pairs)} times a request got other drafts than alone" if wrong else detail
+    return CheckResult(
+        "kv transfer", "wrong drafts behind KV transfer", not detail, wrong, "drafts", "0", len(pairs),
+        time.perf_counter() - begin, detail, {"seed": seed, "mode": mode},
+    )  # fmt: skip
+
+
+@check("kv transfer", quick=16, full=320, seconds=0.15, place=37, needs="safetensors tokenizers transformers")
 def check_kv_transfer(run: Run) -> list[CheckResult]:
     """Every request gets the oracle's tokens, on whatever side it ends."""
     begin = time.perf_counter()
@@ -232,5 +273,6 @@ def check_kv_transfer(run: Run) -> list[CheckResult]:
             "kv transfer", "requests continued wrongly after KV transfer", not wrong, len(wrong), "requests", "0",
             seen["handed over"], time.perf_counter() - begin, wrong[0] if wrong else "", {"seed": run.seed}, metrics,
             failed_after=failed_after,
-        )
+        ),
+        *([drafts_behind(run.seed)] if run.amount else []),
     ]  # fmt: skip

@@ -15,6 +15,8 @@ from hybrid_kv.models.mixers import conv
 from hybrid_kv.models.mixers.conv import RecurrentMixer
 from hybrid_kv.models.registry import sized
 
+KNOWN, NAME = sorted(sized()), "distance from transformers"
+
 
 @pytest.fixture(autouse=True)
 def one_family(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,8 +72,20 @@ def test_damage_is_seen(monkeypatch: pytest.MonkeyPatch, damage: Callable[..., N
 
 
 def test_the_seed_draws_the_families(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = {f"family {i}": ["tiny"] for i in range(9)}
+    known = {name: ["tiny"] for name in KNOWN}
     monkeypatch.setattr("hybrid_kv.models.registry.sized", lambda: known)
+    monkeypatch.setattr(families, "changed_modules", frozenset)
     drawn = [families.draw(Run(2, seed=seed)) for seed in range(9)]
     assert all(len(names) == 2 and names == sorted(names) for names in drawn) and len(set(map(tuple, drawn))) > 4
-    assert families.draw(Run(99)) == sorted(known) != sorted(sized())
+    assert families.draw(Run(99)) == sorted(known)
+    monkeypatch.setattr(families, "changed_modules", lambda: {"hybrid_kv.models.zamba2"})
+    drawn = [families.draw(Run(2, seed=seed)) for seed in range(9)]
+    assert all("zamba2" in names and len(names) == 2 for names in drawn) and len(set(map(tuple, drawn))) > 3
+
+
+def test_each_family_is_compared_with_transformers_and_some_in_every_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybrid_kv.models.registry.sized", lambda: {"lfm2": ["tiny"], "mamba2": ["tiny"]})
+    monkeypatch.setattr(families, "draw", lambda run: ["mamba2"])
+    monkeypatch.setattr(families, "TRAINED", {})
+    found = [result.name.rpartition(", ")[::2] for result in check_families(Run(1)) if result.passed]
+    assert found == [(NAME, "lfm2"), ("largest logit difference", "mamba2"), (NAME, "mamba2")]

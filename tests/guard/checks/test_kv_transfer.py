@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hybrid_kv.engine import kv_transfer as engine_kv_transfer
 from hybrid_kv.engine.runner import ModelRunner
 from hybrid_kv.guard.checks import kv_transfer
 from hybrid_kv.guard.checks.kv_transfer import check_kv_transfer
@@ -11,15 +12,21 @@ from hybrid_kv.guard.registry import CHECKS, Run
 
 
 def test_every_pair_of_engines_gives_the_right_tokens() -> None:
-    (continued,) = check_kv_transfer(Run(CHECKS["kv transfer"].amounts["quick"]))
+    continued, heads = check_kv_transfer(Run(CHECKS["kv transfer"].amounts["quick"]))
     assert continued.passed, continued.detail
+    assert heads.passed and heads.n > 20, heads.detail
     assert min(continued.metrics[what.replace(" ", "_")] for what in kv_transfer.SEEN) > 0
 
 
 def test_a_state_whose_history_is_left_behind_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ModelRunner, "flush_all", lambda self, request: None)
-    (continued,) = check_kv_transfer(Run(CHECKS["kv transfer"].amounts["quick"], fail_fast=True))
+    continued, _ = check_kv_transfer(Run(CHECKS["kv transfer"].amounts["quick"], fail_fast=True))
     assert not continued.passed and continued.failed_after is not None
+
+
+def test_keys_of_a_head_that_stay_behind_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_kv_transfer, "_num_slots", lambda name, num_tokens, runner: num_tokens)
+    assert "other drafts than alone" in kv_transfer.drafts_behind(0).detail
 
 
 def test_traffic_in_which_nothing_happened_is_void() -> None:

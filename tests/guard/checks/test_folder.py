@@ -1,0 +1,39 @@
+"""A folder shared by several engines is checked, and an identity that leaves something out is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from hybrid_kv.engine import build
+from hybrid_kv.guard.checks.folder import check_folder
+from hybrid_kv.guard.registry import Run
+
+
+def test_engines_of_other_weights_and_layouts_share_a_folder() -> None:
+    (shared,) = check_folder(Run(1, seed=3))
+    assert shared.passed and shared.n == 12, shared.detail
+
+
+@pytest.mark.parametrize(
+    ("part", "without", "misled"),
+    [
+        ("fingerprint", lambda folder: "of any checkpoint", "nemotron_h as folder"),
+        ("weights_identity", lambda model, loaded: "of any weights", "weights 1"),
+        ("_identity", lambda model, runner, backend: build.weights_identity(model, runner.model), "weights 0"),
+    ],
+)
+def test_what_an_identity_leaves_out_is_seen(
+    part: str, without: Callable[..., str], misled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, part, without)
+    (shared,) = check_folder(Run(1, seed=3))
+    assert not shared.passed and misled in shared.detail
+
+
+def test_a_folder_in_which_nothing_is_found_again_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = iter(range(99))
+    monkeypatch.setattr(build, "_identity", lambda *_: str(next(names)))
+    (shared,) = check_folder(Run(1, seed=3))
+    assert not shared.passed and "no block is found again by an equal engine" in shared.detail
