@@ -56,7 +56,7 @@ red: $(STAMP)
 	$(BIN)/hybrid-kv red --results "$$RESULTS" --markdown out/red.md $$(test ! -d baseline/results || echo --before baseline/results)
 
 figures: $(STAMP)
-	$(BIN)/python -m hybrid_kv.dashboard.docs
+	$(BIN)/python -m bench.figures
 
 titles: export BASE ?= HEAD~1
 titles:

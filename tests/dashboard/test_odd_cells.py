@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from bench.figures import BLOCKS
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.dashboard.data import load
-from hybrid_kv.dashboard.docs import BLOCKS
 from hybrid_kv.dashboard.report import Report
 from hybrid_kv.dashboard.sections import SECTIONS
 from hybrid_kv.results import COLUMNS

@@ -8,7 +8,7 @@ import subprocess
 import zipfile
 from pathlib import Path
 
-from hybrid_kv.dashboard import docs
+from bench import figures
 from hybrid_kv.dashboard.data import load
 from tests.dashboard.kinds import everything
 from tests.dashboard.rows import RECEIPT, results, row
@@ -29,18 +29,18 @@ def committed(folder: Path) -> Path | None:
 def test_every_page_shows_the_rows_of_the_repository(tmp_path: Path) -> None:
     """Those of the working tree, or those of the last commit: `make guard` leaves rows behind."""
     found = [load(folder) for folder in (ROOT / "results", committed(tmp_path)) if folder is not None]
-    texts = {page.name: page.read_text(encoding="utf-8") for page in docs.pages()}
+    texts = {page.name: page.read_text(encoding="utf-8") for page in figures.pages()}
     for name, text in texts.items():
-        assert text in [docs.rewrite(text, rows) for rows in found], (
+        assert text in [figures.rewrite(text, rows) for rows in found], (
             f"{name} is behind results/*.csv; run: make figures"
         )
     blocks = [name for text in texts.values() for name in re.findall(r"<!-- figures:([\w-]+) -->", text)]
-    assert sorted(blocks) == sorted(docs.BLOCKS) and "figures:" not in texts["README.md"]
+    assert sorted(blocks) == sorted(figures.BLOCKS) and "figures:" not in texts["README.md"]
 
 
 def test_blocks_are_rewritten_and_nothing_else_is(tmp_path: Path) -> None:
     text = "before\n<!-- figures:curve -->\nold\n<!-- /figures -->\nbetween\n"
-    made = docs.rewrite(text, results(tmp_path, *everything()))
+    made = figures.rewrite(text, results(tmp_path, *everything()))
     assert made.startswith("before\n<!-- figures:curve -->\n| alarms | same |") and made.endswith(
         "|\n<!-- /figures -->\nbetween\n"
     )
@@ -48,8 +48,8 @@ def test_blocks_are_rewritten_and_nothing_else_is(tmp_path: Path) -> None:
 
 
 def test_a_block_without_rows_stays(tmp_path: Path) -> None:
-    text = "".join(f"<!-- figures:{name} -->\nold {name}\n<!-- /figures -->\n" for name in docs.BLOCKS)
-    assert docs.rewrite(text, results(tmp_path)) == text
+    text = "".join(f"<!-- figures:{name} -->\nold {name}\n<!-- /figures -->\n" for name in figures.BLOCKS)
+    assert figures.rewrite(text, results(tmp_path)) == text
 
 
 def test_step_and_curve(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_step_and_curve(tmp_path: Path) -> None:
     rows += [row(38, {**params, "subject": "vllm"}, value=157e3, **total)]
     rows += [row(38, {**params, "subject": "vllm"}, value=3.0, ci_low=2.9, ci_high=3.1, **total | ratio)]
     found = results(tmp_path, *everything(), *rows)
-    made = {name: (block(found) or "").splitlines() for name, block in docs.BLOCKS.items()}
+    made = {name: (block(found) or "").splitlines() for name, block in figures.BLOCKS.items()}
     assert made["step"][0] == "| µs | vllm | engine |"
     assert made["step"][2:] == ["| 8 prefills | 157 (3.0; 2.9 to 3.1) | 52 |"]
     assert made["curve"][2:] == [
@@ -75,7 +75,7 @@ def test_families_by_the_cells_that_ran(tmp_path: Path) -> None:
     made = [row(**same, metric=f"largest_logit_difference/bamba:{name}") for name in (*cells, "cached_tokens")]
     made += [row(**same, metric="largest_logit_difference/bamba")]
     made += [row(**{**same, "value": 3e-6}, metric="distance_from_transformers/bamba")]
-    (line,) = (docs.families_table(results(tmp_path, *made)) or "").splitlines()[2:]
+    (line,) = (figures.families_table(results(tmp_path, *made)) or "").splitlines()[2:]
     assert line == "| `bamba` | 3.0e-06 | 2.0e-14 | none, align | scripted, MTP | slots, recompute | 3 |"
 
 
@@ -90,7 +90,7 @@ def test_known_bugs_by_what_caught_each_first(tmp_path: Path) -> None:
     made += of(1, "A02", "quick", "plan", 40.0) + of(1, "A04", "quick", "", 50.0)
     made += of(2, "A04", "sanitizer", "sanitizer", 6.0) + of(1, "B01", "quick") + of(2, "B01", "full")
     made += of(1, "B02", "http", "probes", 9.0) + of(1, "none", "quick") + of(1, "runner.py:17", "quick")
-    lines = (docs.mutants_table(results(tmp_path, *made)) or "").splitlines()
+    lines = (figures.mutants_table(results(tmp_path, *made)) or "").splitlines()
     assert lines[0] == (
         "3 of 4 are caught, 2 of them by the quick guard or unit tests, 1 in 30 s of one core at most; the median "
         "takes 22.0 s. "
@@ -105,5 +105,5 @@ def test_a_quick_run_does_not_replace_the_full_ones_tables(tmp_path: Path) -> No
     quick = [one | {"run_id": "quick", "time_utc": "2030-01-01T00:00:00Z"} for one in everything()]
     chosen = [one for one in quick if one["benchmark"] in ("layout", "expand")][:4]
     with_quick, without = results(tmp_path / "a", *everything(), *chosen), results(tmp_path / "b", *everything())
-    for name, block in docs.BLOCKS.items():
+    for name, block in figures.BLOCKS.items():
         assert block(with_quick) == block(without), name

@@ -20,7 +20,7 @@ from hybrid_kv.dashboard.words import number
 from hybrid_kv.errors import HybridKVError, run_command
 from hybrid_kv.files import write_whole
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 _BLOCK = re.compile(r"(<!-- figures:([\w-]+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
 RUNS = ("quick", "sanitizer", "full")  # runs of the mutants; a later one counts where no earlier one caught the bug
 SOON = 30  # seconds of one core in which the quick guard is to catch a bug
@@ -166,7 +166,7 @@ def pages() -> list[Path]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Rewrite the generated tables of README and docs/*.md."""
-    ArgumentParser("python -m hybrid_kv.dashboard.docs", main.__doc__).parse_args(arguments)
+    ArgumentParser("python -m bench.figures", main.__doc__).parse_args(arguments)
     results = load(ROOT / "results")
     for page in pages():
         before = page.read_text(encoding="utf-8")
