@@ -233,8 +233,11 @@ class MTP(nn.Module):
     def forward(self, hidden: Tensor, embedding: Tensor) -> Tensor:
         """hidden (b, t, d) at i and embedding (b, t, d) of i+1 -> hidden (b, t, d) for i+2."""
         first, last = self.layers
-        joined = first.eh_proj(torch.cat([first.enorm(embedding), first.hnorm(hidden)], -1))
-        return last.final_layernorm(last(first(joined)))
+        return last.final_layernorm(last(first(self.join(hidden, embedding))))
+
+    def join(self, hidden: Tensor, embedding: Tensor) -> Tensor:
+        first = self.layers[0]
+        return first.eh_proj(torch.cat([first.enorm(embedding), first.hnorm(hidden)], -1))
 
 
 class NemotronH(GuardModel):
