@@ -138,14 +138,15 @@ class Projections(nn.Module):
     def __init__(self, config: Any, per_query: int = 1) -> None:
         super().__init__()
         d, self.size = config.hidden_size, config.head_dim
-        self.heads = [per_query * config.num_attention_heads, *[config.num_key_value_heads] * 2]
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(d, heads * self.size, bias=False) for heads in self.heads)
-        self.o_proj = nn.Linear(config.num_attention_heads * self.size, d, bias=False)
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.parts = [per_query * self.heads, self.kv_heads, self.kv_heads]
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(d, part * self.size, bias=False) for part in self.parts)
+        self.o_proj = nn.Linear(self.heads * self.size, d, bias=False)
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """(b, t, d) to queries, keys and values, each (b, t, heads, size)."""
         weight = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
-        return F.linear(x, weight).unflatten(-1, (-1, self.size)).split(self.heads, 2)
+        return F.linear(x, weight).unflatten(-1, (-1, self.size)).split(self.parts, 2)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, dropout: PathDropout | None) -> Tensor:
