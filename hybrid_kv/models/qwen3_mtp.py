@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from hybrid_kv.models import qwen3_5_moe, qwen3_next
+from hybrid_kv.models import qwen3_next
 from hybrid_kv.models.attention import GridAttention
 from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock
 from hybrid_kv.models.config_file import ConfigFile
@@ -77,4 +77,4 @@ def _head(count: str, mlp: MLP) -> HeadFamily:
 
 register_head(_head("num_nextn_predict_layers", qwen3_next.mlp), "qwen3_next")
 register_head(_head("mtp_num_hidden_layers", dense_mlp), "qwen3_5_text", "qwen3_5")
-register_head(_head("mtp_num_hidden_layers", qwen3_5_moe.mlp), "qwen3_5_moe_text", "qwen3_5_moe")
+register_head(_head("mtp_num_hidden_layers", qwen3_next.experts), "qwen3_5_moe_text", "qwen3_5_moe")
