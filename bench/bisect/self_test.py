@@ -37,7 +37,7 @@ from bench.bisect.times import Times
 from bench.bisect.tokens import Tokens, played_by
 from bench.harness.inference import center, clopper_pearson, estimate
 from hybrid_kv.config import HybridKVError
-from hybrid_kv.results import Receipt, Row, append_rows, provenance, read_rows, timing_row
+from hybrid_kv.results import Receipt, Row, append_rows, provenance, read_beside, timing_row
 from hybrid_kv.timing.clock import wall_clock
 from mutants.runner.mutant import Change, read_mutants
 
@@ -182,11 +182,8 @@ def measure_noise(root: Path, commit: str, file: Path, folder: Path) -> list[Noi
 
     Their rows are appended, the log-ratios in `params`, around their trimmed mean.
     """
-    found = {}
-    if file.exists():
-        frame = read_rows(file)
-        frame = frame[(frame["metric"] == "equal_code") & (frame["machine"] == provenance().machine)]
-        found = dict(zip(frame["benchmark"], map(json.loads, frame["params"]), strict=True))
+    frame = _known(file, "equal_code")
+    found = dict(zip(frame["benchmark"], map(json.loads, frame["params"]), strict=True))
     for key in NOISY:
         if key in found:
             continue
@@ -307,7 +304,7 @@ def self_test(root: Path, commit: str, file: Path, repetitions: int, trials: int
         place = Path(temporary)
         noises = measure_noise(root, commit, file, place / "noise") if repetitions else []
         done = [draw(kind, number, noises) for kind in KINDS for number in range(repetitions)]
-        known = _read_trials(file)
+        known = [Trial(**json.loads(text)) for text in _known(file, "trial")["params"]]
         loops = 0
         for number in range(trials):
             for kind in ("tokens", "counts", "time"):
@@ -326,12 +323,10 @@ def self_test(root: Path, commit: str, file: Path, repetitions: int, trials: int
     return summary
 
 
-def _read_trials(file: Path) -> list[Trial]:
-    if not file.exists():
-        return []
-    frame = read_rows(file)
-    frame = frame[(frame["metric"] == "trial") & (frame["machine"] == provenance().machine)]
-    return [Trial(**json.loads(text)) for text in frame["params"]]
+def _known(file: Path, metric: str) -> Any:
+    """The rows of this machine."""
+    frame = read_beside(file)
+    return frame[(frame["metric"] == metric) & (frame["machine"] == provenance().machine)]
 
 
 def rates(trials: Sequence[Trial]) -> Iterator[Row]:
