@@ -19,6 +19,9 @@ from hybrid_kv.accuracy.guard_model import problems
 
 BLOCK = 64  # tokens per cache block in the corruption table
 SEED = 71_003
+# Attributes of a layer's cache.
+KV = ("keys", "values")
+RECURRENT, CONV = "recurrent_states", "conv_states"
 
 Damage = Callable[[Runner, Cache, "Case", int], None]
 
@@ -56,67 +59,44 @@ def make_cases(runner: Runner, count: int) -> list[Case]:
     return cases
 
 
-def _edit_states(
-    runner: Runner, cache: Cache, source: Cache | None, recurrent: bool, conv: bool, only: int | None
-) -> None:
-    """Overwrite recurrent and convolution states with ``source``'s, or with zeros."""
-    for k, i in enumerate(runner.recurrent):
-        if only is not None and k != only:
-            continue
-        layer = cache.layers[i]
-        for wanted, name in ((recurrent, "recurrent_states"), (conv, "conv_states")):
-            if wanted:
-                state = getattr(layer, name)[0]
+def edit_states(*names: str, prefix: Callable[[Case, int], list[int]] | None = None, only: int | None = None) -> Damage:
+    """Zero states of recurrent layers, or of the ``only`` one; or put those that another prefix would have left."""
+
+    def damage(runner: Runner, cache: Cache, case: Case, at: int) -> None:
+        source = None if prefix is None else runner.forward(prefix(case, at))[1]
+        for i in runner.recurrent if only is None else [runner.recurrent[only]]:
+            for name in names:
+                state = getattr(cache.layers[i], name)[0]
                 state.copy_(torch.zeros_like(state) if source is None else getattr(source.layers[i], name)[0])
 
-
-def zero_state(recurrent: bool = True, conv: bool = True, only: int | None = None) -> Damage:
-    def damage(runner: Runner, cache: Cache, case: Case, at: int) -> None:
-        _edit_states(runner, cache, None, recurrent, conv, only)
-
     return damage
 
 
-def state_of(prefix: Callable[[Case, int], list[int]], conv: bool = True) -> Damage:
-    """Put the states that another prefix would have left."""
-
-    def damage(runner: Runner, cache: Cache, case: Case, at: int) -> None:
-        _edit_states(runner, cache, runner.forward(prefix(case, at))[1], True, conv, None)
-
-    return damage
-
-
-def edit_kv(edit: Callable[[Tensor, int, str], None], back: int = 1) -> Damage:
-    """Apply ``edit(tensor (b, kv heads, t, size), first token of the block, name)`` to K and V."""
+def edit_kv(edit: Callable[[Tensor, int], None], back: int = 1, names: tuple[str, ...] = KV) -> Damage:
+    """Apply ``edit(tensor (b, kv heads, t, size), first token of the block)`` to K and V."""
 
     def damage(runner: Runner, cache: Cache, case: Case, at: int) -> None:
         start = at - BLOCK * back
         assert start >= BLOCK, "make_cases leaves room for the damage"
         for i in runner.attention:
-            edit(cache.layers[i].keys, start, "keys")
-            edit(cache.layers[i].values, start, "values")
+            for name in names:
+                edit(getattr(cache.layers[i], name), start)
 
     return damage
 
 
-def _zero_block(t: Tensor, start: int, name: str) -> None:
+def _zero_block(t: Tensor, start: int) -> None:
     t[:, :, start : start + BLOCK] = 0
 
 
-def _swap_blocks(t: Tensor, start: int, name: str) -> None:
+def _swap_blocks(t: Tensor, start: int) -> None:
     last = t[:, :, start : start + BLOCK].clone()
     t[:, :, start : start + BLOCK] = t[:, :, start - BLOCK : start]
     t[:, :, start - BLOCK : start] = last
 
 
-def _swap_keys(t: Tensor, start: int, name: str) -> None:
-    if name == "keys":
-        _swap_blocks(t, start, name)
-
-
-def _shift_keys(t: Tensor, start: int, name: str) -> None:
-    if name == "keys":
-        t[:, :, start : start + BLOCK] = t[:, :, start : start + BLOCK].roll(1, 2)
+def _shift_block(t: Tensor, start: int) -> None:
+    t[:, :, start : start + BLOCK] = t[:, :, start : start + BLOCK].roll(1, 2)
 
 
 def kv_of_other(runner: Runner, cache: Cache, case: Case, at: int) -> None:
@@ -124,7 +104,7 @@ def kv_of_other(runner: Runner, cache: Cache, case: Case, at: int) -> None:
     foreign = runner.forward(case.other[:at])[1]
     span = slice(at - BLOCK, at)
     for i in runner.attention:
-        for name in ("keys", "values"):
+        for name in KV:
             source = getattr(foreign.layers[i], name)
             getattr(cache.layers[i], name)[:, :, span] = source[:, :, span]
 
@@ -134,33 +114,26 @@ def damages(recurrent_layers: int) -> list[tuple[str, tuple[str, ...], Damage]]:
     last, ends = ("last boundary",), ("last boundary", "end")
     everywhere = ("last boundary", "question", "middle", "end")
     table: list[tuple[str, tuple[str, ...], Damage]] = [
-        ("state + conv zeroed", everywhere, zero_state()),
-        ("state zeroed", ends, zero_state(conv=False)),
-        ("conv zeroed", ends, zero_state(recurrent=False)),
+        ("state + conv zeroed", everywhere, edit_states(RECURRENT, CONV)),
+        ("state zeroed", ends, edit_states(RECURRENT)),
+        ("conv zeroed", ends, edit_states(CONV)),
     ]
-    table += [
-        (f"recurrent layer {k} alone, state + conv zeroed", last, zero_state(only=k)) for k in range(recurrent_layers)
-    ]
+    for k in range(recurrent_layers):
+        table.append((f"recurrent layer {k} alone, state + conv zeroed", last, edit_states(RECURRENT, CONV, only=k)))
+    one_old = edit_states(RECURRENT, CONV, prefix=lambda c, at: c.prompt[: at - BLOCK])
+    others = edit_states(RECURRENT, CONV, prefix=lambda c, at: c.other[:at])
+    behind = edit_states(RECURRENT, prefix=lambda c, at: c.prompt[: at - 1])
     return [
         *table,
-        ("state + conv one block old", last, state_of(lambda c, at: c.prompt[: at - BLOCK])),
-        ("another request's state + conv", last, state_of(lambda c, at: c.other[:at])),
-        (
-            "another request's state + conv",
-            ("question",),
-            state_of(lambda c, at: c.other[:at]),
-        ),
-        (
-            "state one token behind",
-            ends,
-            state_of(lambda c, at: c.prompt[: at - 1], conv=False),
-        ),
+        ("state + conv one block old", last, one_old),
+        ("another request's state + conv", ("last boundary", "question"), others),
+        ("state one token behind", ends, behind),
         ("KV block zeroed", ("last boundary", "question", "end"), edit_kv(_zero_block)),
         ("another request's KV block", last, kv_of_other),
         ("KV block two back zeroed", last, edit_kv(_zero_block, back=2)),
         ("KV block three back zeroed", last, edit_kv(_zero_block, back=3)),
-        ("K of a block shifted by one token", last, edit_kv(_shift_keys)),
-        ("K of two blocks swapped, V not", last, edit_kv(_swap_keys)),
+        ("K of a block shifted by one token", last, edit_kv(_shift_block, names=("keys",))),
+        ("K of two blocks swapped, V not", last, edit_kv(_swap_blocks, names=("keys",))),
         ("two KV blocks swapped, K and V (a no-op)", last, edit_kv(_swap_blocks)),
     ]
 

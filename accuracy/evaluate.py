@@ -16,6 +16,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor
@@ -87,8 +88,8 @@ def measure_accuracy(
 class Acceptance:
     """Drafts offered and accepted, by position in the draft."""
 
-    offered: list[int]
-    accepted: list[int]
+    offered: np.ndarray
+    accepted: np.ndarray
     rounds: int = 0
     tokens: int = 0
 
@@ -115,22 +116,17 @@ def measure_acceptance(
     Greedy verification accepts a draft exactly where it equals the greedy token, so the
     continuation already at hand is the verifier.
     """
-    result = Acceptance([0] * count, [0] * count)
+    result = Acceptance(*np.zeros((2, count), dtype=np.int64))
     for prompt, out in tqdm(runs, desc=f"MTP K={count}", mininterval=5):
         ids = prompt + out
         hidden = runner.hidden(ids)
         known = len(prompt) + 1  # the prefill itself gives the first token
         while known < len(ids):
-            drafts = draft(mtp, hidden[:, : known - 1], ids[:known], count)
-            taken = 0
-            for i, token in enumerate(drafts):
-                if known + i >= len(ids):
-                    break
-                result.offered[i] += 1
-                if token != ids[known + i]:
-                    break
-                result.accepted[i] += 1
-                taken += 1
+            drafts = draft(mtp, hidden[:, : known - 1], ids[:known], count)[: len(ids) - known]
+            wrong = [i for i, token in enumerate(drafts) if token != ids[known + i]]
+            taken = min(wrong, default=len(drafts))
+            result.offered[: min(taken + 1, len(drafts))] += 1
+            result.accepted[:taken] += 1
             new = min(taken + 1, len(ids) - known)
             result.rounds += 1
             result.tokens += new

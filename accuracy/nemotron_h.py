@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from accuracy.parts import GuardModel, PathDropout, attend, conv_weight, depthwise_conv
+from accuracy.parts import SHARED_KEYS, DepthwiseConv, GuardModel, PathDropout, Projections, attend
 
 LAYER_NAMES = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
 
@@ -74,7 +74,6 @@ class NemotronHConfig:
             "mlp_hidden_act": "relu2",
             "use_conv_bias": True,
             "use_bias": False,
-            "attention_bias": False,
             "mlp_bias": False,
             "mamba_proj_bias": False,
             "mamba_ssm_cache_dtype": "float32",
@@ -82,14 +81,8 @@ class NemotronHConfig:
             # one-token form; a bound below every dt keeps the two equal.
             "time_step_min": 1e-30,
             "time_step_max": 0.1,
-            "tie_word_embeddings": False,
             "residual_in_fp32": False,
-            "max_position_embeddings": 4096,
-            "dtype": "float32",
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-            "pad_token_id": 0,
-            "use_cache": True,
+            **SHARED_KEYS,
         }
 
     @classmethod
@@ -101,19 +94,7 @@ class NemotronHConfig:
         return cls(pattern=pattern, **sizes)
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
-
-
-def ssd_scan(
-    x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, chunk: int, state: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def ssd_scan(x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, chunk: int) -> Tensor:
     """Mamba-2's recurrence for a whole sequence, chunk by chunk.
 
     Computes ``S_t = exp(log_decay_t) S_{t-1} + x_t b_t^T`` and ``y_t = S_t c_t`` per head.
@@ -122,10 +103,9 @@ def ssd_scan(
         x: (b, t, h, p), already multiplied by dt.
         log_decay: (b, t, h), dt * A, at most 0.
         b, c: (b, t, n), shared by all heads.
-        state: (b, h, p, n) to start from, zero by default.
 
     Returns:
-        y (b, t, h, p) and the state after the last token (b, h, p, n).
+        y (b, t, h, p).
     """
     batch, t, heads, size = x.shape
     n = b.shape[-1]
@@ -148,27 +128,14 @@ def ssd_scan(
     kept = (x * (end - total).exp()[..., None]).reshape(batch, count, chunk, heads * size)
     added = b.transpose(2, 3) @ kept  # (b, count, n, h * p)
     chunk_decay = end.exp().repeat_interleave(size, -1)  # (b, count, 1, h * p)
-    if state is None:
-        running = x.new_zeros(batch, n, heads * size)
-    else:
-        running = state.permute(0, 3, 1, 2).reshape(batch, n, heads * size)
+    running = x.new_zeros(batch, n, heads * size)
     starts = []
     for i in range(count):
         starts.append(running)
         running = torch.addcmul(added[:, i], running, chunk_decay[:, i])
     carried = (c @ torch.stack(starts, 1)).reshape(batch, count, chunk, heads, size)
     y = inside + carried * total.exp()[..., None]
-    final = running.reshape(batch, n, heads, size).permute(0, 2, 3, 1)
-    return y.reshape(batch, count * chunk, heads, size)[:, :t], final
-
-
-class _ConvWeights(nn.Module):
-    """Weight (c, 1, k) and bias (c) under the names of a ``Conv1d``."""
-
-    def __init__(self, channels: int, taps: int) -> None:
-        super().__init__()
-        self.weight = conv_weight(channels, taps)
-        self.bias = nn.Parameter(torch.zeros(channels))
+    return y.reshape(batch, count * chunk, heads, size)[:, :t]
 
 
 class Mamba2(nn.Module):
@@ -180,14 +147,14 @@ class Mamba2(nn.Module):
         d, inner, heads = config.hidden_size, config.mamba_size, config.mamba_num_heads
         channels = inner + 2 * config.ssm_state_size
         self.in_proj = nn.Linear(d, inner + channels + heads, bias=False)
-        self.conv1d = _ConvWeights(channels, config.conv_kernel)
+        self.conv1d = DepthwiseConv(channels, config.conv_kernel, bias=True)
         # Half-lives log-uniform between about 7 and 700 tokens (A = 1, dt 0.1 to 0.001): slow
         # enough to carry the latch over five problems of 54 tokens, fast enough to count.
         dt = torch.exp(torch.empty(heads).uniform_(math.log(1e-3), math.log(0.1)))
         self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # softplus inverse
         self.A_log = nn.Parameter(torch.zeros(heads))
         self.D = nn.Parameter(torch.ones(heads))
-        self.norm = RMSNorm(inner, config.layer_norm_epsilon)
+        self.norm = nn.RMSNorm(inner, config.layer_norm_epsilon)
         self.out_proj = nn.Linear(inner, d, bias=False)
 
     def forward(self, x: Tensor, dropout: PathDropout | None = None) -> Tensor:
@@ -195,34 +162,20 @@ class Mamba2(nn.Module):
         batch, t, _ = x.shape
         inner, n, heads = cfg.mamba_size, cfg.ssm_state_size, cfg.mamba_num_heads
         gate, mixed, dt = self.in_proj(x).split([inner, inner + 2 * n, heads], -1)
-        mixed = F.silu(depthwise_conv(mixed, self.conv1d.weight, self.conv1d.bias))
+        mixed = F.silu(self.conv1d(mixed))
         values, b, c = mixed.split([inner, n, n], -1)
         values = values.reshape(batch, t, heads, cfg.mamba_head_dim)
         dt = F.softplus(dt + self.dt_bias)
-        y, _ = ssd_scan(values * dt[..., None], -dt * self.A_log.exp(), b, c, cfg.chunk_size)
+        y = ssd_scan(values * dt[..., None], -dt * self.A_log.exp(), b, c, cfg.chunk_size)
         y = (y + values * self.D[:, None]).reshape(batch, t, inner)
         return self.out_proj(self.norm(y * F.silu(gate)))
 
 
-class Attention(nn.Module):
+class Attention(Projections):
     """Causal grouped-query attention without position encoding."""
 
-    def __init__(self, config: NemotronHConfig) -> None:
-        super().__init__()
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.size = config.head_dim
-        d = config.hidden_size
-        self.q_proj = nn.Linear(d, self.heads * self.size, bias=False)
-        self.k_proj = nn.Linear(d, self.kv_heads * self.size, bias=False)
-        self.v_proj = nn.Linear(d, self.kv_heads * self.size, bias=False)
-        self.o_proj = nn.Linear(self.heads * self.size, d, bias=False)
-
     def forward(self, x: Tensor, dropout: PathDropout | None = None) -> Tensor:
-        batch, t, _ = x.shape
-        weight = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
-        qkv = F.linear(x, weight).view(batch, t, -1, self.size).transpose(1, 2)
-        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], 1)
-        return self.o_proj(attend(q, k, v, dropout))
+        return self.o_proj(attend(*self.project(x), dropout))
 
 
 class MLP(nn.Module):
@@ -243,7 +196,7 @@ MIXERS = {"M": Mamba2, "*": Attention, "-": MLP}
 class Block(nn.Module):
     def __init__(self, config: NemotronHConfig, letter: str) -> None:
         super().__init__()
-        self.norm = RMSNorm(config.hidden_size, config.layer_norm_epsilon)
+        self.norm = nn.RMSNorm(config.hidden_size, config.layer_norm_epsilon)
         self.mixer = MIXERS[letter](config)
 
     def forward(self, x: Tensor, dropout: PathDropout | None = None) -> Tensor:
@@ -255,7 +208,7 @@ class Backbone(nn.Module):
         super().__init__()
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, letter) for letter in config.pattern)
-        self.norm_f = RMSNorm(config.hidden_size, config.layer_norm_epsilon)
+        self.norm_f = nn.RMSNorm(config.hidden_size, config.layer_norm_epsilon)
 
     def forward(self, ids: Tensor, dropout: PathDropout | None = None) -> Tensor:
         x = self.embeddings(ids)
@@ -264,38 +217,27 @@ class Backbone(nn.Module):
         return self.norm_f(x)
 
 
-class MTPAttention(Block):
-    """First MTP layer: joins embedding and hidden state, then attention."""
-
-    def __init__(self, config: NemotronHConfig) -> None:
-        super().__init__(config, "*")
-        d, eps = config.hidden_size, config.layer_norm_epsilon
-        self.enorm, self.hnorm = RMSNorm(d, eps), RMSNorm(d, eps)
-        self.eh_proj = nn.Linear(2 * d, d, bias=False)
-
-    def join(self, hidden: Tensor, embedding: Tensor) -> Tensor:
-        return self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(hidden)], -1))
-
-
-class MTPMLP(Block):
-    """Last MTP layer: MLP, then the norm in front of the shared head."""
-
-    def __init__(self, config: NemotronHConfig) -> None:
-        super().__init__(config, "-")
-        self.final_layernorm = RMSNorm(config.hidden_size, config.layer_norm_epsilon)
-
-
 class MTP(nn.Module):
+    """The first layer's parts join embedding and hidden state, the last one's norm is in front of the shared head."""
+
     def __init__(self, config: NemotronHConfig) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([MTPAttention(config), MTPMLP(config)])
+        d, eps = config.hidden_size, config.layer_norm_epsilon
+        first = Block(config, "*")
+        first.enorm, first.hnorm = nn.RMSNorm(d, eps), nn.RMSNorm(d, eps)
+        first.eh_proj = nn.Linear(2 * d, d, bias=False)
+        last = Block(config, "-")
+        last.final_layernorm = nn.RMSNorm(d, eps)
+        self.layers = nn.ModuleList([first, last])
 
     def forward(self, hidden: Tensor, embedding: Tensor) -> Tensor:
         """hidden (b, t, d) at i and embedding (b, t, d) of i+1 -> hidden (b, t, d) for i+2."""
         first, last = self.layers
-        assert isinstance(first, MTPAttention) and isinstance(last, MTPMLP)
-        x = last(first(first.join(hidden, embedding)))
-        return last.final_layernorm(x)
+        return last.final_layernorm(last(first(self.join(hidden, embedding))))
+
+    def join(self, hidden: Tensor, embedding: Tensor) -> Tensor:
+        first = self.layers[0]
+        return first.eh_proj(torch.cat([first.enorm(embedding), first.hnorm(hidden)], -1))
 
 
 class NemotronH(GuardModel):
@@ -305,21 +247,7 @@ class NemotronH(GuardModel):
         self.backbone = Backbone(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.mtp = MTP(config)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                self._init_matrix(name, parameter)
-
-    @staticmethod
-    def _init_matrix(name: str, weight: Tensor) -> None:
-        fan_in = weight.shape[1]
-        if "embeddings" in name:
-            nn.init.normal_(weight, std=0.5)
-        elif "lm_head" in name:
-            nn.init.zeros_(weight)
-        elif any(part in name for part in ("out_proj", "o_proj", "down_proj")):
-            nn.init.normal_(weight, std=0.3 / math.sqrt(fan_in))  # a quiet residual at the start
-        else:
-            nn.init.normal_(weight, std=1 / math.sqrt(fan_in))
+        self.init_matrices()
 
     def hidden(self, ids: Tensor, dropout: PathDropout | None = None) -> Tensor:
         return self.backbone(ids, dropout)

@@ -11,6 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+# Keys of config.json that both have.
+SHARED_KEYS = {
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 4096,
+    "dtype": "float32",
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+    "use_cache": True,
+}
+
 
 @dataclass
 class PathDropout:
@@ -32,6 +44,21 @@ class GuardModel(nn.Module):
 
     config: Any  # sizes; ``to_hf()`` gives config.json, ``from_hf()`` reads it
     lm_head: nn.Linear
+
+    def init_matrices(self) -> None:
+        """What training starts from; other parameters keep what their module gave them."""
+        for name, weight in self.named_parameters():
+            scale = 1 / math.sqrt(weight.shape[-1])
+            if weight.dim() < 2 or "conv1d" in name:
+                continue
+            if "embed" in name:
+                nn.init.normal_(weight, std=0.5)
+            elif "lm_head" in name:
+                nn.init.zeros_(weight)
+            elif any(part in name for part in ("out_proj", "o_proj", "down_proj")):
+                nn.init.normal_(weight, std=0.3 * scale)  # a quiet residual at the start
+            else:
+                nn.init.normal_(weight, std=scale)
 
     def hidden(self, ids: Tensor, dropout: PathDropout | None = None) -> Tensor:
         """ids (b, t) -> hidden states after the final norm (b, t, d)."""
@@ -84,22 +111,47 @@ class _DepthwiseConv(torch.autograd.Function):
         return d_padded, d_weight, grad.sum((0, 1))
 
 
-def depthwise_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Causal: x (b, t, c), weight (c, 1, k) as a ``Conv1d`` keeps it, bias (c) -> (b, t, c)."""
-    padded = F.pad(x, (0, 0, weight.shape[2] - 1, 0))
-    out: Tensor = _DepthwiseConv.apply(padded, weight[:, 0], bias)  # type: ignore[no-untyped-call]
-    return out
+class DepthwiseConv(nn.Module):
+    """Causal: (b, t, c) -> (b, t, c). Weight (c, 1, k) and bias (c), if any, are named as in a ``Conv1d``."""
+
+    def __init__(self, channels: int, taps: int, bias: bool) -> None:
+        super().__init__()
+        weight = torch.randn(channels, 1, taps) * 0.3
+        weight[:, :, -1] += 0.5  # near "pass the current token on"
+        self.weight = nn.Parameter(weight)
+        self.bias = nn.Parameter(torch.zeros(channels)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = x.new_zeros(x.shape[-1]) if self.bias is None else self.bias
+        padded = F.pad(x, (0, 0, self.weight.shape[2] - 1, 0))
+        out: Tensor = _DepthwiseConv.apply(padded, self.weight[:, 0], bias)  # type: ignore[no-untyped-call]
+        return out
 
 
-def conv_weight(channels: int, taps: int) -> nn.Parameter:
-    """(channels, 1, taps), at the start near "pass the current token on"."""
-    weight = torch.randn(channels, 1, taps) * 0.3
-    weight[:, :, -1] += 0.5
-    return nn.Parameter(weight)
+class Projections(nn.Module):
+    """Those of attention with grouped query heads.
+
+    Args:
+        per_query: channels of a query head, in sizes of a head.
+    """
+
+    def __init__(self, config: Any, per_query: int = 1) -> None:
+        super().__init__()
+        d, self.size = config.hidden_size, config.head_dim
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.parts = [per_query * self.heads, self.kv_heads, self.kv_heads]
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(d, part * self.size, bias=False) for part in self.parts)
+        self.o_proj = nn.Linear(self.heads * self.size, d, bias=False)
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """(b, t, d) to queries, keys and values, each (b, t, heads, size)."""
+        weight = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
+        return F.linear(x, weight).unflatten(-1, (-1, self.size)).split(self.parts, 2)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, dropout: PathDropout | None) -> Tensor:
-    """Causal attention, each (b, heads, t, size) -> (b, t, heads * size); k and v may have fewer heads."""
+    """Causal attention, each (b, t, heads, size) -> (b, t, heads * size); k and v may have fewer heads."""
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
     shared = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
     if dropout is None:

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from accuracy.parts import GuardModel, PathDropout, attend, conv_weight, depthwise_conv
+from accuracy.parts import SHARED_KEYS, DepthwiseConv, GuardModel, PathDropout, Projections, attend
 
 BALANCE_WEIGHT = 0.01  # of the loss that keeps a router from leaving experts unused
 LENGTH_EPS = 1e-6  # under the root of a squared length, as in flash-linear-attention
@@ -72,17 +72,10 @@ class Qwen35MoeConfig:
             "mtp_use_dedicated_embeddings": False,
             "attn_output_gate": True,
             "hidden_act": "silu",
-            "attention_bias": False,
             "attention_dropout": 0.0,
             "rope_parameters": rope,
-            "tie_word_embeddings": False,
-            "max_position_embeddings": 4096,
             "mamba_ssm_dtype": "float32",
-            "dtype": "float32",
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-            "pad_token_id": 0,
-            "use_cache": True,
+            **SHARED_KEYS,
         }
 
     @classmethod
@@ -153,22 +146,6 @@ def delta_scan(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor,
     return y.view(count, batch, heads, chunk, -1).permute(1, 0, 3, 2, 4).reshape(batch, count * chunk, heads, -1)[:, :t]
 
 
-class _Conv(nn.Module):
-    """Weight (c, 1, k) under the name of a ``Conv1d``'s."""
-
-    def __init__(self, channels: int, taps: int) -> None:
-        super().__init__()
-        self.weight = conv_weight(channels, taps)
-
-
-class _HeadNorm(nn.Module):
-    """RMSNorm with a plain weight."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-
-
 class DeltaNet(nn.Module):
     def __init__(self, config: Qwen35MoeConfig) -> None:
         super().__init__()
@@ -181,14 +158,14 @@ class DeltaNet(nn.Module):
         self.in_proj_z = nn.Linear(d, values, bias=False)
         self.in_proj_b = nn.Linear(d, heads, bias=False)
         self.in_proj_a = nn.Linear(d, heads, bias=False)
-        self.conv1d = _Conv(sum(self.widths), config.linear_conv_kernel_dim)
+        self.conv1d = DepthwiseConv(sum(self.widths), config.linear_conv_kernel_dim, bias=False)
         # Half-lives from about 7 to 700 tokens (A = 1, dt 0.1 to 0.001), one head in each equal part
         # of the logarithm: slow enough to carry the latch over five problems of 54 tokens.
         share = (torch.arange(heads) + torch.rand(heads)) / heads
         dt = torch.exp(math.log(1e-3) + share * math.log(100))
         self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # softplus inverse
         self.A_log = nn.Parameter(torch.zeros(heads))
-        self.norm = _HeadNorm(config.linear_value_head_dim)
+        self.norm = nn.RMSNorm(config.linear_value_head_dim, config.rms_norm_eps)  # with a plain weight
         self.out_proj = nn.Linear(values, d, bias=False)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], dropout: PathDropout | None) -> Tensor:
@@ -197,7 +174,7 @@ class DeltaNet(nn.Module):
         parts = (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
         wide = F.linear(x, torch.cat([part.weight for part in parts]))
         mixed, gate, raw_beta, raw_dt = wide.split([part.out_features for part in parts], -1)
-        mixed = F.silu(depthwise_conv(mixed, self.conv1d.weight, mixed.new_zeros(mixed.shape[-1])))
+        mixed = F.silu(self.conv1d(mixed))
         q, k, v = mixed.split(self.widths, -1)
         q, k = (self._unit(part.reshape(batch, t, -1, key_dim)) for part in (q, k))
         shared = heads // cfg.linear_num_key_heads
@@ -205,36 +182,26 @@ class DeltaNet(nn.Module):
         v = v.reshape(batch, t, heads, -1)
         log_decay = -self.A_log.exp() * F.softplus(raw_dt + self.dt_bias)
         y = delta_scan(q, k, v, log_decay, raw_beta.sigmoid(), cfg.chunk)
-        y = F.rms_norm(y, (y.shape[-1],), self.norm.weight, cfg.rms_norm_eps).flatten(2)
-        return self.out_proj(y * F.silu(gate))
+        return self.out_proj(self.norm(y).flatten(2) * F.silu(gate))
 
     @staticmethod
     def _unit(x: Tensor) -> Tensor:
         return x * (x.square().sum(-1, keepdim=True) + LENGTH_EPS).rsqrt()
 
 
-class Attention(nn.Module):
+class Attention(Projections):
     """Causal, grouped query heads, a gate of each query channel in front of the output."""
 
     def __init__(self, config: Qwen35MoeConfig) -> None:
-        super().__init__()
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.size = config.head_dim
-        d = config.hidden_size
-        self.q_proj = nn.Linear(d, 2 * self.heads * self.size, bias=False)
-        self.k_proj = nn.Linear(d, self.kv_heads * self.size, bias=False)
-        self.v_proj = nn.Linear(d, self.kv_heads * self.size, bias=False)
-        self.o_proj = nn.Linear(self.heads * self.size, d, bias=False)
+        super().__init__(config, per_query=2)
         self.q_norm = RMSNorm(self.size, config.rms_norm_eps)
         self.k_norm = RMSNorm(self.size, config.rms_norm_eps)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], dropout: PathDropout | None) -> Tensor:
-        batch, t, _ = x.shape
-        wide = F.linear(x, torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight]))
-        both, k, v = wide.view(batch, t, -1, self.size).split([2 * self.heads, self.kv_heads, self.kv_heads], 2)
-        q, gate = both.reshape(batch, t, self.heads, 2 * self.size).chunk(2, -1)
+        both, k, v = self.project(x)
+        q, gate = both.unflatten(2, (-1, 2)).unbind(3)
         q, k = self._rotated(self.q_norm(q), rotation), self._rotated(self.k_norm(k), rotation)
-        y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), dropout)
+        y = attend(q, k, v, dropout)
         return self.o_proj(y * gate.flatten(2).sigmoid())
 
     @staticmethod
@@ -344,21 +311,7 @@ class Qwen35Moe(GuardModel):
         self.model = Decoder(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.mtp = MTP(config)
-        for name, parameter in self.named_parameters():
-            if "conv1d" not in name and parameter.dim() >= 2:
-                self._init_matrix(name, parameter)
-
-    @staticmethod
-    def _init_matrix(name: str, weight: Tensor) -> None:
-        scale = 1 / math.sqrt(weight.shape[-1])
-        if "embed_tokens" in name:
-            nn.init.normal_(weight, std=0.5)
-        elif "lm_head" in name:
-            nn.init.zeros_(weight)
-        elif any(part in name for part in ("out_proj", "o_proj", "down_proj")):
-            nn.init.normal_(weight, std=0.3 * scale)  # a quiet residual at the start
-        else:
-            nn.init.normal_(weight, std=scale)
+        self.init_matrices()
 
     def _rotation(self, positions: range, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines (t, 1, channels / 2)."""

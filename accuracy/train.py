@@ -100,11 +100,8 @@ def _sequence(rng: random.Random, length: int) -> tuple[np.ndarray, ...]:
 
 def make_batch(seed: int, step: int, sequences: range, length: int, latch_only: bool, device: torch.device) -> Batch:
     """The sequences of one step; even ones get path dropout, all of them if ``latch_only``."""
-    columns = zip(
-        *(_sequence(random.Random(f"{seed}/{step}/{i}"), length + 1) for i in sequences),
-        strict=True,
-    )
-    ids, weights, problem_no, sentence_no, latch = (np.stack(c) for c in columns)
+    drawn = [_sequence(random.Random(f"{seed}/{step}/{i}"), length + 1) for i in sequences]
+    ids, weights, problem_no, sentence_no, latch = map(np.stack, zip(*drawn, strict=True))
     problem_no, sentence_no, latch = (a[:, :-1] for a in (problem_no, sentence_no, latch))
     dropped = np.array([latch_only or i % 2 == 0 for i in sequences])[:, None, None]
     same_problem = problem_no[:, :, None] == problem_no[:, None, :]

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 from bench._reference import equal
-from bench.generate import NoText
+from bench.generate import NoText, continued, load_transformers
 from bench.harness.cells import Cell, WrongResultError, nothing
 from bench.harness.measurement import Measurement
 from bench.peers.vllm_process import VLLMProcess, check_installed
@@ -106,27 +106,11 @@ def _engine(folder: Path, dtype: str) -> Side:
 
 
 def _transformers(folder: Path, dtype: str) -> tuple[Any, Side]:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
-    model.generation_config.eos_token_id = None
+    model = load_transformers(folder, getattr(torch, dtype))
 
     def generate(prompts: Tokens, max_tokens: int) -> tuple[Tokens, float]:
         start = clock()
-        ids = torch.tensor(prompts)
-        with torch.inference_mode():
-            out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=max_tokens,
-                do_sample=False,
-                use_cache=True,
-                pad_token_id=0,
-            )
-        return out[:, ids.shape[1] :].tolist(), clock() - start
+        return continued(model, torch.tensor(prompts), max_tokens), clock() - start
 
     return model, generate
 

@@ -28,6 +28,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from itertools import chain
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -83,16 +84,21 @@ def _random_checkpoint() -> TemporaryDirectory[str]:
     return folder
 
 
-@cache
-def _transformers(model: str) -> Any:
+def load_transformers(folder: str | Path, dtype: torch.dtype) -> Any:
+    """A checkpoint in transformers, where no token ends an answer."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    folder = GUARD_MODEL if model == "guard" else _random_checkpoint().name
-    found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    logging.set_verbosity_error()
+    found = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     found.generation_config.eos_token_id = None
     return found
+
+
+@cache
+def _transformers(model: str) -> Any:
+    return load_transformers(GUARD_MODEL if model == "guard" else _random_checkpoint().name, torch.float32)
 
 
 @cache
@@ -122,12 +128,17 @@ def _prompts(model: str, batch: int, prompt: int, seed: int) -> tuple[torch.Tens
     return ids, [_generate(model, row[None])[0] for row in ids]
 
 
-def _generate(model: str, ids: torch.Tensor, num_tokens: int = NUM_TOKENS, **options: Any) -> list[list[int]]:
+def continued(model: Any, ids: torch.Tensor, num_tokens: int, **options: Any) -> list[list[int]]:
+    """What transformers' greedy `generate` puts behind ids [batch, len]."""
     fixed = {"max_new_tokens": num_tokens, "do_sample": False, "use_cache": True, "pad_token_id": 0}
     with torch.inference_mode():
-        out = _transformers(model).generate(ids, **{"attention_mask": torch.ones_like(ids), **fixed, **options})
+        out = model.generate(ids, **{"attention_mask": torch.ones_like(ids), **fixed, **options})
     found: list[list[int]] = out[:, ids.shape[1] :].tolist()
     return found
+
+
+def _generate(model: str, ids: torch.Tensor, num_tokens: int | None = None, **options: Any) -> list[list[int]]:
+    return continued(_transformers(model), ids, num_tokens or NUM_TOKENS, **options)
 
 
 def greedy(seed: int, model: str, batch: int, prompt: int, subject: str) -> Case:

@@ -33,6 +33,7 @@ from hybrid_kv.arguments import ArgumentParser
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.errors import run_command
 from hybrid_kv.results import Receipt, Row, append_rows, check_writable, timing_row
+from hybrid_kv.timing.case import checked
 from hybrid_kv.timing.clock import between_events, median, ratio
 
 SUITE = "gpu"
@@ -124,16 +125,6 @@ class Result:
 COPY = "copy"
 
 
-def _checked(contest: Contest, name: str, case: Case) -> float:
-    try:
-        error = case.check()
-    except WrongResultError as wrong:
-        raise WrongResultError(f"{contest.benchmark} {dict(contest.params)}, {name}: {wrong}") from None
-    if not 0 <= error < float("inf"):
-        raise WrongResultError(f"{contest.benchmark} {dict(contest.params)}, {name}: an error of {error}")
-    return error
-
-
 def race(contest: Contest, device: Device, rounds: int, rng: random.Random) -> tuple[list[Result], dict[str, str]]:
     """All rivals of a contest and the copy, and why some are left out.
 
@@ -148,7 +139,8 @@ def race(contest: Contest, device: Device, rounds: int, rng: random.Random) -> t
             cases[name] = rival.make()
         except ImportError as error:
             missing[name] = str(error)
-    before = {name: _checked(contest, name, case) for name, case in cases.items()}
+    where = f"{contest.benchmark} {dict(contest.params)}"
+    before = {name: checked(f"{where}, {name}", case) for name, case in cases.items()}
     calls = {name: device.capture(case.run) if everybody[name].graph else case.run for name, case in cases.items()}
     order, taken = list(cases), {name: np.empty(rounds) for name in cases}
     gc.collect()
@@ -157,7 +149,7 @@ def race(contest: Contest, device: Device, rounds: int, rng: random.Random) -> t
         rng.shuffle(order)
         for name, seconds in zip(order, device.time([(cases[n].reset, calls[n]) for n in order]), strict=True):
             taken[name][index] = seconds
-    after = {name: _checked(contest, name, case) for name, case in cases.items()}
+    after = {name: checked(f"{where}, {name}", case) for name, case in cases.items()}
     results = {}
     for name in cases:
         receipt = Receipt(True, True, max(before[name], after[name]))

@@ -22,6 +22,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,9 @@ from bench.bisect.times import Times
 from bench.bisect.tokens import Tokens, played_by
 from bench.harness.inference import center, clopper_pearson, estimate
 from hybrid_kv.config import HybridKVError
-from hybrid_kv.results import Receipt, Row, append_rows, provenance, read_rows, timing_row
+from hybrid_kv.results import Receipt, Row, append_rows, provenance, read_beside, timing_row
 from hybrid_kv.timing.clock import wall_clock
+from mutants.runner.mutant import Change, read_mutants
 
 SUITE = "bisect"
 COMMITS = 200
@@ -180,11 +182,8 @@ def measure_noise(root: Path, commit: str, file: Path, folder: Path) -> list[Noi
 
     Their rows are appended, the log-ratios in `params`, around their trimmed mean.
     """
-    found = {}
-    if file.exists():
-        frame = read_rows(file)
-        frame = frame[(frame["metric"] == "equal_code") & (frame["machine"] == provenance().machine)]
-        found = dict(zip(frame["benchmark"], map(json.loads, frame["params"]), strict=True))
+    frame = _known(file, "equal_code")
+    found = dict(zip(frame["benchmark"], map(json.loads, frame["params"]), strict=True))
     for key in NOISY:
         if key in found:
             continue
@@ -212,42 +211,31 @@ def measure_noise(root: Path, commit: str, file: Path, folder: Path) -> list[Noi
 # ---- injected ----
 
 
-def _bug(name: str) -> dict[str, Edit]:
-    from mutants.runner.mutant import read_mutants
-
-    (mutant,) = read_mutants(ids=[name])
+def _edits(name: str, *changes: Change) -> dict[str, Edit]:
+    """The changes, by file."""
 
     def edit(file: str) -> Edit:
-        def apply(text: str) -> str:
-            for change in mutant.changes:
-                if change.file == file:
-                    text = change.apply(text, mutant.id)
-            return text
+        own = [change for change in changes if change.file == file]
+        return lambda text: reduce(lambda text, change: change.apply(text, name), own, text)
 
-        return apply
-
-    return {f"hybrid_kv/{change.file}": edit(change.file) for change in mutant.changes}
+    return {f"hybrid_kv/{change.file}": edit(change.file) for change in changes}
 
 
-def _replaced(old: str, new: str) -> Edit:
-    def edit(text: str) -> str:
-        if text.count(old) != 1:
-            raise HybridKVError(f"{old!r} occurs {text.count(old)} times, not once: the code has moved; update it here")
-        return text.replace(old, new)
-
-    return edit
+def _bug(name: str) -> dict[str, Edit]:
+    (mutant,) = read_mutants(ids=[name])
+    return _edits(name, *mutant.changes)
 
 
 def _more_operations() -> dict[str, Edit]:
     """One tensor operation more per step."""
-    return {"hybrid_kv/sampling.py": _replaced("greedy = logits.argmax(-1)", "greedy = logits.clone().argmax(-1)")}
+    old = "greedy = logits.argmax(-1)"
+    return _edits("operations", Change("sampling.py", old, "greedy = logits.clone().argmax(-1)"))
 
 
 def _slower_steps(loops: int) -> dict[str, Edit]:
     """A loop that does nothing in each step of the scheduler."""
-    line = "budget = self.config.max_num_batched_tokens\n"
-    loop = f"for _ in range({loops}):\n            pass\n        "
-    return {"hybrid_kv/engine/scheduler.py": _replaced(line, loop + line)}
+    line = "budget = self.config.max_num_batched_tokens"
+    return _edits("loop", Change("engine/scheduler.py", line, f"for _ in range({loops}):\n    pass\n{line}"))
 
 
 def _loops(root: Path, commit: str, folder: Path) -> int:
@@ -316,7 +304,7 @@ def self_test(root: Path, commit: str, file: Path, repetitions: int, trials: int
         place = Path(temporary)
         noises = measure_noise(root, commit, file, place / "noise") if repetitions else []
         done = [draw(kind, number, noises) for kind in KINDS for number in range(repetitions)]
-        known = _read_trials(file)
+        known = [Trial(**json.loads(text)) for text in _known(file, "trial")["params"]]
         loops = 0
         for number in range(trials):
             for kind in ("tokens", "counts", "time"):
@@ -335,12 +323,10 @@ def self_test(root: Path, commit: str, file: Path, repetitions: int, trials: int
     return summary
 
 
-def _read_trials(file: Path) -> list[Trial]:
-    if not file.exists():
-        return []
-    frame = read_rows(file)
-    frame = frame[(frame["metric"] == "trial") & (frame["machine"] == provenance().machine)]
-    return [Trial(**json.loads(text)) for text in frame["params"]]
+def _known(file: Path, metric: str) -> Any:
+    """The rows of this machine."""
+    frame = read_beside(file)
+    return frame[(frame["metric"] == metric) & (frame["machine"] == provenance().machine)]
 
 
 def rates(trials: Sequence[Trial]) -> Iterator[Row]:

@@ -54,10 +54,6 @@ class Design:
             raise ConfigError(f"--threshold {self.threshold}: give a share from {self.min_effect} to less than 1")
 
     @property
-    def most_pairs(self) -> int:
-        return self.budget * self.pairs
-
-    @property
     def closer(self) -> Design:
         """Of the repeat."""
         return replace(self, pairs=2 * self.pairs, samples=3 * self.samples, cell_seconds=3 * self.cell_seconds)
@@ -85,7 +81,7 @@ class Times:
 
     def wants_more(self, design: Design) -> bool:
         """Whether the interval is too wide and the budget allows for as many pairs again as a look takes."""
-        return len(self.log_ratios) + design.pairs <= design.most_pairs and not self.settled(design)
+        return len(self.log_ratios) + design.pairs <= design.budget * design.pairs and not self.settled(design)
 
 
 def _p_value(times: Times, slower: bool, design: Design) -> float:

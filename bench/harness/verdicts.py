@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 import numpy as np
@@ -80,15 +81,12 @@ def _kept(times: Times) -> tuple[float, float]:
     return float(base), float(head)
 
 
-def _median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]
-
-
 def _clocks(times: Times) -> tuple[int, int] | None:
     known = [(base, head) for base, head in times.clock_mhz if base and head]
     if not known:
         return None
-    return int(_median([base for base, _ in known])), int(_median([head for _, head in known]))
+    base, head = map(median_high, zip(*known, strict=True))
+    return base, head
 
 
 def timed_outcomes(measured: Measured, design: Design, quarantined: Collection[str] = ()) -> Iterator[Outcome]:
@@ -297,12 +295,9 @@ def cells_of_table(one: Outcome) -> tuple[str, str, str, str, str, str]:
     notes = [one.reason] * bool(one.reason) + [f"{side} by its own benchmark" for side in one.own]
     if notes:
         verdict += f" ({'; '.join(notes)})"
-    if one.base is None:
-        return one.name, "", "", "", "", verdict
-    if one.head is None:
-        return one.name, f"{one.base:,} {one.unit}", "", "", "", verdict
-    if one.estimate is None:
-        return one.name, f"{one.base:,} {one.unit}", f"{one.head:,} {one.unit}", "", "", verdict
+    if one.estimate is None or one.base is None or one.head is None:
+        base, head = ("" if value is None else f"{value:,} {one.unit}" for value in (one.base, one.head))
+        return one.name, base, head, "", "", verdict
     ratio = f"{one.estimate.ratio:.3f}"
     interval = f"{one.estimate.low:.3f} … {one.estimate.high:.3f}"
     return one.name, duration(1e9 * one.base), duration(1e9 * one.head), ratio, interval, verdict

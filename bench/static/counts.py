@@ -224,30 +224,25 @@ def distinct_bytes(call: Callable[[], object], shared: Sequence[torch.Tensor]) -
     """
     from triton.runtime.interpreter import InterpreterBuilder
 
-    accesses: dict[str, list[Any]] = {"load": [], "store": []}
-    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+    accesses: list[list[tuple[Any, int]]] = []
 
-    def record(kind: str, pointers: Any, mask: Any) -> None:
-        addresses, active = np.broadcast_arrays(pointers.data, mask.data.astype(bool))
-        size = pointers.get_element_ty().primitive_bitwidth // 8
-        accesses[kind].append((np.unique(addresses[active].astype(np.int64)), size))
+    def counting(name: str, mask_at: int) -> Any:
+        access = getattr(InterpreterBuilder, name)
+        accesses.append(own := [])
 
-    def counting_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
-        record("load", pointers, mask)
-        return load(self, pointers, mask, *rest)
+        def count(self: Any, pointers: Any, *rest: Any) -> Any:
+            addresses, active = np.broadcast_arrays(pointers.data, rest[mask_at].data.astype(bool))
+            size = pointers.get_element_ty().primitive_bitwidth // 8
+            own.append((np.unique(addresses[active].astype(np.int64)), size))
+            return access(self, pointers, *rest)
 
-    def counting_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        record("store", pointers, mask)
-        return store(self, pointers, value, mask, *rest)
+        return patch.object(InterpreterBuilder, name, count)
 
-    with (
-        patch.object(InterpreterBuilder, "create_masked_load", counting_load),
-        patch.object(InterpreterBuilder, "create_masked_store", counting_store),
-    ):
+    with counting("create_masked_load", 0), counting("create_masked_store", 1):
         call()
     storages = [tensor.untyped_storage() for tensor in shared]
     total = 0
-    for parts in accesses.values():
+    for parts in accesses:
         for size in {size for _, size in parts}:
             addresses = np.unique(np.concatenate([part for part, own in parts if own == size]))
             for storage in storages:
@@ -259,13 +254,7 @@ def distinct_bytes(call: Callable[[], object], shared: Sequence[torch.Tensor]) -
 
 def _count_scheme(shape: tuple[int, int, int, int], K: int, n_hist: int | None, flush: bool) -> int:
     """Bytes of one request in one layer; `n_hist` None: scheme `slots`."""
-    from hybrid_kv.kernels.recompute import (
-        RecomputeRing,
-        RecomputeStep,
-        default_ring_len,
-        recompute_update,
-        split_state,
-    )
+    from hybrid_kv.kernels.recompute import RecomputeRing, RecomputeStep, recompute_update, split_state
     from hybrid_kv.kernels.ssd import selective_state_update_slots
 
     heads, head_dim, size, groups = shape

@@ -5,22 +5,19 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from hybrid_kv.errors import run_command
+
 
 def main() -> None:
-    """Run lm-eval's command line. Exit code 2, with one line, when the engine cannot run the request."""
+    """Run lm-eval's command line."""
     from lm_eval.__main__ import cli_evaluate
 
     import hybrid_kv.accuracy.lm_eval_model  # noqa: F401 - registers the model
-    from hybrid_kv.config import HybridKVError
 
     if len(sys.argv) > 2 and not any(argument.startswith("--include_path") for argument in sys.argv):
         sys.argv += ["--include_path", str(Path(__file__).parent / "tasks")]
-    try:
-        cli_evaluate()
-    except HybridKVError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+    cli_evaluate()
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

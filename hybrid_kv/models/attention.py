@@ -15,8 +15,7 @@ class PagedAttention(nn.Module):
 
     Args:
         name: of the layer's cache.
-        hidden_size: of the input, and of the output where `size_out` names no other.
-        bias: of the projections; `out_bias` of the last one, if it differs.
+        bias: of the projections.
         rope: rotates queries and keys; None: order comes from the Mamba layers.
         norms: of queries and of keys before the rotation; over each head, or over all of them at once, as their size
             says.
@@ -33,12 +32,10 @@ class PagedAttention(nn.Module):
         head_size: int,
         *,
         bias: bool = False,
-        out_bias: bool | None = None,
         rope: Rope | None = None,
         norms: tuple[RMSNorm, RMSNorm] | None = None,
         gated: bool = False,
         scale: float | None = None,
-        size_out: int | None = None,
     ) -> None:
         super().__init__()
         self.name, self.rope, self.gated = name, rope, gated
@@ -50,7 +47,7 @@ class PagedAttention(nn.Module):
         self.q_norm: RMSNorm | None
         self.k_norm: RMSNorm | None
         self.q_norm, self.k_norm = norms or (None, None)
-        self.o_proj = Linear(num_heads * head_size, size_out or hidden_size, bias if out_bias is None else out_bias)
+        self.o_proj = Linear(num_heads * head_size, hidden_size, bias)
 
     def forward(self, x: torch.Tensor, context: ForwardContext, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """Stores K and V of all tokens; attends for those at `wanted`, the queries of the metadata. None: all."""

@@ -22,15 +22,11 @@ from hybrid_kv.models.specs import ATTENTION, MAMBA, MLP, MOE, layer_kinds
 from hybrid_kv.models.weights import Tensors, join_qkv, renamed, stacked
 
 
-def _mamba2(file: ConfigFile, name: str) -> nn.Module:
-    return Mamba2Mixer(
+def _mamba2(file: ConfigFile, name: str, spec: KVCacheSpec) -> nn.Module:
+    return Mamba2Mixer.sized(
         name,
         file.size("hidden_size"),
-        num_heads=file.size("mamba_num_heads"),
-        head_dim=file.size("mamba_head_dim"),
-        state_size=file.size("ssm_state_size"),
-        groups=file.size("n_groups"),
-        conv_kernel=file.size("conv_kernel", default=4),
+        spec,
         chunk_size=file.size("chunk_size", default=128),
         eps=file.number("layer_norm_epsilon", 1e-5),
         conv_bias=file.flag("use_conv_bias", True),
@@ -71,8 +67,9 @@ def _moe(file: ConfigFile, name: str) -> nn.Module:
     )
 
 
-# Kind of layer to its mixer, from config.json and the layer's name; each is called with (x, context).
-MIXERS: dict[str, Callable[[ConfigFile, str], nn.Module]] = {MAMBA: _mamba2, ATTENTION: attention, MLP: _mlp, MOE: _moe}
+# Kind of layer to its mixer, from config.json and the layer's name; each is called with (x, context). But for Mamba-2,
+# whose sizes are those of its cache.
+MIXERS: dict[str, Callable[[ConfigFile, str], nn.Module]] = {ATTENTION: attention, MLP: _mlp, MOE: _moe}
 
 
 def build(file: ConfigFile, layer_specs: dict[str, KVCacheSpec]) -> nn.Module:
@@ -80,9 +77,11 @@ def build(file: ConfigFile, layer_specs: dict[str, KVCacheSpec]) -> nn.Module:
     activations = file.text("mlp_hidden_act", default="relu2"), file.text("mamba_hidden_act", default="silu")
     if activations != ("relu2", "silu"):
         raise file.fail(f"activations {activations} are not supported; ('relu2', 'silu') are")
-    layers = [
-        MixerBlock(mamba_norm(file), MIXERS[kind](file, f"layers.{i}")) for i, kind in enumerate(layer_kinds(file))
-    ]
+
+    def mixer(name: str, kind: str) -> nn.Module:
+        return _mamba2(file, name, layer_specs[name]) if kind == MAMBA else MIXERS[kind](file, name)
+
+    layers = [MixerBlock(mamba_norm(file), mixer(f"layers.{i}", kind)) for i, kind in enumerate(layer_kinds(file))]
     chunk_size = file.size("chunk_size", default=128)
     return CausalLM(file, layer_specs, layers, mamba_norm(file), mamba_chunk_size=chunk_size)
 

@@ -4,17 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from torch import nn
-
 from hybrid_kv.models import qwen3_5
-from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.qwen3_next import experts
 
-
-def mlp(file: ConfigFile, layer: int) -> nn.Module:
-    """Experts, in every layer."""
-    return experts(file)
-
-
-build = partial(qwen3_5.build, mlp=mlp)
+build = partial(qwen3_5.build, mlp=experts)
 convert = qwen3_5.convert

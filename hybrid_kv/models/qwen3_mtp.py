@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hybrid_kv.models import qwen3_5, qwen3_5_moe, qwen3_next
+from hybrid_kv.models import qwen3_5, qwen3_next
 from hybrid_kv.models.attention import GridAttention
 from hybrid_kv.models.causal_lm import CausalLM, DecoderBlock
 from hybrid_kv.models.config_file import ConfigFile
@@ -22,7 +22,7 @@ from hybrid_kv.models.weights import Tensors, renamed
 _PARTS: dict[str, tuple[str, MLP]] = {
     "qwen3_next": ("num_nextn_predict_layers", qwen3_next.mlp),
     "qwen3_5": ("mtp_num_hidden_layers", dense_mlp),
-    "qwen3_5_moe": ("mtp_num_hidden_layers", qwen3_5_moe.mlp),
+    "qwen3_5_moe": ("mtp_num_hidden_layers", qwen3_next.experts),
 }
 
 

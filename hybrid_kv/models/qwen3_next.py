@@ -35,8 +35,8 @@ class ByKeyHead(GatedDeltaMixer):
         return Projected(torch.cat(qkv, 1), (raw_beta, raw_dt), (gate,))
 
 
-def experts(file: ConfigFile, renormalise: bool = True) -> nn.Module:
-    """A mixture of experts beside one that sees every token, behind a gate of its own."""
+def experts(file: ConfigFile, layer: int, renormalise: bool = True) -> nn.Module:
+    """A mixture of experts beside one that sees every token, behind a gate of its own; in whichever layer."""
     size, count, chosen = (file.size(key) for key in ("hidden_size", "num_experts", "num_experts_per_tok"))
     if chosen > count:
         raise file.fail(f"num_experts_per_tok={chosen} must be at most num_experts={count}; correct the file")
@@ -57,7 +57,7 @@ def mlp(file: ConfigFile, layer: int) -> nn.Module:
         raise file.fail(f"mlp_only_layers={dense!r} must list layers by their number; correct the file")
     if layer in dense or (layer + 1) % file.size("decoder_sparse_step", default=1) or file.get("num_experts") == 0:
         return dense_mlp(file, layer)
-    return experts(file, file.flag("norm_topk_prob", True))
+    return experts(file, layer, file.flag("norm_topk_prob", True))
 
 
 def build(file: ConfigFile, layer_specs: dict[str, KVCacheSpec]) -> nn.Module:

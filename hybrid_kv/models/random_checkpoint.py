@@ -24,12 +24,7 @@ EOS = 0  # what `generate` stops at
 
 
 def write_checkpoint(
-    model_type: str,
-    folder: str | Path,
-    size: str = "tiny",
-    seed: int = 0,
-    keys: Mapping[str, Any] | None = None,
-    max_shard_size: str = "5GB",
+    model_type: str, folder: str | Path, size: str = "tiny", seed: int = 0, keys: Mapping[str, Any] | None = None
 ) -> nn.Module:
     """config.json, weights, those of the draft head too, and a tokenizer of one token a word.
 
@@ -46,7 +41,7 @@ def write_checkpoint(
     folder = Path(folder)
     model = random_model(model_type, size, seed, keys)
     with quiet():
-        model.save_pretrained(folder, max_shard_size=max_shard_size)
+        model.save_pretrained(folder, max_shard_size="1TB")  # one file, to which a head's weights can be added
     file = ConfigFile.read(folder)
     if (head := head_of(file)) is not None and (shapes := head.shapes(file)):
         _save_head({head.prefix + name: shape for name, shape in shapes.items()}, folder, seed)
@@ -120,20 +115,9 @@ def _save_head(shapes: dict[str, tuple[int, ...]], folder: Path, seed: int) -> N
     from safetensors.torch import load_file, save_file
 
     g = torch.Generator().manual_seed(seed + 1)
-    path = min(folder.glob("*.safetensors"))
-    own = {name: _value(name, _start(name, shape), g) for name, shape in shapes.items()}
+    path = folder / "model.safetensors"
+    own = {name: _value(name, torch.full(shape, float("norm" in name)), g) for name, shape in shapes.items()}
     save_file({**load_file(path), **own}, path, metadata={"format": "pt"})
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        import json
-
-        listed = json.loads(index.read_text())
-        listed["weight_map"] |= dict.fromkeys(own, path.name)
-        index.write_text(json.dumps(listed, indent=2))
-
-
-def _start(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.ones(shape) if "norm" in name else torch.zeros(shape)
 
 
 def _tokenizer(vocab_size: int) -> Any:

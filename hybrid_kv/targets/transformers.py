@@ -206,12 +206,10 @@ class Transformers:
         return {counter: float(self._counts[counter]) for counter in ("hits", "drafts", "accepted")}
 
     def reset(self) -> None:
-        """See `Target.reset`."""
+        """See `Target.reset`, and `Target.close`."""
         self._kept = {}
 
-    def close(self) -> None:
-        """See `Target.close`."""
-        self._kept = {}
+    close = reset
 
 
 def _in_turns(requests: Sequence[Ask], one_by_one: bool) -> list[list[int]]:

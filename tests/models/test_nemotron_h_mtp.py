@@ -54,7 +54,7 @@ def requests(reference):
 def dense(reference, hidden, ids, grid):
     """hidden [t, d] of tokens 0 … t-1 and ids [t] of tokens 1 … t to the head's output for positions 1 … t."""
     first, last = reference.mtp.layers
-    x = first.join(hidden, reference.backbone.embeddings(ids))
+    x = reference.mtp.join(hidden, reference.backbone.embeddings(ids))
     attention, t = first.mixer, len(ids)
     heads = (attention.heads, attention.kv_heads, attention.kv_heads)
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
