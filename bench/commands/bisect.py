@@ -104,9 +104,10 @@ def _question(
 
     if replay is not None:
         from bench.bisect.tokens import Tokens, played_by
-        from hybrid_kv.guard.replay import read_scenario
+        from hybrid_kv.files import read_text
+        from hybrid_kv.guard.replay import from_json
 
-        read_scenario(replay)
+        from_json(read_text(replay), str(replay))
         return Tokens(played_by(Trees(folder, fill_package(root)), replay), replay.name)
     if benchmark is not None:
         from bench.bisect.cells import Runs, fill_benchmarks, find_cell

@@ -242,11 +242,6 @@ def _offload(
     backend: type[AttentionBackend],
     cache: CacheConfig,
 ) -> KVOffload:
-    # What a stored block depends on besides the plan: the weights, and how a page is laid out.
-    namespace = ""
-    if cache.kv_offload_folder is not None:
-        layout = [backend.name, *(str(group.kernel_block_size) for group in runner.groups)]
-        namespace = " ".join([*layout, weights_identity(model, runner.model)])
     offload = KVOffload(
         plan.config,
         runner.raw_buffers,
@@ -254,7 +249,7 @@ def _offload(
         host_bytes=cache.kv_offload_bytes,
         folder=cache.kv_offload_folder,
         folder_bytes=cache.kv_offload_folder_bytes,
-        namespace=namespace,
+        namespace=_identity(model, runner, backend) if cache.kv_offload_folder is not None else "",
     )
     if 0 < cache.kv_offload_bytes < (largest := max(offload.block_bytes)):
         LOGGER.warning(
@@ -263,6 +258,12 @@ def _offload(
             largest,
         )
     return offload
+
+
+def _identity(model: str | Path | Model, runner: ModelRunner, backend: type[AttentionBackend]) -> str:
+    """What a stored block depends on besides the plan: the weights, and how a page is laid out."""
+    layout = [backend.name, *(str(group.kernel_block_size) for group in runner.groups)]
+    return " ".join([*layout, weights_identity(model, runner.model)])
 
 
 def weights_identity(model: str | Path | Model, loaded: Model) -> str:

@@ -38,8 +38,9 @@ def _later(name: str) -> Callable[..., Any]:
     module, _, function = name.partition(".")
 
     def call(*arguments: Any) -> Any:
-        return getattr(import_module(f"hybrid_kv.models.{module}"), function)(*arguments)
+        return getattr(import_module(call.__module__), function)(*arguments)
 
+    call.__module__ = f"hybrid_kv.models.{module}"
     return call
 
 

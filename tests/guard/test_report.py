@@ -55,7 +55,7 @@ def test_a_clean_run_exits_0_and_writes_a_row_per_check(
     rows = rows[~rows["metric"].str.contains(":")]
     assert [metric_key(check["name"]) for check in document["checks"]] == rows["metric"].tolist()
     assert [check["value"] for check in document["checks"]] == pytest.approx(rows["value"].tolist())
-    assert {"wrong_tokens_exact_model:limit", "wrong_tokens_exact_model:seconds"} <= set(numbers["metric"])
+    assert {"wrong_tokens/exact_model:limit", "wrong_tokens/exact_model:seconds"} <= set(numbers["metric"])
     assert (numbers["verdict"] == "").all()
     assert {check["section"] for check in document["checks"]} == {
         "exact model",

@@ -210,7 +210,7 @@ def test_files_that_hold_no_config(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             read_config(tmp_path)
     (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="is not JSON"):
+    with pytest.raises(ConfigError, match="is not text"):
         read_config(tmp_path)
 
 

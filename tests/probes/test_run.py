@@ -114,7 +114,7 @@ def test_this_engine_is_right_by_the_real_oracle(tmp_path):
 
 
 def test_the_oracle_measures_the_rounding_of_the_dtype(tmp_path):
-    write_checkpoint("lfm2", tmp_path)
+    write_checkpoint("mamba2", tmp_path)
     far = []
     for dtype in ("float32", "bfloat16"):
         oracle = Oracle(tmp_path, dtype)
