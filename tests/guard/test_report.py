@@ -25,7 +25,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
     load_checks()
     few = {"costs": 1, "exact model": 20, "guard model": 4, "accuracy": 8, "block ids": 1}
-    few |= dict.fromkeys(("eviction", "families", "kv transfer", "router"), 0)
+    few |= dict.fromkeys(("eviction", "families", "folder", "kv transfer", "router"), 0)
     for section, count in few.items():
         change(monkeypatch, section, amounts={"quick": count})
     change(monkeypatch, "block ids", function=ratio)
