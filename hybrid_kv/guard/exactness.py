@@ -316,15 +316,10 @@ class Alone:
 
 def _wrong_hit(output: RequestOutput, unit: int) -> str:
     """Of a prompt that ran before, nothing being lost: all but the last token is there, up to a boundary."""
-    due = (len(output.prompt_token_ids) - 1) // unit * unit
-    return (
-        ""
-        if output.cached_tokens == due
-        else (
-            f"request {output.request_id} finds {output.cached_tokens} of its {len(output.prompt_token_ids)} tokens "
-            f"cached, {due} are due"
-        )
-    )
+    length, found = len(output.prompt_token_ids), output.cached_tokens
+    due = (length - 1) // unit * unit
+    text = f"request {output.request_id} finds {found} of its {length} tokens cached, {due} are due"
+    return text if found != due else ""
 
 
 def logit_difference(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
