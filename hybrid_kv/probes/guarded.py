@@ -7,10 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.models.config_file import ConfigFile
+from hybrid_kv.probes.exact import ExactJudge
 from hybrid_kv.probes.judge import Judge
 from hybrid_kv.probes.oracle import Oracle
 from hybrid_kv.probes.registry import Verdict, load_probes
 from hybrid_kv.probes.session import Outcome, References, Session, calibrate
+from hybrid_kv.targets.exact import is_exact
+from hybrid_kv.targets.kinds import for_model
 from hybrid_kv.targets.target import Kind, TargetError
 
 Settings = dict[str, str]
@@ -32,11 +35,12 @@ class Guarded:
         shortest: tokens that a prompt has at least: one more than one that killed the engine alone.
 
     Raises:
-        ConfigError: the oracle does not read the model.
+        ConfigError: the oracle does not read the model, or the engine cannot run an exact one.
     """
 
     def __init__(self, kind: Kind, folder: str, against: Kind | None = None, seed: int = 0, amount: int = 1) -> None:
-        self.kind, self.folder, self.against, self.seed, self.amount = kind, folder, against, seed, amount
+        self.kind, self.folder, self.against = for_model(kind, folder), folder, against
+        self.seed, self.amount = seed, amount
         self.version = "?"
         self.judges: dict[str, Judge] = {}
         self.shortest = 1
@@ -46,7 +50,9 @@ class Guarded:
     def judge_of(self, settings: Mapping[str, str]) -> Judge:
         """That of the setting's dtype."""
         dtype = settings.get("dtype", self.kind.factors.get("dtype", ("float32",))[0])
-        if dtype not in self.judges:
+        if dtype not in self.judges and is_exact(self.folder):
+            self.judges[dtype] = ExactJudge(self.folder)
+        elif dtype not in self.judges:
             self.judges[dtype] = Judge(Oracle(self.folder, dtype) if self.against is None else None)
         return self.judges[dtype]
 
@@ -69,8 +75,9 @@ class Guarded:
         An engine that dies says nothing of the oracle.
         """
         disagrees = any(not failure.died for failure in outcome.failures)
-        if outcome.probe == "alone" and disagrees and self.is_plain(outcome.settings):
-            self.judge_of(outcome.settings).trusted = False
+        judge = self.judge_of(outcome.settings)
+        if outcome.probe == "alone" and disagrees and self.is_plain(outcome.settings) and not judge.is_exact:
+            judge.trusted = False
 
     def close(self) -> None:
         """End the engines that gave references."""
@@ -105,6 +112,8 @@ def ask(guarded: Guarded, settings: Settings, select: Sequence[str], report: Cal
     try:
         for probe in load_probes():
             if probe.name != "alone" and select and not any(part in probe.name for part in select):
+                continue
+            if probe.exact and not session.judge.is_exact:
                 continue
             if not (probe.elsewhere or guarded.is_plain(settings)) and all(map(session.is_plain, probe.when)):
                 continue

@@ -58,6 +58,8 @@ class Judge:
             limit: what an answer of random tokens would be taken for right by.
     """
 
+    is_exact = False
+
     def __init__(self, oracle: Oracle | None) -> None:
         self.oracle, self.trusted, self.repeated = oracle, oracle is not None, 0.0
         self.is_calibrated, self.hidden = False, 0.0

@@ -40,13 +40,14 @@ class Probe:
     when: tuple[str, ...]
     elsewhere: bool
     place: int
+    exact: bool
 
 
 PROBES: dict[str, Probe] = {}
 
 
 def probe(
-    name: str, *, place: int, needs: str = "", moves: str = "", when: str = "", elsewhere: bool = True
+    name: str, *, place: int, needs: str = "", moves: str = "", when: str = "", elsewhere: bool = True, exact: bool = False
 ) -> Callable[[Callable[[Traffic], Rounds]], Callable[[Traffic], Rounds]]:
     """Register a generator of rounds; it is sent the answers of each.
 
@@ -56,10 +57,11 @@ def probe(
         moves: a counter that must have moved, or the probe is void; "cached": some answer must have cached tokens.
         when: factors, separated by spaces; `moves` is required only where one of them is not at its plainest level.
         elsewhere: whether it runs where none of them is but some other factor.
+        exact: it is for exact models alone.
     """
 
     def register(rounds: Callable[[Traffic], Rounds]) -> Callable[[Traffic], Rounds]:
-        PROBES[name] = Probe(name, rounds, tuple(needs.split()), moves, tuple(when.split()), elsewhere, place)
+        PROBES[name] = Probe(name, rounds, tuple(needs.split()), moves, tuple(when.split()), elsewhere, place, exact)
         return rounds
 
     return register

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.errors import require
-from hybrid_kv.targets.target import Kind
+from hybrid_kv.targets.exact import is_exact
+from hybrid_kv.targets.target import Inside, Kind
 
 KINDS = ("ours", "serve", "mlx", "vllm", "transformers")  # a file of `targets` each
 
@@ -38,3 +40,20 @@ def kind_of(name: str, python: str | Path | None = None) -> Kind:
     from hybrid_kv.targets.remote import build_of
 
     return build_of(kind, kind.package, str(python))
+
+
+def for_model(kind: Kind, folder: str) -> Kind:
+    """The engine with the factors that it has for this checkpoint.
+
+    Raises:
+        ConfigError: the checkpoint is an exact model, which the engine cannot run.
+    """
+    if not is_exact(folder):
+        return kind
+    inside: Inside | None = getattr(kind, "inside", None)
+    if inside is None:
+        raise ConfigError(f"--exact: {kind.name} cannot run an exact model; leave it out")
+    python = getattr(kind, "python", None)
+    return SimpleNamespace(
+        name=kind.name, size=kind.size, factors=inside.factors, inside=inside, python=python, start=kind.start
+    )

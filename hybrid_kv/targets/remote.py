@@ -58,7 +58,10 @@ def build_of(kind: Kind, package: str, python: str) -> Kind:
     if not has_it:
         raise ConfigError(f"{python} has no {package}; give the Python of an environment with it")
     start = partial(Remote, kind.name, python)
-    return SimpleNamespace(name=kind.name, size=kind.size, factors=kind.factors, python=python, start=start)
+    inside = getattr(kind, "inside", None)
+    return SimpleNamespace(
+        name=kind.name, size=kind.size, factors=kind.factors, inside=inside, python=python, start=start
+    )
 
 
 class Worker:

@@ -23,6 +23,7 @@ CAPABILITIES = {
     "n": "gives several answers to one prompt",
     "abort": "ends a request early on request",
     "batch": "runs several requests at once",
+    "steps": "takes a request before a certain step",
 }
 # What `counters` may hold, summed since the start. A check that saw none of what it is about is void.
 COUNTERS = ("hits", "drafts", "accepted", "preemptions")
@@ -40,6 +41,7 @@ class Ask:
         logprobs: give them too.
         salt: whose prefixes it may share; empty: everybody's.
         after: it is sent once so many answers of its batch are complete; 0: at once.
+        step: it is sent before this step of the engine, counted from the batch's first, if anything still runs then.
         abort_after: it is ended once it has so many tokens; None: not.
         stop: texts that end the answer, as the end-of-text token then does; a target without a tokenizer goes on.
     """
@@ -52,6 +54,7 @@ class Ask:
     logprobs: bool = False
     salt: str = ""
     after: int = 0
+    step: int = 0
     abort_after: int | None = None
     stop: tuple[str, ...] = ()
 
@@ -124,6 +127,14 @@ class Target(Protocol):
         """End it and free what it holds. A closed target may be closed again."""
 
 
+@dataclass(frozen=True)
+class Inside:
+    """How an engine runs an exact model: what it can be started with, and the settings of a default guard."""
+
+    factors: Mapping[str, Sequence[str]]
+    matrix: tuple[str, ...]
+
+
 class Kind(Protocol):
     """An engine that can be started.
 
@@ -132,6 +143,7 @@ class Kind(Protocol):
         factors: levels by factor, the plainest first. Common ones: `prefix` (off, on, or modes), `spec` (none, ngram3,
             mtp1 …), `chunk` (whole, or tokens of a step), `blocks` (ample, tight).
         size: of the checkpoint that is made where `--model` names a family and no size.
+        inside: how it runs an exact model, an `Inside`; one that cannot lacks it.
     """
 
     name: str

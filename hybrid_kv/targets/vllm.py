@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hybrid_kv.targets.remote import Remote, python_of
+from hybrid_kv.targets.target import Inside
 
 name, package = "vllm", "vllm"
 size = "small"  # its kernels for CPUs refuse the tiny one's widths
@@ -25,6 +26,35 @@ factors = {
     "spec": ("none", "ngram3", "mtp3", "mtp1"),
     "async": ("off", "on"),
 }
+# The exact model inside it costs seconds a setting, most of them for the start.
+inside = Inside(
+    {
+        "prefix": ("off", "on"),
+        "chunk": ("whole", "24", "40"),
+        "blocks": ("ample", "tight"),
+        "retain": ("last", "all"),
+        "block": ("own", "32"),
+        "kernel": ("own", "4"),  # tokens of a block as attention takes it
+        "match": ("block", "8", "4"),
+        "spec": ("none", "ngram3"),
+        "async": ("off", "on"),
+    },
+    (
+        "chunk=24",
+        "blocks=tight",
+        "async=on",
+        "prefix=on",
+        "prefix=on chunk=40 blocks=tight",
+        "prefix=on chunk=40 async=on",
+        "prefix=on retain=all",
+        "prefix=on block=32",
+        "prefix=on kernel=4",
+        "prefix=on match=8",
+        "spec=ngram3",
+        "spec=ngram3 chunk=40 blocks=tight",
+        "prefix=on spec=ngram3",
+    ),
+)
 
 
 def start(folder: str, settings: Mapping[str, str]) -> Remote:

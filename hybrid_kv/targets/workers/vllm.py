@@ -3,6 +3,8 @@
 A setting that vLLM refuses, or takes and then overrides, is a `ValueError` in its own words: it not supported.
 """
 
+import importlib.util
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -12,8 +14,9 @@ NUM_LIKELIEST = 5
 MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 2048, 8, 2048
 # Bytes. vLLM fills its pool with zeros, 3.5 s of a start for each GiB; 2^28 are more blocks than all probes fill.
 SMALL_MODEL, SMALL_POOL = 2**26, 2**28
+EXACT_BLOCK, EXACT_BLOCKS = 16, 2**10  # tokens of a block, and how many there are
 ROOM = 640  # tokens of the one request that a tight pool holds for sure, where eight may run
-CAN = ["cached", "logprobs", "reset", "preempt", "salt", "seed", "n", "abort", "batch"]
+CAN = ["cached", "logprobs", "reset", "preempt", "salt", "seed", "n", "abort", "batch", "steps"]
 COUNTERS = {
     "vllm:prefix_cache_hits": "hits",
     "vllm:spec_decode_num_draft_tokens": "drafts",
@@ -44,6 +47,8 @@ def arguments(settings: dict[str, str]) -> dict[str, Any]:
                 pass
             case ("block", "own", 0) | ("match", "block", 0) | ("retain", "last", 0) | ("async", "off", 0):
                 pass
+            case "kernel", "own", 0:
+                pass
             case ("prefix", "on", 0):
                 found["enable_prefix_caching"] = True
             case "prefix", mode, 0:
@@ -60,6 +65,8 @@ def arguments(settings: dict[str, str]) -> dict[str, Any]:
                 found["prefix_match_unit"] = number
             case "retain", "all", 0:
                 found["prefix_cache_retention_interval"] = None
+            case "kernel", "", number if number:
+                pass  # of the exact model's attention, see `_start`
             case "async", "on", 0:
                 found["async_scheduling"] = True
             case "dtype", _, _:
@@ -90,6 +97,9 @@ class Engine:
         options = arguments(settings)
         from vllm.exceptions import VLLMClientError
 
+        with open(f"{folder}/config.json") as file:
+            if "exact" in json.load(file):
+                options |= self._exact(settings)
         try:
             self._start(folder, options, settings.get("blocks") == "tight")
         except (AssertionError, ValueError, NotImplementedError, VLLMClientError) as error:
@@ -127,15 +137,31 @@ class Engine:
         # What a model cannot do may show in its first steps only.
         self.ask([{"prompt": [1, 2, 3], "max_tokens": 3, "salt": "start"}], 0)
 
+    def _exact(self, settings: dict[str, str]) -> dict[str, Any]:
+        """Make the exact model known to vLLM; the options that it adds."""
+        spec = importlib.util.spec_from_file_location("vllm_exact", f"{os.path.dirname(__file__)}/vllm_exact.py")
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        module.register()
+        module.kernel_block_size = int(settings["kernel"]) if settings.get("kernel", "own") != "own" else 0
+        if settings.get("async") == "on":
+            _allow_async()
+        size = {} if "block" in settings else {"block_size": EXACT_BLOCK}
+        return {"load_format": "dummy", "max_model_len": ROOM, "num_gpu_blocks_override": EXACT_BLOCKS, **size}
+
     def ask(self, requests: list[dict[str, Any]], preempt_every: int) -> list[dict[str, Any]]:
         from vllm.exceptions import VLLMClientError
 
         found: list[dict[str, Any]] = [{} for _ in requests]
         parts: list[dict[int, Any]] = [{} for _ in requests]  # of n answers, an output has one
         running: dict[str, int] = {}
-        waiting, undisturbed = list(range(len(requests))), 0
+        waiting, undisturbed, step = list(range(len(requests))), 0, 0
         while waiting or running:
-            for i in [i for i in waiting if requests[i].get("after", 0) <= len(requests) - len(waiting) - len(running)]:
+            ended = len(requests) - len(waiting) - len(running)
+            ready = [i for i in waiting if requests[i].get("after", 0) <= ended and requests[i].get("step", 0) <= step]
+            # A step that nothing runs in is never reached.
+            for i in ready or (waiting[:1] if not running else []):
                 waiting.remove(i)
                 try:
                     running[self._send(requests[i])] = i
@@ -145,6 +171,7 @@ class Engine:
             if preempt_every and known - undisturbed >= preempt_every:
                 undisturbed = known
                 self._llm.reset_prefix_cache(reset_running_requests=True)
+            step += 1
             for output in self._llm.step():
                 if (i := running.get(output.request_id, -1)) < 0:
                     continue
@@ -213,6 +240,19 @@ def _make_tight() -> None:
         return plan(config, specs, memory)
 
     core.get_kv_cache_configs = tight
+
+
+def _allow_async() -> None:
+    """vLLM takes asynchronous steps from CPUs, whose operators do not need them; the scheduler's code is the same."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config.__func__
+
+    def allowing(cls: Any, config: Any) -> None:
+        check(cls, config)
+        config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = classmethod(allowing)
 
 
 def _texts(parts: dict[int, Any]) -> dict[str, Any]:

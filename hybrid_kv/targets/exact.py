@@ -1,0 +1,122 @@
+"""The exact model as a checkpoint of another engine, and what it answers there.
+
+A checkpoint is a `config.json` alone: the numbers of `models.exact` and what an engine must know of any model. Its answers
+are not the argmax of the residues: see `ExactAnswers`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hybrid_kv.config import ConfigError
+from hybrid_kv.models.exact import PARTS, ExactConfig, ExactModel, ExactOracle, Residues
+
+# Patterns of `models.exact`, and the engine's kind of each layer with states.
+PATTERNS: dict[str, tuple[str, dict[str, str]]] = {
+    "mixed": ("M*WG*", {"M": "MAMBA2", "W": "SHORT_CONV", "G": "GDN_ATTN"}),
+    "mamba2": ("M*MM*", {"M": "MAMBA2"}),
+    "mamba1": ("M*MM*", {"M": "MAMBA1"}),
+    "short_conv": ("W*WW*", {"W": "SHORT_CONV"}),
+    "gdn": ("M*MM*", {"M": "GDN_ATTN"}),
+    "kda": ("V*VV*", {"V": "GDN_ATTN"}),
+    "linear": ("M*MM*", {"M": "LINEAR"}),
+}
+ALIASES = {"G": "M"}  # a layer with the parts of another one, so that a pattern has two kinds of these parts
+VOCABULARY, ECHO, CYCLE = 100, 8, 5
+LONGEST = 4096
+
+
+def _config(name: str) -> ExactConfig:
+    """
+    Raises:
+        ConfigError: there is no such exact model.
+    """
+    if name not in PATTERNS:
+        raise ConfigError(f"exact:{name}: there is no such exact model; use one of {', '.join(PATTERNS)}")
+    pattern = "".join(ALIASES.get(letter, letter) for letter in PATTERNS[name][0])
+    return ExactConfig(pattern=pattern, vocab_size=VOCABULARY)
+
+
+def write_exact_checkpoint(name: str, folder: str | Path) -> None:
+    """Write the `config.json` of one of `PATTERNS`.
+
+    Raises:
+        ConfigError: there is no such exact model.
+    """
+    config = _config(name)
+    model, (letters, kinds) = ExactModel(config), PATTERNS[name]
+    layers = [
+        {
+            "kind": kinds.get(letter, ""),
+            "weights": {key: np.array(value).tolist() for key, value in vars(layer).items() if key != "name"},
+        }
+        for letter, layer in zip(letters, model.layers, strict=True)
+    ]
+    exact = {
+        "name": name,
+        "echo": ECHO,
+        "embedding": model.embedding.tolist(),
+        "logit_map": model.logit_map.tolist(),
+        "layers": layers,
+    }
+    about: dict[str, Any] = {
+        "architectures": ["ExactHybridForCausalLM"],
+        "model_type": "llama",  # the plainest reader of what follows
+        "hidden_size": config.width,
+        "head_dim": config.width,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "intermediate_size": config.width,
+        "num_hidden_layers": len(layers),
+        "layers_block_type": ["mamba" if one["kind"] else "attention" for one in layers],
+        "mamba_chunk_size": 8,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": LONGEST,
+        "torch_dtype": "float32",
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "exact": exact,
+    }
+    (Path(folder) / "config.json").write_text(json.dumps(about))
+
+
+class ExactAnswers:
+    """What the model continues a prompt with, alone and without a cache.
+
+    A checksum of the whole history decides: one token in `ECHO` is drawn by it, the others follow their predecessor in a
+    cycle of `CYCLE`. So n-grams guess right at times, and what is wrong in the history still shows within some tokens.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        name = json.loads((Path(folder) / "config.json").read_text())["exact"]["name"]
+        self._oracle = ExactOracle(ExactModel(_config(name)))
+        self._known: dict[tuple[int, ...], list[int]] = {}
+
+    def tokens(self, prompt: Sequence[int], count: int) -> list[int]:
+        """The first `count` tokens behind a prompt; each prompt is computed once, unless more are needed."""
+        key = tuple(prompt)
+        if len(self._known.get(key, ())) < count:
+            last = prompt[-1]
+
+            def choose(residues: Residues, position: int) -> int:
+                nonlocal last
+                last = int(residues.argmax()) if residues[0] % ECHO == 0 else last - last % CYCLE + (last + 1) % CYCLE
+                return last
+
+            self._known[key] = self._oracle.generate(prompt, count, choose=choose)
+        return self._known[key][:count]
+
+
+def is_exact(folder: str | Path) -> bool:
+    """Whether a checkpoint is one of these."""
+    file = Path(folder) / "config.json"
+    return file.is_file() and "exact" in json.loads(file.read_text())
+
+
+assert all(ALIASES.get(letter, letter) in {"*", *PARTS} for pattern, _ in PATTERNS.values() for letter in pattern)
