@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from bench.static.compile import compile_case
+from bench.static.launches import aot_cases
 from hybrid_kv.kernels.block_tables import (
     DeviceTables,
     HostTables,
@@ -26,7 +27,6 @@ from hybrid_kv.kernels.block_tables import (
     update_block_tables,
     update_block_tables_reference,
 )
-from hybrid_kv.kernels.block_tables.launch import aot_cases
 from hybrid_kv.kernels.slot_mapping import PAD_SLOT
 from tests.kernels.interpreter import interpreted, share_memory_with_the_interpreter
 
