@@ -31,6 +31,7 @@ from hybrid_kv.kernels.recompute import (
 from hybrid_kv.kernels.ssd import chunk_scan_prefill, selective_state_update_slots
 
 DEVICE = torch.device("meta")
+_STATES = {"state", "conv_state", "chunk_states"}  # arguments of kernels that access recurrent states
 BF16, FP32 = torch.bfloat16, torch.float32
 NUM_REQS, NUM_TOKENS = 24, 2048
 NANO_SHAPE = MODELS[NANO]
@@ -41,8 +42,7 @@ class Launch:
     """One call of a wrapper.
 
     Attributes:
-        kernel, shape, dtype, state_access: as in `AotCase`; a wrapper that launches several kernels has their names
-            behind its own.
+        kernel, shape, dtype: as in `AotCase`; a wrapper that launches several kernels has their names behind its own.
     """
 
     kernel: str
@@ -50,15 +50,10 @@ class Launch:
     call: Callable[[], object]
     dtype: str = "bfloat16"
     bytes_per_program: Bytes | None = None
-    state_access: bool = False
 
 
-def _meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    return torch.empty(*shape, dtype=dtype, device=DEVICE)
-
-
-def _ids(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    return torch.empty(*shape, dtype=dtype, device=DEVICE)
+_meta = partial(torch.empty, dtype=BF16, device=DEVICE)
+_ids = partial(torch.empty, dtype=torch.int64, device=DEVICE)
 
 
 def _heads(model: str, dtype: torch.dtype, *outer: int) -> torch.Tensor:
@@ -206,7 +201,6 @@ LAUNCHES = (
         _conv_prefill,
         # The inputs and the three before them, and the outputs.
         bytes_per_program=lambda c: (TILE + 3 + TILE) * c["BLOCK"] * 2,
-        state_access=True,
     ),
     *(
         Launch(
@@ -214,7 +208,6 @@ LAUNCHES = (
             f"{model}, K={k}",
             partial(_conv_update, model, k),
             bytes_per_program=_conv_update_bytes(k),
-            state_access=True,
         )
         for model, dtype, k in _STATE_UPDATES
         if dtype == FP32
@@ -240,13 +233,12 @@ LAUNCHES = (
             partial(_recompute, model, dtype, k, num_reqs, update),
             _name(dtype),
             _recompute_bytes(model, dtype, k) if update else None,
-            state_access=True,
         )
         for model, dtype, k, num_reqs, update in _RECOMPUTES
     ),
     Launch("recompute.commit", "K=3, blocks of 528", _commit, "int64"),
     *(
-        Launch("ssd_prefill", f"{NANO}, chunks of {size}", partial(_chunk_scan, dtype, size), _name(dtype), None, True)
+        Launch("ssd_prefill", f"{NANO}, chunks of {size}", partial(_chunk_scan, dtype, size), _name(dtype))
         for dtype, size in ((BF16, 128), (FP32, 64))
     ),
     *(
@@ -256,7 +248,6 @@ LAUNCHES = (
             partial(_slots, model, dtype, k),
             _name(dtype),
             _slots_bytes(dtype, k),
-            state_access=True,
         )
         for model, dtype, k in _STATE_UPDATES
     ),
@@ -277,7 +268,7 @@ def aot_cases(lanes: int = 32) -> list[AotCase]:
                     shape=one.shape,
                     dtype=one.dtype,
                     bytes_per_program=one.bytes_per_program and one.bytes_per_program(case.constexprs),
-                    state_access=one.state_access,
+                    state_access=not _STATES.isdisjoint(case.fn.arg_names),
                 )
             )
     return found

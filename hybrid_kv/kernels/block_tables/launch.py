@@ -5,7 +5,6 @@ persistent tables, brings the batch's rows into the input tables as kernel block
 One kernel, grid (groups, batch rows + staged requests + 1). The host computes no index, copies nothing back and waits
 for nothing: each program finds its row's staged ids itself. No program reads a table entry that this launch writes (new
 ids come from the staging buffer), and each has its own counters, so programs need no order among themselves.
-`update_block_tables_reference` is the same in plain torch.
 
 An input row remembers which request's blocks it holds and how many. As long as a request keeps its place in the batch
 only its new blocks are written, so a decode step writes a few bytes whatever the context length.

@@ -25,10 +25,10 @@ from hybrid_kv.kernels.block_tables import (
     TableLayout,
     launch,
     update_block_tables,
-    update_block_tables_reference,
 )
 from hybrid_kv.kernels.slot_mapping import PAD_SLOT
 from tests.kernels.interpreter import interpreted, share_memory_with_the_interpreter
+from tests.kernels.references import update_block_tables_reference
 
 CPU = torch.device("cpu")
 

@@ -23,7 +23,6 @@ from hybrid_kv.kernels.paged_attention import (
     attention_mask,
     paged_attention,
     paged_attention_varlen,
-    paged_attention_varlen_reference,
     slot_cells,
     store_kv,
     token_index,
@@ -50,6 +49,7 @@ from tests.kernels.harness import (
     shapes,
 )
 from tests.kernels.interpreter import interpreted
+from tests.kernels.references import paged_attention_varlen_reference
 
 TOLERANCE, TILED, FLOAT16_WEIGHTS = 5e-6, 1e-5, 2.0**-10
 
