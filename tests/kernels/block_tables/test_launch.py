@@ -192,6 +192,11 @@ MAMBA = TableLayout(width=5, block_size=34 * 16, blocks_per_kv_block=1, kernel_b
             ],
             id="staged without being in the batch",
         ),
+        pytest.param(
+            [ATTENTION, MAMBA],
+            [Step([(0, True, [2, 1])], [(0, 0, 700)]), Step([], [(0, 700, 1)], padding_tokens=2)],
+            id="slots behind the padding stay",
+        ),
     ],
 )
 def test_steps_match(layouts: list[TableLayout], steps: list[Step]) -> None:
