@@ -34,11 +34,11 @@ import torch
 
 from bench._reference import equal
 from bench.generate import NoText, continued, load_transformers
+from bench.harness.arguments import ArgumentParser
 from bench.harness.cells import Cell, WrongResultError, nothing
 from bench.harness.measurement import Measurement
 from bench.peers.vllm_process import VLLMProcess, check_installed
 from hybrid_kv.accuracy.guard_model import FOLDER as GUARD_MODEL
-from hybrid_kv.arguments import ArgumentParser
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.errors import run_command

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from hybrid_kv.arguments import ArgumentParser
+from bench.harness.arguments import ArgumentParser
 from hybrid_kv.cache.modes import MODES
 from hybrid_kv.dashboard.data import MUTANTS, Results, each, fullest_run, load, with_params
 from hybrid_kv.dashboard.sections.times import WHOLE, count_text, curve_rows

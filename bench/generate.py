@@ -35,10 +35,10 @@ from typing import Any
 import torch
 
 from bench._reference import equal
+from bench.harness.arguments import ArgumentParser
 from bench.harness.cells import Case, Cell, WrongResultError, grid
 from bench.harness.measurement import Counted, Measurement, groups, measure_together
 from hybrid_kv.accuracy.guard_model import FOLDER as GUARD_MODEL
-from hybrid_kv.arguments import ArgumentParser
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.errors import run_command

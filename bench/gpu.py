@@ -26,10 +26,10 @@ import numpy.typing as npt
 import torch
 
 from bench._reference import equal
+from bench.harness.arguments import ArgumentParser
 from bench.harness.cells import Case, WrongResultError
 from bench.harness.contest import Contest, Rival
 from bench.harness.registry import suites
-from hybrid_kv.arguments import ArgumentParser
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.errors import run_command
 from hybrid_kv.results import Receipt, Row, append_rows, check_writable, timing_row

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from bench.harness.cells import Cell, Count, Counts, grid
-from bench.static.compile import cases_of, compile_case, kernel_modules, read_metrics
+from bench.static.compile import MODULES, cases_of, compile_case, read_metrics
 
 KERNELS = {
     "state_update.selective_state_update_slots": "Nemotron-3-Nano, K=3",
@@ -24,7 +24,7 @@ UNITS = {
 
 def compiled(seed: int, kernel: str, target: str) -> Counts:
     """Registers, spills, shared memory and instructions at the shape of one model."""
-    cases = (case for module in kernel_modules() for case in cases_of(module, target))
+    cases = (case for module in MODULES for case in cases_of(module, target))
     case = next(case for case in cases if (case.kernel, case.shape) == (kernel, KERNELS[kernel]))
     metrics = read_metrics(case, target, compile_case(case, target))
     # Without a disassembler the count would be that of PTX, another level of code.

@@ -20,8 +20,8 @@ from bench._reference import Floats, near, recurrence, softplus
 from bench._shapes import SHAPES
 from bench.harness.cells import Case, Cell, grid, seed
 from bench.harness.contest import MODELS, VLLM, Contest, Peer, Rival, models, per_head
+from bench.static import state_bytes
 from bench.static.counts import mean_traffic
-from hybrid_kv.kernels.recompute import state_bytes
 from hybrid_kv.kernels.ssd import selective_state_update_slots, selective_state_update_slots_reference
 
 STATES, OUTPUTS, RECOMPUTEED, ROUNDED = 5e-6, 1e-5, 2e-5, 2.0**-7

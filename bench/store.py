@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybrid_kv.arguments import ArgumentParser
+from bench.harness.arguments import ArgumentParser
 from hybrid_kv.errors import HybridKVError, run_command
 from hybrid_kv.results import COLUMNS
 from hybrid_kv.results.store import opened

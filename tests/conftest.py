@@ -12,6 +12,8 @@ from hypothesis import HealthCheck, Phase, settings
 # Tensors this small are slower on several threads, five times so where the workers of a run share the cores.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
+# Nor should each of them compile the package again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 for name in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY"):  # what commands print is the same where CI runs the tests
     os.environ.pop(name, None)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from bench._shapes import MODELS, NANO, LayerShape
 from hybrid_kv.cli import main
-from hybrid_kv.kernels.common.shapes import NANO, SHAPES, LayerShape
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*/config.json"))
@@ -26,7 +26,7 @@ def test_the_example_and_the_kernels_shapes_of_nemotron_3_nano_agree():
     config = json.loads((ROOT / "examples" / "nemotron-3-nano" / "config.json").read_text())
     names = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "num_attention_heads")
     names += ("num_key_value_heads", "chunk_size", "conv_kernel", "head_dim")
-    assert SHAPES[NANO] == LayerShape(*(config[name] for name in names))
+    assert MODELS[NANO] == LayerShape(*(config[name] for name in names))
 
 
 def test_a_config_that_the_documentation_names_is_there():

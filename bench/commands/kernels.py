@@ -41,12 +41,12 @@ def kernels(
     if update:
         check_writable(baseline)
     check_outputs(out)
-    modules, absent = compile.kernel_modules(), []
+    absent: list[str] = []
     if with_peers:
         from bench.peers import kernels as peers
 
         absent = peers.find()[1]
-    verdicts = gate.run(modules, names, baseline, accept=update, select=select)
+    verdicts = gate.run(compile.MODULES, names, baseline, accept=update, select=select)
     counted = [one for one in counts.count_all() if not select or any(part.lower() in one.name for part in select)]
     known = {} if update else gate.read_baseline(baseline, provenance().triton)
     wrong = [counts.failures(one, known) for one in counted]

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from bench import peers
+from bench.harness.arguments import ArgumentParser
 from bench.harness.cells import TIERS, Cell, WrongResultError
 from bench.harness.measurement import (
     QUICK_ROUNDS,
@@ -20,7 +21,6 @@ from bench.harness.measurement import (
     runs_here,
 )
 from bench.harness.registry import cells, suites, unavailable
-from hybrid_kv.arguments import ArgumentParser
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.dashboard.words import duration
 from hybrid_kv.results import append_rows, check_writable

@@ -1,38 +1,33 @@
 """The same metrics for the Triton kernels of vLLM and mamba_ssm, where those are installed or on PYTHONPATH.
 
-A peer's own wrapper is called with tensors of Nemotron-3-Nano, and what it would launch is recorded instead: argument
-types, folded integers and alignment as Triton sees them, the wrapper's choice of warps and tiles. So no argument of a
-peer is written down here. Where it tunes on the device, its first configuration is taken, and the shape says so. A
-wrapper finds itself on a GPU of compute capability 9.0, whatever the target. A kernel's file is loaded without the rest
-of its package, which needs compiled extensions.
+A peer's own wrapper is called with tensors of Nemotron-3-Nano, and what it would launch is recorded (`static.record`).
+Where it tunes on the device, its first configuration is taken, and the shape says so. A kernel's file is loaded without
+the rest of its package, which needs compiled extensions.
 
 Nothing here is gated or goes into a baseline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
+from bench._shapes import MODELS, NANO
 from bench.peers.stand_ins import loaded_kernels, root_of
+from bench.static.record import AotCase, Bytes, recorded
 from hybrid_kv.config import HybridKVError
-from hybrid_kv.kernels.common.launch import AotCase
-from hybrid_kv.kernels.common.shapes import NANO, SHAPES
 
 PACKAGES = {"vllm": "vllm", "mamba_ssm": "mamba-ssm"}  # how they are imported and installed
-SHAPE = SHAPES[NANO]
+SHAPE = MODELS[NANO]
 HEADS, HEAD_DIM, SIZE, GROUPS = SHAPE.state
 CHANNELS, CHUNK = SHAPE.channels, SHAPE.chunk_size
 QUERY_HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = SHAPE.query_heads, SHAPE.kv_heads, SHAPE.head_size, 16
 NUM_REQS, NUM_TOKENS = 24, 2048
-Bytes = Callable[[Mapping[str, Any]], int]  # that one program must move, by the values of its constants
 
 
 @dataclass(frozen=True)
@@ -258,51 +253,8 @@ PEERS: tuple[Peer, ...] = (
 )
 
 
-@contextmanager
-def _recorded() -> Iterator[list[AotCase]]:
-    """What is launched inside, without package, dtype and bytes; `shape` says which configuration is taken."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler.compiler import make_backend
-    from triton.runtime.autotuner import Autotuner
-    from triton.runtime.jit import JITFunction, create_function_from_signature
-
-    backend = make_backend(GPUTarget("cuda", 90, 32))
-    found: list[AotCase] = []
-
-    def record(self: Any, *args: Any, grid: Any, warmup: bool, note: str = "", **kwargs: Any) -> None:
-        bind = create_function_from_signature(self.signature, self.params, backend)
-        values, kinds, options = bind(*args, **kwargs)
-        arguments = list(zip(values.items(), kinds, strict=True))
-        chosen = backend.parse_options(options)
-        found.append(
-            AotCase(
-                kernel=self.__name__.strip("_"),
-                shape=note,
-                dtype="",
-                fn=self,
-                signature={name: kind[0] for (name, _), kind in arguments},
-                constexprs={name: value for (name, value), kind in arguments if kind[0] == "constexpr"},
-                options={"num_warps": chosen.num_warps, "num_stages": chosen.num_stages},
-                divisible=tuple(name for (name, _), kind in arguments if kind[1] and "D" in str(kind[1])),
-            )
-        )
-
-    def take_the_first(self: Any, *args: Any, **kwargs: Any) -> None:
-        note = f", config 1/{len(self.configs)}"
-        self.fn.run(*args, **kwargs, **self.configs[0].all_kwargs(), note=note)
-
-    with (
-        patch.object(JITFunction, "run", record),
-        patch.object(Autotuner, "run", take_the_first),
-        patch.object(torch.cuda, "device", lambda _: nullcontext()),
-        patch.object(torch.accelerator, "device_index", lambda _: nullcontext()),
-        patch.object(torch.cuda, "get_device_capability", lambda *_: (9, 0)),
-    ):
-        yield found
-
-
 def _cases_of(peer: Peer) -> list[AotCase]:
-    with loaded_kernels(peer.module) as module, _recorded() as launches:
+    with loaded_kernels(peer.module) as module, recorded() as launches:
         peer.call(module)
     cases = []
     for launch in launches:

@@ -129,11 +129,6 @@ class V1Tables:
         self.append, self.add = self._tables.append_row, self._tables.add_row
         self.groups: Sequence[Any] = self._tables.block_tables
 
-    def rewind(self, held: int) -> None:
-        """Every row has as many blocks."""
-        for table in self._tables.block_tables:
-            table.num_blocks_per_row[:] = held * getattr(table, "blocks_per_kv_block", 1)
-
     def finish(
         self, num_reqs: int, query_start_loc: torch.Tensor, positions: torch.Tensor
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:

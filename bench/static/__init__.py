@@ -1,7 +1,7 @@
 """What kernels cost, known without a GPU.
 
-Contract. A kernel file with a Triton kernel has `aot_cases() -> list[AotCase]`, the configurations that it ships, at
-the shapes of real models; where they depend on the size of a warp it takes that as `lanes`. `compile.measure` compiles
+Contract. `launches.LAUNCHES` calls each wrapper at the shapes of real models; `launches.aot_cases` has what it launches
+there on GPUs with warps of `lanes`, as `record` sees it. `compile.measure` compiles
 every case for every target and returns registers, spills, shared memory, thread blocks per SM, the widest global load
 and store, and the instructions by class. All of it is deterministic for one Triton version, so a machine without a GPU
 holds it exactly against the rows of an earlier commit (`gate.judge`).

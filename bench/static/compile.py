@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import pkgutil
 import re
 import subprocess
 import tempfile
@@ -23,12 +22,12 @@ from multiprocessing import get_context
 from typing import Any
 
 from bench.static.isa import access_bits, instruction_mix, instructions
-from hybrid_kv import kernels
+from bench.static.record import AotCase
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.errors import deaf_to_ctrl_c
 from hybrid_kv.kernels.common.integers import cdiv
-from hybrid_kv.kernels.common.launch import AotCase
 
+MODULES = ["bench.static.launches"]  # with `aot_cases`, of our own kernels
 NUM_WORKERS = 2
 MAX_BLOCKS = 32  # per SM or CU, on all targets
 
@@ -229,25 +228,9 @@ class Measurement:
         }
 
 
-def kernel_modules() -> list[str]:
-    """The modules of `hybrid_kv.kernels` that have cases.
-
-    Raises:
-        HybridKVError: Triton is missing.
-    """
-    try:
-        importlib.import_module("triton")
-    except ImportError:
-        raise HybridKVError(
-            "kernels are compiled with Triton, which is not installed; run: pip install -c constraints.txt triton"
-        ) from None
-    names = [info.name for info in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")]
-    return [name for name in names if hasattr(importlib.import_module(name), "aot_cases")]
-
-
 @cache
 def cases_of(module: str, target: str) -> list[AotCase]:
-    """The cases of one of `kernel_modules` for a target."""
+    """The cases of a module for a target."""
     function = importlib.import_module(module).aot_cases
     lanes = {"lanes": TARGETS[target].warp_size} if "lanes" in signature(function).parameters else {}
     cases: list[AotCase] = function(**lanes)

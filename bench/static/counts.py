@@ -24,12 +24,12 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from bench._shapes import MODELS, NANO
 from bench.static.gate import Baseline, read_baseline
+from bench.static.state_bytes import slots_bytes, step_bytes
 from hybrid_kv.errors import deaf_to_ctrl_c
 from hybrid_kv.kernels.common.interpreter import start_interpreter
-from hybrid_kv.kernels.common.shapes import NANO, SHAPES
 from hybrid_kv.kernels.recompute import RecomputeCursors, commit_reference, default_ring_len
-from hybrid_kv.kernels.recompute.state_bytes import slots_bytes, step_bytes
 from hybrid_kv.results import Row, provenance
 
 TARGET = "any"
@@ -338,7 +338,7 @@ def mean_traffic(
 def count_bytes() -> list[Count]:
     """Of one request, layer and step, at the shape of Nemotron-3-Nano with float32 states."""
     fp32, found = torch.float32, []
-    shape = heads, head_dim, size, groups = SHAPES[NANO].state
+    shape = heads, head_dim, size, groups = MODELS[NANO].state
     for K in (3, 5):
         wrong = []
         for n_hist, flush in ((None, False), (9, False), (9, True)):

@@ -44,7 +44,7 @@ _FACTORS = {
 
 def guard(
     context: typer.Context,
-    quick: Annotated[bool, typer.Option("--quick", help="A minute instead of five.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A minute instead of four.")] = False,
     long: Annotated[
         bool, typer.Option("--long", help="100,000 requests, of a fresh seed unless one is given.")
     ] = False,

@@ -122,7 +122,7 @@ def check(
 
     Args:
         quick, full, long: how much of it in each size of guard; 0 leaves it out, `long` is as `full` unless given. On
-            two cores the quick guard ends within a minute, the full one within five, the long one within half an hour.
+            two cores the quick guard ends within a minute, the full one within four, the long one within half an hour.
         seconds: for one of its amount; the progress bar is one of time.
         place: sections are printed in this order, and run in it where they run one by one.
         needs: packages that are an extra's, separated by spaces.

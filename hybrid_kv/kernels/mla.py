@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from hybrid_kv.kernels.common.strided import gather_tokens
-from hybrid_kv.kernels.paged_attention import SlotCells, attend_tokens, attention_mask, token_index
+from hybrid_kv.kernels.paged_attention import SlotCells, attend_tokens
 
 
 def store_latent(latent: torch.Tensor, cache: torch.Tensor, to: SlotCells) -> None:
@@ -43,31 +42,3 @@ def attend_latent(
     keys = latent.unsqueeze(2)
     # Summed over all of K and cut: with a V of another size torch takes a path 1.3 to 2.5 times as slow on a CPU.
     return attend_tokens(query, keys, keys, mask, scale)[..., :rank]
-
-
-def latent_attention(
-    query: torch.Tensor,
-    cache: torch.Tensor,
-    block_table: torch.Tensor,
-    positions: torch.Tensor,
-    scale: float,
-    rank: int,
-) -> torch.Tensor:
-    """Causal attention of each row's absorbed queries over its own blocks.
-
-    Args:
-        query: [num_rows, len, num_heads, rank + rope].
-        cache: [num_kernel_blocks, kernel_block_size, rank + rope], a strided view.
-        block_table: [num_rows, num_blocks] int32, kernel blocks; must cover every position.
-        positions: [num_rows, len] int64; a query sees the tokens at positions up to its own. Padding may have any
-            position >= 0.
-
-    Returns:
-        [num_rows, len, num_heads, rank].
-    """
-    last = positions.amax(1)
-    num_keys = int(last.max()) + 1
-    index = token_index(cache, block_table, last, num_keys)
-    latent = gather_tokens(cache, index).unflatten(0, (-1, num_keys))
-    mask = attention_mask(positions, num_keys, query.shape[2], query.dtype)
-    return attend_latent(query, latent, mask, scale, rank)

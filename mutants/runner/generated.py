@@ -2,8 +2,8 @@
 
 A place is named by its file, its line, the operator, and which of that operator's mutations on that line it is. Text is
 no place: no string, no type, no error that is raised, nothing that is logged; nor is a check of the code's own, such as
-an assertion, nor a signal, which would reach processes of others; nor how wide a launch is, nor the cases that are
-compiled to be looked at. What Python compiles to the same code as before, or as another mutant, is none.
+an assertion, nor a signal, which would reach processes of others; nor how wide a launch is. What Python compiles
+to the same code as before, or as another mutant, is none.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ OPERATORS = (
 )  # fmt: skip
 OPTIONS = ("num_warps", "num_stages")  # of a launch: they change how fast it is, no result
 LEFT_OUT = (
-    "__repr__", "__str__", "check_integrity", "aot_cases", "warp_size", "register_limit", "_options",
+    "__repr__", "__str__", "check_integrity", "warp_size", "register_limit", "_options",
 )  # fmt: skip
 ARROW = " => "  # stands in no line of Python
 Position = tuple[int, int]  # line from 1, column from 0, in characters

@@ -190,17 +190,17 @@ def test_a_real_run_of_lm_evals_hf_backend_agrees_with_the_engine(tmp_path: Path
     arguments = {"pretrained": str(GUARD_MODEL), "dtype": "float32"}
     with one_thread(), tasks.quiet_lm_eval():
         results = simple_evaluate(
-            "hf", arguments, tasks=["gsm8k_synth"], task_manager=manager, limit=2, bootstrap_iters=0, device="cpu"
+            "hf", arguments, tasks=["gsm8k_synth"], task_manager=manager, limit=1, bootstrap_iters=0, device="cpu"
         )
     tracker = EvaluationTracker(output_path=str(tmp_path / "out.json"))
     tracker.general_config_tracker.model_name_sanitized = "guard_model"
     tracker.date_id = "2026-11-21T09-48-38.67"
     tracker.save_results_samples("gsm8k_synth", results["samples"]["gsm8k_synth"])
     (file,) = tmp_path.glob("samples_*.jsonl")
-    engine = run.evaluate_guard_model(2, device="cpu", max_model_len=640)
+    engine = run.evaluate_guard_model(1, device="cpu", max_model_len=640)
     made = compare.compare(compare.read_answers(file), compare.answers_of(engine))
-    assert (made.n, made.lost, made.gained, made.task) == (2, 0, 0, "gsm8k_synth")
-    assert made.summary()["baseline"]["correct"] == 2
+    assert (made.n, made.lost, made.gained, made.task) == (1, 0, 0, "gsm8k_synth")
+    assert made.summary()["baseline"]["correct"] == 1
 
 
 REFUSALS: list[tuple[Callable[[list[dict[str, Any]]], object], str]] = [

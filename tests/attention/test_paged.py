@@ -23,8 +23,8 @@ from hybrid_kv.cache.layout import attention_view, split_kv
 from hybrid_kv.cache.spec import FullAttentionSpec
 from hybrid_kv.config import ConfigError
 from hybrid_kv.kernels.common.ragged import Ragged
-from hybrid_kv.kernels.paged_attention import paged_attention_varlen_reference
 from tests.kernels.interpreter import interpreted
+from tests.kernels.references import paged_attention_varlen_reference
 
 
 def common(computed, lens, num_decodes, padding=0):

@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from bench import block_tables, causal_conv1d, gated_norm, gpu, kernel_blocks, paged_attention, ssd, state_update
-from bench._shapes import SHAPES
+from bench._shapes import SHAPES, LayerShape
 from bench.gpu import COPY, Cuda, contests, main, race, rows
 from bench.harness.cells import Case, WrongResultError
 from bench.harness.contest import VLLM, Contest, Rival
+from bench.static import state_bytes
 from bench.static.counts import mean_traffic
-from hybrid_kv.kernels.common.shapes import LayerShape
-from hybrid_kv.kernels.recompute import state_bytes
 from hybrid_kv.results import TIME_UNITS, check_file, read_rows
 from tests.kernels.harness import multiply_bfloat16
 from tests.kernels.interpreter import interpreted, load_peer

@@ -11,17 +11,24 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from hybrid_kv.cache.block_pool import NULL_BLOCK
-from hybrid_kv.cache.block_table import BlockTables
+from hybrid_kv.cache.block_table import BlockTables, LaunchedBlockTables
 from hybrid_kv.kernels.slot_mapping import PAD_SLOT
 from tests.kernels.definitions import kernel_blocks
+from tests.kernels.references import update_block_tables_reference
 
 ROWS, WIDTHS, BPK = 5, [7, 3, 12], [1, 34, 4]
 CPU = torch.device("cpu")
 UNTOUCHED = -7
 
 
-def make(rows=ROWS, widths=WIDTHS, bpk=BPK, tokens=64, **options):
-    return BlockTables([16 * n for n in bpk], [16] * len(bpk), rows, tokens, widths, CPU, **options)
+class Launched(LaunchedBlockTables):
+    """With the launch in plain torch."""
+
+    _update_tables = staticmethod(update_block_tables_reference)
+
+
+def make(rows=ROWS, widths=WIDTHS, bpk=BPK, tokens=64, kind=BlockTables, **options):
+    return kind([16 * n for n in bpk], [16] * len(bpk), rows, tokens, widths, CPU, **options)
 
 
 def ids_of(*values):
@@ -242,6 +249,16 @@ def test_num_gathers_changes_when_an_input_table_may_and_only_then():
     assert tables.input_tables[0][0, :2].tolist() == [11, 12]
     stage(tables, 1, [[13], [23], [33]], overwrite=True)
     assert gathered([1], 1) == (6, [[13], [23 * 34], [33 * 4]])
+
+
+@pytest.mark.parametrize("kind", [BlockTables, Launched])
+def test_host_and_launch_take_the_same_step(kind):
+    tables = make(kind=kind)
+    for row in (0, 1):
+        stage(tables, row, [[10 + row], [20 + row], [30 + row]], overwrite=True)
+    found, slots = update(tables, [(1, 3, 2), (0, 5, 1)], 3)
+    assert [table[:, 0].tolist() for table in found] == [[11, 10, 0], [21 * 34, 20 * 34, 0], [31 * 4, 30 * 4, 0]]
+    assert slots[0, :3].tolist() == [11 * 16 + 3, 11 * 16 + 4, 10 * 16 + 5]
 
 
 # ---- one thing at a time ----

@@ -522,6 +522,17 @@ def test_a_file_that_goes_while_it_is_looked_at_is_replaced(gone_after: int, tmp
     assert stats.write_failures == 0
 
 
+@pytest.mark.parametrize(("own", "other"), [(KEYS[1], KEYS[2]), (KEYS[2], KEYS[1])])
+def test_the_file_of_another_block_is_corrupt_whichever_comes_first(
+    own: BlockKey, other: BlockKey, tmp_path: Path
+) -> None:
+    tier = FolderTier(tmp_path, OWN, None, OffloadStats())
+    tier.write([(own, empty(own))])
+    tier.path(own).write_bytes(file_content(OWN, other, bytes(PAYLOADS[0])))
+    assert not tier.read(own, empty(own))
+    assert tier.stats.corrupt_files == 1
+
+
 def test_a_damaged_file_that_another_process_deletes_first_is_no_fault_of_its_successor(tmp_path: Path) -> None:
     tier = FolderTier(tmp_path, OWN, None, OffloadStats())
     tier.write([(KEYS[0], empty(KEYS[0]))])

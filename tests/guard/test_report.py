@@ -44,7 +44,8 @@ def run(*arguments: str) -> int:
 def test_a_clean_run_exits_0_and_writes_a_row_per_check(
     small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    change(monkeypatch, "exact model", amounts={"quick": 2400})  # all forced patterns and the whole design
+    clean = CheckResult("exact model", "wrong tokens, exact model", True, 0, "requests", "0", 20, 0.1)
+    change(monkeypatch, "exact model", function=lambda run: [clean])  # of 20 requests it would be void
     change(monkeypatch, "costs", amounts={"quick": 3})
     out = tmp_path / "out.json"
     assert run("--results", str(tmp_path / "results"), "--out", str(out)) == 0

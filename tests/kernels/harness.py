@@ -21,6 +21,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bench.static.compile import TARGETS, compile_case, read_metrics
+from bench.static.launches import aot_cases
 from tests.kernels.interpreter import count_bytes, interpreted, share_memory_with_the_interpreter
 
 # Of storing: a unit in the last place (half of one on a GPU; the interpreter truncates), relative and absolute.
@@ -277,17 +278,19 @@ def measure(kind, shape, *names):
         return count_bytes({name: operation.arguments[name] for name in names}, operation.run, kind.kernel)
 
 
-def compiled(cases, wanted=lambda case: True, load=128, store=128, least=lambda case, target: 0):
+def compiled(kernel, wanted=lambda case: True, load=128, store=128, least=lambda case, target: 0):
     """A test that cases compile without spills, to wide accesses; `hybrid-kv kernels` compiles all for all targets.
 
     Args:
-        cases: a module's `aot_cases`.
+        kernel: as the names of its cases begin.
         least: blocks that an SM must hold.
     """
 
     @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
     def test(target):
-        found = [case for case in cases(TARGETS[target].warp_size) if wanted(case)]
+        found = [
+            case for case in aot_cases(TARGETS[target].warp_size) if case.kernel.startswith(kernel) and wanted(case)
+        ]
         assert found
         for case in found:
             metrics = read_metrics(case, target, compile_case(case, target))

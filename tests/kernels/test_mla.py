@@ -8,8 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_kv.kernels.mla import latent_attention, store_latent
-from hybrid_kv.kernels.paged_attention import slot_cells
+from hybrid_kv.kernels.common.strided import gather_tokens
+from hybrid_kv.kernels.mla import attend_latent, store_latent
+from hybrid_kv.kernels.paged_attention import attention_mask, slot_cells, token_index
 from hybrid_kv.kernels.paged_attention.reference import FOLDED_QUERIES
 from tests.kernels import definitions
 from tests.kernels.harness import strided_states
@@ -53,7 +54,10 @@ def test_rows_read_their_own_blocks_whatever_lies_in_unused_slots(problem):
     query = torch.randn(len(totals), max(new), heads, rank + rope, generator=g).to(dtype)
     positions = padded_positions(totals, new)
     before = [part.clone() for part in (query, cache)]
-    out = latent_attention(query, cache, table, positions, 0.7, rank)
+    num_keys = max(totals)
+    index = token_index(cache, table, positions.amax(1), num_keys)
+    read = gather_tokens(cache, index).unflatten(0, (-1, num_keys))
+    out = attend_latent(query, read, attention_mask(positions, num_keys, heads, dtype), 0.7, rank)
     assert all(
         torch.equal(part.nan_to_num(), old.nan_to_num()) for part, old in zip((query, cache), before, strict=True)
     )

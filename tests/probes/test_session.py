@@ -30,12 +30,13 @@ FINDS = {
 }
 
 
-def outcomes(prefix="on", oracle=True, **how):
+def outcomes(prefix="on", oracle=True, only="", **how):
     kind = ToyKind(**how)
     judge = Judge(ToyOracle() if oracle else None)
     session = Session(kind, "folder", {"prefix": prefix}, judge, References(ToyKind(), "folder"))
     calibrate(session, VOCAB)
-    return {probe.name: session.run(probe, VOCAB) for probe in load_probes()}, session
+    wanted = [probe for probe in load_probes() if only in ("", probe.name)]
+    return {probe.name: session.run(probe, VOCAB) for probe in wanted}, session
 
 
 @pytest.mark.parametrize("oracle", [True, False])
@@ -49,9 +50,8 @@ def test_a_sound_engine_is_right_everywhere(oracle):
 @pytest.mark.parametrize("bug", FINDS)
 @pytest.mark.parametrize("oracle", [True, False])
 def test_a_bug_is_found_by_the_probe_that_is_about_it(bug, oracle):
-    found, _ = outcomes(bug=bug, oracle=oracle)
-    wrong = [name for name, one in found.items() if one.verdict == "wrong"]
-    assert FINDS[bug] in wrong
+    found, _ = outcomes(bug=bug, oracle=oracle, only=FINDS[bug])
+    assert found[FINDS[bug]].verdict == "wrong"
 
 
 def test_where_rounding_would_hide_a_wrong_answer_nothing_is_right(monkeypatch):

@@ -9,7 +9,7 @@ from hybrid_kv.guard.registry import CheckResult, Run, check
 from hybrid_kv.guard.traffic import SCENARIOS_PER_RUN, draw_trio
 
 
-@check("costs", quick=12, full=48, seconds=0.3, place=35)
+@check("costs", quick=12, full=24, long=48, seconds=0.3, place=35)
 def check_costs(run: Run) -> list[CheckResult]:
     """The same requests with and without drafts, and with and without a cache.
 

@@ -28,7 +28,7 @@ LAYOUTS = (SmallBlocksFirst.name, "TORCH"), (SmallKVFirst.name, "FLASHINFER")
 NUM_NEW = 8
 
 
-@check("folder", quick=1, full=6, seconds=3.5, place=38, needs="safetensors tokenizers transformers")
+@check("folder", quick=1, full=3, long=6, seconds=3.5, place=38, needs="safetensors tokenizers transformers")
 def check_folder(run: Run) -> list[CheckResult]:
     """Two exact models, then two checkpoints of a family, one after the other in each layout, by one folder each."""
     begin, wrong, num_engines = time.perf_counter(), list[str](), 0

@@ -44,7 +44,7 @@ LOGIT_CELLS: tuple[dict[str, Any], ...] = (
 )
 
 
-@check("guard model", quick=4, full=16, seconds=1.6, place=40, needs="safetensors tokenizers transformers")
+@check("guard model", quick=4, full=8, long=16, seconds=1.6, place=40, needs="safetensors tokenizers transformers")
 def check_guard_logits(run: Run) -> list[CheckResult]:
     """Logits of every computed prompt and answer token, engine against the plain forward pass in float64.
 

@@ -2,5 +2,4 @@
 
 from hybrid_kv.kernels.block_tables.host import HostTables
 from hybrid_kv.kernels.block_tables.launch import check_update, update_block_tables
-from hybrid_kv.kernels.block_tables.reference import update_block_tables_reference
 from hybrid_kv.kernels.block_tables.tables import DeviceTables, StagedBlocks, StepBatch, TableLayout, Tables

@@ -5,7 +5,6 @@ persistent tables, brings the batch's rows into the input tables as kernel block
 One kernel, grid (groups, batch rows + staged requests + 1). The host computes no index, copies nothing back and waits
 for nothing: each program finds its row's staged ids itself. No program reads a table entry that this launch writes (new
 ids come from the staging buffer), and each has its own counters, so programs need no order among themselves.
-`update_block_tables_reference` is the same in plain torch.
 
 An input row remembers which request's blocks it holds and how many. As long as a request keeps its place in the batch
 only its new blocks are written, so a decode step writes a few bytes whatever the context length.
@@ -25,7 +24,7 @@ import torch
 
 from hybrid_kv.kernels.block_tables.tables import DeviceTables, StagedBlocks, StepBatch
 from hybrid_kv.kernels.common.integers import next_power_of_2
-from hybrid_kv.kernels.common.launch import AotCase, check, jit
+from hybrid_kv.kernels.common.launch import check, jit
 from hybrid_kv.kernels.slot_mapping import PAD_SLOT
 
 if TYPE_CHECKING:
@@ -230,35 +229,5 @@ def update_block_tables(tables: DeviceTables, staged: StagedBlocks, batch: StepB
         PAD=PAD_SLOT,
         BLOCK=BLOCK,
         num_warps=NUM_WARPS,
+        num_stages=1,
     )
-
-
-def aot_cases() -> list[AotCase]:
-    """A model whose attention groups agree, and one where every size has to be loaded, under context parallelism."""
-    int64 = ("geometry", "num_blocks", "row_keys", "held_keys", "slot_mappings", "rows", "positions")
-    types = dict.fromkeys(_kernel().arg_names, "*i32") | dict.fromkeys(int64, "*i64") | {"staged_overwrite": "*i8"}
-    types |= dict.fromkeys((*_COUNTS, "slot_stride", "max_num_reqs"), "i32")
-    shapes = {"Nemotron-3-Nano, 256 rows": (5, 131, 2096, 1), "two block sizes, 256 rows, cp 2": (4, 0, 0, 2)}
-    return [
-        AotCase(
-            kernel="block_tables.update_block_tables",
-            shape=shape,
-            dtype="int32",
-            fn=_kernel(),
-            signature=types,
-            constexprs={
-                "NUM_GROUPS": num_groups,
-                "ROWS": 256,
-                "BLOCKS_PER_KV_BLOCK": bpk,
-                "BLOCK_SIZE": block_size,
-                "CP_SIZE": cp_size,
-                "CP_RANK": 0,
-                "CP_INTERLEAVE": 1,
-                "PAD": PAD_SLOT,
-                "BLOCK": BLOCK,
-            },
-            options={"num_warps": NUM_WARPS, "num_stages": 1},
-            divisible=("slot_stride", "max_num_reqs"),
-        )
-        for shape, (num_groups, bpk, block_size, cp_size) in shapes.items()
-    ]

@@ -13,8 +13,7 @@ import torch
 
 from hybrid_kv.kernels.causal_conv1d.update import check_inputs
 from hybrid_kv.kernels.common.integers import cdiv
-from hybrid_kv.kernels.common.launch import INTS, AotCase, check, jit, per_warp, register_limit, strides, warp_size
-from hybrid_kv.kernels.common.shapes import NANO, SHAPES
+from hybrid_kv.kernels.common.launch import INTS, check, jit, per_warp, register_limit, strides, warp_size
 from hybrid_kv.kernels.common.spans import TILE, Spans
 
 if TYPE_CHECKING:
@@ -174,33 +173,3 @@ def causal_conv1d_prefill(
             **register_limit(REGISTERS, lanes),
         )
     return y
-
-
-def aot_cases(lanes: int = 32) -> list[AotCase]:
-    """What a launch compiles on GPUs with warps of `lanes`, all in bfloat16, the weight tap by tap."""
-    block = per_warp(2, lanes)
-    steps = ("state_stride", "x_stride", "tap_stride")
-    floats = dict.fromkeys(("conv_state", "x", "weight", "bias", "y"), "*bf16")
-    lists = dict.fromkeys(("tiles", "row_spans", "cu_spans"), "*i32")
-    indices = dict.fromkeys(("span_blocks", "window_indices", "window_rows"), "*i64")
-    return [
-        AotCase(
-            kernel="conv_prefill.causal_conv1d_prefill",
-            shape=NANO,
-            fn=jit(_conv_prefill),
-            signature=floats | lists | indices | {"has_initial_state": "*i8"} | dict.fromkeys(steps, "i32"),
-            constexprs={
-                "channel_stride": 1,
-                "CHANNELS": SHAPES[NANO].channels,
-                "KERNEL": SHAPES[NANO].kernel,
-                "HAS_BIAS": True,
-                "TILE": TILE,
-                "BLOCK": block,
-            },
-            options={"num_warps": 1, "num_stages": 1} | register_limit(REGISTERS, lanes),
-            # The inputs and the three before them, and the outputs.
-            bytes_per_program=(TILE + 3 + TILE) * block * 2,
-            divisible=steps,
-            state_access=True,
-        )
-    ]

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybrid_kv.kernels.common.integers import cdiv
-from hybrid_kv.kernels.common.launch import FLOATS, INTS, AotCase, check, check_dims, jit, per_warp, strides, warp_size
-from hybrid_kv.kernels.common.shapes import NANO, SHAPES
+from hybrid_kv.kernels.common.launch import FLOATS, INTS, check, check_dims, jit, per_warp, strides, warp_size
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -159,34 +158,3 @@ def causal_conv1d_update(
         num_stages=1,
     )
     return y
-
-
-def aot_cases(lanes: int = 32) -> list[AotCase]:
-    """What a launch compiles on GPUs with warps of `lanes`, all in bfloat16, the weight tap by tap."""
-    cases = [(NANO, k) for k in (0, 1, 3, 5)] + [(name, 3) for name in SHAPES if name != NANO]
-    block = per_warp(2, lanes)
-    steps = ("state_stride", "x_stride", "tap_stride")
-    floats = dict.fromkeys(("conv_state", "x", "weight", "bias", "y"), "*bf16")
-    indices = ("cu_seqlens", "window_indices", "window_rows", "state_indices")
-    return [
-        AotCase(
-            kernel="conv_update.causal_conv1d_update",
-            shape=f"{name}, K={k}",
-            fn=jit(_conv_update),
-            signature=floats | dict.fromkeys(indices, "*i64") | dict.fromkeys((*steps, "indices_stride"), "i32"),
-            constexprs={
-                "channel_stride": 1,
-                "CHANNELS": SHAPES[name].channels,
-                "KERNEL": SHAPES[name].kernel,
-                "COLUMNS": 1 + k,
-                "HAS_BIAS": True,
-                "BLOCK": block,
-            }
-            | ({"indices_stride": 1} if k == 0 else {}),
-            # Read the window and the tokens, write the tokens and all inputs but the oldest.
-            bytes_per_program=(3 + (1 + k) + (1 + k) + (3 + k)) * block * 2,
-            divisible=steps,
-            state_access=True,
-        )
-        for name, k in cases
-    ]

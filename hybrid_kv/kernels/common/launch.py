@@ -7,8 +7,7 @@ bits and is silently wrong (triton#4972).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -106,33 +105,3 @@ def check_dims(**tensors: tuple[torch.Tensor, int]) -> None:
 def strides(*tensors: torch.Tensor) -> tuple[int, ...]:
     """Elements from one entry of the first dimension to the next, of each."""
     return tuple(tensor.stride(0) for tensor in tensors)
-
-
-@dataclass(frozen=True)
-class AotCase:
-    """One kernel, as one launch would specialise it; `bench.static` compiles and judges it.
-
-    Attributes:
-        kernel: its name in the baseline, such as `recompute.commit`.
-        shape: for the reader, such as "Nemotron-3-Nano, K=3".
-        dtype: of the data that counts, for the reader.
-        fn: the `triton.jit` function.
-        signature: argument to type ("*fp32", "i32"); the names in `constexprs` may be left out.
-        constexprs: argument to value. A launch folds integers that equal 1: put them here too.
-        options: of the launch: num_warps, num_stages and, where it has a limit, maxnreg.
-        bytes_per_program: global bytes that one program must move, for instructions per byte; None if it depends on
-            data.
-        divisible: integer arguments that are multiples of 16 in such a launch. Pointers always are: torch aligns.
-        state_access: it reads or writes recurrent states, so 128-bit accesses are required.
-    """
-
-    kernel: str
-    shape: str
-    fn: Any
-    signature: Mapping[str, str]
-    constexprs: Mapping[str, Any]
-    dtype: str = "bfloat16"
-    options: Mapping[str, int] = field(default_factory=lambda: {"num_warps": 1, "num_stages": 1})
-    bytes_per_program: int | None = None
-    divisible: tuple[str, ...] = ()
-    state_access: bool = False

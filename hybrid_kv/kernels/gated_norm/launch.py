@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from hybrid_kv.kernels.common.integers import next_power_of_2
-from hybrid_kv.kernels.common.launch import FLOATS, AotCase, check, check_dims, jit, warp_size
-from hybrid_kv.kernels.common.shapes import SHAPES
+from hybrid_kv.kernels.common.launch import FLOATS, check, check_dims, jit, warp_size
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -90,22 +89,3 @@ def gated_rms_norm_reference(
     grouped = gated.unflatten(-1, (groups, -1))
     normed = F.rms_norm(grouped, grouped.shape[-1:], eps=eps).flatten(-2)
     return (normed * weight.float()).to(gate.dtype)
-
-
-def aot_cases(lanes: int = 32) -> list[AotCase]:
-    """What a launch compiles on GPUs with warps of `lanes`, all in bfloat16."""
-    widths = {name: (shape.groups, shape.inner // shape.groups) for name, shape in SHAPES.items()}
-    return [
-        AotCase(
-            kernel="gated_norm.gated_rms_norm",
-            shape=name,
-            fn=jit(_gated_norm),
-            signature=dict.fromkeys(("x", "gate", "weight", "y"), "*bf16")
-            | {"x_stride": "i32", "gate_stride": "i32", "eps": "fp32"},
-            constexprs={"GROUPS": groups, "SIZE": size, "BLOCK": size},
-            options=_options(size, lanes),
-            bytes_per_program=3 * size * 2,
-            divisible=("x_stride", "gate_stride"),
-        )
-        for name, (groups, size) in widths.items()
-    ]

@@ -10,7 +10,6 @@ from hybrid_kv.kernels.paged_attention.reference import (
     attend_tokens,
     attention_mask,
     paged_attention,
-    paged_attention_varlen_reference,
     sees_nothing,
     slot_cells,
     token_index,

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybrid_kv.kernels.common.integers import cdiv, next_power_of_2
-from hybrid_kv.kernels.common.launch import FLOATS, INTS, AotCase, check, check_dims, jit, warp_size
-from hybrid_kv.kernels.common.shapes import NANO, SHAPES
+from hybrid_kv.kernels.common.launch import FLOATS, INTS, check, check_dims, jit, warp_size
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -258,48 +257,3 @@ def paged_attention_varlen(
         num_stages=NUM_STAGES[warp_size()],
     )
     return out
-
-
-def aot_cases(lanes: int = 32) -> list[AotCase]:
-    """What a launch compiles on GPUs with warps of `lanes`, for bfloat16 models with 16-token kernel blocks."""
-    strides = ("key_block_stride", "value_block_stride", "key_token_stride", "value_token_stride")
-    # 16 heads of Nano share one of K and V: 4 tokens fill the largest tile, and a prefill compiles the same.
-    step = {NANO: ((1, "K=0"), (4, "K=3")), "Granite-4-H-small": ((4, "K=3"), (2048, "prefill"))}
-    found = []
-    for name, queries in step.items():
-        shape = SHAPES[name]
-        for length, kind in queries:
-            found.append(
-                AotCase(
-                    kernel="paged_attention.paged_attention_varlen",
-                    shape=f"{name}, {kind}",
-                    fn=jit(_attention),
-                    signature={
-                        **dict.fromkeys(("query", "key_cache", "value_cache", "out"), "*bf16"),
-                        **dict.fromkeys(("block_table", "query_start_loc", "seq_lens"), "*i32"),
-                        "scale": "fp32",
-                        **dict.fromkeys(("query_stride", "table_stride", *strides), "i32"),
-                    },
-                    constexprs=_constexprs(shape.query_heads, shape.kv_heads, shape.head_size, 16, length, 0, False),
-                    options={"num_warps": 4, "num_stages": NUM_STAGES[lanes]},
-                    divisible=("query_stride", "table_stride", *strides),
-                )
-            )
-    width = SHAPES[NANO].kv_heads * SHAPES[NANO].head_size
-    found.append(
-        AotCase(
-            kernel="paged_attention.store_kv",
-            shape=NANO,
-            fn=jit(_store_kv),
-            signature={
-                **dict.fromkeys(("key", "value", "key_cache", "value_cache"), "*bf16"),
-                "slots": "*i64",
-                **dict.fromkeys(("key_stride", "value_stride", *strides), "i32"),
-            },
-            constexprs={"BLOCK_SIZE": 16, "WIDTH": width, "BLOCK": width},
-            options={"num_warps": 1, "num_stages": 3},
-            bytes_per_program=4 * width * 2,
-            divisible=("key_stride", "value_stride", *strides),
-        )
-    )
-    return found

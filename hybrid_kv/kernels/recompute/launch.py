@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 
-from hybrid_kv.kernels.common.integers import cdiv, default_ring_len, next_power_of_2, shortest_ring_len
-from hybrid_kv.kernels.common.launch import FLOATS, INTS, AotCase, check, check_dims, jit, register_limit, warp_size
-from hybrid_kv.kernels.common.shapes import NANO, SHAPES
+from hybrid_kv.kernels.common.integers import cdiv, next_power_of_2, shortest_ring_len
+from hybrid_kv.kernels.common.launch import FLOATS, INTS, check, check_dims, jit, register_limit, warp_size
 from hybrid_kv.kernels.recompute.kernels import commit_kernel, recompute_kernel
 from hybrid_kv.kernels.recompute.ring import RecomputeCursors, RecomputeRing, RecomputeStep
-from hybrid_kv.kernels.recompute.state_bytes import step_bytes
 
 HEADS_TOGETHER = 8  # in one program of a large batch …
 SATURATED = 1024  # … which has this many programs even so
@@ -63,7 +61,11 @@ def _constexprs(
 
 
 def _options(heads_per_program: int, lanes: int) -> dict[str, int]:
-    return {"num_warps": NUM_WARPS, **(register_limit(REGISTERS, lanes) if heads_per_program > 1 else {})}
+    return {
+        "num_warps": NUM_WARPS,
+        "num_stages": 1,
+        **(register_limit(REGISTERS, lanes) if heads_per_program > 1 else {}),
+    }
 
 
 def commit(
@@ -99,6 +101,7 @@ def commit(
         BLOCK_SIZE=block_size or 0,
         BLOCK=COMMIT_BLOCK,
         num_warps=1,
+        num_stages=1,
     )
     row, src, dst, ring_start, n_hist, n_flush = step
     return RecomputeStep(row, src, dst, ring_start, n_hist, n_flush, cursors.max_query_len)
@@ -211,56 +214,3 @@ def _launch(
         **constexprs,
         **_options(constexprs["HEADS_PER_PROGRAM"], lanes),
     )
-
-
-def aot_cases(lanes: int = 32) -> list[AotCase]:
-    """What launches compile on GPUs with warps of `lanes`, for bfloat16 activations."""
-    # One tile of tokens serves up to seven drafts, so K moves only the length of the ring.
-    cases = [
-        (NANO, torch.float32, 3, 256, True),
-        (NANO, torch.float32, 3, 1, True),
-        (NANO, torch.bfloat16, 3, 256, True),
-        (NANO, torch.float32, 3, 1, False),
-        ("Nemotron-H-8B", torch.float32, 5, 256, True),
-    ]
-    activations = dict.fromkeys(("x", "dt", "B", "C", "y"), "*bf16") | dict.fromkeys(("dt_bias", "D"), "*fp32")
-    steps = ("x_stride", "dt_stride", "B_stride", "C_stride")
-    update_only = activations | {"cu_seqlens": "*i64"} | dict.fromkeys(steps, "i32")
-    found = []
-    for name, dtype, k, num_reqs, update in cases:
-        heads, head_dim, size, groups = shape = SHAPES[name].state
-        ring_len = default_ring_len(1 + k)
-        planes = torch.int16 if dtype == torch.float32 else dtype
-        rings = (heads, ring_len, head_dim), (groups, ring_len, size)
-        constexprs = _constexprs(*rings, 1 + k, num_reqs, planes, torch.bfloat16, update, lanes)
-        share = constexprs["HEADS_PER_PROGRAM"] / heads
-        moved = sum(step_bytes(shape, dtype, 1 + k, ring_len - 1 - k, False).values())
-        pointers = {"state": "*i16" if planes == torch.int16 else "*bf16", "A_log": "*fp32"}
-        pointers |= {"x_ring": "*bf16", "B_ring": "*bf16", "dt_ring": "*fp32"}
-        indices = ("rows", "sources", "targets", "ring_starts", "histories", "flushes")
-        found.append(
-            AotCase(
-                kernel=f"recompute.recompute_{'update' if update else 'flush'}",
-                shape=f"{name}, K={k}, {num_reqs} rows",
-                dtype=str(dtype).removeprefix("torch."),
-                fn=jit(recompute_kernel),
-                signature={**pointers, **dict.fromkeys(indices, "*i64"), "state_stride": "i32", **update_only},
-                constexprs=constexprs | ({} if update else dict.fromkeys(update_only)),
-                options=_options(constexprs["HEADS_PER_PROGRAM"], lanes) | {"num_stages": 1},
-                bytes_per_program=round(share * moved) if update else None,
-                divisible=("state_stride", *(steps if update else ())),
-                state_access=True,
-            )
-        )
-    ints = ("base_pos", "ring_start", "n_hist", "prev_t", "rows", "num_gained_tokens", "cu_seqlens", "step")
-    found.append(
-        AotCase(
-            kernel="recompute.commit",
-            shape="K=3, blocks of 528",
-            dtype="int64",
-            fn=jit(commit_kernel, COMMIT_RUNTIME),
-            signature={**dict.fromkeys(ints, "*i64"), "block_table": "*i32", "num_reqs": "i32", "table_stride": "i32"},
-            constexprs={"RING": default_ring_len(4), "MAX_QUERY": 4, "BLOCK_SIZE": 528, "BLOCK": COMMIT_BLOCK},
-        )
-    )
-    return found

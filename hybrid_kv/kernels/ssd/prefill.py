@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybrid_kv.kernels.common.integers import cdiv, next_power_of_2
-from hybrid_kv.kernels.common.launch import FLOATS, INTS, AotCase, check, jit, register_limit, strides, warp_size
-from hybrid_kv.kernels.common.shapes import NANO, SHAPES
+from hybrid_kv.kernels.common.launch import FLOATS, INTS, check, jit, register_limit, strides, warp_size
 from hybrid_kv.kernels.common.spans import Spans
 from hybrid_kv.kernels.ssd.slots import check_inputs
 
@@ -298,34 +297,3 @@ def chunk_scan_prefill(
         *(x, B, C, D, y, chunk_states, times, spans.chunks, *strides(x, B, C), spans.num_tokens), **of_outputs
     )
     return y
-
-
-def aot_cases(lanes: int = 32) -> list[AotCase]:
-    """What a launch compiles on GPUs with warps of `lanes`: both kernels for bfloat16, and for float32."""
-    steps = ("state_stride", "x_stride", "dt_stride", "B_stride", "C_stride")
-    types = dict.fromkeys(("state", "times", "dt_bias", "A_log", "D"), "*fp32")
-    types |= dict.fromkeys(("row_spans", "cu_spans", "cu_chunks", "chunks"), "*i32")
-    types |= {"span_blocks": "*i64", "source_indices": "*i64", "has_initial_state": "*i8"}
-    types |= dict.fromkeys((*steps, "num_tokens"), "i32")
-    found = []
-    for dtype, kind in (("bfloat16", "*bf16"), ("float32", "*fp32")):
-        itemsize = getattr(torch, dtype).itemsize
-        launches = _launches(*SHAPES[NANO].state, CHUNK_BYTES // itemsize, itemsize, lanes)
-        types |= dict.fromkeys(("x", "dt", "B", "C", "y", "chunk_states"), kind)
-        for kernel, launch in zip((_states, _outputs), launches, strict=True):
-            fn = jit(kernel, _COUNTS)
-            options = {name: launch.pop(name) for name in launch.keys() & {"num_warps", "num_stages", "maxnreg"}}
-            found.append(
-                AotCase(
-                    kernel=f"ssd_prefill.{kernel.__name__.strip('_')}",
-                    shape=f"{NANO}, chunks of {launch['CHUNK']}",
-                    dtype=dtype,
-                    fn=fn,
-                    signature={name: types[name] for name in fn.arg_names if name in types},
-                    constexprs=launch,
-                    divisible=tuple(name for name in steps if name in fn.arg_names),
-                    state_access=True,
-                    options=options,
-                )
-            )
-    return found

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybrid_kv.kernels.common.integers import cdiv, next_power_of_2
-from hybrid_kv.kernels.common.launch import FLOATS, INTS, AotCase, check, check_dims, jit, per_warp, strides, warp_size
-from hybrid_kv.kernels.common.shapes import NANO, SHAPES
+from hybrid_kv.kernels.common.launch import FLOATS, INTS, check, check_dims, jit, per_warp, strides, warp_size
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -197,39 +196,3 @@ def selective_state_update_slots(
         num_stages=1,
     )
     return y
-
-
-def aot_cases(lanes: int = 32) -> list[AotCase]:
-    """What a launch compiles on GPUs with warps of `lanes`, for 16-bit activations."""
-    cases = [(NANO, "float32", k) for k in (0, 1, 3, 5)] + [(name, "float32", 3) for name in SHAPES if name != NANO]
-    cases += [(NANO, "bfloat16", 3), (NANO, "float16", 3)]
-    activations = dict.fromkeys(("x", "dt", "B", "C", "y"), "*bf16")
-    parameters = dict.fromkeys(("dt_bias", "A_log", "D"), "*fp32")
-    indices = dict.fromkeys(("cu_seqlens", "source_indices", "state_indices"), "*i64")
-    steps = tuple(f"{name}_stride" for name in ("state", "x", "dt", "B", "C"))
-    found = []
-    for name, dtype, k in cases:
-        heads, head_dim, size, groups = SHAPES[name].state
-        element = getattr(torch, dtype)
-        constexprs = _constexprs(heads, head_dim, size, groups, element.itemsize, lanes)
-        rows = constexprs["BLOCK_P"]
-        found.append(
-            AotCase(
-                kernel="state_update.selective_state_update_slots",
-                shape=f"{name}, K={k}",
-                dtype=dtype,
-                fn=jit(_state_update),
-                signature={
-                    "state": {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}[dtype],
-                    **activations,
-                    **parameters,
-                    **indices,
-                    **dict.fromkeys((*steps, "indices_stride"), "i32"),
-                },
-                constexprs=constexprs | ({"indices_stride": 1} if k == 0 else {}),
-                bytes_per_program=(2 + k) * rows * size * element.itemsize + (1 + k) * 2 * rows * 2,
-                divisible=steps,
-                state_access=True,
-            )
-        )
-    return found

@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,10 @@ from bench.static import compile, counts, gate
 from bench.static.compile import TARGETS, Measurement, measure
 from bench.static.gate import judge, read_baseline, result_rows
 from bench.static.isa import access_bits, instruction_mix, instructions
+from bench.static.record import AotCase
 from hybrid_kv import kernels
 from hybrid_kv.cli import main
 from hybrid_kv.config import HybridKVError
-from hybrid_kv.kernels.common.launch import AotCase
 from hybrid_kv.results import append_rows, provenance
 
 # ---- injected kernels ----
@@ -311,8 +311,8 @@ def test_blocks_per_sm(target: str, registers: int, shared: int, num_warps: int,
 def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Starting workers takes longer than compiling. Counts have their own tests."""
 
-    def measure_here(modules: Sequence[str], targets: Sequence[str], _: object = None) -> Iterator[Measurement]:
-        return (compile._measure(*job) for job in compile.jobs(modules, targets))
+    def measure_here(*what: Any) -> Iterator[Measurement]:
+        return (compile._measure(*job) for job in compile.jobs(*what))
 
     monkeypatch.setattr(gate, "measure", measure_here)
     monkeypatch.setattr(counts, "count_all", list)
@@ -330,11 +330,11 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
 
 @pytest.mark.usefixtures("one_process")
 def test_block_tables_pass_on_every_target_and_a_step_down_does_not(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(compile, "kernel_modules", lambda: ["hybrid_kv.kernels.block_tables.launch"])
     file, report = tmp_path / "kernels.csv", tmp_path / "kernels.json"
-    code, out, _ = run(capsys, "--baseline", str(file), "--update", "--out", str(report))
+    only = "-k", "block_tables"
+    code, out, _ = run(capsys, *only, "--baseline", str(file), "--update", "--out", str(report))
     assert code in (0, None)
     assert "8 compiled with Triton" in out and "0 failed; 8 without a baseline" in out
     document = json.loads(report.read_text())
@@ -343,17 +343,17 @@ def test_block_tables_pass_on_every_target_and_a_step_down_does_not(
     lines = file.read_text().splitlines()
 
     # What did not change is not written again.
-    code, out, _ = run(capsys, "--baseline", str(file), "--update")
+    code, out, _ = run(capsys, *only, "--baseline", str(file), "--update")
     assert code in (0, None) and "0 failed\n" in out
     assert file.read_text().splitlines() == lines
 
     key = ("block_tables.update_block_tables", "Nemotron-3-Nano, 256 rows", "int32", "sm_90")
     better = next(row for row in result_rows(_measurement(key, blocks_per_sm=31)) if row.metric == "blocks_per_sm")
     append_rows(file, [better])
-    code, out, _ = run(capsys, "--baseline", str(file), "--targets", "sm_90")
+    code, out, _ = run(capsys, *only, "--baseline", str(file), "--targets", "sm_90")
     assert code == 1
     assert "update_block_tables (Nemotron-3-Nano, 256 rows, int32) on sm_90: 12 blocks per SM instead of 31" in out
-    code, _, _ = run(capsys, "--baseline", str(file), "--targets", "sm_90", "--update")
+    code, _, _ = run(capsys, *only, "--baseline", str(file), "--targets", "sm_90", "--update")
     assert code in (0, None)
     assert read_baseline(file, provenance().triton)[key]["blocks_per_sm"] == 12
 
@@ -367,7 +367,7 @@ def _measurement(key: tuple[str, str, str, str], **changes: int) -> Measurement:
 def test_a_failure_is_exit_1_and_never_becomes_the_baseline(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(compile, "kernel_modules", lambda: [__name__])
+    monkeypatch.setattr(compile, "MODULES", [__name__])
     file = tmp_path / "kernels.csv"
     code, out, _ = run(capsys, "--targets", "gfx942", "--baseline", str(file), "--update")
     assert code == 1 and not file.exists()
@@ -421,7 +421,7 @@ def test_a_compiler_that_dies_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_program_of_the_package_is_compiled() -> None:
-    cases = [case for module in compile.kernel_modules() for case in compile.cases_of(module, "sm_90")]
+    cases = [case for module in compile.MODULES for case in compile.cases_of(module, "sm_90")]
     sources = "".join(path.read_text() for path in Path(kernels.__path__[0]).rglob("*.py"))
     programs = re.findall(r"^def (\w+)\(\n    \w+: tl\.tensor", sources, re.MULTILINE)
     assert {case.fn.__name__ for case in cases} == set(programs)

@@ -10,11 +10,11 @@ pytest.importorskip("triton")
 
 import torch
 
-from bench.static import compile, counts, gate
+from bench.static import counts, gate
 from bench.static.counts import CASES, Count, changed_rows, count_bytes, count_launches, counted, failures
 from bench.static.gate import read_baseline
+from bench.static.state_bytes import slots_bytes, step_bytes
 from hybrid_kv import cli
-from hybrid_kv.kernels.recompute.state_bytes import slots_bytes, step_bytes
 from hybrid_kv.results import append_rows, check_file, provenance
 from tests.kernels.interpreter import interpreted
 
@@ -177,7 +177,6 @@ def test_only_changes_become_rows(file):
 
 
 def test_the_command_counts_and_fails(monkeypatch, capsys, tmp_path, file):
-    monkeypatch.setattr(compile, "kernel_modules", list)
     monkeypatch.setattr(gate, "run", lambda *args, **options: [])
 
     def run(found, *arguments):

@@ -54,7 +54,7 @@ def test_a_stuck_initial_state_flag_is_seen(monkeypatch: pytest.MonkeyPatch, val
 
 def test_the_result_does_not_depend_on_the_number_of_processes() -> None:
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        alone, together = check_exact_model(Run(150)), check_exact_model(Run(150, workers=2, pool=pool))
+        alone, together = check_exact_model(Run(50)), check_exact_model(Run(50, workers=2, pool=pool))
     assert [replace(result, seconds=0.0) for result in alone] == [replace(result, seconds=0.0) for result in together]
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from bench.static.compile import compile_case
+from bench.static.launches import aot_cases
 from hybrid_kv.kernels.block_tables import (
     DeviceTables,
     HostTables,
@@ -24,11 +25,10 @@ from hybrid_kv.kernels.block_tables import (
     TableLayout,
     launch,
     update_block_tables,
-    update_block_tables_reference,
 )
-from hybrid_kv.kernels.block_tables.launch import aot_cases
 from hybrid_kv.kernels.slot_mapping import PAD_SLOT
 from tests.kernels.interpreter import interpreted, share_memory_with_the_interpreter
+from tests.kernels.references import update_block_tables_reference
 
 CPU = torch.device("cpu")
 
@@ -191,6 +191,11 @@ MAMBA = TableLayout(width=5, block_size=34 * 16, blocks_per_kv_block=1, kernel_b
                 Step([], [(3, 2000, 3), (0, 701, 1)]),
             ],
             id="staged without being in the batch",
+        ),
+        pytest.param(
+            [ATTENTION, MAMBA],
+            [Step([(0, True, [2, 1])], [(0, 0, 700)]), Step([], [(0, 700, 1)], padding_tokens=2)],
+            id="slots behind the padding stay",
         ),
     ],
 )

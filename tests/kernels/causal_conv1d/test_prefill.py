@@ -107,7 +107,7 @@ def test_a_window_that_reaches_back_loads_no_token_before_its_row():
 
 
 # Each program holds the 8 KB of its tile; 48 KB in flight are what an SM's share of the bus takes.
-test_compiles_without_spills_to_128_bit_accesses = compiled(module.aot_cases, least=lambda *_: 48 / 8)
+test_compiles_without_spills_to_128_bit_accesses = compiled("conv_prefill", least=lambda *_: 48 / 8)
 test_rejects_what_the_kernel_would_misread = rejected_operations(
     Prefill,
     SHORT.but(rows=(Row(2), Row(2)), channels=5),

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.static.compile import compile_case
+from bench.static.launches import aot_cases
 from hybrid_kv.cache.backend import FlashAttentionBackend, TorchBackend
 from hybrid_kv.cache.layout import attention_view, split_kv
 from hybrid_kv.cache.spec import FullAttentionSpec
@@ -22,14 +23,12 @@ from hybrid_kv.kernels.paged_attention import (
     attention_mask,
     paged_attention,
     paged_attention_varlen,
-    paged_attention_varlen_reference,
     slot_cells,
     store_kv,
     token_index,
     write_kv,
 )
 from hybrid_kv.kernels.paged_attention import launch as module
-from hybrid_kv.kernels.paged_attention.launch import aot_cases
 from hybrid_kv.kernels.paged_attention.reference import FOLDED_QUERIES
 from tests.kernels import definitions
 from tests.kernels.harness import (
@@ -50,6 +49,7 @@ from tests.kernels.harness import (
     shapes,
 )
 from tests.kernels.interpreter import interpreted
+from tests.kernels.references import paged_attention_varlen_reference
 
 TOLERANCE, TILED, FLOAT16_WEIGHTS = 5e-6, 1e-5, 2.0**-10
 
@@ -308,12 +308,12 @@ def test_no_tokens_are_no_launch():
 
 # The smallest and the largest tile, and the store. 64 lanes take a token's K with half as much each.
 test_compiles_without_spills = compiled(
-    aot_cases, lambda case: case.shape.startswith("Nemotron-3-Nano"), load=64, store=64, least=lambda *_: 2
+    "paged_attention", lambda case: case.shape.startswith("Nemotron-3-Nano"), load=64, store=64, least=lambda *_: 2
 )
 
 
 def test_float32_keeps_its_digits():
-    case = next(case for case in aot_cases() if case.shape == "Nemotron-3-Nano, K=0")
+    case = next(case for case in aot_cases() if case.kernel == "paged_attention.paged_attention_varlen")
     wide = {name: kind.replace("bf16", "fp32") for name, kind in case.signature.items()}
     ptx = compile_case(replace(case, signature=wide), "sm_90").asm["ptx"]
     assert "fma" in ptx and "tf32" not in ptx

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from bench._shapes import MODELS, NANO
 from bench.static.counts import mean_traffic
-from hybrid_kv.kernels.common.shapes import NANO, SHAPES
+from bench.static.state_bytes import slots_bytes, step_bytes
 from hybrid_kv.kernels.recompute import (
     RecomputeCursors,
     RecomputeRing,
@@ -36,7 +37,6 @@ from hybrid_kv.kernels.recompute import (
     write_states,
 )
 from hybrid_kv.kernels.recompute import launch as module
-from hybrid_kv.kernels.recompute.state_bytes import slots_bytes, step_bytes
 from tests.kernels import definitions
 from tests.kernels.harness import GAPS, INTS, Shape, bits, compiled, flat_tokens, rejections, shapes
 from tests.kernels.interpreter import count_bytes, interpreted, share_memory_with_the_interpreter
@@ -639,13 +639,13 @@ def test_a_fifth_of_the_bytes_of_slots(drafts, at_least):
     inputs, outputs = tokens * 2 * (inner + 8 + 2 * 128), tokens * 2 * inner
     slots = {"state": (1 + tokens) * inner * 128 * 4, "ring": 0, "inputs": inputs, "outputs": outputs}
     assert slots_bytes(GROUP, torch.float32, tokens) == slots
-    found = mean_traffic(SHAPES[NANO].state, torch.float32, drafts)
+    found = mean_traffic(MODELS[NANO].state, torch.float32, drafts)
     assert found.slots == 8 * sum(slots.values()) and found.ratio > at_least > 5, found
 
 
 # The configuration of a large batch.
 test_compiles_without_spills_to_128_bit_accesses = compiled(
-    module.aot_cases, lambda case: case.shape == "Nemotron-3-Nano, K=3, 256 rows", least=lambda *_: 2
+    "recompute", lambda case: case.shape == "Nemotron-3-Nano, K=3, 256 rows", least=lambda *_: 2
 )
 
 

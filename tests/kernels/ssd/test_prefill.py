@@ -199,7 +199,7 @@ def test_strong_decay_neither_overflows_nor_blurs_what_follows(chunk_size):
 
 # A wave of the outputs must not leave an SM to one block; AMD's keeps its tiles in registers.
 test_compiles_without_spills_to_128_bit_accesses = compiled(
-    module.aot_cases,
+    "ssd_prefill",
     lambda case: case.dtype == "bfloat16",
     store=0,
     least=lambda case, target: 1 if "states" in case.kernel or target == "gfx942" else 2,

@@ -131,7 +131,7 @@ def test_traffic_is_one_state_read_and_one_written_per_token(length, state_dtype
 
 
 test_compiles_without_spills_to_128_bit_accesses = compiled(
-    module.aot_cases,
+    "state_update",
     lambda case: case.shape == "Nemotron-3-Nano, K=3",
     least=lambda *_: (48 << 10) / module.TILE_BYTES,
 )

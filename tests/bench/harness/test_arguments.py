@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybrid_kv.arguments import ArgumentParser
+from bench.harness.arguments import ArgumentParser
 from hybrid_kv.errors import run_command
 
 
