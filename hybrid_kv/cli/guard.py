@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hybrid_kv.guard.registry import CheckResult, Size
 
 MAX_SEED = 2**42 - 1  # times a million, plus a request's number, it has 64 bits
-_TARGET = ("model", "python", "against", "matrix")
+_TARGET = ("model", "python", "against", "matrix", "weights", "exact")
 _SHARED = {"seed", "jobs", "repro", "as_json", "out"}
 # By the option that chooses another kind of run, the options that go with it.
 _KINDS = {
@@ -82,6 +82,11 @@ def guard(
         list[str] | None,
         typer.Option(metavar="FACTOR=LEVEL,…", help="Settings: all combinations in a text; may be repeated."),
     ] = None,
+    weights: Annotated[
+        Literal["exact", "random"] | None,
+        typer.Option(help="Of the target's model: exact integers, random numbers; default: both, where it can."),
+    ] = None,
+    exact: Annotated[bool, typer.Option("--exact", help="As --weights exact.")] = False,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Device of the guard model.")] = "cpu",
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print each check, not only its section.")] = False,
     as_json: AsJson = False,
@@ -123,9 +128,10 @@ def guard(
             raise ConfigError(f"--target {target}: give settings with --matrix, not with --only")
         check_outputs(out, junit_xml, repro / "case.json")
         with published(f"hybrid-kv guard --target {target}", junit_xml) as keep:
+            kind = "exact" if exact else weights
             code = guard_target(
-                target, model, python, against, matrix, select, seed or 0, size, jobs, repro, verbose, as_json, out,
-                keep,
+                target, model, python, against, matrix, kind, select, seed or 0, size, jobs, repro, verbose, as_json,
+                out, keep,
             )  # fmt: skip
         raise typer.Exit(code)
     if record and (select or levels):

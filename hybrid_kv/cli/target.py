@@ -8,8 +8,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hybrid_kv.ci import Verdict, Word
 from hybrid_kv.cli.options import show
@@ -23,7 +24,7 @@ from hybrid_kv.probes.reproducer import FORMAT, case_of, from_json, replay, writ
 from hybrid_kv.probes.run import FINE, check_level, compare_with, guard, matrix_of
 from hybrid_kv.probes.session import Outcome
 from hybrid_kv.probes.shrink import distinct, shrink
-from hybrid_kv.targets.kinds import kind_of
+from hybrid_kv.targets.kinds import for_model, kind_of
 from hybrid_kv.targets.models import model_folder
 from hybrid_kv.targets.target import TargetError
 from hybrid_kv.threads import is_small, threads_for
@@ -39,6 +40,7 @@ def guard_target(
     python: Path | None,
     against: str | None,
     matrix: Sequence[str] | None,
+    weights: Literal["exact", "random"] | None,
     select: Sequence[str] | None,
     seed: int,
     size: Size,
@@ -54,46 +56,76 @@ def guard_target(
     is_build = against is not None and os.sep in against and "://" not in against
     kind, before = kind_of(target, python), kind_of(target, against) if is_build else None
     other = kind_of(against) if against is not None and not is_build else None
-    cells = matrix_of(kind, matrix) if matrix else None
     model = f"{model}:{kind.size}" if model in sized() and kind.size != "tiny" else model
-    with model_folder(model) as folder, threads_for(folder):
-        guarded = Guarded(kind, folder, other, seed, AMOUNTS[size])
-        seen: list[Outcome] = []
-        files: list[str] = []
+    can_exact = getattr(kind, "inside", None) is not None and other is None and not matrix
+    models = ["exact"] if weights == "exact" else [model]
+    if weights is None and can_exact and not model.startswith("exact"):
+        models = ["exact", model]
+    parts: list[_Part] = []
+    files: list[str] = []
 
-        def document() -> dict[str, Any]:
-            return {
-                "target": target, "version": guarded.version, "model": model, "seed": seed, "amount": guarded.amount,
-                **_sums(seen), "seconds": round(sum(one.seconds for one in seen), 1),
-                "outcomes": [_document(one) for one in seen], "files": files,
-            }  # fmt: skip
+    def document() -> dict[str, Any]:
+        return {
+            "target": target, "version": parts[-1].guarded.version, "models": models, "seed": seed,
+            "amount": AMOUNTS[size], **_sums([one for part in parts for one in part.seen]),
+            "seconds": round(sum(one.seconds for part in parts for one in part.seen), 1),
+            "outcomes": [{"model": part.model, **_document(one)} for part in parts for one in part.seen],
+            "files": files,
+        }  # fmt: skip
 
-        def report(outcome: Outcome) -> None:
-            if verbose or outcome.verdict not in FINE or outcome.probe == "alone":  # a sign of life of each setting
-                said = f"{outcome.verdict} {outcome.detail}".rstrip()
-                print(f"{_setting(outcome.settings)}: {outcome.probe} {said}", file=sys.stderr)
-            seen.append(outcome)
-            keep([_verdict(one) for one in seen])
-            show(document(), False, out, lambda: None)  # results survive an interruption
+    def publish() -> None:
+        keep([_verdict(one, part.model) for part in parts for one in part.seen])
+        show(document(), False, out, lambda: None)  # results survive an interruption
 
-        at_once = jobs or (num_workers(None) if is_small(folder) else 1)
-        seen = guard(guarded, cells, select or (), report, at_once, size)
-        if before is not None:
-            compare_with(Guarded(before, folder, None, seed, AMOUNTS[size]), seen, at_once, size)
-            keep([_verdict(one) for one in seen])
-        failures = distinct([failure for outcome in seen for failure in outcome.failures])
-        end = time.perf_counter() + SHRINK_SECONDS[size]
-        for i, failure in enumerate(failures):
-            share = min(120.0, (end - time.perf_counter()) / (len(failures) - i))
-            shrunk = shrink(failure, lambda failure=failure: guarded.session(failure.settings), share)  # type: ignore[misc]
-            case = case_of(shrunk.failure, target, guarded.version, model, guarded.judge_of(failure.settings).limit)
-            files += map(str, write_files(case, repro))
-            small = f"{shrunk.num_requests} requests, {shrunk.num_prompt_tokens} prompt tokens"
-            print(f"{failure.probe}: shrunk to {small} in {shrunk.seconds:.0f} s: {files[-1]}", file=sys.stderr)
-    title = f"{target} {guarded.version}, {model}"
-    show(document(), as_json, out, lambda: _print(title, seen))
-    found = {one.verdict for one in seen} - {*FINE}
+    for name in models:
+        with model_folder(name) as folder, threads_for(folder):
+            part = _Part(name, Guarded(kind, folder, other, seed, AMOUNTS[size]), [])
+            parts.append(part)
+
+            def report(outcome: Outcome, part: _Part = part) -> None:
+                # The first is a sign of life of each setting.
+                if verbose or outcome.verdict not in FINE or outcome.probe == "alone":
+                    said = f"{outcome.verdict} {outcome.detail}".rstrip()
+                    print(f"{part.model}, {_setting(outcome.settings)}: {outcome.probe} {said}", file=sys.stderr)
+                part.seen.append(outcome)
+                publish()
+
+            # What random weights alone see are kernels and layers: beside the exact model, the plainest settings do.
+            own: Size = "quick" if name != models[0] and size == "full" else size
+            cells = matrix_of(part.guarded.kind, matrix) if matrix else None
+            at_once = jobs or (num_workers(None) if is_small(folder) else 1)
+            part.seen = guard(part.guarded, cells, select or (), report, at_once, own)
+            if before is not None:
+                compare_with(Guarded(before, folder, None, seed, AMOUNTS[size]), part.seen, at_once, own)
+                publish()
+            files += _reduced(part, target, size, repro)
+    show(document(), as_json, out, lambda: _print(target, parts))
+    found = {one.verdict for part in parts for one in part.seen} - {*FINE}
     return VOID if found == {"void"} else int(bool(found))
+
+
+@dataclass
+class _Part:
+    """A run with one model."""
+
+    model: str
+    guarded: Guarded
+    seen: list[Outcome]
+
+
+def _reduced(part: _Part, target: str, size: Size, repro: Path) -> list[str]:
+    """The files of all failures of a run, each reduced as far as its share of the time goes."""
+    guarded, files = part.guarded, list[str]()
+    failures = distinct([failure for outcome in part.seen for failure in outcome.failures])
+    end = time.perf_counter() + SHRINK_SECONDS[size]
+    for i, failure in enumerate(failures):
+        share = min(120.0, (end - time.perf_counter()) / (len(failures) - i))
+        shrunk = shrink(failure, lambda failure=failure: guarded.session(failure.settings), share)  # type: ignore[misc]
+        case = case_of(shrunk.failure, target, guarded.version, part.model, guarded.judge_of(failure.settings).limit)
+        files += map(str, write_files(case, repro))
+        small = f"{shrunk.num_requests} requests, {shrunk.num_prompt_tokens} prompt tokens"
+        print(f"{failure.probe}: shrunk to {small} in {shrunk.seconds:.0f} s: {files[-1]}", file=sys.stderr)
+    return files
 
 
 def is_case(file: Path) -> bool:
@@ -108,10 +140,10 @@ def replay_case(file: Path, python: Path | None = None) -> int:
     """Replay a failing case of a target; returns 1 while it fails."""
     require("safetensors", "tokenizers", "transformers", "pydantic")
     case = from_json(read_text(file), str(file))
-    kind = kind_of(case.target, python)
-    for factor, level in case.settings.items():
-        check_level(kind, factor, level)
     with model_folder(case.model) as folder, threads_for(folder):
+        kind = for_model(kind_of(case.target, python), folder)
+        for factor, level in case.settings.items():
+            check_level(kind, factor, level)
         target = kind.start(folder, case.settings)
         try:
             answer = replay(case, target)
@@ -131,10 +163,10 @@ def _setting(settings: Mapping[str, str]) -> str:
     return " ".join(f"{factor}={level}" for factor, level in settings.items()) or "plain"
 
 
-def _verdict(outcome: Outcome) -> Verdict:
+def _verdict(outcome: Outcome, model: str) -> Verdict:
     word = WORDS.get(outcome.verdict, "failed")
     message = "" if outcome.verdict == "right" else f"{outcome.verdict}: {outcome.detail}"
-    return Verdict(f"{_setting(outcome.settings)}: {outcome.probe}", word, message, outcome.seconds)
+    return Verdict(f"{model}, {_setting(outcome.settings)}: {outcome.probe}", word, message, outcome.seconds)
 
 
 def _document(outcome: Outcome) -> dict[str, Any]:
@@ -146,15 +178,17 @@ def _sums(outcomes: Sequence[Outcome]) -> dict[str, int]:
     return {key: sum(getattr(one, key) for one in outcomes) for key in ("num_answers", "num_tokens", "num_judged")}
 
 
-def _print(title: str, outcomes: Sequence[Outcome]) -> None:
-    """A line for each setting, and below it what was not shown to be right."""
-    for setting in dict.fromkeys(_setting(one.settings) for one in outcomes):
-        own = [one for one in outcomes if _setting(one.settings) == setting]
-        counts = Counter(one.verdict for one in own)
-        print(f"{setting}: {', '.join(f'{count} {verdict}' for verdict, count in counts.items())}")
-        for one in own:
-            if one.verdict not in FINE:
-                print(f"    {one.verdict}: {one.probe}: {one.detail}")
-    sums = _sums(outcomes)
-    said = f"{sums['num_answers']:,} answers, {sums['num_tokens']:,} tokens with their prompts"
-    print(f"{title}: {said}; {sums['num_judged']:,} judged right or wrong")
+def _print(target: str, parts: Sequence[_Part]) -> None:
+    """Of each model a line for each setting, and below it what was not shown to be right."""
+    for part in parts:
+        title = f"{target} {part.guarded.version}, {part.model}"
+        for setting in dict.fromkeys(_setting(one.settings) for one in part.seen):
+            own = [one for one in part.seen if _setting(one.settings) == setting]
+            counts = Counter(one.verdict for one in own)
+            print(f"{setting}: {', '.join(f'{count} {verdict}' for verdict, count in counts.items())}")
+            for one in own:
+                if one.verdict not in FINE:
+                    print(f"    {one.verdict}: {one.probe}: {one.detail}")
+        sums = _sums(part.seen)
+        said = f"{sums['num_answers']:,} answers, {sums['num_tokens']:,} tokens with their prompts"
+        print(f"{title}: {said}; {sums['num_judged']:,} judged right or wrong")

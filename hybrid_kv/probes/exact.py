@@ -43,5 +43,3 @@ class ExactJudge(Judge):
             if not least <= len(tokens) <= count:
                 return Judgement("wrong", f"ends after {len(tokens)} of {count} tokens", len(tokens), expected)
         return RIGHT
-
-

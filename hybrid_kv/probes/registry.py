@@ -47,7 +47,14 @@ PROBES: dict[str, Probe] = {}
 
 
 def probe(
-    name: str, *, place: int, needs: str = "", moves: str = "", when: str = "", elsewhere: bool = True, exact: bool = False
+    name: str,
+    *,
+    place: int,
+    needs: str = "",
+    moves: str = "",
+    when: str = "",
+    elsewhere: bool = True,
+    exact: bool = False,
 ) -> Callable[[Callable[[Traffic], Rounds]], Callable[[Traffic], Rounds]]:
     """Register a generator of rounds; it is sent the answers of each.
 

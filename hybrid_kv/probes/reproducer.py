@@ -150,13 +150,18 @@ def _check(case: Case) -> None:
 
 
 def write_files(case: Case, folder: Path) -> list[Path]:
-    """The JSON and the text."""
+    """The JSON and the text, and for the exact model in vLLM a script."""
     text = to_json(case)
     slug = re.sub(r"\W+", "-", f"{case.target} {case.probe}").strip("-")  # a target may be a URL
     stem = folder / f"{slug}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for suffix, content in {".json": text, ".md": _markdown(case, stem)}.items():
+    contents = {".json": text, ".md": _markdown(case, stem)}
+    if case.target == "vllm" and case.model.startswith("exact"):
+        from hybrid_kv.probes.script import script_of
+
+        contents[".py"] = script_of(case)
+    for suffix, content in contents.items():
         path = stem.with_name(stem.name + suffix)
         write_whole(path, content)
         written.append(path)

@@ -137,7 +137,7 @@ class _Shrinker(Shrinker[Rounds]):
     def _fields(self) -> None:
         """Every field at its default, every answer as short as can be."""
         plain = Ask(())
-        for name in ("logprobs", "salt", "after", "abort_after", "temperature", "n"):
+        for name in ("logprobs", "salt", "after", "step", "abort_after", "temperature", "n"):
             self._each(lambda ask, name=name: replace(ask, **{name: getattr(plain, name)}))  # type: ignore[misc]
         self.fails(_startable([replace(one, preempt_every=0) for one in self.case]))
         for most in (1, 2, 3, 4, 6, 8):
@@ -193,10 +193,11 @@ def _with_prompts(rounds: Rounds, change: Callable[[Sequence[int]], Sequence[int
     return _startable([replace(one, requests=tuple(map(changed, one.requests))) for one in rounds])
 
 
-def as_json(rounds: Sequence[Round]) -> list[dict[str, Any]]:
-    """As JSON has them: fields that are at their default are left out."""
+def as_json(rounds: Sequence[Round], whole: bool = False) -> list[dict[str, Any]]:
+    """As JSON has them: fields that are at their default are left out, unless `max_tokens` is wanted in each."""
     found: list[dict[str, Any]] = []
     for one in rounds:
-        requests = [{"prompt": ask.prompt, **ask.extras()} for ask in one.requests]
+        given = [{"max_tokens": ask.max_tokens} if whole else {} for ask in one.requests]
+        requests = [{"prompt": ask.prompt, **own, **ask.extras()} for ask, own in zip(one.requests, given, strict=True)]
         found.append({"requests": requests} | ({"preempt_every": one.preempt_every} if one.preempt_every else {}))
     return found

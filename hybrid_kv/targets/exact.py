@@ -1,7 +1,7 @@
 """The exact model as a checkpoint of another engine, and what it answers there.
 
-A checkpoint is a `config.json` alone: the numbers of `models.exact` and what an engine must know of any model. Its answers
-are not the argmax of the residues: see `ExactAnswers`.
+A checkpoint is a `config.json` alone: the numbers of `models.exact`, and what an engine must know of any model. Its
+answers are not the argmax of the residues: see `ExactAnswers`.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def write_exact_checkpoint(name: str, folder: str | Path) -> None:
 class ExactAnswers:
     """What the model continues a prompt with, alone and without a cache.
 
-    A checksum of the whole history decides: one token in `ECHO` is drawn by it, the others follow their predecessor in a
-    cycle of `CYCLE`. So n-grams guess right at times, and what is wrong in the history still shows within some tokens.
+    A checksum of the whole history draws one token in `ECHO`, the others follow their predecessor in a cycle of `CYCLE`:
+    n-grams guess right at times, and what is wrong in the history still shows within some tokens.
     """
 
     def __init__(self, folder: str | Path) -> None:

@@ -35,7 +35,9 @@ def traffic(traffic: Traffic) -> Rounds:
             abort = rng.randrange(1, 20) if rng.random() < 0.1 else None
             step = i // 4 * rng.randrange(2, 5)
             new = rng.randrange(1, 2 * unit + 8)
-            requests.append(traffic.ask(prompt, max_tokens=new, salt=salt, abort_after=abort, step=step, logprobs=False))
+            requests.append(
+                traffic.ask(prompt, max_tokens=new, salt=salt, abort_after=abort, step=step, logprobs=False)
+            )
         answers = yield Round(tuple(requests), preempt_every=(0, 0, 40)[number % 3])
         known = [(*ask.prompt, *answer.token_ids) for ask, answer in zip(requests, answers, strict=True)]
         known = [text for text in known if len(text) < 9 * unit]

@@ -78,6 +78,12 @@ def arguments(settings: dict[str, str]) -> dict[str, Any]:
     return found
 
 
+def exact_arguments(settings: dict[str, str]) -> dict[str, Any]:
+    """What the exact model changes in these."""
+    size = {} if "block" in settings else {"block_size": EXACT_BLOCK}
+    return {"load_format": "dummy", "max_model_len": ROOM, "num_gpu_blocks_override": EXACT_BLOCKS, **size}
+
+
 class Engine:
     """What `pipe.serve` needs; fields as in `hybrid_kv.targets.target`."""
 
@@ -117,7 +123,7 @@ class Engine:
 
         registry._run_in_subprocess = lambda function: function()  # another process lacks those operators
         if tight:
-            _make_tight()
+            make_tight()
         if sum(one.stat().st_size for one in os.scandir(folder)) < SMALL_MODEL:
             options["kv_cache_memory_bytes"] = SMALL_POOL
         engine_arguments = vllm.EngineArgs(
@@ -144,11 +150,10 @@ class Engine:
         module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         module.register()
-        module.kernel_block_size = int(settings["kernel"]) if settings.get("kernel", "own") != "own" else 0
+        module.__dict__["kernel_block_size"] = int(settings["kernel"]) if settings.get("kernel", "own") != "own" else 0
         if settings.get("async") == "on":
-            _allow_async()
-        size = {} if "block" in settings else {"block_size": EXACT_BLOCK}
-        return {"load_format": "dummy", "max_model_len": ROOM, "num_gpu_blocks_override": EXACT_BLOCKS, **size}
+            allow_async()
+        return exact_arguments(settings)
 
     def ask(self, requests: list[dict[str, Any]], preempt_every: int) -> list[dict[str, Any]]:
         from vllm.exceptions import VLLMClientError
@@ -225,7 +230,7 @@ class Engine:
             raise RuntimeError("reset_prefix_cache says that it did not")
 
 
-def _make_tight() -> None:
+def make_tight() -> None:
     """The pool of the next engine holds what its longest request takes, for which vLLM has no option."""
     import vllm.v1.engine.core as core
     from vllm.v1.core import kv_cache_utils
@@ -242,7 +247,7 @@ def _make_tight() -> None:
     core.get_kv_cache_configs = tight
 
 
-def _allow_async() -> None:
+def allow_async() -> None:
     """vLLM takes asynchronous steps from CPUs, whose operators do not need them; the scheduler's code is the same."""
     from vllm.platforms.cpu import CpuPlatform
 

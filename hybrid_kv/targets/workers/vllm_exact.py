@@ -1,8 +1,8 @@
 """The exact model as a model of vLLM: integers modulo a prime, over vLLM's own cache and by vLLM's own metadata.
 
-Scheduler, cache manager, block tables, metadata builders, state copies and sampler are vLLM's; only the layers are not.
-They compute what `hybrid_kv.models.exact` computes, so that one wrong block, slot, state or column is a wrong token, and
-nothing has a tolerance. The file needs vLLM 0.32 and nothing else: the weights are in the checkpoint's `config.json`.
+Scheduler, cache manager, block tables, metadata builders, state copies and sampler are vLLM's, only the layers are not.
+They compute what `hybrid_kv.models.exact` computes: one wrong block, slot, state or column is a wrong token, without
+any tolerance. The file needs vLLM 0.32 and nothing else: the weights are in the checkpoint's `config.json`.
 
 `register` is what vLLM calls of a plugin (entry point `vllm.general_plugins`).
 """
@@ -100,6 +100,10 @@ class Layer(nn.Module):
 class Attention(Layer, AttentionLayerBase):
     """`o_i = sum_{j <= i} (q_i + k_j)^2 v_j`; k_j has the position of its token, v_j its place in the block table."""
 
+    qkv: torch.Tensor
+    write_mark: torch.Tensor
+    read_mark: torch.Tensor
+
     def __init__(self, vllm_config: Any, prefix: str, weights: dict[str, Any]) -> None:
         super().__init__(vllm_config, prefix, weights)
         self.kv_cache = torch.tensor([])
@@ -145,6 +149,10 @@ class Mamba(Layer, MambaBase):
         kind: one of `MambaAttentionBackendEnum`, which has the builder.
     """
 
+    conv: torch.Tensor
+    to_map: torch.Tensor
+    out: torch.Tensor
+
     def __init__(self, vllm_config: Any, prefix: str, weights: dict[str, Any], kind: str) -> None:
         super().__init__(vllm_config, prefix, weights)
         self.kind = MambaAttentionBackendEnum[kind]
@@ -176,7 +184,9 @@ class Mamba(Layer, MambaBase):
                 n, index = m.num_decode_tokens + m.num_prefill_tokens, m.non_spec_token_indx
                 at = torch.arange(n, device=x.device) if index is None else index[:n].long()
                 starts, columns = m.non_spec_query_start_loc[: rows + 1], m.non_spec_state_indices_tensor[:rows, None]
-                y[at] = self.advance(x[at], starts, columns, None, m.has_initial_state[:rows] if m.num_prefills else None)
+                y[at] = self.advance(
+                    x[at], starts, columns, None, m.has_initial_state[:rows] if m.num_prefills else None
+                )
         elif hasattr(m, "state_indices_tensor_d"):
             if m.num_decodes:
                 starts, n = m.query_start_loc_d, m.num_decode_tokens
@@ -207,7 +217,7 @@ class Mamba(Layer, MambaBase):
         Args:
             columns: state blocks [rows, 1], or [rows, 1 + drafts]: then the state after token i goes to column i, and
                 the window of column 0 keeps all tokens of the step.
-            accepted: tokens [rows] that the step before kept; it says which state and which rows of the window are read.
+            accepted: tokens [rows] that the step before kept: it says which state and which part of a window is read.
             seen: which rows [rows] have a state; None: all.
         """
         windows, states = self.kv_cache[: len(self.conv)], self.kv_cache[len(self.conv) :]
@@ -290,6 +300,8 @@ class ExactHybridForCausalLM(nn.Module, HasInnerState, IsHybrid):
     def get_mamba_state_copy_func(cls) -> Any:
         return get_conv_copy_spec, get_temporal_copy_spec
 
+    embedding: torch.Tensor
+    logit_map: torch.Tensor
     copy_funcs: dict[Any, Any] = {}  # noqa: RUF012  (by kind; vLLM asks the class)
 
     @classmethod

@@ -1,0 +1,59 @@
+"""A failure of the exact model inside vLLM as a script that needs vLLM alone."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import pprint
+import tempfile
+from pathlib import Path
+
+from hybrid_kv.probes.reproducer import Case
+from hybrid_kv.probes.shrink import as_json
+from hybrid_kv.targets.exact import write_exact_checkpoint
+from hybrid_kv.targets.workers import vllm as worker
+
+WORKERS = Path(worker.__file__).parent
+
+
+def script_of(case: Case) -> str:
+    """The plugin's source, the case, and what plays it; its exit code is 1 while the answer is wrong."""
+    _, _, name = case.model.partition(":")
+    with tempfile.TemporaryDirectory() as folder:
+        write_exact_checkpoint(name or "mixed", folder)
+        config = json.loads((Path(folder) / "config.json").read_text())
+    settings = dict(case.settings)
+    wanted = {worker.make_tight: ("blocks", "tight"), worker.allow_async: ("async", "on")}
+    changes = [change for change, (factor, level) in wanted.items() if settings.get(factor) == level]
+    data = {
+        "options": worker.arguments(settings) | worker.exact_arguments(settings),
+        "kernel_block_size": int(settings.get("kernel", "0").replace("own", "0")),
+        "changes": [one.__name__ for one in changes],
+        "rounds": as_json(case.rounds, whole=True),
+        "index": case.index,
+        "expected": list(case.expected),
+    }
+    described = " ".join(f"{factor}={level}" for factor, level in settings.items()) or "default settings"
+    lines = [
+        f'"""{case.target} {case.version}, {described}: a wrong answer. Found by `hybrid-kv guard --target vllm`.',
+        "",
+        f"{case.problem.rstrip('.')}.",
+        "",
+        "The model's arithmetic is exact: integers modulo a prime. It runs over vLLM's own cache, block tables and",
+        "metadata, so a wrong token is a wrong block, slot, state or column. Run it with vLLM's Python; the exit code",
+        "is 1 while the answer is wrong. The requests are in CASE, below the model.",
+        '"""',
+        "",
+        (WORKERS / "vllm_exact.py").read_text(),
+        "",
+        "CONFIG = " + json.dumps(config).replace("true", "True").replace("false", "False"),
+        "CASE = " + pprint.pformat(data, width=118, compact=True, sort_dicts=False),
+        'CASE["config"] = CONFIG',
+        "",
+        *map(inspect.getsource, changes),
+        (WORKERS / "vllm_case.py").read_text(),
+        'if __name__ == "__main__":',
+        "    main(CASE, sys.modules[__name__])",
+        "",
+    ]
+    return "\n".join(lines)
