@@ -14,8 +14,8 @@ from hybrid_kv.targets.target import Answer, Ask
 if TYPE_CHECKING:
     from hybrid_kv.probes.traffic import Traffic
 
-# "as before": the engine's old build says the same.
-Verdict = Literal["right", "wrong", "inconclusive", "void", "not supported", "as before"]
+# "as before": the engine's old build says the same. "known": a reported failure of its release.
+Verdict = Literal["right", "wrong", "inconclusive", "void", "not supported", "as before", "known"]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from hybrid_kv.probes.registry import load_probes
 from hybrid_kv.probes.session import Outcome
 from hybrid_kv.targets.target import Kind
 
-FINE = ("right", "not supported", "as before")
+FINE = ("right", "not supported", "as before", "known")
 
 
 def compare_with(old: Guarded, seen: Sequence[Outcome], jobs: int = 1, size: Size = "full") -> None:
@@ -28,6 +28,16 @@ def compare_with(old: Guarded, seen: Sequence[Outcome], jobs: int = 1, size: Siz
     for one in doubtful:
         if (one.probe, one.settings, _signs(one)) in known:
             one.verdict, one.failures = "as before", []
+
+
+def subtract_known(guarded: Guarded, outcome: Outcome) -> None:
+    """Name a failure that was reported of this release, and do not count it."""
+    for one in getattr(guarded.kind, "known", ()):
+        levels = guarded.kind.factors
+        met = all(outcome.settings.get(factor, levels[factor][0]) != levels[factor][0] for factor in one.factors)
+        here = met and one.release == guarded.version and one.probe in outcome.probe and one.words in outcome.detail
+        if outcome.verdict == "wrong" and here:
+            outcome.verdict, outcome.detail, outcome.failures = "known", f"{one.script}: {outcome.detail}", []
 
 
 def _signs(outcome: Outcome) -> tuple[str, ...]:
@@ -123,6 +133,7 @@ def guard(
     outcomes: list[Outcome] = []
 
     def tell(outcome: Outcome) -> None:
+        subtract_known(guarded, outcome)
         outcomes.append(outcome)
         if (outcome.probe, len(cells)) != ("start", 1):  # the error below, or the only row, says it
             report(outcome)

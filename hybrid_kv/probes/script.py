@@ -12,6 +12,7 @@ from hybrid_kv.probes.reproducer import Case
 from hybrid_kv.probes.shrink import as_json
 from hybrid_kv.targets.exact import write_exact_checkpoint
 from hybrid_kv.targets.workers import vllm as worker
+from hybrid_kv.targets.workers import vllm_case
 
 WORKERS = Path(worker.__file__).parent
 
@@ -44,6 +45,14 @@ def script_of(case: Case) -> str:
         "is 1 while the answer is wrong. The requests are in CASE, below the model.",
         '"""',
         "",
+        "import os",
+        "import sys",
+        "from typing import Any",
+        "",
+        "LIBRARIES = []",
+        "",
+        inspect.getsource(vllm_case.prepare),
+        "prepare()",
         (WORKERS / "vllm_exact.py").read_text(),
         "",
         "CONFIG = " + json.dumps(config).replace("true", "True").replace("false", "False"),

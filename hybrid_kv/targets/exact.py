@@ -89,7 +89,7 @@ def write_exact_checkpoint(name: str, folder: str | Path) -> None:
 class ExactAnswers:
     """What the model continues a prompt with, alone and without a cache.
 
-    A checksum of the whole history draws one token in `ECHO`, the others follow their predecessor in a cycle of `CYCLE`:
+    A checksum of the whole history draws one token in `ECHO`; others follow their predecessor in a cycle of `CYCLE`:
     n-grams guess right at times, and what is wrong in the history still shows within some tokens.
     """
 

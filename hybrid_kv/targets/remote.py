@@ -58,10 +58,8 @@ def build_of(kind: Kind, package: str, python: str) -> Kind:
     if not has_it:
         raise ConfigError(f"{python} has no {package}; give the Python of an environment with it")
     start = partial(Remote, kind.name, python)
-    inside = getattr(kind, "inside", None)
-    return SimpleNamespace(
-        name=kind.name, size=kind.size, factors=kind.factors, inside=inside, python=python, start=start
-    )
+    more = {name: getattr(kind, name) for name in ("inside", "known") if hasattr(kind, name)}
+    return SimpleNamespace(name=kind.name, size=kind.size, factors=kind.factors, python=python, start=start, **more)
 
 
 class Worker:

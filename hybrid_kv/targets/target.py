@@ -135,6 +135,24 @@ class Inside:
     matrix: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Known:
+    """A reported failure of a release, which a run names and does not count.
+
+    Attributes:
+        script: of `examples/`, that shows it.
+        factors: that are not at their plainest level where it happens.
+        probe: the only one that sees it; empty: any.
+        words: part of what is then said; empty: anything.
+    """
+
+    release: str
+    script: str
+    factors: tuple[str, ...] = ()
+    probe: str = ""
+    words: str = ""
+
+
 class Kind(Protocol):
     """An engine that can be started.
 
@@ -144,6 +162,7 @@ class Kind(Protocol):
             mtp1 …), `chunk` (whole, or tokens of a step), `blocks` (ample, tight).
         size: of the checkpoint that is made where `--model` names a family and no size.
         inside: how it runs an exact model, an `Inside`; one that cannot lacks it.
+        known: failures of its releases, of `Known`; it may lack them.
     """
 
     name: str

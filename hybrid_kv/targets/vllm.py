@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hybrid_kv.targets.remote import Remote, python_of
-from hybrid_kv.targets.target import Inside
+from hybrid_kv.targets.target import Inside, Known
 
 name, package = "vllm", "vllm"
 size = "small"  # its kernels for CPUs refuse the tiny one's widths
@@ -54,6 +54,14 @@ inside = Inside(
         "spec=ngram3 chunk=40 blocks=tight",
         "prefix=on spec=ngram3",
     ),
+)
+
+known = (
+    Known("0.32.0", "vllm_seed_in_chunks", words="CPU Generator does not use offset"),
+    Known("0.32.0", "vllm_top_k_without_drafts", ("spec",), words="max(): Expected reduction dim"),
+    Known("0.32.0", "vllm_temperature_of_drafts", ("spec",), probe="seeds"),
+    Known("0.32.0", "vllm_prefix_and_drafts", ("prefix", "spec"), words="'function' object is not subscriptable"),
+    Known("0.32.0", "vllm_hit_inside_a_block", ("match",)),
 )
 
 

@@ -89,13 +89,7 @@ class Engine:
 
     def load(self) -> None:
         """What every start imports: 8 of its 12 s."""
-        import torch
-
-        # torchvision as it is published has no operators for a CPU build of torch, and models that could see
-        # want these two when they import it.
-        self._vision = torch.library.Library("torchvision", "DEF")
-        for name in ("nms", "qnms"):
-            self._vision.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _sibling("vllm_case").prepare()
         import vllm.v1.engine.llm_engine
         import vllm.v1.worker.gpu_model_runner  # noqa: F401  (the one for CPUs is made of it)
 
@@ -145,12 +139,9 @@ class Engine:
 
     def _exact(self, settings: dict[str, str]) -> dict[str, Any]:
         """Make the exact model known to vLLM; the options that it adds."""
-        spec = importlib.util.spec_from_file_location("vllm_exact", f"{os.path.dirname(__file__)}/vllm_exact.py")
-        assert spec is not None and spec.loader is not None
-        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        module = _sibling("vllm_exact")
         module.register()
-        module.__dict__["kernel_block_size"] = int(settings["kernel"]) if settings.get("kernel", "own") != "own" else 0
+        module.kernel_block_size = int(settings["kernel"]) if settings.get("kernel", "own") != "own" else 0
         if settings.get("async") == "on":
             allow_async()
         return exact_arguments(settings)
@@ -228,6 +219,15 @@ class Engine:
     def reset(self) -> None:
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("reset_prefix_cache says that it did not")
+
+
+def _sibling(name: str) -> Any:
+    """Another file of this folder, which cannot be in the path: in it, `vllm` is this file."""
+    spec = importlib.util.spec_from_file_location(name, f"{os.path.dirname(__file__)}/{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def make_tight() -> None:

@@ -6,13 +6,30 @@ import sys
 import tempfile
 from typing import Any
 
-for name, value in {
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}.items():
-    os.environ.setdefault(name, value)
+
+def prepare() -> None:
+    """Before vLLM is imported: one process, and the operators of torchvision that a CPU build of torch lacks."""
+    import torch
+
+    for name, value in {
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }.items():
+        os.environ.setdefault(name, value)
+    try:
+        import torchvision  # noqa: F401
+    except RuntimeError:
+        library = torch.library.Library("torchvision", "DEF")
+        LIBRARIES.append(library)
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
+            del sys.modules[name]
+
+
+LIBRARIES: list[Any] = []  # a library that is collected takes its operators along
 
 
 def engine(case: dict[str, Any], model: Any) -> Any:
@@ -63,7 +80,7 @@ def play(llm: Any, requests: list[dict[str, Any]], preempt_every: int) -> list[l
             one = requests[i]
             waiting.remove(i)
             running.add(i)
-            prompt = {"prompt_token_ids": one["prompt"]} | ({"cache_salt": one["salt"]} if one.get("salt") else {})
+            prompt = {"prompt_token_ids": list(one["prompt"])} | ({"cache_salt": one["salt"]} if one.get("salt") else {})
             params = SamplingParams(
                 max_tokens=one["max_tokens"], temperature=one.get("temperature", 0.0), seed=one.get("seed"),
                 ignore_eos=True, detokenize=False,
