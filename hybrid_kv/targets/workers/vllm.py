@@ -87,6 +87,8 @@ def exact_arguments(settings: dict[str, str]) -> dict[str, Any]:
 class Engine:
     """What `pipe.serve` needs; fields as in `hybrid_kv.targets.target`."""
 
+    _fill: Callable[[Any], None] | None = None  # of the exact model
+
     def load(self) -> None:
         """What every start imports: 8 of its 12 s."""
         _sibling("vllm_case").prepare()
@@ -124,6 +126,8 @@ class Engine:
             folder, enforce_eager=True, skip_tokenizer_init=True, disable_log_stats=False, **options
         )
         self._llm = LLMEngine.from_engine_args(engine_arguments)
+        if self._fill is not None:
+            self._fill(self._llm.vllm_config)
         self._sent = 0
         config = self._llm.vllm_config
         taken = {
@@ -141,6 +145,7 @@ class Engine:
         """Make the exact model known to vLLM; the options that it adds."""
         module = _sibling("vllm_exact")
         module.register()
+        self._fill = module.fill
         module.kernel_block_size = int(settings["kernel"]) if settings.get("kernel", "own") != "own" else 0
         if settings.get("async") == "on":
             allow_async()
@@ -219,6 +224,8 @@ class Engine:
     def reset(self) -> None:
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("reset_prefix_cache says that it did not")
+        if self._fill is not None:
+            self._fill(self._llm.vllm_config)
 
 
 def _sibling(name: str) -> Any:

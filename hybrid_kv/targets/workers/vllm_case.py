@@ -44,7 +44,9 @@ def engine(case: dict[str, Any], model: Any) -> Any:
     with open(f"{folder}/config.json", "w") as file:
         json.dump(case["config"], file)
     options = {"enforce_eager": True, "skip_tokenizer_init": True, **case["options"]}
-    return LLMEngine.from_engine_args(vllm.EngineArgs(folder, **options))
+    llm = LLMEngine.from_engine_args(vllm.EngineArgs(folder, **options))
+    model.fill(llm.vllm_config)
+    return llm
 
 
 def print_steps(llm: Any) -> None:
@@ -55,13 +57,13 @@ def print_steps(llm: Any) -> None:
     def and_print(*arguments: Any) -> Any:
         nonlocal number
         found, number = schedule(*arguments), number + 1
-        drafts, new = found.scheduled_spec_decode_tokens, {one.req_id for one in found.scheduled_new_reqs}
-        rows = [
-            f"{name.split('-')[0]}{' (new)' * (name in new)} {count}"
-            + f" with {len(drafts[name])} drafts" * (name in drafts)
-            for name, count in found.num_scheduled_tokens.items()
-        ]
-        print(f"  step {number}: request {'; '.join(rows)}" if rows else f"  step {number}: nothing")
+        new = {one.req_id for one in found.scheduled_new_reqs}
+        rows = []
+        for name, count in found.num_scheduled_tokens.items():
+            drafts = len(found.scheduled_spec_decode_tokens.get(name, ()))
+            is_new, with_drafts = " (new)" * (name in new), f", {drafts} of them drafts" * (drafts > 0)
+            rows.append(f"request {name.split('-')[0]}{is_new} {count} tokens{with_drafts}")
+        print(f"  step {number}: {'; '.join(rows) or 'nothing'}")
         return found
 
     scheduler.schedule = and_print
@@ -80,7 +82,9 @@ def play(llm: Any, requests: list[dict[str, Any]], preempt_every: int) -> list[l
             one = requests[i]
             waiting.remove(i)
             running.add(i)
-            prompt = {"prompt_token_ids": list(one["prompt"])} | ({"cache_salt": one["salt"]} if one.get("salt") else {})
+            prompt = {"prompt_token_ids": list(one["prompt"])} | (
+                {"cache_salt": one["salt"]} if one.get("salt") else {}
+            )
             params = SamplingParams(
                 max_tokens=one["max_tokens"], temperature=one.get("temperature", 0.0), seed=one.get("seed"),
                 ignore_eos=True, detokenize=False,

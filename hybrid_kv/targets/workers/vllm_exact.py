@@ -36,6 +36,15 @@ def register() -> None:
     ModelRegistry.register_model(NAME, ExactHybridForCausalLM)
 
 
+def fill(vllm_config: Any) -> None:
+    """Fill the pool with noise, always the same: what was not written shows, and a used pool is like a new one."""
+    noise = torch.Generator().manual_seed(0)
+    for layer in vllm_config.compilation_config.static_forward_context.values():
+        for view in layer.kv_cache if isinstance(layer.kv_cache, tuple) else [layer.kv_cache]:
+            drawn = torch.randint(1, PRIME, view.shape, generator=noise, dtype=view.dtype)
+            view.copy_(drawn)
+
+
 class Backend(AttentionBackend):
     """No kernel; the metadata is what the runner says of every batch."""
 
