@@ -80,8 +80,9 @@ def arguments(settings: dict[str, str]) -> dict[str, Any]:
 
 def exact_arguments(settings: dict[str, str]) -> dict[str, Any]:
     """What the exact model changes in these."""
+    pool = {"kv_cache_memory_bytes": SMALL_POOL, "num_gpu_blocks_override": EXACT_BLOCKS}
     size = {} if "block" in settings else {"block_size": EXACT_BLOCK}
-    return {"load_format": "dummy", "max_model_len": ROOM, "num_gpu_blocks_override": EXACT_BLOCKS, **size}
+    return {"load_format": "dummy", "max_model_len": ROOM, **pool, **size}
 
 
 class Engine:
