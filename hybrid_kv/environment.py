@@ -10,6 +10,7 @@ API_KEY = "HYBRID_KV_API_KEY"
 WORKER_DEFAULTS = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # else the first log-probabilities of each start are compiled for 19 s
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else it takes every core
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a step returns when its tokens are there

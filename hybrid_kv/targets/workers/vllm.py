@@ -111,7 +111,9 @@ class Engine:
             raise ValueError(_line(error)) from error
         import vllm
 
-        return {"version": vllm.__version__, "can": CAN, "longest": options["max_model_len"]}
+        # Of the exact model they say nothing.
+        can = [name for name in CAN if name != "logprobs" or self._fill is None]
+        return {"version": vllm.__version__, "can": can, "longest": options["max_model_len"]}
 
     def _start(self, folder: str, options: dict[str, Any], tight: bool) -> None:
         import vllm
