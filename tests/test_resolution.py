@@ -37,9 +37,7 @@ def resolve(requirements, python="3.13", cpu=False, constraints=ROOT / "constrai
         folder = os.environ.get("PIP_FIND_LINKS")
         command += ["--find-links", folder] if folder else ["--torch-backend", "cpu"]
     for more in (["--offline"], []):
-        done = subprocess.run(
-            [*command, *more], input="\n".join(requirements), capture_output=True, text=True, cwd=ROOT
-        )
+        done = subprocess.run(command + more, input="\n".join(requirements), capture_output=True, text=True, cwd=ROOT)
         if done.returncode == 0:
             return dict(re.findall(r"^([\w.-]+)==([^\s;]+)", done.stdout, re.MULTILINE))
     if NO_INDEX.search(done.stderr):

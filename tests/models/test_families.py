@@ -295,10 +295,8 @@ def copied(folder, tmp_path, tensors):
 @pytest.mark.parametrize(("model_type", "keys"), CASES)
 def test_every_logit_equals_transformers(tmp_path_factory, tiny, model_type, keys):
     """A variant in one whole step and in chunks of 7 with preemptions; the tiny size itself in all engines."""
-    if keys:
-        check_parity(*checkpoint(tmp_path_factory, model_type, keys), ENGINES[::2])
-    else:
-        check_parity(*tiny(model_type))
+    made = checkpoint(tmp_path_factory, model_type, keys) if keys else tiny(model_type)
+    check_parity(*made, ENGINES[::2] if keys else ENGINES)
 
 
 @pytest.mark.parametrize("model_type", sorted(sized()))
