@@ -2,7 +2,7 @@
 
     python -m accuracy.evaluate --model qwen3_5_moe_text --n 300
 
-Exact match is greedy, after five solved examples, on held-out numbers. The corruption table is `accuracy.damages`'.
+Exact match is greedy, after five solved examples, on held-out numbers.
 """
 
 import argparse
@@ -23,7 +23,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from accuracy.checkpoint import load_checkpoint
-from accuracy.damages import BLOCK, DamageResult, make_cases, measure_corruption, measure_noise
 from accuracy.parts import GuardModel
 from accuracy.runner import Runner
 from hybrid_kv.accuracy.guard_model import FOLDERS, problems
@@ -173,38 +172,19 @@ def mtp_section(results: list[Acceptance], prompts: int) -> list[str]:
     return lines
 
 
-def margin_section(gaps: list[float], noise: tuple[float, float, int, int]) -> list[str]:
+def margin_section(gaps: list[float]) -> list[str]:
     ordered = sorted(gaps)
 
     def quantile(q: float) -> str:
         return f"{ordered[min(len(ordered) - 1, math.floor(q * len(ordered)))]:.2g}"
 
     small = sum(g < 0.1 for g in gaps) / len(gaps)
-    block, single, changed, total = noise
     return [
-        "### Margins and float32 noise",
+        "### Margins",
         "",
         f"Top-2 logit gap over {len(gaps)} greedy tokens: smallest {quantile(0)},",
         f"0.1 % quantile {quantile(0.001)}, 1 % {quantile(0.01)}, 5 % {quantile(0.05)},",
         f"median {quantile(0.5)}; {small:.2%} below 0.1.",
-        "",
-        f"Prefill in blocks of {BLOCK} against one shot: logits move by at most {block:.2g};",
-        f"token by token: {single:.2g}. {changed} of {total} most likely tokens changed.",
-    ]
-
-
-def corruption_section(clean: DamageResult, table: dict[tuple[str, str], DamageResult], cases: int) -> list[str]:
-    return [
-        "### What a damaged cache does",
-        "",
-        f"{cases} latch problems, block {BLOCK}, one damage each, the rest teacher-forced.",
-        f'Clean: {sum(clean.exact) / cases:.1%} exact. "Same": every token as on the clean cache.',
-        "The last two columns are the largest change of any answer logit: median and minimum",
-        "over the problems.",
-        "",
-        "| damage, once | where | exact | same | median | min |",
-        "|---|---|--:|--:|--:|--:|",
-        *(result.row(*key) for key, result in table.items()),
     ]
 
 
@@ -212,7 +192,6 @@ def corruption_section(clean: DamageResult, table: dict[tuple[str, str], DamageR
 def main(argv: list[str] | None = None) -> None:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--n", type=int, default=300, help="problems per kind")
-    p.add_argument("--damaged", type=int, default=60, help="problems of the corruption table")
     p.add_argument("--drafted", type=int, default=100, help="problems of the MTP table")
     p.add_argument("--model", choices=tuple(FOLDERS), default="nemotron_h")
     p.add_argument("--folder", type=Path, help="a checkpoint of it that is not installed; its card stays as it is")
@@ -234,9 +213,6 @@ def main(argv: list[str] | None = None) -> None:
         runs += done[: args.drafted // 2]
         print(accuracy[name].row(name), flush=True)
     acceptance = [measure_acceptance(runner, mtp, runs, k) for k in (1, 2, 3)]
-    cases = make_cases(runner, args.damaged)
-    noise = measure_noise(runner, cases)
-    clean, table = measure_corruption(runner, cases)
     command = " ".join(["python -m accuracy.evaluate", *(argv or sys.argv[1:])])
     seconds = time.monotonic() - started
     lines = [
@@ -248,9 +224,7 @@ def main(argv: list[str] | None = None) -> None:
         "",
         *mtp_section(acceptance, len(runs)),
         "",
-        *margin_section(gaps, noise),
-        "",
-        *corruption_section(clean, table, len(cases)),
+        *margin_section(gaps),
     ]
     text = "\n".join(lines)
     print(text)

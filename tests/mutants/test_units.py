@@ -54,7 +54,7 @@ def test_the_first_test_that_fails_kills_a_mutant(file: str, old: str, new: str,
 
 
 def test_a_loop_is_killed(forked: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(units, "LIMIT", 5)
+    monkeypatch.setattr(units, "LIMIT", 2)
     found = MutationRun(300).judge(
         mutant(RANKS, STAGES, f"{STAGES}\n        while True:\n            pass"), ("tests",), forked
     )

@@ -30,11 +30,11 @@ def known() -> list[str]:
 
 
 @check(
-    "families", quick=2, full=99, seconds=2.5, place=45, needs="safetensors tokenizers transformers",
+    "families", quick=2, full=8, long=99, seconds=7.0, place=45, needs="safetensors tokenizers transformers",
     factors=lambda: {"family": known()},
 )  # fmt: skip
 def check_families(run: Run) -> list[CheckResult]:
-    """Logits in engines of every kind against each request alone, in float64; the quick guard draws its families.
+    """Logits in engines of every kind against each request alone, in float64. Only a long guard takes all families.
 
     Of those that are not drawn one engine is compared with transformers.
     """

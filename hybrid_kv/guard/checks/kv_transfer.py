@@ -262,7 +262,7 @@ def drafts_behind(seed: int) -> CheckResult:
     )  # fmt: skip
 
 
-@check("kv transfer", quick=16, full=160, long=320, seconds=0.15, place=37, needs="safetensors tokenizers transformers")
+@check("kv transfer", quick=16, full=64, long=320, seconds=0.15, place=37, needs="safetensors tokenizers transformers")
 def check_kv_transfer(run: Run) -> list[CheckResult]:
     """Every request gets the oracle's tokens, on whatever side it ends."""
     begin = time.perf_counter()

@@ -111,7 +111,7 @@ def play(seed: int) -> tuple[list[str], Counter[str]]:
     return [f"{routed.name}: {text}" for text in wrong], routed.seen
 
 
-@check("router", quick=8, full=80, long=160, seconds=0.12, place=38)
+@check("router", quick=8, full=32, long=160, seconds=0.12, place=38)
 def check_router(run: Run) -> list[CheckResult]:
     """Every prompt finds exactly what was predicted, or at least that behind events that were missed."""
     begin = time.perf_counter()

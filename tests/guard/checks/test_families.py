@@ -23,7 +23,8 @@ def one_family(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybrid_kv.models.registry.sized", lambda: {"qwen3_5_text": ["tiny"]})
 
 
-def test_a_family_and_the_trained_head_pass_with_their_metrics() -> None:
+def test_a_family_and_the_trained_head_pass_with_their_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(families, "MTP_CELLS", families.MTP_CELLS[:1])
     done: list[float] = []
     family, distance, head, second = check_families(Run(2, progress=done.append))
     assert family.passed and distance.passed and head.passed and second.passed and sum(done) == 2
@@ -31,7 +32,7 @@ def test_a_family_and_the_trained_head_pass_with_their_metrics() -> None:
     assert family.name == "largest logit difference, qwen3_5_text" and 0 < family.value < 1e-11
     assert family.params == {"family": "qwen3_5_text", "seed": 0}
     assert {"none_async", "align_offload", "all_drafts_mixed", "cached_tokens"} <= family.metrics.keys()
-    assert (head.value, head.unit) == (0, "drafts") and head.n > 100 and head.metrics["accepted"] > 20
+    assert (head.value, head.unit) == (0, "drafts") and head.n > 40 and head.metrics["accepted"] > 20
     assert second.name == f"{head.name}, qwen3.5 moe" and second.n > 20 and second.metrics["accepted"] > 10
 
 
@@ -57,7 +58,7 @@ def late_window(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("damage", "family"),
     [
-        (no_states, "qwen3_5_text"),
+        (no_states, "mamba2"),
         (next_expert, "granitemoehybrid"),
         (late_window, "lfm2"),
     ],
