@@ -36,8 +36,8 @@ def subtract_known(guarded: Guarded, outcome: Outcome) -> None:
         levels = guarded.kind.factors
         met = all(outcome.settings.get(factor, levels[factor][0]) != levels[factor][0] for factor in one.factors)
         here = met and one.release == guarded.version and one.probe in outcome.probe and one.words in outcome.detail
-        if outcome.verdict == "wrong" and here:
-            outcome.verdict, outcome.detail, outcome.failures = "known", f"{one.script}: {outcome.detail}", []
+        if outcome.verdict in ("wrong", "void") and here:
+            outcome.verdict, outcome.detail, outcome.failures = "known", f"{one.name}: {outcome.detail}", []
 
 
 def _signs(outcome: Outcome) -> tuple[str, ...]:

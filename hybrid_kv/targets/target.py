@@ -137,17 +137,17 @@ class Inside:
 
 @dataclass(frozen=True)
 class Known:
-    """A reported failure of a release, which a run names and does not count.
+    """A reported failure of a release, or what it cannot show: a run names it and does not count it.
 
     Attributes:
-        script: of `examples/`, that shows it.
+        name: of the script of `examples/found` that shows it, or of the setting that explains it.
         factors: that are not at their plainest level where it happens.
         probe: the only one that sees it; empty: any.
         words: part of what is then said; empty: anything.
     """
 
     release: str
-    script: str
+    name: str
     factors: tuple[str, ...] = ()
     probe: str = ""
     words: str = ""

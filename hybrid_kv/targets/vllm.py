@@ -62,6 +62,8 @@ known = (
     Known("0.32.0", "vllm_temperature_of_drafts", ("spec",), probe="seeds"),
     Known("0.32.0", "vllm_prefix_and_drafts", ("prefix", "spec"), words="'function' object is not subscriptable"),
     Known("0.32.0", "vllm_hit_inside_a_block", ("match",)),
+    # A state is kept at a prompt's end, but with `retain=all`.
+    Known("0.32.0", "retain=last", ("prefix",), probe="together across a boundary", words="cached stayed 0"),
 )
 
 

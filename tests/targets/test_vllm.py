@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from hybrid_kv.accuracy.guard_model import FOLDER
 from hybrid_kv.config import ConfigError
+from hybrid_kv.probes.registry import Round
+from hybrid_kv.probes.reproducer import Case, write_files
 from hybrid_kv.targets import vllm
+from hybrid_kv.targets.exact import ExactAnswers, write_exact_checkpoint
 from hybrid_kv.targets.remote import Remote, python_of
 from hybrid_kv.targets.target import Ask
 from hybrid_kv.targets.workers.vllm import MAX_MODEL_LEN, ROOM, arguments
@@ -19,9 +24,9 @@ PROMPT = tuple(1 + i * i % 89 for i in range(40))
 def test_every_level_is_known_to_the_worker() -> None:
     plain = arguments({})
     assert plain == arguments({factor: levels[0] for factor, levels in vllm.factors.items()})
-    for factor, levels in vllm.factors.items():
+    for factor, levels in [*vllm.factors.items(), *vllm.inside.factors.items()]:
         for level in levels[1:]:
-            assert arguments({factor: level}) != plain, f"{factor}={level}"
+            assert (arguments({factor: level}) != plain) == (factor != "kernel"), f"{factor}={level}"
 
 
 def test_levels_become_arguments() -> None:
@@ -95,3 +100,40 @@ def test_sampling_is_reproducible_by_seed(target: Remote) -> None:
 def test_a_mode_that_this_vllm_does_not_have_is_not_supported() -> None:
     with pytest.raises(ConfigError, match="mamba_cache_mode"):
         started(prefix="all")
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Remote, ExactAnswers]]:
+    folder = str(tmp_path_factory.mktemp("exact"))
+    write_exact_checkpoint("mixed", folder)
+    installed()
+    target = vllm.start(folder, {"prefix": "on", "chunk": "40"})
+    yield target, ExactAnswers(folder)
+    target.close()
+
+
+def test_the_exact_model_inside_gives_its_oracles_tokens(exact: tuple[Remote, ExactAnswers]) -> None:
+    target, answers = exact
+    requests = [Ask(PROMPT[i % 3 :], max_tokens=20 + i, step=3 * i) for i in range(6)]
+    requests += [Ask(PROMPT[:1], max_tokens=9, step=4), Ask((*PROMPT, *PROMPT), max_tokens=5, step=20)]
+    for _ in range(2):
+        found = target.ask(requests, preempt_every=30)
+        assert [list(one.token_ids) for one in found] == [
+            answers.tokens(ask.prompt, ask.max_tokens) for ask in requests
+        ]
+    assert target.counters()["hits"] > 0 and target.counters()["preemptions"] > 0
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_a_script_exits_with_what_the_answer_is(exact: tuple[Remote, ExactAnswers], wrong: int, tmp_path: Path) -> None:
+    rounds = (Round((Ask(PROMPT, max_tokens=4), Ask(PROMPT[:1], max_tokens=3, step=2))),)
+    expected = exact[1].tokens(PROMPT[:1], 3)
+    expected[-1] += wrong
+    settings = {"blocks": "tight", "kernel": "8"}
+    case = Case(
+        "vllm", "0.32.0", "exact", settings, "p", "wrong", rounds, 1, tuple(expected), (), 0.0, None, None, 0.0
+    )  # fmt: skip
+    *_, script = write_files(case, tmp_path)
+    done = subprocess.run([installed(), script], capture_output=True, text=True, check=False)
+    assert done.returncode == wrong, done.stderr
+    assert "  step 3: request 0 1 tokens; request 1 (new) 1 tokens" in done.stdout.splitlines()

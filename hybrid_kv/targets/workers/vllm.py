@@ -88,7 +88,7 @@ def exact_arguments(settings: dict[str, str]) -> dict[str, Any]:
 class Engine:
     """What `pipe.serve` needs; fields as in `hybrid_kv.targets.target`."""
 
-    _fill: Callable[[Any], None] | None = None  # of the exact model
+    _renew: Callable[[Any], None] | None = None  # of the exact model
 
     def load(self) -> None:
         """What every start imports: 8 of its 12 s."""
@@ -112,7 +112,7 @@ class Engine:
         import vllm
 
         # Of the exact model they say nothing.
-        can = [name for name in CAN if name != "logprobs" or self._fill is None]
+        can = [name for name in CAN if name != "logprobs" or self._renew is None]
         return {"version": vllm.__version__, "can": can, "longest": options["max_model_len"]}
 
     def _start(self, folder: str, options: dict[str, Any], tight: bool) -> None:
@@ -129,8 +129,8 @@ class Engine:
             folder, enforce_eager=True, skip_tokenizer_init=True, disable_log_stats=False, **options
         )
         self._llm = LLMEngine.from_engine_args(engine_arguments)
-        if self._fill is not None:
-            self._fill(self._llm.vllm_config)
+        if self._renew is not None:
+            self._renew(self._llm)
         self._sent = 0
         config = self._llm.vllm_config
         taken = {
@@ -148,7 +148,7 @@ class Engine:
         """Make the exact model known to vLLM; the options that it adds."""
         module = _sibling("vllm_exact")
         module.register()
-        self._fill = module.fill
+        self._renew = module.renew
         module.kernel_block_size = int(settings["kernel"]) if settings.get("kernel", "own") != "own" else 0
         if settings.get("async") == "on":
             allow_async()
@@ -227,8 +227,8 @@ class Engine:
     def reset(self) -> None:
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("reset_prefix_cache says that it did not")
-        if self._fill is not None:
-            self._fill(self._llm.vllm_config)
+        if self._renew is not None:
+            self._renew(self._llm)
 
 
 def _sibling(name: str) -> Any:

@@ -45,7 +45,7 @@ def engine(case: dict[str, Any], model: Any) -> Any:
         json.dump(case["config"], file)
     options = {"enforce_eager": True, "skip_tokenizer_init": True, **case["options"]}
     llm = LLMEngine.from_engine_args(vllm.EngineArgs(folder, **options))
-    model.fill(llm.vllm_config)
+    model.renew(llm)
     return llm
 
 

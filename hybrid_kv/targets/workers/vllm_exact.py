@@ -36,10 +36,16 @@ def register() -> None:
     ModelRegistry.register_model(NAME, ExactHybridForCausalLM)
 
 
-def fill(vllm_config: Any) -> None:
-    """Fill the pool with noise, always the same: what was not written shows, and a used pool is like a new one."""
+def renew(llm: Any) -> None:
+    """Make a pool in which nothing is held like a new one: its order of free blocks, and noise, always the same.
+
+    What a request reads before it wrote it then shows, and what was wrong is wrong again.
+    """
+    pool = llm.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    queue = type(pool.free_block_queue)(pool.blocks)
+    pool.free_block_queue, pool.null_block = queue, queue.popleft()
     noise = torch.Generator().manual_seed(0)
-    for layer in vllm_config.compilation_config.static_forward_context.values():
+    for layer in llm.vllm_config.compilation_config.static_forward_context.values():
         for view in layer.kv_cache if isinstance(layer.kv_cache, tuple) else [layer.kv_cache]:
             drawn = torch.randint(1, PRIME, view.shape, generator=noise, dtype=view.dtype)
             view.copy_(drawn)

@@ -1,0 +1,171 @@
+"""The exact model in an engine: a toy answers as the oracle does, but for a bug."""
+
+import ast
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+
+from hybrid_kv.config import ConfigError
+from hybrid_kv.probes.exact import ExactJudge
+from hybrid_kv.probes.guarded import Guarded
+from hybrid_kv.probes.registry import Round, load_probes
+from hybrid_kv.probes.reproducer import Case, write_files
+from hybrid_kv.probes.run import default_matrix, guard
+from hybrid_kv.targets import vllm
+from hybrid_kv.targets.exact import PATTERNS, ExactAnswers, write_exact_checkpoint
+from hybrid_kv.targets.target import CAPABILITIES, Answer, Ask, Inside, Known
+
+UNIT = 16
+
+
+class Toy:
+    name, version, longest = "toy", "1.0", 512
+
+    def __init__(self, folder, settings, bug):
+        self.settings, self.bug, self._answers = dict(settings), bug, ExactAnswers(folder)
+        self.can = frozenset(CAPABILITIES) - {"logprobs", "cached", "salt"}
+        self.blocks = {}
+
+    def ask(self, requests, preempt_every=0):
+        return [self._answer(one, preempt_every) for one in requests]
+
+    def _answer(self, ask, preempt_every):
+        count = ask.max_tokens if ask.abort_after is None else min(ask.abort_after, ask.max_tokens)
+        prompt = ask.prompt
+        first, second = prompt[:UNIT], prompt[UNIT : 2 * UNIT]
+        known = self.blocks.setdefault(second, first) if len(second) == UNIT else first
+        if self.bug == "no parent" and known != first:
+            prompt = (*known, *prompt[UNIT:])
+        if self.bug == "one token" and ask.step and len(prompt) == 1:
+            prompt = (*prompt, 0)
+        if self.bug == "preempted" and preempt_every and len(prompt) > 20:
+            prompt = prompt[1:]
+        tokens = tuple(self._answers.tokens(prompt, count))
+        return Answer(tokens, others=(tokens,) * (ask.n - 1))
+
+    def counters(self):
+        return {"preemptions": 1.0}
+
+    def reset(self):
+        self.blocks.clear()
+
+    def close(self):
+        pass
+
+
+def kind(bug="", known=(), **more):
+    inside = Inside({"prefix": ("off", "on")}, ("prefix=on",))
+    start = lambda folder, settings: Toy(folder, settings, bug)  # noqa: E731
+    return SimpleNamespace(name="toy", size="tiny", factors={}, inside=inside, known=known, start=start, **more)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exact")
+    write_exact_checkpoint("mixed", folder)
+    return str(folder)
+
+
+def found(some, *select):
+    return {one.probe: one for one in guard(some, [{}], select) if one.verdict not in ("right", "not supported")}
+
+
+def test_a_right_engine_is_right_in_the_settings_that_it_names(folder):
+    some = Guarded(kind(), folder)
+    assert default_matrix(some.kind) == [{}, {"prefix": "on"}]
+    assert not found(some, "traffic", "tiles", "token")
+
+
+@pytest.mark.parametrize(
+    ("bug", "probe"), [("no parent", "tiles"), ("one token", "one token beside others"), ("preempted", "traffic")]
+)
+def test_its_traffic_finds(folder, bug, probe):
+    outcome = found(Guarded(kind(bug), folder), probe)[probe]
+    assert outcome.verdict == "wrong" and len(outcome.failures) == 1
+
+
+def test_a_known_failure_of_the_release_is_named_and_not_counted(folder):
+    known = Known("1.0", "toy_script", probe="tiles", words="not")
+    (outcome,) = found(Guarded(kind("no parent", (known,)), folder), "tiles").values()
+    assert (outcome.verdict, outcome.failures) == ("known", [])
+    assert outcome.detail.startswith("toy_script: token")
+    for other in (replace(known, release="2.0"), replace(known, words="dies"), replace(known, factors=("prefix",))):
+        (outcome,) = found(Guarded(kind("no parent", (other,)), folder), "tiles").values()
+        assert outcome.verdict == "wrong"
+
+
+def test_an_engine_that_cannot_run_it_says_so(folder):
+    with pytest.raises(ConfigError, match="--exact: ours cannot run an exact model"):
+        Guarded(SimpleNamespace(name="ours", factors={}), folder)
+
+
+def test_an_answer_is_the_oracles_or_wrong(folder):
+    judge, prompt = ExactJudge(folder), (1, 2, 3)
+    right = tuple(ExactAnswers(folder).tokens(prompt, 9))
+
+    def verdict(ask, *tokens, **more):
+        return judge.judge(ask, Answer(tuple(tokens), **more), None).verdict
+
+    ask = Ask(prompt, max_tokens=9)
+    assert verdict(ask, *right) == verdict(replace(ask, temperature=1.0, seed=1), *right) == "right"
+    assert verdict(ask, *right[:-1], right[-1] + 1) == verdict(ask, *right[:-1]) == verdict(ask, error="no") == "wrong"
+    assert verdict(replace(ask, abort_after=4), *right[:5]) == "right"
+    assert verdict(replace(ask, abort_after=4), *right[:3]) == "wrong"
+    several = replace(ask, n=2)
+    assert verdict(several, *right) == verdict(several, *right, others=((0,) * 9,)) == "wrong"
+    assert verdict(several, *right, others=(right,)) == "right"
+
+
+def test_answers_depend_on_every_token_and_mostly_follow(folder):
+    answers, prompt = ExactAnswers(folder), tuple(range(40))
+    tokens = answers.tokens(prompt, 60)
+    assert answers.tokens(prompt, 20) == tokens[:20]
+    for i in range(40):
+        assert answers.tokens((*prompt[:i], prompt[i] + 1, *prompt[i + 1 :]), 60) != tokens
+    follow = sum(b == a - a % 5 + (a + 1) % 5 for a, b in pairwise(tokens))
+    assert 40 < follow < 59
+
+
+def test_there_is_no_other_exact_model(tmp_path):
+    with pytest.raises(
+        ConfigError, match=f"exact:mamba: there is no such exact model; use one of {', '.join(PATTERNS)}"
+    ):
+        write_exact_checkpoint("mamba", tmp_path)
+
+
+def test_exact_probes_are_for_exact_models_alone():
+    assert [one.name for one in load_probes() if one.exact] == ["one token beside others", "tiles", "traffic"]
+
+
+def test_a_failure_in_vllm_becomes_a_script(tmp_path):
+    rounds = (Round((Ask((5, 6), max_tokens=3), Ask((7,), max_tokens=2, step=4)), preempt_every=9),)
+    settings = {"prefix": "on", "blocks": "tight", "async": "on", "kernel": "4"}
+    case = Case(
+        "vllm",
+        "0.32.0",
+        "exact:gdn",
+        settings,
+        "traffic",
+        "token 0 is 1",
+        rounds,
+        1,
+        (8, 9),
+        (8, 1),
+        0.0,
+        None,
+        None,
+        0.0,
+    )
+    *_, script = write_files(case, tmp_path)
+    names = {
+        node.name for node in ast.parse(script.read_text()).body if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
+    assert {"prepare", "register", "ExactHybridForCausalLM", "make_tight", "allow_async", "main"} <= names
+    assigned = next(line for line in script.read_text().split("\n\n") if line.startswith("CASE ="))
+    data = ast.literal_eval(assigned.removeprefix("CASE = ").split('\nCASE["config"]')[0])
+    assert data["kernel_block_size"] == 4 and data["changes"] == ["make_tight", "allow_async"]
+    assert data["rounds"][0]["requests"][1] == {"prompt": (7,), "max_tokens": 2, "step": 4}
+    assert data["options"]["enable_prefix_caching"] is True and data["expected"] == [8, 9]
+    assert set(vllm.inside.factors) >= set(settings)
