@@ -22,6 +22,7 @@ from hybrid_kv.models.registry import sized
 from hybrid_kv.probes.guarded import Guarded
 from hybrid_kv.probes.reproducer import FORMAT, case_of, from_json, replay, write_files
 from hybrid_kv.probes.run import FINE, check_level, compare_with, guard, matrix_of
+from hybrid_kv.probes.script import script_of
 from hybrid_kv.probes.session import Outcome
 from hybrid_kv.probes.shrink import distinct, shrink
 from hybrid_kv.targets.exact import is_exact
@@ -132,7 +133,7 @@ def _reduced(part: _Part, target: str, size: Size, repro: Path) -> list[str]:
         share = min(120.0, (end - time.perf_counter()) / (len(failures) - i))
         shrunk = shrink(failure, lambda failure=failure: guarded.session(failure.settings), share)  # type: ignore[misc]
         case = case_of(shrunk.failure, target, guarded.version, part.model, guarded.judge_of(failure.settings).limit)
-        files += map(str, write_files(case, repro))
+        files += map(str, write_files(case, repro, script_of(case)))
         small = f"{shrunk.num_requests} requests, {shrunk.num_prompt_tokens} prompt tokens"
         print(f"{failure.probe}: shrunk to {small} in {shrunk.seconds:.0f} s: {files[-1]}", file=sys.stderr)
     return files

@@ -31,15 +31,13 @@ class ExactJudge(Judge):
             return Judgement("wrong", f"error: {answer.error}")
         if len(answer.others) != ask.n - 1:
             return Judgement("wrong", f"{1 + len(answer.others)} answers for n={ask.n}")
-        # One that is aborted may have some tokens more than it was aborted after.
-        count = ask.max_tokens if ask.abort_after is None else len(answer.token_ids)
-        expected = tuple(self._answers.tokens(ask.prompt, count)) if count else ()
-        least = min(count, ask.abort_after or count)
+        expected = tuple(self._answers.tokens(ask.prompt, ask.max_tokens))
+        least = ask.max_tokens if ask.abort_after is None else min(ask.abort_after, ask.max_tokens)
         for tokens in (answer.token_ids, *answer.others):
             i = first_difference(tokens, expected)
             if i is not None:
                 said = f"token {i} is {tokens[i]}, not {expected[i]}"
                 return Judgement("wrong", said, i, expected[: i + 1])
-            if not least <= len(tokens) <= count:
-                return Judgement("wrong", f"ends after {len(tokens)} of {count} tokens", len(tokens), expected)
+            if not least <= len(tokens) <= ask.max_tokens:
+                return Judgement("wrong", f"ends after {len(tokens)} of {least} tokens", len(tokens), expected)
         return RIGHT

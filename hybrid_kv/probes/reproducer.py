@@ -149,18 +149,16 @@ def _check(case: Case) -> None:
         raise ValueError("logprob is of no token, or was not requested")
 
 
-def write_files(case: Case, folder: Path) -> list[Path]:
-    """The JSON and the text, and for the exact model in vLLM a script."""
+def write_files(case: Case, folder: Path, script: str = "") -> list[Path]:
+    """The JSON and the text, and a script if there is one."""
     text = to_json(case)
     slug = re.sub(r"\W+", "-", f"{case.target} {case.probe}").strip("-")  # a target may be a URL
     stem = folder / f"{slug}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     contents = {".json": text, ".md": _markdown(case, stem)}
-    if case.target == "vllm" and case.model.startswith("exact"):
-        from hybrid_kv.probes.script import script_of
-
-        contents[".py"] = script_of(case)
+    if script:
+        contents[".py"] = script
     for suffix, content in contents.items():
         path = stem.with_name(stem.name + suffix)
         write_whole(path, content)

@@ -10,9 +10,10 @@ import pytest
 from hybrid_kv.config import ConfigError
 from hybrid_kv.probes.exact import ExactJudge
 from hybrid_kv.probes.guarded import Guarded
-from hybrid_kv.probes.registry import Round, load_probes
+from hybrid_kv.probes.registry import Round
 from hybrid_kv.probes.reproducer import Case, write_files
 from hybrid_kv.probes.run import default_matrix, guard
+from hybrid_kv.probes.script import script_of
 from hybrid_kv.targets import vllm
 from hybrid_kv.targets.exact import PATTERNS, ExactAnswers, write_exact_checkpoint
 from hybrid_kv.targets.target import CAPABILITIES, Answer, Ask, Inside, Known
@@ -135,10 +136,6 @@ def test_there_is_no_other_exact_model(tmp_path):
         write_exact_checkpoint("mamba", tmp_path)
 
 
-def test_exact_probes_are_for_exact_models_alone():
-    assert [one.name for one in load_probes() if one.exact] == ["one token beside others", "tiles", "traffic"]
-
-
 def test_a_failure_in_vllm_becomes_a_script(tmp_path):
     rounds = (Round((Ask((5, 6), max_tokens=3), Ask((7,), max_tokens=2, step=4)), preempt_every=9),)
     settings = {"prefix": "on", "blocks": "tight", "async": "on", "kernel": "4"}
@@ -158,13 +155,12 @@ def test_a_failure_in_vllm_becomes_a_script(tmp_path):
         None,
         0.0,
     )
-    *_, script = write_files(case, tmp_path)
+    *_, script = write_files(case, tmp_path, script_of(case))
     names = {
         node.name for node in ast.parse(script.read_text()).body if isinstance(node, ast.FunctionDef | ast.ClassDef)
     }
     assert {"prepare", "register", "ExactHybridForCausalLM", "make_tight", "allow_async", "main"} <= names
-    assigned = next(line for line in script.read_text().split("\n\n") if line.startswith("CASE ="))
-    data = ast.literal_eval(assigned.removeprefix("CASE = ").split('\nCASE["config"]')[0])
+    data = ast.literal_eval(script.read_text().split("\nCASE = ")[1].split('\nCASE["config"]')[0])
     assert data["kernel_block_size"] == 4 and data["changes"] == ["make_tight", "allow_async"]
     assert data["rounds"][0]["requests"][1] == {"prompt": (7,), "max_tokens": 2, "step": 4}
     assert data["options"]["enable_prefix_caching"] is True and data["expected"] == [8, 9]

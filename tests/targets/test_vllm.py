@@ -12,6 +12,7 @@ from hybrid_kv.accuracy.guard_model import FOLDER
 from hybrid_kv.config import ConfigError
 from hybrid_kv.probes.registry import Round
 from hybrid_kv.probes.reproducer import Case, write_files
+from hybrid_kv.probes.script import script_of
 from hybrid_kv.targets import vllm
 from hybrid_kv.targets.exact import ExactAnswers, write_exact_checkpoint
 from hybrid_kv.targets.remote import Remote, python_of
@@ -133,7 +134,7 @@ def test_a_script_exits_with_what_the_answer_is(exact: tuple[Remote, ExactAnswer
     case = Case(
         "vllm", "0.32.0", "exact", settings, "p", "wrong", rounds, 1, tuple(expected), (), 0.0, None, None, 0.0
     )  # fmt: skip
-    *_, script = write_files(case, tmp_path)
+    *_, script = write_files(case, tmp_path, script_of(case))
     done = subprocess.run([installed(), script], capture_output=True, text=True, check=False)
     assert done.returncode == wrong, done.stderr
     assert "  step 3: request 0 1 tokens; request 1 (new) 1 tokens" in done.stdout.splitlines()
