@@ -8,9 +8,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from hybrid_kv.ci import Verdict, Word
 from hybrid_kv.cli.options import show
@@ -20,7 +20,7 @@ from hybrid_kv.guard.registry import Size
 from hybrid_kv.guard.workers import num_workers
 from hybrid_kv.models.registry import sized
 from hybrid_kv.probes.guarded import Guarded
-from hybrid_kv.probes.reproducer import FORMAT, case_of, from_json, replay, write_files
+from hybrid_kv.probes.reproducer import FORMAT, Case, case_of, from_json, replay, write_files
 from hybrid_kv.probes.run import FINE, check_level, compare_with, guard, matrix_of
 from hybrid_kv.probes.script import script_of
 from hybrid_kv.probes.session import Outcome
@@ -28,6 +28,7 @@ from hybrid_kv.probes.shrink import distinct, shrink
 from hybrid_kv.targets.exact import is_exact
 from hybrid_kv.targets.kinds import for_model, kind_of
 from hybrid_kv.targets.models import model_folder
+from hybrid_kv.targets.remote import Remote
 from hybrid_kv.targets.target import TargetError
 from hybrid_kv.threads import is_small, threads_for
 
@@ -133,10 +134,27 @@ def _reduced(part: _Part, target: str, size: Size, repro: Path) -> list[str]:
         share = min(120.0, (end - time.perf_counter()) / (len(failures) - i))
         shrunk = shrink(failure, lambda failure=failure: guarded.session(failure.settings), share)  # type: ignore[misc]
         case = case_of(shrunk.failure, target, guarded.version, part.model, guarded.judge_of(failure.settings).limit)
+        if line := _wrong_read(guarded, case):
+            case = replace(case, problem=f"{case.problem}; the first wrong read: {line}")
+            print(f"{failure.probe}: the first wrong read: {line}", file=sys.stderr)
         files += map(str, write_files(case, repro, script_of(case)))
         small = f"{shrunk.num_requests} requests, {shrunk.num_prompt_tokens} prompt tokens"
         print(f"{failure.probe}: shrunk to {small} in {shrunk.seconds:.0f} s: {files[-1]}", file=sys.stderr)
     return files
+
+
+def _wrong_read(guarded: Guarded, case: Case) -> str:
+    """What the sanitizer sees first when a case is played again, where the engine has one and follows the setting."""
+    if "sanitize" not in guarded.kind.factors or case.settings.get("async") == "on":
+        return ""
+    target = guarded.kind.start(guarded.folder, {**case.settings, "sanitize": "on"})
+    try:
+        replay(case, target)
+        return cast(Remote, target).wrong_read()
+    except TargetError:
+        return ""
+    finally:
+        target.close()
 
 
 def is_case(file: Path) -> bool:

@@ -196,6 +196,11 @@ class Remote:
         counters: dict[str, float] = self._call("counters", REPLY_SECONDS)
         return counters
 
+    def wrong_read(self) -> str:
+        """What the sanitizer beside an exact model saw first; empty: nothing."""
+        line: str = self._call("wrong_read", REPLY_SECONDS)
+        return line
+
     def reset(self) -> None:
         self._call("reset", REPLY_SECONDS)
 

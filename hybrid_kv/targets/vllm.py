@@ -38,6 +38,7 @@ inside = Inside(
         "match": ("block", "8", "4"),
         "spec": ("none", "ngram3"),
         "async": ("off", "on"),
+        "sanitize": ("off", "on"),  # at about half of the speed; not beside async
     },
     (
         "chunk=24",

@@ -14,6 +14,7 @@ NUM_LIKELIEST = 5
 MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 2048, 8, 2048
 # Bytes. vLLM fills its pool with zeros, 3.5 s of a start for each GiB; 2^28 are more blocks than all probes fill.
 SMALL_MODEL, SMALL_POOL = 2**26, 2**28
+EXACT_HEAD = 2  # numbers of a key
 EXACT_BLOCK, EXACT_BLOCKS = 16, 2**10  # tokens of a block, and how many there are
 ROOM = 640  # tokens of the one request that a tight pool holds for sure, where eight may run
 CAN = ["cached", "logprobs", "reset", "preempt", "salt", "seed", "n", "abort", "batch", "steps"]
@@ -47,7 +48,7 @@ def arguments(settings: dict[str, str]) -> dict[str, Any]:
                 pass
             case ("block", "own", 0) | ("match", "block", 0) | ("retain", "last", 0) | ("async", "off", 0):
                 pass
-            case "kernel", "own", 0:
+            case ("kernel", "own", 0) | ("sanitize", "off" | "on", 0):
                 pass
             case ("prefix", "on", 0):
                 found["enable_prefix_caching"] = True
@@ -81,13 +82,16 @@ def arguments(settings: dict[str, str]) -> dict[str, Any]:
 def exact_arguments(settings: dict[str, str]) -> dict[str, Any]:
     """What the exact model changes in these."""
     pool = {"kv_cache_memory_bytes": SMALL_POOL, "num_gpu_blocks_override": EXACT_BLOCKS}
-    size = {} if "block" in settings else {"block_size": EXACT_BLOCK}
+    size: dict[str, Any] = {} if "block" in settings else {"block_size": EXACT_BLOCK}
+    if settings.get("sanitize") == "on":
+        size["hf_overrides"] = {"head_dim": EXACT_HEAD + 1}
     return {"load_format": "dummy", "max_model_len": ROOM, **pool, **size}
 
 
 class Engine:
     """What `pipe.serve` needs; fields as in `hybrid_kv.targets.target`."""
 
+    _sanitizer: Any = None
     _renew: Callable[[Any], None] | None = None  # of the exact model
 
     def load(self) -> None:
@@ -147,6 +151,8 @@ class Engine:
     def _exact(self, settings: dict[str, str]) -> dict[str, Any]:
         """Make the exact model known to vLLM; the options that it adds."""
         module = _sibling("vllm_exact")
+        if settings.get("sanitize") == "on":
+            self._sanitizer = module.sanitizer = _sibling("vllm_sanitizer").Sanitizer()
         module.register()
         self._renew = module.renew
         module.kernel_block_size = int(settings["kernel"]) if settings.get("kernel", "own") != "own" else 0
@@ -223,6 +229,10 @@ class Engine:
             if metric.name in COUNTERS:
                 found[COUNTERS[metric.name]] += metric.value
         return found
+
+    def wrong_read(self) -> str:
+        """The first thing that the sanitizer saw; empty: nothing."""
+        return self._sanitizer.found[0] if self._sanitizer.found else ""
 
     def reset(self) -> None:
         if not self._llm.reset_prefix_cache():

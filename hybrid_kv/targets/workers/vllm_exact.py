@@ -26,8 +26,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 NAME = "ExactHybridForCausalLM"
 PRIME = 2**31 - 1  # as in hybrid_kv.models.exact
 CYCLE = 5
+MARKS = ((1, 2),)  # one state more, of the sanitizer
 NULL_BLOCK = 0  # what padding writes goes there
 
+sanitizer: Any = None  # of `vllm_sanitizer.py`, if the head size has room for its marks
 kernel_block_size = 0  # if set, attention takes blocks of this size alone, and vLLM splits its own
 
 
@@ -137,7 +139,7 @@ class Attention(Layer, AttentionLayerBase):
         if m is None:
             return x
         n, width = x.shape
-        cache = self.kv_cache[:, 0, :, : 2 * width]  # [blocks, block size, k and v]
+        cache, marks = self.kv_cache[:, 0].split([2 * width, 2 * (self.head_size - width)], -1)  # [blocks, size, …]
         size = cache.shape[1]
         q, k, v = x * self.qkv[:, None] % PRIME
         mark = (positions[:n, None] + 1) * self.write_mark % PRIME
@@ -145,6 +147,8 @@ class Attention(Layer, AttentionLayerBase):
         blocks = torch.where(slots < 0, NULL_BLOCK, slots // size)
         cache[blocks, slots % size] = torch.cat([(k + mark * mark) % PRIME, v], 1).to(cache.dtype)
 
+        if sanitizer is not None:
+            sanitizer.pages(self.prefix, marks, slots, m.block_table_tensor)
         starts, lengths = m.query_start_loc, m.seq_lens
         row, step = rows_of(starts, n)
         place = (lengths[row] - starts.diff()[row] + step).clamp(min=0)
@@ -172,7 +176,7 @@ class Mamba(Layer, MambaBase):
         super().__init__(vllm_config, prefix, weights)
         self.kind = MambaAttentionBackendEnum[kind]
         self.kv_cache: tuple[torch.Tensor, ...] = ()
-        self.shapes = state_shapes(weights, vllm_config.num_speculative_tokens)
+        self.shapes = state_shapes(weights, vllm_config.num_speculative_tokens) + MARKS * (sanitizer is not None)
 
     def get_state_shape(self) -> Iterable[tuple[int, ...]]:
         return self.shapes
@@ -189,45 +193,48 @@ class Mamba(Layer, MambaBase):
         m = self.metadata()
         if m is None:
             return x
-        y = torch.zeros_like(x)
+        y, tokens = torch.zeros_like(x), torch.arange(len(x), device=x.device)
         if hasattr(m, "spec_sequence_masks"):  # GDN's rows: those with drafts, whose tokens may lie among the others
             if m.num_spec_decodes:
                 at, columns = m.spec_token_indx[: m.num_spec_decode_tokens].long(), m.spec_state_indices_tensor
                 starts = m.spec_query_start_loc[: m.num_spec_decodes + 1]
-                y[at] = self.advance(x[at], starts, columns[: m.num_spec_decodes], m.num_accepted_tokens, None)
+                y[at] = self.advance(x, at, starts, columns[: m.num_spec_decodes], m.num_accepted_tokens, None)
             if rows := m.num_decodes + m.num_prefills:
                 n, index = m.num_decode_tokens + m.num_prefill_tokens, m.non_spec_token_indx
                 at = torch.arange(n, device=x.device) if index is None else index[:n].long()
                 starts, columns = m.non_spec_query_start_loc[: rows + 1], m.non_spec_state_indices_tensor[:rows, None]
                 y[at] = self.advance(
-                    x[at], starts, columns, None, m.has_initial_state[:rows] if m.num_prefills else None
+                    x, at, starts, columns, None, m.has_initial_state[:rows] if m.num_prefills else None
                 )
         elif hasattr(m, "state_indices_tensor_d"):
             if m.num_decodes:
                 starts, n = m.query_start_loc_d, m.num_decode_tokens
                 if starts is None:
                     starts = torch.arange(m.num_decodes + 1, device=x.device)
-                y[:n] = self.advance(x[:n], starts, m.state_indices_tensor_d, m.num_accepted_tokens, None)
+                y[:n] = self.advance(x, tokens[:n], starts, m.state_indices_tensor_d, m.num_accepted_tokens, None)
             if m.num_prefills:
                 first, n = m.num_decode_tokens, m.num_prefill_tokens
                 columns, seen = m.state_indices_tensor_p[:, None], m.has_initial_states_p
-                y[first : first + n] = self.advance(x[first : first + n], m.query_start_loc_p, columns, None, seen)
+                y[first : first + n] = self.advance(
+                    x, tokens[first : first + n], m.query_start_loc_p, columns, None, seen
+                )
         else:  # linear attention: what is fresh has no tokens before these
             rows, n = m.num_decodes + m.num_prefills, m.num_decode_tokens + m.num_prefill_tokens
             starts = m.query_start_loc[: rows + 1]
             seen = m.seq_lens[:rows] > starts.diff()
-            y[:n] = self.advance(x[:n], starts, m.state_indices_tensor[:rows, None], None, seen)
+            y[:n] = self.advance(x, tokens[:n], starts, m.state_indices_tensor[:rows, None], None, seen)
         return y
 
     def advance(
         self,
         x: torch.Tensor,
+        at: torch.Tensor,
         starts: torch.Tensor,
         columns: torch.Tensor,
         accepted: torch.Tensor | None,
         seen: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Run tokens [n, width] of rows that begin at `starts` [rows + 1], and write their states.
+        """Run the tokens `at` [n] of x, of rows that begin there at `starts` [rows + 1], and write their states.
 
         Args:
             columns: state blocks [rows, 1], or [rows, 1 + drafts]: then the state after token i goes to column i, and
@@ -235,10 +242,13 @@ class Mamba(Layer, MambaBase):
             accepted: tokens [rows] that the step before kept: it says which state and which part of a window is read.
             seen: which rows [rows] have a state; None: all.
         """
-        windows, states = self.kv_cache[: len(self.conv)], self.kv_cache[len(self.conv) :]
+        windows, states = self.kv_cache[: len(self.conv)], self.kv_cache[len(self.conv) :][: len(self.out)]
         columns, device, behind = columns.long(), x.device, self.conv.shape[1] - 1
-        lengths = starts.diff().long()
+        lengths, x = starts.diff().long(), x[at]
         rows = len(lengths)
+        if sanitizer is not None:
+            marks = self.kv_cache[-1][:, 0]
+            sanitizer.states(self.prefix, marks, at[starts[:-1].long()], lengths, columns, accepted, seen)
         has_drafts = columns.shape[1] > 1
         width = columns.shape[1] if seen is None else int(lengths.max())
         steps, past = torch.arange(width, device=device), torch.arange(behind, device=device)
@@ -304,7 +314,8 @@ class ExactHybridForCausalLM(nn.Module, HasInnerState, IsHybrid):
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: Any) -> Any:
-        found = [state_shapes(weights, vllm_config.num_speculative_tokens) for _, weights in cls._mamba(vllm_config)]
+        drafts, marks = vllm_config.num_speculative_tokens, MARKS * (sanitizer is not None)
+        found = [state_shapes(weights, drafts) + marks for _, weights in cls._mamba(vllm_config)]
         return max(found, key=lambda shapes: sum(torch.Size(shape).numel() for shape in shapes))
 
     @classmethod
@@ -336,7 +347,8 @@ class ExactHybridForCausalLM(nn.Module, HasInnerState, IsHybrid):
             for i, one in enumerate(exact["layers"])
         )
         for kind, weights in self._mamba(vllm_config):
-            parts = (get_conv_copy_spec,) * len(weights["conv"]) + (get_temporal_copy_spec,) * len(weights["out"])
+            states = len(weights["out"]) + (sanitizer is not None)
+            parts = (get_conv_copy_spec,) * len(weights["conv"]) + (get_temporal_copy_spec,) * states
             self.copy_funcs[MambaAttentionBackendEnum[kind]] = parts
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -345,6 +357,8 @@ class ExactHybridForCausalLM(nn.Module, HasInnerState, IsHybrid):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """[num_tokens] each to [num_tokens, width + 1]: the last one is the token itself."""
         x = self.embedding[input_ids]
+        if sanitizer is not None and get_forward_context().attn_metadata is not None:
+            sanitizer.step(positions)
         for layer in self.layers:
             y = layer(x, positions) if isinstance(layer, Attention) else layer(x)
             x = (x * 3 + y) % PRIME

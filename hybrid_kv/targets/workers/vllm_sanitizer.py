@@ -1,0 +1,108 @@
+"""Provenance in the exact model's cache inside vLLM: the first wrong read has a name.
+
+Each page entry and each state has two numbers more: how many tokens it stands for and a hash of them. They are channels
+of the model's own tensors, so that vLLM's copies take them along. What they ought to be follows from the token ids and
+positions that vLLM's runner believes. Asynchronous steps are not followed: their token ids are not on the CPU.
+"""
+
+from typing import Any
+
+import torch
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+PRIME = 2**31 - 1
+
+
+class Sanitizer:
+    """Compares marks with what they ought to be, before they are read, and writes new ones.
+
+    Attributes:
+        found: what was wrong, the first thing first.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+        self._runner: Any = None
+        self._hashes = torch.empty(0)
+        powers = [1]
+        while len(powers) < 4096:
+            powers.append(powers[-1] * 31337 % PRIME)
+        self._powers = torch.tensor(powers)
+        begin = GPUModelRunner.__init__
+
+        def begin_and_keep(runner: Any, *arguments: Any, **named: Any) -> None:
+            begin(runner, *arguments, **named)
+            self._runner = runner
+
+        GPUModelRunner.__init__ = begin_and_keep
+
+    def step(self, positions: torch.Tensor) -> None:
+        """Called before the layers of each step, with the positions of its tokens."""
+        batch = self._runner.input_batch
+        longest = int(positions.max()) + 1
+        ids = torch.from_numpy(batch.token_ids_cpu[: batch.num_reqs, :longest]).long()
+        sums = ((ids + 1) * self._powers[:longest] % PRIME).cumsum(1) % PRIME
+        self._hashes, self._positions = torch.nn.functional.pad(sums, (1, 0)), positions
+        self._starts = torch.from_numpy(self._runner.query_start_loc.np[: batch.num_reqs + 1]).long()
+
+    def marks_of(self, row: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """What stands for the first `lengths` tokens of the batch's rows: [..., 2]."""
+        return torch.stack([lengths, self._hashes[row, lengths]], -1)
+
+    def rows_of(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The row in the batch of each token of the step."""
+        return torch.searchsorted(self._starts[1:], tokens, right=True).clamp(max=len(self._starts) - 2)
+
+    def pages(self, layer: str, marks: torch.Tensor, slots: torch.Tensor, table: torch.Tensor) -> None:
+        """Mark what a step wrote to `slots` [num_tokens], and check all that its rows read.
+
+        Args:
+            marks: [blocks, block size, 2].
+            table: blocks [rows, columns].
+        """
+        size, n = marks.shape[1], len(slots)
+        row = self.rows_of(torch.arange(n))
+        real = slots >= 0
+        written = self.marks_of(row, self._positions[:n] + 1)[real]
+        marks[slots[real] // size, slots[real] % size] = written.to(marks.dtype)
+        ends = (self._positions[self._starts[1:] - 1] + 1).tolist()
+        for i, end in enumerate(ends):
+            got = marks[table[i, : -(-end // size)].long()].flatten(0, 1)[:end].long()
+            want = self.marks_of(torch.full((end,), i), torch.arange(1, end + 1))
+            for place in (got != want).any(1).nonzero()[:1].flatten().tolist():
+                where = f"slot {place % size} of block {int(table[i, place // size])}"
+                self._report(layer, i, place, got[place].tolist(), want[place].tolist(), where)
+
+    def states(
+        self, layer: str, marks: torch.Tensor, first: torch.Tensor, lengths: torch.Tensor, columns: torch.Tensor,
+        accepted: torch.Tensor | None, seen: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        """Check the states that rows read, and mark those that they write, see `Mamba.advance`.
+
+        Args:
+            marks: [blocks, 2].
+            first: the first token of each row in the step.
+        """
+        rows, done = self.rows_of(first), self._positions[first]
+        want = self.marks_of(rows, done).tolist()
+        for i in range(len(lengths)):
+            row, begin = int(rows[i]), int(done[i])
+            if seen is None or bool(seen[i]):
+                block = int(columns[i, 0 if accepted is None else int(accepted[i]) - 1])
+                self._report(layer, row, begin, marks[block].tolist(), want[i], f"state {block}")
+            elif begin:
+                self._report(layer, row, begin, [0, 1], want[i], "no state")
+        for i, length in enumerate(lengths.tolist()):
+            last = columns.shape[1] > 1
+            for j in range(length) if last else [length - 1]:
+                mark = self.marks_of(rows[i], done[i] + j + 1)
+                marks[int(columns[i, j if last else 0])] = mark.to(marks.dtype)
+
+    def _report(self, layer: str, row: int, place: int, got: list[int], want: list[int], what: str) -> None:
+        if got == want:
+            return
+        rule = f"stands for {got[0]} tokens, not {want[0]}" if got[0] != want[0] else "is of another history"
+        if not 0 <= got[0] < len(self._powers):
+            rule = "is read before it was written"
+        request = self._runner.input_batch.req_ids[row].split("-")[0]
+        self.found.append(f"{layer}, request {request}, token {place}: {what} {rule}")
