@@ -147,6 +147,7 @@ class Engine:
                 raise ValueError(f"vLLM took {name}={options[name]} and made it {value}")
         # What a model cannot do may show in its first steps only.
         self.ask([{"prompt": [1, 2, 3], "max_tokens": 3, "salt": "start"}], 0)
+        self._sent = 0  # what comes now counts from 0, as the sanitizer says it
 
     def _exact(self, settings: dict[str, str]) -> dict[str, Any]:
         """Make the exact model known to vLLM; the options that it adds."""
@@ -218,8 +219,7 @@ class Engine:
         prompt = {"prompt_token_ids": list(ask["prompt"])}
         if ask.get("salt"):
             prompt["cache_salt"] = ask["salt"]
-        self._sent += 1
-        name = str(self._sent)
+        name, self._sent = str(self._sent), self._sent + 1
         self._llm.add_request(name, prompt, params)
         return name
 
