@@ -27,7 +27,7 @@ def test_every_level_is_known_to_the_worker() -> None:
     assert plain == arguments({factor: levels[0] for factor, levels in vllm.factors.items()})
     for factor, levels in [*vllm.factors.items(), *vllm.inside.factors.items()]:
         for level in levels[1:]:
-            assert (arguments({factor: level}) != plain) == (factor != "kernel"), f"{factor}={level}"
+            assert (arguments({factor: level}) != plain) == (factor not in ("kernel", "sanitize")), f"{factor}={level}"
 
 
 def test_levels_become_arguments() -> None:
@@ -138,3 +138,16 @@ def test_a_script_exits_with_what_the_answer_is(exact: tuple[Remote, ExactAnswer
     done = subprocess.run([installed(), script], capture_output=True, text=True, check=False)
     assert done.returncode == wrong, done.stderr
     assert "  step 3: request 0 1 tokens; request 1 (new) 1 tokens" in done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(("kernel", "said"), [("own", ""), ("4", "stands for 0 tokens")])
+def test_the_sanitizer_names_the_first_wrong_read(kernel: str, said: str, tmp_path: Path) -> None:
+    write_exact_checkpoint("mixed", tmp_path)
+    installed()
+    target = vllm.start(str(tmp_path), {"prefix": "on", "chunk": "40", "kernel": kernel, "sanitize": "on"})
+    try:
+        target.ask([Ask(PROMPT[i % 3 :], max_tokens=20 + i, step=3 * i) for i in range(6)])
+        found = target.wrong_read()
+    finally:
+        target.close()
+    assert said in found and bool(said) == bool(found)
