@@ -31,7 +31,7 @@ from hybrid_kv.targets.models import model_folder
 
 FOLDER = Path(__file__).parents[1] / "vllm"
 HEALTHY = "healthy"
-PROBES = ("traffic", "tiles", "one token beside others", "drafts", "together across a boundary", "preempted", "salts")
+PROBES = ("traffic", "tiles", "one token beside others", "drafts", "preempted", "salts")
 
 
 @dataclass
