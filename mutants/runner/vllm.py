@@ -137,9 +137,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a CSV file to append rows to")
     parser.add_argument("names", nargs="*", help="default: all, behind a healthy engine in all of their cells")
     chosen = parser.parse_args()
-    names = chosen.names or [HEALTHY, *sorted({one.stem for one in FOLDER.glob("*.patch")} - {HEALTHY})]
     with chosen.out.open("a", newline="", buffering=1) if chosen.out else nullcontext(sys.stdout) as file:
-        for name in names:
+        for name in chosen.names or [HEALTHY, *sorted({one.stem for one in FOLDER.glob("*.patch")} - {HEALTHY})]:
             found = search(chosen.python, name)
             csv.writer(file).writerow(asdict(found).values())
             if name == HEALTHY and found.probe:
