@@ -157,6 +157,7 @@ class Engine:
         module.register()
         self._renew = module.renew
         module.kernel_block_size = int(settings["kernel"]) if settings.get("kernel", "own") != "own" else 0
+        compile_nothing()
         if settings.get("async") == "on":
             allow_async()
         return exact_arguments(settings)
@@ -265,6 +266,14 @@ def make_tight() -> None:
         return plan(config, specs, memory)
 
     core.get_kv_cache_configs = tight
+
+
+def compile_nothing() -> None:
+    """Sampling and n-grams run as plain Python: to compile them takes vLLM longer than all probes of an exact model."""
+    import torch
+
+    torch.compiler.set_stance("force_eager")
+    os.environ["NUMBA_DISABLE_JIT"] = "1"  # before the engine imports it
 
 
 def allow_async() -> None:

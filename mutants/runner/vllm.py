@@ -1,0 +1,149 @@
+"""Known bugs as patches of vLLM's own source, `mutants/vllm/*.patch`: which of them the exact model inside it finds.
+
+    python -m mutants.runner.vllm --python PYTHON [NAME ...] [--out FILE.csv]
+
+A patch begins with `# ID: what goes wrong` and `# settings: CELL; CELL`, the cells of the guard's matrix that should
+show it, the cheapest first; `plain` is the plainest one, and `model=linear` in a cell chooses another exact model.
+`healthy.patch` mends what is known of this release and is part of each run; alone, it must be right in all their cells.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hybrid_kv.probes.guarded import Guarded, ask
+from hybrid_kv.probes.run import FINE, matrix_of
+from hybrid_kv.probes.session import Outcome
+from hybrid_kv.targets import remote
+from hybrid_kv.targets.kinds import kind_of
+from hybrid_kv.targets.models import model_folder
+
+FOLDER = Path(__file__).parents[1] / "vllm"
+HEALTHY = "healthy"
+PROBES = ("traffic", "tiles", "one token beside others", "drafts", "preempted", "salts")
+
+
+@dataclass
+class Found:
+    """A patch and what found it: nothing, if there is no probe.
+
+    Attributes:
+        seconds: of probes in the settings so far, without imports and starts.
+        answers: that came meanwhile.
+    """
+
+    name: str
+    probe: str = ""
+    setting: str = ""
+    seconds: float = 0.0
+    answers: int = 0
+    detail: str = ""
+
+
+def patches_of(name: str) -> list[Path]:
+    """What a run with a patch applies."""
+    return [FOLDER / f"{one}.patch" for one in dict.fromkeys((HEALTHY, name))]
+
+
+def head(patch: Path) -> tuple[str, str, list[str]]:
+    """The id of a patch, what goes wrong, and the cells that should show it."""
+    first, second = patch.read_text().splitlines()[:2]
+    name, _, what = first.removeprefix("# ").partition(": ")
+    return name, what, [cell.strip() for cell in second.removeprefix("# settings: ").split(";")]
+
+
+def files_of(patch: Path) -> set[str]:
+    """The files that a patch changes, from the folder of the package on."""
+    return set(re.findall(r"(?m)^\+\+\+ b/(\S+)", patch.read_text()))
+
+
+def cell_of(text: str) -> tuple[str, str]:
+    """The exact model of a cell, and its settings."""
+    model = "".join(re.findall(r"model=(\S+)", text)) or "mixed"
+    return model, re.sub(r"model=\S+|plain", "", text).strip()
+
+
+def overlay(package: Path, patches: Sequence[Path], folder: Path) -> None:
+    """Make a package of symlinks in which only patched files are copies.
+
+    Raises:
+        subprocess.CalledProcessError: a patch does not apply.
+    """
+    _link(package, folder / package.name, {package.parent / name for patch in patches for name in files_of(patch)})
+    for patch in patches:
+        subprocess.run(["git", "apply", str(patch)], cwd=folder, check=True, capture_output=True, text=True)
+
+
+def _link(source: Path, target: Path, changed: set[Path]) -> None:
+    target.mkdir()
+    for one in source.iterdir():
+        if one in changed:
+            shutil.copyfile(one, target / one.name)
+        elif one.name == "__pycache__" or any(path.is_relative_to(one) for path in changed):
+            _link(one, target / one.name, changed)  # what Python compiles anew must not go into the real cache
+        else:
+            (target / one.name).symlink_to(one)
+
+
+class _Wrong(Exception):
+    """Ends the probes of a cell."""
+
+
+def search(python: str, name: str) -> Found:
+    """Run the probes on vLLM with a patch, in each of its cells, until an outcome is not as it should be.
+
+    Raises:
+        ConfigError: `python` has no vLLM, or there is no such cell.
+    """
+    patches, found = patches_of(name), Found(name)
+    code = "import importlib.util as u; print(u.find_spec('vllm').submodule_search_locations[0])"
+
+    def report(outcome: Outcome) -> None:
+        found.seconds += outcome.seconds
+        found.answers += outcome.num_answers
+        if outcome.verdict not in FINE or outcome.probe == "start":
+            found.probe, found.detail = outcome.probe, f"{outcome.verdict}: {outcome.detail}"
+            raise _Wrong
+
+    with tempfile.TemporaryDirectory() as folder:
+        package = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+        overlay(Path(package), patches, Path(folder))
+        os.environ["PYTHONPATH"] = folder
+        with suppress(_Wrong):
+            for found.setting in head(patches[-1])[2]:
+                model, text = cell_of(found.setting)
+                with model_folder(f"exact:{model}") as checkpoint:
+                    guarded = Guarded(kind_of("vllm", python), checkpoint)
+                    ask(guarded, matrix_of(guarded.kind, [text])[-1], PROBES, report)
+        remote._end_workers()
+    return found
+
+
+def main() -> None:
+    """Write a row for each patch as it comes; the exit code is 1 if the healthy engine is not right."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--python", required=True, help="of an environment with vLLM")
+    parser.add_argument("--out", type=Path, help="a CSV file to append rows to")
+    parser.add_argument("names", nargs="*", help="default: all, behind a healthy engine in all of their cells")
+    chosen = parser.parse_args()
+    with chosen.out.open("a", newline="", buffering=1) if chosen.out else nullcontext(sys.stdout) as file:
+        for name in chosen.names or [HEALTHY, *sorted({one.stem for one in FOLDER.glob("*.patch")} - {HEALTHY})]:
+            found = search(chosen.python, name)
+            csv.writer(file).writerow(asdict(found).values())
+            if name == HEALTHY and found.probe:
+                raise SystemExit(f"without a bug, {found.setting}, {found.probe}: {found.detail}")
+
+
+if __name__ == "__main__":
+    main()
