@@ -9,8 +9,10 @@ API_KEY = "HYBRID_KV_API_KEY"
 # Defaults of the processes that run another engine.
 WORKER_DEFAULTS = {
     "HF_HUB_OFFLINE": "1",
+    # What vLLM compiles for n-grams and log-probabilities takes longer than small models run.
+    "NUMBA_DISABLE_JIT": "1",
     "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",  # else the first log-probabilities of each start are compiled for 19 s
+    "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else it takes every core
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a step returns when its tokens are there

@@ -8,6 +8,8 @@ import pytest
 
 from bench._shapes import MODELS, NANO, LayerShape
 from hybrid_kv.cli import main
+from hybrid_kv.probes.reproducer import from_json
+from hybrid_kv.probes.script import script_of
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*/config.json"))
@@ -44,4 +46,10 @@ def test_a_reproducer_is_named_where_it_is_explained_and_needs_nothing_of_ours(p
     text = path.read_text(encoding="utf-8")
     compile(text, path.name, "exec")
     assert not re.search(r"^(from|import) hybrid_kv", text, re.MULTILINE)
+    assert f"`{path.name}`" in (ROOT / "docs" / "found.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples" / "found").glob("*.json")), ids=lambda path: path.stem)
+def test_a_case_is_named_where_it_is_explained_and_becomes_a_script(path):
+    compile(script_of(from_json(path.read_text(encoding="utf-8"), path.name)), path.name, "exec")
     assert f"`{path.name}`" in (ROOT / "docs" / "found.md").read_text(encoding="utf-8")

@@ -84,7 +84,7 @@ def guard(
     ] = None,
     weights: Annotated[
         Literal["exact", "random"] | None,
-        typer.Option(help="Of the target's model: exact integers, random numbers; default: both, where it can."),
+        typer.Option(help="Of the target's model: exact integers, random numbers; default: both (--matrix: random)."),
     ] = None,
     exact: Annotated[bool, typer.Option("--exact", help="As --weights exact.")] = False,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Device of the guard model.")] = "cpu",
@@ -170,6 +170,8 @@ def _check_combination(given: dict[str, str]) -> None:
 
     if given.keys() >= {"quick", "long"}:
         raise ConfigError("--quick and --long exclude each other; give one of them")
+    if given.keys() >= {"weights", "exact"}:
+        raise ConfigError("--weights and --exact exclude each other; give one of them")
     kind = next((name for name in _KINDS if name in given), None)
     if kind is not None and (others := [flag for name, flag in given.items() if name not in _KINDS[kind]]):
         raise ConfigError(f"--{kind} does not go with {', '.join(others)}; leave one of them out")

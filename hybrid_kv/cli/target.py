@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 
 from hybrid_kv.ci import Verdict, Word
 from hybrid_kv.cli.options import show
+from hybrid_kv.config import ConfigError
 from hybrid_kv.errors import VOID, require
 from hybrid_kv.files import read_text
 from hybrid_kv.guard.registry import Size
@@ -147,7 +148,10 @@ def _wrong_read(guarded: Guarded, case: Case) -> str:
     """What the sanitizer sees first when a case is played again, where the engine has one and follows the setting."""
     if "sanitize" not in guarded.kind.factors or case.settings.get("async") == "on":
         return ""
-    target = guarded.kind.start(guarded.folder, {**case.settings, "sanitize": "on"})
+    try:
+        target = guarded.kind.start(guarded.folder, {**case.settings, "sanitize": "on"})
+    except (ConfigError, TargetError):
+        return ""
     try:
         replay(case, target)
         return cast(Remote, target).wrong_read()

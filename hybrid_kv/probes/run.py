@@ -50,10 +50,10 @@ def default_matrix(kind: Kind, size: Size = "full") -> list[Settings]:
 
     Of levels that differ in a number alone, such as `mtp3` and `mtp1`, the first one; all of them if the size is long,
     and if it is quick the levels of the prefix cache alone. Factors in the kind's `apart`, if it has that, exclude the
-    prefix cache: their levels are met without it. Of an exact model it is what the kind says.
+    prefix cache: their levels are met without it. With an exact model it is the kind's `matrix`.
     """
-    if (inside := getattr(kind, "inside", None)) is not None and kind.factors is inside.factors:
-        return matrix_of(kind, inside.matrix)
+    if matrix := getattr(kind, "matrix", ()):
+        return matrix_of(kind, matrix)
     prefixes = kind.factors.get("prefix", ())
     cells: list[Settings] = [{}, *({"prefix": level} for level in prefixes[1:])]
     for factor, levels in kind.factors.items():

@@ -1,14 +1,20 @@
-"""A failure of the exact model inside vLLM as a script that needs vLLM alone."""
+"""A failure of the exact model inside vLLM as a script that needs vLLM alone.
+
+`python -m hybrid_kv.probes.script FILE` prints that of a case.
+"""
 
 from __future__ import annotations
 
 import inspect
 import json
 import pprint
+import sys
 import tempfile
 from pathlib import Path
 
-from hybrid_kv.probes.reproducer import Case
+from hybrid_kv.environment import WORKER_DEFAULTS
+from hybrid_kv.files import read_text
+from hybrid_kv.probes.reproducer import Case, from_json
 from hybrid_kv.probes.shrink import as_json
 from hybrid_kv.targets.exact import write_exact_checkpoint
 from hybrid_kv.targets.workers import vllm as worker
@@ -56,8 +62,10 @@ def script_of(case: Case) -> str:
         "",
         "LIBRARIES = []",
         "",
-        inspect.getsource(vllm_case.prepare),
-        "prepare()",
+        f"for name, value in {WORKER_DEFAULTS}.items():",
+        "    os.environ.setdefault(name, value)",
+        inspect.getsource(vllm_case.declare_vision),
+        "declare_vision()",
         (WORKERS / "vllm_exact.py").read_text(),
         "",
         "CONFIG = " + json.dumps(config).replace("true", "True").replace("false", "False"),
@@ -71,3 +79,7 @@ def script_of(case: Case) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(script_of(from_json(read_text(Path(sys.argv[1])), sys.argv[1])))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hybrid_kv.config import ConfigError
-from hybrid_kv.models.exact import PARTS, ExactConfig, ExactModel, ExactOracle, Residues
+from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle, Residues
 
 # Patterns of `models.exact`, and the engine's kind of each layer with states.
 PATTERNS: dict[str, tuple[str, dict[str, str]]] = {
@@ -117,6 +117,3 @@ def is_exact(folder: str | Path) -> bool:
     """Whether a checkpoint is one of these."""
     file = Path(folder) / "config.json"
     return file.is_file() and "exact" in json.loads(file.read_text())
-
-
-assert all(ALIASES.get(letter, letter) in {"*", *PARTS} for pattern, _ in PATTERNS.values() for letter in pattern)

@@ -55,6 +55,6 @@ def for_model(kind: Kind, folder: str) -> Kind:
         raise ConfigError(f"--exact: {kind.name} cannot run an exact model; leave it out")
     python = getattr(kind, "python", None)
     return SimpleNamespace(
-        name=kind.name, size=kind.size, factors=inside.factors, inside=inside, known=getattr(kind, "known", ()),
+        name=kind.name, size=kind.size, factors=inside.factors, matrix=inside.matrix, known=getattr(kind, "known", ()),
         python=python, start=kind.start,
     )  # fmt: skip

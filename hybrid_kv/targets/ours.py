@@ -71,7 +71,7 @@ def options_of(folder: str, settings: Mapping[str, str]) -> dict[str, Any]:
 class Ours:
     """See `targets.target.Target`."""
 
-    name, version, can = name, hybrid_kv.__version__, frozenset(CAPABILITIES)
+    name, version, can = name, hybrid_kv.__version__, frozenset(CAPABILITIES) - {"steps"}
 
     def __init__(self, folder: str, settings: Mapping[str, str]) -> None:
         self.settings: Mapping[str, str] = dict(settings)

@@ -12,6 +12,7 @@ import pytest
 from hybrid_kv.cli import target
 from hybrid_kv.probes import guarded
 from hybrid_kv.probes.session import Outcome, Session
+from hybrid_kv.targets.target import Inside
 from tests.cli.run import run
 from tests.probes.toy import ToyKind, ToyOracle
 
@@ -141,3 +142,20 @@ def test_void_alone_has_an_exit_code_of_its_own(capsys, monkeypatch, verdicts, c
 def test_what_cannot_be_run_is_refused_in_one_line(capsys, options, said):
     code, _, err = run(capsys, "guard", *options)
     assert code == 2 and said in err and len(err.strip().splitlines()) == 1
+
+
+def test_an_exact_model_runs_before_the_other_one_where_the_engine_can(capsys, monkeypatch):
+    kind = ToyKind()
+    kind.inside = Inside({}, ())
+    monkeypatch.setattr(target, "kind_of", lambda name, python: kind)
+    models = []
+    monkeypatch.setattr(target, "model_folder", lambda model: models.append(model) or nullcontext("."))
+    for options in ((), ("--exact",), ("--weights", "random"), ("--matrix", "prefix=on"), ("--model", "exact:gdn")):
+        assert run(capsys, "guard", "--quick", "-k", "repeat", "--target", "toy", *options)[0] == 0
+    family = "qwen3_5_text"
+    assert models == ["exact", family, "exact", family, family, "exact:gdn"]
+
+
+def test_weights_are_named_once(capsys):
+    code, _, err = run(capsys, "guard", "--target", "toy", "--exact", "--weights", "random")
+    assert code == 2 and "--weights and --exact exclude each other" in err

@@ -159,7 +159,7 @@ def test_a_failure_in_vllm_becomes_a_script(tmp_path):
     names = {
         node.name for node in ast.parse(script.read_text()).body if isinstance(node, ast.FunctionDef | ast.ClassDef)
     }
-    assert {"prepare", "register", "ExactHybridForCausalLM", "make_tight", "allow_async", "main"} <= names
+    assert {"declare_vision", "register", "ExactHybridForCausalLM", "make_tight", "allow_async", "main"} <= names
     data = ast.literal_eval(script.read_text().split("\nCASE = ")[1].split('\nCASE["config"]')[0])
     assert data["kernel_block_size"] == 4 and data["changes"] == ["make_tight", "allow_async"]
     assert data["rounds"][0]["requests"][1] == {"prompt": (7,), "max_tokens": 2, "step": 4}

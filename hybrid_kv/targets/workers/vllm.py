@@ -96,7 +96,7 @@ class Engine:
 
     def load(self) -> None:
         """What every start imports: 8 of its 12 s."""
-        _sibling("vllm_case").prepare()
+        _sibling("vllm_case").declare_vision()
         import vllm.v1.engine.llm_engine
         import vllm.v1.worker.gpu_model_runner  # noqa: F401  (the one for CPUs is made of it)
 
@@ -157,7 +157,6 @@ class Engine:
         module.register()
         self._renew = module.renew
         module.kernel_block_size = int(settings["kernel"]) if settings.get("kernel", "own") != "own" else 0
-        compile_nothing()
         if settings.get("async") == "on":
             allow_async()
         return exact_arguments(settings)
@@ -266,14 +265,6 @@ def make_tight() -> None:
         return plan(config, specs, memory)
 
     core.get_kv_cache_configs = tight
-
-
-def compile_nothing() -> None:
-    """Sampling and n-grams run as plain Python: to compile them takes vLLM longer than all probes of an exact model."""
-    import torch
-
-    torch.compiler.set_stance("force_eager")
-    os.environ["NUMBA_DISABLE_JIT"] = "1"  # before the engine imports it
 
 
 def allow_async() -> None:

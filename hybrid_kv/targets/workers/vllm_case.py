@@ -6,18 +6,13 @@ import sys
 import tempfile
 from typing import Any
 
+LIBRARIES: list[Any] = []  # a library that is collected takes its operators along
 
-def prepare() -> None:
-    """Before vLLM is imported: one process, and the operators of torchvision that a CPU build of torch lacks."""
+
+def declare_vision() -> None:
+    """Declare the operators of torchvision that a CPU build of torch lacks, and models that could see want."""
     import torch
 
-    for name, value in {
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }.items():
-        os.environ.setdefault(name, value)
     try:
         import torchvision  # noqa: F401
     except RuntimeError:
@@ -27,9 +22,6 @@ def prepare() -> None:
             library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
             del sys.modules[name]
-
-
-LIBRARIES: list[Any] = []  # a library that is collected takes its operators along
 
 
 def engine(case: dict[str, Any], model: Any) -> Any:
