@@ -84,19 +84,20 @@ def guard_target(
         }  # fmt: skip
 
     def publish() -> None:
-        keep([_verdict(one, part.model) for part in parts for one in part.seen])
+        keep([_verdict(one, part.prefix) for part in parts for one in part.seen])
         show(document(), False, out, lambda: None)  # results survive an interruption
 
     for name in models:
         with model_folder(name) as folder, threads_for(folder):
-            part = _Part(name, Guarded(kind, folder, other, seed, AMOUNTS[size]), [])
+            prefix = f"{name}, " if len(models) > 1 else ""
+            part = _Part(name, prefix, Guarded(kind, folder, other, seed, AMOUNTS[size]), [])
             parts.append(part)
 
             def report(outcome: Outcome, part: _Part = part) -> None:
                 # The first is a sign of life of each setting.
                 if verbose or outcome.verdict not in FINE or outcome.probe == "alone":
                     said = f"{outcome.verdict} {outcome.detail}".rstrip()
-                    print(f"{part.model}, {_setting(outcome.settings)}: {outcome.probe} {said}", file=sys.stderr)
+                    print(f"{part.prefix}{_setting(outcome.settings)}: {outcome.probe} {said}", file=sys.stderr)
                 part.seen.append(outcome)
                 publish()
 
@@ -116,9 +117,10 @@ def guard_target(
 
 @dataclass
 class _Part:
-    """A run with one model."""
+    """A run with one model; `prefix` tells its lines from another one's."""
 
     model: str
+    prefix: str
     guarded: Guarded
     seen: list[Outcome]
 
@@ -196,10 +198,10 @@ def _setting(settings: Mapping[str, str]) -> str:
     return " ".join(f"{factor}={level}" for factor, level in settings.items()) or "plain"
 
 
-def _verdict(outcome: Outcome, model: str) -> Verdict:
+def _verdict(outcome: Outcome, prefix: str) -> Verdict:
     word = WORDS.get(outcome.verdict, "failed")
     message = "" if outcome.verdict == "right" else f"{outcome.verdict}: {outcome.detail}"
-    return Verdict(f"{model}, {_setting(outcome.settings)}: {outcome.probe}", word, message, outcome.seconds)
+    return Verdict(f"{prefix}{_setting(outcome.settings)}: {outcome.probe}", word, message, outcome.seconds)
 
 
 def _document(outcome: Outcome) -> dict[str, Any]:
