@@ -14,18 +14,18 @@ from hybrid_kv.targets.kinds import kind_of
 
 SECONDS = 0.2  # between two looks at the queue
 
-_worker: tuple[Guarded, SimpleQueue[Outcome]]
+_worker: tuple[Guarded, SimpleQueue[tuple[str, Outcome]]]
 
 
 def ask_at_once(
     guarded: Guarded, matrix: Sequence[Settings], select: Sequence[str], report: Callable[[Outcome], None], jobs: int
 ) -> None:
     """`guarded.ask` for every setting. `guarded` and `report` get each outcome in this process, as it comes."""
-    queue: SimpleQueue[Outcome] = CONTEXT.SimpleQueue()
+    queue: SimpleQueue[tuple[str, Outcome]] = CONTEXT.SimpleQueue()
     kind, against = guarded.kind, guarded.against
     names = kind.name, getattr(kind, "python", None), against.name if against is not None else None
     doubted = [dtype for dtype, judge in guarded.judges.items() if not judge.trusted]
-    given = (*names, guarded.folder, guarded.seed, guarded.amount, guarded.shortest, doubted, queue)
+    given = (*names, guarded.folder, guarded.seed, guarded.amount, guarded.shortest, guarded.version, doubted, queue)
     with processes(min(jobs, len(matrix)), _start, *given) as pool:
         with deaf_to_ctrl_c():  # A submit may start a worker.
             in_flight = {pool.submit(_ask, settings, select) for settings in matrix}
@@ -33,11 +33,11 @@ def ask_at_once(
             done, in_flight = wait(in_flight, timeout=SECONDS)
             # A worker has reported all before it is done: what is put into such a queue is in its pipe.
             while not queue.empty():
-                outcome = queue.get()
+                guarded.version, outcome = queue.get()
                 guarded.hear(outcome)
                 report(outcome)
             for one in done:
-                guarded.version = one.result()
+                one.result()
 
 
 def _start(
@@ -48,22 +48,21 @@ def _start(
     seed: int,
     amount: int,
     shortest: int,
+    version: str,
     doubted: Sequence[str],
-    queue: SimpleQueue[Outcome],
+    queue: SimpleQueue[tuple[str, Outcome]],
 ) -> None:
     global _worker
     guarded = Guarded(kind_of(kind, python), folder, kind_of(against) if against is not None else None, seed, amount)
-    guarded.shortest = shortest
+    guarded.shortest, guarded.version = shortest, version
     for dtype in doubted:
         guarded.judge_of({"dtype": dtype}).trusted = False
     _worker = guarded, queue
 
 
-def _ask(settings: Settings, select: Sequence[str]) -> str:
-    """Returns the engine's version."""
+def _ask(settings: Settings, select: Sequence[str]) -> None:
     guarded, queue = _worker
     try:
-        ask(guarded, settings, select, queue.put)
+        ask(guarded, settings, select, lambda outcome: queue.put((guarded.version, outcome)))
     finally:
         guarded.close()
-    return guarded.version
