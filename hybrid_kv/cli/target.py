@@ -10,18 +10,17 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from hybrid_kv.ci import Verdict, Word
 from hybrid_kv.cli.options import show
-from hybrid_kv.config import ConfigError
 from hybrid_kv.errors import VOID, require
 from hybrid_kv.files import read_text
 from hybrid_kv.guard.registry import Size
 from hybrid_kv.guard.workers import num_workers
 from hybrid_kv.models.registry import sized
 from hybrid_kv.probes.guarded import Guarded
-from hybrid_kv.probes.reproducer import FORMAT, Case, case_of, from_json, replay, write_files
+from hybrid_kv.probes.reproducer import FORMAT, case_of, from_json, replay, write_files, wrong_read
 from hybrid_kv.probes.run import FINE, check_level, compare_with, guard, matrix_of
 from hybrid_kv.probes.script import script_of
 from hybrid_kv.probes.session import Outcome
@@ -29,7 +28,6 @@ from hybrid_kv.probes.shrink import distinct, shrink
 from hybrid_kv.targets.exact import is_exact
 from hybrid_kv.targets.kinds import for_model, kind_of
 from hybrid_kv.targets.models import model_folder
-from hybrid_kv.targets.remote import Remote
 from hybrid_kv.targets.target import TargetError
 from hybrid_kv.threads import is_small, threads_for
 
@@ -90,7 +88,9 @@ def guard_target(
     for name in models:
         with model_folder(name) as folder, threads_for(folder):
             prefix = f"{name}, " if len(models) > 1 else ""
-            part = _Part(name, prefix, Guarded(kind, folder, other, seed, AMOUNTS[size]), [])
+            thorough = size == "long" or bool(select) or not models[0].startswith("exact")
+            drawn = seed, AMOUNTS[size], thorough
+            part = _Part(name, prefix, Guarded(kind, folder, other, *drawn), [])
             parts.append(part)
 
             def report(outcome: Outcome, part: _Part = part) -> None:
@@ -107,7 +107,7 @@ def guard_target(
             at_once = jobs or (num_workers(None) if is_small(folder) else 1)
             part.seen = guard(part.guarded, cells, select or (), report, at_once, own)
             if before is not None:
-                compare_with(Guarded(before, folder, None, seed, AMOUNTS[size]), part.seen, at_once, own)
+                compare_with(Guarded(before, folder, None, *drawn), part.seen, at_once, own)
                 publish()
             files += _reduced(part, target, size, repro)
     show(document(), as_json, out, lambda: _print(target, parts))
@@ -137,30 +137,13 @@ def _reduced(part: _Part, target: str, size: Size, repro: Path) -> list[str]:
         share = min(120.0, (end - time.perf_counter()) / (len(failures) - i))
         shrunk = shrink(failure, lambda failure=failure: guarded.session(failure.settings), share)  # type: ignore[misc]
         case = case_of(shrunk.failure, target, guarded.version, part.model, guarded.judge_of(failure.settings).limit)
-        if line := _wrong_read(guarded, case):
+        if line := wrong_read(guarded, case):
             case = replace(case, problem=f"{case.problem}; the first wrong read: {line}")
             print(f"{failure.probe}: the first wrong read: {line}", file=sys.stderr)
         files += map(str, write_files(case, repro, script_of(case)))
         small = f"{shrunk.num_requests} requests, {shrunk.num_prompt_tokens} prompt tokens"
         print(f"{failure.probe}: shrunk to {small} in {shrunk.seconds:.0f} s: {files[-1]}", file=sys.stderr)
     return files
-
-
-def _wrong_read(guarded: Guarded, case: Case) -> str:
-    """What the sanitizer sees first when a case is played again, where the engine has one and follows the setting."""
-    if "sanitize" not in guarded.kind.factors or case.settings.get("async") == "on":
-        return ""
-    try:
-        target = guarded.kind.start(guarded.folder, {**case.settings, "sanitize": "on"})
-    except (ConfigError, TargetError):
-        return ""
-    try:
-        replay(case, target)
-        return cast(Remote, target).wrong_read()
-    except TargetError:
-        return ""
-    finally:
-        target.close()
 
 
 def is_case(file: Path) -> bool:

@@ -25,7 +25,8 @@ def ask_at_once(
     kind, against = guarded.kind, guarded.against
     names = kind.name, getattr(kind, "python", None), against.name if against is not None else None
     doubted = [dtype for dtype, judge in guarded.judges.items() if not judge.trusted]
-    given = (*names, guarded.folder, guarded.seed, guarded.amount, guarded.shortest, guarded.version, doubted, queue)
+    sent = guarded.folder, guarded.seed, guarded.amount, guarded.thorough, guarded.shortest, guarded.version
+    given = (*names, *sent, doubted, queue)
     with processes(min(jobs, len(matrix)), _start, *given) as pool:
         with deaf_to_ctrl_c():  # A submit may start a worker.
             in_flight = {pool.submit(_ask, settings, select) for settings in matrix}
@@ -47,13 +48,15 @@ def _start(
     folder: str,
     seed: int,
     amount: int,
+    thorough: bool,
     shortest: int,
     version: str,
     doubted: Sequence[str],
     queue: SimpleQueue[tuple[str, Outcome]],
 ) -> None:
     global _worker
-    guarded = Guarded(kind_of(kind, python), folder, kind_of(against) if against is not None else None, seed, amount)
+    other = kind_of(against) if against is not None else None
+    guarded = Guarded(kind_of(kind, python), folder, other, seed, amount, thorough)
     guarded.shortest, guarded.version = shortest, version
     for dtype in doubted:
         guarded.judge_of({"dtype": dtype}).trusted = False

@@ -28,6 +28,7 @@ class Guarded:
         folder: the checkpoint.
         against: an engine to take answers from, instead of the oracle.
         amount: how much each probe requests; 1 is a quick look.
+        thorough: also probes that the traffic of an exact model covers.
 
     Attributes:
         version: of the engine, once one was started.
@@ -38,9 +39,17 @@ class Guarded:
         ConfigError: the oracle does not read the model, or the engine cannot run an exact one.
     """
 
-    def __init__(self, kind: Kind, folder: str, against: Kind | None = None, seed: int = 0, amount: int = 1) -> None:
+    def __init__(
+        self,
+        kind: Kind,
+        folder: str,
+        against: Kind | None = None,
+        seed: int = 0,
+        amount: int = 1,
+        thorough: bool = True,
+    ) -> None:
         self.kind, self.folder, self.against = for_model(kind, folder), folder, against
-        self.seed, self.amount = seed, amount
+        self.seed, self.amount, self.thorough = seed, amount, thorough
         self.version = "?"
         self.judges: dict[str, Judge] = {}
         self.shortest = 1
@@ -113,7 +122,7 @@ def ask(guarded: Guarded, settings: Settings, select: Sequence[str], report: Cal
         for probe in load_probes():
             if probe.name != "alone" and select and not any(part in probe.name for part in select):
                 continue
-            if probe.exact and not session.judge.is_exact:
+            if (probe.exact and not session.judge.is_exact) or (probe.covered and not guarded.thorough):
                 continue
             if not (probe.elsewhere or guarded.is_plain(settings)) and all(map(session.is_plain, probe.when)):
                 continue

@@ -41,6 +41,7 @@ class Probe:
     elsewhere: bool
     place: int
     exact: bool
+    covered: bool
 
 
 PROBES: dict[str, Probe] = {}
@@ -55,6 +56,7 @@ def probe(
     when: str = "",
     elsewhere: bool = True,
     exact: bool = False,
+    covered: bool = False,
 ) -> Callable[[Callable[[Traffic], Rounds]], Callable[[Traffic], Rounds]]:
     """Register a generator of rounds; it is sent the answers of each.
 
@@ -65,10 +67,12 @@ def probe(
         when: factors, separated by spaces; `moves` is required only where one of them is not at its plainest level.
         elsewhere: whether it runs where none of them is but some other factor.
         exact: it is for exact models alone.
+        covered: the traffic of an exact model finds the same, so that it does not run in a run that has one.
     """
 
     def register(rounds: Callable[[Traffic], Rounds]) -> Callable[[Traffic], Rounds]:
-        PROBES[name] = Probe(name, rounds, tuple(needs.split()), moves, tuple(when.split()), elsewhere, place, exact)
+        factors = tuple(when.split())
+        PROBES[name] = Probe(name, rounds, tuple(needs.split()), moves, factors, elsewhere, place, exact, covered)
         return rounds
 
     return register

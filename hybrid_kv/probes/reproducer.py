@@ -6,16 +6,20 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.files import write_whole
 from hybrid_kv.guard.replay import check_size
+from hybrid_kv.probes.guarded import Guarded
 from hybrid_kv.probes.registry import Round
 from hybrid_kv.probes.session import Failure
 from hybrid_kv.probes.shrink import as_json
-from hybrid_kv.targets.target import Answer, Target
+from hybrid_kv.targets.remote import Remote
+from hybrid_kv.targets.target import Answer, Target, TargetError
 
 FORMAT, VERSION = "hybrid-kv target failure", 1
 
@@ -89,6 +93,24 @@ def replay(case: Case, target: Target) -> Answer:
     for one in case.rounds:
         answers = target.ask(one.requests, one.preempt_every)
     return answers[case.index]
+
+
+def wrong_read(guarded: Guarded, case: Case) -> str:
+    """What the sanitizer sees first when a case is played again, where the engine has one and follows the setting."""
+    if "sanitize" not in guarded.kind.factors or case.settings.get("async") == "on":
+        return ""
+    try:
+        target = guarded.kind.start(guarded.folder, {**case.settings, "sanitize": "on"})
+    except (ConfigError, TargetError):
+        return ""
+    try:
+        with suppress(TargetError):  # an engine that failed may have read something wrong before
+            replay(case, target)
+        return cast(Remote, target).wrong_read()
+    except TargetError:
+        return ""
+    finally:
+        target.close()
 
 
 def to_json(case: Case) -> str:

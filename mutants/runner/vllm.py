@@ -1,6 +1,8 @@
-"""Known bugs as patches of vLLM's own source, `mutants/vllm/*.patch`: which of them the exact model inside it finds.
+"""Known bugs as patches of vLLM's own source, `mutants/vllm/*.patch`, and what finds them.
 
-    python -m mutants.runner.vllm --python PYTHON [NAME ...] [--out FILE.csv]
+    python -m mutants.runner.vllm --python PYTHON [--random] [--out FILE.csv] [NAME ...]
+
+The exact model inside it, or with `--random` the probes with random weights; the sanitizer plays again what failed.
 
 A patch begins with `# ID: what goes wrong` and `# settings: CELL; CELL`, the cells of the guard's matrix that should
 show it, the cheapest first; `plain` is the plainest one, and `model=linear` in a cell chooses another exact model.
@@ -18,19 +20,23 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from hybrid_kv.probes.guarded import Guarded, ask
+from hybrid_kv.probes.reproducer import case_of, wrong_read
 from hybrid_kv.probes.run import FINE, matrix_of
 from hybrid_kv.probes.session import Outcome
 from hybrid_kv.targets import remote
+from hybrid_kv.targets.exact import VOCABULARY
 from hybrid_kv.targets.kinds import kind_of
 from hybrid_kv.targets.models import model_folder
 
 FOLDER = Path(__file__).parents[1] / "vllm"
 HEALTHY = "healthy"
+RANDOM, DTYPE = "qwen3_5_text:small", {"dtype": "bfloat16"}  # a delta net on a CPU takes no other
+LIMIT = 120.0  # seconds of probes with random weights, which are the slow ones
 PROBES = ("traffic", "tiles", "one token beside others", "drafts", "preempted", "salts")
 
 
@@ -41,14 +47,17 @@ class Found:
     Attributes:
         seconds: of probes in the settings so far, without imports and starts.
         answers: that came meanwhile.
+        wrong_read: what the sanitizer saw first; "not async" where it cannot run.
     """
 
     name: str
+    weights: str
     probe: str = ""
     setting: str = ""
     seconds: float = 0.0
     answers: int = 0
     detail: str = ""
+    wrong_read: str = ""
 
 
 def patches_of(name: str) -> list[Path]:
@@ -100,47 +109,68 @@ class _Wrong(Exception):
     """Ends the probes of a cell."""
 
 
-def search(python: str, name: str) -> Found:
+def search(python: str, name: str, weights: str = "exact") -> Found:
     """Run the probes on vLLM with a patch, in each of its cells, until an outcome is not as it should be.
 
     Raises:
         ConfigError: `python` has no vLLM, or there is no such cell.
     """
-    patches, found = patches_of(name), Found(name)
+    patches, found = patches_of(name), Found(name, weights)
     code = "import importlib.util as u; print(u.find_spec('vllm').submodule_search_locations[0])"
 
     def report(outcome: Outcome) -> None:
-        found.seconds += outcome.seconds
+        found.seconds = round(found.seconds + outcome.seconds, 1)
         found.answers += outcome.num_answers
         if outcome.verdict not in FINE or outcome.probe == "start":
             found.probe, found.detail = outcome.probe, f"{outcome.verdict}: {outcome.detail}"
-            raise _Wrong
+            raise _Wrong(outcome)
+        if weights == "random" and found.seconds > LIMIT:
+            found.detail = f"stopped after {LIMIT:.0f} s"
+            raise _Wrong(outcome)
 
     with tempfile.TemporaryDirectory() as folder:
         package = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
         overlay(Path(package), patches, Path(folder))
         os.environ["PYTHONPATH"] = folder
-        with suppress(_Wrong):
-            for found.setting in head(patches[-1])[2]:
-                model, text = cell_of(found.setting)
-                with model_folder(f"exact:{model}") as checkpoint:
-                    guarded = Guarded(kind_of("vllm", python), checkpoint)
-                    ask(guarded, matrix_of(guarded.kind, [text])[-1], PROBES, report)
+        for found.setting in head(patches[-1])[2]:
+            model, text = cell_of(found.setting)
+            with model_folder(f"exact:{model}" if weights == "exact" else RANDOM) as checkpoint:
+                guarded = Guarded(kind_of("vllm", python), checkpoint)
+                text = " ".join(one for one in text.split() if one.partition("=")[0] in guarded.kind.factors)
+                cell = {**matrix_of(guarded.kind, [text] if text else [])[-1]} | ({} if weights == "exact" else DTYPE)
+                try:
+                    ask(guarded, cell, PROBES if weights == "exact" else (), report)
+                except _Wrong as end:
+                    found.wrong_read = _wrong_read(guarded, end.args[0])
+                    break
         remote._end_workers()
     return found
+
+
+def _wrong_read(guarded: Guarded, outcome: Outcome) -> str:
+    if not outcome.failures or guarded.vocab_size != VOCABULARY:
+        return ""
+    if outcome.settings.get("async") == "on":
+        return "not async"
+    case = case_of(outcome.failures[-1], "vllm", guarded.version, "exact", 0.0)
+    return wrong_read(guarded, case) or "nothing"
 
 
 def main() -> None:
     """Write a row for each patch as it comes; the exit code is 1 if the healthy engine is not right."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--python", required=True, help="of an environment with vLLM")
+    parser.add_argument("--random", action="store_true", help="random weights instead of the exact model")
     parser.add_argument("--out", type=Path, help="a CSV file to append rows to")
     parser.add_argument("names", nargs="*", help="default: all, behind a healthy engine in all of their cells")
     chosen = parser.parse_args()
     with chosen.out.open("a", newline="", buffering=1) if chosen.out else nullcontext(sys.stdout) as file:
+        if not chosen.out or not file.tell():
+            csv.writer(file).writerow(one.name for one in fields(Found))
         for name in chosen.names or [HEALTHY, *sorted({one.stem for one in FOLDER.glob("*.patch")} - {HEALTHY})]:
-            found = search(chosen.python, name)
+            found = search(chosen.python, name, "random" if chosen.random else "exact")
             csv.writer(file).writerow(asdict(found).values())
+            file.flush()
             if name == HEALTHY and found.probe:
                 raise SystemExit(f"without a bug, {found.setting}, {found.probe}: {found.detail}")
 

@@ -14,7 +14,7 @@ def batch(traffic: Traffic) -> Rounds:
         yield Round(tuple(traffic.ask(prompt, max_tokens=2 + 3 * i) for i, prompt in enumerate(prompts)))
 
 
-@probe("boundaries behind a batch", place=21, needs="batch", moves="cached", when="prefix")
+@probe("boundaries behind a batch", place=21, needs="batch", moves="cached", when="prefix", covered=True)
 def behind_a_batch(traffic: Traffic) -> Rounds:
     """Long prompts share steps, so that their chunks end anywhere; then each boundary in them, with another end."""
     for _ in range(traffic.amount):
@@ -27,7 +27,7 @@ def behind_a_batch(traffic: Traffic) -> Rounds:
         yield Round(tuple(traffic.ask((*cut, *traffic.prompt(3)), max_tokens=4, logprobs=True) for cut in cuts))
 
 
-@probe("joining and leaving", place=21, needs="batch")
+@probe("joining and leaving", place=21, needs="batch", covered=True)
 def joining(traffic: Traffic) -> Rounds:
     """Requests arrive as others end, into the rows that these leave."""
     for _ in range(traffic.amount):
@@ -38,7 +38,7 @@ def joining(traffic: Traffic) -> Rounds:
         yield Round(tuple(requests))
 
 
-@probe("identical at once", place=6, needs="batch", moves="cached", when="prefix")
+@probe("identical at once", place=6, needs="batch", moves="cached", when="prefix", covered=True)
 def identical(traffic: Traffic) -> Rounds:
     """One prompt six times in one batch, and once more behind them."""
     for length in (1, traffic.unit, 2 * traffic.unit + 3):
@@ -58,7 +58,7 @@ def shared(traffic: Traffic) -> Rounds:
         yield Round(tuple(traffic.ask(prompt) for prompt in prompts))
 
 
-@probe("together across a boundary", place=9, needs="batch", moves="cached", when="prefix")
+@probe("together across a boundary", place=9, needs="batch", moves="cached", when="prefix", covered=True)
 def together_across(traffic: Traffic) -> Rounds:
     """Answers fill a block, each at another token of a step with drafts; then prompts go on from what they left."""
     for _ in range(2 * traffic.amount):
@@ -68,7 +68,7 @@ def together_across(traffic: Traffic) -> Rounds:
         yield Round(tuple(traffic.ask((*text, *traffic.prompt(2))) for text in texts))
 
 
-@probe("long among short", place=24, needs="batch")
+@probe("long among short", place=24, needs="batch", covered=True)
 def long_lived(traffic: Traffic) -> Rounds:
     """One long answer while short requests come and go."""
     long = traffic.ask(traffic.prompt(traffic.unit + 1), max_tokens=6 * traffic.num_new)
@@ -76,7 +76,7 @@ def long_lived(traffic: Traffic) -> Rounds:
     yield Round((long, *short))
 
 
-@probe("many are cut off", place=25, needs="abort batch")
+@probe("many are cut off", place=25, needs="abort batch", covered=True)
 def many_cut_off(traffic: Traffic) -> Rounds:
     """More requests are ended early than run at once, some of them while they wait; then as many run to their end."""
     prompts = traffic.mixed(12)
@@ -124,7 +124,7 @@ def preempted(traffic: Traffic) -> Rounds:
         )
 
 
-@probe("a pool too small", place=41, needs="batch", moves="preemptions", when="blocks", elsewhere=False)
+@probe("a pool too small", place=41, needs="batch", moves="preemptions", when="blocks", elsewhere=False, covered=True)
 def pressure(traffic: Traffic) -> Rounds:
     """More long requests than the pool holds; then the same again."""
     length = traffic.longest // 2
@@ -160,7 +160,7 @@ def logprobs(traffic: Traffic) -> Rounds:
         yield Round(tuple(requests))
 
 
-@probe("again after many", place=90, needs="batch")
+@probe("again after many", place=90, needs="batch", covered=True)
 def churned(traffic: Traffic) -> Rounds:
     """Prompts, many others (100 requests for each amount, each tenth long), and the first ones again, one by one."""
     prompts = traffic.mixed(6)
@@ -173,7 +173,7 @@ def churned(traffic: Traffic) -> Rounds:
         yield Round((traffic.ask(prompt),))
 
 
-@probe("a tree of texts", place=91, needs="batch", moves="cached", when="prefix")
+@probe("a tree of texts", place=91, needs="batch", moves="cached", when="prefix", covered=True)
 def tree(traffic: Traffic) -> Rounds:
     """Prompts of every length that begin as an earlier text does, whole or cut: long hits, beside one another."""
     texts, rng = [traffic.prompt(traffic.longest)], traffic.rng

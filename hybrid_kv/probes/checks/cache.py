@@ -15,7 +15,7 @@ def alone(traffic: Traffic) -> Rounds:
         yield Round((traffic.ask(prompt),))
 
 
-@probe("repeat", place=10, moves="cached", when="prefix")
+@probe("repeat", place=10, moves="cached", when="prefix", covered=True)
 def repeat(traffic: Traffic) -> Rounds:
     """A prompt again and again."""
     for prompt in traffic.mixed(6 + 2 * traffic.amount):
@@ -23,7 +23,7 @@ def repeat(traffic: Traffic) -> Rounds:
             yield Round((traffic.ask(prompt),))
 
 
-@probe("ends at a cached entry", place=11, moves="cached", when="prefix")
+@probe("ends at a cached entry", place=11, moves="cached", when="prefix", covered=True)
 def cached_end(traffic: Traffic) -> Rounds:
     """Prompts that end where what is cached ends, a token before and a token behind."""
     for _ in range(traffic.amount):
@@ -63,7 +63,7 @@ def boundaries(traffic: Traffic) -> Rounds:
             yield Round(tuple(traffic.ask(prompt) for prompt in prompts))
 
 
-@probe("answers across a boundary", place=14, moves="cached", when="prefix")
+@probe("answers across a boundary", place=14, moves="cached", when="prefix", covered=True)
 def answers_across(traffic: Traffic) -> Rounds:
     """The answer fills a block; then a prompt goes on from what it left."""
     for off in range(1, 5):
@@ -74,7 +74,7 @@ def answers_across(traffic: Traffic) -> Rounds:
             yield Round((traffic.ask((*text[: len(text) - cut], *traffic.prompt(2))),))
 
 
-@probe("up to the limit", place=17)
+@probe("up to the limit", place=17, covered=True)
 def to_the_limit(traffic: Traffic) -> Rounds:
     """Requests that end at the last position that there is, where drafts would go beyond it; and once more."""
     length = traffic.limit - traffic.num_new
@@ -84,7 +84,7 @@ def to_the_limit(traffic: Traffic) -> Rounds:
         yield Round((traffic.ask(prompt),))
 
 
-@probe("salts isolate", place=8, needs="salt cached", moves="cached", when="prefix")
+@probe("salts isolate", place=8, needs="salt cached", moves="cached", when="prefix", covered=True)
 def salts(traffic: Traffic) -> Rounds:
     """A salt finds nothing of another's, and all of its own. (No probe may find more than was sent: `Seen`.)"""
     for _ in range(traffic.amount):
@@ -95,7 +95,7 @@ def salts(traffic: Traffic) -> Rounds:
         yield Round((traffic.ask(prompt, salt="a"),))
 
 
-@probe("abort, then the same prompt", place=16, needs="abort")
+@probe("abort, then the same prompt", place=16, needs="abort", covered=True)
 def aborted(traffic: Traffic) -> Rounds:
     """Cut off after a few tokens, sent again at once, extended."""
     for tokens in (1, 2, 5):
