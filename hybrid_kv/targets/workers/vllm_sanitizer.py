@@ -3,14 +3,23 @@
 Each page entry and each state has two numbers more: how many tokens it stands for and a hash of them. They are channels
 of the model's own tensors, so that vLLM's copies take them along. What they ought to be follows from the token ids and
 positions that vLLM's runner believes. Asynchronous steps are not followed: their token ids are not on the CPU.
+
+A wrong read also gets the lines of vLLM that handed over its block: who allocated, shared or freed it last, and who
+filled, moved or swapped the row of the block table.
 """
 
+import os
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.worker.block_table import BlockTable
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 PRIME = 2**31 - 1
+THROUGH = ("block_pool.py", "block_table.py", os.path.basename(__file__))  # their callers know why
 
 
 class Sanitizer:
@@ -35,6 +44,31 @@ class Sanitizer:
             self._runner = runner
 
         GPUModelRunner.__init__ = begin_and_keep
+        self._handed: dict[tuple[str, int], str] = {}  # by block or row, who did it last
+        blocks: Callable[..., Iterable[Any]] = lambda given, _: given  # noqa: E731
+        self._follow(BlockPool, "get_new_blocks", "allocated", lambda _, made: made)
+        self._follow(BlockPool, "touch", "shared", blocks)
+        self._follow(BlockPool, "free_blocks", "freed", blocks)
+        self._follow(BlockTable, "append_row", "filled", lambda _, row_idx, __: [row_idx])
+        self._follow(BlockTable, "move_row", "moved", lambda _, tgt, __: [tgt])
+        self._follow(BlockTable, "swap_row", "swapped", lambda src, tgt, _: [src, tgt])
+
+    def _follow(self, owner: Any, name: str, verb: str, touched: Callable[..., Iterable[Any]]) -> None:
+        """Keep the line that calls a method; `touched` makes blocks or rows of its arguments and what it returns."""
+        method = getattr(owner, name)
+
+        def follow(this: Any, *arguments: Any) -> Any:
+            arguments = tuple(one if isinstance(one, int) else list(one) for one in arguments)  # some come as iterators
+            made = method(this, *arguments)
+            frame = sys._getframe(1)
+            while os.path.basename(frame.f_code.co_filename) in THROUGH and frame.f_back:
+                frame = frame.f_back
+            line = f"{verb} at {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+            for one in touched(*arguments, made):
+                self._handed["row" if isinstance(one, int) else "block", getattr(one, "block_id", one)] = line
+            return made
+
+        setattr(owner, name, follow)
 
     def step(self, positions: torch.Tensor) -> None:
         """Called before the layers of each step, with the positions of its tokens."""
@@ -70,8 +104,10 @@ class Sanitizer:
             got = marks[table[i, : -(-end // size)].long()].flatten(0, 1)[:end].long()
             want = self.marks_of(torch.full((end,), i), torch.arange(1, end + 1))
             for place in (got != want).any(1).nonzero()[:1].flatten().tolist():
-                where = f"slot {place % size} of block {int(table[i, place // size])}"
-                self._report(layer, i, place, got[place].tolist(), want[place].tolist(), where)
+                block = int(table[i, place // size])
+                where = f"slot {place % size} of block {block}"
+                pool = block * self._runner.kv_cache_config.num_blocks // len(marks)  # attention's may be smaller
+                self._report(layer, i, place, got[place].tolist(), want[place].tolist(), where, pool)
 
     def states(
         self, layer: str, marks: torch.Tensor, first: torch.Tensor, lengths: torch.Tensor, columns: torch.Tensor,
@@ -89,7 +125,7 @@ class Sanitizer:
             row, begin = int(rows[i]), int(done[i])
             if seen is None or bool(seen[i]):
                 block = int(columns[i, 0 if accepted is None else int(accepted[i]) - 1])
-                self._report(layer, row, begin, marks[block].tolist(), want[i], f"state {block}")
+                self._report(layer, row, begin, marks[block].tolist(), want[i], f"state {block}", block)
             elif begin:
                 self._report(layer, row, begin, [0, 1], want[i], "no state")
         for i, length in enumerate(lengths.tolist()):
@@ -98,11 +134,18 @@ class Sanitizer:
                 mark = self.marks_of(rows[i], done[i] + j + 1)
                 marks[int(columns[i, j if last else 0])] = mark.to(marks.dtype)
 
-    def _report(self, layer: str, row: int, place: int, got: list[int], want: list[int], what: str) -> None:
+    def _report(
+        self, layer: str, row: int, place: int, got: list[int], want: list[int], what: str, block: int = -1
+    ) -> None:  # fmt: skip
         if got == want:
             return
         rule = f"stands for {got[0]} tokens, not {want[0]}" if got[0] != want[0] else "is of another history"
         if not 0 <= got[0] < len(self._powers):
             rule = "is read before it was written"
         request = self._runner.input_batch.req_ids[row].split("-")[0]
-        self.found.append(f"{layer}, request {request}, token {place}: {what} {rule}")
+        by = [
+            f"{kind} {number} was {self._handed[kind, number]}"
+            for kind, number in (("block", block), ("row", row))
+            if (kind, number) in self._handed
+        ]
+        self.found.append("; ".join([f"{layer}, request {request}, token {place}: {what} {rule}", *by]))
