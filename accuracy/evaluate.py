@@ -22,13 +22,13 @@ import transformers
 from torch import Tensor
 from tqdm import tqdm
 
-from accuracy.checkpoint import load_checkpoint
-from accuracy.parts import GuardModel
-from accuracy.runner import Runner
+from accuracy import tokenizer
+from accuracy.guard_model import GuardModel, load_checkpoint
 from hybrid_kv.accuracy.guard_model import FOLDERS, problems
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 SEEDS = {"latch": 71_001, "self-contained": 71_002}
+MAX_NEW_TOKENS = 64  # the longest reference answer has 40
 
 
 def final_number(text: str) -> str | None:
@@ -59,15 +59,31 @@ class Accuracy:
         )
 
 
+def greedy(model: GuardModel, prompt: list[int], gaps: list[float]) -> list[int]:
+    """Greedy continuation up to the next question; appends every top-2 logit gap."""
+    ids = torch.tensor([prompt])
+    found = model.decoder.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=MAX_NEW_TOKENS,
+        eos_token_id=tokenizer.token_ids()[tokenizer.NEXT_QUESTION],
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    best, second = torch.cat(found.logits).topk(2).values.T
+    gaps += (best - second).tolist()
+    return found.sequences[0, len(prompt) :].tolist()
+
+
 def measure_accuracy(
-    runner: Runner, items: list[problems.EvalItem], gaps: list[float], name: str
+    model: GuardModel, items: list[problems.EvalItem], gaps: list[float], name: str
 ) -> tuple[Accuracy, list[tuple[list[int], list[int]]]]:
     """Exact match of ``items``, and (prompt, greedy continuation) of each."""
     result, runs = Accuracy(), []
     for item in tqdm(items, desc=name, mininterval=5):
-        prompt = runner.encode(item.prompt)
-        out = runner.greedy(prompt, gaps)
-        text = runner.tokenizer.decode(out)
+        prompt = tokenizer.encode(item.prompt)
+        out = greedy(model, prompt, gaps)
+        text = tokenizer.decode(out)
         right = final_number(text) == str(item.final)
         result.right[item.steps] += right
         result.total[item.steps] += 1
@@ -93,23 +109,21 @@ class Acceptance:
     tokens: int = 0
 
 
-def draft(mtp: GuardModel, hidden: Tensor, ids: list[int], count: int) -> list[int]:
+def draft(model: GuardModel, hidden: Tensor, ids: list[int], count: int) -> list[int]:
     """``count`` drafted tokens after ``ids``, from the hidden states of all but its last token.
 
     hidden: (1, len(ids) - 1, d).
     """
     drafts: list[int] = []
     while True:
-        out = mtp.draft_hidden(hidden, torch.tensor([[*ids[1:], *drafts]]))[:, -1:]
-        drafts.append(int(mtp.lm_head(out)[0, -1].argmax()))
+        out = model.draft_hidden(hidden, torch.tensor([[*ids[1:], *drafts]]))[:, -1:]
+        drafts.append(int(model.lm_head(out)[0, -1].argmax()))
         if len(drafts) == count:
             return drafts
         hidden = torch.cat([hidden, out], 1)
 
 
-def measure_acceptance(
-    runner: Runner, mtp: GuardModel, runs: list[tuple[list[int], list[int]]], count: int
-) -> Acceptance:
+def measure_acceptance(model: GuardModel, runs: list[tuple[list[int], list[int]]], count: int) -> Acceptance:
     """Draft ``count`` tokens a round along the greedy continuations and count agreement.
 
     Greedy verification accepts a draft exactly where it equals the greedy token, so the
@@ -118,10 +132,10 @@ def measure_acceptance(
     result = Acceptance(*np.zeros((2, count), dtype=np.int64))
     for prompt, out in tqdm(runs, desc=f"MTP K={count}", mininterval=5):
         ids = prompt + out
-        hidden = runner.hidden(ids)
+        hidden, _ = model.decode(torch.tensor([ids]))
         known = len(prompt) + 1  # the prefill itself gives the first token
         while known < len(ids):
-            drafts = draft(mtp, hidden[:, : known - 1], ids[:known], count)[: len(ids) - known]
+            drafts = draft(model, hidden[:, : known - 1], ids[:known], count)[: len(ids) - known]
             wrong = [i for i, token in enumerate(drafts) if token != ids[known + i]]
             taken = min(wrong, default=len(drafts))
             result.offered[: min(taken + 1, len(drafts))] += 1
@@ -204,15 +218,15 @@ def main(argv: list[str] | None = None) -> None:
     transformers.utils.logging.set_verbosity_error()
     started = time.monotonic()
     folder = args.folder or FOLDERS[args.model]
-    runner, mtp = Runner(folder), load_checkpoint(folder)
+    model = load_checkpoint(folder)
     gaps: list[float] = []
     accuracy, runs = {}, []
     for name, wanted in (("latch", True), ("self-contained", False)):
         items = problems.eval_set(SEEDS[name], args.n, needs_latch=wanted)
-        accuracy[name], done = measure_accuracy(runner, items, gaps, name)
+        accuracy[name], done = measure_accuracy(model, items, gaps, name)
         runs += done[: args.drafted // 2]
         print(accuracy[name].row(name), flush=True)
-    acceptance = [measure_acceptance(runner, mtp, runs, k) for k in (1, 2, 3)]
+    acceptance = [measure_acceptance(model, runs, k) for k in (1, 2, 3)]
     command = " ".join(["python -m accuracy.evaluate", *(argv or sys.argv[1:])])
     seconds = time.monotonic() - started
     lines = [

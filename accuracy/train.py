@@ -18,7 +18,6 @@ ordinary attention.
 
 import argparse
 import json
-import math
 import random
 import shutil
 import tempfile
@@ -33,13 +32,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from accuracy import tokenizer
-from accuracy.checkpoint import MODELS, new_model, save_checkpoint
-from accuracy.parts import GuardModel, PathDropout
+from accuracy.guard_model import GuardModel, new_model, save_checkpoint
 from hybrid_kv.accuracy.guard_model import FOLDERS, problems
 
 WARMUP_STEPS = 40
@@ -65,7 +63,7 @@ class Batch:
 
     ids: Tensor  # (b, t + 1)
     weights: Tensor  # (b, t), of predicting ids[:, 1:]
-    dropout: PathDropout
+    seen: Tensor  # (b, 1, t, t) bool, True where attention may read a key
 
 
 # ---------------------------------------------------------------------------------------- data
@@ -111,7 +109,7 @@ def make_batch(seed: int, step: int, sequences: range, length: int, latch_only: 
     return Batch(
         torch.from_numpy(ids).to(device),
         torch.from_numpy(weights[:, 1:].copy()).to(device),
-        PathDropout(torch.from_numpy(seen[:, None]).to(device)),
+        torch.from_numpy(seen[:, None]).to(device),
     )
 
 
@@ -130,9 +128,9 @@ def _weighted(logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor,
 def batch_loss(model: GuardModel, batch: Batch, with_mtp: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Loss to minimise, answer loss, and answer loss of the first drafted token."""
     ids, weights = batch.ids, batch.weights
-    hidden = model.hidden(ids[:, :-1], batch.dropout)
+    hidden, balance = model.decode(ids[:, :-1], batch.seen)
     loss, answer_loss = _weighted(model.lm_head(hidden), ids[:, 1:], weights)
-    loss = loss + model.auxiliary_loss()
+    loss = loss + balance
     mtp_loss = torch.zeros((), device=ids.device)
     if with_mtp:
         ids, weights, hidden = (a[:MTP_SEQUENCES] for a in (ids, weights, hidden))
@@ -152,39 +150,34 @@ def batch_loss(model: GuardModel, batch: Batch, with_mtp: bool) -> tuple[Tensor,
 # ----------------------------------------------------------------------------------- optimiser
 
 
-class Muon:
-    """Momentum whose update is made (nearly) orthogonal, for matrices."""
+class Muon(torch.optim.Optimizer):
+    """Momentum whose update is made (nearly) orthogonal, for matrices (..., m, n), of which experts are many in one.
 
-    def __init__(self, named: dict[str, Tensor], lr: float, momentum: float = 0.95) -> None:
-        self.named, self.lr, self.momentum = named, lr, momentum
-        self.buffers: dict[str, Tensor] = {}
+    torch's takes single matrices, and bfloat16 for them: 1 s a step on a CPU.
+    """
+
+    def __init__(self, weights: list[nn.Parameter], lr: float, momentum: float = 0.95) -> None:
+        super().__init__(weights, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
-    def step(self, scale: float) -> None:
-        by_shape: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
-        for name, weight in self.named.items():
-            if weight.grad is None:
-                continue
-            buffer = self.buffers.setdefault(name, torch.zeros_like(weight))
-            buffer.lerp_(weight.grad, 1 - self.momentum)
-            update = weight.grad.lerp(buffer, self.momentum)
-            # Experts lie one on another: each is a matrix of its own.
-            pairs = [(weight, update)] if weight.dim() == 2 else zip(weight, update, strict=True)
-            for matrix, change in pairs:
-                by_shape.setdefault((min(matrix.shape), max(matrix.shape)), []).append((matrix, change))
-        for group in by_shape.values():
-            wide = [change.T if change.shape[0] > change.shape[1] else change for _, change in group]
-            for (matrix, _), change in zip(group, _orthogonalise(torch.stack(wide)), strict=True):
-                rows, columns = matrix.shape
-                gain = math.sqrt(max(1, rows / columns))
-                matrix.add_(change.T if rows > columns else change, alpha=-self.lr * scale * gain)
+    def step(self) -> None:
+        (group,) = self.param_groups
+        for weight in group["params"]:
+            if weight.grad is not None:
+                buffer = self.state[weight].setdefault("momentum", torch.zeros_like(weight))
+                buffer.lerp_(weight.grad, 1 - group["momentum"])
+                update = _orthogonalise(weight.grad.lerp(buffer, group["momentum"]))
+                rows, columns = weight.shape[-2:]
+                weight.add_(update, alpha=-group["lr"] * max(1, rows / columns) ** 0.5)
 
 
 def _orthogonalise(x: Tensor) -> Tensor:
-    """Five Newton-Schulz steps on wide matrices (g, m, n): singular values go to about 1."""
-    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    """Five Newton-Schulz steps: singular values go to about 1."""
+    if x.shape[-2] > x.shape[-1]:
+        return _orthogonalise(x.mT).mT
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(5):
-        gram = x @ x.transpose(1, 2)
+        gram = x @ x.mT
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
     return x
 
@@ -204,16 +197,19 @@ class Trainer:
         self.args, self.rank, self.world = args, rank, world
         self.device = torch.device(args.device)
         torch.manual_seed(args.seed)
-        self.model = new_model(args.model, len(tokenizer.vocabulary())).to(self.device)
-        matrices = {
-            name: p
-            for name, p in self.model.named_parameters()
-            if p.dim() >= 2 and not any(part in name for part in ("embed", "lm_head", "conv1d"))
-        }
-        chosen = set(map(id, matrices.values()))
+        self.model = new_model(args.model).to(self.device)
+        named = self.model.named_parameters()
+        matrices = [p for n, p in named if p.dim() > 1 and not any(x in n for x in ("embed", "lm_head", "conv1d"))]
+        chosen = set(map(id, matrices))
         self.rest = [p for p in self.model.parameters() if id(p) not in chosen]
-        self.muon = Muon(matrices, args.muon_lr)
-        self.adam = torch.optim.AdamW(self.rest, lr=args.adam_lr, betas=(0.9, 0.95), weight_decay=0.0)
+        self.optimizers = [
+            Muon(matrices, args.muon_lr),
+            torch.optim.AdamW(self.rest, args.adam_lr, betas=(0.9, 0.95), weight_decay=0.0),
+        ]
+        self.schedules = [
+            torch.optim.lr_scheduler.LambdaLR(each, lambda step: lr_scale(step, args.steps, args.decay_steps))
+            for each in self.optimizers
+        ]
         self.step = 0
         self.log: list[dict[str, Any]] = []
         share = args.batch // world
@@ -235,11 +231,8 @@ class Trainer:
         loss.backward()
         self._average_gradients()
         torch.nn.utils.clip_grad_norm_(self.rest, 1.0)
-        scale = lr_scale(self.step, args.steps, args.decay_steps)
-        for group in self.adam.param_groups:
-            group["lr"] = args.adam_lr * scale
-        self.adam.step()
-        self.muon.step(scale)
+        for part in (*self.optimizers, *self.schedules):
+            part.step()
         self.step += 1
         return float(answer_loss), float(mtp_loss)
 
@@ -284,8 +277,7 @@ class Trainer:
             "step": self.step,
             "args": {k: v for k, v in vars(self.args).items() if isinstance(v, int | float | str)},
             "model": self.model.state_dict(),
-            "adam": self.adam.state_dict(),
-            "muon": self.muon.buffers,
+            "optimizers": [part.state_dict() for part in (*self.optimizers, *self.schedules)],
             "log": self.log,
         }
         partial = path.with_suffix(".partial")
@@ -303,14 +295,13 @@ class Trainer:
             raise SystemExit(f"{path} is of a run with other {', '.join(changed)}; use --fresh")
         self.step, self.log = state["step"], state["log"]
         self.model.load_state_dict(state["model"])
-        self.adam.load_state_dict(state["adam"])
-        self.muon.buffers = state["muon"]
+        for part, values in zip((*self.optimizers, *self.schedules), state["optimizers"], strict=True):
+            part.load_state_dict(values)
 
 
 def export(trainer: Trainer, folder: Path) -> None:
     """Write the loadable checkpoint with its tokenizer."""
-    stop = [tokenizer.token_ids()[t] for t in (tokenizer.EOS, tokenizer.NEXT_QUESTION)]
-    save_checkpoint(trainer.model, folder, stop)
+    save_checkpoint(trainer.model, folder)
     save_tokenizer(folder)
 
 
@@ -391,7 +382,7 @@ def run(rank: int, args: argparse.Namespace, world: int, rendezvous: str) -> Non
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("--model", choices=tuple(MODELS), default="nemotron_h")
+    p.add_argument("--model", choices=tuple(FOLDERS), default="nemotron_h")
     p.add_argument("--steps", type=int, default=4000)
     p.add_argument("--out", default=".train/guard_model", help="state file and checkpoint go here")
     p.add_argument("--install", action="store_true", help="copy the checkpoint into the package")

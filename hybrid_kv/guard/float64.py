@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 
-class _KeepFloat64(TorchFunctionMode):
+class KeepFloat64(TorchFunctionMode):
     """A float64 tensor stays float64 where transformers casts to float32, which it means as a higher precision.
 
     What starts as float32, such as the angles of RoPE, stays as it is.
@@ -40,7 +40,7 @@ def float64_pass(folder: str | Path) -> Callable[[Tensor], Tensor]:
     model.eval()  # type: ignore[no-untyped-call]
 
     def logits(ids: Tensor) -> Tensor:
-        with quiet(), torch.inference_mode(), _KeepFloat64():
+        with quiet(), torch.inference_mode(), KeepFloat64():
             found: Tensor = model(ids, use_cache=False).logits
         return found
 

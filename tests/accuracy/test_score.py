@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from accuracy.checkpoint import load_checkpoint
 from accuracy.tokenizer import encode
 from hybrid_kv.accuracy import score as scoring
 from hybrid_kv.accuracy.guard_model import FOLDER, problems
 from hybrid_kv.accuracy.score import Score, score
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.engine.llm import LLM
+from hybrid_kv.guard.float64 import float64_pass
 
 ITEMS = problems.eval_set(11, 3, shots=2)
 WRONG = encode(" 1+1=3\n#### 3")
@@ -29,11 +29,10 @@ PAIRS.append((PAIRS[0][0][:70], PAIRS[0][0][70:130]))
 
 @pytest.fixture(scope="module")
 def expected() -> list[Score]:
-    plain = load_checkpoint(FOLDER).eval().double()
+    plain = float64_pass(FOLDER)
     scores = []
     for context, continuation in PAIRS:
-        with torch.inference_mode():
-            logits = plain(torch.tensor([context + continuation[:-1]]))[0, len(context) - 1 :]
+        logits = plain(torch.tensor([context + continuation[:-1]]))[0, len(context) - 1 :]
         wanted = torch.tensor(continuation)
         log_probs = logits.log_softmax(-1)[torch.arange(len(wanted)), wanted]
         scores.append(Score(float(log_probs.sum()), bool((logits.argmax(-1) == wanted).all())))

@@ -1,6 +1,6 @@
 """The MTP head with a paged cache against a dense one, on the guard model's weights.
 
-The dense head is that of `accuracy.nemotron_h`, the code that trained it, with the keys at
+The dense head is that of `accuracy.guard_model`, which trains it, with the keys at
 multiples of the grid masked. Everything is float64, where the two differ by rounding only: at most 1e-9.
 """
 
@@ -10,11 +10,12 @@ import shutil
 import pytest
 import torch
 
-from accuracy.checkpoint import load_checkpoint
+from accuracy.guard_model import load_checkpoint
 from accuracy.tokenizer import encode
 from hybrid_kv.accuracy.guard_model import FOLDER, problems
 from hybrid_kv.attention.paged import AttentionPart, PagedAttentionMetadata, SlotMapping
 from hybrid_kv.config import CacheConfig, ConfigError, EngineConfig
+from hybrid_kv.guard.float64 import KeepFloat64
 from hybrid_kv.kernels.common.ragged import Ragged
 from hybrid_kv.models.layers import ForwardContext
 from hybrid_kv.models.loader import load_head, load_model
@@ -29,7 +30,7 @@ HUGE = 10**6
 
 @pytest.fixture(scope="module")
 def reference():
-    return load_checkpoint(FOLDER).double().requires_grad_(False)
+    return load_checkpoint(FOLDER, torch.float64).requires_grad_(False)
 
 
 @pytest.fixture(scope="module")
@@ -47,28 +48,30 @@ def requests(reference):
     """(token ids, hidden state after norm_f of each token) per request."""
     items = problems.eval_set(3, len(LENGTHS))
     ids = [encode(item.prompt)[:length] for item, length in zip(items, LENGTHS, strict=True)]
-    with torch.no_grad():
-        return [(torch.tensor(row), reference.hidden(torch.tensor([row]))[0]) for row in ids]
+    with torch.no_grad(), KeepFloat64():
+        return [(torch.tensor(row), reference.decode(torch.tensor([row]))[0][0]) for row in ids]
 
 
 def dense(reference, hidden, ids, grid):
     """hidden [t, d] of tokens 0 … t-1 and ids [t] of tokens 1 … t to the head's output for positions 1 … t."""
-    first, last = reference.mtp.layers
-    x = reference.mtp.join(hidden, reference.backbone.embeddings(ids))
-    attention, t = first.mixer, len(ids)
-    heads = (attention.heads, attention.kv_heads, attention.kv_heads)
-    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    normed = first.norm(x)
-    query, key, value = (p(normed).view(t, h, attention.size) for p, h in zip(projections, heads, strict=True))
-    mixed = torch.zeros_like(query)
-    for i in range(t):
-        seen = [j for j in range(i + 1) if (j + 1) % grid]
-        if seen:
-            group = attention.heads // attention.kv_heads
-            for h in range(attention.heads):
-                weights = (key[seen, h // group] @ query[i, h] * attention.size**-0.5).softmax(0)
-                mixed[i, h] = weights @ value[seen, h // group]
-    return last.final_layernorm(last(x + attention.o_proj(mixed.flatten(1))))
+    with KeepFloat64():
+        first, last = reference.mtp.layers
+        x = reference.mtp.join(hidden, reference.decoder.model.embeddings(ids))
+        attention, t = first.mixer, len(ids)
+        config, size = reference.config, attention.head_dim
+        heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        normed = first.norm(x)
+        query, key, value = (p(normed).view(t, h, size) for p, h in zip(projections, heads, strict=True))
+        mixed = torch.zeros_like(query)
+        for i in range(t):
+            seen = [j for j in range(i + 1) if (j + 1) % grid]
+            if seen:
+                group = heads[0] // heads[1]
+                for h in range(heads[0]):
+                    weights = (key[seen, h // group] @ query[i, h] * size**-0.5).softmax(0)
+                    mixed[i, h] = weights @ value[seen, h // group]
+        return last.final_layernorm(last(x + attention.o_proj(mixed.flatten(1))))
 
 
 def assert_close(out, expected):
@@ -144,7 +147,8 @@ def test_logits_are_the_targets(reference, target, head, requests):
     with torch.no_grad():
         assert torch.equal(head.compute_logits(hidden), reference.lm_head(hidden))
         raw = torch.randn(3, hidden.shape[1], dtype=torch.float64)
-        normed = reference.backbone.norm_f(raw)
+        with KeepFloat64():
+            normed = reference.decoder.model.norm_f(raw)
         assert_close(target.normed(raw), normed)
         assert torch.equal(head.normed(raw), target.normed(raw))
         assert_close(target.compute_logits(raw), reference.lm_head(normed))
