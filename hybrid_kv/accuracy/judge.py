@@ -32,25 +32,18 @@ class Judgement:
     lost: str = ""  # where the questions that lost an answer were written, and the command that repeats them
 
     @property
-    def passed(self) -> bool:
-        """False where answers were lost, or the score is below the floor."""
+    def verdict(self) -> tuple[bool, str]:
+        """False where answers were lost, or the score is below the floor; and why, empty if nothing is known."""
         if self.floor is not None:
-            return threshold.check(self.result, self.floor)[0]
-        return self.comparison is None or self.comparison.verdict != "worse"
-
-    @property
-    def reason(self) -> str:
-        """What it was compared with, and how that went; empty: with nothing."""
-        if self.floor is not None:
-            return threshold.check(self.result, self.floor)[1]
-        return self.comparison.reason if self.comparison is not None else ""
+            return threshold.check(self.result, self.floor)
+        return (True, "") if self.comparison is None else (self.comparison.verdict != "worse", self.comparison.reason)
 
     def rows(self) -> list[Row]:
         """The run as rows of the results file, and the comparison's."""
         rows = run.rows(self.result)
         if self.comparison is not None:
             rows += compare.rows(self.comparison)
-        return rows if self.floor is None else threshold.mark(rows, self.floor, self.passed)
+        return rows if self.floor is None else threshold.mark(rows, self.floor, self.verdict[0])
 
     def summary(self) -> dict[str, Any]:
         """Everything but the questions, ready for JSON."""
@@ -67,7 +60,7 @@ class Judgement:
         if self.lost:
             print(self.lost)
         if self.floor is not None:
-            print(threshold.check(self.result, self.floor)[1])
+            print(self.verdict[1])
 
 
 def judge(

@@ -105,13 +105,14 @@ def accuracy(
             repro=repro,
             **options,
         )
-        keep([Verdict(judged.result.task, "ok" if judged.passed else "failed", judged.reason)])
+        passed, reason = judged.verdict
+        keep([Verdict(judged.result.task, "ok" if passed else "failed", reason)])
     with ExitStack() as done:  # in reverse order, and each one even if another fails
         done.callback(show, judged.summary(), as_json, out, judged.print)
         if samples is not None:
             done.callback(write_samples, judged.result, samples)
         done.callback(lambda: append_rows(csv, judged.rows()))
-    if not judged.passed:
+    if not passed:
         raise typer.Exit(1)
 
 

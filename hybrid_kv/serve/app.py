@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.concurrency import run_in_threadpool
@@ -64,17 +64,15 @@ class Front:
         self.started = int(time.time())
         self._templates = asyncio.Semaphore(MAX_TEMPLATES)
         self.app = FastAPI(title="hybrid-kv", docs_url=None, redoc_url=None, openapi_url=None)
-        add = self.app.add_api_route
-        add("/v1/completions", self.completions, methods=["POST"], response_model=None)
-        add("/v1/chat/completions", self.chat_completions, methods=["POST"], response_model=None)
-        add("/v1/models", self.models, methods=["GET"], response_model=None)
-        add("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"], response_model=None)
-        for verb in VERBS:
-            add(f"/{verb}", self.run_verb, methods=["POST"], response_model=None)
-        add("/is_sleeping", self.is_sleeping, methods=["GET"], response_model=None)
-        add("/metrics", self.prometheus, methods=["GET"], response_model=None)
-        add("/version", self.version, methods=["GET"], response_model=None)
-        add("/health", self.health, methods=["GET"], response_model=None)
+        posts = {f"/{verb}": self.run_verb for verb in VERBS}
+        posts |= {"/v1/completions": self.completions, "/v1/chat/completions": self.chat_completions}
+        posts |= {"/reset_prefix_cache": self.reset_prefix_cache}
+        gets = {"/v1/models": self.models, "/is_sleeping": self.is_sleeping, "/metrics": self.prometheus}
+        access_free = {"/version": self.version, "/health": self.health}
+        guarded = [Depends(self._authorize)]
+        for method, needs, routes in (("POST", guarded, posts), ("GET", guarded, gets), ("GET", [], access_free)):
+            for path, route in routes.items():
+                self.app.add_api_route(path, route, methods=[method], response_model=None, dependencies=needs)
         self.app.exception_handler(HybridKVError)(_refused)
         self.app.exception_handler(HTTPException)(_no_route)
         self.app.exception_handler(Exception)(_refused)  # a bug: uvicorn logs it
@@ -102,16 +100,14 @@ class Front:
         num_top = (sent.top_logprobs or 0) if sent.logprobs else None
         return await self._answer(request, answer, [prompt], {"max_tokens": max_tokens, "logprobs": num_top})
 
-    async def models(self, request: Request) -> Response:
+    async def models(self) -> Response:
         """The one that there is."""
-        self._authorize(request)
         limit = self.engine.llm.config.scheduler.max_model_len
         card = {"id": self.access.model, "object": "model", "created": self.started, "owned_by": "hybrid-kv"}
         return JSONResponse({"object": "list", "data": [card | {"max_model_len": limit}]})
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Forget cached prefixes; with `reset_running_requests=true` preempt those that run first."""
-        self._authorize(request)
         value = request.query_params.get("reset_running_requests", "false").lower()
         if value not in ("true", "false"):
             raise BadRequestError(f"reset_running_requests={value} must be true or false", "reset_running_requests")
@@ -120,18 +116,15 @@ class Front:
 
     async def run_verb(self, request: Request) -> Response:
         """The method of the engine that the path names."""
-        self._authorize(request)
         await self.engine.call(getattr(self.engine.llm, request.url.path.removeprefix("/")))
         return Response()
 
-    async def is_sleeping(self, request: Request) -> Response:
+    async def is_sleeping(self) -> Response:
         """Whether requests wait for `wake_up`."""
-        self._authorize(request)
         return JSONResponse({"is_sleeping": self.engine.llm.is_sleeping})
 
-    async def prometheus(self, request: Request) -> Response:
+    async def prometheus(self) -> Response:
         """Counters."""
-        self._authorize(request)
         return Response(self.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     async def version(self) -> Response:
@@ -146,7 +139,7 @@ class Front:
 
     # ---- requests ----
 
-    def _authorize(self, request: Request) -> None:
+    async def _authorize(self, request: Request) -> None:
         if self.access.api_key is None:
             return
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
@@ -157,7 +150,6 @@ class Front:
             raise ApiError(401, "no valid API key: send it as Authorization: Bearer KEY", "invalid_api_key")
 
     async def _parsed(self, request: Request, kind: type[Sent]) -> Sent:
-        self._authorize(request)
         try:
             body = await asyncio.wait_for(self._body(request), self.access.receive_timeout)
         except (asyncio.TimeoutError, ClientDisconnect):

@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 
 from hybrid_kv.results import provenance
@@ -88,12 +89,14 @@ class Fitness:
 
 def examine(seconds: float = SECONDS) -> Fitness:
     """Look at this machine, on a thread that is busy for so many seconds."""
-    before, began, cpu = _stat(), wall_clock(), clock()
+    psutil.cpu_times_percent()  # the next call is about the time since this one
+    began, cpu = wall_clock(), clock()
     ratio = _equal_work(began + seconds)
+    stolen = getattr(psutil.cpu_times_percent(), "steal", None)  # Linux alone has it
     waited = 1 - (clock() - cpu) / (wall_clock() - began)
     return Fitness(
         waited=max(0.0, waited),
-        stolen=_stolen(before, _stat()),
+        stolen=None if stolen is None else stolen / 100,
         ratio=ratio,
         governor=_read(_CPU / "cpu0/cpufreq/scaling_governor"),
         turbo=_turbo(),
@@ -112,17 +115,6 @@ def _equal_work(end: float) -> Interval:
         first, second = (subject.sample(2) for subject in pair[::turn])
         ratios.append((first / second) ** turn)
     return median(np.array(ratios))
-
-
-def _stat() -> list[int]:
-    """Jiffies of all cores by kind; empty where there is no such file."""
-    return [int(word) for word in _read(Path("/proc/stat")).partition("\n")[0].split()[1:9]]
-
-
-def _stolen(before: list[int], after: list[int]) -> float | None:
-    passed = [b - a for a, b in zip(before, after, strict=True)]
-    total = sum(passed)
-    return passed[7] / total if len(passed) == 8 and total else None
 
 
 def _read(file: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -48,10 +49,10 @@ def test_a_thread_that_gets_half_of_the_clock_is_on_a_loaded_machine(monkeypatch
         assert ("others took" in found.unfit) == loaded
 
 
-def test_the_hypervisors_share_is_of_all_time(monkeypatch, tmp_path):
-    before, after = [100, 0, 0, 100, 0, 0, 0, 10], [140, 0, 0, 150, 0, 0, 0, 20]
-    assert fitness._stolen(before, after) == 0.1
-    assert fitness._stolen([], []) is None
+@pytest.mark.parametrize(("seen", "stolen"), [({"user": 40.0, "steal": 10.0}, 0.1), ({"user": 40.0}, None)])
+def test_the_hypervisors_share_is_not_known_everywhere(monkeypatch, seen, stolen):
+    monkeypatch.setattr(fitness.psutil, "cpu_times_percent", lambda: SimpleNamespace(**seen))
+    assert examine(0.02).stolen == stolen
 
 
 def test_versions_that_differ_are_named(tmp_path):

@@ -77,11 +77,10 @@ class EvalItem:
 
 @dataclass(frozen=True)
 class FixedShotDataset:
-    """Documents that all follow the same solved examples, and so share one box size."""
+    """Documents that all follow the same solved examples."""
 
     shots: list[dict[str, str]]
     docs: list[dict[str, str | int | bool]]
-    box_size: int
 
 
 def is_held_out(numbers: tuple[int, ...]) -> bool:
@@ -105,7 +104,7 @@ class _Draft:
         self.rng = rng
         self.latch = latch
         self.sentences: list[str] = []
-        self.lines: list[tuple[int, str, int]] = []
+        self.lines: list[tuple[int, str, int, int]] = []
         self.numbers: list[int] = []
         self.used_boxes = False
         self.needs_latch = False
@@ -122,7 +121,7 @@ class _Draft:
         result = {"+": a + b, "-": a - b, "*": a * b}[op]
         if not 0 < result <= MAX_VALUE:
             raise _Rejected
-        self.lines.append((a, op, b))
+        self.lines.append((a, op, b, result))
         return result
 
     def box_size(self, say: bool | None) -> int:
@@ -263,11 +262,11 @@ def sample_problem(
         numbers = tuple(d.numbers)
         if is_held_out(numbers) != (split == "held_out"):
             continue
-        if split == "train" and any(is_held_out_pair(*line) for line in d.lines):
+        if split == "train" and any(is_held_out_pair(*line[:3]) for line in d.lines):
             continue
         if not may_set_latch and d.latch != latch:
             continue
-        lines = [f"{x}{op}{y}={_apply(x, op, y)}" for x, op, y in d.lines]
+        lines = [f"{a}{op}{b}={result}" for a, op, b, result in d.lines]
         return Problem(
             question=" ".join([*d.sentences, question]),
             answer="\n".join([*lines, f"#### {d.value}"]),
@@ -277,10 +276,6 @@ def sample_problem(
             numbers=numbers,
             latch_after=d.latch,
         )
-
-
-def _apply(a: int, op: str, b: int) -> int:
-    return a + b if op == "+" else a - b if op == "-" else a * b
 
 
 def problem_stream(rng: random.Random, split: Split = "train") -> Iterator[Problem]:
@@ -307,14 +302,9 @@ def eval_set(seed: int, n: int, shots: int = 5, needs_latch: bool | None = None)
         if needs_latch and latch is None:
             continue
         target = sample_problem(rng, latch, "held_out", needs_latch=needs_latch)
-        items.append(_item(solved, target))
+        prompt = "\n\n".join([*(p.document() for p in solved), f"Question: {target.question}\nAnswer:"])
+        items.append(EvalItem(prompt, target.answer, target.final, target.steps, target.needs_latch))
     return items
-
-
-def _item(solved: list[Problem], target: Problem) -> EvalItem:
-    documents = [p.document() for p in solved]
-    prompt = "\n\n".join([*documents, f"Question: {target.question}\nAnswer:"])
-    return EvalItem(prompt, target.answer, target.final, target.steps, target.needs_latch)
 
 
 def dataset(seed: int, n: int, shots: int = 5, needs_latch: bool | None = None) -> FixedShotDataset:
@@ -344,4 +334,4 @@ def dataset(seed: int, n: int, shots: int = 5, needs_latch: bool | None = None) 
                 "needs_latch": target.needs_latch,
             }
         )
-    return FixedShotDataset([{"question": p.question, "answer": p.answer} for p in solved], docs, size)
+    return FixedShotDataset([{"question": p.question, "answer": p.answer} for p in solved], docs)
