@@ -15,10 +15,10 @@ import pytest
 
 from hybrid_kv.accuracy import compare, lost, paired, run
 from hybrid_kv.accuracy.guard_model import FOLDER as GUARD_MODEL
-from hybrid_kv.cli import main
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.results import read_rows
 from hybrid_kv.threads import one_thread
+from tests.cli.run import run as run_command
 
 COMMIT = "ab" * 20
 PARAMS = {"model": "guard_model", "task": "gsm8k_synth", "seed": 3, "limit": 250, "num_fewshot": 5}
@@ -90,10 +90,7 @@ def answers(file: Path, outcomes: list[str], answer_filter: str = run.STRICT) ->
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as stop:
-        main(["accuracy", *map(str, arguments)])
-    printed = capsys.readouterr()
-    return int(stop.value.code or 0), printed.out, printed.err
+    return run_command(capsys, "accuracy", *arguments)
 
 
 def test_counts_and_verdict(tmp_path: Path) -> None:

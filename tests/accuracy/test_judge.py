@@ -13,6 +13,7 @@ import pytest
 from hybrid_kv.accuracy import judge, lost, run, tasks
 from hybrid_kv.results import append, read_rows
 from tests.accuracy.test_compare import COMMIT, PARAMS, call, record, result_of, write
+from tests.cli.run import refused
 
 
 @pytest.fixture
@@ -104,8 +105,7 @@ def test_other_questions_are_refused_before_one_is_asked(
         ({"doc_id": 7}, "a.jsonl has 4 questions, this run 4, 3 are in both"),
     ):
         a = write(tmp_path / "a.jsonl", [one | damage if one["doc_id"] == 2 else one for one in good])
-        code, printed, error = call(capsys, "--against", a, "--results", tmp_path)
-        assert (code, printed, error.count("\n")) == (2, "", 1) and message in error
+        assert message in refused(capsys, "accuracy", "--against", a, "--results", tmp_path)
     assert not (tmp_path / "accuracy.csv").exists()
 
 
@@ -129,8 +129,7 @@ def test_an_odd_baseline_is_refused_before_a_question_is_asked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], no_questions: None, params: dict[str, Any], message: str
 ) -> None:
     a = write(tmp_path / "a.jsonl", [record(i, params=params) for i in range(3)])
-    code, printed, error = call(capsys, "--against", a, "--results", tmp_path)
-    assert (code, printed, error.count("\n")) == (2, "", 1) and message in error
+    assert message in refused(capsys, "accuracy", "--against", a, "--results", tmp_path)
 
 
 def test_samples_do_not_replace_the_baseline(

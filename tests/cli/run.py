@@ -10,12 +10,19 @@ import typer
 from hybrid_kv.cli import app, main
 
 
-def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+def run(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
     """Exit code, standard output, standard error."""
     with pytest.raises(SystemExit) as left:
-        main(list(args))
+        main(list(map(str, args)))
     out, err = capsys.readouterr()
-    return left.value.code, out, err  # type: ignore[return-value]
+    return int(left.value.code or 0), out, err
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: object) -> str:
+    """The one line on standard error of a command that cannot run; it prints nothing else."""
+    code, out, err = run(capsys, *args)
+    assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("error: "), (code, out, err)
+    return err
 
 
 def commands() -> dict[str, Any]:
