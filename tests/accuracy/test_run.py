@@ -18,11 +18,11 @@ from lm_eval.tasks import TaskManager
 from hybrid_kv.accuracy import run, tasks
 from hybrid_kv.accuracy.guard_model import FOLDER as GUARD_MODEL
 from hybrid_kv.accuracy.lm_eval_model import HybridKVLM
-from hybrid_kv.cli import main
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.results import provenance, read_rows
 from tests.accuracy.test_tasks import write_gsm8k
+from tests.cli import run as cli
 
 LIMIT = 6
 ENGINE = {"max_num_seqs": 3, "max_model_len": 640, "device": "cpu"}
@@ -184,10 +184,8 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     out, samples, summary = tmp_path / "r" / "accuracy.csv", tmp_path / "s" / "a.jsonl.gz", tmp_path / "a.json"
     arguments = ["accuracy", "--limit", "2", "--max-num-seqs", "2", "--results", str(out.parent)]
     for _ in range(2):
-        with pytest.raises(SystemExit) as stop:
-            main([*arguments, "--samples", str(samples), "--out", str(summary), "--device", "cpu"])
-        assert stop.value.code in (None, 0)
-    printed = capsys.readouterr().out
+        code, printed, _ = cli.run(capsys, *arguments, "--samples", samples, "--out", summary, "--device", "cpu")
+        assert code == 0
     assert "self-contained" in printed and "preemptions" in printed
     frame = read_rows(out)
     assert list(frame["metric"]) == [row for row in frame["metric"][:4]] * 2
@@ -229,9 +227,5 @@ def test_bad_input_is_one_line_and_exit_code_2(
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
     places = {"file": tmp_path / "file", "folder": tmp_path / "folder"}
-    with pytest.raises(SystemExit) as stop:
-        main(["accuracy", *(argument.format(**places) for argument in arguments)])
-    printed = capsys.readouterr()
-    assert stop.value.code == 2
-    assert printed.err.count("\n") == 1 and message in printed.err
+    assert message in cli.refused(capsys, "accuracy", *(argument.format(**places) for argument in arguments))
     assert not (tmp_path / "results" / "accuracy.csv").exists()

@@ -18,6 +18,13 @@ def run(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, st
     return int(left.value.code or 0), out, err
 
 
+def printed(capsys: pytest.CaptureFixture[str], *args: object, code: int = 0) -> str:
+    """Standard output of a command that ends with this exit code."""
+    left, out, err = run(capsys, *args)
+    assert left == code, (left, err)
+    return out
+
+
 def refused(capsys: pytest.CaptureFixture[str], *args: object) -> str:
     """The one line on standard error of a command that cannot run; it prints nothing else."""
     code, out, err = run(capsys, *args)

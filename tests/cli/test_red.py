@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_kv.cli import main
+from tests.cli import run as cli
 from tests.dashboard.html import Checkout
 from tests.dashboard.rows import history, row, write
 
@@ -15,10 +15,7 @@ GUARD = {"suite": "guard", "benchmark": "layout", "metric": "views", "unit": "vi
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as left:
-        main(["red", *map(str, arguments)])
-    out, err = capsys.readouterr()
-    return left.value.code or 0, out, err  # type: ignore[return-value]
+    return cli.run(capsys, "red", *arguments)
 
 
 def rows(*verdicts: str) -> list[dict[str, object]]:

@@ -11,9 +11,9 @@ import pytest
 from hybrid_kv.results import append_rows, check_file, dataset, read_rows
 from hybrid_kv.results.dataset import export_file, export_rows, merge_rows
 from hybrid_kv.results.store import AS_PARQUET
+from tests.cli.run import printed, refused, run
 from tests.dashboard.kinds import everything
 from tests.dashboard.rows import row, write
-from tests.results.command import run
 from tests.results.rows import GOOD, damaged
 
 
@@ -32,14 +32,15 @@ def cells(path: Path) -> list[tuple[object, ...]]:
 
 def test_csv_and_parquet_give_the_same_answers(tmp_path, capsys):
     files = write(tmp_path / "rows", everything())
-    assert run("results", "export", files, "--to", tmp_path / "all.parquet")[0] == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'all.parquet'}: {len(everything())} rows\n"
+    assert (
+        printed(capsys, "results", "export", files, "--to", tmp_path / "all.parquet")
+        == f"{tmp_path / 'all.parquet'}: {len(everything())} rows\n"
+    )
     for options in ([], ["--last", "3"], ["--suite", "guard", "--json"], ["--metric", "time", "--csv"]):
-        printed = []
+        shown = []
         for place in (files, tmp_path / "all.parquet"):
-            assert run("results", place, *options)[0] == 0
-            printed.append(sorted(capsys.readouterr().out.splitlines()))
-        assert printed[0] == printed[1]
+            shown.append(sorted(printed(capsys, "results", place, *options).splitlines()))
+        assert shown[0] == shown[1]
     assert check_file(files / "made.csv") != [] and len(check_file(tmp_path / "all.parquet")) == len(
         check_file(files / "made.csv")
     )
@@ -107,8 +108,7 @@ def test_a_folder_may_hold_both_kinds(tmp_path, capsys):
     append_rows(tmp_path / "rows" / "a.csv", GOOD)
     append_rows(tmp_path / "b.csv", GOOD[:1])
     export_rows([tmp_path / "b.csv"], tmp_path / "rows" / "b.parquet")
-    assert run("results", tmp_path / "rows")[0] == 0
-    assert capsys.readouterr().out.endswith("3 rows\n")
+    assert printed(capsys, "results", tmp_path / "rows").endswith("3 rows\n")
 
 
 def truncated(place: Path) -> None:
@@ -148,11 +148,8 @@ def test_a_damaged_data_set_is_one_line(tmp_path, capsys, break_it, said):
     export_rows([tmp_path / "a.csv"], place)
     break_it(place)
     for words in (["--last", "1"], ["--check"]):
-        assert run("results", place, *words)[0] == 2
-        printed = capsys.readouterr()
-        assert printed.out == "" and printed.err.count("\n") == 1 and len(printed.err) < 600
-        assert str(place) in printed.err, printed.err
-        assert said in printed.err, printed.err
+        error = refused(capsys, "results", place, *words)
+        assert len(error) < 600 and str(place) in error and said in error
 
 
 @pytest.mark.parametrize(
@@ -180,11 +177,9 @@ def test_a_parquet_file_is_not_believed_for_its_footer(tmp_path, capsys, change,
     odd = f"CASE WHEN metric = 't' THEN {value} ELSE {name} END AS {name}" if "row 2" in said else change
     duckdb.sql(f"COPY (SELECT * REPLACE ({odd}) FROM ({rows})) TO '{tmp_path}/b.parquet' ({AS_PARQUET})")
     for words in (["--last", "1"], ["export", "--to", tmp_path / "c.parquet"]):
-        assert run("results", *words, tmp_path / "b.parquet")[0] == 2
-        printed = capsys.readouterr()
-        assert printed.out == "" and printed.err.count("\n") == 1 and said in printed.err, printed.err
-        assert "b.parquet" in printed.err
-    assert run("results", "--check", tmp_path / "b.parquet")[0] in (1, 2)
+        error = refused(capsys, "results", *words, tmp_path / "b.parquet")
+        assert said in error and "b.parquet" in error
+    assert run(capsys, "results", "--check", tmp_path / "b.parquet")[0] in (1, 2)
 
 
 @pytest.mark.parametrize(("place", "target"), [("all", "all"), ("all", "all.parquet/new"), ("all.parquet/in", "all")])
@@ -192,8 +187,9 @@ def test_a_data_set_is_not_made_of_itself(tmp_path, capsys, monkeypatch, place, 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "all.parquet" / "in.parquet").mkdir(parents=True)
     place, target = f"{place}.parquet", f"{target}.parquet"
-    assert run("results", "export", place, "--to", target)[0] == 2
-    assert "are one data set, or one is in the other; choose another place" in capsys.readouterr().err
+    assert "are one data set, or one is in the other; choose another place" in refused(
+        capsys, "results", "export", place, "--to", target
+    )
     assert [path.name for path in tmp_path.rglob("*")] == ["all.parquet", "in.parquet"]
 
 
@@ -209,7 +205,5 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path, capsys):
         (["export", tmp_path / "none.csv", "--to", tmp_path / "x.parquet"], "there are no rows in"),
     ):
         place = [] if len(words) == 4 else [tmp_path / "a.csv"]
-        assert run("results", *words, *place)[0] == 2
-        printed = capsys.readouterr()
-        assert printed.out == "" and printed.err.count("\n") == 1 and said in printed.err
+        assert said in refused(capsys, "results", *words, *place)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.csv", "bad.csv", "none.csv"]

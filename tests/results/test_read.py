@@ -8,7 +8,7 @@ import pytest
 
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.results import COLUMNS, append_rows, check_file, check_writable, read, read_rows
-from tests.results.command import run
+from tests.cli.run import run
 from tests.results.rows import GOOD, RECEIPT, ROW, damaged
 
 
@@ -127,13 +127,13 @@ def test_the_deepest_params_can_be_read(tmp_path):
         ("[" * 200_000, "line 4: a row has 22 fields"),
     ],
 )
-def test_lines_that_are_no_rows(tmp_path, line, message):
+def test_lines_that_are_no_rows(tmp_path, capsys, line, message):
     path = tmp_path / "r.csv"
     append_rows(path, GOOD)
     path.write_bytes(path.read_bytes() + line.encode(errors="surrogateescape") + b"\n")
     with pytest.raises(HybridKVError, match=message):
         read_rows(path)
-    assert run("results", path, "--check")[0] in (1, 2)
+    assert run(capsys, "results", path, "--check")[0] in (1, 2)
 
 
 def test_a_row_that_is_there_twice_is_found(tmp_path):

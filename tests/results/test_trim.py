@@ -1,8 +1,8 @@
 """Only the newest run of each benchmark stays, line by line as it was."""
 
 from hybrid_kv.results import read_rows
+from tests.cli.run import printed, refused
 from tests.dashboard.rows import row, write
-from tests.results.command import run
 
 
 def test_the_newest_run_of_each_benchmark_stays(tmp_path, capsys):
@@ -11,8 +11,7 @@ def test_the_newest_run_of_each_benchmark_stays(tmp_path, capsys):
     rows += [row(run, {"shape": shape}, suite="kernels") for run, shape in ((0, 1), (0, 2), (1, 2))]
     file = write(tmp_path, rows) / "made.csv"
     before = file.read_text().splitlines()
-    assert run("results", "trim", file)[0] == 0
-    assert capsys.readouterr().out == f"{file}: 6 of 13 rows kept\n"
+    assert printed(capsys, "results", "trim", file) == f"{file}: 6 of 13 rows kept\n"
     kept = read_rows(file)
     cells = list(zip(kept["run_id"], kept["benchmark"], kept["params"], kept["machine"], strict=True))
     assert cells == [
@@ -24,4 +23,4 @@ def test_the_newest_run_of_each_benchmark_stays(tmp_path, capsys):
         ("run00001", "slots", '{"shape": 2}', "box"),
     ]
     assert set(file.read_text().splitlines()) <= set(before)
-    assert run("results", "trim", tmp_path)[0] == 2 and "is not a CSV" in capsys.readouterr().err
+    assert "is not a CSV" in refused(capsys, "results", "trim", tmp_path)

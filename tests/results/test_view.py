@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hybrid_kv.results import Provenance, Row, append, append_rows, read_rows
-from tests.results.command import run
+from tests.cli.run import printed, refused
 from tests.results.rows import GOOD, ROW, damaged
 
 
@@ -58,37 +58,28 @@ def folder(tmp_path, monkeypatch):
     ],
 )
 def test_filters(folder, capsys, options, expected):
-    assert run("results", folder, "--json", *options)[0] == 0
-    rows = json.loads(capsys.readouterr().out)
+    rows = json.loads(printed(capsys, "results", folder, "--json", *options))
     assert [int(row["run_id"], 16) for row in rows] == expected
-    assert run("results", folder, "--csv", *options)[0] == 0
-    printed = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
-    assert [int(row["run_id"], 16) for row in printed] == expected
-    assert run("results", folder, *options)[0] == 0
-    assert capsys.readouterr().out.endswith(f"{len(expected)} row{'s' * (len(expected) != 1)}\n")
+    rows = csv.DictReader(io.StringIO(printed(capsys, "results", folder, "--csv", *options)))
+    assert [int(row["run_id"], 16) for row in rows] == expected
+    assert printed(capsys, "results", folder, *options).endswith(f"{len(expected)} row{'s' * (len(expected) != 1)}\n")
 
 
 def test_what_is_printed(folder, capsys):
-    run("results", folder, "--json", "--device", "h200")
-    (row,) = json.loads(capsys.readouterr().out)
+    (row,) = json.loads(printed(capsys, "results", folder, "--json", "--device", "h200"))
     assert row["params"]["receipt"]["checked_before"] is True and row["dirty"] is True
     assert (row["value"], row["ci_low"], row["n"], row["schema"]) == (2.0, 1.0, 1, 1)
-    run("results", folder, "--json", "--metric", "μ")
-    assert json.loads(capsys.readouterr().out)[0]["ci_low"] is None
-    run("results", folder / "x.csv", "--csv")
-    copied = capsys.readouterr().out
-    (folder / "z.csv").write_text(copied)
+    assert json.loads(printed(capsys, "results", folder, "--json", "--metric", "μ"))[0]["ci_low"] is None
+    (folder / "z.csv").write_text(printed(capsys, "results", folder / "x.csv", "--csv"))
     assert read_rows(folder / "z.csv").equals(read_rows(folder / "x.csv"))
 
 
 def test_check_on_the_command_line(folder, capsys):
-    assert run("results", folder, "--check")[0] == 0
-    assert "0 problems in 2 files" in capsys.readouterr().out
+    assert "0 problems in 2 files" in printed(capsys, "results", folder, "--check")
     damaged(folder / "w.csv", 2, commit="main", baseline_commit="main")
-    assert run("results", folder, "--check")[0] == 1
-    printed = capsys.readouterr().out
-    assert "w.csv line 2: commit holds 'main'\n" in printed and "baseline_commit holds 'main'" in printed
-    assert "2 problems in 3 files" in printed
+    out = printed(capsys, "results", folder, "--check", code=1)
+    assert "w.csv line 2: commit holds 'main'\n" in out and "baseline_commit holds 'main'" in out
+    assert "2 problems in 3 files" in out
 
 
 @pytest.mark.parametrize(
@@ -112,6 +103,4 @@ def test_bad_questions_are_one_line_and_exit_code_2(folder, tmp_path, capsys, ar
     (tmp_path / "other.txt").write_text("question,answer\n")
     (tmp_path / "empty.txt").touch()
     places = {"folder": folder, "other": tmp_path / "other.txt", "empty": tmp_path / "empty.txt"}
-    assert run("results", *(argument.format(**places) for argument in arguments))[0] == 2
-    printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.count("\n") == 1 and message in printed.err
+    assert message in refused(capsys, "results", *(argument.format(**places) for argument in arguments))
