@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from hybrid_kv.guard.registry import CheckResult, Size
 
 MAX_SEED = 2**42 - 1  # times a million, plus a request's number, it has 64 bits
-_TARGET = ("model", "python", "against", "matrix", "weights", "exact")
+_TARGET = ("model", "python", "against", "matrix", "weights", "exact", "watch")
 _SHARED = {"seed", "jobs", "repro", "as_json", "out"}
 # By the option that chooses another kind of run, the options that go with it.
 _KINDS = {
@@ -87,6 +88,10 @@ def guard(
         typer.Option(help="Of the target's model: exact integers, random numbers; default: both (--matrix: random)."),
     ] = None,
     exact: Annotated[bool, typer.Option("--exact", help="As --weights exact.")] = False,
+    watch: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="PATH", help="Run again whenever a Python file of the target changes here, until Ctrl-C."),
+    ] = None,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Device of the guard model.")] = "cpu",
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print each check, not only its section.")] = False,
     as_json: AsJson = False,
@@ -106,12 +111,14 @@ def guard(
     from hybrid_kv.ci import published
     from hybrid_kv.cli.swarm import guard_swarm
     from hybrid_kv.cli.target import guard_target, is_case, replay_case
+    from hybrid_kv.cli.watch import watch as watch_files
     from hybrid_kv.config import ConfigError
     from hybrid_kv.files import check_outputs
     from hybrid_kv.guard.cases import replay as replay_own
     from hybrid_kv.guard.report import document, exit_code, print_closing, result_rows, section_text, verdicts
     from hybrid_kv.guard.run import amounts, run_guard
     from hybrid_kv.results import append_rows
+    from hybrid_kv.targets.kinds import kind_of
 
     _check_combination(given_options(context))
     if replay is not None:
@@ -128,12 +135,13 @@ def guard(
             raise ConfigError(f"--target {target}: give settings with --matrix, not with --only")
         check_outputs(out, junit_xml, repro / "case.json")
         with published(f"hybrid-kv guard --target {target}", junit_xml) as keep:
-            kind = "exact" if exact else weights
-            code = guard_target(
-                target, model, python, against, matrix, kind, select, seed or 0, size, jobs, repro, verbose, as_json,
-                out, keep,
+            run = partial(
+                guard_target, target, model, python, against, matrix, "exact" if exact else weights, select, seed or 0,
+                size, 1 if watch else jobs, repro, verbose, as_json, out, keep,
             )  # fmt: skip
-        raise typer.Exit(code)
+            if watch:
+                watch_files(watch, kind_of(target, python), run)
+            raise typer.Exit(run())
     if record and (select or levels):
         raise ConfigError("--record keeps the verdict of the whole guard; leave -k and --only out")
     if device == "cuda" and not torch.cuda.is_available():

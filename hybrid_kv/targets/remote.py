@@ -59,20 +59,25 @@ def build_of(kind: Kind, package: str, python: str) -> Kind:
         raise ConfigError(f"{python} has no {package}; give the Python of an environment with it")
     start = partial(Remote, kind.name, python)
     more = {name: getattr(kind, name) for name in ("inside", "known") if hasattr(kind, name)}
-    return SimpleNamespace(name=kind.name, size=kind.size, factors=kind.factors, python=python, start=start, **more)
+    more |= {"package": package, "python": python}
+    return SimpleNamespace(name=kind.name, size=kind.size, factors=kind.factors, start=start, **more)
 
 
 class Worker:
-    """A process that serves one target after another, if its engine can be forked; else one."""
+    """A process that serves one target after another, if its engine can be forked; else one.
 
-    def __init__(self, name: str, python: str) -> None:
+    Args:
+        early: import what does not belong to the engine before a target is started, and the engine only then.
+    """
+
+    def __init__(self, name: str, python: str, early: bool = False) -> None:
         self._name = name
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (lives as long as the process)
         self._scratch = tempfile.TemporaryDirectory()  # a fork leaves its temporary files behind
         self._begin = 0  # of what the last target said
         self._serves = self._is_asked = False
         self._process = subprocess.Popen(
-            [python, str(WORKERS / f"{name}.py")],
+            [python, str(WORKERS / f"{name}.py"), *(["early"] if early else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -164,6 +169,16 @@ def _end_workers() -> None:
             worker.kill()
 
 
+def renew_worker(name: str, python: str) -> None:
+    """End the workers without a target, whose engine may have changed, and let a new one import what has not."""
+    _end_workers()
+    _free[_key(name, python)] = [Worker(name, python, early=True)]
+
+
+def _key(name: str, python: str) -> tuple[Any, ...]:
+    return name, python, WORKERS, tuple(sorted(environment.child_environment().items()))
+
+
 class Remote:
     """See `targets.target.Target`.
 
@@ -174,7 +189,7 @@ class Remote:
 
     def __init__(self, name: str, python: str, folder: str, settings: Mapping[str, str]) -> None:
         self.name, self.settings = name, dict(settings)
-        self._key = name, python, WORKERS, tuple(sorted(environment.child_environment().items()))
+        self._key = _key(name, python)
         free = _free.get(self._key)
         self._worker: Worker | None = free.pop() if free else Worker(name, python)
         try:

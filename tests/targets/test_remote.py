@@ -150,6 +150,41 @@ def test_an_engine_that_can_be_forked_is_loaded_once(start: Start) -> None:
     assert not scratch.parent.exists()
 
 
+EARLY = """
+import sys
+sys.path.append({pipe!r})
+import pipe
+
+class Engine:
+    package = "toy_engine"
+
+    def load(self):
+        was_there = ["colorsys"] if "colorsys" in sys.modules else []
+        import colorsys, toy_engine
+        self.about = {{"version": toy_engine.VERSION, "can": was_there, "longest": 1}}
+
+    def start(self, folder, settings):
+        return self.about
+
+pipe.serve(Engine())
+"""
+
+
+def test_a_renewed_worker_imports_the_engine_at_its_first_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "toy.py").write_text(EARLY.format(pipe=str(remote.WORKERS)))
+    monkeypatch.setattr(remote, "WORKERS", tmp_path)
+    (source := tmp_path / "toy_engine.py").write_text("VERSION = 'old'")
+    Remote("toy", sys.executable, "folder", {}).close()
+    remote.renew_worker("toy", sys.executable)
+    source.write_text("VERSION = 'a longer one'")
+    target = Remote("toy", sys.executable, "folder", {})
+    assert (target.version, target.can) == ("a longer one", {"colorsys"})
+    target.close()
+    remote._end_workers()
+
+
 def test_one_that_hangs_takes_its_forks_with_it(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     target = start("time.sleep(600)", base="Forked")
     monkeypatch.setattr(remote, "REPLY_SECONDS", 0.2)

@@ -1,7 +1,9 @@
 """The worker's end of the pipe: a JSON object a line, `{"op": …, …}` in, `{"result": …}` or `{"error": …}` out.
 
 An engine whose imports take long has a `load`. It is called once, and each start is a fork behind it. `{"ended": …}`
-says that a fork is over, with its exit code; the next line may start another one.
+says that a fork is over, with its exit code; the next line may start another one. With the argument `early` what an
+engine imports from other packages is imported at once, and its own modules with the first line: they may change until
+then.
 """
 
 import json
@@ -9,6 +11,8 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
+from importlib import import_module
 from itertools import chain
 from typing import Any, TextIO
 
@@ -27,13 +31,33 @@ def serve(engine: Any) -> None:
     if not hasattr(engine, "load"):
         _answer(engine, lines, out)
         return
-    engine.load()
-    for line in lines:
+    if "early" in sys.argv:
+        _load_others(engine)
+    for number, line in enumerate(lines):
+        if number == 0:
+            engine.load()
         if not (child := os.fork()):
             _answer(engine, chain([line], lines), out)
             os._exit(0)  # to free what vLLM has imported takes 2 s
         _, status = os.waitpid(child, 0)
         out.write(json.dumps({"ended": os.waitstatus_to_exitcode(status)}) + "\n")
+
+
+def _load_others(engine: Any) -> None:
+    """Import what `load` does, but for the engine's own package `engine.package`; a fork finds out what that is."""
+    read, write = os.pipe()
+    if not (child := os.fork()):
+        engine.load()
+        names = [name for name in sys.modules if name.partition(".")[0] != engine.package]
+        with open(write, "w") as file:
+            file.write("\n".join(names))
+        os._exit(0)
+    os.close(write)
+    with open(read) as file:
+        for name in file.read().split():
+            with suppress(Exception):
+                import_module(name)
+    os.waitpid(child, 0)
 
 
 def _answer(engine: Any, lines: Iterator[str], out: TextIO) -> None:

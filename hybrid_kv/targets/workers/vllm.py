@@ -91,6 +91,7 @@ def exact_arguments(settings: dict[str, str]) -> dict[str, Any]:
 class Engine:
     """What `pipe.serve` needs; fields as in `hybrid_kv.targets.target`."""
 
+    package = "vllm"
     _sanitizer: Any = None
     _renew: Callable[[Any], None] | None = None  # of the exact model
 

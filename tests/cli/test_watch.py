@@ -1,0 +1,44 @@
+"""A run is repeated as soon as a file of the engine changes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hybrid_kv.cli import watch as module
+from hybrid_kv.config import ConfigError
+
+KIND = SimpleNamespace(name="toy", package="toy", python="python")
+
+
+def test_it_runs_again_after_a_change_and_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (file := tmp_path / "block_pool.py").touch()
+    renewed = list[tuple[str, str]]()
+    monkeypatch.setattr(module, "renew_worker", lambda *given: renewed.append(given))
+    runs = 0
+
+    def run() -> int:
+        nonlocal runs
+        runs += 1
+        os.utime(file, ns=(runs, runs))  # it changes before the run ends, so that nothing is waited for
+        if runs == 2:
+            raise ConfigError("invalid syntax (block_pool.py, line 3)")
+        if runs == 3:
+            raise KeyboardInterrupt
+        return 1
+
+    with pytest.raises(KeyboardInterrupt):
+        module.watch([tmp_path], KIND, run)
+    assert renewed == [("toy", "python")] * 2
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "said"),
+    [("absent", KIND, "absent: there is no such file"), (".", SimpleNamespace(name="ours"), "ours has no environment")],
+)
+def test_what_cannot_be_watched_is_rejected(path: str, kind: SimpleNamespace, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        module.watch([Path(path)], kind, lambda: 0)
