@@ -58,7 +58,8 @@ class Setting(pytest.Collector):
     def collect(self) -> list[Item]:
         from hybrid_kv.probes.registry import load_probes
 
-        probes = [one for one in load_probes() if self.model.startswith("exact") or not one.exact]
+        is_exact = self.model.startswith("exact")
+        probes = [one for one in load_probes() if not (one.covered if is_exact else one.exact)]
         return [Item.from_parent(self, name=one.name, probe=one) for one in probes]
 
     def setup(self) -> None:

@@ -40,7 +40,7 @@ def test_two_at_a_time_say_what_one_after_another_says(folder: str) -> None:
 
 def test_what_cannot_be_started_is_reported_too(folder: str) -> None:
     queue = CONTEXT.SimpleQueue()
-    at_once._start("ours", None, None, folder, 0, 1, 1, "1.0", [], queue)
+    at_once._start("ours", None, None, folder, 0, 1, True, 1, "1.0", [], queue)
     at_once._ask({"spec": "mtp1"}, [])
     version, outcome = queue.get()
     assert (version, outcome.probe, outcome.verdict) == ("1.0", "start", "not supported") and queue.empty()
@@ -48,7 +48,7 @@ def test_what_cannot_be_started_is_reported_too(folder: str) -> None:
 
 def test_doubt_in_the_oracle_goes_along(folder: str) -> None:
     """Of a dtype in which the plain engine was wrong the answers are held against that engine's own."""
-    at_once._start("ours", None, None, folder, 3, 1, 2, "?", ["float32"], CONTEXT.SimpleQueue())
+    at_once._start("ours", None, None, folder, 3, 1, False, 2, "?", ["float32"], CONTEXT.SimpleQueue())
     guarded, _ = at_once._worker
     assert not guarded.judge_of({}).trusted and guarded.judge_of({"dtype": "bfloat16"}).trusted
-    assert guarded.kind is ours and guarded.seed == 3 and guarded.shortest == 2
+    assert guarded.kind is ours and (guarded.seed, guarded.shortest, guarded.thorough) == (3, 2, False)

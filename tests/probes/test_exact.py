@@ -79,6 +79,11 @@ def test_a_right_engine_is_right_in_the_settings_that_it_names(folder):
     assert not found(some, "traffic", "tiles", "token")
 
 
+def test_what_its_traffic_covers_is_left_out_where_it_runs(folder):
+    names = [one.probe for one in guard(Guarded(kind(), folder, thorough=False), [{}], ["alone", "traffic", "repeat"])]
+    assert names == ["alone", "traffic"]
+
+
 @pytest.mark.parametrize(
     ("bug", "probe"), [("no parent", "tiles"), ("one token", "one token beside others"), ("preempted", "traffic")]
 )
