@@ -1,11 +1,14 @@
 """Known bugs as patches of vLLM's own source, `mutants/vllm/*.patch`, and what finds them.
 
     python -m mutants.runner.vllm --python PYTHON [--random] [--out FILE.csv] [NAME ...]
+    python -m mutants.runner.vllm --table
 
 The exact model inside it, or with `--random` the probes with random weights; the sanitizer plays again what failed.
 
 A patch begins with `# ID: what goes wrong` and `# settings: CELL; CELL`, the cells of the guard's matrix that should
 show it, the cheapest first; `plain` is the plainest one, and `model=linear` in a cell chooses another exact model.
+`# why not: …` may follow where it is not found. `--table` writes the tables of `mutants/vllm/README.md` from
+`mutants/vllm/found.csv`.
 `healthy.patch` mends what is known of this release and is part of each run; alone, it must be right in all their cells.
 """
 
@@ -19,14 +22,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from statistics import median
 
 from hybrid_kv.probes.guarded import Guarded, ask
 from hybrid_kv.probes.reproducer import case_of, wrong_read
-from hybrid_kv.probes.run import FINE, matrix_of
+from hybrid_kv.probes.run import FINE, matrix_of, subtract_known
 from hybrid_kv.probes.session import Outcome
 from hybrid_kv.targets import remote
 from hybrid_kv.targets.exact import VOCABULARY
@@ -37,7 +41,6 @@ FOLDER = Path(__file__).parents[1] / "vllm"
 HEALTHY = "healthy"
 RANDOM, DTYPE = "qwen3_5_text:small", {"dtype": "bfloat16"}  # a delta net on a CPU takes no other
 LIMIT = 120.0  # seconds of probes with random weights, which are the slow ones
-PROBES = ("traffic", "tiles", "one token beside others", "drafts", "preempted", "salts")
 
 
 @dataclass
@@ -119,6 +122,7 @@ def search(python: str, name: str, weights: str = "exact") -> Found:
     code = "import importlib.util as u; print(u.find_spec('vllm').submodule_search_locations[0])"
 
     def report(outcome: Outcome) -> None:
+        subtract_known(guarded, outcome)
         found.seconds = round(found.seconds + outcome.seconds, 1)
         found.answers += outcome.num_answers
         if outcome.verdict not in FINE or outcome.probe == "start":
@@ -135,11 +139,11 @@ def search(python: str, name: str, weights: str = "exact") -> Found:
         for found.setting in head(patches[-1])[2]:
             model, text = cell_of(found.setting)
             with model_folder(f"exact:{model}" if weights == "exact" else RANDOM) as checkpoint:
-                guarded = Guarded(kind_of("vllm", python), checkpoint)
+                guarded = Guarded(kind_of("vllm", python), checkpoint, thorough=weights == "random")
                 text = " ".join(one for one in text.split() if one.partition("=")[0] in guarded.kind.factors)
                 cell = {**matrix_of(guarded.kind, [text] if text else [])[-1]} | ({} if weights == "exact" else DTYPE)
                 try:
-                    ask(guarded, cell, PROBES if weights == "exact" else (), report)
+                    ask(guarded, cell, (), report)
                 except _Wrong as end:
                     found.wrong_read = _wrong_read(guarded, end.args[0])
                     break
@@ -156,14 +160,57 @@ def _wrong_read(guarded: Guarded, outcome: Outcome) -> str:
     return wrong_read(guarded, case) or "nothing"
 
 
+def tables(rows: Sequence[Mapping[str, str]]) -> str:
+    """What was found, fastest first, and what was not, from the last row of each patch and kind of weights."""
+    exact = {row["name"]: row for row in rows if row["weights"] == "exact" and row["name"] != HEALTHY}
+    random = {row["name"]: row["probe"] or "no" for row in rows if row["weights"] == "random"}
+    found = sorted(
+        (row for row in exact.values() if row["probe"]), key=lambda row: (float(row["seconds"]), row["name"])
+    )
+    seconds = [float(row["seconds"]) for row in found]
+    lines = [
+        f"**{len(found)} of {len(exact)} are found**, in a median of {median(seconds):.1f} s of probes, at most "
+        f"{max(seconds):.0f} s.\n",
+        "| patch | id | what goes wrong | found by | setting | s | random weights | first wrong read |",
+        "|---|---|---|---|---|--:|---|---|",
+    ]
+    for row in found:
+        id, what, _ = head(FOLDER / f"{row['name']}.patch")
+        cells = row["probe"], row["setting"], row["seconds"], random.get(row["name"], ""), row["wrong_read"]
+        lines.append(f"| {' | '.join((row['name'], id, what, *cells))} |")
+    lines += [
+        "\n## Not found\n",
+        "| patch | id | what goes wrong | settings | random weights | why |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in sorted({*exact} - {row["name"] for row in found}):
+        patch = FOLDER / f"{name}.patch"
+        id, what, settings = head(patch)
+        why = "".join(re.findall(r"(?m)^# why not: (.*)", patch.read_text()))
+        lines.append(f"| {' | '.join((name, id, what, '; '.join(settings), random.get(name, ''), why))} |")
+    return "\n".join(lines) + "\n"
+
+
+def _rewrite() -> None:
+    page = FOLDER / "README.md"
+    text = page.read_text(encoding="utf-8")
+    with (FOLDER / "found.csv").open(newline="", encoding="utf-8") as file:
+        page.write_text(text[: text.index("**")] + tables([*csv.DictReader(file)]), encoding="utf-8")
+
+
 def main() -> None:
     """Write a row for each patch as it comes; the exit code is 1 if the healthy engine is not right."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--python", required=True, help="of an environment with vLLM")
+    parser.add_argument("--table", action="store_true", help="only rewrite the README's tables")
+    parser.add_argument("--python", help="of an environment with vLLM")
     parser.add_argument("--random", action="store_true", help="random weights instead of the exact model")
     parser.add_argument("--out", type=Path, help="a CSV file to append rows to")
     parser.add_argument("names", nargs="*", help="default: all, behind a healthy engine in all of their cells")
     chosen = parser.parse_args()
+    if chosen.table:
+        return _rewrite()
+    if chosen.python is None:
+        parser.error("--python is missing: the Python of an environment with vLLM")
     with chosen.out.open("a", newline="", buffering=1) if chosen.out else nullcontext(sys.stdout) as file:
         if not chosen.out or not file.tell():
             csv.writer(file).writerow(one.name for one in fields(Found))

@@ -16,6 +16,7 @@ MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 2048, 8, 2048
 SMALL_MODEL, SMALL_POOL = 2**26, 2**28
 EXACT_HEAD = 2  # numbers of a key
 EXACT_BLOCK, EXACT_BLOCKS = 16, 2**10  # tokens of a block, and how many there are
+MOST_IDLE = 1000  # steps; the chunks of all prompts are fewer
 ROOM = 640  # tokens of the one request that a tight pool holds for sure, where eight may run
 CAN = ["cached", "logprobs", "reset", "preempt", "salt", "seed", "n", "abort", "batch", "steps"]
 COUNTERS = {
@@ -168,7 +169,7 @@ class Engine:
         found: list[dict[str, Any]] = [{} for _ in requests]
         parts: list[dict[int, Any]] = [{} for _ in requests]  # of n answers, an output has one
         running: dict[str, int] = {}
-        waiting, undisturbed, step = list(range(len(requests))), 0, 0
+        waiting, undisturbed, step, last = list(range(len(requests))), 0, 0, 0
         while waiting or running:
             ended = len(requests) - len(waiting) - len(running)
             ready = [i for i in waiting if requests[i].get("after", 0) <= ended and requests[i].get("step", 0) <= step]
@@ -184,7 +185,11 @@ class Engine:
                 undisturbed = known
                 self._llm.reset_prefix_cache(reset_running_requests=True)
             step += 1
-            for output in self._llm.step():
+            outputs = self._llm.step()
+            last = step if outputs else last
+            if step - last > MOST_IDLE:
+                raise RuntimeError(f"{len(running)} requests run, and {MOST_IDLE} steps bring no token")
+            for output in outputs:
                 if (i := running.get(output.request_id, -1)) < 0:
                     continue
                 found[i]["cached_tokens"] = output.num_cached_tokens
