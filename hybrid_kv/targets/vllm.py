@@ -42,7 +42,7 @@ inside = Inside(
     },
     (
         "chunk=24",
-        "blocks=tight",
+        "prefix=on blocks=tight",
         "async=on",
         "prefix=on",
         "prefix=on chunk=40 blocks=tight",
