@@ -28,7 +28,7 @@ from hybrid_kv.probes.shrink import distinct, shrink
 from hybrid_kv.targets.exact import is_exact
 from hybrid_kv.targets.kinds import for_model, kind_of
 from hybrid_kv.targets.models import model_folder
-from hybrid_kv.targets.target import TargetError
+from hybrid_kv.targets.target import Inside, TargetError
 from hybrid_kv.threads import is_small, threads_for
 
 AMOUNTS: dict[Size, int] = {"quick": 1, "full": 1, "long": 10}  # rounds of each probe
@@ -65,10 +65,11 @@ def guard_target(
     kind, before = kind_of(target, python), kind_of(target, against) if is_build else None
     other = kind_of(against) if against is not None and not is_build else None
     model = f"{model}:{kind.size}" if model in sized() and kind.size != "tiny" else model
-    can_exact = getattr(kind, "inside", None) is not None and other is None and not matrix
-    models = ["exact"] if weights == "exact" else [model]
-    if weights is None and can_exact and not model.startswith("exact"):
-        models = ["exact", model]
+    inside: Inside | None = getattr(kind, "inside", None)
+    exact = ["exact", *(f"exact:{name}" for name in inside.further if not matrix)] if inside else ["exact"]
+    models = exact if weights == "exact" else [model]
+    if weights is None and inside and other is None and not matrix and not model.startswith("exact"):
+        models = [*exact, model]
     parts: list[_Part] = []
     files: list[str] = []
 
@@ -102,7 +103,7 @@ def guard_target(
                 publish()
 
             # What random weights alone see are kernels and layers: beside the exact model, the plainest settings do.
-            own: Size = "quick" if name != models[0] and size == "full" else size
+            own: Size = "quick" if not name.startswith("exact") and len(models) > 1 and size == "full" else size
             cells = matrix_of(part.guarded.kind, matrix) if matrix else None
             at_once = jobs or (num_workers(None) if is_small(folder) else 1)
             part.seen = guard(part.guarded, cells, select or (), report, at_once, own)

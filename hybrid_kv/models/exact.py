@@ -62,7 +62,7 @@ def _draw(generator: np.random.Generator, *shape: int) -> Residues:
     return generator.integers(1, PRIME, size=shape)
 
 
-def _affine_scan(a: Residues, b: Residues) -> None:
+def affine_scan(a: Residues, b: Residues) -> None:
     """Replace each map `s -> a s + b` by its composition with all before it along dimension 1, in log2(len) steps."""
     shift = 1
     while shift < a.shape[1]:
@@ -176,7 +176,7 @@ class ExactMamba:
         for i, state in enumerate(states):
             a, b = self.maps(tokens.c, i)
             b[:, 0] = (a[:, 0] * state + b[:, 0]) % PRIME
-            _affine_scan(a, b)
+            affine_scan(a, b)
             after.append(b)
         real = np.arange(tokens.c.shape[1]) < tokens.lengths[:, None]
         return self.read(tokens.c, after)[real], after
@@ -208,7 +208,7 @@ class ExactMamba:
         for i, view in enumerate(state):
             a, b = self.maps(history, i)
             a[none], b[none] = 1, 0
-            _affine_scan(a, b)
+            affine_scan(a, b)
             states = (a * view[src][:, None] + b) % PRIME
             view[dst[due]] = states[due, flush[due]]
             after.append(states[:, -1])

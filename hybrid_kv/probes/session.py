@@ -305,7 +305,10 @@ class Session:
     def _possible(self, one: Round) -> Round:
         """Without the extras that the target does not have; none of them is what the probe is about."""
         can = self.target.can
-        requests = tuple(replace(ask, logprobs=ask.logprobs and "logprobs" in can) for ask in one.requests)
+        requests = tuple(
+            replace(ask, logprobs=ask.logprobs and "logprobs" in can, salt=ask.salt if "salt" in can else "")
+            for ask in one.requests
+        )
         return replace(one, requests=requests)
 
     def _unmoved(self, probe: Probe, moved: Mapping[str, float]) -> tuple[Verdict, str] | None:

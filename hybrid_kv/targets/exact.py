@@ -25,6 +25,7 @@ PATTERNS: dict[str, tuple[str, dict[str, str]]] = {
     "gdn": ("M*MM*", {"M": "GDN_ATTN"}),
     "kda": ("V*VV*", {"V": "GDN_ATTN"}),
     "linear": ("M*MM*", {"M": "LINEAR"}),
+    "attention": ("***", {}),  # what some engines batch or roll back alone; vLLM rejects it as no hybrid
 }
 ALIASES = {"G": "M"}  # a layer with the parts of another one, so that a pattern has two kinds of these parts
 VOCABULARY, ECHO, CYCLE = 100, 8, 5
@@ -86,6 +87,17 @@ def write_exact_checkpoint(name: str, folder: str | Path) -> None:
     (Path(folder) / "config.json").write_text(json.dumps(about))
 
 
+def name_of(folder: str | Path) -> str:
+    """The name of a checkpoint's model, one of `PATTERNS`."""
+    name: str = json.loads((Path(folder) / "config.json").read_text())["exact"]["name"]
+    return name
+
+
+def model_of(folder: str | Path) -> ExactModel:
+    """The model of a checkpoint: its weights follow from its name."""
+    return ExactModel(_config(name_of(folder)))
+
+
 class ExactAnswers:
     """What the model continues a prompt with, alone and without a cache.
 
@@ -94,8 +106,7 @@ class ExactAnswers:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        name = json.loads((Path(folder) / "config.json").read_text())["exact"]["name"]
-        self._oracle = ExactOracle(ExactModel(_config(name)))
+        self._oracle = ExactOracle(model_of(folder))
         self._known: dict[tuple[int, ...], list[int]] = {}
 
     def tokens(self, prompt: Sequence[int], count: int) -> list[int]:

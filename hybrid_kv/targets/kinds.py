@@ -9,7 +9,7 @@ from typing import cast
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.errors import require
-from hybrid_kv.targets.exact import is_exact
+from hybrid_kv.targets.exact import is_exact, name_of
 from hybrid_kv.targets.target import Inside, Kind
 
 KINDS = ("ours", "serve", "mlx", "vllm", "transformers")  # a file of `targets` each
@@ -55,6 +55,6 @@ def for_model(kind: Kind, folder: str) -> Kind:
         raise ConfigError(f"--exact: {kind.name} cannot run an exact model; leave it out")
     python = getattr(kind, "python", None)
     return SimpleNamespace(
-        name=kind.name, size=kind.size, factors=inside.factors, matrix=inside.matrix, known=getattr(kind, "known", ()),
-        python=python, start=kind.start,
+        name=kind.name, size=kind.size, factors=inside.factors, known=getattr(kind, "known", ()), python=python,
+        matrix=inside.further.get(name_of(folder), inside.matrix), start=kind.start,
     )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hybrid_kv.targets.remote import Remote, python_of
+from hybrid_kv.targets.target import Inside
 
 name, package = "mlx", "mlx_lm"
 size = "tiny"
@@ -15,6 +16,18 @@ factors = {
     "chunk": ("whole", "17"),  # prefill_step_size
     "batch": ("one", "together"),  # generate_step one after another, or BatchGenerator
 }
+inside = Inside(
+    factors,
+    (
+        "chunk=17",
+        "prefix=kept,saved,lru",
+        "prefix=lru chunk=17",
+        "batch=together chunk=17",
+        "batch=together prefix=kept,saved,lru",
+        "batch=together prefix=lru chunk=17",
+    ),
+    {"attention": ("prefix=lru", "spec=draft2", "prefix=kept spec=draft2", "batch=together prefix=lru")},  # trimmed
+)
 
 
 def start(folder: str, settings: Mapping[str, str]) -> Remote:

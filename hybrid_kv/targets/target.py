@@ -6,7 +6,7 @@ A target says what it can do (`can`) and what it can be started with (`Kind.fact
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hybrid_kv.config import HybridKVError
@@ -129,10 +129,15 @@ class Target(Protocol):
 
 @dataclass(frozen=True)
 class Inside:
-    """How an engine runs an exact model: what it can be started with, and the settings of a default guard."""
+    """How an engine runs an exact model: what it can be started with, and the settings of a default guard.
+
+    Attributes:
+        further: settings of models that show what the default one cannot, by the model's name.
+    """
 
     factors: Mapping[str, Sequence[str]]
     matrix: tuple[str, ...]
+    further: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ import torch
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.models.random_checkpoint import quiet
-from hybrid_kv.targets.target import Answer, Ask
+from hybrid_kv.targets.exact import is_exact
+from hybrid_kv.targets.target import Answer, Ask, Inside
 
 name = "transformers"
 size = "tiny"
@@ -27,8 +28,22 @@ factors = {
     "beams": ("1", "4"),  # of the tokens that the search took, each must have its log-probability
 }
 apart = ("batch", "beams")
+inside = Inside(
+    {factor: levels for factor, levels in factors.items() if factor != "beams"} | {"cache": ("dynamic", "static")},
+    (
+        "cache=static chunk=17",
+        "prefix=kept",
+        "prefix=kept chunk=17",
+        "prefix=kept cache=static",
+        "batch=left",
+        "batch=left chunk=17",
+        "batch=left cache=static chunk=17",
+    ),
+    # Drafts are for windows that can be rolled back, continuous batching for attention alone.
+    {"short_conv": ("spec=lookup3,draft2", "prefix=kept spec=lookup3,draft2"), "attention": ("batch=continuous",)},
+)
 NUM_LIKELIEST = 5
-MAX_MODEL_LEN = 2048
+MAX_MODEL_LEN, EXACT_LONGEST = 2048, 640
 NOISE = 0.05  # of a weight's own size: a draft model that is right often, not always
 # `generate` moves an offloaded cache by CUDA's streams alone.
 REFUSALS = ("ValueError", "NotImplementedError", "AssertionError: Torch not compiled with CUDA")
@@ -44,7 +59,7 @@ def start(folder: str, settings: Mapping[str, str]) -> Transformers:
 class Transformers:
     """See `targets.target.Target`."""
 
-    name, longest = name, MAX_MODEL_LEN
+    name = name
 
     def __init__(self, folder: str, settings: Mapping[str, str]) -> None:
         import transformers
@@ -58,6 +73,8 @@ class Transformers:
         if self._beams > 1 and (batch, self._level["prefix"], self._level["spec"]) != ("one", "off", "none"):
             raise ConfigError(f"beams={self._beams}: a search has no drafts, batch or kept cache; leave them out")
         self._model = _load(folder)
+        is_exact = hasattr(self._model, "echo")
+        self.longest = EXACT_LONGEST if is_exact else MAX_MODEL_LEN
         self._drafting: dict[str, Any] = {}
         if self._level["spec"] == "lookup3":
             self._drafting = {"prompt_lookup_num_tokens": 3}
@@ -69,7 +86,7 @@ class Transformers:
         self._kept: Kept = {}
         self._counts: Counter[str] = Counter()
         further = ["batch"] if batch != "one" else ["logprobs"] if self._beams > 1 else ["logprobs", "seed", "n"]
-        self.can = frozenset({"cached", "reset", *further})
+        self.can = frozenset({"cached", "reset", *further}) - ({"logprobs"} if is_exact else set())
         self._ask_once()
 
     def _ask_once(self) -> None:
@@ -232,15 +249,23 @@ def _load(folder: str) -> Any:
 
     try:
         with quiet():
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()  # type: ignore[no-untyped-call]
+            if is_exact(folder):
+                from hybrid_kv.targets.transformers_exact import ExactForCausalLM
+
+                model: Any = ExactForCausalLM(folder).eval()
+            else:
+                model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()  # type: ignore[no-untyped-call]
     except (ValueError, OSError, KeyError) as error:
         raise ConfigError(f"transformers does not load {folder}: {str(error).splitlines()[0]}") from None
     model.generation_config.eos_token_id = None  # answers are as long as they may be
     return model
 
 
-def _noisy(model: torch.nn.Module) -> Any:
-    """These weights, a little off."""
+def _noisy(model: Any) -> Any:
+    """These weights, a little off; an exact model that draws half as often."""
+    if hasattr(model, "echo"):
+        model.echo *= 2
+        return model
     g = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():

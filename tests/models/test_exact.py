@@ -9,7 +9,7 @@ from hybrid_kv.engine.llm import LLM
 from hybrid_kv.guard.play import run_scenario
 from hybrid_kv.guard.scenario import SmallKVFirst
 from hybrid_kv.guard.traffic import draw_scenario
-from hybrid_kv.models.exact import PRIME, ExactConfig, ExactModel, ExactOracle, _affine_scan
+from hybrid_kv.models.exact import PRIME, ExactConfig, ExactModel, ExactOracle, affine_scan
 from hybrid_kv.sampling import SamplingParams
 
 PROMPT = np.random.default_rng(3).integers(0, 97, 21).tolist()
@@ -39,7 +39,7 @@ def test_scan_equals_loop(length, seed):
     rng = np.random.default_rng(seed)
     a, b = (rng.integers(0, PRIME, (2, length, 3)) for _ in "ab")
     got_a, got_b = a.copy(), b.copy()
-    _affine_scan(got_a, got_b)
+    affine_scan(got_a, got_b)
     total_a, total_b = np.ones((2, 3), np.int64), np.zeros((2, 3), np.int64)
     for t in range(length):
         total_a, total_b = total_a * a[:, t] % PRIME, (a[:, t] * total_b % PRIME + b[:, t]) % PRIME

@@ -9,7 +9,7 @@ from hybrid_kv.targets.target import Ask
 NUM_REQUESTS = 24
 
 
-@probe("traffic", place=1, needs="batch steps", exact=True)
+@probe("traffic", place=1, exact=True)
 def traffic(traffic: Traffic) -> Rounds:
     """Prompts with shared beginnings arrive a few steps apart; some are repeated, extended, short or ended early.
 
@@ -43,7 +43,7 @@ def traffic(traffic: Traffic) -> Rounds:
         known = [text for text in known if len(text) < 9 * unit]
 
 
-@probe("tiles", place=1, needs="batch steps", exact=True)
+@probe("tiles", place=1, exact=True)
 def tiles(traffic: Traffic) -> Rounds:
     """Prompts of whole blocks, out of four and in any order: only the blocks before it tell equal ones apart."""
     rng = traffic.rng
@@ -57,7 +57,7 @@ def tiles(traffic: Traffic) -> Rounds:
         yield Round(tuple(requests))
 
 
-@probe("one token beside others", place=1, needs="batch steps", exact=True)
+@probe("one token beside others", place=1, needs="batch", exact=True)
 def one_token(traffic: Traffic) -> Rounds:
     """Prompts of one token that come while others run."""
     rng = traffic.rng

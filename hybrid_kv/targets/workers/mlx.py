@@ -13,7 +13,7 @@ from typing import Any
 
 COUNTERS = ("hits", "drafts", "accepted")
 NUM_LIKELIEST = 5
-LONGEST = 2048  # it sets no limit of its own
+LONGEST, EXACT_LONGEST = 2048, 640  # it sets no limit of its own
 SERVER_CACHES = 10  # --prompt-cache-size
 NOISE = 0.05  # of a weight's own size: a draft model that is right often, not always
 
@@ -98,8 +98,10 @@ class Engine:
             self._draft = noisy(load(Path(folder)))
         self._counts: Counter[str] = Counter()
         self.reset()
-        can = ["cached", "logprobs", "reset", "abort", "batch" if self._together else "seed"]
-        return {"version": mlx_lm.__version__, "can": can, "longest": LONGEST}
+        is_exact = hasattr(self._model, "echo")
+        can = ["cached", "reset", "abort", *(["batch", "steps"] if self._together else ["seed"])]
+        can += [] if is_exact else ["logprobs"]  # of the exact model they say nothing
+        return {"version": mlx_lm.__version__, "can": can, "longest": EXACT_LONGEST if is_exact else LONGEST}
 
     def ask(self, requests: list[dict[str, Any]], preempt_every: int) -> list[dict[str, Any]]:
         answers: list[dict[str, Any]] = [{"token_ids": [], "logprobs": []} for _ in requests]
@@ -180,14 +182,17 @@ class Engine:
         if self._batch is None:
             self._batch = BatchGenerator(self._model, prefill_step_size=self._step)
         running: dict[int, int] = {}
-        waiting = list(range(len(requests)))
+        waiting, step = list(range(len(requests))), 0
         try:
             while waiting or running:
                 complete = len(requests) - len(waiting) - len(running)
-                for i in [i for i in waiting if requests[i]["after"] <= complete]:
+                ready = [i for i in waiting if requests[i]["after"] <= complete and requests[i]["step"] <= step]
+                # A step that nothing runs in is never reached.
+                for i in ready or ([] if running else waiting[:1]):
                     waiting.remove(i)
                     self._insert(requests[i], answers[i], i, running)
                 self._next(requests, answers, running)
+                step += 1
         except Exception as error:
             # The server's only thread ends here; the requests of the batch get no more.
             for i in running.values():
@@ -235,6 +240,8 @@ def load(folder: Path) -> Any:
     from mlx_lm.utils import load_model
 
     config = json.loads((folder / "config.json").read_text())
+    if "exact" in config:
+        return pipe.sibling("mlx_exact").Model(config)
     try:
         model, _ = load_model(folder, model_config=as_on_the_hub(config))
     except (ValueError, TypeError, KeyError, AttributeError, FileNotFoundError) as error:
@@ -277,10 +284,13 @@ def untagged(value: Any) -> Any:
 
 
 def noisy(model: Any) -> Any:
-    """A draft model: these weights, a little off."""
+    """A draft model: these weights, a little off; an exact model that draws half as often."""
     import mlx.core as mx
     from mlx.utils import tree_map
 
+    if hasattr(model, "echo"):
+        model.echo *= 2
+        return model
     mx.random.seed(0)
     model.update(
         tree_map(lambda w: w + NOISE * mx.abs(w).mean() * mx.random.normal(w.shape, w.dtype), model.parameters())

@@ -6,6 +6,7 @@ engine imports from other packages is imported at once, and its own modules with
 then.
 """
 
+import importlib.util
 import json
 import os
 import sys
@@ -72,3 +73,12 @@ def _answer(engine: Any, lines: Iterator[str], out: TextIO) -> None:
             text = str(error).strip().splitlines() or [""]
             reply = {"error": f"{type(error).__name__}: {text[0]}", "usage": isinstance(error, ValueError)}
         out.write(json.dumps(reply) + "\n")
+
+
+def sibling(name: str) -> Any:
+    """Another file of this folder, which cannot be in the path: in it, an engine's package is its worker."""
+    spec = importlib.util.spec_from_file_location(name, f"{os.path.dirname(__file__)}/{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

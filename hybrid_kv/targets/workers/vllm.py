@@ -3,7 +3,6 @@
 A setting that vLLM refuses, or takes and then overrides, is a `ValueError` in its own words: it not supported.
 """
 
-import importlib.util
 import json
 import os
 import sys
@@ -98,7 +97,7 @@ class Engine:
 
     def load(self) -> None:
         """What every start imports: 8 of its 12 s."""
-        _sibling("vllm_case").declare_vision()
+        pipe.sibling("vllm_case").declare_vision()
         import vllm.v1.engine.llm_engine
         import vllm.v1.worker.gpu_model_runner  # noqa: F401  (the one for CPUs is made of it)
 
@@ -153,9 +152,9 @@ class Engine:
 
     def _exact(self, settings: dict[str, str]) -> dict[str, Any]:
         """Make the exact model known to vLLM; the options that it adds."""
-        module = _sibling("vllm_exact")
+        module = pipe.sibling("vllm_exact")
         if settings.get("sanitize") == "on":
-            self._sanitizer = module.sanitizer = _sibling("vllm_sanitizer").Sanitizer()
+            self._sanitizer = module.sanitizer = pipe.sibling("vllm_sanitizer").Sanitizer()
         module.register()
         self._renew = module.renew
         module.kernel_block_size = int(settings["kernel"]) if settings.get("kernel", "own") != "own" else 0
@@ -245,15 +244,6 @@ class Engine:
             raise RuntimeError("reset_prefix_cache says that it did not")
         if self._renew is not None:
             self._renew(self._llm)
-
-
-def _sibling(name: str) -> Any:
-    """Another file of this folder, which cannot be in the path: in it, `vllm` is this file."""
-    spec = importlib.util.spec_from_file_location(name, f"{os.path.dirname(__file__)}/{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def make_tight() -> None:
