@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,10 +54,15 @@ class ExactForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         attention_mask: Any = None,
         position_ids: torch.Tensor | None = None,
         past_key_values: Any = None,
-        **_: Any,
+        cache: Any = None,
+        **paged: Any,
     ) -> CausalLMOutputWithPast:
-        """Of input_ids [batch, len]; logits [batch, len, vocabulary], one-hot."""
-        cache = DynamicCache(config=self.config) if past_key_values is None else past_key_values
+        """Of input_ids [batch, len]; logits [batch, len, vocabulary], one-hot.
+
+        Args:
+            cache: of continuous batching, with what its `update` needs in `paged`.
+        """
+        cache = cache or past_key_values or DynamicCache(config=self.config)
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1])[None] + cache.get_seq_length()
         if not isinstance(attention_mask, dict):
@@ -73,7 +80,8 @@ class ExactForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             if isinstance(layer, ExactMamba):
                 y = _mamba(layer, i, x, mask, cache)
             else:
-                y = _attention(layer, i, x, position_ids.expand(ids.shape).numpy(), mask, cache)
+                update = partial(cache.update, layer_idx=i, kwargs=dict(paged))
+                y = _attention(layer, x, position_ids.expand(ids.shape).numpy(), mask, update)
             x = (x * 3 + y) % PRIME
         residues = exact.logits(x)
         follower = ids - ids % CYCLE + (ids + 1) % CYCLE
@@ -108,7 +116,7 @@ def _mamba(layer: ExactMamba, i: int, x: Residues, mask: torch.Tensor | None, ca
 
 
 def _attention(
-    layer: ExactAttention, i: int, x: Residues, positions: Residues, mask: torch.Tensor, cache: Any
+    layer: ExactAttention, x: Residues, positions: Residues, mask: torch.Tensor, update: Callable[..., Any]
 ) -> Residues:
     """[batch, len, width] to the same; positions [batch, len], mask [batch, 1, len, keys]: 0 where a key is seen.
 
@@ -116,7 +124,7 @@ def _attention(
     """
     shape = 3, len(x), 1, *x.shape[1:]
     query, *new = layer.project(x.reshape(-1, x.shape[2]), positions.reshape(-1)).reshape(shape)
-    key, value = (_from_cache(part)[:, 0] for part in cache.update(*map(_to_cache, new), i))
+    key, value = (_from_cache(part)[:, 0] for part in update(*map(_to_cache, new)))
     visible = mask[:, 0].numpy() == 0
     order = visible.cumsum(-1)[..., None] * layer.read_mark % PRIME
     weighted = value[:, None] * (order * order % PRIME) % PRIME

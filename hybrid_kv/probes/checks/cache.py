@@ -31,7 +31,7 @@ def cached_end(traffic: Traffic) -> Rounds:
         yield Round((traffic.ask(whole),))
         for end in (len(whole), 3 * traffic.unit, 2 * traffic.unit, traffic.unit):
             for length in (end - 1, end, end + 1):
-                yield Round((traffic.ask((*whole, *traffic.prompt(1))[:length]),))
+                yield Round((traffic.ask((*whole, *traffic.prompt(1))[: max(1, length)]),))
 
 
 @probe("extended and branched", place=12, moves="cached", when="prefix")
