@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hybrid_kv.targets.remote import Remote, python_of
-from hybrid_kv.targets.target import Inside
+from hybrid_kv.targets.target import Inside, Known
 
 name, package = "mlx", "mlx_lm"
 size = "tiny"
@@ -19,14 +19,20 @@ factors = {
 inside = Inside(
     factors,
     (
-        "chunk=17",
-        "prefix=kept,saved,lru",
+        "prefix=kept",
         "prefix=lru chunk=17",
         "batch=together chunk=17",
-        "batch=together prefix=kept,saved,lru",
-        "batch=together prefix=lru chunk=17",
+        "batch=together prefix=saved",
+        "batch=together prefix=lru",
     ),
-    {"attention": ("prefix=lru", "spec=draft2", "prefix=kept spec=draft2", "batch=together prefix=lru")},  # trimmed
+    # Attention alone is trimmed, and drafted for.
+    {"attention": ("prefix=lru", "spec=draft2", "prefix=kept spec=draft2", "batch=together prefix=lru")},
+)
+known = (
+    Known("0.32.2", "mlx_server_dies", ("prefix",), words="has an empty prompt"),
+    Known("0.32.2", "mlx_draft_kept", ("prefix", "spec")),
+    # With states, a cache serves what goes on with all of it.
+    Known("0.32.2", "prefix=kept", ("prefix",), words="cached stayed 0"),
 )
 
 

@@ -15,7 +15,7 @@ import torch
 from hybrid_kv.config import ConfigError
 from hybrid_kv.models.random_checkpoint import quiet
 from hybrid_kv.targets.exact import is_exact
-from hybrid_kv.targets.target import Answer, Ask, Inside
+from hybrid_kv.targets.target import Answer, Ask, Inside, Known
 
 name = "transformers"
 size = "tiny"
@@ -32,15 +32,18 @@ inside = Inside(
     {factor: levels for factor, levels in factors.items() if factor != "beams"} | {"cache": ("dynamic", "static")},
     (
         "cache=static chunk=17",
-        "prefix=kept",
         "prefix=kept chunk=17",
         "prefix=kept cache=static",
         "batch=left",
-        "batch=left chunk=17",
         "batch=left cache=static chunk=17",
     ),
     # Drafts are for windows that can be rolled back, continuous batching for attention alone.
-    {"short_conv": ("spec=lookup3,draft2", "prefix=kept spec=lookup3,draft2"), "attention": ("batch=continuous",)},
+    {"short_conv": ("spec=lookup3,draft2", "prefix=kept spec=lookup3"), "attention": ("batch=continuous chunk=17",)},
+)
+known = (
+    Known("5.23.0", "transformers_kept_chunked", ("prefix", "spec")),
+    # A kept cache serves what goes on with all of it, and only once.
+    Known("5.23.0", "prefix=kept", ("prefix",), words="cached stayed 0"),
 )
 NUM_LIKELIEST = 5
 MAX_MODEL_LEN, EXACT_LONGEST = 2048, 640
