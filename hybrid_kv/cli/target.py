@@ -103,7 +103,8 @@ def guard_target(
                 publish()
 
             # What random weights alone see are kernels and layers: beside the exact model, the plainest settings do.
-            own: Size = "quick" if not name.startswith("exact") and len(models) > 1 and size == "full" else size
+            is_beside = name not in exact and len(models) > 1 and inside is not None and inside.is_central
+            own: Size = "quick" if is_beside and size == "full" else size
             cells = matrix_of(part.guarded.kind, matrix) if matrix else None
             at_once = jobs or (num_workers(None) if is_small(folder) else 1)
             part.seen = guard(part.guarded, cells, select or (), report, at_once, own)

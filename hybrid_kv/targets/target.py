@@ -133,11 +133,14 @@ class Inside:
 
     Attributes:
         further: settings of models that show what the default one cannot, by the model's name.
+        is_central: models leave caches and masks to the engine. Beside the exact model random weights then run in the
+            settings of the prefix cache alone.
     """
 
     factors: Mapping[str, Sequence[str]]
     matrix: tuple[str, ...]
     further: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    is_central: bool = False
 
 
 @dataclass(frozen=True)

@@ -255,7 +255,7 @@ def _load(folder: str) -> Any:
             if is_exact(folder):
                 from hybrid_kv.targets.transformers_exact import ExactForCausalLM
 
-                model: Any = ExactForCausalLM(folder).eval()
+                model: Any = ExactForCausalLM(folder).eval()  # type: ignore[no-untyped-call]
             else:
                 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()  # type: ignore[no-untyped-call]
     except (ValueError, OSError, KeyError) as error:

@@ -16,11 +16,11 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTra
 from transformers.masking_utils import create_causal_mask, create_recurrent_attention_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hybrid_kv.models.exact import PRIME, ExactAttention, ExactMamba, ExactModel, Residues, affine_scan
+from hybrid_kv.models.exact import PRIME, ExactAttention, ExactMamba, Residues, affine_scan
 from hybrid_kv.targets.exact import CYCLE, ECHO, model_of
 
 
-class ExactForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+class ExactForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
     """The model of a folder; see `exact.ExactAnswers` for what it says.
 
     Attributes:
@@ -87,7 +87,7 @@ class ExactForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         follower = ids - ids % CYCLE + (ids + 1) % CYCLE
         chosen = torch.from_numpy(np.where(residues[..., 0] % self.echo == 0, residues.argmax(-1), follower))
         logits = torch.nn.functional.one_hot(chosen, exact.vocab_size).float() * 100
-        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)  # type: ignore[arg-type]
+        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
 
 def _mamba(layer: ExactMamba, i: int, x: Residues, mask: torch.Tensor | None, cache: Any) -> Residues:

@@ -55,6 +55,7 @@ inside = Inside(
         "spec=ngram3 chunk=40 blocks=tight",
         "prefix=on spec=ngram3",
     ),
+    is_central=True,
 )
 
 known = (

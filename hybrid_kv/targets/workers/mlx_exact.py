@@ -16,7 +16,7 @@ PRIME = 2**31 - 1  # as in hybrid_kv.models.exact
 CYCLE = 5
 
 
-class Layer(nn.Module):
+class Layer(nn.Module):  # type: ignore[misc]
     """Its weights as arrays of int64."""
 
     def __init__(self, weights: dict[str, Any]) -> None:
@@ -26,7 +26,7 @@ class Layer(nn.Module):
 
 
 class Attention(Layer):
-    """`o_i = sum_{j <= i} (q_i + k_j)^2 v_j`; k_j has the position of its token, v_j how many keys are seen before it."""
+    """`o_i = sum_{j <= i} (q_i + k_j)^2 v_j`; k_j has its token's position, v_j its number among the seen keys."""
 
     def __call__(self, x: Any, cache: Any) -> Any:
         """[batch, len, width] to the same."""
@@ -96,7 +96,7 @@ def scan(a: Any, b: Any, start: Any) -> Any:
     return b
 
 
-class Model(nn.Module):
+class Model(nn.Module):  # type: ignore[misc]
     """The model of a `config.json`. Logits are one-hot: a checksum of the whole history draws one token in `echo`.
 
     The others follow their predecessor in a cycle of five; a draft model with another `echo` is right as a rule.
