@@ -89,7 +89,11 @@ def guard_target(
     for name in models:
         with model_folder(name) as folder, threads_for(folder):
             prefix = f"{name}, " if len(models) > 1 else ""
-            thorough = size == "long" or bool(select) or not models[0].startswith("exact")
+            # Beside the exact model, random weights show kernels and layers alone: a few settings do. Where models handle
+            # their caches themselves, these show more.
+            is_random = not name.startswith("exact")
+            has_all = is_random and (len(models) == 1 or not (inside and inside.is_central))
+            thorough = size == "long" or bool(select) or has_all
             drawn = seed, AMOUNTS[size], thorough
             part = _Part(name, prefix, Guarded(kind, folder, other, *drawn), [])
             parts.append(part)
@@ -102,9 +106,7 @@ def guard_target(
                 part.seen.append(outcome)
                 publish()
 
-            # What random weights alone see are kernels and layers: beside the exact model, the plainest settings do.
-            is_beside = name not in exact and len(models) > 1 and inside is not None and inside.is_central
-            own: Size = "quick" if is_beside and size == "full" else size
+            own: Size = "quick" if is_random and not has_all and size == "full" else size
             cells = matrix_of(part.guarded.kind, matrix) if matrix else None
             at_once = jobs or (num_workers(None) if is_small(folder) else 1)
             part.seen = guard(part.guarded, cells, select or (), report, at_once, own)
