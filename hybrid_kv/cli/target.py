@@ -89,8 +89,7 @@ def guard_target(
     for name in models:
         with model_folder(name) as folder, threads_for(folder):
             prefix = f"{name}, " if len(models) > 1 else ""
-            # Beside the exact model, random weights show kernels and layers alone: a few settings do. Where models handle
-            # their caches themselves, these show more.
+            # Only random weights show how a model handles its cache, where that is left to models.
             is_random = not name.startswith("exact")
             has_all = is_random and (len(models) == 1 or not (inside and inside.is_central))
             thorough = size == "long" or bool(select) or has_all

@@ -146,14 +146,34 @@ def test_what_cannot_be_run_is_refused_in_one_line(capsys, options, said):
 
 def test_an_exact_model_runs_before_the_other_one_where_the_engine_can(capsys, monkeypatch):
     kind = ToyKind()
-    kind.inside = Inside({}, ())
+    kind.inside = Inside({}, (), {"kda": ()})
     monkeypatch.setattr(target, "kind_of", lambda name, python: kind)
     models = []
     monkeypatch.setattr(target, "model_folder", lambda model: models.append(model) or nullcontext("."))
     for options in ((), ("--exact",), ("--weights", "random"), ("--matrix", "prefix=on"), ("--model", "exact:gdn")):
         assert run(capsys, "guard", "--quick", "-k", "repeat", "--target", "toy", *options)[0] == 0
     family = "qwen3_5_text"
-    assert models == ["exact", family, "exact", family, family, "exact:gdn"]
+    both = ["exact", "exact:kda"]
+    assert models == [*both, family, *both, family, family, "exact:gdn"]
+
+
+@pytest.mark.parametrize("is_central", [True, False])
+def test_beside_an_exact_model_random_weights_have_all_settings_where_models_handle_caches(
+    is_central, capsys, monkeypatch
+):
+    kind = ToyKind()
+    kind.inside = Inside({}, (), is_central=is_central)
+    monkeypatch.setattr(target, "kind_of", lambda name, python: kind)
+    monkeypatch.setattr(target, "model_folder", lambda model: nullcontext("."))
+    sizes = []
+
+    def guard(guarded, cells, select, report, jobs, size):
+        sizes.append((size, guarded.thorough))
+        return []
+
+    monkeypatch.setattr(target, "guard", guard)
+    run(capsys, "guard", "--target", "toy")
+    assert sizes == [("full", False), ("quick", False) if is_central else ("full", True)]
 
 
 def test_weights_are_named_once(capsys):

@@ -102,6 +102,14 @@ def test_a_known_failure_of_the_release_is_named_and_not_counted(folder):
         assert outcome.verdict == "wrong"
 
 
+def test_a_further_model_has_its_own_settings(folder, tmp_path):
+    some = kind()
+    some.inside = replace(some.inside, further={"kda": ("prefix=off",)})
+    write_exact_checkpoint("kda", tmp_path)
+    assert default_matrix(Guarded(some, folder).kind) == [{}, {"prefix": "on"}]
+    assert default_matrix(Guarded(some, str(tmp_path)).kind) == [{}]
+
+
 def test_an_engine_that_cannot_run_it_says_so(folder):
     with pytest.raises(ConfigError, match="--exact: ours cannot run an exact model"):
         Guarded(SimpleNamespace(name="ours", factors={}), folder)
