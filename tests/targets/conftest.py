@@ -8,7 +8,8 @@ from hybrid_kv.models.random_checkpoint import fill, quiet, write_checkpoint
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lfm2")
-    return str(folder), write_checkpoint("lfm2", folder)
+    plain = {"rope_type": "default", "rope_theta": 10000.0}  # mlx-lm reads no other
+    return str(folder), write_checkpoint("lfm2", folder, keys={"rope_parameters": plain})
 
 
 @pytest.fixture(scope="module")
