@@ -22,7 +22,7 @@ settings.register_profile(
     "hybrid-kv", deadline=None, derandomize=True, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
 )
 # `make fuzz`: other examples every time, as many as ten minutes take.
-settings.register_profile("nightly", parent=settings.get_profile("hybrid-kv"), derandomize=False, max_examples=2400)
+settings.register_profile("nightly", parent=settings.get_profile("hybrid-kv"), derandomize=False, max_examples=3000)
 # `hybrid-kv mutants --by triton`, which wants to know that a test fails and not the smallest example.
 settings.register_profile("mutants", parent=settings.get_profile("hybrid-kv"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile("hybrid-kv")

@@ -71,7 +71,7 @@ def odd_json(rng: random.Random, document: Any) -> Any:
         elif change == 2:
             holder[key] = [holder[key]]
         elif change == 3 and isinstance(old := holder[key], int):
-            holder[key] = rng.choice((-old, old + 1, old * 2, float(str(old)), str(old)))
+            holder[key] = rng.choice((-old, old + 1, old * 2, float(str(int(old))), str(old)))
         else:
             holder[key] = odd
     return document
