@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from hybrid_kv.cli.options import (
+    MAX_SEED,
     AsJson,
     JUnitFile,
     Model,
@@ -40,7 +41,8 @@ def accuracy(
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Number of questions; default: 250.")] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Seed of the documents (gsm8k_synth) or of the shots (gsm8k); default: 0.")
+        int | None,
+        typer.Option(max=MAX_SEED, min=0, help="Of the documents (gsm8k_synth) or of the shots (gsm8k); default: 0."),
     ] = None,
     against: Annotated[
         str | None,

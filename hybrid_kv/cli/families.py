@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from hybrid_kv.cli.options import AsJson, OutFile, show
+from hybrid_kv.cli.options import MAX_SEED, AsJson, OutFile, show
 
 
 def families(as_json: AsJson = False, out: OutFile = None) -> None:
@@ -44,7 +44,7 @@ def checkpoint(
     family: Annotated[str, typer.Argument(help="A model_type; `hybrid-kv families` lists them.")],
     folder: Annotated[Path, typer.Argument(help="Where to write; made if it is not there, empty if it is.")],
     size: Annotated[Literal["tiny", "small"], typer.Option(help="tiny: 100 KB; small: worth timing.")] = "tiny",
-    seed: Annotated[int, typer.Option(min=0, help="Of the weights.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of the weights.")] = 0,
 ) -> None:
     """Write a checkpoint with random weights and a tokenizer, for tests here and for every other engine.
 

@@ -16,6 +16,8 @@ from hybrid_kv.config import PARTS, EngineConfig
 
 Command = TypeVar("Command", bound=Callable[..., object])
 
+MAX_SEED = 2**63 - 1  # of torch, and of an integer in a row
+
 Model = Annotated[
     str | None,
     typer.Option(help="Checkpoint folder, or an embedded model: guard_model (the default) or guard_model_qwen3_5."),

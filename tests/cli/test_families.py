@@ -25,3 +25,8 @@ def test_families_that_run_come_first(capsys: pytest.CaptureFixture[str]) -> Non
     assert code == 0 and found[0]["runs"] and not found[-1]["runs"]
     code, out, _ = run(capsys, "families")
     assert code == 0 and "planned only" in out and "nemotron_h" in out
+
+
+def test_a_seed_of_more_than_64_bits_is_rejected(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, _, err = run(capsys, "checkpoint", "bamba", str(tmp_path / "new"), "--seed", str(2**64))
+    assert code == 2 and "less than or equal to 9223372036854775807" in err and not (tmp_path / "new").exists()
