@@ -66,7 +66,7 @@ def script_of(case: Case) -> str:
         "    os.environ.setdefault(name, value)",
         inspect.getsource(vllm_case.declare_vision),
         "declare_vision()",
-        (WORKERS / "vllm_exact.py").read_text(),
+        *((WORKERS / f"{name}.py").read_text() for name in ("vllm_exact", "vllm_releases")),
         "",
         "CONFIG = " + json.dumps(config).replace("true", "True").replace("false", "False"),
         "CASE = " + pprint.pformat(data, width=118, compact=True, sort_dicts=False),

@@ -103,14 +103,12 @@ class Engine:
 
     def start(self, folder: str, settings: dict[str, str]) -> dict[str, Any]:
         options = arguments(settings)
-        from vllm.exceptions import VLLMClientError
-
         with open(f"{folder}/config.json") as file:
             if "exact" in json.load(file):
                 options |= self._exact(settings)
         try:
             self._start(folder, options, settings.get("blocks") == "tight")
-        except (AssertionError, ValueError, NotImplementedError, VLLMClientError) as error:
+        except (AssertionError, NotImplementedError, *refusals()) as error:
             if not str(error):  # an assertion without words refuses nothing: it is a bug
                 raise
             raise ValueError(_line(error)) from error
@@ -130,6 +128,8 @@ class Engine:
             make_tight()
         if sum(one.stat().st_size for one in os.scandir(folder)) < SMALL_MODEL:
             options["kv_cache_memory_bytes"] = SMALL_POOL
+        if missing := options.keys() - vllm.EngineArgs.__dataclass_fields__.keys():
+            raise ValueError(f"vLLM {vllm.__version__} has no {', '.join(sorted(missing))}")
         engine_arguments = vllm.EngineArgs(
             folder, enforce_eager=True, skip_tokenizer_init=True, disable_log_stats=False, **options
         )
@@ -155,6 +155,7 @@ class Engine:
         module = pipe.sibling("vllm_exact")
         if settings.get("sanitize") == "on":
             self._sanitizer = module.sanitizer = pipe.sibling("vllm_sanitizer").Sanitizer()
+        pipe.sibling("vllm_releases").adapt(module)
         module.register()
         self._renew = module.renew
         module.kernel_block_size = int(settings["kernel"]) if settings.get("kernel", "own") != "own" else 0
@@ -163,8 +164,6 @@ class Engine:
         return exact_arguments(settings)
 
     def ask(self, requests: list[dict[str, Any]], preempt_every: int) -> list[dict[str, Any]]:
-        from vllm.exceptions import VLLMClientError
-
         found: list[dict[str, Any]] = [{} for _ in requests]
         parts: list[dict[int, Any]] = [{} for _ in requests]  # of n answers, an output has one
         running: dict[str, int] = {}
@@ -177,7 +176,7 @@ class Engine:
                 waiting.remove(i)
                 try:
                     running[self._send(requests[i])] = i
-                except (ValueError, VLLMClientError) as error:
+                except refusals() as error:
                     found[i]["error"] = _line(error)
             known = sum(len(one.token_ids) for each in parts for one in each.values())
             if preempt_every and known - undisturbed >= preempt_every:
@@ -274,6 +273,13 @@ def allow_async() -> None:
         config.scheduler_config.async_scheduling = True
 
     CpuPlatform.check_and_update_config = classmethod(allowing)
+
+
+def refusals() -> tuple[type[Exception], ...]:
+    """What vLLM raises if it cannot do what it gets; up to 0.26 it has no class for that."""
+    import vllm.exceptions
+
+    return ValueError, getattr(vllm.exceptions, "VLLMClientError", ValueError)
 
 
 def _texts(parts: dict[int, Any]) -> dict[str, Any]:

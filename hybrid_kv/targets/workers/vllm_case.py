@@ -29,6 +29,7 @@ def engine(case: dict[str, Any], model: Any) -> Any:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     model.kernel_block_size = case["kernel_block_size"]
+    model.adapt(model)
     model.register()
     for name in case["changes"]:
         getattr(model, name)()

@@ -48,7 +48,7 @@ def renew(llm: Any) -> None:
     pool.free_block_queue, pool.null_block = queue, queue.popleft()
     noise = torch.Generator().manual_seed(0)
     for layer in llm.vllm_config.compilation_config.static_forward_context.values():
-        for view in layer.kv_cache if isinstance(layer.kv_cache, tuple) else [layer.kv_cache]:
+        for view in [layer.kv_cache] if isinstance(layer.kv_cache, torch.Tensor) else layer.kv_cache:
             drawn = torch.randint(1, PRIME, view.shape, generator=noise, dtype=view.dtype)
             view.copy_(drawn)
 
@@ -362,10 +362,11 @@ class ExactHybridForCausalLM(nn.Module, HasInnerState, IsHybrid):
         for layer in self.layers:
             y = layer(x, positions) if isinstance(layer, Attention) else layer(x)
             x = (x * 3 + y) % PRIME
-        return torch.cat([x, input_ids[:, None].long()], 1)
+        return torch.cat([x, input_ids[:, None].long()], 1).double()  # vLLM up to 0.31 draws some, to warm up
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[num_tokens, width + 1] to [num_tokens, vocabulary]."""
+        hidden = hidden.long()
         x, token = hidden[:, :-1], hidden[:, -1]
         mixed = (x[:, None] * self.logit_map[0] + self.logit_map[1]) % PRIME
         scores = (mixed * mixed % PRIME).sum(-1) % PRIME

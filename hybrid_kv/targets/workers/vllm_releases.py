@@ -1,0 +1,106 @@
+"""What the exact model, written for vLLM 0.32, needs in other releases: each drift once, with the releases that have it.
+
+0.32 and 0.33 need nothing. Scripts of `probes.script` contain this file, so it imports none of its neighbours.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+
+class Drift(NamedTuple):
+    """A difference to 0.32.
+
+    Attributes:
+        releases: minor versions that have it, read from the sources of all from 0.22 to 0.33.
+        file: of vLLM, where it is.
+        what: is there, and not in 0.32.
+        bridge: gets the module of the exact model; makes vLLM, or that module, fit.
+    """
+
+    releases: Collection[int]
+    file: str
+    what: str
+    bridge: Callable[[Any], None]
+
+
+def stay_in_process(model: Any) -> None:
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config.__func__
+
+    def checked(cls: Any, config: Any) -> None:
+        check(cls, config)
+        config.parallel_config.distributed_executor_backend = "uni"
+
+    CpuPlatform.check_and_update_config = classmethod(checked)
+
+
+def pin_nothing(model: Any) -> None:
+    from vllm.utils.torch_utils import async_tensor_h2d
+
+    async_tensor_h2d.__defaults__ = (False,)
+
+
+def take_the_config(model: Any) -> None:
+    from vllm.v1.core import kv_cache_utils
+
+    bytes_of: Callable[[Any], int] = kv_cache_utils._pool_bytes_per_block
+    kv_cache_utils._pool_bytes_per_block = lambda *arguments: bytes_of(arguments[-1])
+
+
+def drop_the_precision(model: Any) -> None:
+    from vllm.utils.cpu_triton_utils import sample_recovered_tokens_kernel as kernel
+
+    run = kernel.func
+    kernel.func = lambda *arguments, USE_FP64_GUMBEL=False, **named: run(*arguments, **named)
+
+
+def wait_for_nothing(model: Any) -> None:
+    import torch
+    import vllm.v1.worker.cpu_model_runner as runner
+
+    stand_in = runner._torch_cuda_wrapper
+
+    @contextmanager
+    def with_wait() -> Iterator[None]:
+        with stand_in():
+            torch.cuda.Stream.wait_stream = lambda *_: None
+            yield
+
+    runner._torch_cuda_wrapper = with_wait
+
+
+def copy_all_alike(model: Any) -> None:
+    def copy_func(cls: Any) -> Any:
+        first, *others = {*cls.copy_funcs.values()}
+        if others:
+            raise ValueError("this vLLM copies one kind of state; use --model exact:gdn or another of one kind")
+        return first
+
+    model.ExactHybridForCausalLM.get_mamba_state_copy_func = classmethod(copy_func)
+
+
+DRIFTS = (
+    Drift((22,), "platforms/cpu.py", "the worker is always a process of its own", stay_in_process),
+    Drift((22, 23), "utils/torch_utils.py", "Mamba-2's metadata pins memory, which CPUs lack", pin_nothing),
+    Drift(
+        (22, 23, 29, 30, 31), "v1/core/kv_cache_utils.py", "a pool's bytes follow from its groups alone", take_the_config
+    ),
+    Drift((23, 24), "utils/cpu_triton_utils.py", "rejected drafts pass an argument that CPUs lack", drop_the_precision),
+    Drift((22, 23, 24), "v1/worker/cpu_model_runner.py", "the stream of a CPU cannot wait", wait_for_nothing),
+    Drift(range(22, 29), "model_executor/models/interfaces.py", "one copy of states for all kinds", copy_all_alike),
+)
+
+
+def drifts_of(release: str) -> list[Drift]:
+    """Those of a version such as `0.28.0`."""
+    return [drift for drift in DRIFTS if int(release.split(".")[1]) in drift.releases]
+
+
+def adapt(model: Any) -> None:
+    """Make the release and the module of the exact model fit; called once, before `register`."""
+    import vllm
+
+    for drift in drifts_of(vllm.__version__):
+        drift.bridge(model)
