@@ -108,7 +108,7 @@ class Engine:
                 options |= self._exact(settings)
         try:
             self._start(folder, options, settings.get("blocks") == "tight")
-        except (AssertionError, NotImplementedError, *refusals()) as error:
+        except refusals(AssertionError, NotImplementedError) as error:
             if not str(error):  # an assertion without words refuses nothing: it is a bug
                 raise
             raise ValueError(_line(error)) from error
@@ -275,11 +275,11 @@ def allow_async() -> None:
     CpuPlatform.check_and_update_config = classmethod(allowing)
 
 
-def refusals() -> tuple[type[Exception], ...]:
-    """What vLLM raises if it cannot do what it gets; up to 0.26 it has no class for that."""
+def refusals(*more: type[Exception]) -> tuple[type[Exception], ...]:
+    """What vLLM raises if it cannot do what it gets, for which it has no class up to 0.26."""
     import vllm.exceptions
 
-    return ValueError, getattr(vllm.exceptions, "VLLMClientError", ValueError)
+    return *more, ValueError, getattr(vllm.exceptions, "VLLMClientError", ValueError)
 
 
 def _texts(parts: dict[int, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the exact model, written for vLLM 0.32, needs in other releases: each drift once, with the releases that have it.
+"""What the exact model, written for vLLM 0.32, needs in other releases: each drift once.
 
 0.32 and 0.33 need nothing. Scripts of `probes.script` contain this file, so it imports none of its neighbours.
 """
@@ -53,7 +53,7 @@ def drop_the_precision(model: Any) -> None:
     from vllm.utils.cpu_triton_utils import sample_recovered_tokens_kernel as kernel
 
     run = kernel.func
-    kernel.func = lambda *arguments, USE_FP64_GUMBEL=False, **named: run(*arguments, **named)
+    kernel.func = lambda *arguments, USE_FP64_GUMBEL=0, **named: run(*arguments, **named)
 
 
 def wait_for_nothing(model: Any) -> None:
@@ -65,7 +65,7 @@ def wait_for_nothing(model: Any) -> None:
     @contextmanager
     def with_wait() -> Iterator[None]:
         with stand_in():
-            torch.cuda.Stream.wait_stream = lambda *_: None
+            torch.cuda.Stream.wait_stream = lambda *_: None  # type: ignore[method-assign]
             yield
 
     runner._torch_cuda_wrapper = with_wait
@@ -84,9 +84,7 @@ def copy_all_alike(model: Any) -> None:
 DRIFTS = (
     Drift((22,), "platforms/cpu.py", "the worker is always a process of its own", stay_in_process),
     Drift((22, 23), "utils/torch_utils.py", "Mamba-2's metadata pins memory, which CPUs lack", pin_nothing),
-    Drift(
-        (22, 23, 29, 30, 31), "v1/core/kv_cache_utils.py", "a pool's bytes follow from its groups alone", take_the_config
-    ),
+    Drift((22, 23, 29, 30, 31), "v1/core/kv_cache_utils.py", "a pool's bytes: by its groups alone", take_the_config),
     Drift((23, 24), "utils/cpu_triton_utils.py", "rejected drafts pass an argument that CPUs lack", drop_the_precision),
     Drift((22, 23, 24), "v1/worker/cpu_model_runner.py", "the stream of a CPU cannot wait", wait_for_nothing),
     Drift(range(22, 29), "model_executor/models/interfaces.py", "one copy of states for all kinds", copy_all_alike),
