@@ -3,6 +3,7 @@
 0.32 and 0.33 need nothing. Scripts of `probes.script` contain this file, so it imports none of its neighbours.
 """
 
+import ctypes
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -56,6 +57,16 @@ def drop_the_precision(model: Any) -> None:
     kernel.func = lambda *arguments, USE_FP64_GUMBEL=0, **named: run(*arguments, **named)
 
 
+def copy_by_address(model: Any) -> None:
+    from vllm.v1.worker import mamba_utils
+
+    def copy(sources: Any, targets: Any, sizes: Any) -> None:
+        for source, target, size in zip(sources.tolist(), targets.tolist(), sizes.tolist(), strict=True):
+            ctypes.memmove(target, source, size)
+
+    mamba_utils.batch_memcpy = copy
+
+
 def wait_for_nothing(model: Any) -> None:
     import torch
     import vllm.v1.worker.cpu_model_runner as runner
@@ -86,6 +97,7 @@ DRIFTS = (
     Drift((22, 23), "utils/torch_utils.py", "Mamba-2's metadata pins memory, which CPUs lack", pin_nothing),
     Drift((22, 23, 29, 30, 31), "v1/core/kv_cache_utils.py", "a pool's bytes: by its groups alone", take_the_config),
     Drift((23, 24), "utils/cpu_triton_utils.py", "rejected drafts pass an argument that CPUs lack", drop_the_precision),
+    Drift((22, 23, 24), "v1/worker/mamba_utils.py", "only a Triton kernel copies states", copy_by_address),
     Drift((22, 23, 24), "v1/worker/cpu_model_runner.py", "the stream of a CPU cannot wait", wait_for_nothing),
     Drift(range(22, 29), "model_executor/models/interfaces.py", "one copy of states for all kinds", copy_all_alike),
 )
