@@ -252,12 +252,12 @@ def make_tight() -> None:
 
     plan: Callable[..., Any] = core.get_kv_cache_configs
 
-    def tight(config: Any, specs: Any, memory: list[int]) -> Any:
+    def tight(config: Any, specs: Any, *more: Any) -> Any:
         groups = kv_cache_utils.get_kv_cache_groups(config, dict(specs[0]))
         needed = kv_cache_utils._max_memory_usage_bytes_from_groups(config, groups)
         block = kv_cache_utils._pool_bytes_per_block(config, groups)
         config.cache_config.num_gpu_blocks_override = 1 + -(-needed // block)  # the first one is the null block
-        return plan(config, specs, memory)
+        return plan(config, specs, *more)
 
     core.get_kv_cache_configs = tight
 

@@ -1,6 +1,6 @@
 """What the exact model, written for vLLM 0.32, needs in other releases: each drift once.
 
-0.32 and 0.33 need nothing. Scripts of `probes.script` contain this file, so it imports none of its neighbours.
+Scripts of `probes.script` contain this file, so it imports none of its neighbours.
 """
 
 import ctypes
@@ -50,6 +50,19 @@ def take_the_config(model: Any) -> None:
     kv_cache_utils._pool_bytes_per_block = lambda *arguments: bytes_of(arguments[-1])
 
 
+def plan_where_it_was(model: Any) -> None:
+    from vllm.v1.core import kv_cache_config_builder, kv_cache_planning, kv_cache_utils
+
+    def bytes_of(config: Any, groups: Any) -> int:
+        builder = kv_cache_config_builder.get_kv_cache_config_builder(config)
+        return kv_cache_planning._max_memory_usage_bytes_from_groups(builder, config, groups)
+
+    groups_of = kv_cache_planning.get_global_kv_cache_groups
+    kv_cache_utils.get_kv_cache_groups = lambda config, specs: groups_of(config, [specs])
+    kv_cache_utils._max_memory_usage_bytes_from_groups = bytes_of
+    kv_cache_utils._pool_bytes_per_block = kv_cache_planning._pool_bytes_per_block
+
+
 def drop_the_precision(model: Any) -> None:
     from vllm.utils.cpu_triton_utils import sample_recovered_tokens_kernel as kernel
 
@@ -96,6 +109,7 @@ DRIFTS = (
     Drift((22,), "platforms/cpu.py", "the worker is always a process of its own", stay_in_process),
     Drift((22, 23), "utils/torch_utils.py", "Mamba-2's metadata pins memory, which CPUs lack", pin_nothing),
     Drift((22, 23, 29, 30, 31), "v1/core/kv_cache_utils.py", "a pool's bytes: by its groups alone", take_the_config),
+    Drift((33,), "v1/core/kv_cache_planning.py", "the plan of the cache has a file of its own", plan_where_it_was),
     Drift((23, 24), "utils/cpu_triton_utils.py", "rejected drafts pass an argument that CPUs lack", drop_the_precision),
     Drift((22, 23, 24), "v1/worker/mamba_utils.py", "only a Triton kernel copies states", copy_by_address),
     Drift((22, 23, 24), "v1/worker/cpu_model_runner.py", "the stream of a CPU cannot wait", wait_for_nothing),
