@@ -62,8 +62,11 @@ known = (
     Known("0.32.0", "vllm_seed_in_chunks", words="CPU Generator does not use offset"),
     Known("0.32.0", "vllm_top_k_without_drafts", ("spec",), words="max(): Expected reduction dim"),
     Known("0.32.0", "vllm_temperature_of_drafts", ("spec",), probe="seeds"),
-    Known("0.32.0", "vllm_prefix_and_drafts", ("prefix", "spec"), words="'function' object is not subscriptable"),
-    Known("0.32.0", "vllm_hit_inside_a_block", ("match",)),
+    *(
+        Known(f"0.{minor}.0", "vllm_prefix_and_drafts", ("prefix", "spec"), words="object is not subscriptable")
+        for minor in (22, 24, 28, 32, 33)
+    ),
+    *(Known(f"0.{minor}.0", "vllm_hit_inside_a_block", ("match",)) for minor in (32, 33)),
     # A state is kept at a prompt's end, but with `retain=all`.
     Known("0.32.0", "retain=last", ("prefix",), probe="together across a boundary", words="cached stayed 0"),
 )
