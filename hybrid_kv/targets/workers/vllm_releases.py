@@ -110,7 +110,7 @@ DRIFTS = (
     Drift((22, 23), "utils/torch_utils.py", "Mamba-2's metadata pins memory, which CPUs lack", pin_nothing),
     Drift((22, 23, 29, 30, 31), "v1/core/kv_cache_utils.py", "a pool's bytes: by its groups alone", take_the_config),
     Drift((33,), "v1/core/kv_cache_planning.py", "the plan of the cache has a file of its own", plan_where_it_was),
-    Drift((23, 24), "utils/cpu_triton_utils.py", "rejected drafts pass an argument that CPUs lack", drop_the_precision),
+    Drift((23, 24), "utils/cpu_triton_utils.py", "drafts are sampled with an option of GPUs", drop_the_precision),
     Drift((22, 23, 24), "v1/worker/mamba_utils.py", "only a Triton kernel copies states", copy_by_address),
     Drift((22, 23, 24), "v1/worker/cpu_model_runner.py", "the stream of a CPU cannot wait", wait_for_nothing),
     Drift(range(22, 29), "model_executor/models/interfaces.py", "one copy of states for all kinds", copy_all_alike),
