@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hybrid_kv.probes.run import matrix_of
 from hybrid_kv.targets import vllm as kind
 from hybrid_kv.targets.exact import PATTERNS, write_exact_checkpoint
 from hybrid_kv.targets.kinds import for_model
-from mutants.runner.vllm import FOLDER, HEALTHY, cell_of, files_of, head, overlay, patches_of
+from mutants.runner.vllm import FOLDER, HEALTHY, cell_of, files_of, head, overlay, patches_of, tables
 
 INSTALLED = [*Path(__file__).parents[2].glob(".venv-vllm/lib/python*/site-packages/vllm")]
 NAMES = sorted(one.stem for one in FOLDER.glob("*.patch"))
@@ -30,6 +31,13 @@ def test_a_patch_is_small_and_says_where_it_shows(name: str, tmp_path: Path) -> 
     assert {*cells} <= {*head(patches_of(HEALTHY)[-1])[2]}
     for model, text in map(cell_of, cells):
         assert model in PATTERNS and matrix_of(for_model(kind, str(tmp_path)), [text])
+
+
+def test_the_tables_of_the_readme_are_made_of_the_rows() -> None:
+    with (FOLDER / "found.csv").open(newline="", encoding="utf-8") as file:
+        rows = [*csv.DictReader(file)]
+    assert {row["name"] for row in rows} == {*NAMES} - {HEALTHY}
+    assert (FOLDER / "README.md").read_text(encoding="utf-8").endswith(tables(rows))
 
 
 @pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed: make peers")
