@@ -141,7 +141,8 @@ def guard(
             )  # fmt: skip
             if watch:
                 watch_files(watch, kind_of(target, python), run)
-            raise typer.Exit(run())
+            code = run()
+        raise typer.Exit(code)
     if record and (select or levels):
         raise ConfigError("--record keeps the verdict of the whole guard; leave -k and --only out")
     if device == "cuda" and not torch.cuda.is_available():
