@@ -25,7 +25,7 @@ from hybrid_kv.cli.options import (
 if TYPE_CHECKING:
     from hybrid_kv.guard.registry import CheckResult, Size
 
-MAX_SEED = 2**42 - 1  # times a million, plus a request's number, it has 64 bits
+MAX_TRAFFIC_SEED = 2**42 - 1  # times a million, plus a request's number, it has 64 bits
 _TARGET = ("model", "python", "against", "matrix", "weights", "exact", "watch")
 _SHARED = {"seed", "jobs", "repro", "as_json", "out"}
 # By the option that chooses another kind of run, the options that go with it.
@@ -49,7 +49,7 @@ def guard(
     long: Annotated[
         bool, typer.Option("--long", help="100,000 requests, of a fresh seed unless one is given.")
     ] = False,
-    seed: Annotated[int | None, typer.Option(min=0, max=MAX_SEED, help="Of the traffic; default: 0.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=MAX_TRAFFIC_SEED, help="Of the traffic; default: 0.")] = None,
     select: Select = None,
     only: Annotated[
         list[str] | None,
