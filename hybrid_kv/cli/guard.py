@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hybrid_kv.guard.registry import CheckResult, Size
 
 MAX_TRAFFIC_SEED = 2**42 - 1  # times a million, plus a request's number, it has 64 bits
-_TARGET = ("model", "python", "against", "matrix", "weights", "exact", "watch")
+_TARGET = ("model", "python", "against", "matrix", "weights", "exact", "watch", "publish")
 _SHARED = {"seed", "jobs", "repro", "as_json", "out"}
 # By the option that chooses another kind of run, the options that go with it.
 _KINDS = {
@@ -92,6 +92,10 @@ def guard(
         list[Path] | None,
         typer.Option(metavar="PATH", help="Run again whenever a Python file of the target changes here, until Ctrl-C."),
     ] = None,
+    publish: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Keep rows of the target here, and a page of its releases and settings."),
+    ] = None,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Device of the guard model.")] = "cpu",
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print each check, not only its section.")] = False,
     as_json: AsJson = False,
@@ -109,6 +113,7 @@ def guard(
     from tqdm.auto import tqdm
 
     from hybrid_kv.ci import published
+    from hybrid_kv.cli.publish import FILE as ROWS
     from hybrid_kv.cli.swarm import guard_swarm
     from hybrid_kv.cli.target import guard_target, is_case, replay_case
     from hybrid_kv.cli.watch import watch as watch_files
@@ -117,7 +122,7 @@ def guard(
     from hybrid_kv.guard.cases import replay as replay_own
     from hybrid_kv.guard.report import document, exit_code, print_closing, result_rows, section_text, verdicts
     from hybrid_kv.guard.run import amounts, run_guard
-    from hybrid_kv.results import append_rows
+    from hybrid_kv.results import append_rows, check_writable
     from hybrid_kv.targets.kinds import kind_of
 
     _check_combination(given_options(context))
@@ -134,10 +139,12 @@ def guard(
         if levels:
             raise ConfigError(f"--target {target}: give settings with --matrix, not with --only")
         check_outputs(out, junit_xml, repro / "case.json")
+        if publish is not None:
+            check_writable(publish / ROWS)
         with published(f"hybrid-kv guard --target {target}", junit_xml) as keep:
             run = partial(
                 guard_target, target, model, python, against, matrix, "exact" if exact else weights, select, seed or 0,
-                size, 1 if watch else jobs, repro, verbose, as_json, out, keep,
+                size, 1 if watch else jobs, repro, verbose, as_json, out, publish, keep,
             )  # fmt: skip
             if watch:
                 watch_files(watch, kind_of(target, python), run)

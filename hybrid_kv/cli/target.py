@@ -7,13 +7,14 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from hybrid_kv.ci import Verdict, Word
 from hybrid_kv.cli.options import show
+from hybrid_kv.cli.publish import publish
 from hybrid_kv.errors import VOID, require
 from hybrid_kv.files import read_text
 from hybrid_kv.guard.registry import Size
@@ -21,7 +22,7 @@ from hybrid_kv.guard.workers import num_workers
 from hybrid_kv.models.registry import sized
 from hybrid_kv.probes.guarded import Guarded
 from hybrid_kv.probes.reproducer import FORMAT, case_of, from_json, replay, write_files, wrong_read
-from hybrid_kv.probes.run import FINE, check_level, compare_with, guard, matrix_of
+from hybrid_kv.probes.run import FINE, check_level, compare_with, guard, matrix_of, text_of
 from hybrid_kv.probes.script import script_of
 from hybrid_kv.probes.session import Outcome
 from hybrid_kv.probes.shrink import distinct, shrink
@@ -57,6 +58,7 @@ def guard_target(
     verbose: bool,
     as_json: bool,
     out: Path | None,
+    pages: Path | None,
     keep: Callable[[Sequence[Verdict]], None],
 ) -> int:
     """Returns the exit code: 0 if every supported probe was shown to be right, `VOID` if others were void alone."""
@@ -82,7 +84,7 @@ def guard_target(
             "files": files,
         }  # fmt: skip
 
-    def publish() -> None:
+    def write() -> None:
         keep([_verdict(one, part.prefix) for part in parts for one in part.seen])
         show(document(), False, out, lambda: None)  # results survive an interruption
 
@@ -101,9 +103,9 @@ def guard_target(
                 # The first is a sign of life of each setting.
                 if verbose or outcome.verdict not in FINE or outcome.probe == "alone":
                     said = f"{outcome.verdict} {outcome.detail}".rstrip()
-                    print(f"{part.prefix}{_setting(outcome.settings)}: {outcome.probe} {said}", file=sys.stderr)
+                    print(f"{part.prefix}{text_of(outcome.settings)}: {outcome.probe} {said}", file=sys.stderr)
                 part.seen.append(outcome)
-                publish()
+                write()
 
             own: Size = "quick" if is_random and not has_all and size == "full" else size
             cells = matrix_of(part.guarded.kind, matrix) if matrix else None
@@ -111,7 +113,9 @@ def guard_target(
             part.seen = guard(part.guarded, cells, select or (), report, at_once, own)
             if before is not None:
                 compare_with(Guarded(before, folder, None, *drawn), part.seen, at_once, own)
-                publish()
+                write()
+            if pages is not None:
+                publish(pages, kind.name, part.guarded.version, name, seed, part.seen)
             files += _reduced(part, target, size, repro)
     show(document(), as_json, out, lambda: _print(target, parts))
     found = {one.verdict for part in parts for one in part.seen} - {*FINE}
@@ -134,7 +138,7 @@ def _reduced(part: _Part, target: str, size: Size, repro: Path) -> list[str]:
     failures = distinct([failure for outcome in part.seen for failure in outcome.failures])
     if is_exact(guarded.folder):  # a bug is in most answers of its setting: the one with the fewest requests shows it
         failures.sort(key=lambda one: sum(len(each.requests) for each in one.rounds))
-        failures = list({_setting(one.settings): one for one in reversed(failures)}.values())
+        failures = list({text_of(one.settings): one for one in reversed(failures)}.values())
     end = time.perf_counter() + SHRINK_SECONDS[size]
     for i, failure in enumerate(failures):
         share = min(120.0, (end - time.perf_counter()) / (len(failures) - i))
@@ -174,20 +178,16 @@ def replay_case(file: Path, python: Path | None = None) -> int:
         finally:
             target.close()
     wrong = case.is_wrong(answer)
-    print(f"{case.target} {target.version}, {_setting(case.settings)}: {'still wrong' if wrong else 'right'}")
+    print(f"{case.target} {target.version}, {text_of(case.settings)}: {'still wrong' if wrong else 'right'}")
     if wrong:
         print(answer.error or f"{case.problem}; now {list(answer.token_ids[: len(case.expected)])}")
     return int(wrong)
 
 
-def _setting(settings: Mapping[str, str]) -> str:
-    return " ".join(f"{factor}={level}" for factor, level in settings.items()) or "plain"
-
-
 def _verdict(outcome: Outcome, prefix: str) -> Verdict:
     word = WORDS.get(outcome.verdict, "failed")
     message = "" if outcome.verdict == "right" else f"{outcome.verdict}: {outcome.detail}"
-    return Verdict(f"{prefix}{_setting(outcome.settings)}: {outcome.probe}", word, message, outcome.seconds)
+    return Verdict(f"{prefix}{text_of(outcome.settings)}: {outcome.probe}", word, message, outcome.seconds)
 
 
 def _document(outcome: Outcome) -> dict[str, Any]:
@@ -203,8 +203,8 @@ def _print(target: str, parts: Sequence[_Part]) -> None:
     """Of each model a line for each setting, and below it what was not shown to be right."""
     for part in parts:
         title = f"{target} {part.guarded.version}, {part.model}"
-        for setting in dict.fromkeys(_setting(one.settings) for one in part.seen):
-            own = [one for one in part.seen if _setting(one.settings) == setting]
+        for setting in dict.fromkeys(text_of(one.settings) for one in part.seen):
+            own = [one for one in part.seen if text_of(one.settings) == setting]
             counts = Counter(one.verdict for one in own)
             print(f"{setting}: {', '.join(f'{count} {verdict}' for verdict, count in counts.items())}")
             for one in own:

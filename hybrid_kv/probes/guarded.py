@@ -28,7 +28,7 @@ class Guarded:
         folder: the checkpoint.
         against: an engine to take answers from, instead of the oracle.
         amount: how much each probe requests; 1 is a quick look.
-        thorough: also probes that the traffic of an exact model covers.
+        thorough: also probes that the other part of a run has, see `registry.probe`.
 
     Attributes:
         version: of the engine, once one was started.
@@ -117,12 +117,12 @@ def ask(guarded: Guarded, settings: Settings, select: Sequence[str], report: Cal
         verdict: Verdict = "not supported" if isinstance(error, ConfigError) else "wrong"
         report(Outcome("start", settings, verdict, str(error)))
         return
-    deaths = Counter[str]()
+    part, deaths = "exact" if session.judge.is_exact else "random", Counter[str]()
     try:
         for probe in load_probes():
             if probe.name != "alone" and select and not any(part in probe.name for part in select):
                 continue
-            if (probe.exact and not session.judge.is_exact) or (probe.covered and not guarded.thorough):
+            if (probe.exact and not session.judge.is_exact) or (part in probe.not_in and not guarded.thorough):
                 continue
             if not (probe.elsewhere or guarded.is_plain(settings)) and all(map(session.is_plain, probe.when)):
                 continue

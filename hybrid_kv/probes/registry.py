@@ -26,6 +26,7 @@ class Round:
     preempt_every: int = 0
 
 
+BOTH = "exact random"
 Rounds = Generator[Round, list[Answer], None]
 
 
@@ -41,7 +42,7 @@ class Probe:
     elsewhere: bool
     place: int
     exact: bool
-    covered: bool
+    not_in: str
 
 
 PROBES: dict[str, Probe] = {}
@@ -56,7 +57,7 @@ def probe(
     when: str = "",
     elsewhere: bool = True,
     exact: bool = False,
-    covered: bool = False,
+    not_in: str = "",
 ) -> Callable[[Callable[[Traffic], Rounds]], Callable[[Traffic], Rounds]]:
     """Register a generator of rounds; it is sent the answers of each.
 
@@ -67,12 +68,13 @@ def probe(
         when: factors, separated by spaces; `moves` is required only where one of them is not at its plainest level.
         elsewhere: whether it runs where none of them is but some other factor.
         exact: it is for exact models alone.
-        covered: the traffic of an exact model finds the same, so that it does not run in a run that has one.
+        not_in: parts, `exact` and `random`, that leave it out in a run of both: the traffic of an exact model shows
+            what an engine does, random weights what a model does.
     """
 
     def register(rounds: Callable[[Traffic], Rounds]) -> Callable[[Traffic], Rounds]:
         factors = tuple(when.split())
-        PROBES[name] = Probe(name, rounds, tuple(needs.split()), moves, factors, elsewhere, place, exact, covered)
+        PROBES[name] = Probe(name, rounds, tuple(needs.split()), moves, factors, elsewhere, place, exact, not_in)
         return rounds
 
     return register

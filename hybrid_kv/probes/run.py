@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 
 from hybrid_kv.config import ConfigError
@@ -79,6 +79,11 @@ def matrix_of(kind: Kind, texts: Sequence[str]) -> list[Settings]:
             is_plain = all(level == kind.factors[f][0] for f, level in cell.items())
             cells += [cell] if not is_plain and cell not in cells else []
     return cells
+
+
+def text_of(settings: Mapping[str, str]) -> str:
+    """What `matrix_of` reads; `plain` of no settings."""
+    return " ".join(f"{factor}={level}" for factor, level in settings.items()) or "plain"
 
 
 def _levels(kind: Kind, part: str) -> tuple[str, list[str]]:

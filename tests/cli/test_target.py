@@ -12,8 +12,9 @@ import pytest
 from hybrid_kv.cli import target
 from hybrid_kv.probes import guarded
 from hybrid_kv.probes.session import Outcome, Session
+from hybrid_kv.results import read_rows
 from hybrid_kv.targets.target import Inside
-from tests.cli.run import run
+from tests.cli.run import refused, run
 from tests.probes.toy import ToyKind, ToyOracle
 
 
@@ -179,3 +180,20 @@ def test_beside_an_exact_model_random_weights_have_all_settings_where_models_han
 def test_weights_are_named_once(capsys):
     code, _, err = run(capsys, "guard", "--target", "toy", "--exact", "--weights", "random")
     assert code == 2 and "--weights and --exact exclude each other" in err
+
+
+def test_a_folder_of_pages_has_the_newest_verdict_of_each_release(capsys, tmp_path):
+    for name in ("broken", "toy"):
+        run(capsys, *QUICK, "--target", name, "--publish", "pages")
+        page = (tmp_path / "pages/toy.md").read_text()
+        assert "| setting | 1.0 |" in page and "| `plain` | right |" in page
+        assert f"| `prefix=on` | {'found' if name == 'broken' else 'right'} |" in page
+        assert ("- 1.0, prefix=on: `repeat: " in page) == (name == "broken")
+    rows = read_rows(tmp_path / "pages/rows.csv")
+    assert [*rows["verdict"]] == ["pass", "pass", "fail", "fail", "pass", "pass", "pass", "pass"]
+    assert f"{rows['n'][::2].sum()} answers" in page
+
+
+def test_rows_of_another_schema_are_refused_before_any_probe(capsys, tmp_path):
+    (tmp_path / "rows.csv").write_text("a,b\n")
+    assert "rows.csv" in refused(capsys, *QUICK, "--target", "toy", "--publish", ".")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from hybrid_kv.probes.registry import Round, Rounds, probe
+from hybrid_kv.probes.registry import BOTH, Round, Rounds, probe
 from hybrid_kv.probes.traffic import Traffic
 
 
-@probe("batch", place=5, needs="batch")
+@probe("batch", place=5, needs="batch", not_in="exact")
 def batch(traffic: Traffic) -> Rounds:
     """Mixed lengths together, answers of unequal length: requests leave one by one."""
     for _ in range(traffic.amount):
@@ -14,7 +14,7 @@ def batch(traffic: Traffic) -> Rounds:
         yield Round(tuple(traffic.ask(prompt, max_tokens=2 + 3 * i) for i, prompt in enumerate(prompts)))
 
 
-@probe("boundaries behind a batch", place=21, needs="batch", moves="cached", when="prefix", covered=True)
+@probe("boundaries behind a batch", place=21, needs="batch", moves="cached", when="prefix", not_in=BOTH)
 def behind_a_batch(traffic: Traffic) -> Rounds:
     """Long prompts share steps, so that their chunks end anywhere; then each boundary in them, with another end."""
     for _ in range(traffic.amount):
@@ -27,7 +27,7 @@ def behind_a_batch(traffic: Traffic) -> Rounds:
         yield Round(tuple(traffic.ask((*cut, *traffic.prompt(3)), max_tokens=4, logprobs=True) for cut in cuts))
 
 
-@probe("joining and leaving", place=21, needs="batch", covered=True)
+@probe("joining and leaving", place=21, needs="batch", not_in=BOTH)
 def joining(traffic: Traffic) -> Rounds:
     """Requests arrive as others end, into the rows that these leave."""
     for _ in range(traffic.amount):
@@ -38,7 +38,7 @@ def joining(traffic: Traffic) -> Rounds:
         yield Round(tuple(requests))
 
 
-@probe("identical at once", place=6, needs="batch", moves="cached", when="prefix", covered=True)
+@probe("identical at once", place=6, needs="batch", moves="cached", when="prefix", not_in=BOTH)
 def identical(traffic: Traffic) -> Rounds:
     """One prompt six times in one batch, and once more behind them."""
     for length in (1, traffic.unit, 2 * traffic.unit + 3):
@@ -47,7 +47,7 @@ def identical(traffic: Traffic) -> Rounds:
         yield Round((traffic.ask(prompt),))
 
 
-@probe("shared beginnings", place=7, needs="batch", moves="cached", when="prefix")
+@probe("shared beginnings", place=7, needs="batch", moves="cached", when="prefix", not_in="exact")
 def shared(traffic: Traffic) -> Rounds:
     """Prompts with one beginning, together and again in another order."""
     for _ in range(traffic.amount):
@@ -58,7 +58,7 @@ def shared(traffic: Traffic) -> Rounds:
         yield Round(tuple(traffic.ask(prompt) for prompt in prompts))
 
 
-@probe("together across a boundary", place=9, needs="batch", moves="cached", when="prefix", covered=True)
+@probe("together across a boundary", place=9, needs="batch", moves="cached", when="prefix", not_in=BOTH)
 def together_across(traffic: Traffic) -> Rounds:
     """Answers fill a block, each at another token of a step with drafts; then prompts go on from what they left."""
     for _ in range(2 * traffic.amount):
@@ -68,7 +68,7 @@ def together_across(traffic: Traffic) -> Rounds:
         yield Round(tuple(traffic.ask((*text, *traffic.prompt(2))) for text in texts))
 
 
-@probe("long among short", place=24, needs="batch", covered=True)
+@probe("long among short", place=24, needs="batch", not_in=BOTH)
 def long_lived(traffic: Traffic) -> Rounds:
     """One long answer while short requests come and go."""
     long = traffic.ask(traffic.prompt(traffic.unit + 1), max_tokens=6 * traffic.num_new)
@@ -76,7 +76,7 @@ def long_lived(traffic: Traffic) -> Rounds:
     yield Round((long, *short))
 
 
-@probe("many are cut off", place=25, needs="abort batch", covered=True)
+@probe("many are cut off", place=25, needs="abort batch", not_in=BOTH)
 def many_cut_off(traffic: Traffic) -> Rounds:
     """More requests are ended early than run at once, some of them while they wait; then as many run to their end."""
     prompts = traffic.mixed(12)
@@ -114,7 +114,7 @@ def rejected(traffic: Traffic) -> Rounds:
             yield Round((traffic.ask(text, max_tokens=2 + off, logprobs=True),))
 
 
-@probe("preempted", place=40, needs="preempt batch", moves="preemptions")
+@probe("preempted", place=40, needs="preempt batch", moves="preemptions", not_in="random")
 def preempted(traffic: Traffic) -> Rounds:
     """All that runs is preempted every few tokens, and resumes."""
     for every in (3, 7, 20):
@@ -124,7 +124,7 @@ def preempted(traffic: Traffic) -> Rounds:
         )
 
 
-@probe("a pool too small", place=41, needs="batch", moves="preemptions", when="blocks", elsewhere=False, covered=True)
+@probe("a pool too small", place=41, needs="batch", moves="preemptions", when="blocks", elsewhere=False, not_in=BOTH)
 def pressure(traffic: Traffic) -> Rounds:
     """More long requests than the pool holds; then the same again."""
     length = traffic.longest // 2
@@ -134,7 +134,7 @@ def pressure(traffic: Traffic) -> Rounds:
             yield Round(tuple(traffic.ask(prompt, max_tokens=4 * traffic.num_new) for prompt in prompts))
 
 
-@probe("seeds", place=50, needs="seed batch", when="chunk spec async", elsewhere=False)
+@probe("seeds", place=50, needs="seed batch", when="chunk spec async", elsewhere=False, not_in="exact")
 def seeds(traffic: Traffic) -> Rounds:
     """Sampled answers with a seed: alone, and among others."""
     requests = [traffic.ask(prompt, temperature=1.0, seed=1000 + i) for i, prompt in enumerate(traffic.mixed(6))]
@@ -143,7 +143,7 @@ def seeds(traffic: Traffic) -> Rounds:
     yield Round(tuple(requests))
 
 
-@probe("several answers", place=51, needs="n batch", when="chunk spec async", elsewhere=False)
+@probe("several answers", place=51, needs="n batch", when="chunk spec async", elsewhere=False, not_in="exact")
 def several(traffic: Traffic) -> Rounds:
     """n greedy answers to one prompt, among others."""
     prompts = traffic.mixed(6)
@@ -160,7 +160,7 @@ def logprobs(traffic: Traffic) -> Rounds:
         yield Round(tuple(requests))
 
 
-@probe("again after many", place=90, needs="batch", covered=True)
+@probe("again after many", place=90, needs="batch", not_in=BOTH)
 def churned(traffic: Traffic) -> Rounds:
     """Prompts, many others (100 requests for each amount, each tenth long), and the first ones again, one by one."""
     prompts = traffic.mixed(6)
@@ -173,7 +173,7 @@ def churned(traffic: Traffic) -> Rounds:
         yield Round((traffic.ask(prompt),))
 
 
-@probe("a tree of texts", place=91, needs="batch", moves="cached", when="prefix", covered=True)
+@probe("a tree of texts", place=91, needs="batch", moves="cached", when="prefix", not_in=BOTH)
 def tree(traffic: Traffic) -> Rounds:
     """Prompts of every length that begin as an earlier text does, whole or cut: long hits, beside one another."""
     texts, rng = [traffic.prompt(traffic.longest)], traffic.rng

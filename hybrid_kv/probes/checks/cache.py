@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybrid_kv.probes.registry import Round, Rounds, probe
+from hybrid_kv.probes.registry import BOTH, Round, Rounds, probe
 from hybrid_kv.probes.traffic import Traffic
 
 LONG = 4096  # tokens; what is longer takes a CPU a minute
@@ -15,7 +15,7 @@ def alone(traffic: Traffic) -> Rounds:
         yield Round((traffic.ask(prompt),))
 
 
-@probe("repeat", place=10, moves="cached", when="prefix", covered=True)
+@probe("repeat", place=10, moves="cached", when="prefix", not_in=BOTH)
 def repeat(traffic: Traffic) -> Rounds:
     """A prompt again and again."""
     for prompt in traffic.mixed(6 + 2 * traffic.amount):
@@ -23,7 +23,7 @@ def repeat(traffic: Traffic) -> Rounds:
             yield Round((traffic.ask(prompt),))
 
 
-@probe("ends at a cached entry", place=11, moves="cached", when="prefix", covered=True)
+@probe("ends at a cached entry", place=11, moves="cached", when="prefix", not_in=BOTH)
 def cached_end(traffic: Traffic) -> Rounds:
     """Prompts that end where what is cached ends, a token before and a token behind."""
     for _ in range(traffic.amount):
@@ -34,7 +34,7 @@ def cached_end(traffic: Traffic) -> Rounds:
                 yield Round((traffic.ask((*whole, *traffic.prompt(1))[: max(1, length)]),))
 
 
-@probe("extended and branched", place=12, moves="cached", when="prefix")
+@probe("extended and branched", place=12, moves="cached", when="prefix", not_in="exact")
 def conversations(traffic: Traffic) -> Rounds:
     """Turn after turn on the answers given, and other continuations of each turn."""
     for _ in range(traffic.amount):
@@ -63,7 +63,7 @@ def boundaries(traffic: Traffic) -> Rounds:
             yield Round(tuple(traffic.ask(prompt) for prompt in prompts))
 
 
-@probe("answers across a boundary", place=14, moves="cached", when="prefix", covered=True)
+@probe("answers across a boundary", place=14, moves="cached", when="prefix", not_in=BOTH)
 def answers_across(traffic: Traffic) -> Rounds:
     """The answer fills a block; then a prompt goes on from what it left."""
     for off in range(1, 5):
@@ -74,7 +74,7 @@ def answers_across(traffic: Traffic) -> Rounds:
             yield Round((traffic.ask((*text[: len(text) - cut], *traffic.prompt(2))),))
 
 
-@probe("up to the limit", place=17, covered=True)
+@probe("up to the limit", place=17, not_in=BOTH)
 def to_the_limit(traffic: Traffic) -> Rounds:
     """Requests that end at the last position that there is, where drafts would go beyond it; and once more."""
     length = traffic.limit - traffic.num_new
@@ -84,7 +84,7 @@ def to_the_limit(traffic: Traffic) -> Rounds:
         yield Round((traffic.ask(prompt),))
 
 
-@probe("salts isolate", place=8, needs="salt cached", moves="cached", when="prefix", covered=True)
+@probe("salts isolate", place=8, needs="salt cached", moves="cached", when="prefix", not_in=BOTH)
 def salts(traffic: Traffic) -> Rounds:
     """A salt finds nothing of another's, and all of its own. (No probe may find more than was sent: `Seen`.)"""
     for _ in range(traffic.amount):
@@ -95,7 +95,7 @@ def salts(traffic: Traffic) -> Rounds:
         yield Round((traffic.ask(prompt, salt="a"),))
 
 
-@probe("abort, then the same prompt", place=16, needs="abort", covered=True)
+@probe("abort, then the same prompt", place=16, needs="abort", not_in=BOTH)
 def aborted(traffic: Traffic) -> Rounds:
     """Cut off after a few tokens, sent again at once, extended."""
     for tokens in (1, 2, 5):

@@ -69,3 +69,12 @@ def one_token(traffic: Traffic) -> Rounds:
                 for i, prompt in enumerate(prompts)
             )
         )
+
+
+@probe("one block, then more", place=1, moves="cached", when="prefix", elsewhere=False, exact=True)
+def one_block(traffic: Traffic) -> Rounds:
+    """Texts of one whole block go on: a cache that keeps one state too few, or another, finds nothing."""
+    for off in (1, 4, 8):
+        prompt = traffic.prompt(traffic.unit + off)
+        (answer,) = yield Round((traffic.ask(prompt, max_tokens=3),))
+        yield Round((traffic.ask((*prompt, *answer.token_ids, *traffic.prompt(2))),))
