@@ -47,7 +47,7 @@ inside = Inside(
         "prefix=on",
         "prefix=on chunk=40 blocks=tight",
         "prefix=on chunk=40 async=on",
-        "prefix=on retain=all",
+        "prefix=on retain=all chunk=40",
         "prefix=on block=32",
         "prefix=on kernel=4",
         "prefix=on match=8",
