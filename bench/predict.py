@@ -121,10 +121,11 @@ def layer(key_heads: int, key_dim: int, value_heads: int, value_dim: int, kernel
 
 def parts(rows: pd.DataFrame, gpu: str, chip: Chip) -> Floats:
     """[3, n] µs, as `BOUNDS`."""
-    found = np.empty((len(BOUNDS), len(rows)))
-    for family, place in rows.reset_index(drop=True).groupby("family").groups.items():
-        own = rows.iloc[place]
-        found[:, place] = microseconds(GPUS[gpu], chip, family, 1, own["bytes"], own["footprint"], own["tokens"])
+    found, families = np.empty((len(BOUNDS), len(rows))), rows["family"].to_numpy()
+    sizes = rows[["bytes", "footprint", "tokens"]].to_numpy().T
+    for family in chip.kernels:
+        own = families == family
+        found[:, own] = microseconds(GPUS[gpu], chip, family, 1, *sizes[:, own])
     return found
 
 
@@ -218,7 +219,7 @@ def report(rows: pd.DataFrame) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print, and write if asked to."""
+    """Print the constants or the tables of errors."""
     parser = ArgumentParser("python -m bench.predict")
     parser.add_argument("--fit", action="store_true", help="print constants, fitted anew")
     parser.add_argument("--write", action="store_true", help="write the tables into docs/predict.md")

@@ -61,13 +61,13 @@ class GPU:
 
 CHIPS = {
     "hopper": Chip(
-        0.866, 0.497, 1.12, 0.805, 0.8, {CONVOLUTION: (3.58, 3.56), UPDATE: (4.12, 5.7), WIDTH_LAST: (1.73, 3.27)}
+        0.866, 0.497, 1.12, 0.805, 0.797, {CONVOLUTION: (3.58, 3.56), UPDATE: (4.12, 5.7), WIDTH_LAST: (1.73, 3.27)}
     ),
     "blackwell": Chip(
-        0.727, 0.0674, 1.16, 1.64, 0.68, {CONVOLUTION: (3.94, 3.35), UPDATE: (4.12, 8.21), WIDTH_LAST: (1.96, 3.49)}
+        0.727, 0.0674, 1.16, 1.64, 0.681, {CONVOLUTION: (3.94, 3.35), UPDATE: (4.12, 8.21), WIDTH_LAST: (1.96, 3.49)}
     ),
     "ada": Chip(
-        0.76, 0.771, 1.28, 1.27, 0.65, {CONVOLUTION: (3.95, 4.69), UPDATE: (3.39, 4.63), WIDTH_LAST: (1.58, 3.12)}
+        0.76, 0.771, 1.28, 1.27, 0.628, {CONVOLUTION: (3.95, 4.69), UPDATE: (3.39, 4.63), WIDTH_LAST: (1.58, 3.12)}
     ),
 }
 FITTED_ON = {"hopper": "h100", "blackwell": "b200", "ada": "l40s"}

@@ -21,7 +21,7 @@ def synthetic(gpu: str, chip: Chip, noise: float, seed: int) -> pd.DataFrame:
     """A table as a GPU with these constants would give it, with errors of `noise` in the logarithm."""
     rng, lines = np.random.default_rng(seed), []
     for family in (CONVOLUTION, UPDATE, WIDTH_LAST):
-        for moved in np.geomspace(1e5, 2e9, 60):
+        for moved in np.geomspace(1e5, 2e9, 40):
             tokens = [1, 2, 4, 8] if family == UPDATE else [1]
             lines += [(gpu, family, moved * n, moved * n / 2, n) for n in tokens]
     rows = pd.DataFrame(lines, columns=["gpu", "family", "bytes", "footprint", "tokens"])
