@@ -37,15 +37,15 @@ def test_the_fit_recovers_planted_constants() -> None:
 
 
 def test_an_interval_holds_nine_of_ten_rows_that_it_has_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three chips that differ in nothing but the bandwidth that they reach, and a GPU of another one."""
-    chips = {name: replace(PLANTED, reached=share) for name, share in zip(CHIPS, (0.75, 0.8, 0.85), strict=True)}
+    """Three chips that reach other shares of a bandwidth, and a GPU whose share is between theirs."""
+    chips = {name: replace(PLANTED, reached=share) for name, share in zip(CHIPS, (0.65, 0.8, 0.95), strict=True)}
     tables = [synthetic(FITTED_ON[name], chip, 0.1, seed) for seed, (name, chip) in enumerate(chips.items())]
     found = predict.intervals(pd.concat(tables), chips)
     assert set(found) == set(INTERVALS) and all(low < 1 < high for low, high in found.values())
     monkeypatch.setattr(predict, "INTERVALS", found)
-    unseen = predict.judged(synthetic("h200", replace(PLANTED, reached=0.78), 0.1, 9), "h200", PLANTED)
+    unseen = predict.judged(synthetic("h200", replace(PLANTED, reached=0.7), 0.1, 9), "h200", PLANTED)
     assert 0.85 < unseen["holds"].mean() < 0.97
-    assert unseen["error"].abs().median() == pytest.approx(0.0674, abs=0.02)  # of a normal error of 0.1
+    assert unseen[unseen["bound"] == "memory"]["holds"].mean() > 0.85  # 14 % slower than predicted, in the mean
 
 
 def test_a_row_moves_the_states_that_it_reads_and_writes() -> None:
