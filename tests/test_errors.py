@@ -165,6 +165,7 @@ def test_a_sanitizers_report_is_a_failed_check(
         "plan --help",
         "plan {root}/examples/qwen3-next/config.json --dtype float32 --kv-cache-dtype fp8 --tensor-parallel-size 2",
         "plan {root}/examples/nemotron-3-nano/config.json --num-blocks 9000 --state-scheme recompute",
+        "predict {root}/examples/nemotron-3-nano/config.json --gpu b200 --state-scheme recompute --weights 60GB",
         "families",
         "results {root}/results/guard.csv",
         "report --results {root}/results --out {out}",

@@ -22,7 +22,7 @@ LAYERS = [
     ["attention"],
     ["observe"],
     ["models", "sanitizer", "spec_decode"],
-    ["engine"],
+    ["engine", "predict"],
     ["serve", "targets"],
     ["accuracy"],
     ["guard"],

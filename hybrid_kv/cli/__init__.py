@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from hybrid_kv.cli import accuracy, doctor, families, generate, guard, plan, red, report, results, serve, study
+from hybrid_kv.cli import accuracy, doctor, families, generate, guard, plan, predict, red, report, results, serve, study
 from hybrid_kv.cli.checkout import Commands
 from hybrid_kv.errors import INTERRUPTED, run_command
 
@@ -40,6 +40,7 @@ def _root(
 
 
 app.command()(plan.plan)
+app.command()(predict.predict)
 app.command()(guard.guard)
 app.command()(generate.generate)
 app.command()(serve.serve)

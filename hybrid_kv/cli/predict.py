@@ -1,0 +1,101 @@
+"""`hybrid-kv predict`: microseconds of the cache's kernels in one step, before a GPU is rented."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Annotated, Any
+
+import typer
+
+from hybrid_kv.cli.options import AsJson, OutFile, derived_options, require_at_least_one, show
+from hybrid_kv.cli.plan import parse_memory, planned
+from hybrid_kv.config import CacheConfig, ConfigError, EngineConfig, SpeculativeConfig, engine_config
+
+_PRICED = {
+    "block_size", "mamba_block_size", "mamba_cache_mode", "state_scheme", "recompute_ring_len", "dtype",
+    "num_speculative_tokens", "kv_cache_dtype", "mamba_ssm_cache_dtype",
+}  # fmt: skip
+_BATCHES = (1, 8, 32, 128, 512)
+
+
+@derived_options(CacheConfig, SpeculativeConfig, EngineConfig, only=_PRICED)
+def predict(
+    config: Annotated[str, typer.Argument(help="A Hugging Face config.json, the folder that holds it, or owner/name.")],
+    gpu: Annotated[str, typer.Option(help="Such as h100, h200 or b200.")],
+    batch: Annotated[list[int] | None, typer.Option(help="Requests in the step; may be repeated.")] = None,
+    context: Annotated[int, typer.Option(help="Tokens of each request so far.")] = 4096,
+    acceptance: Annotated[
+        float, typer.Option(help="Probability that a draft is accepted if those before it are.")
+    ] = 0.75,
+    waits: Annotated[int, typer.Option(help="How often the host waits for the GPU in a step.")] = 1,
+    eager: Annotated[bool, typer.Option("--eager", help="Python launches each kernel, not a CUDA graph.")] = False,
+    weights: Annotated[
+        str | None,
+        typer.Option(help="Bytes of weights that a step reads, such as 8GB; adds its matrix products (bfloat16)."),
+    ] = None,
+    as_json: AsJson = False,
+    out: OutFile = None,
+    **options: Any,
+) -> None:
+    """Print predicted microseconds of the cache's kernels per step, with 90 % intervals and what bounds the step."""
+    from hybrid_kv.files import check_outputs
+    from hybrid_kv.predict.gpu import GPUS
+    from hybrid_kv.predict.step import cache_kernels, other_kernels, step_time
+
+    batches = batch or list(_BATCHES)
+    require_at_least_one(batch=min(batches), context=context)
+    if gpu.lower() not in GPUS:
+        raise ConfigError(f"--gpu {gpu}: no constants for it; use one of {', '.join(GPUS)}")
+    if not 0 <= acceptance <= 1:
+        raise ConfigError(f"--acceptance {acceptance} is no probability; use 0 to 1")
+    if waits < 0:
+        raise ConfigError(f"--waits {waits} must be >= 0")
+    weight_bytes = None if weights is None else parse_memory(weights)
+    check_outputs(out)
+    engine = replace(engine_config(options), platform="cuda")
+    shape, plan = planned(config, engine)
+    layers = [spec for group in plan.config.groups for spec in group.layer_specs]
+    steps = []
+    for num_reqs in batches:
+        kernels = cache_kernels(layers, num_reqs, context, acceptance)
+        if weight_bytes is not None:
+            tokens = num_reqs * (1 + engine.speculative.num_speculative_tokens)
+            kernels += other_kernels(shape.num_hidden_layers, tokens, weight_bytes)
+        step, parts = step_time(kernels, GPUS[gpu.lower()], waits, eager)
+        steps.append({"batch": num_reqs, **asdict(step)})
+        steps[-1]["kernels"] = [{**asdict(kernel), **asdict(one)} for kernel, one in zip(kernels, parts, strict=True)]
+    document = {
+        "kind": "predicted",
+        "model_type": shape.model_type,
+        "gpu": gpu.lower(),
+        "mamba_cache_mode": engine.cache.mamba_cache_mode,
+        "state_scheme": engine.cache.state_scheme,
+        "num_speculative_tokens": engine.speculative.num_speculative_tokens,
+        "context": context,
+        "acceptance": acceptance,
+        "waits": waits,
+        "eager": eager,
+        "weight_bytes": weight_bytes,
+        "steps": steps,
+    }
+    show(document, as_json, out, lambda: _print(document))
+
+
+def _print(document: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, markup=False)
+    mode, scheme, drafts = (document[k] for k in ("mamba_cache_mode", "state_scheme", "num_speculative_tokens"))
+    what = "cache's kernels" if document["weight_bytes"] is None else "step"
+    console.print(f"{document['model_type']} on {document['gpu']}, mode {mode}, {scheme}, K={drafts}")
+    console.print(f"predicted µs of the {what}; low to high is a 90 % interval")
+    names = [kernel["name"] for kernel in document["steps"][0]["kernels"]]
+    table = Table(
+        "batch", *names, "predicted", "low", "high", "bound by", box=None, pad_edge=False, collapse_padding=True
+    )
+    for step in document["steps"]:
+        shown = [f"{kernel['us']:,.0f}" for kernel in step["kernels"]]
+        shown += [f"{step[name]:,.0f}" for name in ("us", "low", "high")]
+        table.add_row(str(step["batch"]), *shown, step["bound"])
+    console.print(table)
