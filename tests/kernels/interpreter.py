@@ -16,11 +16,17 @@ import torch
 
 from bench.peers.stand_ins import loaded_kernels
 from hybrid_kv.kernels.common.interpreter import start_interpreter
+from tests.kernels.races import watch
 
 
 @cache
 def _process():
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), start_interpreter)
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _start)
+
+
+def _start():
+    start_interpreter()
+    watch()
 
 
 def interpreted(check, *args):

@@ -1,0 +1,83 @@
+"""What Triton's interpreter hides: it runs one program behind the other, and reads any address.
+
+On a GPU programs run in any order. So in every launch of a test no program may store an element that another one stores
+or loads, nor touch an address outside of the arguments. `watch` makes each launch of this process fail otherwise.
+"""
+
+import sys
+
+import numpy as np
+import torch
+
+
+class Launch:
+    def __init__(self, name, tensors):
+        self.name, self.programs = name, {}
+        self.accesses = {True: [], False: []}  # by whether it is a store: program, line, addresses
+        tensors = [tensor for tensor in tensors if tensor.numel()]
+        last = [sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) for x in tensors]
+        self.begin = np.array([x.data_ptr() for x in tensors], dtype=np.int64)
+        self.end = self.begin + [x.element_size() * (1 + i) for x, i in zip(tensors, last, strict=True)]
+
+    def access(self, is_store, program, pointers, mask):
+        where, active = np.broadcast_arrays(pointers.data, mask.data.astype(bool))
+        at = where[active].astype(np.int64)
+        size = pointers.get_element_ty().primitive_bitwidth // 8
+        frame = sys._getframe(2)
+        while frame.f_back is not None and frame.f_code.co_name != self.name:
+            frame = frame.f_back
+        inside = ((at[:, None] >= self.begin) & (at[:, None] + size <= self.end)).any(1)
+        what = "store" if is_store else "load"
+        assert inside.all(), f"{self.name}, line {frame.f_lineno}: a {what} outside of all arguments"
+        number = self.programs.setdefault(tuple(program), len(self.programs))
+        self.accesses[is_store].append((number, frame.f_lineno, at))
+
+    def check(self):
+        program, line, at = self._by_address(True)
+        twice = (at[1:] == at[:-1]) & (program[1:] != program[:-1])
+        assert not twice.any(), f"{self.name}, lines {self._lines(line[1:], line[:-1], twice)}: two programs store it"
+        reader, where, read = self._by_address(False)
+        if len(at):
+            i = np.minimum(np.searchsorted(at, read), len(at) - 1)
+            shared = (at[i] == read) & (program[i] != reader)
+            said = f"{self.name}, lines {self._lines(where, line[i], shared)}: a load of what another program stores"
+            assert not shared.any(), said
+
+    def _by_address(self, is_store):
+        rows = self.accesses[is_store]
+        lengths = [len(at) for *_, at in rows]
+        at = np.concatenate([np.empty(0, np.int64), *(at for *_, at in rows)])
+        program, line = (np.repeat(np.array([row[i] for row in rows], dtype=np.int64), lengths) for i in (0, 1))
+        order = np.argsort(at, kind="stable")
+        return program[order], line[order], at[order]
+
+    def _lines(self, one, other, where):
+        return sorted({*zip(one[where].tolist(), other[where].tolist(), strict=True)})[:3]
+
+
+def watch():
+    """For good: this process runs nothing but checks."""
+    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
+
+    launches, run = [], GridExecutor.__call__
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+    def launched(self, *args, **kwargs):
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+        launches.append(Launch(self.fn.__name__, tensors))
+        try:
+            run(self, *args, **kwargs)
+            launches[-1].check()
+        finally:
+            launches.pop()
+
+    def loaded(self, pointers, mask, *rest):
+        launches[-1].access(False, self.grid_idx, pointers, mask)
+        return load(self, pointers, mask, *rest)
+
+    def stored(self, pointers, value, mask, *rest):
+        launches[-1].access(True, self.grid_idx, pointers, mask)
+        return store(self, pointers, value, mask, *rest)
+
+    GridExecutor.__call__ = launched
+    InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = loaded, stored

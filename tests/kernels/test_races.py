@@ -1,0 +1,57 @@
+"""The checker of launches finds what a GPU would do in any order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from hybrid_kv.kernels.common.launch import jit
+from tests.kernels.interpreter import interpreted
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+
+def _shift(x, y, n, OFFSET: tl.constexpr, WIDTH: tl.constexpr):
+    i = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    tl.store(y + i, tl.load(x + i + OFFSET, mask=i < n), mask=i < n)
+
+
+def _launch(offset, width, same, size):
+    x = torch.zeros(9)
+    y = x if same else torch.zeros(size)
+    kernel = jit(_shift)
+    kernel[3,](x, y, 8, OFFSET=offset, WIDTH=width)
+
+
+def test_programs_of_their_own_elements_pass():
+    interpreted(_launch, 0, 4, True, 0)
+    interpreted(_launch, 1, 4, False, 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        pytest.param((1, 4, True, 0), "a load of what another program stores", id="a neighbour's element"),
+        pytest.param((2, 4, False, 8), "a load outside of all arguments", id="behind the end"),
+        pytest.param((0, 4, False, 7), "a store outside of all arguments", id="too short"),
+    ],
+)
+def test_a_planted_race_or_address_is_found(arguments, said):
+    with pytest.raises(Exception, match=rf"_shift, line.*{said}"):  # Triton wraps what is raised inside a kernel
+        interpreted(_launch, *arguments)
+
+
+def _overlap(y, WIDTH: tl.constexpr):
+    tl.store(y + tl.program_id(0) + tl.arange(0, WIDTH), 1.0)
+
+
+def _launch_overlap():
+    jit(_overlap)[2,](torch.zeros(8), WIDTH=4)
+
+
+def test_two_programs_that_store_one_element_are_found():
+    with pytest.raises(AssertionError, match=r"_overlap, lines .*two programs store it"):
+        interpreted(_launch_overlap)
