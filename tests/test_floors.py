@@ -23,7 +23,7 @@ LAYERS = [
     ["observe"],
     ["models", "sanitizer", "spec_decode"],
     ["engine"],
-    ["serve", "targets"],
+    ["device", "serve", "targets"],
     ["accuracy"],
     ["guard"],
     ["probes"],
