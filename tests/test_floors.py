@@ -15,8 +15,8 @@ ROOT = Path(__file__).parent.parent / "hybrid_kv"
 LAYERS = [
     ["cache.modes", "environment", "errors", "minimize", "threads"],
     ["config", "files"],
-    ["kernels", "results", "sampling"],
-    ["cache", "ci"],
+    ["kernels", "results"],
+    ["cache", "ci", "sampling"],
     ["timing"],
     ["request"],
     ["attention"],
