@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from hybrid_kv.kernels.common.ragged import Ragged
 
 
 @dataclass(frozen=True)
@@ -31,3 +34,16 @@ class CommonAttentionMetadata:
     @property
     def num_prefills(self) -> int:
         return self.num_reqs_padded - self.num_decodes
+
+    @cached_property
+    def decode_rows(self) -> Ragged | None:
+        """The decodes, for all groups; None if there are none."""
+        return self._rows(self.query_lens[: self.num_decodes])
+
+    @cached_property
+    def prefill_rows(self) -> Ragged | None:
+        """The prefills."""
+        return self._rows(self.query_lens[self.num_decodes :])
+
+    def _rows(self, lengths: npt.NDArray[np.int64]) -> Ragged | None:
+        return Ragged(torch.from_numpy(lengths), self.positions.device) if len(lengths) else None

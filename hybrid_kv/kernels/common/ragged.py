@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
+
+from hybrid_kv.kernels.common.upload import upload
 
 
 class Ragged:
@@ -17,7 +21,7 @@ class Ragged:
         known = lengths.tolist()
         self.num_rows = len(known)
         self.max_len = max(known)
-        self.lengths = lengths.to(device)
+        self.device = device
         self.uniform = self.max_len == min(known)
         if not self.uniform:
             steps = torch.arange(self.max_len)
@@ -26,11 +30,20 @@ class Ragged:
             padded = starts[:, None] + torch.minimum(steps, lengths[:, None] - 1)
             flat = (steps < lengths[:, None]).flatten().nonzero()[:, 0]
             # Flat, since `index_select` copies token by token, several times as fast as an index of two dimensions.
-            self._padded, self._flat = padded.flatten().to(device), flat.to(device)
+            parts = (part.numpy() for part in (lengths, padded.flatten(), flat))
+            self._lengths, self._padded, self._flat = upload(device, *parts)
 
+    @property
+    def lengths(self) -> torch.Tensor:
+        """[num_rows] int64, tokens of each row."""
+        return torch.full((self.num_rows,), self.max_len, device=self.device) if self.uniform else self._lengths
+
+    @cached_property
     def starts(self) -> torch.Tensor:
         """[num_rows + 1] int64, first token of each row, and the number of tokens."""
-        return torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
+        if self.uniform:
+            return torch.arange(0, self.num_rows * self.max_len + 1, self.max_len, device=self.device)
+        return torch.nn.functional.pad(self._lengths.cumsum(0), (1, 0))
 
     def padded(self, tokens: torch.Tensor) -> torch.Tensor:
         """[num_tokens, …] to [num_rows, max_len, …]; the content of padding is arbitrary but finite."""
