@@ -1,6 +1,6 @@
 """What a step costs its host on a GPU, by count: the engine runs the guard model on the pretend device.
 
-    python -m bench.device torch align slots 2    # kernels, mode, scheme, drafts: where the host waits, by step
+    python -m bench.device torch align slots 2    # kernels, mode, scheme, drafts: where the host waits and uploads
 
 Two requests run twice, and their second run counts: constants and memory are there by then. Of each kind of step the
 largest count of any such step is given. With drafts a step of decodes verifies them. Tokens must be the CPU's.
@@ -34,15 +34,15 @@ VALUES = {
     "K": (0, 2),
     "step": ("prefill", "mixed", "decode"),
 }
-PROMPTS = (20, 61)  # tokens, the second ends its first block while it decodes; a step has at most 32
+PROMPTS = (20, 77)  # tokens, the second ends its first block while it decodes; a step has at most 32
 
 
 class Step(NamedTuple):
-    """One step: its kind, what was counted, and where the host waited, with what for."""
+    """One step: its kind, what was counted, and of each wait and upload its kind, what it was, and where."""
 
     kind: str
     counts: dict[str, int]
-    waits: list[tuple[str, str]]
+    sites: list[tuple[str, ...]]
 
 
 def _engine(device: str, kernels: str, mode: str, scheme: str, K: int) -> Any:
@@ -89,8 +89,8 @@ def play(kernels: str, mode: str, scheme: str, K: int) -> list[Step]:
         def counted(scheduled: Any) -> Any:
             since = len(gpu.events)
             output = execute(scheduled)
-            waits = [(event.where, event.what) for event in gpu.events[since:] if event.kind == "wait"]
-            steps.append(Step(_kind(output.batch), gpu.counts(since), waits))
+            sites = [event[:3] for event in gpu.events[since:] if event.kind in ("wait", "upload")]
+            steps.append(Step(_kind(output.batch), gpu.counts(since), sites))
             return output
 
         with patch.object(llm.runner, "execute", counted):
@@ -123,7 +123,7 @@ def cells() -> list[Cell]:
 
 
 def main() -> None:
-    """Print where the host waits."""
+    """Print where the host waits, and where it uploads."""
     kernels, mode, scheme, K = sys.argv[1:]
     by_kind: dict[str, list[Step]] = {}
     for step in played(kernels, mode, scheme, int(K)):
@@ -131,8 +131,8 @@ def main() -> None:
     for kind, found in by_kind.items():
         print(f"{kind}: {len(found)} steps; of any of them at most")
         print("  " + ", ".join(f"{max(one.counts[key] for one in found)} {name}" for name, (key, _) in METRICS.items()))
-        for (where, what), count in sorted(Counter(wait for step in found for wait in step.waits).items()):
-            print(f"  {count:4} waits: {what:40} {where}")
+        for site, count in sorted(Counter(site for step in found for site in step.sites).items()):
+            print(f"  {count:4} {' '.join(f'{part:10}' for part in site)}")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from hybrid_kv.kernels.block_tables import (
     Tables,
     update_block_tables,
 )
-from hybrid_kv.kernels.common.upload import upload
+from hybrid_kv.kernels.common.upload import Fill, fill, upload
 from hybrid_kv.kernels.slot_mapping import slot_mapping
 
 Ints = npt.NDArray[np.int64]
@@ -149,6 +149,7 @@ class BlockTables:
         positions: torch.Tensor,
         num_reqs_padded: int,
         num_tokens_padded: int,
+        beside: Sequence[Fill] = (),
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Bring tables, input tables and slots up to date for a step.
 
@@ -159,6 +160,7 @@ class BlockTables:
         Args:
             rows, query_lens: [num_reqs], row and number of tokens (at least 1) of each batch position.
             positions: [num_tokens] int64 on the CPU, of each token in its request, consecutive within one.
+            beside: what else the step needs on the device, for one upload of both.
 
         Returns:
             Per group `[num_reqs_padded, width * blocks_per_kv_block]` kernel blocks, and
@@ -173,9 +175,9 @@ class BlockTables:
         self._host.map_slots(rows, query_lens, positions.numpy(), num_tokens_padded)
         if self._mirror is not None:
             names = "flat_tables", "flat_input_tables", "num_blocks", "slot_mappings"
-            moved = upload(self.device, *(getattr(self._host, name).numpy() for name in names))
-            for name, values in zip(names, moved, strict=True):
-                getattr(self._mirror, name).copy_(values)
+            own = [(getattr(self._mirror, name), getattr(self._host, name).numpy()) for name in names]
+            beside = [*own, *beside]
+        fill(self.device, beside)
         return self._read(num_reqs_padded, num_tokens_padded)
 
     def _read(self, num_reqs_padded: int, num_tokens_padded: int) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -209,7 +211,7 @@ class LaunchedBlockTables(BlockTables):
     def _apply_staged(self) -> None:
         """Of more than the staging buffers hold: a launch of its own."""
         nothing = np.empty(0, dtype=np.int64)
-        self._launch(nothing, np.zeros(1, dtype=np.int32), nothing, 0, 0)
+        self._launch(nothing, np.zeros(1, dtype=np.int32), nothing, 0, 0, ())
 
     def update(
         self,
@@ -218,6 +220,7 @@ class LaunchedBlockTables(BlockTables):
         positions: torch.Tensor,
         num_reqs_padded: int,
         num_tokens_padded: int,
+        beside: Sequence[Fill] = (),
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
         """See `BlockTables.update`."""
         placed = rows.tobytes(), num_reqs_padded
@@ -225,15 +228,28 @@ class LaunchedBlockTables(BlockTables):
             self._placed = placed
             self.num_gathers += 1
         query_start_loc = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
-        self._launch(rows, query_start_loc, positions.numpy(), num_reqs_padded, num_tokens_padded)
+        self._launch(rows, query_start_loc, positions.numpy(), num_reqs_padded, num_tokens_padded, beside)
         return self._read(num_reqs_padded, num_tokens_padded)
 
-    def _launch(self, rows: Ints, query_start_loc: Int32s, positions: Ints, *padded: int) -> None:
+    def _launch(
+        self,
+        rows: Ints,
+        query_start_loc: Int32s,
+        positions: Ints,
+        num_reqs_padded: int,
+        num_tokens_padded: int,
+        beside: Sequence[Fill],
+    ) -> None:
         ids, *requests = self._staged
         staged = ids[: self._num_ids], *(part[: self._num_staged] for part in requests)
         self._num_ids = self._num_staged = 0
-        *moved, row, start, position = upload(self.device, *staged, rows, query_start_loc, positions)
-        self._update_tables(self._on_device, StagedBlocks(*moved), StepBatch(row, start, position, *padded))
+        batch = rows, query_start_loc, positions
+        *moved, row, start, position = upload(self.device, *(array for _, array in beside), *staged, *batch)
+        for (target, _), values in zip(beside, moved, strict=False):
+            target.copy_(values)
+        blocks = StagedBlocks(*moved[len(beside) :])
+        padded = num_reqs_padded, num_tokens_padded
+        self._update_tables(self._on_device, blocks, StepBatch(row, start, position, *padded))
 
     def forget(self) -> None:
         """See `BlockTables.forget`."""

@@ -395,13 +395,15 @@ class ModelRunner:
         token_rows = np.repeat(rows, query_lens[:num_reqs])
         starts = np.cumsum(query_lens) - query_lens
         positions = np.arange(num_tokens) - np.repeat((starts - computed)[:num_reqs], query_lens[:num_reqs])
-        ids, places = upload(self.device, self.token_ids[token_rows, positions], positions)
-        self.input_ids[:num_tokens], self.positions[:num_tokens] = ids, places
         if padding:
             self.positions[num_tokens:num_tokens_padded] = 0
 
+        inputs = (
+            (self.input_ids[:num_tokens], self.token_ids[token_rows, positions]),
+            (self.positions[:num_tokens], positions),
+        )
         tables, slots = self.block_tables.update(
-            rows, query_lens[:num_reqs], torch.from_numpy(positions), num_reqs_padded, num_tokens_padded
+            rows, query_lens[:num_reqs], torch.from_numpy(positions), num_reqs_padded, num_tokens_padded, inputs
         )
         common = CommonAttentionMetadata(
             num_reqs=num_reqs,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ import torch
 
 from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.kernels.common.launch import VECTOR_BYTES
+
+Fill = tuple[torch.Tensor, npt.NDArray[Any]]  # a tensor, and what the host writes there
 
 
 def upload(device: torch.device, *arrays: npt.NDArray[Any]) -> list[torch.Tensor]:
@@ -29,3 +32,9 @@ def upload(device: torch.device, *arrays: npt.NDArray[Any]) -> list[torch.Tensor
         part[: array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
         for part, array in zip(moved, arrays, strict=True)
     ]
+
+
+def fill(device: torch.device, pairs: Sequence[Fill]) -> None:
+    """Write arrays into tensors of a device, of their shapes, by one upload; each to its place in the device."""
+    for (target, _), values in zip(pairs, upload(device, *(array for _, array in pairs)), strict=True):
+        target.copy_(values)
