@@ -3,7 +3,9 @@
     python -m bench.device torch align slots 2    # kernels, mode, scheme, drafts: where the host waits and uploads
 
 Two requests run twice, and their second run counts: constants and memory are there by then. Of each kind of step the
-largest count of any such step is given. With drafts a step of decodes verifies them. Tokens must be the CPU's.
+largest count of any such step is given. With drafts a step of decodes verifies them. A step of decodes is capturable if
+the model launched the same, with the same arguments, as in the one before of as many requests and tokens. Tokens must
+be the CPU's.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ METRICS = {
     "downloads": ("download", "copies"),
     "allocations": ("allocation", "allocations"),
 }
-UNITS = {name: unit for name, (_, unit) in METRICS.items()}
+UNITS = {**{name: unit for name, (_, unit) in METRICS.items()}, "capturable": ""}
 VALUES = {
     "kernels": ("torch", "triton"),
     "mode": ("none", "align", "all"),
@@ -38,11 +40,15 @@ PROMPTS = (20, 77)  # tokens, the second ends its first block while it decodes; 
 
 
 class Step(NamedTuple):
-    """One step: its kind, what was counted, and of each wait and upload its kind, what it was, and where."""
+    """One step: its kind, what was counted, and of each wait and upload its kind, what it was, and where.
+
+    `stale`: why a graph of the step before could not be replayed for it; None: there is none of the same size.
+    """
 
     kind: str
     counts: dict[str, int]
     sites: list[tuple[str, ...]]
+    stale: str | None
 
 
 def _engine(device: str, kernels: str, mode: str, scheme: str, K: int) -> Any:
@@ -77,23 +83,32 @@ def play(kernels: str, mode: str, scheme: str, K: int) -> list[Step]:
     """
     import torch
 
-    from hybrid_kv.device import pretend_gpu
+    from hybrid_kv.device import pretend_gpu, why_not_replayed
 
     torch.set_num_threads(1)
     wanted, steps = _tokens(_engine("cpu", "torch", mode, scheme, K)), list[Step]()
     with pretend_gpu() as gpu:
         llm = _engine("cuda:0", kernels, mode, scheme, K)
         _tokens(llm)
-        execute = llm.runner.execute
+        execute, forward, graphs = llm.runner.execute, type(llm.runner.model).forward, dict[Any, Any]()
+
+        def captured(model: Any, input_ids: torch.Tensor, *arguments: Any) -> torch.Tensor:
+            with gpu.captured() as launches:
+                hidden = forward(model, input_ids, *arguments)
+            graphs[None] = launches
+            return hidden
 
         def counted(scheduled: Any) -> Any:
             since = len(gpu.events)
             output = execute(scheduled)
             sites = [event[:3] for event in gpu.events[since:] if event.kind in ("wait", "upload")]
-            steps.append(Step(_kind(output.batch), gpu.counts(since), sites))
+            kind, size = _kind(output.batch), tuple(item.num_tokens for item in output.batch)
+            before, graphs[size] = graphs.get(size), graphs.pop(None)
+            stale = why_not_replayed(before, graphs[size]) if before is not None and kind == "decode" else None
+            steps.append(Step(kind, gpu.counts(since), sites, stale))
             return output
 
-        with patch.object(llm.runner, "execute", counted):
+        with patch.object(llm.runner, "execute", counted), patch.object(type(llm.runner.model), "forward", captured):
             found = _tokens(llm)
     if found != wanted:
         raise WrongResultError(f"tokens {found} instead of the CPU's {wanted}")
@@ -113,8 +128,10 @@ def played(kernels: str, mode: str, scheme: str, K: int) -> list[Step]:
 
 def steps(seed: int, kernels: str, mode: str, scheme: str, K: int, step: str) -> Counts:
     """The largest counts of any such step."""
-    counts = [one.counts for one in played(kernels, mode, scheme, K) if one.kind == step]
-    return {name: Count(max(one[kind] for one in counts), unit) for name, (kind, unit) in METRICS.items()}
+    own = [one for one in played(kernels, mode, scheme, K) if one.kind == step]
+    counts = {name: Count(max(one.counts[kind] for one in own), unit) for name, (kind, unit) in METRICS.items()}
+    known = [one.stale == "" for one in own if one.stale is not None]
+    return {**counts, "capturable": Count(int(all(known)), "", "higher")} if known else counts
 
 
 def cells() -> list[Cell]:
@@ -133,6 +150,8 @@ def main() -> None:
         print("  " + ", ".join(f"{max(one.counts[key] for one in found)} {name}" for name, (key, _) in METRICS.items()))
         for site, count in sorted(Counter(site for step in found for site in step.sites).items()):
             print(f"  {count:4} {' '.join(f'{part:10}' for part in site)}")
+        for stale, count in sorted(Counter(step.stale for step in found if step.stale).items()):
+            print(f"  {count:4} stale      {stale}")
 
 
 if __name__ == "__main__":

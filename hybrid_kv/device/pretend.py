@@ -24,13 +24,9 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 GPU = torch.device("cuda", 0)
 KINDS = ("launch", "wait", "upload", "download", "allocation")
 
-_NOT_CALLERS = (
-    str(Path(__file__).parent),
-    str(Path(torch.__file__).parent),
-    functools.__file__,
-    contextlib.__file__,
-    "<",
-)
+_PACKAGES = Path(torch.__file__).parents[1]
+_NOT_CALLERS = (str(Path(__file__).parent), str(_PACKAGES / "torch"), str(_PACKAGES / "triton"))
+_NOT_CALLERS += (functools.__file__, contextlib.__file__, "<")
 # Operations whose result has a size or a value that the host must know.
 _READS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "bincount"}
 _READS |= {"_unique2", "unique_dim", "unique_consecutive"}
@@ -160,7 +156,7 @@ class PretendGPU(TorchDispatchMode):
         for place, argument in enumerate((*args, *kwargs.values())):
             if isinstance(argument, torch.Tensor) and not isinstance(argument, PretendTensor):
                 raise DeviceError(f"{caller()}: {name}: argument {place} {tuple(argument.shape)} is on the CPU")
-        self._launched(name, args, kwargs)
+        self._launched(name, args, kwargs, is_triton=True)
         with _disable_current_modes():
             run(*tree_map(bare, args), **tree_map(bare, kwargs))
 
@@ -262,20 +258,25 @@ class PretendGPU(TorchDispatchMode):
             elif not torch.equal(_bytes(host), _bytes(content)):
                 raise DeviceError(f"{caller()}: a pinned source {tuple(host.shape)} changed before its copy was done")
 
-    def _launched(self, name: str, args: Any, kwargs: Any) -> None:
+    def _launched(self, name: str, args: Any, kwargs: Any, is_triton: bool = False) -> None:
         self._note("launch", name)
         if self._graph is not None:
-            self._graph.append((self.events[-1].where, name, *map(self._kept, tree_leaves((args, kwargs)))))
+            kept = (self._kept(argument, is_triton) for argument in tree_leaves((args, kwargs)))
+            self._graph.append((self.events[-1].where, name, *kept))
 
-    def _kept(self, argument: Any) -> str:
-        """How a graph keeps an argument: a number as it is, a tensor by its address, be it an earlier launch's."""
+    def _kept(self, argument: Any, is_address: bool) -> str:
+        """How a graph keeps an argument: a number as it is, a tensor by its address, be it an earlier launch's.
+
+        `is_address`: and by nothing else, for a kernel of Triton gets strides as numbers.
+        """
         if not isinstance(argument, torch.Tensor):
             return repr(argument)
         value = bare(argument)
         number = getattr(_storage(value), "allocation", 0)
         place = f"own allocation {number - self._first_of_graph}" if number > self._first_of_graph else f"{number}"
         place = place if isinstance(argument, PretendTensor) else repr(value)
-        return f"{place} + {value.storage_offset()} {tuple(value.shape)} {value.stride()}"
+        shape = "" if is_address else f" {tuple(value.shape)} {value.stride()}"
+        return f"{place} + {value.storage_offset()}{shape}"
 
     def _wrap(self, value: torch.Tensor) -> PretendTensor:
         storage: Any = _storage(value)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hybrid_kv.device import DeviceError, PretendTensor, pretend_gpu, why_not_replayed
+from tests.kernels.interpreter import interpreted
 
 HERE = "/".join(Path(__file__).parts[-2:])
 DEVICE = "cuda:0"
@@ -182,3 +183,34 @@ def test_a_wait_or_an_upload_cannot_be_captured(gpu):
         with gpu.captured() as launches:
             run()
         assert f": {what} (" in why_not_replayed(launches, launches)
+
+
+# ---- Triton ----
+
+
+def norm_twice():
+    """A kernel on the CPU and on the device: whether the results are equal, and what the device noted."""
+    from hybrid_kv.kernels.gated_norm import gated_rms_norm
+
+    tensors = torch.randn(3, 32), torch.randn(3, 32), torch.randn(32)
+    wanted = gated_rms_norm(*tensors, 2, 1e-5)
+    with pretend_gpu() as gpu:
+        tensors = [tensor.to(DEVICE) for tensor in tensors]
+        since = len(gpu.events)
+        found = gated_rms_norm(*tensors, 2, 1e-5)
+        noted = [(event.kind, event.what) for event in gpu.events[since:]]
+        return torch.equal(found.cpu(), wanted), noted
+
+
+def test_a_kernel_of_triton_is_one_launch_and_computes_the_same():
+    pytest.importorskip("triton")
+    same, noted = interpreted(norm_twice)
+    assert same and noted == [("allocation", "(3, 32)"), ("launch", "_gated_norm")]
+
+
+def test_a_kernel_of_triton_gets_no_tensor_of_the_cpu(gpu):
+    def launch(x):
+        gpu.launch("kernel", pytest.fail, (torch.zeros(2, device=DEVICE), x, 3), {})
+
+    with pytest.raises(DeviceError, match=rf"^{HERE}:{launch.__code__.co_firstlineno + 1} .*: argument 1 \(4,\) is on"):
+        launch(torch.zeros(4))

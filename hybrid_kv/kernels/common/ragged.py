@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -42,7 +42,7 @@ class Ragged:
     def starts(self) -> torch.Tensor:
         """[num_rows + 1] int64, first token of each row, and the number of tokens."""
         if self.uniform:
-            return torch.arange(0, self.num_rows * self.max_len + 1, self.max_len, device=self.device)
+            return _uniform_starts(self.num_rows, self.max_len, self.device)
         return torch.nn.functional.pad(self._lengths.cumsum(0), (1, 0))
 
     def padded(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -54,6 +54,11 @@ class Ragged:
         """The inverse of `padded`."""
         tokens = rows.reshape(-1, *rows.shape[2:])
         return tokens if self.uniform else tokens.index_select(0, self._flat)
+
+
+@lru_cache(64)
+def _uniform_starts(num_rows: int, length: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(0, num_rows * length + 1, length, device=device)  # a captured graph may keep reading it
 
 
 class WantedStates:
