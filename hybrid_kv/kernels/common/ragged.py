@@ -23,7 +23,9 @@ class Ragged:
         self.max_len = max(known)
         self.device = device
         self.uniform = self.max_len == min(known)
-        if not self.uniform:
+        if self.uniform:
+            self.lengths = lengths if device.type == "cpu" else lengths.new_full((len(known),), known[0], device=device)
+        else:
             steps = torch.arange(self.max_len)
             starts = lengths.cumsum(0) - lengths
             # Padding repeats the row's last token: any valid index will do, since `flat` drops it.
@@ -31,19 +33,14 @@ class Ragged:
             flat = (steps < lengths[:, None]).flatten().nonzero()[:, 0]
             # Flat, since `index_select` copies token by token, several times as fast as an index of two dimensions.
             parts = (part.numpy() for part in (lengths, padded.flatten(), flat))
-            self._lengths, self._padded, self._flat = upload(device, *parts)
-
-    @property
-    def lengths(self) -> torch.Tensor:
-        """[num_rows] int64, tokens of each row."""
-        return torch.full((self.num_rows,), self.max_len, device=self.device) if self.uniform else self._lengths
+            self.lengths, self._padded, self._flat = upload(device, *parts)
 
     @cached_property
     def starts(self) -> torch.Tensor:
         """[num_rows + 1] int64, first token of each row, and the number of tokens."""
         if self.uniform:
             return _uniform_starts(self.num_rows, self.max_len, self.device)
-        return torch.nn.functional.pad(self._lengths.cumsum(0), (1, 0))
+        return torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
 
     def padded(self, tokens: torch.Tensor) -> torch.Tensor:
         """[num_tokens, …] to [num_rows, max_len, …]; the content of padding is arbitrary but finite."""

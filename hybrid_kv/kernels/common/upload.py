@@ -22,7 +22,7 @@ def upload(device: torch.device, *arrays: npt.NDArray[Any]) -> list[torch.Tensor
     that. On a CPU they share their memory with the arrays.
     """
     if device.type == "cpu":
-        return [torch.from_numpy(array) for array in arrays]
+        return list(map(torch.from_numpy, arrays))
     sizes = [VECTOR_BYTES * cdiv(array.nbytes, VECTOR_BYTES) for array in arrays]
     staged = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
     for part, array in zip(staged.split(sizes), arrays, strict=True):
@@ -36,5 +36,5 @@ def upload(device: torch.device, *arrays: npt.NDArray[Any]) -> list[torch.Tensor
 
 def fill(device: torch.device, pairs: Sequence[Fill]) -> None:
     """Write arrays into tensors of a device, of their shapes, by one upload; each to its place in the device."""
-    for (target, _), values in zip(pairs, upload(device, *(array for _, array in pairs)), strict=True):
+    for (target, _), values in zip(pairs, upload(device, *[array for _, array in pairs]), strict=True):
         target.copy_(values)
