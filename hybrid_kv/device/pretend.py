@@ -25,7 +25,7 @@ GPU = torch.device("cuda", 0)
 KINDS = ("launch", "wait", "upload", "download", "allocation")
 
 _PACKAGES = Path(torch.__file__).parents[1]
-_NOT_CALLERS = (str(Path(__file__).parent), str(_PACKAGES / "torch"), str(_PACKAGES / "triton"))
+_NOT_CALLERS: tuple[str, ...] = (str(Path(__file__).parent), str(_PACKAGES / "torch"), str(_PACKAGES / "triton"))
 _NOT_CALLERS += (functools.__file__, contextlib.__file__, "<")
 # Operations whose result has a size or a value that the host must know.
 _READS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "bincount"}
@@ -215,6 +215,8 @@ class PretendGPU(TorchDispatchMode):
             is_filled = len(args) > 2 and not isinstance(args[2], PretendTensor)  # by one number: no index is made
             if not is_filled and any(index.dtype in (torch.bool, torch.uint8) for index in indices):
                 self.wait("index by a mask")
+        if name.startswith("new_") or name.endswith("_like"):  # they read no values
+            return
         if other := [tuple(t.shape) for t in tensors if not isinstance(t, PretendTensor) and t.dim()]:
             raise DeviceError(f"{caller()}: {name}: tensors of {GPU} together with some of the CPU, {other}")
 

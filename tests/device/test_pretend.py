@@ -87,6 +87,11 @@ def test_tensors_of_both_devices_are_refused(gpu, mixed):
         mixed(torch.zeros(3, device=DEVICE))
 
 
+def test_a_tensor_may_be_made_like_one_of_the_other_device(gpu):
+    assert torch.ones(3).new_zeros(2, device=DEVICE).tolist() == [0, 0]
+    assert torch.zeros_like(torch.ones(2), device=DEVICE).tolist() == [0, 0]
+
+
 def test_a_number_of_the_cpu_is_free(gpu):
     x = torch.ones(3, device=DEVICE)
     since = len(gpu.events)

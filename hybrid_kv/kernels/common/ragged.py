@@ -24,7 +24,7 @@ class Ragged:
         self.device = device
         self.uniform = self.max_len == min(known)
         if self.uniform:
-            self.lengths = lengths if device.type == "cpu" else lengths.new_full((len(known),), known[0], device=device)
+            self.lengths = lengths if device.type == "cpu" else torch.full((len(known),), known[0], device=device)
         else:
             steps = torch.arange(self.max_len)
             starts = lengths.cumsum(0) - lengths
