@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from hybrid_kv.config import ConfigError, is_int
+from hybrid_kv.kernels.common.upload import upload
 
 _MASK32 = 0xFFFFFFFF
 
@@ -169,16 +171,18 @@ def sample(
     greedy = logits.argmax(-1)
     if all(p.is_greedy for p in params):
         return greedy.tolist()
-    device = logits.device
-    temperature = torch.tensor(
-        [1.0 if p.is_greedy else p.temperature for p in params], device=device, dtype=torch.float64
+    temperature, top_k, top_p, seed, position, random = upload(
+        logits.device,
+        np.array([1.0 if p.is_greedy else p.temperature for p in params], dtype=np.float64),
+        np.array([p.top_k for p in params], dtype=np.int64),
+        np.array([p.top_p for p in params], dtype=np.float64),
+        np.array(seeds, dtype=np.int64),
+        np.array(positions, dtype=np.int64),
+        np.array([not p.is_greedy for p in params]),
     )
     scaled = logits.double() / temperature[:, None]
-    top_k = torch.tensor([p.top_k for p in params], device=device)
-    top_p = torch.tensor([p.top_p for p in params], device=device, dtype=torch.float64)
-    if bool((top_k > 0).any() or (top_p < 1).any()):
+    if any(p.top_k > 0 or p.top_p < 1 for p in params):
         scaled = apply_top_k_top_p(scaled, top_k, top_p)
-    noise = uniform_noise(torch.tensor(seeds, device=device), torch.tensor(positions, device=device), logits.shape[-1])
+    noise = uniform_noise(seed, position, logits.shape[-1])
     drawn = (scaled - torch.log(-torch.log(noise))).argmax(-1)
-    random = torch.tensor([not p.is_greedy for p in params], device=device)
     return torch.where(random, drawn, greedy).tolist()

@@ -40,6 +40,7 @@ from hybrid_kv.kernels.causal_conv1d import window_places
 from hybrid_kv.kernels.common.ragged import Ragged
 from hybrid_kv.kernels.common.spans import Boundaries, Spans
 from hybrid_kv.kernels.common.strided import gather_tokens
+from hybrid_kv.kernels.common.upload import upload
 from hybrid_kv.kernels.ssd import CHUNK_BYTES
 
 Ints = npt.NDArray[np.int64]
@@ -100,8 +101,9 @@ class MambaMetadata:
     @cached_property
     def fresh(self) -> torch.Tensor | None:
         """[P] bool, prefills without an initial state; None if all have one."""
-        assert self.has_initial_state is not None
-        return None if bool(self.has_initial_state.all()) else ~self.has_initial_state
+        initial = self.has_initial_state
+        assert initial is not None
+        return None if not initial.is_cuda and bool(initial.all()) else ~initial  # a GPU's host would wait to know
 
     @cached_property
     def cu_seqlens(self) -> torch.Tensor:
@@ -109,7 +111,7 @@ class MambaMetadata:
         if self.rollback.cu_seqlens is not None:
             return self.rollback.cu_seqlens
         assert self.decode_rows is not None
-        return self.decode_rows.starts()
+        return self.decode_rows.starts
 
     @cached_property
     def window_targets(self) -> torch.Tensor:
@@ -181,49 +183,46 @@ class MambaMetadataBuilder:
         skipped = self.window_rows[:num_rows]
         windows, sources = self.window_indices[:num_rows], self.source_indices[:num_rows]
         states = self.state_indices[:num_rows]
-        for target, values in ((last, current_blocks), (prev, prev_step), (skipped, window_rows)):
-            target.copy_(torch.from_numpy(values))
+        # A prefill has one state to write, whatever its length.
+        num_states = np.where(np.arange(num_rows) < split, common.query_lens, 1)
+        has_state = common.num_computed_tokens[split:] > 0
+        row = block_idx = offset = num_states[:0]
+        if common.num_prefills and self.spec.mode.keeps_inside:
+            found = boundaries_inside(self.spec, common.num_computed_tokens[split:], current_blocks[split:])
+            row, block_idx, offset = found
+        *known, counts, initial, rows_inside, blocks_inside, offsets = upload(
+            device, current_blocks, prev_step, window_rows, num_states, has_state, row, block_idx, offset
+        )
+        for target, values in zip((last, prev, skipped), known, strict=True):
+            target.copy_(values)
         table = block_table.long()
         windows.copy_(table.gather(1, prev[:, None]).flatten())
         sources.copy_(table.gather(1, self.rollback.source_logical_blocks(prev, skipped)[:, None]).flatten())
-        # A prefill has one state to write, whatever its length.
-        num_states = np.where(np.arange(num_rows) < split, common.query_lens, 1)
-        owned = self._offsets < torch.from_numpy(num_states).to(device)[:, None]
+        owned = self._offsets < counts[:, None]
         logical_blocks = torch.where(owned, last[:, None] + self._offsets, 0)
         states.copy_(torch.where(owned, table.gather(1, logical_blocks), NULL_BLOCK))
 
-        decode_rows = Ragged(torch.from_numpy(common.query_lens[:split]), device) if split else None
-        prefill_rows = initial = boundaries = spans = None
-        if common.num_prefills:
-            prefill_rows = Ragged(torch.from_numpy(common.query_lens[split:]), device)
-            initial = torch.from_numpy(common.num_computed_tokens[split:] > 0).to(device)
-            if self.spec.mode.keeps_inside:
-                row, block_idx, offset = boundaries_inside(
-                    self.spec, common.num_computed_tokens[split:], current_blocks[split:]
-                )
-                if len(row):
-                    boundary_rows = torch.from_numpy(row).to(device)
-                    boundary_offsets = torch.from_numpy(offset).to(device)
-                    blocks = table[boundary_rows + split, torch.from_numpy(block_idx).to(device)]
-                    boundaries = Boundaries(boundary_rows, boundary_offsets, blocks)
-            if self.launches:
-                cuts = None
-                if boundaries is not None:
-                    cuts = boundaries._replace(rows=torch.from_numpy(row), offsets=torch.from_numpy(offset))
-                chunk_size = CHUNK_BYTES // self.spec.parts[0].dtype.itemsize
-                spans = Spans(torch.from_numpy(common.query_lens[split:]), states[split:, 0], cuts, chunk_size)
+        boundaries = spans = None
+        if len(row):
+            boundaries = Boundaries(rows_inside, offsets, table[rows_inside + split, blocks_inside])
+        if common.num_prefills and self.launches:
+            cuts = None
+            if boundaries is not None:
+                cuts = boundaries._replace(rows=torch.from_numpy(row), offsets=torch.from_numpy(offset))
+            chunk_size = CHUNK_BYTES // self.spec.parts[0].dtype.itemsize
+            spans = Spans(torch.from_numpy(common.query_lens[split:]), states[split:, 0], cuts, chunk_size)
         built = MambaMetadata(
             num_decodes=split,
             num_decode_tokens=common.num_decode_tokens,
-            decode_rows=decode_rows,
-            prefill_rows=prefill_rows,
+            decode_rows=common.decode_rows,
+            prefill_rows=common.prefill_rows,
             window_indices=windows,
             window_rows=skipped,
             max_query_len=1 + self.spec.num_speculative_tokens,
             rollback=rollback,
             source_indices=sources,
             state_indices=states,
-            has_initial_state=initial,
+            has_initial_state=initial if common.num_prefills else None,
             boundaries=boundaries,
             spans=spans,
         )
@@ -297,7 +296,7 @@ def postprocess_mamba(
     if not len(copies.rows):
         return
     device = block_table.device
-    rows, current_blocks, drafts, logical_blocks = (torch.from_numpy(part).to(device) for part in copies)
+    rows, current_blocks, drafts, logical_blocks = upload(device, *copies)
     home = block_table[rows, logical_blocks].long()
     window_from = block_table[rows, current_blocks].long()
     state_from = block_table[rows, current_blocks + drafts].long() if copies_states else None

@@ -223,7 +223,7 @@ class AttentionPart:
     @cached_property
     def query_start_loc(self) -> torch.Tensor:
         """[num_rows + 1] int32, first token of each row, counted from the part's first."""
-        return self.rows.starts().int()
+        return self.rows.starts.int()
 
     def token_index(self, cache: torch.Tensor, grid: int | None = None) -> torch.Tensor:
         """Of the first `num_keys` tokens of each row, see `kernels.paged_attention.token_index`."""
@@ -279,15 +279,15 @@ def build_paged_attention_metadata(
         slots: [num_tokens_padded] int64.
         compute: of the group's backend.
     """
-    device = slots.device
     totals = common.num_computed_tokens + common.query_lens
     used = cdiv(int(totals.max()), kernel_block_size)
     parts = []
     split = common.num_decodes
-    for first, last, start in ((0, split, 0), (split, common.num_reqs_padded, common.num_decode_tokens)):
-        if first == last:
+    decodes = 0, split, 0, common.decode_rows
+    prefills = split, common.num_reqs_padded, common.num_decode_tokens, common.prefill_rows
+    for first, last, start, rows in (decodes, prefills):
+        if rows is None:
             continue
-        rows = Ragged(torch.from_numpy(common.query_lens[first:last]), device)
         num_tokens = int(common.query_lens[first:last].sum())
         positions = rows.padded(common.positions[start : start + num_tokens])
         table, num_keys = block_table[first:last, :used], int(totals[first:last].max())

@@ -279,9 +279,9 @@ class Recompute(Rollback):
         self.cursors.restart(*self._to_device(rows, num_computed_tokens))
 
     def _to_device(self, *arrays: Ints) -> list[torch.Tensor]:
-        import torch
+        from hybrid_kv.kernels.common.upload import upload
 
-        return [torch.from_numpy(array).to(self.cursors.base_pos.device) for array in arrays]
+        return upload(self.cursors.base_pos.device, *arrays)
 
 
 SCHEMES: dict[str, type[Rollback]] = {"slots": Rollback, "recompute": Recompute}

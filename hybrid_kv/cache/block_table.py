@@ -30,9 +30,11 @@ from hybrid_kv.kernels.block_tables import (
     Tables,
     update_block_tables,
 )
+from hybrid_kv.kernels.common.upload import Fill, fill, upload
 from hybrid_kv.kernels.slot_mapping import slot_mapping
 
 Ints = npt.NDArray[np.int64]
+Int32s = npt.NDArray[np.int32]
 
 
 class BlockTables:
@@ -89,14 +91,13 @@ class BlockTables:
 
         # The staging buffers: ids, and of each staged request its row, its counts, and whether it starts anew. They are
         # written one element at a time, which costs a memoryview a third of what it costs an array.
-        pinned = device.type == "cuda"
-        self._staged = (
-            torch.zeros(max_num_reqs * sum(self.widths), dtype=torch.int32, pin_memory=pinned),
-            torch.zeros(max_num_reqs, dtype=torch.int32, pin_memory=pinned),
-            torch.zeros(max_num_reqs, self.num_groups, dtype=torch.int32, pin_memory=pinned),
-            torch.zeros(max_num_reqs, dtype=torch.bool, pin_memory=pinned),
+        self._staged: tuple[Int32s, Int32s, Int32s, npt.NDArray[np.bool_]] = (
+            np.zeros(max_num_reqs * sum(self.widths), dtype=np.int32),
+            np.zeros(max_num_reqs, dtype=np.int32),
+            np.zeros((max_num_reqs, self.num_groups), dtype=np.int32),
+            np.zeros(max_num_reqs, dtype=np.bool_),
         )
-        self._staged_on_host = ids, rows, counts, overwrite = [part.numpy() for part in self._staged]
+        ids, rows, counts, overwrite = self._staged
         self._ids_view, self._rows_view = memoryview(ids), memoryview(rows)
         self._counts_view, self._overwrite_view = memoryview(counts.reshape(-1)), memoryview(overwrite)
         self._num_ids = 0
@@ -136,7 +137,7 @@ class BlockTables:
     def _apply_staged(self) -> None:
         """Bring all staged ids into the tables."""
         if staged := self._num_staged:
-            ids, rows, counts, overwrite = self._staged_on_host
+            ids, rows, counts, overwrite = self._staged
             ids = ids[: self._num_ids]
             self._num_ids = self._num_staged = 0
             self._host.append(ids, rows[:staged], counts[:staged], overwrite[:staged])
@@ -148,6 +149,7 @@ class BlockTables:
         positions: torch.Tensor,
         num_reqs_padded: int,
         num_tokens_padded: int,
+        beside: Sequence[Fill] = (),
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Bring tables, input tables and slots up to date for a step.
 
@@ -157,7 +159,8 @@ class BlockTables:
 
         Args:
             rows, query_lens: [num_reqs], row and number of tokens (at least 1) of each batch position.
-            positions: [num_tokens] int64, of each token in its request, consecutive within one.
+            positions: [num_tokens] int64 on the CPU, of each token in its request, consecutive within one.
+            beside: what else the step needs on the device, for one upload of both.
 
         Returns:
             Per group `[num_reqs_padded, width * blocks_per_kv_block]` kernel blocks, and
@@ -169,10 +172,12 @@ class BlockTables:
         """
         self._apply_staged()
         self.num_gathers += self._host.place(rows, num_reqs_padded)
-        self._host.map_slots(rows, query_lens, positions.cpu().numpy(), num_tokens_padded)
+        self._host.map_slots(rows, query_lens, positions.numpy(), num_tokens_padded)
         if self._mirror is not None:
-            for name in ("flat_tables", "flat_input_tables", "num_blocks", "slot_mappings"):
-                getattr(self._mirror, name).copy_(getattr(self._host, name))
+            names = "flat_tables", "flat_input_tables", "num_blocks", "slot_mappings"
+            own = [(getattr(self._mirror, name), getattr(self._host, name).numpy()) for name in names]
+            beside = [*own, *beside]
+        fill(self.device, beside)
         return self._read(num_reqs_padded, num_tokens_padded)
 
     def _read(self, num_reqs_padded: int, num_tokens_padded: int) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -205,9 +210,8 @@ class LaunchedBlockTables(BlockTables):
 
     def _apply_staged(self) -> None:
         """Of more than the staging buffers hold: a launch of its own."""
-        nothing = torch.empty(0, dtype=torch.int64, device=self.device)
-        start = torch.zeros(1, dtype=torch.int32, device=self.device)
-        self._launch(StepBatch(nothing, start, nothing, 0, 0))
+        nothing = np.empty(0, dtype=np.int64)
+        self._launch(nothing, np.zeros(1, dtype=np.int32), nothing, 0, 0, ())
 
     def update(
         self,
@@ -216,6 +220,7 @@ class LaunchedBlockTables(BlockTables):
         positions: torch.Tensor,
         num_reqs_padded: int,
         num_tokens_padded: int,
+        beside: Sequence[Fill] = (),
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
         """See `BlockTables.update`."""
         placed = rows.tobytes(), num_reqs_padded
@@ -223,16 +228,28 @@ class LaunchedBlockTables(BlockTables):
             self._placed = placed
             self.num_gathers += 1
         query_start_loc = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
-        moved, starts = (torch.from_numpy(part).to(self.device) for part in (rows, query_start_loc))
-        self._launch(StepBatch(moved, starts, positions, num_reqs_padded, num_tokens_padded))
+        self._launch(rows, query_start_loc, positions.numpy(), num_reqs_padded, num_tokens_padded, beside)
         return self._read(num_reqs_padded, num_tokens_padded)
 
-    def _launch(self, batch: StepBatch) -> None:
-        staged, num_ids = self._num_staged, self._num_ids
-        self._num_ids = self._num_staged = 0
+    def _launch(
+        self,
+        rows: Ints,
+        query_start_loc: Int32s,
+        positions: Ints,
+        num_reqs_padded: int,
+        num_tokens_padded: int,
+        beside: Sequence[Fill],
+    ) -> None:
         ids, *requests = self._staged
-        parts = (ids[:num_ids], *(part[:staged] for part in requests))
-        self._update_tables(self._on_device, StagedBlocks(*(part.to(self.device) for part in parts)), batch)
+        staged = ids[: self._num_ids], *(part[: self._num_staged] for part in requests)
+        self._num_ids = self._num_staged = 0
+        batch = rows, query_start_loc, positions
+        *moved, row, start, position = upload(self.device, *(array for _, array in beside), *staged, *batch)
+        for (target, _), values in zip(beside, moved, strict=False):
+            target.copy_(values)
+        blocks = StagedBlocks(*moved[len(beside) :])
+        padded = num_reqs_padded, num_tokens_padded
+        self._update_tables(self._on_device, blocks, StepBatch(row, start, position, *padded))
 
     def forget(self) -> None:
         """See `BlockTables.forget`."""

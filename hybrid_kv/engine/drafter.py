@@ -19,6 +19,7 @@ from hybrid_kv.attention.paged import AttentionPart, Compute, PagedAttentionMeta
 from hybrid_kv.cache.backend import AttentionGroup
 from hybrid_kv.cache.block_table import BlockTables
 from hybrid_kv.kernels.common.ragged import Ragged
+from hybrid_kv.kernels.common.upload import upload
 from hybrid_kv.kernels.slot_mapping import PAD_SLOT
 from hybrid_kv.models.interface import DraftHead
 from hybrid_kv.models.layers import ForwardContext
@@ -72,9 +73,6 @@ class MTPDrafter:
         inside = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         positions = np.repeat(firsts, lengths) + inside
         source = np.repeat(np.cumsum(scheduled) - scheduled, lengths) + inside
-        next_ids = torch.from_numpy(self.token_ids[np.repeat(rows, lengths), positions]).to(device)
-        known = self.head.normed(hidden[torch.from_numpy(source).to(device)])
-
         chosen = np.array([i for i, new in enumerate(tokens) if new], dtype=np.int64)
         readers = chosen if len(chosen) else np.zeros(1, dtype=np.int64)  # K and V are written with any of them
         ends = np.cumsum(lengths)[readers] - 1  # their last pairs, the queries of the first pass
@@ -82,14 +80,18 @@ class MTPDrafter:
         further = (positions[ends] + np.arange(1, self.num_passes)[:, None]).flatten()
         queried = np.concatenate([np.repeat(np.arange(len(batch)), lengths), np.tile(readers, self.num_passes - 1)])
         all_positions = np.concatenate([positions, further])
-        all_places, all_slots = self._slots(rows[queried], all_positions)
+        ids = self.token_ids[np.repeat(rows, lengths), positions]
+        next_ids, sources, wanted, reading, token_rows, at = upload(
+            device, ids, source, ends, readers, rows[queried], all_positions
+        )
+        known = self.head.normed(hidden[sources])
+        all_places, all_slots = self._slots(token_rows, at, bool(all_positions.max() < self.max_model_len))
         for observer in observers:
             observer.on_draft(self.group.group_id, queried, all_positions, all_slots)
         counts = [len(positions)] + [len(readers)] * (self.num_passes - 1)
         places, slots = all_places.split(counts), all_slots.split(counts)
-        wanted = torch.from_numpy(ends).to(device)
         queries = Ragged(torch.ones(len(readers), dtype=torch.int64), device)
-        table = self.block_tables.input_tables[self.group.group_id][torch.from_numpy(readers).to(device)]
+        table = self.block_tables.input_tables[self.group.group_id][reading]
         longest = int(positions[ends].max()) + 1
 
         out, drafts = known, list[torch.Tensor]()
@@ -106,16 +108,15 @@ class MTPDrafter:
         proposals = torch.stack(drafts, dim=1).tolist()
         return {batch[i].request.request_id: draft for i, draft in zip(chosen, proposals, strict=True)}
 
-    def _slots(self, rows: Ints, positions: Ints) -> tuple[torch.Tensor, torch.Tensor]:
+    def _slots(self, rows: torch.Tensor, positions: torch.Tensor, fit: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Position and slot of each token.
 
         One at the end of its row's room gets no slot and a position inside it: its draft is worthless, those of the
         other rows must not be (vllm#58080).
+
+        Args:
+            fit: none is there.
         """
-        device = self.block_tables.device
-        fits = positions < self.max_model_len
-        place = torch.from_numpy(np.minimum(positions, self.max_model_len - 1)).to(device)
-        slots = self.block_tables.slots_of(self.group.group_id, torch.from_numpy(rows).to(device), place)
-        if not fits.all():
-            slots = slots.masked_fill(~torch.from_numpy(fits).to(device), PAD_SLOT)
-        return place, slots
+        place = positions if fit else positions.clamp(max=self.max_model_len - 1)
+        slots = self.block_tables.slots_of(self.group.group_id, rows, place)
+        return place, slots if fit else slots.masked_fill(positions >= self.max_model_len, PAD_SLOT)

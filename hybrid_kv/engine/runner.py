@@ -36,6 +36,7 @@ from hybrid_kv.config import EngineConfig
 from hybrid_kv.engine.drafter import MTPDrafter
 from hybrid_kv.engine.state_cursor import StateCursor
 from hybrid_kv.kernels.common.launch import choose
+from hybrid_kv.kernels.common.upload import upload
 from hybrid_kv.kernels.recompute import RecomputeStep
 from hybrid_kv.models.interface import DraftHead, Model
 from hybrid_kv.models.layers import ForwardContext
@@ -276,7 +277,7 @@ class ModelRunner:
         if not samples:
             return tokens, logprobs
         # Mostly decodes alone: then every token counts.
-        last = hidden[:end] if len(read) == end else hidden[torch.tensor(read, device=self.device)]
+        last = hidden[:end] if len(read) == end else hidden[upload(self.device, np.array(read))[0]]
         logits = self.model.compute_logits(last)
         requests = [batch[i].request for i in samples]
         known = [batch[i].num_computed_tokens + batch[i].num_tokens - batch[i].num_drafts for i in samples]
@@ -394,13 +395,15 @@ class ModelRunner:
         token_rows = np.repeat(rows, query_lens[:num_reqs])
         starts = np.cumsum(query_lens) - query_lens
         positions = np.arange(num_tokens) - np.repeat((starts - computed)[:num_reqs], query_lens[:num_reqs])
-        self.input_ids[:num_tokens] = torch.from_numpy(self.token_ids[token_rows, positions])
-        self.positions[:num_tokens] = torch.from_numpy(positions)
         if padding:
             self.positions[num_tokens:num_tokens_padded] = 0
 
+        inputs = (
+            (self.input_ids[:num_tokens], self.token_ids[token_rows, positions]),
+            (self.positions[:num_tokens], positions),
+        )
         tables, slots = self.block_tables.update(
-            rows, query_lens[:num_reqs], self.positions[:num_tokens], num_reqs_padded, num_tokens_padded
+            rows, query_lens[:num_reqs], torch.from_numpy(positions), num_reqs_padded, num_tokens_padded, inputs
         )
         common = CommonAttentionMetadata(
             num_reqs=num_reqs,

@@ -8,6 +8,7 @@ variants are transformers' (`modeling_rope_utils`). Variants whose frequencies c
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,9 +28,13 @@ class Rope:
 
     def rotation(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """[num_tokens] int64 to cosines and sines [num_tokens, 1, len(frequencies)]; angles are in float32."""
-        frequencies = torch.tensor(self.frequencies, dtype=torch.float32, device=positions.device)
-        angles = (positions.float()[:, None] * frequencies).unsqueeze(1)
+        angles = (positions.float()[:, None] * _on(positions.device, self.frequencies)).unsqueeze(1)
         return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
+
+
+@lru_cache(64)
+def _on(device: torch.device, frequencies: tuple[float, ...]) -> torch.Tensor:
+    return torch.tensor(frequencies, dtype=torch.float32, device=device)
 
 
 def rotate(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

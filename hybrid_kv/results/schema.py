@@ -25,7 +25,7 @@ TIME_UNITS = ("ns", "us", "ms", "s", "time ratio", "GB/s")
 # Another one is added here, so that no timing hides behind its own spelling of "seconds".
 UNITS = {*TIME_UNITS, "", "1/B", "B", "MHz", "alarms", "answers", "bit", "blocks", "drafts", "instructions", "launches"}
 UNITS |= {"logit", "modules", "operations", "packages", "patterns", "questions", "registers", "requests", "settings"}
-UNITS |= {"share", "tokens", "views"}
+UNITS |= {"allocations", "copies", "share", "tokens", "views", "waits"}
 BETTER = ("lower", "higher", "equal")
 VERDICTS = ("pass", "fail", "void", "")
 MAX_COUNT = 2**63 - 1

@@ -328,7 +328,7 @@ def test_tables_on_a_gpu_follow_those_of_the_host():
             stage(tables, step, [[5 + step], [6, 7 + step], [8]], overwrite=True)
         rows, lens = np.arange(step + 1), np.full(step + 1, 2)
         positions = torch.arange(2 * (step + 1)) % 2
-        found, wanted = (tables.update(rows, lens, positions.to(tables.device), ROWS, 20) for tables in (there, here))
+        found, wanted = (tables.update(rows, lens, positions, ROWS, 20) for tables in (there, here))
         for got, expected in zip(
             (*found[0], found[1], *there.tables), (*wanted[0], wanted[1], *here.tables), strict=True
         ):

@@ -76,9 +76,9 @@ def test_drafts_of_all_rows_that_go_with_a_row_at_its_end_are_seen(drafting, mon
     drafting.check(cell)
     original = MTPDrafter._slots
 
-    def all_padded(self, rows, positions):
-        places, slots = original(self, rows, positions)
-        return places, torch.full_like(slots, PAD_SLOT) if (positions >= self.max_model_len).any() else slots
+    def all_padded(self, rows, positions, fit):
+        places, slots = original(self, rows, positions, fit)
+        return places, slots if fit else torch.full_like(slots, PAD_SLOT)
 
     monkeypatch.setattr(MTPDrafter, "_slots", all_padded)
     assert "got other drafts than alone" in drafting.check(cell).problem

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cached_property, lru_cache
+
 import torch
+
+from hybrid_kv.kernels.common.upload import upload
 
 
 class Ragged:
@@ -17,19 +21,25 @@ class Ragged:
         known = lengths.tolist()
         self.num_rows = len(known)
         self.max_len = max(known)
-        self.lengths = lengths.to(device)
+        self.device = device
         self.uniform = self.max_len == min(known)
-        if not self.uniform:
+        if self.uniform:
+            self.lengths = lengths if device.type == "cpu" else torch.full((len(known),), known[0], device=device)
+        else:
             steps = torch.arange(self.max_len)
             starts = lengths.cumsum(0) - lengths
             # Padding repeats the row's last token: any valid index will do, since `flat` drops it.
             padded = starts[:, None] + torch.minimum(steps, lengths[:, None] - 1)
             flat = (steps < lengths[:, None]).flatten().nonzero()[:, 0]
             # Flat, since `index_select` copies token by token, several times as fast as an index of two dimensions.
-            self._padded, self._flat = padded.flatten().to(device), flat.to(device)
+            parts = (part.numpy() for part in (lengths, padded.flatten(), flat))
+            self.lengths, self._padded, self._flat = upload(device, *parts)
 
+    @cached_property
     def starts(self) -> torch.Tensor:
         """[num_rows + 1] int64, first token of each row, and the number of tokens."""
+        if self.uniform:
+            return _uniform_starts(self.num_rows, self.max_len, self.device)
         return torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
 
     def padded(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -41,6 +51,11 @@ class Ragged:
         """The inverse of `padded`."""
         tokens = rows.reshape(-1, *rows.shape[2:])
         return tokens if self.uniform else tokens.index_select(0, self._flat)
+
+
+@lru_cache(64)
+def _uniform_starts(num_rows: int, length: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(0, num_rows * length + 1, length, device=device)  # a captured graph may keep reading it
 
 
 class WantedStates:

@@ -19,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hybrid_kv.kernels.common.integers import cdiv
-from hybrid_kv.kernels.common.launch import VECTOR_BYTES
+from hybrid_kv.kernels.common.upload import upload
 
 TILE = 16  # tokens of the convolution's tiles
 
@@ -88,8 +87,7 @@ class Spans:
         cu_spans = np.concatenate([[0], cu_seqlens[rows] + offsets])
         _, starts, stops, cu_chunks = _cut(cu_spans, chunk_size)
         tile_rows, tile_starts, tile_stops, _ = _cut(cu_seqlens, TILE)
-        parts = _upload(
-            state_indices.device,
+        parts = (
             cu_seqlens,
             np.searchsorted(rows, np.arange(self.num_rows + 1)),
             cu_spans,
@@ -98,8 +96,8 @@ class Spans:
             np.stack([tile_rows, cu_seqlens[tile_rows], tile_starts, tile_stops], axis=1),
             entries,
         )
-        self.cu_seqlens, self.row_spans, self.cu_spans, self.cu_chunks, chunks, tiles, entry = parts
-        self.chunks, self.tiles = chunks.view(-1, 2), tiles.view(-1, 4)
+        moved = upload(state_indices.device, *(part.astype(np.int32) for part in parts))
+        self.cu_seqlens, self.row_spans, self.cu_spans, self.cu_chunks, self.chunks, self.tiles, entry = moved
         self.span_blocks = blocks[entry].long()
 
 
@@ -111,14 +109,3 @@ def _cut(bounds: _Ints, size: int) -> tuple[_Ints, _Ints, _Ints, _Ints]:
     segment = np.repeat(np.arange(len(counts)), counts)
     starts = bounds[segment] + (np.arange(len(segment)) - cumulative[segment]) * size
     return segment, starts, np.minimum(starts + size, bounds[segment + 1]), cumulative
-
-
-def _upload(device: torch.device, *parts: _Ints) -> tuple[torch.Tensor, ...]:
-    """All parts in int32 on the device by one copy, each flat, and aligned as a launch expects of its tensors."""
-    unit = VECTOR_BYTES // 4
-    sizes = [cdiv(part.size, unit) * unit for part in parts]
-    staged = np.zeros(sum(sizes), dtype=np.int32)
-    for part, end, size in zip(parts, np.cumsum(sizes), sizes, strict=True):
-        staged[end - size : end - size + part.size] = part.reshape(-1)
-    pieces = torch.from_numpy(staged).to(device).split(sizes)
-    return tuple(piece[: part.size] for piece, part in zip(pieces, parts, strict=True))

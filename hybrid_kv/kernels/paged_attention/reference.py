@@ -22,7 +22,13 @@ class SlotCells(NamedTuple):
 
 
 def slot_cells(slots: torch.Tensor, block_size: int) -> SlotCells:
-    """What `write_kv` wants of slots [num_tokens] int64; a negative one is padding, or another rank's token."""
+    """What `write_kv` wants of slots [num_tokens] int64; a negative one is padding, or another rank's token.
+
+    On a GPU the host would wait to choose among the tokens: there such a token is stored in the null block.
+    """
+    if slots.is_cuda:
+        slots = slots.clamp(min=0)
+        return SlotCells(None, (slots // block_size, slots % block_size))
     valid = slots >= 0
     kept = None if bool(valid.all()) else valid
     slots = slots if kept is None else slots[kept]

@@ -54,8 +54,8 @@ def read_states(ssm_state: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
 
 def write_states(ssm_state: torch.Tensor, blocks: torch.Tensor, states: torch.Tensor) -> None:
     """Put states, [n, heads, head_dim, state] of any dtype, into `blocks`, each but the null block at most once."""
-    kept = blocks != 0
-    if not bool(kept.all()):
+    # On a GPU the host would wait to choose: there the null block is written.
+    if not blocks.is_cuda and not bool((kept := blocks != 0).all()):
         blocks, states = blocks[kept], states[kept]
     values = split_state(states.float()) if ssm_state.dtype == torch.int16 else states.to(ssm_state.dtype)
     copy_blocks(ssm_state, blocks, values)

@@ -30,7 +30,7 @@ def test_padding_is_finite_and_of_the_same_row(lengths):
 
 @given(LENGTHS)
 def test_rows_start_where_those_before_them_end(lengths):
-    starts = Ragged(torch.tensor(lengths), CPU).starts()
+    starts = Ragged(torch.tensor(lengths), CPU).starts
     assert starts.tolist() == [sum(lengths[:row]) for row in range(len(lengths) + 1)]
 
 

@@ -1,0 +1,51 @@
+"""Arrays of any dtype and shape come to the device by one copy that the host does not wait for."""
+
+import numpy as np
+import pytest
+import torch
+
+from hybrid_kv.device import DeviceError, pretend_gpu
+from hybrid_kv.kernels.common.upload import upload
+
+ARRAYS = (
+    np.arange(6).reshape(2, 3)[:, ::2],
+    np.array([], dtype=np.int64),
+    np.array([True, False, True]),
+    np.linspace(0, 1, 5),
+    np.arange(3, dtype=np.int32),
+)
+
+
+def test_one_copy_brings_them_all():
+    with pretend_gpu() as gpu:
+        moved = upload(torch.device("cuda:0"), *ARRAYS)
+        found = [tensor.cpu().numpy() for tensor in moved]
+        (copy,) = (event for event in gpu.events if event.kind == "upload")
+    assert copy.is_pinned and not any(tensor.storage_offset() * tensor.itemsize % 16 for tensor in moved)
+    for got, wanted in zip(found, ARRAYS, strict=True):
+        assert got.dtype == wanted.dtype and np.array_equal(got, wanted)
+
+
+def test_the_host_may_change_them_at_once():
+    with pretend_gpu() as gpu:
+        array = np.arange(3)
+        (moved,) = upload(torch.device("cuda:0"), array)
+        assert gpu.counts()["wait"] == 0
+        array += 1
+        torch.cuda.synchronize()
+        assert moved.tolist() == [0, 1, 2]
+
+
+def test_memory_that_is_not_its_own_would_be_noticed():
+    with pretend_gpu():
+        source = torch.arange(3).pin_memory()
+        source.to("cuda:0", non_blocking=True)
+        source.numpy()[0] = 7
+        with pytest.raises(DeviceError, match="changed before its copy was done"):
+            torch.cuda.synchronize()
+
+
+def test_on_a_cpu_nothing_is_copied():
+    array = np.arange(3)
+    upload(torch.device("cpu"), array)[0][0] = 7
+    assert array[0] == 7
