@@ -28,7 +28,7 @@ METRICS = {
     "downloads": ("download", "copies"),
     "allocations": ("allocation", "allocations"),
 }
-UNITS = {**{name: unit for name, (_, unit) in METRICS.items()}, "capturable": ""}
+UNITS = {name: unit for name, (_, unit) in METRICS.items()}
 VALUES = {
     "kernels": ("torch", "triton"),
     "mode": ("none", "align", "all"),
@@ -129,14 +129,29 @@ def played(kernels: str, mode: str, scheme: str, K: int) -> list[Step]:
 def steps(seed: int, kernels: str, mode: str, scheme: str, K: int, step: str) -> Counts:
     """The largest counts of any such step."""
     own = [one for one in played(kernels, mode, scheme, K) if one.kind == step]
-    counts = {name: Count(max(one.counts[kind] for one in own), unit) for name, (kind, unit) in METRICS.items()}
-    known = [one.stale == "" for one in own if one.stale is not None]
-    return {**counts, "capturable": Count(int(all(known)), "", "higher")} if known else counts
+    return {name: Count(max(one.counts[kind] for one in own), unit) for name, (kind, unit) in METRICS.items()}
+
+
+def graphs(seed: int, kernels: str, mode: str, scheme: str) -> Counts:
+    """Whether a decode step without drafts could be replayed from the one before it; with drafts sizes differ.
+
+    Raises:
+        WrongResultError: no two steps of decodes have one size.
+    """
+    known = [one.stale == "" for one in played(kernels, mode, scheme, 0) if one.stale is not None]
+    if not known:
+        raise WrongResultError("no two steps of decodes have one size")
+    return {"capturable": Count(int(all(known)), "", "higher")}
 
 
 def cells() -> list[Cell]:
     """Kernels, modes, schemes, drafts and kinds of steps."""
-    return [*grid("device", "steps", "count", steps, VALUES, [("torch", "align", "slots", 2)], units=UNITS)]
+    engines = {name: VALUES[name] for name in ("kernels", "mode", "scheme")}
+    quick = ("torch", "align", "slots")
+    return [
+        *grid("device", "steps", "count", steps, VALUES, [(*quick, 2)], units=UNITS),
+        *grid("device", "graphs", "count", graphs, engines, [quick], units={"capturable": ""}),
+    ]
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ A property is proven, refuted by a witness, or neither in `SECONDS`: then it cou
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 import z3
 
 from bench.proofs.symbolic import Access, Array, Formula, Run, paths
+from hybrid_kv.timing.clock import clock
 
 SECONDS = 60
 PROPERTIES = ("inside", "32 bits", "own slot", "apart")
@@ -67,11 +67,11 @@ class Verdict(NamedTuple):
 @dataclass
 class _Tried:
     num: int = 0
-    begin: float = field(default_factory=time.process_time)
+    begin: float = field(default_factory=clock)
 
     def query(self, facts: Sequence[Formula], goal: Formula) -> tuple[str, str]:
         """Whether a goal follows, or numbers for which it does not."""
-        left = SECONDS - (time.process_time() - self.begin)
+        left = SECONDS - (clock() - self.begin)
         if left <= 0:
             return "not proven", f"no more time after {self.num} questions"
         self.num += 1
@@ -106,7 +106,7 @@ def prove(case: Case, properties: Sequence[str] = PROPERTIES) -> Iterator[Verdic
             if word != "proven":
                 said = f"line {where}: {said}"
                 break
-        yield Verdict(case.name, name, word, said, tried.num, time.process_time() - tried.begin)
+        yield Verdict(case.name, name, word, said, tried.num, clock() - tried.begin)
 
 
 def _distinct(runs: Iterable[Run]) -> Iterator[tuple[Run, Access]]:
