@@ -177,7 +177,8 @@ class BlockTables:
             names = "flat_tables", "flat_input_tables", "num_blocks", "slot_mappings"
             own = [(getattr(self._mirror, name), getattr(self._host, name).numpy()) for name in names]
             beside = [*own, *beside]
-        fill(self.device, beside)
+        if beside:
+            fill(self.device, beside)
         return self._read(num_reqs_padded, num_tokens_padded)
 
     def _read(self, num_reqs_padded: int, num_tokens_padded: int) -> tuple[list[torch.Tensor], torch.Tensor]:
