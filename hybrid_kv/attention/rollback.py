@@ -24,20 +24,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-import numpy.typing as npt
-
 from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec, RollbackSpec, StatePart, StateProgress
 from hybrid_kv.config import CacheConfig, ConfigError
 from hybrid_kv.kernels.common.integers import cdiv, default_ring_len, shortest_ring_len
 
-if TYPE_CHECKING:  # A plan reads `memory`, and needs no torch: it is imported where tensors are.
+if TYPE_CHECKING:  # A plan reads `memory`, and needs neither: they are imported where tensors and arrays are.
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
     from hybrid_kv.attention.common import CommonAttentionMetadata
     from hybrid_kv.kernels.recompute import RecomputeRing, RecomputeStep
 
-Ints = npt.NDArray[np.int64]
+    Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -249,7 +248,7 @@ class Recompute(Rollback):
         return step
 
     def flush(self, rows: Ints, num_gained: Ints, table: torch.Tensor) -> RollbackStep:
-        return self._step(rows, num_gained, np.zeros_like(rows), table)
+        return self._step(rows, num_gained, 0 * rows, table)
 
     def flush_all(self, rows: Ints, num_gained: Ints, current_blocks: Ints, table: torch.Tensor) -> RollbackStep:
         """All of the history goes into the current state block, not into the state's own, which may be
@@ -269,6 +268,8 @@ class Recompute(Rollback):
 
     def _step(self, rows: Ints, num_gained: Ints, query_lens: Ints, table: torch.Tensor) -> RollbackStep:
         """Decide what each decode flushes and recomputes, and move the cursors past it."""
+        import numpy as np
+
         starts = np.concatenate([[0], np.cumsum(query_lens)])
         row, gained, cu_seqlens = self._to_device(rows, num_gained, starts)
         step = self._commit(self.cursors, row, gained, cu_seqlens, table, self._block_size)

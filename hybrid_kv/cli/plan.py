@@ -72,7 +72,6 @@ def plan(
     from hybrid_kv.cache.backend import get_backend
     from hybrid_kv.cache.plan import describe
     from hybrid_kv.cache.ranks import Ranks
-    from hybrid_kv.cli.lengths import read_lengths
     from hybrid_kv.files import check_outputs
 
     max_num_seqs = options.pop("max_num_seqs", None)
@@ -85,7 +84,11 @@ def plan(
     has_pool = (engine.cache.num_blocks, engine.cache.memory_bytes) != (None, None)
     if requests is not None and not has_pool:
         raise ConfigError(f"--requests {requests}: what fits depends on the pool; add --gpu-memory or --num-blocks")
-    lengths = None if requests is None else read_lengths(requests)
+    lengths = None
+    if requests is not None:
+        from hybrid_kv.cli.lengths import read_lengths
+
+        lengths = read_lengths(requests)
     shape, result = planned(config, engine, max_model_len, max_num_seqs, ranks)
     document = {
         "model_type": shape.model_type,
