@@ -34,18 +34,15 @@ DTYPES = {name: name for name in ("float64", "float32", "float16", "bfloat16")} 
 MakeDtype = Callable[[str], "torch.dtype"]
 
 
-@dataclass(frozen=True)
-class PlannedDtype:
-    """Stands in for a `torch.dtype` where nothing is allocated: a plan needs its bytes, and no torch."""
-
-    name: str
+class PlannedDtype(str):
+    """The name of a `torch.dtype`, in its place where nothing is allocated: a plan needs its bytes, and no torch."""
 
     @property
     def itemsize(self) -> int:
-        return int(re.findall(r"\d+", self.name)[0]) // 8
+        return int(re.findall(r"\d+", self)[0]) // 8
 
     def __str__(self) -> str:
-        return f"torch.{self.name}"
+        return "torch." + self
 
 
 def planned_dtype(name: str) -> torch.dtype:
@@ -285,27 +282,6 @@ class EngineConfig:
             raise ConfigError(f"captured_batch_sizes={self.captured_batch_sizes} must rise strictly")
         if self.captured_batch_sizes and self.captured_batch_sizes[0] < 1:
             raise ConfigError(f"captured_batch_sizes={self.captured_batch_sizes} must be >= 1")
-
-
-@dataclass(frozen=True)
-class ParallelConfig:
-    """How a model is divided over GPUs; the decode context parallel ranks are among the tensor parallel ones."""
-
-    tensor_parallel_size: Annotated[int, "GPUs that divide the heads of every layer."] = 1
-    pipeline_parallel_size: Annotated[int, "Stages that divide the layers."] = 1
-    decode_context_parallel_size: Annotated[
-        int, "Of the tensor parallel GPUs, how many divide the tokens that each KV head keeps."
-    ] = 1
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            if (value := getattr(self, field.name)) < 1:
-                raise ConfigError(f"{field.name}={value} must be an integer >= 1")
-        if self.tensor_parallel_size % self.decode_context_parallel_size:
-            raise ConfigError(
-                f"--decode-context-parallel-size {self.decode_context_parallel_size} must divide "
-                f"--tensor-parallel-size {self.tensor_parallel_size}: its ranks are among those"
-            )
 
 
 # The parts of `EngineConfig`; no two fields of them have the same name.

@@ -186,13 +186,13 @@ class RecomputeSpec(RollbackSpec):
 
     def advance(
         self, progress: StateProgress, start: int, num_tokens: int, computed: int, block_size: int | None
-    ) -> StateProgress:
+    ) -> None:
         """The rule of `kernels.recompute` for `n_flush`, on the host: it follows from lengths alone."""
-        flushed = progress.flushed
-        if block_size is not None and start >= (boundary := (flushed // block_size + 1) * block_size):
-            return StateProgress(computed, boundary)
-        is_full = start - flushed + num_tokens + self.max_query_len > self.ring_len
-        return StateProgress(computed, start if is_full else flushed)
+        progress.computed = computed
+        if block_size is not None and start >= (boundary := (progress.flushed // block_size + 1) * block_size):
+            progress.flushed = boundary
+        elif start - progress.flushed + num_tokens + self.max_query_len > self.ring_len:
+            progress.flushed = start
 
 
 class Recompute(Rollback):

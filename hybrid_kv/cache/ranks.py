@@ -14,8 +14,9 @@ Expert parallelism divides weights alone, and on which node a rank runs changes 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from typing import Annotated
 
 from hybrid_kv.cache.spec import (
     FullAttentionSpec,
@@ -25,11 +26,28 @@ from hybrid_kv.cache.spec import (
     UniformTypeKVCacheSpecs,
     with_block_size,
 )
-from hybrid_kv.config import ConfigError, ParallelConfig
+from hybrid_kv.config import ConfigError
 
 
-class Ranks(ParallelConfig):
-    """The ranks of one deployment."""
+@dataclass(frozen=True)
+class Ranks:
+    """How a model is divided over GPUs; the decode context parallel ranks are among the tensor parallel ones."""
+
+    tensor_parallel_size: Annotated[int, "GPUs that divide the heads of every layer."] = 1
+    pipeline_parallel_size: Annotated[int, "Stages that divide the layers."] = 1
+    decode_context_parallel_size: Annotated[
+        int, "Of the tensor parallel GPUs, how many divide the tokens that each KV head keeps."
+    ] = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if (value := getattr(self, field.name)) < 1:
+                raise ConfigError(f"{field.name}={value} must be an integer >= 1")
+        if self.tensor_parallel_size % self.decode_context_parallel_size:
+            raise ConfigError(
+                f"--decode-context-parallel-size {self.decode_context_parallel_size} must divide "
+                f"--tensor-parallel-size {self.tensor_parallel_size}: its ranks are among those"
+            )
 
     @property
     def num_gpus(self) -> int:

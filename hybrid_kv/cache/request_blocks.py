@@ -60,8 +60,7 @@ class PrefixHit:
 NO_HIT = PrefixHit(0)
 
 
-@dataclass(frozen=True)
-class Refusal:
+class Refusal(NamedTuple):
     """A request that did not get in, the room that it needed, and the blocks that might make it need less."""
 
     request_id: str

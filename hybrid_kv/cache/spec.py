@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from hybrid_kv.cache.modes import MODES, Mode
 from hybrid_kv.config import ConfigError
@@ -107,11 +107,14 @@ def window_and_states(
     return (conv,) if state is None else (conv, StatePart("ssm", *state))
 
 
-class StateProgress(NamedTuple):
+class StateProgress:
     """How far a request is: `computed` accepted tokens are in the cache, `flushed` of them in its states' blocks."""
 
-    computed: int = 0
-    flushed: int = 0
+    __slots__ = ("computed", "flushed")
+
+    def __init__(self, computed: int = 0, flushed: int = 0) -> None:
+        self.computed = computed
+        self.flushed = flushed
 
 
 @dataclass(frozen=True)
@@ -163,8 +166,8 @@ class RollbackSpec:
 
     def advance(
         self, progress: StateProgress, start: int, num_tokens: int, computed: int, block_size: int | None
-    ) -> StateProgress:
-        """After a decode.
+    ) -> None:
+        """Account for a decode, in place: a step does this for every request.
 
         Args:
             start: where it began.
@@ -172,7 +175,7 @@ class RollbackSpec:
             computed: accepted tokens in the cache after it.
             block_size: of a logical block; None where no state is kept.
         """
-        return StateProgress(computed, computed)
+        progress.computed = progress.flushed = computed
 
 
 @dataclass(frozen=True)

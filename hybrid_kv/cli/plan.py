@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from hybrid_kv.cache.ranks import Ranks
 from hybrid_kv.cli.options import AsJson, OutFile, derived_options, require_at_least_one, show
 from hybrid_kv.config import (
     CacheConfig,
     ConfigError,
     EngineConfig,
-    ParallelConfig,
     SchedulerConfig,
     SpeculativeConfig,
     engine_config,
@@ -24,7 +24,6 @@ from hybrid_kv.config import (
 
 if TYPE_CHECKING:
     from hybrid_kv.cache.plan import CachePlan
-    from hybrid_kv.cache.ranks import Ranks
     from hybrid_kv.cli.lengths import Ints
     from hybrid_kv.models.shapes import ModelShape
 
@@ -38,11 +37,11 @@ _CAPACITY = ("num_blocks", "total_bytes", "longest_request", "max_concurrency", 
 _PLANNED = {
     "attention_backend", "num_blocks", "max_num_seqs", "block_size", "mamba_block_size", "mamba_cache_mode",
     "state_scheme", "recompute_ring_len", "num_speculative_tokens", "dtype", "kv_cache_dtype", "mamba_ssm_cache_dtype",
-    *(field.name for field in fields(ParallelConfig)),
+    *(field.name for field in fields(Ranks)),
 }  # fmt: skip
 
 
-@derived_options(CacheConfig, SchedulerConfig, SpeculativeConfig, EngineConfig, ParallelConfig, only=_PLANNED)
+@derived_options(CacheConfig, SchedulerConfig, SpeculativeConfig, EngineConfig, Ranks, only=_PLANNED)
 def plan(
     config: Annotated[str, typer.Argument(help="A Hugging Face config.json, the folder that holds it, or owner/name.")],
     platform: Annotated[Platform, typer.Option(help="Decides the default backend and its block size.")] = "cuda",
@@ -71,7 +70,6 @@ def plan(
     """Print block sizes, padding, groups and capacity of a model's cache. Nothing is allocated."""
     from hybrid_kv.cache.backend import get_backend
     from hybrid_kv.cache.plan import describe
-    from hybrid_kv.cache.ranks import Ranks
     from hybrid_kv.files import check_outputs
 
     max_num_seqs = options.pop("max_num_seqs", None)
@@ -139,7 +137,6 @@ def planned(
     from hybrid_kv.attention.rollback import rollback_spec
     from hybrid_kv.cache.backend import BackendContext, get_backend
     from hybrid_kv.cache.plan import plan_cache
-    from hybrid_kv.cache.ranks import Ranks
     from hybrid_kv.cache.spec import with_rollback
     from hybrid_kv.models.shapes import model_shape
 
@@ -261,7 +258,7 @@ def _print_plan(document: dict[str, Any]) -> None:
 def _summary(plan: dict[str, Any]) -> dict[str, str]:
     """Lines of the first table."""
     kinds = ", ".join(f"{count} {kind}" for kind, count in plan["cached_layers"].items())
-    tensor, pipeline, context = (plan[field.name] for field in fields(ParallelConfig))
+    tensor, pipeline, context = (plan[field.name] for field in fields(Ranks))
     pages = sorted({size for group in plan["groups"] for size in group["page_sizes_bytes"]})
     states = plan["mamba_block_size"]
     rows = {

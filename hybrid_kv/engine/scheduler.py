@@ -223,7 +223,7 @@ class Scheduler:
     def _next(self, request: Request, budget: int, draft_budget: int) -> ScheduledRequest | None:
         """What a running request runs next; nothing if the step in flight is its last."""
         flight = request.in_flight
-        start = request.num_computed_tokens
+        start = request.progress.computed
         if flight is not None:
             # Its drafts may be rejected: only the other tokens count (vllm!33997).
             start += flight.num_tokens - flight.num_drafts
@@ -278,14 +278,14 @@ class Scheduler:
         request.num_draft_tokens += item.num_drafts
         request.num_accepted_draft_tokens += max(0, min(len(sampled) - 1, num_kept))
         if not item.is_stale:
-            computed = request.num_computed_tokens + item.num_tokens - item.num_drafts + max(0, num_kept - 1)
-            request.progress = (
+            progress = request.progress
+            computed = progress.computed + item.num_tokens - item.num_drafts + max(0, num_kept - 1)
+            if item.is_decode:
                 self.rollback.advance(
-                    request.progress, item.num_computed_tokens, item.num_tokens, computed, self._states_block_size
+                    progress, item.num_computed_tokens, item.num_tokens, computed, self._states_block_size
                 )
-                if item.is_decode
-                else StateProgress(computed, computed)
-            )
+            else:
+                progress.computed = progress.flushed = computed
             self._cache_blocks(request, item.is_decode)
 
     def _cache_blocks(self, request: Request, is_decode: bool) -> None:

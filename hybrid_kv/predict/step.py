@@ -168,8 +168,8 @@ def _averages(spec: MambaSpec, acceptance: float) -> tuple[float, float, float]:
     for _ in range(STEPS):
         start = progress.computed
         accepted = next((n for n in range(drafts) if rng.random() >= acceptance), drafts)
-        then = rollback.advance(progress, start, 1 + drafts, start + 1 + accepted, block_size)
-        writes += then.flushed != progress.flushed
-        history += start - progress.flushed
-        progress = then
+        flushed = progress.flushed
+        rollback.advance(progress, start, 1 + drafts, start + 1 + accepted, block_size)
+        writes += progress.flushed != flushed
+        history += start - flushed
     return writes / STEPS, history / STEPS, (progress.computed - 1) / STEPS

@@ -151,7 +151,7 @@ def test_a_state_is_published_in_the_step_after_its_boundary_was_passed(mode, k)
     def watch(llm):
         for request in llm.scheduler.running:
             states = sum(key[0] == 0 for key in pool._keys.values())
-            seen.append((*request.progress, states))
+            seen.append((request.progress.computed, request.progress.flushed, states))
 
     generate(llm, [prompt], on_step=watch)
     for (before, _, _), (now, flushed, states) in itertools.pairwise(entry for entry in seen if entry[0] >= 20):
