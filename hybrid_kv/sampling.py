@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from hybrid_kv.config import ConfigError, is_int
-from hybrid_kv.kernels.common.upload import upload
+from hybrid_kv.kernels.common.upload import Staged
 
 _MASK32 = 0xFFFFFFFF
 
@@ -159,20 +159,31 @@ def apply_top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Te
     return torch.full_like(logits, -torch.inf).scatter(-1, order, ordered.masked_fill(~keep, -torch.inf))
 
 
-def sample(
-    logits: torch.Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]
-) -> list[int]:
-    """One token per row: the largest logit, or the largest of `logits / temperature + Gumbel noise`.
+class Draws(NamedTuple):
+    """What rows of logits are sampled with, where any is drawn at random; [num_rows] each, on their device.
 
-    Args:
-        logits: [num_rows, vocab_size].
-        positions: the position that each sampled token will have.
+    Attributes:
+        filters: whether any has a top_k or top_p.
+        positions: that the sampled tokens will have.
+        is_random: the other rows are greedy.
     """
-    greedy = logits.argmax(-1)
+
+    filters: bool
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    seeds: torch.Tensor
+    positions: torch.Tensor
+    is_random: torch.Tensor
+
+
+def stage_draws(
+    params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]
+) -> Staged[Draws | None]:
+    """How to sample a row of logits for each of these; None if all are greedy."""
     if all(p.is_greedy for p in params):
-        return greedy.tolist()
-    temperature, top_k, top_p, seed, position, random = upload(
-        logits.device,
+        return (), lambda: None
+    arrays = (
         np.array([1.0 if p.is_greedy else p.temperature for p in params], dtype=np.float64),
         np.array([p.top_k for p in params], dtype=np.int64),
         np.array([p.top_p for p in params], dtype=np.float64),
@@ -180,9 +191,25 @@ def sample(
         np.array(positions, dtype=np.int64),
         np.array([not p.is_greedy for p in params]),
     )
-    scaled = logits.double() / temperature[:, None]
-    if any(p.top_k > 0 or p.top_p < 1 for p in params):
-        scaled = apply_top_k_top_p(scaled, top_k, top_p)
-    noise = uniform_noise(seed, position, logits.shape[-1])
+    filters = any(p.top_k > 0 or p.top_p < 1 for p in params)
+    return arrays, lambda *moved: Draws(filters, *moved)
+
+
+def sample(logits: torch.Tensor, draws: Draws | None) -> torch.Tensor:
+    """One token per row: the largest logit, or the largest of `logits / temperature + Gumbel noise`.
+
+    Args:
+        logits: [num_rows, vocab_size].
+
+    Returns:
+        [num_rows] int64, on their device.
+    """
+    greedy = logits.argmax(-1)
+    if draws is None:
+        return greedy
+    scaled = logits.double() / draws.temperature[:, None]
+    if draws.filters:
+        scaled = apply_top_k_top_p(scaled, draws.top_k, draws.top_p)
+    noise = uniform_noise(draws.seeds, draws.positions, logits.shape[-1])
     drawn = (scaled - torch.log(-torch.log(noise))).argmax(-1)
-    return torch.where(random, drawn, greedy).tolist()
+    return torch.where(draws.is_random, drawn, greedy)

@@ -7,7 +7,8 @@ from scipy.stats import chisquare
 from hybrid_kv.config import ConfigError
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.models.exact import ExactModel
-from hybrid_kv.sampling import SamplingParams, sample, uniform_noise
+from hybrid_kv.sampling import SamplingParams, uniform_noise
+from tests.draws import sampled
 
 
 @pytest.mark.parametrize(
@@ -47,8 +48,8 @@ def test_one_stop_string_is_not_its_letters():
 
 def test_greedy_takes_the_first_of_equal_logits_also_beside_random_rows():
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0]] * 2)
-    assert sample(logits, [SamplingParams()] * 2, [1, 2], [5, 6]) == [1, 1]
-    assert sample(logits, [SamplingParams(), SamplingParams(temperature=9.0)], [1, 2], [5, 6])[0] == 1
+    assert sampled(logits, [SamplingParams()] * 2, [1, 2], [5, 6]) == [1, 1]
+    assert sampled(logits, [SamplingParams(), SamplingParams(temperature=9.0)], [1, 2], [5, 6])[0] == 1
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.7), (4, 0.8)])
@@ -65,7 +66,7 @@ def test_draws_follow_the_softmax(top_k, top_p):
         mass += p
     total = sum(nucleus.values())
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
-    drawn = torch.tensor(sample(logits.expand(n, -1), [params] * n, [11] * n, list(range(n))))
+    drawn = torch.tensor(sampled(logits.expand(n, -1), [params] * n, [11] * n, list(range(n))))
     counts = drawn.bincount(minlength=len(logits))
     assert {t for t in range(len(logits)) if counts[t]} == set(nucleus)
     observed = [int(counts[t]) for t in nucleus]
@@ -76,10 +77,10 @@ def test_seeds_and_neighbouring_positions_are_independent():
     n = 20_000
     params = [SamplingParams(temperature=1.0)] * n
     logits = torch.zeros(n, 4)
-    first = torch.tensor(sample(logits, params, [1] * n, list(range(n))))
+    first = torch.tensor(sampled(logits, params, [1] * n, list(range(n))))
     for other in (
-        torch.tensor(sample(logits, params, [2] * n, list(range(n)))),
-        torch.tensor(sample(logits, params, [1 + 2**32] * n, list(range(n)))),
+        torch.tensor(sampled(logits, params, [2] * n, list(range(n)))),
+        torch.tensor(sampled(logits, params, [1 + 2**32] * n, list(range(n)))),
         first.roll(1),
     ):
         pairs = (first * 4 + other).bincount(minlength=16)
@@ -127,4 +128,4 @@ def test_tiny_temperatures_are_greedy():
     logits = torch.randn(4, 50)
     for temperature in (1e-310, 1e-6):
         params = [SamplingParams(temperature=temperature, top_p=0.9, seed=1)] * 4
-        assert sample(logits, params, [1] * 4, [0] * 4) == logits.argmax(-1).tolist()
+        assert sampled(logits, params, [1] * 4, [0] * 4) == logits.argmax(-1).tolist()

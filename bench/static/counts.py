@@ -91,12 +91,15 @@ class Count:
 
 def _rows(num_reqs: int, query_len: int) -> Any:
     from hybrid_kv.attention.common import CommonAttentionMetadata
+    from hybrid_kv.kernels.common.upload import now
 
     lengths = np.full(num_reqs, query_len, dtype=np.int64)
     computed = np.full(num_reqs, 20, dtype=np.int64)
     positions = torch.arange(20, 20 + query_len).repeat(num_reqs)
     tokens = num_reqs * query_len
-    return CommonAttentionMetadata(num_reqs, num_reqs, num_reqs, tokens, lengths, computed, positions)
+    common = CommonAttentionMetadata(num_reqs, num_reqs, num_reqs, tokens, lengths, computed, positions)
+    now(positions.device, common.stage_rows())
+    return common
 
 
 def mamba_layer(kernels: str, scheme: str, K: int) -> Callable[[], object]:
@@ -113,6 +116,7 @@ def mamba_layer(kernels: str, scheme: str, K: int) -> Callable[[], object]:
         with_rollback,
     )
     from hybrid_kv.config import CacheConfig
+    from hybrid_kv.kernels.common.upload import now
     from hybrid_kv.models.layers import ForwardContext
     from hybrid_kv.models.mixers.mamba2 import Mamba2Mixer
 
@@ -143,7 +147,7 @@ def mamba_layer(kernels: str, scheme: str, K: int) -> Callable[[], object]:
     }
     rows, config = np.arange(num_reqs), KVCacheConfig(2, (KVCacheGroupSpec(("m",), found),))
     rollback = builder.rollback.prepare(rows, rows.tolist(), np.ones_like(rows), common, table)
-    metadata = builder.build(common, table, np.zeros_like(rows), np.zeros_like(rows), rollback)
+    metadata = now(table.device, builder.build(common, table, np.zeros_like(rows), np.zeros_like(rows), rollback))
     memory = allocate_row_memory(config, num_reqs, torch.device("cpu"))
     context = ForwardContext({"m": metadata}, views, memory, "triton" if kernels == "triton" else "torch")
     x = torch.zeros(len(common.positions), hidden)

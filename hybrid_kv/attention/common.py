@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from hybrid_kv.kernels.common.ragged import Ragged
+from hybrid_kv.kernels.common.upload import Staged, together
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class CommonAttentionMetadata:
     Shapes: R = `num_reqs_padded` rows, T tokens, padding included.
 
     Attributes:
-        decode_rows, prefill_rows: their lengths, for all groups; None if there are none.
+        decode_rows, prefill_rows: their lengths, for all groups, once `stage_rows` has made them; None if there are
+            none.
     """
 
     num_reqs: int
@@ -32,14 +34,21 @@ class CommonAttentionMetadata:
     query_lens: npt.NDArray[np.int64]  # [num_reqs_padded]
     num_computed_tokens: npt.NDArray[np.int64]  # [num_reqs_padded], before this step
     positions: torch.Tensor  # [T] int64
-    decode_rows: Ragged | None = field(init=False)
-    prefill_rows: Ragged | None = field(init=False)
+    decode_rows: Ragged | None = field(init=False, default=None)
+    prefill_rows: Ragged | None = field(init=False, default=None)
 
-    def __post_init__(self) -> None:
+    def stage_rows(self) -> Staged[None]:
+        """Make `decode_rows` and `prefill_rows`."""
         split, device = self.num_decodes, self.positions.device
-        for name, lengths in (("decode_rows", self.query_lens[:split]), ("prefill_rows", self.query_lens[split:])):
-            rows = Ragged(torch.from_numpy(lengths), device) if len(lengths) else None
-            object.__setattr__(self, name, rows)  # it is frozen
+        parts = {"decode_rows": self.query_lens[:split], "prefill_rows": self.query_lens[split:]}
+        present = {name: torch.from_numpy(lengths) for name, lengths in parts.items() if len(lengths)}
+        arrays, make = together(*(Ragged.stage(lengths, device) for lengths in present.values()))
+
+        def keep(*moved: torch.Tensor) -> None:
+            for name, rows in zip(present, make(*moved), strict=True):
+                object.__setattr__(self, name, rows)  # it is frozen
+
+        return arrays, keep
 
     @property
     def num_prefills(self) -> int:

@@ -40,7 +40,7 @@ from hybrid_kv.kernels.causal_conv1d import window_places
 from hybrid_kv.kernels.common.ragged import Ragged
 from hybrid_kv.kernels.common.spans import Boundaries, Spans
 from hybrid_kv.kernels.common.strided import gather_tokens
-from hybrid_kv.kernels.common.upload import upload
+from hybrid_kv.kernels.common.upload import Array, Staged, upload
 from hybrid_kv.kernels.ssd import CHUNK_BYTES
 
 Ints = npt.NDArray[np.int64]
@@ -138,6 +138,7 @@ class MambaMetadataBuilder:
     def __init__(self, spec: MambaSpec, max_num_seqs: int, device: torch.device, launches: bool) -> None:
         self.spec = spec
         self.launches = launches
+        self._chunk_size = CHUNK_BYTES // spec.parts[0].dtype.itemsize
 
         def buffer(*shape: int) -> torch.Tensor:
             return torch.zeros(max_num_seqs, *shape, dtype=torch.int64, device=device)
@@ -158,41 +159,63 @@ class MambaMetadataBuilder:
         block_table: torch.Tensor,
         prev_step: Ints,
         window_rows: Ints,
-        rollback: RollbackStep = NO_DECODES,
+        rollback: Staged[RollbackStep] = ((), lambda: NO_DECODES),
         num_gathers: int | None = None,
-    ) -> MambaMetadata:
+    ) -> Staged[MambaMetadata]:
         """Metadata of one step; that of the step before where nothing of it would differ, as in most steps of decodes.
 
         Args:
-            block_table: [num_reqs_padded, width] int32; padding rows hold the null block.
+            block_table: [num_reqs_padded, width] int32, read on the device; padding rows hold the null block.
             prev_step: [num_reqs_padded], the previous step's current state blocks.
             window_rows: [num_reqs_padded], where the window begins there; 0 for padding.
             rollback: what the scheme's `prepare` gave.
             num_gathers: changes whenever `block_table` may (`BlockTables.num_gathers`); None: it may have.
         """
-        num_rows, split, device = common.num_reqs_padded, common.num_decodes, block_table.device
+        split = common.num_decodes
         current_blocks = last_scheduled_block_idx(self.spec, common.num_computed_tokens, common.query_lens)
         key: tuple[object, ...] | None = None
-        if num_gathers is not None and rollback.history is None and not common.num_prefills:
-            arrays = common.query_lens, current_blocks, prev_step, window_rows
-            key = num_gathers, *(values.tobytes() for values in arrays)
+        if num_gathers is not None and not rollback[0] and not common.num_prefills:
+            known = common.query_lens, current_blocks, prev_step, window_rows
+            key = num_gathers, *(values.tobytes() for values in known)
             if self._built is not None and self._built[0] == key:
-                return self._built[1]
-        last = self.block_idx_last_scheduled_token[:num_rows]
-        prev = self.block_idx_last_scheduled_token_prev_step[:num_rows]
-        skipped = self.window_rows[:num_rows]
-        windows, sources = self.window_indices[:num_rows], self.source_indices[:num_rows]
-        states = self.state_indices[:num_rows]
+                same = self._built[1]
+                return (), lambda: same
         # A prefill has one state to write, whatever its length.
-        num_states = np.where(np.arange(num_rows) < split, common.query_lens, 1)
+        num_states = np.where(np.arange(common.num_reqs_padded) < split, common.query_lens, 1)
         has_state = common.num_computed_tokens[split:] > 0
         row = block_idx = offset = num_states[:0]
         if common.num_prefills and self.spec.mode.keeps_inside:
             found = boundaries_inside(self.spec, common.num_computed_tokens[split:], current_blocks[split:])
             row, block_idx, offset = found
-        *known, counts, initial, rows_inside, blocks_inside, offsets = upload(
-            device, current_blocks, prev_step, window_rows, num_states, has_state, row, block_idx, offset
-        )
+        arrays = [current_blocks, prev_step, window_rows, num_states, has_state, row, block_idx, offset]
+        cuts: Sequence[Array] = ()
+        if common.num_prefills and self.launches:
+            cuts = Spans.cuts(common.query_lens[split:], row, offset, self._chunk_size)
+
+        def make(*moved: torch.Tensor) -> MambaMetadata:
+            own, rest = moved[: len(arrays)], moved[len(arrays) :]
+            built = self._make(common, block_table, own, rest[: len(cuts)], rollback[1](*rest[len(cuts) :]))
+            self._built = (key, built) if key is not None else None
+            return built
+
+        return [*arrays, *cuts, *rollback[0]], make
+
+    def _make(
+        self,
+        common: CommonAttentionMetadata,
+        block_table: torch.Tensor,
+        own: Sequence[torch.Tensor],
+        cuts: Sequence[torch.Tensor],
+        rollback: RollbackStep,
+    ) -> MambaMetadata:
+        """What `build` stages, on the device."""
+        num_rows, split = common.num_reqs_padded, common.num_decodes
+        last = self.block_idx_last_scheduled_token[:num_rows]
+        prev = self.block_idx_last_scheduled_token_prev_step[:num_rows]
+        skipped = self.window_rows[:num_rows]
+        windows, sources = self.window_indices[:num_rows], self.source_indices[:num_rows]
+        states = self.state_indices[:num_rows]
+        *known, counts, initial, rows_inside, blocks_inside, offsets = own
         for target, values in zip((last, prev, skipped), known, strict=True):
             target.copy_(values)
         table = block_table.long()
@@ -203,15 +226,12 @@ class MambaMetadataBuilder:
         states.copy_(torch.where(owned, table.gather(1, logical_blocks), NULL_BLOCK))
 
         boundaries = spans = None
-        if len(row):
+        if len(rows_inside):
             boundaries = Boundaries(rows_inside, offsets, table[rows_inside + split, blocks_inside])
-        if common.num_prefills and self.launches:
-            cuts = None
-            if boundaries is not None:
-                cuts = boundaries._replace(rows=torch.from_numpy(row), offsets=torch.from_numpy(offset))
-            chunk_size = CHUNK_BYTES // self.spec.parts[0].dtype.itemsize
-            spans = Spans(torch.from_numpy(common.query_lens[split:]), states[split:, 0], cuts, chunk_size)
-        built = MambaMetadata(
+        if cuts:
+            lengths = torch.from_numpy(common.query_lens[split:])
+            spans = Spans(lengths, states[split:, 0], boundaries, self._chunk_size, cuts)
+        return MambaMetadata(
             num_decodes=split,
             num_decode_tokens=common.num_decode_tokens,
             decode_rows=common.decode_rows,
@@ -226,8 +246,6 @@ class MambaMetadataBuilder:
             boundaries=boundaries,
             spans=spans,
         )
-        self._built = (key, built) if key is not None else None
-        return built
 
 
 def last_scheduled_block_idx(spec: MambaSpec, num_computed_tokens: Ints, query_lens: Ints) -> Ints:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # A plan reads `memory`, and needs neither: they are imported
     import torch
 
     from hybrid_kv.attention.common import CommonAttentionMetadata
+    from hybrid_kv.kernels.common.upload import Staged
     from hybrid_kv.kernels.recompute import RecomputeRing, RecomputeStep
 
     Ints = npt.NDArray[np.int64]
@@ -94,7 +95,7 @@ class Rollback:
 
     def prepare(
         self, rows: Ints, new: Sequence[int], num_gained: Ints, common: CommonAttentionMetadata, table: torch.Tensor
-    ) -> RollbackStep:
+    ) -> Staged[RollbackStep]:
         """What the decodes of a step do.
 
         Args:
@@ -103,7 +104,7 @@ class Rollback:
             num_gained: [num_reqs_padded], tokens that the request has gained since its last step began.
             table: [num_reqs_padded, width] int32.
         """
-        return NO_DECODES
+        return (), lambda: NO_DECODES
 
     def flush(self, rows: Ints, num_gained: Ints, table: torch.Tensor) -> RollbackStep:
         """What writes the states at the last boundary among the tokens of requests that run nothing.
@@ -235,29 +236,33 @@ class Recompute(Rollback):
 
     def prepare(
         self, rows: Ints, new: Sequence[int], num_gained: Ints, common: CommonAttentionMetadata, table: torch.Tensor
-    ) -> RollbackStep:
-        """Prefills start anew behind their last token."""
-        computed, split = common.num_computed_tokens, common.num_decodes
-        if new:
-            self._restart(rows[new], computed[new])
-        step = NO_DECODES
+    ) -> Staged[RollbackStep]:
+        """Rows with a new owner have no history yet; prefills start anew behind their last token."""
+        from hybrid_kv.kernels.common.upload import together
+
+        computed, split, restart = common.num_computed_tokens, common.num_decodes, self.cursors.restart
+        parts: list[Staged[RollbackStep | None]] = [((rows[new], computed[new]), restart)] if new else []
         if split:
-            step = self._step(rows[:split], num_gained[:split], common.query_lens[:split], table[:split])
+            parts.append(self._step(rows[:split], num_gained[:split], common.query_lens[:split], table[:split]))
         if common.num_prefills:
-            self._restart(rows[split:], (computed + common.query_lens)[split:])
-        return step
+            parts.append(((rows[split:], (computed + common.query_lens)[split:]), restart))
+        arrays, make = together(*parts)
+        return arrays, lambda *moved: next((step for step in make(*moved) if step is not None), NO_DECODES)
 
     def flush(self, rows: Ints, num_gained: Ints, table: torch.Tensor) -> RollbackStep:
-        return self._step(rows, num_gained, 0 * rows, table)
+        from hybrid_kv.kernels.common.upload import now
+
+        return now(table.device, self._step(rows, num_gained, 0 * rows, table))
 
     def flush_all(self, rows: Ints, num_gained: Ints, current_blocks: Ints, table: torch.Tensor) -> RollbackStep:
         """All of the history goes into the current state block, not into the state's own, which may be
         published.
         """
+        from hybrid_kv.kernels.common.upload import upload
         from hybrid_kv.kernels.recompute import RecomputeStep
 
         cursors = self.cursors
-        row, gained, target = self._to_device(rows, num_gained, current_blocks)
+        row, gained, target = upload(table.device, rows, num_gained, current_blocks)
         source = row.new_zeros(len(rows))
         if self._block_size is not None:
             source = (cursors.base_pos[row] - 1) // self._block_size
@@ -266,23 +271,15 @@ class Recompute(Rollback):
         step = RecomputeStep(row, src, dst, cursors.ring_start[row], n_hist, n_hist, cursors.max_query_len)
         return RollbackStep(step, row.new_zeros(len(rows) + 1))
 
-    def _step(self, rows: Ints, num_gained: Ints, query_lens: Ints, table: torch.Tensor) -> RollbackStep:
+    def _step(self, rows: Ints, num_gained: Ints, query_lens: Ints, table: torch.Tensor) -> Staged[RollbackStep]:
         """Decide what each decode flushes and recomputes, and move the cursors past it."""
         import numpy as np
 
-        starts = np.concatenate([[0], np.cumsum(query_lens)])
-        row, gained, cu_seqlens = self._to_device(rows, num_gained, starts)
-        step = self._commit(self.cursors, row, gained, cu_seqlens, table, self._block_size)
-        return RollbackStep(step, cu_seqlens)
+        def commit(row: torch.Tensor, gained: torch.Tensor, cu_seqlens: torch.Tensor) -> RollbackStep:
+            step = self._commit(self.cursors, row, gained, cu_seqlens, table, self._block_size)
+            return RollbackStep(step, cu_seqlens)
 
-    def _restart(self, rows: Ints, num_computed_tokens: Ints) -> None:
-        """These rows have no history behind so many tokens: new owners, and prefills that will run."""
-        self.cursors.restart(*self._to_device(rows, num_computed_tokens))
-
-    def _to_device(self, *arrays: Ints) -> list[torch.Tensor]:
-        from hybrid_kv.kernels.common.upload import upload
-
-        return upload(self.cursors.base_pos.device, *arrays)
+        return (rows, num_gained, np.concatenate([[0], np.cumsum(query_lens)])), commit
 
 
 SCHEMES: dict[str, type[Rollback]] = {"slots": Rollback, "recompute": Recompute}

@@ -30,7 +30,7 @@ from hybrid_kv.kernels.block_tables import (
     Tables,
     update_block_tables,
 )
-from hybrid_kv.kernels.common.upload import Fill, fill, upload
+from hybrid_kv.kernels.common.upload import Staged, fill, now
 from hybrid_kv.kernels.slot_mapping import slot_mapping
 
 Ints = npt.NDArray[np.int64]
@@ -149,8 +149,19 @@ class BlockTables:
         positions: torch.Tensor,
         num_reqs_padded: int,
         num_tokens_padded: int,
-        beside: Sequence[Fill] = (),
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """`stage` by an upload of its own; returns the `views`."""
+        now(self.device, self.stage(rows, query_lens, positions, num_reqs_padded, num_tokens_padded))
+        return self.views(num_reqs_padded, num_tokens_padded)
+
+    def stage(
+        self,
+        rows: Ints,
+        query_lens: Ints,
+        positions: torch.Tensor,
+        num_reqs_padded: int,
+        num_tokens_padded: int,
+    ) -> Staged[None]:
         """Bring tables, input tables and slots up to date for a step.
 
         Padding rows point at the null block, padding tokens at `PAD_SLOT`. Logical blocks beyond a row's own blocks
@@ -160,11 +171,6 @@ class BlockTables:
         Args:
             rows, query_lens: [num_reqs], row and number of tokens (at least 1) of each batch position.
             positions: [num_tokens] int64 on the CPU, of each token in its request, consecutive within one.
-            beside: what else the step needs on the device, for one upload of both.
-
-        Returns:
-            Per group `[num_reqs_padded, width * blocks_per_kv_block]` kernel blocks, and
-            `[num_groups, num_tokens_padded]` slots, of which only groups with slots are filled in.
 
         Raises:
             IndexError: a row would become longer than its group's width.
@@ -173,15 +179,18 @@ class BlockTables:
         self._apply_staged()
         self.num_gathers += self._host.place(rows, num_reqs_padded)
         self._host.map_slots(rows, query_lens, positions.numpy(), num_tokens_padded)
-        if self._mirror is not None:
-            names = "flat_tables", "flat_input_tables", "num_blocks", "slot_mappings"
-            own = [(getattr(self._mirror, name), getattr(self._host, name).numpy()) for name in names]
-            beside = [*own, *beside]
-        if beside:
-            fill(self.device, beside)
-        return self._read(num_reqs_padded, num_tokens_padded)
+        if self._mirror is None:
+            return fill()
+        names = "flat_tables", "flat_input_tables", "num_blocks", "slot_mappings"
+        return fill(*((getattr(self._mirror, name), getattr(self._host, name).numpy()) for name in names))
 
-    def _read(self, num_reqs_padded: int, num_tokens_padded: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    def views(self, num_reqs_padded: int, num_tokens_padded: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """What a step of that size reads.
+
+        Returns:
+            Per group `[num_reqs_padded, width * blocks_per_kv_block]` kernel blocks, and
+            `[num_groups, num_tokens_padded]` slots, of which only groups with slots are filled in.
+        """
         tables, slots = self._views
         if len(tables[0]) != num_reqs_padded:
             tables = [table[:num_reqs_padded] for table in self.input_tables]
@@ -212,45 +221,34 @@ class LaunchedBlockTables(BlockTables):
     def _apply_staged(self) -> None:
         """Of more than the staging buffers hold: a launch of its own."""
         nothing = np.empty(0, dtype=np.int64)
-        self._launch(nothing, np.zeros(1, dtype=np.int32), nothing, 0, 0, ())
+        now(self.device, self._stage(nothing, np.zeros(1, dtype=np.int32), nothing, 0, 0))
 
-    def update(
+    def stage(
         self,
         rows: Ints,
         query_lens: Ints,
         positions: torch.Tensor,
         num_reqs_padded: int,
         num_tokens_padded: int,
-        beside: Sequence[Fill] = (),
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """See `BlockTables.update`."""
+    ) -> Staged[None]:
+        """See `BlockTables.stage`."""
         placed = rows.tobytes(), num_reqs_padded
         if self._num_staged or placed != self._placed:
             self._placed = placed
             self.num_gathers += 1
         query_start_loc = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
-        self._launch(rows, query_start_loc, positions.numpy(), num_reqs_padded, num_tokens_padded, beside)
-        return self._read(num_reqs_padded, num_tokens_padded)
+        return self._stage(rows, query_start_loc, positions.numpy(), num_reqs_padded, num_tokens_padded)
 
-    def _launch(
-        self,
-        rows: Ints,
-        query_start_loc: Int32s,
-        positions: Ints,
-        num_reqs_padded: int,
-        num_tokens_padded: int,
-        beside: Sequence[Fill],
-    ) -> None:
+    def _stage(self, rows: Ints, query_start_loc: Int32s, positions: Ints, *padded: int) -> Staged[None]:
         ids, *requests = self._staged
         staged = ids[: self._num_ids], *(part[: self._num_staged] for part in requests)
         self._num_ids = self._num_staged = 0
-        batch = rows, query_start_loc, positions
-        *moved, row, start, position = upload(self.device, *(array for _, array in beside), *staged, *batch)
-        for (target, _), values in zip(beside, moved, strict=False):
-            target.copy_(values)
-        blocks = StagedBlocks(*moved[len(beside) :])
-        padded = num_reqs_padded, num_tokens_padded
-        self._update_tables(self._on_device, blocks, StepBatch(row, start, position, *padded))
+
+        def launch(*moved: torch.Tensor) -> None:
+            *blocks, row, start, position = moved
+            self._update_tables(self._on_device, StagedBlocks(*blocks), StepBatch(row, start, position, *padded))
+
+        return [*staged, rows, query_start_loc, positions], launch
 
     def forget(self) -> None:
         """See `BlockTables.forget`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -36,14 +36,14 @@ from hybrid_kv.config import EngineConfig
 from hybrid_kv.engine.drafter import MTPDrafter
 from hybrid_kv.engine.state_cursor import StateCursor
 from hybrid_kv.kernels.common.launch import choose
-from hybrid_kv.kernels.common.upload import upload
+from hybrid_kv.kernels.common.upload import Staged, fill, now, together
 from hybrid_kv.kernels.recompute import RecomputeStep
 from hybrid_kv.models.interface import DraftHead, Model
 from hybrid_kv.models.layers import ForwardContext
 from hybrid_kv.observe import EngineObserver
 from hybrid_kv.request import Request, ScheduledRequest
-from hybrid_kv.sampling import TokenLogprobs, token_logprobs
-from hybrid_kv.spec_decode.verify import verify
+from hybrid_kv.sampling import Draws, TokenLogprobs, token_logprobs
+from hybrid_kv.spec_decode.verify import stage_verify, verify
 
 Ints = npt.NDArray[np.int64]
 
@@ -80,6 +80,22 @@ class StepOutput:
     drafts: dict[str, list[int]]
     logprobs: dict[str, list[TokenLogprobs]]
     prompt_logprobs: dict[str, list[TokenLogprobs]]
+
+
+class Sampling(NamedTuple):
+    """What a step samples, known before the model runs.
+
+    Attributes:
+        places: in the batch, of the requests that sample.
+        first_positions: of the tokens that they get.
+        rows: of the hidden states, one for each token and draft; None: the first `num_rows`.
+    """
+
+    places: list[int]
+    first_positions: list[int]
+    num_rows: int
+    rows: torch.Tensor | None
+    draws: Draws | None
 
 
 class ModelRunner:
@@ -196,13 +212,13 @@ class ModelRunner:
         self.batch = batch = sorted(resolved, key=lambda item: not item.is_decode)
         for observer in self.observers:
             observer.on_prepare(batch)
-        context, num_tokens_padded = self._prepare(batch)
+        context, num_tokens_padded, sampling = self._prepare(batch)
         for observer in self.observers:
             observer.on_step(batch, self.input_ids, self.positions, context.metadata)
         hidden = self.model(self.input_ids[:num_tokens_padded], self.positions[:num_tokens_padded], context)
         for observer in self.observers:
             observer.on_hidden(batch, hidden)
-        tokens, logprobs = self._sample(batch, hidden)
+        tokens, logprobs = self._sample(batch, hidden, sampling)
         prompt_logprobs = self._prompt_logprobs(batch, hidden)
         self._postprocess(batch, [max(1, len(new)) for new in tokens])
         for observer in self.observers:
@@ -262,34 +278,37 @@ class ModelRunner:
         drafts = tuple(self._drafts[row][: max(0, min(item.num_drafts, room - 1))])
         return replace(item, num_computed_tokens=known - 1, num_tokens=1 + len(drafts), drafts=drafts)
 
+    def _stage_sampling(self, batch: Sequence[ScheduledRequest]) -> Staged[Sampling]:
+        places, read, end = [], list[int](), 0
+        for i, item in enumerate(batch):
+            end += item.num_tokens
+            if item.samples:
+                places.append(i)
+                read += range(end - 1 - item.num_drafts, end)
+        items = [batch[i] for i in places]
+        requests = [item.request for item in items]
+        first = [item.num_computed_tokens + item.num_tokens - item.num_drafts for item in items]
+        params, seeds = [request.params for request in requests], [request.seed for request in requests]
+        arrays, make = stage_verify([item.drafts or () for item in items], params, seeds, first)
+        if len(read) == end:  # mostly decodes alone: then every token counts
+            return arrays, lambda *moved: Sampling(places, first, end, None, make(*moved))
+        rows = np.array(read, dtype=np.int64)
+        return [rows, *arrays], lambda rows, *moved: Sampling(places, first, len(read), rows, make(*moved))
+
     def _sample(
-        self, batch: Sequence[ScheduledRequest], hidden: torch.Tensor
+        self, batch: Sequence[ScheduledRequest], hidden: torch.Tensor, sampling: Sampling
     ) -> tuple[list[list[int]], dict[str, list[TokenLogprobs]]]:
         """What each request of the batch gets: nothing, a token, or its accepted drafts and one token more."""
         tokens: list[list[int]] = [[] for _ in batch]
         logprobs: dict[str, list[TokenLogprobs]] = {}
-        samples, read, end = [], list[int](), 0
-        for i, item in enumerate(batch):
-            end += item.num_tokens
-            if item.samples:
-                samples.append(i)
-                read += range(end - 1 - item.num_drafts, end)
-        if not samples:
+        if not sampling.places:
             return tokens, logprobs
-        # Mostly decodes alone: then every token counts.
-        last = hidden[:end] if len(read) == end else hidden[upload(self.device, np.array(read))[0]]
+        last = hidden[: sampling.num_rows] if sampling.rows is None else hidden[sampling.rows]
         logits = self.model.compute_logits(last)
-        requests = [batch[i].request for i in samples]
-        known = [batch[i].num_computed_tokens + batch[i].num_tokens - batch[i].num_drafts for i in samples]
-        verified = verify(
-            logits,
-            [batch[i].drafts or () for i in samples],
-            [request.params for request in requests],
-            [request.seed for request in requests],
-            known,
-        )
+        verified = verify(logits, [batch[i].drafts or () for i in sampling.places], sampling.draws)
         row = 0
-        for i, request, first, new in zip(samples, requests, known, verified, strict=True):
+        for i, first, new in zip(sampling.places, sampling.first_positions, verified, strict=True):
+            request = batch[i].request
             tokens[i] = new
             self.token_ids[request.row, first : first + len(new)] = new
             self.num_tokens[request.row] = first + len(new)
@@ -365,8 +384,10 @@ class ModelRunner:
             for request, draft in zip(requests, drafts, strict=True)
         }
 
-    def _prepare(self, batch: Sequence[ScheduledRequest]) -> tuple[ForwardContext, int]:
-        """Fill the persistent buffers; returns the layers' context and the padded number of tokens."""
+    def _prepare(self, batch: Sequence[ScheduledRequest]) -> tuple[ForwardContext, int, Sampling]:
+        """Fill the persistent buffers, by one upload; returns the layers' context, the padded number of tokens, and
+        what is sampled.
+        """
         for item in batch:
             request = item.request
             if item.overwrite:
@@ -398,13 +419,6 @@ class ModelRunner:
         if padding:
             self.positions[num_tokens:num_tokens_padded] = 0
 
-        inputs = (
-            (self.input_ids[:num_tokens], self.token_ids[token_rows, positions]),
-            (self.positions[:num_tokens], positions),
-        )
-        tables, slots = self.block_tables.update(
-            rows, query_lens[:num_reqs], torch.from_numpy(positions), num_reqs_padded, num_tokens_padded, inputs
-        )
         common = CommonAttentionMetadata(
             num_reqs=num_reqs,
             num_reqs_padded=num_reqs_padded,
@@ -423,18 +437,26 @@ class ModelRunner:
         padded_rows = np.full(num_reqs_padded, -1)
         padded_rows[:num_reqs] = rows
         owned_anew = [i for i, item in enumerate(batch) if item.overwrite]
+        padded = num_reqs_padded, num_tokens_padded
+        tables, slots = self.block_tables.views(*padded)
+        inputs = fill(
+            (self.input_ids[:num_tokens], self.token_ids[token_rows, positions]),
+            (self.positions[:num_tokens], positions),
+        )
+        update = self.block_tables.stage(rows, query_lens[:num_reqs], torch.from_numpy(positions), *padded)
+        staged: list[Staged[Any]] = [self._stage_sampling(batch), inputs, update, common.stage_rows()]
+        for group_id, builder in self.builders.items():
+            table = tables[group_id]
+            rollback = builder.rollback.prepare(padded_rows, owned_anew, gained, common, table)
+            staged.append(
+                builder.build(common, table, current_blocks, window_rows, rollback, self.block_tables.num_gathers)
+            )
+        sampling, _, _, _, *built = now(self.device, together(*staged))
+        states = dict(zip(self.builders, built, strict=True))
         metadata: dict[str, Any] = {}
         for group, table in zip(self.groups, tables, strict=True):
-            built: Any
-            if group.backend.is_ssm():
-                builder = self.builders[group.group_id]
-                rollback = builder.rollback.prepare(padded_rows, owned_anew, gained, common, table)
-                built = builder.build(
-                    common, table, current_blocks, window_rows, rollback, self.block_tables.num_gathers
-                )
-            else:
-                built = build_paged_attention_metadata(
-                    common, table, slots[group.group_id], group.kernel_block_size, self._computes[group.group_id]
-                )
-            metadata.update(dict.fromkeys(group.layer_names, built))
-        return ForwardContext(metadata, self.views, self.row_memory, self.kernels), num_tokens_padded
+            own = states.get(group.group_id) or build_paged_attention_metadata(
+                common, table, slots[group.group_id], group.kernel_block_size, self._computes[group.group_id]
+            )
+            metadata.update(dict.fromkeys(group.layer_names, own))
+        return ForwardContext(metadata, self.views, self.row_memory, self.kernels), num_tokens_padded, sampling

@@ -6,16 +6,23 @@ from collections.abc import Sequence
 
 import torch
 
-from hybrid_kv.sampling import SamplingParams, sample
+from hybrid_kv.kernels.common.upload import Staged
+from hybrid_kv.sampling import Draws, SamplingParams, sample, stage_draws
 
 
-def verify(
-    logits: torch.Tensor,
+def stage_verify(
     draft_token_ids: Sequence[Sequence[int]],
     params: Sequence[SamplingParams],
     seeds: Sequence[int],
     first_positions: Sequence[int],
-) -> list[list[int]]:
+) -> Staged[Draws | None]:
+    """How `verify` draws: logit row j of request r predicts the token at position `first_positions[r] + j`."""
+    rows = [(request, j) for request, drafts in enumerate(draft_token_ids) for j in range(1 + len(drafts))]
+    owners, positions = [request for request, _ in rows], [first_positions[request] + j for request, j in rows]
+    return stage_draws([params[r] for r in owners], [seeds[r] for r in owners], positions)
+
+
+def verify(logits: torch.Tensor, draft_token_ids: Sequence[Sequence[int]], draws: Draws | None) -> list[list[int]]:
     """The tokens that each request gains from one step: its accepted drafts and one token more.
 
     At every position the target draws its own token `t` as if there were no draft (`sampling.sample`: the
@@ -34,9 +41,9 @@ def verify(
     depends on their draws, so that the same noise may serve those positions again in the next step.
 
     Args:
-        logits: [sum(1 + k_r), vocab_size], requests back to back; logit row j of request r predicts the token at
-            position `first_positions[r] + j`.
-        draft_token_ids: k_r >= 0 drafts of request r, for the positions from `first_positions[r]` on.
+        logits: [sum(1 + k_r), vocab_size], requests back to back.
+        draft_token_ids: k_r >= 0 drafts of request r, for the positions from the first one on that it has no token for.
+        draws: what `stage_verify` gave.
 
     Returns:
         1 to k_r + 1 tokens per request.
@@ -44,11 +51,9 @@ def verify(
     counts = [1 + len(drafts) for drafts in draft_token_ids]
     if sum(counts) != len(logits):
         raise ValueError(f"{len(logits)} rows of logits for {sum(counts)} tokens (drafts and one more per request)")
-    if len(counts) == len(logits):
-        return [[token] for token in sample(logits, params, seeds, first_positions)]
-    owners = [request for request, count in enumerate(counts) for _ in range(count)]
-    positions = [first + j for first, count in zip(first_positions, counts, strict=True) for j in range(count)]
-    tokens = sample(logits, [params[r] for r in owners], [seeds[r] for r in owners], positions)
+    tokens: list[int] = sample(logits, draws).tolist()
+    if len(counts) == len(tokens):
+        return [[token] for token in tokens]
     gained, start = [], 0
     for drafts, count in zip(draft_token_ids, counts, strict=True):
         own = tokens[start : start + count]

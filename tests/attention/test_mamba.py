@@ -21,6 +21,7 @@ from hybrid_kv.attention.rollback import RecomputeSpec
 from hybrid_kv.cache.block_pool import NULL_BLOCK
 from hybrid_kv.cache.spec import MambaSpec, RollbackSpec, window_and_states
 from hybrid_kv.kernels.common.integers import cdiv
+from hybrid_kv.kernels.common.upload import now
 from hybrid_kv.kernels.recompute import default_ring_len
 from hybrid_kv.kernels.ssd import CHUNK_BYTES
 from tests.attention.test_paged import common
@@ -54,7 +55,7 @@ def build(subject, builder, computed, lens, num_decodes, prev, accepted, padding
     batch = common(computed, lens, num_decodes, padding)
     table = table_of(len(lens), width, padding)
     prev, accepted = ints(*prev, *[0] * padding), ints(*accepted, *[1] * padding)
-    return builder.build(batch, table, prev, accepted - 1)
+    return now(CPU, builder.build(batch, table, prev, accepted - 1))
 
 
 @st.composite
@@ -183,7 +184,7 @@ def test_metadata_is_built_again_when_something_changes_and_only_then():
 
     def built(computed=(8, 9), lens=(1, 1), prev=(1, 2), accepted=(1, 1), num_gathers=1, num_decodes=2):
         batch = common(list(computed), list(lens), num_decodes)
-        return builder.build(batch, table, ints(*prev), ints(*accepted) - 1, num_gathers=num_gathers)
+        return now(CPU, builder.build(batch, table, ints(*prev), ints(*accepted) - 1, num_gathers=num_gathers))
 
     first = built()
     assert built() is first

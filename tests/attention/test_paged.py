@@ -23,6 +23,7 @@ from hybrid_kv.cache.layout import attention_view, split_kv
 from hybrid_kv.cache.spec import FullAttentionSpec
 from hybrid_kv.config import ConfigError
 from hybrid_kv.kernels.common.ragged import Ragged
+from hybrid_kv.kernels.common.upload import now
 from tests.kernels.interpreter import interpreted
 from tests.kernels.references import paged_attention_varlen_reference
 
@@ -31,7 +32,7 @@ def common(computed, lens, num_decodes, padding=0):
     """A batch whose first `num_decodes` rows are decodes; padding rows follow them (only if there are no prefills)."""
     computed, lens = [*computed, *[0] * padding], [*lens, *[1] * padding]
     positions = [torch.arange(start, start + n) for start, n in zip(computed, lens, strict=True)]
-    return CommonAttentionMetadata(
+    made = CommonAttentionMetadata(
         num_reqs=len(lens) - padding,
         num_reqs_padded=len(lens),
         num_decodes=num_decodes + padding,
@@ -40,6 +41,8 @@ def common(computed, lens, num_decodes, padding=0):
         num_computed_tokens=np.array(computed, dtype=np.int64),
         positions=torch.cat(positions),
     )
+    now(made.positions.device, made.stage_rows())
+    return made
 
 
 @given(

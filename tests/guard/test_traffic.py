@@ -29,7 +29,8 @@ from hybrid_kv.guard.traffic import (
     required_combinations,
     rows_with,
 )
-from hybrid_kv.sampling import SamplingParams, sample, token_logprobs
+from hybrid_kv.sampling import SamplingParams, token_logprobs
+from tests.draws import sampled
 
 
 @pytest.mark.parametrize("seed", [0, 40, 500, 3 * SCENARIOS_PER_RUN + 77])
@@ -130,7 +131,7 @@ def test_the_oracle_draws_as_the_engine_does(top_k: int, top_p: float) -> None:
     logits = np.random.default_rng(top_k).integers(0, 2**31 - 1, size=(40, 97))
     params = SamplingParams(temperature=2e8, top_k=top_k, top_p=top_p, seed=-7)
     own = [drawn(row, params, place) for place, row in enumerate(logits)]
-    assert own == sample(torch.from_numpy(logits), [params] * 40, [-7] * 40, range(40))
+    assert own == sampled(torch.from_numpy(logits), [params] * 40, [-7] * 40, range(40))
 
 
 def test_wrong_log_probabilities_break_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from hybrid_kv.engine.runner import ModelRunner
 from hybrid_kv.engine.scheduler import Scheduler
 from hybrid_kv.guard.scenario import SmallBlocksFirst, SmallKVFirst
 from hybrid_kv.kernels.block_tables.host import HostTables
+from hybrid_kv.kernels.recompute import RecomputeCursors
 from hybrid_kv.models.exact import ExactConfig, ExactModel, ExactOracle
 from hybrid_kv.sampling import SamplingParams
 from hybrid_kv.sanitizer import Sanitizer, SanitizerError
@@ -238,8 +239,8 @@ def one_token_back(plain):
 
 
 def write_elsewhere(plain):
-    def sample(self, batch, hidden):
-        tokens, logprobs = plain(self, batch, hidden)
+    def sample(self, batch, hidden, sampling):
+        tokens, logprobs = plain(self, batch, hidden, sampling)
         for item, new in zip(batch, tokens, strict=True):
             if new:
                 self.token_ids[item.request.row, item.request.num_tokens] = 0
@@ -284,9 +285,9 @@ def boundary_into_current_block(built):
 
 
 def metadata_of_its_own(built, *_):
-    context, num_tokens = built
+    context = built[0]
     context.metadata["layers.4"] = replace(context.metadata["layers.4"])
-    return context, num_tokens
+    return built
 
 
 def count_one_more(_, self, item, *__):
@@ -328,23 +329,23 @@ ROOMY = {"num_blocks": 80, "max_num_batched_tokens": 16}
 BUGS = {
     "accepted off by one": (ModelRunner, "_postprocess", around(accept_one_less), ALL, "read-window"),
     "stale window row": (
-        MambaMetadataBuilder, "build",
+        MambaMetadataBuilder, "_make",
         with_metadata(window_rows=lambda m: torch.zeros_like(m.window_rows)), ALL, "read-window",
     ),
     "stale source indices (C01)": (
-        MambaMetadataBuilder, "build", with_metadata(source_indices=lambda m: m.window_indices), ALL, "read-state",
+        MambaMetadataBuilder, "_make", with_metadata(source_indices=lambda m: m.window_indices), ALL, "read-state",
     ),
     "window row beyond the window": (
-        MambaMetadataBuilder, "build",
+        MambaMetadataBuilder, "_make",
         with_metadata(window_rows=lambda m: m.window_rows + 4), ALL, "index-range",
     ),
     "initial states flipped": (
-        MambaMetadataBuilder, "build",
+        MambaMetadataBuilder, "_make",
         with_metadata(has_initial_state=lambda m: None if m.has_initial_state is None else ~m.has_initial_state),
         ALL, "initial-state",
     ),
-    "padding writes a live block (C06)": (MambaMetadataBuilder, "build", around(live_padding), ALL, "pad-row"),
-    "shared state written in place (F34)": (MambaMetadataBuilder, "build", around(state_in_place), ALL, "write-shared"),
+    "padding writes a live block (C06)": (MambaMetadataBuilder, "_make", around(live_padding), ALL, "pad-row"),
+    "shared state written in place (F34)": (MambaMetadataBuilder, "_make", around(state_in_place), ALL, "write-shared"),
     "boundary copy forgotten": (runner, "boundary_copies", around(no_copies), ALL, "publish-state"),
     "boundary copy has no effect": (runner, "postprocess_mamba", lambda plain: lambda *_: None, ALIGN, "copy-bytes"),
     "boundary copy of a rejected draft": (
@@ -377,10 +378,10 @@ BUGS = {
         KVOffload, "load", before(lambda self, pages, ids: (self, pages, ids[::-1])), OFFLOAD, "load-bytes",
     ),
     "states beyond a row's tokens": (
-        MambaMetadataBuilder, "build", around(states_beyond_the_row), ALL, "write-padding",
+        MambaMetadataBuilder, "_make", around(states_beyond_the_row), ALL, "write-padding",
     ),
     "boundary state and last state in one block": (
-        MambaMetadataBuilder, "build", with_metadata(boundaries=boundary_into_current_block), ALL, "write-twice",
+        MambaMetadataBuilder, "_make", with_metadata(boundaries=boundary_into_current_block), ALL, "write-twice",
     ),
     "boundary copy one draft early": (
         runner, "boundary_copies",
@@ -415,7 +416,11 @@ def with_recompute(**changes):
         step = found.history
         return replace(found, history=step._replace(**{name: part(step) for name, part in changes.items()}))
 
-    return around(change)
+    def staged(found, *_):
+        arrays, make = found
+        return arrays, around(change)(make)
+
+    return around(staged)
 
 
 RECOMPUTE = ALL | {"state_scheme": "recompute", "recompute_ring_len": 11}
@@ -454,7 +459,7 @@ BUGS |= {
         RECOMPUTE | {"num_blocks": 200}, "flush-unheld",
     ),
     "a new owner keeps the cursors": (
-        Recompute, "_restart", before(lambda self, rows, ends: (self, rows[:0], ends[:0])), RECOMPUTE,
+        RecomputeCursors, "restart", before(lambda self, rows, ends: (self, rows[:0], ends[:0])), RECOMPUTE,
         "read-state read-unheld index-range history-length",
     ),
     "freed before the state has left it": (

@@ -10,8 +10,8 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from hybrid_kv.sampling import SamplingParams, apply_top_k_top_p, sample
-from hybrid_kv.spec_decode.verify import verify
+from hybrid_kv.sampling import SamplingParams, apply_top_k_top_p
+from tests.draws import sampled, verified
 
 VOCAB, START, FIRST, NUM_SEEDS = 5, 2, 11, 8_000
 CHAIN = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(1)) * 0.8  # [token before, token]
@@ -68,7 +68,7 @@ def p_values(verifier, drafts, params):
 @pytest.mark.parametrize("drafts", [[], *DRAFTS], ids=str)
 @pytest.mark.parametrize("params", PARAMS, ids=["temperature", "top_k", "top_p"])
 def test_tokens_follow_the_target(params, drafts):
-    assert min(p_values(verify, drafts, params)) > 1e-3
+    assert min(p_values(verified, drafts, params)) > 1e-3
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=["temperature", "top_k", "top_p"])
@@ -76,7 +76,7 @@ def test_a_draft_is_accepted_with_its_probability(params):
     p = distribution(params).numpy()
     assert any(p[START] == 0) == (params is not RANDOM)
     for drafts in DRAFTS:
-        _, accepted = steps(verify, drafts, params, length=1)
+        _, accepted = steps(verified, drafts, params, length=1)
         chain = np.cumprod([p[before, draft] for before, draft in zip([START, *drafts], drafts, strict=False)])
         exactly = np.append(-np.diff(np.append(1.0, chain)), chain[-1])  # j drafts and not j + 1
         assert p_value(accepted, exactly) > 1e-3
@@ -106,7 +106,7 @@ def same_noise(logits, drafts, params, seeds, positions):
     """The noise of a request's first position for all of them."""
     count = 1 + len(drafts[0])
     owner = [r for r in range(len(seeds)) for _ in range(count)]
-    own = sample(logits, [params[0]] * len(logits), [seeds[r] for r in owner], [FIRST] * len(logits))
+    own = sampled(logits, [params[0]] * len(logits), [seeds[r] for r in owner], [FIRST] * len(logits))
     return [own[r * count : r * count + (own[r * count] == drafts[r][0]) + 1] for r in range(len(seeds))]
 
 
@@ -115,7 +115,7 @@ def keep_the_rest(logits, drafts, params, seeds, positions):
     count = 1 + len(drafts[0])
     owner = [r for r in range(len(seeds)) for _ in range(count)]
     at = [positions[r] + j for r in range(len(seeds)) for j in range(count)]
-    own = sample(logits, [params[0]] * len(logits), [seeds[r] for r in owner], at)
+    own = sampled(logits, [params[0]] * len(logits), [seeds[r] for r in owner], at)
     return [own[r * count : (r + 1) * count] for r in range(len(seeds))]
 
 
@@ -145,7 +145,7 @@ def test_same_tokens_as_without_drafts():
     num_rows, length, seeds = len(params), 12, rng.integers(0, 2**40, len(params)).tolist()
     alone = [[START] for _ in params]
     for position in range(length):
-        drawn = sample(logits_of([t[-1] for t in alone]), params, seeds, [FIRST + position] * num_rows)
+        drawn = sampled(logits_of([t[-1] for t in alone]), params, seeds, [FIRST + position] * num_rows)
         for tokens, token in zip(alone, drawn, strict=True):
             tokens.append(token)
     drafted = [[START] for _ in params]
@@ -157,7 +157,7 @@ def test_same_tokens_as_without_drafts():
             drafts.append([t if rng.random() < 0.8 else int(rng.integers(VOCAB)) for t in right])
         before = [token for r, d in zip(rows, drafts, strict=True) for token in (drafted[r][-1], *d)]
         positions = [FIRST + len(drafted[r]) - 1 for r in rows]
-        gained = verify(logits_of(before), drafts, [params[r] for r in rows], [seeds[r] for r in rows], positions)
+        gained = verified(logits_of(before), drafts, [params[r] for r in rows], [seeds[r] for r in rows], positions)
         for r, d, new in zip(rows, drafts, gained, strict=True):
             gains.add((len(d), len(new)))
             drafted[r] += new
@@ -169,7 +169,7 @@ def greedy(chain, drafts):
     """`chain[r]` is what the target wants after each of the row's tokens."""
     logits = torch.nn.functional.one_hot(torch.tensor([t for row in chain for t in row]), 7).float()
     n = len(drafts)
-    return verify(logits, drafts, [SamplingParams()] * n, [0] * n, [5] * n)
+    return verified(logits, drafts, [SamplingParams()] * n, [0] * n, [5] * n)
 
 
 def test_greedy_by_hand():

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 
 import torch
 
-from hybrid_kv.kernels.common.upload import upload
+from hybrid_kv.kernels.common.upload import Array, Staged, upload
 
 
 class Ragged:
@@ -15,9 +16,10 @@ class Ragged:
     Args:
         lengths: [num_rows] int64 on the CPU, tokens of each row, >= 1.
         device: where the tokens are.
+        moved: what `stage` has brought there.
     """
 
-    def __init__(self, lengths: torch.Tensor, device: torch.device) -> None:
+    def __init__(self, lengths: torch.Tensor, device: torch.device, moved: Sequence[torch.Tensor] = ()) -> None:
         known = lengths.tolist()
         self.num_rows = len(known)
         self.max_len = max(known)
@@ -26,14 +28,13 @@ class Ragged:
         if self.uniform:
             self.lengths = lengths if device.type == "cpu" else torch.full((len(known),), known[0], device=device)
         else:
-            steps = torch.arange(self.max_len)
-            starts = lengths.cumsum(0) - lengths
-            # Padding repeats the row's last token: any valid index will do, since `flat` drops it.
-            padded = starts[:, None] + torch.minimum(steps, lengths[:, None] - 1)
-            flat = (steps < lengths[:, None]).flatten().nonzero()[:, 0]
-            # Flat, since `index_select` copies token by token, several times as fast as an index of two dimensions.
-            parts = (part.numpy() for part in (lengths, padded.flatten(), flat))
-            self.lengths, self._padded, self._flat = upload(device, *parts)
+            self.lengths, self._padded, self._flat = moved or upload(device, *_indices(lengths))
+
+    @classmethod
+    def stage(cls, lengths: torch.Tensor, device: torch.device) -> Staged[Ragged]:
+        """Rows whose indices, if they need any, come with the step's upload."""
+        arrays = _indices(lengths) if int(lengths.min()) != int(lengths.max()) else []
+        return arrays, lambda *moved: cls(lengths, device, moved)
 
     @cached_property
     def starts(self) -> torch.Tensor:
@@ -51,6 +52,17 @@ class Ragged:
         """The inverse of `padded`."""
         tokens = rows.reshape(-1, *rows.shape[2:])
         return tokens if self.uniform else tokens.index_select(0, self._flat)
+
+
+def _indices(lengths: torch.Tensor) -> list[Array]:
+    """Of rows of different lengths: these, where each padded token comes from, and each flat one."""
+    steps = torch.arange(int(lengths.max()))
+    starts = lengths.cumsum(0) - lengths
+    # Padding repeats the row's last token: any valid index will do, since `flat` drops it.
+    padded = starts[:, None] + torch.minimum(steps, lengths[:, None] - 1)
+    flat = (steps < lengths[:, None]).flatten().nonzero()[:, 0]
+    # Flat, since `index_select` copies token by token, several times as fast as an index of two dimensions.
+    return [part.numpy() for part in (lengths, padded.flatten(), flat)]
 
 
 @lru_cache(64)

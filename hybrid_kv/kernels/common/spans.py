@@ -13,13 +13,14 @@ the host knows all lengths, a search in every program of every layer. (c) Lists 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from hybrid_kv.kernels.common.upload import upload
+from hybrid_kv.kernels.common.upload import Array, upload
 
 TILE = 16  # tokens of the convolution's tiles
 
@@ -41,8 +42,10 @@ class Spans:
         lengths: [num_rows] int64 on the CPU, tokens of each row, which lie back to back. Rows without tokens have no
             spans: nothing is read or written for them.
         state_indices: [num_rows] int32 or int64, the block for what a row's last token leaves behind.
-        boundaries: rows and offsets on the CPU, blocks on the device of `state_indices`; None if there are none.
+        boundaries: rows and offsets on the CPU, unless `moved` is given, blocks on the device of `state_indices`; None
+            if there are none.
         chunk_size: tokens of a chunk at most, a power of two from 16 on.
+        moved: the `cuts` of these, if they are on that device already.
 
     Attributes:
         cu_seqlens: [num_rows + 1] int32, first token of each row.
@@ -64,23 +67,34 @@ class Spans:
         state_indices: torch.Tensor,
         boundaries: Boundaries | None = None,
         chunk_size: int = 128,
+        moved: Sequence[torch.Tensor] = (),
     ) -> None:
+        self.num_rows, self.num_tokens, self.chunk_size = len(lengths), int(lengths.sum()), chunk_size
+        blocks = state_indices
+        if boundaries is not None:
+            blocks = torch.cat([blocks, boundaries.blocks.to(blocks.dtype)])
+        if not moved:
+            none = torch.empty(0, dtype=torch.int64)
+            row, offset, _ = boundaries or Boundaries(none, none, none)
+            cuts = self.cuts(lengths.numpy(), row.numpy(), offset.numpy(), chunk_size)
+            moved = upload(state_indices.device, *cuts)
+        self.cu_seqlens, self.row_spans, self.cu_spans, self.cu_chunks, self.chunks, self.tiles, entry = moved
+        self.span_blocks = blocks[entry].long()
+
+    @staticmethod
+    def cuts(tokens: _Ints, row: _Ints, offset: _Ints, chunk_size: int) -> list[Array]:
+        """What the device needs to know of rows of so many tokens and of the boundaries inside them."""
         if chunk_size < 16 or chunk_size & (chunk_size - 1):
             raise ValueError(f"chunk_size is {chunk_size}; it must be a power of two >= 16")
-        self.num_rows, self.num_tokens, self.chunk_size = len(lengths), int(lengths.sum()), chunk_size
-        tokens = lengths.numpy()
+        if len(outside := np.flatnonzero((offset < 1) | (offset > tokens[row]))):
+            first = outside[0]
+            raise ValueError(f"boundary {offset[first]} lies outside of the {tokens[row[first]]} tokens of its row")
         ends = tokens.cumsum()
         active = np.flatnonzero(tokens)
-        # One entry per span: its row, its end counted in the row, and where its block stands in `blocks`.
-        rows, offsets, entries, blocks = active, tokens[active], active, state_indices
-        if boundaries is not None:
-            row, offset = boundaries.rows.numpy(), boundaries.offsets.numpy()
-            if len(outside := np.flatnonzero((offset < 1) | (offset > tokens[row]))):
-                first = outside[0]
-                raise ValueError(f"boundary {offset[first]} lies outside of the {tokens[row[first]]} tokens of its row")
-            rows, offsets = np.concatenate([rows, row]), np.concatenate([offsets, offset])
-            entries = np.concatenate([entries, self.num_rows + np.arange(len(row))])
-            blocks = torch.cat([blocks, boundaries.blocks.to(blocks.dtype)])
+        # One entry per span: its row, its end counted in the row, and where its block stands: those of the rows' ends
+        # first, then those of the boundaries.
+        rows, offsets = np.concatenate([active, row]), np.concatenate([tokens[active], offset])
+        entries = np.concatenate([active, len(tokens) + np.arange(len(row))])
         order = np.lexsort((offsets, rows))
         rows, offsets, entries = rows[order], offsets[order], entries[order]
         cu_seqlens = np.concatenate([[0], ends])
@@ -89,16 +103,14 @@ class Spans:
         tile_rows, tile_starts, tile_stops, _ = _cut(cu_seqlens, TILE)
         parts = (
             cu_seqlens,
-            np.searchsorted(rows, np.arange(self.num_rows + 1)),
+            np.searchsorted(rows, np.arange(len(tokens) + 1)),
             cu_spans,
             cu_chunks,
             np.stack([starts, stops], axis=1),
             np.stack([tile_rows, cu_seqlens[tile_rows], tile_starts, tile_stops], axis=1),
             entries,
         )
-        moved = upload(state_indices.device, *(part.astype(np.int32) for part in parts))
-        self.cu_seqlens, self.row_spans, self.cu_spans, self.cu_chunks, self.chunks, self.tiles, entry = moved
-        self.span_blocks = blocks[entry].long()
+        return [part.astype(np.int32) for part in parts]
 
 
 def _cut(bounds: _Ints, size: int) -> tuple[_Ints, _Ints, _Ints, _Ints]:

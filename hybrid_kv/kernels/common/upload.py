@@ -1,9 +1,14 @@
-"""Arrays of the host on their way to the device."""
+"""Arrays of the host on their way to the device.
+
+A step has one upload. What prepares it is *staged*: what the host knows comes first, as arrays, and then what is made
+of them on the device. `together` makes one of several.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,16 +17,18 @@ import torch
 from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.kernels.common.launch import VECTOR_BYTES
 
-Fill = tuple[torch.Tensor, npt.NDArray[Any]]  # a tensor, and what the host writes there
+T = TypeVar("T")
+Array = npt.NDArray[Any]
+Staged = tuple[Sequence[Array], Callable[..., T]]  # arrays, and what is made of as many tensors
 
 
-def upload(device: torch.device, *arrays: npt.NDArray[Any]) -> list[torch.Tensor]:
+def upload(device: torch.device, *arrays: Array) -> list[torch.Tensor]:
     """Arrays on a device, of their dtypes and shapes: by one copy for which the host does not wait.
 
     They lie behind each other in page-locked memory that no later step writes to before the copy is done: torch sees to
     that. On a CPU they share their memory with the arrays.
     """
-    if device.type == "cpu":
+    if device.type == "cpu" or not arrays:
         return list(map(torch.from_numpy, arrays))
     sizes = [VECTOR_BYTES * cdiv(array.nbytes, VECTOR_BYTES) for array in arrays]
     staged = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -34,7 +41,27 @@ def upload(device: torch.device, *arrays: npt.NDArray[Any]) -> list[torch.Tensor
     ]
 
 
-def fill(device: torch.device, pairs: Sequence[Fill]) -> None:
-    """Write arrays into tensors of a device, of their shapes, by one upload; each to its place in the device."""
-    for (target, _), values in zip(pairs, upload(device, *[array for _, array in pairs]), strict=True):
-        target.copy_(values)
+def now(device: torch.device, staged: Staged[T]) -> T:
+    """What is staged, by one upload."""
+    arrays, make = staged
+    return make(*upload(device, *arrays))
+
+
+def together(*parts: Staged[Any]) -> Staged[list[Any]]:
+    """Several as one, made in their order."""
+
+    def make(*moved: torch.Tensor) -> list[Any]:
+        rest = iter(moved)
+        return [make(*islice(rest, len(arrays))) for arrays, make in parts]
+
+    return [array for arrays, _ in parts for array in arrays], make
+
+
+def fill(*pairs: tuple[torch.Tensor, Array]) -> Staged[None]:
+    """Write arrays into tensors of the device, of their shapes."""
+
+    def make(*moved: torch.Tensor) -> None:
+        for (target, _), values in zip(pairs, moved, strict=True):
+            target.copy_(values)
+
+    return [array for _, array in pairs], make
