@@ -169,6 +169,10 @@ def entry(change: str, file: str = "cache/f.py", proof: str = "It is so.") -> st
     return f"- file: {file}\n  change: '{change}'\n  proof: {proof}\n"
 
 
+def test_the_equivalent_mutants_are_of_code_that_is_there() -> None:
+    assert equivalent.read_equivalent()
+
+
 def test_an_equivalent_mutant_is_known_by_its_text_wherever_it_moved(source: Source, tmp_path: Path) -> None:
     file = tmp_path / "equivalent.yaml"
     file.write_text(entry("f: return -12 + 0 * x => return -12 - 0 * x") + entry("C.g: self.f(15) => self.f( 14)"))
