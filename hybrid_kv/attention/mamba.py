@@ -34,7 +34,6 @@ import torch
 
 from hybrid_kv.attention.common import CommonAttentionMetadata
 from hybrid_kv.attention.rollback import NO_DECODES, SCHEMES, Rollback, RollbackStep
-from hybrid_kv.cache.block_pool import NULL_BLOCK
 from hybrid_kv.cache.spec import MambaSpec
 from hybrid_kv.kernels.causal_conv1d import window_places
 from hybrid_kv.kernels.common.ragged import Ragged
@@ -139,17 +138,10 @@ class MambaMetadataBuilder:
         self.spec = spec
         self.launches = launches
         self._chunk_size = CHUNK_BYTES // spec.parts[0].dtype.itemsize
-
-        def buffer(*shape: int) -> torch.Tensor:
-            return torch.zeros(max_num_seqs, *shape, dtype=torch.int64, device=device)
-
-        self._offsets = torch.arange(1 + spec.num_speculative_blocks, device=device)
-        self.block_idx_last_scheduled_token = buffer()
-        self.block_idx_last_scheduled_token_prev_step = buffer()
-        self.window_rows = buffer()
-        self.window_indices = buffer()
-        self.source_indices = buffer()
-        self.state_indices = buffer(1 + spec.num_speculative_blocks)
+        self._offsets = np.arange(1 + spec.num_speculative_blocks)
+        self.window_rows = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        # Window and source of each row, and where its states go.
+        self.blocks = torch.zeros(max_num_seqs * (2 + len(self._offsets)), dtype=torch.int64, device=device)
         self._built: tuple[tuple[object, ...], MambaMetadata] | None = None
         self.rollback: Rollback = SCHEMES[spec.rollback.scheme](spec, max_num_seqs, device, launches)
 
@@ -165,13 +157,14 @@ class MambaMetadataBuilder:
         """Metadata of one step; that of the step before where nothing of it would differ, as in most steps of decodes.
 
         Args:
-            block_table: [num_reqs_padded, width] int32, read on the device; padding rows hold the null block.
+            block_table: [num_reqs_padded, width] int32, contiguous, read on the device; padding rows hold the null
+                block.
             prev_step: [num_reqs_padded], the previous step's current state blocks.
             window_rows: [num_reqs_padded], where the window begins there; 0 for padding.
             rollback: what the scheme's `prepare` gave.
             num_gathers: changes whenever `block_table` may (`BlockTables.num_gathers`); None: it may have.
         """
-        split = common.num_decodes
+        num_rows, split = common.num_reqs_padded, common.num_decodes
         current_blocks = last_scheduled_block_idx(self.spec, common.num_computed_tokens, common.query_lens)
         key: tuple[object, ...] | None = None
         if num_gathers is not None and not rollback[0] and not common.num_prefills:
@@ -181,13 +174,21 @@ class MambaMetadataBuilder:
                 same = self._built[1]
                 return (), lambda: same
         # A prefill has one state to write, whatever its length.
-        num_states = np.where(np.arange(common.num_reqs_padded) < split, common.query_lens, 1)
+        num_states = np.where(np.arange(num_rows) < split, common.query_lens, 1)
         has_state = common.num_computed_tokens[split:] > 0
         row = block_idx = offset = num_states[:0]
         if common.num_prefills and self.spec.mode.keeps_inside:
             found = boundaries_inside(self.spec, common.num_computed_tokens[split:], current_blocks[split:])
             row, block_idx, offset = found
-        arrays = [current_blocks, prev_step, window_rows, num_states, has_state, row, block_idx, offset]
+        # Where the blocks stand in the table, all rows back to back: the device gathers them at once.
+        starts = np.arange(num_rows) * block_table.shape[1]
+        sources = self.rollback.source_logical_blocks(prev_step, window_rows)
+        owned = self._offsets < num_states[:, None]
+        targets = np.where(owned, current_blocks[:, None] + self._offsets, 0)
+        places = np.concatenate([starts + prev_step, starts + sources, (starts[:, None] + targets).ravel()])
+        is_block = np.concatenate([np.ones(2 * num_rows, dtype=np.int64), owned.ravel()])
+        inside = starts[row + split] + block_idx
+        arrays = [window_rows, places, is_block, has_state, row, inside, offset]
         cuts: Sequence[Array] = ()
         if common.num_prefills and self.launches:
             cuts = Spans.cuts(common.query_lens[split:], row, offset, self._chunk_size)
@@ -210,24 +211,18 @@ class MambaMetadataBuilder:
     ) -> MambaMetadata:
         """What `build` stages, on the device."""
         num_rows, split = common.num_reqs_padded, common.num_decodes
-        last = self.block_idx_last_scheduled_token[:num_rows]
-        prev = self.block_idx_last_scheduled_token_prev_step[:num_rows]
+        window_rows, places, is_block, initial, row, inside, offset = own
         skipped = self.window_rows[:num_rows]
-        windows, sources = self.window_indices[:num_rows], self.source_indices[:num_rows]
-        states = self.state_indices[:num_rows]
-        *known, counts, initial, rows_inside, blocks_inside, offsets = own
-        for target, values in zip((last, prev, skipped), known, strict=True):
-            target.copy_(values)
-        table = block_table.long()
-        windows.copy_(table.gather(1, prev[:, None]).flatten())
-        sources.copy_(table.gather(1, self.rollback.source_logical_blocks(prev, skipped)[:, None]).flatten())
-        owned = self._offsets < counts[:, None]
-        logical_blocks = torch.where(owned, last[:, None] + self._offsets, 0)
-        states.copy_(torch.where(owned, table.gather(1, logical_blocks), NULL_BLOCK))
+        skipped.copy_(window_rows)
+        table = block_table.view(-1)
+        # Times 0 is the null block, where a row has no token.
+        blocks = torch.mul(table.index_select(0, places), is_block, out=self.blocks[: len(places)])
+        windows, sources, states = blocks[:num_rows], blocks[num_rows : 2 * num_rows], blocks[2 * num_rows :]
+        states = states.view(num_rows, len(self._offsets))
 
         boundaries = spans = None
-        if len(rows_inside):
-            boundaries = Boundaries(rows_inside, offsets, table[rows_inside + split, blocks_inside])
+        if len(row):
+            boundaries = Boundaries(row, offset, table.index_select(0, inside).long())
         if cuts:
             lengths = torch.from_numpy(common.query_lens[split:])
             spans = Spans(lengths, states[split:, 0], boundaries, self._chunk_size, cuts)

@@ -87,7 +87,7 @@ class Rollback:
             )
         return RollbackSpec(num_speculative_tokens)
 
-    def source_logical_blocks(self, current_blocks: torch.Tensor, window_rows: torch.Tensor) -> torch.Tensor:
+    def source_logical_blocks(self, current_blocks: Ints, window_rows: Ints) -> Ints:
         """Logical blocks of the states to start from, of each row: the previous current state block, and the window's
         row in it.
         """
@@ -231,7 +231,7 @@ class Recompute(Rollback):
             )
         return RecomputeSpec(num_speculative_tokens, ring_len, longest if is_async else 0)
 
-    def source_logical_blocks(self, current_blocks: torch.Tensor, window_rows: torch.Tensor) -> torch.Tensor:
+    def source_logical_blocks(self, current_blocks: Ints, window_rows: Ints) -> Ints:
         return current_blocks  # a prefill leaves its state beside its window
 
     def prepare(

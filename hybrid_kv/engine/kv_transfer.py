@@ -77,8 +77,8 @@ def pack(request: Request, runner: ModelRunner, weights: str) -> KVTransfer:
     for group, name, spec in _layers(runner):
         views, logical_blocks = runner.views[name], runner.block_tables.tables[group.group_id][row].long()
         if isinstance(spec, MambaSpec):
-            current_block, first = torch.tensor([runner.cursors.current_block[row], runner.cursors.window_row[row]])
-            source = runner.builders[group.group_id].rollback.source_logical_blocks(current_block, first)
+            (current_block,), (first,) = own = runner.cursors.current_block[[row]], runner.cursors.window_row[[row]]
+            (source,) = runner.builders[group.group_id].rollback.source_logical_blocks(*own)
             window, state = int(logical_blocks[current_block]), int(logical_blocks[source])
             parts = (
                 view[state] if rows is None else view[window, first : first + rows]

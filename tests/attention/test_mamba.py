@@ -91,7 +91,7 @@ def test_every_row_reads_and_writes_its_own_logical_blocks(step, launches):
     subject, decodes, prefills, prev, accepted, padding = step
     batch = [*decodes, *prefills]
     builder = MambaMetadataBuilder(subject, 6, CPU, launches)
-    for buffer in (builder.window_indices, builder.source_indices, builder.state_indices, builder.window_rows):
+    for buffer in (builder.blocks, builder.window_rows):
         buffer.fill_(-7)  # what a longer step left there
     metadata = build(
         subject, builder, [n for n, _ in batch], [q for _, q in batch], len(decodes), prev, accepted, padding

@@ -170,11 +170,8 @@ def test_stale_garbage_in_padded_rows_changes_nothing(captured, mode):
             table.fill_(1)
         tables.forget()  # what a step may reuse is no garbage; this one writes all of it anew
         for builder in builders(llm):
-            builder.block_idx_last_scheduled_token.fill_(3)
-            builder.block_idx_last_scheduled_token_prev_step.fill_(3)
             builder.window_rows.fill_(3)
-            for part in (builder.window_indices, builder.source_indices, builder.state_indices):
-                part.fill_(1)
+            builder.blocks.fill_(1)
         idle = np.setdiff1d(np.arange(8), [request.row for request in llm.scheduler.running])
         runner.cursors.current_block[idle] = 5
         runner.cursors.window_row[idle] = 3
