@@ -125,5 +125,6 @@ def test_groups_get_their_backend_and_a_state_is_never_split() -> None:
         (0, Mamba2Backend, 64),
         (1, FlashInferBackend, 64),
     ]
+    assert len(CUDAGraphSupport) == 3
     assert get_attention_cg_support_info(groups) == CUDAGraphSupport.UNIFORM_SINGLE_TOKEN_DECODE
     assert get_attention_cg_support_info([*groups, replace(groups[0], backend=Uncaptured)]) == CUDAGraphSupport.NEVER

@@ -55,3 +55,18 @@ def _launch_overlap():
 def test_two_programs_that_store_one_element_are_found():
     with pytest.raises(AssertionError, match=r"_overlap, lines .*two programs store it"):
         interpreted(_launch_overlap)
+
+
+def _again(y, WIDTH: tl.constexpr):
+    i = tl.arange(0, WIDTH)
+    tl.store(y + i, 1.0)
+    tl.store(y + WIDTH + i, tl.load(y + (i + 1) % WIDTH))
+
+
+def _launch_again():
+    jit(_again)[1,](torch.zeros(8), WIDTH=4)
+
+
+def test_a_load_of_what_a_thread_beside_has_stored_is_found():
+    with pytest.raises(AssertionError, match=r"_again, lines .*a load of what its program has stored"):
+        interpreted(_launch_again)

@@ -54,6 +54,18 @@ def test_a_request_that_comes_back_to_its_place_brings_only_its_new_blocks() -> 
     assert (tables.input_tables[1] == -7).all()
 
 
+@pytest.mark.parametrize("owners", range(4))
+def test_what_was_forgotten_is_brought_anew_whoever_owned_the_row(owners: int) -> None:
+    tables = HostTables(LAYOUTS, 1, 8)
+    for _ in range(owners):
+        tables.append(*staged([0], [[1, 1]], [7, 8]))
+    tables.place(np.array([0]), 1)
+    tables.flat_input_tables.fill_(-7)
+    tables.forget()
+    assert tables.place(np.array([0]), 1)
+    assert [table[0, 0] for table in tables.input_tables] == ([14, 8] if owners else [-7, -7])
+
+
 def staged(rows, counts, ids, overwrite=True):
     shapes = np.array(counts, dtype=np.int32), np.full(len(rows), overwrite)
     return np.array(ids, dtype=np.int32), np.array(rows, dtype=np.int32), *shapes

@@ -126,6 +126,7 @@ def test_equals_a_walk_over_the_tokens(drawn, chunk_size, seed):
         assert here == sorted([*row.boundaries, row.length] if row.length else [])
         ends += here
     assert spans.cu_seqlens.tolist()[-1] == spans.num_tokens == token
+    assert len(spans.cu_seqlens) == len(spans.row_spans) == len(drawn) + 1
     assert spans.chunks.tolist() == chunks and spans.tiles.tolist() == tiles
     assert int(spans.cu_chunks[-1]) == len(chunks) and spans.cu_spans[0] == 0
     assert sorted(found) == sorted((index, *one) for index, kept in enumerate(cut.kept) for one in kept)

@@ -328,6 +328,7 @@ test_rejects_what_the_kernel_would_misread = rejected_operations(
         ("query_start_loc", lambda t: t[1:], r"has shape \(2,\); it must be \(3,\)"),
         ("query", lambda t: t[:, :3], "2 heads of K do not divide 3 heads"),
         ("key_cache", lambda t: t[:, :, :0], "0 heads of K do not divide 4 heads"),
+        ("key_cache", lambda t: t.repeat(1, 1, 1, 2)[..., : t.shape[-1]], "from dimension 2 on it must be contiguous"),
         ("grid", lambda _: -1, "grid=-1"),
         ("max_query_len", lambda _: 0, "max_query_len=0 must be >= 1"),
     ],
@@ -340,6 +341,7 @@ test_storing_rejects_what_the_kernel_would_misread = rejected_operations(
         ("slots", lambda t: t[1:], r"slots has shape \(1,\)"),
         ("value", lambda t: t.half(), "value is torch.float16"),
         ("value_cache", lambda t: t[:1], "value_cache has shape"),
+        ("key_cache", lambda t: t.repeat(1, 1, 1, 2)[..., : t.shape[-1]], "from dimension 2 on it must be contiguous"),
         ("key", lambda t: t[0], "key has shape .* it must have 3 dimensions"),
     ],
     allowed=["key_cache, short", "value_cache, short"],
@@ -351,6 +353,7 @@ def test_queries_that_see_everything_need_no_mask(length):
     g = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, n, h, 4, generator=g) for n, h in ((length, 6), (5, 2), (5, 2)))
     out = attend_tokens(query, key, value, None, 0.5)
+    assert out.shape == query.shape
     mask = attention_mask(torch.full((2, length), 4), 5, 3, torch.float32)
     torch.testing.assert_close(out, attend_tokens(query, key, value, mask, 0.5), rtol=0, atol=TOLERANCE)
     wide = (part.repeat_interleave(3, 2) for part in (key, value))

@@ -536,6 +536,26 @@ def test_a_row_of_padding_reads_and_writes_nothing(update):
     interpreted(check_null, update)
 
 
+def check_kept(update):
+    """Tokens that add nothing and forget nothing leave every bit of a state, also where its halves meet."""
+    run = Run(BASE)
+    source, target = run.table[0, :2].long().split(1)
+    bits = (0x3F80 + torch.arange(run.state[0, 0].numel()) << 16) + 0x8000
+    run.state[source] = split_state(bits.int().view(torch.float32).view(1, *run.state.shape[2:]))
+    for part in (run.ring.x, run.ring.B, run.ring.dt):
+        part.zero_()
+    x, dt, B, C = (part[:4] for part in run.inputs(4))
+    count = torch.tensor([3])
+    step = RecomputeStep(torch.tensor([1]), source, target, count, count, count, 4)
+    update(run.state, run.ring, step, x, dt, run.dt_bias, run.A_log, B, C, run.D, torch.tensor([0, 4]))
+    assert torch.equal(run.state[target], run.state[source])
+
+
+@pytest.mark.parametrize("update", [recompute_update, recompute_update_reference])
+def test_a_state_keeps_every_bit(update):
+    interpreted(check_kept, update)
+
+
 def test_a_new_owner_of_a_row_starts_anew():
     """Whatever the last one left there, and however many tokens it had accepted."""
     cursors = RecomputeCursors.allocate(3, 11, 4, CPU)
