@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
     from hybrid_kv.probes.registry import Probe
+    from hybrid_kv.targets.target import Kind
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -16,6 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("hybrid-kv", "probes of an engine's cache")
     group.addoption("--hybrid-kv-target", metavar="URL|ENGINE", help="Probe this engine: hybrid-kv guard --target.")
     group.addoption("--hybrid-kv-model", metavar="FAMILY|FOLDER|HUB", help="The model that it serves; default: exact.")
+    group.addoption("--hybrid-kv-python", metavar="PATH", help="The engine's Python; default: that in .venv-ENGINE.")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -k chooses among the items
@@ -35,25 +39,35 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
     from hybrid_kv.targets.models import model_folder
 
     try:
-        kind, model = kind_of(target), config.getoption("--hybrid-kv-model")
+        python, model = config.getoption("--hybrid-kv-python"), config.getoption("--hybrid-kv-model")
+        kind = kind_of(target, python)
         if model is None and not hasattr(kind, "inside"):
             raise HybridKVError("--hybrid-kv-target needs --hybrid-kv-model: the family, folder or hub id that it has")
         if (model := model or "exact").startswith("exact"):
             with model_folder(model) as folder:
                 kind = for_model(kind, folder)
         for settings in default_matrix(kind, "quick"):
-            items += Setting.from_parent(session, target=target, model=model, settings=settings).collect()
+            again = f"hybrid-kv guard --target {target} --model {model}" + (f" --python {python}" if python else "")
+            setting = Setting.from_parent(
+                session, kind=partial(kind_of, target, python), model=model, settings=settings, again=again
+            )
+            items += setting.collect()
     except (HybridKVError, ModuleNotFoundError) as error:
         raise pytest.UsageError(str(error)) from None
 
 
 class Setting(pytest.Collector):
-    """An engine in one setting, started for its first item and closed behind its last."""
+    """An engine in one setting, started for its first item and closed behind its last.
 
-    def __init__(self, target: str, model: str, settings: dict[str, str], **given: Any) -> None:
+    `again` is the command that reduces what fails.
+    """
+
+    def __init__(
+        self, kind: Callable[[], Kind], model: str, settings: dict[str, str], again: str, **given: Any
+    ) -> None:
         levels = ",".join(f"{factor}={level}" for factor, level in settings.items()) or "plain"
         super().__init__(name=f"hybrid-kv[{levels}]", **given)
-        self.target, self.model, self.settings = target, model, settings
+        self.kind, self.model, self.settings, self.again = kind, model, settings, again
 
     def collect(self) -> list[Item]:
         from hybrid_kv.probes.registry import load_probes
@@ -65,7 +79,6 @@ class Setting(pytest.Collector):
     def setup(self) -> None:
         from hybrid_kv.errors import HybridKVError
         from hybrid_kv.probes.guarded import Guarded
-        from hybrid_kv.targets.kinds import kind_of
         from hybrid_kv.targets.models import model_folder
         from hybrid_kv.threads import threads_for
 
@@ -74,7 +87,7 @@ class Setting(pytest.Collector):
         try:
             folder = stack.enter_context(model_folder(self.model))
             stack.enter_context(threads_for(folder))
-            self.guarded = Guarded(kind_of(self.target), folder)
+            self.guarded = Guarded(self.kind(), folder)
             stack.callback(self.guarded.close)
             self.engine = self.guarded.session(self.settings)
         except HybridKVError as error:
@@ -102,8 +115,8 @@ class Item(pytest.Item):
         if outcome.verdict == "not supported":
             pytest.skip(outcome.detail)
         if outcome.verdict != "right":
-            again = f"hybrid-kv guard --target {setting.target} --model {setting.model} -k '{self.name}'"
-            pytest.fail(f"{outcome.verdict}: {outcome.detail}\nreduce it: {again}", pytrace=False)
+            said = f"{outcome.verdict}: {outcome.detail}\nreduce it: {setting.again} -k '{self.name}'"
+            pytest.fail(said, pytrace=False)
 
     def reportinfo(self) -> tuple[Any, None, str]:
         return self.path, None, self.nodeid.lstrip(":")

@@ -26,7 +26,7 @@ def probed(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
     (pytester.path / "config.json").write_text('{"model_type": "toy", "vocab_size": 50}')
 
     def run(*options: str, **how: object) -> pytest.RunResult:
-        monkeypatch.setattr(kinds, "kind_of", lambda name: ToyKind(**how))
+        monkeypatch.setattr(kinds, "kind_of", lambda name, python: ToyKind(**how))
         target = ("--hybrid-kv-target", "toy", "--hybrid-kv-model", "toy")
         return pytester.runpytest_inprocess("-p", "hybrid_kv.pytest_plugin", "-p", "no:benchmark", *target, *options)
 
@@ -59,6 +59,12 @@ def test_a_target_without_its_model_is_wrong_usage(pytester: pytest.Pytester) ->
     found = pytester.runpytest_inprocess("-p", "hybrid_kv.pytest_plugin", "--hybrid-kv-target", "ours")
     assert found.ret == pytest.ExitCode.USAGE_ERROR
     found.stderr.fnmatch_lines(["ERROR: --hybrid-kv-target needs --hybrid-kv-model: *"])
+
+
+def test_a_python_that_is_none_is_wrong_usage(pytester: pytest.Pytester) -> None:
+    found = pytester.runpytest_inprocess("--hybrid-kv-target=vllm", "--hybrid-kv-python=no/python")
+    assert found.ret == pytest.ExitCode.USAGE_ERROR
+    found.stderr.fnmatch_lines(["ERROR: no/python: No such file or directory; give the Python of an environment"])
 
 
 def test_without_the_option_pytest_starts_as_fast_as_ever() -> None:
