@@ -76,6 +76,7 @@ def staged(rows, counts, ids, overwrite=True):
     ("rows", "counts", "ids", "error", "message"),
     [
         ([2], [[1, 1]], [5, 6], IndexError, "row 2: the tables have rows 0 to 1"),
+        ([3], [[1, 1]], [5, 6], IndexError, "row 3: the tables have rows 0 to 1"),
         ([-1], [[1, 1]], [5, 6], IndexError, "row -1: the tables have rows 0 to 1"),
         ([0, 0], [[1, 0], [0, 1]], [5, 6], ValueError, r"staged twice in one step: \[0, 0\]"),
         ([0, 1], [[1, 0], [0, 6]], [5] * 7, IndexError, "group 1 row 1: 6 blocks exceed the width 5"),

@@ -39,6 +39,7 @@ from tests.kernels.harness import (
     Operation,
     Pool,
     Shape,
+    bits,
     check,
     check_far,
     compiled,
@@ -299,6 +300,25 @@ def test_offsets_pass_int32():
     shape = MIXED.but(rows=((2, 3, False),), block_size=4, dtype=torch.float16)
     interpreted(check_far, Attention, shape)
     interpreted(check_far, Store, TWO.but(slots=(9, 5, 1), dtype=torch.float16), 1)
+
+
+def check_apart(kind, shape):
+    """Tokens of a block whose K or V has others beside it."""
+    here, there = kind(shape), kind(shape)
+    for name in there.pools:
+        view = there.arguments[name]
+        wide = torch.full((*view.shape[:2], 2, *view.shape[2:]), torch.nan, dtype=view.dtype)
+        there.arguments[name] = wide[:, :, 1].copy_(view)
+    outputs = [operation.run(kind.kernel) for operation in (here, there)]
+    if outputs[0] is not None:
+        assert torch.equal(*(bits(y[: here.num_tokens]) for y in outputs))
+    for name in there.pools:
+        assert torch.equal(*(bits(operation.arguments[name].contiguous()) for operation in (here, there)))
+
+
+@pytest.mark.parametrize(("kind", "shape"), [(Attention, MIXED.but(rows=((2, 3, False),))), (Store, TWO)])
+def test_tokens_of_a_block_may_lie_apart(kind, shape):
+    interpreted(check_apart, kind, shape)
 
 
 def test_no_tokens_are_no_launch():
