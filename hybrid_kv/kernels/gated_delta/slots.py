@@ -23,7 +23,7 @@ from hybrid_kv.kernels.gated_delta.reference import EPS
 if TYPE_CHECKING:
     import triton.language as tl
 
-TILE_BYTES = 4096
+TILE = 1024  # elements of a state
 
 
 def _delta_update(
@@ -57,8 +57,9 @@ def _delta_update(
     BLOCK_K: tl.constexpr,
     TOGETHER: tl.constexpr,
 ) -> None:
-    # A program owns BLOCK_V rows of one head's state, 4 KB, and one warp runs it, for the reasons given in
-    # `ssd.slots`; a row of the state meets no other one, so neither do programs.
+    # A program owns BLOCK_V rows of one head's state, and one warp runs it, for the reasons given in `ssd.slots`: 2 or
+    # 4 KB, of which an SM holds 20 to 32. Twice the elements, with query and key beside them, do not fit into
+    # registers. A row of the state meets no other one, so neither do programs.
     tiles: tl.constexpr = (VALUE + BLOCK_V - 1) // BLOCK_V
     row = tl.program_id(1)
     head = tl.program_id(0) // tiles
@@ -113,7 +114,7 @@ def _delta_update(
 
 def _constexprs(key_heads: int, heads: int, key: int, value: int, itemsize: int, lanes: int) -> dict[str, int]:
     block_k = next_power_of_2(key)
-    block_v = min(max(1, TILE_BYTES // (block_k * itemsize)), next_power_of_2(value))
+    block_v = min(max(1, TILE // block_k), next_power_of_2(value))
     return {
         "HEADS": heads,
         "VALUE": value,

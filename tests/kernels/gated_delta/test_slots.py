@@ -25,6 +25,7 @@ from tests.kernels.harness import (
     check,
     check_far,
     check_far_tokens,
+    compiled,
     equality,
     measure,
     rejected_operations,
@@ -67,7 +68,7 @@ class Slots(Operation, Layer):
 
     @classmethod
     def patches(cls, shape):
-        return patch.multiple(module, warp_size=lambda: shape.lanes, TILE_BYTES=shape.tile_bytes)
+        return patch.multiple(module, warp_size=lambda: shape.lanes, TILE=shape.tile)
 
     def expected(self):
         ends = self.arguments["cu_seqlens"].tolist()
@@ -85,7 +86,7 @@ class Slots(Operation, Layer):
 BASE = Shape(
     rows=((2, False, -1), (3, False, 1)), columns=3, key_heads=2, shared=1, value=11, key=16, per_channel=False,
     beta_scale=1.0, gap=3, initial=1.0, dtype=torch.float32, state_dtype=torch.float32, index_dtype=torch.int64,
-    lanes=32, tile_bytes=512, seed=0,
+    lanes=32, tile=128, seed=0,
 )  # fmt: skip
 BY_CHANNEL = BASE.but(per_channel=True, key=11)
 LAYOUTS = {
@@ -102,7 +103,7 @@ def cases(draw):
     drawn = shapes(
         BASE.but(rows=tuple(rows), columns=columns),
         key_heads=[1, 2, 3], shared=[1, 2], value=[1, 3, 7, 8, 11], key=[1, 3, 16, 33],
-        lanes=[32, 64], tile_bytes=[64, 512, 4096], **LAYOUTS,
+        lanes=[32, 64], tile=[16, 128, 1024], **LAYOUTS,
     )  # fmt: skip
     return draw(drawn)
 
@@ -130,7 +131,7 @@ def test_offsets_pass_int32(checked, arguments):
 # The value heads of two key heads of Qwen3-Next, an eighth of a layer.
 EIGHTH = BASE.but(
     rows=((4, False, -1),), columns=4, key_heads=2, shared=2, value=128, key=128, gap=4096, dtype=torch.bfloat16,
-    tile_bytes=4096,
+    tile=1024,
 )  # fmt: skip
 INPUTS = ("q", "k", "v", "dt", "beta")
 SMALL = ("dt_bias", "A_log", "cu_seqlens", "source_indices", "state_indices")
@@ -153,6 +154,12 @@ def test_traffic_is_one_state_read_and_one_written_per_token(length, state_dtype
     assert launches == 1
 
 
+# 48 KB in flight on an SM, in tiles of 4 KB or, of bfloat16, 2 KB.
+test_compiles_without_spills_to_128_bit_accesses = compiled(
+    "delta_update",
+    lambda case: case.shape.endswith("K=3"),
+    least=lambda case, _: (48 << 10) / (module.TILE * (4 if case.dtype == "float32" else 2)),
+)
 test_rejects_what_the_kernel_would_misread = rejected_operations(
     Slots,
     BASE.but(key=3),
