@@ -17,7 +17,7 @@ from bench.static.state_bytes import step_bytes
 from hybrid_kv.kernels.block_tables import DeviceTables, StagedBlocks, StepBatch, TableLayout, update_block_tables
 from hybrid_kv.kernels.causal_conv1d import causal_conv1d_prefill, causal_conv1d_update
 from hybrid_kv.kernels.common.spans import TILE, Spans
-from hybrid_kv.kernels.gated_delta import gated_delta_update_slots
+from hybrid_kv.kernels.gated_delta import gated_delta_prefill, gated_delta_update_slots
 from hybrid_kv.kernels.gated_norm import gated_rms_norm
 from hybrid_kv.kernels.paged_attention import paged_attention_varlen, store_kv
 from hybrid_kv.kernels.recompute import (
@@ -114,6 +114,11 @@ def _delta_slots(model: str, dtype: torch.dtype, k: int) -> None:
 
 def _delta_slots_bytes(dtype: torch.dtype, k: int) -> Bytes:
     return lambda c: c["BLOCK_V"] * ((2 + k) * c["KEY"] * dtype.itemsize + (1 + k) * 2 * 2)
+
+
+def _delta_prefill(model: str, dtype: torch.dtype, chunk_size: int) -> None:
+    inputs, initial = _delta_inputs(model, NUM_TOKENS, dtype), _ids(1, dtype=torch.bool)
+    gated_delta_prefill(_delta_states(model, FP32), *inputs, _spans(chunk_size), _ids(1), initial)
 
 
 def _recompute(model: str, dtype: torch.dtype, k: int, num_reqs: int, update: bool) -> None:
@@ -239,6 +244,11 @@ LAUNCHES = (
         )
         for model, dtype, k in _STATE_UPDATES
         if dtype == FP32
+    ),
+    *(
+        Launch("delta_prefill.gated_delta_prefill", model, partial(_delta_prefill, model, dtype, size), _name(dtype))
+        for model in DELTA_MODELS
+        for dtype, size in ((BF16, 128), (FP32, 64))
     ),
     *(
         Launch(

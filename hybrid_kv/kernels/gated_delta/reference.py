@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.kernels.common.ragged import Ragged, WantedStates
+from hybrid_kv.kernels.common.spans import Spans
 
 CHANNEL_CHUNK = 8  # tokens; of decays per channel a token needs chunk * K exponentials, not chunk
 EPS = 1e-6  # under the root of a squared length, as in flash-linear-attention
@@ -212,4 +213,39 @@ def gated_delta_update_slots_reference(
     targets = state_indices[active, : rows.max_len].long()
     owned = (torch.arange(rows.max_len, device=y.device) < rows.lengths[:, None]) & (targets != 0)
     state.index_copy_(0, targets[owned], states[owned].to(state.dtype))
+    return y
+
+
+def gated_delta_prefill_reference(
+    state: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dt: torch.Tensor,
+    dt_bias: torch.Tensor,
+    A_log: torch.Tensor,
+    beta: torch.Tensor,
+    spans: Spans,
+    source_indices: torch.Tensor,
+    has_initial_state: torch.Tensor,
+    beta_scale: float = 1.0,
+) -> torch.Tensor:
+    """`gated_delta_prefill` in plain torch; tokens of no row come out as zeros."""
+    y = torch.zeros_like(v, memory_format=torch.contiguous_format)
+    lengths = spans.cu_seqlens.diff()
+    active = lengths.nonzero()[:, 0]
+    if not len(active):
+        return y
+    rows = Ragged(lengths[active].cpu().long(), v.device)
+    q, k, v, dt, beta = (rows.padded(part[: spans.num_tokens].float()) for part in (q, k, v, dt, beta))
+    sources = source_indices[active].long()
+    readable = has_initial_state[active] & (sources > 0)
+    initial = state[sources.clamp(min=0)].float().masked_fill(~readable[:, None, None, None], 0)
+    operands = delta_operands(q, k, v, dt, dt_bias.float(), -A_log.float().exp(), beta, beta_scale)
+    span_rows = torch.arange(len(active), device=y.device).repeat_interleave(spans.row_spans.diff()[active])
+    offsets = (spans.cu_spans[1:] - spans.cu_seqlens[active][span_rows]).long()
+    out, states = gated_delta_chunk(*operands, initial, spans.chunk_size, span_rows, offsets)
+    y[: spans.num_tokens] = rows.flat(out).to(y.dtype)
+    kept = spans.span_blocks > 0
+    state.index_copy_(0, spans.span_blocks[kept], states[kept].to(state.dtype))
     return y

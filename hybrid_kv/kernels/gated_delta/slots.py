@@ -12,6 +12,7 @@ normalises the query and key that it has to read anyway. This is (b).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -134,8 +135,9 @@ def check_inputs(
     dt_bias: torch.Tensor,
     A_log: torch.Tensor,
     beta: torch.Tensor,
+    shared: Sequence[torch.dtype] = FLOATS,
 ) -> tuple[int, int, int, int]:
-    """Key heads, heads, key and value channels of a layer whose operands fit together.
+    """Key heads, heads, key and value channels of a layer whose operands fit together; q and k are of type `shared`.
 
     Raises:
         ValueError: they do not.
@@ -148,8 +150,8 @@ def check_inputs(
         raise ValueError(f"dt has shape {tuple(dt.shape)}; it must have 2 dimensions, or 3 per channel")
     gates = (heads,) if dt.dim() == 2 else (heads, key)
     check("v", v, v.shape, FLOATS, device, free=1)
-    for name, shared in (("q", q), ("k", k)):
-        check(name, shared, (tokens, key_heads, key), FLOATS, device, free=1)
+    for name, per_key in (("q", q), ("k", k)):
+        check(name, per_key, (tokens, key_heads, key), shared, device, free=1)
     check("dt", dt, (tokens, *gates), FLOATS, device, free=1)
     check("beta", beta, (tokens, heads), FLOATS, device, free=1)
     check("dt_bias", dt_bias, gates, FLOATS, device)

@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from hybrid_kv.kernels.gated_delta import (
     delta_operands,
     gated_delta_chunk,
+    gated_delta_prefill,
     gated_delta_update,
     gated_delta_update_slots,
 )
 from hybrid_kv.models.layers import Derived, ForwardContext, Linear, RMSNorm, empty, upcast
-from hybrid_kv.models.mixers.conv import Projected, Tensors, Tokens
+from hybrid_kv.models.mixers.conv import Projected, Tensors
 from hybrid_kv.models.mixers.launched import LaunchedMixer
 
 
@@ -75,24 +76,15 @@ class DeltaRuleMixer(LaunchedMixer):
     def launch_decodes(self, conv_out: torch.Tensor, inputs: Tensors, context: ForwardContext) -> torch.Tensor:
         metadata, (state,) = context.metadata[self.name], self.parts(context, "state")
         (dt, beta), split = inputs, metadata.num_decodes
-        return gated_delta_update_slots(
-            state,
-            *self._heads(conv_out),
-            dt,
-            self.dt_bias.view(dt.shape[1:]),
-            self.A_log,
-            beta,
-            metadata.cu_seqlens,
-            metadata.source_indices[:split],
-            metadata.state_indices[:split],
-            self.beta_scale,
-        )
+        layer = *self._heads(conv_out), dt, self.dt_bias.view(dt.shape[1:]), self.A_log, beta
+        sources, targets = metadata.source_indices[:split], metadata.state_indices[:split]
+        return gated_delta_update_slots(state, *layer, metadata.cu_seqlens, sources, targets, self.beta_scale)
 
     def launch_prefills(self, conv_out: torch.Tensor, inputs: Tensors, context: ForwardContext) -> torch.Tensor:
-        metadata = context.metadata[self.name]
-        rows, states = metadata.prefill_rows, self._read(context, metadata)
-        y = rows.flat(self._prefill(Tokens(rows, rows.padded(conv_out), inputs), states, context))
-        return y.unflatten(1, (self.value_heads, self.value_dim))
+        metadata, (state,) = context.metadata[self.name], self.parts(context, "state")
+        (dt, beta), sources = inputs, metadata.source_indices[metadata.num_decodes :]
+        layer = *self._heads(conv_out), dt, self.dt_bias.view(dt.shape[1:]), self.A_log, beta
+        return gated_delta_prefill(state, *layer, metadata.spans, sources, metadata.has_initial_state, self.beta_scale)
 
     def _heads(self, conv_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k [..., key_heads, key_dim] and v [..., value_heads, value_dim] of the tokens."""

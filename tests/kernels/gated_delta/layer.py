@@ -48,5 +48,6 @@ class Layer:
         initial = named["state"][source] if source > 0 else torch.zeros_like(named["state"][0])
         scale = torch.tensor(self.shape.beta_scale)
         y, states = defined(rule, initial, q, k, v, dt, named["dt_bias"], named["A_log"], beta, scale)
-        largest = max(float(part.abs().max()) for part in (initial, v, *states))
+        largest = max(float(part.norm(dim=-1).max()) for part in (initial, *states))
+        largest = max(largest, float(v.abs().max()))
         return y, states, largest
