@@ -70,6 +70,23 @@ def recurrence(
     return np.stack(outputs, axis=1), np.stack(states, axis=1)
 
 
+def delta_rule(state: Floats, q: Floats, k: Floats, v: Floats, decays: Floats, beta: Floats) -> tuple[Floats, Floats]:
+    """The gated delta rule, token by token: outputs [rows, len, heads, V], states after each [rows, len, heads, V, K].
+
+    Args:
+        state: [rows, heads, V, K]; q, k: [rows, len, heads, K]; v: [rows, len, heads, V]; beta: [rows, len, heads];
+        decays: [rows, len, heads, 1 or K].
+    """
+    outputs, states = [], []
+    for t in range(v.shape[1]):
+        state = state * decays[:, t, :, None]
+        wrong = v[:, t] - (state * k[:, t, :, None]).sum(-1)
+        state = state + (beta[:, t, :, None] * wrong)[..., None] * k[:, t, :, None]
+        outputs.append((state * q[:, t, :, None]).sum(-1))
+        states.append(state)
+    return np.stack(outputs, axis=1), np.stack(states, axis=1)
+
+
 def attention(query: Floats, key: Floats, value: Floats, scale: float) -> Floats:
     """Causal softmax attention of one row, its queries being the last tokens: [len, heads, size] of [tokens, kv, …]."""
     length, tokens = len(query), len(key)

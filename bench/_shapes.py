@@ -69,11 +69,43 @@ MODELS = {
 }
 _NANO, _GRANITE = MODELS[NANO], MODELS["Granite-4-H-small"]
 
+
+@dataclass(frozen=True)
+class DeltaShape:
+    """A layer with a gated delta rule of one model, from its config.json.
+
+    Attributes:
+        key_heads, heads, key_dim, value_dim: `heads / key_heads` heads share a query and a key.
+        per_channel: a decay for each key channel, not one for the head.
+    """
+
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    per_channel: bool
+
+    def of_rank(self, num_ranks: int) -> DeltaShape:
+        """What one of `num_ranks` tensor-parallel ranks computes with."""
+        return replace(self, key_heads=self.key_heads // num_ranks, heads=self.heads // num_ranks)
+
+
+DELTA_MODELS = {
+    "Qwen3-Next": DeltaShape(16, 32, 128, 128, per_channel=False),
+    "Kimi-Linear": DeltaShape(32, 32, 128, 128, per_channel=True),
+}
+
 SHAPES = {
     "nemotron-3-nano": _NANO,
     "nemotron-3-nano-tp8": _NANO.of_rank(8),
     "granite-4-h-small": _GRANITE,
     "granite-4-h-small-tp8": _GRANITE.of_rank(8),
+}
+DELTA_SHAPES = {
+    "qwen3-next": DELTA_MODELS["Qwen3-Next"],
+    "qwen3-next-tp8": DELTA_MODELS["Qwen3-Next"].of_rank(8),
+    "kimi-linear": DELTA_MODELS["Kimi-Linear"],
+    "kimi-linear-tp8": DELTA_MODELS["Kimi-Linear"].of_rank(8),
 }
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

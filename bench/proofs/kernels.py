@@ -11,6 +11,8 @@ from bench.proofs.prove import Case
 from bench.proofs.symbolic import Access, Array, Formula, Int, Run
 from hybrid_kv.kernels.block_tables.launch import _COUNTS, BLOCK, _block_tables
 from hybrid_kv.kernels.causal_conv1d.update import _conv_update
+from hybrid_kv.kernels.gated_delta.slots import _constexprs as _delta_constexprs
+from hybrid_kv.kernels.gated_delta.slots import _delta_update
 from hybrid_kv.kernels.ssd.slots import _constexprs, _state_update
 
 MEMORY = 2**40  # bytes of the largest array
@@ -88,6 +90,19 @@ def _own(columns: int, size: int) -> Callable[[Access], Formula]:
     return own
 
 
+def _inputs(widths: dict[str, int]) -> tuple[dict[str, Any], list[Formula]]:
+    """Tensors of as many elements a token, and their strides, as arguments."""
+    arguments: dict[str, Any] = {}
+    facts: list[Formula] = []
+    for name, width in widths.items():
+        stride, own = _stride(f"{name}_stride")
+        arguments |= {name: Array(name, (tokens - 1) * stride.value + width), f"{name}_stride": stride}
+        facts += [
+            *own, stride.value >= width, stride.value < LONG_STRIDE, tokens * stride.value * ITEMSIZE <= MEMORY
+        ]  # fmt: skip
+    return arguments, facts
+
+
 def conv_update(kernel: Kernel = _conv_update, columns: int = 4, bits: int = 32) -> Case:
     """The convolution of a verify step, of Nemotron-3-Nano's channels."""
     channels, taps, block = 6144, 4, 128
@@ -125,25 +140,37 @@ def state_update(
     constants = _constexprs(heads, head_dim, state, groups, ITEMSIZE, 32)
     pool, stride, facts = _states("state", size, bits)
     tables, more = _tables(columns)
-    strides = {name: _stride(f"{name}_stride") for name in ("x", "dt", "B", "C")}
-    least = {"x": heads * head_dim, "dt": heads, "B": groups * state, "C": groups * state}
+    inputs, of_inputs = _inputs({"x": heads * head_dim, "dt": heads, "B": groups * state, "C": groups * state})
     arguments: dict[str, Any] = {
-        "state": pool, **{name: Array(name, (tokens - 1) * strides[name][0].value + least[name]) for name in least},
-        **{name: Array(name, heads) for name in ("dt_bias", "A_log", "D")},
+        "state": pool, **inputs, **{name: Array(name, heads) for name in ("dt_bias", "A_log", "D")},
         "y": Array("y", tokens * heads * head_dim), "cu_seqlens": tables["cu_seqlens"],
         "source_indices": tables["source"], "state_indices": tables["state_indices"], "state_stride": stride,
-        **{f"{name}_stride": strides[name][0] for name in strides}, "indices_stride": Int(columns_stride, 32),
-        **constants,
+        "indices_stride": Int(columns_stride, 32), **constants,
     }  # fmt: skip
-    facts += [*more, tile >= 0, tile < heads * -(-head_dim // constants["BLOCK_P"])]
-    for name, (value, own) in strides.items():
-        facts += [
-            *own,
-            value.value >= least[name],
-            value.value < LONG_STRIDE,
-            tokens * value.value * ITEMSIZE <= MEMORY,
-        ]
+    facts += [*more, *of_inputs, tile >= 0, tile < heads * -(-head_dim // constants["BLOCK_P"])]
     name = f"state update, {columns} columns, stride of {bits} bits"
+    return Case(name, kernel, arguments, facts, _between(columns), ("state",), _own(columns, size))
+
+
+def delta_update(kernel: Kernel = _delta_update, columns: int = 4, bits: int = 32, per_channel: bool = False) -> Case:
+    """The verify step of a layer with a delta rule in `slots`, of the sizes of Qwen3-Next or Kimi-Linear."""
+    key_heads, heads, key, value = (32 if per_channel else 16), 32, 128, 128
+    size, gates = heads * value * key, heads * (key if per_channel else 1)
+    constants = _delta_constexprs(key_heads, heads, key, value, ITEMSIZE, 32)
+    pool, stride, facts = _states("state", size, bits)
+    tables, more = _tables(columns)
+    widths = {"q": key_heads * key, "k": key_heads * key, "v": heads * value, "dt": gates, "beta": heads}
+    inputs, of_inputs = _inputs(widths)
+    arguments: dict[str, Any] = {
+        "state": pool, **inputs, "dt_bias": Array("dt_bias", gates), "A_log": Array("A_log", heads),
+        "y": Array("y", tokens * heads * value), "cu_seqlens": tables["cu_seqlens"],
+        "source_indices": tables["source"], "state_indices": tables["state_indices"], "state_stride": stride,
+        "indices_stride": Int(columns_stride, 32), **constants, "PER_CHANNEL": per_channel, "BETA_SCALE": 1.0,
+        "EPS": 1e-6,
+    }  # fmt: skip
+    facts += [*more, *of_inputs, tile >= 0, tile < heads * -(-value // constants["BLOCK_V"])]
+    kind = "per channel" if per_channel else "per head"
+    name = f"delta rule {kind}, {columns} columns, stride of {bits} bits"
     return Case(name, kernel, arguments, facts, _between(columns), ("state",), _own(columns, size))
 
 
@@ -219,5 +246,7 @@ def cases() -> Iterator[Case]:
         for columns in (1, 4):
             yield conv_update(columns=columns, bits=bits)
             yield state_update(columns=columns, bits=bits)
+            yield delta_update(columns=columns, bits=bits)
+            yield delta_update(columns=columns, bits=bits, per_channel=True)
     for bpk in (1, 4):
         yield block_tables(bpk=bpk)

@@ -312,7 +312,7 @@ class Run:
     def exp(self, x: Any) -> Float:
         return Float()
 
-    log = exp
+    log = rsqrt = exp
 
     def minimum(self, x: Any, y: Any) -> Float:
         return Float()

@@ -11,12 +11,13 @@ from functools import partial
 
 import torch
 
-from bench._shapes import MODELS, NANO
+from bench._shapes import DELTA_MODELS, MODELS, NANO
 from bench.static.record import AotCase, Bytes, recorded
 from bench.static.state_bytes import step_bytes
 from hybrid_kv.kernels.block_tables import DeviceTables, StagedBlocks, StepBatch, TableLayout, update_block_tables
 from hybrid_kv.kernels.causal_conv1d import causal_conv1d_prefill, causal_conv1d_update
 from hybrid_kv.kernels.common.spans import TILE, Spans
+from hybrid_kv.kernels.gated_delta import gated_delta_prefill, gated_delta_update_slots
 from hybrid_kv.kernels.gated_norm import gated_rms_norm
 from hybrid_kv.kernels.paged_attention import paged_attention_varlen, store_kv
 from hybrid_kv.kernels.recompute import (
@@ -89,6 +90,35 @@ def _chunk_scan(dtype: torch.dtype, chunk_size: int) -> None:
     inputs = _scan_inputs(NANO, NUM_TOKENS, dtype)
     has_initial_state = _ids(1, dtype=torch.bool)
     chunk_scan_prefill(_heads(NANO, FP32), *inputs, _spans(chunk_size), _ids(1), has_initial_state)
+
+
+def _delta_inputs(model: str, tokens: int, dtype: torch.dtype = BF16) -> tuple[torch.Tensor, ...]:
+    """q, k, v, dt, dt_bias, A_log, beta of a layer with a delta rule."""
+    shape = DELTA_MODELS[model]
+    keys, gates = (shape.key_heads, shape.key_dim), (shape.heads, *[shape.key_dim] * shape.per_channel)
+    q, k = (_meta(tokens, *keys, dtype=dtype) for _ in range(2))
+    v = _meta(tokens, shape.heads, shape.value_dim, dtype=dtype)
+    dt, beta = _meta(tokens, *gates, dtype=dtype), _meta(tokens, shape.heads, dtype=dtype)
+    return q, k, v, dt, _meta(*gates, dtype=FP32), _meta(shape.heads, dtype=FP32), beta
+
+
+def _delta_states(model: str, dtype: torch.dtype) -> torch.Tensor:
+    shape = DELTA_MODELS[model]
+    return _meta(NUM_REQS, shape.heads, shape.value_dim, shape.key_dim, dtype=dtype)
+
+
+def _delta_slots(model: str, dtype: torch.dtype, k: int) -> None:
+    indices = _ids(NUM_REQS + 1), _ids(NUM_REQS), _ids(NUM_REQS, 1 + k)
+    gated_delta_update_slots(_delta_states(model, dtype), *_delta_inputs(model, NUM_REQS * (1 + k)), *indices)
+
+
+def _delta_slots_bytes(dtype: torch.dtype, k: int) -> Bytes:
+    return lambda c: c["BLOCK_V"] * ((2 + k) * c["KEY"] * dtype.itemsize + (1 + k) * 2 * 2)
+
+
+def _delta_prefill(model: str, dtype: torch.dtype, chunk_size: int) -> None:
+    inputs, initial = _delta_inputs(model, NUM_TOKENS, dtype), _ids(1, dtype=torch.bool)
+    gated_delta_prefill(_delta_states(model, FP32), *inputs, _spans(chunk_size), _ids(1), initial)
 
 
 def _recompute(model: str, dtype: torch.dtype, k: int, num_reqs: int, update: bool) -> None:
@@ -183,6 +213,9 @@ _RECOMPUTES = (
 _QUERIES = ((NANO, 1, "K=0"), (NANO, 4, "K=3"), ("Granite-4-H-small", 4, "K=3"), ("Granite-4-H-small", 2048, "prefill"))
 
 
+_DELTA_UPDATES = [(model, FP32, k) for model in DELTA_MODELS for k in (0, 3)] + [("Qwen3-Next", BF16, 3)]
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -211,6 +244,21 @@ LAUNCHES = (
         )
         for model, dtype, k in _STATE_UPDATES
         if dtype == FP32
+    ),
+    *(
+        Launch("delta_prefill.gated_delta_prefill", model, partial(_delta_prefill, model, dtype, size), _name(dtype))
+        for model in DELTA_MODELS
+        for dtype, size in ((BF16, 128), (FP32, 64))
+    ),
+    *(
+        Launch(
+            "delta_update.gated_delta_update_slots",
+            f"{model}, K={k}",
+            partial(_delta_slots, model, dtype, k),
+            _name(dtype),
+            _delta_slots_bytes(dtype, k),
+        )
+        for model, dtype, k in _DELTA_UPDATES
     ),
     *(
         Launch(

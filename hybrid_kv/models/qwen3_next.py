@@ -31,8 +31,8 @@ class ByKeyHead(GatedDeltaMixer):
         both = self.in_proj(x)
         qkvz, rest = both.split((self.key_heads * sum(widths), 2 * self.value_heads), dim=-1)
         *qkv, gate = (part.flatten(1) for part in qkvz.unflatten(1, (self.key_heads, -1)).split(widths, dim=-1))
-        raw_beta, raw_dt = (part.flatten(1) for part in rest.unflatten(1, (self.key_heads, 2, -1)).unbind(2))
-        return Projected(torch.cat(qkv, 1), (raw_beta, raw_dt), (gate,))
+        beta, dt = (part.flatten(1) for part in rest.unflatten(1, (self.key_heads, 2, -1)).unbind(2))
+        return Projected(torch.cat(qkv, 1), (dt, beta), (gate,))
 
 
 def experts(file: ConfigFile, layer: int, renormalise: bool = True) -> nn.Module:

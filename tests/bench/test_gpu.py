@@ -10,8 +10,18 @@ import numpy as np
 import pytest
 import torch
 
-from bench import block_tables, causal_conv1d, gated_norm, gpu, kernel_blocks, paged_attention, ssd, state_update
-from bench._shapes import SHAPES, LayerShape
+from bench import (
+    block_tables,
+    causal_conv1d,
+    gated_delta,
+    gated_norm,
+    gpu,
+    kernel_blocks,
+    paged_attention,
+    ssd,
+    state_update,
+)
+from bench._shapes import DELTA_SHAPES, SHAPES, DeltaShape, LayerShape
 from bench.gpu import COPY, Cuda, contests, main, race, rows
 from bench.harness.cells import Case, WrongResultError
 from bench.harness.contest import VLLM, Contest, Rival
@@ -33,12 +43,17 @@ FINE = {
     "expansion": lambda: kernel_blocks.expansions("cpu", 3, 5, 34),
     "paged_attention": lambda: paged_attention.attentions("cpu", "tiny", 2, 3, 48),
     "gated_norm": lambda: gated_norm.norms("cpu", "tiny", 5),
+    "delta_update": lambda: gated_delta.updates("cpu", "tiny", 3, 1),
+    "delta_prefill": lambda: gated_delta.prefills("cpu", "tiny", 96, 2),
+    "delta_prefill by channel": lambda: gated_delta.prefills("cpu", "tiny by channel", 40, 2),
+    "delta_update by channel": lambda: gated_delta.updates("cpu", "tiny by channel", 3, 0),
 }
 
 
 def check_contest(name):
     """The largest error of each rival, before and after another run."""
-    SHAPES["tiny"] = TINY
+    SHAPES["tiny"], DELTA_SHAPES["tiny"] = TINY, DeltaShape(2, 4, 16, 16, per_channel=False)
+    DELTA_SHAPES["tiny by channel"] = DeltaShape(2, 2, 16, 16, per_channel=True)
     for module in ("vllm", "mamba_ssm"):
         sys.modules[module] = None  # type: ignore[assignment]  # their own test has them
     found, missing = {}, []
@@ -107,7 +122,7 @@ def everything():
 
 
 def test_all_kinds_in_both_runs(everything):
-    wanted = set(FINE) - {"single token"}
+    wanted = {name for name in FINE if not name.endswith("by channel")} - {"single token"}
     quick = list(contests(quick=True, device="cpu"))
     assert {one.benchmark for one in everything} == {one.benchmark for one in quick} == wanted
     assert len(quick) < 15 < len(everything)
@@ -142,6 +157,10 @@ def test_bytes_are_those_of_the_model(everything):
     assert prefill.rivals["triton"].num_bytes == 2048 * 6144 * 2 * 2
     scan = one("chunk_scan", model="nemotron-3-nano", num_tokens=2048)
     assert scan.rivals["triton"].num_bytes == 2048 * 2 * (4096 + 4096 + 1024 + 1024 + 64) + 4 * 2 * 4 * states
+    delta = one("delta_update", model="kimi-linear", num_reqs=16, K=3)
+    assert delta.rivals["triton"].num_bytes == 16 * (5 * 4 * 32 * 128 * 128 + 4 * 2 * 32 * (5 * 128 + 1))
+    delta = one("delta_prefill", model="qwen3-next", num_tokens=2048)
+    assert delta.rivals["triton"].num_bytes == 2048 * 2 * 128 * (16 + 16 + 32 + 32 + 0.5) + 4 * 2 * 4 * 32 * 128 * 128
     decode = one("paged_attention", model="nemotron-3-nano", num_reqs=128, length=4)
     assert decode.rivals["triton"].num_bytes == 128 * 128 * 2 * (2 * 2048 * 2 + 2 * 4 * 32)
     assert one("gated_norm", num_tokens=2048).rivals["triton"].num_bytes == 3 * 2048 * 4096 * 2

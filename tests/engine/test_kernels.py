@@ -111,3 +111,30 @@ def test_a_mamba2_layer_of_another_family(tmp_path, model_type, keys):
     write_checkpoint(model_type, tmp_path, keys=keys)
     error = interpreted(check_engine, str(tmp_path), "none", 3, "recompute")
     assert 0 < error <= TOLERANCE
+
+
+# States so small that blocks of attention keep their 4 tokens.
+DELTA_NETS = {
+    "qwen3_5_text": {
+        "num_hidden_layers": 2, "full_attention_interval": 2, "num_key_value_heads": 4, "head_dim": 32,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 10,
+    },
+    "kimi_linear": {
+        "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "dense"], "linear_num_heads": 2, "linear_head_dim": 5, "kv_lora_rank": 64,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=DELTA_NETS)
+def delta_net(request, tmp_path_factory):
+    """Decays of a head, and of a key channel."""
+    folder = tmp_path_factory.mktemp(request.param)
+    write_checkpoint(request.param, folder, keys=DELTA_NETS[request.param])
+    return str(folder)
+
+
+@pytest.mark.parametrize(("mode", "k"), [("none", 0), ("none", 2), ("align", 0), ("align", 2), ("all", 0), ("all", 2)])
+def test_delta_nets_answer_as_in_torch(delta_net, mode, k):
+    error = interpreted(check_engine, delta_net, mode, k, "slots")
+    assert 0 < error <= TOLERANCE

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_kv.kernels import gated_delta
 from hybrid_kv.kernels.common.ragged import WantedStates
 from hybrid_kv.kernels.gated_delta import gated_delta_chunk, gated_delta_update
+from hybrid_kv.kernels.gated_delta import reference as delta_reference
 from hybrid_kv.kernels.selective_scan import selective_scan, selective_scan_update
 from hybrid_kv.kernels.ssd import chunk_scan, host, reference, selective_state_update
 from tests.kernels import definitions
@@ -162,7 +162,7 @@ def test_chunks_of_any_size_equal_the_definition_with_the_state_at_any_offset(on
     lengths, operands, state = data.draw(problems(one))
     wanted, rows, offsets = wanted_states(data.draw, lengths, most=6)
     before = [part.clone() for part in (*operands, state)]
-    module = reference if one.many is scan_mamba2 else gated_delta
+    module = reference if one.many is scan_mamba2 else delta_reference
     with patch.object(module, "WantedStates", wraps=WantedStates) as cut:
         y, states = one.scan(operands, state, chunk_size, rows, offsets)
     assert all(torch.equal(part, old) for part, old in zip((*operands, state), before, strict=True))

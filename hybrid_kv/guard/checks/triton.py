@@ -38,7 +38,7 @@ CELLS: tuple[Cell, ...] = (
 # One that is a block and a little longer, and is sent again; one beside it.
 PROMPTS = [[(7 * i * i + 3 * i) % 89 + 1 for i in range(length)] for length in (19, 6)]
 NUM_NEW = 6
-# All that an engine can launch.
+# All that an engine of this family can launch.
 KERNELS = (
     "_attention", "_block_tables", "_conv_prefill", "_conv_update", "_gated_norm", "_outputs", "_state_update",
     "_states", "_store_kv", "commit_kernel", "recompute_kernel",

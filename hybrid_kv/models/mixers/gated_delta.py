@@ -9,38 +9,92 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from hybrid_kv.kernels.gated_delta import gated_delta_chunk, gated_delta_update
-from hybrid_kv.models.layers import Derived, Linear, RMSNorm, empty, upcast
-from hybrid_kv.models.mixers.conv import Projected, RecurrentMixer, Tensors
-
-_EPS = 1e-6  # under the root of a squared length, as in flash-linear-attention
+from hybrid_kv.kernels.gated_delta import (
+    delta_operands,
+    gated_delta_chunk,
+    gated_delta_prefill,
+    gated_delta_update,
+    gated_delta_update_slots,
+)
+from hybrid_kv.models.layers import Derived, ForwardContext, Linear, RMSNorm, empty, upcast
+from hybrid_kv.models.mixers.conv import Projected, Tensors
+from hybrid_kv.models.mixers.launched import LaunchedMixer
 
 
 def _rates(A_log: torch.Tensor, dt_bias: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return -A_log.to(dtype).exp(), dt_bias.to(dtype)
 
 
-def unit(x: torch.Tensor) -> torch.Tensor:
-    """Of length 1, or a little less: [..., size] to the same."""
-    return x * (x.square().sum(-1, keepdim=True) + _EPS).rsqrt()
+class DeltaRuleMixer(LaunchedMixer):
+    """What layers with a delta rule share.
 
-
-class DeltaRuleMixer(RecurrentMixer):
-    """What layers with a delta rule share."""
-
-    update = staticmethod(gated_delta_update)
-    scan = staticmethod(gated_delta_chunk)
-
-
-class GatedDeltaMixer(DeltaRuleMixer):
-    """The layer; `value_heads / key_heads` heads share a query and a key.
+    `project` gives time steps, [num_tokens, value_heads] or per key channel [num_tokens, value_heads, key_dim], and
+    behind them betas [num_tokens, value_heads].
 
     Args:
         name: of the layer's cache, whose state is [value_heads, value_dim, key_dim].
+        key_heads: `value_heads / key_heads` heads share a query and a key.
+        num_dt: time steps of a token.
         chunk_size: tokens that a scan takes at a time.
         eps: of the norm of each head.
         beta_scale: 2 lets the state forget the other way: eigenvalues from -1 on (OLMo-Hybrid).
     """
+
+    update = staticmethod(gated_delta_update)
+    scan = staticmethod(gated_delta_chunk)
+
+    def __init__(
+        self,
+        name: str,
+        key_heads: int,
+        value_heads: int,
+        key_dim: int,
+        value_dim: int,
+        conv_kernel: int,
+        num_dt: int,
+        chunk_size: int,
+        eps: float,
+        beta_scale: float = 1.0,
+    ) -> None:
+        keys, values = key_heads * key_dim, value_heads * value_dim
+        super().__init__(name, 2 * keys + values, conv_kernel, conv_bias=False)
+        self.key_heads, self.value_heads, self.key_dim, self.value_dim = key_heads, value_heads, key_dim, value_dim
+        self.chunk_size, self.beta_scale = chunk_size, beta_scale
+        self.widths = (keys, keys, values)
+        self.dt_bias = empty(num_dt)
+        self.A_log = empty(value_heads)
+        self._rates = Derived(_rates)
+        self.norm = RMSNorm(value_dim, eps)
+
+    def operands(self, conv_out: torch.Tensor, inputs: Tensors, dtype: torch.dtype) -> Tensors:
+        """q, k, v, log decay, beta; all of them for each value head."""
+        dt, beta = (part.to(dtype) for part in inputs)
+        rates, dt_bias = self._rates(self.A_log, self.dt_bias, dtype=dtype)
+        qkv = self._heads(conv_out.to(dtype))
+        return delta_operands(*qkv, dt, dt_bias.view(dt.shape[2:]), rates, beta, self.beta_scale)
+
+    def launch_decodes(self, conv_out: torch.Tensor, inputs: Tensors, context: ForwardContext) -> torch.Tensor:
+        metadata, (state,) = context.metadata[self.name], self.parts(context, "state")
+        (dt, beta), split = inputs, metadata.num_decodes
+        layer = *self._heads(conv_out), dt, self.dt_bias.view(dt.shape[1:]), self.A_log, beta
+        sources, targets = metadata.source_indices[:split], metadata.state_indices[:split]
+        return gated_delta_update_slots(state, *layer, metadata.cu_seqlens, sources, targets, self.beta_scale)
+
+    def launch_prefills(self, conv_out: torch.Tensor, inputs: Tensors, context: ForwardContext) -> torch.Tensor:
+        metadata, (state,) = context.metadata[self.name], self.parts(context, "state")
+        (dt, beta), sources = inputs, metadata.source_indices[metadata.num_decodes :]
+        layer = *self._heads(conv_out), dt, self.dt_bias.view(dt.shape[1:]), self.A_log, beta
+        return gated_delta_prefill(state, *layer, metadata.spans, sources, metadata.has_initial_state, self.beta_scale)
+
+    def _heads(self, conv_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k [..., key_heads, key_dim] and v [..., value_heads, value_dim] of the tokens."""
+        q, k, v = conv_out.split(self.widths, dim=-1)
+        q, k = (part.unflatten(-1, (self.key_heads, self.key_dim)) for part in (q, k))
+        return q, k, v.unflatten(-1, (self.value_heads, self.value_dim))
+
+
+class GatedDeltaMixer(DeltaRuleMixer):
+    """The layer."""
 
     def __init__(
         self,
@@ -55,36 +109,19 @@ class GatedDeltaMixer(DeltaRuleMixer):
         eps: float,
         beta_scale: float = 1.0,
     ) -> None:
-        keys, values = key_heads * key_dim, value_heads * value_dim
-        super().__init__(name, 2 * keys + values, conv_kernel, conv_bias=False)
-        self.key_heads, self.value_heads, self.key_dim, self.value_dim = key_heads, value_heads, key_dim, value_dim
-        self.chunk_size, self.beta_scale = chunk_size, beta_scale
-        self.widths = (keys, keys, values)
+        sizes = key_heads, value_heads, key_dim, value_dim
+        super().__init__(name, *sizes, conv_kernel, value_heads, chunk_size, eps, beta_scale)
+        keys, _, values = self.widths
         self.in_proj = Linear(hidden_size, 2 * (keys + values + value_heads))
-        self.dt_bias = empty(value_heads)
-        self.A_log = empty(value_heads)
-        self._rates = Derived(_rates)
-        self.norm = RMSNorm(value_dim, eps)
         self.out_proj = Linear(values, hidden_size)
 
     def project(self, x: torch.Tensor) -> Projected:
-        conv_in, gate, raw_beta, raw_dt = self.in_proj(x).split(
+        conv_in, gate, beta, dt = self.in_proj(x).split(
             (sum(self.widths), self.widths[2], self.value_heads, self.value_heads), dim=-1
         )
-        return Projected(conv_in, (raw_beta, raw_dt), (gate,))
+        return Projected(conv_in, (dt, beta), (gate,))
 
     def finish(self, mixed: torch.Tensor, rest: Tensors) -> torch.Tensor:
         (gate,) = rest
         normed = self.norm(mixed.unflatten(1, (self.value_heads, self.value_dim))).flatten(1)
         return self.out_proj((normed * F.silu(upcast(gate))).to(gate.dtype))
-
-    def operands(self, conv_out: torch.Tensor, inputs: Tensors, dtype: torch.dtype) -> Tensors:
-        """q, k, v, log decay, beta; all of them for each value head."""
-        raw_beta, raw_dt = (part.to(dtype) for part in inputs)
-        A, dt_bias = self._rates(self.A_log, self.dt_bias, dtype=dtype)
-        q, k, v = conv_out.to(dtype).split(self.widths, dim=-1)
-        q, k = (unit(part.unflatten(-1, (self.key_heads, self.key_dim))) for part in (q, k))
-        if (shared := self.value_heads // self.key_heads) > 1:
-            q, k = q.repeat_interleave(shared, -2), k.repeat_interleave(shared, -2)
-        v = v.unflatten(-1, (self.value_heads, self.value_dim))
-        return q * self.key_dim**-0.5, k, v, A * F.softplus(raw_dt + dt_bias), raw_beta.sigmoid() * self.beta_scale

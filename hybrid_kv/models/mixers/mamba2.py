@@ -8,10 +8,7 @@ from typing import Any, NamedTuple, Self
 import torch
 import torch.nn.functional as F
 
-from hybrid_kv.attention.mamba import MambaMetadata
 from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
-from hybrid_kv.kernels.causal_conv1d import causal_conv1d_prefill, causal_conv1d_update
-from hybrid_kv.kernels.common.launch import FLOATS
 from hybrid_kv.kernels.gated_norm import gated_rms_norm
 from hybrid_kv.kernels.recompute import (
     RecomputeStep,
@@ -25,7 +22,8 @@ from hybrid_kv.kernels.recompute import (
 from hybrid_kv.kernels.ssd import chunk_scan, chunk_scan_prefill, selective_state_update, selective_state_update_slots
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import Derived, ForwardContext, GatedRMSNorm, Linear, empty, upcast
-from hybrid_kv.models.mixers.conv import Projected, RecurrentMixer, Tensors, Tokens
+from hybrid_kv.models.mixers.conv import Projected, Tensors, Tokens
+from hybrid_kv.models.mixers.launched import LaunchedMixer
 
 
 def check_time_steps(file: ConfigFile) -> None:
@@ -47,7 +45,7 @@ def _heads(A_log: torch.Tensor, D: torch.Tensor, dt_bias: torch.Tensor, dtype: t
     return _Heads(-torch.exp(A_log.to(dtype)), D.to(dtype), upcast(dt_bias))
 
 
-class Mamba2Mixer(RecurrentMixer):
+class Mamba2Mixer(LaunchedMixer):
     """The layer.
 
     Args:
@@ -142,64 +140,34 @@ class Mamba2Mixer(RecurrentMixer):
 
     # Triton kernels.
 
-    def launches(self, context: ForwardContext) -> bool:
-        """Whether Triton kernels run this layer: they are chosen, and take its dtypes."""
-        if context.kernels != "triton":
-            return False
-        return {part.dtype for part in context.views[self.name]} <= {*FLOATS, torch.int16}
+    def launch_decodes(self, conv_out: torch.Tensor, inputs: Tensors, context: ForwardContext) -> torch.Tensor:
+        metadata, (state,) = context.metadata[self.name], self.parts(context, "state")
+        x, B, C = self._parts(conv_out, conv_out.dtype)
+        operands = x, inputs[0], self.dt_bias, self.A_log, B, C, self.D, metadata.cu_seqlens
+        if (history := metadata.rollback.history) is not None:
+            return recompute_update(state, context.row_memory[self.name], history, *operands)
+        split = metadata.num_decodes
+        return selective_state_update_slots(
+            state, *operands, metadata.source_indices[:split], metadata.state_indices[:split]
+        )
 
-    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        if not self.launches(context):
-            return super().forward(x, context)
-        conv_in, (raw_dt,), (gate,) = self.project(x)
-        mixed = self._launch(conv_in, raw_dt, context, context.metadata[self.name])
-        return self.out_proj(self.gated(mixed, gate, launches=True))
+    def launch_prefills(self, conv_out: torch.Tensor, inputs: Tensors, context: ForwardContext) -> torch.Tensor:
+        metadata, (state,) = context.metadata[self.name], self.parts(context, "state")
+        x, B, C = self._parts(conv_out, conv_out.dtype)
+        operands = x, inputs[0], self.dt_bias, self.A_log, B, C, self.D
+        spans, sources, states = metadata.spans, metadata.source_indices[metadata.num_decodes :], state
+        if is_split := state.dtype == torch.int16:
+            # The scan knows no planes: it gets the states that it starts from, and room for those it leaves.
+            count, blocks = len(sources), spans.span_blocks
+            places = torch.arange(1, 1 + count + len(blocks), device=state.device)
+            states = torch.empty(1 + len(places), *state.shape[2:], dtype=torch.float32, device=state.device)
+            states[1 : 1 + count] = read_states(state, sources)
+            spans, sources = copy(spans), places[:count]
+            spans.span_blocks = places[count:]
+        y = chunk_scan_prefill(states, *operands, spans, sources, metadata.has_initial_state)
+        if is_split:
+            write_states(state, blocks, states[1 + count :])
+        return y
 
-    def _launch(
-        self, conv_in: torch.Tensor, dt: torch.Tensor, context: ForwardContext, metadata: MambaMetadata
-    ) -> torch.Tensor:
-        """Convolution and recurrence: [num_tokens, channels] to [num_tokens, inner]."""
-        (conv_state,), (ssm_state,) = self.parts(context, "window"), self.parts(context, "state")
-        split, tokens = metadata.num_decodes, metadata.num_decode_tokens
-        taps, heads = (self._taps(self.conv_weight), self.conv_bias), (self.dt_bias, self.A_log)
-        windows, window_rows = metadata.window_indices, metadata.window_rows
-        outputs = []
-        if metadata.decode_rows is not None:
-            conv_out = causal_conv1d_update(
-                conv_state,
-                conv_in[:tokens],
-                *taps,
-                metadata.cu_seqlens,
-                windows[:split],
-                window_rows[:split],
-                metadata.window_targets,
-            )
-            x, B, C = self._parts(conv_out, conv_out.dtype)
-            operands = x, dt[:tokens], *heads, B, C, self.D, metadata.cu_seqlens
-            if (history := metadata.rollback.history) is not None:
-                y = recompute_update(ssm_state, context.row_memory[self.name], history, *operands)
-            else:
-                sources, targets = metadata.source_indices[:split], metadata.state_indices[:split]
-                y = selective_state_update_slots(ssm_state, *operands, sources, targets)
-            outputs.append(y)
-        if metadata.prefill_rows is not None:
-            spans, initial = metadata.spans, metadata.has_initial_state
-            assert spans is not None and initial is not None
-            conv_out = causal_conv1d_prefill(
-                conv_state, conv_in[tokens:], *taps, spans, windows[split:], window_rows[split:], initial
-            )
-            x, B, C = self._parts(conv_out, conv_out.dtype)
-            sources, states = metadata.source_indices[split:], ssm_state
-            if is_split := ssm_state.dtype == torch.int16:
-                # The scan knows no planes: it gets the states that it starts from, and room for those it leaves.
-                count, blocks = len(sources), spans.span_blocks
-                places = torch.arange(1, 1 + count + len(blocks), device=x.device)
-                states = torch.empty(1 + len(places), *ssm_state.shape[2:], dtype=torch.float32, device=x.device)
-                states[1 : 1 + count] = read_states(ssm_state, sources)
-                spans, sources = copy(spans), places[:count]
-                spans.span_blocks = places[count:]
-            outputs.append(chunk_scan_prefill(states, x, dt[tokens:], *heads, B, C, self.D, spans, sources, initial))
-            if is_split:
-                write_states(ssm_state, blocks, states[1 + count :])
-        mixed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return mixed.flatten(1)
+    def finish_launched(self, mixed: torch.Tensor, rest: Tensors) -> torch.Tensor:
+        return self.out_proj(self.gated(mixed, rest[0], launches=True))

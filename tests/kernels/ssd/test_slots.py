@@ -151,7 +151,7 @@ test_rejects_what_the_kernel_would_misread = rejected_operations(
 
 
 def test_kernels_import_without_triton():
-    names = ("ssd", "causal_conv1d", "gated_norm", "paged_attention", "recompute", "block_tables")
+    names = ("ssd", "gated_delta", "causal_conv1d", "gated_norm", "paged_attention", "recompute", "block_tables")
     imports = "; ".join(f"import hybrid_kv.kernels.{name}" for name in names)
     code = f"import sys; sys.modules['triton'] = None; {imports}"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])

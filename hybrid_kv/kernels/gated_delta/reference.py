@@ -3,8 +3,8 @@
 Per head with state `S` [V, K], as vLLM lays it out: `S_t = S_{t-1} * exp(g_t) + u_t k_t^T` with
 `u_t = beta_t * (v_t - (S_{t-1} * exp(g_t)) k_t)`, and `o_t = S_t q_t`. The log decay `g_t <= 0` is one number per head
 (Qwen3-Next, OLMo-Hybrid) or one per column of the state (Kimi Delta Attention, arXiv 2510.26692). `q` comes in scaled,
-`q` and `k` normalised. All arithmetic is in the dtype of the state, float32 or float64; sums of log decays alone are in
-float64. Nothing here divides by a decay: behind a strong one its inverse overflows.
+`q` and `k` normalised: see `delta_operands`. All arithmetic is in the dtype of the state, float32 or float64; sums of
+log decays alone are in float64. Nothing here divides by a decay: behind a strong one its inverse overflows.
 
 Rows may be padded at their end with what a token may be (`Ragged` repeats the last one): no token sees what comes after
 it, and only the wanted states are returned. A longer `k` would not do: with `beta * |k|^2 > 2` states grow
@@ -14,11 +14,48 @@ without bound, and what overflowed spoils the products that it shares with real 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from hybrid_kv.kernels.common.integers import cdiv
-from hybrid_kv.kernels.common.ragged import WantedStates
+from hybrid_kv.kernels.common.ragged import Ragged, WantedStates
+from hybrid_kv.kernels.common.spans import Spans
 
 CHANNEL_CHUNK = 8  # tokens; of decays per channel a token needs chunk * K exponentials, not chunk
+EPS = 1e-6  # under the root of a squared length, as in flash-linear-attention
+
+
+def delta_operands(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dt: torch.Tensor,
+    dt_bias: torch.Tensor,
+    rates: torch.Tensor,
+    beta: torch.Tensor,
+    beta_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What the recurrence reads, made of what a layer projects.
+
+    Args:
+        q, k: [..., key_heads, K], of any length; neighbouring value heads share those of a key head.
+        v: [..., heads, V]; beta: [..., heads] before the sigmoid.
+        dt: [..., heads] or, per channel, [..., heads, K], before bias and softplus; dt_bias: [heads] or [heads, K].
+        rates: [heads], `-exp(A_log)`.
+        beta_scale: 2 lets a state forget the other way: eigenvalues from -1 on (OLMo-Hybrid).
+
+    Returns:
+        q, k, v, g, beta as `gated_delta_update` takes them.
+    """
+    q, k = unit(q), unit(k)
+    if (shared := v.shape[-2] // k.shape[-2]) > 1:
+        q, k = q.repeat_interleave(shared, -2), k.repeat_interleave(shared, -2)
+    g = (rates if dt_bias.dim() == 1 else rates.unsqueeze(-1)) * F.softplus(dt + dt_bias)
+    return q * k.shape[-1] ** -0.5, k, v, g, beta.sigmoid() * beta_scale
+
+
+def unit(x: torch.Tensor) -> torch.Tensor:
+    """Of length 1, or a little less: [..., size] to the same."""
+    return x * (x.square().sum(-1, keepdim=True) + EPS).rsqrt()
 
 
 def gated_delta_update(
@@ -144,3 +181,71 @@ def _advance(
     behind = torch.arange(total.shape[2], device=total.device) > last[:, None]
     decay = (end - total).to(state.dtype).exp_().masked_fill_(behind[:, None, :, None], 0)
     return (updates.mT @ (k * decay)).addcmul_(state, end.to(state.dtype).exp_())
+
+
+def gated_delta_update_slots_reference(
+    state: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dt: torch.Tensor,
+    dt_bias: torch.Tensor,
+    A_log: torch.Tensor,
+    beta: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    source_indices: torch.Tensor,
+    state_indices: torch.Tensor,
+    beta_scale: float = 1.0,
+) -> torch.Tensor:
+    """`gated_delta_update_slots` in plain torch; tokens of no row come out as zeros."""
+    y = torch.zeros_like(v, memory_format=torch.contiguous_format)
+    lengths = cu_seqlens.diff()
+    active = lengths.nonzero()[:, 0]
+    if not len(active):
+        return y
+    rows, tokens = Ragged(lengths[active].cpu().long(), v.device), int(cu_seqlens[-1])
+    q, k, v, dt, beta = (rows.padded(part[:tokens].float()) for part in (q, k, v, dt, beta))
+    sources = source_indices[active].long()
+    initial = state[sources].float().masked_fill((sources == 0)[:, None, None, None], 0)
+    operands = delta_operands(q, k, v, dt, dt_bias.float(), -A_log.float().exp(), beta, beta_scale)
+    out, states = gated_delta_update(initial, *operands)
+    y[:tokens] = rows.flat(out).to(y.dtype)
+    targets = state_indices[active, : rows.max_len].long()
+    owned = (torch.arange(rows.max_len, device=y.device) < rows.lengths[:, None]) & (targets != 0)
+    state.index_copy_(0, targets[owned], states[owned].to(state.dtype))
+    return y
+
+
+def gated_delta_prefill_reference(
+    state: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dt: torch.Tensor,
+    dt_bias: torch.Tensor,
+    A_log: torch.Tensor,
+    beta: torch.Tensor,
+    spans: Spans,
+    source_indices: torch.Tensor,
+    has_initial_state: torch.Tensor,
+    beta_scale: float = 1.0,
+) -> torch.Tensor:
+    """`gated_delta_prefill` in plain torch; tokens of no row come out as zeros."""
+    y = torch.zeros_like(v, memory_format=torch.contiguous_format)
+    lengths = spans.cu_seqlens.diff()
+    active = lengths.nonzero()[:, 0]
+    if not len(active):
+        return y
+    rows = Ragged(lengths[active].cpu().long(), v.device)
+    q, k, v, dt, beta = (rows.padded(part[: spans.num_tokens].float()) for part in (q, k, v, dt, beta))
+    sources = source_indices[active].long()
+    readable = has_initial_state[active] & (sources > 0)
+    initial = state[sources.clamp(min=0)].float().masked_fill(~readable[:, None, None, None], 0)
+    operands = delta_operands(q, k, v, dt, dt_bias.float(), -A_log.float().exp(), beta, beta_scale)
+    span_rows = torch.arange(len(active), device=y.device).repeat_interleave(spans.row_spans.diff()[active])
+    offsets = (spans.cu_spans[1:] - spans.cu_seqlens[active][span_rows]).long()
+    out, states = gated_delta_chunk(*operands, initial, spans.chunk_size, span_rows, offsets)
+    y[: spans.num_tokens] = rows.flat(out).to(y.dtype)
+    kept = spans.span_blocks > 0
+    state.index_copy_(0, spans.span_blocks[kept], states[kept].to(state.dtype))
+    return y

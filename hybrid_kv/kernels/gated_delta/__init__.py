@@ -1,0 +1,11 @@
+"""The gated delta rule, decays per head or per key channel: its arithmetic, a verify step in `slots`, a prefill."""
+
+from hybrid_kv.kernels.gated_delta.prefill import gated_delta_prefill
+from hybrid_kv.kernels.gated_delta.reference import (
+    delta_operands,
+    gated_delta_chunk,
+    gated_delta_prefill_reference,
+    gated_delta_update,
+    gated_delta_update_slots_reference,
+)
+from hybrid_kv.kernels.gated_delta.slots import gated_delta_update_slots

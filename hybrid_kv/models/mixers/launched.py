@@ -1,0 +1,68 @@
+"""Mixers that have Triton kernels: what a layer launches, where an engine runs on them.
+
+The convolution of all decodes is one launch and that of all prefills another; a subclass adds its recurrence. What
+launches are handed are slices and indices that the step's metadata already holds.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hybrid_kv.attention.mamba import MambaMetadata
+from hybrid_kv.kernels.causal_conv1d import causal_conv1d_prefill, causal_conv1d_update
+from hybrid_kv.kernels.common.launch import FLOATS
+from hybrid_kv.models.layers import ForwardContext
+from hybrid_kv.models.mixers.conv import RecurrentMixer, Tensors
+
+
+class LaunchedMixer(RecurrentMixer):
+    """A recurrent layer that plain torch or Triton kernels run."""
+
+    def launches(self, context: ForwardContext) -> bool:
+        """Whether Triton kernels run this layer: they are chosen, and take its dtypes."""
+        if context.kernels != "triton":
+            return False
+        return {part.dtype for part in context.views[self.name]} <= {*FLOATS, torch.int16}
+
+    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        if not self.launches(context):
+            return super().forward(x, context)
+        metadata: MambaMetadata = context.metadata[self.name]
+        conv_in, inputs, rest = self.project(x)
+        (conv_state,) = self.parts(context, "window")
+        split, tokens = metadata.num_decodes, metadata.num_decode_tokens
+        taps = self._taps(self.conv_weight), self.conv_bias
+        windows, window_rows = metadata.window_indices, metadata.window_rows
+        outputs = []
+        if metadata.decode_rows is not None:
+            conv_out = causal_conv1d_update(
+                conv_state,
+                conv_in[:tokens],
+                *taps,
+                metadata.cu_seqlens,
+                windows[:split],
+                window_rows[:split],
+                metadata.window_targets,
+            )
+            outputs.append(self.launch_decodes(conv_out, tuple(part[:tokens] for part in inputs), context))
+        if metadata.prefill_rows is not None:
+            spans, initial = metadata.spans, metadata.has_initial_state
+            assert spans is not None and initial is not None
+            conv_out = causal_conv1d_prefill(
+                conv_state, conv_in[tokens:], *taps, spans, windows[split:], window_rows[split:], initial
+            )
+            outputs.append(self.launch_prefills(conv_out, tuple(part[tokens:] for part in inputs), context))
+        mixed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return self.finish_launched(mixed.flatten(1), rest)
+
+    def launch_decodes(self, conv_out: torch.Tensor, inputs: Tensors, context: ForwardContext) -> torch.Tensor:
+        """The recurrence of the decodes, [num_tokens, …] each: outputs [num_tokens, …], states into their blocks."""
+        raise NotImplementedError
+
+    def launch_prefills(self, conv_out: torch.Tensor, inputs: Tensors, context: ForwardContext) -> torch.Tensor:
+        """The same of the prefills."""
+        raise NotImplementedError
+
+    def finish_launched(self, mixed: torch.Tensor, rest: Tensors) -> torch.Tensor:
+        """`finish` behind launches."""
+        return self.finish(mixed, rest)
