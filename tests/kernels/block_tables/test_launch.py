@@ -197,10 +197,21 @@ MAMBA = TableLayout(width=5, block_size=34 * 16, blocks_per_kv_block=1, kernel_b
             [Step([(0, True, [2, 1])], [(0, 0, 700)]), Step([], [(0, 700, 1)], padding_tokens=2)],
             id="slots behind the padding stay",
         ),
+        pytest.param(
+            [ATTENTION, MAMBA],
+            [Step([(0, True, [2, 1])], [(0, 0, 700)]), Step([(0, False, [2, 1])], [(0, 1080, 600)])],
+            id="tokens in the first and the second new block",
+        ),
     ],
 )
 def test_steps_match(layouts: list[TableLayout], steps: list[Step]) -> None:
     assert interpreted(first_difference, Scenario(layouts, 4, steps)) == ""
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_each_context_parallel_rank_has_its_own_tokens(rank: int) -> None:
+    steps = [Step([(0, True, [2, 1]), (1, True, [1, 1])], [(0, 0, 700), (1, 5, 3)])]
+    assert interpreted(first_difference, Scenario([ATTENTION, MAMBA], 4, steps, (3, rank, 2))) == ""
 
 
 def first_difference_of_short_vectors(scenario: Scenario) -> str:
