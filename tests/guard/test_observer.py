@@ -102,7 +102,7 @@ def eager(schedule: Any) -> Any:
 
 def late(publish: Any) -> Any:
     return lambda self, name, hashes, tokens, known, *more: publish(
-        self, name, hashes, tokens, known._replace(computed=known.computed - 1), *more
+        self, name, hashes, tokens, StateProgress(known.computed - 1, known.flushed), *more
     )
 
 

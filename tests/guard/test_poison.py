@@ -39,21 +39,25 @@ def one_after_the_other(kernels: str) -> Scenario:
 def first_block_idx_once(plain: Callable[..., Any]) -> Callable[..., Any]:
     """Tables whose first logical block is gathered for the first request in a place, and never again."""
 
-    def update(self: BlockTables, *arguments: Any) -> Any:
+    def stage(self: BlockTables, *arguments: Any) -> Any:
         kept, is_first = [table[:, 0].clone() for table in self.input_tables], not self.num_gathers
-        found = plain(self, *arguments)
-        for table, block_idx in zip(self.input_tables, kept, strict=True):
-            table[:, 0] = table[:, 0] if is_first else block_idx
-        return found
+        arrays, make = plain(self, *arguments)
 
-    return update
+        def update(*moved: torch.Tensor) -> None:
+            make(*moved)
+            for table, block_idx in zip(self.input_tables, kept, strict=True):
+                table[:, 0] = table[:, 0] if is_first else block_idx
+
+        return arrays, update
+
+    return stage
 
 
 def check_stale_read(kernels: str) -> tuple[int, int]:
     """How much is wrong with an injected stale read: with live logical blocks as they are, and poisoned."""
     assert run_scenario(one_after_the_other(kernels)).wrong == []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TABLES[kernels], "update", first_block_idx_once(TABLES[kernels].update))
+        patch.setattr(TABLES[kernels], "stage", first_block_idx_once(TABLES[kernels].stage))
         poisoned = len(run_scenario(one_after_the_other(kernels)).wrong)
         patch.setattr(StaleBlocks, "poison", lambda *_: None)
         return len(run_scenario(one_after_the_other(kernels)).wrong), poisoned
