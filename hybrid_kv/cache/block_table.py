@@ -36,6 +36,8 @@ from hybrid_kv.kernels.slot_mapping import slot_mapping
 Ints = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
 
+_NOTHING: Staged[None] = (), lambda: None  # to do on the device: the tables are the host's
+
 
 class BlockTables:
     """One table per group, in host memory; on another device a copy of it.
@@ -151,7 +153,9 @@ class BlockTables:
         num_tokens_padded: int,
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
         """`stage` by an upload of its own; returns the `views`."""
-        now(self.device, self.stage(rows, query_lens, positions, num_reqs_padded, num_tokens_padded))
+        staged = self.stage(rows, query_lens, positions, num_reqs_padded, num_tokens_padded)
+        if staged is not _NOTHING:
+            now(self.device, staged)
         return self.views(num_reqs_padded, num_tokens_padded)
 
     def stage(
@@ -180,7 +184,7 @@ class BlockTables:
         self.num_gathers += self._host.place(rows, num_reqs_padded)
         self._host.map_slots(rows, query_lens, positions.numpy(), num_tokens_padded)
         if self._mirror is None:
-            return fill()
+            return _NOTHING
         names = "flat_tables", "flat_input_tables", "num_blocks", "slot_mappings"
         return fill(*((getattr(self._mirror, name), getattr(self._host, name).numpy()) for name in names))
 

@@ -33,7 +33,7 @@ class Ragged:
     @classmethod
     def stage(cls, lengths: torch.Tensor, device: torch.device) -> Staged[Ragged]:
         """Rows whose indices, if they need any, come with the step's upload."""
-        arrays = _indices(lengths) if int(lengths.min()) != int(lengths.max()) else []
+        arrays = _indices(lengths) if len(set(lengths.tolist())) > 1 else []
         return arrays, lambda *moved: cls(lengths, device, moved)
 
     @cached_property

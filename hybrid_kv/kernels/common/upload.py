@@ -28,7 +28,7 @@ def upload(device: torch.device, *arrays: Array) -> list[torch.Tensor]:
     They lie behind each other in page-locked memory that no later step writes to before the copy is done: torch sees to
     that. On a CPU they share their memory with the arrays.
     """
-    if device.type == "cpu" or not arrays:
+    if device.type == "cpu":
         return list(map(torch.from_numpy, arrays))
     sizes = [VECTOR_BYTES * cdiv(array.nbytes, VECTOR_BYTES) for array in arrays]
     staged = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -44,7 +44,7 @@ def upload(device: torch.device, *arrays: Array) -> list[torch.Tensor]:
 def now(device: torch.device, staged: Staged[T]) -> T:
     """What is staged, by one upload."""
     arrays, make = staged
-    return make(*upload(device, *arrays))
+    return make(*upload(device, *arrays)) if arrays else make()
 
 
 def together(*parts: Staged[Any]) -> Staged[list[Any]]:
