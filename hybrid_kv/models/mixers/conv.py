@@ -8,7 +8,7 @@ mode, the rollback scheme or where a state lies: `MambaMetadata` does.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import cache, reduce
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -46,8 +46,14 @@ def _joined(parts: Sequence[torch.Tensor], dim: int = -1) -> torch.Tensor:
 
 def _store_inputs(windows: Tensors, blocks: torch.Tensor, inputs: torch.Tensor) -> None:
     """Each window takes its own of the channels."""
-    for window, own in zip(windows, inputs.split([window.shape[2] for window in windows], dim=2), strict=True):
+    owned = [inputs] if len(windows) == 1 else inputs.split([window.shape[2] for window in windows], dim=2)
+    for window, own in zip(windows, owned, strict=True):
         window[:, : own.shape[1]].index_copy_(0, blocks, own.to(window.dtype))
+
+
+@cache
+def _places(roles: tuple[str, ...], role: str) -> tuple[int, ...]:
+    return tuple(i for i, own in enumerate(roles) if own == role)
 
 
 def _taps(weight: torch.Tensor) -> torch.Tensor:
@@ -86,7 +92,7 @@ class ConvMixer(nn.Module):
     def parts(self, context: ForwardContext, role: str) -> Tensors:
         """The layer's memory of one role, [num_blocks, …] each."""
         views = context.views[self.name]
-        return tuple(view for view, own in zip(views, self.roles, strict=True) if own == role)
+        return tuple([views[i] for i in _places(self.roles, role)])
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         metadata: MambaMetadata = context.metadata[self.name]
