@@ -39,7 +39,7 @@ from hybrid_kv.kernels.causal_conv1d import window_places
 from hybrid_kv.kernels.common.ragged import Ragged
 from hybrid_kv.kernels.common.spans import Boundaries, Spans
 from hybrid_kv.kernels.common.strided import gather_tokens
-from hybrid_kv.kernels.common.upload import Array, Staged, upload
+from hybrid_kv.kernels.common.upload import Array, Staged, move, together, upload
 from hybrid_kv.kernels.ssd import CHUNK_BYTES
 
 Ints = npt.NDArray[np.int64]
@@ -188,18 +188,18 @@ class MambaMetadataBuilder:
         places = np.concatenate([starts + prev_step, starts + sources, (starts[:, None] + targets).ravel()])
         is_block = np.concatenate([np.ones(2 * num_rows, dtype=np.int64), owned.ravel()])
         inside = starts[row + split] + block_idx
-        arrays = [window_rows, places, is_block, has_state, row, inside, offset]
+        own = move(window_rows, places, is_block, has_state, row, inside, offset)
         cuts: Sequence[Array] = ()
         if common.num_prefills and self.launches:
             cuts = Spans.cuts(common.query_lens[split:], row, offset, self._chunk_size)
+        arrays, parts = together(own, move(*cuts), rollback)
 
         def make(*moved: torch.Tensor) -> MambaMetadata:
-            own, rest = moved[: len(arrays)], moved[len(arrays) :]
-            built = self._make(common, block_table, own, rest[: len(cuts)], rollback[1](*rest[len(cuts) :]))
+            built = self._make(common, block_table, *parts(*moved))
             self._built = (key, built) if key is not None else None
             return built
 
-        return [*arrays, *cuts, *rollback[0]], make
+        return arrays, make
 
     def _make(
         self,

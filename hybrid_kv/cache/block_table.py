@@ -153,9 +153,7 @@ class BlockTables:
         num_tokens_padded: int,
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
         """`stage` by an upload of its own; returns the `views`."""
-        staged = self.stage(rows, query_lens, positions, num_reqs_padded, num_tokens_padded)
-        if staged is not _NOTHING:
-            now(self.device, staged)
+        now(self.device, self.stage(rows, query_lens, positions, num_reqs_padded, num_tokens_padded))
         return self.views(num_reqs_padded, num_tokens_padded)
 
     def stage(

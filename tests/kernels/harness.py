@@ -83,6 +83,23 @@ def flat_tokens(count, shapes_, gap, dtype, g, scale=1.0, offset=0):
     return [part.unflatten(1, shape) for part, shape in zip(parts, shapes_, strict=True)]
 
 
+def update_rows(shape, g):
+    """Rows of a verify step: where each starts, the block it starts from, and those for the states after its tokens.
+
+    A shape's `rows` are tokens, whether it is padding, and the token whose block is also the source, or -1.
+    """
+    ids = (1 + torch.randperm(len(shape.rows) * (1 + shape.columns), generator=g)).view(len(shape.rows), -1)
+    sources, targets = ids[:, 0].clone(), ids[:, 1:].clone()
+    for row, (length, padding, alias) in enumerate(shape.rows):
+        if padding:
+            sources[row], targets[row] = 0, 0
+        elif 0 <= alias < length:
+            sources[row] = targets[row, alias]
+        # Behind the row's length stays a block that must not be written, not the null block.
+    starts = torch.tensor([0, *(length for length, _, _ in shape.rows)]).cumsum(0)
+    return {"cu_seqlens": starts, "source_indices": sources, "state_indices": targets}
+
+
 def spread_time_steps(count, heads, dtype, g):
     """[count, heads], around every bend of softplus: where 1 + e is 1, where it is not exact, near 0, and across 20.
 

@@ -20,9 +20,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hybrid_kv.kernels.common.launch import INTS, check, strides
 from hybrid_kv.kernels.common.upload import Array, upload
 
 TILE = 16  # tokens of the convolution's tiles
+MAX_TOKEN_STRIDE = 2**24
 
 _Ints = npt.NDArray[np.int64]
 
@@ -111,6 +113,25 @@ class Spans:
             entries,
         )
         return [part.astype(np.int32) for part in parts]
+
+
+def check_scan(
+    spans: Spans, source_indices: torch.Tensor, has_initial_state: torch.Tensor, **tokens: torch.Tensor
+) -> None:
+    """Whether a scan of spans may read its operands as it assumes to; those by name have an entry for each token.
+
+    Raises:
+        ValueError: it may not.
+    """
+    name, first = next(iter(tokens.items()))
+    if len(first) < spans.num_tokens:
+        raise ValueError(f"{name} has {len(first)} tokens; the spans have {spans.num_tokens}")
+    # Offsets in a chunk are 32-bit: half the registers.
+    if (widest := max(strides(*tokens.values()))) >= MAX_TOKEN_STRIDE:
+        raise ValueError(f"tokens lie {widest} elements apart; it must be fewer than {MAX_TOKEN_STRIDE}")
+    check("spans", spans.chunks, spans.chunks.shape, (torch.int32,), first.device)
+    check("source_indices", source_indices, (spans.num_rows,), INTS, first.device)
+    check("has_initial_state", has_initial_state, (spans.num_rows,), (torch.bool,), first.device)
 
 
 def _cut(bounds: _Ints, size: int) -> tuple[_Ints, _Ints, _Ints, _Ints]:

@@ -47,6 +47,11 @@ def now(device: torch.device, staged: Staged[T]) -> T:
     return make(*upload(device, *arrays)) if arrays else make()
 
 
+def move(*arrays: Array) -> Staged[tuple[torch.Tensor, ...]]:
+    """Arrays that are wanted on the device as they are."""
+    return arrays, lambda *moved: moved
+
+
 def together(*parts: Staged[Any]) -> Staged[list[Any]]:
     """Several as one, made in their order."""
 

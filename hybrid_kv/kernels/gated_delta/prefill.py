@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybrid_kv.kernels.common.integers import cdiv, next_power_of_2
-from hybrid_kv.kernels.common.launch import FLOATS, INTS, check, jit, strides, warp_size
-from hybrid_kv.kernels.common.spans import Spans
+from hybrid_kv.kernels.common.launch import FLOATS, check, jit, strides, warp_size
+from hybrid_kv.kernels.common.spans import Spans, check_scan
 from hybrid_kv.kernels.gated_delta.reference import EPS
 from hybrid_kv.kernels.gated_delta.slots import check_inputs
 
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 _COUNTS = ("num_tokens",)  # differs from step to step: specialised on, it would compile the kernels again
 TILE_BYTES = 64  # of a channel, tokens of a chunk; of a column of a state, what walks together
-MAX_TOKEN_STRIDE = 2**24
 
 
 def _inside(
@@ -294,15 +293,8 @@ def gated_delta_prefill(
     """
     device, per_channel = v.device, dt.dim() == 3
     key_heads, heads, key, value = check_inputs(q, k, v, dt, dt_bias, A_log, beta, shared=(v.dtype,))
-    if len(v) < spans.num_tokens:
-        raise ValueError(f"v has {len(v)} tokens; the spans have {spans.num_tokens}")
-    # Offsets in a chunk are 32-bit: half the registers.
-    if (widest := max(strides(q, k, v, dt, beta))) >= MAX_TOKEN_STRIDE:
-        raise ValueError(f"tokens lie {widest} elements apart; it must be fewer than {MAX_TOKEN_STRIDE}")
+    check_scan(spans, source_indices, has_initial_state, v=v, q=q, k=k, dt=dt, beta=beta)
     check("state", state, (*state.shape[:1], heads, value, key), FLOATS, device, free=1)
-    check("spans", spans.chunks, spans.chunks.shape, (torch.int32,), device)
-    check("source_indices", source_indices, (spans.num_rows,), INTS, device)
-    check("has_initial_state", has_initial_state, (spans.num_rows,), (torch.bool,), device)
     y = torch.empty_like(v, memory_format=torch.contiguous_format)
     if not len(spans.chunks):
         return y

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybrid_kv.kernels.common.integers import cdiv, next_power_of_2
-from hybrid_kv.kernels.common.launch import FLOATS, INTS, check, jit, register_limit, strides, warp_size
-from hybrid_kv.kernels.common.spans import Spans
+from hybrid_kv.kernels.common.launch import FLOATS, check, jit, register_limit, strides, warp_size
+from hybrid_kv.kernels.common.spans import Spans, check_scan
 from hybrid_kv.kernels.ssd.slots import check_inputs
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ _COUNTS = ("num_tokens",)  # differs from step to step: specialised on, it would
 BLOCK_P = 64  # of the states; with 128 of B a chunk of CHUNK_BYTES is 48 KB of shared memory
 CHUNK_BYTES = 256  # of one channel
 REGISTERS = 192  # of the states, for float32: shared memory leaves an SM one program anyway
-MAX_TOKEN_STRIDE = 2**24
 TILE_BYTES = 128  # of one channel, tokens of a program of the outputs
 
 
@@ -267,17 +266,10 @@ def chunk_scan_prefill(
     """
     device = x.device
     heads, head_dim, size, groups = check_inputs(x, dt, dt_bias, A_log, B, C, D, shared=(x.dtype,))
-    if len(x) < spans.num_tokens:
-        raise ValueError(f"x has {len(x)} tokens; the spans have {spans.num_tokens}")
-    # Offsets in a chunk are 32-bit: half the registers.
-    if (widest := max(strides(x, dt, B, C))) >= MAX_TOKEN_STRIDE:
-        raise ValueError(f"tokens lie {widest} elements apart; it must be fewer than {MAX_TOKEN_STRIDE}")
+    check_scan(spans, source_indices, has_initial_state, x=x, dt=dt, B=B, C=C)
     if spans.chunk_size * x.element_size() > CHUNK_BYTES:
         raise ValueError(f"chunk_size is {spans.chunk_size}; it must be at most {CHUNK_BYTES // x.element_size()}")
     check("state", state, (*state.shape[:1], heads, head_dim, size), FLOATS, device, free=1)
-    check("spans", spans.chunks, spans.chunks.shape, (torch.int32,), device)
-    check("source_indices", source_indices, (spans.num_rows,), INTS, device)
-    check("has_initial_state", has_initial_state, (spans.num_rows,), (torch.bool,), device)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     num_chunks = len(spans.chunks)
     if not num_chunks:

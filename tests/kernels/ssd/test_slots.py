@@ -31,6 +31,7 @@ from tests.kernels.harness import (
     measure,
     rejected_operations,
     shapes,
+    update_rows,
 )
 from tests.kernels.interpreter import interpreted
 from tests.kernels.ssd.layer import Layer
@@ -39,31 +40,19 @@ STATES, OUTPUTS = 5e-6, 1e-5
 
 
 class Slots(Operation, Layer):
-    """Rows of a shape: tokens, whether it is padding, and the token whose block is also the row's source, or -1."""
+    """Rows of a shape, see `update_rows`."""
 
     kernel = staticmethod(selective_state_update_slots)
     reference = staticmethod(selective_state_update_slots_reference)
 
     def __init__(self, shape, device="cpu"):
         self.shape, g = shape, torch.Generator().manual_seed(shape.seed)
-        self.lengths = [length for length, _, _ in shape.rows]
-        self.num_tokens, rows = sum(self.lengths), len(shape.rows)
-        Layer.__init__(self, shape, self.num_tokens, 1 + rows * (1 + shape.columns), g, device)
-        ids = (1 + torch.randperm(rows * (1 + shape.columns), generator=g)).view(rows, -1)
-        sources, targets = ids[:, 0].clone(), ids[:, 1:].clone()
-        for row, (length, padding, alias) in enumerate(shape.rows):
-            if padding:
-                sources[row], targets[row] = 0, 0
-            elif 0 <= alias < length:
-                sources[row] = targets[row, alias]
-            # Behind the row's length stays a block that must not be written, not the null block.
+        self.num_tokens = sum(length for length, _, _ in shape.rows)
+        Layer.__init__(self, shape, self.num_tokens, 1 + len(shape.rows) * (1 + shape.columns), g, device)
+        indices = update_rows(shape, g)
+        sources = indices["source_indices"]
         for source in sources[sources > 0].tolist():
             self.put(source, shape.initial, g)
-        indices = {
-            "cu_seqlens": torch.tensor([0, *self.lengths]).cumsum(0),
-            "source_indices": sources,
-            "state_indices": targets,
-        }
         self.arguments |= {name: part.to(device, shape.index_dtype) for name, part in indices.items()}
 
     @classmethod
