@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from hybrid_kv.config import ConfigError
@@ -141,6 +143,18 @@ def test_what_a_reset_leaves_in_a_further_tier_is_still_known():
         return session.seen.shared(Round((Ask((1, 2, 3, 4)),)), 0)
 
     assert (known(), known(offload="none"), known(offload="host")) == (0, 0, 3)
+
+
+@pytest.mark.parametrize(("resumed", "verdict"), [(1, "right"), (0, "wrong")])
+def test_a_request_that_was_preempted_may_find_itself(monkeypatch, resumed, verdict):
+    def ask(toy, requests, preempt_every=0, ask=Toy.ask):
+        toy.counts["preemptions"] += resumed
+        return [replace(one, cached_tokens=UNIT) for one in ask(toy, requests)]
+
+    monkeypatch.setattr(Toy, "ask", ask)
+    session = Session(ToyKind(), "folder", {"prefix": "on"}, Judge(ToyOracle()), References(ToyKind(), "folder"))
+    _, (judgement,) = session.play(Round((Ask(tuple(range(1, UNIT + 2))),)))
+    assert judgement.verdict == verdict
 
 
 def test_without_an_oracle_and_logprobs_nothing_can_be_judged():

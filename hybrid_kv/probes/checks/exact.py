@@ -16,13 +16,15 @@ def traffic(traffic: Traffic) -> Rounds:
     """Prompts with shared beginnings arrive a few steps apart; some are repeated, extended, short or ended early.
 
     Every other round has two salts; every third one preempts all that runs, again and again, and all its texts go on.
+    Later rounds have longer prompts.
     """
     rng, unit, known = traffic.rng, traffic.unit, list[tuple[int, ...]]()
     for number in range(4 * traffic.amount):
-        stems = [traffic.prompt(7 * unit + 8) for _ in range(3)]
+        longest = 7 * unit + 8 if number < 4 else traffic.longest  # the first ones take few seconds
+        stems = [traffic.prompt(longest) for _ in range(3)]
         requests: list[Ask] = []
         for i in range(NUM_REQUESTS):
-            stem = rng.choice(stems)[: rng.randrange(7 * unit + 8)] if rng.random() < 0.6 else ()
+            stem = rng.choice(stems)[: rng.randrange(longest)] if rng.random() < 0.6 else ()
             prompt = (*stem, *traffic.prompt(rng.choice((1, rng.randrange(1, 2 * unit)))))
             kind = rng.random()
             if kind < 0.15 and requests:
@@ -45,7 +47,7 @@ def traffic(traffic: Traffic) -> Rounds:
         if number % 3 == 2:  # a text that was computed again may have left another state than its blocks say
             more = [replace(ask, prompt=(*text, 1), max_tokens=2) for ask, text in zip(requests, known, strict=True)]
             yield Round(tuple(more))
-        known = [text for text in known if len(text) < 9 * unit]
+        known = [text for text in known if len(text) < longest + unit]
 
 
 @probe("tiles", place=1, exact=True)
