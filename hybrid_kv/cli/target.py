@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +23,7 @@ from hybrid_kv.guard.workers import num_workers
 from hybrid_kv.models.registry import sized
 from hybrid_kv.probes.guarded import Guarded
 from hybrid_kv.probes.reproducer import FORMAT, case_of, from_json, replay, write_files, wrong_read
-from hybrid_kv.probes.run import FINE, check_level, compare_with, guard, matrix_of, text_of
+from hybrid_kv.probes.run import FINE, Run, check_level, compare_with, guard, matrix_of, text_of
 from hybrid_kv.probes.script import script_of
 from hybrid_kv.probes.session import Outcome
 from hybrid_kv.probes.shrink import distinct, shrink
@@ -88,34 +89,40 @@ def guard_target(
         keep([_verdict(one, part.prefix) for part in parts for one in part.seen])
         show(document(), False, out, lambda: None)  # results survive an interruption
 
-    for name in models:
-        with model_folder(name) as folder, threads_for(folder):
+    if begin := getattr(kind, "load", None):
+        begin()
+    with ExitStack() as stack:
+        for name in models:
+            folder = stack.enter_context(model_folder(name))
+            stack.enter_context(threads_for(folder))
             prefix = f"{name}, " if len(models) > 1 else ""
             # Only random weights show how a model handles its cache, where that is left to models.
             is_random = not name.startswith("exact")
             has_all = is_random and (len(models) == 1 or not (inside and inside.is_central))
             thorough = size == "long" or bool(select) or has_all
-            drawn = seed, AMOUNTS[size], thorough
-            part = _Part(name, prefix, Guarded(kind, folder, other, *drawn), [])
-            parts.append(part)
+            guarded = Guarded(kind, folder, other, seed, AMOUNTS[size], thorough)
+            own: Size = "quick" if is_random and not has_all and size == "full" else size
+            cells = matrix_of(guarded.kind, matrix) if matrix else None
 
-            def report(outcome: Outcome, part: _Part = part) -> None:
+            def report(outcome: Outcome, prefix: str = prefix) -> None:
                 # The first is a sign of life of each setting.
                 if verbose or outcome.verdict not in FINE or outcome.probe == "alone":
                     said = f"{outcome.verdict} {outcome.detail}".rstrip()
-                    print(f"{part.prefix}{text_of(outcome.settings)}: {outcome.probe} {said}", file=sys.stderr)
-                part.seen.append(outcome)
+                    print(f"{prefix}{text_of(outcome.settings)}: {outcome.probe} {said}", file=sys.stderr)
                 write()
 
-            own: Size = "quick" if is_random and not has_all and size == "full" else size
-            cells = matrix_of(part.guarded.kind, matrix) if matrix else None
-            at_once = jobs or (num_workers(None) if is_small(folder) else 1)
-            part.seen = guard(part.guarded, cells, select or (), report, at_once, own)
+            parts.append(_Part(name, prefix, own, Run(guarded, cells, select or (), report, own)))
+        at_once = jobs or (num_workers(None) if all(is_small(part.guarded.folder) for part in parts) else 1)
+        # A run of few settings would keep one process busy at the end.
+        guard(sorted((part.run for part in parts), key=lambda run: len(run.cells)), at_once)
+        for part in parts:
+            part.seen = part.run.found()
             if before is not None:
-                compare_with(Guarded(before, folder, None, *drawn), part.seen, at_once, own)
+                old = Guarded(before, part.guarded.folder, None, seed, AMOUNTS[size], part.guarded.thorough)
+                compare_with(old, part.seen, at_once, part.size)
                 write()
             if pages is not None:
-                publish(pages, kind.name, part.guarded.version, name, seed, part.seen)
+                publish(pages, kind.name, part.guarded.version, part.model, seed, part.seen)
             files += _reduced(part, target, size, repro)
     show(document(), as_json, out, lambda: _print(target, parts))
     found = {one.verdict for part in parts for one in part.seen} - {*FINE}
@@ -124,12 +131,15 @@ def guard_target(
 
 @dataclass
 class _Part:
-    """A run with one model; `prefix` tells its lines from another one's."""
+    """A run with one model; `prefix` tells its lines from another one's, `size` is that of its matrix."""
 
     model: str
     prefix: str
-    guarded: Guarded
-    seen: list[Outcome]
+    size: Size
+    run: Run
+
+    def __post_init__(self) -> None:
+        self.guarded, self.seen = self.run.guarded, self.run.outcomes
 
 
 def _reduced(part: _Part, target: str, size: Size, repro: Path) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.errors import HybridKVError
-from hybrid_kv.targets.remote import python_of, renew_worker
+from hybrid_kv.targets.remote import python_of, renew_loader
 from hybrid_kv.targets.target import Kind
 
 SECONDS = 0.2  # between two looks at the files
@@ -33,7 +33,7 @@ def watch(paths: Sequence[Path], kind: Kind, run: Callable[[], int]) -> None:
             said = f"error: {error}"
         where = ", ".join(map(str, paths))
         print(f"{said} after {time.perf_counter() - begin:.0f} s; waits for a change in {where}", file=sys.stderr)
-        renew_worker(kind.name, str(getattr(kind, "python", None) or python_of(kind.name, kind.package)))
+        renew_loader(kind.name, str(getattr(kind, "python", None) or python_of(kind.name, kind.package)))
         while not (changed := {*_stamps(paths).items()} ^ {*seen.items()}):
             time.sleep(SECONDS)
         print(f"changed: {', '.join(sorted({str(path) for path, _ in changed}))}", file=sys.stderr)

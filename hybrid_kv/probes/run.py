@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 
 from hybrid_kv.config import ConfigError
@@ -24,7 +24,9 @@ def compare_with(old: Guarded, seen: Sequence[Outcome], jobs: int = 1, size: Siz
     cells = [dict(one.settings) for one in seen if one in doubtful or old.is_plain(one.settings)]
     select = ["alone", *(one.probe for one in doubtful)]  # a start is no probe
     distinct = [cell for i, cell in enumerate(cells) if cell not in cells[:i]]
-    known = [(one.probe, one.settings, _signs(one)) for one in guard(old, distinct, select, jobs=jobs, size=size)]
+    run = Run(old, distinct, select, size=size)
+    guard([run], jobs)
+    known = [(one.probe, one.settings, _signs(one)) for one in run.found()]
     for one in doubtful:
         if (one.probe, one.settings, _signs(one)) in known:
             one.verdict, one.failures = "as before", []
@@ -105,64 +107,94 @@ def check_level(kind: Kind, factor: str, level: str) -> None:
         raise ConfigError(f"{factor}={level}: use one of {', '.join(kind.factors[factor])}")
 
 
-def guard(
-    guarded: Guarded,
-    matrix: Sequence[Settings] | None = None,
-    select: Sequence[str] = (),
-    report: Callable[[Outcome], None] = lambda outcome: None,
-    jobs: int = 1,
-    size: Size = "full",
-) -> list[Outcome]:
-    """Every probe in every setting; a setting that cannot be started is an outcome, too.
-
-    The plain settings come first: where their answers are not the oracle's, all others are held against theirs.
+class Run:
+    """All probes of an engine with one model, a wave of settings after another; what cannot start is an outcome, too.
 
     Args:
         matrix: None: the default one, in the first dtype that the engine takes this model in.
         select: only probes that have one of these in their name; `alone` is always run.
         report: called with each outcome.
-        jobs: settings at a time, an engine and a process each.
         size: of the default matrix.
 
-    Returns:
-        Outcomes by setting, the plain ones first.
+    Attributes:
+        outcomes: so far.
 
     Raises:
-        ConfigError: no probe is selected; or none is supported, in any setting.
+        ConfigError: no probe is selected.
     """
-    if not any(part in one.name for part in select or [""] for one in load_probes()):
-        raise ConfigError(f"-k {', '.join(select)}: no probe has this in its name")
-    cells = default_matrix(guarded.kind, size) if matrix is None else [*matrix]
-    first = [settings for settings in cells if guarded.is_plain(settings)]
-    rest = [settings for settings in cells if settings not in first]
-    outcomes: list[Outcome] = []
 
-    def tell(outcome: Outcome) -> None:
-        subtract_known(guarded, outcome)
-        outcomes.append(outcome)
-        if (outcome.probe, len(cells)) != ("start", 1):  # the error below, or the only row, says it
-            report(outcome)
+    def __init__(
+        self,
+        guarded: Guarded,
+        matrix: Sequence[Settings] | None = None,
+        select: Sequence[str] = (),
+        report: Callable[[Outcome], None] = lambda outcome: None,
+        size: Size = "full",
+    ) -> None:
+        if not any(part in one.name for part in select or [""] for one in load_probes()):
+            raise ConfigError(f"-k {', '.join(select)}: no probe has this in its name")
+        self.guarded, self.select, self.outcomes = guarded, select, list[Outcome]()
+        self.cells = default_matrix(guarded.kind, size) if matrix is None else [*matrix]
+        self._order: list[Settings] = []
+        self._is_default, self._report = matrix is None, report
 
-    def ask_all(some: list[Settings]) -> None:
-        if min(jobs, len(some)) > 1:
-            ask_at_once(guarded, some, select, tell, jobs)
-        else:
-            for settings in some:
-                ask(guarded, settings, select, tell)
+    def waves(self) -> Iterator[list[Settings]]:
+        """Settings that may run at a time, behind those before them.
 
-    try:
-        ask_all(first)
+        The plain ones come first: where their answers are not the oracle's, all others are held against theirs. With
+        an exact model the oracle is always right.
+        """
+        guarded, order = self.guarded, self._order
+        order += [settings for settings in self.cells if guarded.is_plain(settings)]
+        rest = [settings for settings in self.cells if settings not in order]
+        if guarded.judge_of({}).is_exact:
+            order += rest
+            yield [*order]
+            return
+        yield [*order]
         # vLLM runs a Qwen3.5 on a CPU in bfloat16 alone.
-        for dtype in guarded.kind.factors.get("dtype", ())[1:] if matrix is None else ():
-            if (outcomes[-1].probe, outcomes[-1].verdict) != ("start", "not supported"):
+        for dtype in guarded.kind.factors.get("dtype", ())[1:] if self._is_default else ():
+            if (self.outcomes[-1].probe, self.outcomes[-1].verdict) != ("start", "not supported"):
                 break
-            first.append({"dtype": dtype})
-            ask_all(first[-1:])
-        if len(first) > 1 and matrix is None:
-            rest = [{**first[-1], **settings} for settings in rest if "dtype" not in settings]
-        ask_all(rest)
+            order.append({"dtype": dtype})
+            yield order[-1:]
+        if len(order) > 1 and self._is_default:
+            rest = [{**order[-1], **settings} for settings in rest if "dtype" not in settings]
+        order += rest
+        yield rest
+
+    def hear(self, outcome: Outcome) -> None:
+        """Keep and report an outcome."""
+        subtract_known(self.guarded, outcome)
+        self.outcomes.append(outcome)
+        if (outcome.probe, len(self.cells)) != ("start", 1):  # the error of `found`, or the only row, says it
+            self._report(outcome)
+
+    def found(self) -> list[Outcome]:
+        """Outcomes by setting, the plain ones first.
+
+        Raises:
+            ConfigError: none is supported, in any setting.
+        """
+        if all(one.verdict == "not supported" for one in self.outcomes):
+            raise ConfigError(f"no setting is supported: {self.outcomes[0].detail}")
+        return sorted(self.outcomes, key=lambda one: self._order.index(dict(one.settings)))
+
+
+def guard(runs: Sequence[Run], jobs: int = 1) -> None:
+    """Every probe in every setting of some runs.
+
+    Args:
+        jobs: settings at a time, an engine and a process each; those of the first run that has any left come first.
+    """
+    try:
+        if jobs > 1 and sum(len(run.cells) for run in runs) > 1:
+            ask_at_once(runs, jobs)
+            return
+        for run in runs:
+            for wave in run.waves():
+                for settings in wave:
+                    ask(run.guarded, settings, run.select, run.hear)
     finally:
-        guarded.close()
-    if all(one.verdict == "not supported" for one in outcomes):
-        raise ConfigError(f"no setting is supported: {outcomes[0].detail}")
-    return sorted(outcomes, key=lambda one: [*first, *rest].index(dict(one.settings)))
+        for run in runs:
+            run.guarded.close()

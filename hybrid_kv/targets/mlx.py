@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from hybrid_kv.targets import remote
 from hybrid_kv.targets.remote import Remote, python_of
 from hybrid_kv.targets.target import Inside, Known
 
@@ -39,3 +40,8 @@ known = (
 def start(folder: str, settings: Mapping[str, str]) -> Remote:
     """See `targets.target.Kind`."""
     return Remote(name, python_of(name, package), folder, settings)
+
+
+def load() -> None:
+    """See `targets.target.Kind`."""
+    remote.load(name, python_of(name, package))

@@ -1,12 +1,13 @@
-"""A target in a worker process with an environment of its own, over a pipe; see `workers.pipe` for what is said."""
+"""A target in a process with an environment of its own, over a socket; see `workers.pipe` for what is said."""
 
 from __future__ import annotations
 
 import atexit
 import json
 import os
-import selectors
+import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,7 +17,8 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
+from uuid import uuid4
 
 from hybrid_kv import environment
 from hybrid_kv.config import ConfigError
@@ -26,6 +28,7 @@ WORKERS = Path(__file__).parent / "workers"
 START_SECONDS = 600.0  # vLLM takes about one minute
 REPLY_SECONDS = 600.0
 END_SECONDS = 20.0
+SOCKET, LOG = "socket", "log"  # in a loader's folder
 
 
 def python_of(name: str, package: str) -> str:
@@ -57,122 +60,86 @@ def build_of(kind: Kind, package: str, python: str) -> Kind:
         raise ConfigError(f"{python}: {error.strerror}; give the Python of an environment") from None
     if not has_it:
         raise ConfigError(f"{python} has no {package}; give the Python of an environment with it")
-    start = partial(Remote, kind.name, python)
+    start, begin = partial(Remote, kind.name, python), partial(load, kind.name, python)
     more = {name: getattr(kind, name) for name in ("inside", "known") if hasattr(kind, name)}
     more |= {"package": package, "python": python}
-    return SimpleNamespace(name=kind.name, size=kind.size, factors=kind.factors, start=start, **more)
+    return SimpleNamespace(name=kind.name, size=kind.size, factors=kind.factors, start=start, load=begin, **more)
 
 
-class Worker:
-    """A process that serves one target after another, if its engine can be forked; else one.
+class Loader:
+    """A process that imports an engine once and forks for each of its targets.
 
     Args:
         early: import what does not belong to the engine before a target is started, and the engine only then.
     """
 
     def __init__(self, name: str, python: str, early: bool = False) -> None:
-        self._name = name
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (lives as long as the process)
         self._scratch = tempfile.TemporaryDirectory()  # a fork leaves its temporary files behind
-        self._begin = 0  # of what the last target said
-        self._serves = self._is_asked = False
-        self._process = subprocess.Popen(
-            [python, str(WORKERS / f"{name}.py"), *(["early"] if early else [])],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            bufsize=1,
-            env=environment.child_environment(environment.WORKER_DEFAULTS, TMPDIR=self._scratch.name),
-            start_new_session=True,  # Ctrl-C is not for it, and its forks end with it
-        )
+        self.folder = Path(self._scratch.name)
+        with socket.socket(socket.AF_UNIX) as listener, (self.folder / LOG).open("w") as log:
+            listener.bind(str(self.folder / SOCKET))
+            listener.listen()
+            self._process = subprocess.Popen(
+                [python, str(WORKERS / f"{name}.py"), str(listener.fileno()), *(["early"] if early else [])],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                pass_fds=[listener.fileno()],
+                env=environment.child_environment(environment.WORKER_DEFAULTS, TMPDIR=self._scratch.name),
+                start_new_session=True,  # Ctrl-C is not for it, and its forks end with it
+            )
 
-    def call(self, op: str, seconds: float, **arguments: Any) -> Any:
-        """What the engine returns.
-
-        Raises:
-            ConfigError: it refuses to start.
-            TargetError: it failed, died, or said nothing for so long.
-        """
-        if op == "start":
-            self._begin, self._serves = self._log.seek(0, os.SEEK_END), True
-        elif not self._serves:
-            raise TargetError(f"{self._name} died before {op}; {self._last_words()}")
-        reply = self._exchange(op, seconds, **arguments)
-        if not reply or "ended" in reply:
-            self._serves = False
-            raise TargetError(f"{self._name} died at {op}; {self._last_words()}")
-        if "error" in reply:
-            kind = ConfigError if reply["usage"] and op == "start" else TargetError
-            raise kind(f"{self._name}, {op}: {reply['error']}")
-        return reply["result"]
-
-    def end(self) -> bool:
-        """End the target; whether another one can be started here."""
-        if self._serves and not self._is_asked:
-            with suppress(TargetError):
-                self._serves = "ended" not in self._exchange("end", END_SECONDS)
-        if not self._serves and self._process.poll() is None:
-            return True
-        self.kill()
-        return False
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
 
     def kill(self) -> None:
-        """Kill the process and its forks, if it lives."""
-        if self._process.poll() is None:
+        """Kill the process and its forks."""
+        with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout, self._log):
-            with suppress(OSError):
-                assert stream is not None
-                stream.close()
+        self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
         self._scratch.cleanup()
 
-    def _exchange(self, op: str, seconds: float, **arguments: Any) -> dict[str, Any]:
-        """What it says to this; nothing if it is dead.
 
-        Raises:
-            TargetError: it says nothing for so long, and was killed.
-        """
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None and stdout is not None
-        self._is_asked = True
-        reply: dict[str, Any] = {}
-        with suppress(OSError, ValueError), selectors.DefaultSelector() as selector:
-            stdin.write(json.dumps({"op": op, **arguments}) + "\n")
-            stdin.flush()
-            selector.register(stdout, selectors.EVENT_READ)
-            if not selector.select(seconds):
-                said = f"{self._name} said nothing for {seconds:.0f} s after {op}; {self._last_words()}"
-                self.kill()
-                raise TargetError(said)
-            reply = json.loads(stdout.readline())  # a line that ends early is one of a process that died
-        self._is_asked = False
-        return reply
-
-    def _last_words(self) -> str:
-        with suppress(OSError, ValueError):
-            self._log.seek(self._begin)
-            lines = [line.strip() for line in self._log if line.strip()]
-            errors = [line for line in lines if "Error" in line]
-            return f"its last words: {(errors or lines)[-1][:400]}" if lines else "it said nothing"
-        return "it said nothing"
-
-
-_free: dict[tuple[Any, ...], list[Worker]] = {}  # workers without a target, by what they were started with
+_loaders: dict[tuple[Any, ...], Loader] = {}  # by what they were started with
+_shared: dict[tuple[str, str], Path] = {}  # folders of another process's loaders, by name and Python
 
 
 @atexit.register
-def _end_workers() -> None:
-    while _free:
-        for worker in _free.popitem()[1]:
-            worker.kill()
+def end_loaders() -> None:
+    """End all engines of this process."""
+    while _loaders:
+        _loaders.popitem()[1].kill()
 
 
-def renew_worker(name: str, python: str) -> None:
-    """End the workers without a target, whose engine may have changed, and let a new one import what has not."""
-    _end_workers()
-    _free[_key(name, python)] = [Worker(name, python, early=True)]
+def renew_loader(name: str, python: str) -> None:
+    """End all engines, which may have changed, and import what has not."""
+    end_loaders()
+    _loaders[_key(name, python)] = Loader(name, python, early=True)
+
+
+def load(name: str, python: str) -> Path:
+    """Begin to import an engine, unless a process has; its folder."""
+    if (name, python) in _shared:
+        return _shared[name, python]
+    key = _key(name, python)
+    if key not in _loaders or not _loaders[key].is_alive:
+        if key in _loaders:
+            _loaders.pop(key).kill()
+        _loaders[key] = Loader(name, python)
+    return _loaders[key].folder
+
+
+def shared_loaders() -> dict[tuple[str, str], Path]:
+    """What another process gives to `share_loaders`, to start targets without imports of its own."""
+    return {(name, python): loader.folder for (name, python, *_), loader in _loaders.items()}
+
+
+def share_loaders(shared: Mapping[tuple[str, str], Path]) -> None:
+    """Let the loaders of another process start the targets of this one."""
+    _shared.update(shared)
 
 
 def _key(name: str, python: str) -> tuple[Any, ...]:
@@ -189,13 +156,16 @@ class Remote:
 
     def __init__(self, name: str, python: str, folder: str, settings: Mapping[str, str]) -> None:
         self.name, self.settings = name, dict(settings)
-        self._key = _key(name, python)
-        free = _free.get(self._key)
-        self._worker: Worker | None = free.pop() if free else Worker(name, python)
+        loader, self._is_asked = load(name, python), False
+        self._pid, self._log, self._loader_log = 0, loader / uuid4().hex, loader / LOG
+        self._connection: socket.socket | None = socket.socket(socket.AF_UNIX)
+        self._lines = self._connection.makefile("r")
         try:
-            about = self._worker.call(
-                "start", START_SECONDS, folder=str(Path(folder).absolute()), settings=self.settings
-            )
+            with suppress(OSError):  # why a loader is gone is in its log
+                self._connection.connect(str(loader / SOCKET))
+            self._pid = self._exchange("start", START_SECONDS, {"log": str(self._log)})["pid"]
+            where = str(Path(folder).absolute())
+            about = self._call("start", START_SECONDS, folder=where, settings=self.settings)
         except BaseException:
             self.close()
             raise
@@ -220,14 +190,68 @@ class Remote:
         self._call("reset", REPLY_SECONDS)
 
     def close(self) -> None:
-        if self._worker is not None and self._worker.end():
-            _free.setdefault(self._key, []).append(self._worker)
-        self._worker = None
+        """End the target; one that does not end by itself is killed."""
+        if self._connection is None:
+            return
+        if self._pid and not self._is_asked:
+            with suppress(OSError, TargetError):
+                self._connection.shutdown(socket.SHUT_WR)
+                self._line("end", END_SECONDS)
+        elif self._pid:
+            self._kill()
+        self._lines.close()
+        self._connection.close()
+        self._connection = None
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
+        self._pid = 0
 
     def _call(self, op: str, seconds: float, **arguments: Any) -> Any:
-        if self._worker is None:
+        """What the engine returns.
+
+        Raises:
+            ConfigError: it refuses to start.
+            TargetError: it failed, died, or said nothing for so long.
+        """
+        reply = self._exchange(op, seconds, {"op": op, **arguments})
+        if "error" in reply:
+            kind = ConfigError if reply["usage"] and op == "start" else TargetError
+            raise kind(f"{self.name}, {op}: {reply['error']}")
+        return reply["result"]
+
+    def _exchange(self, op: str, seconds: float, message: Mapping[str, Any]) -> dict[str, Any]:
+        if self._connection is None:
             raise TargetError(f"{self.name} was closed before {op}")
-        return self._worker.call(op, seconds, **arguments)
+        self._is_asked, reply = True, {}
+        with suppress(OSError, ValueError):  # a line that ends early is one of a process that died
+            self._connection.sendall(json.dumps(message).encode() + b"\n")
+            reply = json.loads(self._line(op, seconds))
+        self._is_asked = False
+        if not reply:
+            raise TargetError(f"{self.name} died at {op}; {self._last_words()}")
+        return cast(dict[str, Any], reply)
+
+    def _line(self, op: str, seconds: float) -> str:
+        """What the target says; nothing if it is dead.
+
+        Raises:
+            TargetError: it says nothing for so long, and was killed.
+        """
+        assert self._connection is not None
+        if not select.select([self._connection], [], [], seconds)[0]:
+            self._kill()
+            raise TargetError(f"{self.name} said nothing for {seconds:.0f} s after {op}; {self._last_words()}")
+        return self._lines.readline()
+
+    def _last_words(self) -> str:
+        for log in (self._log, self._loader_log):
+            with suppress(OSError, ValueError):
+                if lines := [line.strip() for line in log.read_text().splitlines() if line.strip()]:
+                    errors = [line for line in lines if "Error" in line]
+                    return f"its last words: {(errors or lines)[-1][:400]}"
+        return "it said nothing"
 
 
 def _answer(reply: Mapping[str, Any]) -> Answer:

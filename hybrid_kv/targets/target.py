@@ -171,6 +171,7 @@ class Kind(Protocol):
         size: of the checkpoint that is made where `--model` names a family and no size.
         inside: how it runs an exact model, an `Inside`; one that cannot lacks it.
         known: failures of its releases, of `Known`; it may lack them.
+        load: begins to import the engine, which takes long; one that needs no import of its own lacks it.
     """
 
     name: str

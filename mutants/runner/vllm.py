@@ -22,9 +22,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from pathlib import Path
 from statistics import median
 
@@ -40,7 +41,9 @@ from hybrid_kv.targets.models import model_folder
 FOLDER = Path(__file__).parents[1] / "vllm"
 HEALTHY = "healthy"
 RANDOM, DTYPE = "qwen3_5_text:small", {"dtype": "bfloat16"}  # a delta net on a CPU takes no other
-LIMIT = 120.0  # seconds of probes with random weights, which are the slow ones
+LIMIT = 90.0  # seconds of probes with random weights, which are the slow ones
+# n-grams change this model's answers in vLLM 0.32 as it is: `examples/found/vllm_no_drafts.py`.
+WITHOUT = "spec=", "not run: with drafts it is wrong without the patch, too"
 
 
 @dataclass
@@ -112,11 +115,14 @@ class _Wrong(Exception):
     """Ends the probes of a cell."""
 
 
-def search(python: str, name: str, weights: str = "exact") -> Found:
+def search(python: str, name: str, weights: str, models: Callable[[str], Guarded]) -> Found:
     """Run the probes on vLLM with a patch, in each of its cells, until an outcome is not as it should be.
 
+    Args:
+        models: a model of that name inside vLLM; its judge knows answers from the searches before.
+
     Raises:
-        ConfigError: `python` has no vLLM, or there is no such cell.
+        ConfigError: there is no such cell.
     """
     patches, found = patches_of(name), Found(name, weights)
     code = "import importlib.util as u; print(u.find_spec('vllm').submodule_search_locations[0])"
@@ -136,18 +142,25 @@ def search(python: str, name: str, weights: str = "exact") -> Found:
         package = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
         overlay(Path(package), patches, Path(folder))
         os.environ["PYTHONPATH"] = folder
-        for found.setting in head(patches[-1])[2]:
-            model, text = cell_of(found.setting)
-            with model_folder(f"exact:{model}" if weights == "exact" else RANDOM) as checkpoint:
-                guarded = Guarded(kind_of("vllm", python), checkpoint, thorough=weights == "random")
-                text = " ".join(one for one in text.split() if one.partition("=")[0] in guarded.kind.factors)
-                cell = {**matrix_of(guarded.kind, [text] if text else [])[-1]} | ({} if weights == "exact" else DTYPE)
-                try:
-                    ask(guarded, cell, (), report)
-                except _Wrong as end:
-                    found.wrong_read = _wrong_read(guarded, end.args[0])
-                    break
-        remote._end_workers()
+        for setting in head(patches[-1])[2]:
+            if weights == "random" and WITHOUT[0] in setting:
+                found.detail = found.detail or WITHOUT[1]
+                continue
+            found.setting, found.detail = setting, ""
+            model, text = cell_of(setting)
+            known = models(f"exact:{model}" if weights == "exact" else RANDOM)
+            guarded = Guarded(known.kind, known.folder, thorough=known.thorough)
+            guarded.judges = known.judges
+            for judge in guarded.judges.values():
+                judge.trusted = True  # the patch before may have seemed to be the oracle's error
+            text = " ".join(one for one in text.split() if one.partition("=")[0] in guarded.kind.factors)
+            cell = {**matrix_of(guarded.kind, [text] if text else [])[-1]} | ({} if weights == "exact" else DTYPE)
+            try:
+                ask(guarded, cell, (), report)
+            except _Wrong as end:
+                found.wrong_read = _wrong_read(guarded, end.args[0])
+                break
+        remote.end_loaders()
     return found
 
 
@@ -163,7 +176,11 @@ def _wrong_read(guarded: Guarded, outcome: Outcome) -> str:
 def tables(rows: Sequence[Mapping[str, str]]) -> str:
     """What was found, fastest first, and what was not, from the last row of each patch and kind of weights."""
     exact = {row["name"]: row for row in rows if row["weights"] == "exact" and row["name"] != HEALTHY}
-    random = {row["name"]: row["probe"] or "no" for row in rows if row["weights"] == "random"}
+    random = {
+        row["name"]: row["probe"] or row["detail"].partition(":")[0] or "no"
+        for row in rows
+        if row["weights"] == "random"
+    }
     found = sorted(
         (row for row in exact.values() if row["probe"]), key=lambda row: (float(row["seconds"]), row["name"])
     )
@@ -211,11 +228,19 @@ def main() -> None:
         return _rewrite()
     if chosen.python is None:
         parser.error("--python is missing: the Python of an environment with vLLM")
-    with chosen.out.open("a", newline="", buffering=1) if chosen.out else nullcontext(sys.stdout) as file:
+    weights = "random" if chosen.random else "exact"
+    with ExitStack() as stack:
+
+        @cache
+        def models(name: str) -> Guarded:
+            folder = stack.enter_context(model_folder(name))
+            return Guarded(kind_of("vllm", chosen.python), folder, thorough=chosen.random)
+
+        file = stack.enter_context(chosen.out.open("a", newline="", buffering=1)) if chosen.out else sys.stdout
         if not chosen.out or not file.tell():
             csv.writer(file).writerow(one.name for one in fields(Found))
         for name in chosen.names or [HEALTHY, *sorted({one.stem for one in FOLDER.glob("*.patch")} - {HEALTHY})]:
-            found = search(chosen.python, name, "random" if chosen.random else "exact")
+            found = search(chosen.python, name, weights, models)
             csv.writer(file).writerow(asdict(found).values())
             file.flush()
             if name == HEALTHY and found.probe:

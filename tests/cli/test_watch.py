@@ -17,7 +17,7 @@ KIND = SimpleNamespace(name="toy", package="toy", python="python")
 def test_it_runs_again_after_a_change_and_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (file := tmp_path / "block_pool.py").touch()
     renewed = list[tuple[str, str]]()
-    monkeypatch.setattr(module, "renew_worker", lambda *given: renewed.append(given))
+    monkeypatch.setattr(module, "renew_loader", lambda *given: renewed.append(given))
     runs = 0
 
     def run() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,9 +12,9 @@ from hybrid_kv.guard.workers import CONTEXT
 from hybrid_kv.models.random_checkpoint import write_checkpoint
 from hybrid_kv.probes import at_once
 from hybrid_kv.probes.guarded import Guarded
-from hybrid_kv.probes.run import guard, matrix_of
+from hybrid_kv.probes.run import Run, guard, matrix_of
 from hybrid_kv.probes.session import Outcome
-from hybrid_kv.targets import ours
+from hybrid_kv.targets import ours, remote
 
 MATRIX = ("prefix=align", "prefix=all chunk=17")
 
@@ -30,25 +31,46 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_two_at_a_time_say_what_one_after_another_says(folder: str) -> None:
-    cells, found = matrix_of(ours, MATRIX), list[Outcome]()
-    in_turn = guard(Guarded(ours, folder), cells, ["alone"])
-    guarded = Guarded(ours, folder)
-    beside = guard(guarded, cells, ["alone"], found.append, jobs=2)
-    assert untimed(beside) == untimed(in_turn) and len(found) == len(beside) == 3
-    assert guarded.version == hybrid_kv.__version__
+    cells, reported = matrix_of(ours, MATRIX), list[Outcome]()
+    in_turn = Run(Guarded(ours, folder), cells, ["alone"])
+    guard([in_turn])
+    runs = [
+        Run(Guarded(ours, folder), cells, ["alone"], reported.append),
+        Run(Guarded(ours, folder), cells[:1], ["alone"]),
+    ]
+    guard(runs, jobs=2)
+    assert untimed(runs[0].found()) == untimed(in_turn.found()) and len(reported) == len(runs[0].outcomes) == 3
+    assert {one.verdict for one in runs[1].outcomes} == {"right"}
+    assert runs[0].guarded.version == hybrid_kv.__version__
+
+
+def test_a_wave_begins_when_the_last_one_is_done() -> None:
+    waves = at_once._Waves(iter([[{"n": "1"}, {"n": "2"}], [], [{"n": "3"}]]))
+    assert [waves.next(is_busy) for is_busy in (False, True, True, False, True, False)] == [
+        {"n": "1"}, {"n": "2"}, None, {"n": "3"}, None, None,
+    ]  # fmt: skip
 
 
 def test_what_cannot_be_started_is_reported_too(folder: str) -> None:
     queue = CONTEXT.SimpleQueue()
-    at_once._start("ours", None, None, folder, 0, 1, True, 1, "1.0", [], queue)
-    at_once._ask({"spec": "mtp1"}, [])
-    version, outcome = queue.get()
-    assert (version, outcome.probe, outcome.verdict) == ("1.0", "start", "not supported") and queue.empty()
+    at_once._start([("ours", None, None, folder, 0, 1, True)], {}, queue)
+    at_once._ask(0, {"spec": "mtp1"}, [], 1, [])
+    i, version, outcome = queue.get()
+    assert (i, version, outcome.probe, outcome.verdict) == (0, "?", "start", "not supported") and queue.empty()
 
 
-def test_doubt_in_the_oracle_goes_along(folder: str) -> None:
+def test_doubt_in_the_oracle_goes_along(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a dtype in which the plain engine was wrong the answers are held against that engine's own."""
-    at_once._start("ours", None, None, folder, 3, 1, False, 2, "?", ["float32"], CONTEXT.SimpleQueue())
-    guarded, _ = at_once._worker
+    asked = list[Guarded]()
+    monkeypatch.setattr(at_once, "ask", lambda guarded, *_: asked.append(guarded))
+    at_once._start([("ours", None, None, folder, 3, 1, False)], {}, CONTEXT.SimpleQueue())
+    at_once._ask(0, {}, [], 2, ["float32"])
+    (guarded,) = asked
     assert not guarded.judge_of({}).trusted and guarded.judge_of({"dtype": "bfloat16"}).trusted
     assert guarded.kind is ours and (guarded.seed, guarded.shortest, guarded.thorough) == (3, 2, False)
+
+
+def test_processes_start_targets_without_an_import_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_shared", {})
+    at_once._start([], {("toy", "python"): Path("folder")}, CONTEXT.SimpleQueue())
+    assert remote.load("toy", "python") == Path("folder")

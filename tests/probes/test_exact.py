@@ -12,11 +12,12 @@ from hybrid_kv.probes.exact import ExactJudge
 from hybrid_kv.probes.guarded import Guarded
 from hybrid_kv.probes.registry import Round
 from hybrid_kv.probes.reproducer import Case, write_files
-from hybrid_kv.probes.run import default_matrix, guard
+from hybrid_kv.probes.run import default_matrix
 from hybrid_kv.probes.script import script_of
 from hybrid_kv.targets import vllm
 from hybrid_kv.targets.exact import PATTERNS, ExactAnswers, write_exact_checkpoint
 from hybrid_kv.targets.target import CAPABILITIES, Answer, Ask, Inside, Known
+from tests.probes.toy import guard
 
 UNIT = 16
 

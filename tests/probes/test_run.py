@@ -4,9 +4,9 @@ from hybrid_kv.config import ConfigError
 from hybrid_kv.models.random_checkpoint import write_checkpoint
 from hybrid_kv.probes.guarded import Guarded
 from hybrid_kv.probes.oracle import Oracle
-from hybrid_kv.probes.run import default_matrix, guard, matrix_of
+from hybrid_kv.probes.run import default_matrix, matrix_of
 from hybrid_kv.targets import ours
-from tests.probes.toy import ToyKind
+from tests.probes.toy import ToyKind, guard
 
 
 def test_all_combinations_with_the_plainest_engine_first():

@@ -7,6 +7,8 @@ import torch
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.probes.oracle import Oracle
+from hybrid_kv.probes.run import Run
+from hybrid_kv.probes.run import guard as guard_all
 from hybrid_kv.targets.target import CAPABILITIES, Answer, TargetError
 
 VOCAB, UNIT = 50, 16
@@ -164,3 +166,10 @@ class ToyKind:
 
 
 assert math.isclose(float(logprobs(5).exp().sum()), 1)
+
+
+def guard(guarded, matrix=None, select=(), report=lambda outcome: None, jobs=1):
+    """The outcomes of one run."""
+    run = Run(guarded, matrix, select, report)
+    guard_all([run], jobs)
+    return run.found()

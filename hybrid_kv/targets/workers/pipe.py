@@ -1,47 +1,56 @@
-"""The worker's end of the pipe: a JSON object a line, `{"op": …, …}` in, `{"result": …}` or `{"error": …}` out.
+"""The worker's end: a process that imports an engine once and forks for each target, which has a connection of its own.
 
-An engine whose imports take long has a `load`. It is called once, and each start is a fork behind it. `{"ended": …}`
-says that a fork is over, with its exit code; the next line may start another one. With the argument `early` what an
-engine imports from other packages is imported at once, and its own modules with the first line: they may change until
-then.
+On a connection there is a JSON object a line: `{"log": …}`, a file for what the engine prints, in and `{"pid": …}` out,
+then `{"op": …, …}` in and `{"result": …}` or `{"error": …}` out, until the other side closes. The listening socket is
+the descriptor argv[1]; the process ends when its standard input does. With the argument `early`, what an engine imports
+from other packages is imported at once, and its own modules with the first connection: they may change until then.
 """
 
+import gc
 import importlib.util
 import json
 import os
+import select
+import signal
+import socket
 import sys
 import traceback
-from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
-from itertools import chain
-from typing import Any, TextIO
+from typing import Any
 
 
 def serve(engine: Any) -> None:
-    """Answer until the other side closes, or says `{"op": "end"}`.
+    """Fork for each connection until standard input ends.
 
     Args:
         engine: has `start(folder, settings)` -> {"version", "can", "longest"}, `ask(requests, preempt_every)`,
-            `counters()` and `reset()`, with the fields of `targets.target` as plain JSON. A
-            `ValueError` in `start` is the user's to mend.
+            `counters()` and `reset()`, with the fields of `targets.target` as plain JSON; and `load()`, if imports take
+            long and may be followed by a fork. A `ValueError` in `start` is the user's to mend.
     """
-    out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # engines print; what they print is no answer
-    lines: Iterator[str] = iter(sys.stdin.readline, "")
-    if not hasattr(engine, "load"):
-        _answer(engine, lines, out)
-        return
-    if "early" in sys.argv:
+    listener, is_loaded = socket.socket(fileno=int(sys.argv[1])), "early" not in sys.argv
+    if is_loaded:
+        _load(engine)
+    else:
         _load_others(engine)
-    for number, line in enumerate(lines):
-        if number == 0:
-            engine.load()
-        if not (child := os.fork()):
-            _answer(engine, chain([line], lines), out)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # a fork that ends is gone
+    while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
+        connection, _ = listener.accept()
+        if not is_loaded:
+            _load(engine)
+            is_loaded = True
+        if not os.fork():
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            listener.close()
+            _answer(engine, connection)
             os._exit(0)  # to free what vLLM has imported takes 2 s
-        _, status = os.waitpid(child, 0)
-        out.write(json.dumps({"ended": os.waitstatus_to_exitcode(status)}) + "\n")
+        connection.close()
+
+
+def _load(engine: Any) -> None:
+    if hasattr(engine, "load"):
+        engine.load()
+        gc.freeze()  # vLLM's start collects three times, 1 s each
 
 
 def _load_others(engine: Any) -> None:
@@ -61,18 +70,25 @@ def _load_others(engine: Any) -> None:
     os.waitpid(child, 0)
 
 
-def _answer(engine: Any, lines: Iterator[str], out: TextIO) -> None:
+def _answer(engine: Any, connection: socket.socket) -> None:
+    lines = connection.makefile("r")
+    log = os.open(json.loads(next(lines))["log"], os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    _say(connection, {"pid": os.getpid()})
     for line in lines:
         message = json.loads(line)
-        if message["op"] == "end":
-            return
         try:
             reply = {"result": getattr(engine, message.pop("op"))(**message)}
         except Exception as error:
             traceback.print_exc()
             text = str(error).strip().splitlines() or [""]
             reply = {"error": f"{type(error).__name__}: {text[0]}", "usage": isinstance(error, ValueError)}
-        out.write(json.dumps(reply) + "\n")
+        _say(connection, reply)
+
+
+def _say(connection: socket.socket, reply: dict[str, Any]) -> None:
+    connection.sendall(json.dumps(reply).encode() + b"\n")
 
 
 def sibling(name: str) -> Any:
