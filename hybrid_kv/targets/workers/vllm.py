@@ -99,13 +99,13 @@ class Engine:
         """What every start imports, and does once in a process: 9 of its 12 s."""
         pipe.sibling("vllm_case").declare_vision()
         import vllm.v1.engine.llm_engine
-        import vllm.v1.worker.gpu_model_runner  # noqa: F401  (the one for CPUs is made of it)
+        import vllm.v1.worker.gpu_model_runner  # the one for CPUs is made of it
         from vllm.platforms import current_platform
 
         if replace := getattr(current_platform, "register_triton_kernel_overrides", None):
             replace()  # looks through all modules, and fails at those of numba
             type(current_platform).register_triton_kernel_overrides = lambda *_: None
-        import vllm.v1.spec_decode.ngram_proposer  # imports numba
+        import vllm.v1.spec_decode.ngram_proposer  # noqa: F401  (it imports numba)
 
     def start(self, folder: str, settings: dict[str, str]) -> dict[str, Any]:
         options = arguments(settings)
