@@ -69,8 +69,11 @@ def page(file: Path, engine: str) -> str:
         for setting in dict.fromkeys(setting for setting, _ in own):
             words = (own.get((setting, version), {"word": "–"})["word"] for version in versions)
             lines.append(f"| {plain(setting)} | {' | '.join(words)} |")
-        said = [f"- {version}, {setting}: {one['said']}" for (setting, version), one in own.items() if one["said"]]
-        lines += ["", *said] if said else []
+        said: dict[tuple[str, str], list[str]] = {}
+        for (setting, version), one in sorted(own.items(), key=lambda cell: _number(cell[0][1])):
+            said.setdefault((setting, one["said"]), []).append(version)
+        found = [f"- {', '.join(those)}, {setting}: {text}" for (setting, text), those in said.items() if text]
+        lines += ["", *found] if found else []
     return "\n".join(lines) + "\n"
 
 
