@@ -121,7 +121,10 @@ def families_table(results: Results) -> str | None:
 
 
 def step_table(results: Results) -> str | None:
-    """CPU time of a whole block-table step, host and device part, beside the real code of other engines."""
+    """CPU time of a whole block-table step, host and device part, beside the real code of other engines.
+
+    Of the scenarios those in which an engine is nearest to ours, and furthest from it.
+    """
     rows = with_params(fullest_run(results.of("block_tables", "total")), subject=str, scenario=str)
     rows = rows.dropna(subset=["subject", "scenario"])
     subjects = [*sorted(set(rows["subject"]) - {"engine"}), "engine"]
@@ -134,7 +137,9 @@ def step_table(results: Results) -> str | None:
         times = f" ({ratio.value:.1f}; {ratio.ci_low:.1f} to {ratio.ci_high:.1f})" if ratio else ""
         return number(time.value / 1000) + times
 
-    lines = [[scenario, *(cell(scenario, name) for name in subjects)] for scenario in dict.fromkeys(rows["scenario"])]
+    ratios = rows[rows["metric"] == "ratio_to_engine"].groupby("subject")["value"]
+    shown = set(rows.loc[[*ratios.idxmin(), *ratios.idxmax()], "scenario"])
+    lines = [[one, *(cell(one, name) for name in subjects)] for one in dict.fromkeys(rows["scenario"]) if one in shown]
     return markdown_table(["µs", *subjects], lines) if len(subjects) > 1 else None
 
 

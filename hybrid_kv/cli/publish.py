@@ -71,8 +71,11 @@ def page(file: Path, engine: str) -> str:
             lines.append(f"| {plain(setting)} | {' | '.join(words)} |")
         said: dict[tuple[str, str], list[str]] = {}
         for (setting, version), one in sorted(own.items(), key=lambda cell: _number(cell[0][1])):
-            said.setdefault((setting, one["said"]), []).append(version)
-        found = [f"- {', '.join(those)}, {setting}: {text}" for (setting, text), those in said.items() if text]
+            said.setdefault((setting, one["said"].replace(f" {version}", "")), []).append(version)
+        alike: dict[tuple[str, str], list[str]] = {}
+        for (setting, text), those in said.items():
+            alike.setdefault((", ".join(those), text), []).append(setting)
+        found = [f"- {those}, {' and '.join(settings)}: {text}" for (those, text), settings in alike.items() if text]
         lines += ["", *found] if found else []
     return "\n".join(lines) + "\n"
 

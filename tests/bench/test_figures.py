@@ -59,10 +59,16 @@ def test_step_and_curve(tmp_path: Path) -> None:
     rows = [row(38, {**params, "subject": "engine"}, value=52e3, **total)]
     rows += [row(38, {**params, "subject": "vllm"}, value=157e3, **total)]
     rows += [row(38, {**params, "subject": "vllm"}, value=3.0, ci_low=2.9, ci_high=3.1, **total | ratio)]
+    for name, times in (("0 append", 3.5), ("8 append", 9.0)):
+        case = {**params, "scenario": name, "subject": "vllm"}
+        rows += [row(38, case, value=60e3, **total), row(38, case, value=times, ci_low=2, ci_high=9, **total | ratio)]
     found = results(tmp_path, *everything(), *rows)
     made = {name: (block(found) or "").splitlines() for name, block in figures.BLOCKS.items()}
     assert made["step"][0] == "| µs | vllm | engine |"
-    assert made["step"][2:] == ["| 8 prefills | 157 (3.0; 2.9 to 3.1) | 52 |"]
+    assert made["step"][2:] == [
+        "| 8 prefills | 157 (3.0; 2.9 to 3.1) | 52 |",
+        "| 8 append | 60 (9.0; 2.0 to 9.0) | – |",
+    ]
     assert made["curve"][2:] == [
         "| equal code, any benchmark | 1 of 50 | | |",
         "| `calm/step[K=3]` | | 19 of 20 | 20 of 20 |",
