@@ -205,18 +205,17 @@ def report(rows: pd.DataFrame) -> tuple[str, str]:
     by_gpu += [line(str(name), own) for (_, name), own in every.groupby(["fitted", names])]
     merged = held["table"].str.replace(r"\d tokens", "verify", regex=True)
     by_kernel, by_tokens = ([line(str(name), own) for name, own in held.groupby(key)] for key in (merged, "table"))
-    found = pd.DataFrame(
-        [(one.source, one.gpu, one.name, one.measured, us, 100 * (us / one.measured - 1)) for one, us in points()],
-        columns=["source", "gpu", "name", "measured", "us", "error"],
-    )
+    found = [(one, us, 100 * (us / one.measured - 1)) for one, us in points()]
     each = [
-        [one.name, one.source, one.gpu, f"{one.measured:g}", f"{one.us:.3g}", f"{one.error:+.0f} %"]
-        for one in found.itertuples()
+        [one.name, one.source, one.gpu, f"{one.measured:g}", f"{us:.3g}", f"{error:+.0f} %"] for one, us, error in found
     ]
+    sources: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
+    for one, _, error in found:
+        sources.setdefault((one.source, one.gpu, one.name.partition(",")[0]), []).append((one.measured, error))
     by_source = []
-    for (source, gpu), own in found.groupby(["source", "gpu"]):
-        kernels = f"{len(own)} {own['name'].iloc[0].partition(',')[0]}"
-        by_source += [[str(source), str(gpu), kernels, _span(own["measured"], "g"), f"{_span(own['error'], '+.0f')} %"]]
+    for (source, gpu, kind), own in sources.items():
+        measured, errors = zip(*own, strict=True)
+        by_source += [[source, gpu, f"{len(own)} {kind}", _span(measured, "g"), f"{_span(errors, '+.0f')} %"]]
     steps: dict[str, list[str]] = {}
     for model, _, was, says in ratios():
         steps.setdefault(model, [model]).append(f"{says:.2f} ({was:.2f})")
@@ -233,9 +232,8 @@ def report(rows: pd.DataFrame) -> tuple[str, str]:
     return "\n\n".join(short), "\n\n".join(summed_up)
 
 
-def _span(values: pd.Series[float], form: str) -> str:
-    low, high = (format(value, form) for value in (values.min(), values.max()))
-    return low if low == high else f"{low} to {high}"
+def _span(values: Sequence[float], form: str) -> str:
+    return " to ".join(dict.fromkeys(format(value, form) for value in (min(values), max(values))))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
