@@ -65,7 +65,7 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def mutants_table(results: Results) -> str | None:
-    """Known bugs by class: what catches them first, how many, how soon."""
+    """Known bugs by class: how many are caught, how soon; and what catches them first."""
     rows = first_catches(results)
     if rows.empty:
         return None
@@ -73,19 +73,20 @@ def mutants_table(results: Results) -> str | None:
     for letter, name in CLASSES.items():
         own = rows[rows["benchmark"].str.startswith(letter)]
         found = own[own["value"] == 1]
-        seen = ", ".join(f"{section} {count}" for section, count in Counter(found["section"]).most_common())
         median = found["seconds"].median()
         seconds = "–" if pd.isna(median) else f"{median:.1f}"
-        lines.append([letter, name, seen or "–", f"{len(found)} of {len(own)}", seconds])
+        lines.append([letter, name, f"{len(found)} of {len(own)}", seconds])
     quick = rows[(rows["value"] == 1) & (rows["by"] == "quick")]
     text = (
         f"{int(rows['value'].sum())} of {len(rows)} are caught, {len(quick)} of them by the quick guard or unit tests, "
         f"{sum(quick['seconds'] <= SOON)} in {SOON} s of one core at most; the median takes "
         f"{quick['seconds'].median():.1f} s."
     )
+    caught = rows[rows["value"] == 1]["section"]
+    text += f" First by {', '.join(f'{section} {count}' for section, count in Counter(caught).most_common())}."
     if missed := sorted(rows[rows["value"] == 0]["benchmark"]):
         text += f" Not caught: {' '.join(missed)}."
-    return f"{text}\n\n{markdown_table(['', 'class', 'caught first by', 'caught', 's'], lines)}"
+    return f"{text}\n\n{markdown_table(['', 'class', 'caught', 's'], lines)}"
 
 
 def first_catches(results: Results) -> pd.DataFrame:
@@ -103,23 +104,27 @@ def first_catches(results: Results) -> pd.DataFrame:
 def families_table(results: Results) -> str | None:
     """What the newest full guard found for each family: its distance from transformers, and its cells in float64."""
     rows = with_params(fullest_run(results.of("guard", "families")), family=str).dropna(subset=["family"])
-    lines = []
+    ran, numbers = {}, {}
     for family, group in rows.groupby("family"):
         own = {row.metric.partition("/")[0]: row for row in each(group)}
         exact, distance = own["largest_logit_difference"], own["distance_from_transformers"]
         cells = [name for name in exact.parsed if name.split("_")[0] in MODES]
         words = {word for name in cells for word in name.split("_")}
-        modes = ", ".join(mode for mode in MODES if mode in words)
-        drafts = "scripted, MTP" if "mtp" in words else "scripted"
-        schemes = "slots, recompute" if "recompute" in words else "slots"
-        numbers = [f"{distance.value:.1e}", f"{exact.value:.1e}"]
-        lines.append([f"`{family}`", *numbers, modes, drafts, schemes, str(len(cells))])
-    head = ["family", "from transformers", "exact", "modes", "drafts", "schemes", "cells"]
-    return markdown_table(head, lines) if lines else None
+        ran[f"`{family}`"] = [word for word in (*MODES, "MTP", "recompute") if word.lower() in words]
+        numbers[f"`{family}`"] = [f"{distance.value:.1e}", f"{exact.value:.1e}", str(len(cells))]
+    if not ran:
+        return None
+    common = [word for word in next(iter(ran.values())) if all(word in own for own in ran.values())]
+    lines = [[name, *numbers[name], ", ".join(word for word in own if word not in common)] for name, own in ran.items()]
+    table = markdown_table(["family", "from transformers", "exact", "cells", "also"], lines)
+    return f"All with {', '.join(common)}; scripted drafts; scheme `slots`.\n\n{table}"
 
 
 def step_table(results: Results) -> str | None:
-    """CPU time of a whole block-table step, host and device part, beside the real code of other engines."""
+    """CPU time of a whole block-table step, host and device part, beside the real code of other engines.
+
+    Of the scenarios those in which an engine is nearest to ours, and furthest from it.
+    """
     rows = with_params(fullest_run(results.of("block_tables", "total")), subject=str, scenario=str)
     rows = rows.dropna(subset=["subject", "scenario"])
     subjects = [*sorted(set(rows["subject"]) - {"engine"}), "engine"]
@@ -132,7 +137,9 @@ def step_table(results: Results) -> str | None:
         times = f" ({ratio.value:.1f}; {ratio.ci_low:.1f} to {ratio.ci_high:.1f})" if ratio else ""
         return number(time.value / 1000) + times
 
-    lines = [[scenario, *(cell(scenario, name) for name in subjects)] for scenario in dict.fromkeys(rows["scenario"])]
+    ratios = rows[rows["metric"] == "ratio_to_engine"].groupby("subject")["value"]
+    shown = set(rows.loc[[*ratios.idxmin(), *ratios.idxmax()], "scenario"])
+    lines = [[one, *(cell(one, name) for name in subjects)] for one in dict.fromkeys(rows["scenario"]) if one in shown]
     return markdown_table(["µs", *subjects], lines) if len(subjects) > 1 else None
 
 

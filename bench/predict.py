@@ -2,7 +2,7 @@
 
 The tables are those of `aiconfigurator-core`, of which nothing is copied here: install it beside this package. `--fit`
 prints the constants of `hybrid_kv.predict.gpu`, from the rows of `FITTED_ON` alone, and the intervals of the committed
-ones; `--write` puts the tables of errors into docs/predict.md.
+ones; `--write` puts the first four tables of errors into docs/predict.md.
 
 Bytes of a row: a state update reads one float32 state of each request and writes one per token; a convolution is
 `window_bytes`. TensorRT-LLM's rows and A100's updates are left out, because their state's dtype is not recorded.
@@ -24,7 +24,7 @@ import pandas as pd
 
 from bench.figures import markdown_table
 from bench.harness.arguments import ArgumentParser
-from bench.published import points, ratios
+from bench.published import BATCHES, points, ratios
 from hybrid_kv.cache.spec import MambaSpec, RollbackSpec, window_and_states
 from hybrid_kv.config import HybridKVError, planned_dtype
 from hybrid_kv.errors import run_command
@@ -188,8 +188,8 @@ def _print_fit(rows: pd.DataFrame) -> None:
     print({bound: (f"{low:.3g}", f"{high:.3g}") for bound, (low, high) in intervals(rows, CHIPS).items()})
 
 
-def report(rows: pd.DataFrame) -> str:
-    """The tables of errors, as Markdown."""
+def report(rows: pd.DataFrame) -> tuple[str, str]:
+    """The tables of the page, and those that it sums up: of each verify step's tokens, of each published kernel."""
     every = pd.concat([judged(rows[rows["gpu"] == gpu], gpu, CHIPS[GPUS[gpu].chip]) for gpu in GPUS])
     every["fitted"] = every["gpu"].isin(FITTED_ON.values())
 
@@ -200,36 +200,54 @@ def report(rows: pd.DataFrame) -> str:
 
     head = ["rows", "median error", "9 of 10 below", "interval holds"]
     held = every[~every["fitted"]]
-    by_gpu = [line("all but the fitted", held)]
     names = every["gpu"].where(~every["fitted"], every["gpu"] + ", fitted")
+    by_gpu = [line("all but the fitted", held)]
     by_gpu += [line(str(name), own) for (_, name), own in every.groupby(["fitted", names])]
-    by_table = [line(str(name), own) for name, own in held.groupby("table")]
-    found = [
-        [one.name, one.source, one.gpu, f"{one.measured:g}", f"{us:.3g}", f"{100 * (us / one.measured - 1):+.0f} %"]
-        for one, us in points()
+    merged = held["table"].str.replace(r"\d tokens", "verify", regex=True)
+    by_kernel, by_tokens = ([line(str(name), own) for name, own in held.groupby(key)] for key in (merged, "table"))
+    found = [(one, us, 100 * (us / one.measured - 1)) for one, us in points()]
+    each = [
+        [one.name, one.source, one.gpu, f"{one.measured:g}", f"{us:.3g}", f"{error:+.0f} %"] for one, us, error in found
     ]
-    steps = [[model, str(n), f"{was:.2f}", f"{says:.2f}", f"{says - was:+.2f}"] for model, n, was, says in ratios()]
-    parts = [
+    sources: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
+    for one, _, error in found:
+        sources.setdefault((one.source, one.gpu, one.name.partition(",")[0]), []).append((one.measured, error))
+    by_source = []
+    for (source, gpu, kind), own in sources.items():
+        measured, errors = zip(*own, strict=True)
+        by_source += [[source, gpu, f"{len(own)} {kind}", _span(measured, "g"), f"{_span(errors, '+.0f')} %"]]
+    steps: dict[str, list[str]] = {}
+    for model, _, was, says in ratios():
+        steps.setdefault(model, [model]).append(f"{says:.2f} ({was:.2f})")
+    short = [
         markdown_table(["GPU", *head], by_gpu),
-        markdown_table(["all but the fitted", *head], by_table),
-        markdown_table(["kernel", "published in", "GPU", "measured µs", "predicted µs", "error"], found),
-        markdown_table(["step on H100", "batch", "published ratio", "predicted ratio", "apart"], steps),
+        markdown_table(["all but the fitted", *head], by_kernel),
+        markdown_table(["published in", "GPU", "kernels", "measured µs", "error"], by_source),
+        markdown_table(["predicted ratio (published)", *(f"batch {n}" for n in BATCHES)], [*steps.values()]),
     ]
-    return "\n\n".join(parts)
+    summed_up = [
+        markdown_table(["all but the fitted", *head], by_tokens),
+        markdown_table(["kernel", "published in", "GPU", "measured µs", "predicted µs", "error"], each),
+    ]
+    return "\n\n".join(short), "\n\n".join(summed_up)
+
+
+def _span(values: Sequence[float], form: str) -> str:
+    return " to ".join(dict.fromkeys(format(value, form) for value in (min(values), max(values))))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the constants or the tables of errors."""
     parser = ArgumentParser("python -m bench.predict")
     parser.add_argument("--fit", action="store_true", help="print constants, fitted anew")
-    parser.add_argument("--write", action="store_true", help="write the tables into docs/predict.md")
+    parser.add_argument("--write", action="store_true", help="write the first four tables into docs/predict.md")
     options = parser.parse_args(arguments)
     rows = tables()
     if options.fit:
         _print_fit(rows[rows["gpu"].isin(FITTED_ON.values())])
         return 0
-    text = report(rows)
-    print(text)
+    text, summed_up = report(rows)
+    print(f"{text}\n\n{summed_up}")
     if options.write:
         before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
         write_whole(PAGE, f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")

@@ -65,7 +65,7 @@ def test_a_console_block_is_what_its_command_prints(
     code, out, err = cli.run(capsys, *words)
     assert code == 0, err
     printed = "\n".join(line.rstrip() for line in out.splitlines())
-    pattern = ".*".join(re.escape(part.strip("\n")) for part in expected.strip("\n").split("\n…\n"))
+    pattern = ".*".join(re.escape(part.strip("\n")) for part in f"\n{expected}".split("\n…\n"))
     assert re.fullmatch(pattern, printed, re.DOTALL), printed
 
 

@@ -38,11 +38,9 @@ def publish(folder: Path, engine: str, version: str, model: str, seed: int, seen
         word, verdict = WORST.get(worst.verdict, (worst.verdict, "pass"))
         said = "" if word == "right" else plain(f"{worst.probe}: {worst.detail}")
         params = {"version": version, "model": model, "setting": setting, "seed": seed, "word": word, "said": said}
-        for metric, value in (
-            ("wrong_probes", sum(one.verdict == "wrong" for one in own)),
-            ("tokens", sum(one.num_tokens for one in own)),
-        ):
-            answers = sum(one.num_answers for one in own)
+        wrong, tokens = sum(one.verdict == "wrong" for one in own), sum(one.num_tokens for one in own)
+        answers = sum(one.num_answers for one in own)
+        for metric, value in (("wrong_probes", wrong), ("tokens", tokens)):
             rows.append(Row("target", engine, metric, value, params=params, n=answers, better="lower", verdict=verdict))
     append_rows(folder / FILE, rows)
     name = re.sub(r"[^\w.]+", "-", engine)  # of a server it is an address
@@ -56,11 +54,11 @@ def page(file: Path, engine: str) -> str:
     cells: dict[tuple[str, str, str], dict[str, str]] = {}
     for text in frame["params"]:
         one = json.loads(text)
-        cells[one["model"], one["setting"], one["version"]] = one
-    tokens = int(frame["value"].sum())
+        said = one["said"].replace(f" {one['version']}", "")  # so that releases can say the same
+        cells[one["model"], one["setting"], one["version"]] = {"word": one["word"], "said": said}
     lines = [
         f"# {engine}: setting by release\n",
-        f"{frame['n'].sum():,} answers, {tokens:,} tokens with their prompts.",
+        f"{frame['n'].sum():,} answers, {int(frame['value'].sum()):,} tokens with their prompts.",
     ]
     for model in dict.fromkeys(model for model, _, _ in cells):
         own = {key[1:]: one for key, one in cells.items() if key[0] == model}
@@ -69,8 +67,10 @@ def page(file: Path, engine: str) -> str:
         for setting in dict.fromkeys(setting for setting, _ in own):
             words = (own.get((setting, version), {"word": "–"})["word"] for version in versions)
             lines.append(f"| {plain(setting)} | {' | '.join(words)} |")
-        said = [f"- {version}, {setting}: {one['said']}" for (setting, version), one in own.items() if one["said"]]
-        lines += ["", *said] if said else []
+        texts = dict.fromkeys((setting, one["said"]) for (setting, _), one in own.items() if one["said"])
+        those = [[v for v in versions if own.get((setting, v), {}).get("said") == text] for setting, text in texts]
+        found = [f"- {', '.join(who)}, {setting}: {text}" for who, (setting, text) in zip(those, texts, strict=True)]
+        lines += ["", *found] if found else []
     return "\n".join(lines) + "\n"
 
 

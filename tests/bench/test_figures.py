@@ -59,10 +59,16 @@ def test_step_and_curve(tmp_path: Path) -> None:
     rows = [row(38, {**params, "subject": "engine"}, value=52e3, **total)]
     rows += [row(38, {**params, "subject": "vllm"}, value=157e3, **total)]
     rows += [row(38, {**params, "subject": "vllm"}, value=3.0, ci_low=2.9, ci_high=3.1, **total | ratio)]
+    for name, times in (("0 append", 3.5), ("8 append", 9.0)):
+        case = {**params, "scenario": name, "subject": "vllm"}
+        rows += [row(38, case, value=60e3, **total), row(38, case, value=times, ci_low=2, ci_high=9, **total | ratio)]
     found = results(tmp_path, *everything(), *rows)
     made = {name: (block(found) or "").splitlines() for name, block in figures.BLOCKS.items()}
     assert made["step"][0] == "| µs | vllm | engine |"
-    assert made["step"][2:] == ["| 8 prefills | 157 (3.0; 2.9 to 3.1) | 52 |"]
+    assert made["step"][2:] == [
+        "| 8 prefills | 157 (3.0; 2.9 to 3.1) | 52 |",
+        "| 8 append | 60 (9.0; 2.0 to 9.0) | – |",
+    ]
     assert made["curve"][2:] == [
         "| equal code, any benchmark | 1 of 50 | | |",
         "| `calm/step[K=3]` | | 19 of 20 | 20 of 20 |",
@@ -75,8 +81,14 @@ def test_families_by_the_cells_that_ran(tmp_path: Path) -> None:
     made = [row(**same, metric=f"largest_logit_difference/bamba:{name}") for name in (*cells, "cached_tokens")]
     made += [row(**same, metric="largest_logit_difference/bamba")]
     made += [row(**{**same, "value": 3e-6}, metric="distance_from_transformers/bamba")]
-    (line,) = (figures.families_table(results(tmp_path, *made)) or "").splitlines()[2:]
-    assert line == "| `bamba` | 3.0e-06 | 2.0e-14 | none, align | scripted, MTP | slots, recompute | 3 |"
+    other = {**same, "params": {"family": "lfm2"}}
+    made += [row(**other, metric=f"largest_logit_difference/lfm2:{name}") for name in cells[:2]]
+    made += [
+        row(**other, metric=f"{metric}/lfm2") for metric in ("largest_logit_difference", "distance_from_transformers")
+    ]
+    text, *lines = (figures.families_table(results(tmp_path, *made)) or "").splitlines()
+    assert text == "All with none, align, recompute; scripted drafts; scheme `slots`."
+    assert lines[3:] == ["| `bamba` | 3.0e-06 | 2.0e-14 | 3 | MTP |", "| `lfm2` | 2.0e-14 | 2.0e-14 | 2 | |"]
 
 
 def test_known_bugs_by_what_caught_each_first(tmp_path: Path) -> None:
@@ -93,11 +105,10 @@ def test_known_bugs_by_what_caught_each_first(tmp_path: Path) -> None:
     lines = (figures.mutants_table(results(tmp_path, *made)) or "").splitlines()
     assert lines[0] == (
         "3 of 4 are caught, 2 of them by the quick guard or unit tests, 1 in 30 s of one core at most; the median "
-        "takes 22.0 s. "
-        "Not caught: B01."
+        "takes 22.0 s. First by plan 2, sanitizer 1. Not caught: B01."
     )
     shown = {line[2]: line.split(" | ")[2:] for line in lines[4:]}
-    assert shown["A"] == ["plan 2, sanitizer 1", "3 of 3", "6.0 |"] and shown["B"] == ["–", "0 of 1", "– |"]
+    assert shown["A"] == ["3 of 3", "6.0 |"] and shown["B"] == ["0 of 1", "– |"]
     assert {path.stem[0] for path in (ROOT / "mutants").glob("[A-Z]*.yaml")} == set(shown)
 
 
