@@ -79,7 +79,10 @@ class Setting(pytest.Collector):
     def setup(self) -> None:
         from hybrid_kv.errors import HybridKVError
         from hybrid_kv.probes.guarded import Guarded
+        from hybrid_kv.probes.run import subtract_known
+        from hybrid_kv.probes.session import Outcome
         from hybrid_kv.targets.models import model_folder
+        from hybrid_kv.targets.target import TargetError
         from hybrid_kv.threads import threads_for
 
         stack = ExitStack()
@@ -90,6 +93,12 @@ class Setting(pytest.Collector):
             self.guarded = Guarded(self.kind(), folder)
             stack.callback(self.guarded.close)
             self.engine = self.guarded.session(self.settings)
+        except TargetError as error:
+            start = Outcome("start", self.settings, "wrong", str(error))
+            subtract_known(self.guarded, start)
+            if start.verdict == "known":
+                pytest.xfail(start.detail)
+            pytest.fail(start.detail, pytrace=False)
         except HybridKVError as error:
             pytest.fail(str(error), pytrace=False)
         stack.callback(lambda: self.engine.target.close())  # a probe may have started another one

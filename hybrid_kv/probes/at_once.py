@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid_kv.errors import deaf_to_ctrl_c
 from hybrid_kv.guard.workers import CONTEXT, processes
-from hybrid_kv.probes.guarded import Guarded, Settings, ask
+from hybrid_kv.probes.guarded import UNHEARD, Guarded, Settings, ask
 from hybrid_kv.probes.session import Outcome
 from hybrid_kv.targets.kinds import kind_of
 from hybrid_kv.targets.remote import share_loaders, shared_loaders
@@ -41,7 +41,8 @@ def ask_at_once(runs: Sequence[Run], jobs: int) -> None:
             done, _ = wait(in_flight, SECONDS, FIRST_COMPLETED)
             # A worker has reported all before it is done: what is put into such a queue is in its pipe.
             while not queue.empty():
-                i, runs[i].guarded.version, outcome = queue.get()
+                i, version, outcome = queue.get()
+                runs[i].guarded.version = version if version != UNHEARD else runs[i].guarded.version
                 runs[i].guarded.hear(outcome)
                 runs[i].hear(outcome)
             for one in done:

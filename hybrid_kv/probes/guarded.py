@@ -17,6 +17,7 @@ from hybrid_kv.targets.kinds import for_model
 from hybrid_kv.targets.target import Kind, TargetError
 
 Settings = dict[str, str]
+UNHEARD = "?"  # the version of an engine that did not start yet
 MOST_DEATHS = 3  # of one kind in one setting; vLLM takes 20 s to start again, and there are 26 probes
 
 
@@ -31,7 +32,7 @@ class Guarded:
         thorough: also probes that the other part of a run has, see `registry.probe`.
 
     Attributes:
-        version: of the engine, once one was started.
+        version: of the engine, once one was heard.
         judges: by dtype, those that were needed so far.
         shortest: tokens that a prompt has at least: one more than one that killed the engine alone.
 
@@ -50,7 +51,7 @@ class Guarded:
     ) -> None:
         self.kind, self.folder, self.against = for_model(kind, folder), folder, against
         self.seed, self.amount, self.thorough = seed, amount, thorough
-        self.version = "?"
+        self.version = UNHEARD
         self.judges: dict[str, Judge] = {}
         self.shortest = 1
         self._references: dict[str, References] = {}
@@ -102,7 +103,12 @@ class Guarded:
         """
         judge = self.judge_of(settings)
         references = self.references_of(settings)
-        session = Session(self.kind, self.folder, settings, judge, references, self.seed, self.amount, self.shortest)
+        drawn = self.seed, self.amount, self.shortest
+        try:
+            session = Session(self.kind, self.folder, settings, judge, references, *drawn)
+        except TargetError as error:
+            self.version = error.version or self.version
+            raise
         self.version = session.target.version
         if not judge.is_calibrated:
             calibrate(session, self.vocab_size)

@@ -157,19 +157,21 @@ class Remote:
     def __init__(self, name: str, python: str, folder: str, settings: Mapping[str, str]) -> None:
         self.name, self.settings = name, dict(settings)
         loader, self._is_asked = load(name, python), False
-        self._pid, self._log, self._loader_log = 0, loader / uuid4().hex, loader / LOG
+        self._pid, self.version, self._log, self._loader_log = 0, "", loader / uuid4().hex, loader / LOG
         self._connection: socket.socket | None = socket.socket(socket.AF_UNIX)
         self._lines = self._connection.makefile("r")
         try:
             with suppress(OSError):  # why a loader is gone is in its log
                 self._connection.connect(str(loader / SOCKET))
-            self._pid = self._exchange("start", START_SECONDS, {"log": str(self._log)})["pid"]
+            hello = self._exchange("start", START_SECONDS, {"log": str(self._log)})
+            self._pid, self.version = hello["pid"], hello["version"]
             where = str(Path(folder).absolute())
             about = self._call("start", START_SECONDS, folder=where, settings=self.settings)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, TargetError):
+                error.version = self.version
             self.close()
             raise
-        self.version: str = about["version"]
         self.can = frozenset(about["can"])
         self.longest: int = about["longest"]
 

@@ -90,7 +90,13 @@ class Answer:
 
 
 class TargetError(HybridKVError):
-    """The engine died, hangs or says nothing that can be read: a finding, one line."""
+    """The engine died, hangs or says nothing that can be read: a finding, one line.
+
+    Attributes:
+        version: of an engine that did not start; empty if it was not heard.
+    """
+
+    version = ""
 
 
 class Target(Protocol):

@@ -26,16 +26,21 @@ class Forked:
         self.loaded_by = os.getpid()
 
 class Engine({base}):
+    def version(self):
+        return tempfile.mkstemp()[1] if isinstance(self, Forked) else "1"
+
     def start(self, folder, settings):
         print("loading", folder)
         os.system("echo a library prints, too")
         if settings.get("prefix") == "all":
             raise ValueError("no such mode\\nand more")
+        if settings.get("prefix") == "broken":
+            raise RuntimeError("broken")
         if isinstance(self, Forked):
             self.num_starts += 1
             assert (self.loaded_by, self.num_starts) == (os.getppid(), 1)
-            return {{"version": tempfile.mkstemp()[1], "can": [], "longest": os.getpid()}}
-        return {{"version": "1", "can": ["cached"], "longest": 64}}
+            return {{"can": [], "longest": os.getpid()}}
+        return {{"can": ["cached"], "longest": 64}}
 
     def ask(self, requests, preempt_every):
         print("started", flush=True)
@@ -81,6 +86,12 @@ def test_answers_come_back_though_the_engine_prints(start: Start) -> None:
 def test_what_the_engine_refuses_is_the_users_to_mend(start: Start) -> None:
     with pytest.raises(ConfigError, match=r"^toy, start: ValueError: no such mode$"):
         start(prefix="all")
+
+
+def test_an_engine_that_does_not_start_says_its_version(start: Start) -> None:
+    with pytest.raises(TargetError, match=r"toy, start: RuntimeError: broken") as error:
+        start(base="object", prefix="broken")
+    assert error.value.version == "1"
 
 
 def test_what_the_engine_fails_at_is_its_own(start: Start) -> None:
@@ -164,7 +175,10 @@ class Engine:
     def load(self):
         was_there = ["colorsys"] if "colorsys" in sys.modules else []
         import colorsys, toy_engine
-        self.about = {{"version": toy_engine.VERSION, "can": was_there, "longest": 1}}
+        self.found, self.about = toy_engine.VERSION, {{"can": was_there, "longest": 1}}
+
+    def version(self):
+        return self.found
 
     def start(self, folder, settings):
         return self.about

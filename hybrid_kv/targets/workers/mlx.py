@@ -79,8 +79,13 @@ class Lru:
 class Engine:
     """See `pipe.serve`."""
 
-    def start(self, folder: str, settings: dict[str, str]) -> dict[str, Any]:
+    def version(self) -> str:
         import mlx_lm
+
+        found: str = mlx_lm.__version__
+        return found
+
+    def start(self, folder: str, settings: dict[str, str]) -> dict[str, Any]:
         from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
         spec = settings.get("spec", "none")
@@ -101,7 +106,7 @@ class Engine:
         is_exact = hasattr(self._model, "echo")
         can = ["cached", "reset", "abort", *(["batch", "steps"] if self._together else ["seed"])]
         can += [] if is_exact else ["logprobs"]  # of the exact model they say nothing
-        return {"version": mlx_lm.__version__, "can": can, "longest": EXACT_LONGEST if is_exact else LONGEST}
+        return {"can": can, "longest": EXACT_LONGEST if is_exact else LONGEST}
 
     def ask(self, requests: list[dict[str, Any]], preempt_every: int) -> list[dict[str, Any]]:
         answers: list[dict[str, Any]] = [{"token_ids": [], "logprobs": []} for _ in requests]

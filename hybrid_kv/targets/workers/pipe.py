@@ -1,9 +1,10 @@
 """The worker's end: a process that imports an engine once and forks for each target, which has a connection of its own.
 
-On a connection there is a JSON object a line: `{"log": …}`, a file for what the engine prints, in and `{"pid": …}` out,
-then `{"op": …, …}` in and `{"result": …}` or `{"error": …}` out, until the other side closes. The listening socket is
-the descriptor argv[1]; the process ends when its standard input does. With the argument `early`, what an engine imports
-from other packages is imported at once, and its own modules with the first connection: they may change until then.
+On a connection there is a JSON object a line: `{"log": …}` in, a file for what the engine prints, and
+`{"pid": …, "version": …}` out; then `{"op": …, …}` in and `{"result": …}` or `{"error": …}` out, until the other side
+closes. The listening socket is the descriptor argv[1]; the process ends when its standard input does. With the argument
+`early`, what an engine imports from other packages is imported at once, and its own modules with the first connection:
+they may change until then.
 """
 
 import gc
@@ -24,7 +25,7 @@ def serve(engine: Any) -> None:
     """Fork for each connection until standard input ends.
 
     Args:
-        engine: has `start(folder, settings)` -> {"version", "can", "longest"}, `ask(requests, preempt_every)`,
+        engine: has `version()`, `start(folder, settings)` -> {"can", "longest"}, `ask(requests, preempt_every)`,
             `counters()` and `reset()`, with the fields of `targets.target` as plain JSON; and `load()`, if imports take
             long and may be followed by a fork. A `ValueError` in `start` is the user's to mend.
     """
@@ -75,7 +76,7 @@ def _answer(engine: Any, connection: socket.socket) -> None:
     log = os.open(json.loads(next(lines))["log"], os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    _say(connection, {"pid": os.getpid()})
+    _say(connection, {"pid": os.getpid(), "version": engine.version()})
     for line in lines:
         message = json.loads(line)
         try:

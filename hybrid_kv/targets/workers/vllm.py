@@ -107,6 +107,12 @@ class Engine:
             type(current_platform).register_triton_kernel_overrides = lambda *_: None
         import vllm.v1.spec_decode.ngram_proposer  # noqa: F401  (it imports numba)
 
+    def version(self) -> str:
+        import vllm
+
+        found: str = vllm.__version__
+        return found
+
     def start(self, folder: str, settings: dict[str, str]) -> dict[str, Any]:
         options = arguments(settings)
         with open(f"{folder}/config.json") as file:
@@ -118,11 +124,10 @@ class Engine:
             if not str(error):  # an assertion without words refuses nothing: it is a bug
                 raise
             raise ValueError(_line(error)) from error
-        import vllm
 
         # Of the exact model they say nothing.
         can = [name for name in CAN if name != "logprobs" or self._renew is None]
-        return {"version": vllm.__version__, "can": can, "longest": options["max_model_len"]}
+        return {"can": can, "longest": options["max_model_len"]}
 
     def _start(self, folder: str, options: dict[str, Any], tight: bool) -> None:
         import vllm
