@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -52,8 +53,11 @@ def page(file: Path, engine: str) -> str:
     frame = read_rows(file)
     frame = frame[(frame["benchmark"] == engine) & (frame["metric"] == "tokens")]
     cells: dict[tuple[str, str, str], dict[str, str]] = {}
-    for text in frame["params"]:
+    tokens, seeds = Counter[tuple[str, str]](), dict[str, set[int]]()
+    for text, value in zip(frame["params"], frame["value"], strict=True):
         one = json.loads(text)
+        tokens[one["model"], one["version"]] += int(value)
+        seeds.setdefault(one["model"], set()).add(one["seed"])
         said = one["said"].replace(f" {one['version']}", "")  # so that releases can say the same
         cells[one["model"], one["setting"], one["version"]] = {"word": one["word"], "said": said}
     lines = [
@@ -67,6 +71,8 @@ def page(file: Path, engine: str) -> str:
         for setting in dict.fromkeys(setting for setting, _ in own):
             words = (own.get((setting, version), {"word": "–"})["word"] for version in versions)
             lines.append(f"| {plain(setting)} | {' | '.join(words)} |")
+        lines.append(f"| tokens | {' | '.join(f'{tokens[model, version]:,}' for version in versions)} |")
+        lines.append(f"\nSeeds {', '.join(map(str, sorted(seeds[model])))}.")
         texts = dict.fromkeys((setting, one["said"]) for (setting, _), one in own.items() if one["said"])
         those = [[v for v in versions if own.get((setting, v), {}).get("said") == text] for setting, text in texts]
         found = [f"- {', '.join(who)}, {setting}: {text}" for who, (setting, text) in zip(those, texts, strict=True)]

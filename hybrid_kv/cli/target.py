@@ -34,7 +34,7 @@ from hybrid_kv.targets.target import Inside, TargetError
 from hybrid_kv.threads import is_small, threads_for
 
 AMOUNTS: dict[Size, int] = {"quick": 1, "full": 1, "long": 10}  # rounds of each probe
-SHRINK_SECONDS = {"quick": 30.0, "full": 30.0, "long": 300.0}  # for all failures of a run: one bug makes many
+SHRINK_SECONDS = {"quick": 30.0, "full": 40.0, "long": 300.0}  # for all failures of a run: one bug makes many
 WORDS: dict[str, Word] = {
     "right": "ok",
     "void": "void",
@@ -147,8 +147,9 @@ def _reduced(part: _Part, target: str, size: Size, repro: Path) -> list[str]:
     guarded, files = part.guarded, list[str]()
     failures = distinct([failure for outcome in part.seen for failure in outcome.failures])
     if is_exact(guarded.folder):  # a bug is in most answers of its setting: the one with the fewest requests shows it
-        failures.sort(key=lambda one: sum(len(each.requests) for each in one.rounds))
-        failures = list({text_of(one.settings): one for one in reversed(failures)}.values())
+        failures.sort(key=lambda one: -sum(len(each.requests) for each in one.rounds))
+        failures = [*{text_of(one.settings): one for one in failures}.values()]
+        failures.reverse()  # the largest has what time the others leave
     end = time.perf_counter() + SHRINK_SECONDS[size]
     for i, failure in enumerate(failures):
         share = min(120.0, (end - time.perf_counter()) / (len(failures) - i))

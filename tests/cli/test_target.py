@@ -28,6 +28,7 @@ def toy(monkeypatch, tmp_path):
         target, "kind_of", lambda name, python=None: builds.get(python) or kinds.get(name) or known(name, python)
     )
     monkeypatch.setattr(target, "model_folder", lambda model: nullcontext(str(tmp_path)))
+    monkeypatch.setattr(target, "num_workers", lambda jobs: 1)  # another process knows no toy
     monkeypatch.setattr(guarded, "Oracle", lambda folder, dtype: ToyOracle())
     (tmp_path / "config.json").write_text('{"model_type": "toy", "vocab_size": 50}')
     monkeypatch.chdir(tmp_path)
@@ -120,7 +121,8 @@ def test_what_an_old_build_has_too_is_no_news(capsys, tmp_path, old, code, word)
     [(["right", "void"], 3), (["void", "wrong"], 1), (["inconclusive"], 1), (["not supported"], 0)],
 )
 def test_void_alone_has_an_exit_code_of_its_own(capsys, monkeypatch, verdicts, code):
-    monkeypatch.setattr(target, "guard", lambda *_: [Outcome("repeat", {}, one) for one in verdicts])
+    monkeypatch.setattr(target, "guard", lambda *_: None)
+    monkeypatch.setattr(target.Run, "found", lambda _: [Outcome("repeat", {}, one) for one in verdicts])
     assert run(capsys, *QUICK, "--target", "toy")[0] == code
 
 
@@ -168,11 +170,12 @@ def test_beside_an_exact_model_random_weights_have_all_settings_where_models_han
     monkeypatch.setattr(target, "model_folder", lambda model: nullcontext("."))
     sizes = []
 
-    def guard(guarded, cells, select, report, jobs, size):
-        sizes.append((size, guarded.thorough))
-        return []
+    class Recorded(target.Run):
+        def __init__(self, guarded, cells, select, report, size):
+            sizes.append((size, guarded.thorough))
+            super().__init__(guarded, [{}], select, report, size)
 
-    monkeypatch.setattr(target, "guard", guard)
+    monkeypatch.setattr(target, "Run", Recorded)
     run(capsys, "guard", "--target", "toy")
     assert sizes == [("full", False), ("quick", False) if is_central else ("full", True)]
 
@@ -192,6 +195,7 @@ def test_a_folder_of_pages_has_the_newest_verdict_of_each_release(capsys, tmp_pa
     rows = read_rows(tmp_path / "pages/rows.csv")
     assert [*rows["verdict"]] == ["pass", "pass", "fail", "fail", "pass", "pass", "pass", "pass"]
     assert f"{rows['n'][::2].sum()} answers" in page
+    assert f"| tokens | {int(rows['value'][rows['metric'] == 'tokens'].sum()):,} |\n\nSeeds 0." in page
 
 
 def test_rows_of_another_schema_are_refused_before_any_probe(capsys, tmp_path):
