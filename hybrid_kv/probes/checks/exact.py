@@ -20,8 +20,9 @@ def traffic(traffic: Traffic) -> Rounds:
     """
     rng, unit, known = traffic.rng, traffic.unit, list[tuple[int, ...]]()
     for number in range(4 * traffic.amount):
-        longest = 7 * unit + 8 if number < 4 else traffic.longest  # the first ones take few seconds
-        stems = [traffic.prompt(longest) for _ in range(3)]
+        longest = 7 * unit + 8 if number < 4 else traffic.limit - 6 * unit  # the first ones take few seconds
+        long = replace(traffic, longest=traffic.limit)
+        stems = [long.prompt(longest) for _ in range(3)]
         requests: list[Ask] = []
         for i in range(NUM_REQUESTS):
             stem = rng.choice(stems)[: rng.randrange(longest)] if rng.random() < 0.6 else ()
