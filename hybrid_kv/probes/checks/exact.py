@@ -48,7 +48,7 @@ def traffic(traffic: Traffic) -> Rounds:
         if number % 3 == 2:  # a text that was computed again may have left another state than its blocks say
             more = [replace(ask, prompt=(*text, 1), max_tokens=2) for ask, text in zip(requests, known, strict=True)]
             yield Round(tuple(more))
-        known = [text for text in known if len(text) < longest + unit]
+        known = [text for text in known if len(text) < longest + 3 * unit // 2]
 
 
 @probe("tiles", place=1, exact=True)
