@@ -41,7 +41,6 @@ from hybrid_kv.targets.models import model_folder
 FOLDER = Path(__file__).parents[1] / "vllm"
 HEALTHY = "healthy"
 RANDOM, DTYPE = "qwen3_5_text:small", {"dtype": "bfloat16"}  # a delta net on a CPU takes no other
-LIMIT = 90.0  # seconds of probes with random weights, which are the slow ones
 # n-grams change this model's answers in vLLM 0.32 as it is: `examples/found/vllm_no_drafts.py`.
 WITHOUT = "spec=", "not run: with drafts it is wrong without the patch, too"
 
@@ -131,11 +130,10 @@ def search(python: str, name: str, weights: str, models: Callable[[str], Guarded
         subtract_known(guarded, outcome)
         found.seconds = round(found.seconds + outcome.seconds, 1)
         found.answers += outcome.num_answers
-        if outcome.verdict not in FINE or outcome.probe == "start":
+        if weights == "random" and (outcome.probe, outcome.verdict) == ("start", "not supported"):
+            found.detail = f"not run: {outcome.detail}"
+        elif outcome.verdict not in FINE or outcome.probe == "start":
             found.probe, found.detail = outcome.probe, f"{outcome.verdict}: {outcome.detail}"
-            raise _Wrong(outcome)
-        if weights == "random" and found.seconds > LIMIT:
-            found.detail = f"stopped after {LIMIT:.0f} s"
             raise _Wrong(outcome)
 
     with tempfile.TemporaryDirectory() as folder:
@@ -149,7 +147,7 @@ def search(python: str, name: str, weights: str, models: Callable[[str], Guarded
             found.setting, found.detail = setting, ""
             model, text = cell_of(setting)
             known = models(f"exact:{model}" if weights == "exact" else RANDOM)
-            guarded = Guarded(known.kind, known.folder, thorough=known.thorough)
+            guarded = Guarded(known.kind, known.folder, thorough=False)  # the probes of a default run
             guarded.judges = known.judges
             for judge in guarded.judges.values():
                 judge.trusted = True  # the patch before may have seemed to be the oracle's error
@@ -234,7 +232,7 @@ def main() -> None:
         @cache
         def models(name: str) -> Guarded:
             folder = stack.enter_context(model_folder(name))
-            return Guarded(kind_of("vllm", chosen.python), folder, thorough=chosen.random)
+            return Guarded(kind_of("vllm", chosen.python), folder, thorough=False)
 
         file = stack.enter_context(chosen.out.open("a", newline="", buffering=1)) if chosen.out else sys.stdout
         if not chosen.out or not file.tell():
