@@ -26,8 +26,8 @@ from hybrid_kv.timing import block_ids
 from hybrid_kv.timing.case import ENGINE
 
 SUITE = "kernel_blocks"
-NUM_BLOCKS = (1, 4, 16, 32, 64, 256, 1024, 4096, 16384)
-BLOCKS_PER_KV_BLOCK = (2, 4, 8, 34)
+NUM_BLOCKS = (1, 16, 256, 4096)
+BLOCKS_PER_KV_BLOCK = (2, 8, 34)
 QUICK_CELLS = ((1, 2), (16, 8), (256, 8), (256, 34))
 EXPANSIONS = ("list", "numpy", "torch", ENGINE)
 

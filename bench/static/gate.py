@@ -111,14 +111,11 @@ def run_peers(targets: Sequence[str]) -> list[Verdict]:
 
 
 def result_rows(measurement: Measurement) -> list[Row]:
-    """One row per metric; that of the instruction count carries the mix."""
-    metrics = measurement.metrics
+    """One row per metric."""
     rows = []
     for name, value in measurement.values().items():
         unit, better = UNITS[name.split("_", 1)[1] if "instructions" in name else name]
         params: dict[str, Any] = {name: getattr(measurement, name) for name in ("shape", "dtype", "target")}
-        if metrics is not None and name == f"{metrics.isa}_instructions":
-            params["mix"] = metrics.mix[metrics.isa]
         rows.append(Row("kernels", measurement.kernel, name, value, unit, params, better=better, verdict="pass"))
     return rows
 

@@ -16,7 +16,7 @@ from hybrid_kv.results.store import DATASET, NAMES, Store, opened
 
 # A series is one check or benchmark on one machine. Of `params` these say how a number came about, not what it is of.
 SERIES = ["suite", "benchmark", "metric", "case", "machine"]
-NO_IDENTITY = {"receipt", "mix", "seconds", "baseline", "candidate", "candidate_commit", "reason", "gone", "unfit"}
+NO_IDENTITY = {"receipt", "seconds", "baseline", "candidate", "candidate_commit", "reason", "gone", "unfit"}
 NO_IDENTITY |= {"outcome", "was", "p", "clock_mhz", "head_commit", "quarantined"}  # of a comparison
 COMPARE, CURVE, BISECT, SWARM, MUTANTS = "compare", "operating_curve", "bisect", "swarm", "mutants"
 # Ratios to some baseline, rates of the harness, counts that grow, and figures of an engine that is wrong on purpose:

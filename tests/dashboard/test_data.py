@@ -72,7 +72,7 @@ def test_how_a_number_came_about_is_not_what_it_is_of(tmp_path: Path) -> None:
     found = results(
         tmp_path,
         row(0, {**same, "receipt": {"max_error": 0.1}, "seconds": 1}),
-        row(1, {**same, "receipt": {"max_error": 0.2}, "mix": {"float": 1}, "candidate_commit": "a"}),
+        row(1, {**same, "receipt": {"max_error": 0.2}, "candidate_commit": "a"}),
         row(2, {**same, "K": 5}),
     )
     assert list(found.rows["case"]) == ["K=3, model=nano"] * 2 + ["K=5, model=nano"]
