@@ -29,14 +29,15 @@ from functools import cache
 from pathlib import Path
 from statistics import median
 
-from hybrid_kv.probes.guarded import Guarded, ask
+from hybrid_kv.probes.guarded import Guarded, Settings, ask
 from hybrid_kv.probes.reproducer import case_of, wrong_read
-from hybrid_kv.probes.run import FINE, matrix_of, subtract_known
+from hybrid_kv.probes.run import FINE, subtract_known
 from hybrid_kv.probes.session import Outcome
 from hybrid_kv.targets import remote
 from hybrid_kv.targets.exact import VOCABULARY
 from hybrid_kv.targets.kinds import kind_of
 from hybrid_kv.targets.models import model_folder
+from hybrid_kv.targets.target import Kind
 
 FOLDER = Path(__file__).parents[1] / "vllm"
 HEALTHY = "healthy"
@@ -119,11 +120,8 @@ def search(python: str, name: str, weights: str, models: Callable[[str], Guarded
 
     Args:
         models: a model of that name inside vLLM; its judge knows answers from the searches before.
-
-    Raises:
-        ConfigError: there is no such cell.
     """
-    patches, found = patches_of(name), Found(name, weights)
+    patches, found, ran = patches_of(name), Found(name, weights), list[Settings]()
     code = "import importlib.util as u; print(u.find_spec('vllm').submodule_search_locations[0])"
 
     def report(outcome: Outcome) -> None:
@@ -151,8 +149,12 @@ def search(python: str, name: str, weights: str, models: Callable[[str], Guarded
             guarded.judges = known.judges
             for judge in guarded.judges.values():
                 judge.trusted = True  # the patch before may have seemed to be the oracle's error
-            text = " ".join(one for one in text.split() if one.partition("=")[0] in guarded.kind.factors)
-            cell = {**matrix_of(guarded.kind, [text] if text else [])[-1]} | ({} if weights == "exact" else DTYPE)
+            cell = _possible(dict(part.split("=") for part in text.split()), guarded.kind)
+            if weights == "random":
+                cell |= DTYPE
+            if cell in ran:  # random weights have one model, and fewer factors
+                continue
+            ran.append(cell)
             try:
                 ask(guarded, cell, (), report)
             except _Wrong as end:
@@ -160,6 +162,12 @@ def search(python: str, name: str, weights: str, models: Callable[[str], Guarded
                 break
         remote.end_loaders()
     return found
+
+
+def _possible(cell: Mapping[str, str], kind: Kind) -> Settings:
+    """The factors that an engine has, each with its next level if it lacks this one."""
+    levels = kind.factors
+    return {name: level if level in levels[name] else levels[name][1] for name, level in cell.items() if name in levels}
 
 
 def _wrong_read(guarded: Guarded, outcome: Outcome) -> str:
