@@ -34,6 +34,8 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
     if (target := config.getoption("--hybrid-kv-target")) is None:
         return
     from hybrid_kv.errors import HybridKVError
+    from hybrid_kv.probes.guarded import wanted
+    from hybrid_kv.probes.registry import load_probes
     from hybrid_kv.probes.run import default_matrix
     from hybrid_kv.targets.kinds import for_model, kind_of
     from hybrid_kv.targets.models import model_folder
@@ -46,10 +48,17 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
         if (model := model or "exact").startswith("exact"):
             with model_folder(model) as folder:
                 kind = for_model(kind, folder)
+        part = "exact" if model.startswith("exact") else "random"
         for settings in default_matrix(kind, "quick"):
+            probes = [one for one in load_probes() if wanted(one, kind, settings, part, part == "random")]
             again = f"hybrid-kv guard --target {target} --model {model}" + (f" --python {python}" if python else "")
             setting = Setting.from_parent(
-                session, kind=partial(kind_of, target, python), model=model, settings=settings, again=again
+                session,
+                kind=partial(kind_of, target, python),
+                model=model,
+                settings=settings,
+                probes=probes,
+                again=again,
             )
             items += setting.collect()
     except (HybridKVError, ModuleNotFoundError) as error:
@@ -63,18 +72,20 @@ class Setting(pytest.Collector):
     """
 
     def __init__(
-        self, kind: Callable[[], Kind], model: str, settings: dict[str, str], again: str, **given: Any
+        self,
+        kind: Callable[[], Kind],
+        model: str,
+        settings: dict[str, str],
+        probes: list[Probe],
+        again: str,
+        **given: Any,
     ) -> None:
         levels = ",".join(f"{factor}={level}" for factor, level in settings.items()) or "plain"
         super().__init__(name=f"hybrid-kv[{levels}]", **given)
-        self.kind, self.model, self.settings, self.again = kind, model, settings, again
+        self.kind, self.model, self.settings, self.probes, self.again = kind, model, settings, probes, again
 
     def collect(self) -> list[Item]:
-        from hybrid_kv.probes.registry import load_probes
-
-        is_exact = self.model.startswith("exact")
-        probes = [one for one in load_probes() if not ("exact" in one.not_in if is_exact else one.exact)]
-        return [Item.from_parent(self, name=one.name, probe=one) for one in probes]
+        return [Item.from_parent(self, name=one.name, probe=one) for one in self.probes]
 
     def setup(self) -> None:
         from hybrid_kv.errors import HybridKVError

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.probes.exact import ExactJudge
 from hybrid_kv.probes.judge import Judge
 from hybrid_kv.probes.oracle import Oracle
-from hybrid_kv.probes.registry import Verdict, load_probes
+from hybrid_kv.probes.registry import Probe, Verdict, load_probes
 from hybrid_kv.probes.session import Outcome, References, Session, calibrate
 from hybrid_kv.targets.exact import is_exact
 from hybrid_kv.targets.kinds import for_model
@@ -115,6 +115,19 @@ class Guarded:
         return session
 
 
+def wanted(probe: Probe, kind: Kind, settings: Mapping[str, str], part: str, thorough: bool) -> bool:
+    """Whether a probe runs in a setting of an engine; `part` of a run: `exact` or `random`."""
+
+    def is_plain(factors: Iterable[str]) -> bool:
+        return all(
+            settings.get(one, kind.factors[one][0]) == kind.factors[one][0] for one in factors if one in kind.factors
+        )
+
+    if (probe.exact and part != "exact") or (part in probe.not_in and not thorough):
+        return False
+    return probe.elsewhere or is_plain({*settings} - {"dtype"}) or not is_plain(probe.when)
+
+
 def ask(guarded: Guarded, settings: Settings, select: Sequence[str], report: Callable[[Outcome], None]) -> None:
     """All probes that are selected, in one setting; an engine that dies of the same thing again and again is let be."""
     try:
@@ -128,9 +141,7 @@ def ask(guarded: Guarded, settings: Settings, select: Sequence[str], report: Cal
         for probe in load_probes():
             if probe.name != "alone" and select and not any(part in probe.name for part in select):
                 continue
-            if (probe.exact and not session.judge.is_exact) or (part in probe.not_in and not guarded.thorough):
-                continue
-            if not (probe.elsewhere or guarded.is_plain(settings)) and all(map(session.is_plain, probe.when)):
+            if not wanted(probe, guarded.kind, settings, part, guarded.thorough):
                 continue
             if max(deaths.values(), default=0) >= MOST_DEATHS:
                 report(
