@@ -25,7 +25,7 @@ from hybrid_kv.probes.guarded import Guarded
 from hybrid_kv.probes.reproducer import FORMAT, case_of, from_json, replay, write_files, wrong_read
 from hybrid_kv.probes.run import FINE, Run, check_level, compare_with, guard, matrix_of, text_of
 from hybrid_kv.probes.script import script_of
-from hybrid_kv.probes.session import Outcome
+from hybrid_kv.probes.session import Failure, Outcome
 from hybrid_kv.probes.shrink import distinct, shrink
 from hybrid_kv.targets.exact import is_exact
 from hybrid_kv.targets.kinds import for_model, kind_of
@@ -142,14 +142,18 @@ class _Part:
         self.guarded, self.seen = self.run.guarded, self.run.outcomes
 
 
+def _num_requests(failure: Failure) -> int:
+    return sum(len(one.requests) for one in failure.rounds)
+
+
 def _reduced(part: _Part, target: str, size: Size, repro: Path) -> list[str]:
     """The files of all failures of a run, each reduced as far as its share of the time goes."""
     guarded, files = part.guarded, list[str]()
     failures = distinct([failure for outcome in part.seen for failure in outcome.failures])
     if is_exact(guarded.folder):  # a bug is in most answers of its setting: the one with the fewest requests shows it
-        failures.sort(key=lambda one: -sum(len(each.requests) for each in one.rounds))
+        failures.sort(key=_num_requests, reverse=True)
         failures = [*{text_of(one.settings): one for one in failures}.values()]
-        failures.reverse()  # the largest has what time the others leave
+        failures.sort(key=_num_requests)  # the largest has what time the others leave
     end = time.perf_counter() + SHRINK_SECONDS[size]
     for i, failure in enumerate(failures):
         share = min(120.0, (end - time.perf_counter()) / (len(failures) - i))
