@@ -199,7 +199,7 @@ class Remote:
             with suppress(OSError, TargetError):
                 self._connection.shutdown(socket.SHUT_WR)
                 self._line("end", END_SECONDS)
-        elif self._pid:
+        else:
             self._kill()
         self._lines.close()
         self._connection.close()
@@ -207,7 +207,8 @@ class Remote:
 
     def _kill(self) -> None:
         with suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGKILL)
+            if self._pid:
+                os.kill(self._pid, signal.SIGKILL)
         self._pid = 0
 
     def _call(self, op: str, seconds: float, **arguments: Any) -> Any:

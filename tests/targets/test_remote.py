@@ -25,6 +25,10 @@ class Forked:
         self.num_starts = 0
         self.loaded_by = os.getpid()
 
+class Slow:
+    def load(self):
+        time.sleep(600)
+
 class Engine({base}):
     def version(self):
         return tempfile.mkstemp()[1] if isinstance(self, Forked) else "1"
@@ -214,6 +218,12 @@ def test_one_that_hangs_is_killed_and_no_other(start: Start, monkeypatch: pytest
     os.close(process)
     assert beside.ask([Ask((1,))])[0].token_ids == (1,)
     beside.close()
+
+
+def test_an_import_that_hangs_is_an_error(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "START_SECONDS", 0.2)
+    with pytest.raises(TargetError, match="toy said nothing for 0 s after start; it said nothing"):
+        start(base="Slow")
 
 
 def test_an_answer_that_breaks_off_is_a_death(start: Start) -> None:
