@@ -145,7 +145,7 @@ def search(python: str, name: str, weights: str, models: Callable[[str], Guarded
             found.setting, found.detail = setting, ""
             model, text = cell_of(setting)
             known = models(f"exact:{model}" if weights == "exact" else RANDOM)
-            guarded = Guarded(known.kind, known.folder, thorough=False)  # the probes of a default run
+            guarded = Guarded(kind_of("vllm", python), known.folder, thorough=False)  # the probes of a default run
             guarded.judges = known.judges
             for judge in guarded.judges.values():
                 judge.trusted = True  # the patch before may have seemed to be the oracle's error
