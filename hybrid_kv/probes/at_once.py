@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from hybrid_kv.errors import deaf_to_ctrl_c
 from hybrid_kv.guard.workers import CONTEXT, processes
@@ -15,15 +15,23 @@ from hybrid_kv.probes.session import Outcome
 from hybrid_kv.targets.kinds import kind_of
 from hybrid_kv.targets.remote import share_loaders, shared_loaders
 
-if TYPE_CHECKING:
-    from hybrid_kv.probes.run import Run
-
 SECONDS = 0.2  # between two looks at the queue
 
 _worker: tuple[list[Guarded], SimpleQueue[tuple[int, str, Outcome]]]
 
 
-def ask_at_once(runs: Sequence[Run], jobs: int) -> None:
+class InWaves(Protocol):
+    """What `run.Run` is here."""
+
+    guarded: Guarded
+    select: Sequence[str]
+
+    def waves(self) -> Iterator[list[Settings]]: ...
+
+    def hear(self, outcome: Outcome) -> None: ...
+
+
+def ask_at_once(runs: Sequence[InWaves], jobs: int) -> None:
     """`guarded.ask` for every setting of some runs, which get each outcome in this process, as it comes."""
     queue: SimpleQueue[tuple[int, str, Outcome]] = CONTEXT.SimpleQueue()
     in_flight: dict[Future[None], int] = {}

@@ -176,7 +176,7 @@ class Run:
         Raises:
             ConfigError: none is supported, in any setting.
         """
-        if all(one.verdict == "not supported" for one in self.outcomes):
+        if self.outcomes and all(one.verdict == "not supported" for one in self.outcomes):
             raise ConfigError(f"no setting is supported: {self.outcomes[0].detail}")
         return sorted(self.outcomes, key=lambda one: self._order.index(dict(one.settings)))
 
