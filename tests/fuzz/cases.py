@@ -359,7 +359,7 @@ def stubs(folder: Path, passes: bool) -> ExitStack:
         "hybrid_kv.cli.target.guard": guarded,
         "hybrid_kv.cli.target.SHRINK_SECONDS": {"quick": 0.1, "full": 0.1, "long": 0.1},
         "hybrid_kv.probes.guarded.Oracle": lambda *_: ToyOracle(),
-        "hybrid_kv.targets.server.SECONDS": 0.3,
+        "hybrid_kv.targets.server.SECONDS": 0.5,
         "hybrid_kv.study.swarm.Swarm.run": lambda one, _: one.tally,
         "mutants.runner.run.run_all": lambda *_: iter(()),
         "bench.static.gate.measure": lambda *_: iter(
