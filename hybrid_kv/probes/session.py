@@ -271,7 +271,7 @@ class Session:
         """
         self.target.close()
         self.target, self.seen = self.kind.start(self.folder, self.settings), Seen()
-        self.sent = []
+        self.sent, self._preempted = [], 0.0
 
     def reset(self) -> None:
         """Forget the prefix cache, if the target can; what was moved to a further tier may still come back."""

@@ -153,6 +153,9 @@ def test_a_request_that_was_preempted_may_find_itself(monkeypatch, resumed, verd
 
     monkeypatch.setattr(Toy, "ask", ask)
     session = Session(ToyKind(), "folder", {"prefix": "on"}, Judge(ToyOracle()), References(ToyKind(), "folder"))
+    session.target.counts["preemptions"] = 3
+    session.reset()
+    session.restart()  # whose counters begin at 0
     _, (judgement,) = session.play(Round((Ask(tuple(range(1, UNIT + 2))),)))
     assert judgement.verdict == verdict
 
