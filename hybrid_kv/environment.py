@@ -64,4 +64,5 @@ def interpret_triton() -> None:
 
 def child_environment(defaults: Mapping[str, str] | None = None, **extra: str) -> dict[str, str]:
     """A copy of the environment for a child process; `extra` overrides it, it overrides `defaults`."""
-    return {**(defaults or {}), **os.environ, **extra}
+    own = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}  # new for each test
+    return {**(defaults or {}), **own, **extra}

@@ -142,7 +142,7 @@ def test_a_bad_value_inside_the_engine_is_its_own(start: Start) -> None:
     target.close()
 
 
-def test_an_engine_that_can_be_forked_is_loaded_once(start: Start) -> None:
+def test_an_engine_that_can_be_forked_is_loaded_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     first = start("os._exit(3) if requests[0]['prompt'] == [7] else None", base="Forked")
     scratch = Path(first.version)
     with pytest.raises(TargetError, match=r"toy died at ask; its last words: started$"):
@@ -158,6 +158,7 @@ def test_an_engine_that_can_be_forked_is_loaded_once(start: Start) -> None:
     assert Path(second.version).parent == scratch.parent
     with pytest.raises(TargetError, match=r"toy died at ask; its last words: started$"):
         second.ask([Ask((7,))])
+    monkeypatch.setenv("PYTEST_CURRENT_TEST", "another one")
     third = start(base="Forked")
     beside = start(base="Forked")
     assert Path(beside.version).parent == scratch.parent and beside.longest != third.longest
