@@ -156,7 +156,8 @@ def _reduced(part: _Part, target: str, size: Size, repro: Path) -> list[str]:
         failures.sort(key=_num_requests)  # the largest has what time the others leave
     end = time.perf_counter() + SHRINK_SECONDS[size]
     for i, failure in enumerate(failures):
-        share = min(120.0, (end - time.perf_counter()) / (len(failures) - i))
+        part_of_rest = _num_requests(failure) / sum(map(_num_requests, failures[i:]))
+        share = min(120.0, (end - time.perf_counter()) * part_of_rest)
         shrunk = shrink(failure, lambda failure=failure: guarded.session(failure.settings), share)  # type: ignore[misc]
         case = case_of(shrunk.failure, target, guarded.version, part.model, guarded.judge_of(failure.settings).limit)
         if line := wrong_read(guarded, case):

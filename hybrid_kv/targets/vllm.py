@@ -37,7 +37,7 @@ inside = Inside(
         "block": ("own", "32"),
         "kernel": ("own", "4"),  # tokens of a block as attention takes it
         "match": ("block", "8", "4"),
-        "spec": ("none", "ngram3"),
+        "spec": ("none", "ngram3", "mtp3"),
         "async": ("off", "on"),
         "sanitize": ("off", "on"),  # at about half of the speed; not beside async
     },
@@ -52,6 +52,7 @@ inside = Inside(
         "prefix=on block=32",
         "prefix=on kernel=4",
         "prefix=on match=8",
+        "spec=mtp3 async=on",
         "spec=ngram3",
         "spec=ngram3 chunk=40 blocks=tight",
         "prefix=on spec=ngram3",

@@ -127,6 +127,19 @@ def test_the_exact_model_inside_gives_its_oracles_tokens(exact: tuple[Remote, Ex
     assert target.counters()["hits"] > 0 and target.counters()["preemptions"] > 0
 
 
+def test_drafts_of_its_head_are_right_at_times_and_change_no_token(tmp_path: Path) -> None:
+    write_exact_checkpoint("mixed", tmp_path)
+    installed()
+    target, answers = vllm.start(str(tmp_path), {"spec": "mtp3", "async": "on"}), ExactAnswers(tmp_path)
+    try:
+        requests = [Ask(PROMPT[i % 3 :], max_tokens=20 + i, step=3 * i) for i in range(6)]
+        found, counters = target.ask(requests), target.counters()
+    finally:
+        target.close()
+    assert [list(one.token_ids) for one in found] == [answers.tokens(ask.prompt, ask.max_tokens) for ask in requests]
+    assert 0.4 < counters["accepted"] / counters["drafts"] < 0.8
+
+
 @pytest.mark.parametrize("wrong", [0, 1])
 def test_a_script_exits_with_what_the_answer_is(exact: tuple[Remote, ExactAnswers], wrong: int, tmp_path: Path) -> None:
     rounds = (Round((Ask(PROMPT, max_tokens=4), Ask(PROMPT[:1], max_tokens=3, step=2))),)

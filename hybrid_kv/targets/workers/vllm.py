@@ -117,7 +117,7 @@ class Engine:
         options = arguments(settings)
         with open(f"{folder}/config.json") as file:
             if "exact" in json.load(file):
-                options |= self._exact(settings)
+                self._exact(folder, settings, options)
         try:
             self._start(folder, options, settings.get("blocks") == "tight")
         except refusals(AssertionError, NotImplementedError) as error:
@@ -161,8 +161,8 @@ class Engine:
         self.ask([{"prompt": [1, 2, 3], "max_tokens": 3, "salt": "start"}], 0)
         self._sent = 0  # what comes now counts from 0, as the sanitizer says it
 
-    def _exact(self, settings: dict[str, str]) -> dict[str, Any]:
-        """Make the exact model known to vLLM; the options that it adds."""
+    def _exact(self, folder: str, settings: dict[str, str], options: dict[str, Any]) -> None:
+        """Make the exact model known to vLLM, and add the options that it needs."""
         module = pipe.sibling("vllm_exact")
         if settings.get("sanitize") == "on":
             self._sanitizer = module.sanitizer = pipe.sibling("vllm_sanitizer").Sanitizer()
@@ -172,7 +172,8 @@ class Engine:
         module.kernel_block_size = int(settings["kernel"]) if settings.get("kernel", "own") != "own" else 0
         if settings.get("async") == "on":
             allow_async()
-        return exact_arguments(settings)
+        module.add_head(options, folder)
+        options |= exact_arguments(settings)
 
     def ask(self, requests: list[dict[str, Any]], preempt_every: int) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = [{} for _ in requests]

@@ -7,7 +7,10 @@ any tolerance. The file needs vLLM 0.32 and nothing else: the weights are in the
 `register` is what vLLM calls of a plugin (entry point `vllm.general_plugins`).
 """
 
+import json
+import tempfile
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +27,8 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 NAME = "ExactHybridForCausalLM"
+# vLLM knows heads for drafts by the names of models; this one's configuration is read as any Llama's.
+DRAFTED, DRAFT = "MiMoForCausalLM", "MiMoMTPModel"
 PRIME = 2**31 - 1  # as in hybrid_kv.models.exact
 CYCLE = 5
 MARKS = ((1, 2),)  # one state more, of the sanitizer
@@ -34,8 +39,20 @@ kernel_block_size = 0  # if set, attention takes blocks of this size alone, and 
 
 
 def register() -> None:
-    """Make the model known to vLLM."""
+    """Make the model known to vLLM, and its head for drafts."""
     ModelRegistry.register_model(NAME, ExactHybridForCausalLM)
+    ModelRegistry.register_model(DRAFT, ExactHead)
+
+
+def add_head(options: dict[str, Any], folder: str) -> None:
+    """Name the checkpoint of the head in engine arguments that draft with it; it is made of the model's own."""
+    drafts = options.get("speculative_config", {})
+    if drafts.get("method") == "mtp":
+        config = json.loads((Path(folder) / "config.json").read_text())
+        config |= {"architectures": [DRAFTED], "num_nextn_predict_layers": 1}
+        config["hidden_size"] = 2 * config["hidden_size"] + 1  # see `pack`
+        drafts["model"] = tempfile.mkdtemp()
+        (Path(drafts["model"]) / "config.json").write_text(json.dumps(config))
 
 
 def renew(llm: Any) -> None:
@@ -117,6 +134,7 @@ class Layer(nn.Module):
 class Attention(Layer, AttentionLayerBase):
     """`o_i = sum_{j <= i} (q_i + k_j)^2 v_j`; k_j has the position of its token, v_j its place in the block table."""
 
+    is_watched = True  # by the sanitizer
     qkv: torch.Tensor
     write_mark: torch.Tensor
     read_mark: torch.Tensor
@@ -147,7 +165,7 @@ class Attention(Layer, AttentionLayerBase):
         blocks = torch.where(slots < 0, NULL_BLOCK, slots // size)
         cache[blocks, slots % size] = torch.cat([(k + mark * mark) % PRIME, v], 1).to(cache.dtype)
 
-        if sanitizer is not None:
+        if sanitizer is not None and self.is_watched:
             sanitizer.pages(self.prefix, marks, slots, m.block_table_tensor)
         starts, lengths = m.query_start_loc, m.seq_lens
         row, step = rows_of(starts, n)
@@ -301,6 +319,17 @@ def state_shapes(weights: dict[str, Any], num_drafts: int) -> tuple[tuple[int, .
     return ((windows[1] - 1 + num_drafts, windows[2]),) * windows[0] + (tuple(states[1:]),) * states[0]
 
 
+def pack(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    """Residues [num_tokens, width] and tokens as hidden states [num_tokens, 2 * width + 1], exact in float32."""
+    return torch.cat([x >> 16, x & 0xFFFF, token[:, None]], 1).float()
+
+
+def unpack(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `pack` was given."""
+    high, low, token = hidden.long().split([hidden.shape[1] // 2] * 2 + [1], 1)  # vLLM up to 0.31 draws some
+    return (high << 16) + low, token[:, 0]
+
+
 class ExactHybridForCausalLM(nn.Module, HasInnerState, IsHybrid):
     """The model. Logits are one-hot: a checksum of the whole history draws one token in `echo`, the others follow.
 
@@ -355,19 +384,23 @@ class ExactHybridForCausalLM(nn.Module, HasInnerState, IsHybrid):
         return self.embedding[input_ids]
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """[num_tokens] each to [num_tokens, width + 1]: the last one is the token itself."""
+        """[num_tokens] each to [num_tokens, 2 * width + 1], see `pack`."""
         x = self.embedding[input_ids]
         if sanitizer is not None and get_forward_context().attn_metadata is not None:
             sanitizer.step(positions)
         for layer in self.layers:
             y = layer(x, positions) if isinstance(layer, Attention) else layer(x)
             x = (x * 3 + y) % PRIME
-        return torch.cat([x, input_ids[:, None].long()], 1).double()  # vLLM up to 0.31 draws some, to warm up
+        return pack(x, input_ids.long())
+
+    @property
+    def model(self) -> nn.Module:
+        """What a head for drafts takes its embedding from."""
+        return self
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, width + 1] to [num_tokens, vocabulary]."""
-        hidden = hidden.long()
-        x, token = hidden[:, :-1], hidden[:, -1]
+        """[num_tokens, 2 * width + 1] to [num_tokens, vocabulary]."""
+        x, token = unpack(hidden)
         mixed = (x[:, None] * self.logit_map[0] + self.logit_map[1]) % PRIME
         scores = (mixed * mixed % PRIME).sum(-1) % PRIME
         follower = token - token % CYCLE + (token + 1) % CYCLE
@@ -377,3 +410,30 @@ class ExactHybridForCausalLM(nn.Module, HasInnerState, IsHybrid):
     def load_weights(self, weights: Any) -> set[str]:
         """All of them are in the configuration."""
         return set()
+
+
+class ExactHead(nn.Module):
+    """A head for drafts (MTP): one attention layer over the model's hidden states, with a cache of its own.
+
+    It guesses as the model draws, from another checksum: of eight drafts that follow a right one, about six are right.
+    """
+
+    embed_tokens: torch.Tensor  # the model's, which vLLM hands over
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__()
+        exact = vllm_config.speculative_config.draft_model_config.hf_config.exact
+        layers = exact["layers"]
+        weights = next(one["weights"] for one in layers if not one["kind"])
+        self.attention = Attention(vllm_config, f"layers.{len(layers)}", weights)
+        self.attention.is_watched = False  # it reads what was rejected: a guess may be wrong
+        self.echo, self.logit_map = exact["echo"], torch.tensor(exact["logit_map"], dtype=torch.int64)
+
+    model = ExactHybridForCausalLM.model
+    compute_logits = ExactHybridForCausalLM.compute_logits
+    load_weights = ExactHybridForCausalLM.load_weights
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, hidden_states: torch.Tensor, **_: Any) -> Any:
+        """[num_tokens], [num_tokens] and [num_tokens, 2 * width + 1] to the last one's shape."""
+        x = (self.embed_tokens[input_ids] + unpack(hidden_states)[0]) % PRIME
+        return pack((x * 3 + self.attention(x, positions)) % PRIME, input_ids.long())
