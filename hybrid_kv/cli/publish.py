@@ -73,9 +73,11 @@ def page(file: Path, engine: str) -> str:
             lines.append(f"| {plain(setting)} | {' | '.join(words)} |")
         lines.append(f"| tokens | {' | '.join(f'{tokens[model, version]:,}' for version in versions)} |")
         lines.append(f"\nSeeds {', '.join(map(str, sorted(seeds[model])))}.")
-        texts = dict.fromkeys((setting, one["said"]) for (setting, _), one in own.items() if one["said"])
-        those = [[v for v in versions if own.get((setting, v), {}).get("said") == text] for setting, text in texts]
-        found = [f"- {', '.join(who)}, {setting}: {text}" for who, (setting, text) in zip(those, texts, strict=True)]
+        texts: dict[tuple[str, str], list[str]] = {}
+        for setting, text in dict.fromkeys((setting, one["said"]) for (setting, _), one in own.items() if one["said"]):
+            those = [version for version in versions if own.get((setting, version), {}).get("said") == text]
+            texts.setdefault((", ".join(those), text), []).append(setting)
+        found = [f"- {who}, {'; '.join(settings)}: {text}" for (who, text), settings in texts.items()]
         lines += ["", *found] if found else []
     return "\n".join(lines) + "\n"
 
