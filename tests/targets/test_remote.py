@@ -175,7 +175,7 @@ sys.path.append({pipe!r})
 import pipe
 
 class Engine:
-    package = "toy_engine"
+    late = "toy_engine",
 
     def load(self):
         was_there = ["colorsys"] if "colorsys" in sys.modules else []

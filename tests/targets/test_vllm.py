@@ -14,7 +14,7 @@ from hybrid_kv.config import ConfigError
 from hybrid_kv.probes.registry import Round
 from hybrid_kv.probes.reproducer import Case, write_files
 from hybrid_kv.probes.script import script_of
-from hybrid_kv.targets import vllm
+from hybrid_kv.targets import remote, vllm
 from hybrid_kv.targets.exact import ExactAnswers, write_exact_checkpoint
 from hybrid_kv.targets.remote import Remote, python_of
 from hybrid_kv.targets.target import Ask
@@ -127,15 +127,19 @@ def test_the_exact_model_inside_gives_its_oracles_tokens(exact: tuple[Remote, Ex
     assert target.counters()["hits"] > 0 and target.counters()["preemptions"] > 0
 
 
-def test_drafts_of_its_head_are_right_at_times_and_change_no_token(tmp_path: Path) -> None:
+def test_drafts_of_its_head_are_right_at_times_and_change_no_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_exact_checkpoint("mixed", tmp_path)
-    installed()
+    monkeypatch.setattr(remote, "_loaders", {})
+    remote.renew_loader("vllm", installed())  # as `--watch` does
     target, answers = vllm.start(str(tmp_path), {"spec": "mtp3", "async": "on"}), ExactAnswers(tmp_path)
     try:
         requests = [Ask(PROMPT[i % 3 :], max_tokens=20 + i, step=3 * i) for i in range(6)]
         found, counters = target.ask(requests), target.counters()
     finally:
         target.close()
+        remote.end_loaders()
     assert [list(one.token_ids) for one in found] == [answers.tokens(ask.prompt, ask.max_tokens) for ask in requests]
     assert 0.4 < counters["accepted"] / counters["drafts"] < 0.8
 

@@ -55,11 +55,11 @@ def _load(engine: Any) -> None:
 
 
 def _load_others(engine: Any) -> None:
-    """Import what `load` does, but for the engine's own package `engine.package`; a fork finds out what that is."""
+    """Import what `load` does, but for the packages `engine.late`, its own first; a fork finds out what that is."""
     read, write = os.pipe()
     if not (child := os.fork()):
         engine.load()
-        names = [name for name in sys.modules if name.partition(".")[0] != engine.package]
+        names = [name for name in sys.modules if name.partition(".")[0] not in engine.late]
         with open(write, "w") as file:
             file.write("\n".join(names))
         os._exit(0)

@@ -91,7 +91,7 @@ def exact_arguments(settings: dict[str, str]) -> dict[str, Any]:
 class Engine:
     """What `pipe.serve` needs; fields as in `hybrid_kv.targets.target`."""
 
-    package = "vllm"
+    late = "vllm", "numba", "llvmlite"  # where the last two are, `load` cannot replace kernels
     _sanitizer: Any = None
     _renew: Callable[[Any], None] | None = None  # of the exact model
 
@@ -103,7 +103,7 @@ class Engine:
         from vllm.platforms import current_platform
 
         if replace := getattr(current_platform, "register_triton_kernel_overrides", None):
-            replace()  # looks through all modules, and fails at those of numba
+            replace()  # looks through all modules, and fails at llvmlite's
             type(current_platform).register_triton_kernel_overrides = lambda *_: None
         import vllm.v1.spec_decode.ngram_proposer  # noqa: F401  (it imports numba)
 
