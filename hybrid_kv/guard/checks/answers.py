@@ -137,7 +137,7 @@ def cells(prompts: Sequence[str], device: str = "cpu", model: Trained = TRAINED[
         yield run(prompts, "align", None, 0, kv_offload_folder=folder)
 
 
-@check("answers", quick=0, full=32, long=200, seconds=1.5, place=50, needs="safetensors tokenizers transformers")
+@check("answers", quick=0, full=24, long=200, seconds=1.5, place=50, needs="safetensors tokenizers transformers")
 def check_answers(run: Run) -> list[CheckResult]:
     """One line per model and cell: how many answers differ from those of mode none without drafts."""
     results = []

@@ -32,7 +32,7 @@ AGAIN = 8
 @check(
     "exact model",
     quick=2500,
-    full=4000,
+    full=3000,
     long=100_000,
     seconds=0.0066,
     place=30,

@@ -30,7 +30,7 @@ def known() -> list[str]:
 
 
 @check(
-    "families", quick=2, full=8, long=99, seconds=7.0, place=45, needs="safetensors tokenizers transformers",
+    "families", quick=2, full=6, long=99, seconds=7.0, place=45, needs="safetensors tokenizers transformers",
     factors=lambda: {"family": known()},
 )  # fmt: skip
 def check_families(run: Run) -> list[CheckResult]:

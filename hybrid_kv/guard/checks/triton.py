@@ -45,7 +45,7 @@ KERNELS = (
 )  # fmt: skip
 
 
-@check(SECTION, quick=0, full=4, long=16, seconds=16.0, place=65, needs="safetensors tokenizers transformers")
+@check(SECTION, quick=0, full=2, long=16, seconds=16.0, place=65, needs="safetensors tokenizers transformers")
 def check_triton(run: Run) -> list[CheckResult]:
     """Exact scenarios, as many as the amount, and the logits of a random model in both rollback schemes."""
     if find_spec("triton") is None:
