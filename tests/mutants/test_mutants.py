@@ -52,7 +52,7 @@ def test_the_settings_of_a_mutant_are_levels_of_our_target(known: KnownBug) -> N
 
 
 def test_a_bug_is_injected_or_has_a_reason_why_not() -> None:
-    page = (FOLDER.parent / "docs/mutants.md").read_text(encoding="utf-8")
+    page = (FOLDER / "README.md").read_text(encoding="utf-8")
     named = re.findall(r"\b[A-L]\d\d\b", page.split("## Not injected")[1])
     injected = {known.id for known in read_mutants()}
     assert len(set(named)) == len(named)
