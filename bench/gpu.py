@@ -7,6 +7,9 @@ buffers pass through the cache, several times as large as it is; while they do, 
 follows, so that no event waits for Python. Plain torch, which reads sizes from the device, runs eagerly, and its row
 says so: its time is that of the host as well.
 
+Of our kernels of decode and verify steps a row has the time over what `hybrid_kv.predict` says of it; one outside
+of the interval of the prediction fails.
+
 Bytes are what a call must move at least. What recomputes has two kinds of steps, and the mean weighs them by how often
 `kernels.recompute.commit` flushes when each draft is accepted with probability 0.75.
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,12 +36,19 @@ from bench.harness.contest import Contest, Rival
 from bench.harness.registry import suites
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.errors import run_command
+from hybrid_kv.predict.gpu import CONVOLUTION, GPU, GPUS, UPDATE, WIDTH_LAST
+from hybrid_kv.predict.step import Kernel, Priced, priced
 from hybrid_kv.results import Receipt, Row, append_rows, check_writable, timing_row
 from hybrid_kv.timing.case import checked
 from hybrid_kv.timing.clock import between_events, median, ratio
 
 SUITE = "gpu"
 ROUNDS, QUICK_ROUNDS = 51, 15
+# Contests of decode and verify steps, and the family that a prediction knows them by.
+PREDICTED = {
+    "state_update": UPDATE, "delta_update": UPDATE, "conv_update": CONVOLUTION, "paged_attention": WIDTH_LAST,
+}  # fmt: skip
+OURS = ("slots", "recompute_step", "recompute_flush", "triton")
 CACHES = 8  # the copy, in sizes of the L2 cache: what of it stays there is then an eighth of a time at most
 
 
@@ -51,7 +62,9 @@ def contests(quick: bool = False, device: str = "cuda") -> Iterator[Contest]:
 
 
 class Device(Protocol):
-    """What a contest needs of a machine."""
+    """What a contest needs of a machine; `gpu` is its data sheet, if predictions know it."""
+
+    gpu: GPU | None
 
     def capture(self, run: Callable[[], object]) -> Callable[[], object]:
         """`run` as one call that only launches."""
@@ -67,7 +80,8 @@ class Cuda:
     """The current CUDA device."""
 
     def __init__(self) -> None:
-        size = CACHES * torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size // 4
+        about = torch.cuda.get_device_properties(torch.cuda.current_device())
+        self.gpu, size = known_gpu(about.name), CACHES * about.L2_cache_size // 4
         self._ring = [torch.ones(size, dtype=torch.int32, device="cuda") for _ in range(3)]
         self._sum = torch.zeros((), dtype=torch.int64, device="cuda")
         self._evict = self.capture(self._pass)
@@ -109,6 +123,12 @@ class Cuda:
             events.append(between_events(call))
         torch.cuda.synchronize()
         return [start.elapsed_time(end) / 1000 for start, end in events]
+
+
+def known_gpu(name: str) -> GPU | None:
+    """The data sheet of a device, as CUDA names it: NVIDIA H100 80GB HBM3."""
+    words = {*name.lower().split()}
+    return next((gpu for key, gpu in GPUS.items() if {*key.split("_")} <= words), None)
 
 
 @dataclass(frozen=True)
@@ -166,8 +186,19 @@ def race(contest: Contest, device: Device, rounds: int, rng: random.Random) -> t
     return list(results.values()), missing
 
 
-def rows(contest: Contest, results: Sequence[Result]) -> Iterator[Row]:
-    """Time, bandwidth and its share of the copy's in the same rounds, and the time as a multiple of the first one's."""
+def predicted(contest: Contest, one: Result, gpu: GPU | None) -> Priced | None:
+    """What a launch of ours should take that finds nothing in the cache; None of what predictions do not know."""
+    family = PREDICTED.get(contest.benchmark)
+    if gpu is None or family is None or one.name not in OURS:
+        return None
+    tokens = 1 + int(contest.params.get("K", 0))
+    return priced(Kernel(one.name, 1, one.num_bytes, family, tokens), gpu, math.inf)
+
+
+def rows(contest: Contest, results: Sequence[Result], gpu: GPU | None = None) -> Iterator[Row]:
+    """Time, bandwidth and its share of the copy's in the same rounds, and the time as a multiple of the first one's and
+    of the predicted one.
+    """
     copy = next(one for one in results if one.name == COPY)
     first = results[0]
     for one in results:
@@ -179,11 +210,20 @@ def rows(contest: Contest, results: Sequence[Result]) -> Iterator[Row]:
             "receipt": one.receipt,
         }
 
-        def row(metric: str, unit: str, better: str, found: Any, common: dict[str, Any] = common) -> Row:
-            value, low, high = sorted((found.low, found.value, found.high))[1], found.low, found.high
-            return timing_row(metric=metric, unit=unit, better=better, value=value, ci_low=low, ci_high=high, **common)
+        def row(
+            metric: str, unit: str, better: str, found: Any, common: dict[str, Any] = common, verdict: str = ""
+        ) -> Row:
+            values = {"value": sorted((found.low, found.value, found.high))[1], "verdict": verdict}
+            limits = {"ci_low": found.low, "ci_high": found.high}
+            return timing_row(metric=metric, unit=unit, better=better, **values, **limits, **common)
 
-        yield row("gpu_time", "ns", "lower", median(one.seconds * 1e9))
+        time = median(one.seconds * 1e9)
+        yield row("gpu_time", "ns", "lower", time)
+        if (price := predicted(contest, one, gpu)) is not None:
+            verdict = "pass" if price.low <= time.value / 1e3 <= price.high else "fail"
+            yield row(
+                "ratio_to_predicted", "time ratio", "lower", median(one.seconds * 1e6 / price.us), verdict=verdict
+            )
         if one.num_bytes:
             rate = one.num_bytes / one.seconds / 1e9
             yield row("bandwidth", "GB/s", "higher", median(rate))
@@ -193,14 +233,16 @@ def rows(contest: Contest, results: Sequence[Result]) -> Iterator[Row]:
             yield row(f"ratio_to_{first.name}", "time ratio", "lower", ratio(one.seconds, first.seconds))
 
 
-def _print(contest: Contest, results: Sequence[Result], missing: Mapping[str, str]) -> None:
+def _print(contest: Contest, results: Sequence[Result], missing: Mapping[str, str], gpu: GPU | None) -> None:
     where = ", ".join(f"{name}={value}" for name, value in contest.params.items())
     print(f"{contest.benchmark}: {where}")
     for one in results:
         time = median(one.seconds * 1e6)
         rate = f"{one.num_bytes / time.value / 1e3:8.0f} GB/s" if one.num_bytes else ""
-        eager = "" if one.graph else "  (eager: the host's time too)"
-        print(f"  {one.name:14}{time.value:10.1f} us  ±{(time.high - time.low) / 2:6.1f} {rate}{eager}")
+        said = "" if one.graph else "  (eager: the host's time too)"
+        if (price := predicted(contest, one, gpu)) is not None:
+            said = f"  predicted {price.us:.1f} us ({price.low:.1f} to {price.high:.1f})"
+        print(f"  {one.name:14}{time.value:10.1f} us  ±{(time.high - time.low) / 2:6.1f} {rate}{said}")
     for name, reason in missing.items():
         print(f"  {name:14}left out: {reason}")
 
@@ -219,8 +261,8 @@ def main(arguments: Sequence[str] | None = None, machine: Callable[[], Device] =
         device, rng = machine(), random.Random(options.seed)
         for contest in contests(options.quick, **where):
             results, missing = race(contest, device, QUICK_ROUNDS if options.quick else ROUNDS, rng)
-            append_rows(options.out, list(rows(contest, results)))
-            _print(contest, results, missing)
+            append_rows(options.out, list(rows(contest, results, device.gpu)))
+            _print(contest, results, missing, device.gpu)
     except HybridKVError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

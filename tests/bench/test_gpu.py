@@ -174,6 +174,8 @@ def test_bytes_are_those_of_the_model(everything):
 class Fake:
     """A device on which a call takes what it returns; a copy moves 1000 bytes in 1 ns."""
 
+    gpu = None
+
     def __init__(self):
         self.batches, self.captured, self.log = [], 0, []
 
@@ -270,6 +272,23 @@ def test_rows():
         assert row.unit in TIME_UNITS and row.ci_low <= row.value <= row.ci_high
 
 
+@pytest.mark.parametrize(("us", "verdict"), [(11.0, "pass"), (16.0, "fail"), (8.0, "fail")])
+def test_a_time_outside_of_the_interval_of_its_prediction_fails(us, verdict, capsys):
+    # 4.12 µs a launch, 20 MB at 0.866 of 3.35 TB/s; memory bounds it: 0.805 to 1.33 times as long.
+    contest = Contest("state_update", {"K": 0}, {name: rival(us / 1e6, 20_000_000) for name in ("slots", "vllm")})
+    results, _ = race(contest, Fake(), 3, random.Random(0))
+    (found,) = [one for one in rows(contest, results, gpu.GPUS["h100"]) if one.metric == "ratio_to_predicted"]
+    assert (found.params["subject"], found.verdict) == ("slots", verdict)
+    assert found.value == pytest.approx(us / 11.014, rel=1e-3)
+    gpu._print(contest, results, {}, gpu.GPUS["h100"])
+    assert capsys.readouterr().out.count("predicted 11.0 us (8.9 to 14.6)") == 1
+
+
+def test_a_data_sheet_is_found_by_the_name_of_a_device():
+    names = ("NVIDIA H100 80GB HBM3", "NVIDIA GB200", "NVIDIA RTX PRO 6000 Blackwell Server Edition", "Tesla T4")
+    assert [*map(gpu.known_gpu, names)] == [gpu.GPUS.get(name) for name in ("h100", "gb200", "rtx_pro_6000", "t4")]
+
+
 def test_a_share_is_that_of_its_own_rounds():
     """A machine that slows down slows the copy as well."""
     slowing = (1e-9, 1e-9, 2e-9, 4e-9)
@@ -358,7 +377,9 @@ def test_a_call_is_timed_alone_behind_other_buffers(monkeypatch):
 def test_what_passes_through_the_cache_is_larger_than_it(monkeypatch):
     made = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(L2_cache_size=4096))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="A GPU", L2_cache_size=4096)
+    )
     ones, zeros = torch.ones, torch.zeros
 
     def on_cpu(make):
