@@ -1,7 +1,7 @@
 """Notifications of what the engine does, step by step.
 
 The order in a step: `on_schedule`, `on_prepare`, `on_step`, then the model runs, `on_hidden`, `on_copy` for each group
-with boundary states, `on_commit`, `on_draft` or `on_propose`. `on_flush` and `on_arrival` come between steps. A
+with boundary states, `on_draft`, `on_commit`, `on_propose`. `on_flush` and `on_arrival` come between steps. A
 observer may look at everything and raise; what it may change is said where it may.
 """
 
@@ -62,6 +62,7 @@ class EngineObserver(CacheObserver):
         """Boundary states of a group are about to be copied.
 
         Args:
+            copies: on the device; those of rejected drafts are copies of a block to itself.
             block_table: [num_rows, num_columns] int32, in batch order.
             layers: of each layer the parts of its state.
             copies_states: those that are no window are copied, too.
@@ -70,10 +71,8 @@ class EngineObserver(CacheObserver):
     def on_commit(self, tokens: Sequence[Sequence[int]]) -> None:
         """The step has run. `tokens`: for each request of the batch none, or its accepted drafts and one more."""
 
-    def on_draft(
-        self, group: int, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], slots: torch.Tensor
-    ) -> None:
-        """A head is about to write K and V of a group.
+    def on_draft(self, group: int, rows: npt.NDArray[np.int64], positions: torch.Tensor, slots: torch.Tensor) -> None:
+        """A head is about to write K and V of a group, also behind drafts that are rejected.
 
         Args:
             rows, positions, slots: [num_tokens] int64 each, `rows` of the batch. `PAD_SLOT` writes nothing.

@@ -2,9 +2,9 @@
 
 import torch
 
-from hybrid_kv.kernels.common.upload import now
+from hybrid_kv.kernels.common.upload import download, now
 from hybrid_kv.sampling import sample, stage_draws
-from hybrid_kv.spec_decode.verify import stage_verify, verify
+from hybrid_kv.spec_decode.verify import gained, stage_verify, verify
 
 
 def sampled(logits: torch.Tensor, params, seeds, positions) -> list[int]:
@@ -14,4 +14,5 @@ def sampled(logits: torch.Tensor, params, seeds, positions) -> list[int]:
 
 def verified(logits: torch.Tensor, drafts, params, seeds, first_positions) -> list[list[int]]:
     """What each request gains."""
-    return verify(logits, drafts, now(logits.device, stage_verify(drafts, params, seeds, first_positions)))
+    step = now(logits.device, stage_verify(drafts, params, seeds, first_positions))
+    return gained(*download(*verify(logits, step)), [len(own) for own in drafts])

@@ -39,7 +39,7 @@ from hybrid_kv.kernels.causal_conv1d import window_places
 from hybrid_kv.kernels.common.ragged import Ragged
 from hybrid_kv.kernels.common.spans import Boundaries, Spans
 from hybrid_kv.kernels.common.strided import gather_tokens
-from hybrid_kv.kernels.common.upload import Array, Staged, move, together, upload
+from hybrid_kv.kernels.common.upload import Array, Staged, move, together
 from hybrid_kv.kernels.ssd import CHUNK_BYTES
 
 Ints = npt.NDArray[np.int64]
@@ -260,35 +260,46 @@ def boundaries_inside(spec: MambaSpec, num_computed_tokens: Ints, current_blocks
 
 
 class BoundaryCopies(NamedTuple):
-    """States that a verify step left in a draft's logical block though they belong to a block boundary."""
+    """States that a verify step leaves in a draft's logical block though they belong to a block boundary.
 
-    rows: Ints  # of the batch
-    current_blocks: Ints  # logical block with the convolution inputs
-    drafts: Ints  # j: the boundary is after the j-th token of the step
-    logical_blocks: Ints  # the boundary's own
+    All [n] int64, arrays on the host or tensors on the device.
+    """
+
+    rows: Any  # of the batch
+    current_blocks: Any  # logical block with the convolution inputs
+    drafts: Any  # j: the boundary is after the j-th token of the step
+    logical_blocks: Any  # the boundary's own
 
 
-def boundary_copies(
-    spec: MambaSpec, num_computed_tokens: Ints, query_lens: Ints, num_accepted_tokens: Ints
-) -> BoundaryCopies:
-    """What `postprocess_mamba` must copy after the decodes of a step, when their accepted tokens are known.
+def boundary_copies(spec: MambaSpec | None, num_computed_tokens: Ints, query_lens: Ints) -> BoundaryCopies:
+    """What `postprocess_mamba` must copy after the decodes of a step if it accepts all of their drafts.
 
     A step of at most 1 + K <= `block_size` tokens passes at most one boundary, the end of block
-    `num_computed_tokens // block_size`. Only accepted tokens count: the state of a rejected one must never reach a
-    block that will be published.
+    `num_computed_tokens // block_size`.
 
     Args:
-        num_computed_tokens: [num_decodes], before the step.
-        num_accepted_tokens: [num_decodes], in this step, bonus token included.
+        spec: of the Mamba layers, if there are any.
+        num_computed_tokens, query_lens: [num_decodes].
     """
-    if not spec.mode.keeps_states:
+    if spec is None or not spec.mode.keeps_states:
         none = np.empty(0, dtype=np.int64)
         return BoundaryCopies(none, none, none, none)
     current_blocks = last_scheduled_block_idx(spec, num_computed_tokens, query_lens)
     logical_blocks = num_computed_tokens // spec.block_size
     drafts = (logical_blocks + 1) * spec.block_size - 1 - num_computed_tokens
-    rows = np.flatnonzero((drafts < num_accepted_tokens) & (current_blocks + drafts != logical_blocks))
+    rows = np.flatnonzero((drafts < query_lens) & (current_blocks + drafts != logical_blocks))
     return BoundaryCopies(rows, current_blocks[rows], drafts[rows], logical_blocks[rows])
+
+
+def due_copies(copies: BoundaryCopies, accepted: torch.Tensor) -> BoundaryCopies:
+    """The same on the device, once it is known there how many drafts of each decode are accepted.
+
+    The state of a rejected one must never reach a block that will be published: the block of its boundary is copied to
+    itself.
+    """
+    is_due = copies.drafts <= accepted[copies.rows]
+    current_blocks = torch.where(is_due, copies.current_blocks, copies.logical_blocks)
+    return copies._replace(current_blocks=current_blocks, drafts=copies.drafts * is_due)
 
 
 def postprocess_mamba(
@@ -301,15 +312,13 @@ def postprocess_mamba(
     """Bring boundary states home, in all layers of a group.
 
     Args:
+        copies: on the device.
         block_table: [num_reqs, width] int32, the group's rows of the step's batch.
         layers: of each layer the parts of its state, [num_blocks, …] each.
         spec: of the layers.
         copies_states: also those that are no window (`Rollback.copies_states`).
     """
-    if not len(copies.rows):
-        return
-    device = block_table.device
-    rows, current_blocks, drafts, logical_blocks = upload(device, *copies)
+    rows, current_blocks, drafts, logical_blocks = copies
     home = block_table[rows, logical_blocks].long()
     window_from = block_table[rows, current_blocks].long()
     state_from = block_table[rows, current_blocks + drafts].long() if copies_states else None
@@ -317,7 +326,7 @@ def postprocess_mamba(
         for part, kept in zip(spec.parts, parts, strict=True):
             if part.role == "window":
                 size = kept.shape[1] - spec.num_speculative_tokens
-                window_rows = drafts[:, None] + torch.arange(size, device=device)
+                window_rows = drafts[:, None] + torch.arange(size, device=drafts.device)
                 # Row by row: rows `j …` of a window are no contiguous range in every layout (vllm!45682).
                 kept[home, :size] = kept[window_from[:, None], window_rows]
             elif state_from is not None:

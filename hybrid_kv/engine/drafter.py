@@ -1,15 +1,19 @@
 """Drives a multi-token-prediction head beside the target: K passes of one small layer after every step.
 
-The first pass runs over all tokens that the step computed and the request keeps, since the head needs its own K and V
-of them; it also replaces what earlier passes wrote for drafts, with the target's hidden states in place of the head's.
-Only the last token of each request attends and is drafted from. Each further pass takes the head's output and its draft
-one position on.
+The first pass runs over all tokens that the step computed, since the head needs its own K and V of them; it also
+replaces what earlier passes wrote for drafts, with the target's hidden states in place of the head's. Only the last
+token that a request keeps attends and is drafted from. Each further pass takes the head's output and its draft one
+position on.
+
+The host does not know what was accepted when it starts the passes: all shapes follow from what was scheduled, and what
+is computed behind a rejected draft is replaced before it is read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +23,7 @@ from hybrid_kv.attention.paged import AttentionPart, Compute, PagedAttentionMeta
 from hybrid_kv.cache.backend import AttentionGroup
 from hybrid_kv.cache.block_table import BlockTables
 from hybrid_kv.kernels.common.ragged import Ragged
-from hybrid_kv.kernels.common.upload import upload
+from hybrid_kv.kernels.common.upload import Staged
 from hybrid_kv.kernels.slot_mapping import PAD_SLOT
 from hybrid_kv.models.interface import DraftHead
 from hybrid_kv.models.layers import ForwardContext
@@ -29,9 +33,36 @@ from hybrid_kv.request import ScheduledRequest
 Ints = npt.NDArray[np.int64]
 
 
+class Drafting(NamedTuple):
+    """A step's tokens and its *readers*, the requests that are drafted for, before their drafts are verified.
+
+    Token t of the batch makes the pair at the position behind it. T tokens, n readers, K passes.
+
+    Attributes:
+        queried: [T + (K - 1) * n], whose token in the batch each is, on the host.
+        longest: tokens of the longest reader after the first pass, if all of its drafts are accepted.
+        fits: no token can lie beyond its row's room.
+        next_ids, positions: [T], of the pairs; ids that the step samples are not known yet.
+        token_rows: [T + (K - 1) * n], of the engine.
+        ends: [n], of the first token that each reader samples; the drafts that are accepted follow.
+        readers: [n], in the batch.
+        further: [K - 1, 1], how many positions behind the last pair.
+    """
+
+    queried: Ints
+    longest: int
+    fits: bool
+    next_ids: torch.Tensor
+    positions: torch.Tensor
+    token_rows: torch.Tensor
+    ends: torch.Tensor
+    readers: torch.Tensor
+    further: torch.Tensor
+
+
 @dataclass(frozen=True, eq=False)
 class MTPDrafter:
-    """Proposes `num_passes` drafts for every request that sampled.
+    """Proposes `num_passes` drafts for every request that samples.
 
     Attributes:
         group: the attention group that the head's layer joined.
@@ -48,65 +79,69 @@ class MTPDrafter:
     max_model_len: int
     compute: Compute
 
-    def propose(
-        self,
-        batch: Sequence[ScheduledRequest],
-        hidden: torch.Tensor,
-        tokens: Sequence[list[int]],
-        observers: Sequence[EngineObserver] = (),
-    ) -> dict[str, list[int]]:
-        """Drafts by request id.
+    def stage(self, batch: Sequence[ScheduledRequest], token_rows: Ints, positions: Ints) -> Staged[Drafting]:
+        """What the host knows before the step.
 
         Args:
-            batch: of the step, in batch order.
-            hidden: [num_tokens, hidden_size], the target's.
-            tokens: what each request of the batch got; those tokens are in `token_ids` already.
+            token_rows, positions: [num_tokens], of the batch.
+        """
+        lengths = np.array([item.num_tokens for item in batch])
+        # If nobody samples, K and V are written with any reader.
+        readers = np.array([i for i, item in enumerate(batch) if item.samples] or [0])
+        lasts = np.cumsum(lengths)[readers] - 1
+        ends = lasts - np.array([item.num_drafts for item in batch])[readers]
+        passes = self.num_passes - 1
+        queried = np.concatenate([np.repeat(np.arange(len(batch)), lengths), np.tile(readers, passes)])
+        all_rows = np.concatenate([token_rows, np.tile(token_rows[lasts], passes)])
+        known = queried, int(positions[lasts].max()) + 2, bool(positions.max() + self.num_passes < self.max_model_len)
+        pairs = self.token_ids[token_rows, positions + 1], positions + 1
+        arrays = *pairs, all_rows, ends, readers, np.arange(1, 1 + passes)[:, None]
+        return arrays, lambda *moved: Drafting(*known, *moved)
+
+    def propose(
+        self,
+        step: Drafting,
+        hidden: torch.Tensor,
+        sampled: torch.Tensor | None,
+        rows: torch.Tensor | None,
+        accepted: torch.Tensor | None,
+        observers: Sequence[EngineObserver] = (),
+    ) -> torch.Tensor | None:
+        """Drafts [num_requests, K] int64 of those that sample, on their device; None if there are none.
+
+        Args:
+            hidden: [num_tokens or more, hidden_size], the target's.
+            sampled, rows: the drawn tokens, and whose of the batch's tokens they follow; None: of all of them.
+            accepted: how many drafts of each reader; None: it had none.
             observers: notified where K and V will go.
         """
-        device = hidden.device
-        scheduled = np.array([item.num_tokens for item in batch], dtype=np.int64)
-        # Of a verify step only what was accepted; of a chunk everything.
-        rejected = [item.num_drafts - max(0, len(new) - 1) for item, new in zip(batch, tokens, strict=True)]
-        lengths = scheduled - np.array(rejected, dtype=np.int64)
-        firsts = np.array([item.num_computed_tokens for item in batch], dtype=np.int64) + 1
-        rows = np.array([item.request.row for item in batch], dtype=np.int64)
-        inside = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        positions = np.repeat(firsts, lengths) + inside
-        source = np.repeat(np.cumsum(scheduled) - scheduled, lengths) + inside
-        chosen = np.array([i for i, new in enumerate(tokens) if new], dtype=np.int64)
-        readers = chosen if len(chosen) else np.zeros(1, dtype=np.int64)  # K and V are written with any of them
-        ends = np.cumsum(lengths)[readers] - 1  # their last pairs, the queries of the first pass
+        next_ids = step.next_ids
+        if sampled is not None:
+            next_ids = sampled if rows is None else next_ids.index_copy_(0, rows, sampled)
+        wanted = step.ends if accepted is None else step.ends + accepted
         # Slots of all passes at once: every pair of the first, then pass by pass the next one of each reader.
-        further = (positions[ends] + np.arange(1, self.num_passes)[:, None]).flatten()
-        queried = np.concatenate([np.repeat(np.arange(len(batch)), lengths), np.tile(readers, self.num_passes - 1)])
-        all_positions = np.concatenate([positions, further])
-        ids = self.token_ids[np.repeat(rows, lengths), positions]
-        next_ids, sources, wanted, reading, token_rows, at = upload(
-            device, ids, source, ends, readers, rows[queried], all_positions
-        )
-        known = self.head.normed(hidden[sources])
-        all_places, all_slots = self._slots(token_rows, at, bool(all_positions.max() < self.max_model_len))
+        positions = torch.cat([step.positions, (step.positions[wanted] + step.further).flatten()])
+        all_places, all_slots = self._slots(step.token_rows, positions, step.fits)
         for observer in observers:
-            observer.on_draft(self.group.group_id, queried, all_positions, all_slots)
-        counts = [len(positions)] + [len(readers)] * (self.num_passes - 1)
+            observer.on_draft(self.group.group_id, step.queried, positions, all_slots)
+        num_readers = len(wanted)
+        counts = [len(next_ids)] + [num_readers] * (self.num_passes - 1)
         places, slots = all_places.split(counts), all_slots.split(counts)
-        queries = Ragged(torch.ones(len(readers), dtype=torch.int64), device)
-        table = self.block_tables.input_tables[self.group.group_id][reading]
-        longest = int(positions[ends].max()) + 1
+        queries = Ragged(torch.ones(num_readers, dtype=torch.int64), hidden.device)
+        table = self.block_tables.input_tables[self.group.group_id][step.readers]
 
-        out, drafts = known, list[torch.Tensor]()
+        out, drafts = self.head.normed(hidden[: len(next_ids)]), list[torch.Tensor]()
         for i in range(self.num_passes):
             place = places[i] if i else places[0][wanted]
-            num_keys = min(longest + i, self.max_model_len)
-            part = AttentionPart(0, len(readers), queries, place.unsqueeze(1), table, num_keys, self.compute)
+            num_keys = min(step.longest + i, self.max_model_len)
+            part = AttentionPart(0, num_readers, queries, place.unsqueeze(1), table, num_keys, self.compute)
             metadata = PagedAttentionMetadata(SlotMapping(slots[i]), (part,), places[i])
             context = ForwardContext(dict.fromkeys(self.head.layer_specs, metadata), self.views)
-            out = self.head(out, drafts[-1], context) if i else self.head(known, next_ids, context, wanted)
-            if not len(chosen):
-                return {}
+            out = self.head(out, drafts[-1], context) if i else self.head(out, next_ids, context, wanted)
+            if sampled is None:
+                return None
             drafts.append(self.head.compute_logits(out).argmax(-1))
-        proposals = torch.stack(drafts, dim=1).tolist()
-        return {batch[i].request.request_id: draft for i, draft in zip(chosen, proposals, strict=True)}
+        return torch.stack(drafts, dim=1)
 
     def _slots(self, rows: torch.Tensor, positions: torch.Tensor, fit: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Position and slot of each token.

@@ -13,8 +13,10 @@ import torch
 
 from hybrid_kv.attention.common import CommonAttentionMetadata
 from hybrid_kv.attention.mamba import (
+    BoundaryCopies,
     MambaMetadataBuilder,
     boundary_copies,
+    due_copies,
     last_scheduled_block_idx,
     postprocess_mamba,
 )
@@ -36,14 +38,14 @@ from hybrid_kv.config import EngineConfig
 from hybrid_kv.engine.drafter import MTPDrafter
 from hybrid_kv.engine.state_cursor import StateCursor
 from hybrid_kv.kernels.common.launch import choose
-from hybrid_kv.kernels.common.upload import Staged, fill, now, together
+from hybrid_kv.kernels.common.upload import Staged, download, fill, move, now, together
 from hybrid_kv.kernels.recompute import RecomputeStep
 from hybrid_kv.models.interface import DraftHead, Model
 from hybrid_kv.models.layers import ForwardContext
 from hybrid_kv.observe import EngineObserver
 from hybrid_kv.request import Request, ScheduledRequest
-from hybrid_kv.sampling import Draws, TokenLogprobs, token_logprobs
-from hybrid_kv.spec_decode.verify import stage_verify, verify
+from hybrid_kv.sampling import TokenLogprobs, token_logprobs
+from hybrid_kv.spec_decode.verify import Verification, gained, stage_verify, verify
 
 Ints = npt.NDArray[np.int64]
 
@@ -95,7 +97,26 @@ class Sampling(NamedTuple):
     first_positions: list[int]
     num_rows: int
     rows: torch.Tensor | None
-    draws: Draws | None
+    verification: Verification
+
+
+class Step(NamedTuple):
+    """A step of which all is known but what the model says.
+
+    Attributes:
+        rows: [num_reqs], of the engine.
+        copies: of boundary states, due if all drafts are accepted; `moved_copies`, if there are any: on the device.
+        drafting: what the drafter staged, if there is one.
+    """
+
+    context: ForwardContext
+    num_tokens_padded: int
+    sampling: Sampling
+    rows: Ints
+    common: CommonAttentionMetadata
+    copies: BoundaryCopies
+    moved_copies: Sequence[torch.Tensor]
+    drafting: Any
 
 
 class ModelRunner:
@@ -212,18 +233,21 @@ class ModelRunner:
         self.batch = batch = sorted(resolved, key=lambda item: not item.is_decode)
         for observer in self.observers:
             observer.on_prepare(batch)
-        context, num_tokens_padded, sampling = self._prepare(batch)
+        step = self._prepare(batch)
         for observer in self.observers:
-            observer.on_step(batch, self.input_ids, self.positions, context.metadata)
-        hidden = self.model(self.input_ids[:num_tokens_padded], self.positions[:num_tokens_padded], context)
+            observer.on_step(batch, self.input_ids, self.positions, step.context.metadata)
+        inputs = self.input_ids[: step.num_tokens_padded], self.positions[: step.num_tokens_padded]
+        hidden = self.model(*inputs, step.context)
         for observer in self.observers:
             observer.on_hidden(batch, hidden)
-        tokens, logprobs = self._sample(batch, hidden, sampling)
+        logits, drawn, accepted, proposed = self._sample(step, hidden)
+        read, num_accepted, proposals = download(drawn, accepted, proposed)  # the step's one wait
+        tokens, logprobs = self._commit(batch, step.sampling, logits, read or [], num_accepted)
         prompt_logprobs = self._prompt_logprobs(batch, hidden)
-        self._postprocess(batch, [max(1, len(new)) for new in tokens])
+        self._postprocess(step, [max(1, len(new)) for new in tokens])
         for observer in self.observers:
             observer.on_commit(tokens)
-        drafts = self._propose(batch, hidden, tokens)
+        drafts = self._propose(batch, tokens, proposals)
         sampled = {item.request.request_id: new for item, new in zip(batch, tokens, strict=True) if new}
         for item in batch:
             self._drafts[item.request.row] = drafts.get(item.request.request_id, [])
@@ -295,17 +319,41 @@ class ModelRunner:
         rows = np.array(read, dtype=np.int64)
         return [rows, *arrays], lambda rows, *moved: Sampling(places, first, len(read), rows, make(*moved))
 
-    def _sample(
-        self, batch: Sequence[ScheduledRequest], hidden: torch.Tensor, sampling: Sampling
+    def _sample(self, step: Step, hidden: torch.Tensor) -> tuple[Any, ...]:
+        """What the host does not wait for: logits, tokens and accepted drafts (see `verify`), drafts that a head
+        proposes. Boundary states are brought home.
+        """
+        sampling = step.sampling
+        logits = drawn = accepted = proposed = None
+        if sampling.places:
+            last = hidden[: sampling.num_rows] if sampling.rows is None else hidden[sampling.rows]
+            logits = self.model.compute_logits(last)
+            drawn, accepted = verify(logits, sampling.verification)
+        if step.moved_copies and accepted is not None:
+            copies = due_copies(BoundaryCopies(*step.moved_copies), accepted)
+            for group_id, builder in self.builders.items():
+                layers = [self.views[name] for name in self.groups[group_id].layer_names]
+                table = self.block_tables.input_tables[group_id]
+                copies_states = builder.rollback.copies_states
+                for observer in self.observers:
+                    observer.on_copy(group_id, copies, table, layers, copies_states)
+                postprocess_mamba(copies, table, layers, builder.spec, copies_states)
+        if self._drafter is not None:
+            proposed = self._drafter.propose(step.drafting, hidden, drawn, sampling.rows, accepted, self.observers)
+        return logits, drawn, accepted, proposed
+
+    def _commit(
+        self,
+        batch: Sequence[ScheduledRequest],
+        sampling: Sampling,
+        logits: Any,
+        drawn: Sequence[int],
+        accepted: Sequence[int] | None,
     ) -> tuple[list[list[int]], dict[str, list[TokenLogprobs]]]:
         """What each request of the batch gets: nothing, a token, or its accepted drafts and one token more."""
         tokens: list[list[int]] = [[] for _ in batch]
         logprobs: dict[str, list[TokenLogprobs]] = {}
-        if not sampling.places:
-            return tokens, logprobs
-        last = hidden[: sampling.num_rows] if sampling.rows is None else hidden[sampling.rows]
-        logits = self.model.compute_logits(last)
-        verified = verify(logits, [batch[i].drafts or () for i in sampling.places], sampling.draws)
+        verified = gained(drawn, accepted, [batch[i].num_drafts for i in sampling.places])
         row = 0
         for i, first, new in zip(sampling.places, sampling.first_positions, verified, strict=True):
             request = batch[i].request
@@ -335,43 +383,31 @@ class ModelRunner:
             start += item.num_tokens
         return found
 
-    def _postprocess(self, batch: Sequence[ScheduledRequest], num_accepted: Sequence[int]) -> None:
-        """Remember where each request's state is, and bring boundary states to their own blocks."""
-        spec = self._mamba_spec
-        if spec is None:
+    def _postprocess(self, step: Step, num_accepted: Sequence[int]) -> None:
+        """Remember where each request's state is."""
+        if (spec := self._mamba_spec) is None:
             return
-        rows = np.array([item.request.row for item in batch], dtype=np.int64)
-        computed = np.array([item.num_computed_tokens for item in batch], dtype=np.int64)
-        lengths = np.array([item.num_tokens for item in batch], dtype=np.int64)
+        num_reqs, copies = len(step.rows), step.copies
+        computed, lengths = step.common.num_computed_tokens[:num_reqs], step.common.query_lens[:num_reqs]
         accepted = np.array(num_accepted, dtype=np.int64)
         window_rows = accepted - 1
         current_blocks = last_scheduled_block_idx(spec, computed, lengths)
-        decodes = sum(item.is_decode for item in batch)
-        copies = boundary_copies(spec, computed[:decodes], lengths[:decodes], accepted[:decodes])
         if len(copies.rows):
-            for group_id, builder in self.builders.items():
-                layers = [self.views[name] for name in self.groups[group_id].layer_names]
-                table = self.block_tables.input_tables[group_id]
-                copies_states = builder.rollback.copies_states
-                for observer in self.observers:
-                    observer.on_copy(group_id, copies, table, layers, copies_states)
-                postprocess_mamba(copies, table, layers, builder.spec, copies_states)
             # Where the accepted tokens end on the boundary, the next step starts from the copy: it cost the window of
             # an current state block in the same block its first rows.
             ended = copies.rows[copies.drafts + 1 == accepted[copies.rows]]
             current_blocks[ended] = computed[ended] // spec.block_size
             window_rows[ended] = 0
-        self.cursors.advance(rows, computed, current_blocks, window_rows)
+        self.cursors.advance(step.rows, computed, current_blocks, window_rows)
 
     def _propose(
-        self, batch: Sequence[ScheduledRequest], hidden: torch.Tensor, tokens: Sequence[list[int]]
+        self, batch: Sequence[ScheduledRequest], tokens: Sequence[list[int]], proposed: list[list[int]] | None
     ) -> dict[str, list[int]]:
-        if self._drafter is not None:
-            return self._drafter.propose(batch, hidden, tokens, self.observers)
-        if self.proposer is None:
-            return {}
+        """Drafts by request id; `proposed`: what a head has found."""
         requests = [item.request for item, new in zip(batch, tokens, strict=True) if new]
-        if not requests:
+        if proposed is not None:
+            return {request.request_id: drafts for request, drafts in zip(requests, proposed, strict=True)}
+        if self.proposer is None or not requests:
             return {}
         rows = [request.row for request in requests]
         known, num_known = [self.token_ids[row] for row in rows], self.num_tokens[rows]
@@ -384,10 +420,8 @@ class ModelRunner:
             for request, draft in zip(requests, drafts, strict=True)
         }
 
-    def _prepare(self, batch: Sequence[ScheduledRequest]) -> tuple[ForwardContext, int, Sampling]:
-        """Fill the persistent buffers, by one upload; returns the layers' context, the padded number of tokens, and
-        what is sampled.
-        """
+    def _prepare(self, batch: Sequence[ScheduledRequest]) -> Step:
+        """Fill the persistent buffers, by one upload."""
         for item in batch:
             request = item.request
             if item.overwrite:
@@ -444,14 +478,17 @@ class ModelRunner:
             (self.positions[:num_tokens], positions),
         )
         update = self.block_tables.stage(rows, query_lens[:num_reqs], torch.from_numpy(positions), *padded)
-        staged: list[Staged[Any]] = [self._stage_sampling(batch), inputs, update, common.stage_rows()]
+        copies = boundary_copies(self._mamba_spec, computed[:num_decodes], query_lens[:num_decodes])
+        moved = move(*copies) if len(copies.rows) else move()
+        drafting = move() if self._drafter is None else self._drafter.stage(batch, token_rows, positions)
+        staged: list[Staged[Any]] = [self._stage_sampling(batch), moved, drafting, inputs, update, common.stage_rows()]
         for group_id, builder in self.builders.items():
             table = tables[group_id]
             rollback = builder.rollback.prepare(padded_rows, owned_anew, gained, common, table)
             staged.append(
                 builder.build(common, table, current_blocks, window_rows, rollback, self.block_tables.num_gathers)
             )
-        sampling, _, _, _, *built = now(self.device, together(*staged))
+        sampling, moved_copies, drafts, _, _, _, *built = now(self.device, together(*staged))
         states = dict(zip(self.builders, built, strict=True))
         metadata: dict[str, Any] = {}
         for group, table in zip(self.groups, tables, strict=True):
@@ -459,4 +496,5 @@ class ModelRunner:
                 common, table, slots[group.group_id], group.kernel_block_size, self._computes[group.group_id]
             )
             metadata.update(dict.fromkeys(group.layer_names, own))
-        return ForwardContext(metadata, self.views, self.row_memory, self.kernels), num_tokens_padded, sampling
+        context = ForwardContext(metadata, self.views, self.row_memory, self.kernels)
+        return Step(context, num_tokens_padded, sampling, rows, common, copies, moved_copies, drafts)

@@ -271,6 +271,6 @@ class Sanitizer(EngineObserver):
             check_copy(ledger, copy, step)
         self._copies.clear()
 
-    def on_draft(self, group: int, rows: Array, positions: Array, slots: torch.Tensor) -> None:
+    def on_draft(self, group: int, rows: Array, positions: torch.Tensor, slots: torch.Tensor) -> None:
         """A head may write what is not computed yet, and the target's own slots."""
         check_drafts(self.ledger, self.shadows[group], rows, positions, slots, self.ledger.batch)

@@ -44,12 +44,12 @@ def check_attention(ledger: Ledger, shadow: Shadow, metadata: PagedAttentionMeta
 
 
 def check_drafts(
-    ledger: Ledger, shadow: Shadow, rows: Array, positions: Array, slots: torch.Tensor, step: Step
+    ledger: Ledger, shadow: Shadow, rows: Array, at: torch.Tensor, slots: torch.Tensor, step: Step
 ) -> None:
-    """Where a drafting head writes, after the step is committed; `rows` of the batch."""
+    """Where a drafting head writes; `rows` of the batch. The step's drafts are not verified yet."""
     places = to_numpy(slots)
     real = places >= 0
-    rows, positions, places = rows[real], positions[real], places[real]
+    rows, positions, places = rows[real], to_numpy(at)[real], places[real]
     blocks = places // shadow.block_size
     ledger.check_range(shadow, rows, blocks)
     ledger.check_writes(shadow, rows, blocks, step)
@@ -57,7 +57,7 @@ def check_drafts(
     same = places % shadow.block_size == positions % shadow.block_size
     ledger.require(same, "draft-slot", shadow, rows, blocks, text, positions, places, shadow.slots[places])
     # Of tokens that the target has computed it is the target's slot.
-    known = positions < np.array([owner.computed for owner in step.owners])[rows]
+    known = positions < step.ends[rows]
     rows, positions, places = rows[known], positions[known], places[known]
     pairs = zip(rows.tolist(), positions.tolist(), strict=True)
     expected = np.array([step.owners[row].prefix[position + 1] for row, position in pairs])

@@ -132,9 +132,11 @@ def expect_copy(
     copies_states: bool,
 ) -> Copy:
     """What must have become of the boundary states of a group once they are copied; see `EngineObserver.on_copy`."""
-    table, (rows, drafts) = to_numpy(block_table).astype(np.int64), (copies.rows, copies.drafts)
-    home, window = table[rows, copies.logical_blocks], table[rows, copies.current_blocks]
-    state = table[rows, copies.current_blocks + drafts] if copies_states else None
+    table, every = to_numpy(block_table).astype(np.int64), np.stack([to_numpy(part) for part in copies])
+    # Those of rejected drafts are copies of a block to itself.
+    rows, current_blocks, drafts, logical_blocks = every[:, every[1] + every[2] != every[3]]
+    home, window = table[rows, logical_blocks], table[rows, current_blocks]
+    state = table[rows, current_blocks + drafts] if copies_states else None
     spec = shadow.group.spec
     assert isinstance(spec, MambaSpec)
     checks = []
@@ -146,7 +148,7 @@ def expect_copy(
                 checks.append((kept[:, :size], kept[torch.from_numpy(window)[:, None], taps]))
             elif state is not None:
                 checks.append((kept, kept[torch.from_numpy(state)]))
-    ends = (copies.logical_blocks + 1) * shadow.block_size
+    ends = (logical_blocks + 1) * shadow.block_size
     return Copy(shadow, rows, drafts, ends, home, window, state, checks)
 
 

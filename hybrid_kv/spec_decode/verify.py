@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from hybrid_kv.kernels.common.upload import Staged
+from hybrid_kv.kernels.common.upload import Staged, move, together
 from hybrid_kv.sampling import Draws, SamplingParams, sample, stage_draws
+
+
+class Verification(NamedTuple):
+    """What `verify` reads beside logits, on their device.
+
+    Attributes:
+        draws: of the rows of logits.
+        drafts: [num_requests, 1 + longest] int64, each request's drafts, then -1; None: there are none.
+        rows: of that shape, the row of logits for a draft's position; behind a request's own ones the last of them.
+    """
+
+    draws: Draws | None
+    drafts: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
 
 
 def stage_verify(
@@ -15,15 +31,28 @@ def stage_verify(
     params: Sequence[SamplingParams],
     seeds: Sequence[int],
     first_positions: Sequence[int],
-) -> Staged[Draws | None]:
+) -> Staged[Verification]:
     """How `verify` draws: logit row j of request r predicts the token at position `first_positions[r] + j`."""
-    rows = [(request, j) for request, drafts in enumerate(draft_token_ids) for j in range(1 + len(drafts))]
-    owners, positions = [request for request, _ in rows], [first_positions[request] + j for request, j in rows]
-    return stage_draws([params[r] for r in owners], [seeds[r] for r in owners], positions)
+    counts = [1 + len(drafts) for drafts in draft_token_ids]
+    owners = [request for request, count in enumerate(counts) for _ in range(count)]
+    positions = [first + j for first, count in zip(first_positions, counts, strict=True) for j in range(count)]
+    draws = stage_draws([params[r] for r in owners], [seeds[r] for r in owners], positions)
+    drafts = move()
+    if len(owners) > len(counts):
+        longest, ends = max(counts), np.cumsum(counts)[:, None]
+        padded = np.array([[*drafts, *[-1] * (longest - len(drafts))] for drafts in draft_token_ids])
+        drafts = move(padded, np.minimum(np.arange(longest) + ends - np.array(counts)[:, None], ends - 1))
+    arrays, make = together(draws, drafts)
+
+    def made(*moved: torch.Tensor) -> Verification:
+        own, placed = make(*moved)
+        return Verification(own, *placed)
+
+    return arrays, made
 
 
-def verify(logits: torch.Tensor, draft_token_ids: Sequence[Sequence[int]], draws: Draws | None) -> list[list[int]]:
-    """The tokens that each request gains from one step: its accepted drafts and one token more.
+def verify(logits: torch.Tensor, step: Verification) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Which tokens the target draws, and how many drafts of each request it accepts; nothing is read by the host.
 
     At every position the target draws its own token `t` as if there were no draft (`sampling.sample`: the
     argmax, or with a temperature the argmax of logits plus Gumbel noise, which is a pure function of seed and
@@ -41,23 +70,31 @@ def verify(logits: torch.Tensor, draft_token_ids: Sequence[Sequence[int]], draws
     depends on their draws, so that the same noise may serve those positions again in the next step.
 
     Args:
-        logits: [sum(1 + k_r), vocab_size], requests back to back.
-        draft_token_ids: k_r >= 0 drafts of request r, for the positions from the first one on that it has no token for.
-        draws: what `stage_verify` gave.
+        logits: [sum(1 + k_r), vocab_size], requests back to back; request r has k_r >= 0 drafts, for the positions from
+            the first one on that it has no token for.
+        step: what `stage_verify` gave.
 
     Returns:
-        1 to k_r + 1 tokens per request.
+        [sum(1 + k_r)] int64, and [num_requests] int64 or, without drafts, None.
     """
-    counts = [1 + len(drafts) for drafts in draft_token_ids]
-    if sum(counts) != len(logits):
-        raise ValueError(f"{len(logits)} rows of logits for {sum(counts)} tokens (drafts and one more per request)")
-    tokens: list[int] = sample(logits, draws).tolist()
-    if len(counts) == len(tokens):
-        return [[token] for token in tokens]
-    gained, start = [], 0
-    for drafts, count in zip(draft_token_ids, counts, strict=True):
-        own = tokens[start : start + count]
-        wrong = (j for j, draft in enumerate(drafts) if draft != own[j])
-        gained.append(own[: next(wrong, len(drafts)) + 1])
-        start += count
-    return gained
+    tokens = sample(logits, step.draws)
+    if step.drafts is None or step.rows is None:
+        return tokens, None
+    # The first place that differs: there is one, for no token is -1.
+    return tokens, (tokens.take(step.rows) != step.drafts).view(torch.uint8).argmax(1)
+
+
+def gained(tokens: Sequence[int], accepted: Sequence[int] | None, num_drafts: Sequence[int]) -> list[list[int]]:
+    """The 1 to k_r + 1 tokens that each request gains from one step: its accepted drafts and one token more.
+
+    Args:
+        tokens, accepted: what `verify` gave.
+        num_drafts: k_r of each request.
+    """
+    if (total := sum(num_drafts) + len(num_drafts)) != len(tokens):
+        raise ValueError(f"{len(tokens)} rows of logits for {total} tokens (drafts and one more per request)")
+    found, start = [], 0
+    for count, most in zip(accepted or [0] * len(num_drafts), num_drafts, strict=True):
+        found.append(list(tokens[start : start + count + 1]))
+        start += most + 1
+    return found

@@ -161,7 +161,7 @@ SLEEP = replace(scenario("all", 2, "mixed", state_scheme="recompute"), events=(E
         (Scheduler, "schedule", eager, scenario("attention"), "which others may read"),
         (KVCacheManager, "cache_blocks", late, scenario("attention", max_num_batched_tokens=8), "published-late"),
         (KVCacheManager, "chunk_end", lambda _: lambda self, start, end, n: end, scenario("align"), "end on one"),
-        (runner, "verify", lambda f: lambda *given: [tokens[:1] for tokens in f(*given)],
+        (runner, "gained", lambda f: lambda *given: [tokens[:1] for tokens in f(*given)],
          scenario("none", 3, "right"), "are due"),
         (Scheduler, "schedule", starving, scenario("none"), "left out of a step"),
         (Scheduler, "schedule", greedy, scenario("none", num_blocks=10, max_num_batched_tokens=64), "started-anyway"),

@@ -180,9 +180,8 @@ def before(change):
     return lambda plain: lambda *args, **kwargs: plain(*change(*args), **kwargs)
 
 
-def accept_one_less(_, self, batch, num_accepted):
-    rows = [item.request.row for item in batch]
-    self.cursors.window_row[rows] = np.maximum(0, self.cursors.window_row[rows] - 1)
+def accept_one_less(_, self, step, num_accepted):
+    self.cursors.window_row[step.rows] = np.maximum(0, self.cursors.window_row[step.rows] - 1)
 
 
 def with_metadata(**changes):
@@ -239,14 +238,14 @@ def one_token_back(plain):
 
 
 def write_elsewhere(plain):
-    def sample(self, batch, hidden, sampling):
-        tokens, logprobs = plain(self, batch, hidden, sampling)
+    def commit(self, batch, *args):
+        tokens, logprobs = plain(self, batch, *args)
         for item, new in zip(batch, tokens, strict=True):
             if new:
                 self.token_ids[item.request.row, item.request.num_tokens] = 0
         return tokens, logprobs
 
-    return sample
+    return commit
 
 
 def give_back_more(self, request_id, rows, num_seen):
@@ -349,7 +348,7 @@ BUGS = {
     "boundary copy forgotten": (runner, "boundary_copies", around(no_copies), ALL, "publish-state"),
     "boundary copy has no effect": (runner, "postprocess_mamba", lambda plain: lambda *_: None, ALIGN, "copy-bytes"),
     "boundary copy of a rejected draft": (
-        runner, "boundary_copies", before(lambda spec, computed, lengths, _: (spec, computed, lengths, lengths)),
+        runner, "due_copies", before(lambda copies, accepted: (copies, copies.drafts.max() + 0 * accepted)),
         ALL, "copy-rejected",
     ),
     "boundary offset off by one": (
@@ -373,7 +372,7 @@ BUGS = {
     "a hit is computed again in place": (Scheduler, "_chunk", one_token_back, ATTENTION | ROOMY, "write-shared"),
     "freed too early (F16)": (KVCacheManager, "_give_back", before(give_back_more), ALIGN, "read-unheld"),
     "evicted and still found": (BlockPool, "_unpublish", forget_to_unpublish, ATTENTION, "evict-findable"),
-    "new token in the wrong place": (ModelRunner, "_sample", write_elsewhere, ALL, "input-token"),
+    "new token in the wrong place": (ModelRunner, "_commit", write_elsewhere, ALL, "input-token"),
     "pages loaded into each other's blocks": (
         KVOffload, "load", before(lambda self, pages, ids: (self, pages, ids[::-1])), OFFLOAD, "load-bytes",
     ),
@@ -404,7 +403,7 @@ BUGS = {
         RequestBlocks, "held", around(lambda ids, *_: ids[:-1]), ATTENTION, "free-leak",
     ),
     "a token behind a rejected draft": (
-        runner, "verify", around(lambda gained, *_: [[*new, 0] for new in gained]), ALL, "accept",
+        runner, "gained", around(lambda gained, *_: [[*new, 0] for new in gained]), ALL, "accept",
     ),
 }  # fmt: skip
 

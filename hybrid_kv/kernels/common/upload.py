@@ -1,4 +1,4 @@
-"""Arrays of the host on their way to the device.
+"""Arrays of the host on their way to the device, and values on their way back.
 
 A step has one upload. What prepares it is *staged*: what the host knows comes first, as arrays, and then what is made
 of them on the device. `together` makes one of several.
@@ -39,6 +39,17 @@ def upload(device: torch.device, *arrays: Array) -> list[torch.Tensor]:
         part[: array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
         for part, array in zip(moved, arrays, strict=True)
     ]
+
+
+def download(*tensors: torch.Tensor | None) -> list[Any]:
+    """Values of tensors of one device and dtype, as lists; None stays. One copy, which the host waits for."""
+    there = [tensor for tensor in tensors if tensor is not None]
+    if len(there) > 1 and there[0].device.type != "cpu":
+        whole = torch.cat([tensor.flatten() for tensor in there]).cpu()
+        parts = whole.split([tensor.numel() for tensor in there])
+        there = [part.view(tensor.shape) for part, tensor in zip(parts, there, strict=True)]
+    values = iter(there)
+    return [None if tensor is None else next(values).tolist() for tensor in tensors]
 
 
 def now(device: torch.device, staged: Staged[T]) -> T:
