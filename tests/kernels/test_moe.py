@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybrid_kv.device import pretend_gpu
 from hybrid_kv.kernels.moe import apply_experts, route_sigmoid, route_softmax, route_topk_softmax
 from tests.kernels import definitions
 from tests.kernels.harness import assert_close
@@ -143,3 +144,21 @@ def test_a_token_gets_the_same_alone_and_in_a_batch(dtype):
             span = slice(t, t + size)
             alone = apply_experts(x[span], ids[span], weights[span], up, down, gated)
             assert_close(alone, together[span], SHARE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_a_gpu_s_host_does_not_wait_to_know_how_many_tokens_an_expert_has(dtype, tokens):
+    g = torch.Generator().manual_seed(0)
+    x, up = torch.randn(tokens, 16, generator=g).to(dtype), torch.randn(9, 32, 16, generator=g).to(dtype)
+    down, ids = torch.randn(9, 16, 16, generator=g).to(dtype), torch.rand(tokens, 9, generator=g).topk(2).indices
+    operands = x, ids, torch.rand(tokens, 2, generator=g), up, down
+    wanted = apply_experts(*operands, gated)
+    with pretend_gpu() as gpu:
+        operands = [operand.to("cuda:0") for operand in operands]
+        apply_experts(*operands, gated)  # constants are there
+        since = len(gpu.events)
+        found = apply_experts(*operands, gated)
+        counts = gpu.counts(since)
+        assert (counts["wait"], counts["upload"], counts["download"]) == (0, 0, 0)
+        assert_close(found.cpu(), wanted.double(), SHARE[dtype])
