@@ -104,11 +104,9 @@ class MambaMetadata:
         assert initial is not None
         return None if not initial.is_cuda and bool(initial.all()) else ~initial  # a GPU's host would wait to know
 
-    @cached_property
+    @property
     def cu_seqlens(self) -> torch.Tensor:
         """[D + 1] int64, first token of each decode."""
-        if self.rollback.cu_seqlens is not None:
-            return self.rollback.cu_seqlens
         assert self.decode_rows is not None
         return self.decode_rows.starts
 

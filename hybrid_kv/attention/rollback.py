@@ -48,11 +48,9 @@ class RollbackStep:
         history: where their states and the inputs behind these lie, which tokens see both of, and what is flushed.
             None: a decode reads the state at `MambaMetadata.source_indices` and writes those after its tokens to
             `state_indices`. Such a step is the same whenever these are.
-        cu_seqlens: [D + 1] int64, first token of each decode, if the scheme has it anyway.
     """
 
     history: RecomputeStep | None = None
-    cu_seqlens: torch.Tensor | None = None
 
 
 NO_DECODES = RollbackStep()
@@ -243,7 +241,7 @@ class Recompute(Rollback):
         computed, split, restart = common.num_computed_tokens, common.num_decodes, self.cursors.restart
         parts: list[Staged[RollbackStep | None]] = [((rows[new], computed[new]), restart)] if new else []
         if split:
-            parts.append(self._step(rows[:split], num_gained[:split], common.query_lens[:split], table[:split]))
+            parts.append(self._step(rows[:split], num_gained[:split], common, table[:split]))
         if common.num_prefills:
             parts.append(((rows[split:], (computed + common.query_lens)[split:]), restart))
         arrays, make = together(*parts)
@@ -252,7 +250,7 @@ class Recompute(Rollback):
     def flush(self, rows: Ints, num_gained: Ints, table: torch.Tensor) -> RollbackStep:
         from hybrid_kv.kernels.common.upload import now
 
-        return now(table.device, self._step(rows, num_gained, 0 * rows, table))
+        return now(table.device, self._step(rows, num_gained, None, table))
 
     def flush_all(self, rows: Ints, num_gained: Ints, current_blocks: Ints, table: torch.Tensor) -> RollbackStep:
         """All of the history goes into the current state block, not into the state's own, which may be
@@ -269,17 +267,19 @@ class Recompute(Rollback):
         src, dst = (table.gather(1, block_idx[:, None])[:, 0].long() for block_idx in (source, target))
         n_hist = cursors.n_hist[row] + gained.minimum(cursors.prev_t[row])
         step = RecomputeStep(row, src, dst, cursors.ring_start[row], n_hist, n_hist, cursors.max_query_len)
-        return RollbackStep(step, row.new_zeros(len(rows) + 1))
+        return RollbackStep(step)
 
-    def _step(self, rows: Ints, num_gained: Ints, query_lens: Ints, table: torch.Tensor) -> Staged[RollbackStep]:
-        """Decide what each decode flushes and recomputes, and move the cursors past it."""
-        import numpy as np
+    def _step(
+        self, rows: Ints, num_gained: Ints, common: CommonAttentionMetadata | None, table: torch.Tensor
+    ) -> Staged[RollbackStep]:
+        """Decide what each decode flushes and recomputes, and move the cursors past it; None: rows run no tokens."""
 
-        def commit(row: torch.Tensor, gained: torch.Tensor, cu_seqlens: torch.Tensor) -> RollbackStep:
-            step = self._commit(self.cursors, row, gained, cu_seqlens, table, self._block_size)
-            return RollbackStep(step, cu_seqlens)
+        def commit(row: torch.Tensor, gained: torch.Tensor) -> RollbackStep:
+            decodes = common.decode_rows if common is not None else None
+            cu_seqlens = row.new_zeros(len(row) + 1) if decodes is None else decodes.starts
+            return RollbackStep(self._commit(self.cursors, row, gained, cu_seqlens, table, self._block_size))
 
-        return (rows, num_gained, np.concatenate([[0], np.cumsum(query_lens)])), commit
+        return (rows, num_gained), commit
 
 
 SCHEMES: dict[str, type[Rollback]] = {"slots": Rollback, "recompute": Recompute}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import torch
 
@@ -28,7 +28,7 @@ class Ragged:
         if self.uniform:
             self.lengths = lengths if device.type == "cpu" else torch.full((len(known),), known[0], device=device)
         else:
-            self.lengths, self._padded, self._flat = moved or upload(device, *_indices(lengths))
+            self.lengths, self._padded, self._flat, self._starts = moved or upload(device, *_indices(lengths))
 
     @classmethod
     def stage(cls, lengths: torch.Tensor, device: torch.device) -> Staged[Ragged]:
@@ -36,12 +36,12 @@ class Ragged:
         arrays = _indices(lengths) if len(set(lengths.tolist())) > 1 else []
         return arrays, lambda *moved: cls(lengths, device, moved)
 
-    @cached_property
+    @property
     def starts(self) -> torch.Tensor:
         """[num_rows + 1] int64, first token of each row, and the number of tokens."""
         if self.uniform:
             return _uniform_starts(self.num_rows, self.max_len, self.device)
-        return torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
+        return self._starts
 
     def padded(self, tokens: torch.Tensor) -> torch.Tensor:
         """[num_tokens, …] to [num_rows, max_len, …]; the content of padding is arbitrary but finite."""
@@ -55,14 +55,14 @@ class Ragged:
 
 
 def _indices(lengths: torch.Tensor) -> list[Array]:
-    """Of rows of different lengths: these, where each padded token comes from, and each flat one."""
+    """Of rows of different lengths: these, where each padded token comes from, and each flat one, and `starts`."""
     steps = torch.arange(int(lengths.max()))
-    starts = lengths.cumsum(0) - lengths
+    bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     # Padding repeats the row's last token: any valid index will do, since `flat` drops it.
-    padded = starts[:, None] + torch.minimum(steps, lengths[:, None] - 1)
+    padded = bounds[:-1, None] + torch.minimum(steps, lengths[:, None] - 1)
     flat = (steps < lengths[:, None]).flatten().nonzero()[:, 0]
     # Flat, since `index_select` copies token by token, several times as fast as an index of two dimensions.
-    return [part.numpy() for part in (lengths, padded.flatten(), flat)]
+    return [part.numpy() for part in (lengths, padded.flatten(), flat, bounds)]
 
 
 @lru_cache(64)

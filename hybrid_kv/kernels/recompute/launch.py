@@ -92,7 +92,9 @@ def commit(
     check("cu_seqlens", cu_seqlens, (num_reqs + 1,), INTS, device)
     check_dims(block_table=(block_table, 2))
     check("block_table", block_table, (num_reqs, block_table.shape[1]), INTS, device, free=1)
-    step = torch.empty(6, num_reqs, dtype=torch.int64, device=device)
+    if num_reqs not in cursors.steps:
+        cursors.steps[num_reqs] = torch.empty(6, num_reqs, dtype=torch.int64, device=device)
+    step = cursors.steps[num_reqs]
     jit(commit_kernel, COMMIT_RUNTIME)[(cdiv(num_reqs, COMMIT_BLOCK),)](
         *(cursors.base_pos, cursors.ring_start, cursors.n_hist, cursors.prev_t),
         *(rows, num_gained_tokens, cu_seqlens, block_table, step, num_reqs, block_table.stride(0)),

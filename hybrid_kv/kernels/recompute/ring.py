@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -111,6 +111,7 @@ class RecomputeCursors:
         prev_t: [num_rows] int64, tokens that the last step appended behind those; 0 after a prefill.
         ring_len: of the rings.
         max_query_len: 1 + K.
+        steps: of each number of requests, what a launch decides: the next one of as many writes over it.
     """
 
     base_pos: torch.Tensor
@@ -119,6 +120,7 @@ class RecomputeCursors:
     prev_t: torch.Tensor
     ring_len: int
     max_query_len: int
+    steps: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def allocate(cls, num_rows: int, ring_len: int, max_query_len: int, device: torch.device) -> RecomputeCursors:
