@@ -2,10 +2,12 @@
 
     python -m bench.device torch align slots 2    # kernels, mode, scheme, drafts: where the host waits and uploads
 
-Two requests run twice, and their second run counts: constants and memory are there by then. Of each kind of step the
-largest count of any such step is given. With drafts a step of decodes verifies them. A step of decodes is capturable if
-the model launched the same, with the same arguments, as in the one before of as many requests and tokens. Tokens must
-be the CPU's.
+Requests run twice, and their second run counts: constants and memory are there by then. Of each kind of step the
+largest count of any such step is given. With drafts a step of decodes verifies them. In a *hit* step a request starts
+behind what is cached, in a *resume* step it starts again after a preemption; *store* and *load* are what is done around
+the runner's step that stores blocks in the offload tier or loads them. A step of decodes, all of
+one length, is capturable if the model launched the same, with the same arguments, as in the one before of that size.
+Tokens must be the CPU's.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ VALUES = {
     "mode": ("none", "align", "all"),
     "scheme": ("slots", "recompute"),
     "K": (0, 2),
-    "step": ("prefill", "mixed", "decode"),
+    "step": ("prefill", "mixed", "decode", "resume", "hit", "store", "load"),
 }
+CACHED = ("hit", "store", "load")  # with prefix caching alone
 PROMPTS = (20, 77)  # tokens, the second ends its first block while it decodes; a step has at most 32
 
 
@@ -57,20 +60,35 @@ def _engine(device: str, kernels: str, mode: str, scheme: str, K: int) -> Any:
 
     drafts = {"num_speculative_tokens": K, "speculative_method": "mtp"} if K else {}
     sizes = {"max_num_seqs": 2, "max_model_len": 128, "max_num_batched_tokens": 32, "num_blocks": 32}
-    how = {"mamba_cache_mode": mode, "state_scheme": scheme, "enable_prefix_caching": mode != "none"}
+    caches = mode != "none"
+    how = {"mamba_cache_mode": mode, "state_scheme": scheme, "enable_prefix_caching": caches}
+    how |= {"kv_offload_bytes": 1 << 22} if caches else {}
     return LLM(FOLDER, device=device, kernels=kernels, attention_backend="TORCH", **sizes, **how, **drafts)
 
 
-def _tokens(llm: Any) -> list[list[int]]:
+def _tokens(llm: Any, salt: str = "") -> list[list[int]]:
+    """Of all outputs; with another salt nothing is cached yet."""
     from hybrid_kv.sampling import SamplingParams
 
+    def preempt(llm: Any) -> None:
+        if llm.num_steps == after:
+            llm.scheduler.preempt_all()
+
     prompts = [[(7 * i * i + 3 * length) % 90 + 3 for i in range(length)] for length in PROMPTS]
-    outputs = llm.generate(prompts, SamplingParams(max_tokens=6, ignore_eos=True), progress=False)
+    params = SamplingParams(max_tokens=8, ignore_eos=True, cache_salt=salt)
+    outputs = llm.generate(prompts, params, progress=False)
+    longer, after = [*prompts[1], *outputs[1].token_ids], llm.num_steps + 4
+    outputs += llm.generate([longer], params, progress=False, on_step=preempt)
     llm.reset_prefix_cache()
+    if llm.manager.offload is not None:
+        outputs += llm.generate([longer], params, progress=False)
+        llm.reset_prefix_cache()
     return [output.token_ids for output in outputs]
 
 
 def _kind(batch: Any) -> str:
+    if starts := [item for item in batch if item.overwrite and (item.num_computed_tokens or item.attempt)]:
+        return "resume" if any(item.attempt for item in starts) else "hit"
     decodes = [item.is_decode for item in batch]
     return "decode" if all(decodes) else "mixed" if any(decodes) else "prefill"
 
@@ -83,14 +101,15 @@ def play(kernels: str, mode: str, scheme: str, K: int) -> list[Step]:
     """
     import torch
 
-    from hybrid_kv.device import pretend_gpu, why_not_replayed
+    from hybrid_kv.device import counts, pretend_gpu, why_not_replayed
 
     torch.set_num_threads(1)
     wanted, steps = _tokens(_engine("cpu", "torch", mode, scheme, K)), list[Step]()
     with pretend_gpu() as gpu:
         llm = _engine("cuda:0", kernels, mode, scheme, K)
-        _tokens(llm)
+        _tokens(llm, "before")
         execute, forward, graphs = llm.runner.execute, type(llm.runner.model).forward, dict[Any, Any]()
+        offload, step = llm.manager.offload, llm.step
 
         def captured(model: Any, input_ids: torch.Tensor, *arguments: Any) -> torch.Tensor:
             with gpu.captured() as launches:
@@ -98,17 +117,33 @@ def play(kernels: str, mode: str, scheme: str, K: int) -> list[Step]:
             graphs[None] = launches
             return hidden
 
+        def note(kind: str, events: Any, stale: str | None = None) -> None:
+            sites = [event[:3] for event in events if event.kind in ("wait", "upload")]
+            steps.append(Step(kind, counts(events), sites, stale))
+
         def counted(scheduled: Any) -> Any:
             since = len(gpu.events)
             output = execute(scheduled)
-            sites = [event[:3] for event in gpu.events[since:] if event.kind in ("wait", "upload")]
+            inside[:] = since, len(gpu.events)
             kind, size = _kind(output.batch), tuple(item.num_tokens for item in output.batch)
             before, graphs[size] = graphs.get(size), graphs.pop(None)
-            stale = why_not_replayed(before, graphs[size]) if before is not None and kind == "decode" else None
-            steps.append(Step(kind, gpu.counts(since), sites, stale))
+            is_known = before is not None and kind == "decode" and len({*size}) == 1
+            note(kind, gpu.events[since:], why_not_replayed(before, graphs[size]) if is_known else None)
             return output
 
-        with patch.object(llm.runner, "execute", counted), patch.object(type(llm.runner.model), "forward", captured):
+        def around() -> Any:
+            since, before = len(gpu.events), vars(offload.stats).copy() if offload else {}
+            inside[:] = since, since
+            ended = step()
+            events = [*gpu.events[since : inside[0]], *gpu.events[inside[1] :]]
+            for kind, stat in (("store", "stored_blocks"), ("load", "loaded_blocks")):
+                if offload and getattr(offload.stats, stat) > before[stat]:
+                    note(kind, events)
+            return ended
+
+        inside = [0, 0]  # of the events, those of the runner
+        own = patch.object(type(llm.runner.model), "forward", captured)
+        with own, patch.object(llm.runner, "execute", counted), patch.object(llm, "step", around):
             found = _tokens(llm)
     if found != wanted:
         raise WrongResultError(f"tokens {found} instead of the CPU's {wanted}")
@@ -132,13 +167,13 @@ def steps(seed: int, kernels: str, mode: str, scheme: str, K: int, step: str) ->
     return {name: Count(max(one.counts[kind] for one in own), unit) for name, (kind, unit) in METRICS.items()}
 
 
-def graphs(seed: int, kernels: str, mode: str, scheme: str) -> Counts:
-    """Whether a decode step without drafts could be replayed from the one before it; with drafts sizes differ.
+def graphs(seed: int, kernels: str, mode: str, scheme: str, K: int) -> Counts:
+    """Whether a step of decodes could be replayed from the one before it.
 
     Raises:
         WrongResultError: no two steps of decodes have one size.
     """
-    known = [one.stale == "" for one in played(kernels, mode, scheme, 0) if one.stale is not None]
+    known = [one.stale == "" for one in played(kernels, mode, scheme, K) if one.stale is not None]
     if not known:
         raise WrongResultError("no two steps of decodes have one size")
     return {"capturable": Count(int(all(known)), "", "higher")}
@@ -146,11 +181,12 @@ def graphs(seed: int, kernels: str, mode: str, scheme: str) -> Counts:
 
 def cells() -> list[Cell]:
     """Kernels, modes, schemes, drafts and kinds of steps."""
-    engines = {name: VALUES[name] for name in ("kernels", "mode", "scheme")}
-    quick = ("torch", "align", "slots")
+    engines = {name: VALUES[name] for name in ("kernels", "mode", "scheme", "K")}
+    quick = [("torch", "align", "slots", 2)]
+    every = grid("device", "steps", "count", steps, VALUES, quick, units=UNITS)
     return [
-        *grid("device", "steps", "count", steps, VALUES, [(*quick, 2)], units=UNITS),
-        *grid("device", "graphs", "count", graphs, engines, [quick], units={"capturable": ""}),
+        *(cell for cell in every if cell.params["mode"] != "none" or cell.params["step"] not in CACHED),
+        *grid("device", "graphs", "count", graphs, engines, quick, units={"capturable": ""}),
     ]
 
 

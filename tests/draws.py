@@ -15,4 +15,4 @@ def sampled(logits: torch.Tensor, params, seeds, positions) -> list[int]:
 def verified(logits: torch.Tensor, drafts, params, seeds, first_positions) -> list[list[int]]:
     """What each request gains."""
     step = now(logits.device, stage_verify(drafts, params, seeds, first_positions))
-    return gained(*download(*verify(logits, step)), [len(own) for own in drafts])
+    return gained(*download(*verify(logits, *step)), [len(own) for own in drafts])

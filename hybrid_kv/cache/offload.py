@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from hybrid_kv.cache.block_hash import DIGEST_SIZE
@@ -26,6 +27,7 @@ from hybrid_kv.cache.block_pool import NULL_BLOCK, BlockKey
 from hybrid_kv.cache.folder_tier import FORMAT_VERSION, FolderTier, OffloadStats
 from hybrid_kv.cache.spec import KVCacheConfig, MambaSpec
 from hybrid_kv.config import ConfigError
+from hybrid_kv.kernels.common.upload import upload
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +172,7 @@ class KVOffload:
             chosen = [(page.data, block) for page, block in zip(pages, block_ids, strict=True) if page.key[0] == group]
             if not chosen:
                 continue
-            ids = self._ids([block for _, block in chosen])
+            (ids,) = upload(self.device, np.array([block for _, block in chosen]))
             with torch.cuda.stream(self._stream):
                 staged = torch.empty(len(chosen), self.block_bytes[group], dtype=torch.uint8, device=self.device)
                 for row, (data, _) in zip(staged, chosen, strict=True):
@@ -219,7 +221,7 @@ class KVOffload:
             keys = [key for key in blocks if key[0] == group]
             if not keys:
                 continue
-            ids = self._ids([blocks[key] for key in keys])
+            (ids,) = upload(self.device, np.array([blocks[key] for key in keys]))
             # Gathered on the current stream: after the kernel that wrote the block, before the one that reuses it.
             gathered = torch.cat([view.index_select(0, ids) for view in views], dim=1)
             if self._stream is not None:
@@ -244,11 +246,6 @@ class KVOffload:
 
     def _empty(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
-
-    def _ids(self, blocks: Sequence[int]) -> torch.Tensor:
-        # From pinned memory: a copy from pageable memory would wait for all that the stream has queued.
-        ids = torch.tensor(blocks, dtype=torch.int64, pin_memory=self._stream is not None)
-        return ids.to(self.device, non_blocking=True)
 
     def _check(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> None:
         for group, digest in keys:

@@ -45,7 +45,7 @@ from hybrid_kv.models.layers import ForwardContext
 from hybrid_kv.observe import EngineObserver
 from hybrid_kv.request import Request, ScheduledRequest
 from hybrid_kv.sampling import TokenLogprobs, token_logprobs
-from hybrid_kv.spec_decode.verify import Verification, gained, stage_verify, verify
+from hybrid_kv.spec_decode.verify import gained, stage_verify, verify
 
 Ints = npt.NDArray[np.int64]
 
@@ -97,7 +97,7 @@ class Sampling(NamedTuple):
     first_positions: list[int]
     num_rows: int
     rows: torch.Tensor | None
-    verification: Verification
+    verification: list[Any]
 
 
 class Step(NamedTuple):
@@ -241,8 +241,8 @@ class ModelRunner:
         for observer in self.observers:
             observer.on_hidden(batch, hidden)
         logits, drawn, accepted, proposed = self._sample(step, hidden)
-        read, num_accepted, proposals = download(drawn, accepted, proposed)  # the step's one wait
-        tokens, logprobs = self._commit(batch, step.sampling, logits, read or [], num_accepted)
+        *read, proposals = download(drawn, accepted, proposed)  # the step's one wait
+        tokens, logprobs = self._commit(batch, step.sampling, logits, *read)
         prompt_logprobs = self._prompt_logprobs(batch, hidden)
         self._postprocess(step, [max(1, len(new)) for new in tokens])
         for observer in self.observers:
@@ -328,7 +328,7 @@ class ModelRunner:
         if sampling.places:
             last = hidden[: sampling.num_rows] if sampling.rows is None else hidden[sampling.rows]
             logits = self.model.compute_logits(last)
-            drawn, accepted = verify(logits, sampling.verification)
+            drawn, accepted = verify(logits, *sampling.verification)
         if step.moved_copies and accepted is not None:
             copies = due_copies(BoundaryCopies(*step.moved_copies), accepted)
             for group_id, builder in self.builders.items():
@@ -343,17 +343,12 @@ class ModelRunner:
         return logits, drawn, accepted, proposed
 
     def _commit(
-        self,
-        batch: Sequence[ScheduledRequest],
-        sampling: Sampling,
-        logits: Any,
-        drawn: Sequence[int],
-        accepted: Sequence[int] | None,
+        self, batch: Sequence[ScheduledRequest], sampling: Sampling, logits: Any, *read: Any
     ) -> tuple[list[list[int]], dict[str, list[TokenLogprobs]]]:
         """What each request of the batch gets: nothing, a token, or its accepted drafts and one token more."""
         tokens: list[list[int]] = [[] for _ in batch]
         logprobs: dict[str, list[TokenLogprobs]] = {}
-        verified = gained(drawn, accepted, [batch[i].num_drafts for i in sampling.places])
+        verified = gained(*read, [batch[i].num_drafts for i in sampling.places])
         row = 0
         for i, first, new in zip(sampling.places, sampling.first_positions, verified, strict=True):
             request = batch[i].request

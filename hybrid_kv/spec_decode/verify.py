@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,27 +13,13 @@ from hybrid_kv.kernels.common.upload import Staged, move, together
 from hybrid_kv.sampling import Draws, SamplingParams, sample, stage_draws
 
 
-class Verification(NamedTuple):
-    """What `verify` reads beside logits, on their device.
-
-    Attributes:
-        draws: of the rows of logits.
-        drafts: [num_requests, 1 + longest] int64, each request's drafts, then -1; None: there are none.
-        rows: of that shape, the row of logits for a draft's position; behind a request's own ones the last of them.
-    """
-
-    draws: Draws | None
-    drafts: torch.Tensor | None = None
-    rows: torch.Tensor | None = None
-
-
 def stage_verify(
     draft_token_ids: Sequence[Sequence[int]],
     params: Sequence[SamplingParams],
     seeds: Sequence[int],
     first_positions: Sequence[int],
-) -> Staged[Verification]:
-    """How `verify` draws: logit row j of request r predicts the token at position `first_positions[r] + j`."""
+) -> Staged[list[Any]]:
+    """What `verify` takes beside logits, whose row j of request r predicts the token at `first_positions[r] + j`."""
     counts = [1 + len(drafts) for drafts in draft_token_ids]
     owners = [request for request, count in enumerate(counts) for _ in range(count)]
     positions = [first + j for first, count in zip(first_positions, counts, strict=True) for j in range(count)]
@@ -42,16 +29,12 @@ def stage_verify(
         longest, ends = max(counts), np.cumsum(counts)[:, None]
         padded = np.array([[*drafts, *[-1] * (longest - len(drafts))] for drafts in draft_token_ids])
         drafts = move(padded, np.minimum(np.arange(longest) + ends - np.array(counts)[:, None], ends - 1))
-    arrays, make = together(draws, drafts)
-
-    def made(*moved: torch.Tensor) -> Verification:
-        own, placed = make(*moved)
-        return Verification(own, *placed)
-
-    return arrays, made
+    return together(draws, drafts)
 
 
-def verify(logits: torch.Tensor, step: Verification) -> tuple[torch.Tensor, torch.Tensor | None]:
+def verify(
+    logits: torch.Tensor, draws: Draws | None, drafts: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Which tokens the target draws, and how many drafts of each request it accepts; nothing is read by the host.
 
     At every position the target draws its own token `t` as if there were no draft (`sampling.sample`: the
@@ -72,29 +55,31 @@ def verify(logits: torch.Tensor, step: Verification) -> tuple[torch.Tensor, torc
     Args:
         logits: [sum(1 + k_r), vocab_size], requests back to back; request r has k_r >= 0 drafts, for the positions from
             the first one on that it has no token for.
-        step: what `stage_verify` gave.
+        draws: of these rows.
+        drafts: [num_requests, 1 + longest] int64 each: the drafts of each request, then -1; and where the logits for
+            their positions are, behind a request's own ones the last of them. Empty: there are none.
 
     Returns:
         [sum(1 + k_r)] int64, and [num_requests] int64 or, without drafts, None.
     """
-    tokens = sample(logits, step.draws)
-    if step.drafts is None or step.rows is None:
+    tokens = sample(logits, draws)
+    if not drafts:
         return tokens, None
+    ids, rows = drafts
     # The first place that differs: there is one, for no token is -1.
-    return tokens, (tokens.take(step.rows) != step.drafts).view(torch.uint8).argmax(1)
+    return tokens, (tokens.take(rows) != ids).view(torch.uint8).argmax(1)
 
 
-def gained(tokens: Sequence[int], accepted: Sequence[int] | None, num_drafts: Sequence[int]) -> list[list[int]]:
+def gained(tokens: Sequence[int] | None, accepted: Sequence[int] | None, num_drafts: Sequence[int]) -> list[list[int]]:
     """The 1 to k_r + 1 tokens that each request gains from one step: its accepted drafts and one token more.
 
     Args:
-        tokens, accepted: what `verify` gave.
+        tokens, accepted: what `verify` gave; None: there is nothing to verify.
         num_drafts: k_r of each request.
     """
+    tokens = tokens or []
     if (total := sum(num_drafts) + len(num_drafts)) != len(tokens):
         raise ValueError(f"{len(tokens)} rows of logits for {total} tokens (drafts and one more per request)")
-    found, start = [], 0
-    for count, most in zip(accepted or [0] * len(num_drafts), num_drafts, strict=True):
-        found.append(list(tokens[start : start + count + 1]))
-        start += most + 1
-    return found
+    starts = accumulate((1 + count for count in num_drafts), initial=0)
+    counts = accepted or [0] * len(num_drafts)
+    return [list(tokens[start : start + count + 1]) for start, count in zip(starts, counts, strict=False)]

@@ -45,8 +45,7 @@ def download(*tensors: torch.Tensor | None) -> list[Any]:
     """Values of tensors of one device and dtype, as lists; None stays. One copy, which the host waits for."""
     there = [tensor for tensor in tensors if tensor is not None]
     if len(there) > 1 and there[0].device.type != "cpu":
-        whole = torch.cat([tensor.flatten() for tensor in there]).cpu()
-        parts = whole.split([tensor.numel() for tensor in there])
+        parts = torch.cat([tensor.flatten() for tensor in there]).cpu().split([tensor.numel() for tensor in there])
         there = [part.view(tensor.shape) for part, tensor in zip(parts, there, strict=True)]
     values = iter(there)
     return [None if tensor is None else next(values).tolist() for tensor in tensors]
