@@ -45,7 +45,7 @@ from hybrid_kv.models.layers import ForwardContext
 from hybrid_kv.observe import EngineObserver
 from hybrid_kv.request import Request, ScheduledRequest
 from hybrid_kv.sampling import TokenLogprobs, token_logprobs
-from hybrid_kv.spec_decode.verify import gained, stage_verify, verify
+from hybrid_kv.spec_decode.verify import Sampling, gained, stage_sampling, verify
 
 Ints = npt.NDArray[np.int64]
 
@@ -82,22 +82,6 @@ class StepOutput:
     drafts: dict[str, list[int]]
     logprobs: dict[str, list[TokenLogprobs]]
     prompt_logprobs: dict[str, list[TokenLogprobs]]
-
-
-class Sampling(NamedTuple):
-    """What a step samples, known before the model runs.
-
-    Attributes:
-        places: in the batch, of the requests that sample.
-        first_positions: of the tokens that they get.
-        rows: of the hidden states, one for each token and draft; None: the first `num_rows`.
-    """
-
-    places: list[int]
-    first_positions: list[int]
-    num_rows: int
-    rows: torch.Tensor | None
-    verification: list[Any]
 
 
 class Step(NamedTuple):
@@ -302,23 +286,6 @@ class ModelRunner:
         drafts = tuple(self._drafts[row][: max(0, min(item.num_drafts, room - 1))])
         return replace(item, num_computed_tokens=known - 1, num_tokens=1 + len(drafts), drafts=drafts)
 
-    def _stage_sampling(self, batch: Sequence[ScheduledRequest]) -> Staged[Sampling]:
-        places, read, end = [], list[int](), 0
-        for i, item in enumerate(batch):
-            end += item.num_tokens
-            if item.samples:
-                places.append(i)
-                read += range(end - 1 - item.num_drafts, end)
-        items = [batch[i] for i in places]
-        requests = [item.request for item in items]
-        first = [item.num_computed_tokens + item.num_tokens - item.num_drafts for item in items]
-        params, seeds = [request.params for request in requests], [request.seed for request in requests]
-        arrays, make = stage_verify([item.drafts or () for item in items], params, seeds, first)
-        if len(read) == end:  # mostly decodes alone: then every token counts
-            return arrays, lambda *moved: Sampling(places, first, end, None, make(*moved))
-        rows = np.array(read, dtype=np.int64)
-        return [rows, *arrays], lambda rows, *moved: Sampling(places, first, len(read), rows, make(*moved))
-
     def _sample(self, step: Step, hidden: torch.Tensor) -> tuple[Any, ...]:
         """What the host does not wait for: logits, tokens and accepted drafts (see `verify`), drafts that a head
         proposes. Boundary states are brought home.
@@ -476,7 +443,7 @@ class ModelRunner:
         copies = boundary_copies(self._mamba_spec, computed[:num_decodes], query_lens[:num_decodes])
         moved = move(*copies) if len(copies.rows) else move()
         drafting = move() if self._drafter is None else self._drafter.stage(batch, token_rows, positions)
-        staged: list[Staged[Any]] = [self._stage_sampling(batch), moved, drafting, inputs, update, common.stage_rows()]
+        staged: list[Staged[Any]] = [stage_sampling(batch), moved, drafting, inputs, update, common.stage_rows()]
         for group_id, builder in self.builders.items():
             table = tables[group_id]
             rollback = builder.rollback.prepare(padded_rows, owned_anew, gained, common, table)

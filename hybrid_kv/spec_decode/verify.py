@@ -1,16 +1,34 @@
-"""Which draft tokens the target model itself would have produced."""
+"""What a step samples, and which draft tokens the target model itself would have produced."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from hybrid_kv.kernels.common.upload import Staged, move, together
+from hybrid_kv.request import ScheduledRequest
 from hybrid_kv.sampling import Draws, SamplingParams, sample, stage_draws
+
+
+class Sampling(NamedTuple):
+    """What a step samples, known before the model runs.
+
+    Attributes:
+        places: in the batch, of the requests that sample.
+        first_positions: of the tokens that they get.
+        rows: of the hidden states, one for each token and draft; None: the first `num_rows`.
+        verification: what `verify` takes beside logits.
+    """
+
+    places: list[int]
+    first_positions: list[int]
+    num_rows: int
+    rows: torch.Tensor | None
+    verification: list[Any]
 
 
 def stage_verify(
@@ -30,6 +48,25 @@ def stage_verify(
         padded = np.array([[*drafts, *[-1] * (longest - len(drafts))] for drafts in draft_token_ids])
         drafts = move(padded, np.minimum(np.arange(longest) + ends - np.array(counts)[:, None], ends - 1))
     return together(draws, drafts)
+
+
+def stage_sampling(batch: Sequence[ScheduledRequest]) -> Staged[Sampling]:
+    """What the requests of a batch that sample need, known before the model runs."""
+    places, read, end = [], list[int](), 0
+    for i, item in enumerate(batch):
+        end += item.num_tokens
+        if item.samples:
+            places.append(i)
+            read += range(end - 1 - item.num_drafts, end)
+    items = [batch[i] for i in places]
+    requests = [item.request for item in items]
+    first = [item.num_computed_tokens + item.num_tokens - item.num_drafts for item in items]
+    params, seeds = [request.params for request in requests], [request.seed for request in requests]
+    arrays, make = stage_verify([item.drafts or () for item in items], params, seeds, first)
+    if len(read) == end:  # mostly decodes alone: then every token counts
+        return arrays, lambda *moved: Sampling(places, first, end, None, make(*moved))
+    rows = np.array(read, dtype=np.int64)
+    return [rows, *arrays], lambda rows, *moved: Sampling(places, first, len(read), rows, make(*moved))
 
 
 def verify(
