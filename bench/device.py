@@ -4,10 +4,9 @@
 
 Requests run twice, and their second run counts: constants and memory are there by then. Of each kind of step the
 largest count of any such step is given. With drafts a step of decodes verifies them. In a *hit* step a request starts
-behind what is cached, in a *resume* step it starts again after a preemption; *store* and *load* are what is done around
-the runner's step that stores blocks in the offload tier or loads them. A step of decodes, all of
-one length, is capturable if the model launched the same, with the same arguments, as in the one before of that size.
-Tokens must be the CPU's.
+behind what is cached, in a *resume* step it starts again after a preemption; *store* and *load* are between
+steps, when blocks go to the offload tier or come back. A step of decodes, all of one length, is capturable if the model
+launched the same, with the same arguments, as in the one before of that size. Tokens must be the CPU's.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from functools import cache
 from multiprocessing import get_context
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ VALUES = {
     "K": (0, 2),
     "step": ("prefill", "mixed", "decode", "resume", "hit", "store", "load"),
 }
-CACHED = ("hit", "store", "load")  # with prefix caching alone
+OFFLOAD = ("store", "load")
 PROMPTS = (20, 77)  # tokens, the second ends its first block while it decodes; a step has at most 32
 
 
@@ -101,7 +101,7 @@ def play(kernels: str, mode: str, scheme: str, K: int) -> list[Step]:
     """
     import torch
 
-    from hybrid_kv.device import counts, pretend_gpu, why_not_replayed
+    from hybrid_kv.device import pretend_gpu, why_not_replayed
 
     torch.set_num_threads(1)
     wanted, steps = _tokens(_engine("cpu", "torch", mode, scheme, K)), list[Step]()
@@ -109,7 +109,6 @@ def play(kernels: str, mode: str, scheme: str, K: int) -> list[Step]:
         llm = _engine("cuda:0", kernels, mode, scheme, K)
         _tokens(llm, "before")
         execute, forward, graphs = llm.runner.execute, type(llm.runner.model).forward, dict[Any, Any]()
-        offload, step = llm.manager.offload, llm.step
 
         def captured(model: Any, input_ids: torch.Tensor, *arguments: Any) -> torch.Tensor:
             with gpu.captured() as launches:
@@ -117,33 +116,34 @@ def play(kernels: str, mode: str, scheme: str, K: int) -> list[Step]:
             graphs[None] = launches
             return hidden
 
-        def note(kind: str, events: Any, stale: str | None = None) -> None:
-            sites = [event[:3] for event in events if event.kind in ("wait", "upload")]
-            steps.append(Step(kind, counts(events), sites, stale))
+        def note(kind: str, since: int, stale: str | None = None) -> None:
+            sites = [event[:3] for event in gpu.events[since:] if event.kind in ("wait", "upload")]
+            steps.append(Step(kind, gpu.counts(since), sites, stale))
 
         def counted(scheduled: Any) -> Any:
             since = len(gpu.events)
             output = execute(scheduled)
-            inside[:] = since, len(gpu.events)
             kind, size = _kind(output.batch), tuple(item.num_tokens for item in output.batch)
             before, graphs[size] = graphs.get(size), graphs.pop(None)
             is_known = before is not None and kind == "decode" and len({*size}) == 1
-            note(kind, gpu.events[since:], why_not_replayed(before, graphs[size]) if is_known else None)
+            note(kind, since, why_not_replayed(before, graphs[size]) if is_known else None)
             return output
 
-        def around() -> Any:
-            since, before = len(gpu.events), vars(offload.stats).copy() if offload else {}
-            inside[:] = since, since
-            ended = step()
-            events = [*gpu.events[since : inside[0]], *gpu.events[inside[1] :]]
-            for kind, stat in (("store", "stored_blocks"), ("load", "loaded_blocks")):
-                if offload and getattr(offload.stats, stat) > before[stat]:
-                    note(kind, events)
-            return ended
+        def around(kind: str) -> Any:
+            def noted(*args: Any) -> None:
+                since = len(gpu.events)
+                run(*args)
+                if len(gpu.events) > since:
+                    note(kind, since)
 
-        inside = [0, 0]  # of the events, those of the runner
-        own = patch.object(type(llm.runner.model), "forward", captured)
-        with own, patch.object(llm.runner, "execute", counted), patch.object(llm, "step", around):
+            run = getattr(llm.manager.offload, kind)
+            return patch.object(llm.manager.offload, kind, noted)
+
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(type(llm.runner.model), "forward", captured))
+            stack.enter_context(patch.object(llm.runner, "execute", counted))
+            for kind in OFFLOAD if llm.manager.offload is not None else ():
+                stack.enter_context(around(kind))
             found = _tokens(llm)
     if found != wanted:
         raise WrongResultError(f"tokens {found} instead of the CPU's {wanted}")
@@ -185,7 +185,7 @@ def cells() -> list[Cell]:
     quick = [("torch", "align", "slots", 2)]
     every = grid("device", "steps", "count", steps, VALUES, quick, units=UNITS)
     return [
-        *(cell for cell in every if cell.params["mode"] != "none" or cell.params["step"] not in CACHED),
+        *(cell for cell in every if cell.params["mode"] != "none" or cell.params["step"] not in ("hit", *OFFLOAD)),
         *grid("device", "graphs", "count", graphs, engines, quick, units={"capturable": ""}),
     ]
 

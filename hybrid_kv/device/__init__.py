@@ -18,6 +18,6 @@ Nothing of the engine imports this package; it is for tests and counts.
 """
 
 from hybrid_kv.device.machine import pretend_gpu
-from hybrid_kv.device.pretend import DeviceError, Event, PretendGPU, PretendTensor, counts, why_not_replayed
+from hybrid_kv.device.pretend import DeviceError, Event, PretendGPU, PretendTensor, why_not_replayed
 
-__all__ = ["DeviceError", "Event", "PretendGPU", "PretendTensor", "counts", "pretend_gpu", "why_not_replayed"]
+__all__ = ["DeviceError", "Event", "PretendGPU", "PretendTensor", "pretend_gpu", "why_not_replayed"]

@@ -55,12 +55,6 @@ class Event(NamedTuple):
     is_pinned: bool = False
 
 
-def counts(events: Sequence[Event]) -> dict[str, int]:
-    """Launches, waits, uploads and their bytes, downloads and allocations."""
-    found = {kind: sum(event.kind == kind for event in events) for kind in KINDS}
-    return found | {"upload_bytes": sum(event.nbytes for event in events if event.kind == "upload")}
-
-
 class PretendTensor(torch.Tensor):
     """A tensor on `cuda:0`; `value` is the one on the CPU that has its numbers, with the same strides."""
 
@@ -138,8 +132,10 @@ class PretendGPU(TorchDispatchMode):
         self._first_of_graph = 0  # the number of the first allocation after the capture began
 
     def counts(self, since: int = 0) -> dict[str, int]:
-        """`counts` of `events[since:]`."""
-        return counts(self.events[since:])
+        """Launches, waits, uploads and their bytes, downloads and allocations, of `events[since:]`."""
+        events = self.events[since:]
+        found = {kind: sum(event.kind == kind for event in events) for kind in KINDS}
+        return found | {"upload_bytes": sum(event.nbytes for event in events if event.kind == "upload")}
 
     def wait(self, what: str) -> None:
         """The host waits for the device: copies arrive."""

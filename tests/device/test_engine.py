@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from bench.device import CACHED, METRICS, VALUES, graphs, play, played, steps
+from bench.device import METRICS, OFFLOAD, VALUES, graphs, play, played, steps
 from hybrid_kv.accuracy.guard_model import FOLDERS
 from hybrid_kv.attention.mamba import MambaMetadataBuilder
 from hybrid_kv.device import DeviceError, pretend_gpu
@@ -42,8 +42,10 @@ def test_every_kind_of_step_is_counted_and_the_counts_are_those_of_any_run():
     for kind in VALUES["step"]:
         counts = steps(0, *config, kind)
         assert set(counts) == set(METRICS) and counts["launches"].value > 0
-        assert counts["uploads"].value <= 1 or kind == "load"
-        assert counts["waits"].value == (kind not in CACHED[1:]) or kind not in ("decode", *CACHED[1:])
+        if kind in OFFLOAD:
+            assert counts["waits"].value == 0
+        else:
+            assert counts["uploads"].value == 1 and (kind != "decode" or counts["waits"].value == 1)
     assert graphs(0, *config)["capturable"].value in (0, 1)
 
 

@@ -383,8 +383,7 @@ BUGS = {
         MambaMetadataBuilder, "_make", with_metadata(boundaries=boundary_into_current_block), ALL, "write-twice",
     ),
     "boundary copy one draft early": (
-        runner, "boundary_copies",
-        around(lambda c, *_: c._replace(drafts=np.maximum(c.drafts - 1, 0))), ALL, "copy-state",
+        runner, "due_copies", around(lambda c, *_: c._replace(drafts=(c.drafts - 1).clamp(min=0))), ALL, "copy-state",
     ),
     "one layer with metadata of its own": (
         ModelRunner, "_prepare", around(metadata_of_its_own), ALL | {"pattern": "M*MM*"}, "layer-metadata",
