@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from functools import cache
@@ -50,7 +51,7 @@ class Step(NamedTuple):
 
     kind: str
     counts: dict[str, int]
-    sites: list[tuple[str, ...]]
+    sites: Sequence[tuple[str, ...]]
     stale: str | None
 
 
@@ -58,12 +59,11 @@ def _engine(device: str, kernels: str, mode: str, scheme: str, K: int) -> Any:
     from hybrid_kv.accuracy.guard_model import FOLDER
     from hybrid_kv.engine.llm import LLM
 
-    drafts = {"num_speculative_tokens": K, "speculative_method": "mtp"} if K else {}
-    sizes = {"max_num_seqs": 2, "max_model_len": 128, "max_num_batched_tokens": 32, "num_blocks": 32}
-    caches = mode != "none"
-    how = {"mamba_cache_mode": mode, "state_scheme": scheme, "enable_prefix_caching": caches}
-    how |= {"kv_offload_bytes": 1 << 22} if caches else {}
-    return LLM(FOLDER, device=device, kernels=kernels, attention_backend="TORCH", **sizes, **how, **drafts)
+    how: dict[str, Any] = {"num_speculative_tokens": K, "speculative_method": "mtp"} if K else {}
+    sizes: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 128, "max_num_batched_tokens": 32, "num_blocks": 32}
+    how |= {"mamba_cache_mode": mode, "state_scheme": scheme, "enable_prefix_caching": mode != "none"}
+    how |= {"kv_offload_bytes": 1 << 22} if mode != "none" else {}
+    return LLM(FOLDER, device=device, kernels=kernels, attention_backend="TORCH", **sizes, **how)
 
 
 def _tokens(llm: Any, salt: str = "") -> list[list[int]]:
@@ -126,7 +126,7 @@ def play(kernels: str, mode: str, scheme: str, K: int) -> list[Step]:
             kind, size = _kind(output.batch), tuple(item.num_tokens for item in output.batch)
             before, graphs[size] = graphs.get(size), graphs.pop(None)
             is_known = before is not None and kind == "decode" and len({*size}) == 1
-            note(kind, since, why_not_replayed(before, graphs[size]) if is_known else None)
+            note(kind, since, why_not_replayed(before or (), graphs[size]) if is_known else None)
             return output
 
         def around(kind: str) -> Any:

@@ -315,7 +315,7 @@ class ModelRunner:
         """What each request of the batch gets: nothing, a token, or its accepted drafts and one token more."""
         tokens: list[list[int]] = [[] for _ in batch]
         logprobs: dict[str, list[TokenLogprobs]] = {}
-        verified = gained(*read, [batch[i].num_drafts for i in sampling.places])
+        verified = gained(read[0], read[1], [batch[i].num_drafts for i in sampling.places])
         row = 0
         for i, first, new in zip(sampling.places, sampling.first_positions, verified, strict=True):
             request = batch[i].request
