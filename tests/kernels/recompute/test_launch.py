@@ -417,7 +417,7 @@ def check_commit(seed, block_size, indices, most=5):
     g = torch.Generator().manual_seed(seed)
     num_rows, ring_len = 40, 17
     ours, theirs = (RecomputeCursors.allocate(num_rows, ring_len, most, CPU) for _ in range(2))
-    starts = torch.randint(0, 30, (num_rows,), generator=g)
+    starts, addresses = torch.randint(0, 30, (num_rows,), generator=g), {}
     for cursors in (ours, theirs):
         cursors.restart(torch.arange(num_rows), starts)
     for _ in range(40):
@@ -435,6 +435,8 @@ def check_commit(seed, block_size, indices, most=5):
         for name in FIELDS:
             assert torch.equal(getattr(step, name), getattr(expected, name)), name
         assert step.max_query_len == expected.max_query_len == most
+        # A captured graph of as many requests reads it there.
+        assert addresses.setdefault(num_reqs, step.src.data_ptr()) == step.src.data_ptr()
         for name in CURSORS:
             assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
 
