@@ -172,7 +172,7 @@ def recompute_update_reference(
         dtype = arithmetic(ssm_state, ring)
         tokens = StepTokens(step, cu_seqlens, len(x), dtype)
         new_x, new_B, C_rows = map(tokens.padded, (x, B, C))
-        new_dt = _kept(F.softplus(tokens.padded(dt) + dt_bias.to(dtype)), tokens.inside)
+        new_dt = F.softplus(tokens.padded(dt) + dt_bias.to(dtype))
         past = _history(ring, step, step.n_hist, dtype)
         every_x, every_dt, every_B = (torch.cat(pair, 1) for pair in zip(past, (new_x, new_dt, new_B), strict=True))
         log_decay = (every_dt * -torch.exp(A_log.to(dtype))).transpose(1, 2)  # [num_reqs, heads, W + T]
