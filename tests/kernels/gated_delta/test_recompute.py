@@ -64,7 +64,7 @@ class Run(mamba2.Run):
         return [torch.from_numpy(part) for part in operands(*raw, np.float64(self.case.beta_scale))]
 
     def appended(self, *tokens):
-        _, k, _, g, _ = self.wide(*tokens)
+        _, k, _, g, _ = self.wide(*(part[:-1] for part in tokens))
         keys = k[:, :: self.case.per_group].to(self.device)
         return (None, 0.0), (keys, KEYS[self.case.dtype]), (g.to(self.device), 5e-6)
 
@@ -81,12 +81,12 @@ class Run(mamba2.Run):
             request.drafts = [self.entry(*place) for place in appended[span]]
             request.accepted = int(torch.randint(1, length + 1, (1,), generator=self.g)) if length else 5
             if length:
-                _, k, _, g, _ = self.wide(*(part[span] for part in tokens))
+                _, k, v, g, beta = self.wide(*(part[span] for part in tokens))
                 for t, (u, *_) in enumerate(request.drafts):
-                    before = passed[t - 1] if t else request.now
-                    added = passed[t] - before * g[t].exp().view(self.heads, 1, -1)
+                    before = (passed[t - 1] if t else request.now) * g[t].exp().view(self.heads, 1, -1)
+                    wrong = v[t] - (before @ k[t].unsqueeze(-1))[..., 0]
                     self.outputs.append(u[None])
-                    self.expected.append((added @ k[t].unsqueeze(-1))[None, ..., 0])
+                    self.expected.append((beta[t].unsqueeze(-1) * wrong)[None])
                 request.now = self.fold(request.now, request.drafts[: request.accepted])
 
     def entry(self, row, place):
