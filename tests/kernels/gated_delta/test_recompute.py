@@ -91,7 +91,7 @@ class Run(mamba2.Run):
 
     def entry(self, row, place):
         """u, log decay and key of a token in the ring."""
-        u, g, k = (part[row, :, place].cpu().double() for part in (self.ring.x, self.ring.dt, self.ring.B))
+        u, g, k = (part[row, :, place].cpu().double().clone() for part in (self.ring.x, self.ring.dt, self.ring.B))
         return u, g.view(self.heads, 1, -1), k.repeat_interleave(self.case.per_group, 0)
 
     def fold(self, state, tokens):
