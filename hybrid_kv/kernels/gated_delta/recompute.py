@@ -210,13 +210,13 @@ def _delta_recompute(
             in_m = (m < KEY) | (KEY == BLOCK_K)
             gate_m = m[None, :] if PER_CHANNEL else tl.zeros([1, 1], tl.int32)
             in_gate_m = (gate_m < KEY) | (KEY == BLOCK_K)
-            gates = place[:, None] * GATES + gate_m
-            past = tl.load(g_ring + gates, mask=folded[:, None] & in_gate_m, other=0.0)
-            gates = next_place[:, None] * GATES + gate_m
-            later = tl.load(g_ring + gates, mask=(j < flush - 1)[:, None] & in_gate_m, other=0.0)
-            mask = folded[:, None] & in_m[None, :]
-            added = tl.load(k_ring + place[:, None] * KEY + m[None, :], mask=mask, other=0.0).to(tl.float32)
-            added *= tl.exp(tl.cumsum(later, axis=0, reverse=True))
+            gate_piece = place[:, None] * GATES + gate_m
+            passed = tl.load(g_ring + gate_piece, mask=folded[:, None] & in_gate_m, other=0.0)
+            gate_piece = next_place[:, None] * GATES + gate_m
+            coming = tl.load(g_ring + gate_piece, mask=(j < flush - 1)[:, None] & in_gate_m, other=0.0)
+            in_piece = folded[:, None] & in_m[None, :]
+            added = tl.load(k_ring + place[:, None] * KEY + m[None, :], mask=in_piece, other=0.0).to(tl.float32)
+            added *= tl.exp(tl.cumsum(coming, axis=0, reverse=True))
             if TENSOR:
                 # Two terms of eight bits: one would leave an error that the checkpoint carries on.
                 upper = added.to(tl.bfloat16)
@@ -226,19 +226,19 @@ def _delta_recompute(
             else:
                 added = tl.dot(past_u, added, input_precision="ieee")
             inside = in_p[:, None] & in_m[None, :]
-            tile = p[:, None] * KEY + m[None, :]
-            h = tl.load(state + source * state_stride + tile, mask=inside, other=0)
+            piece = p[:, None] * KEY + m[None, :]
+            folded_h = tl.load(state + source * state_stride + piece, mask=inside, other=0)
             if SPLIT:
-                low = tl.load(state + source * state_stride + LOW + tile, mask=inside, other=0)
-                h = ((h.to(tl.int32) << 16) + low.to(tl.int32)).to(tl.float32, bitcast=True)
-            h = h.to(tl.float32) * tl.exp(tl.sum(past, axis=0))[None, :] + added
+                low = tl.load(state + source * state_stride + LOW + piece, mask=inside, other=0)
+                folded_h = ((folded_h.to(tl.int32) << 16) + low.to(tl.int32)).to(tl.float32, bitcast=True)
+            folded_h = folded_h.to(tl.float32) * tl.exp(tl.sum(passed, axis=0))[None, :] + added
             if SPLIT:
-                bits = h.to(tl.int32, bitcast=True)
+                bits = folded_h.to(tl.int32, bitcast=True)
                 high = ((bits + 0x8000) >> 16).to(tl.int16)
-                tl.store(state + target * state_stride + tile, high, mask=inside)
-                tl.store(state + target * state_stride + LOW + tile, bits.to(tl.int16), mask=inside)
+                tl.store(state + target * state_stride + piece, high, mask=inside)
+                tl.store(state + target * state_stride + LOW + piece, bits.to(tl.int16), mask=inside)
             else:
-                tl.store(state + target * state_stride + tile, h.to(state.dtype.element_ty), mask=inside)
+                tl.store(state + target * state_stride + piece, folded_h.to(state.dtype.element_ty), mask=inside)
 
 
 def _constexprs(
