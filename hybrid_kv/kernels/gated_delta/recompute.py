@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hybrid_kv.kernels.common.integers import cdiv, next_power_of_2
-from hybrid_kv.kernels.common.launch import INTS, check, jit, strides, warp_size
+from hybrid_kv.kernels.common.launch import INTS, check, jit, register_limit, strides, warp_size
 from hybrid_kv.kernels.gated_delta.reference import EPS
 from hybrid_kv.kernels.gated_delta.slots import check_inputs
 from hybrid_kv.kernels.recompute import RecomputeRing, RecomputeStep, check_history
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 ROWS = 64  # of a state in one program
 NUM_WARPS = 4
+REGISTERS = {False: 168, True: 232}  # with decays per channel; three programs on an SM, or two
 
 
 def _delta_recompute(
@@ -338,15 +339,17 @@ def _launch(
     beta_scale: float,
 ) -> None:
     rings, dtypes = (ring.x.shape[1:], ring.B.shape[1:]), (state.dtype, ring.x.dtype)
-    constexprs = _constexprs(*rings, step.max_query_len, *dtypes, warp_size(), state.device.type == "cpu")
+    lanes, per_channel, update = warp_size(), ring.dt.dim() == 4, cu_seqlens is not None
+    constexprs = _constexprs(*rings, step.max_query_len, *dtypes, lanes, state.device.type == "cpu")
     tiles = constexprs["HEADS"] * cdiv(constexprs["VALUE"], constexprs["BLOCK_V"])
     jit(_delta_recompute)[(tiles, len(step.rows))](
         *(state, ring.x, ring.B, ring.dt, *inputs, *step[:6], cu_seqlens, state.stride(0), *token_strides),
         **constexprs,
-        PER_CHANNEL=ring.dt.dim() == 4,
+        PER_CHANNEL=per_channel,
         BETA_SCALE=beta_scale,
         EPS=EPS,
-        UPDATE=cu_seqlens is not None,
+        UPDATE=update,
         num_warps=NUM_WARPS,
         num_stages=1,
+        **(register_limit(REGISTERS[per_channel], lanes) if update else {}),
     )
