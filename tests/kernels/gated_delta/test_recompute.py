@@ -9,18 +9,22 @@ operands of 8 bits, twice behind each other. Checkpoints are as in tests/kernels
 from unittest.mock import patch
 
 import numpy as np
-import pytest
 import torch
 
-from bench._shapes import DELTA_MODELS
-from bench.static.counts import mean_traffic
 from hybrid_kv.kernels.gated_delta import (
     gated_delta_flush,
     gated_delta_recompute,
     gated_delta_recompute_reference,
 )
 from hybrid_kv.kernels.gated_delta import recompute as module
-from hybrid_kv.kernels.recompute import RecomputeRing, commit, commit_reference, recompute_flush_reference
+from hybrid_kv.kernels.recompute import (
+    RecomputeRing,
+    RecomputeStep,
+    commit,
+    commit_reference,
+    read_states,
+    recompute_flush_reference,
+)
 from tests.kernels.gated_delta.layer import operands, rule
 from tests.kernels.harness import compiled, defined, flat_tokens, rejections
 from tests.kernels.interpreter import interpreted
@@ -148,4 +152,64 @@ test_the_kernel_follows_the_rule = mamba2.follows_the_recurrence(
     cases([torch.float32, torch.float16, torch.bfloat16], [mamba2.PLANES, torch.bfloat16, torch.float16]),
     EDGES,
     max_examples=3,
+)
+
+
+def check_flush(per_channel):
+    """By itself a flush leaves what its reference does, and no ring and no other block is touched."""
+    run, one = Run(BASE.but(per_channel=per_channel, size=33, head_dim=17)), torch.ones(1, dtype=torch.int64)
+    for part in (run.ring.x, run.ring.B, run.ring.dt):
+        part.copy_(torch.randn(part.shape, generator=run.g) - 4 * (part is run.ring.dt))
+    rings = [part.clone() for part in (run.ring.x, run.ring.B, run.ring.dt)]
+    source, target = run.table[0, 1:3].long().split(1)
+    step = RecomputeStep(one, source, target, 9 * one, 5 * one, 4 * one, 4)
+    recompute_flush_reference(run.state, run.ring, step, None)
+    expected, before = read_states(run.state, target), run.storage.clone()
+    gated_delta_flush(run.state, run.ring, step)
+    assert bool(((read_states(run.state, target) - expected).abs() <= mamba2.ELEMENT * expected.abs().max()).all())
+    run.state[target] = before.as_strided(run.state.shape, run.state.stride(), 2)[target]
+    assert torch.equal(run.storage, before)
+    for part, old in zip((run.ring.x, run.ring.B, run.ring.dt), rings, strict=True):
+        assert torch.equal(part, old)
+
+
+def test_a_flush_by_itself_equals_its_reference():
+    for per_channel in (False, True):
+        interpreted(check_flush, per_channel)
+
+
+test_compiles_without_spills_to_128_bit_accesses = compiled(
+    "delta_recompute", lambda case: case.kernel.endswith("recompute") and case.dtype == "float32", least=lambda *_: 2
+)
+
+
+def arguments():
+    """Of `flattened`, which are those of `gated_delta_recompute` with the parts of ring and step by name."""
+    run = Run(BASE.but(starts=(3, 4), groups=2, per_group=1, dtype=torch.bfloat16))
+    v, dt, k, q, beta = run.inputs(2)
+    found = {f"ring.{name}": getattr(run.ring, name) for name in ("x", "B", "dt")}
+    found |= {f"step.{name}": torch.ones(2, dtype=torch.int64) for name in mamba2.FIELDS} | {"step.max_query_len": 4}
+    found |= {"q": q, "k": k, "v": v, "dt": dt, "dt_bias": run.dt_bias, "A_log": run.A_log, "beta": beta}
+    return found | {"state": run.state, "cu_seqlens": torch.tensor([0, 1, 2])}
+
+
+def flattened(**named):
+    parts = {
+        kind: {name.removeprefix(f"{kind}."): named.pop(name) for name in list(named) if name.startswith(f"{kind}.")}
+        for kind in ("ring", "step")
+    }
+    gated_delta_recompute(ring=RecomputeRing(**parts["ring"]), step=RecomputeStep(**parts["step"]), **named)
+
+
+test_rejects_what_the_kernel_would_misread = rejections(
+    arguments,
+    flattened,
+    special=[
+        ("state", lambda t: t[:, 0], r"has shape \(\d+, 2, 3, 5\); it must be \(\d+, 2, 2, 3, 5\)"),
+        ("dt", lambda t: t[:, :, None].expand(-1, -1, 5), r"ring.dt has shape .* it must be \(3, 2, 11, 5\)"),
+        ("v", lambda t: t.float(), "v is torch.float32; it must be one of torch.bfloat16"),
+        ("k", lambda t: t[:, :1], "must be"),
+        ("q", lambda t: t.float(), "q is torch.float32; it must be one of torch.bfloat16"),
+    ],
+    allowed=["state, short", "step.rows, flat"],
 )
