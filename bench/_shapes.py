@@ -94,6 +94,8 @@ DELTA_MODELS = {
     "Qwen3-Next": DeltaShape(16, 32, 128, 128, per_channel=False),
     "Kimi-Linear": DeltaShape(32, 32, 128, 128, per_channel=True),
 }
+# Of Qwen3.5-397B-A17B. Its kernels are those of Qwen3-Next with twice the programs.
+QWEN3_5 = DeltaShape(16, 64, 128, 128, per_channel=False)
 
 SHAPES = {
     "nemotron-3-nano": _NANO,

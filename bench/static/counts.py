@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,9 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from bench._shapes import MODELS, NANO
+from bench._shapes import DELTA_MODELS, MODELS, NANO, QWEN3_5, DeltaShape
 from bench.static.gate import Baseline, read_baseline
-from bench.static.state_bytes import slots_bytes, step_bytes
+from bench.static.state_bytes import Shape, slots_bytes, step_bytes
 from hybrid_kv.errors import deaf_to_ctrl_c
 from hybrid_kv.kernels.common.interpreter import start_interpreter
 from hybrid_kv.kernels.recompute import RecomputeCursors, commit_reference, default_ring_len
@@ -35,6 +36,11 @@ from hybrid_kv.results import Row, provenance
 TARGET = "any"
 UNITS = {"launches": "launches", "torch_operations": "operations", "bytes": "B"}
 FEWEST = 5.0  # times as many bytes as `recompute` that `slots` must move with 3 and 5 drafts, states in float32
+# Layers with a delta rule, whose bytes are counted beside the first model's.
+DELTA = {"Qwen3-Next": DELTA_MODELS["Qwen3-Next"], "Qwen3.5-397B": QWEN3_5}
+# The records of vLLM (ReplaySSM, vllm#47576) and FlashInfer (flashinfer#4081) are u, unit key and log decay as well, of
+# so many tokens at most; the checkpoint is read as a whole, and written when a step would not fit behind it.
+RECORDED = 16
 _ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
@@ -256,34 +262,35 @@ def distinct_bytes(call: Callable[[], object], shared: Sequence[torch.Tensor]) -
     return total
 
 
-def _count_scheme(shape: tuple[int, int, int, int], K: int, n_hist: int | None, flush: bool) -> int:
+def _count_scheme(shape: Shape, K: int, n_hist: int | None, flush: bool) -> int:
     """Bytes of one request in one layer; `n_hist` None: scheme `slots`."""
+    from hybrid_kv.kernels.gated_delta import gated_delta_recompute, gated_delta_update_slots
     from hybrid_kv.kernels.recompute import RecomputeRing, RecomputeStep, recompute_update, split_state
     from hybrid_kv.kernels.ssd import selective_state_update_slots
 
-    heads, head_dim, size, groups = shape
+    is_delta = isinstance(shape, DeltaShape)
+    if isinstance(shape, DeltaShape):
+        heads, head_dim, size, groups = shape.heads, shape.value_dim, shape.key_dim, shape.key_heads
+    else:
+        heads, head_dim, size, groups = shape
     tokens, bf16 = 1 + K, torch.bfloat16
     x, B, C = (torch.zeros(tokens, *part, dtype=bf16) for part in ((heads, head_dim), (groups, size), (groups, size)))
-    dt, cu_seqlens = torch.zeros(tokens, heads, dtype=bf16), torch.tensor([0, tokens])
+    (dt, beta), cu_seqlens = torch.zeros(2, tokens, heads, dtype=bf16), torch.tensor([0, tokens])
     dt_bias, A_log, D = heads_of = tuple(torch.zeros(3, heads))
+    layer = (C, B, x, dt, dt_bias, A_log, beta) if is_delta else (x, dt, dt_bias, A_log, B, C, D)
     states = torch.zeros(2 + tokens, heads, head_dim, size)
     if n_hist is None:
         sources, targets = torch.tensor([1]), torch.arange(2, 2 + tokens)[None]
-        indices = (cu_seqlens, sources, targets)
-        return distinct_bytes(
-            lambda: selective_state_update_slots(states, x, dt, dt_bias, A_log, B, C, D, *indices),
-            [*heads_of, *indices],
-        )
+        indices, slots = (cu_seqlens, sources, targets), selective_state_update_slots
+        slots = gated_delta_update_slots if is_delta else slots
+        return distinct_bytes(lambda: slots(states, *layer, *indices), [*heads_of, *indices])
     ring_len = default_ring_len(tokens)
     ring = RecomputeRing.allocate(1, ring_len, (heads, head_dim), (groups, size), bf16, torch.device("cpu"))
     row, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
     parts = (row, one, one + 1 if flush else one.clone(), row.clone(), n_hist * one, n_hist * one if flush else row + 0)
     step = RecomputeStep(*parts, max_query_len=tokens)
-    planes = split_state(states)
-    return distinct_bytes(
-        lambda: recompute_update(planes, ring, step, x, dt, dt_bias, A_log, B, C, D, cu_seqlens),
-        [*heads_of, cu_seqlens, *parts],
-    )
+    planes, update = split_state(states), gated_delta_recompute if is_delta else recompute_update
+    return distinct_bytes(lambda: update(planes, ring, step, *layer, cu_seqlens), [*heads_of, cu_seqlens, *parts])
 
 
 @dataclass(frozen=True)
@@ -305,20 +312,25 @@ class Traffic:
 
 
 def mean_traffic(
-    shape: tuple[int, int, int, int],
+    shape: Shape,
     state_dtype: torch.dtype,
     num_speculative_tokens: int,
     acceptance: float = 0.75,
     block_size: int | None = 528,
     steps: int = 400,
+    recorded: int | None = None,
 ) -> Traffic:
     """Both schemes under drafts of which each is accepted with probability `acceptance` if those before it are.
 
     The cursors of 64 requests are moved by `commit_reference` itself, so the rate of flushes is that of its rule.
+
+    Args:
+        recorded: tokens of another engine's record, whose checkpoints are no planes.
     """
     num_rows, tokens = 64, 1 + num_speculative_tokens
+    ring_len = default_ring_len(tokens) if recorded is None else recorded + tokens
     device, generator = torch.device("cpu"), torch.Generator().manual_seed(0)
-    cursors = RecomputeCursors.allocate(num_rows, default_ring_len(tokens), tokens, device)
+    cursors = RecomputeCursors.allocate(num_rows, ring_len, tokens, device)
     rows = torch.arange(num_rows)
     cursors.restart(rows, 1 + rows)  # Not in step with each other.
     cu_seqlens = torch.arange(num_rows + 1) * tokens
@@ -332,7 +344,8 @@ def mean_traffic(
         accepted = 1 + hits.long().cumprod(1).sum(1)
         if index >= warm:
             for n_hist, n_flush in zip(step.n_hist.tolist(), step.n_flush.tolist(), strict=True):
-                total += sum(step_bytes(shape, state_dtype, tokens, n_hist, n_flush > 0).values())
+                moved = step_bytes(shape, state_dtype, tokens, n_hist, n_flush > 0, planes=recorded is None)
+                total += sum(moved.values())
                 flushes += n_flush > 0
     count = num_rows * (steps - warm)
     slots = sum(slots_bytes(shape, state_dtype, tokens).values())
@@ -340,10 +353,14 @@ def mean_traffic(
 
 
 def count_bytes() -> list[Count]:
-    """Of one request, layer and step, at the shape of Nemotron-3-Nano with float32 states."""
+    """Of one request, layer and step, at the shapes of Nemotron-3-Nano and of delta rules with float32 states."""
     fp32, found = torch.float32, []
-    shape = heads, head_dim, size, groups = MODELS[NANO].state
-    for K in (3, 5):
+    heads, head_dim, size, groups = MODELS[NANO].state
+    layers: list[tuple[str, Shape, Shape, int]] = [
+        (NANO, MODELS[NANO].state, (heads // groups, head_dim, size, 1), groups)
+    ]
+    layers += [(name, shape, shape.of_rank(shape.key_heads), shape.key_heads) for name, shape in DELTA.items()]
+    for (name, shape, group, groups), K in product(layers, (3, 5)):
         wrong = []
         for n_hist, flush in ((None, False), (9, False), (9, True)):
             if n_hist is None:
@@ -351,16 +368,21 @@ def count_bytes() -> list[Count]:
             else:
                 said = sum(step_bytes(shape, fp32, 1 + K, n_hist, flush).values())
             # Groups have nothing in common, so one of them tells of all.
-            bytes_moved = groups * _count_scheme((heads // groups, head_dim, size, 1), K, n_hist, flush)
+            bytes_moved = groups * _count_scheme(group, K, n_hist, flush)
             if bytes_moved != said:
                 what = "slots" if n_hist is None else f"recompute of {n_hist} tokens{', flushed' if flush else ''}"
                 wrong.append(f"{what} moves {bytes_moved} bytes, the model says {said}")
         traffic = mean_traffic(shape, fp32, K, steps=200)
         if traffic.ratio < FEWEST:
             wrong.append(f"slots moves {traffic.ratio:.2f} times the bytes of recompute, it must be {FEWEST}")
-        for scheme, value in (("slots", traffic.slots), ("recompute", traffic.recompute)):
+        schemes = {"slots": traffic.slots, "recompute": traffic.recompute}
+        if isinstance(shape, DeltaShape):
+            schemes["record"] = mean_traffic(shape, fp32, K, block_size=None, steps=200, recorded=RECORDED).recompute
+            if schemes["record"] < traffic.recompute:
+                wrong.append("a record of vLLM or FlashInfer moves fewer bytes than recompute")
+        for scheme, value in schemes.items():
             values = {"bytes": float(round(value))}
-            found.append(Count(f"bytes.{scheme}", f"{NANO}, K={K}", "float32", values, "; ".join(wrong)))
+            found.append(Count(f"bytes.{scheme}", f"{name}, K={K}", "float32", values, "; ".join(wrong)))
     return found
 
 

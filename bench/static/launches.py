@@ -17,7 +17,12 @@ from bench.static.state_bytes import step_bytes
 from hybrid_kv.kernels.block_tables import DeviceTables, StagedBlocks, StepBatch, TableLayout, update_block_tables
 from hybrid_kv.kernels.causal_conv1d import causal_conv1d_prefill, causal_conv1d_update
 from hybrid_kv.kernels.common.spans import TILE, Spans
-from hybrid_kv.kernels.gated_delta import gated_delta_prefill, gated_delta_update_slots
+from hybrid_kv.kernels.gated_delta import (
+    gated_delta_flush,
+    gated_delta_prefill,
+    gated_delta_recompute,
+    gated_delta_update_slots,
+)
 from hybrid_kv.kernels.gated_norm import gated_rms_norm
 from hybrid_kv.kernels.paged_attention import paged_attention_varlen, store_kv
 from hybrid_kv.kernels.recompute import (
@@ -121,6 +126,21 @@ def _delta_prefill(model: str, dtype: torch.dtype, chunk_size: int) -> None:
     gated_delta_prefill(_delta_states(model, FP32), *inputs, _spans(chunk_size), _ids(1), initial)
 
 
+def _delta_recompute(model: str, dtype: torch.dtype, k: int, update: bool) -> None:
+    shape = DELTA_MODELS[model]
+    x, B = (shape.heads, shape.value_dim), (shape.key_heads, shape.key_dim)
+    dt = (shape.heads, *[shape.key_dim] * shape.per_channel)
+    state = _meta(
+        NUM_REQS, *([2] if dtype == FP32 else []), *x, shape.key_dim, dtype=torch.int16 if dtype == FP32 else dtype
+    )
+    ring = RecomputeRing.allocate(NUM_REQS, default_ring_len(1 + k), x, B, BF16, DEVICE, dt)
+    step = RecomputeStep(*(_ids(NUM_REQS) for _ in range(6)), max_query_len=1 + k)
+    if update:
+        gated_delta_recompute(state, ring, step, *_delta_inputs(model, NUM_REQS * (1 + k)), _ids(NUM_REQS + 1))
+    else:
+        gated_delta_flush(state, ring, step)
+
+
 def _recompute(model: str, dtype: torch.dtype, k: int, num_reqs: int, update: bool) -> None:
     heads, head_dim, size, groups = MODELS[model].state
     state = _heads(model, torch.int16, 2) if dtype == FP32 else _heads(model, dtype)
@@ -214,6 +234,8 @@ _QUERIES = ((NANO, 1, "K=0"), (NANO, 4, "K=3"), ("Granite-4-H-small", 4, "K=3"),
 
 
 _DELTA_UPDATES = [(model, FP32, k) for model in DELTA_MODELS for k in (0, 3)] + [("Qwen3-Next", BF16, 3)]
+_DELTA_RECOMPUTES = [(model, FP32, update) for model in DELTA_MODELS for update in (True, False)]
+_DELTA_RECOMPUTES += [("Qwen3-Next", BF16, True)]
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -249,6 +271,15 @@ LAUNCHES = (
         Launch("delta_prefill.gated_delta_prefill", model, partial(_delta_prefill, model, dtype, size), _name(dtype))
         for model in DELTA_MODELS
         for dtype, size in ((BF16, 128), (FP32, 64))
+    ),
+    *(
+        Launch(
+            f"delta_recompute.gated_delta_{'recompute' if update else 'flush'}",
+            f"{model}, K=3",
+            partial(_delta_recompute, model, dtype, 3, update),
+            _name(dtype),
+        )
+        for model, dtype, update in _DELTA_RECOMPUTES
     ),
     *(
         Launch(

@@ -174,8 +174,8 @@ class RecomputeSpec(RollbackSpec):
 
         if not inputs:
             return None  # a layer of windows alone
-        x, B, _ = inputs
-        return RecomputeRing.allocate(num_rows, self.ring_len, x.shape, B.shape, x.dtype, device)
+        x, B, dt = inputs
+        return RecomputeRing.allocate(num_rows, self.ring_len, x.shape, B.shape, x.dtype, device, dt.shape)
 
     def describe(self) -> dict[str, Any]:
         return {"ring_len": self.ring_len}

@@ -416,7 +416,7 @@ def with_rollback(spec: KVCacheSpec, rollback: RollbackSpec) -> KVCacheSpec:
     if not isinstance(spec, MambaSpec):
         return spec
     if rollback.needs_inputs and not spec.inputs and any(part.role == "state" for part in spec.parts):
-        raise ConfigError(f'state_scheme="{rollback.scheme}" is for Mamba-2 layers, not {spec.mamba_type}; use slots')
+        raise ConfigError(f'state_scheme="{rollback.scheme}" is not for {spec.mamba_type} layers; use slots')
     more = rollback.num_speculative_tokens - spec.num_speculative_tokens
 
     def grown(part: StatePart) -> StatePart:

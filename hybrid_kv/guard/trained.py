@@ -16,7 +16,6 @@ class Trained:
         suffix: behind the name of a line; `params`: what its rows have besides. The first model has neither: its rows
             go back to the time when it was the only one.
         share: of the first model's amount of a check.
-        recomputes: it can run in state scheme `recompute`, which is for Mamba-2.
         block_size: tokens of an attention block that hold a state with the window of any K: with fewer the number of
             drafts would decide the block size, and with it the hits.
     """
@@ -24,7 +23,6 @@ class Trained:
     folder: Path
     suffix: str = ""
     share: float = 1.0
-    recomputes: bool = True
     block_size: int = 64
 
     @property
@@ -39,5 +37,5 @@ class Trained:
 # A delta net and experts cost about twice as much per token, and what is shared was checked with the first.
 TRAINED = {
     "nemotron_h": Trained(FOLDERS["nemotron_h"]),
-    "qwen3_5_moe_text": Trained(FOLDERS["qwen3_5_moe_text"], ", qwen3.5 moe", 0.1, recomputes=False, block_size=96),
+    "qwen3_5_moe_text": Trained(FOLDERS["qwen3_5_moe_text"], ", qwen3.5 moe", 0.1, block_size=96),
 }

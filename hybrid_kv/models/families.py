@@ -23,6 +23,7 @@ from hybrid_kv.models.specs import (
     all_mamba,
     attention_spec,
     caches,
+    delta_rule_spec,
     gdn_spec,
     indexed_kinds,
     latent_spec,
@@ -105,7 +106,7 @@ def _kimi_state(file: ConfigFile, options: SpecOptions) -> MambaSpec:
     heads = options.share(file, "linear_attn_config.num_heads", own.size("num_heads", default=32))
     size = own.size("head_dim", default=128)
     kernel = own.size("conv_kernel_dim", "short_conv_kernel_size", default=4)
-    return mamba_spec(options, kernel, 3 * heads * size, (heads, size, size), mamba_type="gdn_attention")
+    return delta_rule_spec(options, kernel, heads, (heads, size, size), per_channel=True)
 
 
 def _lfm2_kinds(file: ConfigFile) -> list[str]:

@@ -251,8 +251,27 @@ def gdn_spec(config: ConfigFile, options: SpecOptions) -> MambaSpec:
         raise config.fail(f"linear_num_value_heads={value_heads} is not a multiple of {key_heads} key heads")
     key_heads = options.share(config, "linear_num_key_heads", key_heads)
     value_heads = options.share(config, "linear_num_value_heads", value_heads)
-    conv_dim, state = 2 * key_heads * key_dim + value_heads * value_dim, (value_heads, value_dim, key_dim)
-    return mamba_spec(options, config.size("linear_conv_kernel_dim"), conv_dim, state, mamba_type="gdn_attention")
+    return delta_rule_spec(options, config.size("linear_conv_kernel_dim"), key_heads, (value_heads, value_dim, key_dim))
+
+
+def delta_rule_spec(
+    options: SpecOptions, kernel: int, key_heads: int, state: tuple[int, int, int], per_channel: bool = False
+) -> MambaSpec:
+    """Window and state [heads, value, key] of a layer with a delta rule, whose decays are per head or key channel."""
+    heads, value_dim, key_dim = state
+    return mamba_spec(
+        options,
+        kernel,
+        2 * key_heads * key_dim + heads * value_dim,
+        state,
+        mamba_type="gdn_attention",
+        # As `kernels.recompute.RecomputeRing` keeps them.
+        inputs=(
+            StatePart("u", (heads, value_dim), options.dtype),
+            StatePart("k", (key_heads, key_dim), options.dtype),
+            StatePart("g", (heads, *[key_dim] * per_channel), options.wide_dtype),
+        ),
+    )
 
 
 def mamba_spec(

@@ -134,7 +134,8 @@ def delta_net(request, tmp_path_factory):
     return str(folder)
 
 
+@pytest.mark.parametrize("scheme", ["slots", "recompute"])
 @pytest.mark.parametrize(("mode", "k"), [("none", 0), ("none", 2), ("align", 0), ("align", 2), ("all", 0), ("all", 2)])
-def test_delta_nets_answer_as_in_torch(delta_net, mode, k):
-    error = interpreted(check_engine, delta_net, mode, k, "slots")
+def test_delta_nets_answer_as_in_torch(delta_net, mode, k, scheme):
+    error = interpreted(check_engine, delta_net, mode, k, scheme)
     assert 0 < error <= TOLERANCE

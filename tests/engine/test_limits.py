@@ -52,10 +52,9 @@ def limits() -> list[Limit]:
                 f"is too short for num_speculative_tokens={k}, which needs {least}",
             )
         )  # fmt: skip
-    for kind in ("gdn_attention", "mamba1"):
-        own = {**RECOMPUTE, "kind": kind}
-        reason = f'state_scheme="recompute" is for Mamba-2 layers, not {kind}; use slots'
-        result.append(Limit({**own, "layers": "W*"}, {**own, "layers": "M*"}, reason))
+    own = {**RECOMPUTE, "kind": "mamba1"}
+    reason = 'state_scheme="recompute" is not for mamba1 layers; use slots'
+    result.append(Limit({**own, "layers": "W*"}, {**own, "layers": "M*"}, reason))
     for size, changes in ((2 * BLOCK, {"mamba_cache_mode": "all"}), (BLOCK // 2, {"mamba_block_size": BLOCK})):
         own = {"mamba_cache_mode": "align", "mamba_block_size": size}
         result.append(

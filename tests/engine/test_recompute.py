@@ -137,7 +137,7 @@ def test_a_model_that_cannot_recompute_is_refused():
     model = ExactModel()
     specs = model.layer_specs.items()
     model.layer_specs = {n: replace(s, inputs=()) if isinstance(s, MambaSpec) else s for n, s in specs}
-    with pytest.raises(ConfigError, match="is for Mamba-2 layers, not mamba2; use slots"):
+    with pytest.raises(ConfigError, match="is not for mamba2 layers; use slots"):
         LLM(model, num_blocks=50, state_scheme="recompute", device="cpu")
 
 

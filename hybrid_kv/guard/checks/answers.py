@@ -129,7 +129,7 @@ def cells(prompts: Sequence[str], device: str = "cpu", model: Trained = TRAINED[
     for mode in TRIED:
         for method, k in DRAFTS:
             yield run(prompts, mode, method, k)
-    for mode, method, k in RECOMPUTED if model.recomputes else ():
+    for mode, method, k in RECOMPUTED:
         yield run(prompts, mode, method, k, state_scheme="recompute")
     yield run(prompts, "all", "mtp", 3, _forget, kv_offload_bytes=2**28)
     with tempfile.TemporaryDirectory() as folder:

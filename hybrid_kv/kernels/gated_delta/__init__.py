@@ -1,10 +1,12 @@
-"""The gated delta rule, decays per head or per key channel: its arithmetic, a verify step in `slots`, a prefill."""
+"""The gated delta rule, decays per head or key channel: its arithmetic, a verify step in both schemes, a prefill."""
 
 from hybrid_kv.kernels.gated_delta.prefill import gated_delta_prefill
+from hybrid_kv.kernels.gated_delta.recompute import gated_delta_flush, gated_delta_recompute
 from hybrid_kv.kernels.gated_delta.reference import (
     delta_operands,
     gated_delta_chunk,
     gated_delta_prefill_reference,
+    gated_delta_recompute_reference,
     gated_delta_update,
     gated_delta_update_slots_reference,
 )

@@ -19,6 +19,14 @@ import torch.nn.functional as F
 from hybrid_kv.kernels.common.integers import cdiv
 from hybrid_kv.kernels.common.ragged import Ragged, WantedStates
 from hybrid_kv.kernels.common.spans import Spans
+from hybrid_kv.kernels.recompute import RecomputeRing, RecomputeStep
+from hybrid_kv.kernels.recompute.reference import (
+    StepTokens,
+    arithmetic,
+    readout,
+    recompute_flush_reference,
+    states_behind,
+)
 
 CHANNEL_CHUNK = 8  # tokens; of decays per channel a token needs chunk * K exponentials, not chunk
 EPS = 1e-6  # under the root of a squared length, as in flash-linear-attention
@@ -213,6 +221,40 @@ def gated_delta_update_slots_reference(
     targets = state_indices[active, : rows.max_len].long()
     owned = (torch.arange(rows.max_len, device=y.device) < rows.lengths[:, None]) & (targets != 0)
     state.index_copy_(0, targets[owned], states[owned].to(state.dtype))
+    return y
+
+
+def gated_delta_recompute_reference(
+    state: torch.Tensor,
+    ring: RecomputeRing,
+    step: RecomputeStep,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dt: torch.Tensor,
+    dt_bias: torch.Tensor,
+    A_log: torch.Tensor,
+    beta: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    beta_scale: float = 1.0,
+) -> torch.Tensor:
+    """`gated_delta_recompute` in plain torch, in float64 where states or activations are, else float32.
+
+    Tokens of no row come out as zeros.
+    """
+    y = torch.zeros_like(v, memory_format=torch.contiguous_format)
+    if len(v):
+        dtype = arithmetic(state, ring)
+        tokens = StepTokens(step, cu_seqlens, len(v), dtype)
+        q, k, v, dt, beta = map(tokens.padded, (q, k, v, dt, beta))
+        operands = delta_operands(q, k, v, dt, dt_bias.to(dtype), -A_log.to(dtype).exp(), beta, beta_scale)
+        q, keys, v, g, beta = (part.transpose(1, 2) for part in operands)
+        before = readout(state, step.src, ring.x.dtype).to(dtype).masked_fill((step.src == 0)[:, None, None, None], 0)
+        before = states_behind(before, ring, step, step.n_hist, None)
+        total = (g if g.dim() == 4 else g.unsqueeze(-1)).cumsum(2, dtype=torch.float64)
+        out, updates = _inside(q, keys, v, total, beta.unsqueeze(-1), before)
+        tokens.store(y, out.transpose(1, 2), ring, updates.transpose(1, 2), operands[3], unit(k))
+    recompute_flush_reference(state, ring, step, None)
     return y
 
 

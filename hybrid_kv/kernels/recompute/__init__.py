@@ -1,5 +1,7 @@
-"""The verify step of a Mamba-2 layer in the `recompute` scheme: one state per request and the inputs of its last
-tokens.
+"""The verify step in the `recompute` scheme: one state per request and the inputs of its last tokens.
+
+The kernel here is that of a Mamba-2 layer; `kernels.gated_delta` has one for delta rules, with the same checkpoints,
+rings, cursors and rules.
 
 A request keeps a *checkpoint*, its state after `base_pos` tokens, and a *ring* with the inputs (x, B, dt) of the tokens
 since. A step reads the checkpoint, lets its tokens see the `n_hist` tokens of the ring as well, and appends their own
@@ -28,7 +30,7 @@ A ring of `3 * T_max - 1` tokens holds what rule 1 leaves, the step and the one 
 """
 
 from hybrid_kv.kernels.common.integers import default_ring_len, shortest_ring_len
-from hybrid_kv.kernels.recompute.launch import commit, recompute_flush, recompute_update
+from hybrid_kv.kernels.recompute.launch import check_history, commit, recompute_flush, recompute_update
 from hybrid_kv.kernels.recompute.reference import (
     commit_reference,
     recompute_flush_reference,

@@ -109,10 +109,14 @@ def commit(
     return RecomputeStep(row, src, dst, ring_start, n_hist, n_flush, cursors.max_query_len)
 
 
-def _check_layer(
-    ssm_state: torch.Tensor, ring: RecomputeRing, step: RecomputeStep, A_log: torch.Tensor
+def check_history(
+    ssm_state: torch.Tensor, ring: RecomputeRing, step: RecomputeStep, per_channel: bool = False
 ) -> tuple[int, int, int, int]:
-    """heads, head_dim, groups and state of a layer whose tensors fit together."""
+    """heads, head_dim, groups and state of a layer whose tensors fit together; `per_channel`: so is ring.dt.
+
+    Raises:
+        ValueError: they do not.
+    """
     device = ssm_state.device
     check_dims(**{"ring.x": (ring.x, 4), "ring.B": (ring.B, 4)})
     num_rows, heads, ring_len, head_dim = ring.x.shape
@@ -124,8 +128,7 @@ def _check_layer(
     check("ssm_state", ssm_state, shape, stored, device, free=1)
     check("ring.x", ring.x, ring.x.shape, FLOATS, device)
     check("ring.B", ring.B, (num_rows, groups, ring_len, size), (ring.x.dtype,), device)
-    check("ring.dt", ring.dt, (num_rows, heads, ring_len), (torch.float32,), device)
-    check("A_log", A_log, (heads,), FLOATS, device)
+    check("ring.dt", ring.dt, (num_rows, heads, ring_len, *[size] * per_channel), (torch.float32,), device)
     if ring_len < shortest_ring_len(step.max_query_len):
         raise ValueError(f"a ring of {ring_len} tokens is too short for steps of {step.max_query_len}")
     for name, part in zip(step._fields[:6], step[:6], strict=True):
@@ -172,14 +175,14 @@ def recompute_update(
     Raises:
         ValueError: a shape, dtype, device or stride is none of these.
     """
-    heads, head_dim, groups, size = _check_layer(ssm_state, ring, step, A_log)
+    heads, head_dim, groups, size = check_history(ssm_state, ring, step)
     device, dtype = ssm_state.device, ring.x.dtype
     tokens, num_reqs = len(x), len(step.rows)
     check("x", x, (tokens, heads, head_dim), (dtype,), device, free=1)
     check("dt", dt, (tokens, heads), FLOATS, device, free=1)
     for name, per_group in (("B", B), ("C", C)):
         check(name, per_group, (tokens, groups, size), (dtype,), device, free=1)
-    for name, per_head in (("dt_bias", dt_bias), ("D", D)):
+    for name, per_head in (("dt_bias", dt_bias), ("A_log", A_log), ("D", D)):
         check(name, per_head, (heads,), FLOATS, device)
     check("cu_seqlens", cu_seqlens, (num_reqs + 1,), INTS, device)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -194,7 +197,8 @@ def recompute_flush(ssm_state: torch.Tensor, ring: RecomputeRing, step: Recomput
     Raises:
         ValueError: a shape, dtype, device or stride is not as `recompute_update` has it.
     """
-    _check_layer(ssm_state, ring, step, A_log)
+    heads, *_ = check_history(ssm_state, ring, step)
+    check("A_log", A_log, (heads,), FLOATS, ssm_state.device)
     _launch(ssm_state, ring, step, (None, None, None, A_log, None, None, None, None), None, (0, 0, 0, 0))
 
 

@@ -63,14 +63,19 @@ def write_states(ssm_state: torch.Tensor, blocks: torch.Tensor, states: torch.Te
 
 @dataclass(frozen=True)
 class RecomputeRing:
-    """The inputs of the last tokens of every request, of one layer; a request's token i is at `i % ring_len`.
+    """What the last tokens of every request added to one layer's state; a request's token i is at `i % ring_len`.
+
+    A token decays a state and adds an outer product to it. Of a Mamba-2 layer, whose inputs these are, that is
+    `exp(dt * A) * state + dt * x B^T`; of a delta rule `exp(dt) * state + x B^T`, with what the token learns (`u`) as
+    x, its unit key as B and its log decay as dt (`kernels.gated_delta`).
 
     The memory is never cleared: nothing beyond a request's `n_hist` tokens is read.
 
     Attributes:
         x: [num_rows, heads, ring_len, head_dim].
         B: [num_rows, groups, ring_len, state], of the dtype of x.
-        dt: [num_rows, heads, ring_len], after softplus; float64 where x is, else float32.
+        dt: [num_rows, heads, ring_len], after softplus, or per channel [num_rows, heads, ring_len, state]; float64
+            where x is, else float32.
     """
 
     x: torch.Tensor
@@ -79,15 +84,27 @@ class RecomputeRing:
 
     @classmethod
     def allocate(
-        cls, num_rows: int, ring_len: int, x: Sequence[int], B: Sequence[int], dtype: torch.dtype, device: torch.device
+        cls,
+        num_rows: int,
+        ring_len: int,
+        x: Sequence[int],
+        B: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        dt: Sequence[int] = (),
     ) -> RecomputeRing:
-        """Rings for `num_rows` requests at once; `dtype` is that of the layer's activations."""
-        (heads, head_dim), (groups, state_size) = x, B
+        """Rings for `num_rows` requests at once, whose tokens have these shapes.
+
+        Args:
+            dtype: of the layer's activations.
+            dt: by default one for each head.
+        """
         wide = torch.promote_types(dtype, torch.float32)
         return cls(
-            torch.zeros(num_rows, heads, ring_len, head_dim, dtype=dtype, device=device),
-            torch.zeros(num_rows, groups, ring_len, state_size, dtype=dtype, device=device),
-            torch.zeros(num_rows, heads, ring_len, dtype=wide, device=device),
+            *(
+                torch.zeros(num_rows, shape[0], ring_len, *shape[1:], dtype=own, device=device)
+                for shape, own in ((x, dtype), (B, dtype), (dt or x[:1], wide))
+            )
         )
 
     @property

@@ -6,18 +6,24 @@ its gate, not behind it as in Mamba-2.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
 from hybrid_kv.kernels.gated_delta import (
     delta_operands,
     gated_delta_chunk,
+    gated_delta_flush,
     gated_delta_prefill,
+    gated_delta_recompute,
+    gated_delta_recompute_reference,
     gated_delta_update,
     gated_delta_update_slots,
 )
+from hybrid_kv.kernels.recompute import RecomputeStep, recompute_flush_reference
 from hybrid_kv.models.layers import Derived, ForwardContext, Linear, RMSNorm, empty, upcast
-from hybrid_kv.models.mixers.conv import Projected, Tensors
+from hybrid_kv.models.mixers.conv import Projected, Tensors, Tokens
 from hybrid_kv.models.mixers.launched import LaunchedMixer
 
 
@@ -73,18 +79,36 @@ class DeltaRuleMixer(LaunchedMixer):
         qkv = self._heads(conv_out.to(dtype))
         return delta_operands(*qkv, dt, dt_bias.view(dt.shape[2:]), rates, beta, self.beta_scale)
 
+    def recompute(
+        self, decodes: Tokens, history: RecomputeStep, context: ForwardContext, cu_seqlens: torch.Tensor
+    ) -> torch.Tensor:
+        (state,), ring = self.parts(context, "state"), context.row_memory[self.name]
+        layer = self._layer(decodes.rows.flat(decodes.conv_out), decodes.inputs)
+        return gated_delta_recompute_reference(state, ring, history, *layer, cu_seqlens, self.beta_scale)
+
+    def flush(self, history: RecomputeStep, context: ForwardContext) -> None:
+        (state,), ring = self.parts(context, "state"), context.row_memory[self.name]
+        if self.launches(context):
+            gated_delta_flush(state, ring, history)
+        else:
+            recompute_flush_reference(state, ring, history, None)
+
     def launch_decodes(self, conv_out: torch.Tensor, inputs: Tensors, context: ForwardContext) -> torch.Tensor:
         metadata, (state,) = context.metadata[self.name], self.parts(context, "state")
-        (dt, beta), split = inputs, metadata.num_decodes
-        layer = *self._heads(conv_out), dt, self.dt_bias.view(dt.shape[1:]), self.A_log, beta
+        layer, split = self._layer(conv_out, inputs), metadata.num_decodes
+        if (history := metadata.rollback.history) is not None:
+            ring = context.row_memory[self.name]
+            return gated_delta_recompute(state, ring, history, *layer, metadata.cu_seqlens, self.beta_scale)
         sources, targets = metadata.source_indices[:split], metadata.state_indices[:split]
         return gated_delta_update_slots(state, *layer, metadata.cu_seqlens, sources, targets, self.beta_scale)
 
-    def launch_prefills(self, conv_out: torch.Tensor, inputs: Tensors, context: ForwardContext) -> torch.Tensor:
-        metadata, (state,) = context.metadata[self.name], self.parts(context, "state")
-        (dt, beta), sources = inputs, metadata.source_indices[metadata.num_decodes :]
-        layer = *self._heads(conv_out), dt, self.dt_bias.view(dt.shape[1:]), self.A_log, beta
-        return gated_delta_prefill(state, *layer, metadata.spans, sources, metadata.has_initial_state, self.beta_scale)
+    def launch_scan(self, state: torch.Tensor, conv_out: torch.Tensor, inputs: Tensors, *rows: Any) -> torch.Tensor:
+        return gated_delta_prefill(state, *self._layer(conv_out, inputs), *rows, self.beta_scale)
+
+    def _layer(self, conv_out: torch.Tensor, inputs: Tensors) -> Tensors:
+        """q, k, v, dt, dt_bias, A_log and beta as kernels take them; [num_tokens, …] each."""
+        dt, beta = inputs
+        return *self._heads(conv_out), dt, self.dt_bias.view(dt.shape[1:]), self.A_log, beta
 
     def _heads(self, conv_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k [..., key_heads, key_dim] and v [..., value_heads, value_dim] of the tokens."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -12,12 +11,10 @@ from hybrid_kv.cache.spec import KVCacheSpec, MambaSpec
 from hybrid_kv.kernels.gated_norm import gated_rms_norm
 from hybrid_kv.kernels.recompute import (
     RecomputeStep,
-    read_states,
     recompute_flush,
     recompute_flush_reference,
     recompute_update,
     recompute_update_reference,
-    write_states,
 )
 from hybrid_kv.kernels.ssd import chunk_scan, chunk_scan_prefill, selective_state_update, selective_state_update_slots
 from hybrid_kv.models.config_file import ConfigFile
@@ -151,23 +148,9 @@ class Mamba2Mixer(LaunchedMixer):
             state, *operands, metadata.source_indices[:split], metadata.state_indices[:split]
         )
 
-    def launch_prefills(self, conv_out: torch.Tensor, inputs: Tensors, context: ForwardContext) -> torch.Tensor:
-        metadata, (state,) = context.metadata[self.name], self.parts(context, "state")
+    def launch_scan(self, state: torch.Tensor, conv_out: torch.Tensor, inputs: Tensors, *rows: Any) -> torch.Tensor:
         x, B, C = self._parts(conv_out, conv_out.dtype)
-        operands = x, inputs[0], self.dt_bias, self.A_log, B, C, self.D
-        spans, sources, states = metadata.spans, metadata.source_indices[metadata.num_decodes :], state
-        if is_split := state.dtype == torch.int16:
-            # The scan knows no planes: it gets the states that it starts from, and room for those it leaves.
-            count, blocks = len(sources), spans.span_blocks
-            places = torch.arange(1, 1 + count + len(blocks), device=state.device)
-            states = torch.empty(1 + len(places), *state.shape[2:], dtype=torch.float32, device=state.device)
-            states[1 : 1 + count] = read_states(state, sources)
-            spans, sources = copy(spans), places[:count]
-            spans.span_blocks = places[count:]
-        y = chunk_scan_prefill(states, *operands, spans, sources, metadata.has_initial_state)
-        if is_split:
-            write_states(state, blocks, states[1 + count :])
-        return y
+        return chunk_scan_prefill(state, x, inputs[0], self.dt_bias, self.A_log, B, C, self.D, *rows)
 
     def finish_launched(self, mixed: torch.Tensor, rest: Tensors) -> torch.Tensor:
         return self.out_proj(self.gated(mixed, rest[0], launches=True))

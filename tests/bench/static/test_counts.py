@@ -1,5 +1,6 @@
 """Launches and bytes by count, and that one more of them fails."""
 
+import itertools
 from contextlib import contextmanager
 from dataclasses import replace
 from unittest.mock import patch
@@ -10,6 +11,7 @@ pytest.importorskip("triton")
 
 import torch
 
+from bench._shapes import DeltaShape
 from bench.static import counts, gate
 from bench.static.counts import CASES, Count, changed_rows, count_bytes, count_launches, counted, failures
 from bench.static.gate import read_baseline
@@ -83,15 +85,16 @@ def test_views_and_allocations_launch_nothing():
 # ---- bytes ----
 
 
-def bytes_of_a_step(n_hist, flush):
-    return counts._count_scheme((8, 64, 128, 1), 3, n_hist, flush)
+def bytes_of_a_step(shape, n_hist, flush):
+    return counts._count_scheme(shape, 3, n_hist, flush)
 
 
+@pytest.mark.parametrize("shape", [(8, 64, 128, 1), DeltaShape(1, 2, 128, 128, per_channel=False)])
 @pytest.mark.parametrize(("n_hist", "flush"), [(None, False), (0, False), (9, True)])
-def test_bytes_are_those_of_the_model(n_hist, flush):
-    shape, fp32 = (8, 64, 128, 1), torch.float32
+def test_bytes_are_those_of_the_model(shape, n_hist, flush):
+    fp32 = torch.float32
     said = slots_bytes(shape, fp32, 4) if n_hist is None else step_bytes(shape, fp32, 4, n_hist, flush)
-    assert interpreted(bytes_of_a_step, n_hist, flush) == sum(said.values())
+    assert interpreted(bytes_of_a_step, shape, n_hist, flush) == sum(said.values())
 
 
 def shared_bytes():
@@ -120,13 +123,14 @@ def test_a_model_that_is_not_what_is_counted_is_wrong(monkeypatch):
 
     monkeypatch.setattr(counts, "_count_scheme", counted_bytes)
     found = {(one.name, one.shape): one for one in count_bytes()}
-    assert {name for name, _ in found} == {"bytes.slots", "bytes.recompute"}
+    assert {name for name, _ in found} == {"bytes.slots", "bytes.recompute", "bytes.record"}
     assert not found["bytes.recompute", "Nemotron-3-Nano, K=3"].wrong
     wrong = found["bytes.recompute", "Nemotron-3-Nano, K=5"].wrong
     assert wrong.startswith("recompute of 9 tokens, flushed moves ") and ";" not in wrong
-    for K in (3, 5):
-        slots, own = (found[f"bytes.{scheme}", f"Nemotron-3-Nano, K={K}"].values["bytes"] for scheme in KINDS)
+    for model, K in itertools.product(("Nemotron-3-Nano", *counts.DELTA), (3, 5)):
+        slots, own = (found[f"bytes.{scheme}", f"{model}, K={K}"].values["bytes"] for scheme in KINDS)
         assert slots / own >= 5
+        assert model not in counts.DELTA or own <= found["bytes.record", f"{model}, K={K}"].values["bytes"]
     monkeypatch.setattr(counts, "FEWEST", 7.0)
     assert "6.46 times the bytes of recompute, it must be 7.0" in "".join(one.wrong for one in count_bytes())
 
