@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 64  # (query, head) pairs of a program
 BLOCK_N = 32  # keys that it looks at together; with 64 of them sm_80 and gfx942 spill
-NUM_STAGES = {32: 3, 64: 2}  # by the lanes of a warp: with two of them sm_80 spills, with three gfx942
 
 
 def _store_kv(
@@ -254,6 +253,6 @@ def paged_attention_varlen(
         *(query.stride(0), block_table.stride(0), *cache_strides(key_cache, value_cache)),
         **constexprs,
         num_warps=4,
-        num_stages=NUM_STAGES[warp_size()],
+        num_stages=3 if warp_size() == 32 else 2,  # with two of them sm_80 spills, with three gfx942
     )
     return out

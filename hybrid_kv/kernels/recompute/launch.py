@@ -15,8 +15,6 @@ from hybrid_kv.kernels.recompute.ring import RecomputeCursors, RecomputeRing, Re
 
 HEADS_TOGETHER = 8  # in one program of a large batch …
 SATURATED = 1024  # … which has this many programs even so
-NUM_WARPS = 4
-REGISTERS = 168  # with several heads in a program: three of them on an SM
 COMMIT_BLOCK = 32
 COMMIT_RUNTIME = ("num_reqs", "table_stride")  # change with the batch: no kernel of their own for multiples of 16
 
@@ -61,11 +59,8 @@ def _constexprs(
 
 
 def _options(heads_per_program: int, lanes: int) -> dict[str, int]:
-    return {
-        "num_warps": NUM_WARPS,
-        "num_stages": 1,
-        **(register_limit(REGISTERS, lanes) if heads_per_program > 1 else {}),
-    }
+    # With several heads in a program three of them are to fit on an SM.
+    return {"num_warps": 4, "num_stages": 1, **(register_limit(168, lanes) if heads_per_program > 1 else {})}
 
 
 def commit(
