@@ -84,7 +84,7 @@ def _delta_update(
     tile = p * KEY + n
     state += channel * KEY
     gate = head * KEY + n if PER_CHANNEL else head
-    in_gate = in_n if PER_CHANNEL else head < HEADS
+    in_gate = in_n if PER_CHANNEL else True
 
     s = tl.load(state + source * state_stride + tile, mask=inside & (source != 0), other=0.0).to(tl.float32)
     a = -tl.exp(tl.load(A_log + head).to(tl.float32))

@@ -54,7 +54,8 @@ class Prefill(Operation, Layer):
             if row.initial and source > 0:
                 self.put(source, shape.initial, g)
         self.arguments |= self.cut.arguments("source_indices")
-        self.arguments["beta_scale"] = shape.beta_scale
+        if shape.beta_scale != 1.0:
+            self.arguments["beta_scale"] = shape.beta_scale
 
     @classmethod
     @contextlib.contextmanager
