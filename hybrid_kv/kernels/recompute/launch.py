@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hybrid_kv.kernels.common.integers import cdiv, next_power_of_2, shortest_ring_len
+from hybrid_kv.kernels.common.interpreter import is_interpreter
 from hybrid_kv.kernels.common.launch import FLOATS, INTS, check, check_dims, jit, register_limit, warp_size
 from hybrid_kv.kernels.recompute.kernels import commit_kernel, recompute_kernel
 from hybrid_kv.kernels.recompute.ring import RecomputeCursors, RecomputeRing, RecomputeStep
@@ -28,7 +29,6 @@ def _constexprs(
     dtype: torch.dtype,
     update: bool,
     lanes: int,
-    interpreted: bool = False,
 ) -> dict[str, Any]:
     """Of a launch for rings [num_rows, *x_ring] and [num_rows, *B_ring]."""
     heads, ring_len, head_dim = x_ring
@@ -46,7 +46,7 @@ def _constexprs(
         "RING": ring_len,
         "SPLIT": state_dtype == torch.int16,
         "TENSOR": dtype == torch.bfloat16,
-        "INTERPRETED": interpreted,
+        "INTERPRETED": is_interpreter(),
         "UPDATE": update,
         "HEADS_PER_PROGRAM": together,
         "BLOCK_P": max(16, next_power_of_2(head_dim)),
@@ -188,7 +188,7 @@ def recompute_flush(ssm_state: torch.Tensor, ring: RecomputeRing, step: Recomput
         ValueError: a shape, dtype, device or stride is not as `recompute_update` has it.
     """
     _check_layer(ssm_state, ring, step, A_log)
-    _launch(ssm_state, ring, step, (None, None, None, A_log, None, None, None, None), None, (0, 0, 0, 0))
+    _launch(ssm_state, ring, step, (None, None, None, A_log, None, None, None, None), None, (0,) * 4)
 
 
 def _launch(
@@ -200,8 +200,8 @@ def _launch(
     token_strides: tuple[int, ...],
 ) -> None:
     lanes, rings, update = warp_size(), (ring.x.shape[1:], ring.B.shape[1:]), cu_seqlens is not None
-    dtypes, interpreted = (ssm_state.dtype, ring.x.dtype), ssm_state.device.type == "cpu"
-    constexprs = _constexprs(*rings, step.max_query_len, len(step.rows), *dtypes, update, lanes, interpreted)
+    dtypes = ssm_state.dtype, ring.x.dtype
+    constexprs = _constexprs(*rings, step.max_query_len, len(step.rows), *dtypes, update, lanes)
     jit(recompute_kernel)[(constexprs["HEADS"] // constexprs["HEADS_PER_PROGRAM"], len(step.rows))](
         *(ssm_state, ring.x, ring.B, ring.dt, *inputs),
         *(*step[:6], cu_seqlens),
