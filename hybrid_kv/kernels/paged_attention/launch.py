@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybrid_kv.kernels.common.integers import cdiv, next_power_of_2
+from hybrid_kv.kernels.common.interpreter import is_interpreter
 from hybrid_kv.kernels.common.launch import FLOATS, INTS, check, check_dims, jit, warp_size
 
 if TYPE_CHECKING:
@@ -244,7 +245,7 @@ def paged_attention_varlen(
     check("seq_lens", seq_lens, (rows,), INTS, device)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     # The interpreter would multiply raw bits.
-    upcast = query.dtype == torch.bfloat16 and device.type == "cpu"
+    upcast = query.dtype == torch.bfloat16 and is_interpreter()
     constexprs = _constexprs(heads, kv_heads, size, block_size, max_query_len, grid, upcast)
     tiles = cdiv(max_query_len * constexprs["PER_KV"], constexprs["BLOCK_M"])
     jit(_attention)[(tiles, kv_heads, rows)](

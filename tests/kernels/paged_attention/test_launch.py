@@ -183,7 +183,8 @@ class Attention(Operation):
         self.pools = dict.fromkeys(("key_cache", "value_cache"), pool)
         self.arguments = {"query": query.to(device), "key_cache": caches[0], "value_cache": caches[1]}
         self.arguments |= {name: part.to(device, shape.index_dtype) for name, part in indices.items()}
-        self.arguments |= {"max_query_len": max(1, *self.lengths), "scale": size**-0.5, "grid": shape.grid}
+        self.arguments |= {"max_query_len": max(1, *self.lengths), "scale": size**-0.5}
+        self.arguments |= {"grid": shape.grid} if shape.grid else {}
 
     @classmethod
     def patches(cls, shape):
@@ -341,7 +342,7 @@ def test_float32_keeps_its_digits():
 
 test_rejects_what_the_kernel_would_misread = rejected_operations(
     Attention,
-    MIXED.but(rows=((2, 1, False), (1, 1, False)), per_kv=2),
+    MIXED.but(rows=((2, 1, False), (1, 1, False)), per_kv=2, grid=4),
     special=[
         ("key_cache", lambda t: t[..., :-1], r"key_cache has shape"),
         ("value_cache", lambda t: t.half(), "torch.float16; it must be one of torch.float32"),
