@@ -220,6 +220,7 @@ CHANGES = {
     "elsewhere": lambda t: t.to("meta"),
     "another type": lambda t: t.double() if t.is_floating_point() else t.long() if t.dtype == torch.bool else t.float(),
     "gaps": lambda t: torch.stack([t, t], -1)[..., 0],
+    "apart": lambda t: torch.stack([t, t], min(t.dim(), 2)).select(min(t.dim(), 2), 0),
 }
 
 

@@ -46,7 +46,7 @@ def paged_attention_varlen_reference(
     seq_lens: torch.Tensor,
     max_query_len: int,
     scale: float,
-    grid: int,
+    grid: int = 0,
 ) -> torch.Tensor:
     """`paged_attention_varlen` in plain torch, row by row in float32; tokens of no row come out as zeros."""
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 BLOCK = 512
-NUM_WARPS = 4
 _COUNTS = ("num_staged", "num_reqs", "num_reqs_padded", "num_tokens", "num_tokens_padded")
 
 
@@ -228,6 +227,6 @@ def update_block_tables(tables: DeviceTables, staged: StagedBlocks, batch: StepB
         CP_INTERLEAVE=cp_interleave,
         PAD=PAD_SLOT,
         BLOCK=BLOCK,
-        num_warps=NUM_WARPS,
+        num_warps=4,
         num_stages=1,
     )

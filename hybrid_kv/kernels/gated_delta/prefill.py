@@ -146,7 +146,7 @@ def _inside(
         passed = tl.exp2(whole + rest)[None, :]
         left = tl.exp2((whole_end - whole) + (rest_end - rest))[None, :]
         tl.store(R + keyed, (k_wide * left).to(R.dtype.element_ty), mask=cells)
-        tl.store(D + n, tl.exp2(whole_end + rest_end) + n * 0.0, mask=in_n)
+        tl.store(D + n, tl.exp2(whole_end + rest_end), mask=in_n)
 
     inverse = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
     for down in range(length):

@@ -75,7 +75,7 @@ def _delta_update(
     # The state's rows as [BLOCK_V // TOGETHER, TOGETHER], so that queries and keys have the state's own layout: see
     # `ssd.slots`.
     p = tl.arange(0, TOGETHER)[None, :, None]
-    n = tl.arange(0, BLOCK_K)[None, None, :] + p * 0
+    n = tl.broadcast_to(tl.arange(0, BLOCK_K)[None, None, :], [1, TOGETHER, BLOCK_K])
     p += tl.arange(0, BLOCK_V // TOGETHER)[:, None, None] * TOGETHER
     # True where the sizes divide, so that no mask is left.
     in_p = (p < VALUE - start) | (VALUE % BLOCK_V == 0)
@@ -84,7 +84,7 @@ def _delta_update(
     tile = p * KEY + n
     state += channel * KEY
     gate = head * KEY + n if PER_CHANNEL else head
-    in_gate = in_n if PER_CHANNEL else head < HEADS
+    in_gate = in_n if PER_CHANNEL else True
 
     s = tl.load(state + source * state_stride + tile, mask=inside & (source != 0), other=0.0).to(tl.float32)
     a = -tl.exp(tl.load(A_log + head).to(tl.float32))

@@ -13,9 +13,6 @@ from hybrid_kv.kernels.common.launch import FLOATS, check, check_dims, jit, warp
 if TYPE_CHECKING:
     import triton.language as tl
 
-PER_LANE = 16
-MAX_WARPS = 8
-
 
 def _gated_norm(
     x: tl.tensor,
@@ -46,7 +43,7 @@ def _gated_norm(
 
 
 def _options(block: int, lanes: int) -> dict[str, int]:
-    return {"num_warps": max(1, min(MAX_WARPS, block // (PER_LANE * lanes))), "num_stages": 1}
+    return {"num_warps": max(1, min(8, block // (16 * lanes))), "num_stages": 1}
 
 
 def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, groups: int, eps: float) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybrid_kv.kernels.common.integers import cdiv, next_power_of_2
+from hybrid_kv.kernels.common.interpreter import is_interpreter
 from hybrid_kv.kernels.common.launch import FLOATS, INTS, check, check_dims, jit, warp_size
 
 if TYPE_CHECKING:
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 64  # (query, head) pairs of a program
 BLOCK_N = 32  # keys that it looks at together; with 64 of them sm_80 and gfx942 spill
-NUM_STAGES = {32: 3, 64: 2}  # by the lanes of a warp: with two of them sm_80 spills, with three gfx942
 
 
 def _store_kv(
@@ -245,7 +245,7 @@ def paged_attention_varlen(
     check("seq_lens", seq_lens, (rows,), INTS, device)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     # The interpreter would multiply raw bits.
-    upcast = query.dtype == torch.bfloat16 and device.type == "cpu"
+    upcast = query.dtype == torch.bfloat16 and is_interpreter()
     constexprs = _constexprs(heads, kv_heads, size, block_size, max_query_len, grid, upcast)
     tiles = cdiv(max_query_len * constexprs["PER_KV"], constexprs["BLOCK_M"])
     jit(_attention)[(tiles, kv_heads, rows)](
@@ -254,6 +254,6 @@ def paged_attention_varlen(
         *(query.stride(0), block_table.stride(0), *cache_strides(key_cache, value_cache)),
         **constexprs,
         num_warps=4,
-        num_stages=NUM_STAGES[warp_size()],
+        num_stages=3 if warp_size() == 32 else 2,  # with two of them sm_80 spills, with three gfx942
     )
     return out

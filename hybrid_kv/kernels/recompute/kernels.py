@@ -40,7 +40,7 @@ def commit_kernel(
     held = tl.load(n_hist + row, mask=active, other=0) + tl.minimum(accepted, appended)
 
     flush = tl.where(held + length + MAX_QUERY > RING, held, 0)
-    column = base * 0
+    column = tl.zeros_like(base)
     new_column = column
     if BLOCK_SIZE > 0:
         to_boundary = BLOCK_SIZE - base % BLOCK_SIZE

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 
 from hybrid_kv.kernels.common.integers import cdiv, next_power_of_2, shortest_ring_len
+from hybrid_kv.kernels.common.interpreter import is_interpreter
 from hybrid_kv.kernels.common.launch import FLOATS, INTS, check, check_dims, jit, register_limit, warp_size
 from hybrid_kv.kernels.recompute.kernels import commit_kernel, recompute_kernel
 from hybrid_kv.kernels.recompute.ring import RecomputeCursors, RecomputeRing, RecomputeStep
 
 HEADS_TOGETHER = 8  # in one program of a large batch …
 SATURATED = 1024  # … which has this many programs even so
-NUM_WARPS = 4
-REGISTERS = 168  # with several heads in a program: three of them on an SM
 COMMIT_BLOCK = 32
 COMMIT_RUNTIME = ("num_reqs", "table_stride")  # change with the batch: no kernel of their own for multiples of 16
 
@@ -30,7 +29,6 @@ def _constexprs(
     dtype: torch.dtype,
     update: bool,
     lanes: int,
-    interpreted: bool = False,
 ) -> dict[str, Any]:
     """Of a launch for rings [num_rows, *x_ring] and [num_rows, *B_ring]."""
     heads, ring_len, head_dim = x_ring
@@ -48,7 +46,7 @@ def _constexprs(
         "RING": ring_len,
         "SPLIT": state_dtype == torch.int16,
         "TENSOR": dtype == torch.bfloat16,
-        "INTERPRETED": interpreted,
+        "INTERPRETED": is_interpreter(),
         "UPDATE": update,
         "HEADS_PER_PROGRAM": together,
         "BLOCK_P": max(16, next_power_of_2(head_dim)),
@@ -61,11 +59,8 @@ def _constexprs(
 
 
 def _options(heads_per_program: int, lanes: int) -> dict[str, int]:
-    return {
-        "num_warps": NUM_WARPS,
-        "num_stages": 1,
-        **(register_limit(REGISTERS, lanes) if heads_per_program > 1 else {}),
-    }
+    # With several heads in a program three of them are to fit on an SM.
+    return {"num_warps": 4, "num_stages": 1, **(register_limit(168, lanes) if heads_per_program > 1 else {})}
 
 
 def commit(
@@ -199,7 +194,7 @@ def recompute_flush(ssm_state: torch.Tensor, ring: RecomputeRing, step: Recomput
     """
     heads, *_ = check_history(ssm_state, ring, step)
     check("A_log", A_log, (heads,), FLOATS, ssm_state.device)
-    _launch(ssm_state, ring, step, (None, None, None, A_log, None, None, None, None), None, (0, 0, 0, 0))
+    _launch(ssm_state, ring, step, (None, None, None, A_log, None, None, None, None), None, (0,) * 4)
 
 
 def _launch(
@@ -211,8 +206,8 @@ def _launch(
     token_strides: tuple[int, ...],
 ) -> None:
     lanes, rings, update = warp_size(), (ring.x.shape[1:], ring.B.shape[1:]), cu_seqlens is not None
-    dtypes, interpreted = (ssm_state.dtype, ring.x.dtype), ssm_state.device.type == "cpu"
-    constexprs = _constexprs(*rings, step.max_query_len, len(step.rows), *dtypes, update, lanes, interpreted)
+    dtypes = ssm_state.dtype, ring.x.dtype
+    constexprs = _constexprs(*rings, step.max_query_len, len(step.rows), *dtypes, update, lanes)
     jit(recompute_kernel)[(constexprs["HEADS"] // constexprs["HEADS_PER_PROGRAM"], len(step.rows))](
         *(ssm_state, ring.x, ring.B, ring.dt, *inputs),
         *(*step[:6], cu_seqlens),

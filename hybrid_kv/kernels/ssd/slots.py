@@ -66,7 +66,7 @@ def _state_update(
     # bytes a lane. B and C, repeated for as many, then have the state's own layout: without that the compiler keeps the
     # state twice, in two layouts, and moves one into the other for every token.
     p = tl.arange(0, TOGETHER)[None, :, None]
-    n = tl.arange(0, BLOCK_N)[None, None, :] + p * 0
+    n = tl.broadcast_to(tl.arange(0, BLOCK_N)[None, None, :], [1, TOGETHER, BLOCK_N])
     p += tl.arange(0, BLOCK_P // TOGETHER)[:, None, None] * TOGETHER
     # True where the sizes divide, so that no mask is left.
     in_p = (p < HEAD_DIM - start) | (HEAD_DIM % BLOCK_P == 0)

@@ -52,6 +52,8 @@ def test_a_request_that_comes_back_to_its_place_brings_only_its_new_blocks() -> 
     assert tables.place(np.array([0, 1]), 2)
     assert tables.input_tables[0].tolist() == [[-7] * 6, [-7, -7, 10, 11, -7, -7]]
     assert (tables.input_tables[1] == -7).all()
+    assert not tables.place(np.array([0, 1]), 2)
+    assert tables.place(np.array([0]), 1) and tables.place(np.array([0, 1]), 2)
 
 
 @pytest.mark.parametrize("owners", range(4))

@@ -118,7 +118,7 @@ test_rejects_what_the_kernel_would_misread = rejected_operations(
         ("weight", lambda t: t[:, :1].repeat(1, 18), "18 taps; there must be 2 to 17"),
         ("window_rows", lambda t: t[1:], r"window_rows has shape \(1,\); it must be \(2,\)"),
     ],
-    allowed=["weight, gaps", "x, short"],
+    allowed=["weight, gaps", "weight, apart", "x, short"],
 )
 
 

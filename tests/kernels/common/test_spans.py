@@ -137,7 +137,7 @@ def test_equals_a_walk_over_the_tokens(drawn, chunk_size, seed):
 
 @pytest.mark.parametrize("offset", [0, 4, -1])
 def test_a_boundary_outside_of_its_row_is_refused(offset):
-    wanted = Boundaries(torch.tensor([1, 1]), torch.tensor([1, offset]), torch.tensor([3, 4]))
+    wanted = Boundaries(torch.tensor([1, 1, 0]), torch.tensor([1, offset, 9]), torch.tensor([3, 4, 6]))
     with pytest.raises(ValueError, match=f"boundary {offset} lies outside of the 3 tokens"):
         Spans(torch.tensor([5, 3]), torch.tensor([1, 2]), wanted)
 

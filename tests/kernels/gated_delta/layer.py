@@ -26,10 +26,12 @@ class Layer:
         heads, keys = shape.key_heads * shape.shared, (shape.key_heads, shape.key)
         gates = (heads, shape.key) if shape.per_channel else (heads,)
         q, k, v = flat_tokens(tokens + 2, (keys, keys, (heads, shape.value)), shape.gap, shape.dtype, g)
+        for part in (q, k):
+            part[1::3] *= 1e-3  # so short that what is added under the root counts
         (beta,) = flat_tokens(tokens + 2, ((heads,),), shape.gap, shape.dtype, g, scale=2.0)
         dt = spread_time_steps(tokens + 2, gates[-1] * (heads if shape.per_channel else 1), shape.dtype, g)
         dt_bias = torch.rand(gates, generator=g).sub(0.5).to(shape.dtype)
-        A_log = torch.randn(heads, generator=g)
+        A_log = 2 * torch.randn(heads, generator=g) - 1  # of some heads the largest time steps leave something
         pool = Pool(num_blocks, (heads, shape.value, shape.key), shape.gap, shape.state_dtype, device)
         parts = {"q": q, "k": k, "v": v, "dt": dt.unflatten(1, gates), "dt_bias": dt_bias, "A_log": A_log, "beta": beta}
         self.arguments = {"state": pool.blocks} | {name: part.to(device) for name, part in parts.items()}

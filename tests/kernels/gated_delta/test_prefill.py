@@ -54,7 +54,8 @@ class Prefill(Operation, Layer):
             if row.initial and source > 0:
                 self.put(source, shape.initial, g)
         self.arguments |= self.cut.arguments("source_indices")
-        self.arguments["beta_scale"] = shape.beta_scale
+        if shape.beta_scale != 1.0:
+            self.arguments["beta_scale"] = shape.beta_scale
 
     @classmethod
     @contextlib.contextmanager
@@ -73,7 +74,7 @@ class Prefill(Operation, Layer):
 
 SEVERAL = Shape(
     rows=(Row(2, (1, 2), "first"), Row(0), Row(40, (7, 40), "last", initial=False), Row(33, (32,), "last")),
-    chunk_size=32, key_heads=2, shared=2, value=20, key=16, per_channel=False, beta_scale=1.0, gap=3, initial=1.0,
+    chunk_size=32, key_heads=2, shared=2, value=17, key=16, per_channel=False, beta_scale=1.0, gap=3, initial=1.0,
     tile_bytes=64, dtype=torch.float32, state_dtype=torch.float32, index_dtype=torch.int64, seed=0,
 )  # fmt: skip
 BY_CHANNEL = SEVERAL.but(per_channel=True, key=20, beta_scale=2.0)
@@ -120,8 +121,9 @@ def test_offsets_pass_int32(checked, arguments):
 
 # The value heads of one key head of Qwen3-Next.
 PART = SEVERAL.but(
-    rows=(Row(100, (64,)),), chunk_size=64, key_heads=1, shared=2, value=128, key=128, gap=4096, dtype=torch.bfloat16
-)
+    rows=(Row(100, (64,)),), chunk_size=64, key_heads=1, shared=2, value=128, key=128, gap=4096, dtype=torch.bfloat16,
+    tile_bytes=module.TILE_BYTES,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("per_channel", [False, True])

@@ -53,7 +53,8 @@ class Slots(Operation, Layer):
         for source in sources[sources > 0].tolist():
             self.put(source, shape.initial, g)
         self.arguments |= {name: part.to(device, shape.index_dtype) for name, part in indices.items()}
-        self.arguments["beta_scale"] = shape.beta_scale
+        if shape.beta_scale != 1.0:
+            self.arguments["beta_scale"] = shape.beta_scale
 
     @classmethod
     def patches(cls, shape):
@@ -73,7 +74,7 @@ class Slots(Operation, Layer):
 
 
 BASE = Shape(
-    rows=((2, False, -1), (3, False, 1)), columns=3, key_heads=2, shared=1, value=11, key=16, per_channel=False,
+    rows=((2, False, -1), (3, False, 1)), columns=3, key_heads=2, shared=2, value=9, key=16, per_channel=False,
     beta_scale=1.0, gap=3, initial=1.0, dtype=torch.float32, state_dtype=torch.float32, index_dtype=torch.int64,
     lanes=32, tile=128, seed=0,
 )  # fmt: skip
@@ -97,7 +98,9 @@ def cases(draw):
     return draw(drawn)
 
 
-test_equals_the_rule, test_the_reference_equals_the_rule = equality(Slots, cases(), BASE, BY_CHANNEL)
+test_equals_the_rule, test_the_reference_equals_the_rule = equality(
+    Slots, cases(), BASE, BY_CHANNEL, BASE.but(key=129, tile=16)
+)
 
 
 FAR = BASE.but(rows=((2, False, -1),), columns=2)
@@ -120,7 +123,7 @@ def test_offsets_pass_int32(checked, arguments):
 # The value heads of two key heads of Qwen3-Next, an eighth of a layer.
 EIGHTH = BASE.but(
     rows=((4, False, -1),), columns=4, key_heads=2, shared=2, value=128, key=128, gap=4096, dtype=torch.bfloat16,
-    tile=1024,
+    tile=module.TILE,
 )  # fmt: skip
 INPUTS = ("q", "k", "v", "dt", "beta")
 SMALL = ("dt_bias", "A_log", "cu_seqlens", "source_indices", "state_indices")
@@ -139,6 +142,8 @@ def test_traffic_is_one_state_read_and_one_written_per_token(length, state_dtype
     assert counted["state"] == (one, length * one, one, length * one)
     assert sum(counted[name][0] for name in INPUTS) == length * 2 * (2 * 2 * 128 + 4 * 128 + gates + 4)
     assert y == (0, length * 2 * 4 * 128, 0, length * 2 * 4 * 128)
+    # 16 programs of a head read a key, and as often as many rows of the state lie in 512 bytes.
+    assert counted["k"][2] == length * 2 * 4 * 16 * 128 * 4 // state_dtype.itemsize
     assert sum(counted[name][0] for name in SMALL) < 256 + 2 * gates
     assert launches == 1
 
@@ -151,7 +156,7 @@ test_compiles_without_spills_to_128_bit_accesses = compiled(
 )
 test_rejects_what_the_kernel_would_misread = rejected_operations(
     Slots,
-    BASE.but(key=3),
+    BASE.but(shared=1, key=3),
     special=[
         ("k", lambda t: t[:, :0], "0 heads of k do not divide 2 heads of v"),
         ("k", lambda t: torch.cat([t, t[:, :1]], 1), "3 heads of k do not divide 2 heads of v"),
@@ -159,7 +164,7 @@ test_rejects_what_the_kernel_would_misread = rejected_operations(
         ("dt", lambda t: t[:, :, None], r"dt has shape \(7, 2, 1\); it must be \(7, 2, 3\)"),
         ("dt_bias", lambda t: t[:, None], r"dt_bias has shape \(2, 1\); it must be \(2,\)"),
         ("cu_seqlens", lambda t: t[1:], r"cu_seqlens has shape \(2,\); it must be \(3,\)"),
-        ("v", lambda t: t[0], r"v has shape \(2, 11\); it must have 3 dimensions"),
+        ("v", lambda t: t[0], r"v has shape \(2, 9\); it must have 3 dimensions"),
     ],
 )
 

@@ -673,6 +673,13 @@ def test_a_fifth_of_the_bytes_of_slots(drafts, at_least):
     assert found.slots == 8 * sum(slots.values()) and found.ratio > at_least > 5, found
 
 
+@pytest.mark.parametrize(("num_reqs", "lanes", "together"), [(1023, 32, 1), (1024, 32, 8), (1024, 64, 1)])
+def test_heads_share_a_program_where_enough_programs_are_left(num_reqs, lanes, together):
+    sizes = (8, 36, 64), (1, 36, 128), 4, num_reqs, torch.int16, torch.bfloat16, True, lanes
+    found = module._constexprs(*sizes)
+    assert (found["HEADS_PER_PROGRAM"], found["HISTORY"]) == (together, 32)
+
+
 # The configuration of a large batch.
 test_compiles_without_spills_to_128_bit_accesses = compiled(
     "recompute", lambda case: case.shape == "Nemotron-3-Nano, K=3, 256 rows", least=lambda *_: 2

@@ -77,7 +77,7 @@ class Prefill(Operation, Layer):
 
 SEVERAL = Shape(
     rows=(Row(2, (1, 2), "first"), Row(0), Row(40, (7, 40), "last", initial=False), Row(33, (32,), "last")),
-    chunk_size=32, groups=2, per_group=2, head_dim=20, size=16, gap=3, initial=1.0, block_p=16, tile_bytes=64,
+    chunk_size=32, groups=2, per_group=2, head_dim=17, size=16, gap=3, initial=1.0, block_p=16, tile_bytes=64,
     dtype=torch.float32, state_dtype=torch.float32, index_dtype=torch.int64, seed=0,
 )  # fmt: skip
 NOTHING, UNREAD = SEVERAL.but(rows=()), SEVERAL.but(rows=(Row(5, (), "null"), Row(3, (), "negative")))
@@ -147,7 +147,7 @@ def test_offsets_pass_int32(checked, arguments):
 # The heads of one group of Nemotron-3-Nano, an eighth of a layer.
 EIGHTH = SEVERAL.but(
     rows=(Row(200, (128,)),), chunk_size=128, groups=1, per_group=8, head_dim=64, size=128, gap=4096,
-    block_p=64, tile_bytes=128, dtype=torch.bfloat16,
+    block_p=module.BLOCK_P, tile_bytes=module.TILE_BYTES, dtype=torch.bfloat16,
 )  # fmt: skip
 
 
