@@ -6,8 +6,6 @@ its gate, not behind it as in Mamba-2.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
@@ -24,7 +22,10 @@ from hybrid_kv.kernels.gated_delta import (
 from hybrid_kv.kernels.recompute import RecomputeStep, recompute_flush_reference
 from hybrid_kv.models.layers import Derived, ForwardContext, Linear, RMSNorm, empty, upcast
 from hybrid_kv.models.mixers.conv import Projected, Tensors, Tokens
-from hybrid_kv.models.mixers.launched import LaunchedMixer
+from hybrid_kv.models.mixers.launched import LaunchedMixer, ScanRows
+
+_Tensor = torch.Tensor
+Layer = tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor]
 
 
 def _rates(A_log: torch.Tensor, dt_bias: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,10 +103,10 @@ class DeltaRuleMixer(LaunchedMixer):
         sources, targets = metadata.source_indices[:split], metadata.state_indices[:split]
         return gated_delta_update_slots(state, *layer, metadata.cu_seqlens, sources, targets, self.beta_scale)
 
-    def launch_scan(self, state: torch.Tensor, conv_out: torch.Tensor, inputs: Tensors, *rows: Any) -> torch.Tensor:
+    def launch_scan(self, state: torch.Tensor, conv_out: torch.Tensor, inputs: Tensors, rows: ScanRows) -> torch.Tensor:
         return gated_delta_prefill(state, *self._layer(conv_out, inputs), *rows, self.beta_scale)
 
-    def _layer(self, conv_out: torch.Tensor, inputs: Tensors) -> Tensors:
+    def _layer(self, conv_out: torch.Tensor, inputs: Tensors) -> Layer:
         """q, k, v, dt, dt_bias, A_log and beta as kernels take them; [num_tokens, …] each."""
         dt, beta = inputs
         return *self._heads(conv_out), dt, self.dt_bias.view(dt.shape[1:]), self.A_log, beta

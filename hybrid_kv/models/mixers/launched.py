@@ -7,16 +7,18 @@ launches are handed are slices and indices that the step's metadata already hold
 from __future__ import annotations
 
 from copy import copy
-from typing import Any
 
 import torch
 
 from hybrid_kv.attention.mamba import MambaMetadata
 from hybrid_kv.kernels.causal_conv1d import causal_conv1d_prefill, causal_conv1d_update
 from hybrid_kv.kernels.common.launch import FLOATS
+from hybrid_kv.kernels.common.spans import Spans
 from hybrid_kv.kernels.recompute import read_states, write_states
 from hybrid_kv.models.layers import ForwardContext
 from hybrid_kv.models.mixers.conv import RecurrentMixer, Tensors
+
+ScanRows = tuple[Spans, torch.Tensor, torch.Tensor]  # of the prefills, the blocks they start from, and which have one
 
 
 class LaunchedMixer(RecurrentMixer):
@@ -66,13 +68,11 @@ class LaunchedMixer(RecurrentMixer):
     def launch_prefills(self, conv_out: torch.Tensor, inputs: Tensors, context: ForwardContext) -> torch.Tensor:
         """The same of the prefills."""
         metadata, (state,) = context.metadata[self.name], self.parts(context, "state")
-        spans, sources, initial = (
-            metadata.spans,
-            metadata.source_indices[metadata.num_decodes :],
-            metadata.has_initial_state,
-        )
+        spans, sources, initial = metadata.spans, metadata.source_indices, metadata.has_initial_state
+        assert spans is not None and initial is not None
+        sources = sources[metadata.num_decodes :]
         if state.dtype != torch.int16:
-            return self.launch_scan(state, conv_out, inputs, spans, sources, initial)
+            return self.launch_scan(state, conv_out, inputs, (spans, sources, initial))
         # The scan knows no planes: it gets the states that it starts from, and room for those it leaves.
         count, blocks = len(sources), spans.span_blocks
         places = torch.arange(1, 1 + count + len(blocks), device=state.device)
@@ -80,12 +80,12 @@ class LaunchedMixer(RecurrentMixer):
         states[1 : 1 + count] = read_states(state, sources)
         spans = copy(spans)
         spans.span_blocks = places[count:]
-        y = self.launch_scan(states, conv_out, inputs, spans, places[:count], initial)
+        y = self.launch_scan(states, conv_out, inputs, (spans, places[:count], initial))
         write_states(state, blocks, states[1 + count :])
         return y
 
-    def launch_scan(self, state: torch.Tensor, conv_out: torch.Tensor, inputs: Tensors, *rows: Any) -> torch.Tensor:
-        """The scan of the prefills over `state`, which is not in planes; `rows`: spans, sources and what is fresh."""
+    def launch_scan(self, state: torch.Tensor, conv_out: torch.Tensor, inputs: Tensors, rows: ScanRows) -> torch.Tensor:
+        """The scan of the prefills over `state`, which is not in planes."""
         raise NotImplementedError
 
     def finish_launched(self, mixed: torch.Tensor, rest: Tensors) -> torch.Tensor:

@@ -20,7 +20,7 @@ from hybrid_kv.kernels.ssd import chunk_scan, chunk_scan_prefill, selective_stat
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.layers import Derived, ForwardContext, GatedRMSNorm, Linear, empty, upcast
 from hybrid_kv.models.mixers.conv import Projected, Tensors, Tokens
-from hybrid_kv.models.mixers.launched import LaunchedMixer
+from hybrid_kv.models.mixers.launched import LaunchedMixer, ScanRows
 
 
 def check_time_steps(file: ConfigFile) -> None:
@@ -148,7 +148,7 @@ class Mamba2Mixer(LaunchedMixer):
             state, *operands, metadata.source_indices[:split], metadata.state_indices[:split]
         )
 
-    def launch_scan(self, state: torch.Tensor, conv_out: torch.Tensor, inputs: Tensors, *rows: Any) -> torch.Tensor:
+    def launch_scan(self, state: torch.Tensor, conv_out: torch.Tensor, inputs: Tensors, rows: ScanRows) -> torch.Tensor:
         x, B, C = self._parts(conv_out, conv_out.dtype)
         return chunk_scan_prefill(state, x, inputs[0], self.dt_bias, self.A_log, B, C, self.D, *rows)
 
