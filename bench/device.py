@@ -37,8 +37,9 @@ VALUES = {
     "mode": ("none", "align", "all"),
     "scheme": ("slots", "recompute"),
     "K": (0, 2),
-    "step": ("prefill", "mixed", "decode", "resume", "hit", "store", "load"),
+    "step": ("prefill", "mixed", "decode", "resume"),
 }
+CACHED = {**VALUES, "mode": ("align", "all"), "step": ("hit", "store", "load")}
 OFFLOAD = ("store", "load")
 PROMPTS = (20, 77)  # tokens, the second ends its first block while it decodes; a step has at most 32
 
@@ -183,9 +184,9 @@ def cells() -> list[Cell]:
     """Kernels, modes, schemes, drafts and kinds of steps."""
     engines = {name: VALUES[name] for name in ("kernels", "mode", "scheme", "K")}
     quick = [("torch", "align", "slots", 2)]
-    every = grid("device", "steps", "count", steps, VALUES, quick, units=UNITS)
     return [
-        *(cell for cell in every if cell.params["mode"] != "none" or cell.params["step"] not in ("hit", *OFFLOAD)),
+        *grid("device", "steps", "count", steps, VALUES, quick, units=UNITS),
+        *grid("device", "cached", "count", steps, CACHED, quick, units=UNITS),
         *grid("device", "graphs", "count", graphs, engines, quick, units={"capturable": ""}),
     ]
 

@@ -425,7 +425,8 @@ RECOMPUTE = ALL | {"state_scheme": "recompute", "recompute_ring_len": 11}
 BUGS |= {
     "drafts count as accepted": (
         Recompute, "_step",
-        before(lambda self, rows, accepted, lens, table: (self, rows, lens, lens, table)), RECOMPUTE,
+        before(lambda self, rows, _, common, table: (self, rows, common.query_lens[: len(rows)], common, table)),
+        RECOMPUTE,
         "flush-unaccepted history-length read-state",
     ),
     "a token more is flushed": (
