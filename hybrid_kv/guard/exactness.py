@@ -71,7 +71,7 @@ MTP_CELLS: tuple[Cell, ...] = (
     {
         "speculative_method": "mtp",
         "mamba_cache_mode": "none",
-        "preempts": 5,
+        "preempts": 6,
         "max_num_batched_tokens": 33,
         "to_the_end": True,
     },
