@@ -8,9 +8,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Event
 from typing import Any, Literal
 
 from hybrid_kv.ci import Verdict, Word
@@ -123,7 +125,7 @@ def guard_target(
                 write()
             if pages is not None:
                 publish(pages, kind.name, part.guarded.version, part.model, seed, part.seen)
-            files += _reduced(part, target, size, repro)
+            files += _reduced(part, target, size, repro, at_once)
     show(document(), as_json, out, lambda: _print(target, parts))
     found = {one.verdict for part in parts for one in part.seen} - {*FINE}
     return VOID if found == {"void"} else int(bool(found))
@@ -146,27 +148,40 @@ def _num_requests(failure: Failure) -> int:
     return sum(len(one.requests) for one in failure.rounds)
 
 
-def _reduced(part: _Part, target: str, size: Size, repro: Path) -> list[str]:
+def _reduced(part: _Part, target: str, size: Size, repro: Path, at_once: int) -> list[str]:
     """The files of all failures of a run, each reduced as far as its share of the time goes."""
-    guarded, files = part.guarded, list[str]()
+    guarded, stopped = part.guarded, Event()
     failures = distinct([failure for outcome in part.seen for failure in outcome.failures])
+    num_threads = 1
     if is_exact(guarded.folder):  # a bug is in most answers of its setting: the one with the fewest requests shows it
         failures.sort(key=_num_requests, reverse=True)
         failures = [*{text_of(one.settings): one for one in failures}.values()]
-        failures.sort(key=_num_requests)  # the largest has what time the others leave
+        failures.sort(key=_num_requests)  # the largest have what time the others leave
+        if hasattr(guarded.kind, "python"):  # targets in this process share what they change of their package
+            num_threads = at_once
     end = time.perf_counter() + SHRINK_SECONDS[size]
-    for i, failure in enumerate(failures):
+
+    def reduce(i: int) -> list[str]:
+        failure, rest = failures[i], end - time.perf_counter()
         part_of_rest = _num_requests(failure) / sum(map(_num_requests, failures[i:]))
-        share = min(120.0, (end - time.perf_counter()) * part_of_rest)
-        shrunk = shrink(failure, lambda failure=failure: guarded.session(failure.settings), share)  # type: ignore[misc]
+        share = min(120.0, rest, num_threads * rest * part_of_rest)
+        shrunk = shrink(failure, lambda: guarded.session(failure.settings), share, stopped)
         case = case_of(shrunk.failure, target, guarded.version, part.model, guarded.judge_of(failure.settings).limit)
         if line := wrong_read(guarded, case):
             case = replace(case, problem=f"{case.problem}; the first wrong read: {line}")
-            print(f"{failure.probe}: the first wrong read: {line}", file=sys.stderr)
-        files += map(str, write_files(case, repro, script_of(case)))
+        files = [*map(str, write_files(case, repro, script_of(case)))]
         small = f"{shrunk.num_requests} requests, {shrunk.num_prompt_tokens} prompt tokens"
-        print(f"{failure.probe}: shrunk to {small} in {shrunk.seconds:.0f} s: {files[-1]}", file=sys.stderr)
-    return files
+        said = f"{failure.probe}: the first wrong read: {line}\n" * bool(line)
+        said += f"{failure.probe}: shrunk to {small} in {shrunk.seconds:.0f} s: {files[-1]}\n"
+        sys.stderr.write(said)  # at once: another thread may write
+        return files
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        try:
+            return [file for files in pool.map(reduce, range(len(failures))) for file in files]
+        except BaseException:
+            stopped.set()
+            raise
 
 
 def is_case(file: Path) -> bool:

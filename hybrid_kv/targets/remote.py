@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any, cast
 from uuid import uuid4
@@ -104,6 +105,7 @@ class Loader:
 
 
 _loaders: dict[tuple[Any, ...], Loader] = {}  # by what they were started with
+_one_at_a_time = Lock()
 _shared: dict[tuple[str, str], Path] = {}  # folders of another process's loaders, by name and Python
 
 
@@ -125,11 +127,12 @@ def load(name: str, python: str) -> Path:
     if (name, python) in _shared:
         return _shared[name, python]
     key = _key(name, python)
-    if key not in _loaders or not _loaders[key].is_alive:
-        if key in _loaders:
-            _loaders.pop(key).kill()
-        _loaders[key] = Loader(name, python)
-    return _loaders[key].folder
+    with _one_at_a_time:
+        if key not in _loaders or not _loaders[key].is_alive:
+            if key in _loaders:
+                _loaders.pop(key).kill()
+            _loaders[key] = Loader(name, python)
+        return _loaders[key].folder
 
 
 def shared_loaders() -> dict[tuple[str, str], Path]:

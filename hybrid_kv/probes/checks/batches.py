@@ -84,7 +84,7 @@ def many_cut_off(traffic: Traffic) -> Rounds:
     yield Round(tuple(traffic.ask(prompt, max_tokens=4) for prompt in prompts))
 
 
-@probe("drafts", place=30, moves="drafts", when="spec", elsewhere=False)
+@probe("drafts", place=30, moves="drafts", when="spec", elsewhere=False, not_in="random")
 def drafts(traffic: Traffic) -> Rounds:
     """Texts that repeat themselves, alone and together: drafts are made, some right and some not.
 
@@ -98,7 +98,7 @@ def drafts(traffic: Traffic) -> Rounds:
         yield Round(requests)
 
 
-@probe("rejected at a boundary", place=31, moves="drafts", when="spec", elsewhere=False)
+@probe("rejected at a boundary", place=31, moves="drafts", when="spec", elsewhere=False, not_in="random")
 def rejected(traffic: Traffic) -> Rounds:
     """The last draft of an answer is the first token of a block, and wrong; the token behind it has no drafts.
 

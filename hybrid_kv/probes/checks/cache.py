@@ -34,7 +34,7 @@ def cached_end(traffic: Traffic) -> Rounds:
                 yield Round((traffic.ask((*whole, *traffic.prompt(1))[: max(1, length)]),))
 
 
-@probe("extended and branched", place=12, moves="cached", when="prefix", not_in="exact")
+@probe("extended and branched", place=12, moves="cached", when="prefix", not_in="exact random")
 def conversations(traffic: Traffic) -> Rounds:
     """Turn after turn on the answers given, and other continuations of each turn."""
     for _ in range(traffic.amount):
