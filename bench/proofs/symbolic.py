@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import builtins
 import inspect
+import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partialmethod
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -110,46 +112,30 @@ class Int:
     def __add__(self, other: Any) -> Any:
         return other + self if isinstance(other, Pointer | Float) else self._with(other, lambda a, b: a + b)
 
-    def __sub__(self, other: Any) -> Int:
-        return self._with(other, lambda a, b: a - b)
-
-    def __rsub__(self, other: Any) -> Int:
-        return self._with(other, lambda a, b: b - a)
+    __sub__ = partialmethod(_with, made=operator.sub)
+    __rsub__ = partialmethod(_with, made=lambda a, b: b - a)
 
     def __mul__(self, other: Any) -> Any:
         return other if isinstance(other, Float) else self._with(other, lambda a, b: a * b)
-
-    def __floordiv__(self, other: Any) -> Int:
-        return self._divided(other, lambda a, b: a / b)
-
-    def __mod__(self, other: Any) -> Int:
-        return self._divided(other, lambda a, b: a % b)
 
     def _divided(self, other: Any, made: Callable[[Formula, Formula], Formula]) -> Int:
         """Triton rounds to zero, z3 down: both the same from 0 on."""
         found = self._with(other, made)
         return Int(found.value, found.bits, (*found.needs, self.value >= 0))
 
+    __floordiv__ = partialmethod(_divided, made=operator.truediv)
+    __mod__ = partialmethod(_divided, made=operator.mod)
     __radd__, __rmul__ = __add__, __mul__
 
     def _compared(self, other: Any, made: Callable[[Formula, Formula], Formula]) -> Bool:
         other = _int(other, self.bits)
         return Bool(made(self.value, other.value), self.needs + other.needs)
 
-    def __lt__(self, other: Any) -> Bool:
-        return self._compared(other, lambda a, b: a < b)
-
-    def __gt__(self, other: Any) -> Bool:
-        return self._compared(other, lambda a, b: a > b)
-
-    def __ge__(self, other: Any) -> Bool:
-        return self._compared(other, lambda a, b: a >= b)
-
-    def __eq__(self, other: object) -> Bool:  # type: ignore[override]
-        return self._compared(other, lambda a, b: a == b)
-
-    def __ne__(self, other: object) -> Bool:  # type: ignore[override]
-        return self._compared(other, lambda a, b: a != b)
+    __lt__ = partialmethod(_compared, made=operator.lt)
+    __gt__ = partialmethod(_compared, made=operator.gt)
+    __ge__ = partialmethod(_compared, made=operator.ge)
+    __eq__ = partialmethod(_compared, made=operator.eq)  # type: ignore[assignment]
+    __ne__ = partialmethod(_compared, made=operator.ne)  # type: ignore[assignment]
 
     def __getitem__(self, key: tuple[Any, ...]) -> Int:
         """Lanes along one axis of several: each axis has lanes of its own."""

@@ -8,11 +8,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from threading import Event
 from typing import Any, Literal
 
 from hybrid_kv.ci import Verdict, Word
@@ -150,38 +149,31 @@ def _num_requests(failure: Failure) -> int:
 
 def _reduced(part: _Part, target: str, size: Size, repro: Path, at_once: int) -> list[str]:
     """The files of all failures of a run, each reduced as far as its share of the time goes."""
-    guarded, stopped = part.guarded, Event()
+    guarded = part.guarded
     failures = distinct([failure for outcome in part.seen for failure in outcome.failures])
-    num_threads = 1
+    # Targets in this process share what they change of their package.
+    num_threads = at_once if is_exact(guarded.folder) and hasattr(guarded.kind, "python") else 1
     if is_exact(guarded.folder):  # a bug is in most answers of its setting: the one with the fewest requests shows it
         failures.sort(key=_num_requests, reverse=True)
         failures = [*{text_of(one.settings): one for one in failures}.values()]
         failures.sort(key=_num_requests)  # the largest have what time the others leave
-        if hasattr(guarded.kind, "python"):  # targets in this process share what they change of their package
-            num_threads = at_once
     end = time.perf_counter() + SHRINK_SECONDS[size]
 
     def reduce(i: int) -> list[str]:
         failure, rest = failures[i], end - time.perf_counter()
-        part_of_rest = _num_requests(failure) / sum(map(_num_requests, failures[i:]))
-        share = min(120.0, rest, num_threads * rest * part_of_rest)
-        shrunk = shrink(failure, lambda: guarded.session(failure.settings), share, stopped)
+        share = min(120.0, rest, num_threads * rest * _num_requests(failure) / sum(map(_num_requests, failures[i:])))
+        shrunk = shrink(failure, lambda: guarded.session(failure.settings), share)
         case = case_of(shrunk.failure, target, guarded.version, part.model, guarded.judge_of(failure.settings).limit)
         if line := wrong_read(guarded, case):
             case = replace(case, problem=f"{case.problem}; the first wrong read: {line}")
         files = [*map(str, write_files(case, repro, script_of(case)))]
         small = f"{shrunk.num_requests} requests, {shrunk.num_prompt_tokens} prompt tokens"
         said = f"{failure.probe}: the first wrong read: {line}\n" * bool(line)
-        said += f"{failure.probe}: shrunk to {small} in {shrunk.seconds:.0f} s: {files[-1]}\n"
-        sys.stderr.write(said)  # at once: another thread may write
+        print(f"{said}{failure.probe}: shrunk to {small} in {shrunk.seconds:.0f} s: {files[-1]}", file=sys.stderr)
         return files
 
-    with ThreadPoolExecutor(num_threads) as pool:
-        try:
-            return [file for files in pool.map(reduce, range(len(failures))) for file in files]
-        except BaseException:
-            stopped.set()
-            raise
+    with ThreadPool(num_threads) as pool:  # Ctrl-C does not wait for these threads
+        return [file for files in pool.map(reduce, range(len(failures)), 1) for file in files]
 
 
 def is_case(file: Path) -> bool:

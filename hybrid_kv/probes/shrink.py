@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import inf
-from threading import Event
 from typing import Any
 
 from hybrid_kv.config import ConfigError
@@ -36,18 +34,14 @@ class Shrunk:
         return sum(len(ask.prompt) for one in self.failure.rounds for ask in one.requests)
 
 
-def shrink(
-    failure: Failure, start: Callable[[], Session], seconds: float = 120.0, stopped: Event | None = None
-) -> Shrunk:
+def shrink(failure: Failure, start: Callable[[], Session], seconds: float = 120.0) -> Shrunk:
     """The least that is still answered wrongly, as far as the time goes.
 
     Args:
         start: a session of the failure's settings, which has sent nothing yet. One that can forget its cache is used
             again and again; another is started for every try.
-        stopped: the time is up once it is set.
     """
-    clock = time.perf_counter
-    shrinker = _Shrinker(failure, start, seconds, lambda: inf if stopped and stopped.is_set() else clock())
+    shrinker = _Shrinker(failure, start, seconds)
     try:
         shrinker.run()
         smallest = shrinker.failure
@@ -80,10 +74,8 @@ def play(session: Session, rounds: Sequence[Round], failure: Failure) -> Failure
 
 
 class _Shrinker(Shrinker[Rounds]):
-    def __init__(
-        self, failure: Failure, start: Callable[[], Session], seconds: float, clock: Callable[[], float]
-    ) -> None:
-        super().__init__(failure.rounds, seconds, clock)
+    def __init__(self, failure: Failure, start: Callable[[], Session], seconds: float) -> None:
+        super().__init__(failure.rounds, seconds, time.perf_counter)
         self.failure, self.is_always_new = failure, False
         self._start = start
         self._session: Session | None = None

@@ -1,5 +1,4 @@
 from dataclasses import replace
-from threading import Event
 
 import pytest
 
@@ -46,17 +45,6 @@ def test_what_was_found_when_the_time_is_up_still_fails():
     failure = failure_of("hit", "repeat")
     shrunk = shrink(failure, lambda: session("hit"), seconds=0)
     assert not shrunk.is_minimal and shrunk.failure == failure
-
-
-def test_a_run_that_is_stopped_has_no_time_left():
-    stopped, failure = Event(), failure_of("hit", "repeat")
-
-    def start():
-        stopped.set()
-        return session("hit")
-
-    shrunk = shrink(failure, start, stopped=stopped)
-    assert shrunk.num_plays == 1 and not shrunk.is_minimal
 
 
 def case(bug="hit", probe="repeat"):
