@@ -45,6 +45,7 @@ class Shrinker(ABC, Generic[C]):
         num_plays: cases that were played.
         seconds: of all runs.
         is_minimal: nothing more could go; else the time was up.
+        tried: cases that are not played again, as text.
     """
 
     def __init__(self, case: C, seconds: float, clock: Callable[[], float] = time.process_time) -> None:
@@ -53,7 +54,7 @@ class Shrinker(ABC, Generic[C]):
         self.seconds = 0.0
         self.is_minimal = True
         self._clock, self._deadline = clock, clock() + seconds
-        self._tried: set[str] = set()
+        self.tried: set[str] = set()
 
     @abstractmethod
     def play(self, case: C) -> C | None:
@@ -69,17 +70,17 @@ class Shrinker(ABC, Generic[C]):
         Raises:
             TimeUpError: it is too late to play it.
         """
-        if case is None or (key := repr(case)) in self._tried:
+        if case is None or (key := repr(case)) in self.tried:
             return False
         if self._clock() > self._deadline:
             raise TimeUpError
-        self._tried.add(key)
+        self.tried.add(key)
         self.num_plays += 1
         found = self.play(case)
         if found is None:
             return False
         self.case = found
-        self._tried.add(repr(found))
+        self.tried.add(repr(found))
         return True
 
     def leave_out(self, items: Sequence[T], build: Callable[[Sequence[T]], C | None]) -> None:

@@ -26,7 +26,7 @@ from hybrid_kv.probes.guarded import Guarded
 from hybrid_kv.probes.reproducer import FORMAT, case_of, from_json, replay, write_files, wrong_read
 from hybrid_kv.probes.run import FINE, Run, check_level, compare_with, guard, matrix_of, text_of
 from hybrid_kv.probes.script import script_of
-from hybrid_kv.probes.session import Failure, Outcome
+from hybrid_kv.probes.session import Outcome
 from hybrid_kv.probes.shrink import distinct, shrink
 from hybrid_kv.targets.exact import is_exact
 from hybrid_kv.targets.kinds import for_model, kind_of
@@ -143,10 +143,6 @@ class _Part:
         self.guarded, self.seen = self.run.guarded, self.run.outcomes
 
 
-def _num_requests(failure: Failure) -> int:
-    return sum(len(one.requests) for one in failure.rounds)
-
-
 def _reduced(part: _Part, target: str, size: Size, repro: Path, at_once: int) -> list[str]:
     """The files of all failures of a run, each reduced as far as its share of the time goes."""
     guarded = part.guarded
@@ -154,26 +150,30 @@ def _reduced(part: _Part, target: str, size: Size, repro: Path, at_once: int) ->
     # Targets in this process share what they change of their package.
     num_threads = at_once if is_exact(guarded.folder) and hasattr(guarded.kind, "python") else 1
     if is_exact(guarded.folder):  # a bug is in most answers of its setting: the one with the fewest requests shows it
-        failures.sort(key=_num_requests, reverse=True)
+        failures.sort(key=lambda one: -one.num_requests)
         failures = [*{text_of(one.settings): one for one in failures}.values()]
-        failures.sort(key=_num_requests)  # the largest have what time the others leave
+        failures.sort(key=lambda one: one.num_requests)  # the largest have what time the others leave
     end = time.perf_counter() + SHRINK_SECONDS[size]
 
     def reduce(i: int) -> list[str]:
         failure, rest = failures[i], end - time.perf_counter()
-        share = min(120.0, rest, num_threads * rest * _num_requests(failure) / sum(map(_num_requests, failures[i:])))
+        part_of_rest = failure.num_requests / sum(one.num_requests for one in failures[i:])
+        share = min(120.0, rest, num_threads * rest * part_of_rest)
         shrunk = shrink(failure, lambda: guarded.session(failure.settings), share)
         case = case_of(shrunk.failure, target, guarded.version, part.model, guarded.judge_of(failure.settings).limit)
         if line := wrong_read(guarded, case):
             case = replace(case, problem=f"{case.problem}; the first wrong read: {line}")
         files = [*map(str, write_files(case, repro, script_of(case)))]
-        small = f"{shrunk.num_requests} requests, {shrunk.num_prompt_tokens} prompt tokens"
+        small = f"{shrunk.failure.num_requests} requests, {shrunk.num_prompt_tokens} prompt tokens"
         said = f"{failure.probe}: the first wrong read: {line}\n" * bool(line)
         print(f"{said}{failure.probe}: shrunk to {small} in {shrunk.seconds:.0f} s: {files[-1]}", file=sys.stderr)
         return files
 
+    every = range(len(failures))
+    if num_threads == 1:
+        return [file for i in every for file in reduce(i)]
     with ThreadPool(num_threads) as pool:  # Ctrl-C does not wait for these threads
-        return [file for files in pool.map(reduce, range(len(failures)), 1) for file in files]
+        return [file for files in pool.map(reduce, every, 1) for file in files]
 
 
 def is_case(file: Path) -> bool:

@@ -36,6 +36,10 @@ class Failure:
     died: bool = False
 
     @property
+    def num_requests(self) -> int:
+        return sum(len(one.requests) for one in self.rounds)
+
+    @property
     def last_words(self) -> str:
         """What it failed with, without numbers: an index, a shape, a token."""
         return re.sub(r"\d+", "#", self.judgement.problem)

@@ -26,10 +26,6 @@ class Shrunk:
     is_minimal: bool
 
     @property
-    def num_requests(self) -> int:
-        return sum(len(one.requests) for one in self.failure.rounds)
-
-    @property
     def num_prompt_tokens(self) -> int:
         return sum(len(ask.prompt) for one in self.failure.rounds for ask in one.requests)
 
@@ -45,7 +41,8 @@ def shrink(failure: Failure, start: Callable[[], Session], seconds: float = 120.
     try:
         shrinker.run()
         smallest = shrinker.failure
-        shrinker.restart()
+        shrinker.close()
+        shrinker.tried.clear()  # in a new engine it may be tried again
         # What an engine keeps besides its cache may be what is wrong with it: then each try has an engine of its own.
         if shrinker.is_minimal and not shrinker.fails(smallest.rounds):
             shrinker.case, shrinker.failure, shrinker.is_always_new = failure.rounds, failure, True
@@ -84,11 +81,6 @@ class _Shrinker(Shrinker[Rounds]):
         if self._session is not None:
             self._session.target.close()
         self._session = None
-
-    def restart(self) -> None:
-        """What was tried may be tried again, in a new engine."""
-        self.close()
-        self._tried.clear()
 
     def play(self, case: Rounds) -> Rounds | None:
         try:

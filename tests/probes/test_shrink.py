@@ -37,7 +37,7 @@ def failure_of(bug, probe_name):
 )
 def test_nothing_that_can_be_missed_is_left(bug, probe, requests, tokens):
     shrunk = shrink(failure_of(bug, probe), lambda: session(bug))
-    assert shrunk.num_requests == requests and shrunk.num_prompt_tokens <= tokens
+    assert shrunk.failure.num_requests == requests and shrunk.num_prompt_tokens <= tokens
     assert shrunk.is_minimal
 
 
@@ -83,4 +83,4 @@ def test_another_file_is_refused_in_one_line(text):
 def test_what_only_fails_in_an_engine_with_a_past_is_reduced_in_new_ones():
     """The bug comes with the 21st request, whatever the cache holds."""
     shrunk = shrink(failure_of("churn", "again after many"), lambda: session("churn"), seconds=20)
-    assert shrunk.num_requests == 21
+    assert shrunk.failure.num_requests == 21
