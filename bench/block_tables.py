@@ -5,16 +5,11 @@ runner where `--peers` names installs of it (`bench.peers`): host and device par
 host's. Every subject starts from ids in the form in which its engine holds them (lists in vLLM, arrays here) and ends
 with tables in kernel blocks and slots, which are compared with tables made from the ids by numpy.
 
-`step` is the same for two models' groups; `update_kernel` is that as one launch. `written` counts the bytes that a
-step writes, on the host and by the kernel: whatever lies in the output buffers and is not written stays there.
+`step` is the same for two models' groups; `update_kernel` is that as one launch.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,10 +22,10 @@ import numpy.typing as npt
 import torch
 
 from bench._reference import equal
-from bench.harness.cells import Case, Cell, Count, Counts, Scalar, grid, seed
+from bench.harness.cells import Case, Cell, Scalar, grid, seed
 from bench.harness.contest import Contest, Rival, models
 from bench.peers import Install, installs
-from hybrid_kv.cache.block_table import BlockTables, LaunchedBlockTables
+from hybrid_kv.cache.block_table import BlockTables
 from hybrid_kv.timing.case import ENGINE
 
 
@@ -266,11 +261,9 @@ class Steps:
 Found = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
 
 
-def _engine_step(
-    data: Steps, launched: bool = False
-) -> tuple[Callable[[], object], Callable[[int], Found], BlockTables]:
+def _engine_step(data: Steps) -> tuple[Callable[[], object], Callable[[int], Found]]:
     shape = data.shape
-    tables = (LaunchedBlockTables if launched else BlockTables)(
+    tables = BlockTables(
         [BLOCK_SIZE] * NUM_GROUPS,
         [KERNEL_BLOCK_SIZE] * NUM_GROUPS,
         shape.num_reqs,
@@ -298,7 +291,7 @@ def _engine_step(
         found, slots = tables.update(batch, query_lens, positions, len(batch), len(positions))
         return found, slots  # type: ignore[return-value]  # a tensor of slots, a row for each group
 
-    return reset, run, tables
+    return reset, run
 
 
 def _peer_step(data: Steps, install: Install) -> tuple[Callable[[], object], Callable[[int], Found]]:
@@ -329,7 +322,7 @@ def total(seed: int, scenario: str, subject: str) -> Case:
     """A whole step; `reset` goes back to the first of `STEPS_IN_A_ROW`."""
     data, step = Steps(seed, scenario), 0
     if subject == ENGINE:
-        restore, one, _ = _engine_step(data)
+        restore, one = _engine_step(data)
     else:
         (install,) = (install for install in installs() if subject == _name(install))
         restore, one = _peer_step(data, install)
@@ -362,42 +355,6 @@ def _promise(scenario: str, subject: str) -> float | None:
     return None if subject == ENGINE else 2.0 if TOTALS[scenario].appends else 1.0
 
 
-# ---- bytes, by count ----
-
-WRITTEN = dict.fromkeys(("table_bytes", "input_table_bytes", "slot_bytes"), "B")
-WRITTEN_BY_KERNEL = {f"kernel_{name}": unit for name, unit in WRITTEN.items()}
-_UNTOUCHED = -7  # neither a block nor a slot
-# Interpreted, a program takes 10 ms.
-BY_KERNEL = ("16 of 256 append, width 40", "8 prefills x 64 blocks")
-
-
-def bytes_written(seed: int, scenario: str, launched: bool) -> dict[str, int]:
-    """What the first step of a scenario writes: entries of the output buffers that are not what they were before."""
-    reset, run, tables = _engine_step(Steps(seed, scenario), launched)
-    reset()
-    before = [table.clone() for table in tables.tables]
-    for buffer in (*tables.input_tables, tables.slot_mappings):
-        buffer.fill_(_UNTOUCHED)
-    run(0)
-    changed = sum(int((old != new).sum()) for old, new in zip(before, tables.tables, strict=True))
-    inputs = sum(int((table != _UNTOUCHED).sum()) for table in tables.input_tables)
-    slots = int((tables.slot_mappings != _UNTOUCHED).sum())
-    return {"table_bytes": 4 * changed, "input_table_bytes": 4 * inputs, "slot_bytes": 8 * slots}
-
-
-def written(seed: int, scenario: str, implementation: str) -> Counts:
-    """`bytes_written` on the host, or by the kernel, in a process that interprets it."""
-    if implementation == "host":
-        found = bytes_written(seed, scenario, launched=False)
-    else:
-        code = f"import json, bench.block_tables as b; print(json.dumps(b.bytes_written({seed}, {scenario!r}, True)))"
-        environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-        found = json.loads(done.stdout.splitlines()[-1])
-    names = WRITTEN if implementation == "host" else WRITTEN_BY_KERNEL
-    return {name: Count(found[name.removeprefix("kernel_")], unit) for name, unit in names.items()}
-
-
 def table_updates(device: str, model: str, step: str) -> Contest:
     """All groups' block tables of a step in one launch: a few bytes, so only its time says anything."""
     params = {"model": model, "step": step}
@@ -419,23 +376,6 @@ def cells() -> list[Cell]:
     totals: dict[str, tuple[Scalar, ...]] = {"scenario": tuple(TOTALS), "subject": subjects}
     return [
         *grid("block_tables", "total", "cpu", total, totals, [("16 of 256 append, width 40",)], _promise),
-        *grid(
-            "block_tables",
-            "written",
-            "count",
-            written,
-            {"scenario": tuple(TOTALS), "implementation": ("host",)},
-            [("16 of 256 append, width 40",)],
-            units=WRITTEN,
-        ),
-        *grid(
-            "block_tables",
-            "written_by_kernel",
-            "count",
-            written,
-            {"scenario": BY_KERNEL, "implementation": ("kernel",)},
-            units=WRITTEN_BY_KERNEL,
-        ),
         *grid("block_tables", "step", "cpu", step, values, quick),
         *grid("block_tables", "update_kernel", "gpu", update_kernel, values, quick),
     ]

@@ -1,12 +1,15 @@
 """What a step costs its host on a GPU, by count: the engine runs the guard model on the pretend device.
 
+    python -m bench.device                        # all modes and schemes on Triton; fails if a target is missed
     python -m bench.device torch align slots 2    # kernels, mode, scheme, drafts: where the host waits and uploads
 
-Requests run twice, and their second run counts: constants and memory are there by then. Of each kind of step the
-largest count of any such step is given. With drafts a step of decodes verifies them. In a *hit* step a request starts
-behind what is cached, in a *resume* step it starts again after a preemption; *store* and *load* are between
-steps, when blocks go to the offload tier or come back. A step of decodes, all of one length, is capturable if the model
-launched the same, with the same arguments, as in the one before of that size. Tokens must be the CPU's.
+The first request does not count: constants and memory are there after it. Of each kind of step the largest count of any
+such step is given. With drafts a step of decodes verifies them. In a *hit* step a request starts behind what is cached,
+in a *resume* step it starts again after a preemption; *store* and *load* are between steps, when blocks go to the
+offload tier or come back. A step of decodes, all of one length, is capturable if the model launched the same, with the
+same arguments, as in the one before of that size. Launches per layer are those of a later layer of the target model:
+what the first one prepares for all of them, and what drafts cost, is in the step's launches alone. Tokens must be the
+CPU's.
 """
 
 from __future__ import annotations
@@ -17,11 +20,13 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from functools import cache
+from itertools import product
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from bench.harness.cells import Cell, Count, Counts, WrongResultError, grid
+from hybrid_kv.kernels.common.interpreter import start_interpreter
 
 METRICS = {
     "launches": ("launch", "launches"),
@@ -30,7 +35,14 @@ METRICS = {
     "upload_bytes": ("upload_bytes", "B"),
     "downloads": ("download", "copies"),
     "allocations": ("allocation", "allocations"),
+    "launches_per_mamba_layer": ("mamba", "launches"),
+    "launches_per_attention_layer": ("attention", "launches"),
+    "launches_of_tables": ("_block_tables", "launches"),
+    "launches_of_sampling": ("sampling", "launches"),
 }
+# A step of decodes on Triton's kernels; the first two hold for every step.
+TARGETS = {"waits": 1, "uploads": 1, "launches_per_mamba_layer": 5, "launches_per_attention_layer": 4}
+TARGETS |= {"launches_of_tables": 1, "launches_of_sampling": 4}
 UNITS = {name: unit for name, (_, unit) in METRICS.items()}
 VALUES = {
     "kernels": ("torch", "triton"),
@@ -41,6 +53,7 @@ VALUES = {
 }
 CACHED = {**VALUES, "mode": ("align", "all"), "step": ("hit", "store", "load")}
 OFFLOAD = ("store", "load")
+SAMPLING = ("hybrid_kv/sampling.py", "spec_decode/verify.py")
 PROMPTS = (20, 77)  # tokens, the second ends its first block while it decodes; a step has at most 32
 
 
@@ -103,13 +116,30 @@ def play(kernels: str, mode: str, scheme: str, K: int) -> list[Step]:
     import torch
 
     from hybrid_kv.device import pretend_gpu, why_not_replayed
+    from hybrid_kv.models.attention import PagedAttention
+    from hybrid_kv.models.mixers.conv import RecurrentMixer
+    from hybrid_kv.sampling import SamplingParams
 
     torch.set_num_threads(1)
     wanted, steps = _tokens(_engine("cpu", "torch", mode, scheme, K)), list[Step]()
     with pretend_gpu() as gpu:
         llm = _engine("cuda:0", kernels, mode, scheme, K)
-        _tokens(llm, "before")
+        llm.generate([[5] * 99], SamplingParams(max_tokens=4, cache_salt="before"), progress=False)
         execute, forward, graphs = llm.runner.execute, type(llm.runner.model).forward, dict[Any, Any]()
+        began, of_layers = [0], Counter[str]()
+
+        def begin(*_: Any) -> None:
+            began[0] = len(gpu.events)
+
+        def end(layer: torch.nn.Module, *_: Any) -> None:
+            kind = "attention" if isinstance(layer, PagedAttention) else "mamba"
+            own = gpu.counts(began[0])["launch"]
+            of_layers[kind] = min(of_layers.get(kind, own), own)
+
+        for layer in llm.runner.model.modules():
+            if isinstance(layer, PagedAttention | RecurrentMixer):
+                layer.register_forward_pre_hook(begin)
+                layer.register_forward_hook(end)
 
         def captured(model: Any, input_ids: torch.Tensor, *arguments: Any) -> torch.Tensor:
             with gpu.captured() as launches:
@@ -117,17 +147,21 @@ def play(kernels: str, mode: str, scheme: str, K: int) -> list[Step]:
             graphs[None] = launches
             return hidden
 
-        def note(kind: str, since: int, stale: str | None = None) -> None:
+        def note(kind: str, since: int, stale: str | None = None, **more: int) -> None:
             sites = [event[:3] for event in gpu.events[since:] if event.kind in ("wait", "upload")]
-            steps.append(Step(kind, gpu.counts(since), sites, stale))
+            steps.append(Step(kind, gpu.counts(since) | more, sites, stale))
 
         def counted(scheduled: Any) -> Any:
             since = len(gpu.events)
+            of_layers.clear()
             output = execute(scheduled)
+            launched = [event for event in gpu.events[since:] if event.kind == "launch"]
+            more = {"_block_tables": sum(event.what == "_block_tables" for event in launched), **of_layers}
+            more["sampling"] = sum(event.where.startswith(SAMPLING) for event in launched)
             kind, size = _kind(output.batch), tuple(item.num_tokens for item in output.batch)
             before, graphs[size] = graphs.get(size), graphs.pop(None)
             is_known = before is not None and kind == "decode" and len({*size}) == 1
-            note(kind, since, why_not_replayed(before or (), graphs[size]) if is_known else None)
+            note(kind, since, why_not_replayed(before or (), graphs[size]) if is_known else None, **more)
             return output
 
         def around(kind: str) -> Any:
@@ -154,8 +188,6 @@ def play(kernels: str, mode: str, scheme: str, K: int) -> list[Step]:
 @cache
 def played(kernels: str, mode: str, scheme: str, K: int) -> list[Step]:
     """See `play`; Triton kernels in a process that interprets them."""
-    from hybrid_kv.kernels.common.interpreter import start_interpreter
-
     if kernels == "torch":
         return play(kernels, mode, scheme, K)
     with ProcessPoolExecutor(1, get_context("spawn"), start_interpreter) as pool:
@@ -165,7 +197,13 @@ def played(kernels: str, mode: str, scheme: str, K: int) -> list[Step]:
 def steps(seed: int, kernels: str, mode: str, scheme: str, K: int, step: str) -> Counts:
     """The largest counts of any such step."""
     own = [one for one in played(kernels, mode, scheme, K) if one.kind == step]
-    return {name: Count(max(one.counts[kind] for one in own), unit) for name, (kind, unit) in METRICS.items()}
+    return {name: Count(count, METRICS[name][1]) for name, count in _most(own).items()}
+
+
+def _most(steps: Sequence[Step]) -> dict[str, int]:
+    """By metric."""
+    known = {name: kind for name, (kind, _) in METRICS.items() if kind in steps[0].counts}
+    return {name: max(one.counts[kind] for one in steps) for name, kind in known.items()}
 
 
 def graphs(seed: int, kernels: str, mode: str, scheme: str, K: int) -> Counts:
@@ -191,20 +229,51 @@ def cells() -> list[Cell]:
     ]
 
 
-def main() -> None:
-    """Print where the host waits, and where it uploads."""
+def missed(kind: str, steps: Sequence[Step]) -> list[str]:
+    """Targets that steps of this kind do not meet."""
+    names = TARGETS if kind == "decode" else ("waits", "uploads") if kind not in OFFLOAD else ()
+    found, counts = sorted({step.stale for step in steps if step.stale}), _most(steps)
+    return found + [f"{counts[name]} {name}, target {TARGETS[name]}" for name in names if counts[name] > TARGETS[name]]
+
+
+def _by_kind(steps: Sequence[Step]) -> dict[str, list[Step]]:
+    return {kind: [step for step in steps if step.kind == kind] for kind in dict.fromkeys(step.kind for step in steps)}
+
+
+def table() -> int:
+    """Print what each kind of step costs on Triton's kernels; 1: a target is missed."""
+    engines = list(product(VALUES["mode"], VALUES["scheme"], VALUES["K"]))
+    short = [name.removeprefix("launches_").removeprefix("per_").removesuffix("_layer") for name in METRICS]
+    print(f"{'mode':6}{'scheme':10}{'K':>2} {'step':8}", *(f"{name:>12}" for name in short), "captured")
+    failed = False
+    with ProcessPoolExecutor(2, get_context("spawn"), start_interpreter) as pool:
+        futures = [pool.submit(play, "triton", *engine) for engine in engines]
+        for (mode, scheme, K), future in zip(engines, futures, strict=True):
+            for kind, own in _by_kind(future.result()).items():
+                counts, known = _most(own), [step.stale for step in own if step.stale is not None]
+                cells = (f"{counts.get(name, ''):>12}" for name in METRICS)
+                captured = f"{known.count('')} of {len(known)}" if known else ""
+                print(f"{mode:6}{scheme:10}{K:>2} {kind:8}", *cells, captured, flush=True)
+                for line in missed(kind, own):
+                    failed = True
+                    print(f"    MISSED: {line}", flush=True)
+    return int(failed)
+
+
+def main() -> int:
+    """Print the table, or where the host of one engine waits and uploads."""
+    if len(sys.argv) == 1:
+        return table()
     kernels, mode, scheme, K = sys.argv[1:]
-    by_kind: dict[str, list[Step]] = {}
-    for step in played(kernels, mode, scheme, int(K)):
-        by_kind.setdefault(step.kind, []).append(step)
-    for kind, found in by_kind.items():
+    for kind, found in _by_kind(played(kernels, mode, scheme, int(K))).items():
         print(f"{kind}: {len(found)} steps; of any of them at most")
-        print("  " + ", ".join(f"{max(one.counts[key] for one in found)} {name}" for name, (key, _) in METRICS.items()))
+        print("  " + ", ".join(f"{count} {name}" for name, count in _most(found).items()))
         for site, count in sorted(Counter(site for step in found for site in step.sites).items()):
             print(f"  {count:4} {' '.join(f'{part:10}' for part in site)}")
         for stale, count in sorted(Counter(step.stale for step in found if step.stale).items()):
             print(f"  {count:4} stale      {stale}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -25,7 +25,7 @@ def kernels(
 ) -> None:
     """Compile every kernel ahead of time and compare registers, spills, access and instructions. Needs no GPU.
 
-    Also count, in Triton's interpreter, the launches of a decode step and the bytes of both state schemes.
+    Also count, in Triton's interpreter, the bytes of both state schemes.
     """
     from bench.static import compile, counts, gate, table
     from hybrid_kv.config import ConfigError

@@ -1,19 +1,14 @@
-"""What a decode step launches, and what it moves, by count: Triton's interpreter runs it on the CPU.
+"""What the state update of a verify step moves, by count: Triton's interpreter runs it on the CPU.
 
-Launches: the engine's own layers run one step, on plain torch and on Triton. Each launch of a kernel counts, and each
-operation of torch that would launch one on a GPU; views and allocations do not. Plain torch is counted as a CPU
-dispatches it: its norm is a row of operations here and one on a GPU, and copies from the host are none here.
-
-Bytes: every address that the programs of a launch load or store, each once, parameters that all requests share left
-out. What is counted must be what `state_bytes` says, which `mean_traffic` then averages over the histories and
-flushes that `recompute.commit` makes in a long run.
+Every address that the programs of a launch load or store counts once, parameters that all requests share left out. What
+is counted must be what `state_bytes` says, which `mean_traffic` then averages over the histories and flushes that
+`recompute.commit` makes in a long run. Launches are counted by `bench.device`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from multiprocessing import get_context
@@ -23,7 +18,6 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from bench._shapes import DELTA_MODELS, MODELS, NANO, QWEN3_5, DeltaShape
 from bench.static.gate import Baseline, read_baseline
@@ -34,197 +28,27 @@ from hybrid_kv.kernels.recompute import RecomputeCursors, commit_reference, defa
 from hybrid_kv.results import Row, provenance
 
 TARGET = "any"
-UNITS = {"launches": "launches", "torch_operations": "operations", "bytes": "B"}
 FEWEST = 5.0  # times as many bytes as `recompute` that `slots` must move with 3 and 5 drafts, states in float32
 # Layers with a delta rule, whose bytes are counted beside the first model's.
 DELTA = {"Qwen3-Next": DELTA_MODELS["Qwen3-Next"], "Qwen3.5-397B": QWEN3_5}
 # The records of vLLM (ReplaySSM, vllm#47576) and FlashInfer (flashinfer#4081) are u, unit key and log decay as well, of
 # so many tokens at most; the checkpoint is read as a whole, and written when a step would not fit behind it.
 RECORDED = 16
-_ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-
-
-# ---- launches ----
-
-
-class _Operations(TorchDispatchMode):
-    """Counts operations that would launch something."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        returns = func._schema.returns
-        is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in returns)
-        name = func.overloadpacket.__name__
-        if not is_view and name not in _ALLOCATIONS:
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def counted() -> Iterator[tuple[list[str], list[str]]]:
-    """Names of the kernels that are launched inside, and of torch's operations."""
-    from triton.runtime.interpreter import GridExecutor
-
-    kernels: list[str] = []
-    launch = GridExecutor.__call__
-
-    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
-        kernels.append(self.fn.__name__)
-        with _disable_current_modes():  # The interpreter computes with torch, too.
-            return launch(self, *args, **kwargs)
-
-    with patch.object(GridExecutor, "__call__", counting), _Operations() as operations:
-        yield kernels, operations.names
 
 
 @dataclass(frozen=True)
 class Count:
-    """One counted thing: `values` by metric, `wrong` says what must not be."""
+    """Bytes of one request, layer and step; `wrong` says what must not be."""
 
     name: str
     shape: str
     dtype: str
-    values: dict[str, float]
+    bytes: int
     wrong: str = ""
 
     @property
     def key(self) -> tuple[str, str, str, str]:
         return self.name, self.shape, self.dtype, TARGET
-
-
-def _rows(num_reqs: int, query_len: int) -> Any:
-    from hybrid_kv.attention.common import CommonAttentionMetadata
-    from hybrid_kv.kernels.common.upload import now
-
-    lengths = np.full(num_reqs, query_len, dtype=np.int64)
-    computed = np.full(num_reqs, 20, dtype=np.int64)
-    positions = torch.arange(20, 20 + query_len).repeat(num_reqs)
-    tokens = num_reqs * query_len
-    common = CommonAttentionMetadata(num_reqs, num_reqs, num_reqs, tokens, lengths, computed, positions)
-    now(positions.device, common.stage_rows())
-    return common
-
-
-def mamba_layer(kernels: str, scheme: str, K: int) -> Callable[[], object]:
-    """A second layer of a step of two decodes: what the first one prepared is there."""
-    from hybrid_kv.attention.mamba import MambaMetadataBuilder
-    from hybrid_kv.attention.rollback import rollback_spec
-    from hybrid_kv.cache.layout import allocate_row_memory
-    from hybrid_kv.cache.spec import (
-        KVCacheConfig,
-        KVCacheGroupSpec,
-        MambaSpec,
-        StatePart,
-        window_and_states,
-        with_rollback,
-    )
-    from hybrid_kv.config import CacheConfig
-    from hybrid_kv.kernels.common.upload import now
-    from hybrid_kv.models.layers import ForwardContext
-    from hybrid_kv.models.mixers.mamba2 import Mamba2Mixer
-
-    heads, head_dim, size, groups, num_reqs, hidden = 4, 16, 16, 2, 2, 32
-    channels, dtype = heads * head_dim + 2 * groups * size, torch.float32
-    layer = Mamba2Mixer("m", hidden, heads, head_dim, size, groups, 4, 16, 1e-5, True, False)
-    for parameter in layer.parameters():
-        parameter.data.fill_(0.1)
-    spec = MambaSpec(
-        block_size=64,
-        parts=window_and_states(((3, channels), dtype), ((heads, head_dim, size), dtype)),
-        inputs=(
-            StatePart("x", (heads, head_dim), dtype),
-            StatePart("B", (groups, size), dtype),
-            StatePart("dt", (heads,), dtype),
-        ),
-    )
-    found = with_rollback(spec, rollback_spec(CacheConfig(state_scheme=scheme), K, False, [spec]))
-    assert isinstance(found, MambaSpec)
-    builder = MambaMetadataBuilder(found, num_reqs, torch.device("cpu"), kernels == "triton")
-    common, width = _rows(num_reqs, 1 + K), 1 + K
-    table = torch.arange(1, 1 + num_reqs * width, dtype=torch.int32).view(num_reqs, width)
-    views: dict[str, tuple[torch.Tensor, ...]] = {
-        "m": tuple(
-            torch.zeros(1 + num_reqs * width, *part.shape, dtype=part.dtype)
-            for part in map(found.rollback.stored, found.parts)
-        )
-    }
-    rows, config = np.arange(num_reqs), KVCacheConfig(2, (KVCacheGroupSpec(("m",), found),))
-    rollback = builder.rollback.prepare(rows, rows.tolist(), np.ones_like(rows), common, table)
-    metadata = now(table.device, builder.build(common, table, np.zeros_like(rows), np.zeros_like(rows), rollback))
-    memory = allocate_row_memory(config, num_reqs, torch.device("cpu"))
-    context = ForwardContext({"m": metadata}, views, memory, "triton" if kernels == "triton" else "torch")
-    x = torch.zeros(len(common.positions), hidden)
-    layer(x, context)
-    return lambda: layer(x, context)
-
-
-def attention_layer(kernels: str, K: int) -> Callable[[], object]:
-    """A second layer of a step of two decodes."""
-    from hybrid_kv.attention.paged import build_paged_attention_metadata, compute_of
-    from hybrid_kv.models.attention import PagedAttention
-    from hybrid_kv.models.layers import ForwardContext
-
-    layer = PagedAttention("a", 32, 4, 2, 16)
-    for parameter in layer.parameters():
-        parameter.data.fill_(0.1)
-    common = _rows(2, 1 + K)
-    table = torch.arange(1, 5, dtype=torch.int32).view(2, 2)
-    slots = torch.cat([16 * table[row, 1] + torch.arange(4, 5 + K) for row in range(2)]).long()
-    metadata = build_paged_attention_metadata(common, table, slots, 16, compute_of(kernels))
-    caches = torch.zeros(2, 5, 16, 2, 16)
-    context = ForwardContext({"a": metadata}, {"a": tuple(caches)})
-    x = torch.zeros(len(common.positions), 32)
-    layer(x, context)
-    return lambda: layer(x, context)
-
-
-def block_tables(kernels: str) -> Callable[[], object]:
-    """Three groups: two requests append a block each, with one padding row."""
-    from array import array
-
-    from hybrid_kv.cache.block_table import BlockTables, LaunchedBlockTables
-
-    sizes = ([64, 64, 64], [64, 64, 16], 4, 16, [4, 4, 8], torch.device("cpu"), [2])
-    tables = LaunchedBlockTables(*sizes) if kernels == "triton" else BlockTables(*sizes)
-    rows, ones = np.array([0, 1]), np.array([1, 1])
-    positions = torch.zeros(2, dtype=torch.int64)
-
-    def step() -> None:
-        for row in (0, 1):
-            tables.append_block_ids(row, np.arange(1, 4, dtype=np.int32), array("i", [1, 1, 1]), False)
-        tables.update(rows, ones, positions, 3, 3)
-
-    step()
-    return step
-
-
-CASES: tuple[tuple[str, str, Callable[[str], Callable[[], object]]], ...] = (
-    ("launches.mamba_layer", "decode, slots, K=0", lambda kernels: mamba_layer(kernels, "slots", 0)),
-    ("launches.mamba_layer", "decode, slots, K=3", lambda kernels: mamba_layer(kernels, "slots", 3)),
-    ("launches.mamba_layer", "decode, recompute, K=3", lambda kernels: mamba_layer(kernels, "recompute", 3)),
-    ("launches.attention_layer", "decode, K=0", lambda kernels: attention_layer(kernels, 0)),
-    ("launches.attention_layer", "decode, K=3", lambda kernels: attention_layer(kernels, 3)),
-    ("launches.block_tables", "step, 3 groups", block_tables),
-)
-
-
-def count_launches() -> list[Count]:
-    """Of one decode step: a Mamba layer, an attention layer, the block tables; on both paths."""
-    found = []
-    for name, shape, build in CASES:
-        for kernels in ("torch", "triton"):
-            run = build(kernels)
-            with torch.inference_mode(), counted() as (launched, operations):
-                run()
-            values = {"launches": float(len(launched)), "torch_operations": float(len(operations))}
-            found.append(Count(name, shape, kernels, values))
-    return found
-
-
-# ---- bytes ----
 
 
 def distinct_bytes(call: Callable[[], object], shared: Sequence[torch.Tensor]) -> int:
@@ -381,8 +205,7 @@ def count_bytes() -> list[Count]:
             if schemes["record"] < traffic.recompute:
                 wrong.append("a record of vLLM or FlashInfer moves fewer bytes than recompute")
         for scheme, value in schemes.items():
-            values = {"bytes": float(round(value))}
-            found.append(Count(f"bytes.{scheme}", f"{name}, K={K}", "float32", values, "; ".join(wrong)))
+            found.append(Count(f"bytes.{scheme}", f"{name}, K={K}", "float32", round(value), "; ".join(wrong)))
     return found
 
 
@@ -394,27 +217,23 @@ def count_all() -> list[Count]:
     with ProcessPoolExecutor(1, get_context("spawn"), start_interpreter) as pool:
         with deaf_to_ctrl_c():
             pool.submit(int)  # The first submit starts the worker.
-        return [*pool.submit(count_launches).result(), *pool.submit(count_bytes).result()]
+        return pool.submit(count_bytes).result()
 
 
 def failures(count: Count, baseline: Baseline) -> list[str]:
-    """What got worse: one launch or byte more than in the baseline is too many."""
-    then = baseline.get(count.key, {})
-    found = [count.wrong] if count.wrong else []
-    for metric, value in count.values.items():
-        if value > then.get(metric, float("inf")):
-            found.append(f"{value:.0f} {metric.replace('_', ' ')} instead of {then[metric]:.0f}")
-    return found
+    """What got worse: one byte more than in the baseline is too many."""
+    then = baseline.get(count.key, {}).get("bytes", count.bytes)
+    more = [f"{count.bytes} bytes instead of {then:.0f}"] if count.bytes > then else []
+    return [count.wrong, *more] if count.wrong else more
 
 
 def changed_rows(counts: Sequence[Count], path: Path) -> list[Row]:
     """The rows of those counts that the baseline does not hold already."""
     known = read_baseline(path, provenance().triton)
     return [
-        Row("kernels", one.name, metric, value, UNITS[metric], _params(one), better="lower", verdict="pass")
+        Row("kernels", one.name, "bytes", one.bytes, "B", _params(one), better="lower", verdict="pass")
         for one in counts
-        if one.values != known.get(one.key)
-        for metric, value in one.values.items()
+        if {"bytes": one.bytes} != known.get(one.key)
     ]
 
 
@@ -424,11 +243,9 @@ def _params(count: Count) -> dict[str, str]:
 
 def print_counts(counts: Sequence[Count], found: Sequence[Sequence[str]]) -> None:
     """One line per count, and below what is wrong."""
-    print(f"\n{'counted in the interpreter':26} {'shape':24} {'':8} {'launches':>9} {'torch ops':>10} {'bytes':>11}")
+    print(f"\n{'counted in the interpreter':26} {'shape':24} {'':8} {'bytes':>11}")
     for one, wrong in zip(counts, found, strict=True):
-        cells = [f"{one.values[metric]:,.0f}" if metric in one.values else "" for metric in UNITS]
-        word = "FAILED" if wrong else "ok"
-        print(f"{one.name:26} {one.shape:24} {one.dtype:8} {cells[0]:>9} {cells[1]:>10} {cells[2]:>11}  {word}")
+        print(f"{one.name:26} {one.shape:24} {one.dtype:8} {one.bytes:>11,}  {'FAILED' if wrong else 'ok'}")
     for one, wrong in zip(counts, found, strict=True):
         for line in wrong:
             print(f"{one.name} ({one.shape}, {one.dtype}): {line}")

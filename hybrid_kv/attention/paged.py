@@ -78,18 +78,24 @@ class TorchCompute:
         return out if grid is None else out.masked_fill_(sees_nothing(part.positions, grid)[..., None, None], 0)
 
 
-class TritonCompute:
-    """One launch to store, one to attend."""
+class _Stores:
+    """K and V in one launch."""
 
     def store(self, key: torch.Tensor, value: torch.Tensor, caches: Caches, slot_mapping: SlotMapping) -> None:
         store_kv(key, value, *caches, slot_mapping.slots)
 
-    def attend(self, query: torch.Tensor, caches: Caches, part: AttentionPart, scale: float) -> torch.Tensor:
+
+class TritonCompute(_Stores):
+    """One launch to store, one to attend; `grid` as `TorchCompute.attend` has it."""
+
+    def attend(
+        self, query: torch.Tensor, caches: Caches, part: AttentionPart, scale: float, grid: int | None = None
+    ) -> torch.Tensor:
         rows, where = part.rows, (part.block_table, part.query_start_loc, part.seq_lens)
-        return rows.padded(paged_attention_varlen(rows.flat(query), *caches, *where, rows.max_len, scale))
+        return rows.padded(paged_attention_varlen(rows.flat(query), *caches, *where, rows.max_len, scale, grid or 0))
 
 
-class FlashAttentionCompute(TritonCompute):
+class FlashAttentionCompute(_Stores):
     """`vllm.vllm_flash_attn.flash_attn_varlen_func` over a paged cache, its causal mask aligned to the last key.
 
     Not that of the package flash-attn: its pages are multiples of 256 tokens.
@@ -114,7 +120,7 @@ class FlashAttentionCompute(TritonCompute):
         return rows.padded(out)
 
 
-class FlashInferCompute(TritonCompute):
+class FlashInferCompute(_Stores):
     """`flashinfer.BatchPrefillWithPagedKVCacheWrapper`, planned once for all layers of one geometry in a step."""
 
     def __init__(self) -> None:
@@ -174,7 +180,7 @@ def compute_of(name: str) -> Compute:
         raise ConfigError(f"attention with {name} needs a package that is missing ({error}); use TORCH") from None
 
 
-TORCH = TorchCompute()
+TORCH, TRITON = TorchCompute(), TritonCompute()
 
 
 class Rotary(Protocol):

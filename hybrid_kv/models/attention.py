@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hybrid_kv.attention.paged import TORCH, AttentionPart, Caches, PagedAttentionMetadata
+from hybrid_kv.attention.paged import TORCH, TRITON, AttentionPart, Caches, PagedAttentionMetadata, TorchCompute
 from hybrid_kv.models.layers import ForwardContext, Linear, RMSNorm
 from hybrid_kv.models.rope import Rope, rotate
 
@@ -97,7 +97,8 @@ class GridAttention(PagedAttention):
     def attend(self, query: torch.Tensor, caches: Caches, part: AttentionPart) -> torch.Tensor:
         if self.grid is None:
             raise ValueError("set the draft head's grid to the tokens between two possible ends of a prefix hit")
-        return TORCH.attend(query, caches, part, self.scale, self.grid)
+        compute = TORCH if isinstance(part.compute, TorchCompute) else TRITON  # no library knows a grid
+        return compute.attend(query, caches, part, self.scale, self.grid)
 
 
 def _normed(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
