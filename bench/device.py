@@ -15,6 +15,7 @@ CPU's.
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -22,6 +23,7 @@ from contextlib import ExitStack
 from functools import cache
 from itertools import product
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -33,7 +35,6 @@ METRICS = {
     "waits": ("wait", "waits"),
     "uploads": ("upload", "copies"),
     "upload_bytes": ("upload_bytes", "B"),
-    "downloads": ("download", "copies"),
     "allocations": ("allocation", "allocations"),
     "launches_per_mamba_layer": ("mamba", "launches"),
     "launches_per_attention_layer": ("attention", "launches"),
@@ -69,7 +70,7 @@ class Step(NamedTuple):
     stale: str | None
 
 
-def _engine(device: str, kernels: str, mode: str, scheme: str, K: int) -> Any:
+def _engine(device: str, kernels: str, mode: str, scheme: str, K: int, folder: Path | None = None) -> Any:
     from hybrid_kv.accuracy.guard_model import FOLDER
     from hybrid_kv.engine.llm import LLM
 
@@ -77,7 +78,7 @@ def _engine(device: str, kernels: str, mode: str, scheme: str, K: int) -> Any:
     sizes: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 128, "max_num_batched_tokens": 32, "num_blocks": 32}
     how |= {"mamba_cache_mode": mode, "state_scheme": scheme, "enable_prefix_caching": mode != "none"}
     how |= {"kv_offload_bytes": 1 << 22} if mode != "none" else {}
-    return LLM(FOLDER, device=device, kernels=kernels, attention_backend="TORCH", **sizes, **how)
+    return LLM(folder or FOLDER, device=device, kernels=kernels, attention_backend="TORCH", **sizes, **how)
 
 
 def _tokens(llm: Any, salt: str = "") -> list[list[int]]:
@@ -161,7 +162,12 @@ def play(kernels: str, mode: str, scheme: str, K: int) -> list[Step]:
             kind, size = _kind(output.batch), tuple(item.num_tokens for item in output.batch)
             before, graphs[size] = graphs.get(size), graphs.pop(None)
             is_known = before is not None and kind == "decode" and len({*size}) == 1
-            note(kind, since, why_not_replayed(before or (), graphs[size]) if is_known else None, **more)
+            note(
+                kind,
+                since,
+                why_not_replayed(before or (), graphs[size]) if is_known else None,
+                **more if kind == "decode" else {},
+            )
             return output
 
         def around(kind: str) -> Any:
@@ -183,6 +189,32 @@ def play(kernels: str, mode: str, scheme: str, K: int) -> list[Step]:
     if found != wanted:
         raise WrongResultError(f"tokens {found} instead of the CPU's {wanted}")
     return steps
+
+
+def check_family(name: str) -> None:
+    """A tiny model of random weights, torch's kernels, every mode.
+
+    Raises:
+        WrongResultError: other tokens than the CPU's.
+    """
+    from hybrid_kv.device import pretend_gpu
+    from hybrid_kv.models.random_checkpoint import quiet, write_checkpoint
+    from hybrid_kv.sampling import SamplingParams
+
+    def tokens(device: str) -> list[list[int]]:
+        llm = _engine(device, "torch", mode, "slots", 0, Path(folder))
+        outputs = llm.generate([[5, 9, 3, 40, 7, 7, 12], [11, 3, 70, 4] * 9], greedy, progress=False)
+        return [output.token_ids for output in outputs]
+
+    greedy = SamplingParams(max_tokens=4, ignore_eos=True)
+    with tempfile.TemporaryDirectory() as folder, quiet():
+        write_checkpoint(name, Path(folder), "tiny")
+        for mode in VALUES["mode"]:
+            wanted = tokens("cpu")
+            with pretend_gpu():
+                found = tokens("cuda:0")
+            if found != wanted:
+                raise WrongResultError(f"{name}, mode {mode}: tokens {found} instead of the CPU's {wanted}")
 
 
 @cache
@@ -242,11 +274,14 @@ def _by_kind(steps: Sequence[Step]) -> dict[str, list[Step]]:
 
 def table() -> int:
     """Print what each kind of step costs on Triton's kernels; 1: a target is missed."""
+    from hybrid_kv.guard.checks.families import known
+
     engines = list(product(VALUES["mode"], VALUES["scheme"], VALUES["K"]))
     short = [name.removeprefix("launches_").removeprefix("per_").removesuffix("_layer") for name in METRICS]
     print(f"{'mode':6}{'scheme':10}{'K':>2} {'step':8}", *(f"{name:>12}" for name in short), "captured")
-    failed = False
+    failed, families = False, known()
     with ProcessPoolExecutor(2, get_context("spawn"), start_interpreter) as pool:
+        checked = [pool.submit(check_family, name) for name in families]
         futures = [pool.submit(play, "triton", *engine) for engine in engines]
         for (mode, scheme, K), future in zip(engines, futures, strict=True):
             for kind, own in _by_kind(future.result()).items():
@@ -257,6 +292,9 @@ def table() -> int:
                 for line in missed(kind, own):
                     failed = True
                     print(f"    MISSED: {line}", flush=True)
+        for one in checked:
+            one.result()
+    print(f"tokens are the CPU's: in all of these, and with torch's kernels in {len(families)} families")
     return int(failed)
 
 
