@@ -19,7 +19,7 @@ for name in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY"):  # what commands print is
 
 # Derandomised, so that a change and its parent see the same examples; no deadline, because CI machines are shared.
 settings.register_profile(
-    "hybrid-kv", deadline=None, derandomize=True, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
+    "hybrid-kv", deadline=None, derandomize=True, max_examples=40, suppress_health_check=[HealthCheck.too_slow]
 )
 # `make fuzz`: other examples every time, as many as ten minutes take.
 settings.register_profile("nightly", parent=settings.get_profile("hybrid-kv"), derandomize=False, max_examples=3000)
