@@ -259,11 +259,6 @@ class PagedAttentionMetadata:
     positions: torch.Tensor
     rotations: dict[Any, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, compare=False)
 
-    @property
-    def compute(self) -> Compute:
-        """Of all parts."""
-        return self.parts[0].compute
-
     def rotation(self, rope: Rotary, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines at the positions, computed once for all layers of the step."""
         if (rope, dtype) not in self.rotations:

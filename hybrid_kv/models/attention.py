@@ -60,7 +60,7 @@ class PagedAttention(nn.Module):
             query, key = rotate(query, rotation), rotate(key, rotation)
         dtype = caches[0].dtype
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        metadata.compute.store(key, value, caches, metadata.slot_mapping)
+        metadata.parts[0].compute.store(key, value, caches, metadata.slot_mapping)
         if wanted is not None:
             query, gate = query[wanted], None if gate is None else gate[wanted]
         outputs = []
