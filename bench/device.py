@@ -55,7 +55,7 @@ VALUES = {
 CACHED = {**VALUES, "mode": ("align", "all"), "step": ("hit", "store", "load")}
 OFFLOAD = ("store", "load")
 SAMPLING = ("hybrid_kv/sampling.py", "spec_decode/verify.py")
-PROMPTS = (20, 77)  # tokens, the second ends its first block while it decodes; a step has at most 32
+PROMPTS = (20, 77)  # tokens, the second ends its first block while it decodes; a step has at most 48
 
 
 class Step(NamedTuple):
@@ -75,7 +75,7 @@ def _engine(device: str, kernels: str, mode: str, scheme: str, K: int, folder: P
     from hybrid_kv.engine.llm import LLM
 
     how: dict[str, Any] = {"num_speculative_tokens": K, "speculative_method": "mtp"} if K else {}
-    sizes: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 128, "max_num_batched_tokens": 32, "num_blocks": 32}
+    sizes: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 128, "max_num_batched_tokens": 48, "num_blocks": 32}
     how |= {"mamba_cache_mode": mode, "state_scheme": scheme, "enable_prefix_caching": mode != "none"}
     how |= {"kv_offload_bytes": 1 << 22} if mode != "none" else {}
     return LLM(folder or FOLDER, device=device, kernels=kernels, attention_backend="TORCH", **sizes, **how)

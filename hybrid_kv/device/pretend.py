@@ -120,13 +120,13 @@ class PretendGPU(TorchDispatchMode):
 
     Attributes:
         events: all that happened, in order.
-        under_way: copies that the host has not waited for.
+        in_flight: copies that the host has not waited for.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
-        self.under_way: list[_Copy] = []
+        self.in_flight: list[_Copy] = []
         self._num_allocations = 0
         self._graph: list[tuple[Any, ...]] | None = None
         self._first_of_graph = 0  # the number of the first allocation after the capture began
@@ -239,21 +239,21 @@ class PretendGPU(TorchDispatchMode):
         elif up:
             self._arrive(host)  # the device reads it after what it wrote there
             copied.copy_(value)
-            self.under_way.append(_Copy(host, value.clone(), False))
+            self.in_flight.append(_Copy(host, value.clone(), False))
         else:
-            self.under_way.append(_Copy(target, copied.clone(), True))
+            self.in_flight.append(_Copy(target, copied.clone(), True))
             _bytes(target).fill_(0x5A)
             if target.is_floating_point():
                 target.fill_(torch.nan)
         return target
 
     def _arrive(self, written: torch.Tensor | None = None) -> None:
-        """End the copies under way; of `written` only those into its memory."""
+        """End the copies in flight; of `written` only those into its memory."""
         due, left = list[_Copy](), list[_Copy]()
-        for copy in self.under_way:
+        for copy in self.in_flight:
             is_due = written is None or (copy.is_target and _storage(copy.host) is _storage(written))
             (due if is_due else left).append(copy)
-        self.under_way = left
+        self.in_flight = left
         for host, content, is_target in due:
             if is_target:
                 host.copy_(content)

@@ -141,7 +141,7 @@ def test_only_copies_of_pinned_memory_do_not_wait_and_only_if_they_need_not(gpu)
     assert (counts["upload"], counts["upload_bytes"]) == (5, 4 * 24 + 12)
 
 
-# ---- copies under way ----
+# ---- copies in flight ----
 
 
 def test_a_target_holds_nothing_of_use_until_the_host_waits(gpu):
