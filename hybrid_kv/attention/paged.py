@@ -54,10 +54,10 @@ class Compute(Protocol):
         """Causal attention of a part's queries over every earlier token of their rows and their own.
 
         Args:
-            query: [num_rows, max_len, num_heads, head_size], padded by `part.rows`.
+            query: [num_tokens, num_heads, head_size], of the part.
 
         Returns:
-            The same shape; of padding anything.
+            The same shape.
         """
 
 
@@ -71,11 +71,14 @@ class TorchCompute:
         self, query: torch.Tensor, caches: Caches, part: AttentionPart, scale: float, grid: int | None = None
     ) -> torch.Tensor:
         """See `Compute.attend`; with a `grid`, `kernels.paged_attention.paged_attention` with one."""
-        shape = (len(query), part.num_keys, *caches[0].shape[2:])
+        padded = part.rows.padded(query)
+        shape = (len(padded), part.num_keys, *caches[0].shape[2:])
         key, value = (gather_tokens(cache, part.token_index(cache, grid)).view(shape) for cache in caches)
-        mask = part.mask(query.shape[2] // key.shape[2], query.dtype, grid)
-        out = attend_tokens(query, key, value, mask, scale)
-        return out if grid is None else out.masked_fill_(sees_nothing(part.positions, grid)[..., None, None], 0)
+        mask = part.mask(query.shape[1] // key.shape[2], query.dtype, grid)
+        out = attend_tokens(padded, key, value, mask, scale)
+        if grid is not None:
+            out = out.masked_fill_(sees_nothing(part.positions, grid)[..., None, None], 0)
+        return part.rows.flat(out)
 
 
 class _Stores:
@@ -91,8 +94,8 @@ class TritonCompute(_Stores):
     def attend(
         self, query: torch.Tensor, caches: Caches, part: AttentionPart, scale: float, grid: int | None = None
     ) -> torch.Tensor:
-        rows, where = part.rows, (part.block_table, part.query_start_loc, part.seq_lens)
-        return rows.padded(paged_attention_varlen(rows.flat(query), *caches, *where, rows.max_len, scale, grid or 0))
+        where = part.block_table, part.query_start_loc, part.seq_lens
+        return paged_attention_varlen(query, *caches, *where, part.rows.max_len, scale, grid or 0)
 
 
 class FlashAttentionCompute(_Stores):
@@ -105,11 +108,10 @@ class FlashAttentionCompute(_Stores):
         self._attend = importlib.import_module("vllm.vllm_flash_attn").flash_attn_varlen_func
 
     def attend(self, query: torch.Tensor, caches: Caches, part: AttentionPart, scale: float) -> torch.Tensor:
-        rows = part.rows
-        out = self._attend(
-            rows.flat(query),
+        out: torch.Tensor = self._attend(
+            query,
             *caches,
-            max_seqlen_q=rows.max_len,
+            max_seqlen_q=part.rows.max_len,
             cu_seqlens_q=part.query_start_loc,
             seqused_k=part.seq_lens,
             max_seqlen_k=part.num_keys,
@@ -117,7 +119,7 @@ class FlashAttentionCompute(_Stores):
             causal=True,
             block_table=part.block_table,
         )
-        return rows.padded(out)
+        return out
 
 
 class FlashInferCompute(_Stores):
@@ -129,11 +131,11 @@ class FlashInferCompute(_Stores):
 
     def attend(self, query: torch.Tensor, caches: Caches, part: AttentionPart, scale: float) -> torch.Tensor:
         key_cache, _ = caches
-        geometry = (query.shape[2:], key_cache.shape[2], scale, query.dtype, key_cache.dtype)
+        geometry = (query.shape[1:], key_cache.shape[2], scale, query.dtype, key_cache.dtype)
         if geometry not in part.plans:
             part.plans[geometry] = self._plan(query, key_cache, part, scale)
-        out = part.plans[geometry].run(part.rows.flat(query), caches)
-        return part.rows.padded(out)
+        out: torch.Tensor = part.plans[geometry].run(query, caches)
+        return out
 
     def _plan(self, query: torch.Tensor, key_cache: torch.Tensor, part: AttentionPart, scale: float) -> Any:
         device, page_size = query.device, key_cache.shape[1]
@@ -147,9 +149,9 @@ class FlashInferCompute(_Stores):
             paged_kv_indptr=torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int(),
             paged_kv_indices=part.block_table[used],
             paged_kv_last_page_len=(part.seq_lens - 1) % page_size + 1,
-            num_qo_heads=query.shape[2],
+            num_qo_heads=query.shape[1],
             num_kv_heads=key_cache.shape[2],
-            head_dim_qk=query.shape[3],
+            head_dim_qk=query.shape[2],
             page_size=page_size,
             causal=True,
             sm_scale=scale,

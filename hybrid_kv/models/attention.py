@@ -63,10 +63,9 @@ class PagedAttention(nn.Module):
         metadata.parts[0].compute.store(key, value, caches, metadata.slot_mapping)
         if wanted is not None:
             query, gate = query[wanted], None if gate is None else gate[wanted]
-        outputs = []
-        for part in metadata.parts:
-            rows = part.rows.padded(query[part.start : part.start + part.num_tokens])
-            outputs.append(part.rows.flat(self.attend(rows, caches, part)))
+        outputs = [
+            self.attend(query[part.start : part.start + part.num_tokens], caches, part) for part in metadata.parts
+        ]
         mixed = (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).flatten(1).to(x.dtype)
         return self.o_proj(mixed if gate is None else mixed * gate.sigmoid())
 
@@ -85,7 +84,7 @@ class PagedAttention(nn.Module):
         return query, key, value, gate
 
     def attend(self, query: torch.Tensor, caches: Caches, part: AttentionPart) -> torch.Tensor:
-        """[num_rows, len, num_heads, head_size] to the same, over every earlier token and the query's own."""
+        """[num_tokens, num_heads, head_size] of a part to the same, over every earlier token and the query's own."""
         return part.compute.attend(query, caches, part, self.scale)
 
 

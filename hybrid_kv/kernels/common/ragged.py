@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -17,6 +17,9 @@ class Ragged:
         lengths: [num_rows] int64 on the CPU, tokens of each row, >= 1.
         device: where the tokens are.
         moved: what `stage` has brought there.
+
+    Attributes:
+        starts: [num_rows + 1] int64, first token of each row, and the number of tokens.
     """
 
     def __init__(self, lengths: torch.Tensor, device: torch.device, moved: Sequence[torch.Tensor] = ()) -> None:
@@ -26,22 +29,15 @@ class Ragged:
         self.device = device
         self.uniform = self.max_len == min(known)
         if self.uniform:
-            self.lengths = lengths if device.type == "cpu" else torch.full((len(known),), known[0], device=device)
+            self.lengths, self.starts = _uniform(self.num_rows, self.max_len, device)
         else:
-            self.lengths, self._padded, self._flat, self._starts = moved or upload(device, *_indices(lengths))
+            self.lengths, self._padded, self._flat, self.starts = moved or upload(device, *_indices(lengths))
 
     @classmethod
     def stage(cls, lengths: torch.Tensor, device: torch.device) -> Staged[Ragged]:
         """Rows whose indices, if they need any, come with the step's upload."""
         arrays = _indices(lengths) if len(set(lengths.tolist())) > 1 else []
         return arrays, lambda *moved: cls(lengths, device, moved)
-
-    @property
-    def starts(self) -> torch.Tensor:
-        """[num_rows + 1] int64, first token of each row, and the number of tokens."""
-        if self.uniform:
-            return _uniform_starts(self.num_rows, self.max_len, self.device)
-        return self._starts
 
     def padded(self, tokens: torch.Tensor) -> torch.Tensor:
         """[num_tokens, …] to [num_rows, max_len, …]; the content of padding is arbitrary but finite."""
@@ -65,9 +61,10 @@ def _indices(lengths: torch.Tensor) -> list[Array]:
     return [part.numpy() for part in (lengths, padded.flatten(), flat, bounds)]
 
 
-@lru_cache(64)
-def _uniform_starts(num_rows: int, length: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(0, num_rows * length + 1, length, device=device)  # a captured graph may keep reading it
+@cache  # a captured graph goes on reading them
+def _uniform(num_rows: int, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    starts = torch.arange(0, num_rows * length + 1, length, device=device)
+    return torch.full((num_rows,), length, device=device), starts
 
 
 class WantedStates:
