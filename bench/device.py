@@ -3,13 +3,13 @@
     python -m bench.device                        # all modes and schemes on Triton; fails if a target is missed
     python -m bench.device torch align slots 2    # kernels, mode, scheme, drafts: where the host waits and uploads
 
-The first request does not count: constants and memory are there after it. Of each kind of step the largest count of any
-such step is given. With drafts a step of decodes verifies them. In a *hit* step a request starts behind what is cached,
-in a *resume* step it starts again after a preemption; *store* and *load* are between steps, when blocks go to the
-offload tier or come back. A step of decodes, all of one length, is capturable if the model launched the same, with the
-same arguments, as in the one before of that size. Launches per layer are those of a later layer of the target model:
-what the first one prepares for all of them, and what drafts cost, is in the step's launches alone. Tokens must be the
-CPU's.
+What runs before does not count: all of it on torch's kernels, for constants, and a request, for what an engine makes at
+its first use. Of each kind of step the largest count of any such step is given. With drafts a step of decodes verifies
+them. In a *hit* step a request starts behind what is cached, in a *resume* step it starts again after a preemption;
+*store* and *load* are between steps, when blocks go to the offload tier or come back. A step of decodes, all of one
+length, is capturable if the model launched the same, with the same arguments, as in the one before of that size.
+Launches per layer are those of a later layer of the target model: what the first one prepares for all of them, and what
+drafts cost, is in the step's launches alone. Tokens must be the CPU's.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ METRICS = {
 # A step of decodes on Triton's kernels; the first two hold for every step.
 TARGETS = {"waits": 1, "uploads": 1, "launches_per_mamba_layer": 5, "launches_per_attention_layer": 4}
 TARGETS |= {"launches_of_tables": 1, "launches_of_sampling": 4}
-UNITS = {name: unit for name, (_, unit) in METRICS.items()}
+UNITS = {name: unit for name, (_, unit) in METRICS.items()} | {"capturable": ""}
+CACHED, OFFLOAD = ("hit", "store", "load"), ("store", "load")  # kinds of steps
 VALUES = {
     "kernels": ("torch", "triton"),
     "mode": ("none", "align", "all"),
     "scheme": ("slots", "recompute"),
     "K": (0, 2),
-    "step": ("prefill", "mixed", "decode", "resume"),
+    "step": ("prefill", "mixed", "decode", "resume", *CACHED),
 }
-CACHED = {**VALUES, "mode": ("align", "all"), "step": ("hit", "store", "load")}
-OFFLOAD = ("store", "load")
 SAMPLING = ("hybrid_kv/sampling.py", "spec_decode/verify.py")
-PROMPTS = (20, 77)  # tokens, the second ends its first block while it decodes; a step has at most 48
+# Tokens. A step has at most 40; where prefixes are cached the second prompt ends its first block while it decodes.
+PROMPTS = {"none": (20, 37), "align": (20, 77), "all": (20, 93)}
 
 
 class Step(NamedTuple):
@@ -75,24 +75,24 @@ def _engine(device: str, kernels: str, mode: str, scheme: str, K: int, folder: P
     from hybrid_kv.engine.llm import LLM
 
     how: dict[str, Any] = {"num_speculative_tokens": K, "speculative_method": "mtp"} if K else {}
-    sizes: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 128, "max_num_batched_tokens": 48, "num_blocks": 32}
+    sizes: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 128, "max_num_batched_tokens": 40, "num_blocks": 32}
     how |= {"mamba_cache_mode": mode, "state_scheme": scheme, "enable_prefix_caching": mode != "none"}
     how |= {"kv_offload_bytes": 1 << 22} if mode != "none" else {}
     return LLM(folder or FOLDER, device=device, kernels=kernels, attention_backend="TORCH", **sizes, **how)
 
 
-def _tokens(llm: Any, salt: str = "") -> list[list[int]]:
-    """Of all outputs; with another salt nothing is cached yet."""
+def _tokens(llm: Any, mode: str) -> list[list[int]]:
+    """Of all outputs."""
     from hybrid_kv.sampling import SamplingParams
 
     def preempt(llm: Any) -> None:
         if llm.num_steps == after:
             llm.scheduler.preempt_all()
 
-    prompts = [[(7 * i * i + 3 * length) % 90 + 3 for i in range(length)] for length in PROMPTS]
-    params = SamplingParams(max_tokens=8, ignore_eos=True, cache_salt=salt)
+    prompts = [[(7 * i * i + 3 * length) % 90 + 3 for i in range(length)] for length in PROMPTS[mode]]
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
     outputs = llm.generate(prompts, params, progress=False)
-    longer, after = [*prompts[1], *outputs[1].token_ids], llm.num_steps + 4
+    longer, after = [*prompts[1], *outputs[1].token_ids], llm.num_steps + 3
     outputs += llm.generate([longer], params, progress=False, on_step=preempt)
     llm.reset_prefix_cache()
     if llm.manager.offload is not None:
@@ -122,10 +122,11 @@ def play(kernels: str, mode: str, scheme: str, K: int) -> list[Step]:
     from hybrid_kv.sampling import SamplingParams
 
     torch.set_num_threads(1)
-    wanted, steps = _tokens(_engine("cpu", "torch", mode, scheme, K)), list[Step]()
+    wanted, steps = _tokens(_engine("cpu", "torch", mode, scheme, K), mode), list[Step]()
     with pretend_gpu() as gpu:
+        _tokens(_engine("cuda:0", "torch", mode, scheme, K), mode)
         llm = _engine("cuda:0", kernels, mode, scheme, K)
-        llm.generate([[5] * 99], SamplingParams(max_tokens=4, cache_salt="before"), progress=False)
+        llm.generate([[5] * 20], SamplingParams(max_tokens=4, cache_salt="before"), progress=False)
         execute, forward, graphs = llm.runner.execute, type(llm.runner.model).forward, dict[Any, Any]()
         began, of_layers = [0], Counter[str]()
 
@@ -185,7 +186,7 @@ def play(kernels: str, mode: str, scheme: str, K: int) -> list[Step]:
             stack.enter_context(patch.object(llm.runner, "execute", counted))
             for kind in OFFLOAD if llm.manager.offload is not None else ():
                 stack.enter_context(around(kind))
-            found = _tokens(llm)
+            found = _tokens(llm, mode)
     if found != wanted:
         raise WrongResultError(f"tokens {found} instead of the CPU's {wanted}")
     return steps
@@ -227,9 +228,19 @@ def played(kernels: str, mode: str, scheme: str, K: int) -> list[Step]:
 
 
 def steps(seed: int, kernels: str, mode: str, scheme: str, K: int, step: str) -> Counts:
-    """The largest counts of any such step."""
+    """The largest counts of any such step, and whether each step of decodes can be replayed from the one before it.
+
+    Raises:
+        WrongResultError: no two steps of decodes have one size.
+    """
     own = [one for one in played(kernels, mode, scheme, K) if one.kind == step]
-    return {name: Count(count, METRICS[name][1]) for name, count in _most(own).items()}
+    counts = {name: Count(count, UNITS[name]) for name, count in _most(own).items()}
+    if step == "decode":
+        known = [one.stale == "" for one in own if one.stale is not None]
+        if not known:
+            raise WrongResultError("no two steps of decodes have one size")
+        counts["capturable"] = Count(int(all(known)), "", "higher")
+    return counts
 
 
 def _most(steps: Sequence[Step]) -> dict[str, int]:
@@ -238,27 +249,11 @@ def _most(steps: Sequence[Step]) -> dict[str, int]:
     return {name: max(one.counts[kind] for one in steps) for name, kind in known.items()}
 
 
-def graphs(seed: int, kernels: str, mode: str, scheme: str, K: int) -> Counts:
-    """Whether a step of decodes could be replayed from the one before it.
-
-    Raises:
-        WrongResultError: no two steps of decodes have one size.
-    """
-    known = [one.stale == "" for one in played(kernels, mode, scheme, K) if one.stale is not None]
-    if not known:
-        raise WrongResultError("no two steps of decodes have one size")
-    return {"capturable": Count(int(all(known)), "", "higher")}
-
-
 def cells() -> list[Cell]:
-    """Kernels, modes, schemes, drafts and kinds of steps."""
-    engines = {name: VALUES[name] for name in ("kernels", "mode", "scheme", "K")}
-    quick = [("torch", "align", "slots", 2)]
-    return [
-        *grid("device", "steps", "count", steps, VALUES, quick, units=UNITS),
-        *grid("device", "cached", "count", steps, CACHED, quick, units=UNITS),
-        *grid("device", "graphs", "count", graphs, engines, quick, units={"capturable": ""}),
-    ]
+    """Triton's kernels in every mode and scheme, torch's in one engine."""
+    every = grid("device", "steps", "count", steps, VALUES, [("torch", "align", "slots", 2)], units=UNITS)
+    cached = [cell for cell in every if cell.params["mode"] != "none" or cell.params["step"] not in CACHED]
+    return [cell for cell in cached if cell.quick or cell.params["kernels"] == "triton"]
 
 
 def missed(kind: str, steps: Sequence[Step]) -> list[str]:
