@@ -24,6 +24,7 @@ from hybrid_kv.cache.spec import FullAttentionSpec
 from hybrid_kv.config import ConfigError
 from hybrid_kv.kernels.common.ragged import Ragged
 from hybrid_kv.kernels.common.upload import now
+from hybrid_kv.models.attention import GridAttention
 from tests.kernels.interpreter import interpreted
 from tests.kernels.references import paged_attention_varlen_reference
 
@@ -165,10 +166,18 @@ def test_torch_in_other_dtypes(dtype):
 
 def check_triton(name):
     check_attend(compute_of("triton"), STEPS[name])
+    part, query, caches, _ = problem(STEPS[name])
+    layer = GridAttention("head", 8, query.shape[1], caches[0].shape[2], query.shape[2], scale=SCALE)
+    layer.grid = 4
+    outputs = [
+        layer.attend(query, caches, replace(part, compute=compute, plans={}))
+        for compute in map(compute_of, ("triton", "torch"))
+    ]
+    assert 0 < float((outputs[0] - outputs[1]).abs().max()) <= 1e-5 * float(outputs[1].abs().max()), "not one kernel's"
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_triton(name):
+def test_triton_and_beside_a_draft_heads_grid(name):
     interpreted(check_triton, name)
 
 
