@@ -165,7 +165,7 @@ class PretendGPU(TorchDispatchMode):
         leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         mine = [tensor for tensor in tensors if isinstance(tensor, PretendTensor)]
-        device = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), None)
+        device = next((GPU if leaf.type == "cuda" else leaf for leaf in leaves if isinstance(leaf, torch.device)), None)
         if not mine and device != GPU:
             return self._on_host(func, name, args, kwargs)
         if name == "_fused_sdp_choice":

@@ -34,7 +34,8 @@ def events(gpu, run, kind="wait"):
 # ---- values ----
 
 
-def test_operations_are_those_of_a_cpu(gpu):
+@pytest.mark.parametrize("named", [DEVICE, "cuda"])
+def test_operations_are_those_of_a_cpu(gpu, named):
     def run(device):
         x = torch.arange(24, dtype=torch.float32, device=device).view(4, 6)
         x[1:3, 2] = 7
@@ -44,7 +45,7 @@ def test_operations_are_those_of_a_cpu(gpu):
         q = x.view(1, 2, 2, 6)
         return [z, x.T[1:], x.argmax(-1), torch.nn.functional.scaled_dot_product_attention(q, q, q), x.sum().view(1)]
 
-    for found, wanted in zip(run(DEVICE), run("cpu"), strict=True):
+    for found, wanted in zip(run(named), run("cpu"), strict=True):
         assert isinstance(found, PretendTensor) and found.device == torch.device(DEVICE) and found.is_cuda
         assert found.shape == wanted.shape and found.dtype == wanted.dtype
         assert torch.equal(found.cpu(), wanted)
