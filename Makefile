@@ -14,7 +14,7 @@ export N ?= 5
 
 .PHONY: guard guard-quick test fuzz mutants bench lint words lint-workflows kernels check-results compare commit-page may-bench step-summary comment
 .PHONY: report red figures docs titles history asv-page peers bench-peers
-.PHONY: gpu-test gpu-guard gpu-bench gpu-compare gpu-accuracy guard-engine merge-results push-results alarm wheel announce clean
+.PHONY: rehearse gpu-test gpu-guard gpu-bench gpu-compare gpu-accuracy guard-engine merge-results push-results alarm wheel announce clean
 guard: $(STAMP)
 	$(BIN)/hybrid-kv guard
 
@@ -103,6 +103,10 @@ step-summary:
 
 comment:
 	bash .ci/comment out/summary.md
+
+# Every step of nightly-gpu.yml, on a machine without a GPU.
+rehearse: $(STAMP)
+	$(BIN)/python .ci/rehearse
 
 gpu-test: $(STAMP)
 	$(BIN)/python -m pytest -m gpu

@@ -1,0 +1,55 @@
+"""The rehearsal of the nightly workflow: each fault ends as promised, and what it does not know is refused."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+NIGHTLY = (ROOT / ".github/workflows/nightly-gpu.yml").read_text()
+pytestmark = [
+    pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this is not a git checkout"),
+    pytest.mark.skipif(torch.version.cuda is not None, reason="the pretend device needs a build for the CPU"),
+]
+FAULTS = ("step", "no-gpu", "disk", "token", "force-push")
+
+
+def rehearse(out, *arguments):
+    command = [sys.executable, ROOT / ".ci/rehearse", "--out", out, *arguments]
+    return subprocess.run(command, cwd=out.parent, env={**os.environ, "N": "7"}, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_ends_as_the_workflow_promises(fault, tmp_path):
+    done = rehearse(tmp_path / "out", "--fault", fault)
+    assert done.returncode == 0 and done.stdout.endswith("\nas promised\n"), done.stdout + done.stderr
+
+
+def test_a_promise_that_is_not_kept_is_named(tmp_path):
+    """An alarm that does not look at the job with the GPU."""
+    workflow = tmp_path / "night.yml"
+    workflow.write_text(NIGHTLY.replace("needs.gpu.result != 'success' || ", ""))
+    done = rehearse(tmp_path / "out", "--fault", "step", "--workflow", workflow)
+    assert done.returncode == 1 and "the alarm lacks 'failed: gpu-guard --'" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "name"),
+    [
+        ("actions/deploy-pages@", "actions/cache@", "action actions/cache"),
+        ("github.run_id", "github.run_number", "expression github.run_number"),
+        ("!cancelled() && needs.rows", "failure() && needs.rows", "expression failure"),
+        ("merge-multiple: true", "github-token: x", "key 'with github-token'"),
+        ("timeout-minutes: 45", "shell: sh", "key 'shell'"),
+    ],
+)
+def test_what_is_unknown_is_refused_before_anything_runs(old, new, name, tmp_path):
+    workflow = tmp_path / "night.yml"
+    workflow.write_text(re.sub(re.escape(old), new, NIGHTLY, count=1))
+    done = rehearse(tmp_path / "out", "--workflow", workflow)
+    assert done.returncode == 2 and not done.stdout and not (tmp_path / "out").exists()
+    assert done.stderr == f"error: night.yml has an unknown {name}\n"
