@@ -104,9 +104,13 @@ step-summary:
 comment:
 	bash .ci/comment out/summary.md
 
-# Every step of nightly-gpu.yml, on a machine without a GPU.
+# On a machine without a GPU: every step of nightly-gpu.yml, how a night ends when something fails, what a step costs its host.
 rehearse: $(STAMP)
-	$(BIN)/python .ci/rehearse
+	@mkdir -p out; $(BIN)/python -m bench.device >out/steps.txt 2>&1 & steps=$$!; failed=0; \
+	for fault in '' step no-gpu disk token force-push; do \
+		echo "rehearsal $$fault"; $(BIN)/python .ci/rehearse $${fault:+--fault $$fault} || failed=1; \
+	done; \
+	wait $$steps || failed=1; cat out/steps.txt; exit $$failed
 
 gpu-test: $(STAMP)
 	$(BIN)/python -m pytest -m gpu

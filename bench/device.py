@@ -14,6 +14,7 @@ drafts cost, is in the step's launches alone. Tokens must be the CPU's.
 
 from __future__ import annotations
 
+import logging
 import sys
 import tempfile
 from collections import Counter
@@ -121,6 +122,7 @@ def play(kernels: str, mode: str, scheme: str, K: int) -> list[Step]:
     from hybrid_kv.sampling import SamplingParams
 
     torch.set_num_threads(1)
+    logging.getLogger("hybrid_kv.engine.llm").setLevel(logging.ERROR)  # prompts that no hit can find are meant
     wanted, steps = _tokens(_engine("cpu", "torch", mode, scheme, K), mode), list[Step]()
     with pretend_gpu() as gpu:
         _tokens(_engine("cuda:0", "torch", mode, scheme, K), mode)

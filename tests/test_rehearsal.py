@@ -1,4 +1,4 @@
-"""The rehearsal of the nightly workflow: each fault ends as promised, and what it does not know is refused."""
+"""The rehearsal of the nightly workflow: a fault ends as promised, and what it does not know is refused."""
 
 import os
 import re
@@ -15,7 +15,6 @@ pytestmark = [
     pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this is not a git checkout"),
     pytest.mark.skipif(torch.version.cuda is not None, reason="the pretend device needs a build for the CPU"),
 ]
-FAULTS = ("step", "no-gpu", "disk", "token", "force-push")
 
 
 def rehearse(out, *arguments):
@@ -23,9 +22,9 @@ def rehearse(out, *arguments):
     return subprocess.run(command, cwd=out.parent, env={**os.environ, "N": "7"}, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_ends_as_the_workflow_promises(fault, tmp_path):
-    done = rehearse(tmp_path / "out", "--fault", fault)
+def test_a_full_disk_ends_as_the_workflow_promises(tmp_path):
+    """The other faults are for `make rehearse`."""
+    done = rehearse(tmp_path / "out", "--fault", "disk")
     assert done.returncode == 0 and done.stdout.endswith("\nas promised\n"), done.stdout + done.stderr
 
 
