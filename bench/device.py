@@ -122,7 +122,6 @@ def play(kernels: str, mode: str, scheme: str, K: int) -> list[Step]:
     from hybrid_kv.sampling import SamplingParams
 
     torch.set_num_threads(1)
-    logging.getLogger("hybrid_kv.engine.llm").setLevel(logging.ERROR)  # prompts that no hit can find are meant
     wanted, steps = _tokens(_engine("cpu", "torch", mode, scheme, K), mode), list[Step]()
     with pretend_gpu() as gpu:
         _tokens(_engine("cuda:0", "torch", mode, scheme, K), mode)
@@ -218,12 +217,17 @@ def check_family(name: str, mode: str) -> None:
         raise WrongResultError(f"{name}, mode {mode}: tokens {found} instead of the CPU's {wanted}")
 
 
+def _start() -> None:
+    start_interpreter()
+    logging.disable(logging.WARNING)  # of prompts that no hit can find: some are meant to be
+
+
 @cache
 def played(kernels: str, mode: str, scheme: str, K: int) -> list[Step]:
     """See `play`; Triton kernels in a process that interprets them."""
     if kernels == "torch":
         return play(kernels, mode, scheme, K)
-    with ProcessPoolExecutor(1, get_context("spawn"), start_interpreter) as pool:
+    with ProcessPoolExecutor(1, get_context("spawn"), _start) as pool:
         return pool.submit(play, kernels, mode, scheme, K).result()
 
 
@@ -278,7 +282,7 @@ def table() -> int:
     short = [name.removeprefix("launches_").removeprefix("per_").removesuffix("_layer") for name in METRICS]
     print(f"{'mode':6}{'scheme':10}{'K':>2} {'step':8}", *(f"{name:>12}" for name in short), "captured")
     failed, families = False, known()
-    with ProcessPoolExecutor(2, get_context("spawn"), start_interpreter) as pool:
+    with ProcessPoolExecutor(2, get_context("spawn"), _start) as pool:
         futures = [pool.submit(play, *engine) for engine in engines]
         checked = [pool.submit(check_family, *one) for one in zip(families, cycle(ENGINES["mode"]), strict=False)]
         for (_, mode, scheme, K), future in zip(engines, futures, strict=True):

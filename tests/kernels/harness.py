@@ -89,7 +89,7 @@ def update_rows(shape, g):
     A shape's `rows` are tokens, whether it is padding, and the token whose block is also the source, or -1.
     """
     ids = (1 + torch.randperm(len(shape.rows) * (1 + shape.columns), generator=g)).view(len(shape.rows), -1)
-    sources, targets = ids[:, 0].clone(), ids[:, 1:].clone()
+    sources, targets = ids[:, 0].clone(), ids.clone()[:, 1:]  # rows at a stride of their own
     for row, (length, padding, alias) in enumerate(shape.rows):
         if padding:
             sources[row], targets[row] = 0, 0
