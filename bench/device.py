@@ -46,11 +46,9 @@ METRICS = {
 TARGETS = {"waits": 1, "uploads": 1, "launches_per_mamba_layer": 5, "launches_per_attention_layer": 4}
 TARGETS |= {"launches_of_tables": 1, "launches_of_sampling": 4}
 UNITS = {name: unit for name, (_, unit) in METRICS.items()} | {"capturable": ""}
-OFFLOAD = ("store", "load")
-STEPS, CACHED = (
-    ("prefill", "mixed", "decode", "resume"),
-    ("hit", *OFFLOAD),
-)  # kinds; the latter where prefixes are cached
+# Kinds of steps; some only where prefixes are cached.
+STEPS, OFFLOAD = ("prefill", "mixed", "decode", "resume"), ("store", "load")
+CACHED = ("hit", *OFFLOAD)
 ENGINES = {"kernels": ("triton",), "mode": ("none", "align", "all"), "scheme": ("slots", "recompute"), "K": (0, 2)}
 QUICK = {"kernels": ("torch",), "mode": ("align",), "scheme": ("slots",), "K": (2,), "step": STEPS + CACHED}
 SAMPLING = ("hybrid_kv/sampling.py", "spec_decode/verify.py")
@@ -109,7 +107,7 @@ def _kind(batch: Any) -> str:
 
 
 def play(kernels: str, mode: str, scheme: str, K: int) -> list[Step]:
-    """The steps of the second run.
+    """Its steps on the pretend device.
 
     Raises:
         WrongResultError: other tokens than the CPU's.
