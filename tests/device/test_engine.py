@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from bench.device import OFFLOAD, QUICK, UNITS, play, played, steps
+from bench.device import METRICS, OFFLOAD, QUICK, UNITS, Step, missed, play, played, steps
 from hybrid_kv.accuracy.guard_model import FOLDERS
 from hybrid_kv.attention.mamba import MambaMetadataBuilder
 from hybrid_kv.device import DeviceError, pretend_gpu
@@ -45,6 +45,14 @@ def test_every_kind_of_step_is_counted_and_the_counts_are_those_of_any_run():
             assert counts["waits"].value == 0
         else:
             assert counts["uploads"].value == 1 and (kind != "decode" or counts["waits"].value == 1)
+
+
+def test_a_target_that_is_missed_is_named():
+    step = Step("decode", {kind: 2 for kind, _ in METRICS.values()}, (), "another address")
+    assert missed("decode", [step]) == [
+        "another address",
+        *(f"2 {name}, target 1" for name in ("waits", "uploads", "launches_of_tables")),
+    ]
 
 
 # ---- planted mistakes ----
