@@ -38,29 +38,29 @@ def stage_verify(
     first_positions: Sequence[int],
 ) -> Staged[list[Any]]:
     """What `verify` takes beside logits, whose row j of request r predicts the token at `first_positions[r] + j`."""
+    if not any(draft_token_ids):
+        return together(stage_draws(params, seeds, first_positions), move())
     counts = [1 + len(drafts) for drafts in draft_token_ids]
     owners = [request for request, count in enumerate(counts) for _ in range(count)]
     positions = [first + j for first, count in zip(first_positions, counts, strict=True) for j in range(count)]
     draws = stage_draws([params[r] for r in owners], [seeds[r] for r in owners], positions)
-    drafts = move()
-    if len(owners) > len(counts):
-        longest, ends = max(counts), np.cumsum(counts)[:, None]
-        padded = np.array([[*drafts, *[-1] * (longest - len(drafts))] for drafts in draft_token_ids])
-        drafts = move(padded, np.minimum(np.arange(longest) + ends - np.array(counts)[:, None], ends - 1))
-    return together(draws, drafts)
+    longest, ends = max(counts), np.cumsum(counts)[:, None]
+    padded = np.array([[*drafts, *[-1] * (longest - len(drafts))] for drafts in draft_token_ids])
+    rows = np.minimum(np.arange(longest) + ends - np.array(counts)[:, None], ends - 1)
+    return together(draws, move(padded, rows))
 
 
 def stage_sampling(batch: Sequence[ScheduledRequest]) -> Staged[Sampling]:
     """What the requests of a batch that sample need, known before the model runs."""
-    places, read, end = [], list[int](), 0
+    places, first, read, end = list[int](), list[int](), list[int](), 0
     for i, item in enumerate(batch):
         end += item.num_tokens
         if item.samples:
             places.append(i)
+            first.append(item.num_computed_tokens + item.num_tokens - item.num_drafts)
             read += range(end - 1 - item.num_drafts, end)
     items = [batch[i] for i in places]
     requests = [item.request for item in items]
-    first = [item.num_computed_tokens + item.num_tokens - item.num_drafts for item in items]
     params, seeds = [request.params for request in requests], [request.seed for request in requests]
     arrays, make = stage_verify([item.drafts or () for item in items], params, seeds, first)
     if len(read) == end:  # mostly decodes alone: then every token counts

@@ -7,7 +7,7 @@ of them on the device. `together` makes one of several.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 import numpy as np
@@ -64,12 +64,14 @@ def move(*arrays: Array) -> Staged[tuple[torch.Tensor, ...]]:
 
 def together(*parts: Staged[Any]) -> Staged[list[Any]]:
     """Several as one, made in their order."""
+    arrays, makes = zip(*parts, strict=True)
+    counts = [*map(len, arrays)]
 
     def make(*moved: torch.Tensor) -> list[Any]:
         rest = iter(moved)
-        return [make(*islice(rest, len(arrays))) for arrays, make in parts]
+        return [make(*islice(rest, count)) for make, count in zip(makes, counts, strict=True)]
 
-    return [array for arrays, _ in parts for array in arrays], make
+    return [*chain.from_iterable(arrays)], make
 
 
 def fill(*pairs: tuple[torch.Tensor, Array]) -> Staged[None]:

@@ -8,7 +8,8 @@ mode, the rollback scheme or where a state lies: `MambaMetadata` does.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, reduce
+from functools import reduce
+from itertools import compress
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from hybrid_kv.kernels.causal_conv1d import causal_conv1d, windows_at
 from hybrid_kv.kernels.common.ragged import Ragged
 from hybrid_kv.kernels.common.strided import copy_blocks
 from hybrid_kv.kernels.recompute import RecomputeStep, read_states, write_states
-from hybrid_kv.models.layers import Derived, ForwardContext, empty, upcast
+from hybrid_kv.models.layers import Derived, ForwardContext, empty
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -51,11 +52,6 @@ def _store_inputs(windows: Tensors, blocks: torch.Tensor, inputs: torch.Tensor) 
         window[:, : own.shape[1]].index_copy_(0, blocks, own.to(window.dtype))
 
 
-@cache
-def _places(roles: tuple[str, ...], role: str) -> tuple[int, ...]:
-    return tuple(i for i, own in enumerate(roles) if own == role)
-
-
 def _taps(weight: torch.Tensor) -> torch.Tensor:
     return weight.T.contiguous().T  # each tap of all channels contiguous
 
@@ -80,6 +76,7 @@ class ConvMixer(nn.Module):
         self.conv_weight = empty(channels, kernel)
         self.conv_bias = empty(channels) if conv_bias else None
         self._taps = Derived(_taps)
+        self._has_role = {role: [own == role for own in self.roles] for role in ("window", "state")}
 
     def project(self, x: torch.Tensor) -> Projected:
         """[num_tokens, hidden_size]."""
@@ -91,8 +88,7 @@ class ConvMixer(nn.Module):
 
     def parts(self, context: ForwardContext, role: str) -> Tensors:
         """The layer's memory of one role, [num_blocks, …] each."""
-        views = context.views[self.name]
-        return tuple([views[i] for i in _places(self.roles, role)])
+        return tuple(compress(context.views[self.name], self._has_role[role]))
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         metadata: MambaMetadata = context.metadata[self.name]
@@ -174,7 +170,7 @@ class RecurrentMixer(ConvMixer):
         return tuple(read_states(view, metadata.source_indices[first:]) for view in self.parts(context, "state"))
 
     def _dtype(self, conv_in: torch.Tensor, states: Tensors) -> torch.dtype:
-        return reduce(torch.promote_types, (state.dtype for state in states), upcast(conv_in[:0]).dtype)
+        return reduce(torch.promote_types, [conv_in.dtype, *[state.dtype for state in states]], torch.float32)
 
     def _decode(self, decodes: Tokens, states: Tensors, context: ForwardContext) -> torch.Tensor:
         metadata: MambaMetadata = context.metadata[self.name]
@@ -182,7 +178,7 @@ class RecurrentMixer(ConvMixer):
         if (history := metadata.rollback.history) is not None:
             return self.recompute(decodes, history, context, metadata.cu_seqlens).flatten(1)
         dtype = self._dtype(conv_out, states)
-        before = tuple(state[: metadata.num_decodes].to(dtype) for state in states)
+        before = [state[: metadata.num_decodes].to(dtype) for state in states]
         inputs = tuple(map(rows.padded, decodes.inputs))
         y, *after = self.update(*before, *self.operands(conv_out, inputs, dtype))
         for view, own in zip(self.parts(context, "state"), after, strict=True):
