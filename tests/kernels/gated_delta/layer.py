@@ -35,12 +35,8 @@ class Layer:
         pool = Pool(num_blocks, (heads, shape.value, shape.key), shape.gap, shape.state_dtype, device)
         parts = {"q": q, "k": k, "v": v, "dt": dt.unflatten(1, gates), "dt_bias": dt_bias, "A_log": A_log, "beta": beta}
         self.arguments = {"state": pool.blocks} | {name: part.to(device) for name, part in parts.items()}
+        self.arguments |= {"beta_scale": shape.beta_scale} if shape.beta_scale != 1.0 else {}
         self.pools = {"state": pool}
-
-    def put(self, block, scale, g):
-        """An initial state into a block; with scale 0 the first token's own contribution shows."""
-        state = self.arguments["state"]
-        state[block] = (torch.randn(state.shape[1:], generator=g) * scale).to(state.device, state.dtype)
 
     def row(self, span, source):
         """Outputs of a row, the state after each token, and of all of them the largest number that they are made of: a

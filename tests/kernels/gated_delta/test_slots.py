@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import strategies as st
 
 from hybrid_kv.kernels.gated_delta import gated_delta_update_slots, gated_delta_update_slots_reference
 from hybrid_kv.kernels.gated_delta import slots as module
@@ -20,7 +19,6 @@ from tests.kernels.harness import (
     GAPS,
     INTS,
     Expected,
-    Operation,
     Shape,
     check,
     check_far,
@@ -29,32 +27,17 @@ from tests.kernels.harness import (
     equality,
     measure,
     rejected_operations,
-    shapes,
-    update_rows,
 )
 from tests.kernels.interpreter import interpreted
+from tests.kernels.recurrent import VerifyStep, verify_steps
 
 EXACT = 1e-5
 
 
-class Slots(Operation, Layer):
-    """Rows of a shape, see `update_rows`."""
-
+class Slots(VerifyStep, Layer):
     kernel = staticmethod(gated_delta_update_slots)
     reference = staticmethod(gated_delta_update_slots_reference)
     like = "v"
-
-    def __init__(self, shape, device="cpu"):
-        self.shape, g = shape, torch.Generator().manual_seed(shape.seed)
-        self.num_tokens = sum(length for length, _, _ in shape.rows)
-        Layer.__init__(self, shape, self.num_tokens, 1 + len(shape.rows) * (1 + shape.columns), g, device)
-        indices = update_rows(shape, g)
-        sources = indices["source_indices"]
-        for source in sources[sources > 0].tolist():
-            self.put(source, shape.initial, g)
-        self.arguments |= {name: part.to(device, shape.index_dtype) for name, part in indices.items()}
-        if shape.beta_scale != 1.0:
-            self.arguments["beta_scale"] = shape.beta_scale
 
     @classmethod
     def patches(cls, shape):
@@ -85,21 +68,12 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@st.composite
-def cases(draw):
-    columns = draw(st.integers(1, 6))
-    row = st.tuples(st.integers(0, columns), st.booleans(), st.integers(-1, columns - 1))
-    rows = draw(st.lists(row, min_size=1, max_size=2))
-    drawn = shapes(
-        BASE.but(rows=tuple(rows), columns=columns),
-        key_heads=[1, 2, 3], shared=[1, 2], value=[1, 3, 7, 8, 11], key=[1, 3, 16, 33],
-        lanes=[32, 64], tile=[16, 128, 1024], **LAYOUTS,
-    )  # fmt: skip
-    return draw(drawn)
-
-
+CASES = verify_steps(
+    BASE, key_heads=[1, 2, 3], shared=[1, 2], value=[1, 3, 7, 8, 11], key=[1, 3, 16, 33], lanes=[32, 64],
+    tile=[16, 128, 1024], **LAYOUTS,
+)  # fmt: skip
 test_equals_the_rule, test_the_reference_equals_the_rule = equality(
-    Slots, cases(), BASE, BY_CHANNEL, BASE.but(key=129, tile=16)
+    Slots, CASES, BASE, BY_CHANNEL, BASE.but(key=129, tile=16)
 )
 
 

@@ -354,14 +354,14 @@ class Run:
         assert worst <= share, worst
 
 
-def check_run(case, run_commit, run_update, device=CPU):
-    run = Run(case, device)
+def check_run(case, run_commit, run_update, device=CPU, kind=Run):
+    run = kind(case, device)
     for _ in range(case.steps):
         run.step(run_commit, run_update)
     run.finish()
 
 
-def check(case, every=3):
+def check(case, every=4):
     """The interpreter is slow and the kernel's memory is the reference's, so they take turns."""
     run, saturated = Run(case), 0 if case.together else 10**9
     with rounding_of_the_hardware(), patch.multiple(module, warp_size=lambda: case.lanes, SATURATED=saturated):
@@ -390,7 +390,7 @@ def follows_the_recurrence(test, drawn, edges, max_examples):
 
 
 def check_reference(case):
-    check_run(case.but(steps=25), commit_reference, recompute_update_reference)
+    check_run(case.but(steps=16), commit_reference, recompute_update_reference)
 
 
 def check_kernels(case):
@@ -407,14 +407,14 @@ test_the_kernels_follow_the_recurrence = follows_the_recurrence(
     check_kernels,
     cases([torch.float32, torch.float16, torch.bfloat16, torch.bfloat16], [PLANES, torch.bfloat16, torch.float16]),
     EDGES,
-    max_examples=3,
+    max_examples=2,
 )
 
 
 def test_the_kernels_follow_the_recurrence_at_the_size_of_a_model():
     """The heads of one group of Nemotron-3-Nano, with a ring of the usual length: it wraps, and boundaries pass."""
     of_a_model = {"per_group": 8, "head_dim": 64, "size": 128, "dtype": torch.bfloat16}
-    interpreted(check, BASE.but(starts=(16,), steps=18, slack=25, block_size=16, **of_a_model))
+    interpreted(check, BASE.but(starts=(16,), steps=18, slack=25, block_size=16, **of_a_model), 6)
 
 
 # ---- commit and flush by themselves ----
@@ -689,27 +689,35 @@ test_compiles_without_spills_to_128_bit_accesses = compiled(
 # ---- what is rejected ----
 
 
+def ring_and_step(run):
+    """Their parts by name."""
+    found = {f"ring.{name}": getattr(run.ring, name) for name in ("x", "B", "dt")}
+    return found | {f"step.{name}": torch.ones(2, dtype=torch.int64) for name in FIELDS} | {"step.max_query_len": 4}
+
+
 def arguments():
     """Of `flattened`, which are those of `recompute_update` with the parts of ring and step by name."""
     run = Run(BASE.but(starts=(3, 4), groups=2, per_group=1, dtype=torch.bfloat16))
     x, dt, B, C = run.inputs(2)
-    found = {f"ring.{name}": getattr(run.ring, name) for name in ("x", "B", "dt")}
-    found |= {f"step.{name}": torch.ones(2, dtype=torch.int64) for name in FIELDS} | {"step.max_query_len": 4}
-    found |= {"x": x, "dt": dt, "dt_bias": run.dt_bias, "A_log": run.A_log, "B": B, "C": C, "D": run.D}
-    return found | {"ssm_state": run.state, "cu_seqlens": torch.tensor([0, 1, 2])}
+    layer = {"x": x, "dt": dt, "dt_bias": run.dt_bias, "A_log": run.A_log, "B": B, "C": C, "D": run.D}
+    return ring_and_step(run) | layer | {"ssm_state": run.state, "cu_seqlens": torch.tensor([0, 1, 2])}
 
 
-def flattened(**named):
-    parts = {
-        kind: {name.removeprefix(f"{kind}."): named.pop(name) for name in list(named) if name.startswith(f"{kind}.")}
-        for kind in ("ring", "step")
-    }
-    recompute_update(ring=RecomputeRing(**parts["ring"]), step=RecomputeStep(**parts["step"]), **named)
+def flattened(update):
+    """An update that takes ring and step by their parts."""
+
+    def call(**named):
+        for name, kind in (("ring", RecomputeRing), ("step", RecomputeStep)):
+            parts = {part.removeprefix(f"{name}."): named.pop(part) for part in [*named] if part.startswith(f"{name}.")}
+            named[name] = kind(**parts)
+        update(**named)
+
+    return call
 
 
 test_rejects_what_the_kernel_would_misread = rejections(
     arguments,
-    flattened,
+    flattened(recompute_update),
     special=[
         ("ssm_state", lambda t: t[:, 0], r"has shape \(\d+, 2, 3, 5\); it must be \(\d+, 2, 2, 3, 5\)"),
         ("ssm_state", lambda t: read_states(t, torch.arange(len(t))), "ssm_state is torch.float32; it must be one of"),

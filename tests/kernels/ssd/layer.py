@@ -26,11 +26,6 @@ class Layer:
         self.arguments = {"state": pool.blocks} | {name: part.to(device) for name, part in operands.items()}
         self.pools = {"state": pool}
 
-    def put(self, block, scale, g):
-        """An initial state into a block; with scale 0 the first token's own contribution shows."""
-        state = self.arguments["state"]
-        state[block] = (torch.randn(state.shape[1:], generator=g) * scale).to(state.device, state.dtype)
-
     def row(self, span, source):
         """Outputs of a row and the state after each token, and of both what their terms' magnitudes add up to."""
         named = {name: part.cpu().double() for name, part in self.arguments.items() if isinstance(part, torch.Tensor)}

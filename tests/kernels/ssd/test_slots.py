@@ -13,7 +13,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import strategies as st
 
 from hybrid_kv.kernels.ssd import selective_state_update_slots, selective_state_update_slots_reference
 from hybrid_kv.kernels.ssd import slots as module
@@ -22,7 +21,6 @@ from tests.kernels.harness import (
     GAPS,
     INTS,
     Expected,
-    Operation,
     Shape,
     check,
     check_far,
@@ -30,30 +28,17 @@ from tests.kernels.harness import (
     equality,
     measure,
     rejected_operations,
-    shapes,
-    update_rows,
 )
 from tests.kernels.interpreter import interpreted
+from tests.kernels.recurrent import VerifyStep, verify_steps
 from tests.kernels.ssd.layer import Layer
 
 STATES, OUTPUTS = 5e-6, 1e-5
 
 
-class Slots(Operation, Layer):
-    """Rows of a shape, see `update_rows`."""
-
+class Slots(VerifyStep, Layer):
     kernel = staticmethod(selective_state_update_slots)
     reference = staticmethod(selective_state_update_slots_reference)
-
-    def __init__(self, shape, device="cpu"):
-        self.shape, g = shape, torch.Generator().manual_seed(shape.seed)
-        self.num_tokens = sum(length for length, _, _ in shape.rows)
-        Layer.__init__(self, shape, self.num_tokens, 1 + len(shape.rows) * (1 + shape.columns), g, device)
-        indices = update_rows(shape, g)
-        sources = indices["source_indices"]
-        for source in sources[sources > 0].tolist():
-            self.put(source, shape.initial, g)
-        self.arguments |= {name: part.to(device, shape.index_dtype) for name, part in indices.items()}
 
     @classmethod
     def patches(cls, shape):
@@ -77,21 +62,12 @@ BASE = Shape(
 LAYOUTS = {"gap": GAPS, "dtype": FLOATS, "state_dtype": FLOATS, "index_dtype": INTS, "initial": [0.0, 1.0]}
 
 
-@st.composite
-def cases(draw):
-    columns = draw(st.integers(1, 6))
-    row = st.tuples(st.integers(0, columns), st.booleans(), st.integers(-1, columns - 1))
-    rows = draw(st.lists(row, min_size=1, max_size=2))
-    drawn = shapes(
-        BASE.but(rows=tuple(rows), columns=columns),
-        groups=[1, 2, 3], per_group=[1, 2], head_dim=[1, 3, 7, 8, 11], size=[1, 3, 16, 33],
-        lanes=[32, 64], tile_bytes=[64, 512, 4096], **LAYOUTS,
-    )  # fmt: skip
-    return draw(drawn)
-
-
+CASES = verify_steps(
+    BASE, groups=[1, 2, 3], per_group=[1, 2], head_dim=[1, 3, 7, 8, 11], size=[1, 3, 16, 33], lanes=[32, 64],
+    tile_bytes=[64, 512, 4096], **LAYOUTS,
+)  # fmt: skip
 test_equals_the_recurrence, test_the_reference_equals_the_recurrence = equality(
-    Slots, cases(), BASE, BASE.but(size=129, tile_bytes=64)
+    Slots, CASES, BASE, BASE.but(size=129, tile_bytes=64)
 )
 
 
