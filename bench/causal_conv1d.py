@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench._layers import equal_spans
 from bench._reference import Floats, convolution, near
 from bench._shapes import SHAPES
 from bench.harness.cells import Case, Cell, grid, seed
 from bench.harness.contest import MODELS, VLLM, Contest, Peer, Rival, kernel_and_torch, models
-from bench.ssd import equal_spans
 from hybrid_kv.kernels.causal_conv1d import (
     causal_conv1d,
     causal_conv1d_prefill,
@@ -91,11 +91,6 @@ def update(seed: int, model: str, num_reqs: int, K: int, implementation: Any, de
         return max(near("y", y, expected, tolerance), near("window", written, kept, 0.0))
 
     return Case(run, check)
-
-
-def update_cpu(seed: int, model: str, num_reqs: int, K: int) -> Case:
-    """`update` in plain torch, float32."""
-    return update(seed, model, num_reqs, K, causal_conv1d_update_reference, "cpu", torch.float32)
 
 
 def prompts(seed: int, model: str, num_tokens: int, num_reqs: int, implementation: Any, device: str) -> Case:
@@ -205,10 +200,11 @@ def cells() -> list[Cell]:
     packed = {"model": ("nemotron-3-nano", "granite-4-h-small"), "num_tokens": (2048, 8192), "num_reqs": (4,)}
     quick = [("nemotron-3-nano-tp8", 16, 3)]
     on_gpu = partial(prompts, implementation=causal_conv1d_prefill, device="cuda")
+    on_cpu = partial(update, implementation=causal_conv1d_update_reference, device="cpu", dtype=torch.float32)
     step_on_gpu = partial(update, implementation=causal_conv1d_update, device="cuda", dtype=torch.bfloat16)
     return [
         *grid("causal_conv1d", "prefill", "cpu", prefill, chunks, [("nemotron-3-nano-tp8", 256)]),
-        *grid("causal_conv1d", "update", "cpu", update_cpu, steps, quick),
+        *grid("causal_conv1d", "update", "cpu", on_cpu, steps, quick),
         *grid("causal_conv1d", "prefill_kernel", "gpu", on_gpu, packed, [("nemotron-3-nano", 2048)]),
         *grid("causal_conv1d", "update_kernel", "gpu", step_on_gpu, launches, [("nemotron-3-nano", 256, 3)]),
     ]

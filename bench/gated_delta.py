@@ -7,7 +7,7 @@ bfloat16 outputs are rounded by 2^-8 at most, and in a prefill so is what they a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench._reference import Floats, delta_rule, near, softplus
+from bench._layers import prefill, verify_step
+from bench._reference import Floats, delta_rule, softplus
 from bench._shapes import DELTA_SHAPES, DeltaShape
 from bench.harness.cells import Case, Cell, grid
 from bench.harness.contest import Contest, kernel_and_torch
-from bench.ssd import equal_spans
 from hybrid_kv.kernels.gated_delta import (
     gated_delta_prefill,
     gated_delta_prefill_reference,
@@ -41,7 +41,7 @@ def layer(shape: DeltaShape, num_tokens: int, dtype: torch.dtype, g: torch.Gener
     return q, k, v, dt, dt_bias, A_log, beta
 
 
-def expected_of(initial: torch.Tensor, inputs: tuple[torch.Tensor, ...], num_rows: int) -> tuple[Floats, Floats]:
+def expected_of(initial: torch.Tensor, inputs: Sequence[torch.Tensor], num_rows: int) -> tuple[Floats, Floats]:
     """Outputs and states of equally long rows, [num_rows, len, …], in float64."""
     q, k, v, dt, dt_bias, A_log, beta = (np.asarray(part.double()) for part in inputs)
     q, k, v, dt, beta = (part.reshape(num_rows, -1, *part.shape[1:]) for part in (q, k, v, dt, beta))
@@ -54,70 +54,28 @@ def expected_of(initial: torch.Tensor, inputs: tuple[torch.Tensor, ...], num_row
     return delta_rule(np.asarray(initial.double()), q * k.shape[-1] ** -0.5, k, v, decays, 1 / (1 + np.exp(-beta)))
 
 
+def last_of(initial: torch.Tensor, inputs: Sequence[torch.Tensor], num_rows: int) -> tuple[Floats, Floats]:
+    """The same with the last states alone."""
+    outputs, states = expected_of(initial, inputs, num_rows)
+    return outputs, states[:, -1]
+
+
 def update(seed: int, model: str, num_reqs: int, K: int, implementation: Any, device: str, dtype: torch.dtype) -> Case:
-    """Read one state of each request, write the one after every token to a block of its own."""
-    shape, columns = DELTA_SHAPES[model], 1 + K
-    g = torch.Generator().manual_seed(seed)
-    inputs = layer(shape, num_reqs * columns, dtype, g)
-    state = torch.randn(1 + num_reqs * (1 + columns), shape.heads, shape.value_dim, shape.key_dim, generator=g)
-    ids = 1 + torch.randperm(num_reqs * (1 + columns), generator=g).view(num_reqs, 1 + columns)
-    # Blocks of their own for what is written, so that a call leaves its input as it was.
-    sources, targets = ids[:, 0].contiguous(), ids[:, 1:].contiguous()
-    arguments = (state, *inputs, torch.arange(num_reqs + 1) * columns, sources, targets)
-    on_device = [part.to(device) for part in arguments]
-    expected: list[Floats] = []
-
-    def check() -> float:
-        if not expected:
-            expected.extend(expected_of(state[sources], inputs, num_reqs))
-        on_device[0][targets.to(device)] = torch.nan
-        y = implementation(*on_device).double().cpu().view(expected[0].shape)
-        written = on_device[0][targets.to(device)].double().cpu()
-        return max(
-            near("y", y, expected[0], EXACT if dtype == torch.float32 else ROUNDED),
-            near("states", written, expected[1], EXACT),
-        )
-
-    return Case(lambda: implementation(*on_device), check)
-
-
-def update_cpu(seed: int, model: str, num_reqs: int, K: int) -> Case:
-    """`update` in plain torch, float32."""
-    return update(seed, model, num_reqs, K, gated_delta_update_slots_reference, "cpu", torch.float32)
+    """See `verify_step`."""
+    shape, g = DELTA_SHAPES[model], torch.Generator().manual_seed(seed)
+    size, inputs = (shape.heads, shape.value_dim, shape.key_dim), layer(shape, num_reqs * (1 + K), dtype, g)
+    tolerances = (EXACT if dtype == torch.float32 else ROUNDED), EXACT
+    return verify_step(size, inputs, num_reqs, K, implementation, device, g, expected_of, tolerances)
 
 
 def prompts(
     seed: int, model: str, num_tokens: int, num_reqs: int, implementation: Any, device: str, dtype: torch.dtype
 ) -> Case:
-    """Prompts back to back, each from a state, and the state behind each."""
-    shape = DELTA_SHAPES[model]
-    g = torch.Generator().manual_seed(seed)
-    inputs = layer(shape, num_tokens, dtype, g)
-    state = torch.randn(1 + 2 * num_reqs, shape.heads, shape.value_dim, shape.key_dim, generator=g)
-    spans, sources = equal_spans(num_tokens, num_reqs, 64, device)
-    on_device = [part.to(device) for part in (state, *inputs)]
-    initial = torch.ones_like(sources, dtype=torch.bool)
-    expected: list[Floats] = []
-
-    def run() -> torch.Tensor:
-        return implementation(*on_device, spans, sources, initial)
-
-    def check() -> float:
-        if not expected:
-            outputs, states = expected_of(state[sources.cpu()], inputs, num_reqs)
-            expected.extend((outputs, states[:, -1]))
-        on_device[0][1 : 1 + num_reqs] = torch.nan
-        y = run().double().cpu().view(expected[0].shape)
-        written = on_device[0][1 : 1 + num_reqs].double().cpu()
-        tolerance = 2 * EXACT if dtype == torch.float32 else PRODUCTS
-        return max(near("y", y, expected[0], tolerance), near("states", written, expected[1], tolerance))
-
-    return Case(run, check)
-
-
-def prompts_cpu(seed: int, model: str, num_tokens: int) -> Case:
-    """`prompts` of one request in plain torch, float32."""
-    return prompts(seed, model, num_tokens, 1, gated_delta_prefill_reference, "cpu", torch.float32)
+    """See `prefill`."""
+    shape, g = DELTA_SHAPES[model], torch.Generator().manual_seed(seed)
+    size, inputs = (shape.heads, shape.value_dim, shape.key_dim), layer(shape, num_tokens, dtype, g)
+    tolerance = 2 * EXACT if dtype == torch.float32 else PRODUCTS
+    return prefill(size, inputs, num_reqs, 64, implementation, device, g, last_of, tolerance)
 
 
 def token_bytes(shape: DeltaShape) -> int:
@@ -158,14 +116,17 @@ def cells() -> list[Cell]:
     steps = {"model": ("qwen3-next-tp8", "kimi-linear-tp8"), "num_reqs": (2,), "K": (0, 3)}
     launches = {"model": MODELS, "num_reqs": (16, 64), "K": (0, 3)}
     prompt, packed = {"model": steps["model"], "num_tokens": (128, 256)}, {"model": MODELS, "num_tokens": (2048, 8192)}
+    on_cpu: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
     on_gpu: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    step_cpu = partial(update, implementation=gated_delta_update_slots_reference, **on_cpu)
+    prefill_cpu = partial(prompts, implementation=gated_delta_prefill_reference, num_reqs=1, **on_cpu)
     step = partial(update, implementation=gated_delta_update_slots, **on_gpu)
-    prefill = partial(prompts, implementation=gated_delta_prefill, num_reqs=4, **on_gpu)
+    prefill_gpu = partial(prompts, implementation=gated_delta_prefill, num_reqs=4, **on_gpu)
     return [
-        *grid("gated_delta", "update", "cpu", update_cpu, steps, [("qwen3-next-tp8", 2, 3), ("kimi-linear-tp8", 2, 0)]),
+        *grid("gated_delta", "update", "cpu", step_cpu, steps, [("qwen3-next-tp8", 2, 3), ("kimi-linear-tp8", 2, 0)]),
         *grid("gated_delta", "update_kernel", "gpu", step, launches, [("qwen3-next", 64, 3)]),
         *grid(
-            "gated_delta", "prefill", "cpu", prompts_cpu, prompt, [("qwen3-next-tp8", 128), ("kimi-linear-tp8", 128)]
+            "gated_delta", "prefill", "cpu", prefill_cpu, prompt, [("qwen3-next-tp8", 128), ("kimi-linear-tp8", 128)]
         ),
-        *grid("gated_delta", "prefill_kernel", "gpu", prefill, packed, [("qwen3-next", 2048)]),
+        *grid("gated_delta", "prefill_kernel", "gpu", prefill_gpu, packed, [("qwen3-next", 2048)]),
     ]

@@ -25,35 +25,6 @@ BLOCK_SIZE = 64  # of a kernel block
 PAGE = 16  # the same on a GPU
 
 
-def attend(seed: int, model: str, num_reqs: int, length: int, context: int) -> Case:
-    """`length` queries of each request over `context` tokens, the queries' own included."""
-    shape = SHAPES[model]
-    g = torch.Generator().manual_seed(seed)
-    blocks = context // BLOCK_SIZE
-    key, value = (torch.randn(num_reqs, context, shape.kv_heads, shape.head_size, generator=g) for _ in range(2))
-    query = torch.randn(num_reqs, length, shape.query_heads, shape.head_size, generator=g)
-    table = 1 + torch.randperm(num_reqs * blocks, generator=g).view(num_reqs, blocks)
-    caches = []
-    for tokens in (key, value):
-        cache = torch.full((1 + num_reqs * blocks, BLOCK_SIZE, shape.kv_heads, shape.head_size), torch.nan)
-        cache[table.view(-1)] = tokens.reshape(-1, BLOCK_SIZE, shape.kv_heads, shape.head_size)
-        caches.append(cache)
-    positions = torch.arange(context - length, context).repeat(num_reqs, 1)
-    block_table, scale = table.int(), shape.head_size**-0.5
-    expected: list[Floats] = []
-
-    def run() -> torch.Tensor:
-        return paged_attention(query, *caches, block_table, positions, scale)
-
-    def check() -> float:
-        if not expected:
-            rows = (np.asarray(part.double()) for part in (query, key, value))
-            expected.append(np.stack([attention(*row, scale) for row in zip(*rows, strict=True)]))
-        return near("output", run(), expected[0], TOLERANCE)
-
-    return Case(run, check)
-
-
 def write(seed: int, model: str, num_tokens: int) -> Case:
     """K and V of a step's tokens into the slots of their blocks, two of the tokens being padding."""
     from hybrid_kv.kernels.paged_attention import slot_cells  # which older versions lack
@@ -82,18 +53,21 @@ def write(seed: int, model: str, num_tokens: int) -> Case:
     return Case(run, check)
 
 
-def pages(seed: int, model: str, num_reqs: int, length: int, context: int, implementation: Any, device: str) -> Case:
-    """`attend` in bfloat16, over pages all over the cache."""
+def pages(
+    seed: int, model: str, num_reqs: int, length: int, context: int, implementation: Any, device: str,
+    dtype: torch.dtype = torch.bfloat16, block_size: int = PAGE,
+) -> Case:  # fmt: skip
+    """`length` queries of each request over `context` tokens, their own included, in pages all over the cache."""
     shape = SHAPES[model]
     g = torch.Generator().manual_seed(seed)
-    bf16, count = torch.bfloat16, context // PAGE
-    key, value = (torch.randn(num_reqs, context, shape.kv_heads, shape.head_size, generator=g).to(bf16) for _ in "kv")
-    query = torch.randn(num_reqs, length, shape.query_heads, shape.head_size, generator=g).to(bf16)
+    count = context // block_size
+    key, value = (torch.randn(num_reqs, context, shape.kv_heads, shape.head_size, generator=g).to(dtype) for _ in "kv")
+    query = torch.randn(num_reqs, length, shape.query_heads, shape.head_size, generator=g).to(dtype)
     table = 1 + torch.randperm(num_reqs * count, generator=g).view(num_reqs, count)
     caches = []
     for tokens in (key, value):
-        blocks = torch.full((1 + num_reqs * count, PAGE, shape.kv_heads, shape.head_size), torch.nan, dtype=bf16)
-        blocks[table.view(-1)] = tokens.reshape(-1, PAGE, shape.kv_heads, shape.head_size)
+        blocks = torch.full((1 + num_reqs * count, block_size, *tokens.shape[2:]), torch.nan, dtype=dtype)
+        blocks[table.view(-1)] = tokens.reshape(-1, *blocks.shape[1:])
         caches.append(blocks.to(device))
     positions = torch.arange(context - length, context).repeat(num_reqs, 1)
     starts = (torch.arange(num_reqs + 1) * length).int()
@@ -109,7 +83,8 @@ def pages(seed: int, model: str, num_reqs: int, length: int, context: int, imple
         if not expected:
             rows = (np.asarray(part.double()) for part in (query, key, value))
             expected.append(np.stack([attention(*row, scale) for row in zip(*rows, strict=True)]))
-        return near("output", run().double().cpu().view(expected[0].shape), expected[0], ROUNDED)
+        tolerance = TOLERANCE if dtype == torch.float32 else ROUNDED
+        return near("output", run().double().cpu().view(expected[0].shape), expected[0], tolerance)
 
     return Case(run, check)
 
@@ -154,10 +129,11 @@ def cells() -> list[Cell]:
     full = ("nemotron-3-nano", "granite-4-h-small")
     steps = {"model": full, "num_reqs": (128,), "length": (1, 4), "context": (2048,)}
     prompts = {"model": full, "num_reqs": (1,), "length": (2048,), "context": (4096,)}
+    on_cpu = partial(pages, implementation=by_torch, device="cpu", dtype=torch.float32, block_size=BLOCK_SIZE)
     on_gpu = partial(pages, implementation=by_kernel, device="cuda")
     return [
-        *grid("paged_attention", "decode", "cpu", attend, decodes),
-        *grid("paged_attention", "chunk", "cpu", attend, chunks, [("nemotron-3-nano-tp8", 1, 256, 512)]),
+        *grid("paged_attention", "decode", "cpu", on_cpu, decodes),
+        *grid("paged_attention", "chunk", "cpu", on_cpu, chunks, [("nemotron-3-nano-tp8", 1, 256, 512)]),
         *grid("paged_attention", "write_kv", "cpu", write, {"model": models, "num_tokens": (64, 2048)}),
         *grid("paged_attention", "decode_kernel", "gpu", on_gpu, steps, [(full[0], 128, 1)]),
         *grid("paged_attention", "chunk_kernel", "gpu", on_gpu, prompts),

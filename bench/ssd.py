@@ -5,7 +5,7 @@ Quadratic and recurrent arithmetic differ by 2e-5 of the largest value in float3
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench._layers import prefill
 from bench._reference import Floats, near, recurrence, softplus
-from bench._shapes import SHAPES
+from bench._shapes import SHAPES, LayerShape
 from bench.harness.cells import Case, Cell, grid
 from bench.harness.contest import Contest, kernel_and_torch, models
-from hybrid_kv.kernels.common.spans import Spans
 from hybrid_kv.kernels.ssd import chunk_scan, chunk_scan_prefill, chunk_scan_prefill_reference
 
 TOLERANCE = 2e-5
@@ -54,61 +54,41 @@ def scan(seed: int, model: str, num_tokens: int) -> Case:
     return Case(run, check)
 
 
-def equal_spans(num_tokens: int, num_reqs: int, chunk_size: int, device: str) -> tuple[Spans, torch.Tensor]:
-    """Prompts of one length, whose states go to the first blocks; and the blocks that they start from."""
-    lengths = torch.full((num_reqs,), num_tokens // num_reqs)
-    blocks = torch.arange(1, num_reqs + 1, device=device)
-    return Spans(lengths, blocks, chunk_size=chunk_size), blocks + num_reqs
+def layer(shape: LayerShape, num_tokens: int, dtype: torch.dtype, g: torch.Generator) -> tuple[torch.Tensor, ...]:
+    """x, dt, dt_bias, A_log, B, C, D as the layer projects them."""
+    sizes = ((shape.heads, shape.head_dim), (shape.heads,), *[(shape.groups, shape.state_size)] * 2)
+    x, dt, B, C = (torch.randn(num_tokens, *size, generator=g) for size in sizes)
+    dt_bias, A_log, D = torch.randn(3, shape.heads, generator=g)
+    x, dt, B, C = (part.to(dtype) for part in (x, dt - 3, B, C))
+    return x, dt, dt_bias, A_log, B, C, D
+
+
+def expected_of(initial: torch.Tensor, inputs: Sequence[torch.Tensor], num_rows: int) -> tuple[Floats, Floats]:
+    """Outputs of equally long rows and the states after every token, [num_rows, len, …], in float64."""
+    x, dt, dt_bias, A_log, B, C, D = (np.asarray(part.double()) for part in inputs)
+    x, dt, B, C = (part.reshape(num_rows, -1, *part.shape[1:]) for part in (x, dt, B, C))
+    return recurrence(np.asarray(initial.double()), x, softplus(dt + dt_bias), -np.exp(A_log), B, C, D)
+
+
+def last_of(initial: torch.Tensor, inputs: Sequence[torch.Tensor], num_rows: int) -> tuple[Floats, Floats]:
+    """The same with the last states alone: all those of one request at a time are a lot already."""
+    x, dt, dt_bias, A_log, B, C, D = inputs
+    outputs, ends = [], []
+    for row, parts in enumerate(zip(*(part.chunk(num_rows) for part in (x, dt, B, C)), strict=True)):
+        y, states = expected_of(initial[row : row + 1], (*parts[:2], dt_bias, A_log, *parts[2:], D), 1)
+        outputs.append(y)
+        ends.append(states[:, -1])
+    return np.concatenate(outputs), np.concatenate(ends)
 
 
 def prompts(seed: int, model: str, num_tokens: int, num_reqs: int, implementation: Any, device: str) -> Case:
-    """Prompts back to back, each from a state, and the state behind each; bfloat16 activations."""
-    shape = SHAPES[model]
-    g = torch.Generator().manual_seed(seed)
-    bf16, heads, size = torch.bfloat16, shape.heads, shape.state_size
-
-    def normal(*sizes: int) -> torch.Tensor:
-        return torch.randn(*sizes, generator=g)
-
-    x = normal(num_tokens, heads, shape.head_dim).to(bf16)
-    dt = (normal(num_tokens, heads) - 3).to(bf16)
-    B, C = (normal(num_tokens, shape.groups, size).to(bf16) for _ in range(2))
-    dt_bias, A_log, D = (normal(heads) for _ in range(3))
-    state = normal(1 + 2 * num_reqs, heads, shape.head_dim, size)
-    spans, sources = equal_spans(num_tokens, num_reqs, min(shape.chunk_size, 128), device)
-    expected: list[Floats] = []
-    on_device = [part.to(device) for part in (state, x, dt, dt_bias, A_log, B, C, D)]
-    initial = torch.ones_like(sources, dtype=torch.bool)
-
-    def run() -> torch.Tensor:
-        return implementation(*on_device, spans, sources, initial)
-
-    def check() -> float:
-        if not expected:
-            rows = [np.asarray(part.double()).reshape(num_reqs, -1, *part.shape[1:]) for part in (x, dt, B, C)]
-            step = softplus(rows[1] + dt_bias.double().numpy())
-            outputs, ends = [], []
-            for start in range(num_reqs):  # One request's states at a time are a lot already.
-                one = slice(start, start + 1)
-                y, states = recurrence(
-                    state[sources.cpu()[one]].double().numpy(),
-                    rows[0][one],
-                    step[one],
-                    -np.exp(A_log.double().numpy()),
-                    rows[2][one],
-                    rows[3][one],
-                    D.double().numpy(),
-                )
-                outputs.append(y)
-                ends.append(states[:, -1])
-            expected.extend((np.concatenate(outputs), np.concatenate(ends)))
-        on_device[0][1 : 1 + num_reqs] = torch.nan
-        y = run().double().cpu().view(expected[0].shape)
-        written = on_device[0][1 : 1 + num_reqs].double().cpu()
-        # Products of operands rounded to bfloat16, the states of chunks among them.
-        return max(near("y", y, expected[0], 2 * ROUNDED), near("states", written, expected[1], 2 * ROUNDED))
-
-    return Case(run, check)
+    """Bfloat16 activations."""
+    shape, g = SHAPES[model], torch.Generator().manual_seed(seed)
+    inputs = layer(shape, num_tokens, torch.bfloat16, g)
+    # Products of operands rounded to bfloat16, the states of chunks among them.
+    return prefill(
+        shape.state[:3], inputs, num_reqs, min(shape.chunk_size, 128), implementation, device, g, last_of, 2 * ROUNDED
+    )
 
 
 def chunk_scans(device: str, model: str, num_tokens: int, num_reqs: int) -> Contest:

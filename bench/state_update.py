@@ -16,10 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench._reference import Floats, near, recurrence, softplus
+from bench._layers import verify_step
+from bench._reference import Floats, near, recurrence
 from bench._shapes import SHAPES
 from bench.harness.cells import Case, Cell, grid, seed
 from bench.harness.contest import MODELS, VLLM, Contest, Peer, Rival, models, per_head
+from bench.ssd import expected_of, layer
 from bench.static import state_bytes
 from bench.static.counts import mean_traffic
 from hybrid_kv.kernels.ssd import selective_state_update_slots, selective_state_update_slots_reference
@@ -29,49 +31,11 @@ HISTORY = 12  # tokens in the ring, of some 32 at most
 
 
 def slots(seed: int, model: str, num_reqs: int, K: int, implementation: Any, device: str, dtype: torch.dtype) -> Case:
-    """Read one state of each request, write the one after every token to a block of its own."""
-    shape, columns = SHAPES[model], 1 + K
-    g = torch.Generator().manual_seed(seed)
-
-    def normal(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=g)
-
-    num_tokens, heads, groups = num_reqs * columns, shape.heads, shape.groups
-    state = normal(1 + num_reqs * (1 + columns), heads, shape.head_dim, shape.state_size)
-    x = normal(num_tokens, heads, shape.head_dim).to(dtype)
-    dt = normal(num_tokens, heads).to(dtype)
-    B, C = (normal(num_tokens, groups, shape.state_size).to(dtype) for _ in range(2))
-    dt_bias, A_log, D = (normal(heads) for _ in range(3))
-    ids = 1 + torch.randperm(num_reqs * (1 + columns), generator=g).view(num_reqs, 1 + columns)
-    # Blocks of their own for what is written, so that a call leaves its input as it was.
-    sources, targets = ids[:, 0].contiguous(), ids[:, 1:].contiguous()
-    cu_seqlens = torch.arange(num_reqs + 1) * columns
-    inputs = (state, x, dt, dt_bias, A_log, B, C, D, cu_seqlens, sources, targets)
-    on_device = [part.to(device) for part in inputs]
-    expected: list[Floats] = []
-
-    def by_row(values: torch.Tensor) -> Floats:
-        return np.asarray(values.double().view(num_reqs, columns, *values.shape[1:]))
-
-    def check() -> float:
-        if not expected:
-            step = softplus(by_row(dt) + dt_bias.double().numpy())
-            initial, A = state[sources].double().numpy(), -np.exp(A_log.double().numpy())
-            expected.extend(recurrence(initial, by_row(x), step, A, by_row(B), by_row(C), D.double().numpy()))
-        on_device[0][targets.to(device)] = torch.nan
-        y = by_row(implementation(*on_device).cpu())
-        written = on_device[0][targets.to(device)].double().cpu()
-        return max(
-            near("y", y, expected[0], OUTPUTS if dtype == torch.float32 else ROUNDED),
-            near("states", written, expected[1], STATES),
-        )
-
-    return Case(lambda: implementation(*on_device), check)
-
-
-def slots_cpu(seed: int, model: str, num_reqs: int, K: int) -> Case:
-    """`slots` in plain torch, float32."""
-    return slots(seed, model, num_reqs, K, selective_state_update_slots_reference, "cpu", torch.float32)
+    """See `verify_step`."""
+    shape, g = SHAPES[model], torch.Generator().manual_seed(seed)
+    inputs = layer(shape, num_reqs * (1 + K), dtype, g)
+    tolerances = (OUTPUTS if dtype == torch.float32 else ROUNDED), STATES
+    return verify_step(shape.state[:3], inputs, num_reqs, K, implementation, device, g, expected_of, tolerances)
 
 
 def recompute(
@@ -134,11 +98,6 @@ def recompute(
         )
 
     return Case(lambda: implementation(*arguments), check)
-
-
-def recompute_cpu(seed: int, model: str, num_reqs: int, K: int, flush: bool) -> Case:
-    """`recompute` in plain torch, float32."""
-    return recompute(seed, model, num_reqs, K, flush, "recompute_update_reference", "cpu", torch.float32)
 
 
 def vllm_state_update() -> Peer:
@@ -243,7 +202,10 @@ def cells() -> list[Cell]:
     steps = {"model": ("nemotron-3-nano-tp8", "granite-4-h-small-tp8"), "num_reqs": (2,), "K": (0, 1, 3, 5, 7)}
     launches = {"model": ("nemotron-3-nano", "granite-4-h-small"), "num_reqs": (16, 128), "K": (0, 1, 3, 5, 7)}
     quick = [("nemotron-3-nano-tp8", 2, 0), ("nemotron-3-nano-tp8", 2, 3)]
+    on_cpu: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
     on_gpu: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    slots_cpu = partial(slots, implementation=selective_state_update_slots_reference, **on_cpu)
+    recompute_cpu = partial(recompute, name="recompute_update_reference", **on_cpu)
     slots_gpu = partial(slots, implementation=selective_state_update_slots, **on_gpu)
     recompute_gpu = partial(recompute, name="recompute_update", **on_gpu)
     flushes, quick_gpu = {**launches, "flush": (False, True)}, [("nemotron-3-nano", 128, 3)]
