@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
-import torch
-
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.models.causal_lm import CausalLM
 from hybrid_kv.models.config_file import ConfigFile
 from hybrid_kv.models.exact import ExactModel, ExactOracle
+from hybrid_kv.models.random_checkpoint import fill
 from hybrid_kv.models.registry import family_of
 from hybrid_kv.models.shapes import model_shape
 
@@ -53,19 +52,18 @@ def exact_engine(mode: str, K: int, num_reqs: int, proposer: Any, **options: Any
     )
 
 
-def tiny_nemotron(seed: int, pattern: str) -> CausalLM:
-    """Random weights with healthy margins between the best two tokens, float32.
+def tiny_engine(seed: int, mode: str) -> LLM:
+    """A NemotronH of a Mamba layer, one of attention, another Mamba layer and an MLP, in float32.
 
-    Args:
-        pattern: a letter per layer, as in `hybrid_override_pattern`.
+    Its weights are random, with healthy margins between the best two tokens.
     """
     raw = {
         "model_type": "nemotron_h",
         "vocab_size": VOCAB,
         "hidden_size": 64,
         "intermediate_size": 128,
-        "num_hidden_layers": len(pattern),
-        "hybrid_override_pattern": pattern,
+        "num_hidden_layers": 4,
+        "hybrid_override_pattern": "M*M-",
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,
@@ -81,30 +79,15 @@ def tiny_nemotron(seed: int, pattern: str) -> CausalLM:
     build = family_of(file).build
     assert build is not None
     model = cast(CausalLM, build(file, model_shape(raw).layers)).eval()
-    g = torch.Generator().manual_seed(seed)
-    for name, weight in model.named_parameters():
-        noise = torch.randn(weight.shape, generator=g)
-        if name.endswith("A_log"):
-            value = (torch.rand(weight.shape, generator=g) * 3.5 + 0.5).log()
-        elif name.endswith("dt_bias"):
-            value = torch.rand(weight.shape, generator=g) * 2 - 2
-        elif name.endswith(".D") or "norm" in name:
-            value = 1 + 0.1 * noise
-        elif weight.dim() == 2 and "conv" not in name and "embed_tokens" not in name:
-            value = noise * 1.2 / weight.shape[1] ** 0.5
-        else:
-            value = noise
-        weight.data.copy_(value)
-    return model
-
-
-def tiny_options(mode: str) -> dict[str, Any]:
-    """Of an engine around `tiny_nemotron`."""
-    return {
-        "device": "cpu",
-        "mamba_cache_mode": mode,
-        "enable_prefix_caching": mode != "none",
-        "max_num_seqs": 8,
-        "max_model_len": 256,
-        "max_num_batched_tokens": 256,
-    }
+    for weight in model.parameters():
+        weight.data.fill_(1.0)
+    fill(model, seed)
+    return LLM(
+        model,
+        device="cpu",
+        mamba_cache_mode=mode,
+        enable_prefix_caching=mode != "none",
+        max_num_seqs=8,
+        max_model_len=256,
+        max_num_batched_tokens=256,
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench._models import VOCAB, Right, answers, exact_engine, tiny_nemotron, tiny_options
+from bench._models import VOCAB, Right, answers, exact_engine, tiny_engine
 from bench._reference import equal
 from bench._requests import prompts
 from bench.harness.cells import Case, Cell, grid
@@ -34,12 +34,11 @@ def nemotron(seed: int, mode: str, num_reqs: int) -> Case:
     """A tiny NemotronH, 8 tokens each, against a recomputation of the whole text for every token."""
     length = 8
     texts = [[token % VOCAB for token in prompt] for prompt in prompts(seed, num_reqs, 56)]
-    model = tiny_nemotron(seed, "M*M-")
-    llm = LLM(model, **tiny_options(mode))
+    llm = tiny_engine(seed, mode)
     wanted: list[list[int]] = []
 
     def recomputed() -> list[list[int]]:
-        plain = LLM(model, **tiny_options("none"))
+        plain = tiny_engine(seed, "none")
         grown: list[list[int]] = [[] for _ in texts]
         for _ in range(length):
             for text, answer in zip(texts, grown, strict=True):

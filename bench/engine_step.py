@@ -12,11 +12,10 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench._models import BLOCK_SIZE, Right, answers, exact_engine, tiny_nemotron, tiny_options
+from bench._models import BLOCK_SIZE, Right, answers, exact_engine, tiny_engine
 from bench._reference import equal
 from bench._requests import prompts
 from bench.harness.cells import Case, Cell, Count, Counts, grid
-from hybrid_kv.engine.llm import LLM
 from hybrid_kv.sampling import SamplingParams
 
 PROMPT, BLOCKS = 24, 4
@@ -72,7 +71,7 @@ class _Operations(TorchDispatchMode):
 
 def operations(seed: int, mode: str) -> Counts:
     """Torch operations of one decode step of a NemotronH with two Mamba layers and one of attention, 4 requests."""
-    llm = LLM(tiny_nemotron(seed, "M*M-"), **tiny_options(mode))
+    llm = tiny_engine(seed, mode)
     for text in prompts(seed, 4, PROMPT):
         llm.scheduler.add(llm.make_request([token % 97 for token in text], SamplingParams(max_tokens=16)))
     while any(not request.output_token_ids for request in (*llm.scheduler.waiting, *llm.scheduler.running)):
