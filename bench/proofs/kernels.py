@@ -8,7 +8,7 @@ from typing import Any
 import z3
 
 from bench.proofs.prove import Case
-from bench.proofs.symbolic import Access, Array, Formula, Int, Run
+from bench.proofs.symbolic import Access, Array, Formula, Int, Run, table
 from hybrid_kv.kernels.block_tables.launch import _COUNTS, BLOCK, _block_tables
 from hybrid_kv.kernels.causal_conv1d.update import _conv_update
 from hybrid_kv.kernels.gated_delta.slots import _constexprs as _delta_constexprs
@@ -55,7 +55,7 @@ def _tables(columns: int) -> tuple[dict[str, Array], list[Formula]]:
 
 def _between(columns: int) -> Callable[[Callable[[Formula], Formula]], list[Formula]]:
     """A block that a row writes is in no other row, but the null block; and tokens belong to one row."""
-    starts, source, written = (z3.Function(name, z3.IntSort(), z3.IntSort()) for name in _TABLES)
+    starts, source, written = map(table, ("cu_seqlens", "source", "state_indices"))
 
     def between(renamed: Callable[[Formula], Formula]) -> list[Formula]:
         other, found = renamed(row), []
@@ -72,15 +72,9 @@ def _between(columns: int) -> Callable[[Callable[[Formula], Formula]], list[Form
     return between
 
 
-_TABLES = ("cu_seqlens", "source", "state_indices")
-
-
 def _own(columns: int, size: int) -> Callable[[Access], Formula]:
     """The blocks of a row are those that its tables name, without the null block."""
-    source, written = (
-        z3.Function("source", z3.IntSort(), z3.IntSort()),
-        z3.Function("state_indices", z3.IntSort(), z3.IntSort()),
-    )
+    source, written = table("source"), table("state_indices")
 
     def own(access: Access) -> Formula:
         mine = [written(row * columns_stride + i) for i in range(columns)] if access.is_store else [source(row)]
@@ -224,8 +218,8 @@ def block_tables(kernel: Kernel = _block_tables, bpk: int = 4) -> Case:
         other, found = renamed(index), []
         for one, two in ((index, other), (other, index)):
             found.append(z3.Implies(z3.And(one < two, two < num_reqs), starts(one + 1) <= starts(two)))
-        for table, first in ((rows_of, 0), (staged_rows, padded)):
-            found.append(z3.Implies(index != other, table(index - first) != table(other - first)))
+        for ids_of, first in ((rows_of, 0), (staged_rows, padded)):
+            found.append(z3.Implies(index != other, ids_of(index - first) != ids_of(other - first)))
         for begin, per in ((begins, 1), (input_begins, bpk)):
             apart = z3.Or(begin + size * per <= renamed(begin), renamed(begin + size * per) <= begin)
             found.append(z3.Implies(group != renamed(group), apart))

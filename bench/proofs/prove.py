@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import z3
 
-from bench.proofs.symbolic import Access, Array, Formula, Run, paths
+from bench.proofs.symbolic import Access, Array, Formula, Run, parts_of, paths
 from hybrid_kv.timing.clock import clock
 
 SECONDS = 60
@@ -166,36 +166,19 @@ def _at(place: Formula, values: Formula, lane: Formula, size: Formula, result: F
 
 def _renamed(formula: Formula) -> Formula:
     """The same of another program."""
-    pairs, left, seen = [], [formula], set()
-    while left:
-        one = left.pop()
-        if one.get_id() in seen:
-            continue
-        seen.add(one.get_id())
-        left += one.children()
-        if z3.is_const(one) and one.decl().kind() == z3.Z3_OP_UNINTERPRETED and _OWN.match(str(one)):
-            pairs.append((one, z3.Int(f"{one}'")))
-    return z3.substitute(formula, *pairs)
+    names = (one for one in parts_of(formula) if z3.is_const(one) and one.decl().kind() == z3.Z3_OP_UNINTERPRETED)
+    return z3.substitute(formula, *((one, z3.Int(f"{one}'")) for one in names if _OWN.match(str(one))))
 
 
 def _products(formulas: Sequence[Formula]) -> tuple[list[Formula], list[Formula]]:
     """The products of two numbers that are no constants, and how those are ordered that have a factor in common."""
-    found: dict[int, Formula] = {}
-    left, seen = [*formulas], set[int]()
-    while left:
-        one = left.pop()
-        if one.get_id() in seen:
-            continue
-        seen.add(one.get_id())
-        left += one.children()
-        if z3.is_mul(one) and len(one.children()) == 2 and not any(map(z3.is_int_value, one.children())):
-            found[one.get_id()] = one
-    lemmas = []
-    for one, other in combinations(found.values(), 2):
+    products = (one for one in parts_of(*formulas) if z3.is_mul(one) and len(one.children()) == 2)
+    found, lemmas = [one for one in products if not any(map(z3.is_int_value, one.children()))], []
+    for one, other in combinations(found, 2):
         for a, b in (one.children(), one.children()[::-1]):
             for c, d in (other.children(), other.children()[::-1]):
                 if b.eq(d):
                     lemmas.append(z3.Implies(z3.And(b >= 0, a < c), one + b <= other))
                     lemmas.append(z3.Implies(z3.And(b >= 0, c < a), other + b <= one))
                     lemmas.append(z3.Implies(a == c, one == other))
-    return [*found.values()], lemmas
+    return found, lemmas

@@ -38,6 +38,11 @@ class Access:
     needs: tuple[Formula, ...]
 
 
+def table(name: str) -> Callable[[Formula], Formula]:
+    """The integers of an array, by their place."""
+    return z3.Function(name, z3.IntSort(), z3.IntSort())  # type: ignore[no-any-return]
+
+
 @dataclass
 class Array:
     """A tensor that a kernel gets: `size` elements; of integers `bits`, 0 for floats.
@@ -52,7 +57,7 @@ class Array:
     known: Callable[[Formula], tuple[Formula, int]] | None = None
 
     def __call__(self, place: Formula) -> Formula:
-        value = z3.Function(self.name, z3.IntSort(), z3.IntSort())(place)
+        value = table(self.name)(place)
         if self.known is None:
             return value
         condition, constant = self.known(place)
@@ -253,7 +258,8 @@ class Run:
         return guard
 
     def max(self, values: Int, axis: int) -> Int:
-        lane = next(z3.Int(name) for name in self.lanes if z3.Int(name).get_id() in _names(values.value))
+        inside = {one.get_id() for one in parts_of(values.value)}
+        lane = next(z3.Int(name) for name in self.lanes if z3.Int(name).get_id() in inside)
         result, place, size = self.fresh("max"), self.fresh("lane"), self.lanes[str(lane)]
         at_place = z3.substitute(values.value, (lane, place))
         self.facts += [place >= 0, place < size, result == at_place]
@@ -319,14 +325,15 @@ def _run() -> Run:
     return _runs[-1]
 
 
-def _names(formula: Formula) -> set[int]:
-    """Ids of the constants in a formula."""
-    found, left = set(), [formula]
+def parts_of(*formulas: Formula) -> Iterator[Formula]:
+    """All formulas inside of some, each once."""
+    left, seen = [*formulas], set[int]()
     while left:
         one = left.pop()
-        left += one.children()
-        found |= {one.get_id()} if z3.is_const(one) else set()
-    return found
+        if one.get_id() not in seen:
+            seen.add(one.get_id())
+            left += one.children()
+            yield one
 
 
 def paths(
