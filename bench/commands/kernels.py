@@ -47,7 +47,7 @@ def kernels(
 
         absent = peers.find()[1]
     verdicts = gate.run(compile.MODULES, names, baseline, accept=update, select=select)
-    counted = [one for one in counts.count_all() if not select or any(part.lower() in one.name for part in select)]
+    counted = [one for one in counts.count_all() if not select or any(part.lower() in one.kernel for part in select)]
     known = {} if update else gate.read_baseline(baseline, provenance().triton)
     wrong = [counts.failures(one, known) for one in counted]
     others = gate.run_peers(names) if with_peers else []
@@ -63,7 +63,8 @@ def kernels(
 
     try:
         if update and not failed:
-            append_rows(baseline, [*gate.changed_rows(verdicts, baseline), *counts.changed_rows(counted, baseline)])
+            measured = [*(one.measurement for one in verdicts), *counted]
+            append_rows(baseline, gate.changed_rows(measured, baseline))
     finally:
         show(table.document(verdicts, others), as_json, out, tables)
     if failed:

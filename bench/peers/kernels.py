@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,8 +52,7 @@ class Peer:
         return self.module.partition(".")[0]
 
 
-def _bf16(*shape: int) -> torch.Tensor:
-    return torch.empty(*shape, dtype=torch.bfloat16)
+_bf16, _int32 = (partial(torch.empty, dtype=dtype) for dtype in (torch.bfloat16, torch.int32))
 
 
 def _scan_inputs(num_tokens: int) -> list[torch.Tensor]:
@@ -73,47 +72,39 @@ def _state_update(peer: Any, k: int, **options: Any) -> None:
     peer.selective_state_update(state, x, dt, A, B, C, D, dt_bias=dt_bias, dt_softplus=True, **options)
 
 
-def _vllm_state_update(k: int) -> Callable[[Any], None]:
-    def call(peer: Any) -> None:
-        options: dict[str, Any] = {"out": _bf16(NUM_REQS * (1 + k), HEADS, HEAD_DIM)}
-        if k:
-            table = torch.empty(NUM_REQS, 1 + k, dtype=torch.int32)
-            options |= {"state_batch_indices": table, "dst_state_batch_indices": table}
-            options["num_accepted_tokens"] = torch.empty(NUM_REQS, dtype=torch.int32)
-            options["cu_seqlens"] = torch.empty(NUM_REQS + 1, dtype=torch.int32)
-        else:
-            options["state_batch_indices"] = torch.empty(NUM_REQS, dtype=torch.int32)
-        _state_update(peer, k, **options)
-
-    return call
+def _vllm_state_update(peer: Any, k: int) -> None:
+    options: dict[str, Any] = {"out": _bf16(NUM_REQS * (1 + k), HEADS, HEAD_DIM)}
+    if k:
+        table = _int32(NUM_REQS, 1 + k)
+        options |= {"state_batch_indices": table, "dst_state_batch_indices": table}
+        options |= {"num_accepted_tokens": _int32(NUM_REQS), "cu_seqlens": _int32(NUM_REQS + 1)}
+    else:
+        options["state_batch_indices"] = _int32(NUM_REQS)
+    _state_update(peer, k, **options)
 
 
 def _conv_states(k: int) -> torch.Tensor:
     return _bf16(NUM_REQS, 3 + k, CHANNELS).transpose(1, 2)
 
 
-def _vllm_conv_update(k: int) -> Callable[[Any], None]:
-    def call(peer: Any) -> None:
-        options: dict[str, Any] = {"conv_state_indices": torch.empty(NUM_REQS, dtype=torch.int32)}
-        if k:
-            options["num_accepted_tokens"] = torch.empty(NUM_REQS, dtype=torch.int32)
-            options["query_start_loc"] = torch.empty(NUM_REQS + 1, dtype=torch.int32)
-            options["max_query_len"] = 1 + k
-        x, weight, bias = _bf16(NUM_REQS * (1 + k), CHANNELS), _bf16(CHANNELS, 4), _bf16(CHANNELS)
-        peer.causal_conv1d_update(x, _conv_states(k), weight, bias, "silu", null_block_id=0, **options)
-
-    return call
+def _vllm_conv_update(peer: Any, k: int) -> None:
+    options: dict[str, Any] = {"conv_state_indices": _int32(NUM_REQS)}
+    if k:
+        options |= {"num_accepted_tokens": _int32(NUM_REQS), "query_start_loc": _int32(NUM_REQS + 1)}
+        options["max_query_len"] = 1 + k
+    x, weight, bias = _bf16(NUM_REQS * (1 + k), CHANNELS), _bf16(CHANNELS, 4), _bf16(CHANNELS)
+    peer.causal_conv1d_update(x, _conv_states(k), weight, bias, "silu", null_block_id=0, **options)
 
 
 def _vllm_conv_prefill(peer: Any) -> None:
-    programs = torch.empty(NUM_TOKENS, dtype=torch.int32)
+    programs = _int32(NUM_TOKENS)
     peer.causal_conv1d_fn(
         _bf16(NUM_TOKENS, CHANNELS).t(),
         _bf16(CHANNELS, 4),
         _bf16(CHANNELS),
         _conv_states(0),
-        torch.empty(NUM_REQS + 1, dtype=torch.int32),
-        cache_indices=torch.empty(NUM_REQS, dtype=torch.int32),
+        _int32(NUM_REQS + 1),
+        cache_indices=_int32(NUM_REQS),
         has_initial_state=torch.empty(NUM_REQS, dtype=torch.bool),
         pad_slot_id=-1,
         null_block_id=0,
@@ -123,7 +114,7 @@ def _vllm_conv_prefill(peer: Any) -> None:
 
 def _vllm_chunk_scan(peer: Any) -> None:
     x, B, C = _scan_inputs(NUM_TOKENS)
-    chunks = torch.empty(NUM_TOKENS // CHUNK + 1, dtype=torch.int32)
+    chunks = _int32(NUM_TOKENS // CHUNK + 1)
     peer.mamba_chunk_scan_combined_varlen(
         x,
         _bf16(NUM_TOKENS, HEADS),
@@ -131,7 +122,7 @@ def _vllm_chunk_scan(peer: Any) -> None:
         B,
         C,
         CHUNK,
-        cu_seqlens=torch.empty(2, dtype=torch.int32),
+        cu_seqlens=_int32(2),
         cu_chunk_seqlens=chunks,
         last_chunk_indices=torch.zeros(1, dtype=torch.int32),
         seq_idx=chunks[1:],
@@ -170,38 +161,34 @@ def _kv_caches() -> tuple[torch.Tensor, ...]:
     return _bf16(NUM_REQS, 2, BLOCK_SIZE, KV_HEADS, HEAD_SIZE).unbind(1)
 
 
-def _vllm_attention(query_len: int, segments: int) -> Callable[[Any], None]:
+def _vllm_attention(peer: Any, query_len: int, segments: int) -> None:
     """With `segments` each row's K and V are split between programs, as for few requests."""
-
-    def call(peer: Any) -> None:
-        tokens = NUM_REQS * query_len
-        query = _bf16(tokens, QUERY_HEADS, HEAD_SIZE)
-        options: dict[str, Any] = {}
-        if segments:
-            parts = torch.empty(tokens, QUERY_HEADS, segments)
-            options = {"seq_threshold_3D": NUM_REQS, "num_par_softmax_segments": segments}
-            options |= {"softmax_segm_max": parts, "softmax_segm_expsum": parts}
-            options["softmax_segm_output"] = torch.empty(tokens, QUERY_HEADS, segments, HEAD_SIZE)
-        peer.unified_attention(
-            query,
-            *_kv_caches(),
-            torch.empty_like(query),
-            cu_seqlens_q=torch.empty(NUM_REQS + 1, dtype=torch.int32),
-            max_seqlen_q=query_len,
-            seqused_k=torch.empty(NUM_REQS, dtype=torch.int32),
-            max_seqlen_k=4096,
-            softmax_scale=HEAD_SIZE**-0.5,
-            causal=True,
-            window_size=(-1, -1),
-            block_table=torch.empty(NUM_REQS, 256, dtype=torch.int32),
-            softcap=0.0,
-            q_descale=None,
-            k_descale=None,
-            v_descale=None,
-            **options,
-        )
-
-    return call
+    tokens = NUM_REQS * query_len
+    query = _bf16(tokens, QUERY_HEADS, HEAD_SIZE)
+    options: dict[str, Any] = {}
+    if segments:
+        parts = torch.empty(tokens, QUERY_HEADS, segments)
+        options = {"seq_threshold_3D": NUM_REQS, "num_par_softmax_segments": segments}
+        options |= {"softmax_segm_max": parts, "softmax_segm_expsum": parts}
+        options["softmax_segm_output"] = torch.empty(tokens, QUERY_HEADS, segments, HEAD_SIZE)
+    peer.unified_attention(
+        query,
+        *_kv_caches(),
+        torch.empty_like(query),
+        cu_seqlens_q=_int32(NUM_REQS + 1),
+        max_seqlen_q=query_len,
+        seqused_k=_int32(NUM_REQS),
+        max_seqlen_k=4096,
+        softmax_scale=HEAD_SIZE**-0.5,
+        causal=True,
+        window_size=(-1, -1),
+        block_table=_int32(NUM_REQS, 256),
+        softcap=0.0,
+        q_descale=None,
+        k_descale=None,
+        v_descale=None,
+        **options,
+    )
 
 
 def _vllm_store(peer: Any) -> None:
@@ -221,12 +208,15 @@ def _conv_bytes(k: int) -> dict[str, Bytes]:
 
 _NORM_BYTES: dict[str, Bytes] = {"norm": lambda c: 3 * c["BLOCK_N"] * 2}
 _OPS, _ATTENTION = "vllm.model_executor.layers.mamba.ops", "vllm.v1.attention.ops"
-_MAMBA = "mamba_ssm.ops.triton"
+_MAMBA, _UNIFIED = "mamba_ssm.ops.triton", f"{_ATTENTION}.triton_unified_attention"
 _CHUNKS = f"{NANO}, chunks of {CHUNK}"
 PEERS: tuple[Peer, ...] = (
-    *(Peer(f"{_OPS}.mamba_ssm", f"{NANO}, K={k}", "float32", _vllm_state_update(k), _state_bytes(k)) for k in (0, 3)),
     *(
-        Peer(f"{_OPS}.causal_conv1d", f"{NANO}, K={k}", "bfloat16", _vllm_conv_update(k), _conv_bytes(k))
+        Peer(f"{_OPS}.{module}", f"{NANO}, K={k}", dtype, partial(call, k=k), num_bytes(k))
+        for module, dtype, call, num_bytes in (
+            ("mamba_ssm", "float32", _vllm_state_update, _state_bytes),
+            ("causal_conv1d", "bfloat16", _vllm_conv_update, _conv_bytes),
+        )
         for k in (0, 3)
     ),
     Peer(
@@ -238,8 +228,8 @@ PEERS: tuple[Peer, ...] = (
     ),
     Peer(f"{_OPS}.ssd_combined", _CHUNKS, "bfloat16", _vllm_chunk_scan, {}),
     Peer(f"{_OPS}.layernorm_gated", NANO, "bfloat16", _gated_norm, _NORM_BYTES),
-    Peer(f"{_ATTENTION}.triton_unified_attention", f"{NANO}, K=0, split", "bfloat16", _vllm_attention(1, 16), {}),
-    Peer(f"{_ATTENTION}.triton_unified_attention", f"{NANO}, K=3", "bfloat16", _vllm_attention(4, 0), {}),
+    Peer(_UNIFIED, f"{NANO}, K=0, split", "bfloat16", partial(_vllm_attention, query_len=1, segments=16), {}),
+    Peer(_UNIFIED, f"{NANO}, K=3", "bfloat16", partial(_vllm_attention, query_len=4, segments=0), {}),
     Peer(
         f"{_ATTENTION}.triton_reshape_and_cache_flash",
         NANO,
@@ -301,6 +291,6 @@ def find() -> tuple[list[AotCase], list[str]]:
     return list(cases.values()), absent
 
 
-def aot_cases() -> list[AotCase]:
-    """The cases of all peers that are there."""
+def aot_cases(lanes: int) -> list[AotCase]:
+    """The cases of all peers that are there; their wrappers know no other warps than those of 32 lanes."""
     return find()[0]

@@ -17,7 +17,6 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import cache
-from inspect import signature
 from multiprocessing import get_context
 from typing import Any
 
@@ -201,23 +200,33 @@ def _disassemble(cubin: bytes) -> str | None:
 
 
 @dataclass(frozen=True)
-class Measurement:
-    """One case on one target. `metrics` is None if it does not compile; `error` then says why."""
+class Measured:
+    """What a baseline is held against, on one target."""
 
     kernel: str
     shape: str
     dtype: str
     target: str
-    state_access: bool
-    metrics: Metrics | None
-    error: str = ""
 
     @property
     def key(self) -> tuple[str, str, str, str]:
         return self.kernel, self.shape, self.dtype, self.target
 
     def values(self) -> dict[str, float]:
-        """What a baseline holds, by the name of its metric. Counts of different levels of code are not comparable."""
+        """What a baseline holds, by the name of its metric."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Measurement(Measured):
+    """One case on one target. `metrics` is None if it does not compile; `error` then says why."""
+
+    state_access: bool
+    metrics: Metrics | None
+    error: str = ""
+
+    def values(self) -> dict[str, float]:
+        """Counts of different levels of code are not comparable."""
         if self.metrics is None:
             return {}
         found = {name: getattr(self.metrics, name) for name in UNITS}
@@ -231,9 +240,7 @@ class Measurement:
 @cache
 def cases_of(module: str, target: str) -> list[AotCase]:
     """The cases of a module for a target."""
-    function = importlib.import_module(module).aot_cases
-    lanes = {"lanes": TARGETS[target].warp_size} if "lanes" in signature(function).parameters else {}
-    cases: list[AotCase] = function(**lanes)
+    cases: list[AotCase] = importlib.import_module(module).aot_cases(TARGETS[target].warp_size)
     if len({(case.kernel, case.shape, case.dtype) for case in cases}) < len(cases):
         raise ValueError(f"{module}: two cases have the same kernel, shape and dtype, and would share a baseline")
     return cases

@@ -7,12 +7,12 @@ is counted must be what `state_bytes` says, which `mean_traffic` then averages o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -20,14 +20,13 @@ import numpy as np
 import torch
 
 from bench._shapes import DELTA_MODELS, MODELS, NANO, QWEN3_5, DeltaShape
-from bench.static.gate import Baseline, read_baseline
+from bench.static.compile import Measured
+from bench.static.gate import Baseline
 from bench.static.state_bytes import Shape, slots_bytes, step_bytes
 from hybrid_kv.errors import deaf_to_ctrl_c
 from hybrid_kv.kernels.common.interpreter import start_interpreter
 from hybrid_kv.kernels.recompute import RecomputeCursors, commit_reference, default_ring_len
-from hybrid_kv.results import Row, provenance
 
-TARGET = "any"
 FEWEST = 5.0  # times as many bytes as `recompute` that `slots` must move with 3 and 5 drafts, states in float32
 # Layers with a delta rule, whose bytes are counted beside the first model's.
 DELTA = {"Qwen3-Next": DELTA_MODELS["Qwen3-Next"], "Qwen3.5-397B": QWEN3_5}
@@ -37,18 +36,14 @@ RECORDED = 16
 
 
 @dataclass(frozen=True)
-class Count:
+class Count(Measured):
     """Bytes of one request, layer and step; `wrong` says what must not be."""
 
-    name: str
-    shape: str
-    dtype: str
     bytes: int
     wrong: str = ""
 
-    @property
-    def key(self) -> tuple[str, str, str, str]:
-        return self.name, self.shape, self.dtype, TARGET
+    def values(self) -> dict[str, float]:
+        return {"bytes": self.bytes}
 
 
 def distinct_bytes(call: Callable[[], object], shared: Sequence[torch.Tensor]) -> int:
@@ -161,19 +156,20 @@ def mean_traffic(
     columns = 2 if block_size is None else 2 + (num_rows + steps * tokens) // block_size
     block_table = torch.ones(num_rows, columns, dtype=torch.int64)
     accepted = torch.ones(num_rows, dtype=torch.int64)
-    warm, total, flushes = steps // 4, 0, 0
+    warm, seen = steps // 4, Counter[tuple[int, bool]]()
     for index in range(steps):
         step = commit_reference(cursors, rows, accepted, cu_seqlens, block_table, block_size)
         hits = torch.rand(num_rows, num_speculative_tokens, generator=generator) < acceptance
         accepted = 1 + hits.long().cumprod(1).sum(1)
         if index >= warm:
-            for n_hist, n_flush in zip(step.n_hist.tolist(), step.n_flush.tolist(), strict=True):
-                moved = step_bytes(shape, state_dtype, tokens, n_hist, n_flush > 0, planes=recorded is None)
-                total += sum(moved.values())
-                flushes += n_flush > 0
-    count = num_rows * (steps - warm)
+            seen.update(zip(step.n_hist.tolist(), (step.n_flush > 0).tolist(), strict=True))
+    moved = sum(
+        count * sum(step_bytes(shape, state_dtype, tokens, *kind, planes=recorded is None).values())
+        for kind, count in seen.items()
+    )
+    flushes = sum(count for (_, flush), count in seen.items() if flush)
     slots = sum(slots_bytes(shape, state_dtype, tokens).values())
-    return Traffic(flushes / count, total / count, slots)
+    return Traffic(flushes / seen.total(), moved / seen.total(), slots)
 
 
 def count_bytes() -> list[Count]:
@@ -205,7 +201,7 @@ def count_bytes() -> list[Count]:
             if schemes["record"] < traffic.recompute:
                 wrong.append("a record of vLLM or FlashInfer moves fewer bytes than recompute")
         for scheme, value in schemes.items():
-            found.append(Count(f"bytes.{scheme}", f"{name}, K={K}", "float32", round(value), "; ".join(wrong)))
+            found.append(Count(f"bytes.{scheme}", f"{name}, K={K}", "float32", "any", round(value), "; ".join(wrong)))
     return found
 
 
@@ -227,25 +223,11 @@ def failures(count: Count, baseline: Baseline) -> list[str]:
     return [count.wrong, *more] if count.wrong else more
 
 
-def changed_rows(counts: Sequence[Count], path: Path) -> list[Row]:
-    """The rows of those counts that the baseline does not hold already."""
-    known = read_baseline(path, provenance().triton)
-    return [
-        Row("kernels", one.name, "bytes", one.bytes, "B", _params(one), better="lower", verdict="pass")
-        for one in counts
-        if {"bytes": one.bytes} != known.get(one.key)
-    ]
-
-
-def _params(count: Count) -> dict[str, str]:
-    return {"shape": count.shape, "dtype": count.dtype, "target": TARGET}
-
-
 def print_counts(counts: Sequence[Count], found: Sequence[Sequence[str]]) -> None:
     """One line per count, and below what is wrong."""
     print(f"\n{'counted in the interpreter':26} {'shape':24} {'':8} {'bytes':>11}")
     for one, wrong in zip(counts, found, strict=True):
-        print(f"{one.name:26} {one.shape:24} {one.dtype:8} {one.bytes:>11,}  {'FAILED' if wrong else 'ok'}")
+        print(f"{one.kernel:26} {one.shape:24} {one.dtype:8} {one.bytes:>11,}  {'FAILED' if wrong else 'ok'}")
     for one, wrong in zip(counts, found, strict=True):
         for line in wrong:
-            print(f"{one.name} ({one.shape}, {one.dtype}): {line}")
+            print(f"{one.kernel} ({one.shape}, {one.dtype}): {line}")

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.static.compile import UNITS, Measurement, jobs, measure
+from bench.static.compile import UNITS, Measured, Measurement, jobs, measure
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.results import Row, provenance, read_rows
 
@@ -110,18 +110,17 @@ def run_peers(targets: Sequence[str]) -> list[Verdict]:
     return [Verdict(one, warnings=[one.error] if one.error else [], is_gated=False) for one in found]
 
 
-def result_rows(measurement: Measurement) -> list[Row]:
+def result_rows(one: Measured) -> list[Row]:
     """One row per metric."""
-    rows = []
-    for name, value in measurement.values().items():
-        unit, better = UNITS[name.split("_", 1)[1] if "instructions" in name else name]
-        params: dict[str, Any] = {name: getattr(measurement, name) for name in ("shape", "dtype", "target")}
-        rows.append(Row("kernels", measurement.kernel, name, value, unit, params, better=better, verdict="pass"))
+    rows, units = [], {**UNITS, "bytes": ("B", "lower")}
+    for name, value in one.values().items():
+        unit, better = units[name.split("_", 1)[1] if "instructions" in name else name]
+        params: dict[str, Any] = {name: getattr(one, name) for name in ("shape", "dtype", "target")}
+        rows.append(Row("kernels", one.kernel, name, value, unit, params, better=better, verdict="pass"))
     return rows
 
 
-def changed_rows(verdicts: Sequence[Verdict], baseline: Path) -> list[Row]:
-    """The rows of those measurements that the baseline does not hold already."""
+def changed_rows(measured: Iterable[Measured], baseline: Path) -> list[Row]:
+    """The rows of those that the baseline does not hold already."""
     known = read_baseline(baseline, provenance().triton)
-    changed = [v.measurement for v in verdicts if v.measurement.values() != known.get(v.measurement.key)]
-    return [row for one in changed for row in result_rows(one)]
+    return [row for one in measured if one.values() != known.get(one.key) for row in result_rows(one)]

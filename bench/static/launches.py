@@ -87,8 +87,8 @@ def _slots(model: str, dtype: torch.dtype, k: int) -> None:
     selective_state_update_slots(_heads(model, dtype), *_scan_inputs(model, tokens), *indices)
 
 
-def _slots_bytes(dtype: torch.dtype, k: int) -> Bytes:
-    return lambda c: c["BLOCK_P"] * ((2 + k) * c["STATE"] * dtype.itemsize + (1 + k) * 2 * 2)
+def _slots_bytes(rows: str, columns: str, dtype: torch.dtype, k: int) -> Bytes:
+    return lambda c: c[rows] * ((2 + k) * c[columns] * dtype.itemsize + (1 + k) * 2 * 2)
 
 
 def _chunk_scan(dtype: torch.dtype, chunk_size: int) -> None:
@@ -115,10 +115,6 @@ def _delta_states(model: str, dtype: torch.dtype) -> torch.Tensor:
 def _delta_slots(model: str, dtype: torch.dtype, k: int) -> None:
     indices = _ids(NUM_REQS + 1), _ids(NUM_REQS), _ids(NUM_REQS, 1 + k)
     gated_delta_update_slots(_delta_states(model, dtype), *_delta_inputs(model, NUM_REQS * (1 + k)), *indices)
-
-
-def _delta_slots_bytes(dtype: torch.dtype, k: int) -> Bytes:
-    return lambda c: c["BLOCK_V"] * ((2 + k) * c["KEY"] * dtype.itemsize + (1 + k) * 2 * 2)
 
 
 def _delta_prefill(model: str, dtype: torch.dtype, chunk_size: int) -> None:
@@ -287,7 +283,7 @@ LAUNCHES = (
             f"{model}, K={k}",
             partial(_delta_slots, model, dtype, k),
             _name(dtype),
-            _delta_slots_bytes(dtype, k),
+            _slots_bytes("BLOCK_V", "KEY", dtype, k),
         )
         for model, dtype, k in _DELTA_UPDATES
     ),
@@ -326,7 +322,7 @@ LAUNCHES = (
             f"{model}, K={k}",
             partial(_slots, model, dtype, k),
             _name(dtype),
-            _slots_bytes(dtype, k),
+            _slots_bytes("BLOCK_P", "STATE", dtype, k),
         )
         for model, dtype, k in _STATE_UPDATES
     ),

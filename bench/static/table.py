@@ -10,6 +10,11 @@ from bench.static.gate import Verdict
 from hybrid_kv.results import provenance
 
 _MIX = ("global", "shared", "tensor", "float", "integer")
+# Metrics and their headings.
+_SHOWN = {
+    "registers": "regs", "spill_bytes": "spill", "shared_bytes": "shared", "blocks_per_sm": "blocks",
+    "load_bits": "load", "store_bits": "store", "isa": "code", "instructions": "instr.",
+}  # fmt: skip
 
 
 def print_table(verdicts: Sequence[Verdict]) -> None:
@@ -20,22 +25,18 @@ def print_table(verdicts: Sequence[Verdict]) -> None:
     # A terminal may wrap a line; rich would cut the metrics off.
     console = Console(highlight=False, markup=False, soft_wrap=True, width=240)
     table = Table(box=None, pad_edge=False)
-    headers = ("target", "regs", "spill", "shared", "blocks", "load", "store", "code", "instr.", "/byte")
-    for name in ("kernel", "shape", "dtype", *headers, " ".join(_MIX), ""):
+    for name in ("kernel", "shape", "dtype", "target", *_SHOWN.values(), "/byte", " ".join(_MIX), ""):
         left = name in ("kernel", "shape", "dtype", "target", "code", "")
         table.add_column(name, justify="left" if left else "right", no_wrap=True)
     before: tuple[str, ...] = ()
     for verdict in verdicts:
         one = verdict.measurement
         case, metrics = one.key[:3], one.metrics
-        cells = [""] * len(headers[1:]) + [""]
+        cells = [""] * (len(_SHOWN) + 2)
         if metrics is not None:
-            cells = [f"{metrics.registers}", f"{metrics.spill_bytes}", f"{metrics.shared_bytes}"]
-            cells += [f"{metrics.blocks_per_sm}", f"{metrics.load_bits}", f"{metrics.store_bits}"]
-            per_byte = metrics.instructions_per_byte
-            cells += [metrics.isa, f"{metrics.instructions}", "" if per_byte is None else f"{per_byte:.2f}"]
-            mix = metrics.mix[metrics.isa]
-            cells += [" ".join(f"{mix.get(name, 0):{len(name)}}" for name in _MIX)]
+            per_byte, mix = metrics.instructions_per_byte, metrics.mix[metrics.isa]
+            cells = [str(getattr(metrics, name)) for name in _SHOWN] + ["" if per_byte is None else f"{per_byte:.2f}"]
+            cells.append(" ".join(f"{mix.get(name, 0):{len(name)}}" for name in _MIX))
         table.add_row(*(("", "", "") if case == before else case), one.target, *cells, verdict.word)
         before = case
     console.print(table)

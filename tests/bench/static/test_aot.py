@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -396,16 +395,17 @@ def test_what_cannot_run_is_one_line_and_exit_2(
     assert err.startswith(message) and err.count("\n") == 1
 
 
-def test_missing_triton_is_one_line_and_exit_2() -> None:
-    code = "import sys; sys.modules['triton'] = None; from hybrid_kv.cli import main; main(['kernels'])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "error: triton is not installed; run: pip install 'hybrid_kv[kernels]'" in done.stderr
+def test_missing_triton_is_one_line_and_exit_2(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    code, out, err = run(capsys)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("error: triton is not installed; run: pip install 'hybrid_kv[kernels]'")
 
 
 def test_cases_that_would_share_a_baseline_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "aot_cases", lambda: [_case("plain"), _case("plain")])
+    monkeypatch.setattr(sys.modules[__name__], "aot_cases", lambda _: [_case("plain"), _case("plain")])
     with pytest.raises(ValueError, match="two cases have the same kernel, shape and dtype"):
         compile.cases_of.__wrapped__(__name__, "sm_90")
 
