@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -39,9 +38,8 @@ from bench.harness.cells import Cell, WrongResultError, nothing
 from bench.harness.measurement import Measurement
 from bench.peers.vllm_process import VLLMProcess, check_installed
 from hybrid_kv.accuracy.guard_model import FOLDER as GUARD_MODEL
-from hybrid_kv.config import HybridKVError
 from hybrid_kv.engine.llm import LLM
-from hybrid_kv.errors import run_command
+from hybrid_kv.errors import CheckFailedError, HybridKVError, run_command
 from hybrid_kv.models.random_checkpoint import write_checkpoint
 from hybrid_kv.models.registry import sized
 from hybrid_kv.results import Receipt, Row, append_rows, check_writable
@@ -267,7 +265,12 @@ WIDTHS = (17, 20, 8, 16, 16, 16, 16)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table. Returns 1 if tokens of the engine differ, 2 if it cannot run or write, else 0."""
+    """Print the table. Returns 1 if tokens of the engine differ, else 0.
+
+    Raises:
+        CheckFailedError: tokens changed while they were timed.
+        HybridKVError: it cannot run or write.
+    """
     names = ("guard", *sized())
     parser = ArgumentParser("python -m bench.families")
     parser.add_argument("--family", action="append", default=[], choices=names, help="only this one; may be repeated")
@@ -280,25 +283,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     rivals = options.rival or RIVALS
     torch.set_num_threads(1)
+    if options.out:
+        check_writable(options.out)
+    if "vllm" in rivals:
+        check_installed()
+    print("tokens/s of each, in brackets those of the engine over it\n" + _line(HEAD))
     wrong = False
-    try:
-        if options.out:
-            check_writable(options.out)
-        if "vllm" in rivals:
-            check_installed()
-        print("tokens/s of each, in brackets those of the engine over it\n" + _line(HEAD))
-        for name in options.family or names:
+    for name in options.family or names:
+        try:
             found = compare(name, rivals, options.size, options.rounds, options.dtype, options.all_experts)
-            if options.out:
-                append_rows(options.out, [*found.rows()])
-            print("\n".join([*map(_line, lines(found)), *found.differences]), flush=True)
-            wrong |= any(found.equal[at] + found.rounded.get(at, 0) < at[0] for at in found.equal if at[1] == ENGINE)
-    except WrongResultError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except HybridKVError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        except WrongResultError as error:
+            raise CheckFailedError(f"error: {error}") from None
+        if options.out:
+            append_rows(options.out, [*found.rows()])
+        print("\n".join([*map(_line, lines(found)), *found.differences]), flush=True)
+        wrong |= any(found.equal[at] + found.rounded.get(at, 0) < at[0] for at in found.equal if at[1] == ENGINE)
     return int(wrong)
 
 

@@ -24,8 +24,7 @@ interval lies below what is promised: 3 for `drafts` with 8 at a time, 1 for eve
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -36,14 +35,13 @@ import torch
 
 from bench._reference import equal
 from bench.harness.arguments import ArgumentParser
-from bench.harness.cells import Case, Cell, WrongResultError, grid
-from bench.harness.measurement import Counted, Measurement, groups, measure_together
+from bench.harness.cells import Case, Cell, grid
+from bench.harness.command import measure
+from bench.harness.measurement import ROUNDS
 from hybrid_kv.accuracy.guard_model import FOLDER as GUARD_MODEL
-from hybrid_kv.config import HybridKVError
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.errors import run_command
 from hybrid_kv.models.random_checkpoint import write_checkpoint
-from hybrid_kv.results import append_rows, check_writable
 from hybrid_kv.sampling import SamplingParams
 from hybrid_kv.timing.case import ENGINE
 
@@ -237,50 +235,13 @@ def contests() -> list[Cell]:
     return found
 
 
-def run(quick: bool = False) -> Iterator[list[Measurement] | list[Counted]]:
-    """Measure cell by cell; each list is the engine and transformers with one set of parameters.
-
-    Raises:
-        WrongResultError: one of them gave other tokens.
-    """
-    for group in groups([cell for cell in contests() if cell.quick or not quick]):
-        yield measure_together(group)
-
-
-def main() -> int:
-    """Print the tables. Returns 1 for a wrong result or a broken promise, 2 if the rows cannot be written, else 0."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """See `bench.harness.command.measure`."""
     parser = ArgumentParser("python -m bench.generate")
     parser.add_argument("--quick", action="store_true", help="8 prompts of 32 tokens and 24 questions, 8 at a time")
     parser.add_argument("--out", metavar="CSV", help="append one row per measurement")
-    options = parser.parse_args()
-    failed, shown = False, ""
-    try:
-        if options.out:
-            check_writable(options.out)
-        for pair in run(options.quick):
-            if options.out:
-                append_rows(options.out, [row for one in pair for row in one.rows()])
-            ours, theirs = sorted(pair, key=lambda one: one.cell.params["subject"] != ENGINE)
-            cell, ratio = theirs.cell, theirs.ratio
-            names = [name for name in cell.params if name != "subject"]
-            if cell.benchmark != shown:
-                shown = cell.benchmark
-                heading = "".join(f"{name:>9}" for name in names)
-                print(f"{shown}\n{heading}{'engine':>12}{'transformers':>14}  ratio [95 % interval], promised")
-            failed |= theirs.verdict == "fail"
-            print(
-                "".join(f"{cell.params[name]!s:>9}" for name in names)
-                + f"{ours.time.value:10.3f} s{theirs.time.value:12.3f} s"
-                + f"  {ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}], {cell.promise:g}: {theirs.verdict}",
-                flush=True,
-            )
-    except WrongResultError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except HybridKVError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return int(failed)
+    options = parser.parse_args(arguments)
+    return measure([cell for cell in contests() if cell.quick or not options.quick], ROUNDS, options.out)
 
 
 if __name__ == "__main__":

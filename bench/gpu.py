@@ -20,9 +20,9 @@ import gc
 import importlib
 import math
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,12 +33,12 @@ from bench._reference import equal
 from bench.harness.arguments import ArgumentParser
 from bench.harness.cells import Case, WrongResultError
 from bench.harness.contest import Contest, Rival
+from bench.harness.measurement import interval_row
 from bench.harness.registry import suites
-from hybrid_kv.config import HybridKVError
-from hybrid_kv.errors import run_command
+from hybrid_kv.errors import CheckFailedError, HybridKVError, run_command
 from hybrid_kv.predict.gpu import CONVOLUTION, GPU, GPUS, UPDATE, WIDTH_LAST
 from hybrid_kv.predict.step import Kernel, Priced, priced
-from hybrid_kv.results import Receipt, Row, append_rows, check_writable, timing_row
+from hybrid_kv.results import Receipt, Row, append_rows, check_writable
 from hybrid_kv.timing.case import checked
 from hybrid_kv.timing.clock import between_events, median, ratio
 
@@ -210,27 +210,20 @@ def rows(contest: Contest, results: Sequence[Result], gpu: GPU | None = None) ->
             "receipt": one.receipt,
         }
 
-        def row(
-            metric: str, unit: str, better: str, found: Any, common: dict[str, Any] = common, verdict: str = ""
-        ) -> Row:
-            values = {"value": sorted((found.low, found.value, found.high))[1], "verdict": verdict}
-            limits = {"ci_low": found.low, "ci_high": found.high}
-            return timing_row(metric=metric, unit=unit, better=better, **values, **limits, **common)
-
-        time = median(one.seconds * 1e9)
-        yield row("gpu_time", "ns", "lower", time)
+        row, time = partial(interval_row, **common), median(one.seconds * 1e9)
+        yield row(time, "gpu_time", "ns", "lower")
         if (price := predicted(contest, one, gpu)) is not None:
             verdict = "pass" if price.low <= time.value / 1e3 <= price.high else "fail"
             yield row(
-                "ratio_to_predicted", "time ratio", "lower", median(one.seconds * 1e6 / price.us), verdict=verdict
+                median(one.seconds * 1e6 / price.us), "ratio_to_predicted", "time ratio", "lower", verdict=verdict
             )
         if one.num_bytes:
             rate = one.num_bytes / one.seconds / 1e9
-            yield row("bandwidth", "GB/s", "higher", median(rate))
+            yield row(median(rate), "bandwidth", "GB/s", "higher")
             if one is not copy:
-                yield row("share_of_copy", "time ratio", "higher", median(rate / (copy.num_bytes / copy.seconds / 1e9)))
+                yield row(median(rate / (copy.num_bytes / copy.seconds / 1e9)), "share_of_copy", "time ratio", "higher")
         if one is not first and one is not copy:
-            yield row(f"ratio_to_{first.name}", "time ratio", "lower", ratio(one.seconds, first.seconds))
+            yield row(ratio(one.seconds, first.seconds), f"ratio_to_{first.name}", "time ratio", "lower")
 
 
 def _print(contest: Contest, results: Sequence[Result], missing: Mapping[str, str], gpu: GPU | None) -> None:
@@ -247,29 +240,29 @@ def _print(contest: Contest, results: Sequence[Result], missing: Mapping[str, st
         print(f"  {name:14}left out: {reason}")
 
 
-def main(arguments: Sequence[str] | None = None, machine: Callable[[], Device] = Cuda, **where: str) -> int:
-    """Race, print, append. Returns 0, 1 (a wrong result) or 2 (could not run)."""
+def main(arguments: Sequence[str] | None = None, machine: Callable[[], Device] = Cuda, **where: str) -> None:
+    """Race, print, append.
+
+    Raises:
+        CheckFailedError: a wrong result.
+        HybridKVError: there is no GPU, or the rows cannot be written.
+    """
     parser = ArgumentParser("python -m bench.gpu")
     parser.add_argument("--quick", action="store_true", help="one contest of each kind")
     parser.add_argument("--seed", type=int, default=0, help="of the order of launches")
     parser.add_argument("--out", metavar="CSV", required=True, help="append one row per measurement")
     options = parser.parse_args(arguments)
-    try:
-        if machine is Cuda and not torch.cuda.is_available():
-            raise HybridKVError("no CUDA device: this times kernels on one; `hybrid-kv kernels` needs none")
-        check_writable(options.out)
-        device, rng = machine(), random.Random(options.seed)
-        for contest in contests(options.quick, **where):
+    if machine is Cuda and not torch.cuda.is_available():
+        raise HybridKVError("no CUDA device: this times kernels on one; `hybrid-kv kernels` needs none")
+    check_writable(options.out)
+    device, rng = machine(), random.Random(options.seed)
+    for contest in contests(options.quick, **where):
+        try:
             results, missing = race(contest, device, QUICK_ROUNDS if options.quick else ROUNDS, rng)
-            append_rows(options.out, list(rows(contest, results, device.gpu)))
-            _print(contest, results, missing, device.gpu)
-    except HybridKVError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except WrongResultError as error:
-        print(f"error: {error}; it has no time", file=sys.stderr)
-        return 1
-    return 0
+        except WrongResultError as error:
+            raise CheckFailedError(f"error: {error}; it has no time") from None
+        append_rows(options.out, list(rows(contest, results, device.gpu)))
+        _print(contest, results, missing, device.gpu)
 
 
 if __name__ == "__main__":

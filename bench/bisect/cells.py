@@ -41,11 +41,7 @@ def find_cell(name: str) -> CellInfo:
 
 def fill_benchmarks(root: Path) -> Callable[[str, Path], None]:
     """For `Trees`: the commit's package under the working tree's benchmarks and clock."""
-
-    def fill(commit: str, folder: Path) -> None:
-        place(root, Revision(commit, commit), folder)
-
-    return fill
+    return lambda commit, folder: place(root, Revision(commit, commit), folder)
 
 
 @dataclass

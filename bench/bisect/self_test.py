@@ -36,8 +36,9 @@ from bench.bisect.question import NotMeasurableError, Outcome, Question
 from bench.bisect.times import Times
 from bench.bisect.tokens import Tokens, played_by
 from bench.harness.inference import center, clopper_pearson, estimate
+from bench.harness.verdicts import rows_here
 from hybrid_kv.config import HybridKVError
-from hybrid_kv.results import Receipt, Row, append_rows, provenance, read_beside, timing_row
+from hybrid_kv.results import Receipt, Row, append_rows, timing_row
 from hybrid_kv.timing.clock import wall_clock
 from mutants.runner.mutant import Change, read_mutants
 
@@ -182,7 +183,7 @@ def measure_noise(root: Path, commit: str, file: Path, folder: Path) -> list[Noi
 
     Their rows are appended, the log-ratios in `params`, around their trimmed mean.
     """
-    frame = _known(file, "equal_code")
+    frame = rows_here(file, "equal_code")
     found = dict(zip(frame["benchmark"], map(json.loads, frame["params"]), strict=True))
     for key in NOISY:
         if key in found:
@@ -304,7 +305,7 @@ def self_test(root: Path, commit: str, file: Path, repetitions: int, trials: int
         place = Path(temporary)
         noises = measure_noise(root, commit, file, place / "noise") if repetitions else []
         done = [draw(kind, number, noises) for kind in KINDS for number in range(repetitions)]
-        known = [Trial(**json.loads(text)) for text in _known(file, "trial")["params"]]
+        known = [Trial(**json.loads(text)) for text in rows_here(file, "trial")["params"]]
         loops = 0
         for number in range(trials):
             for kind in ("tokens", "counts", "time"):
@@ -321,12 +322,6 @@ def self_test(root: Path, commit: str, file: Path, repetitions: int, trials: int
     summary = list(rates([*done, *known]))
     append_rows(file, summary, commit=commit)
     return summary
-
-
-def _known(file: Path, metric: str) -> Any:
-    """The rows of this machine."""
-    frame = read_beside(file)
-    return frame[(frame["metric"] == metric) & (frame["machine"] == provenance().machine)]
 
 
 def rates(trials: Sequence[Trial]) -> Iterator[Row]:

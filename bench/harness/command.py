@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import groupby
 from typing import Any
 
 from bench import peers
@@ -21,8 +22,8 @@ from bench.harness.measurement import (
     runs_here,
 )
 from bench.harness.registry import cells, suites, unavailable
-from hybrid_kv.config import HybridKVError
 from hybrid_kv.dashboard.words import duration
+from hybrid_kv.errors import CheckFailedError, HybridKVError
 from hybrid_kv.results import append_rows, check_writable
 
 Results = Sequence[Measurement] | Sequence[Counted]
@@ -35,7 +36,7 @@ def _columns(results: Results) -> dict[str, str]:
         if isinstance(one, Counted):
             shown |= {f"{name}, {count.unit}": f"{count.value:,}" for name, count in one.counts.items()}
         elif "subject" in one.cell.params:
-            ratio = f" ({one.ratio.value:.1f})" if one.ratio else ""
+            ratio = f" ({one.ratio.value:.2f}; {one.ratio.low:.2f} to {one.ratio.high:.2f})" if one.ratio else ""
             shown[str(one.cell.params["subject"])] = duration(1e9 * one.time.value) + ratio
         else:
             half = (one.time.high - one.time.low) / 2 / one.time.value
@@ -48,13 +49,13 @@ def _columns(results: Results) -> dict[str, str]:
     return shown
 
 
-def _print_table(benchmark: str, rows: Sequence[Results]) -> None:
+def _print_table(rows: Sequence[Results]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     first = rows[0][0].cell
     has_rivals = "subject" in first.params
-    title = f"{first.suite}/{benchmark}, {'exact' if first.tier == 'count' else first.tier + ' time'}"
+    title = f"{first.suite}/{first.benchmark}, {'exact' if first.tier == 'count' else first.tier + ' time'}"
     table = Table()
     where = [name for name in first.params if name != "subject"]
     measured = list(dict.fromkeys(name for results in rows for name in _columns(results)))
@@ -98,8 +99,42 @@ def _chosen(quick: bool, chosen: Sequence[str], tiers: Sequence[str], select: Se
     return here
 
 
+def measure(chosen: Sequence[Cell], rounds: int, out: str | None, as_json: bool = False) -> int:
+    """Measure, append, and print a table as soon as its benchmark is done. Returns 1 if a promise is broken, else 0.
+
+    Raises:
+        CheckFailedError: a wrong result.
+        HybridKVError: the rows cannot be written.
+    """
+    if out:
+        check_writable(out)
+    failed: list[Measurement] = []
+    documents: list[dict[str, Any]] = []
+    for _, together in groupby(groups(chosen), lambda group: (group[0].suite, group[0].benchmark)):
+        table: list[Results] = []
+        for group in together:
+            try:
+                table.append(measure_together(group, rounds))
+            except WrongResultError as error:
+                raise CheckFailedError(f"error: {error}; nothing was timed") from None
+            rows = [row for one in table[-1] for row in one.rows()]
+            if out:
+                append_rows(out, rows)
+            documents += [asdict(row) for row in rows]
+            failed += [one for one in table[-1] if isinstance(one, Measurement) and one.verdict == "fail"]
+        if not as_json:
+            _print_table(table)
+    if as_json:
+        print(json.dumps(documents, indent=2))
+    for one in failed:
+        assert one.ratio is not None
+        said = f"fail: {one.cell.key}: {one.ratio.value:.2f} times the engine path, needs {one.cell.promise}"
+        print(said, file=sys.stderr if as_json else sys.stdout)
+    return int(bool(failed))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, append. Returns 0, 1 (wrong result or broken promise) or 2 (could not run)."""
+    """See `measure`."""
     parser = ArgumentParser("python -m bench")
     parser.add_argument("--quick", action="store_true", help="a few cells of every suite")
     parser.add_argument("--suite", action="append", default=[], choices=suites(), help="only this one; may be repeated")
@@ -111,38 +146,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", metavar="CSV", help="append one row per measurement")
     parser.add_argument("--peers", nargs="+", default=[], metavar="FOLDER", help="unpacked wheels to compare with")
     options = parser.parse_args(arguments)
-    failed: list[Measurement] = []
-    documents: list[dict[str, Any]] = []
-    by_benchmark: dict[tuple[str, str], list[Results]] = {}
-    try:
-        if options.out:
-            check_writable(options.out)
-        peers.use(options.peers)
-        together = groups(_chosen(options.quick, options.suite, options.tier, options.select))
-        for position, group in enumerate(together):
-            results = measure_together(group, QUICK_ROUNDS if options.quick else ROUNDS)
-            rows = [row for one in results for row in one.rows()]
-            if options.out:
-                append_rows(options.out, rows)
-            documents += [asdict(row) for row in rows]
-            failed += [one for one in results if isinstance(one, Measurement) and one.verdict == "fail"]
-            name = group[0].suite, group[0].benchmark
-            by_benchmark.setdefault(name, []).append(results)
-            following = together[position + 1 :][:1]
-            if options.json:
-                continue
-            if not following or (following[0][0].suite, following[0][0].benchmark) != name:
-                _print_table(name[1], by_benchmark[name])
-    except HybridKVError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except WrongResultError as error:
-        print(f"error: {error}; nothing was timed", file=sys.stderr)
-        return 1
-    if options.json:
-        print(json.dumps(documents, indent=2))
-    for one in failed:
-        assert one.ratio is not None
-        said = f"fail: {one.cell.key}: {one.ratio.value:.2f} times the engine path, needs {one.cell.promise}"
-        print(said, file=sys.stderr if options.json else sys.stdout)
-    return 1 if failed else 0
+    peers.use(options.peers)
+    chosen = _chosen(options.quick, options.suite, options.tier, options.select)
+    return measure(chosen, QUICK_ROUNDS if options.quick else ROUNDS, options.out, options.json)

@@ -20,7 +20,7 @@ from bench.harness import asv_classes
 from bench.harness.cells import Cell
 from bench.harness.measurement import runs_here
 from bench.harness.registry import cells
-from hybrid_kv.errors import run_command
+from hybrid_kv.errors import HybridKVError, run_command
 from hybrid_kv.results import provenance
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,16 +72,18 @@ def _asv(*arguments: str, given: str = "") -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0, or 2 if asv could not run; a benchmark that failed on some commit is a gap in its line."""
+    """Returns 0, or 2 if asv failed; a benchmark that failed on some commit is a gap in its line.
+
+    Raises:
+        HybridKVError: wrong usage, or no checkout.
+    """
     given = sys.argv[1:] if arguments is None else arguments
     number = "".join(given) or "5"
     if len(given) > 1 or not re.fullmatch(r"[1-9]\d*", number):
-        print(f"error: {' '.join(given)!r} is no number of commits; give one of 1 or more", file=sys.stderr)
-        return 2
+        raise HybridKVError(f"{' '.join(given)!r} is no number of commits; give one of 1 or more")
     log = subprocess.run(("git", "rev-list", f"-n{number}", "HEAD"), cwd=ROOT, capture_output=True, text=True)
     if log.returncode:
-        print(f"error: {ROOT} is no git checkout with a commit; clone hybrid-kv and run this there", file=sys.stderr)
-        return 2
+        raise HybridKVError(f"{ROOT} is no git checkout with a commit; clone hybrid-kv and run this there")
     machine = machine_name()
     run = ("run", "--machine", machine, "--bench", pattern(chosen()), "-a", "rounds=1", "HASHFILE:-")
     for step in (("machine", "--yes", "--machine", machine), run, ("publish",)):

@@ -105,13 +105,13 @@ def p_slower(log_ratios: Sequence[float], min_effect: float) -> float:
     With 12 normal pairs it holds its rate (1.2 % at 1 %); with one pair in ten off tenfold it still finds four standard
     deviations in 99 %, where Student's test finds them in 76 %.
     """
-    from scipy import stats
+    from scipy.special import stdtr
 
     mean, error, freedom = _trimmed(np.asarray(log_ratios, dtype=np.float64))
     excess = float(mean) - math.log1p(min_effect)
     if error == 0:
         return 0.0 if excess > 0 else 1.0
-    return float(stats.t.sf(excess / error, freedom))
+    return float(stdtr(freedom, -excess / error))
 
 
 def p_faster(log_ratios: Sequence[float], min_effect: float) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,13 @@ from hybrid_kv.timing.together import time_together
 
 ROUNDS, QUICK_ROUNDS = 25, 15
 METRICS = {"cpu": "cpu_time", "gpu": "gpu_time"}
+
+
+def interval_row(found: Interval, metric: str, unit: str, better: str, **more: Any) -> Row:
+    """See `timing_row`; rounding leaves the value inside of its interval."""
+    value = sorted((found.low, found.value, found.high))[1]
+    values = {"value": value, "ci_low": found.low, "ci_high": found.high}
+    return timing_row(metric=metric, unit=unit, better=better, **values, **more)
 
 
 @dataclass(frozen=True)
@@ -43,33 +51,13 @@ class Measurement:
     def rows(self) -> Iterator[Row]:
         """The rows for `hybrid_kv.results`."""
         cell = self.cell
-        common: dict[str, Any] = {
-            "suite": cell.suite,
-            "benchmark": cell.benchmark,
-            "params": cell.params,
-            "n": self.rounds,
-            "receipt": self.receipt,
-        }
-        yield timing_row(
-            metric=METRICS[cell.tier],
-            value=self.time.value * 1e9,
-            ci_low=self.time.low * 1e9,
-            ci_high=self.time.high * 1e9,
-            unit="ns",
-            better="lower",
-            **common,
-        )
+        common = {"suite": cell.suite, "benchmark": cell.benchmark, "params": cell.params, "n": self.rounds}
+        row = partial(interval_row, receipt=self.receipt, **common)
+        ns = Interval(*(1e9 * seconds for seconds in (self.time.value, self.time.low, self.time.high)))
+        yield row(ns, METRICS[cell.tier], "ns", "lower")
         if self.ratio is not None:
-            yield timing_row(
-                metric=f"ratio_to_{cell.base}",
-                value=self.ratio.value,
-                ci_low=self.ratio.low,
-                ci_high=self.ratio.high,
-                unit="time ratio",
-                better="higher" if cell.base == ENGINE else "equal",
-                verdict=self.verdict,
-                **common,
-            )
+            better = "higher" if cell.base == ENGINE else "equal"
+            yield row(self.ratio, f"ratio_to_{cell.base}", "time ratio", better, verdict=self.verdict)
 
 
 @dataclass(frozen=True)
@@ -84,15 +72,8 @@ class Counted:
     def rows(self) -> Iterator[Row]:
         """The rows for `hybrid_kv.results`."""
         for metric, count in self.counts.items():
-            yield Row(
-                self.cell.suite,
-                self.cell.benchmark,
-                metric,
-                count.value,
-                count.unit,
-                self.cell.params,
-                better=count.better,
-            )
+            where = self.cell.suite, self.cell.benchmark
+            yield Row(*where, metric, count.value, count.unit, self.cell.params, better=count.better)
 
 
 def runs_here(cell: Cell) -> bool:

@@ -22,8 +22,8 @@ from pathlib import Path
 from bench.harness import registry
 from bench.harness.compare import Design, compare, find_revision
 from bench.harness.inference import clopper_pearson
-from bench.harness.verdicts import timed_outcomes
-from hybrid_kv.results import Row, append_rows, provenance, read_beside
+from bench.harness.verdicts import rows_here, timed_outcomes
+from hybrid_kv.results import Row, append_rows
 
 SUITE = "operating_curve"
 WHOLE = "any benchmark"
@@ -69,10 +69,8 @@ def experiment_id(keys: Sequence[str], design: Design) -> str:
 
 def read_trials(file: Path, experiment: str) -> list[Trial]:
     """Trials of this experiment on this machine."""
-    frame = read_beside(file)
-    frame = frame[(frame["metric"] == "alarms") & (frame["machine"] == provenance().machine)]
     found = []
-    for text in frame["params"]:
+    for text in rows_here(file, "alarms")["params"]:
         params = json.loads(text)
         if params.pop("experiment") == experiment:
             found.append(Trial(**{k: tuple(v) if isinstance(v, list) else v for k, v in params.items()}))

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median_high
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from hybrid_kv.config import ConfigError
 from hybrid_kv.dashboard.words import duration
 from hybrid_kv.results import Receipt, Row, provenance, read_beside, timing_row
 from hybrid_kv.results.markdown import plain
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 METRICS = {"cpu": "cpu_time_ratio", "gpu": "gpu_time_ratio"}
 ALARMS = ("slower", "changed", "wrong result", "broken at HEAD")  # unless quarantined
@@ -114,11 +117,15 @@ def timed_outcomes(measured: Measured, design: Design, quarantined: Collection[s
         )
 
 
+def rows_here(file: Path, metric: str) -> pd.DataFrame:
+    """Those of a metric that were measured on this machine."""
+    frame = read_beside(file)
+    return frame[(frame["metric"] == metric) & (frame["machine"] == provenance().machine)]
+
+
 def read_quarantine(file: Path) -> set[str]:
     """Keys of the benchmarks that could not keep their false-alarm rate on this machine."""
-    frame = read_beside(file)
-    frame = frame[(frame["metric"] == "false_alarm_rate") & (frame["machine"] == provenance().machine)]
-    newest = frame.drop_duplicates("benchmark", keep="last")
+    newest = rows_here(file, "false_alarm_rate").drop_duplicates("benchmark", keep="last")
     return set(newest.loc[newest["verdict"] == "fail", "benchmark"])
 
 

@@ -1,6 +1,5 @@
 """The engine and transformers give the same tokens before they are timed, and who gives others is found out."""
 
-import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -9,6 +8,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from bench import generate
+from bench.harness import command
 from bench.harness.cells import WrongResultError
 from bench.harness.measurement import Measurement
 from hybrid_kv.results import Receipt, read_rows
@@ -114,11 +114,12 @@ def results(high, benchmark="greedy"):
 @pytest.mark.parametrize(("high", "code"), [(1.5, 0), (0.9, 1)])
 def test_the_table_and_the_exit_code(high, code, monkeypatch, capsys, tmp_path):
     out = tmp_path / "rows.csv"
-    monkeypatch.setattr(sys, "argv", ["generate", "--quick", "--out", str(out)])
-    pairs = [results(high), results(1.7, "questions")]
-    monkeypatch.setattr(generate, "run", lambda quick: iter(pairs if quick else []))
-    assert generate.main() == code
+    made = {"greedy": results(high), "questions": results(1.7, "questions")}
+    monkeypatch.setattr(generate, "contests", lambda: [one.cell for each in made.values() for one in each])
+    monkeypatch.setattr(command, "measure_together", lambda group, _: made[group[0].benchmark])
+    assert generate.main(["--out", str(out)]) == code
     printed = capsys.readouterr().out
-    assert f"{high - 0.1:.2f} [{high - 0.2:.2f}, {high:.2f}], 1: {'fail' if code else 'pass'}" in printed
-    assert "greedy\n" in printed and "questions\n" in printed and "1.60 [1.50, 1.70], 1: pass" in printed
+    assert f"({high - 0.1:.2f}; {high - 0.2:.2f} to {high:.2f})" in printed and "(1.60; 1.50 to 1.70)" in printed
+    assert "generate/greedy, cpu time" in printed and "generate/questions, cpu time" in printed
+    assert ("fail: generate/greedy" in printed) == bool(code) and "fail: generate/questions" not in printed
     assert len(read_rows(out)) == 6

@@ -14,6 +14,7 @@ import torch
 from bench.harness import asv_classes, history, registry
 from bench.harness import cells as cases
 from bench.harness.cells import Case, Cell, WrongResultError
+from hybrid_kv.errors import HybridKVError
 
 ROOT = Path(asv_classes.__file__).resolve().parents[2]
 CLASSES = asv_classes.classes()
@@ -190,9 +191,9 @@ def test_history_runs_asv(monkeypatch, codes, expected, capsys):
 
 
 @pytest.mark.parametrize("given", [["abc"], ["0"], ["-1"], ["1", "2"], ["2.5"]])
-def test_history_of_no_number_is_one_line(capsys, given):
-    assert history.main(given) == 2
-    assert capsys.readouterr().err == f"error: {' '.join(given)!r} is no number of commits; give one of 1 or more\n"
+def test_history_of_no_number_is_refused(given):
+    with pytest.raises(HybridKVError, match=f"'{' '.join(given)}' is no number of commits; give one of 1 or more"):
+        history.main(given)
 
 
 def test_thresholds_know_every_benchmark_once():

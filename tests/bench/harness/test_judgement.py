@@ -16,7 +16,7 @@ from tests.bench.harness.test_inference import heavy, normal
 
 @pytest.fixture(autouse=True)
 def fewer_resamples(monkeypatch):
-    monkeypatch.setattr(inference, "RESAMPLES", 500)
+    monkeypatch.setattr(inference, "RESAMPLES", 250)
 
 
 def quiet(rng, n):
