@@ -1,4 +1,5 @@
-"""What of the guard catches a bug first: run by a fresh process that imports the changed copy of the package.
+"""What of the guard catches a bug first, and the case that does, reduced and run again: each function that is given a
+task is run by a fresh process that imports the changed copy of the package.
 
 The task names the ways; the answer is written beside it, and the case, where there is one.
 """
@@ -189,3 +190,19 @@ def run(task: Mapping[str, Any], case: Path) -> dict[str, Any]:
     except Exception as error:
         catch = Catch("crash", type(error).__name__, str(error))
     return {**asdict(catch), "seconds": sum(os.times()[:4])}
+
+
+def reduced(task: Mapping[str, Any], case: Path) -> dict[str, Any]:
+    """Reduce a case and write it into the task's `folder`; a `Reproducer` without its story."""
+    from hybrid_kv.guard.cases import reproduce
+
+    made = asdict(reproduce(case.read_text(), Path(task["folder"])))
+    del made["story"]
+    return made
+
+
+def rule(task: Mapping[str, Any], case: Path) -> str:
+    """Which rule the case in the task's `file` breaks."""
+    from hybrid_kv.guard.cases import broken_rule
+
+    return broken_rule(Path(task["file"]))

@@ -13,18 +13,42 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
-from queue import SimpleQueue
 from signal import SIGALRM, SIGKILL, SIGXCPU
+from threading import local
 from typing import Any
 
 from hybrid_kv.errors import HybridKVError
-from hybrid_kv.guard.cases import broken_rule
+from hybrid_kv.guard.cases import Reproducer, broken_rule
 from hybrid_kv.results import Row as Record
 from mutants.runner import forks, units
 from mutants.runner.guard import RUN, compile_loops
 from mutants.runner.mutant import PACKAGE, UNCHANGED, Mutant, inject
-from mutants.runner.reduce import RUNS, Reduced
 from mutants.runner.units import BY_TESTS, tests_of_all
+
+RUNS = 5  # of a reduced case
+
+
+@dataclass(frozen=True)
+class Reduced(Reproducer):
+    """A case as small as it got, run again with and without the bug.
+
+    Attributes:
+        fails: the share of its runs that broke its rule first.
+        passes: without the bug no rule is broken; None: not run yet.
+    """
+
+    fails: float = 0.0
+    passes: bool | None = None
+
+    def __str__(self) -> str:
+        return (
+            f"{self.requests} req, {self.tokens} tok, {self.seconds:.0f} s, fails {round(self.fails * RUNS)} of {RUNS}"
+        )
+
+    @property
+    def is_right(self) -> bool:
+        """It fails each time with the bug, and never without."""
+        return self.fails == 1 and self.passes is True
 
 
 @dataclass(frozen=True)
@@ -195,8 +219,8 @@ class MutationRun:
 
     def _reduced(self, row: Row, root: Path, repro: Path, forked: Forks) -> Row:
         try:
-            made = forked.call(root, "reduce.reduced", {"folder": str(repro.absolute() / row.id)}, self.limit)
-            rules = [forked.call(root, "reduce.rule", {"file": made["file"]}, self.limit) for _ in range(RUNS)]
+            made = forked.call(root, "guard.reduced", {"folder": str(repro.absolute() / row.id)}, self.limit)
+            rules = [forked.call(root, "guard.rule", {"file": made["file"]}, self.limit) for _ in range(RUNS)]
         except FailedError as error:
             return replace(row, detail=f"{row.detail}; reducing it failed: {error}: {error.detail}")
         passes = not broken_rule(Path(made["file"]))
@@ -219,18 +243,16 @@ Judge = Callable[[Mutant], Row]
 def _forking(by: str, run: MutationRun, jobs: int) -> Iterator[tuple[Executor, Judge]]:
     """A pool of threads, and what they do with a mutant: each has a process of its own."""
     compile_loops()
-    every, idle = [Forks() for _ in range(jobs)], SimpleQueue[Forks]()
-    for one in every:
-        idle.put(one)
+    every, own = list[Forks](), local()
+
+    def begin() -> None:
+        own.forks = Forks()
+        every.append(own.forks)
 
     def judge(mutant: Mutant) -> Row:
-        forked = idle.get()
-        try:
-            return run.judge(mutant, mutant.ways(by), forked)
-        finally:
-            idle.put(forked)
+        return run.judge(mutant, mutant.ways(by), own.forks)
 
-    with ThreadPoolExecutor(jobs) as pool:
+    with ThreadPoolExecutor(jobs, initializer=begin) as pool:
         try:
             yield pool, judge
         finally:  # Threads end once their processes have ended.

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from hybrid_kv.accuracy.guard_model import FOLDERS
 from hybrid_kv.config import ConfigError
@@ -23,7 +25,7 @@ from hybrid_kv.probes.oracle import Oracle
 from hybrid_kv.probes.registry import load_probes
 from hybrid_kv.probes.session import References, Session, calibrate
 from hybrid_kv.targets import serve
-from hybrid_kv.targets.target import Target, TargetError
+from hybrid_kv.targets.target import TargetError
 from hybrid_kv.threads import one_thread
 from mutants.runner.guard import Catch
 
@@ -48,19 +50,10 @@ class Found(Catch):
     cell: str = ""
 
 
-class Copy:
-    """`hybrid-kv serve` of a copy of this package. See `targets.target.Kind`."""
-
-    name: str = serve.name
-    factors: Mapping[str, Sequence[str]] = serve.factors
-    size: str = serve.size
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def start(self, folder: str, settings: Mapping[str, str]) -> Target:
-        """See `targets.target.Kind`."""
-        return serve.start(folder, settings, self.root)
+def _copy(root: Path) -> Any:
+    """`hybrid-kv serve` of a copy of this package: a `targets.target.Kind`."""
+    own = {name: getattr(serve, name) for name in ("name", "factors", "size")}
+    return SimpleNamespace(**own, start=partial(serve.start, root=root))
 
 
 @cache
@@ -97,7 +90,7 @@ def probe(root: Path) -> tuple[Found, float]:
     Args:
         root: the folder of a copy with a bug.
     """
-    begin, kind, requests = time.perf_counter(), Copy(root), 0
+    begin, kind, requests = time.perf_counter(), _copy(root), 0
     with one_thread(), ExitStack() as stack:
         references = {model: References(kind, _folder(model)) for model, _ in CELLS}
         for one in references.values():
@@ -112,7 +105,7 @@ def probe(root: Path) -> tuple[Found, float]:
     return replace(found, requests=requests), time.perf_counter() - begin
 
 
-def _probe(kind: Copy, model: str, settings: Mapping[str, str], references: References) -> Found:
+def _probe(kind: Any, model: str, settings: Mapping[str, str], references: References) -> Found:
     folder, requests = _folder(model), 0
     judge, unit = _sound(model, tuple(settings.items()))
     try:

@@ -95,20 +95,13 @@ def overlay(package: Path, patches: Sequence[Path], folder: Path) -> None:
     Raises:
         subprocess.CalledProcessError: a patch does not apply.
     """
-    _link(package, folder / package.name, {package.parent / name for patch in patches for name in files_of(patch)})
+    # Of files alone: what Python compiles anew must not go into the real cache.
+    shutil.copytree(package, folder / package.name, copy_function=os.symlink)
+    for name in {name for patch in patches for name in files_of(patch)}:
+        (folder / name).unlink()
+        shutil.copyfile(package.parent / name, folder / name)
     for patch in patches:
         subprocess.run(["git", "apply", str(patch)], cwd=folder, check=True, capture_output=True, text=True)
-
-
-def _link(source: Path, target: Path, changed: set[Path]) -> None:
-    target.mkdir()
-    for one in source.iterdir():
-        if one in changed:
-            shutil.copyfile(one, target / one.name)
-        elif one.name == "__pycache__" or any(path.is_relative_to(one) for path in changed):
-            _link(one, target / one.name, changed)  # what Python compiles anew must not go into the real cache
-        else:
-            (target / one.name).symlink_to(one)
 
 
 class _Wrong(Exception):

@@ -18,8 +18,7 @@ from hybrid_kv.targets.ours import LEVELS
 from mutants.runner import served
 from mutants.runner.guard import steps_of
 from mutants.runner.mutant import FOLDER, PACKAGE, UNCHANGED, Change, KnownBug, read_mutants
-from mutants.runner.reduce import Reduced
-from mutants.runner.run import Forks, MutationRun, Row, run_all
+from mutants.runner.run import Forks, MutationRun, Reduced, Row, run_all
 from tests.cli.run import run
 
 TEXT = "def f(x):\n    if x:\n        return 1\n    return 2\n"
@@ -214,11 +213,12 @@ def test_what_takes_too_long_or_dies_is_no_catch(forked: Forks) -> None:
 def test_a_server_that_does_not_start_or_that_dies_was_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from hybrid_kv.targets.target import TargetError
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, root: Path) -> None:
+        assert root == tmp_path
         raise TargetError("hybrid-kv serve does not start; it said: injected")
 
     monkeypatch.setattr(served, "_sound", lambda model, levels: (None, 64))
-    monkeypatch.setattr(served.Copy, "start", refuse)
+    monkeypatch.setattr(served.serve, "start", refuse)
     found, _ = served.probe(tmp_path)
     assert (found.section, found.rule) == ("probes", "start") and "injected" in found.detail
     assert found.cell.startswith("guard_model")

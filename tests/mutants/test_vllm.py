@@ -19,18 +19,24 @@ NAMES = sorted(one.stem for one in FOLDER.glob("*.patch"))
 MOST = 12  # changed lines
 
 
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("exact")
+    write_exact_checkpoint("mixed", folder)
+    return str(folder)
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_a_patch_is_small_and_says_where_it_shows(name: str, tmp_path: Path) -> None:
+def test_a_patch_is_small_and_says_where_it_shows(name: str, exact: str) -> None:
     patch = patches_of(name)[-1]
     id, what, cells = head(patch)
     assert what and re.fullmatch(r"[A-L]\d\d" if name != HEALTHY else HEALTHY, id)
     assert name == HEALTHY or len(files_of(patch)) == 1
     changed = re.findall(r"(?m)^[-+](?!-- a/|\+\+ b/)", patch.read_text())
     assert changed and (name == HEALTHY or len(changed) <= MOST)
-    write_exact_checkpoint("mixed", tmp_path)
     assert {*cells} <= {*head(patches_of(HEALTHY)[-1])[2]}
     for model, text in map(cell_of, cells):
-        assert model in PATTERNS and matrix_of(for_model(kind, str(tmp_path)), [text])
+        assert model in PATTERNS and matrix_of(for_model(kind, exact), [text])
 
 
 def test_the_tables_of_the_readme_are_made_of_the_rows() -> None:
