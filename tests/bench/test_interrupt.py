@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench.harness import history
-from tests.bench.harness.toy import write_toy
+from tests.bench.harness.toy import TORCH, write_toy
 
 HOLD = """
 import os
@@ -60,9 +60,10 @@ def test_a_comparison_that_is_interrupted_says_one_line_and_ends_its_workers(tmp
     toy = tmp_path / "toy"
     write_toy(toy)
     (toy / "bench" / "stuck.py").write_text(STUCK)
+    (tmp_path / "torch.py").write_text(TORCH)  # of the workers
     code = (
-        "from pathlib import Path; from bench.harness import compare; from hybrid_kv.cli import main\n"
-        f"compare.ROOT = Path({str(toy)!r})\n"
+        "import os; from pathlib import Path; from bench.harness import compare; from hybrid_kv.cli import main\n"
+        f"compare.ROOT = Path({str(toy)!r}); os.environ['PYTHONPATH'] = {str(tmp_path)!r}\n"
         f"main(['compare', 'HEAD', 'HEAD', '-k', 'stuck', '--results', {str(tmp_path / 'results')!r}])"
     )
     temporary = tmp_path / "temporary"

@@ -455,7 +455,7 @@ class Folder(RuleBasedStateMachine):
 
 
 TestFolder = Folder.TestCase
-TestFolder.settings = settings(max_examples=settings.default.max_examples * 2, stateful_step_count=40)
+TestFolder.settings = settings(stateful_step_count=40)
 
 
 # One thing at a time.

@@ -157,7 +157,7 @@ def test_lookahead_needs_attention_blocks_but_none_behind_max_model_len() -> Non
 
 @pytest.mark.parametrize("mode", ["none", "align", "all"])
 @given(data=st.data())
-@settings(max_examples=150)
+@settings(max_examples=75)
 def test_no_request_ever_holds_more_than_its_spec_says(mode: str, data: st.DataObject) -> None:
     k = data.draw(st.integers(0, 3))
     sizes = data.draw(st.tuples(st.integers(1 + k, 9), st.integers(1, 9)))
@@ -200,7 +200,7 @@ def test_no_request_ever_holds_more_than_its_spec_says(mode: str, data: st.DataO
 
 
 @given(data=st.data())
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_a_hit_is_the_longest_prefix_that_is_there(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.sampled_from([1, 2, 3, 4, 8]), min_size=1, max_size=3))
     kinds = [data.draw(st.booleans()) for _ in sizes]

@@ -80,25 +80,23 @@ def test_an_index_that_is_left_on_the_cpu_is_found():
     assert any(event.kind == "wait" and event.where.startswith(found_in(left, 5)) for event in gpu.events)
 
 
-@pytest.mark.parametrize(
-    ("mistake", "what"),
-    [
-        (lambda positions: positions.tolist(), "copy"),
-        (
-            lambda positions: torch.arange(3).to(positions.device, non_blocking=True),
-            "copy of memory that is not pinned",
-        ),
-        (lambda positions: positions[torch.tensor([0])], "index on the CPU"),
-    ],
-)
-def test_a_hidden_wait_is_found(mistake, what):
+WAITS = {
+    "copy": lambda positions: positions.tolist(),
+    "copy of memory that is not pinned": (lambda positions: torch.arange(3).to(positions.device, non_blocking=True)),
+    "index on the CPU": lambda positions: positions[torch.tensor([0])],
+}
+
+
+def test_a_hidden_wait_is_found():
     verify = runner.verify
 
     def planted(logits, *args):
-        mistake(logits.argmax(-1))
+        for mistake in WAITS.values():
+            mistake(logits.argmax(-1))
         return verify(logits, *args)
 
     with pretend_gpu() as gpu, patch.object(runner, "verify", planted):
         tokens(FOLDERS["nemotron_h"], "cuda:0")
-    waits = [event for event in gpu.events if event.kind == "wait" and event.where.startswith(found_in(mistake, 0))]
-    assert waits and {event.what for event in waits} == {what}
+    for what, mistake in WAITS.items():
+        waits = [event for event in gpu.events if event.kind == "wait" and event.where.startswith(found_in(mistake, 0))]
+        assert waits and {event.what for event in waits} == {what}
