@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect
 from hybrid_kv import __version__
 from hybrid_kv.config import ConfigError, HybridKVError
 from hybrid_kv.serve.answers import ChatAnswer, CompletionAnswer, Json
-from hybrid_kv.serve.engine import BusyError, Engine, Piece, StoppedError, Submission
+from hybrid_kv.serve.engine import Engine, Piece, StoppedError, Submission
 from hybrid_kv.serve.metrics import Metrics
 from hybrid_kv.serve.schema import BadRequestError, ChatRequest, CompletionRequest, Prompt, Sent, parse
 from hybrid_kv.serve.template import render
@@ -268,19 +268,14 @@ def _event(document: Json) -> str:
 
 def _error(error: Exception) -> tuple[int, Json]:
     """The status and the document of what went wrong, in OpenAI's form and one line."""
-    status, kind, code = 500, "server_error", None
-    if isinstance(error, ApiError):
-        status, kind, code = error.status, "invalid_request_error", error.code
-    elif isinstance(error, BusyError):
-        status, kind, code = 429, "rate_limit_error", "too_many_requests"
-    elif isinstance(error, StoppedError):
-        status = 503
-    elif isinstance(error, ConfigError):
-        status, kind = 400, "invalid_request_error"
-    param = error.param if isinstance(error, BadRequestError) else None
+    status = getattr(error, "status", 400 if isinstance(error, ConfigError) else 500)
+    kind = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}.get(status, "invalid_request_error")
     is_ours = isinstance(error, HybridKVError)
-    message = " ".join(str(error).split()) if is_ours else f"internal error: {type(error).__name__}"
-    return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    said = {
+        "message": " ".join(str(error).split()) if is_ours else f"internal error: {type(error).__name__}",
+        "type": kind, "param": getattr(error, "param", None), "code": getattr(error, "code", None),
+    }  # fmt: skip
+    return status, {"error": said}
 
 
 async def _refused(_: Request, error: Exception) -> Response:

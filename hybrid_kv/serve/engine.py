@@ -30,9 +30,13 @@ T = TypeVar("T")
 class BusyError(HybridKVError):
     """There is no room for more sequences now; there will be."""
 
+    status, code = 429, "too_many_requests"
+
 
 class StoppedError(HybridKVError):
     """The engine takes no commands any more."""
+
+    status = 503
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ wanted to test has happened. vLLM's `num_gpu_blocks` keeps its name on a CPU, to
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -15,6 +17,7 @@ from hybrid_kv.observe import EngineObserver
 from hybrid_kv.request import Request, ScheduledRequest
 from hybrid_kv.timing.clock import wall_clock
 
+M = TypeVar("M", Counter, Gauge, Histogram)
 SECONDS = [digit * 10.0**power for power in range(-3, 3) for digit in (1, 2.5, 5)]  # bounds of all histograms
 
 
@@ -27,16 +30,12 @@ class Metrics(EngineObserver):
         # By the id of an open request: when it arrived, what its next token adds to, and since when.
         self._times: dict[str, tuple[float, Histogram, float]] = {}
 
-        def counter(name: str, said: str) -> Counter:
-            return Counter(f"hybrid_kv:{name}", said, ["model_name"], registry=self.registry).labels(model)
+        def made(kind: type[M], name: str, said: str, *labels: str, **more: Any) -> M:
+            found = kind(f"hybrid_kv:{name}", said, ["model_name", *labels], registry=self.registry, **more)
+            return found if labels else found.labels(model)
 
-        def gauge(name: str, said: str) -> Gauge:
-            return Gauge(f"hybrid_kv:{name}", said, ["model_name"], registry=self.registry).labels(model)
-
-        def histogram(name: str, said: str) -> Histogram:
-            name = f"hybrid_kv:{name}_seconds"
-            return Histogram(name, said, ["model_name"], registry=self.registry, buckets=SECONDS).labels(model)
-
+        counter, gauge = partial(made, Counter), partial(made, Gauge)
+        histogram = partial(made, Histogram, buckets=SECONDS)
         self.queries = counter("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache.")
         self.hits = counter("prefix_cache_hits", "Prompt tokens that were taken from the prefix cache.")
         self.drafts = counter("spec_decode_num_drafts", "Steps of a request that verified drafts.")
@@ -50,18 +49,15 @@ class Metrics(EngineObserver):
         self.running = gauge("num_requests_running", "Requests that run.")
         self.waiting = gauge("num_requests_waiting", "Requests that wait to run.")
         self.usage = gauge("kv_cache_usage_perc", "Blocks that requests hold; 1 is all of them.")
-        self.queue_time = histogram("request_queue_time", "From a request's arrival to its first step.")
-        self.first_token = histogram("time_to_first_token", "From a request's arrival to its first token.")
-        self.inter_token = histogram("inter_token_latency", "From a step that gave a request tokens to the next.")
-        self.e2e = histogram("e2e_request_latency", "From a request's arrival to its end.")
-        self._success = Counter(
-            "hybrid_kv:request_success", "Requests that have ended.", ["model_name", "finished_reason"],
-            registry=self.registry,
-        )  # fmt: skip
-        self._accepted_per_pos = Counter(
-            "hybrid_kv:spec_decode_num_accepted_tokens_per_pos", "Drafts that were right, by their place in the draft.",
-            ["model_name", "position"], registry=self.registry,
-        )  # fmt: skip
+        self.queue_time = histogram("request_queue_time_seconds", "From a request's arrival to its first step.")
+        self.first_token = histogram("time_to_first_token_seconds", "From a request's arrival to its first token.")
+        self.inter_token = histogram(
+            "inter_token_latency_seconds", "From a step that gave a request tokens to the next."
+        )
+        self.e2e = histogram("e2e_request_latency_seconds", "From a request's arrival to its end.")
+        self._success = counter("request_success", "Requests that have ended.", "finished_reason")
+        said = "Drafts that were right, by their place in the draft."
+        self._accepted_per_pos = counter("spec_decode_num_accepted_tokens_per_pos", said, "position")
         self._model, self._scheduler, self._pool = model, llm.scheduler, llm.manager.pool
         self._caches = llm.config.cache.enable_prefix_caching
         self._describe(llm)

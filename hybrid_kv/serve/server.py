@@ -6,8 +6,7 @@ import asyncio
 import ipaddress
 import signal
 import socket
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -110,12 +109,16 @@ class Server(uvicorn.Server):
         """Until a signal; raises what a step raised."""
         self.engine.start()
         try:
-            with _signals(self):
-                super().run(sockets)
+            super().run(sockets)
         finally:
             self.engine.stop()
         if self.engine.failure is not None:
             raise self.engine.failure
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """Ctrl-C and SIGTERM end the server, and nothing else: uvicorn's own would raise them again at its end."""
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take no more requests, and end those that are open in time."""
@@ -124,19 +127,3 @@ class Server(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             timer.cancel()
-
-
-@contextmanager
-def _signals(server: Server) -> Iterator[None]:
-    """Ctrl-C and SIGTERM end the server, and nothing else: uvicorn raises them again for who had them before."""
-    ending = (signal.SIGINT, signal.SIGTERM)
-    try:
-        before = [signal.signal(one, lambda *_: server._end()) for one in ending]
-    except ValueError:  # not the main thread: another module handles signals
-        yield
-        return
-    try:
-        yield
-    finally:
-        for one, handler in zip(ending, before, strict=True):
-            signal.signal(one, handler)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import re
 import signal
 import socket
-import subprocess
-import sys
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 
 import httpx2
 import pytest
@@ -22,33 +22,35 @@ from hybrid_kv.serve.server import open_socket
 from tests.cli.run import run
 from tests.serve.conftest import OPTIONS, QUESTION, served
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_what_streams_in_order(ending: signal.Signals) -> None:
-    command = [sys.executable, "-m", "hybrid_kv.cli", "serve", "--port", "0", "--grace", "0", "--device", "cpu"]
-    environment = os.environ | {"HYBRID_KV_API_KEY": "secret"}
-    body = {"prompt": QUESTION, "max_tokens": 4000, "ignore_eos": True, "stream": True}
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            (url,) = re.findall(r"^guard_model at (http://127\.0\.0\.1:\d+/v1); Ctrl-C ends it\n$", line)
-            headers = {"Authorization": "Bearer secret"}
-            with httpx2.stream("POST", f"{url}/completions", json=body, headers=headers, timeout=60) as answer:
-                lines = (one for one in answer.iter_lines() if one)
-                next(lines)
-                process.send_signal(ending)
-                *_, last, done = lines
-            _, err = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert process.returncode == 0 and err.startswith("loading nemotron_h in float32: ") and err.count("\n") == 1
-    assert done == "data: [DONE]"
-    assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "abort"
+def test_a_signal_ends_what_streams_in_order(
+    ending: signal.Signals, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has the main thread, as signals do; a client in another one gets to know its address."""
+    monkeypatch.setenv("HYBRID_KV_API_KEY", "secret")
+    addresses, lines = queue.SimpleQueue[str](), list[str]()
+    monkeypatch.setattr(
+        import_module("hybrid_kv.cli.serve"), "print", lambda line, **_: addresses.put(line), raising=False
+    )
+
+    def ask() -> None:
+        body = {"prompt": QUESTION, "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        (url,) = re.findall(r"^guard_model at (http://127\.0\.0\.1:\d+/v1); Ctrl-C ends it$", addresses.get(timeout=60))
+        headers = {"Authorization": "Bearer secret"}
+        with httpx2.stream("POST", f"{url}/completions", json=body, headers=headers, timeout=60) as answer:
+            for line in answer.iter_lines():
+                if not lines:
+                    os.kill(os.getpid(), ending)
+                lines.extend([line] * bool(line))
+
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask)
+        code, _, err = run(capsys, "serve", "--port", "0", "--grace", "0", "--device", "cpu")
+        asked.result()
+    assert code == 0 and err.startswith("loading nemotron_h in float32: ") and err.count("\n") == 1
+    assert lines[-1] == "data: [DONE]"
+    assert json.loads(lines[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "abort"
 
 
 def test_slow_headers_end_a_connection() -> None:
