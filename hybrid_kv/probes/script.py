@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import pprint
 import sys
@@ -18,7 +17,6 @@ from hybrid_kv.probes.reproducer import Case, from_json
 from hybrid_kv.probes.shrink import as_json
 from hybrid_kv.targets.exact import write_exact_checkpoint
 from hybrid_kv.targets.workers import vllm as worker
-from hybrid_kv.targets.workers import vllm_case
 
 WORKERS = Path(worker.__file__).parent
 
@@ -35,12 +33,11 @@ def script_of(case: Case) -> str:
         write_exact_checkpoint(name or "mixed", folder)
         config = json.loads((Path(folder) / "config.json").read_text())
     settings = dict(case.settings)
-    wanted = {worker.make_tight: ("blocks", "tight"), worker.allow_async: ("async", "on")}
-    changes = [change for change, (factor, level) in wanted.items() if settings.get(factor) == level]
+    wanted = {"make_tight": ("blocks", "tight"), "allow_async": ("async", "on")}
     data = {
         "options": worker.arguments(settings) | worker.exact_arguments(settings),
         "kernel_block_size": int(settings.get("kernel", "0").replace("own", "0")),
-        "changes": [one.__name__ for one in changes],
+        "changes": [name for name, (factor, level) in wanted.items() if settings.get(factor) == level],
         "rounds": as_json(case.rounds, whole=True),
         "index": case.index,
         "expected": list(case.expected),
@@ -56,15 +53,9 @@ def script_of(case: Case) -> str:
         "is 1 while the answer is wrong. The requests are in CASE, below the model.",
         '"""',
         "",
-        "import os",
-        "import sys",
-        "from typing import Any",
-        "",
-        "LIBRARIES = []",
-        "",
+        (WORKERS / "vllm_case.py").read_text(),
         f"for name, value in {WORKER_DEFAULTS}.items():",
         "    os.environ.setdefault(name, value)",
-        inspect.getsource(vllm_case.declare_vision),
         "declare_vision()",
         *((WORKERS / f"{name}.py").read_text() for name in ("vllm_exact", "vllm_releases")),
         "",
@@ -72,8 +63,6 @@ def script_of(case: Case) -> str:
         "CASE = " + pprint.pformat(data, width=118, compact=True, sort_dicts=False),
         'CASE["config"] = CONFIG',
         "",
-        *map(inspect.getsource, changes),
-        (WORKERS / "vllm_case.py").read_text(),
         'if __name__ == "__main__":',
         "    main(CASE, sys.modules[__name__])",
         "",

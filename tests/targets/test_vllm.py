@@ -18,7 +18,7 @@ from hybrid_kv.targets import remote, vllm
 from hybrid_kv.targets.exact import ExactAnswers, write_exact_checkpoint
 from hybrid_kv.targets.remote import Remote, python_of
 from hybrid_kv.targets.target import Ask
-from hybrid_kv.targets.workers import vllm as worker
+from hybrid_kv.targets.workers import vllm_case
 from hybrid_kv.targets.workers.vllm import MAX_MODEL_LEN, ROOM, arguments
 
 PROMPT = tuple(1 + i * i % 89 for i in range(40))
@@ -173,8 +173,7 @@ def test_the_sanitizer_names_the_first_wrong_read(kernel: str, said: str, tmp_pa
 
 
 def test_an_engine_that_brings_no_token_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = worker.Engine()
-    engine._llm, engine._send = SimpleNamespace(step=list), lambda ask: "0"
-    monkeypatch.setattr(worker, "MOST_IDLE", 3)
+    monkeypatch.setattr(vllm_case, "send", lambda *_: None)
+    monkeypatch.setattr(vllm_case, "MOST_IDLE", 3)
     with pytest.raises(RuntimeError, match="1 requests run, and 3 steps bring no token"):
-        engine.ask([{"prompt": [1], "max_tokens": 1}], 0)
+        vllm_case.play(SimpleNamespace(step=list), [{"prompt": [1], "max_tokens": 1}], 0)

@@ -9,14 +9,17 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-NUM_LIKELIEST = 5
 MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 2048, 8, 2048
 # Bytes. vLLM fills its pool with zeros, 3.5 s of a start for each GiB; 2^28 are more blocks than all probes fill.
 SMALL_MODEL, SMALL_POOL = 2**26, 2**28
 EXACT_HEAD = 2  # numbers of a key
 EXACT_BLOCK, EXACT_BLOCKS = 16, 2**10  # tokens of a block, and how many there are
-MOST_IDLE = 1000  # steps; the chunks of all prompts are fewer
 ROOM = 640  # tokens of the one request that a tight pool holds for sure, where eight may run
+PLAIN = {
+    "prefix": "off", "spec": "none", "chunk": "whole", "blocks": "ample", "block": "own", "match": "block",
+    "retain": "last", "async": "off", "kernel": "own", "sanitize": "off",
+}  # fmt: skip
+NUMBERS = {"chunk": "max_num_batched_tokens", "block": "block_size", "match": "prefix_match_unit"}
 CAN = ["cached", "logprobs", "reset", "preempt", "salt", "seed", "n", "abort", "batch", "steps"]
 COUNTERS = {
     "vllm:prefix_cache_hits": "hits",
@@ -41,34 +44,25 @@ def arguments(settings: dict[str, str]) -> dict[str, Any]:
         "dtype": "float32",
     }
     for factor, level in settings.items():
-        digits = level.lstrip("abcdefghijklmnopqrstuvwxyz")
-        word, number = level[: len(level) - len(digits)], int(digits) if digits.isdecimal() else 0
-        match factor, word, number:
-            case ("prefix", "off", 0) | ("spec", "none", 0) | ("chunk", "whole", 0) | ("blocks", "ample" | "tight", 0):
+        word = level.rstrip("0123456789")
+        match factor, word, level[len(word) :]:
+            case _ if level == PLAIN.get(factor):
                 pass
-            case ("block", "own", 0) | ("match", "block", 0) | ("retain", "last", 0) | ("async", "off", 0):
-                pass
-            case ("kernel", "own", 0) | ("sanitize", "off" | "on", 0):
-                pass
-            case ("prefix", "on", 0):
+            case ("blocks", "tight", "") | ("sanitize", "on", "") | ("kernel", "", _):
+                pass  # no arguments: see below, and `Engine`
+            case "prefix", "on", "":
                 found["enable_prefix_caching"] = True
-            case "prefix", mode, 0:
+            case "prefix", mode, "":
                 found |= {"enable_prefix_caching": True, "mamba_cache_mode": mode}
-            case "spec", method, 1 | 2 | 3 | 4 | 5 | 6 | 7:
-                found["speculative_config"] = {"method": method, "num_speculative_tokens": number}
+            case "spec", method, number if number:
+                found["speculative_config"] = {"method": method, "num_speculative_tokens": int(number)}
                 if method == "ngram":
                     found["speculative_config"] |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
-            case "chunk", "", number if number:
-                found["max_num_batched_tokens"] = number
-            case "block", "", number if number:
-                found["block_size"] = number
-            case "match", "", number if number:
-                found["prefix_match_unit"] = number
-            case "retain", "all", 0:
+            case "chunk" | "block" | "match", "", number:
+                found[NUMBERS[factor]] = int(number)
+            case "retain", "all", "":
                 found["prefix_cache_retention_interval"] = None
-            case "kernel", "", number if number:
-                pass  # of the exact model's attention, see `_start`
-            case "async", "on", 0:
+            case "async", "on", "":
                 found["async_scheduling"] = True
             case "dtype", _, _:
                 found["dtype"] = level
@@ -97,7 +91,8 @@ class Engine:
 
     def load(self) -> None:
         """What every start imports, and does once in a process: 9 of its 12 s."""
-        pipe.sibling("vllm_case").declare_vision()
+        self._case = pipe.sibling("vllm_case")
+        self._case.declare_vision()
         import vllm.v1.engine.llm_engine
         import vllm.v1.worker.gpu_model_runner  # the one for CPUs is made of it
         from vllm.platforms import current_platform
@@ -120,10 +115,10 @@ class Engine:
                 self._exact(folder, settings, options)
         try:
             self._start(folder, options, settings.get("blocks") == "tight")
-        except refusals(AssertionError, NotImplementedError) as error:
+        except self._case.refusals(AssertionError, NotImplementedError) as error:
             if not str(error):  # an assertion without words refuses nothing: it is a bug
                 raise
-            raise ValueError(_line(error)) from error
+            raise ValueError(self._case.line_of(error)) from error
 
         # Of the exact model they say nothing.
         can = [name for name in CAN if name != "logprobs" or self._renew is None]
@@ -136,7 +131,7 @@ class Engine:
 
         registry._run_in_subprocess = lambda function: function()  # another process lacks those operators
         if tight:
-            make_tight()
+            self._case.make_tight()
         if sum(one.stat().st_size for one in os.scandir(folder)) < SMALL_MODEL:
             options["kv_cache_memory_bytes"] = SMALL_POOL
         if missing := options.keys() - vllm.EngineArgs.__dataclass_fields__.keys():
@@ -171,73 +166,14 @@ class Engine:
         self._renew = module.renew
         module.kernel_block_size = int(settings["kernel"]) if settings.get("kernel", "own") != "own" else 0
         if settings.get("async") == "on":
-            allow_async()
+            self._case.allow_async()
         module.add_head(options, folder)
         options |= exact_arguments(settings)
 
     def ask(self, requests: list[dict[str, Any]], preempt_every: int) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = [{} for _ in requests]
-        parts: list[dict[int, Any]] = [{} for _ in requests]  # of n answers, an output has one
-        running: dict[str, int] = {}
-        waiting, undisturbed, step, last = list(range(len(requests))), 0, 0, 0
-        while waiting or running:
-            ended = len(requests) - len(waiting) - len(running)
-            ready = [i for i in waiting if requests[i].get("after", 0) <= ended and requests[i].get("step", 0) <= step]
-            # A step that nothing runs in is never reached.
-            for i in ready or (waiting[:1] if not running else []):
-                waiting.remove(i)
-                try:
-                    running[self._send(requests[i])] = i
-                except refusals() as error:
-                    found[i]["error"] = _line(error)
-            known = sum(len(one.token_ids) for each in parts for one in each.values())
-            if preempt_every and known - undisturbed >= preempt_every:
-                undisturbed = known
-                self._llm.reset_prefix_cache(reset_running_requests=True)
-            step += 1
-            outputs = self._llm.step()
-            last = step if outputs else last
-            if step - last > MOST_IDLE:
-                raise RuntimeError(f"{len(running)} requests run, and {MOST_IDLE} steps bring no token")
-            for output in outputs:
-                if (i := running.get(output.request_id, -1)) < 0:
-                    continue
-                found[i]["cached_tokens"] = output.num_cached_tokens
-                parts[i] |= {one.index: one for one in output.outputs}
-                limit = requests[i].get("abort_after")
-                if limit is not None and not output.finished:
-                    lengths = [len(one.token_ids) for one in parts[i].values()]
-                    if len(lengths) < requests[i].get("n", 1) or min(lengths) < limit:
-                        continue
-                    self._llm.abort_request([output.request_id])
-                elif not output.finished:
-                    continue
-                del running[output.request_id]
-        return [one | _texts(each) for one, each in zip(found, parts, strict=True)]
-
-    def _send(self, ask: dict[str, Any]) -> str:
-        from vllm import SamplingParams
-
-        more: dict[str, int] = {}
-        temperature, n = ask.get("temperature", 0.0), ask.get("n", 1)
-        if n > 1 and not temperature:  # refused; with one token to draw from, a draw is greedy
-            temperature, more = 1.0, {"top_k": 1}
-        params = SamplingParams(
-            max_tokens=ask["max_tokens"],
-            temperature=temperature,
-            seed=ask.get("seed"),
-            n=n,
-            logprobs=NUM_LIKELIEST if ask.get("logprobs") else None,
-            ignore_eos=True,
-            detokenize=False,
-            **more,
-        )
-        prompt = {"prompt_token_ids": list(ask["prompt"])}
-        if ask.get("salt"):
-            prompt["cache_salt"] = ask["salt"]
-        name, self._sent = str(self._sent), self._sent + 1
-        self._llm.add_request(name, prompt, params)
-        return name
+        found: list[dict[str, Any]] = self._case.play(self._llm, requests, preempt_every, self._sent)
+        self._sent += len(requests)
+        return found
 
     def counters(self) -> dict[str, float]:
         found = dict.fromkeys(COUNTERS.values(), 0.0)
@@ -255,57 +191,6 @@ class Engine:
             raise RuntimeError("reset_prefix_cache says that it did not")
         if self._renew is not None:
             self._renew(self._llm)
-
-
-def make_tight() -> None:
-    """The pool of the next engine holds what its longest request takes, for which vLLM has no option."""
-    import vllm.v1.engine.core as core
-    from vllm.v1.core import kv_cache_utils
-
-    plan: Callable[..., Any] = core.get_kv_cache_configs
-
-    def tight(config: Any, specs: Any, *more: Any) -> Any:
-        groups = kv_cache_utils.get_kv_cache_groups(config, dict(specs[0]))
-        needed = kv_cache_utils._max_memory_usage_bytes_from_groups(config, groups)
-        block = kv_cache_utils._pool_bytes_per_block(config, groups)
-        config.cache_config.num_gpu_blocks_override = 1 + -(-needed // block)  # the first one is the null block
-        return plan(config, specs, *more)
-
-    core.get_kv_cache_configs = tight
-
-
-def allow_async() -> None:
-    """vLLM takes asynchronous steps from CPUs, whose operators do not need them; the scheduler's code is the same."""
-    from vllm.platforms.cpu import CpuPlatform
-
-    check = CpuPlatform.check_and_update_config.__func__
-
-    def allowing(cls: Any, config: Any) -> None:
-        check(cls, config)
-        config.scheduler_config.async_scheduling = True
-
-    CpuPlatform.check_and_update_config = classmethod(allowing)
-
-
-def refusals(*more: type[Exception]) -> tuple[type[Exception], ...]:
-    """What vLLM raises if it cannot do what it gets, for which it has no class up to 0.26."""
-    import vllm.exceptions
-
-    return *more, ValueError, getattr(vllm.exceptions, "VLLMClientError", ValueError)
-
-
-def _texts(parts: dict[int, Any]) -> dict[str, Any]:
-    texts = [list(parts[i].token_ids) for i in sorted(parts)]
-    found: dict[str, Any] = {"token_ids": texts[0] if texts else [], "others": texts[1:]}
-    if texts and parts[0].logprobs:
-        found["logprobs"] = [{token: one.logprob for token, one in step.items()} for step in parts[0].logprobs]
-    return found
-
-
-def _line(error: Exception) -> str:
-    """What went wrong, in one line; pydantic's first is only a heading."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:3])
 
 
 if __name__ == "__main__":

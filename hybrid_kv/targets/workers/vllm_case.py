@@ -1,11 +1,17 @@
-# The end of a reproducer, see `probes.script`: plays a case over vLLM alone. `model` is the module that has `register`.
+"""Plays requests over vLLM, a step at a time: those of a target, and the case of a reproducer (`probes.script`).
+
+A reproducer contains this file, so it imports none of its neighbours.
+"""
 
 import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
+NUM_LIKELIEST = 5
+MOST_IDLE = 1000  # steps; the chunks of all prompts are fewer
 LIBRARIES: list[Any] = []  # a library that is collected takes its operators along
 
 
@@ -63,42 +69,121 @@ def print_steps(llm: Any) -> None:
     scheduler.schedule = and_print
 
 
-def play(llm: Any, requests: list[dict[str, Any]], preempt_every: int) -> list[list[int]]:
-    """As `Engine.ask` of `vllm.py` does, without aborted requests' last tokens."""
-    from vllm import SamplingParams
-
-    found: list[list[int]] = [[] for _ in requests]
-    waiting, running, step, undisturbed = list(range(len(requests))), set[int](), 0, 0
+def play(llm: Any, requests: list[dict[str, Any]], preempt_every: int, first: int = 0) -> list[dict[str, Any]]:
+    """The answers to requests, with the fields of `targets.target`; the first request is called by this number."""
+    found: list[dict[str, Any]] = [{} for _ in requests]
+    parts: list[dict[int, Any]] = [{} for _ in requests]  # of n answers, an output has one
+    waiting, running = list(range(len(requests))), set[int]()
+    undisturbed, step, last = 0, 0, 0
     while waiting or running:
         ended = len(requests) - len(waiting) - len(running)
         ready = [i for i in waiting if requests[i].get("after", 0) <= ended and requests[i].get("step", 0) <= step]
+        # A step that nothing runs in is never reached.
         for i in ready or (waiting[:1] if not running else []):
-            one = requests[i]
             waiting.remove(i)
-            running.add(i)
-            prompt = {"prompt_token_ids": list(one["prompt"])} | (
-                {"cache_salt": one["salt"]} if one.get("salt") else {}
-            )
-            params = SamplingParams(
-                max_tokens=one["max_tokens"], temperature=one.get("temperature", 0.0), seed=one.get("seed"),
-                ignore_eos=True, detokenize=False,
-            )  # fmt: skip
-            llm.add_request(str(i), prompt, params)
-        known = sum(map(len, found))
+            try:
+                send(llm, str(first + i), requests[i])
+                running.add(i)
+            except refusals() as error:
+                found[i]["error"] = line_of(error)
+        known = sum(len(one.token_ids) for each in parts for one in each.values())
         if preempt_every and known - undisturbed >= preempt_every:
             undisturbed = known
             llm.reset_prefix_cache(reset_running_requests=True)
         step += 1
-        for output in llm.step():
-            i = int(output.request_id)
-            found[i] = list(output.outputs[0].token_ids)
+        outputs = llm.step()
+        last = step if outputs else last
+        if step - last > MOST_IDLE:
+            raise RuntimeError(f"{len(running)} requests run, and {MOST_IDLE} steps bring no token")
+        for output in outputs:
+            if (i := int(output.request_id) - first) not in running:
+                continue
+            found[i]["cached_tokens"] = output.num_cached_tokens
+            parts[i] |= {one.index: one for one in output.outputs}
             limit = requests[i].get("abort_after")
-            if limit is not None and not output.finished and len(found[i]) >= limit:
+            if limit is not None and not output.finished:
+                lengths = [len(one.token_ids) for one in parts[i].values()]
+                if len(lengths) < requests[i].get("n", 1) or min(lengths) < limit:
+                    continue
                 llm.abort_request([output.request_id])
             elif not output.finished:
                 continue
-            running.discard(i)
+            running.remove(i)
+    return [one | texts_of(each) for one, each in zip(found, parts, strict=True)]
+
+
+def send(llm: Any, name: str, ask: dict[str, Any]) -> None:
+    from vllm import SamplingParams
+
+    more: dict[str, int] = {}
+    temperature, n = ask.get("temperature", 0.0), ask.get("n", 1)
+    if n > 1 and not temperature:  # refused; with one token to draw from, a draw is greedy
+        temperature, more = 1.0, {"top_k": 1}
+    params = SamplingParams(
+        max_tokens=ask["max_tokens"],
+        temperature=temperature,
+        seed=ask.get("seed"),
+        n=n,
+        logprobs=NUM_LIKELIEST if ask.get("logprobs") else None,
+        ignore_eos=True,
+        detokenize=False,
+        **more,
+    )
+    prompt = {"prompt_token_ids": list(ask["prompt"])}
+    if ask.get("salt"):
+        prompt["cache_salt"] = ask["salt"]
+    llm.add_request(name, prompt, params)
+
+
+def refusals(*more: type[Exception]) -> tuple[type[Exception], ...]:
+    """What vLLM raises if it cannot do what it gets, for which it has no class up to 0.26."""
+    import vllm.exceptions
+
+    return *more, ValueError, getattr(vllm.exceptions, "VLLMClientError", ValueError)
+
+
+def texts_of(parts: dict[int, Any]) -> dict[str, Any]:
+    texts = [list(parts[i].token_ids) for i in sorted(parts)]
+    found: dict[str, Any] = {"token_ids": texts[0] if texts else [], "others": texts[1:]}
+    if texts and parts[0].logprobs:
+        found["logprobs"] = [{token: one.logprob for token, one in step.items()} for step in parts[0].logprobs]
     return found
+
+
+def line_of(error: Exception) -> str:
+    """What went wrong, in one line; pydantic's first is only a heading."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:3])
+
+
+def make_tight() -> None:
+    """The pool of the next engine holds what its longest request takes, for which vLLM has no option."""
+    import vllm.v1.engine.core as core
+    from vllm.v1.core import kv_cache_utils
+
+    plan: Callable[..., Any] = core.get_kv_cache_configs
+
+    def tight(config: Any, specs: Any, *more: Any) -> Any:
+        groups = kv_cache_utils.get_kv_cache_groups(config, dict(specs[0]))
+        needed = kv_cache_utils._max_memory_usage_bytes_from_groups(config, groups)
+        block = kv_cache_utils._pool_bytes_per_block(config, groups)
+        config.cache_config.num_gpu_blocks_override = 1 + -(-needed // block)  # the first one is the null block
+        return plan(config, specs, *more)
+
+    core.get_kv_cache_configs = tight
+
+
+def allow_async() -> None:
+    """vLLM takes asynchronous steps from CPUs, whose operators do not need them; the scheduler's code is the same."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config.__func__
+
+    def allowing(cls: Any, config: Any) -> None:
+        check(cls, config)
+        config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = classmethod(allowing)
 
 
 def main(case: dict[str, Any], model: Any) -> None:
@@ -110,7 +195,7 @@ def main(case: dict[str, Any], model: Any) -> None:
     for number, one in enumerate(case["rounds"], 1):
         print(f"round {number}, {len(one['requests'])} requests:")
         answers = play(llm, one["requests"], one.get("preempt_every", 0))
-    got = answers[case["index"]][: len(case["expected"])]
+    got = answers[case["index"]]["token_ids"][: len(case["expected"])]
     print(f"request {case['index']}: expected {case['expected']}\n           got      {got}")
     sys.stdout.flush()
     os._exit(got != case["expected"])
