@@ -8,10 +8,9 @@ from typing import Annotated, Any, Protocol
 from pydantic import BaseModel, Field, RootModel
 
 from hybrid_kv.targets.reply import Count, Some, TokenId, TokenName, read, within
-from hybrid_kv.targets.target import Answer, Ask
+from hybrid_kv.targets.target import NUM_LIKELIEST, Answer, Ask
 
 Json = dict[str, Any]
-NUM_LIKELIEST = 5
 # Of the metrics behind a server's prefix, those that are counters of the contract, with `_total` left out.
 COUNTERS = {
     "prefix_cache_hits": "hits",
@@ -40,17 +39,10 @@ class Dialect(Protocol):
         """What is sent."""
 
     def answer(self, raw: bytes) -> Answer:
-        """What came back, whole.
+        """What came back, whole, or an event of a stream, with its new tokens.
 
         Raises:
             TargetError: it has no token ids, or other values than such an answer has.
-        """
-
-    def piece(self, raw: bytes) -> list[int]:
-        """The new tokens of an event of a stream.
-
-        Raises:
-            TargetError: it has none.
         """
 
 
@@ -73,25 +65,13 @@ class Completions:
     preempt = "/reset_prefix_cache?reset_running_requests=true"
 
     def body(self, ask: Ask, model: str, stream: bool) -> Json:
-        body: Json = {
-            "model": model,
-            "prompt": list(ask.prompt),
-            "max_tokens": ask.max_tokens,
-            "temperature": ask.temperature,
-            "n": ask.n,
-            "stream": stream,
-            "ignore_eos": not ask.stop,
-            "return_token_ids": True,
-        }
-        if ask.stop:
-            body["stop"] = list(ask.stop)
-        if ask.seed is not None:
-            body["seed"] = ask.seed
-        if ask.salt:
-            body["cache_salt"] = ask.salt
+        body = _given(stop=list(ask.stop) or None, seed=ask.seed, cache_salt=ask.salt or None)
         if ask.logprobs:
             body |= {"logprobs": NUM_LIKELIEST, "return_tokens_as_token_ids": True}
-        return body
+        return body | {
+            "model": model, "prompt": list(ask.prompt), "max_tokens": ask.max_tokens, "temperature": ask.temperature,
+            "n": ask.n, "stream": stream, "ignore_eos": not ask.stop, "return_token_ids": True,
+        }  # fmt: skip
 
     def answer(self, raw: bytes) -> Answer:
         reply = read(_Completion, raw)
@@ -100,8 +80,10 @@ class Completions:
         rest = tuple(tuple(other.token_ids) for other in others)
         return Answer(tuple(first.token_ids), reply.cached_tokens, logprobs, rest)
 
-    def piece(self, raw: bytes) -> list[int]:
-        return [token for choice in read(_Completion, raw).choices[:1] for token in choice.token_ids]
+
+def _given(**fields: Any) -> Json:
+    """What was requested: not None."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _logprobs(
@@ -130,19 +112,13 @@ class SGLang:
     path, reset, preempt = "/generate", "/flush_cache", ""
 
     def body(self, ask: Ask, model: str, stream: bool) -> Json:
-        sampling: Json = {
+        sampling = _given(stop=list(ask.stop) or None, sampling_seed=ask.seed) | {
             "max_new_tokens": ask.max_tokens, "temperature": ask.temperature, "ignore_eos": not ask.stop, "n": ask.n,
         }  # fmt: skip
-        if ask.stop:
-            sampling["stop"] = list(ask.stop)
-        if ask.seed is not None:
-            sampling["sampling_seed"] = ask.seed
-        body: Json = {"input_ids": list(ask.prompt), "sampling_params": sampling, "stream": stream}
-        if ask.salt:
-            body["extra_key"] = ask.salt
+        body = _given(extra_key=ask.salt or None)
         if ask.logprobs:
             body |= {"return_logprob": True, "top_logprobs_num": NUM_LIKELIEST}
-        return body
+        return body | {"input_ids": list(ask.prompt), "sampling_params": sampling, "stream": stream}
 
     def answer(self, raw: bytes) -> Answer:
         reply = read(_OneOrSome, raw).root
@@ -151,9 +127,6 @@ class SGLang:
         logprobs = _logprobs(first.output_ids, (row[0] for row in first.logprobs or ()), by_id)
         rest = tuple(tuple(other.output_ids) for other in others)
         return Answer(tuple(first.output_ids), first.cached_tokens, logprobs, rest)
-
-    def piece(self, raw: bytes) -> list[int]:
-        return read(_Generated, raw).output_ids
 
 
 class _Likely(BaseModel):
@@ -177,17 +150,11 @@ class LlamaCpp:
     path, reset, preempt = "/completion", "", ""
 
     def body(self, ask: Ask, model: str, stream: bool) -> Json:
-        body: Json = {
+        num_likeliest = NUM_LIKELIEST if ask.logprobs else None
+        return _given(stop=list(ask.stop) or None, seed=ask.seed, n_probs=num_likeliest) | {
             "prompt": list(ask.prompt), "n_predict": ask.max_tokens, "temperature": ask.temperature, "stream": stream,
             "cache_prompt": True, "return_tokens": True, "ignore_eos": not ask.stop,
         }  # fmt: skip
-        if ask.stop:
-            body["stop"] = list(ask.stop)
-        if ask.seed is not None:
-            body["seed"] = ask.seed
-        if ask.logprobs:
-            body["n_probs"] = NUM_LIKELIEST
-        return body
 
     def answer(self, raw: bytes) -> Answer:
         reply = read(_Predicted, raw)
@@ -195,9 +162,6 @@ class LlamaCpp:
         by_id = ({one.id: one.logprob for one in row.top_logprobs} for row in chosen)
         logprobs = _logprobs(reply.tokens, (row.logprob for row in chosen), by_id)
         return Answer(tuple(reply.tokens), reply.cached_tokens, logprobs)
-
-    def piece(self, raw: bytes) -> list[int]:
-        return read(_Predicted, raw).tokens
 
 
 # By who owns the model in `/v1/models`.

@@ -14,7 +14,7 @@ from hybrid_kv.engine.llm import LLM
 from hybrid_kv.engine.record import recorded
 from hybrid_kv.request import Request, ScheduledRequest
 from hybrid_kv.sampling import SamplingParams
-from hybrid_kv.targets.target import CAPABILITIES, Answer, Ask
+from hybrid_kv.targets.target import CAPABILITIES, COUNTERS, Answer, Ask, likeliest
 
 name = "ours"
 size = "tiny"
@@ -38,7 +38,6 @@ LEVELS: dict[str, dict[str, dict[str, Any]]] = {
     "offload": {"none": {}, "host": {"kv_offload_bytes": 2**26}},
 }
 factors = {factor: tuple(levels) for factor, levels in LEVELS.items()}
-NUM_LIKELIEST = 5
 MAX_MODEL_LEN = 2048
 ROOM = 640  # tokens that a tight pool holds: two of the longest requests, where six run
 
@@ -144,7 +143,7 @@ class Ours:
 
     def counters(self) -> Mapping[str, float]:
         """See `Target.counters`."""
-        return {name: float(self._counts[name]) for name in ("hits", "drafts", "accepted", "preemptions")}
+        return {name: float(self._counts[name]) for name in COUNTERS}
 
     def reset(self) -> None:
         """See `Target.reset`."""
@@ -165,14 +164,7 @@ class _Logits:
         rows |= enumerate(hidden.clone(), item.num_computed_tokens)
 
     def of(self, llm: LLM, request: Request) -> tuple[Mapping[int, float], ...]:
-        rows, start = self.rows[request.request_id], len(request.prompt_token_ids) - 1
-        hidden = torch.stack([rows[start + i] for i in range(len(request.output_token_ids))])
-        found = []
-        for token, logprobs in zip(
-            request.output_token_ids, llm.model.compute_logits(hidden).log_softmax(-1), strict=True
-        ):
-            best = logprobs.topk(NUM_LIKELIEST)
-            found.append(
-                {**dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)), token: float(logprobs[token])}
-            )
-        return tuple(found)
+        seen, start = self.rows[request.request_id], len(request.prompt_token_ids) - 1
+        hidden = torch.stack([seen[start + i] for i in range(len(request.output_token_ids))])
+        rows = llm.model.compute_logits(hidden).log_softmax(-1)
+        return tuple(map(likeliest, rows, request.output_token_ids))

@@ -97,27 +97,20 @@ class Server:
         if first.error or not first.token_ids:
             raise ConfigError(f"--target {url}: it answers without token ids: {first.error or 'none came'}")
         self.counters()
-        can = ["batch", "abort"]
-        if self._can_post(self._dialect.reset):
-            can.append("reset")
-        if self._can_post(self._dialect.preempt):
-            can.append("preempt")
-        again = self._one(Ask(prompt, max_tokens=2))
-        if again.cached_tokens is not None:
-            can.append("cached")
-            other = self._one(Ask(prompt, max_tokens=2, salt="trial"))
-            if not other.error and not other.cached_tokens:
-                can.append("salt")
-        if self._one(Ask(prompt[:9], max_tokens=2, logprobs=True)).logprobs:
-            can.append("logprobs")
-        if len(self._one(Ask(prompt[:9], max_tokens=2, n=2)).others) == 1:
-            can.append("n")
+        posts = {"reset": self._can_post(self._dialect.reset), "preempt": self._can_post(self._dialect.preempt)}
+        again, other = (self._one(Ask(prompt, max_tokens=2, salt=salt)) for salt in ("", "trial"))
+        is_cached = again.cached_tokens is not None
         draws = [self._one(Ask(prompt[:9], max_tokens=8, temperature=1.0, seed=7)).token_ids for _ in range(2)]
-        if draws[0] == draws[1] != ():
-            can.append("seed")
-        if "reset" in can:
+        can = posts | {
+            "cached": is_cached,
+            "salt": is_cached and not other.error and not other.cached_tokens,
+            "logprobs": bool(self._one(Ask(prompt[:9], max_tokens=2, logprobs=True)).logprobs),
+            "n": len(self._one(Ask(prompt[:9], max_tokens=2, n=2)).others) == 1,
+            "seed": draws[0] == draws[1] != (),
+        }
+        if can["reset"]:
             self.reset()
-        return can
+        return ["batch", "abort", *(name for name, is_there in can.items() if is_there)]
 
     def ask(self, requests: Sequence[Ask], preempt_every: int = 0) -> list[Answer]:
         """See `Target.ask`."""
@@ -249,7 +242,7 @@ class _Batch:
                 return Answer((), error=_refusal(reply.status, await _body(reply)))
             async for raw in _events(reply):
                 try:
-                    piece = self._dialect.piece(raw)
+                    piece = self._dialect.answer(raw).token_ids
                 except TargetError:  # an error in the middle of an answer, as a rule
                     return Answer(tuple(tokens), error=f"an event without token ids: {one_line(raw)}")
                 tokens += piece

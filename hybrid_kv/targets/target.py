@@ -5,11 +5,16 @@ A target says what it can do (`can`) and what it can be started with (`Kind.fact
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hybrid_kv.config import HybridKVError
+
+if TYPE_CHECKING:
+    import torch
+
+NUM_LIKELIEST = 5  # tokens whose log-probabilities are wanted beside the answer's own
 
 # What a target may be able to do beyond greedy answers; a check that needs more than there is "not supported".
 CAPABILITIES = {
@@ -131,6 +136,18 @@ class Target(Protocol):
 
     def close(self) -> None:
         """End it and free what it holds. A closed target may be closed again."""
+
+
+def likeliest(logprobs: torch.Tensor, token: int) -> dict[int, float]:
+    """Log-probabilities [vocab_size] by token: of the likeliest, and of this one."""
+    best = logprobs.topk(NUM_LIKELIEST)
+    return dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)) | {token: float(logprobs[token])}
+
+
+def is_plain(kind: Kind, settings: Mapping[str, str], factors: Iterable[str]) -> bool:
+    """Whether these factors, as far as the kind has them, are at their plainest level in a setting."""
+    plainest = {factor: kind.factors[factor][0] for factor in factors if factor in kind.factors}
+    return all(settings.get(factor, level) == level for factor, level in plainest.items())
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from hybrid_kv.config import ConfigError
 from hybrid_kv.models.random_checkpoint import quiet
 from hybrid_kv.targets.exact import is_exact
-from hybrid_kv.targets.target import Answer, Ask, Inside, Known
+from hybrid_kv.targets.target import Answer, Ask, Inside, Known, likeliest
 
 name = "transformers"
 size = "tiny"
@@ -45,7 +45,6 @@ known = (
     # A kept cache serves what goes on with all of it, and only once.
     Known("5.23.0", "prefix=kept", ("prefix",), words="cached stayed 0"),
 )
-NUM_LIKELIEST = 5
 MAX_MODEL_LEN, EXACT_LONGEST = 2048, 640
 NOISE = 0.05  # of a weight's own size: a draft model that is right often, not always
 # `generate` moves an offloaded cache by CUDA's streams alone.
@@ -277,11 +276,4 @@ def _noisy(model: Any) -> Any:
 
 
 def _logprobs(tokens: Sequence[int], logits: Sequence[torch.Tensor]) -> tuple[Mapping[int, float], ...]:
-    found = []
-    for token, row in zip(tokens, logits, strict=False):
-        logprobs = row[0].log_softmax(-1)
-        best = logprobs.topk(NUM_LIKELIEST)
-        found.append(
-            {**dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)), token: float(logprobs[token])}
-        )
-    return tuple(found)
+    return tuple(likeliest(row[0].log_softmax(-1), token) for token, row in zip(tokens, logits, strict=False))
