@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.models.config_file import ConfigFile
-from hybrid_kv.probes.exact import ExactJudge
-from hybrid_kv.probes.judge import Judge
+from hybrid_kv.probes.judge import ExactJudge, Judge
 from hybrid_kv.probes.oracle import Oracle
 from hybrid_kv.probes.registry import Probe, Verdict, load_probes
 from hybrid_kv.probes.session import Outcome, References, Session, calibrate
 from hybrid_kv.targets.exact import is_exact
 from hybrid_kv.targets.kinds import for_model
-from hybrid_kv.targets.target import Kind, TargetError
+from hybrid_kv.targets.target import Kind, TargetError, is_plain
 
 Settings = dict[str, str]
 UNHEARD = "?"  # the version of an engine that did not start yet
@@ -76,8 +75,7 @@ class Guarded:
 
     def is_plain(self, settings: Mapping[str, str]) -> bool:
         """Whether all factors but the dtype are at their plainest level."""
-        levels = self.kind.factors
-        return all(level == levels[factor][0] for factor, level in settings.items() if factor != "dtype")
+        return is_plain(self.kind, settings, {*settings} - {"dtype"})
 
     def hear(self, outcome: Outcome) -> None:
         """The oracle is not used any more where the plain engine, alone and cold, disagrees with it.
@@ -117,15 +115,10 @@ class Guarded:
 
 def wanted(probe: Probe, kind: Kind, settings: Mapping[str, str], part: str, thorough: bool) -> bool:
     """Whether a probe runs in a setting of an engine; `part` of a run: `exact` or `random`."""
-
-    def is_plain(factors: Iterable[str]) -> bool:
-        return all(
-            settings.get(one, kind.factors[one][0]) == kind.factors[one][0] for one in factors if one in kind.factors
-        )
-
     if (probe.exact and part != "exact") or (part in probe.not_in and not thorough):
         return False
-    return probe.elsewhere or is_plain({*settings} - {"dtype"}) or not is_plain(probe.when)
+    is_met = not is_plain(kind, settings, probe.when.split())
+    return probe.elsewhere or is_met or is_plain(kind, settings, {*settings} - {"dtype"})
 
 
 def ask(guarded: Guarded, settings: Settings, select: Sequence[str], report: Callable[[Outcome], None]) -> None:

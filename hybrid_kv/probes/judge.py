@@ -11,6 +11,7 @@ import torch
 
 from hybrid_kv.probes.oracle import Oracle
 from hybrid_kv.probes.registry import Verdict
+from hybrid_kv.targets.exact import ExactAnswers
 from hybrid_kv.targets.target import Answer, Ask
 
 # Kernels that sum in other orders than transformers differ from it as it differs from float64, a few times over.
@@ -91,6 +92,9 @@ class Judge:
             return Judgement("wrong", f"error: {answer.error}")
         if len(answer.others) != ask.n - 1:
             return Judgement("wrong", f"{1 + len(answer.others)} answers for n={ask.n}")
+        return self._judge(ask, answer, alone)
+
+    def _judge(self, ask: Ask, answer: Answer, alone: Answer | None) -> Judgement:
         if alone is not None and (alone.error or (ask.temperature and len(alone.others) != len(answer.others))):
             return Judgement("inconclusive", f"the same request alone had {alone.error or 'other answers'}")
         if ask.temperature > 0:
@@ -112,8 +116,7 @@ class Judge:
         alone: Answer | None,
         is_greedy: bool = True,
     ) -> Judgement:
-        least = ask.max_tokens if ask.abort_after is None else min(ask.abort_after, ask.max_tokens)
-        expected = alone.token_ids if alone is not None else ()
+        least, expected = _least(ask), alone.token_ids if alone is not None else ()
         if not self.trusted:
             assert alone is not None
             least = min(least, len(alone.token_ids))
@@ -177,6 +180,33 @@ class Judge:
         return RIGHT
 
 
+class ExactJudge(Judge):
+    """That of an exact model inside an engine: an answer is the oracle's, token by token, or it is wrong.
+
+    Nothing has a tolerance, and a temperature changes nothing: the logits are one-hot.
+    """
+
+    is_exact = True
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(None)
+        self._answers = ExactAnswers(folder)
+        self.trusted = self.is_calibrated = True
+
+    def needs_alone(self, ask: Ask) -> bool:
+        return False
+
+    def _judge(self, ask: Ask, answer: Answer, alone: Answer | None) -> Judgement:
+        expected, least = tuple(self._answers.tokens(ask.prompt, ask.max_tokens)), _least(ask)
+        for tokens in (answer.token_ids, *answer.others):
+            if (i := first_difference(tokens, expected)) is not None:
+                said = f"token {i} is {tokens[i]}, not {expected[i]}"
+                return Judgement("wrong", said, i, expected[: i + 1])
+            if not least <= len(tokens) <= ask.max_tokens:
+                return Judgement("wrong", f"ends after {len(tokens)} of {least} tokens", len(tokens), expected)
+        return RIGHT
+
+
 def _beyond(
     limit: float,
     rows: torch.Tensor,
@@ -197,6 +227,11 @@ def _beyond(
             said = f"the log-probability of token {i} is off by {off:.3g} (limit {limit:.2g}), though it is right"
             return Judgement("wrong", said, i, tokens[: i + 1], off, right)
     return RIGHT
+
+
+def _least(ask: Ask) -> int:
+    """The fewest tokens that an answer may have, unless a text ends it."""
+    return ask.max_tokens if ask.abort_after is None else min(ask.abort_after, ask.max_tokens)
 
 
 def first_difference(tokens: Sequence[int], expected: Sequence[int]) -> int | None:

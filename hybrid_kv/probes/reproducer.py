@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,15 +51,6 @@ class Case:
     logprob: float | None
     most_cached: int | None
     limit: float
-
-    def comparison(self) -> list[str]:
-        """What was expected and what came, where it is tokens that are wrong."""
-        if not self.expected:
-            return []
-        return [
-            f"expected {list(self.expected)}, likelier by {self.margin:.3g} (rounding goes to {self.limit:.2g})",
-            f"got {list(self.got)}",
-        ]
 
     def is_wrong(self, answer: Answer) -> bool:
         """Whether an answer to the last round's ask is as wrong as this one was."""
@@ -114,15 +105,10 @@ def wrong_read(guarded: Guarded, case: Case) -> str:
 
 
 def to_json(case: Case) -> str:
-    parts = {
-        "format": FORMAT,
-        "version": VERSION,
-        **{k: v for k, v in vars(case).items() if k not in ("rounds", "version")},
-    }
-    lines = [f' "{key}": {json.dumps(value)}' for key, value in parts.items()]
-    lines.append(f' "engine": {json.dumps(case.version)}')
+    parts = {"format": FORMAT} | vars(case) | {"version": VERSION, "engine": case.version}
+    lines = [f' "{key}": {json.dumps(value)},' for key, value in parts.items() if key != "rounds"]
     rounds = ",\n  ".join(map(json.dumps, as_json(case.rounds)))
-    return "{\n" + ",\n".join(lines) + f',\n "rounds": [\n  {rounds}\n ]\n}}\n'
+    return "\n".join(["{", *lines, f' "rounds": [\n  {rounds}\n ]', "}", ""])
 
 
 def from_json(text: str, name: str) -> Case:
@@ -177,38 +163,30 @@ def write_files(case: Case, folder: Path, script: str = "") -> list[Path]:
     slug = re.sub(r"\W+", "-", f"{case.target} {case.probe}").strip("-")  # a target may be a URL
     stem = folder / f"{slug}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    contents = {".json": text, ".md": _markdown(case, stem)}
-    if script:
-        contents[".py"] = script
-    for suffix, content in contents.items():
-        path = stem.with_name(stem.name + suffix)
+    contents = {".json": text, ".md": _markdown(case, stem)} | ({".py": script} if script else {})
+    written = {stem.with_name(stem.name + suffix): content for suffix, content in contents.items()}
+    for path, content in written.items():
         write_whole(path, content)
-        written.append(path)
-    return written
+    return [*written]
 
 
 def _markdown(case: Case, stem: Path) -> str:
     settings = ", ".join(f"{key}={value}" for key, value in case.settings.items()) or "defaults"
+    likelier = f"likelier by {case.margin:.3g} (rounding goes to {case.limit:.2g})"
+    expected = f"- Expected {list(case.expected)}, {likelier}"
     lines = [
         f"# {case.target} {case.version}: a wrong answer ({case.probe})",
         "",
         f"Model: `{case.model}`. Settings: {settings}.",
         "",
         f"- What is wrong: {case.problem.rstrip('.')}.",
-        *(f"- {line[0].upper()}{line[1:]}" for line in case.comparison()),
+        *([expected, f"- Got {list(case.got)}"] if case.expected else []),
         "",
         f"`{sum(len(one.requests) for one in case.rounds)}` requests lead to it:",
         "",
-        *_requests(case.rounds),
     ]
-    return "\n".join([*lines, "", f"Again: `hybrid-kv guard --replay {stem.name}.json`", ""])
-
-
-def _requests(rounds: Sequence[Round]) -> list[str]:
-    lines = []
-    for number, one in enumerate(rounds, 1):
+    for number, one in enumerate(case.rounds, 1):
         for ask in one.requests:
             extras = ", ".join(f"{key} {value}" for key, value in ask.extras().items())
             lines.append(f"{number}. `{list(ask.prompt)}` {extras}".rstrip())
-    return lines
+    return "\n".join([*lines, "", f"Again: `hybrid-kv guard --replay {stem.name}.json`", ""])

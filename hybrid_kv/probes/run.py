@@ -1,18 +1,30 @@
-"""All probes in every setting of a matrix."""
+"""All probes in every setting of a matrix: one after another, or several at a time.
+
+Those are in processes that each start an engine of their own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from itertools import product
+from multiprocessing.queues import SimpleQueue
+from pathlib import Path
+from typing import Any
 
 from hybrid_kv.config import ConfigError
+from hybrid_kv.errors import deaf_to_ctrl_c
 from hybrid_kv.guard.registry import Size
-from hybrid_kv.probes.at_once import ask_at_once
-from hybrid_kv.probes.guarded import Guarded, Settings, ask
+from hybrid_kv.guard.workers import CONTEXT, processes
+from hybrid_kv.probes.guarded import UNHEARD, Guarded, Settings, ask
 from hybrid_kv.probes.registry import load_probes
 from hybrid_kv.probes.session import Outcome
-from hybrid_kv.targets.target import Kind
+from hybrid_kv.targets.kinds import kind_of
+from hybrid_kv.targets.remote import share_loaders, shared_loaders
+from hybrid_kv.targets.target import Kind, is_plain
 
+SECONDS = 0.2  # between two looks at the queue
+_worker: tuple[list[Guarded], SimpleQueue[tuple[int, str, Outcome]]]
 FINE = ("right", "not supported", "as before", "known")
 
 
@@ -35,8 +47,7 @@ def compare_with(old: Guarded, seen: Sequence[Outcome], jobs: int = 1, size: Siz
 def subtract_known(guarded: Guarded, outcome: Outcome) -> None:
     """Name a failure that was reported of this release, and do not count it."""
     for one in getattr(guarded.kind, "known", ()):
-        levels = guarded.kind.factors
-        met = all(outcome.settings.get(factor, levels[factor][0]) != levels[factor][0] for factor in one.factors)
+        met = not any(is_plain(guarded.kind, outcome.settings, [factor]) for factor in one.factors)
         here = met and one.release == guarded.version and one.probe in outcome.probe and one.words in outcome.detail
         if outcome.verdict in ("wrong", "void") and here:
             outcome.verdict, outcome.detail, outcome.failures = "known", f"{one.name}: {outcome.detail}", []
@@ -78,8 +89,7 @@ def matrix_of(kind: Kind, texts: Sequence[str]) -> list[Settings]:
         wanted = dict(_levels(kind, part) for part in text.split())
         for levels in product(*wanted.values()):
             cell = dict(zip(wanted, levels, strict=True))
-            is_plain = all(level == kind.factors[f][0] for f, level in cell.items())
-            cells += [cell] if not is_plain and cell not in cells else []
+            cells += [cell] if not is_plain(kind, cell, cell) and cell not in cells else []
     return cells
 
 
@@ -198,3 +208,75 @@ def guard(runs: Sequence[Run], jobs: int = 1) -> None:
     finally:
         for run in runs:
             run.guarded.close()
+
+
+def ask_at_once(runs: Sequence[Run], jobs: int) -> None:
+    """`guarded.ask` for every setting of some runs, which get each outcome in this process, as it comes."""
+    queue: SimpleQueue[tuple[int, str, Outcome]] = CONTEXT.SimpleQueue()
+    in_flight: dict[Future[None], int] = {}
+    ready = [_Waves(run.waves()) for run in runs]
+    with processes(jobs, _start, [_given(run.guarded) for run in runs], shared_loaders(), queue) as pool:
+        while True:
+            for i, run in enumerate(runs):
+                while len(in_flight) < jobs and (settings := ready[i].next(i in in_flight.values())) is not None:
+                    doubted = [dtype for dtype, judge in run.guarded.judges.items() if not judge.trusted]
+                    with deaf_to_ctrl_c():  # A submit may start a worker.
+                        task = pool.submit(_ask, i, settings, run.select, run.guarded.shortest, doubted)
+                    in_flight[task] = i
+            if not in_flight:
+                return
+            done, _ = wait(in_flight, SECONDS, FIRST_COMPLETED)
+            # A worker has reported all before it is done: what is put into such a queue is in its pipe.
+            while not queue.empty():
+                i, version, outcome = queue.get()
+                runs[i].guarded.version = version if version != UNHEARD else runs[i].guarded.version
+                runs[i].guarded.hear(outcome)
+                runs[i].hear(outcome)
+            for one in done:
+                del in_flight[one]
+                one.result()
+
+
+class _Waves:
+    """The settings of a run, one by one; those of the next wave when no one of the last is in flight."""
+
+    def __init__(self, waves: Iterator[list[Settings]]) -> None:
+        self._waves, self._left = waves, list[Settings]()
+
+    def next(self, is_busy: bool) -> Settings | None:
+        if not self._left and not is_busy:
+            self._left = next((wave for wave in self._waves if wave), [])
+        return self._left.pop(0) if self._left else None
+
+
+def _given(guarded: Guarded) -> tuple[Any, ...]:
+    """What makes an equal one in another process."""
+    kind, against = guarded.kind, guarded.against
+    names = kind.name, getattr(kind, "python", None), against.name if against is not None else None
+    return *names, guarded.folder, guarded.seed, guarded.amount, guarded.thorough
+
+
+def _start(
+    given: Iterable[tuple[Any, ...]],
+    loaders: Mapping[tuple[str, str], Path],
+    queue: SimpleQueue[tuple[int, str, Outcome]],
+) -> None:
+    global _worker
+    share_loaders(loaders)
+    made = []
+    for kind, python, against, folder, *drawn in given:
+        other = kind_of(against) if against is not None else None
+        made.append(Guarded(kind_of(kind, python), folder, other, *drawn))
+    _worker = made, queue
+
+
+def _ask(i: int, settings: Settings, select: Sequence[str], shortest: int, doubted: Sequence[str]) -> None:
+    every, queue = _worker
+    guarded = every[i]
+    guarded.shortest = max(guarded.shortest, shortest)
+    for dtype in doubted:
+        guarded.judge_of({"dtype": dtype}).trusted = False
+    try:
+        ask(guarded, settings, select, lambda outcome: queue.put((i, guarded.version, outcome)))
+    finally:
+        guarded.close()

@@ -7,14 +7,15 @@ import random
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from statistics import fmean
+from typing import Any
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.probes.judge import Judge, Judgement
-from hybrid_kv.probes.registry import Probe, Round, Verdict
-from hybrid_kv.probes.traffic import Traffic
-from hybrid_kv.targets.target import Answer, Ask, Kind, Target, TargetError
+from hybrid_kv.probes.registry import Probe, Round, Traffic, Verdict
+from hybrid_kv.targets.target import Answer, Ask, Kind, Target, TargetError, is_plain
 
 DEFAULT_UNIT = 16
 
@@ -167,10 +168,9 @@ class Session:
         self._draws: dict[Ask, Answer] = {}
         self._preempted = 0.0  # requests, until the cache was emptied
 
-    def is_plain(self, factor: str) -> bool:
-        """Whether a factor, if the kind has it, is at its plainest level."""
-        levels = self.kind.factors.get(factor)
-        return levels is None or self.settings.get(factor, levels[0]) == levels[0]
+    def is_plain(self, *factors: str) -> bool:
+        """Whether these factors, as far as the kind has them, are at their plainest level."""
+        return is_plain(self.kind, self.settings, factors)
 
     def traffic(self, name: str, vocab_size: int) -> Traffic:
         """A probe's own, the same in every setting of the same block size."""
@@ -200,7 +200,7 @@ class Session:
     def run(self, probe: Probe, vocab_size: int) -> Outcome:
         """Send all rounds of a probe; the first wrong answer ends it."""
         begin, outcome = time.perf_counter(), Outcome(probe.name, self.settings)
-        if missing := [name for name in probe.needs if name not in self.target.can]:
+        if missing := [name for name in probe.needs.split() if name not in self.target.can]:
             outcome.verdict = "not supported"
             outcome.detail = f"the target offers no {', '.join(missing)}"
             return outcome
@@ -231,25 +231,16 @@ class Session:
         rounds = probe.rounds(self.traffic(probe.name, vocab_size))
         self.reset()
         before, unclear = self.target.counters(), ""
-        answers: list[Answer] | None = None
-        while True:
-            try:
-                one = rounds.send(answers) if answers is not None else next(rounds)
-            except StopIteration:
-                break
-            one = self._possible(one)
-            answers, judgements = self.play(one)
-            _count(outcome, one, answers, judgements)
-            for i, judgement in enumerate(judgements):
-                if judgement.verdict == "wrong":
-                    outcome.verdict, outcome.detail = "wrong", judgement.problem
-                    outcome.failures.append(
-                        Failure(probe.name, self.settings, tuple(self.sent), i, answers[i], judgement, self.unit)
-                    )
-                    break
-                unclear = unclear or judgement.problem
-            if outcome.failures:
-                break
+        answers: Any = None
+        with suppress(StopIteration):
+            while not outcome.failures:
+                one = self._possible(rounds.send(answers))
+                answers, judgements = self.play(one)
+                _count(outcome, one, answers, judgements)
+                if failure := self.first_wrong(probe.name, answers, judgements):
+                    outcome.verdict, outcome.detail = "wrong", failure.judgement.problem
+                    outcome.failures.append(failure)
+                unclear = unclear or next((one.problem for one in judgements if one.problem), "")
         if not self.sent:
             outcome.verdict, outcome.detail = "not supported", "its requests would be too long"
             return
@@ -266,6 +257,13 @@ class Session:
             )
         elif problem := self._unmoved(probe, outcome.moved):
             outcome.verdict, outcome.detail = problem
+
+    def first_wrong(self, probe: str, answers: Sequence[Answer], judgements: Sequence[Judgement]) -> Failure | None:
+        """Of the last round's answers, with what was sent until then."""
+        for i, judgement in enumerate(judgements):
+            if judgement.verdict == "wrong":
+                return Failure(probe, self.settings, tuple(self.sent), i, answers[i], judgement, self.unit)
+        return None
 
     def restart(self) -> None:
         """Start a target that died.
@@ -322,7 +320,7 @@ class Session:
         return replace(one, requests=requests)
 
     def _unmoved(self, probe: Probe, moved: Mapping[str, float]) -> tuple[Verdict, str] | None:
-        if not probe.moves or (probe.when and all(self.is_plain(factor) for factor in probe.when)):
+        if not probe.moves or (probe.when and self.is_plain(*probe.when.split())):
             return None
         name = "hits" if probe.moves == "cached" and "cached" not in self.target.can else probe.moves
         if name not in moved:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from hybrid_kv.config import ConfigError
@@ -16,20 +16,6 @@ from hybrid_kv.targets.target import Answer, Ask, TargetError
 Rounds = tuple[Round, ...]
 
 
-@dataclass(frozen=True)
-class Shrunk:
-    """`num_plays`: how many cases were played. `is_minimal`: nothing more could go; else the time was up."""
-
-    failure: Failure
-    num_plays: int
-    seconds: float
-    is_minimal: bool
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return sum(len(ask.prompt) for one in self.failure.rounds for ask in one.requests)
-
-
 def shrink(failure: Failure, start: Callable[[], Session], seconds: float = 120.0) -> Shrunk:
     """The least that is still answered wrongly, as far as the time goes.
 
@@ -37,7 +23,7 @@ def shrink(failure: Failure, start: Callable[[], Session], seconds: float = 120.
         start: a session of the failure's settings, which has sent nothing yet. One that can forget its cache is used
             again and again; another is started for every try.
     """
-    shrinker = _Shrinker(failure, start, seconds)
+    shrinker = Shrunk(failure, start, seconds)
     try:
         shrinker.run()
         smallest = shrinker.failure
@@ -51,7 +37,7 @@ def shrink(failure: Failure, start: Callable[[], Session], seconds: float = 120.
         shrinker.is_minimal = False
     finally:
         shrinker.close()
-    return Shrunk(shrinker.failure, shrinker.num_plays, shrinker.seconds, shrinker.is_minimal)
+    return shrinker
 
 
 def play(session: Session, rounds: Sequence[Round], failure: Failure) -> Failure | None:
@@ -60,22 +46,24 @@ def play(session: Session, rounds: Sequence[Round], failure: Failure) -> Failure
     Raises:
         TargetError: the engine died.
     """
-    for i, one in enumerate(rounds):
-        answers, judgements = session.play(one)
-        for index, judgement in enumerate(judgements):
-            if judgement.verdict == "wrong":
-                return replace(
-                    failure, rounds=tuple(rounds[: i + 1]), index=index, answer=answers[index], judgement=judgement
-                )
+    for one in rounds:
+        if found := session.first_wrong(failure.probe, *session.play(one)):
+            return replace(found, unit=failure.unit)
     return None
 
 
-class _Shrinker(Shrinker[Rounds]):
+class Shrunk(Shrinker[Rounds]):
+    """`failure`: the smallest one so far."""
+
     def __init__(self, failure: Failure, start: Callable[[], Session], seconds: float) -> None:
         super().__init__(failure.rounds, seconds, time.perf_counter)
         self.failure, self.is_always_new = failure, False
         self._start = start
         self._session: Session | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(ask.prompt) for one in self.failure.rounds for ask in one.requests)
 
     def close(self) -> None:
         if self._session is not None:

@@ -106,7 +106,8 @@ def test_a_probe_that_is_not_there_is_refused(guarded):
         guard(guarded(), [{}], ["nothing"])
 
 
-def test_this_engine_is_right_by_the_real_oracle(tmp_path):
+def test_this_engine_is_right_by_the_real_oracle(tmp_path, monkeypatch):
+    monkeypatch.setattr(ours, "MAX_MODEL_LEN", 256)  # the longest prompts find out what a block has
     write_checkpoint("lfm2", tmp_path)
     found = guard(Guarded(ours, str(tmp_path)), [{}, {"prefix": "align"}], ["salts"])
     assert {(one.probe, one.verdict) for one in found} == {("alone", "right"), ("salts isolate", "right")}

@@ -85,12 +85,8 @@ def test_no_request_is_longer_than_the_target_lets_it_be(monkeypatch):
     _, session = outcomes()
     requests = [ask for one in session.sent for ask in one.requests]
     traffic = session.traffic("batch", VOCAB)
-    assert [traffic.ask(traffic.prompt(length), max_tokens=23).max_tokens for length in (50, 77, 78, 88)] == [
-        23,
-        23,
-        22,
-        12,
-    ]
+    found = [traffic.ask(traffic.prompt(length), max_tokens=23).max_tokens for length in (50, 77, 78, 88)]
+    assert found == [23, 23, 22, 12]
     assert all(len(ask.prompt) + ask.max_tokens <= 100 for ask in requests)
 
 
@@ -100,13 +96,11 @@ def test_what_is_off_need_not_move():
 
 
 def test_a_cache_that_never_hits_is_void():
-    found, _ = outcomes(prefix="on", can=frozenset(CAPABILITIES))
     kind = ToyKind()
     session = Session(kind, "folder", {"prefix": "on"}, Judge(ToyOracle()), References(kind, "folder"))
     session.target.caches = False
     probe = next(probe for probe in load_probes() if probe.name == "repeat")
     assert session.run(probe, VOCAB).verdict == "void"
-    assert found["repeat"].verdict == "right"
 
 
 def test_what_the_target_does_not_offer_is_not_sent():
@@ -118,7 +112,7 @@ def test_what_the_target_does_not_offer_is_not_sent():
 
 def test_right_answers_without_a_counter_are_no_pass(monkeypatch):
     monkeypatch.setattr(ToyKind, "start", lambda *_: Silent({"prefix": "on"}, can=frozenset({"reset", "batch"})))
-    found, _ = outcomes()
+    found, _ = outcomes(only="repeat")
     assert found["repeat"].verdict == "inconclusive" and "no counter of hits" in found["repeat"].detail
 
 
@@ -128,7 +122,7 @@ class Silent(Toy):
 
 
 def test_what_would_take_too_long_is_not_sent(monkeypatch):
-    monkeypatch.setattr(Toy, "longest", 10**5)
+    monkeypatch.setattr(Toy, "longest", 5000)
     found, _ = outcomes()
     assert found["up to the limit"].verdict == "not supported"
     assert {one.verdict for name, one in found.items() if name != "up to the limit"} == {"right"}
@@ -194,14 +188,14 @@ def test_an_engine_that_gives_references_is_started_again():
 
 
 def test_the_failure_has_all_rounds_since_the_cache_was_empty():
-    found, _ = outcomes(bug="hit")
+    found, _ = outcomes(bug="hit", only="repeat")
     (failure,) = found["repeat"].failures
     assert failure.rounds[-1].requests[failure.index].prompt == failure.rounds[-2].requests[0].prompt
     assert failure.judgement.margin > 0 and failure.judgement.expected != failure.answer.token_ids
 
 
 def test_an_unclear_answer_is_counted_but_not_judged(monkeypatch):
-    _, session = outcomes()
+    _, session = outcomes(only="several answers")
     probe = next(probe for probe in load_probes() if probe.name == "several answers")
     judged = session.run(probe, VOCAB)
     assert judged.num_answers == judged.num_judged == 18

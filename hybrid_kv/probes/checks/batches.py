@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hybrid_kv.probes.registry import BOTH, Round, Rounds, probe
-from hybrid_kv.probes.traffic import Traffic
+from hybrid_kv.probes.registry import BOTH, Round, Rounds, Traffic, probe
 
 
 @probe("batch", place=5, needs="batch", not_in="exact")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hybrid_kv.probes.registry import BOTH, Round, Rounds, probe
-from hybrid_kv.probes.traffic import Traffic
+from hybrid_kv.probes.registry import BOTH, Round, Rounds, Traffic, probe
 
 LONG = 4096  # tokens; what is longer takes a CPU a minute
 

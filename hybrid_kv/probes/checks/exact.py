@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hybrid_kv.probes.registry import Round, Rounds, probe
-from hybrid_kv.probes.traffic import Traffic
+from hybrid_kv.probes.registry import Round, Rounds, Traffic, probe
 from hybrid_kv.targets.target import Ask
 
 NUM_REQUESTS = 24

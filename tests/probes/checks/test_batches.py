@@ -1,7 +1,7 @@
 import random
 
 from hybrid_kv.probes.checks.batches import rejected
-from hybrid_kv.probes.traffic import Traffic
+from hybrid_kv.probes.registry import Traffic
 from hybrid_kv.targets.target import Answer
 
 UNIT = 16
