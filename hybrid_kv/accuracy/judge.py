@@ -6,17 +6,21 @@ the task has as many questions as the floor is for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybrid_kv.accuracy import compare, lost, run, threshold
+from hybrid_kv.accuracy import compare, run, threshold
 from hybrid_kv.accuracy.compare import Answers, Comparison
 from hybrid_kv.accuracy.run import STRICT, AccuracyResult
 from hybrid_kv.accuracy.tasks import load_task, question_hashes
 from hybrid_kv.accuracy.threshold import Floor
 from hybrid_kv.config import ConfigError
+from hybrid_kv.files import write_whole
+from hybrid_kv.minimize import minimize
 from hybrid_kv.results.row import Row
 
 QUESTIONS = 250  # as many as a first look at two runs takes (`paired.looks`)
@@ -120,8 +124,8 @@ def judge(
             return Judgement(result, comparison)
         docs = load_task(task, seed, total, gsm8k_dir).eval_docs
         texts = {number: docs[number]["question"] for number in comparison.lost_questions}
-        few = lost.fewest(baseline, comparison, texts, lambda only: ask(total, only))
-        file = lost.write_lost(against, few, texts, repro)
+        few = fewest(baseline, comparison, texts, lambda only: ask(total, only))
+        file = write_lost(against, few, texts, repro)
         report = f"alone, {len(few)} of them lose an answer again: hybrid-kv accuracy --against {file}, same options"
         return Judgement(result, comparison, lost=f"{report}\n{texts[few[0]]}")
     count, floor = limit or QUESTIONS, None
@@ -143,3 +147,43 @@ def _seed_of(baseline: Answers) -> int | None:
     if seed is not None and type(seed) is not int:
         raise ConfigError(f"{baseline.name}: seed {seed!r} is not an integer; write the file again")
     return seed
+
+
+def fewest(
+    baseline: Answers, comparison: Comparison, texts: Mapping[int, str], ask: Callable[[Sequence[int]], AccuracyResult]
+) -> list[int]:
+    """As few questions as lose an answer again when sent alone; short ones stay.
+
+    All that were lost, if none of them is lost without the others around it.
+
+    Args:
+        texts: of the questions.
+        ask: questions by number, with a fresh engine.
+    """
+
+    def loses(questions: Sequence[int]) -> bool:
+        if not questions:
+            return False
+        candidate = compare.answers_of(ask(questions), comparison.answer_filter)
+        return compare.compare(baseline.only(questions), candidate, answer_filter=comparison.answer_filter).lost > 0
+
+    # What comes first is left out first.
+    lost = sorted(comparison.lost_questions, key=lambda number: -len(texts[number]))
+    return sorted(minimize(lost, loses)) if loses(lost) else sorted(lost)
+
+
+def write_lost(file: str | Path, questions: Sequence[int], texts: Mapping[int, str], folder: Path) -> Path:
+    """The lines of a baseline's file that are about these questions, each with its text: a file for `--against`.
+
+    Raises:
+        HybridKVError: it cannot be written.
+    """
+    lines = [
+        json.dumps({**line, "chosen": True, "question": texts[line["doc_id"]]}) + "\n"
+        for _, line in compare.json_lines(compare.read_text(file), str(file))
+        if line["doc_id"] in questions
+    ]
+    text = "".join(lines)
+    made = folder / f"lost-{hashlib.sha256(text.encode()).hexdigest()[:8]}.jsonl"
+    write_whole(made, text)
+    return made

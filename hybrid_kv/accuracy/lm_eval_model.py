@@ -251,7 +251,7 @@ class HybridKVLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not typed
         if num_cut:
             _log.warning("%d of %d contexts were cut from the left to fit max_model_len", num_cut, len(pairs))
         start = time.perf_counter()
-        scores = [(one.log_prob, one.is_greedy) for one in score(self.llm, pairs, self.progress and not disable_tqdm)]
+        scores: list[tuple[float, bool]] = [*score(self.llm, pairs, self.progress and not disable_tqdm)]
         self.seconds += time.perf_counter() - start
         for request, found in zip(requests, scores, strict=True):
             if request[0] is not None:

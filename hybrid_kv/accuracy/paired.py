@@ -8,7 +8,6 @@ or a score method: with so few flips the normal approximations are wrong.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Literal
 
@@ -54,24 +53,18 @@ def difference_interval(lost: int, gained: int, n: int, z: float = 1.959964) -> 
     """
     observed = (gained - lost) / n
 
-    def fits(difference: float) -> bool:
+    def excess(difference: float) -> float:
         # The most likely share of losses if that were the true difference: the root of a x^2 + b x + c.
         a, b = 2 * n, (2 * n - gained + lost) * difference - gained - lost
         c = -lost * difference * (1 - difference)
         share = (math.sqrt(max(0.0, b * b - 4 * a * c)) - b) / (2 * a)
-        return n * (observed - difference) ** 2 <= z * z * (2 * share + difference * (1 - difference))
+        return n * (observed - difference) ** 2 - z * z * (2 * share + difference * (1 - difference))
 
-    return _last(fits, observed, -1.0), _last(fits, observed, 1.0)
+    def bound(end: float) -> float:
+        beside = observed + math.copysign(1e-12, end)  # where nothing flipped the observed difference is a root, too
+        return end if excess(end) <= 0 else float(brentq(excess, beside, end))
 
-
-def _last(holds: Callable[[float], bool], inside: float, outside: float) -> float:
-    """Where `holds` ends on the way from `inside` to `outside`, by bisection."""
-    if holds(outside):
-        return outside
-    for _ in range(60):
-        middle = (inside + outside) / 2
-        inside, outside = (middle, outside) if holds(middle) else (inside, middle)
-    return inside
+    return bound(-1.0), bound(1.0)
 
 
 def power(loss: float, flips: int, n: int, alpha: float = ALPHA) -> float:

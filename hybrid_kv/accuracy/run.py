@@ -286,18 +286,14 @@ def _records(
         output = lm.outputs[task, doc_id if place is None else place[doc_id]][0]
         records.append(
             QuestionRecord(
-                doc_id=doc_id,
-                doc_hash=strict["doc_hash"],
-                prompt_hash=strict["prompt_hash"],
-                target_hash=strict["target_hash"],
+                **{name: strict[name] for name in ("doc_id", "doc_hash", "prompt_hash", "target_hash")},
                 correct=bool(strict["exact_match"]),
                 correct_flexible=bool(by_filter[FLEXIBLE][doc_id]["exact_match"]),
                 invalid=output.error is not None or strict["filtered_resps"][0] == NO_ANSWER,
                 error=output.error,
                 n_tokens=len(output.token_ids),
                 output_sha=hashlib.sha256(json.dumps(output.token_ids).encode()).hexdigest(),
-                steps=strict["doc"].get("steps"),
-                needs_latch=strict["doc"].get("needs_latch"),
+                **{name: strict["doc"].get(name) for name in ("steps", "needs_latch")},
             )
         )
     return tuple(records)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import uuid
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -24,8 +25,7 @@ from hybrid_kv.sampling import SamplingParams
 ROWS = 64  # tokens whose logits are made at once: 64 of 131,072 words are 32 MiB in float32
 
 
-@dataclass(frozen=True)
-class Score:
+class Score(NamedTuple):
     """Of a continuation: the natural logarithm of its probability, and whether greedy decoding would write it."""
 
     log_prob: float
@@ -38,10 +38,7 @@ class _Target:
 
     first: int
     tokens: Sequence[int]
-    found: list[tuple[float, bool] | None] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.found = [None] * len(self.tokens)
+    found: list[tuple[float, bool] | None]
 
 
 def score(llm: LLM, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], progress: bool = False) -> list[Score]:
@@ -50,7 +47,7 @@ def score(llm: LLM, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], progre
     Raises:
         HybridKVError: the engine refused a prompt; there is no score that could stand for that.
     """
-    targets = [_Target(len(context) - 1, continuation) for context, continuation in pairs]
+    targets = [_Target(len(context) - 1, tokens, [None] * len(tokens)) for context, tokens in pairs]
     by_prompt: dict[tuple[int, ...], list[_Target]] = defaultdict(list)
     for (context, continuation), target in zip(pairs, targets, strict=True):
         by_prompt[(*context, *continuation[:-1])].append(target)  # nothing follows the last token

@@ -111,23 +111,16 @@ class TargetLM(LM):  # type: ignore[misc]  # lm-eval is not typed
         tokens: list[int] = []
         for token in token_ids:
             tokens.append(token)
-            if token in self._ends:
-                return tokens, "stop"
-            if (
-                stops
-                and may_stop(self.tokenizer, tokens, stops)
-                and stop_position(self._text(tokens), stops) is not None
-            ):
+            may = stops and may_stop(self.tokenizer, tokens, stops)
+            if token in self._ends or (may and stop_position(self._text(tokens), stops) is not None):
                 return tokens, "stop"
         return tokens, "length"
 
     def _text(self, token_ids: list[int]) -> str:
         return str(self.tokenizer.decode(token_ids))
 
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> Any:
         """Not supported: servers score prompts in too many ways."""
         raise ConfigError("a target cannot score, only generate; use a task that generates")
 
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """See `loglikelihood`."""
-        raise ConfigError("a target cannot score, only generate; use a task that generates")
+    loglikelihood_rolling = loglikelihood

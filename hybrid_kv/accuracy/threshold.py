@@ -141,17 +141,11 @@ def read_floors(file: str | Path = FILE) -> list[Floor]:
         raise ConfigError(f"{file} cannot be read: {reason}") from None
     if not isinstance(document, dict) or set(document) != {"floors"} or not isinstance(document["floors"], list):
         raise ConfigError(f"{file} must hold a list 'floors' and nothing else")
-    names = {field.name for field in fields(Floor)}
     floors: list[Floor] = []
     for number, entry in enumerate(document["floors"], 1):
-        if not isinstance(entry, dict):
-            raise ConfigError(f"{file} entry {number} is not a mapping")
-        for word, keys in (("unknown", set(entry) - names), ("missing", names - set(entry))):
-            if keys:
-                raise ConfigError(f"{file} entry {number}: {word} {', '.join(sorted(map(str, keys)))}")
         try:
             floor = Floor(**entry)
-        except ConfigError as error:
+        except (TypeError, ConfigError) as error:  # the former of keys, and names them
             raise ConfigError(f"{file} entry {number}: {error}") from None
         if any(other.key == floor.key for other in floors):
             raise ConfigError(f"{file} entry {number}: {floor.key} is there twice")

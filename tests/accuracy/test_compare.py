@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hybrid_kv.accuracy import compare, lost, paired, run
+from hybrid_kv.accuracy import compare, judge, paired, run
 from hybrid_kv.accuracy.guard_model import FOLDER as GUARD_MODEL
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.results import read_rows
@@ -360,5 +360,5 @@ def test_a_loss_that_takes_the_others_company_keeps_all_that_were_lost(tmp_path:
         sent.append(sorted(questions))
         return result_of(["wrong" if len(questions) >= company else "right"] * 20, questions)
 
-    assert lost.fewest(baseline, made, texts, lambda only: ask(only, 10)) == list(range(9)) and sent == [[*range(9)]]
-    assert lost.fewest(baseline, made, texts, lambda only: ask(only, 2)) == [7, 8]
+    assert judge.fewest(baseline, made, texts, lambda only: ask(only, 10)) == list(range(9)) and sent == [[*range(9)]]
+    assert judge.fewest(baseline, made, texts, lambda only: ask(only, 2)) == [7, 8]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hybrid_kv.accuracy import judge, lost, run, tasks
+from hybrid_kv.accuracy import judge, run, tasks
 from hybrid_kv.results import append, read_rows
 from tests.accuracy.test_compare import COMMIT, PARAMS, call, record, result_of, write
 from tests.cli.run import refused
@@ -89,7 +89,7 @@ def test_against_with_the_engine(tmp_path: Path, capsys: pytest.CaptureFixture[s
     options = ["--speculative-method", "mtp", "--num-speculative-tokens", "2", "--mamba-cache-mode", "all"]
     code, printed, _ = call(capsys, "--against", samples, "--results", tmp_path, "--device", "cpu", *options)
     assert code == 0 and "3 of 3" in printed and "tokens of 0 answers differ" in printed
-    chosen = lost.write_lost(samples, [1, 2], {1: "Why?", 2: "How?"}, tmp_path)
+    chosen = judge.write_lost(samples, [1, 2], {1: "Why?", 2: "How?"}, tmp_path)
     code, printed, _ = call(capsys, "--against", chosen, "--results", tmp_path, "--device", "cpu", *options)
     assert code == 0 and "2 of 2" in printed and "tokens of 0 answers differ" in printed
 
