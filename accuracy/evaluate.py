@@ -7,16 +7,16 @@ Exact match is greedy, after five solved examples, on held-out numbers.
 
 import argparse
 import datetime
-import math
+import itertools
 import platform
 import re
 import sys
 import time
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import torch
 import transformers
 from torch import Tensor
@@ -40,23 +40,12 @@ def final_number(text: str) -> str | None:
 # ------------------------------------------------------------------------------- exact match
 
 
-@dataclass
-class Accuracy:
-    """Counts of one kind of problems."""
-
-    right: Counter[int] = field(default_factory=Counter)  # by number of steps
-    total: Counter[int] = field(default_factory=Counter)
-    exact: int = 0  # the whole chain of thought equals the reference
-    pair_right: int = 0  # problems with a sum or difference never seen in training
-    pair_total: int = 0
-
-    def row(self, name: str) -> str:
-        steps = " | ".join(f"{self.right[s]}/{self.total[s]}" for s in (1, 2, 3, 4))
-        right, total = self.right.total(), self.total.total()
-        return (
-            f"| {name} | {total} | **{right / total:.1%}** | {self.exact / total:.1%} | {steps} "
-            f"| {self.pair_right}/{self.pair_total} |"
-        )
+def accuracy_row(name: str, found: pd.DataFrame) -> str:
+    """Of ``measure_accuracy``'s problems, as a row of the table."""
+    steps = " | ".join(f"{own.sum()}/{len(own)}" for _, own in found.groupby("steps")["right"])
+    unseen = found["right"][found["unseen_pair"]]
+    shares = f"**{found['right'].mean():.1%}** | {found['exact'].mean():.1%}"
+    return f"| {name} | {len(found)} | {shares} | {steps} | {unseen.sum()}/{len(unseen)} |"
 
 
 def greedy(model: GuardModel, prompt: list[int], gaps: list[float]) -> list[int]:
@@ -77,23 +66,28 @@ def greedy(model: GuardModel, prompt: list[int], gaps: list[float]) -> list[int]
 
 def measure_accuracy(
     model: GuardModel, items: list[problems.EvalItem], gaps: list[float], name: str
-) -> tuple[Accuracy, list[tuple[list[int], list[int]]]]:
-    """Exact match of ``items``, and (prompt, greedy continuation) of each."""
-    result, runs = Accuracy(), []
+) -> tuple[pd.DataFrame, list[tuple[list[int], list[int]]]]:
+    """What became of each of ``items``, and (prompt, greedy continuation) of each.
+
+    ``exact``: the whole chain of thought equals the reference; ``unseen_pair``: a sum or difference that training
+    never showed is in it.
+    """
+    rows, runs = [], []
     for item in tqdm(items, desc=name, mininterval=5):
         prompt = tokenizer.encode(item.prompt)
         out = greedy(model, prompt, gaps)
         text = tokenizer.decode(out)
-        right = final_number(text) == str(item.final)
-        result.right[item.steps] += right
-        result.total[item.steps] += 1
-        result.exact += text.strip().startswith(item.answer)
         lines = re.findall(r"(\d+)([+*-])(\d+)=", item.answer)
-        if any(problems.is_held_out_pair(int(a), op, int(b)) for a, op, b in lines):
-            result.pair_right += right
-            result.pair_total += 1
+        rows.append(
+            {
+                "steps": item.steps,
+                "right": final_number(text) == str(item.final),
+                "exact": text.strip().startswith(item.answer),
+                "unseen_pair": any(problems.is_held_out_pair(int(a), op, int(b)) for a, op, b in lines),
+            }
+        )
         runs.append((prompt, out))
-    return result, runs
+    return pd.DataFrame(rows), runs
 
 
 # ---------------------------------------------------------------------------------------- MTP
@@ -157,7 +151,7 @@ def write_card(text: str, card: Path) -> None:
     card.write_text(f"{head}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}")
 
 
-def accuracy_section(rows: dict[str, Accuracy]) -> list[str]:
+def accuracy_section(rows: dict[str, pd.DataFrame]) -> list[str]:
     return [
         "### Exact match",
         "",
@@ -167,7 +161,7 @@ def accuracy_section(rows: dict[str, Accuracy]) -> list[str]:
         "",
         "| problems | n | exact match | whole answer | 1 step | 2 | 3 | 4 | unseen pair |",
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
-        *(result.row(name) for name, result in rows.items()),
+        *itertools.starmap(accuracy_row, rows.items()),
     ]
 
 
@@ -187,18 +181,13 @@ def mtp_section(results: list[Acceptance], prompts: int) -> list[str]:
 
 
 def margin_section(gaps: list[float]) -> list[str]:
-    ordered = sorted(gaps)
-
-    def quantile(q: float) -> str:
-        return f"{ordered[min(len(ordered) - 1, math.floor(q * len(ordered)))]:.2g}"
-
-    small = sum(g < 0.1 for g in gaps) / len(gaps)
+    least, *some, median = (f"{gap:.2g}" for gap in np.quantile(gaps, [0, 0.001, 0.01, 0.05, 0.5], method="higher"))
     return [
         "### Margins",
         "",
-        f"Top-2 logit gap over {len(gaps)} greedy tokens: smallest {quantile(0)},",
-        f"0.1 % quantile {quantile(0.001)}, 1 % {quantile(0.01)}, 5 % {quantile(0.05)},",
-        f"median {quantile(0.5)}; {small:.2%} below 0.1.",
+        f"Top-2 logit gap over {len(gaps)} greedy tokens: smallest {least},",
+        f"0.1 % quantile {some[0]}, 1 % {some[1]}, 5 % {some[2]},",
+        f"median {median}; {np.mean(np.less(gaps, 0.1)):.2%} below 0.1.",
     ]
 
 
@@ -225,7 +214,7 @@ def main(argv: list[str] | None = None) -> None:
         items = problems.eval_set(SEEDS[name], args.n, needs_latch=wanted)
         accuracy[name], done = measure_accuracy(model, items, gaps, name)
         runs += done[: args.drafted // 2]
-        print(accuracy[name].row(name), flush=True)
+        print(accuracy_row(name, accuracy[name]), flush=True)
     acceptance = [measure_acceptance(model, runs, k) for k in (1, 2, 3)]
     command = " ".join(["python -m accuracy.evaluate", *(argv or sys.argv[1:])])
     seconds = time.monotonic() - started

@@ -47,14 +47,9 @@ MTP_SEQUENCES = 2  # sequences of each process that the MTP head trains on, to s
 QUESTION_WEIGHT = 0.1  # question tokens are mostly chance; answers weigh 1
 FACTOR_WEIGHT = 3.0  # the operand after "*" is where the latch is needed
 
-# What may not change when a run goes on. What only acts from some step on may change before it.
-IDENTITY = ("model", "seed", "batch", "length", "replicas", "muon_lr", "adam_lr")
-ACTS_LATER = {
-    "latch_only_steps": lambda a: a["latch_only_steps"],
-    "mtp_from_step": lambda a: a["mtp_from_step"],
-    "steps": lambda a: a["steps"] - a["decay_steps"],
-    "decay_steps": lambda a: a["steps"] - a["decay_steps"],
-}
+# What may not change when a run goes on.
+IDENTITY = ("model", "seed", "batch", "length", "replicas", "muon_lr", "adam_lr", "latch_only_steps", "mtp_from_step")
+IDENTITY += ("steps", "decay_steps")
 
 
 @dataclass
@@ -218,14 +213,8 @@ class Trainer:
     def train_step(self) -> tuple[float, float]:
         """One optimiser step; returns the answer loss and the MTP loss of this process."""
         args = self.args
-        batch = make_batch(
-            args.seed,
-            self.step,
-            self.sequences,
-            args.length,
-            self.step < args.latch_only_steps,
-            self.device,
-        )
+        latch_only = self.step < args.latch_only_steps
+        batch = make_batch(args.seed, self.step, self.sequences, args.length, latch_only, self.device)
         self.model.zero_grad()
         loss, answer_loss, mtp_loss = batch_loss(self.model, batch, self.step >= args.mtp_from_step)
         loss.backward()
@@ -240,11 +229,9 @@ class Trainer:
         if self.world == 1:
             return
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-        flat = torch.cat([g.flatten() for g in grads])
+        flat = nn.utils.parameters_to_vector(grads)
         dist.all_reduce(flat)
-        flat /= self.world
-        for grad, piece in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-            grad.copy_(piece.view_as(grad))
+        nn.utils.vector_to_parameters(flat / self.world, grads)
 
     @torch.no_grad()
     def evaluate(self, per_kind: int) -> dict[str, float]:
@@ -287,11 +274,7 @@ class Trainer:
     def load_state(self, path: Path) -> None:
         state = torch.load(path, map_location=self.device)
         then, now = state["args"], vars(self.args)
-        changed = [k for k in IDENTITY if then[k] != now[k]]
-        for name, acts_from in ACTS_LATER.items():
-            if then[name] != now[name] and state["step"] > min(acts_from(then), acts_from(now)):
-                changed.append(name)
-        if changed:
+        if changed := [name for name in IDENTITY if then[name] != now[name]]:
             raise SystemExit(f"{path} is of a run with other {', '.join(changed)}; use --fresh")
         self.step, self.log = state["step"], state["log"]
         self.model.load_state_dict(state["model"])
