@@ -11,19 +11,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from accuracy import tokenizer, train
-from accuracy.guard_model import CONFIGS, load_checkpoint, save_checkpoint
+from accuracy import tokenizer
 from hybrid_kv.accuracy.guard_model import FOLDER, FOLDERS, embedded, problems
 
 each_model = pytest.mark.parametrize("folder", FOLDERS.values(), ids=FOLDERS)
 
 
-@pytest.fixture(autouse=True)
-def _threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+@pytest.fixture
+def train():
+    """What trains them. It imports the models' modules, which takes seconds: not where tests are only collected."""
+    from accuracy import train
+
+    yield train
     torch.set_flush_denormal(False)  # training turns it on
 
 
@@ -99,6 +98,8 @@ LOGITS = {
 
 @pytest.mark.parametrize("model_type", FOLDERS)
 def test_logits_and_drafts_are_those_of_the_trained_model(model_type):
+    from accuracy.guard_model import load_checkpoint
+
     model = load_checkpoint(FOLDERS[model_type])
     assert sum(p.numel() for p in model.parameters()) * 4 <= 5_000_000
     ids = torch.tensor([tokenizer.encode(problems.eval_set(41, 1, needs_latch=True)[0].prompt)])
@@ -111,6 +112,8 @@ def test_logits_and_drafts_are_those_of_the_trained_model(model_type):
 
 @each_model
 def test_a_saved_checkpoint_is_the_loaded_one(folder, tmp_path):
+    from accuracy.guard_model import CONFIGS, load_checkpoint, save_checkpoint
+
     save_checkpoint(load_checkpoint(folder), tmp_path)
     saved, shipped = (load_file(place / "model.safetensors") for place in (tmp_path, folder))
     assert saved.keys() == shipped.keys()
@@ -127,7 +130,7 @@ def test_an_embedded_model_is_found_by_name():
 # -------------------------------------------------------------------------------- training
 
 
-def test_path_dropout_leaves_only_the_state():
+def test_path_dropout_leaves_only_the_state(train):
     batch = train.make_batch(0, 0, range(2), 256, False, torch.device("cpu"))
     seen = batch.seen[:, 0]
     ids = batch.ids[:, :-1]
@@ -146,19 +149,21 @@ def test_path_dropout_leaves_only_the_state():
 
 
 @pytest.mark.parametrize("model", FOLDERS)
-def test_steps_move_every_weight_and_lower_both_losses(model):
+def test_steps_move_every_weight_and_lower_both_losses(train, model):
     arguments = f"--model {model} --batch 2 --length 96 --device cpu --latch-only-steps 1 --mtp-from-step 0"
     trainer = train.Trainer(train.parser().parse_args([*arguments.split(), "--adam-lr", "0.02"]))
     before = {name: value.clone() for name, value in trainer.model.named_parameters()}
-    losses = [trainer.train_step() for _ in range(12)]
+    losses = [trainer.train_step() for _ in range(10)]
     assert all(last < first - 0.5 for first, last in zip(losses[0], losses[-1], strict=True))
     assert [name for name, value in trainer.model.named_parameters() if torch.equal(value, before[name])] == []
 
 
 @pytest.mark.parametrize("model", FOLDERS)
-def test_resumed_training_gives_the_same_weights(tmp_path, model):
-    common = f"--model {model} --batch 2 --length 96 --replicas 1 --device cpu --eval-every 0 --latch-only-steps 1"
-    common += " --mtp-from-step 2 --steps 4 --decay-steps 3 --checkpoint-every 2"
+def test_resumed_training_gives_the_same_weights(train, tmp_path, model):
+    from accuracy.guard_model import load_checkpoint
+
+    common = f"--model {model} --batch 2 --length 48 --replicas 1 --device cpu --eval-every 0 --latch-only-steps 1"
+    common += " --mtp-from-step 1 --steps 3 --decay-steps 2 --checkpoint-every 2"
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train.main([*common.split(), "--out", str(whole)])
 

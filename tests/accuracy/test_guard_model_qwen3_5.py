@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from accuracy.guard_model import BALANCE_WEIGHT, load_checkpoint, new_model, save_checkpoint
-from accuracy.train import save_tokenizer
 from hybrid_kv.config import EngineConfig
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.engine.record import record_logits
@@ -23,6 +21,9 @@ VOCABULARY = 98
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights in all that training would move: norms, gates, a head that is not zero."""
+    from accuracy.guard_model import new_model, save_checkpoint
+    from accuracy.train import save_tokenizer
+
     torch.manual_seed(0)
     model = new_model("qwen3_5_moe_text")
     with torch.no_grad():
@@ -52,6 +53,8 @@ def test_logits_equal_the_engine(folder: Path) -> None:
 
 @torch.no_grad()
 def test_drafts_equal_the_engine_s_head(folder: Path) -> None:
+    from accuracy.guard_model import load_checkpoint
+
     plain, target = load_checkpoint(folder, torch.float64), load_model(folder, EngineConfig(dtype="float64"), CPU)
     head = load_head(folder, target)
     head.grid = 10**6
@@ -65,6 +68,8 @@ def test_drafts_equal_the_engine_s_head(folder: Path) -> None:
 
 @torch.no_grad()
 def test_a_router_that_leaves_experts_unused_costs() -> None:
+    from accuracy.guard_model import BALANCE_WEIGHT, new_model
+
     model = new_model("qwen3_5_moe_text")
     assert 0.9 < float(model.decode(torch.tensor([tokens(203)]))[1]) / BALANCE_WEIGHT < 1.3
     for layer in model.decoder.model.layers:

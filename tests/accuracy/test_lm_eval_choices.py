@@ -9,17 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lm_eval.tasks
 import pytest
 import yaml
-from lm_eval.__main__ import cli_evaluate
-from lm_eval.api.instance import Instance
 
 from hybrid_kv.accuracy import tasks
 from hybrid_kv.accuracy.guard_model import FOLDER, problems
-from hybrid_kv.accuracy.lm_eval_model import HybridKVLM
 from hybrid_kv.config import ConfigError, HybridKVError
 from hybrid_kv.engine.llm import LLM
+from tests.accuracy.lm import engine_model, instance
 
 REGISTER = str(Path(tasks.__file__).parent / "register.yaml")
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -70,6 +67,9 @@ Samples = dict[str, list[dict[str, Any]]]
 @pytest.fixture
 def run_lm_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[dict[str, Any], Samples]]:
     """lm-eval's command line in this process, without the 10 s that it takes to index its own tasks."""
+    import lm_eval.tasks
+    from lm_eval.__main__ import cli_evaluate
+
     monkeypatch.setattr(
         lm_eval.tasks, "TaskManager", functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
     )
@@ -162,14 +162,14 @@ def test_a_chat_template_makes_the_prompts(
 
 def test_a_text_longer_than_the_model_is_scored_in_windows() -> None:
     def rolling(max_model_len: int) -> float:
-        lm = HybridKVLM(progress=False, device="cpu", max_model_len=max_model_len)
-        (total,) = lm.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (ITEMS[0].prompt,), 0)])
+        lm = engine_model(progress=False, device="cpu", max_model_len=max_model_len)
+        (total,) = lm.loglikelihood_rolling([instance("loglikelihood_rolling", (ITEMS[0].prompt,))])
         return total
 
     whole, cut = rolling(512), rolling(64)
     assert cut < whole < 0  # the windows see less of the text
 
-    lm = HybridKVLM(progress=False, device="cpu", max_model_len=64)
+    lm = engine_model(progress=False, device="cpu", max_model_len=64)
     ids = [lm.prefix_token_id, *lm.tok_encode(ITEMS[0].prompt)]
     assert len(ids) > 2 * lm.max_length
     total = 0.0
@@ -181,7 +181,7 @@ def test_a_text_longer_than_the_model_is_scored_in_windows() -> None:
 
 
 def test_a_context_that_is_too_long_loses_its_beginning(caplog: pytest.LogCaptureFixture) -> None:
-    lm = HybridKVLM(progress=False, device="cpu", max_model_len=64)
+    lm = engine_model(progress=False, device="cpu", max_model_len=64)
     context = lm.tok_encode(ITEMS[0].prompt)
     ((long, _), (short, _)) = lm._loglikelihood_tokens([(None, context, [7, 8]), (None, context[-62:], [7, 8])])
     assert long == short
@@ -204,15 +204,15 @@ def test_a_context_that_is_too_long_loses_its_beginning(caplog: pytest.LogCaptur
 def test_batch_sizes_are_requests_at_once(
     arguments: dict[str, Any], expected: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lm = HybridKVLM(device="cpu", max_model_len=64, **arguments)
-    default = HybridKVLM(device="cpu", max_model_len=64).llm.config.scheduler.max_num_seqs
+    lm = engine_model(device="cpu", max_model_len=64, **arguments)
+    default = engine_model(device="cpu", max_model_len=64).llm.config.scheduler.max_num_seqs
     assert lm.llm.config.scheduler.max_num_seqs == (expected or default)
     assert ("batch_size" in caplog.text) == (expected is not None)
 
 
 def test_a_batch_size_that_is_no_number_is_refused() -> None:
     with pytest.raises(ConfigError, match="batch_size='many' must be a number or auto"):
-        HybridKVLM(batch_size="many")
+        engine_model(batch_size="many")
 
 
 class _Words:
@@ -229,13 +229,10 @@ class _Words:
 
 
 def test_a_text_with_a_bos_gets_no_second_one() -> None:
-    lm = HybridKVLM(llm=LLM(FOLDER, tokenizer=_Words(), device="cpu", max_model_len=64), progress=False)
+    lm = engine_model(llm=LLM(FOLDER, tokenizer=_Words(), device="cpu", max_model_len=64), progress=False)
     assert lm.tok_encode("a b") == [1, 2, 2]
     assert lm.tok_encode("<s> a b") == [1, 2, 2]
     assert lm.tok_encode("a b", add_special_tokens=False) == [2, 2]
-    sent = [
-        Instance("generate_until", {}, (text, {"until": []}), i, metadata=("t", i, 1))
-        for i, text in enumerate(("a", "<s> a"))
-    ]
+    sent = [instance("generate_until", (text, {"until": []}), i) for i, text in enumerate(("a", "<s> a"))]
     lm.generate_until(sent)
-    assert [lm.outputs["t", i][0].prompt_token_ids for i in range(2)] == [[1, 2]] * 2
+    assert [lm.outputs["toy", i][0].prompt_token_ids for i in range(2)] == [[1, 2]] * 2

@@ -11,16 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from lm_eval.evaluator import simple_evaluate
-from lm_eval.tasks import TaskManager
 
 from hybrid_kv.accuracy import run, tasks
 from hybrid_kv.accuracy.guard_model import FOLDER as GUARD_MODEL
-from hybrid_kv.accuracy.lm_eval_model import HybridKVLM
 from hybrid_kv.config import HybridKVError
 from hybrid_kv.engine.llm import LLM
 from hybrid_kv.results import provenance, read_rows
+from tests.accuracy.lm import engine_model
 from tests.accuracy.test_tasks import write_gsm8k
 from tests.cli import run as cli
 
@@ -36,12 +33,12 @@ def result() -> run.AccuracyResult:
 
 
 def test_same_scores_as_simple_evaluate(result: run.AccuracyResult) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    lm = HybridKVLM(GUARD_MODEL, progress=False, **ENGINE)
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    lm = engine_model(GUARD_MODEL, progress=False, **ENGINE)
     manager = TaskManager(include_path=Path(tasks.__file__).parent, include_defaults=False)
     theirs = simple_evaluate(lm, tasks=["gsm8k_synth"], task_manager=manager, limit=LIMIT, bootstrap_iters=0)
-    torch.set_num_threads(before)
     scores = theirs["results"]["gsm8k_synth"]
     assert scores["exact_match,strict-match"] == pytest.approx(result.accuracy)
     assert scores["exact_match,flexible-extract"] == pytest.approx(result.accuracy_flexible)

@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lm_eval.api.instance import Instance
 
 from hybrid_kv import LLM
-from hybrid_kv.accuracy import target_model
 from hybrid_kv.accuracy.guard_model import FOLDER
 from hybrid_kv.accuracy.run import evaluate, write_samples
-from hybrid_kv.accuracy.target_model import REFUSED, TargetLM
 from hybrid_kv.config import ConfigError, HybridKVError
 from hybrid_kv.models.loader import load_tokenizer
 from hybrid_kv.targets.target import Answer, Ask, TargetError
+from tests.accuracy.lm import instance
 from tests.accuracy.test_compare import call
 from tests.serve.conftest import OPTIONS, Served, served
 
@@ -56,13 +54,13 @@ class Fake:
         self.is_closed = True
 
 
-def asked_of(fake: Fake, monkeypatch: pytest.MonkeyPatch, count: int = 1, **more: Any) -> tuple[TargetLM, list[str]]:
+def asked_of(fake: Fake, monkeypatch: pytest.MonkeyPatch, count: int = 1, **more: Any) -> tuple[Any, list[str]]:
+    from hybrid_kv.accuracy import target_model
+
     monkeypatch.setattr(target_model, "kind_of", lambda name: fake)
-    lm = TargetLM("fake", FOLDER)
+    lm = target_model.TargetLM("fake", FOLDER)
     arguments = (QUESTION, {**UNTIL, **more})
-    return lm, lm.generate_until(
-        [Instance("generate_until", {}, arguments, i, metadata=("toy", i, 1)) for i in range(count)]  # type: ignore[arg-type]
-    )
+    return lm, lm.generate_until([instance("generate_until", arguments, i) for i in range(count)])
 
 
 def test_a_server_gets_the_questions_the_scores_and_the_tokens_of_a_run_in_this_process(
@@ -107,7 +105,7 @@ def test_an_answer_is_no_longer_than_the_target_lets_it_be(monkeypatch: pytest.M
 
 def test_a_request_that_fails_is_a_question_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     lm, (text,) = asked_of(Fake(Answer((), error="HTTP 500: 7")), monkeypatch)
-    assert text == REFUSED and lm.outputs["toy", 0][0].error == "HTTP 500: 7"
+    assert text == "[invalid]" and lm.outputs["toy", 0][0].error == "HTTP 500: 7"
 
 
 def test_a_task_that_samples_or_scores_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,13 +133,13 @@ def test_what_cannot_be_asked_is_said_in_one_line(
 
 def test_a_target_is_closed_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = Fake(Answer((1,)))
-    monkeypatch.setattr(target_model, "kind_of", lambda name: fake)
+    monkeypatch.setattr("hybrid_kv.accuracy.target_model.kind_of", lambda name: fake)
     fake.model = "another"
     with pytest.raises(ConfigError, match="serves another"):
         evaluate(target="fake", limit=1, progress=False)
     assert fake.is_closed
     dying = Fake(Answer((1,)))
-    monkeypatch.setattr(target_model, "kind_of", lambda name: dying)
+    monkeypatch.setattr("hybrid_kv.accuracy.target_model.kind_of", lambda name: dying)
 
     def die(requests: Sequence[Ask]) -> list[Answer]:
         raise TargetError("it died")

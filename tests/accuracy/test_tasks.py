@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lm_eval.tasks
 import pytest
-from lm_eval.tasks._yaml_loader import load_yaml
 
 from hybrid_kv.accuracy import tasks
 from hybrid_kv.accuracy.guard_model import problems
@@ -40,6 +38,9 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_only_the_documents_differ_from_lm_evals_gsm8k() -> None:
+    import lm_eval.tasks
+    from lm_eval.tasks._yaml_loader import load_yaml
+
     ours = load_yaml(Path(tasks.__file__).parent / "gsm8k_synth.yaml", resolve_func=False)
     theirs = load_yaml(Path(lm_eval.tasks.__file__).parent / "gsm8k" / "gsm8k.yaml")
     assert {k: v for k, v in ours.items() if k not in OURS} == {k: v for k, v in theirs.items() if k not in THEIRS}

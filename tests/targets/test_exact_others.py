@@ -1,19 +1,18 @@
 """The exact model inside transformers and mlx-lm: their caches answer as the oracle does, and planted bugs do not."""
 
 import shutil
+from pkgutil import resolve_name
 
 import pytest
-from transformers.cache_utils import LinearAttentionLayer
 
 from hybrid_kv.config import ConfigError
-from hybrid_kv.probes.exact import ExactJudge
-from hybrid_kv.targets import mlx, remote, transformers, transformers_exact
+from hybrid_kv.probes.judge import ExactJudge
+from hybrid_kv.targets import mlx, remote, transformers
 from hybrid_kv.targets.exact import ExactAnswers, write_exact_checkpoint
 from hybrid_kv.targets.remote import python_of
 from hybrid_kv.targets.target import Ask
 
 PROMPTS = [tuple(range(1, length)) for length in (31, 8, 2, 24)]
-CROP = LinearAttentionLayer.crop
 # What a plant adds behind mlx's worker, before it serves.
 MLX_BUGS = {
     "padding enters the state": "cache.ArraysCache.make_mask = lambda self, N: None",
@@ -75,15 +74,25 @@ def test_transformers_refuses_drafts_and_pages_for_states(folder_of):
 
 
 @pytest.mark.parametrize(
-    ("plant", "model", "settings"),
+    ("place", "plant", "model", "settings"),
     [
-        ((LinearAttentionLayer, "crop", lambda self, n: CROP(self, 0)), "short_conv", {"spec": "lookup3"}),
-        ((transformers_exact, "create_recurrent_attention_mask", lambda **_: None), "mixed", {"batch": "left"}),
+        (
+            "transformers.cache_utils.LinearAttentionLayer.crop",
+            lambda crop: lambda self, n: crop(self, 0),
+            "short_conv",
+            {"spec": "lookup3"},
+        ),
+        (
+            "hybrid_kv.targets.transformers_exact.create_recurrent_attention_mask",
+            lambda _: lambda **_: None,
+            "mixed",
+            {"batch": "left"},
+        ),
     ],
     ids=["a window is not cropped", "padding enters the state"],
 )
-def test_a_bug_in_transformers_is_wrong(plant, model, settings, folder_of, monkeypatch):
-    monkeypatch.setattr(*plant)
+def test_a_bug_in_transformers_is_wrong(place, plant, model, settings, folder_of, monkeypatch):
+    monkeypatch.setattr(place, plant(resolve_name(place)))
     assert "wrong" in verdicts(transformers.start(folder := folder_of(model), settings), folder)
 
 

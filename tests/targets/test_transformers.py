@@ -1,7 +1,6 @@
 """transformers as an engine: its caches, batches and drafts, what it refuses, and what it gets wrong."""
 
 import pytest
-from transformers import Cache
 
 from hybrid_kv.config import ConfigError
 from hybrid_kv.models.random_checkpoint import write_checkpoint
@@ -69,7 +68,7 @@ def test_a_search_is_judged_by_its_log_probabilities(hybrid, monkeypatch):
     assert verdicts == ["right"] * 4 and all(len(answer.logprobs) == 12 for answer in answers)
     assert [answer.token_ids for answer in answers] != [continued(model, prompt) for prompt in PROMPTS]
     # Beams that go on with the cache of another one.
-    monkeypatch.setattr(Cache, "reorder_cache", lambda self, beam_idx: None)
+    monkeypatch.setattr("transformers.Cache.reorder_cache", lambda self, beam_idx: None)
     assert "wrong" in judged(folder, {"beams": "4"})[1]
 
 
